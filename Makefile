@@ -1,0 +1,71 @@
+# Two commands are enough on a fresh machine: `make train` and `make test`. Each installs once, into .venv.
+#   make test PYTHON=/path/to/python3.12     another interpreter
+#   make test VARIANT=cuda                   fbgemm's CUDA build in place of its CPU build
+
+VARIANT ?= cpu
+PYTHON ?= $(shell for p in python3.11 python3 python3.12 python3.13 python; do \
+	$$p -c 'import ensurepip, sys; sys.exit(sys.version_info < (3, 11))' >/dev/null 2>&1 && { echo $$p; break; }; done)
+
+VENV := .venv
+BIN := $(VENV)/bin
+LOCKS := requirements/$(VARIANT).lock requirements/dev.lock
+LOCKED := $(VENV)/.locked-$(VARIANT)
+INSTALLED := $(VENV)/.installed-$(VARIANT)
+PIP := $(BIN)/python -m pip --disable-pip-version-check --no-input -qq
+# Locked packages only: no dependency is resolved, and what must be built is built with the locked setuptools.
+AS_LOCKED := --no-deps --no-build-isolation
+
+.DELETE_ON_ERROR:
+.PHONY: help install train test lint check-lock wheel clean
+
+help:
+	@echo "make train   install once, then train the example experiment"
+	@echo "make test    install once, then lint, type-check and test"
+	@echo "make lint    ruff and mypy alone"
+	@echo "make wheel   build a wheel into dist/ and check what is inside"
+	@echo "make clean   remove .venv, builds and caches"
+
+install: $(INSTALLED)
+
+train: $(INSTALLED)
+	$(BIN)/overlap-train experiment=first_look
+
+test: lint
+	$(BIN)/python -m pytest
+
+lint: $(INSTALLED)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+check-lock: $(INSTALLED)
+	$(BIN)/python requirements/check_lock.py $(LOCKS)
+
+wheel: $(INSTALLED)
+	rm -rf build dist
+	$(BIN)/python -m build --wheel --no-isolation --outdir dist .
+	$(BIN)/python requirements/check_wheel.py dist/*.whl
+
+clean:
+	rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+
+# The locked packages, from nothing, so that neither an older lock nor the other variant is left behind. torch keeps its
+# dependencies (a CUDA build brings its own), held to the lock where the lock names them.
+$(LOCKED): $(LOCKS) requirements/check_lock.py
+	@[ -n "$(PYTHON)" ] && "$(PYTHON)" -c 'import ensurepip, sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null || { \
+		echo "lightning_overlap needs Python 3.11 or newer with its venv module; '$(or $(PYTHON),python3)' is not one."; \
+		echo "Install one, or name it: make PYTHON=/path/to/python3.11"; exit 1; }
+	@echo "installing into $(VENV) (once, about a minute): a new environment with $$("$(PYTHON)" --version)"
+	@"$(PYTHON)" -m venv --clear $(VENV)
+	@$(PIP) install --no-deps $$(grep -hE '^(setuptools|wheel)==' $(LOCKS))
+	@echo "installing into $(VENV): torch"
+	@$(PIP) install --constraint requirements/$(VARIANT).lock $$(grep '^torch==' requirements/$(VARIANT).lock)
+	@echo "installing into $(VENV): the packages of $(LOCKS)"
+	@$(PIP) install $(AS_LOCKED) $(addprefix -r ,$(LOCKS))
+	@$(BIN)/python requirements/check_lock.py $(LOCKS)
+	@touch $@
+
+$(INSTALLED): $(LOCKED) pyproject.toml
+	@echo "installing into $(VENV): lightning_overlap itself"
+	@$(PIP) install $(AS_LOCKED) --editable .
+	@touch $@

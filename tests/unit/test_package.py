@@ -1,0 +1,98 @@
+"""The package as it is installed and as it is tracked: version, configs, lock files, and what no file may name."""
+
+import re
+import subprocess
+from importlib import metadata
+from importlib.resources import files
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def read_pins(lock: str) -> dict[str, str]:
+    """Return the version of each package that a lock file names."""
+    text = (ROOT / "requirements" / lock).read_text(encoding="utf-8")
+    return dict(re.findall(r"^([a-z0-9-]+)==(\S+)$", text, flags=re.MULTILINE))
+
+
+def test_version_is_that_of_the_installed_package() -> None:
+    try:
+        installed = metadata.version("lightning_overlap")
+    except metadata.PackageNotFoundError:
+        pytest.skip("lightning_overlap runs from a checkout, not installed")
+    import lightning_overlap
+
+    assert lightning_overlap.__version__ == installed
+
+
+def test_type_marker_is_beside_the_package() -> None:
+    assert (files("lightning_overlap") / "py.typed").is_file()
+
+
+def test_conf_is_beside_the_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)  # from any folder
+    conf = files("lightning_overlap") / "conf"
+    assert (conf / "config.yaml").is_file()
+    # Hydra takes a folder for pkg://lightning_overlap.conf only when this file is there.
+    assert (conf / "__init__.py").is_file()
+
+
+def test_hydra_finds_the_primary_config(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from hydra import initialize_config_module
+    from hydra.core.global_hydra import GlobalHydra
+
+    monkeypatch.chdir(tmp_path)
+    with initialize_config_module("lightning_overlap.conf", version_base="1.3"):
+        loader = GlobalHydra.instance().config_loader()
+        assert "config" in loader.list_groups("") or "config" in loader.get_group_options("")
+
+
+def test_cpu_and_cuda_locks_differ_in_fbgemm_alone() -> None:
+    cpu, cuda = read_pins("cpu.lock"), read_pins("cuda.lock")
+    assert cpu.pop("fbgemm-gpu-cpu") == cuda.pop("fbgemm-gpu")
+    assert cpu == cuda
+
+
+def test_locks_pin_each_package_once() -> None:
+    cpu, dev = read_pins("cpu.lock"), read_pins("dev.lock")
+    assert not cpu.keys() & dev.keys()
+    for lock in ("cpu.lock", "cuda.lock", "dev.lock"):
+        lines = (ROOT / "requirements" / lock).read_text(encoding="utf-8").splitlines()
+        assert len(read_pins(lock)) == sum(bool(line) and not line.startswith("#") for line in lines), lock
+
+
+# The package indexes are the installer's settings, and paths are the machine's: neither belongs in the repository.
+FORBIDDEN = re.compile(
+    r"pypi\.org|pythonhosted\.org|download\.pytorch\.org|registry\.npmjs\.org|deb\.debian\.org|conda\.anaconda\.org"
+    r"|(?<![\w.:/\-])/(?:work|tmp|root|home|opt)/\w"
+)
+
+
+@pytest.mark.parametrize(
+    ("line", "named"),
+    [
+        ("pip install --index-url https://pypi" + ".org/simple torch", True),
+        ("the venv of /" + "tmp/dev", True),
+        ("see https://example.invalid/work/item", False),
+        ("lightning_overlap/work/x.py, ./opt/x and outputs/tmp/x", False),
+    ],
+)
+def test_what_counts_as_a_registry_host_or_machine_path(line: str, named: bool) -> None:
+    assert bool(FORBIDDEN.search(line)) == named
+
+
+def test_no_tracked_file_names_a_registry_host_or_machine_path() -> None:
+    listing = subprocess.run(["git", "ls-files", "-z"], cwd=ROOT, capture_output=True, text=True, check=False)
+    if listing.returncode:
+        pytest.skip("not a git checkout")
+    found = []
+    for name in filter(None, listing.stdout.split("\0")):
+        path = ROOT / name
+        if path.is_symlink() or not path.is_file():
+            continue
+        for number, line in enumerate(path.read_text(encoding="utf-8", errors="replace").splitlines(), start=1):
+            if FORBIDDEN.search(line):
+                found.append(f"{name}:{number}: {line.strip()[:120]}")
+    assert not found, "\n".join(found)
