@@ -1,9 +1,9 @@
 """Tell whether the lock files describe the environment that runs this script, and describe it completely.
 
-    .venv/bin/python requirements/check_lock.py requirements/cpu.lock requirements/dev.lock
+Use: `.venv/bin/python requirements/check_lock.py requirements/cpu.lock requirements/dev.lock`
 
 Two things are checked: each locked version is the installed one, and each requirement of each locked package is met by
-a locked package. One exception is known: torchrec asks for fbgemm-gpu, which fbgemm-gpu-cpu of a CPU install stands for.
+a locked package. One exception is known: torchrec asks for fbgemm-gpu, and in a CPU install fbgemm-gpu-cpu stands in.
 """
 
 import sys

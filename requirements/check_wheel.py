@@ -1,6 +1,6 @@
 """Tell whether a wheel carries the package whole: its modules, `py.typed`, and every file of `conf/`.
 
-    .venv/bin/python requirements/check_wheel.py dist/lightning_overlap-*.whl
+Use: `.venv/bin/python requirements/check_wheel.py dist/lightning_overlap-*.whl`
 """
 
 import sys
