@@ -55,6 +55,7 @@ $(LOCKED): $(LOCKS) requirements/check_lock.py
 	@[ -n "$(PYTHON)" ] && "$(PYTHON)" -c 'import ensurepip, sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null || { \
 		echo "lightning_overlap needs Python 3.11 or newer with its venv module; '$(or $(PYTHON),python3)' is not one."; \
 		echo "Install one, or name it: make PYTHON=/path/to/python3.11"; exit 1; }
+	@rm -f $@
 	@echo "installing into $(VENV) (once, about a minute): a new environment with $$("$(PYTHON)" --version)"
 	@"$(PYTHON)" -m venv --clear $(VENV)
 	@$(PIP) install --no-deps $$(grep -hE '^(setuptools|wheel)==' $(LOCKS))
@@ -66,6 +67,7 @@ $(LOCKED): $(LOCKS) requirements/check_lock.py
 	@touch $@
 
 $(INSTALLED): $(LOCKED) pyproject.toml
+	@rm -f $@
 	@echo "installing into $(VENV): lightning_overlap itself"
 	@$(PIP) install $(AS_LOCKED) --editable .
 	@touch $@
