@@ -1,0 +1,12 @@
+"""Overlap sharded embedding lookups with the dense part of a step, under PyTorch Lightning and TorchRec."""
+
+from .modes import MODES as MODES
+from .modes import STREAMS as STREAMS
+from .schedule import Schedule as Schedule
+from .schedule import ScheduleError as ScheduleError
+from .schedule import Step as Step
+from .stages import Stage as Stage
+from .stages import StreamName as StreamName
+from .strategy import OverlapEmbeddingStrategy as OverlapEmbeddingStrategy
+
+__version__ = "0.1.0"

@@ -1,0 +1,339 @@
+"""Walk a schedule: the one place that decides when a stage is issued and what its stream waits for."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any, Protocol
+
+import torch
+
+from .inflight import InFlightBatch
+from .schedule import Schedule, Step
+from .stages import SPARSE_STAGES, TRAINING_STAGES, Stage, StreamName, WeightOwner
+from .streams import Streams
+
+Observer = Callable[[str, Stage, int], None]
+"""Called with ("issue" | "wait", stage, batch) as the executor goes; for tests and timelines."""
+
+_EVERY_OWNER = frozenset(WeightOwner)
+
+
+class BatchSource(Protocol):
+    """Where batches come from."""
+
+    def fetch(self) -> tuple[Any, int, int] | None:
+        """Return the next staged `(batch, batch_idx, dataloader_idx)`, or None at the end of the data."""
+
+
+class SparseStages(Protocol):
+    """What each sparse stage does for one batch; `sparse.SparsePipeline` does it with TorchRec."""
+
+    @property
+    def ready(self) -> bool:
+        """Whether it is known which part of a batch feeds which module."""
+
+    def discover(self, inflight: InFlightBatch) -> bool:
+        """Learn that from a forward that was just run; True if it was learnt now."""
+
+    def forward(self, inflight: InFlightBatch) -> AbstractContextManager[None]:
+        """Serve early results to the modules' callers while a `training_step` runs."""
+
+    def input_splits_dist(self, inflight: InFlightBatch) -> None:
+        """Start the all-to-all of split sizes."""
+
+    def input_data_dist(self, inflight: InFlightBatch) -> None:
+        """Read the sizes; start the all-to-alls of lengths, ids and weights."""
+
+    def receive_input(self, inflight: InFlightBatch) -> Any:
+        """Wait for these and return what the lookup will read."""
+
+    def embedding_lookup(self, inflight: InFlightBatch, owners: frozenset[WeightOwner]) -> None:
+        """Look up the tables of these owners and start the all-to-all of rows."""
+
+    def drop_lookups(self, inflight: InFlightBatch) -> None:
+        """Forget early results; the modules' own forward will run instead."""
+
+    def drain(self, inflight: InFlightBatch) -> None:
+        """Complete every collective that was started for a batch that will not be trained."""
+
+    def take_plain_forward(self) -> bool:
+        """Whether a module ran its own forward, on the compute stream, since the last call."""
+
+
+class Executor:
+    """Runs the rows of a schedule around the trainer's own forward, backward and step.
+
+    The trainer drives it: `next_batch()` begins an iteration and returns the batch to train; `forward()` goes
+    around `training_step`; `reach(stage)` says that the trainer has done a stage. All rows run on the calling
+    thread, at the same point of the step on every rank.
+
+    Args:
+        schedule: The table to walk.
+        source: Gives the batches.
+        sparse: Does the sparse stages; None: the schedule's sparse rows are skipped.
+        streams: The device's streams.
+        lookup_context: Entered around every early lookup (autocast, as around `training_step`).
+        observer: Told of every issue and wait.
+        rank: Named in errors.
+    """
+
+    def __init__(
+        self,
+        schedule: Schedule,
+        source: BatchSource,
+        sparse: SparseStages | None,
+        streams: Streams,
+        *,
+        lookup_context: Callable[[], AbstractContextManager[Any]] = nullcontext,
+        observer: Observer | None = None,
+        rank: int = 0,
+    ) -> None:
+        self.schedule = schedule
+        self._source = source
+        self._sparse = sparse if schedule.has_sparse_stages else None
+        self._streams = streams
+        self._lookup_context = lookup_context
+        self._observe = observer or _ignore
+        self._rank = rank
+        self._run_stage: dict[Stage, Callable[[InFlightBatch], None]] = {}
+        if self._sparse is not None:
+            self._run_stage = {
+                Stage.INPUT_SPLITS_DIST: self._sparse.input_splits_dist,
+                Stage.INPUT_DATA_DIST: self._sparse.input_data_dist,
+            }
+        self._copy = next(step for step in schedule if step.stage is Stage.COPY_BATCH_TO_DEVICE)
+        self._deferred = schedule.dense_owned_lookup
+        self._first_owners = (
+            _EVERY_OWNER if self._deferred is None else frozenset({WeightOwner.FUSED_BACKWARD})
+        )
+        self._reset()
+
+    def _reset(self) -> None:
+        self._iteration = -1
+        self._row = len(self.schedule.steps)
+        self._in_flight: dict[int, InFlightBatch] = {}
+        self.num_fetched = 0
+        self._waiting_for_discovery: list[tuple[Step, int, frozenset[WeightOwner]]] = []
+        self._written: Any = None  # event behind the last write of a table on the compute stream
+
+    @property
+    def current(self) -> InFlightBatch | None:
+        """The batch being trained."""
+        return self._in_flight.get(self._iteration)
+
+    @property
+    def num_trained(self) -> int:
+        """Batches handed to the trainer so far."""
+        return self._iteration + 1
+
+    @property
+    def num_ahead(self) -> int:
+        """Batches fetched but not yet handed to the trainer."""
+        return sum(index > self._iteration for index in self._in_flight)
+
+    def next_batch(self) -> InFlightBatch | None:
+        """Begin the next iteration; return its batch, or None when the data has ended."""
+        self._streams.begin_step()
+        if self._iteration < 0:
+            self._fill()
+        else:
+            self.reach(Stage.OPTIMIZER_STEP)
+            self._in_flight.pop(self._iteration, None)
+        self._iteration += 1
+        self._row = 0
+        self._run_rows()
+        if self.current is None:
+            self._fetch(self._copy, self._iteration)
+        current = self.current
+        if current is not None:
+            self._acquire(current, StreamName.COMPUTE, Stage.COPY_BATCH_TO_DEVICE)
+            self._streams.hand_over(current.batch, StreamName.COMPUTE)
+        return current
+
+    @contextmanager
+    def forward(self) -> Iterator[None]:
+        """Go around the `training_step` of the current batch."""
+        current = self.current
+        if current is None or self._sparse is None:
+            yield
+            return
+        self._observe("issue", Stage.DENSE_FORWARD, current.index)
+        current.consumed = True
+        with self._sparse.forward(current):
+            yield
+
+    def reach(self, stage: Stage) -> None:
+        """Say that the trainer has done a stage of the current batch; run the rows up to the next such stage.
+
+        Rows before `stage` that have not run yet (the trainer skipped a stage) run too. A second backward in one
+        iteration, as LBFGS makes, writes the tables again: early lookups made in between are dropped.
+        """
+        if self.current is None:
+            return
+        position = self.schedule.position(stage)
+        if self._row > position:
+            if stage is Stage.BACKWARD:
+                self._drop_lookups_ahead()
+            return
+        while self._row <= position:
+            self._pass(self.schedule.steps[self._row].stage)
+            self._row += 1
+            self._run_rows()
+
+    def wait_for_lookups(self) -> None:
+        """Order the compute stream behind everything on the lookup stream: reads and writes of tables."""
+        self._streams.wait(StreamName.COMPUTE, self._streams.record(StreamName.LOOKUP))
+
+    def drain(self) -> None:
+        """Drop the batches that were fetched ahead; complete their collectives, on all ranks alike."""
+        in_flight, sparse = list(self._in_flight.values()), self._sparse
+        current = self._iteration
+        self._reset()
+        if sparse is not None:
+            for inflight in in_flight:
+                if inflight.index > current or not inflight.consumed:
+                    sparse.drain(inflight)
+
+    def abandon(self) -> None:
+        """Drop everything in flight at once, without a collective: another rank may be gone."""
+        self._reset()
+
+    def _fill(self) -> None:
+        # Weights may have been loaded or changed on the compute stream since the last run.
+        start = self._streams.record(StreamName.COMPUTE)
+        self._streams.wait(StreamName.LOOKUP, start)
+        for iteration in range(-self.schedule.max_offset, 0):
+            self._iteration = iteration
+            for step in self.schedule.steps:
+                if step.stage is Stage.OPTIMIZER_STEP:
+                    self._run_deferred_lookup()
+                elif step.stage not in TRAINING_STAGES:
+                    self._run(step, self._first_owners)
+        self._iteration = -1
+
+    def _run_rows(self) -> None:
+        """Run the rows from the cursor to the next row of the trainer."""
+        steps = self.schedule.steps
+        while self._row < len(steps) and steps[self._row].stage not in TRAINING_STAGES:
+            self._run(steps[self._row], self._first_owners)
+            self._row += 1
+
+    def _pass(self, stage: Stage) -> None:
+        """The trainer has done `stage` of the current batch."""
+        if self._sparse is None:
+            return
+        if stage is Stage.DENSE_FORWARD:
+            self._discover()
+        elif stage is Stage.BACKWARD:
+            self._observe("issue", stage, self._iteration)
+            if self._sparse.take_plain_forward():
+                # Such a module's TBE backward ran on the compute stream: the next lookup has to wait for it.
+                self._written = self._streams.record(StreamName.COMPUTE)
+        elif stage is Stage.OPTIMIZER_STEP:
+            self._observe("issue", stage, self._iteration)
+            self._run_deferred_lookup()
+
+    def _discover(self) -> None:
+        assert self._sparse is not None
+        current = self.current
+        if self._sparse.ready or current is None or not current.consumed or not self._sparse.discover(current):
+            return
+        waiting, self._waiting_for_discovery = self._waiting_for_discovery, []
+        for step, index, owners in waiting:
+            if index > self._iteration:
+                self._issue(step, self._in_flight[index], owners)
+
+    def _run_deferred_lookup(self) -> None:
+        if self._deferred is not None:
+            self._run(self._deferred, frozenset({WeightOwner.DENSE_OPTIMIZER}))
+
+    def _run(self, step: Step, owners: frozenset[WeightOwner]) -> None:
+        index = self._iteration + step.offset
+        if index < 0:
+            return
+        if step.stage is Stage.COPY_BATCH_TO_DEVICE:
+            self._fetch(step, index)
+        elif index in self._in_flight and self._sparse is not None:
+            if self._sparse.ready:
+                self._issue(step, self._in_flight[index], owners)
+            else:
+                self._waiting_for_discovery.append((step, index, owners))
+
+    def _fetch(self, step: Step, index: int) -> None:
+        # A source may hold back a batch that looks like it is not going to be trained: then this catches up.
+        while self.num_fetched <= index:
+            with self._stage(step, self.num_fetched), self._streams.on(step.stream):
+                fetched = self._source.fetch()
+            if fetched is None:
+                return
+            inflight = InFlightBatch(self.num_fetched, *fetched)
+            inflight.done[step.stage] = (step.stream, self._streams.record(step.stream))
+            self._in_flight[inflight.index] = inflight
+            self.num_fetched += 1
+
+    def _issue(self, step: Step, inflight: InFlightBatch, owners: frozenset[WeightOwner]) -> None:
+        """Issue one sparse stage of one batch on its stream, behind all that it reads."""
+        previous = SPARSE_STAGES[SPARSE_STAGES.index(step.stage) - 1]
+        if step.stage is Stage.INPUT_SPLITS_DIST:
+            previous = Stage.COPY_BATCH_TO_DEVICE
+        with self._stage(step, inflight.index):
+            if step.stage is Stage.EMBEDDING_LOOKUP:
+                self._receive_input(step, inflight)
+            self._acquire(inflight, step.stream, previous)
+            if previous is Stage.COPY_BATCH_TO_DEVICE:
+                self._streams.hand_over(inflight.batch, step.stream)
+            with self._streams.on(step.stream):
+                if step.stage is Stage.EMBEDDING_LOOKUP:
+                    self._look_up(step, inflight, owners)
+                else:
+                    self._run_stage[step.stage](inflight)
+        inflight.done[step.stage] = (step.stream, self._streams.record(step.stream))
+
+    def _receive_input(self, step: Step, inflight: InFlightBatch) -> None:
+        """Assemble the received ids on the input dist's stream, and hand them to the lookup's."""
+        assert self._sparse is not None
+        stream, _ = inflight.done[Stage.INPUT_DATA_DIST]
+        with self._streams.on(stream):
+            received = self._sparse.receive_input(inflight)
+        inflight.done[Stage.INPUT_DATA_DIST] = (stream, self._streams.record(stream))
+        self._streams.hand_over(received, step.stream)
+
+    def _look_up(self, step: Step, inflight: InFlightBatch, owners: frozenset[WeightOwner]) -> None:
+        assert self._sparse is not None
+        # Fused tables: the TBE backward ran on this very stream, except after a module's own forward. Tables of
+        # the dense optimizer: its step was issued on the compute stream.
+        self._streams.wait(step.stream, self._written)
+        if WeightOwner.DENSE_OPTIMIZER in owners:
+            self._streams.wait(step.stream, self._streams.record(StreamName.COMPUTE))
+        with torch.enable_grad(), self._lookup_context():
+            self._sparse.embedding_lookup(inflight, owners)
+
+    def _acquire(self, inflight: InFlightBatch, stream: StreamName, stage: Stage) -> None:
+        """Let `stream` wait for a stage of a batch, if that ran on another one."""
+        producer, event = inflight.done[stage]
+        if producer is not stream:
+            self._streams.wait(stream, event)
+
+    def _drop_lookups_ahead(self) -> None:
+        if self._sparse is not None:
+            for inflight in self._in_flight.values():
+                if inflight.index > self._iteration:
+                    self._sparse.drop_lookups(inflight)
+
+    @contextmanager
+    def _stage(self, step: Step, index: int) -> Iterator[None]:
+        """Name the stage to the profiler, to the observer and in any error."""
+        self._observe("issue", step.stage, index)
+        with torch.profiler.record_function(f"## {step.stage} {index} ##"):
+            try:
+                yield
+            except Exception as err:
+                err.add_note(f"raised in stage {step.stage} of batch {index} on rank {self._rank}")
+                raise
+
+
+def _ignore(kind: str, stage: Stage, index: int) -> None:
+    """The observer of runs that nobody watches."""
+
+

@@ -1,0 +1,247 @@
+"""Lightning's fit loop with a lookahead: the loops keep their class names, states and checkpoints.
+
+The live loop objects get a class that mixes in what changes; no loop method is copied. Names of Lightning that
+start with an underscore occur in this file only (`PRIVATE_NAMES`; a test names each).
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any
+
+from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.loops.fetchers import _DataFetcher, _DataLoaderIterDataFetcher, _PrefetchDataFetcher
+from lightning.pytorch.loops.fit_loop import _FitLoop
+from lightning.pytorch.loops.training_epoch_loop import _TrainingEpochLoop
+from lightning.pytorch.strategies import DDPStrategy
+from typing_extensions import override
+
+from .executor import Executor
+
+if TYPE_CHECKING:
+    from lightning.pytorch.utilities.combined_loader import CombinedLoader
+
+PRIVATE_NAMES: Mapping[str, tuple[str, ...]] = {
+    "lightning.pytorch.loops.fetchers": ("_DataFetcher", "_DataLoaderIterDataFetcher", "_PrefetchDataFetcher"),
+    "lightning.pytorch.loops.fit_loop": ("_FitLoop",),
+    "lightning.pytorch.loops.training_epoch_loop": ("_TrainingEpochLoop",),
+    "_FitLoop": ("_data_fetcher", "setup_data"),
+    "_TrainingEpochLoop": ("_build_kwargs", "_should_check_val_fx", "advance"),
+    "_DataLoaderIterDataFetcher": ("_batch", "_batch_idx", "_dataloader_idx", "_start_profiler", "_stop_profiler"),
+    "LightningModule": ("_on_before_batch_transfer",),
+    "Strategy": ("_layer_sync",),
+}
+"""What this file uses of Lightning beyond its public interface, by the module or class that has it."""
+
+ExecutorFactory = Callable[["LookaheadFetcher"], Executor]
+
+
+class Ticket:
+    """What the loop passes to `Strategy.training_step` in the place of the batch: the arguments of the user's."""
+
+    def __init__(self, arguments: tuple[Any, ...]) -> None:
+        self.arguments = arguments
+
+
+class LookaheadFetcher(_DataLoaderIterDataFetcher):
+    """Gives the loop staged batches, and the executor the batches to stage.
+
+    It takes over a stock fetcher whose iterator is already running. As a subclass of the `dataloader_iter`
+    fetcher it tells the loop to leave the batch transfer to it.
+
+    Args:
+        inner: The stock fetcher.
+        trainer: The trainer that fits.
+        make_executor: Makes the executor, when the first batch is asked for.
+    """
+
+    def __init__(self, inner: _DataFetcher, trainer: Trainer, make_executor: ExecutorFactory) -> None:
+        self.inner = inner
+        super().__init__()
+        self._trainer = trainer
+        self._make_executor = make_executor
+        self.executor: Executor | None = None
+        self._peeked = False
+        self._num_allowed: float = 0
+        self.done = inner.done
+
+    # The loop reads and writes these on its fetcher; they belong to the inner one.
+    fetched = property(
+        lambda self: self.inner.fetched, lambda self, value: setattr(self.inner, "fetched", value) if value else None
+    )
+    length = property(
+        lambda self: self.inner.length, lambda self, value: setattr(self.inner, "length", value) if value else None
+    )
+    _start_profiler = property(
+        lambda self: self.inner._start_profiler, lambda self, value: setattr(self.inner, "_start_profiler", value)
+    )
+    _stop_profiler = property(
+        lambda self: self.inner._stop_profiler, lambda self, value: setattr(self.inner, "_stop_profiler", value)
+    )
+
+    @property
+    @override
+    def combined_loader(self) -> CombinedLoader:
+        return self.inner.combined_loader
+
+    @override
+    def setup(self, combined_loader: CombinedLoader) -> None:
+        self.inner.setup(combined_loader)
+
+    @override
+    def __iter__(self) -> LookaheadFetcher:
+        self._drop()
+        iter(self.inner)
+        self.done = self.inner.done
+        return self
+
+    @override
+    def __next__(self) -> Ticket:  # type: ignore[override]
+        self.peek()
+        self._peeked = False
+        assert self.executor is not None
+        self.done = self.executor.num_ahead == 0 and self.inner.done
+        arguments = self._epoch_loop._build_kwargs(OrderedDict(), self._batch, self._batch_idx)
+        return Ticket(tuple(arguments.values()))
+
+    def peek(self) -> Any:
+        """Return the batch that `next` is going to deliver.
+
+        Raises:
+            StopIteration: The epoch's data has ended.
+        """
+        if self._peeked:
+            return self._batch
+        if self.executor is None:
+            self.executor = self._make_executor(self)
+        self._num_allowed = self.executor.num_trained + self._num_batches_left()
+        inflight = self.executor.next_batch()
+        if inflight is None:
+            self.done = True
+            raise StopIteration
+        self._batch, self._dataloader_idx = inflight.batch, inflight.dataloader_idx
+        self._batch_idx = self._epoch_loop.batch_idx + 1
+        self._peeked = True
+        return self._batch
+
+    def fetch(self) -> tuple[Any, int, int] | None:
+        """Fetch one batch and stage it: Lightning's batch-transfer hooks run here, once per batch."""
+        assert self.executor is not None
+        if self.inner.done or self.executor.num_fetched >= self._num_allowed:
+            return None
+        try:
+            batch, batch_idx, dataloader_idx = next(self.inner)
+        except StopIteration:
+            return None
+        return self._stage(batch), batch_idx, dataloader_idx
+
+    @override
+    def reset(self) -> None:
+        self._drop()
+        self.inner.reset()
+        self.done = self.inner.done
+
+    @override
+    def teardown(self) -> None:
+        if self.executor is not None:
+            self.executor.abandon()
+        self.inner.teardown()
+
+    @property
+    def _epoch_loop(self) -> _TrainingEpochLoop:
+        return self._trainer.fit_loop.epoch_loop
+
+    def _drop(self) -> None:
+        self._peeked = False
+        self._batch = None
+        if self.executor is not None:
+            self.executor.drain()
+
+    def _stage(self, batch: Any) -> Any:
+        if batch is None:
+            return None
+        module: LightningModule = self._trainer.lightning_module
+        batch = self._trainer.precision_plugin.convert_input(batch)
+        batch = module._on_before_batch_transfer(batch, dataloader_idx=0)
+        with self._trainer.profiler.profile("[Strategy]batch_to_device"):
+            return self._trainer.strategy.batch_to_device(batch, dataloader_idx=0)
+
+    def _num_batches_left(self) -> float:
+        """Batches that `max_steps` leaves to train: fetching more would take data from a later `fit`."""
+        loop, trainer = self._epoch_loop, self._trainer
+        if loop.max_steps == -1 or not trainer.lightning_module.automatic_optimization:
+            return float("inf")
+        done_of_step = loop.batch_progress.current.ready % trainer.accumulate_grad_batches
+        return (loop.max_steps - loop.global_step) * trainer.accumulate_grad_batches - done_of_step
+
+
+class _NoneFetcher(_DataFetcher):
+    """Hands a None batch through, so that the loop warns and skips as it always does."""
+
+    def __init__(self, fetcher: LookaheadFetcher) -> None:
+        super().__init__()
+        self._fetcher = fetcher
+
+    @override
+    def __next__(self) -> Any:
+        next(self._fetcher)
+        self.done = self._fetcher.done
+        return None, self._fetcher._batch_idx, self._fetcher._dataloader_idx
+
+
+class _FitLoopMixin(_FitLoop):
+    _make_executor: ExecutorFactory
+
+    @override
+    def setup_data(self) -> None:
+        super().setup_data()
+        # A module that takes `dataloader_iter` does its own fetching and runs without lookahead.
+        if type(self._data_fetcher) is _PrefetchDataFetcher:
+            self._data_fetcher = LookaheadFetcher(self._data_fetcher, self.trainer, self._make_executor)
+
+
+class _EpochLoopMixin(_TrainingEpochLoop):
+    @override
+    def advance(self, data_fetcher: _DataFetcher) -> None:
+        if isinstance(data_fetcher, LookaheadFetcher) and data_fetcher.peek() is None:
+            data_fetcher = _NoneFetcher(data_fetcher)
+        super().advance(data_fetcher)
+
+    @override
+    def _should_check_val_fx(self, data_fetcher: _DataFetcher) -> bool:
+        # With the `dataloader_iter` fetcher the stock loop validates on every last batch.
+        inner = data_fetcher.inner if isinstance(data_fetcher, LookaheadFetcher) else data_fetcher
+        return super()._should_check_val_fx(inner)
+
+
+def install(trainer: Trainer, make_executor: ExecutorFactory) -> None:
+    """Give the trainer's live fit loop the lookahead."""
+    _mix_in(trainer.fit_loop, _FitLoopMixin)
+    _mix_in(trainer.fit_loop.epoch_loop, _EpochLoopMixin)
+    trainer.fit_loop._make_executor = make_executor
+
+
+def uninstall(trainer: Trainer) -> None:
+    """Give the loops their own classes back; in-flight work of a fetcher that is still there is dropped."""
+    loop = trainer.fit_loop
+    if not isinstance(loop, _FitLoopMixin):
+        return
+    fetcher = loop._data_fetcher
+    if isinstance(fetcher, LookaheadFetcher) and fetcher.executor is not None:
+        fetcher.executor.abandon()
+    del loop._make_executor
+    for live in (loop, loop.epoch_loop):
+        live.__class__ = type(live).__mro__[2]
+
+
+def revert_layer_sync(strategy: DDPStrategy) -> None:
+    """Undo what the strategy's layer-sync plugin (`sync_batchnorm=True`) did to the model."""
+    if strategy._layer_sync is not None and strategy.model is not None:
+        strategy.model = strategy._layer_sync.revert(strategy.model)
+
+
+def _mix_in(live: Any, mixin: type) -> None:
+    # The same name as before: profiler actions and logs contain it.
+    cls = type(live)
+    live.__class__ = type(cls.__name__, (mixin, cls), {"__module__": cls.__module__})

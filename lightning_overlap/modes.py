@@ -1,0 +1,141 @@
+"""The pipeline modes: one table each, and the stream policies. `MODES` and `STREAMS` map names to them."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Mapping
+from types import MappingProxyType
+from typing import TypeVar
+
+from .schedule import Schedule, Step
+from .stages import Stage, StreamName
+
+_COPY, _SPLITS, _DATA = Stage.COPY_BATCH_TO_DEVICE, Stage.INPUT_SPLITS_DIST, Stage.INPUT_DATA_DIST
+_LOOKUP, _FORWARD, _BACKWARD, _STEP = (
+    Stage.EMBEDDING_LOOKUP,
+    Stage.DENSE_FORWARD,
+    Stage.BACKWARD,
+    Stage.OPTIMIZER_STEP,
+)
+_COMPUTE, _MEMCPY, _DIST, _SIDE = StreamName.COMPUTE, StreamName.MEMCPY, StreamName.DATA_DIST, StreamName.LOOKUP
+
+# Rows that fetch a batch stand below DENSE_FORWARD: a slow data loader then blocks the host while the device has
+# the forward queued, and never delays an all-to-all that could have been on its way.
+
+BASE = Schedule(
+    "base",
+    (
+        Step(_COPY, 0, _COMPUTE),
+        Step(_FORWARD, 0, _COMPUTE),  # input dist, lookup and output dist inside, in the modules' own forward
+        Step(_BACKWARD, 0, _COMPUTE),
+        Step(_STEP, 0, _COMPUTE),
+    ),
+)
+"""Nothing starts early: the reference. Source: TrainPipelineBase, TorchRec 1.8, without its early copy."""
+
+SPARSE_DIST = Schedule(
+    "sparse_dist",
+    (
+        Step(_LOOKUP, 0, _COMPUTE),
+        Step(_SPLITS, 1, _DIST),
+        Step(_FORWARD, 0, _COMPUTE),
+        Step(_COPY, 2, _MEMCPY),
+        Step(_DATA, 1, _DIST),
+        Step(_BACKWARD, 0, _COMPUTE),
+        Step(_STEP, 0, _COMPUTE),
+    ),
+)
+"""Copy of N+2 and input dist of N+1 early. Source: TrainPipelineSparseDist, TorchRec 1.8."""
+
+FUSED_SPARSE_DIST = Schedule(
+    "fused_sparse_dist",
+    (
+        Step(_SPLITS, 1, _DIST),
+        Step(_FORWARD, 0, _COMPUTE),
+        Step(_COPY, 2, _MEMCPY),
+        Step(_DATA, 1, _DIST),
+        Step(_BACKWARD, 0, _COMPUTE),  # writes the tables
+        Step(_LOOKUP, 1, _SIDE),  # so from here on batch N+1 may read them, beside the dense optimizer
+        Step(_STEP, 0, _COMPUTE),
+    ),
+)
+"""And the lookup of N+1 right after the fused backward of N. Source: TorchRec PR 2916, issued before the step."""
+
+FUSED_SPARSE_DIST_AFTER_OPTIMIZER = Schedule(
+    "fused_sparse_dist_after_optimizer",
+    (
+        Step(_SPLITS, 1, _DIST),
+        Step(_FORWARD, 0, _COMPUTE),
+        Step(_COPY, 2, _MEMCPY),
+        Step(_DATA, 1, _DIST),
+        Step(_BACKWARD, 0, _COMPUTE),
+        Step(_STEP, 0, _COMPUTE),
+        Step(_LOOKUP, 1, _SIDE),
+    ),
+)
+"""The same lookup, issued after the dense optimizer. Source: `embedding_lookup_after_opt` of TorchRec PR 2916."""
+
+SEMI_SYNC = Schedule(
+    "semi_sync",
+    (
+        Step(_SPLITS, 2, _DIST),
+        Step(_FORWARD, 0, _COMPUTE),
+        Step(_COPY, 3, _MEMCPY),
+        Step(_LOOKUP, 1, _SIDE),  # above BACKWARD: reads weights one update old
+        Step(_DATA, 2, _DIST),
+        Step(_BACKWARD, 0, _COMPUTE),
+        Step(_STEP, 0, _COMPUTE),
+    ),
+)
+"""The lookup of N+1 before the backward of N: staleness 1. Source: TrainPipelineSemiSync, TorchRec 1.8."""
+
+MODES: Mapping[str, Schedule] = MappingProxyType(
+    {
+        schedule.name: schedule
+        for schedule in (BASE, SPARSE_DIST, FUSED_SPARSE_DIST, FUSED_SPARSE_DIST_AFTER_OPTIMIZER, SEMI_SYNC)
+    }
+)
+
+STREAMS: Mapping[str, StreamName] = MappingProxyType(
+    {"current": StreamName.COMPUTE, "data_dist": StreamName.DATA_DIST, "dedicated": StreamName.LOOKUP}
+)
+"""Stream policy -> the stream that lookups issued ahead of their batch run on."""
+
+_T = TypeVar("_T")
+
+
+def resolve_schedule(pipeline: str | Schedule) -> Schedule:
+    """Return the schedule of a mode's name, or the given schedule.
+
+    Raises:
+        ValueError: No mode has this name; the message lists the nearest names.
+        TypeError: Neither a name nor a Schedule.
+    """
+    if isinstance(pipeline, Schedule):
+        return pipeline
+    return _named("pipeline", pipeline, MODES)
+
+
+def resolve_stream(stream: str) -> StreamName:
+    """Return the stream that a policy's name puts early lookups on.
+
+    Raises:
+        ValueError: No policy has this name; the message lists the nearest names.
+        TypeError: Not a string.
+    """
+    return _named("stream", stream, STREAMS)
+
+
+def unknown_name_message(kind: str, name: str, known: Mapping[str, object]) -> str:
+    """Say that a name is unknown, with the nearest known names first."""
+    nearest = difflib.get_close_matches(name, list(known), n=3, cutoff=0.4)
+    hint = f" Did you mean {' or '.join(map(repr, nearest))}?" if nearest else ""
+    return f"unknown {kind} {name!r}.{hint} Known: {', '.join(known)}."
+
+
+def _named(kind: str, name: object, known: Mapping[str, _T]) -> _T:
+    if not isinstance(name, str):
+        raise TypeError(f"{kind} must be a name ({', '.join(known)}), got {name!r}.")
+    if name not in known:
+        raise ValueError(unknown_name_message(kind, name, known))
+    return known[name]

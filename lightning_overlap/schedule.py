@@ -1,0 +1,219 @@
+"""A pipeline mode as a table: which stage of which batch is issued when, and on which stream.
+
+Row order is issue order. `Step(stage, +k, stream)` means "during iteration i, for batch i + k". Everything else
+about a mode (depth, fill, drain, staleness, what evaluation runs) is derived from its table.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from functools import cached_property
+
+from .stages import SPARSE_STAGES, STAGE_ORDER, TRAINING_STAGES, Stage, StreamName
+
+
+class ScheduleError(ValueError):
+    """A schedule that cannot run; the message prints the table with the offending row marked."""
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """One row of a schedule.
+
+    Args:
+        stage: What runs.
+        offset: Batches ahead of the one being trained.
+        stream: Where it runs.
+    """
+
+    stage: Stage
+    offset: int
+    stream: StreamName
+
+    def __str__(self) -> str:
+        return f"{self.stage}+{self.offset}/{self.stream}"
+
+
+_STEP_TEXT = re.compile(r"(?P<stage>[a-z_]+)\+(?P<offset>\d+)/(?P<stream>[a-z_]+)")
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """A named, validated table of steps.
+
+    Args:
+        name: Lower-case name, as in `pipeline=`.
+        steps: Rows in issue order.
+
+    Raises:
+        ScheduleError: The table cannot run: a training stage is missing, repeated or not at offset 0; a stage
+            runs before one that it needs; only some of the sparse stages are there.
+    """
+
+    name: str
+    steps: tuple[Step, ...]
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "steps", tuple(self.steps))
+        _validate(self)
+
+    def __iter__(self) -> Iterator[Step]:
+        return iter(self.steps)
+
+    def __str__(self) -> str:
+        return f"{self.name}: " + " ".join(map(str, self.steps))
+
+    @classmethod
+    def parse(cls, text: str) -> Schedule:
+        """Read back what `str(schedule)` printed.
+
+        Raises:
+            ScheduleError: The text is not `name: stage+offset/stream ...`, or the table cannot run.
+        """
+        name, colon, rows = text.partition(":")
+        if not colon or not name.strip():
+            raise ScheduleError(f"expected 'name: stage+offset/stream ...', got {text!r}.")
+        return cls(name.strip(), tuple(_parse_step(name.strip(), row) for row in rows.split()))
+
+    @cached_property
+    def max_offset(self) -> int:
+        """Batches that the furthest row is ahead of the one being trained."""
+        return max(step.offset for step in self.steps)
+
+    @property
+    def depth(self) -> int:
+        """Batches in flight at once, the one being trained included."""
+        return self.max_offset + 1
+
+    @cached_property
+    def has_sparse_stages(self) -> bool:
+        """Whether the table places the input dist and the lookup (otherwise the modules' own forward does it)."""
+        return any(step.stage in SPARSE_STAGES for step in self.steps)
+
+    @cached_property
+    def staleness(self) -> int:
+        """Embedding updates, in batches, that a lookup of a fused table cannot see yet."""
+        lookup = self.row(Stage.EMBEDDING_LOOKUP)
+        if lookup is None:
+            return 0
+        above_backward = self.position(Stage.EMBEDDING_LOOKUP) < self.position(Stage.BACKWARD)
+        return max(0, lookup.offset if above_backward else lookup.offset - 1)
+
+    @cached_property
+    def dense_owned_lookup(self) -> Step | None:
+        """The row that looks up tables of the dense optimizer, when it has to differ from the fused tables' row.
+
+        Such tables are written by `OPTIMIZER_STEP`, so an early lookup of batch N waits for the step of batch
+        N - 1 in every mode: it runs at offset 1, right after `OPTIMIZER_STEP`. None: the `EMBEDDING_LOOKUP` row
+        already comes after that step.
+        """
+        lookup = self.row(Stage.EMBEDDING_LOOKUP)
+        if lookup is None or lookup.offset == 0:
+            return None
+        after_step = self.position(Stage.EMBEDDING_LOOKUP) > self.position(Stage.OPTIMIZER_STEP)
+        return None if after_step and lookup.offset == 1 else Step(Stage.EMBEDDING_LOOKUP, 1, lookup.stream)
+
+    def row(self, stage: Stage) -> Step | None:
+        """The row of a stage, or None."""
+        return next((step for step in self.steps if step.stage is stage), None)
+
+    def position(self, stage: Stage) -> int:
+        """Index of the row of a stage that the table has."""
+        return next(index for index, step in enumerate(self.steps) if step.stage is stage)
+
+    def issue_order(self, num_batches: int) -> list[tuple[int, Step, int]]:
+        """List `(iteration, row, batch)` for a run over `num_batches` batches, fill and drain included.
+
+        The fill runs the table from iteration `-max_offset` and skips batches below 0 and rows of the trainer;
+        the drain skips batches past the end.
+        """
+        return [
+            (iteration, step, iteration + step.offset)
+            for iteration in range(-self.max_offset, num_batches)
+            for step in self.steps
+            if 0 <= iteration + step.offset < num_batches
+        ]
+
+
+def _parse_step(name: str, text: str) -> Step:
+    match = _STEP_TEXT.fullmatch(text)
+    if match is None:
+        raise ScheduleError(f"{name!r}: expected 'stage+offset/stream', got {text!r}.")
+    try:
+        return Step(Stage(match["stage"]), int(match["offset"]), StreamName(match["stream"]))
+    except ValueError as err:
+        known = f"stages: {', '.join(map(str, Stage))}; streams: {', '.join(map(str, StreamName))}"
+        raise ScheduleError(f"{name!r}: {text!r} names an unknown stage or stream. Known {known}.") from err
+
+
+def _validate(schedule: Schedule) -> None:
+    _check_rows(schedule)
+    _check_training_rows(schedule)
+    _check_sparse_rows(schedule)
+    _check_batch_order(schedule)
+
+
+def _check_rows(schedule: Schedule) -> None:
+    if not re.fullmatch(r"[a-z][a-z0-9_]*", schedule.name):
+        raise ScheduleError(f"a schedule's name is lower case letters, digits and '_', got {schedule.name!r}.")
+    seen: set[Stage] = set()
+    for index, step in enumerate(schedule.steps):
+        if not isinstance(step, Step):
+            raise ScheduleError(f"{schedule.name!r}: row {index + 1} is {step!r}; expected a Step.")
+        if step.offset < 0:
+            raise _error(schedule, [index], f"{step.stage} has offset {step.offset}", "Use an offset of 0 or more.")
+        if step.stage in seen:
+            raise _error(schedule, [index], f"{step.stage} occurs twice", "Keep one row per stage.")
+        seen.add(step.stage)
+
+
+def _check_training_rows(schedule: Schedule) -> None:
+    for stage in (Stage.COPY_BATCH_TO_DEVICE, *TRAINING_STAGES):
+        if schedule.row(stage) is None:
+            raise _error(schedule, [], f"{stage} is missing", f"Add a row Step({stage.name}, 0, ...).")
+    for index, step in enumerate(schedule.steps):
+        if step.stage not in TRAINING_STAGES:
+            continue
+        if step.offset != 0:
+            problem = f"{step.stage} (row {index + 1}) has offset {step.offset}"
+            raise _error(schedule, [index], problem, "The trainer runs it on the batch being trained: offset 0.")
+        if step.stream is not StreamName.COMPUTE:
+            problem = f"{step.stage} (row {index + 1}) is on stream {step.stream}"
+            raise _error(schedule, [index], problem, "The trainer runs it on the compute stream.")
+
+
+def _check_sparse_rows(schedule: Schedule) -> None:
+    missing = [stage for stage in SPARSE_STAGES if schedule.row(stage) is None]
+    if missing and len(missing) < len(SPARSE_STAGES):
+        names = ", ".join(map(str, missing))
+        raise _error(schedule, [], f"{names} is missing", "Give all of the sparse stages a row, or none of them.")
+
+
+def _check_batch_order(schedule: Schedule) -> None:
+    """Each stage of a batch has to be issued after the stages that come before it in that batch's life."""
+    by_stage = sorted(enumerate(schedule.steps), key=lambda row: STAGE_ORDER[row[1].stage])
+    for (early_index, early), (late_index, late) in zip(by_stage, by_stage[1:], strict=False):
+        # Batch b passes row r during iteration b - offset(r): later iterations are larger, then row order counts.
+        if (-early.offset, early_index) > (-late.offset, late_index):
+            problem = (
+                f"{late.stage}+{late.offset} (row {late_index + 1}) runs before "
+                f"{early.stage}+{early.offset} (row {early_index + 1}) of the same batch"
+            )
+            remedy = (
+                f"Move {early.stage} above row {late_index + 1}, or raise its batch offset to +{late.offset + 1}."
+                if early.offset == late.offset
+                else f"Raise the offset of {early.stage} to at least +{late.offset}, or lower that of {late.stage}."
+            )
+            raise _error(schedule, [late_index], problem, remedy)
+
+
+def _error(schedule: Schedule, bad_rows: Iterable[int], problem: str, remedy: str) -> ScheduleError:
+    bad = set(bad_rows)
+    width = max((len(str(step)) for step in schedule.steps), default=0)
+    table = "\n".join(
+        f"  {'>' if index in bad else ' '} {index + 1:2d}  {str(step):{width}s}{'   <-- here' if index in bad else ''}"
+        for index, step in enumerate(schedule.steps)
+    )
+    return ScheduleError(f"{schedule.name!r}: {problem}.\n{table}\n  {remedy}")

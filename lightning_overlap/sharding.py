@@ -1,0 +1,353 @@
+"""Shard the tables of a model in place: plan, fused optimizers, checks that speak before training starts."""
+
+from __future__ import annotations
+
+import difflib
+import functools
+import os
+import warnings
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from fbgemm_gpu.split_embedding_configs import EmbOptimType
+from torch import nn
+from torch.distributed.optim import _apply_optimizer_in_backward
+from torchrec.distributed.embedding_types import EmbeddingComputeKernel
+from torchrec.distributed.model_parallel import DistributedModelParallel
+from torchrec.distributed.planner import EmbeddingShardingPlanner, ParameterConstraints, Topology
+from torchrec.distributed.planner.types import PlannerError
+from torchrec.distributed.sharding_plan import get_default_sharders
+from torchrec.distributed.types import ModuleSharder, ParameterSharding, ShardingEnv, ShardingPlan, ShardingType
+from torchrec.distributed.utils import optimizer_type_to_emb_opt_type
+from torchrec.optim.optimizers import in_backward_optimizer_filter
+
+from .sparse import sharded_modules
+
+FusedOptimizer = tuple[type[torch.optim.Optimizer], Mapping[str, Any]] | functools.partial[Any]
+"""`(class, kwargs)` or `functools.partial(class, **kwargs)`."""
+
+Sharding = str | Mapping[str, str] | EmbeddingShardingPlanner | ShardingPlan | None
+"""A type for all tables, a type by table name, a planner, a plan, or None for TorchRec's planner."""
+
+CPU_FUSED_OPTIMIZERS = (EmbOptimType.EXACT_SGD, EmbOptimType.EXACT_ADAGRAD, EmbOptimType.EXACT_ROWWISE_ADAGRAD)
+"""What FBGEMM 1.8 fuses on a CPU (`split_table_batched_embeddings_ops_training`); the others run on CUDA only."""
+
+_COLUMN_WISE = (ShardingType.COLUMN_WISE.value, ShardingType.TABLE_COLUMN_WISE.value)
+
+
+@dataclass(frozen=True, slots=True)
+class Table:
+    """A table of the unsharded model."""
+
+    name: str
+    module: str
+    parameter: nn.Parameter
+    sharder: ModuleSharder[nn.Module]
+
+    @property
+    def path(self) -> str:
+        """Where it is, for messages."""
+        return f"{self.module}.{self.name}" if self.module else self.name
+
+    @property
+    def has_fused_optimizer(self) -> bool:
+        """Whether an optimizer was applied in backward."""
+        return not list(in_backward_optimizer_filter(iter([("", self.parameter)])))
+
+
+def find_tables(model: nn.Module) -> list[Table]:
+    """Return every table of the model's unsharded TorchRec collections."""
+    sharders = {sharder.module_type: sharder for sharder in get_default_sharders()}
+    tables: list[Table] = []
+    inside: list[str] = []
+    for name, module in model.named_modules():
+        sharder = sharders.get(type(module))
+        if sharder is None or any(name.startswith(f"{outer}.") for outer in inside):
+            continue
+        inside.append(name)
+        parameters = sharder.shardable_parameters(module)
+        tables += [Table(table, name, parameter, sharder) for table, parameter in parameters.items()]
+    return tables
+
+
+def check_fused_optimizer(fused_optimizer: FusedOptimizer | None) -> tuple[Any, dict[str, Any]] | None:
+    """Return `(class, kwargs)` of what the user gave.
+
+    Raises:
+        TypeError: Neither `(class, kwargs)` nor a `functools.partial` of an optimizer class.
+    """
+    if fused_optimizer is None:
+        return None
+    if isinstance(fused_optimizer, functools.partial) and not fused_optimizer.args:
+        cls, kwargs = fused_optimizer.func, dict(fused_optimizer.keywords)
+    elif isinstance(fused_optimizer, tuple) and len(fused_optimizer) == 2 and isinstance(fused_optimizer[1], Mapping):
+        cls, kwargs = fused_optimizer[0], dict(fused_optimizer[1])
+    else:
+        cls, kwargs = None, {}
+    if not (isinstance(cls, type) and issubclass(cls, torch.optim.Optimizer)):
+        raise TypeError(
+            f"fused_optimizer is (class, kwargs) or functools.partial(class, **kwargs), got {fused_optimizer!r}. "
+            "For example: fused_optimizer=(torch.optim.SGD, {'lr': 0.1})."
+        )
+    return cls, kwargs
+
+
+def shard_tables(
+    model: nn.Module,
+    *,
+    sharding: Sharding,
+    fused_optimizer: FusedOptimizer | None,
+    group: dist.ProcessGroup,
+    device: torch.device,
+    local_world_size: int,
+) -> bool:
+    """Replace every TorchRec collection of a model by its sharded form, in place.
+
+    Weights that the tables have keep their values; tables on `meta` come to life as shards only.
+
+    Args:
+        model: Holds `EmbeddingBagCollection`, `EmbeddingCollection`, ... anywhere below it.
+        sharding: See `Sharding`.
+        fused_optimizer: Applied in backward to tables that have none yet.
+        group: Process group of the tables' collectives.
+        device: Where the shards live.
+        local_world_size: Ranks on this host.
+
+    Returns:
+        Whether the model has sharded modules now.
+
+    Raises:
+        ValueError: A table or sharding type that does not exist here, a table without a fused optimizer, an
+            optimizer that the device cannot fuse. Raised on every rank, before any table is sharded.
+    """
+    tables = find_tables(model)
+    if not tables:
+        return bool(sharded_modules(model))
+    fused = check_fused_optimizer(fused_optimizer)
+    _check_sharding(sharding, tables, device)
+    plan = _make_plan(model, sharding, tables, group, device, local_world_size)
+    _apply_fused_optimizer(tables, plan, fused, device)
+    initial = _initial_weights(model, tables)
+    with _local_world_size(local_world_size):
+        DistributedModelParallel(
+            module=model,
+            env=ShardingEnv.from_process_group(group),
+            device=device,
+            plan=plan,
+            sharders=list(get_default_sharders()),
+            init_data_parallel=False,
+        )
+    for name, weights in initial.items():
+        model.get_submodule(name).load_state_dict(weights, strict=False)
+    return True
+
+
+def sharded_state_names(model: nn.Module) -> set[str]:
+    """Return the names of all parameters and buffers that the sharded modules look after themselves."""
+    names: set[str] = set()
+    for name, module in sharded_modules(model).items():
+        names.update(module.sharded_parameter_names(name))
+        names.update(buffer for buffer, _ in module.named_buffers(name))
+    return names
+
+
+def check_dense_optimizers(model: nn.Module, optimizers: Iterable[torch.optim.Optimizer]) -> None:
+    """Check who trains which table, once the optimizers exist.
+
+    Raises:
+        ValueError: An optimizer owns the weight of a fused table, or nobody trains a table.
+    """
+    owned = {id(p) for optimizer in optimizers for group in optimizer.param_groups for p in group["params"]}
+    parameters = [
+        (f"{name}.{table}", parameter)
+        for name, module in sharded_modules(model).items()
+        for table, parameter in module.named_parameters()
+    ]
+    fused = dict(in_backward_optimizer_filter(iter(parameters), include=True))
+    dense = dict(in_backward_optimizer_filter(iter(parameters)))
+    twice = [name for name, parameter in fused.items() if id(parameter) in owned]
+    if twice:
+        raise ValueError(
+            f"configure_optimizers gave a dense optimizer the weights of fused tables: {_some(twice)}. These tables "
+            "are updated inside backward. Leave them out:\n"
+            "  from torchrec.optim.optimizers import in_backward_optimizer_filter\n"
+            "  dense = [p for _, p in in_backward_optimizer_filter(self.named_parameters())]\n"
+            "  return torch.optim.Adam(dense)"
+        )
+    untrained = [name for name, p in dense.items() if p.requires_grad and id(p) not in owned]
+    if untrained:
+        raise ValueError(
+            f"no optimizer has the weights of {_some(untrained)}. These tables are data-parallel (or have a dense "
+            "kernel), so that the optimizer of configure_optimizers has to train them, not the one applied in "
+            "backward. Add them there, shard them otherwise (sharding={'<table>': 'table_wise'}), or set "
+            "requires_grad=False."
+        )
+
+
+def _check_sharding(sharding: Sharding, tables: list[Table], device: torch.device) -> None:
+    known = {table.name: table for table in tables}
+    if isinstance(sharding, str):
+        wanted = dict.fromkeys(known, sharding)
+    elif isinstance(sharding, Mapping):
+        wanted = {str(name): kind for name, kind in sharding.items()}
+    elif sharding is None or isinstance(sharding, ShardingPlan) or callable(getattr(sharding, "plan", None)):
+        return
+    else:
+        raise TypeError(
+            "sharding is None, a sharding type, {'table': type}, a planner or a ShardingPlan, "
+            f"got {type(sharding).__name__}: {sharding!r}."
+        )
+    for name, kind in wanted.items():
+        if name not in known:
+            nearest = difflib.get_close_matches(name, list(known), n=3)
+            hint = f" Did you mean {' or '.join(map(repr, nearest))}?" if nearest else ""
+            raise ValueError(f"sharding names a table {name!r} that the model does not have.{hint} Tables: {_some(known)}.")
+        possible = known[name].sharder.sharding_types(device.type)
+        if kind not in possible:
+            raise ValueError(
+                f"sharding of table {name!r}: {kind!r} is not possible on {device.type}. "
+                f"Possible there: {', '.join(possible)}."
+            )
+
+
+def _make_plan(
+    model: nn.Module,
+    sharding: Sharding,
+    tables: list[Table],
+    group: dist.ProcessGroup,
+    device: torch.device,
+    local_world_size: int,
+) -> ShardingPlan:
+    if isinstance(sharding, ShardingPlan):
+        return sharding
+    if sharding is None or isinstance(sharding, (str, Mapping)):
+        topology = Topology(
+            world_size=group.size(), local_world_size=local_world_size, compute_device=device.type
+        )
+        planner = EmbeddingShardingPlanner(
+            topology=topology, constraints=_constraints(sharding, tables, group.size()), debug=False
+        )
+    else:
+        planner = sharding
+    return _plan_on_rank_zero(planner, model, group)
+
+
+def _constraints(
+    sharding: str | Mapping[str, str] | None, tables: list[Table], world_size: int
+) -> dict[str, ParameterConstraints]:
+    if sharding is None:
+        return {}
+    wanted = dict.fromkeys((table.name for table in tables), sharding) if isinstance(sharding, str) else sharding
+    dims = {table.name: table.parameter.shape[1] for table in tables}
+    return {
+        name: ParameterConstraints(
+            sharding_types=[kind],
+            min_partition=_min_partition(dims[name], world_size) if kind in _COLUMN_WISE else None,
+        )
+        for name, kind in wanted.items()
+    }
+
+
+def _min_partition(dim: int, world_size: int) -> int | None:
+    """Columns per shard that give each rank one; None (the planner's own minimum) if they do not divide.
+
+    TBE wants widths that are multiples of 4.
+    """
+    return dim // world_size if dim % (4 * world_size) == 0 and world_size > 1 else None
+
+
+def _plan_on_rank_zero(planner: Any, model: nn.Module, group: dist.ProcessGroup) -> ShardingPlan:
+    """Plan once and tell everyone, a failure too (TorchRec's `collective_plan` leaves the other ranks waiting)."""
+    outcome: list[Any] = [None]
+    if group.rank() == 0:
+        try:
+            outcome = [planner.plan(model, list(get_default_sharders()))]
+        except (PlannerError, ValueError, RuntimeError) as err:
+            outcome = [f"{type(err).__name__}: {err}"]
+    dist.broadcast_object_list(outcome, src=dist.get_global_rank(group, 0), group=group)
+    if not isinstance(outcome[0], ShardingPlan):
+        raise ValueError(f"no sharding plan for this model on {group.size()} ranks. The planner said: {outcome[0]}")
+    return outcome[0]
+
+
+def _apply_fused_optimizer(
+    tables: list[Table], plan: ShardingPlan, fused: tuple[Any, dict[str, Any]] | None, device: torch.device
+) -> None:
+    in_backward = [table for table in tables if _is_fused(table, plan) and table.parameter.requires_grad]
+    missing = [table for table in in_backward if not table.has_fused_optimizer]
+    if missing and fused is None:
+        raise ValueError(
+            f"no fused optimizer for {_some(table.path for table in missing)}: these tables are updated inside "
+            "backward (TorchRec alone would train them with SGD, lr 0.01, without a word). Give one in either way:\n"
+            "  OverlapEmbeddingStrategy(fused_optimizer=(torch.optim.SGD, {'lr': 0.1}))\n"
+            "  torch.distributed.optim._apply_optimizer_in_backward(torch.optim.SGD, self.ebc.parameters(), {'lr': 0.1})"
+        )
+    if fused is not None:
+        for table in missing:
+            _apply_optimizer_in_backward(fused[0], [table.parameter], fused[1])
+    for table in in_backward:
+        _check_can_fuse(table, device)
+    data_parallel = [table.path for table in tables if table.has_fused_optimizer and not _is_fused(table, plan)]
+    if data_parallel:
+        warnings.warn(
+            f"{_some(data_parallel)}: sharded data-parallel, so the optimizer applied in backward does not train "
+            "these tables; the optimizer of configure_optimizers has to.",
+            UserWarning,
+            stacklevel=2,
+        )
+
+
+def _is_fused(table: Table, plan: ShardingPlan) -> bool:
+    module_plan: Any = plan.get_plan_for_module(table.module) or {}
+    parameter: ParameterSharding | None = module_plan.get(table.name)
+    return parameter is None or parameter.compute_kernel != EmbeddingComputeKernel.DENSE.value
+
+
+def _check_can_fuse(table: Table, device: torch.device) -> None:
+    for optimizer_class in getattr(table.parameter, "_optimizer_classes", []):
+        try:
+            kind = optimizer_type_to_emb_opt_type(optimizer_class)
+        except ValueError as err:
+            raise ValueError(
+                f"table {table.path}: FBGEMM has no fused form of {optimizer_class.__name__}. "
+                "Take torch.optim.SGD, Adagrad or Adam, or one of torchrec.optim."
+            ) from err
+        if device.type == "cpu" and kind not in CPU_FUSED_OPTIMIZERS:
+            raise ValueError(
+                f"table {table.path}: {optimizer_class.__name__} is fused on CUDA only. On a CPU FBGEMM fuses "
+                "torch.optim.SGD, torch.optim.Adagrad and torchrec.optim.RowWiseAdagrad: take one of these."
+            )
+
+
+def _initial_weights(model: nn.Module, tables: list[Table]) -> dict[str, dict[str, Any]]:
+    """State of the collections that are not on meta: sharding a module from a CPU would draw new weights."""
+    meta = {table.module for table in tables if table.parameter.is_meta}
+    modules = {table.module for table in tables} - meta
+    return {name: model.get_submodule(name).state_dict() for name in sorted(modules)}
+
+
+@contextmanager
+def _local_world_size(local_world_size: int) -> Iterator[None]:
+    """Tell TorchRec how many ranks share a host; Lightning's own launcher does not set the variable."""
+    name = "LOCAL_WORLD_SIZE"
+    before = os.environ.get(name)
+    os.environ[name] = str(local_world_size)
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ[name]
+        else:
+            os.environ[name] = before
+
+
+def _some(names: Iterable[str], limit: int = 5) -> str:
+    names = list(names)
+    more = f" and {len(names) - limit} more" if len(names) > limit else ""
+    return ", ".join(names[:limit]) + more
+
+

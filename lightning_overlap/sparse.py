@@ -1,0 +1,471 @@
+"""The sparse stages, done with TorchRec: input dist, lookup, output dist, and the stand-in forward.
+
+TorchRec names that start with an underscore occur in this file only (`PRIVATE_NAMES`; a test names each).
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torchrec.distributed.dist_data import KJTAllToAll
+from torchrec.distributed.embedding import ShardedEmbeddingCollection
+from torchrec.distributed.embedding_sharding import FusedKJTListSplitsAwaitable, KJTSplitsAllToAllMeta
+from torchrec.distributed.embedding_types import EmbeddingComputeKernel, KJTList
+from torchrec.distributed.embeddingbag import ShardedEmbeddingBagCollection
+from torchrec.distributed.types import Awaitable, LazyAwaitable, LazyGetItemMixin, ShardedModule
+from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
+
+from .executor import Observer
+from .inflight import InFlightBatch
+from .stages import Stage, StreamName, WeightOwner
+from .streams import Streams
+from .structure import Path, leaves, path_text, resolve
+
+PRIVATE_NAMES: Mapping[str, tuple[str, ...]] = {
+    "ShardedEmbeddingBagCollection": ("_input_dists", "_lookups", "_output_dists", "_sharding_types"),
+    "ShardedEmbeddingCollection": ("_input_dists", "_lookups", "_output_dists", "_sharding_type_to_sharding"),
+    "KJTAllToAll": ("_splits", "_stagger"),
+    "SparseFeaturesDist": ("_dist",),
+}
+"""Private attributes of TorchRec that this file reads, by the object that has them."""
+
+PIPELINED_TYPES = (ShardedEmbeddingBagCollection, ShardedEmbeddingCollection)
+"""Sharded modules whose lookup can start early; every other one runs its own forward."""
+
+
+@dataclass(slots=True)
+class ModuleInFlight:
+    """One batch on its way through one module."""
+
+    kjt: KeyedJaggedTensor
+    context: Any = None
+    splits: Any = None
+    data: Any = None
+    dist_input: KJTList | None = None
+    outputs: dict[int, Awaitable[torch.Tensor]] = field(default_factory=dict)
+    rows: LazyAwaitable[Any] | None = None
+    served: bool = False
+
+
+class EarlyRows(LazyGetItemMixin[str, Any], LazyAwaitable[Any]):
+    """Rows of an early lookup, waited for where they are first used.
+
+    TorchRec's own pipelined forwards wait where the module is called; waiting later lets a bottom MLP after the
+    call still run beside the all-to-all.
+    """
+
+    def __init__(self, receive: Callable[[], Any]) -> None:
+        super().__init__()
+        self._receive = receive
+
+    def _wait_impl(self) -> Any:
+        return self._receive()
+
+
+class _StandIn:
+    """What callers of a sharded module get while the strategy is at work."""
+
+    def __init__(self, pipeline: SparsePipeline, name: str, module: ShardedModule[Any, Any, Any, Any]) -> None:
+        self._pipeline = pipeline
+        self.name = name
+        self.module = module
+        self.own_forward = module.forward
+        self.path: Path | None = None
+        self.plain_reason: str | None = None if isinstance(module, PIPELINED_TYPES) else _not_pipelined(module)
+        self.calls: list[tuple[tuple[Any, ...], dict[str, Any]]] = []
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self._pipeline.call(self, args, kwargs)
+
+    @property
+    def early(self) -> bool:
+        """Whether the lookup of coming batches starts early."""
+        return self.path is not None and self.plain_reason is None
+
+
+class SparsePipeline:
+    """The sparse stages of all sharded modules of a model.
+
+    Args:
+        modules: Sharded modules by their name in the model.
+        group: Process group of the input dist alone, so that it never queues behind other traffic; None on
+            one rank.
+        streams: The device's streams.
+        lookup_stream: The stream of early lookups.
+        observer: Told of every wait.
+        rank: Warns if 0.
+    """
+
+    def __init__(
+        self,
+        modules: Mapping[str, ShardedModule[Any, Any, Any, Any]],
+        group: dist.ProcessGroup | None,
+        streams: Streams,
+        lookup_stream: StreamName,
+        *,
+        observer: Observer | None = None,
+        rank: int = 0,
+    ) -> None:
+        self._stand_ins = {name: _StandIn(self, name, module) for name, module in modules.items()}
+        self._group = group
+        self._streams = streams
+        self._lookup_stream = lookup_stream
+        self._observe = observer or (lambda kind, stage, index: None)
+        self._rank = rank
+        self._current: InFlightBatch | None = None
+        self._plain_forward = False
+        self.ready = False
+        for stand_in in self._stand_ins.values():
+            stand_in.module.forward = stand_in
+
+    def detach(self) -> None:
+        """Give every module its own forward back."""
+        for stand_in in self._stand_ins.values():
+            if vars(stand_in.module).get("forward") is stand_in:
+                del stand_in.module.forward
+        self._current = None
+
+    # -- the stand-in forward -----------------------------------------------------------------------------------
+
+    @contextmanager
+    def forward(self, inflight: InFlightBatch) -> Iterator[None]:
+        """Serve early results while the `training_step` of one batch runs."""
+        for stand_in in self._stand_ins.values():
+            stand_in.calls.clear()
+        self._current = inflight
+        try:
+            yield
+        finally:
+            self._current = None
+        if self.ready:
+            self._check_calls(inflight)
+
+    def call(self, stand_in: _StandIn, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Answer a call of a sharded module: the early rows if they are of this very input, else its forward."""
+        inflight = self._current
+        if inflight is not None:
+            stand_in.calls.append((args, kwargs))
+            state = inflight.modules.get(stand_in.name)
+            if state is not None and state.rows is not None and not state.served:
+                if _only_input(args, kwargs) is state.kjt:
+                    state.served = True
+                    return EarlyRows(partial(self._receive_rows, inflight.index, state))
+                self._run_plain(stand_in, "it was called with another input than the one in the batch")
+            self._plain_forward = True
+        # The lookup stream may still be writing the tables that this reads.
+        self._streams.wait(StreamName.COMPUTE, self._streams.record(self._lookup_stream))
+        return stand_in.own_forward(*args, **kwargs)
+
+    def _receive_rows(self, index: int, state: ModuleInFlight) -> Any:
+        """Wait for the all-to-all of rows on the lookup's stream, then hand them to the compute stream."""
+        assert state.rows is not None
+        self._observe("wait", Stage.EMBEDDING_LOOKUP, index)
+        with self._streams.on(self._lookup_stream):
+            rows = state.rows.wait()
+        self._streams.wait(StreamName.COMPUTE, self._streams.record(self._lookup_stream))
+        self._streams.hand_over(rows, StreamName.COMPUTE)
+        return rows
+
+    def take_plain_forward(self) -> bool:
+        """Whether a module ran its own forward in training since the last call."""
+        plain, self._plain_forward = self._plain_forward, False
+        return plain
+
+    # -- which input feeds which module -------------------------------------------------------------------------
+
+    def discover(self, inflight: InFlightBatch) -> bool:
+        """Find the inputs of the modules' calls in the staged batch, by identity. True when done.
+
+        All ranks agree on the outcome, since every early collective has to be issued by all of them.
+        """
+        by_id = {
+            id(leaf): path
+            for path, leaf in leaves(inflight.batch, lambda node: isinstance(node, KeyedJaggedTensor))
+            if isinstance(leaf, KeyedJaggedTensor)
+        }
+        found = {name: _find(stand_in, by_id) for name, stand_in in self._stand_ins.items()}
+        for name, (path, reason) in self._agree(found).items():
+            stand_in = self._stand_ins[name]
+            stand_in.path = path
+            if stand_in.plain_reason is not None:
+                self._warn(stand_in)
+            elif reason is not None:
+                self._run_plain(stand_in, reason)
+        self.ready = True
+        return True
+
+    def _agree(self, found: dict[str, tuple[Path | None, str | None]]) -> dict[str, tuple[Path | None, str | None]]:
+        if self._group is None:
+            return found
+        everyone: list[Any] = [None] * self._group.size()
+        dist.all_gather_object(everyone, found, group=self._group)
+        return {
+            name: (
+                next((other[name] for other in everyone if other[name][1] is not None), mine)
+                if all(other[name][0] == mine[0] for other in everyone)
+                else (None, "its input stands at different places of the batch on different ranks")
+            )
+            for name, mine in found.items()
+        }
+
+    def _check_calls(self, inflight: InFlightBatch) -> None:
+        for stand_in in self._stand_ins.values():
+            if not stand_in.early:
+                continue
+            if len(stand_in.calls) > 1:
+                self._run_plain(stand_in, "it was called more than once in a step")
+            elif not stand_in.calls and stand_in.name in inflight.modules:
+                self._run_plain(stand_in, "it was not called for a batch that has its input")
+
+    def _run_plain(self, stand_in: _StandIn, reason: str) -> None:
+        if stand_in.plain_reason is None:
+            stand_in.plain_reason = reason
+            self._warn(stand_in)
+
+    def _warn(self, stand_in: _StandIn) -> None:
+        if self._rank == 0:
+            warnings.warn(
+                f"The lookup of {stand_in.name!r} ({type(stand_in.module).__name__}) is not overlapped: "
+                f"{stand_in.plain_reason}. It runs in its own forward, with the same results. To overlap it, call it "
+                "once per training_step with a KeyedJaggedTensor that is part of the batch (made in the dataset, the "
+                "collate function, on_before_batch_transfer or on_after_batch_transfer).",
+                UserWarning,
+                stacklevel=2,
+            )
+
+    # -- the stages ---------------------------------------------------------------------------------------------
+
+    def input_splits_dist(self, inflight: InFlightBatch) -> None:
+        """Start the all-to-all of split sizes: one for all modules.
+
+        Source: `_start_data_dist` and `_fuse_input_dist_splits`, TorchRec 1.8.
+        """
+        for stand_in in self._stand_ins.values():
+            kjt = _input_in(inflight.batch, stand_in.path) if stand_in.early else None
+            if kjt is None:
+                continue
+            state = inflight.modules[stand_in.name] = ModuleInFlight(kjt, stand_in.module.create_context())
+            with _splits_only(stand_in.module, self._group):
+                state.splits = stand_in.module.input_dist(state.context, kjt)
+        states = list(inflight.modules.values())
+        if self._group is not None and states:
+            requests = [state.splits for state in states]
+            fused = FusedKJTListSplitsAwaitable(requests, [state.context for state in states], self._group)
+            for state in states:
+                state.splits = fused
+
+    def input_data_dist(self, inflight: InFlightBatch) -> None:
+        """Read the sizes on the host, the one wait of the step; start the all-to-alls of lengths, ids, weights."""
+        states = list(inflight.modules.values())
+        if states:
+            self._observe("wait", Stage.INPUT_SPLITS_DIST, inflight.index)
+        if self._group is None:
+            for state in states:
+                state.data = state.splits.wait()
+        elif states:
+            for state, data in zip(states, states[0].splits.wait(), strict=True):
+                state.data = data
+        for state in states:
+            state.splits = None
+
+    def receive_input(self, inflight: InFlightBatch) -> list[Any]:
+        """Wait for the received ids; return them with the modules' contexts."""
+        received: list[Any] = []
+        for state in inflight.modules.values():
+            if state.dist_input is None and state.data is not None:
+                self._observe("wait", Stage.INPUT_DATA_DIST, inflight.index)
+                state.dist_input, state.data = state.data.wait(), None
+            received += [state.dist_input, state.context]
+        return received
+
+    def embedding_lookup(self, inflight: InFlightBatch, owners: frozenset[WeightOwner]) -> None:
+        """Look up the tables of these owners and start the all-to-all of their rows."""
+        for name, state in inflight.modules.items():
+            if state.rows is None and state.dist_input is not None:
+                _look_up(self._stand_ins[name].module, state, owners)
+                if state.rows is not None:
+                    state.dist_input = None
+
+    def drop_lookups(self, inflight: InFlightBatch) -> None:
+        """Forget early results, once their collectives are over; the modules' own forward will run instead."""
+        self.drain(inflight)
+        inflight.modules.clear()
+
+    def drain(self, inflight: InFlightBatch) -> None:
+        """Complete every collective that was started for a batch, in the order of its stages."""
+        if any(state.splits is not None for state in inflight.modules.values()):
+            self.input_data_dist(inflight)
+        self.receive_input(inflight)
+        for state in inflight.modules.values():
+            for output in [*state.outputs.values(), *([] if state.rows is None else [state.rows])]:
+                if not state.served:
+                    output.wait()
+
+
+def sharded_modules(model: nn.Module) -> dict[str, ShardedModule[Any, Any, Any, Any]]:
+    """Return the outermost sharded modules of a model by name, each once."""
+    found: dict[str, ShardedModule[Any, Any, Any, Any]] = {}
+    for name, module in model.named_modules():
+        inside = any(name.startswith(f"{outer}.") for outer in found)
+        if isinstance(module, ShardedModule) and not inside:
+            found[name] = module
+    return found
+
+
+def owners_of(module: ShardedModule[Any, Any, Any, Any]) -> list[WeightOwner]:
+    """Return who writes the tables of each of a module's shardings, in the order of its lookups.
+
+    Read from the sharding plan, which is the same on all ranks: data-parallel tables and dense kernels are
+    trained by the dense optimizer, all others by the fused backward.
+    """
+    shardings = (
+        module._sharding_types
+        if isinstance(module, ShardedEmbeddingBagCollection)
+        else list(module._sharding_type_to_sharding)
+    )
+    dense = {
+        parameter.sharding_type
+        for parameter in module.module_sharding_plan.values()
+        if parameter.compute_kernel == EmbeddingComputeKernel.DENSE.value
+    }
+    return [
+        WeightOwner.DENSE_OPTIMIZER if sharding in dense else WeightOwner.FUSED_BACKWARD for sharding in shardings
+    ]
+
+
+def _look_up(module: Any, state: ModuleInFlight, owners: frozenset[WeightOwner]) -> None:
+    """Run the part of a module's lookup whose tables belong to `owners`; assemble the rows once all parts ran.
+
+    A module of one owner takes TorchRec's own `compute_and_output_dist`. A mixed one is looked up in two parts,
+    each after the last writer of its tables.
+    """
+    assert state.dist_input is not None
+    owner_of_part = owners_of(module)
+    parts = [part for part, owner in enumerate(owner_of_part) if owner in owners and part not in state.outputs]
+    if len(parts) == len(owner_of_part):
+        state.rows = module.compute_and_output_dist(state.context, state.dist_input)
+        return
+    lookups = module._lookups
+    module._lookups = [lookup if part in parts else _NOTHING for part, lookup in enumerate(lookups)]
+    try:
+        rows = module.compute(state.context, state.dist_input)
+    finally:
+        module._lookups = lookups
+    for part in parts:
+        state.outputs[part] = module._output_dists[part](rows[part], state.context.sharding_contexts[part])
+    if len(state.outputs) == len(owner_of_part):
+        output_dists = module._output_dists
+        module._output_dists = [_already_started] * len(output_dists)
+        try:
+            state.rows = module.output_dist(state.context, [state.outputs[part] for part in range(len(output_dists))])
+        finally:
+            module._output_dists = output_dists
+        state.outputs = {}
+
+
+class _Nothing:
+    """In the place of a lookup that is not run now, and of its rows."""
+
+    def __call__(self, features: KeyedJaggedTensor) -> _Nothing:
+        return self
+
+    def view(self, *shape: int) -> _Nothing:
+        return self
+
+
+_NOTHING = _Nothing()
+
+
+def _already_started(output: Awaitable[torch.Tensor], context: Any) -> Awaitable[torch.Tensor]:
+    return output
+
+
+@contextmanager
+def _splits_only(module: Any, group: dist.ProcessGroup | None) -> Iterator[None]:
+    """Make a module's input dist describe its all-to-all of sizes instead of starting it, so it can be fused."""
+    if group is None:
+        yield
+        return
+    all_to_alls = [
+        input_dist._dist
+        for input_dist in module._input_dists
+        if isinstance(getattr(input_dist, "_dist", None), KJTAllToAll)
+    ]
+    for all_to_all in all_to_alls:
+        all_to_all.forward = partial(_describe_splits, all_to_all, group)
+    try:
+        yield
+    finally:
+        for all_to_all in all_to_alls:
+            del all_to_all.forward
+
+
+def _describe_splits(
+    all_to_all: KJTAllToAll, group: dist.ProcessGroup, kjt: KeyedJaggedTensor
+) -> KJTSplitsAllToAllMeta:
+    """Return what an all-to-all of sizes would exchange. Source: `KJTAllToAllForward`, TorchRec 1.8."""
+    splits, device = all_to_all._splits, kjt.device()
+    first = sum(splits[: group.rank()])
+    with torch.no_grad():
+        input_splits = kjt.dist_splits(splits)
+        splits_tensors = [torch.tensor(split, device=device) for split in input_splits]
+        if not kjt.variable_stride_per_key():
+            splits_tensors.append(torch.tensor([kjt.stride()] * group.size(), device=device))
+        return KJTSplitsAllToAllMeta(
+            pg=group,
+            _input=kjt,
+            splits=splits,
+            splits_tensors=splits_tensors,
+            input_splits=input_splits,
+            input_tensors=kjt.dist_tensors(),
+            labels=kjt.dist_labels(),
+            keys=kjt.keys()[first : first + splits[group.rank()]],
+            device=device,
+            stagger=all_to_all._stagger,
+        )
+
+
+def _find(stand_in: _StandIn, by_id: Mapping[int, Path]) -> tuple[Path | None, str | None]:
+    """Return where in the batch a module's input stands, or why it cannot start early."""
+    if not stand_in.calls:
+        return None, "it was not called for the first batch"
+    if len(stand_in.calls) > 1:
+        return None, "it was called more than once in a step"
+    args, kwargs = stand_in.calls[0]
+    given = _only_input(args, kwargs)
+    path = by_id.get(id(given))
+    if path is None:
+        kind = type(given).__name__ if given is not None else f"{len(args)} arguments and {sorted(kwargs)}"
+        return None, f"its input ({kind}) is made inside training_step, it is not an object of the batch"
+    return path, None
+
+
+def _only_input(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+    """The single argument of a call, or None."""
+    values = [*args, *kwargs.values()]
+    return values[0] if len(values) == 1 else None
+
+
+def _input_in(batch: Any, path: Path | None) -> KeyedJaggedTensor | None:
+    """The KJT at a path, or None where this batch has none there: the module then runs its own forward."""
+    try:
+        kjt = resolve(batch, path or ())
+    except LookupError:
+        return None
+    return kjt if isinstance(kjt, KeyedJaggedTensor) else None
+
+
+def _not_pipelined(module: nn.Module) -> str:
+    known = " and ".join(kind.__name__ for kind in PIPELINED_TYPES)
+    return f"only {known} can start early, got {type(module).__name__}"
+
+
+__all__ = ["PIPELINED_TYPES", "PRIVATE_NAMES", "EarlyRows", "SparsePipeline", "owners_of", "path_text", "sharded_modules"]

@@ -1,0 +1,73 @@
+"""The vocabulary of a training step: its stages and the streams they run on."""
+
+from __future__ import annotations
+
+from enum import Enum
+
+
+class Stage(Enum):
+    """A part of a step that some mode places on its own, in the order that one batch goes through them."""
+
+    COPY_BATCH_TO_DEVICE = "copy_batch_to_device"
+    """Fetch the batch from the data loader, run Lightning's batch-transfer hooks, copy host to device."""
+
+    INPUT_SPLITS_DIST = "input_splits_dist"
+    """Start the all-to-all of split sizes, one per process group for all sharded modules."""
+
+    INPUT_DATA_DIST = "input_data_dist"
+    """Read the sizes on the host, then start the all-to-all of lengths, ids and per-id weights."""
+
+    EMBEDDING_LOOKUP = "embedding_lookup"
+    """Table-batched embedding (TBE) forward; issues `output_dist`, the all-to-all of rows, at its end."""
+
+    DENSE_FORWARD = "dense_forward"
+    """The user's `training_step`; waits for the looked-up rows where they are first used (the merge)."""
+
+    BACKWARD = "backward"
+    """Autograd's backward: dense gradients, the all-to-all of gradients, and the TBE backward, which applies
+    the fused optimizer to the tables."""
+
+    OPTIMIZER_STEP = "optimizer_step"
+    """The step of the dense optimizer (with accumulation: the end of a batch that has no step)."""
+
+    def __str__(self) -> str:
+        return self.value
+
+
+class StreamName(Enum):
+    """Where a stage runs. On a CPU every name means the calling thread."""
+
+    COMPUTE = "compute"
+    """The stream that is current when Lightning calls `training_step`."""
+
+    MEMCPY = "memcpy"
+    """Copies from host to device."""
+
+    DATA_DIST = "data_dist"
+    """The input dist."""
+
+    LOOKUP = "lookup"
+    """The embedding lookup; which physical stream this is, the stream policy says."""
+
+    def __str__(self) -> str:
+        return self.value
+
+
+class WeightOwner(Enum):
+    """Who writes a weight that a lookup reads, and so the stage that the lookup has to come after."""
+
+    FUSED_BACKWARD = "fused_backward"
+    """The fused optimizer inside `BACKWARD`: model-parallel tables with a fused kernel."""
+
+    DENSE_OPTIMIZER = "dense_optimizer"
+    """`OPTIMIZER_STEP`: data-parallel tables, tables with a dense kernel."""
+
+
+SPARSE_STAGES = (Stage.INPUT_SPLITS_DIST, Stage.INPUT_DATA_DIST, Stage.EMBEDDING_LOOKUP)
+"""Stages that a schedule has all of or none of; without them each module's own forward does their work."""
+
+TRAINING_STAGES = (Stage.DENSE_FORWARD, Stage.BACKWARD, Stage.OPTIMIZER_STEP)
+"""Stages that the trainer runs, on the batch being trained; a schedule only says what runs around them."""
+
+STAGE_ORDER: dict[Stage, int] = {stage: position for position, stage in enumerate(Stage)}
+"""Position of each stage in the life of one batch."""

@@ -1,0 +1,333 @@
+"""`OverlapEmbeddingStrategy`: shards a LightningModule's tables and overlaps their lookup with the dense part."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.strategies import DDPStrategy, StrategyRegistry
+from lightning.pytorch.trainer.states import TrainerFn
+from lightning_utilities.core.apply_func import apply_to_collection
+from torch import Tensor, nn
+from torch.distributed.constants import default_pg_timeout
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
+from torchrec.streamable import Pipelineable
+from typing_extensions import override
+
+from . import loop
+from .executor import Executor, Observer
+from .modes import resolve_schedule, resolve_stream
+from .schedule import Schedule
+from .sharding import (
+    FusedOptimizer,
+    Sharding,
+    check_dense_optimizers,
+    check_fused_optimizer,
+    find_tables,
+    shard_tables,
+    sharded_state_names,
+)
+from .sparse import SparsePipeline, sharded_modules
+from .stages import Stage
+from .streams import Streams, make_streams
+
+STRATEGY_NAME = "overlap_embedding"
+
+
+class OverlapEmbeddingStrategy(DDPStrategy):
+    """Trains an unmodified LightningModule with TorchRec tables, the lookup of coming batches overlapped.
+
+    The tables are sharded over all ranks; the rest of the module is wrapped in DistributedDataParallel. A module
+    without tables trains exactly as with `DDPStrategy`.
+
+    Args:
+        pipeline: A mode's name (see `lightning_overlap.MODES`) or a `Schedule`.
+        stream: Where early lookups run: `current`, `data_dist` or `dedicated`.
+        sharding: None for TorchRec's planner; a sharding type for all tables; `{"table": "table_wise", ...}`
+            (the planner decides about tables that are not named); a planner; a `ShardingPlan`.
+        fused_optimizer: `(class, kwargs)` or `functools.partial(class, **kwargs)`, applied in backward to the
+            tables that have no optimizer applied in backward yet.
+        observer: Called with ("issue" | "wait", stage, batch) for every stage issued and every result waited for.
+        **kwargs: What `DDPStrategy` takes.
+
+    Raises:
+        ValueError: Unknown mode or stream (the nearest names are listed), a Schedule that cannot run, or a
+            `start_method` other than "popen".
+        TypeError: An argument of the wrong type.
+    """
+
+    def __init__(
+        self,
+        pipeline: str | Schedule = "fused_sparse_dist",
+        stream: str = "data_dist",
+        sharding: Sharding = None,
+        fused_optimizer: FusedOptimizer | None = None,
+        *,
+        observer: Observer | None = None,
+        **kwargs: Any,
+    ) -> None:
+        self.schedule = resolve_schedule(pipeline)
+        self.stream = stream
+        self._lookup_stream = resolve_stream(stream)
+        check_fused_optimizer(fused_optimizer)
+        _check_start_method(kwargs.get("start_method", "popen"))
+        super().__init__(**kwargs)
+        self.sharding = sharding
+        self.fused_optimizer = fused_optimizer
+        self._observer = observer
+        self._streams: Streams | None = None
+        self._sparse: SparsePipeline | None = None
+        self._executor: Executor | None = None
+        self._table_group: dist.ProcessGroup | None = None
+        self._lookahead_group: dist.ProcessGroup | None = None
+        self._group_timeout = kwargs.get("timeout", default_pg_timeout)
+        self._trainer: Trainer | None = None
+
+    # -- set-up -------------------------------------------------------------------------------------------------
+
+    @override
+    def setup(self, trainer: Trainer) -> None:
+        assert self.model is not None
+        self._check_precision()
+        has_tables = bool(find_tables(self.model) or sharded_modules(self.model))
+        fitting = trainer.state.fn == TrainerFn.FITTING
+        if has_tables:
+            self._join_groups()
+        if has_tables and fitting:
+            # Before super().setup(): configure_optimizers may ask for the number of steps, which sets up the data.
+            self._trainer = trainer
+            loop.install(trainer, self._make_executor)
+            self._say_what_fused_updates_ignore(trainer)
+        super().setup(trainer)
+        if has_tables and fitting:
+            self._start_pipeline()
+
+    @override
+    def model_to_device(self) -> None:
+        assert self.model is not None
+        # Tables first, each shard straight to its rank: whole tables may not fit on any one device.
+        if self._table_group is not None:
+            shard_tables(
+                self.model,
+                sharding=self.sharding,
+                fused_optimizer=self.fused_optimizer,
+                group=self._table_group,
+                device=self.root_device,
+                local_world_size=self.num_processes,
+            )
+            ignored = sharded_state_names(self.model)
+            DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(self.model, ignored)
+        super().model_to_device()
+
+    @override
+    def configure_ddp(self) -> None:
+        assert self.model is not None
+        ignored = sharded_state_names(self.model)
+        if any(p.requires_grad for name, p in self.model.named_parameters() if name not in ignored):
+            super().configure_ddp()
+
+    @override
+    def setup_optimizers(self, trainer: Trainer) -> None:
+        super().setup_optimizers(trainer)
+        assert self.lightning_module is not None
+        check_dense_optimizers(self.lightning_module, self.optimizers)
+
+    def _check_precision(self) -> None:
+        if self.precision_plugin.precision == "16-mixed":
+            raise ValueError(
+                "precision='16-mixed' scales the loss, and fused tables would be updated with scaled gradients inside "
+                "backward. Use precision='bf16-mixed', which needs no scaling."
+            )
+
+    def _say_what_fused_updates_ignore(self, trainer: Trainer) -> None:
+        if self.global_rank != 0:
+            return
+        if trainer.accumulate_grad_batches != 1:
+            warnings.warn(
+                f"accumulate_grad_batches={trainer.accumulate_grad_batches} accumulates dense gradients only: "
+                "fused tables are updated inside the backward of every batch.",
+                UserWarning,
+                stacklevel=2,
+            )
+        if trainer.gradient_clip_val:
+            warnings.warn(
+                f"gradient_clip_val={trainer.gradient_clip_val} clips dense gradients only: those of fused tables "
+                "never leave the backward kernel (FBGEMM clips them by its own fused_params).",
+                UserWarning,
+                stacklevel=2,
+            )
+
+    def _join_groups(self) -> None:
+        """Give the tables' collectives a process group, and the input dist of coming batches another.
+
+        An early all-to-all must not queue in front of gradient traffic, nor the other way around.
+        """
+        if self._table_group is not None:
+            return
+        if self.world_size == 1:
+            self._table_group = dist.group.WORLD
+            return
+        backend = dist.get_backend()
+        self._table_group = dist.new_group(backend=backend, timeout=self._group_timeout)
+        self._lookahead_group = dist.new_group(backend=backend, timeout=self._group_timeout)
+
+    def _start_pipeline(self) -> None:
+        assert self.lightning_module is not None
+        if self._streams is None:
+            self._streams = make_streams(self.root_device, self._lookup_stream)
+        lookup = self.schedule.row(Stage.EMBEDDING_LOOKUP)
+        if lookup is not None:
+            self._sparse = SparsePipeline(
+                sharded_modules(self.lightning_module),
+                self._lookahead_group,
+                self._streams,
+                lookup.stream,
+                observer=self._observer,
+                rank=self.global_rank,
+            )
+
+    def _make_executor(self, fetcher: loop.LookaheadFetcher) -> Executor:
+        assert self._streams is not None
+        self._executor = Executor(
+            self.schedule,
+            fetcher,
+            self._sparse,
+            self._streams,
+            lookup_context=self.precision_plugin.train_step_context,
+            observer=self._observer,
+            rank=self.global_rank,
+        )
+        return self._executor
+
+    # -- the step -----------------------------------------------------------------------------------------------
+
+    @override
+    def batch_to_device(self, batch: Any, device: torch.device | None = None, dataloader_idx: int = 0) -> Any:
+        device = device or self.root_device
+        if device.type == "cuda" and self.lightning_module is not None and not _moves_batches(self.lightning_module):
+            batch = _start_copies(batch, device)
+        return super().batch_to_device(batch, device, dataloader_idx)
+
+    @override
+    def training_step(self, *args: Any, **kwargs: Any) -> Any:
+        if not (args and isinstance(args[0], loop.Ticket)):
+            return super().training_step(*args, **kwargs)
+        assert self._executor is not None
+        with self._executor.forward():
+            output = super().training_step(*args[0].arguments)
+        if not self._automatic:
+            # The user's own backwards and steps lie inside training_step; only now are they known to be over.
+            self._executor.reach(Stage.OPTIMIZER_STEP)
+        return output
+
+    @override
+    def pre_backward(self, closure_loss: Tensor) -> None:
+        super().pre_backward(closure_loss)
+        self._reach(Stage.DENSE_FORWARD)
+
+    @override
+    def post_backward(self, closure_loss: Tensor) -> None:
+        super().post_backward(closure_loss)
+        if self._automatic:
+            self._reach(Stage.BACKWARD)
+
+    @override
+    def optimizer_step(
+        self,
+        optimizer: Optimizer,
+        closure: Callable[[], Any],
+        model: LightningModule | nn.Module | None = None,
+        **kwargs: Any,
+    ) -> Any:
+        output = super().optimizer_step(optimizer, closure, model, **kwargs)
+        if self._automatic:
+            self._reach(Stage.OPTIMIZER_STEP)
+        return output
+
+    @property
+    def _automatic(self) -> bool:
+        return self.lightning_module is not None and self.lightning_module.automatic_optimization
+
+    def _reach(self, stage: Stage) -> None:
+        if self._executor is not None:
+            self._executor.reach(stage)
+
+    # -- the end ------------------------------------------------------------------------------------------------
+
+    @override
+    def on_train_end(self) -> None:
+        super().on_train_end()
+        if self._executor is not None:
+            self._executor.drain()
+            self._executor.wait_for_lookups()
+
+    @override
+    def on_exception(self, exception: BaseException) -> None:
+        super().on_exception(exception)
+        self._stop_pipeline()
+
+    @override
+    def teardown(self) -> None:
+        self._stop_pipeline()
+        if self.lightning_module is None or not sharded_modules(self.lightning_module):
+            super().teardown()
+            return
+        # As FSDPStrategy: shards stay where they are, for a later fit, validate, test or predict.
+        if isinstance(self.model, DistributedDataParallel):
+            self.model = self.lightning_module
+        loop.revert_layer_sync(self)
+        assert self.cluster_environment is not None
+        assert self.accelerator is not None
+        self.cluster_environment.teardown()
+        self.precision_plugin.teardown()
+        self.accelerator.teardown()
+        self.checkpoint_io.teardown()
+
+    def _stop_pipeline(self) -> None:
+        """Drop what is in flight and put everything back that was put in place."""
+        if self._executor is not None:
+            self._executor.abandon()
+            self._executor = None
+        if self._sparse is not None:
+            self._sparse.detach()
+            self._sparse = None
+        if self._trainer is not None:
+            loop.uninstall(self._trainer)
+            self._trainer = None
+
+    @classmethod
+    @override
+    def register_strategies(cls, strategy_registry: Any) -> None:
+        if STRATEGY_NAME not in strategy_registry:
+            strategy_registry.register(
+                STRATEGY_NAME, cls, description="TorchRec tables sharded, their lookup overlapped with the dense part"
+            )
+
+
+def _check_start_method(start_method: str) -> None:
+    if start_method != "popen":
+        raise ValueError(
+            f"start_method={start_method!r}: a {start_method}ed process cannot give its shard of the tables back to "
+            "the parent. Run the script itself (start_method='popen', the default) or torchrun."
+        )
+
+
+def _moves_batches(module: LightningModule) -> bool:
+    """Whether the user has an own transfer_batch_to_device, in the module or the data module."""
+    hook = "transfer_batch_to_device"
+    own = getattr(type(module), hook) is not getattr(LightningModule, hook)
+    datamodule = getattr(module.trainer, "datamodule", None)
+    return own or (datamodule is not None and hook in vars(type(datamodule)))
+
+
+def _start_copies(batch: Any, device: torch.device) -> Any:
+    """Start the copies that Lightning would make with the host waiting: it passes non_blocking to tensors only."""
+    return apply_to_collection(batch, Pipelineable, lambda part: part.to(device, non_blocking=True))
+
+
+OverlapEmbeddingStrategy.register_strategies(StrategyRegistry)

@@ -1,0 +1,68 @@
+"""Walk a batch: dataclasses, NamedTuples, tuples, lists, mappings, plain objects, nested in any way."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+
+Path = tuple[tuple[str, Any], ...]
+"""Steps from a batch to a leaf: `("attr", name)` or `("item", key)`."""
+
+
+def leaves(batch: Any, is_leaf: Callable[[Any], bool]) -> Iterator[tuple[Path, Any]]:
+    """Yield every leaf of a batch with the path that leads to it, in a fixed order.
+
+    Args:
+        batch: Any nesting of dataclasses, NamedTuples, tuples, lists, mappings and plain objects.
+        is_leaf: Objects that are not descended into (tensors never are).
+    """
+    yield from _leaves(batch, (), is_leaf, set())
+
+
+def resolve(batch: Any, path: Path) -> Any:
+    """Follow a path of `leaves`.
+
+    Raises:
+        LookupError: This batch has nothing at that path.
+    """
+    for kind, key in path:
+        try:
+            batch = getattr(batch, key) if kind == "attr" else batch[key]
+        except (AttributeError, LookupError, TypeError) as err:
+            raise LookupError(f"the batch has no {path_text(path)}") from err
+    return batch
+
+
+def path_text(path: Path) -> str:
+    """Write a path as Python would: `batch.sparse['user']`."""
+    return "batch" + "".join(f".{key}" if kind == "attr" else f"[{key!r}]" for kind, key in path)
+
+
+def _leaves(node: Any, path: Path, is_leaf: Callable[[Any], bool], seen: set[int]) -> Iterator[tuple[Path, Any]]:
+    children = None if isinstance(node, torch.Tensor) or is_leaf(node) else _children(node)
+    if children is None:
+        yield path, node
+        return
+    if id(node) in seen:  # an object that holds itself
+        return
+    for step, child in children:
+        yield from _leaves(child, (*path, step), is_leaf, seen | {id(node)})
+
+
+def _children(node: Any) -> list[tuple[tuple[str, Any], Any]] | None:
+    if isinstance(node, Mapping):
+        return [(("item", key), value) for key, value in node.items()]
+    if isinstance(node, tuple) and hasattr(node, "_fields"):
+        return [(("attr", name), getattr(node, name)) for name in node._fields]
+    if isinstance(node, Sequence) and not isinstance(node, (str, bytes)):
+        return [(("item", index), value) for index, value in enumerate(node)]
+    if isinstance(node, type | torch.nn.Module) or callable(node):
+        return None
+    if dataclasses.is_dataclass(node):
+        return [(("attr", field.name), getattr(node, field.name)) for field in dataclasses.fields(node)]
+    if hasattr(node, "__dict__"):
+        return [(("attr", name), value) for name, value in vars(node).items()]
+    return None
