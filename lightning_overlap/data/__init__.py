@@ -1,0 +1,10 @@
+"""Data modules whose batches are sharded by rank, pinned, and ready for TorchRec."""
+
+from .adult import AdultDataModule as AdultDataModule
+from .batch import BatchLoader as BatchLoader
+from .batch import RecBatch as RecBatch
+from .batch import RecDataModule as RecDataModule
+from .batch import collate_batch as collate_batch
+from .criteo import BadRowRateError as BadRowRateError
+from .criteo import CriteoDataModule as CriteoDataModule
+from .synthetic import SyntheticDataModule as SyntheticDataModule

@@ -1,0 +1,310 @@
+"""UCI Adult (census income): a small real data set that a DLRM learns in seconds.
+
+Shape suffixes: N rows of a split, B rows of a batch, D dense features (6), F sparse features (10).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+from torch.utils.data import Dataset
+
+from .batch import BatchLoader, RecBatch, RecDataModule, check_at_least, collate_batch, key_of
+from .criteo import BadRows, check_readable, read_lines, resolve_paths
+
+COLUMNS = (
+    *("age", "workclass", "fnlwgt", "education", "education-num", "marital-status", "occupation", "relationship"),
+    *("race", "sex", "capital-gain", "capital-loss", "hours-per-week", "native-country", "income"),
+)
+NUMERICAL = ("age", "fnlwgt", "education-num", "capital-gain", "capital-loss", "hours-per-week")
+BUCKETS = {"age-bucket": ("age", 5, 20), "hours-bucket": ("hours-per-week", 5, 20)}
+"""Extra sparse features: (column, width of a bucket, number of buckets)."""
+
+# The values that the data set's description (adult.names) lists, comma separated.
+_VALUES = {
+    "workclass": "Private,Self-emp-not-inc,Self-emp-inc,Federal-gov,Local-gov,State-gov,Without-pay,Never-worked",
+    "education": "Bachelors,Some-college,11th,HS-grad,Prof-school,Assoc-acdm,Assoc-voc,9th,7th-8th,12th,Masters,"
+    "1st-4th,10th,Doctorate,5th-6th,Preschool",
+    "marital-status": "Married-civ-spouse,Divorced,Never-married,Separated,Widowed,Married-spouse-absent,"
+    "Married-AF-spouse",
+    "occupation": "Tech-support,Craft-repair,Other-service,Sales,Exec-managerial,Prof-specialty,Handlers-cleaners,"
+    "Machine-op-inspct,Adm-clerical,Farming-fishing,Transport-moving,Priv-house-serv,Protective-serv,Armed-Forces",
+    "relationship": "Wife,Own-child,Husband,Not-in-family,Other-relative,Unmarried",
+    "race": "White,Asian-Pac-Islander,Amer-Indian-Eskimo,Other,Black",
+    "sex": "Female,Male",
+    "native-country": "United-States,Cambodia,England,Puerto-Rico,Canada,Germany,Outlying-US(Guam-USVI-etc),India,"
+    "Japan,Greece,South,China,Cuba,Iran,Honduras,Philippines,Italy,Poland,Jamaica,Vietnam,Mexico,Portugal,Ireland,"
+    "France,Dominican-Republic,Laos,Ecuador,Taiwan,Haiti,Columbia,Hungary,Guatemala,Nicaragua,Scotland,Thailand,"
+    "Yugoslavia,El-Salvador,Trinadad&Tobago,Peru,Hong,Holand-Netherlands",
+}
+MISSING_ID = 0
+"""The id of '?', in every categorical table; the values of `adult.names` follow from 1 on."""
+CATEGORY_IDS = {
+    name: {"?": MISSING_ID} | {value: place for place, value in enumerate(values.split(","), start=1)}
+    for name, values in _VALUES.items()
+}
+TABLE_SIZES = {name: len(ids) for name, ids in CATEGORY_IDS.items()} | {name: b[2] for name, b in BUCKETS.items()}
+
+
+@dataclass(frozen=True)
+class AdultRow:
+    """One parsed row.
+
+    Attributes:
+        label: 1 for an income above 50K, else 0.
+        numbers: The six numerical columns, in the order of `NUMERICAL`.
+        ids: The ten ids, in the order of `TABLE_SIZES`.
+    """
+
+    label: int
+    numbers: tuple[int, ...]
+    ids: tuple[int, ...]
+
+
+def parse_row(line: bytes) -> AdultRow:
+    """The row that a raw line holds; a label may end in a dot, as in the original `adult.test`.
+
+    Raises:
+        ValueError: Says which field is wrong and what was got.
+    """
+    fields = [field.strip() for field in line.decode("utf-8", "backslashreplace").split(",")]
+    if len(fields) != len(COLUMNS):
+        raise ValueError(f"expected {len(COLUMNS)} comma-separated fields, got {len(fields)}: {line[:60]!r}")
+    row = dict(zip(COLUMNS, fields, strict=True))
+    income = row["income"].removesuffix(".")
+    if income not in ("<=50K", ">50K"):
+        raise ValueError(f"income must be '<=50K' or '>50K', got {row['income']!r}")
+    for name in NUMERICAL:
+        if not (row[name].isascii() and row[name].isdecimal() and len(row[name]) <= 15):
+            raise ValueError(f"{name} must be a non-negative integer, got {row[name]!r}")
+    for name, known in CATEGORY_IDS.items():
+        if row[name] not in known:
+            raise ValueError(f"{name} must be '?' or one of the {len(known) - 1} known values, got {row[name]!r}")
+    buckets = [min(int(row[column]) // width, number - 1) for column, width, number in BUCKETS.values()]
+    return AdultRow(
+        label=int(income == ">50K"),
+        numbers=tuple(int(row[name]) for name in NUMERICAL),
+        ids=(*(known[row[name]] for name, known in CATEGORY_IDS.items()), *buckets),
+    )
+
+
+@dataclass(frozen=True)
+class AdultRows:
+    """Rows of one split.
+
+    Attributes:
+        dense_ND: float32; in `NUMERICAL`'s order, not yet standardised.
+        ids_FN: int64, in `TABLE_SIZES`'s order.
+        labels_N: float32.
+    """
+
+    dense_ND: NDArray[np.float32]
+    ids_FN: NDArray[np.int64]
+    labels_N: NDArray[np.float32]
+
+    @staticmethod
+    def of(rows: Sequence[AdultRow]) -> AdultRows:
+        """The rows as arrays; the capital columns, which are 0 or large, enter as `log1p`."""
+        numbers_ND = np.array([row.numbers for row in rows], dtype=np.float64).reshape(-1, len(NUMERICAL))
+        capital = [NUMERICAL.index("capital-gain"), NUMERICAL.index("capital-loss")]
+        numbers_ND[:, capital] = np.log1p(numbers_ND[:, capital])
+        return AdultRows(
+            dense_ND=numbers_ND.astype(np.float32),
+            ids_FN=np.array([row.ids for row in rows], dtype=np.int64).reshape(-1, len(TABLE_SIZES)).T,
+            labels_N=np.array([row.label for row in rows], dtype=np.float32),
+        )
+
+    def __len__(self) -> int:
+        """Number of rows `N`."""
+        return len(self.labels_N)
+
+    def standardised(self, mean_D: NDArray[np.float32], std_D: NDArray[np.float32]) -> AdultRows:
+        """The same rows with dense columns shifted and scaled by statistics that may be another split's."""
+        dense_ND = (self.dense_ND - mean_D) / np.maximum(std_D, np.float32(1e-6))
+        return AdultRows(dense_ND.astype(np.float32), self.ids_FN, self.labels_N)
+
+    def batch(self, index_B: NDArray[np.int64]) -> RecBatch:
+        """The batch of these rows, one id per bag."""
+        lengths_FB = np.ones((len(TABLE_SIZES), len(index_B)), dtype=np.int64)
+        values_V = self.ids_FN[:, index_B].reshape(-1)
+        return collate_batch(list(TABLE_SIZES), self.dense_ND[index_B], values_V, lengths_FB, self.labels_N[index_B])
+
+
+class ShuffledBatches(Dataset[RecBatch]):
+    """Training batches of one rank: each epoch deals out all rows anew, the same number of full batches to every rank.
+
+    Up to `world_size * batch_size - 1` rows per epoch are left over and dropped, other rows in each epoch.
+    """
+
+    def __init__(self, rows: AdultRows, batch_size: int, rank: int, world_size: int, seed: int) -> None:
+        self._rows = rows
+        self._batch_size = batch_size
+        self._rank = rank
+        self._world_size = world_size
+        self._seed = seed
+        self._order: tuple[int, NDArray[np.int64]] = (-1, np.empty(0, dtype=np.int64))
+
+    def __len__(self) -> int:
+        """Batches per epoch."""
+        return len(self._rows) // (self._world_size * self._batch_size)
+
+    def __getitem__(self, key: int | tuple[int, int]) -> RecBatch:
+        """The batch of `(epoch, index)`."""
+        epoch, index = key_of(key)
+        if self._order[0] != epoch:
+            self._order = (epoch, np.random.default_rng([self._seed, epoch]).permutation(len(self._rows)))
+        first = (index * self._world_size + self._rank) * self._batch_size
+        return self._rows.batch(self._order[1][first : first + self._batch_size])
+
+
+class HeldOutBatches(Dataset[RecBatch]):
+    """Evaluation batches of one rank: over all ranks every row exactly once, and every rank the same number of batches.
+
+    The rows are cut into parts that are equal but for one row and have at most `batch_size` rows. (Where that would
+    leave a part empty, which takes a very small `batch_size`, there are fewer and larger parts.)
+    """
+
+    def __init__(self, rows: AdultRows, batch_size: int, rank: int, world_size: int) -> None:
+        num_batches = max(1, min(-(-len(rows) // (world_size * batch_size)), len(rows) // world_size))
+        parts = np.array_split(np.arange(len(rows)), num_batches * world_size)
+        self._rows = rows
+        self._parts = parts[rank::world_size]
+
+    def __len__(self) -> int:
+        """Number of batches."""
+        return len(self._parts)
+
+    def __getitem__(self, key: int | tuple[int, int]) -> RecBatch:
+        """The batch of `(epoch, index)`, the same in every epoch."""
+        return self._rows.batch(self._parts[key_of(key)[1]])
+
+
+class AdultDataModule(RecDataModule):
+    """UCI Adult in memory: eight categorical columns and two buckets as bags of one id, six standardised numbers.
+
+    By row number from 0, counted over all non-empty lines: `row % 5 == 4` is the test set, `row % 20 == 3` the
+    validation set, the rest is trained on and alone gives the mean and deviation of the numerical columns. '?' has an
+    id of its own, `MISSING_ID`. Training drops the rows behind the last batch that all ranks share (see
+    `ShuffledBatches`); evaluation covers each row exactly once (see `HeldOutBatches`).
+
+    A bad row (another number of fields, a value that is not known, a number that does not parse) is left out, counted
+    and logged as in `CriteoDataModule`.
+
+    Args:
+        path: `adult.data`, plain or `.gz`.
+        batch_size: Rows per batch and rank.
+        seed: Non-negative; of the shuffle, which is another one in each epoch.
+        max_bad_row_rate: Share of bad rows above which reading raises `BadRowRateError`.
+        num_workers: Loader processes per rank.
+        persistent_workers: Keep the loader processes between epochs.
+    """
+
+    def __init__(
+        self,
+        path: str | Path,
+        batch_size: int = 256,
+        seed: int = 0,
+        max_bad_row_rate: float = 0.01,
+        num_workers: int = 0,
+        persistent_workers: bool = True,
+    ) -> None:
+        super().__init__(batch_size, num_workers, persistent_workers)
+        check_at_least(0, seed=seed, max_bad_row_rate=max_bad_row_rate)
+        self.path = path
+        self.seed = seed
+        self.max_bad_row_rate = max_bad_row_rate
+        self._splits: dict[str, AdultRows] | None = None
+
+    @property
+    def table_sizes(self) -> dict[str, int]:
+        """Rows of each embedding table, by feature name."""
+        return dict(TABLE_SIZES)
+
+    @property
+    def num_dense(self) -> int:
+        """Dense features per sample: 6."""
+        return len(NUMERICAL)
+
+    def check(self) -> None:
+        """Raise now if the path does not exist, may not be read, or the first row does not parse.
+
+        Raises:
+            FileNotFoundError: The path stands for no file.
+            PermissionError: The file may not be read.
+            ValueError: The file is empty, is not the gzip its name says, or begins with a bad row.
+        """
+        files = resolve_paths(self.path)
+        check_readable(files)
+        first = next(read_lines(files), None)
+        if first is None:
+            raise ValueError(f"{files[0]}:1: the file has no rows\n  Pass the original adult.data.")
+        try:
+            parse_row(first[2])
+        except ValueError as err:
+            raise ValueError(f"{first[0]}:{first[1]}: {err}\n  Pass the original adult.data.") from err
+
+    def setup(self, stage: str) -> None:
+        """Read the file, once, on every rank.
+
+        Raises:
+            BadRowRateError: Too many rows are bad.
+            ValueError: There are too few rows for one batch on each rank.
+        """
+        if self._splits is None:
+            self.check()
+            self._splits = self._read()
+        for split, rows in self._splits.items():
+            needed = self.world_size * (self.batch_size if split == "train" else 1)
+            if len(rows) < needed:
+                raise ValueError(
+                    f"The {split} set is too small for one batch on each of {self.world_size} ranks.\n"
+                    f"  got: {len(rows)} rows, batch_size={self.batch_size}\n  Lower batch_size to "
+                    f"{max(1, len(rows) // self.world_size)} or less, or give more rows."
+                )
+
+    def _read(self) -> dict[str, AdultRows]:
+        bad_rows = BadRows(self.max_bad_row_rate)
+        parsed: dict[str, list[AdultRow]] = {"train": [], "val": [], "test": []}
+        for number, (path, line_number, line) in enumerate(read_lines(resolve_paths(self.path))):
+            split = "test" if number % 5 == 4 else "val" if number % 20 == 3 else "train"
+            bad_rows.num_rows += 1
+            try:
+                parsed[split].append(parse_row(line))
+            except ValueError as err:
+                bad_rows.report(f"{path}:{line_number}", str(err))
+                bad_rows.judge()
+        bad_rows.judge(at_end=True)
+        rows = {split: AdultRows.of(those) for split, those in parsed.items()}
+        if len(rows["train"]) == 0:
+            return rows
+        mean_D = rows["train"].dense_ND.mean(axis=0, dtype=np.float64).astype(np.float32)
+        std_D = rows["train"].dense_ND.std(axis=0, dtype=np.float64).astype(np.float32)
+        return {split: those.standardised(mean_D, std_D) for split, those in rows.items()}
+
+    def _rows(self, split: str) -> AdultRows:
+        if self._splits is None:
+            raise RuntimeError(
+                "The data has not been read yet.\n  got: a loader was asked for before setup()\n"
+                "  Call datamodule.setup('fit') first; a Trainer does."
+            )
+        return self._splits[split]
+
+    def _held_out_loader(self, split: str) -> BatchLoader:
+        return self._loader(HeldOutBatches(self._rows(split), self.batch_size, self.rank, self.world_size))
+
+    def train_dataloader(self) -> BatchLoader:
+        """The training rows, shuffled anew in each epoch."""
+        rows = self._rows("train")
+        return self._loader(ShuffledBatches(rows, self.batch_size, self.rank, self.world_size, self.seed))
+
+    def val_dataloader(self) -> BatchLoader:
+        """Every validation row once."""
+        return self._held_out_loader("val")
+
+    def test_dataloader(self) -> BatchLoader:
+        """Every test row once."""
+        return self._held_out_loader("test")

@@ -1,0 +1,289 @@
+"""The batch that the data modules hand out, and the loader that hands it out.
+
+Shape suffixes: B batch size per rank, D dense features, F sparse features, V ids of a batch in all.
+"""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol, cast
+
+import numpy as np
+import torch
+from lightning.pytorch import LightningDataModule
+from numpy.typing import NDArray
+from torch import Tensor
+from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDataset
+from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
+from torchrec.streamable import Pipelineable
+
+
+@dataclass(eq=False)
+class RecBatch(Pipelineable):  # type: ignore[misc]  # untyped in TorchRec
+    """One batch of a click model, on one device.
+
+    Attributes:
+        dense: Dense features, `(B, D)`, float32.
+        sparse: Ids of `F` features with `B` bags each; values `(V,)` and lengths `(F * B,)`, both int64.
+        labels: 0 or 1, `(B,)`, float32.
+    """
+
+    dense: Tensor
+    sparse: KeyedJaggedTensor
+    labels: Tensor
+
+    def __len__(self) -> int:
+        """The number of samples `B`, known without a host-device sync."""
+        return self.labels.shape[0]
+
+    def to(self, device: torch.device, non_blocking: bool = False) -> RecBatch:
+        """A batch on `device`; the lengths per key, known on the host, go along and are not read back."""
+        return RecBatch(
+            dense=self.dense.to(device=device, non_blocking=non_blocking),
+            sparse=self.sparse.to(device=torch.device(device), non_blocking=non_blocking),
+            labels=self.labels.to(device=device, non_blocking=non_blocking),
+        )
+
+    def pin_memory(self) -> RecBatch:
+        """The same batch in page-locked host memory, from where a copy to the device need not block."""
+        return RecBatch(self.dense.pin_memory(), self.sparse.pin_memory(), self.labels.pin_memory())
+
+    def record_stream(self, stream: torch.Stream) -> None:
+        """Tell the caching allocator that `stream` reads these tensors, so that none is reused too early."""
+        self.dense.record_stream(stream)
+        self.sparse.record_stream(stream)
+        self.labels.record_stream(stream)
+
+
+def collate_batch(
+    features: Sequence[str],
+    dense_BD: NDArray[Any],
+    values_V: NDArray[Any],
+    lengths_FB: NDArray[Any],
+    labels_B: NDArray[Any],
+) -> RecBatch:
+    """A batch from arrays on the host, with the KJT synced there.
+
+    `KeyedJaggedTensor.sync` computes the lengths per key once, from host memory; `KJT.to` keeps them, so that nobody
+    reads them back from the device.
+
+    Args:
+        features: Names of the `F` sparse features, in the order of `lengths_FB`.
+        dense_BD: `(B, D)`, any real dtype.
+        values_V: Ids, feature after feature and bag after bag, `(sum(lengths),)`, integer.
+        lengths_FB: Bag sizes, `(F, B)`, integer; 0 is an empty bag.
+        labels_B: 0 or 1, `(B,)`.
+
+    Raises:
+        ValueError: The shapes do not belong together.
+    """
+    num_features, batch_size = len(features), len(labels_B)
+    got = f"dense {dense_BD.shape}, values {values_V.shape}, lengths {lengths_FB.shape}, labels {labels_B.shape}"
+    if lengths_FB.shape != (num_features, batch_size) or len(dense_BD) != batch_size:
+        raise ValueError(
+            f"A batch of {batch_size} labels and {num_features} features needs lengths of shape "
+            f"({num_features}, {batch_size}) and {batch_size} dense rows.\n  got: {got}\n"
+            "  Pass one row of lengths per feature and one dense row per label."
+        )
+    if int(lengths_FB.sum()) != len(values_V):
+        raise ValueError(
+            f"The lengths sum to {int(lengths_FB.sum())}, but there are {len(values_V)} values.\n  got: {got}\n"
+            "  Pass exactly as many ids as the bags hold."
+        )
+    sparse = KeyedJaggedTensor(
+        keys=list(features),
+        values=torch.from_numpy(np.ascontiguousarray(values_V, dtype=np.int64)),
+        lengths=torch.from_numpy(np.ascontiguousarray(lengths_FB, dtype=np.int64).reshape(-1)),
+        stride=batch_size,
+    )
+    return RecBatch(
+        dense=torch.from_numpy(np.ascontiguousarray(dense_BD, dtype=np.float32)),
+        sparse=sparse.sync(),
+        labels=torch.from_numpy(np.ascontiguousarray(labels_B, dtype=np.float32)),
+    )
+
+
+def stable_hash(values: NDArray[np.uint64], salt: NDArray[np.uint64]) -> NDArray[np.uint64]:
+    """64 well-mixed bits per value, the same on every machine and in every run.
+
+    Args:
+        values: uint64, any shape.
+        salt: uint64, broadcast against `values`; other salts give unrelated hashes.
+
+    Source: the SplitMix64 generator and its finalizer (Steele, Lea, Flood, OOPSLA 2014).
+    """
+    mixed = np.asarray(values + (salt + np.uint64(1)) * np.uint64(0x9E3779B97F4A7C15))
+    mixed = (mixed ^ (mixed >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    mixed = (mixed ^ (mixed >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return cast("NDArray[np.uint64]", mixed ^ (mixed >> np.uint64(31)))
+
+
+class StartsAnywhere(Protocol):
+    """What orders the batches of an epoch, and can leave out the first of them."""
+
+    def start_at(self, batch_index: int) -> None:
+        """Let the next iteration begin at this batch of the epoch."""
+
+
+class EpochSampler(DistributedSampler[Any]):
+    """The keys `(epoch, 0), (epoch, 1), ...` of one rank's batches, for a dataset whose items are whole batches.
+
+    A `DistributedSampler` by type, because that is how Lightning knows that a loader is sharded already and leaves it
+    alone. The epoch travels in the key, so it also reaches worker processes that outlive an epoch.
+    """
+
+    def __init__(self, dataset: Dataset[RecBatch], rank: int = 0, world_size: int = 1) -> None:
+        super().__init__(dataset, num_replicas=world_size, rank=rank, shuffle=False)
+        self._num_batches = len(dataset)  # type: ignore[arg-type]
+        self._start = 0
+
+    def start_at(self, batch_index: int) -> None:
+        """Let the next iteration begin at this batch of the epoch."""
+        self._start = batch_index
+
+    def __iter__(self) -> Iterator[tuple[int, int]]:
+        """Keys of this epoch's batches."""
+        return iter([(self.epoch, index) for index in range(self._start, self._num_batches)])
+
+    def __len__(self) -> int:
+        """Batches per epoch on this rank."""
+        return self._num_batches
+
+
+class BatchLoader(DataLoader[RecBatch]):
+    """A DataLoader over whole batches that resumes in the middle of an epoch.
+
+    Its state counts the batches handed out in the running epoch. After `load_state_dict` the first iteration of that
+    same epoch goes on behind them, without making the ones before again; any other epoch begins at its beginning.
+
+    Args:
+        *args: As for `DataLoader`.
+        epoch_of: Gives the running epoch; None stands for an epoch that is always 0.
+        **kwargs: As for `DataLoader`.
+    """
+
+    def __init__(self, *args: Any, epoch_of: Callable[[], int] | None = None, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.epoch_of = epoch_of
+        self._num_handed_out = 0
+        self._resume: tuple[int, int] | None = None
+
+    def _epoch(self) -> int:
+        return 0 if self.epoch_of is None else self.epoch_of()
+
+    def __iter__(self) -> Iterator[RecBatch]:  # type: ignore[override]
+        """The batches of one epoch, on this rank."""
+        # A generator, so that a resume is used up by the first batch that is asked for and not by a bare `iter()`.
+        resume, self._resume = self._resume, None
+        start = resume[1] if resume is not None and resume[0] == self._epoch() else 0
+        source = self.dataset if isinstance(self.dataset, IterableDataset) else self.sampler
+        if hasattr(source, "start_at"):
+            cast("StartsAnywhere", source).start_at(start)
+        self._num_handed_out = start
+        for batch in super().__iter__():
+            self._num_handed_out += 1
+            yield batch
+        self._num_handed_out = 0
+
+    def state_dict(self) -> dict[str, int]:
+        """The running epoch and how many of its batches were handed out."""
+        return {"epoch": self._epoch(), "num_batches": self._num_handed_out}
+
+    def load_state_dict(self, state_dict: Mapping[str, int]) -> None:
+        """Go on behind the batches that `state_dict` counts."""
+        self._resume = (state_dict["epoch"], state_dict["num_batches"])
+        self._num_handed_out = state_dict["num_batches"]
+
+
+class RecDataModule(LightningDataModule):
+    """What the data modules share: per-rank batches, and a description a model can be built from before set-up.
+
+    The loaders are sharded by rank here and Lightning adds no sampler of its own, whatever `use_distributed_sampler`
+    says. Rank and world size are the trainer's, or 0 of 1 without one. Host memory is pinned when CUDA is available.
+
+    Args:
+        batch_size: Samples per batch and rank.
+        num_workers: Loader processes per rank; 0 makes the batches in the training process.
+        persistent_workers: Keep the loader processes between epochs; without effect when there are none.
+    """
+
+    def __init__(self, batch_size: int, num_workers: int = 0, persistent_workers: bool = True) -> None:
+        super().__init__()
+        check_at_least(1, batch_size=batch_size)
+        check_at_least(0, num_workers=num_workers)
+        self.batch_size = batch_size
+        self.num_workers = num_workers
+        self.persistent_workers = persistent_workers
+
+    @property
+    @abstractmethod
+    def table_sizes(self) -> dict[str, int]:
+        """Rows of each embedding table, by feature name: one table per feature."""
+
+    @property
+    @abstractmethod
+    def num_dense(self) -> int:
+        """Dense features per sample, `D`."""
+
+    @property
+    def features(self) -> list[str]:
+        """Names of the sparse features, in the order of the KJT's keys."""
+        return list(self.table_sizes)
+
+    @property
+    def rank(self) -> int:
+        """The trainer's global rank, or 0."""
+        return self.trainer.global_rank if self.trainer is not None else 0
+
+    @property
+    def world_size(self) -> int:
+        """The trainer's number of ranks, or 1."""
+        return self.trainer.world_size if self.trainer is not None else 1
+
+    def check(self) -> None:
+        """Raise a clear error now if the data cannot be read; cheap, and meant for before any process is launched."""
+
+    def _epoch(self) -> int:
+        return self.trainer.current_epoch if self.trainer is not None else 0
+
+    def _loader(self, dataset: Dataset[RecBatch]) -> BatchLoader:
+        streamed = isinstance(dataset, IterableDataset)
+        return BatchLoader(
+            dataset,
+            batch_size=None,
+            sampler=None if streamed else EpochSampler(dataset, self.rank, self.world_size),
+            num_workers=self.num_workers,
+            pin_memory=torch.cuda.is_available(),
+            persistent_workers=self.persistent_workers and self.num_workers > 0,
+            epoch_of=self._epoch,
+        )
+
+
+def key_of(key: int | tuple[int, int]) -> tuple[int, int]:
+    """`(epoch, index)` of a dataset key; a bare index, from a sampler of somebody else, means epoch 0."""
+    return key if isinstance(key, tuple) else (0, key)
+
+
+def check_at_least(lowest: int, **arguments: float) -> None:
+    """Raise a ValueError that names the first of the arguments that is below `lowest`."""
+    for name, got in arguments.items():
+        if got < lowest:
+            raise ValueError(f"{name} must be at least {lowest}.\n  got: {name}={got}\n  Raise it to {lowest} or more.")
+
+
+def table_rows(rows_per_table: int | Sequence[int], features: Sequence[str]) -> dict[str, int]:
+    """Rows of each feature's table, from one number for all or one per feature.
+
+    Raises:
+        ValueError: Another number of sizes than features, or a table without rows.
+    """
+    rows = [rows_per_table] * len(features) if isinstance(rows_per_table, int) else [int(r) for r in rows_per_table]
+    if len(rows) != len(features):
+        raise ValueError(
+            f"rows_per_table needs one number, or one for each of the {len(features)} tables.\n"
+            f"  got: {len(rows)} numbers: {rows}\n  Pass {len(features)} numbers, or one for all tables."
+        )
+    check_at_least(1, **{f"rows_per_table[{name}]": num_rows for name, num_rows in zip(features, rows, strict=True)})
+    return dict(zip(features, rows, strict=True))

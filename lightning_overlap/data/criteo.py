@@ -1,0 +1,432 @@
+"""Criteo's click logs, streamed from the raw tab-separated files.
+
+Shape suffixes: B rows of a batch, D dense features (13), F sparse features (26), V ids of a batch in all.
+"""
+
+from __future__ import annotations
+
+import glob
+import gzip
+import itertools
+import logging
+import os
+import re
+import zlib
+from collections import deque
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, BinaryIO, cast
+
+import numpy as np
+import torch
+from torch.utils.data import IterableDataset, get_worker_info
+
+from .batch import BatchLoader, RecBatch, RecDataModule, check_at_least, collate_batch, stable_hash, table_rows
+
+DENSE_NAMES = tuple(f"I{index}" for index in range(1, 14))
+CATEGORY_NAMES = tuple(f"C{index}" for index in range(1, 27))
+NUM_FIELDS = 1 + len(DENSE_NAMES) + len(CATEGORY_NAMES)
+MIN_ROWS_JUDGED = 1000
+"""Rows that one reader has seen before it judges the rate of bad rows; the end of the data is judged anyway."""
+
+_NUM_BAD_ROWS_LOGGED = 5
+_INTEGER, _HEX = re.compile(rb"(-?[0-9]{1,18})?"), re.compile(rb"([0-9a-fA-F]{1,16})?")
+_ROW = re.compile(rb"[01](?:\t(?:-?[0-9]{1,18})?){13}(?:\t(?:[0-9a-fA-F]{1,16})?){26}")
+_SALTS_F = np.arange(len(CATEGORY_NAMES), dtype=np.uint64)
+
+_log = logging.getLogger(__name__)
+
+
+class BadRowRateError(ValueError):
+    """More rows of a file are bad than `max_bad_row_rate` allows."""
+
+
+class BadRows:
+    """Counts the bad rows that one reader leaves out, logs the first few, and stops at too many.
+
+    Args:
+        max_rate: Largest share of bad rows that is let pass.
+    """
+
+    def __init__(self, max_rate: float) -> None:
+        self.max_rate = max_rate
+        self.num_rows = 0
+        self.num_bad = 0
+        self._first = ""
+
+    def report(self, place: str, reason: str) -> None:
+        """Count one bad row; `place` is `file:line`, `reason` says what was wrong and what was got."""
+        self.num_bad += 1
+        self._first = self._first or f"{place}: {reason}"
+        if self.num_bad <= _NUM_BAD_ROWS_LOGGED:
+            _log.warning("bad row left out: %s: %s", place, reason)
+        if self.num_bad == _NUM_BAD_ROWS_LOGGED:
+            _log.warning("further bad rows are counted, not logged")
+
+    def judge(self, at_end: bool = False) -> None:
+        """Raise if the rate is too high, once `MIN_ROWS_JUDGED` rows were read or at the end, which logs a total.
+
+        Raises:
+            BadRowRateError: Names the first bad row and the rate.
+        """
+        if (at_end or self.num_rows >= MIN_ROWS_JUDGED) and self.num_bad > self.max_rate * self.num_rows:
+            raise self.error(f"more than max_bad_row_rate={self.max_rate:g} allows")
+        if at_end and self.num_bad:
+            _log.warning("%d of %d rows were bad and left out", self.num_bad, self.num_rows)
+
+    def error(self, what: str) -> BadRowRateError:
+        """The error to raise, with the counts so far and the first bad row."""
+        return BadRowRateError(
+            f"{self.num_bad} of {self.num_rows} rows are bad, {what}.\n  first: {self._first}\n"
+            "  Mend the file, check that it has the format this data module reads, or raise max_bad_row_rate."
+        )
+
+
+def why_bad(line: bytes) -> str | None:
+    """What is wrong with a raw Criteo row and what was got, or None for a good one."""
+    if _ROW.fullmatch(line):
+        return None
+    fields = line.split(b"\t")
+    if len(fields) != NUM_FIELDS:
+        return f"expected {NUM_FIELDS} tab-separated fields, got {len(fields)}: {_shown(line)}"
+    if fields[0] not in (b"0", b"1"):
+        return f"the label must be 0 or 1, got {_shown(fields[0])}"
+    for name, got in zip(DENSE_NAMES, fields[1:14], strict=True):
+        if not _INTEGER.fullmatch(got):
+            return f"{name} must be an integer of at most 18 digits or empty, got {_shown(got)}"
+    for name, got in zip(CATEGORY_NAMES, fields[14:], strict=True):
+        if not _HEX.fullmatch(got):
+            return f"{name} must be a hexadecimal number of at most 16 digits or empty, got {_shown(got)}"
+    raise AssertionError(f"no field of {line!r} is bad, yet the row is")
+
+
+def _shown(got: bytes) -> str:
+    text = got.decode("utf-8", "backslashreplace")
+    return repr(text if len(text) <= 60 else text[:57] + "...")
+
+
+def parse_rows(lines: Sequence[bytes], table_sizes: dict[str, int]) -> RecBatch:
+    """A batch from good rows.
+
+    Dense features are `log1p(max(x, 0))`; a missing integer becomes 0, as x = 0 does. A category becomes one id,
+    `stable_hash(value, column) mod rows`; a missing category becomes an empty bag.
+
+    Args:
+        lines: Rows for which `why_bad` is None.
+        table_sizes: Rows of the 26 tables, in the order of the columns.
+    """
+    flat = b"\t".join(lines).split(b"\t")
+    labels_B = np.array([field == b"1" for field in flat[::NUM_FIELDS]], dtype=np.float32)
+    columns = [flat[column::NUM_FIELDS] for column in range(1, NUM_FIELDS)]
+    num_dense = len(DENSE_NAMES)
+    integers_DB = np.array([[int(x) if x else 0 for x in column] for column in columns[:num_dense]], dtype=np.int64)
+    dense_BD = np.log1p(np.maximum(integers_DB, 0)).T
+    lengths_FB = np.array([[x != b"" for x in column] for column in columns[num_dense:]], dtype=np.int64)
+    raw_V = np.array([int(x, 16) for column in columns[num_dense:] for x in column if x], dtype=np.uint64)
+    feature_V = np.repeat(np.arange(len(CATEGORY_NAMES)), lengths_FB.sum(axis=1))
+    rows_F = np.array(list(table_sizes.values()), dtype=np.uint64)
+    values_V = stable_hash(raw_V, _SALTS_F[feature_V]) % rows_F[feature_V]
+    return collate_batch(list(table_sizes), dense_BD, values_V.astype(np.int64), lengths_FB, labels_B)
+
+
+def resolve_paths(paths: str | Path | Sequence[str | Path]) -> list[Path]:
+    """The files that one path, glob or folder, or several of them, stand for; a folder stands for its visible files.
+
+    Raises:
+        FileNotFoundError: One of them stands for no file.
+    """
+    found: list[Path] = []
+    for path in [paths] if isinstance(paths, str | Path) else paths:
+        if Path(path).is_dir():
+            files = sorted(p for p in Path(path).iterdir() if p.is_file() and not p.name.startswith("."))
+            what = "is a folder without files"
+        elif Path(path).exists():
+            files, what = [Path(path)], ""
+        else:
+            files = sorted(Path(p) for p in glob.glob(str(path), recursive=True) if Path(p).is_file())
+            what = "matches no file" if glob.has_magic(str(path)) else "does not exist"
+        if not files:
+            raise FileNotFoundError(
+                f"'{path}' {what}.\n  got: '{path}', looked up in {Path.cwd()}\n"
+                "  Pass the path of a .tsv or .gz file, a glob or a folder of such files."
+            )
+        found += files
+    if not found:
+        raise FileNotFoundError("No data file was given.\n  got: an empty list of paths\n  Pass at least one path.")
+    return found
+
+
+def open_raw(path: Path) -> BinaryIO:
+    """The file's plain bytes, decompressed when its name ends in `.gz`."""
+    return cast("BinaryIO", gzip.open(path, "rb")) if path.suffix == ".gz" else open(path, "rb")
+
+
+def read_lines(paths: Sequence[Path]) -> Iterator[tuple[Path, int, bytes]]:
+    """`(file, line number from 1, line without its end)` for the lines of all files; empty lines are no rows.
+
+    Raises:
+        ValueError: A file ends in the middle of its compressed stream, or is not gzip at all.
+    """
+    for path in paths:
+        number = 0
+        with open_raw(path) as file:
+            try:
+                for number, raw in enumerate(file, start=1):
+                    if line := raw.rstrip(b"\r\n"):
+                        yield path, number, line
+            except (EOFError, zlib.error, gzip.BadGzipFile) as err:
+                raise ValueError(
+                    f"{path}:{number + 1}: the compressed file cannot be read on.\n  got: {err}\n"
+                    "  Fetch the file again, or drop the .gz from its name if it is not compressed."
+                ) from err
+
+
+def check_readable(paths: Sequence[Path]) -> None:
+    """Raise unless each path is a file that this process may read."""
+    for path in paths:
+        if not path.is_file():
+            raise FileNotFoundError(f"'{path}' is not a file.\n  got: '{path}'\n  Pass a file, a glob or a folder.")
+        if not os.access(path, os.R_OK):
+            raise PermissionError(f"'{path}' may not be read by this user.\n  got: '{path}'\n  Grant read access.")
+
+
+@dataclass(frozen=True)
+class GroupChoice:
+    """Which batch-groups belong to a split: those whose index modulo `every` is kept.
+
+    A batch-group is one batch for each rank: `world_size * batch_size` consecutive rows.
+
+    Attributes:
+        every: Period of the choice.
+        remainders: The remainders that are kept.
+    """
+
+    every: int
+    remainders: frozenset[int]
+
+    def __contains__(self, group: int) -> bool:
+        """Whether this group belongs to the split."""
+        return group % self.every in self.remainders
+
+
+EVERY_GROUP = GroupChoice(1, frozenset({0}))
+
+
+class CriteoStream(IterableDataset[RecBatch]):
+    """The batches of one split on one rank, read as a stream: memory holds one batch's lines, whatever the file's size.
+
+    All readers count the same lines. Of each batch-group of `world_size * batch_size` rows, rank r takes the r-th
+    `batch_size` rows; the groups of a split go to the loader processes in turn, which is the order in which a
+    DataLoader asks them, so the number of processes does not change the batches. The last incomplete group is dropped,
+    so that all ranks have equally many batches. A bad row keeps its place in the count and leaves its batch one row
+    shorter; a batch without any good row is an error.
+
+    Args:
+        paths: Files, read one after the other.
+        table_sizes: Rows of the 26 tables.
+        batch_size: Rows per batch.
+        rank: This rank.
+        world_size: Number of ranks.
+        groups: The groups of this split.
+        max_bad_row_rate: See `CriteoDataModule`.
+    """
+
+    def __init__(
+        self,
+        paths: Sequence[Path],
+        table_sizes: dict[str, int],
+        batch_size: int,
+        rank: int = 0,
+        world_size: int = 1,
+        groups: GroupChoice = EVERY_GROUP,
+        max_bad_row_rate: float = 0.01,
+    ) -> None:
+        super().__init__()
+        self._paths = list(paths)
+        self._table_sizes = table_sizes
+        self._batch_size = batch_size
+        self._rank = rank
+        self._world_size = world_size
+        self._groups = groups
+        self._max_bad_row_rate = max_bad_row_rate
+        # In shared memory: loader processes that outlive an epoch hold a copy of this object, and must see a restart.
+        self._start = torch.zeros((), dtype=torch.int64).share_memory_()
+
+    def start_at(self, batch_index: int) -> None:
+        """Let the next iteration begin at this batch of the split."""
+        self._start.fill_(batch_index)
+
+    def __iter__(self) -> Iterator[RecBatch]:
+        """The batches of this rank and, in a loader process, of this process."""
+        worker = get_worker_info()
+        worker_id, num_workers = (worker.id, worker.num_workers) if worker is not None else (0, 1)
+        return self._batches(int(self._start), worker_id, num_workers)
+
+    def _batches(self, start: int, worker_id: int, num_workers: int) -> Iterator[RecBatch]:
+        bad_rows = BadRows(self._max_bad_row_rate)
+        lines = read_lines(self._paths)
+        group_size = self._world_size * self._batch_size
+        num_seen = 0  # complete groups of this split so far
+        for group in itertools.count():
+            mine = group in self._groups and num_seen >= start and (num_seen - start) % num_workers == worker_id
+            first = self._rank * self._batch_size if mine else group_size
+            num_skipped = _skip(lines, first)
+            taken = list(itertools.islice(lines, self._batch_size)) if mine else []
+            num_lines = num_skipped + len(taken) + _skip(lines, group_size - first - len(taken))
+            if num_lines < group_size:
+                break
+            num_seen += group in self._groups
+            if taken:
+                yield parse_rows(self._good(taken, bad_rows), self._table_sizes)
+        bad_rows.judge(at_end=True)
+        if num_seen == 0:
+            raise ValueError(
+                f"The data has no complete batch-group for this split: {self._world_size} ranks x {self._batch_size} "
+                f"rows = {group_size} rows.\n  got: {group * group_size + num_lines} rows in "
+                f"{', '.join(map(str, self._paths))}\n  Lower batch_size, give more rows, or a path of the split's own."
+            )
+
+    def _good(self, taken: Sequence[tuple[Path, int, bytes]], bad_rows: BadRows) -> list[bytes]:
+        good = []
+        bad_rows.num_rows += len(taken)
+        for path, number, line in taken:
+            reason = why_bad(line)
+            if reason is None:
+                good.append(line)
+            else:
+                bad_rows.report(f"{path}:{number}", reason)
+        bad_rows.judge()
+        if not good:
+            path, number, _ = taken[-1]
+            raise bad_rows.error(f"and of the batch that ends at {path}:{number} not one row is good")
+        return good
+
+
+def _skip(lines: Iterator[Any], num_lines: int) -> int:
+    """Drop up to `num_lines` lines; gives how many there were."""
+    counter = itertools.count()
+    deque(zip(itertools.islice(lines, num_lines), counter, strict=False), maxlen=0)
+    return next(counter)
+
+
+class CriteoDataModule(RecDataModule):
+    """Criteo's raw rows, streamed: label, integers I1 to I13, hexadecimal categories C1 to C26, tab separated.
+
+    Rows go to ranks and loader processes as `CriteoStream` says: each to exactly one, in file order, without shuffling;
+    the rows behind the last complete batch-group (`world_size * batch_size` rows) are dropped. The values become
+    features as `parse_rows` says. The number of batches is not known beforehand, so the loaders have no length.
+
+    Without `val_path`, every `holdout_every`-th batch-group is held out for validation (group index modulo
+    `holdout_every` equal to `holdout_every - 1`); without `test_path`, the group before it is held out for test. To
+    read them the whole file is read again. Which rows these are depends on the batch size and the number of ranks.
+
+    A bad row (another number of fields, a label other than 0 and 1, an integer or a category that does not parse) is
+    left out and counted; each reader logs its first few with file and line, and a total at the end.
+
+    Args:
+        path: Training data: a file, plain or `.gz`, a glob, a folder, or a list of those. Read in sorted order.
+        batch_size: Rows per batch and rank.
+        rows_per_table: Rows of every table, or 26 numbers.
+        val_path: Validation data of its own.
+        test_path: Test data of its own.
+        holdout_every: See above; 0 holds nothing out, and then a split without a path has no batches.
+        max_bad_row_rate: Share of bad rows above which a reader raises `BadRowRateError`; judged from
+            `MIN_ROWS_JUDGED` rows on and at the end of the data.
+        num_workers: Loader processes per rank. Each reads through the whole data and parses its share.
+        persistent_workers: Keep the loader processes between epochs.
+    """
+
+    def __init__(
+        self,
+        path: str | Path | Sequence[str | Path],
+        batch_size: int = 512,
+        rows_per_table: int | Sequence[int] = 100_000,
+        val_path: str | Path | Sequence[str | Path] | None = None,
+        test_path: str | Path | Sequence[str | Path] | None = None,
+        holdout_every: int = 10,
+        max_bad_row_rate: float = 0.01,
+        num_workers: int = 0,
+        persistent_workers: bool = True,
+    ) -> None:
+        super().__init__(batch_size, num_workers, persistent_workers)
+        num_held = (val_path is None) + (test_path is None)
+        if holdout_every != 0 and num_held:
+            check_at_least(num_held + 1, holdout_every=holdout_every)
+        check_at_least(0, holdout_every=holdout_every, max_bad_row_rate=max_bad_row_rate)
+        self._table_sizes = table_rows(rows_per_table, CATEGORY_NAMES)
+        self.paths = {"train": path, "val": val_path, "test": test_path}
+        self.holdout_every = holdout_every
+        self.max_bad_row_rate = max_bad_row_rate
+
+    @property
+    def table_sizes(self) -> dict[str, int]:
+        """Rows of each embedding table, by feature name (C1 to C26)."""
+        return dict(self._table_sizes)
+
+    @property
+    def num_dense(self) -> int:
+        """Dense features per sample: 13."""
+        return len(DENSE_NAMES)
+
+    def check(self) -> None:
+        """Raise now if a path does not exist, may not be read, or a file's first row does not parse.
+
+        Raises:
+            FileNotFoundError: A path stands for no file.
+            PermissionError: A file may not be read.
+            ValueError: A file is empty, is not the gzip its name says, or begins with a bad row.
+        """
+        for given in self.paths.values():
+            files = resolve_paths(given) if given is not None else []
+            check_readable(files)
+            for file in files:
+                first = next(read_lines([file]), None)
+                reason = "the file has no rows" if first is None else why_bad(first[2])
+                if reason is not None:
+                    raise ValueError(
+                        f"{file}:{first[1] if first else 1}: {reason}\n"
+                        "  Pass Criteo's raw rows: label, 13 integers, 26 hexadecimal categories, tab separated."
+                    )
+
+    def setup(self, stage: str) -> None:
+        """Check the files on every rank."""
+        self.check()
+
+    def _groups_of(self, split: str) -> GroupChoice:
+        every = self.holdout_every
+        held = {name: every - 1 - place for place, name in enumerate(("val", "test")) if self.paths[name] is None}
+        if self.paths[split] is None:
+            return GroupChoice(every, frozenset({held[split]}))
+        if split != "train" or every == 0 or not held:
+            return EVERY_GROUP
+        return GroupChoice(every, frozenset(range(every)) - frozenset(held.values()))
+
+    def _split_loader(self, split: str) -> BatchLoader | list[Any]:
+        own = self.paths[split]
+        path = own if own is not None else self.paths["train"]
+        if path is None or (own is None and self.holdout_every == 0):
+            return []
+        return self._loader(
+            CriteoStream(
+                resolve_paths(path),
+                self.table_sizes,
+                self.batch_size,
+                self.rank,
+                self.world_size,
+                self._groups_of(split),
+                self.max_bad_row_rate,
+            )
+        )
+
+    def train_dataloader(self) -> BatchLoader | list[Any]:
+        """The training groups, in file order."""
+        return self._split_loader("train")
+
+    def val_dataloader(self) -> BatchLoader | list[Any]:
+        """The validation file's groups, or the held-out ones; no loader when nothing is held out."""
+        return self._split_loader("val")
+
+    def test_dataloader(self) -> BatchLoader | list[Any]:
+        """The test file's groups, or the held-out ones; no loader when nothing is held out."""
+        return self._split_loader("test")

@@ -1,0 +1,203 @@
+"""A stream of clicks that looks like Criteo's, is made on the fly, and can be learned.
+
+Shape suffixes: B batch size per rank, D dense features, F sparse features, V ids of a batch in all.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+from torch.utils.data import Dataset
+
+from .batch import BatchLoader, RecBatch, RecDataModule, check_at_least, collate_batch, key_of, stable_hash, table_rows
+
+EMPTY_BAG_RATE = 0.05
+"""Share of bags that are empty on purpose; a Poisson draw of 0 adds more."""
+
+_SPLITS = ("train", "val", "test")
+_HIDDEN_MODEL = len(_SPLITS)  # the seed stream of the hidden model, beside those of the splits
+_DENSE_STD, _SPARSE_STD, _BASE_LOGIT = 1.0, 1.5, -1.0
+
+
+@dataclass(frozen=True)
+class ClickModel:
+    """The hidden truth: how ids are drawn, and a logistic model over dense features and ids that draws the labels.
+
+    An id's hidden weight is a hash of table and id, so that tables of any size cost no memory.
+
+    Attributes:
+        table_sizes: Rows of each table, by feature name.
+        num_dense: Dense features per sample.
+        pooling: Mean bag length.
+        zipf_skew: Exponent `s`: the k-th most frequent id has a probability near `k ** -s`; 0 is uniform.
+        seed: Of the hidden weights and of every draw.
+    """
+
+    table_sizes: dict[str, int]
+    num_dense: int
+    pooling: float
+    zipf_skew: float
+    seed: int
+    _rows_F: NDArray[np.int64] = field(init=False, repr=False)
+    _strides_F: NDArray[np.int64] = field(init=False, repr=False)
+    _dense_weights_D: NDArray[np.float64] = field(init=False, repr=False)
+
+    def __post_init__(self) -> None:
+        """Fix the hidden weights."""
+        weights_D = np.random.default_rng([self.seed, _HIDDEN_MODEL]).standard_normal(self.num_dense)
+        weights_D *= _DENSE_STD / max(float(np.linalg.norm(weights_D)), 1e-12)
+        sizes = list(self.table_sizes.values())
+        object.__setattr__(self, "_rows_F", np.array(sizes, dtype=np.int64))
+        object.__setattr__(self, "_strides_F", np.array([_coprime_stride(rows) for rows in sizes], dtype=np.int64))
+        object.__setattr__(self, "_dense_weights_D", weights_D)
+
+    def draw(self, batch_size: int, *stream: int) -> RecBatch:
+        """A batch of `batch_size` samples; the same `stream` of numbers (split, rank, epoch, index) gives the same."""
+        rng = np.random.default_rng([self.seed, *stream])
+        num_features = len(self.table_sizes)
+        dense_BD = rng.standard_normal((batch_size, self.num_dense))
+        lengths_FB = rng.poisson(self.pooling / (1 - EMPTY_BAG_RATE), (num_features, batch_size))
+        lengths_FB[rng.random((num_features, batch_size)) < EMPTY_BAG_RATE] = 0
+        feature_V = np.repeat(np.arange(num_features), lengths_FB.sum(axis=1))
+        values_V = self._draw_ids(feature_V, rng)
+        logits_B = self.logits(dense_BD, feature_V, values_V, lengths_FB)
+        labels_B = rng.random(batch_size) < 1 / (1 + np.exp(-logits_B))
+        return collate_batch(list(self.table_sizes), dense_BD, values_V, lengths_FB, labels_B)
+
+    def logits(
+        self, dense_BD: NDArray[Any], feature_V: NDArray[Any], values_V: NDArray[Any], lengths_FB: NDArray[Any]
+    ) -> NDArray[np.float64]:
+        """True log odds of a click, `(B,)`; with them as predictions the AUC is the best that can be had."""
+        num_features, batch_size = lengths_FB.shape
+        bits_V = stable_hash(values_V.astype(np.uint64), feature_V.astype(np.uint64) + np.uint64(self.seed << 16))
+        unit_V = ((bits_V >> np.uint64(11)).astype(np.float64) / 2**53 - 0.5) * math.sqrt(12)  # variance 1
+        sample_V = np.repeat(np.tile(np.arange(batch_size), num_features), lengths_FB.reshape(-1))
+        sparse_B = np.bincount(sample_V, weights=unit_V, minlength=batch_size)
+        scale = _SPARSE_STD / math.sqrt(max(num_features * self.pooling, 1e-12))
+        return np.asarray(dense_BD @ self._dense_weights_D + scale * sparse_B + _BASE_LOGIT, dtype=np.float64)
+
+    def _draw_ids(self, feature_V: NDArray[np.int64], rng: np.random.Generator) -> NDArray[np.int64]:
+        """Zipf ids, `(V,)`, by inverting the distribution function of a bounded Pareto law: no table of probabilities.
+
+        The ranks are then spread over the table by a stride coprime to its rows (a bijection), as hashed ids are.
+        """
+        rows_V = self._rows_F[feature_V]
+        uniform_V = rng.random(len(feature_V))
+        if abs(self.zipf_skew - 1) < 1e-6:
+            place_V = np.exp(uniform_V * np.log(rows_V + 1.0))
+        else:
+            power = 1 - self.zipf_skew
+            place_V = (uniform_V * ((rows_V + 1.0) ** power - 1) + 1) ** (1 / power)
+        rank_V = np.clip(place_V.astype(np.int64) - 1, 0, rows_V - 1)
+        return np.asarray(rank_V * self._strides_F[feature_V] % rows_V, dtype=np.int64)
+
+
+def _coprime_stride(num_rows: int) -> int:
+    """A stride near the golden section of the table that visits each row once."""
+    stride = max(1, int(num_rows * 0.6180339887))
+    while math.gcd(stride, num_rows) != 1:
+        stride += 1
+    return stride
+
+
+class SyntheticBatches(Dataset[RecBatch]):
+    """Batches of one split on one rank, by key; the training split has other batches in each epoch."""
+
+    def __init__(self, model: ClickModel, split: str, batch_size: int, num_batches: int, rank: int) -> None:
+        self._model = model
+        self._split = _SPLITS.index(split)
+        self._batch_size = batch_size
+        self._num_batches = num_batches
+        self._rank = rank
+
+    def __len__(self) -> int:
+        """Batches per epoch."""
+        return self._num_batches
+
+    def __getitem__(self, key: int | tuple[int, int]) -> RecBatch:
+        """The batch of `(epoch, index)`."""
+        epoch, index = key_of(key)
+        drawn_epoch = epoch if self._split == _SPLITS.index("train") else 0
+        return self._model.draw(self._batch_size, self._split, self._rank, drawn_epoch, index)
+
+
+class SyntheticDataModule(RecDataModule):
+    """Clicks with Zipf ids, bags of several ids (some empty) and a label that a DLRM can learn.
+
+    The labels come from a hidden logistic model, the same for all splits. The batches are a function of `seed`, split,
+    rank, epoch and index alone: neither the number of loader processes nor a resume changes them. Validation and
+    test are the same in every epoch.
+
+    Args:
+        num_tables: Sparse features `cat_0`, `cat_1`, ..., each with a table of its own.
+        rows_per_table: Rows of every table, or one number per table.
+        num_dense: Dense features per sample.
+        batch_size: Samples per batch and rank.
+        num_batches: Training batches per epoch and rank.
+        num_val_batches: Validation batches per rank.
+        num_test_batches: Test batches per rank.
+        pooling: Mean number of ids per bag.
+        zipf_skew: Exponent of the id frequencies; 0 is uniform.
+        seed: Non-negative; fixes everything.
+        num_workers: Loader processes per rank.
+        persistent_workers: Keep the loader processes between epochs.
+    """
+
+    def __init__(
+        self,
+        num_tables: int = 8,
+        rows_per_table: int | Sequence[int] = 10_000,
+        num_dense: int = 13,
+        batch_size: int = 512,
+        num_batches: int = 200,
+        num_val_batches: int = 20,
+        num_test_batches: int = 20,
+        pooling: float = 2.0,
+        zipf_skew: float = 1.05,
+        seed: int = 0,
+        num_workers: int = 0,
+        persistent_workers: bool = True,
+    ) -> None:
+        super().__init__(batch_size, num_workers, persistent_workers)
+        check_at_least(1, num_tables=num_tables, num_dense=num_dense, num_batches=num_batches)
+        check_at_least(0, num_val_batches=num_val_batches, num_test_batches=num_test_batches)
+        check_at_least(0, pooling=pooling, zipf_skew=zipf_skew, seed=seed)
+        self.model = ClickModel(
+            table_sizes=table_rows(rows_per_table, [f"cat_{index}" for index in range(num_tables)]),
+            num_dense=num_dense,
+            pooling=pooling,
+            zipf_skew=zipf_skew,
+            seed=seed,
+        )
+        self.num_batches = {"train": num_batches, "val": num_val_batches, "test": num_test_batches}
+
+    @property
+    def table_sizes(self) -> dict[str, int]:
+        """Rows of each embedding table, by feature name."""
+        return dict(self.model.table_sizes)
+
+    @property
+    def num_dense(self) -> int:
+        """Dense features per sample."""
+        return self.model.num_dense
+
+    def _split_loader(self, split: str) -> BatchLoader:
+        num_batches = self.num_batches[split]
+        return self._loader(SyntheticBatches(self.model, split, self.batch_size, num_batches, self.rank))
+
+    def train_dataloader(self) -> BatchLoader:
+        """`num_batches` new batches per epoch."""
+        return self._split_loader("train")
+
+    def val_dataloader(self) -> BatchLoader | list[Any]:
+        """`num_val_batches` batches, the same each time; no loader when that is 0."""
+        return self._split_loader("val") if self.num_batches["val"] else []
+
+    def test_dataloader(self) -> BatchLoader | list[Any]:
+        """`num_test_batches` batches, the same each time; no loader when that is 0."""
+        return self._split_loader("test") if self.num_batches["test"] else []

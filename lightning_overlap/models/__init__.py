@@ -1,0 +1,3 @@
+"""Models to train with: ordinary LightningModules with TorchRec tables."""
+
+from .dlrm import DLRM as DLRM

@@ -1,0 +1,278 @@
+"""DLRM (Naumov et al., arXiv 1906.00091) as an ordinary TorchRec user writes it, and the metrics it reports.
+
+Shape suffixes: B batch size per rank, D dense features, E embedding dim, F sparse features, P pairs of vectors.
+"""
+
+from __future__ import annotations
+
+import math
+import warnings
+from collections.abc import Mapping, Sequence
+from functools import partial
+
+import torch
+from lightning.pytorch import LightningModule
+from torch import Tensor, nn
+from torchmetrics import Metric
+from torchrec.modules.embedding_configs import EmbeddingBagConfig
+from torchrec.modules.embedding_modules import EmbeddingBagCollection
+from torchrec.optim import RowWiseAdagrad, apply_optimizer_in_backward
+from torchrec.optim.optimizers import in_backward_optimizer_filter
+from torchrec.sparse.jagged_tensor import KeyedTensor
+
+from ..data import RecBatch
+
+FUSED_OPTIMIZERS: dict[str, type[torch.optim.Optimizer]] = {
+    "rowwise_adagrad": RowWiseAdagrad,
+    "adagrad": torch.optim.Adagrad,
+    "sgd": torch.optim.SGD,
+}
+"""What FBGEMM can fuse on CPU and CUDA alike."""
+
+
+class BinnedAUC(Metric):
+    """Area under the ROC curve from a histogram of logits, without a host-device sync per update.
+
+    The bins are even in the logit, so rare clicks are resolved as well as frequent ones; within a bin a pair counts
+    half. torchmetrics' binned `BinaryAUROC` is not used because its update reads `torch.all(...)` on the host.
+
+    Args:
+        num_bins: Bins between the logits -16 and 16; logits outside fall into the outermost.
+    """
+
+    full_state_update = False
+    is_differentiable = False
+    higher_is_better = True
+    num_clicks: Tensor
+    num_others: Tensor
+
+    def __init__(self, num_bins: int = 8192) -> None:
+        super().__init__()
+        self.num_bins = num_bins
+        self.add_state("num_clicks", torch.zeros(num_bins, dtype=torch.int64), dist_reduce_fx="sum")
+        self.add_state("num_others", torch.zeros(num_bins, dtype=torch.int64), dist_reduce_fx="sum")
+
+    def update(self, logits: Tensor, labels: Tensor) -> None:
+        """Count a batch: `logits` and `labels` `(B,)`, any float dtype; labels 0 or 1."""
+        bins_B = ((logits.float() + 16) * (self.num_bins / 32)).long().clamp(0, self.num_bins - 1)
+        clicks_B = labels.long()
+        self.num_clicks.scatter_add_(0, bins_B, clicks_B)
+        self.num_others.scatter_add_(0, bins_B, 1 - clicks_B)
+
+    def compute(self) -> Tensor:
+        """The area, float32 scalar; 0.5 while one of the classes has not been seen."""
+        clicks, others = self.num_clicks.double(), self.num_others.double()
+        others_below = others.cumsum(0) - others
+        ordered = (clicks * (others_below + others / 2)).sum()
+        num_pairs = clicks.sum() * others.sum()
+        return torch.where(num_pairs > 0, ordered / num_pairs.clamp(min=1), 0.5).float()
+
+
+class NormalizedEntropy(Metric):
+    """Log loss divided by the entropy of the overall click rate: below 1 is better than always saying the rate.
+
+    Accumulates on the device in float64. Source: He et al., Practical Lessons from Predicting Clicks on Ads at Facebook
+    (ADKDD 2014), section 3.
+    """
+
+    full_state_update = False
+    is_differentiable = False
+    higher_is_better = False
+    log_loss: Tensor
+    num_clicks: Tensor
+    num_samples: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        for name in ("log_loss", "num_clicks", "num_samples"):
+            self.add_state(name, torch.zeros((), dtype=torch.float64), dist_reduce_fx="sum")
+
+    def update(self, logits: Tensor, labels: Tensor) -> None:
+        """Add a batch: `logits` and `labels` `(B,)`, any float dtype; labels 0 or 1."""
+        loss = nn.functional.binary_cross_entropy_with_logits(logits.float(), labels.float(), reduction="sum")
+        self.log_loss += loss.double()
+        self.num_clicks += labels.sum().double()
+        self.num_samples += labels.numel()
+
+    def compute(self) -> Tensor:
+        """The ratio, float32 scalar; infinite while one of the classes has not been seen."""
+        rate = self.num_clicks / self.num_samples
+        entropy = -(torch.xlogy(rate, rate) + torch.xlogy(1 - rate, 1 - rate))
+        return (self.log_loss / self.num_samples / entropy).float()
+
+
+class DLRM(LightningModule):
+    """Bottom MLP over dense features, one pooled embedding per sparse feature, pairwise dot products, top MLP.
+
+    An unmodified LightningModule: it knows nothing of sharding or lookahead. By default the tables are on `meta`, where
+    they cost no memory until a strategy shards and initialises them; `table_device="cpu"` trains without one.
+
+    Args:
+        table_sizes: Rows of each table, by feature name; table and feature share the name.
+        num_dense: Dense features per sample.
+        embedding_dim: Columns of every table.
+        bottom_layers: Widths of the bottom MLP; a last layer of `embedding_dim` is added unless it ends in that.
+        top_layers: Widths of the top MLP's hidden layers; the last layer, to one logit, comes on top.
+        learning_rate: Of Adam on the dense parameters, and on tables that nothing updates in the backward.
+        fused_optimizer: A name from `FUSED_OPTIMIZERS`, applied to the tables in the backward; None is
+            "rowwise_adagrad". Only used with `table_learning_rate`.
+        table_learning_rate: Of the fused optimizer. None applies none: the strategy, or the dense optimizer, decides.
+        table_device: Where the tables are built.
+
+    Raises:
+        ValueError: An argument makes no model.
+    """
+
+    def __init__(
+        self,
+        table_sizes: Mapping[str, int],
+        num_dense: int,
+        embedding_dim: int = 16,
+        bottom_layers: Sequence[int] = (64, 16),
+        top_layers: Sequence[int] = (64, 32),
+        learning_rate: float = 1e-3,
+        fused_optimizer: str | None = None,
+        table_learning_rate: float | None = None,
+        table_device: str | torch.device = "meta",
+    ) -> None:
+        super().__init__()
+        _check_sizes(table_sizes, num_dense, embedding_dim)
+        _check_optimizer(fused_optimizer, table_learning_rate)
+        self.save_hyperparameters(
+            {
+                "table_sizes": {str(name): int(num_rows) for name, num_rows in table_sizes.items()},
+                "num_dense": num_dense,
+                "embedding_dim": embedding_dim,
+                "bottom_layers": [int(width) for width in bottom_layers],
+                "top_layers": [int(width) for width in top_layers],
+                "learning_rate": learning_rate,
+                "fused_optimizer": fused_optimizer,
+                "table_learning_rate": table_learning_rate,
+            }
+        )
+        self.features = list(table_sizes)
+        self.learning_rate = learning_rate
+        self.ebc = EmbeddingBagCollection(
+            tables=[_table(name, num_rows, embedding_dim) for name, num_rows in table_sizes.items()],
+            device=torch.device(table_device),
+        )
+        bottom_widths = list(bottom_layers)
+        if bottom_widths[-1:] != [embedding_dim]:
+            bottom_widths.append(embedding_dim)
+        num_vectors = len(self.features) + 1
+        num_inputs = embedding_dim + num_vectors * (num_vectors - 1) // 2
+        self.bottom = _mlp(num_dense, bottom_widths)
+        self.top = nn.Sequential(_mlp(num_inputs, list(top_layers)), nn.Linear([num_inputs, *top_layers][-1], 1))
+        self._pairs: Tensor | None = None  # no buffer: DDP broadcasts buffers at every forward
+        self.val_auc, self.val_ne = BinnedAUC(), NormalizedEntropy()
+        self.test_auc, self.test_ne = BinnedAUC(), NormalizedEntropy()
+        if table_learning_rate is not None:
+            _update_in_backward(self.ebc, fused_optimizer or "rowwise_adagrad", table_learning_rate)
+
+    def forward(self, batch: RecBatch) -> Tensor:
+        """Logits of a click, `(B,)`, float32."""
+        # Tables first: a sharded lookup is lazy, and the bottom MLP runs while its all-to-all is under way.
+        pooled = self.ebc(batch.sparse)
+        dense_BE = self.bottom(batch.dense)
+        return self._interact(dense_BE, pooled)
+
+    def _interact(self, dense_BE: Tensor, pooled: KeyedTensor) -> Tensor:
+        # By name: a sharded collection orders its keys by the sharding, not as the tables were given.
+        by_feature = pooled.to_dict()
+        vectors_BFE = torch.stack([dense_BE, *(by_feature[name].to(dense_BE.dtype) for name in self.features)], dim=1)
+        dots_BFF = torch.bmm(vectors_BFE, vectors_BFE.transpose(1, 2))
+        dots_BP = dots_BFF.flatten(1).index_select(1, self._pair_index(dots_BFF))
+        logits_B1: Tensor = self.top(torch.cat([dense_BE, dots_BP], dim=1))
+        return logits_B1.squeeze(1).float()
+
+    def _pair_index(self, dots_BFF: Tensor) -> Tensor:
+        """Places of the strictly lower triangle in a flattened `(F, F)`, on the device of `dots_BFF`."""
+        if self._pairs is None or self._pairs.device != dots_BFF.device:
+            num_vectors = dots_BFF.shape[1]
+            row, column = torch.tril_indices(num_vectors, num_vectors, offset=-1)
+            self._pairs = (row * num_vectors + column).to(dots_BFF.device)
+        return self._pairs
+
+    def training_step(self, batch: RecBatch, batch_idx: int) -> Tensor:
+        """Mean binary cross entropy of the batch."""
+        loss = self._loss(self(batch), batch)
+        self.log("train_loss", loss, batch_size=len(batch))
+        return loss
+
+    def validation_step(self, batch: RecBatch, batch_idx: int) -> None:
+        """Count the batch into `val_auc`, `val_ne` and `val_loss`."""
+        self._evaluate("val", self.val_auc, self.val_ne, batch)
+
+    def test_step(self, batch: RecBatch, batch_idx: int) -> None:
+        """Count the batch into `test_auc`, `test_ne` and `test_loss`."""
+        self._evaluate("test", self.test_auc, self.test_ne, batch)
+
+    def predict_step(self, batch: RecBatch, batch_idx: int) -> Tensor:
+        """Click probabilities, `(B,)`."""
+        return torch.sigmoid(self(batch))
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        """Adam over what no backward updates: the dense layers, and tables without a fused optimizer."""
+        dense = dict(in_backward_optimizer_filter(self.named_parameters()))
+        return torch.optim.Adam(dense.values(), lr=self.learning_rate)
+
+    def _evaluate(self, split: str, auc: BinnedAUC, ne: NormalizedEntropy, batch: RecBatch) -> None:
+        logits_B = self(batch)
+        auc.update(logits_B, batch.labels)
+        ne.update(logits_B, batch.labels)
+        self.log(f"{split}_auc", auc, on_step=False, on_epoch=True, batch_size=len(batch))
+        self.log(f"{split}_ne", ne, on_step=False, on_epoch=True, batch_size=len(batch))
+        loss = self._loss(logits_B, batch)
+        self.log(f"{split}_loss", loss, on_step=False, on_epoch=True, sync_dist=True, batch_size=len(batch))
+
+    @staticmethod
+    def _loss(logits_B: Tensor, batch: RecBatch) -> Tensor:
+        return nn.functional.binary_cross_entropy_with_logits(logits_B, batch.labels)
+
+
+def _table(name: str, num_rows: int, embedding_dim: int) -> EmbeddingBagConfig:
+    bound = 1 / math.sqrt(num_rows)
+    return EmbeddingBagConfig(
+        name=name,
+        feature_names=[name],
+        num_embeddings=num_rows,
+        embedding_dim=embedding_dim,
+        # The bound is that of the whole table; a shard of fewer rows must not scale itself.
+        init_fn=partial(nn.init.uniform_, a=-bound, b=bound),
+    )
+
+
+def _mlp(num_inputs: int, widths: Sequence[int]) -> nn.Sequential:
+    layers: list[nn.Module] = []
+    for width_in, width_out in zip([num_inputs, *widths], widths, strict=False):
+        layers += [nn.Linear(width_in, width_out), nn.ReLU()]
+    return nn.Sequential(*layers)
+
+
+def _update_in_backward(ebc: EmbeddingBagCollection, optimizer: str, learning_rate: float) -> None:
+    with warnings.catch_warnings():
+        # TorchRec's public helper points to a private one of PyTorch, which it calls itself.
+        warnings.filterwarnings("ignore", message="This API is deprecated", category=DeprecationWarning)
+        apply_optimizer_in_backward(FUSED_OPTIMIZERS[optimizer], ebc.parameters(), {"lr": learning_rate})
+
+
+def _check_sizes(table_sizes: Mapping[str, int], num_dense: int, embedding_dim: int) -> None:
+    if not table_sizes or min(table_sizes.values()) < 1 or num_dense < 1 or embedding_dim < 1:
+        raise ValueError(
+            "DLRM needs at least one table, one row in each, one dense feature and one embedding column.\n"
+            f"  got: table_sizes={dict(table_sizes)}, num_dense={num_dense}, embedding_dim={embedding_dim}\n"
+            "  Pass the data module's own: DLRM(data.table_sizes, data.num_dense, ...)."
+        )
+
+
+def _check_optimizer(fused_optimizer: str | None, table_learning_rate: float | None) -> None:
+    if fused_optimizer is not None and fused_optimizer not in FUSED_OPTIMIZERS:
+        raise ValueError(
+            f"fused_optimizer is not one that this model knows.\n  got: {fused_optimizer!r}\n"
+            f"  Pass one of {', '.join(FUSED_OPTIMIZERS)}, or None and the strategy's own fused_optimizer."
+        )
+    if fused_optimizer is not None and table_learning_rate is None:
+        raise ValueError(
+            f"fused_optimizer needs a table_learning_rate.\n  got: fused_optimizer={fused_optimizer!r}, "
+            "table_learning_rate=None\n  Pass table_learning_rate, for example 0.05."
+        )
