@@ -48,6 +48,9 @@ class SparseStages(Protocol):
     def receive_input(self, inflight: InFlightBatch) -> Any:
         """Wait for these and return what the lookup will read."""
 
+    def has_lookup(self, inflight: InFlightBatch, owners: frozenset[WeightOwner]) -> bool:
+        """Whether a batch has tables of these owners still to look up."""
+
     def embedding_lookup(self, inflight: InFlightBatch, owners: frozenset[WeightOwner]) -> None:
         """Look up the tables of these owners and start the all-to-all of rows."""
 
@@ -104,9 +107,7 @@ class Executor:
             }
         self._copy = next(step for step in schedule if step.stage is Stage.COPY_BATCH_TO_DEVICE)
         self._deferred = schedule.dense_owned_lookup
-        self._first_owners = (
-            _EVERY_OWNER if self._deferred is None else frozenset({WeightOwner.FUSED_BACKWARD})
-        )
+        self._first_owners = _EVERY_OWNER if self._deferred is None else frozenset({WeightOwner.FUSED_BACKWARD})
         self._reset()
 
     def _reset(self) -> None:
@@ -274,6 +275,9 @@ class Executor:
 
     def _issue(self, step: Step, inflight: InFlightBatch, owners: frozenset[WeightOwner]) -> None:
         """Issue one sparse stage of one batch on its stream, behind all that it reads."""
+        assert self._sparse is not None
+        if step.stage is Stage.EMBEDDING_LOOKUP and not self._sparse.has_lookup(inflight, owners):
+            return
         previous = SPARSE_STAGES[SPARSE_STAGES.index(step.stage) - 1]
         if step.stage is Stage.INPUT_SPLITS_DIST:
             previous = Stage.COPY_BATCH_TO_DEVICE
@@ -335,5 +339,3 @@ class Executor:
 
 def _ignore(kind: str, stage: Stage, index: int) -> None:
     """The observer of runs that nobody watches."""
-
-

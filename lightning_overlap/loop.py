@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.loops.fetchers import _DataFetcher, _DataLoaderIterDataFetcher, _PrefetchDataFetcher
@@ -164,8 +164,9 @@ class LookaheadFetcher(_DataLoaderIterDataFetcher):
         module: LightningModule = self._trainer.lightning_module
         batch = self._trainer.precision_plugin.convert_input(batch)
         batch = module._on_before_batch_transfer(batch, dataloader_idx=0)
-        with self._trainer.profiler.profile("[Strategy]batch_to_device"):
-            return self._trainer.strategy.batch_to_device(batch, dataloader_idx=0)
+        strategy = self._trainer.strategy
+        with self._trainer.profiler.profile(f"[Strategy]{type(strategy).__name__}.batch_to_device"):  # type: ignore[attr-defined]
+            return strategy.batch_to_device(batch, dataloader_idx=0)
 
     def _num_batches_left(self) -> float:
         """Batches that `max_steps` leaves to train: fetching more would take data from a later `fit`."""
@@ -219,7 +220,7 @@ def install(trainer: Trainer, make_executor: ExecutorFactory) -> None:
     """Give the trainer's live fit loop the lookahead."""
     _mix_in(trainer.fit_loop, _FitLoopMixin)
     _mix_in(trainer.fit_loop.epoch_loop, _EpochLoopMixin)
-    trainer.fit_loop._make_executor = make_executor
+    cast(_FitLoopMixin, trainer.fit_loop)._make_executor = make_executor
 
 
 def uninstall(trainer: Trainer) -> None:

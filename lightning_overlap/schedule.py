@@ -6,6 +6,7 @@ about a mode (depth, fill, drain, staleness, what evaluation runs) is derived fr
 
 from __future__ import annotations
 
+import itertools
 import re
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
@@ -194,7 +195,7 @@ def _check_sparse_rows(schedule: Schedule) -> None:
 def _check_batch_order(schedule: Schedule) -> None:
     """Each stage of a batch has to be issued after the stages that come before it in that batch's life."""
     by_stage = sorted(enumerate(schedule.steps), key=lambda row: STAGE_ORDER[row[1].stage])
-    for (early_index, early), (late_index, late) in zip(by_stage, by_stage[1:], strict=False):
+    for (early_index, early), (late_index, late) in itertools.pairwise(by_stage):
         # Batch b passes row r during iteration b - offset(r): later iterations are larger, then row order counts.
         if (-early.offset, early_index) > (-late.offset, late_index):
             problem = (
@@ -213,7 +214,7 @@ def _error(schedule: Schedule, bad_rows: Iterable[int], problem: str, remedy: st
     bad = set(bad_rows)
     width = max((len(str(step)) for step in schedule.steps), default=0)
     table = "\n".join(
-        f"  {'>' if index in bad else ' '} {index + 1:2d}  {str(step):{width}s}{'   <-- here' if index in bad else ''}"
+        f"  {'>' if index in bad else ' '} {index + 1:2d}  {step!s:{width}s}{'   <-- here' if index in bad else ''}"
         for index, step in enumerate(schedule.steps)
     )
     return ScheduleError(f"{schedule.name!r}: {problem}.\n{table}\n  {remedy}")

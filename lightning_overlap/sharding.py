@@ -9,13 +9,13 @@ import warnings
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 import torch.distributed as dist
 from fbgemm_gpu.split_embedding_configs import EmbOptimType
 from torch import nn
-from torch.distributed.optim import _apply_optimizer_in_backward
+from torch.distributed.optim import _apply_optimizer_in_backward  # type: ignore[attr-defined]
 from torchrec.distributed.embedding_types import EmbeddingComputeKernel
 from torchrec.distributed.model_parallel import DistributedModelParallel
 from torchrec.distributed.planner import EmbeddingShardingPlanner, ParameterConstraints, Topology
@@ -27,10 +27,10 @@ from torchrec.optim.optimizers import in_backward_optimizer_filter
 
 from .sparse import sharded_modules
 
-FusedOptimizer = tuple[type[torch.optim.Optimizer], Mapping[str, Any]] | functools.partial[Any]
+FusedOptimizer: TypeAlias = tuple[type[torch.optim.Optimizer], Mapping[str, Any]] | functools.partial[Any]
 """`(class, kwargs)` or `functools.partial(class, **kwargs)`."""
 
-Sharding = str | Mapping[str, str] | EmbeddingShardingPlanner | ShardingPlan | None
+Sharding: TypeAlias = "str | Mapping[str, str] | EmbeddingShardingPlanner | ShardingPlan | None"
 """A type for all tables, a type by table name, a planner, a plan, or None for TorchRec's planner."""
 
 CPU_FUSED_OPTIMIZERS = (EmbOptimType.EXACT_SGD, EmbOptimType.EXACT_ADAGRAD, EmbOptimType.EXACT_ROWWISE_ADAGRAD)
@@ -205,7 +205,9 @@ def _check_sharding(sharding: Sharding, tables: list[Table], device: torch.devic
         if name not in known:
             nearest = difflib.get_close_matches(name, list(known), n=3)
             hint = f" Did you mean {' or '.join(map(repr, nearest))}?" if nearest else ""
-            raise ValueError(f"sharding names a table {name!r} that the model does not have.{hint} Tables: {_some(known)}.")
+            raise ValueError(
+                f"sharding names a table {name!r} that the model does not have.{hint} Tables: {_some(known)}."
+            )
         possible = known[name].sharder.sharding_types(device.type)
         if kind not in possible:
             raise ValueError(
@@ -225,9 +227,7 @@ def _make_plan(
     if isinstance(sharding, ShardingPlan):
         return sharding
     if sharding is None or isinstance(sharding, (str, Mapping)):
-        topology = Topology(
-            world_size=group.size(), local_world_size=local_world_size, compute_device=device.type
-        )
+        topology = Topology(world_size=group.size(), local_world_size=local_world_size, compute_device=device.type)
         planner = EmbeddingShardingPlanner(
             topology=topology, constraints=_constraints(sharding, tables, group.size()), debug=False
         )
@@ -284,7 +284,8 @@ def _apply_fused_optimizer(
             f"no fused optimizer for {_some(table.path for table in missing)}: these tables are updated inside "
             "backward (TorchRec alone would train them with SGD, lr 0.01, without a word). Give one in either way:\n"
             "  OverlapEmbeddingStrategy(fused_optimizer=(torch.optim.SGD, {'lr': 0.1}))\n"
-            "  torch.distributed.optim._apply_optimizer_in_backward(torch.optim.SGD, self.ebc.parameters(), {'lr': 0.1})"
+            "  from torch.distributed.optim import _apply_optimizer_in_backward  # in the module's __init__\n"
+            "  _apply_optimizer_in_backward(torch.optim.SGD, self.ebc.parameters(), {'lr': 0.1})"
         )
     if fused is not None:
         for table in missing:
@@ -349,5 +350,3 @@ def _some(names: Iterable[str], limit: int = 5) -> str:
     names = list(names)
     more = f" and {len(names) - limit} more" if len(names) > limit else ""
     return ", ".join(names[:limit]) + more
-
-

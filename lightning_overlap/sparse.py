@@ -55,7 +55,7 @@ class ModuleInFlight:
     served: bool = False
 
 
-class EarlyRows(LazyGetItemMixin[str, Any], LazyAwaitable[Any]):
+class EarlyRows(LazyGetItemMixin[str, Any], LazyAwaitable[Any]):  # type: ignore[misc]
     """Rows of an early lookup, waited for where they are first used.
 
     TorchRec's own pipelined forwards wait where the module is called; waiting later lets a bottom MLP after the
@@ -286,13 +286,18 @@ class SparsePipeline:
             received += [state.dist_input, state.context]
         return received
 
+    def has_lookup(self, inflight: InFlightBatch, owners: frozenset[WeightOwner]) -> bool:
+        """Whether a module has tables of these owners still to look up."""
+        return any(
+            state.rows is None and _parts_to_look_up(self._stand_ins[name].module, state, owners)
+            for name, state in inflight.modules.items()
+        )
+
     def embedding_lookup(self, inflight: InFlightBatch, owners: frozenset[WeightOwner]) -> None:
         """Look up the tables of these owners and start the all-to-all of their rows."""
         for name, state in inflight.modules.items():
             if state.rows is None and state.dist_input is not None:
                 _look_up(self._stand_ins[name].module, state, owners)
-                if state.rows is not None:
-                    state.dist_input = None
 
     def drop_lookups(self, inflight: InFlightBatch) -> None:
         """Forget early results, once their collectives are over; the modules' own forward will run instead."""
@@ -336,9 +341,7 @@ def owners_of(module: ShardedModule[Any, Any, Any, Any]) -> list[WeightOwner]:
         for parameter in module.module_sharding_plan.values()
         if parameter.compute_kernel == EmbeddingComputeKernel.DENSE.value
     }
-    return [
-        WeightOwner.DENSE_OPTIMIZER if sharding in dense else WeightOwner.FUSED_BACKWARD for sharding in shardings
-    ]
+    return [WeightOwner.DENSE_OPTIMIZER if sharding in dense else WeightOwner.FUSED_BACKWARD for sharding in shardings]
 
 
 def _look_up(module: Any, state: ModuleInFlight, owners: frozenset[WeightOwner]) -> None:
@@ -348,10 +351,11 @@ def _look_up(module: Any, state: ModuleInFlight, owners: frozenset[WeightOwner])
     each after the last writer of its tables.
     """
     assert state.dist_input is not None
-    owner_of_part = owners_of(module)
-    parts = [part for part, owner in enumerate(owner_of_part) if owner in owners and part not in state.outputs]
-    if len(parts) == len(owner_of_part):
+    parts = _parts_to_look_up(module, state, owners)
+    num_parts = len(module._lookups)
+    if len(parts) == num_parts:
         state.rows = module.compute_and_output_dist(state.context, state.dist_input)
+        state.dist_input = None
         return
     lookups = module._lookups
     module._lookups = [lookup if part in parts else _NOTHING for part, lookup in enumerate(lookups)]
@@ -361,14 +365,19 @@ def _look_up(module: Any, state: ModuleInFlight, owners: frozenset[WeightOwner])
         module._lookups = lookups
     for part in parts:
         state.outputs[part] = module._output_dists[part](rows[part], state.context.sharding_contexts[part])
-    if len(state.outputs) == len(owner_of_part):
+    if len(state.outputs) == num_parts:
         output_dists = module._output_dists
-        module._output_dists = [_already_started] * len(output_dists)
+        module._output_dists = [_already_started] * num_parts
         try:
-            state.rows = module.output_dist(state.context, [state.outputs[part] for part in range(len(output_dists))])
+            state.rows = module.output_dist(state.context, [state.outputs[part] for part in range(num_parts)])
         finally:
             module._output_dists = output_dists
         state.outputs = {}
+        state.dist_input = None
+
+
+def _parts_to_look_up(module: Any, state: ModuleInFlight, owners: frozenset[WeightOwner]) -> list[int]:
+    return [part for part, owner in enumerate(owners_of(module)) if owner in owners and part not in state.outputs]
 
 
 class _Nothing:
@@ -468,4 +477,12 @@ def _not_pipelined(module: nn.Module) -> str:
     return f"only {known} can start early, got {type(module).__name__}"
 
 
-__all__ = ["PIPELINED_TYPES", "PRIVATE_NAMES", "EarlyRows", "SparsePipeline", "owners_of", "path_text", "sharded_modules"]
+__all__ = [
+    "PIPELINED_TYPES",
+    "PRIVATE_NAMES",
+    "EarlyRows",
+    "SparsePipeline",
+    "owners_of",
+    "path_text",
+    "sharded_modules",
+]
