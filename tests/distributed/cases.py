@@ -1,0 +1,280 @@
+"""Models and data of the law tests: small tables and large table learning rates, so that one stale row shows.
+
+Nothing here comes from the package under test.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from lightning.pytorch import LightningDataModule, LightningModule
+from torch import Tensor, nn
+from torch.distributed.optim import _apply_optimizer_in_backward
+from torch.utils.data import DataLoader
+from torchrec import (
+    EmbeddingBagCollection,
+    EmbeddingBagConfig,
+    EmbeddingCollection,
+    EmbeddingConfig,
+    KeyedJaggedTensor,
+)
+from torchrec.distributed.sharding_plan import (
+    column_wise,
+    construct_module_sharding_plan,
+    data_parallel,
+    row_wise,
+    table_wise,
+)
+from torchrec.distributed.types import ShardingPlan
+from torchrec.optim.optimizers import in_backward_optimizer_filter
+
+NUM_ROWS = 120
+NUM_DENSE = 6
+BATCH_SIZE = 16
+NUM_STEPS = 30
+
+
+@dataclass(frozen=True)
+class TableSpec:
+    """A table: which collection it is in, what it reads, how it is sharded."""
+
+    name: str
+    features: tuple[str, ...]
+    sharding: str = "table_wise"
+    collection: str = "ebc"
+    dim: int = 8
+
+
+@dataclass(frozen=True)
+class Case:
+    """A model and its data.
+
+    Args:
+        name: Test id.
+        tables: Its tables.
+        sequence: `EmbeddingCollection`s in the place of `EmbeddingBagCollection`s.
+        weighted: Ids carry weights.
+        empty_feature: This feature has no ids in every third batch.
+        optimizer: Fused optimizer class and arguments.
+    """
+
+    name: str
+    tables: tuple[TableSpec, ...]
+    sequence: bool = False
+    weighted: bool = False
+    empty_feature: str | None = None
+    optimizer: tuple[type[torch.optim.Optimizer], Mapping[str, Any]] = (torch.optim.SGD, {"lr": 2.0})
+
+    @property
+    def all_features(self) -> tuple[str, ...]:
+        return tuple(dict.fromkeys(feature for table in self.tables for feature in table.features))
+
+    @property
+    def collections(self) -> dict[str, list[TableSpec]]:
+        found: dict[str, list[TableSpec]] = {}
+        for table in self.tables:
+            found.setdefault(table.collection, []).append(table)
+        return found
+
+
+@dataclass
+class Batch:
+    """A dataclass batch with what the model needs nested below it."""
+
+    dense: Tensor
+    inputs: dict[str, Any]
+    labels: Tensor
+
+
+def make_batch(case: Case, index: int, rank: int, batch_size: int = BATCH_SIZE) -> Batch:
+    """Return batch `index` of a rank; the same for everybody who asks."""
+    generator = torch.Generator().manual_seed(7919 * rank + index)
+    lengths = torch.randint(0, 4, (len(case.all_features), batch_size), generator=generator)
+    if case.empty_feature is not None and index % 3 == 1:
+        lengths[case.all_features.index(case.empty_feature)] = 0
+    num_ids = int(lengths.sum())
+    kjt = KeyedJaggedTensor(
+        keys=list(case.all_features),
+        values=torch.randint(0, NUM_ROWS, (num_ids,), generator=generator),
+        lengths=lengths.flatten(),
+        weights=torch.rand(num_ids, generator=generator) if case.weighted else None,
+    )
+    labels = torch.randint(0, 2, (batch_size,), generator=generator).float()
+    return Batch(torch.randn(batch_size, NUM_DENSE, generator=generator), {"sparse": (kjt, index)}, labels)
+
+
+class Batches(LightningDataModule):
+    """Batches 0 to n - 1 of this rank."""
+
+    def __init__(self, case: Case, num_batches: int = NUM_STEPS) -> None:
+        super().__init__()
+        self.case = case
+        self.num_batches = num_batches
+
+    def train_dataloader(self) -> DataLoader:
+        rank = self.trainer.global_rank
+        return DataLoader([make_batch(self.case, i, rank) for i in range(self.num_batches)], batch_size=None)
+
+
+class Model(LightningModule):
+    """Pooled rows and a bottom MLP, merged into a top MLP."""
+
+    def __init__(self, case: Case, *, fused_optimizer: bool = True, device: str = "cpu") -> None:
+        super().__init__()
+        self.case = case
+        self.losses: list[Tensor] = []
+        generator = torch.Generator().manual_seed(17)
+        for name, tables in sorted(case.collections.items()):
+            self.add_module(name, _collection(case, tables, device))
+        self.bottom = nn.Sequential(nn.Linear(NUM_DENSE, 8), nn.ReLU())
+        width = 8 + sum(table.dim * len(table.features) for table in case.tables)
+        self.top = nn.Sequential(nn.Linear(width, 16), nn.ReLU(), nn.Linear(16, 1))
+        with torch.no_grad():
+            for _, parameter in sorted(self.named_parameters(), key=lambda item: item[0].split(".")[-2:]):
+                if not parameter.is_meta:
+                    parameter.copy_(torch.randn(parameter.shape, generator=generator) * 0.4)
+        if fused_optimizer:
+            cls, kwargs = case.optimizer
+            for name, tables in case.collections.items():
+                fused = {table.name for table in tables if table.sharding != "data_parallel"}
+                weights = [p for key, p in getattr(self, name).named_parameters() if key.split(".")[-2] in fused]
+                _apply_optimizer_in_backward(cls, weights, dict(kwargs))
+
+    def rows(self, collection: str, batch: Batch) -> Any:
+        """Look up one collection."""
+        return getattr(self, collection)(batch.inputs["sparse"][0])
+
+    def dense(self, batch: Batch, rows: Mapping[str, Any]) -> Tensor:
+        """Merge looked-up rows with the dense features; return the loss."""
+        merged = [self.bottom(batch.dense)]
+        for table in self.case.tables:
+            for feature in table.features:
+                merged.append(self._pool(rows[table.collection], table, feature))
+        logits = self.top(torch.cat(merged, dim=1)).squeeze(1)
+        return nn.functional.binary_cross_entropy_with_logits(logits, batch.labels)
+
+    def _pool(self, rows: Any, table: TableSpec, feature: str) -> Tensor:
+        tables_of_feature = [other for other in self.case.collections[table.collection] if feature in other.features]
+        key = feature if len(tables_of_feature) == 1 else f"{feature}@{table.name}"
+        if not self.case.sequence:
+            return torch.clone(rows[key])
+        jagged = rows[key]
+        lengths = jagged.lengths()
+        owner = torch.repeat_interleave(torch.arange(len(lengths), device=lengths.device), lengths)
+        values = jagged.values()
+        return torch.zeros(len(lengths), values.shape[1], device=values.device).index_add(0, owner, values)
+
+    def forward(self, batch: Batch, rows: Mapping[str, Any] | None = None) -> Tensor:
+        if rows is None:
+            rows = {name: self.rows(name, batch) for name in sorted(self.case.collections)}
+        return self.dense(batch, rows)
+
+    def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
+        loss = self(batch)
+        self.losses.append(loss.detach().clone())
+        return loss
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return dense_optimizer(self)
+
+
+def dense_optimizer(module: nn.Module) -> torch.optim.Optimizer:
+    """Everything that is not updated in backward: momentum, so that there is state to compare."""
+    return torch.optim.SGD([p for _, p in in_backward_optimizer_filter(module.named_parameters())], 0.2, momentum=0.5)
+
+
+def make_plan(case: Case, module: Model, world_size: int, device_type: str = "cpu") -> ShardingPlan:
+    """Spread the tables over the ranks by hand, no planner."""
+    plan = {}
+    whole = [table.name for table in case.tables if table.sharding == "table_wise"]
+    for name, tables in case.collections.items():
+        generators = {}
+        for table in tables:
+            if table.sharding == "data_parallel":
+                generators[table.name] = data_parallel()
+            elif table.sharding == "column_wise":
+                generators[table.name] = column_wise(ranks=[rank % world_size for rank in range(2)])
+            elif table.sharding == "row_wise":
+                generators[table.name] = row_wise(compute_kernel="fused")
+            else:
+                generators[table.name] = table_wise(rank=whole.index(table.name) % world_size, compute_kernel="fused")
+        plan[name] = construct_module_sharding_plan(
+            getattr(module, name),
+            per_param_sharding=generators,
+            local_size=world_size,
+            world_size=world_size,
+            device_type=device_type,
+        )
+    return ShardingPlan(plan=plan)
+
+
+def _collection(case: Case, tables: list[TableSpec], device: str) -> nn.Module:
+    common = [
+        {
+            "name": table.name,
+            "num_embeddings": NUM_ROWS,
+            "embedding_dim": table.dim,
+            "feature_names": list(table.features),
+        }
+        for table in tables
+    ]
+    if case.sequence:
+        return EmbeddingCollection(tables=[EmbeddingConfig(**kwargs) for kwargs in common], device=torch.device(device))
+    return EmbeddingBagCollection(
+        tables=[EmbeddingBagConfig(**kwargs) for kwargs in common],
+        is_weighted=case.weighted,
+        device=torch.device(device),
+    )
+
+
+def _tables(num: int, **kwargs: Any) -> tuple[TableSpec, ...]:
+    return tuple(TableSpec(f"t{index}", (f"f{index}",), **kwargs) for index in range(num))
+
+
+def _rowwise_adagrad() -> type[torch.optim.Optimizer]:
+    from torchrec.optim import RowWiseAdagrad
+
+    return RowWiseAdagrad
+
+
+TABLE_WISE = Case("table_wise", _tables(3))
+COLUMN_WISE = Case("column_wise", (*_tables(1), TableSpec("wide", ("w",), "column_wise", dim=16)))
+MIXED = Case(
+    "data_parallel_and_table_wise",
+    (
+        TableSpec("t0", ("f0",)),
+        TableSpec("d0", ("f1",), "data_parallel"),
+        TableSpec("t1", ("f2", "f3")),
+        TableSpec("d1", ("f4",), "data_parallel"),
+    ),
+)
+TWO_COLLECTIONS = Case(
+    "two_collections",
+    (
+        TableSpec("t0", ("f0",)),
+        TableSpec("t1", ("f1",)),
+        # the second one reads the same KJT, with a feature in common
+        TableSpec("u0", ("f1", "f2"), collection="second"),
+        TableSpec("u1", ("f2",), collection="second"),
+    ),
+)
+SEQUENCE = Case("embedding_collection", _tables(3), sequence=True)
+WEIGHTED = Case("weighted", _tables(3), weighted=True)
+EMPTY_FEATURE = Case("empty_feature", _tables(3), empty_feature="f1")
+ADAGRAD = Case("adagrad", _tables(2), optimizer=(torch.optim.Adagrad, {"lr": 1.0, "eps": 1e-8}))
+ROWWISE_ADAGRAD = Case("rowwise_adagrad", _tables(2), optimizer=(_rowwise_adagrad(), {"lr": 1.0, "eps": 1e-8}))
+
+CASES = (
+    TABLE_WISE,
+    COLUMN_WISE,
+    MIXED,
+    TWO_COLLECTIONS,
+    SEQUENCE,
+    WEIGHTED,
+    EMPTY_FEATURE,
+    ADAGRAD,
+    ROWWISE_ADAGRAD,
+)

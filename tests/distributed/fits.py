@@ -1,0 +1,49 @@
+"""Functions that ranks run: a fit with the strategy under test."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+import torch.distributed as dist
+from lightning.pytorch import Trainer
+
+from lightning_overlap import OverlapEmbeddingStrategy, Schedule
+
+from .cases import NUM_STEPS, Batches, Case, Model, make_plan
+from .reference import Result, collect
+
+QUIET: dict[str, Any] = {
+    "logger": False,
+    "enable_checkpointing": False,
+    "enable_progress_bar": False,
+    "enable_model_summary": False,
+    "use_distributed_sampler": False,
+}
+
+
+def make_trainer(strategy: OverlapEmbeddingStrategy, device_type: str = "cpu", **kwargs: Any) -> Trainer:
+    """A quiet trainer over all ranks."""
+    for name in ("lightning.pytorch", "lightning.fabric", "torchrec"):
+        logging.getLogger(name).setLevel(logging.ERROR)
+    accelerator = {"cpu": "cpu", "cuda": "gpu"}[device_type]
+    kwargs = {"max_epochs": 1, **QUIET, **kwargs}
+    return Trainer(accelerator=accelerator, devices=dist.get_world_size(), strategy=strategy, **kwargs)
+
+
+def fit(
+    case: Case,
+    pipeline: str | Schedule,
+    *,
+    stream: str = "data_dist",
+    num_steps: int = NUM_STEPS,
+    device_type: str = "cpu",
+    **kwargs: Any,
+) -> Result:
+    """Train a case under the strategy, with the plan of the reference."""
+    model = Model(case)
+    plan = make_plan(case, model, dist.get_world_size(), device_type)
+    strategy = OverlapEmbeddingStrategy(pipeline=pipeline, stream=stream, sharding=plan)
+    trainer = make_trainer(strategy, device_type, **kwargs)
+    trainer.fit(model, datamodule=Batches(case, num_steps))
+    return collect(model, trainer.optimizers[0], model.losses)

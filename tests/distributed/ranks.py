@@ -1,0 +1,123 @@
+"""Processes that stay up for a test session and run functions on every rank: gloo on a CPU, NCCL on GPUs."""
+
+from __future__ import annotations
+
+import datetime
+import multiprocessing
+import multiprocessing.connection
+import os
+import socket
+import traceback
+from collections.abc import Callable
+from typing import Any
+
+_CONTEXT = multiprocessing.get_context("spawn")
+PROCESS_GROUP_TIMEOUT_S = 60
+
+
+class RankError(AssertionError):
+    """A rank raised; the message holds its traceback."""
+
+
+class Ranks:
+    """`world_size` processes with a process group, driven from the test's process.
+
+    Args:
+        world_size: Number of processes.
+        device_type: "cpu" (gloo) or "cuda" (NCCL, one GPU per rank).
+    """
+
+    def __init__(self, world_size: int, device_type: str = "cpu") -> None:
+        self.world_size = world_size
+        port = _free_port()
+        self._pipes: list[multiprocessing.connection.Connection] = []
+        self._processes = []
+        for rank in range(world_size):
+            ours, theirs = _CONTEXT.Pipe()
+            process = _CONTEXT.Process(target=_serve, args=(rank, world_size, port, device_type, theirs), daemon=True)
+            process.start()
+            theirs.close()
+            self._pipes.append(ours)
+            self._processes.append(process)
+
+    @property
+    def alive(self) -> bool:
+        """Whether every rank still takes work."""
+        return all(process.is_alive() for process in self._processes)
+
+    def run(self, function: Callable[..., Any], *args: Any, timeout_s: float = 90, **kwargs: Any) -> list[Any]:
+        """Call a module-level function on every rank; return the results by rank.
+
+        Raises:
+            RankError: A rank raised, died, or gave no answer in time. The processes are then gone.
+        """
+        for pipe in self._pipes:
+            pipe.send((function, args, kwargs))
+        deadline = datetime.datetime.now() + datetime.timedelta(seconds=timeout_s)
+        answers: list[Any] = []
+        for rank, pipe in enumerate(self._pipes):
+            left_s = (deadline - datetime.datetime.now()).total_seconds()
+            if not pipe.poll(max(0.0, left_s)):
+                self.close()
+                raise RankError(f"rank {rank} gave no answer within {timeout_s} s")
+            try:
+                answers.append(pipe.recv())
+            except EOFError:
+                self.close()
+                raise RankError(f"rank {rank} died") from None
+        failures = [f"rank {rank}:\n{answer}" for rank, (ok, answer) in enumerate(answers) if not ok]
+        if failures:
+            self.close()  # its process group may be in any state
+            raise RankError("\n".join(failures))
+        return [answer for _, answer in answers]
+
+    def close(self) -> None:
+        """End all ranks."""
+        for process in self._processes:
+            process.kill()
+        for process in self._processes:
+            process.join()
+
+
+def _serve(
+    rank: int, world_size: int, port: int, device_type: str, pipe: multiprocessing.connection.Connection
+) -> None:
+    # As torchrun would: Lightning then starts no processes of its own.
+    os.environ.update(
+        RANK=str(rank),
+        LOCAL_RANK=str(rank),
+        WORLD_SIZE=str(world_size),
+        LOCAL_WORLD_SIZE=str(world_size),
+        GROUP_RANK="0",
+        MASTER_ADDR="127.0.0.1",
+        MASTER_PORT=str(port),
+        TORCHELASTIC_RUN_ID="tests",
+    )
+    import warnings
+
+    import torch
+    import torch.distributed as dist
+
+    warnings.simplefilter("ignore")
+    torch.set_num_threads(1)
+    if device_type == "cuda":
+        torch.cuda.set_device(rank)
+    dist.init_process_group(
+        "nccl" if device_type == "cuda" else "gloo", timeout=datetime.timedelta(seconds=PROCESS_GROUP_TIMEOUT_S)
+    )
+    while True:
+        try:
+            function, args, kwargs = pipe.recv()
+        except EOFError:
+            return
+        try:
+            answer = (True, function(*args, **kwargs))
+        except BaseException:
+            answer = (False, traceback.format_exc())
+        pipe.send(answer)
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])

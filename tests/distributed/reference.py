@@ -1,0 +1,156 @@
+"""The reference: plain DistributedModelParallel in hand-written loops. Imports nothing of the package under test."""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torchrec.distributed.model_parallel import DistributedModelParallel
+from torchrec.distributed.types import ShardedModule, ShardedTensor, ShardingEnv
+
+from .cases import NUM_STEPS, Case, Model, dense_optimizer, make_batch, make_plan
+
+
+@dataclass
+class Result:
+    """All that training leaves behind on one rank, on the host."""
+
+    losses: Tensor
+    tables: dict[str, Tensor]
+    dense: dict[str, Tensor]
+    fused_state: dict[str, Tensor]
+    dense_state: dict[str, Tensor]
+
+    def differences(self, other: Result) -> list[str]:
+        """Name everything that is not equal bit for bit."""
+        found = [] if _same(self.losses, other.losses) else [f"losses from step {_first(self.losses, other.losses)}"]
+        for part in ("tables", "dense", "fused_state", "dense_state"):
+            mine, theirs = getattr(self, part), getattr(other, part)
+            if mine.keys() != theirs.keys():
+                found.append(f"{part}: {sorted(mine)} against {sorted(theirs)}")
+                continue
+            found += [f"{part} {key}" for key in mine if not _same(mine[key], theirs[key])]
+        return found
+
+
+def train(case: Case, *, num_steps: int = NUM_STEPS, device_type: str = "cpu") -> Result:
+    """Lookup, forward, backward, step, one batch after the other."""
+    rank, dmp, module, optimizer, device = _set_up(case, device_type)
+    losses = []
+    for index in range(num_steps):
+        batch = _to(make_batch(case, index, rank), device)
+        optimizer.zero_grad()
+        loss = dmp(batch)
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.detach())
+    return collect(module, optimizer, losses)
+
+
+def train_delayed(case: Case, *, num_steps: int = NUM_STEPS, device_type: str = "cpu") -> Result:
+    """The same with delayed updates: tables of the fused backward are looked up one batch early.
+
+    Batch N's lookup of those comes right before the backward of batch N - 1. Data-parallel tables, which the dense
+    optimizer writes, are looked up after its step: they are split into collections of their own.
+    """
+    split = dataclasses.replace(
+        case,
+        tables=tuple(
+            dataclasses.replace(table, collection=f"{table.collection}_dp") if _is_dp(table) else table
+            for table in case.tables
+        ),
+    )
+    rank, dmp, module, optimizer, device = _set_up(split, device_type)
+    early = [name for name in sorted(split.collections) if not name.endswith("_dp")]
+    late = [name for name in sorted(split.collections) if name.endswith("_dp")]
+    batch = _to(make_batch(case, 0, rank), device)
+    rows = {name: module.rows(name, batch) for name in early}
+    losses = []
+    for index in range(num_steps):
+        rows.update({name: module.rows(name, batch) for name in late})
+        optimizer.zero_grad()
+        loss = dmp(batch, rows)
+        losses.append(loss.detach())
+        if index + 1 < num_steps:
+            batch = _to(make_batch(case, index + 1, rank), device)
+            rows = {name: module.rows(name, batch) for name in early}
+        loss.backward()
+        optimizer.step()
+    return collect(module, optimizer, losses)
+
+
+def collect(module: Model, optimizer: torch.optim.Optimizer, losses: list[Tensor]) -> Result:
+    """Gather what a rank holds: shards of tables and of their optimizer state, dense weights and state."""
+    tables, fused_state, dense = {}, {}, {}
+    sharded = {name: child for name, child in module.named_modules() if isinstance(child, ShardedModule)}
+    for child in sharded.values():
+        for key, value in child.state_dict().items():
+            tables.update(_local(key.split(".")[-2], value))
+        for key, states in child.fused_optimizer.state_dict()["state"].items():
+            for kind, value in states.items():
+                fused_state.update(_local(f"{key.split('.')[-2]} {kind.split('.')[-1]}", value))
+    dense_names = {}
+    for name, parameter in module.named_parameters():
+        inside = any(name.startswith(f"{outer}.") for outer in sharded)
+        if not inside:
+            dense[name] = parameter.detach().cpu().clone()
+        dense_names[id(parameter)] = name.split(".")[-2] if inside else name
+    dense_state = {
+        f"{dense_names[id(parameter)]} {kind}": value.detach().cpu().clone()
+        for parameter, states in optimizer.state.items()
+        for kind, value in states.items()
+        if isinstance(value, Tensor)
+    }
+    return Result(torch.stack(losses).cpu(), tables, dense, fused_state, dense_state)
+
+
+def _set_up(case: Case, device_type: str) -> tuple[int, nn.Module, Model, torch.optim.Optimizer, torch.device]:
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    device = torch.device("cuda", rank) if device_type == "cuda" else torch.device("cpu")
+    module = Model(case)
+    weights = {name: getattr(module, name).state_dict() for name in case.collections}
+    dmp = DistributedModelParallel(
+        module,
+        env=ShardingEnv.from_process_group(dist.group.WORLD),
+        device=device,
+        plan=make_plan(case, module, world_size, device_type),
+    )
+    for name, state in weights.items():
+        getattr(module, name).load_state_dict(state)
+    return rank, dmp, module, dense_optimizer(module), device
+
+
+def _is_dp(table: Any) -> bool:
+    return table.sharding == "data_parallel"
+
+
+def _local(name: str, value: Any) -> dict[str, Tensor]:
+    if isinstance(value, ShardedTensor):
+        return {
+            f"{name} {shard.metadata.shard_offsets}": shard.tensor.detach().cpu().clone()
+            for shard in value.local_shards()
+        }
+    if isinstance(value, DTensor):
+        value = value.to_local()
+    return {name: value.detach().cpu().clone()} if isinstance(value, Tensor) else {}
+
+
+def _to(batch: Any, device: torch.device) -> Any:
+    kjt, index = batch.inputs["sparse"]
+    inputs = {"sparse": (kjt.to(device), index)}
+    return dataclasses.replace(batch, dense=batch.dense.to(device), inputs=inputs, labels=batch.labels.to(device))
+
+
+def _same(mine: Tensor, theirs: Tensor) -> bool:
+    return torch.equal(mine, theirs)
+
+
+def _first(mine: Tensor, theirs: Tensor) -> int:
+    if len(mine) != len(theirs):
+        return min(len(mine), len(theirs))
+    return int((mine != theirs).nonzero()[0])
