@@ -1,0 +1,254 @@
+"""UCI Adult: what a row becomes, which rank gets it in which epoch, and that a DLRM learns it."""
+
+from __future__ import annotations
+
+import gzip
+import logging
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from lightning_overlap.data import AdultDataModule, BadRowRateError, RecBatch
+from lightning_overlap.data.adult import BUCKETS, CATEGORY_IDS, COLUMNS, MISSING_ID, NUMERICAL, TABLE_SIZES, parse_row
+from lightning_overlap.models import DLRM
+
+ADULT = Path(__file__).parents[2].parent / "shared" / "data" / "adult.data.gz"
+needs_adult = pytest.mark.skipif(not ADULT.is_file(), reason=f"{ADULT} is absent (UCI Adult is not in the repository)")
+
+FIRST_ROW = (
+    b"39, State-gov, 77516, Bachelors, 13, Never-married, Adm-clerical, Not-in-family, White, Male, 2174, 0, 40, "
+    b"United-States, <=50K"
+)
+rows = st.fixed_dictionaries(
+    {name: st.sampled_from(sorted(ids)) for name, ids in CATEGORY_IDS.items()}
+    | {name: st.integers(0, 10**6) for name in NUMERICAL}
+    | {"income": st.sampled_from(["<=50K", ">50K", "<=50K.", ">50K."])}
+)
+
+
+def line_of(row: dict[str, object]) -> bytes:
+    return ", ".join(str(row[name]) for name in COLUMNS).encode()
+
+
+def numbered(number: int) -> bytes:
+    """A good row that says its number, in age and fnlwgt."""
+    return FIRST_ROW.replace(b"77516", str(number).encode())
+
+
+def write(path: Path, lines: list[bytes]) -> Path:
+    content = b"".join(line + b"\n" for line in lines)
+    path.write_bytes(gzip.compress(content) if path.suffix == ".gz" else content)
+    return path
+
+
+class FakeTrainer:
+    def __init__(self, rank: int, world_size: int) -> None:
+        self.global_rank, self.world_size, self.current_epoch = rank, world_size, 0
+
+
+def module_of(path: Path, rank: int = 0, world_size: int = 1, **kwargs) -> AdultDataModule:
+    data = AdultDataModule(path, **kwargs)
+    data.trainer = FakeTrainer(rank, world_size)
+    data.setup("fit")
+    return data
+
+
+def numbers_of(batch: RecBatch, train: list[int]) -> list[int]:
+    """The numbers of `numbered` rows, from the standardised fnlwgt and the training rows it was standardised with."""
+    column = torch.tensor(train, dtype=torch.float64)
+    numbers = batch.dense[:, NUMERICAL.index("fnlwgt")].double() * column.std(correction=0) + column.mean()
+    return numbers.round().int().tolist()
+
+
+def train_rows(num_rows: int) -> list[int]:
+    return [n for n in range(num_rows) if n % 5 != 4 and n % 20 != 3]
+
+
+# --- what a row becomes ---
+
+
+def test_the_first_row_of_the_original_file():
+    row = parse_row(FIRST_ROW)
+    assert row.label == 0
+    assert row.numbers == (39, 77516, 13, 2174, 0, 40)
+    assert dict(zip(TABLE_SIZES, row.ids, strict=True)) == {
+        **{"workclass": 6, "education": 1, "marital-status": 3, "occupation": 9, "relationship": 4, "race": 1},
+        **{"sex": 2, "native-country": 1, "age-bucket": 7, "hours-bucket": 8},
+    }
+
+
+@given(rows)
+def test_rows_survive_the_way_through_text(given_row):
+    row = parse_row(line_of(given_row))
+    assert row.label == int(given_row["income"].startswith(">"))
+    assert row.numbers == tuple(given_row[name] for name in NUMERICAL)
+    ids = dict(zip(TABLE_SIZES, row.ids, strict=True))
+    names = {name: {place: value for value, place in known.items()} for name, known in CATEGORY_IDS.items()}
+    assert {name: names[name][ids[name]] for name in names} == {name: given_row[name] for name in names}
+    assert all(0 <= ids[name] < TABLE_SIZES[name] for name in TABLE_SIZES)
+    for name, (column, width, number) in BUCKETS.items():
+        assert ids[name] == min(given_row[column] // width, number - 1)
+
+
+def test_a_missing_value_has_an_id_that_no_other_value_has():
+    assert parse_row(FIRST_ROW.replace(b"State-gov", b"?")).ids[0] == MISSING_ID
+    assert all(list(ids.values()).count(MISSING_ID) == 1 for ids in CATEGORY_IDS.values())
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "message"),
+    [
+        (b"<=50K", b"50K", "income must be '<=50K' or '>50K', got '50K'"),
+        (b"39", b"-39", "age must be a non-negative integer, got '-39'"),
+        (b"77516", b"?", r"fnlwgt must be a non-negative integer, got '\?'"),
+        (b"State-gov", b"Pirate", "workclass must be '\\?' or one of the 8 known values, got 'Pirate'"),
+        (b", <=50K", b"", "expected 15 comma-separated fields, got 14"),
+    ],
+)
+def test_a_bad_field_is_named_with_what_was_got(old, new, message):
+    with pytest.raises(ValueError, match=message):
+        parse_row(FIRST_ROW.replace(old, new))
+
+
+@given(st.binary(max_size=80))
+def test_noise_is_refused_and_not_a_crash(noise):
+    with pytest.raises(ValueError, match=r"expected 15|must be"):
+        parse_row(noise)
+
+
+# --- who gets which row ---
+
+
+@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(num_rows=st.integers(60, 140), batch_size=st.integers(1, 7), world_size=st.integers(1, 3))
+def test_training_deals_every_row_out_once_and_evaluation_covers_every_row(tmp_path, num_rows, batch_size, world_size):
+    path = write(tmp_path / "adult.data", [numbered(n) for n in range(num_rows)])
+    modules = [module_of(path, rank, world_size, batch_size=batch_size) for rank in range(world_size)]
+    train = train_rows(num_rows)
+    expected = {"test": {n for n in range(num_rows) if n % 5 == 4}, "val": {n for n in range(num_rows) if n % 20 == 3}}
+    for split, held_out in expected.items():
+        loaders = [getattr(data, f"{split}_dataloader")() for data in modules]
+        got = [[numbers_of(batch, train) for batch in loader] for loader in loaders]
+        assert len({len(batches) for batches in got}) == 1
+        sizes = [len(batch) for batches in got for batch in batches]
+        assert max(sizes) - min(sizes) <= 1
+        assert min(sizes) >= 1
+        assert max(sizes) <= batch_size or min(sizes) == 1
+        assert sorted(n for batches in got for batch in batches for n in batch) == sorted(held_out)
+    seen = [n for data in modules for batch in data.train_dataloader() for n in numbers_of(batch, train)]
+    assert len(set(seen)) == len(seen) == len(train) // (batch_size * world_size) * batch_size * world_size
+    assert set(seen) <= set(train)
+
+
+def test_each_epoch_has_an_order_of_its_own_that_the_seed_fixes(tmp_path):
+    path = write(tmp_path / "adult.data", [numbered(n) for n in range(100)])
+
+    def order(epoch: int, seed: int) -> list[int]:
+        loader = module_of(path, batch_size=5, seed=seed).train_dataloader()
+        loader.sampler.set_epoch(epoch)
+        return [n for batch in loader for n in numbers_of(batch, train_rows(100))]
+
+    assert order(1, 0) == order(1, 0)
+    assert len({tuple(order(epoch, seed)) for epoch in (0, 1) for seed in (0, 1)}) == 4
+    assert sorted(order(0, 0)) == sorted(order(1, 1)) == train_rows(100)
+
+
+def test_a_loader_resumes_in_the_middle_of_an_epoch(tmp_path):
+    data = module_of(write(tmp_path / "adult.data", [numbered(n) for n in range(100)]), batch_size=5)
+    whole = [numbers_of(batch, train_rows(100)) for batch in data.train_dataloader()]
+    loader = data.train_dataloader()
+    loader.load_state_dict({"epoch": 0, "num_batches": 6})
+    assert [numbers_of(batch, train_rows(100)) for batch in loader] == whole[6:]
+
+
+# --- bad rows and files ---
+
+
+def test_a_bad_row_is_reported_and_moves_no_other_row_to_another_split(tmp_path, caplog):
+    lines = [numbered(n) for n in range(100)]
+    lines[7] = b"what?"
+    path = write(tmp_path / "adult.data.gz", lines)
+    with caplog.at_level(logging.WARNING):
+        data = module_of(path, batch_size=4, max_bad_row_rate=0.01)
+    assert f"bad row left out: {path}:8: expected 15 comma-separated fields, got 1" in caplog.text
+    assert "1 of 100 rows were bad and left out" in caplog.text
+    train = [n for n in train_rows(100) if n != 7]
+    got = [n for batch in data.test_dataloader() for n in numbers_of(batch, train)]
+    assert got == [n for n in range(100) if n % 5 == 4]
+
+
+def test_too_many_bad_rows_are_an_error(tmp_path):
+    path = write(tmp_path / "adult.data", [FIRST_ROW] * 98 + [b"what?", b"so?"])
+    with pytest.raises(BadRowRateError, match=r"2 of 100 rows are bad.*\n  first: .*adult\.data:99: expected 15"):
+        module_of(path)
+
+
+@pytest.mark.parametrize(
+    ("content", "error", "message"),
+    [
+        (None, FileNotFoundError, "adult.data' does not exist"),
+        (b"", ValueError, "adult.data:1: the file has no rows"),
+        (b"\n1,2\n", ValueError, "adult.data:2: expected 15 comma-separated fields, got 2"),
+    ],
+)
+def test_check_names_what_cannot_be_read(tmp_path, content, error, message):
+    if content is not None:
+        (tmp_path / "adult.data").write_bytes(content)
+    data = AdultDataModule(tmp_path / "adult.data")
+    with pytest.raises(error, match=message):
+        data.check()
+
+
+def test_too_few_rows_for_the_ranks_say_what_batch_size_would_do(tmp_path):
+    path = write(tmp_path / "adult.data", [FIRST_ROW] * 40)
+    with pytest.raises(
+        ValueError, match=r"train set is too small .* 2 ranks.\n  got: 30 rows, batch_size=16\n .* 15 or"
+    ):
+        module_of(path, 0, 2, batch_size=16)
+
+
+def test_a_loader_before_setup_is_refused(tmp_path):
+    with pytest.raises(RuntimeError, match=r"Call datamodule\.setup"):
+        AdultDataModule(tmp_path / "adult.data").train_dataloader()
+
+
+# --- the real file ---
+
+
+@needs_adult
+def test_the_real_file_has_no_bad_row_and_standardised_numbers(caplog):
+    data = AdultDataModule(ADULT, batch_size=1000, max_bad_row_rate=0.0)
+    data.check()
+    data.setup("fit")
+    assert caplog.text == ""
+    sizes = {
+        split: sum(len(batch) for batch in getattr(data, f"{split}_dataloader")()) for split in ("train", "val", "test")
+    }
+    assert sizes == {"train": 24_000, "val": 1_628, "test": 6_512}
+    dense = torch.cat([batch.dense for batch in data.train_dataloader()])
+    assert torch.allclose(dense.mean(0), torch.zeros(6), atol=0.02)
+    assert torch.allclose(dense.std(0), torch.ones(6), atol=0.05)
+
+
+@needs_adult
+def test_a_small_dlrm_learns_it():
+    torch.manual_seed(0)
+    data = AdultDataModule(ADULT, batch_size=256)
+    data.setup("fit")
+    model = DLRM(data.table_sizes, data.num_dense, learning_rate=2e-3, table_learning_rate=0.05, table_device="cpu")
+    model.log = lambda *args, **kwargs: None  # no trainer here
+    optimizer, loader = model.configure_optimizers(), data.train_dataloader()
+    for epoch in range(2):
+        loader.sampler.set_epoch(epoch)
+        for index, batch in enumerate(loader):
+            optimizer.zero_grad()
+            model.training_step(batch, index).backward()
+            optimizer.step()
+    with torch.no_grad():
+        for index, batch in enumerate(data.test_dataloader()):
+            model.test_step(batch, index)
+    assert model.test_auc.compute().item() >= 0.90
+    assert model.test_ne.compute().item() < 0.60

@@ -1,0 +1,375 @@
+"""Criteo's raw rows: what a row becomes, which rank and process gets it, and what bad rows and files lead to."""
+
+from __future__ import annotations
+
+import gzip
+import logging
+import math
+import traceback
+from itertools import islice, zip_longest
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from lightning_overlap.data import BadRowRateError, CriteoDataModule, RecBatch
+from lightning_overlap.data.criteo import (
+    CATEGORY_NAMES,
+    EVERY_GROUP,
+    CriteoStream,
+    GroupChoice,
+    parse_rows,
+    read_lines,
+    resolve_paths,
+    why_bad,
+)
+
+BIG = dict.fromkeys(CATEGORY_NAMES, 2**40)  # so big that hashes do not collide in a test
+integers = st.one_of(st.none(), st.integers(-3, 5), st.integers(-(10**17), 10**17))
+categories = st.one_of(st.none(), st.integers(0, 2**32 - 1))
+rows = st.tuples(
+    st.integers(0, 1),
+    st.lists(integers, min_size=13, max_size=13),
+    st.lists(categories, min_size=26, max_size=26),
+)
+
+
+def line_of(label, numbers, ids) -> bytes:
+    fields = [str(label), *("" if x is None else str(x) for x in numbers)]
+    return "\t".join(fields + ["" if x is None else f"{x:08x}" for x in ids]).encode()
+
+
+def numbered(number: int) -> bytes:
+    """A good row that says its number, in I1."""
+    return line_of(number % 2, [number] + [None] * 12, [number] * 26)
+
+
+def numbers_of(batch: RecBatch) -> list[int]:
+    return [round(math.expm1(x)) for x in batch.dense[:, 0].double().tolist()]
+
+
+def write(path: Path, lines: list[bytes]) -> Path:
+    content = b"".join(line + b"\n" for line in lines)
+    path.write_bytes(gzip.compress(content) if path.suffix == ".gz" else content)
+    return path
+
+
+def batches(loader) -> list[list[int]]:
+    return [numbers_of(batch) for batch in loader]
+
+
+class FakeTrainer:
+    def __init__(self, rank: int, world_size: int) -> None:
+        self.global_rank, self.world_size, self.current_epoch = rank, world_size, 0
+
+
+# --- what a row becomes ---
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.lists(rows, min_size=1, max_size=5))
+def test_rows_survive_the_way_through_text(given_rows):
+    lines = [line_of(*row) for row in given_rows]
+    assert [why_bad(line) for line in lines] == [None] * len(lines)
+    batch = parse_rows(lines, BIG)
+    assert batch.labels.tolist() == [row[0] for row in given_rows]
+    expected = torch.tensor([[math.log1p(max(x or 0, 0)) for x in numbers] for _, numbers, _ in given_rows])
+    assert torch.allclose(batch.dense, expected, rtol=1e-6)
+    for column, name in enumerate(CATEGORY_NAMES):
+        bags = [bag.tolist() for bag in batch.sparse[name].to_dense()]
+        assert [len(bag) for bag in bags] == [int(ids[column] is not None) for _, _, ids in given_rows]
+        by_value = {}
+        for bag, (_, _, ids) in zip(bags, given_rows, strict=True):
+            assert by_value.setdefault(ids[column], bag) == bag  # one value, one id
+        assert len({tuple(bag) for bag in by_value.values()}) == len(by_value)  # other values, other ids
+
+
+def test_the_hash_is_the_same_for_ever_and_differs_between_columns():
+    batch = parse_rows([line_of(0, [None] * 13, [0x68FD1E64] * 26)], dict.fromkeys(CATEGORY_NAMES, 100_000))
+    ids = batch.sparse.values().tolist()
+    assert len(set(ids)) == 26
+    assert ids[:3] == [49113, 240, 21753]  # by a scalar SplitMix64, seeds 0x68fd1e64 + column * its increment
+
+
+@given(st.lists(rows, min_size=1, max_size=3), st.integers(1, 50))
+@settings(max_examples=20, deadline=None)
+def test_ids_are_rows_of_their_table(given_rows, num_rows):
+    sizes = {name: num_rows + place for place, name in enumerate(CATEGORY_NAMES)}
+    batch = parse_rows([line_of(*row) for row in given_rows], sizes)
+    for name, size in sizes.items():
+        assert all(0 <= value < size for value in batch.sparse[name].values().tolist())
+
+
+GOOD = numbered(7).split(b"\t")
+
+
+@pytest.mark.parametrize(
+    ("field", "got", "message"),
+    [
+        (0, b"2", "the label must be 0 or 1, got '2'"),
+        (0, b"", "the label must be 0 or 1, got ''"),
+        (1, b"1.5", "I1 must be an integer of at most 18 digits or empty, got '1.5'"),
+        (13, b"1_0", "I13 must be an integer"),
+        (3, b" 1", "I3 must be an integer"),
+        (5, b"9" * 19, "I5 must be an integer of at most 18 digits"),
+        (14, b"0xff", "C1 must be a hexadecimal number of at most 16 digits or empty, got '0xff'"),
+        (39, b"-ab", "C26 must be a hexadecimal number"),
+        (39, b"\xff\x00", "C26 must be a hexadecimal number"),
+        (4, b"1\t2", "expected 40 tab-separated fields, got 41"),
+    ],
+)
+def test_a_bad_field_is_named_with_what_was_got(field, got, message):
+    assert message in why_bad(b"\t".join([*GOOD[:field], got, *GOOD[field + 1 :]]))
+
+
+@settings(max_examples=150, deadline=None)
+@given(rows, st.integers(0, 39), st.binary(max_size=4).filter(lambda b: not set(b) & set(b"\r\n")))
+def test_what_is_not_called_bad_parses(row, field, noise):
+    fields = line_of(*row).split(b"\t")
+    line = b"\t".join([*fields[:field], fields[field] + noise, *fields[field + 1 :]])
+    if why_bad(line) is None:
+        assert len(parse_rows([line], BIG)) == 1
+
+
+# --- who gets which row ---
+
+
+@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(
+    num_rows=st.integers(0, 90),
+    cuts=st.lists(st.integers(0, 90), max_size=3),
+    batch_size=st.integers(1, 5),
+    world_size=st.integers(1, 4),
+    num_workers=st.integers(1, 3),
+    holdout_every=st.integers(3, 6),
+)
+def test_every_row_goes_to_one_rank_one_process_and_one_split(
+    tmp_path, num_rows, cuts, batch_size, world_size, num_workers, holdout_every
+):
+    """All groups but the last incomplete one are covered once, and the ranks have equally many batches."""
+    group_size = batch_size * world_size
+    num_groups = num_rows // group_size
+    ends = sorted(min(cut, num_rows) for cut in cuts)
+    pieces = zip([0, *ends], [*ends, num_rows], strict=True)
+    paths = [
+        write(tmp_path / f"part{i}{'.gz' if i % 2 else ''}", [numbered(n) for n in range(*piece)])
+        for i, piece in enumerate(pieces)
+    ]
+    held = {holdout_every - 1, holdout_every - 2}
+    splits = [frozenset({remainder}) for remainder in held] + [frozenset(range(holdout_every)) - held]
+    seen: list[int] = []
+    for remainders in splits:
+        groups = GroupChoice(holdout_every, remainders)
+        num_split = sum(group in groups for group in range(num_groups))
+        for rank in range(world_size):
+            stream = CriteoStream(paths, BIG, batch_size, rank, world_size, groups)
+            if num_split == 0:
+                with pytest.raises(ValueError, match="no complete batch-group"):
+                    list(stream._batches(0, 0, 1))
+                continue
+            parts = [batches(stream._batches(0, worker, num_workers)) for worker in range(num_workers)]
+            in_turn = [batch for turn in zip_longest(*parts) for batch in turn if batch is not None]
+            assert in_turn == batches(stream._batches(0, 0, 1))  # processes change nothing
+            assert [len(batch) for batch in in_turn] == [batch_size] * num_split
+            seen += [number for batch in in_turn for number in batch]
+    assert sorted(seen) == list(range(num_groups * group_size))
+
+
+@pytest.mark.filterwarnings("ignore:This DataLoader will create")  # where there are fewer cores
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_loaders_read_in_file_order_and_resume(tmp_path, num_workers):
+    path = write(tmp_path / "day_0.gz", [numbered(n) for n in range(47)])
+    data = CriteoDataModule(path, batch_size=3, num_workers=num_workers, holdout_every=0)
+    whole = [[3 * i, 3 * i + 1, 3 * i + 2] for i in range(15)]
+    loader = data.train_dataloader()
+    assert batches(loader) == whole
+    stopped = data.train_dataloader()
+    assert batches(islice(stopped, 4)) == whole[:4]
+    loader.load_state_dict(stopped.state_dict())
+    assert batches(loader) == whole[4:]
+    assert batches(loader) == whole  # and the processes that persist forget it
+
+
+def test_a_module_takes_rank_and_world_size_from_its_trainer(tmp_path):
+    path = write(tmp_path / "rows.tsv", [numbered(n) for n in range(13)])
+    got = []
+    for rank in range(2):
+        data = CriteoDataModule(path, batch_size=3, holdout_every=0)
+        data.trainer = FakeTrainer(rank, 2)
+        got.append(batches(data.train_dataloader()))
+    assert got == [[[0, 1, 2], [6, 7, 8]], [[3, 4, 5], [9, 10, 11]]]
+
+
+def test_without_paths_of_their_own_validation_and_test_are_held_out_groups(tmp_path):
+    path = write(tmp_path / "rows.tsv", [numbered(n) for n in range(20)])
+    data = CriteoDataModule(path, batch_size=2, holdout_every=4)
+    assert batches(data.val_dataloader()) == [[6, 7], [14, 15]]
+    assert batches(data.test_dataloader()) == [[4, 5], [12, 13]]
+    assert batches(data.train_dataloader()) == [[0, 1], [2, 3], [8, 9], [10, 11], [16, 17], [18, 19]]
+
+
+def test_a_path_of_its_own_replaces_the_held_out_groups(tmp_path):
+    path = write(tmp_path / "rows.tsv", [numbered(n) for n in range(8)])
+    own = write(tmp_path / "val.tsv", [numbered(n) for n in range(100, 104)])
+    data = CriteoDataModule(path, batch_size=2, val_path=own, holdout_every=2)
+    assert batches(data.val_dataloader()) == [[100, 101], [102, 103]]
+    assert batches(data.test_dataloader()) == [[0, 1], [4, 5]]
+    assert batches(data.train_dataloader()) == [[2, 3], [6, 7]]
+    nothing_held = CriteoDataModule(path, batch_size=2, holdout_every=0)
+    assert nothing_held.val_dataloader() == []
+
+
+def test_streaming_reads_no_further_than_it_must(tmp_path):
+    path = write(tmp_path / "rows.tsv", [numbered(n) for n in range(100)])
+    lines = read_lines([path])
+    reads = []
+
+    def counted(paths):
+        for line in lines:
+            reads.append(line[1])
+            yield line
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("lightning_overlap.data.criteo.read_lines", counted)
+        next(iter(CriteoStream([path], BIG, batch_size=4, rank=0, world_size=2)))
+    assert reads[-1] == 8
+
+
+# --- bad rows ---
+
+BAD = b"\t".join([b"7", *GOOD[1:]])
+
+
+def test_a_bad_row_is_reported_with_its_place_and_leaves_its_batch_shorter(tmp_path, caplog):
+    path = write(tmp_path / "rows.tsv", [numbered(0), BAD, numbered(2), numbered(3), numbered(4), numbered(5)])
+    with caplog.at_level(logging.WARNING):
+        got = batches(CriteoStream([path], BIG, batch_size=3, max_bad_row_rate=0.5))
+    assert got == [[0, 2], [3, 4, 5]]
+    assert f"bad row left out: {path}:2: the label must be 0 or 1, got '7'" in caplog.text
+    assert "1 of 6 rows were bad and left out" in caplog.text
+
+
+def test_only_the_first_few_bad_rows_are_logged(tmp_path, caplog):
+    path = write(tmp_path / "rows.tsv", [numbered(0), BAD] * 20)
+    with caplog.at_level(logging.WARNING):
+        batches(CriteoStream([path], BIG, batch_size=4, max_bad_row_rate=0.5))
+    assert caplog.text.count("bad row left out") == 5
+    assert "20 of 40 rows were bad and left out" in caplog.text
+
+
+def test_too_many_bad_rows_stop_the_reading_at_the_end_of_a_short_file(tmp_path):
+    path = write(tmp_path / "rows.tsv", [numbered(0), BAD, numbered(2), numbered(3)])
+    reader = iter(CriteoStream([path], BIG, batch_size=4, max_bad_row_rate=0.01))
+    next(reader)
+    with pytest.raises(BadRowRateError, match=r"1 of 4 rows are bad.*\n  first: .*rows\.tsv:2: the label .* got '7'"):
+        next(reader)
+
+
+def test_too_many_bad_rows_stop_the_reading_early_in_a_long_file(tmp_path):
+    path = write(tmp_path / "rows.tsv", [numbered(0), BAD] * 1000)
+    reader = iter(CriteoStream([path], BIG, batch_size=10, max_bad_row_rate=0.01))
+    assert len(list(islice(reader, 99))) == 99
+    with pytest.raises(BadRowRateError, match="500 of 1000 rows are bad"):
+        next(reader)
+
+
+def test_a_rate_that_is_let_pass_lets_all_good_rows_pass(tmp_path):
+    path = write(tmp_path / "rows.tsv", [numbered(0), BAD] * 1000)
+    stream = CriteoStream([path], BIG, batch_size=10, max_bad_row_rate=0.5)
+    assert sum(len(batch) for batch in stream) == 1000
+
+
+def test_a_batch_without_a_good_row_is_an_error_at_any_rate(tmp_path):
+    path = write(tmp_path / "rows.tsv", [BAD, BAD, numbered(0), numbered(1)])
+    with pytest.raises(BadRowRateError, match=r"batch that ends at .*rows\.tsv:2 not one row is good"):
+        list(CriteoStream([path], BIG, batch_size=2, max_bad_row_rate=1.0))
+
+
+def test_a_loader_process_passes_the_error_on(tmp_path):
+    path = write(tmp_path / "rows.tsv", [numbered(0), BAD] * 4)
+    data = CriteoDataModule(path, batch_size=2, num_workers=1, holdout_every=0, persistent_workers=False)
+    with pytest.raises(BadRowRateError, match="4 of 8 rows are bad") as caught:
+        list(data.train_dataloader())
+    traceback.clear_frames(caught.tb)  # ends the process now; the garbage collector would wait for it
+
+
+# --- files ---
+
+
+def test_a_folder_a_glob_and_a_list_stand_for_their_files(tmp_path):
+    files = [write(tmp_path / name, [numbered(0)]) for name in ("day_0.gz", "day_1.gz", "notes.tsv")]
+    write(tmp_path / ".hidden", [])
+    assert resolve_paths(tmp_path) == files
+    assert resolve_paths(str(tmp_path / "day_*")) == files[:2]
+    assert resolve_paths([files[2], str(tmp_path / "*.gz")]) == [files[2], *files[:2]]
+
+
+def test_check_passes_a_good_file(tmp_path):
+    CriteoDataModule(write(tmp_path / "rows.gz", [numbered(0)]), val_path=tmp_path).check()
+
+
+def test_empty_lines_and_windows_line_ends_are_no_trouble(tmp_path):
+    path = tmp_path / "rows.tsv"
+    path.write_bytes(numbered(0) + b"\r\n\n" + numbered(1) + b"\r\n\n")
+    assert batches(CriteoStream([path], BIG, batch_size=2)) == [[0, 1]]
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "error", "message"),
+    [
+        ("absent.tsv", None, FileNotFoundError, "absent.tsv' does not exist"),
+        ("absent*.tsv", None, FileNotFoundError, r"absent\*.tsv' matches no file"),
+        ("empty.tsv", b"", ValueError, "empty.tsv:1: the file has no rows"),
+        ("comma.csv", b"1,2,3\n", ValueError, "comma.csv:1: expected 40 tab-separated fields, got 1: '1,2,3'"),
+        ("plain.gz", numbered(0), ValueError, "plain.gz:1: the compressed file cannot be read on"),
+        ("cut.gz", gzip.compress(numbered(0))[:-20], ValueError, "cut.gz:1: the compressed file cannot be read on"),
+    ],
+)
+@pytest.mark.parametrize("which", ["path", "val_path", "test_path"])
+def test_check_names_what_cannot_be_read(tmp_path, name, content, error, message, which):
+    good = write(tmp_path / "good.tsv", [numbered(0)])
+    if content is not None:
+        (tmp_path / name).write_bytes(content)
+    data = CriteoDataModule(**{"path": good, which: str(tmp_path / name)})
+    with pytest.raises(error, match=message):
+        data.check()
+    with pytest.raises(error, match=message):
+        data.setup("fit")
+
+
+def test_a_folder_without_files_is_named(tmp_path):
+    with pytest.raises(FileNotFoundError, match="is a folder without files"):
+        CriteoDataModule(tmp_path).check()
+
+
+def test_a_file_smaller_than_one_group_says_how_many_rows_it_has(tmp_path):
+    path = write(tmp_path / "rows.tsv", [numbered(n) for n in range(5)])
+    with pytest.raises(ValueError, match=r"2 ranks x 3 rows = 6 rows.\n  got: 5 rows"):
+        list(CriteoStream([path], BIG, 3, 0, 2, EVERY_GROUP))
+
+
+# --- arguments ---
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"rows_per_table": [10] * 25}, "each of the 26 tables"),
+        ({"rows_per_table": 0}, r"rows_per_table\[C1\] must be at least 1"),
+        ({"holdout_every": 2}, "holdout_every must be at least 3"),
+        ({"holdout_every": -1, "val_path": "a", "test_path": "b"}, "holdout_every must be at least 0"),
+        ({"max_bad_row_rate": -0.1}, "max_bad_row_rate must be at least 0"),
+    ],
+)
+def test_wrong_arguments_are_named(arguments, message):
+    with pytest.raises(ValueError, match=message):
+        CriteoDataModule("rows.tsv", **arguments)
+
+
+def test_a_model_can_be_described_before_the_data_is_read():
+    data = CriteoDataModule("absent.tsv", rows_per_table=list(range(1, 27)))
+    assert data.features == list(CATEGORY_NAMES)
+    assert data.table_sizes["C26"] == 26
+    assert data.num_dense == 13
