@@ -156,12 +156,10 @@ class Executor:
     def forward(self) -> Iterator[None]:
         """Go around the `training_step` of the current batch."""
         current = self.current
-        if current is None or self._sparse is None:
-            yield
-            return
+        assert current is not None, "next_batch() comes first"
         self._observe("issue", Stage.DENSE_FORWARD, current.index)
         current.consumed = True
-        with self._sparse.forward(current):
+        with nullcontext() if self._sparse is None else self._sparse.forward(current):
             yield
 
     def reach(self, stage: Stage) -> None:
@@ -222,17 +220,16 @@ class Executor:
 
     def _pass(self, stage: Stage) -> None:
         """The trainer has done `stage` of the current batch."""
+        if stage is not Stage.DENSE_FORWARD:
+            self._observe("issue", stage, self._iteration)
         if self._sparse is None:
             return
         if stage is Stage.DENSE_FORWARD:
             self._discover()
-        elif stage is Stage.BACKWARD:
-            self._observe("issue", stage, self._iteration)
-            if self._sparse.take_plain_forward():
-                # Such a module's TBE backward ran on the compute stream: the next lookup has to wait for it.
-                self._written = self._streams.record(StreamName.COMPUTE)
+        elif stage is Stage.BACKWARD and self._sparse.take_plain_forward():
+            # Such a module's TBE backward ran on the compute stream: the next lookup has to wait for it.
+            self._written = self._streams.record(StreamName.COMPUTE)
         elif stage is Stage.OPTIMIZER_STEP:
-            self._observe("issue", stage, self._iteration)
             self._run_deferred_lookup()
 
     def _discover(self) -> None:

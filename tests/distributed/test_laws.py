@@ -76,7 +76,8 @@ def test_a_data_parallel_table_looked_up_before_the_step_is_seen(ranks: Ranks) -
     try:
         actual = ranks.run(_fit_with_every_lookup_at_its_row, MIXED)
     except RankError as err:
-        assert "modified by an inplace operation" in str(err)
+        if "modified by an inplace operation" not in str(err):
+            raise
         return
     assert all(mine.differences(theirs) for mine, theirs in zip(actual, expected, strict=True))
 

@@ -1,0 +1,78 @@
+"""What each mode hides, as the order of issues (>) and waits (<) of one steady step on two ranks.
+
+Each all-to-all is on its way for 40 ms; dense forward, backward and step take 50 ms each, of a virtual clock.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+
+from . import virtual
+from .cases import MIXED, TABLE_WISE, TWO_COLLECTIONS
+from .ranks import Ranks
+
+#   ms   0        50       100      150      200      250      300
+#        |splits|ids  |rows  |forward |backward|grads |step    |        all-to-alls exposed: splits, ids, rows, grads
+BASE = (
+    "> splits 4,< splits 4 exposed 40,> lengths 4,> ids 4,< lengths 4 exposed 40,< ids 4,> rows 4,"
+    "< rows 4 exposed 40,forward,backward,> gradients,< gradients exposed 40,step"
+)
+#        |rows  |forward |backward|grads |step    |                     exposed: rows, grads
+#                 splits 5 |ids 5 ......|
+SPARSE_DIST = (
+    "< rows 4 exposed 40,forward,< splits 5,> lengths 5,> ids 5,backward,> gradients,< gradients exposed 40,step,"
+    "< lengths 5,< ids 5,> rows 5,> splits 6"
+)
+#        |forward |backward|grads |step    |                            exposed: grads
+#         splits 5 |ids 5 ........|rows 5 .|
+FUSED_SPARSE_DIST = (
+    "< rows 4,forward,< splits 5,> lengths 5,> ids 5,backward,> gradients,< gradients exposed 40,"
+    "< lengths 5,< ids 5,> rows 5,step,> splits 6"
+)
+#        |rows  |forward |backward|grads |step    |                     exposed: rows (issued behind the step), grads
+FUSED_AFTER_OPTIMIZER = (
+    "< rows 4 exposed 40,forward,< splits 5,> lengths 5,> ids 5,backward,> gradients,< gradients exposed 40,step,"
+    "< lengths 5,< ids 5,> rows 5,> splits 6"
+)
+#        |forward |backward|grads |step    |                            exposed: grads
+#                 |rows 5 ................|   ids 5 were here a step ago
+SEMI_SYNC = (
+    "< rows 4,forward,< lengths 5,< ids 5,> rows 5,< splits 6,> lengths 6,> ids 6,backward,> gradients,"
+    "< gradients exposed 40,step,> splits 7"
+)
+
+
+@pytest.mark.parametrize(
+    ("pipeline", "log", "step_ms"),
+    [
+        ("base", BASE, 310),
+        ("sparse_dist", SPARSE_DIST, 230),
+        ("fused_sparse_dist", FUSED_SPARSE_DIST, 190),
+        ("fused_sparse_dist_after_optimizer", FUSED_AFTER_OPTIMIZER, 230),
+        ("semi_sync", SEMI_SYNC, 190),
+    ],
+)
+def test_order_of_issues_and_waits(get_ranks: Callable[..., Ranks], pipeline: str, log: str, step_ms: int) -> None:
+    for actual, steps_ms in get_ranks(2).run(virtual.run, TABLE_WISE, pipeline):
+        assert actual == log.split(",")
+        assert set(steps_ms[1:]) == {step_ms}  # the first step finds out which input feeds which module
+
+
+def test_splits_of_all_modules_travel_together(get_ranks: Callable[..., Ranks]) -> None:
+    """Two sharded modules, one all-to-all of sizes; each module its own of ids and of rows."""
+    for log, _ in get_ranks(2).run(virtual.run, TWO_COLLECTIONS, "fused_sparse_dist"):
+        assert [event.split()[1] for event in log if event.startswith(">")] == [
+            *("lengths", "ids", "lengths", "ids"),
+            *("gradients", "gradients"),
+            *("rows", "rows"),
+            "splits",
+        ]
+
+
+def test_a_mixed_module_sends_its_sharded_rows_before_the_step(get_ranks: Callable[..., Ranks]) -> None:
+    """Data-parallel tables wait for the dense optimizer; the model-parallel ones beside them do not."""
+    for log, steps_ms in get_ranks(2).run(virtual.run, MIXED, "fused_sparse_dist"):
+        assert log.index("> rows 5") < log.index("step")
+        assert set(steps_ms[1:]) == {190}
