@@ -1,0 +1,127 @@
+"""Start the ranks of a run on this host, and leave none behind."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import json
+import logging
+import os
+import signal
+import sys
+import tempfile
+import time
+import traceback
+import uuid
+from collections.abc import Iterator
+from pathlib import Path
+
+from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+from torch.distributed.launcher import LaunchConfig, elastic_launch
+
+SHUTDOWN_S = 5
+"""Between asking the other ranks to stop and killing them."""
+
+_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
+
+
+class RankFailedError(RuntimeError):
+    """A rank failed; the message is the first failure's."""
+
+
+class InterruptedRunError(RuntimeError):
+    """A signal ended the run; `exit_code` is what a shell expects then."""
+
+    def __init__(self, signum: int) -> None:
+        super().__init__(f"stopped by {signal.Signals(signum).name}")
+        self.exit_code = 128 + signum
+
+
+def under_launcher() -> bool:
+    """Whether this process is a rank already, of torchrun or of SLURM's `srun`."""
+    return "LOCAL_RANK" in os.environ or "SLURM_PROCID" in os.environ
+
+
+def run_ranks(num_ranks: int, module: str, folder: Path) -> None:
+    """Run `python -m module folder` on every rank, as torchrun does, until all have ended.
+
+    Raises:
+        RankFailedError: A rank failed. All others have been ended.
+        InterruptedRunError: A signal asked this process to stop. All ranks have been ended.
+    """
+    with tempfile.TemporaryDirectory(prefix="overlap_train_") as scratch:
+        config = LaunchConfig(
+            min_nodes=1,
+            max_nodes=1,
+            nproc_per_node=num_ranks,
+            run_id=uuid.uuid4().hex,
+            rdzv_backend="c10d",
+            rdzv_endpoint="localhost:0",
+            local_addr="localhost",
+            max_restarts=0,
+            logs_specs=DefaultLogsSpecs(log_dir=scratch),
+            shutdown_timeout=SHUTDOWN_S,
+        )
+        try:
+            with _quiet(), _restored_signals():
+                elastic_launch(config, sys.executable)("-m", module, str(folder))
+        except ChildFailedError as err:
+            raise RankFailedError(_first_failure(folder, err)) from None
+        except SignalException as err:
+            raise InterruptedRunError(err.sigval) from None
+
+
+def end_with_parent() -> None:
+    """Have the kernel end this process when its parent dies, even of SIGKILL (Linux only)."""
+    if sys.platform == "linux":
+        pr_set_pdeathsig = 1
+        ctypes.CDLL(None).prctl(pr_set_pdeathsig, signal.SIGKILL)
+
+
+def write_failure(folder: Path, rank: int, error: BaseException) -> None:
+    """Leave this rank's error where `run_ranks` looks for it."""
+    (folder / "errors").mkdir(exist_ok=True, parents=True)
+    failure = {
+        "time": time.time(),
+        "rank": rank,
+        "message": f"{type(error).__name__}: {error}",
+        "traceback": "".join(traceback.format_exception(error)),
+    }
+    (folder / "errors" / f"rank_{rank}.json").write_text(json.dumps(failure), encoding="utf-8")
+    (folder / "errors" / f"rank_{rank}.txt").write_text(str(failure["traceback"]), encoding="utf-8")
+
+
+def _first_failure(folder: Path, err: ChildFailedError) -> str:
+    """Describe the first cause: a rank that lost its peer, or was told to stop, failed later than that peer."""
+    killed = [rank for rank, failure in err.failures.items() if failure.exitcode < 0]
+    written = [json.loads(path.read_text(encoding="utf-8")) for path in (folder / "errors").glob("rank_*.json")]
+    if not written or any(not (folder / "errors" / f"rank_{rank}.json").exists() for rank in killed):
+        rank, failure = err.get_first_failure()
+        rank, failure = (killed[0], err.failures[killed[0]]) if killed else (rank, failure)
+        reason = f"killed by {failure.signal_name()}" if killed else f"ended with exit code {failure.exitcode}"
+        return f"rank {rank}: {reason}"
+    first = min(written, key=lambda failure: float(failure["time"]))
+    return f"rank {first['rank']}: {first['message']}\n  traceback: {folder / 'errors' / 'rank_'}{first['rank']}.txt"
+
+
+@contextlib.contextmanager
+def _quiet() -> Iterator[None]:
+    """Keep the launcher's log lines back: the ranks and the caller say what there is to say."""
+    before = logging.root.manager.disable
+    logging.disable(logging.CRITICAL)
+    try:
+        yield
+    finally:
+        logging.disable(before)
+
+
+@contextlib.contextmanager
+def _restored_signals() -> Iterator[None]:
+    """Put back the handlers that the launcher replaces."""
+    before = {signum: signal.getsignal(signum) for signum in _SIGNALS}
+    try:
+        yield
+    finally:
+        for signum, handler in before.items():
+            signal.signal(signum, handler)

@@ -1,0 +1,213 @@
+"""What every rank of `overlap-train` does: train, validate and test each mode in turn, and report."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import os
+import resource
+import sys
+import time
+import warnings
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from lightning.pytorch import Callback, LightningModule, Trainer, seed_everything
+from torch import Tensor
+
+from . import launch, recipe, report
+from .recipe import Config
+from .schedule import Schedule
+
+
+class StepClock(Callback):
+    """Times every training step and keeps its loss, without making the host wait for the device.
+
+    A step lasts from the end of the one before to its own end; validation in between does not count. Losses stay
+    tensors until they are asked for.
+    """
+
+    def __init__(self) -> None:
+        self.step_ms: list[float] = []
+        self._losses: list[Tensor] = []
+        self._last = 0.0
+
+    @property
+    def losses(self) -> Tensor:
+        """Losses by step, float32, on the host."""
+        return torch.stack(self._losses).float().cpu() if self._losses else torch.empty(0)
+
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Start with an idle device."""
+        _synchronize(pl_module)
+
+    def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Start the clock."""
+        self._last = time.perf_counter()
+
+    def on_train_batch_end(
+        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        """Read the clock and keep the loss."""
+        now = time.perf_counter()
+        self.step_ms.append((now - self._last) * 1e3)
+        self._last = now
+        loss = outputs.get("loss") if isinstance(outputs, Mapping) else outputs
+        self._losses.append(loss.detach() if isinstance(loss, Tensor) else torch.tensor(float("nan")))
+
+    def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Start the clock anew."""
+        self._last = time.perf_counter()
+
+    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Charge what the device still had to do to the last step."""
+        if self.step_ms and pl_module.device.type == "cuda":
+            start = time.perf_counter()
+            _synchronize(pl_module)
+            self.step_ms[-1] += (time.perf_counter() - start) * 1e3
+
+
+def train(config: Config, folder: Path) -> bool:
+    """Train, validate and test every mode on this rank; rank 0 prints and writes the report.
+
+    Returns:
+        Whether every exact mode had the losses of the first mode.
+    """
+    _calm_down()
+    on_cpu = config["trainer"].get("accelerator") == "cpu"
+    if (num_threads := config["threads_per_rank"] or (1 if on_cpu else None)) is not None:
+        torch.set_num_threads(num_threads)
+    schedules = recipe.modes(config)
+    results = []
+    for place, schedule in enumerate(schedules, start=1):
+        if launch_rank() == 0 and len(schedules) > 1:
+            print(f"{schedule.name} ({place} of {len(schedules)})", flush=True)
+        results.append(train_mode(config, schedule, folder))
+    verdict, kept = report.compare(results)
+    if launch_rank() == 0:
+        report.write(folder, results, config["metric"])
+        print(f"\n{report.table(results)}")
+        if len(results) > 1:
+            print(verdict)
+        print(f"run folder: {folder}", flush=True)
+    return kept
+
+
+def train_mode(config: Config, schedule: Schedule, folder: Path) -> report.ModeResult:
+    """Train one mode from the config's seed, then test it."""
+    seed_everything(config["seed"], verbose=False)
+    data = recipe.build_data(config)
+    model = recipe.build_model(config, data)
+    strategy = recipe.build_strategy(config, schedule, model)
+    clock = StepClock()
+    trainer = recipe.build_trainer(config, strategy, [clock], str(folder / "logs" / schedule.name))
+    _reset_peak_memory(strategy.root_device)
+    trainer.fit(model, datamodule=data)
+    metrics = _numbers(trainer.callback_metrics)
+    trainer.test(model, datamodule=data, verbose=False)
+    metrics |= _numbers(trainer.callback_metrics)
+
+    mine = {"losses": clock.losses, "step_ms": clock.step_ms, "peak_memory": _peak_memory(strategy.root_device)}
+    ranks: list[dict[str, Any]] = [{} for _ in range(trainer.world_size)]
+    dist.all_gather_object(ranks, mine)
+    losses_RS = torch.stack([rank["losses"] for rank in ranks])  # R ranks, S steps
+    bits_SR = losses_RS.T.contiguous().numpy()
+    batch_size = getattr(data, "batch_size", None)
+    slowest_ms = max(sum(rank["step_ms"][1:]) for rank in ranks)
+    num_samples = (len(clock.step_ms) - 1) * trainer.world_size * (batch_size or 0)
+    return report.ModeResult(
+        mode=schedule.name,
+        stream=config["stream"]["name"],
+        staleness=schedule.staleness,
+        num_ranks=trainer.world_size,
+        losses=losses_RS.double().mean(dim=0).tolist(),
+        step_ms=clock.step_ms,
+        step_ms_median=max(report.percentile(rank["step_ms"], 50) for rank in ranks),
+        step_ms_p90=max(report.percentile(rank["step_ms"], 90) for rank in ranks),
+        samples_per_s=num_samples / slowest_ms * 1e3 if batch_size and slowest_ms else None,
+        losses_sha256=hashlib.sha256(bits_SR.tobytes()).hexdigest(),
+        peak_memory={name: max(rank["peak_memory"][name] for rank in ranks) for name in mine["peak_memory"]},
+        metrics={name: value for name, value in metrics.items() if name.startswith(("val", "test"))},
+        loss_bits=[step.tobytes() for step in bits_SR],
+    )
+
+
+def launch_rank() -> int:
+    """Return this process's rank among all, from the launcher's variables."""
+    return int(os.environ.get("RANK", os.environ.get("SLURM_PROCID", "0")))
+
+
+def main(folder: Path) -> int:
+    """Run as a rank that `overlap-train` started; returns the exit code."""
+    launch.end_with_parent()
+    config = json.loads((folder / "job.json").read_text(encoding="utf-8"))
+    return 0 if train(config, folder) else 1
+
+
+def _calm_down() -> None:
+    """Keep back what the libraries say about themselves; a progress bar and a table follow."""
+    logging.getLogger("lightning.pytorch").setLevel(logging.WARNING)
+    for noisy in (
+        "torchrec.distributed.planner.types",  # how the strategy is to make its topology
+        "torchrec.distributed.planner.storage_reservations",  # an estimate that tables on `meta` do not need
+        "torch.fx._symbolic_trace",  # is_fx_tracing() is deprecated, says TorchRec's own call of it
+    ):
+        logging.getLogger(noisy).setLevel(logging.ERROR)
+    for harmless in (
+        r".isinstance\(treespec, LeafSpec\). is deprecated",
+        r".*does not have many workers",
+        r".*number of training batches .* is smaller than the logging interval",
+        r"fbgemm\S+ an autograd kernel was not registered",
+        r"HeuristicalStorageReservation is known to cause issues",
+        r"Starting from v1\.9\.0, .tensorboardX. has been removed",
+        r".broadcast_buffers. is deprecated",
+    ):
+        warnings.filterwarnings("ignore", message=harmless)
+
+
+def _synchronize(module: LightningModule) -> None:
+    if module.device.type == "cuda":
+        torch.cuda.synchronize(module.device)
+
+
+def _numbers(metrics: Mapping[str, Tensor]) -> dict[str, float]:
+    return {name: float(value) for name, value in metrics.items()}
+
+
+def _reset_peak_memory(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(device)
+        return
+    try:
+        Path("/proc/self/clear_refs").write_text("5")  # sets the peak to what is resident now; see proc(5)
+    except OSError:
+        return  # no such file or right here: the peak is then that of the whole process
+
+
+def _peak_memory(device: torch.device) -> dict[str, int]:
+    if device.type == "cuda":
+        return {
+            "allocated": torch.cuda.max_memory_allocated(device),
+            "reserved": torch.cuda.max_memory_reserved(device),
+        }
+    unit = 1 if sys.platform == "darwin" else 1024
+    return {"resident": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit}
+
+
+def _run(folder: Path) -> None:
+    try:
+        exit_code = main(folder)
+    except BaseException as err:  # also SystemExit: Lightning turns Ctrl-C into it
+        launch.write_failure(folder, launch_rank(), err)
+        # Leave at once: the other ranks wait in a collective that this one never joins, and so would a clean exit.
+        sys.stdout.flush()
+        os._exit(1)
+    sys.exit(exit_code)
+
+
+if __name__ == "__main__":
+    _run(Path(sys.argv[1]))

@@ -1,0 +1,214 @@
+"""From a plain config to what it names: data, model, strategy, trainer. And what can be checked before a rank starts."""
+
+from __future__ import annotations
+
+import inspect
+import os
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from hydra.errors import InstantiationException
+from hydra.utils import get_object, instantiate
+from lightning.pytorch import Callback, LightningDataModule, LightningModule, Trainer
+
+from .modes import resolve_schedule, resolve_stream, unknown_name_message
+from .schedule import Schedule
+from .sharding import find_tables
+from .strategy import OverlapEmbeddingStrategy
+
+Config = Mapping[str, Any]
+"""The composed config as plain containers; nothing behind this file sees OmegaConf's."""
+
+TRAINER_DEFAULTS: Mapping[str, Any] = {
+    "enable_checkpointing": False,
+    "enable_model_summary": False,
+    "num_sanity_val_steps": 0,
+    "use_distributed_sampler": False,  # the data modules deal out rows to ranks themselves
+}
+"""Where the command differs from `Trainer`."""
+
+
+def modes(config: Config) -> list[Schedule]:
+    """Return the schedules to train, the one asked for last.
+
+    Raises:
+        ValueError: An unknown mode, or a schedule that cannot run.
+    """
+    own = config["pipeline"].get("schedule")
+    wanted = Schedule.parse(own) if own else resolve_schedule(config["pipeline"]["name"])
+    others = [resolve_schedule(name) for name in config["compare"]]
+    return [other for other in others if other != wanted] + [wanted]
+
+
+def num_ranks(config: Config) -> int:
+    """Return how many ranks `trainer.devices` asks for on this host.
+
+    Raises:
+        ValueError: Not a number of devices, or more CUDA devices than there are.
+    """
+    devices, on_cuda = config["trainer"].get("devices", "auto"), _on_cuda(config)
+    available = torch.cuda.device_count() if on_cuda else 1
+    if devices in ("auto", -1, "-1"):
+        num = max(available, 1)
+    elif isinstance(devices, list):
+        num = len(devices)
+    elif isinstance(devices, int) or (isinstance(devices, str) and devices.isdecimal()):
+        num = int(devices)
+    else:
+        num = 0
+    if num < 1:
+        raise ValueError(f"trainer.devices is a number of ranks, a list of devices or 'auto', got {devices!r}.")
+    if on_cuda and num > available:
+        raise ValueError(
+            f"trainer.accelerator='{config['trainer']['accelerator']}' with trainer.devices={devices!r} needs {num} CUDA "
+            f"devices, found {available}. Lower trainer.devices, or take trainer=cpu."
+        )
+    return num
+
+
+def build_data(config: Config) -> LightningDataModule:
+    """Return the data module that `data` names."""
+    data = _build("data", config["data"])
+    if not isinstance(data, LightningDataModule):
+        raise TypeError(f"data._target_ must make a LightningDataModule, got {type(data).__name__}.")
+    return data
+
+
+def build_model(config: Config, data: LightningDataModule) -> LightningModule:
+    """Return the model that `model` names; it is given the table sizes and dense features that the data has."""
+    from_data = {name: getattr(data, name) for name in ("table_sizes", "num_dense") if hasattr(data, name)}
+    taken = inspect.signature(get_object(config["model"]["_target_"])).parameters
+    model = _build("model", {name: value for name, value in from_data.items() if name in taken} | config["model"])
+    if not isinstance(model, LightningModule):
+        raise TypeError(f"model._target_ must make a LightningModule, got {type(model).__name__}.")
+    return model
+
+
+def build_strategy(config: Config, schedule: Schedule, model: LightningModule) -> OverlapEmbeddingStrategy:
+    """Return the strategy for one mode."""
+    stream, sharding = config["stream"]["name"], _sharding(config, model)
+    return OverlapEmbeddingStrategy(schedule, stream, sharding, **dict(config["strategy"]))
+
+
+def build_trainer(
+    config: Config, strategy: OverlapEmbeddingStrategy, extra_callbacks: list[Callback], log_dir: str
+) -> Trainer:
+    """Return the trainer, with the callbacks and loggers that the config names.
+
+    Args:
+        config: The composed config.
+        strategy: What trains.
+        extra_callbacks: Go before the config's own.
+        log_dir: Where loggers write.
+    """
+    callbacks = [_build(f"callbacks.{name}", node) for name, node in config["callbacks"].items()]
+    loggers = [
+        _build(f"logger.{name}", {"save_dir": log_dir, "name": None, "version": ""} | node)
+        for name, node in config["logger"].items()
+    ]
+    own = {"enable_progress_bar": bool(callbacks), "default_root_dir": log_dir}
+    return Trainer(
+        strategy=strategy,
+        callbacks=extra_callbacks + callbacks,
+        logger=loggers or False,
+        **{**TRAINER_DEFAULTS, **own, **config["trainer"]},
+    )
+
+
+def complete(config: Config) -> dict[str, Any]:
+    """Return the config with the defaults of the data module and the model filled in: a record of what runs."""
+    filled = dict(config)
+    for group in ("data", "model"):
+        parameters = inspect.signature(get_object(config[group]["_target_"])).parameters.values()
+        defaults = {p.name: p.default for p in parameters if p.default is not inspect.Parameter.empty}
+        filled[group] = config[group] | {name: _plain(defaults[name]) for name in defaults.keys() - config[group].keys()}
+    filled["trainer"] = {**TRAINER_DEFAULTS, **config["trainer"]}
+    return filled
+
+
+def check(config: Config) -> None:
+    """Check everything that can be known before a rank starts.
+
+    Raises:
+        ValueError: Unknown mode, stream, option or table, a Schedule that cannot run, a sharding type that the device
+            lacks, `precision=16-mixed`, or malformed data files.
+        OSError: Data files that are missing or may not be read.
+        TypeError: An argument of the wrong type.
+    """
+    modes(config)
+    resolve_stream(config["stream"]["name"])
+    num_ranks(config)
+    _check_names("trainer", config["trainer"], inspect.signature(Trainer).parameters)
+    if str(config["trainer"].get("precision")) in ("16-mixed", "16"):
+        raise ValueError(
+            "trainer.precision=16-mixed scales the loss, and fused tables would be updated with scaled gradients "
+            "inside backward. Use trainer.precision=bf16-mixed, which needs no scaling."
+        )
+    data = build_data(config)
+    check_files = getattr(data, "check", None)
+    if check_files is not None:
+        check_files()
+    model = build_model(config, data)
+    build_strategy(config, modes(config)[-1], model)
+    _check_sharding(config, model)
+
+
+def _check_sharding(config: Config, model: LightningModule) -> None:
+    device = "cuda" if _on_cuda(config) else "cpu"
+    tables = {table.name: table for table in find_tables(model)}
+    for name, kind in (config["sharding"].get("tables") or {}).items():
+        if name not in tables:
+            raise ValueError(unknown_name_message("table in sharding", name, tables))
+        _check_kind(name, kind, tables[name].sharder.sharding_types(device), device)
+    kind = config["sharding"].get("type")
+    for name, table in tables.items() if kind else ():
+        _check_kind(name, kind, table.sharder.sharding_types(device), device)
+
+
+def _check_kind(table: str, kind: str, possible: list[str], device: str) -> None:
+    if kind not in possible:
+        raise ValueError(
+            f"sharding of table {table!r}: {kind!r} is not possible on {device}. Possible there: {', '.join(possible)}."
+        )
+
+
+def _sharding(config: Config, model: LightningModule) -> str | dict[str, str] | None:
+    kind, named = config["sharding"].get("type"), config["sharding"].get("tables")
+    if not named:
+        return str(kind) if kind else None
+    return {table.name: kind for table in find_tables(model) if kind} | dict(named)
+
+
+def _on_cuda(config: Config) -> bool:
+    accelerator = config["trainer"].get("accelerator", "auto")
+    return accelerator in ("cuda", "gpu") or (accelerator == "auto" and torch.cuda.is_available())
+
+
+def _build(where: str, node: Config) -> Any:
+    """Instantiate what `_target_` names; its own error reaches the caller as it is."""
+    if "_target_" not in node:
+        raise ValueError(f"{where} has no _target_, the class or function to call, got {dict(node)}.")
+    target = get_object(node["_target_"])
+    _check_names(where, node, inspect.signature(target).parameters)
+    try:
+        return instantiate(dict(node), _convert_="all")
+    except InstantiationException as err:
+        if err.__cause__ is not None:
+            raise err.__cause__ from None
+        raise
+
+
+def _check_names(where: str, node: Config, parameters: Mapping[str, inspect.Parameter]) -> None:
+    if any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in parameters.values()):
+        return
+    for name in node:
+        if name not in parameters and not (name.startswith("_") and name.endswith("_")):
+            raise ValueError(unknown_name_message(f"option of {where}", name, parameters))
+
+
+def _plain(value: Any) -> Any:
+    """A default as YAML can write it."""
+    if isinstance(value, tuple):
+        return list(value)
+    return value if isinstance(value, str | int | float | list | dict | None) else os.fspath(value)
