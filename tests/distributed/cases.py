@@ -267,8 +267,11 @@ EMPTY_FEATURE = Case("empty_feature", _tables(3), empty_feature="f1")
 ADAGRAD = Case("adagrad", _tables(2), optimizer=(torch.optim.Adagrad, {"lr": 1.0, "eps": 1e-8}))
 ROWWISE_ADAGRAD = Case("rowwise_adagrad", _tables(2), optimizer=(_rowwise_adagrad(), {"lr": 1.0, "eps": 1e-8}))
 
+SHARED_FEATURE = Case("shared_feature", (TableSpec("t0", ("f0",)), TableSpec("t1", ("f1", "f0"))))
+
 CASES = (
     TABLE_WISE,
+    SHARED_FEATURE,
     COLUMN_WISE,
     MIXED,
     TWO_COLLECTIONS,

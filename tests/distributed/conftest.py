@@ -34,3 +34,9 @@ def get_ranks(_pools: dict[tuple[int, str], Ranks]) -> Callable[..., Ranks]:
 def ranks(request: pytest.FixtureRequest, get_ranks: Callable[..., Ranks]) -> Ranks:
     """One rank, then two, on the CPU."""
     return get_ranks(request.param)
+
+
+@pytest.fixture
+def two_ranks(get_ranks: Callable[..., Ranks]) -> Ranks:
+    """Two ranks on the CPU."""
+    return get_ranks(2)

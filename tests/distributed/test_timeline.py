@@ -5,8 +5,6 @@ Each all-to-all is on its way for 40 ms; dense forward, backward and step take 5
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import pytest
 
 from . import virtual
@@ -54,15 +52,15 @@ SEMI_SYNC = (
         ("semi_sync", SEMI_SYNC, 190),
     ],
 )
-def test_order_of_issues_and_waits(get_ranks: Callable[..., Ranks], pipeline: str, log: str, step_ms: int) -> None:
-    for actual, steps_ms in get_ranks(2).run(virtual.run, TABLE_WISE, pipeline):
+def test_order_of_issues_and_waits(two_ranks: Ranks, pipeline: str, log: str, step_ms: int) -> None:
+    for actual, steps_ms in two_ranks.run(virtual.run, TABLE_WISE, pipeline):
         assert actual == log.split(",")
         assert set(steps_ms[1:]) == {step_ms}  # the first step finds out which input feeds which module
 
 
-def test_splits_of_all_modules_travel_together(get_ranks: Callable[..., Ranks]) -> None:
+def test_splits_of_all_modules_travel_together(two_ranks: Ranks) -> None:
     """Two sharded modules, one all-to-all of sizes; each module its own of ids and of rows."""
-    for log, _ in get_ranks(2).run(virtual.run, TWO_COLLECTIONS, "fused_sparse_dist"):
+    for log, _ in two_ranks.run(virtual.run, TWO_COLLECTIONS, "fused_sparse_dist"):
         assert [event.split()[1] for event in log if event.startswith(">")] == [
             *("lengths", "ids", "lengths", "ids"),
             *("gradients", "gradients"),
@@ -71,8 +69,8 @@ def test_splits_of_all_modules_travel_together(get_ranks: Callable[..., Ranks]) 
         ]
 
 
-def test_a_mixed_module_sends_its_sharded_rows_before_the_step(get_ranks: Callable[..., Ranks]) -> None:
+def test_a_mixed_module_sends_its_sharded_rows_before_the_step(two_ranks: Ranks) -> None:
     """Data-parallel tables wait for the dense optimizer; the model-parallel ones beside them do not."""
-    for log, steps_ms in get_ranks(2).run(virtual.run, MIXED, "fused_sparse_dist"):
+    for log, steps_ms in two_ranks.run(virtual.run, MIXED, "fused_sparse_dist"):
         assert log.index("> rows 5") < log.index("step")
         assert set(steps_ms[1:]) == {190}

@@ -1,0 +1,62 @@
+"""Which input feeds which module: found by identity, checked at every call (law 4), else the plain forward."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+
+from . import variants
+from .ranks import Ranks
+from .variants import NUM_STEPS, STRUCTURES
+
+
+def _compare(ranks: Ranks, model: str, structure: str = "dataclass") -> list[variants.Report]:
+    """Run a variant in the fused mode; its losses equal those of base, bit for bit."""
+    expected = ranks.run(variants.run, model, "base", structure)
+    actual = ranks.run(variants.run, model, "fused_sparse_dist", structure)
+    for mine, theirs in zip(actual, expected, strict=True):
+        assert torch.equal(mine.losses, theirs.losses)
+        assert len(mine.losses) == NUM_STEPS
+        assert theirs.early == 0
+    assert all(report.messages == [] for report in actual[1:])  # one rank speaks
+    return actual
+
+
+@pytest.mark.parametrize("structure", STRUCTURES)
+def test_finds_the_input_in_any_structure(get_ranks: Callable[..., Ranks], structure: str) -> None:
+    for report in _compare(get_ranks(1), "any_structure", structure):
+        assert report.early == NUM_STEPS - 1  # all but the first batch, which shows what feeds what
+        assert report.messages == []
+
+
+def test_input_given_by_name(two_ranks: Ranks) -> None:
+    assert _compare(two_ranks, "keyword")[0].early == NUM_STEPS - 1
+
+
+@pytest.mark.parametrize(
+    ("model", "early", "reason"),
+    [
+        ("made_in_step", 0, "its input (KeyedJaggedTensor) is made inside training_step"),
+        ("called_twice", 0, "it was called more than once in a step"),
+        # Rows that were looked up before the reason showed may still be used.
+        ("called_twice_later", 5, "it was called more than once in a step"),
+        ("other_ids_from_5", 4, "it was called with another input than the one in the batch"),
+    ],
+)
+def test_runs_plain_and_says_why_once(two_ranks: Ranks, model: str, early: int, reason: str) -> None:
+    report = _compare(two_ranks, model)[0]
+    assert report.early == early
+    [message] = report.messages
+    assert "'ebc'" in message
+    assert reason in message
+    assert "on_after_batch_transfer" in message  # what to do
+
+
+def test_a_module_that_is_not_always_called(two_ranks: Ranks) -> None:
+    report = _compare(two_ranks, "not_always_called")[0]
+    [message] = report.messages
+    assert "'second'" in message
+    assert "not called for a batch" in message
+    assert report.early >= NUM_STEPS - 1  # the other module's lookups

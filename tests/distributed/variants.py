@@ -1,0 +1,181 @@
+"""Modules and batches that make it hard to know which input feeds which module. Functions that ranks run."""
+
+from __future__ import annotations
+
+import warnings
+from collections import defaultdict
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.utils.data import DataLoader
+from torchrec import KeyedJaggedTensor
+
+from lightning_overlap import OverlapEmbeddingStrategy
+
+from .cases import SEQUENCE, TABLE_WISE, TWO_COLLECTIONS, Batch, Batches, Model, make_batch
+from .fits import make_trainer
+
+NUM_STEPS = 12
+
+
+class Tupled(NamedTuple):
+    dense: Tensor
+    sparse: Any
+    labels: Tensor
+
+
+class Plain:
+    """A batch class of a user's own."""
+
+    def __init__(self, batch: Batch) -> None:
+        self.batch = batch
+
+    def to(self, device: torch.device) -> Plain:
+        return self
+
+
+def _kjt(batch: Batch) -> KeyedJaggedTensor:
+    return batch.inputs["sparse"][0]
+
+
+STRUCTURES: dict[str, Any] = {
+    "dataclass": lambda b: b,
+    "namedtuple": lambda b: Tupled(b.dense, _kjt(b), b.labels),
+    "tuple": lambda b: (b.dense, _kjt(b), b.labels),
+    "list": lambda b: [b.dense, [_kjt(b)], b.labels],
+    "dict": lambda b: {"dense": b.dense, "sparse": _kjt(b), "labels": b.labels},
+    "nested": lambda b: {"x": (b.dense, Tupled(b.dense, {"ids": [_kjt(b)]}, b.labels)), "y": [b.labels]},
+    "own_class": Plain,
+}
+
+
+def _flatten(part: Any) -> list[Any]:
+    if isinstance(part, Plain):
+        part = part.batch
+    if isinstance(part, Batch):
+        return [part.dense, _kjt(part), part.labels]
+    if isinstance(part, (Tensor, KeyedJaggedTensor)):
+        return [part]
+    values = part.values() if isinstance(part, dict) else part
+    return [leaf for value in values for leaf in _flatten(value)]
+
+
+@dataclass
+class Report:
+    """What a fit showed on one rank."""
+
+    losses: Tensor
+    early: int
+    """Lookups whose early rows were used."""
+    messages: list[str]
+
+
+class Variant(Batches):
+    """Batches in another structure."""
+
+    def __init__(self, case: Any, structure: str, num_batches: int) -> None:
+        super().__init__(case, num_batches)
+        self.structure = structure
+
+    def train_dataloader(self) -> DataLoader:
+        wrap = STRUCTURES[self.structure]
+        rank = self.trainer.global_rank
+        return DataLoader([wrap(make_batch(self.case, i, rank)) for i in range(self.num_batches)], batch_size=None)
+
+
+class AnyStructure(Model):
+    """Takes a batch of any structure apart, keeping its objects."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        leaves = _flatten(batch)
+        kjt = next(leaf for leaf in leaves if isinstance(leaf, KeyedJaggedTensor))
+        return super().training_step(Batch(leaves[0], {"sparse": (kjt, batch_idx)}, leaves[-1]), batch_idx)
+
+
+def _copy(kjt: KeyedJaggedTensor) -> KeyedJaggedTensor:
+    return KeyedJaggedTensor(keys=kjt.keys(), values=kjt.values() * 1, lengths=kjt.lengths())
+
+
+class MadeInStep(Model):
+    """Gives the module another object with the same ids."""
+
+    def rows(self, collection: str, batch: Batch) -> Any:
+        return getattr(self, collection)(_copy(_kjt(batch)))
+
+
+class OtherIdsFrom5(Model):
+    """From batch 5 on, changes the ids inside training_step: early rows would be wrong."""
+
+    def rows(self, collection: str, batch: Batch) -> Any:
+        kjt, index = batch.inputs["sparse"]
+        if index >= 5:
+            kjt = KeyedJaggedTensor(keys=kjt.keys(), values=(kjt.values() + 1) % 100, lengths=kjt.lengths())
+        return getattr(self, collection)(kjt)
+
+
+class CalledTwice(Model):
+    def rows(self, collection: str, batch: Batch) -> Any:
+        module = getattr(self, collection)
+        first, second = module(_kjt(batch)), module(_copy(_kjt(batch)))
+        return {feature: first[feature] + 0.5 * second[feature] for feature in self.case.all_features}
+
+
+class CalledTwiceLater(CalledTwice):
+    """The second call comes with batch 4 only."""
+
+    def rows(self, collection: str, batch: Batch) -> Any:
+        if batch.inputs["sparse"][1] == 4:
+            return super().rows(collection, batch)
+        return Model.rows(self, collection, batch)
+
+
+class NotAlwaysCalled(Model):
+    """Leaves the second collection out of every third batch."""
+
+    def forward(self, batch: Batch, rows: Any = None) -> Tensor:
+        rows = {name: self.rows(name, batch) for name in self.case.collections if not self._left_out(name, batch)}
+        for name in self.case.collections.keys() - rows.keys():
+            dim = self.case.collections[name][0].dim
+            rows[name] = defaultdict(lambda dim=dim: torch.zeros(len(batch.labels), dim))
+        return self.dense(batch, rows)
+
+    def _left_out(self, name: str, batch: Batch) -> bool:
+        return name == "second" and batch.inputs["sparse"][1] % 3 == 2
+
+
+class Keyword(Model):
+    """Passes the input by name."""
+
+    def rows(self, collection: str, batch: Batch) -> Any:
+        return getattr(self, collection)(features=_kjt(batch))
+
+
+MODELS: dict[str, tuple[Any, Any]] = {
+    "any_structure": (AnyStructure, TABLE_WISE),
+    "made_in_step": (MadeInStep, TABLE_WISE),
+    "other_ids_from_5": (OtherIdsFrom5, TABLE_WISE),
+    "called_twice": (CalledTwice, TABLE_WISE),
+    "called_twice_later": (CalledTwiceLater, TABLE_WISE),
+    "not_always_called": (NotAlwaysCalled, TWO_COLLECTIONS),
+    "keyword": (Keyword, SEQUENCE),
+}
+
+
+def run(model: str, pipeline: str, structure: str = "dataclass", num_steps: int = NUM_STEPS) -> Report:
+    """Train a variant; report its losses, how many lookups came early, and what was said."""
+    cls, case = MODELS[model]
+    early = 0
+
+    def observe(kind: str, stage: Any, batch: int) -> None:
+        nonlocal early
+        early += kind == "wait" and str(stage) == "embedding_lookup"
+
+    module = cls(case)
+    strategy = OverlapEmbeddingStrategy(pipeline=pipeline, sharding="table_wise", observer=observe)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        make_trainer(strategy).fit(module, datamodule=Variant(case, structure, num_steps))
+    messages = [str(warning.message) for warning in caught if "not overlapped" in str(warning.message)]
+    return Report(torch.stack(module.losses), early, messages)
