@@ -1,0 +1,153 @@
+"""What is derived from each mode's table, as whole lists; and the words for an unknown name."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+
+from lightning_overlap.modes import MODES, STREAMS, resolve_schedule, resolve_stream
+from lightning_overlap.schedule import Schedule, Step
+from lightning_overlap.stages import Stage, StreamName
+
+LETTERS = dict(zip(Stage, "CSDLFBO", strict=True))
+
+
+def issues(schedule: Schedule, num_batches: int) -> dict[int, str]:
+    """Return what each iteration issues, short: `S1` is the input splits dist of batch 1."""
+    listed: dict[int, list[str]] = {iteration: [] for iteration in range(-schedule.max_offset, num_batches)}
+    for iteration, step, batch in schedule.issue_order(num_batches):
+        listed[iteration].append(f"{LETTERS[step.stage]}{batch}")
+    return {iteration: " ".join(issued) for iteration, issued in listed.items()}
+
+
+# depth, staleness, lookup of tables of the dense optimizer
+DERIVED: dict[str, tuple[int, int, Step | None]] = {
+    "base": (1, 0, None),
+    "sparse_dist": (3, 0, None),
+    "fused_sparse_dist": (3, 0, Step(Stage.EMBEDDING_LOOKUP, 1, StreamName.LOOKUP)),
+    "fused_sparse_dist_after_optimizer": (3, 0, None),
+    "semi_sync": (4, 1, Step(Stage.EMBEDDING_LOOKUP, 1, StreamName.LOOKUP)),
+}
+
+
+@pytest.mark.parametrize("name", DERIVED)
+def test_depth_staleness_and_the_lookup_of_tables_of_the_dense_optimizer(name: str) -> None:
+    mode = MODES[name]
+    assert (mode.depth, mode.staleness, mode.dense_owned_lookup) == DERIVED[name]
+
+
+# C copy, S splits dist, D data dist, L lookup, F forward, B backward, O optimizer step, by iteration.
+# Below 0 is the fill, from 2 on the drain: four batches.
+ISSUES: dict[str, dict[int, str]] = {
+    # compute | C0 F0 B0 O0 | C1 F1 B1 O1 | ...
+    "base": {0: "C0 F0 B0 O0", 1: "C1 F1 B1 O1", 2: "C2 F2 B2 O2", 3: "C3 F3 B3 O3"},
+    # iteration | -2 | -1       | 0                    | 1                    | 2              | 3
+    # memcpy    | C0 |    C1    |          C2          |          C3          |                |
+    # data_dist |    | S0    D0 |    S1       D1       |    S2       D2       |    S3    D3    |
+    # compute   |    |          | L0    F0       B0 O0 | L1    F1       B1 O1 | L2    F2 B2 O2 | L3 F3 B3 O3
+    "sparse_dist": {
+        -2: "C0",
+        -1: "S0 C1 D0",
+        0: "L0 S1 F0 C2 D1 B0 O0",
+        1: "L1 S2 F1 C3 D2 B1 O1",
+        2: "L2 S3 F2 D3 B2 O2",
+        3: "L3 F3 B3 O3",
+    },
+    # iteration | -2 | -1          | 0                    | 1                    | 2                 | 3
+    # memcpy    | C0 |    C1       |       C2             |       C3             |                   |
+    # data_dist |    | S0    D0    | S1       D1          | S2       D2          | S3    D3          |
+    # lookup    |    |          L0 |                L1    |                L2    |             L3    |
+    # compute   |    |             |    F0       B0    O0 |    F1       B1    O1 |    F2    B2    O2 | F3 B3 O3
+    "fused_sparse_dist": {
+        -2: "C0",
+        -1: "S0 C1 D0 L0",
+        0: "S1 F0 C2 D1 B0 L1 O0",
+        1: "S2 F1 C3 D2 B1 L2 O1",
+        2: "S3 F2 D3 B2 L3 O2",
+        3: "F3 B3 O3",
+    },
+    # iteration | -2 | -1          | 0                    | 1                    | 2                 | 3
+    # memcpy    | C0 |    C1       |       C2             |       C3             |                   |
+    # data_dist |    | S0    D0    | S1       D1          | S2       D2          | S3    D3          |
+    # lookup    |    |          L0 |                   L1 |                   L2 |                L3 |
+    # compute   |    |             |    F0       B0 O0    |    F1       B1 O1    |    F2    B2 O2    | F3 B3 O3
+    "fused_sparse_dist_after_optimizer": {
+        -2: "C0",
+        -1: "S0 C1 D0 L0",
+        0: "S1 F0 C2 D1 B0 O0 L1",
+        1: "S2 F1 C3 D2 B1 O1 L2",
+        2: "S3 F2 D3 B2 O2 L3",
+        3: "F3 B3 O3",
+    },
+    # iteration | -3 | -2       | -1             | 0                    | 1                 | 2           | 3
+    # memcpy    | C0 |    C1    |    C2          |       C3             |                   |             |
+    # data_dist |    | S0    D0 | S1       D1    | S2          D2       | S3       D3       |             |
+    # lookup    |    |          |       L0       |          L1          |       L2          |    L3       |
+    # compute   |    |          |                |    F0          B0 O0 |    F1       B1 O1 | F2    B2 O2 | F3 B3 O3
+    "semi_sync": {
+        -3: "C0",
+        -2: "S0 C1 D0",
+        -1: "S1 C2 L0 D1",
+        0: "S2 F0 C3 L1 D2 B0 O0",
+        1: "S3 F1 L2 D3 B1 O1",
+        2: "F2 L3 B2 O2",
+        3: "F3 B3 O3",
+    },
+}
+
+
+@pytest.mark.parametrize("name", ISSUES)
+def test_fill_and_drain(name: str) -> None:
+    assert issues(MODES[name], 4) == ISSUES[name]
+
+
+def test_a_mode_goes_by_its_schedule_name(mode: Schedule) -> None:
+    assert MODES[mode.name] is mode
+    assert resolve_schedule(mode.name) is mode
+    assert resolve_schedule(mode) is mode
+
+
+def test_exact_modes_say_so() -> None:
+    assert [name for name, mode in MODES.items() if name in DERIVED and mode.staleness == 0] == [
+        "base",
+        "sparse_dist",
+        "fused_sparse_dist",
+        "fused_sparse_dist_after_optimizer",
+    ]
+
+
+@pytest.mark.parametrize(("name", "stream"), STREAMS.items())
+def test_a_stream_policy_goes_by_its_name(name: str, stream: StreamName) -> None:
+    assert resolve_stream(name) is stream
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("semisync", "unknown pipeline 'semisync'. Did you mean 'semi_sync'"),
+        ("fused_sparse", "unknown pipeline 'fused_sparse'. Did you mean 'fused_sparse_dist'"),
+        ("qqq", f"unknown pipeline 'qqq'. Known: {', '.join(MODES)}."),
+    ],
+)
+def test_an_unknown_mode_lists_the_nearest(name: str, message: str) -> None:
+    with pytest.raises(ValueError, match=re.escape(message)):
+        resolve_schedule(name)
+
+
+def test_an_unknown_stream_lists_the_nearest() -> None:
+    message = "unknown stream 'dedicate'. Did you mean 'dedicated'? Known: current, data_dist, dedicated."
+    with pytest.raises(ValueError, match=re.escape(message)):
+        resolve_stream("dedicate")
+
+
+def test_a_mode_that_is_no_name_is_a_type_error() -> None:
+    with pytest.raises(TypeError, match=r"pipeline must be a name \(base, .*\), got 3"):
+        resolve_schedule(3)  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match=r"stream must be a name \(current, .*\), got None"):
+        resolve_stream(None)  # type: ignore[arg-type]
+
+
+def test_modes_cannot_be_changed_in_place() -> None:
+    with pytest.raises(TypeError):
+        MODES["mine"] = MODES["base"]  # type: ignore[index]

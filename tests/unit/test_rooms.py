@@ -1,0 +1,227 @@
+"""The rooms of the package: imports point down only, and other packages' private names stay where they are listed."""
+
+from __future__ import annotations
+
+import ast
+import importlib
+import inspect
+import sys
+import textwrap
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+import pytest
+
+from lightning_overlap import loop, sparse
+
+PACKAGE = Path(sparse.__file__).resolve().parent
+ROOMS = ("plan", "run", "sparse", "plugin", "apps")
+"""From the ground up: a room imports from itself and from those below."""
+
+FILES = {
+    "plan": ("stages", "schedule", "modes"),
+    "run": ("streams", "structure", "inflight", "executor", "timeline", "testing"),
+    "sparse": ("sparse", "sharding", "stash"),
+    "plugin": ("strategy", "loop", "checkpoint", "callbacks"),
+    "apps": ("data", "models", "train", "launch", "rank", "recipe", "report", "benchmark", "conf"),
+}
+LEAVES_ALONE = {
+    "run": {"torchrec", "fbgemm_gpu", "lightning", "pytorch_lightning", "hydra", "omegaconf"},
+    "sparse": {"lightning", "pytorch_lightning", "hydra", "omegaconf"},
+    "plugin": {"hydra", "omegaconf"},
+    "apps": set[str](),
+}
+ROOM_OF = {file: room for room, files in FILES.items() for file in files}
+SOURCES = sorted(path for path in PACKAGE.rglob("*.py") if path != PACKAGE / "__init__.py")
+
+
+def name_of(path: Path) -> str:
+    return path.relative_to(PACKAGE).as_posix()
+
+
+def room_of(path: Path) -> str:
+    first = path.relative_to(PACKAGE).parts[0].removesuffix(".py")
+    assert first in ROOM_OF, f"{first} has no room yet: give it one in STYLE and in {Path(__file__).name}"
+    return ROOM_OF[first]
+
+
+def imports(tree: ast.AST, path: Path) -> Iterator[tuple[str, str]]:
+    """Yield (module, imported name or "") of every import, relative ones written out in full."""
+    package = ["lightning_overlap", *path.relative_to(PACKAGE).parts[:-1]]
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            yield from ((alias.name, "") for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            base = ".".join(package[: len(package) - node.level + 1]) if node.level else ""
+            module = ".".join(filter(None, (base, node.module)))
+            yield from ((module, alias.name) for alias in node.names)
+
+
+def complaints(source: str, path: Path) -> list[str]:
+    """Return what the imports of a file do that its room must not."""
+    room = room_of(path)
+    found = []
+    for module, name in imports(ast.parse(source), path):
+        top, *rest = module.split(".")
+        if top == "lightning_overlap":
+            target = rest[0] if rest else name
+            if target in ROOM_OF and ROOMS.index(ROOM_OF[target]) > ROOMS.index(room):
+                found.append(f"{room} imports {target}, which is up in {ROOM_OF[target]}")
+            if name.startswith("_") and not name.startswith("__") and ROOM_OF.get(target) != room:
+                found.append(f"{room} imports the private {target}.{name}")
+        elif room == "plan" and top not in sys.stdlib_module_names:
+            found.append(f"plan imports {top}, which is not of the standard library")
+        elif top in LEAVES_ALONE.get(room, ()):
+            found.append(f"{room} imports {top}")
+        private = any(part.startswith("_") and not part.startswith("__") for part in (*rest, name))
+        if top == "torchrec" and private and room != "sparse":
+            found.append(f"{room} imports the private {module}.{name}")
+        if top in ("lightning", "pytorch_lightning") and private and path.name != "loop.py":
+            found.append(f"{path.name} imports the private {module}.{name}")
+    return found
+
+
+@pytest.mark.parametrize("path", SOURCES, ids=name_of)
+def test_imports_point_down(path: Path) -> None:
+    found = complaints(path.read_text(encoding="utf-8"), path)
+    assert not found, f"{name_of(path)}: {'; '.join(found)}"
+
+
+@pytest.mark.parametrize(
+    ("file", "source", "complaint"),
+    [
+        ("schedule.py", "import torch", "plan imports torch"),
+        ("schedule.py", "def f():\n    from .executor import Executor", "plan imports executor, which is up in run"),
+        ("executor.py", "from . import sparse", "run imports sparse, which is up in sparse"),
+        ("executor.py", "from lightning_overlap.strategy import X", "run imports strategy, which is up in plugin"),
+        ("executor.py", "from .schedule import _validate", "run imports the private schedule._validate"),
+        ("executor.py", "import torchrec.sparse", "run imports torchrec"),
+        ("sparse.py", "from lightning.pytorch import Trainer", "sparse imports lightning"),
+        ("strategy.py", "import hydra", "plugin imports hydra"),
+        ("strategy.py", "from torchrec.distributed.types import _Private", "plugin imports the private torchrec"),
+        ("strategy.py", "from lightning.pytorch.loops.fit_loop import _FitLoop", "strategy.py imports the private"),
+        ("data/batch.py", "from ..sparse import _StandIn", "apps imports the private sparse._StandIn"),
+    ],
+)
+def test_an_arrow_that_points_up_is_seen(file: str, source: str, complaint: str) -> None:
+    found = complaints(source, PACKAGE / file)
+    assert len(found) == 1
+    assert found[0].startswith(complaint)
+
+
+def test_the_package_gives_public_names_only() -> None:
+    tree = ast.parse((PACKAGE / "__init__.py").read_text(encoding="utf-8"))
+    for node in ast.walk(tree):
+        if isinstance(node, (ast.Import, ast.ImportFrom)):
+            for alias in node.names:
+                assert alias.asname == alias.name, f"write `import {alias.name} as {alias.name}`"
+                assert not alias.name.startswith("_")
+
+
+# -- private names of other packages ----------------------------------------------------------------------------
+
+LISTED = {
+    "sparse": {name for names in sparse.PRIVATE_NAMES.values() for name in names},
+    "loop": {name for names in loop.PRIVATE_NAMES.values() for name in names},
+}
+STANDARD_LIBRARY = {"_fields", "_exit"}
+"""Documented, though they start with an underscore."""
+
+TORCH_PRIVATE = {"_apply_optimizer_in_backward", "_set_params_and_buffers_to_ignore_for_model"}
+"""PyTorch's own; TorchRec and Lightning use them too."""
+
+
+def is_private(name: str) -> bool:
+    return name.startswith("_") and not name.startswith("__") and name != "_"
+
+
+def defined_names(tree: ast.AST) -> set[str]:
+    """Return the names that a file defines: functions, classes, variables, fields, attributes it sets."""
+    names = set()
+    for node in ast.walk(tree):
+        if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)):
+            names.add(node.name)
+        elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+            names.add(node.id)
+        elif (
+            isinstance(node, ast.Attribute)
+            and isinstance(node.ctx, ast.Store)
+            and isinstance(node.value, ast.Name)
+            and node.value.id == "self"
+        ):
+            names.add(node.attr)
+    return names
+
+
+TREES = {path: ast.parse(path.read_text(encoding="utf-8")) for path in SOURCES}
+OURS = {name for tree in TREES.values() for name in defined_names(tree)}
+
+
+@pytest.mark.parametrize("path", SOURCES, ids=name_of)
+def test_private_names_of_others_are_listed(path: Path) -> None:
+    """A private attribute that this package does not define belongs to another one: it has to be in a list."""
+    used = {node.attr for node in ast.walk(TREES[path]) if isinstance(node, ast.Attribute) and is_private(node.attr)}
+    room = room_of(path)
+    allowed = OURS | TORCH_PRIVATE | STANDARD_LIBRARY | (LISTED["sparse"] if room == "sparse" else set())
+    allowed |= LISTED["loop"] if path.name == "loop.py" else set()
+    assert not used - allowed, f"{name_of(path)} uses {sorted(used - allowed)}: list them in PRIVATE_NAMES"
+
+
+def _listed(names: Mapping[str, tuple[str, ...]]) -> list[tuple[str, str]]:
+    return [(owner, name) for owner, listed in names.items() for name in listed]
+
+
+def _has(owner: object, name: str) -> bool:
+    """Whether a module or class has a name; instance attributes are looked for in the source of the class."""
+    if hasattr(owner, name):
+        return True
+    if not inspect.isclass(owner):
+        return False
+    return any(
+        isinstance(node, ast.Attribute) and node.attr == name and isinstance(node.ctx, ast.Store)
+        for base in owner.__mro__
+        if base.__module__.split(".")[0] in ("torchrec", "lightning")
+        for node in ast.walk(ast.parse(textwrap.dedent(inspect.getsource(base))))
+    )
+
+
+TORCHREC = {
+    "ShardedEmbeddingBagCollection": "torchrec.distributed.embeddingbag",
+    "ShardedEmbeddingCollection": "torchrec.distributed.embedding",
+    "KJTAllToAll": "torchrec.distributed.dist_data",
+}
+LIGHTNING = {
+    "_FitLoop": "lightning.pytorch.loops.fit_loop",
+    "_TrainingEpochLoop": "lightning.pytorch.loops.training_epoch_loop",
+    "_DataLoaderIterDataFetcher": "lightning.pytorch.loops.fetchers",
+    "LightningModule": "lightning.pytorch",
+    "Strategy": "lightning.pytorch.strategies.parallel",
+}
+
+
+@pytest.mark.parametrize(("owner", "name"), _listed(sparse.PRIVATE_NAMES))
+def test_torchrec_still_has(owner: str, name: str) -> None:
+    if owner == "SparseFeaturesDist":  # the name of several classes, one per sharding
+        from torchrec.distributed.sharding.rw_sharding import RwSparseFeaturesDist
+        from torchrec.distributed.sharding.tw_sharding import TwSparseFeaturesDist
+
+        kinds: list[type] = [TwSparseFeaturesDist, RwSparseFeaturesDist]
+    else:
+        kinds = [getattr(importlib.import_module(TORCHREC[owner]), owner)]
+    for kind in kinds:
+        assert _has(kind, name), f"TorchRec's {kind.__name__} has no {name} any more; sparse.py reads it"
+
+
+@pytest.mark.parametrize(("owner", "name"), _listed(loop.PRIVATE_NAMES))
+def test_lightning_still_has(owner: str, name: str) -> None:
+    home = importlib.import_module(owner if owner.startswith("lightning.") else LIGHTNING[owner])
+    owner = "ParallelStrategy" if owner == "Strategy" else owner  # sets what strategies of several ranks have
+    thing = home if owner.startswith("lightning.") else getattr(home, owner)
+    assert _has(thing, name), f"Lightning's {owner} has no {name} any more; loop.py uses it"
+
+
+def test_a_name_that_is_gone_is_seen() -> None:
+    from torchrec.distributed.embeddingbag import ShardedEmbeddingBagCollection
+
+    assert not _has(ShardedEmbeddingBagCollection, "_lookups_of_yore")
+    assert not _has(importlib.import_module("lightning.pytorch.loops.fit_loop"), "_FitLoopOfYore")

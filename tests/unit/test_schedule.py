@@ -1,0 +1,344 @@
+"""A table is accepted exactly when a run of it succeeds; what is wrong with it is said in words."""
+
+from __future__ import annotations
+
+import re
+from collections import defaultdict
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from lightning_overlap.modes import FUSED_SPARSE_DIST, MODES
+from lightning_overlap.schedule import Schedule, ScheduleError, Step
+from lightning_overlap.stages import Stage, StreamName
+from lightning_overlap.testing import random_schedule
+
+LIFE_OF_A_BATCH = (
+    Stage.COPY_BATCH_TO_DEVICE,
+    Stage.INPUT_SPLITS_DIST,
+    Stage.INPUT_DATA_DIST,
+    Stage.EMBEDDING_LOOKUP,
+    Stage.DENSE_FORWARD,
+    Stage.BACKWARD,
+    Stage.OPTIMIZER_STEP,
+)
+TRAINER = LIFE_OF_A_BATCH[4:]
+WITHOUT_SPARSE = (Stage.COPY_BATCH_TO_DEVICE, *TRAINER)
+
+schedules = st.randoms(use_true_random=False).map(random_schedule)
+
+
+def simulate(rows: tuple[Step, ...]) -> bool:
+    """Whether a run of a table succeeds, found by running it: nothing here is shared with the validator."""
+    if not rows:
+        return False
+    furthest = max(row.offset for row in rows)
+    num_batches = 2 * (furthest + 1) + 1
+    done: dict[int, list[Stage]] = defaultdict(list)
+    for iteration in range(-furthest, num_batches):
+        for row in rows:
+            if row.stage in TRAINER and (row.offset != 0 or row.stream is not StreamName.COMPUTE):
+                return False  # the trainer runs these itself, on the batch being trained
+            batch = iteration + row.offset
+            if not 0 <= batch < num_batches:
+                continue
+            needed = LIFE_OF_A_BATCH[: LIFE_OF_A_BATCH.index(row.stage)]
+            # Sparse stages may be left out altogether, so only those of this table are needed before the forward.
+            table = {other.stage for other in rows}
+            if done[batch] != [stage for stage in needed if stage in table]:
+                return False
+            done[batch].append(row.stage)
+    return all(tuple(done[batch]) in (LIFE_OF_A_BATCH, WITHOUT_SPARSE) for batch in range(num_batches))
+
+
+@st.composite
+def tables(draw: st.DrawFn) -> tuple[Step, ...]:
+    """Tables that can run, and tables that almost can: rows moved, shifted, doubled, dropped."""
+    rows = list(draw(schedules).steps)
+    for _ in range(draw(st.integers(0, 2))):
+        index = draw(st.integers(0, len(rows) - 1))
+        row = rows[index]
+        match draw(st.sampled_from(["move", "shift", "stream", "double", "drop"])):
+            case "move":
+                rows.insert(draw(st.integers(0, len(rows) - 1)), rows.pop(index))
+            case "shift":
+                rows[index] = Step(row.stage, row.offset + draw(st.sampled_from([-1, 1])), row.stream)
+            case "stream":
+                rows[index] = Step(row.stage, row.offset, draw(st.sampled_from(StreamName)))
+            case "double":
+                rows.append(row)
+            case "drop" if len(rows) > 1:
+                del rows[index]
+    return tuple(rows)
+
+
+@given(tables())
+def test_a_table_is_accepted_exactly_when_its_run_succeeds(rows: tuple[Step, ...]) -> None:
+    try:
+        Schedule("drawn", rows)
+        accepted = True
+    except ScheduleError:
+        accepted = False
+    assert accepted == simulate(rows), " ".join(map(str, rows))
+
+
+@given(st.lists(st.builds(Step, st.sampled_from(Stage), st.integers(0, 3), st.sampled_from(StreamName))))
+def test_a_table_of_any_rows_is_accepted_exactly_when_its_run_succeeds(rows: list[Step]) -> None:
+    try:
+        Schedule("drawn", tuple(rows))
+        accepted = True
+    except ScheduleError:
+        accepted = False
+    assert accepted == simulate(tuple(rows)), " ".join(map(str, rows))
+
+
+def test_the_simulation_itself_accepts_and_refuses() -> None:
+    rows = FUSED_SPARSE_DIST.steps
+    assert simulate(rows)
+    assert not simulate(rows[1:])
+    assert not simulate(tuple(reversed(rows)))
+
+
+@given(schedules)
+def test_text_round_trips(schedule: Schedule) -> None:
+    assert Schedule.parse(str(schedule)) == schedule
+
+
+def test_text_of_every_mode_round_trips(mode: Schedule) -> None:
+    assert Schedule.parse(str(mode)) == mode
+    assert Schedule.parse(f"  {str(mode).replace(' ', '   ')}  ") == mode
+
+
+def test_the_text_form_is_stable() -> None:
+    assert str(FUSED_SPARSE_DIST) == (
+        "fused_sparse_dist: input_splits_dist+1/data_dist dense_forward+0/compute copy_batch_to_device+2/memcpy "
+        "input_data_dist+1/data_dist backward+0/compute embedding_lookup+1/lookup optimizer_step+0/compute"
+    )
+
+
+@given(schedules)
+def test_issue_order_is_what_a_run_from_the_fill_to_the_drain_issues(schedule: Schedule) -> None:
+    for num_batches in range(2 * schedule.depth + 1):
+        order = schedule.issue_order(num_batches)
+        for batch in range(num_batches):
+            stages = [step.stage for _, step, index in order if index == batch]
+            assert tuple(stages) in (LIFE_OF_A_BATCH, WITHOUT_SPARSE)
+        iterations = [iteration for iteration, _, _ in order]
+        assert iterations == sorted(iterations)
+        assert len(order) == num_batches * len(schedule.steps)
+
+
+def test_issue_order_of_a_short_run() -> None:
+    #  iteration |     -2    |     -1           |    0           |   1
+    #  memcpy    | C0        | C1               |                |
+    #  data_dist |           | S0    D0         | S1    D1       |
+    #  lookup    |           |          L0      |          L1    |
+    #  compute   |           |                  |    F0    B0 O0 |   F1 B1 O1
+    order = [(iteration, step.stage, batch) for iteration, step, batch in FUSED_SPARSE_DIST.issue_order(2)]
+    copy, splits, data, lookup, forward, backward, step = Stage
+    assert order == [
+        (-2, copy, 0),
+        (-1, splits, 0),
+        (-1, copy, 1),
+        (-1, data, 0),
+        (-1, lookup, 0),
+        (0, splits, 1),
+        (0, forward, 0),
+        (0, data, 1),
+        (0, backward, 0),
+        (0, lookup, 1),
+        (0, step, 0),
+        (1, forward, 1),
+        (1, backward, 1),
+        (1, step, 1),
+    ]
+
+
+def simulated_staleness(schedule: Schedule) -> int:
+    """Count, in the middle of a run, the updates before a batch that its lookup comes too early for."""
+    if not schedule.has_sparse_stages:
+        return 0
+    written: set[int] = set()
+    batch = 4 * schedule.depth
+    for _, step, index in schedule.issue_order(batch + 1):
+        if step.stage is Stage.BACKWARD:
+            written.add(index)
+        if step.stage is Stage.EMBEDDING_LOOKUP and index == batch:
+            return len(set(range(batch)) - written)
+    raise AssertionError("no lookup")
+
+
+@given(schedules)
+def test_staleness_and_depth_are_those_of_a_run(schedule: Schedule) -> None:
+    assert schedule.staleness == simulated_staleness(schedule)
+    fetched, num_done, most = 0, 0, 0
+    for _, step, _ in schedule.issue_order(4 * schedule.depth):
+        fetched += step.stage is Stage.COPY_BATCH_TO_DEVICE
+        most = max(most, fetched - num_done)
+        num_done += step.stage is Stage.OPTIMIZER_STEP
+    # A copy below OPTIMIZER_STEP comes when the trained batch is over, though the iteration is not.
+    copy = schedule.row(Stage.COPY_BATCH_TO_DEVICE)
+    assert copy is not None
+    below = schedule.position(Stage.COPY_BATCH_TO_DEVICE) > schedule.position(Stage.OPTIMIZER_STEP)
+    assert most == copy.offset + (not below)
+    assert schedule.depth == copy.offset + 1
+
+
+@given(schedules)
+def test_tables_of_the_dense_optimizer_are_looked_up_after_its_step_and_before_the_next_forward(
+    schedule: Schedule,
+) -> None:
+    lookup = schedule.row(Stage.EMBEDDING_LOOKUP)
+    deferred = schedule.dense_owned_lookup
+    if lookup is None:
+        assert deferred is None
+    elif deferred is None:
+        fresh = lookup.offset == 0 or schedule.position(lookup.stage) > schedule.position(Stage.OPTIMIZER_STEP)
+        assert fresh
+        assert lookup.offset <= 1
+    else:
+        assert deferred == Step(Stage.EMBEDDING_LOOKUP, 1, lookup.stream)
+
+
+# -- what is wrong with a table --------------------------------------------------------------------------------
+
+
+def change(mode: str, *, drop: Stage | None = None, rows: dict[int, str] | None = None) -> str:
+    """Return the text of a mode with rows replaced or left out."""
+    texts = [str(step) for step in MODES[mode]]
+    for index, text in (rows or {}).items():
+        texts[index] = text
+    return "mine: " + " ".join(text for text in texts if drop is None or not text.startswith(f"{drop}+"))
+
+
+WRONG = {
+    "lookup_above_its_input": (
+        "mine: copy_batch_to_device+1/memcpy input_splits_dist+1/data_dist embedding_lookup+1/lookup "
+        "dense_forward+0/compute input_data_dist+1/data_dist backward+0/compute optimizer_step+0/compute",
+        """\
+'mine': embedding_lookup+1 (row 3) runs before input_data_dist+1 (row 5) of the same batch.
+     1  copy_batch_to_device+1/memcpy
+     2  input_splits_dist+1/data_dist
+  >  3  embedding_lookup+1/lookup        <-- here
+     4  dense_forward+0/compute
+     5  input_data_dist+1/data_dist
+     6  backward+0/compute
+     7  optimizer_step+0/compute
+  Move input_data_dist above row 3, or raise its batch offset to +2.""",
+    ),
+    "offsets_the_wrong_way": (
+        "mine: copy_batch_to_device+0/compute input_splits_dist+1/data_dist input_data_dist+0/data_dist "
+        "embedding_lookup+0/compute dense_forward+0/compute backward+0/compute optimizer_step+0/compute",
+        """\
+'mine': input_splits_dist+1 (row 2) runs before copy_batch_to_device+0 (row 1) of the same batch.
+     1  copy_batch_to_device+0/compute
+  >  2  input_splits_dist+1/data_dist        <-- here
+     3  input_data_dist+0/data_dist
+     4  embedding_lookup+0/compute
+     5  dense_forward+0/compute
+     6  backward+0/compute
+     7  optimizer_step+0/compute
+  Raise the offset of copy_batch_to_device to at least +1, or lower that of input_splits_dist.""",
+    ),
+    "a_stage_twice": (
+        "mine: copy_batch_to_device+1/memcpy dense_forward+0/compute copy_batch_to_device+0/memcpy backward+0/compute",
+        """\
+'mine': copy_batch_to_device occurs twice.
+     1  copy_batch_to_device+1/memcpy
+     2  dense_forward+0/compute
+  >  3  copy_batch_to_device+0/memcpy   <-- here
+     4  backward+0/compute
+  Keep one row per stage.""",
+    ),
+    "no_backward": (
+        change("base", drop=Stage.BACKWARD),
+        """\
+'mine': backward is missing.
+     1  copy_batch_to_device+0/compute
+     2  dense_forward+0/compute
+     3  optimizer_step+0/compute
+  Add a row Step(BACKWARD, 0, ...).""",
+    ),
+    "training_ahead": (
+        change("base", rows={2: "backward+1/compute"}),
+        """\
+'mine': backward (row 3) has offset 1.
+     1  copy_batch_to_device+0/compute
+     2  dense_forward+0/compute
+  >  3  backward+1/compute               <-- here
+     4  optimizer_step+0/compute
+  The trainer runs it on the batch being trained: offset 0.""",
+    ),
+    "training_on_another_stream": (
+        change("base", rows={2: "backward+0/lookup"}),
+        """\
+'mine': backward (row 3) is on stream lookup.
+     1  copy_batch_to_device+0/compute
+     2  dense_forward+0/compute
+  >  3  backward+0/lookup                <-- here
+     4  optimizer_step+0/compute
+  The trainer runs it on the compute stream.""",
+    ),
+    "half_of_the_sparse_stages": (
+        change("sparse_dist", drop=Stage.INPUT_DATA_DIST),
+        """\
+'mine': input_data_dist is missing.
+     1  embedding_lookup+0/compute
+     2  input_splits_dist+1/data_dist
+     3  dense_forward+0/compute
+     4  copy_batch_to_device+2/memcpy
+     5  backward+0/compute
+     6  optimizer_step+0/compute
+  Give all of the sparse stages a row, or none of them.""",
+    ),
+}
+
+
+@pytest.mark.parametrize(("text", "message"), WRONG.values(), ids=WRONG.keys())
+def test_a_wrong_table_is_printed_with_the_bad_row_marked(text: str, message: str) -> None:
+    with pytest.raises(ScheduleError) as caught:
+        Schedule.parse(text)
+    assert [line.rstrip() for line in str(caught.value).splitlines()] == _aligned(message)
+
+
+def _aligned(message: str) -> list[str]:
+    """Set the arrow where the widest row ends, so that the tables above stay readable."""
+    lines = message.splitlines()
+    width = max(len(line.partition("<--")[0].rstrip()) for line in lines[1:-1])
+    return [
+        f"{line.partition('<--')[0].rstrip():{width}s}   <-- here" if "<--" in line else line.rstrip() for line in lines
+    ]
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("copy_batch_to_device+0/compute", "expected 'name: stage+offset/stream ...', got 'copy_batch"),
+        (": dense_forward+0/compute", "expected 'name: stage+offset/stream ...'"),
+        ("mine: dense_forward", "'mine': expected 'stage+offset/stream', got 'dense_forward'"),
+        ("mine: dense_forward-1/compute", "expected 'stage+offset/stream', got 'dense_forward-1/compute'"),
+        ("mine: dense_forwards+0/compute", "'dense_forwards+0/compute' names an unknown stage or stream"),
+        ("mine: dense_forward+0/gpu", "Known stages: copy_batch_to_device, .*; streams: compute, memcpy, data_dist"),
+        ("mine:", "copy_batch_to_device is missing"),
+        ("My mode: ", "lower case letters, digits and '_', got 'My mode'"),
+    ],
+)
+def test_wrong_text_is_refused(text: str, message: str) -> None:
+    with pytest.raises(ScheduleError, match=message if ".*" in message else re.escape(message)):
+        Schedule.parse(text)
+
+
+def test_a_row_that_is_no_step_is_refused() -> None:
+    with pytest.raises(ScheduleError, match="row 1 is 'backward'; expected a Step"):
+        Schedule("mine", ("backward",))  # type: ignore[arg-type]
+
+
+def test_a_negative_offset_is_refused() -> None:
+    rows = tuple(Step(s.stage, -1, s.stream) if s.stage is Stage.BACKWARD else s for s in MODES["base"])
+    with pytest.raises(ScheduleError, match="backward has offset -1"):
+        Schedule("mine", rows)
+
+
+def test_an_error_is_a_value_error() -> None:
+    assert issubclass(ScheduleError, ValueError)
