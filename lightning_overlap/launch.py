@@ -15,10 +15,10 @@ import traceback
 import uuid
 from collections.abc import Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException
-from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
-from torch.distributed.launcher import LaunchConfig, elastic_launch
+if TYPE_CHECKING:
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
 SHUTDOWN_S = 5
 """Between asking the other ranks to stop and killing them."""
@@ -43,6 +43,11 @@ def under_launcher() -> bool:
     return "LOCAL_RANK" in os.environ or "SLURM_PROCID" in os.environ
 
 
+def rank() -> int:
+    """Return this process's rank among all, from the launcher's variables; 0 outside of any."""
+    return int(os.environ.get("RANK", os.environ.get("SLURM_PROCID", "0")))
+
+
 def run_ranks(num_ranks: int, module: str, folder: Path) -> None:
     """Run `python -m module folder` on every rank, as torchrun does, until all have ended.
 
@@ -50,6 +55,11 @@ def run_ranks(num_ranks: int, module: str, folder: Path) -> None:
         RankFailedError: A rank failed. All others have been ended.
         InterruptedRunError: A signal asked this process to stop. All ranks have been ended.
     """
+    # Not at the top: the command asks this file who it is before it can spend seconds on importing torch.
+    from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+    from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+
     with tempfile.TemporaryDirectory(prefix="overlap_train_") as scratch:
         config = LaunchConfig(
             min_nodes=1,
@@ -79,30 +89,30 @@ def end_with_parent() -> None:
         ctypes.CDLL(None).prctl(pr_set_pdeathsig, signal.SIGKILL)
 
 
-def write_failure(folder: Path, rank: int, error: BaseException) -> None:
+def write_failure(folder: Path, error: BaseException) -> None:
     """Leave this rank's error where `run_ranks` looks for it."""
     (folder / "errors").mkdir(exist_ok=True, parents=True)
     failure = {
         "time": time.time(),
-        "rank": rank,
+        "rank": rank(),
         "message": f"{type(error).__name__}: {error}",
         "traceback": "".join(traceback.format_exception(error)),
     }
-    (folder / "errors" / f"rank_{rank}.json").write_text(json.dumps(failure), encoding="utf-8")
-    (folder / "errors" / f"rank_{rank}.txt").write_text(str(failure["traceback"]), encoding="utf-8")
+    (folder / "errors" / f"rank_{rank()}.json").write_text(json.dumps(failure), encoding="utf-8")
+    (folder / "errors" / f"rank_{rank()}.txt").write_text(str(failure["traceback"]), encoding="utf-8")
 
 
 def _first_failure(folder: Path, err: ChildFailedError) -> str:
     """Describe the first cause: a rank that lost its peer, or was told to stop, failed later than that peer."""
-    killed = [rank for rank, failure in err.failures.items() if failure.exitcode < 0]
-    written = [json.loads(path.read_text(encoding="utf-8")) for path in (folder / "errors").glob("rank_*.json")]
-    if not written or any(not (folder / "errors" / f"rank_{rank}.json").exists() for rank in killed):
-        rank, failure = err.get_first_failure()
-        rank, failure = (killed[0], err.failures[killed[0]]) if killed else (rank, failure)
-        reason = f"killed by {failure.signal_name()}" if killed else f"ended with exit code {failure.exitcode}"
-        return f"rank {rank}: {reason}"
+    errors = {int(path.stem.removeprefix("rank_")): path for path in (folder / "errors").glob("rank_*.json")}
+    silent = {number: failure for number, failure in err.failures.items() if number not in errors}
+    if silent:  # killed, or ended in the middle of native code: the others' errors follow from it
+        number, failure = min(silent.items(), key=lambda item: item[1].exitcode)
+        how = f"killed by {failure.signal_name()}" if failure.exitcode < 0 else f"exit code {failure.exitcode}"
+        return f"rank {number}: {how}"
+    written = [json.loads(path.read_text(encoding="utf-8")) for path in errors.values()]
     first = min(written, key=lambda failure: float(failure["time"]))
-    return f"rank {first['rank']}: {first['message']}\n  traceback: {folder / 'errors' / 'rank_'}{first['rank']}.txt"
+    return f"rank {first['rank']}: {first['message']}\n  traceback: {folder / 'errors'}/rank_{first['rank']}.txt"
 
 
 @contextlib.contextmanager

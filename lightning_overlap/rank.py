@@ -20,8 +20,9 @@ from lightning.pytorch import Callback, LightningModule, Trainer, seed_everythin
 from torch import Tensor
 
 from . import launch, recipe, report
-from .recipe import Config
+from .choices import Config, modes
 from .schedule import Schedule
+from .stages import Stage
 
 
 class StepClock(Callback):
@@ -81,14 +82,14 @@ def train(config: Config, folder: Path) -> bool:
     on_cpu = config["trainer"].get("accelerator") == "cpu"
     if (num_threads := config["threads_per_rank"] or (1 if on_cpu else None)) is not None:
         torch.set_num_threads(num_threads)
-    schedules = recipe.modes(config)
+    schedules = modes(config)
     results = []
     for place, schedule in enumerate(schedules, start=1):
-        if launch_rank() == 0 and len(schedules) > 1:
+        if launch.rank() == 0 and len(schedules) > 1:
             print(f"{schedule.name} ({place} of {len(schedules)})", flush=True)
         results.append(train_mode(config, schedule, folder))
     verdict, kept = report.compare(results)
-    if launch_rank() == 0:
+    if launch.rank() == 0:
         report.write(folder, results, config["metric"])
         print(f"\n{report.table(results)}")
         if len(results) > 1:
@@ -111,17 +112,20 @@ def train_mode(config: Config, schedule: Schedule, folder: Path) -> report.ModeR
     trainer.test(model, datamodule=data, verbose=False)
     metrics |= _numbers(trainer.callback_metrics)
 
-    mine = {"losses": clock.losses, "step_ms": clock.step_ms, "peak_memory": _peak_memory(strategy.root_device)}
+    memory = _peak_memory(strategy.root_device)
+    mine = {"losses": clock.losses, "step_ms": clock.step_ms, "peak_memory": memory}
     ranks: list[dict[str, Any]] = [{} for _ in range(trainer.world_size)]
     dist.all_gather_object(ranks, mine)
     losses_RS = torch.stack([rank["losses"] for rank in ranks])  # R ranks, S steps
     bits_SR = losses_RS.T.contiguous().numpy()
+    lookup = schedule.row(Stage.EMBEDDING_LOOKUP)
+    looks_ahead = lookup is not None and lookup.offset > 0
     batch_size = getattr(data, "batch_size", None)
     slowest_ms = max(sum(rank["step_ms"][1:]) for rank in ranks)
     num_samples = (len(clock.step_ms) - 1) * trainer.world_size * (batch_size or 0)
     return report.ModeResult(
         mode=schedule.name,
-        stream=config["stream"]["name"],
+        stream=config["stream"]["name"] if looks_ahead else "-",
         staleness=schedule.staleness,
         num_ranks=trainer.world_size,
         losses=losses_RS.double().mean(dim=0).tolist(),
@@ -130,15 +134,10 @@ def train_mode(config: Config, schedule: Schedule, folder: Path) -> report.ModeR
         step_ms_p90=max(report.percentile(rank["step_ms"], 90) for rank in ranks),
         samples_per_s=num_samples / slowest_ms * 1e3 if batch_size and slowest_ms else None,
         losses_sha256=hashlib.sha256(bits_SR.tobytes()).hexdigest(),
-        peak_memory={name: max(rank["peak_memory"][name] for rank in ranks) for name in mine["peak_memory"]},
+        peak_memory={name: max(rank["peak_memory"][name] for rank in ranks) for name in memory},
         metrics={name: value for name, value in metrics.items() if name.startswith(("val", "test"))},
         loss_bits=[step.tobytes() for step in bits_SR],
     )
-
-
-def launch_rank() -> int:
-    """Return this process's rank among all, from the launcher's variables."""
-    return int(os.environ.get("RANK", os.environ.get("SLURM_PROCID", "0")))
 
 
 def main(folder: Path) -> int:
@@ -150,7 +149,8 @@ def main(folder: Path) -> int:
 
 def _calm_down() -> None:
     """Keep back what the libraries say about themselves; a progress bar and a table follow."""
-    logging.getLogger("lightning.pytorch").setLevel(logging.WARNING)
+    for talkative in ("lightning.pytorch", "lightning.fabric"):
+        logging.getLogger(talkative).setLevel(logging.WARNING)
     for noisy in (
         "torchrec.distributed.planner.types",  # how the strategy is to make its topology
         "torchrec.distributed.planner.storage_reservations",  # an estimate that tables on `meta` do not need
@@ -202,7 +202,7 @@ def _run(folder: Path) -> None:
     try:
         exit_code = main(folder)
     except BaseException as err:  # also SystemExit: Lightning turns Ctrl-C into it
-        launch.write_failure(folder, launch_rank(), err)
+        launch.write_failure(folder, err)
         # Leave at once: the other ranks wait in a collective that this one never joins, and so would a clean exit.
         sys.stdout.flush()
         os._exit(1)

@@ -1,4 +1,4 @@
-"""From a plain config to what it names: data, model, strategy, trainer. And what can be checked before a rank starts."""
+"""From a plain config to the data, model, strategy and trainer it names; and checks of it before a rank starts."""
 
 from __future__ import annotations
 
@@ -12,13 +12,11 @@ from hydra.errors import InstantiationException
 from hydra.utils import get_object, instantiate
 from lightning.pytorch import Callback, LightningDataModule, LightningModule, Trainer
 
-from .modes import resolve_schedule, resolve_stream, unknown_name_message
+from .choices import Config, modes
+from .modes import unknown_name_message
 from .schedule import Schedule
 from .sharding import find_tables
 from .strategy import OverlapEmbeddingStrategy
-
-Config = Mapping[str, Any]
-"""The composed config as plain containers; nothing behind this file sees OmegaConf's."""
 
 TRAINER_DEFAULTS: Mapping[str, Any] = {
     "enable_checkpointing": False,
@@ -27,18 +25,6 @@ TRAINER_DEFAULTS: Mapping[str, Any] = {
     "use_distributed_sampler": False,  # the data modules deal out rows to ranks themselves
 }
 """Where the command differs from `Trainer`."""
-
-
-def modes(config: Config) -> list[Schedule]:
-    """Return the schedules to train, the one asked for last.
-
-    Raises:
-        ValueError: An unknown mode, or a schedule that cannot run.
-    """
-    own = config["pipeline"].get("schedule")
-    wanted = Schedule.parse(own) if own else resolve_schedule(config["pipeline"]["name"])
-    others = [resolve_schedule(name) for name in config["compare"]]
-    return [other for other in others if other != wanted] + [wanted]
 
 
 def num_ranks(config: Config) -> int:
@@ -61,8 +47,7 @@ def num_ranks(config: Config) -> int:
         raise ValueError(f"trainer.devices is a number of ranks, a list of devices or 'auto', got {devices!r}.")
     if on_cuda and num > available:
         raise ValueError(
-            f"trainer.accelerator='{config['trainer']['accelerator']}' with trainer.devices={devices!r} needs {num} CUDA "
-            f"devices, found {available}. Lower trainer.devices, or take trainer=cpu."
+            f"trainer.devices={devices!r} needs {num} CUDA devices, found {available}. Lower it, or take trainer=cpu."
         )
     return num
 
@@ -121,30 +106,22 @@ def complete(config: Config) -> dict[str, Any]:
     filled = dict(config)
     for group in ("data", "model"):
         parameters = inspect.signature(get_object(config[group]["_target_"])).parameters.values()
-        defaults = {p.name: p.default for p in parameters if p.default is not inspect.Parameter.empty}
-        filled[group] = config[group] | {name: _plain(defaults[name]) for name in defaults.keys() - config[group].keys()}
+        defaults = {p.name: _plain(p.default) for p in parameters if p.default is not inspect.Parameter.empty}
+        filled[group] = config[group] | {name: defaults[name] for name in defaults if name not in config[group]}
     filled["trainer"] = {**TRAINER_DEFAULTS, **config["trainer"]}
     return filled
 
 
 def check(config: Config) -> None:
-    """Check everything that can be known before a rank starts.
+    """Check what can be known before a rank starts, beyond `choices.check`.
 
     Raises:
-        ValueError: Unknown mode, stream, option or table, a Schedule that cannot run, a sharding type that the device
-            lacks, `precision=16-mixed`, or malformed data files.
+        ValueError: An unknown option or table, a sharding type that the device lacks, or malformed data files.
         OSError: Data files that are missing or may not be read.
         TypeError: An argument of the wrong type.
     """
-    modes(config)
-    resolve_stream(config["stream"]["name"])
     num_ranks(config)
     _check_names("trainer", config["trainer"], inspect.signature(Trainer).parameters)
-    if str(config["trainer"].get("precision")) in ("16-mixed", "16"):
-        raise ValueError(
-            "trainer.precision=16-mixed scales the loss, and fused tables would be updated with scaled gradients "
-            "inside backward. Use trainer.precision=bf16-mixed, which needs no scaling."
-        )
     data = build_data(config)
     check_files = getattr(data, "check", None)
     if check_files is not None:

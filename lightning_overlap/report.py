@@ -17,7 +17,7 @@ class ModeResult:
 
     Attributes:
         mode: The schedule's name.
-        stream: The stream policy.
+        stream: The stream policy, or '-' in a mode without an early lookup.
         staleness: Of the schedule.
         num_ranks: Ranks that trained.
         losses: Mean over ranks, by step.
@@ -28,7 +28,7 @@ class ModeResult:
         losses_sha256: Digest of all ranks' losses, in float32.
         peak_memory: Of the largest rank; the name says which memory, the number is in bytes.
         metrics: Validation and test metrics.
-        order: Every rank's losses bit for bit, to compare modes by.
+        loss_bits: Every rank's losses, by step, to compare modes by.
     """
 
     mode: str

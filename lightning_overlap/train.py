@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import re
 import sys
 from collections.abc import Iterator, Sequence
@@ -16,7 +15,7 @@ from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from . import launch
+from . import choices, launch
 from .modes import unknown_name_message
 
 _OPTION = re.compile(r"(data|model|trainer|pipeline|stream|sharding|logger|callbacks|strategy)\.[\w.]+=")
@@ -30,7 +29,7 @@ def main() -> None:
         _fail(message, exit_code=2)
     # `++` adds or overrides: the config files name few options, because defaults live in Python.
     sys.argv[1:] = [f"++{argument}" if _OPTION.match(argument) else argument for argument in arguments]
-    if launch.under_launcher() and _rank() != 0:
+    if launch.under_launcher() and launch.rank() != 0:
         sys.argv += ["hydra.run.dir=.", "hydra.output_subdir=null"]  # one run folder is enough
     _hydra_main()
 
@@ -49,7 +48,8 @@ def _hydra_main(composed: DictConfig) -> float | None:
 
 
 def _job(config: dict[str, Any], folder: Path) -> float | None:
-    from . import rank, recipe, report
+    choices.check(config)
+    from . import rank, recipe, report  # torch takes seconds to import: wrong names have been answered by now
 
     recipe.check(config)
     if launch.under_launcher():
@@ -71,7 +71,7 @@ def _job(config: dict[str, Any], folder: Path) -> float | None:
 
 def _headline(config: dict[str, Any], num_ranks: int) -> str:
     model, data = (config[group]["_target_"].rpartition(".")[2] for group in ("model", "data"))
-    modes = [*config["compare"], config["pipeline"]["name"]]
+    modes = [schedule.name for schedule in choices.modes(config)]
     sharding = config["sharding"].get("type") or "planner"
     return (
         f"overlap-train: {model} on {data}, {num_ranks} ranks, pipeline {', '.join(modes)}, "
@@ -116,10 +116,6 @@ def _config_dirs(arguments: Sequence[str]) -> Iterator[str]:
         flag, equals, value = argument.partition("=")
         if flag in ("--config-dir", "-cd"):
             yield value if equals else "".join(arguments[place + 1 : place + 2])
-
-
-def _rank() -> int:
-    return int(os.environ.get("RANK", os.environ.get("SLURM_PROCID", "0")))
 
 
 def _fail(message: str, exit_code: int = 1) -> None:
