@@ -34,7 +34,8 @@ class Ranks:
         self._processes = []
         for rank in range(world_size):
             ours, theirs = _CONTEXT.Pipe()
-            process = _CONTEXT.Process(target=_serve, args=(rank, world_size, port, device_type, theirs), daemon=True)
+            # Not daemonic: data loaders have workers of their own. When this end of the pipe goes, a rank ends.
+            process = _CONTEXT.Process(target=_serve, args=(rank, world_size, port, device_type, theirs))
             process.start()
             theirs.close()
             self._pipes.append(ours)

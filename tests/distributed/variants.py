@@ -8,13 +8,14 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.utils.data import DataLoader
 from torchrec import KeyedJaggedTensor
 
 from lightning_overlap import OverlapEmbeddingStrategy
 
-from .cases import SEQUENCE, TABLE_WISE, TWO_COLLECTIONS, Batch, Batches, Model, make_batch
+from .cases import SEQUENCE, TABLE_WISE, TWO_COLLECTIONS, Batch, Batches, Model, make_batch, make_plan
 from .fits import make_trainer
 
 NUM_STEPS = 12
@@ -173,7 +174,8 @@ def run(model: str, pipeline: str, structure: str = "dataclass", num_steps: int 
         early += kind == "wait" and str(stage) == "embedding_lookup"
 
     module = cls(case)
-    strategy = OverlapEmbeddingStrategy(pipeline=pipeline, sharding="table_wise", observer=observe)
+    plan = make_plan(case, module, dist.get_world_size())
+    strategy = OverlapEmbeddingStrategy(pipeline=pipeline, sharding=plan, observer=observe)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         make_trainer(strategy).fit(module, datamodule=Variant(case, structure, num_steps))

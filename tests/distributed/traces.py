@@ -1,0 +1,129 @@
+"""A module that writes down what Lightning tells it, to compare strategies hook by hook. Run by ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from lightning.pytorch import LightningDataModule
+from lightning.pytorch.strategies import DDPStrategy
+from torch import Tensor
+from torch.utils.data import DataLoader, Dataset, IterableDataset
+
+from lightning_overlap import OverlapEmbeddingStrategy
+
+from .cases import TABLE_WISE, Batch, Model, make_batch
+from .fits import make_trainer
+
+NUM_TRAIN, NUM_VAL = 9, 3
+
+
+class _Sized(Dataset):
+    def __init__(self, first: int, num: int, rank: int) -> None:
+        self.first, self.num, self.rank = first, num, rank
+
+    def __len__(self) -> int:
+        return self.num
+
+    def __getitem__(self, index: int) -> Batch:
+        if index >= self.num:
+            raise IndexError(index)
+        return make_batch(TABLE_WISE, self.first + index, self.rank, batch_size=4)
+
+
+class _Unsized(IterableDataset):
+    def __init__(self, first: int, num: int, rank: int) -> None:
+        self.sized = _Sized(first, num, rank)
+
+    def __iter__(self) -> Iterator[Batch]:
+        return (self.sized[index] for index in range(self.sized.num))
+
+
+class _WithNone(_Sized):
+    def __getitem__(self, index: int) -> Any:
+        return None if index in (0, 4) else super().__getitem__(index)
+
+
+LOADERS: dict[str, Any] = {
+    "sized": lambda *args: DataLoader(_Sized(*args), batch_size=None),
+    "unsized": lambda *args: DataLoader(_Unsized(*args), batch_size=None),
+    "workers": lambda *args: DataLoader(_Sized(*args), batch_size=None, num_workers=1, persistent_workers=True),
+    "none_batches": lambda *args: DataLoader(_WithNone(*args), batch_size=None),
+}
+
+
+class Data(LightningDataModule):
+    def __init__(self, loader: str) -> None:
+        super().__init__()
+        self.loader = loader
+        self.fetched: list[int] = []
+
+    def train_dataloader(self) -> DataLoader:
+        return LOADERS[self.loader](0, NUM_TRAIN, self.trainer.global_rank)
+
+    def val_dataloader(self) -> DataLoader:
+        return LOADERS["sized"](1000, NUM_VAL, self.trainer.global_rank)
+
+
+class Traced(Model):
+    """Writes (event, details) for every hook that counts batches."""
+
+    def __init__(self, fused_optimizer: bool, stop: str | None = None) -> None:
+        super().__init__(TABLE_WISE, fused_optimizer=fused_optimizer)
+        self.trace: list[tuple[Any, ...]] = []
+        self.transfers: list[int] = []
+        self.stop = stop
+        self.skips_steps = stop == "no_loss"
+
+    def _write(self, event: str, batch: Any = None, *details: Any) -> None:
+        index = batch.inputs["sparse"][1] if batch is not None else None
+        loop = self.trainer.fit_loop.epoch_loop
+        last = loop.batch_progress.is_last_batch
+        self.trace.append((event, self.trainer.current_epoch, index, self.global_step, last, *details))
+
+    def on_train_epoch_start(self) -> None:
+        self._write("epoch_start")
+
+    def on_train_epoch_end(self) -> None:
+        self._write("epoch_end")
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> int | None:
+        self._write("batch_start", batch, batch_idx)
+        return -1 if self.stop == "minus_one" and batch_idx == 4 else None
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        self._write("batch_end", batch, batch_idx)
+
+    def training_step(self, batch: Batch, batch_idx: int) -> Tensor | None:
+        self._write("training_step", batch, batch_idx)
+        if self.stop == "should_stop" and batch_idx == 4:
+            self.trainer.should_stop = True
+        loss = super().training_step(batch, batch_idx)
+        return None if self.skips_steps and batch_idx % 4 == 2 else loss
+
+    def optimizer_step(self, *args: Any, **kwargs: Any) -> None:
+        super().optimizer_step(*args, **kwargs)
+        self._write("optimizer_step")
+
+    def validation_step(self, batch: Batch, batch_idx: int) -> None:
+        self._write("validation_step", batch, batch_idx)
+        self(batch)
+
+    def on_before_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
+        self.transfers.append(-1 if batch is None else batch.inputs["sparse"][1])
+        return batch
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return super().configure_optimizers()
+
+
+def trace(pipeline: str | None, loader: str, stop: str | None, kwargs: dict[str, Any]) -> tuple[list[Any], list[int]]:
+    """Fit under a mode (None: DDPStrategy); return the trace and the batches transferred, validation left out."""
+    model = Traced(fused_optimizer=pipeline is not None, stop=stop)
+    strategy: Any = DDPStrategy()
+    if pipeline is not None:
+        strategy = OverlapEmbeddingStrategy(pipeline=pipeline, sharding="table_wise")
+    trainer = make_trainer(strategy, **{"num_sanity_val_steps": 1, "max_epochs": 2, **kwargs})
+    trainer.fit(model, datamodule=Data(loader))
+    return model.trace, [index for index in model.transfers if index < 1000]
