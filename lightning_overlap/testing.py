@@ -93,7 +93,7 @@ class Mark(NamedTuple):
     batch: int
     module: str = ""
     nth: int = 0
-    """Counts the backwards of one step."""
+    """Counts the forwards and backwards of one step; of lookups, 0 is the early one."""
 
 
 LOADED_WEIGHTS = Mark(None, -1)
@@ -242,6 +242,7 @@ class FakeSparse:
         self.updates: dict[WeightOwner, list[int]] = {owner: [] for owner in WeightOwner}
         self.stages: dict[int, list[Stage]] = {}
         self.served: list[Served] = []
+        self.reads: dict[Mark, tuple[int, ...]] = {}
         self.pending: set[tuple[Stage, int, str]] = set()
         self.forwarded: set[int] = set()
 
@@ -315,8 +316,7 @@ class FakeSparse:
             assert state.received, f"the lookup of batch {inflight.index} comes before its input"
             for owner in sorted(state.owners & owners, key=str):
                 assert owner not in state.seen, f"tables of {owner} looked up twice for batch {inflight.index}"
-                state.seen[owner] = tuple(self.updates[owner])
-                self.streams.do(Mark(Stage.EMBEDDING_LOOKUP, inflight.index, f"{name}/{owner.value}"))
+                state.seen[owner] = self._read(inflight.index, name, owner, nth=0)
             if state.looked_up:
                 self.pending.add((Stage.EMBEDDING_LOOKUP, inflight.index, name))
 
@@ -327,10 +327,7 @@ class FakeSparse:
 
     def drain(self, inflight: InFlightBatch) -> None:
         """Complete every collective that was started for a batch."""
-        if any(state.last is Stage.INPUT_SPLITS_DIST for state in inflight.modules.values()):
-            self.input_data_dist(inflight)
-        self.receive_input(inflight)
-        self.pending -= {(Stage.EMBEDDING_LOOKUP, inflight.index, name) for name in inflight.modules}
+        self.pending -= {(stage, inflight.index, name) for name in inflight.modules for stage in SPARSE_STAGES}
 
     def take_plain_forward(self) -> bool:
         """Whether a module ran its own forward since the last call."""
@@ -343,7 +340,8 @@ class FakeSparse:
         """Do what `training_step` does: call every module once."""
         self.begin(Stage.DENSE_FORWARD, inflight.index)
         self.forwarded.add(inflight.index)
-        self.streams.do(Mark(Stage.DENSE_FORWARD, inflight.index, nth=self._nth(Stage.DENSE_FORWARD, inflight)))
+        nth = self._nth(Stage.DENSE_FORWARD, inflight)
+        self.streams.do(Mark(Stage.DENSE_FORWARD, inflight.index, nth=nth))
         for name in self.modules:
             state = inflight.modules.get(name)
             early = self._current is not None and state is not None and state.looked_up and not state.served
@@ -354,11 +352,17 @@ class FakeSparse:
             else:
                 self._plain_forward = self._plain_forward or self._current is not None
                 self.streams.wait(StreamName.COMPUTE, self.streams.record(self.lookup_stream))
-                state = FakeModuleInFlight(
-                    self.modules[name], seen={owner: tuple(self.updates[owner]) for owner in self.modules[name]}
-                )
+                state = FakeModuleInFlight(self.modules[name])
+                for owner in self.modules[name]:
+                    state.seen[owner] = self._read(inflight.index, name, owner, nth=1 + nth)
             for owner, saw in state.seen.items():
                 self.served.append(Served(inflight.index, name, owner, early, saw))
+
+    def _read(self, index: int, name: str, owner: WeightOwner, nth: int) -> tuple[int, ...]:
+        mark = Mark(Stage.EMBEDDING_LOOKUP, index, f"{name}/{owner.value}", nth)
+        self.reads[mark] = tuple(self.updates[owner])
+        self.streams.do(mark)
+        return self.reads[mark]
 
     def _receive_rows(self, index: int, name: str) -> None:
         self._observe("wait", Stage.EMBEDDING_LOOKUP, index)
@@ -402,6 +406,8 @@ class Run:
     """Every answer of a module to a `training_step`."""
     updates: dict[WeightOwner, list[int]]
     """Batches whose update the tables have, oldest first."""
+    reads: dict[Mark, tuple[int, ...]]
+    """Every lookup, early or in a module's own forward, with the batches whose update it saw."""
     streams: RecordingStreams
     trained: list[int] = field(default_factory=list)
     """Batches in the order they were trained."""
@@ -500,7 +506,9 @@ class FakeTrainer:
         self.streams.before.clear()
         self.streams.do(LOADED_WEIGHTS)
         sparse = self.sparse
-        run = Run(self.schedule, self._timeline, sparse.stages, sparse.served, sparse.updates, self.streams)
+        run = Run(
+            self.schedule, self._timeline, sparse.stages, sparse.served, sparse.updates, sparse.reads, self.streams
+        )
         try:
             while stop_after is None or len(run.trained) < stop_after:
                 self._num_begun += 1
@@ -657,17 +665,10 @@ def _inputs(mark: Mark, run: Run) -> list[Mark]:
             return [Mark(Stage.INPUT_DATA_DIST if mark.module else Stage.INPUT_SPLITS_DIST, mark.batch)]
         case Stage.EMBEDDING_LOOKUP:
             module, _, owner = mark.module.partition("/")
-            saw = next(
-                served.saw
-                for served in run.served
-                if (served.batch, served.module, served.owner) == (mark.batch, module, WeightOwner(owner))
-            )
             table = module if WeightOwner(owner) is WeightOwner.FUSED_BACKWARD else ""
-            return [
-                LOADED_WEIGHTS,
-                Mark(Stage.INPUT_DATA_DIST, mark.batch, module),
-                *(Mark(WeightOwner(owner), batch, table) for batch in saw),
-            ]
+            saw = run.reads[mark]
+            updates = [Mark(WeightOwner(owner), batch, table, saw[:at].count(batch)) for at, batch in enumerate(saw)]
+            return [LOADED_WEIGHTS, *updates, *([] if mark.nth else [Mark(Stage.INPUT_DATA_DIST, mark.batch, module)])]
     return []
 
 
