@@ -27,11 +27,15 @@ def main() -> None:
     arguments = sys.argv[1:]
     for message in _unknown_choices(arguments):
         _fail(message, exit_code=2)
-    # `++` adds or overrides: the config files name few options, because defaults live in Python.
-    sys.argv[1:] = [f"++{argument}" if _OPTION.match(argument) else argument for argument in arguments]
+    sys.argv[1:] = map(add_or_override, arguments)
     if launch.under_launcher() and launch.rank() != 0:
         sys.argv += ["hydra.run.dir=.", "hydra.output_subdir=null"]  # one run folder is enough
     _hydra_main()
+
+
+def add_or_override(argument: str) -> str:
+    """Let `data.batch_size=8` set an option that no config file names: few are named, because defaults live in Python."""
+    return f"++{argument}" if _OPTION.match(argument) else argument
 
 
 @hydra.main(version_base="1.3", config_path="pkg://lightning_overlap.conf", config_name="config")

@@ -1,0 +1,130 @@
+"""Every config file composes and names what exists, and what a config may not say is answered before a rank starts."""
+
+from __future__ import annotations
+
+import gzip
+import inspect
+import re
+from importlib.resources import files
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hydra import compose, initialize_config_module
+from hydra.utils import get_object
+from omegaconf import OmegaConf
+
+from lightning_overlap import MODES, STREAMS, choices, recipe
+from lightning_overlap.train import add_or_override
+
+CONF = Path(str(files("lightning_overlap"))) / "conf"
+GROUPS = ("pipeline", "stream", "model", "data", "sharding", "trainer", "logger", "callbacks", "experiment")
+
+
+def names(group: str) -> list[str]:
+    return sorted(path.stem for path in (CONF / group).glob("*.yaml"))
+
+
+def composed(*overrides: str) -> dict[str, Any]:
+    """The config that the command line `overrides` gives, as the command sees it."""
+    with initialize_config_module("lightning_overlap.conf", version_base="1.3"):
+        config = compose("config", [add_or_override(override) for override in overrides])
+    plain = OmegaConf.to_container(config, resolve=True)
+    assert isinstance(plain, dict)
+    return {str(name): value for name, value in plain.items()}
+
+
+def check(*overrides: str) -> None:
+    config = composed(*overrides)
+    choices.check(config)
+    recipe.check(config)
+
+
+def test_the_groups_are_these() -> None:
+    assert sorted(path.name for path in CONF.iterdir() if path.is_dir() and path.name != "__pycache__") == sorted(GROUPS)
+
+
+@pytest.mark.parametrize("choice", [f"{group}={name}" for group in GROUPS for name in names(group)])
+def test_each_file_composes_and_its_options_exist(choice: str) -> None:
+    config = composed(choice)
+    nodes = [config["model"], config["data"], *config["logger"].values(), *config["callbacks"].values()]
+    for node in nodes:
+        parameters = inspect.signature(get_object(node["_target_"])).parameters
+        assert node.keys() - {"_target_"} <= parameters.keys()
+
+
+def test_each_mode_and_stream_policy_has_a_file_and_a_line_of_help() -> None:
+    assert names("pipeline") == sorted(MODES)
+    assert names("stream") == sorted(STREAMS)
+    for group in ("pipeline", "stream"):
+        for name in names(group):
+            assert composed(f"{group}={name}")[group] == {"name": name}
+    words = (CONF / "config.yaml").read_text(encoding="utf-8").split("template:")[1].split()
+    assert {*MODES, *STREAMS} <= set(words)
+
+
+def test_the_default_choices() -> None:
+    config = composed()
+    assert [schedule.name for schedule in choices.modes(config)] == ["fused_sparse_dist"]
+    assert (config["stream"]["name"], config["sharding"]["type"]) == ("data_dist", "table_wise")
+    assert (config["data"]["_target_"].rpartition(".")[2], recipe.num_ranks(config)) == ("SyntheticDataModule", 2)
+
+
+def test_a_schedule_of_ones_own() -> None:
+    text = "mine: copy_batch_to_device+1/memcpy dense_forward+0/compute backward+0/compute optimizer_step+0/compute"
+    config = composed(f"pipeline.schedule='{text}'", "compare=[base,semi_sync]")
+    assert [str(schedule).partition(":")[0] for schedule in choices.modes(config)] == ["base", "semi_sync", "mine"]
+    assert str(choices.modes(config)[-1]) == text
+
+
+@pytest.mark.parametrize(
+    ("override", "sharding"),
+    [
+        ("sharding=planner", None),
+        ("sharding=column_wise", "column_wise"),
+        ("sharding.tables.cat_1=data_parallel", {"cat_0": "table_wise", "cat_1": "data_parallel"}),
+    ],
+)
+def test_sharding_reaches_the_strategy(override: str, sharding: object) -> None:
+    config = composed(override, "data.num_tables=2")
+    model = recipe.build_model(config, recipe.build_data(config))
+    assert recipe.build_strategy(config, MODES["base"], model).sharding == sharding
+
+
+def test_the_record_of_a_run_holds_the_defaults_that_python_wrote() -> None:
+    record = recipe.complete(composed("data.num_tables=3"))
+    default = inspect.signature(get_object(record["data"]["_target_"])).parameters["batch_size"].default
+    assert (record["data"]["num_tables"], record["data"]["batch_size"]) == (3, default)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (["pipeline.name=semi_sink"], "unknown pipeline 'semi_sink'. Did you mean 'semi_sync'"),
+        (["stream.name=dedicatd"], "unknown stream 'dedicatd'. Did you mean 'dedicated'"),
+        (["compare=[bas]"], "unknown pipeline 'bas'. Did you mean 'base'"),
+        (["pipeline.schedule='mine: copy_batch_to_device+0/compute'"], "'mine': dense_forward is missing"),
+        (["trainer.precision=16-mixed"], "Use trainer.precision=bf16-mixed"),
+        (["trainer.max_stepz=3"], "unknown option of trainer 'max_stepz'. Did you mean 'max_steps'"),
+        (["trainer.devices=none"], "'auto', got 'none'"),
+        (["data.batchsize=3"], "unknown option of data 'batchsize'. Did you mean 'batch_size'"),
+        (["data.batch_size=0"], "batch_size"),
+        (["model.table_rate=1"], "unknown option of model 'table_rate'"),
+        (["sharding.tables.cat_9=table_wise"], "unknown table in sharding 'cat_9'"),
+        (["sharding.type=row_wise"], "sharding of table 'cat_0': 'row_wise' is not possible on cpu"),
+        (["sharding.tables.cat_3=row_wise"], "sharding of table 'cat_3': 'row_wise' is not possible on cpu"),
+    ],
+)
+def test_bad_words_are_answered_before_a_rank_starts(overrides: list[str], message: str) -> None:
+    with pytest.raises(ValueError, match=re.escape(message)):
+        check(*overrides)
+
+
+def test_bad_data_files_are_answered_before_a_rank_starts(tmp_path: Path) -> None:
+    with pytest.raises(FileNotFoundError, match="does not exist"):
+        check("data=adult", f"data.path={tmp_path / 'nowhere.gz'}")
+    with gzip.open(tmp_path / "rows.gz", "wt") as file:
+        file.write("1\t2\t3\n")
+    for data in ("adult", "criteo"):
+        with pytest.raises(ValueError, match=r"rows\.gz:1: expected \d+ "):
+            check(f"data={data}", f"data.path={tmp_path / 'rows.gz'}")
