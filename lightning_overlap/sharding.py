@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import functools
 import os
 import warnings
@@ -25,6 +24,7 @@ from torchrec.distributed.types import ModuleSharder, ParameterSharding, Shardin
 from torchrec.distributed.utils import optimizer_type_to_emb_opt_type
 from torchrec.optim.optimizers import in_backward_optimizer_filter
 
+from .modes import unknown_name_message
 from .sparse import sharded_modules
 
 FusedOptimizer: TypeAlias = tuple[type[torch.optim.Optimizer], Mapping[str, Any]] | functools.partial[Any]
@@ -203,11 +203,7 @@ def _check_sharding(sharding: Sharding, tables: list[Table], device: torch.devic
         )
     for name, kind in wanted.items():
         if name not in known:
-            nearest = difflib.get_close_matches(name, list(known), n=3)
-            hint = f" Did you mean {' or '.join(map(repr, nearest))}?" if nearest else ""
-            raise ValueError(
-                f"sharding names a table {name!r} that the model does not have.{hint} Tables: {_some(known)}."
-            )
+            raise ValueError(f"sharding: {unknown_name_message('table', name, known)}")
         possible = known[name].sharder.sharding_types(device.type)
         if kind not in possible:
             raise ValueError(

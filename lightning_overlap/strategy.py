@@ -312,7 +312,7 @@ class OverlapEmbeddingStrategy(DDPStrategy):
 def _check_start_method(start_method: str) -> None:
     if start_method != "popen":
         raise ValueError(
-            f"start_method={start_method!r}: a {start_method}ed process cannot give its shard of the tables back to "
+            f"start_method={start_method!r}: a process made by {start_method} cannot give its shard of the tables back to "
             "the parent. Run the script itself (start_method='popen', the default) or torchrun."
         )
 

@@ -48,7 +48,9 @@ class _WithNone(_Sized):
 LOADERS: dict[str, Any] = {
     "sized": lambda *args: DataLoader(_Sized(*args), batch_size=None),
     "unsized": lambda *args: DataLoader(_Unsized(*args), batch_size=None),
-    "workers": lambda *args: DataLoader(_Sized(*args), batch_size=None, num_workers=1, persistent_workers=True),
+    "workers": lambda *args: DataLoader(
+        _Sized(*args), batch_size=None, num_workers=1, persistent_workers=True, multiprocessing_context="fork"
+    ),
     "none_batches": lambda *args: DataLoader(_WithNone(*args), batch_size=None),
 }
 

@@ -1,0 +1,147 @@
+"""`overlap-train` as a user meets it: a subprocess, started in another folder, that leaves no rank behind."""
+
+from __future__ import annotations
+
+import csv
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import yaml
+
+ROOT = Path(__file__).resolve().parents[2]
+COMMAND = [sys.executable, "-m", "lightning_overlap.train"]
+SMALL = ("experiment=smoke", "callbacks=none", "logger=none")
+
+BROKEN = """
+from lightning_overlap.data import SyntheticDataModule
+
+class BrokenOnRankOne(SyntheticDataModule):
+    def train_dataloader(self):
+        for index, batch in enumerate(super().train_dataloader()):
+            if self.rank == 1 and index == 5:
+                raise OSError("the disk of rank 1 is gone")
+            yield batch
+"""
+
+
+def environment(**more: str) -> dict[str, str]:
+    launchers = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+    inherited = {name: value for name, value in os.environ.items() if name not in launchers}
+    return inherited | {"PYTHONPATH": str(ROOT)} | more
+
+
+def train(folder: Path, *arguments: str, **variables: str) -> subprocess.CompletedProcess[str]:
+    """Run the command in `folder` and check that no rank outlives it."""
+    done = subprocess.run(
+        [*COMMAND, *arguments],
+        cwd=folder,
+        env=environment(**variables),
+        capture_output=True,
+        text=True,
+        timeout=90,
+        check=False,
+    )
+    assert not ranks_of(folder)
+    return done
+
+
+def ranks_of(folder: Path) -> list[str]:
+    """Command lines of the ranks whose run folder is below `folder`."""
+    listing = subprocess.run(["ps", "-eo", "args"], capture_output=True, text=True, check=True).stdout
+    return [line for line in listing.splitlines() if "lightning_overlap.rank" in line and str(folder) in line]
+
+
+def run_folder(folder: Path) -> Path:
+    (config,) = folder.glob("outputs/*/*/config.yaml")
+    return config.parent
+
+
+def test_two_modes_side_by_side(tmp_path: Path) -> None:
+    done = train(
+        tmp_path, "experiment=smoke", "compare=[base]", "data.batch_size=32", "sharding.tables.cat_1=column_wise"
+    )
+    assert done.returncode == 0, done.stderr
+    assert "Epoch 0: 100%" in done.stdout + done.stderr  # the progress bar
+    lines = [line.split() for line in done.stdout.splitlines()]
+    assert ["mode", "base", "fused_sparse_dist"] in lines
+    assert ["steps", "20", "20"] in lines
+    assert ["staleness", "0", "0"] in lines
+    rows = {line[0]: line[-2:] for line in lines if len(line) > 2}
+    assert rows["losses"] == ["identical:", "yes"] or "losses identical: yes" in done.stdout
+    for name in ("samples/s", "step time median", "step time P90", "final loss", "test auc", "peak memory"):
+        assert f"\n{name}" in done.stdout
+    folder = run_folder(tmp_path)
+    with open(folder / "metrics.csv", encoding="utf-8") as file:
+        steps = list(csv.DictReader(file))
+    losses = {name: [row["loss"] for row in steps if row["mode"] == name] for name in ("base", "fused_sparse_dist")}
+    assert losses["base"] == losses["fused_sparse_dist"]
+    assert len(losses["base"]) == 20
+    record = yaml.safe_load((folder / "config.yaml").read_text(encoding="utf-8"))
+    assert (record["data"]["batch_size"], record["data"]["num_dense"], record["compare"]) == (32, 13, ["base"])
+    summary = json.loads((folder / "summary.json").read_text(encoding="utf-8"))
+    assert 0 < summary["metric"]["value"] < 1
+
+
+def test_a_sweep_trains_each_and_takes_data_parallel_tables(tmp_path: Path) -> None:
+    done = train(tmp_path, "-m", *SMALL, "pipeline=base,semi_sync", "sharding=data_parallel", "trainer.max_steps=6")
+    assert done.returncode == 0, done.stderr
+    summaries = [
+        json.loads(path.read_text(encoding="utf-8")) for path in sorted(tmp_path.glob("multirun/*/*/*/summary.json"))
+    ]
+    assert [summary["modes"][0]["mode"] for summary in summaries] == ["base", "semi_sync"]
+
+
+def test_names_that_do_not_exist(tmp_path: Path) -> None:
+    done = train(tmp_path, "pipeline=fused_sparse_dst")
+    assert done.returncode == 2
+    assert done.stderr.startswith("error: unknown pipeline 'fused_sparse_dst'. Did you mean 'fused_sparse_dist'")
+    assert "Traceback" not in done.stderr
+
+
+def test_a_data_file_that_is_missing(tmp_path: Path) -> None:
+    done = train(tmp_path, "experiment=adult_income", "data.path=../nowhere/adult.data.gz")
+    assert done.returncode == 1
+    assert "error: FileNotFoundError: '../nowhere/adult.data.gz' does not exist" in done.stderr
+    assert f"looked up in {tmp_path}" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_a_rank_that_fails_ends_all_with_its_own_message(tmp_path: Path) -> None:
+    (tmp_path / "conf" / "data").mkdir(parents=True)
+    (tmp_path / "conf" / "data" / "broken.yaml").write_text("_target_: broken_data.BrokenOnRankOne\n", encoding="utf-8")
+    (tmp_path / "broken_data.py").write_text(BROKEN, encoding="utf-8")
+    done = train(
+        tmp_path,
+        *("--config-dir", "conf", "data=broken", "callbacks=none", "logger=none"),
+        PYTHONPATH=os.pathsep.join([str(ROOT), str(tmp_path)]),
+    )
+    assert done.returncode == 1
+    assert "rank 1" in done.stderr
+    assert "OSError: the disk of rank 1 is gone" in done.stderr
+    assert "ChildFailedError" not in done.stderr
+    assert "OSError" in (run_folder(tmp_path) / "errors" / "rank_1.txt").read_text(encoding="utf-8")
+
+
+@pytest.mark.parametrize("signum", [signal.SIGTERM, signal.SIGKILL], ids=["sigterm", "sigkill"])
+def test_a_command_that_is_stopped_leaves_no_rank(tmp_path: Path, signum: signal.Signals) -> None:
+    arguments = ["data.num_batches=100000", "data.batch_size=16", "callbacks=none", "logger=none"]
+    command = subprocess.Popen(
+        [*COMMAND, *arguments], cwd=tmp_path, env=environment(), stderr=subprocess.PIPE, text=True
+    )
+    deadline = time.monotonic() + 60
+    while len(ranks_of(tmp_path)) < 2 and time.monotonic() < deadline:
+        time.sleep(0.2)
+    assert len(ranks_of(tmp_path)) == 2
+    command.send_signal(signum)
+    _, errors = command.communicate(timeout=30)
+    assert command.returncode == (143 if signum == signal.SIGTERM else -9)
+    while ranks_of(tmp_path) and time.monotonic() < deadline:
+        time.sleep(0.1)
+    assert not ranks_of(tmp_path)
+    assert signum == signal.SIGKILL or "error: stopped by SIGTERM" in errors
