@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -20,6 +21,7 @@ from torchrec.streamable import Pipelineable
 from typing_extensions import override
 
 from . import loop
+from .checkpoint import is_folder, load_folder, load_whole, save_folder, whole
 from .executor import Executor, Observer
 from .modes import resolve_schedule, resolve_stream
 from .schedule import Schedule
@@ -257,6 +259,44 @@ class OverlapEmbeddingStrategy(DDPStrategy):
         if self._executor is not None:
             self._executor.reach(stage)
 
+    # -- checkpoints --------------------------------------------------------------------------------------------
+
+    @property
+    @override
+    def restore_checkpoint_after_setup(self) -> bool:
+        # Only sharded tables can take their shards; whole tables are cut up by TorchRec as they are loaded.
+        return True
+
+    @override
+    def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
+        module = self.lightning_module
+        if module is None or not sharded_modules(module):
+            super().save_checkpoint(checkpoint, filepath, storage_options)
+            return
+        if self._executor is not None:
+            self._executor.wait_for_lookups()
+        if self.world_size == 1:
+            super().save_checkpoint(whole(checkpoint, module), filepath, storage_options)
+            return
+        path = Path(self.broadcast(filepath))
+        save_folder(checkpoint, path, module, is_rank_zero=self.is_global_zero, barrier=self.barrier)
+
+    @override
+    def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
+        path = Path(self.broadcast(checkpoint_path))
+        if not is_folder(path):
+            return super().load_checkpoint(checkpoint_path, weights_only)
+        assert self.lightning_module is not None
+        return load_folder(path, self.lightning_module, weights_only=bool(weights_only))
+
+    @override
+    def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
+        if "state_dict" not in checkpoint:  # a folder: load_checkpoint has put everything in place
+            return
+        super().load_model_state_dict(checkpoint, strict)
+        assert self.lightning_module is not None
+        load_whole(checkpoint, self.lightning_module)
+
     # -- the end ------------------------------------------------------------------------------------------------
 
     @override
@@ -312,8 +352,8 @@ class OverlapEmbeddingStrategy(DDPStrategy):
 def _check_start_method(start_method: str) -> None:
     if start_method != "popen":
         raise ValueError(
-            f"start_method={start_method!r}: a process made by {start_method} cannot give its shard of the tables back to "
-            "the parent. Run the script itself (start_method='popen', the default) or torchrun."
+            f"start_method={start_method!r}: a process made by {start_method} cannot give its shard of the tables "
+            "back to the parent. Run the script itself (start_method='popen', the default) or torchrun."
         )
 
 
