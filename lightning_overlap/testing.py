@@ -436,6 +436,7 @@ class FakeTrainer:
         streams: Takes the place of the device's streams.
         executor_type: A subclass to try.
         rank: Named in errors.
+        automatic: Whether the trainer reports each stage; with manual optimization it only knows when all are over.
     """
 
     def __init__(
@@ -447,8 +448,10 @@ class FakeTrainer:
         streams: RecordingStreams | None = None,
         executor_type: type[Executor] = Executor,
         rank: int = 0,
+        automatic: bool = True,
     ) -> None:
         self.schedule = schedule
+        self.automatic = automatic
         self.streams = streams or RecordingStreams()
         lookup = schedule.row(Stage.EMBEDDING_LOOKUP)
         self.sparse = FakeSparse(
@@ -460,7 +463,7 @@ class FakeTrainer:
         )
         device: Streams = self.streams
         self.executor = executor_type(schedule, self, self.sparse, device, observer=self._observe, rank=rank)
-        self._timeline = Timeline(schedule)
+        self.timeline = Timeline(schedule)
         self._num_batches = self._num_fetched = self._num_begun = self._max_in_flight = 0
         self._hold: Mapping[int, int] = {}
 
@@ -500,14 +503,14 @@ class FakeTrainer:
         """
         self.sparse.clear()
         self.sparse.fail_at = fail_at
-        self._timeline = Timeline(self.schedule)
+        self.timeline = Timeline(self.schedule)
         self._num_batches, self._hold = num_batches, {} if hold is None else hold
         self._num_fetched = self._num_begun = self._max_in_flight = 0
         self.streams.before.clear()
         self.streams.do(LOADED_WEIGHTS)
         sparse = self.sparse
         run = Run(
-            self.schedule, self._timeline, sparse.stages, sparse.served, sparse.updates, sparse.reads, self.streams
+            self.schedule, self.timeline, sparse.stages, sparse.served, sparse.updates, sparse.reads, self.streams
         )
         try:
             while stop_after is None or len(run.trained) < stop_after:
@@ -531,14 +534,16 @@ class FakeTrainer:
                 self.sparse.call_modules(inflight)
             if skip:
                 return
-            self.executor.reach(Stage.DENSE_FORWARD)
+            if self.automatic:
+                self.executor.reach(Stage.DENSE_FORWARD)
             self.sparse.backward(inflight)
-            self.executor.reach(Stage.BACKWARD)
+            if self.automatic:
+                self.executor.reach(Stage.BACKWARD)
         self.sparse.step(inflight)
         self.executor.reach(Stage.OPTIMIZER_STEP)
 
     def _observe(self, kind: str, stage: Stage, batch: int) -> None:
-        self._timeline.record(kind, stage, batch)
+        self.timeline.record(kind, stage, batch)
 
 
 def run_schedule(schedule: Schedule, num_batches: int, *, ready: bool = True, **options: Any) -> Run:

@@ -1,0 +1,609 @@
+"""The executor over fake tables: laws, timelines, discovery, failures, the end of the data, the order of streams."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+from hypothesis import Phase, given, settings
+from hypothesis import strategies as st
+
+from lightning_overlap.executor import Executor
+from lightning_overlap.inflight import InFlightBatch
+from lightning_overlap.modes import FUSED_SPARSE_DIST, MODES, SEMI_SYNC, STREAMS
+from lightning_overlap.schedule import Schedule, Step
+from lightning_overlap.stages import SPARSE_STAGES, TRAINING_STAGES, Stage, StreamName, WeightOwner
+from lightning_overlap.testing import (
+    FakeBatch,
+    FakeTrainer,
+    InjectedError,
+    RecordedEvent,
+    RecordingStreams,
+    Run,
+    Timeline,
+    check_in_flight,
+    check_laws,
+    check_stages,
+    check_staleness,
+    check_stream_order,
+    random_schedule,
+    run_schedule,
+)
+
+FUSED, DENSE = WeightOwner.FUSED_BACKWARD, WeightOwner.DENSE_OPTIMIZER
+ONE_FUSED = {"ebc": frozenset({FUSED})}
+ONE_MIXED = {"ebc": frozenset(WeightOwner)}
+
+OVERLAPPING = {name: mode for name, mode in MODES.items() if mode.has_sparse_stages}
+random_schedules = st.randoms(use_true_random=False).map(random_schedule)
+
+overlapping = pytest.mark.parametrize("schedule", OVERLAPPING.values(), ids=OVERLAPPING.keys())
+
+
+UNORDERED_PLAIN_BACKWARD = pytest.mark.xfail(
+    strict=True,
+    reason="the backward of a module's own forward is not ordered after the early lookups that it may overtake",
+)
+
+
+# -- laws -------------------------------------------------------------------------------------------------------
+
+
+def test_laws_hold(mode: Schedule, request: pytest.FixtureRequest) -> None:
+    if mode.staleness:
+        request.applymarker(UNORDERED_PLAIN_BACKWARD)
+    check_laws(mode)
+
+
+@settings(deadline=None, max_examples=50)
+@given(random_schedules, st.booleans())
+def test_laws_1_to_3_hold_for_any_schedule_that_is_accepted(schedule: Schedule, ready: bool) -> None:
+    for num_batches in range(2 * schedule.depth + 1):
+        run = run_schedule(schedule, num_batches, ready=ready)
+        check_stages(run, num_batches, ready=ready)
+        check_in_flight(run)
+        check_staleness(run)
+
+
+@UNORDERED_PLAIN_BACKWARD
+@settings(deadline=None, max_examples=50, phases=(Phase.explicit, Phase.reuse, Phase.generate))
+@given(random_schedules)
+def test_all_laws_hold_for_any_schedule_that_is_accepted(schedule: Schedule) -> None:
+    check_laws(schedule)
+
+
+def test_a_second_epoch_is_like_the_first(mode: Schedule) -> None:
+    trainer = FakeTrainer(mode)
+    runs = [trainer.run(2 * mode.depth) for _ in range(2)]
+    for run in runs:
+        check_stages(run, 2 * mode.depth)
+        check_staleness(run)
+        check_stream_order(run)
+    assert runs[0].timeline.events == runs[1].timeline.events
+
+
+# -- timelines: C copy, S splits dist, D data dist, L lookup, F forward, B backward, O optimizer step -----------
+
+
+@dataclass(frozen=True)
+class Expected:
+    issued: str
+    drawing: str
+
+
+TIMELINES: dict[str, Expected] = {
+    "base": Expected(
+        "C0 F0 B0 O0 C1 F1 B1 O1 C2 F2 B2 O2",
+        """\
+compute |C0 F0 B0 O0 C1 F1 B1 O1 C2 F2 B2 O2""",
+    ),
+    "sparse_dist": Expected(
+        "C0 S0 C1 D0 L0 S1 F0 C2 D1 B0 O0 L1 S2 F1 D2 B1 O1 L2 F2 B2 O2",
+        """\
+compute    |               L0       F0             B0 O0 L1       F1          B1 O1 L2    F2    B2 O2
+memcpy     |C0    C1                      C2
+data_dist  |   S0    D0          S1          D1                S2       D2
+host waits |            S0    D0       L0       S1          D1       L1    S2          D2    L2""",
+    ),
+    "fused_sparse_dist": Expected(
+        "C0 S0 C1 D0 L0 S1 F0 C2 D1 B0 L1 O0 S2 F1 D2 B1 L2 O1 F2 B2 O2",
+        """\
+compute    |                        F0             B0       O0    F1          B1       O1 F2    B2 O2
+memcpy     |C0    C1                      C2
+data_dist  |   S0    D0          S1          D1                S2       D2
+lookup     |               L0                         L1                         L2
+host waits |            S0    D0       L0       S1       D1          L1    S2       D2       L2""",
+    ),
+    "fused_sparse_dist_after_optimizer": Expected(
+        "C0 S0 C1 D0 L0 S1 F0 C2 D1 B0 O0 L1 S2 F1 D2 B1 O1 L2 F2 B2 O2",
+        """\
+compute    |                        F0             B0 O0          F1          B1 O1       F2    B2 O2
+memcpy     |C0    C1                      C2
+data_dist  |   S0    D0          S1          D1                S2       D2
+lookup     |               L0                            L1                         L2
+host waits |            S0    D0       L0       S1          D1       L1    S2          D2    L2""",
+    ),
+    "semi_sync": Expected(
+        "C0 S0 C1 D0 S1 C2 L0 D1 S2 F0 L1 D2 B0 O0 F1 L2 B1 O1 F2 B2 O2",
+        """\
+compute    |                                    F0                B0 O0 F1          B1 O1 F2    B2 O2
+memcpy     |C0    C1          C2
+data_dist  |   S0    D0    S1          D1    S2             D2
+lookup     |                     L0                   L1                      L2
+host waits |            S0          D0    S1       L0    D1    S2          L1    D2          L2""",
+    ),
+}
+
+# Tables of the dense optimizer are looked up in a second part, after its step.
+MIXED_TIMELINES: dict[str, Expected] = {
+    "fused_sparse_dist": Expected(
+        "C0 S0 C1 D0 L0 L0 S1 F0 C2 D1 B0 L1 O0 L1 S2 F1 D2 B1 L2 O1 L2 F2 B2 O2",
+        """\
+compute    |                           F0             B0       O0       F1          B1       O1    F2    B2 O2
+memcpy     |C0    C1                         C2
+data_dist  |   S0    D0             S1          D1                   S2       D2
+lookup     |               L0    L0                      L1       L1                   L2       L2
+host waits |            S0    D0          L0       S1       D1             L1    S2       D2          L2""",
+    ),
+    "semi_sync": Expected(
+        "C0 S0 C1 D0 S1 C2 L0 D1 L0 S2 F0 L1 D2 B0 O0 L1 F1 L2 B1 O1 L2 F2 B2 O2",
+        """\
+compute    |                                       F0                B0 O0    F1          B1 O1    F2    B2 O2
+memcpy     |C0    C1          C2
+data_dist  |   S0    D0    S1          D1       S2             D2
+lookup     |                     L0          L0          L1                L1       L2          L2
+host waits |            S0          D0    S1          L0    D1    S2             L1    D2             L2""",
+    ),
+}
+
+
+def timeline_of(schedule: Schedule, num_batches: int, modules: Mapping[str, frozenset[WeightOwner]]) -> Timeline:
+    """Return the timeline of a run, without the fetches that only found the end of the data."""
+    timeline = FakeTrainer(schedule, modules=modules).run(num_batches).timeline
+    timeline.events = [event for event in timeline.events if event[2] < num_batches]
+    return timeline
+
+
+@pytest.mark.parametrize("name", TIMELINES)
+def test_timeline_from_the_fill_to_the_drain(name: str) -> None:
+    timeline = timeline_of(MODES[name], 3, ONE_FUSED)
+    assert timeline.issued() == TIMELINES[name].issued.split()
+    assert timeline.draw() == TIMELINES[name].drawing, f"got\n{timeline.draw()}"
+
+
+@pytest.mark.parametrize("name", MIXED_TIMELINES)
+def test_timeline_with_tables_of_the_dense_optimizer(name: str) -> None:
+    timeline = timeline_of(MODES[name], 3, ONE_MIXED)
+    assert timeline.issued() == MIXED_TIMELINES[name].issued.split()
+    assert timeline.draw() == MIXED_TIMELINES[name].drawing, f"got\n{timeline.draw()}"
+
+
+def test_an_epoch_without_batches(mode: Schedule) -> None:
+    run = run_schedule(mode, 0)
+    assert run.trained == []
+    assert run.stages == {}
+
+
+# -- discovery --------------------------------------------------------------------------------------------------
+
+
+@overlapping
+def test_rows_from_before_the_first_forward_are_caught_up_after_it_in_order(schedule: Schedule) -> None:
+    run = run_schedule(schedule, 2 * schedule.depth, ready=False)
+    issued = [(stage, batch) for kind, stage, batch in run.timeline.events if kind == "issue"]
+    assert not [stage for stage, batch in issued if batch == 0 and stage in SPARSE_STAGES]
+    forward, backward = issued.index((Stage.DENSE_FORWARD, 0)), issued.index((Stage.BACKWARD, 0))
+    assert {stage for stage, _ in issued[:forward]} <= {Stage.COPY_BATCH_TO_DEVICE}
+    caught_up = [(stage, batch) for stage, batch in issued[forward:backward] if stage in SPARSE_STAGES]
+    would_be = [
+        (step.stage, batch)
+        for iteration, step, batch in schedule.issue_order(2 * schedule.depth)
+        if batch > 0
+        and step.stage in SPARSE_STAGES
+        and (iteration, schedule.position(step.stage)) < (0, schedule.position(Stage.BACKWARD))
+    ]
+    assert list(dict.fromkeys(caught_up)) == would_be
+    check_stages(run, 2 * schedule.depth, ready=False)
+
+
+def test_timeline_of_discovery() -> None:
+    # memcpy    | C0 C1          C2
+    # data_dist |          S1       D1
+    # lookup    |                         L1
+    # compute   |       F0             B0    O0 ...
+    trainer = FakeTrainer(FUSED_SPARSE_DIST, modules=ONE_FUSED, ready=False)
+    events = trainer.run(2).timeline
+    issued = [text for text, (_, _, batch) in zip(events.issued(), _issues(events), strict=True) if batch < 2]
+    assert issued == ["C0", "C1", "F0", "S1", "D1", "B0", "L1", "O0", "F1", "B1", "O1"]
+
+
+def _issues(timeline: Timeline) -> list[tuple[str, Stage, int]]:
+    return [event for event in timeline.events if event[0] == "issue"]
+
+
+def test_the_second_run_knows_what_the_first_discovered() -> None:
+    trainer = FakeTrainer(FUSED_SPARSE_DIST, ready=False)
+    assert trainer.run(3).served_early(0) == {False}
+    assert trainer.run(3).served_early(0) == {True}
+
+
+# -- a training_step that is skipped or repeated ---------------------------------------------------------------
+
+
+@overlapping
+@pytest.mark.parametrize("ready", [True, False])
+def test_a_step_without_backward_leaves_the_others_as_they_are(schedule: Schedule, ready: bool) -> None:
+    num_batches = 2 * schedule.depth
+    for skipped in range(num_batches):
+        run = run_schedule(schedule, num_batches, ready=ready, skip={skipped})
+        assert run.trained == list(range(num_batches))
+        assert run.updates[FUSED] == [batch for batch in range(num_batches) if batch != skipped]
+        assert run.stages[skipped][-1] is Stage.DENSE_FORWARD
+        assert all(run.served_early(batch) == {ready or batch > 0} for batch in range(num_batches))
+        check_staleness(run)
+
+
+@overlapping
+def test_a_second_backward_in_a_step_drops_early_lookups(schedule: Schedule) -> None:
+    for repeated in range(schedule.depth):
+        run = run_schedule(schedule, 2 * schedule.depth, repeat={repeated})
+        first, second = _by_call(run, repeated)
+        assert {served.early for served in first} == {True}
+        assert {served.early for served in second} == {False}
+        saw = run.saw(repeated + 1, FUSED)
+        assert saw == {(*run.updates[FUSED][: repeated + 2],)}, f"a lookup missed the second backward\n{run}"
+        assert run.updates[FUSED].count(repeated) == 2
+        for batch in range(repeated):
+            assert run.served_early(batch) == {True}
+
+
+def _by_call(run: Run, batch: int) -> tuple[list[Any], list[Any]]:
+    served = [served for served in run.served if served.batch == batch]
+    return served[: len(served) // 2], served[len(served) // 2 :]
+
+
+@overlapping
+def test_lookups_are_early_again_after_a_step_with_two_backwards(schedule: Schedule) -> None:
+    run = run_schedule(schedule, 3 * schedule.depth, repeat={1})
+    assert run.served_early(1 + schedule.depth) == {True}
+
+
+@pytest.mark.parametrize(
+    "schedule",
+    [
+        pytest.param(mode, id=name, marks=pytest.mark.xfail(strict=True, reason="a second backward leaves no event"))
+        if mode.staleness
+        else pytest.param(mode, id=name)
+        for name, mode in OVERLAPPING.items()
+    ],
+)
+def test_a_second_backward_is_ordered_before_later_lookups(schedule: Schedule) -> None:
+    check_stream_order(run_schedule(schedule, 3 * schedule.depth, repeat={1, 3}))
+
+
+# -- failures ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("ready", [True, False])
+def test_a_failure_in_any_stage_of_any_batch_reaches_the_caller(mode: Schedule, ready: bool) -> None:
+    num_batches = mode.depth + 1
+    stages_of = FakeTrainer(mode, ready=ready).run(num_batches).stages
+    for batch, stages in stages_of.items():
+        for stage in stages:
+            trainer = FakeTrainer(mode, ready=ready, rank=3)
+            with pytest.raises(InjectedError, match=f"told to fail in {stage} of batch {batch}") as caught:
+                trainer.run(num_batches, fail_at=(stage, batch))
+            if stage not in TRAINING_STAGES:  # the trainer's own traceback names those
+                assert f"raised in stage {stage} of batch {batch} on rank 3" in caught.value.__notes__
+            trainer.executor.abandon()
+            assert trainer.executor.num_ahead == 0
+            assert trainer.executor.current is None
+            run = trainer.run(num_batches)
+            check_stages(run, num_batches, ready=trainer.sparse.served[0].early)
+            check_staleness(run)
+
+
+def test_an_abandoned_run_issues_nothing_more(mode: Schedule) -> None:
+    trainer = FakeTrainer(mode)
+    with pytest.raises(InjectedError):
+        trainer.run(4, fail_at=(Stage.DENSE_FORWARD, 1))
+    events = list(trainer.timeline.events)
+    trainer.executor.abandon()
+    trainer.executor.drain()
+    trainer.executor.reach(Stage.OPTIMIZER_STEP)
+    assert trainer.timeline.events == events
+
+
+# -- the end of the data ----------------------------------------------------------------------------------------
+
+
+@overlapping
+def test_stopping_early_completes_every_collective(schedule: Schedule) -> None:
+    for stop_after in range(2 * schedule.depth):
+        for ready in (True, False):
+            # `run` itself fails on a collective that is in flight after the drain.
+            run = run_schedule(schedule, 4 * schedule.depth, ready=ready, stop_after=stop_after)
+            assert run.trained == list(range(stop_after))
+            assert max(run.stages, default=-1) <= stop_after + schedule.max_offset - 1
+
+
+@overlapping
+def test_there_is_something_to_complete(schedule: Schedule) -> None:
+    trainer = FakeTrainer(schedule)
+    with pytest.raises(InjectedError):
+        trainer.run(9, fail_at=(Stage.OPTIMIZER_STEP, 3))
+    assert trainer.sparse.pending
+
+
+@overlapping
+def test_a_batch_that_was_handed_out_but_not_trained_is_drained(schedule: Schedule) -> None:
+    trainer = FakeTrainer(schedule)
+    with pytest.raises(InjectedError):
+        trainer.run(9, fail_at=(Stage.OPTIMIZER_STEP, 3))
+    assert trainer.executor.next_batch() is not None
+    trainer.executor.drain()
+    assert not trainer.sparse.pending
+
+
+def test_a_run_after_an_early_stop_starts_anew(mode: Schedule) -> None:
+    trainer = FakeTrainer(mode)
+    trainer.run(9, stop_after=2)
+    run = trainer.run(5)
+    check_stages(run, 5)
+    check_staleness(run)
+    check_stream_order(run)
+
+
+@pytest.mark.xfail(strict=True, raises=KeyError, reason="a batch that comes late has skipped rows that it needs")
+@overlapping
+def test_a_batch_that_the_source_held_back_is_trained_all_the_same(schedule: Schedule) -> None:
+    for held in range(1, 2 * schedule.depth):
+        for until in range(max(0, held - schedule.max_offset), held + 1):
+            run = run_schedule(schedule, 3 * schedule.depth, hold={held: until})
+            assert run.trained == list(range(3 * schedule.depth)), f"batch {held} held back until {until}\n{run}"
+            check_in_flight(run)
+            check_stream_order(run)
+            for served in run.served:
+                staleness = schedule.staleness if served.early and served.owner is FUSED else 0
+                assert served.saw == tuple(range(served.batch - staleness)), f"held {held} until {until}\n{run}"
+
+
+def test_a_source_that_holds_back_in_base() -> None:
+    run = run_schedule(MODES["base"], 4, hold={1: 1, 3: 2})
+    assert run.trained == [0, 1, 2, 3]
+
+
+def test_batches_ahead_are_fetched_but_not_trained() -> None:
+    trainer = FakeTrainer(FUSED_SPARSE_DIST)
+    with pytest.raises(InjectedError):
+        trainer.run(9, fail_at=(Stage.BACKWARD, 1))
+    executor = trainer.executor
+    assert (executor.num_trained, executor.num_ahead, executor.num_fetched) == (2, 2, 4)
+
+
+# -- the order of streams ---------------------------------------------------------------------------------------
+
+
+def logged(schedule: Schedule, policy: str, modules: Mapping[str, frozenset[WeightOwner]]) -> tuple[Run, list[str]]:
+    """Return a run and what its streams were told, as text."""
+    streams = RecordingStreams(STREAMS[policy])
+    run = FakeTrainer(schedule, modules=modules, streams=streams).run(4)
+    return run, [" ".join(_text(entry)) for entry in streams.log]
+
+
+def _text(entry: tuple[str, StreamName, Any]) -> tuple[str, ...]:
+    kind, stream, what = entry
+    if isinstance(what, RecordedEvent):
+        return (kind, str(stream), "for", str(what.stream)) if kind == "wait" else (kind, str(stream))
+    if isinstance(what, FakeBatch):
+        return kind, str(stream), f"batch {what.index}"
+    if isinstance(what, list):
+        return kind, str(stream), "input"
+    return (
+        (kind, str(stream))
+        if what is None
+        else (kind, str(stream), getattr(what.what, "value", "load"), str(what.batch))
+    )
+
+
+@pytest.mark.parametrize("policy", STREAMS)
+def test_order_of_streams_under_each_policy(mode: Schedule, policy: str) -> None:
+    streams = RecordingStreams(STREAMS[policy])
+    check_stream_order(FakeTrainer(mode, streams=streams).run(2 * mode.depth + 1))
+
+
+@pytest.mark.parametrize("policy", STREAMS)
+@overlapping
+def test_batch_and_received_input_are_handed_to_the_streams_that_read_them(schedule: Schedule, policy: str) -> None:
+    lookup = schedule.row(Stage.EMBEDDING_LOOKUP)
+    assert lookup is not None
+    run, log = logged(schedule, policy, ONE_MIXED)
+    stream = STREAMS[policy] if lookup.stream is StreamName.LOOKUP else lookup.stream
+    for batch in range(4):
+        splits = log.index(f"do data_dist input_splits_dist {batch}")
+        forward = log.index(f"do compute dense_forward {batch}")
+        looked_up = log.index(f"do {stream} embedding_lookup {batch}")
+        received = max(at for at in range(looked_up) if log[at] == f"do data_dist input_data_dist {batch}")
+        assert f"hand_over data_dist batch {batch}" in log[:splits]
+        assert f"hand_over compute batch {batch}" in log[:forward]
+        assert f"hand_over {stream} input" in log[received:looked_up], str(run)
+
+
+def test_what_the_streams_are_told_for_one_early_lookup() -> None:
+    # data_dist |              receive 2 .
+    # lookup    | fused update 1          ` lookup 2 (fused part)                . lookup 2 (dense optimizer's part)
+    # compute   |                                             optimizer step 1 '
+    _, log = logged(FUSED_SPARSE_DIST, "dedicated", ONE_MIXED)
+    begin = log.index("do lookup fused_backward 1")
+    end = log.index("begin_step compute", begin)
+    assert [text for text in log[begin:end] if not text.startswith(("record", "on"))] == [
+        "do lookup fused_backward 1",
+        "do data_dist input_data_dist 2",
+        "hand_over lookup input",
+        "wait lookup for data_dist",
+        "do lookup embedding_lookup 2",
+        "do compute dense_optimizer 1",
+        "hand_over lookup input",
+        "wait lookup for data_dist",
+        "wait lookup for compute",
+        "do lookup embedding_lookup 2",
+    ]
+
+
+@pytest.mark.parametrize("policy", STREAMS)
+def test_waiting_for_lookups_orders_the_compute_stream_behind_them(policy: str) -> None:
+    streams = RecordingStreams(STREAMS[policy])
+    trainer = FakeTrainer(FUSED_SPARSE_DIST, streams=streams)
+    trainer.run(4)
+    trainer.executor.wait_for_lookups()
+    for mark in list(streams.before):
+        if mark.what in (Stage.EMBEDDING_LOOKUP, FUSED):
+            assert mark in streams.record(StreamName.COMPUTE).over
+
+
+@pytest.mark.xfail(
+    strict=True, reason="the executor asks for StreamName.LOOKUP, not for the stream of the lookup's row"
+)
+@pytest.mark.parametrize("stream", [StreamName.DATA_DIST, StreamName.MEMCPY])
+def test_a_lookup_row_on_another_stream_is_ordered_after_the_load_of_weights(stream: StreamName) -> None:
+    rows = [Step(row.stage, row.offset, stream) if row.stream is StreamName.LOOKUP else row for row in SEMI_SYNC]
+    streams = RecordingStreams()
+    trainer = FakeTrainer(Schedule("mine", tuple(rows)), streams=streams)
+    check_stream_order(trainer.run(9))
+    trainer.executor.wait_for_lookups()
+    lookups = {mark for mark in streams.before if mark.what is Stage.EMBEDDING_LOOKUP}
+    assert lookups <= streams.record(StreamName.COMPUTE).over
+
+
+def test_manual_optimization_reaches_the_step_when_training_step_is_over(mode: Schedule) -> None:
+    trainer = FakeTrainer(mode, automatic=False)
+    run = trainer.run(2 * mode.depth)
+    check_stages(run, 2 * mode.depth)
+    for served in run.served:
+        # A lookup above BACKWARD in the table then comes after it: fresher than the table says, never staler.
+        assert set(range(served.batch - mode.staleness)) <= set(served.saw)
+
+
+# -- the checkers can fail --------------------------------------------------------------------------------------
+
+
+def moved(schedule: Schedule, stage: Stage, above: Stage) -> tuple[Step, ...]:
+    rows = [row for row in schedule if row.stage is not stage]
+    row = schedule.row(stage)
+    assert row is not None
+    at = next(index for index, other in enumerate(rows) if other.stage is above)
+    return (*rows[:at], row, *rows[at:])
+
+
+class ClaimsToBeExact(Schedule):
+    staleness = 0  # type: ignore[assignment]
+
+
+class ForgetsDenseOwners(Schedule):
+    dense_owned_lookup = None  # type: ignore[assignment]
+
+
+class ClaimsDepth1(Schedule):
+    depth = 1  # type: ignore[assignment]
+
+
+def test_a_stale_schedule_that_claims_to_be_exact_is_caught() -> None:
+    stale = moved(FUSED_SPARSE_DIST, Stage.EMBEDDING_LOOKUP, above=Stage.BACKWARD)
+    assert Schedule("honest", stale).staleness == 1
+    with pytest.raises(AssertionError, match=r"the lookup of batch 1 in tables of fused_backward saw .* \[\], with"):
+        check_laws(ClaimsToBeExact("mine", stale))
+
+
+def test_a_table_of_the_dense_optimizer_that_is_read_before_its_step_is_caught() -> None:
+    with pytest.raises(AssertionError, match="in tables of dense_optimizer saw the updates of batches"):
+        check_laws(ForgetsDenseOwners("mine", FUSED_SPARSE_DIST.steps))
+
+
+def test_a_schedule_that_holds_more_batches_than_it_says_is_caught() -> None:
+    with pytest.raises(AssertionError, match="2 batches in flight, the depth is 1"):
+        check_in_flight(run_schedule(ClaimsDepth1("mine", FUSED_SPARSE_DIST.steps), 2))
+
+
+class NeverLooksUpDeferred(Executor):
+    def _run_deferred_lookup(self) -> None:
+        pass
+
+
+class ForgetsDiscovered(Executor):
+    def _discover(self) -> None:
+        if self._sparse is not None and not self._sparse.ready:
+            self._waiting_for_discovery.clear()
+        super()._discover()
+
+
+class FetchesTwiceAsMany(Executor):
+    def _fetch(self, step: Step, index: int) -> None:
+        super()._fetch(step, 2 * index)
+
+
+class DrainsNothing(Executor):
+    def drain(self) -> None:
+        self.abandon()
+
+
+@pytest.mark.parametrize(
+    ("executor_type", "message"),
+    [
+        (NeverLooksUpDeferred, "batch 0 was not served from early lookups alone"),
+        (FetchesTwiceAsMany, "batches in flight, the depth is 3"),
+    ],
+)
+def test_an_executor_that_breaks_a_law_is_caught(executor_type: type[Executor], message: str) -> None:
+    with pytest.raises(AssertionError, match=message) as caught:
+        check_laws(FUSED_SPARSE_DIST, executor_type=executor_type)
+    assert "fused_sparse_dist: input_splits_dist+1/data_dist" in str(caught.value)
+    assert "memcpy     |C0" in str(caught.value)
+
+
+def test_a_collective_that_is_left_in_flight_is_caught() -> None:
+    with pytest.raises(AssertionError, match="still in flight after the drain: embedding_lookup of batch 2"):
+        FakeTrainer(FUSED_SPARSE_DIST, executor_type=DrainsNothing).run(9, stop_after=2)
+
+
+class DeafStreams(RecordingStreams):
+    """Ignores the waits of one stream for another."""
+
+    def __init__(self, waiting: StreamName, producer: StreamName) -> None:
+        super().__init__()
+        self.deaf = (waiting, producer)
+
+    def wait(self, name: StreamName, event: RecordedEvent | None) -> None:
+        if event is None or (name, event.stream) != self.deaf:
+            super().wait(name, event)
+
+
+@pytest.mark.parametrize(
+    ("waiting", "producer", "ready", "message"),
+    [
+        (StreamName.DATA_DIST, StreamName.MEMCPY, True, "input_splits_dist of batch 0 behind copy_batch_to_device"),
+        (StreamName.LOOKUP, StreamName.DATA_DIST, True, "embedding_lookup of batch 0 .* behind input_data_dist"),
+        (StreamName.COMPUTE, StreamName.MEMCPY, False, "dense_forward of batch 0 behind copy_batch_to_device"),
+        (StreamName.LOOKUP, StreamName.COMPUTE, True, "embedding_lookup of batch 0 .* behind the load of the weights"),
+    ],
+)
+def test_a_wait_that_is_left_out_is_caught(
+    waiting: StreamName, producer: StreamName, ready: bool, message: str
+) -> None:
+    trainer = FakeTrainer(FUSED_SPARSE_DIST, ready=ready, streams=DeafStreams(waiting, producer))
+    with pytest.raises(AssertionError, match=f"no event orders {message}"):
+        check_stream_order(trainer.run(5))
+
+
+class LeavesOutDataDist(Executor):
+    def _issue(self, step: Step, inflight: InFlightBatch, owners: frozenset[WeightOwner]) -> None:
+        if step.stage is not Stage.INPUT_DATA_DIST:
+            super()._issue(step, inflight, owners)
+
+
+@pytest.mark.parametrize("executor_type", [LeavesOutDataDist, ForgetsDiscovered])
+def test_a_stage_that_is_left_out_is_caught(executor_type: type[Executor]) -> None:
+    with pytest.raises((AssertionError, KeyError)) as caught:
+        check_laws(FUSED_SPARSE_DIST, executor_type=executor_type)
+    assert any("fused_sparse_dist: input_splits_dist+1" in note for note in caught.value.__notes__)
