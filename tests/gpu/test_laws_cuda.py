@@ -1,0 +1,79 @@
+"""Laws 1 to 5 on CUDA with NCCL, one rank per GPU: the tests of `distributed/test_laws.py`, for each stream policy."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+
+import pytest
+import torch
+
+from lightning_overlap import MODES, STREAMS, Schedule, Stage
+
+from ..distributed import reference
+from ..distributed.cases import CASES, NUM_STEPS, TABLE_WISE, Case, TableSpec
+from ..distributed.fits import fit
+from ..distributed.ranks import Ranks
+
+pytestmark = [pytest.mark.gpu, pytest.mark.timeout(600)]
+
+EXACT = [name for name, schedule in MODES.items() if schedule.staleness == 0]
+STALE = [name for name, schedule in MODES.items() if schedule.staleness == 1]
+ADAM = dataclasses.replace(TABLE_WISE, name="adam", optimizer=(torch.optim.Adam, {"lr": 0.5}))
+ROW_WISE = Case("row_wise", (TableSpec("t0", ("f0",)), TableSpec("rows", ("f1",), "row_wise")))
+CUDA_CASES = (*CASES, ADAM, ROW_WISE)
+
+_references: dict[tuple[str, bool], list[reference.Result]] = {}
+
+
+@pytest.fixture
+def gpus(get_ranks: Callable[..., Ranks]) -> Ranks:
+    """As many ranks as there are GPUs, two at most."""
+    return get_ranks(min(2, torch.cuda.device_count()), "cuda")
+
+
+def _deterministic_reference(case: Case, delayed: bool) -> reference.Result:
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    train = reference.train_delayed if delayed else reference.train
+    return train(case, device_type="cuda")
+
+
+def _deterministic_fit(case: Case, pipeline: str | Schedule, stream: str) -> reference.Result:
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    return fit(case, pipeline, stream=stream, device_type="cuda")
+
+
+def _differences(
+    gpus: Ranks, case: Case, pipeline: str | Schedule, stream: str, *, delayed: bool = False
+) -> list[list[str]]:
+    key = (case.name, delayed)
+    if key not in _references:
+        _references[key] = gpus.run(_deterministic_reference, case, delayed)
+    actual = gpus.run(_deterministic_fit, case, pipeline, stream)
+    assert all(len(result.losses) == NUM_STEPS for result in actual)
+    return [mine.differences(theirs) for mine, theirs in zip(actual, _references[key], strict=True)]
+
+
+@pytest.mark.parametrize("case", CUDA_CASES, ids=lambda case: case.name)
+@pytest.mark.parametrize("stream", STREAMS)
+@pytest.mark.parametrize("pipeline", EXACT)
+def test_exact_mode_equals_the_plain_loop(gpus: Ranks, case: Case, pipeline: str, stream: str) -> None:
+    assert _differences(gpus, case, pipeline, stream) == [[]] * gpus.world_size
+
+
+@pytest.mark.parametrize("case", CUDA_CASES, ids=lambda case: case.name)
+@pytest.mark.parametrize("stream", STREAMS)
+@pytest.mark.parametrize("pipeline", STALE)
+def test_stale_mode_equals_delayed_updates(gpus: Ranks, case: Case, pipeline: str, stream: str) -> None:
+    assert _differences(gpus, case, pipeline, stream, delayed=True) == [[]] * gpus.world_size
+
+
+@pytest.mark.parametrize("stream", STREAMS)
+def test_one_stale_lookup_shows(gpus: Ranks, stream: str) -> None:
+    fused = MODES["fused_sparse_dist"]
+    lookup = fused.row(Stage.EMBEDDING_LOOKUP)
+    rows = [step for step in fused if step.stage is not Stage.EMBEDDING_LOOKUP]
+    assert lookup is not None
+    rows.insert([step.stage for step in rows].index(Stage.BACKWARD), lookup)
+    for differences in _differences(gpus, TABLE_WISE, Schedule("mutated", tuple(rows)), stream):
+        assert any(text.startswith("losses from step") for text in differences)

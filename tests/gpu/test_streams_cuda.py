@@ -1,0 +1,68 @@
+"""The CUDA streams themselves: who waits for whom, what the allocator is told."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torchrec import KeyedJaggedTensor
+
+from lightning_overlap import StreamName
+from lightning_overlap.modes import STREAMS
+from lightning_overlap.streams import CudaStreams, make_streams
+
+pytestmark = pytest.mark.gpu
+
+BUSY_CYCLES = 50_000_000
+
+
+@pytest.mark.parametrize("policy", STREAMS)
+def test_a_waiting_stream_reads_what_the_other_wrote(policy: str) -> None:
+    device = torch.device("cuda", torch.cuda.current_device())
+    streams = make_streams(device, STREAMS[policy])
+    streams.begin_step()
+    value = torch.zeros(1, device=device)
+    torch.cuda.synchronize()
+    with streams.on(StreamName.DATA_DIST):
+        torch.cuda._sleep(BUSY_CYCLES)
+        value += 1
+        event = streams.record(StreamName.DATA_DIST)
+    streams.wait(StreamName.LOOKUP, event)
+    with streams.on(StreamName.LOOKUP):
+        seen = value * 2
+    torch.cuda.synchronize()
+    assert seen.item() == 2
+
+
+def test_policies_name_physical_streams() -> None:
+    device = torch.device("cuda", torch.cuda.current_device())
+    current, data_dist, dedicated = (
+        CudaStreams(device, STREAMS[name]) for name in ("current", "data_dist", "dedicated")
+    )
+    assert current[StreamName.LOOKUP] == torch.cuda.current_stream(device)
+    assert data_dist[StreamName.LOOKUP] == data_dist[StreamName.DATA_DIST]
+    own = {dedicated[name].cuda_stream for name in StreamName}
+    assert len(own) == len(StreamName)
+
+
+def test_memory_handed_over_is_not_used_again_too_early() -> None:
+    """A batch made on one stream, read on another one, and dropped: its memory must not go to the next batch."""
+    device = torch.device("cuda", torch.cuda.current_device())
+    streams = CudaStreams(device, StreamName.LOOKUP)
+    wrong = 0
+    for _ in range(20):
+        with streams.on(StreamName.MEMCPY):
+            kjt = KeyedJaggedTensor(
+                keys=["f"],
+                values=torch.full((1 << 16,), 7, device=device),
+                lengths=torch.tensor([1 << 16], device=device),
+            )
+            event = streams.record(StreamName.MEMCPY)
+        streams.wait(StreamName.COMPUTE, event)
+        streams.hand_over({"sparse": [kjt]}, StreamName.COMPUTE)
+        torch.cuda._sleep(BUSY_CYCLES // 10)
+        total = kjt.values().sum()
+        del kjt
+        with streams.on(StreamName.MEMCPY):
+            torch.full((1 << 16,), 0, device=device)
+        wrong += int(total.item() != 7 * (1 << 16))
+    assert wrong == 0
