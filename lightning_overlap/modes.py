@@ -101,6 +101,46 @@ STREAMS: Mapping[str, StreamName] = MappingProxyType(
 )
 """Stream policy -> the stream that lookups issued ahead of their batch run on."""
 
+
+def modes_table(modes: Mapping[str, Schedule] = MODES) -> str:
+    """Return the modes as a Markdown table, every cell read off the schedules."""
+    head = ("`pipeline=`", "what starts early", "batches in flight", "staleness", "held beyond `base` (batches)")
+    rows = [
+        (f"`{name}`", _starts_early(mode), str(mode.depth), str(mode.staleness), _held(mode))
+        for name, mode in modes.items()
+    ]
+    lines = [head, ("---",) * len(head), *rows]
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+
+
+def _starts_early(mode: Schedule) -> str:
+    parts = []
+    for stage, what in ((_COPY, "copy"), (_SPLITS, "input dist"), (_LOOKUP, "lookup")):
+        row = mode.row(stage)
+        if row is not None and row.offset > 0:
+            parts.append(f"{what} of N+{row.offset}")
+    lookup = mode.row(_LOOKUP)
+    if lookup is not None and lookup.offset > 0:
+        position = mode.position(_LOOKUP)
+        before = [stage for stage in (_BACKWARD, _STEP) if position < mode.position(stage)]
+        parts[-1] += {
+            (_BACKWARD, _STEP): " before the backward of N",
+            (_STEP,): " right after the fused backward of N",
+            (): " after the optimizer step of N",
+        }[tuple(before)]
+    return ", ".join(parts) or "nothing"
+
+
+def _held(mode: Schedule) -> str:
+    ids, rows = mode.row(_SPLITS), mode.row(_LOOKUP)
+    amounts = (
+        (mode.max_offset, "inputs"),
+        (ids.offset if ids else 0, "received ids"),
+        (rows.offset if rows else 0, "looked-up rows"),
+    )
+    return ", ".join(f"{what} of {number}" for number, what in amounts if number) or "nothing"
+
+
 _T = TypeVar("_T")
 
 
