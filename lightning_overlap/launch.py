@@ -49,7 +49,7 @@ def rank() -> int:
 
 
 def run_ranks(num_ranks: int, module: str, folder: Path) -> None:
-    """Run `python -m module folder` on every rank, as torchrun does, until all have ended.
+    """Run `python -m module folder parent_pid` on every rank, as torchrun does, until all have ended.
 
     Raises:
         RankFailedError: A rank failed. All others have been ended.
@@ -75,18 +75,24 @@ def run_ranks(num_ranks: int, module: str, folder: Path) -> None:
         )
         try:
             with _quiet(), _restored_signals():
-                elastic_launch(config, sys.executable)("-m", module, str(folder))
+                elastic_launch(config, sys.executable)("-m", module, str(folder), os.getpid())
         except ChildFailedError as err:
             raise RankFailedError(_first_failure(folder, err)) from None
         except SignalException as err:
             raise InterruptedRunError(err.sigval) from None
 
 
-def end_with_parent() -> None:
-    """Have the kernel end this process when its parent dies, even of SIGKILL (Linux only)."""
+def end_with(parent: int) -> None:
+    """Have the kernel end this process when its parent dies, even of SIGKILL (Linux only).
+
+    Args:
+        parent: The parent's process id: it may have died while this process was starting.
+    """
     if sys.platform == "linux":
         pr_set_pdeathsig = 1
         ctypes.CDLL(None).prctl(pr_set_pdeathsig, signal.SIGKILL)
+        if os.getppid() != parent:
+            os.kill(os.getpid(), signal.SIGKILL)
 
 
 def write_failure(folder: Path, error: BaseException) -> None:

@@ -140,9 +140,9 @@ def train_mode(config: Config, schedule: Schedule, folder: Path) -> report.ModeR
     )
 
 
-def main(folder: Path) -> int:
-    """Run as a rank that `overlap-train` started; returns the exit code."""
-    launch.end_with_parent()
+def main(folder: Path, parent: int) -> int:
+    """Run as a rank that `overlap-train`, process `parent`, started; returns the exit code."""
+    launch.end_with(parent)
     config = json.loads((folder / "job.json").read_text(encoding="utf-8"))
     return 0 if train(config, folder) else 1
 
@@ -198,9 +198,9 @@ def _peak_memory(device: torch.device) -> dict[str, int]:
     return {"resident": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit}
 
 
-def _run(folder: Path) -> None:
+def _run(folder: Path, parent: int) -> None:
     try:
-        exit_code = main(folder)
+        exit_code = main(folder, parent)
     except BaseException as err:  # also SystemExit: Lightning turns Ctrl-C into it
         launch.write_failure(folder, err)
         # Leave at once: the other ranks wait in a collective that this one never joins, and so would a clean exit.
@@ -210,4 +210,4 @@ def _run(folder: Path) -> None:
 
 
 if __name__ == "__main__":
-    _run(Path(sys.argv[1]))
+    _run(Path(sys.argv[1]), int(sys.argv[2]))

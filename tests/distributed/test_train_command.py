@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -53,8 +54,15 @@ def train(folder: Path, *arguments: str, **variables: str) -> subprocess.Complet
 
 def ranks_of(folder: Path) -> list[str]:
     """Command lines of the ranks whose run folder is below `folder`."""
-    listing = subprocess.run(["ps", "-eo", "args"], capture_output=True, text=True, check=True).stdout
+    listing = subprocess.run(["ps", "-ewwo", "args"], capture_output=True, text=True, check=True).stdout
     return [line for line in listing.splitlines() if "lightning_overlap.rank" in line and str(folder) in line]
+
+
+def wait_until(reached: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 60
+    while not reached():
+        assert time.monotonic() < deadline
+        time.sleep(0.1)
 
 
 def run_folder(folder: Path) -> Path:
@@ -128,20 +136,23 @@ def test_a_rank_that_fails_ends_all_with_its_own_message(tmp_path: Path) -> None
     assert "OSError" in (run_folder(tmp_path) / "errors" / "rank_1.txt").read_text(encoding="utf-8")
 
 
-@pytest.mark.parametrize("signum", [signal.SIGTERM, signal.SIGKILL], ids=["sigterm", "sigkill"])
-def test_a_command_that_is_stopped_leaves_no_rank(tmp_path: Path, signum: signal.Signals) -> None:
-    arguments = ["data.num_batches=100000", "data.batch_size=16", "callbacks=none", "logger=none"]
-    command = subprocess.Popen(
-        [*COMMAND, *arguments], cwd=tmp_path, env=environment(), stderr=subprocess.PIPE, text=True
-    )
-    deadline = time.monotonic() + 60
-    while len(ranks_of(tmp_path)) < 2 and time.monotonic() < deadline:
-        time.sleep(0.2)
-    assert len(ranks_of(tmp_path)) == 2
-    command.send_signal(signum)
-    _, errors = command.communicate(timeout=30)
-    assert command.returncode == (143 if signum == signal.SIGTERM else -9)
-    while ranks_of(tmp_path) and time.monotonic() < deadline:
-        time.sleep(0.1)
-    assert not ranks_of(tmp_path)
-    assert signum == signal.SIGKILL or "error: stopped by SIGTERM" in errors
+@pytest.mark.parametrize(("signum", "exit_code"), [(signal.SIGTERM, 143), (signal.SIGKILL, -9)])
+def test_a_command_that_is_stopped_leaves_no_rank(tmp_path: Path, signum: signal.Signals, exit_code: int) -> None:
+    arguments = ["data.num_batches=100000", "data.batch_size=16", "logger=none"]
+    with subprocess.Popen(
+        [*COMMAND, *arguments], cwd=tmp_path, env=environment(), stdout=subprocess.PIPE, stderr=subprocess.PIPE
+    ) as command:
+        try:
+            assert command.stderr is not None
+            assert command.stdout is not None
+            if signum == signal.SIGTERM:  # in the middle of an epoch
+                wait_until(lambda: b"20/100000" in os.read(command.stdout.fileno(), 65536))
+            else:  # while the ranks start
+                wait_until(lambda: len(ranks_of(tmp_path)) == 2)
+            command.send_signal(signum)
+            assert command.wait(timeout=30) == exit_code
+            wait_until(lambda: not ranks_of(tmp_path))
+            errors = command.stderr.read()
+        finally:
+            command.kill()
+    assert (b"error: stopped by SIGTERM" in errors) == (signum == signal.SIGTERM)
