@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from random import Random
 from types import MappingProxyType
 from typing import Any, NamedTuple
+from weakref import WeakSet
 
 from .executor import Executor, Observer
 from .inflight import InFlightBatch
@@ -149,7 +150,8 @@ class RecordingStreams:
 
     def hand_over(self, value: Any, name: StreamName) -> None:
         """Log that a stream is going to read a value."""
-        self.log.append(("hand_over", self[name], value))
+        text = f"batch {value.index}" if isinstance(value, FakeBatch) else "input"  # a log must not keep a batch alive
+        self.log.append(("hand_over", self[name], text))
 
     def begin_step(self) -> None:
         """Log the begin of a step."""
@@ -412,6 +414,7 @@ class Run:
     trained: list[int] = field(default_factory=list)
     """Batches in the order they were trained."""
     max_in_flight: int = 0
+    """Batches alive at once, the one being trained included."""
 
     def saw(self, batch: int, owner: WeightOwner) -> set[tuple[int, ...]]:
         """Return the updates that lookups of a batch saw: one entry where all modules saw the same."""
@@ -465,6 +468,7 @@ class FakeTrainer:
         self.executor = executor_type(schedule, self, self.sparse, device, observer=self._observe, rank=rank)
         self.timeline = Timeline(schedule)
         self._num_batches = self._num_fetched = self._num_begun = self._max_in_flight = 0
+        self._alive: WeakSet[FakeBatch] = WeakSet()
         self._hold: Mapping[int, int] = {}
 
     def fetch(self) -> tuple[FakeBatch, int, int] | None:
@@ -475,8 +479,10 @@ class FakeTrainer:
         self.sparse.begin(Stage.COPY_BATCH_TO_DEVICE, index)
         self.streams.do(Mark(Stage.COPY_BATCH_TO_DEVICE, index))
         self._num_fetched += 1
-        self._max_in_flight = max(self._max_in_flight, self._num_fetched - max(0, self._num_begun - 1))
-        return FakeBatch(index, tuple(self.sparse.modules)), index, 0
+        batch = FakeBatch(index, tuple(self.sparse.modules))
+        self._alive.add(batch)
+        self._max_in_flight = max(self._max_in_flight, len(self._alive))
+        return batch, index, 0
 
     def run(
         self,
@@ -515,11 +521,8 @@ class FakeTrainer:
         try:
             while stop_after is None or len(run.trained) < stop_after:
                 self._num_begun += 1
-                inflight = self.executor.next_batch()
-                if inflight is None:
+                if not self._train_next(run.trained, skip, repeat):
                     break
-                run.trained.append(inflight.index)
-                self._train(inflight, num_closures=2 if inflight.index in repeat else 1, skip=inflight.index in skip)
             self.executor.drain()
         except Exception as err:
             err.add_note(str(run))
@@ -528,12 +531,16 @@ class FakeTrainer:
         assert not sparse.pending, f"still in flight after the drain: {_short(sparse.pending)}\n{run}"
         return run
 
-    def _train(self, inflight: InFlightBatch, num_closures: int, skip: bool) -> None:
-        for _ in range(num_closures):
+    def _train_next(self, trained: list[int], skip: Collection[int], repeat: Collection[int]) -> bool:
+        inflight = self.executor.next_batch()
+        if inflight is None:
+            return False
+        trained.append(inflight.index)
+        for _ in range(2 if inflight.index in repeat else 1):
             with self.executor.forward():
                 self.sparse.call_modules(inflight)
-            if skip:
-                return
+            if inflight.index in skip:
+                return True
             if self.automatic:
                 self.executor.reach(Stage.DENSE_FORWARD)
             self.sparse.backward(inflight)
@@ -541,6 +548,7 @@ class FakeTrainer:
                 self.executor.reach(Stage.BACKWARD)
         self.sparse.step(inflight)
         self.executor.reach(Stage.OPTIMIZER_STEP)
+        return True
 
     def _observe(self, kind: str, stage: Stage, batch: int) -> None:
         self.timeline.record(kind, stage, batch)

@@ -16,7 +16,6 @@ from lightning_overlap.modes import FUSED_SPARSE_DIST, MODES, SEMI_SYNC, STREAMS
 from lightning_overlap.schedule import Schedule, Step
 from lightning_overlap.stages import SPARSE_STAGES, TRAINING_STAGES, Stage, StreamName, WeightOwner
 from lightning_overlap.testing import (
-    FakeBatch,
     FakeTrainer,
     InjectedError,
     RecordedEvent,
@@ -397,10 +396,8 @@ def _text(entry: tuple[str, StreamName, Any]) -> tuple[str, ...]:
     kind, stream, what = entry
     if isinstance(what, RecordedEvent):
         return (kind, str(stream), "for", str(what.stream)) if kind == "wait" else (kind, str(stream))
-    if isinstance(what, FakeBatch):
-        return kind, str(stream), f"batch {what.index}"
-    if isinstance(what, list):
-        return kind, str(stream), "input"
+    if isinstance(what, str):
+        return kind, str(stream), what
     return (
         (kind, str(stream))
         if what is None
@@ -543,6 +540,13 @@ class FetchesTwiceAsMany(Executor):
         super()._fetch(step, 2 * index)
 
 
+class KeepsTrained(Executor):
+    def next_batch(self) -> InFlightBatch | None:
+        kept = getattr(self, "kept", [])
+        self.kept = [*kept, self.current]
+        return super().next_batch()
+
+
 class DrainsNothing(Executor):
     def drain(self) -> None:
         self.abandon()
@@ -553,6 +557,7 @@ class DrainsNothing(Executor):
     [
         (NeverLooksUpDeferred, "batch 0 was not served from early lookups alone"),
         (FetchesTwiceAsMany, "batches in flight, the depth is 3"),
+        (KeepsTrained, "4 batches in flight, the depth is 3"),
     ],
 )
 def test_an_executor_that_breaks_a_law_is_caught(executor_type: type[Executor], message: str) -> None:

@@ -23,7 +23,7 @@ FILES = {
     "run": ("streams", "structure", "inflight", "executor", "timeline", "testing"),
     "sparse": ("sparse", "sharding", "stash"),
     "plugin": ("strategy", "loop", "checkpoint", "callbacks"),
-    "apps": ("data", "models", "train", "launch", "rank", "recipe", "report", "benchmark", "conf"),
+    "apps": ("data", "models", "train", "launch", "rank", "recipe", "report", "benchmark", "conf", "choices"),
 }
 LEAVES_ALONE = {
     "run": {"torchrec", "fbgemm_gpu", "lightning", "pytorch_lightning", "hydra", "omegaconf"},
