@@ -66,19 +66,41 @@ class LookaheadFetcher(_DataLoaderIterDataFetcher):
         self._num_allowed: float = 0
         self.done = inner.done
 
-    # The loop reads and writes these on its fetcher; they belong to the inner one.
-    fetched = property(
-        lambda self: self.inner.fetched, lambda self, value: setattr(self.inner, "fetched", value) if value else None
-    )
-    length = property(
-        lambda self: self.inner.length, lambda self, value: setattr(self.inner, "length", value) if value else None
-    )
-    _start_profiler = property(
-        lambda self: self.inner._start_profiler, lambda self, value: setattr(self.inner, "_start_profiler", value)
-    )
-    _stop_profiler = property(
-        lambda self: self.inner._stop_profiler, lambda self, value: setattr(self.inner, "_stop_profiler", value)
-    )
+    # The loop reads and writes these on its fetcher; they belong to the inner one, which is already running when
+    # the base class's constructor would set `fetched` and `length` back.
+    @property
+    def fetched(self) -> int:
+        """Batches taken from the loader in this epoch."""
+        return self.inner.fetched
+
+    @fetched.setter
+    def fetched(self, value: int) -> None:
+        self.inner.fetched = value or self.inner.fetched
+
+    @property
+    def length(self) -> int | None:
+        """Batches of an epoch, None if the loader does not know."""
+        return self.inner.length
+
+    @length.setter
+    def length(self, value: int | None) -> None:
+        self.inner.length = self.inner.length if value is None else value
+
+    @property
+    def _start_profiler(self) -> Callable[[], None]:
+        return self.inner._start_profiler
+
+    @_start_profiler.setter
+    def _start_profiler(self, value: Callable[[], None]) -> None:
+        self.inner._start_profiler = value
+
+    @property
+    def _stop_profiler(self) -> Callable[[], None]:
+        return self.inner._stop_profiler
+
+    @_stop_profiler.setter
+    def _stop_profiler(self, value: Callable[[], None]) -> None:
+        self.inner._stop_profiler = value
 
     @property
     @override

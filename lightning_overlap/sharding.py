@@ -286,6 +286,9 @@ def _apply_fused_optimizer(
     if fused is not None:
         for table in missing:
             _apply_optimizer_in_backward(fused[0], [table.parameter], fused[1])
+    for table in tables:
+        if _is_fused(table, plan) and not table.parameter.requires_grad:
+            _freeze(table)
     for table in in_backward:
         _check_can_fuse(table, device)
     data_parallel = [table.path for table in tables if table.has_fused_optimizer and not _is_fused(table, plan)]
@@ -296,6 +299,18 @@ def _apply_fused_optimizer(
             UserWarning,
             stacklevel=2,
         )
+
+
+def _freeze(table: Table) -> None:
+    """Keep a table that needs no gradient as it is: the fused kernel updates whatever it is given."""
+    if table.has_fused_optimizer:
+        raise ValueError(
+            f"table {table.path} has requires_grad=False and an optimizer applied in backward, which would train it. "
+            "Leave one of them out."
+        )
+    table.parameter.requires_grad_(True)
+    _apply_optimizer_in_backward(torch.optim.SGD, [table.parameter], {"lr": 0.0})
+    table.parameter.requires_grad_(False)
 
 
 def _is_fused(table: Table, plan: ShardingPlan) -> bool:

@@ -138,8 +138,7 @@ class SparsePipeline:
     @contextmanager
     def forward(self, inflight: InFlightBatch) -> Iterator[None]:
         """Serve early results while the `training_step` of one batch runs."""
-        for stand_in in self._stand_ins.values():
-            stand_in.calls.clear()
+        self._forget_calls()
         self._current = inflight
         try:
             yield
@@ -147,6 +146,11 @@ class SparsePipeline:
             self._current = None
         if self.ready:
             self._check_calls(inflight)
+            self._forget_calls()
+
+    def _forget_calls(self) -> None:
+        for stand_in in self._stand_ins.values():
+            stand_in.calls.clear()
 
     def call(self, stand_in: _StandIn, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Answer a call of a sharded module: the early rows if they are of this very input, else its forward."""
@@ -199,6 +203,7 @@ class SparsePipeline:
                 self._warn(stand_in)
             elif reason is not None:
                 self._run_plain(stand_in, reason)
+        self._forget_calls()
         self.ready = True
         return True
 

@@ -206,6 +206,21 @@ def warnings_of(trainer_kwargs: dict[str, Any], data_parallel: bool = False) -> 
     return [str(w.message) for w in caught if "fused" in str(w.message) or "in backward" in str(w.message)]
 
 
+def frozen_table() -> bool:
+    """A table without gradient stays as it is, the others move."""
+    model = Model(TABLE_WISE, fused_optimizer=False)
+    weight = model.ebc.embedding_bags["t1"].weight.requires_grad_(False)
+    before = {name: bag.weight.detach().clone() for name, bag in model.ebc.embedding_bags.items()}
+    fit_model(model, sharding="table_wise", fused_optimizer=SGD)
+    assert weight.requires_grad is False
+    shards = {
+        name.split(".")[-2]: shard.tensor
+        for name, value in model.ebc.state_dict().items()
+        for shard in value.local_shards()
+    }
+    return all(torch.equal(shard, before[name]) == (name == "t1") for name, shard in shards.items())
+
+
 def registry() -> dict[str, Any]:
     """Use the strategy by its name."""
     trainer = Trainer(accelerator="cpu", devices=dist.get_world_size(), strategy="overlap_embedding", logger=False)

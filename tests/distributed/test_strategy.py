@@ -61,6 +61,10 @@ def test_fused_optimizer_argument(two_ranks: Ranks) -> None:
     assert all(two_ranks.run(strategies.rowwise_adagrad_given_to_the_strategy))
 
 
+def test_a_table_without_gradient_is_not_trained(ranks: Ranks) -> None:
+    assert all(ranks.run(strategies.frozen_table))
+
+
 def test_registry_name(two_ranks: Ranks) -> None:
     [seen, _] = two_ranks.run(strategies.registry)
     assert seen == {"type": "OverlapEmbeddingStrategy", "pipeline": "fused_sparse_dist"}
