@@ -107,6 +107,8 @@ class Executor:
             }
         self._copy = next(step for step in schedule if step.stage is Stage.COPY_BATCH_TO_DEVICE)
         self._deferred = schedule.dense_owned_lookup
+        lookup = schedule.row(Stage.EMBEDDING_LOOKUP)
+        self._lookup_stream = StreamName.COMPUTE if lookup is None else lookup.stream
         self._first_owners = _EVERY_OWNER if self._deferred is None else frozenset({WeightOwner.FUSED_BACKWARD})
         self._reset()
 
@@ -116,6 +118,7 @@ class Executor:
         self._in_flight: dict[int, InFlightBatch] = {}
         self.num_fetched = 0
         self._waiting_for_discovery: list[tuple[Step, int, frozenset[WeightOwner]]] = []
+        self._plain_forward = False  # a module of the current batch ran its own forward, on the compute stream
         self._written: Any = None  # event behind the last write of a table on the compute stream
 
     @property
@@ -173,16 +176,21 @@ class Executor:
         position = self.schedule.position(stage)
         if self._row > position:
             if stage is Stage.BACKWARD:
+                self._pass_backward()
                 self._drop_lookups_ahead()
             return
         while self._row <= position:
-            self._pass(self.schedule.steps[self._row].stage)
+            passed = self.schedule.steps[self._row].stage
+            self._pass(passed)
             self._row += 1
             self._run_rows()
+            if passed is Stage.DENSE_FORWARD and self._plain_forward:
+                # The backward to come writes tables on the compute stream: not before early lookups have read them.
+                self.wait_for_lookups()
 
     def wait_for_lookups(self) -> None:
         """Order the compute stream behind everything on the lookup stream: reads and writes of tables."""
-        self._streams.wait(StreamName.COMPUTE, self._streams.record(StreamName.LOOKUP))
+        self._streams.wait(StreamName.COMPUTE, self._streams.record(self._lookup_stream))
 
     def drain(self) -> None:
         """Drop the batches that were fetched ahead; complete their collectives, on all ranks alike."""
@@ -201,7 +209,7 @@ class Executor:
     def _fill(self) -> None:
         # Weights may have been loaded or changed on the compute stream since the last run.
         start = self._streams.record(StreamName.COMPUTE)
-        self._streams.wait(StreamName.LOOKUP, start)
+        self._streams.wait(self._lookup_stream, start)
         for iteration in range(-self.schedule.max_offset, 0):
             self._iteration = iteration
             for step in self.schedule.steps:
@@ -225,12 +233,18 @@ class Executor:
         if self._sparse is None:
             return
         if stage is Stage.DENSE_FORWARD:
+            self._plain_forward = self._sparse.take_plain_forward()
             self._discover()
-        elif stage is Stage.BACKWARD and self._sparse.take_plain_forward():
-            # Such a module's TBE backward ran on the compute stream: the next lookup has to wait for it.
-            self._written = self._streams.record(StreamName.COMPUTE)
+        elif stage is Stage.BACKWARD:
+            self._pass_backward()
         elif stage is Stage.OPTIMIZER_STEP:
             self._run_deferred_lookup()
+
+    def _pass_backward(self) -> None:
+        if self._sparse is not None and (self._sparse.take_plain_forward() or self._plain_forward):
+            # Such a module's TBE backward ran on the compute stream: the next lookup has to wait for it.
+            self._written = self._streams.record(StreamName.COMPUTE)
+            self._plain_forward = False
 
     def _discover(self) -> None:
         assert self._sparse is not None
@@ -265,6 +279,7 @@ class Executor:
                 fetched = self._source.fetch()
             if fetched is None:
                 return
+            self._observe("issue", step.stage, self.num_fetched)
             inflight = InFlightBatch(self.num_fetched, *fetched)
             inflight.done[step.stage] = (step.stream, self._streams.record(step.stream))
             self._in_flight[inflight.index] = inflight
@@ -275,9 +290,12 @@ class Executor:
         assert self._sparse is not None
         if step.stage is Stage.EMBEDDING_LOOKUP and not self._sparse.has_lookup(inflight, owners):
             return
-        previous = SPARSE_STAGES[SPARSE_STAGES.index(step.stage) - 1]
-        if step.stage is Stage.INPUT_SPLITS_DIST:
-            previous = Stage.COPY_BATCH_TO_DEVICE
+        previous = (Stage.COPY_BATCH_TO_DEVICE, *SPARSE_STAGES)[SPARSE_STAGES.index(step.stage)]
+        if previous not in inflight.done:  # the batch came later than its earlier rows
+            row = self.schedule.row(previous)
+            assert row is not None
+            self._issue(row, inflight, owners)
+        self._observe("issue", step.stage, inflight.index)
         with self._stage(step, inflight.index):
             if step.stage is Stage.EMBEDDING_LOOKUP:
                 self._receive_input(step, inflight)
@@ -324,8 +342,7 @@ class Executor:
 
     @contextmanager
     def _stage(self, step: Step, index: int) -> Iterator[None]:
-        """Name the stage to the profiler, to the observer and in any error."""
-        self._observe("issue", step.stage, index)
+        """Name the stage to the profiler and in any error."""
         with torch.profiler.record_function(f"## {step.stage} {index} ##"):
             try:
                 yield

@@ -305,9 +305,11 @@ class SparsePipeline:
                 _look_up(self._stand_ins[name].module, state, owners)
 
     def drop_lookups(self, inflight: InFlightBatch) -> None:
-        """Forget early results, once their collectives are over; the modules' own forward will run instead."""
-        self.drain(inflight)
-        inflight.modules.clear()
+        """Forget early rows, once their collectives are over; these modules' own forward will run instead."""
+        for name, state in list(inflight.modules.items()):
+            if state.rows is not None or state.outputs:
+                _wait_for_rows(state)
+                del inflight.modules[name]
 
     def drain(self, inflight: InFlightBatch) -> None:
         """Complete every collective that was started for a batch, in the order of its stages."""
@@ -315,9 +317,7 @@ class SparsePipeline:
             self.input_data_dist(inflight)
         self.receive_input(inflight)
         for state in inflight.modules.values():
-            for output in [*state.outputs.values(), *([] if state.rows is None else [state.rows])]:
-                if not state.served:
-                    output.wait()
+            _wait_for_rows(state)
 
 
 def sharded_modules(model: nn.Module) -> dict[str, ShardedModule[Any, Any, Any, Any]]:
@@ -379,6 +379,13 @@ def _look_up(module: Any, state: ModuleInFlight, owners: frozenset[WeightOwner])
             module._output_dists = output_dists
         state.outputs = {}
         state.dist_input = None
+
+
+def _wait_for_rows(state: ModuleInFlight) -> None:
+    """Wait for the all-to-alls of rows that nobody is going to use."""
+    for output in [*state.outputs.values(), *([] if state.rows is None else [state.rows])]:
+        if not state.served:
+            output.wait()
 
 
 def _parts_to_look_up(module: Any, state: ModuleInFlight, owners: frozenset[WeightOwner]) -> list[int]:
