@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import json
 import logging
 import os
 import resource
@@ -17,6 +16,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from lightning.pytorch import Callback, LightningModule, Trainer, seed_everything
+from omegaconf import OmegaConf
 from torch import Tensor
 
 from . import launch, recipe, report
@@ -72,12 +72,8 @@ class StepClock(Callback):
             self.step_ms[-1] += (time.perf_counter() - start) * 1e3
 
 
-def train(config: Config, folder: Path) -> bool:
-    """Train, validate and test every mode on this rank; rank 0 prints and writes the report.
-
-    Returns:
-        Whether every exact mode had the losses of the first mode.
-    """
+def train(config: Config, folder: Path) -> None:
+    """Train, validate and test every mode on this rank; rank 0 prints and writes the report."""
     _calm_down()
     on_cpu = config["trainer"].get("accelerator") == "cpu"
     if (num_threads := config["threads_per_rank"] or (1 if on_cpu else None)) is not None:
@@ -88,14 +84,12 @@ def train(config: Config, folder: Path) -> bool:
         if launch.rank() == 0 and len(schedules) > 1:
             print(f"{schedule.name} ({place} of {len(schedules)})", flush=True)
         results.append(train_mode(config, schedule, folder))
-    verdict, kept = report.compare(results)
     if launch.rank() == 0:
         report.write(folder, results, config["metric"])
         print(f"\n{report.table(results)}")
         if len(results) > 1:
-            print(verdict)
+            print(report.compare(results)[0])
         print(f"run folder: {folder}", flush=True)
-    return kept
 
 
 def train_mode(config: Config, schedule: Schedule, folder: Path) -> report.ModeResult:
@@ -140,11 +134,17 @@ def train_mode(config: Config, schedule: Schedule, folder: Path) -> report.ModeR
     )
 
 
-def main(folder: Path, parent: int) -> int:
-    """Run as a rank that `overlap-train`, process `parent`, started; returns the exit code."""
-    launch.end_with(parent)
-    config = json.loads((folder / "job.json").read_text(encoding="utf-8"))
-    return 0 if train(config, folder) else 1
+def write_config(config: Config, folder: Path) -> None:
+    """Write the resolved config into the run folder; the ranks run from this file."""
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "config.yaml").write_text(OmegaConf.to_yaml(OmegaConf.create(dict(config))), encoding="utf-8")
+
+
+def read_config(folder: Path) -> dict[str, Any]:
+    """Read what `write_config` wrote."""
+    config = OmegaConf.to_container(OmegaConf.load(folder / "config.yaml"))
+    assert isinstance(config, dict)
+    return {str(name): value for name, value in config.items()}
 
 
 def _calm_down() -> None:
@@ -198,16 +198,17 @@ def _peak_memory(device: torch.device) -> dict[str, int]:
     return {"resident": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit}
 
 
-def _run(folder: Path, parent: int) -> None:
+def main(folder: Path, parent: int) -> None:
+    """Run as a rank that `overlap-train`, process `parent`, started."""
+    launch.end_with(parent)
     try:
-        exit_code = main(folder, parent)
+        train(read_config(folder), folder)
     except BaseException as err:  # also SystemExit: Lightning turns Ctrl-C into it
         launch.write_failure(folder, err)
         # Leave at once: the other ranks wait in a collective that this one never joins, and so would a clean exit.
         sys.stdout.flush()
         os._exit(1)
-    sys.exit(exit_code)
 
 
 if __name__ == "__main__":
-    _run(Path(sys.argv[1]), int(sys.argv[2]))
+    main(Path(sys.argv[1]), int(sys.argv[2]))

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import csv
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 import numpy as np
+
+from .modes import unknown_name_message
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,14 +97,24 @@ def write(folder: Path, results: Sequence[ModeResult], metric: str) -> None:
                 writer.writerow([result.mode, step, f"{loss:.9g}", f"{step_ms:.4f}"])
     series = ("losses", "step_ms", "loss_bits")
     modes = [{name: value for name, value in asdict(result).items() if name not in series} for result in results]
-    summary = {"metric": {"name": metric, "value": results[-1].metrics.get(metric)}, "modes": modes}
+    verdict, exact = compare(results)
+    summary = {"metric": metric, "exact": exact, "verdict": verdict, "modes": modes}
     (folder / "summary.json").write_text(json.dumps(summary, indent=2) + "\n", encoding="utf-8")
 
 
-def read_metric(folder: Path) -> tuple[str, float | None, Mapping[str, float]]:
-    """Return the metric's name, its value (None: no such metric) and all metrics, from `summary.json`."""
+def read_metric(folder: Path) -> float | None:
+    """Return the metric that `summary.json` names, of the mode asked for; None if the run had no metrics at all.
+
+    Raises:
+        ValueError: An exact mode had other losses than the first mode, or there are metrics, but not this one.
+    """
     summary = json.loads((folder / "summary.json").read_text(encoding="utf-8"))
-    return summary["metric"]["name"], summary["metric"]["value"], summary["modes"][-1]["metrics"]
+    if not summary["exact"]:
+        raise ValueError(f"an exact mode has to have the losses of every other: {summary['verdict']}.")
+    name, metrics = summary["metric"], summary["modes"][-1]["metrics"]
+    if metrics and name not in metrics:
+        raise ValueError(unknown_name_message("metric", name, metrics))
+    return float(metrics[name]) if metrics else None
 
 
 def percentile(values: Sequence[float], percent: float) -> float:

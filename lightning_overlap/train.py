@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import json
+import os
 import re
 import sys
 from collections.abc import Iterator, Sequence
@@ -34,7 +34,7 @@ def main() -> None:
 
 
 def add_or_override(argument: str) -> str:
-    """Let `data.batch_size=8` set an option that no config file names: few are named, because defaults live in Python."""
+    """Let `data.batch_size=8` set an option that no config file names: defaults live in Python, so few are named."""
     return f"++{argument}" if _OPTION.match(argument) else argument
 
 
@@ -47,6 +47,8 @@ def _hydra_main(composed: DictConfig) -> float | None:
     except launch.RankFailedError as err:
         _fail(str(err))
     except (ValueError, TypeError, OSError, ImportError) as err:
+        if os.environ.get("HYDRA_FULL_ERROR") == "1":
+            raise
         _fail(f"{type(err).__name__}: {err}")
     return None
 
@@ -56,21 +58,16 @@ def _job(config: dict[str, Any], folder: Path) -> float | None:
     from . import rank, recipe, report  # torch takes seconds to import: wrong names have been answered by now
 
     recipe.check(config)
-    if launch.under_launcher():
-        if not rank.train(config, folder):
-            raise SystemExit(1)
-        return None
-    folder.mkdir(parents=True, exist_ok=True)
     config = recipe.complete(config)
-    (folder / "config.yaml").write_text(OmegaConf.to_yaml(OmegaConf.create(config)), encoding="utf-8")
-    (folder / "job.json").write_text(json.dumps(config), encoding="utf-8")
+    if launch.rank() == 0:
+        rank.write_config(config, folder)
+    if launch.under_launcher():
+        rank.train(config, folder)
+        return report.read_metric(folder) if launch.rank() == 0 else None
     num_ranks = recipe.num_ranks(config)
     print(_headline(config, num_ranks), flush=True)
     launch.run_ranks(num_ranks, "lightning_overlap.rank", folder)
-    name, value, known = report.read_metric(folder)
-    if value is None and known:
-        raise ValueError(unknown_name_message("metric", name, known))
-    return value
+    return report.read_metric(folder)
 
 
 def _headline(config: dict[str, Any], num_ranks: int) -> str:

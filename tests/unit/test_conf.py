@@ -41,7 +41,9 @@ def check(*overrides: str) -> None:
 
 
 def test_the_groups_are_these() -> None:
-    assert sorted(path.name for path in CONF.iterdir() if path.is_dir() and path.name != "__pycache__") == sorted(GROUPS)
+    assert sorted(path.name for path in CONF.iterdir() if path.is_dir() and path.name != "__pycache__") == sorted(
+        GROUPS
+    )
 
 
 @pytest.mark.parametrize("choice", [f"{group}={name}" for group in GROUPS for name in names(group)])

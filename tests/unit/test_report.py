@@ -1,0 +1,67 @@
+"""The verdict on losses, and what a sweep is told."""
+
+from __future__ import annotations
+
+import struct
+from pathlib import Path
+
+import pytest
+
+from lightning_overlap import report
+
+
+def result(mode: str, losses: list[float], staleness: int = 0) -> report.ModeResult:
+    return report.ModeResult(
+        mode=mode,
+        stream="-",
+        staleness=staleness,
+        num_ranks=1,
+        losses=losses,
+        step_ms=[1.0] * len(losses),
+        step_ms_median=1.0,
+        step_ms_p90=1.0,
+        samples_per_s=None,
+        losses_sha256="0" * 64,
+        peak_memory={"resident": 2**20},
+        metrics={"test_auc": 0.75},
+        loss_bits=[struct.pack("f", loss) for loss in losses],
+    )
+
+
+@pytest.mark.parametrize(
+    ("other", "line", "exact"),
+    [
+        (result("two", [0.5, 0.25]), "losses identical: yes", True),
+        (result("two", [0.5, 0.125]), "no; two (staleness 0) differs from one from step 1 on", False),
+        (result("two", [0.5]), "no; two (staleness 0) differs from one from step 1 on", False),
+        (result("two", [0.0, 0.25], staleness=1), "no; two (staleness 1) differs from one from step 0 on", True),
+    ],
+)
+def test_equal_means_each_bit_and_stale_modes_may_differ(other: report.ModeResult, line: str, exact: bool) -> None:
+    verdict, kept = report.compare([result("one", [0.5, 0.25]), other])
+    assert verdict.endswith(line)
+    assert kept == exact
+
+
+def test_nan_equals_the_same_nan() -> None:
+    assert report.compare([result("one", [float("nan")]), result("two", [float("nan")])]) == (
+        "losses identical: yes",
+        True,
+    )
+
+
+def test_a_sweep_is_told_the_metric_or_why_not(tmp_path: Path) -> None:
+    report.write(tmp_path, [result("one", [0.5])], "test_auc")
+    assert report.read_metric(tmp_path) == 0.75
+    report.write(tmp_path, [result("one", [0.5])], "test_acc")
+    with pytest.raises(ValueError, match=r"unknown metric 'test_acc'\. Did you mean 'test_auc'"):
+        report.read_metric(tmp_path)
+    report.write(tmp_path, [result("one", [0.5]), result("two", [0.25])], "test_auc")
+    with pytest.raises(ValueError, match="differs from one from step 0 on"):
+        report.read_metric(tmp_path)
+
+
+def test_the_table_is_aligned() -> None:
+    lines = report.table([result("base", [0.5]), result("semi_sync", [0.25], staleness=1)]).splitlines()
+    assert lines[0].split() == ["mode", "base", "semi_sync"]
+    assert len({len(line) for line in lines}) == 1
