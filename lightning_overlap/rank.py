@@ -154,9 +154,12 @@ def _calm_down() -> None:
     for noisy in (
         "torchrec.distributed.planner.types",  # how the strategy is to make its topology
         "torchrec.distributed.planner.storage_reservations",  # an estimate that tables on `meta` do not need
+        "torchrec.distributed.utils",  # caching parameters, for data-parallel tables
         "torch.fx._symbolic_trace",  # is_fx_tracing() is deprecated, says TorchRec's own call of it
     ):
         logging.getLogger(noisy).setLevel(logging.ERROR)
+    # TorchRec says so of each data-parallel table, on the root logger.
+    logging.getLogger().addFilter(lambda record: "Sharding spec not found" not in str(record.msg))
     for harmless in (
         r".isinstance\(treespec, LeafSpec\). is deprecated",
         r".*does not have many workers",
