@@ -177,6 +177,9 @@ class Model(LightningModule):
         self.losses.append(loss.detach().clone())
         return loss
 
+    def validation_step(self, batch: Batch, batch_idx: int) -> None:
+        self.validated = self(batch)
+
     def configure_optimizers(self) -> torch.optim.Optimizer:
         return dense_optimizer(self)
 

@@ -15,7 +15,7 @@ from torchrec import KeyedJaggedTensor
 
 from lightning_overlap import OverlapEmbeddingStrategy
 
-from .cases import SEQUENCE, TABLE_WISE, TWO_COLLECTIONS, Batch, Batches, Model, make_batch, make_plan
+from .cases import MIXED, SEQUENCE, TABLE_WISE, TWO_COLLECTIONS, Batch, Batches, Model, make_batch, make_plan
 from .fits import make_trainer
 
 NUM_STEPS = 12
@@ -74,7 +74,7 @@ class Report:
 
 
 class Variant(Batches):
-    """Batches in another structure."""
+    """Batches in another structure, with others to validate on."""
 
     def __init__(self, case: Any, structure: str, num_batches: int) -> None:
         super().__init__(case, num_batches)
@@ -84,6 +84,9 @@ class Variant(Batches):
         wrap = STRUCTURES[self.structure]
         rank = self.trainer.global_rank
         return DataLoader([wrap(make_batch(self.case, i, rank)) for i in range(self.num_batches)], batch_size=None)
+
+    def val_dataloader(self) -> DataLoader:
+        return DataLoader([make_batch(self.case, 500 + i, self.trainer.global_rank) for i in range(2)], batch_size=None)
 
 
 class AnyStructure(Model):
@@ -153,6 +156,61 @@ class Keyword(Model):
         return getattr(self, collection)(features=_kjt(batch))
 
 
+class MadeInHook(Model):
+    """Makes the KJT when the batch is staged, where Lightning has a hook for it."""
+
+    def on_after_batch_transfer(self, batch: Batch, dataloader_idx: int) -> Batch:
+        kjt, index = batch.inputs["sparse"]
+        return Batch(batch.dense, {"sparse": (_copy(kjt), index)}, batch.labels)
+
+
+class Manual(Model):
+    """Steps by hand, with two backward passes per batch."""
+
+    def __init__(self, case: Any) -> None:
+        super().__init__(case)
+        self.automatic_optimization = False
+
+    def training_step(self, batch: Batch, batch_idx: int) -> None:
+        optimizer = self.optimizers()
+        optimizer.zero_grad()
+        loss = super().training_step(batch, batch_idx)
+        self.manual_backward(loss)
+        optimizer.step()
+
+
+class TwoClosures(Model):
+    """An optimizer that evaluates its closure twice per step, as LBFGS does."""
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        class Twice(torch.optim.SGD):
+            def step(self, closure: Any = None) -> Any:
+                closure()
+                return super().step(closure)
+
+        return Twice([*self.bottom.parameters(), *self.top.parameters()], 0.1)
+
+
+class StepsOverNone(Model):
+    """Has no loss for every fourth batch."""
+
+    def training_step(self, batch: Batch, batch_idx: int) -> Tensor | None:
+        loss = super().training_step(batch, batch_idx)
+        return None if batch_idx % 4 == 2 else loss
+
+
+class Raises(Model):
+    """Fails in the sixth step, once."""
+
+    failed = False
+
+    def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
+        if batch_idx == 5 and not self.failed:
+            self.failed = True
+            raise RuntimeError("the user's own error")
+        return super().training_step(batch, batch_idx)
+
+
 MODELS: dict[str, tuple[Any, Any]] = {
     "any_structure": (AnyStructure, TABLE_WISE),
     "made_in_step": (MadeInStep, TABLE_WISE),
@@ -161,10 +219,21 @@ MODELS: dict[str, tuple[Any, Any]] = {
     "called_twice_later": (CalledTwiceLater, TABLE_WISE),
     "not_always_called": (NotAlwaysCalled, TWO_COLLECTIONS),
     "keyword": (Keyword, SEQUENCE),
+    "made_in_hook": (MadeInHook, TABLE_WISE),
+    "plain": (Model, MIXED),
+    "manual": (Manual, MIXED),
+    "two_closures": (TwoClosures, TABLE_WISE),
+    "steps_over_none": (StepsOverNone, TABLE_WISE),
+    "raises": (Raises, TABLE_WISE),
 }
 
 
-def run(model: str, pipeline: str, structure: str = "dataclass", num_steps: int = NUM_STEPS) -> Report:
+QUIET_VALIDATION = {"limit_val_batches": 0}
+
+
+def run(
+    model: str, pipeline: str, structure: str = "dataclass", num_steps: int = NUM_STEPS, **trainer_kwargs: Any
+) -> Report:
     """Train a variant; report its losses, how many lookups came early, and what was said."""
     cls, case = MODELS[model]
     early = 0
@@ -178,6 +247,25 @@ def run(model: str, pipeline: str, structure: str = "dataclass", num_steps: int 
     strategy = OverlapEmbeddingStrategy(pipeline=pipeline, sharding=plan, observer=observe)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        make_trainer(strategy).fit(module, datamodule=Variant(case, structure, num_steps))
+        make_trainer(strategy, **{**QUIET_VALIDATION, **trainer_kwargs}).fit(
+            module, datamodule=Variant(case, structure, num_steps)
+        )
     messages = [str(warning.message) for warning in caught if "not overlapped" in str(warning.message)]
     return Report(torch.stack(module.losses), early, messages)
+
+
+def fail_then_fit(pipeline: str) -> tuple[str, bool, Tensor]:
+    """A user's error in the middle of an epoch, then a second fit: (error, forward put back, losses)."""
+    cls, case = MODELS["raises"]
+    module = cls(case)
+    plan = make_plan(case, module, dist.get_world_size())
+    try:
+        strategy = OverlapEmbeddingStrategy(pipeline=pipeline, sharding=plan)
+        make_trainer(strategy).fit(module, datamodule=Batches(case, NUM_STEPS))
+    except RuntimeError as err:
+        message = str(err)
+    put_back = "forward" not in vars(module.ebc)
+    module.losses.clear()
+    strategy = OverlapEmbeddingStrategy(pipeline=pipeline, sharding=plan)
+    make_trainer(strategy).fit(module, datamodule=Batches(case, NUM_STEPS))
+    return message, put_back, torch.stack(module.losses)
