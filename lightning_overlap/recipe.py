@@ -15,7 +15,7 @@ from lightning.pytorch import Callback, LightningDataModule, LightningModule, Tr
 from .choices import Config, modes
 from .modes import unknown_name_message
 from .schedule import Schedule
-from .sharding import find_tables
+from .sharding import check_sharding, find_tables, refuse_dense_owner
 from .strategy import OverlapEmbeddingStrategy
 
 TRAINER_DEFAULTS: Mapping[str, Any] = {
@@ -116,7 +116,8 @@ def check(config: Config) -> None:
     """Check what can be known before a rank starts, beyond `choices.check`.
 
     Raises:
-        ValueError: An unknown option or table, a sharding type that the device lacks, or malformed data files.
+        ValueError: An unknown option or table, a sharding type that the device lacks, a dense optimizer that owns fused
+            tables, or malformed data files.
         OSError: Data files that are missing or may not be read.
         TypeError: An argument of the wrong type.
     """
@@ -128,26 +129,36 @@ def check(config: Config) -> None:
         check_files()
     model = build_model(config, data)
     build_strategy(config, modes(config)[-1], model)
-    _check_sharding(config, model)
+    sharding = _sharding(config, model)
+    check_sharding(sharding, find_tables(model), torch.device("cuda" if _on_cuda(config) else "cpu"))
+    _check_optimizers(model, sharding)
 
 
-def _check_sharding(config: Config, model: LightningModule) -> None:
-    device = "cuda" if _on_cuda(config) else "cpu"
-    tables = {table.name: table for table in find_tables(model)}
-    for name, kind in (config["sharding"].get("tables") or {}).items():
-        if name not in tables:
-            raise ValueError(unknown_name_message("table in sharding", name, tables))
-        _check_kind(name, kind, tables[name].sharder.sharding_types(device), device)
-    kind = config["sharding"].get("type")
-    for name, table in tables.items() if kind else ():
-        _check_kind(name, kind, table.sharder.sharding_types(device), device)
+def _check_optimizers(model: LightningModule, sharding: str | Mapping[str, str] | None) -> None:
+    """See on a model that is then thrown away whether its dense optimizer takes fused tables.
+
+    Left to the ranks: a planner's choice, and a configure_optimizers that needs a trainer.
+    """
+    tables = [table for table in find_tables(model) if _kind(sharding, table.name) not in (None, "data_parallel")]
+    for table in tables:
+        table.apply_fused_optimizer(torch.optim.SGD, {"lr": 0.0})
+    try:
+        made = model.configure_optimizers()
+    except Exception:
+        return
+    refuse_dense_owner({table.path: table.parameter for table in tables}, _optimizers_in(made))
 
 
-def _check_kind(table: str, kind: str, possible: list[str], device: str) -> None:
-    if kind not in possible:
-        raise ValueError(
-            f"sharding of table {table!r}: {kind!r} is not possible on {device}. Possible there: {', '.join(possible)}."
-        )
+def _kind(sharding: str | Mapping[str, str] | None, table: str) -> str | None:
+    return sharding.get(table) if isinstance(sharding, Mapping) else sharding
+
+
+def _optimizers_in(made: Any) -> list[torch.optim.Optimizer]:
+    """Every optimizer in what `configure_optimizers` may return."""
+    if isinstance(made, torch.optim.Optimizer):
+        return [made]
+    parts = made.values() if isinstance(made, Mapping) else made if isinstance(made, list | tuple) else ()
+    return [optimizer for part in parts for optimizer in _optimizers_in(part)]
 
 
 def _sharding(config: Config, model: LightningModule) -> str | dict[str, str] | None:

@@ -58,6 +58,11 @@ class Table:
         """Whether an optimizer was applied in backward."""
         return not list(in_backward_optimizer_filter(iter([("", self.parameter)])))
 
+    def apply_fused_optimizer(self, optimizer_class: type[torch.optim.Optimizer], kwargs: Mapping[str, Any]) -> None:
+        """Apply an optimizer in backward, if there is none yet."""
+        if not self.has_fused_optimizer:
+            _apply_optimizer_in_backward(optimizer_class, [self.parameter], dict(kwargs))
+
 
 def find_tables(model: nn.Module) -> list[Table]:
     """Return every table of the model's unsharded TorchRec collections."""
@@ -128,7 +133,7 @@ def shard_tables(
     if not tables:
         return bool(sharded_modules(model))
     fused = check_fused_optimizer(fused_optimizer)
-    _check_sharding(sharding, tables, device)
+    check_sharding(sharding, tables, device)
     plan = _make_plan(model, sharding, tables, group, device, local_world_size)
     _apply_fused_optimizer(tables, plan, fused, device)
     initial = _initial_weights(model, tables)
@@ -161,23 +166,15 @@ def check_dense_optimizers(model: nn.Module, optimizers: Iterable[torch.optim.Op
     Raises:
         ValueError: An optimizer owns the weight of a fused table, or nobody trains a table.
     """
-    owned = {id(p) for optimizer in optimizers for group in optimizer.param_groups for p in group["params"]}
+    optimizers = list(optimizers)
     parameters = [
         (f"{name}.{table}", parameter)
         for name, module in sharded_modules(model).items()
         for table, parameter in module.named_parameters()
     ]
-    fused = dict(in_backward_optimizer_filter(iter(parameters), include=True))
+    refuse_dense_owner(dict(in_backward_optimizer_filter(iter(parameters), include=True)), optimizers)
     dense = dict(in_backward_optimizer_filter(iter(parameters)))
-    twice = [name for name, parameter in fused.items() if id(parameter) in owned]
-    if twice:
-        raise ValueError(
-            f"configure_optimizers gave a dense optimizer the weights of fused tables: {_some(twice)}. These tables "
-            "are updated inside backward. Leave them out:\n"
-            "  from torchrec.optim.optimizers import in_backward_optimizer_filter\n"
-            "  dense = [p for _, p in in_backward_optimizer_filter(self.named_parameters())]\n"
-            "  return torch.optim.Adam(dense)"
-        )
+    owned = _owned(optimizers)
     untrained = [name for name, p in dense.items() if p.requires_grad and id(p) not in owned]
     if untrained:
         raise ValueError(
@@ -188,7 +185,35 @@ def check_dense_optimizers(model: nn.Module, optimizers: Iterable[torch.optim.Op
         )
 
 
-def _check_sharding(sharding: Sharding, tables: list[Table], device: torch.device) -> None:
+def refuse_dense_owner(fused: Mapping[str, nn.Parameter], optimizers: Iterable[torch.optim.Optimizer]) -> None:
+    """Refuse dense optimizers that own the weights of fused tables.
+
+    Raises:
+        ValueError: One does; the message names the tables and shows how to leave them out.
+    """
+    owned = _owned(optimizers)
+    twice = [name for name, parameter in fused.items() if id(parameter) in owned]
+    if twice:
+        raise ValueError(
+            f"configure_optimizers gave a dense optimizer the weights of fused tables: {_some(twice)}. These tables "
+            "are updated inside backward. Leave them out:\n"
+            "  from torchrec.optim.optimizers import in_backward_optimizer_filter\n"
+            "  dense = [p for _, p in in_backward_optimizer_filter(self.named_parameters())]\n"
+            "  return torch.optim.Adam(dense)"
+        )
+
+
+def _owned(optimizers: Iterable[torch.optim.Optimizer]) -> set[int]:
+    return {id(p) for optimizer in optimizers for group in optimizer.param_groups for p in group["params"]}
+
+
+def check_sharding(sharding: Sharding, tables: list[Table], device: torch.device) -> None:
+    """Check a sharding argument against the tables of a model and a device.
+
+    Raises:
+        ValueError: A table that the model does not have, or a sharding type that the device lacks.
+        TypeError: Not a `Sharding`.
+    """
     known = {table.name: table for table in tables}
     if isinstance(sharding, str):
         wanted = dict.fromkeys(known, sharding)
@@ -285,14 +310,14 @@ def _apply_fused_optimizer(
         )
     if fused is not None:
         for table in missing:
-            _apply_optimizer_in_backward(fused[0], [table.parameter], fused[1])
+            table.apply_fused_optimizer(*fused)
     for table in tables:
         if _is_fused(table, plan) and not table.parameter.requires_grad:
             _freeze(table)
     for table in in_backward:
         _check_can_fuse(table, device)
     data_parallel = [table.path for table in tables if table.has_fused_optimizer and not _is_fused(table, plan)]
-    if data_parallel:
+    if data_parallel and dist.get_rank() == 0:
         warnings.warn(
             f"{_some(data_parallel)}: sharded data-parallel, so the optimizer applied in backward does not train "
             "these tables; the optimizer of configure_optimizers has to.",
@@ -309,7 +334,7 @@ def _freeze(table: Table) -> None:
             "Leave one of them out."
         )
     table.parameter.requires_grad_(True)
-    _apply_optimizer_in_backward(torch.optim.SGD, [table.parameter], {"lr": 0.0})
+    table.apply_fused_optimizer(torch.optim.SGD, {"lr": 0.0})
     table.parameter.requires_grad_(False)
 
 

@@ -10,11 +10,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from hydra import compose, initialize_config_module
 from hydra.utils import get_object
 from omegaconf import OmegaConf
 
 from lightning_overlap import MODES, STREAMS, choices, recipe
+from lightning_overlap.models import DLRM
 from lightning_overlap.train import add_or_override
 
 CONF = Path(str(files("lightning_overlap"))) / "conf"
@@ -112,7 +114,7 @@ def test_the_record_of_a_run_holds_the_defaults_that_python_wrote() -> None:
         (["data.batchsize=3"], "unknown option of data 'batchsize'. Did you mean 'batch_size'"),
         (["data.batch_size=0"], "batch_size"),
         (["model.table_rate=1"], "unknown option of model 'table_rate'"),
-        (["sharding.tables.cat_9=table_wise"], "unknown table in sharding 'cat_9'"),
+        (["sharding.tables.cat_9=table_wise"], "sharding: unknown table 'cat_9'"),
         (["sharding.type=row_wise"], "sharding of table 'cat_0': 'row_wise' is not possible on cpu"),
         (["sharding.tables.cat_3=row_wise"], "sharding of table 'cat_3': 'row_wise' is not possible on cpu"),
     ],
@@ -120,6 +122,21 @@ def test_the_record_of_a_run_holds_the_defaults_that_python_wrote() -> None:
 def test_bad_words_are_answered_before_a_rank_starts(overrides: list[str], message: str) -> None:
     with pytest.raises(ValueError, match=re.escape(message)):
         check(*overrides)
+
+
+class OwnsEverything(DLRM):
+    """Gives its dense optimizer the tables too."""
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.Adam(self.parameters())
+
+
+def test_an_optimizer_that_owns_tables_is_answered_before_a_rank_starts() -> None:
+    own = f"model._target_={__name__}.OwnsEverything"
+    with pytest.raises(ValueError, match=r"dense optimizer the weights of fused tables: ebc\.cat_0"):
+        check(own)
+    check(own, "sharding=data_parallel")
+    check()
 
 
 def test_bad_data_files_are_answered_before_a_rank_starts(tmp_path: Path) -> None:
