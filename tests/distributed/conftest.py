@@ -10,21 +10,21 @@ from .ranks import Ranks
 
 
 @pytest.fixture(scope="session")
-def _pools() -> Iterator[dict[tuple[int, str], Ranks]]:
-    pools: dict[tuple[int, str], Ranks] = {}
+def _pools() -> Iterator[dict[tuple[int, str, int], Ranks]]:
+    pools: dict[tuple[int, str, int], Ranks] = {}
     yield pools
     for pool in pools.values():
         pool.close()
 
 
 @pytest.fixture
-def get_ranks(_pools: dict[tuple[int, str], Ranks]) -> Callable[..., Ranks]:
+def get_ranks(_pools: dict[tuple[int, str, int], Ranks]) -> Callable[..., Ranks]:
     """Return the rank processes of a world size, started again if an earlier test ended them."""
 
-    def get(world_size: int, device_type: str = "cpu") -> Ranks:
-        key = (world_size, device_type)
+    def get(world_size: int, device_type: str = "cpu", num_nodes: int = 1) -> Ranks:
+        key = (world_size, device_type, num_nodes)
         if key not in _pools or not _pools[key].alive:
-            _pools[key] = Ranks(world_size, device_type)
+            _pools[key] = Ranks(world_size, device_type, num_nodes)
         return _pools[key]
 
     return get

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 from typing import Any
 
 import torch.distributed as dist
@@ -28,7 +29,9 @@ def make_trainer(strategy: OverlapEmbeddingStrategy, device_type: str = "cpu", *
         logging.getLogger(name).setLevel(logging.ERROR)
     accelerator = {"cpu": "cpu", "cuda": "gpu"}[device_type]
     kwargs = {"max_epochs": 1, **QUIET, **kwargs}
-    return Trainer(accelerator=accelerator, devices=dist.get_world_size(), strategy=strategy, **kwargs)
+    ranks_per_node = int(os.environ["LOCAL_WORLD_SIZE"])
+    num_nodes = dist.get_world_size() // ranks_per_node
+    return Trainer(accelerator=accelerator, devices=ranks_per_node, num_nodes=num_nodes, strategy=strategy, **kwargs)
 
 
 def fit(

@@ -25,9 +25,10 @@ class Ranks:
     Args:
         world_size: Number of processes.
         device_type: "cpu" (gloo) or "cuda" (NCCL, one GPU per rank).
+        num_nodes: Hosts that the ranks believe to be on.
     """
 
-    def __init__(self, world_size: int, device_type: str = "cpu") -> None:
+    def __init__(self, world_size: int, device_type: str = "cpu", num_nodes: int = 1) -> None:
         self.world_size = world_size
         port = _free_port()
         self._pipes: list[multiprocessing.connection.Connection] = []
@@ -35,7 +36,8 @@ class Ranks:
         for rank in range(world_size):
             ours, theirs = _CONTEXT.Pipe()
             # Not daemonic: data loaders have workers of their own. When this end of the pipe goes, a rank ends.
-            process = _CONTEXT.Process(target=_serve, args=(rank, world_size, port, device_type, theirs))
+            place = (rank, world_size, num_nodes)
+            process = _CONTEXT.Process(target=_serve, args=(place, port, device_type, theirs))
             process.start()
             theirs.close()
             self._pipes.append(ours)
@@ -81,15 +83,17 @@ class Ranks:
 
 
 def _serve(
-    rank: int, world_size: int, port: int, device_type: str, pipe: multiprocessing.connection.Connection
+    place: tuple[int, int, int], port: int, device_type: str, pipe: multiprocessing.connection.Connection
 ) -> None:
+    rank, world_size, num_nodes = place
+    ranks_per_node = world_size // num_nodes
     # As torchrun would: Lightning then starts no processes of its own.
     os.environ.update(
         RANK=str(rank),
-        LOCAL_RANK=str(rank),
+        LOCAL_RANK=str(rank % ranks_per_node),
         WORLD_SIZE=str(world_size),
-        LOCAL_WORLD_SIZE=str(world_size),
-        GROUP_RANK="0",
+        LOCAL_WORLD_SIZE=str(ranks_per_node),
+        GROUP_RANK=str(rank // ranks_per_node),
         MASTER_ADDR="127.0.0.1",
         MASTER_PORT=str(port),
         TORCHELASTIC_RUN_ID="tests",

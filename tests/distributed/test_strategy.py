@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -10,6 +11,8 @@ import torch
 from lightning_overlap import MODES, OverlapEmbeddingStrategy
 
 from . import strategies
+from .cases import TABLE_WISE
+from .fits import fit
 from .ranks import Ranks
 
 
@@ -48,6 +51,15 @@ def test_shardings(two_ranks: Ranks, sharding: Any) -> None:
         assert set(first["types"].values()) == {sharding}
     if sharding == "column_wise":
         assert first["local"]["t0"] == second["local"]["t0"] == [(120, 4)]
+
+
+def test_two_nodes_of_one_rank_each(get_ranks: Callable[..., Ranks], two_ranks: Ranks) -> None:
+    """As on one node: the same plan, the same losses."""
+    nodes = get_ranks(2, num_nodes=2)
+    for pipeline in ("base", "fused_sparse_dist"):
+        expected, actual = (ranks.run(fit, TABLE_WISE, pipeline, num_steps=8) for ranks in (two_ranks, nodes))
+        assert [mine.differences(theirs) for mine, theirs in zip(actual, expected, strict=True)] == [[], []]
+    assert len(nodes.run(strategies.shapes, None)) == 2
 
 
 def test_a_second_fit_and_a_plain_call_afterwards(two_ranks: Ranks) -> None:

@@ -1,0 +1,18 @@
+"""The README: its code runs, its table is the code's."""
+
+from __future__ import annotations
+
+from lightning_overlap.modes import modes_table
+
+from . import readme
+from .ranks import Ranks
+
+
+def test_code_runs(two_ranks: Ranks) -> None:
+    assert len(readme.python_blocks()) == 1
+    assert two_ranks.run(readme.run) == [3, 3]
+
+
+def test_table_of_modes_is_generated() -> None:
+    """After a change of the modes: paste what `modes_table()` returns."""
+    assert modes_table() in readme.README.read_text()
