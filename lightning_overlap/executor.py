@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, Protocol
 
 import torch
 
+from .agreement import Agreement, Answer, Flags
 from .inflight import InFlightBatch
 from .schedule import Schedule, Step
 from .stages import SPARSE_STAGES, TRAINING_STAGES, Stage, StreamName, WeightOwner
@@ -22,8 +24,16 @@ _EVERY_OWNER = frozenset(WeightOwner)
 class BatchSource(Protocol):
     """Where batches come from."""
 
+    @property
+    def exhausted(self) -> bool:
+        """Whether it is known that no batch is left."""
+
+    @property
+    def told_to_stop(self) -> bool:
+        """Whether this process was asked to end."""
+
     def fetch(self) -> tuple[Any, int, int] | None:
-        """Return the next staged `(batch, batch_idx, dataloader_idx)`, or None at the end of the data."""
+        """Return the next staged `(batch, batch_idx, dataloader_idx)`, or None where there is none (yet)."""
 
 
 class SparseStages(Protocol):
@@ -76,6 +86,7 @@ class Executor:
         source: Gives the batches.
         sparse: Does the sparse stages; None: the schedule's sparse rows are skipped.
         streams: The device's streams.
+        agreement: Asks all ranks whether they have the next batch too; None on one rank.
         lookup_context: Entered around every early lookup (autocast, as around `training_step`).
         observer: Told of every issue and wait.
         rank: Named in errors.
@@ -88,6 +99,7 @@ class Executor:
         sparse: SparseStages | None,
         streams: Streams,
         *,
+        agreement: Agreement | None = None,
         lookup_context: Callable[[], AbstractContextManager[Any]] = nullcontext,
         observer: Observer | None = None,
         rank: int = 0,
@@ -96,6 +108,7 @@ class Executor:
         self._source = source
         self._sparse = sparse if schedule.has_sparse_stages else None
         self._streams = streams
+        self._agreement = agreement
         self._lookup_context = lookup_context
         self._observe = observer or _ignore
         self._rank = rank
@@ -117,6 +130,9 @@ class Executor:
         self._row = len(self.schedule.steps)
         self._in_flight: dict[int, InFlightBatch] = {}
         self.num_fetched = 0
+        self._answers: dict[int, Answer] = {}
+        self._end: int | None = None  # batches that all ranks have, once that is known
+        self.stop_agreed = False
         self._waiting_for_discovery: list[tuple[Step, int, frozenset[WeightOwner]]] = []
         self._plain_forward = False  # a module of the current batch ran its own forward, on the compute stream
         self._written: Any = None  # event behind the last write of a table on the compute stream
@@ -136,8 +152,15 @@ class Executor:
         """Batches fetched but not yet handed to the trainer."""
         return sum(index > self._iteration for index in self._in_flight)
 
+    @property
+    def is_last(self) -> bool:
+        """Whether the current batch is known to be the last one, on all ranks."""
+        if self._agreement is None:
+            return self.num_ahead == 0 and self._source.exhausted
+        return self._end == self._iteration + 1
+
     def next_batch(self) -> InFlightBatch | None:
-        """Begin the next iteration; return its batch, or None when the data has ended."""
+        """Begin the next iteration; return its batch, or None when the data has ended on any rank."""
         self._streams.begin_step()
         if self._iteration < 0:
             self._fill()
@@ -149,6 +172,7 @@ class Executor:
         self._run_rows()
         if self.current is None:
             self._fetch(self._copy, self._iteration)
+        self._resolve(self._iteration)
         current = self.current
         if current is not None:
             self._acquire(current, StreamName.COMPUTE, Stage.COPY_BATCH_TO_DEVICE)
@@ -194,6 +218,8 @@ class Executor:
 
     def drain(self) -> None:
         """Drop the batches that were fetched ahead; complete their collectives, on all ranks alike."""
+        for answer in self._answers.values():
+            answer.wait()
         in_flight, sparse = list(self._in_flight.values()), self._sparse
         current = self._iteration
         self._reset()
@@ -266,7 +292,9 @@ class Executor:
             return
         if step.stage is Stage.COPY_BATCH_TO_DEVICE:
             self._fetch(step, index)
-        elif index in self._in_flight and self._sparse is not None:
+            return
+        self._resolve(index)
+        if index in self._in_flight and self._sparse is not None:
             if self._sparse.ready:
                 self._issue(step, self._in_flight[index], owners)
             else:
@@ -274,9 +302,13 @@ class Executor:
 
     def _fetch(self, step: Step, index: int) -> None:
         # A source may hold back a batch that looks like it is not going to be trained: then this catches up.
-        while self.num_fetched <= index:
+        while self.num_fetched <= index and (self._end is None or self.num_fetched < self._end):
             with self._stage(step, self.num_fetched), self._streams.on(step.stream):
                 fetched = self._source.fetch()
+            if self._agreement is not None:
+                lacks, last = fetched is None, self._source.exhausted
+                flags = Flags(not lacks, lacks, last, self._source.told_to_stop)
+                self._answers.setdefault(self.num_fetched, self._agreement.ask(flags))
             if fetched is None:
                 return
             self._observe("issue", step.stage, self.num_fetched)
@@ -284,6 +316,29 @@ class Executor:
             inflight.done[step.stage] = (step.stream, self._streams.record(step.stream))
             self._in_flight[inflight.index] = inflight
             self.num_fetched += 1
+
+    def _resolve(self, index: int) -> None:
+        """Hear whether all ranks have a batch, before the first collective that is made for it.
+
+        All ranks come here at the same row, whether they have the batch or not, and so end after the same one.
+        """
+        answer = self._answers.pop(index, None)
+        if answer is None:
+            return
+        said = answer.wait()
+        self.stop_agreed |= said.stop
+        if said.has and (said.lacks or said.last) and self._end is None:
+            self._end = index if said.lacks else index + 1
+            dropped = [ahead for ahead in self._in_flight if ahead >= self._end]
+            for ahead in dropped:
+                del self._in_flight[ahead]
+            if dropped or not self._source.exhausted:
+                warnings.warn(
+                    f"The data of another rank ended after {self._end} batches. Rank {self._rank} has more and ends "
+                    "there too: all ranks train the same number of batches.",
+                    UserWarning,
+                    stacklevel=2,
+                )
 
     def _issue(self, step: Step, inflight: InFlightBatch, owners: frozenset[WeightOwner]) -> None:
         """Issue one sparse stage of one batch on its stream, behind all that it reads."""

@@ -6,8 +6,11 @@ start with an underscore occur in this file only (`PRIVATE_NAMES`; a test names 
 
 from __future__ import annotations
 
+import warnings
 from collections import OrderedDict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from functools import partial
 from typing import TYPE_CHECKING, Any, cast
 
 from lightning.pytorch import LightningModule, Trainer
@@ -15,6 +18,7 @@ from lightning.pytorch.loops.fetchers import _DataFetcher, _DataLoaderIterDataFe
 from lightning.pytorch.loops.fit_loop import _FitLoop
 from lightning.pytorch.loops.training_epoch_loop import _TrainingEpochLoop
 from lightning.pytorch.strategies import DDPStrategy
+from lightning.pytorch.utilities.exceptions import SIGTERMException
 from typing_extensions import override
 
 from .executor import Executor
@@ -27,10 +31,12 @@ PRIVATE_NAMES: Mapping[str, tuple[str, ...]] = {
     "lightning.pytorch.loops.fit_loop": ("_FitLoop",),
     "lightning.pytorch.loops.training_epoch_loop": ("_TrainingEpochLoop",),
     "_FitLoop": ("_data_fetcher", "setup_data"),
-    "_TrainingEpochLoop": ("_build_kwargs", "_should_check_val_fx", "advance"),
+    "_TrainingEpochLoop": ("_broadcast_sigterm_tensor", "_build_kwargs", "_should_check_val_fx", "advance"),
     "_DataLoaderIterDataFetcher": ("_batch", "_batch_idx", "_dataloader_idx", "_start_profiler", "_stop_profiler"),
     "LightningModule": ("_on_before_batch_transfer",),
     "Strategy": ("_layer_sync",),
+    "Trainer": ("_signal_connector",),
+    "_SignalConnector": ("_sigterm_notifier_fn",),
 }
 """What this file uses of Lightning beyond its public interface, by the module or class that has it."""
 
@@ -64,6 +70,7 @@ class LookaheadFetcher(_DataLoaderIterDataFetcher):
         self.executor: Executor | None = None
         self._peeked = False
         self._num_allowed: float = 0
+        self.num_batches: float = float("inf")
         self.done = inner.done
 
     # The loop reads and writes these on its fetcher; they belong to the inner one, which is already running when
@@ -123,7 +130,7 @@ class LookaheadFetcher(_DataLoaderIterDataFetcher):
         self.peek()
         self._peeked = False
         assert self.executor is not None
-        self.done = self.executor.num_ahead == 0 and self.inner.done
+        self.done = self.executor.is_last
         arguments = self._epoch_loop._build_kwargs(OrderedDict(), self._batch, self._batch_idx)
         return Ticket(tuple(arguments.values()))
 
@@ -147,10 +154,20 @@ class LookaheadFetcher(_DataLoaderIterDataFetcher):
         self._peeked = True
         return self._batch
 
+    @property
+    def exhausted(self) -> bool:
+        """Whether this rank has no batch left that all ranks have."""
+        return self.inner.done or self.inner.fetched >= self.num_batches
+
+    @property
+    def told_to_stop(self) -> bool:
+        """Whether this process received SIGTERM."""
+        return bool(self._trainer.received_sigterm)
+
     def fetch(self) -> tuple[Any, int, int] | None:
         """Fetch one batch and stage it: Lightning's batch-transfer hooks run here, once per batch."""
         assert self.executor is not None
-        if self.inner.done or self.executor.num_fetched >= self._num_allowed:
+        if self.exhausted or self.executor.num_fetched >= self._num_allowed:
             return None
         try:
             batch, batch_idx, dataloader_idx = next(self.inner)
@@ -222,14 +239,50 @@ class _FitLoopMixin(_FitLoop):
         # A module that takes `dataloader_iter` does its own fetching and runs without lookahead.
         if type(self._data_fetcher) is _PrefetchDataFetcher:
             self._data_fetcher = LookaheadFetcher(self._data_fetcher, self.trainer, self._make_executor)
+            self._end_together(self._data_fetcher)
+
+    def _end_together(self, fetcher: LookaheadFetcher) -> None:
+        """Take the length of the shortest rank's epoch, where Lightning takes each rank's own."""
+        own = self.max_batches
+        fetcher.num_batches = self.trainer.strategy.shortest_epoch(own)  # type: ignore[attr-defined]
+        if fetcher.num_batches == own:
+            return
+        warnings.warn(
+            f"Rank {self.trainer.global_rank} has {own} batches, another rank {fetcher.num_batches:g}: all ranks end "
+            "the epoch after the fewest, this rank's others are not trained.",
+            UserWarning,
+            stacklevel=2,
+        )
+        self.max_batches = int(fetcher.num_batches)
+        interval = self.trainer.val_check_interval
+        if isinstance(interval, float) and self.trainer.val_check_batch is not None:
+            self.trainer.val_check_batch = max(1, int(self.max_batches * interval))
+
+    @override
+    def on_advance_end(self) -> None:
+        with _sigterm_unseen(self.trainer):
+            super().on_advance_end()
 
 
 class _EpochLoopMixin(_TrainingEpochLoop):
     @override
     def advance(self, data_fetcher: _DataFetcher) -> None:
-        if isinstance(data_fetcher, LookaheadFetcher) and data_fetcher.peek() is None:
-            data_fetcher = _NoneFetcher(data_fetcher)
+        if isinstance(data_fetcher, LookaheadFetcher):
+            batch = data_fetcher.peek()
+            assert data_fetcher.executor is not None
+            if data_fetcher.executor.stop_agreed:
+                raise SIGTERMException
+            if batch is None:
+                data_fetcher = _NoneFetcher(data_fetcher)
         super().advance(data_fetcher)
+
+    @override
+    def on_advance_end(self, data_fetcher: _DataFetcher) -> None:
+        with _sigterm_unseen(self.trainer):
+            super().on_advance_end(data_fetcher)
+
+    def _broadcast_sigterm_tensor(self) -> None:
+        """Do nothing: the ranks have agreed on it with the batch, without a broadcast and a read per step."""
 
     @override
     def _should_check_val_fx(self, data_fetcher: _DataFetcher) -> bool:
@@ -238,11 +291,34 @@ class _EpochLoopMixin(_TrainingEpochLoop):
         return super()._should_check_val_fx(inner)
 
 
+@contextmanager
+def _sigterm_unseen(trainer: Trainer) -> Iterator[None]:
+    """Let no rank leave on its own when it has received SIGTERM: the others would wait for it in a collective."""
+    connector = trainer._signal_connector
+    received = connector.received_sigterm
+    if trainer.world_size > 1:
+        connector.received_sigterm = False
+    try:
+        yield
+    finally:
+        connector.received_sigterm = connector.received_sigterm or received
+
+
+def _note_sigterm(trainer: Trainer, signum: int, frame: Any) -> None:
+    """Tell the processes that this one launched, and remember it for the agreement of the next step."""
+    if not trainer.received_sigterm and trainer.strategy.launcher is not None:
+        trainer.strategy.launcher.kill(signum)
+    trainer._signal_connector.received_sigterm = True
+
+
 def install(trainer: Trainer, make_executor: ExecutorFactory) -> None:
     """Give the trainer's live fit loop the lookahead."""
     _mix_in(trainer.fit_loop, _FitLoopMixin)
     _mix_in(trainer.fit_loop.epoch_loop, _EpochLoopMixin)
     cast(_FitLoopMixin, trainer.fit_loop)._make_executor = make_executor
+    if trainer.world_size > 1:
+        # Lightning's handler broadcasts inside the signal handler, in between any other collective of the rank.
+        trainer._signal_connector._sigterm_notifier_fn = partial(_note_sigterm, trainer)  # type: ignore[method-assign]
 
 
 def uninstall(trainer: Trainer) -> None:
@@ -254,6 +330,7 @@ def uninstall(trainer: Trainer) -> None:
     if isinstance(fetcher, LookaheadFetcher) and fetcher.executor is not None:
         fetcher.executor.abandon()
     del loop._make_executor
+    vars(trainer._signal_connector).pop("_sigterm_notifier_fn", None)
     for live in (loop, loop.epoch_loop):
         live.__class__ = type(live).__mro__[2]
 

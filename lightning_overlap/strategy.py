@@ -21,6 +21,7 @@ from torchrec.streamable import Pipelineable
 from typing_extensions import override
 
 from . import loop
+from .agreement import GroupAgreement
 from .checkpoint import is_folder, load_folder, load_whole, save_folder, whole
 from .executor import Executor, Observer
 from .modes import resolve_schedule, resolve_stream
@@ -87,6 +88,7 @@ class OverlapEmbeddingStrategy(DDPStrategy):
         self._executor: Executor | None = None
         self._table_group: dist.ProcessGroup | None = None
         self._lookahead_group: dist.ProcessGroup | None = None
+        self._agreement: GroupAgreement | None = None
         self._group_timeout = kwargs.get("timeout", default_pg_timeout)
         self._trainer: Trainer | None = None
 
@@ -167,7 +169,8 @@ class OverlapEmbeddingStrategy(DDPStrategy):
     def _join_groups(self) -> None:
         """Give the tables' collectives a process group, and the input dist of coming batches another.
 
-        An early all-to-all must not queue in front of gradient traffic, nor the other way around.
+        An early all-to-all must not queue in front of gradient traffic, nor the other way around. A third one, on
+        the host, carries what the ranks have to know of each other at every step.
         """
         if self._table_group is not None:
             return
@@ -177,6 +180,7 @@ class OverlapEmbeddingStrategy(DDPStrategy):
         backend = dist.get_backend()
         self._table_group = dist.new_group(backend=backend, timeout=self._group_timeout)
         self._lookahead_group = dist.new_group(backend=backend, timeout=self._group_timeout)
+        self._agreement = GroupAgreement(dist.new_group(backend="gloo", timeout=self._group_timeout))
 
     def _start_pipeline(self) -> None:
         assert self.lightning_module is not None
@@ -193,6 +197,10 @@ class OverlapEmbeddingStrategy(DDPStrategy):
                 rank=self.global_rank,
             )
 
+    def shortest_epoch(self, num_batches: float) -> float:
+        """Return the fewest batches that any rank has in an epoch; `inf` where no loader has a length."""
+        return num_batches if self._agreement is None else self._agreement.shortest(num_batches)
+
     def _make_executor(self, fetcher: loop.LookaheadFetcher) -> Executor:
         assert self._streams is not None
         self._executor = Executor(
@@ -200,6 +208,7 @@ class OverlapEmbeddingStrategy(DDPStrategy):
             fetcher,
             self._sparse,
             self._streams,
+            agreement=self._agreement,
             lookup_context=self.precision_plugin.train_step_context,
             observer=self._observer,
             rank=self.global_rank,

@@ -471,6 +471,16 @@ class FakeTrainer:
         self._alive: WeakSet[FakeBatch] = WeakSet()
         self._hold: Mapping[int, int] = {}
 
+    @property
+    def exhausted(self) -> bool:
+        """Whether the data has ended."""
+        return self._num_fetched >= self._num_batches
+
+    @property
+    def told_to_stop(self) -> bool:
+        """Never: nobody sends it a signal."""
+        return False
+
     def fetch(self) -> tuple[FakeBatch, int, int] | None:
         """Give the executor the next batch: the trainer is its `BatchSource`."""
         index = self._num_fetched

@@ -20,7 +20,7 @@ ROOMS = ("plan", "run", "sparse", "plugin", "apps")
 
 FILES = {
     "plan": ("stages", "schedule", "modes"),
-    "run": ("streams", "structure", "inflight", "executor", "timeline", "testing"),
+    "run": ("agreement", "streams", "structure", "inflight", "executor", "timeline", "testing"),
     "sparse": ("sparse", "sharding", "stash"),
     "plugin": ("strategy", "loop", "checkpoint", "callbacks"),
     "apps": ("data", "models", "train", "launch", "rank", "recipe", "report", "benchmark", "conf", "choices"),
@@ -196,6 +196,8 @@ LIGHTNING = {
     "_DataLoaderIterDataFetcher": "lightning.pytorch.loops.fetchers",
     "LightningModule": "lightning.pytorch",
     "Strategy": "lightning.pytorch.strategies.parallel",
+    "Trainer": "lightning.pytorch",
+    "_SignalConnector": "lightning.pytorch.trainer.connectors.signal_connector",
 }
 
 

@@ -1,0 +1,74 @@
+"""What all ranks have to know of each other at every step, asked without waiting for the answer."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple, Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+
+class Flags(NamedTuple):
+    """What one rank says of a batch; as an answer, whether any rank said so."""
+
+    has: bool
+    """It has this batch."""
+
+    lacks: bool
+    """It has no such batch, now or ever."""
+
+    last: bool
+    """It has no batch after this one."""
+
+    stop: bool
+    """It was told to stop (SIGTERM)."""
+
+
+class Answer(Protocol):
+    """An answer that may still be on its way."""
+
+    def wait(self) -> Flags:
+        """Return what any rank said."""
+
+
+class Agreement(Protocol):
+    """Asks all ranks."""
+
+    def ask(self, flags: Flags) -> Answer:
+        """Say this rank's flags and ask for everybody's; every rank asks as often and in the same order."""
+
+
+@dataclass(frozen=True, slots=True)
+class _AllReduced:
+    flags: Tensor
+    work: dist.Work
+
+    def wait(self) -> Flags:
+        self.work.wait()
+        return Flags(*map(bool, self.flags.tolist()))
+
+
+class GroupAgreement:
+    """Asks by an all-reduce of four bytes on the host: no device waits for it, and the host a step later.
+
+    Args:
+        group: A gloo group of all ranks, for this alone.
+    """
+
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        self._group = group
+
+    def ask(self, flags: Flags) -> Answer:
+        """Start the all-reduce."""
+        tensor = torch.tensor(flags, dtype=torch.uint8)
+        work = dist.all_reduce(tensor, dist.ReduceOp.MAX, group=self._group, async_op=True)
+        assert work is not None
+        return _AllReduced(tensor, work)
+
+    def shortest(self, num_batches: float) -> float:
+        """Return the fewest batches that any rank has; `inf` is a loader without a length."""
+        tensor = torch.tensor(num_batches, dtype=torch.float64)
+        dist.all_reduce(tensor, dist.ReduceOp.MIN, group=self._group)
+        return float(tensor)
