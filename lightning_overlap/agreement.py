@@ -72,3 +72,18 @@ class GroupAgreement:
         tensor = torch.tensor(num_batches, dtype=torch.float64)
         dist.all_reduce(tensor, dist.ReduceOp.MIN, group=self._group)
         return float(tensor)
+
+
+class Counters(Protocol):
+    """Counters that all ranks share (a `torch.distributed.Store`)."""
+
+    def add(self, key: str, amount: int) -> int:
+        """Add to a counter; return its value."""
+
+
+def default_store() -> Counters | None:
+    """Return the store that the process group was made with, where ranks can leave word without a collective."""
+    if not dist.is_initialized():
+        return None
+    store: Counters = dist.distributed_c10d._get_default_store()
+    return store

@@ -6,15 +6,17 @@ Lightning's default would pickle rank 0's shards alone, without a word about the
 from __future__ import annotations
 
 import shutil
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
-from torchrec.distributed.types import ShardedTensor
+from torchrec.distributed.types import ShardedTensor, ShardingType
 
 from .sparse import sharded_modules
 
@@ -39,8 +41,38 @@ def is_folder(path: Path) -> bool:
     return (path / METADATA_NAME).is_file()
 
 
+def check_can_save(
+    path: Any, storage_options: Any, module: nn.Module, optimizers: Iterable[torch.optim.Optimizer]
+) -> None:
+    """Refuse what a folder would lose.
+
+    Raises:
+        ValueError: A remote path, storage options, or a dense optimizer with state for shards of a table.
+    """
+    if "://" in str(path) or storage_options is not None:
+        raise ValueError(
+            f"a checkpoint of sharded tables is a local folder, got {path!r}"
+            f"{'' if storage_options is None else ' with storage_options'}. Save to a folder that all ranks share."
+        )
+    owned = {id(p) for optimizer in optimizers for group in optimizer.param_groups for p in group["params"]}
+    for name, sharded in sharded_modules(module).items():
+        kinds = {table: parameter.sharding_type for table, parameter in sharded.module_sharding_plan.items()}
+        for parameter_name, parameter in sharded.named_parameters():
+            table = parameter_name.split(".")[-2]
+            if id(parameter) in owned and kinds.get(table) != ShardingType.DATA_PARALLEL.value:
+                raise ValueError(
+                    f"{name}.{table} is sharded with a dense kernel: each rank's optimizer has state of its own "
+                    "shards, which a checkpoint cannot hold yet. Give it a fused kernel, or shard it data-parallel."
+                )
+
+
 def save_folder(
-    checkpoint: dict[str, Any], path: Path, module: nn.Module, *, is_rank_zero: bool, barrier: Callable[[], None]
+    checkpoint: dict[str, Any],
+    path: Path,
+    module: nn.Module,
+    *,
+    is_rank_zero: bool,
+    broadcast: Callable[[Any], Any],
 ) -> None:
     """Write a checkpoint folder. It takes its name only when it is whole, so a crash leaves the old one.
 
@@ -49,28 +81,67 @@ def save_folder(
         path: The folder, the same on every rank.
         module: The sharded module.
         is_rank_zero: Whether this rank writes `meta.pt`.
-        barrier: Waits for all ranks.
+        broadcast: Returns rank 0's value on every rank.
+
+    Raises:
+        OSError: Rank 0 could not write; raised on every rank.
     """
-    unfinished = path.with_name(f"{path.name}.unfinished")
-    if is_rank_zero:
+    unfinished, old = (path.with_name(f"{path.name}.{what}") for what in ("unfinished", "old"))
+
+    def on_rank_zero(action: Callable[[], None]) -> None:
+        """Run something on rank 0; an error reaches all ranks, which would else wait for it."""
+        error = None
+        if is_rank_zero:
+            try:
+                action()
+            except OSError as err:
+                error = f"{type(err).__name__}: {err}"
+        error = broadcast(error)
+        if error is not None:
+            raise OSError(f"could not write the checkpoint {path}: {error}")
+
+    def begin() -> None:
         _remove(unfinished)
         unfinished.mkdir(parents=True)
-    barrier()
-    state = _state(checkpoint.pop("state_dict"), module)
-    save(state, checkpoint_id=unfinished)
-    if is_rank_zero:
+
+    def finish() -> None:
         torch.save(checkpoint, unfinished / METADATA_NAME)
-        _remove(path)
+        _remove(old)
+        if path.exists():
+            path.rename(old)
         unfinished.rename(path)
-    barrier()
+        _remove(old)
+
+    on_rank_zero(begin)
+    save(_state(checkpoint.pop("state_dict"), module), checkpoint_id=unfinished)
+    on_rank_zero(finish)
 
 
-def load_folder(path: Path, module: nn.Module, *, weights_only: bool) -> dict[str, Any]:
-    """Read a checkpoint folder into a sharded module, in place; return the rest of the checkpoint."""
+def load_folder(path: Path, module: nn.Module, *, weights_only: bool, strict: bool = True) -> dict[str, Any]:
+    """Read a checkpoint folder into a sharded module, in place.
+
+    Returns:
+        The checkpoint as Lightning knows it; `state_dict` is the module's own.
+
+    Raises:
+        RuntimeError: The folder lacks something (unless `strict` is False), or is of another sharding plan whose
+            fused state has other shapes.
+    """
     # Tensors of both state dicts are the module's own memory: loading into them is loading the module.
-    load(_state(module.state_dict(), module), checkpoint_id=path)
+    state_dict = module.state_dict()
+    try:
+        load(
+            _state(state_dict, module),
+            checkpoint_id=path,
+            planner=DefaultLoadPlanner(allow_partial_load=not strict),
+        )
+    except CheckpointException as err:
+        raise RuntimeError(
+            f"could not load {path} into this model. Was it saved from other tables, or under a sharding plan that "
+            "gives the fused optimizer's state other shapes (row-wise state, column-wise sharding)?"
+        ) from err
     rest: dict[str, Any] = torch.load(path / METADATA_NAME, map_location="cpu", weights_only=weights_only)
-    return rest
+    return {**rest, "state_dict": state_dict}
 
 
 def whole(checkpoint: dict[str, Any], module: nn.Module) -> dict[str, Any]:
@@ -86,6 +157,11 @@ def load_whole(checkpoint: Mapping[str, Any], module: nn.Module) -> None:
     for name, value in fused_state(module).items():
         if name not in saved:
             continue
+        if saved[name].shape != value.size():
+            raise RuntimeError(
+                f"the fused state {name} was saved with shape {tuple(saved[name].shape)}, this sharding plan has "
+                f"{tuple(value.size())}: load it under the plan that it was saved under."
+            )
         if not isinstance(value, ShardedTensor):
             value.copy_(saved[name])
             continue

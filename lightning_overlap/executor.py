@@ -135,6 +135,7 @@ class Executor:
         self.stop_agreed = False
         self._waiting_for_discovery: list[tuple[Step, int, frozenset[WeightOwner]]] = []
         self._plain_forward = False  # a module of the current batch ran its own forward, on the compute stream
+        self._updated: Any = None  # event behind the last fused backward on the lookup stream
         self._written: Any = None  # event behind the last write of a table on the compute stream
 
     @property
@@ -235,7 +236,8 @@ class Executor:
     def _fill(self) -> None:
         # Weights may have been loaded or changed on the compute stream since the last run.
         start = self._streams.record(StreamName.COMPUTE)
-        self._streams.wait(self._lookup_stream, start)
+        for stream in {step.stream for step in self.schedule} | {self._lookup_stream}:
+            self._streams.wait(stream, start)
         for iteration in range(-self.schedule.max_offset, 0):
             self._iteration = iteration
             for step in self.schedule.steps:
@@ -264,6 +266,8 @@ class Executor:
         elif stage is Stage.BACKWARD:
             self._pass_backward()
         elif stage is Stage.OPTIMIZER_STEP:
+            # What comes between two steps (a callback's averages, clamps, norms) finds the tables written.
+            self._streams.wait(StreamName.COMPUTE, self._updated)
             self._run_deferred_lookup()
 
     def _pass_backward(self) -> None:
@@ -271,6 +275,7 @@ class Executor:
             # Such a module's TBE backward ran on the compute stream: the next lookup has to wait for it.
             self._written = self._streams.record(StreamName.COMPUTE)
             self._plain_forward = False
+        self._updated = self._streams.record(self._lookup_stream)
 
     def _discover(self) -> None:
         assert self._sparse is not None

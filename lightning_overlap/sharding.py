@@ -18,7 +18,6 @@ from torch.distributed.optim import _apply_optimizer_in_backward  # type: ignore
 from torchrec.distributed.embedding_types import EmbeddingComputeKernel
 from torchrec.distributed.model_parallel import DistributedModelParallel
 from torchrec.distributed.planner import EmbeddingShardingPlanner, ParameterConstraints, Topology
-from torchrec.distributed.planner.types import PlannerError
 from torchrec.distributed.sharding_plan import get_default_sharders
 from torchrec.distributed.types import ModuleSharder, ParameterSharding, ShardingEnv, ShardingPlan, ShardingType
 from torchrec.distributed.utils import optimizer_type_to_emb_opt_type
@@ -136,7 +135,7 @@ def shard_tables(
     check_sharding(sharding, tables, device)
     plan = _make_plan(model, sharding, tables, group, device, local_world_size)
     _apply_fused_optimizer(tables, plan, fused, device)
-    initial = _initial_weights(model, tables)
+    initial, aliases = _initial_weights(model, tables), _aliases(model, tables)
     with _local_world_size(local_world_size):
         DistributedModelParallel(
             module=model,
@@ -146,8 +145,15 @@ def shard_tables(
             sharders=list(get_default_sharders()),
             init_data_parallel=False,
         )
+    for alias, name in aliases.items():
+        parent, _, attribute = alias.rpartition(".")
+        setattr(model.get_submodule(parent), attribute, model.get_submodule(name))
+    left_out = [table.path for table in find_tables(model)]
+    if left_out:
+        raise ValueError(f"the ShardingPlan leaves out {_some(left_out)}: give every table of the model a place in it.")
     for name, weights in initial.items():
         model.get_submodule(name).load_state_dict(weights, strict=False)
+    _replicate_data_parallel(model, group)
     return True
 
 
@@ -287,7 +293,7 @@ def _plan_on_rank_zero(planner: Any, model: nn.Module, group: dist.ProcessGroup)
     if group.rank() == 0:
         try:
             outcome = [planner.plan(model, list(get_default_sharders()))]
-        except (PlannerError, ValueError, RuntimeError) as err:
+        except Exception as err:  # whatever it is, the other ranks are waiting to hear of it
             outcome = [f"{type(err).__name__}: {err}"]
     dist.broadcast_object_list(outcome, src=dist.get_global_rank(group, 0), group=group)
     if not isinstance(outcome[0], ShardingPlan):
@@ -365,6 +371,23 @@ def _initial_weights(model: nn.Module, tables: list[Table]) -> dict[str, dict[st
     meta = {table.module for table in tables if table.parameter.is_meta}
     modules = {table.module for table in tables} - meta
     return {name: model.get_submodule(name).state_dict() for name in sorted(modules)}
+
+
+def _aliases(model: nn.Module, tables: list[Table]) -> dict[str, str]:
+    """Other names of the collections: sharding replaces a module under the first of its names only."""
+    first = {id(model.get_submodule(table.module)): table.module for table in tables}
+    named = model.named_modules(remove_duplicate=False)
+    return {name: first[id(module)] for name, module in named if first.get(id(module), name) != name}
+
+
+def _replicate_data_parallel(model: nn.Module, group: dist.ProcessGroup) -> None:
+    """Give all ranks rank 0's data-parallel tables, as DistributedDataParallel does for the dense part."""
+    source = dist.get_global_rank(group, 0)
+    for module in sharded_modules(model).values():
+        kinds = {table: parameter.sharding_type for table, parameter in module.module_sharding_plan.items()}
+        for name, parameter in module.named_parameters():
+            if kinds.get(name.split(".")[-2]) == ShardingType.DATA_PARALLEL.value:
+                dist.broadcast(parameter.data, src=source, group=group)
 
 
 @contextmanager

@@ -5,6 +5,8 @@ TorchRec names that start with an underscore occur in this file only (`PRIVATE_N
 
 from __future__ import annotations
 
+import itertools
+import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -23,6 +25,7 @@ from torchrec.distributed.embeddingbag import ShardedEmbeddingBagCollection
 from torchrec.distributed.types import Awaitable, LazyAwaitable, LazyGetItemMixin, ShardedModule
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
+from .agreement import Counters
 from .executor import Observer
 from .inflight import InFlightBatch
 from .stages import Stage, StreamName, WeightOwner
@@ -37,8 +40,15 @@ PRIVATE_NAMES: Mapping[str, tuple[str, ...]] = {
 }
 """Private attributes of TorchRec that this file reads, by the object that has them."""
 
+MISMATCH_TIMEOUT_S = 20
+"""How long a rank waits for the others where all of them have to leave their early rows aside."""
+
 PIPELINED_TYPES = (ShardedEmbeddingBagCollection, ShardedEmbeddingCollection)
 """Sharded modules whose lookup can start early; every other one runs its own forward."""
+
+_KERNELS_WITHOUT_CACHE = (EmbeddingComputeKernel.DENSE, EmbeddingComputeKernel.FUSED, EmbeddingComputeKernel.FUSED_UVM)
+
+_num_pipelines = itertools.count()
 
 
 @dataclass(slots=True)
@@ -79,7 +89,7 @@ class _StandIn:
         self.module = module
         self.own_forward = module.forward
         self.path: Path | None = None
-        self.plain_reason: str | None = None if isinstance(module, PIPELINED_TYPES) else _not_pipelined(module)
+        self.plain_reason: str | None = _why_never_early(module)
         self.calls: list[tuple[tuple[Any, ...], dict[str, Any]]] = []
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -102,6 +112,7 @@ class SparsePipeline:
         lookup_stream: The stream of early lookups.
         observer: Told of every wait.
         rank: Warns if 0.
+        store: Where ranks leave word for each other; needed with a group.
     """
 
     def __init__(
@@ -113,6 +124,7 @@ class SparsePipeline:
         *,
         observer: Observer | None = None,
         rank: int = 0,
+        store: Counters | None = None,
     ) -> None:
         self._stand_ins = {name: _StandIn(self, name, module) for name, module in modules.items()}
         self._group = group
@@ -120,6 +132,9 @@ class SparsePipeline:
         self._lookup_stream = lookup_stream
         self._observe = observer or (lambda kind, stage, index: None)
         self._rank = rank
+        self._store = store
+        self._num_mismatches = 0
+        self._key = f"lightning_overlap/{next(_num_pipelines)}"  # all ranks make as many
         self._current: InFlightBatch | None = None
         self._plain_forward = False
         self.ready = False
@@ -162,6 +177,7 @@ class SparsePipeline:
                 if _only_input(args, kwargs) is state.kjt:
                     state.served = True
                     return EarlyRows(partial(self._receive_rows, inflight.index, state))
+                self._all_ranks_go_plain(stand_in, inflight.index)
                 self._run_plain(stand_in, "it was called with another input than the one in the batch")
             self._plain_forward = True
         # The lookup stream may still be writing the tables that this reads.
@@ -221,6 +237,30 @@ class SparsePipeline:
             for name, mine in found.items()
         }
 
+    def _all_ranks_go_plain(self, stand_in: _StandIn, index: int) -> None:
+        """Make sure that the other ranks leave the early rows aside too, before this one issues a collective.
+
+        They cannot be asked by a collective, since those that take the early rows issue none here.
+
+        Raises:
+            RuntimeError: They do not: this rank's forward would wait for them, or mix up with what they send.
+        """
+        if self._group is None:
+            return
+        assert self._store is not None
+        self._num_mismatches += 1
+        key = f"{self._key}/{self._num_mismatches}/{stand_in.name}"
+        self._store.add(key, 1)
+        deadline = time.monotonic() + MISMATCH_TIMEOUT_S
+        while self._store.add(key, 0) < self._group.size():
+            if time.monotonic() > deadline:
+                raise RuntimeError(
+                    f"rank {self._rank}: training_step called {stand_in.name!r} with another input than the one in "
+                    f"batch {index}, other ranks called it with theirs. Early rows need the same on all ranks: change "
+                    "inputs before training_step (on_after_batch_transfer), or use pipeline='base'."
+                )
+            time.sleep(0.01)
+
     def _check_calls(self, inflight: InFlightBatch) -> None:
         for stand_in in self._stand_ins.values():
             if not stand_in.early:
@@ -239,7 +279,7 @@ class SparsePipeline:
         if self._rank == 0:
             warnings.warn(
                 f"The lookup of {stand_in.name!r} ({type(stand_in.module).__name__}) is not overlapped: "
-                f"{stand_in.plain_reason}. It runs in its own forward, with the same results. To overlap it, call it "
+                f"{stand_in.plain_reason}. It runs in its own forward, on current weights. To overlap it, call it "
                 "once per training_step with a KeyedJaggedTensor that is part of the batch (made in the dataset, the "
                 "collate function, on_before_batch_transfer or on_after_batch_transfer).",
                 UserWarning,
@@ -437,14 +477,15 @@ def _describe_splits(
     first = sum(splits[: group.rank()])
     with torch.no_grad():
         input_splits = kjt.dist_splits(splits)
-        splits_tensors = [torch.tensor(split, device=device) for split in input_splits]
+        per_rank = list(input_splits)
         if not kjt.variable_stride_per_key():
-            splits_tensors.append(torch.tensor([kjt.stride()] * group.size(), device=device))
+            per_rank.append([kjt.stride()] * group.size())
+        sizes = torch.tensor(per_rank, dtype=torch.int64, pin_memory=device.type == "cuda")
         return KJTSplitsAllToAllMeta(
             pg=group,
             _input=kjt,
             splits=splits,
-            splits_tensors=splits_tensors,
+            splits_tensors=list(sizes.to(device, non_blocking=True).unbind()),
             input_splits=input_splits,
             input_tensors=kjt.dist_tensors(),
             labels=kjt.dist_labels(),
@@ -484,9 +525,17 @@ def _input_in(batch: Any, path: Path | None) -> KeyedJaggedTensor | None:
     return kjt if isinstance(kjt, KeyedJaggedTensor) else None
 
 
-def _not_pipelined(module: nn.Module) -> str:
-    known = " and ".join(kind.__name__ for kind in PIPELINED_TYPES)
-    return f"only {known} can start early, got {type(module).__name__}"
+def _why_never_early(module: Any) -> str | None:
+    """Return why no lookup of a module may start early, or None."""
+    if not isinstance(module, PIPELINED_TYPES):
+        known = " and ".join(kind.__name__ for kind in PIPELINED_TYPES)
+        return f"only {known} can start early, got {type(module).__name__}"
+    # A cache hands out its slots in the forward and uses them in the backward: a lookup in between may evict them.
+    kernels = {parameter.compute_kernel for parameter in module.module_sharding_plan.values()}
+    cached = kernels - {kernel.value for kernel in _KERNELS_WITHOUT_CACHE}
+    return (
+        f"its tables have compute kernel {', '.join(sorted(cached))}, which keeps rows in a cache" if cached else None
+    )
 
 
 __all__ = [

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch import LightningDataModule, LightningModule, Trainer
 from lightning.pytorch.strategies import DDPStrategy, StrategyRegistry
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning_utilities.core.apply_func import apply_to_collection
@@ -21,8 +21,8 @@ from torchrec.streamable import Pipelineable
 from typing_extensions import override
 
 from . import loop
-from .agreement import GroupAgreement
-from .checkpoint import is_folder, load_folder, load_whole, save_folder, whole
+from .agreement import GroupAgreement, default_store
+from .checkpoint import check_can_save, is_folder, load_folder, load_whole, save_folder, whole
 from .executor import Executor, Observer
 from .modes import resolve_schedule, resolve_stream
 from .schedule import Schedule
@@ -195,6 +195,7 @@ class OverlapEmbeddingStrategy(DDPStrategy):
                 lookup.stream,
                 observer=self._observer,
                 rank=self.global_rank,
+                store=default_store(),
             )
 
     def shortest_epoch(self, num_batches: float) -> float:
@@ -287,8 +288,9 @@ class OverlapEmbeddingStrategy(DDPStrategy):
         if self.world_size == 1:
             super().save_checkpoint(whole(checkpoint, module), filepath, storage_options)
             return
+        check_can_save(filepath, storage_options, module, self.optimizers)
         path = Path(self.broadcast(filepath))
-        save_folder(checkpoint, path, module, is_rank_zero=self.is_global_zero, barrier=self.barrier)
+        save_folder(checkpoint, path, module, is_rank_zero=self.is_global_zero, broadcast=self.broadcast)
 
     @override
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
@@ -296,12 +298,11 @@ class OverlapEmbeddingStrategy(DDPStrategy):
         if not is_folder(path):
             return super().load_checkpoint(checkpoint_path, weights_only)
         assert self.lightning_module is not None
-        return load_folder(path, self.lightning_module, weights_only=bool(weights_only))
+        strict = self.lightning_module.strict_loading
+        return load_folder(path, self.lightning_module, weights_only=bool(weights_only), strict=strict)
 
     @override
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
-        if "state_dict" not in checkpoint:  # a folder: load_checkpoint has put everything in place
-            return
         super().load_model_state_dict(checkpoint, strict)
         assert self.lightning_module is not None
         load_whole(checkpoint, self.lightning_module)
@@ -340,6 +341,7 @@ class OverlapEmbeddingStrategy(DDPStrategy):
     def _stop_pipeline(self) -> None:
         """Drop what is in flight and put everything back that was put in place."""
         if self._executor is not None:
+            self._executor.wait_for_lookups()
             self._executor.abandon()
             self._executor = None
         if self._sparse is not None:
@@ -370,8 +372,8 @@ def _moves_batches(module: LightningModule) -> bool:
     """Whether the user has an own transfer_batch_to_device, in the module or the data module."""
     hook = "transfer_batch_to_device"
     own = getattr(type(module), hook) is not getattr(LightningModule, hook)
-    datamodule = getattr(module.trainer, "datamodule", None)
-    return own or (datamodule is not None and hook in vars(type(datamodule)))
+    datamodule = module.trainer.datamodule  # type: ignore[attr-defined]
+    return own or (datamodule is not None and getattr(type(datamodule), hook) is not getattr(LightningDataModule, hook))
 
 
 def _start_copies(batch: Any, device: torch.device) -> Any:

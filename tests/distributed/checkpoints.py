@@ -11,7 +11,7 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 
 from lightning_overlap import OverlapEmbeddingStrategy
 
-from .cases import Batches, Case, Model, make_plan
+from .cases import TABLE_WISE, Batches, Case, Model, make_plan
 from .fits import make_trainer
 from .reference import Result, collect
 
@@ -37,3 +37,28 @@ def load_unsharded(case: Case, path: str) -> dict[str, torch.Tensor]:
     """Load a file into the plain module, as for serving."""
     model = Model.load_from_checkpoint(path, case=case, weights_only=False)
     return {name: parameter.detach() for name, parameter in model.named_parameters()}
+
+
+def save_to(path: str) -> str:
+    """Train a little and save; return what the user reads if that is refused."""
+    model = Model(TABLE_WISE)
+    trainer = make_trainer(OverlapEmbeddingStrategy(sharding="table_wise"), enable_checkpointing=True)
+    trainer.fit(model, datamodule=Batches(TABLE_WISE, 2))
+    try:
+        trainer.save_checkpoint(path)
+    except ValueError as err:
+        return str(err)
+    return "saved"
+
+
+def saved_then_loaded_under(case: Case, first: str, second: str, folder: str) -> str:
+    """Save under one sharding, load under another; return what the user reads."""
+    for sharding, resume in ((first, None), (second, f"{folder}/a.ckpt")):
+        trainer = make_trainer(OverlapEmbeddingStrategy(sharding=sharding), max_epochs=1 if resume is None else 2)
+        model = Model(case)
+        try:
+            trainer.fit(model, datamodule=Batches(case, 2), ckpt_path=resume)
+        except RuntimeError as err:
+            return str(err)
+        trainer.save_checkpoint(f"{folder}/a.ckpt")
+    return "loaded"

@@ -57,22 +57,25 @@ class Ranks:
         for pipe in self._pipes:
             pipe.send((function, args, kwargs))
         deadline = datetime.datetime.now() + datetime.timedelta(seconds=timeout_s)
-        answers: list[Any] = []
-        for rank, pipe in enumerate(self._pipes):
+        answers: dict[int, Any] = {}
+        waiting = dict(enumerate(self._pipes))
+        while waiting and all(ok for ok, _ in answers.values()):  # the first failure is the one to tell
             left_s = (deadline - datetime.datetime.now()).total_seconds()
-            if not pipe.poll(max(0.0, left_s)):
+            ready = multiprocessing.connection.wait(waiting.values(), timeout=max(0.0, left_s))
+            if not ready:
                 self.close()
-                raise RankError(f"rank {rank} gave no answer within {timeout_s} s")
-            try:
-                answers.append(pipe.recv())
-            except EOFError:
-                self.close()
-                raise RankError(f"rank {rank} died") from None
-        failures = [f"rank {rank}:\n{answer}" for rank, (ok, answer) in enumerate(answers) if not ok]
+                raise RankError(f"ranks {sorted(waiting)} gave no answer within {timeout_s} s")
+            for rank in [rank for rank, pipe in waiting.items() if pipe in ready]:
+                try:
+                    answers[rank] = waiting.pop(rank).recv()
+                except EOFError:
+                    self.close()
+                    raise RankError(f"rank {rank} died") from None
+        failures = [f"rank {rank}:\n{answer}" for rank, (ok, answer) in answers.items() if not ok]
         if failures:
             self.close()  # its process group may be in any state
             raise RankError("\n".join(failures))
-        return [answer for _, answer in answers]
+        return [answers[rank][1] for rank in range(self.world_size)]
 
     def close(self) -> None:
         """End all ranks."""

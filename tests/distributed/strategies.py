@@ -22,7 +22,7 @@ from torchrec.optim.optimizers import in_backward_optimizer_filter
 from lightning_overlap import OverlapEmbeddingStrategy
 from lightning_overlap.sparse import sharded_modules
 
-from .cases import MIXED, TABLE_WISE, Batches, Model
+from .cases import MIXED, TABLE_WISE, Batches, Model, make_plan
 from .fits import make_trainer
 
 SGD = (torch.optim.SGD, {"lr": 2.0})
@@ -179,7 +179,7 @@ REFUSED: dict[str, Any] = {
 
 class _Fails:
     def plan(self, module: Any, sharders: Any) -> Any:
-        raise RuntimeError("these tables do not fit anywhere")
+        raise KeyError("these tables do not fit anywhere")
 
 
 def refuse(name: str) -> str:
@@ -219,6 +219,34 @@ def frozen_table() -> bool:
         for shard in value.local_shards()
     }
     return all(torch.equal(shard, before[name]) == (name == "t1") for name, shard in shards.items())
+
+
+def data_parallel_tables(pipeline: str) -> dict[str, Tensor]:
+    """Start from weights that differ between ranks, as without a common seed; return the data-parallel ones."""
+    model = Model(MIXED)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(0.1 * dist.get_rank())
+    fit_model(model, pipeline=pipeline, sharding=make_plan(MIXED, model, dist.get_world_size()))
+    return {name: p.detach().clone() for name, p in model.ebc.named_parameters() if name.split(".")[-2].startswith("d")}
+
+
+class TwoNames(Model):
+    """One collection under two names of the same parent."""
+
+    def __init__(self) -> None:
+        super().__init__(TABLE_WISE)
+        self.again = self.ebc
+
+    def rows(self, collection: str, batch: Any) -> Any:
+        return self.again(batch.inputs["sparse"][0])
+
+
+def two_names() -> bool:
+    """Whether both names stand for one sharded module after a fit."""
+    model = TwoNames()
+    fit_model(model, sharding="table_wise")
+    return model.again is model.ebc and isinstance(model.ebc, ShardedModule)
 
 
 def registry() -> dict[str, Any]:

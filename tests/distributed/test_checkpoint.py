@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from . import checkpoints
-from .cases import MIXED, ROWWISE_ADAGRAD, SEQUENCE, Case
+from .cases import MIXED, ROWWISE_ADAGRAD, SEQUENCE, TABLE_WISE, Case
 from .ranks import Ranks
 
 
@@ -32,3 +32,26 @@ def test_a_folder_above_one_rank_and_a_plain_file_on_one(ranks: Ranks, tmp_path:
         [weights] = ranks.run(checkpoints.load_unsharded, ROWWISE_ADAGRAD, str(path))
         for name, trained in result[0][0].tables.items():
             assert torch.equal(weights[f"ebc.embedding_bags.{name.split()[0]}.weight"], trained)
+
+
+def test_a_remote_path_is_refused(two_ranks: Ranks) -> None:
+    for message in two_ranks.run(checkpoints.save_to, "memory://bucket/a.ckpt"):
+        assert "a checkpoint of sharded tables is a local folder, got 'memory://bucket/a.ckpt'" in message
+
+
+def test_another_sharding_plan(two_ranks: Ranks, tmp_path: Path) -> None:
+    """Tables go from one plan to another; row-wise state of column shards does not, which is said."""
+    for message in two_ranks.run(
+        checkpoints.saved_then_loaded_under, TABLE_WISE, "table_wise", "column_wise", str(tmp_path / "a")
+    ):
+        assert message == "loaded"
+    for message in two_ranks.run(
+        checkpoints.saved_then_loaded_under, ROWWISE_ADAGRAD, "table_wise", "column_wise", str(tmp_path / "b")
+    ):
+        assert "under a sharding plan that gives the fused optimizer's state other shapes" in message
+
+
+def test_overwriting_keeps_one_whole_folder(two_ranks: Ranks, tmp_path: Path) -> None:
+    for _ in range(2):
+        assert two_ranks.run(checkpoints.save_to, str(tmp_path / "last.ckpt")) == ["saved", "saved"]
+    assert [entry.name for entry in tmp_path.iterdir()] == ["last.ckpt"]

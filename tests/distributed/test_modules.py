@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from . import variants
-from .ranks import Ranks
+from .ranks import RankError, Ranks
 from .variants import NUM_STEPS, STRUCTURES
 
 
@@ -60,3 +60,11 @@ def test_a_module_that_is_not_always_called(two_ranks: Ranks) -> None:
     assert "'second'" in message
     assert "not called for a batch" in message
     assert report.early >= NUM_STEPS - 1  # the other module's lookups
+
+
+def test_a_call_that_differs_on_one_rank_is_an_error_not_a_hang(two_ranks: Ranks) -> None:
+    """The others take their early rows and issue no collective: this rank's own forward would wait for them."""
+    with pytest.raises(
+        RankError, match="rank 1: training_step called 'ebc' with another input than the one in batch 3"
+    ):
+        two_ranks.run(variants.one_rank_differs)

@@ -77,6 +77,17 @@ def test_a_table_without_gradient_is_not_trained(ranks: Ranks) -> None:
     assert all(ranks.run(strategies.frozen_table))
 
 
+@pytest.mark.parametrize("pipeline", ["base", "fused_sparse_dist"])
+def test_data_parallel_tables_are_the_same_on_all_ranks(two_ranks: Ranks, pipeline: str) -> None:
+    first, second = two_ranks.run(strategies.data_parallel_tables, pipeline)
+    assert len(first) == 2
+    assert all(torch.equal(first[name], second[name]) for name in first)
+
+
+def test_a_collection_under_two_names(two_ranks: Ranks) -> None:
+    assert all(two_ranks.run(strategies.two_names))
+
+
 def test_registry_name(two_ranks: Ranks) -> None:
     [seen, _] = two_ranks.run(strategies.registry)
     assert seen == {"type": "OverlapEmbeddingStrategy", "pipeline": "fused_sparse_dist"}

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 from torchrec import KeyedJaggedTensor
 
-from lightning_overlap import OverlapEmbeddingStrategy
+from lightning_overlap import OverlapEmbeddingStrategy, sparse
 
 from .cases import MIXED, SEQUENCE, TABLE_WISE, TWO_COLLECTIONS, Batch, Batches, Model, make_batch, make_plan
 from .fits import make_trainer
@@ -199,6 +199,16 @@ class StepsOverNone(Model):
         return None if batch_idx % 4 == 2 else loss
 
 
+class OneRankDiffers(Model):
+    """Rank 1 passes a copy in batch 3; all others what is in the batch."""
+
+    def rows(self, collection: str, batch: Batch) -> Any:
+        kjt, index = batch.inputs["sparse"]
+        if index == 3 and self.global_rank == 1:
+            kjt = _copy(kjt)
+        return getattr(self, collection)(kjt)
+
+
 class Raises(Model):
     """Fails in the sixth step, once."""
 
@@ -269,3 +279,12 @@ def fail_then_fit(pipeline: str) -> tuple[str, bool, Tensor]:
     strategy = OverlapEmbeddingStrategy(pipeline=pipeline, sharding=plan)
     make_trainer(strategy).fit(module, datamodule=Batches(case, NUM_STEPS))
     return message, put_back, torch.stack(module.losses)
+
+
+def one_rank_differs() -> None:
+    """Train a module whose calls differ between ranks: the odd rank raises, and ends the others with it."""
+    sparse.MISMATCH_TIMEOUT_S = 1
+    module = OneRankDiffers(TABLE_WISE)
+    plan = make_plan(TABLE_WISE, module, dist.get_world_size())
+    strategy = OverlapEmbeddingStrategy(pipeline="fused_sparse_dist", sharding=plan)
+    make_trainer(strategy).fit(module, datamodule=Batches(TABLE_WISE, NUM_STEPS))
