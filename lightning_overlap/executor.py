@@ -84,7 +84,7 @@ class Executor:
     Args:
         schedule: The table to walk.
         source: Gives the batches.
-        sparse: Does the sparse stages; None: the schedule's sparse rows are skipped.
+        sparse: Does the sparse stages, where the schedule has them; None: its sparse rows are skipped.
         streams: The device's streams.
         agreement: Asks all ranks whether they have the next batch too; None on one rank.
         lookup_context: Entered around every early lookup (autocast, as around `training_step`).
@@ -106,6 +106,7 @@ class Executor:
     ) -> None:
         self.schedule = schedule
         self._source = source
+        self._serving = sparse
         self._sparse = sparse if schedule.has_sparse_stages else None
         self._streams = streams
         self._agreement = agreement
@@ -187,7 +188,7 @@ class Executor:
         assert current is not None, "next_batch() comes first"
         self._observe("issue", Stage.DENSE_FORWARD, current.index)
         current.consumed = True
-        with nullcontext() if self._sparse is None else self._sparse.forward(current):
+        with nullcontext() if self._serving is None else self._serving.forward(current):
             yield
 
     def reach(self, stage: Stage) -> None:

@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from fbgemm_gpu.split_table_batched_embeddings_ops_training import SplitTableBatchedEmbeddingBagsCodegen
 from torch import nn
 from torchrec.distributed.dist_data import KJTAllToAll
 from torchrec.distributed.embedding import ShardedEmbeddingCollection
@@ -63,6 +64,8 @@ class ModuleInFlight:
     outputs: dict[int, Awaitable[torch.Tensor]] = field(default_factory=dict)
     rows: LazyAwaitable[Any] | None = None
     served: bool = False
+    num_lookups: list[int] = field(default_factory=list)
+    """What this batch added to the iteration count of each kernel."""
 
 
 class EarlyRows(LazyGetItemMixin[str, Any], LazyAwaitable[Any]):  # type: ignore[misc]
@@ -162,6 +165,8 @@ class SparsePipeline:
         if self.ready:
             self._check_calls(inflight)
             self._forget_calls()
+        for name, state in inflight.modules.items():
+            self._leave_aside(self._stand_ins[name].module, state)
 
     def _forget_calls(self) -> None:
         for stand_in in self._stand_ins.values():
@@ -182,7 +187,25 @@ class SparsePipeline:
             self._plain_forward = True
         # The lookup stream may still be writing the tables that this reads.
         self._streams.wait(StreamName.COMPUTE, self._streams.record(self._lookup_stream))
-        return stand_in.own_forward(*args, **kwargs)
+        counts = _lookup_counts(stand_in.module)
+        rows = stand_in.own_forward(*args, **kwargs)
+        if inflight is None:  # evaluation
+            self._uncount(stand_in.module, _lookups_since(stand_in.module, counts))
+        return rows
+
+    def _uncount(self, module: Any, num_lookups: list[int]) -> None:
+        """Take back what lookups without an update added to the iteration count of the fused optimizers.
+
+        Some TBE optimizers count lookups, not updates (FBGEMM 1.8), and Adam corrects its bias by that count: an
+        evaluation, or a lookup that is dropped, would change training, and differently so in each mode.
+        """
+        if not any(num_lookups):
+            return
+        self._streams.wait(self._lookup_stream, self._streams.record(StreamName.COMPUTE))
+        with self._streams.on(self._lookup_stream), torch.no_grad():
+            for tbe, num in zip(_tbes(module), num_lookups, strict=True):
+                tbe.iter.sub_(num)
+                tbe.iter_cpu.sub_(num)
 
     def _receive_rows(self, index: int, state: ModuleInFlight) -> Any:
         """Wait for the all-to-all of rows on the lookup's stream, then hand them to the compute stream."""
@@ -342,13 +365,17 @@ class SparsePipeline:
         """Look up the tables of these owners and start the all-to-all of their rows."""
         for name, state in inflight.modules.items():
             if state.rows is None and state.dist_input is not None:
-                _look_up(self._stand_ins[name].module, state, owners)
+                module = self._stand_ins[name].module
+                counts = _lookup_counts(module)
+                _look_up(module, state, owners)
+                done = _lookups_since(module, counts)
+                state.num_lookups = [a + b for a, b in zip(state.num_lookups or [0] * len(done), done, strict=True)]
 
     def drop_lookups(self, inflight: InFlightBatch) -> None:
         """Forget early rows, once their collectives are over; these modules' own forward will run instead."""
         for name, state in list(inflight.modules.items()):
             if state.rows is not None or state.outputs:
-                _wait_for_rows(state)
+                self._leave_aside(self._stand_ins[name].module, state)
                 del inflight.modules[name]
 
     def drain(self, inflight: InFlightBatch) -> None:
@@ -356,8 +383,17 @@ class SparsePipeline:
         if any(state.splits is not None for state in inflight.modules.values()):
             self.input_data_dist(inflight)
         self.receive_input(inflight)
-        for state in inflight.modules.values():
-            _wait_for_rows(state)
+        for name, state in inflight.modules.items():
+            self._leave_aside(self._stand_ins[name].module, state)
+
+    def _leave_aside(self, module: Any, state: ModuleInFlight) -> None:
+        """Wait for the all-to-alls of rows that nobody is going to use, and take their lookup back."""
+        if state.served or not (state.outputs or state.rows is not None):
+            return
+        for output in [*state.outputs.values(), *([] if state.rows is None else [state.rows])]:
+            output.wait()
+        self._uncount(module, state.num_lookups)
+        state.served = True
 
 
 def sharded_modules(model: nn.Module) -> dict[str, ShardedModule[Any, Any, Any, Any]]:
@@ -421,11 +457,21 @@ def _look_up(module: Any, state: ModuleInFlight, owners: frozenset[WeightOwner])
         state.dist_input = None
 
 
-def _wait_for_rows(state: ModuleInFlight) -> None:
-    """Wait for the all-to-alls of rows that nobody is going to use."""
-    for output in [*state.outputs.values(), *([] if state.rows is None else [state.rows])]:
-        if not state.served:
-            output.wait()
+def _tbes(module: Any) -> list[SplitTableBatchedEmbeddingBagsCodegen]:
+    """The table-batched kernels of a module's own shards."""
+    if not isinstance(module, PIPELINED_TYPES):
+        return []
+    parts = [part for lookup in module._lookups for part in lookup.modules()]
+    return [part for part in parts if isinstance(part, SplitTableBatchedEmbeddingBagsCodegen)]
+
+
+def _lookup_counts(module: Any) -> list[int]:
+    # `iter_cpu` lives on the host: no sync.
+    return [int(tbe.iter_cpu) for tbe in _tbes(module)]
+
+
+def _lookups_since(module: Any, counts: list[int]) -> list[int]:
+    return [now - before for now, before in zip(_lookup_counts(module), counts, strict=True)]
 
 
 def _parts_to_look_up(module: Any, state: ModuleInFlight, owners: frozenset[WeightOwner]) -> list[int]:

@@ -36,7 +36,7 @@ from .sharding import (
     sharded_state_names,
 )
 from .sparse import SparsePipeline, sharded_modules
-from .stages import Stage
+from .stages import Stage, StreamName
 from .streams import Streams, make_streams
 
 STRATEGY_NAME = "overlap_embedding"
@@ -187,16 +187,15 @@ class OverlapEmbeddingStrategy(DDPStrategy):
         if self._streams is None:
             self._streams = make_streams(self.root_device, self._lookup_stream)
         lookup = self.schedule.row(Stage.EMBEDDING_LOOKUP)
-        if lookup is not None:
-            self._sparse = SparsePipeline(
-                sharded_modules(self.lightning_module),
-                self._lookahead_group,
-                self._streams,
-                lookup.stream,
-                observer=self._observer,
-                rank=self.global_rank,
-                store=default_store(),
-            )
+        self._sparse = SparsePipeline(
+            sharded_modules(self.lightning_module),
+            self._lookahead_group,
+            self._streams,
+            StreamName.COMPUTE if lookup is None else lookup.stream,
+            observer=self._observer,
+            rank=self.global_rank,
+            store=default_store(),
+        )
 
     def shortest_epoch(self, num_batches: float) -> float:
         """Return the fewest batches that any rank has in an epoch; `inf` where no loader has a length."""

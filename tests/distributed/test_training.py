@@ -72,3 +72,11 @@ def test_a_users_error_reaches_the_user_and_the_next_fit_works(two_ranks: Ranks,
         assert put_back
         assert len(losses) == NUM_STEPS
         assert losses.isfinite().all()
+
+
+@pytest.mark.parametrize("pipeline", MODES)
+def test_fused_optimizers_count_updates_and_nothing_else(two_ranks: Ranks, pipeline: str) -> None:
+    """Adam corrects its bias by this count; evaluations and dropped lookups must not show in it."""
+    kwargs = {"val_check_interval": 3, "limit_val_batches": 2, "max_epochs": 2, "max_steps": 20}
+    for counts in two_ranks.run(variants.lookup_counts, pipeline, **kwargs):
+        assert counts == [[step, step] for step in range(1, 21)]

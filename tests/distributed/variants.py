@@ -6,16 +6,29 @@ import warnings
 from collections import defaultdict
 from dataclasses import dataclass
 from typing import Any, NamedTuple
+from unittest import mock
 
 import torch
 import torch.distributed as dist
+from fbgemm_gpu.split_table_batched_embeddings_ops_training import SplitTableBatchedEmbeddingBagsCodegen
 from torch import Tensor
 from torch.utils.data import DataLoader
 from torchrec import KeyedJaggedTensor
 
 from lightning_overlap import OverlapEmbeddingStrategy, sparse
 
-from .cases import MIXED, SEQUENCE, TABLE_WISE, TWO_COLLECTIONS, Batch, Batches, Model, make_batch, make_plan
+from .cases import (
+    MIXED,
+    ROWWISE_ADAGRAD,
+    SEQUENCE,
+    TABLE_WISE,
+    TWO_COLLECTIONS,
+    Batch,
+    Batches,
+    Model,
+    make_batch,
+    make_plan,
+)
 from .fits import make_trainer
 
 NUM_STEPS = 12
@@ -279,6 +292,29 @@ def fail_then_fit(pipeline: str) -> tuple[str, bool, Tensor]:
     strategy = OverlapEmbeddingStrategy(pipeline=pipeline, sharding=plan)
     make_trainer(strategy).fit(module, datamodule=Batches(case, NUM_STEPS))
     return message, put_back, torch.stack(module.losses)
+
+
+def lookup_counts(pipeline: str, **trainer_kwargs: Any) -> list[list[int]]:
+    """Return the iteration count that the fused optimizers saw in each training lookup."""
+    module = Model(ROWWISE_ADAGRAD)  # FBGEMM counts for this one on a CPU
+    counts: list[list[int]] = []
+    kernel = SplitTableBatchedEmbeddingBagsCodegen
+    forward = kernel.forward
+
+    def counting(self: Any, *args: Any, **kwargs: Any) -> Any:
+        rows = forward(self, *args, **kwargs)
+        counts.append([int(self.iter_cpu), int(self.iter)])
+        if rows.requires_grad:
+            rows.register_hook(lambda grad, seen=counts[-1]: trained.append(seen))
+        return rows
+
+    trained: list[list[int]] = []
+    plan = make_plan(ROWWISE_ADAGRAD, module, dist.get_world_size())
+    strategy = OverlapEmbeddingStrategy(pipeline=pipeline, sharding=plan)
+    with mock.patch.object(kernel, "forward", counting):
+        trainer = make_trainer(strategy, **{"num_sanity_val_steps": 1, **trainer_kwargs})
+        trainer.fit(module, datamodule=Variant(ROWWISE_ADAGRAD, "dataclass", NUM_STEPS))
+    return trained
 
 
 def one_rank_differs() -> None:
