@@ -42,7 +42,7 @@ def load_unsharded(case: Case, path: str) -> dict[str, torch.Tensor]:
 def save_to(path: str) -> str:
     """Train a little and save; return what the user reads if that is refused."""
     model = Model(TABLE_WISE)
-    trainer = make_trainer(OverlapEmbeddingStrategy(sharding="table_wise"), enable_checkpointing=True)
+    trainer = make_trainer(OverlapEmbeddingStrategy(sharding="table_wise"))
     trainer.fit(model, datamodule=Batches(TABLE_WISE, 2))
     try:
         trainer.save_checkpoint(path)
