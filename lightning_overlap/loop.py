@@ -36,9 +36,13 @@ PRIVATE_NAMES: Mapping[str, tuple[str, ...]] = {
     "LightningModule": ("_on_before_batch_transfer",),
     "Strategy": ("_layer_sync",),
     "Trainer": ("_signal_connector",),
+    "CombinedLoader": ("_state_dicts",),
     "_SignalConnector": ("_sigterm_notifier_fn",),
 }
 """What this file uses of Lightning beyond its public interface, by the module or class that has it."""
+
+MAX_STATES = 64
+"""Loader states kept at most; more than any schedule looks ahead."""
 
 ExecutorFactory = Callable[["LookaheadFetcher"], Executor]
 
@@ -71,6 +75,8 @@ class LookaheadFetcher(_DataLoaderIterDataFetcher):
         self._peeked = False
         self._num_allowed: float = 0
         self.num_batches: float = float("inf")
+        self._states_after: dict[int, Any] = {}
+        self._state_fetched = self._loader_states()
         self.done = inner.done
 
     # The loop reads and writes these on its fetcher; they belong to the inner one, which is already running when
@@ -122,6 +128,8 @@ class LookaheadFetcher(_DataLoaderIterDataFetcher):
     def __iter__(self) -> LookaheadFetcher:
         self._drop()
         iter(self.inner)
+        self._states_after.clear()
+        self._state_fetched = self._loader_states()
         self.done = self.inner.done
         return self
 
@@ -173,7 +181,27 @@ class LookaheadFetcher(_DataLoaderIterDataFetcher):
             batch, batch_idx, dataloader_idx = next(self.inner)
         except StopIteration:
             return None
+        self._note_state(self.executor.num_fetched)
         return self._stage(batch), batch_idx, dataloader_idx
+
+    @property
+    def trained_state(self) -> Any:
+        """State of stateful loaders after the batch being trained, not after the ones looked ahead; else None."""
+        if self.executor is None or self.executor.current is None:
+            return self._state_fetched or None
+        return self._states_after.get(self.executor.current.index)
+
+    def _note_state(self, index: int) -> None:
+        """Remember the state of stateful loaders after batch `index`."""
+        before, self._state_fetched = self._state_fetched, self._loader_states()
+        if self._state_fetched:
+            # Without a length the inner fetcher has fetched one batch more, to know whether it is the last.
+            self._states_after[index] = before if self.inner.length is None else self._state_fetched
+            self._states_after.pop(index - MAX_STATES, None)
+
+    def _loader_states(self) -> Any:
+        # Lightning takes the state of loaders that have one, and an empty list otherwise.
+        return self.inner.combined_loader._state_dicts()
 
     @override
     def reset(self) -> None:
@@ -257,6 +285,14 @@ class _FitLoopMixin(_FitLoop):
         interval = self.trainer.val_check_interval
         if isinstance(interval, float) and self.trainer.val_check_batch is not None:
             self.trainer.val_check_batch = max(1, int(self.max_batches * interval))
+
+    @override
+    def on_save_checkpoint(self) -> dict[str, Any]:
+        state_dict = super().on_save_checkpoint()
+        fetcher = self._data_fetcher
+        if "combined_loader" in state_dict and isinstance(fetcher, LookaheadFetcher):
+            state_dict["combined_loader"] = fetcher.trained_state
+        return state_dict
 
     @override
     def on_advance_end(self) -> None:

@@ -78,6 +78,11 @@ def find_tables(model: nn.Module) -> list[Table]:
     return tables
 
 
+def has_tables(model: nn.Module) -> bool:
+    """Whether a model has tables, sharded already or not."""
+    return bool(find_tables(model) or sharded_modules(model))
+
+
 def check_fused_optimizer(fused_optimizer: FusedOptimizer | None) -> tuple[Any, dict[str, Any]] | None:
     """Return `(class, kwargs)` of what the user gave.
 

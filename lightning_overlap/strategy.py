@@ -31,7 +31,7 @@ from .sharding import (
     Sharding,
     check_dense_optimizers,
     check_fused_optimizer,
-    find_tables,
+    has_tables,
     shard_tables,
     sharded_state_names,
 )
@@ -98,17 +98,17 @@ class OverlapEmbeddingStrategy(DDPStrategy):
     def setup(self, trainer: Trainer) -> None:
         assert self.model is not None
         self._check_precision()
-        has_tables = bool(find_tables(self.model) or sharded_modules(self.model))
+        overlaps = has_tables(self.model)
         fitting = trainer.state.fn == TrainerFn.FITTING
-        if has_tables:
+        if overlaps:
             self._join_groups()
-        if has_tables and fitting:
+        if overlaps and fitting:
             # Before super().setup(): configure_optimizers may ask for the number of steps, which sets up the data.
             self._trainer = trainer
             loop.install(trainer, self._make_executor)
             self._say_what_fused_updates_ignore(trainer)
         super().setup(trainer)
-        if has_tables and fitting:
+        if overlaps and fitting:
             self._start_pipeline()
 
     @override
@@ -274,7 +274,7 @@ class OverlapEmbeddingStrategy(DDPStrategy):
     @override
     def restore_checkpoint_after_setup(self) -> bool:
         # Only sharded tables can take their shards; whole tables are cut up by TorchRec as they are loaded.
-        return True
+        return self.model is not None and has_tables(self.model)
 
     @override
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:

@@ -55,3 +55,19 @@ def test_overwriting_keeps_one_whole_folder(two_ranks: Ranks, tmp_path: Path) ->
     for _ in range(2):
         assert two_ranks.run(checkpoints.save_to, str(tmp_path / "last.ckpt")) == ["saved", "saved"]
     assert [entry.name for entry in tmp_path.iterdir()] == ["last.ckpt"]
+
+
+@pytest.mark.parametrize("sized", [True, False], ids=["sized", "unsized"])
+@pytest.mark.parametrize("pipeline", ["base", "sparse_dist", "fused_sparse_dist"])
+def test_resume_in_the_middle_of_an_epoch(two_ranks: Ranks, pipeline: str, sized: bool, tmp_path: Path) -> None:
+    """Looked-ahead batches are not consumed: a stateful loader goes on behind the trained one."""
+    for save_at in (3, 5):
+        folder = str(tmp_path / str(save_at))
+        whole = two_ranks.run(checkpoints.train_from, pipeline, sized, save_at, folder, None)
+        resumed = two_ranks.run(
+            checkpoints.train_from, pipeline, sized, save_at, folder + "_", f"{folder}/step={save_at}.ckpt"
+        )
+        for (expected, _), (actual, seen) in zip(whole, resumed, strict=True):
+            assert seen == [*range(save_at, 8), *range(8)]
+            expected.losses = expected.losses[save_at:]
+            assert actual.differences(expected) == []

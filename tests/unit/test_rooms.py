@@ -127,7 +127,7 @@ LISTED = {
 STANDARD_LIBRARY = {"_fields", "_exit"}
 """Documented, though they start with an underscore."""
 
-TORCH_PRIVATE = {"_apply_optimizer_in_backward", "_set_params_and_buffers_to_ignore_for_model"}
+TORCH_PRIVATE = {"_get_default_store", "_apply_optimizer_in_backward", "_set_params_and_buffers_to_ignore_for_model"}
 """PyTorch's own; TorchRec and Lightning use them too."""
 
 
@@ -197,6 +197,7 @@ LIGHTNING = {
     "LightningModule": "lightning.pytorch",
     "Strategy": "lightning.pytorch.strategies.parallel",
     "Trainer": "lightning.pytorch",
+    "CombinedLoader": "lightning.pytorch.utilities.combined_loader",
     "_SignalConnector": "lightning.pytorch.trainer.connectors.signal_connector",
 }
 
