@@ -18,7 +18,7 @@ from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 from torchrec.distributed.types import ShardedTensor, ShardingType
 
-from .sparse import sharded_modules
+from .sharded import sharded_modules
 
 METADATA_NAME = "meta.pt"
 """The file that marks a checkpoint folder and holds what is not sharded: loops, callbacks, dense optimizers."""

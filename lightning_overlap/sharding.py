@@ -24,7 +24,7 @@ from torchrec.distributed.utils import optimizer_type_to_emb_opt_type
 from torchrec.optim.optimizers import in_backward_optimizer_filter
 
 from .modes import unknown_name_message
-from .sparse import sharded_modules
+from .sharded import sharded_modules
 
 FusedOptimizer: TypeAlias = tuple[type[torch.optim.Optimizer], Mapping[str, Any]] | functools.partial[Any]
 """`(class, kwargs)` or `functools.partial(class, **kwargs)`."""

@@ -26,6 +26,7 @@ from .checkpoint import check_can_save, is_folder, load_folder, load_whole, save
 from .executor import Executor, Observer
 from .modes import resolve_schedule, resolve_stream
 from .schedule import Schedule
+from .sharded import sharded_modules
 from .sharding import (
     FusedOptimizer,
     Sharding,
@@ -35,7 +36,7 @@ from .sharding import (
     shard_tables,
     sharded_state_names,
 )
-from .sparse import SparsePipeline, sharded_modules
+from .sparse import SparsePipeline
 from .stages import Stage, StreamName
 from .streams import Streams, make_streams
 

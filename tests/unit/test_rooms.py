@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from lightning_overlap import loop, sparse
+from lightning_overlap import loop, sharded, sparse
 
 PACKAGE = Path(sparse.__file__).resolve().parent
 ROOMS = ("plan", "run", "sparse", "plugin", "apps")
@@ -21,7 +21,7 @@ ROOMS = ("plan", "run", "sparse", "plugin", "apps")
 FILES = {
     "plan": ("stages", "schedule", "modes"),
     "run": ("agreement", "streams", "structure", "inflight", "executor", "timeline", "testing"),
-    "sparse": ("sparse", "sharding", "stash"),
+    "sparse": ("sharded", "sparse", "sharding", "stash"),
     "plugin": ("strategy", "loop", "checkpoint", "callbacks"),
     "apps": ("data", "models", "train", "launch", "rank", "recipe", "report", "benchmark", "conf", "choices"),
 }
@@ -121,7 +121,7 @@ def test_the_package_gives_public_names_only() -> None:
 # -- private names of other packages ----------------------------------------------------------------------------
 
 LISTED = {
-    "sparse": {name for names in sparse.PRIVATE_NAMES.values() for name in names},
+    "sparse": {name for names in sharded.PRIVATE_NAMES.values() for name in names},
     "loop": {name for names in loop.PRIVATE_NAMES.values() for name in names},
 }
 STANDARD_LIBRARY = {"_fields", "_exit"}
@@ -202,7 +202,7 @@ LIGHTNING = {
 }
 
 
-@pytest.mark.parametrize(("owner", "name"), _listed(sparse.PRIVATE_NAMES))
+@pytest.mark.parametrize(("owner", "name"), _listed(sharded.PRIVATE_NAMES))
 def test_torchrec_still_has(owner: str, name: str) -> None:
     if owner == "SparseFeaturesDist":  # the name of several classes, one per sharding
         from torchrec.distributed.sharding.rw_sharding import RwSparseFeaturesDist
@@ -212,7 +212,7 @@ def test_torchrec_still_has(owner: str, name: str) -> None:
     else:
         kinds = [getattr(importlib.import_module(TORCHREC[owner]), owner)]
     for kind in kinds:
-        assert _has(kind, name), f"TorchRec's {kind.__name__} has no {name} any more; sparse.py reads it"
+        assert _has(kind, name), f"TorchRec's {kind.__name__} has no {name} any more; sharded.py reads it"
 
 
 @pytest.mark.parametrize(("owner", "name"), _listed(loop.PRIVATE_NAMES))
