@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import functools
 import os
 import warnings
@@ -30,11 +31,15 @@ FusedOptimizer: TypeAlias = tuple[type[torch.optim.Optimizer], Mapping[str, Any]
 """`(class, kwargs)` or `functools.partial(class, **kwargs)`."""
 
 Sharding: TypeAlias = "str | Mapping[str, str] | EmbeddingShardingPlanner | ShardingPlan | None"
-"""A type for all tables, a type by table name, a planner, a plan, or None for TorchRec's planner."""
+"""A type for all tables, a type by table name, a planner, a plan, or None for TorchRec's planner.
+
+The planner decides about tables that are not named; it keeps those with a fused optimizer model-parallel.
+"""
 
 CPU_FUSED_OPTIMIZERS = (EmbOptimType.EXACT_SGD, EmbOptimType.EXACT_ADAGRAD, EmbOptimType.EXACT_ROWWISE_ADAGRAD)
 """What FBGEMM 1.8 fuses on a CPU (`split_table_batched_embeddings_ops_training`); the others run on CUDA only."""
 
+_DATA_PARALLEL = ShardingType.DATA_PARALLEL.value
 _COLUMN_WISE = (ShardingType.COLUMN_WISE.value, ShardingType.TABLE_COLUMN_WISE.value)
 
 
@@ -87,7 +92,8 @@ def check_fused_optimizer(fused_optimizer: FusedOptimizer | None) -> tuple[Any, 
     """Return `(class, kwargs)` of what the user gave.
 
     Raises:
-        TypeError: Neither `(class, kwargs)` nor a `functools.partial` of an optimizer class.
+        TypeError: Neither `(class, kwargs)` nor a `functools.partial` of an optimizer class, or arguments that the
+            class does not take.
     """
     if fused_optimizer is None:
         return None
@@ -102,6 +108,10 @@ def check_fused_optimizer(fused_optimizer: FusedOptimizer | None) -> tuple[Any, 
             f"fused_optimizer is (class, kwargs) or functools.partial(class, **kwargs), got {fused_optimizer!r}. "
             "For example: fused_optimizer=(torch.optim.SGD, {'lr': 0.1})."
         )
+    try:
+        cls([nn.Parameter(torch.zeros(1, 1))], **kwargs)
+    except (TypeError, ValueError) as err:
+        raise TypeError(f"fused_optimizer: {cls.__name__} does not take {kwargs}: {err}") from err
     return cls, kwargs
 
 
@@ -138,7 +148,9 @@ def shard_tables(
         return bool(sharded_modules(model))
     fused = check_fused_optimizer(fused_optimizer)
     check_sharding(sharding, tables, device)
-    plan = _make_plan(model, sharding, tables, group, device, local_world_size)
+    if not isinstance(sharding, ShardingPlan):
+        sharding = _planner(sharding, tables, fused is not None, group, device, local_world_size)
+    plan = sharding if isinstance(sharding, ShardingPlan) else _plan_on_rank_zero(sharding, model, group)
     _apply_fused_optimizer(tables, plan, fused, device)
     initial, aliases = _initial_weights(model, tables), _aliases(model, tables)
     with _local_world_size(local_world_size):
@@ -242,46 +254,36 @@ def check_sharding(sharding: Sharding, tables: list[Table], device: torch.device
             raise ValueError(f"sharding: {unknown_name_message('table', name, known)}")
         possible = known[name].sharder.sharding_types(device.type)
         if kind not in possible:
+            nearest = difflib.get_close_matches(str(kind), possible, n=1)
             raise ValueError(
                 f"sharding of table {name!r}: {kind!r} is not possible on {device.type}. "
-                f"Possible there: {', '.join(possible)}."
+                f"{f'Did you mean {nearest[0]!r}? ' if nearest else ''}Possible there: {', '.join(possible)}."
             )
 
 
-def _make_plan(
-    model: nn.Module,
+def _planner(
     sharding: Sharding,
     tables: list[Table],
+    fused_optimizer: bool,
     group: dist.ProcessGroup,
     device: torch.device,
     local_world_size: int,
-) -> ShardingPlan:
-    if isinstance(sharding, ShardingPlan):
+) -> Any:
+    if not (sharding is None or isinstance(sharding, (str, Mapping))):
         return sharding
-    if sharding is None or isinstance(sharding, (str, Mapping)):
-        topology = Topology(world_size=group.size(), local_world_size=local_world_size, compute_device=device.type)
-        planner = EmbeddingShardingPlanner(
-            topology=topology, constraints=_constraints(sharding, tables, group.size()), debug=False
-        )
-    else:
-        planner = sharding
-    return _plan_on_rank_zero(planner, model, group)
-
-
-def _constraints(
-    sharding: str | Mapping[str, str] | None, tables: list[Table], world_size: int
-) -> dict[str, ParameterConstraints]:
-    if sharding is None:
-        return {}
-    wanted = dict.fromkeys((table.name for table in tables), sharding) if isinstance(sharding, str) else sharding
-    dims = {table.name: table.parameter.shape[1] for table in tables}
-    return {
-        name: ParameterConstraints(
-            sharding_types=[kind],
-            min_partition=_min_partition(dims[name], world_size) if kind in _COLUMN_WISE else None,
-        )
-        for name, kind in wanted.items()
-    }
+    named = dict.fromkeys((table.name for table in tables), sharding) if isinstance(sharding, str) else sharding or {}
+    constraints = {}
+    for table in tables:
+        kind = named.get(table.name)
+        if kind is not None:
+            width = _min_partition(table.parameter.shape[1], group.size()) if kind in _COLUMN_WISE else None
+            constraints[table.name] = ParameterConstraints(sharding_types=[kind], min_partition=width)
+        elif fused_optimizer or table.has_fused_optimizer:
+            # Data-parallel tables lose their fused optimizer: the planner must not decide that on its own.
+            kinds = [kind for kind in table.sharder.sharding_types(device.type) if kind != _DATA_PARALLEL]
+            constraints[table.name] = ParameterConstraints(sharding_types=kinds)
+    topology = Topology(world_size=group.size(), local_world_size=local_world_size, compute_device=device.type)
+    return EmbeddingShardingPlanner(topology=topology, constraints=constraints, debug=False)
 
 
 def _min_partition(dim: int, world_size: int) -> int | None:
@@ -391,7 +393,7 @@ def _replicate_data_parallel(model: nn.Module, group: dist.ProcessGroup) -> None
     for module in sharded_modules(model).values():
         kinds = {table: parameter.sharding_type for table, parameter in module.module_sharding_plan.items()}
         for name, parameter in module.named_parameters():
-            if kinds.get(name.split(".")[-2]) == ShardingType.DATA_PARALLEL.value:
+            if kinds.get(name.split(".")[-2]) == _DATA_PARALLEL:
                 dist.broadcast(parameter.data, src=source, group=group)
 
 

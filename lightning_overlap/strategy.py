@@ -53,7 +53,8 @@ class OverlapEmbeddingStrategy(DDPStrategy):
         pipeline: A mode's name (see `lightning_overlap.MODES`) or a `Schedule`.
         stream: Where early lookups run: `current`, `data_dist` or `dedicated`.
         sharding: None for TorchRec's planner; a sharding type for all tables; `{"table": "table_wise", ...}`
-            (the planner decides about tables that are not named); a planner; a `ShardingPlan`.
+            (the planner decides about tables that are not named); a planner; a `ShardingPlan`. Unless told so,
+            tables with a fused optimizer do not become data-parallel, where they would lose it.
         fused_optimizer: `(class, kwargs)` or `functools.partial(class, **kwargs)`, applied in backward to the
             tables that have no optimizer applied in backward yet.
         observer: Called with ("issue" | "wait", stage, batch) for every stage issued and every result waited for.
