@@ -112,6 +112,9 @@ def _first_failure(folder: Path, err: ChildFailedError) -> str:
     """Describe the first cause: a rank that lost its peer, or was told to stop, failed later than that peer."""
     errors = {int(path.stem.removeprefix("rank_")): path for path in (folder / "errors").glob("rank_*.json")}
     silent = {number: failure for number, failure in err.failures.items() if number not in errors}
+    # SIGTERM is what the launcher sends the others once one has failed.
+    unasked = {number: failure for number, failure in silent.items() if failure.exitcode != -signal.SIGTERM}
+    silent = unasked if errors or unasked else silent
     if silent:  # killed, or ended in the middle of native code: the others' errors follow from it
         number, failure = min(silent.items(), key=lambda item: item[1].exitcode)
         how = f"killed by {failure.signal_name()}" if failure.exitcode < 0 else f"exit code {failure.exitcode}"
