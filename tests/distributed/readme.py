@@ -9,6 +9,7 @@ import torch
 
 from .cases import TABLE_WISE, Batches, Model
 
+QUIET = "logger=False, enable_checkpointing=False, enable_progress_bar=False"
 README = Path(__file__).resolve().parents[2] / "README.md"
 
 
@@ -22,5 +23,5 @@ def run() -> int:
     module = Model(TABLE_WISE, fused_optimizer=False)
     names = {"torch": torch, "module": module, "datamodule": Batches(TABLE_WISE, 3)}
     for block in python_blocks():
-        exec(block.replace("devices=2", "devices=2, max_epochs=1, logger=False, enable_checkpointing=False"), names)
+        exec(block.replace("devices=2", f"devices=2, max_epochs=1, {QUIET}"), names)
     return len(module.losses)

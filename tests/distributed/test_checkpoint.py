@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -49,6 +51,15 @@ def test_another_sharding_plan(two_ranks: Ranks, tmp_path: Path) -> None:
         checkpoints.saved_then_loaded_under, ROWWISE_ADAGRAD, "table_wise", "column_wise", str(tmp_path / "b")
     ):
         assert "under a sharding plan that gives the fused optimizer's state other shapes" in message
+
+
+def test_a_folder_becomes_a_file_for_the_unsharded_module(two_ranks: Ranks, tmp_path: Path) -> None:
+    """By Lightning's own command."""
+    two_ranks.run(checkpoints.save_to, str(tmp_path / "a.ckpt"))
+    command = [sys.executable, "-m", "lightning.pytorch.utilities.consolidate_checkpoint", str(tmp_path / "a.ckpt")]
+    subprocess.run(command, check=True, capture_output=True, timeout=60)
+    weights = checkpoints.load_unsharded(TABLE_WISE, str(tmp_path / "a.ckpt.consolidated"))
+    assert weights["ebc.embedding_bags.t1.weight"].shape == (120, 8)
 
 
 def test_overwriting_keeps_one_whole_folder(two_ranks: Ranks, tmp_path: Path) -> None:
