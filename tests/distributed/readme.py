@@ -9,7 +9,7 @@ import torch
 
 from .cases import TABLE_WISE, Batches, Model
 
-QUIET = "logger=False, enable_checkpointing=False, enable_progress_bar=False"
+QUIET = "logger=False, enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False"
 README = Path(__file__).resolve().parents[2] / "README.md"
 
 
