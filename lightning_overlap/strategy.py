@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import warnings
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -342,7 +343,8 @@ class OverlapEmbeddingStrategy(DDPStrategy):
     def _stop_pipeline(self) -> None:
         """Drop what is in flight and put everything back that was put in place."""
         if self._executor is not None:
-            self._executor.wait_for_lookups()
+            with contextlib.suppress(RuntimeError):  # a broken device must not hide what broke it
+                self._executor.wait_for_lookups()
             self._executor.abandon()
             self._executor = None
         if self._sparse is not None:
