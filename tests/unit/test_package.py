@@ -63,7 +63,7 @@ def test_locks_pin_each_package_once() -> None:
 
 # The package indexes are the installer's settings, and paths are the machine's: neither belongs in the repository.
 FORBIDDEN = re.compile(
-    r"pypi\.org|pythonhosted\.org|download\.pytorch\.org|registry\.npmjs\.org|deb\.debian\.org|conda\.anaconda\.org"
+    r"--(?:extra-)?index-url\b|--trusted-host\b|--registry\b|https?://[^\s/]+/simple\b|https?://registry\."
     r"|(?<![\w.:/\-])/(?:work|tmp|root|home|opt)/\w"
 )
 
@@ -71,10 +71,11 @@ FORBIDDEN = re.compile(
 @pytest.mark.parametrize(
     ("line", "named"),
     [
-        ("pip install --index-url https://pypi" + ".org/simple torch", True),
+        ("pip install --extra-" + "index-url somewhere torch", True),
+        ("torch @ https://an.index" + "/simple/torch", True),
         ("the venv of /" + "tmp/dev", True),
-        ("see https://example.invalid/work/item", False),
-        ("lightning_overlap/work/x.py, ./opt/x and outputs/tmp/x", False),
+        ("see https://example.invalid/home/item", False),
+        ("lightning_overlap/home/x.py, ./opt/x and outputs/tmp/x", False),
     ],
 )
 def test_what_counts_as_a_registry_host_or_machine_path(line: str, named: bool) -> None:
