@@ -63,7 +63,7 @@ def test_locks_pin_each_package_once() -> None:
 
 # The package indexes are the installer's settings, and paths are the machine's: neither belongs in the repository.
 FORBIDDEN = re.compile(
-    r"--(?:extra-)?index-url\b|--trusted-host\b|--registry\b|https?://[^\s/]+/simple\b|https?://registry\."
+    r"-{2}(?:extra-)?index-url\b|-{2}trusted-host\b|-{2}registry\b|https?://[^\s/]+/simple\b|https?://registry\."
     r"|(?<![\w.:/\-])/(?:work|tmp|root|home|opt)/\w"
 )
 
