@@ -2,6 +2,7 @@
 
 from .modes import MODES as MODES
 from .modes import STREAMS as STREAMS
+from .optim import combined_optimizer as combined_optimizer
 from .schedule import Schedule as Schedule
 from .schedule import ScheduleError as ScheduleError
 from .schedule import Step as Step

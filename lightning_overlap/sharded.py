@@ -5,22 +5,24 @@ TorchRec names that start with an underscore occur in this file only (`PRIVATE_N
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 import torch.distributed as dist
 from fbgemm_gpu.split_table_batched_embeddings_ops_training import SplitTableBatchedEmbeddingBagsCodegen
-from torch import nn
+from torch import Tensor, nn
+from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torchrec.distributed.dist_data import KJTAllToAll
 from torchrec.distributed.embedding import ShardedEmbeddingCollection
 from torchrec.distributed.embedding_sharding import KJTSplitsAllToAllMeta
 from torchrec.distributed.embedding_types import EmbeddingComputeKernel, KJTList
 from torchrec.distributed.embeddingbag import ShardedEmbeddingBagCollection
 from torchrec.distributed.types import Awaitable, LazyAwaitable, ShardedModule
+from torchrec.optim.keyed import CombinedOptimizer, KeyedOptimizer
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from .stages import WeightOwner
@@ -37,6 +39,10 @@ PIPELINED_TYPES = (ShardedEmbeddingBagCollection, ShardedEmbeddingCollection)
 """Sharded modules whose lookup can start early; every other one runs its own forward."""
 
 _KERNELS_WITHOUT_CACHE = (EmbeddingComputeKernel.DENSE, EmbeddingComputeKernel.FUSED, EmbeddingComputeKernel.FUSED_UVM)
+
+
+SetRates: TypeAlias = Callable[[], None]
+"""Gives the kernels the learning rates that the schedule has now."""
 
 
 @dataclass(slots=True)
@@ -84,12 +90,47 @@ def owners_of(module: ShardedModule[Any, Any, Any, Any]) -> list[WeightOwner]:
     return [WeightOwner.DENSE_OPTIMIZER if sharding in dense else WeightOwner.FUSED_BACKWARD for sharding in shardings]
 
 
-def look_up(module: Any, state: ModuleInFlight, owners: frozenset[WeightOwner]) -> None:
+def fused_rates(module: ShardedModule[Any, Any, Any, Any]) -> dict[str, float] | None:
+    """Return the learning rate that each table trained in backward began with; None if another sharded the module.
+
+    The same on all ranks, and still what it was when a schedule has moved the kernels' own rates.
+    """
+    rates: dict[str, float] | None = getattr(module, "fused_rates", None)
+    return rates
+
+
+def fused_optimizers(module: ShardedModule[Any, Any, Any, Any]) -> list[KeyedOptimizer]:
+    """Return the fused optimizers of a module's kernels on this rank, one each; none where it has no shard."""
+    found: list[KeyedOptimizer] = []
+    waiting: list[KeyedOptimizer] = [module.fused_optimizer]
+    for optimizer in waiting:
+        if isinstance(optimizer, CombinedOptimizer):
+            waiting += [member for _, member in optimizer.optimizers]
+        else:
+            found.append(optimizer)
+    return found
+
+
+def look_up(
+    module: Any, state: ModuleInFlight, owners: frozenset[WeightOwner], set_rates: SetRates | None = None
+) -> None:
     """Run the part of a module's lookup whose tables belong to `owners`; assemble the rows once all parts ran.
 
     A module of one owner takes TorchRec's own `compute_and_output_dist`. A mixed one is looked up in two parts,
     each after the last writer of its tables.
+
+    Args:
+        module: The sharded module.
+        state: The batch on its way through it.
+        owners: Whose tables to look up now.
+        set_rates: Gives the kernels the present learning rates; None where nothing moves them. With it the update
+            of this batch takes place at the rate that holds in its backward.
     """
+    with _updates_at_present_rate(module, set_rates):
+        _look_up(module, state, owners)
+
+
+def _look_up(module: Any, state: ModuleInFlight, owners: frozenset[WeightOwner]) -> None:
     assert state.dist_input is not None
     parts = parts_to_look_up(module, state, owners)
     num_parts = len(module._lookups)
@@ -120,23 +161,133 @@ def tbes(module: Any) -> list[SplitTableBatchedEmbeddingBagsCodegen]:
     """The table-batched kernels of a module's own shards."""
     if not isinstance(module, PIPELINED_TYPES):
         return []
-    parts = [part for lookup in module._lookups for part in lookup.modules()]
+    return _tbes_of(module._lookups)
+
+
+def _tbes_of(lookups: Iterable[nn.Module]) -> list[SplitTableBatchedEmbeddingBagsCodegen]:
+    parts = [part for lookup in lookups for part in lookup.modules()]
     return [part for part in parts if isinstance(part, SplitTableBatchedEmbeddingBagsCodegen)]
 
 
 def lookup_counts(module: Any) -> list[int]:
     """Return the iteration count of each kernel, from its copy on the host: no sync."""
-    return [int(tbe.iter_cpu) for tbe in tbes(module)]
+    return _counts(tbes(module))
+
+
+def _counts(kernels: list[SplitTableBatchedEmbeddingBagsCodegen]) -> list[int]:
+    return [int(tbe.iter_cpu) for tbe in kernels]
 
 
 def lookups_since(module: Any, counts: list[int]) -> list[int]:
     """Return what each kernel has counted since."""
-    return [now - before for now, before in zip(lookup_counts(module), counts, strict=True)]
+    return _differences(lookup_counts(module), counts)
+
+
+def _differences(now: list[int], before: list[int]) -> list[int]:
+    return [a - b for a, b in zip(now, before, strict=True)]
 
 
 def parts_to_look_up(module: Any, state: ModuleInFlight, owners: frozenset[WeightOwner]) -> list[int]:
     """Return the parts of a module whose tables belong to `owners` and are still to be looked up."""
     return [part for part, owner in enumerate(owners_of(module)) if owner in owners and part not in state.outputs]
+
+
+# -- learning rates that move ------------------------------------------------------------------------------------
+
+
+@contextmanager
+def _updates_at_present_rate(module: Any, set_rates: SetRates | None) -> Iterator[None]:
+    """Let the lookups of fused tables give rows whose backward updates at the rate that holds then."""
+    if set_rates is None:
+        yield
+        return
+    set_rates()
+    fused = [
+        lookup
+        for lookup, owner in zip(module._lookups, owners_of(module), strict=True)
+        if owner is WeightOwner.FUSED_BACKWARD
+    ]
+    patched = [lookup for lookup in fused if _tbes_of([lookup])]
+    for lookup in patched:
+        lookup.forward = _FusedLookup(lookup.forward, _tbes_of([lookup]), set_rates)
+    try:
+        yield
+    finally:
+        for lookup in patched:
+            del lookup.forward
+
+
+@dataclass(frozen=True, slots=True)
+class _FusedLookup:
+    """One lookup of fused tables, that can be repeated."""
+
+    forward: Callable[[KeyedJaggedTensor], Tensor]
+    kernels: list[SplitTableBatchedEmbeddingBagsCodegen]
+    set_rates: SetRates
+
+    def __call__(self, features: KeyedJaggedTensor) -> Tensor:
+        anchor = torch.zeros((), requires_grad=True)  # without an input that needs one there would be no backward
+        rows: Tensor = _AtPresentRate.apply(anchor, self, features)  # type: ignore[no-untyped-call]
+        return rows
+
+    def rates(self) -> list[float]:
+        """The rates that the kernels have; they are kept on the host."""
+        return [tbe.get_learning_rate() for tbe in self.kernels]
+
+    def run(self, features: KeyedJaggedTensor) -> tuple[Tensor, GradientEdge]:
+        with torch.enable_grad():
+            rows = self.forward(features)
+        return rows.detach(), get_gradient_edge(rows)
+
+    def run_again(self, features: KeyedJaggedTensor, counts: list[int]) -> GradientEdge:
+        """Look up once more as when the iteration counts were `counts`; leave them as they are."""
+        ahead = _differences(_counts(self.kernels), counts)  # this lookup, and those of later batches
+        _uncount(self.kernels, ahead)
+        _, edge = self.run(features)
+        repeated = _differences(_counts(self.kernels), counts)
+        _uncount(self.kernels, _differences(repeated, ahead))
+        return edge
+
+
+def _uncount(kernels: list[SplitTableBatchedEmbeddingBagsCodegen], num_lookups: list[int]) -> None:
+    """Take lookups back from the iteration count of each kernel, on the current stream."""
+    with torch.no_grad():
+        for tbe, num in zip(kernels, num_lookups, strict=True):
+            if num:
+                tbe.iter.sub_(num)
+                tbe.iter_cpu.sub_(num)
+
+
+class _AtPresentRate(torch.autograd.Function):
+    """Rows of fused tables whose backward, and so their update, takes the learning rate of its own time.
+
+    FBGEMM 1.8 reads the rate in the forward and keeps it for the backward. But batch N is looked up before the
+    schedule has moved on to step N. So the graph is cut behind the rows: where the rate has changed by the time of
+    the backward, the kernels' forward runs once more on the same ids and its graph takes the gradient. The rows of
+    that are thrown away (in a stale mode they may be newer ones); the gradient by a row does not depend on them.
+
+    On CUDA autograd runs a backward on the stream of its forward, this one too: on the lookup stream, where the
+    repeated forward and the inner backward then run in turn, behind the last update and before the next lookup.
+    The inner graph has the kernels' weights for its only leaves, which accumulate nothing, so no stream is joined
+    but this one. DistributedDataParallel ignores these weights, its hooks see nothing of the inner backward.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, anchor: Tensor, lookup: _FusedLookup, features: KeyedJaggedTensor) -> Tensor:
+        ctx.lookup, ctx.features = lookup, features
+        ctx.counts, ctx.rates = _counts(lookup.kernels), lookup.rates()
+        rows, ctx.edge = lookup.run(features)
+        return rows
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[None, None, None]:
+        lookup: _FusedLookup = ctx.lookup
+        edge, ctx.edge = ctx.edge, None  # a second backward (retain_graph=True) finds the first one's graph used up
+        lookup.set_rates()
+        if edge is None or lookup.rates() != ctx.rates:
+            edge = lookup.run_again(ctx.features, ctx.counts)
+        torch.autograd.backward(edge, grad)
+        return None, None, None
 
 
 class _Nothing:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import functools
+import inspect
 import os
 import warnings
 from collections.abc import Iterable, Iterator, Mapping
@@ -14,6 +15,7 @@ from typing import Any, TypeAlias
 import torch
 import torch.distributed as dist
 from fbgemm_gpu.split_embedding_configs import EmbOptimType
+from fbgemm_gpu.split_table_batched_embeddings_ops_training import SplitTableBatchedEmbeddingBagsCodegen
 from torch import nn
 from torch.distributed.optim import _apply_optimizer_in_backward  # type: ignore[attr-defined]
 from torchrec.distributed.embedding_types import EmbeddingComputeKernel
@@ -22,6 +24,7 @@ from torchrec.distributed.planner import EmbeddingShardingPlanner, ParameterCons
 from torchrec.distributed.sharding_plan import get_default_sharders
 from torchrec.distributed.types import ModuleSharder, ParameterSharding, ShardingEnv, ShardingPlan, ShardingType
 from torchrec.distributed.utils import optimizer_type_to_emb_opt_type
+from torchrec.optim.keyed import CombinedOptimizer
 from torchrec.optim.optimizers import in_backward_optimizer_filter
 
 from .modes import unknown_name_message
@@ -39,6 +42,9 @@ The planner decides about tables that are not named; it keeps those with a fused
 CPU_FUSED_OPTIMIZERS = (EmbOptimType.EXACT_SGD, EmbOptimType.EXACT_ADAGRAD, EmbOptimType.EXACT_ROWWISE_ADAGRAD)
 """What FBGEMM 1.8 fuses on a CPU (`split_table_batched_embeddings_ops_training`); the others run on CUDA only."""
 
+_KERNEL_RATE: float = (
+    inspect.signature(SplitTableBatchedEmbeddingBagsCodegen.__init__).parameters["learning_rate"].default
+)
 _DATA_PARALLEL = ShardingType.DATA_PARALLEL.value
 _COLUMN_WISE = (ShardingType.COLUMN_WISE.value, ShardingType.TABLE_COLUMN_WISE.value)
 
@@ -61,6 +67,12 @@ class Table:
     def has_fused_optimizer(self) -> bool:
         """Whether an optimizer was applied in backward."""
         return not list(in_backward_optimizer_filter(iter([("", self.parameter)])))
+
+    @property
+    def fused_rate(self) -> float:
+        """Learning rate of the optimizer applied in backward; where none is given, the kernel's own default."""
+        [kwargs] = getattr(self.parameter, "_optimizer_kwargs", [{}])
+        return float(kwargs.get("lr", kwargs.get("learning_rate", _KERNEL_RATE)))  # TorchRec renames it
 
     def apply_fused_optimizer(self, optimizer_class: type[torch.optim.Optimizer], kwargs: Mapping[str, Any]) -> None:
         """Apply an optimizer in backward, if there is none yet."""
@@ -153,6 +165,8 @@ def shard_tables(
     plan = sharding if isinstance(sharding, ShardingPlan) else _plan_on_rank_zero(sharding, model, group)
     _apply_fused_optimizer(tables, plan, fused, device)
     initial, aliases = _initial_weights(model, tables), _aliases(model, tables)
+    trained = [table for table in tables if _is_fused(table, plan) and table.parameter.requires_grad]
+    rates = {table.module: {t.name: t.fused_rate for t in trained if t.module == table.module} for table in tables}
     with _local_world_size(local_world_size):
         DistributedModelParallel(
             module=model,
@@ -171,6 +185,9 @@ def shard_tables(
     for name, weights in initial.items():
         model.get_submodule(name).load_state_dict(weights, strict=False)
     _replicate_data_parallel(model, group)
+    for name, fused_rates in rates.items():
+        # A rank knows the rates of its own shards only, and those move with a schedule.
+        model.get_submodule(name).fused_rates = fused_rates  # type: ignore[assignment]
     return True
 
 
@@ -214,6 +231,15 @@ def refuse_dense_owner(fused: Mapping[str, nn.Parameter], optimizers: Iterable[t
     Raises:
         ValueError: One does; the message names the tables and shows how to leave them out.
     """
+    optimizers = list(optimizers)
+    if any(isinstance(optimizer, CombinedOptimizer) for optimizer in optimizers):
+        raise ValueError(
+            "configure_optimizers returned TorchRec's CombinedOptimizer: it would run training_step once per "
+            "member, and a checkpoint of its sharded state would hold rank 0's shards alone. Return the dense "
+            "optimizer as it is; to schedule the fused tables' learning rates with it:\n"
+            "  from lightning_overlap import combined_optimizer\n"
+            "  optimizer = combined_optimizer(self, torch.optim.Adam(dense))"
+        )
     owned = _owned(optimizers)
     twice = [name for name, parameter in fused.items() if id(parameter) in owned]
     if twice:

@@ -21,6 +21,7 @@ from .executor import Observer
 from .inflight import InFlightBatch
 from .sharded import (
     ModuleInFlight,
+    SetRates,
     look_up,
     lookup_counts,
     lookups_since,
@@ -87,6 +88,7 @@ class SparsePipeline:
         observer: Told of every wait.
         rank: Warns if 0.
         store: Where ranks leave word for each other; needed with a group.
+        set_rates: Gives the kernels the learning rates that a schedule has now; None where nothing moves them.
     """
 
     def __init__(
@@ -99,7 +101,9 @@ class SparsePipeline:
         observer: Observer | None = None,
         rank: int = 0,
         store: Counters | None = None,
+        set_rates: SetRates | None = None,
     ) -> None:
+        self._set_rates = set_rates
         self._stand_ins = {name: _StandIn(self, name, module) for name, module in modules.items()}
         self._group = group
         self._streams = streams
@@ -158,6 +162,8 @@ class SparsePipeline:
             self._plain_forward = True
         # The lookup stream may still be writing the tables that this reads.
         self._streams.wait(StreamName.COMPUTE, self._streams.record(self._lookup_stream))
+        if self._set_rates is not None:
+            self._set_rates()
         counts = lookup_counts(stand_in.module)
         rows = stand_in.own_forward(*args, **kwargs)
         if inflight is None:  # evaluation
@@ -338,7 +344,7 @@ class SparsePipeline:
             if state.rows is None and state.dist_input is not None:
                 module = self._stand_ins[name].module
                 counts = lookup_counts(module)
-                look_up(module, state, owners)
+                look_up(module, state, owners, self._set_rates)
                 done = lookups_since(module, counts)
                 state.num_lookups = [a + b for a, b in zip(state.num_lookups or [0] * len(done), done, strict=True)]
 

@@ -26,6 +26,7 @@ from .agreement import GroupAgreement, default_store
 from .checkpoint import check_can_save, is_folder, load_folder, load_whole, save_folder, whole
 from .executor import Executor, Observer
 from .modes import resolve_schedule, resolve_stream
+from .optim import rate_setter
 from .schedule import Schedule
 from .sharded import sharded_modules
 from .sharding import (
@@ -198,6 +199,7 @@ class OverlapEmbeddingStrategy(DDPStrategy):
             observer=self._observer,
             rank=self.global_rank,
             store=default_store(),
+            set_rates=rate_setter(self.optimizers),
         )
 
     def shortest_epoch(self, num_batches: float) -> float:

@@ -46,6 +46,8 @@ class TableSpec:
     sharding: str = "table_wise"
     collection: str = "ebc"
     dim: int = 8
+    lr: float | None = None
+    """Learning rate of its fused optimizer, where it is not the case's."""
 
 
 @dataclass(frozen=True)
@@ -139,9 +141,11 @@ class Model(LightningModule):
         if fused_optimizer:
             cls, kwargs = case.optimizer
             for name, tables in case.collections.items():
-                fused = {table.name for table in tables if table.sharding != "data_parallel"}
-                weights = [p for key, p in getattr(self, name).named_parameters() if key.split(".")[-2] in fused]
-                _apply_optimizer_in_backward(cls, weights, dict(kwargs))
+                weights = {key.split(".")[-2]: p for key, p in getattr(self, name).named_parameters()}
+                for table in tables:
+                    if table.sharding != "data_parallel":
+                        own = {} if table.lr is None else {"lr": table.lr}
+                        _apply_optimizer_in_backward(cls, [weights[table.name]], {**kwargs, **own})
 
     def rows(self, collection: str, batch: Batch) -> Any:
         """Look up one collection."""

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torchrec.distributed.model_parallel import DistributedModelParallel
 from torchrec.distributed.types import ShardedModule, ShardedTensor, ShardingEnv
@@ -38,12 +39,20 @@ class Result:
         return found
 
 
-def train(case: Case, *, num_steps: int = NUM_STEPS, device_type: str = "cpu") -> Result:
+Factor = Callable[[int], float]
+"""Step -> what the learning rates are multiplied by."""
+
+
+def train(
+    case: Case, *, num_steps: int = NUM_STEPS, device_type: str = "cpu", factor: Factor = lambda step: 1.0
+) -> Result:
     """Lookup, forward, backward, step, one batch after the other."""
     rank, dmp, module, optimizer, device = _set_up(case, device_type)
     losses = []
     for index in range(num_steps):
         batch = _to(make_batch(case, index, rank), device)
+        _set_rates(optimizer, factor(index))
+        _set_fused_rates(dmp, factor(index))
         optimizer.zero_grad()
         loss = dmp(batch)
         loss.backward()
@@ -52,7 +61,9 @@ def train(case: Case, *, num_steps: int = NUM_STEPS, device_type: str = "cpu") -
     return collect(module, optimizer, losses)
 
 
-def train_delayed(case: Case, *, num_steps: int = NUM_STEPS, device_type: str = "cpu") -> Result:
+def train_delayed(
+    case: Case, *, num_steps: int = NUM_STEPS, device_type: str = "cpu", factor: Factor = lambda step: 1.0
+) -> Result:
     """The same with delayed updates: tables of the fused backward are looked up one batch early.
 
     Batch N's lookup of those comes right before the backward of batch N - 1. Data-parallel tables, which the dense
@@ -69,6 +80,7 @@ def train_delayed(case: Case, *, num_steps: int = NUM_STEPS, device_type: str = 
     early = [name for name in sorted(split.collections) if not name.endswith("_dp")]
     late = [name for name in sorted(split.collections) if name.endswith("_dp")]
     batch = _to(make_batch(case, 0, rank), device)
+    _set_fused_rates(dmp, factor(0))
     rows = {name: module.rows(name, batch) for name in early}
     losses = []
     for index in range(num_steps):
@@ -78,10 +90,22 @@ def train_delayed(case: Case, *, num_steps: int = NUM_STEPS, device_type: str = 
         losses.append(loss.detach())
         if index + 1 < num_steps:
             batch = _to(make_batch(case, index + 1, rank), device)
+            _set_fused_rates(dmp, factor(index + 1))  # kernels take the rate of an update with its lookup
             rows = {name: module.rows(name, batch) for name in early}
         loss.backward()
+        _set_rates(optimizer, factor(index))
         optimizer.step()
     return collect(module, optimizer, losses)
+
+
+def _set_rates(optimizer: torch.optim.Optimizer, factor: float) -> None:
+    for group in optimizer.param_groups:
+        group["lr"] = group.setdefault("first_lr", group["lr"]) * factor
+
+
+def _set_fused_rates(dmp: DistributedModelParallel, factor: float) -> None:
+    _set_rates(dmp.fused_optimizer, factor)
+    dmp.fused_optimizer.zero_grad()
 
 
 def collect(module: Model, optimizer: torch.optim.Optimizer, losses: list[Tensor]) -> Result:
@@ -109,7 +133,9 @@ def collect(module: Model, optimizer: torch.optim.Optimizer, losses: list[Tensor
     return Result(torch.stack(losses).cpu(), tables, dense, fused_state, dense_state)
 
 
-def _set_up(case: Case, device_type: str) -> tuple[int, nn.Module, Model, torch.optim.Optimizer, torch.device]:
+def _set_up(
+    case: Case, device_type: str
+) -> tuple[int, DistributedModelParallel, Model, torch.optim.Optimizer, torch.device]:
     rank, world_size = dist.get_rank(), dist.get_world_size()
     device = torch.device("cuda", rank) if device_type == "cuda" else torch.device("cpu")
     module = Model(case)

@@ -9,8 +9,8 @@ from .ranks import Ranks
 
 
 def test_code_runs(two_ranks: Ranks) -> None:
-    assert len(readme.python_blocks()) == 1
-    assert two_ranks.run(readme.run) == [2, 2]  # three batches, dealt out by Lightning's sampler
+    assert len(readme.python_blocks()) == 2
+    assert two_ranks.run(readme.run) == [(2, True), (2, True)]  # three batches, dealt out by Lightning's sampler
 
 
 def test_table_of_modes_is_generated() -> None:

@@ -21,7 +21,7 @@ ROOMS = ("plan", "run", "sparse", "plugin", "apps")
 FILES = {
     "plan": ("stages", "schedule", "modes"),
     "run": ("agreement", "streams", "structure", "inflight", "executor", "timeline", "testing"),
-    "sparse": ("sharded", "sparse", "sharding", "stash"),
+    "sparse": ("sharded", "sparse", "sharding", "optim", "stash"),
     "plugin": ("strategy", "loop", "checkpoint", "callbacks"),
     "apps": ("data", "models", "train", "launch", "rank", "recipe", "report", "benchmark", "conf", "choices"),
 }
