@@ -14,6 +14,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, cast
 
 from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.callbacks import ModelPruning
 from lightning.pytorch.loops.fetchers import _DataFetcher, _DataLoaderIterDataFetcher, _PrefetchDataFetcher
 from lightning.pytorch.loops.fit_loop import _FitLoop
 from lightning.pytorch.loops.training_epoch_loop import _TrainingEpochLoop
@@ -37,6 +38,7 @@ PRIVATE_NAMES: Mapping[str, tuple[str, ...]] = {
     "Strategy": ("_layer_sync",),
     "Trainer": ("_signal_connector",),
     "CombinedLoader": ("_state_dicts",),
+    "ModelPruning": ("_parameters_to_prune",),
     "_SignalConnector": ("_sigterm_notifier_fn",),
 }
 """What this file uses of Lightning beyond its public interface, by the module or class that has it."""
@@ -375,6 +377,11 @@ def revert_layer_sync(strategy: DDPStrategy) -> None:
     """Undo what the strategy's layer-sync plugin (`sync_batchnorm=True`) did to the model."""
     if strategy._layer_sync is not None and strategy.model is not None:
         strategy.model = strategy._layer_sync.revert(strategy.model)
+
+
+def pruned_weights(callback: ModelPruning) -> list[Any]:
+    """Return the weights that a pruning callback has chosen in its `setup`."""
+    return [getattr(module, name) for module, name in callback._parameters_to_prune]
 
 
 def _mix_in(live: Any, mixin: type) -> None:

@@ -373,7 +373,8 @@ def _freeze(table: Table) -> None:
             "Leave one of them out."
         )
     table.parameter.requires_grad_(True)
-    table.apply_fused_optimizer(torch.optim.SGD, {"lr": 0.0})
+    # The weight decay, which changes nothing, keeps it out of the kernel of a table whose rate only begins at zero.
+    table.apply_fused_optimizer(torch.optim.SGD, {"lr": 0.0, "weight_decay": 0.0})
     table.parameter.requires_grad_(False)
 
 

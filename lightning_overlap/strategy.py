@@ -11,6 +11,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from lightning.pytorch import LightningDataModule, LightningModule, Trainer
+from lightning.pytorch.callbacks import GradientAccumulationScheduler
 from lightning.pytorch.strategies import DDPStrategy, StrategyRegistry
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning_utilities.core.apply_func import apply_to_collection
@@ -27,6 +28,7 @@ from .checkpoint import check_can_save, is_folder, load_folder, load_whole, save
 from .executor import Executor, Observer
 from .modes import resolve_schedule, resolve_stream
 from .optim import rate_setter
+from .refusals import refuse_callbacks, refuse_precision
 from .schedule import Schedule
 from .sharded import sharded_modules
 from .sharding import (
@@ -101,12 +103,13 @@ class OverlapEmbeddingStrategy(DDPStrategy):
     @override
     def setup(self, trainer: Trainer) -> None:
         assert self.model is not None
-        self._check_precision()
         overlaps = has_tables(self.model)
         fitting = trainer.state.fn == TrainerFn.FITTING
         if overlaps:
+            refuse_precision(self.precision_plugin.precision)
             self._join_groups()
         if overlaps and fitting:
+            refuse_callbacks(trainer.callbacks, self.model)  # type: ignore[attr-defined]
             # Before super().setup(): configure_optimizers may ask for the number of steps, which sets up the data.
             self._trainer = trainer
             loop.install(trainer, self._make_executor)
@@ -145,19 +148,14 @@ class OverlapEmbeddingStrategy(DDPStrategy):
         assert self.lightning_module is not None
         check_dense_optimizers(self.lightning_module, self.optimizers)
 
-    def _check_precision(self) -> None:
-        if self.precision_plugin.precision == "16-mixed":
-            raise ValueError(
-                "precision='16-mixed' scales the loss, and fused tables would be updated with scaled gradients inside "
-                "backward. Use precision='bf16-mixed', which needs no scaling."
-            )
-
     def _say_what_fused_updates_ignore(self, trainer: Trainer) -> None:
         if self.global_rank != 0:
             return
-        if trainer.accumulate_grad_batches != 1:
+        schedulers = [c for c in trainer.callbacks if isinstance(c, GradientAccumulationScheduler)]  # type: ignore[attr-defined]
+        if trainer.accumulate_grad_batches != 1 or any(s.going_to_accumulate_grad_batches() for s in schedulers):
+            number = f"accumulate_grad_batches={trainer.accumulate_grad_batches}"
             warnings.warn(
-                f"accumulate_grad_batches={trainer.accumulate_grad_batches} accumulates dense gradients only: "
+                f"{type(schedulers[0]).__name__ if schedulers else number} accumulates dense gradients only: "
                 "fused tables are updated inside the backward of every batch.",
                 UserWarning,
                 stacklevel=2,

@@ -333,6 +333,46 @@ SCHEDULERS: dict[str, Any] = {
 }
 
 
+def counts_of_updates(pipeline: str) -> list[int]:
+    """Return the iteration counts of the kernels after a fit under a schedule; FBGEMM counts lookups for these."""
+    model = Scheduled(ROWWISE_ADAGRAD)
+    plan = make_plan(ROWWISE_ADAGRAD, model, dist.get_world_size())
+    make_trainer(OverlapEmbeddingStrategy(pipeline=pipeline, sharding=plan)).fit(
+        model, datamodule=Batches(ROWWISE_ADAGRAD, NUM_STEPS)
+    )
+    return [int(count) for kernel in sharded.tbes(model.ebc) for count in (kernel.iter, kernel.iter_cpu)]
+
+
+def frozen_beside_zero() -> tuple[bool, bool]:
+    """Whether a frozen table and one that begins with a rate of zero have moved after a schedule raised the rate."""
+    model = ZeroAtFirst(ROWWISE_ADAGRAD, fused_optimizer=False)
+    model.ebc.embedding_bags["t1"].weight.requires_grad_(False)
+    before = {name: bag.weight.detach().clone() for name, bag in model.ebc.embedding_bags.items()}
+    strategy = OverlapEmbeddingStrategy(sharding="table_wise", fused_optimizer=(torch.optim.SGD, {"lr": 0.0}))
+    make_trainer(strategy).fit(model, datamodule=Batches(ROWWISE_ADAGRAD, 4))
+    moved = {name.split()[0]: not torch.equal(t, before[name.split()[0]]) for name, t in collect_tables(model).items()}
+    return moved["t0"], moved["t1"]
+
+
+class ZeroAtFirst(Scheduled):
+    """Its schedule sets rates, whatever they began with."""
+
+    def configure_optimizers(self) -> Any:
+        optimizer = combined_optimizer(self, dense_optimizer(self))
+        scheduler = lr_scheduler.OneCycleLR(optimizer, [0.2, 2.0], total_steps=10)
+        return [optimizer], [{"scheduler": scheduler, "interval": "step"}]
+
+
+def rate_without_one_given() -> tuple[list[float], list[float]]:
+    """Return the fused rates of a table whose optimizer was given none: of the group, and of the kernels."""
+    model = Unscheduled(TABLE_WISE, fused_optimizer=False)
+    strategy = OverlapEmbeddingStrategy(sharding="table_wise", fused_optimizer=(torch.optim.SGD, {}))
+    trainer = make_trainer(strategy)
+    trainer.fit(model, datamodule=Batches(TABLE_WISE, 2))
+    kernels = [kernel.get_learning_rate() for kernel in sharded.tbes(model.ebc)]
+    return [group["lr"] for group in trainer.optimizers[0].fused_groups], kernels
+
+
 def schedule_with(name: str, dense: str) -> tuple[list[float], list[float]]:
     """Return the fused rates that a scheduler gives in six steps, and those that the kernels had in their updates."""
     seen: list[float] = []

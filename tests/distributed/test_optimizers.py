@@ -126,6 +126,22 @@ def test_resume_in_the_middle_of_a_schedule(ranks: Ranks, pipeline: str, tmp_pat
         assert actual.differences(expected) == []
 
 
+@pytest.mark.parametrize("pipeline", MODES)
+def test_a_repeated_lookup_is_not_counted(two_ranks: Ranks, pipeline: str) -> None:
+    for counts in two_ranks.run(optimizers.counts_of_updates, pipeline):
+        assert counts == [NUM_STEPS] * 2
+
+
+def test_a_frozen_table_stays_beside_one_whose_rate_rises_from_zero(get_ranks: Callable[..., Ranks]) -> None:
+    assert get_ranks(1).run(optimizers.frozen_beside_zero) == [(True, False)]
+
+
+def test_a_rate_that_was_not_given_is_the_kernels(get_ranks: Callable[..., Ranks]) -> None:
+    [(groups, kernels)] = get_ranks(1).run(optimizers.rate_without_one_given)
+    assert groups == pytest.approx([0.01])
+    assert kernels == pytest.approx([0.01])
+
+
 def test_a_second_fit_begins_with_the_first_rates(two_ranks: Ranks) -> None:
     """The kernels still have the rates that the first schedule ended with."""
     assert two_ranks.run(optimizers.fit_again) == [[[2.0, 2.0 * factor(3)]] * 2] * 2

@@ -22,7 +22,7 @@ FILES = {
     "plan": ("stages", "schedule", "modes"),
     "run": ("agreement", "streams", "structure", "inflight", "executor", "timeline", "testing"),
     "sparse": ("sharded", "sparse", "sharding", "optim", "stash"),
-    "plugin": ("strategy", "loop", "checkpoint", "callbacks"),
+    "plugin": ("strategy", "loop", "checkpoint", "callbacks", "refusals"),
     "apps": ("data", "models", "train", "launch", "rank", "recipe", "report", "benchmark", "conf", "choices"),
 }
 LEAVES_ALONE = {
@@ -195,6 +195,7 @@ LIGHTNING = {
     "_TrainingEpochLoop": "lightning.pytorch.loops.training_epoch_loop",
     "_DataLoaderIterDataFetcher": "lightning.pytorch.loops.fetchers",
     "LightningModule": "lightning.pytorch",
+    "ModelPruning": "lightning.pytorch.callbacks",
     "Strategy": "lightning.pytorch.strategies.parallel",
     "Trainer": "lightning.pytorch",
     "CombinedLoader": "lightning.pytorch.utilities.combined_loader",
