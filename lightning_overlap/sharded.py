@@ -198,7 +198,7 @@ def parts_to_look_up(module: Any, state: ModuleInFlight, owners: frozenset[Weigh
 @contextmanager
 def _updates_at_present_rate(module: Any, set_rates: SetRates | None) -> Iterator[None]:
     """Let the lookups of fused tables give rows whose backward updates at the rate that holds then."""
-    if set_rates is None:
+    if set_rates is None or not torch.is_grad_enabled():
         yield
         return
     set_rates()
