@@ -67,6 +67,12 @@ class GroupAgreement:
         assert work is not None
         return _AllReduced(tensor, work)
 
+    def any(self, flag: bool) -> bool:
+        """Return whether any rank says so."""
+        tensor = torch.tensor(flag, dtype=torch.uint8)
+        dist.all_reduce(tensor, dist.ReduceOp.MAX, group=self._group)
+        return bool(tensor)
+
     def shortest(self, num_batches: float) -> float:
         """Return the fewest batches that any rank has; `inf` is a loader without a length."""
         tensor = torch.tensor(num_batches, dtype=torch.float64)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -38,7 +39,13 @@ class Result:
         return found
 
 
-def train(case: Case, *, num_steps: int = NUM_STEPS, device_type: str = "cpu") -> Result:
+AfterStep = Callable[[int, Model], None]
+"""Called after each step with its index and the module."""
+
+
+def train(
+    case: Case, *, num_steps: int = NUM_STEPS, device_type: str = "cpu", after_step: AfterStep | None = None
+) -> Result:
     """Lookup, forward, backward, step, one batch after the other."""
     rank, dmp, module, optimizer, device = _set_up(case, device_type)
     losses = []
@@ -49,10 +56,14 @@ def train(case: Case, *, num_steps: int = NUM_STEPS, device_type: str = "cpu") -
         loss.backward()
         optimizer.step()
         losses.append(loss.detach())
+        if after_step is not None:
+            after_step(index, module)
     return collect(module, optimizer, losses)
 
 
-def train_delayed(case: Case, *, num_steps: int = NUM_STEPS, device_type: str = "cpu") -> Result:
+def train_delayed(
+    case: Case, *, num_steps: int = NUM_STEPS, device_type: str = "cpu", after_step: AfterStep | None = None
+) -> Result:
     """The same with delayed updates: tables of the fused backward are looked up one batch early.
 
     Batch N's lookup of those comes right before the backward of batch N - 1. Data-parallel tables, which the dense
@@ -81,6 +92,8 @@ def train_delayed(case: Case, *, num_steps: int = NUM_STEPS, device_type: str = 
             rows = {name: module.rows(name, batch) for name in early}
         loss.backward()
         optimizer.step()
+        if after_step is not None:
+            after_step(index, module)
     return collect(module, optimizer, losses)
 
 
