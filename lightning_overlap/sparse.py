@@ -12,7 +12,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torchrec.distributed.embedding_sharding import FusedKJTListSplitsAwaitable
 from torchrec.distributed.types import LazyAwaitable, LazyGetItemMixin, ShardedModule
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
@@ -21,6 +20,7 @@ from .executor import Observer
 from .inflight import InFlightBatch
 from .sharded import (
     ModuleInFlight,
+    exchange_splits,
     look_up,
     lookup_counts,
     lookups_since,
@@ -329,7 +329,7 @@ class SparsePipeline:
         states = list(inflight.modules.values())
         if self._group is not None and states:
             requests = [state.splits for state in states]
-            fused = FusedKJTListSplitsAwaitable(requests, [state.context for state in states], self._group)
+            fused = exchange_splits(requests, [state.context for state in states], self._group)
             for state in states:
                 state.splits = fused
 
@@ -400,6 +400,16 @@ class SparsePipeline:
             output.wait()
         self._uncount(module, state.num_lookups)
         state.served = True
+
+
+def note_lengths(batch: Any) -> None:
+    """Sum up the lengths of each feature while a batch is on the host: the input dist asks for them.
+
+    Asked on the device, each KeyedJaggedTensor is one more read that the host waits for.
+    """
+    for _, leaf in leaves(batch, lambda node: isinstance(node, KeyedJaggedTensor)):
+        if isinstance(leaf, KeyedJaggedTensor) and leaf.device().type == "cpu":
+            leaf.sync()
 
 
 def _find(stand_in: _StandIn, by_id: Mapping[int, Path], step: str) -> tuple[Path | None, str | None]:

@@ -38,7 +38,7 @@ from .sharding import (
     shard_tables,
     sharded_state_names,
 )
-from .sparse import SparsePipeline
+from .sparse import SparsePipeline, note_lengths
 from .stages import Stage, StreamName
 from .streams import Streams, make_streams
 
@@ -304,6 +304,7 @@ class OverlapEmbeddingStrategy(DDPStrategy):
     @override
     def batch_to_device(self, batch: Any, device: torch.device | None = None, dataloader_idx: int = 0) -> Any:
         device = device or self.root_device
+        note_lengths(batch)
         if device.type == "cuda" and self.lightning_module is not None and not _moves_batches(self.lightning_module):
             batch = _start_copies(batch, device)
         return super().batch_to_device(batch, device, dataloader_idx)

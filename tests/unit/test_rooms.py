@@ -20,7 +20,7 @@ ROOMS = ("plan", "run", "sparse", "plugin", "apps")
 
 FILES = {
     "plan": ("stages", "schedule", "modes"),
-    "run": ("agreement", "streams", "structure", "inflight", "executor", "timeline", "testing"),
+    "run": ("agreement", "streams", "structure", "inflight", "executor", "syncs", "timeline", "testing"),
     "sparse": ("sharded", "sparse", "sharding", "stash"),
     "plugin": ("strategy", "loop", "evaluation", "signals", "checkpoint", "callbacks"),
     "apps": ("data", "models", "train", "launch", "rank", "recipe", "report", "benchmark", "conf", "choices"),
@@ -194,6 +194,7 @@ def _has(owner: object, name: str) -> bool:
 TORCHREC = {
     "ShardedEmbeddingBagCollection": "torchrec.distributed.embeddingbag",
     "ShardedEmbeddingCollection": "torchrec.distributed.embedding",
+    "FusedKJTListSplitsAwaitable": "torchrec.distributed.embedding_sharding",
     "KJTAllToAll": "torchrec.distributed.dist_data",
 }
 LIGHTNING = {
