@@ -191,6 +191,7 @@ class SparsePipeline:
         counts = lookup_counts(stand_in.module)
         rows = stand_in.own_forward(*args, **kwargs)
         if inflight is None or not self._trains:
+            self._streams.wait(self._lookup_stream, self._streams.record(StreamName.COMPUTE))
             self._uncount(stand_in.module, lookups_since(stand_in.module, counts))
         return rows
 
@@ -198,11 +199,11 @@ class SparsePipeline:
         """Take back what lookups without an update added to the iteration count of the fused optimizers.
 
         Some TBE optimizers count lookups, not updates (FBGEMM 1.8), and Adam corrects its bias by that count: an
-        evaluation, or a lookup that is dropped, would change training, and differently so in each mode.
+        evaluation, or a lookup that is dropped, would change training, and differently so in each mode. The lookup
+        stream, where early lookups count, waits for nothing here.
         """
         if not any(num_lookups):
             return
-        self._streams.wait(self._lookup_stream, self._streams.record(StreamName.COMPUTE))
         with self._streams.on(self._lookup_stream), torch.no_grad():
             for tbe, num in zip(tbes(module), num_lookups, strict=True):
                 tbe.iter.sub_(num)
