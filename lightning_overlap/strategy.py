@@ -219,6 +219,11 @@ class OverlapEmbeddingStrategy(DDPStrategy):
         """Return the fewest batches that any rank has in an epoch; `inf` where no loader has a length."""
         return num_batches if self._agreement is None else self._agreement.shortest(num_batches)
 
+    @override
+    def broadcast(self, obj: Any, src: int = 0) -> Any:
+        # `Trainer(max_time=...)` broadcasts for every batch: with NCCL the host would wait for the device each time.
+        return super().broadcast(obj, src) if self._agreement is None else self._agreement.broadcast(obj, src)
+
     def any_rank(self, flag: bool) -> bool:
         """Whether any rank says so; all of them wait for each other."""
         return self._agreement is not None and self._agreement.any(flag)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from typing import Any
+from unittest import mock
 
 import torch.distributed as dist
 from lightning.pytorch import Callback
@@ -11,7 +12,7 @@ from lightning.pytorch.strategies import DDPStrategy
 from lightning_overlap import OverlapEmbeddingStrategy
 from lightning_overlap.syncs import record_host_syncs
 
-from .cases import Batches, Case, Model, make_plan
+from .cases import TABLE_WISE, Batches, Case, Model, make_plan
 from .fits import make_trainer
 
 FIRST, NUM = 7, 3
@@ -47,6 +48,24 @@ def of_steps(case: Case, pipeline: str | None, reads_its_loss: bool = False, **k
     trainer = make_trainer(strategy, callbacks=[watch], **kwargs)
     trainer.fit(model, datamodule=Batches(case, FIRST + NUM + 4))
     return [f"{sync.operator}: {sync.innermost(_is_python_of_somebody)}" for sync in watch.found]
+
+
+def broadcasts_on_the_default_group(**kwargs: Any) -> int:
+    """Return how many objects were broadcast among all ranks by the group of the gradients, in a fit."""
+    model = Model(TABLE_WISE)
+    plan = make_plan(TABLE_WISE, model, dist.get_world_size())
+    trainer = make_trainer(OverlapEmbeddingStrategy(sharding=plan), callbacks=[_Watch()], **kwargs)
+    original, groups = dist.broadcast_object_list, []
+
+    def broadcast(objects: Any, src: int = 0, group: Any = None, **options: Any) -> None:
+        if FIRST <= trainer.global_step < FIRST + NUM:
+            groups.append(group)
+        original(objects, src, group=group, **options)
+
+    with mock.patch.object(dist, "broadcast_object_list", broadcast):
+        trainer.fit(model, datamodule=Batches(TABLE_WISE, FIRST + NUM + 4))
+    assert groups, "nothing was broadcast at all"
+    return sum(group in (None, dist.group.WORLD) for group in groups)
 
 
 def _is_python_of_somebody(file: str) -> bool:

@@ -54,6 +54,11 @@ def test_lightning_reads_nothing_of_its_own(two_ranks: Ranks, pipeline: str | No
         assert len(reads) == (syncs.NUM if pipeline is None else 0), found
 
 
+def test_max_time_does_not_ask_by_the_group_of_the_gradients(two_ranks: Ranks) -> None:
+    """Lightning's timer broadcasts for every batch; on the host's group no device is waited for."""
+    assert two_ranks.run(syncs.broadcasts_on_the_default_group, max_time="00:01:00:00") == [0, 0]
+
+
 def test_a_read_in_training_step_is_seen(two_ranks: Ranks) -> None:
     """Guards the tests above: the user's own `.item()` shows, with its place."""
     for found in two_ranks.run(syncs.of_steps, TABLE_WISE, "fused_sparse_dist", reads_its_loss=True):
