@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 import torch.distributed as dist
@@ -66,6 +66,18 @@ class GroupAgreement:
         work = dist.all_reduce(tensor, dist.ReduceOp.MAX, group=self._group, async_op=True)
         assert work is not None
         return _AllReduced(tensor, work)
+
+    def broadcast(self, value: Any, src: int) -> Any:
+        """Return rank `src`'s value, anything that can be pickled; no device has a part in it."""
+        values = [value]
+        dist.broadcast_object_list(values, src, group=self._group)
+        return values[0]
+
+    def any(self, flag: bool) -> bool:
+        """Return whether any rank says so."""
+        tensor = torch.tensor(flag, dtype=torch.uint8)
+        dist.all_reduce(tensor, dist.ReduceOp.MAX, group=self._group)
+        return bool(tensor)
 
     def shortest(self, num_batches: float) -> float:
         """Return the fewest batches that any rank has; `inf` is a loader without a length."""

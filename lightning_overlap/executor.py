@@ -121,6 +121,9 @@ class Executor:
             }
         self._copy = next(step for step in schedule if step.stage is Stage.COPY_BATCH_TO_DEVICE)
         self._deferred = schedule.dense_owned_lookup
+        # An evaluation keeps the mode that it runs in: no_grad or inference_mode.
+        trains = Stage.BACKWARD in schedule.training_stages
+        self._grad_mode: Callable[[], AbstractContextManager[Any]] = torch.enable_grad if trains else nullcontext
         lookup = schedule.row(Stage.EMBEDDING_LOOKUP)
         self._lookup_stream = StreamName.COMPUTE if lookup is None else lookup.stream
         self._first_owners = _EVERY_OWNER if self._deferred is None else frozenset({WeightOwner.FUSED_BACKWARD})
@@ -167,7 +170,7 @@ class Executor:
         if self._iteration < 0:
             self._fill()
         else:
-            self.reach(Stage.OPTIMIZER_STEP)
+            self.reach(self.schedule.training_stages[-1])
             self._in_flight.pop(self._iteration, None)
         self._iteration += 1
         self._row = 0
@@ -341,7 +344,7 @@ class Executor:
             if dropped or not self._source.exhausted:
                 warnings.warn(
                     f"The data of another rank ended after {self._end} batches. Rank {self._rank} has more and ends "
-                    "there too: all ranks train the same number of batches.",
+                    "there too: all ranks take the same number of batches.",
                     UserWarning,
                     stacklevel=2,
                 )
@@ -386,7 +389,7 @@ class Executor:
         self._streams.wait(step.stream, self._written)
         if WeightOwner.DENSE_OPTIMIZER in owners:
             self._streams.wait(step.stream, self._streams.record(StreamName.COMPUTE))
-        with torch.enable_grad(), self._lookup_context():
+        with self._grad_mode(), self._lookup_context():
             self._sparse.embedding_lookup(inflight, owners)
 
     def _acquire(self, inflight: InFlightBatch, stream: StreamName, stage: Stage) -> None:

@@ -8,9 +8,7 @@ from __future__ import annotations
 
 import warnings
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
-from functools import partial
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, cast
 
 from lightning.pytorch import LightningModule, Trainer
@@ -19,10 +17,11 @@ from lightning.pytorch.loops.fetchers import _DataFetcher, _DataLoaderIterDataFe
 from lightning.pytorch.loops.fit_loop import _FitLoop
 from lightning.pytorch.loops.training_epoch_loop import _TrainingEpochLoop
 from lightning.pytorch.strategies import DDPStrategy
-from lightning.pytorch.utilities.exceptions import SIGTERMException
 from typing_extensions import override
 
+from . import signals
 from .executor import Executor
+from .inflight import InFlightBatch
 
 if TYPE_CHECKING:
     from lightning.pytorch.utilities.combined_loader import CombinedLoader
@@ -36,10 +35,8 @@ PRIVATE_NAMES: Mapping[str, tuple[str, ...]] = {
     "_DataLoaderIterDataFetcher": ("_batch", "_batch_idx", "_dataloader_idx", "_start_profiler", "_stop_profiler"),
     "LightningModule": ("_on_before_batch_transfer",),
     "Strategy": ("_layer_sync",),
-    "Trainer": ("_signal_connector",),
     "CombinedLoader": ("_state_dicts",),
     "ModelPruning": ("_parameters_to_prune",),
-    "_SignalConnector": ("_sigterm_notifier_fn",),
 }
 """What this file uses of Lightning beyond its public interface, by the module or class that has it."""
 
@@ -50,10 +47,16 @@ ExecutorFactory = Callable[["LookaheadFetcher"], Executor]
 
 
 class Ticket:
-    """What the loop passes to `Strategy.training_step` in the place of the batch: the arguments of the user's."""
+    """What a loop passes to the strategy's step in the place of the batch.
 
-    def __init__(self, arguments: tuple[Any, ...]) -> None:
+    Args:
+        arguments: What the user's step gets.
+        executor: Whose batch it is.
+    """
+
+    def __init__(self, arguments: tuple[Any, ...], executor: Executor) -> None:
         self.arguments = arguments
+        self.executor = executor
 
 
 class LookaheadFetcher(_DataLoaderIterDataFetcher):
@@ -141,8 +144,7 @@ class LookaheadFetcher(_DataLoaderIterDataFetcher):
         self._peeked = False
         assert self.executor is not None
         self.done = self.executor.is_last
-        arguments = self._epoch_loop._build_kwargs(OrderedDict(), self._batch, self._batch_idx)
-        return Ticket(tuple(arguments.values()))
+        return Ticket(self._arguments(), self.executor)
 
     def peek(self) -> Any:
         """Return the batch that `next` is going to deliver.
@@ -160,7 +162,7 @@ class LookaheadFetcher(_DataLoaderIterDataFetcher):
             self.done = True
             raise StopIteration
         self._batch, self._dataloader_idx = inflight.batch, inflight.dataloader_idx
-        self._batch_idx = self._epoch_loop.batch_idx + 1
+        self._batch_idx = self._number(inflight)
         self._peeked = True
         return self._batch
 
@@ -172,7 +174,7 @@ class LookaheadFetcher(_DataLoaderIterDataFetcher):
     @property
     def told_to_stop(self) -> bool:
         """Whether this process received SIGTERM."""
-        return bool(self._trainer.received_sigterm)
+        return signals.heard(self._trainer)
 
     def fetch(self) -> tuple[Any, int, int] | None:
         """Fetch one batch and stage it: Lightning's batch-transfer hooks run here, once per batch."""
@@ -184,7 +186,7 @@ class LookaheadFetcher(_DataLoaderIterDataFetcher):
         except StopIteration:
             return None
         self._note_state(self.executor.num_fetched)
-        return self._stage(batch), batch_idx, dataloader_idx
+        return self._stage(batch, dataloader_idx), batch_idx, dataloader_idx
 
     @property
     def trained_state(self) -> Any:
@@ -227,15 +229,17 @@ class LookaheadFetcher(_DataLoaderIterDataFetcher):
         if self.executor is not None:
             self.executor.drain()
 
-    def _stage(self, batch: Any) -> Any:
-        if batch is None:
-            return None
-        module: LightningModule = self._trainer.lightning_module
-        batch = self._trainer.precision_plugin.convert_input(batch)
-        batch = module._on_before_batch_transfer(batch, dataloader_idx=0)
-        strategy = self._trainer.strategy
-        with self._trainer.profiler.profile(f"[Strategy]{type(strategy).__name__}.batch_to_device"):  # type: ignore[attr-defined]
-            return strategy.batch_to_device(batch, dataloader_idx=0)
+    def _arguments(self) -> tuple[Any, ...]:
+        """The arguments of the user's step for the batch that is delivered."""
+        return tuple(self._epoch_loop._build_kwargs(OrderedDict(), self._batch, self._batch_idx).values())
+
+    def _number(self, inflight: InFlightBatch) -> int:
+        """The `batch_idx` of the batch that is delivered next."""
+        return self._epoch_loop.batch_idx + 1
+
+    def _stage(self, batch: Any, dataloader_idx: int) -> Any:
+        """Run the batch-transfer hooks; Lightning calls them with loader 0 in training."""
+        return None if batch is None else stage_batch(self._trainer, batch, 0)
 
     def _num_batches_left(self) -> float:
         """Batches that `max_steps` leaves to train: fetching more would take data from a later `fit`."""
@@ -244,6 +248,16 @@ class LookaheadFetcher(_DataLoaderIterDataFetcher):
             return float("inf")
         done_of_step = loop.batch_progress.current.ready % trainer.accumulate_grad_batches
         return (loop.max_steps - loop.global_step) * trainer.accumulate_grad_batches - done_of_step
+
+
+def stage_batch(trainer: Trainer, batch: Any, dataloader_idx: int) -> Any:
+    """Do what Lightning's loops do with a batch before its step: convert, transfer hooks, copy to the device."""
+    module: LightningModule = trainer.lightning_module
+    batch = trainer.precision_plugin.convert_input(batch)
+    batch = module._on_before_batch_transfer(batch, dataloader_idx=dataloader_idx)
+    strategy = trainer.strategy
+    with trainer.profiler.profile(f"[Strategy]{type(strategy).__name__}.batch_to_device"):  # type: ignore[attr-defined]
+        return strategy.batch_to_device(batch, dataloader_idx=dataloader_idx)
 
 
 class _NoneFetcher(_DataFetcher):
@@ -298,8 +312,9 @@ class _FitLoopMixin(_FitLoop):
 
     @override
     def on_advance_end(self) -> None:
-        with _sigterm_unseen(self.trainer):
-            super().on_advance_end()
+        super().on_advance_end()
+        # Told in the last steps of the epoch, too late for the agreement that goes with the batches.
+        _leave_if_agreed(self.trainer)
 
 
 class _EpochLoopMixin(_TrainingEpochLoop):
@@ -309,15 +324,12 @@ class _EpochLoopMixin(_TrainingEpochLoop):
             batch = data_fetcher.peek()
             assert data_fetcher.executor is not None
             if data_fetcher.executor.stop_agreed:
-                raise SIGTERMException
+                signals.leave(self.trainer)
             if batch is None:
                 data_fetcher = _NoneFetcher(data_fetcher)
+        else:
+            _leave_if_agreed(self.trainer)
         super().advance(data_fetcher)
-
-    @override
-    def on_advance_end(self, data_fetcher: _DataFetcher) -> None:
-        with _sigterm_unseen(self.trainer):
-            super().on_advance_end(data_fetcher)
 
     def _broadcast_sigterm_tensor(self) -> None:
         """Do nothing: the ranks have agreed on it with the batch, without a broadcast and a read per step."""
@@ -329,34 +341,17 @@ class _EpochLoopMixin(_TrainingEpochLoop):
         return super()._should_check_val_fx(inner)
 
 
-@contextmanager
-def _sigterm_unseen(trainer: Trainer) -> Iterator[None]:
-    """Let no rank leave on its own when it has received SIGTERM: the others would wait for it in a collective."""
-    connector = trainer._signal_connector
-    received = connector.received_sigterm
-    if trainer.world_size > 1:
-        connector.received_sigterm = False
-    try:
-        yield
-    finally:
-        connector.received_sigterm = connector.received_sigterm or received
-
-
-def _note_sigterm(trainer: Trainer, signum: int, frame: Any) -> None:
-    """Tell the processes that this one launched, and remember it for the agreement of the next step."""
-    if not trainer.received_sigterm and trainer.strategy.launcher is not None:
-        trainer.strategy.launcher.kill(signum)
-    trainer._signal_connector.received_sigterm = True
+def _leave_if_agreed(trainer: Trainer) -> None:
+    """Ask all ranks, and wait for the answer, whether one of them was told to stop."""
+    if trainer.strategy.any_rank(signals.heard(trainer)):  # type: ignore[attr-defined]
+        signals.leave(trainer)
 
 
 def install(trainer: Trainer, make_executor: ExecutorFactory) -> None:
     """Give the trainer's live fit loop the lookahead."""
-    _mix_in(trainer.fit_loop, _FitLoopMixin)
-    _mix_in(trainer.fit_loop.epoch_loop, _EpochLoopMixin)
+    mix_in(trainer.fit_loop, _FitLoopMixin)
+    mix_in(trainer.fit_loop.epoch_loop, _EpochLoopMixin)
     cast(_FitLoopMixin, trainer.fit_loop)._make_executor = make_executor
-    if trainer.world_size > 1:
-        # Lightning's handler broadcasts inside the signal handler, in between any other collective of the rank.
-        trainer._signal_connector._sigterm_notifier_fn = partial(_note_sigterm, trainer)  # type: ignore[method-assign]
 
 
 def uninstall(trainer: Trainer) -> None:
@@ -368,9 +363,8 @@ def uninstall(trainer: Trainer) -> None:
     if isinstance(fetcher, LookaheadFetcher) and fetcher.executor is not None:
         fetcher.executor.abandon()
     del loop._make_executor
-    vars(trainer._signal_connector).pop("_sigterm_notifier_fn", None)
     for live in (loop, loop.epoch_loop):
-        live.__class__ = type(live).__mro__[2]
+        take_out(live)
 
 
 def revert_layer_sync(strategy: DDPStrategy) -> None:
@@ -384,7 +378,12 @@ def pruned_weights(callback: ModelPruning) -> list[Any]:
     return [getattr(module, name) for module, name in callback._parameters_to_prune]
 
 
-def _mix_in(live: Any, mixin: type) -> None:
-    # The same name as before: profiler actions and logs contain it.
+def mix_in(live: Any, mixin: type) -> None:
+    """Give a live object a class that mixes in what changes, of the same name: profiler actions and logs contain it."""
     cls = type(live)
     live.__class__ = type(cls.__name__, (mixin, cls), {"__module__": cls.__module__})
+
+
+def take_out(live: Any) -> None:
+    """Undo `mix_in`."""
+    live.__class__ = type(live).__bases__[1]

@@ -11,6 +11,7 @@ import re
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
+from typing import ClassVar
 
 from .stages import SPARSE_STAGES, STAGE_ORDER, TRAINING_STAGES, Stage, StreamName
 
@@ -55,6 +56,9 @@ class Schedule:
 
     name: str
     steps: tuple[Step, ...]
+
+    training_stages: ClassVar[tuple[Stage, ...]] = TRAINING_STAGES
+    """The stages that the trainer runs; the table has a row for each."""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "steps", tuple(self.steps))
@@ -116,6 +120,26 @@ class Schedule:
         after_step = self.position(Stage.EMBEDDING_LOOKUP) > self.position(Stage.OPTIMIZER_STEP)
         return None if after_step and lookup.offset == 1 else Step(Stage.EMBEDDING_LOOKUP, 1, lookup.stream)
 
+    @cached_property
+    def evaluation(self) -> EvaluationSchedule:
+        """What an evaluation runs: as early as this table looks up, at most one batch, and no backward.
+
+        Nothing writes a table meanwhile, so the forward is all that there is to hide behind. Every stage stands above
+        it and is one batch ahead of the stage that waits for it: each all-to-all then travels during a whole forward.
+        """
+        lookup, copy = self.row(Stage.EMBEDDING_LOOKUP), self.row(Stage.COPY_BATCH_TO_DEVICE)
+        assert copy is not None
+        rows = [Step(Stage.DENSE_FORWARD, 0, StreamName.COMPUTE)]
+        if lookup is None:
+            return EvaluationSchedule(self.name, (copy, *rows))
+        offset = min(lookup.offset, 1)
+        for ahead, stage in enumerate(reversed(SPARSE_STAGES)):
+            row = self.row(stage)
+            assert row is not None
+            rows.insert(ahead, Step(stage, offset + ahead, row.stream))
+        rows.append(Step(copy.stage, offset + len(SPARSE_STAGES), copy.stream))
+        return EvaluationSchedule(self.name, tuple(rows))
+
     def row(self, stage: Stage) -> Step | None:
         """The row of a stage, or None."""
         return next((step for step in self.steps if step.stage is stage), None)
@@ -136,6 +160,22 @@ class Schedule:
             for step in self.steps
             if 0 <= iteration + step.offset < num_batches
         ]
+
+
+class EvaluationSchedule(Schedule):
+    """The table of an evaluation, derived from a mode's by `Schedule.evaluation`: of the trainer, only the forward."""
+
+    training_stages: ClassVar[tuple[Stage, ...]] = (Stage.DENSE_FORWARD,)
+
+    @cached_property
+    def staleness(self) -> int:
+        """Zero: no update is on its way."""
+        return 0
+
+    @cached_property
+    def dense_owned_lookup(self) -> Step | None:
+        """None: no optimizer step is on its way."""
+        return None
 
 
 def _parse_step(name: str, text: str) -> Step:
@@ -171,7 +211,7 @@ def _check_rows(schedule: Schedule) -> None:
 
 
 def _check_training_rows(schedule: Schedule) -> None:
-    for stage in (Stage.COPY_BATCH_TO_DEVICE, *TRAINING_STAGES):
+    for stage in (Stage.COPY_BATCH_TO_DEVICE, *schedule.training_stages):
         if schedule.row(stage) is None:
             raise _error(schedule, [], f"{stage} is missing", f"Add a row Step({stage.name}, 0, ...).")
     for index, step in enumerate(schedule.steps):

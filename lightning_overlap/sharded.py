@@ -16,9 +16,10 @@ import torch.distributed as dist
 from fbgemm_gpu.split_table_batched_embeddings_ops_training import SplitTableBatchedEmbeddingBagsCodegen
 from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
+from torchrec.distributed.collective_utils import validate_collectives_enabled
 from torchrec.distributed.dist_data import KJTAllToAll
 from torchrec.distributed.embedding import ShardedEmbeddingCollection
-from torchrec.distributed.embedding_sharding import KJTSplitsAllToAllMeta
+from torchrec.distributed.embedding_sharding import FusedKJTListSplitsAwaitable, KJTSplitsAllToAllMeta
 from torchrec.distributed.embedding_types import EmbeddingComputeKernel, KJTList
 from torchrec.distributed.embeddingbag import ShardedEmbeddingBagCollection
 from torchrec.distributed.types import Awaitable, LazyAwaitable, ShardedModule
@@ -30,6 +31,7 @@ from .stages import WeightOwner
 PRIVATE_NAMES: Mapping[str, tuple[str, ...]] = {
     "ShardedEmbeddingBagCollection": ("_input_dists", "_lookups", "_output_dists", "_sharding_types"),
     "ShardedEmbeddingCollection": ("_input_dists", "_lookups", "_output_dists", "_sharding_type_to_sharding"),
+    "FusedKJTListSplitsAwaitable": ("_splits_awaitable",),
     "KJTAllToAll": ("_splits", "_stagger"),
     "SparseFeaturesDist": ("_dist",),
 }
@@ -305,6 +307,43 @@ _NOTHING = _Nothing()
 
 def _already_started(output: Awaitable[torch.Tensor], context: Any) -> Awaitable[torch.Tensor]:
     return output
+
+
+def exchange_splits(requests: list[Any], contexts: list[Any], group: dist.ProcessGroup) -> FusedKJTListSplitsAwaitable:
+    """Start one all-to-all of sizes for all modules; its `wait` starts theirs of lengths, ids and weights.
+
+    TorchRec's own exchange reads the sizes it sends back from the device, once per tensor and then all again, for an
+    overflow check. Here the host reads what it received, once. Without a group its constructor starts nothing.
+    """
+    if validate_collectives_enabled():  # a debugging aid: its tags travel with the sizes
+        return FusedKJTListSplitsAwaitable(requests, contexts, group)
+    fused = FusedKJTListSplitsAwaitable(requests, contexts, None)
+    metas = [meta for request in requests for meta in request.awaitables]
+    sizes = [size for meta in metas if isinstance(meta, KJTSplitsAllToAllMeta) for size in meta.splits_tensors]
+    fused._splits_awaitable = _Sizes(sizes, group) if sizes else None
+    return fused
+
+
+class _Sizes:
+    """Sizes on their way to the other ranks.
+
+    Args:
+        sizes: Each `(world size,)`: what this rank sends to every other.
+        group: The process group.
+    """
+
+    def __init__(self, sizes: list[torch.Tensor], group: dist.ProcessGroup) -> None:
+        self._world_size = group.size()
+        sent = torch.stack(sizes, dim=1).flatten()
+        self._received = torch.empty_like(sent)
+        self._work = dist.all_to_all_single(self._received, sent, group=group, async_op=True)
+
+    def wait(self) -> list[list[int]]:
+        """Return what every rank sends to this one, by tensor: the one read of the step."""
+        assert self._work is not None
+        self._work.wait()
+        received: list[list[int]] = self._received.view(self._world_size, -1).T.tolist()
+        return received
 
 
 @contextmanager

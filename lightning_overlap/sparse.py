@@ -12,7 +12,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torchrec.distributed.embedding_sharding import FusedKJTListSplitsAwaitable
 from torchrec.distributed.types import LazyAwaitable, LazyGetItemMixin, ShardedModule
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
@@ -22,6 +21,7 @@ from .inflight import InFlightBatch
 from .sharded import (
     ModuleInFlight,
     SetRates,
+    exchange_splits,
     look_up,
     lookup_counts,
     lookups_since,
@@ -62,13 +62,32 @@ class _StandIn:
         self._pipeline = pipeline
         self.name = name
         self.module = module
-        self.own_forward = module.forward
+        self.before: Any = vars(module).get("forward")
+        """What stood in the place of the module's forward: another pipeline's stand-in, or nothing."""
+        self.own_forward: Callable[..., Any] = (
+            self.before.own_forward if isinstance(self.before, _StandIn) else module.forward
+        )
         self.path: Path | None = None
         self.plain_reason: str | None = why_never_early(module)
         self.calls: list[tuple[tuple[Any, ...], dict[str, Any]]] = []
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return self._pipeline.call(self, args, kwargs)
+
+    def attach(self) -> None:
+        """Take the place of the module's forward."""
+        if vars(self.module).get("forward") is not self:
+            self.before = vars(self.module).get("forward")
+            self.module.forward = self
+
+    def detach(self) -> None:
+        """Put back what was there before."""
+        if vars(self.module).get("forward") is not self:
+            return
+        if self.before is None:
+            del self.module.forward
+        else:
+            self.module.forward = self.before
 
     @property
     def early(self) -> bool:
@@ -89,6 +108,9 @@ class SparsePipeline:
         rank: Warns if 0.
         store: Where ranks leave word for each other; needed with a group.
         set_rates: Gives the kernels the learning rates that a schedule has now; None where nothing moves them.
+        step: The module's method whose calls are served.
+        trains: Whether a backward follows; lookups without one must not count for the fused optimizers.
+        said: Warnings given so far, shared by the pipelines of a run.
     """
 
     def __init__(
@@ -102,6 +124,9 @@ class SparsePipeline:
         rank: int = 0,
         store: Counters | None = None,
         set_rates: SetRates | None = None,
+        step: str = "training_step",
+        trains: bool = True,
+        said: set[tuple[str, str | None]] | None = None,
     ) -> None:
         self._set_rates = set_rates
         self._stand_ins = {name: _StandIn(self, name, module) for name, module in modules.items()}
@@ -115,22 +140,27 @@ class SparsePipeline:
         self._key = f"lightning_overlap/{next(_num_pipelines)}"  # all ranks make as many
         self._current: InFlightBatch | None = None
         self._plain_forward = False
+        self._step = step
+        self._trains = trains
+        self._said = set() if said is None else said
         self.ready = False
+
+    def attach(self) -> None:
+        """Put the stand-ins in the place of the modules' forwards, an evaluation's before those of training."""
         for stand_in in self._stand_ins.values():
-            stand_in.module.forward = stand_in
+            stand_in.attach()
 
     def detach(self) -> None:
-        """Give every module its own forward back."""
+        """Give every module the forward back that it had before."""
         for stand_in in self._stand_ins.values():
-            if vars(stand_in.module).get("forward") is stand_in:
-                del stand_in.module.forward
+            stand_in.detach()
         self._current = None
 
     # -- the stand-in forward -----------------------------------------------------------------------------------
 
     @contextmanager
     def forward(self, inflight: InFlightBatch) -> Iterator[None]:
-        """Serve early results while the `training_step` of one batch runs."""
+        """Serve early results while the step of one batch runs."""
         self._forget_calls()
         self._current = inflight
         try:
@@ -166,7 +196,8 @@ class SparsePipeline:
             self._set_rates()
         counts = lookup_counts(stand_in.module)
         rows = stand_in.own_forward(*args, **kwargs)
-        if inflight is None:  # evaluation
+        if inflight is None or not self._trains:
+            self._streams.wait(self._lookup_stream, self._streams.record(StreamName.COMPUTE))
             self._uncount(stand_in.module, lookups_since(stand_in.module, counts))
         return rows
 
@@ -174,11 +205,11 @@ class SparsePipeline:
         """Take back what lookups without an update added to the iteration count of the fused optimizers.
 
         Some TBE optimizers count lookups, not updates (FBGEMM 1.8), and Adam corrects its bias by that count: an
-        evaluation, or a lookup that is dropped, would change training, and differently so in each mode.
+        evaluation, or a lookup that is dropped, would change training, and differently so in each mode. The lookup
+        stream, where early lookups count, waits for nothing here.
         """
         if not any(num_lookups):
             return
-        self._streams.wait(self._lookup_stream, self._streams.record(StreamName.COMPUTE))
         with self._streams.on(self._lookup_stream), torch.no_grad():
             for tbe, num in zip(tbes(module), num_lookups, strict=True):
                 tbe.iter.sub_(num)
@@ -211,7 +242,7 @@ class SparsePipeline:
             for path, leaf in leaves(inflight.batch, lambda node: isinstance(node, KeyedJaggedTensor))
             if isinstance(leaf, KeyedJaggedTensor)
         }
-        found = {name: _find(stand_in, by_id) for name, stand_in in self._stand_ins.items()}
+        found = {name: _find(stand_in, by_id, self._step) for name, stand_in in self._stand_ins.items()}
         for name, (path, reason) in self._agree(found).items():
             stand_in = self._stand_ins[name]
             stand_in.path = path
@@ -255,9 +286,9 @@ class SparsePipeline:
         while self._store.add(key, 0) < self._group.size():
             if time.monotonic() > deadline:
                 raise RuntimeError(
-                    f"rank {self._rank}: training_step called {stand_in.name!r} with another input than the one in "
+                    f"rank {self._rank}: {self._step} called {stand_in.name!r} with another input than the one in "
                     f"batch {index}, other ranks called it with theirs. Early rows need the same on all ranks: change "
-                    "inputs before training_step (on_after_batch_transfer), or use pipeline='base'."
+                    f"inputs before {self._step} (on_after_batch_transfer), or use pipeline='base'."
                 )
             time.sleep(0.01)
 
@@ -276,11 +307,13 @@ class SparsePipeline:
             self._warn(stand_in)
 
     def _warn(self, stand_in: _StandIn) -> None:
-        if self._rank == 0:
+        known = (stand_in.name, stand_in.plain_reason)
+        if self._rank == 0 and known not in self._said:
+            self._said.add(known)
             warnings.warn(
                 f"The lookup of {stand_in.name!r} ({type(stand_in.module).__name__}) is not overlapped: "
                 f"{stand_in.plain_reason}. It runs in its own forward, on current weights. To overlap it, call it "
-                "once per training_step with a KeyedJaggedTensor that is part of the batch (made in the dataset, the "
+                f"once per {self._step} with a KeyedJaggedTensor that is part of the batch (made in the dataset, the "
                 "collate function, on_before_batch_transfer or on_after_batch_transfer).",
                 UserWarning,
                 stacklevel=2,
@@ -303,7 +336,7 @@ class SparsePipeline:
         states = list(inflight.modules.values())
         if self._group is not None and states:
             requests = [state.splits for state in states]
-            fused = FusedKJTListSplitsAwaitable(requests, [state.context for state in states], self._group)
+            fused = exchange_splits(requests, [state.context for state in states], self._group)
             for state in states:
                 state.splits = fused
 
@@ -346,6 +379,9 @@ class SparsePipeline:
                 counts = lookup_counts(module)
                 look_up(module, state, owners, self._set_rates)
                 done = lookups_since(module, counts)
+                if not self._trains:
+                    self._uncount(module, done)
+                    continue
                 state.num_lookups = [a + b for a, b in zip(state.num_lookups or [0] * len(done), done, strict=True)]
 
     def drop_lookups(self, inflight: InFlightBatch) -> None:
@@ -373,7 +409,17 @@ class SparsePipeline:
         state.served = True
 
 
-def _find(stand_in: _StandIn, by_id: Mapping[int, Path]) -> tuple[Path | None, str | None]:
+def note_lengths(batch: Any) -> None:
+    """Sum up the lengths of each feature while a batch is on the host: the input dist asks for them.
+
+    Asked on the device, each KeyedJaggedTensor is one more read that the host waits for.
+    """
+    for _, leaf in leaves(batch, lambda node: isinstance(node, KeyedJaggedTensor)):
+        if isinstance(leaf, KeyedJaggedTensor) and leaf.device().type == "cpu":
+            leaf.sync()
+
+
+def _find(stand_in: _StandIn, by_id: Mapping[int, Path], step: str) -> tuple[Path | None, str | None]:
     """Return where in the batch a module's input stands, or why it cannot start early."""
     if not stand_in.calls:
         return None, "it was not called for the first batch"
@@ -384,7 +430,7 @@ def _find(stand_in: _StandIn, by_id: Mapping[int, Path]) -> tuple[Path | None, s
     path = by_id.get(id(given))
     if path is None:
         kind = type(given).__name__ if given is not None else f"{len(args)} arguments and {sorted(kwargs)}"
-        return None, f"its input ({kind}) is made inside training_step, it is not an object of the batch"
+        return None, f"its input ({kind}) is made inside {step}, it is not an object of the batch"
     return path, None
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import warnings
 from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +23,7 @@ from torch.optim import Optimizer
 from torchrec.streamable import Pipelineable
 from typing_extensions import override
 
-from . import loop
+from . import evaluation, loop, signals
 from .agreement import GroupAgreement, default_store
 from .checkpoint import check_can_save, is_folder, load_folder, load_whole, save_folder, whole
 from .executor import Executor, Observer
@@ -40,7 +41,7 @@ from .sharding import (
     shard_tables,
     sharded_state_names,
 )
-from .sparse import SparsePipeline
+from .sparse import SparsePipeline, note_lengths
 from .stages import Stage, StreamName
 from .streams import Streams, make_streams
 
@@ -91,6 +92,8 @@ class OverlapEmbeddingStrategy(DDPStrategy):
         self._observer = observer
         self._streams: Streams | None = None
         self._sparse: SparsePipeline | None = None
+        self._evaluations: evaluation.Evaluations | None = None
+        self._said: set[tuple[str, str | None]] = set()
         self._executor: Executor | None = None
         self._table_group: dist.ProcessGroup | None = None
         self._lookahead_group: dist.ProcessGroup | None = None
@@ -107,16 +110,26 @@ class OverlapEmbeddingStrategy(DDPStrategy):
         fitting = trainer.state.fn == TrainerFn.FITTING
         if overlaps:
             refuse_precision(self.precision_plugin.precision)
+            if fitting:
+                refuse_callbacks(trainer.callbacks, self.model)  # type: ignore[attr-defined]
             self._join_groups()
-        if overlaps and fitting:
-            refuse_callbacks(trainer.callbacks, self.model)  # type: ignore[attr-defined]
-            # Before super().setup(): configure_optimizers may ask for the number of steps, which sets up the data.
+        if overlaps:
             self._trainer = trainer
+            self._evaluations = evaluation.Evaluations(
+                partial(self._make_pipeline, self.schedule.evaluation), self._make_evaluation_executor
+            )
+            evaluation.install(trainer, self._evaluations.make_executor)
+            signals.install(trainer)
+        if overlaps and fitting:
+            # Before super().setup(): configure_optimizers may ask for the number of steps, which sets up the data.
             loop.install(trainer, self._make_executor)
             self._say_what_fused_updates_ignore(trainer)
         super().setup(trainer)
+        if overlaps and self._streams is None:
+            self._streams = make_streams(self.root_device, self._lookup_stream)
         if overlaps and fitting:
-            self._start_pipeline()
+            self._sparse = self._make_pipeline(self.schedule, "training_step")
+            self._sparse.attach()
 
     @override
     def model_to_device(self) -> None:
@@ -184,25 +197,37 @@ class OverlapEmbeddingStrategy(DDPStrategy):
         self._lookahead_group = dist.new_group(backend=backend, timeout=self._group_timeout)
         self._agreement = GroupAgreement(dist.new_group(backend="gloo", timeout=self._group_timeout))
 
-    def _start_pipeline(self) -> None:
+    def _make_pipeline(self, schedule: Schedule, step: str) -> SparsePipeline:
         assert self.lightning_module is not None
-        if self._streams is None:
-            self._streams = make_streams(self.root_device, self._lookup_stream)
-        lookup = self.schedule.row(Stage.EMBEDDING_LOOKUP)
-        self._sparse = SparsePipeline(
+        assert self._streams is not None
+        lookup = schedule.row(Stage.EMBEDDING_LOOKUP)
+        trains = Stage.BACKWARD in schedule.training_stages
+        return SparsePipeline(
             sharded_modules(self.lightning_module),
             self._lookahead_group,
             self._streams,
             StreamName.COMPUTE if lookup is None else lookup.stream,
-            observer=self._observer,
+            observer=self._observer if trains else None,
             rank=self.global_rank,
             store=default_store(),
-            set_rates=rate_setter(self.optimizers),
+            set_rates=rate_setter(self.optimizers) if trains else None,
+            step=step,
+            trains=trains,
+            said=self._said,
         )
 
     def shortest_epoch(self, num_batches: float) -> float:
         """Return the fewest batches that any rank has in an epoch; `inf` where no loader has a length."""
         return num_batches if self._agreement is None else self._agreement.shortest(num_batches)
+
+    @override
+    def broadcast(self, obj: Any, src: int = 0) -> Any:
+        # `Trainer(max_time=...)` broadcasts for every batch: with NCCL the host would wait for the device each time.
+        return super().broadcast(obj, src) if self._agreement is None else self._agreement.broadcast(obj, src)
+
+    def any_rank(self, flag: bool) -> bool:
+        """Whether any rank says so; all of them wait for each other."""
+        return self._agreement is not None and self._agreement.any(flag)
 
     def _make_executor(self, fetcher: loop.LookaheadFetcher) -> Executor:
         assert self._streams is not None
@@ -218,11 +243,74 @@ class OverlapEmbeddingStrategy(DDPStrategy):
         )
         return self._executor
 
+    # -- evaluation ---------------------------------------------------------------------------------------------
+
+    def _make_evaluation_executor(self, fetcher: loop.LookaheadFetcher, sparse: SparsePipeline) -> Executor:
+        assert self._streams is not None
+        return Executor(
+            self.schedule.evaluation,
+            fetcher,
+            sparse,
+            self._streams,
+            agreement=self._agreement,
+            lookup_context=self.precision_plugin.val_step_context,
+            rank=self.global_rank,
+        )
+
+    @override
+    def on_validation_start(self) -> None:
+        super().on_validation_start()
+        if self._evaluations is not None:
+            self._evaluations.begin("validation_step")
+
+    @override
+    def on_test_start(self) -> None:
+        super().on_test_start()
+        if self._evaluations is not None:
+            self._evaluations.begin("test_step")
+
+    @override
+    def on_predict_start(self) -> None:
+        super().on_predict_start()
+        if self._evaluations is not None:
+            self._evaluations.begin("predict_step")
+
+    @override
+    def validation_step(self, *args: Any, **kwargs: Any) -> Any:
+        return evaluation.run_step(partial(super().validation_step, **kwargs), *args)
+
+    @override
+    def test_step(self, *args: Any, **kwargs: Any) -> Any:
+        return evaluation.run_step(partial(super().test_step, **kwargs), *args)
+
+    @override
+    def predict_step(self, *args: Any, **kwargs: Any) -> Any:
+        return evaluation.run_step(partial(super().predict_step, **kwargs), *args)
+
+    @override
+    def on_validation_end(self) -> None:
+        if self._evaluations is not None:
+            self._evaluations.end()
+        super().on_validation_end()
+
+    @override
+    def on_test_end(self) -> None:
+        if self._evaluations is not None:
+            self._evaluations.end()
+        super().on_test_end()
+
+    @override
+    def on_predict_end(self) -> None:
+        if self._evaluations is not None:
+            self._evaluations.end()
+        super().on_predict_end()
+
     # -- the step -----------------------------------------------------------------------------------------------
 
     @override
     def batch_to_device(self, batch: Any, device: torch.device | None = None, dataloader_idx: int = 0) -> Any:
         device = device or self.root_device
+        note_lengths(batch)
         if device.type == "cuda" and self.lightning_module is not None and not _moves_batches(self.lightning_module):
             batch = _start_copies(batch, device)
         return super().batch_to_device(batch, device, dataloader_idx)
@@ -231,12 +319,12 @@ class OverlapEmbeddingStrategy(DDPStrategy):
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         if not (args and isinstance(args[0], loop.Ticket)):
             return super().training_step(*args, **kwargs)
-        assert self._executor is not None
-        with self._executor.forward():
-            output = super().training_step(*args[0].arguments)
+        [ticket] = args
+        with ticket.executor.forward():
+            output = super().training_step(*ticket.arguments)
         if not self._automatic:
             # The user's own backwards and steps lie inside training_step; only now are they known to be over.
-            self._executor.reach(Stage.OPTIMIZER_STEP)
+            ticket.executor.reach(Stage.OPTIMIZER_STEP)
         return output
 
     @override
@@ -347,10 +435,15 @@ class OverlapEmbeddingStrategy(DDPStrategy):
                 self._executor.wait_for_lookups()
             self._executor.abandon()
             self._executor = None
+        if self._evaluations is not None:
+            self._evaluations.abandon()
+            self._evaluations = None
         if self._sparse is not None:
             self._sparse.detach()
             self._sparse = None
         if self._trainer is not None:
+            signals.uninstall(self._trainer)
+            evaluation.uninstall(self._trainer)
             loop.uninstall(self._trainer)
             self._trainer = None
 

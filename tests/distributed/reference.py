@@ -43,8 +43,17 @@ Factor = Callable[[int], float]
 """Step -> what the learning rates are multiplied by."""
 
 
+AfterStep = Callable[[int, Model], None]
+"""Called after each step with its index and the module."""
+
+
 def train(
-    case: Case, *, num_steps: int = NUM_STEPS, device_type: str = "cpu", factor: Factor = lambda step: 1.0
+    case: Case,
+    *,
+    num_steps: int = NUM_STEPS,
+    device_type: str = "cpu",
+    after_step: AfterStep | None = None,
+    factor: Factor = lambda step: 1.0,
 ) -> Result:
     """Lookup, forward, backward, step, one batch after the other."""
     rank, dmp, module, optimizer, device = _set_up(case, device_type)
@@ -58,11 +67,18 @@ def train(
         loss.backward()
         optimizer.step()
         losses.append(loss.detach())
+        if after_step is not None:
+            after_step(index, module)
     return collect(module, optimizer, losses)
 
 
 def train_delayed(
-    case: Case, *, num_steps: int = NUM_STEPS, device_type: str = "cpu", factor: Factor = lambda step: 1.0
+    case: Case,
+    *,
+    num_steps: int = NUM_STEPS,
+    device_type: str = "cpu",
+    after_step: AfterStep | None = None,
+    factor: Factor = lambda step: 1.0,
 ) -> Result:
     """The same with delayed updates: tables of the fused backward are looked up one batch early.
 
@@ -95,6 +111,8 @@ def train_delayed(
         loss.backward()
         _set_rates(optimizer, factor(index))
         optimizer.step()
+        if after_step is not None:
+            after_step(index, module)
     return collect(module, optimizer, losses)
 
 

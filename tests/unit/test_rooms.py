@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from lightning_overlap import loop, sharded, sparse
+from lightning_overlap import evaluation, loop, sharded, signals, sparse
 
 PACKAGE = Path(sparse.__file__).resolve().parent
 ROOMS = ("plan", "run", "sparse", "plugin", "apps")
@@ -20,9 +20,9 @@ ROOMS = ("plan", "run", "sparse", "plugin", "apps")
 
 FILES = {
     "plan": ("stages", "schedule", "modes"),
-    "run": ("agreement", "streams", "structure", "inflight", "executor", "timeline", "testing"),
+    "run": ("agreement", "streams", "structure", "inflight", "executor", "syncs", "timeline", "testing"),
     "sparse": ("sharded", "sparse", "sharding", "optim", "stash"),
-    "plugin": ("strategy", "loop", "checkpoint", "callbacks", "refusals"),
+    "plugin": ("strategy", "loop", "evaluation", "signals", "checkpoint", "callbacks", "refusals"),
     "apps": ("data", "models", "train", "launch", "rank", "recipe", "report", "benchmark", "conf", "choices"),
 }
 LEAVES_ALONE = {
@@ -31,6 +31,9 @@ LEAVES_ALONE = {
     "plugin": {"hydra", "omegaconf"},
     "apps": set[str](),
 }
+LIGHTNING_FILES = {"loop": loop, "evaluation": evaluation, "signals": signals}
+"""The files that may use Lightning's private names; each lists them."""
+
 ROOM_OF = {file: room for room, files in FILES.items() for file in files}
 SOURCES = sorted(path for path in PACKAGE.rglob("*.py") if path != PACKAGE / "__init__.py")
 
@@ -76,7 +79,7 @@ def complaints(source: str, path: Path) -> list[str]:
         private = any(part.startswith("_") and not part.startswith("__") for part in (*rest, name))
         if top == "torchrec" and private and room != "sparse":
             found.append(f"{room} imports the private {module}.{name}")
-        if top in ("lightning", "pytorch_lightning") and private and path.name != "loop.py":
+        if top in ("lightning", "pytorch_lightning") and private and path.stem not in LIGHTNING_FILES:
             found.append(f"{path.name} imports the private {module}.{name}")
     return found
 
@@ -122,7 +125,10 @@ def test_the_package_gives_public_names_only() -> None:
 
 LISTED = {
     "sparse": {name for names in sharded.PRIVATE_NAMES.values() for name in names},
-    "loop": {name for names in loop.PRIVATE_NAMES.values() for name in names},
+    **{
+        file: {name for names in module.PRIVATE_NAMES.values() for name in names}
+        for file, module in LIGHTNING_FILES.items()
+    },
 }
 STANDARD_LIBRARY = {"_fields", "_exit"}
 """Documented, though they start with an underscore."""
@@ -163,7 +169,7 @@ def test_private_names_of_others_are_listed(path: Path) -> None:
     used = {node.attr for node in ast.walk(TREES[path]) if isinstance(node, ast.Attribute) and is_private(node.attr)}
     room = room_of(path)
     allowed = OURS | TORCH_PRIVATE | STANDARD_LIBRARY | (LISTED["sparse"] if room == "sparse" else set())
-    allowed |= LISTED["loop"] if path.name == "loop.py" else set()
+    allowed |= LISTED.get(path.stem, set())
     assert not used - allowed, f"{name_of(path)} uses {sorted(used - allowed)}: list them in PRIVATE_NAMES"
 
 
@@ -188,11 +194,14 @@ def _has(owner: object, name: str) -> bool:
 TORCHREC = {
     "ShardedEmbeddingBagCollection": "torchrec.distributed.embeddingbag",
     "ShardedEmbeddingCollection": "torchrec.distributed.embedding",
+    "FusedKJTListSplitsAwaitable": "torchrec.distributed.embedding_sharding",
     "KJTAllToAll": "torchrec.distributed.dist_data",
 }
 LIGHTNING = {
     "_FitLoop": "lightning.pytorch.loops.fit_loop",
     "_TrainingEpochLoop": "lightning.pytorch.loops.training_epoch_loop",
+    "_EvaluationLoop": "lightning.pytorch.loops.evaluation_loop",
+    "_PredictionLoop": "lightning.pytorch.loops.prediction_loop",
     "_DataLoaderIterDataFetcher": "lightning.pytorch.loops.fetchers",
     "LightningModule": "lightning.pytorch",
     "ModelPruning": "lightning.pytorch.callbacks",
@@ -216,12 +225,15 @@ def test_torchrec_still_has(owner: str, name: str) -> None:
         assert _has(kind, name), f"TorchRec's {kind.__name__} has no {name} any more; sharded.py reads it"
 
 
-@pytest.mark.parametrize(("owner", "name"), _listed(loop.PRIVATE_NAMES))
-def test_lightning_still_has(owner: str, name: str) -> None:
+@pytest.mark.parametrize(
+    ("file", "owner", "name"),
+    [(file, *listed) for file, module in LIGHTNING_FILES.items() for listed in _listed(module.PRIVATE_NAMES)],
+)
+def test_lightning_still_has(file: str, owner: str, name: str) -> None:
     home = importlib.import_module(owner if owner.startswith("lightning.") else LIGHTNING[owner])
     owner = "ParallelStrategy" if owner == "Strategy" else owner  # sets what strategies of several ranks have
     thing = home if owner.startswith("lightning.") else getattr(home, owner)
-    assert _has(thing, name), f"Lightning's {owner} has no {name} any more; loop.py uses it"
+    assert _has(thing, name), f"Lightning's {owner} has no {name} any more; {file}.py uses it"
 
 
 def test_a_name_that_is_gone_is_seen() -> None:

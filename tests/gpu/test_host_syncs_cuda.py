@@ -1,0 +1,59 @@
+"""Law 9 on CUDA: what makes the host wait for the device in steady steps, as PyTorch's sync debug mode sees it."""
+
+from __future__ import annotations
+
+import re
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from lightning.pytorch import Callback
+
+from lightning_overlap import MODES, STREAMS, OverlapEmbeddingStrategy
+
+from ..distributed.cases import TABLE_WISE, Batches, Model, make_plan
+from ..distributed.fits import make_trainer
+from ..distributed.ranks import Ranks
+
+pytestmark = [pytest.mark.gpu, pytest.mark.timeout(600)]
+
+FIRST, NUM = 7, 3
+EARLY = [name for name, mode in MODES.items() if mode.has_sparse_stages]
+
+
+@pytest.fixture
+def gpus(get_ranks: Callable[..., Ranks]) -> Ranks:
+    """As many ranks as there are GPUs, two at most."""
+    return get_ranks(min(2, torch.cuda.device_count()), "cuda")
+
+
+class _Watch(Callback):
+    def on_train_batch_start(self, trainer: Any, module: Any, batch: Any, batch_idx: int) -> None:
+        if batch_idx == FIRST:
+            torch.cuda.set_sync_debug_mode("warn")
+        if batch_idx == FIRST + NUM:
+            torch.cuda.set_sync_debug_mode("default")
+
+
+def syncs_of_steps(pipeline: str, stream: str) -> list[str]:
+    """Return the file of every Python line that made the host wait."""
+    model = Model(TABLE_WISE)
+    plan = make_plan(TABLE_WISE, model, dist.get_world_size(), "cuda")
+    strategy = OverlapEmbeddingStrategy(pipeline=pipeline, stream=stream, sharding=plan)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        make_trainer(strategy, "cuda", callbacks=[_Watch()]).fit(model, datamodule=Batches(TABLE_WISE, FIRST + NUM + 4))
+    return [str(w.filename) for w in caught if re.search("synchronizing CUDA operation", str(w.message))]
+
+
+@pytest.mark.parametrize("stream", STREAMS)
+@pytest.mark.parametrize("pipeline", EARLY)
+def test_ours_is_the_read_of_sizes(gpus: Ranks, pipeline: str, stream: str) -> None:
+    for files in gpus.run(syncs_of_steps, pipeline, stream):
+        assert not [file for file in files if "/lightning/" in file]
+        ours = [file for file in files if "/lightning_overlap/" in file]
+        assert len(ours) == (syncs_per_step := int(gpus.world_size > 1)) * NUM, (syncs_per_step, files)
+        assert all(file.endswith("sharded.py") for file in ours)
