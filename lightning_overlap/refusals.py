@@ -6,13 +6,8 @@ from collections.abc import Callable, Iterable, Mapping
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
-from lightning.pytorch.callbacks import (
-    BaseFinetuning,
-    Callback,
-    ModelPruning,
-    StochasticWeightAveraging,
-    WeightAveraging,
-)
+from lightning.pytorch import callbacks
+from lightning.pytorch.callbacks import BaseFinetuning, Callback, ModelPruning, StochasticWeightAveraging
 from torch import nn
 
 from . import loop
@@ -63,9 +58,9 @@ _AVERAGES = (
     "Average the dense modules alone: in a callback of your own, make torch.optim.swa_utils.AveragedModel(module.top) "
     "in on_fit_start and call its update_parameters(module.top) in on_train_batch_end"
 )
+_AVERAGING = (StochasticWeightAveraging, getattr(callbacks, "WeightAveraging", StochasticWeightAveraging))  # 2.6 has it
 CALLBACKS = (
-    CallbackRefusal(StochasticWeightAveraging, _always, _AVERAGES),
-    CallbackRefusal(WeightAveraging, _always, _AVERAGES),
+    *(CallbackRefusal(kind, _always, _AVERAGES) for kind in _AVERAGING),
     CallbackRefusal(
         BaseFinetuning,
         _freezes_tables,
@@ -93,13 +88,13 @@ def refuse_precision(precision: Any) -> None:
         raise ValueError(f"precision={precision!r} {reason}.")
 
 
-def refuse_callbacks(callbacks: Iterable[Callback], model: nn.Module) -> None:
+def refuse_callbacks(given: Iterable[Callback], model: nn.Module) -> None:
     """Refuse callbacks that would do something else to sharded tables than they say.
 
     Raises:
         ValueError: One of `CALLBACKS` would.
     """
-    for callback in callbacks:
+    for callback in given:
         for refusal in CALLBACKS:
             if isinstance(callback, refusal.callback) and refusal.applies(callback, model):
                 raise ValueError(f"{type(callback).__name__} cannot be used with sharded tables: {refusal.reason}.")
