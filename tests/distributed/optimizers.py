@@ -74,11 +74,12 @@ class Scheduled(Model):
         return [optimizer], [{"scheduler": scheduler, "interval": "step"}]
 
 
-def fit(case: Case, pipeline: str, **kwargs: Any) -> Result:
+def fit(case: Case, pipeline: str, *, stream: str = "data_dist", device_type: str = "cpu", **kwargs: Any) -> Result:
     """Train under a schedule."""
     model = Scheduled(case)
-    strategy = OverlapEmbeddingStrategy(pipeline=pipeline, sharding=make_plan(case, model, dist.get_world_size()))
-    trainer = make_trainer(strategy, **kwargs)
+    plan = make_plan(case, model, dist.get_world_size(), device_type)
+    strategy = OverlapEmbeddingStrategy(pipeline=pipeline, stream=stream, sharding=plan)
+    trainer = make_trainer(strategy, device_type, **kwargs)
     trainer.fit(model, datamodule=Batches(case, NUM_STEPS))
     return collect(model, trainer.optimizers[0], model.losses)
 

@@ -1,0 +1,40 @@
+"""Learning rates that move, on CUDA: the first test of `distributed/test_optimizers.py` for each stream policy."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+
+from lightning_overlap import MODES, STREAMS
+
+from ..distributed import optimizers, reference
+from ..distributed.cases import Case
+from ..distributed.ranks import Ranks
+from .test_laws_cuda import ADAM
+
+pytestmark = [pytest.mark.gpu, pytest.mark.timeout(600)]
+
+
+def _reference(case: Case, pipeline: str) -> reference.Result:
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    loop = reference.train_delayed if MODES[pipeline].staleness else reference.train
+    return loop(case, num_steps=optimizers.NUM_STEPS, factor=optimizers.factor, device_type="cuda")
+
+
+def _fit(case: Case, pipeline: str, stream: str) -> reference.Result:
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    return optimizers.fit(case, pipeline, stream=stream, device_type="cuda")
+
+
+@pytest.mark.parametrize("case", [*optimizers.CASES, ADAM], ids=lambda case: case.name)
+@pytest.mark.parametrize("stream", STREAMS)
+@pytest.mark.parametrize("pipeline", MODES)
+def test_the_update_of_a_batch_takes_the_rate_of_its_step(
+    get_ranks: Callable[..., Ranks], case: Case, pipeline: str, stream: str
+) -> None:
+    gpus = get_ranks(min(2, torch.cuda.device_count()), "cuda")
+    expected = gpus.run(_reference, case, pipeline)
+    actual = gpus.run(_fit, case, pipeline, stream)
+    assert [mine.differences(theirs) for mine, theirs in zip(actual, expected, strict=True)] == [[]] * gpus.world_size
