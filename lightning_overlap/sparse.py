@@ -196,7 +196,8 @@ class SparsePipeline:
             self._set_rates()
         counts = lookup_counts(stand_in.module)
         rows = stand_in.own_forward(*args, **kwargs)
-        if inflight is None or not self._trains:
+        # Without a batch in flight: an evaluation by hand, or a module that does its own fetching (`dataloader_iter`).
+        if not self._trains or (inflight is None and not torch.is_grad_enabled()):
             self._streams.wait(self._lookup_stream, self._streams.record(StreamName.COMPUTE))
             self._uncount(stand_in.module, lookups_since(stand_in.module, counts))
         return rows
