@@ -22,6 +22,7 @@ from lightning.pytorch.utilities.exceptions import SIGTERMException
 from typing_extensions import override
 
 from .executor import Executor
+from .versions import check_names
 
 if TYPE_CHECKING:
     from lightning.pytorch.utilities.combined_loader import CombinedLoader
@@ -347,8 +348,21 @@ def _note_sigterm(trainer: Trainer, signum: int, frame: Any) -> None:
     trainer._signal_connector.received_sigterm = True
 
 
+def check_lightning(trainer: Trainer) -> None:
+    """Raise if the installed Lightning lacks a private name that this file uses.
+
+    Raises:
+        ImportError: With the name, the installed and the supported versions.
+    """
+    owners: dict[str, object] = {"Trainer": trainer, "Strategy": trainer.strategy, "_FitLoop": trainer.fit_loop}
+    owners |= {"_TrainingEpochLoop": trainer.fit_loop.epoch_loop, "LightningModule": trainer.lightning_module}
+    check_names("lightning", PRIVATE_NAMES, owners)
+    check_names("lightning", PRIVATE_NAMES, {"_SignalConnector": trainer._signal_connector})
+
+
 def install(trainer: Trainer, make_executor: ExecutorFactory) -> None:
     """Give the trainer's live fit loop the lookahead."""
+    check_lightning(trainer)
     _mix_in(trainer.fit_loop, _FitLoopMixin)
     _mix_in(trainer.fit_loop.epoch_loop, _EpochLoopMixin)
     cast(_FitLoopMixin, trainer.fit_loop)._make_executor = make_executor

@@ -21,6 +21,7 @@ from .executor import Observer
 from .inflight import InFlightBatch
 from .sharded import (
     ModuleInFlight,
+    check_torchrec,
     look_up,
     lookup_counts,
     lookups_since,
@@ -58,6 +59,7 @@ class _StandIn:
     """What callers of a sharded module get while the strategy is at work."""
 
     def __init__(self, pipeline: SparsePipeline, name: str, module: ShardedModule[Any, Any, Any, Any]) -> None:
+        check_torchrec(module)
         self._pipeline = pipeline
         self.name = name
         self.module = module

@@ -19,7 +19,7 @@ ROOMS = ("plan", "run", "sparse", "plugin", "apps")
 """From the ground up: a room imports from itself and from those below."""
 
 FILES = {
-    "plan": ("stages", "schedule", "modes"),
+    "plan": ("versions", "stages", "schedule", "modes"),
     "run": ("agreement", "streams", "structure", "inflight", "executor", "timeline", "testing"),
     "sparse": ("sharded", "sparse", "sharding", "stash"),
     "plugin": ("strategy", "loop", "checkpoint", "callbacks"),
