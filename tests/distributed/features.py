@@ -158,9 +158,7 @@ class Seen:
     logged: list[Any] = field(default_factory=list)
     losses: list[float] = field(default_factory=list)
     num_early: int = 0
-    """Lookups that an executor issued."""
-    found: Any = None
-    """What a test asks besides."""
+    """Early rows that the module used."""
 
 
 def _values(metrics: Mapping[str, Any], seen: Seen) -> dict[str, str]:
@@ -366,7 +364,7 @@ def make_strategy(pipeline: str | None, seen: Seen | None = None) -> Any:
         return DDPStrategy(find_unused_parameters=True)
 
     def observe(kind: str, stage: Any, index: int) -> None:
-        if seen is not None and kind == "issue" and stage == "embedding_lookup":
+        if seen is not None and kind == "wait" and str(stage) == "embedding_lookup":
             seen.num_early += 1
 
     return OverlapEmbeddingStrategy(pipeline=pipeline, sharding="table_wise", observer=observe)

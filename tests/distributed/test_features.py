@@ -7,11 +7,11 @@ from typing import Any
 
 import pytest
 
-from . import features
-from .features import MODES, Setting
+from . import features, traces
+from .features import Setting
 from .ranks import Ranks
+from .test_loop import CONFIGS
 
-TRAIN_MODES = [mode for mode in MODES if mode != "sequential"]
 SETTINGS: dict[str, Setting] = {
     "limit_val_batches": Setting({"limit_val_batches": 2}),
     "limit_val_batches_float": Setting({"limit_val_batches": 0.7}),
@@ -50,8 +50,12 @@ SETTINGS: dict[str, Setting] = {
     "no_val_loader": Setting(evaluate="nothing"),
     "nested_loaders": Setting(train="nested"),
     "unsized_min_size": Setting(train="unsized_min_size"),
-    **{f"one_{mode}": Setting(train=f"one_{mode}") for mode in TRAIN_MODES},
-    **{f"both_{mode}": Setting({"val_check_interval": 0.5}, train=f"both_{mode}") for mode in TRAIN_MODES},
+    "one_min_size": Setting(train="one_min_size"),
+    "one_max_size": Setting(train="one_max_size"),
+    "one_max_size_cycle": Setting(train="one_max_size_cycle"),
+    "both_min_size": Setting({"val_check_interval": 0.5}, train="both_min_size"),
+    "both_max_size": Setting({"val_check_interval": 0.5}, train="both_max_size"),
+    "both_max_size_cycle": Setting({"val_check_interval": 0.5}, train="both_max_size_cycle"),
     "inference_mode": Setting({"inference_mode": True}, calls=("validate", "fit", "test", "fit more")),
     "no_inference_mode": Setting({"inference_mode": False}, calls=("validate", "fit", "test", "fit more")),
     "detect_anomaly": Setting({"detect_anomaly": True}),
@@ -97,3 +101,11 @@ def test_same_as_ddp_on_one_rank(get_ranks: Any, name: str, tmp_path: Path) -> N
     _agree(mine, theirs)
     if SETTINGS[name].losses_of_ddp:
         assert mine.losses == pytest.approx(theirs.losses, rel=1e-3, abs=1e-4)
+
+
+@pytest.mark.parametrize("config", CONFIGS)
+def test_same_hooks_as_ddp_on_one_rank(get_ranks: Any, config: str) -> None:
+    """What test_loop.py compares on two ranks."""
+    ranks = get_ranks(1)
+    [(expected, _)], [(actual, _)] = (ranks.run(traces.trace, p, *CONFIGS[config]) for p in (None, "fused_sparse_dist"))
+    assert actual == expected

@@ -68,9 +68,18 @@ def test_model_summary_counts_the_shards_of_a_rank(ranks: Ranks) -> None:
 
 @pytest.mark.parametrize("pipeline", ["base", EARLY])
 def test_compiled_module(ranks: Ranks, pipeline: str) -> None:
-    for plain, compiled, said in ranks.run(tools.compiled, pipeline):
+    for plain, compiled in ranks.run(tools.compiled, pipeline):
         assert compiled == plain
-        assert said == []
+        assert (plain[1] > 0) == (pipeline == EARLY)
+
+
+@pytest.mark.parametrize(
+    ("train", "num"),
+    [("train", 8), ("one_min_size", 4), ("one_max_size_cycle", 6), ("one_max_size", 4), ("both_min_size", 0)],
+)
+def test_early_rows_with_several_loaders(two_ranks: Ranks, train: str, num: int) -> None:
+    """All batches with ids but the first, which shows which input feeds which module."""
+    assert two_ranks.run(tools.early_rows_used, train) == [num, num]
 
 
 def test_dataloader_iter_runs_plain(ranks: Ranks) -> None:

@@ -17,10 +17,8 @@ from lightning.pytorch.profilers import AdvancedProfiler, PyTorchProfiler, Simpl
 from lightning.pytorch.utilities.model_summary import summarize
 from torch import Tensor
 
-from lightning_overlap import OverlapEmbeddingStrategy
-
 from .cases import TABLE_WISE, Batches, Model
-from .features import Data, Recorded, TakesIterator, indices, make_strategy, shared_folder
+from .features import Data, Recorded, Seen, TakesIterator, indices, make_strategy, shared_folder
 from .fits import make_trainer
 
 PROFILERS: dict[str, Any] = {"simple": SimpleProfiler, "advanced": AdvancedProfiler, "pytorch": PyTorchProfiler}
@@ -170,20 +168,28 @@ def summary_of_sharded_module() -> tuple[dict[str, int], int, int]:
     return counts, summary.total_parameters, num_table_parameters
 
 
-def compiled(pipeline: str) -> tuple[list[float], list[float], list[str]]:
-    """Fit a module and the same one compiled; return the losses of both, and what the second was told."""
+def compiled(pipeline: str) -> list[tuple[list[float], int, list[str]]]:
+    """Fit a module, and the same one compiled; return of each the losses, the early rows used and what was said."""
     results = []
     for compile_it in (False, True):
         torch._dynamo.reset()
-        model = Model(TABLE_WISE)
+        model, seen = Model(TABLE_WISE), Seen()
         given: Any = torch.compile(model, backend="eager") if compile_it else model
-        trainer = make_trainer(OverlapEmbeddingStrategy(pipeline=pipeline, sharding="table_wise"))
+        trainer = make_trainer(make_strategy(pipeline, seen))
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
             trainer.fit(given, datamodule=Batches(TABLE_WISE, 6))
-        results.append([loss.item() for loss in model.losses])
-    said = [str(w.message) for w in caught if "lookup" in str(w.message) or "early" in str(w.message)]
-    return results[0], results[1], said
+        said = [str(w.message) for w in caught if "early" in str(w.message) or "lookup" in str(w.message)]
+        results.append(([loss.item() for loss in model.losses], seen.num_early, said))
+    return results
+
+
+def early_rows_used(train: str) -> int:
+    """Return how many early lookups an epoch uses."""
+    model = Recorded(fused=True)
+    trainer = make_trainer(make_strategy("fused_sparse_dist", model.seen), limit_val_batches=0)
+    trainer.fit(model, datamodule=Data(train, "evaluate"))
+    return model.seen.num_early
 
 
 def fetches_for_itself(pipeline: str, by_iterator: bool) -> tuple[list[float], int, int]:

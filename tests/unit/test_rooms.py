@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from lightning_overlap import loop, sharded, sparse
+from lightning_overlap import loop, sharded, sparse, strategy
 
 PACKAGE = Path(sparse.__file__).resolve().parent
 ROOMS = ("plan", "run", "sparse", "plugin", "apps")
@@ -202,6 +202,7 @@ LIGHTNING = {
 }
 
 
+@pytest.mark.smoke
 @pytest.mark.parametrize(("owner", "name"), _listed(sharded.PRIVATE_NAMES))
 def test_torchrec_still_has(owner: str, name: str) -> None:
     if owner == "SparseFeaturesDist":  # the name of several classes, one per sharding
@@ -215,12 +216,33 @@ def test_torchrec_still_has(owner: str, name: str) -> None:
         assert _has(kind, name), f"TorchRec's {kind.__name__} has no {name} any more; sharded.py reads it"
 
 
+@pytest.mark.smoke
 @pytest.mark.parametrize(("owner", "name"), _listed(loop.PRIVATE_NAMES))
 def test_lightning_still_has(owner: str, name: str) -> None:
     home = importlib.import_module(owner if owner.startswith("lightning.") else LIGHTNING[owner])
     owner = "ParallelStrategy" if owner == "Strategy" else owner  # sets what strategies of several ranks have
     thing = home if owner.startswith("lightning.") else getattr(home, owner)
     assert _has(thing, name), f"Lightning's {owner} has no {name} any more; loop.py uses it"
+
+
+def _private_names_in_lightning(cls: type) -> set[str]:
+    """Return the private names that Lightning's classes above `cls` define or set."""
+    sources = [base for base in cls.__mro__ if base.__module__.split(".")[0] == "lightning"]
+    trees = [ast.parse(textwrap.dedent(inspect.getsource(base))) for base in sources]
+    return {name for tree in trees for name in defined_names(tree) if is_private(name)}
+
+
+@pytest.mark.smoke
+@pytest.mark.parametrize(
+    "cls",
+    [strategy.OverlapEmbeddingStrategy, loop._FitLoopMixin, loop._EpochLoopMixin, loop.LookaheadFetcher],
+    ids=lambda cls: cls.__name__,
+)
+def test_what_our_classes_share_with_lightnings_is_listed(cls: type) -> None:
+    """A private name that is ours in a subclass and Lightning's above it is either listed, or there by mistake."""
+    ours = {name for name in defined_names(ast.parse(inspect.getsource(cls))) if is_private(name)}
+    assert _private_names_in_lightning(cls)  # there is something to compare with
+    assert not ours & _private_names_in_lightning(cls) - LISTED["loop"]
 
 
 def test_a_name_that_is_gone_is_seen() -> None:
