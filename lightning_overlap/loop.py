@@ -325,7 +325,11 @@ class _EpochLoopMixin(_TrainingEpochLoop):
     def _should_check_val_fx(self, data_fetcher: _DataFetcher) -> bool:
         # With the `dataloader_iter` fetcher the stock loop validates on every last batch.
         inner = data_fetcher.inner if isinstance(data_fetcher, LookaheadFetcher) else data_fetcher
-        return super()._should_check_val_fx(inner)
+        decision = super()._should_check_val_fx(inner)
+        if self.trainer.val_check_batch is None:
+            # By the time, that is by the clock of each rank: one that validates alone waits for the others forever.
+            decision = self.trainer.strategy.broadcast(decision)
+        return decision
 
 
 @contextmanager

@@ -28,7 +28,7 @@ SETTINGS: dict[str, Setting] = {
     "max_steps_0": Setting({"max_steps": 0}),
     "max_epochs_0": Setting({"max_epochs": 0}),
     "check_val_every_n_epoch": Setting({"check_val_every_n_epoch": 2, "max_epochs": 4}),
-    "val_check_interval_float": Setting({"val_check_interval": 0.34}),
+    "val_check_interval_float": Setting({"val_check_interval": 0.45}),
     "num_sanity_val_steps": Setting({"num_sanity_val_steps": 2}),
     "num_sanity_val_steps_all": Setting({"num_sanity_val_steps": -1}, evaluate="evaluate_several"),
     "reload_dataloaders_every_n_epochs": Setting({"reload_dataloaders_every_n_epochs": 2, "max_epochs": 3}),

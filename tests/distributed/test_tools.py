@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import importlib.util
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
 import pytest
+from packaging.version import Version
 
 from . import tools
 from .ranks import Ranks
@@ -95,3 +97,10 @@ def test_sequential_train_loader_is_refused_by_lightning(ranks: Ranks) -> None:
     expected = ranks.run(tools.message_of_sequential, None)
     assert '_FitLoop` does not support the `CombinedLoader(mode="sequential")`' in expected[0][0]
     assert ranks.run(tools.message_of_sequential, EARLY) == expected
+
+
+@pytest.mark.skipif(Version(metadata.version("lightning")) < Version("2.6"), reason="Lightning 2.6 and later")
+def test_validation_by_the_clock_comes_at_the_same_step_on_all_ranks(two_ranks: Ranks) -> None:
+    first, second = two_ranks.run(tools.validates_by_the_clock, EARLY)
+    assert first == second
+    assert first.count(("validate", 0)) > 2

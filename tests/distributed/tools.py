@@ -7,12 +7,17 @@ import io
 import re
 import warnings
 from collections.abc import Sequence
+from contextlib import ExitStack
+from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import torch
+import torch.distributed as dist
 from lightning.pytorch import Callback, Trainer
 from lightning.pytorch.callbacks import BasePredictionWriter, ModelSummary, TQDMProgressBar
 from lightning.pytorch.loggers import CSVLogger
+from lightning.pytorch.loops import evaluation_loop, fit_loop, training_epoch_loop
 from lightning.pytorch.profilers import AdvancedProfiler, PyTorchProfiler, SimpleProfiler
 from lightning.pytorch.utilities.model_summary import summarize
 from torch import Tensor
@@ -211,3 +216,21 @@ def message_of_sequential(pipeline: str | None) -> tuple[str, int]:
         except ValueError as err:
             message = str(err)
     return message, trainer.global_step
+
+
+def validates_by_the_clock(pipeline: str) -> list[Any]:
+    """Fit with a validation every two "seconds"; the clock of a rank is the slower the higher its number."""
+    model = Recorded(fused=True)
+    ticks = iter(range(10_000))
+    clock = SimpleNamespace(monotonic=lambda: next(ticks) / (1 + dist.get_rank()))
+    loops = (training_epoch_loop, fit_loop, evaluation_loop)
+    with ExitStack() as patches:
+        for loop in loops:
+            if hasattr(loop, "time"):
+                patches.enter_context(mock.patch.object(loop, "time", clock))
+        trainer = make_trainer(make_strategy(pipeline), val_check_interval="00:00:00:02", max_epochs=2)
+        trainer.fit(model, datamodule=Data("train", "evaluate"))
+    steps = [
+        entry for entry in model.seen.trace if isinstance(entry, tuple) and entry[0] in ("training_step", "validate")
+    ]
+    return [(event, batch_idx) for event, batch_idx, *_ in steps]
