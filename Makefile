@@ -7,6 +7,8 @@ PYTHON ?= $(shell for p in python3.11 python3 python3.12 python3.13 python; do \
 	$$p -c 'import ensurepip, sys; sys.exit(sys.version_info < (3, 11))' >/dev/null 2>&1 && { echo $$p; break; }; done)
 
 VENV := .venv
+# A lock file to install over those of VARIANT, for other versions.
+OVERLAY :=
 BIN := $(VENV)/bin
 LOCKS := requirements/$(VARIANT).lock requirements/dev.lock
 LOCKED := $(VENV)/.locked-$(VARIANT)
@@ -16,12 +18,13 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check --no-input -qq
 AS_LOCKED := --no-deps --no-build-isolation
 
 .DELETE_ON_ERROR:
-.PHONY: help install train test lint check-lock wheel clean
+.PHONY: help install train test lint smoke smoke-older smoke-newer check-lock wheel clean
 
 help:
 	@echo "make train   install once, then train the example experiment"
 	@echo "make test    install once, then lint, type-check and test"
 	@echo "make lint    ruff and mypy alone"
+	@echo "make smoke   a short test with the oldest and the newest Lightning and TorchRec, each in a .venv of its own"
 	@echo "make wheel   build a wheel into dist/ and check what is inside"
 	@echo "make clean   remove .venv, builds and caches"
 
@@ -38,8 +41,14 @@ lint: $(INSTALLED)
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
+smoke: smoke-older smoke-newer
+
+smoke-older smoke-newer: smoke-%:
+	@$(MAKE) --no-print-directory install VENV=.venv-$* OVERLAY=requirements/$*.lock
+	.venv-$*/bin/python -m pytest -m smoke
+
 check-lock: $(INSTALLED)
-	$(BIN)/python requirements/check_lock.py $(LOCKS)
+	$(BIN)/python requirements/check_lock.py $(LOCKS) $(OVERLAY)
 
 wheel: $(INSTALLED)
 	rm -rf build dist
@@ -47,11 +56,11 @@ wheel: $(INSTALLED)
 	$(BIN)/python requirements/check_wheel.py dist/*.whl
 
 clean:
-	rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) .venv-older .venv-newer build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
 
 # The locked packages, from nothing, so that neither an older lock nor the other variant is left behind. torch keeps its
 # dependencies (a CUDA build brings its own), held to the lock where the lock names them.
-$(LOCKED): $(LOCKS) requirements/check_lock.py
+$(LOCKED): $(LOCKS) $(OVERLAY) requirements/check_lock.py
 	@[ -n "$(PYTHON)" ] && "$(PYTHON)" -c 'import ensurepip, sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null || { \
 		echo "lightning_overlap needs Python 3.11 or newer with its venv module; '$(or $(PYTHON),python3)' is not one."; \
 		echo "Install one, or name it: make PYTHON=/path/to/python3.11"; exit 1; }
@@ -63,7 +72,8 @@ $(LOCKED): $(LOCKS) requirements/check_lock.py
 	@$(PIP) install --constraint requirements/$(VARIANT).lock $$(grep '^torch==' requirements/$(VARIANT).lock)
 	@echo "installing into $(VENV): the packages of $(LOCKS)"
 	@$(PIP) install $(AS_LOCKED) $(addprefix -r ,$(LOCKS))
-	@$(BIN)/python requirements/check_lock.py $(LOCKS)
+	@$(if $(OVERLAY),$(PIP) install $(AS_LOCKED) -r $(OVERLAY))
+	@$(BIN)/python requirements/check_lock.py $(LOCKS) $(OVERLAY)
 	@touch $@
 
 $(INSTALLED): $(LOCKED) pyproject.toml

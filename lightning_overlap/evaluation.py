@@ -22,6 +22,7 @@ from .inflight import InFlightBatch
 from .loop import ExecutorFactory, LookaheadFetcher, Ticket, mix_in, stage_batch, take_out
 from .sparse import SparsePipeline
 from .stages import Stage
+from .versions import check_names
 
 PRIVATE_NAMES: Mapping[str, tuple[str, ...]] = {
     "lightning.pytorch.loops.evaluation_loop": ("_EvaluationLoop",),
@@ -243,6 +244,9 @@ def _loops(trainer: Trainer) -> list[tuple[Any, type[_LookaheadMixin]]]:
 
 def install(trainer: Trainer, make_executor: ExecutorFactory) -> None:
     """Give the trainer's live evaluation loops the lookahead."""
+    check_names(
+        "lightning", PRIVATE_NAMES, {"_EvaluationLoop": trainer.validate_loop, "_PredictionLoop": trainer.predict_loop}
+    )
     for loop, mixin in _loops(trainer):
         mix_in(loop, mixin)
         loop._make_executor = make_executor

@@ -22,6 +22,7 @@ from typing_extensions import override
 from . import signals
 from .executor import Executor
 from .inflight import InFlightBatch
+from .versions import check_names
 
 if TYPE_CHECKING:
     from lightning.pytorch.utilities.combined_loader import CombinedLoader
@@ -338,7 +339,11 @@ class _EpochLoopMixin(_TrainingEpochLoop):
     def _should_check_val_fx(self, data_fetcher: _DataFetcher) -> bool:
         # With the `dataloader_iter` fetcher the stock loop validates on every last batch.
         inner = data_fetcher.inner if isinstance(data_fetcher, LookaheadFetcher) else data_fetcher
-        return super()._should_check_val_fx(inner)
+        decision = super()._should_check_val_fx(inner)
+        if self.trainer.val_check_batch is None:
+            # By the time, that is by the clock of each rank: one that validates alone waits for the others forever.
+            decision = self.trainer.strategy.broadcast(decision)
+        return decision
 
 
 def _leave_if_agreed(trainer: Trainer) -> None:
@@ -347,8 +352,20 @@ def _leave_if_agreed(trainer: Trainer) -> None:
         signals.leave(trainer)
 
 
+def check_lightning(trainer: Trainer) -> None:
+    """Raise if the installed Lightning lacks a private name that this file uses.
+
+    Raises:
+        ImportError: With the name, the installed and the supported versions.
+    """
+    owners: dict[str, object] = {"Strategy": trainer.strategy, "_FitLoop": trainer.fit_loop}
+    owners |= {"_TrainingEpochLoop": trainer.fit_loop.epoch_loop, "LightningModule": trainer.lightning_module}
+    check_names("lightning", PRIVATE_NAMES, owners)
+
+
 def install(trainer: Trainer, make_executor: ExecutorFactory) -> None:
     """Give the trainer's live fit loop the lookahead."""
+    check_lightning(trainer)
     mix_in(trainer.fit_loop, _FitLoopMixin)
     mix_in(trainer.fit_loop.epoch_loop, _EpochLoopMixin)
     cast(_FitLoopMixin, trainer.fit_loop)._make_executor = make_executor

@@ -27,6 +27,7 @@ from torchrec.optim.keyed import CombinedOptimizer, KeyedOptimizer
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from .stages import WeightOwner
+from .versions import check_names
 
 PRIVATE_NAMES: Mapping[str, tuple[str, ...]] = {
     "ShardedEmbeddingBagCollection": ("_input_dists", "_lookups", "_output_dists", "_sharding_types"),
@@ -71,6 +72,16 @@ def sharded_modules(model: nn.Module) -> dict[str, ShardedModule[Any, Any, Any, 
         if isinstance(module, ShardedModule) and not inside:
             found[name] = module
     return found
+
+
+def check_torchrec(module: nn.Module) -> None:
+    """Raise if a sharded module lacks a private name that this file uses of it.
+
+    Raises:
+        ImportError: With the name, the installed and the supported versions.
+    """
+    owners = {kind.__name__: module for kind in PIPELINED_TYPES if isinstance(module, kind)}
+    check_names("torchrec", PRIVATE_NAMES, owners)
 
 
 def owners_of(module: ShardedModule[Any, Any, Any, Any]) -> list[WeightOwner]:

@@ -13,6 +13,8 @@ from typing import Any
 from lightning.pytorch import Trainer
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 
+from .versions import check_names
+
 PRIVATE_NAMES: Mapping[str, tuple[str, ...]] = {
     "Trainer": ("_signal_connector",),
     "_SignalConnector": ("_sigterm_notifier_fn",),
@@ -40,7 +42,9 @@ class Sigterm:
 
 def install(trainer: Trainer) -> None:
     """Take the place of the handler. One rank alone leaves whenever it likes, as with Lightning."""
+    check_names("lightning", PRIVATE_NAMES, {"Trainer": trainer})
     connector = trainer._signal_connector
+    check_names("lightning", PRIVATE_NAMES, {"_SignalConnector": connector})
     if trainer.world_size > 1 and "_sigterm_notifier_fn" not in vars(connector):
         connector._sigterm_notifier_fn = Sigterm(trainer)  # type: ignore[method-assign, assignment]
 

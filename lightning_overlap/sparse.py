@@ -21,6 +21,7 @@ from .inflight import InFlightBatch
 from .sharded import (
     ModuleInFlight,
     SetRates,
+    check_torchrec,
     exchange_splits,
     look_up,
     lookup_counts,
@@ -59,6 +60,7 @@ class _StandIn:
     """What callers of a sharded module get while the strategy is at work."""
 
     def __init__(self, pipeline: SparsePipeline, name: str, module: ShardedModule[Any, Any, Any, Any]) -> None:
+        check_torchrec(module)
         self._pipeline = pipeline
         self.name = name
         self.module = module

@@ -101,6 +101,14 @@ class OverlapEmbeddingStrategy(DDPStrategy):
         self._group_timeout = kwargs.get("timeout", default_pg_timeout)
         self._trainer: Trainer | None = None
 
+    @override
+    def __repr__(self) -> str:
+        # The Trainer of the package `pytorch_lightning`, which has classes of its own, prints this as it refuses it.
+        return (
+            f"<{type(self).__name__}(pipeline={self.schedule.name!r}, stream={self.stream!r}): this is a "
+            "lightning.pytorch strategy: use lightning.pytorch.Trainer (import lightning.pytorch as pl)>"
+        )
+
     # -- set-up -------------------------------------------------------------------------------------------------
 
     @override
@@ -386,7 +394,8 @@ class OverlapEmbeddingStrategy(DDPStrategy):
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
         path = Path(self.broadcast(checkpoint_path))
         if not is_folder(path):
-            return super().load_checkpoint(checkpoint_path, weights_only)
+            given = {} if weights_only is None else {"weights_only": weights_only}  # Lightning 2.5 has no such argument
+            return super().load_checkpoint(checkpoint_path, **given)
         assert self.lightning_module is not None
         strict = self.lightning_module.strict_loading
         return load_folder(path, self.lightning_module, weights_only=bool(weights_only), strict=strict)

@@ -12,14 +12,14 @@ from pathlib import Path
 
 import pytest
 
-from lightning_overlap import evaluation, loop, sharded, signals, sparse
+from lightning_overlap import evaluation, loop, sharded, signals, sparse, strategy
 
 PACKAGE = Path(sparse.__file__).resolve().parent
 ROOMS = ("plan", "run", "sparse", "plugin", "apps")
 """From the ground up: a room imports from itself and from those below."""
 
 FILES = {
-    "plan": ("stages", "schedule", "modes"),
+    "plan": ("versions", "stages", "schedule", "modes"),
     "run": ("agreement", "streams", "structure", "inflight", "executor", "syncs", "timeline", "testing"),
     "sparse": ("sharded", "sparse", "sharding", "optim", "stash"),
     "plugin": ("strategy", "loop", "evaluation", "signals", "checkpoint", "callbacks", "refusals"),
@@ -212,6 +212,7 @@ LIGHTNING = {
 }
 
 
+@pytest.mark.smoke
 @pytest.mark.parametrize(("owner", "name"), _listed(sharded.PRIVATE_NAMES))
 def test_torchrec_still_has(owner: str, name: str) -> None:
     if owner == "SparseFeaturesDist":  # the name of several classes, one per sharding
@@ -225,6 +226,7 @@ def test_torchrec_still_has(owner: str, name: str) -> None:
         assert _has(kind, name), f"TorchRec's {kind.__name__} has no {name} any more; sharded.py reads it"
 
 
+@pytest.mark.smoke
 @pytest.mark.parametrize(
     ("file", "owner", "name"),
     [(file, *listed) for file, module in LIGHTNING_FILES.items() for listed in _listed(module.PRIVATE_NAMES)],
@@ -234,6 +236,35 @@ def test_lightning_still_has(file: str, owner: str, name: str) -> None:
     owner = "ParallelStrategy" if owner == "Strategy" else owner  # sets what strategies of several ranks have
     thing = home if owner.startswith("lightning.") else getattr(home, owner)
     assert _has(thing, name), f"Lightning's {owner} has no {name} any more; {file}.py uses it"
+
+
+def _private_names_in_lightning(cls: type) -> set[str]:
+    """Return the private names that Lightning's classes above `cls` define or set."""
+    sources = [base for base in cls.__mro__ if base.__module__.split(".")[0] == "lightning"]
+    trees = [ast.parse(textwrap.dedent(inspect.getsource(base))) for base in sources]
+    return {name for tree in trees for name in defined_names(tree) if is_private(name)}
+
+
+@pytest.mark.smoke
+@pytest.mark.parametrize(
+    "cls",
+    [
+        strategy.OverlapEmbeddingStrategy,
+        loop._FitLoopMixin,
+        loop._EpochLoopMixin,
+        loop.LookaheadFetcher,
+        evaluation._EvaluationLoopMixin,
+        evaluation._PredictionLoopMixin,
+        evaluation.EvaluationFetcher,
+    ],
+    ids=lambda cls: cls.__name__,
+)
+def test_what_our_classes_share_with_lightnings_is_listed(cls: type) -> None:
+    """A private name that is ours in a subclass and Lightning's above it is either listed, or there by mistake."""
+    ours = {name for name in defined_names(ast.parse(inspect.getsource(cls))) if is_private(name)}
+    assert _private_names_in_lightning(cls)  # there is something to compare with
+    listed = set().union(*(LISTED[file] for file in LIGHTNING_FILES))
+    assert not ours & _private_names_in_lightning(cls) - listed
 
 
 def test_a_name_that_is_gone_is_seen() -> None:

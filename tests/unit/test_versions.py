@@ -1,0 +1,114 @@
+"""What the user reads where a version is not supported; the strategy in the hands of the other Trainer class."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from packaging.requirements import Requirement
+from packaging.version import Version
+
+from lightning_overlap import OverlapEmbeddingStrategy, loop, sharded, versions
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def _pins(lock: str) -> dict[str, Version]:
+    lines = (ROOT / "requirements" / lock).read_text(encoding="utf-8").splitlines()
+    pins = [line.split("==") for line in lines if "==" in line]
+    return {name: Version(version) for name, version in pins}
+
+
+def test_the_same_versions_are_supported_everywhere() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    stated = [Requirement(text) for text in (*project["dependencies"], *project["optional-dependencies"]["cuda"])]
+    for name, supported in versions.SUPPORTED.items():
+        assert [each.specifier for each in stated if each.name == name] == [Requirement(name + supported).specifier]
+
+
+@pytest.mark.parametrize("package", versions.SUPPORTED)
+def test_smoke_takes_the_oldest_and_the_newest(package: str) -> None:
+    supported = Requirement(package + versions.SUPPORTED[package]).specifier
+    older, newer, usual = (_pins(lock)[package] for lock in ("older.lock", "newer.lock", "cpu.lock"))
+    assert older == next(Version(each.version) for each in supported if each.operator == ">=")
+    assert newer in supported
+    assert older <= usual <= newer
+
+
+@pytest.mark.smoke
+def test_a_missing_name_is_told_with_the_versions() -> None:
+    epoch_loop = SimpleNamespace(_build_kwargs=None, _should_check_val_fx=None, advance=None)
+    names: Any = {"_TrainingEpochLoop": loop.PRIVATE_NAMES["_TrainingEpochLoop"]}
+    with pytest.raises(ImportError) as info:
+        versions.check_names("lightning", names, {"_TrainingEpochLoop": epoch_loop})
+    assert " lacks _TrainingEpochLoop._broadcast_sigterm_tensor, which lightning_overlap needs." in str(info.value)
+    assert "Supported: lightning>=2.5.2,<2.7, torchrec>=1.8,<1.10." in str(info.value)
+
+
+@pytest.mark.smoke
+def test_a_class_that_is_gone_is_told_with_the_versions() -> None:
+    code = """
+        import lightning.pytorch.loops.fetchers as fetchers
+        del fetchers._PrefetchDataFetcher
+        import lightning_overlap
+    """
+    code = "\n".join(line.strip() for line in code.splitlines())
+    done = subprocess.run([sys.executable, "-W", "ignore", "-c", code], capture_output=True, text=True, cwd=ROOT)
+    assert done.returncode == 1
+    assert "cannot import name '_PrefetchDataFetcher'" in done.stderr
+    assert "Installed: lightning " in done.stderr
+    assert "Supported: lightning>=2.5.2,<2.7" in done.stderr
+
+
+def test_a_sharded_module_without_a_name_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sharded, "PIPELINED_TYPES", (SimpleNamespace,))
+    monkeypatch.setattr(sharded, "PRIVATE_NAMES", {"SimpleNamespace": ("_lookups",)})
+    with pytest.raises(ImportError, match=r"torchrec \S+ lacks SimpleNamespace\._lookups"):
+        sharded.check_torchrec(SimpleNamespace())  # type: ignore[arg-type]
+
+
+# -- pytorch_lightning has classes of its own, with the same names ------------------------------------------------
+
+
+def _said_by_pytorch_lightning(code: str) -> str:
+    """Run code in a process of its own, where both packages are imported; return the end of what it says."""
+    lines = ["import lightning.pytorch as new, pytorch_lightning as old", "import lightning_overlap as overlap", code]
+    command = [sys.executable, "-W", "ignore", "-c", "\n".join(lines)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=100, cwd=ROOT)
+    assert done.returncode == 1, done.stdout + done.stderr
+    return done.stderr.strip().splitlines()[-1]
+
+
+def test_repr_says_whose_strategy_it_is() -> None:
+    assert repr(OverlapEmbeddingStrategy("semi_sync")).startswith(
+        "<OverlapEmbeddingStrategy(pipeline='semi_sync', stream='data_dist'): this is a lightning.pytorch strategy"
+    )
+
+
+def test_pytorch_lightning_trainer_names_the_right_one() -> None:
+    said = _said_by_pytorch_lightning("old.Trainer(strategy=overlap.OverlapEmbeddingStrategy())")
+    assert said.startswith("ValueError: You selected an invalid strategy name")
+    assert (
+        "this is a lightning.pytorch strategy: use lightning.pytorch.Trainer (import lightning.pytorch as pl)" in said
+    )
+
+
+def test_pytorch_lightning_trainer_does_not_know_the_name() -> None:
+    said = _said_by_pytorch_lightning("old.Trainer(strategy='overlap_embedding')")
+    assert "invalid strategy name: `strategy='overlap_embedding'`" in said
+    assert "`pytorch_lightning.strategies.Strategy`" in said
+
+
+def test_a_module_of_pytorch_lightning_is_refused_by_lightning() -> None:
+    said = _said_by_pytorch_lightning(
+        "trainer = new.Trainer(accelerator='cpu', devices=1, strategy='overlap_embedding', logger=False)\n"
+        "trainer.fit(old.LightningModule())"
+    )
+    assert said.startswith(
+        "TypeError: You passed a `pytorch_lightning` object (LightningModule) to a `lightning.pytorch`"
+    )
