@@ -28,6 +28,7 @@ from .stages import WeightOwner
 PRIVATE_NAMES: Mapping[str, tuple[str, ...]] = {
     "ShardedEmbeddingBagCollection": ("_input_dists", "_lookups", "_output_dists", "_sharding_types"),
     "ShardedEmbeddingCollection": ("_input_dists", "_lookups", "_output_dists", "_sharding_type_to_sharding"),
+    "EmbeddingFusedOptimizer": ("_emb_module",),
     "KJTAllToAll": ("_splits", "_stagger"),
     "SparseFeaturesDist": ("_dist",),
 }
@@ -122,6 +123,12 @@ def tbes(module: Any) -> list[SplitTableBatchedEmbeddingBagsCodegen]:
         return []
     parts = [part for lookup in module._lookups for part in lookup.modules()]
     return [part for part in parts if isinstance(part, SplitTableBatchedEmbeddingBagsCodegen)]
+
+
+def kernel_of(fused_optimizer: Any) -> SplitTableBatchedEmbeddingBagsCodegen | None:
+    """The table-batched kernel whose state a fused optimizer shows; None for kernels of other kinds."""
+    kernel = getattr(fused_optimizer, "_emb_module", None)
+    return kernel if isinstance(kernel, SplitTableBatchedEmbeddingBagsCodegen) else None
 
 
 def lookup_counts(module: Any) -> list[int]:

@@ -21,8 +21,8 @@ ROOMS = ("plan", "run", "sparse", "plugin", "apps")
 FILES = {
     "plan": ("stages", "schedule", "modes"),
     "run": ("agreement", "streams", "structure", "inflight", "executor", "timeline", "testing"),
-    "sparse": ("sharded", "sparse", "sharding", "stash"),
-    "plugin": ("strategy", "loop", "checkpoint", "callbacks"),
+    "sparse": ("sharded", "sparse", "sharding", "table_state", "stash"),
+    "plugin": ("strategy", "loop", "checkpoint", "checkpoint_full", "checkpoint_dense", "callbacks"),
     "apps": ("data", "models", "train", "launch", "rank", "recipe", "report", "benchmark", "conf", "choices"),
 }
 LEAVES_ALONE = {
@@ -127,7 +127,12 @@ LISTED = {
 STANDARD_LIBRARY = {"_fields", "_exit"}
 """Documented, though they start with an underscore."""
 
-TORCH_PRIVATE = {"_get_default_store", "_apply_optimizer_in_backward", "_set_params_and_buffers_to_ignore_for_model"}
+TORCH_PRIVATE = {
+    "_apply_optimizer_in_backward",
+    "_get_default_store",
+    "_init_from_local_shards_and_global_metadata",
+    "_set_params_and_buffers_to_ignore_for_model",
+}
 """PyTorch's own; TorchRec and Lightning use them too."""
 
 
@@ -186,6 +191,7 @@ def _has(owner: object, name: str) -> bool:
 
 
 TORCHREC = {
+    "EmbeddingFusedOptimizer": "torchrec.distributed.batched_embedding_kernel",
     "ShardedEmbeddingBagCollection": "torchrec.distributed.embeddingbag",
     "ShardedEmbeddingCollection": "torchrec.distributed.embedding",
     "KJTAllToAll": "torchrec.distributed.dist_data",
