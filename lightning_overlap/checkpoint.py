@@ -21,6 +21,7 @@ from typing import Any, TypeVar, cast
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.checkpoint.state_dict_loader import load
@@ -181,8 +182,11 @@ def _write(state: dict[str, Any], rest: memoryview, path: Path, group: dist.Proc
     on_rank_zero(begin, path, group)
     try:
         save(state, checkpoint_id=unfinished, process_group=group, no_dist=group is None)
-    except Exception as err:  # every rank hears of it, of whatever kind it is
-        raise OSError(f"could not write the checkpoint {path}: {err}") from err
+    except CheckpointException as err:  # every rank hears of it
+        failures = "; ".join(
+            f"rank {rank}: {type(error).__name__}: {error}" for rank, (error, _) in err.failures.items()
+        )
+        raise OSError(f"could not write the checkpoint {path}: {failures}") from err
     on_rank_zero(finish, path, group)
 
 

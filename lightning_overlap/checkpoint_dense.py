@@ -88,11 +88,11 @@ def load_by_name(optimizer: torch.optim.Optimizer, saved: Mapping[str, Any], mod
     return moved
 
 
-def say_what_moved(tables: Iterable[str]) -> None:
+def say_what_moved(tables: set[str]) -> None:
     """Warn of tables whose optimizer state starts anew, or has nowhere to go."""
     if tables:
         warnings.warn(
-            f"{', '.join(sorted(set(tables)))}: trained by the dense optimizer now and not when the checkpoint was "
+            f"{', '.join(sorted(tables))}: trained by the dense optimizer now and not when the checkpoint was "
             "saved, or the other way around; its state of these tables starts anew, or is not used.",
             UserWarning,
             stacklevel=2,

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import itertools
 import warnings
 from collections.abc import Callable, Mapping
 from functools import partial
@@ -372,7 +371,7 @@ class OverlapEmbeddingStrategy(DDPStrategy):
         put_table_states(table_states(checkpoint, module), states)
         moved = [load_by_name(*pair, module) for pair in zip(self.optimizers, states, strict=False)]
         if self.is_global_zero:
-            say_what_moved(itertools.chain.from_iterable(moved))
+            say_what_moved({table for tables in moved for table in tables})
 
     def _is_fitting(self) -> bool:
         return self.lightning_module is not None and self.lightning_module.trainer.state.fn == TrainerFn.FITTING

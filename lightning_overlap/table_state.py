@@ -112,12 +112,14 @@ def plan_loading(model: nn.Module, saved: Iterable[str]) -> Loading:
             pieces[key] = piece
             continue
         base, columns = _split_row_wise(key)
-        sources = {} if columns is None else _overlapping(base, columns, saved)
+        sources = {} if columns is None or not local_parts(piece) else _overlapping(base, columns, saved)
         if sources:
             assert isinstance(piece, ShardedTensor)
-            parts = {source: _map_shards(piece, torch.zeros_like) for source in sources}
-            pieces.update(parts)
-            finishers.append(_averaging(piece, parts, sources))
+            # Whole rows for all columns that a rank has: small beside the shards, which have as many rows.
+            parts = {
+                source: pieces.setdefault(source, torch.zeros(piece.size()[0], dtype=piece.dtype)) for source in sources
+            }
+            finishers.append(partial(_average, piece, parts, sources))
             if len(sources) > 1:
                 averaged.add(base.rpartition(".")[0])
     finishers += _kernel_setters(model, pieces)
@@ -302,20 +304,15 @@ def _overlapping(base: str, columns: Columns, saved: set[str]) -> dict[str, int]
     return found
 
 
-def _averaging(
-    target: ShardedTensor, parts: Mapping[str, ShardedTensor], weights: Mapping[str, int]
-) -> Callable[[], None]:
-    def average() -> None:
-        total = sum(weights.values())
-        for index, shard in enumerate(target.local_shards()):
-            tensors = {key: part.local_shards()[index].tensor for key, part in parts.items()}
-            if len(tensors) == 1:
-                [tensor] = tensors.values()
-            else:
-                tensor = torch.stack([tensors[key].double() * (weights[key] / total) for key in parts]).sum(0)
-            shard.tensor.copy_(tensor)
-
-    return average
+def _average(target: ShardedTensor, parts: Mapping[str, Tensor], weights: Mapping[str, int]) -> None:
+    """Fill row-wise state with the weighted average of states for other ranges of columns."""
+    total = sum(weights.values())
+    for rows, shard in local_parts(target):
+        if len(parts) == 1:
+            [whole] = parts.values()
+            shard.copy_(whole[rows])
+        else:
+            shard.copy_(torch.stack([parts[key][rows].double() * (weights[key] / total) for key in parts]).sum(0))
 
 
 def _kernel_setters(model: nn.Module, pieces: Mapping[str, Piece]) -> list[Callable[[], None]]:
