@@ -42,6 +42,8 @@ FORMATS = {SHARDED: "a folder, every rank writes its shards", FULL: "one file, g
 MODEL, FUSED, TABLE_OPTIMIZERS = "model", "fused_optimizer", "table_optimizers"
 """Parts of a folder: weights, state of fused optimizers, state of dense optimizers for shards of tables."""
 
+LOADERS, _LOADER = "loader_states", "combined_loader"
+
 
 def check_format(checkpoint_format: str | None, async_checkpoint: bool) -> None:
     """Check the strategy's arguments.
@@ -154,6 +156,31 @@ class FolderSaver:
             executor.shutdown()
         if pending is not None:
             pending.result()
+
+
+def gather_loader_states(checkpoint: dict[str, Any], group: dist.ProcessGroup | None) -> None:
+    """Add every rank's state of the data loaders: rank 0 alone writes what is not sharded."""
+    state = _fit_loop(checkpoint).get(_LOADER)
+    states = [state]
+    if group is not None:
+        states = [None] * group.size()
+        dist.all_gather_object(states, state, group=group)
+    if any(states):
+        checkpoint[LOADERS] = states
+
+
+def take_loader_state(checkpoint: dict[str, Any], group: dist.ProcessGroup | None) -> dict[str, Any]:
+    """Give this rank the state of its own data loaders, if there were as many ranks; else all get rank 0's."""
+    states = checkpoint.pop(LOADERS, [])
+    rank, num_ranks = (0, 1) if group is None else (group.rank(), group.size())
+    if len(states) == num_ranks:
+        _fit_loop(checkpoint)[_LOADER] = states[rank] or []
+    return checkpoint
+
+
+def _fit_loop(checkpoint: dict[str, Any]) -> dict[str, Any]:
+    state: dict[str, Any] = checkpoint.get("loops", {}).get("fit_loop", {}).get("state_dict", {})
+    return state
 
 
 def _staged(value: Any) -> Any:

@@ -25,7 +25,18 @@ from typing_extensions import override
 
 from . import loop
 from .agreement import GroupAgreement, default_store
-from .checkpoint import FULL, SHARDED, FolderSaver, check_folder_path, check_format, find, is_folder, load_folder
+from .checkpoint import (
+    FULL,
+    SHARDED,
+    FolderSaver,
+    check_folder_path,
+    check_format,
+    find,
+    gather_loader_states,
+    is_folder,
+    load_folder,
+    take_loader_state,
+)
 from .checkpoint_dense import by_name, load_by_name, put_table_states, say_what_moved
 from .checkpoint_full import gather_checkpoint, load_file, load_fused, table_states, write_file
 from .executor import Executor, Observer
@@ -313,6 +324,7 @@ class OverlapEmbeddingStrategy(DDPStrategy):
         if self._executor is not None:
             self._executor.wait_for_lookups()
         filepath = self.broadcast(filepath)
+        gather_loader_states(checkpoint, self._checkpoint_group)
         if self._saved_format == FULL:
             content = gather_checkpoint(checkpoint, module, self._checkpoint_group)
             if _is_plain_file(filepath, storage_options, self.checkpoint_io):
@@ -344,10 +356,10 @@ class OverlapEmbeddingStrategy(DDPStrategy):
             return super().load_checkpoint(checkpoint_path, *([] if weights_only is None else [weights_only]))
         path = find(Path(checkpoint_path))
         if not is_folder(path):
-            return load_file(path, weights_only=weights_only)
+            return take_loader_state(load_file(path, weights_only=weights_only), self._checkpoint_group)
         module = self.lightning_module
         assert module is not None
-        return load_folder(
+        checkpoint = load_folder(
             path,
             module,
             self._checkpoint_group,
@@ -355,6 +367,7 @@ class OverlapEmbeddingStrategy(DDPStrategy):
             strict=module.strict_loading,
             with_optimizers=self._is_fitting(),
         )
+        return take_loader_state(checkpoint, self._checkpoint_group)
 
     @override
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
