@@ -83,7 +83,9 @@ def make_loader(kind: str, rank: int) -> Any:
     if name == "own":
         return (StatefulSized if how == "sized" else Stateful)(ROWWISE_ADAGRAD, EPOCH, rank)
     data = (Stream if name == "unsized" else Rows)(ROWWISE_ADAGRAD, EPOCH, rank)
-    shuffle = {"shuffle": True} if name == "shuffled" else {}
+    shuffle: dict[str, Any] = {}
+    if name == "shuffled":  # with a generator of its own, whose state is the loader's
+        shuffle = {"shuffle": True, "generator": torch.Generator().manual_seed(rank)}
     return StatefulDataLoader(data, batch_size=None, num_workers=int(how), **shuffle)
 
 
@@ -106,6 +108,10 @@ class SaveSteps(Callback):
         if trainer.global_step in self.steps:
             trainer.save_checkpoint(f"{self.folder}/step={trainer.global_step}.ckpt")
 
+    def on_train_epoch_end(self, trainer: Any, *args: Any) -> None:
+        if self.steps:
+            trainer.save_checkpoint(f"{self.folder}/epoch={trainer.current_epoch}.ckpt")
+
 
 class Watched(Model):
     """Counts what happens, and has a schedule for each epoch."""
@@ -127,16 +133,16 @@ class Watched(Model):
 
 
 def train_from(
-    pipeline: str, kind: str, folder: str, resume: int | None, save_at: tuple[int, ...] = ()
+    pipeline: str, kind: str, folder: str, resume: str | None, save_at: tuple[int, ...] = ()
 ) -> tuple[Result, Any]:
-    """Train two epochs, saving after some steps; or go on after one. Return the end, and what was seen."""
+    """Train two epochs, saving after some steps and each epoch; or go on. Return the end, and what was seen."""
     torch.manual_seed(3)
     model = Watched(ROWWISE_ADAGRAD)
     plan = make_plan(ROWWISE_ADAGRAD, model, dist.get_world_size())
     strategy = OverlapEmbeddingStrategy(pipeline=pipeline, sharding=plan)
     callbacks = [SaveSteps(folder, save_at)]
     trainer = make_trainer(strategy, callbacks=callbacks, max_epochs=EPOCHS)
-    path = None if resume is None else f"{folder}/step={resume}.ckpt"
+    path = None if resume is None else f"{folder}/{resume}.ckpt"
     if resume is not None:
         zeroed(model)
     with warnings.catch_warnings():
