@@ -27,6 +27,7 @@ from torchrec.optim.optimizers import in_backward_optimizer_filter
 from lightning_overlap import OverlapEmbeddingStrategy
 from lightning_overlap.sharded import sharded_modules, tbes
 
+from . import cases
 from .cases import TABLE_WISE, Batches, Case, Model, make_plan
 from .fits import make_trainer
 from .reference import Result, collect
@@ -330,6 +331,27 @@ def fail_while_training(path: str) -> list[str]:
 class _FullDisk(torch.distributed.checkpoint.FileSystemWriter):
     def write_data(self, plan: Any, planner: Any) -> Any:
         raise OSError("no space left")
+
+
+def memory_of_saving(path: str, checkpoint_format: str) -> float:
+    """Return the peak of this process's memory while saving, beyond what it held before, in tables."""
+    with mock.patch.object(cases, "NUM_ROWS", 1_000_000):
+        model = Model(TABLE_WISE)
+        trainer = make_trainer(
+            OverlapEmbeddingStrategy(
+                sharding=make_plan(TABLE_WISE, model, dist.get_world_size()), checkpoint_format=checkpoint_format
+            )
+        )
+        trainer.fit(model, datamodule=Batches(TABLE_WISE, 1))
+    Path("/proc/self/clear_refs").write_text("5")  # sets the peak back
+    before = _memory_bytes("VmRSS")
+    trainer.save_checkpoint(path)
+    return (_memory_bytes("VmHWM") - before) / (1_000_000 * 8 * 4)
+
+
+def _memory_bytes(name: str) -> int:
+    [line] = [line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith(f"{name}:")]
+    return 1024 * int(line.split()[1])
 
 
 # -- failures ---------------------------------------------------------------------------------------------------

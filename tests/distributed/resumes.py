@@ -83,10 +83,11 @@ def make_loader(kind: str, rank: int) -> Any:
     if name == "own":
         return (StatefulSized if how == "sized" else Stateful)(ROWWISE_ADAGRAD, EPOCH, rank)
     data = (Stream if name == "unsized" else Rows)(ROWWISE_ADAGRAD, EPOCH, rank)
+    context = "fork" if int(how) else None  # quick; the ranks themselves are spawned
     shuffle: dict[str, Any] = {}
-    if name == "shuffled":  # with a generator of its own, whose state is the loader's
+    if name == "shuffled":
         shuffle = {"shuffle": True, "generator": torch.Generator().manual_seed(rank)}
-    return StatefulDataLoader(data, batch_size=None, num_workers=int(how), **shuffle)
+    return StatefulDataLoader(data, batch_size=None, num_workers=int(how), multiprocessing_context=context, **shuffle)
 
 
 class StatefulBatches(LightningDataModule):
@@ -133,15 +134,15 @@ class Watched(Model):
 
 
 def train_from(
-    pipeline: str, kind: str, folder: str, resume: str | None, save_at: tuple[int, ...] = ()
+    pipeline: str, kind: str, folder: str, resume: str | None, save_at: tuple[int, ...] = (), epochs: int = EPOCHS
 ) -> tuple[Result, Any]:
-    """Train two epochs, saving after some steps and each epoch; or go on. Return the end, and what was seen."""
+    """Train, saving after some steps and each epoch; or go on. Return the end, and what was seen."""
     torch.manual_seed(3)
     model = Watched(ROWWISE_ADAGRAD)
     plan = make_plan(ROWWISE_ADAGRAD, model, dist.get_world_size())
     strategy = OverlapEmbeddingStrategy(pipeline=pipeline, sharding=plan)
     callbacks = [SaveSteps(folder, save_at)]
-    trainer = make_trainer(strategy, callbacks=callbacks, max_epochs=EPOCHS)
+    trainer = make_trainer(strategy, callbacks=callbacks, max_epochs=epochs)
     path = None if resume is None else f"{folder}/{resume}.ckpt"
     if resume is not None:
         zeroed(model)

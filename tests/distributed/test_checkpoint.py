@@ -263,6 +263,19 @@ def test_a_killed_rank_keeps_the_old_checkpoint(
     assert get_ranks(2).run(checkpoints.load_from, TABLE_WISE, path) == ["loaded"] * 2
 
 
+# -- memory -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="reads the peak of memory from Linux")
+def test_saving_holds_a_table_at_most(two_ranks: Ranks, tmp_path: Path) -> None:
+    """Of two tables of rank 0 and one of rank 1; in tables. Rank 0 of a full file holds those of all others too."""
+    for rank in two_ranks.run(checkpoints.memory_of_saving, str(tmp_path / "sharded"), "sharded"):
+        assert rank < 1.5
+    first, second = two_ranks.run(checkpoints.memory_of_saving, str(tmp_path / "full"), "full")
+    assert first < 1.5
+    assert second < 0.5
+
+
 # -- what is refused --------------------------------------------------------------------------------------------
 
 
