@@ -1,39 +1,63 @@
-"""Checkpoints of sharded tables: a folder above one rank (every rank writes its shards), a plain file on one.
+"""Checkpoints of sharded tables as a folder: every rank writes its own shards, by torch.distributed.checkpoint.
 
-Lightning's default would pickle rank 0's shards alone, without a word about the others.
+Lightning's default would pickle rank 0's shards alone, without a word about the others. A folder loads on any number
+of ranks and under any sharding plan (`table_state`). It takes its name only when it is whole: until then it is called
+`NAME.unfinished`, and what had the name before stays. Nothing is copied for it but what torch.distributed.checkpoint
+buffers, one tensor at a time; an asynchronous save holds a copy of this rank's shards on the host.
 """
 
 from __future__ import annotations
 
+import io
+import os
+import pickle
 import shutil
+import warnings
 from collections.abc import Callable, Iterable, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar, cast
 
 import torch
-from torch import nn
+import torch.distributed as dist
+from torch import Tensor, nn
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
+from torch.distributed.checkpoint.filesystem import FileSystemReader
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
-from torchrec.distributed.types import ShardedTensor, ShardingType
 
-from .sharded import sharded_modules
+from .checkpoint_dense import empty_table_states, put_table_states, take_table_states
+from .modes import unknown_name_message
+from .table_state import Loading, Piece, fused_state, on_host, plan_loading
+
+T = TypeVar("T")
 
 METADATA_NAME = "meta.pt"
 """The file that marks a checkpoint folder and holds what is not sharded: loops, callbacks, dense optimizers."""
 
-_FUSED = "fused_optimizer"
+SHARDED, FULL = "sharded", "full"
+FORMATS = {SHARDED: "a folder, every rank writes its shards", FULL: "one file, gathered on rank 0"}
+
+MODEL, FUSED, TABLE_OPTIMIZERS = "model", "fused_optimizer", "table_optimizers"
+"""Parts of a folder: weights, state of fused optimizers, state of dense optimizers for shards of tables."""
+
+LOADERS, _LOADER = "loader_states", "combined_loader"
 
 
-def fused_state(module: nn.Module) -> dict[str, Any]:
-    """Return the state of all fused optimizers by name; the values are the kernels' own memory, sharded."""
-    return {
-        f"{name}.{parameter}.{kind}": value
-        for name, sharded in sharded_modules(module).items()
-        for parameter, states in sharded.fused_optimizer.state_dict()["state"].items()
-        for kind, value in states.items()
-    }
+def check_format(checkpoint_format: str | None, async_checkpoint: bool) -> None:
+    """Check the strategy's arguments.
+
+    Raises:
+        ValueError: An unknown format, or an asynchronous save of one file.
+    """
+    if checkpoint_format is not None and checkpoint_format not in FORMATS:
+        raise ValueError(unknown_name_message("checkpoint_format", str(checkpoint_format), FORMATS))
+    if checkpoint_format == FULL and async_checkpoint:
+        raise ValueError(
+            "async_checkpoint=True writes folders: a full file has to be gathered while nothing else runs. "
+            "Use checkpoint_format='sharded'."
+        )
 
 
 def is_folder(path: Path) -> bool:
@@ -41,155 +65,361 @@ def is_folder(path: Path) -> bool:
     return (path / METADATA_NAME).is_file()
 
 
-def check_can_save(
-    path: Any, storage_options: Any, module: nn.Module, optimizers: Iterable[torch.optim.Optimizer]
-) -> None:
-    """Refuse what a folder would lose.
+def check_folder_path(path: Any, storage_options: Any) -> None:
+    """Refuse what cannot be a folder.
 
     Raises:
-        ValueError: A remote path, storage options, or a dense optimizer with state for shards of a table.
+        ValueError: A remote path or storage options.
     """
     if "://" in str(path) or storage_options is not None:
         raise ValueError(
             f"a checkpoint of sharded tables is a local folder, got {path!r}"
-            f"{'' if storage_options is None else ' with storage_options'}. Save to a folder that all ranks share."
+            f"{'' if storage_options is None else ' with storage_options'}. Save to a folder that all ranks share, "
+            "or use checkpoint_format='full'."
         )
-    owned = {id(p) for optimizer in optimizers for group in optimizer.param_groups for p in group["params"]}
-    for name, sharded in sharded_modules(module).items():
-        kinds = {table: parameter.sharding_type for table, parameter in sharded.module_sharding_plan.items()}
-        for parameter_name, parameter in sharded.named_parameters():
-            table = parameter_name.split(".")[-2]
-            if id(parameter) in owned and kinds.get(table) != ShardingType.DATA_PARALLEL.value:
-                raise ValueError(
-                    f"{name}.{table} is sharded with a dense kernel: each rank's optimizer has state of its own "
-                    "shards, which a checkpoint cannot hold yet. Give it a fused kernel, or shard it data-parallel."
-                )
 
 
-def save_folder(
-    checkpoint: dict[str, Any],
-    path: Path,
-    module: nn.Module,
-    *,
-    is_rank_zero: bool,
-    broadcast: Callable[[Any], Any],
-) -> None:
-    """Write a checkpoint folder. It takes its name only when it is whole, so a crash leaves the old one.
+def take_state(checkpoint: dict[str, Any], model: nn.Module) -> dict[str, dict[str, Any]]:
+    """Take out of what Lightning gathered what the ranks hold in parts, and add the state of fused optimizers.
+
+    Without optimizer states (`save_weights_only=True`), the fused ones are left out too.
+    """
+    state = {MODEL: checkpoint.pop("state_dict")}
+    if "optimizer_states" in checkpoint:
+        state[FUSED] = fused_state(model)
+        state[TABLE_OPTIMIZERS] = take_table_states(checkpoint["optimizer_states"], model)
+    # An empty part would be written as an object; ranks differ in what they have.
+    return {part: values for part, values in state.items() if values}
+
+
+class FolderSaver:
+    """Writes checkpoint folders, beside training if told so; at most one is then under way.
 
     Args:
-        checkpoint: What Lightning gathered; its `state_dict` is written sharded, the rest by rank 0.
-        path: The folder, the same on every rank.
-        module: The sharded module.
-        is_rank_zero: Whether this rank writes `meta.pt`.
-        broadcast: Returns rank 0's value on every rank.
-
-    Raises:
-        OSError: Rank 0 could not write; raised on every rank.
+        group: A gloo group of all ranks, used by nothing else while a save is under way; None on one rank.
     """
-    unfinished, old = (path.with_name(f"{path.name}.{what}") for what in ("unfinished", "old"))
 
-    def on_rank_zero(action: Callable[[], None]) -> None:
-        """Run something on rank 0; an error reaches all ranks, which would else wait for it."""
-        error = None
-        if is_rank_zero:
-            try:
+    def __init__(self, group: dist.ProcessGroup | None) -> None:
+        self._group = group
+        self._executor: ThreadPoolExecutor | None = None
+        self._pending: Future[None] | None = None
+        self._when_whole: list[Callable[[], None]] = []
+
+    def save(self, checkpoint: dict[str, Any], path: Path, model: nn.Module, *, asynchronous: bool = False) -> None:
+        """Write a folder; every rank calls this.
+
+        Args:
+            checkpoint: What Lightning gathered.
+            path: The folder, the same on every rank.
+            model: The sharded module.
+            asynchronous: Return as soon as this rank's part is copied to the host. The folder takes its name when
+                it is whole, some time later.
+
+        Raises:
+            OSError: A rank could not write; raised on every rank. Also one of the asynchronous save before.
+        """
+        self.wait()
+        state = take_state(checkpoint, model)
+        buffer = io.BytesIO()
+        if _is_rank_zero(self._group):
+            torch.save(checkpoint, buffer)
+        if not asynchronous:
+            _write(state, buffer.getbuffer(), path, self._group)
+            return
+        # torch.distributed.checkpoint.async_save would leave the last step, taking the name, to somebody who waits.
+        state = {part: {key: _staged(value) for key, value in values.items()} for part, values in state.items()}
+        self._executor = self._executor or ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
+        self._pending = self._executor.submit(_write, state, buffer.getbuffer(), path, self._group)
+
+    def when_whole(self, action: Callable[[], None]) -> None:
+        """Do something now, or as soon as the save under way has succeeded."""
+        pending = self._pending
+        if pending is None or self._executor is None:
+            action()
+            return
+
+        def if_succeeded() -> None:
+            if pending.exception() is None:
                 action()
-            except OSError as err:
-                error = f"{type(err).__name__}: {err}"
-        error = broadcast(error)
-        if error is not None:
-            raise OSError(f"could not write the checkpoint {path}: {error}")
+
+        self._executor.submit(if_succeeded)
+
+    def wait(self) -> None:
+        """Wait for the save under way.
+
+        Raises:
+            OSError: It failed, on this rank or another.
+        """
+        pending, self._pending = self._pending, None
+        executor, self._executor = self._executor, None
+        if executor is not None:
+            executor.shutdown()
+        if pending is not None:
+            pending.result()
+
+
+def gather_loader_states(checkpoint: dict[str, Any], group: dist.ProcessGroup | None) -> None:
+    """Add every rank's state of the data loaders: rank 0 alone writes what is not sharded."""
+    state = _fit_loop(checkpoint).get(_LOADER)
+    states = [state]
+    if group is not None:
+        states = [None] * group.size()
+        dist.all_gather_object(states, state, group=group)
+    if any(states):
+        checkpoint[LOADERS] = states
+
+
+def take_loader_state(checkpoint: dict[str, Any], group: dist.ProcessGroup | None) -> dict[str, Any]:
+    """Give this rank the state of its own data loaders, if there were as many ranks; else all get rank 0's."""
+    states = checkpoint.pop(LOADERS, [])
+    rank, num_ranks = (0, 1) if group is None else (group.rank(), group.size())
+    if len(states) == num_ranks:
+        _fit_loop(checkpoint)[_LOADER] = states[rank] or []
+    return checkpoint
+
+
+def _fit_loop(checkpoint: dict[str, Any]) -> dict[str, Any]:
+    state: dict[str, Any] = checkpoint.get("loops", {}).get("fit_loop", {}).get("state_dict", {})
+    return state
+
+
+def _staged(value: Any) -> Any:
+    return on_host(value) if isinstance(value, Tensor) else value
+
+
+def _is_rank_zero(group: dist.ProcessGroup | None) -> bool:
+    return group is None or group.rank() == 0
+
+
+def _write(state: dict[str, Any], rest: memoryview, path: Path, group: dist.ProcessGroup | None) -> None:
+    """Write a folder beside `path`, then let it take the name."""
+    unfinished, old = beside(path, "unfinished"), beside(path, "old")
 
     def begin() -> None:
-        _remove(unfinished)
+        remove(unfinished)
         unfinished.mkdir(parents=True)
 
     def finish() -> None:
-        torch.save(checkpoint, unfinished / METADATA_NAME)
-        _remove(old)
-        if path.exists():
-            path.rename(old)
-        unfinished.rename(path)
-        _remove(old)
+        with (unfinished / METADATA_NAME).open("wb") as file:
+            file.write(rest)
+            file.flush()
+            os.fsync(file.fileno())
+        take_name(unfinished, path, old)
 
-    on_rank_zero(begin)
-    save(_state(checkpoint.pop("state_dict"), module), checkpoint_id=unfinished)
-    on_rank_zero(finish)
+    on_rank_zero(begin, path, group)
+    try:
+        save(state, checkpoint_id=unfinished, process_group=group, no_dist=group is None)
+    except CheckpointException as err:  # every rank hears of it
+        failures = "; ".join(
+            f"rank {rank}: {type(error).__name__}: {error}" for rank, (error, _) in err.failures.items()
+        )
+        raise OSError(f"could not write the checkpoint {path}: {failures}") from err
+    on_rank_zero(finish, path, group)
 
 
-def load_folder(path: Path, module: nn.Module, *, weights_only: bool, strict: bool = True) -> dict[str, Any]:
-    """Read a checkpoint folder into a sharded module, in place.
-
-    Returns:
-        The checkpoint as Lightning knows it; `state_dict` is the module's own.
+def on_rank_zero(action: Callable[[], None], path: Path, group: dist.ProcessGroup | None) -> None:
+    """Run something on rank 0; an error reaches all ranks, which would else wait for it.
 
     Raises:
-        RuntimeError: The folder lacks something (unless `strict` is False), or is of another sharding plan whose
-            fused state has other shapes.
+        OSError: It failed.
     """
-    # Tensors of both state dicts are the module's own memory: loading into them is loading the module.
-    state_dict = module.state_dict()
-    try:
-        load(
-            _state(state_dict, module),
-            checkpoint_id=path,
-            planner=DefaultLoadPlanner(allow_partial_load=not strict),
-        )
-    except CheckpointException as err:
-        raise RuntimeError(
-            f"could not load {path} into this model. Was it saved from other tables, or under a sharding plan that "
-            "gives the fused optimizer's state other shapes (row-wise state, column-wise sharding)?"
-        ) from err
-    rest: dict[str, Any] = torch.load(path / METADATA_NAME, map_location="cpu", weights_only=weights_only)
-    return {**rest, "state_dict": state_dict}
+    error = [None]
+    if _is_rank_zero(group):
+        try:
+            action()
+        except Exception as err:  # the other ranks are waiting to hear of it
+            error = [f"{type(err).__name__}: {err}"]  # type: ignore[list-item]
+    if group is not None:
+        dist.broadcast_object_list(error, group_src=0, group=group)
+    if error[0] is not None:
+        raise OSError(f"could not write the checkpoint {path}: {error[0]}")
 
 
-def whole(checkpoint: dict[str, Any], module: nn.Module) -> dict[str, Any]:
-    """Return a checkpoint with whole tables in the place of one rank's shards, and the fused state added."""
-    state_dict = {name: _whole(value) for name, value in checkpoint["state_dict"].items()}
-    fused = {name: _whole(value) for name, value in fused_state(module).items()}
-    return {**checkpoint, "state_dict": state_dict, _FUSED: fused}
+def beside(path: Path, what: str) -> Path:
+    """Return the name of what is not (or no longer) the checkpoint."""
+    return path.with_name(f"{path.name}.{what}")
 
 
-def load_whole(checkpoint: Mapping[str, Any], module: nn.Module) -> None:
-    """Copy the fused state of a `whole` checkpoint into the kernels. Checkpoints without it change nothing."""
-    saved = checkpoint.get(_FUSED, {})
-    for name, value in fused_state(module).items():
-        if name not in saved:
-            continue
-        if saved[name].shape != value.size():
-            raise RuntimeError(
-                f"the fused state {name} was saved with shape {tuple(saved[name].shape)}, this sharding plan has "
-                f"{tuple(value.size())}: load it under the plan that it was saved under."
-            )
-        if not isinstance(value, ShardedTensor):
-            value.copy_(saved[name])
-            continue
-        for shard in value.local_shards():
-            shard.tensor.copy_(saved[name][_window(shard.metadata)])
+def take_name(unfinished: Path, path: Path, old: Path) -> None:
+    """Give a whole checkpoint its name. At any moment the new one or the old one is there, `find` finds it."""
+    if path.is_dir() and not path.is_symlink():
+        remove(old)
+        path.rename(old)
+    elif unfinished.is_dir():
+        path.unlink(missing_ok=True)
+    unfinished.replace(path)
+    _sync_folder(path.parent)
+    remove(old)
 
 
-def _state(state_dict: dict[str, Any], module: nn.Module) -> dict[str, Any]:
-    fused = fused_state(module)
-    return {"model": state_dict, _FUSED: fused} if fused else {"model": state_dict}
-
-
-def _whole(value: Any) -> Any:
-    if not isinstance(value, ShardedTensor):
-        return value
-    tensor = torch.empty(value.size(), dtype=value.dtype)
-    for shard in value.local_shards():
-        tensor[_window(shard.metadata)] = shard.tensor.detach().to(tensor)
-    return tensor
-
-
-def _window(metadata: Any) -> tuple[slice, ...]:
-    bounds = zip(metadata.shard_offsets, metadata.shard_sizes, strict=True)
-    return tuple(slice(offset, offset + size) for offset, size in bounds)
-
-
-def _remove(path: Path) -> None:
-    if path.is_dir():
+def remove(path: Path) -> None:
+    """Remove a checkpoint or a leftover of either form; a link is removed, not what it leads to."""
+    if path.is_dir() and not path.is_symlink():
         shutil.rmtree(path)
     else:
         path.unlink(missing_ok=True)
+
+
+def _sync_folder(path: Path) -> None:
+    """Make a rename outlive a power cut, where the file system has such a thing."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+# -- loading ----------------------------------------------------------------------------------------------------
+
+
+def find(path: Path) -> Path:
+    """Return where a checkpoint is, given its name.
+
+    Raises:
+        FileNotFoundError: There is none.
+        ValueError: It is something else.
+    """
+    if not path.exists() and is_folder(beside(path, "old")):
+        # The crash came between the two renames of `take_name`.
+        warnings.warn(f"{path} was being replaced; the one before it is loaded.", UserWarning, stacklevel=2)
+        return beside(path, "old")
+    if not path.exists():
+        left = " (a save that did not finish left NAME.unfinished)" if beside(path, "unfinished").exists() else ""
+        raise FileNotFoundError(f"there is no checkpoint {path}{left}.")
+    if path.suffix == ".unfinished":
+        raise ValueError(
+            f"{path} is what is left of a save that did not finish. Load {path.with_suffix('')} if it is there, "
+            "or another checkpoint."
+        )
+    if path.is_dir() and not is_folder(path):
+        raise ValueError(
+            f"{path} is a folder without {METADATA_NAME}, so not a checkpoint of this strategy. "
+            "Give the folder (or file) that ModelCheckpoint or trainer.save_checkpoint wrote."
+        )
+    return path
+
+
+def load_folder(
+    path: Path,
+    model: nn.Module,
+    group: dist.ProcessGroup | None,
+    *,
+    weights_only: bool | None,
+    strict: bool,
+    with_optimizers: bool,
+) -> dict[str, Any]:
+    """Read a checkpoint folder into a sharded module, in place.
+
+    Args:
+        path: The folder.
+        model: The module, sharded in any way over any number of ranks.
+        group: A gloo group of all ranks; None on one rank.
+        weights_only: As `torch.load` takes it, for `meta.pt`.
+        strict: Whether the folder has to hold exactly the module's weights.
+        with_optimizers: Whether to load the state of fused optimizers, and of dense ones for shards of tables.
+
+    Returns:
+        The checkpoint as Lightning knows it; `state_dict` is the module's own, its fused state is None: it is loaded.
+
+    Raises:
+        RuntimeError: The folder is of another model, or of another fused optimizer.
+    """
+    saved = _saved(path)
+    state_dict = model.state_dict()  # its tensors are the module's own memory: filling them loads the module
+    weights = {key: value for key, value in state_dict.items() if isinstance(value, Tensor)}
+    rest = _load_rest(path, weights_only)
+    _check_same_model(path, weights, saved[MODEL], strict)
+    state: dict[str, Any] = {MODEL: {key: value for key, value in state_dict.items() if key in saved[MODEL]}}
+    loading = Loading({}, lambda: None)
+    if with_optimizers and "optimizer_states" in rest:
+        loading = together(lambda: _plan_optimizers(path, model, saved[FUSED]), group)
+        tables = empty_table_states(saved[TABLE_OPTIMIZERS], model)
+        state |= {FUSED: loading.pieces, TABLE_OPTIMIZERS: tables}
+    state = {part: values for part, values in state.items() if values}
+    load(state, checkpoint_id=path, process_group=group, no_dist=group is None)
+    loading.finish()
+    put_table_states(state.get(TABLE_OPTIMIZERS, {}), rest.get("optimizer_states", []))
+    return {**rest, "state_dict": {**state_dict, **state.get(MODEL, {})}, FUSED: None}
+
+
+def _plan_optimizers(path: Path, model: nn.Module, saved: Mapping[str, Any]) -> Loading:
+    loading = plan_loading(model, saved)
+    _check_shapes(path, loading.pieces, saved)
+    return loading
+
+
+def together(action: Callable[[], T], group: dist.ProcessGroup | None) -> T:
+    """Run something on every rank, and let all of them fail if one does: the others would wait for it.
+
+    Raises:
+        RuntimeError: What one rank raised.
+    """
+    result, error = None, None
+    try:
+        result = action()
+    except RuntimeError as err:
+        error = str(err)
+    errors = [error]
+    if group is not None:
+        errors = [None] * group.size()
+        dist.all_gather_object(errors, error, group=group)
+    for message in errors:
+        if message is not None:
+            raise RuntimeError(message)
+    return cast(T, result)
+
+
+def _saved(path: Path) -> dict[str, dict[str, tuple[torch.Size, torch.dtype]]]:
+    """Return size and type of every tensor in a folder, by part and name."""
+    found: dict[str, dict[str, Any]] = {MODEL: {}, FUSED: {}, TABLE_OPTIMIZERS: {}}
+    for name, metadata in FileSystemReader(path).read_metadata().state_dict_metadata.items():
+        part, _, key = name.partition(".")
+        if part not in found:
+            continue
+        if isinstance(metadata, TensorStorageMetadata):
+            found[part][key] = metadata.size, metadata.properties.dtype
+        elif part == MODEL:
+            found[part][key] = None  # an object of the module's get_extra_state
+    return found
+
+
+def _load_rest(path: Path, weights_only: bool | None) -> dict[str, Any]:
+    try:
+        rest: dict[str, Any] = torch.load(path / METADATA_NAME, map_location="cpu", weights_only=weights_only)
+    except pickle.UnpicklingError as err:
+        raise RuntimeError(explain_weights_only(path, err)) from err
+    return rest
+
+
+def explain_weights_only(path: Path, err: Exception) -> str:
+    """Say how a checkpoint with objects other than tensors is loaded."""
+    return (
+        f"{path} holds objects that are not loaded unless you trust it: {str(err).splitlines()[0]} "
+        "Lightning 2.6 does not pass the weights_only of trainer.fit() and the like on to a strategy that loads after "
+        "sharding: allow the classes with torch.serialization.add_safe_globals([...]), or set "
+        "TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD=1 in the environment."
+    )
+
+
+def _check_same_model(path: Path, weights: Mapping[str, Piece], saved: Mapping[str, Any], strict: bool) -> None:
+    missing, unexpected = _some(weights.keys() - saved.keys()), _some(saved.keys() - weights.keys())
+    if strict and (missing or unexpected):
+        raise RuntimeError(
+            f"could not load {path} into this model. Was it saved from other tables?"
+            f"{f' Missing there: {missing}.' if missing else ''}"
+            f"{f' Not in this model: {unexpected}.' if unexpected else ''}"
+        )
+    _check_shapes(path, {key: value for key, value in weights.items() if key in saved}, saved)
+
+
+def _check_shapes(path: Path, pieces: Mapping[str, Piece], saved: Mapping[str, Any]) -> None:
+    sizes = {key: (tuple(saved[key][0]), tuple(piece.size())) for key, piece in pieces.items()}
+    other = {key: pair for key, pair in sizes.items() if pair[0] != pair[1]}
+    if other:
+        listed = "; ".join(f"{key}: {there} there, {here} here" for key, (there, here) in other.items())
+        raise RuntimeError(f"could not load {path} into this model. Was it saved from other tables? {listed}.")
+
+
+def _some(names: Iterable[str], limit: int = 5) -> str:
+    names = sorted(names)
+    return ", ".join(names[:limit]) + (f" and {len(names) - limit} more" if len(names) > limit else "")

@@ -9,6 +9,7 @@ from __future__ import annotations
 import warnings
 from collections import OrderedDict
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any, cast
 
 from lightning.pytorch import LightningModule, Trainer
@@ -79,6 +80,7 @@ class LookaheadFetcher(_DataLoaderIterDataFetcher):
         self._make_executor = make_executor
         self.executor: Executor | None = None
         self._peeked = False
+        self._iterated = False
         self._num_allowed: float = 0
         self.num_batches: float = float("inf")
         self._states_after: dict[int, Any] = {}
@@ -133,6 +135,7 @@ class LookaheadFetcher(_DataLoaderIterDataFetcher):
     @override
     def __iter__(self) -> LookaheadFetcher:
         self._drop()
+        self._iterated = True
         iter(self.inner)
         self._states_after.clear()
         self._state_fetched = self._loader_states()
@@ -180,14 +183,27 @@ class LookaheadFetcher(_DataLoaderIterDataFetcher):
     def fetch(self) -> tuple[Any, int, int] | None:
         """Fetch one batch and stage it: Lightning's batch-transfer hooks run here, once per batch."""
         assert self.executor is not None
-        if self.exhausted or self.executor.num_fetched >= self._num_allowed:
+        if self.executor.num_fetched >= self._num_allowed:
             return None
-        try:
-            batch, batch_idx, dataloader_idx = next(self.inner)
-        except StopIteration:
+        fetched = self._next_of_inner()
+        if fetched is None:
             return None
+        batch, batch_idx, dataloader_idx = fetched
         self._note_state(self.executor.num_fetched)
         return self._stage(batch, dataloader_idx), batch_idx, dataloader_idx
+
+    def _next_of_inner(self) -> tuple[Any, int, int] | None:
+        for _ in range(2):
+            if not self.exhausted:
+                with suppress(StopIteration):
+                    return next(self.inner)
+            if self.inner.fetched > 0 or self._iterated or not self._state_fetched:
+                break
+            # Resumed behind an epoch's last batch: the loader's iterator goes on there, and so is at its end. Lightning
+            # has begun the next epoch, for which it takes a new iterator only where it has not resumed.
+            self._iterated = True
+            iter(self.inner)
+        return None
 
     @property
     def trained_state(self) -> Any:
@@ -319,6 +335,17 @@ class _FitLoopMixin(_FitLoop):
 
 
 class _EpochLoopMixin(_TrainingEpochLoop):
+    @override
+    def reset(self) -> None:
+        # The stock loop sees by the length that a checkpoint is of an epoch's last batch. Not all loaders have one.
+        begins_anew = self.restarted_on_train_batch_end and self.batch_progress.is_last_batch
+        super().reset()
+        if begins_anew and self.batch_progress.current.ready > 0:
+            self.batch_progress.reset_on_run()
+            self.scheduler_progress.reset_on_run()
+            self.automatic_optimization.optim_progress.reset_on_run()
+            self.val_loop.batch_progress.total.reset()
+
     @override
     def advance(self, data_fetcher: _DataFetcher) -> None:
         if isinstance(data_fetcher, LookaheadFetcher):

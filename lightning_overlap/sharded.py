@@ -32,6 +32,7 @@ from .versions import check_names
 PRIVATE_NAMES: Mapping[str, tuple[str, ...]] = {
     "ShardedEmbeddingBagCollection": ("_input_dists", "_lookups", "_output_dists", "_sharding_types"),
     "ShardedEmbeddingCollection": ("_input_dists", "_lookups", "_output_dists", "_sharding_type_to_sharding"),
+    "EmbeddingFusedOptimizer": ("_emb_module",),
     "FusedKJTListSplitsAwaitable": ("_splits_awaitable",),
     "KJTAllToAll": ("_splits", "_stagger"),
     "SparseFeaturesDist": ("_dist",),
@@ -180,6 +181,12 @@ def tbes(module: Any) -> list[SplitTableBatchedEmbeddingBagsCodegen]:
 def _tbes_of(lookups: Iterable[nn.Module]) -> list[SplitTableBatchedEmbeddingBagsCodegen]:
     parts = [part for lookup in lookups for part in lookup.modules()]
     return [part for part in parts if isinstance(part, SplitTableBatchedEmbeddingBagsCodegen)]
+
+
+def kernel_of(fused_optimizer: Any) -> SplitTableBatchedEmbeddingBagsCodegen | None:
+    """The table-batched kernel whose state a fused optimizer shows; None for kernels of other kinds."""
+    kernel = getattr(fused_optimizer, "_emb_module", None)
+    return kernel if isinstance(kernel, SplitTableBatchedEmbeddingBagsCodegen) else None
 
 
 def lookup_counts(module: Any) -> list[int]:

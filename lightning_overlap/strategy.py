@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 from lightning.pytorch import LightningDataModule, LightningModule, Trainer
 from lightning.pytorch.callbacks import GradientAccumulationScheduler
+from lightning.pytorch.plugins.io import TorchCheckpointIO
 from lightning.pytorch.strategies import DDPStrategy, StrategyRegistry
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning_utilities.core.apply_func import apply_to_collection
@@ -25,7 +26,20 @@ from typing_extensions import override
 
 from . import evaluation, loop, signals
 from .agreement import GroupAgreement, default_store
-from .checkpoint import check_can_save, is_folder, load_folder, load_whole, save_folder, whole
+from .checkpoint import (
+    FULL,
+    SHARDED,
+    FolderSaver,
+    check_folder_path,
+    check_format,
+    find,
+    gather_loader_states,
+    is_folder,
+    load_folder,
+    take_loader_state,
+)
+from .checkpoint_dense import by_name, load_by_name, put_table_states, say_what_moved
+from .checkpoint_full import gather_checkpoint, load_file, load_fused, table_states, write_file
 from .executor import Executor, Observer
 from .modes import resolve_schedule, resolve_stream
 from .optim import rate_setter
@@ -63,11 +77,16 @@ class OverlapEmbeddingStrategy(DDPStrategy):
         fused_optimizer: `(class, kwargs)` or `functools.partial(class, **kwargs)`, applied in backward to the
             tables that have no optimizer applied in backward yet.
         observer: Called with ("issue" | "wait", stage, batch) for every stage issued and every result waited for.
+        checkpoint_format: `sharded` (a folder, every rank writes its shards), `full` (one file, gathered on the host
+            of rank 0, for the unsharded module too), or None: sharded above one rank or with `async_checkpoint`.
+            Either loads whatever the format, the number of ranks and the sharding plan of the run.
+        async_checkpoint: Write folders beside training, from a copy of this rank's shards on the host. The next save
+            and the end of `fit` wait for the one under way, and raise its error.
         **kwargs: What `DDPStrategy` takes.
 
     Raises:
-        ValueError: Unknown mode or stream (the nearest names are listed), a Schedule that cannot run, or a
-            `start_method` other than "popen".
+        ValueError: Unknown mode, stream or checkpoint format (the nearest names are listed), a Schedule that cannot
+            run, `async_checkpoint` with `checkpoint_format="full"`, or a `start_method` other than "popen".
         TypeError: An argument of the wrong type.
     """
 
@@ -79,16 +98,21 @@ class OverlapEmbeddingStrategy(DDPStrategy):
         fused_optimizer: FusedOptimizer | None = None,
         *,
         observer: Observer | None = None,
+        checkpoint_format: str | None = None,
+        async_checkpoint: bool = False,
         **kwargs: Any,
     ) -> None:
         self.schedule = resolve_schedule(pipeline)
         self.stream = stream
         self._lookup_stream = resolve_stream(stream)
         check_fused_optimizer(fused_optimizer)
+        check_format(checkpoint_format, async_checkpoint)
         _check_start_method(kwargs.get("start_method", "popen"))
         super().__init__(**kwargs)
         self.sharding = sharding
         self.fused_optimizer = fused_optimizer
+        self.checkpoint_format = checkpoint_format
+        self.async_checkpoint = async_checkpoint
         self._observer = observer
         self._streams: Streams | None = None
         self._sparse: SparsePipeline | None = None
@@ -98,6 +122,8 @@ class OverlapEmbeddingStrategy(DDPStrategy):
         self._table_group: dist.ProcessGroup | None = None
         self._lookahead_group: dist.ProcessGroup | None = None
         self._agreement: GroupAgreement | None = None
+        self._checkpoint_group: dist.ProcessGroup | None = None
+        self._folder_saver = FolderSaver(None)
         self._group_timeout = kwargs.get("timeout", default_pg_timeout)
         self._trainer: Trainer | None = None
 
@@ -204,6 +230,9 @@ class OverlapEmbeddingStrategy(DDPStrategy):
         self._table_group = dist.new_group(backend=backend, timeout=self._group_timeout)
         self._lookahead_group = dist.new_group(backend=backend, timeout=self._group_timeout)
         self._agreement = GroupAgreement(dist.new_group(backend="gloo", timeout=self._group_timeout))
+        # A save may run in a thread beside training, which no other collective must get in between.
+        self._checkpoint_group = dist.new_group(backend="gloo", timeout=self._group_timeout)
+        self._folder_saver = FolderSaver(self._checkpoint_group)
 
     def _make_pipeline(self, schedule: Schedule, step: str) -> SparsePipeline:
         assert self.lightning_module is not None
@@ -376,6 +405,12 @@ class OverlapEmbeddingStrategy(DDPStrategy):
         return self.model is not None and has_tables(self.model)
 
     @override
+    def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
+        state = super().optimizer_state(optimizer)
+        module = self.lightning_module
+        return state if module is None or not sharded_modules(module) else by_name(optimizer, state, module)
+
+    @override
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
         module = self.lightning_module
         if module is None or not sharded_modules(module):
@@ -383,28 +418,71 @@ class OverlapEmbeddingStrategy(DDPStrategy):
             return
         if self._executor is not None:
             self._executor.wait_for_lookups()
-        if self.world_size == 1:
-            super().save_checkpoint(whole(checkpoint, module), filepath, storage_options)
+        filepath = self.broadcast(filepath)
+        gather_loader_states(checkpoint, self._checkpoint_group)
+        if self._saved_format == FULL:
+            content = gather_checkpoint(checkpoint, module, self._checkpoint_group)
+            if _is_plain_file(filepath, storage_options, self.checkpoint_io):
+                write_file(content, Path(filepath), self._checkpoint_group)
+            else:
+                super().save_checkpoint(content or {}, filepath, storage_options)
             return
-        check_can_save(filepath, storage_options, module, self.optimizers)
-        path = Path(self.broadcast(filepath))
-        save_folder(checkpoint, path, module, is_rank_zero=self.is_global_zero, broadcast=self.broadcast)
+        check_folder_path(filepath, storage_options)
+        asynchronous = self.async_checkpoint and self._trainer is not None  # after fit, nobody would wait for it
+        self._folder_saver.save(checkpoint, Path(filepath), module, asynchronous=asynchronous)
+
+    @property
+    def _saved_format(self) -> str:
+        if self.checkpoint_format is not None:
+            return self.checkpoint_format
+        return SHARDED if self.world_size > 1 or self.async_checkpoint else FULL
+
+    @override
+    def remove_checkpoint(self, filepath: Any) -> None:
+        # Not before the one that takes its place is whole.
+        self._folder_saver.when_whole(partial(super().remove_checkpoint, filepath))
 
     @override
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
-        path = Path(self.broadcast(checkpoint_path))
+        self._folder_saver.wait()
+        checkpoint_path = self.broadcast(checkpoint_path)
+        if not (_is_plain_file(checkpoint_path, None, self.checkpoint_io) or is_folder(Path(checkpoint_path))):
+            # Lightning 2.5 has no such argument.
+            return super().load_checkpoint(checkpoint_path, *([] if weights_only is None else [weights_only]))
+        path = find(Path(checkpoint_path))
         if not is_folder(path):
-            given = {} if weights_only is None else {"weights_only": weights_only}  # Lightning 2.5 has no such argument
-            return super().load_checkpoint(checkpoint_path, **given)
-        assert self.lightning_module is not None
-        strict = self.lightning_module.strict_loading
-        return load_folder(path, self.lightning_module, weights_only=bool(weights_only), strict=strict)
+            return take_loader_state(load_file(path, weights_only=weights_only), self._checkpoint_group)
+        module = self.lightning_module
+        assert module is not None
+        checkpoint = load_folder(
+            path,
+            module,
+            self._checkpoint_group,
+            weights_only=weights_only,
+            strict=module.strict_loading,
+            with_optimizers=self._is_fitting(),
+        )
+        return take_loader_state(checkpoint, self._checkpoint_group)
 
     @override
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
         super().load_model_state_dict(checkpoint, strict)
         assert self.lightning_module is not None
-        load_whole(checkpoint, self.lightning_module)
+        if self._is_fitting() and sharded_modules(self.lightning_module):
+            load_fused(checkpoint, self.lightning_module, self._checkpoint_group)
+
+    @override
+    def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
+        module = self.lightning_module
+        assert module is not None
+        states = checkpoint["optimizer_states"]
+        put_table_states(table_states(checkpoint, module), states)
+        moved = [load_by_name(*pair, module) for pair in zip(self.optimizers, states, strict=False)]
+        if self.is_global_zero:
+            say_what_moved({table for tables in moved for table in tables})
+
+    def _is_fitting(self) -> bool:
+        return self.lightning_module is not None and self.lightning_module.trainer.state.fn == TrainerFn.FITTING
 
     # -- the end ------------------------------------------------------------------------------------------------
 
@@ -414,11 +492,16 @@ class OverlapEmbeddingStrategy(DDPStrategy):
         if self._executor is not None:
             self._executor.drain()
             self._executor.wait_for_lookups()
+        self._folder_saver.wait()
 
     @override
     def on_exception(self, exception: BaseException) -> None:
         super().on_exception(exception)
         self._stop_pipeline()
+        try:
+            self._folder_saver.wait()
+        except OSError as err:
+            exception.add_note(f"And the checkpoint that was being written beside training failed: {err}")
 
     @override
     def teardown(self) -> None:
@@ -471,6 +554,11 @@ def _check_start_method(start_method: str) -> None:
             f"start_method={start_method!r}: a process made by {start_method} cannot give its shard of the tables "
             "back to the parent. Run the script itself (start_method='popen', the default) or torchrun."
         )
+
+
+def _is_plain_file(path: Any, storage_options: Any, checkpoint_io: Any) -> bool:
+    """Whether a file is written and read here: local, and no plugin of the user's has a say."""
+    return "://" not in str(path) and storage_options is None and type(checkpoint_io) is TorchCheckpointIO
 
 
 def _moves_batches(module: LightningModule) -> bool:

@@ -3,7 +3,8 @@
 Use: `.venv/bin/python requirements/check_lock.py requirements/cpu.lock requirements/dev.lock`
 
 Two things are checked: each locked version is the installed one, and each requirement of each locked package is met by
-a locked package. One exception is known: torchrec asks for fbgemm-gpu, and in a CPU install fbgemm-gpu-cpu stands in.
+a locked package. Two exceptions are known: torchrec asks for fbgemm-gpu, and in a CPU install fbgemm-gpu-cpu stands in;
+torchdata asks for what it downloads with, which is not used.
 """
 
 import sys
@@ -14,6 +15,7 @@ from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
 STANDS_FOR = {"fbgemm-gpu": "fbgemm-gpu-cpu"}
+NOT_USED = {"torchdata": {"requests", "urllib3"}}  # for downloads; StatefulDataLoader does without
 
 
 def read_lock(path: Path) -> dict[str, Requirement]:
@@ -46,6 +48,8 @@ def unmet(distribution: metadata.Distribution, extras: set[str], locked: dict[st
         if needed.marker and not any(needed.marker.evaluate({"extra": extra}) for extra in ("", *extras)):
             continue
         name = canonicalize_name(needed.name)
+        if name in NOT_USED.get(distribution.name, ()):
+            continue
         name = name if name in locked else STANDS_FOR.get(name, name)
         if name not in locked:
             if not name.startswith(("nvidia-", "cuda-", "triton")):  # a CUDA torch brings these itself

@@ -21,8 +21,18 @@ ROOMS = ("plan", "run", "sparse", "plugin", "apps")
 FILES = {
     "plan": ("versions", "stages", "schedule", "modes"),
     "run": ("agreement", "streams", "structure", "inflight", "executor", "syncs", "timeline", "testing"),
-    "sparse": ("sharded", "sparse", "sharding", "optim", "stash"),
-    "plugin": ("strategy", "loop", "evaluation", "signals", "checkpoint", "callbacks", "refusals"),
+    "sparse": ("sharded", "sparse", "sharding", "optim", "table_state", "stash"),
+    "plugin": (
+        "strategy",
+        "loop",
+        "evaluation",
+        "signals",
+        "checkpoint",
+        "checkpoint_full",
+        "checkpoint_dense",
+        "callbacks",
+        "refusals",
+    ),
     "apps": ("data", "models", "train", "launch", "rank", "recipe", "report", "benchmark", "conf", "choices"),
 }
 LEAVES_ALONE = {
@@ -133,7 +143,12 @@ LISTED = {
 STANDARD_LIBRARY = {"_fields", "_exit"}
 """Documented, though they start with an underscore."""
 
-TORCH_PRIVATE = {"_get_default_store", "_apply_optimizer_in_backward", "_set_params_and_buffers_to_ignore_for_model"}
+TORCH_PRIVATE = {
+    "_apply_optimizer_in_backward",
+    "_get_default_store",
+    "_init_from_local_shards_and_global_metadata",
+    "_set_params_and_buffers_to_ignore_for_model",
+}
 """PyTorch's own; TorchRec and Lightning use them too."""
 
 
@@ -192,6 +207,7 @@ def _has(owner: object, name: str) -> bool:
 
 
 TORCHREC = {
+    "EmbeddingFusedOptimizer": "torchrec.distributed.batched_embedding_kernel",
     "ShardedEmbeddingBagCollection": "torchrec.distributed.embeddingbag",
     "ShardedEmbeddingCollection": "torchrec.distributed.embedding",
     "FusedKJTListSplitsAwaitable": "torchrec.distributed.embedding_sharding",

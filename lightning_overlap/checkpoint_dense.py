@@ -1,0 +1,200 @@
+"""State of the optimizers of `configure_optimizers`, by parameter name.
+
+By position, as `torch.optim` numbers parameters, the state would go to the wrong one: which tables an optimizer owns,
+and in which order, depends on the sharding plan and on the rank.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torchrec.distributed.types import ShardedTensor
+from torchrec.optim.keyed import CombinedOptimizer, KeyedOptimizer
+
+from .table_state import Piece, dense_kernel_tables, empty_like, local_parts, split_like, table_weights
+
+State = dict[str, Any]
+
+
+def by_name(optimizer: torch.optim.Optimizer, state: Mapping[str, Any], model: nn.Module) -> State:
+    """Return an optimizer's state with parameter names in the place of positions.
+
+    Parts of TorchRec optimizers that belong to fused tables are left out: they are saved as fused state.
+
+    Args:
+        optimizer: The optimizer; TorchRec's keyed and combined ones too.
+        state: Its `state_dict()`; empty where another rank has it.
+        model: The module with the parameters' names.
+    """
+    names = _Names(model)
+    if isinstance(optimizer, KeyedOptimizer):
+        return _keyed_by_name(optimizer, names)
+    if "param_groups" not in state:
+        return dict(state)
+    position_of: dict[int, str | None] = {}
+    groups = []
+    for index, (group, saved) in enumerate(zip(optimizer.param_groups, state["param_groups"], strict=True)):
+        named = names.of(group["params"], index)
+        position_of.update(zip(saved["params"], named, strict=True))
+        groups.append({**saved, "params": [name for name in named if name is not None]})
+    states = {position_of[key]: value for key, value in state["state"].items() if position_of.get(key) is not None}
+    return {**state, "state": states, "param_groups": groups}
+
+
+def load_by_name(optimizer: torch.optim.Optimizer, saved: Mapping[str, Any], model: nn.Module) -> list[str]:
+    """Give an optimizer the state of `by_name`, and the state of `torch.optim` as it is.
+
+    Returns:
+        The tables that it owns and has no saved state for, or the other way around.
+
+    Raises:
+        RuntimeError: The optimizer has other parameters than the saved one, tables apart.
+    """
+    if not _is_by_name(saved):
+        optimizer.load_state_dict(dict(saved))
+        return []
+    names = _Names(model)
+    keyed = isinstance(optimizer, KeyedOptimizer)
+    members = _members(optimizer) if keyed else [optimizer]
+    groups = [group for member in members for group in member.param_groups]
+    groups = [group for group in groups if not (keyed and _is_fused(group))]
+    if len(groups) != len(saved["param_groups"]):
+        raise RuntimeError(
+            f"{type(optimizer).__name__} was saved with {len(saved['param_groups'])} parameter groups, it has "
+            f"{len(groups)} now: load with the configure_optimizers that the checkpoint was saved with."
+        )
+    named = [names.of(group["params"], index) for index, group in enumerate(groups)]
+    moved = _compare(optimizer, named, saved, table_weights(model))
+    if keyed:
+        for group, group_names, saved_group in zip(groups, named, saved["param_groups"], strict=True):
+            group.update({key: value for key, value in saved_group.items() if key != "params"})
+            for parameter, name in zip(group["params"], group_names, strict=True):
+                if name in saved["state"]:
+                    _member_of(group, members).state[parameter] = _moved(saved["state"][name], parameter)
+        return moved
+    states: dict[int, Any] = {}
+    new_groups: list[dict[str, Any]] = []
+    for group_names, saved_group in zip(named, saved["param_groups"], strict=True):
+        first = sum(len(group["params"]) for group in new_groups)
+        positions = list(range(first, first + len(group_names)))
+        new_groups.append({**saved_group, "params": positions})
+        at = zip(positions, group_names, strict=True)
+        states.update({position: saved["state"][name] for position, name in at if name in saved["state"]})
+    optimizer.load_state_dict({**saved, "state": states, "param_groups": new_groups})
+    return moved
+
+
+def say_what_moved(tables: set[str]) -> None:
+    """Warn of tables whose optimizer state starts anew, or has nowhere to go."""
+    if tables:
+        warnings.warn(
+            f"{', '.join(sorted(tables))}: trained by the dense optimizer now and not when the checkpoint was "
+            "saved, or the other way around; its state of these tables starts anew, or is not used.",
+            UserWarning,
+            stacklevel=2,
+        )
+
+
+def take_table_states(states: list[State], model: nn.Module) -> dict[str, Piece]:
+    """Take the state of tables that are sharded with a dense kernel out of `by_name` states, as pieces."""
+    weights = dense_kernel_tables(model)
+    pieces: dict[str, Piece] = {}
+    for index, state in enumerate(states):
+        for name in [name for name in state.get("state", {}) if name in weights]:
+            for kind, value in state["state"].pop(name).items():
+                key = f"{index}/{name}/{kind}"
+                if not isinstance(value, Tensor):
+                    value = torch.tensor(value)
+                pieces[key] = value if value.dim() == 0 else split_like(weights[name], value)
+    return pieces
+
+
+def empty_table_states(saved: Mapping[str, tuple[torch.Size, torch.dtype]], model: nn.Module) -> dict[str, Piece]:
+    """Return pieces to load saved state of dense-kernel tables into, for the tables that this rank has a part of."""
+    weights = {name: weight for name, weight in dense_kernel_tables(model).items() if weight.local_shards()}
+    pieces: dict[str, Piece] = {}
+    for key, (size, dtype) in saved.items():
+        weight = weights.get(key.split("/")[1])
+        if weight is not None:
+            pieces[key] = torch.zeros(size, dtype=dtype) if len(size) == 0 else empty_like(weight, dtype)
+    return pieces
+
+
+def put_table_states(pieces: Mapping[str, Piece], states: list[State]) -> None:
+    """Put loaded pieces back into `by_name` states."""
+    for key, piece in pieces.items():
+        index, name, kind = key.split("/")
+        parts = [part for _, part in local_parts(piece)]
+        value = torch.cat(parts) if isinstance(piece, ShardedTensor) else parts[0]
+        states[int(index)]["state"].setdefault(name, {})[kind] = value
+
+
+class _Names:
+    """Names of a module's parameters, by identity."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._names = {id(parameter): name for name, parameter in model.named_parameters()}
+
+    def of(self, parameters: Iterable[Any], group: int) -> list[str | None]:
+        """Return a name for each parameter: None for fused tables, a position for those that the model has not."""
+        return [
+            None if isinstance(parameter, ShardedTensor) else self._names.get(id(parameter), f"{group}:{position}")
+            for position, parameter in enumerate(parameters)
+        ]
+
+
+def _keyed_by_name(optimizer: KeyedOptimizer, names: _Names) -> State:
+    state: dict[str, Any] = {}
+    groups: list[dict[str, Any]] = []
+    for member in _members(optimizer):
+        for group in member.param_groups:
+            named = names.of(group["params"], len(groups))
+            if _is_fused(group):
+                continue
+            groups.append({**group, "params": [name for name in named if name is not None]})
+            for parameter, name in zip(group["params"], named, strict=True):
+                if name is not None and member.state.get(parameter):
+                    state[name] = dict(member.state[parameter])
+    return {"state": state, "param_groups": groups}
+
+
+def _members(optimizer: KeyedOptimizer) -> list[KeyedOptimizer]:
+    if not isinstance(optimizer, CombinedOptimizer):
+        return [optimizer]
+    return [leaf for _, member in optimizer.optimizers for leaf in _members(member)]
+
+
+def _member_of(group: Mapping[str, Any], members: list[KeyedOptimizer]) -> KeyedOptimizer:
+    return next(member for member in members if any(group is other for other in member.param_groups))
+
+
+def _moved(state: Mapping[str, Any], parameter: Tensor) -> State:
+    return {
+        kind: value.to(parameter.device) if isinstance(value, Tensor) and value.dim() else value
+        for kind, value in state.items()
+    }
+
+
+def _is_fused(group: Mapping[str, Any]) -> bool:
+    return all(isinstance(parameter, ShardedTensor) for parameter in group["params"])
+
+
+def _is_by_name(saved: Mapping[str, Any]) -> bool:
+    groups = saved.get("param_groups", [])
+    return all(isinstance(name, str) for group in groups for name in group["params"])
+
+
+def _compare(optimizer: Any, named: list[list[str | None]], saved: Mapping[str, Any], tables: set[str]) -> list[str]:
+    mine = {name for group in named for name in group if name is not None}
+    theirs = {name for group in saved["param_groups"] for name in group["params"]}
+    other = (mine ^ theirs) - tables
+    if other:
+        raise RuntimeError(
+            f"{type(optimizer).__name__} has other parameters than the one that was saved: {sorted(other)[:5]}. Load "
+            "with the module and the configure_optimizers that the checkpoint was saved with."
+        )
+    return sorted(mine ^ theirs)
