@@ -16,7 +16,7 @@ from torchrec.distributed.embedding_sharding import FusedKJTListSplitsAwaitable
 from torchrec.distributed.types import LazyAwaitable, LazyGetItemMixin, ShardedModule
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
-from .agreement import Counters
+from .agreement import Store
 from .executor import Observer
 from .inflight import InFlightBatch
 from .sharded import (
@@ -98,7 +98,7 @@ class SparsePipeline:
         *,
         observer: Observer | None = None,
         rank: int = 0,
-        store: Counters | None = None,
+        store: Store | None = None,
     ) -> None:
         self._stand_ins = {name: _StandIn(self, name, module) for name, module in modules.items()}
         self._group = group

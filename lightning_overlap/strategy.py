@@ -22,7 +22,7 @@ from torchrec.streamable import Pipelineable
 from typing_extensions import override
 
 from . import loop
-from .agreement import GroupAgreement, default_store
+from .agreement import FirstCause, GroupAgreement, default_store
 from .checkpoint import check_can_save, is_folder, load_folder, load_whole, save_folder, whole
 from .executor import Executor, Observer
 from .modes import resolve_schedule, resolve_stream
@@ -92,6 +92,7 @@ class OverlapEmbeddingStrategy(DDPStrategy):
         self._table_group: dist.ProcessGroup | None = None
         self._lookahead_group: dist.ProcessGroup | None = None
         self._agreement: GroupAgreement | None = None
+        self._first_cause: FirstCause | None = None
         self._group_timeout = kwargs.get("timeout", default_pg_timeout)
         self._trainer: Trainer | None = None
 
@@ -105,6 +106,8 @@ class OverlapEmbeddingStrategy(DDPStrategy):
         fitting = trainer.state.fn == TrainerFn.FITTING
         if overlaps:
             self._join_groups()
+            store = default_store()
+            self._first_cause = FirstCause(store, self.global_rank) if store is not None else None
         if overlaps and fitting:
             # Before super().setup(): configure_optimizers may ask for the number of steps, which sets up the data.
             self._trainer = trainer
@@ -321,6 +324,11 @@ class OverlapEmbeddingStrategy(DDPStrategy):
     @override
     def on_exception(self, exception: BaseException) -> None:
         super().on_exception(exception)
+        place = "outside of training" if self._executor is None else self._executor.place
+        if self._executor is not None:
+            exception.add_note(f"rank {self.global_rank} was {place}")
+        if self._first_cause is not None:
+            self._first_cause.note(exception, place)
         self._stop_pipeline()
 
     @override
