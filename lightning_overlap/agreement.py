@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import json
+import time
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
@@ -123,4 +124,17 @@ class FirstCause:
             word = json.dumps([self._rank, mine, place])
             rank, first, where = json.loads(self._store.compare_set(self._key, "", word))
             if rank != self._rank and first != mine:
-                error.add_note(f"rank {rank} failed first, {where}: {first}")
+                error.add_note(f"rank {rank} had failed {where}: {first}")
+
+    def all_failed(self, num_ranks: int, timeout_s: float) -> bool:
+        """Whether all ranks come here within a time: then they failed together, and may save together. Never raises."""
+        deadline = time.monotonic() + timeout_s
+        with contextlib.suppress(Exception):
+            num_here = self._store.add(f"{self._key}/here", 1)
+            while num_here < num_ranks and time.monotonic() < deadline:
+                time.sleep(0.01)
+                num_here = self._store.add(f"{self._key}/here", 0)
+            if num_here >= num_ranks:
+                return True
+            self._store.add(f"{self._key}/here", -1)  # who comes later is not to count on this rank
+        return False

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import sys
 import warnings
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -42,6 +43,9 @@ from .stages import Stage, StreamName
 from .streams import Streams, make_streams
 
 STRATEGY_NAME = "overlap_embedding"
+
+SAVE_TIMEOUT_S = 20
+"""How long a rank that failed waits for the others to fail too, before it saves with them."""
 
 
 class OverlapEmbeddingStrategy(DDPStrategy):
@@ -93,6 +97,7 @@ class OverlapEmbeddingStrategy(DDPStrategy):
         self._lookahead_group: dist.ProcessGroup | None = None
         self._agreement: GroupAgreement | None = None
         self._first_cause: FirstCause | None = None
+        self._all_failed = False
         self._group_timeout = kwargs.get("timeout", default_pg_timeout)
         self._trainer: Trainer | None = None
 
@@ -106,7 +111,7 @@ class OverlapEmbeddingStrategy(DDPStrategy):
         fitting = trainer.state.fn == TrainerFn.FITTING
         if overlaps:
             self._join_groups()
-            store = default_store()
+            store, self._all_failed = default_store(), False
             self._first_cause = FirstCause(store, self.global_rank) if store is not None else None
         if overlaps and fitting:
             # Before super().setup(): configure_optimizers may ask for the number of steps, which sets up the data.
@@ -311,6 +316,32 @@ class OverlapEmbeddingStrategy(DDPStrategy):
         super().load_model_state_dict(checkpoint, strict)
         assert self.lightning_module is not None
         load_whole(checkpoint, self.lightning_module)
+
+    @override
+    def broadcast(self, obj: Any, src: int = 0) -> Any:
+        self._save_together_or_not()
+        return super().broadcast(obj, src)
+
+    def _save_together_or_not(self) -> None:
+        """Let no callback save in `on_exception` unless all ranks do: the others would be waited for, for long.
+
+        Raises:
+            BaseException: This rank's own error: with a note, and in the place of a timeout's.
+        """
+        first = sys.exception()
+        if first is None or self._first_cause is None or self._all_failed or not self._interrupted:
+            return
+        # Those that wait for this rank fail when the group's time is up: that is not together.
+        timeout_s = min(SAVE_TIMEOUT_S, self._group_timeout.total_seconds() / 2)
+        self._all_failed = self._first_cause.all_failed(self.world_size, timeout_s)
+        if not self._all_failed:
+            first.add_note(f"no checkpoint of it was saved: other ranks did not fail too, within {timeout_s:g} s")
+            self.on_exception(first)  # which Lightning calls after the callbacks only
+            raise first
+
+    @property
+    def _interrupted(self) -> bool:
+        return self._trainer is not None and self._trainer.interrupted
 
     # -- the end ------------------------------------------------------------------------------------------------
 
