@@ -10,10 +10,10 @@ from typing import Any, Protocol
 import torch
 
 from .agreement import Agreement, Answer, Flags
-from .inflight import InFlightBatch
+from .inflight import InFlightBatch, abandon
 from .schedule import Schedule, Step
 from .stages import SPARSE_STAGES, TRAINING_STAGES, Stage, StreamName, WeightOwner
-from .streams import Streams
+from .streams import HostStreams, Streams
 
 Observer = Callable[[str, Stage, int], None]
 """Called with ("issue" | "wait", stage, batch) as the executor goes; for tests and timelines."""
@@ -153,6 +153,16 @@ class Executor:
         return self._iteration + 1
 
     @property
+    def place(self) -> str:
+        """Where in the schedule the trainer is, in words."""
+        if self._iteration < 0:
+            return "before the first batch"
+        if self._row == len(self.schedule.steps):
+            return f"after batch {self._iteration}"
+        step = self.schedule.steps[self._row]
+        return f"at {step.stage} of batch {self._iteration + step.offset}"
+
+    @property
     def num_ahead(self) -> int:
         """Batches fetched but not yet handed to the trainer."""
         return sum(index > self._iteration for index in self._in_flight)
@@ -235,6 +245,9 @@ class Executor:
 
     def abandon(self) -> None:
         """Drop everything in flight at once, without a collective: another rank may be gone."""
+        # NCCL's collectives hold no memory that Python owns, and a device's memory has to come back at once.
+        on_host = isinstance(self._streams, HostStreams)
+        abandon([*self._answers.values(), *(self._in_flight.values() if on_host else ())])
         self._reset()
 
     def _fill(self) -> None:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import atexit
+import ctypes
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -29,3 +32,23 @@ class InFlightBatch:
     """State of each pipelined module for this batch, by the module's name; the sparse stages own it."""
     consumed: bool = False
     """Whether its `training_step` has begun."""
+
+
+_abandoned: list[object] = []
+
+
+def abandon(holders: Sequence[object]) -> None:
+    """Let go of what holds collectives that other ranks may never join; the process can end with them under way.
+
+    The thread of a gloo group frees the tensors of its last collectives, for which it takes the interpreter's lock.
+    An interpreter that is ending ends the thread instead, and C++ then aborts the process (SIGABRT in the place of
+    its own exit code). So what was abandoned last stays until the end, and is not freed then either.
+    """
+    if holders:
+        _abandoned[:] = holders
+        atexit.unregister(_never_free)
+        atexit.register(_never_free)
+
+
+def _never_free() -> None:
+    ctypes.pythonapi.Py_IncRef(ctypes.py_object(_abandoned))

@@ -404,8 +404,13 @@ def uninstall(trainer: Trainer) -> None:
     if not isinstance(loop, _FitLoopMixin):
         return
     fetcher = loop._data_fetcher
-    if isinstance(fetcher, LookaheadFetcher) and fetcher.executor is not None:
-        fetcher.executor.abandon()
+    if isinstance(fetcher, LookaheadFetcher):
+        if fetcher.executor is not None:
+            fetcher.executor.abandon()
+    elif fetcher is not None and fetcher.iterator is None:
+        # The loader could not be iterated. Lightning would ask it for its length on the way out and raise once more,
+        # in the place of the loader's own error.
+        loop._data_fetcher = None
     del loop._make_executor
     for live in (loop, loop.epoch_loop):
         take_out(live)

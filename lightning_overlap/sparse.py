@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torchrec.distributed.types import LazyAwaitable, LazyGetItemMixin, ShardedModule
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
-from .agreement import Counters
+from .agreement import Store
 from .executor import Observer
 from .inflight import InFlightBatch
 from .sharded import (
@@ -124,7 +124,7 @@ class SparsePipeline:
         *,
         observer: Observer | None = None,
         rank: int = 0,
-        store: Counters | None = None,
+        store: Store | None = None,
         set_rates: SetRates | None = None,
         step: str = "training_step",
         trains: bool = True,

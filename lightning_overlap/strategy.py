@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import sys
 import warnings
 from collections.abc import Callable, Mapping
 from functools import partial
@@ -25,7 +26,7 @@ from torchrec.streamable import Pipelineable
 from typing_extensions import override
 
 from . import evaluation, loop, signals
-from .agreement import GroupAgreement, default_store
+from .agreement import FirstCause, GroupAgreement, default_store
 from .checkpoint import (
     FULL,
     SHARDED,
@@ -60,6 +61,9 @@ from .stages import Stage, StreamName
 from .streams import Streams, make_streams
 
 STRATEGY_NAME = "overlap_embedding"
+
+SAVE_TIMEOUT_S = 20
+"""How long a rank that failed waits for the others to fail too, before it saves with them."""
 
 
 class OverlapEmbeddingStrategy(DDPStrategy):
@@ -124,6 +128,8 @@ class OverlapEmbeddingStrategy(DDPStrategy):
         self._agreement: GroupAgreement | None = None
         self._checkpoint_group: dist.ProcessGroup | None = None
         self._folder_saver = FolderSaver(None)
+        self._first_cause: FirstCause | None = None
+        self._all_failed = False
         self._group_timeout = kwargs.get("timeout", default_pg_timeout)
         self._trainer: Trainer | None = None
 
@@ -147,7 +153,8 @@ class OverlapEmbeddingStrategy(DDPStrategy):
             if fitting:
                 refuse_callbacks(trainer.callbacks, self.model)  # type: ignore[attr-defined]
             self._join_groups()
-        if overlaps:
+            store, self._all_failed = default_store(), False
+            self._first_cause = FirstCause(store, self.global_rank) if store is not None else None
             self._trainer = trainer
             self._evaluations = evaluation.Evaluations(
                 partial(self._make_pipeline, self.schedule.evaluation), self._make_evaluation_executor
@@ -256,11 +263,6 @@ class OverlapEmbeddingStrategy(DDPStrategy):
     def shortest_epoch(self, num_batches: float) -> float:
         """Return the fewest batches that any rank has in an epoch; `inf` where no loader has a length."""
         return num_batches if self._agreement is None else self._agreement.shortest(num_batches)
-
-    @override
-    def broadcast(self, obj: Any, src: int = 0) -> Any:
-        # `Trainer(max_time=...)` broadcasts for every batch: with NCCL the host would wait for the device each time.
-        return super().broadcast(obj, src) if self._agreement is None else self._agreement.broadcast(obj, src)
 
     def any_rank(self, flag: bool) -> bool:
         """Whether any rank says so; all of them wait for each other."""
@@ -484,6 +486,33 @@ class OverlapEmbeddingStrategy(DDPStrategy):
     def _is_fitting(self) -> bool:
         return self.lightning_module is not None and self.lightning_module.trainer.state.fn == TrainerFn.FITTING
 
+    @override
+    def broadcast(self, obj: Any, src: int = 0) -> Any:
+        self._save_together_or_not()
+        # `Trainer(max_time=...)` broadcasts for every batch: with NCCL the host would wait for the device each time.
+        return super().broadcast(obj, src) if self._agreement is None else self._agreement.broadcast(obj, src)
+
+    def _save_together_or_not(self) -> None:
+        """Let no callback save in `on_exception` unless all ranks do: the others would be waited for, for long.
+
+        Raises:
+            BaseException: This rank's own error: with a note, and in the place of a timeout's.
+        """
+        first = sys.exception()
+        if first is None or self._first_cause is None or self._all_failed or not self._interrupted:
+            return
+        # Those that wait for this rank fail when the group's time is up: that is not together.
+        timeout_s = min(SAVE_TIMEOUT_S, self._group_timeout.total_seconds() / 2)
+        self._all_failed = self._first_cause.all_failed(self.world_size, timeout_s)
+        if not self._all_failed:
+            first.add_note(f"no checkpoint of it was saved: other ranks did not fail too, within {timeout_s:g} s")
+            self.on_exception(first)  # which Lightning calls after the callbacks only
+            raise first
+
+    @property
+    def _interrupted(self) -> bool:
+        return self._trainer is not None and self._trainer.interrupted
+
     # -- the end ------------------------------------------------------------------------------------------------
 
     @override
@@ -497,6 +526,11 @@ class OverlapEmbeddingStrategy(DDPStrategy):
     @override
     def on_exception(self, exception: BaseException) -> None:
         super().on_exception(exception)
+        place = "outside of training" if self._executor is None else self._executor.place
+        if self._executor is not None:
+            exception.add_note(f"rank {self.global_rank} was {place}")
+        if self._first_cause is not None:
+            self._first_cause.note(exception, place)
         self._stop_pipeline()
         try:
             self._folder_saver.wait()

@@ -1,0 +1,160 @@
+"""Runs of two rank processes that meet a fault and end as processes of a user's do: exit codes, logs, checkpoints.
+
+`python -m tests.distributed.fault_runs FOLDER RUN...` forks both ranks of one run after the other from a process that
+has imported everything. A RUN is JSON: the arguments of `run`. Rank r of run n writes to FOLDER/n/log_r.
+"""
+
+from __future__ import annotations
+
+import gc
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+from lightning.pytorch import Callback, Trainer
+from lightning.pytorch.callbacks import ModelCheckpoint, OnExceptionCheckpoint
+from lightning.pytorch.strategies import DDPStrategy
+
+from lightning_overlap import OverlapEmbeddingStrategy
+
+from .cases import ROWWISE_ADAGRAD
+from .checkpoints import StatefulBatches
+from .faults import Fault, Faulty, FaultyCallback, InjectedError
+from .fits import QUIET
+from .ranks import _free_port
+from .reference import collect
+
+NUM_BATCHES = 8
+TIMEOUT_S = 8
+ROOT = Path(__file__).resolve().parents[2]
+
+
+class HangsOnException(Callback):
+    """The rank that fails does not leave, for longer than the others may wait."""
+
+    def on_exception(self, trainer: Trainer, pl_module: Any, exception: BaseException) -> None:
+        if isinstance(exception, InjectedError):
+            time.sleep(2 * TIMEOUT_S)
+
+
+CALLBACKS = {
+    "hangs": lambda folder: HangsOnException(),
+    "on_exception": lambda folder: OnExceptionCheckpoint(folder, "failed"),
+    "save_on_exception": lambda folder: ModelCheckpoint(folder, filename="saved", save_on_exception=True),
+}
+
+
+def run(
+    folder: str,
+    place: str = "nowhere",
+    batch: int = 5,
+    ranks: tuple[int, ...] = (1,),
+    signum: int | None = None,
+    pipeline: str = "fused_sparse_dist",
+    resume: str | None = None,
+    callback: str | None = None,
+) -> None:
+    """Train this rank, saving every second step, and leave what there is at the end in `folder`."""
+    torch.set_num_threads(1)
+    fault = Fault(place, batch, tuple(ranks), signum)
+    model = Faulty(ROWWISE_ADAGRAD, fault)
+    timeout = timedelta(seconds=TIMEOUT_S)
+    strategy = (
+        DDPStrategy(timeout=timeout)
+        if pipeline == "ddp"
+        else OverlapEmbeddingStrategy(pipeline, sharding="table_wise", observer=fault.observe, timeout=timeout)
+    )
+    saver = ModelCheckpoint(folder, filename="{step}", every_n_train_steps=2, save_top_k=-1)
+    callbacks = [FaultyCallback(fault), saver, *([CALLBACKS[callback](folder)] if callback else [])]
+    quiet = {**QUIET, "enable_checkpointing": True, "default_root_dir": folder}
+    trainer = Trainer(accelerator="cpu", devices=2, strategy=strategy, max_epochs=1, callbacks=callbacks, **quiet)
+    trainer.fit(model, datamodule=StatefulBatches(ROWWISE_ADAGRAD, NUM_BATCHES, sized=True), ckpt_path=resume)
+    torch.save(collect(model, trainer.optimizers[0], model.losses), f"{folder}/result_{trainer.global_rank}.pt")
+
+
+@dataclass
+class Ended:
+    """How one rank of a run ended."""
+
+    code: int
+    log: str
+    seconds: float
+
+
+def run_all(folder: Path, *runs: dict[str, Any], timeout_s: float = 100) -> list[list[Ended]]:
+    """Do the runs one after the other in processes of their own; return how each rank of each ended."""
+    command = [sys.executable, "-m", __name__, str(folder), *map(json.dumps, runs)]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=timeout_s, check=False)
+    assert done.returncode == 0, done.stderr
+    ends = json.loads(done.stdout.splitlines()[-1])
+    return [
+        [
+            Ended(code, (folder / str(num) / f"log_{rank}").read_text(), seconds)
+            for rank, (code, seconds) in enumerate(run)
+        ]
+        for num, run in enumerate(ends)
+    ]
+
+
+def main() -> None:
+    folder = Path(sys.argv[1])
+    ends = []
+    gc.collect()
+    gc.freeze()  # an interpreter that ends would copy every page of what it shares with its parent
+    for num, arguments in enumerate(map(json.loads, sys.argv[2:])):
+        place = folder / str(num)
+        place.mkdir()
+        port = _free_port()
+        pids = []
+        for rank in range(2):
+            if (pid := os.fork()) == 0:
+                _become(rank, port, place / f"log_{rank}")
+                run(**{"folder": str(place), **arguments})
+                return  # ends as a script does: the interpreter frees what it has
+            pids.append(pid)
+        ends.append(_wait(pids))
+    print(json.dumps(ends))
+
+
+def _become(rank: int, port: int, log: Path) -> None:
+    file = os.open(log, os.O_CREAT | os.O_WRONLY)
+    os.dup2(file, 1)
+    os.dup2(file, 2)
+    os.environ.update(
+        RANK=str(rank),
+        LOCAL_RANK=str(rank),
+        WORLD_SIZE="2",
+        LOCAL_WORLD_SIZE="2",
+        GROUP_RANK="0",
+        MASTER_ADDR="127.0.0.1",
+        MASTER_PORT=str(port),
+        TORCHELASTIC_RUN_ID="tests",
+    )
+
+
+def _wait(pids: list[int]) -> list[tuple[int, float]]:
+    """Wait for the ranks; return exit codes (negative: the signal) and seconds. One that hangs is killed: SIGALRM."""
+    start = time.monotonic()
+    ends: dict[int, tuple[int, float]] = {}
+    while len(ends) < len(pids):
+        for pid in set(pids) - set(ends):
+            ended, status = os.waitpid(pid, os.WNOHANG)
+            seconds = time.monotonic() - start
+            if ended:
+                ends[pid] = (os.waitstatus_to_exitcode(status), seconds)
+            elif seconds > 6 * TIMEOUT_S:
+                os.kill(pid, signal.SIGALRM)
+        time.sleep(0.02)
+    return [ends[pid] for pid in pids]
+
+
+if __name__ == "__main__":
+    main()
