@@ -304,13 +304,22 @@ class _EpochLoopMixin(_TrainingEpochLoop):
     @override
     def advance(self, data_fetcher: _DataFetcher) -> None:
         if isinstance(data_fetcher, LookaheadFetcher):
-            batch = data_fetcher.peek()
-            assert data_fetcher.executor is not None
-            if data_fetcher.executor.stop_agreed:
-                raise SIGTERMException
-            if batch is None:
-                data_fetcher = _NoneFetcher(data_fetcher)
+            data_fetcher = self._look_at_next(data_fetcher)
         super().advance(data_fetcher)
+
+    def _look_at_next(self, fetcher: LookaheadFetcher) -> _DataFetcher:
+        """Return the fetcher for the batch that comes next."""
+        try:
+            batch = fetcher.peek()
+        except StopIteration:
+            if self.restarting:
+                # Stopped in the validation after an epoch's last batch: the stock loop has that left to run.
+                return fetcher
+            raise
+        assert fetcher.executor is not None
+        if fetcher.executor.stop_agreed:
+            raise SIGTERMException
+        return _NoneFetcher(fetcher) if batch is None else fetcher
 
     @override
     def on_advance_end(self, data_fetcher: _DataFetcher) -> None:
