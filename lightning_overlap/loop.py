@@ -349,15 +349,24 @@ class _EpochLoopMixin(_TrainingEpochLoop):
     @override
     def advance(self, data_fetcher: _DataFetcher) -> None:
         if isinstance(data_fetcher, LookaheadFetcher):
-            batch = data_fetcher.peek()
-            assert data_fetcher.executor is not None
-            if data_fetcher.executor.stop_agreed:
-                signals.leave(self.trainer)
-            if batch is None:
-                data_fetcher = _NoneFetcher(data_fetcher)
+            data_fetcher = self._look_at_next(data_fetcher)
         else:
             _leave_if_agreed(self.trainer)
         super().advance(data_fetcher)
+
+    def _look_at_next(self, fetcher: LookaheadFetcher) -> _DataFetcher:
+        """Return the fetcher for the batch that comes next."""
+        try:
+            batch = fetcher.peek()
+        except StopIteration:
+            if self.restarting:
+                # Stopped in the validation after an epoch's last batch: the stock loop has that left to run.
+                return fetcher
+            raise
+        assert fetcher.executor is not None
+        if fetcher.executor.stop_agreed:
+            signals.leave(self.trainer)
+        return _NoneFetcher(fetcher) if batch is None else fetcher
 
     def _broadcast_sigterm_tensor(self) -> None:
         """Do nothing: the ranks have agreed on it with the batch, without a broadcast and a read per step."""

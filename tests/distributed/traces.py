@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterator
 from typing import Any
 
 import torch
 from lightning.pytorch import LightningDataModule
+from lightning.pytorch.callbacks import OnExceptionCheckpoint
 from lightning.pytorch.strategies import DDPStrategy
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, IterableDataset
@@ -53,6 +55,10 @@ LOADERS: dict[str, Any] = {
     ),
     "none_batches": lambda *args: DataLoader(_WithNone(*args), batch_size=None),
 }
+
+
+class Interrupted(Exception):
+    """Raised in the middle of a validation."""
 
 
 class Data(LightningDataModule):
@@ -110,6 +116,8 @@ class Traced(Model):
 
     def validation_step(self, batch: Batch, batch_idx: int) -> None:
         self._write("validation_step", batch, batch_idx)
+        if self.stop == "validation" and batch_idx == 1:
+            raise Interrupted
         self(batch)
 
     def on_before_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
@@ -122,10 +130,28 @@ class Traced(Model):
 
 def trace(pipeline: str | None, loader: str, stop: str | None, kwargs: dict[str, Any]) -> tuple[list[Any], list[int]]:
     """Fit under a mode (None: DDPStrategy); return the trace and the batches transferred, validation left out."""
+    model = _fit(pipeline, loader, stop, None, **{"num_sanity_val_steps": 1, **kwargs})
+    return model.trace, [index for index in model.transfers if index < 1000]
+
+
+def trace_resumed(pipeline: str | None, folder: str, val_check_interval: float) -> list[Any]:
+    """Fit until an error in a validation, then go on from the checkpoint that it leaves; return the second trace."""
+    kwargs: dict[str, Any] = {
+        "enable_checkpointing": True,
+        "callbacks": [OnExceptionCheckpoint(folder)],
+        "num_sanity_val_steps": 0,
+        "val_check_interval": val_check_interval,
+    }
+    with contextlib.suppress(Interrupted):
+        _fit(pipeline, "sized", "validation", None, **kwargs)
+    return _fit(pipeline, "sized", None, f"{folder}/on_exception.ckpt", **kwargs).trace
+
+
+def _fit(pipeline: str | None, loader: str, stop: str | None, resume: str | None, **kwargs: Any) -> Traced:
     model = Traced(fused_optimizer=pipeline is not None, stop=stop)
     strategy: Any = DDPStrategy()
     if pipeline is not None:
         strategy = OverlapEmbeddingStrategy(pipeline=pipeline, sharding="table_wise")
-    trainer = make_trainer(strategy, **{"num_sanity_val_steps": 1, "max_epochs": 2, **kwargs})
-    trainer.fit(model, datamodule=Data(loader))
-    return model.trace, [index for index in model.transfers if index < 1000]
+    trainer = make_trainer(strategy, **{"max_epochs": 2, **kwargs})
+    trainer.fit(model, datamodule=Data(loader), ckpt_path=resume)
+    return model
