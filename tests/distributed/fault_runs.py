@@ -58,15 +58,17 @@ def run(
     batch: int = 5,
     ranks: tuple[int, ...] = (1,),
     signum: int | None = None,
+    group: bool = False,
     pipeline: str = "fused_sparse_dist",
     resume: str | None = None,
     callback: str | None = None,
+    timeout_s: float = TIMEOUT_S,
 ) -> None:
     """Train this rank, saving every second step, and leave what there is at the end in `folder`."""
     torch.set_num_threads(1)
-    fault = Fault(place, batch, tuple(ranks), signum)
+    fault = Fault(place, batch, tuple(ranks), signum, group)
     model = Faulty(ROWWISE_ADAGRAD, fault)
-    timeout = timedelta(seconds=TIMEOUT_S)
+    timeout = timedelta(seconds=timeout_s)
     strategy = (
         DDPStrategy(timeout=timeout)
         if pipeline == "ddp"
@@ -102,6 +104,14 @@ def run_all(folder: Path, *runs: dict[str, Any], timeout_s: float = 100) -> list
         ]
         for num, run in enumerate(ends)
     ]
+
+
+def start_script(folder: Path, **arguments: Any) -> subprocess.Popen[bytes]:
+    """Start a run as a user does, `python script`: Lightning starts the second rank. Both write to FOLDER/log."""
+    patient = {"folder": str(folder), "timeout_s": 40, **arguments}  # the ranks start one after the other
+    command = [sys.executable, "-m", __name__, "--script", json.dumps(patient)]
+    with (folder / "log").open("wb") as log:
+        return subprocess.Popen(command, cwd=ROOT, stdout=log, stderr=log, start_new_session=True)
 
 
 def main() -> None:
@@ -157,4 +167,8 @@ def _wait(pids: list[int]) -> list[tuple[int, float]]:
 
 
 if __name__ == "__main__":
-    main()
+    if sys.argv[1] == "--script":  # by itself, as a user's script; Lightning starts the second rank
+        os.environ["RANK"] = os.environ.get("LOCAL_RANK", "0")  # for the fault
+        run(**json.loads(sys.argv[2]))
+    else:
+        main()

@@ -49,12 +49,14 @@ class Fault:
         batch: In which batch.
         ranks: On which ranks.
         signum: The signal that the rank gets; None: an error is raised there.
+        group: The whole process group gets the signal, as a terminal sends it.
     """
 
     place: str
     batch: int
     ranks: tuple[int, ...] = (0, 1)
     signum: int | None = None
+    group: bool = False
     happened: bool = False
 
     def reach(self, place: str, batch: int) -> None:
@@ -64,7 +66,7 @@ class Fault:
         self.happened = True
         if self.signum is None:
             raise InjectedError(str(self))
-        os.kill(os.getpid(), self.signum)
+        os.kill(0 if self.group else os.getpid(), self.signum)
 
     def observe(self, kind: str, stage: Any, batch: int) -> None:
         """Be the strategy's observer."""

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
 import re
 import signal
+import time
 from pathlib import Path
 
 import pytest
@@ -13,7 +16,7 @@ from lightning_overlap import MODES
 
 from . import faults, reference
 from .cases import MIXED
-from .fault_runs import TIMEOUT_S, run_all
+from .fault_runs import TIMEOUT_S, run_all, start_script
 from .faults import NUM_BATCHES, Fault
 from .ranks import Ranks
 
@@ -135,3 +138,35 @@ def test_ctrl_c(tmp_path: Path) -> None:
     assert "Detected KeyboardInterrupt" in both[0].log
     assert [end.code for end in one] == [1, 1]
     assert "rank 1 had failed at dense_forward of batch 5: KeyboardInterrupt" in one[0].log
+
+
+def _is_gone(group: int) -> bool:
+    """Whether no process of a group is left, not even a zombie."""
+    deadline = time.monotonic() + 30
+    while time.monotonic() < deadline:
+        try:
+            os.killpg(group, 0)
+        except ProcessLookupError:
+            return True
+        time.sleep(0.1)
+    return False
+
+
+def test_a_fault_under_lightnings_own_launcher(tmp_path: Path) -> None:
+    """Rank 0 started the others and is what the shell waits for: its exit code and its last words count."""
+    script = start_script(tmp_path, place="issue input_splits_dist")
+    assert script.wait(timeout=100) == 1  # not 134
+    log = (tmp_path / "log").read_text()
+    assert "rank 1 had failed at input_splits_dist of batch 5: InjectedError" in log
+    assert _is_gone(script.pid)
+
+
+def test_ctrl_c_twice_in_a_terminal(tmp_path: Path) -> None:
+    script = start_script(tmp_path, place="training_step", signum=signal.SIGINT, group=True)
+    while script.poll() is None and "Detected KeyboardInterrupt" not in (tmp_path / "log").read_text():
+        time.sleep(0.01)
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(script.pid, signal.SIGINT)
+    assert script.wait(timeout=100) == 1  # Lightning's
+    assert "Detected KeyboardInterrupt" in (tmp_path / "log").read_text()
+    assert _is_gone(script.pid)
