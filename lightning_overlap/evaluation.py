@@ -8,12 +8,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 from lightning.pytorch import Trainer
 from lightning.pytorch.loops.evaluation_loop import _EvaluationLoop
 from lightning.pytorch.loops.fetchers import _DataFetcher, _PrefetchDataFetcher
 from lightning.pytorch.loops.prediction_loop import _PredictionLoop
+from lightning.pytorch.strategies import DDPStrategy
 from typing_extensions import override
 
 from . import signals
@@ -106,6 +108,62 @@ def run_step(step: Callable[..., Any], *args: Any) -> Any:
         output = step(*ticket.arguments)
     ticket.executor.reach(Stage.DENSE_FORWARD)
     return output
+
+
+class EvaluatesAhead(DDPStrategy):
+    """The hooks of a strategy around evaluations; without `_evaluations` it is DDPStrategy."""
+
+    _evaluations: Evaluations | None = None
+
+    @override
+    def validation_step(self, *args: Any, **kwargs: Any) -> Any:
+        return run_step(partial(super().validation_step, **kwargs), *args)
+
+    @override
+    def test_step(self, *args: Any, **kwargs: Any) -> Any:
+        return run_step(partial(super().test_step, **kwargs), *args)
+
+    @override
+    def predict_step(self, *args: Any, **kwargs: Any) -> Any:
+        return run_step(partial(super().predict_step, **kwargs), *args)
+
+    @override
+    def on_validation_start(self) -> None:
+        super().on_validation_start()
+        self._begin_evaluation("validation_step")
+
+    @override
+    def on_test_start(self) -> None:
+        super().on_test_start()
+        self._begin_evaluation("test_step")
+
+    @override
+    def on_predict_start(self) -> None:
+        super().on_predict_start()
+        self._begin_evaluation("predict_step")
+
+    @override
+    def on_validation_end(self) -> None:
+        self._end_evaluation()
+        super().on_validation_end()
+
+    @override
+    def on_test_end(self) -> None:
+        self._end_evaluation()
+        super().on_test_end()
+
+    @override
+    def on_predict_end(self) -> None:
+        self._end_evaluation()
+        super().on_predict_end()
+
+    def _begin_evaluation(self, step: str) -> None:
+        if self._evaluations is not None:
+            self._evaluations.begin(step)
+
+    def _end_evaluation(self) -> None:
+        if self._evaluations is not None:
+            self._evaluations.end()
 
 
 class EvaluationFetcher(LookaheadFetcher):

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from lightning.pytorch import LightningDataModule, LightningModule, Trainer
 from lightning.pytorch.callbacks import GradientAccumulationScheduler
 from lightning.pytorch.plugins.io import TorchCheckpointIO
-from lightning.pytorch.strategies import DDPStrategy, StrategyRegistry
+from lightning.pytorch.strategies import StrategyRegistry
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor, nn
@@ -66,7 +66,7 @@ SAVE_TIMEOUT_S = 20
 """How long a rank that failed waits for the others to fail too, before it saves with them."""
 
 
-class OverlapEmbeddingStrategy(DDPStrategy):
+class OverlapEmbeddingStrategy(evaluation.EvaluatesAhead):
     """Trains an unmodified LightningModule with TorchRec tables, the lookup of coming batches overlapped.
 
     The tables are sharded over all ranks; the rest of the module is wrapped in DistributedDataParallel. A module
@@ -120,7 +120,6 @@ class OverlapEmbeddingStrategy(DDPStrategy):
         self._observer = observer
         self._streams: Streams | None = None
         self._sparse: SparsePipeline | None = None
-        self._evaluations: evaluation.Evaluations | None = None
         self._said: set[tuple[str, str | None]] = set()
         self._executor: Executor | None = None
         self._table_group: dist.ProcessGroup | None = None
@@ -295,54 +294,6 @@ class OverlapEmbeddingStrategy(DDPStrategy):
             lookup_context=self.precision_plugin.val_step_context,
             rank=self.global_rank,
         )
-
-    @override
-    def on_validation_start(self) -> None:
-        super().on_validation_start()
-        if self._evaluations is not None:
-            self._evaluations.begin("validation_step")
-
-    @override
-    def on_test_start(self) -> None:
-        super().on_test_start()
-        if self._evaluations is not None:
-            self._evaluations.begin("test_step")
-
-    @override
-    def on_predict_start(self) -> None:
-        super().on_predict_start()
-        if self._evaluations is not None:
-            self._evaluations.begin("predict_step")
-
-    @override
-    def validation_step(self, *args: Any, **kwargs: Any) -> Any:
-        return evaluation.run_step(partial(super().validation_step, **kwargs), *args)
-
-    @override
-    def test_step(self, *args: Any, **kwargs: Any) -> Any:
-        return evaluation.run_step(partial(super().test_step, **kwargs), *args)
-
-    @override
-    def predict_step(self, *args: Any, **kwargs: Any) -> Any:
-        return evaluation.run_step(partial(super().predict_step, **kwargs), *args)
-
-    @override
-    def on_validation_end(self) -> None:
-        if self._evaluations is not None:
-            self._evaluations.end()
-        super().on_validation_end()
-
-    @override
-    def on_test_end(self) -> None:
-        if self._evaluations is not None:
-            self._evaluations.end()
-        super().on_test_end()
-
-    @override
-    def on_predict_end(self) -> None:
-        if self._evaluations is not None:
-            self._evaluations.end()
-        super().on_predict_end()
 
     # -- the step -----------------------------------------------------------------------------------------------
 

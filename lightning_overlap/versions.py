@@ -29,7 +29,8 @@ def check_names(package: str, names: Mapping[str, Iterable[str]], owners: Mappin
     """
     for owner, thing in owners.items():
         for name in names[owner]:
-            if not hasattr(thing, name):
+            # The class first: a property may not have an answer yet.
+            if not (hasattr(type(thing), name) or hasattr(thing, name)):
                 raise ImportError(
                     f"{package} {_installed(package)} lacks {owner}.{name}, which lightning_overlap needs. "
                     f"{what_is_supported()}"
