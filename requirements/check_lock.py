@@ -3,8 +3,8 @@
 Use: `.venv/bin/python requirements/check_lock.py requirements/cpu.lock requirements/dev.lock`
 
 Two things are checked: each locked version is the installed one, and each requirement of each locked package is met by
-a locked package. Two exceptions are known: torchrec asks for fbgemm-gpu, and in a CPU install fbgemm-gpu-cpu stands in; torchdata
-asks for what it downloads with, which is not used.
+a locked package. Two exceptions are known: torchrec asks for fbgemm-gpu, and in a CPU install fbgemm-gpu-cpu stands in;
+torchdata asks for what it downloads with, which is not used.
 """
 
 import sys
