@@ -4,7 +4,8 @@ Lightning's default would pickle rank 0's shards alone, without a word about the
 of ranks and under any sharding plan (`table_state`). It takes its name only when it is whole: until then it is called
 `NAME.unfinished`, and what had the name before stays. Nothing is copied for it but what torch.distributed.checkpoint
 buffers: it writes tensor after tensor, each a file, and copies what is on a device or shares a kernel's memory with
-other tables while it still holds the copy before: two at a time. An asynchronous save holds a copy of this rank's shards on the host.
+other tables while it still holds the copy before: two at a time. An asynchronous save holds a copy of this
+rank's shards on the host.
 """
 
 from __future__ import annotations
