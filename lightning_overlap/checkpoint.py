@@ -3,7 +3,9 @@
 Lightning's default would pickle rank 0's shards alone, without a word about the others. A folder loads on any number
 of ranks and under any sharding plan (`table_state`). It takes its name only when it is whole: until then it is called
 `NAME.unfinished`, and what had the name before stays. Nothing is copied for it but what torch.distributed.checkpoint
-buffers, one tensor at a time; an asynchronous save holds a copy of this rank's shards on the host.
+buffers: it writes tensor after tensor, each a file, and copies what is on a device or shares a kernel's memory with
+other tables while it still holds the copy before: two at a time. An asynchronous save holds a copy of this
+rank's shards on the host.
 """
 
 from __future__ import annotations
@@ -22,7 +24,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.filesystem import FileSystemReader
+from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
@@ -208,7 +210,9 @@ def _write(state: dict[str, Any], rest: memoryview, path: Path, group: dist.Proc
 
     on_rank_zero(begin, path, group)
     try:
-        save(state, checkpoint_id=unfinished, process_group=group, no_dist=group is None)
+        # With one file a rank, the writer of torch 2.13 keeps host copies of all tensors until the file is whole.
+        writer = FileSystemWriter(unfinished, single_file_per_rank=False)
+        save(state, storage_writer=writer, process_group=group, no_dist=group is None)
     except CheckpointException as err:  # every rank hears of it
         failures = "; ".join(
             f"rank {rank}: {type(error).__name__}: {error}" for rank, (error, _) in err.failures.items()

@@ -371,6 +371,7 @@ class OverlapEmbeddingStrategy(evaluation.EvaluatesAhead):
             return
         if self._executor is not None:
             self._executor.wait_for_lookups()
+        self._folder_saver.wait()  # it uses the group that all of the following does
         filepath = self.broadcast(filepath)
         gather_loader_states(checkpoint, self._checkpoint_group)
         if self._saved_format == FULL:

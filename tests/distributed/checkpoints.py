@@ -185,12 +185,12 @@ def save_to(path: str, storage_options: Any = None, **kwargs: Any) -> str:
     return "saved"
 
 
-def load_from(case: Case, path: str, fn: str = "fit") -> str:
+def load_from(case: Case, path: str, fn: str = "fit", **kwargs: Any) -> str:
     """Load; return what the user reads if that is refused."""
-    model = Model(case)
+    model = Evaluated(case)
     trainer = make_trainer(OverlapEmbeddingStrategy(sharding=make_plan(case, model, dist.get_world_size())))
     try:
-        getattr(trainer, fn)(model, datamodule=Batches(case, 2), ckpt_path=path)
+        getattr(trainer, fn)(model, datamodule=EvaluatedBatches(case, 2), ckpt_path=path, **kwargs)
     except (RuntimeError, ValueError, OSError) as err:
         return f"{type(err).__name__}: {err}"
     return "loaded"
@@ -317,7 +317,7 @@ def fail_while_training(path: str) -> list[str]:
 
     def failing(*args: Any, **kwargs: Any) -> Any:
         if dist.get_rank() == dist.get_world_size() - 1:
-            kwargs["storage_writer"] = _FullDisk(kwargs.pop("checkpoint_id"))
+            kwargs["storage_writer"] = _FullDisk(kwargs["storage_writer"].path)
         return save(*args, **kwargs)
 
     with mock.patch.object(checkpoint, "save", failing):
@@ -335,18 +335,17 @@ class _FullDisk(torch.distributed.checkpoint.FileSystemWriter):
 
 def memory_of_saving(path: str, checkpoint_format: str) -> float:
     """Return the peak of this process's memory while saving, beyond what it held before, in tables."""
-    with mock.patch.object(cases, "NUM_ROWS", 1_000_000):
-        model = Model(TABLE_WISE)
-        trainer = make_trainer(
-            OverlapEmbeddingStrategy(
-                sharding=make_plan(TABLE_WISE, model, dist.get_world_size()), checkpoint_format=checkpoint_format
-            )
-        )
-        trainer.fit(model, datamodule=Batches(TABLE_WISE, 1))
+    case = dataclasses.replace(TABLE_WISE, tables=tuple(cases.TableSpec(f"t{i}", (f"f{i}",)) for i in range(6)))
+    num_rows = 1_200_000  # a table is more than malloc ever keeps for later
+    with mock.patch.object(cases, "NUM_ROWS", num_rows):
+        model = Model(case, device="meta")
+        plan = make_plan(case, model, dist.get_world_size())
+        trainer = make_trainer(OverlapEmbeddingStrategy(sharding=plan, checkpoint_format=checkpoint_format))
+        trainer.fit(model, datamodule=Batches(case, 1))
     Path("/proc/self/clear_refs").write_text("5")  # sets the peak back
     before = _memory_bytes("VmRSS")
     trainer.save_checkpoint(path)
-    return (_memory_bytes("VmHWM") - before) / (1_000_000 * 8 * 4)
+    return (_memory_bytes("VmHWM") - before) / (num_rows * 8 * 4)
 
 
 def _memory_bytes(name: str) -> int:
@@ -411,6 +410,17 @@ class Scheduled(Model):
             for _, fused in self.ebc.fused_optimizer.optimizers:
                 fused.param_groups[0]["lr"] = 0.125
                 fused.step()
+
+
+class Opaque:
+    """What torch.load does not load unless told to trust the file."""
+
+
+class SavesAnObject(Model):
+    """Puts an object of its own into the checkpoint."""
+
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        checkpoint["opaque"] = Opaque()
 
 
 class DenseAdam(Model):
