@@ -26,7 +26,6 @@ from lightning.pytorch.strategies import DDPStrategy
 from lightning_overlap import OverlapEmbeddingStrategy
 
 from .cases import ROWWISE_ADAGRAD
-from .checkpoints import StatefulBatches
 from .faults import Fault, Faulty, FaultyCallback, InjectedError
 from .fits import QUIET
 from .ranks import _free_port
@@ -78,7 +77,7 @@ def run(
     callbacks = [FaultyCallback(fault), saver, *([CALLBACKS[callback](folder)] if callback else [])]
     quiet = {**QUIET, "enable_checkpointing": True, "default_root_dir": folder}
     trainer = Trainer(accelerator="cpu", devices=2, strategy=strategy, max_epochs=1, callbacks=callbacks, **quiet)
-    trainer.fit(model, datamodule=StatefulBatches(ROWWISE_ADAGRAD, NUM_BATCHES, sized=True), ckpt_path=resume)
+    trainer.fit(model, datamodule=StatefulBatches("own-sized", NUM_BATCHES), ckpt_path=resume)
     torch.save(collect(model, trainer.optimizers[0], model.losses), f"{folder}/result_{trainer.global_rank}.pt")
 
 

@@ -37,9 +37,9 @@ from .cases import (
     dense_optimizer,
     make_plan,
 )
-from .checkpoints import StatefulBatches
 from .fits import make_trainer
 from .reference import Result, collect
+from .resumes import StatefulBatches
 from .strategies import Dense
 from .variants import Variant
 
@@ -289,7 +289,7 @@ def train_from(pipeline: str, folder: str, resume: str | None) -> tuple[Result, 
     plan = make_plan(ROWWISE_ADAGRAD, model, dist.get_world_size())
     kwargs: dict[str, Any] = {"enable_checkpointing": True, "callbacks": [saver], "max_epochs": 2}
     trainer = make_trainer(OverlapEmbeddingStrategy(pipeline=pipeline, sharding=plan), **kwargs)
-    trainer.fit(model, datamodule=StatefulBatches(ROWWISE_ADAGRAD, 6, sized=True), ckpt_path=resume)
+    trainer.fit(model, datamodule=StatefulBatches("own-sized", 6), ckpt_path=resume)
     return collect(model, trainer.optimizers[0], model.losses), rates
 
 

@@ -77,12 +77,12 @@ class Stream(IterableDataset):
         return (make_batch(self.case, index, self.rank) for index in range(first, self.num, step))
 
 
-def make_loader(kind: str, rank: int) -> Any:
+def make_loader(kind: str, num: int, rank: int) -> Any:
     """ "own-sized", "own-unsized", or torchdata's: "sized-0", "shuffled-2", "unsized-2", ..."""
     name, how = kind.rsplit("-", 1)
     if name == "own":
-        return (StatefulSized if how == "sized" else Stateful)(ROWWISE_ADAGRAD, EPOCH, rank)
-    data = (Stream if name == "unsized" else Rows)(ROWWISE_ADAGRAD, EPOCH, rank)
+        return (StatefulSized if how == "sized" else Stateful)(ROWWISE_ADAGRAD, num, rank)
+    data = (Stream if name == "unsized" else Rows)(ROWWISE_ADAGRAD, num, rank)
     context = "fork" if int(how) else None  # quick; the ranks themselves are spawned
     shuffle: dict[str, Any] = {}
     if name == "shuffled":
@@ -91,12 +91,12 @@ def make_loader(kind: str, rank: int) -> Any:
 
 
 class StatefulBatches(LightningDataModule):
-    def __init__(self, kind: str) -> None:
+    def __init__(self, kind: str, num: int = EPOCH) -> None:
         super().__init__()
-        self.kind = kind
+        self.kind, self.num = kind, num
 
     def train_dataloader(self) -> Any:
-        return make_loader(self.kind, self.trainer.global_rank)
+        return make_loader(self.kind, self.num, self.trainer.global_rank)
 
 
 class SaveSteps(Callback):
