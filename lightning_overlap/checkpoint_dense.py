@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torchrec.distributed.types import ShardedTensor
-from torchrec.optim.keyed import CombinedOptimizer, KeyedOptimizer
+from torchrec.optim.keyed import KeyedOptimizer
 
 from .table_state import Piece, dense_kernel_tables, empty_like, local_parts, split_like, table_weights
 
@@ -23,10 +23,8 @@ State = dict[str, Any]
 def by_name(optimizer: torch.optim.Optimizer, state: Mapping[str, Any], model: nn.Module) -> State:
     """Return an optimizer's state with parameter names in the place of positions.
 
-    Parts of TorchRec optimizers that belong to fused tables are left out: they are saved as fused state.
-
     Args:
-        optimizer: The optimizer; TorchRec's keyed and combined ones too.
+        optimizer: The optimizer; TorchRec's keyed ones too.
         state: Its `state_dict()`; empty where another rank has it.
         model: The module with the parameters' names.
     """
@@ -58,10 +56,7 @@ def load_by_name(optimizer: torch.optim.Optimizer, saved: Mapping[str, Any], mod
         optimizer.load_state_dict(dict(saved))
         return []
     names = _Names(model)
-    keyed = isinstance(optimizer, KeyedOptimizer)
-    members = _members(optimizer) if keyed else [optimizer]
-    groups = [group for member in members for group in member.param_groups]
-    groups = [group for group in groups if not (keyed and _is_fused(group))]
+    groups = optimizer.param_groups
     if len(groups) != len(saved["param_groups"]):
         raise RuntimeError(
             f"{type(optimizer).__name__} was saved with {len(saved['param_groups'])} parameter groups, it has "
@@ -69,12 +64,12 @@ def load_by_name(optimizer: torch.optim.Optimizer, saved: Mapping[str, Any], mod
         )
     named = [names.of(group["params"], index) for index, group in enumerate(groups)]
     moved = _compare(optimizer, named, saved, table_weights(model))
-    if keyed:
+    if isinstance(optimizer, KeyedOptimizer):
         for group, group_names, saved_group in zip(groups, named, saved["param_groups"], strict=True):
             group.update({key: value for key, value in saved_group.items() if key != "params"})
             for parameter, name in zip(group["params"], group_names, strict=True):
                 if name in saved["state"]:
-                    _member_of(group, members).state[parameter] = _moved(saved["state"][name], parameter)
+                    optimizer.state[parameter] = _moved(saved["state"][name], parameter)
         return moved
     states: dict[int, Any] = {}
     new_groups: list[dict[str, Any]] = []
@@ -150,26 +145,13 @@ class _Names:
 def _keyed_by_name(optimizer: KeyedOptimizer, names: _Names) -> State:
     state: dict[str, Any] = {}
     groups: list[dict[str, Any]] = []
-    for member in _members(optimizer):
-        for group in member.param_groups:
-            named = names.of(group["params"], len(groups))
-            if _is_fused(group):
-                continue
-            groups.append({**group, "params": [name for name in named if name is not None]})
-            for parameter, name in zip(group["params"], named, strict=True):
-                if name is not None and member.state.get(parameter):
-                    state[name] = dict(member.state[parameter])
+    for index, group in enumerate(optimizer.param_groups):
+        named = names.of(group["params"], index)
+        groups.append({**group, "params": [name for name in named if name is not None]})
+        for parameter, name in zip(group["params"], named, strict=True):
+            if name is not None and optimizer.state.get(parameter):
+                state[name] = dict(optimizer.state[parameter])
     return {"state": state, "param_groups": groups}
-
-
-def _members(optimizer: KeyedOptimizer) -> list[KeyedOptimizer]:
-    if not isinstance(optimizer, CombinedOptimizer):
-        return [optimizer]
-    return [leaf for _, member in optimizer.optimizers for leaf in _members(member)]
-
-
-def _member_of(group: Mapping[str, Any], members: list[KeyedOptimizer]) -> KeyedOptimizer:
-    return next(member for member in members if any(group is other for other in member.param_groups))
 
 
 def _moved(state: Mapping[str, Any], parameter: Tensor) -> State:
@@ -177,10 +159,6 @@ def _moved(state: Mapping[str, Any], parameter: Tensor) -> State:
         kind: value.to(parameter.device) if isinstance(value, Tensor) and value.dim() else value
         for kind, value in state.items()
     }
-
-
-def _is_fused(group: Mapping[str, Any]) -> bool:
-    return all(isinstance(parameter, ShardedTensor) for parameter in group["params"])
 
 
 def _is_by_name(saved: Mapping[str, Any]) -> bool:

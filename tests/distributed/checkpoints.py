@@ -21,7 +21,7 @@ from torchrec.distributed.sharding_plan import (
     table_wise,
 )
 from torchrec.distributed.types import ShardedTensor, ShardingPlan
-from torchrec.optim.keyed import CombinedOptimizer, KeyedOptimizerWrapper
+from torchrec.optim.keyed import KeyedOptimizerWrapper
 from torchrec.optim.optimizers import in_backward_optimizer_filter
 
 from lightning_overlap import OverlapEmbeddingStrategy
@@ -113,9 +113,7 @@ def train(
         trainer.fit(model, datamodule=Batches(case, EPOCH), ckpt_path=resume)
     losses = model.losses or [torch.zeros(())]
     said = [str(warning.message) for warning in caught if "optimizer" in str(warning.message)]
-    dense = trainer.optimizers[0]
-    dense = dense.optimizers[-1][1] if isinstance(dense, CombinedOptimizer) else dense
-    return Trained(collect(model, dense, losses), parts_of(model, trainer), str(saver.best_model_path), said)
+    return Trained(collect(model, trainer.optimizers[0], losses), parts_of(model, trainer), str(saver.best_model_path), said)
 
 
 def parts_of(model: Model, trainer: Trainer) -> dict[str, list[tuple[Any, Tensor]]]:
@@ -394,12 +392,11 @@ def kill_while_saving(path: str, checkpoint_format: str, rank: int) -> None:
 
 
 class Keyed(Model):
-    """Returns TorchRec's combined optimizer, the fused ones among it."""
+    """Returns an optimizer that TorchRec keys by name."""
 
     def configure_optimizers(self) -> Any:
         dense = dict(in_backward_optimizer_filter(self.named_parameters()))
-        wrapped = KeyedOptimizerWrapper(dense, lambda params: torch.optim.Adam(params, 0.05))
-        return CombinedOptimizer([("ebc", self.ebc.fused_optimizer), ("", wrapped)])
+        return KeyedOptimizerWrapper(dense, lambda params: torch.optim.Adam(params, 0.05))
 
 
 class Scheduled(Model):

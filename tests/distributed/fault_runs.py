@@ -30,6 +30,7 @@ from .faults import Fault, Faulty, FaultyCallback, InjectedError
 from .fits import QUIET
 from .ranks import _free_port
 from .reference import collect
+from .resumes import StatefulBatches
 
 NUM_BATCHES = 8
 TIMEOUT_S = 8

@@ -154,8 +154,7 @@ def test_dense_kernels_of_table_wise_tables(two_ranks: Ranks, checkpoint_format:
 
 
 @pytest.mark.parametrize("checkpoint_format", FORMATS)
-def test_torchrecs_combined_optimizer(ranks: Ranks, checkpoint_format: str, tmp_path: Path) -> None:
-    """Its fused parts are saved as fused state, and not as rank 0's shards."""
+def test_torchrecs_keyed_optimizer(ranks: Ranks, checkpoint_format: str, tmp_path: Path) -> None:
     kwargs: dict[str, Any] = {"model_class": checkpoints.Keyed, "checkpoint_format": checkpoint_format}
     all_at_once = ranks.run(train, ROWWISE_ADAGRAD, str(tmp_path / "a"), epochs=2, **kwargs)
     path = str(tmp_path / "a" / "epoch=0.ckpt")
