@@ -88,7 +88,6 @@ class Ended:
 
     code: int
     log: str
-    seconds: float
 
 
 def run_all(folder: Path, *runs: dict[str, Any], timeout_s: float = 100) -> list[list[Ended]]:
@@ -98,10 +97,7 @@ def run_all(folder: Path, *runs: dict[str, Any], timeout_s: float = 100) -> list
     assert done.returncode == 0, done.stderr
     ends = json.loads(done.stdout.splitlines()[-1])
     return [
-        [
-            Ended(code, (folder / str(num) / f"log_{rank}").read_text(), seconds)
-            for rank, (code, seconds) in enumerate(run)
-        ]
+        [Ended(code, (folder / str(num) / f"log_{rank}").read_text()) for rank, code in enumerate(run)]
         for num, run in enumerate(ends)
     ]
 
@@ -150,20 +146,19 @@ def _become(rank: int, port: int, log: Path) -> None:
     )
 
 
-def _wait(pids: list[int]) -> list[tuple[int, float]]:
-    """Wait for the ranks; return exit codes (negative: the signal) and seconds. One that hangs is killed: SIGALRM."""
-    start = time.monotonic()
-    ends: dict[int, tuple[int, float]] = {}
-    while len(ends) < len(pids):
-        for pid in set(pids) - set(ends):
+def _wait(pids: list[int]) -> list[int]:
+    """Wait for the ranks; return exit codes (negative: the signal). One that hangs is killed by SIGALRM."""
+    deadline = time.monotonic() + 7 * TIMEOUT_S
+    codes: dict[int, int] = {}
+    while len(codes) < len(pids):
+        for pid in set(pids) - set(codes):
             ended, status = os.waitpid(pid, os.WNOHANG)
-            seconds = time.monotonic() - start
             if ended:
-                ends[pid] = (os.waitstatus_to_exitcode(status), seconds)
-            elif seconds > 6 * TIMEOUT_S:
+                codes[pid] = os.waitstatus_to_exitcode(status)
+            elif time.monotonic() > deadline:
                 os.kill(pid, signal.SIGALRM)
         time.sleep(0.02)
-    return [ends[pid] for pid in pids]
+    return [codes[pid] for pid in pids]
 
 
 if __name__ == "__main__":
