@@ -113,7 +113,9 @@ def train(
         trainer.fit(model, datamodule=Batches(case, EPOCH), ckpt_path=resume)
     losses = model.losses or [torch.zeros(())]
     said = [str(warning.message) for warning in caught if "optimizer" in str(warning.message)]
-    return Trained(collect(model, trainer.optimizers[0], losses), parts_of(model, trainer), str(saver.best_model_path), said)
+    return Trained(
+        collect(model, trainer.optimizers[0], losses), parts_of(model, trainer), str(saver.best_model_path), said
+    )
 
 
 def parts_of(model: Model, trainer: Trainer) -> dict[str, list[tuple[Any, Tensor]]]:
