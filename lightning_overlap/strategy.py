@@ -25,7 +25,7 @@ from torch.optim import Optimizer
 from torchrec.streamable import Pipelineable
 from typing_extensions import override
 
-from . import evaluation, loop, signals
+from . import evaluation, groups, loop, signals
 from .agreement import FirstCause, GroupAgreement, default_store
 from .checkpoint import (
     FULL,
@@ -122,10 +122,7 @@ class OverlapEmbeddingStrategy(evaluation.EvaluatesAhead):
         self._sparse: SparsePipeline | None = None
         self._said: set[tuple[str, str | None]] = set()
         self._executor: Executor | None = None
-        self._table_group: dist.ProcessGroup | None = None
-        self._lookahead_group: dist.ProcessGroup | None = None
-        self._agreement: GroupAgreement | None = None
-        self._checkpoint_group: dist.ProcessGroup | None = None
+        self._groups: groups.Groups | None = None
         self._folder_saver = FolderSaver(None)
         self._first_cause: FirstCause | None = None
         self._all_failed = False
@@ -175,12 +172,12 @@ class OverlapEmbeddingStrategy(evaluation.EvaluatesAhead):
     def model_to_device(self) -> None:
         assert self.model is not None
         # Tables first, each shard straight to its rank: whole tables may not fit on any one device.
-        if self._table_group is not None:
+        if self._groups is not None:
             shard_tables(
                 self.model,
                 sharding=self.sharding,
                 fused_optimizer=self.fused_optimizer,
-                group=self._table_group,
+                group=self._groups.tables,
                 device=self.root_device,
                 local_world_size=self.num_processes,
             )
@@ -222,32 +219,28 @@ class OverlapEmbeddingStrategy(evaluation.EvaluatesAhead):
             )
 
     def _join_groups(self) -> None:
-        """Give the tables' collectives a process group, and the input dist of coming batches another.
+        joined = groups.join(self._group_timeout)
+        if joined is not self._groups:
+            self._groups = joined
+            self._folder_saver = FolderSaver(self._groups.checkpoints)
 
-        An early all-to-all must not queue in front of gradient traffic, nor the other way around. A third one, on
-        the host, carries what the ranks have to know of each other at every step.
-        """
-        if self._table_group is not None:
-            return
-        if self.world_size == 1:
-            self._table_group = dist.group.WORLD
-            return
-        backend = dist.get_backend()
-        self._table_group = dist.new_group(backend=backend, timeout=self._group_timeout)
-        self._lookahead_group = dist.new_group(backend=backend, timeout=self._group_timeout)
-        self._agreement = GroupAgreement(dist.new_group(backend="gloo", timeout=self._group_timeout))
-        # A save may run in a thread beside training, which no other collective must get in between.
-        self._checkpoint_group = dist.new_group(backend="gloo", timeout=self._group_timeout)
-        self._folder_saver = FolderSaver(self._checkpoint_group)
+    @property
+    def _agreement(self) -> GroupAgreement | None:
+        return None if self._groups is None else self._groups.agreement
+
+    @property
+    def _checkpoint_group(self) -> dist.ProcessGroup | None:
+        return None if self._groups is None else self._groups.checkpoints
 
     def _make_pipeline(self, schedule: Schedule, step: str) -> SparsePipeline:
         assert self.lightning_module is not None
         assert self._streams is not None
+        assert self._groups is not None
         lookup = schedule.row(Stage.EMBEDDING_LOOKUP)
         trains = Stage.BACKWARD in schedule.training_stages
         return SparsePipeline(
             sharded_modules(self.lightning_module),
-            self._lookahead_group,
+            self._groups.lookahead,
             self._streams,
             StreamName.COMPUTE if lookup is None else lookup.stream,
             observer=self._observer if trains else None,
@@ -484,6 +477,7 @@ class OverlapEmbeddingStrategy(evaluation.EvaluatesAhead):
         if self._first_cause is not None:
             self._first_cause.note(exception, place)
         self._stop_pipeline()
+        groups.forget()
         try:
             self._folder_saver.wait()
         except OSError as err:

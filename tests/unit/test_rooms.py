@@ -20,7 +20,7 @@ ROOMS = ("plan", "run", "sparse", "plugin", "apps")
 
 FILES = {
     "plan": ("versions", "stages", "schedule", "modes"),
-    "run": ("agreement", "streams", "structure", "inflight", "executor", "syncs", "timeline", "testing"),
+    "run": ("agreement", "groups", "streams", "structure", "inflight", "executor", "syncs", "timeline", "testing"),
     "sparse": ("sharded", "sparse", "sharding", "optim", "table_state", "stash"),
     "plugin": (
         "strategy",

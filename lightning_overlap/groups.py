@@ -1,0 +1,73 @@
+"""The process groups that a run needs beside the default one, made once for a process."""
+
+from __future__ import annotations
+
+import contextlib
+from dataclasses import dataclass
+from datetime import timedelta
+
+import torch.distributed as dist
+
+from .agreement import GroupAgreement, default_store
+
+
+@dataclass(frozen=True, slots=True)
+class Groups:
+    """Groups of all ranks. On one rank there is only the default one, for the tables."""
+
+    tables: dist.ProcessGroup
+    """The tables' collectives: an early all-to-all must not queue in front of DDP's gradients, nor behind them."""
+
+    lookahead: dist.ProcessGroup | None = None
+    """The input dist of coming batches."""
+
+    agreement: GroupAgreement | None = None
+    """What the ranks have to know of each other at every step, on the host."""
+
+    checkpoints: dist.ProcessGroup | None = None
+    """Saving, which may go on in a thread beside training, so no other collective may get in between; on the host."""
+
+
+_FAILURES = "lightning_overlap/failures"
+_Key = tuple[dist.ProcessGroup, str, timedelta, int]
+_made: dict[_Key, Groups] = {}
+
+
+def join(timeout: timedelta) -> Groups:
+    """Return the groups of this process; every rank calls this at the same point, behind a barrier.
+
+    A group has threads or communicators of its own, which stay as long as the process, and sharded modules keep
+    theirs: so the runs of a process share them. A run issues its collectives in the same order on all ranks and
+    leaves none under way. After one that failed on any rank, all make new ones.
+
+    Args:
+        timeout: Of each collective.
+    """
+    world, store = dist.group.WORLD, default_store()
+    assert world is not None
+    assert store is not None
+    if dist.get_world_size() == 1:
+        return Groups(world)
+    backend = dist.get_backend()
+    key = (world, backend, timeout, store.add(_FAILURES, 0))
+    if key not in _made:
+        _made.clear()
+        host = [dist.new_group(backend="gloo", timeout=timeout) for _ in range(2)]
+        _made[key] = Groups(
+            dist.new_group(backend=backend, timeout=timeout),
+            dist.new_group(backend=backend, timeout=timeout),
+            GroupAgreement(host[0]),
+            host[1],
+        )
+    return _made[key]
+
+
+def forget() -> None:
+    """Let the next run make new groups, on all ranks: in these, collectives may be under way that others never join.
+
+    Never raises: the store ends with the rank that keeps it.
+    """
+    with contextlib.suppress(Exception):
+        store = default_store()
+        if store is not None:
+            store.add(_FAILURES, 1)
