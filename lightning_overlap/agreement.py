@@ -138,15 +138,23 @@ class FirstCause:
             if rank != self._rank and first != mine:
                 error.add_note(f"rank {rank} had failed {where}: {first}")
 
-    def all_failed(self, num_ranks: int, timeout_s: float) -> bool:
-        """Whether all ranks come here within a time: then they failed together, and may save together. Never raises."""
+    def all_failed(self, num_ranks: int, place: str, timeout_s: float) -> bool:
+        """Whether all ranks come here from the same place within a time: then they may save together. Never raises.
+
+        Args:
+            num_ranks: How many there are.
+            place: Where this rank was.
+            timeout_s: How long to wait for the others, in seconds.
+        """
         deadline = time.monotonic() + timeout_s
+        verdict = "alone"
         with contextlib.suppress(Exception):
-            num_here = self._store.add(f"{self._key}/here", 1)
+            here = f"{self._key}/here {place}"
+            num_here = self._store.add(here, 1)
             while num_here < num_ranks and time.monotonic() < deadline:
                 time.sleep(0.01)
-                num_here = self._store.add(f"{self._key}/here", 0)
-            if num_here >= num_ranks:
-                return True
-            self._store.add(f"{self._key}/here", -1)  # who comes later is not to count on this rank
-        return False
+                num_here = self._store.add(here, 0)
+            # The first one to know decides for all: another one's time may be up at this very moment.
+            mine = "together" if num_here >= num_ranks else "alone"
+            verdict = self._store.compare_set(f"{self._key}/verdict", "", mine).decode()
+        return verdict == "together"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from typing import Any, Protocol
 
 import torch
@@ -66,6 +66,9 @@ class SparseStages(Protocol):
 
     def drop_lookups(self, inflight: InFlightBatch) -> None:
         """Forget early results; the modules' own forward will run instead."""
+
+    def count_lookups(self, inflight: InFlightBatch, times: int) -> None:
+        """Count the early lookups of a batch for the fused optimizers so many times more; -1: take them back."""
 
     def drain(self, inflight: InFlightBatch) -> None:
         """Complete every collective that was started for a batch that will not be trained."""
@@ -185,7 +188,7 @@ class Executor:
         self._iteration += 1
         self._row = 0
         self._run_rows()
-        if self.current is None:
+        if self.current is None and self._iteration not in self._answers:  # asked once, answered once
             self._fetch(self._copy, self._iteration)
         self._resolve(self._iteration)
         current = self.current
@@ -243,8 +246,25 @@ class Executor:
                 if inflight.index > current or not inflight.consumed:
                     sparse.drain(inflight)
 
+    @contextmanager
+    def without_lookups_ahead(self) -> Iterator[None]:
+        """Show the kernels' iteration counts without the lookups of batches that are still to be trained."""
+        self._count_lookups_ahead(-1)
+        try:
+            yield
+        finally:
+            self._count_lookups_ahead(1)
+
+    def _count_lookups_ahead(self, times: int) -> None:
+        if self._sparse is not None:
+            for inflight in self._in_flight.values():
+                if inflight.index > self._iteration or not inflight.consumed:
+                    self._sparse.count_lookups(inflight, times)
+
     def abandon(self) -> None:
         """Drop everything in flight at once, without a collective: another rank may be gone."""
+        with suppress(RuntimeError):  # a broken device must not hide what broke it
+            self._count_lookups_ahead(-1)
         # NCCL's collectives hold no memory that Python owns, and a device's memory has to come back at once.
         on_host = isinstance(self._streams, HostStreams)
         abandon([*self._answers.values(), *(self._in_flight.values() if on_host else ())])

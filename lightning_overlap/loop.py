@@ -32,11 +32,12 @@ PRIVATE_NAMES: Mapping[str, tuple[str, ...]] = {
     "lightning.pytorch.loops.fetchers": ("_DataFetcher", "_DataLoaderIterDataFetcher", "_PrefetchDataFetcher"),
     "lightning.pytorch.loops.fit_loop": ("_FitLoop",),
     "lightning.pytorch.loops.training_epoch_loop": ("_TrainingEpochLoop",),
-    "_FitLoop": ("_data_fetcher", "setup_data"),
+    "_FitLoop": ("_data_fetcher", "_should_reload_train_dl", "setup_data"),
     "_TrainingEpochLoop": ("_broadcast_sigterm_tensor", "_build_kwargs", "_should_check_val_fx", "advance"),
     "_DataLoaderIterDataFetcher": ("_batch", "_batch_idx", "_dataloader_idx", "_start_profiler", "_stop_profiler"),
     "LightningModule": ("_on_before_batch_transfer",),
     "Strategy": ("_layer_sync",),
+    "Trainer": ("_teardown",),
     "CombinedLoader": ("_state_dicts",),
     "ModelPruning": ("_parameters_to_prune",),
 }
@@ -134,7 +135,7 @@ class LookaheadFetcher(_DataLoaderIterDataFetcher):
 
     @override
     def __iter__(self) -> LookaheadFetcher:
-        self._drop()
+        self.drop()
         self._iterated = True
         iter(self.inner)
         self._states_after.clear()
@@ -210,12 +211,15 @@ class LookaheadFetcher(_DataLoaderIterDataFetcher):
         """State of stateful loaders after the batch being trained, not after the ones looked ahead; else None."""
         if self.executor is None or self.executor.current is None:
             return self._state_fetched or None
-        return self._states_after.get(self.executor.current.index)
+        # A batch that is only peeked at is not trained.
+        return self._states_after.get(self.executor.current.index - self._peeked)
 
     def _note_state(self, index: int) -> None:
         """Remember the state of stateful loaders after batch `index`."""
         before, self._state_fetched = self._state_fetched, self._loader_states()
         if self._state_fetched:
+            if index == 0:
+                self._states_after[-1] = before
             # Without a length the inner fetcher has fetched one batch more, to know whether it is the last.
             self._states_after[index] = before if self.inner.length is None else self._state_fetched
             self._states_after.pop(index - MAX_STATES, None)
@@ -226,7 +230,7 @@ class LookaheadFetcher(_DataLoaderIterDataFetcher):
 
     @override
     def reset(self) -> None:
-        self._drop()
+        self.drop()
         self.inner.reset()
         self.done = self.inner.done
 
@@ -240,7 +244,8 @@ class LookaheadFetcher(_DataLoaderIterDataFetcher):
     def _epoch_loop(self) -> _TrainingEpochLoop:
         return self._trainer.fit_loop.epoch_loop
 
-    def _drop(self) -> None:
+    def drop(self) -> None:
+        """Drop the batches that were looked ahead, on all ranks alike."""
         self._peeked = False
         self._batch = None
         if self.executor is not None:
@@ -296,6 +301,8 @@ class _FitLoopMixin(_FitLoop):
 
     @override
     def setup_data(self) -> None:
+        if self._should_reload_train_dl and isinstance(self._data_fetcher, LookaheadFetcher):
+            self._data_fetcher.drop()  # of an epoch that was cut short
         super().setup_data()
         # A module that takes `dataloader_iter` does its own fetching and runs without lookahead.
         if type(self._data_fetcher) is _PrefetchDataFetcher:
@@ -429,6 +436,11 @@ def revert_layer_sync(strategy: DDPStrategy) -> None:
     """Undo what the strategy's layer-sync plugin (`sync_batchnorm=True`) did to the model."""
     if strategy._layer_sync is not None and strategy.model is not None:
         strategy.model = strategy._layer_sync.revert(strategy.model)
+
+
+def tear_down(trainer: Trainer) -> None:
+    """Do what Lightning does at the end of a run, where an error keeps it from that."""
+    trainer._teardown()
 
 
 def pruned_weights(callback: ModelPruning) -> list[Any]:

@@ -222,12 +222,8 @@ def _updates_at_present_rate(module: Any, set_rates: SetRates | None) -> Iterato
         yield
         return
     set_rates()
-    fused = [
-        lookup
-        for lookup, owner in zip(module._lookups, owners_of(module), strict=True)
-        if owner is WeightOwner.FUSED_BACKWARD
-    ]
-    patched = [lookup for lookup in fused if _tbes_of([lookup])]
+    # By kernel, not by owner: a part with one table of a dense kernel counts as the dense optimizer's altogether.
+    patched = [lookup for lookup in module._lookups if lookup is not _NOTHING and _tbes_of([lookup])]
     for lookup in patched:
         lookup.forward = _FusedLookup(lookup.forward, _tbes_of([lookup]), set_rates)
     try:

@@ -160,10 +160,13 @@ def shard_tables(
         return bool(sharded_modules(model))
     fused = check_fused_optimizer(fused_optimizer)
     check_sharding(sharding, tables, device)
+    asked = {} if sharding is None else sharding if isinstance(sharding, Mapping) else None
     if not isinstance(sharding, ShardingPlan):
         sharding = _planner(sharding, tables, fused is not None, group, device, local_world_size)
     plan = sharding if isinstance(sharding, ShardingPlan) else _plan_on_rank_zero(sharding, model, group)
     _apply_fused_optimizer(tables, plan, fused, device)
+    if asked is not None:
+        _say_what_is_replicated(tables, plan, asked)
     initial, aliases = _initial_weights(model, tables), _aliases(model, tables)
     trained = [table for table in tables if _is_fused(table, plan) and table.parameter.requires_grad]
     rates = {table.module: {t.name: t.fused_rate for t in trained if t.module == table.module} for table in tables}
@@ -220,8 +223,8 @@ def check_dense_optimizers(model: nn.Module, optimizers: Iterable[torch.optim.Op
         raise ValueError(
             f"no optimizer has the weights of {_some(untrained)}. These tables are data-parallel (or have a dense "
             "kernel), so that the optimizer of configure_optimizers has to train them, not the one applied in "
-            "backward. Add them there, shard them otherwise (sharding={'<table>': 'table_wise'}), or set "
-            "requires_grad=False."
+            "backward. Give the strategy fused_optimizer=(torch.optim.SGD, {'lr': 0.1}), say, and sharding={'<table>': "
+            "'table_wise'}, to train them in backward; or add them there; or set requires_grad=False."
         )
 
 
@@ -360,6 +363,20 @@ def _apply_fused_optimizer(
         warnings.warn(
             f"{_some(data_parallel)}: sharded data-parallel, so the optimizer applied in backward does not train "
             "these tables; the optimizer of configure_optimizers has to.",
+            UserWarning,
+            stacklevel=2,
+        )
+
+
+def _say_what_is_replicated(tables: list[Table], plan: ShardingPlan, asked: Mapping[str, str]) -> None:
+    """Warn of tables that the planner left whole on every rank because they have no fused optimizer."""
+    whole = [table for table in tables if not _is_fused(table, plan) and table.parameter.requires_grad]
+    paths = [table.path for table in whole if table.name not in asked and not table.has_fused_optimizer]
+    if paths and dist.get_rank() == 0:
+        warnings.warn(
+            f"no fused optimizer for {_some(paths)}: the planner made these tables data-parallel. Every rank holds "
+            "them whole, and the optimizer of configure_optimizers has to train them. To shard them, give the strategy "
+            "fused_optimizer=(torch.optim.SGD, {'lr': 0.1}), say.",
             UserWarning,
             stacklevel=2,
         )

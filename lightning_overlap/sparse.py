@@ -394,6 +394,11 @@ class SparsePipeline:
                 self._leave_aside(self._stand_ins[name].module, state)
                 del inflight.modules[name]
 
+    def count_lookups(self, inflight: InFlightBatch, times: int) -> None:
+        """Count the early lookups of a batch for the fused optimizers so many times more; -1: take them back."""
+        for name, state in inflight.modules.items():
+            self._uncount(self._stand_ins[name].module, [-times * num for num in state.num_lookups])
+
     def drain(self, inflight: InFlightBatch) -> None:
         """Complete every collective that was started for a batch, in the order of its stages."""
         if any(state.splits is not None for state in inflight.modules.values()):

@@ -142,6 +142,7 @@ class OverlapEmbeddingStrategy(evaluation.EvaluatesAhead):
     @override
     def setup(self, trainer: Trainer) -> None:
         assert self.model is not None
+        self._stop_pipeline()  # where a callback raised in its on_exception, nobody has done so
         overlaps = has_tables(self.model)
         fitting = trainer.state.fn == TrainerFn.FITTING
         if overlaps:
@@ -362,10 +363,14 @@ class OverlapEmbeddingStrategy(evaluation.EvaluatesAhead):
         if module is None or not sharded_modules(module):
             super().save_checkpoint(checkpoint, filepath, storage_options)
             return
-        if self._executor is not None:
-            self._executor.wait_for_lookups()
         self._folder_saver.wait()  # it uses the group that all of the following does
-        filepath = self.broadcast(filepath)
+        with contextlib.ExitStack() as stack:
+            if self._executor is not None:
+                stack.enter_context(self._executor.without_lookups_ahead())
+                self._executor.wait_for_lookups()
+            self._save(module, checkpoint, self.broadcast(filepath), storage_options)
+
+    def _save(self, module: LightningModule, checkpoint: dict[str, Any], filepath: Any, storage_options: Any) -> None:
         gather_loader_states(checkpoint, self._checkpoint_group)
         if self._saved_format == FULL:
             content = gather_checkpoint(checkpoint, module, self._checkpoint_group)
@@ -395,7 +400,8 @@ class OverlapEmbeddingStrategy(evaluation.EvaluatesAhead):
         checkpoint_path = self.broadcast(checkpoint_path)
         if not (_is_plain_file(checkpoint_path, None, self.checkpoint_io) or is_folder(Path(checkpoint_path))):
             # Lightning 2.5 has no such argument.
-            return super().load_checkpoint(checkpoint_path, *([] if weights_only is None else [weights_only]))
+            checkpoint = super().load_checkpoint(checkpoint_path, *([] if weights_only is None else [weights_only]))
+            return take_loader_state(checkpoint, self._checkpoint_group)
         path = find(Path(checkpoint_path))
         if not is_folder(path):
             return take_loader_state(load_file(path, weights_only=weights_only), self._checkpoint_group)
@@ -435,7 +441,10 @@ class OverlapEmbeddingStrategy(evaluation.EvaluatesAhead):
     def broadcast(self, obj: Any, src: int = 0) -> Any:
         self._save_together_or_not()
         # `Trainer(max_time=...)` broadcasts for every batch: with NCCL the host would wait for the device each time.
-        return super().broadcast(obj, src) if self._agreement is None else self._agreement.broadcast(obj, src)
+        group = None if self._groups is None else self._groups.agreement
+        if self._interrupted and self._checkpoint_group is not None:
+            group = GroupAgreement(self._checkpoint_group)  # in the other one, questions may be under way
+        return super().broadcast(obj, src) if group is None else group.broadcast(obj, src)
 
     def _save_together_or_not(self) -> None:
         """Let no callback save in `on_exception` unless all ranks do: the others would be waited for, for long.
@@ -448,10 +457,14 @@ class OverlapEmbeddingStrategy(evaluation.EvaluatesAhead):
             return
         # Those that wait for this rank fail when the group's time is up: that is not together.
         timeout_s = min(SAVE_TIMEOUT_S, self._group_timeout.total_seconds() / 2)
-        self._all_failed = self._first_cause.all_failed(self.world_size, timeout_s)
+        place = "" if self._executor is None else f"{self._executor.place} of {self._executor.num_fetched}"
+        self._all_failed = self._first_cause.all_failed(self.world_size, place, timeout_s)
         if not self._all_failed:
-            first.add_note(f"no checkpoint of it was saved: other ranks did not fail too, within {timeout_s:g} s")
+            first.add_note(f"no checkpoint of it was saved: other ranks did not fail there too, within {timeout_s:g} s")
+            trainer = self._trainer
             self.on_exception(first)  # which Lightning calls after the callbacks only
+            if trainer is not None:
+                loop.tear_down(trainer)
             raise first
 
     @property

@@ -327,6 +327,9 @@ class FakeSparse:
         self.drain(inflight)
         inflight.modules.clear()
 
+    def count_lookups(self, inflight: InFlightBatch, times: int) -> None:
+        """Do nothing: the fake tables count updates only."""
+
     def drain(self, inflight: InFlightBatch) -> None:
         """Complete every collective that was started for a batch."""
         self.pending -= {(stage, inflight.index, name) for name in inflight.modules for stage in SPARSE_STAGES}

@@ -271,7 +271,7 @@ def _surroundings() -> dict[str, Any]:
     catchable = signal.valid_signals() - {signal.SIGKILL, signal.SIGSTOP}
     return {
         "signal handlers": {signum: signal.getsignal(signum) for signum in catchable},
-        "threads": set(threading.enumerate()),
+        "threads": {thread for thread in threading.enumerate() if thread.name != "QueueFeederThread"},
         "children": set(Path(f"/proc/self/task/{os.getpid()}/children").read_text().split()),
     }
 
