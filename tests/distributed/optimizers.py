@@ -37,6 +37,7 @@ from .cases import (
     dense_optimizer,
     make_plan,
 )
+from .checkpoints import build_plan, planned
 from .fits import make_trainer
 from .reference import Result, collect
 from .resumes import StatefulBatches
@@ -82,6 +83,15 @@ def fit(case: Case, pipeline: str, *, stream: str = "data_dist", device_type: st
     trainer = make_trainer(strategy, device_type, **kwargs)
     trainer.fit(model, datamodule=Batches(case, NUM_STEPS))
     return collect(model, trainer.optimizers[0], model.losses)
+
+
+def fit_beside_a_dense_kernel(pipeline: str) -> Tensor:
+    """Train a fused table of the same sharding as one of a dense kernel; return the losses."""
+    case = planned(TABLE_WISE, "dense 0 0")
+    model = Scheduled(case)
+    strategy = OverlapEmbeddingStrategy(pipeline=pipeline, sharding=build_plan(case, model, "dense 0 0"))
+    make_trainer(strategy).fit(model, datamodule=Batches(case, NUM_STEPS))
+    return torch.stack(model.losses)
 
 
 def fit_at_the_rate_of_the_lookup(case: Case, pipeline: str) -> Result:

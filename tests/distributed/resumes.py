@@ -14,6 +14,7 @@ from torch.utils.data import Dataset, IterableDataset
 from torchdata.stateful_dataloader import StatefulDataLoader
 
 from lightning_overlap import OverlapEmbeddingStrategy
+from lightning_overlap.sharded import tbes
 
 from .cases import ROWWISE_ADAGRAD, Case, Model, make_batch, make_plan
 from .checkpoints import zeroed
@@ -153,3 +154,22 @@ def train_from(
     lr = trainer.optimizers[0].param_groups[0]["lr"]
     progress = (trainer.global_step, trainer.current_epoch, lr)
     return collect(model, trainer.optimizers[0], losses), (model.seen, model.epochs, progress)
+
+
+class _Counts(Callback):
+    """Notes the kernels' iteration counts when training starts."""
+
+    def on_train_start(self, trainer: Any, module: Any) -> None:
+        self.counts = [(int(tbe.iter), int(tbe.iter_cpu)) for tbe in tbes(module.ebc)]
+
+
+def counts_after_resuming(pipeline: str, folder: str, step: int) -> list[tuple[int, int]]:
+    """Save behind a step in the middle of an epoch, go on in a new run; return what its kernels begin to count at."""
+    for path in (None, f"{folder}/step={step}.ckpt"):
+        model = Model(ROWWISE_ADAGRAD)
+        plan = make_plan(ROWWISE_ADAGRAD, model, dist.get_world_size())
+        counts = _Counts()
+        strategy = OverlapEmbeddingStrategy(pipeline=pipeline, sharding=plan)
+        trainer = make_trainer(strategy, callbacks=[SaveSteps(folder, (step,)), counts])
+        trainer.fit(model, datamodule=StatefulBatches("own-sized"), ckpt_path=path)
+    return counts.counts

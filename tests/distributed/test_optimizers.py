@@ -38,6 +38,14 @@ def test_the_update_of_a_batch_takes_the_rate_of_its_step(ranks: Ranks, case: Ca
     assert _differences(ranks, case, pipeline) == [[]] * ranks.world_size
 
 
+def test_beside_a_table_of_a_dense_kernel(ranks: Ranks) -> None:
+    """Such a part belongs to the dense optimizer altogether; its fused table still goes by its own step's rate."""
+    expected = ranks.run(optimizers.fit_beside_a_dense_kernel, "base")
+    for pipeline in ("sparse_dist", "fused_sparse_dist", "fused_sparse_dist_after_optimizer"):
+        actual = ranks.run(optimizers.fit_beside_a_dense_kernel, pipeline)
+        assert all(torch.equal(mine, theirs) for mine, theirs in zip(actual, expected, strict=True)), pipeline
+
+
 @pytest.mark.parametrize("pipeline", [name for name in MODES if name != "base"])
 def test_a_rate_that_is_one_step_old_is_seen(ranks: Ranks, pipeline: str) -> None:
     """Guards the test above."""

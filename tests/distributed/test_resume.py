@@ -10,6 +10,7 @@ import pytest
 
 from lightning_overlap import MODES
 
+from . import resumes
 from .ranks import Ranks
 from .resumes import EPOCH, EPOCHS, train_from
 
@@ -53,3 +54,10 @@ def test_torchdata_with_workers(get_ranks: Any, kind: str, tmp_path: Path) -> No
 def test_a_shuffled_epoch_goes_on_in_its_order(two_ranks: Ranks, tmp_path: Path) -> None:
     """The order of the epoch after it is drawn anew: torchdata 0.11 does not restore the generator itself."""
     assert_same(two_ranks, "fused_sparse_dist", "shuffled-0", (3, EPOCH - 1), str(tmp_path), epochs=1)
+
+
+@pytest.mark.parametrize("pipeline", MODES)
+def test_a_checkpoint_does_not_count_lookups_of_batches_to_come(ranks: Ranks, pipeline: str, tmp_path: Path) -> None:
+    """FBGEMM counts in the forward, and Adam corrects its bias by that: the batch ahead is looked up again."""
+    for counts in ranks.run(resumes.counts_after_resuming, pipeline, str(tmp_path), 5):
+        assert counts == [(5, 5)] * len(counts)
