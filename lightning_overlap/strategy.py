@@ -79,7 +79,8 @@ class OverlapEmbeddingStrategy(evaluation.EvaluatesAhead):
             (the planner decides about tables that are not named); a planner; a `ShardingPlan`. Unless told so,
             tables with a fused optimizer do not become data-parallel, where they would lose it.
         fused_optimizer: `(class, kwargs)` or `functools.partial(class, **kwargs)`, applied in backward to the
-            tables that have no optimizer applied in backward yet.
+            tables that have no optimizer applied in backward yet. Without it the planner may leave such tables
+            whole on every rank (data-parallel), for the optimizer of `configure_optimizers`; it says so.
         observer: Called with ("issue" | "wait", stage, batch) for every stage issued and every result waited for.
         checkpoint_format: `sharded` (a folder, every rank writes its shards), `full` (one file, gathered on the host
             of rank 0, for the unsharded module too), or None: sharded above one rank or with `async_checkpoint`.
@@ -419,7 +420,11 @@ class OverlapEmbeddingStrategy(evaluation.EvaluatesAhead):
 
     @override
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
-        super().load_model_state_dict(checkpoint, strict)
+        try:
+            super().load_model_state_dict(checkpoint, strict)
+        except RuntimeError as err:
+            err.add_note("The checkpoint is of a module with other tables or another dense part than this one.")
+            raise
         assert self.lightning_module is not None
         if self._is_fitting() and sharded_modules(self.lightning_module):
             load_fused(checkpoint, self.lightning_module, self._checkpoint_group)
