@@ -60,8 +60,8 @@ def load_by_name(optimizer: torch.optim.Optimizer, saved: Mapping[str, Any], mod
     if len(groups) != len(saved["param_groups"]):
         raise RuntimeError(
             f"the checkpoint's optimizer has {len(saved['param_groups'])} parameter groups, this run's "
-            f"{type(optimizer).__name__} has {len(groups)} (combined_optimizer adds one for each fused learning rate): load with the "
-            "configure_optimizers that the checkpoint was saved with."
+            f"{type(optimizer).__name__} has {len(groups)} (combined_optimizer adds one for each fused learning rate): "
+            "load with the configure_optimizers that the checkpoint was saved with."
         )
     named = [names.of(group["params"], index) for index, group in enumerate(groups)]
     moved = _compare(optimizer, named, saved, table_weights(model))
