@@ -8,7 +8,7 @@ import pytest
 
 from lightning_overlap import MODES
 
-from . import checkpoints, features, reference, traces
+from . import features, reference, resumes, traces
 from .cases import MIXED, ROWWISE_ADAGRAD, Case
 from .features import Setting
 from .fits import fit
@@ -36,25 +36,14 @@ def test_hooks(two_ranks: Ranks, config: str) -> None:
         assert mine == theirs
 
 
-def test_resume(two_ranks: Ranks, tmp_path: Path) -> None:
-    folder = str(tmp_path)
-    whole = two_ranks.run(checkpoints.train_from, "fused_sparse_dist", False, 5, folder, None)
-    resumed = two_ranks.run(
-        checkpoints.train_from, "fused_sparse_dist", False, 5, folder + "_", f"{folder}/step=5.ckpt"
-    )
-    for (expected, _), (actual, seen) in zip(whole, resumed, strict=True):
-        assert seen == [*range(5, 8), *range(8)]
+def test_resume(ranks: Ranks, tmp_path: Path) -> None:
+    loader = ("fused_sparse_dist", "own-unsized", str(tmp_path))
+    whole = ranks.run(resumes.train_from, *loader, None, (5,))
+    resumed = ranks.run(resumes.train_from, *loader, "step=5")
+    for (expected, (all_seen, *_)), (actual, (seen, *_)) in zip(whole, resumed, strict=True):
+        assert seen == all_seen[5:]
         expected.losses = expected.losses[5:]
         assert actual.differences(expected) == []
-
-
-def test_resume_on_one_rank(get_ranks: object, tmp_path: Path) -> None:
-    ranks = get_ranks(1)  # type: ignore[operator]
-    [(whole, _)] = ranks.run(checkpoints.train, MIXED, "fused_sparse_dist", 2, str(tmp_path / "whole"))
-    [(_, path)] = ranks.run(checkpoints.train, MIXED, "fused_sparse_dist", 1, str(tmp_path / "first"))
-    [(resumed, _)] = ranks.run(checkpoints.train, MIXED, "fused_sparse_dist", 2, str(tmp_path / "second"), resume=path)
-    whole.losses = whole.losses[-checkpoints.EPOCH :]
-    assert resumed.differences(whole) == []
 
 
 def test_evaluation(two_ranks: Ranks, tmp_path: Path) -> None:

@@ -7,17 +7,15 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from lightning.pytorch import Callback, Trainer
+from lightning.pytorch import Callback, Trainer, callbacks
 from lightning.pytorch.callbacks import (
     BackboneFinetuning,
     BaseFinetuning,
     BatchSizeFinder,
-    EMAWeightAveraging,
     GradientAccumulationScheduler,
     LearningRateFinder,
     ModelPruning,
     StochasticWeightAveraging,
-    WeightAveraging,
 )
 from torch import Tensor, nn
 from torch.optim.swa_utils import AveragedModel, get_ema_avg_fn
@@ -102,8 +100,8 @@ class FreezesLater(BaseFinetuning):
 
 REFUSED: dict[str, Any] = {
     "swa": lambda model: StochasticWeightAveraging(0.1),
-    "average": lambda model: WeightAveraging(),
-    "ema": lambda model: EMAWeightAveraging(),
+    "average": lambda model: callbacks.WeightAveraging(),
+    "ema": lambda model: callbacks.EMAWeightAveraging(),
     "frozen_backbone": lambda model: BackboneFinetuning(1),
     "freezes_later": lambda model: FreezesLater(),
     "prunes_tables": lambda model: ModelPruning(
@@ -138,11 +136,11 @@ def find_rate(folder: str, pipeline: str) -> tuple[Result, Result, list[float]]:
             module.losses.clear()
             searched.extend(self.optimal_lr.results["lr"])
 
-    for callbacks in ([], [Finds(num_training_steps=5, early_stop_threshold=None, update_attr=False)]):
+    for finders in ([], [Finds(num_training_steps=5, early_stop_threshold=None, update_attr=False)]):
         model = Scheduled(ROWWISE_ADAGRAD)
         trainer = make_trainer(
             OverlapEmbeddingStrategy(pipeline=pipeline, sharding="table_wise"),
-            callbacks=callbacks,
+            callbacks=finders,
             default_root_dir=folder,
             max_epochs=2,
         )
