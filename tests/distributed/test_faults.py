@@ -25,9 +25,9 @@ from .ranks import Ranks
 BATCHES = {"first": 0, "second": 1, "middle": NUM_BATCHES // 2, "last": NUM_BATCHES - 1}
 
 
-@pytest.fixture(autouse=True, scope="module")
+@pytest.fixture(autouse=True)
 def _end_the_ranks(_pools: dict[Any, Ranks]) -> Iterator[None]:
-    """Each run that failed leaves process groups with threads of their own: the tests to come get new processes."""
+    """Each run that failed leaves process groups, whose threads wake up all the time: the next test gets new ranks."""
     yield
     for pool in _pools.values():
         pool.close()
