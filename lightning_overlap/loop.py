@@ -76,7 +76,9 @@ class LookaheadFetcher(_DataLoaderIterDataFetcher):
 
     def __init__(self, inner: _DataFetcher, trainer: Trainer, make_executor: ExecutorFactory) -> None:
         self.inner = inner
+        profilers = inner._start_profiler, inner._stop_profiler  # an evaluation loop has set them already
         super().__init__()
+        inner._start_profiler, inner._stop_profiler = profilers
         self._trainer = trainer
         self._make_executor = make_executor
         self.executor: Executor | None = None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import re
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -16,12 +17,20 @@ from .ranks import Ranks
 EARLY = "fused_sparse_dist"
 
 
+_FETCHES = re.compile(r"_transfer$|_to_device$|batch_to_device$|val_next$")
+
+
 @pytest.mark.parametrize("kind", tools.PROFILERS)
 def test_profilers_see_the_same_actions(ranks: Ranks, kind: str, tmp_path: Path) -> None:
     expected = ranks.run(tools.profiled_actions, None, kind, str(tmp_path))
     actual = ranks.run(tools.profiled_actions, EARLY, kind, str(tmp_path))
     for mine, theirs in zip(actual, expected, strict=True):
         assert any("batch_to_device" in action for action in theirs)
+        if kind == "pytorch":
+            # It records a window of steps; the batches of the validation have been fetched before its window.
+            theirs = {action: num for action, num in theirs.items() if not _FETCHES.search(action)}
+            mine = {action: num for action, num in mine.items() if not _FETCHES.search(action)}
+            assert any("validation_step" in action for action in mine)
         assert mine == theirs
 
 
