@@ -1,0 +1,277 @@
+"""What happened when, and how much of it was hidden: spans on lanes, and the accounting of a window of them."""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from enum import Enum
+from itertools import pairwise
+from types import MappingProxyType
+
+from .stages import Stage
+
+Interval = tuple[float, float]
+"""Begin and end, milliseconds."""
+
+
+class Kind(Enum):
+    """What a resource was busy with."""
+
+    DENSE = "dense"
+    """The model's dense part: forward, backward with the fused update in it, optimizer step."""
+
+    LOOKUP = "lookup"
+    """Reading the tables (TBE forward)."""
+
+    COMMUNICATION = "communication"
+    """A collective, from its start to its end."""
+
+    COPY = "copy"
+    """A copy between host and device; on a CPU, fetching and staging the batch."""
+
+    WAIT = "wait"
+    """A lane that has nothing to do before something else ends: exposed time."""
+
+    HOST = "host"
+    """The host at work on what is none of these: the loop, callbacks, launching kernels."""
+
+    def __str__(self) -> str:
+        return self.value
+
+
+COVERED_BY: Mapping[Kind, frozenset[Kind]] = MappingProxyType(
+    {
+        Kind.COMMUNICATION: frozenset({Kind.DENSE, Kind.LOOKUP}),
+        Kind.LOOKUP: frozenset({Kind.DENSE}),
+        Kind.COPY: frozenset({Kind.DENSE, Kind.LOOKUP}),
+    }
+)
+"""What hides a kind: time of these on other lanes. Dense work is what the rest hides behind, so nothing hides it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """One thing that took time.
+
+    Args:
+        start_ms: When it began; the zero is the timeline's own.
+        end_ms: When it ended.
+        kind: What it was.
+        lane: The stream or thread it ran on. On one lane an inner span takes its time from the one around it.
+        name: What to call it: a kernel's or an operator's name, or the stage's.
+        stage: The stage it belongs to, if one is known.
+        batch: The batch it was for, if that is known.
+        detail: More, for people: the source line that waited, say.
+    """
+
+    start_ms: float
+    end_ms: float
+    kind: Kind
+    lane: str
+    name: str
+    stage: Stage | None = None
+    batch: int | None = None
+    detail: str = ""
+
+    @property
+    def duration_ms(self) -> float:
+        """How long it took."""
+        return self.end_ms - self.start_ms
+
+
+@dataclass(frozen=True, slots=True)
+class Times:
+    """Milliseconds of one stage or kind."""
+
+    busy_ms: float = 0.0
+    hidden_ms: float = 0.0
+
+    @property
+    def exposed_ms(self) -> float:
+        """What nothing else ran beside."""
+        return self.busy_ms - self.hidden_ms
+
+    @property
+    def hidden_fraction(self) -> float:
+        """Share of the busy time that was hidden; 1 of nothing."""
+        return self.hidden_ms / self.busy_ms if self.busy_ms else 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class Account:
+    """Where the time of a window went, per step.
+
+    Args:
+        step_ms: The window's length.
+        kinds: Busy and hidden time by kind; `Kind.HOST` is all the time that the host was not blocked.
+        stages: The same by stage.
+        merge_wait_ms: What the dense forward waited for looked-up rows.
+        blocked_ms: What the host waited, in all.
+    """
+
+    step_ms: float
+    kinds: Mapping[Kind, Times]
+    stages: Mapping[Stage, Times]
+    merge_wait_ms: float = 0.0
+    blocked_ms: float = 0.0
+
+    @property
+    def bound(self) -> tuple[str, float]:
+        """The busiest resource and its milliseconds: no overlap makes a step shorter than that."""
+        kind, times = max(self.kinds.items(), key=lambda item: item[1].busy_ms)
+        return str(kind), times.busy_ms
+
+    @property
+    def to_gain_ms(self) -> float:
+        """What a perfect overlap would still save."""
+        return max(0.0, self.step_ms - self.bound[1])
+
+
+def account(spans: Iterable[Span], window: Interval, *, num_steps: int = 1, host_lane: str = "host") -> Account:
+    """Account for a window of a timeline.
+
+    Args:
+        spans: All that was seen, also what began before the window or ended after it.
+        window: Begin and end, milliseconds; for example from one step's beginning to the next one's.
+        num_steps: Steps in the window; all times are per step.
+        host_lane: The lane whose waits block the host.
+
+    Source: the interval sweep of HolisticTraceAnalysis, which has communication alone; here each kind has its own
+    cover, and inner spans take their time from outer ones.
+    """
+    own = exclusive(clip(spans, window))
+    by_kind = {kind: union(_intervals(span for span in own if span.kind is kind)) for kind in Kind}
+
+    def times(of: Sequence[Interval], kind: Kind) -> Times:
+        cover = union(interval for other in COVERED_BY.get(kind, ()) for interval in by_kind[other])
+        return Times(length(of) / num_steps, length(intersection(of, cover)) / num_steps)
+
+    blocked = union(_intervals(span for span in own if span.kind is Kind.WAIT and span.lane == host_lane))
+    kinds = {kind: times(by_kind[kind], kind) for kind in (Kind.DENSE, *COVERED_BY)}
+    kinds[Kind.HOST] = Times((window[1] - window[0] - length(blocked)) / num_steps)
+    stages: dict[Stage, Times] = {}
+    for stage in Stage:
+        parts = [span for span in own if span.stage is stage and span.kind is not Kind.WAIT]
+        if parts:
+            per_kind = [
+                times(union(_intervals(span for span in parts if span.kind is kind)), kind)
+                for kind in {span.kind for span in parts}
+            ]
+            stages[stage] = Times(sum(t.busy_ms for t in per_kind), sum(t.hidden_ms for t in per_kind))
+    merge = union(_intervals(s for s in own if s.kind is Kind.WAIT and s.stage is Stage.EMBEDDING_LOOKUP))
+    return Account(
+        (window[1] - window[0]) / num_steps, kinds, stages, length(merge) / num_steps, length(blocked) / num_steps
+    )
+
+
+def mean(accounts: Sequence[Account]) -> Account:
+    """Return the mean of accounts of one step each.
+
+    Raises:
+        ValueError: There are none.
+    """
+    if not accounts:
+        raise ValueError("the mean of no accounts: no step has been measured.")
+    num = len(accounts)
+
+    def over(parts: Sequence[Times]) -> Times:
+        return Times(sum(t.busy_ms for t in parts) / num, sum(t.hidden_ms for t in parts) / num)
+
+    return Account(
+        sum(one.step_ms for one in accounts) / num,
+        {kind: over([one.kinds[kind] for one in accounts if kind in one.kinds]) for kind in accounts[0].kinds},
+        {
+            stage: over([one.stages[stage] for one in accounts if stage in one.stages])
+            for stage in Stage
+            if any(stage in one.stages for one in accounts)
+        },
+        sum(one.merge_wait_ms for one in accounts) / num,
+        sum(one.blocked_ms for one in accounts) / num,
+    )
+
+
+def exclusive(spans: Iterable[Span]) -> list[Span]:
+    """Cut spans so that on each lane every moment belongs to one: to the one that began last.
+
+    Collectives stay whole: several can be under way on one lane, and none of them takes the others' time.
+    """
+    lanes: dict[str, list[Span]] = {}
+    cut: list[Span] = []
+    for span in spans:
+        if span.kind is Kind.COMMUNICATION:
+            cut.append(span)
+        else:
+            lanes.setdefault(span.lane, []).append(span)
+    for lane in lanes.values():
+        cut += _exclusive_on_lane(lane)
+    return sorted(cut, key=lambda span: (span.start_ms, span.end_ms))
+
+
+def _exclusive_on_lane(spans: list[Span]) -> list[Span]:
+    spans = sorted(spans, key=lambda span: (span.start_ms, -span.end_ms))
+    edges = sorted({edge for span in spans for edge in (span.start_ms, span.end_ms)})
+    cut: list[Span] = []
+    under_way: list[tuple[float, int, Span]] = []  # the last begun first; of two that began together, the shorter
+    coming = 0
+    for start, end in pairwise(edges):
+        while coming < len(spans) and spans[coming].start_ms <= start:
+            heapq.heappush(under_way, (-spans[coming].start_ms, -coming, spans[coming]))
+            coming += 1
+        while under_way and under_way[0][2].end_ms <= start:
+            heapq.heappop(under_way)
+        if not under_way:
+            continue
+        top = under_way[0][2]
+        if cut and cut[-1].end_ms == start and replace(cut[-1], start_ms=top.start_ms, end_ms=top.end_ms) == top:
+            cut[-1] = replace(cut[-1], end_ms=end)
+        else:
+            cut.append(replace(top, start_ms=start, end_ms=end))
+    return cut
+
+
+def clip(spans: Iterable[Span], window: Interval) -> list[Span]:
+    """Return the parts of spans that lie in a window."""
+    start, end = window
+    return [
+        span
+        if start <= span.start_ms and span.end_ms <= end
+        else replace(span, start_ms=max(start, span.start_ms), end_ms=min(end, span.end_ms))
+        for span in spans
+        if span.end_ms > start and span.start_ms < end
+    ]
+
+
+def union(intervals: Iterable[Interval]) -> list[Interval]:
+    """Return disjoint intervals in order that cover the same time."""
+    merged: list[Interval] = []
+    for start, end in sorted(intervals):
+        if merged and start <= merged[-1][1]:
+            merged[-1] = (merged[-1][0], max(merged[-1][1], end))
+        elif end > start:
+            merged.append((start, end))
+    return merged
+
+
+def intersection(one: Sequence[Interval], other: Sequence[Interval]) -> list[Interval]:
+    """Return the time that is in both; each must be disjoint and in order, as `union` gives them."""
+    both: list[Interval] = []
+    here, there = 0, 0
+    while here < len(one) and there < len(other):
+        start, end = max(one[here][0], other[there][0]), min(one[here][1], other[there][1])
+        if start < end:
+            both.append((start, end))
+        if one[here][1] < other[there][1]:
+            here += 1
+        else:
+            there += 1
+    return both
+
+
+def length(intervals: Iterable[Interval]) -> float:
+    """Return the time that disjoint intervals cover, milliseconds."""
+    return sum(end - start for start, end in intervals)
+
+
+def _intervals(spans: Iterable[Span]) -> Iterable[Interval]:
+    return ((span.start_ms, span.end_ms) for span in spans)
