@@ -41,6 +41,8 @@ KINDS = {
 COLLECTIVES = ("all_to_all_single", "all_reduce", "reduce_scatter", "reduce_scatter_tensor", "all_gather_into_tensor")
 """Functions of `torch.distributed` that are timed."""
 
+_SIGNATURES = {name: inspect.signature(getattr(dist, name)) for name in COLLECTIVES}
+
 
 class Clock(Protocol):
     """What the executor and the sparse stages tell."""
@@ -369,21 +371,18 @@ def record_collectives(make_timer: Callable[[str, str, bool], Collective]) -> It
     with ExitStack() as stack:
         for name in COLLECTIVES:
             real = getattr(dist, name)
-            timed = partial(_timed, name, real, inspect.signature(real), make_timer)
-            stack.enter_context(mock.patch.object(dist, name, timed))
+            stack.enter_context(mock.patch.object(dist, name, partial(_timed, name, real, make_timer)))
         yield
 
 
 def _timed(
     name: str,
     real: Callable[..., Any],
-    signature: inspect.Signature,
     make_timer: Callable[[str, str, bool], Collective],
     *args: Any,
     **kwargs: Any,
 ) -> Any:
-    given = signature.bind(*args, **kwargs)
-    call = given.arguments
+    call = _SIGNATURES[name].bind(*args, **kwargs).arguments
     sent = call.get("input", call.get("tensor"))
     if name == "all_to_all_single":
         assert isinstance(sent, Tensor)
@@ -393,7 +392,7 @@ def _timed(
     timer = make_timer(name, "" if group is None else str(group.group_name), on_host)
     asynchronous = call.get("async_op", False)
     call["async_op"] = True
-    work = real(*given.args, **given.kwargs)
+    work = real(**call)
     if work is None:  # this rank is not in the group
         return None
     if timer.on_host:
