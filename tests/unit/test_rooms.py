@@ -158,9 +158,11 @@ STANDARD_LIBRARY = {"_fields", "_exit"}
 TORCH_PRIVATE = {
     "_C",
     "_apply_optimizer_in_backward",
+    "_autograd",
     "_current_graph_task_id",
     "_get_default_store",
     "_init_from_local_shards_and_global_metadata",
+    "_profiler_enabled",
     "_set_params_and_buffers_to_ignore_for_model",
 }
 """PyTorch's own; TorchRec and Lightning use them too."""
