@@ -42,6 +42,7 @@ FILES = {
         "checkpoint",
         "checkpoint_full",
         "checkpoint_dense",
+        "saving",
         "callbacks",
         "refusals",
     ),
