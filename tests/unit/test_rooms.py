@@ -9,6 +9,7 @@ import sys
 import textwrap
 from collections.abc import Iterator, Mapping
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -33,7 +34,7 @@ FILES = {
         "summary",
         "testing",
     ),
-    "sparse": ("sharded", "sparse", "sharding", "optim", "table_state", "stash"),
+    "sparse": ("sharded", "input_dist", "sparse", "sharding", "optim", "table_state", "stash"),
     "plugin": (
         "strategy",
         "loop",
@@ -211,7 +212,7 @@ def _listed(names: Mapping[str, tuple[str, ...]]) -> list[tuple[str, str]]:
 
 def _has(owner: object, name: str) -> bool:
     """Whether a module or class has a name; instance attributes are looked for in the source of the class."""
-    if hasattr(owner, name):
+    if hasattr(owner, name) or name in getattr(owner, "__dataclass_fields__", ()):
         return True
     if not inspect.isclass(owner):
         return False
@@ -229,6 +230,8 @@ TORCHREC = {
     "ShardedEmbeddingCollection": "torchrec.distributed.embedding",
     "FusedKJTListSplitsAwaitable": "torchrec.distributed.embedding_sharding",
     "KJTAllToAll": "torchrec.distributed.dist_data",
+    "KeyedJaggedTensor": "torchrec.sparse.jagged_tensor",
+    "KJTSplitsAllToAllMeta": "torchrec.distributed.embedding_sharding",
 }
 LIGHTNING = {
     "_FitLoop": "lightning.pytorch.loops.fit_loop",
@@ -252,7 +255,9 @@ def test_torchrec_still_has(owner: str, name: str) -> None:
         from torchrec.distributed.sharding.rw_sharding import RwSparseFeaturesDist
         from torchrec.distributed.sharding.tw_sharding import TwSparseFeaturesDist
 
-        kinds: list[type] = [TwSparseFeaturesDist, RwSparseFeaturesDist]
+        kinds: list[Any] = [TwSparseFeaturesDist, RwSparseFeaturesDist]
+    elif owner.startswith("torchrec."):
+        kinds = [importlib.import_module(owner)]
     else:
         kinds = [getattr(importlib.import_module(TORCHREC[owner]), owner)]
     for kind in kinds:
