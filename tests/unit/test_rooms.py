@@ -20,7 +20,10 @@ ROOMS = ("plan", "run", "sparse", "plugin", "apps")
 
 FILES = {
     "plan": ("versions", "stages", "schedule", "modes"),
-    "run": ("agreement", "groups", "streams", "structure", "inflight", "executor", "syncs", "timeline", "testing"),
+    "run": (
+        *("agreement", "groups", "streams", "structure", "inflight", "executor", "syncs", "testing"),
+        *("timeline", "figures", "kineto", "kineto_names", "trace_file", "layout", "drawing", "page"),
+    ),
     "sparse": ("sharded", "sparse", "sharding", "optim", "table_state", "stash"),
     "plugin": (
         "strategy",
@@ -33,7 +36,19 @@ FILES = {
         "callbacks",
         "refusals",
     ),
-    "apps": ("data", "models", "train", "launch", "rank", "recipe", "report", "benchmark", "conf", "choices"),
+    "apps": (
+        "data",
+        "models",
+        "train",
+        "timeline_command",
+        "launch",
+        "rank",
+        "recipe",
+        "report",
+        "benchmark",
+        "conf",
+        "choices",
+    ),
 }
 LEAVES_ALONE = {
     "run": {"torchrec", "fbgemm_gpu", "lightning", "pytorch_lightning", "hydra", "omegaconf"},
