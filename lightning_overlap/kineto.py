@@ -156,6 +156,8 @@ class _Reader:
                 self._issued[_collective(event.name)].append((event.start_us, around))
             elif not self._has_gpu:
                 self._operator(lane, event, around, inside)
+            elif lane != HOST_LANE and (inside.stage, inside.kind) != (around.stage, around.kind):
+                self._add(event, Kind.HOST, lane, _operator_name(event.name), inside)  # autograd issues kernels
         elif event.category == "user_annotation":
             self._annotation(lane, event, around, inside)
 

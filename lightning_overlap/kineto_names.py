@@ -56,7 +56,7 @@ _ANNOTATIONS: tuple[tuple[str, Stage, Kind], ...] = (
 )  # fmt: skip
 _OPERATORS: tuple[tuple[str, Stage, Kind], ...] = (
     # TorchRec's backward of an all-to-all's request waits for the gradients on their way.
-    (r"autograd::engine::evaluate_function: (all2all|reducescatter|allgather|variable)\w*reqback", Stage.BACKWARD, Kind.WAIT),
+    (r"autograd::engine::\w+: (all2all|reducescatter|allgather|variable)\w*reqback", Stage.BACKWARD, Kind.WAIT),
     (r"autograd::engine::evaluate_function", Stage.BACKWARD, Kind.DENSE),
     (r"fbgemm::(split_embedding_codegen_lookup|dense_embedding_codegen_lookup)", Stage.EMBEDDING_LOOKUP, Kind.LOOKUP),
     (r"fbgemm::(lxu_cache_(populate|lookup)|bounds_check_indices)", Stage.EMBEDDING_LOOKUP, Kind.LOOKUP),

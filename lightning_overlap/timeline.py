@@ -296,17 +296,16 @@ def rows_of(spans: Iterable[Span], *, nested: bool = False) -> list[list[Span]]:
     rows: list[list[Span]] = []
     under_way: list[list[Span]] = []
     for span in sorted(spans, key=lambda span: (span.start_ms, -span.end_ms)):
-        for number, stack in enumerate(under_way):
+        for stack in under_way:
             while stack and stack[-1].end_ms <= span.start_ms:
                 stack.pop()
-            if not stack or (nested and span.end_ms <= stack[-1].end_ms):
-                break
-        else:
-            number, stack = len(rows), []
+        fits = (not stack or (nested and span.end_ms <= stack[-1].end_ms) for stack in under_way)
+        number = next((number for number, fit in enumerate(fits) if fit), len(rows))
+        if number == len(rows):
             rows.append([])
-            under_way.append(stack)
+            under_way.append([])
         rows[number].append(span)
-        stack.append(span)
+        under_way[number].append(span)
     return rows
 
 
