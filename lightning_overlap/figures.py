@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 
 from .stages import Stage
-from .timeline import HOST_LANE, Account, Interval, Kind, Span, Times, account, clip, exclusive
+from .timeline import HOST_LANE, Account, Interval, Kind, Span, Times, account, exclusive_in
 
 _PROFILER_STEP = re.compile(r"ProfilerStep#(\d+)$")
 TOP_BLOCKS = 8
@@ -143,8 +143,7 @@ def steady_window(spans: Sequence[Span], num_steps: int) -> Window:
 def blocks(spans: Iterable[Span], window: Interval) -> list[Block]:
     """Return what blocked the host in a window, most first."""
     found: dict[tuple[str, Stage | None, str], list[float]] = {}
-    host = [span for span in clip(spans, window) if span.lane == HOST_LANE]
-    for span in exclusive(host):
+    for span in exclusive_in((span for span in spans if span.lane == HOST_LANE), window):
         if span.kind is Kind.WAIT:
             found.setdefault((span.name, span.stage, span.detail), []).append(span.duration_ms)
     entries = [Block(*key, sum(times), len(times)) for key, times in found.items()]

@@ -25,6 +25,9 @@ __all__ = ["BLOCKED_US", "TraceError", "read_trace", "write_trace"]
 BLOCKED_US = 50
 """A runtime call that takes longer than this blocked the host; a launch takes a tenth of it."""
 
+RELEASED_MS = 0.1
+"""A kernel that starts within this after another stream's work had waited for that; else for what no trace tells."""
+
 QUEUED_US = 10
 """A kernel that starts later than this after its launch and after the stream's last one waited for another stream."""
 
@@ -221,9 +224,9 @@ class _Reader:
         self._spans += list(self._waits_of_kernels(streams))
 
     def _waits_of_kernels(self, streams: Mapping[str, Sequence[tuple[Event, Span]]]) -> Iterator[Span]:
-        """Kernels of the compute stream that were launched in time and still did not start: another stream held them.
+        """Kernels of the compute stream that were launched in time and still did not start: an event held them.
 
-        Which one: the last that ended before the kernel began, of those under way while it waited.
+        What ended on another stream right before the kernel began is what it waited for.
         """
         busy = Counter({lane: sum(_dense_ms(span) for _, span in found) for lane, found in streams.items()})
         compute = max(busy, key=lambda lane: busy[lane])
@@ -237,11 +240,15 @@ class _Reader:
             if launch is not None and event.start_us - max(free_us, launch.end_us) > QUEUED_US:
                 waits_from = self._ms(max(free_us, launch.end_us))
                 last = bisect.bisect_right(ends, span.start_ms + 1e-3) - 1
-                if last >= 0 and ends[last] > waits_from:
-                    held_by = others[last]
-                    name = f"waits for {held_by.name}"
-                    detail = f"on {held_by.lane}"
-                    yield Span(waits_from, span.start_ms, Kind.WAIT, compute, name, held_by.stage, span.batch, detail)
+                if last >= 0 and ends[last] > max(waits_from, span.start_ms - RELEASED_MS):
+                    name, stage, detail = (
+                        f"waits for {others[last].name}",
+                        others[last].stage,
+                        f"on {others[last].lane}",
+                    )
+                else:
+                    name, stage, detail = f"{span.name} waits in the queue", None, ""
+                yield Span(waits_from, span.start_ms, Kind.WAIT, compute, name, stage, span.batch, detail)
             free_us = event.end_us if free_us == float("inf") else max(free_us, event.end_us)
 
 

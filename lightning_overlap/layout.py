@@ -15,8 +15,7 @@ from .timeline import (
     Interval,
     Kind,
     Span,
-    clip,
-    exclusive,
+    exclusive_in,
     intersection,
     length,
     rows_of,
@@ -135,8 +134,7 @@ def _share_seen(spans: Sequence[Span], window: Window) -> float:
 
 
 def _panel(rank: int | str, spans: Sequence[Span], window: Window, resolution: float) -> Panel:
-    shown = [span for span in clip(spans, window.interval) if not _STEP_MARK.match(span.name)]
-    cut = exclusive(shown)
+    cut = exclusive_in((span for span in spans if not _STEP_MARK.match(span.name)), window.interval)
     least_ms = resolution * (window.end_ms - window.start_ms)
     lanes = []
     for name in sorted({span.lane for span in cut}, key=_lane_order):

@@ -143,7 +143,7 @@ def account(spans: Iterable[Span], window: Interval, *, num_steps: int = 1, host
     Source: the interval sweep of HolisticTraceAnalysis, which has communication alone; here each kind has its own
     cover, and inner spans take their time from outer ones.
     """
-    own = exclusive(clip(spans, window))
+    own = exclusive_in(spans, window)
     by_kind = {kind: union(_intervals(span for span in own if span.kind is kind)) for kind in Kind}
 
     def times(of: Sequence[Interval], kind: Kind) -> Times:
@@ -209,6 +209,16 @@ def exclusive(spans: Iterable[Span]) -> list[Span]:
     for lane in lanes.values():
         cut += _exclusive_on_lane(lane)
     return sorted(cut, key=lambda span: (span.start_ms, span.end_ms))
+
+
+def exclusive_in(spans: Iterable[Span], window: Interval) -> list[Span]:
+    """Return the parts of `exclusive` spans that lie in a window.
+
+    What began last is judged before anything is cut: in the window, an inner span and the one around it may look as if
+    they had begun together.
+    """
+    start, end = window
+    return clip(exclusive(span for span in spans if span.end_ms > start and span.start_ms < end), window)
 
 
 def _exclusive_on_lane(spans: list[Span]) -> list[Span]:
