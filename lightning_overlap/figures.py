@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
-from .stages import Stage
+from .stages import TRAINING_STAGES, Stage
 from .timeline import HOST_LANE, Account, Interval, Kind, Span, Times, account, exclusive_in
 
 _PROFILER_STEP = re.compile(r"ProfilerStep#(\d+)$")
@@ -192,7 +192,12 @@ def tables(figures_: Figures) -> list[Table]:
         )
     ]
     if kept.stages:
-        found.append(Table(("stage", *head), tuple(_row(stage, times) for stage, times in kept.stages.items())))
+        found.append(
+            Table(
+                ("stage", *head),
+                tuple(_row(stage, times, hides=stage not in TRAINING_STAGES) for stage, times in kept.stages.items()),
+            )
+        )
     blocked_ms = kept.blocked_ms * steps
     share = _percent(blocked_ms / total_ms if total_ms else 0)
     found.append(

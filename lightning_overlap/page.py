@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import html
 import json
+import re
 from collections.abc import Mapping, Sequence
 from importlib import resources
 from pathlib import Path
@@ -43,9 +44,8 @@ def write_html(
         # Inside a script "</" could end it, whatever the name of a kernel may hold.
         "{{data}}": data.replace("</", "<\\/").replace("<!--", "<\\!--"),
     }
-    for mark, text in parts.items():
-        template = template.replace(mark, text, 1)
-    Path(path).write_text(template, encoding="utf-8")
+    text = re.sub(r"\{\{\w+\}\}", lambda mark: parts[mark.group()], template)
+    Path(path).write_text(text, encoding="utf-8")
 
 
 def _data(panel: Panel, batches: bool) -> dict[str, Any]:
