@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -10,10 +11,11 @@ from .figures import headline
 from .layout import (
     BATCH_COLORS,
     EXPOSED_COLOR,
+    NUM_STEPS,
     SHORT,
     STAGE_COLORS,
     UNKNOWN_COLOR,
-    Bar,
+    Lane,
     Panel,
     by_batch,
     color_of,
@@ -27,10 +29,7 @@ from .timeline import Kind, Span
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-__all__ = ["NUM_STEPS", "write_html", "write_png"]
-
-NUM_STEPS = 3
-"""Steps that are drawn, where nobody says how many."""
+__all__ = ["write_html", "write_png"]
 
 MAX_RANKS = 16
 """Ranks in one picture; its last line says how many it left out."""
@@ -38,6 +37,7 @@ MAX_RANKS = 16
 _WIDTH_IN, _ROW_IN, _DPI = 16.0, 0.34, 120
 _PANEL_IN, _TOP_IN, _BOTTOM_IN = 0.62, 0.38, 0.62
 _LEFT, _RIGHT = 0.115, 0.988
+_LEAST_WIDTH = 3e-4  # of the axes: half a pixel
 _CHARACTER_IN = 0.062
 """Width of a character of a bar's text."""
 
@@ -123,8 +123,7 @@ def _draw(axes: Axes, panel: Panel, batches: bool) -> None:
     for number, lane in enumerate(panel.lanes):
         if number % 2 == 0:
             axes.axhspan(first_row, first_row + lane.num_rows, color="#f5f6f8", linewidth=0, zorder=-1)
-        for bar in lane.bars:
-            _draw_bar(axes, panel, bar, first_row, batches)
+        _draw_bars(axes, panel, lane, first_row, batches)
         ticks.append(first_row + lane.num_rows / 2)
         does = shares(panel, lane)
         words.append(f"{lane.name}\n{does}" if does and does != lane.name else lane.name)
@@ -135,26 +134,29 @@ def _draw(axes: Axes, panel: Panel, batches: bool) -> None:
     axes.get_yticklabels()[-1].set_color(EXPOSED_COLOR)
 
 
-def _draw_bar(axes: Axes, panel: Panel, bar: Bar, first_row: int, batches: bool) -> None:
-    span = bar.span
-    share, style = _STYLES[span.kind]
-    left, middle = span.start_ms - panel.window.start_ms, first_row + bar.row + 0.5
-    options = {"facecolor": color_of(span, batches=batches), "linewidth": 0.0, **style}
-    axes.broken_barh([(left, span.duration_ms)], (middle - share / 2, share), **options)
-    inches_per_ms = _WIDTH_IN * (_RIGHT - _LEFT) / (panel.window.end_ms - panel.window.start_ms)
-    words = text_of(span, batches=batches)
-    if len(words) * _CHARACTER_IN < span.duration_ms * inches_per_ms and share > 0.5:
-        axes.text(
-            left + span.duration_ms / 2,
-            middle,
-            words,
-            ha="center",
-            va="center_baseline",
-            fontsize=7.2,
-            color=EXPOSED_COLOR if span.kind is Kind.WAIT else "#1a1a1a",
-            clip_on=True,
-            bbox={"facecolor": "white", "alpha": 0.75, "pad": 0.6, "linewidth": 0} if span.kind is Kind.WAIT else None,
-        )
+def _draw_bars(axes: Axes, panel: Panel, lane: Lane, first_row: int, batches: bool) -> None:
+    length_ms = panel.window.end_ms - panel.window.start_ms
+    inches_per_ms = _WIDTH_IN * (_RIGHT - _LEFT) / length_ms
+    alike: defaultdict[tuple[int, Kind, str], list[tuple[float, float]]] = defaultdict(list)
+    for bar in lane.bars:
+        span, left = bar.span, bar.span.start_ms - panel.window.start_ms
+        width = max(span.duration_ms, _LEAST_WIDTH * length_ms)
+        alike[bar.row, span.kind, color_of(span, batches=batches)].append((left, width))
+        words = text_of(span, batches=batches)
+        if len(words) * _CHARACTER_IN < span.duration_ms * inches_per_ms and _STYLES[span.kind][0] > 0.5:
+            _write(axes, left + span.duration_ms / 2, first_row + bar.row + 0.5, words, span.kind)
+    for (row, kind, color), extents in alike.items():
+        share, style = _STYLES[kind]
+        options = {"facecolor": color, "linewidth": 0.0, **style}
+        axes.broken_barh(extents, (first_row + row + 0.5 - share / 2, share), **options)
+
+
+def _write(axes: Axes, x: float, y: float, words: str, kind: Kind) -> None:
+    plate = {"facecolor": "white", "alpha": 0.75, "pad": 0.6, "linewidth": 0} if kind is Kind.WAIT else None
+    color = EXPOSED_COLOR if kind is Kind.WAIT else "#1a1a1a"
+    axes.text(
+        x, y, words, ha="center", va="center_baseline", fontsize=7.2, color=color, clip_on=True, bbox=plate, zorder=3
+    )
 
 
 def _legend(panels: Sequence[Panel], batches: bool) -> list[Any]:

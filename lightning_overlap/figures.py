@@ -12,6 +12,7 @@ from .stages import TRAINING_STAGES, Stage
 from .timeline import HOST_LANE, Account, Interval, Kind, Span, Times, account, exclusive_in
 
 _PROFILER_STEP = re.compile(r"ProfilerStep#(\d+)$")
+_LEAST_MS = 1e-3  # of a window: a single event can last no time at all
 TOP_BLOCKS = 8
 """Lines of what blocked the host; all else is added up in one."""
 
@@ -115,7 +116,8 @@ def window_of(spans: Sequence[Span]) -> Window:
     if steps and not (marked and on_gpu):
         return Window(steps[0].start_ms, steps[-1].end_ms, len(steps))
     found = on_gpu or spans
-    return Window(min(s.start_ms for s in found), max(s.end_ms for s in found), max(1, len(steps)))
+    start, end = min(span.start_ms for span in found), max(span.end_ms for span in found)
+    return Window(start, max(end, start + _LEAST_MS), max(1, len(steps)))
 
 
 def steady_window(spans: Sequence[Span], num_steps: int) -> Window:

@@ -53,14 +53,14 @@ def read_trace(path: Path | str) -> dict[int, list[Span]]:
     if is_own(file):
         return own_spans(file)
     info = file.about.get("distributedInfo")
-    rank = info.get("rank", 0) if isinstance(info, dict) else 0
+    rank = info.get("rank") if isinstance(info, dict) else None
     spans = _Reader(file).spans()
     if not spans:
         raise TraceError(
             f"{path} holds nothing to draw: no annotation, no operator on the host, no kernel.\n"
             f"  got:  {len(file.events)} events of other kinds\n  Profile at least one training step."
         )
-    return {int(rank): spans}
+    return {rank if isinstance(rank, int) else 0: spans}
 
 
 class _Context(NamedTuple):
@@ -132,7 +132,7 @@ class _Reader:
                 threads[event.pid, event.tid].append(event)
         for lane, events in _lanes(threads).items():
             events.sort(key=lambda event: (event.start_us, -event.end_us))
-            for event, around, inside in _nest(events):
+            for event, around, inside in _nest(_without_closures(events)):
                 self._on_host(lane, event, around, inside)
         self._collectives_on_host(collectives)
         if self._has_gpu:
@@ -273,6 +273,19 @@ def _lanes(threads: Mapping[tuple[object, object], list[Event]]) -> dict[str, li
             lane = "autograd" if runs_backward and "autograd" not in lanes else f"thread {thread[1]}"
             lanes[lane] = events
     return lanes
+
+
+def _without_closures(events: Sequence[Event]) -> Iterator[Event]:
+    """Leave out optimizer steps with a forward inside: Lightning hands forward and backward to them as a closure."""
+    forwards = [
+        event.start_us for event in events if event.category == "user_annotation" and names.is_forward(event.name)
+    ]
+    for event in events:
+        if names.may_be_closure(event.name):
+            first = bisect.bisect_left(forwards, event.start_us)
+            if first < len(forwards) and forwards[first] < event.end_us:
+                continue
+        yield event
 
 
 def _nest(events: Iterable[Event]) -> Iterator[tuple[Event, _Context, _Context]]:

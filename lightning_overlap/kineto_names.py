@@ -94,6 +94,19 @@ def of_annotation(name: str) -> Meaning | None:
 
 
 @cache
+def is_forward(name: str) -> bool:
+    """Whether an annotation is of the dense forward."""
+    meaning = of_annotation(name)
+    return meaning is not None and meaning.stage is Stage.DENSE_FORWARD
+
+
+@cache
+def may_be_closure(name: str) -> bool:
+    """Whether PyTorch wrote this around an optimizer's step, which calls a closure if it is given one."""
+    return name.startswith("Optimizer.step#")
+
+
+@cache
 def of_operator(name: str) -> Meaning | None:
     """Return what an operator says by itself; most say nothing."""
     key = name.lower()

@@ -23,6 +23,9 @@ from .timeline import (
     union,
 )
 
+NUM_STEPS = 3
+"""Steps that are drawn, where nobody says how many."""
+
 BATCH_COLORS = ("#3b76af", "#e8a33d", "#4f9d69", "#b07aa1", "#6fb7c9", "#8a6d3b", "#7d86c9", "#a8b545")
 """Of batch n, the n-th modulo their number: neighbours differ, and none is the red of exposed time."""
 

@@ -11,7 +11,19 @@ from pathlib import Path
 from typing import Any
 
 from .figures import Table, headline, tables
-from .layout import EXPOSED_COLOR, SHORT, STAGE_COLORS, Panel, by_batch, color_of, hidden_in, lay_out, shares, text_of
+from .layout import (
+    EXPOSED_COLOR,
+    NUM_STEPS,
+    SHORT,
+    STAGE_COLORS,
+    Panel,
+    by_batch,
+    color_of,
+    hidden_in,
+    lay_out,
+    shares,
+    text_of,
+)
 from .timeline import Span
 
 _RESOLUTION = 2e-5
@@ -19,7 +31,7 @@ _RESOLUTION = 2e-5
 
 
 def write_html(
-    path: Path | str, ranks: Mapping[int | str, Sequence[Span]], *, num_steps: int = 3, title: str = ""
+    path: Path | str, ranks: Mapping[int | str, Sequence[Span]], *, num_steps: int = NUM_STEPS, title: str = ""
 ) -> None:
     """Write the page.
 

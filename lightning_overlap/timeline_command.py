@@ -7,9 +7,10 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from .drawing import NUM_STEPS, write_html, write_png
+from .drawing import write_html, write_png
 from .figures import as_report, figures
 from .kineto import read_trace
+from .layout import NUM_STEPS
 from .timeline import Span
 from .trace_file import TraceError
 

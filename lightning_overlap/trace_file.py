@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import json
+import math
 import sys
 import zlib
 from collections.abc import Iterable, Mapping, Sequence
@@ -126,8 +127,10 @@ def _shorten(parsed: dict[str, Any]) -> Any:
         return None
     try:
         start = float(parsed["ts"])
-        end = start + float(parsed.get("dur", 0))
+        end = start + max(0.0, float(parsed.get("dur", 0)))  # Kineto has been seen to write durations below 0
     except (KeyError, TypeError, ValueError):
+        return None
+    if not math.isfinite(end - start):
         return None
     noted = parsed.get("args") or {}
     args = {key: noted[key] for key in _ARGS if key in noted}
@@ -142,23 +145,35 @@ def is_own(file: TraceFile) -> bool:
 
 
 def own_spans(file: TraceFile) -> dict[int, list[Span]]:
-    """Return the spans that `write_trace` was given, by rank."""
+    """Return the spans that `write_trace` was given, by rank.
+
+    Raises:
+        TraceError: Somebody has changed the file.
+    """
     ranks: dict[int, list[Span]] = {}
     for event in file.events:
-        args = event.args
-        ranks.setdefault(int(event.pid), []).append(
-            Span(
-                args["start_ms"],
-                args["end_ms"],
-                Kind(event.category),
-                args["lane"],
-                event.name,
-                Stage(args["stage"]) if "stage" in args else None,
-                args.get("batch"),
-                args.get("detail", ""),
-            )
-        )
+        try:
+            ranks.setdefault(int(event.pid), []).append(_own_span(event))
+        except (KeyError, TypeError, ValueError) as err:
+            raise TraceError(
+                f"the event {event.name!r} is not as {WRITER} writes it: its {err} is missing or wrong. "
+                "Write the file again; other tools' events do not belong into it."
+            ) from err
     return ranks
+
+
+def _own_span(event: Event) -> Span:
+    args = event.args
+    return Span(
+        float(args["start_ms"]),
+        float(args["end_ms"]),
+        Kind(event.category),
+        args["lane"],
+        event.name,
+        Stage(args["stage"]) if "stage" in args else None,
+        args.get("batch"),
+        args.get("detail", ""),
+    )
 
 
 def write_trace(path: Path | str, ranks: Mapping[int, Iterable[Span]]) -> None:

@@ -152,6 +152,21 @@ def test_threads_of_a_cpu(tmp_path: Path) -> None:
     assert (sent.stage, sent.batch, sent.detail) == (Stage.EMBEDDING_LOOKUP, 2, "under ## All2All_Pooled_fwd ##")
 
 
+def test_an_optimizer_step_around_a_forward_is_lightnings_closure(tmp_path: Path) -> None:
+    spans = read(
+        tmp_path,
+        event("user_annotation", "Optimizer.step#SGD.step", 0, 400),
+        event("user_annotation", "## dense_forward 2 ##", 10, 100),
+        event("user_annotation", "## backward 2 ##", 200, 300),
+        event("user_annotation", "Optimizer.step#Adam.step", 500, 600),
+    )
+    assert [(s.name, s.stage) for s in spans] == [
+        ("dense_forward 2", Stage.DENSE_FORWARD),
+        ("backward 2", Stage.BACKWARD),
+        ("Optimizer.step#Adam.step", Stage.OPTIMIZER_STEP),
+    ]
+
+
 def test_a_pause_of_backward_beside_a_collective_is_a_wait(tmp_path: Path) -> None:
     #  backward  ops====.........        the ops end at 100; the reduction of gradients at 300
     spans = read(
@@ -204,6 +219,11 @@ def test_names_of_stages(name: str, stage: Stage, kind: Kind | None, batch: int 
 def test_a_users_annotation_has_no_stage() -> None:
     assert kineto_names.of_annotation("## NEMetric:update ##") is None
     assert kineto_names.of_annotation("my forward pass") is None
+
+
+def test_a_duration_below_zero_is_none(tmp_path: Path) -> None:
+    spans = read(tmp_path, event("kernel", "gemm", 10, 4, 7), event("kernel", "other", 12, 20, 7))
+    assert of(spans, "gemm").duration_ms == 0
 
 
 # -- published traces ---------------------------------------------------------------------------------------------
@@ -314,6 +334,7 @@ EMPTY = {"traceEvents": [{"ph": "M", "name": "process_name", "pid": 1, "args": {
             "nothing to draw",
         ),
         (b'{"traceEvents": [{"ph": "X", "cat": "kernel", "name": "f", "ts": "soon", "dur": 1}]}', "nothing to draw"),
+        (b'{"traceEvents": [{"ph": "X", "cat": "kernel", "name": "f", "ts": NaN, "dur": 1}]}', "nothing to draw"),
     ],
 )
 def test_what_is_no_trace_is_said(tmp_path: Path, content: bytes, message: str) -> None:
@@ -322,6 +343,14 @@ def test_what_is_no_trace_is_said(tmp_path: Path, content: bytes, message: str) 
     with pytest.raises(TraceError, match=message) as err:
         read_trace(path)
     assert str(path) in str(err.value)
+
+
+def test_a_changed_file_of_our_own_is_said(tmp_path: Path) -> None:
+    write_trace(tmp_path / "t.json", {0: [Span(1, 2, Kind.DENSE, HOST_LANE, "forward", Stage.DENSE_FORWARD)]})
+    changed = (tmp_path / "t.json").read_text().replace('"stage":"dense_forward"', '"stage":"sparse_forward"')
+    (tmp_path / "t.json").write_text(changed)
+    with pytest.raises(TraceError, match=r"event 'forward' is not as lightning_overlap timeline writes it"):
+        read_trace(tmp_path / "t.json")
 
 
 def test_a_folder_and_a_missing_file_are_said(tmp_path: Path) -> None:

@@ -154,6 +154,10 @@ def test_many_short_spans_become_few_bars() -> None:
     assert (bar.count, bar.span.start_ms, bar.span.end_ms) == (10_000, 0, 9999.9)
 
 
+def test_one_event_that_lasts_no_time_is_drawn(tmp_path: Path) -> None:
+    assert main([write(tmp_path, "t.json", {0: [Span(3, 3, Kind.DENSE, HOST_LANE, "x")]})]) == 0
+
+
 def test_nothing_to_draw_is_said(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="no rank has a span"):
         drawing.write_png(tmp_path / "t.png", {0: []})
