@@ -6,13 +6,16 @@ import heapq
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import Enum
-from itertools import pairwise
+from itertools import islice, pairwise
 from types import MappingProxyType
 
 from .stages import Stage
 
 Interval = tuple[float, float]
 """Begin and end, milliseconds."""
+
+HOST_LANE = "host"
+"""The thread that trains."""
 
 
 class Kind(Enum):
@@ -28,7 +31,7 @@ class Kind(Enum):
     """A collective, from its start to its end."""
 
     COPY = "copy"
-    """A copy between host and device; on a CPU, fetching and staging the batch."""
+    """A copy between host and device or within the device; on a CPU, fetching and staging the batch."""
 
     WAIT = "wait"
     """A lane that has nothing to do before something else ends: exposed time."""
@@ -105,7 +108,7 @@ class Account:
     Args:
         step_ms: The window's length.
         kinds: Busy and hidden time by kind; `Kind.HOST` is all the time that the host was not blocked.
-        stages: The same by stage.
+        stages: The same by stage, without the host's share: nothing hides that, and the kind has all of it.
         merge_wait_ms: What the dense forward waited for looked-up rows.
         blocked_ms: What the host waited, in all.
     """
@@ -133,8 +136,8 @@ def account(
     window: Interval,
     *,
     num_steps: int = 1,
-    host_lane: str = "host",
-    merge_lanes: Sequence[str] = ("host", "compute"),
+    host_lane: str = HOST_LANE,
+    merge_lanes: Sequence[str] = (HOST_LANE, "compute"),
 ) -> Account:
     """Account for a window of a timeline.
 
@@ -148,7 +151,7 @@ def account(
     Source: the interval sweep of HolisticTraceAnalysis, which has communication alone; here each kind has its own
     cover, and inner spans take their time from outer ones.
     """
-    own = exclusive(clip(spans, window))
+    own = exclusive_in(spans, window)
     by_kind = {kind: union(_intervals(span for span in own if span.kind is kind)) for kind in Kind}
 
     def times(of: Sequence[Interval], kind: Kind) -> Times:
@@ -160,7 +163,7 @@ def account(
     kinds[Kind.HOST] = Times((window[1] - window[0] - length(blocked)) / num_steps)
     stages: dict[Stage, Times] = {}
     for stage in Stage:
-        parts = [span for span in own if span.stage is stage and span.kind is not Kind.WAIT]
+        parts = [span for span in own if span.stage is stage and span.kind in kinds and span.kind is not Kind.HOST]
         if parts:
             per_kind = [
                 times(union(_intervals(span for span in parts if span.kind is kind)), kind)
@@ -216,10 +219,20 @@ def exclusive(spans: Iterable[Span]) -> list[Span]:
     return sorted(cut, key=lambda span: (span.start_ms, span.end_ms))
 
 
+def exclusive_in(spans: Iterable[Span], window: Interval) -> list[Span]:
+    """Return the parts of `exclusive` spans that lie in a window.
+
+    What began last is judged before anything is cut: in the window, an inner span and the one around it may look as if
+    they had begun together.
+    """
+    start, end = window
+    return clip(exclusive(span for span in spans if span.end_ms > start and span.start_ms < end), window)
+
+
 def _exclusive_on_lane(spans: list[Span]) -> list[Span]:
     spans = sorted(spans, key=lambda span: (span.start_ms, -span.end_ms))
     edges = sorted({edge for span in spans for edge in (span.start_ms, span.end_ms)})
-    cut: list[Span] = []
+    pieces: list[tuple[float, float, Span]] = []
     under_way: list[tuple[float, int, Span]] = []  # the last begun first; of two that began together, the shorter
     coming = 0
     for start, end in pairwise(edges):
@@ -231,11 +244,13 @@ def _exclusive_on_lane(spans: list[Span]) -> list[Span]:
         if not under_way:
             continue
         top = under_way[0][2]
-        if cut and cut[-1].end_ms == start and replace(cut[-1], start_ms=top.start_ms, end_ms=top.end_ms) == top:
-            cut[-1] = replace(cut[-1], end_ms=end)
-        else:
-            cut.append(replace(top, start_ms=start, end_ms=end))
-    return cut
+        if pieces and pieces[-1][2] is top and pieces[-1][1] == start:
+            start = pieces.pop()[0]
+        pieces.append((start, end, top))
+    return [
+        span if (start, end) == (span.start_ms, span.end_ms) else replace(span, start_ms=start, end_ms=end)
+        for start, end, span in pieces
+    ]
 
 
 def clip(spans: Iterable[Span], window: Interval) -> list[Span]:
@@ -274,6 +289,42 @@ def intersection(one: Sequence[Interval], other: Sequence[Interval]) -> list[Int
         else:
             there += 1
     return both
+
+
+def subtract(one: Sequence[Interval], other: Sequence[Interval]) -> list[Interval]:
+    """Return the time that is in one and not in the other; each must be disjoint and in order."""
+    left: list[Interval] = []
+    first = 0
+    for start, end in one:
+        while first < len(other) and other[first][1] <= start:
+            first += 1
+        for gone_from, gone_to in islice(other, first, None):
+            if gone_from >= end:
+                break
+            if gone_from > start:
+                left.append((start, gone_from))
+            start = max(start, gone_to)
+        if start < end:
+            left.append((start, end))
+    return left
+
+
+def rows_of(spans: Iterable[Span], *, nested: bool = False) -> list[list[Span]]:
+    """Spread the spans of a lane over rows on which none overlaps another; `nested`: unless it lies within it."""
+    rows: list[list[Span]] = []
+    under_way: list[list[Span]] = []
+    for span in sorted(spans, key=lambda span: (span.start_ms, -span.end_ms)):
+        for stack in under_way:
+            while stack and stack[-1].end_ms <= span.start_ms:
+                stack.pop()
+        fits = (not stack or (nested and span.end_ms <= stack[-1].end_ms) for stack in under_way)
+        number = next((number for number, fit in enumerate(fits) if fit), len(rows))
+        if number == len(rows):
+            rows.append([])
+            under_way.append([])
+        rows[number].append(span)
+        under_way[number].append(span)
+    return rows
 
 
 def length(intervals: Iterable[Interval]) -> float:

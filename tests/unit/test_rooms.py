@@ -22,17 +22,8 @@ ROOMS = ("plan", "run", "sparse", "plugin", "apps")
 FILES = {
     "plan": ("versions", "stages", "schedule", "modes"),
     "run": (
-        "agreement",
-        "groups",
-        "streams",
-        "structure",
-        "inflight",
-        "executor",
-        "syncs",
-        "clocks",
-        "timeline",
-        "summary",
-        "testing",
+        *("agreement", "groups", "streams", "structure", "inflight", "clocks", "executor", "syncs", "testing"),
+        *("timeline", "summary", "figures", "kineto", "kineto_names", "trace_file", "layout", "drawing", "page"),
     ),
     "sparse": ("sharded", "input_dist", "sparse", "sharding", "optim", "table_state", "stash"),
     "plugin": (
@@ -47,7 +38,19 @@ FILES = {
         "callbacks",
         "refusals",
     ),
-    "apps": ("data", "models", "train", "launch", "rank", "recipe", "report", "benchmark", "conf", "choices"),
+    "apps": (
+        "data",
+        "models",
+        "train",
+        "timeline_command",
+        "launch",
+        "rank",
+        "recipe",
+        "report",
+        "benchmark",
+        "conf",
+        "choices",
+    ),
 }
 LEAVES_ALONE = {
     "run": {"torchrec", "fbgemm_gpu", "lightning", "pytorch_lightning", "hydra", "omegaconf"},
@@ -154,7 +157,7 @@ LISTED = {
         for file, module in LIGHTNING_FILES.items()
     },
 }
-STANDARD_LIBRARY = {"_fields", "_exit"}
+STANDARD_LIBRARY = {"_fields", "_replace", "_exit"}
 """Documented, though they start with an underscore."""
 
 TORCH_PRIVATE = {
