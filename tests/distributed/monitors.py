@@ -15,7 +15,7 @@ import torch.distributed as dist
 from lightning.pytorch import Callback
 from lightning.pytorch.loggers import Logger
 
-from lightning_overlap import MODES, OverlapEmbeddingStrategy, OverlapMonitor, Stage
+from lightning_overlap import MODES, OverlapEmbeddingStrategy, OverlapMonitor, OverlapTimeline, Stage
 from lightning_overlap.clocks import SpanRecorder
 from lightning_overlap.timeline import Kind, account
 
@@ -123,10 +123,10 @@ def told_by_a_run(case: Case, pipeline: str) -> dict[str, Any]:
     }
 
 
-def stages_seen(pipeline: str) -> list[Stage]:
+def stages_seen(pipeline: str, num_ranks: int) -> list[Stage]:
     """Return the stages that have a time of their own; in `base` a module's own forward is its lookup."""
-    early = [Stage.INPUT_SPLITS_DIST, Stage.INPUT_DATA_DIST]
-    return [stage for stage in Stage if MODES[pipeline].has_sparse_stages or stage not in early]
+    early = [Stage.INPUT_SPLITS_DIST, Stage.INPUT_DATA_DIST]  # all of their time is the host's, but for collectives
+    return [stage for stage in Stage if (MODES[pipeline].has_sparse_stages and num_ranks > 1) or stage not in early]
 
 
 class ReadsItsLoss(Model):
@@ -186,3 +186,25 @@ def validates_every_other_step(case: Case) -> tuple[int, int, bool]:
     trainer.fit(model, datamodule=Validates(case, NUM_STEPS))
     left = strategy._sparse is not None and strategy._sparse.clock is not None
     return model.num_validations, len(monitor.accounts), left
+
+
+def drawn(case: Case, pipeline: str, folder: str, num_steps: int = NUM_STEPS) -> dict[str, Any]:
+    """Train under `OverlapTimeline`; return what it wrote, printed and warned of."""
+    model, timeline, printed = Model(case), OverlapTimeline(folder, first_step=6, num_steps=2), io.StringIO()
+    plan = make_plan(case, model, dist.get_world_size())
+    strategy = OverlapEmbeddingStrategy(pipeline=pipeline, sharding=plan)
+    with warnings.catch_warnings(record=True) as caught, contextlib.redirect_stdout(printed):
+        warnings.simplefilter("always")
+        trainer = make_trainer(strategy, callbacks=[timeline])
+        trainer.fit(model, datamodule=Batches(case, num_steps))
+    plain = Model(case)
+    make_trainer(OverlapEmbeddingStrategy(pipeline=pipeline, sharding=plan)).fit(
+        plain, datamodule=Batches(case, num_steps)
+    )
+    return {
+        "files": [str(path) for path in timeline.files],
+        "printed": printed.getvalue(),
+        "warned": [str(one.message) for one in caught if "OverlapTimeline" in str(one.message)],
+        "same_losses": torch.equal(torch.stack(model.losses), torch.stack(plain.losses)),
+        "patched": dist.all_to_all_single.__module__ != "torch.distributed.distributed_c10d",
+    }

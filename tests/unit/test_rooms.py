@@ -36,6 +36,7 @@ FILES = {
         "checkpoint_dense",
         "saving",
         "callbacks",
+        "timeline_callback",
         "refusals",
     ),
     "apps": (
