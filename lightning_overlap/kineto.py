@@ -16,7 +16,7 @@ from typing import NamedTuple
 
 from . import kineto_names as names
 from .stages import Stage
-from .timeline import HOST_LANE, Kind, Span, intersection, subtract, union
+from .timeline import HOST_LANE, ROWS, Kind, Span, intersection, subtract, union
 from .trace_file import Event, TraceError, TraceFile, is_own, load, own_spans
 from .trace_file import write_trace as write_trace
 
@@ -188,6 +188,8 @@ class _Reader:
         kind = inside.kind if inside.kind is not None and not self._has_gpu else Kind.HOST
         if inside.batch != around.batch or (inside.stage, inside.kind) != (around.stage, around.kind):
             detail = _where(around) if kind is Kind.WAIT else ""
+            if kind is Kind.WAIT and inside.stage is Stage.EMBEDDING_LOOKUP:
+                name = f"{ROWS}: {name}"
             self._add(event, kind, lane, name, inside, detail)
 
     def _collectives_on_host(self, events: list[Event]) -> None:
@@ -240,14 +242,12 @@ class _Reader:
             if launch is not None and event.start_us - max(free_us, launch.end_us) > QUEUED_US:
                 waits_from = self._ms(max(free_us, launch.end_us))
                 last = bisect.bisect_right(ends, span.start_ms + 1e-3) - 1
+                name, stage, detail = f"{span.name} waits in the queue", None, ""
                 if last >= 0 and ends[last] > max(waits_from, span.start_ms - RELEASED_MS):
-                    name, stage, detail = (
-                        f"waits for {others[last].name}",
-                        others[last].stage,
-                        f"on {others[last].lane}",
-                    )
-                else:
-                    name, stage, detail = f"{span.name} waits in the queue", None, ""
+                    held_by = others[last]
+                    name, stage, detail = f"waits for {held_by.name}", held_by.stage, f"on {held_by.lane}"
+                    if stage is Stage.EMBEDDING_LOOKUP and held_by.kind is not Kind.COPY:
+                        name = f"{ROWS}: {name}"
                 yield Span(waits_from, span.start_ms, Kind.WAIT, compute, name, stage, span.batch, detail)
             free_us = event.end_us if free_us == float("inf") else max(free_us, event.end_us)
 

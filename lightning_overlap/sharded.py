@@ -5,11 +5,13 @@ TorchRec names that start with an underscore occur in this file only (`PRIVATE_N
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, TypeVar
+from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
@@ -28,6 +30,8 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from .stages import WeightOwner
 from .versions import check_names
+
+R = TypeVar("R")
 
 PRIVATE_NAMES: Mapping[str, tuple[str, ...]] = {
     "ShardedEmbeddingBagCollection": ("_input_dists", "_lookups", "_output_dists", "_sharding_types"),
@@ -85,6 +89,21 @@ def check_torchrec(module: nn.Module) -> None:
     check_names("torchrec", PRIVATE_NAMES, owners)
 
 
+def _read_once(read: Callable[[Any], list[R]]) -> Callable[[Any], list[R]]:
+    """Remember what was read off a module: its shards do not change, and every step asks."""
+    known: WeakKeyDictionary[nn.Module, list[R]] = WeakKeyDictionary()
+
+    @functools.wraps(read)
+    def read_or_remember(module: Any) -> list[R]:
+        found = known.get(module)
+        if found is None:
+            found = known[module] = read(module)
+        return found
+
+    return read_or_remember
+
+
+@_read_once
 def owners_of(module: ShardedModule[Any, Any, Any, Any]) -> list[WeightOwner]:
     """Return who writes the tables of each of a module's shardings, in the order of its lookups.
 
@@ -171,6 +190,7 @@ def _look_up(module: Any, state: ModuleInFlight, owners: frozenset[WeightOwner])
         state.dist_input = None
 
 
+@_read_once
 def tbes(module: Any) -> list[SplitTableBatchedEmbeddingBagsCodegen]:
     """The table-batched kernels of a module's own shards."""
     if not isinstance(module, PIPELINED_TYPES):

@@ -6,7 +6,7 @@ import itertools
 import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from typing import Any
 
@@ -16,6 +16,7 @@ from torchrec.distributed.types import LazyAwaitable, LazyGetItemMixin, ShardedM
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from .agreement import Store
+from .clocks import Clock, timed
 from .executor import Observer
 from .inflight import InFlightBatch
 from .sharded import (
@@ -145,6 +146,7 @@ class SparsePipeline:
         self._step = step
         self._trains = trains
         self._said = set() if said is None else said
+        self.clock: Clock | None = None
         self.ready = False
 
     def attach(self) -> None:
@@ -181,7 +183,7 @@ class SparsePipeline:
 
     def call(self, stand_in: _StandIn, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Answer a call of a sharded module: the early rows if they are of this very input, else its forward."""
-        inflight = self._current
+        inflight, module = self._current, stand_in.module
         if inflight is not None:
             stand_in.calls.append((args, kwargs))
             state = inflight.modules.get(stand_in.name)
@@ -196,12 +198,14 @@ class SparsePipeline:
         self._streams.wait(StreamName.COMPUTE, self._streams.record(self._lookup_stream))
         if self._set_rates is not None:
             self._set_rates()
-        counts = lookup_counts(stand_in.module)
-        rows = stand_in.own_forward(*args, **kwargs)
         # Without a batch in flight: an evaluation by hand, or a module that does its own fetching (`dataloader_iter`).
-        if not self._trains or (inflight is None and not torch.is_grad_enabled()):
+        counts = None if self._trains and (inflight is not None or torch.is_grad_enabled()) else lookup_counts(module)
+        clock, index = (None, 0) if inflight is None else (self.clock, inflight.index)
+        with timed(clock, Stage.EMBEDDING_LOOKUP, index, StreamName.COMPUTE):
+            rows = stand_in.own_forward(*args, **kwargs)
+        if counts is not None:
             self._streams.wait(self._lookup_stream, self._streams.record(StreamName.COMPUTE))
-            self._uncount(stand_in.module, lookups_since(stand_in.module, counts))
+            self._uncount(module, lookups_since(module, counts))
         return rows
 
     def _uncount(self, module: Any, num_lookups: list[int]) -> None:
@@ -224,7 +228,8 @@ class SparsePipeline:
         self._observe("wait", Stage.EMBEDDING_LOOKUP, index)
         with self._streams.on(self._lookup_stream):
             rows = state.rows.wait()
-        self._streams.wait(StreamName.COMPUTE, self._streams.record(self._lookup_stream))
+        with nullcontext() if self.clock is None else self.clock.merge(index):
+            self._streams.wait(StreamName.COMPUTE, self._streams.record(self._lookup_stream))
         self._streams.hand_over(rows, StreamName.COMPUTE)
         return rows
 

@@ -17,6 +17,9 @@ Interval = tuple[float, float]
 HOST_LANE = "host"
 """The thread that trains."""
 
+ROWS = "rows"
+"""What the all-to-all of looked-up rows is called, and a wait for it; after a colon more can follow."""
+
 
 class Kind(Enum):
     """What a resource was busy with."""
@@ -108,7 +111,7 @@ class Account:
     Args:
         step_ms: The window's length.
         kinds: Busy and hidden time by kind; `Kind.HOST` is all the time that the host was not blocked.
-        stages: The same by stage, without the host's share: nothing hides that, and the kind has all of it.
+        stages: The same by stage.
         merge_wait_ms: What the dense forward waited for looked-up rows.
         blocked_ms: What the host waited, in all.
     """
@@ -131,7 +134,14 @@ class Account:
         return max(0.0, self.step_ms - self.bound[1])
 
 
-def account(spans: Iterable[Span], window: Interval, *, num_steps: int = 1, host_lane: str = HOST_LANE) -> Account:
+def account(
+    spans: Iterable[Span],
+    window: Interval,
+    *,
+    num_steps: int = 1,
+    host_lane: str = HOST_LANE,
+    merge_lanes: Sequence[str] = (HOST_LANE, "compute"),
+) -> Account:
     """Account for a window of a timeline.
 
     Args:
@@ -139,6 +149,7 @@ def account(spans: Iterable[Span], window: Interval, *, num_steps: int = 1, host
         window: Begin and end, milliseconds; for example from one step's beginning to the next one's.
         num_steps: Steps in the window; all times are per step.
         host_lane: The lane whose waits block the host.
+        merge_lanes: The lanes of the dense part, whose waits for rows are those at the merge.
 
     Source: the interval sweep of HolisticTraceAnalysis, which has communication alone; here each kind has its own
     cover, and inner spans take their time from outer ones.
@@ -155,17 +166,22 @@ def account(spans: Iterable[Span], window: Interval, *, num_steps: int = 1, host
     kinds[Kind.HOST] = Times((window[1] - window[0] - length(blocked)) / num_steps)
     stages: dict[Stage, Times] = {}
     for stage in Stage:
-        parts = [span for span in own if span.stage is stage and span.kind in kinds and span.kind is not Kind.HOST]
+        parts = [span for span in own if span.stage is stage and span.kind is not Kind.WAIT]
         if parts:
             per_kind = [
                 times(union(_intervals(span for span in parts if span.kind is kind)), kind)
                 for kind in {span.kind for span in parts}
             ]
             stages[stage] = Times(sum(t.busy_ms for t in per_kind), sum(t.hidden_ms for t in per_kind))
-    merge = union(_intervals(s for s in own if s.kind is Kind.WAIT and s.stage is Stage.EMBEDDING_LOOKUP))
+    merge = union(_intervals(s for s in own if s.kind is Kind.WAIT and is_for_rows(s.name) and s.lane in merge_lanes))
     return Account(
         (window[1] - window[0]) / num_steps, kinds, stages, length(merge) / num_steps, length(blocked) / num_steps
     )
+
+
+def is_for_rows(name: str) -> bool:
+    """Whether a span of this name carries looked-up rows, or waits for them."""
+    return name.partition(":")[0] == ROWS
 
 
 def mean(accounts: Sequence[Account]) -> Account:

@@ -44,7 +44,7 @@ def test_torchrecs_pipeline(two_ranks: Ranks, tmp_path: Path, capsys: pytest.Cap
         assert inside(spans, "start_sparse_data_dist 4").stage is Stage.INPUT_SPLITS_DIST
         waits = [span for span in spans if span.kind is Kind.WAIT and span.stage is Stage.EMBEDDING_LOOKUP]
         assert {(wait.name, wait.lane, wait.batch) for wait in waits} == {
-            ("EmbeddingBagCollectionAwaitable wait()", HOST_LANE, batch)
+            ("rows: EmbeddingBagCollectionAwaitable wait()", HOST_LANE, batch)
             for batch in range(2, 2 + profiles.NUM_PROFILED)
         }
         kept = figures(spans).account

@@ -143,7 +143,7 @@ def test_threads_of_a_cpu(tmp_path: Path) -> None:
         ("forward 2", HOST_LANE, Kind.DENSE, Stage.DENSE_FORWARD, 2),
         ("All2All_Pooled_fwd", HOST_LANE, Kind.HOST, Stage.EMBEDDING_LOOKUP, 2),
         ("[lookup]_[ebc]_[table_wise]", HOST_LANE, Kind.LOOKUP, Stage.EMBEDDING_LOOKUP, 2),
-        ("EmbeddingBagCollectionAwaitable wait()", HOST_LANE, Kind.WAIT, Stage.EMBEDDING_LOOKUP, 2),
+        ("rows: EmbeddingBagCollectionAwaitable wait()", HOST_LANE, Kind.WAIT, Stage.EMBEDDING_LOOKUP, 2),
         ("optimizer_step 2", HOST_LANE, Kind.DENSE, Stage.OPTIMIZER_STEP, 2),
         ("aten::zeros", HOST_LANE, Kind.DENSE, None, None),
     ]

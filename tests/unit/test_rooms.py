@@ -21,8 +21,8 @@ ROOMS = ("plan", "run", "sparse", "plugin", "apps")
 FILES = {
     "plan": ("versions", "stages", "schedule", "modes"),
     "run": (
-        *("agreement", "groups", "streams", "structure", "inflight", "executor", "syncs", "testing"),
-        *("timeline", "figures", "kineto", "kineto_names", "trace_file", "layout", "drawing", "page"),
+        *("agreement", "groups", "streams", "structure", "inflight", "executor", "clocks", "syncs", "testing"),
+        *("timeline", "summary", "figures", "kineto", "kineto_names", "trace_file", "layout", "drawing", "page"),
     ),
     "sparse": ("sharded", "sparse", "sharding", "optim", "table_state", "stash"),
     "plugin": (
@@ -33,6 +33,7 @@ FILES = {
         "checkpoint",
         "checkpoint_full",
         "checkpoint_dense",
+        "saving",
         "callbacks",
         "refusals",
     ),
@@ -159,9 +160,13 @@ STANDARD_LIBRARY = {"_fields", "_replace", "_exit"}
 """Documented, though they start with an underscore."""
 
 TORCH_PRIVATE = {
+    "_C",
     "_apply_optimizer_in_backward",
+    "_autograd",
+    "_current_graph_task_id",
     "_get_default_store",
     "_init_from_local_shards_and_global_metadata",
+    "_profiler_enabled",
     "_set_params_and_buffers_to_ignore_for_model",
 }
 """PyTorch's own; TorchRec and Lightning use them too."""
