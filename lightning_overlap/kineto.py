@@ -76,12 +76,6 @@ class _Context(NamedTuple):
 
     def inside(self, event: Event) -> _Context:
         """Return the context of what runs inside an event."""
-        if event.category == "python_function":
-            if not names.is_frame(event.name):
-                return self
-            return self._replace(
-                source=event.name, caller=self.caller if names.is_library_frame(event.name) else event.name
-            )
         if event.category == "cpu_op":
             meaning = names.of_operator(event.name)
             if meaning is None:
@@ -289,12 +283,23 @@ def _without_closures(events: Sequence[Event]) -> Iterator[Event]:
 
 
 def _nest(events: Iterable[Event]) -> Iterator[tuple[Event, _Context, _Context]]:
-    """Yield each event of a thread with what it is under and what it makes of that for those inside."""
+    """Yield each event of a thread with what it is under and what it makes of that for those inside.
+
+    Python's frames have a stack of their own: an annotation that was begun in a function may outlive that.
+    """
     stack: list[tuple[float, _Context]] = []
+    frames: list[tuple[float, str, str]] = []
     for event in events:
         while stack and stack[-1][0] <= event.start_us:
             stack.pop()
-        around = stack[-1][1] if stack else _Context()
+        while frames and frames[-1][0] <= event.start_us:
+            frames.pop()
+        _, source, caller = frames[-1] if frames else (0.0, "", "")
+        if event.category == "python_function":
+            if names.is_frame(event.name):
+                frames.append((event.end_us, event.name, caller if names.is_library_frame(event.name) else event.name))
+            continue
+        around = (stack[-1][1] if stack else _Context())._replace(source=source, caller=caller)
         if event.category in _RUNTIME:
             yield event, around, around
             continue
