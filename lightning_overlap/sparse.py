@@ -19,16 +19,15 @@ from .agreement import Store
 from .clocks import Clock, timed
 from .executor import Observer
 from .inflight import InFlightBatch
+from .input_dist import InputSizes, splits_only
 from .sharded import (
     ModuleInFlight,
     SetRates,
     check_torchrec,
-    exchange_splits,
     look_up,
     lookup_counts,
     lookups_since,
     parts_to_look_up,
-    splits_only,
     tbes,
     why_never_early,
 )
@@ -344,7 +343,7 @@ class SparsePipeline:
         states = list(inflight.modules.values())
         if self._group is not None and states:
             requests = [state.splits for state in states]
-            fused = exchange_splits(requests, [state.context for state in states], self._group)
+            fused = InputSizes(requests, [state.context for state in states], self._group)
             for state in states:
                 state.splits = fused
 

@@ -9,6 +9,7 @@ import sys
 import textwrap
 from collections.abc import Iterator, Mapping
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -21,10 +22,10 @@ ROOMS = ("plan", "run", "sparse", "plugin", "apps")
 FILES = {
     "plan": ("versions", "stages", "schedule", "modes"),
     "run": (
-        *("agreement", "groups", "streams", "structure", "inflight", "executor", "clocks", "syncs", "testing"),
+        *("agreement", "groups", "streams", "structure", "inflight", "clocks", "executor", "syncs", "testing"),
         *("timeline", "summary", "figures", "kineto", "kineto_names", "trace_file", "layout", "drawing", "page"),
     ),
-    "sparse": ("sharded", "sparse", "sharding", "optim", "table_state", "stash"),
+    "sparse": ("sharded", "input_dist", "sparse", "sharding", "optim", "table_state", "stash"),
     "plugin": (
         "strategy",
         "loop",
@@ -214,7 +215,7 @@ def _listed(names: Mapping[str, tuple[str, ...]]) -> list[tuple[str, str]]:
 
 def _has(owner: object, name: str) -> bool:
     """Whether a module or class has a name; instance attributes are looked for in the source of the class."""
-    if hasattr(owner, name):
+    if hasattr(owner, name) or name in getattr(owner, "__dataclass_fields__", ()):
         return True
     if not inspect.isclass(owner):
         return False
@@ -232,6 +233,8 @@ TORCHREC = {
     "ShardedEmbeddingCollection": "torchrec.distributed.embedding",
     "FusedKJTListSplitsAwaitable": "torchrec.distributed.embedding_sharding",
     "KJTAllToAll": "torchrec.distributed.dist_data",
+    "KeyedJaggedTensor": "torchrec.sparse.jagged_tensor",
+    "KJTSplitsAllToAllMeta": "torchrec.distributed.embedding_sharding",
 }
 LIGHTNING = {
     "_FitLoop": "lightning.pytorch.loops.fit_loop",
@@ -255,7 +258,9 @@ def test_torchrec_still_has(owner: str, name: str) -> None:
         from torchrec.distributed.sharding.rw_sharding import RwSparseFeaturesDist
         from torchrec.distributed.sharding.tw_sharding import TwSparseFeaturesDist
 
-        kinds: list[type] = [TwSparseFeaturesDist, RwSparseFeaturesDist]
+        kinds: list[Any] = [TwSparseFeaturesDist, RwSparseFeaturesDist]
+    elif owner.startswith("torchrec."):
+        kinds = [importlib.import_module(owner)]
     else:
         kinds = [getattr(importlib.import_module(TORCHREC[owner]), owner)]
     for kind in kinds:
