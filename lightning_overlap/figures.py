@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 import statistics
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 
 from .stages import TRAINING_STAGES, Stage
@@ -74,8 +74,13 @@ class Figures:
 def figures(spans: Sequence[Span]) -> Figures:
     """Return the figures of one rank, over all its complete steps."""
     window = window_of(spans)
+    if any(_on_stream(span) for span in spans):  # the stage is done there; the host's part of it is to launch that
+        spans = [replace(span, stage=None) if span.kind is Kind.HOST and span.stage else span for span in spans]
+    merge_lanes = (HOST_LANE, *{span.lane for span in spans if span.kind is Kind.DENSE})
     return Figures(
-        account(spans, window.interval, num_steps=window.num_steps), tuple(blocks(spans, window.interval)), window
+        account(spans, window.interval, num_steps=window.num_steps, merge_lanes=merge_lanes),
+        tuple(blocks(spans, window.interval)),
+        window,
     )
 
 
@@ -111,13 +116,17 @@ def window_of(spans: Sequence[Span]) -> Window:
     if not spans:
         raise ValueError("a timeline without a span has no window: record at least one step.")
     steps = find_steps(spans)
-    on_gpu = [span for span in spans if "stream " in span.lane and span.kind is not Kind.WAIT]
+    on_gpu = [span for span in spans if _on_stream(span) and span.kind is not Kind.WAIT]
     marked = any(_PROFILER_STEP.match(span.name) for span in spans)
     if steps and not (marked and on_gpu):
         return Window(steps[0].start_ms, steps[-1].end_ms, len(steps))
     found = on_gpu or spans
     start, end = min(span.start_ms for span in found), max(span.end_ms for span in found)
     return Window(start, max(end, start + _LEAST_MS), max(1, len(steps)))
+
+
+def _on_stream(span: Span) -> bool:
+    return "stream " in span.lane
 
 
 def steady_window(spans: Sequence[Span], num_steps: int) -> Window:

@@ -16,7 +16,7 @@ from typing import NamedTuple
 
 from . import kineto_names as names
 from .stages import Stage
-from .timeline import HOST_LANE, Kind, Span, intersection, subtract, union
+from .timeline import HOST_LANE, ROWS, Kind, Span, intersection, subtract, union
 from .trace_file import Event, TraceError, TraceFile, is_own, load, own_spans
 from .trace_file import write_trace as write_trace
 
@@ -76,12 +76,6 @@ class _Context(NamedTuple):
 
     def inside(self, event: Event) -> _Context:
         """Return the context of what runs inside an event."""
-        if event.category == "python_function":
-            if not names.is_frame(event.name):
-                return self
-            return self._replace(
-                source=event.name, caller=self.caller if names.is_library_frame(event.name) else event.name
-            )
         if event.category == "cpu_op":
             meaning = names.of_operator(event.name)
             if meaning is None:
@@ -188,6 +182,8 @@ class _Reader:
         kind = inside.kind if inside.kind is not None and not self._has_gpu else Kind.HOST
         if inside.batch != around.batch or (inside.stage, inside.kind) != (around.stage, around.kind):
             detail = _where(around) if kind is Kind.WAIT else ""
+            if kind is Kind.WAIT and inside.stage is Stage.EMBEDDING_LOOKUP:
+                name = f"{ROWS}: {name}"
             self._add(event, kind, lane, name, inside, detail)
 
     def _collectives_on_host(self, events: list[Event]) -> None:
@@ -240,14 +236,12 @@ class _Reader:
             if launch is not None and event.start_us - max(free_us, launch.end_us) > QUEUED_US:
                 waits_from = self._ms(max(free_us, launch.end_us))
                 last = bisect.bisect_right(ends, span.start_ms + 1e-3) - 1
+                name, stage, detail = f"{span.name} waits in the queue", None, ""
                 if last >= 0 and ends[last] > max(waits_from, span.start_ms - RELEASED_MS):
-                    name, stage, detail = (
-                        f"waits for {others[last].name}",
-                        others[last].stage,
-                        f"on {others[last].lane}",
-                    )
-                else:
-                    name, stage, detail = f"{span.name} waits in the queue", None, ""
+                    held_by = others[last]
+                    name, stage, detail = f"waits for {held_by.name}", held_by.stage, f"on {held_by.lane}"
+                    if stage is Stage.EMBEDDING_LOOKUP and held_by.kind is not Kind.COPY:
+                        name = f"{ROWS}: {name}"
                 yield Span(waits_from, span.start_ms, Kind.WAIT, compute, name, stage, span.batch, detail)
             free_us = event.end_us if free_us == float("inf") else max(free_us, event.end_us)
 
@@ -289,12 +283,23 @@ def _without_closures(events: Sequence[Event]) -> Iterator[Event]:
 
 
 def _nest(events: Iterable[Event]) -> Iterator[tuple[Event, _Context, _Context]]:
-    """Yield each event of a thread with what it is under and what it makes of that for those inside."""
+    """Yield each event of a thread with what it is under and what it makes of that for those inside.
+
+    Python's frames have a stack of their own: an annotation that was begun in a function may outlive that.
+    """
     stack: list[tuple[float, _Context]] = []
+    frames: list[tuple[float, str, str]] = []
     for event in events:
         while stack and stack[-1][0] <= event.start_us:
             stack.pop()
-        around = stack[-1][1] if stack else _Context()
+        while frames and frames[-1][0] <= event.start_us:
+            frames.pop()
+        _, source, caller = frames[-1] if frames else (0.0, "", "")
+        if event.category == "python_function":
+            if names.is_frame(event.name):
+                frames.append((event.end_us, event.name, caller if names.is_library_frame(event.name) else event.name))
+            continue
+        around = (stack[-1][1] if stack else _Context())._replace(source=source, caller=caller)
         if event.category in _RUNTIME:
             yield event, around, around
             continue

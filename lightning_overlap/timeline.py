@@ -17,6 +17,9 @@ Interval = tuple[float, float]
 HOST_LANE = "host"
 """The thread that trains."""
 
+ROWS = "rows"
+"""What the all-to-all of looked-up rows is called, and a wait for it; after a colon more can follow."""
+
 
 class Kind(Enum):
     """What a resource was busy with."""
@@ -108,7 +111,7 @@ class Account:
     Args:
         step_ms: The window's length.
         kinds: Busy and hidden time by kind; `Kind.HOST` is all the time that the host was not blocked.
-        stages: The same by stage, without the host's share: nothing hides that, and the kind has all of it.
+        stages: The same by stage.
         merge_wait_ms: What the dense forward waited for looked-up rows.
         blocked_ms: What the host waited, in all.
     """
@@ -163,17 +166,22 @@ def account(
     kinds[Kind.HOST] = Times((window[1] - window[0] - length(blocked)) / num_steps)
     stages: dict[Stage, Times] = {}
     for stage in Stage:
-        parts = [span for span in own if span.stage is stage and span.kind in kinds and span.kind is not Kind.HOST]
+        parts = [span for span in own if span.stage is stage and span.kind is not Kind.WAIT]
         if parts:
             per_kind = [
                 times(union(_intervals(span for span in parts if span.kind is kind)), kind)
                 for kind in {span.kind for span in parts}
             ]
             stages[stage] = Times(sum(t.busy_ms for t in per_kind), sum(t.hidden_ms for t in per_kind))
-    merge = union(_intervals(s for s in own if s.kind is Kind.WAIT and s.name == "rows" and s.lane in merge_lanes))
+    merge = union(_intervals(s for s in own if s.kind is Kind.WAIT and is_for_rows(s.name) and s.lane in merge_lanes))
     return Account(
         (window[1] - window[0]) / num_steps, kinds, stages, length(merge) / num_steps, length(blocked) / num_steps
     )
+
+
+def is_for_rows(name: str) -> bool:
+    """Whether a span of this name carries looked-up rows, or waits for them."""
+    return name.partition(":")[0] == ROWS
 
 
 def mean(accounts: Sequence[Account]) -> Account:

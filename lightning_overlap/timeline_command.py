@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -37,8 +38,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except (TraceError, OSError) as err:
         print(f"overlap-timeline: {_message(err)}", file=sys.stderr)
         return BAD_INPUT
-    print(as_report({rank: figures(spans) for rank, spans in ranks.items()}))
-    print(f"\n{png}\n{page}")
+    report = as_report({rank: figures(spans) for rank, spans in ranks.items()})
+    try:
+        print(f"{report}\n\n{png}\n{page}", flush=True)
+    except BrokenPipeError:  # of `| head`; without this Python complains once more when it flushes at its end
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     return 0
 
 

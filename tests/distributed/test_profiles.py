@@ -9,7 +9,7 @@ import pytest
 
 from lightning_overlap.figures import figures, find_steps
 from lightning_overlap.kineto import read_trace
-from lightning_overlap.stages import Stage
+from lightning_overlap.stages import TRAINING_STAGES, Stage
 from lightning_overlap.timeline import HOST_LANE, Kind, Span
 from lightning_overlap.timeline_command import main
 
@@ -44,7 +44,7 @@ def test_torchrecs_pipeline(two_ranks: Ranks, tmp_path: Path, capsys: pytest.Cap
         assert inside(spans, "start_sparse_data_dist 4").stage is Stage.INPUT_SPLITS_DIST
         waits = [span for span in spans if span.kind is Kind.WAIT and span.stage is Stage.EMBEDDING_LOOKUP]
         assert {(wait.name, wait.lane, wait.batch) for wait in waits} == {
-            ("EmbeddingBagCollectionAwaitable wait()", HOST_LANE, batch)
+            ("rows: EmbeddingBagCollectionAwaitable wait()", HOST_LANE, batch)
             for batch in range(2, 2 + profiles.NUM_PROFILED)
         }
         kept = figures(spans).account
@@ -68,6 +68,10 @@ def test_our_strategy(two_ranks: Ranks, tmp_path: Path, capsys: pytest.CaptureFi
             # looked up before its own step, where the annotation says so
             lookup = inside(spans, f"embedding_lookup {batch}")
             assert (lookup.stage, lookup.batch, lookup.lane) == (Stage.EMBEDDING_LOOKUP, batch, HOST_LANE)
+            trained = {name: inside(spans, f"{name} {batch}") for name in map(str, TRAINING_STAGES)}
+            assert all((span.kind, str(span.stage)) == (Kind.DENSE, name) for name, span in trained.items())
+            assert lookup.end_ms <= trained["dense_forward"].start_ms
+        assert len(find_steps(spans)) == profiles.NUM_PROFILED - 1
         read_rows = [span for span in spans if span.kind is Kind.LOOKUP and span.batch in (2, 3)]
         assert {span.stage for span in read_rows} == {Stage.EMBEDDING_LOOKUP}
     assert main([str(path) for path in traces]) == 0

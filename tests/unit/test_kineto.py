@@ -122,6 +122,20 @@ def test_the_source_line_is_the_innermost_and_the_users(tmp_path: Path) -> None:
     )
 
 
+def test_an_annotation_outlives_the_function_that_began_it(tmp_path: Path) -> None:
+    spans = read(
+        tmp_path,
+        event("python_function", "train.py(7): main", 0, 500),
+        event("python_function", "train.py(90): begin", 5, 20),
+        event("user_annotation", "## backward 3 ##", 10, 400),
+        event("cpu_op", "aten::item", 30, 380),
+        event("cuda_runtime", "cudaStreamSynchronize", 40, 370, correlation=1),
+        event("kernel", "gemm", 0, 5, 7),
+    )
+    (blocked,) = [span for span in spans if span.kind is Kind.WAIT]
+    assert blocked.detail == "cudaStreamSynchronize under ## backward ## at train.py(7): main"
+
+
 # -- a CPU --------------------------------------------------------------------------------------------------------
 
 
@@ -143,7 +157,7 @@ def test_threads_of_a_cpu(tmp_path: Path) -> None:
         ("forward 2", HOST_LANE, Kind.DENSE, Stage.DENSE_FORWARD, 2),
         ("All2All_Pooled_fwd", HOST_LANE, Kind.HOST, Stage.EMBEDDING_LOOKUP, 2),
         ("[lookup]_[ebc]_[table_wise]", HOST_LANE, Kind.LOOKUP, Stage.EMBEDDING_LOOKUP, 2),
-        ("EmbeddingBagCollectionAwaitable wait()", HOST_LANE, Kind.WAIT, Stage.EMBEDDING_LOOKUP, 2),
+        ("rows: EmbeddingBagCollectionAwaitable wait()", HOST_LANE, Kind.WAIT, Stage.EMBEDDING_LOOKUP, 2),
         ("optimizer_step 2", HOST_LANE, Kind.DENSE, Stage.OPTIMIZER_STEP, 2),
         ("aten::zeros", HOST_LANE, Kind.DENSE, None, None),
     ]

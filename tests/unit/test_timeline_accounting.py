@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -101,7 +103,7 @@ def test_nested_spans_take_their_time_from_the_outer_one() -> None:
     #  wait            ww       ->  DDLLLwwDDD
     outer = Span(0, 10, Kind.DENSE, HOST_LANE, "forward", Stage.DENSE_FORWARD, 3)
     lookup = Span(2, 5, Kind.LOOKUP, HOST_LANE, "lookup", Stage.EMBEDDING_LOOKUP, 3)
-    wait = Span(5, 7, Kind.WAIT, HOST_LANE, "wait", Stage.EMBEDDING_LOOKUP, 3)
+    wait = Span(5, 7, Kind.WAIT, HOST_LANE, "rows: wait()", Stage.EMBEDDING_LOOKUP, 3)
     cut = exclusive([wait, outer, lookup])
     assert [(s.start_ms, s.end_ms, s.kind) for s in cut] == [
         (0, 2, Kind.DENSE),
@@ -115,6 +117,21 @@ def test_nested_spans_take_their_time_from_the_outer_one() -> None:
     assert kept.stages == {Stage.EMBEDDING_LOOKUP: Times(3, 0), Stage.DENSE_FORWARD: Times(5, 0)}
 
 
+@pytest.mark.parametrize(
+    ("name", "lane", "counts"),
+    [
+        ("rows", HOST_LANE, True),
+        ("rows: waits for all_to_all", "stream 7", True),
+        ("rows", "stream 9", False),  # nothing dense runs there
+        ("ids", HOST_LANE, False),
+    ],
+)
+def test_a_wait_for_rows_counts_where_the_dense_part_runs(name: str, lane: str, counts: bool) -> None:
+    gemms = [Span(start, end, Kind.DENSE, "stream 7", "gemm") for start, end in ((0, 1), (3, 9))]
+    spans = [*gemms, Span(1, 3, Kind.WAIT, lane, name)]
+    assert figures(spans).account.merge_wait_ms == (2 if counts else 0)
+
+
 def test_collectives_stay_whole_and_count_once() -> None:
     #  gloo    cccc
     #            cccc      six ms busy; the host computes in the first three
@@ -125,10 +142,12 @@ def test_collectives_stay_whole_and_count_once() -> None:
     assert {one, two} <= set(exclusive([one, two]))
 
 
-def test_the_hosts_share_of_a_stage_is_no_busy_time() -> None:
+def test_beside_a_gpu_the_hosts_share_of_a_stage_is_no_busy_time() -> None:
     host = Span(0, 5, Kind.HOST, HOST_LANE, "launches", Stage.INPUT_DATA_DIST)
     sent = Span(1, 3, Kind.COMMUNICATION, "stream 9", "all_to_all", Stage.INPUT_DATA_DIST)
-    assert account([host, sent], (0, 10)).stages == {Stage.INPUT_DATA_DIST: Times(2, 0)}
+    assert figures([host, sent]).account.stages == {Stage.INPUT_DATA_DIST: Times(2, 0)}
+    on_cpu = [replace(span, lane=lane) for span, lane in ((host, HOST_LANE), (sent, "gloo"))]
+    assert figures(on_cpu).account.stages == {Stage.INPUT_DATA_DIST: Times(7, 0)}  # there the host does it
 
 
 def test_a_window_of_two_steps_is_accounted_per_step() -> None:
@@ -152,10 +171,10 @@ def test_the_sweep_equals_a_count_of_every_millisecond(spans: list[Span], start:
     waits = [now for now in at if any(kind is Kind.WAIT and lane == HOST_LANE for kind, lane, _ in now)]
     assert kept.blocked_ms == len(waits)
     assert kept.kinds[Kind.HOST].busy_ms == long - len(waits)
-    lookup = Stage.EMBEDDING_LOOKUP
-    assert kept.merge_wait_ms == sum(any(k is Kind.WAIT and s is lookup for k, _, s in now) for now in at)
+    assert kept.merge_wait_ms == 0  # none of these waits is for rows
     for stage, times in kept.stages.items():
-        per_kind = [sum(any(k is kind and s is stage for k, _, s in now) for now in at) for kind in KINDS]
+        counted = (*KINDS, Kind.HOST)
+        per_kind = [sum(any(k is kind and s is stage for k, _, s in now) for now in at) for kind in counted]
         assert times.busy_ms == sum(per_kind)
 
 

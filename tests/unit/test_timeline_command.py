@@ -262,6 +262,17 @@ def test_command_runs_as_a_module(tmp_path: Path) -> None:
     assert (tmp_path / "t.png").stat().st_size > 10_000
 
 
+def test_command_writes_into_a_closed_pipe(tmp_path: Path) -> None:
+    trace = write(tmp_path, "t.json", {0: steps()})
+    command = [sys.executable, "-m", "lightning_overlap.timeline_command", trace]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        assert process.stderr is not None
+        process.stdout.close()
+        assert process.stderr.read() == ""
+    assert process.returncode == 0
+
+
 def test_the_command_is_installed_by_its_name() -> None:
     import tomllib
 
