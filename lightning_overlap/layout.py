@@ -10,11 +10,11 @@ from dataclasses import dataclass
 from .figures import Figures, Window, figures, find_steps, label, steady_window
 from .stages import Stage
 from .timeline import (
-    COVERED_BY,
     HOST_LANE,
     Interval,
     Kind,
     Span,
+    cover,
     exclusive_in,
     intersection,
     length,
@@ -144,7 +144,7 @@ def _panel(rank: int | str, spans: Sequence[Span], window: Window, resolution: f
         rows = [_bars(row, number, least_ms) for number, row in enumerate(_rows(cut, name))]
         lanes.append(Lane(name, len(rows), tuple(bar for row in rows for bar in row)))
     starts = [step.start_ms for step in find_steps(spans) if window.start_ms <= step.start_ms < window.end_ms]
-    return Panel(rank, figures(spans), window, tuple(starts), tuple(lanes), tuple(_exposed(cut)))
+    return Panel(rank, figures(spans), window, tuple(starts), tuple(lanes), tuple(_exposed(cut, window.interval)))
 
 
 def _rows(spans: Iterable[Span], lane: str) -> list[list[Span]]:
@@ -175,12 +175,9 @@ def _between(span: Span, start_ms: float, end_ms: float) -> Span:
     return Span(start_ms, end_ms, span.kind, span.lane, span.name, span.stage, span.batch, span.detail)
 
 
-def _exposed(spans: Sequence[Span]) -> list[Interval]:
-    def when(kinds: Iterable[Kind]) -> list[Interval]:
-        wanted = set(kinds)
-        return union((span.start_ms, span.end_ms) for span in spans if span.kind in wanted)
-
-    return subtract(when([Kind.COMMUNICATION]), when(COVERED_BY[Kind.COMMUNICATION]))
+def _exposed(spans: Sequence[Span], window: Interval) -> list[Interval]:
+    under_way = union((span.start_ms, span.end_ms) for span in spans if span.kind is Kind.COMMUNICATION)
+    return subtract(under_way, cover(spans, window, Kind.COMMUNICATION))
 
 
 def _lane_order(name: str) -> tuple[int, list[object]]:

@@ -141,6 +141,7 @@ def account(
     num_steps: int = 1,
     host_lane: str = HOST_LANE,
     merge_lanes: Sequence[str] = (HOST_LANE, "compute"),
+    host_computes: bool | None = None,
 ) -> Account:
     """Account for a window of a timeline.
 
@@ -150,6 +151,8 @@ def account(
         num_steps: Steps in the window; all times are per step.
         host_lane: The lane whose waits block the host.
         merge_lanes: The lanes of the dense part, whose waits for rows are those at the merge.
+        host_computes: Whether the host does the dense part itself, as on a CPU; None: whether its lane has dense spans.
+            All that it does then has to be done, so communication is hidden while the host does not wait.
 
     Source: the interval sweep of HolisticTraceAnalysis, which has communication alone; here each kind has its own
     cover, and inner spans take their time from outer ones.
@@ -157,11 +160,12 @@ def account(
     own = exclusive_in(spans, window)
     by_kind = {kind: union(_intervals(span for span in own if span.kind is kind)) for kind in Kind}
 
-    def times(of: Sequence[Interval], kind: Kind) -> Times:
-        cover = union(interval for other in COVERED_BY.get(kind, ()) for interval in by_kind[other])
-        return Times(length(of) / num_steps, length(intersection(of, cover)) / num_steps)
+    covers = {kind: cover(own, window, kind, host_lane=host_lane, host_computes=host_computes) for kind in COVERED_BY}
+    blocked = _blocked(own, host_lane)
 
-    blocked = union(_intervals(span for span in own if span.kind is Kind.WAIT and span.lane == host_lane))
+    def times(of: Sequence[Interval], kind: Kind) -> Times:
+        return Times(length(of) / num_steps, length(intersection(of, covers.get(kind, ()))) / num_steps)
+
     kinds = {kind: times(by_kind[kind], kind) for kind in (Kind.DENSE, *COVERED_BY)}
     kinds[Kind.HOST] = Times((window[1] - window[0] - length(blocked)) / num_steps)
     stages: dict[Stage, Times] = {}
@@ -177,6 +181,34 @@ def account(
     return Account(
         (window[1] - window[0]) / num_steps, kinds, stages, length(merge) / num_steps, length(blocked) / num_steps
     )
+
+
+def cover(
+    own: Sequence[Span],
+    window: Interval,
+    kind: Kind,
+    *,
+    host_lane: str = HOST_LANE,
+    host_computes: bool | None = None,
+) -> list[Interval]:
+    """Return when a kind of work is hidden.
+
+    Args:
+        own: What `exclusive_in` gives of a window.
+        window: Begin and end, milliseconds.
+        kind: What may be hidden.
+        host_lane: As of `account`.
+        host_computes: As of `account`.
+    """
+    if host_computes is None:
+        host_computes = any(span.kind is Kind.DENSE and span.lane == host_lane for span in own)
+    if kind is Kind.COMMUNICATION and host_computes:
+        return subtract([window], _blocked(own, host_lane))
+    return union(_intervals(span for span in own if span.kind in COVERED_BY[kind]))
+
+
+def _blocked(own: Iterable[Span], host_lane: str) -> list[Interval]:
+    return union(_intervals(span for span in own if span.kind is Kind.WAIT and span.lane == host_lane))
 
 
 def is_for_rows(name: str) -> bool:

@@ -123,10 +123,10 @@ def told_by_a_run(case: Case, pipeline: str) -> dict[str, Any]:
     }
 
 
-def stages_seen(pipeline: str, num_ranks: int) -> list[Stage]:
+def stages_seen(pipeline: str) -> list[Stage]:
     """Return the stages that have a time of their own; in `base` a module's own forward is its lookup."""
-    early = [Stage.INPUT_SPLITS_DIST, Stage.INPUT_DATA_DIST]  # all of their time is the host's, but for collectives
-    return [stage for stage in Stage if (MODES[pipeline].has_sparse_stages and num_ranks > 1) or stage not in early]
+    early = [Stage.INPUT_SPLITS_DIST, Stage.INPUT_DATA_DIST]
+    return [stage for stage in Stage if MODES[pipeline].has_sparse_stages or stage not in early]
 
 
 class ReadsItsLoss(Model):
