@@ -16,8 +16,8 @@ from hydra.utils import get_object
 from omegaconf import OmegaConf
 
 from lightning_overlap import MODES, STREAMS, choices, recipe
+from lightning_overlap.command import add_or_override
 from lightning_overlap.models import DLRM
-from lightning_overlap.train import add_or_override
 
 CONF = Path(str(files("lightning_overlap"))) / "conf"
 GROUPS = ("pipeline", "stream", "model", "data", "sharding", "trainer", "logger", "callbacks", "experiment")
