@@ -11,6 +11,7 @@ from .stages import Stage as Stage
 from .stages import StreamName as StreamName
 
 try:
+    from .callbacks import OverlapMonitor as OverlapMonitor
     from .strategy import OverlapEmbeddingStrategy as OverlapEmbeddingStrategy
 except ImportError as err:
     err.add_note(versions.what_is_supported())

@@ -77,6 +77,12 @@ class GroupAgreement:
         dist.broadcast_object_list(values, src, group=self._group)
         return values[0]
 
+    def gather(self, value: Any) -> list[Any]:
+        """Return every rank's value, anything that can be pickled."""
+        values: list[Any] = [None] * self._group.size()
+        dist.all_gather_object(values, value, group=self._group)
+        return values
+
     def any(self, flag: bool) -> bool:
         """Return whether any rank says so."""
         tensor = torch.tensor(flag, dtype=torch.uint8)

@@ -10,6 +10,7 @@ from typing import Any, Protocol
 import torch
 
 from .agreement import Agreement, Answer, Flags
+from .clocks import Clock, timed
 from .inflight import InFlightBatch, abandon
 from .schedule import Schedule, Step
 from .stages import SPARSE_STAGES, TRAINING_STAGES, Stage, StreamName, WeightOwner
@@ -116,6 +117,8 @@ class Executor:
         self._lookup_context = lookup_context
         self._observe = observer or _ignore
         self._rank = rank
+        self.clock: Clock | None = None
+        self._training_stage: tuple[AbstractContextManager[Any], Clock | None] | None = None
         self._run_stage: dict[Stage, Callable[[InFlightBatch], None]] = {}
         if self._sparse is not None:
             self._run_stage = {
@@ -133,6 +136,7 @@ class Executor:
         self._reset()
 
     def _reset(self) -> None:
+        self._end_training_stage()
         self._iteration = -1
         self._row = len(self.schedule.steps)
         self._in_flight: dict[int, InFlightBatch] = {}
@@ -204,8 +208,12 @@ class Executor:
         assert current is not None, "next_batch() comes first"
         self._observe("issue", Stage.DENSE_FORWARD, current.index)
         current.consumed = True
-        with nullcontext() if self._serving is None else self._serving.forward(current):
-            yield
+        self._begin_training_stage(Stage.DENSE_FORWARD)
+        try:
+            with nullcontext() if self._serving is None else self._serving.forward(current):
+                yield
+        finally:
+            self._end_training_stage()
 
     def reach(self, stage: Stage) -> None:
         """Say that the trainer has done a stage of the current batch; run the rows up to the next such stage.
@@ -221,6 +229,7 @@ class Executor:
                 self._pass_backward()
                 self._drop_lookups_ahead()
             return
+        self._end_training_stage()
         while self._row <= position:
             passed = self.schedule.steps[self._row].stage
             self._pass(passed)
@@ -229,6 +238,25 @@ class Executor:
             if passed is Stage.DENSE_FORWARD and self._plain_forward:
                 # The backward to come writes tables on the compute stream: not before early lookups have read them.
                 self.wait_for_lookups()
+        if stage is not self.schedule.training_stages[-1]:
+            self._begin_training_stage(TRAINING_STAGES[TRAINING_STAGES.index(stage) + 1])
+
+    def _begin_training_stage(self, stage: Stage) -> None:
+        """Begin the mark of what the trainer does until it says that a stage is done."""
+        self._end_training_stage()
+        mark = torch.profiler.record_function(f"## {stage} {self._iteration} ##")
+        mark.__enter__()
+        self._training_stage = mark, self.clock
+        if self.clock is not None:
+            self.clock.begin(stage, self._iteration, StreamName.COMPUTE)
+
+    def _end_training_stage(self) -> None:
+        if self._training_stage is not None:
+            mark, clock = self._training_stage
+            self._training_stage = None
+            mark.__exit__(None, None, None)
+            if clock is not None:
+                clock.end()
 
     def wait_for_lookups(self) -> None:
         """Order the compute stream behind everything on the lookup stream: reads and writes of tables."""
@@ -345,7 +373,11 @@ class Executor:
     def _fetch(self, step: Step, index: int) -> None:
         # A source may hold back a batch that looks like it is not going to be trained: then this catches up.
         while self.num_fetched <= index and (self._end is None or self.num_fetched < self._end):
-            with self._stage(step, self.num_fetched), self._streams.on(step.stream):
+            with (
+                self._stage(step, self.num_fetched),
+                self._streams.on(step.stream),
+                timed(self.clock, step.stage, self.num_fetched, step.stream),
+            ):
                 fetched = self._source.fetch()
             if self._agreement is not None:
                 lacks, last = fetched is None, self._source.exhausted
@@ -399,7 +431,7 @@ class Executor:
             self._acquire(inflight, step.stream, previous)
             if previous is Stage.COPY_BATCH_TO_DEVICE:
                 self._streams.hand_over(inflight.batch, step.stream)
-            with self._streams.on(step.stream):
+            with self._streams.on(step.stream), timed(self.clock, step.stage, inflight.index, step.stream):
                 if step.stage is Stage.EMBEDDING_LOOKUP:
                     self._look_up(step, inflight, owners)
                 else:
@@ -410,7 +442,7 @@ class Executor:
         """Assemble the received ids on the input dist's stream, and hand them to the lookup's."""
         assert self._sparse is not None
         stream, _ = inflight.done[Stage.INPUT_DATA_DIST]
-        with self._streams.on(stream):
+        with self._streams.on(stream), timed(self.clock, Stage.INPUT_DATA_DIST, inflight.index, stream):
             received = self._sparse.receive_input(inflight)
         inflight.done[Stage.INPUT_DATA_DIST] = (stream, self._streams.record(stream))
         self._streams.hand_over(received, step.stream)

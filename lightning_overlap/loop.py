@@ -33,7 +33,13 @@ PRIVATE_NAMES: Mapping[str, tuple[str, ...]] = {
     "lightning.pytorch.loops.fit_loop": ("_FitLoop",),
     "lightning.pytorch.loops.training_epoch_loop": ("_TrainingEpochLoop",),
     "_FitLoop": ("_data_fetcher", "_should_reload_train_dl", "setup_data"),
-    "_TrainingEpochLoop": ("_broadcast_sigterm_tensor", "_build_kwargs", "_should_check_val_fx", "advance"),
+    "_TrainingEpochLoop": (
+        "_batches_that_stepped",
+        "_broadcast_sigterm_tensor",
+        "_build_kwargs",
+        "_should_check_val_fx",
+        "advance",
+    ),
     "_DataLoaderIterDataFetcher": ("_batch", "_batch_idx", "_dataloader_idx", "_start_profiler", "_stop_profiler"),
     "LightningModule": ("_on_before_batch_transfer",),
     "Strategy": ("_layer_sync",),
@@ -443,6 +449,11 @@ def revert_layer_sync(strategy: DDPStrategy) -> None:
 def tear_down(trainer: Trainer) -> None:
     """Do what Lightning does at the end of a run, where an error keeps it from that."""
     trainer._teardown()
+
+
+def logged_step(trainer: Trainer) -> int:
+    """Return the step under which loggers write now."""
+    return trainer.fit_loop.epoch_loop._batches_that_stepped
 
 
 def pruned_weights(callback: ModelPruning) -> list[Any]:

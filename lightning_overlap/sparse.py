@@ -6,7 +6,7 @@ import itertools
 import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from typing import Any
 
@@ -16,6 +16,7 @@ from torchrec.distributed.types import LazyAwaitable, LazyGetItemMixin, ShardedM
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from .agreement import Store
+from .clocks import Clock, timed
 from .executor import Observer
 from .inflight import InFlightBatch
 from .sharded import (
@@ -145,6 +146,7 @@ class SparsePipeline:
         self._step = step
         self._trains = trains
         self._said = set() if said is None else said
+        self.clock: Clock | None = None
         self.ready = False
 
     def attach(self) -> None:
@@ -197,7 +199,9 @@ class SparsePipeline:
         if self._set_rates is not None:
             self._set_rates()
         counts = lookup_counts(stand_in.module)
-        rows = stand_in.own_forward(*args, **kwargs)
+        clock, index = (None, 0) if inflight is None else (self.clock, inflight.index)
+        with timed(clock, Stage.EMBEDDING_LOOKUP, index, StreamName.COMPUTE):
+            rows = stand_in.own_forward(*args, **kwargs)
         # Without a batch in flight: an evaluation by hand, or a module that does its own fetching (`dataloader_iter`).
         if not self._trains or (inflight is None and not torch.is_grad_enabled()):
             self._streams.wait(self._lookup_stream, self._streams.record(StreamName.COMPUTE))
@@ -224,7 +228,8 @@ class SparsePipeline:
         self._observe("wait", Stage.EMBEDDING_LOOKUP, index)
         with self._streams.on(self._lookup_stream):
             rows = state.rows.wait()
-        self._streams.wait(StreamName.COMPUTE, self._streams.record(self._lookup_stream))
+        with nullcontext() if self.clock is None else self.clock.merge(index):
+            self._streams.wait(StreamName.COMPUTE, self._streams.record(self._lookup_stream))
         self._streams.hand_over(rows, StreamName.COMPUTE)
         return rows
 

@@ -41,6 +41,7 @@ from .checkpoint import (
 )
 from .checkpoint_dense import by_name, load_by_name, put_table_states, say_what_moved
 from .checkpoint_full import gather_checkpoint, load_file, load_fused, table_states, write_file
+from .clocks import Clock
 from .executor import Executor, Observer
 from .modes import resolve_schedule, resolve_stream
 from .optim import rate_setter
@@ -258,6 +259,10 @@ class OverlapEmbeddingStrategy(evaluation.EvaluatesAhead):
         """Return the fewest batches that any rank has in an epoch; `inf` where no loader has a length."""
         return num_batches if self._agreement is None else self._agreement.shortest(num_batches)
 
+    def gather(self, value: Any) -> list[Any]:
+        """Return every rank's value, by rank, on the host; anything that can be pickled. All ranks call this."""
+        return [value] if self._agreement is None else self._agreement.gather(value)
+
     def any_rank(self, flag: bool) -> bool:
         """Whether any rank says so; all of them wait for each other."""
         return self._agreement is not None and self._agreement.any(flag)
@@ -275,6 +280,22 @@ class OverlapEmbeddingStrategy(evaluation.EvaluatesAhead):
             rank=self.global_rank,
         )
         return self._executor
+
+    @property
+    def streams(self) -> Streams | None:
+        """The streams that the stages run on; None for a module without tables, which has no pipeline."""
+        return self._streams
+
+    @property
+    def num_in_flight(self) -> int:
+        """Batches fetched whose step is not over."""
+        return 0 if self._executor is None else self._executor.num_ahead + (self._executor.current is not None)
+
+    def watch(self, clock: Clock | None) -> None:
+        """Let a clock see the coming steps of this fit, or none."""
+        for part in (self._executor, self._sparse):
+            if part is not None:
+                part.clock = clock
 
     # -- evaluation ---------------------------------------------------------------------------------------------
 
@@ -296,9 +317,15 @@ class OverlapEmbeddingStrategy(evaluation.EvaluatesAhead):
     def batch_to_device(self, batch: Any, device: torch.device | None = None, dataloader_idx: int = 0) -> Any:
         device = device or self.root_device
         note_lengths(batch)
-        if device.type == "cuda" and self.lightning_module is not None and not _moves_batches(self.lightning_module):
-            batch = _start_copies(batch, device)
-        return super().batch_to_device(batch, device, dataloader_idx)
+        clock = None if self._executor is None else self._executor.clock
+        with contextlib.nullcontext() if clock is None else clock.copy():
+            if (
+                device.type == "cuda"
+                and self.lightning_module is not None
+                and not _moves_batches(self.lightning_module)
+            ):
+                batch = _start_copies(batch, device)
+            return super().batch_to_device(batch, device, dataloader_idx)
 
     @override
     def training_step(self, *args: Any, **kwargs: Any) -> Any:

@@ -64,7 +64,7 @@ class CudaStreams:
     """
 
     def __init__(self, device: torch.device, lookup: StreamName) -> None:
-        self._device = device
+        self.device = device
         # High priority as in TorchRec 1.8: short copies and all-to-alls must not queue behind dense kernels.
         own = {name: torch.cuda.Stream(device, priority=-1) for name in (StreamName.MEMCPY, StreamName.DATA_DIST)}
         if lookup is StreamName.LOOKUP:
@@ -79,6 +79,11 @@ class CudaStreams:
     def on(self, name: StreamName) -> AbstractContextManager[Any]:
         """Make a stream current."""
         return torch.cuda.stream(self[name])
+
+    def current(self) -> StreamName:
+        """Return the name of the stream that is current; a stream of the user's counts as compute."""
+        current = torch.cuda.current_stream(self.device)
+        return next((name for name, stream in self._streams.items() if stream == current), StreamName.COMPUTE)
 
     def record(self, name: StreamName) -> torch.cuda.Event:
         """Return an event that marks all work issued on a stream so far."""
@@ -100,7 +105,7 @@ class CudaStreams:
 
     def begin_step(self) -> None:
         """Take the current stream as the compute stream."""
-        self._streams[StreamName.COMPUTE] = torch.cuda.current_stream(self._device)
+        self._streams[StreamName.COMPUTE] = torch.cuda.current_stream(self.device)
 
 
 def _on_device(leaf: Any) -> bool:

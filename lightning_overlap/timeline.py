@@ -128,7 +128,14 @@ class Account:
         return max(0.0, self.step_ms - self.bound[1])
 
 
-def account(spans: Iterable[Span], window: Interval, *, num_steps: int = 1, host_lane: str = "host") -> Account:
+def account(
+    spans: Iterable[Span],
+    window: Interval,
+    *,
+    num_steps: int = 1,
+    host_lane: str = "host",
+    merge_lanes: Sequence[str] = ("host", "compute"),
+) -> Account:
     """Account for a window of a timeline.
 
     Args:
@@ -136,6 +143,7 @@ def account(spans: Iterable[Span], window: Interval, *, num_steps: int = 1, host
         window: Begin and end, milliseconds; for example from one step's beginning to the next one's.
         num_steps: Steps in the window; all times are per step.
         host_lane: The lane whose waits block the host.
+        merge_lanes: The lanes of the dense part, whose waits for rows are those at the merge.
 
     Source: the interval sweep of HolisticTraceAnalysis, which has communication alone; here each kind has its own
     cover, and inner spans take their time from outer ones.
@@ -159,7 +167,7 @@ def account(spans: Iterable[Span], window: Interval, *, num_steps: int = 1, host
                 for kind in {span.kind for span in parts}
             ]
             stages[stage] = Times(sum(t.busy_ms for t in per_kind), sum(t.hidden_ms for t in per_kind))
-    merge = union(_intervals(s for s in own if s.kind is Kind.WAIT and s.stage is Stage.EMBEDDING_LOOKUP))
+    merge = union(_intervals(s for s in own if s.kind is Kind.WAIT and s.name == "rows" and s.lane in merge_lanes))
     return Account(
         (window[1] - window[0]) / num_steps, kinds, stages, length(merge) / num_steps, length(blocked) / num_steps
     )

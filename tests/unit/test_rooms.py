@@ -20,7 +20,19 @@ ROOMS = ("plan", "run", "sparse", "plugin", "apps")
 
 FILES = {
     "plan": ("versions", "stages", "schedule", "modes"),
-    "run": ("agreement", "groups", "streams", "structure", "inflight", "executor", "syncs", "timeline", "testing"),
+    "run": (
+        "agreement",
+        "groups",
+        "streams",
+        "structure",
+        "inflight",
+        "executor",
+        "syncs",
+        "clocks",
+        "timeline",
+        "summary",
+        "testing",
+    ),
     "sparse": ("sharded", "sparse", "sharding", "optim", "table_state", "stash"),
     "plugin": (
         "strategy",
@@ -160,7 +172,9 @@ STANDARD_LIBRARY = {"_fields", "_exit"}
 """Documented, though they start with an underscore."""
 
 TORCH_PRIVATE = {
+    "_C",
     "_apply_optimizer_in_backward",
+    "_current_graph_task_id",
     "_get_default_store",
     "_init_from_local_shards_and_global_metadata",
     "_set_params_and_buffers_to_ignore_for_model",
