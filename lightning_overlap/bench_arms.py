@@ -27,6 +27,8 @@ from . import choices, recipe
 from .choices import Config
 from .schedule import Schedule
 from .sharding import find_tables, make_plan
+from .strategy import OverlapEmbeddingStrategy
+from .streams import Streams
 
 
 class Batches:
@@ -59,7 +61,7 @@ class Job:
         data: Describes the tables.
         batches: To train, once.
         device: Of this rank.
-        after_step: Called with the loss after every step.
+        after_step: Called after every step with its loss, and with our streams where they are.
         log_dir: Where a Trainer may write.
         local_world_size: Ranks on this host.
     """
@@ -68,7 +70,7 @@ class Job:
     data: LightningDataModule
     batches: Batches
     device: torch.device
-    after_step: Callable[[Tensor], None]
+    after_step: Callable[[Tensor, Streams | None], None]
     log_dir: Path
     local_world_size: int
     latency: Mapping[str, float] = field(default_factory=dict)
@@ -130,7 +132,9 @@ class _AfterStep(Callback):
     @override
     def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, outputs: Any, *_: Any) -> None:
         loss = outputs["loss"] if isinstance(outputs, Mapping) else outputs
-        self._job.after_step(loss.detach())
+        strategy = trainer.strategy
+        streams = strategy.streams if isinstance(strategy, OverlapEmbeddingStrategy) else None
+        self._job.after_step(loss, streams)
 
 
 def _train_mode(schedule: Schedule, stream: str, job: Job) -> None:
@@ -242,7 +246,7 @@ def _train_loop(job: Job) -> None:
         loss, output = dmp(staged)
         loss.backward()
         optimizer.step()
-        job.after_step(output)
+        job.after_step(output, None)
 
 
 def _train_pipeline(pipeline_class: str, options: Mapping[str, Any], job: Job) -> None:
@@ -250,7 +254,7 @@ def _train_pipeline(pipeline_class: str, options: Mapping[str, Any], job: Job) -
     pipeline = getattr(train_pipelines, pipeline_class)(dmp, optimizer, job.device, **options)
     batches = iter(job.batches)
     for _ in range(len(job.batches)):
-        job.after_step(pipeline.progress(batches))
+        job.after_step(pipeline.progress(batches), None)
 
 
 def _pipeline(pipeline_class: str, **options: Any) -> Arm:

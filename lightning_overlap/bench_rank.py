@@ -12,9 +12,9 @@ import traceback
 import warnings
 from collections.abc import Mapping
 from contextlib import ExitStack, suppress
+from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
-from statistics import median
 from types import SimpleNamespace
 from typing import Any
 
@@ -25,9 +25,12 @@ from torch import Tensor
 from . import bench_report, choices, launch, rank, recipe, versions
 from .bench_arms import Arm, Batches, Job, arms
 from .bench_report import ArmTurns, Turn
-from .bench_wire import Wire, account_by_step, by_name
+from .bench_wire import by_name, late_all_to_alls
 from .choices import Config
-from .timeline import Kind
+from .clocks import HOST_LANE, SpanRecorder
+from .stages import StreamName
+from .streams import HostStreams, Streams
+from .timeline import Kind, account
 
 TIMEOUT = timedelta(minutes=5)
 """Of a collective of the arms: one that hangs must not hold up the rest for long."""
@@ -43,31 +46,29 @@ class Meter:
     """Times the steps of one turn without making the host wait for the device in between.
 
     Steps `warm_up` to `warm_up + steps` are timed: on CUDA by events that are read when all is over. The device is
-    waited for before the first and behind the last of them. Then come the steps whose all-to-alls are recorded.
+    waited for before the first and behind the last of them. Then come the steps whose collectives are recorded; on
+    CUDA only where the streams are known.
 
     Args:
         device: Of this rank.
         warm_up: Steps before the timed ones.
         steps: Timed steps.
-        measured: Steps to record all-to-alls in.
-        wire: Records them.
+        measured: Steps to record collectives in.
     """
 
-    def __init__(self, device: torch.device, warm_up: int, steps: int, measured: int, wire: Wire) -> None:
+    def __init__(self, device: torch.device, warm_up: int, steps: int, measured: int) -> None:
         self._device = device
         self._first, self._last = warm_up, warm_up + steps
+        # What the first of them waits for was issued before.
         self._measured = range(self._last + 1, self._last + 2 + measured) if measured else range(0)
-        self._wire = wire
-        self._stack = ExitStack()
+        self._recorder: SpanRecorder | None = None
         self._marks: list[Any] = []
         self._losses: list[Tensor] = []
         self._window_ms = 0.0
         self._memory: dict[str, int] = {}
-        self._spans: list[Any] = []
-        self._ends_ms: list[float] = []
 
-    def after_step(self, loss: Tensor) -> None:
-        """Take a step's end, and its loss."""
+    def after_step(self, loss: Tensor, streams: Streams | None = None) -> None:
+        """Take a step's end, its loss, and the streams that it ran on if they are known."""
         self._losses.append(loss.detach())
         step = len(self._losses)
         if step == self._first:
@@ -80,34 +81,46 @@ class Meter:
             self._synchronize()
             self._window_ms += time.perf_counter() * 1e3
             self._memory = rank.peak_memory(self._device)
-            if self._measured and self._device.type == "cpu":
-                self._spans = self._stack.enter_context(self._wire.recording())
-        if step in self._measured:
-            self._ends_ms.append(time.perf_counter() * 1e3)
+            self._start_recording(streams)
+        if self._recorder is not None and step in self._measured:
+            self._recorder.step()
         if self._measured and step == self._measured[-1]:
-            self._stack.close()
+            self.close()
+
+    def _start_recording(self, streams: Streams | None) -> None:
+        streams = HostStreams() if self._device.type == "cpu" else streams
+        if self._measured and streams is not None:
+            self._recorder = SpanRecorder(streams)
+            self._recorder.start()
 
     def close(self) -> None:
         """Stop recording, also where training failed."""
-        self._stack.close()
+        if self._recorder is not None:
+            self._recorder.stop()
 
     def turn(self) -> Turn:
         """Return what was seen."""
         self._synchronize()
         losses_S = torch.stack(self._losses).float().cpu()  # S steps
-        spans = self._spans
-        accounts = account_by_step(spans, self._ends_ms) if spans else []
-        return Turn(
+        seen = Turn(
             step_ms=[_elapsed_ms(*pair) for pair in itertools.pairwise(self._marks)],
             window_ms=self._window_ms,
             losses=[loss.numpy().tobytes() for loss in losses_S],
             final_loss=float(losses_S[-1]),
             peak_memory=self._memory,
-            host_ms=[one.step_ms - one.blocked_ms for one in accounts],
-            wire_ms=[one.kinds[Kind.COMMUNICATION].busy_ms for one in accounts],
-            exposed_ms=[one.blocked_ms for one in accounts],
-            all_to_alls=by_name(spans, self._ends_ms) if accounts else {},
         )
+        return seen if self._recorder is None else replace(seen, **self._waits(self._recorder))
+
+    def _waits(self, recorder: SpanRecorder) -> dict[str, Any]:
+        lane = HOST_LANE if self._device.type == "cpu" else str(StreamName.COMPUTE)
+        spans, steps = recorder.spans(), recorder.windows()
+        accounts = [account(spans, step, host_lane=lane) for step in steps]
+        return {
+            "busy_ms": [one.step_ms - one.blocked_ms for one in accounts],
+            "wire_ms": [one.kinds[Kind.COMMUNICATION].busy_ms for one in accounts],
+            "exposed_ms": [one.blocked_ms for one in accounts],
+            "collectives": by_name(spans, steps, lane),
+        }
 
     def _mark(self) -> Any:
         if self._device.type != "cuda":
@@ -162,7 +175,6 @@ class _Bench:
         self.data = recipe.build_data(config)
         self.batches = _make_batches(self.data, config["num_batches"], pin=device.type == "cuda")
         self.latency: Mapping[str, float] = config["latency"] or {}
-        self.wire = Wire(self.latency.get("all_to_all_ms", 0.0))
 
     def all_rounds(self) -> list[ArmTurns]:
         from tqdm import tqdm  # type: ignore[import-untyped]
@@ -205,7 +217,7 @@ class _Bench:
 
     def _train(self, arm: Arm) -> Turn:
         config = self.config
-        meter = Meter(self.device, config["warm_up"], config["steps"], config["measured_steps"], self.wire)
+        meter = Meter(self.device, config["warm_up"], config["steps"], config["measured_steps"])
         num_steps = config["warm_up"] + config["steps"] + config["measured_steps"] + 1 + DRAIN
         job = Job(
             config=config,
@@ -219,8 +231,8 @@ class _Bench:
         )
         try:
             with ExitStack() as stack:
-                if self.wire.latency_s:
-                    stack.enter_context(self.wire.installed())
+                if latency_ms := self.latency.get("all_to_all_ms", 0.0):
+                    stack.enter_context(late_all_to_alls(latency_ms))
                 arm(job)
             return meter.turn()
         finally:
@@ -266,9 +278,8 @@ def _report(config: Config, folder: Path, turns: list[ArmTurns], batch_size: int
     }
     print(f"\n{bench_report.table(results)}")
     if bound is not None:
-        base = median([ms for turns_ in turns[0].rounds for ms in turns_[0].step_ms])
-        print(f"bound: {bound:.2f} ms: nothing of base's {base:.2f} ms waits for an all-to-all")
-    for part in (bench_report.all_to_all_table(results), "\n".join(bench_report.failures(results))):
+        print(f"bound: {bound:.2f} ms: base's slowest rank if it waited for nothing, or the wire, whichever is busier")
+    for part in (bench_report.collectives_table(results), "\n".join(bench_report.failures(results))):
         if part:
             print(f"\n{part}")
     bench_report.write(folder, results, bound, about)

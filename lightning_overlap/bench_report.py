@@ -11,8 +11,11 @@ from typing import Any
 
 from .report import aligned, percentile
 
+ALL_TO_ALLS = ("sizes", "ids", "rows", "gradients")
+"""What the all-to-alls of a step carry, in their order; told of every arm. Other collectives, where one is exposed."""
+
 HIDDEN = 0.1
-"""An all-to-all counts as hidden when less than this share of its time on the way was waited for."""
+"""A collective counts as hidden when less than this share of its time under way was waited for."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,10 +28,11 @@ class Turn:
         losses: Of every step, float32, as bytes by step.
         final_loss: The last one.
         peak_memory: In the timed steps; the name says which memory, the number is in bytes.
-        host_ms: By measured step, what the host did not wait for all-to-alls; empty where that cannot be seen.
-        wire_ms: By measured step, how long any all-to-all was on its way.
-        exposed_ms: By measured step, how long the host waited for all-to-alls.
-        all_to_alls: What travelled -> milliseconds per step on the way, and waited for.
+        busy_ms: By measured step, how long the dense part's lane (the host; on CUDA the compute stream) did not wait
+            for collectives; empty where that cannot be seen.
+        wire_ms: By measured step, how long any collective was under way.
+        exposed_ms: By measured step, how long that lane waited for collectives.
+        collectives: Which -> milliseconds per step under way, and waited for.
     """
 
     step_ms: list[float]
@@ -36,10 +40,10 @@ class Turn:
     losses: list[bytes]
     final_loss: float
     peak_memory: dict[str, int]
-    host_ms: list[float] = field(default_factory=list)
+    busy_ms: list[float] = field(default_factory=list)
     wire_ms: list[float] = field(default_factory=list)
     exposed_ms: list[float] = field(default_factory=list)
-    all_to_alls: dict[str, tuple[float, float]] = field(default_factory=dict)
+    collectives: dict[str, tuple[float, float]] = field(default_factory=dict)
 
 
 @dataclass(slots=True)
@@ -72,11 +76,11 @@ class ArmResult:
         of_base_range: The lowest and the highest of them.
         samples_per_s: Of all ranks together.
         peak_memory: 90th percentile over rounds; name -> bytes.
-        exposed_ms: What the host waited for all-to-alls in a measured step, median.
+        exposed_ms: What the dense part waited for collectives in a measured step, median.
         efficiency: (base - this) / (base - bound), by median step times; None where nothing is to be gained.
         final_loss: Mean over ranks.
         same_as_base: Whether every rank's loss is the reference's at every step and in every round, bit for bit.
-        all_to_alls: What travelled -> milliseconds per step on the way, and waited for.
+        collectives: Which -> milliseconds per step under way, and waited for.
         failure: Why it does not run here; the rest then says nothing.
     """
 
@@ -92,22 +96,22 @@ class ArmResult:
     efficiency: float | None = None
     final_loss: float = float("nan")
     same_as_base: bool = False
-    all_to_alls: dict[str, tuple[float, float]] = field(default_factory=dict)
+    collectives: dict[str, tuple[float, float]] = field(default_factory=dict)
     failure: str | None = None
 
 
 def bound_ms(base: ArmTurns) -> float | None:
-    """Return what no overlap of all-to-alls makes a step shorter than, from the reference's measured steps.
+    """Return what no overlap of collectives makes a step shorter than, from the reference's measured steps.
 
-    The slowest rank's host, when it never waits, or the wire, whichever is busier. How long the wire is busy, the rank
-    that issues last says: to the others an all-to-all seems longer, by what they wait for that rank.
+    The slowest rank when it never waits, or the wire, whichever is busier. How long the wire is busy, the rank that
+    issues last says: to the others a collective seems longer, by what they wait for that rank.
     """
-    if not all(turn.host_ms for turns in base.rounds for turn in turns) or not base.rounds:
+    if not all(turn.busy_ms for turns in base.rounds for turn in turns) or not base.rounds:
         return None
     by_rank = list(zip(*base.rounds, strict=True))
-    host = max(median(ms for turn in turns for ms in turn.host_ms) for turns in by_rank)
+    busy = max(median(ms for turn in turns for ms in turn.busy_ms) for turns in by_rank)
     wire = min(median(ms for turn in turns for ms in turn.wire_ms) for turns in by_rank)
-    bound: float = max(host, wire)
+    bound: float = max(busy, wire)
     return bound
 
 
@@ -158,7 +162,7 @@ def evaluate(arms: Sequence[ArmTurns], batch_size: int | None) -> list[ArmResult
                     for turns in arm.rounds
                     for turn, of_base in zip(turns, base.rounds[0], strict=True)
                 ),
-                all_to_alls=_worst(arm),
+                collectives=_worst(arm),
             )
         )
     return results
@@ -174,11 +178,11 @@ def _round_ms(turns: Sequence[Turn]) -> float:
 
 
 def _worst(arm: ArmTurns) -> dict[str, tuple[float, float]]:
-    """Of each all-to-all, the median over rounds on the rank that waits longest for it."""
+    """Of each collective, the median over rounds on the rank that waits longest for it."""
     by_rank = list(zip(*arm.rounds, strict=True))
     worst: dict[str, tuple[float, float]] = {}
-    for name in arm.rounds[0][0].all_to_alls:
-        pairs = [[turn.all_to_alls[name] for turn in turns if name in turn.all_to_alls] for turns in by_rank]
+    for name in arm.rounds[0][0].collectives:
+        pairs = [[turn.collectives[name] for turn in turns if name in turn.collectives] for turns in by_rank]
         medians = [(median(busy for busy, _ in of), median(waited for _, waited in of)) for of in pairs if of]
         worst[name] = max(medians, key=lambda pair: pair[1])
     return worst
@@ -212,15 +216,22 @@ def table(results: Sequence[ArmResult]) -> str:
     return aligned(rows)
 
 
-def all_to_all_table(results: Sequence[ArmResult]) -> str | None:
-    """Return what became of each all-to-all: hidden, or how long it was waited for; None if none was recorded."""
-    names = list(dict.fromkeys(name for result in results for name in result.all_to_alls))
+def collectives_table(results: Sequence[ArmResult]) -> str | None:
+    """Return what became of each collective: hidden, or how long it was waited for; None if none was recorded."""
+    seen = dict.fromkeys(name for result in results for name in result.collectives)
+    others = [
+        name
+        for name in seen
+        if name not in ALL_TO_ALLS
+        and any(_hidden(r.collectives.get(name)) != "hidden" for r in results if name in r.collectives)
+    ]
+    names = [name for name in ALL_TO_ALLS if name in seen] + others
     if not names:
         return None
-    rows: list[tuple[str, list[str]]] = [("all-to-all", names)]
+    rows: list[tuple[str, list[str]]] = [("waited for", names)]
     for result in results:
         if result.failure is None:
-            rows.append((result.name, [_hidden(result.all_to_alls.get(name)) for name in names]))
+            rows.append((result.name, [_hidden(result.collectives.get(name)) for name in names]))
     return aligned(rows)
 
 
@@ -264,7 +275,7 @@ def draw(path: Path, results: Sequence[ArmResult], bound: float | None) -> None:
     late = [max(0.0, r.step_ms_p90 - r.step_ms_median) for r in ran]
     axes.barh(places, medians, color="#9db8d2", xerr=[[0.0] * len(ran), late], ecolor="#555555", label="step, to P90")
     axes.barh(places, exposed, left=[m - e for m, e in zip(medians, exposed, strict=True)], color="#c8553d",
-              label="of it, waiting for all-to-alls")  # fmt: skip
+              label="of it, waiting for collectives")  # fmt: skip
     if bound is not None:
         axes.axvline(bound, color="black", linestyle=":", label="bound")
     axes.set_yticks(places, [f"{r.name}{'' if r.same_as_base else ' *'}" for r in ran])

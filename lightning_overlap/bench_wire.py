@@ -1,140 +1,90 @@
-"""The all-to-alls of a process: a latency put on top of them, and a record of when they were on their way.
-
-One place in PyTorch starts them all (`torch.distributed.all_to_all_single`), so ours and TorchRec's are seen alike.
-"""
+"""The all-to-alls of a process: a latency put on top of them, and what was waited for which of them, step by step."""
 
 from __future__ import annotations
 
 import contextlib
+import functools
 import inspect
-import itertools
+import threading
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from statistics import median
 from typing import Any
 from unittest import mock
 
 import torch.distributed as dist
 
-from .timeline import Account, Kind, Span, account
-
-_NAMES = {
-    "SplitsAllToAllAwaitable": "sizes",
-    "_Sizes": "sizes",
-    "KJTAllToAllTensorsAwaitable": "ids",
-    "All2All_Pooled_Req": "rows",
-    "All2All_Seq_Req": "rows",
-    "Variable_Batch_All2All_Pooled_Req": "rows",
-}
-"""Where TorchRec issues an all-to-all (a class on the call stack) -> what travels."""
-
-NAMES = ("sizes", "ids", "rows", "gradients", "other")
-"""What travels in an all-to-all."""
-
-_DEPTH = 12
-"""Frames between the class that wants an all-to-all and the call."""
+from .timeline import Interval, Kind, Span
 
 
-class Wire:
-    """Slows down and records the all-to-alls of this process.
+@contextlib.contextmanager
+def late_all_to_alls(latency_ms: float) -> Iterator[None]:
+    """Have every all-to-all of this process end no earlier than this after its issue; the host waits (for a CPU)."""
+    real = dist.all_to_all_single
 
-    Args:
-        all_to_all_ms: Each ends no earlier than this after its issue.
-    """
+    signature = inspect.signature(real)
 
-    def __init__(self, all_to_all_ms: float = 0.0) -> None:
-        self.latency_s = all_to_all_ms / 1e3
-        self.spans: list[Span] = []
-        self._recording = False
-        self._real = dist.all_to_all_single
+    @functools.wraps(real)
+    def all_to_all_single(*args: Any, **kwargs: Any) -> Any:
+        given = signature.bind(*args, **kwargs)
+        asynchronous = given.arguments.get("async_op", False)
+        given.arguments["async_op"] = True
+        late = _Late(real(*given.args, **given.kwargs), latency_ms / 1e3)
+        return late if asynchronous else late.wait() and None
 
-    @contextlib.contextmanager
-    def installed(self) -> Iterator[None]:
-        """Stand where the all-to-alls are issued; without a latency only while they are recorded."""
-        with mock.patch.object(dist, "all_to_all_single", self._all_to_all_single):
-            yield
-
-    @contextlib.contextmanager
-    def recording(self) -> Iterator[list[Span]]:
-        """Record all that is issued from here on, as communication and as waits; milliseconds of `perf_counter`."""
-        spans: list[Span] = []
-        self.spans, self._recording = spans, True
-        try:
-            with self.installed():
-                yield spans
-        finally:
-            self._recording = False
-
-    def _all_to_all_single(self, *args: Any, async_op: bool = False, **kwargs: Any) -> Any:
-        kwargs["async_op"] = True
-        real = self._real(*args, **kwargs)
-        work = _Work(real, self.latency_s, self.spans if self._recording else None)
-        return work if async_op else work.wait() and None
+    with mock.patch.object(dist, "all_to_all_single", all_to_all_single):
+        yield
 
 
-class _Work(dist.Work):
-    """A collective under way; tells when it ended, and who waited for it how long."""
+class _Late(dist.Work):
+    """A collective under way that is over no earlier than a set time after its issue."""
 
-    def __init__(self, work: dist.Work, latency_s: float, spans: list[Span] | None) -> None:
+    def __init__(self, work: dist.Work, latency_s: float) -> None:
         super().__init__()
-        self._work, self._spans = work, spans
-        self._start_s = time.perf_counter()
-        self._not_before_s = self._start_s + latency_s
-        if spans is not None:
-            self._name = _what_travels()
-            work.get_future().add_done_callback(self._done)
+        self._work = work
+        self._over_s = time.perf_counter() + latency_s
 
     def wait(self, timeout: Any = None) -> bool:
-        """Wait until it is over, and no shorter than the latency."""
-        begin_s = time.perf_counter()
-        time.sleep(max(0.0, self._not_before_s - begin_s))
-        ended = bool(self._work.wait() if timeout is None else self._work.wait(timeout))
-        if self._spans is not None:
-            now_s = time.perf_counter()
-            self._spans.append(Span(begin_s * 1e3, now_s * 1e3, Kind.WAIT, "host", self._name))
-        return ended
+        time.sleep(self.left_s)
+        return bool(self._work.wait() if timeout is None else self._work.wait(timeout))
 
-    def _done(self, _: Any) -> None:
-        assert self._spans is not None
-        end_s = max(time.perf_counter(), self._not_before_s)
-        self._spans.append(Span(self._start_s * 1e3, end_s * 1e3, Kind.COMMUNICATION, "wire", self._name))
+    def get_future(self) -> Any:
+        return _LateFuture(self._work.get_future(), self)
+
+    @property
+    def left_s(self) -> float:
+        return max(0.0, self._over_s - time.perf_counter())
 
 
-def account_by_step(spans: Iterable[Span], ends_ms: list[float]) -> list[Account]:
-    """Account for each step between the ends of steps."""
-    spans = list(spans)
-    return [account(spans, window) for window in itertools.pairwise(ends_ms)]
+class _LateFuture:
+    """Tells of a late collective's end when it is over."""
+
+    def __init__(self, future: Any, late: _Late) -> None:
+        self._future, self._late = future, late
+
+    def add_done_callback(self, callback: Callable[[Any], None]) -> None:
+        def tell(future: Any) -> None:
+            timer = threading.Timer(self._late.left_s, callback, (future,))
+            timer.daemon = True
+            timer.start()
+
+        self._future.add_done_callback(tell)
 
 
-def by_name(spans: Iterable[Span], ends_ms: list[float]) -> dict[str, tuple[float, float]]:
-    """Return what travelled -> milliseconds that it was on its way, and that the host waited for it.
+def by_name(spans: Iterable[Span], steps: Sequence[Interval], lane: str) -> dict[str, tuple[float, float]]:
+    """Return which collective -> milliseconds per step that it was under way, and that a lane waited for it.
 
     Args:
         spans: What was recorded.
-        ends_ms: Ends of steps. The numbers are medians over the steps; an all-to-all counts where it was issued, a
+        steps: Begin and end of each. The numbers are medians over them; a collective counts in the step of its issue, a
             wait where it began.
+        lane: The one that the dense part runs on.
     """
-    spans = list(spans)
-    steps = list(itertools.pairwise(ends_ms))
+    seen = [span for span in spans if span.kind is Kind.COMMUNICATION or (span.kind is Kind.WAIT and span.lane == lane)]
 
     def typical(name: str, kind: Kind) -> float:
-        times = [(span.start_ms, span.duration_ms) for span in spans if span.name == name and span.kind is kind]
+        times = [(span.start_ms, span.duration_ms) for span in seen if span.name == name and span.kind is kind]
         return median(sum(ms for start, ms in times if begin <= start < end) for begin, end in steps)
 
-    present = {span.name for span in spans}
-    return {name: (typical(name, Kind.COMMUNICATION), typical(name, Kind.WAIT)) for name in NAMES if name in present}
-
-
-def _what_travels() -> str:
-    """Say which all-to-all is being issued, by who is on the call stack."""
-    frame = inspect.currentframe()
-    for _ in range(_DEPTH):
-        frame = frame.f_back if frame is not None else None
-        if frame is None:
-            break
-        owner, _, method = frame.f_code.co_qualname.rpartition(".")
-        if method == "backward":
-            return "gradients"
-        if owner in _NAMES:
-            return _NAMES[owner]
-    return "other"
+    names = dict.fromkeys(span.name for span in seen)
+    return {name: (typical(name, Kind.COMMUNICATION), typical(name, Kind.WAIT)) for name in names}
