@@ -59,6 +59,7 @@ class SparseNN(DLRM):
             table_learning_rate=table_learning_rate,
             table_device=table_device,
         )
+        del self.hparams["bottom_layers"], self.hparams["top_layers"]
         self.save_hyperparameters({"over_layers": [int(width) for width in over_layers]})
         num_inputs = num_dense + embedding_dim * len(self.features)
         self.top = nn.Sequential(mlp(num_inputs, list(over_layers)), nn.Linear([num_inputs, *over_layers][-1], 1))
