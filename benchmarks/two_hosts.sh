@@ -17,7 +17,7 @@ fail() { echo "error: $1" >&2; exit 2; }
 RATE=${RATE:-200mbit}
 PYTHON=${PYTHON:-python}
 BURSTS_PER_S=100  # the bucket holds what the link carries in a hundredth of a second: no kernel's timer is slower
-QUEUE_MS=20       # a packet waits no longer than this for the link; then it is dropped, as in a switch
+QUEUE_MS=400     # like a host of its own, which keeps what the link cannot take yet and drops nothing
 
 arms=()
 while [ $# -gt 0 ] && [ "$1" != -- ]; do

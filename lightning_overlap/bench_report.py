@@ -255,10 +255,13 @@ def _or_dash(value: float | None, form: str) -> str:
 
 
 def write(folder: Path, results: Sequence[ArmResult], bound: float | None, about: Mapping[str, Any]) -> None:
-    """Write `bench.json` and, if matplotlib is there, `bench.png` into the run folder."""
+    """Write `bench.json` and `bench.png` into the run folder; the picture needs matplotlib."""
     content = {**about, "bound_ms": bound, "arms": [asdict(result) for result in results]}
     (folder / "bench.json").write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
-    draw(folder / "bench.png", results, bound)
+    try:
+        draw(folder / "bench.png", results, bound)
+    except ImportError as err:
+        print(f"no bench.png: {err}. pip install matplotlib")
 
 
 def draw(path: Path, results: Sequence[ArmResult], bound: float | None) -> None:
