@@ -13,6 +13,7 @@ from .stages import StreamName as StreamName
 try:
     from .callbacks import OverlapMonitor as OverlapMonitor
     from .strategy import OverlapEmbeddingStrategy as OverlapEmbeddingStrategy
+    from .timeline_callback import OverlapTimeline as OverlapTimeline
 except ImportError as err:
     err.add_note(versions.what_is_supported())
     raise

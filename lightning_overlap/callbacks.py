@@ -107,7 +107,7 @@ class OverlapMonitor(Callback):
             self._recorder.step()
             if self._recorder.num_steps == NUM_WATCHED:
                 self._stop(trainer)
-        elif self._num_steps >= self._next and self._audit is None:
+        elif self._num_steps >= self._next and not self._audit_is_due:
             self._start()
         self._harvest(trainer, pl_module)
         self.own_ms += (time.perf_counter() - start) * 1e3
@@ -160,8 +160,13 @@ class OverlapMonitor(Callback):
         if self._strategy is None:
             return
         self._end_audit()
-        if self._audit_wanted and self.syncs is None and self.accounts and self._recorder is None:
+        # Before the first measurement: on a CPU, what that gives the progress bar would look like one more sync.
+        if self._audit_is_due and self._num_steps >= WARM_UP:
             self._begin_audit()
+
+    @property
+    def _audit_is_due(self) -> bool:
+        return self._audit_wanted and self.syncs is None
 
     def _begin_audit(self) -> None:
         assert self._strategy is not None
@@ -198,7 +203,7 @@ class OverlapMonitor(Callback):
         """Give up a measurement that is under way."""
         if self._audit is not None:
             self._end_audit()
-            self.syncs = None
+            self.syncs = None  # to be done again
         if self._recorder is not None:
             self._recorder.stop()
             self._recorder = None
@@ -222,8 +227,8 @@ class OverlapMonitor(Callback):
             return
         if len(measured) < len(ranks):
             print(
-                f"Overlap: not measured, training had {self._num_steps} steps; the first measurement ends with step "
-                f"{WARM_UP + NUM_WATCHED} of an epoch."
+                f"Overlap: not measured. That takes {WARM_UP} steps to warm up, 2 to find host syncs and {NUM_WATCHED} "
+                f"more without a validation in between; training had {self._num_steps} in all."
             )
             return
         title = f"{strategy.schedule.name}, stream {strategy.stream}"

@@ -2,10 +2,9 @@
 
 Lightning's default would pickle rank 0's shards alone, without a word about the others. A folder loads on any number
 of ranks and under any sharding plan (`table_state`). It takes its name only when it is whole: until then it is called
-`NAME.unfinished`, and what had the name before stays. Nothing is copied for it but what torch.distributed.checkpoint
-buffers: it writes tensor after tensor, each a file, and copies what is on a device or shares a kernel's memory with
-other tables while it still holds the copy before: two at a time. An asynchronous save holds a copy of this
-rank's shards on the host.
+`NAME.unfinished`, and what had the name before stays. It is written shard after shard, each a file; one that is on a
+device or shares a kernel's memory with other tables is copied for it, one at a time. An asynchronous save holds a copy
+of this rank's shards on the host.
 """
 
 from __future__ import annotations
@@ -24,8 +23,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+from torch.distributed.checkpoint.planner import WriteItem
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 
@@ -211,14 +212,38 @@ def _write(state: dict[str, Any], rest: memoryview, path: Path, group: dist.Proc
     on_rank_zero(begin, path, group)
     try:
         # With one file a rank, the writer of torch 2.13 keeps host copies of all tensors until the file is whole.
-        writer = FileSystemWriter(unfinished, single_file_per_rank=False)
-        save(state, storage_writer=writer, process_group=group, no_dist=group is None)
+        writer = FileSystemWriter(unfinished, single_file_per_rank=False, per_thread_copy_ahead=0)
+        save(state, storage_writer=writer, planner=_OneCopy(), process_group=group, no_dist=group is None)
     except CheckpointException as err:  # every rank hears of it
         failures = "; ".join(
             f"rank {rank}: {type(error).__name__}: {error}" for rank, (error, _) in err.failures.items()
         )
         raise OSError(f"could not write the checkpoint {path}: {failures}") from err
     on_rank_zero(finish, path, group)
+
+
+class _OneCopy(DefaultSavePlanner):
+    """Hands out what is to be written, a copy of it where the writer would make one.
+
+    The writer (of torch 2.13, one thread and nothing copied ahead) has written a tensor when it asks for the next one,
+    but holds on to it until it has that one. So the memory of the copy before is given back here.
+    """
+
+    _copy: Tensor | None = None
+
+    def resolve_data(self, write_item: WriteItem) -> Tensor | io.BytesIO:
+        """Return the tensor of an item, on the host in a memory of its own size, or its bytes."""
+        if self._copy is not None:
+            self._copy.untyped_storage().resize_(0)
+            self._copy = None
+        data = super().resolve_data(write_item)
+        if isinstance(data, Tensor) and not _is_alone_on_host(data):
+            data = self._copy = torch.empty(data.shape, dtype=data.dtype).copy_(data.detach())
+        return data
+
+
+def _is_alone_on_host(tensor: Tensor) -> bool:
+    return tensor.device.type == "cpu" and tensor.untyped_storage().nbytes() == tensor.numel() * tensor.element_size()
 
 
 def on_rank_zero(action: Callable[[], None], path: Path, group: dist.ProcessGroup | None) -> None:

@@ -20,6 +20,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from .groups import AGREEMENT
 from .stages import Stage, StreamName
 from .streams import CudaStreams, Streams
 from .timeline import Interval, Kind, Span
@@ -40,6 +41,8 @@ KINDS = {
 
 COLLECTIVES = ("all_to_all_single", "all_reduce", "reduce_scatter", "reduce_scatter_tensor", "all_gather_into_tensor")
 """Functions of `torch.distributed` that are timed."""
+
+_SIGNATURES = {name: inspect.signature(getattr(dist, name)) for name in COLLECTIVES}
 
 
 class Clock(Protocol):
@@ -274,9 +277,11 @@ class SpanRecorder:
         on_host = on_host or self._device is None
         marks = self._host if on_host else self._device
         assert marks is not None
-        lane = f"collectives {group}".rstrip()
-        flight = _Record(Kind.COMMUNICATION, lane, name, stage, batch, marks.mark(), on_host=on_host)
-        self._records.append(flight)
+        flight = _Record(Kind.COMMUNICATION, f"{group} group", name, stage, batch, marks.mark(), on_host=on_host)
+        if group == AGREEMENT:
+            flight.name = group  # no data: under way until the other ranks have asked too, which makes nobody wait
+        else:
+            self._records.append(flight)
         return Collective(flight, marks, self._records, HOST_LANE if on_host else self._lane_now)
 
     def _lane_now(self) -> str:
@@ -369,31 +374,28 @@ def record_collectives(make_timer: Callable[[str, str, bool], Collective]) -> It
     with ExitStack() as stack:
         for name in COLLECTIVES:
             real = getattr(dist, name)
-            timed = partial(_timed, name, real, inspect.signature(real), make_timer)
-            stack.enter_context(mock.patch.object(dist, name, timed))
+            stack.enter_context(mock.patch.object(dist, name, partial(_timed, name, real, make_timer)))
         yield
 
 
 def _timed(
     name: str,
     real: Callable[..., Any],
-    signature: inspect.Signature,
     make_timer: Callable[[str, str, bool], Collective],
     *args: Any,
     **kwargs: Any,
 ) -> Any:
-    given = signature.bind(*args, **kwargs)
-    call = given.arguments
+    call = _SIGNATURES[name].bind(*args, **kwargs).arguments
     sent = call.get("input", call.get("tensor"))
     if name == "all_to_all_single":
         assert isinstance(sent, Tensor)
         name = all_to_all_name(sent, call.get("input_split_sizes"), call.get("output_split_sizes"))
     group = call.get("group")
     on_host = isinstance(sent, Tensor) and sent.device.type == "cpu"
-    timer = make_timer(name, "" if group is None else str(group.group_name), on_host)
+    timer = make_timer(name, "default" if group is None else str(group.group_desc), on_host)
     asynchronous = call.get("async_op", False)
     call["async_op"] = True
-    work = real(*given.args, **given.kwargs)
+    work = real(**call)
     if work is None:  # this rank is not in the group
         return None
     if timer.on_host:

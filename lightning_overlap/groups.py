@@ -28,6 +28,9 @@ class Groups:
     """Saving, which may go on in a thread beside training, so no other collective may get in between; on the host."""
 
 
+AGREEMENT = "agreement"
+"""Name of the group in which nothing travels but what the ranks have to know of each other."""
+
 _FAILURES = "lightning_overlap/failures"
 _Key = tuple[dist.ProcessGroup, str, timedelta, int]
 _made: dict[_Key, Groups] = {}
@@ -52,13 +55,16 @@ def join(timeout: timedelta) -> Groups:
     key = (world, backend, timeout, store.add(_FAILURES, 0))
     if key not in _made:
         _made.clear()
-        host = [dist.new_group(backend="gloo", timeout=timeout) for _ in range(2)]
-        _made[key] = Groups(
-            dist.new_group(backend=backend, timeout=timeout),
-            dist.new_group(backend=backend, timeout=timeout),
-            GroupAgreement(host[0]),
-            host[1],
+        agreement, checkpoints, tables, lookahead = (
+            dist.new_group(backend=kind, timeout=timeout, group_desc=name)
+            for kind, name in (
+                ("gloo", AGREEMENT),
+                ("gloo", "checkpoints"),
+                (backend, "tables"),
+                (backend, "lookahead"),
+            )
         )
+        _made[key] = Groups(tables, lookahead, GroupAgreement(agreement), checkpoints)
     return _made[key]
 
 

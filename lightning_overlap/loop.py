@@ -224,6 +224,8 @@ class LookaheadFetcher(_DataLoaderIterDataFetcher):
 
     def _note_state(self, index: int) -> None:
         """Remember the state of stateful loaders after batch `index`."""
+        if not self._state_fetched:
+            return  # no loader has a state: Lightning takes long to look for it
         before, self._state_fetched = self._state_fetched, self._loader_states()
         if self._state_fetched:
             if index == 0:

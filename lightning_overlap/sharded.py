@@ -1,25 +1,23 @@
 """One sharded module: the parts of what TorchRec does for it, so that each can run at a time of its own.
 
-TorchRec names that start with an underscore occur in this file only (`PRIVATE_NAMES`; a test names each).
+TorchRec's names that start with an underscore occur here and in `input_dist.py` only (`PRIVATE_NAMES`; a test names
+each).
 """
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from functools import partial
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, TypeVar
+from weakref import WeakKeyDictionary
 
 import torch
-import torch.distributed as dist
 from fbgemm_gpu.split_table_batched_embeddings_ops_training import SplitTableBatchedEmbeddingBagsCodegen
 from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
-from torchrec.distributed.collective_utils import validate_collectives_enabled
-from torchrec.distributed.dist_data import KJTAllToAll
 from torchrec.distributed.embedding import ShardedEmbeddingCollection
-from torchrec.distributed.embedding_sharding import FusedKJTListSplitsAwaitable, KJTSplitsAllToAllMeta
 from torchrec.distributed.embedding_types import EmbeddingComputeKernel, KJTList
 from torchrec.distributed.embeddingbag import ShardedEmbeddingBagCollection
 from torchrec.distributed.types import Awaitable, LazyAwaitable, ShardedModule
@@ -29,6 +27,8 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 from .stages import WeightOwner
 from .versions import check_names
 
+R = TypeVar("R")
+
 PRIVATE_NAMES: Mapping[str, tuple[str, ...]] = {
     "ShardedEmbeddingBagCollection": ("_input_dists", "_lookups", "_output_dists", "_sharding_types"),
     "ShardedEmbeddingCollection": ("_input_dists", "_lookups", "_output_dists", "_sharding_type_to_sharding"),
@@ -36,8 +36,11 @@ PRIVATE_NAMES: Mapping[str, tuple[str, ...]] = {
     "FusedKJTListSplitsAwaitable": ("_splits_awaitable",),
     "KJTAllToAll": ("_splits", "_stagger"),
     "SparseFeaturesDist": ("_dist",),
+    "KeyedJaggedTensor": ("_length_per_key",),
+    "KJTSplitsAllToAllMeta": ("_input",),
+    "torchrec.distributed.dist_data": ("_get_recat",),
 }
-"""Private attributes of TorchRec that this file reads, by the object that has them."""
+"""Private attributes of TorchRec that this package reads, by the object that has them."""
 
 PIPELINED_TYPES = (ShardedEmbeddingBagCollection, ShardedEmbeddingCollection)
 """Sharded modules whose lookup can start early; every other one runs its own forward."""
@@ -85,6 +88,21 @@ def check_torchrec(module: nn.Module) -> None:
     check_names("torchrec", PRIVATE_NAMES, owners)
 
 
+def _read_once(read: Callable[[Any], list[R]]) -> Callable[[Any], list[R]]:
+    """Remember what was read off a module: its shards do not change, and every step asks."""
+    known: WeakKeyDictionary[nn.Module, list[R]] = WeakKeyDictionary()
+
+    @functools.wraps(read)
+    def read_or_remember(module: Any) -> list[R]:
+        found = known.get(module)
+        if found is None:
+            found = known[module] = read(module)
+        return found
+
+    return read_or_remember
+
+
+@_read_once
 def owners_of(module: ShardedModule[Any, Any, Any, Any]) -> list[WeightOwner]:
     """Return who writes the tables of each of a module's shardings, in the order of its lookups.
 
@@ -171,6 +189,7 @@ def _look_up(module: Any, state: ModuleInFlight, owners: frozenset[WeightOwner])
         state.dist_input = None
 
 
+@_read_once
 def tbes(module: Any) -> list[SplitTableBatchedEmbeddingBagsCodegen]:
     """The table-batched kernels of a module's own shards."""
     if not isinstance(module, PIPELINED_TYPES):
@@ -321,89 +340,6 @@ _NOTHING = _Nothing()
 
 def _already_started(output: Awaitable[torch.Tensor], context: Any) -> Awaitable[torch.Tensor]:
     return output
-
-
-def exchange_splits(requests: list[Any], contexts: list[Any], group: dist.ProcessGroup) -> FusedKJTListSplitsAwaitable:
-    """Start one all-to-all of sizes for all modules; its `wait` starts theirs of lengths, ids and weights.
-
-    TorchRec's own exchange reads the sizes it sends back from the device, once per tensor and then all again, for an
-    overflow check. Here the host reads what it received, once. Without a group its constructor starts nothing.
-    """
-    if validate_collectives_enabled():  # a debugging aid: its tags travel with the sizes
-        return FusedKJTListSplitsAwaitable(requests, contexts, group)
-    fused = FusedKJTListSplitsAwaitable(requests, contexts, None)
-    metas = [meta for request in requests for meta in request.awaitables]
-    sizes = [size for meta in metas if isinstance(meta, KJTSplitsAllToAllMeta) for size in meta.splits_tensors]
-    fused._splits_awaitable = _Sizes(sizes, group) if sizes else None
-    return fused
-
-
-class _Sizes:
-    """Sizes on their way to the other ranks.
-
-    Args:
-        sizes: Each `(world size,)`: what this rank sends to every other.
-        group: The process group.
-    """
-
-    def __init__(self, sizes: list[torch.Tensor], group: dist.ProcessGroup) -> None:
-        self._world_size = group.size()
-        sent = torch.stack(sizes, dim=1).flatten()
-        self._received = torch.empty_like(sent)
-        self._work = dist.all_to_all_single(self._received, sent, group=group, async_op=True)
-
-    def wait(self) -> list[list[int]]:
-        """Return what every rank sends to this one, by tensor: the one read of the step."""
-        assert self._work is not None
-        self._work.wait()
-        received: list[list[int]] = self._received.view(self._world_size, -1).T.tolist()
-        return received
-
-
-@contextmanager
-def splits_only(module: Any, group: dist.ProcessGroup | None) -> Iterator[None]:
-    """Make a module's input dist describe its all-to-all of sizes instead of starting it, so it can be fused."""
-    if group is None:
-        yield
-        return
-    all_to_alls = [
-        input_dist._dist
-        for input_dist in module._input_dists
-        if isinstance(getattr(input_dist, "_dist", None), KJTAllToAll)
-    ]
-    for all_to_all in all_to_alls:
-        all_to_all.forward = partial(_describe_splits, all_to_all, group)
-    try:
-        yield
-    finally:
-        for all_to_all in all_to_alls:
-            del all_to_all.forward
-
-
-def _describe_splits(
-    all_to_all: KJTAllToAll, group: dist.ProcessGroup, kjt: KeyedJaggedTensor
-) -> KJTSplitsAllToAllMeta:
-    """Return what an all-to-all of sizes would exchange. Source: `KJTAllToAllForward`, TorchRec 1.8."""
-    splits, device = all_to_all._splits, kjt.device()
-    first = sum(splits[: group.rank()])
-    with torch.no_grad():
-        input_splits = kjt.dist_splits(splits)
-        per_rank = list(input_splits)
-        if not kjt.variable_stride_per_key():
-            per_rank.append([kjt.stride()] * group.size())
-        sizes = torch.tensor(per_rank, dtype=torch.int64, pin_memory=device.type == "cuda")
-        return KJTSplitsAllToAllMeta(
-            pg=group,
-            _input=kjt,
-            splits=splits,
-            splits_tensors=list(sizes.to(device, non_blocking=True).unbind()),
-            input_splits=input_splits,
-            input_tensors=kjt.dist_tensors(),
-            labels=kjt.dist_labels(),
-            keys=kjt.keys()[first : first + splits[group.rank()]],
-            device=device,
-            stagger=all_to_all._stagger,
-        )
 
 
 def why_never_early(module: Any) -> str | None:

@@ -19,16 +19,15 @@ from .agreement import Store
 from .clocks import Clock, timed
 from .executor import Observer
 from .inflight import InFlightBatch
+from .input_dist import InputSizes, splits_only
 from .sharded import (
     ModuleInFlight,
     SetRates,
     check_torchrec,
-    exchange_splits,
     look_up,
     lookup_counts,
     lookups_since,
     parts_to_look_up,
-    splits_only,
     tbes,
     why_never_early,
 )
@@ -183,7 +182,7 @@ class SparsePipeline:
 
     def call(self, stand_in: _StandIn, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Answer a call of a sharded module: the early rows if they are of this very input, else its forward."""
-        inflight = self._current
+        inflight, module = self._current, stand_in.module
         if inflight is not None:
             stand_in.calls.append((args, kwargs))
             state = inflight.modules.get(stand_in.name)
@@ -198,14 +197,14 @@ class SparsePipeline:
         self._streams.wait(StreamName.COMPUTE, self._streams.record(self._lookup_stream))
         if self._set_rates is not None:
             self._set_rates()
-        counts = lookup_counts(stand_in.module)
+        # Without a batch in flight: an evaluation by hand, or a module that does its own fetching (`dataloader_iter`).
+        counts = None if self._trains and (inflight is not None or torch.is_grad_enabled()) else lookup_counts(module)
         clock, index = (None, 0) if inflight is None else (self.clock, inflight.index)
         with timed(clock, Stage.EMBEDDING_LOOKUP, index, StreamName.COMPUTE):
             rows = stand_in.own_forward(*args, **kwargs)
-        # Without a batch in flight: an evaluation by hand, or a module that does its own fetching (`dataloader_iter`).
-        if not self._trains or (inflight is None and not torch.is_grad_enabled()):
+        if counts is not None:
             self._streams.wait(self._lookup_stream, self._streams.record(StreamName.COMPUTE))
-            self._uncount(stand_in.module, lookups_since(stand_in.module, counts))
+            self._uncount(module, lookups_since(module, counts))
         return rows
 
     def _uncount(self, module: Any, num_lookups: list[int]) -> None:
@@ -344,7 +343,7 @@ class SparsePipeline:
         states = list(inflight.modules.values())
         if self._group is not None and states:
             requests = [state.splits for state in states]
-            fused = exchange_splits(requests, [state.context for state in states], self._group)
+            fused = InputSizes(requests, [state.context for state in states], self._group)
             for state in states:
                 state.splits = fused
 

@@ -30,6 +30,8 @@ class Stage(Enum):
     OPTIMIZER_STEP = "optimizer_step"
     """The step of the dense optimizer (with accumulation: the end of a batch that has no step)."""
 
+    __hash__ = object.__hash__  # Enum's own is a Python function, and every step asks for many
+
     def __str__(self) -> str:
         return self.value
 
@@ -48,6 +50,8 @@ class StreamName(Enum):
 
     LOOKUP = "lookup"
     """The embedding lookup; which physical stream this is, the stream policy says."""
+
+    __hash__ = object.__hash__
 
     def __str__(self) -> str:
         return self.value
@@ -68,6 +72,13 @@ SPARSE_STAGES = (Stage.INPUT_SPLITS_DIST, Stage.INPUT_DATA_DIST, Stage.EMBEDDING
 
 TRAINING_STAGES = (Stage.DENSE_FORWARD, Stage.BACKWARD, Stage.OPTIMIZER_STEP)
 """Stages that the trainer runs, on the batch being trained; a schedule only says what runs around them."""
+
+BEFORE: dict[Stage, Stage] = {
+    Stage.INPUT_SPLITS_DIST: Stage.COPY_BATCH_TO_DEVICE,
+    Stage.INPUT_DATA_DIST: Stage.INPUT_SPLITS_DIST,
+    Stage.EMBEDDING_LOOKUP: Stage.INPUT_DATA_DIST,
+}
+"""The stage whose result a sparse stage takes."""
 
 STAGE_ORDER: dict[Stage, int] = {stage: position for position, stage in enumerate(Stage)}
 """Position of each stage in the life of one batch."""

@@ -5,16 +5,14 @@ from __future__ import annotations
 import contextlib
 import sys
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from lightning.pytorch import LightningDataModule, LightningModule, Trainer
 from lightning.pytorch.callbacks import GradientAccumulationScheduler
-from lightning.pytorch.plugins.io import TorchCheckpointIO
 from lightning.pytorch.strategies import StrategyRegistry
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning_utilities.core.apply_func import apply_to_collection
@@ -27,25 +25,12 @@ from typing_extensions import override
 
 from . import evaluation, groups, loop, signals
 from .agreement import FirstCause, GroupAgreement, default_store
-from .checkpoint import (
-    FULL,
-    SHARDED,
-    FolderSaver,
-    check_folder_path,
-    check_format,
-    find,
-    gather_loader_states,
-    is_folder,
-    load_folder,
-    take_loader_state,
-)
-from .checkpoint_dense import by_name, load_by_name, put_table_states, say_what_moved
-from .checkpoint_full import gather_checkpoint, load_file, load_fused, table_states, write_file
 from .clocks import Clock
 from .executor import Executor, Observer
 from .modes import resolve_schedule, resolve_stream
 from .optim import rate_setter
 from .refusals import refuse_callbacks, refuse_precision
+from .saving import SavesShards
 from .schedule import Schedule
 from .sharded import sharded_modules
 from .sharding import (
@@ -67,7 +52,7 @@ SAVE_TIMEOUT_S = 20
 """How long a rank that failed waits for the others to fail too, before it saves with them."""
 
 
-class OverlapEmbeddingStrategy(evaluation.EvaluatesAhead):
+class OverlapEmbeddingStrategy(evaluation.EvaluatesAhead, SavesShards):
     """Trains an unmodified LightningModule with TorchRec tables, the lookup of coming batches overlapped.
 
     The tables are sharded over all ranks; the rest of the module is wrapped in DistributedDataParallel. A module
@@ -112,20 +97,16 @@ class OverlapEmbeddingStrategy(evaluation.EvaluatesAhead):
         self.stream = stream
         self._lookup_stream = resolve_stream(stream)
         check_fused_optimizer(fused_optimizer)
-        check_format(checkpoint_format, async_checkpoint)
         _check_start_method(kwargs.get("start_method", "popen"))
-        super().__init__(**kwargs)
+        super().__init__(checkpoint_format=checkpoint_format, async_checkpoint=async_checkpoint, **kwargs)
         self.sharding = sharding
         self.fused_optimizer = fused_optimizer
-        self.checkpoint_format = checkpoint_format
-        self.async_checkpoint = async_checkpoint
         self._observer = observer
         self._streams: Streams | None = None
         self._sparse: SparsePipeline | None = None
         self._said: set[tuple[str, str | None]] = set()
         self._executor: Executor | None = None
         self._groups: groups.Groups | None = None
-        self._folder_saver = FolderSaver(None)
         self._first_cause: FirstCause | None = None
         self._all_failed = False
         self._group_timeout = kwargs.get("timeout", default_pg_timeout)
@@ -225,15 +206,11 @@ class OverlapEmbeddingStrategy(evaluation.EvaluatesAhead):
         joined = groups.join(self._group_timeout)
         if joined is not self._groups:
             self._groups = joined
-            self._folder_saver = FolderSaver(self._groups.checkpoints)
+            self.save_through(self._groups.checkpoints)
 
     @property
     def _agreement(self) -> GroupAgreement | None:
         return None if self._groups is None else self._groups.agreement
-
-    @property
-    def _checkpoint_group(self) -> dist.ProcessGroup | None:
-        return None if self._groups is None else self._groups.checkpoints
 
     def _make_pipeline(self, schedule: Schedule, step: str) -> SparsePipeline:
         assert self.lightning_module is not None
@@ -371,111 +348,29 @@ class OverlapEmbeddingStrategy(evaluation.EvaluatesAhead):
         if self._executor is not None:
             self._executor.reach(stage)
 
-    # -- checkpoints --------------------------------------------------------------------------------------------
-
-    @property
-    @override
-    def restore_checkpoint_after_setup(self) -> bool:
-        # Only sharded tables can take their shards; whole tables are cut up by TorchRec as they are loaded.
-        return self.model is not None and has_tables(self.model)
+    # -- checkpoints, and what ranks tell each other ------------------------------------------------------------
 
     @override
-    def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
-        state = super().optimizer_state(optimizer)
-        module = self.lightning_module
-        return state if module is None or not sharded_modules(module) else by_name(optimizer, state, module)
-
-    @override
-    def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
-        module = self.lightning_module
-        if module is None or not sharded_modules(module):
-            super().save_checkpoint(checkpoint, filepath, storage_options)
-            return
-        self._folder_saver.wait()  # it uses the group that all of the following does
+    @contextlib.contextmanager
+    def saving(self) -> Iterator[None]:
         with contextlib.ExitStack() as stack:
             if self._executor is not None:
                 stack.enter_context(self._executor.without_lookups_ahead())
                 self._executor.wait_for_lookups()
-            self._save(module, checkpoint, self.broadcast(filepath), storage_options)
-
-    def _save(self, module: LightningModule, checkpoint: dict[str, Any], filepath: Any, storage_options: Any) -> None:
-        gather_loader_states(checkpoint, self._checkpoint_group)
-        if self._saved_format == FULL:
-            content = gather_checkpoint(checkpoint, module, self._checkpoint_group)
-            if _is_plain_file(filepath, storage_options, self.checkpoint_io):
-                write_file(content, Path(filepath), self._checkpoint_group)
-            else:
-                super().save_checkpoint(content or {}, filepath, storage_options)
-            return
-        check_folder_path(filepath, storage_options)
-        asynchronous = self.async_checkpoint and self._trainer is not None  # after fit, nobody would wait for it
-        self._folder_saver.save(checkpoint, Path(filepath), module, asynchronous=asynchronous)
+            yield
 
     @property
-    def _saved_format(self) -> str:
-        if self.checkpoint_format is not None:
-            return self.checkpoint_format
-        return SHARDED if self.world_size > 1 or self.async_checkpoint else FULL
-
     @override
-    def remove_checkpoint(self, filepath: Any) -> None:
-        # Not before the one that takes its place is whole.
-        self._folder_saver.when_whole(partial(super().remove_checkpoint, filepath))
-
-    @override
-    def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
-        self._folder_saver.wait()
-        checkpoint_path = self.broadcast(checkpoint_path)
-        if not (_is_plain_file(checkpoint_path, None, self.checkpoint_io) or is_folder(Path(checkpoint_path))):
-            # Lightning 2.5 has no such argument.
-            checkpoint = super().load_checkpoint(checkpoint_path, *([] if weights_only is None else [weights_only]))
-            return take_loader_state(checkpoint, self._checkpoint_group)
-        path = find(Path(checkpoint_path))
-        if not is_folder(path):
-            return take_loader_state(load_file(path, weights_only=weights_only), self._checkpoint_group)
-        module = self.lightning_module
-        assert module is not None
-        checkpoint = load_folder(
-            path,
-            module,
-            self._checkpoint_group,
-            weights_only=weights_only,
-            strict=module.strict_loading,
-            with_optimizers=self._is_fitting(),
-        )
-        return take_loader_state(checkpoint, self._checkpoint_group)
-
-    @override
-    def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
-        try:
-            super().load_model_state_dict(checkpoint, strict)
-        except RuntimeError as err:
-            err.add_note("The checkpoint is of a module with other tables or another dense part than this one.")
-            raise
-        assert self.lightning_module is not None
-        if self._is_fitting() and sharded_modules(self.lightning_module):
-            load_fused(checkpoint, self.lightning_module, self._checkpoint_group)
-
-    @override
-    def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
-        module = self.lightning_module
-        assert module is not None
-        states = checkpoint["optimizer_states"]
-        put_table_states(table_states(checkpoint, module), states)
-        moved = [load_by_name(*pair, module) for pair in zip(self.optimizers, states, strict=False)]
-        if self.is_global_zero:
-            say_what_moved({table for tables in moved for table in tables})
-
-    def _is_fitting(self) -> bool:
-        return self.lightning_module is not None and self.lightning_module.trainer.state.fn == TrainerFn.FITTING
+    def checkpoint_group(self) -> dist.ProcessGroup | None:
+        return None if self._groups is None else self._groups.checkpoints
 
     @override
     def broadcast(self, obj: Any, src: int = 0) -> Any:
         self._save_together_or_not()
         # `Trainer(max_time=...)` broadcasts for every batch: with NCCL the host would wait for the device each time.
         group = None if self._groups is None else self._groups.agreement
-        if self._interrupted and self._checkpoint_group is not None:
-            group = GroupAgreement(self._checkpoint_group)  # in the other one, questions may be under way
+        if self._interrupted and self.checkpoint_group is not None:
+            group = GroupAgreement(self.checkpoint_group)  # in the other one, questions may be under way
         return super().broadcast(obj, src) if group is None else group.broadcast(obj, src)
 
     def _save_together_or_not(self) -> None:
@@ -498,6 +393,11 @@ class OverlapEmbeddingStrategy(evaluation.EvaluatesAhead):
             if trainer is not None:
                 loop.tear_down(trainer)
             raise first
+
+    @property
+    @override
+    def _is_running(self) -> bool:
+        return self._trainer is not None
 
     @property
     def _interrupted(self) -> bool:
@@ -579,11 +479,6 @@ def _check_start_method(start_method: str) -> None:
             f"start_method={start_method!r}: a process made by {start_method} cannot give its shard of the tables "
             "back to the parent. Run the script itself (start_method='popen', the default) or torchrun."
         )
-
-
-def _is_plain_file(path: Any, storage_options: Any, checkpoint_io: Any) -> bool:
-    """Whether a file is written and read here: local, and no plugin of the user's has a say."""
-    return "://" not in str(path) and storage_options is None and type(checkpoint_io) is TorchCheckpointIO
 
 
 def _moves_batches(module: LightningModule) -> bool:

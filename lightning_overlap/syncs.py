@@ -76,6 +76,7 @@ _READERS_OF_HOST_MEMORY = (
     ("/torch/optim/optimizer.py", "_get_value"),  # the count of steps, unless `capturable` or `fused`
     ("/fbgemm_gpu/split_table_batched_embeddings_ops_training.py", "forward"),  # its own count of steps, `iter_cpu`
     ("/lightning_overlap/sharded.py", "_counts"),  # the same
+    ("/lightning_overlap/sparse.py", "note_lengths"),  # of a batch that is still on the host
     ("/lightning_overlap/agreement.py", ""),  # what the ranks ask each other goes by gloo
     ("/torch/utils/data/", ""),  # batches are made on the host
 )

@@ -6,13 +6,19 @@ import heapq
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import Enum
-from itertools import pairwise
+from itertools import islice, pairwise
 from types import MappingProxyType
 
 from .stages import Stage
 
 Interval = tuple[float, float]
 """Begin and end, milliseconds."""
+
+HOST_LANE = "host"
+"""The thread that trains."""
+
+ROWS = "rows"
+"""What the all-to-all of looked-up rows is called, and a wait for it; after a colon more can follow."""
 
 
 class Kind(Enum):
@@ -28,7 +34,7 @@ class Kind(Enum):
     """A collective, from its start to its end."""
 
     COPY = "copy"
-    """A copy between host and device; on a CPU, fetching and staging the batch."""
+    """A copy between host and device or within the device; on a CPU, fetching and staging the batch."""
 
     WAIT = "wait"
     """A lane that has nothing to do before something else ends: exposed time."""
@@ -133,8 +139,8 @@ def account(
     window: Interval,
     *,
     num_steps: int = 1,
-    host_lane: str = "host",
-    merge_lanes: Sequence[str] = ("host", "compute"),
+    host_lane: str = HOST_LANE,
+    merge_lanes: Sequence[str] = (HOST_LANE, "compute"),
 ) -> Account:
     """Account for a window of a timeline.
 
@@ -148,7 +154,7 @@ def account(
     Source: the interval sweep of HolisticTraceAnalysis, which has communication alone; here each kind has its own
     cover, and inner spans take their time from outer ones.
     """
-    own = exclusive(clip(spans, window))
+    own = exclusive_in(spans, window)
     by_kind = {kind: union(_intervals(span for span in own if span.kind is kind)) for kind in Kind}
 
     def times(of: Sequence[Interval], kind: Kind) -> Times:
@@ -167,10 +173,15 @@ def account(
                 for kind in {span.kind for span in parts}
             ]
             stages[stage] = Times(sum(t.busy_ms for t in per_kind), sum(t.hidden_ms for t in per_kind))
-    merge = union(_intervals(s for s in own if s.kind is Kind.WAIT and s.name == "rows" and s.lane in merge_lanes))
+    merge = union(_intervals(s for s in own if s.kind is Kind.WAIT and is_for_rows(s.name) and s.lane in merge_lanes))
     return Account(
         (window[1] - window[0]) / num_steps, kinds, stages, length(merge) / num_steps, length(blocked) / num_steps
     )
+
+
+def is_for_rows(name: str) -> bool:
+    """Whether a span of this name carries looked-up rows, or waits for them."""
+    return name.partition(":")[0] == ROWS
 
 
 def mean(accounts: Sequence[Account]) -> Account:
@@ -216,10 +227,20 @@ def exclusive(spans: Iterable[Span]) -> list[Span]:
     return sorted(cut, key=lambda span: (span.start_ms, span.end_ms))
 
 
+def exclusive_in(spans: Iterable[Span], window: Interval) -> list[Span]:
+    """Return the parts of `exclusive` spans that lie in a window.
+
+    What began last is judged before anything is cut: in the window, an inner span and the one around it may look as if
+    they had begun together.
+    """
+    start, end = window
+    return clip(exclusive(span for span in spans if span.end_ms > start and span.start_ms < end), window)
+
+
 def _exclusive_on_lane(spans: list[Span]) -> list[Span]:
     spans = sorted(spans, key=lambda span: (span.start_ms, -span.end_ms))
     edges = sorted({edge for span in spans for edge in (span.start_ms, span.end_ms)})
-    cut: list[Span] = []
+    pieces: list[tuple[float, float, Span]] = []
     under_way: list[tuple[float, int, Span]] = []  # the last begun first; of two that began together, the shorter
     coming = 0
     for start, end in pairwise(edges):
@@ -231,11 +252,13 @@ def _exclusive_on_lane(spans: list[Span]) -> list[Span]:
         if not under_way:
             continue
         top = under_way[0][2]
-        if cut and cut[-1].end_ms == start and replace(cut[-1], start_ms=top.start_ms, end_ms=top.end_ms) == top:
-            cut[-1] = replace(cut[-1], end_ms=end)
-        else:
-            cut.append(replace(top, start_ms=start, end_ms=end))
-    return cut
+        if pieces and pieces[-1][2] is top and pieces[-1][1] == start:
+            start = pieces.pop()[0]
+        pieces.append((start, end, top))
+    return [
+        span if (start, end) == (span.start_ms, span.end_ms) else replace(span, start_ms=start, end_ms=end)
+        for start, end, span in pieces
+    ]
 
 
 def clip(spans: Iterable[Span], window: Interval) -> list[Span]:
@@ -274,6 +297,42 @@ def intersection(one: Sequence[Interval], other: Sequence[Interval]) -> list[Int
         else:
             there += 1
     return both
+
+
+def subtract(one: Sequence[Interval], other: Sequence[Interval]) -> list[Interval]:
+    """Return the time that is in one and not in the other; each must be disjoint and in order."""
+    left: list[Interval] = []
+    first = 0
+    for start, end in one:
+        while first < len(other) and other[first][1] <= start:
+            first += 1
+        for gone_from, gone_to in islice(other, first, None):
+            if gone_from >= end:
+                break
+            if gone_from > start:
+                left.append((start, gone_from))
+            start = max(start, gone_to)
+        if start < end:
+            left.append((start, end))
+    return left
+
+
+def rows_of(spans: Iterable[Span], *, nested: bool = False) -> list[list[Span]]:
+    """Spread the spans of a lane over rows on which none overlaps another; `nested`: unless it lies within it."""
+    rows: list[list[Span]] = []
+    under_way: list[list[Span]] = []
+    for span in sorted(spans, key=lambda span: (span.start_ms, -span.end_ms)):
+        for stack in under_way:
+            while stack and stack[-1].end_ms <= span.start_ms:
+                stack.pop()
+        fits = (not stack or (nested and span.end_ms <= stack[-1].end_ms) for stack in under_way)
+        number = next((number for number, fit in enumerate(fits) if fit), len(rows))
+        if number == len(rows):
+            rows.append([])
+            under_way.append([])
+        rows[number].append(span)
+        under_way[number].append(span)
+    return rows
 
 
 def length(intervals: Iterable[Interval]) -> float:

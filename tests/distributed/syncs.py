@@ -38,7 +38,10 @@ class _ReadsItsLoss(Model):
 
 
 def of_steps(case: Case, pipeline: str | None, reads_its_loss: bool = False, **kwargs: Any) -> list[str]:
-    """Return `operator: innermost call, in this package or Lightning's or TorchRec's` of every sync."""
+    """Return `operator: innermost call, in this package or Lightning's or TorchRec's` of every sync.
+
+    Reads of what is kept on the host in any case are left out.
+    """
     model = (_ReadsItsLoss if reads_its_loss else Model)(case, fused_optimizer=pipeline is not None)
     strategy: Any = DDPStrategy()
     if pipeline is not None:
@@ -47,7 +50,8 @@ def of_steps(case: Case, pipeline: str | None, reads_its_loss: bool = False, **k
     watch = _Watch()
     trainer = make_trainer(strategy, callbacks=[watch], **kwargs)
     trainer.fit(model, datamodule=Batches(case, FIRST + NUM + 4))
-    return [f"{sync.operator}: {sync.innermost(_is_python_of_somebody)}" for sync in watch.found]
+    read = [sync for sync in watch.found if not sync.reads_host]
+    return [f"{sync.operator}: {sync.innermost(_is_python_of_somebody)}" for sync in read]
 
 
 def broadcasts_on_the_default_group(**kwargs: Any) -> int:

@@ -41,6 +41,10 @@ class VirtualClock:
         self._batch = 0
         self._issued_in_stage = 0
 
+    def now_s(self) -> float:
+        """Return the time, seconds."""
+        return self.now_ms / 1e3
+
     def observe(self, kind: str, stage: Stage, batch: int) -> None:
         """Remember which stage issues the collectives to come."""
         if kind == "issue":
@@ -69,11 +73,23 @@ class _VirtualWork(dist.Work):
         self._work, self._clock = work, clock
         self._name = clock.issue()
         self._over_ms = clock.now_ms + ALL_TO_ALL_MS
+        self._told: list[Any] = []
+
+    def get_future(self) -> Any:
+        return self
+
+    def add_done_callback(self, callback: Any) -> None:
+        """Be the future too: what is to be told when the collective ends."""
+        self._told.append(callback)
 
     def wait(self, timeout: Any = None) -> bool:
         exposed_ms = max(0, self._over_ms - self._clock.now_ms)
         self._clock.log.append(f"< {self._name}" + (f" exposed {exposed_ms}" if exposed_ms else ""))
         self._clock.now_ms += exposed_ms
+        now_ms, self._clock.now_ms = self._clock.now_ms, self._over_ms
+        for callback in self._told:  # as if told at that time
+            callback(self)
+        self._told, self._clock.now_ms = [], now_ms
         return bool(self._work.wait())
 
 
@@ -112,15 +128,17 @@ class ClockedModel(Model):
         return optimizer
 
 
-def run(case: Case, pipeline: str | Schedule, num_steps: int = 8) -> tuple[list[str], list[int]]:
+def run(
+    case: Case, pipeline: str | Schedule, num_steps: int = 8, clock: VirtualClock | None = None, **kwargs: Any
+) -> tuple[list[str], list[int]]:
     """Train; return the log of one steady step, and the virtual milliseconds of every step."""
-    clock = VirtualClock()
+    clock = clock or VirtualClock()
     model = ClockedModel(case)
     model.clock = clock
     plan = make_plan(case, model, dist.get_world_size())
     strategy = OverlapEmbeddingStrategy(pipeline=pipeline, sharding=plan, observer=clock.observe)
     with virtual_latency(clock):
-        make_trainer(strategy).fit(model, datamodule=Batches(case, num_steps))
+        make_trainer(strategy, **kwargs).fit(model, datamodule=Batches(case, num_steps))
     steady = num_steps // 2
     log = clock.log[clock.log.index(f"-- {steady} --") + 1 : clock.log.index(f"-- {steady + 1} --")]
     return log, [late - early for early, late in zip(clock.steps_ms, clock.steps_ms[1:], strict=False)]

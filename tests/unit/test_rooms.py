@@ -9,6 +9,7 @@ import sys
 import textwrap
 from collections.abc import Iterator, Mapping
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -21,19 +22,10 @@ ROOMS = ("plan", "run", "sparse", "plugin", "apps")
 FILES = {
     "plan": ("versions", "stages", "schedule", "modes"),
     "run": (
-        "agreement",
-        "groups",
-        "streams",
-        "structure",
-        "inflight",
-        "executor",
-        "syncs",
-        "clocks",
-        "timeline",
-        "summary",
-        "testing",
+        *("agreement", "groups", "streams", "structure", "inflight", "clocks", "executor", "syncs", "testing"),
+        *("timeline", "summary", "figures", "kineto", "kineto_names", "trace_file", "layout", "drawing", "page"),
     ),
-    "sparse": ("sharded", "sparse", "sharding", "optim", "table_state", "stash"),
+    "sparse": ("sharded", "input_dist", "sparse", "sharding", "optim", "table_state", "stash"),
     "plugin": (
         "strategy",
         "loop",
@@ -42,13 +34,16 @@ FILES = {
         "checkpoint",
         "checkpoint_full",
         "checkpoint_dense",
+        "saving",
         "callbacks",
+        "timeline_callback",
         "refusals",
     ),
     "apps": (
         "data",
         "models",
         "train",
+        "timeline_command",
         "launch",
         "rank",
         "recipe",
@@ -168,15 +163,17 @@ LISTED = {
         for file, module in LIGHTNING_FILES.items()
     },
 }
-STANDARD_LIBRARY = {"_fields", "_exit"}
+STANDARD_LIBRARY = {"_fields", "_replace", "_exit"}
 """Documented, though they start with an underscore."""
 
 TORCH_PRIVATE = {
     "_C",
     "_apply_optimizer_in_backward",
+    "_autograd",
     "_current_graph_task_id",
     "_get_default_store",
     "_init_from_local_shards_and_global_metadata",
+    "_profiler_enabled",
     "_set_params_and_buffers_to_ignore_for_model",
 }
 """PyTorch's own; TorchRec and Lightning use them too."""
@@ -224,7 +221,7 @@ def _listed(names: Mapping[str, tuple[str, ...]]) -> list[tuple[str, str]]:
 
 def _has(owner: object, name: str) -> bool:
     """Whether a module or class has a name; instance attributes are looked for in the source of the class."""
-    if hasattr(owner, name):
+    if hasattr(owner, name) or name in getattr(owner, "__dataclass_fields__", ()):
         return True
     if not inspect.isclass(owner):
         return False
@@ -242,6 +239,8 @@ TORCHREC = {
     "ShardedEmbeddingCollection": "torchrec.distributed.embedding",
     "FusedKJTListSplitsAwaitable": "torchrec.distributed.embedding_sharding",
     "KJTAllToAll": "torchrec.distributed.dist_data",
+    "KeyedJaggedTensor": "torchrec.sparse.jagged_tensor",
+    "KJTSplitsAllToAllMeta": "torchrec.distributed.embedding_sharding",
 }
 LIGHTNING = {
     "_FitLoop": "lightning.pytorch.loops.fit_loop",
@@ -265,7 +264,9 @@ def test_torchrec_still_has(owner: str, name: str) -> None:
         from torchrec.distributed.sharding.rw_sharding import RwSparseFeaturesDist
         from torchrec.distributed.sharding.tw_sharding import TwSparseFeaturesDist
 
-        kinds: list[type] = [TwSparseFeaturesDist, RwSparseFeaturesDist]
+        kinds: list[Any] = [TwSparseFeaturesDist, RwSparseFeaturesDist]
+    elif owner.startswith("torchrec."):
+        kinds = [importlib.import_module(owner)]
     else:
         kinds = [getattr(importlib.import_module(TORCHREC[owner]), owner)]
     for kind in kinds:

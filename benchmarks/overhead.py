@@ -1,0 +1,233 @@
+"""What the strategy costs by itself, with a tiny model: the executor, and a whole step beside plain Lightning.
+
+    python benchmarks/overhead.py               # the executor alone, then 1 and 2 CPU ranks: about two minutes
+    python benchmarks/overhead.py --profile     # and where the time of a step goes, by function
+
+The executor alone walks each mode's schedule with stages that do nothing, on the host's streams. The step: a model of
+two small tables and two linear layers, on CPU ranks; `plain` is DDPStrategy with the same tables sharded by TorchRec by
+hand, under the same plan, so that both have the same collectives. Rounds take turns; the ratio is of medians.
+"""
+
+from __future__ import annotations
+
+import argparse
+import cProfile
+import itertools
+import logging
+import os
+import pstats
+import statistics
+import subprocess
+import sys
+import time
+import warnings
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+WARM_UP = 20
+
+
+def main() -> None:
+    """Start the ranks, or be one."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--steps", type=int, default=200, help="steps per arm and round")
+    parser.add_argument("--rounds", type=int, default=5, help="rounds; the arms take turns in each")
+    parser.add_argument("--profile", action="store_true", help="print the functions that take most of a step")
+    options = parser.parse_args()
+    warnings.simplefilter("ignore")
+    for logger in ("torchrec", "lightning.pytorch", "lightning.fabric", "torch.fx"):
+        logging.getLogger(logger).setLevel(logging.ERROR)
+    if "RANK" in os.environ:
+        _measure_steps(options.steps, options.rounds, options.profile)
+        return
+    _measure_executor()
+    for num_ranks in (1, 2):
+        launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={num_ranks}"]
+        subprocess.check_call([*launcher, *sys.argv], env={**os.environ, "OMP_NUM_THREADS": "1"})
+
+
+# -- the executor alone -------------------------------------------------------------------------------------------
+
+
+class _Nothing:
+    """Sparse stages that do nothing, and a source of batches that never ends."""
+
+    ready = True
+    exhausted = told_to_stop = False
+
+    def fetch(self) -> tuple[object, int, int]:
+        return object(), 0, 0
+
+    def forward(self, inflight: Any) -> AbstractContextManager[None]:
+        return nullcontext()
+
+    def has_lookup(self, inflight: Any, owners: Any) -> bool:
+        return any(str(owner) != "WeightOwner.DENSE_OPTIMIZER" for owner in owners)
+
+    def take_plain_forward(self) -> bool:
+        return False
+
+    def __getattr__(self, name: str) -> Any:
+        return lambda *args: None
+
+
+def _measure_executor(num_steps: int = 5000) -> None:
+    from lightning_overlap import MODES, Stage
+    from lightning_overlap.executor import Executor
+    from lightning_overlap.streams import HostStreams
+
+    print("the executor alone, microseconds per step (median of 5 runs)")
+    for name, schedule in MODES.items():
+        runs = []
+        for _ in range(5):
+            nothing: Any = _Nothing()
+            executor = Executor(schedule, nothing, nothing, HostStreams())
+            start = time.perf_counter()
+            for _ in range(num_steps):
+                executor.next_batch()
+                with executor.forward():
+                    pass
+                for stage in (Stage.DENSE_FORWARD, Stage.BACKWARD, Stage.OPTIMIZER_STEP):
+                    executor.reach(stage)
+            runs.append((time.perf_counter() - start) / num_steps * 1e6)
+        print(f"  {name:36s}{statistics.median(runs):8.1f}")
+
+
+# -- a whole step -------------------------------------------------------------------------------------------------
+
+
+def _measure_steps(num_steps: int, num_rounds: int, profile: bool) -> None:
+    import torch
+    import torch.distributed as dist
+    from tqdm import tqdm
+
+    from lightning_overlap import MODES
+
+    torch.set_num_threads(1)
+    arms = ["plain", *MODES]
+    steps_ms: dict[str, list[float]] = {name: [] for name in arms}
+    ratios: dict[str, list[float]] = {name: [] for name in arms}
+    rank, num_ranks = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    for turn in tqdm(range(num_rounds), disable=rank != 0, desc=f"{num_ranks} ranks", leave=False):
+        medians = {}
+        for name in arms[turn % len(arms) :] + arms[: turn % len(arms)]:
+            times_ms = _fit(name, num_steps)
+            everyone: list[Any] = [None] * num_ranks
+            dist.all_gather_object(everyone, times_ms)
+            slowest = [max(times) for times in zip(*everyone, strict=True)]
+            steps_ms[name] += slowest
+            medians[name] = statistics.median(slowest)
+        for name in arms:
+            ratios[name].append(medians[name] / medians["plain"])
+    if rank == 0:
+        print(f"{num_ranks} ranks{'':31s}median step   of plain   by round")
+        for name in arms:
+            spread = f"{min(ratios[name]):.3f} to {max(ratios[name]):.3f}"
+            step_ms, ratio = statistics.median(steps_ms[name]), statistics.median(ratios[name])
+            print(f"  {name:36s}{step_ms:7.3f} ms{ratio:10.3f}   {spread}")
+    if profile:
+        profiler = cProfile.Profile()
+        _fit("fused_sparse_dist", num_steps, profiler)
+        if rank == 0:
+            pstats.Stats(profiler).sort_stats("tottime").print_stats(45)
+    dist.barrier()
+
+
+def _fit(arm: str, num_steps: int, profiler: cProfile.Profile | None = None) -> list[float]:
+    import torch
+    from lightning.pytorch import LightningModule, Trainer, seed_everything
+    from lightning.pytorch.strategies import DDPStrategy
+    from torch import nn
+    from torch.utils.data import DataLoader
+    from torchrec import EmbeddingBagCollection, EmbeddingBagConfig, KeyedJaggedTensor
+
+    from lightning_overlap import OverlapEmbeddingStrategy
+
+    features = ["a", "b"]
+    num_ranks = int(os.environ["WORLD_SIZE"])
+
+    class Tiny(LightningModule):
+        def __init__(self) -> None:
+            super().__init__()
+            tables = [
+                EmbeddingBagConfig(name=f"t_{name}", embedding_dim=8, num_embeddings=100, feature_names=[name])
+                for name in features
+            ]
+            self.ebc = EmbeddingBagCollection(tables)
+            self.dense = nn.Sequential(nn.Linear(16, 16), nn.ReLU(), nn.Linear(16, 1))
+            self.starts: list[float] = []
+
+        def training_step(self, batch: dict[str, Any], batch_idx: int) -> torch.Tensor:
+            self.starts.append(time.perf_counter())
+            if profiler is not None and batch_idx == WARM_UP:
+                profiler.enable()
+            rows = self.ebc(batch["ids"]).to_dict()
+            return self.dense(torch.cat([rows[name] for name in features], 1)).square().mean()
+
+        def on_train_end(self) -> None:
+            if profiler is not None:
+                profiler.disable()
+
+        def configure_optimizers(self) -> torch.optim.Optimizer:
+            return torch.optim.SGD(self.dense.parameters(), 0.1)
+
+    seed_everything(1, verbose=False)
+    model = Tiny()
+    if arm == "plain":
+        strategy: Any = _sharded_by_hand(DDPStrategy)()
+    else:
+        optimizer = (torch.optim.SGD, {"lr": 0.1})
+        strategy = OverlapEmbeddingStrategy(arm, sharding="table_wise", fused_optimizer=optimizer)
+    lengths = torch.ones(2 * 8, dtype=torch.int64)
+    batches = [
+        {"ids": KeyedJaggedTensor(features, torch.randint(0, 100, (16,)), lengths=lengths)}
+        for _ in range(num_steps + WARM_UP)
+    ]
+    trainer = Trainer(
+        accelerator="cpu",
+        devices=num_ranks,
+        max_epochs=1,
+        strategy=strategy,
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        use_distributed_sampler=False,
+    )
+    trainer.fit(model, DataLoader(batches, batch_size=None))
+    times_ms = [(late - early) * 1e3 for early, late in itertools.pairwise(model.starts)]
+    return times_ms[WARM_UP:]
+
+
+def _sharded_by_hand(base: type) -> type:
+    """DDPStrategy whose tables are sharded by TorchRec, as a user would do it without this package."""
+    import torch
+    import torch.distributed as dist
+    from torch.nn.parallel import DistributedDataParallel
+    from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
+    from torchrec.distributed.sharding_plan import construct_module_sharding_plan, table_wise
+    from torchrec.distributed.types import ShardingEnv
+    from torchrec.optim.apply_optimizer_in_backward import apply_optimizer_in_backward
+
+    class Sharded(base):  # type: ignore[misc]
+        def model_to_device(self) -> None:
+            ebc = self.model.ebc
+            apply_optimizer_in_backward(torch.optim.SGD, ebc.parameters(), {"lr": 0.1})
+            num_ranks = dist.get_world_size()
+            kinds = {
+                f"t_{name}": table_wise(rank=place % num_ranks, compute_kernel="fused")
+                for place, name in enumerate("ab")
+            }
+            sharder = EmbeddingBagCollectionSharder()
+            plan = construct_module_sharding_plan(ebc, kinds, sharder, num_ranks, num_ranks, "cpu")
+            env = ShardingEnv.from_process_group(dist.group.WORLD)
+            self.model.ebc = sharder.shard(ebc, plan, env, torch.device("cpu"), "ebc")
+            ignored = [name for name, _ in self.model.named_parameters() if name.startswith("ebc.")]
+            DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(self.model, ignored)
+            super().model_to_device()
+
+    return Sharded
+
+
+if __name__ == "__main__":
+    main()

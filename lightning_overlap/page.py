@@ -1,0 +1,127 @@
+"""A timeline as one HTML page that opens without a network: zoom, pan, names under the pointer, and the tables."""
+
+from __future__ import annotations
+
+import html
+import json
+import re
+from collections.abc import Mapping, Sequence
+from importlib import resources
+from pathlib import Path
+from typing import Any
+
+from .figures import Table, headline, tables
+from .layout import (
+    EXPOSED_COLOR,
+    NUM_STEPS,
+    SHORT,
+    STAGE_COLORS,
+    Panel,
+    by_batch,
+    color_of,
+    hidden_in,
+    lay_out,
+    shares,
+    text_of,
+)
+from .timeline import Span
+
+_RESOLUTION = 2e-5
+"""Neighbours nearer than this share of the drawn time are one bar; zoomed in fifty times they are 1 pixel apart."""
+
+
+def write_html(
+    path: Path | str, ranks: Mapping[int | str, Sequence[Span]], *, num_steps: int = NUM_STEPS, title: str = ""
+) -> None:
+    """Write the page.
+
+    Args:
+        path: The file; all that it needs is inside.
+        ranks: The spans of each rank.
+        num_steps: Steps to show.
+        title: Over the page.
+
+    Raises:
+        ValueError: There is nothing to draw, or `num_steps` is below 1.
+    """
+    panels = lay_out(ranks, num_steps=num_steps, resolution=_RESOLUTION)
+    batches = by_batch(panels)
+    data = json.dumps([_data(panel, batches) for panel in panels], separators=(",", ":"), ensure_ascii=True)
+    template = resources.files(__package__).joinpath("page.html").read_text(encoding="utf-8")
+    parts = {
+        "{{title}}": html.escape(title or "Timeline"),
+        "{{exposed}}": EXPOSED_COLOR,
+        "{{colors}}": _colors(panels, batches),
+        "{{tables}}": "\n".join(map(_section, panels)),
+        # Inside a script "</" could end it, whatever the name of a kernel may hold.
+        "{{data}}": data.replace("</", "<\\/").replace("<!--", "<\\!--"),
+    }
+    text = re.sub(r"\{\{\w+\}\}", lambda mark: parts[mark.group()], template)
+    Path(path).write_text(text, encoding="utf-8")
+
+
+def _data(panel: Panel, batches: bool) -> dict[str, Any]:
+    start = panel.window.start_ms
+    lanes, first_row = [], 0
+    for lane in panel.lanes:
+        bars = []
+        for bar in lane.bars:
+            span, hidden = bar.span, hidden_in(panel, bar)
+            about = [span.name if bar.count == 1 else f"{span.name} and {bar.count - 1} more"]
+            about.append(
+                " ".join(filter(None, (str(span.stage or ""), "" if span.batch is None else f"batch {span.batch}")))
+            )
+            about.append(
+                f"{span.kind}, {span.duration_ms:.3f} ms" + ("" if hidden is None else f", {100 * hidden:.0f} % hidden")
+            )
+            about.append(span.detail)
+            bars.append(
+                [
+                    round(span.start_ms - start, 5),
+                    round(span.end_ms - start, 5),
+                    bar.row,
+                    span.kind.value,
+                    color_of(span, batches=batches),
+                    text_of(span, batches=batches),
+                    "\n".join(filter(None, about)),
+                ]
+            )
+        lanes.append(
+            {"name": lane.name, "does": shares(panel, lane), "row": first_row, "rows": lane.num_rows, "bars": bars}
+        )
+        first_row += lane.num_rows
+    return {
+        "label": panel.label,
+        "headline": headline(panel.figures),
+        "length": panel.window.end_ms - start,
+        "rows": first_row,
+        "steps": [round(step - start, 5) for step in panel.steps],
+        "lanes": lanes,
+        "exposed": [[round(begin - start, 5), round(end - start, 5)] for begin, end in panel.exposed],
+    }
+
+
+def _colors(panels: Sequence[Panel], batches: bool) -> str:
+    if batches:
+        return "Colours: batches."
+    spans = [bar.span for panel in panels for lane in panel.lanes for bar in lane.bars]
+    shown = [stage for stage in STAGE_COLORS if any(span.stage is stage for span in spans)]
+    return " ".join(f'<i style="background:{STAGE_COLORS[stage]}"></i>{SHORT[stage]}' for stage in shown)
+
+
+def _section(panel: Panel) -> str:
+    parts = "\n".join(map(_table, tables(panel.figures)))
+    return f"<section><h2>{html.escape(panel.label)}</h2>\n{parts}\n</section>"
+
+
+def _table(table: Table) -> str:
+    def row(cells: Sequence[str], tag: str) -> str:
+        texts = [
+            f'<{tag} class="{"w" if number == 0 or table.head[number] == "where" else "n"}">{html.escape(cell)}</{tag}>'
+            for number, cell in enumerate(cells)
+        ]
+        return f"<tr>{''.join(texts)}</tr>"
+
+    rows = "\n".join(row(cells, "td") for cells in table.rows)
+    note = f"<p>{html.escape(table.note)}</p>" if table.note else ""
+    return f"<table><thead>{row(table.head, 'th')}</thead><tbody>\n{rows}\n</tbody></table>{note}"

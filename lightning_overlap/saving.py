@@ -1,0 +1,170 @@
+"""The hooks of a strategy around checkpoints: which format is written and read, on every rank."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from contextlib import AbstractContextManager
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+from lightning.pytorch import LightningModule
+from lightning.pytorch.plugins.io import TorchCheckpointIO
+from lightning.pytorch.strategies import DDPStrategy
+from lightning.pytorch.trainer.states import TrainerFn
+from torch.optim import Optimizer
+from typing_extensions import override
+
+from .checkpoint import (
+    FULL,
+    SHARDED,
+    FolderSaver,
+    check_folder_path,
+    check_format,
+    find,
+    gather_loader_states,
+    is_folder,
+    load_folder,
+    take_loader_state,
+)
+from .checkpoint_dense import by_name, load_by_name, put_table_states, say_what_moved
+from .checkpoint_full import gather_checkpoint, load_file, load_fused, table_states, write_file
+from .sharded import sharded_modules
+from .sharding import has_tables
+
+
+class SavesShards(DDPStrategy):
+    """Saves and loads sharded tables; a module without any as DDPStrategy does.
+
+    Args:
+        checkpoint_format: `sharded`, `full`, or None: sharded above one rank or with `async_checkpoint`.
+        async_checkpoint: Write folders beside training.
+        **kwargs: What `DDPStrategy` takes.
+
+    Raises:
+        ValueError: An unknown format, or `async_checkpoint` with `checkpoint_format="full"`.
+    """
+
+    def __init__(self, *, checkpoint_format: str | None = None, async_checkpoint: bool = False, **kwargs: Any) -> None:
+        check_format(checkpoint_format, async_checkpoint)
+        super().__init__(**kwargs)
+        self.checkpoint_format = checkpoint_format
+        self.async_checkpoint = async_checkpoint
+        self._folder_saver = FolderSaver(None)
+
+    @property
+    def checkpoint_group(self) -> dist.ProcessGroup | None:
+        """A gloo group of all ranks for checkpoints alone; None on one rank."""
+        raise NotImplementedError
+
+    def saving(self) -> AbstractContextManager[None]:
+        """Go around a save: tables and kernels are then as of the last trained batch."""
+        raise NotImplementedError
+
+    def save_through(self, group: dist.ProcessGroup | None) -> None:
+        """Write the checkpoints of this run with another group."""
+        self._folder_saver = FolderSaver(group)
+
+    @property
+    def _is_running(self) -> bool:
+        """Whether a fit or an evaluation goes on, at whose end somebody waits for what is written beside it."""
+        raise NotImplementedError
+
+    @property
+    @override
+    def restore_checkpoint_after_setup(self) -> bool:
+        # Only sharded tables can take their shards; whole tables are cut up by TorchRec as they are loaded.
+        return self.model is not None and has_tables(self.model)
+
+    @override
+    def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
+        state = super().optimizer_state(optimizer)
+        module = self.lightning_module
+        return state if module is None or not sharded_modules(module) else by_name(optimizer, state, module)
+
+    @override
+    def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
+        module = self.lightning_module
+        if module is None or not sharded_modules(module):
+            super().save_checkpoint(checkpoint, filepath, storage_options)
+            return
+        self._folder_saver.wait()  # it uses the group that all of the following does
+        with self.saving():
+            self._save(module, checkpoint, self.broadcast(filepath), storage_options)
+
+    def _save(self, module: LightningModule, checkpoint: dict[str, Any], filepath: Any, storage_options: Any) -> None:
+        gather_loader_states(checkpoint, self.checkpoint_group)
+        if self._saved_format == FULL:
+            content = gather_checkpoint(checkpoint, module, self.checkpoint_group)
+            if _is_plain_file(filepath, storage_options, self.checkpoint_io):
+                write_file(content, Path(filepath), self.checkpoint_group)
+            else:
+                super().save_checkpoint(content or {}, filepath, storage_options)
+            return
+        check_folder_path(filepath, storage_options)
+        asynchronous = self.async_checkpoint and self._is_running  # after fit, nobody would wait for it
+        self._folder_saver.save(checkpoint, Path(filepath), module, asynchronous=asynchronous)
+
+    @property
+    def _saved_format(self) -> str:
+        if self.checkpoint_format is not None:
+            return self.checkpoint_format
+        return SHARDED if self.world_size > 1 or self.async_checkpoint else FULL
+
+    @override
+    def remove_checkpoint(self, filepath: Any) -> None:
+        # Not before the one that takes its place is whole.
+        self._folder_saver.when_whole(partial(super().remove_checkpoint, filepath))
+
+    @override
+    def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
+        self._folder_saver.wait()
+        checkpoint_path = self.broadcast(checkpoint_path)
+        if not (_is_plain_file(checkpoint_path, None, self.checkpoint_io) or is_folder(Path(checkpoint_path))):
+            # Lightning 2.5 has no such argument.
+            checkpoint = super().load_checkpoint(checkpoint_path, *([] if weights_only is None else [weights_only]))
+            return take_loader_state(checkpoint, self.checkpoint_group)
+        path = find(Path(checkpoint_path))
+        if not is_folder(path):
+            return take_loader_state(load_file(path, weights_only=weights_only), self.checkpoint_group)
+        module = self.lightning_module
+        assert module is not None
+        checkpoint = load_folder(
+            path,
+            module,
+            self.checkpoint_group,
+            weights_only=weights_only,
+            strict=module.strict_loading,
+            with_optimizers=self._is_fitting(),
+        )
+        return take_loader_state(checkpoint, self.checkpoint_group)
+
+    @override
+    def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
+        try:
+            super().load_model_state_dict(checkpoint, strict)
+        except RuntimeError as err:
+            err.add_note("The checkpoint is of a module with other tables or another dense part than this one.")
+            raise
+        assert self.lightning_module is not None
+        if self._is_fitting() and sharded_modules(self.lightning_module):
+            load_fused(checkpoint, self.lightning_module, self.checkpoint_group)
+
+    @override
+    def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
+        module = self.lightning_module
+        assert module is not None
+        states = checkpoint["optimizer_states"]
+        put_table_states(table_states(checkpoint, module), states)
+        moved = [load_by_name(*pair, module) for pair in zip(self.optimizers, states, strict=False)]
+        if self.is_global_zero:
+            say_what_moved({table for tables in moved for table in tables})
+
+    def _is_fitting(self) -> bool:
+        return self.lightning_module is not None and self.lightning_module.trainer.state.fn == TrainerFn.FITTING
+
+
+def _is_plain_file(path: Any, storage_options: Any, checkpoint_io: Any) -> bool:
+    """Whether a file is written and read here: local, and no plugin of the user's has a say."""
+    return "://" not in str(path) and storage_options is None and type(checkpoint_io) is TorchCheckpointIO

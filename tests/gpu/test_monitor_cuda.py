@@ -1,0 +1,75 @@
+"""`OverlapMonitor` on CUDA: timing events on the stages' streams, and no sync of its own."""
+
+from __future__ import annotations
+
+import re
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from lightning.pytorch import Callback
+
+from lightning_overlap import MODES, STREAMS, OverlapEmbeddingStrategy, OverlapMonitor
+from lightning_overlap.timeline import Kind
+
+from ..distributed.cases import TABLE_WISE, Batches, Model, make_plan
+from ..distributed.fits import make_trainer
+from ..distributed.ranks import Ranks
+
+pytestmark = [pytest.mark.gpu, pytest.mark.timeout(600)]
+
+NUM_STEPS = 24
+EARLY = [name for name, mode in MODES.items() if mode.has_sparse_stages]
+
+
+@pytest.fixture
+def gpus(get_ranks: Callable[..., Ranks]) -> Ranks:
+    """As many ranks as there are GPUs, two at most."""
+    return get_ranks(min(2, torch.cuda.device_count()), "cuda")
+
+
+class _CountsSyncs(Callback):
+    """Has PyTorch warn of every sync of the steady steps; the audit, which reads stacks and not the device, is over."""
+
+    def on_train_batch_start(self, trainer: Any, module: Any, batch: Any, batch_idx: int) -> None:
+        if batch_idx == 8:
+            torch.cuda.set_sync_debug_mode("warn")
+        if batch_idx == NUM_STEPS - 4:
+            torch.cuda.set_sync_debug_mode("default")
+
+
+def run(pipeline: str, stream: str, watched: bool) -> dict[str, Any]:
+    """Train; return the losses, the syncs that PyTorch saw, and what the monitor measured."""
+    model = Model(TABLE_WISE)
+    plan = make_plan(TABLE_WISE, model, dist.get_world_size(), "cuda")
+    strategy = OverlapEmbeddingStrategy(pipeline=pipeline, stream=stream, sharding=plan)
+    monitor = OverlapMonitor(every_n_steps=4, table=False)
+    callbacks = [*([monitor] if watched else []), _CountsSyncs()]
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        make_trainer(strategy, "cuda", callbacks=callbacks).fit(model, datamodule=Batches(TABLE_WISE, NUM_STEPS))
+    return {
+        "losses": torch.stack(model.losses).tolist(),
+        "syncs": sum(bool(re.search("synchronizing CUDA operation", str(one.message))) for one in caught),
+        "accounts": monitor.accounts,
+        "audited": [(sync.stage, sync.device) for sync in monitor.syncs or ()],
+    }
+
+
+@pytest.mark.parametrize("stream", STREAMS)
+@pytest.mark.parametrize("pipeline", ["base", *EARLY])
+def test_watching_adds_no_sync_and_changes_nothing(gpus: Ranks, pipeline: str, stream: str) -> None:
+    plain, watched = gpus.run(run, pipeline, stream, False), gpus.run(run, pipeline, stream, True)
+    for alone, seen in zip(plain, watched, strict=True):
+        assert seen["losses"] == alone["losses"]
+        assert seen["syncs"] == alone["syncs"]
+        assert len(seen["accounts"]) >= 3
+        for one in seen["accounts"]:
+            assert one.step_ms > 0
+            assert 0 < one.kinds[Kind.DENSE].busy_ms <= one.step_ms * 1.001
+            assert one.kinds[Kind.LOOKUP].busy_ms > 0
+            assert all(times.hidden_ms <= times.busy_ms + 1e-6 for times in one.kinds.values())
+        assert all(device == "cuda" for _, device in seen["audited"])

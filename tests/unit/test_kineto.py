@@ -1,0 +1,375 @@
+"""Traces of torch.profiler, made by hand and published ones, and the files that this package writes itself."""
+
+from __future__ import annotations
+
+import gzip
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from lightning_overlap import kineto_names
+from lightning_overlap.figures import figures
+from lightning_overlap.kineto import TraceError, read_trace, write_trace
+from lightning_overlap.stages import Stage
+from lightning_overlap.timeline import HOST_LANE, Kind, Span
+
+TRACES = Path(__file__).parents[2].parent / "shared" / "data" / "traces"
+needs_traces = pytest.mark.skipif(
+    not TRACES.is_dir(), reason=f"{TRACES} is absent (the published traces are not in the repository)"
+)
+BACKWARD_THREAD, HOST_THREAD = 8, 9
+
+
+def event(category: str, name: str, start: float, end: float, tid: int = HOST_THREAD, **args: Any) -> dict[str, Any]:
+    on_device = category in ("kernel", "gpu_memcpy")
+    args |= {"stream": tid, "device": 0} if on_device else {}
+    return {
+        **{"ph": "X", "cat": category, "name": name, "pid": 0 if on_device else 9, "tid": tid},
+        **{"ts": 1000 + start, "dur": end - start, "args": args},
+    }
+
+
+def read(tmp_path: Path, *events: dict[str, Any], **about: Any) -> list[Span]:
+    path = tmp_path / "trace.json"
+    path.write_text(json.dumps({"traceEvents": list(events), **about}))
+    (spans,) = read_trace(path).values()
+    return spans
+
+
+def of(spans: list[Span], name: str) -> Span:
+    (found,) = [span for span in spans if span.name == name]
+    return found
+
+
+# -- a GPU --------------------------------------------------------------------------------------------------------
+#  us           0         100       200       300
+#  host         forward 3 ------------|  start_sparse_data_dist 4 |  backward 3
+#                launch 1              copy_: cudaMemcpyAsync 110..290
+#  stream 7        gemm                            embedding
+#  stream 9                  all-to-all ...........|
+GPU = (
+    event("user_annotation", "## forward 3 ##", 0, 100),
+    event("cpu_op", "aten::linear", 5, 30),
+    event("cuda_runtime", "cudaLaunchKernel", 10, 15, correlation=1),
+    event("cuda_runtime", "cudaLaunchKernel", 90, 95, correlation=2),
+    event("user_annotation", "## start_sparse_data_dist 4 ##", 100, 300),
+    event("user_annotation", "## all2all_data:kjt splits ##", 101, 108),
+    event("cuda_runtime", "cudaLaunchKernel", 102, 105, correlation=3),
+    event("cpu_op", "aten::copy_", 108, 292),
+    event("cuda_runtime", "cudaMemcpyAsync", 110, 290, correlation=4),
+    event("user_annotation", "## backward 3 ##", 300, 400),
+    event("cpu_op", "autograd::engine::evaluate_function: AddmmBackward0", 310, 390, BACKWARD_THREAD),
+    event("cuda_runtime", "cudaLaunchKernel", 320, 325, BACKWARD_THREAD, correlation=5),
+    event("cuda_runtime", "cudaDeviceSynchronize", 500, 900),  # the profiler's own
+    event("kernel", "void cutlass::gemm<float>(int)", 20, 80, 7, correlation=1),
+    event("kernel", "ncclKernel_SendRecv(x)", 105, 260, 9, correlation=3),
+    event("kernel", "split_embedding_codegen_forward_unweighted_kernel<float>(int)", 262, 280, 7, correlation=2),
+    event("gpu_memcpy", "Memcpy DtoH (Device -> Pageable)", 281, 289, 9, correlation=4),
+    event("kernel", "split_embedding_backward_codegen_sgd<float>(int)", 330, 380, 7, correlation=5),
+)
+
+
+def test_a_kernel_belongs_to_the_annotation_of_its_launch(tmp_path: Path) -> None:
+    spans = read(tmp_path, *GPU, distributedInfo={"rank": 5})
+    assert list(read_trace(tmp_path / "trace.json")) == [5]
+    kernels = {
+        (s.name, s.lane, s.kind, s.stage, s.batch) for s in spans if "stream" in s.lane and s.kind is not Kind.WAIT
+    }
+    assert kernels == {
+        ("cutlass::gemm", "stream 7", Kind.DENSE, Stage.DENSE_FORWARD, 3),
+        ("ncclKernel_SendRecv", "stream 9", Kind.COMMUNICATION, Stage.INPUT_SPLITS_DIST, 4),
+        ("split_embedding_codegen_forward_unweighted_kernel<float>", "stream 7", Kind.LOOKUP, Stage.DENSE_FORWARD, 3),
+        ("Memcpy DtoH (Device -> Pageable)", "stream 9", Kind.COPY, Stage.INPUT_SPLITS_DIST, 4),
+        # launched by another thread, which has no annotation; the update of the tables is part of backward
+        ("split_embedding_backward_codegen_sgd<float>", "stream 7", Kind.DENSE, Stage.BACKWARD, 3),
+    }
+    assert of(spans, "cutlass::gemm").duration_ms == pytest.approx(0.06)
+
+
+def test_the_host_waits_where_a_call_blocks(tmp_path: Path) -> None:
+    spans = read(tmp_path, *GPU)
+    (blocked,) = [span for span in spans if span.kind is Kind.WAIT and span.lane == HOST_LANE]
+    assert (blocked.name, blocked.stage, blocked.batch) == ("aten::copy_", Stage.INPUT_SPLITS_DIST, 4)
+    assert blocked.detail == "cudaMemcpyAsync under ## start_sparse_data_dist ##"
+    assert blocked.duration_ms == pytest.approx(0.18)
+
+
+def test_a_queued_kernel_waits_for_what_ended_last(tmp_path: Path) -> None:
+    spans = read(tmp_path, *GPU)
+    (wait,) = [span for span in spans if span.kind is Kind.WAIT and span.lane == "stream 7"]
+    assert (wait.name, wait.stage) == ("waits for ncclKernel_SendRecv", Stage.INPUT_SPLITS_DIST)
+    assert wait.duration_ms == pytest.approx((262 - 95) / 1e3)  # from the end of its launch
+
+
+def test_the_source_line_is_the_innermost_and_the_users(tmp_path: Path) -> None:
+    spans = read(
+        tmp_path,
+        event("python_function", "train.py(7): training_step", 0, 500),
+        event("python_function", "torchrec/distributed/types.py(375): wait", 10, 400),
+        event("python_function", "torch/_tensor.py(12): item", 20, 390),
+        event("python_function", "<built-in method item>", 21, 389),
+        event("cpu_op", "aten::_local_scalar_dense", 30, 380),
+        event("cuda_runtime", "cudaStreamSynchronize", 40, 370, correlation=1),
+        event("kernel", "gemm", 0, 5, 7),
+    )
+    (blocked,) = [span for span in spans if span.kind is Kind.WAIT]
+    assert blocked.detail == (
+        "cudaStreamSynchronize at torchrec/distributed/types.py(375): wait, called from train.py(7): training_step"
+    )
+
+
+def test_an_annotation_outlives_the_function_that_began_it(tmp_path: Path) -> None:
+    spans = read(
+        tmp_path,
+        event("python_function", "train.py(7): main", 0, 500),
+        event("python_function", "train.py(90): begin", 5, 20),
+        event("user_annotation", "## backward 3 ##", 10, 400),
+        event("cpu_op", "aten::item", 30, 380),
+        event("cuda_runtime", "cudaStreamSynchronize", 40, 370, correlation=1),
+        event("kernel", "gemm", 0, 5, 7),
+    )
+    (blocked,) = [span for span in spans if span.kind is Kind.WAIT]
+    assert blocked.detail == "cudaStreamSynchronize under ## backward ## at train.py(7): main"
+
+
+# -- a CPU --------------------------------------------------------------------------------------------------------
+
+
+def test_threads_of_a_cpu(tmp_path: Path) -> None:
+    spans = read(
+        tmp_path,
+        event("user_annotation", "## forward 2 ##", 0, 400),
+        event("user_annotation", "## All2All_Pooled_fwd ##", 5, 30),
+        event("cpu_op", "c10d::alltoall_base_", 10, 20),
+        event("user_annotation", "[lookup]_[ebc]_[table_wise]", 40, 80),
+        event("cpu_op", "aten::linear", 90, 100),
+        event("user_annotation", "## EmbeddingBagCollectionAwaitable wait() ##", 120, 320),
+        event("user_annotation", "## PooledEmbeddingsAwaitable wait() ##", 121, 319),
+        event("user_annotation", "gloo:all_to_all", 15, 310, 77),
+        event("user_annotation", "## optimizer_step 2 ##", 400, 450),
+        event("cpu_op", "aten::zeros", 460, 470),
+    )
+    assert [(s.name, s.lane, s.kind, s.stage, s.batch) for s in spans if s.lane == HOST_LANE] == [
+        ("forward 2", HOST_LANE, Kind.DENSE, Stage.DENSE_FORWARD, 2),
+        ("All2All_Pooled_fwd", HOST_LANE, Kind.HOST, Stage.EMBEDDING_LOOKUP, 2),
+        ("[lookup]_[ebc]_[table_wise]", HOST_LANE, Kind.LOOKUP, Stage.EMBEDDING_LOOKUP, 2),
+        ("rows: EmbeddingBagCollectionAwaitable wait()", HOST_LANE, Kind.WAIT, Stage.EMBEDDING_LOOKUP, 2),
+        ("optimizer_step 2", HOST_LANE, Kind.DENSE, Stage.OPTIMIZER_STEP, 2),
+        ("aten::zeros", HOST_LANE, Kind.DENSE, None, None),
+    ]
+    sent = of(spans, "gloo:all_to_all")
+    assert (sent.lane, sent.kind) == ("gloo", Kind.COMMUNICATION)
+    assert (sent.stage, sent.batch, sent.detail) == (Stage.EMBEDDING_LOOKUP, 2, "under ## All2All_Pooled_fwd ##")
+
+
+def test_an_optimizer_step_around_a_forward_is_lightnings_closure(tmp_path: Path) -> None:
+    spans = read(
+        tmp_path,
+        event("user_annotation", "Optimizer.step#SGD.step", 0, 400),
+        event("user_annotation", "## dense_forward 2 ##", 10, 100),
+        event("user_annotation", "## backward 2 ##", 200, 300),
+        event("user_annotation", "Optimizer.step#Adam.step", 500, 600),
+    )
+    assert [(s.name, s.stage) for s in spans] == [
+        ("dense_forward 2", Stage.DENSE_FORWARD),
+        ("backward 2", Stage.BACKWARD),
+        ("Optimizer.step#Adam.step", Stage.OPTIMIZER_STEP),
+    ]
+
+
+def test_a_pause_of_backward_beside_a_collective_is_a_wait(tmp_path: Path) -> None:
+    #  backward  ops====.........        the ops end at 100; the reduction of gradients at 300
+    spans = read(
+        tmp_path,
+        event("user_annotation", "## backward 2 ##", 0, 400),
+        event("cpu_op", "autograd::engine::evaluate_function: AddmmBackward0", 0, 100),
+        event("cpu_op", "c10d::allreduce_", 50, 60),
+        event("user_annotation", "gloo:all_reduce", 60, 300, 77),
+    )
+    wait = of(spans, "wait for gradients")
+    assert (wait.kind, wait.stage, wait.batch) == (Kind.WAIT, Stage.BACKWARD, 2)
+    assert wait.duration_ms == pytest.approx(0.2)
+
+
+@pytest.mark.parametrize(
+    ("name", "stage", "kind", "batch"),
+    [
+        ("## copy_batch_to_gpu 4 ##", Stage.COPY_BATCH_TO_DEVICE, Kind.COPY, 4),
+        ("## inplace_copy_batch_to_gpu 4 ##", Stage.COPY_BATCH_TO_DEVICE, Kind.COPY, 4),
+        ("## start_sparse_data_dist 12 ##", Stage.INPUT_SPLITS_DIST, Kind.HOST, 12),
+        ("## wait_sparse_data_dist 12 ##", Stage.INPUT_DATA_DIST, Kind.HOST, 12),
+        ("## start_embedding_lookup 3 ##", Stage.EMBEDDING_LOOKUP, Kind.HOST, 3),
+        ("## _prefetch_embeddings model.ebc: 3 ##", Stage.EMBEDDING_LOOKUP, Kind.LOOKUP, 3),
+        ("## sparse_forward 3 on CPU ##", Stage.EMBEDDING_LOOKUP, Kind.LOOKUP, 3),
+        ("## forward 0 ##", Stage.DENSE_FORWARD, Kind.DENSE, 0),
+        ("## forward ##", Stage.DENSE_FORWARD, Kind.DENSE, None),
+        ("## backward 7 ##", Stage.BACKWARD, Kind.DENSE, 7),
+        ("## emb_backward 7 ##", Stage.BACKWARD, Kind.DENSE, 7),
+        ("## optimizer 7 ##", Stage.OPTIMIZER_STEP, Kind.DENSE, 7),
+        ("## all2all_data:kjt splits ##", Stage.INPUT_SPLITS_DIST, Kind.HOST, None),
+        ("## all2all_data:kjt lengths ##", Stage.INPUT_DATA_DIST, Kind.HOST, None),
+        ("## All2All_Pooled_fwd ##", Stage.EMBEDDING_LOOKUP, Kind.HOST, None),
+        ("## All2All_Pooled_bwd ##", Stage.BACKWARD, Kind.HOST, None),
+        ("## ReduceScatter_bwd ##", Stage.BACKWARD, Kind.HOST, None),
+        ("## alltoall_bwd_single ##", Stage.BACKWARD, Kind.HOST, None),
+        ("## FusedKJTListSplitsAwaitable wait() ##", Stage.INPUT_SPLITS_DIST, Kind.WAIT, None),
+        ("## KJTListAwaitable wait() ##", Stage.INPUT_DATA_DIST, Kind.WAIT, None),
+        ("## GetItemLazyAwaitable wait() ##", Stage.EMBEDDING_LOOKUP, Kind.WAIT, None),
+        *((f"## {stage} 41 ##", stage, None, 41) for stage in Stage),
+    ],
+)
+def test_names_of_stages(name: str, stage: Stage, kind: Kind | None, batch: int | None) -> None:
+    meaning = kineto_names.of_annotation(name)
+    assert meaning is not None
+    assert meaning.stage is stage
+    assert kind is None or meaning.kind is kind
+    assert kineto_names.batch_of(name) == batch
+
+
+def test_a_users_annotation_has_no_stage() -> None:
+    assert kineto_names.of_annotation("## NEMetric:update ##") is None
+    assert kineto_names.of_annotation("my forward pass") is None
+
+
+def test_a_duration_below_zero_is_none(tmp_path: Path) -> None:
+    spans = read(tmp_path, event("kernel", "gemm", 10, 4, 7), event("kernel", "other", 12, 20, 7))
+    assert of(spans, "gemm").duration_ms == 0
+
+
+# -- published traces ---------------------------------------------------------------------------------------------
+
+
+@needs_traces
+def test_a_published_trace_of_torchrec() -> None:
+    """5 steps on an A100: the host stands in a copy to the host, and hardly any communication is hidden."""
+    (spans,) = read_trace(TRACES / "negative_queue_length_values_check_rank0.json.gz").values()
+    told = figures(spans)
+    assert told.window.end_ms - told.window.start_ms == pytest.approx(1231.5, abs=0.05)
+    assert told.window.num_steps == 5
+    assert 100 * told.account.kinds[Kind.COMMUNICATION].hidden_fraction == pytest.approx(1.36, abs=0.005)
+    worst = told.blocks[0]
+    assert worst.total_ms == pytest.approx(725.7, abs=0.05)
+    assert (worst.name, worst.detail) == ("aten::copy_", "cudaMemcpyAsync under ## sparse_data_dist ##")
+
+
+@needs_traces
+def test_a_published_trace_with_half_of_it_hidden() -> None:
+    (rank,) = read_trace(TRACES / "trace_diff_control_control.json.gz").items()
+    told = figures(rank[1])
+    assert rank[0] == 3
+    assert 100 * told.account.kinds[Kind.COMMUNICATION].hidden_fraction == pytest.approx(46.2, abs=0.05)
+    assert [round(block.total_ms, 1) for block in told.blocks[:2]] == [34.5, 21.4]
+    assert "all2all_tw_data:wait" in told.blocks[0].detail
+
+
+@needs_traces
+@pytest.mark.parametrize("name", sorted(path.name for path in TRACES.glob("*.json.gz")) or ["none"])
+def test_each_published_trace_is_read(name: str) -> None:
+    (spans,) = read_trace(TRACES / name).values()
+    kernels = [span for span in spans if span.lane.startswith("stream") and span.kind is not Kind.WAIT]
+    with gzip.open(TRACES / name) as file:
+        expected = [e for e in json.load(file)["traceEvents"] if e.get("cat") in ("kernel", "gpu_memcpy", "gpu_memset")]
+    assert len(kernels) == len(expected)
+    assert sum(span.duration_ms for span in kernels) == pytest.approx(sum(e["dur"] for e in expected) / 1e3)
+
+
+# -- files of our own ---------------------------------------------------------------------------------------------
+
+numbers = st.floats(-1e9, 1e9, allow_nan=False)
+any_span = st.builds(
+    lambda start, long, *rest: Span(start, start + long, *rest),
+    numbers,
+    st.floats(0, 1e6),
+    st.sampled_from(Kind),
+    st.sampled_from([HOST_LANE, "stream 7", "gloo"]),
+    st.text(max_size=8),
+    st.none() | st.sampled_from(Stage),
+    st.none() | st.integers(0, 2**40),
+    st.text(max_size=8),
+)
+
+
+@given(st.dictionaries(st.integers(0, 99), st.lists(any_span, min_size=1, max_size=6), min_size=1, max_size=3))
+@pytest.mark.parametrize("suffix", ["json", "json.gz"])
+def test_what_is_written_is_read_back(
+    tmp_path_factory: pytest.TempPathFactory, suffix: str, ranks: dict[int, list[Span]]
+) -> None:
+    path = tmp_path_factory.mktemp("trace") / f"trace.{suffix}"
+    write_trace(path, ranks)
+    back = read_trace(path)
+    assert {rank: sorted(map(repr, spans)) for rank, spans in back.items()} == {
+        rank: sorted(map(repr, spans)) for rank, spans in ranks.items()
+    }
+
+
+def test_a_written_trace_is_one_for_perfetto(tmp_path: Path) -> None:
+    one = Span(1, 5, Kind.COMMUNICATION, "gloo", "all_to_all", Stage.EMBEDDING_LOOKUP, 3, "rows")
+    other = Span(2, 7, Kind.COMMUNICATION, "gloo", "all_reduce")
+    write_trace(tmp_path / "t.json", {2: [one, other]})
+    events = json.loads((tmp_path / "t.json").read_text())["traceEvents"]
+    names = {(e["pid"], e["tid"]): e["args"]["name"] for e in events if e["name"] == "thread_name"}
+    assert [e["args"]["name"] for e in events if e["name"] == "process_name"] == ["rank 2"]
+    drawn = [
+        (e["pid"], names[e["pid"], e["tid"]], e["cat"], e["name"], e["ts"], e["dur"]) for e in events if e["ph"] == "X"
+    ]
+    assert drawn == [  # microseconds; what overlaps is on a row of its own
+        (2, "gloo", "communication", "all_to_all", 1000, 4000),
+        (2, "gloo (2)", "communication", "all_reduce", 2000, 5000),
+    ]
+    args = next(e["args"] for e in events if e["name"] == "all_to_all")
+    assert (args["stage"], args["batch"], args["detail"]) == ("embedding_lookup", 3, "rows")
+
+
+# -- bad input ----------------------------------------------------------------------------------------------------
+
+EMPTY = {"traceEvents": [{"ph": "M", "name": "process_name", "pid": 1, "args": {"name": "python"}}]}
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (b"lr=0.1", "its JSON is broken"),
+        (b"", "its JSON is broken"),
+        (b'{"traceEvents": [{"ph": "X", "na', "its JSON is broken"),
+        (gzip.compress(b"[]" * 5000)[:-30], "damaged gzip file"),
+        (b"\x1f\x8bnonsense", "damaged gzip file"),
+        (b"[1, 2]", "holds nothing to draw"),
+        (b'{"lr": 1}', "got:  the keys lr"),
+        (b"3", "got:  int"),
+        (b'{"traceEvents": 3}', "has no list of traceEvents"),
+        (json.dumps(EMPTY).encode(), "holds nothing to draw"),
+        (b"[" * 200_000, "nested too deeply"),
+        (
+            b'{"traceEvents": [{"ph": "X", "cat": "python_function", "name": "f", "ts": 1, "dur": 1}]}',
+            "nothing to draw",
+        ),
+        (b'{"traceEvents": [{"ph": "X", "cat": "kernel", "name": "f", "ts": "soon", "dur": 1}]}', "nothing to draw"),
+        (b'{"traceEvents": [{"ph": "X", "cat": "kernel", "name": "f", "ts": NaN, "dur": 1}]}', "nothing to draw"),
+    ],
+)
+def test_what_is_no_trace_is_said(tmp_path: Path, content: bytes, message: str) -> None:
+    path = tmp_path / "trace.json.gz"
+    path.write_bytes(content)
+    with pytest.raises(TraceError, match=message) as err:
+        read_trace(path)
+    assert str(path) in str(err.value)
+
+
+def test_a_changed_file_of_our_own_is_said(tmp_path: Path) -> None:
+    write_trace(tmp_path / "t.json", {0: [Span(1, 2, Kind.DENSE, HOST_LANE, "forward", Stage.DENSE_FORWARD)]})
+    changed = (tmp_path / "t.json").read_text().replace('"stage":"dense_forward"', '"stage":"sparse_forward"')
+    (tmp_path / "t.json").write_text(changed)
+    with pytest.raises(TraceError, match=r"event 'forward' is not as lightning_overlap timeline writes it"):
+        read_trace(tmp_path / "t.json")
+
+
+def test_a_folder_and_a_missing_file_are_said(tmp_path: Path) -> None:
+    (tmp_path / "rank0.json.gz").touch()
+    with pytest.raises(TraceError, match=r"is a folder, not a trace. Its traces: rank0\.json\.gz"):
+        read_trace(tmp_path)
+    with pytest.raises(TraceError, match="does not exist"):
+        read_trace(tmp_path / "rank1.json")

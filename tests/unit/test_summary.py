@@ -1,0 +1,97 @@
+"""What accounts say, in words, from numbers made up."""
+
+from __future__ import annotations
+
+import traceback
+
+from lightning_overlap import summary
+from lightning_overlap.stages import Stage
+from lightning_overlap.syncs import HostSync
+from lightning_overlap.timeline import Account, Kind, Times
+
+
+def one(
+    step_ms: float = 100,
+    dense: float = 60,
+    communication: Times | None = None,
+    lookup: Times | None = None,
+    host: float = 80,
+    blocked: float = 20,
+) -> Account:
+    kinds = {
+        Kind.DENSE: Times(dense),
+        Kind.COMMUNICATION: communication or Times(40, 30),
+        Kind.LOOKUP: lookup or Times(10, 5),
+        Kind.COPY: Times(2, 2),
+        Kind.HOST: Times(host),
+    }
+    return Account(step_ms, kinds, {Stage.EMBEDDING_LOOKUP: Times(50, 35)}, merge_wait_ms=7, blocked_ms=blocked)
+
+
+def test_metrics_are_by_stage_and_kind() -> None:
+    values = summary.metrics(one())
+    assert values["step_ms"] == 100
+    assert values["merge_wait_ms"] == 7
+    assert values["bound_ms"] == 80
+    assert values["to_gain_ms"] == 20
+    assert values["communication/hidden_ms"] == 30
+    assert values["communication/exposed_ms"] == 10
+    assert values["communication/hidden_fraction"] == 0.75
+    assert values["embedding_lookup/exposed_ms"] == 15
+    assert values["dense/busy_ms"] == 60
+    assert "dense/hidden_ms" not in values
+    assert values["hidden_fraction"] == (30 + 5 + 2) / (40 + 10 + 2)
+
+
+def test_what_limits_the_step_in_a_sentence() -> None:
+    dense_bound = one(dense=97, host=40)
+    assert summary.limit_sentence(dense_bound) == (
+        "dense-bound: it is busy 97.00 of the 100.00 ms of a step, so overlap cannot gain more than 3 %."
+    )
+    by_host = summary.limit_sentence(one(host=80, dense=60))
+    assert by_host.startswith("host-bound (dense is 75% of it): it is busy 80.00 of the 100.00 ms")
+    assert "communication-bound" in summary.limit_sentence(one(communication=Times(90, 10)))
+
+
+def test_the_slowest_rank_is_the_one_that_waits_least() -> None:
+    ranks = [one(blocked=20), one(blocked=3), one(blocked=15)]
+    assert summary.slowest_sentence(ranks) == ("Rank 1 is the slowest: it waits 3.00 ms a step, rank 0 waits 20.00 ms.")
+    assert "even" in summary.slowest_sentence([one(blocked=20), one(blocked=19.5)])
+
+
+def test_closing_table() -> None:
+    text = summary.closing_table([one(), one(blocked=0)], 4, "fused_sparse_dist", ["host syncs in a step: 0"])
+    lines = text.splitlines()
+    assert lines[0] == "Overlap: fused_sparse_dist; 4 steps measured, 2 ranks, ms per step"
+    assert [line.split() for line in lines if line.startswith("embedding_lookup")] == [
+        ["embedding_lookup", "50.00", "35.00", "15.00", "70%"]
+    ]
+    assert any(line.startswith("all communication") and line.endswith("75%") for line in lines)
+    assert any(line.startswith("Rank 1 is the slowest") for line in lines)
+    assert lines[-1] == "host syncs in a step: 0"
+    assert "slowest" not in summary.closing_table([one()], 4, "base")
+
+
+def sync(operator: str, where: str, line: int, stage: str = "dense_forward", blocked_ms: float = 0.0) -> HostSync:
+    frame = traceback.FrameSummary(where, line, "training_step", lookup_line=False)
+    return HostSync(operator, (frame,), stage, blocked_ms)
+
+
+def test_the_worst_three_syncs_are_named() -> None:
+    found = [
+        *[sync("item", "/home/me/model.py", 42)] * 3,
+        sync("tolist", "/home/me/model.py", 50, blocked_ms=9.0),
+        *[sync("nonzero", "/home/me/loss.py", 7, "backward", 1.0)] * 2,
+        sync("item", "/home/me/other.py", 1, ""),
+    ]
+    on_host = summary.sync_lines(found, on_cuda=False)
+    assert on_host[0] == "reads that would be host syncs on CUDA in a step: 7"
+    assert on_host[1] == "  3 x training_step, model.py:42: .item() in dense_forward"
+    assert len(on_host) == 4
+    on_cuda = summary.sync_lines(found, on_cuda=True)
+    assert on_cuda[:3] == [
+        "host syncs in a step: 7",
+        "  1 x training_step, model.py:50: .tolist() in dense_forward, blocked 9.00 ms",
+        "  2 x training_step, loss.py:7: .nonzero() in backward, blocked 2.00 ms",
+    ]
+    assert summary.sync_lines([], on_cuda=False) == ["reads that would be host syncs on CUDA in a step: 0"]

@@ -1,0 +1,273 @@
+"""The accounting of timelines: by hand beside a drawing, and against a count of every millisecond."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from lightning_overlap.figures import Window, blocks, figures, find_steps, headline, steady_window, tables, window_of
+from lightning_overlap.stages import Stage
+from lightning_overlap.timeline import (
+    COVERED_BY,
+    HOST_LANE,
+    Kind,
+    Span,
+    Times,
+    account,
+    clip,
+    exclusive,
+    intersection,
+    length,
+    mean,
+    rows_of,
+    subtract,
+    union,
+)
+
+END = 14
+KINDS = (Kind.DENSE, Kind.COMMUNICATION, Kind.LOOKUP, Kind.COPY)
+LETTERS = {"D": Kind.DENSE, "L": Kind.LOOKUP, "c": Kind.COMMUNICATION, "=": Kind.COPY, "w": Kind.WAIT, "h": Kind.HOST}
+
+
+def drawn(**lanes: str) -> list[Span]:
+    """Spans of a drawing: a letter a millisecond."""
+    spans = []
+    for lane, line in lanes.items():
+        for start, letter in enumerate(line):
+            if letter != " " and (start == 0 or line[start - 1] != letter):
+                end = next((at for at in range(start, len(line)) if line[at] != letter), len(line))
+                spans.append(Span(start, end, LETTERS[letter], lane, LETTERS[letter].value))
+    return spans
+
+
+spans_of_any_kind = st.lists(
+    st.builds(
+        lambda start, long, kind, lane, stage: Span(start, start + long, kind, lane, kind.value, stage),
+        st.integers(0, END - 1),
+        st.integers(1, 6),
+        st.sampled_from(Kind),
+        st.sampled_from([HOST_LANE, "stream 7", "stream 9"]),
+        st.sampled_from([None, *Stage]),
+    ),
+    max_size=12,
+)
+disjoint = st.lists(st.tuples(st.integers(0, END), st.integers(0, END)), max_size=8).map(union)
+
+
+def busy_at(spans: list[Span], moment: int) -> set[tuple[Kind, str, Stage | None]]:
+    """What goes on in the millisecond that begins then: per lane what began last, and every collective."""
+    found = {
+        (s.kind, s.lane, s.stage) for s in spans if s.kind is Kind.COMMUNICATION and s.start_ms <= moment < s.end_ms
+    }
+    for lane in {span.lane for span in spans}:
+        there = [
+            (span.start_ms, -span.end_ms, number, span)
+            for number, span in enumerate(spans)
+            if span.lane == lane and span.kind is not Kind.COMMUNICATION and span.start_ms <= moment < span.end_ms
+        ]
+        if there:
+            top = max(there)[-1]
+            found.add((top.kind, lane, top.stage))
+    return found
+
+
+def test_a_step_by_hand() -> None:
+    #               0         1
+    #               01234567890123456789
+    spans = drawn(
+        host="hhhwwwwhhhhhhhhhhhhh",
+        s7=" DDDDDD  DDDDLL DD   ",
+        s9="   cccccc     ccc    ",
+        s8="==           =====   ",
+    )
+    kept = account(spans, (0, 20))
+    assert kept.step_ms == 20
+    assert kept.kinds[Kind.DENSE] == Times(12, 0)
+    assert kept.kinds[Kind.COMMUNICATION] == Times(9, 4 + 1 + 1)  # 3-7 dense, 14 lookup, 16 dense
+    assert kept.kinds[Kind.LOOKUP] == Times(2, 0)
+    assert kept.kinds[Kind.COPY] == Times(7, 1 + 2 + 2)  # 1 dense, 13-15 lookup, 16-18 dense
+    assert kept.kinds[Kind.HOST] == Times(16, 0)
+    assert kept.blocked_ms == 4
+    assert kept.bound == ("host", 16)
+    assert kept.to_gain_ms == 4
+    assert kept.kinds[Kind.COMMUNICATION].exposed_ms == 3
+    assert kept.kinds[Kind.COMMUNICATION].hidden_fraction == pytest.approx(6 / 9)
+
+
+def test_nested_spans_take_their_time_from_the_outer_one() -> None:
+    #  forward    DDDDDDDDDD
+    #  lookup       LLL
+    #  wait            ww       ->  DDLLLwwDDD
+    outer = Span(0, 10, Kind.DENSE, HOST_LANE, "forward", Stage.DENSE_FORWARD, 3)
+    lookup = Span(2, 5, Kind.LOOKUP, HOST_LANE, "lookup", Stage.EMBEDDING_LOOKUP, 3)
+    wait = Span(5, 7, Kind.WAIT, HOST_LANE, "rows: wait()", Stage.EMBEDDING_LOOKUP, 3)
+    cut = exclusive([wait, outer, lookup])
+    assert [(s.start_ms, s.end_ms, s.kind) for s in cut] == [
+        (0, 2, Kind.DENSE),
+        (2, 5, Kind.LOOKUP),
+        (5, 7, Kind.WAIT),
+        (7, 10, Kind.DENSE),
+    ]
+    kept = account([outer, lookup, wait], (0, 10))
+    assert kept.kinds[Kind.DENSE].busy_ms == 5
+    assert kept.merge_wait_ms == kept.blocked_ms == 2
+    assert kept.stages == {Stage.EMBEDDING_LOOKUP: Times(3, 0), Stage.DENSE_FORWARD: Times(5, 0)}
+
+
+@pytest.mark.parametrize(
+    ("name", "lane", "counts"),
+    [
+        ("rows", HOST_LANE, True),
+        ("rows: waits for all_to_all", "stream 7", True),
+        ("rows", "stream 9", False),  # nothing dense runs there
+        ("ids", HOST_LANE, False),
+    ],
+)
+def test_a_wait_for_rows_counts_where_the_dense_part_runs(name: str, lane: str, counts: bool) -> None:
+    gemms = [Span(start, end, Kind.DENSE, "stream 7", "gemm") for start, end in ((0, 1), (3, 9))]
+    spans = [*gemms, Span(1, 3, Kind.WAIT, lane, name)]
+    assert figures(spans).account.merge_wait_ms == (2 if counts else 0)
+
+
+def test_collectives_stay_whole_and_count_once() -> None:
+    #  gloo    cccc
+    #            cccc      six ms busy; the host computes in the first three
+    #  host    DDD
+    one, two = (Span(start, start + 4, Kind.COMMUNICATION, "gloo", "all_to_all") for start in (0, 2))
+    kept = account([one, two, Span(0, 3, Kind.DENSE, HOST_LANE, "forward")], (0, 8))
+    assert kept.kinds[Kind.COMMUNICATION] == Times(6, 3)
+    assert {one, two} <= set(exclusive([one, two]))
+
+
+def test_beside_a_gpu_the_hosts_share_of_a_stage_is_no_busy_time() -> None:
+    host = Span(0, 5, Kind.HOST, HOST_LANE, "launches", Stage.INPUT_DATA_DIST)
+    sent = Span(1, 3, Kind.COMMUNICATION, "stream 9", "all_to_all", Stage.INPUT_DATA_DIST)
+    assert figures([host, sent]).account.stages == {Stage.INPUT_DATA_DIST: Times(2, 0)}
+    on_cpu = [replace(span, lane=lane) for span, lane in ((host, HOST_LANE), (sent, "gloo"))]
+    assert figures(on_cpu).account.stages == {Stage.INPUT_DATA_DIST: Times(7, 0)}  # there the host does it
+
+
+def test_a_window_of_two_steps_is_accounted_per_step() -> None:
+    spans = drawn(host="DDDD    DDDD    ", s9="  cccc    cccc  ")
+    assert account(spans, (0, 16), num_steps=2).kinds[Kind.COMMUNICATION] == Times(4, 2)
+    assert mean([account(spans, (0, 8)), account(spans, (8, 16))]) == account(spans, (0, 16), num_steps=2)
+    with pytest.raises(ValueError, match="no step has been measured"):
+        mean([])
+
+
+@given(spans_of_any_kind, st.integers(0, END), st.integers(1, 8))
+def test_the_sweep_equals_a_count_of_every_millisecond(spans: list[Span], start: int, long: int) -> None:
+    end = start + long
+    at = [busy_at(spans, moment) for moment in range(start, end)]
+    kept = account(spans, (start, end))
+    for kind in KINDS:
+        cover = COVERED_BY.get(kind, frozenset())
+        busy = [now for now in at if any(found == kind for found, _, _ in now)]
+        hidden = [now for now in busy if any(found in cover for found, _, _ in now)]
+        assert kept.kinds[kind] == Times(len(busy), len(hidden)), kind
+    waits = [now for now in at if any(kind is Kind.WAIT and lane == HOST_LANE for kind, lane, _ in now)]
+    assert kept.blocked_ms == len(waits)
+    assert kept.kinds[Kind.HOST].busy_ms == long - len(waits)
+    assert kept.merge_wait_ms == 0  # none of these waits is for rows
+    for stage, times in kept.stages.items():
+        counted = (*KINDS, Kind.HOST)
+        per_kind = [sum(any(k is kind and s is stage for k, _, s in now) for now in at) for kind in counted]
+        assert times.busy_ms == sum(per_kind)
+
+
+@given(spans_of_any_kind)
+def test_every_lane_is_covered_exactly_once(spans: list[Span]) -> None:
+    alone = [span for span in spans if span.kind is not Kind.COMMUNICATION]
+    cut = exclusive(alone)
+    for lane in {span.lane for span in alone}:
+        whole = union((span.start_ms, span.end_ms) for span in alone if span.lane == lane)
+        pieces = [(span.start_ms, span.end_ms) for span in cut if span.lane == lane]
+        assert union(pieces) == whole
+        assert length(pieces) == length(whole)  # no moment twice
+
+
+@given(spans_of_any_kind, st.integers(0, END), st.integers(1, 8))
+def test_hidden_and_exposed_are_the_busy_time(spans: list[Span], start: int, long: int) -> None:
+    kept = account(spans, (start, start + long))
+    for times in (*kept.kinds.values(), *kept.stages.values()):
+        assert 0 <= times.hidden_ms <= times.busy_ms
+        assert times.hidden_ms + times.exposed_ms == times.busy_ms
+    assert all(start <= s.start_ms < s.end_ms <= start + long for s in clip(spans, (start, start + long)))
+
+
+@given(disjoint, disjoint)
+def test_subtract_leaves_what_the_other_has_not(one: list[tuple[int, int]], other: list[tuple[int, int]]) -> None:
+    def moments(intervals: list[tuple[float, float]]) -> set[int]:
+        return {moment for start, end in intervals for moment in range(int(start), int(end))}
+
+    assert moments(subtract(one, other)) == moments(one) - moments(other)
+    assert moments(intersection(one, other)) == moments(one) & moments(other)
+
+
+@given(spans_of_any_kind, st.booleans())
+def test_rows_hold_every_span_and_none_overlaps(spans: list[Span], nested: bool) -> None:
+    rows = rows_of(spans, nested=nested)
+    assert sorted(map(id, (span for row in rows for span in row))) == sorted(map(id, spans))
+    for row in rows:
+        for number, one in enumerate(row):
+            for other in row[number + 1 :]:
+                inside = one.start_ms <= other.start_ms and other.end_ms <= one.end_ms
+                assert one.end_ms <= other.start_ms or (nested and inside)
+
+
+# -- steps and figures --------------------------------------------------------------------------------------------
+
+
+def forwards(*starts: float, batch: bool = True) -> list[Span]:
+    return [
+        Span(start, start + 2, Kind.DENSE, HOST_LANE, "forward", Stage.DENSE_FORWARD, number if batch else None)
+        for number, start in enumerate(starts)
+    ]
+
+
+@pytest.mark.parametrize("batch", [True, False])
+def test_steps_go_from_forward_to_forward(batch: bool) -> None:
+    inner = Span(0.5, 1, Kind.DENSE, HOST_LANE, "over arch", Stage.DENSE_FORWARD, 0 if batch else None)
+    found = find_steps([*forwards(0, 10, 25, 35, batch=batch), inner])
+    assert [window.interval for window in found] == [(0, 10), (10, 25), (25, 35)]
+
+
+def test_the_profilers_marks_come_first() -> None:
+    marks = [Span(10 * n, 10 * n + 9, Kind.HOST, HOST_LANE, f"ProfilerStep#{n + 7}") for n in range(2)]
+    assert [window.interval for window in find_steps([*forwards(0, 3, 6), *marks])] == [(0, 9), (10, 19)]
+    kernel = Span(4, 30, Kind.DENSE, "stream 7", "gemm")
+    assert window_of([*marks, kernel]) == Window(4, 30, 2)  # a GPU runs behind the marks
+    assert window_of(marks) == Window(0, 19, 2)
+
+
+def test_steady_steps_are_the_usual_ones() -> None:
+    spans = forwards(0, 50, 60, 70, 80, 120)  # the first and the last step are slow
+    assert steady_window(spans, 3) == Window(50, 80, 3)
+    assert steady_window(spans, 99) == Window(0, 120, 5)
+    assert steady_window(drawn(host="DDDD"), 3) == Window(0, 4)
+    with pytest.raises(ValueError, match="at least 1, got 0"):
+        steady_window(spans, 0)
+    with pytest.raises(ValueError, match="without a span"):
+        window_of([])
+
+
+def test_what_blocked_the_host_is_added_up_by_place() -> None:
+    def wait(start: float, end: float, name: str, lane: str = HOST_LANE) -> Span:
+        return Span(start, end, Kind.WAIT, lane, name, Stage.INPUT_SPLITS_DIST, None, "cudaMemcpyAsync")
+
+    spans = [
+        wait(0, 2, "aten::copy_"),
+        wait(3, 6, "aten::item"),
+        wait(7, 9, "aten::copy_"),
+        wait(0, 9, "x", "stream 7"),
+    ]
+    assert [(b.name, b.total_ms, b.count) for b in blocks(spans, (0, 8))] == [
+        ("aten::copy_", 3, 2),
+        ("aten::item", 3, 1),
+    ]
+    told = figures([*spans, Span(0, 10, Kind.HOST, HOST_LANE, "ProfilerStep#0")])
+    assert "host blocked 70.0 %" in headline(told)
+    assert tables(told)[-1].note == "Host blocked 7.0 of 10.0 ms (70.0 %)."

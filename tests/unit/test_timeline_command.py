@@ -1,0 +1,282 @@
+"""`overlap-timeline` and what it draws: a PNG, a page that needs no network, the table, and errors."""
+
+from __future__ import annotations
+
+import html.parser
+import json
+import re
+import struct
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from lightning_overlap import drawing, layout
+from lightning_overlap.figures import Table, as_text
+from lightning_overlap.kineto import read_trace, write_trace
+from lightning_overlap.stages import Stage
+from lightning_overlap.timeline import HOST_LANE, Kind, Span
+from lightning_overlap.timeline_command import main
+
+STEP_MS = 10.0
+
+
+def steps(num: int = 6, shift_ms: float = 0.0) -> list[Span]:
+    """Steps of 10 ms on two lanes.
+
+    host  forward==== wait~~ backward===            the rows of the next batch are on their way for 4 ms,
+    gloo              rows--------                  2 of them beside the backward
+    """
+    spans = []
+    for batch in range(num):
+        start = batch * STEP_MS + shift_ms
+
+        def span(begin: float, end: float, kind: Kind, lane: str, stage: Stage, of: int, start: float = start) -> Span:
+            return Span(start + begin, start + end, kind, lane, f"</script> {stage}", stage, of, "<b>&")
+
+        spans += [
+            span(0, 4, Kind.DENSE, HOST_LANE, Stage.DENSE_FORWARD, batch),
+            span(4, 6, Kind.WAIT, HOST_LANE, Stage.EMBEDDING_LOOKUP, batch),
+            span(6, 9, Kind.DENSE, HOST_LANE, Stage.BACKWARD, batch),
+            span(4, 8, Kind.COMMUNICATION, "gloo", Stage.EMBEDDING_LOOKUP, batch + 1),
+        ]
+    return spans
+
+
+class Page(html.parser.HTMLParser):
+    """What a browser would find on a page; complains about tags that do not match."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.open: list[str] = []
+        self.attributes: list[tuple[str, str, str]] = []
+        self.texts: dict[str, list[str]] = {}
+        self.feed(text)
+        self.close()
+        assert not self.open
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.attributes += [(tag, name, value or "") for name, value in attrs]
+        if tag != "meta":
+            self.open.append(tag)
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self.open.pop() == tag
+
+    def handle_data(self, data: str) -> None:
+        self.texts.setdefault(self.open[-1] if self.open else "", []).append(data)
+
+
+def png_size(path: Path) -> tuple[int, int]:
+    content = path.read_bytes()
+    assert content[:8] == b"\x89PNG\r\n\x1a\n"
+    width, height = struct.unpack(">II", content[16:24])
+    return width, height
+
+
+def test_png_has_a_panel_per_rank(tmp_path: Path) -> None:
+    drawing.write_png(tmp_path / "one.png", {0: steps()})
+    drawing.write_png(tmp_path / "two.png", {0: steps(), 1: steps()})
+    (one_wide, one_high), (two_wide, two_high) = png_size(tmp_path / "one.png"), png_size(tmp_path / "two.png")
+    assert one_wide == two_wide == 1920
+    assert one_high < two_high < 2 * one_high
+
+
+def test_png_shows_waits_in_red(tmp_path: Path) -> None:
+    from matplotlib.image import imread
+
+    def red(name: str) -> int:
+        image = imread(tmp_path / name)
+        return int(((image[..., 0] > 0.75) & (image[..., 1] < 0.3) & (image[..., 2] < 0.3)).sum())
+
+    drawing.write_png(tmp_path / "all.png", {0: steps()})
+    hidden = [span for span in steps() if span.kind is Kind.DENSE]
+    drawing.write_png(tmp_path / "hidden.png", {0: hidden})
+    assert red("all.png") > 20 * red("hidden.png") > 0  # there, the lane's name and the legend alone
+
+
+def test_drawing_leaves_matplotlibs_state_alone(tmp_path: Path) -> None:
+    import matplotlib
+    from matplotlib import pyplot
+
+    before = (pyplot.get_fignums(), dict(matplotlib.rcParams))
+    drawing.write_png(tmp_path / "t.png", {0: steps()})
+    assert (pyplot.get_fignums(), dict(matplotlib.rcParams)) == before
+
+
+def test_page_needs_nothing_but_itself(tmp_path: Path) -> None:
+    drawing.write_html(tmp_path / "t.html", {0: steps(), 1: steps()}, title="A <run>")
+    text = (tmp_path / "t.html").read_text(encoding="utf-8")
+    page = Page(text)
+    assert not re.search(r"https?:|//cdn|@import|url\(", text)
+    assert not [found for found in page.attributes if found[1] in ("src", "href")]
+    assert "{{" not in text
+    assert page.texts["h1"] == ["A <run>"]
+    assert page.texts["h2"] == ["rank 0", "rank 1"]
+    cells = page.texts["td"]
+    assert cells[cells.index("communication") + 1 : cells.index("communication") + 5] == [
+        "4.00",
+        "2.00",
+        "2.00",
+        "50.0 %",
+    ]
+
+
+def test_page_says_what_a_bar_is(tmp_path: Path) -> None:
+    drawing.write_html(tmp_path / "t.html", {0: steps()}, num_steps=2)
+    (data,) = [text for text in Page((tmp_path / "t.html").read_text()).texts["script"] if text.startswith("[")]
+    (panel,) = json.loads(data)
+    assert panel["length"] == pytest.approx(2 * STEP_MS)
+    assert [lane["name"] for lane in panel["lanes"]] == [HOST_LANE, "gloo"]
+    start, end, row, kind, _, words, about = panel["lanes"][1]["bars"][0]
+    assert (start, end, row, kind, words) == (4, 8, 0, "communication", "lookup 1")
+    assert about.splitlines() == [
+        "</script> embedding_lookup",
+        "embedding_lookup batch 1",
+        "communication, 4.000 ms, 50 % hidden",
+        "<b>&",
+    ]
+    assert panel["exposed"] == [[4, 6], [14, 16]]
+
+
+def test_ranks_with_one_clock_show_the_same_moments() -> None:
+    near, far = (layout.lay_out({0: steps(), 1: steps(shift_ms=by)}, num_steps=2, resolution=0) for by in (1.5, 1e6))
+    assert near[0].window == near[1].window
+    assert far[1].window.start_ms == pytest.approx(far[0].window.start_ms + 1e6)
+
+
+def test_many_short_spans_become_few_bars() -> None:
+    kernels = [Span(n, n + 0.9, Kind.DENSE, "stream 7", f"k{n % 3}", Stage.BACKWARD, 1) for n in range(10_000)]
+    (panel,) = layout.lay_out({0: kernels}, num_steps=3, resolution=1e-4)
+    ((bar,),) = [lane.bars for lane in panel.lanes]
+    assert (bar.count, bar.span.start_ms, bar.span.end_ms) == (10_000, 0, 9999.9)
+
+
+def test_one_event_that_lasts_no_time_is_drawn(tmp_path: Path) -> None:
+    assert main([write(tmp_path, "t.json", {0: [Span(3, 3, Kind.DENSE, HOST_LANE, "x")]})]) == 0
+
+
+def test_nothing_to_draw_is_said(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="no rank has a span"):
+        drawing.write_png(tmp_path / "t.png", {0: []})
+    with pytest.raises(ValueError, match="at least 1, got 0"):
+        drawing.write_html(tmp_path / "t.html", {0: steps()}, num_steps=0)
+
+
+def test_columns_of_a_table_stand_beneath_each_other() -> None:
+    assert as_text(Table(("kind", "ms", "where"), (("dense", "1.0", "here"), ("lookup", "10.0", "")), "Done.")) == (
+        "kind      ms  where\ndense    1.0  here\nlookup  10.0\nDone."
+    )
+
+
+# -- the command --------------------------------------------------------------------------------------------------
+
+
+def write(folder: Path, name: str, ranks: dict[int, list[Span]]) -> str:
+    write_trace(folder / name, ranks)
+    return str(folder / name)
+
+
+def test_command_draws_beside_the_trace_and_prints(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([write(tmp_path, "run.json.gz", {0: steps(), 1: steps()})]) == 0
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["run.html", "run.json.gz", "run.png"]
+    said = capsys.readouterr()
+    assert said.err == ""
+    for line in (
+        "rank 0: 10.0 ms a step; communication 50.0 % hidden, 2.00 ms exposed; host blocked 20.0 %",
+        "communication     4.00       2.00        2.00  50.0 %",
+        "Host blocked 10.0 of 50.0 ms (20.0 %).",
+    ):
+        assert line in said.out
+    assert "rank 1: " in said.out
+
+
+def test_command_writes_where_it_is_told(tmp_path: Path) -> None:
+    trace = write(tmp_path, "run.json", {0: steps()})
+    assert main([trace, "--out", str(tmp_path / "new" / "folder")]) == 0
+    assert main([trace, "--out", str(tmp_path / "pictures" / "mine.png"), "--steps", "1", "--title", "Mine"]) == 0
+    assert sorted(path.relative_to(tmp_path).as_posix() for path in tmp_path.rglob("*.*")) == [
+        "new/folder/run.html",
+        "new/folder/run.png",
+        "pictures/mine.html",
+        "pictures/mine.png",
+        "run.json",
+    ]
+    assert "<h1>Mine</h1>" in (tmp_path / "pictures" / "mine.html").read_text()
+
+
+def test_command_takes_one_file_per_rank(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([write(tmp_path, f"r{rank}.json", {rank: steps()}) for rank in (1, 0)]) == 0
+    assert re.findall(r"^(rank \d):", capsys.readouterr().out, re.MULTILINE) == ["rank 0", "rank 1"]
+
+
+def test_command_tells_files_of_one_rank_apart(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    files = [write(tmp_path, name, {0: steps()}) for name in ("before.json", "after.json")]
+    assert main(files) == 0
+    said = capsys.readouterr().out
+    assert all(f"{file} rank 0: 10.0 ms" in said for file in files)
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [(b"not JSON", "its JSON is broken"), (b"\x1f\x8b\x08", "damaged gzip"), (b"[]", "holds nothing to draw")],
+)
+def test_bad_files_are_said_without_a_traceback(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], content: bytes, message: str
+) -> None:
+    (tmp_path / "t.json").write_bytes(content)
+    assert main([str(tmp_path / "t.json")]) == 2
+    said = capsys.readouterr()
+    assert said.err.startswith(f"overlap-timeline: {tmp_path / 't.json'} ")
+    assert message in said.err
+    assert said.out == ""
+    assert [path.name for path in tmp_path.iterdir()] == ["t.json"]
+
+
+def test_other_bad_arguments(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([str(tmp_path)]) == 2
+    assert "is a folder, not a trace" in capsys.readouterr().err
+    trace = write(tmp_path, "t.json", {0: steps()})
+    (tmp_path / "taken").touch()
+    assert main([trace, "--out", str(tmp_path / "taken")]) == 2
+    assert f"cannot write {tmp_path / 'taken'}" in capsys.readouterr().err
+    for arguments in ([], [trace, "--steps", "0"], [trace, "--steps", "many"]):
+        with pytest.raises(SystemExit) as left:
+            main(arguments)
+        assert left.value.code == 2
+
+
+def test_command_runs_as_a_module(tmp_path: Path) -> None:
+    def run(*arguments: str) -> Any:
+        command = [sys.executable, "-m", "lightning_overlap.timeline_command", *arguments]
+        return subprocess.run(command, capture_output=True, text=True, timeout=100, check=False)
+
+    done = run(str(tmp_path / "absent.json"))
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr.startswith("overlap-timeline: ")
+    assert "Traceback" not in done.stderr
+    done = run(write(tmp_path, "t.json", {0: steps()}))
+    assert (done.returncode, done.stderr) == (0, "")
+    assert (tmp_path / "t.png").stat().st_size > 10_000
+
+
+def test_command_writes_into_a_closed_pipe(tmp_path: Path) -> None:
+    trace = write(tmp_path, "t.json", {0: steps()})
+    command = [sys.executable, "-m", "lightning_overlap.timeline_command", trace]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        assert process.stderr is not None
+        process.stdout.close()
+        assert process.stderr.read() == ""
+    assert process.returncode == 0
+
+
+def test_the_command_is_installed_by_its_name() -> None:
+    import tomllib
+
+    with (Path(__file__).parents[2] / "pyproject.toml").open("rb") as file:
+        scripts = tomllib.load(file)["project"]["scripts"]
+    assert scripts["overlap-timeline"] == f"{main.__module__}:{main.__name__}"
+    assert read_trace.__module__ == "lightning_overlap.kineto"
