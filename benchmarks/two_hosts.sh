@@ -4,7 +4,7 @@
 #   sudo RATE=200mbit benchmarks/two_hosts.sh fused_sparse_dist semi_sync        arms, as overlap-bench names them
 #   sudo RATE=unlimited benchmarks/two_hosts.sh '*' -- rounds=5                  and overrides of its config
 #
-# RATE    as tc writes rates (50mbit, 1gbit), or unlimited; default 200mbit. Of the link, in each direction.
+# RATE    as tc writes rates (50mbit, 1gbit), or unlimited; default 300mbit. Of the link, in each direction.
 # PYTHON  the interpreter that has the package; default python.
 #
 # Needs root, iproute2 and Linux's tbf qdisc. All that it makes is gone when it ends, however it ends.
@@ -14,7 +14,7 @@ set -euo pipefail
 usage() { sed -n '2,/^$/s/^# \{0,1\}//p' "$0"; }
 fail() { echo "error: $1" >&2; exit 2; }
 
-RATE=${RATE:-200mbit}
+RATE=${RATE:-300mbit}
 PYTHON=${PYTHON:-python}
 BURSTS_PER_S=100  # the bucket holds what the link carries in a hundredth of a second: no kernel's timer is slower
 QUEUE_MS=400     # like a host of its own, which keeps what the link cannot take yet and drops nothing

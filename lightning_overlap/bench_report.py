@@ -239,7 +239,7 @@ def _hidden(times: tuple[float, float] | None) -> str:
     if times is None:
         return "-"
     busy, waited = times
-    return "hidden" if waited < HIDDEN * busy else f"exposed {waited:.1f} ms"
+    return "hidden" if waited < max(HIDDEN * busy, 0.05) else f"exposed {waited:.1f} ms"
 
 
 def failures(results: Sequence[ArmResult]) -> list[str]:
