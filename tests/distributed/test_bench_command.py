@@ -73,9 +73,8 @@ def test_latencies_are_put_on_top(tmp_path: Path) -> None:
     for arm in arms.values():
         # A sleep is never shorter: sizes, lengths with ids, rows, gradients one after the other, and 3 x 5 ms.
         assert arm["step_ms_median"] >= 4 * 40 + 15
-        assert {name: waited >= 30 for name, (_, waited) in arm["collectives"].items() if name != "all_reduce"} == (
-            dict.fromkeys(("sizes", "ids", "rows", "gradients"), True)
-        )
+        for name in ("sizes", "ids", "rows", "gradients"):
+            assert arm["collectives"][name][1] >= 30, name
         assert arm["same_as_base"]
 
 
