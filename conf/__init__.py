@@ -1,1 +1,1 @@
-"""Configs of `overlap-train`; this file lets Hydra find them as `pkg://lightning_overlap.conf`."""
+"""Configs of `overlap-train` and `overlap-bench`; this file lets Hydra find them as `pkg://lightning_overlap.conf`."""

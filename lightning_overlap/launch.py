@@ -13,7 +13,7 @@ import tempfile
 import time
 import traceback
 import uuid
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -80,6 +80,24 @@ def run_ranks(num_ranks: int, module: str, folder: Path) -> None:
             raise RankFailedError(_first_failure(folder, err)) from None
         except SignalException as err:
             raise InterruptedRunError(err.sigval) from None
+
+
+def run_as_rank(train: Callable[[], None], folder: Path, parent: int) -> None:
+    """Do what a rank is for; its error is left where `run_ranks` looks for it.
+
+    Args:
+        train: What it is for.
+        folder: The run folder.
+        parent: The process that started this one, and is not to be outlived.
+    """
+    end_with(parent)
+    try:
+        train()
+    except BaseException as err:  # also SystemExit: Lightning turns Ctrl-C into it
+        write_failure(folder, err)
+        # Leave at once: the other ranks wait in a collective that this one never joins, and so would a clean exit.
+        sys.stdout.flush()
+        os._exit(1)
 
 
 def end_with(parent: int) -> None:

@@ -82,8 +82,8 @@ SEMI_SYNC = Schedule(
         Step(_FORWARD, 0, _COMPUTE),
         Step(_COPY, 3, _MEMCPY),
         Step(_LOOKUP, 1, _SIDE),  # above BACKWARD: reads weights one update old
-        Step(_DATA, 2, _DIST),
         Step(_BACKWARD, 0, _COMPUTE),
+        Step(_DATA, 2, _DIST),  # behind the gradients, which the backward waits for
         Step(_STEP, 0, _COMPUTE),
     ),
 )

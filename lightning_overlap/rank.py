@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import logging
-import os
 import resource
 import sys
 import time
@@ -74,7 +73,7 @@ class StepClock(Callback):
 
 def train(config: Config, folder: Path) -> None:
     """Train, validate and test every mode on this rank; rank 0 prints and writes the report."""
-    _calm_down()
+    calm_down()
     on_cpu = config["trainer"].get("accelerator") == "cpu"
     if (num_threads := config["threads_per_rank"] or (1 if on_cpu else None)) is not None:
         torch.set_num_threads(num_threads)
@@ -100,13 +99,13 @@ def train_mode(config: Config, schedule: Schedule, folder: Path) -> report.ModeR
     strategy = recipe.build_strategy(config, schedule, model)
     clock = StepClock()
     trainer = recipe.build_trainer(config, strategy, [clock], str(folder / "logs" / schedule.name))
-    _reset_peak_memory(strategy.root_device)
+    reset_peak_memory(strategy.root_device)
     trainer.fit(model, datamodule=data)
     metrics = _numbers(trainer.callback_metrics)
     trainer.test(model, datamodule=data, verbose=False)
     metrics |= _numbers(trainer.callback_metrics)
 
-    memory = _peak_memory(strategy.root_device)
+    memory = peak_memory(strategy.root_device)
     mine = {"losses": clock.losses, "step_ms": clock.step_ms, "peak_memory": memory}
     ranks: list[dict[str, Any]] = [{} for _ in range(trainer.world_size)]
     dist.all_gather_object(ranks, mine)
@@ -147,7 +146,7 @@ def read_config(folder: Path) -> dict[str, Any]:
     return {str(name): value for name, value in config.items()}
 
 
-def _calm_down() -> None:
+def calm_down() -> None:
     """Keep back what the libraries say about themselves; a progress bar and a table follow."""
     for talkative in ("lightning.pytorch", "lightning.fabric"):
         logging.getLogger(talkative).setLevel(logging.WARNING)
@@ -181,7 +180,8 @@ def _numbers(metrics: Mapping[str, Tensor]) -> dict[str, float]:
     return {name: float(value) for name, value in metrics.items()}
 
 
-def _reset_peak_memory(device: torch.device) -> None:
+def reset_peak_memory(device: torch.device) -> None:
+    """Have `peak_memory` begin anew, where the system lets it."""
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
         return
@@ -191,7 +191,8 @@ def _reset_peak_memory(device: torch.device) -> None:
         return  # no such file or right here: the peak is then that of the whole process
 
 
-def _peak_memory(device: torch.device) -> dict[str, int]:
+def peak_memory(device: torch.device) -> dict[str, int]:
+    """Return the peaks of this process in bytes: allocated and reserved on CUDA, resident on a CPU."""
     if device.type == "cuda":
         return {
             "allocated": torch.cuda.max_memory_allocated(device),
@@ -203,14 +204,7 @@ def _peak_memory(device: torch.device) -> dict[str, int]:
 
 def main(folder: Path, parent: int) -> None:
     """Run as a rank that `overlap-train`, process `parent`, started."""
-    launch.end_with(parent)
-    try:
-        train(read_config(folder), folder)
-    except BaseException as err:  # also SystemExit: Lightning turns Ctrl-C into it
-        launch.write_failure(folder, err)
-        # Leave at once: the other ranks wait in a collective that this one never joins, and so would a clean exit.
-        sys.stdout.flush()
-        os._exit(1)
+    launch.run_as_rank(lambda: train(read_config(folder), folder), folder, parent)
 
 
 if __name__ == "__main__":

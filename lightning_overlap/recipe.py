@@ -33,8 +33,8 @@ def num_ranks(config: Config) -> int:
     Raises:
         ValueError: Not a number of devices, or more CUDA devices than there are.
     """
-    devices, on_cuda = config["trainer"].get("devices", "auto"), _on_cuda(config)
-    available = torch.cuda.device_count() if on_cuda else 1
+    devices, cuda = config["trainer"].get("devices", "auto"), on_cuda(config)
+    available = torch.cuda.device_count() if cuda else 1
     if devices in ("auto", -1, "-1"):
         num = max(available, 1)
     elif isinstance(devices, list):
@@ -45,7 +45,7 @@ def num_ranks(config: Config) -> int:
         num = 0
     if num < 1:
         raise ValueError(f"trainer.devices is a number of ranks, a list of devices or 'auto', got {devices!r}.")
-    if on_cuda and num > available:
+    if cuda and num > available:
         raise ValueError(
             f"trainer.devices={devices!r} needs {num} CUDA devices, found {available}. Lower it, or take trainer=cpu."
         )
@@ -130,7 +130,7 @@ def check(config: Config) -> None:
     model = build_model(config, data)
     build_strategy(config, modes(config)[-1], model)
     sharding = _sharding(config, model)
-    check_sharding(sharding, find_tables(model), torch.device("cuda" if _on_cuda(config) else "cpu"))
+    check_sharding(sharding, find_tables(model), torch.device("cuda" if on_cuda(config) else "cpu"))
     _check_optimizers(model, sharding)
 
 
@@ -146,19 +146,19 @@ def _check_optimizers(model: LightningModule, sharding: str | Mapping[str, str] 
         made = model.configure_optimizers()
     except Exception:
         return
-    refuse_dense_owner({table.path: table.parameter for table in tables}, _optimizers_in(made))
+    refuse_dense_owner({table.path: table.parameter for table in tables}, optimizers_in(made))
 
 
 def _kind(sharding: str | Mapping[str, str] | None, table: str) -> str | None:
     return sharding.get(table) if isinstance(sharding, Mapping) else sharding
 
 
-def _optimizers_in(made: Any) -> list[torch.optim.Optimizer]:
+def optimizers_in(made: Any) -> list[torch.optim.Optimizer]:
     """Every optimizer in what `configure_optimizers` may return."""
     if isinstance(made, torch.optim.Optimizer):
         return [made]
     parts = made.values() if isinstance(made, Mapping) else made if isinstance(made, list | tuple) else ()
-    return [optimizer for part in parts for optimizer in _optimizers_in(part)]
+    return [optimizer for part in parts for optimizer in optimizers_in(part)]
 
 
 def _sharding(config: Config, model: LightningModule) -> str | dict[str, str] | None:
@@ -168,7 +168,8 @@ def _sharding(config: Config, model: LightningModule) -> str | dict[str, str] | 
     return {table.name: kind for table in find_tables(model) if kind} | dict(named)
 
 
-def _on_cuda(config: Config) -> bool:
+def on_cuda(config: Config) -> bool:
+    """Whether the trainer would take CUDA devices."""
     accelerator = config["trainer"].get("accelerator", "auto")
     return accelerator in ("cuda", "gpu") or (accelerator == "auto" and torch.cuda.is_available())
 

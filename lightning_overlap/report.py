@@ -67,7 +67,7 @@ def table(results: Sequence[ModeResult]) -> str:
     for name in results[0].peak_memory:
         values = [f"{result.peak_memory[name] / 2**20:,.0f} MiB" for result in results]
         rows.append((f"peak memory, {name}", values))
-    return _aligned(rows)
+    return aligned(rows)
 
 
 def compare(results: Sequence[ModeResult]) -> tuple[str, bool]:
@@ -131,7 +131,8 @@ def _number(value: float | None, form: str) -> str:
     return "-" if value is None else form.format(value)
 
 
-def _aligned(rows: Sequence[tuple[str, Sequence[str]]]) -> str:
+def aligned(rows: Sequence[tuple[str, Sequence[str]]]) -> str:
+    """Return rows of (name, cells) as text in columns, a line under the first."""
     name_width = max(len(name) for name, _ in rows)
     widths = [max(len(cell) for cell in column) for column in zip(*(cells for _, cells in rows), strict=True)]
     lines = [

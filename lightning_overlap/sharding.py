@@ -161,9 +161,7 @@ def shard_tables(
     fused = check_fused_optimizer(fused_optimizer)
     check_sharding(sharding, tables, device)
     asked = {} if sharding is None else sharding if isinstance(sharding, Mapping) else None
-    if not isinstance(sharding, ShardingPlan):
-        sharding = _planner(sharding, tables, fused is not None, group, device, local_world_size)
-    plan = sharding if isinstance(sharding, ShardingPlan) else _plan_on_rank_zero(sharding, model, group)
+    plan = _make_plan(model, tables, sharding, fused is not None, group, device, local_world_size)
     _apply_fused_optimizer(tables, plan, fused, device)
     if asked is not None:
         _say_what_is_replicated(tables, plan, asked)
@@ -192,6 +190,41 @@ def shard_tables(
         # A rank knows the rates of its own shards only, and those move with a schedule.
         model.get_submodule(name).fused_rates = fused_rates  # type: ignore[assignment]
     return True
+
+
+def make_plan(
+    model: nn.Module,
+    *,
+    sharding: Sharding,
+    fused_optimizer: FusedOptimizer | None,
+    group: dist.ProcessGroup,
+    device: torch.device,
+    local_world_size: int,
+) -> ShardingPlan:
+    """Return the plan that `shard_tables` would shard a model by; all ranks of the group call this.
+
+    Raises:
+        ValueError: As `shard_tables`, or the planner has no plan.
+    """
+    tables = find_tables(model)
+    fused = check_fused_optimizer(fused_optimizer) is not None
+    check_sharding(sharding, tables, device)
+    return _make_plan(model, tables, sharding, fused, group, device, local_world_size)
+
+
+def _make_plan(
+    model: nn.Module,
+    tables: list[Table],
+    sharding: Sharding,
+    fused_optimizer: bool,
+    group: dist.ProcessGroup,
+    device: torch.device,
+    local_world_size: int,
+) -> ShardingPlan:
+    if isinstance(sharding, ShardingPlan):
+        return sharding
+    planner = _planner(sharding, tables, fused_optimizer, group, device, local_world_size)
+    return planner if isinstance(planner, ShardingPlan) else _plan_on_rank_zero(planner, model, group)
 
 
 def sharded_state_names(model: nn.Module) -> set[str]:

@@ -9,11 +9,21 @@ SUPPORTED: Mapping[str, str] = {"lightning": ">=2.5.2,<2.7", "torchrec": ">=1.8,
 """As in `pyproject.toml`; the tests run with the oldest and the newest of each."""
 
 
+_UNKNOWN = "of unknown version"
+
+
 def what_is_supported() -> str:
     """Return a sentence that names the installed and the supported versions."""
     installed = ", ".join(f"{name} {_installed(name)}" for name in SUPPORTED)
     supported = ", ".join(name + versions for name, versions in SUPPORTED.items())
     return f"Installed: {installed}. Supported: {supported}."
+
+
+def installed() -> dict[str, str]:
+    """Return the versions of what a measurement depends on."""
+    packages = ("torch", "lightning", "torchrec", "fbgemm-gpu", "fbgemm-gpu-cpu")
+    known = {package: _installed(package) for package in packages}
+    return {package: version for package, version in known.items() if version != _UNKNOWN}
 
 
 def check_names(package: str, names: Mapping[str, Iterable[str]], owners: Mapping[str, object]) -> None:
@@ -41,4 +51,4 @@ def _installed(package: str) -> str:
     try:
         return metadata.version(package)
     except metadata.PackageNotFoundError:
-        return "of unknown version"
+        return _UNKNOWN

@@ -161,8 +161,8 @@ class DLRM(LightningModule):
             bottom_widths.append(embedding_dim)
         num_vectors = len(self.features) + 1
         num_inputs = embedding_dim + num_vectors * (num_vectors - 1) // 2
-        self.bottom = _mlp(num_dense, bottom_widths)
-        self.top = nn.Sequential(_mlp(num_inputs, list(top_layers)), nn.Linear([num_inputs, *top_layers][-1], 1))
+        self.bottom = mlp(num_dense, bottom_widths)
+        self.top = nn.Sequential(mlp(num_inputs, list(top_layers)), nn.Linear([num_inputs, *top_layers][-1], 1))
         self._pairs: Tensor | None = None  # no buffer: DDP broadcasts buffers at every forward
         self.val_auc, self.val_ne = BinnedAUC(), NormalizedEntropy()
         self.test_auc, self.test_ne = BinnedAUC(), NormalizedEntropy()
@@ -242,7 +242,8 @@ def _table(name: str, num_rows: int, embedding_dim: int) -> EmbeddingBagConfig:
     )
 
 
-def _mlp(num_inputs: int, widths: Sequence[int]) -> nn.Sequential:
+def mlp(num_inputs: int, widths: Sequence[int]) -> nn.Sequential:
+    """Linear layers of these widths, each with a ReLU behind it."""
     layers: list[nn.Module] = []
     for width_in, width_out in zip([num_inputs, *widths], widths, strict=False):
         layers += [nn.Linear(width_in, width_out), nn.ReLU()]

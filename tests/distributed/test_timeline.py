@@ -35,10 +35,10 @@ FUSED_AFTER_OPTIMIZER = (
     "< lengths 5,< ids 5,> rows 5,> splits 6"
 )
 #        |forward |backward|grads |step    |                            exposed: grads
-#                 |rows 5 ................|   ids 5 were here a step ago
+#                 |rows 5 .........|ids 6 ...  behind the gradients, for which the backward waits
 SEMI_SYNC = (
-    "< rows 4,forward,< lengths 5,< ids 5,> rows 5,< splits 6,> lengths 6,> ids 6,backward,> gradients,"
-    "< gradients exposed 40,step,> splits 7"
+    "< rows 4,forward,< lengths 5,< ids 5,> rows 5,backward,> gradients,< gradients exposed 40,"
+    "< splits 6,> lengths 6,> ids 6,step,> splits 7"
 )
 
 

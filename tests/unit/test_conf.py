@@ -16,21 +16,21 @@ from hydra.utils import get_object
 from omegaconf import OmegaConf
 
 from lightning_overlap import MODES, STREAMS, choices, recipe
+from lightning_overlap.command import add_or_override
 from lightning_overlap.models import DLRM
-from lightning_overlap.train import add_or_override
 
 CONF = Path(str(files("lightning_overlap"))) / "conf"
-GROUPS = ("pipeline", "stream", "model", "data", "sharding", "trainer", "logger", "callbacks", "experiment")
+GROUPS = ("pipeline", "stream", "model", "data", "sharding", "trainer", "logger", "callbacks", "experiment", "bench")
 
 
 def names(group: str) -> list[str]:
     return sorted(path.stem for path in (CONF / group).glob("*.yaml"))
 
 
-def composed(*overrides: str) -> dict[str, Any]:
-    """The config that the command line `overrides` gives, as the command sees it."""
+def composed(*overrides: str, command: str = "config") -> dict[str, Any]:
+    """The config that the command line `overrides` gives, as `overlap-train` (or "bench") sees it."""
     with initialize_config_module("lightning_overlap.conf", version_base="1.3"):
-        config = compose("config", [add_or_override(override) for override in overrides])
+        config = compose(command, [add_or_override(override) for override in overrides])
     plain = OmegaConf.to_container(config, resolve=True)
     assert isinstance(plain, dict)
     return {str(name): value for name, value in plain.items()}
@@ -50,7 +50,7 @@ def test_the_groups_are_these() -> None:
 
 @pytest.mark.parametrize("choice", [f"{group}={name}" for group in GROUPS for name in names(group)])
 def test_each_file_composes_and_its_options_exist(choice: str) -> None:
-    config = composed(choice)
+    config = composed(choice, command="bench" if choice.startswith("bench=") else "config")
     nodes = [config["model"], config["data"], *config["logger"].values(), *config["callbacks"].values()]
     for node in nodes:
         parameters = inspect.signature(get_object(node["_target_"])).parameters

@@ -82,15 +82,15 @@ ISSUES: dict[str, dict[int, str]] = {
     },
     # iteration | -3 | -2       | -1             | 0                    | 1                 | 2           | 3
     # memcpy    | C0 |    C1    |    C2          |       C3             |                   |             |
-    # data_dist |    | S0    D0 | S1       D1    | S2          D2       | S3       D3       |             |
+    # data_dist |    | S0    D0 | S1       D1    | S2             D2    | S3          D3    |             |
     # lookup    |    |          |       L0       |          L1          |       L2          |    L3       |
-    # compute   |    |          |                |    F0          B0 O0 |    F1       B1 O1 | F2    B2 O2 | F3 B3 O3
+    # compute   |    |          |                |    F0       B0    O0 |    F1    B1    O1 | F2    B2 O2 | F3 B3 O3
     "semi_sync": {
         -3: "C0",
         -2: "S0 C1 D0",
         -1: "S1 C2 L0 D1",
-        0: "S2 F0 C3 L1 D2 B0 O0",
-        1: "S3 F1 L2 D3 B1 O1",
+        0: "S2 F0 C3 L1 B0 D2 O0",
+        1: "S3 F1 L2 B1 D3 O1",
         2: "F2 L3 B2 O2",
         3: "F3 B3 O3",
     },

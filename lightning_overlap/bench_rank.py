@@ -1,0 +1,295 @@
+"""What every rank of `overlap-bench` does: the arms in turns, each step timed, and the report."""
+
+from __future__ import annotations
+
+import ctypes
+import gc
+import itertools
+import os
+import sys
+import time
+import traceback
+import warnings
+from collections.abc import Mapping
+from contextlib import ExitStack, suppress
+from dataclasses import replace
+from datetime import timedelta
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from . import bench_report, choices, launch, rank, recipe, versions
+from .bench_arms import Arm, Batches, Job, arms
+from .bench_report import ArmTurns, Turn
+from .bench_wire import by_name, late_all_to_alls
+from .choices import Config
+from .clocks import HOST_LANE, SpanRecorder
+from .stages import StreamName
+from .streams import HostStreams, Streams
+from .timeline import Kind, account
+
+TIMEOUT = timedelta(minutes=5)
+"""Of a collective of the arms: one that hangs must not hold up the rest for long."""
+
+DRAIN = 4
+"""Steps at the end that do not count: a pipeline that runs empty has less to do."""
+
+_STALE = ("torchrec/semi_sync",)
+"""Arms beside our modes whose lookups are one batch stale."""
+
+
+class Meter:
+    """Times the steps of one turn without making the host wait for the device in between.
+
+    Steps `warm_up` to `warm_up + steps` are timed: on CUDA by events that are read when all is over. The device is
+    waited for before the first and behind the last of them. Then come the steps whose collectives are recorded; on
+    CUDA only where the streams are known.
+
+    Args:
+        device: Of this rank.
+        warm_up: Steps before the timed ones.
+        steps: Timed steps.
+        measured: Steps to record collectives in.
+    """
+
+    def __init__(self, device: torch.device, warm_up: int, steps: int, measured: int) -> None:
+        self._device = device
+        self._first, self._last = warm_up, warm_up + steps
+        # What the first of them waits for was issued before.
+        self._measured = range(self._last + 1, self._last + 2 + measured) if measured else range(0)
+        self._recorder: SpanRecorder | None = None
+        self._marks: list[Any] = []
+        self._losses: list[Tensor] = []
+        self._window_ms = 0.0
+        self._memory: dict[str, int] = {}
+
+    def after_step(self, loss: Tensor, streams: Streams | None = None) -> None:
+        """Take a step's end, its loss, and the streams that it ran on if they are known."""
+        self._losses.append(loss.detach())
+        step = len(self._losses)
+        if step == self._first:
+            self._synchronize()
+            rank.reset_peak_memory(self._device)
+            self._window_ms = -time.perf_counter() * 1e3
+        if self._first <= step <= self._last:
+            self._marks.append(self._mark())
+        if step == self._last:
+            self._synchronize()
+            self._window_ms += time.perf_counter() * 1e3
+            self._memory = rank.peak_memory(self._device)
+            self._start_recording(streams)
+        if self._recorder is not None and step in self._measured:
+            self._recorder.step()
+        if self._measured and step == self._measured[-1]:
+            self.close()
+
+    def _start_recording(self, streams: Streams | None) -> None:
+        streams = HostStreams() if self._device.type == "cpu" else streams
+        if self._measured and streams is not None:
+            self._recorder = SpanRecorder(streams)
+            self._recorder.start()
+
+    def close(self) -> None:
+        """Stop recording, also where training failed."""
+        if self._recorder is not None:
+            self._recorder.stop()
+
+    def turn(self) -> Turn:
+        """Return what was seen."""
+        self._synchronize()
+        losses_S = torch.stack(self._losses).float().cpu()  # S steps
+        seen = Turn(
+            step_ms=[_elapsed_ms(*pair) for pair in itertools.pairwise(self._marks)],
+            window_ms=self._window_ms,
+            losses=[loss.numpy().tobytes() for loss in losses_S],
+            final_loss=float(losses_S[-1]),
+            peak_memory=self._memory,
+        )
+        return seen if self._recorder is None else replace(seen, **self._waits(self._recorder))
+
+    def _waits(self, recorder: SpanRecorder) -> dict[str, Any]:
+        lane = HOST_LANE if self._device.type == "cpu" else str(StreamName.COMPUTE)
+        spans, steps = recorder.spans(), recorder.windows()
+        accounts = [account(spans, step, host_lane=lane) for step in steps]
+        return {
+            "busy_ms": [one.step_ms - one.blocked_ms for one in accounts],
+            "wire_ms": [one.kinds[Kind.COMMUNICATION].busy_ms for one in accounts],
+            "exposed_ms": [one.blocked_ms for one in accounts],
+            "collectives": by_name(spans, steps, lane),
+        }
+
+    def _mark(self) -> Any:
+        if self._device.type != "cuda":
+            return time.perf_counter()
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event
+
+    def _synchronize(self) -> None:
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)
+
+
+def _elapsed_ms(early: Any, late: Any) -> float:
+    return (late - early) * 1e3 if isinstance(early, float) else float(early.elapsed_time(late))
+
+
+def run(config: Config, folder: Path) -> None:
+    """Train every arm in every round on this rank; rank 0 prints and writes the report."""
+    rank.calm_down()
+    for harmless in (
+        ".*trying to .self.log\\(\\). but the .self.trainer.",
+        "You defined a .validation_step. but have no",
+    ):
+        warnings.filterwarnings("ignore", message=harmless)
+    device = _join(config)
+    if (num_threads := config["threads_per_rank"] or (1 if device.type == "cpu" else None)) is not None:
+        torch.set_num_threads(num_threads)
+    bench = _Bench(config, folder, device)
+    results = bench.all_rounds()
+    if dist.get_rank() == 0:
+        _report(config, folder, results, getattr(bench.data, "batch_size", None))
+    dist.barrier(bench.group)
+    dist.destroy_process_group()
+
+
+def _join(config: Config) -> torch.device:
+    """Join the process group that the arms share, and return this rank's device."""
+    on_cuda = recipe.on_cuda(config)
+    device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0"))) if on_cuda else torch.device("cpu")
+    if on_cuda:
+        torch.cuda.set_device(device)
+    dist.init_process_group("nccl" if on_cuda else "gloo", timeout=TIMEOUT)
+    return device
+
+
+class _Bench:
+    def __init__(self, config: Config, folder: Path, device: torch.device) -> None:
+        self.config, self.folder, self.device = config, folder, device
+        group = dist.new_group(backend="gloo", timeout=TIMEOUT * 2)
+        self.group = group
+        self.data = recipe.build_data(config)
+        self.batches = _make_batches(self.data, config["num_batches"], pin=device.type == "cuda")
+        self.latency: Mapping[str, float] = config["latency"] or {}
+
+    def all_rounds(self) -> list[ArmTurns]:
+        from tqdm import tqdm  # type: ignore[import-untyped]
+
+        known = arms(self.config)
+        ours = choices.our_arms(self.config)
+        results = {
+            name: ArmTurns(name, ours[name][0].staleness if name in ours else int(name in _STALE))
+            for name in choices.arms(self.config)
+        }
+        names, num_rounds = list(results), self.config["rounds"]
+        bar = tqdm(total=len(names) * num_rounds, disable=dist.get_rank() != 0, desc="overlap-bench", unit="turn")
+        with bar:
+            for number in range(num_rounds):
+                shift = number % len(names)
+                for name in names[shift:] + names[:shift]:
+                    bar.set_postfix_str(name)
+                    if results[name].failure is None:
+                        self._take_turn(known[name], results[name], must_run=name in ours)
+                    bar.update()
+        return list(results.values())
+
+    def _take_turn(self, arm: Arm, result: ArmTurns, *, must_run: bool) -> None:
+        """Train one arm once; all ranks agree on whether it runs."""
+        mine: Turn | BaseException
+        try:
+            mine = self._train(arm)
+        except Exception as err:
+            if must_run:
+                raise
+            mine = RuntimeError(_why(err))
+        everyone: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(everyone, mine, group=self.group)
+        failed = [turn for turn in everyone if isinstance(turn, BaseException)]
+        if failed:
+            result.failure = str(failed[0])
+            result.rounds.clear()
+        else:
+            result.rounds.append(everyone)
+
+    def _train(self, arm: Arm) -> Turn:
+        config = self.config
+        meter = Meter(self.device, config["warm_up"], config["steps"], config["measured_steps"])
+        num_steps = config["warm_up"] + config["steps"] + config["measured_steps"] + 1 + DRAIN
+        job = Job(
+            config=config,
+            data=self.data,
+            batches=Batches(self.batches, num_steps),
+            device=self.device,
+            after_step=meter.after_step,
+            log_dir=self.folder,
+            local_world_size=int(os.environ.get("LOCAL_WORLD_SIZE", dist.get_world_size())),
+            latency=self.latency,
+        )
+        try:
+            with ExitStack() as stack:
+                if latency_ms := self.latency.get("all_to_all_ms", 0.0):
+                    stack.enter_context(late_all_to_alls(latency_ms))
+                arm(job)
+            return meter.turn()
+        finally:
+            meter.close()
+            del job
+            _free(self.device)
+
+
+def _free(device: torch.device) -> None:
+    """Give back the memory of a turn, so that the next one's peak is its own."""
+    gc.collect()
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+    elif sys.platform == "linux":
+        with suppress(AttributeError):  # another C library than glibc
+            ctypes.CDLL(None).malloc_trim(0)
+
+
+def _why(err: Exception) -> str:
+    """Say what failed in an arm that is not ours, and where in its package."""
+    frames = [frame for frame in traceback.extract_tb(err.__traceback__) if "torchrec" in Path(frame.filename).parts]
+    where = f" in torchrec's {Path(frames[-1].filename).name}, {frames[-1].name}()" if frames else ""
+    return f"{type(err).__name__}{where}: {(str(err).splitlines() or [''])[0]}"
+
+
+def _make_batches(data: Any, num_batches: int, *, pin: bool) -> list[Any]:
+    """Make this rank's batches, on the host, before any clock starts."""
+    data.trainer = SimpleNamespace(global_rank=dist.get_rank(), world_size=dist.get_world_size(), current_epoch=0)
+    data.prepare_data()
+    data.setup("fit")
+    batches = list(itertools.islice(data.train_dataloader(), num_batches))
+    return [batch.pin_memory() for batch in batches] if pin else batches
+
+
+def _report(config: Config, folder: Path, turns: list[ArmTurns], batch_size: int | None) -> None:
+    results = bench_report.evaluate(turns, batch_size)
+    bound = bench_report.bound_ms(turns[0])
+    about = {
+        "config": dict(config),
+        "versions": versions.installed(),
+        "device": torch.cuda.get_device_name() if recipe.on_cuda(config) else "cpu",
+        "ranks": dist.get_world_size(),
+    }
+    print(f"\n{bench_report.table(results)}")
+    if bound is not None:
+        print(f"bound: {bound:.2f} ms: base's slowest rank if it waited for nothing, or the wire, whichever is busier")
+    for part in (bench_report.collectives_table(results), "\n".join(bench_report.failures(results))):
+        if part:
+            print(f"\n{part}")
+    bench_report.write(folder, results, bound, about)
+    print(f"\nrun folder: {folder}", flush=True)
+
+
+def main(folder: Path, parent: int) -> None:
+    """Run as a rank that `overlap-bench`, process `parent`, started."""
+    launch.run_as_rank(lambda: run(rank.read_config(folder), folder), folder, parent)
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), int(sys.argv[2]))

@@ -1,0 +1,78 @@
+"""SparseNN: pooled embeddings beside dense features, all into a deep over arch; the more tables, the more travels.
+
+Shape suffixes: B batch size per rank, D dense features, E sum of the tables' embedding dims.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import Tensor, nn
+from torchrec.optim.optimizers import in_backward_optimizer_filter
+
+from ..data import RecBatch
+from .dlrm import DLRM, mlp
+
+
+class SparseNN(DLRM):
+    """The shape of model that TorchRec measures its train pipelines with (`TestSparseNN` with a large over arch).
+
+    As `DLRM`, but that pooled rows and dense features are put side by side, and one MLP is over them: the wire and the
+    over arch's first layer grow with the tables, and there are no products.
+
+    Args:
+        table_sizes: Rows of each table, by feature name; table and feature share the name.
+        num_dense: Dense features per sample.
+        embedding_dim: Columns of every table.
+        over_layers: Widths of the over arch's hidden layers; the last layer, to one logit, comes on top.
+        learning_rate: Of SGD on the dense parameters, and on tables that nothing updates in the backward.
+        fused_optimizer: As `DLRM`'s.
+        table_learning_rate: As `DLRM`'s.
+        table_device: As `DLRM`'s.
+
+    Raises:
+        ValueError: An argument makes no model.
+
+    Source: TorchRec 1.8, `torchrec.distributed.test_utils.test_model`.
+    """
+
+    def __init__(
+        self,
+        table_sizes: Mapping[str, int],
+        num_dense: int,
+        embedding_dim: int = 128,
+        over_layers: Sequence[int] = (1000, 1000, 1000, 1000, 1000),
+        learning_rate: float = 0.1,
+        fused_optimizer: str | None = None,
+        table_learning_rate: float | None = None,
+        table_device: str | torch.device = "meta",
+    ) -> None:
+        super().__init__(
+            table_sizes,
+            num_dense,
+            embedding_dim,
+            bottom_layers=(),
+            top_layers=(),
+            learning_rate=learning_rate,
+            fused_optimizer=fused_optimizer,
+            table_learning_rate=table_learning_rate,
+            table_device=table_device,
+        )
+        del self.hparams["bottom_layers"], self.hparams["top_layers"]
+        self.save_hyperparameters({"over_layers": [int(width) for width in over_layers]})
+        num_inputs = num_dense + embedding_dim * len(self.features)
+        self.top = nn.Sequential(mlp(num_inputs, list(over_layers)), nn.Linear([num_inputs, *over_layers][-1], 1))
+        del self.bottom
+
+    def forward(self, batch: RecBatch) -> Tensor:
+        """Logits of a click, `(B,)`, float32."""
+        pooled = self.ebc(batch.sparse).to_dict()
+        rows_BE = torch.cat([pooled[name] for name in self.features], dim=1)
+        logits_B1: Tensor = self.top(torch.cat([batch.dense.to(rows_BE.dtype), rows_BE], dim=1))
+        return logits_B1.squeeze(1).float()
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        """SGD over what no backward updates: the dense layers, and tables without a fused optimizer."""
+        dense = dict(in_backward_optimizer_filter(self.named_parameters()))
+        return torch.optim.SGD(dense.values(), lr=self.learning_rate)

@@ -1,0 +1,86 @@
+"""`overlap-bench` as a user meets it: two ranks, a few steps of a few arms, and what it leaves behind."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+from .test_train_command import environment
+
+SMALL = (
+    *("rounds=2", "steps=3", "warm_up=1", "measured_steps=2"),
+    *("data.num_tables=3", "data.rows_per_table=100", "data.batch_size=16"),
+)
+"""A large rate on few rows: a lookup that is stale by a step has another loss."""
+
+
+def bench(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "lightning_overlap.benchmark", *arguments],
+        cwd=folder,
+        env=environment(),
+        capture_output=True,
+        text=True,
+        timeout=100,
+        check=False,
+    )
+
+
+def results(folder: Path) -> tuple[dict[str, Any], dict[str, Any]]:
+    """The record of a run, and its arms by name."""
+    [path] = folder.glob("outputs/*/*/bench.json")
+    assert (path.parent / "bench.png").exists()
+    content = json.loads(path.read_text(encoding="utf-8"))
+    return content, {arm["name"]: arm for arm in content["arms"]}
+
+
+def test_ours_beside_plain_lightning_and_torchrec(tmp_path: Path) -> None:
+    names = ["base", "fused_sparse_dist", "semi_sync", "lightning_dmp", "loop_dmp", "torchrec/sparse_dist"]
+    arms = f"arms=[{','.join([*names, 'torchrec/prefetch'])}]"
+    done = bench(tmp_path, *SMALL, arms, "model.table_learning_rate=1.0", "sharding.tables.cat_1=column_wise")
+    assert done.returncode == 0, done.stderr
+    content, arms_by_name = results(tmp_path)
+    assert list(arms_by_name) == [*names, "torchrec/prefetch"]
+    assert content["ranks"] == 2
+    assert content["versions"]["torchrec"]
+    assert content["bound_ms"] > 0
+    for name in names:
+        arm = arms_by_name[name]
+        assert arm["same_as_base"] == (name != "semi_sync"), name
+        assert (arm["final_loss"] == arms_by_name["base"]["final_loss"]) == (name != "semi_sync")
+        assert 0 < arm["step_ms_median"] <= arm["step_ms_p90"]
+        assert arm["of_base_range"][0] <= arm["of_base"] <= arm["of_base_range"][1]
+        assert arm["samples_per_s"] > 0
+        assert arm["peak_memory"]["resident"] > 0
+        assert {"sizes", "ids", "rows", "gradients"} <= arm["collectives"].keys()
+    prefetch = arms_by_name["torchrec/prefetch"]["failure"]  # needs CUDA streams
+    assert "PrefetchPipelinedForward" in prefetch
+    assert f"torchrec/prefetch: does not run here: {prefetch}" in done.stdout
+    lines = [line.split() for line in done.stdout.splitlines()]
+    assert ["same", "as", "base"] in [line[-3:] for line in lines]
+    assert next(line[-1] for line in lines if line[:1] == ["torchrec/sparse_dist"]) == "yes"
+    assert "14/14" in done.stderr  # the progress bar: seven arms, two rounds
+
+
+def test_latencies_are_put_on_top(tmp_path: Path) -> None:
+    shorter = [f"latency.{part}_ms=5" for part in ("forward", "backward", "step")]
+    done = bench(tmp_path, "bench=virtual_latency", *SMALL, *shorter, "rounds=1", "arms=[torchrec/base]")
+    assert done.returncode == 0, done.stderr
+    _, arms = results(tmp_path)
+    for arm in arms.values():
+        # A sleep is never shorter: sizes, lengths with ids, rows, gradients one after the other, and 3 x 5 ms.
+        assert arm["step_ms_median"] >= 4 * 40 + 15
+        for name in ("sizes", "ids", "rows", "gradients"):
+            assert arm["collectives"][name][1] >= 30, name
+        assert arm["same_as_base"]
+
+
+def test_an_arm_that_does_not_exist(tmp_path: Path) -> None:
+    done = bench(tmp_path, "arms=[torchrec/sparsedist]")
+    assert done.returncode == 1
+    assert done.stderr.startswith("error: ValueError: unknown arm 'torchrec/sparsedist'. Did you mean")
+    assert "Traceback" not in done.stderr
+    assert not list(tmp_path.glob("outputs/*/*/config.yaml"))

@@ -1,0 +1,99 @@
+"""What `overlap-bench` may be asked for, and what is answered before a rank starts."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+from pathlib import Path
+
+import pytest
+from test_conf import CONF, composed, names
+
+from lightning_overlap import MODES, STREAMS, bench_arms, choices, recipe
+
+TWO_HOSTS = Path(__file__).resolve().parents[2] / "benchmarks" / "two_hosts.sh"
+
+
+def bench_config(*overrides: str) -> dict[str, object]:
+    return composed(*overrides, command="bench")
+
+
+@pytest.mark.parametrize("bench", [name for name in names("bench") if name != "sparse_nn"])
+def test_each_bench_can_run_here(bench: str) -> None:
+    config = bench_config(f"bench={bench}")
+    choices.check_bench(config)
+    recipe.check(config)
+    assert choices.arms(config)[0] == choices.REFERENCE
+
+
+def test_the_gpu_bench_is_of_the_scale_that_it_is_named_for() -> None:
+    config = bench_config("bench=sparse_nn", "trainer=cpu")
+    choices.check_bench(config)
+    model = recipe.build_model(config, recipe.build_data(config))
+    assert type(model).__name__ == "SparseNN"
+    assert sum(weight.numel() for weight in model.ebc.parameters()) * 4 == 200 * 100_000 * 512 * 4
+
+
+def test_every_name_has_an_arm_and_every_arm_a_name() -> None:
+    config = bench_config("arms=['*']")
+    assert choices.arms(config) == list(bench_arms.arms(config))
+    ahead = [name for name in choices.arms(config) if name.startswith("semi_sync")]
+    assert ahead == ["semi_sync", *(f"semi_sync/{stream}" for stream in STREAMS if stream != "data_dist")]
+    assert [name for name in choices.arms(config) if name in MODES] == list(MODES)
+    words = (CONF / "bench.yaml").read_text(encoding="utf-8").split()
+    assert {name for name in choices.PEER_ARMS if name.count("/") < 2} <= set(words)
+
+
+def test_the_reference_is_always_trained_first() -> None:
+    chosen = choices.arms(bench_config("arms=[torchrec/sparse*,semi_sync]"))
+    assert chosen == ["base", "semi_sync", "torchrec/sparse_dist", "torchrec/sparse_dist_lite"]
+
+
+def test_another_stream_makes_other_names() -> None:
+    assert "semi_sync/data_dist" in choices.arms(bench_config("arms=[semi_sync/*]", "stream=dedicated"))
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("arms=[semi_sink]", "unknown arm 'semi_sink'. Did you mean 'semi_sync'"),
+        ("arms=[torchrec/semisync]", "unknown arm 'torchrec/semisync'. Did you mean 'torchrec/semi_sync'"),
+        ("rounds=0", "rounds is a number from 1 on, got 0"),
+        ("steps=many", "steps is a number from 2 on, got 'many'"),
+        ("latency.all_to_all_mz=3", "unknown latency 'all_to_all_mz'. Did you mean 'all_to_all_ms'"),
+        ("latency.step_ms=-1", "latency.step_ms is in milliseconds, got -1"),
+    ],
+)
+def test_bad_words_are_answered_before_a_rank_starts(override: str, message: str) -> None:
+    with pytest.raises(ValueError, match=re.escape(message)):
+        choices.check_bench(bench_config("bench=virtual_latency", override))
+
+
+def run_two_hosts(*arguments: str, **variables: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        ["bash", str(TWO_HOSTS), *arguments],
+        env={"PATH": "/usr/bin:/bin", **variables},
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=30,
+    )
+
+
+def test_two_hosts_is_a_script() -> None:
+    assert subprocess.run(["bash", "-n", str(TWO_HOSTS)], check=False).returncode == 0
+    assert TWO_HOSTS.stat().st_mode & 0o100
+
+
+@pytest.mark.parametrize(
+    ("arguments", "variables", "message"),
+    [
+        ((), {}, "error: which modes?"),
+        (("--fast",), {}, "error: unknown option '--fast'"),
+        (("base",), {"RATE": "fast"}, "error: RATE is like 50mbit or 1gbit, or unlimited, got 'fast'"),
+    ],
+)
+def test_two_hosts_says_what_it_wants(arguments: tuple[str, ...], variables: dict[str, str], message: str) -> None:
+    done = run_two_hosts(*arguments, **variables)
+    assert done.returncode == 2
+    assert message in done.stderr

@@ -1,0 +1,139 @@
+"""The statistics of a benchmark on numbers made by hand: the slowest rank, ratios by round, what could be gained."""
+
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from lightning_overlap.bench_report import (
+    ArmTurns,
+    Turn,
+    bound_ms,
+    collectives_table,
+    efficiency,
+    evaluate,
+    failures,
+    table,
+    write,
+)
+from lightning_overlap.bench_wire import by_name
+from lightning_overlap.timeline import Kind, Span
+
+MIB = 2**20
+
+
+def turn(*step_ms: float, losses: tuple[bytes, ...] = (b"a", b"b"), memory_mib: int = 100, **more: object) -> Turn:
+    made = Turn(
+        step_ms=list(step_ms),
+        window_ms=sum(step_ms),
+        losses=list(losses),
+        final_loss=0.5,
+        peak_memory={"resident": memory_mib * MIB},
+    )
+    return replace(made, **more)  # type: ignore[arg-type]
+
+
+def base() -> ArmTurns:
+    """Two rounds on two ranks: 100 ms of which rank 0 waits for 50, rank 1 for 40."""
+    fast = turn(90, 100, 100, busy_ms=[50.0], wire_ms=[60.0], exposed_ms=[50.0], collectives={"rows": (60, 50)})
+    slow = turn(100, 100, 110, busy_ms=[60.0], wire_ms=[52.0], exposed_ms=[40.0], collectives={"rows": (52, 40)})
+    return ArmTurns("base", 0, [[fast, slow], [fast, slow]])
+
+
+def test_the_bound_is_the_busiest_rank_or_the_wire() -> None:
+    assert bound_ms(base()) == 60  # rank 1 is busy for 60; the wire for 52, as the rank that issues last sees it
+    wired = [[replace(one, wire_ms=[80.0]) for one in turns] for turns in base().rounds]
+    assert bound_ms(ArmTurns("base", 0, wired)) == 80
+    unseen = [[replace(one, busy_ms=[]) for one in turns] for turns in base().rounds]
+    assert bound_ms(ArmTurns("base", 0, unseen)) is None
+
+
+@pytest.mark.parametrize(
+    ("arm_ms", "bound", "expected"), [(100, 60, 0.0), (80, 60, 0.5), (60, 60, 1.0), (120, 60, -0.5), (80, None, None)]
+)
+def test_efficiency_is_the_share_of_what_can_be_gained(
+    arm_ms: float, bound: float | None, expected: float | None
+) -> None:
+    assert efficiency(100, arm_ms, bound) == expected
+
+
+def test_nothing_to_gain_is_no_efficiency() -> None:
+    assert efficiency(100, 90, 99.5) is None
+    assert efficiency(100, 90, 120) is None
+
+
+def test_each_statistic_is_of_the_slowest_rank() -> None:
+    mode = ArmTurns("mode", 0, [[turn(50, 50, 50), turn(70, 80, 90)], [turn(90, 90, 90), turn(70, 80, 90)]])
+    _, result = evaluate([base(), mode], batch_size=10)
+    assert result.step_ms_median == 80  # of rank 1; rank 0's is 70
+    assert result.step_ms_p90 == 90
+    assert result.of_base_range == (0.8, 0.9)  # 80 and 90 of 100, by rounds
+    assert math.isclose(result.of_base, 0.85)
+    assert result.samples_per_s == pytest.approx(10 * 12 / 0.480)  # rank 1 took 480 ms for its 6 steps, rank 0 420
+    assert result.efficiency == 0.5
+    assert result.exposed_ms is None  # nothing was recorded
+    assert result.same_as_base
+
+
+def test_memory_is_the_90th_percentile_over_rounds_of_the_largest_rank() -> None:
+    rounds = [[turn(100, memory_mib=mib), turn(100, memory_mib=50)] for mib in range(100, 111)]
+    arm = ArmTurns("base", 0, rounds)
+    assert evaluate([arm], batch_size=None)[0].peak_memory == {"resident": 109 * MIB}
+
+
+def test_one_other_bit_on_any_rank_in_any_round_is_not_the_same() -> None:
+    other = base().rounds
+    other[1][1] = replace(other[1][1], losses=[b"a", b"c"])
+    exact, stale = evaluate([base(), ArmTurns("x", 0, other), ArmTurns("y", 1, other)], None)[1:]
+    assert not exact.same_as_base
+    assert not stale.same_as_base
+    lines = table([exact, stale]).splitlines()
+    assert lines[2].endswith(" NO")
+    assert lines[3].endswith("no (staleness 1)")
+
+
+def test_the_table_has_a_row_for_each_arm_that_ran() -> None:
+    results = evaluate([base(), ArmTurns("peer", 0, failure="RuntimeError: no such stream")], 10)
+    lines = [line.split("  ") for line in table(results).splitlines()]
+    assert [line[0].strip() for line in lines if line[0][0] != "-"] == ["arm", "base"]
+    cells = [cell.strip() for cell in lines[2] if cell.strip()]
+    assert cells == [
+        "base", "100.00 ms", "110.00 ms", "1.000", "1.000-1.000", "194", "50.00 ms", "0%", "100 MiB", "0.5", "yes",
+    ]  # fmt: skip
+    assert failures(results) == ["peer: does not run here: RuntimeError: no such stream"]
+
+
+def test_each_collective_is_hidden_or_exposed() -> None:
+    seen = {"rows": (40.0, 39.5), "sizes": (40.0, 3.0), "all_reduce": (1.0, 0.0)}
+    arm = ArmTurns("base", 0, [[turn(100, collectives=seen), turn(100, collectives={"rows": (40.0, 41.0)})]])
+    told = collectives_table(evaluate([arm], None))
+    assert told is not None
+    head, _, row = told.splitlines()
+    assert head.split() == ["waited", "for", "sizes", "rows"]  # an all-reduce only where it is exposed
+    assert row.split() == ["base", "hidden", "exposed", "41.0", "ms"]  # of the rank that waits longest
+    assert collectives_table(evaluate([ArmTurns("base", 0, [[turn(100)]])], None)) is None
+
+
+def test_collectives_count_in_the_step_of_their_issue_and_waits_on_their_lane() -> None:
+    spans = [
+        Span(5, 25, Kind.COMMUNICATION, "collectives", "rows"),
+        Span(12, 25, Kind.WAIT, "host", "rows"),
+        Span(15, 40, Kind.COMMUNICATION, "collectives", "rows"),
+        Span(30, 40, Kind.WAIT, "host", "rows"),
+        Span(21, 29, Kind.WAIT, "side", "ids"),
+    ]
+    assert by_name(spans, [(0, 10), (10, 20), (20, 45)], "host") == {"rows": (20, 10)}
+
+
+def test_files(tmp_path: Path) -> None:
+    results = evaluate([base(), ArmTurns("peer", 0, failure="TypeError: why")], 10)
+    write(tmp_path, results, 60.0, {"ranks": 2})
+    content = json.loads((tmp_path / "bench.json").read_text(encoding="utf-8"))
+    assert (content["ranks"], content["bound_ms"]) == (2, 60.0)
+    assert [(arm["name"], arm["failure"]) for arm in content["arms"]] == [("base", None), ("peer", "TypeError: why")]
+    assert content["arms"][0]["collectives"] == {"rows": [60, 50]}
+    assert (tmp_path / "bench.png").read_bytes().startswith(b"\x89PNG")

@@ -1,0 +1,44 @@
+"""SparseNN: pooled rows of every table side by side under one over arch, without a strategy around it."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from lightning_overlap.data import SyntheticDataModule
+from lightning_overlap.models import SparseNN
+
+
+def data() -> SyntheticDataModule:
+    return SyntheticDataModule(num_tables=3, rows_per_table=[5, 7, 9], num_dense=2, batch_size=4)
+
+
+def model(**options: object) -> SparseNN:
+    made = data()
+    options = {"embedding_dim": 8, "over_layers": (6, 5), "table_device": "cpu"} | options
+    return SparseNN(made.table_sizes, made.num_dense, **options)  # type: ignore[arg-type]
+
+
+def test_its_logits_are_those_of_rows_and_dense_features_side_by_side() -> None:
+    torch.manual_seed(0)
+    net, batch = model(), next(iter(data().train_dataloader()))
+    bags = []
+    for name, jagged in batch.sparse.to_dict().items():
+        weight = net.ebc.embedding_bags[name].weight
+        bags.append(torch.stack([weight[ids].sum(0) for ids in jagged.values().split(jagged.lengths().tolist())]))
+    expected = net.top(torch.cat([batch.dense, *bags], dim=1)).squeeze(1)
+    torch.testing.assert_close(net(batch), expected)
+    assert [layer.out_features for layer in net.modules() if isinstance(layer, torch.nn.Linear)] == [6, 5, 1]
+
+
+def test_sgd_has_what_no_backward_updates() -> None:
+    dense = {id(weight) for weight in model().top.parameters()}
+    for rate, tables in ((None, 3), (0.1, 0)):
+        [group] = model(table_learning_rate=rate).configure_optimizers().param_groups
+        assert len(group["params"]) == len(dense) + tables
+
+
+def test_its_record_makes_it_again() -> None:
+    assert SparseNN(**model().hparams).top[0][0].out_features == 6  # type: ignore[index]
+    with pytest.raises(ValueError, match="fused_optimizer is not one that this model knows"):
+        model(fused_optimizer="adamw", table_learning_rate=0.1)
