@@ -28,7 +28,6 @@ from .choices import Config
 from .schedule import Schedule
 from .sharding import find_tables, make_plan
 from .strategy import OverlapEmbeddingStrategy
-from .streams import Streams
 
 
 class Batches:
@@ -61,7 +60,7 @@ class Job:
         data: Describes the tables.
         batches: To train, once.
         device: Of this rank.
-        after_step: Called after every step with its loss, and with our streams where they are.
+        after_step: Called after every step with its loss, and with the strategy where it is ours.
         log_dir: Where a Trainer may write.
         local_world_size: Ranks on this host.
     """
@@ -70,7 +69,7 @@ class Job:
     data: LightningDataModule
     batches: Batches
     device: torch.device
-    after_step: Callable[[Tensor, Streams | None], None]
+    after_step: Callable[[Tensor, OverlapEmbeddingStrategy | None], None]
     log_dir: Path
     local_world_size: int
     latency: Mapping[str, float] = field(default_factory=dict)
@@ -133,8 +132,7 @@ class _AfterStep(Callback):
     def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, outputs: Any, *_: Any) -> None:
         loss = outputs["loss"] if isinstance(outputs, Mapping) else outputs
         strategy = trainer.strategy
-        streams = strategy.streams if isinstance(strategy, OverlapEmbeddingStrategy) else None
-        self._job.after_step(loss, streams)
+        self._job.after_step(loss, strategy if isinstance(strategy, OverlapEmbeddingStrategy) else None)
 
 
 def _train_mode(schedule: Schedule, stream: str, job: Job) -> None:

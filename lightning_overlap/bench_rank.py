@@ -28,9 +28,11 @@ from .bench_report import ArmTurns, Turn
 from .bench_wire import by_name, late_all_to_alls
 from .choices import Config
 from .clocks import HOST_LANE, SpanRecorder
+from .drawing import write_html, write_png
 from .stages import StreamName
+from .strategy import OverlapEmbeddingStrategy
 from .streams import HostStreams, Streams
-from .timeline import Kind, account
+from .timeline import Kind, Span, account
 
 TIMEOUT = timedelta(minutes=5)
 """Of a collective of the arms: one that hangs must not hold up the rest for long."""
@@ -62,13 +64,14 @@ class Meter:
         # What the first of them waits for was issued before.
         self._measured = range(self._last + 1, self._last + 2 + measured) if measured else range(0)
         self._recorder: SpanRecorder | None = None
+        self._watched: OverlapEmbeddingStrategy | None = None
         self._marks: list[Any] = []
         self._losses: list[Tensor] = []
         self._window_ms = 0.0
         self._memory: dict[str, int] = {}
 
-    def after_step(self, loss: Tensor, streams: Streams | None = None) -> None:
-        """Take a step's end, its loss, and the streams that it ran on if they are known."""
+    def after_step(self, loss: Tensor, strategy: OverlapEmbeddingStrategy | None = None) -> None:
+        """Take a step's end, its loss, and the strategy if it is ours."""
         self._losses.append(loss.detach())
         step = len(self._losses)
         if step == self._first:
@@ -81,22 +84,36 @@ class Meter:
             self._synchronize()
             self._window_ms += time.perf_counter() * 1e3
             self._memory = rank.peak_memory(self._device)
-            self._start_recording(streams)
+            self._start_recording(strategy)
         if self._recorder is not None and step in self._measured:
             self._recorder.step()
         if self._measured and step == self._measured[-1]:
             self.close()
 
-    def _start_recording(self, streams: Streams | None) -> None:
-        streams = HostStreams() if self._device.type == "cpu" else streams
+    def _start_recording(self, strategy: OverlapEmbeddingStrategy | None) -> None:
+        streams: Streams | None = None if strategy is None else strategy.streams
+        if self._device.type == "cpu":
+            streams = HostStreams()
         if self._measured and streams is not None:
             self._recorder = SpanRecorder(streams)
             self._recorder.start()
+            if strategy is not None:
+                self._watched = strategy
+                strategy.watch(self._recorder)
 
     def close(self) -> None:
         """Stop recording, also where training failed."""
         if self._recorder is not None:
             self._recorder.stop()
+        if self._watched is not None:
+            self._watched.watch(None)
+            self._watched = None
+
+    @property
+    def spans(self) -> list[Span]:
+        """What was recorded, if the stages were: without them there is nothing to draw the waits beside."""
+        spans = [] if self._recorder is None else self._recorder.spans()
+        return spans if any(span.kind is Kind.DENSE for span in spans) else []
 
     def turn(self) -> Turn:
         """Return what was seen."""
@@ -153,6 +170,8 @@ def run(config: Config, folder: Path) -> None:
     results = bench.all_rounds()
     if dist.get_rank() == 0:
         _report(config, folder, results, getattr(bench.data, "batch_size", None))
+        _draw(folder, {name: bench.spans[name] for name in choices.our_arms(config) if name in bench.spans})
+        print(f"\nrun folder: {folder}", flush=True)
     dist.barrier(bench.group)
     dist.destroy_process_group()
 
@@ -175,6 +194,8 @@ class _Bench:
         self.data = recipe.build_data(config)
         self.batches = _make_batches(self.data, config["num_batches"], pin=device.type == "cuda")
         self.latency: Mapping[str, float] = config["latency"] or {}
+        self.spans: dict[int | str, list[Span]] = {}
+        """Of each mode's last turn, on this rank."""
 
     def all_rounds(self) -> list[ArmTurns]:
         from tqdm import tqdm  # type: ignore[import-untyped]
@@ -201,7 +222,7 @@ class _Bench:
         """Train one arm once; all ranks agree on whether it runs."""
         mine: Turn | BaseException
         try:
-            mine = self._train(arm)
+            mine = self._train(result.name, arm)
         except Exception as err:
             if must_run:
                 raise
@@ -215,7 +236,7 @@ class _Bench:
         else:
             result.rounds.append(everyone)
 
-    def _train(self, arm: Arm) -> Turn:
+    def _train(self, name: str, arm: Arm) -> Turn:
         config = self.config
         meter = Meter(self.device, config["warm_up"], config["steps"], config["measured_steps"])
         num_steps = config["warm_up"] + config["steps"] + config["measured_steps"] + 1 + DRAIN
@@ -234,7 +255,10 @@ class _Bench:
                 if latency_ms := self.latency.get("all_to_all_ms", 0.0):
                     stack.enter_context(late_all_to_alls(latency_ms))
                 arm(job)
-            return meter.turn()
+            turn = meter.turn()
+            if meter.spans:
+                self.spans[name] = meter.spans
+            return turn
         finally:
             meter.close()
             del job
@@ -283,7 +307,19 @@ def _report(config: Config, folder: Path, turns: list[ArmTurns], batch_size: int
         if part:
             print(f"\n{part}")
     bench_report.write(folder, results, bound, about)
-    print(f"\nrun folder: {folder}", flush=True)
+
+
+def _draw(folder: Path, arms: Mapping[int | str, list[Span]]) -> None:
+    """Draw some steps of every mode beneath each other, each from its own beginning."""
+    if not arms:
+        return
+    from_zero: dict[int | str, list[Span]] = {}
+    for name, spans in arms.items():
+        zero = min(span.start_ms for span in spans)
+        from_zero[name] = [replace(span, start_ms=span.start_ms - zero, end_ms=span.end_ms - zero) for span in spans]
+    title = "Some steps of rank 0"
+    write_png(folder / "timeline.png", from_zero, num_steps=2, title=title)
+    write_html(folder / "timeline.html", from_zero, num_steps=3, title=title)
 
 
 def main(folder: Path, parent: int) -> None:

@@ -10,9 +10,7 @@ from statistics import median
 from typing import Any
 
 from .report import aligned, percentile
-
-ALL_TO_ALLS = ("sizes", "ids", "rows", "gradients")
-"""What the all-to-alls of a step carry, in their order; told of every arm. Other collectives, where one is exposed."""
+from .timeline import ALL_TO_ALLS
 
 HIDDEN = 0.1
 """A collective counts as hidden when less than this share of its time under way was waited for."""

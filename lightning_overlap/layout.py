@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from .figures import Figures, Window, figures, find_steps, label, steady_window
 from .stages import Stage
 from .timeline import (
+    ALL_TO_ALLS,
     HOST_LANE,
     Interval,
     Kind,
@@ -207,10 +208,13 @@ def color_of(span: Span, *, batches: bool) -> str:
 
 
 def text_of(span: Span, *, batches: bool) -> str:
-    """Return what to write on a bar: the stage, and the batch where there is one."""
-    if span.stage is None:
-        return span.name if span.kind is not Kind.WAIT else "wait"
-    short = SHORT[span.stage] if span.kind is not Kind.WAIT else f"wait: {SHORT[span.stage]}"
+    """Return what to write on a bar: what travels or the stage, and the batch where there is one."""
+    carries = span.name.partition(":")[0]
+    if carries not in ALL_TO_ALLS:
+        if span.stage is None:
+            return span.name if span.kind is not Kind.WAIT else "wait"
+        carries = SHORT[span.stage]
+    short = carries if span.kind is not Kind.WAIT else f"wait: {carries}"
     return short if span.batch is None or not batches else f"{short} {span.batch}"
 
 

@@ -17,6 +17,9 @@ Interval = tuple[float, float]
 HOST_LANE = "host"
 """The thread that trains."""
 
+ALL_TO_ALLS = ("sizes", "ids", "rows", "gradients")
+"""What the all-to-alls of a step carry, in their order."""
+
 ROWS = "rows"
 """What the all-to-all of looked-up rows is called, and a wait for it; after a colon more can follow."""
 

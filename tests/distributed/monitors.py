@@ -17,7 +17,7 @@ from lightning.pytorch.loggers import Logger
 
 from lightning_overlap import MODES, OverlapEmbeddingStrategy, OverlapMonitor, OverlapTimeline, Stage
 from lightning_overlap.clocks import SpanRecorder
-from lightning_overlap.timeline import Kind, account
+from lightning_overlap.timeline import ALL_TO_ALLS, Kind, account
 
 from .cases import Batches, Case, Model, make_plan
 from .fits import make_trainer
@@ -25,7 +25,6 @@ from .strategies import Dense
 from .virtual import VirtualClock
 from .virtual import run as run_virtual
 
-ALL_TO_ALLS = ("sizes", "ids", "rows", "gradients")
 NUM_STEPS = 16
 
 
