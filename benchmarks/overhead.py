@@ -25,6 +25,7 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 WARM_UP = 20
+WATCHED = "fused_sparse_dist, OverlapMonitor"
 
 
 def main() -> None:
@@ -104,7 +105,7 @@ def _measure_steps(num_steps: int, num_rounds: int, profile: bool) -> None:
     from lightning_overlap import MODES
 
     torch.set_num_threads(1)
-    arms = ["plain", *MODES]
+    arms = ["plain", *MODES, WATCHED]
     steps_ms: dict[str, list[float]] = {name: [] for name in arms}
     ratios: dict[str, list[float]] = {name: [] for name in arms}
     rank, num_ranks = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
@@ -120,11 +121,12 @@ def _measure_steps(num_steps: int, num_rounds: int, profile: bool) -> None:
         for name in arms:
             ratios[name].append(medians[name] / medians["plain"])
     if rank == 0:
-        print(f"{num_ranks} ranks{'':31s}median step   of plain   by round")
+        print(f"{num_ranks} ranks{'':31s}median step   of plain   by round          mean")
         for name in arms:
             spread = f"{min(ratios[name]):.3f} to {max(ratios[name]):.3f}"
             step_ms, ratio = statistics.median(steps_ms[name]), statistics.median(ratios[name])
-            print(f"  {name:36s}{step_ms:7.3f} ms{ratio:10.3f}   {spread}")
+            mean_ms = statistics.fmean(steps_ms[name])
+            print(f"  {name:36s}{step_ms:7.3f} ms{ratio:10.3f}   {spread}{mean_ms:12.3f} ms")
     if profile:
         profiler = cProfile.Profile()
         _fit("fused_sparse_dist", num_steps, profiler)
@@ -141,7 +143,7 @@ def _fit(arm: str, num_steps: int, profiler: cProfile.Profile | None = None) -> 
     from torch.utils.data import DataLoader
     from torchrec import EmbeddingBagCollection, EmbeddingBagConfig, KeyedJaggedTensor
 
-    from lightning_overlap import OverlapEmbeddingStrategy
+    from lightning_overlap import OverlapEmbeddingStrategy, OverlapMonitor
 
     features = ["a", "b"]
     num_ranks = int(os.environ["WORLD_SIZE"])
@@ -177,7 +179,8 @@ def _fit(arm: str, num_steps: int, profiler: cProfile.Profile | None = None) -> 
         strategy: Any = _sharded_by_hand(DDPStrategy)()
     else:
         optimizer = (torch.optim.SGD, {"lr": 0.1})
-        strategy = OverlapEmbeddingStrategy(arm, sharding="table_wise", fused_optimizer=optimizer)
+        mode = arm.partition(",")[0]
+        strategy = OverlapEmbeddingStrategy(mode, sharding="table_wise", fused_optimizer=optimizer)
     lengths = torch.ones(2 * 8, dtype=torch.int64)
     batches = [
         {"ids": KeyedJaggedTensor(features, torch.randint(0, 100, (16,)), lengths=lengths)}
@@ -193,6 +196,7 @@ def _fit(arm: str, num_steps: int, profiler: cProfile.Profile | None = None) -> 
         enable_progress_bar=False,
         enable_model_summary=False,
         use_distributed_sampler=False,
+        callbacks=[OverlapMonitor(audit=False, table=False)] if arm == WATCHED else [],
     )
     trainer.fit(model, DataLoader(batches, batch_size=None))
     times_ms = [(late - early) * 1e3 for early, late in itertools.pairwise(model.starts)]

@@ -108,7 +108,10 @@ class OverlapTimeline(Callback):
         self._profiler = self._recorder = None
         ranks: dict[int, list[Span]] = dict(enumerate(strategy.gather(spans)))
         if trainer.is_global_zero:
-            self._write(folder, strategy, ranks)
+            try:
+                self._write(folder, strategy, ranks)
+            except OSError as err:  # no picture is worth a training run
+                warnings.warn(f"OverlapTimeline could not write into {folder}: {err}", UserWarning, stacklevel=2)
 
     def _spans_of_profile(self, strategy: OverlapEmbeddingStrategy, folder: Path) -> list[Span]:
         """Stop the profiler, keep its trace, and read it."""
@@ -141,7 +144,7 @@ class OverlapTimeline(Callback):
 
     @override
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        if not self.files and self._num_steps < self._last:
+        if self._num_steps < self._last:
             warnings.warn(
                 f"OverlapTimeline drew nothing: it takes {self._last} steps, training had {self._num_steps}. "
                 "Lower first_step or num_steps.",

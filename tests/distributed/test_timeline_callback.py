@@ -50,6 +50,15 @@ def test_too_short_a_fit_is_told(two_ranks: Ranks, tmp_path: Path) -> None:
     assert not (tmp_path / "new").exists()
 
 
+def test_a_folder_that_cannot_be_written_ends_no_training(two_ranks: Ranks, tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    first, second = two_ranks.run(monitors.drawn, TABLE_WISE, "base", str(tmp_path / "file"))
+    assert len(first["warned"]) == 1
+    assert f"could not write into {tmp_path / 'file'}: " in first["warned"][0]
+    assert first["same_losses"]
+    assert second["same_losses"]
+
+
 @pytest.mark.parametrize("numbers", [(0, 3), (5, 0)])
 def test_numbers_that_leave_nothing_to_draw(numbers: tuple[int, int]) -> None:
     with pytest.raises(ValueError, match=f"got {numbers[0]} and {numbers[1]}"):
