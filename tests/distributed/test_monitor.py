@@ -19,14 +19,14 @@ from .cases import TABLE_WISE
 #   fused_sparse_dist   FFFFF BBBBB grads SSSSS
 #                       sizes ids         rows
 #   after_optimizer     as sparse_dist, but that rows begins before the step's end
-#   semi_sync           FFFFF BBBBB     grads SSSSS
-#                       sizes rows, ids
+#   semi_sync           FFFFF BBBBB grads SSSSS
+#                       sizes rows        ids
 BUSY_AND_HIDDEN_MS = {
     "base": (160, 0),
     "sparse_dist": (120, 40),
     "fused_sparse_dist": (160, 120),
     "fused_sparse_dist_after_optimizer": (120, 40),
-    "semi_sync": (120, 80),
+    "semi_sync": (160, 120),
 }
 
 

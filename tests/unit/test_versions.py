@@ -42,8 +42,9 @@ def test_smoke_takes_the_oldest_and_the_newest(package: str) -> None:
 
 @pytest.mark.smoke
 def test_a_missing_name_is_told_with_the_versions() -> None:
-    epoch_loop = SimpleNamespace(_build_kwargs=None, _should_check_val_fx=None, advance=None)
     names: Any = {"_TrainingEpochLoop": loop.PRIVATE_NAMES["_TrainingEpochLoop"]}
+    epoch_loop = SimpleNamespace(**dict.fromkeys(names["_TrainingEpochLoop"]))
+    del epoch_loop._broadcast_sigterm_tensor
     with pytest.raises(ImportError) as info:
         versions.check_names("lightning", names, {"_TrainingEpochLoop": epoch_loop})
     assert " lacks _TrainingEpochLoop._broadcast_sigterm_tensor, which lightning_overlap needs." in str(info.value)
