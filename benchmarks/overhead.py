@@ -54,7 +54,7 @@ class _Nothing:
     """Sparse stages that do nothing, and a source of batches that never ends."""
 
     ready = True
-    exhausted = told_to_stop = False
+    exhausted = told_to_stop = certain = False
 
     def fetch(self) -> tuple[object, int, int]:
         return object(), 0, 0

@@ -29,6 +29,9 @@ class Flags(NamedTuple):
     stop: bool
     """It was told to stop (SIGTERM)."""
 
+    hurry: int = 0
+    """How soon it wants to be asked again, see `Rhythm`; as an answer, the most of any rank."""
+
 
 class Answer(Protocol):
     """An answer that may still be on its way."""
@@ -51,11 +54,56 @@ class _AllReduced:
 
     def wait(self) -> Flags:
         self.work.wait()
-        return Flags(*map(bool, self.flags.tolist()))
+        *said, hurry = self.flags.tolist()
+        has, lacks, last, stop = map(bool, said)
+        return Flags(has, lacks, last, stop, hurry)
+
+
+class Rhythm:
+    """For which batches the ranks ask each other where all of them know how many they have.
+
+    That is the first one, the last one, and now and then one in between, to hear of a rank that was told to stop.
+    An ask costs two cores a good part of a millisecond, in threads that wake each other, as much as a small model's
+    forward. All ranks ask for the same batches: they decide by batch numbers and by answers, which all of them have.
+    An interval is at most twice the one before it.
+    """
+
+    def __init__(self) -> None:
+        self._next: float = 0
+        self._interval = 1
+        self._asked: tuple[int, float] | None = None
+
+    def due(self, index: int) -> bool:
+        """Whether to ask for a batch."""
+        return index >= self._next
+
+    def ask(self, index: int) -> int:
+        """Ask for a batch: return how much this rank hurries. No other is asked for until the answer is there."""
+        now, asked = time.monotonic(), self._asked
+        self._asked = index, now
+        self._next = float("inf")
+        interval = 1
+        if asked is not None:
+            per_batch_s = (now - asked[1]) / max(1, index - asked[0])
+            interval = max(1, min(2 * self._interval, MAX_INTERVAL, int(ASK_EVERY_S / max(per_batch_s, 1e-6))))
+        return MAX_INTERVAL - interval
+
+    def hear(self, hurry: int) -> None:
+        """Take the answer: who wants to be asked soonest has it."""
+        assert self._asked is not None
+        self._interval = MAX_INTERVAL - hurry
+        self._next = self._asked[0] + self._interval
+
+
+ASK_EVERY_S = 0.1
+"""How long a rank that was told to stop may go on before the others are asked."""
+
+MAX_INTERVAL = 255
+"""In batches; `hurry` is what is missing to it, so that it fits a byte and the most of all ranks is the soonest."""
 
 
 class GroupAgreement:
-    """Asks by an all-reduce of four bytes on the host: no device waits for it, and the host a step later.
+    """Asks by an all-reduce of five bytes on the host: no device waits for it, and the host a step later.
 
     Args:
         group: A gloo group of all ranks, for this alone.

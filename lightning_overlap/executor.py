@@ -10,7 +10,7 @@ from typing import Any, Protocol
 
 import torch
 
-from .agreement import Agreement, Answer, Flags
+from .agreement import Agreement, Answer, Flags, Rhythm
 from .clocks import Clock, timed
 from .inflight import InFlightBatch, abandon
 from .schedule import Schedule, Step
@@ -29,6 +29,10 @@ class BatchSource(Protocol):
     @property
     def exhausted(self) -> bool:
         """Whether it is known that no batch is left."""
+
+    @property
+    def certain(self) -> bool:
+        """Whether every rank is known to have as many batches, so that only the last one has to be agreed on."""
 
     @property
     def told_to_stop(self) -> bool:
@@ -144,6 +148,7 @@ class Executor:
         self._in_flight: dict[int, InFlightBatch] = {}
         self.num_fetched = 0
         self._answers: dict[int, Answer] = {}
+        self._rhythm: Rhythm | None = None  # of asking now and then; None: for every batch
         self._end: int | None = None  # batches that all ranks have, once that is known
         self.stop_agreed = False
         self._waiting_for_discovery: list[tuple[Step, int, frozenset[WeightOwner]]] = []
@@ -381,10 +386,7 @@ class Executor:
                 timed(self.clock, step.stage, self.num_fetched, step.stream),
             ):
                 fetched = self._source.fetch()
-            if self._agreement is not None:
-                lacks, last = fetched is None, self._source.exhausted
-                flags = Flags(not lacks, lacks, last, self._source.told_to_stop)
-                self._answers.setdefault(self.num_fetched, self._agreement.ask(flags))
+            self._ask(fetched is None)
             if fetched is None:
                 return
             self._observe("issue", step.stage, self.num_fetched)
@@ -392,6 +394,20 @@ class Executor:
             inflight.done[step.stage] = (step.stream, self._streams.record(step.stream))
             self._in_flight[inflight.index] = inflight
             self.num_fetched += 1
+
+    def _ask(self, lacks: bool) -> None:
+        """Say whether there is a batch `num_fetched`, and ask for what the others have to say."""
+        if self._agreement is None:
+            return
+        if self.num_fetched == 0:
+            self._rhythm = Rhythm() if self._source.certain else None
+        last, hurry = self._source.exhausted, 0
+        if self._rhythm is not None:
+            if lacks or not (last or self._rhythm.due(self.num_fetched)):
+                return  # a batch that is held back is so on all ranks
+            hurry = self._rhythm.ask(self.num_fetched)
+        flags = Flags(not lacks, lacks, last, self._source.told_to_stop, hurry)
+        self._answers.setdefault(self.num_fetched, self._agreement.ask(flags))
 
     def _resolve(self, index: int) -> None:
         """Hear whether all ranks have a batch, before the first collective that is made for it.
@@ -403,6 +419,8 @@ class Executor:
             return
         said = answer.wait()
         self.stop_agreed |= said.stop
+        if self._rhythm is not None:
+            self._rhythm.hear(said.hurry)
         if said.has and (said.lacks or said.last) and self._end is None:
             self._end = index if said.lacks else index + 1
             dropped = [ahead for ahead in self._in_flight if ahead >= self._end]

@@ -18,6 +18,14 @@ from lightning.pytorch.loops.fetchers import _DataFetcher, _DataLoaderIterDataFe
 from lightning.pytorch.loops.fit_loop import _FitLoop
 from lightning.pytorch.loops.training_epoch_loop import _TrainingEpochLoop
 from lightning.pytorch.strategies import DDPStrategy
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    DistributedSampler,
+    IterableDataset,
+    RandomSampler,
+    SequentialSampler,
+)
 from typing_extensions import override
 
 from . import signals
@@ -92,6 +100,8 @@ class LookaheadFetcher(_DataLoaderIterDataFetcher):
         self._iterated = False
         self._num_allowed: float = 0
         self.num_batches: float = float("inf")
+        self.lengths_are_certain = False  # on all ranks
+        self._is_whole = False
         self._states_after: dict[int, Any] = {}
         self._state_fetched = self._loader_states()
         self.done = inner.done
@@ -185,6 +195,11 @@ class LookaheadFetcher(_DataLoaderIterDataFetcher):
         return self.inner.done or self.inner.fetched >= self.num_batches
 
     @property
+    def certain(self) -> bool:
+        """Whether every rank is known to have as many batches in this epoch; not where it is resumed in the middle."""
+        return self.lengths_are_certain and self._is_whole
+
+    @property
     def told_to_stop(self) -> bool:
         """Whether this process received SIGTERM."""
         return signals.heard(self._trainer)
@@ -194,8 +209,15 @@ class LookaheadFetcher(_DataLoaderIterDataFetcher):
         assert self.executor is not None
         if self.executor.num_fetched >= self._num_allowed:
             return None
+        if self.executor.num_fetched == 0:
+            self._is_whole = self.inner.fetched == 0
         fetched = self._next_of_inner()
         if fetched is None:
+            if self.certain and self.inner.fetched < self.num_batches:
+                raise RuntimeError(
+                    f"rank {self._trainer.global_rank}: the data loader ended after {self.inner.fetched} batches, its "
+                    f"length says {self.num_batches:g}. Does the dataset's __getitem__ raise StopIteration?"
+                )
             return None
         batch, batch_idx, dataloader_idx = fetched
         self._note_state(self.executor.num_fetched)
@@ -292,6 +314,17 @@ def stage_batch(trainer: Trainer, batch: Any, dataloader_idx: int) -> Any:
         return strategy.batch_to_device(batch, dataloader_idx=dataloader_idx)
 
 
+def has_certain_length(combined_loader: CombinedLoader) -> bool:
+    """Whether no loader can end before its length, as an iterable dataset, a sampler or a loader of the user's may."""
+    return all(
+        type(loader) is DataLoader
+        and not isinstance(loader.dataset, IterableDataset)
+        and type(loader.sampler) in (RandomSampler, SequentialSampler, DistributedSampler)
+        and type(loader.batch_sampler) in (BatchSampler, type(None))
+        for loader in combined_loader.flattened
+    )
+
+
 class _NoneFetcher(_DataFetcher):
     """Hands a None batch through, so that the loop warns and skips as it always does."""
 
@@ -321,8 +354,10 @@ class _FitLoopMixin(_FitLoop):
 
     def _end_together(self, fetcher: LookaheadFetcher) -> None:
         """Take the length of the shortest rank's epoch, where Lightning takes each rank's own."""
-        own = self.max_batches
-        fetcher.num_batches = self.trainer.strategy.shortest_epoch(own)  # type: ignore[attr-defined]
+        own, strategy = self.max_batches, self.trainer.strategy
+        fetcher.num_batches = strategy.shortest_epoch(own)  # type: ignore[attr-defined]
+        knows = has_certain_length(fetcher.combined_loader)
+        fetcher.lengths_are_certain = not strategy.any_rank(not knows)  # type: ignore[attr-defined]
         if fetcher.num_batches == own:
             return
         warnings.warn(

@@ -480,6 +480,11 @@ class FakeTrainer:
         return self._num_fetched >= self._num_batches
 
     @property
+    def certain(self) -> bool:
+        """Never: where the data ends is a matter of each run."""
+        return False
+
+    @property
     def told_to_stop(self) -> bool:
         """Never: nobody sends it a signal."""
         return False

@@ -82,12 +82,43 @@ class Terminated(Counts):
         return super().training_step(batch, batch_idx)
 
 
-def terminate(pipeline: str, rank: int) -> int:
+def terminate(pipeline: str, rank: int, sized: bool) -> int:
     """Send one rank SIGTERM in step 5 of many; return how many this rank trained."""
     model = Terminated(rank)
     strategy = OverlapEmbeddingStrategy(pipeline=pipeline, sharding=make_plan(TABLE_WISE, model, dist.get_world_size()))
     try:
-        make_trainer(strategy).fit(model, datamodule=Batches(TABLE_WISE, 40))
+        make_trainer(strategy).fit(model, datamodule=Uneven((200, 200), sized))
     except SIGTERMException:
         return len(model.seen)
     raise AssertionError("nobody was told")
+
+
+class _BreaksOff:
+    """A dataset that ends before its length."""
+
+    def __init__(self, rank: int) -> None:
+        self.rank = rank
+
+    def __len__(self) -> int:
+        return 9
+
+    def __getitem__(self, index: int) -> Batch:
+        if index == 5:
+            raise StopIteration
+        return make_batch(TABLE_WISE, index, self.rank)
+
+
+class _BreakingOff(Batches):
+    def train_dataloader(self) -> DataLoader:
+        return DataLoader(_BreaksOff(self.trainer.global_rank), batch_size=None)  # type: ignore[arg-type]
+
+
+def break_off() -> str:
+    """Train with a loader that ends before its length, on every rank; return what is said."""
+    model = Counts()
+    strategy = OverlapEmbeddingStrategy(sharding=make_plan(TABLE_WISE, model, dist.get_world_size()))
+    try:
+        make_trainer(strategy).fit(model, datamodule=_BreakingOff(TABLE_WISE))
+    except RuntimeError as error:
+        return str(error)
+    return "nothing was said"
