@@ -99,7 +99,7 @@ ISSUES: dict[str, dict[int, str]] = {
     # memcpy    | C0 |    C1    |    C2          |    C3             |                      |             |          |
     # data_dist |    | S0    D0 | S1       D1    | S2          D2    | S3             D3    |             |          |
     # lookup    |    |          |       L0       |       L1          |          L2          |    L3       |          |
-    # compute   |    |          |                |                   |    F0       B0    O0 | F1    B1 O1 | F2 B2 O2 | ...
+    # compute   |    |          |                |                   |    F0       B0    O0 | F1    B1 O1 | F2 B2 O2 |
     "async_lookup": {
         -4: "C0",
         -3: "S0 C1 D0",
