@@ -9,6 +9,7 @@ from typing import Any
 from .modes import MODES, STREAMS, resolve_schedule, resolve_stream, unknown_name_message
 from .schedule import Schedule
 from .stages import Stage
+from .switched import exact_outside
 
 Config = Mapping[str, Any]
 """The composed config as plain containers; nothing behind the command sees OmegaConf's."""
@@ -20,10 +21,35 @@ def modes(config: Config) -> list[Schedule]:
     Raises:
         ValueError: An unknown mode, or a schedule that cannot run.
     """
-    own = config["pipeline"].get("schedule")
-    wanted = Schedule.parse(own) if own else resolve_schedule(config["pipeline"]["name"])
+    pipeline = config["pipeline"]
+    for name in pipeline:
+        if name not in PIPELINE_OPTIONS:
+            raise ValueError(unknown_name_message("option of pipeline", name, PIPELINE_OPTIONS))
+    own = pipeline.get("schedule")
+    wanted = resolve_schedule(Schedule.parse(own) if own else pipeline["name"], pipeline.get("staleness"))
     others = [resolve_schedule(name) for name in config["compare"]]
     return [other for other in others if other != wanted] + [wanted]
+
+
+def switches(config: Config, schedule: Schedule) -> dict[str, Any]:
+    """Return from where to where a schedule is trained: what the config says, for every mode with a staleness."""
+    return _switches(config) if schedule.staleness else {}
+
+
+def _switches(config: Config) -> dict[str, Any]:
+    return {name: value for name in SWITCHES if (value := config["pipeline"].get(name)) is not None}
+
+
+PIPELINE_OPTIONS: Mapping[str, str] = {
+    "name": "the mode",
+    "schedule": "a table of one's own, in the place of the name's",
+    "staleness": "of async_lookup, from 1 on",
+    "start_batch": "so many batches are trained exactly before a mode with a staleness begins",
+    "end_batch": "from this batch on exactly again",
+}
+"""What `pipeline` may set."""
+
+SWITCHES = ("start_batch", "end_batch")
 
 
 def check(config: Config) -> None:
@@ -32,7 +58,7 @@ def check(config: Config) -> None:
     Raises:
         ValueError: An unknown mode or stream, a schedule that cannot run, or a precision that scales the loss.
     """
-    modes(config)
+    exact_outside(modes(config)[-1], **_switches(config))
     resolve_stream(config["stream"]["name"])
     if str(config["trainer"].get("precision")) in ("16-mixed", "16"):
         raise ValueError(

@@ -16,6 +16,7 @@ from .inflight import InFlightBatch, abandon
 from .schedule import Schedule, Step
 from .stages import BEFORE, TRAINING_STAGES, Stage, StreamName, WeightOwner
 from .streams import HostStreams, Streams
+from .switched import SwitchedSchedule
 
 Observer = Callable[[str, Stage, int], None]
 """Called with ("issue" | "wait", stage, batch) as the executor goes; for tests and timelines."""
@@ -91,7 +92,7 @@ class Executor:
     thread, at the same point of the step on every rank.
 
     Args:
-        schedule: The table to walk.
+        schedule: The table to walk, or several that follow one another.
         source: Gives the batches.
         sparse: Does the sparse stages, where the schedule has them; None: its sparse rows are skipped.
         streams: The device's streams.
@@ -99,11 +100,12 @@ class Executor:
         lookup_context: Entered around every early lookup (autocast, as around `training_step`).
         observer: Told of every issue and wait.
         rank: Named in errors.
+        num_before: Tells how many batches the training has had before the one that comes next.
     """
 
     def __init__(
         self,
-        schedule: Schedule,
+        schedule: Schedule | SwitchedSchedule,
         source: BatchSource,
         sparse: SparseStages | None,
         streams: Streams,
@@ -112,11 +114,15 @@ class Executor:
         lookup_context: Callable[[], AbstractContextManager[Any]] = nullcontext,
         observer: Observer | None = None,
         rank: int = 0,
+        num_before: Callable[[], int] = lambda: 0,
     ) -> None:
-        self.schedule = schedule
+        self._schedules = schedule
+        self._num_before = num_before
+        self._first_batch = num_before()  # of this epoch, among all batches of the training
+        self._take(schedule.at(self._first_batch))
         self._source = source
         self._serving = sparse
-        self._sparse = sparse if schedule.has_sparse_stages else None
+        self._sparse = sparse if self.schedule.has_sparse_stages else None
         self._streams = streams
         self._agreement = agreement
         self._lookup_context = lookup_context
@@ -130,16 +136,20 @@ class Executor:
                 Stage.INPUT_SPLITS_DIST: self._sparse.input_splits_dist,
                 Stage.INPUT_DATA_DIST: self._sparse.input_data_dist,
             }
+        # An evaluation keeps the mode that it runs in: no_grad or inference_mode.
+        trains = Stage.BACKWARD in self.schedule.training_stages
+        self._grad_mode: Callable[[], AbstractContextManager[Any]] = torch.enable_grad if trains else nullcontext
+        self._reset()
+
+    def _take(self, schedule: Schedule) -> None:
+        """Walk this table from the next iteration on."""
+        self.schedule = schedule
         self._copy = next(step for step in schedule if step.stage is Stage.COPY_BATCH_TO_DEVICE)
         self._positions = {stage: schedule.position(stage) for stage in schedule.training_stages}
         self._deferred = schedule.dense_owned_lookup
-        # An evaluation keeps the mode that it runs in: no_grad or inference_mode.
-        trains = Stage.BACKWARD in schedule.training_stages
-        self._grad_mode: Callable[[], AbstractContextManager[Any]] = torch.enable_grad if trains else nullcontext
         lookup = schedule.row(Stage.EMBEDDING_LOOKUP)
         self._lookup_stream = StreamName.COMPUTE if lookup is None else lookup.stream
         self._first_owners = _EVERY_OWNER if self._deferred is None else frozenset({WeightOwner.FUSED_BACKWARD})
-        self._reset()
 
     def _reset(self) -> None:
         self._end_training_stage()
@@ -177,6 +187,11 @@ class Executor:
         return f"at {step.stage} of batch {self._iteration + step.offset}"
 
     @property
+    def depth(self) -> int:
+        """Batches in flight at once, at most, whatever table is walked."""
+        return self._schedules.depth
+
+    @property
     def num_ahead(self) -> int:
         """Batches fetched but not yet handed to the trainer."""
         return sum(index > self._iteration for index in self._in_flight)
@@ -192,10 +207,14 @@ class Executor:
         """Begin the next iteration; return its batch, or None when the data has ended on any rank."""
         self._streams.begin_step()
         if self._iteration < 0:
-            self._fill()
+            self._begin_epoch()
         else:
             self.reach(self.schedule.training_stages[-1])
             self._in_flight.pop(self._iteration, None)
+            schedule = self._schedules.at(self._first_batch + self._iteration + 1)
+            if schedule is not self.schedule:
+                self._take(schedule)
+                self._fill(self._iteration + 1)
         self._iteration += 1
         self._row = 0
         self._run_rows()
@@ -305,19 +324,25 @@ class Executor:
         abandon([*self._answers.values(), *(self._in_flight.values() if on_host else ())])
         self._reset()
 
-    def _fill(self) -> None:
+    def _begin_epoch(self) -> None:
+        self._first_batch = self._num_before()
+        self._take(self._schedules.at(self._first_batch))
         # Weights may have been loaded or changed on the compute stream since the last run.
         start = self._streams.record(StreamName.COMPUTE)
         for stream in {step.stream for step in self.schedule} | {self._lookup_stream}:
             self._streams.wait(stream, start)
-        for iteration in range(-self.schedule.max_offset, 0):
+        self._fill(0)
+
+    def _fill(self, start: int) -> None:
+        """Issue what the table would have issued by the iteration `start`, as far as no table has done so."""
+        for iteration in range(start - self.schedule.max_offset, start):
             self._iteration = iteration
             for step in self.schedule.steps:
                 if step.stage is Stage.OPTIMIZER_STEP:
                     self._run_deferred_lookup()
                 elif step.stage not in TRAINING_STAGES:
                     self._run(step, self._first_owners)
-        self._iteration = -1
+        self._iteration = start - 1
 
     def _run_rows(self) -> None:
         """Run the rows from the cursor to the next row of the trainer."""
@@ -437,7 +462,10 @@ class Executor:
     def _issue(self, step: Step, inflight: InFlightBatch, owners: frozenset[WeightOwner]) -> None:
         """Issue one sparse stage of one batch on its stream, behind all that it reads."""
         assert self._sparse is not None
-        if step.stage is Stage.EMBEDDING_LOOKUP and not self._sparse.has_lookup(inflight, owners):
+        if step.stage is Stage.EMBEDDING_LOOKUP:
+            if not self._sparse.has_lookup(inflight, owners):
+                return
+        elif step.stage in inflight.done:  # by the table before this one
             return
         previous = BEFORE[step.stage]
         if previous not in inflight.done:  # the batch came later than its earlier rows

@@ -57,9 +57,6 @@ PRIVATE_NAMES: Mapping[str, tuple[str, ...]] = {
 }
 """What this file uses of Lightning beyond its public interface, by the module or class that has it."""
 
-MAX_STATES = 64
-"""Loader states kept at most; more than any schedule looks ahead."""
-
 ExecutorFactory = Callable[["LookaheadFetcher"], Executor]
 
 
@@ -248,13 +245,15 @@ class LookaheadFetcher(_DataLoaderIterDataFetcher):
         """Remember the state of stateful loaders after batch `index`."""
         if not self._state_fetched:
             return  # no loader has a state: Lightning takes long to look for it
+        assert self.executor is not None
         before, self._state_fetched = self._state_fetched, self._loader_states()
         if self._state_fetched:
             if index == 0:
                 self._states_after[-1] = before
             # Without a length the inner fetcher has fetched one batch more, to know whether it is the last.
             self._states_after[index] = before if self.inner.length is None else self._state_fetched
-            self._states_after.pop(index - MAX_STATES, None)
+            # The batch being trained may be the first of those in flight, and only be peeked at.
+            self._states_after.pop(index - self.executor.depth - 1, None)
 
     def _loader_states(self) -> Any:
         # Lightning takes the state of loaders that have one, and an empty list otherwise.
@@ -302,6 +301,11 @@ class LookaheadFetcher(_DataLoaderIterDataFetcher):
             return float("inf")
         done_of_step = loop.batch_progress.current.ready % trainer.accumulate_grad_batches
         return (loop.max_steps - loop.global_step) * trainer.accumulate_grad_batches - done_of_step
+
+
+def num_trained(trainer: Trainer) -> int:
+    """Return how many batches a trainer has trained, over all epochs, those before a checkpoint included."""
+    return trainer.fit_loop.epoch_loop.total_batch_idx + 1
 
 
 def stage_batch(trainer: Trainer, batch: Any, dataloader_idx: int) -> Any:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from dataclasses import replace
 from types import MappingProxyType
 from typing import TypeVar
 
@@ -75,26 +76,73 @@ FUSED_SPARSE_DIST_AFTER_OPTIMIZER = Schedule(
 )
 """The same lookup, issued after the dense optimizer. Source: `embedding_lookup_after_opt` of TorchRec PR 2916."""
 
-SEMI_SYNC = Schedule(
-    "semi_sync",
-    (
-        Step(_SPLITS, 2, _DIST),
-        Step(_FORWARD, 0, _COMPUTE),
-        Step(_COPY, 3, _MEMCPY),
-        Step(_LOOKUP, 1, _SIDE),  # above BACKWARD: reads weights one update old
-        Step(_BACKWARD, 0, _COMPUTE),
-        Step(_DATA, 2, _DIST),  # behind the gradients, which the backward waits for
-        Step(_STEP, 0, _COMPUTE),
-    ),
-)
+
+def _looks_up_before_backward(name: str, staleness: int) -> Schedule:
+    return Schedule(
+        name,
+        (
+            Step(_SPLITS, staleness + 1, _DIST),
+            Step(_FORWARD, 0, _COMPUTE),
+            Step(_COPY, staleness + 2, _MEMCPY),
+            Step(_LOOKUP, staleness, _SIDE),  # above BACKWARD: reads weights so many updates old
+            Step(_BACKWARD, 0, _COMPUTE),
+            Step(_DATA, staleness + 1, _DIST),  # behind the gradients, which the backward waits for
+            Step(_STEP, 0, _COMPUTE),
+        ),
+    )
+
+
+SEMI_SYNC = _looks_up_before_backward("semi_sync", 1)
 """The lookup of N+1 before the backward of N: staleness 1. Source: TrainPipelineSemiSync, TorchRec 1.8."""
+
+DEFAULT_STALENESS = 2
+"""Of `async_lookup`: with 1 it would be `semi_sync`, and each batch more costs accuracy and memory."""
+
+
+def async_lookup(staleness: int) -> Schedule:
+    """Return the mode that looks up batch N + staleness before the backward of batch N.
+
+    The rows of at most `staleness` batches ahead of the trained one are held, each from its lookup until its update.
+
+    Args:
+        staleness: Updates, in batches, that a lookup of a fused table does not see; from 1 on, 1 is `semi_sync`.
+
+    Raises:
+        ValueError: Less than 1.
+        TypeError: Not an integer.
+
+    Source: DeepRec's asynchronous embedding lookup, in which a queue's capacity bounds what is ahead; here the
+    number is exact, every run alike.
+    """
+    if not isinstance(staleness, int) or isinstance(staleness, bool):
+        raise TypeError(f"staleness is a number of batches, got {staleness!r}.")
+    if staleness < 1:
+        raise ValueError(
+            f"staleness is a number of batches from 1 on, got {staleness}. For lookups that see every update take "
+            f"pipeline={FUSED_SPARSE_DIST.name!r}."
+        )
+    return _looks_up_before_backward(f"async_lookup_{staleness}", staleness)
+
+
+ASYNC_LOOKUP = replace(async_lookup(DEFAULT_STALENESS), name="async_lookup")
+"""`async_lookup` where no staleness is given."""
 
 MODES: Mapping[str, Schedule] = MappingProxyType(
     {
         schedule.name: schedule
-        for schedule in (BASE, SPARSE_DIST, FUSED_SPARSE_DIST, FUSED_SPARSE_DIST_AFTER_OPTIMIZER, SEMI_SYNC)
+        for schedule in (
+            BASE,
+            SPARSE_DIST,
+            FUSED_SPARSE_DIST,
+            FUSED_SPARSE_DIST_AFTER_OPTIMIZER,
+            SEMI_SYNC,
+            ASYNC_LOOKUP,
+        )
     }
 )
+
+MODES_BY_STALENESS: Mapping[str, Callable[[int], Schedule]] = MappingProxyType({ASYNC_LOOKUP.name: async_lookup})
+"""The modes whose staleness is the user's choice, as functions of it."""
 
 STREAMS: Mapping[str, StreamName] = MappingProxyType(
     {"current": StreamName.COMPUTE, "data_dist": StreamName.DATA_DIST, "dedicated": StreamName.LOOKUP}
@@ -144,16 +192,27 @@ def _held(mode: Schedule) -> str:
 _T = TypeVar("_T")
 
 
-def resolve_schedule(pipeline: str | Schedule) -> Schedule:
+def resolve_schedule(pipeline: str | Schedule, staleness: int | None = None) -> Schedule:
     """Return the schedule of a mode's name, or the given schedule.
 
+    Args:
+        pipeline: A mode's name, or a schedule.
+        staleness: For the modes of `MODES_BY_STALENESS`; None for their default.
+
     Raises:
-        ValueError: No mode has this name; the message lists the nearest names.
-        TypeError: Neither a name nor a Schedule.
+        ValueError: No mode has this name (the message lists the nearest names), the mode takes no staleness, or it
+            is less than 1.
+        TypeError: Neither a name nor a Schedule, or a staleness that is no number.
     """
-    if isinstance(pipeline, Schedule):
-        return pipeline
-    return _named("pipeline", pipeline, MODES)
+    schedule = pipeline if isinstance(pipeline, Schedule) else _named("pipeline", pipeline, MODES)
+    if staleness is None:
+        return schedule
+    if isinstance(pipeline, Schedule) or pipeline not in MODES_BY_STALENESS:
+        raise ValueError(
+            f"staleness={staleness!r}: {schedule.name!r} has a staleness of {schedule.staleness} by its order of "
+            f"stages. To choose it take pipeline={' or '.join(map(repr, MODES_BY_STALENESS))}."
+        )
+    return MODES_BY_STALENESS[pipeline](staleness)
 
 
 def resolve_stream(stream: str) -> StreamName:

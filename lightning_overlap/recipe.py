@@ -12,7 +12,7 @@ from hydra.errors import InstantiationException
 from hydra.utils import get_object, instantiate
 from lightning.pytorch import Callback, LightningDataModule, LightningModule, Trainer
 
-from .choices import Config, modes
+from .choices import Config, modes, switches
 from .modes import unknown_name_message
 from .schedule import Schedule
 from .sharding import check_sharding, find_tables, refuse_dense_owner
@@ -73,7 +73,9 @@ def build_model(config: Config, data: LightningDataModule) -> LightningModule:
 def build_strategy(config: Config, schedule: Schedule, model: LightningModule) -> OverlapEmbeddingStrategy:
     """Return the strategy for one mode."""
     stream, sharding = config["stream"]["name"], _sharding(config, model)
-    return OverlapEmbeddingStrategy(schedule, stream, sharding, **dict(config["strategy"]))
+    return OverlapEmbeddingStrategy(
+        schedule, stream, sharding, **switches(config, schedule), **dict(config["strategy"])
+    )
 
 
 def build_trainer(

@@ -140,6 +140,10 @@ class Schedule:
         rows.append(Step(copy.stage, offset + len(SPARSE_STAGES), copy.stream))
         return EvaluationSchedule(self.name, tuple(rows))
 
+    def at(self, batch: int) -> Schedule:
+        """The table to walk while a batch is trained: this one; a `SwitchedSchedule` has several."""
+        return self
+
     def row(self, stage: Stage) -> Step | None:
         """The row of a stage, or None."""
         return next((step for step in self.steps if step.stage is stage), None)

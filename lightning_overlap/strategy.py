@@ -45,6 +45,7 @@ from .sharding import (
 from .sparse import SparsePipeline, note_lengths
 from .stages import Stage, StreamName
 from .streams import Streams, make_streams
+from .switched import exact_outside
 
 STRATEGY_NAME = "overlap_embedding"
 
@@ -67,6 +68,10 @@ class OverlapEmbeddingStrategy(evaluation.EvaluatesAhead, SavesShards):
         fused_optimizer: `(class, kwargs)` or `functools.partial(class, **kwargs)`, applied in backward to the
             tables that have no optimizer applied in backward yet. Without it the planner may leave such tables
             whole on every rank (data-parallel), for the optimizer of `configure_optimizers`; it says so.
+        staleness: Of `pipeline="async_lookup"`: how many updates, in batches, a lookup does not see; from 1 on.
+        start_batch: A mode with a staleness begins with this batch, counted over all epochs; the ones before it train
+            exactly, as in `fused_sparse_dist`. No batch is lost or looked up twice, and no device is waited for.
+        end_batch: From this batch on exactly again; the lookups under way are still used.
         observer: Called with ("issue" | "wait", stage, batch) for every stage issued and every result waited for.
         checkpoint_format: `sharded` (a folder, every rank writes its shards), `full` (one file, gathered on the host
             of rank 0, for the unsharded module too), or None: sharded above one rank or with `async_checkpoint`.
@@ -77,7 +82,8 @@ class OverlapEmbeddingStrategy(evaluation.EvaluatesAhead, SavesShards):
 
     Raises:
         ValueError: Unknown mode, stream or checkpoint format (the nearest names are listed), a Schedule that cannot
-            run, `async_checkpoint` with `checkpoint_format="full"`, or a `start_method` other than "popen".
+            run, a `staleness`, `start_batch` or `end_batch` that the mode does not take, `async_checkpoint` with
+            `checkpoint_format="full"`, or a `start_method` other than "popen".
         TypeError: An argument of the wrong type.
     """
 
@@ -88,12 +94,16 @@ class OverlapEmbeddingStrategy(evaluation.EvaluatesAhead, SavesShards):
         sharding: Sharding = None,
         fused_optimizer: FusedOptimizer | None = None,
         *,
+        staleness: int | None = None,
+        start_batch: int = 0,
+        end_batch: int | None = None,
         observer: Observer | None = None,
         checkpoint_format: str | None = None,
         async_checkpoint: bool = False,
         **kwargs: Any,
     ) -> None:
-        self.schedule = resolve_schedule(pipeline)
+        self.schedule = resolve_schedule(pipeline, staleness)
+        self._schedules = exact_outside(self.schedule, start_batch, end_batch)
         self.stream = stream
         self._lookup_stream = resolve_stream(stream)
         check_fused_optimizer(fused_optimizer)
@@ -246,8 +256,9 @@ class OverlapEmbeddingStrategy(evaluation.EvaluatesAhead, SavesShards):
 
     def _make_executor(self, fetcher: loop.LookaheadFetcher) -> Executor:
         assert self._streams is not None
+        assert self._trainer is not None
         self._executor = Executor(
-            self.schedule,
+            self._schedules,
             fetcher,
             self._sparse,
             self._streams,
@@ -255,6 +266,7 @@ class OverlapEmbeddingStrategy(evaluation.EvaluatesAhead, SavesShards):
             lookup_context=self.precision_plugin.train_step_context,
             observer=self._observer,
             rank=self.global_rank,
+            num_before=partial(loop.num_trained, self._trainer),
         )
         return self._executor
 

@@ -117,7 +117,7 @@ def validate_while_training(case: Case, pipeline: str) -> tuple[Outputs, Tensor,
     return model.outputs, torch.stack(model.losses), used.count("validation_step")
 
 
-def reference_validations(case: Case, delayed: bool) -> Outputs:
+def reference_validations(case: Case, staleness: int) -> Outputs:
     """The same by hand, with plain DistributedModelParallel."""
     outputs: Outputs = []
     rank = dist.get_rank()
@@ -132,8 +132,8 @@ def reference_validations(case: Case, delayed: bool) -> Outputs:
         if (index + 1) % EVERY == 0:
             evaluate(module, NUM_VAL)
 
-    train = reference.train_delayed if delayed else reference.train
-    train(case, num_steps=NUM_STEPS, after_step=after_step)
+    seen = reference.Delayed(staleness)
+    reference.train_delayed(case, seen, num_steps=NUM_STEPS, after_step=after_step)
     return outputs
 
 

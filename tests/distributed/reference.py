@@ -72,18 +72,49 @@ def train(
     return collect(module, optimizer, losses)
 
 
+Seen = Callable[[int], int]
+"""Batch -> how many updates the lookup of its fused tables sees: those of all batches before that one."""
+
+
+@dataclass(frozen=True)
+class Delayed:
+    """What a lookup sees under a staleness, in training that begins anew with some batches."""
+
+    staleness: int
+    fresh: tuple[int, ...] = (0,)
+    """Batches that nothing was looked up ahead for: the first of an epoch, or of a run that goes on."""
+
+    def __call__(self, batch: int) -> int:
+        return max(batch - self.staleness, *(start for start in (0, *self.fresh) if start <= batch))
+
+
+@dataclass(frozen=True)
+class Switching:
+    """What a lookup sees where a staleness begins with one batch and ends with another."""
+
+    staleness: int
+    start: int
+    end: int
+
+    def __call__(self, batch: int) -> int:
+        if batch < self.start or batch >= self.end + self.staleness:  # the last ones were looked up before the end
+            return batch
+        return max(self.start, batch - self.staleness)
+
+
 def train_delayed(
     case: Case,
+    seen: Seen = Delayed(1),
     *,
     num_steps: int = NUM_STEPS,
     device_type: str = "cpu",
     after_step: AfterStep | None = None,
     factor: Factor = lambda step: 1.0,
 ) -> Result:
-    """The same with delayed updates: tables of the fused backward are looked up one batch early.
+    """The same with delayed updates: tables of the fused backward are looked up `seen(N)` updates into training.
 
-    Batch N's lookup of those comes right before the backward of batch N - 1. Data-parallel tables, which the dense
-    optimizer writes, are looked up after its step: they are split into collections of their own.
+    That is right before the next update. Data-parallel tables, which the dense optimizer writes, are looked up after
+    its step: they are split into collections of their own.
     """
     split = dataclasses.replace(
         case,
@@ -95,19 +126,23 @@ def train_delayed(
     rank, dmp, module, optimizer, device = _set_up(split, device_type)
     early = [name for name in sorted(split.collections) if not name.endswith("_dp")]
     late = [name for name in sorted(split.collections) if name.endswith("_dp")]
-    batch = _to(make_batch(case, 0, rank), device)
-    _set_fused_rates(dmp, factor(0))
-    rows = {name: module.rows(name, batch) for name in early}
+    batches = [_to(make_batch(case, index, rank), device) for index in range(num_steps)]
+    rows: dict[int, dict[str, Any]] = {}
+
+    def look_up(num_updates: int) -> None:
+        for index in range(num_steps):
+            if seen(index) == num_updates and index not in rows:
+                _set_fused_rates(dmp, factor(index))  # kernels take the rate of an update with its lookup
+                rows[index] = {name: module.rows(name, batches[index]) for name in early}
+
     losses = []
     for index in range(num_steps):
-        rows.update({name: module.rows(name, batch) for name in late})
+        look_up(index)
+        own = rows[index] | {name: module.rows(name, batches[index]) for name in late}
         optimizer.zero_grad()
-        loss = dmp(batch, rows)
+        loss = dmp(batches[index], own)
         losses.append(loss.detach())
-        if index + 1 < num_steps:
-            batch = _to(make_batch(case, index + 1, rank), device)
-            _set_fused_rates(dmp, factor(index + 1))  # kernels take the rate of an update with its lookup
-            rows = {name: module.rows(name, batch) for name in early}
+        del rows[index]
         loss.backward()
         _set_rates(optimizer, factor(index))
         optimizer.step()

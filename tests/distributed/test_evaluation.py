@@ -22,11 +22,14 @@ CASES = (TABLE_WISE, MIXED, SEQUENCE, TWO_COLLECTIONS, ROWWISE_ADAGRAD)
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 def test_validation_inside_a_fit_answers_from_current_weights(ranks: Ranks, case: Case) -> None:
     """As a plain DistributedModelParallel module that is evaluated after the same steps; training goes on unmoved."""
-    expected = {stale: ranks.run(evaluations.reference_validations, case, stale) for stale in (False, True)}
+    expected = {
+        staleness: ranks.run(evaluations.reference_validations, case, staleness)
+        for staleness in {mode.staleness for mode in MODES.values()}
+    }
     for pipeline, mode in MODES.items():
         trained = ranks.run(fit, case, pipeline, num_steps=NUM_STEPS)
         actual = ranks.run(evaluations.validate_while_training, case, pipeline)
-        for (outputs, losses, early), theirs, alone in zip(actual, expected[mode.staleness > 0], trained, strict=True):
+        for (outputs, losses, early), theirs, alone in zip(actual, expected[mode.staleness], trained, strict=True):
             assert outputs[2:] == theirs, pipeline  # the first two are the sanity check's
             assert torch.equal(losses, alone.losses), pipeline
             # all but the very first one, which shows what feeds which module

@@ -21,6 +21,7 @@ from .cases import MIXED
 from .fault_runs import TIMEOUT_S, run_all, start_script
 from .faults import NUM_BATCHES, Fault
 from .ranks import Ranks
+from .reference import Delayed
 
 BATCHES = {"first": 0, "second": 1, "middle": NUM_BATCHES // 2, "last": NUM_BATCHES - 1}
 
@@ -35,8 +36,9 @@ def _end_the_ranks(_pools: dict[Any, Ranks]) -> Iterator[None]:
 
 def _check(two_ranks: Ranks, pipeline: str, injected: list[Fault]) -> None:
     """All ranks meet the faults: each reads its own, nothing is left, and a later fit is as if nothing had been."""
-    plain = reference.train if MODES[pipeline].staleness == 0 else reference.train_delayed
-    expected = two_ranks.run(plain, MIXED, num_steps=NUM_BATCHES)
+    staleness = MODES[pipeline].staleness
+    plain = (reference.train_delayed, MIXED, Delayed(staleness)) if staleness else (reference.train, MIXED)
+    expected = two_ranks.run(*plain, num_steps=NUM_BATCHES)
     for (reports, actual), unharmed in zip(
         two_ranks.run(faults.fail_and_fit, pipeline, injected), expected, strict=True
     ):

@@ -11,23 +11,25 @@ from . import reference
 from .cases import CASES, MIXED, NUM_STEPS, TABLE_WISE, Case
 from .fits import fit
 from .ranks import RankError, Ranks
+from .reference import Delayed
 
 EXACT = [name for name, schedule in MODES.items() if schedule.staleness == 0]
-STALE = [name for name, schedule in MODES.items() if schedule.staleness == 1]
+STALE = [name for name, schedule in MODES.items() if schedule.staleness > 0]
 
 
-_references: dict[tuple[int, str, bool], list[reference.Result]] = {}
+_references: dict[tuple[int, str, int], list[reference.Result]] = {}
 
 
-def _expected(ranks: Ranks, case: Case, delayed: bool = False) -> list[reference.Result]:
-    key = (ranks.world_size, case.name, delayed)
+def _expected(ranks: Ranks, case: Case, staleness: int = 0) -> list[reference.Result]:
+    key = (ranks.world_size, case.name, staleness)
     if key not in _references:
-        _references[key] = ranks.run(reference.train_delayed if delayed else reference.train, case)
+        delayed = (reference.train_delayed, case, Delayed(staleness))
+        _references[key] = ranks.run(*delayed) if staleness else ranks.run(reference.train, case)
     return _references[key]
 
 
-def _differences(ranks: Ranks, case: Case, pipeline: str | Schedule, *, delayed: bool = False) -> list[list[str]]:
-    expected = _expected(ranks, case, delayed)
+def _differences(ranks: Ranks, case: Case, pipeline: str | Schedule, staleness: int = 0) -> list[list[str]]:
+    expected = _expected(ranks, case, staleness)
     actual = ranks.run(fit, case, pipeline)
     assert all(len(result.losses) == NUM_STEPS for result in actual)
     return [mine.differences(theirs) for mine, theirs in zip(actual, expected, strict=True)]
@@ -42,7 +44,7 @@ def test_exact_mode_equals_the_plain_loop(ranks: Ranks, case: Case, pipeline: st
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 @pytest.mark.parametrize("pipeline", STALE)
 def test_stale_mode_equals_the_plain_loop_with_delayed_updates(ranks: Ranks, case: Case, pipeline: str) -> None:
-    assert _differences(ranks, case, pipeline, delayed=True) == [[]] * ranks.world_size
+    assert _differences(ranks, case, pipeline, MODES[pipeline].staleness) == [[]] * ranks.world_size
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
@@ -57,7 +59,7 @@ def test_the_model_shows_one_stale_lookup(ranks: Ranks, case: Case) -> None:
         assert any(text.startswith("losses from step") for text in differences)
     assert any(
         not torch.equal(a.losses, b.losses)
-        for a, b in zip(_expected(ranks, case), _expected(ranks, case, True), strict=True)
+        for a, b in zip(_expected(ranks, case), _expected(ranks, case, 1), strict=True)
     )
 
 

@@ -18,14 +18,15 @@ from . import optimizers, reference
 from .cases import TABLE_WISE, Case
 from .optimizers import CASES, NUM_STEPS, factor
 from .ranks import Ranks
+from .reference import Delayed
 
 EXACT = [name for name, mode in MODES.items() if mode.staleness == 0]
-STALE = [name for name, mode in MODES.items() if mode.staleness == 1]
 
 
 def _differences(ranks: Ranks, case: Case, pipeline: str) -> list[list[str]]:
-    loop = reference.train_delayed if pipeline in STALE else reference.train
-    expected = ranks.run(loop, case, num_steps=NUM_STEPS, factor=factor)
+    staleness = MODES[pipeline].staleness
+    loop = (reference.train_delayed, case, Delayed(staleness)) if staleness else (reference.train, case)
+    expected = ranks.run(*loop, num_steps=NUM_STEPS, factor=factor)
     actual = ranks.run(optimizers.fit, case, pipeline)
     assert all(len(result.losses) == NUM_STEPS for result in actual)
     return [mine.differences(theirs) for mine, theirs in zip(actual, expected, strict=True)]

@@ -18,12 +18,12 @@ from ..distributed.ranks import Ranks
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(600)]
 
 EXACT = [name for name, schedule in MODES.items() if schedule.staleness == 0]
-STALE = [name for name, schedule in MODES.items() if schedule.staleness == 1]
+STALE = [name for name, schedule in MODES.items() if schedule.staleness > 0]
 ADAM = dataclasses.replace(TABLE_WISE, name="adam", optimizer=(torch.optim.Adam, {"lr": 0.5}))
 ROW_WISE = Case("row_wise", (TableSpec("t0", ("f0",)), TableSpec("rows", ("f1",), "row_wise")))
 CUDA_CASES = (*CASES, ADAM, ROW_WISE)
 
-_references: dict[tuple[str, bool], list[reference.Result]] = {}
+_references: dict[tuple[str, int], list[reference.Result]] = {}
 
 
 @pytest.fixture
@@ -32,10 +32,11 @@ def gpus(get_ranks: Callable[..., Ranks]) -> Ranks:
     return get_ranks(min(2, torch.cuda.device_count()), "cuda")
 
 
-def _deterministic_reference(case: Case, delayed: bool) -> reference.Result:
+def _deterministic_reference(case: Case, staleness: int) -> reference.Result:
     torch.use_deterministic_algorithms(True, warn_only=True)
-    train = reference.train_delayed if delayed else reference.train
-    return train(case, device_type="cuda")
+    if staleness:
+        return reference.train_delayed(case, reference.Delayed(staleness), device_type="cuda")
+    return reference.train(case, device_type="cuda")
 
 
 def _deterministic_fit(case: Case, pipeline: str | Schedule, stream: str) -> reference.Result:
@@ -43,12 +44,10 @@ def _deterministic_fit(case: Case, pipeline: str | Schedule, stream: str) -> ref
     return fit(case, pipeline, stream=stream, device_type="cuda")
 
 
-def _differences(
-    gpus: Ranks, case: Case, pipeline: str | Schedule, stream: str, *, delayed: bool = False
-) -> list[list[str]]:
-    key = (case.name, delayed)
+def _differences(gpus: Ranks, case: Case, pipeline: str | Schedule, stream: str, staleness: int = 0) -> list[list[str]]:
+    key = (case.name, staleness)
     if key not in _references:
-        _references[key] = gpus.run(_deterministic_reference, case, delayed)
+        _references[key] = gpus.run(_deterministic_reference, case, staleness)
     actual = gpus.run(_deterministic_fit, case, pipeline, stream)
     assert all(len(result.losses) == NUM_STEPS for result in actual)
     return [mine.differences(theirs) for mine, theirs in zip(actual, _references[key], strict=True)]
@@ -65,7 +64,7 @@ def test_exact_mode_equals_the_plain_loop(gpus: Ranks, case: Case, pipeline: str
 @pytest.mark.parametrize("stream", STREAMS)
 @pytest.mark.parametrize("pipeline", STALE)
 def test_stale_mode_equals_delayed_updates(gpus: Ranks, case: Case, pipeline: str, stream: str) -> None:
-    assert _differences(gpus, case, pipeline, stream, delayed=True) == [[]] * gpus.world_size
+    assert _differences(gpus, case, pipeline, stream, MODES[pipeline].staleness) == [[]] * gpus.world_size
 
 
 @pytest.mark.parametrize("stream", STREAMS)

@@ -19,8 +19,10 @@ pytestmark = [pytest.mark.gpu, pytest.mark.timeout(600)]
 
 def _reference(case: Case, pipeline: str) -> reference.Result:
     torch.use_deterministic_algorithms(True, warn_only=True)
-    loop = reference.train_delayed if MODES[pipeline].staleness else reference.train
-    return loop(case, num_steps=optimizers.NUM_STEPS, factor=optimizers.factor, device_type="cuda")
+    options = {"num_steps": optimizers.NUM_STEPS, "factor": optimizers.factor, "device_type": "cuda"}
+    if staleness := MODES[pipeline].staleness:
+        return reference.train_delayed(case, reference.Delayed(staleness), **options)
+    return reference.train(case, **options)
 
 
 def _fit(case: Case, pipeline: str, stream: str) -> reference.Result:

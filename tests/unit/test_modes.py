@@ -28,6 +28,7 @@ DERIVED: dict[str, tuple[int, int, Step | None]] = {
     "fused_sparse_dist": (3, 0, Step(Stage.EMBEDDING_LOOKUP, 1, StreamName.LOOKUP)),
     "fused_sparse_dist_after_optimizer": (3, 0, None),
     "semi_sync": (4, 1, Step(Stage.EMBEDDING_LOOKUP, 1, StreamName.LOOKUP)),
+    "async_lookup": (5, 2, Step(Stage.EMBEDDING_LOOKUP, 1, StreamName.LOOKUP)),
 }
 
 
@@ -92,6 +93,21 @@ ISSUES: dict[str, dict[int, str]] = {
         0: "S2 F0 C3 L1 B0 D2 O0",
         1: "S3 F1 L2 B1 D3 O1",
         2: "F2 L3 B2 O2",
+        3: "F3 B3 O3",
+    },
+    # iteration | -4 | -3       | -2             | -1                | 0                    | 1           | 2        | 3
+    # memcpy    | C0 |    C1    |    C2          |    C3             |                      |             |          |
+    # data_dist |    | S0    D0 | S1       D1    | S2          D2    | S3             D3    |             |          |
+    # lookup    |    |          |       L0       |       L1          |          L2          |    L3       |          |
+    # compute   |    |          |                |                   |    F0       B0    O0 | F1    B1 O1 | F2 B2 O2 |
+    "async_lookup": {
+        -4: "C0",
+        -3: "S0 C1 D0",
+        -2: "S1 C2 L0 D1",
+        -1: "S2 C3 L1 D2",
+        0: "S3 F0 L2 B0 D3 O0",
+        1: "F1 L3 B1 O1",
+        2: "F2 B2 O2",
         3: "F3 B3 O3",
     },
 }

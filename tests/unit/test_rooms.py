@@ -20,7 +20,7 @@ ROOMS = ("plan", "run", "sparse", "plugin", "apps")
 """From the ground up: a room imports from itself and from those below."""
 
 FILES = {
-    "plan": ("versions", "stages", "schedule", "modes"),
+    "plan": ("versions", "stages", "schedule", "modes", "switched"),
     "run": (
         *("agreement", "groups", "streams", "structure", "inflight", "clocks", "executor", "syncs", "testing"),
         *("timeline", "summary", "figures", "kineto", "kineto_names", "trace_file", "layout", "drawing", "page"),

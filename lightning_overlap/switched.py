@@ -1,0 +1,96 @@
+"""Schedules that follow one another in a run: an exact warm-up before a stale mode, and a switch back."""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import dataclass
+from functools import cached_property
+
+from .modes import FUSED_SPARSE_DIST
+from .schedule import Schedule
+from .stages import SPARSE_STAGES, Stage, StreamName
+
+
+@dataclass(frozen=True)
+class SwitchedSchedule:
+    """Two or more schedules, each from the batch on that it begins with, counted over the whole training.
+
+    The executor goes from one to the next between two iterations. Batches in flight stay: what was issued for them is
+    not issued again, and where the next table would have issued more by then, that is made up for at once. So a
+    lookup of a fused table in a part that begins with batch n and has staleness k sees the updates of all batches
+    before max(n, N - k); a part that follows a staler one takes over up to that many batches looked up before.
+
+    Args:
+        parts: `(first batch, schedule)` in order, the first one from batch 0 on.
+
+    Raises:
+        ValueError: Not in order or not from 0 on; or tables that cannot follow one another: without sparse stages, or
+            with early lookups on different streams.
+    """
+
+    parts: tuple[tuple[int, Schedule], ...]
+
+    def __post_init__(self) -> None:
+        starts = [start for start, _ in self.parts]
+        if not starts or starts[0] != 0 or any(a >= b for a, b in itertools.pairwise(starts)):
+            raise ValueError(f"the parts begin with batch 0 and then later and later ones, got {starts}.")
+        for _, schedule in self.parts:
+            if not schedule.has_sparse_stages:
+                raise ValueError(
+                    f"{schedule.name!r} leaves input dist and lookup to the modules: batches whose lookup has begun "
+                    f"cannot be handed over to it. Take one with rows for {', '.join(map(str, SPARSE_STAGES))}."
+                )
+        streams = {str(schedule): _lookup_stream(schedule) for _, schedule in self.parts}
+        if len(set(streams.values())) > 1:
+            listed = ", ".join(f"{text.partition(':')[0]!r} on {stream}" for text, stream in streams.items())
+            raise ValueError(f"one stream orders all lookups and updates of a run, got {listed}.")
+
+    def at(self, batch: int) -> Schedule:
+        """The table to walk while a batch is trained."""
+        return next(schedule for start, schedule in reversed(self.parts) if batch >= start)
+
+    @cached_property
+    def depth(self) -> int:
+        """Batches in flight at once, at most."""
+        return max(schedule.depth for _, schedule in self.parts)
+
+
+def exact_outside(
+    schedule: Schedule, start_batch: int = 0, end_batch: int | None = None
+) -> Schedule | SwitchedSchedule:
+    """Return a stale schedule with `fused_sparse_dist`, which is exact, before and after it.
+
+    Args:
+        schedule: Of a staleness of 1 or more.
+        start_batch: So many batches are trained first.
+        end_batch: From this batch on it is `fused_sparse_dist` again; None: never.
+
+    Raises:
+        ValueError: Negative or no more than `start_batch`, or a schedule without staleness, or one that cannot follow.
+        TypeError: Not a number of batches.
+    """
+    for name, value in (("start_batch", start_batch), ("end_batch", end_batch)):
+        if value is not None and (not isinstance(value, int) or isinstance(value, bool)):
+            raise TypeError(f"{name} is a number of batches, got {value!r}.")
+    if start_batch < 0:
+        raise ValueError(f"start_batch is a number of batches from 0 on, got {start_batch}.")
+    if end_batch is not None and end_batch <= start_batch:
+        raise ValueError(f"end_batch comes after start_batch={start_batch}, got {end_batch}.")
+    if not start_batch and end_batch is None:
+        return schedule
+    if not schedule.staleness:
+        raise ValueError(
+            f"start_batch={start_batch}, end_batch={end_batch}: {schedule.name!r} is exact from the first batch to the "
+            "last. They are for modes with a staleness (semi_sync, async_lookup)."
+        )
+    parts = [(start_batch, schedule)]
+    if start_batch:
+        parts.insert(0, (0, FUSED_SPARSE_DIST))
+    if end_batch is not None:
+        parts.append((end_batch, FUSED_SPARSE_DIST))
+    return SwitchedSchedule(tuple(parts))
+
+
+def _lookup_stream(schedule: Schedule) -> StreamName | None:
+    lookup = schedule.row(Stage.EMBEDDING_LOOKUP)
+    return None if lookup is None else lookup.stream

@@ -1,0 +1,126 @@
+"""The staleness that a user chooses, the switches around a stale mode, and the words for what cannot be."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from lightning_overlap.modes import (
+    BASE,
+    DEFAULT_STALENESS,
+    FUSED_SPARSE_DIST,
+    MODES,
+    SEMI_SYNC,
+    async_lookup,
+    resolve_schedule,
+)
+from lightning_overlap.schedule import Schedule, Step
+from lightning_overlap.stages import Stage, StreamName
+from lightning_overlap.switched import SwitchedSchedule, exact_outside
+
+
+@given(st.integers(1, 40))
+def test_what_is_derived_is_what_was_asked_for(staleness: int) -> None:
+    mode = async_lookup(staleness)
+    assert (mode.staleness, mode.depth) == (staleness, staleness + 3)
+    assert mode.dense_owned_lookup == Step(Stage.EMBEDDING_LOOKUP, 1, StreamName.LOOKUP)
+    assert Schedule.parse(str(mode)) == mode
+
+
+@given(st.integers(1, 12), st.integers(0, 40))
+def test_rows_of_no_more_batches_than_the_staleness_are_held_ahead(staleness: int, num_batches: int) -> None:
+    """A batch holds its rows from the lookup to the backward, which updates the table."""
+    held: set[int] = set()
+    most = 0
+    for iteration, step, batch in async_lookup(staleness).issue_order(num_batches):
+        if step.stage is Stage.EMBEDDING_LOOKUP:
+            held.add(batch)
+        elif step.stage is Stage.BACKWARD:
+            held.remove(batch)
+        most = max(most, len([ahead for ahead in held if ahead > iteration]))
+    assert most == min(staleness, num_batches)
+    assert not held
+
+
+def test_semi_sync_is_the_case_of_one() -> None:
+    assert replace(async_lookup(1), name="semi_sync") == SEMI_SYNC
+    assert async_lookup(DEFAULT_STALENESS).steps == MODES["async_lookup"].steps
+    assert MODES["async_lookup"].staleness == DEFAULT_STALENESS
+
+
+def test_a_name_and_a_staleness() -> None:
+    assert resolve_schedule("async_lookup", 4) == async_lookup(4)
+    assert resolve_schedule("async_lookup") == MODES["async_lookup"]
+    assert async_lookup(4).name == "async_lookup_4"
+
+
+@pytest.mark.parametrize(
+    ("pipeline", "staleness", "error", "message"),
+    [
+        ("semi_sync", 2, ValueError, "staleness=2: 'semi_sync' has a staleness of 1 by its order of stages. To choose"),
+        ("base", 0, ValueError, "staleness=0: 'base' has a staleness of 0"),
+        (SEMI_SYNC, 1, ValueError, "To choose it take pipeline='async_lookup'"),
+        ("async_lookup", 0, ValueError, "from 1 on, got 0. For lookups that see every update take pipeline='fused"),
+        ("async_lookup", -1, ValueError, "from 1 on, got -1"),
+        ("async_lookup", 1.5, TypeError, "staleness is a number of batches, got 1.5"),
+        ("async_lookup", True, TypeError, "staleness is a number of batches, got True"),
+        ("async", 2, ValueError, "unknown pipeline 'async'. Did you mean 'async_lookup'"),
+    ],
+)
+def test_a_staleness_that_cannot_be(pipeline: Any, staleness: Any, error: type[Exception], message: str) -> None:
+    with pytest.raises(error, match=re.escape(message)):
+        resolve_schedule(pipeline, staleness)
+
+
+# -- switches ---------------------------------------------------------------------------------------------------
+
+
+def test_the_table_of_each_batch() -> None:
+    switched = exact_outside(async_lookup(3), 5, 9)
+    assert [switched.at(batch).staleness for batch in range(12)] == [0] * 5 + [3] * 4 + [0] * 3
+    assert switched.depth == async_lookup(3).depth
+    assert exact_outside(SEMI_SYNC) is SEMI_SYNC
+    assert SEMI_SYNC.at(7) is SEMI_SYNC
+    from_the_first_on = exact_outside(SEMI_SYNC, end_batch=2)
+    assert [from_the_first_on.at(batch).staleness for batch in range(4)] == [1, 1, 0, 0]
+
+
+@pytest.mark.parametrize(
+    ("schedule", "options", "error", "message"),
+    [
+        (SEMI_SYNC, {"start_batch": -1}, ValueError, "start_batch is a number of batches from 0 on, got -1"),
+        (SEMI_SYNC, {"start_batch": 2.0}, TypeError, "start_batch is a number of batches, got 2.0"),
+        (SEMI_SYNC, {"end_batch": "3"}, TypeError, "end_batch is a number of batches, got '3'"),
+        (SEMI_SYNC, {"start_batch": 3, "end_batch": 3}, ValueError, "end_batch comes after start_batch=3, got 3"),
+        (BASE, {"start_batch": 3}, ValueError, "'base' is exact from the first batch to the last"),
+        (FUSED_SPARSE_DIST, {"end_batch": 3}, ValueError, "for modes with a staleness (semi_sync, async_lookup)"),
+    ],
+)
+def test_switches_that_cannot_be(
+    schedule: Schedule, options: dict[str, Any], error: type[Exception], message: str
+) -> None:
+    with pytest.raises(error, match=re.escape(message)):
+        exact_outside(schedule, **options)
+
+
+@pytest.mark.parametrize(
+    ("parts", "message"),
+    [
+        ((), "the parts begin with batch 0 and then later and later ones, got []"),
+        (((1, SEMI_SYNC),), "got [1]"),
+        (((0, FUSED_SPARSE_DIST), (4, SEMI_SYNC), (4, FUSED_SPARSE_DIST)), "got [0, 4, 4]"),
+        (((0, BASE), (4, SEMI_SYNC)), "'base' leaves input dist and lookup to the modules"),
+        (
+            ((0, MODES["sparse_dist"]), (4, SEMI_SYNC)),
+            "one stream orders all lookups and updates of a run, got 'sparse_dist' on compute, 'semi_sync' on lookup",
+        ),
+    ],
+)
+def test_schedules_that_cannot_follow_one_another(parts: Any, message: str) -> None:
+    with pytest.raises(ValueError, match=re.escape(message)):
+        SwitchedSchedule(parts)
