@@ -23,11 +23,14 @@ from .input_dist import InputSizes, splits_only
 from .sharded import (
     ModuleInFlight,
     SetRates,
+    apply_held,
     check_torchrec,
+    kernel_rates,
     look_up,
     lookup_counts,
     lookups_since,
     parts_to_look_up,
+    set_kernel_rates,
     tbes,
     why_never_early,
 )
@@ -384,12 +387,42 @@ class SparsePipeline:
             if state.rows is None and state.dist_input is not None:
                 module = self._stand_ins[name].module
                 counts = lookup_counts(module)
-                look_up(module, state, owners, self._set_rates)
+                set_rates = None if self._set_rates is None else partial(self._rates_of, module, state)
+                look_up(module, state, owners, set_rates, holds_update=inflight.holds_update and self._trains)
                 done = lookups_since(module, counts)
                 if not self._trains:
                     self._uncount(module, done)
                     continue
                 state.num_lookups = [a + b for a, b in zip(state.num_lookups or [0] * len(done), done, strict=True)]
+
+    def _rates_of(self, module: Any, state: ModuleInFlight) -> None:
+        """Give the kernels the rates that a batch was trained at, or, before that, those of the schedule."""
+        assert self._set_rates is not None
+        if state.rates is None:
+            self._set_rates()
+        else:
+            set_kernel_rates(module, state.rates)
+
+    def note_rates(self, inflight: InFlightBatch) -> None:
+        """Keep the learning rates that a batch was trained at, for its update."""
+        if self._set_rates is not None:
+            self._set_rates()
+            for name, state in inflight.modules.items():
+                state.rates = kernel_rates(self._stand_ins[name].module)
+
+    def embedding_update(self, inflight: InFlightBatch) -> None:
+        """Wait for the gradients of a batch and update the tables that were looked up early for it."""
+        for name, state in inflight.modules.items():
+            if state.held:
+                self._observe("wait", Stage.EMBEDDING_UPDATE, inflight.index)
+            if state.rates is None:
+                apply_held(state)
+                continue
+            module = self._stand_ins[name].module
+            present = kernel_rates(module)
+            set_kernel_rates(module, state.rates)
+            apply_held(state)
+            set_kernel_rates(module, present)
 
     def drop_lookups(self, inflight: InFlightBatch) -> None:
         """Forget early rows, once their collectives are over; these modules' own forward will run instead."""

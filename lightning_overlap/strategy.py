@@ -69,6 +69,10 @@ class OverlapEmbeddingStrategy(evaluation.EvaluatesAhead, SavesShards):
             tables that have no optimizer applied in backward yet. Without it the planner may leave such tables
             whole on every rank (data-parallel), for the optimizer of `configure_optimizers`; it says so.
         staleness: Of `pipeline="async_lookup"`: how many updates, in batches, a lookup does not see; from 1 on.
+        defer_update: In a mode with a staleness, let the all-to-all of gradients travel beside the optimizer step and
+            the next forward, and update the tables then; the staleness stays what it is. An evaluation, a checkpoint
+            and the end of an epoch find the tables up to date; a callback at the end of a batch finds them without
+            that batch's update.
         start_batch: A mode with a staleness begins with this batch, counted over all epochs; the ones before it train
             exactly, as in `fused_sparse_dist`. No batch is lost or looked up twice, and no device is waited for.
         end_batch: From this batch on exactly again; the lookups under way are still used.
@@ -82,8 +86,8 @@ class OverlapEmbeddingStrategy(evaluation.EvaluatesAhead, SavesShards):
 
     Raises:
         ValueError: Unknown mode, stream or checkpoint format (the nearest names are listed), a Schedule that cannot
-            run, a `staleness`, `start_batch` or `end_batch` that the mode does not take, `async_checkpoint` with
-            `checkpoint_format="full"`, or a `start_method` other than "popen".
+            run, a `staleness`, `defer_update`, `start_batch` or `end_batch` that the mode does not take,
+            `async_checkpoint` with `checkpoint_format="full"`, or a `start_method` other than "popen".
         TypeError: An argument of the wrong type.
     """
 
@@ -95,6 +99,7 @@ class OverlapEmbeddingStrategy(evaluation.EvaluatesAhead, SavesShards):
         fused_optimizer: FusedOptimizer | None = None,
         *,
         staleness: int | None = None,
+        defer_update: bool = False,
         start_batch: int = 0,
         end_batch: int | None = None,
         observer: Observer | None = None,
@@ -102,7 +107,7 @@ class OverlapEmbeddingStrategy(evaluation.EvaluatesAhead, SavesShards):
         async_checkpoint: bool = False,
         **kwargs: Any,
     ) -> None:
-        self.schedule = resolve_schedule(pipeline, staleness)
+        self.schedule = resolve_schedule(pipeline, staleness, defer_update)
         self._schedules = exact_outside(self.schedule, start_batch, end_batch)
         self.stream = stream
         self._lookup_stream = resolve_stream(stream)
@@ -300,6 +305,16 @@ class OverlapEmbeddingStrategy(evaluation.EvaluatesAhead, SavesShards):
             rank=self.global_rank,
         )
 
+    @override
+    def _begin_evaluation(self, step: str) -> None:
+        self.update_tables()
+        super()._begin_evaluation(step)
+
+    def update_tables(self) -> None:
+        """Make the updates of tables that a deferring schedule has left for later; all ranks call this."""
+        if self._executor is not None:
+            self._executor.update_tables()
+
     # -- the step -----------------------------------------------------------------------------------------------
 
     @override
@@ -367,6 +382,7 @@ class OverlapEmbeddingStrategy(evaluation.EvaluatesAhead, SavesShards):
     def saving(self) -> Iterator[None]:
         with contextlib.ExitStack() as stack:
             if self._executor is not None:
+                self._executor.update_tables()
                 stack.enter_context(self._executor.without_lookups_ahead())
                 self._executor.wait_for_lookups()
             yield

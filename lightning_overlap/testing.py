@@ -48,7 +48,7 @@ class Timeline:
         schedule: Says which stream each stage is on.
     """
 
-    LETTERS: Mapping[Stage, str] = MappingProxyType(dict(zip(Stage, "CSDLFBO", strict=True)))
+    LETTERS: Mapping[Stage, str] = MappingProxyType(dict(zip(Stage, "CSDLFBOU", strict=True)))
 
     def __init__(self, schedule: Schedule) -> None:
         self.schedule = schedule
@@ -247,6 +247,7 @@ class FakeSparse:
         self.reads: dict[Mark, tuple[int, ...]] = {}
         self.pending: set[tuple[Stage, int, str]] = set()
         self.forwarded: set[int] = set()
+        self.held: dict[int, int] = {}
 
     def begin(self, stage: Stage, batch: int) -> None:
         """Note a stage of a batch, or fail there if told so."""
@@ -334,6 +335,22 @@ class FakeSparse:
         """Complete every collective that was started for a batch."""
         self.pending -= {(stage, inflight.index, name) for name in inflight.modules for stage in SPARSE_STAGES}
 
+    def note_rates(self, inflight: InFlightBatch) -> None:
+        """Do nothing: the fake tables only count updates."""
+
+    def embedding_update(self, inflight: InFlightBatch) -> None:
+        """Update the fused tables with the gradients that a backward has left, on the current stream."""
+        self.begin(Stage.EMBEDDING_UPDATE, inflight.index)
+        nth = self.held.pop(inflight.index, None)
+        if nth is None:
+            return  # it had no backward, or one that went all the way
+        self.updates[WeightOwner.FUSED_BACKWARD].append(inflight.index)
+        for name, owners in self.modules.items():
+            if WeightOwner.FUSED_BACKWARD in owners:
+                self._observe("wait", Stage.EMBEDDING_UPDATE, inflight.index)
+                self._complete(Stage.BACKWARD, inflight.index, name)
+                self.streams.do(Mark(WeightOwner.FUSED_BACKWARD, inflight.index, name, nth))
+
     def take_plain_forward(self) -> bool:
         """Whether a module ran its own forward since the last call."""
         plain, self._plain_forward = self._plain_forward, False
@@ -378,12 +395,18 @@ class FakeSparse:
         """Update the fused tables, each on the stream where autograd runs it: that of its lookup."""
         self.begin(Stage.BACKWARD, inflight.index)
         nth = self._nth(Stage.BACKWARD, inflight)
+        calls = self.served[-sum(map(len, self.modules.values())) :]
+        fused = [served for served in calls if served.owner is WeightOwner.FUSED_BACKWARD]
+        if inflight.holds_update and all(served.early for served in fused):
+            self.held[inflight.index] = nth
+            self.streams.do(Mark(Stage.BACKWARD, inflight.index, nth=nth))
+            self.pending |= {(Stage.BACKWARD, inflight.index, served.module) for served in fused}
+            return
         self.updates[WeightOwner.FUSED_BACKWARD].append(inflight.index)
         self.streams.wait(self.lookup_stream, self.streams.record(StreamName.COMPUTE))
-        for served in self.served[-sum(map(len, self.modules.values())) :]:
-            if served.owner is WeightOwner.FUSED_BACKWARD:
-                with self.streams.on(self.lookup_stream if served.early else StreamName.COMPUTE):
-                    self.streams.do(Mark(WeightOwner.FUSED_BACKWARD, inflight.index, served.module, nth))
+        for served in fused:
+            with self.streams.on(self.lookup_stream if served.early else StreamName.COMPUTE):
+                self.streams.do(Mark(WeightOwner.FUSED_BACKWARD, inflight.index, served.module, nth))
 
     def step(self, inflight: InFlightBatch) -> None:
         """Update the tables of the dense optimizer."""
@@ -584,8 +607,7 @@ def random_schedule(random: Random, max_offset: int = 3) -> Schedule:
         random: Where chance comes from; with Hypothesis, `st.randoms().map(random_schedule)`.
         max_offset: Largest offset of a row.
     """
-    stages = list(Stage) if random.random() < 0.9 else [stage for stage in Stage if stage not in SPARSE_STAGES]
-    early = [stage for stage in stages if stage not in TRAINING_STAGES]
+    early = [Stage.COPY_BATCH_TO_DEVICE, *(SPARSE_STAGES if random.random() < 0.9 else ())]
     offsets = sorted((random.randint(0, max_offset) for _ in early), reverse=True)
     streams = [random.choice(list(StreamName)) for _ in early]
     rows = [Step(*row) for row in zip(early, offsets, streams, strict=True)]
@@ -596,7 +618,24 @@ def random_schedule(random: Random, max_offset: int = 3) -> Schedule:
         row = random.choice([row for row in rows if next(other for other in rows if other.offset == row.offset) is row])
         rows.remove(row)
         order.append(row)
+    if len(early) > 1 and random.random() < 0.5:
+        order = _with_update(random, order)
     return Schedule("random", tuple(order))
+
+
+def _with_update(random: Random, order: list[Step]) -> list[Step]:
+    """Add a row for the update where it may stand: no lookup comes between the backward and it."""
+    lookup, backward, step = (
+        next(index for index, row in enumerate(order) if row.stage is stage)
+        for stage in (Stage.EMBEDDING_LOOKUP, Stage.BACKWARD, Stage.OPTIMIZER_STEP)
+    )
+    last = len(order) if lookup < backward else lookup if lookup > step else -1
+    places = [(0, index) for index in range(step + 1, last + 1)]
+    places += [(-1, index) for index in range(lookup + 1)] if lookup < backward else []
+    if not places:
+        return order
+    offset, index = random.choice(places)
+    return [*order[:index], Step(Stage.EMBEDDING_UPDATE, offset, order[lookup].stream), *order[index:]]
 
 
 # -- the laws ---------------------------------------------------------------------------------------------------
@@ -640,7 +679,7 @@ def check_stages(run: Run, num_batches: int, *, ready: bool = True) -> None:
         expected = [
             stage
             for stage in sorted((step.stage for step in run.schedule), key=STAGE_ORDER.__getitem__)
-            if all_early or stage not in SPARSE_STAGES
+            if all_early or stage not in (*SPARSE_STAGES, Stage.EMBEDDING_UPDATE)
         ]
         # A batch may be looked up in two parts, by the owners of the tables; FakeSparse checks that they are two.
         done = [stage for stage, previous in _with_previous(run.stages[batch]) if stage is not previous]
@@ -694,6 +733,8 @@ def _inputs(mark: Mark, run: Run) -> list[Mark]:
             return [Mark(Stage.COPY_BATCH_TO_DEVICE, mark.batch)]
         case Stage.INPUT_DATA_DIST:
             return [Mark(Stage.INPUT_DATA_DIST if mark.module else Stage.INPUT_SPLITS_DIST, mark.batch)]
+        case WeightOwner.FUSED_BACKWARD:
+            return [left for left in [Mark(Stage.BACKWARD, mark.batch, nth=mark.nth)] if left in run.streams.before]
         case Stage.EMBEDDING_LOOKUP:
             module, _, owner = mark.module.partition("/")
             table = module if WeightOwner(owner) is WeightOwner.FUSED_BACKWARD else ""

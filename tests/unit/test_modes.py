@@ -10,7 +10,7 @@ from lightning_overlap.modes import MODES, STREAMS, resolve_schedule, resolve_st
 from lightning_overlap.schedule import Schedule, Step
 from lightning_overlap.stages import Stage, StreamName
 
-LETTERS = dict(zip(Stage, "CSDLFBO", strict=True))
+LETTERS = dict(zip(Stage, "CSDLFBOU", strict=True))
 
 
 def issues(schedule: Schedule, num_batches: int) -> dict[int, str]:
