@@ -77,8 +77,8 @@ class SparseStages(Protocol):
     def count_lookups(self, inflight: InFlightBatch, times: int) -> None:
         """Count the early lookups of a batch for the fused optimizers so many times more; -1: take them back."""
 
-    def note_rates(self, inflight: InFlightBatch) -> None:
-        """Keep the learning rates that a batch was trained at, for its update."""
+    def hold_update(self, inflight: InFlightBatch) -> None:
+        """Keep what the update of a batch needs, whose backward is over."""
 
     def embedding_update(self, inflight: InFlightBatch) -> None:
         """Wait for the gradients of a batch and update the tables."""
@@ -312,6 +312,8 @@ class Executor:
         with self._stage(step, index):
             # Its gradients were made behind the backward of the compute stream.
             self._acquire(inflight, step.stream, Stage.BACKWARD)
+            if self._plain_forward:  # that has read the tables on the compute stream
+                self._streams.wait(step.stream, self._streams.record(StreamName.COMPUTE))
             with self._streams.on(step.stream), timed(self.clock, step.stage, index, step.stream):
                 self._sparse.embedding_update(inflight)
         self._updated = self._streams.record(self._lookup_stream)
@@ -409,7 +411,7 @@ class Executor:
         current = self.current
         if self._sparse is not None and current is not None and current.holds_update:
             current.done[Stage.BACKWARD] = (StreamName.COMPUTE, self._streams.record(StreamName.COMPUTE))
-            self._sparse.note_rates(current)
+            self._sparse.hold_update(current)
             self._to_update[current.index] = current
             if self._update is None:
                 self.update_tables()  # looked up under the table before this one

@@ -145,6 +145,9 @@ def defer_update(schedule: Schedule) -> Schedule:
     return Schedule(f"{schedule.name}_deferred", steps)
 
 
+SEMI_SYNC_DEFERRED = defer_update(SEMI_SYNC)
+"""`semi_sync` in which neither the rows nor the gradients stand on the critical path: still staleness 1."""
+
 ASYNC_LOOKUP = replace(async_lookup(DEFAULT_STALENESS), name="async_lookup")
 """`async_lookup` where no staleness is given."""
 
@@ -157,6 +160,7 @@ MODES: Mapping[str, Schedule] = MappingProxyType(
             FUSED_SPARSE_DIST,
             FUSED_SPARSE_DIST_AFTER_OPTIMIZER,
             SEMI_SYNC,
+            SEMI_SYNC_DEFERRED,
             ASYNC_LOOKUP,
         )
     }
@@ -197,15 +201,18 @@ def _starts_early(mode: Schedule) -> str:
             (_STEP,): " right after the fused backward of N",
             (): " after the optimizer step of N",
         }[tuple(before)]
+    if mode.row(_UPDATE) is not None:
+        parts.append("but the update of N after the forward of N+1")
     return ", ".join(parts) or "nothing"
 
 
 def _held(mode: Schedule) -> str:
-    ids, rows = mode.row(_SPLITS), mode.row(_LOOKUP)
+    ids, rows, update = mode.row(_SPLITS), mode.row(_LOOKUP), mode.row(_UPDATE)
     amounts = (
         (mode.max_offset, "inputs"),
         (ids.offset if ids else 0, "received ids"),
         (rows.offset if rows else 0, "looked-up rows"),
+        (-update.offset if update else 0, "gradients"),
     )
     return ", ".join(f"{what} of {number}" for number, what in amounts if number) or "nothing"
 

@@ -148,6 +148,7 @@ class SparsePipeline:
         self._step = step
         self._trains = trains
         self._said = set() if said is None else said
+        self._to_update: dict[int, InFlightBatch] = {}
         self.clock: Clock | None = None
         self.ready = False
 
@@ -161,6 +162,7 @@ class SparsePipeline:
         for stand_in in self._stand_ins.values():
             stand_in.detach()
         self._current = None
+        self._to_update.clear()
 
     # -- the stand-in forward -----------------------------------------------------------------------------------
 
@@ -196,6 +198,7 @@ class SparsePipeline:
                 self._all_ranks_go_plain(stand_in, inflight.index)
                 self._run_plain(stand_in, "it was called with another input than the one in the batch")
             self._plain_forward = True
+        self._update_before_a_forward(stand_in.name)
         # The lookup stream may still be writing the tables that this reads.
         self._streams.wait(StreamName.COMPUTE, self._streams.record(self._lookup_stream))
         if self._set_rates is not None:
@@ -403,8 +406,9 @@ class SparsePipeline:
         else:
             set_kernel_rates(module, state.rates)
 
-    def note_rates(self, inflight: InFlightBatch) -> None:
-        """Keep the learning rates that a batch was trained at, for its update."""
+    def hold_update(self, inflight: InFlightBatch) -> None:
+        """Keep a batch whose tables are still to be updated, and the learning rates that it was trained at."""
+        self._to_update[inflight.index] = inflight
         if self._set_rates is not None:
             self._set_rates()
             for name, state in inflight.modules.items():
@@ -412,17 +416,31 @@ class SparsePipeline:
 
     def embedding_update(self, inflight: InFlightBatch) -> None:
         """Wait for the gradients of a batch and update the tables that were looked up early for it."""
-        for name, state in inflight.modules.items():
-            if state.held:
-                self._observe("wait", Stage.EMBEDDING_UPDATE, inflight.index)
-            if state.rates is None:
-                apply_held(state)
-                continue
-            module = self._stand_ins[name].module
-            present = kernel_rates(module)
-            set_kernel_rates(module, state.rates)
+        self._to_update.pop(inflight.index, None)
+        for name in inflight.modules:
+            self._update(name, inflight)
+
+    def _update(self, name: str, inflight: InFlightBatch) -> None:
+        state, module = inflight.modules[name], self._stand_ins[name].module
+        if not state.held:
+            return
+        self._observe("wait", Stage.EMBEDDING_UPDATE, inflight.index)
+        if state.rates is None:
             apply_held(state)
-            set_kernel_rates(module, present)
+            return
+        present = kernel_rates(module)
+        set_kernel_rates(module, state.rates)
+        apply_held(state)
+        set_kernel_rates(module, present)
+
+    def _update_before_a_forward(self, name: str) -> None:
+        """Make the updates that a module's own forward is to see: it sees all, whatever the staleness."""
+        waiting = [inflight for inflight in self._to_update.values() if name in inflight.modules]
+        if waiting:
+            self._streams.wait(self._lookup_stream, self._streams.record(StreamName.COMPUTE))  # behind the backward
+            with self._streams.on(self._lookup_stream):
+                for inflight in waiting:
+                    self._update(name, inflight)
 
     def drop_lookups(self, inflight: InFlightBatch) -> None:
         """Forget early rows, once their collectives are over; these modules' own forward will run instead."""

@@ -335,21 +335,23 @@ class FakeSparse:
         """Complete every collective that was started for a batch."""
         self.pending -= {(stage, inflight.index, name) for name in inflight.modules for stage in SPARSE_STAGES}
 
-    def note_rates(self, inflight: InFlightBatch) -> None:
-        """Do nothing: the fake tables only count updates."""
+    def hold_update(self, inflight: InFlightBatch) -> None:
+        """Do nothing: the backward has done so."""
 
     def embedding_update(self, inflight: InFlightBatch) -> None:
         """Update the fused tables with the gradients that a backward has left, on the current stream."""
-        self.begin(Stage.EMBEDDING_UPDATE, inflight.index)
-        nth = self.held.pop(inflight.index, None)
-        if nth is None:
-            return  # it had no backward, or one that went all the way
-        self.updates[WeightOwner.FUSED_BACKWARD].append(inflight.index)
+        if inflight.index in self.held:  # it had a backward, and one that did not go all the way
+            self._update(inflight.index)
+
+    def _update(self, index: int) -> None:
+        self.begin(Stage.EMBEDDING_UPDATE, index)
+        nth = self.held.pop(index)
+        self.updates[WeightOwner.FUSED_BACKWARD].append(index)
         for name, owners in self.modules.items():
             if WeightOwner.FUSED_BACKWARD in owners:
-                self._observe("wait", Stage.EMBEDDING_UPDATE, inflight.index)
-                self._complete(Stage.BACKWARD, inflight.index, name)
-                self.streams.do(Mark(WeightOwner.FUSED_BACKWARD, inflight.index, name, nth))
+                self._observe("wait", Stage.EMBEDDING_UPDATE, index)
+                self._complete(Stage.BACKWARD, index, name)
+                self.streams.do(Mark(WeightOwner.FUSED_BACKWARD, index, name, nth))
 
     def take_plain_forward(self) -> bool:
         """Whether a module ran its own forward since the last call."""
@@ -373,6 +375,10 @@ class FakeSparse:
                 self._receive_rows(inflight.index, name)
             else:
                 self._plain_forward = self._plain_forward or self._current is not None
+                self.streams.wait(self.lookup_stream, self.streams.record(StreamName.COMPUTE))
+                with self.streams.on(self.lookup_stream):
+                    for held in sorted(self.held):
+                        self._update(held)
                 self.streams.wait(StreamName.COMPUTE, self.streams.record(self.lookup_stream))
                 state = FakeModuleInFlight(self.modules[name])
                 for owner in self.modules[name]:
