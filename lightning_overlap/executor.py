@@ -205,6 +205,11 @@ class Executor:
         return sum(index > self._iteration for index in self._in_flight)
 
     @property
+    def num_to_update(self) -> int:
+        """Batches before the current one whose update is still to come."""
+        return sum(index < self._iteration for index in self._to_update)
+
+    @property
     def is_last(self) -> bool:
         """Whether the current batch is known to be the last one, on all ranks."""
         if self._agreement is None:

@@ -21,7 +21,7 @@ from torchrec.distributed.comm_ops import Request
 from torchrec.distributed.embedding import ShardedEmbeddingCollection
 from torchrec.distributed.embedding_types import EmbeddingComputeKernel, KJTList
 from torchrec.distributed.embeddingbag import ShardedEmbeddingBagCollection
-from torchrec.distributed.types import Awaitable, LazyAwaitable, NoWait, ShardedModule
+from torchrec.distributed.types import Awaitable, LazyAwaitable, NoWait, ShardedModule, ShardingType
 from torchrec.optim.keyed import CombinedOptimizer, KeyedOptimizer
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
@@ -135,6 +135,12 @@ def owners_of(module: ShardedModule[Any, Any, Any, Any]) -> list[WeightOwner]:
         if parameter.compute_kernel == EmbeddingComputeKernel.DENSE.value
     }
     return [WeightOwner.DENSE_OPTIMIZER if sharding in dense else WeightOwner.FUSED_BACKWARD for sharding in shardings]
+
+
+def has_model_parallel_tables(modules: Iterable[ShardedModule[Any, Any, Any, Any]]) -> bool:
+    """Whether rows of any table travel between ranks."""
+    kinds = {parameter.sharding_type for module in modules for parameter in module.module_sharding_plan.values()}
+    return kinds != {ShardingType.DATA_PARALLEL.value}
 
 
 def fused_rates(module: ShardedModule[Any, Any, Any, Any]) -> dict[str, float] | None:

@@ -385,9 +385,22 @@ class SparsePipeline:
         )
 
     def embedding_lookup(self, inflight: InFlightBatch, owners: frozenset[WeightOwner]) -> None:
-        """Look up the tables of these owners and start the all-to-all of their rows."""
+        """Look up the tables of these owners and start the all-to-all of their rows.
+
+        The fused ones of all modules come first, which are model-parallel: their rows travel while the data-parallel
+        tables are read. Two lookups at a time would only share the memory's bandwidth.
+        """
+        for owner in WeightOwner:
+            if owner in owners:
+                self._look_up(inflight, frozenset({owner}))
+
+    def _look_up(self, inflight: InFlightBatch, owners: frozenset[WeightOwner]) -> None:
         for name, state in inflight.modules.items():
-            if state.rows is None and state.dist_input is not None:
+            if (
+                state.rows is None
+                and state.dist_input is not None
+                and parts_to_look_up(self._stand_ins[name].module, state, owners)
+            ):
                 module = self._stand_ins[name].module
                 counts = lookup_counts(module)
                 set_rates = None if self._set_rates is None else partial(self._rates_of, module, state)

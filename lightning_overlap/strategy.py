@@ -32,7 +32,7 @@ from .optim import rate_setter
 from .refusals import refuse_callbacks, refuse_precision
 from .saving import SavesShards
 from .schedule import Schedule
-from .sharded import sharded_modules
+from .sharded import has_model_parallel_tables, sharded_modules
 from .sharding import (
     FusedOptimizer,
     Sharding,
@@ -162,7 +162,11 @@ class OverlapEmbeddingStrategy(evaluation.EvaluatesAhead, SavesShards):
             self._say_what_fused_updates_ignore(trainer)
         super().setup(trainer)
         if overlaps and self._streams is None:
-            self._streams = make_streams(self.root_device, self._lookup_stream)
+            assert self.lightning_module is not None
+            tables = sharded_modules(self.lightning_module).values()
+            # Data-parallel lookups alone have no all-to-all to hide behind: another stream would only cost.
+            side = self._lookup_stream if has_model_parallel_tables(tables) else StreamName.COMPUTE
+            self._streams = make_streams(self.root_device, side)
         if overlaps and fitting:
             self._sparse = self._make_pipeline(self.schedule, "training_step")
             self._sparse.attach()
@@ -282,8 +286,10 @@ class OverlapEmbeddingStrategy(evaluation.EvaluatesAhead, SavesShards):
 
     @property
     def num_in_flight(self) -> int:
-        """Batches fetched whose step is not over."""
-        return 0 if self._executor is None else self._executor.num_ahead + (self._executor.current is not None)
+        """Batches fetched whose step is not over, or whose update of the tables is still to come."""
+        if self._executor is None:
+            return 0
+        return self._executor.num_ahead + (self._executor.current is not None) + self._executor.num_to_update
 
     def watch(self, clock: Clock | None) -> None:
         """Let a clock see the coming steps of this fit, or none."""

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from lightning_overlap import MODES, Schedule
+from lightning_overlap import MODES, Schedule, Stage
 
 from . import monitors
 from .cases import TABLE_WISE
@@ -30,7 +30,7 @@ BUSY_AND_HIDDEN_MS = {
     "fused_sparse_dist": (160, 120),
     "fused_sparse_dist_after_optimizer": (120, 40),
     "semi_sync": (160, 120),
-    "semi_sync_deferred": (160, 160),
+    "semi_sync_deferred": (120, 120),
     "async_lookup": (160, 120),
 }
 
@@ -68,7 +68,9 @@ def test_a_run_tells_what_was_hidden(mode: Schedule, num_ranks: int, get_ranks: 
             assert values["overlap/bound_ms"] <= values["overlap/step_ms"] + 1e-6
             assert values["overlap/to_gain_ms"] == pytest.approx(values["overlap/step_ms"] - values["overlap/bound_ms"])
             assert values["overlap/batches_in_flight"] <= mode.depth
-        assert rank["logged"][0]["overlap/batches_in_flight"] == mode.depth
+        # Read at the end of a step, when the batch before has had its update.
+        updates_later = mode.row(Stage.EMBEDDING_UPDATE) is not None
+        assert rank["logged"][0]["overlap/batches_in_flight"] == mode.depth - updates_later
         assert "hidden" in rank["progress_bar"]
     table = told[0]["printed"]
     assert f"Overlap: {mode.name}" in table
