@@ -1,0 +1,26 @@
+"""Fakes and law checkers: try a schedule without tables, TorchRec, Lightning or a GPU.
+
+`check_laws(my_schedule)` runs it over fake batches and raises with a drawing where it breaks a law.
+"""
+
+from .fakes import FakeModuleInFlight as FakeModuleInFlight
+from .fakes import FakeSparse as FakeSparse
+from .fakes import InjectedError as InjectedError
+from .fakes import Served as Served
+from .recorded import FAKE_MODULES as FAKE_MODULES
+from .recorded import LOADED_WEIGHTS as LOADED_WEIGHTS
+from .recorded import FakeBatch as FakeBatch
+from .recorded import Mark as Mark
+from .recorded import RecordedEvent as RecordedEvent
+from .recorded import RecordingStreams as RecordingStreams
+from .recorded import Timeline as Timeline
+from .recorded import TimelineEvent as TimelineEvent
+from .schedule_laws import check_in_flight as check_in_flight
+from .schedule_laws import check_laws as check_laws
+from .schedule_laws import check_stages as check_stages
+from .schedule_laws import check_staleness as check_staleness
+from .schedule_laws import check_stream_order as check_stream_order
+from .trainer import FakeTrainer as FakeTrainer
+from .trainer import Run as Run
+from .trainer import random_schedule as random_schedule
+from .trainer import run_schedule as run_schedule
