@@ -1,12 +1,16 @@
-"""Fakes and law checkers: try a schedule without tables, TorchRec, Lightning or a GPU.
+"""Law checkers and fakes, for a user's own module, data, schedule or stages.
 
-`check_laws(my_schedule)` runs it over fake batches and raises with a drawing where it breaks a law.
+`check_module(MyModule, data)` trains a module and checks the laws on what it did. `check_laws(my_schedule)` runs a
+schedule over fake batches, without tables, TorchRec, Lightning or a GPU, and raises with a drawing where a law breaks.
 """
 
 from .fakes import FakeModuleInFlight as FakeModuleInFlight
 from .fakes import FakeSparse as FakeSparse
 from .fakes import InjectedError as InjectedError
 from .fakes import Served as Served
+from .module_laws import ModuleReport as ModuleReport
+from .module_laws import Verdict as Verdict
+from .module_laws import check_module as check_module
 from .recorded import FAKE_MODULES as FAKE_MODULES
 from .recorded import LOADED_WEIGHTS as LOADED_WEIGHTS
 from .recorded import FakeBatch as FakeBatch
