@@ -477,8 +477,8 @@ class Executor:
             if step.stage is Stage.EMBEDDING_LOOKUP:
                 self._receive_input(step, inflight)
             self._acquire(inflight, step.stream, previous)
-            if previous is Stage.COPY_BATCH_TO_DEVICE:
-                self._streams.hand_over(inflight.batch, step.stream)
+            if step.stage is not Stage.EMBEDDING_LOOKUP and inflight.done[previous][0] is not step.stream:
+                self._streams.hand_over(inflight.batch, step.stream)  # the ids are sent from the batch's own memory
             with self._streams.on(step.stream), timed(self.clock, step.stage, inflight.index, step.stream):
                 if step.stage is Stage.EMBEDDING_LOOKUP:
                     self._look_up(step, inflight, owners)

@@ -11,6 +11,9 @@ from .fakes import Served as Served
 from .module_laws import ModuleReport as ModuleReport
 from .module_laws import Verdict as Verdict
 from .module_laws import check_module as check_module
+from .races import Access as Access
+from .races import RaceError as RaceError
+from .races import Races as Races
 from .recorded import FAKE_MODULES as FAKE_MODULES
 from .recorded import LOADED_WEIGHTS as LOADED_WEIGHTS
 from .recorded import FakeBatch as FakeBatch

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 from ..executor import Observer
 from ..inflight import InFlightBatch
 from ..stages import SPARSE_STAGES, Stage, StreamName, WeightOwner
-from .recorded import FAKE_MODULES, Mark, RecordingStreams
+from .recorded import FAKE_MODULES, Mark, RecordingStreams, memory_of
 
 
 class InjectedError(RuntimeError):
@@ -22,10 +22,17 @@ class FakeModuleInFlight:
     """One batch on its way through one fake module."""
 
     owners: frozenset[WeightOwner]
+    name: str = ""
+    batch: int = -1
     last: Stage = Stage.INPUT_SPLITS_DIST
     received: bool = False
     served: bool = False
     seen: dict[WeightOwner, tuple[int, ...]] = field(default_factory=dict)
+
+    @property
+    def memory(self) -> tuple[str, ...]:
+        """The resource of the ids that it receives."""
+        return (f"ids of batch {self.batch} ({self.name})",)
 
     @property
     def looked_up(self) -> bool:
@@ -43,6 +50,28 @@ class Served(NamedTuple):
     """From an early lookup, not from the module's own forward."""
     saw: tuple[int, ...]
     """The batches whose updates the lookup saw, oldest first."""
+
+
+def table(module: str, owner: WeightOwner) -> str:
+    """Return the resource of a module's tables of one owner."""
+    return f"the tables of {module} ({owner.value})"
+
+
+def _rows(index: int, name: str, owner: WeightOwner, nth: int) -> str:
+    return f"rows of batch {index} ({name}, {owner.value}{'' if nth == 0 else ', own forward'})"
+
+
+class _Rows(NamedTuple):
+    """Rows of an early lookup."""
+
+    batch: int
+    module: str
+    owner: WeightOwner
+
+    @property
+    def memory(self) -> tuple[str, ...]:
+        """The resource that it stands for."""
+        return (_rows(self.batch, self.module, self.owner, 0),)
 
 
 class FakeSparse:
@@ -116,9 +145,10 @@ class FakeSparse:
         self.begin(Stage.INPUT_SPLITS_DIST, inflight.index)
         assert not inflight.modules, f"{Stage.INPUT_SPLITS_DIST} of batch {inflight.index} a second time"
         for name in inflight.batch.modules:
-            inflight.modules[name] = FakeModuleInFlight(self.modules[name])
+            inflight.modules[name] = FakeModuleInFlight(self.modules[name], name, inflight.index)
             self.pending.add((Stage.INPUT_SPLITS_DIST, inflight.index, name))
-        self.streams.do(Mark(Stage.INPUT_SPLITS_DIST, inflight.index))
+        sizes = [f"sizes of batch {inflight.index}"]  # the host reads them, so no memory of a device is handed over
+        self.streams.do(Mark(Stage.INPUT_SPLITS_DIST, inflight.index), reads=memory_of(inflight.batch), writes=sizes)
 
     def input_data_dist(self, inflight: InFlightBatch) -> None:
         """Start the all-to-all of ids."""
@@ -131,7 +161,11 @@ class FakeSparse:
             state.last = Stage.INPUT_DATA_DIST
             self._complete(Stage.INPUT_SPLITS_DIST, inflight.index, name)
             self.pending.add((Stage.INPUT_DATA_DIST, inflight.index, name))
-        self.streams.do(Mark(Stage.INPUT_DATA_DIST, inflight.index))
+        self.streams.do(
+            Mark(Stage.INPUT_DATA_DIST, inflight.index),
+            reads=[f"sizes of batch {inflight.index}", *memory_of(inflight.batch)],
+            makes=memory_of(list(inflight.modules.values())),
+        )
 
     def receive_input(self, inflight: InFlightBatch) -> Any:
         """Wait for the ids; return the batch's states."""
@@ -141,7 +175,7 @@ class FakeSparse:
             assert state.last is Stage.INPUT_DATA_DIST, f"batch {inflight.index} has had no input data dist"
             self._observe("wait", Stage.INPUT_DATA_DIST, inflight.index)
             self._complete(Stage.INPUT_DATA_DIST, inflight.index, name)
-            self.streams.do(Mark(Stage.INPUT_DATA_DIST, inflight.index, name))
+            self.streams.do(Mark(Stage.INPUT_DATA_DIST, inflight.index, name), writes=state.memory)
             state.received = True
         return list(inflight.modules.values())
 
@@ -156,7 +190,7 @@ class FakeSparse:
             assert state.received, f"the lookup of batch {inflight.index} comes before its input"
             for owner in sorted(state.owners & owners, key=str):
                 assert owner not in state.seen, f"tables of {owner} looked up twice for batch {inflight.index}"
-                state.seen[owner] = self._read(inflight.index, name, owner, nth=0)
+                state.seen[owner] = self._read(inflight.index, name, owner, nth=0, ids=state.memory)
             if state.looked_up:
                 self.pending.add((Stage.EMBEDDING_LOOKUP, inflight.index, name))
 
@@ -184,7 +218,7 @@ class FakeSparse:
         self.begin(Stage.DENSE_FORWARD, inflight.index)
         self.forwarded.add(inflight.index)
         nth = self._nth(Stage.DENSE_FORWARD, inflight)
-        self.streams.do(Mark(Stage.DENSE_FORWARD, inflight.index, nth=nth))
+        self.streams.do(Mark(Stage.DENSE_FORWARD, inflight.index, nth=nth), reads=memory_of(inflight.batch))
         for name in self.modules:
             state = inflight.modules.get(name)
             early = self._current is not None and state is not None and state.looked_up and not state.served
@@ -192,42 +226,54 @@ class FakeSparse:
                 assert state is not None
                 state.served = True
                 self._receive_rows(inflight.index, name)
+                rows = [_rows(inflight.index, name, owner, 0) for owner in state.owners]
+                self.streams.do(Mark(Stage.DENSE_FORWARD, inflight.index, name, nth), reads=rows)
             else:
                 self._plain_forward = self._plain_forward or self._current is not None
                 self.streams.wait(StreamName.COMPUTE, self.streams.record(self.lookup_stream))
-                state = FakeModuleInFlight(self.modules[name])
+                state = FakeModuleInFlight(self.modules[name], name, inflight.index)
                 for owner in self.modules[name]:
-                    state.seen[owner] = self._read(inflight.index, name, owner, nth=1 + nth)
+                    ids = memory_of(inflight.batch)
+                    state.seen[owner] = self._read(inflight.index, name, owner, nth=1 + nth, ids=ids)
             for owner, saw in state.seen.items():
                 self.served.append(Served(inflight.index, name, owner, early, saw))
 
-    def _read(self, index: int, name: str, owner: WeightOwner, nth: int) -> tuple[int, ...]:
+    def _read(self, index: int, name: str, owner: WeightOwner, nth: int, ids: Iterable[str]) -> tuple[int, ...]:
         mark = Mark(Stage.EMBEDDING_LOOKUP, index, f"{name}/{owner.value}", nth)
         self.reads[mark] = tuple(self.updates[owner])
-        self.streams.do(mark)
+        self.streams.do(mark, reads=[*ids, table(name, owner)], makes=[_rows(index, name, owner, nth)])
         return self.reads[mark]
 
     def _receive_rows(self, index: int, name: str) -> None:
         self._observe("wait", Stage.EMBEDDING_LOOKUP, index)
         self._complete(Stage.EMBEDDING_LOOKUP, index, name)
         self.streams.wait(StreamName.COMPUTE, self.streams.record(self.lookup_stream))
+        self.streams.hand_over([_Rows(index, name, owner) for owner in self.modules[name]], StreamName.COMPUTE)
 
     def backward(self, inflight: InFlightBatch) -> None:
         """Update the fused tables, each on the stream where autograd runs it: that of its lookup."""
         self.begin(Stage.BACKWARD, inflight.index)
         nth = self._nth(Stage.BACKWARD, inflight)
         self.updates[WeightOwner.FUSED_BACKWARD].append(inflight.index)
-        self.streams.wait(self.lookup_stream, self.streams.record(StreamName.COMPUTE))
+        self.streams.do(Mark(Stage.BACKWARD, inflight.index, nth=nth), writes=["gradients of rows"])
+        self.streams.wait(self.lookup_stream, self.streams.record(StreamName.COMPUTE))  # autograd does, and hands over
         for served in self.served[-sum(map(len, self.modules.values())) :]:
             if served.owner is WeightOwner.FUSED_BACKWARD:
                 with self.streams.on(self.lookup_stream if served.early else StreamName.COMPUTE):
-                    self.streams.do(Mark(WeightOwner.FUSED_BACKWARD, inflight.index, served.module, nth))
+                    state = inflight.modules[served.module] if served.early else None
+                    self.streams.do(
+                        Mark(WeightOwner.FUSED_BACKWARD, inflight.index, served.module, nth),
+                        reads=["gradients of rows", *memory_of(state)],
+                        writes=[table(served.module, served.owner)],
+                    )
 
     def step(self, inflight: InFlightBatch) -> None:
         """Update the tables of the dense optimizer."""
         self.begin(Stage.OPTIMIZER_STEP, inflight.index)
         self.updates[WeightOwner.DENSE_OPTIMIZER].append(inflight.index)
-        self.streams.do(Mark(WeightOwner.DENSE_OPTIMIZER, inflight.index))
+        owner = WeightOwner.DENSE_OPTIMIZER
+        tables = [table(name, owner) for name, owners in self.modules.items() if owner in owners]
+        self.streams.do(Mark(owner, inflight.index), writes=tables)
 
     def _nth(self, stage: Stage, inflight: InFlightBatch) -> int:
         return self.stages[inflight.index].count(stage) - 1

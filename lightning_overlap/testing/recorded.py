@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from types import MappingProxyType
@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 
 from ..schedule import Schedule
 from ..stages import Stage, StreamName, WeightOwner
+from .races import Clock, Races
 
 FAKE_MODULES: Mapping[str, frozenset[WeightOwner]] = MappingProxyType(
     {
@@ -75,11 +76,17 @@ class Timeline:
 class Mark(NamedTuple):
     """A piece of fake device work: a stage of a batch, the update that a batch makes, or a load of weights (None)."""
 
-    what: Stage | WeightOwner | None
+    what: Stage | WeightOwner | str | None
     batch: int
     module: str = ""
     nth: int = 0
     """Counts the forwards and backwards of one step; of lookups, 0 is the early one."""
+
+    def __str__(self) -> str:
+        if self == LOADED_WEIGHTS:
+            return "the load of the weights before the run"
+        what = f"the update by {self.what.value}" if isinstance(self.what, WeightOwner) else str(self.what)
+        return f"{what} of batch {self.batch}" + (f" ({self.module})" if self.module else "")
 
 
 LOADED_WEIGHTS = Mark(None, -1)
@@ -92,10 +99,12 @@ class RecordedEvent:
 
     stream: StreamName
     over: frozenset[Mark]
+    clock: Clock
+    """What the stream knew of all streams' work."""
 
 
 class RecordingStreams:
-    """Stands in for a device's streams: logs every call, and knows which work is ordered before which.
+    """Stands in for a device's streams: logs every call, knows what is ordered before what, raises at a race.
 
     Args:
         lookup: The stream that `StreamName.LOOKUP` stands for, as a stream policy says.
@@ -104,6 +113,7 @@ class RecordingStreams:
     def __init__(self, lookup: StreamName = StreamName.LOOKUP) -> None:
         self.log: list[tuple[str, StreamName, Any]] = []
         self.before: dict[Mark, frozenset[Mark]] = {}
+        self._races = Races()
         self._lookup = lookup
         self._current = StreamName.COMPUTE
         self._known: dict[StreamName, frozenset[Mark]] = dict.fromkeys(StreamName, frozenset())
@@ -123,7 +133,7 @@ class RecordingStreams:
 
     def record(self, name: StreamName) -> RecordedEvent:
         """Return an event that knows all work issued on a stream so far."""
-        event = RecordedEvent(self[name], self._known[self[name]])
+        event = RecordedEvent(self[name], self._known[self[name]], self._races.event(self[name]))
         self.log.append(("record", self[name], event))
         return event
 
@@ -132,9 +142,11 @@ class RecordingStreams:
         if event is not None:
             self.log.append(("wait", self[name], event))
             self._known[self[name]] |= event.over
+            self._races.wait(self[name], event.clock)
 
     def hand_over(self, value: Any, name: StreamName) -> None:
-        """Log that a stream is going to read a value."""
+        """Let a stream use the memory of a value that was made on another one."""
+        self._races.hand_over(memory_of(value), self[name])
         text = f"batch {value.index}" if isinstance(value, FakeBatch) else "input"  # a log must not keep a batch alive
         self.log.append(("hand_over", self[name], text))
 
@@ -142,11 +154,24 @@ class RecordingStreams:
         """Log the begin of a step."""
         self.log.append(("begin_step", StreamName.COMPUTE, None))
 
-    def do(self, mark: Mark) -> None:
-        """Issue a piece of work on the current stream."""
+    def do(
+        self, mark: Mark, *, reads: Iterable[str] = (), writes: Iterable[str] = (), makes: Iterable[str] = ()
+    ) -> None:
+        """Issue a piece of work on the current stream, with all that it uses.
+
+        Args:
+            mark: Its name.
+            reads: Resources that it reads.
+            writes: Resources that it writes.
+            makes: Memory that it allocates and writes; another stream uses it after a `hand_over`.
+
+        Raises:
+            RaceError: An earlier piece of work used one of them, and nothing orders this one behind it.
+        """
         self.log.append(("do", self._current, mark))
         self.before[mark] = self._known[self._current]
         self._known[self._current] |= {mark}
+        self._races.do(str(mark), self._current, reads=reads, writes=writes, makes=makes)
 
     def is_before(self, first: Mark, second: Mark) -> bool:
         """Whether streams and events let `second` start only after `first`."""
@@ -159,3 +184,15 @@ class FakeBatch:
 
     index: int
     modules: tuple[str, ...] = tuple(FAKE_MODULES)
+
+    @property
+    def memory(self) -> tuple[str, ...]:
+        """The resource that it stands for."""
+        return (f"batch {self.index}",)
+
+
+def memory_of(value: Any) -> list[str]:
+    """Return the resources of fake values, nested in lists; a value has them as `memory`."""
+    if isinstance(value, list):
+        return [name for part in value for name in memory_of(part)]
+    return list(getattr(value, "memory", ()))

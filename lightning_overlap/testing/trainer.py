@@ -12,7 +12,7 @@ from ..executor import Executor
 from ..schedule import Schedule, Step
 from ..stages import SPARSE_STAGES, TRAINING_STAGES, Stage, StreamName, WeightOwner
 from ..streams import Streams
-from .fakes import FakeSparse, Served
+from .fakes import FakeSparse, Served, table
 from .recorded import FAKE_MODULES, LOADED_WEIGHTS, FakeBatch, Mark, RecordingStreams, Timeline
 
 
@@ -58,6 +58,7 @@ class FakeTrainer:
         ready: Whether the sparse stages know the modules' inputs from the start.
         streams: Takes the place of the device's streams.
         executor_type: A subclass to try.
+        sparse_type: Likewise, of the stages.
         rank: Named in errors.
         automatic: Whether the trainer reports each stage; with manual optimization it only knows when all are over.
     """
@@ -70,6 +71,7 @@ class FakeTrainer:
         ready: bool = True,
         streams: RecordingStreams | None = None,
         executor_type: type[Executor] = Executor,
+        sparse_type: type[FakeSparse] = FakeSparse,
         rank: int = 0,
         automatic: bool = True,
     ) -> None:
@@ -77,7 +79,7 @@ class FakeTrainer:
         self.automatic = automatic
         self.streams = streams or RecordingStreams()
         lookup = schedule.row(Stage.EMBEDDING_LOOKUP)
-        self.sparse = FakeSparse(
+        self.sparse = sparse_type(
             modules,
             ready=ready,
             streams=self.streams,
@@ -112,9 +114,9 @@ class FakeTrainer:
         if index >= self._num_batches or self._hold.get(index, 0) >= self._num_begun:
             return None
         self.sparse.begin(Stage.COPY_BATCH_TO_DEVICE, index)
-        self.streams.do(Mark(Stage.COPY_BATCH_TO_DEVICE, index))
         self._num_fetched += 1
         batch = FakeBatch(index, tuple(self.sparse.modules))
+        self.streams.do(Mark(Stage.COPY_BATCH_TO_DEVICE, index), makes=batch.memory)
         self._alive.add(batch)
         self._max_in_flight = max(self._max_in_flight, len(self._alive))
         return batch, index, 0
@@ -148,7 +150,8 @@ class FakeTrainer:
         self._num_batches, self._hold = num_batches, {} if hold is None else hold
         self._num_fetched = self._num_begun = self._max_in_flight = 0
         self.streams.before.clear()
-        self.streams.do(LOADED_WEIGHTS)
+        self.executor.wait_for_lookups()  # as the strategy does at the end of a run
+        self.streams.do(LOADED_WEIGHTS, writes=self._tables())
         sparse = self.sparse
         run = Run(
             self.schedule, self.timeline, sparse.stages, sparse.served, sparse.updates, sparse.reads, self.streams
@@ -183,7 +186,11 @@ class FakeTrainer:
                 self.executor.reach(Stage.BACKWARD)
         self.sparse.step(inflight)
         self.executor.reach(Stage.OPTIMIZER_STEP)
+        self.streams.do(Mark("a callback behind the step", inflight.index), reads=self._tables())
         return True
+
+    def _tables(self) -> list[str]:
+        return [table(name, owner) for name, owners in self.sparse.modules.items() for owner in owners]
 
     def _observe(self, kind: str, stage: Stage, batch: int) -> None:
         self.timeline.record(kind, stage, batch)
