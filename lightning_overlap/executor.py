@@ -164,6 +164,7 @@ class Executor:
         self._row = len(self.schedule.steps)
         self._in_flight: dict[int, InFlightBatch] = {}
         self._to_update: dict[int, InFlightBatch] = {}
+        self._between_steps: Any = None  # event behind what came between the last two steps, where updates wait
         self.num_fetched = 0
         self._answers: dict[int, Answer] = {}
         self._rhythm: Rhythm | None = None  # of asking now and then; None: for every batch
@@ -231,6 +232,7 @@ class Executor:
                 self._fill(self._iteration + 1)
         self._iteration += 1
         self._row = 0
+        self._between_steps = self._streams.record(StreamName.COMPUTE) if self._to_update else None
         self._run_rows()
         if self.current is None and self._iteration not in self._answers:  # asked once, answered once
             self._fetch(self._copy, self._iteration)
@@ -303,10 +305,9 @@ class Executor:
     def update_tables(self) -> None:
         """Make the updates that are still to come, on all ranks alike: what follows a step finds the tables written."""
         if self._to_update:
-            step = self._update or Step(Stage.EMBEDDING_UPDATE, 0, self._lookup_stream)
+            step = Step(Stage.EMBEDDING_UPDATE, 0, self._lookup_stream)
             for index in sorted(self._to_update):
                 self._update_tables(step, index)
-            self._streams.wait(StreamName.COMPUTE, self._updated)
 
     def _update_tables(self, step: Step, index: int) -> None:
         inflight = self._to_update.pop(index, None)
@@ -315,13 +316,16 @@ class Executor:
         assert self._sparse is not None
         self._observe("issue", step.stage, index)
         with self._stage(step, index):
-            # Its gradients were made behind the backward of the compute stream.
-            self._acquire(inflight, step.stream, Stage.BACKWARD)
-            if self._plain_forward:  # that has read the tables on the compute stream
-                self._streams.wait(step.stream, self._streams.record(StreamName.COMPUTE))
+            # Behind its gradients, and behind what read the tables on the compute stream: between two steps, or in a
+            # module's own forward. Not behind any other forward, beside which it is to run.
+            beside_forward = step.offset < 0 and not self._plain_forward
+            behind = self._between_steps if beside_forward else self._streams.record(StreamName.COMPUTE)
+            self._streams.wait(step.stream, behind)
             with self._streams.on(step.stream), timed(self.clock, step.stage, index, step.stream):
                 self._sparse.embedding_update(inflight)
         self._updated = self._streams.record(self._lookup_stream)
+        if step.offset == 0:
+            self._streams.wait(StreamName.COMPUTE, self._updated)  # what comes between two steps finds it made
 
     def wait_for_lookups(self) -> None:
         """Order the compute stream behind everything on the lookup stream: reads and writes of tables."""
@@ -415,7 +419,6 @@ class Executor:
             self._plain_forward = False
         current = self.current
         if self._sparse is not None and current is not None and current.holds_update:
-            current.done[Stage.BACKWARD] = (StreamName.COMPUTE, self._streams.record(StreamName.COMPUTE))
             self._sparse.hold_update(current)
             self._to_update[current.index] = current
             if self._update is None:
@@ -528,8 +531,8 @@ class Executor:
             if step.stage is Stage.EMBEDDING_LOOKUP:
                 self._receive_input(step, inflight)
             self._acquire(inflight, step.stream, previous)
-            if previous is Stage.COPY_BATCH_TO_DEVICE:
-                self._streams.hand_over(inflight.batch, step.stream)
+            if step.stage is not Stage.EMBEDDING_LOOKUP and inflight.done[previous][0] is not step.stream:
+                self._streams.hand_over(inflight.batch, step.stream)  # the ids are sent from the batch's own memory
             with self._streams.on(step.stream), timed(self.clock, step.stage, inflight.index, step.stream):
                 if step.stage is Stage.EMBEDDING_LOOKUP:
                     self._look_up(step, inflight, owners)
