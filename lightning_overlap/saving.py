@@ -30,7 +30,7 @@ from .checkpoint import (
 )
 from .checkpoint_dense import by_name, load_by_name, put_table_states, say_what_moved
 from .checkpoint_full import gather_checkpoint, load_file, load_fused, table_states, write_file
-from .sharded import sharded_modules
+from .kinds import sharded_modules
 from .sharding import has_tables
 
 

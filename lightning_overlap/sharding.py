@@ -27,8 +27,8 @@ from torchrec.distributed.utils import optimizer_type_to_emb_opt_type
 from torchrec.optim.keyed import CombinedOptimizer
 from torchrec.optim.optimizers import in_backward_optimizer_filter
 
+from .kinds import sharded_modules, table_modules
 from .modes import unknown_name_message
-from .sharded import sharded_modules
 
 FusedOptimizer: TypeAlias = tuple[type[torch.optim.Optimizer], Mapping[str, Any]] | functools.partial[Any]
 """`(class, kwargs)` or `functools.partial(class, **kwargs)`."""
@@ -245,7 +245,7 @@ def check_dense_optimizers(model: nn.Module, optimizers: Iterable[torch.optim.Op
     optimizers = list(optimizers)
     parameters = [
         (f"{name}.{table}", parameter)
-        for name, module in sharded_modules(model).items()
+        for name, module in table_modules(model).items()
         for table, parameter in module.named_parameters()
     ]
     refuse_dense_owner(dict(in_backward_optimizer_filter(iter(parameters), include=True)), optimizers)
@@ -450,11 +450,14 @@ def _check_can_fuse(table: Table, device: torch.device) -> None:
             )
 
 
-def _initial_weights(model: nn.Module, tables: list[Table]) -> dict[str, dict[str, Any]]:
-    """State of the collections that are not on meta: sharding a module from a CPU would draw new weights."""
+def _initial_weights(model: nn.Module, tables: list[Table]) -> dict[str, dict[str, nn.Parameter]]:
+    """Weights of the collections that are not on meta: sharding a module from a CPU would draw new ones.
+
+    Managed collision modules begin without ids: TorchRec makes them anew, for the rows of each shard.
+    """
     meta = {table.module for table in tables if table.parameter.is_meta}
     modules = {table.module for table in tables} - meta
-    return {name: model.get_submodule(name).state_dict() for name in sorted(modules)}
+    return {name: dict(model.get_submodule(name).named_parameters()) for name in sorted(modules)}
 
 
 def _aliases(model: nn.Module, tables: list[Table]) -> dict[str, str]:
@@ -467,7 +470,7 @@ def _aliases(model: nn.Module, tables: list[Table]) -> dict[str, str]:
 def _replicate_data_parallel(model: nn.Module, group: dist.ProcessGroup) -> None:
     """Give all ranks rank 0's data-parallel tables, as DistributedDataParallel does for the dense part."""
     source = dist.get_global_rank(group, 0)
-    for module in sharded_modules(model).values():
+    for module in table_modules(model).values():
         kinds = {table: parameter.sharding_type for table, parameter in module.module_sharding_plan.items()}
         for name, parameter in module.named_parameters():
             if kinds.get(name.split(".")[-2]) == _DATA_PARALLEL:

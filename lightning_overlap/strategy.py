@@ -27,12 +27,12 @@ from . import evaluation, groups, loop, signals
 from .agreement import FirstCause, GroupAgreement, default_store
 from .clocks import Clock
 from .executor import Executor, Observer
+from .kinds import sharded_modules
 from .modes import resolve_schedule, resolve_stream
 from .optim import rate_setter
 from .refusals import refuse_callbacks, refuse_precision
 from .saving import SavesShards
 from .schedule import Schedule
-from .sharded import sharded_modules
 from .sharding import (
     FusedOptimizer,
     Sharding,

@@ -25,7 +25,7 @@ FILES = {
         *("agreement", "groups", "streams", "structure", "inflight", "clocks", "executor", "syncs", "testing"),
         *("timeline", "summary", "figures", "kineto", "kineto_names", "trace_file", "layout", "drawing", "page"),
     ),
-    "sparse": ("sharded", "input_dist", "sparse", "sharding", "optim", "table_state", "stash"),
+    "sparse": ("kinds", "sharded", "input_dist", "sparse", "sharding", "optim", "table_state", "stash"),
     "plugin": (
         "strategy",
         "loop",
@@ -234,6 +234,9 @@ def _has(owner: object, name: str) -> bool:
 
 
 TORCHREC = {
+    "ShardedFeatureProcessedEmbeddingBagCollection": "torchrec.distributed.fp_embeddingbag",
+    "ShardedManagedCollisionEmbeddingBagCollection": "torchrec.distributed.mc_embeddingbag",
+    "ShardedManagedCollisionEmbeddingCollection": "torchrec.distributed.mc_embedding",
     "EmbeddingFusedOptimizer": "torchrec.distributed.batched_embedding_kernel",
     "ShardedEmbeddingBagCollection": "torchrec.distributed.embeddingbag",
     "ShardedEmbeddingCollection": "torchrec.distributed.embedding",
