@@ -100,6 +100,12 @@ def table_modules(model: nn.Module) -> dict[str, Any]:
     return {name: module for name, module in model.named_modules() if isinstance(module, TABLE_TYPES)}
 
 
+def hands_out_rows(model: nn.Module) -> bool:
+    """Whether a model has sharded modules that assign rows to ids, each shard to those that its rank gets."""
+    kinds = map(kind_of, sharded_modules(model).values())
+    return any(kind is not None and kind.owner is WeightOwner.LOOKUP for kind in kinds)
+
+
 def owners_of(module: ShardedModule[Any, Any, Any, Any]) -> list[WeightOwner]:
     """Return who writes what each part of a module's lookup reads: a part for each of its tables' shardings.
 

@@ -246,8 +246,9 @@ class _FusedLookup:
         return [tbe.get_learning_rate() for tbe in self.kernels]
 
     def run(self, features: KeyedJaggedTensor) -> tuple[Tensor, GradientEdge]:
+        # TorchRec puts weights that scale their gradients in the place of those it is given: not twice.
         with torch.enable_grad():
-            rows = self.forward(features)
+            rows = self.forward(copy.copy(features))
         return rows.detach(), get_gradient_edge(rows)
 
     def run_again(self, features: KeyedJaggedTensor, counts: list[int]) -> GradientEdge:

@@ -18,12 +18,13 @@ from fbgemm_gpu.split_embedding_configs import EmbOptimType
 from fbgemm_gpu.split_table_batched_embeddings_ops_training import SplitTableBatchedEmbeddingBagsCodegen
 from torch import nn
 from torch.distributed.optim import _apply_optimizer_in_backward  # type: ignore[attr-defined]
-from torchrec.distributed.embedding_types import EmbeddingComputeKernel
+from torchrec.distributed.embedding_types import BaseQuantEmbeddingSharder, EmbeddingComputeKernel
 from torchrec.distributed.model_parallel import DistributedModelParallel
 from torchrec.distributed.planner import EmbeddingShardingPlanner, ParameterConstraints, Topology
 from torchrec.distributed.sharding_plan import get_default_sharders
 from torchrec.distributed.types import ModuleSharder, ParameterSharding, ShardingEnv, ShardingPlan, ShardingType
 from torchrec.distributed.utils import optimizer_type_to_emb_opt_type
+from torchrec.modules.itep_embedding_modules import ITEPEmbeddingBagCollection, ITEPEmbeddingCollection
 from torchrec.optim.keyed import CombinedOptimizer
 from torchrec.optim.optimizers import in_backward_optimizer_filter
 
@@ -80,9 +81,14 @@ class Table:
             _apply_optimizer_in_backward(optimizer_class, [self.parameter], dict(kwargs))
 
 
+def training_sharders() -> list[ModuleSharder[nn.Module]]:
+    """Return TorchRec's default sharders but those of quantized modules, which have nothing to train and stay whole."""
+    return [sharder for sharder in get_default_sharders() if not isinstance(sharder, BaseQuantEmbeddingSharder)]
+
+
 def find_tables(model: nn.Module) -> list[Table]:
     """Return every table of the model's unsharded TorchRec collections."""
-    sharders = {sharder.module_type: sharder for sharder in get_default_sharders()}
+    sharders = {sharder.module_type: sharder for sharder in training_sharders()}
     tables: list[Table] = []
     inside: list[str] = []
     for name, module in model.named_modules():
@@ -158,6 +164,7 @@ def shard_tables(
     tables = find_tables(model)
     if not tables:
         return bool(sharded_modules(model))
+    _refuse_pruning(model)
     fused = check_fused_optimizer(fused_optimizer)
     check_sharding(sharding, tables, device)
     asked = {} if sharding is None else sharding if isinstance(sharding, Mapping) else None
@@ -174,7 +181,7 @@ def shard_tables(
             env=ShardingEnv.from_process_group(group),
             device=device,
             plan=plan,
-            sharders=list(get_default_sharders()),
+            sharders=training_sharders(),
             init_data_parallel=False,
         )
     for alias, name in aliases.items():
@@ -210,6 +217,17 @@ def make_plan(
     fused = check_fused_optimizer(fused_optimizer) is not None
     check_sharding(sharding, tables, device)
     return _make_plan(model, tables, sharding, fused, group, device, local_world_size)
+
+
+def _refuse_pruning(model: nn.Module) -> None:
+    """Refuse modules whose own work is lost when only the tables inside them are sharded."""
+    for name, module in model.named_modules():
+        if isinstance(module, (ITEPEmbeddingBagCollection, ITEPEmbeddingCollection)):
+            raise ValueError(
+                f"{name} is an {type(module).__name__}: it prunes by what its own shards count, and TorchRec's default "
+                "sharders, which the strategy takes, would shard the tables inside it only. Shard it in "
+                f"configure_model, with the {type(module).__name__}Sharder of torchrec.distributed.itep_embeddingbag."
+            )
 
 
 def _make_plan(
@@ -361,7 +379,7 @@ def _plan_on_rank_zero(planner: Any, model: nn.Module, group: dist.ProcessGroup)
     outcome: list[Any] = [None]
     if group.rank() == 0:
         try:
-            outcome = [planner.plan(model, list(get_default_sharders()))]
+            outcome = [planner.plan(model, training_sharders())]
         except Exception as err:  # whatever it is, the other ranks are waiting to hear of it
             outcome = [f"{type(err).__name__}: {err}"]
     dist.broadcast_object_list(outcome, src=dist.get_global_rank(group, 0), group=group)

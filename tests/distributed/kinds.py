@@ -1,7 +1,4 @@
-"""Models with one kind of TorchRec module each, and plain loops over them. Functions that ranks run.
-
-Only `fit` imports what is under test.
-"""
+"""Models with one kind of TorchRec module each, and plain loops over them. Functions that ranks run."""
 
 from __future__ import annotations
 
@@ -16,7 +13,7 @@ import torch
 import torch.distributed as dist
 from fbgemm_gpu.split_table_batched_embeddings_ops_common import PoolingMode
 from fbgemm_gpu.split_table_batched_embeddings_ops_training import DenseTableBatchedEmbeddingBagsCodegen
-from lightning.pytorch import LightningDataModule, LightningModule
+from lightning.pytorch import LightningDataModule, LightningModule, Trainer
 from torch import Tensor, nn
 from torch.distributed.optim import _apply_optimizer_in_backward
 from torch.distributed.tensor import DTensor
@@ -26,6 +23,7 @@ from torchrec import (
     EmbeddingBagConfig,
     EmbeddingCollection,
     EmbeddingConfig,
+    JaggedTensor,
     KeyedJaggedTensor,
 )
 from torchrec.distributed.embedding import ShardedEmbeddingCollection
@@ -54,6 +52,11 @@ from torchrec.modules.mc_modules import (
     MCHManagedCollisionModule,
 )
 from torchrec.optim.optimizers import in_backward_optimizer_filter
+
+from lightning_overlap import OverlapEmbeddingStrategy, combined_optimizer
+
+from .fits import make_trainer
+from .reference import set_fused_rates, set_rates
 
 NUM_ROWS = 40
 NUM_DENSE = 6
@@ -89,6 +92,25 @@ def position_weighted(num: int = 3) -> nn.Module:
 
 def position_weighted_collection(num: int = 3) -> nn.Module:
     processors = PositionWeightedModuleCollection({FEATURES[i]: MAX_LENGTH for i in range(num)})
+    return FeatureProcessedEmbeddingBagCollection(bags(num, weighted=True), processors)
+
+
+class _Counting(PositionWeightedModule):
+    """Counts the batches it has seen, and weighs by that."""
+
+    def __init__(self, max_length: int) -> None:
+        super().__init__(max_length)
+        self.register_buffer("seen", torch.zeros(()))
+
+    def forward(self, features: JaggedTensor) -> JaggedTensor:
+        self.seen += 1
+        weighted = super().forward(features)
+        own = weighted.weights() / self.seen
+        return JaggedTensor(weighted.values(), lengths=weighted.lengths(), offsets=weighted.offsets(), weights=own)
+
+
+def counting(num: int = 3) -> nn.Module:
+    processors = {FEATURES[i]: _Counting(MAX_LENGTH) for i in range(num)}
     return FeatureProcessedEmbeddingBagCollection(bags(num, weighted=True), processors)
 
 
@@ -145,7 +167,7 @@ def fused_bags() -> nn.Module:
 
 @contextmanager
 def dense_kernels_without_pooling() -> Iterator[None]:
-    """FBGEMM 1.8 has them on CUDA only: on a CPU its dense kernel pools whatever it is told. So here is one in PyTorch."""
+    """FBGEMM 1.8 has them on CUDA only: on a CPU its dense kernel always pools. So here is one in PyTorch."""
     kernel = DenseTableBatchedEmbeddingBagsCodegen
     forward = kernel.forward
 
@@ -216,7 +238,8 @@ def summed(rows: Any) -> Tensor:
         if name in rows.keys():  # noqa: SIM118
             lengths, values = rows[name].lengths(), rows[name].values()
             owner = torch.repeat_interleave(torch.arange(len(lengths)), lengths)
-            parts.append(torch.zeros(len(lengths), values.shape[1]).index_add(0, owner, values))
+            # A variable batch has less samples of a feature; which they are does not matter here.
+            parts.append(torch.zeros(BATCH_SIZE, values.shape[1]).index_add(0, owner, values))
     return torch.cat(parts, dim=1)
 
 
@@ -228,20 +251,20 @@ def first_of(answer: Callable[[Any], Tensor]) -> Callable[[Any], Tensor]:
 # -- cases ------------------------------------------------------------------------------------------------------
 
 
-def _whole(table: int) -> Any:
+def whole(table: int) -> Any:
     """A table on one rank, fused."""
     return table_wise(rank=table % dist.get_world_size(), compute_kernel="fused")
 
 
-def _whole_dense(table: int) -> Any:
+def whole_dense(table: int) -> Any:
     return table_wise(rank=table % dist.get_world_size(), compute_kernel="dense")
 
 
-def _rows(table: int) -> Any:
+def rows(table: int) -> Any:
     return row_wise(compute_kernel="fused")
 
 
-def _copies(table: int) -> Any:
+def copies(table: int) -> Any:
     return data_parallel()
 
 
@@ -266,7 +289,7 @@ class Part:
 
     build: Callable[[], nn.Module]
     answer: Callable[[Any], Tensor] = pooled
-    place: Placement | None = _whole
+    place: Placement | None = whole
     stale: bool = True
 
 
@@ -279,11 +302,15 @@ class KindCase:
     ids: Callable[[torch.Generator], KeyedJaggedTensor] = field(default=plain_ids)
     fused_lr: float | None = 2.0
     """Of the optimizer applied in backward; None: the modules have one of their own."""
+    plain: bool = False
+    """Whether nothing of it starts early."""
+    exact_only: bool = False
+    """Whether its rows cannot be taken apart from the dense part, which a stale reference does."""
 
 
-MIXED = _alternating(_whole, _copies)
-MIXED_DENSE = _alternating(_whole_dense, _copies)
-ALSO_DENSE = _alternating(_whole, _whole_dense)
+MIXED = _alternating(whole, copies)
+MIXED_DENSE = _alternating(whole_dense, copies)
+ALSO_DENSE = _alternating(whole, whole_dense)
 
 CASES = {
     case.name: case
@@ -291,27 +318,28 @@ CASES = {
         KindCase("feature_processors", {"fp": Part(position_weighted, stale=False)}),
         KindCase("feature_processors_one_module", {"fp": Part(position_weighted_collection, stale=False)}),
         KindCase("feature_processors_data_parallel", {"fp": Part(position_weighted, place=MIXED, stale=False)}),
-        KindCase("feature_processors_row_wise", {"fp": Part(position_weighted_collection, place=_rows, stale=False)}),
+        KindCase("feature_processors_row_wise", {"fp": Part(position_weighted_collection, place=rows, stale=False)}),
         KindCase("feature_processors_beside_tables", {"fp": Part(position_weighted, stale=False), "ebc": Part(bags)}),
-        KindCase("bags_dense_kernel", {"ebc": Part(bags, place=_whole_dense, stale=False)}),
+        KindCase("feature_processors_with_buffers", {"fp": Part(counting, stale=False)}, plain=True),
+        KindCase("bags_dense_kernel", {"ebc": Part(bags, place=whole_dense, stale=False)}),
         KindCase("bags_some_dense_kernel", {"ebc": Part(bags, place=ALSO_DENSE, stale=False)}),
-        KindCase("sequences_data_parallel", {"ec": Part(sequences, summed, _copies, stale=False)}),
+        KindCase("sequences_data_parallel", {"ec": Part(sequences, summed, copies, stale=False)}),
         KindCase("sequences_dense_kernel", {"ec": Part(sequences, summed, MIXED_DENSE, stale=False)}),
         KindCase("variable_batch", {"ebc": Part(bags)}, variable_batch),
-        KindCase("variable_batch_row_wise", {"ebc": Part(bags, place=_rows)}, variable_batch),
-        KindCase("tower", {"tower": Part(tower, lambda rows: rows)}),
-        KindCase("towers", {"towers": Part(towers, lambda rows: rows)}),
+        KindCase("variable_batch_sequences", {"ec": Part(sequences, summed)}, variable_batch),
+        KindCase("tower", {"tower": Part(tower, lambda rows: rows)}, exact_only=True),
+        KindCase("towers", {"towers": Part(towers, lambda rows: rows)}, exact_only=True),
         KindCase("fused_bags", {"ebc": Part(fused_bags)}, fused_lr=None),
-        KindCase("managed_bags", {"mc": Part(managed_bags, first_of(pooled), _rows, stale=False)}, wide_ids),
-        KindCase("managed_sequences", {"mc": Part(managed_sequences, first_of(summed), _rows, stale=False)}, wide_ids),
+        KindCase("managed_bags", {"mc": Part(managed_bags, first_of(pooled), rows, stale=False)}, wide_ids),
+        KindCase("managed_sequences", {"mc": Part(managed_sequences, first_of(summed), rows, stale=False)}, wide_ids),
         KindCase(
             "managed_bags_beside_tables",
-            {"mc": Part(managed_bags, first_of(pooled), _rows, stale=False), "ebc": Part(bags)},
+            {"mc": Part(managed_bags, first_of(pooled), rows, stale=False), "ebc": Part(bags)},
         ),
         KindCase(
             "mixed_bags_and_sequences",
             {
-                "ebc": Part(bags, place=_copies, stale=False),
+                "ebc": Part(bags, place=copies, stale=False),
                 "ec": Part(sequences, summed),
             },
         ),
@@ -334,17 +362,26 @@ class Batches(LightningDataModule):
         self.case, self.num_batches = case, num_batches
 
     def train_dataloader(self) -> DataLoader:
-        rank = self.trainer.global_rank
-        return DataLoader([make_batch(self.case, i, rank) for i in range(self.num_batches)], batch_size=None)
+        return self._loader(range(self.num_batches))
+
+    def val_dataloader(self) -> DataLoader:
+        return self._loader(range(500, 503))
+
+    def _loader(self, indices: range) -> DataLoader:
+        batches = [make_batch(self.case, index, self.trainer.global_rank) for index in indices]
+        return DataLoader(
+            batches, batch_size=None, generator=torch.Generator()
+        )  # draws a seed, not from all others' one
 
 
 class KindModel(LightningModule):
     """The parts' answers and a bottom MLP, merged into a top MLP."""
 
-    def __init__(self, name: str) -> None:
+    def __init__(self, name: str, rates_move: bool = False) -> None:
         super().__init__()
-        self.case = CASES[name]
+        self.case, self.rates_move = CASES[name], rates_move
         self.losses: list[Tensor] = []
+        self.validated: list[Tensor] = []
         generator = torch.Generator().manual_seed(17)
         for part_name, part in self.case.parts.items():
             self.add_module(part_name, part.build())
@@ -388,7 +425,7 @@ class KindModel(LightningModule):
         logits = self.top(torch.cat(merged, dim=1)).squeeze(1)
         return nn.functional.binary_cross_entropy_with_logits(logits, batch.labels)
 
-    def on_train_start(self) -> None:
+    def on_train_epoch_start(self) -> None:
         torch.manual_seed(23)  # rows that managed collision modules hand out anew are drawn
 
     def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
@@ -396,14 +433,26 @@ class KindModel(LightningModule):
         self.losses.append(loss.detach().clone())
         return loss
 
-    def configure_optimizers(self) -> torch.optim.Optimizer:
-        return dense_optimizer(self)
+    def validation_step(self, batch: Batch, batch_idx: int) -> None:
+        self.validated.append(self(batch))
+
+    def configure_optimizers(self) -> Any:
+        if not self.rates_move:
+            return dense_optimizer(self)
+        optimizer = combined_optimizer(self, dense_optimizer(self))
+        scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, factor)
+        return [optimizer], [{"scheduler": scheduler, "interval": "step"}]
+
+
+def factor(step: int) -> float:
+    """What the learning rates are multiplied by, where they move."""
+    return 1.0 / (1 + step)
 
 
 def is_fused(case: KindCase, part: Part, table: int) -> bool:
     return (
         part.place is not None
-        and part.place not in (_copies, _whole_dense)
+        and part.place not in (copies, whole_dense)
         and not (table % 2 and part.place in (MIXED, MIXED_DENSE, ALSO_DENSE))
         and part.place is not MIXED_DENSE
     )
@@ -456,7 +505,7 @@ class Outcome:
 
 
 @dense_kernels_without_pooling()
-def train(name: str, staleness: int = 0, num_steps: int = NUM_STEPS) -> Outcome:
+def train(name: str, staleness: int = 0, num_steps: int = NUM_STEPS, rates_move: bool = False) -> Outcome:
     """Plain DistributedModelParallel: stale parts are looked up before the updates of `staleness` batches."""
     case, module = CASES[name], KindModel(name)
     weights = {key: getattr(module, key).state_dict() for key in case.parts}
@@ -475,12 +524,15 @@ def train(name: str, staleness: int = 0, num_steps: int = NUM_STEPS) -> Outcome:
     batches = [make_batch(case, index, dist.get_rank()) for index in range(num_steps)]
     rows: dict[int, dict[str, Any]] = {}
     losses = []
-    module.on_train_start()
+    module.on_train_epoch_start()
     for index in range(num_steps):
         for ahead in range(index, min(index + staleness + 1, num_steps)) if staleness else ():
             if ahead not in rows:
                 rows[ahead] = {key: module.call(key, batches[ahead]) for key, part in case.parts.items() if part.stale}
         optimizer.zero_grad()
+        if rates_move:
+            set_rates(optimizer, factor(index))
+            set_fused_rates(dmp, factor(index))
         loss = dmp(batches[index], rows.pop(index, None))
         loss.backward()
         optimizer.step()
@@ -489,27 +541,62 @@ def train(name: str, staleness: int = 0, num_steps: int = NUM_STEPS) -> Outcome:
 
 
 @dense_kernels_without_pooling()
-def fit(name: str, pipeline: Any, num_steps: int = NUM_STEPS, **trainer_kwargs: Any) -> Outcome:
+def fit(
+    name: str, pipeline: Any, num_steps: int = NUM_STEPS, rates_move: bool = False, **trainer_kwargs: Any
+) -> Outcome:
     """The same under the strategy."""
-    from lightning_overlap import OverlapEmbeddingStrategy
-
-    from .fits import make_trainer
-
-    num_early = 0
-
-    def observe(kind: str, stage: Any, batch: int) -> None:
-        nonlocal num_early
-        num_early += kind == "wait" and str(stage) == "input_data_dist"
-
-    case, module = CASES[name], KindModel(name)
-    strategy = OverlapEmbeddingStrategy(pipeline=pipeline, sharding=make_plan(case, module), observer=observe)
+    case, module = CASES[name], KindModel(name, rates_move)
+    strategy, num_early = watched_strategy(pipeline, make_plan(case, module))
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        trainer = make_trainer(strategy, **trainer_kwargs)
+        trainer = make_trainer(strategy, **{"limit_val_batches": 0, **trainer_kwargs})
         trainer.fit(module, datamodule=Batches(case, num_steps))
     messages = [str(warning.message) for warning in caught if "not overlapped" in str(warning.message)]
     state = collect(module, trainer.optimizers[0])
-    return Outcome(torch.stack(module.losses), state, num_early, messages)
+    return Outcome(torch.stack(module.losses), state, sum(num_early), messages)
+
+
+@dense_kernels_without_pooling()
+def fit_at_once_and_in_two(name: str, pipeline: str, folder: str) -> tuple[Outcome, Outcome]:
+    """Two epochs in one fit; the second one alone, from a checkpoint after the first."""
+    outcomes = []
+    for path, epochs in ((None, 2), (None, 1), (f"{folder}/one.ckpt", 2)):
+        case, module = CASES[name], KindModel(name)
+        strategy, _ = watched_strategy(pipeline, make_plan(case, module))
+        trainer = make_trainer(strategy, max_epochs=epochs, limit_val_batches=0)
+        trainer.fit(module, datamodule=Batches(case, 6), ckpt_path=path)
+        outcomes.append(Outcome(torch.stack(module.losses), collect(module, trainer.optimizers[0])))
+        if epochs == 1:
+            trainer.save_checkpoint(f"{folder}/one.ckpt")
+    whole, _, rest = outcomes
+    return Outcome(whole.losses[6:], whole.state), rest
+
+
+def save_assigned_rows(path: str, checkpoint_format: str | None = None) -> None:
+    """Train managed collision modules a little and save them."""
+    _managed_trainer(2, checkpoint_format).save_checkpoint(path)
+
+
+def load_assigned_rows(path: str) -> None:
+    _managed_trainer(3, None, path)
+
+
+def _managed_trainer(num_epochs: int, checkpoint_format: str | None, path: str | None = None) -> Trainer:
+    case, module = CASES["managed_bags"], KindModel("managed_bags")
+    strategy = OverlapEmbeddingStrategy(sharding=make_plan(case, module), checkpoint_format=checkpoint_format)
+    trainer = make_trainer(strategy, max_epochs=num_epochs, limit_val_batches=0)
+    trainer.fit(module, datamodule=Batches(case, 2), ckpt_path=path)
+    return trainer
+
+
+def watched_strategy(pipeline: Any, plan: ShardingPlan | None) -> tuple[OverlapEmbeddingStrategy, list[bool]]:
+    """Return a strategy, and what counts its early input dists."""
+    early: list[bool] = []
+
+    def observe(kind: str, stage: Any, batch: int) -> None:
+        early.append(kind == "wait" and str(stage) == "input_data_dist")
+
+    return OverlapEmbeddingStrategy(pipeline=pipeline, sharding=plan, observer=observe), early
 
 
 def collect(module: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
