@@ -14,14 +14,12 @@ from .agreement import Agreement, Answer, Flags, Rhythm
 from .clocks import Clock, timed
 from .inflight import InFlightBatch, abandon
 from .schedule import Schedule, Step
-from .stages import BEFORE, TRAINING_STAGES, Stage, StreamName, WeightOwner
+from .stages import BEFORE, EARLY_OWNERS, TRAINING_STAGES, Stage, StreamName, WeightOwner
 from .streams import HostStreams, Streams
 from .switched import SwitchedSchedule
 
 Observer = Callable[[str, Stage, int], None]
 """Called with ("issue" | "wait", stage, batch) as the executor goes; for tests and timelines."""
-
-_EVERY_OWNER = frozenset(WeightOwner)
 
 
 class BatchSource(Protocol):
@@ -156,7 +154,7 @@ class Executor:
         lookup = schedule.row(Stage.EMBEDDING_LOOKUP)
         self._lookup_stream = StreamName.COMPUTE if lookup is None else lookup.stream
         self._update = schedule.row(Stage.EMBEDDING_UPDATE)
-        self._first_owners = _EVERY_OWNER if self._deferred is None else frozenset({WeightOwner.FUSED_BACKWARD})
+        self._first_owners = EARLY_OWNERS if self._deferred is None else frozenset({WeightOwner.FUSED_BACKWARD})
 
     def _reset(self) -> None:
         self._end_training_stage()

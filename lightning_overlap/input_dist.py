@@ -22,6 +22,8 @@ from torchrec.distributed.embedding_sharding import FusedKJTListSplitsAwaitable,
 from torchrec.distributed.types import Awaitable
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
+from .kinds import input_dists_of
+
 MAX_RECATS = 256
 """Orders of received features kept at most: one for each sharding of each module."""
 
@@ -34,7 +36,7 @@ def splits_only(module: Any, group: dist.ProcessGroup | None) -> Iterator[None]:
         return
     all_to_alls = [
         input_dist._dist
-        for input_dist in module._input_dists
+        for input_dist in input_dists_of(module)
         if isinstance(getattr(input_dist, "_dist", None), KJTAllToAll)
     ]
     for all_to_all in all_to_alls:

@@ -10,7 +10,8 @@ from torch.optim import Optimizer
 from torchrec.optim.keyed import KeyedOptimizer
 from typing_extensions import override
 
-from .sharded import SetRates, fused_optimizers, fused_rates, sharded_modules
+from .kinds import sharded_modules
+from .sharded import SetRates, fused_optimizers, fused_rates
 
 _GROUP_NAME = "fused"
 _EXPECTED = ("momentum", "betas", "weight_decay")

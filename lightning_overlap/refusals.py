@@ -11,7 +11,7 @@ from lightning.pytorch.callbacks import BaseFinetuning, Callback, ModelPruning, 
 from torch import nn
 
 from . import loop
-from .sharded import sharded_modules
+from .kinds import sharded_modules
 from .sharding import find_tables
 
 _TRUE = (

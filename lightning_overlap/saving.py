@@ -30,8 +30,11 @@ from .checkpoint import (
 )
 from .checkpoint_dense import by_name, load_by_name, put_table_states, say_what_moved
 from .checkpoint_full import gather_checkpoint, load_file, load_fused, table_states, write_file
-from .sharded import sharded_modules
+from .kinds import hands_out_rows, sharded_modules
 from .sharding import has_tables
+
+_ASSIGNING_RANKS = "managed_collision_ranks"
+"""Entry of a checkpoint: on how many ranks its managed collision modules assigned rows to ids."""
 
 
 class SavesShards(DDPStrategy):
@@ -95,6 +98,13 @@ class SavesShards(DDPStrategy):
 
     def _save(self, module: LightningModule, checkpoint: dict[str, Any], filepath: Any, storage_options: Any) -> None:
         gather_loader_states(checkpoint, self.checkpoint_group)
+        if hands_out_rows(module):
+            if self._saved_format == FULL:
+                raise ValueError(
+                    "checkpoint_format='full' cannot hold managed collision modules: each shard assigns rows to the "
+                    "ids that its rank gets, which TorchRec loads from shards only. Take checkpoint_format='sharded'."
+                )
+            checkpoint[_ASSIGNING_RANKS] = self.world_size
         if self._saved_format == FULL:
             content = gather_checkpoint(checkpoint, module, self.checkpoint_group)
             if _is_plain_file(filepath, storage_options, self.checkpoint_io):
@@ -110,7 +120,9 @@ class SavesShards(DDPStrategy):
     def _saved_format(self) -> str:
         if self.checkpoint_format is not None:
             return self.checkpoint_format
-        return SHARDED if self.world_size > 1 or self.async_checkpoint else FULL
+        assert self.lightning_module is not None
+        whole = self.world_size == 1 and not self.async_checkpoint and not hands_out_rows(self.lightning_module)
+        return FULL if whole else SHARDED
 
     @override
     def remove_checkpoint(self, filepath: Any) -> None:
@@ -142,6 +154,12 @@ class SavesShards(DDPStrategy):
 
     @override
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
+        num_ranks = checkpoint.get(_ASSIGNING_RANKS, self.world_size)
+        if num_ranks != self.world_size:
+            raise RuntimeError(
+                f"the checkpoint has managed collision modules of {num_ranks} ranks, this run has {self.world_size}: "
+                "the ids would be looked up in shards that did not assign their rows. Load it on as many ranks."
+            )
         try:
             super().load_model_state_dict(checkpoint, strict)
         except RuntimeError as err:

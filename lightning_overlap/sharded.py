@@ -1,11 +1,12 @@
 """One sharded module: the parts of what TorchRec does for it, so that each can run at a time of its own.
 
-TorchRec's names that start with an underscore occur here and in `input_dist.py` only (`PRIVATE_NAMES`; a test names
-each).
+TorchRec's names that start with an underscore occur here, in `kinds.py` and in `input_dist.py` only
+(`PRIVATE_NAMES`; a test names each).
 """
 
 from __future__ import annotations
 
+import copy
 import functools
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
@@ -18,37 +19,33 @@ from fbgemm_gpu.split_table_batched_embeddings_ops_training import SplitTableBat
 from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torchrec.distributed.comm_ops import Request
-from torchrec.distributed.embedding import ShardedEmbeddingCollection
-from torchrec.distributed.embedding_types import EmbeddingComputeKernel, KJTList
-from torchrec.distributed.embeddingbag import ShardedEmbeddingBagCollection
-from torchrec.distributed.types import Awaitable, LazyAwaitable, NoWait, ShardedModule, ShardingType
+from torchrec.distributed.embedding_types import KJTList
+from torchrec.distributed.types import Awaitable, LazyAwaitable, NoWait, ShardedModule
 from torchrec.optim.keyed import CombinedOptimizer, KeyedOptimizer
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
+from .kinds import KINDS, TABLE_TYPES, kind_of, owners_of, tables_of
 from .stages import WeightOwner
 from .versions import check_names
 
 R = TypeVar("R")
 
 PRIVATE_NAMES: Mapping[str, tuple[str, ...]] = {
-    "ShardedEmbeddingBagCollection": ("_input_dists", "_lookups", "_output_dists", "_sharding_types"),
-    "ShardedEmbeddingCollection": ("_input_dists", "_lookups", "_output_dists", "_sharding_type_to_sharding"),
+    "ShardedEmbeddingBagCollection": ("_input_dists", "_lookups", "_output_dists", "_sharding_types", "_env"),
+    "ShardedEmbeddingCollection": ("_input_dists", "_lookups", "_output_dists", "_sharding_type_to_sharding", "_env"),
+    "ShardedFeatureProcessedEmbeddingBagCollection": ("_embedding_bag_collection", "_feature_processors"),
+    "ShardedManagedCollisionEmbeddingBagCollection": ("_embedding_module", "_managed_collision_collection"),
+    "ShardedManagedCollisionEmbeddingCollection": ("_embedding_module", "_managed_collision_collection"),
     "EmbeddingFusedOptimizer": ("_emb_module",),
     "FusedKJTListSplitsAwaitable": ("_splits_awaitable",),
     "NoWait": ("_obj",),
     "KJTAllToAll": ("_splits", "_stagger"),
     "SparseFeaturesDist": ("_dist",),
-    "KeyedJaggedTensor": ("_length_per_key",),
+    "KeyedJaggedTensor": ("_length_per_key", "_weights"),
     "KJTSplitsAllToAllMeta": ("_input",),
     "torchrec.distributed.dist_data": ("_get_recat",),
 }
 """Private attributes of TorchRec that this package reads, by the object that has them."""
-
-PIPELINED_TYPES = (ShardedEmbeddingBagCollection, ShardedEmbeddingCollection)
-"""Sharded modules whose lookup can start early; every other one runs its own forward."""
-
-_KERNELS_WITHOUT_CACHE = (EmbeddingComputeKernel.DENSE, EmbeddingComputeKernel.FUSED, EmbeddingComputeKernel.FUSED_UVM)
-
 
 SetRates: TypeAlias = Callable[[], None]
 """Gives the kernels the learning rates that the schedule has now."""
@@ -83,23 +80,17 @@ class ModuleInFlight:
     """What this batch added to the iteration count of each kernel."""
 
 
-def sharded_modules(model: nn.Module) -> dict[str, ShardedModule[Any, Any, Any, Any]]:
-    """Return the outermost sharded modules of a model by name, each once."""
-    found: dict[str, ShardedModule[Any, Any, Any, Any]] = {}
-    for name, module in model.named_modules():
-        inside = any(name.startswith(f"{outer}.") for outer in found)
-        if isinstance(module, ShardedModule) and not inside:
-            found[name] = module
-    return found
-
-
 def check_torchrec(module: nn.Module) -> None:
     """Raise if a sharded module lacks a private name that this file uses of it.
 
     Raises:
         ImportError: With the name, the installed and the supported versions.
     """
-    owners = {kind.__name__: module for kind in PIPELINED_TYPES if isinstance(module, kind)}
+    owners = {kind.__name__: module for kind in KINDS if isinstance(module, kind)}
+    check_names("torchrec", PRIVATE_NAMES, owners)
+    if owners:
+        tables = tables_of(module)
+        owners = {kind.__name__: tables for kind in TABLE_TYPES if isinstance(tables, kind)}
     check_names("torchrec", PRIVATE_NAMES, owners)
 
 
@@ -117,30 +108,7 @@ def _read_once(read: Callable[[Any], list[R]]) -> Callable[[Any], list[R]]:
     return read_or_remember
 
 
-@_read_once
-def owners_of(module: ShardedModule[Any, Any, Any, Any]) -> list[WeightOwner]:
-    """Return who writes the tables of each of a module's shardings, in the order of its lookups.
-
-    Read from the sharding plan, which is the same on all ranks: data-parallel tables and dense kernels are
-    trained by the dense optimizer, all others by the fused backward.
-    """
-    shardings = (
-        module._sharding_types
-        if isinstance(module, ShardedEmbeddingBagCollection)
-        else list(module._sharding_type_to_sharding)
-    )
-    dense = {
-        parameter.sharding_type
-        for parameter in module.module_sharding_plan.values()
-        if parameter.compute_kernel == EmbeddingComputeKernel.DENSE.value
-    }
-    return [WeightOwner.DENSE_OPTIMIZER if sharding in dense else WeightOwner.FUSED_BACKWARD for sharding in shardings]
-
-
-def has_model_parallel_tables(modules: Iterable[ShardedModule[Any, Any, Any, Any]]) -> bool:
-    """Whether rows of any table travel between ranks."""
-    kinds = {parameter.sharding_type for module in modules for parameter in module.module_sharding_plan.values()}
-    return kinds != {ShardingType.DATA_PARALLEL.value}
+owners_of_parts = _read_once(owners_of)
 
 
 def fused_rates(module: ShardedModule[Any, Any, Any, Any]) -> dict[str, float] | None:
@@ -155,7 +123,7 @@ def fused_rates(module: ShardedModule[Any, Any, Any, Any]) -> dict[str, float] |
 def fused_optimizers(module: ShardedModule[Any, Any, Any, Any]) -> list[KeyedOptimizer]:
     """Return the fused optimizers of a module's kernels on this rank, one each; none where it has no shard."""
     found: list[KeyedOptimizer] = []
-    waiting: list[KeyedOptimizer] = [module.fused_optimizer]
+    waiting: list[KeyedOptimizer] = [tables_of(module).fused_optimizer]
     for optimizer in waiting:
         if isinstance(optimizer, CombinedOptimizer):
             waiting += [member for _, member in optimizer.optimizers]
@@ -196,10 +164,14 @@ def look_up(
 @contextmanager
 def _holds_update(module: Any, state: ModuleInFlight) -> Iterator[None]:
     """Cut the graph of the rows of fused tables, of the lookups made meanwhile."""
+    owners = owners_of_parts(module)
+    if WeightOwner.FUSED_BACKWARD not in owners:
+        yield
+        return
     dists = module._output_dists
     module._output_dists = [
         _HoldingDist(dist, state.held) if owner is WeightOwner.FUSED_BACKWARD else dist
-        for dist, owner in zip(dists, owners_of(module), strict=True)
+        for dist, owner in zip(dists, owners, strict=True)
     ]
     try:
         yield
@@ -271,7 +243,9 @@ def set_kernel_rates(module: Any, rates: list[float]) -> None:
 def _look_up(module: Any, state: ModuleInFlight, owners: frozenset[WeightOwner]) -> None:
     assert state.dist_input is not None
     parts = parts_to_look_up(module, state, owners)
-    num_parts = len(module._lookups)
+    num_parts = len(owners_of_parts(module))
+    if not parts:
+        return
     if len(parts) == num_parts:
         state.rows = module.compute_and_output_dist(state.context, state.dist_input)
         state.dist_input = None
@@ -298,9 +272,7 @@ def _look_up(module: Any, state: ModuleInFlight, owners: frozenset[WeightOwner])
 @_read_once
 def tbes(module: Any) -> list[SplitTableBatchedEmbeddingBagsCodegen]:
     """The table-batched kernels of a module's own shards."""
-    if not isinstance(module, PIPELINED_TYPES):
-        return []
-    return _tbes_of(module._lookups)
+    return [] if kind_of(module) is None else _tbes_of(tables_of(module)._lookups)
 
 
 def _tbes_of(lookups: Iterable[nn.Module]) -> list[SplitTableBatchedEmbeddingBagsCodegen]:
@@ -334,7 +306,7 @@ def _differences(now: list[int], before: list[int]) -> list[int]:
 
 def parts_to_look_up(module: Any, state: ModuleInFlight, owners: frozenset[WeightOwner]) -> list[int]:
     """Return the parts of a module whose tables belong to `owners` and are still to be looked up."""
-    return [part for part, owner in enumerate(owners_of(module)) if owner in owners and part not in state.outputs]
+    return [part for part, owner in enumerate(owners_of_parts(module)) if owner in owners and part not in state.outputs]
 
 
 # -- learning rates that move ------------------------------------------------------------------------------------
@@ -348,7 +320,7 @@ def _updates_at_present_rate(module: Any, set_rates: SetRates | None) -> Iterato
         return
     set_rates()
     # By kernel, not by owner: a part with one table of a dense kernel counts as the dense optimizer's altogether.
-    patched = [lookup for lookup in module._lookups if lookup is not _NOTHING and _tbes_of([lookup])]
+    patched = [lookup for lookup in tables_of(module)._lookups if lookup is not _NOTHING and _tbes_of([lookup])]
     for lookup in patched:
         lookup.forward = _FusedLookup(lookup.forward, _tbes_of([lookup]), set_rates)
     try:
@@ -367,7 +339,9 @@ class _FusedLookup:
     set_rates: SetRates
 
     def __call__(self, features: KeyedJaggedTensor) -> Tensor:
-        anchor = torch.zeros((), requires_grad=True)  # without an input that needs one there would be no backward
+        # Without an input that needs a gradient there would be no backward; feature processors' weights need one.
+        weights = features.weights_or_none()
+        anchor = weights if weights is not None and weights.requires_grad else torch.zeros((), requires_grad=True)
         rows: Tensor = _AtPresentRate.apply(anchor, self, features)  # type: ignore[no-untyped-call]
         return rows
 
@@ -376,8 +350,9 @@ class _FusedLookup:
         return [tbe.get_learning_rate() for tbe in self.kernels]
 
     def run(self, features: KeyedJaggedTensor) -> tuple[Tensor, GradientEdge]:
+        # TorchRec puts weights that scale their gradients in the place of those it is given: not twice.
         with torch.enable_grad():
-            rows = self.forward(features)
+            rows = self.forward(copy.copy(features))
         return rows.detach(), get_gradient_edge(rows)
 
     def run_again(self, features: KeyedJaggedTensor, counts: list[int]) -> GradientEdge:
@@ -388,6 +363,17 @@ class _FusedLookup:
         repeated = _differences(_counts(self.kernels), counts)
         _uncount(self.kernels, _differences(repeated, ahead))
         return edge
+
+
+def _with_own_weights(features: KeyedJaggedTensor) -> tuple[KeyedJaggedTensor, Tensor | None]:
+    """Return the same ids with weights that a graph can begin at, and these; None where weights need no gradient."""
+    weights = features.weights_or_none()
+    if weights is None or not weights.requires_grad:
+        return features, None
+    leaf = weights.detach().requires_grad_()
+    own = copy.copy(features)
+    own._weights = leaf
+    return own, leaf
 
 
 def _uncount(kernels: list[SplitTableBatchedEmbeddingBagsCodegen], num_lookups: list[int]) -> None:
@@ -415,20 +401,24 @@ class _AtPresentRate(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, anchor: Tensor, lookup: _FusedLookup, features: KeyedJaggedTensor) -> Tensor:
+        features, ctx.weights = _with_own_weights(features)
         ctx.lookup, ctx.features = lookup, features
         ctx.counts, ctx.rates = _counts(lookup.kernels), lookup.rates()
         rows, ctx.edge = lookup.run(features)
         return rows
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[None, None, None]:
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, None, None]:
         lookup: _FusedLookup = ctx.lookup
         edge, ctx.edge = ctx.edge, None  # a second backward (retain_graph=True) finds the first one's graph used up
         lookup.set_rates()
         if edge is None or lookup.rates() != ctx.rates:
             edge = lookup.run_again(ctx.features, ctx.counts)
         torch.autograd.backward(edge, grad)
-        return None, None, None
+        if ctx.weights is None:
+            return None, None, None
+        of_weights, ctx.weights.grad = ctx.weights.grad, None
+        return of_weights, None, None
 
 
 class _Nothing:
@@ -446,16 +436,3 @@ _NOTHING = _Nothing()
 
 def _already_started(output: Awaitable[torch.Tensor], context: Any) -> Awaitable[torch.Tensor]:
     return output
-
-
-def why_never_early(module: Any) -> str | None:
-    """Return why no lookup of a module may start early, or None."""
-    if not isinstance(module, PIPELINED_TYPES):
-        known = " and ".join(kind.__name__ for kind in PIPELINED_TYPES)
-        return f"only {known} can start early, got {type(module).__name__}"
-    # A cache hands out its slots in the forward and uses them in the backward: a lookup in between may evict them.
-    kernels = {parameter.compute_kernel for parameter in module.module_sharding_plan.values()}
-    cached = kernels - {kernel.value for kernel in _KERNELS_WITHOUT_CACHE}
-    return (
-        f"its tables have compute kernel {', '.join(sorted(cached))}, which keeps rows in a cache" if cached else None
-    )

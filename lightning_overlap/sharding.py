@@ -18,17 +18,18 @@ from fbgemm_gpu.split_embedding_configs import EmbOptimType
 from fbgemm_gpu.split_table_batched_embeddings_ops_training import SplitTableBatchedEmbeddingBagsCodegen
 from torch import nn
 from torch.distributed.optim import _apply_optimizer_in_backward  # type: ignore[attr-defined]
-from torchrec.distributed.embedding_types import EmbeddingComputeKernel
+from torchrec.distributed.embedding_types import BaseQuantEmbeddingSharder, EmbeddingComputeKernel
 from torchrec.distributed.model_parallel import DistributedModelParallel
 from torchrec.distributed.planner import EmbeddingShardingPlanner, ParameterConstraints, Topology
 from torchrec.distributed.sharding_plan import get_default_sharders
 from torchrec.distributed.types import ModuleSharder, ParameterSharding, ShardingEnv, ShardingPlan, ShardingType
 from torchrec.distributed.utils import optimizer_type_to_emb_opt_type
+from torchrec.modules.itep_embedding_modules import ITEPEmbeddingBagCollection, ITEPEmbeddingCollection
 from torchrec.optim.keyed import CombinedOptimizer
 from torchrec.optim.optimizers import in_backward_optimizer_filter
 
+from .kinds import sharded_modules, table_modules
 from .modes import unknown_name_message
-from .sharded import sharded_modules
 
 FusedOptimizer: TypeAlias = tuple[type[torch.optim.Optimizer], Mapping[str, Any]] | functools.partial[Any]
 """`(class, kwargs)` or `functools.partial(class, **kwargs)`."""
@@ -80,9 +81,14 @@ class Table:
             _apply_optimizer_in_backward(optimizer_class, [self.parameter], dict(kwargs))
 
 
+def training_sharders() -> list[ModuleSharder[nn.Module]]:
+    """Return TorchRec's default sharders but those of quantized modules, which have nothing to train and stay whole."""
+    return [sharder for sharder in get_default_sharders() if not isinstance(sharder, BaseQuantEmbeddingSharder)]
+
+
 def find_tables(model: nn.Module) -> list[Table]:
     """Return every table of the model's unsharded TorchRec collections."""
-    sharders = {sharder.module_type: sharder for sharder in get_default_sharders()}
+    sharders = {sharder.module_type: sharder for sharder in training_sharders()}
     tables: list[Table] = []
     inside: list[str] = []
     for name, module in model.named_modules():
@@ -158,6 +164,7 @@ def shard_tables(
     tables = find_tables(model)
     if not tables:
         return bool(sharded_modules(model))
+    _refuse_pruning(model)
     fused = check_fused_optimizer(fused_optimizer)
     check_sharding(sharding, tables, device)
     asked = {} if sharding is None else sharding if isinstance(sharding, Mapping) else None
@@ -174,7 +181,7 @@ def shard_tables(
             env=ShardingEnv.from_process_group(group),
             device=device,
             plan=plan,
-            sharders=list(get_default_sharders()),
+            sharders=training_sharders(),
             init_data_parallel=False,
         )
     for alias, name in aliases.items():
@@ -212,6 +219,17 @@ def make_plan(
     return _make_plan(model, tables, sharding, fused, group, device, local_world_size)
 
 
+def _refuse_pruning(model: nn.Module) -> None:
+    """Refuse modules whose own work is lost when only the tables inside them are sharded."""
+    for name, module in model.named_modules():
+        if isinstance(module, (ITEPEmbeddingBagCollection, ITEPEmbeddingCollection)):
+            raise ValueError(
+                f"{name} is an {type(module).__name__}: it prunes by what its own shards count, and TorchRec's default "
+                "sharders, which the strategy takes, would shard the tables inside it only. Shard it in "
+                f"configure_model, with the {type(module).__name__}Sharder of torchrec.distributed.itep_embeddingbag."
+            )
+
+
 def _make_plan(
     model: nn.Module,
     tables: list[Table],
@@ -245,7 +263,7 @@ def check_dense_optimizers(model: nn.Module, optimizers: Iterable[torch.optim.Op
     optimizers = list(optimizers)
     parameters = [
         (f"{name}.{table}", parameter)
-        for name, module in sharded_modules(model).items()
+        for name, module in table_modules(model).items()
         for table, parameter in module.named_parameters()
     ]
     refuse_dense_owner(dict(in_backward_optimizer_filter(iter(parameters), include=True)), optimizers)
@@ -361,7 +379,7 @@ def _plan_on_rank_zero(planner: Any, model: nn.Module, group: dist.ProcessGroup)
     outcome: list[Any] = [None]
     if group.rank() == 0:
         try:
-            outcome = [planner.plan(model, list(get_default_sharders()))]
+            outcome = [planner.plan(model, training_sharders())]
         except Exception as err:  # whatever it is, the other ranks are waiting to hear of it
             outcome = [f"{type(err).__name__}: {err}"]
     dist.broadcast_object_list(outcome, src=dist.get_global_rank(group, 0), group=group)
@@ -450,11 +468,14 @@ def _check_can_fuse(table: Table, device: torch.device) -> None:
             )
 
 
-def _initial_weights(model: nn.Module, tables: list[Table]) -> dict[str, dict[str, Any]]:
-    """State of the collections that are not on meta: sharding a module from a CPU would draw new weights."""
+def _initial_weights(model: nn.Module, tables: list[Table]) -> dict[str, dict[str, nn.Parameter]]:
+    """Weights of the collections that are not on meta: sharding a module from a CPU would draw new ones.
+
+    Managed collision modules begin without ids: TorchRec makes them anew, for the rows of each shard.
+    """
     meta = {table.module for table in tables if table.parameter.is_meta}
     modules = {table.module for table in tables} - meta
-    return {name: model.get_submodule(name).state_dict() for name in sorted(modules)}
+    return {name: dict(model.get_submodule(name).named_parameters()) for name in sorted(modules)}
 
 
 def _aliases(model: nn.Module, tables: list[Table]) -> dict[str, str]:
@@ -467,7 +488,7 @@ def _aliases(model: nn.Module, tables: list[Table]) -> dict[str, str]:
 def _replicate_data_parallel(model: nn.Module, group: dist.ProcessGroup) -> None:
     """Give all ranks rank 0's data-parallel tables, as DistributedDataParallel does for the dense part."""
     source = dist.get_global_rank(group, 0)
-    for module in sharded_modules(model).values():
+    for module in table_modules(model).values():
         kinds = {table: parameter.sharding_type for table, parameter in module.module_sharding_plan.items()}
         for name, parameter in module.named_parameters():
             if kinds.get(name.split(".")[-2]) == _DATA_PARALLEL:

@@ -20,6 +20,7 @@ from .clocks import Clock, timed
 from .executor import Observer
 from .inflight import InFlightBatch
 from .input_dist import InputSizes, splits_only
+from .kinds import why_never_early
 from .sharded import (
     ModuleInFlight,
     SetRates,
@@ -32,7 +33,6 @@ from .sharded import (
     parts_to_look_up,
     set_kernel_rates,
     tbes,
-    why_never_early,
 )
 from .stages import Stage, StreamName, WeightOwner
 from .streams import Streams
@@ -62,7 +62,13 @@ class EarlyRows(LazyGetItemMixin[str, Any], LazyAwaitable[Any]):  # type: ignore
 class _StandIn:
     """What callers of a sharded module get while the strategy is at work."""
 
-    def __init__(self, pipeline: SparsePipeline, name: str, module: ShardedModule[Any, Any, Any, Any]) -> None:
+    def __init__(
+        self,
+        pipeline: SparsePipeline,
+        name: str,
+        module: ShardedModule[Any, Any, Any, Any],
+        group: dist.ProcessGroup | None,
+    ) -> None:
         check_torchrec(module)
         self._pipeline = pipeline
         self.name = name
@@ -73,7 +79,7 @@ class _StandIn:
             self.before.own_forward if isinstance(self.before, _StandIn) else module.forward
         )
         self.path: Path | None = None
-        self.plain_reason: str | None = why_never_early(module)
+        self.plain_reason: str | None = why_never_early(module, group)
         self.calls: list[tuple[tuple[Any, ...], dict[str, Any]]] = []
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -134,7 +140,7 @@ class SparsePipeline:
         said: set[tuple[str, str | None]] | None = None,
     ) -> None:
         self._set_rates = set_rates
-        self._stand_ins = {name: _StandIn(self, name, module) for name, module in modules.items()}
+        self._stand_ins = {name: _StandIn(self, name, module, group) for name, module in modules.items()}
         self._group = group
         self._streams = streams
         self._lookup_stream = lookup_stream
@@ -187,18 +193,25 @@ class SparsePipeline:
 
     def call(self, stand_in: _StandIn, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Answer a call of a sharded module: the early rows if they are of this very input, else its forward."""
-        inflight, module = self._current, stand_in.module
+        inflight, look_up_now = self._current, partial(stand_in.own_forward, *args, **kwargs)
         if inflight is not None:
             stand_in.calls.append((args, kwargs))
             state = inflight.modules.get(stand_in.name)
-            if state is not None and state.rows is not None and not state.served:
+            if state is not None and not state.served:
                 if _only_input(args, kwargs) is state.kjt:
                     state.served = True
-                    return EarlyRows(partial(self._receive_rows, inflight.index, state))
-                self._all_ranks_go_plain(stand_in, inflight.index)
-                self._run_plain(stand_in, "it was called with another input than the one in the batch")
+                    if state.rows is not None:
+                        return self._served(inflight.index, state)
+                    look_up_now = partial(self._look_up_when_called, stand_in.module, inflight, state)
+                else:
+                    self._all_ranks_go_plain(stand_in, inflight.index)
+                    self._run_plain(stand_in, "it was called with another input than the one in the batch")
             self._plain_forward = True
         self._update_before_a_forward(stand_in.name)
+        return self._on_compute_stream(stand_in.module, inflight, look_up_now)
+
+    def _on_compute_stream(self, module: Any, inflight: InFlightBatch | None, look_up_now: Callable[[], Any]) -> Any:
+        """Look up where the module is called."""
         # The lookup stream may still be writing the tables that this reads.
         self._streams.wait(StreamName.COMPUTE, self._streams.record(self._lookup_stream))
         if self._set_rates is not None:
@@ -207,11 +220,24 @@ class SparsePipeline:
         counts = None if self._trains and (inflight is not None or torch.is_grad_enabled()) else lookup_counts(module)
         clock, index = (None, 0) if inflight is None else (self.clock, inflight.index)
         with timed(clock, Stage.EMBEDDING_LOOKUP, index, StreamName.COMPUTE):
-            rows = stand_in.own_forward(*args, **kwargs)
+            rows = look_up_now()
         if counts is not None:
             self._streams.wait(self._lookup_stream, self._streams.record(StreamName.COMPUTE))
             self._uncount(module, lookups_since(module, counts))
         return rows
+
+    def _look_up_when_called(self, module: Any, inflight: InFlightBatch, state: ModuleInFlight) -> Any:
+        """Look up ids that were sent early."""
+        stream, _ = inflight.done[Stage.INPUT_DATA_DIST]
+        with self._streams.on(stream):
+            received = self.receive_input(inflight)
+        self._streams.wait(StreamName.COMPUTE, self._streams.record(stream))
+        self._streams.hand_over(received, StreamName.COMPUTE)
+        dist_input, state.dist_input = state.dist_input, None
+        return module.compute_and_output_dist(state.context, dist_input)
+
+    def _served(self, index: int, state: ModuleInFlight) -> EarlyRows:
+        return EarlyRows(partial(self._receive_rows, index, state))
 
     def _uncount(self, module: Any, num_lookups: list[int]) -> None:
         """Take back what lookups without an update added to the iteration count of the fused optimizers.
@@ -477,6 +503,9 @@ class SparsePipeline:
 
     def _leave_aside(self, module: Any, state: ModuleInFlight) -> None:
         """Wait for the all-to-alls of rows that nobody is going to use, and take their lookup back."""
+        if state.data is not None:  # ids for a lookup where the module is called, which it was not
+            state.data.wait()
+            state.data = None
         if state.served or not (state.outputs or state.rows is not None):
             return
         for output in [*state.outputs.values(), *([] if state.rows is None else [state.rows])]:

@@ -68,7 +68,14 @@ class WeightOwner(Enum):
     """The fused optimizer inside `BACKWARD`: model-parallel tables with a fused kernel."""
 
     DENSE_OPTIMIZER = "dense_optimizer"
-    """`OPTIMIZER_STEP`: data-parallel tables, tables with a dense kernel."""
+    """`OPTIMIZER_STEP`: data-parallel tables, tables with a dense kernel, the weights of feature processors."""
+
+    LOOKUP = "lookup"
+    """`EMBEDDING_LOOKUP` itself: it runs where the module is called, with ids that were sent early."""
+
+
+EARLY_OWNERS = frozenset({WeightOwner.FUSED_BACKWARD, WeightOwner.DENSE_OPTIMIZER})
+"""The owners whose tables can be looked up before their batch's turn."""
 
 
 SPARSE_STAGES = (Stage.INPUT_SPLITS_DIST, Stage.INPUT_DATA_DIST, Stage.EMBEDDING_LOOKUP)

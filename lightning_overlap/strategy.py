@@ -27,12 +27,12 @@ from . import evaluation, groups, loop, signals
 from .agreement import FirstCause, GroupAgreement, default_store
 from .clocks import Clock
 from .executor import Executor, Observer
+from .kinds import has_model_parallel_tables, sharded_modules
 from .modes import resolve_schedule, resolve_stream
 from .optim import rate_setter
 from .refusals import refuse_callbacks, refuse_precision
 from .saving import SavesShards
 from .schedule import Schedule
-from .sharded import has_model_parallel_tables, sharded_modules
 from .sharding import (
     FusedOptimizer,
     Sharding,
@@ -163,9 +163,9 @@ class OverlapEmbeddingStrategy(evaluation.EvaluatesAhead, SavesShards):
         super().setup(trainer)
         if overlaps and self._streams is None:
             assert self.lightning_module is not None
-            tables = sharded_modules(self.lightning_module).values()
             # Data-parallel lookups alone have no all-to-all to hide behind: another stream would only cost.
-            side = self._lookup_stream if has_model_parallel_tables(tables) else StreamName.COMPUTE
+            travels = has_model_parallel_tables(self.lightning_module)
+            side = self._lookup_stream if travels else StreamName.COMPUTE
             self._streams = make_streams(self.root_device, side)
         if overlaps and fitting:
             self._sparse = self._make_pipeline(self.schedule, "training_step")

@@ -29,7 +29,8 @@ from torchrec.distributed.types import (
 )
 from torchrec.optim.keyed import CombinedOptimizer
 
-from .sharded import kernel_of, sharded_modules
+from .kinds import table_modules
+from .sharded import kernel_of
 
 Piece: TypeAlias = Tensor | ShardedTensor
 """A tensor that is the same on all ranks that have it, or one of which each rank has some shards."""
@@ -57,7 +58,7 @@ def fused_state(model: nn.Module) -> dict[str, Piece]:
     the kernel was last given (a scheduler's change reaches the kernel in `zero_grad` or `step`).
     """
     pieces: dict[str, Piece] = {}
-    for name, sharded in sharded_modules(model).items():
+    for name, sharded in table_modules(model).items():
         optimizer = sharded.fused_optimizer
         for parameter, weight in optimizer.params.items():
             for kind, value in _states(optimizer, weight):
@@ -188,7 +189,7 @@ def dense_kernel_tables(model: nn.Module) -> dict[str, ShardedTensor]:
     Each rank's optimizer then has state of its own shards only.
     """
     found = {}
-    for name, sharded in sharded_modules(model).items():
+    for name, sharded in table_modules(model).items():
         dense = {
             table
             for table, parameter in sharded.module_sharding_plan.items()
@@ -205,7 +206,7 @@ def table_weights(model: nn.Module) -> set[str]:
     """Return the parameter names of all tables of sharded modules."""
     return {
         f"{name}.{key}"
-        for name, sharded in sharded_modules(model).items()
+        for name, sharded in table_modules(model).items()
         for key in sharded.state_dict()
         if key.split(".")[-2] in sharded.module_sharding_plan
     }
@@ -318,7 +319,7 @@ def _average(target: ShardedTensor, parts: Mapping[str, Tensor], weights: Mappin
 def _kernel_setters(model: nn.Module, pieces: Mapping[str, Piece]) -> list[Callable[[], None]]:
     """Return what gives the kernels and optimizers their counters and learning rates, once these are loaded."""
     setters: list[Callable[[], None]] = []
-    for name, sharded in sharded_modules(model).items():
+    for name, sharded in table_modules(model).items():
         for weight_name, fused in _optimizers(name, sharded.fused_optimizer):
             kernel = kernel_of(fused)
             if kernel is not None and f"{weight_name}.{ITERATION}" in pieces:
@@ -341,7 +342,7 @@ def _say_what_does_not_move(model: nn.Module, saved: set[str], averaged: set[str
     """Warn of fused state that has no exact counterpart under this plan."""
     fused = {
         f"{name}.{key}"
-        for name, sharded in sharded_modules(model).items()
+        for name, sharded in table_modules(model).items()
         for key in sharded.state_dict()
         if getattr(sharded.module_sharding_plan.get(key.split(".")[-2]), "compute_kernel", None)
         not in (None, EmbeddingComputeKernel.DENSE.value)

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 from ..executor import Observer
 from ..inflight import InFlightBatch
-from ..stages import SPARSE_STAGES, Stage, StreamName, WeightOwner
+from ..stages import EARLY_OWNERS, SPARSE_STAGES, Stage, StreamName, WeightOwner
 from .recorded import FAKE_MODULES, Mark, RecordingStreams, memory_of
 
 
@@ -112,7 +112,7 @@ class FakeSparse:
 
     def clear(self) -> None:
         """Start over with tables that had no update."""
-        self.updates: dict[WeightOwner, list[int]] = {owner: [] for owner in WeightOwner}
+        self.updates: dict[WeightOwner, list[int]] = {owner: [] for owner in EARLY_OWNERS}
         self.stages: dict[int, list[Stage]] = {}
         self.served: list[Served] = []
         self.reads: dict[Mark, tuple[int, ...]] = {}

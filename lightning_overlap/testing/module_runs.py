@@ -22,7 +22,8 @@ from lightning.pytorch import Callback, LightningDataModule, LightningModule, Tr
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from ..sharded import owners_of, sharded_modules, tbes
+from ..kinds import owners_of, sharded_modules
+from ..sharded import tbes
 from ..sparse import EarlyRows, SparsePipeline
 from ..stages import Stage, WeightOwner
 from ..strategy import OverlapEmbeddingStrategy

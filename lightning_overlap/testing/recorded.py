@@ -9,14 +9,14 @@ from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from ..schedule import Schedule
-from ..stages import Stage, StreamName, WeightOwner
+from ..stages import EARLY_OWNERS, Stage, StreamName, WeightOwner
 from .races import Clock, Races
 
 FAKE_MODULES: Mapping[str, frozenset[WeightOwner]] = MappingProxyType(
     {
         "fused": frozenset({WeightOwner.FUSED_BACKWARD}),
         "dense": frozenset({WeightOwner.DENSE_OPTIMIZER}),
-        "both": frozenset(WeightOwner),
+        "both": EARLY_OWNERS,
     }
 )
 """Modules of a `FakeSparse`: who writes the tables of each."""

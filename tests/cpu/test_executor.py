@@ -14,7 +14,7 @@ from lightning_overlap.executor import Executor
 from lightning_overlap.inflight import InFlightBatch
 from lightning_overlap.modes import FUSED_SPARSE_DIST, MODES, SEMI_SYNC, STREAMS
 from lightning_overlap.schedule import Schedule, Step
-from lightning_overlap.stages import SPARSE_STAGES, TRAINING_STAGES, Stage, StreamName, WeightOwner
+from lightning_overlap.stages import EARLY_OWNERS, SPARSE_STAGES, TRAINING_STAGES, Stage, StreamName, WeightOwner
 from lightning_overlap.testing import (
     FakeTrainer,
     InjectedError,
@@ -34,7 +34,7 @@ from lightning_overlap.testing import (
 
 FUSED, DENSE = WeightOwner.FUSED_BACKWARD, WeightOwner.DENSE_OPTIMIZER
 ONE_FUSED = {"ebc": frozenset({FUSED})}
-ONE_MIXED = {"ebc": frozenset(WeightOwner)}
+ONE_MIXED = {"ebc": EARLY_OWNERS}
 
 OVERLAPPING = {name: mode for name, mode in MODES.items() if mode.has_sparse_stages}
 random_schedules = st.randoms(use_true_random=False).map(random_schedule)

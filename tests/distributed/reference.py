@@ -60,8 +60,8 @@ def train(
     losses = []
     for index in range(num_steps):
         batch = _to(make_batch(case, index, rank), device)
-        _set_rates(optimizer, factor(index))
-        _set_fused_rates(dmp, factor(index))
+        set_rates(optimizer, factor(index))
+        set_fused_rates(dmp, factor(index))
         optimizer.zero_grad()
         loss = dmp(batch)
         loss.backward()
@@ -132,7 +132,7 @@ def train_delayed(
     def look_up(num_updates: int) -> None:
         for index in range(num_steps):
             if seen(index) == num_updates and index not in rows:
-                _set_fused_rates(dmp, factor(index))  # kernels take the rate of an update with its lookup
+                set_fused_rates(dmp, factor(index))  # kernels take the rate of an update with its lookup
                 rows[index] = {name: module.rows(name, batches[index]) for name in early}
 
     losses = []
@@ -144,20 +144,20 @@ def train_delayed(
         losses.append(loss.detach())
         del rows[index]
         loss.backward()
-        _set_rates(optimizer, factor(index))
+        set_rates(optimizer, factor(index))
         optimizer.step()
         if after_step is not None:
             after_step(index, module)
     return collect(module, optimizer, losses)
 
 
-def _set_rates(optimizer: torch.optim.Optimizer, factor: float) -> None:
+def set_rates(optimizer: torch.optim.Optimizer, factor: float) -> None:
     for group in optimizer.param_groups:
         group["lr"] = group.setdefault("first_lr", group["lr"]) * factor
 
 
-def _set_fused_rates(dmp: DistributedModelParallel, factor: float) -> None:
-    _set_rates(dmp.fused_optimizer, factor)
+def set_fused_rates(dmp: DistributedModelParallel, factor: float) -> None:
+    set_rates(dmp.fused_optimizer, factor)
     dmp.fused_optimizer.zero_grad()
 
 

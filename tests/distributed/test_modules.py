@@ -68,3 +68,8 @@ def test_a_call_that_differs_on_one_rank_is_an_error_not_a_hang(two_ranks: Ranks
         RankError, match="rank 1: training_step called 'ebc' with another input than the one in batch 3"
     ):
         two_ranks.run(variants.one_rank_differs)
+
+
+def test_cached_tables_run_plain(get_ranks: Callable[..., Ranks]) -> None:
+    [reason] = get_ranks(1).run(variants.reason_of_cached_tables)
+    assert reason == "its tables have compute kernel fused_uvm_caching, which keeps rows in a cache"

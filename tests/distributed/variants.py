@@ -16,6 +16,7 @@ from torch.utils.data import DataLoader
 from torchrec import KeyedJaggedTensor
 
 from lightning_overlap import OverlapEmbeddingStrategy, sparse
+from lightning_overlap.kinds import why_never_early
 
 from .cases import (
     MIXED,
@@ -324,3 +325,12 @@ def one_rank_differs() -> None:
     plan = make_plan(TABLE_WISE, module, dist.get_world_size())
     strategy = OverlapEmbeddingStrategy(pipeline="fused_sparse_dist", sharding=plan)
     make_trainer(strategy).fit(module, datamodule=Batches(TABLE_WISE, NUM_STEPS))
+
+
+def reason_of_cached_tables() -> str | None:
+    """Why tables in a UVM cache do not start early. FBGEMM has it on CUDA only, so the plan says it afterwards."""
+    model = Model(TABLE_WISE)
+    strategy = OverlapEmbeddingStrategy(sharding=make_plan(TABLE_WISE, model, dist.get_world_size()))
+    make_trainer(strategy).fit(model, datamodule=Batches(TABLE_WISE, 1))
+    next(iter(model.ebc.module_sharding_plan.values())).compute_kernel = "fused_uvm_caching"
+    return why_never_early(model.ebc)

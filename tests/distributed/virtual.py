@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lightning_overlap import OverlapEmbeddingStrategy, Schedule, Stage
-from lightning_overlap.sharded import owners_of, sharded_modules
+from lightning_overlap.kinds import owners_of, sharded_modules
 from lightning_overlap.stages import WeightOwner
 
 from .cases import Batch, Batches, Case, Model, make_plan

@@ -6,11 +6,14 @@ import ast
 import re
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
 HEAD = ["feature", "status", "remark or reason", "test"]
+MODULES_HEAD = ["module or feature", "looked up", "after which writer", "remark or reason", "test"]
+LOOKED_UP = {"early", "ids early", "plain", "refused"}
 STATUS = {"works", "with a remark", "refused"}
 TEST = re.compile(r"`(?P<file>test_\w+\.py)::(?P<test>test_\w+)(?:\[(?P<id>[^\]`]+)\])?`")
 
@@ -23,17 +26,26 @@ class Row:
     tests: str
 
 
-def rows_of(text: str) -> list[Row]:
+@dataclass(frozen=True)
+class Module:
+    feature: str
+    looked_up: str
+    writer: str
+    remark: str
+    tests: str
+
+
+def rows_of(text: str, head: list[str] = HEAD, kind: type[Any] = Row) -> list[Any]:
     """Return the rows of all tables with these columns."""
     rows, inside = [], False
     for line in text.splitlines():
         cells = [cell.strip() for cell in line.strip().strip("|").split("|")] if line.startswith("|") else []
-        if cells == HEAD:
+        if cells == head:
             inside = True
         elif not cells:
             inside = False
         elif inside and set(line) - set("|- "):
-            rows.append(Row(*cells))
+            rows.append(kind(*cells))
     return rows
 
 
@@ -70,7 +82,8 @@ def _imported(tree: ast.Module, path: Path) -> list[ast.Module]:
     return [ast.parse(file.read_text(encoding="utf-8")) for file in files if file.is_file()]
 
 
-ROWS = rows_of((ROOT / "docs" / "lightning.md").read_text(encoding="utf-8"))
+ROWS: list[Row] = rows_of((ROOT / "docs" / "lightning.md").read_text(encoding="utf-8"))
+MODULES: list[Module] = rows_of((ROOT / "docs" / "modules.md").read_text(encoding="utf-8"), MODULES_HEAD, Module)
 
 
 @pytest.mark.parametrize("row", ROWS, ids=lambda row: row.feature)
@@ -81,10 +94,21 @@ def test_a_row_says_what_to_expect_and_names_its_tests(row: Row) -> None:
     assert problems == [None] * len(problems)
 
 
-def test_all_rows_are_read_and_none_comes_twice() -> None:
-    text = (ROOT / "docs" / "lightning.md").read_text(encoding="utf-8")
-    assert len(ROWS) == sum(line.startswith("|") for line in text.splitlines()) - 2 * text.count(" | ".join(HEAD))
-    assert len({row.feature for row in ROWS}) == len(ROWS)
+@pytest.mark.parametrize("row", MODULES, ids=lambda row: row.feature)
+def test_a_module_says_when_it_is_looked_up_and_names_its_tests(row: Module) -> None:
+    assert row.looked_up in LOOKED_UP
+    assert row.writer if "early" in row.looked_up else row.remark or "twice" in row.feature
+    problems = [problem_of(reference) for reference in row.tests.split(", ")]
+    assert problems == [None] * len(problems)
+
+
+@pytest.mark.parametrize(
+    ("file", "head", "rows"), [("lightning.md", HEAD, ROWS), ("modules.md", MODULES_HEAD, MODULES)]
+)
+def test_all_rows_are_read_and_none_comes_twice(file: str, head: list[str], rows: list[Any]) -> None:
+    text = (ROOT / "docs" / file).read_text(encoding="utf-8")
+    assert len(rows) == sum(line.startswith("|") for line in text.splitlines()) - 2 * text.count(" | ".join(head))
+    assert len({row.feature for row in rows}) == len(rows)
 
 
 @pytest.mark.parametrize(

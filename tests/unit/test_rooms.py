@@ -26,7 +26,7 @@ FILES = {
         *("testing/recorded", "testing/fakes", "testing/trainer", "testing/schedule_laws", "testing/races"),
         *("timeline", "summary", "figures", "kineto", "kineto_names", "trace_file", "layout", "drawing", "page"),
     ),
-    "sparse": ("sharded", "input_dist", "sparse", "sharding", "optim", "table_state", "stash"),
+    "sparse": ("kinds", "sharded", "input_dist", "sparse", "sharding", "optim", "table_state", "stash"),
     "plugin": (
         "strategy",
         "loop",
@@ -245,6 +245,9 @@ def _has(owner: object, name: str) -> bool:
 
 
 TORCHREC = {
+    "ShardedFeatureProcessedEmbeddingBagCollection": "torchrec.distributed.fp_embeddingbag",
+    "ShardedManagedCollisionEmbeddingBagCollection": "torchrec.distributed.mc_embeddingbag",
+    "ShardedManagedCollisionEmbeddingCollection": "torchrec.distributed.mc_embedding",
     "EmbeddingFusedOptimizer": "torchrec.distributed.batched_embedding_kernel",
     "ShardedEmbeddingBagCollection": "torchrec.distributed.embeddingbag",
     "ShardedEmbeddingCollection": "torchrec.distributed.embedding",
