@@ -32,6 +32,10 @@ class InFlightBatch:
     """State of each pipelined module for this batch, by the module's name; the sparse stages own it."""
     consumed: bool = False
     """Whether its `training_step` has begun."""
+    num_unseen: int = 0
+    """Updates, those of the batches right before it, that the lookup of its fused tables did not see."""
+    counted: Any = None
+    """The count of its stale rows, which may be under way."""
 
 
 _abandoned: list[object] = []

@@ -66,6 +66,8 @@ class ModuleInFlight:
     served: bool = False
     num_lookups: list[int] = field(default_factory=list)
     """What this batch added to the iteration count of each kernel."""
+    ids: KJTList | None = None
+    """What was looked up, where somebody asked to keep it."""
 
 
 def sharded_modules(model: nn.Module) -> dict[str, ShardedModule[Any, Any, Any, Any]]:
@@ -120,6 +122,33 @@ def owners_of(module: ShardedModule[Any, Any, Any, Any]) -> list[WeightOwner]:
         if parameter.compute_kernel == EmbeddingComputeKernel.DENSE.value
     }
     return [WeightOwner.DENSE_OPTIMIZER if sharding in dense else WeightOwner.FUSED_BACKWARD for sharding in shardings]
+
+
+def tables_in_backward(module: ShardedModule[Any, Any, Any, Any]) -> list[str]:
+    """Return the names of the tables whose lookups the fused backward owns (`owners_of`), on all ranks alike."""
+    plan = module.module_sharding_plan
+    dense = {one.sharding_type for one in plan.values() if one.compute_kernel == EmbeddingComputeKernel.DENSE.value}
+    return [name for name, one in plan.items() if one.sharding_type not in dense]
+
+
+@_read_once
+def keys_in_backward(module: Any) -> list[tuple[int, int, str]]:
+    """Return where in the received ids each fused table of this rank is: part, key within it, name of the table.
+
+    A table that is cut by columns has the same ids in each of its shards: the one with the first columns counts.
+    """
+    found = []
+    for part, owner in enumerate(owners_of(module)):
+        if owner is not WeightOwner.FUSED_BACKWARD:
+            continue
+        tables = (table for group in module._lookups[part].grouped_configs for table in group.embedding_tables)
+        keys = [table for table in tables for _ in table.feature_names]
+        found += [
+            (part, key, table.name)
+            for key, table in enumerate(keys)
+            if table.local_metadata is None or table.local_metadata.shard_offsets[1] == 0
+        ]
+    return found
 
 
 def fused_rates(module: ShardedModule[Any, Any, Any, Any]) -> dict[str, float] | None:

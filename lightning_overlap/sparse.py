@@ -146,7 +146,13 @@ class SparsePipeline:
         self._trains = trains
         self._said = set() if said is None else said
         self.clock: Clock | None = None
+        self.keep_ids = False  # of the batches that are looked up from now on, until their step is over
         self.ready = False
+
+    @property
+    def modules(self) -> dict[str, ShardedModule[Any, Any, Any, Any]]:
+        """The sharded modules by name."""
+        return {name: stand_in.module for name, stand_in in self._stand_ins.items()}
 
     def attach(self) -> None:
         """Put the stand-ins in the place of the modules' forwards, an evaluation's before those of training."""
@@ -384,6 +390,8 @@ class SparsePipeline:
             if state.rows is None and state.dist_input is not None:
                 module = self._stand_ins[name].module
                 counts = lookup_counts(module)
+                if self.keep_ids:
+                    state.ids = state.dist_input
                 look_up(module, state, owners, self._set_rates)
                 done = lookups_since(module, counts)
                 if not self._trains:

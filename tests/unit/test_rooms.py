@@ -25,7 +25,7 @@ FILES = {
         *("agreement", "groups", "streams", "structure", "inflight", "clocks", "executor", "syncs", "testing"),
         *("timeline", "summary", "figures", "kineto", "kineto_names", "trace_file", "layout", "drawing", "page"),
     ),
-    "sparse": ("sharded", "input_dist", "sparse", "sharding", "optim", "table_state", "stash"),
+    "sparse": ("sharded", "input_dist", "sparse", "sharding", "optim", "table_state", "stash", "stale_rows"),
     "plugin": (
         "strategy",
         "loop",
