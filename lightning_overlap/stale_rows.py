@@ -82,7 +82,8 @@ class StaleRows:
         fused = [(name, table) for name, one in self._modules.items() for table in tables_in_backward(one)]
         self._number = {key: number for number, key in enumerate(fused)}
         names = [table for _, table in fused]
-        self._labels = tuple(table if names.count(table) == 1 else f"{name}.{table}" for name, table in fused)
+        self.tables = tuple(table if names.count(table) == 1 else f"{name}.{table}" for name, table in fused)
+        """Those that are counted, by name."""
 
     @property
     def staleness(self) -> int:
@@ -122,7 +123,7 @@ class StaleRows:
 
     def _count(self, ids: Mapping[str, Sequence[Any]]) -> Tensor:
         device = "cpu" if self._cuda is None else self._cuda.device
-        counts_T2 = torch.zeros(len(self._labels), 2, dtype=torch.int64, device=device)
+        counts_T2 = torch.zeros(len(self.tables), 2, dtype=torch.int64, device=device)
         for name, (read, *unseen) in ids.items():
             places = [
                 (part, key, self._number[name, table]) for part, key, table in keys_in_backward(self._modules[name])
@@ -136,14 +137,14 @@ class StaleRows:
         if self._group is not None:
             work = dist.all_reduce(counts_T2, group=self._group, async_op=True)
         if self._cuda is None:
-            return StaleCounts(self._labels, counts_T2, work)
+            return StaleCounts(self.tables, counts_T2, work)
         if work is not None:
             work.wait()  # lets this stream wait, not the host
         on_host = torch.empty(counts_T2.shape, dtype=counts_T2.dtype, pin_memory=True)
         on_host.copy_(counts_T2, non_blocking=True)
         event = torch.cuda.Event()
         event.record(self._cuda)
-        return StaleCounts(self._labels, on_host, event=event)
+        return StaleCounts(self.tables, on_host, event=event)
 
 
 def _ids_of(name: str, batches: Sequence[InFlightBatch]) -> list[Any] | None:

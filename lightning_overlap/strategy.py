@@ -288,14 +288,15 @@ class OverlapEmbeddingStrategy(evaluation.EvaluatesAhead, SavesShards):
                 part.clock = clock
 
     def stale_rows(self) -> StaleRows | None:
-        """Return what counts the rows that this fit reads stale; None in an exact mode, and without tables."""
+        """Return what counts the rows that this fit reads stale; None in exact modes, and without fused tables."""
         if not self.schedule.staleness or self._sparse is None:
             return None
         assert self._streams is not None
         assert self._groups is not None
         lookup = self.schedule.row(Stage.EMBEDDING_LOOKUP)
         assert lookup is not None
-        return StaleRows(self._sparse, lambda: self._executor, self._groups.lookahead, self._streams, lookup.stream)
+        rows = StaleRows(self._sparse, lambda: self._executor, self._groups.lookahead, self._streams, lookup.stream)
+        return rows if rows.tables else None
 
     # -- evaluation ---------------------------------------------------------------------------------------------
 

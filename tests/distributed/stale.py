@@ -18,8 +18,8 @@ from .monitors import Kept
 PREFIX = "overlap/stale_rows/"
 
 
-def shares_of_raw_batches(case: Case, num_ranks: int, batch: int, unseen: range) -> dict[str, float]:
-    """Count with sets, from what all ranks' loaders give."""
+def count_raw_batches(case: Case, num_ranks: int, batch: int, unseen: range) -> dict[str, tuple[int, int]]:
+    """Count rows read stale and rows read with sets, from what all ranks' loaders give."""
 
     def rows(table: Any, index: int) -> set[int]:
         found: set[int] = set()
@@ -29,13 +29,13 @@ def shares_of_raw_batches(case: Case, num_ranks: int, batch: int, unseen: range)
                 found |= set(kjt[feature].values().tolist())
         return found
 
-    shares = {}
+    counts = {}
     for table in case.tables:
         read = rows(table, batch)
         written = set().union(*(rows(table, index) for index in unseen))
         if table.sharding != "data_parallel" and read:
-            shares[table.name] = len(read & written) / len(read)
-    return shares
+            counts[table.name] = len(read & written), len(read)
+    return counts
 
 
 def told(

@@ -28,10 +28,14 @@ ROW_WISE = Case("row_wise", (TableSpec("t0", ("f0",)), TableSpec("r0", ("f1",), 
 OTHERS = (ROW_WISE, MIXED, SEQUENCE, WEIGHTED, EMPTY_FEATURE, SHARED_FEATURE, TWO_COLLECTIONS)
 
 
-def _expected(ranks: Ranks, case: Case, staleness: int, step: int) -> dict[str, float]:
+def _counts(ranks: Ranks, case: Case, staleness: int, step: int) -> dict[str, tuple[int, int]]:
     """Of the batch that was looked up in the step of a number; the step has that of the batch that it trained."""
     batch = step + staleness
-    return stale.shares_of_raw_batches(case, ranks.world_size, batch, range(step, batch))
+    return stale.count_raw_batches(case, ranks.world_size, batch, range(step, batch))
+
+
+def _expected(ranks: Ranks, case: Case, staleness: int, step: int) -> dict[str, float]:
+    return {table: num / read for table, (num, read) in _counts(ranks, case, staleness, step).items()}
 
 
 def _check(ranks: Ranks, case: Case, staleness: int, told: list[dict[str, Any]]) -> None:
@@ -42,6 +46,10 @@ def _check(ranks: Ranks, case: Case, staleness: int, told: list[dict[str, Any]])
             assert shares == _expected(ranks, case, staleness, step)
             assert step + staleness < NUM_STEPS, "the last steps look nothing up"
     assert all(rank["shares"] == told[0]["shares"] for rank in told)
+    steps = [_counts(ranks, case, staleness, step) for step in told[0]["shares"]]
+    for table, totals in told[0]["totals"].items():
+        counts = [step[table] for step in steps if table in step]
+        assert totals == tuple(map(sum, zip(*counts, strict=True))), "each row once, however its table is cut"
 
 
 @pytest.mark.parametrize("case", [TABLE_WISE, COLUMN_WISE], ids=lambda case: case.name)
