@@ -69,9 +69,10 @@ def test_other_tables_and_shardings(two_ranks: Ranks, case: Case) -> None:
     assert set(told[0]["totals"]) == {table.name for table in case.tables if table.sharding != "data_parallel"}
 
 
-def test_semi_sync_and_the_closing_table(two_ranks: Ranks) -> None:
-    told = two_ranks.run(stale.told, TABLE_WISE, NUM_STEPS, pipeline="semi_sync")
-    _check(two_ranks, TABLE_WISE, 1, told)
+@pytest.mark.parametrize("pipeline", [name for name, mode in MODES.items() if mode.staleness])
+def test_every_mode_with_a_staleness_and_the_closing_table(two_ranks: Ranks, pipeline: str) -> None:
+    told = two_ranks.run(stale.told, TABLE_WISE, NUM_STEPS, pipeline=pipeline)
+    _check(two_ranks, TABLE_WISE, MODES[pipeline].staleness, told)
     assert told[1]["printed"] == ""
     [head] = [line for line in told[0]["printed"].splitlines() if line.startswith("rows in the steps counted")]
     assert head.split()[-4:] == ["read", "stale", "stale", "%"]
