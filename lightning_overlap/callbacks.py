@@ -16,6 +16,7 @@ from typing_extensions import override
 from . import summary
 from .clocks import SpanRecorder
 from .loop import logged_step
+from .stale_rows import StaleCounts, StaleRows
 from .strategy import OverlapEmbeddingStrategy
 from .syncs import HostSync, record_host_syncs
 from .timeline import Account, account, mean
@@ -31,6 +32,10 @@ MAX_COST = 0.005
 """Share of the time that measuring may take, where the user leaves the choice."""
 
 
+KEPT = 25
+"""Where the user leaves the choice, the ids of no more than one step in so many are kept, to count stale rows."""
+
+
 @dataclass(slots=True)
 class _Pending:
     recorder: SpanRecorder
@@ -43,11 +48,13 @@ class OverlapMonitor(Callback):
 
     Clocks go around stages and collectives: the host's on a CPU, timing events on CUDA, which are read once they are
     over. Nothing makes the host wait. The values go to every logger and, as `hidden`, to the progress bar; the end of
-    `fit` prints a table.
+    `fit` prints a table. In a mode with a staleness it also counts, over all ranks, which share of the rows that a step
+    looks up an update was still to come for (`overlap/stale_rows/<table>`).
 
     Args:
         every_n_steps: Measure one step in so many; None: as often as the Trainer logs, or seldom enough for that to
-            take less than half a percent of the time.
+            take less than half a percent of the time. All ranks count stale rows in the same steps: one in so many;
+            None: one in 25 times `staleness + 1`, or as seldom as the Trainer logs.
         audit: Count the host-device syncs of one step, each with its stage and source line. That one step is slow.
         table: Print the closing table.
 
@@ -71,8 +78,11 @@ class OverlapMonitor(Callback):
         """What was measured so far, one account a step."""
         self.syncs: list[HostSync] | None = None
         """The host syncs of the step that was audited; None before it."""
+        self.stale_rows: dict[str, tuple[int, int]] = {}
+        """Rows read stale and rows read by table, over all ranks, in all steps that were counted so far."""
         self.own_ms = 0.0
         """What this callback took by itself, in all."""
+        self._stale: _StaleSteps | None = None
         self._num_steps = 0
         self._next = WARM_UP
         self._recorder: SpanRecorder | None = None
@@ -94,6 +104,9 @@ class OverlapMonitor(Callback):
             )
         log_every = getattr(trainer, "log_every_n_steps", 0)
         self._every = self._every_n_steps or max(log_every, NUM_WATCHED + 1)
+        rows = None if self._strategy is None else self._strategy.stale_rows()
+        if rows is not None:
+            self._stale = _StaleSteps(rows, self._every_n_steps, log_every)
 
     @override
     def on_train_batch_end(
@@ -109,6 +122,8 @@ class OverlapMonitor(Callback):
                 self._stop(trainer)
         elif self._num_steps >= self._next and not self._audit_is_due:
             self._start()
+        if self._stale is not None:
+            self._stale.step(self._num_steps, not self._audit_is_due, logged_step(trainer))
         self._harvest(trainer, pl_module)
         self.own_ms += (time.perf_counter() - start) * 1e3
 
@@ -152,6 +167,13 @@ class OverlapMonitor(Callback):
                 # On the host: a tensor on the device would be read back by the bar.
                 hidden = torch.tensor(values["overlap/hidden_fraction"])
                 pl_module.log("hidden", hidden, prog_bar=True, logger=False, on_step=True, on_epoch=False)
+        for rows, step in () if self._stale is None else self._stale.take():
+            for table, (stale, read) in rows.items():
+                before = self.stale_rows.get(table, (0, 0))
+                self.stale_rows[table] = before[0] + stale, before[1] + read
+            shares = {f"overlap/stale_rows/{table}": stale / read for table, (stale, read) in rows.items()}
+            for logger in trainer.loggers:
+                logger.log_metrics(shares, step=step)
 
     # -- the audit ----------------------------------------------------------------------------------------------
 
@@ -219,6 +241,8 @@ class OverlapMonitor(Callback):
             return
         if self._pending and strategy.root_device.type == "cuda":
             torch.cuda.synchronize(strategy.root_device)  # training is over
+        if self._stale is not None:
+            self._stale.wait()
         self._harvest(trainer, None)
         mine = mean(self.accounts) if self.accounts else None
         ranks = strategy.gather((mine, summary.sync_lines(self.syncs or (), strategy.root_device.type == "cuda")))
@@ -233,7 +257,46 @@ class OverlapMonitor(Callback):
             return
         title = f"{strategy.schedule.name}, stream {strategy.stream}"
         lines = ranks[0][1] if self.syncs is not None else []
-        print(summary.closing_table(measured, len(self.accounts), title, lines), flush=True)
+        print(summary.closing_table(measured, len(self.accounts), title, lines, self.stale_rows), flush=True)
+
+
+class _StaleSteps:
+    """Chooses the steps whose stale rows are counted, on all ranks the same ones.
+
+    Args:
+        rows: Counts.
+        every: Steps from one to the next; None leaves the choice.
+        at_least: How many it leaves out at least then.
+    """
+
+    def __init__(self, rows: StaleRows, every: int | None, at_least: int) -> None:
+        self._rows = rows
+        self._every, self._at_least = every, at_least
+        self._next = WARM_UP
+        self._pending: list[tuple[StaleCounts, int]] = []
+
+    def step(self, num_steps: int, may_count: bool, logged: int) -> None:
+        """A step is over, the one of this number; the loggers call it `logged`."""
+        if num_steps >= self._next and may_count:
+            counts = self._rows.count()
+            if counts is not None:
+                self._pending.append((counts, logged))
+                self._next = num_steps + (self._every or max(self._at_least, KEPT * (self._rows.staleness + 1)))
+        staleness = self._rows.staleness  # so many lookups, and one more, make a count
+        self._rows.keep_ids(staleness > 0 and num_steps >= self._next - staleness - 1)
+
+    def take(self) -> list[tuple[dict[str, tuple[int, int]], int]]:
+        """Return the counts that have become known since, each with its step."""
+        known = []
+        while self._pending and self._pending[0][0].over:
+            counts, step = self._pending.pop(0)
+            known.append((counts.read(), step))
+        return known
+
+    def wait(self) -> None:
+        """Wait for those under way."""
+        for counts, _ in self._pending:
+            counts.wait()
 
 
 def _name(recorder: SpanRecorder) -> str:

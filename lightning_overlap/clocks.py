@@ -9,7 +9,7 @@ from __future__ import annotations
 import inspect
 import time
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import pairwise
@@ -400,7 +400,8 @@ def _timed(
     if work is None:  # this rank is not in the group
         return None
     if timer.on_host:
-        work.get_future().add_done_callback(lambda _: timer.completed())
+        with suppress(RuntimeError):  # gloo's reduce-scatter has no future: then the wait for it tells
+            work.get_future().add_done_callback(lambda _: timer.completed())
     timed = _TimedWork(work, timer)
     if asynchronous:
         return timed

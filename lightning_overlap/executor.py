@@ -170,6 +170,7 @@ class Executor:
         self.stop_agreed = False
         self._waiting_for_discovery: list[tuple[Step, int, frozenset[WeightOwner]]] = []
         self._plain_forward = False  # a module of the current batch ran its own forward, on the compute stream
+        self._num_updated = 0  # batches whose update has been issued, or is in `_to_update`
         self._updated: Any = None  # event behind the last fused backward on the lookup stream
         self._written: Any = None  # event behind the last write of a table on the compute stream
 
@@ -202,6 +203,20 @@ class Executor:
     def num_ahead(self) -> int:
         """Batches fetched but not yet handed to the trainer."""
         return sum(index > self._iteration for index in self._in_flight)
+
+    @property
+    def latest_lookup(self) -> tuple[InFlightBatch, list[InFlightBatch]] | None:
+        """The batch that was looked up last, with those whose updates it did not see.
+
+        None where it saw all of them, or where one of these batches is over. The same on all ranks.
+        """
+        done = [batch for batch in self._in_flight.values() if Stage.EMBEDDING_LOOKUP in batch.done]
+        if not done:
+            return None
+        latest = max(done, key=lambda batch: batch.index)
+        unseen = [self._in_flight.get(index) for index in range(latest.index - latest.num_unseen, latest.index)]
+        known = [batch for batch in unseen if batch is not None]
+        return (latest, known) if known and len(known) == len(unseen) else None
 
     @property
     def num_to_update(self) -> int:
@@ -415,6 +430,7 @@ class Executor:
             # Such a module's TBE backward ran on the compute stream: the next lookup has to wait for it.
             self._written = self._streams.record(StreamName.COMPUTE)
             self._plain_forward = False
+        self._num_updated = self._iteration + 1
         current = self.current
         if self._sparse is not None and current is not None and current.holds_update:
             self._sparse.hold_update(current)
@@ -555,6 +571,7 @@ class Executor:
         if WeightOwner.DENSE_OPTIMIZER in owners:
             self._streams.wait(step.stream, self._streams.record(StreamName.COMPUTE))
         if WeightOwner.FUSED_BACKWARD in owners:
+            inflight.num_unseen = inflight.index - min(self._to_update, default=self._num_updated)
             inflight.holds_update = self._update is not None
         with self._grad_mode(), self._lookup_context():
             self._sparse.embedding_lookup(inflight, owners)

@@ -34,6 +34,10 @@ class InFlightBatch:
     """Whether its lookup leaves the update of the tables to a stage of its own."""
     consumed: bool = False
     """Whether its `training_step` has begun."""
+    num_unseen: int = 0
+    """Updates, those of the batches right before it, that the lookup of its fused tables did not see."""
+    counted: Any = None
+    """The count of its stale rows, which may be under way."""
 
 
 _abandoned: list[object] = []

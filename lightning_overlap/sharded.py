@@ -19,7 +19,7 @@ from fbgemm_gpu.split_table_batched_embeddings_ops_training import SplitTableBat
 from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torchrec.distributed.comm_ops import Request
-from torchrec.distributed.embedding_types import KJTList
+from torchrec.distributed.embedding_types import EmbeddingComputeKernel, KJTList
 from torchrec.distributed.types import Awaitable, LazyAwaitable, NoWait, ShardedModule
 from torchrec.optim.keyed import CombinedOptimizer, KeyedOptimizer
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
@@ -78,6 +78,8 @@ class ModuleInFlight:
     served: bool = False
     num_lookups: list[int] = field(default_factory=list)
     """What this batch added to the iteration count of each kernel."""
+    ids: KJTList | None = None
+    """What was looked up, where somebody asked to keep it."""
 
 
 def check_torchrec(module: nn.Module) -> None:
@@ -109,6 +111,33 @@ def _read_once(read: Callable[[Any], list[R]]) -> Callable[[Any], list[R]]:
 
 
 owners_of_parts = _read_once(owners_of)
+
+
+def tables_in_backward(module: ShardedModule[Any, Any, Any, Any]) -> list[str]:
+    """Return the names of the tables whose lookups the fused backward owns (`owners_of`), on all ranks alike."""
+    plan = module.module_sharding_plan
+    dense = {one.sharding_type for one in plan.values() if one.compute_kernel == EmbeddingComputeKernel.DENSE.value}
+    return [name for name, one in plan.items() if one.sharding_type not in dense]
+
+
+@_read_once
+def keys_in_backward(module: Any) -> list[tuple[int, int, str]]:
+    """Return where in the received ids each fused table of this rank is: part, key within it, name of the table.
+
+    A table that is cut by columns has the same ids in each of its shards: the one with the first columns counts.
+    """
+    found = []
+    for part, owner in enumerate(owners_of_parts(module)):
+        if owner is not WeightOwner.FUSED_BACKWARD:
+            continue
+        tables = (table for group in module._lookups[part].grouped_configs for table in group.embedding_tables)
+        keys = [table for table in tables for _ in table.feature_names]
+        found += [
+            (part, key, table.name)
+            for key, table in enumerate(keys)
+            if table.local_metadata is None or table.local_metadata.shard_offsets[1] == 0
+        ]
+    return found
 
 
 def fused_rates(module: ShardedModule[Any, Any, Any, Any]) -> dict[str, float] | None:

@@ -156,7 +156,13 @@ class SparsePipeline:
         self._said = set() if said is None else said
         self._to_update: dict[int, InFlightBatch] = {}
         self.clock: Clock | None = None
+        self.keep_ids = False  # of the batches that are looked up from now on, until their step is over
         self.ready = False
+
+    @property
+    def modules(self) -> dict[str, ShardedModule[Any, Any, Any, Any]]:
+        """The sharded modules by name."""
+        return {name: stand_in.module for name, stand_in in self._stand_ins.items()}
 
     def attach(self) -> None:
         """Put the stand-ins in the place of the modules' forwards, an evaluation's before those of training."""
@@ -429,6 +435,8 @@ class SparsePipeline:
             ):
                 module = self._stand_ins[name].module
                 counts = lookup_counts(module)
+                if self.keep_ids:
+                    state.ids = state.dist_input
                 set_rates = None if self._set_rates is None else partial(self._rates_of, module, state)
                 look_up(module, state, owners, set_rates, holds_update=inflight.holds_update and self._trains)
                 done = lookups_since(module, counts)

@@ -44,6 +44,7 @@ from .sharding import (
 )
 from .sparse import SparsePipeline, note_lengths
 from .stages import Stage, StreamName
+from .stale_rows import StaleRows
 from .streams import Streams, make_streams
 from .switched import exact_outside
 
@@ -296,6 +297,17 @@ class OverlapEmbeddingStrategy(evaluation.EvaluatesAhead, SavesShards):
         for part in (self._executor, self._sparse):
             if part is not None:
                 part.clock = clock
+
+    def stale_rows(self) -> StaleRows | None:
+        """Return what counts the rows that this fit reads stale; None in exact modes, and without fused tables."""
+        if not self.schedule.staleness or self._sparse is None:
+            return None
+        assert self._streams is not None
+        assert self._groups is not None
+        lookup = self.schedule.row(Stage.EMBEDDING_LOOKUP)
+        assert lookup is not None
+        rows = StaleRows(self._sparse, lambda: self._executor, self._groups.lookahead, self._streams, lookup.stream)
+        return rows if rows.tables else None
 
     # -- evaluation ---------------------------------------------------------------------------------------------
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from .stages import Stage
 from .syncs import HostSync
@@ -14,6 +14,10 @@ EVEN = 0.02
 
 NUM_WORST = 3
 """Host syncs that are named."""
+
+
+NUM_STALEST = 8
+"""Tables whose stale rows are listed."""
 
 
 def metrics(account: Account) -> dict[str, float]:
@@ -48,7 +52,13 @@ def hideable(account: Account) -> Times:
     return Times(sum(part.busy_ms for part in parts), sum(part.hidden_ms for part in parts))
 
 
-def closing_table(ranks: Sequence[Account], num_steps: int, title: str, syncs: Sequence[str] = ()) -> str:
+def closing_table(
+    ranks: Sequence[Account],
+    num_steps: int,
+    title: str,
+    syncs: Sequence[str] = (),
+    stale_rows: Mapping[str, tuple[int, int]] | None = None,
+) -> str:
     """Return what a run says at its end.
 
     Args:
@@ -56,6 +66,7 @@ def closing_table(ranks: Sequence[Account], num_steps: int, title: str, syncs: S
         num_steps: Steps that were measured on each.
         title: What ran.
         syncs: Lines about host syncs.
+        stale_rows: Rows read stale and rows read, by table, in a mode that has a staleness.
     """
     over_ranks = mean(ranks)
     lines = [f"Overlap: {title}; {num_steps} steps measured, {len(ranks)} ranks, ms per step", stage_table(over_ranks)]
@@ -63,6 +74,8 @@ def closing_table(ranks: Sequence[Account], num_steps: int, title: str, syncs: S
     lines.append(limit_sentence(over_ranks))
     if len(ranks) > 1:
         lines.append(slowest_sentence(ranks))
+    if stale_rows:
+        lines.append(stale_table(stale_rows))
     return "\n".join([*lines, *syncs])
 
 
@@ -96,6 +109,16 @@ def rank_table(ranks: Sequence[Account]) -> str:
         for rank, one in enumerate(ranks)
     ]
     return _aligned([head, *rows])
+
+
+def stale_table(rows: Mapping[str, tuple[int, int]]) -> str:
+    """Return the share of looked-up rows that were read stale: of the tables with the most, and of all."""
+    worst = sorted(rows, key=lambda table: (-rows[table][0] / rows[table][1], table))[:NUM_STALEST]
+    lines = {table: rows[table] for table in worst}
+    name = "all tables" if len(worst) == len(rows) else f"all {len(rows)} tables"
+    lines[name] = sum(stale for stale, _ in rows.values()), sum(read for _, read in rows.values())
+    cells = [(table, str(read), str(stale), f"{stale / read:.1%}") for table, (stale, read) in lines.items()]
+    return _aligned([("rows in the steps counted", "read", "stale", "stale %"), *cells])
 
 
 def limit_sentence(account: Account) -> str:

@@ -105,6 +105,24 @@ def test_a_sweep_trains_each_and_takes_data_parallel_tables(tmp_path: Path) -> N
     assert [summary["modes"][0]["mode"] for summary in summaries] == ["base", "semi_sync"]
 
 
+def test_a_mode_with_a_staleness_tells_which_rows_were_stale(tmp_path: Path) -> None:
+    """With the callbacks and the logger that the command has by itself; a data-parallel table has no stale rows."""
+    done = train(tmp_path, "experiment=smoke", "pipeline=semi_sync", "sharding.tables.cat_1=data_parallel")
+    assert done.returncode == 0, done.stderr
+    with open(run_folder(tmp_path) / "logs" / "semi_sync" / "metrics.csv", encoding="utf-8") as file:
+        shares = {
+            name.removeprefix("overlap/stale_rows/"): float(value)
+            for row in csv.DictReader(file)
+            for name, value in row.items()
+            if name.startswith("overlap/stale_rows/") and value
+        }
+    assert sorted(shares) == ["cat_0", "cat_2", "cat_3"]
+    assert all(0 < share <= 1 for share in shares.values())
+    lines = [line.split() for line in done.stdout.splitlines()]
+    assert ["rows", "in", "the", "steps", "counted", "read", "stale", "stale", "%"] in lines
+    assert {"cat_0", "cat_2", "cat_3"} <= {line[0] for line in lines if len(line) == 4}
+
+
 def test_names_that_do_not_exist(tmp_path: Path) -> None:
     done = train(tmp_path, "pipeline=fused_sparse_dst")
     assert done.returncode == 2

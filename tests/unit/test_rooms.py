@@ -26,7 +26,7 @@ FILES = {
         *("testing/recorded", "testing/fakes", "testing/trainer", "testing/schedule_laws", "testing/races"),
         *("timeline", "summary", "figures", "kineto", "kineto_names", "trace_file", "layout", "drawing", "page"),
     ),
-    "sparse": ("kinds", "sharded", "input_dist", "sparse", "sharding", "optim", "table_state", "stash"),
+    "sparse": ("kinds", "sharded", "input_dist", "sparse", "sharding", "optim", "table_state", "stash", "stale_rows"),
     "plugin": (
         "strategy",
         "loop",

@@ -95,3 +95,12 @@ def test_the_worst_three_syncs_are_named() -> None:
         "  2 x training_step, loss.py:7: .nonzero() in backward, blocked 2.00 ms",
     ]
     assert summary.sync_lines([], on_cuda=False) == ["reads that would be host syncs on CUDA in a step: 0"]
+
+
+def test_stale_rows_name_the_tables_with_the_largest_share() -> None:
+    lines = summary.stale_table({f"t{number}": (number, 20) for number in range(12)}).splitlines()
+    assert lines[0].split() == ["rows", "in", "the", "steps", "counted", "read", "stale", "stale", "%"]
+    assert [line.split()[0] for line in lines[2:-1]] == [f"t{number}" for number in range(11, 3, -1)]
+    assert lines[2].split() == ["t11", "20", "11", "55.0%"]
+    assert lines[-1].split() == ["all", "12", "tables", "240", "66", "27.5%"]
+    assert summary.stale_table({"few": (1, 4)}).splitlines()[-1].split() == ["all", "tables", "4", "1", "25.0%"]
