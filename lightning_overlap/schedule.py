@@ -229,11 +229,27 @@ def _check_training_rows(schedule: Schedule) -> None:
             raise _error(schedule, [index], problem, "The trainer runs it on the compute stream.")
 
 
+_ALL_SPARSE = "Give all of the sparse stages a row, or none of them."
+
+
 def _check_sparse_rows(schedule: Schedule) -> None:
     missing = [stage for stage in SPARSE_STAGES if schedule.row(stage) is None]
     if missing and len(missing) < len(SPARSE_STAGES):
         names = ", ".join(map(str, missing))
-        raise _error(schedule, [], f"{names} is missing", "Give all of the sparse stages a row, or none of them.")
+        raise _error(schedule, [], f"{names} is missing", _ALL_SPARSE)
+    prefetch, lookup = schedule.row(Stage.PREFETCH), schedule.row(Stage.EMBEDDING_LOOKUP)
+    if prefetch is None:
+        return
+    if lookup is None:
+        raise _error(schedule, [schedule.position(Stage.PREFETCH)], "nothing looks up what is prefetched", _ALL_SPARSE)
+    if prefetch.offset != lookup.offset or schedule.staleness:
+        # The kernel takes its lookups for those it has prefetched, in that order, and an evaluation may come between
+        # two iterations; its backward is that of its last lookup.
+        problem = (
+            f"{prefetch} and {lookup} are not of one iteration, or the lookup comes before an update that it needs"
+        )
+        remedy = "Give both the same offset: 0, or 1 with the lookup below BACKWARD."
+        raise _error(schedule, [schedule.position(Stage.PREFETCH)], problem, remedy)
 
 
 def _check_batch_order(schedule: Schedule) -> None:

@@ -16,14 +16,14 @@ from weakref import WeakSet
 from .executor import Executor, Observer
 from .inflight import InFlightBatch
 from .schedule import Schedule, Step
-from .stages import SPARSE_STAGES, STAGE_ORDER, TRAINING_STAGES, Stage, StreamName, WeightOwner
+from .stages import EARLY_OWNERS, SPARSE_STAGES, STAGE_ORDER, TRAINING_STAGES, Stage, StreamName, WeightOwner
 from .streams import Streams
 
 FAKE_MODULES: Mapping[str, frozenset[WeightOwner]] = MappingProxyType(
     {
         "fused": frozenset({WeightOwner.FUSED_BACKWARD}),
         "dense": frozenset({WeightOwner.DENSE_OPTIMIZER}),
-        "both": frozenset(WeightOwner),
+        "both": EARLY_OWNERS,
     }
 )
 """Modules of a `FakeSparse`: who writes the tables of each."""
@@ -48,7 +48,7 @@ class Timeline:
         schedule: Says which stream each stage is on.
     """
 
-    LETTERS: Mapping[Stage, str] = MappingProxyType(dict(zip(Stage, "CSDLFBO", strict=True)))
+    LETTERS: Mapping[Stage, str] = MappingProxyType(dict(zip(Stage, "CSDPLFBO", strict=True)))
 
     def __init__(self, schedule: Schedule) -> None:
         self.schedule = schedule
@@ -148,6 +148,10 @@ class RecordingStreams:
             self.log.append(("wait", self[name], event))
             self._known[self[name]] |= event.over
 
+    def native(self, name: StreamName) -> StreamName:
+        """Return the stream's name."""
+        return self[name]
+
     def hand_over(self, value: Any, name: StreamName) -> None:
         """Log that a stream is going to read a value."""
         text = f"batch {value.index}" if isinstance(value, FakeBatch) else "input"  # a log must not keep a batch alive
@@ -241,7 +245,7 @@ class FakeSparse:
 
     def clear(self) -> None:
         """Start over with tables that had no update."""
-        self.updates: dict[WeightOwner, list[int]] = {owner: [] for owner in WeightOwner}
+        self.updates: dict[WeightOwner, list[int]] = {owner: [] for owner in EARLY_OWNERS}
         self.stages: dict[int, list[Stage]] = {}
         self.served: list[Served] = []
         self.reads: dict[Mark, tuple[int, ...]] = {}
@@ -306,6 +310,17 @@ class FakeSparse:
             self.streams.do(Mark(Stage.INPUT_DATA_DIST, inflight.index, name))
             state.received = True
         return list(inflight.modules.values())
+
+    def prefetch(self, inflight: InFlightBatch) -> None:
+        """Check that the ids are there."""
+        self.begin(Stage.PREFETCH, inflight.index)
+        for name, state in inflight.modules.items():
+            assert state.received, f"the prefetch of batch {inflight.index} comes before its input"
+            assert not state.seen, f"the prefetch of batch {inflight.index} comes after its lookup"
+            self.streams.do(Mark(Stage.PREFETCH, inflight.index, name))
+
+    def forget_prefetched(self) -> None:
+        """Do nothing: the fake tables have no cache."""
 
     def has_lookup(self, inflight: InFlightBatch, owners: frozenset[WeightOwner]) -> bool:
         """Whether a module has tables of these owners still to look up."""
@@ -584,7 +599,9 @@ def random_schedule(random: Random, max_offset: int = 3) -> Schedule:
         random: Where chance comes from; with Hypothesis, `st.randoms().map(random_schedule)`.
         max_offset: Largest offset of a row.
     """
-    stages = list(Stage) if random.random() < 0.9 else [stage for stage in Stage if stage not in SPARSE_STAGES]
+    stages = [stage for stage in Stage if stage is not Stage.PREFETCH]  # whose row is bound to that of the lookup
+    if random.random() < 0.1:
+        stages = [stage for stage in stages if stage not in SPARSE_STAGES]
     early = [stage for stage in stages if stage not in TRAINING_STAGES]
     offsets = sorted((random.randint(0, max_offset) for _ in early), reverse=True)
     streams = [random.choice(list(StreamName)) for _ in early]
@@ -640,7 +657,7 @@ def check_stages(run: Run, num_batches: int, *, ready: bool = True) -> None:
         expected = [
             stage
             for stage in sorted((step.stage for step in run.schedule), key=STAGE_ORDER.__getitem__)
-            if all_early or stage not in SPARSE_STAGES
+            if all_early or stage not in (*SPARSE_STAGES, Stage.PREFETCH)
         ]
         # A batch may be looked up in two parts, by the owners of the tables; FakeSparse checks that they are two.
         done = [stage for stage, previous in _with_previous(run.stages[batch]) if stage is not previous]
@@ -694,12 +711,16 @@ def _inputs(mark: Mark, run: Run) -> list[Mark]:
             return [Mark(Stage.COPY_BATCH_TO_DEVICE, mark.batch)]
         case Stage.INPUT_DATA_DIST:
             return [Mark(Stage.INPUT_DATA_DIST if mark.module else Stage.INPUT_SPLITS_DIST, mark.batch)]
+        case Stage.PREFETCH:
+            return [LOADED_WEIGHTS, Mark(Stage.INPUT_DATA_DIST, mark.batch, mark.module)]
         case Stage.EMBEDDING_LOOKUP:
             module, _, owner = mark.module.partition("/")
             table = module if WeightOwner(owner) is WeightOwner.FUSED_BACKWARD else ""
             saw = run.reads[mark]
             updates = [Mark(WeightOwner(owner), batch, table, saw[:at].count(batch)) for at, batch in enumerate(saw)]
-            return [LOADED_WEIGHTS, *updates, *([] if mark.nth else [Mark(Stage.INPUT_DATA_DIST, mark.batch, module)])]
+            before = [Stage.INPUT_DATA_DIST, *([] if run.schedule.row(Stage.PREFETCH) is None else [Stage.PREFETCH])]
+            own = [] if mark.nth else [Mark(stage, mark.batch, module) for stage in before]
+            return [LOADED_WEIGHTS, *updates, *own]
     return []
 
 

@@ -25,7 +25,8 @@ from torchrec.optim.keyed import KeyedOptimizerWrapper
 from torchrec.optim.optimizers import in_backward_optimizer_filter
 
 from lightning_overlap import OverlapEmbeddingStrategy
-from lightning_overlap.sharded import sharded_modules, tbes
+from lightning_overlap.kinds import sharded_modules
+from lightning_overlap.sharded import tbes
 
 from . import cases
 from .cases import TABLE_WISE, Batches, Case, Model, make_plan

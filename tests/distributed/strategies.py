@@ -20,7 +20,7 @@ from torchrec.optim import RowWiseAdagrad
 from torchrec.optim.optimizers import in_backward_optimizer_filter
 
 from lightning_overlap import OverlapEmbeddingStrategy
-from lightning_overlap.sharded import sharded_modules
+from lightning_overlap.kinds import sharded_modules
 
 from .cases import MIXED, TABLE_WISE, Batches, Model, make_plan
 from .fits import make_trainer
