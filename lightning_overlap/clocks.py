@@ -32,6 +32,7 @@ KINDS = {
     Stage.COPY_BATCH_TO_DEVICE: Kind.COPY,
     Stage.INPUT_SPLITS_DIST: Kind.HOST,
     Stage.INPUT_DATA_DIST: Kind.HOST,
+    Stage.PREFETCH: Kind.LOOKUP,
     Stage.EMBEDDING_LOOKUP: Kind.LOOKUP,
     Stage.DENSE_FORWARD: Kind.DENSE,
     Stage.BACKWARD: Kind.DENSE,

@@ -14,7 +14,7 @@ from .agreement import Agreement, Answer, Flags, Rhythm
 from .clocks import Clock, timed
 from .inflight import InFlightBatch, abandon
 from .schedule import Schedule, Step
-from .stages import BEFORE, EARLY_OWNERS, TRAINING_STAGES, Stage, StreamName, WeightOwner
+from .stages import BEFORE, BEFORE_WITH_PREFETCH, EARLY_OWNERS, TRAINING_STAGES, Stage, StreamName, WeightOwner
 from .streams import HostStreams, Streams
 from .switched import SwitchedSchedule
 
@@ -62,6 +62,12 @@ class SparseStages(Protocol):
 
     def receive_input(self, inflight: InFlightBatch) -> Any:
         """Wait for these and return what the lookup will read."""
+
+    def prefetch(self, inflight: InFlightBatch) -> None:
+        """Bring the rows that the lookup will read into the cache of the tables that have one."""
+
+    def forget_prefetched(self) -> None:
+        """Drop what was prefetched and not looked up: no batch is going to."""
 
     def has_lookup(self, inflight: InFlightBatch, owners: frozenset[WeightOwner]) -> bool:
         """Whether a batch has tables of these owners still to look up."""
@@ -138,6 +144,7 @@ class Executor:
             self._run_stage = {
                 Stage.INPUT_SPLITS_DIST: self._sparse.input_splits_dist,
                 Stage.INPUT_DATA_DIST: self._sparse.input_data_dist,
+                Stage.PREFETCH: self._sparse.prefetch,
             }
         self._take(schedule.at(self._first_batch))
         # An evaluation keeps the mode that it runs in: no_grad or inference_mode.
@@ -150,6 +157,7 @@ class Executor:
         self.schedule = schedule
         self._copy = next(step for step in schedule if step.stage is Stage.COPY_BATCH_TO_DEVICE)
         self._positions = {stage: schedule.position(stage) for stage in schedule.training_stages}
+        self._before = BEFORE if schedule.row(Stage.PREFETCH) is None else BEFORE_WITH_PREFETCH
         self._deferred = schedule.dense_owned_lookup
         lookup = schedule.row(Stage.EMBEDDING_LOOKUP)
         self._lookup_stream = StreamName.COMPUTE if lookup is None else lookup.stream
@@ -172,6 +180,7 @@ class Executor:
         self._plain_forward = False  # a module of the current batch ran its own forward, on the compute stream
         self._num_updated = 0  # batches whose update has been issued, or is in `_to_update`
         self._updated: Any = None  # event behind the last fused backward on the lookup stream
+        self._began: Any = None  # event behind all that was issued on the compute stream before this iteration
         self._written: Any = None  # event behind the last write of a table on the compute stream
 
     @property
@@ -233,6 +242,8 @@ class Executor:
     def next_batch(self) -> InFlightBatch | None:
         """Begin the next iteration; return its batch, or None when the data has ended on any rank."""
         self._streams.begin_step()
+        if self._before is BEFORE_WITH_PREFETCH:
+            self._began = self._streams.record(StreamName.COMPUTE)
         if self._iteration < 0:
             self._begin_epoch()
         else:
@@ -356,6 +367,7 @@ class Executor:
             for inflight in in_flight:
                 if inflight.index > current or not inflight.consumed:
                     sparse.drain(inflight)
+            sparse.forget_prefetched()
 
     @contextmanager
     def without_lookups_ahead(self) -> Iterator[None]:
@@ -376,6 +388,8 @@ class Executor:
         """Drop everything in flight at once, without a collective: another rank may be gone."""
         with suppress(RuntimeError):  # a broken device must not hide what broke it
             self._count_lookups_ahead(-1)
+            if self._sparse is not None:
+                self._sparse.forget_prefetched()
         # NCCL's collectives hold no memory that Python owns, and a device's memory has to come back at once.
         on_host = isinstance(self._streams, HostStreams)
         batches = [*self._in_flight.values(), *self._to_update.values()]
@@ -535,15 +549,17 @@ class Executor:
                 return
         elif step.stage in inflight.done:  # by the table before this one
             return
-        previous = BEFORE[step.stage]
+        previous = self._before[step.stage]
         if previous not in inflight.done:  # the batch came later than its earlier rows
             row = self.schedule.row(previous)
             assert row is not None
             self._issue(row, inflight, owners)
         self._observe("issue", step.stage, inflight.index)
         with self._stage(step, inflight.index):
-            if step.stage is Stage.EMBEDDING_LOOKUP:
+            if step.stage in (Stage.PREFETCH, Stage.EMBEDDING_LOOKUP):
                 self._receive_input(step, inflight)
+            if step.stage is Stage.PREFETCH:
+                self._order_prefetch(step)
             self._acquire(inflight, step.stream, previous)
             if step.stage is not Stage.EMBEDDING_LOOKUP and inflight.done[previous][0] is not step.stream:
                 self._streams.hand_over(inflight.batch, step.stream)  # the ids are sent from the batch's own memory
@@ -562,6 +578,12 @@ class Executor:
             received = self._sparse.receive_input(inflight)
         inflight.done[Stage.INPUT_DATA_DIST] = (stream, self._streams.record(stream))
         self._streams.hand_over(received, step.stream)
+
+    def _order_prefetch(self, step: Step) -> None:
+        """Let a prefetch wait for what else fills a cache. For lookups and updates that it goes beside, FBGEMM does."""
+        self._streams.wait(step.stream, self._began)  # an evaluation
+        if self._plain_forward:  # the current batch's own
+            self._streams.wait(step.stream, self._streams.record(StreamName.COMPUTE))
 
     def _look_up(self, step: Step, inflight: InFlightBatch, owners: frozenset[WeightOwner]) -> None:
         assert self._sparse is not None

@@ -135,26 +135,44 @@ def owners_of(module: ShardedModule[Any, Any, Any, Any]) -> list[WeightOwner]:
     return [WeightOwner.DENSE_OPTIMIZER if sharding in dense else WeightOwner.FUSED_BACKWARD for sharding in shardings]
 
 
-def why_never_early(module: Any, group: dist.ProcessGroup | None = None) -> str | None:
+def why_never_early(module: Any, group: dist.ProcessGroup | None = None, *, prefetches: bool = False) -> str | None:
     """Return why no stage of a module may start early, or None.
 
     Args:
         module: A sharded module.
         group: The ranks that the early input dist is sent among; None on one rank.
+        prefetches: Whether rows come into the tables' caches before their lookup.
     """
     kind = kind_of(module)
     if kind is None:
         known = ", ".join(sorted(cls.__name__ for cls in KINDS))
         return f"only {known} can start early, got {type(module).__name__}"
-    # A cache hands out its slots in the forward and uses them in the backward: a lookup in between may evict them.
-    kernels = {parameter.compute_kernel for parameter in tables_of(module).module_sharding_plan.values()}
-    cached = kernels - {kernel.value for kernel in _KERNELS_WITHOUT_CACHE}
-    if cached:
-        return f"its tables have compute kernel {', '.join(sorted(cached))}, which keeps rows in a cache"
+    cached = _why_cached(tables_of(module), prefetches and kind.owner is not WeightOwner.LOOKUP)
+    if cached is not None:
+        return cached
     processors = kind.feature_processors and getattr(module, kind.feature_processors)
     if processors and list(processors.buffers()):
         return "its feature processors have buffers, which an early lookup might change before their batch's turn"
     return _why_other_ranks(module, group)
+
+
+def _why_cached(tables: Any, prefetches: bool) -> str | None:
+    """Return why a cache keeps tables from an early lookup. Read from the plan, which is the same on all ranks."""
+    # A cache hands out its slots in the forward and uses them in the backward: a lookup in between may evict them,
+    # but for the slots that a prefetch has locked.
+    plan = tables.module_sharding_plan
+    names = {kernel.value for kernel in _KERNELS_WITHOUT_CACHE}
+    cached = {table: parameter for table, parameter in plan.items() if parameter.compute_kernel not in names}
+    if not cached:
+        return None
+    kernels = {parameter.compute_kernel for parameter in cached.values()}
+    reason = f"its tables have compute kernel {', '.join(sorted(kernels))}, which keeps rows in a cache"
+    if not prefetches or kernels != {EmbeddingComputeKernel.FUSED_UVM_CACHING.value}:
+        return reason
+    unlocked = [name for name, table in cached.items() if not getattr(table.cache_params, "prefetch_pipeline", False)]
+    return (
+        f"{reason}, and the plan's cache_params of {', '.join(unlocked)} lack prefetch_pipeline" if unlocked else None
+    )
 
 
 def _why_other_ranks(module: Any, group: dist.ProcessGroup | None) -> str | None:

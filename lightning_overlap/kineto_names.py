@@ -46,7 +46,8 @@ _ANNOTATIONS: tuple[tuple[str, Stage, Kind], ...] = (
     (r"alltoall_bwd_single|all2all_\w+_bwd", Stage.BACKWARD, Kind.HOST),
     # The lookup and the way back of the rows.
     (r"\[lookup\]|sparse_forward|embedding_lookup_and_pin", Stage.EMBEDDING_LOOKUP, Kind.LOOKUP),
-    (r"(sharded_module_|_)prefetch|uvm_lookup_prefetched_rows", Stage.EMBEDDING_LOOKUP, Kind.LOOKUP),
+    (r"(sharded_module_|_)?prefetch", Stage.PREFETCH, Kind.LOOKUP),
+    (r"uvm_lookup_prefetched_rows", Stage.EMBEDDING_LOOKUP, Kind.LOOKUP),
     (r"(start_)?embedding_lookup|\[output_dist\]", Stage.EMBEDDING_LOOKUP, Kind.HOST),
     (r"(all2all|reducescatter|allgather|variable_batch|alltoall|reduce_scatter)", Stage.EMBEDDING_LOOKUP, Kind.HOST),
     (r"embedding_update", Stage.EMBEDDING_UPDATE, Kind.DENSE),

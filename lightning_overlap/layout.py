@@ -38,6 +38,7 @@ SHORT: Mapping[Stage, str] = {
     Stage.COPY_BATCH_TO_DEVICE: "copy",
     Stage.INPUT_SPLITS_DIST: "splits",
     Stage.INPUT_DATA_DIST: "ids",
+    Stage.PREFETCH: "prefetch",
     Stage.EMBEDDING_LOOKUP: "lookup",
     Stage.DENSE_FORWARD: "forward",
     Stage.BACKWARD: "backward",

@@ -19,6 +19,7 @@ _LOOKUP, _FORWARD, _BACKWARD, _STEP = (
     Stage.OPTIMIZER_STEP,
 )
 _UPDATE = Stage.EMBEDDING_UPDATE
+_PREFETCH = Stage.PREFETCH
 _COMPUTE, _MEMCPY, _DIST, _SIDE = StreamName.COMPUTE, StreamName.MEMCPY, StreamName.DATA_DIST, StreamName.LOOKUP
 
 # Rows that fetch a batch stand below DENSE_FORWARD: a slow data loader then blocks the host while the device has
@@ -76,6 +77,23 @@ FUSED_SPARSE_DIST_AFTER_OPTIMIZER = Schedule(
     ),
 )
 """The same lookup, issued after the dense optimizer. Source: `embedding_lookup_after_opt` of TorchRec PR 2916."""
+
+
+PREFETCH = Schedule(
+    "prefetch",
+    (
+        Step(_DATA, 1, _DIST),
+        Step(_FORWARD, 0, _COMPUTE),
+        Step(_COPY, 2, _MEMCPY),
+        Step(_PREFETCH, 1, StreamName.PREFETCH),  # the backward of a cached table waits for it: the cache is settled
+        Step(_BACKWARD, 0, _COMPUTE),
+        Step(_SPLITS, 2, _DIST),
+        Step(_LOOKUP, 1, _SIDE),
+        Step(_STEP, 0, _COMPUTE),
+    ),
+)
+"""And the rows of N+1 from UVM into the cache during the forward of N. Source: PrefetchTrainPipelineSparseDist of
+TorchRec 1.8; the lookup comes earlier than there, as in `fused_sparse_dist`."""
 
 
 def _looks_up_before_backward(name: str, staleness: int) -> Schedule:
@@ -159,6 +177,7 @@ MODES: Mapping[str, Schedule] = MappingProxyType(
             SPARSE_DIST,
             FUSED_SPARSE_DIST,
             FUSED_SPARSE_DIST_AFTER_OPTIMIZER,
+            PREFETCH,
             SEMI_SYNC,
             SEMI_SYNC_DEFERRED,
             ASYNC_LOOKUP,
@@ -188,7 +207,7 @@ def modes_table(modes: Mapping[str, Schedule] = MODES) -> str:
 
 def _starts_early(mode: Schedule) -> str:
     parts = []
-    for stage, what in ((_COPY, "copy"), (_SPLITS, "input dist"), (_LOOKUP, "lookup")):
+    for stage, what in ((_COPY, "copy"), (_SPLITS, "input dist"), (_PREFETCH, "prefetch"), (_LOOKUP, "lookup")):
         row = mode.row(stage)
         if row is not None and row.offset > 0:
             parts.append(f"{what} of N+{row.offset}")

@@ -237,12 +237,16 @@ def _check_training_rows(schedule: Schedule) -> None:
             raise _error(schedule, [index], problem, "The trainer runs it on the compute stream.")
 
 
+_ALL_SPARSE = "Give all of the sparse stages a row, or none of them."
+
+
 def _check_sparse_rows(schedule: Schedule) -> None:
     missing = [stage for stage in SPARSE_STAGES if schedule.row(stage) is None]
     update = schedule.row(Stage.EMBEDDING_UPDATE)
     if missing and (update is not None or len(missing) < len(SPARSE_STAGES)):
         names = ", ".join(map(str, missing))
-        raise _error(schedule, [], f"{names} is missing", "Give all of the sparse stages a row, or none of them.")
+        raise _error(schedule, [], f"{names} is missing", _ALL_SPARSE)
+    _check_prefetch(schedule)
     if update is None:
         return
     position = schedule.position(update.stage)
@@ -256,6 +260,26 @@ def _check_sparse_rows(schedule: Schedule) -> None:
             f"Move {Stage.EMBEDDING_LOOKUP} above {Stage.BACKWARD} and {update.stage}-1 above it, or {update.stage}+0."
         )
         raise _error(schedule, [lookup, position], problem, remedy)
+
+
+def _check_prefetch(schedule: Schedule) -> None:
+    prefetch, lookup = schedule.row(Stage.PREFETCH), schedule.row(Stage.EMBEDDING_LOOKUP)
+    if prefetch is None:
+        return
+    if lookup is None:
+        raise _error(schedule, [schedule.position(Stage.PREFETCH)], "nothing looks up what is prefetched", _ALL_SPARSE)
+    if schedule.row(Stage.EMBEDDING_UPDATE) is not None:
+        bad = [schedule.position(Stage.PREFETCH), schedule.position(Stage.EMBEDDING_UPDATE)]
+        problem = "the backward of a cached table is that of its last lookup, so it cannot come later"
+        raise _error(schedule, bad, problem, f"Leave out {Stage.PREFETCH} or {Stage.EMBEDDING_UPDATE}.")
+    if prefetch.offset != lookup.offset or schedule.staleness:
+        # The kernel takes its lookups for those it has prefetched, in that order, and an evaluation may come between
+        # two iterations; its backward is that of its last lookup.
+        problem = (
+            f"{prefetch} and {lookup} are not of one iteration, or the lookup comes before an update that it needs"
+        )
+        remedy = "Give both the same offset: 0, or 1 with the lookup below BACKWARD."
+        raise _error(schedule, [schedule.position(Stage.PREFETCH)], problem, remedy)
 
 
 def _check_batch_order(schedule: Schedule) -> None:

@@ -309,6 +309,40 @@ def _tbes_of(lookups: Iterable[nn.Module]) -> list[SplitTableBatchedEmbeddingBag
     return [part for part in parts if isinstance(part, SplitTableBatchedEmbeddingBagsCodegen)]
 
 
+@_read_once
+def caching_tbes(module: Any) -> list[SplitTableBatchedEmbeddingBagsCodegen]:
+    """The kernels whose tables are in UVM, with a cache on the device."""
+    return [tbe for tbe in tbes(module) if tbe.lxu_cache_weights.numel()]
+
+
+def forget_prefetched(module: Any) -> None:
+    """Unlock and drop what kernels have prefetched and not looked up, on the current stream."""
+    for tbe in tbes(module) if caching_tbes(module) else []:  # a kernel without a cache counts prefetches, too
+        for locations in tbe.lxu_cache_locations_list:
+            torch.ops.fbgemm.lxu_cache_locking_counter_decrement(tbe.lxu_cache_locking_counter, locations)
+        tbe.lxu_cache_locations_list.clear()
+        tbe.timesteps_prefetched.clear()
+        tbe.prefetched_info_list.clear()
+
+
+_LAST_LOOKUP = ("lxu_cache_locations", "_indices", "_offsets", "_vbe_B_offsets", "_vbe_max_B")
+"""What a kernel keeps of its last lookup, and takes for what its next backward is of (FBGEMM 1.8)."""
+
+
+@contextmanager
+def without_backward(module: Any) -> Iterator[None]:
+    """Let a lookup that no backward follows lock no rows, and leave the last lookup that one does follow in place."""
+    kernels = [tbe for tbe in caching_tbes(module) if tbe.prefetch_pipeline]
+    kept = [[getattr(tbe, name) for name in _LAST_LOOKUP] for tbe in kernels]
+    try:
+        yield
+    finally:
+        for tbe, values in zip(kernels, kept, strict=True):
+            torch.ops.fbgemm.lxu_cache_locking_counter_decrement(tbe.lxu_cache_locking_counter, tbe.lxu_cache_locations)
+            for name, value in zip(_LAST_LOOKUP, values, strict=True):
+                setattr(tbe, name, value)
+
+
 def kernel_of(fused_optimizer: Any) -> SplitTableBatchedEmbeddingBagsCodegen | None:
     """The table-batched kernel whose state a fused optimizer shows; None for kernels of other kinds."""
     kernel = getattr(fused_optimizer, "_emb_module", None)

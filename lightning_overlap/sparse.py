@@ -25,7 +25,9 @@ from .sharded import (
     ModuleInFlight,
     SetRates,
     apply_held,
+    caching_tbes,
     check_torchrec,
+    forget_prefetched,
     kernel_rates,
     look_up,
     lookup_counts,
@@ -33,6 +35,7 @@ from .sharded import (
     parts_to_look_up,
     set_kernel_rates,
     tbes,
+    without_backward,
 )
 from .stages import Stage, StreamName, WeightOwner
 from .streams import Streams
@@ -68,6 +71,7 @@ class _StandIn:
         name: str,
         module: ShardedModule[Any, Any, Any, Any],
         group: dist.ProcessGroup | None,
+        prefetches: bool,
     ) -> None:
         check_torchrec(module)
         self._pipeline = pipeline
@@ -79,7 +83,7 @@ class _StandIn:
             self.before.own_forward if isinstance(self.before, _StandIn) else module.forward
         )
         self.path: Path | None = None
-        self.plain_reason: str | None = why_never_early(module, group)
+        self.plain_reason: str | None = why_never_early(module, group, prefetches=prefetches)
         self.calls: list[tuple[tuple[Any, ...], dict[str, Any]]] = []
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -122,6 +126,7 @@ class SparsePipeline:
         step: The module's method whose calls are served.
         trains: Whether a backward follows; lookups without one must not count for the fused optimizers.
         said: Warnings given so far, shared by the pipelines of a run.
+        prefetches: Whether the schedule has a row for it, so that tables in a UVM cache can be looked up early.
     """
 
     def __init__(
@@ -138,9 +143,12 @@ class SparsePipeline:
         step: str = "training_step",
         trains: bool = True,
         said: set[tuple[str, str | None]] | None = None,
+        prefetches: bool = False,
     ) -> None:
         self._set_rates = set_rates
-        self._stand_ins = {name: _StandIn(self, name, module, group) for name, module in modules.items()}
+        # A rate that moves repeats a lookup in its backward, when the next batch's prefetch is in its place.
+        prefetches = prefetches and set_rates is None
+        self._stand_ins = {name: _StandIn(self, name, module, group, prefetches) for name, module in modules.items()}
         self._group = group
         self._streams = streams
         self._lookup_stream = lookup_stream
@@ -225,7 +233,10 @@ class SparsePipeline:
         # Without a batch in flight: an evaluation by hand, or a module that does its own fetching (`dataloader_iter`).
         counts = None if self._trains and (inflight is not None or torch.is_grad_enabled()) else lookup_counts(module)
         clock, index = (None, 0) if inflight is None else (self.clock, inflight.index)
-        with timed(clock, Stage.EMBEDDING_LOOKUP, index, StreamName.COMPUTE):
+        with (
+            nullcontext() if counts is None else without_backward(module),
+            timed(clock, Stage.EMBEDDING_LOOKUP, index, StreamName.COMPUTE),
+        ):
             rows = look_up_now()
         if counts is not None:
             self._streams.wait(self._lookup_stream, self._streams.record(StreamName.COMPUTE))
@@ -408,6 +419,27 @@ class SparsePipeline:
                 state.dist_input, state.data = state.data.wait(), None
             received += [state.dist_input, state.context]
         return received
+
+    def prefetch(self, inflight: InFlightBatch) -> None:
+        """Bring the rows that the lookup will read into the cache of the tables that have one.
+
+        FBGEMM locks them there until their backward, and the backward of the batch before waits for this.
+
+        Source: `prefetch_embeddings`, TorchRec 1.8.
+        """
+        for name, state in inflight.modules.items():
+            module = self._stand_ins[name].module
+            if not caching_tbes(module):
+                continue
+            assert state.dist_input is not None, f"the prefetch of batch {inflight.index} comes before its input"
+            stream = self._streams.native(self._lookup_stream)  # that reads the prefetched rows, in both directions
+            module.prefetch(state.dist_input, forward_stream=stream, ctx=state.context)
+
+    def forget_prefetched(self) -> None:
+        """Drop what was prefetched and not looked up; a later lookup would be taken for that of these ids."""
+        for stand_in in self._stand_ins.values():
+            with self._streams.on(StreamName.PREFETCH):
+                forget_prefetched(stand_in.module)
 
     def has_lookup(self, inflight: InFlightBatch, owners: frozenset[WeightOwner]) -> bool:
         """Whether a module has tables of these owners still to look up."""

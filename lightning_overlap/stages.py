@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from enum import Enum
 
 
@@ -16,6 +17,9 @@ class Stage(Enum):
 
     INPUT_DATA_DIST = "input_data_dist"
     """Read the sizes on the host, then start the all-to-all of lengths, ids and per-id weights."""
+
+    PREFETCH = "prefetch"
+    """Rows that the lookup will read from UVM into the cache on the device; in the modes that have a row for it."""
 
     EMBEDDING_LOOKUP = "embedding_lookup"
     """Table-batched embedding (TBE) forward; issues `output_dist`, the all-to-all of rows, at its end."""
@@ -52,6 +56,9 @@ class StreamName(Enum):
     DATA_DIST = "data_dist"
     """The input dist."""
 
+    PREFETCH = "prefetch"
+    """Copies from UVM into the cache: FBGEMM wants one stream for them, which is not the lookup's."""
+
     LOOKUP = "lookup"
     """The embedding lookup; which physical stream this is, the stream policy says."""
 
@@ -84,12 +91,19 @@ SPARSE_STAGES = (Stage.INPUT_SPLITS_DIST, Stage.INPUT_DATA_DIST, Stage.EMBEDDING
 TRAINING_STAGES = (Stage.DENSE_FORWARD, Stage.BACKWARD, Stage.OPTIMIZER_STEP)
 """Stages that the trainer runs, on the batch being trained; a schedule only says what runs around them."""
 
-BEFORE: dict[Stage, Stage] = {
+BEFORE: Mapping[Stage, Stage] = {
     Stage.INPUT_SPLITS_DIST: Stage.COPY_BATCH_TO_DEVICE,
     Stage.INPUT_DATA_DIST: Stage.INPUT_SPLITS_DIST,
     Stage.EMBEDDING_LOOKUP: Stage.INPUT_DATA_DIST,
 }
 """The stage whose result a sparse stage takes."""
+
+BEFORE_WITH_PREFETCH: Mapping[Stage, Stage] = {
+    **BEFORE,
+    Stage.PREFETCH: Stage.INPUT_DATA_DIST,
+    Stage.EMBEDDING_LOOKUP: Stage.PREFETCH,
+}
+"""The same in a schedule that prefetches."""
 
 STAGE_ORDER: dict[Stage, int] = {stage: position for position, stage in enumerate(Stage)}
 """Position of each stage in the life of one batch."""

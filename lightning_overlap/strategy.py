@@ -250,6 +250,7 @@ class OverlapEmbeddingStrategy(evaluation.EvaluatesAhead, SavesShards):
             step=step,
             trains=trains,
             said=self._said,
+            prefetches=schedule.row(Stage.PREFETCH) is not None,
         )
 
     def shortest_epoch(self, num_batches: float) -> float:

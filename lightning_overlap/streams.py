@@ -29,6 +29,9 @@ class Streams(Protocol):
     def begin_step(self) -> None:
         """Take the current stream as the compute stream."""
 
+    def native(self, name: StreamName) -> Any:
+        """Return the device's own stream; None where there is none."""
+
 
 class HostStreams:
     """The CPU form: every stream is the calling thread, so program order is all the order there is."""
@@ -50,6 +53,14 @@ class HostStreams:
     def begin_step(self) -> None:
         """Do nothing."""
 
+    def native(self, name: StreamName) -> Any:
+        """Return None."""
+        return None
+
+
+_OWN = (StreamName.MEMCPY, StreamName.DATA_DIST, StreamName.PREFETCH)
+"""The streams that are made whatever the lookup's is."""
+
 
 class CudaStreams:
     """CUDA streams, made once and kept for the whole run.
@@ -66,7 +77,7 @@ class CudaStreams:
     def __init__(self, device: torch.device, lookup: StreamName) -> None:
         self.device = device
         # High priority as in TorchRec 1.8: short copies and all-to-alls must not queue behind dense kernels.
-        own = {name: torch.cuda.Stream(device, priority=-1) for name in (StreamName.MEMCPY, StreamName.DATA_DIST)}
+        own = {name: torch.cuda.Stream(device, priority=-1) for name in _OWN}
         if lookup is StreamName.LOOKUP:
             own[StreamName.LOOKUP] = torch.cuda.Stream(device, priority=-1)
         own[StreamName.COMPUTE] = torch.cuda.current_stream(device)
@@ -102,6 +113,10 @@ class CudaStreams:
         for _, leaf in leaves(value, lambda node: hasattr(node, "record_stream")):
             if hasattr(leaf, "record_stream") and _on_device(leaf):
                 leaf.record_stream(stream)
+
+    def native(self, name: StreamName) -> torch.cuda.Stream:
+        """Return a stream."""
+        return self[name]
 
     def begin_step(self) -> None:
         """Take the current stream as the compute stream."""

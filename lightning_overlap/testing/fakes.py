@@ -57,6 +57,11 @@ def table(module: str, owner: WeightOwner) -> str:
     return f"the tables of {module} ({owner.value})"
 
 
+def cache(module: str) -> str:
+    """Name what a prefetch fills, and what a lookup fills that was not prefetched; FBGEMM orders the others."""
+    return f"the cache of {module}"
+
+
 def _rows(index: int, name: str, owner: WeightOwner, nth: int) -> str:
     return f"rows of batch {index} ({name}, {owner.value}{'' if nth == 0 else ', own forward'})"
 
@@ -184,6 +189,17 @@ class FakeSparse:
             state.received = True
         return list(inflight.modules.values())
 
+    def prefetch(self, inflight: InFlightBatch) -> None:
+        """Check that the ids are there."""
+        self.begin(Stage.PREFETCH, inflight.index)
+        for name, state in inflight.modules.items():
+            assert state.received, f"the prefetch of batch {inflight.index} comes before its input"
+            assert not state.seen, f"the prefetch of batch {inflight.index} comes after its lookup"
+            self.streams.do(Mark(Stage.PREFETCH, inflight.index, name), reads=memory_of(state), writes=[cache(name)])
+
+    def forget_prefetched(self) -> None:
+        """Do nothing: the fake tables have no cache."""
+
     def has_lookup(self, inflight: InFlightBatch, owners: frozenset[WeightOwner]) -> bool:
         """Whether a module has tables of these owners still to look up."""
         return any(state.owners & owners - state.seen.keys() for state in inflight.modules.values())
@@ -270,7 +286,8 @@ class FakeSparse:
     def _read(self, index: int, name: str, owner: WeightOwner, nth: int, ids: Iterable[str]) -> tuple[int, ...]:
         mark = Mark(Stage.EMBEDDING_LOOKUP, index, f"{name}/{owner.value}", nth)
         self.reads[mark] = tuple(self.updates[owner])
-        self.streams.do(mark, reads=[*ids, table(name, owner)], makes=[_rows(index, name, owner, nth)])
+        fills = [cache(name)] if nth else []
+        self.streams.do(mark, reads=[*ids, table(name, owner)], writes=fills, makes=[_rows(index, name, owner, nth)])
         return self.reads[mark]
 
     def _receive_rows(self, index: int, name: str) -> None:

@@ -34,7 +34,7 @@ class Timeline:
         schedule: Says which stream each stage is on.
     """
 
-    LETTERS: Mapping[Stage, str] = MappingProxyType(dict(zip(Stage, "CSDLFBOU", strict=True)))
+    LETTERS: Mapping[Stage, str] = MappingProxyType(dict(zip(Stage, "CSDPLFBOU", strict=True)))
 
     def __init__(self, schedule: Schedule) -> None:
         self.schedule = schedule
@@ -143,6 +143,10 @@ class RecordingStreams:
             self.log.append(("wait", self[name], event))
             self._known[self[name]] |= event.over
             self._races.wait(self[name], event.clock)
+
+    def native(self, name: StreamName) -> StreamName:
+        """Return the stream's name."""
+        return self[name]
 
     def hand_over(self, value: Any, name: StreamName) -> None:
         """Let a stream use the memory of a value that was made on another one."""

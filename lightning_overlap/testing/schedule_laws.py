@@ -56,7 +56,7 @@ def check_stages(run: Run, num_batches: int, *, ready: bool = True) -> None:
         expected = [
             stage
             for stage in sorted((step.stage for step in run.schedule), key=STAGE_ORDER.__getitem__)
-            if all_early or stage not in (*SPARSE_STAGES, Stage.EMBEDDING_UPDATE)
+            if all_early or stage not in (*SPARSE_STAGES, Stage.PREFETCH, Stage.EMBEDDING_UPDATE)
         ]
         # A batch may be looked up in two parts, by the owners of the tables; FakeSparse checks that they are two.
         done = [stage for stage, previous in _with_previous(run.stages[batch]) if stage is not previous]
@@ -109,12 +109,16 @@ def _inputs(mark: Mark, run: Run) -> list[Mark]:
             return [Mark(Stage.COPY_BATCH_TO_DEVICE, mark.batch)]
         case Stage.INPUT_DATA_DIST:
             return [Mark(Stage.INPUT_DATA_DIST if mark.module else Stage.INPUT_SPLITS_DIST, mark.batch)]
+        case Stage.PREFETCH:
+            return [LOADED_WEIGHTS, Mark(Stage.INPUT_DATA_DIST, mark.batch, mark.module)]
         case Stage.EMBEDDING_LOOKUP:
             module, _, owner = mark.module.partition("/")
             table = module if WeightOwner(owner) is WeightOwner.FUSED_BACKWARD else ""
             saw = run.reads[mark]
             updates = [Mark(WeightOwner(owner), batch, table, saw[:at].count(batch)) for at, batch in enumerate(saw)]
-            return [LOADED_WEIGHTS, *updates, *([] if mark.nth else [Mark(Stage.INPUT_DATA_DIST, mark.batch, module)])]
+            before = [Stage.INPUT_DATA_DIST, *([] if run.schedule.row(Stage.PREFETCH) is None else [Stage.PREFETCH])]
+            own = [] if mark.nth else [Mark(stage, mark.batch, module) for stage in before]
+            return [LOADED_WEIGHTS, *updates, *own]
     return []
 
 

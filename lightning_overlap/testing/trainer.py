@@ -12,7 +12,7 @@ from ..executor import Executor
 from ..schedule import Schedule, Step
 from ..stages import SPARSE_STAGES, TRAINING_STAGES, Stage, StreamName, WeightOwner
 from ..streams import Streams
-from .fakes import FakeSparse, Served, table
+from .fakes import FakeSparse, Served, cache, table
 from .recorded import FAKE_MODULES, LOADED_WEIGHTS, FakeBatch, Mark, RecordingStreams, Timeline
 
 
@@ -189,7 +189,10 @@ class FakeTrainer:
         self.streams.do(Mark("a callback behind the step", inflight.index), reads=self._tables())
         if inflight.index == self._num_batches // 2:
             self.executor.update_tables()  # as the strategy does
-            self.streams.do(Mark("an evaluation behind the step", inflight.index), reads=self._tables())
+            self.streams.do(Mark("a reader of updated tables", inflight.index), reads=self._tables())
+            self.executor.wait_for_lookups()  # as a module's own forward does
+            caches = [cache(name) for name in self.sparse.modules]
+            self.streams.do(Mark("an evaluation behind the step", inflight.index), reads=self._tables(), writes=caches)
         return True
 
     def _tables(self) -> list[str]:

@@ -23,6 +23,7 @@ DERIVED = {
         for name in (
             "fused_sparse_dist",
             "fused_sparse_dist_after_optimizer",
+            "prefetch",
             "semi_sync",
             "semi_sync_deferred",
             "async_lookup",

@@ -116,6 +116,16 @@ data_dist  |   S0    D0          S1          D1                S2       D2
 lookup     |               L0                            L1                         L2
 host waits |            S0    D0       L0       S1          D1       L1    S2          D2    L2""",
     ),
+    "prefetch": Expected(
+        "C0 S0 D0 C1 P0 S1 L0 D1 F0 C2 P1 B0 S2 L1 O0 D2 F1 P2 B1 L2 O1 F2 B2 O2",
+        """\
+compute    |                                 F0             B0       O0       F1          B1    O1 F2    B2 O2
+memcpy     |C0          C1                         C2
+data_dist  |   S0 D0             S1    D1                      S2       D2
+prefetch   |               P0                         P1                            P2
+lookup     |                        L0                            L1                         L2
+host waits |         S0       D0          S1    L0       D1                S2    L1    D2             L2""",
+    ),
     "semi_sync": Expected(
         "C0 S0 C1 D0 S1 C2 L0 D1 S2 F0 L1 B0 D2 O0 F1 L2 B1 O1 F2 B2 O2",
         """\

@@ -71,5 +71,11 @@ def test_a_call_that_differs_on_one_rank_is_an_error_not_a_hang(two_ranks: Ranks
 
 
 def test_cached_tables_run_plain(get_ranks: Callable[..., Ranks]) -> None:
-    [reason] = get_ranks(1).run(variants.reason_of_cached_tables)
+    [(reason, _, _)] = get_ranks(1).run(variants.reasons_of_cached_tables)
     assert reason == "its tables have compute kernel fused_uvm_caching, which keeps rows in a cache"
+
+
+def test_cached_tables_start_early_where_they_are_prefetched(get_ranks: Callable[..., Ranks]) -> None:
+    [(_, unlocked, locked)] = get_ranks(1).run(variants.reasons_of_cached_tables)
+    assert "the plan's cache_params of t0 lack prefetch_pipeline" in str(unlocked)
+    assert locked is None

@@ -14,6 +14,7 @@ from fbgemm_gpu.split_table_batched_embeddings_ops_training import SplitTableBat
 from torch import Tensor
 from torch.utils.data import DataLoader
 from torchrec import KeyedJaggedTensor
+from torchrec.distributed.types import CacheParams
 
 from lightning_overlap import OverlapEmbeddingStrategy, sparse
 from lightning_overlap.kinds import why_never_early
@@ -327,10 +328,13 @@ def one_rank_differs() -> None:
     make_trainer(strategy).fit(module, datamodule=Batches(TABLE_WISE, NUM_STEPS))
 
 
-def reason_of_cached_tables() -> str | None:
+def reasons_of_cached_tables() -> list[str | None]:
     """Why tables in a UVM cache do not start early. FBGEMM has it on CUDA only, so the plan says it afterwards."""
     model = Model(TABLE_WISE)
     strategy = OverlapEmbeddingStrategy(sharding=make_plan(TABLE_WISE, model, dist.get_world_size()))
     make_trainer(strategy).fit(model, datamodule=Batches(TABLE_WISE, 1))
-    next(iter(model.ebc.module_sharding_plan.values())).compute_kernel = "fused_uvm_caching"
-    return why_never_early(model.ebc)
+    table = model.ebc.module_sharding_plan["t0"]
+    table.compute_kernel = "fused_uvm_caching"
+    reasons = [why_never_early(model.ebc), why_never_early(model.ebc, prefetches=True)]
+    table.cache_params = CacheParams(prefetch_pipeline=True)
+    return [*reasons, why_never_early(model.ebc, prefetches=True)]

@@ -203,7 +203,7 @@ def test_a_pause_of_backward_beside_a_collective_is_a_wait(tmp_path: Path) -> No
         ("## start_sparse_data_dist 12 ##", Stage.INPUT_SPLITS_DIST, Kind.HOST, 12),
         ("## wait_sparse_data_dist 12 ##", Stage.INPUT_DATA_DIST, Kind.HOST, 12),
         ("## start_embedding_lookup 3 ##", Stage.EMBEDDING_LOOKUP, Kind.HOST, 3),
-        ("## _prefetch_embeddings model.ebc: 3 ##", Stage.EMBEDDING_LOOKUP, Kind.LOOKUP, 3),
+        ("## _prefetch_embeddings model.ebc: 3 ##", Stage.PREFETCH, Kind.LOOKUP, 3),
         ("## sparse_forward 3 on CPU ##", Stage.EMBEDDING_LOOKUP, Kind.LOOKUP, 3),
         ("## forward 0 ##", Stage.DENSE_FORWARD, Kind.DENSE, 0),
         ("## forward ##", Stage.DENSE_FORWARD, Kind.DENSE, None),

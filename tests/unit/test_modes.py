@@ -11,7 +11,7 @@ from lightning_overlap.modes import MODES, STREAMS, resolve_schedule, resolve_st
 from lightning_overlap.schedule import Schedule, Step
 from lightning_overlap.stages import Stage, StreamName
 
-LETTERS = dict(zip(Stage, "CSDLFBOU", strict=True))
+LETTERS = dict(zip(Stage, "CSDPLFBOU", strict=True))
 
 
 def issues(schedule: Schedule, num_batches: int) -> dict[int, str]:
@@ -28,6 +28,7 @@ DERIVED: dict[str, tuple[int, int, Step | None]] = {
     "sparse_dist": (3, 0, None),
     "fused_sparse_dist": (3, 0, Step(Stage.EMBEDDING_LOOKUP, 1, StreamName.LOOKUP)),
     "fused_sparse_dist_after_optimizer": (3, 0, None),
+    "prefetch": (3, 0, Step(Stage.EMBEDDING_LOOKUP, 1, StreamName.LOOKUP)),
     "semi_sync": (4, 1, Step(Stage.EMBEDDING_LOOKUP, 1, StreamName.LOOKUP)),
     "semi_sync_deferred": (5, 1, Step(Stage.EMBEDDING_LOOKUP, 1, StreamName.LOOKUP)),
     "async_lookup": (5, 2, Step(Stage.EMBEDDING_LOOKUP, 1, StreamName.LOOKUP)),
@@ -40,7 +41,7 @@ def test_depth_staleness_and_the_lookup_of_tables_of_the_dense_optimizer(name: s
     assert (mode.depth, mode.staleness, mode.dense_owned_lookup) == DERIVED[name]
 
 
-# C copy, S splits dist, D data dist, L lookup, F forward, B backward, O optimizer step, by iteration.
+# C copy, S splits dist, D data dist, P prefetch, L lookup, F forward, B backward, O optimizer step, by iteration.
 # Below 0 is the fill, from 2 on the drain: four batches.
 ISSUES: dict[str, dict[int, str]] = {
     # compute | C0 F0 B0 O0 | C1 F1 B1 O1 | ...
@@ -81,6 +82,20 @@ ISSUES: dict[str, dict[int, str]] = {
         0: "S1 F0 C2 D1 B0 O0 L1",
         1: "S2 F1 C3 D2 B1 O1 L2",
         2: "S3 F2 D3 B2 O2 L3",
+        3: "F3 B3 O3",
+    },
+    # iteration | -2    | -1             | 0                       | 1                       | 2                 | 3
+    # memcpy    | C0    |    C1          |       C2                |       C3                |                   |
+    # data_dist |    S0 | D0       S1    | D1             S2       | D2             S3       | D3                |
+    # prefetch  |       |       P0       |          P1             |          P2             |       P3          |
+    # lookup    |       |             L0 |                   L1    |                   L2    |             L3    |
+    # compute   |       |                |    F0       B0       O0 |    F1       B1       O1 |    F2    B2       | ...
+    "prefetch": {
+        -2: "C0 S0",
+        -1: "D0 C1 P0 S1 L0",
+        0: "D1 F0 C2 P1 B0 S2 L1 O0",
+        1: "D2 F1 C3 P2 B1 S3 L2 O1",
+        2: "D3 F2 P3 B2 L3 O2",
         3: "F3 B3 O3",
     },
     # iteration | -3 | -2       | -1             | 0                    | 1                 | 2           | 3
@@ -147,6 +162,7 @@ def test_exact_modes_say_so() -> None:
         "sparse_dist",
         "fused_sparse_dist",
         "fused_sparse_dist_after_optimizer",
+        "prefetch",
     ]
 
 

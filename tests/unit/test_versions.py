@@ -14,6 +14,7 @@ from packaging.requirements import Requirement
 from packaging.version import Version
 
 from lightning_overlap import OverlapEmbeddingStrategy, loop, sharded, versions
+from lightning_overlap.kinds import Kind
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -67,7 +68,7 @@ def test_a_class_that_is_gone_is_told_with_the_versions() -> None:
 
 
 def test_a_sharded_module_without_a_name_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sharded, "PIPELINED_TYPES", (SimpleNamespace,))
+    monkeypatch.setattr(sharded, "KINDS", {SimpleNamespace: Kind()})
     monkeypatch.setattr(sharded, "PRIVATE_NAMES", {"SimpleNamespace": ("_lookups",)})
     with pytest.raises(ImportError, match=r"torchrec \S+ lacks SimpleNamespace\._lookups"):
         sharded.check_torchrec(SimpleNamespace())  # type: ignore[arg-type]

@@ -1,0 +1,86 @@
+"""Tables in UVM with a small cache on the device: prefetched, they train as in the plain loop, bit for bit."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from fbgemm_gpu.split_table_batched_embeddings_ops_common import CacheAlgorithm
+from torchrec.distributed.types import CacheParams, ShardingPlan
+
+from lightning_overlap import STREAMS, OverlapEmbeddingStrategy
+
+from ..distributed import cases, reference
+from ..distributed.cases import NUM_STEPS, SEQUENCE, TABLE_WISE, Case, Model
+from ..distributed.fits import make_trainer
+from ..distributed.ranks import Ranks
+from ..distributed.variants import Variant
+
+pytestmark = [pytest.mark.gpu, pytest.mark.timeout(600)]
+
+CACHE = CacheParams(algorithm=CacheAlgorithm.LRU, load_factor=0.3, prefetch_pipeline=True)
+"""Fewer rows than a batch or two need, so that rows are evicted all the time."""
+
+
+@pytest.fixture
+def gpus(get_ranks: Callable[..., Ranks]) -> Ranks:
+    """As many ranks as there are GPUs, two at most."""
+    return get_ranks(min(2, torch.cuda.device_count()), "cuda")
+
+
+def _cached_plan(case: Case, module: Model, world_size: int, device_type: str) -> ShardingPlan:
+    plan = cases.make_plan(case, module, world_size, device_type)
+    for module_plan in plan.plan.values():
+        for parameter in module_plan.values():
+            parameter.compute_kernel, parameter.cache_params = "fused_uvm_caching", CACHE
+    return plan
+
+
+def _train(case: Case) -> reference.Result:
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    own, reference.make_plan = reference.make_plan, _cached_plan
+    try:
+        return reference.train(case, device_type="cuda")
+    finally:
+        reference.make_plan = own
+
+
+def _fit(case: Case, stream: str, **trainer_kwargs: Any) -> tuple[reference.Result, int, list[str]]:
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    prefetched = 0
+
+    def observe(kind: str, stage: Any, batch: int) -> None:
+        nonlocal prefetched
+        prefetched += (kind, str(stage)) == ("issue", "prefetch")
+
+    model = Model(case)
+    plan = _cached_plan(case, model, dist.get_world_size(), "cuda")
+    strategy = OverlapEmbeddingStrategy(pipeline="prefetch", stream=stream, sharding=plan, observer=observe)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        trainer = make_trainer(strategy, "cuda", **{"limit_val_batches": 0, **trainer_kwargs})
+        trainer.fit(model, datamodule=Variant(case, "dataclass", NUM_STEPS))
+    result = reference.collect(model, trainer.optimizers[0], model.losses)
+    return result, prefetched, [str(w.message) for w in caught if "not overlapped" in str(w.message)]
+
+
+@pytest.mark.parametrize("case", [TABLE_WISE, SEQUENCE], ids=lambda case: case.name)
+@pytest.mark.parametrize("stream", STREAMS)
+def test_cached_tables_equal_the_plain_loop(gpus: Ranks, case: Case, stream: str) -> None:
+    expected = gpus.run(_train, case)
+    for mine, theirs in zip(gpus.run(_fit, case, stream), expected, strict=True):
+        result, prefetched, messages = mine
+        assert result.differences(theirs) == []
+        assert prefetched == NUM_STEPS - 1  # all but the first batch, which shows what feeds what
+        assert messages == []
+
+
+def test_validation_between_a_lookup_and_its_backward_leaves_the_cache_right(gpus: Ranks) -> None:
+    expected = gpus.run(_train, TABLE_WISE)
+    actual = gpus.run(_fit, TABLE_WISE, "data_dist", limit_val_batches=2, val_check_interval=3)
+    for (result, _, _), theirs in zip(actual, expected, strict=True):
+        assert result.differences(theirs) == []
