@@ -26,7 +26,11 @@ def modes(config: Config) -> list[Schedule]:
         if name not in PIPELINE_OPTIONS:
             raise ValueError(unknown_name_message("option of pipeline", name, PIPELINE_OPTIONS))
     own = pipeline.get("schedule")
-    wanted = resolve_schedule(Schedule.parse(own) if own else pipeline["name"], pipeline.get("staleness"))
+    wanted = resolve_schedule(
+        Schedule.parse(own) if own else pipeline["name"],
+        pipeline.get("staleness"),
+        bool(pipeline.get("defer_update")),
+    )
     others = [resolve_schedule(name) for name in config["compare"]]
     return [other for other in others if other != wanted] + [wanted]
 
@@ -44,6 +48,7 @@ PIPELINE_OPTIONS: Mapping[str, str] = {
     "name": "the mode",
     "schedule": "a table of one's own, in the place of the name's",
     "staleness": "of async_lookup, from 1 on",
+    "defer_update": "true: a mode with a staleness updates tables after the next forward",
     "start_batch": "so many batches are trained exactly before a mode with a staleness begins",
     "end_batch": "from this batch on exactly again",
 }

@@ -36,6 +36,7 @@ KINDS = {
     Stage.DENSE_FORWARD: Kind.DENSE,
     Stage.BACKWARD: Kind.DENSE,
     Stage.OPTIMIZER_STEP: Kind.DENSE,
+    Stage.EMBEDDING_UPDATE: Kind.DENSE,
 }
 """What a stage keeps busy, apart from its collectives."""
 

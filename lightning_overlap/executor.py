@@ -77,6 +77,12 @@ class SparseStages(Protocol):
     def count_lookups(self, inflight: InFlightBatch, times: int) -> None:
         """Count the early lookups of a batch for the fused optimizers so many times more; -1: take them back."""
 
+    def hold_update(self, inflight: InFlightBatch) -> None:
+        """Keep what the update of a batch needs, whose backward is over."""
+
+    def embedding_update(self, inflight: InFlightBatch) -> None:
+        """Wait for the gradients of a batch and update the tables."""
+
     def drain(self, inflight: InFlightBatch) -> None:
         """Complete every collective that was started for a batch that will not be trained."""
 
@@ -119,10 +125,9 @@ class Executor:
         self._schedules = schedule
         self._num_before = num_before
         self._first_batch = num_before()  # of this epoch, among all batches of the training
-        self._take(schedule.at(self._first_batch))
         self._source = source
         self._serving = sparse
-        self._sparse = sparse if self.schedule.has_sparse_stages else None
+        self._sparse = sparse if schedule.at(self._first_batch).has_sparse_stages else None
         self._streams = streams
         self._agreement = agreement
         self._lookup_context = lookup_context
@@ -136,6 +141,7 @@ class Executor:
                 Stage.INPUT_SPLITS_DIST: self._sparse.input_splits_dist,
                 Stage.INPUT_DATA_DIST: self._sparse.input_data_dist,
             }
+        self._take(schedule.at(self._first_batch))
         # An evaluation keeps the mode that it runs in: no_grad or inference_mode.
         trains = Stage.BACKWARD in self.schedule.training_stages
         self._grad_mode: Callable[[], AbstractContextManager[Any]] = torch.enable_grad if trains else nullcontext
@@ -149,6 +155,7 @@ class Executor:
         self._deferred = schedule.dense_owned_lookup
         lookup = schedule.row(Stage.EMBEDDING_LOOKUP)
         self._lookup_stream = StreamName.COMPUTE if lookup is None else lookup.stream
+        self._update = schedule.row(Stage.EMBEDDING_UPDATE)
         self._first_owners = _EVERY_OWNER if self._deferred is None else frozenset({WeightOwner.FUSED_BACKWARD})
 
     def _reset(self) -> None:
@@ -156,6 +163,8 @@ class Executor:
         self._iteration = -1
         self._row = len(self.schedule.steps)
         self._in_flight: dict[int, InFlightBatch] = {}
+        self._to_update: dict[int, InFlightBatch] = {}
+        self._between_steps: Any = None  # event behind what came between the last two steps, where updates wait
         self.num_fetched = 0
         self._answers: dict[int, Answer] = {}
         self._rhythm: Rhythm | None = None  # of asking now and then; None: for every batch
@@ -197,6 +206,11 @@ class Executor:
         return sum(index > self._iteration for index in self._in_flight)
 
     @property
+    def num_to_update(self) -> int:
+        """Batches before the current one whose update is still to come."""
+        return sum(index < self._iteration for index in self._to_update)
+
+    @property
     def is_last(self) -> bool:
         """Whether the current batch is known to be the last one, on all ranks."""
         if self._agreement is None:
@@ -213,10 +227,12 @@ class Executor:
             self._in_flight.pop(self._iteration, None)
             schedule = self._schedules.at(self._first_batch + self._iteration + 1)
             if schedule is not self.schedule:
+                self.update_tables()
                 self._take(schedule)
                 self._fill(self._iteration + 1)
         self._iteration += 1
         self._row = 0
+        self._between_steps = self._streams.record(StreamName.COMPUTE) if self._to_update else None
         self._run_rows()
         if self.current is None and self._iteration not in self._answers:  # asked once, answered once
             self._fetch(self._copy, self._iteration)
@@ -233,6 +249,8 @@ class Executor:
         current = self.current
         assert current is not None, "next_batch() comes first"
         self._observe("issue", Stage.DENSE_FORWARD, current.index)
+        if current.consumed:
+            self.update_tables()  # a second forward in one iteration sees what the first one's backward did
         current.consumed = True
         self._begin_training_stage(Stage.DENSE_FORWARD)
         try:
@@ -284,12 +302,38 @@ class Executor:
             if clock is not None:
                 clock.end()
 
+    def update_tables(self) -> None:
+        """Make the updates that are still to come, on all ranks alike: what follows a step finds the tables written."""
+        if self._to_update:
+            step = Step(Stage.EMBEDDING_UPDATE, 0, self._lookup_stream)
+            for index in sorted(self._to_update):
+                self._update_tables(step, index)
+
+    def _update_tables(self, step: Step, index: int) -> None:
+        inflight = self._to_update.pop(index, None)
+        if inflight is None:
+            return  # made already
+        assert self._sparse is not None
+        self._observe("issue", step.stage, index)
+        with self._stage(step, index):
+            # Behind its gradients, and behind what read the tables on the compute stream: between two steps, or in a
+            # module's own forward. Not behind any other forward, beside which it is to run.
+            beside_forward = step.offset < 0 and not self._plain_forward
+            behind = self._between_steps if beside_forward else self._streams.record(StreamName.COMPUTE)
+            self._streams.wait(step.stream, behind)
+            with self._streams.on(step.stream), timed(self.clock, step.stage, index, step.stream):
+                self._sparse.embedding_update(inflight)
+        self._updated = self._streams.record(self._lookup_stream)
+        if step.offset == 0:
+            self._streams.wait(StreamName.COMPUTE, self._updated)  # what comes between two steps finds it made
+
     def wait_for_lookups(self) -> None:
         """Order the compute stream behind everything on the lookup stream: reads and writes of tables."""
         self._streams.wait(StreamName.COMPUTE, self._streams.record(self._lookup_stream))
 
     def drain(self) -> None:
         """Drop the batches that were fetched ahead; complete their collectives, on all ranks alike."""
+        self.update_tables()
         for answer in self._answers.values():
             answer.wait()
         in_flight, sparse = list(self._in_flight.values()), self._sparse
@@ -321,7 +365,8 @@ class Executor:
             self._count_lookups_ahead(-1)
         # NCCL's collectives hold no memory that Python owns, and a device's memory has to come back at once.
         on_host = isinstance(self._streams, HostStreams)
-        abandon([*self._answers.values(), *(self._in_flight.values() if on_host else ())])
+        batches = [*self._in_flight.values(), *self._to_update.values()]
+        abandon([*self._answers.values(), *(batches if on_host else ())])
         self._reset()
 
     def _begin_epoch(self) -> None:
@@ -372,6 +417,12 @@ class Executor:
             # Such a module's TBE backward ran on the compute stream: the next lookup has to wait for it.
             self._written = self._streams.record(StreamName.COMPUTE)
             self._plain_forward = False
+        current = self.current
+        if self._sparse is not None and current is not None and current.holds_update:
+            self._sparse.hold_update(current)
+            self._to_update[current.index] = current
+            if self._update is None:
+                self.update_tables()  # looked up under the table before this one
         self._updated = self._streams.record(self._lookup_stream)
 
     def _discover(self) -> None:
@@ -391,6 +442,9 @@ class Executor:
     def _run(self, step: Step, owners: frozenset[WeightOwner]) -> None:
         index = self._iteration + step.offset
         if index < 0:
+            return
+        if step.stage is Stage.EMBEDDING_UPDATE:
+            self._update_tables(step, index)
             return
         if step.stage is Stage.COPY_BATCH_TO_DEVICE:
             self._fetch(step, index)
@@ -502,6 +556,8 @@ class Executor:
         self._streams.wait(step.stream, self._written)
         if WeightOwner.DENSE_OPTIMIZER in owners:
             self._streams.wait(step.stream, self._streams.record(StreamName.COMPUTE))
+        if WeightOwner.FUSED_BACKWARD in owners:
+            inflight.holds_update = self._update is not None
         with self._grad_mode(), self._lookup_context():
             self._sparse.embedding_lookup(inflight, owners)
 

@@ -49,6 +49,7 @@ _ANNOTATIONS: tuple[tuple[str, Stage, Kind], ...] = (
     (r"(sharded_module_|_)prefetch|uvm_lookup_prefetched_rows", Stage.EMBEDDING_LOOKUP, Kind.LOOKUP),
     (r"(start_)?embedding_lookup|\[output_dist\]", Stage.EMBEDDING_LOOKUP, Kind.HOST),
     (r"(all2all|reducescatter|allgather|variable_batch|alltoall|reduce_scatter)", Stage.EMBEDDING_LOOKUP, Kind.HOST),
+    (r"embedding_update", Stage.EMBEDDING_UPDATE, Kind.DENSE),
     # The dense part.
     (r"emb_backward|backward", Stage.BACKWARD, Kind.DENSE),
     (r"optimizer_step|optimizer( \d+)?$|optimizer\.step#", Stage.OPTIMIZER_STEP, Kind.DENSE),

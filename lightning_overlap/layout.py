@@ -42,6 +42,7 @@ SHORT: Mapping[Stage, str] = {
     Stage.DENSE_FORWARD: "forward",
     Stage.BACKWARD: "backward",
     Stage.OPTIMIZER_STEP: "step",
+    Stage.EMBEDDING_UPDATE: "update",
 }
 """The stages on bars."""
 

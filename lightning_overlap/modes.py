@@ -18,6 +18,7 @@ _LOOKUP, _FORWARD, _BACKWARD, _STEP = (
     Stage.BACKWARD,
     Stage.OPTIMIZER_STEP,
 )
+_UPDATE = Stage.EMBEDDING_UPDATE
 _COMPUTE, _MEMCPY, _DIST, _SIDE = StreamName.COMPUTE, StreamName.MEMCPY, StreamName.DATA_DIST, StreamName.LOOKUP
 
 # Rows that fetch a batch stand below DENSE_FORWARD: a slow data loader then blocks the host while the device has
@@ -124,6 +125,29 @@ def async_lookup(staleness: int) -> Schedule:
     return _looks_up_before_backward(f"async_lookup_{staleness}", staleness)
 
 
+def defer_update(schedule: Schedule) -> Schedule:
+    """Return a mode with the updates of batch N after the forward of N+1, right before that iteration's lookup.
+
+    The backward then only starts the all-to-all of gradients, which travels beside the optimizer step and that forward.
+    A lookup that stands above the backward sees the same updates as before: the staleness stays.
+
+    Raises:
+        ValueError: A mode whose lookup comes after the backward, so that the update cannot come later.
+    """
+    lookup = schedule.row(_LOOKUP)
+    if lookup is None or schedule.position(_LOOKUP) > schedule.position(_BACKWARD):
+        raise ValueError(
+            f"defer_update: {schedule.name!r} looks up after the backward and so needs its update by then. It is for "
+            "modes that look up before it: semi_sync and async_lookup."
+        )
+    position = schedule.position(_LOOKUP)
+    steps = (*schedule.steps[:position], Step(_UPDATE, -1, lookup.stream), *schedule.steps[position:])
+    return Schedule(f"{schedule.name}_deferred", steps)
+
+
+SEMI_SYNC_DEFERRED = defer_update(SEMI_SYNC)
+"""`semi_sync` in which neither the rows nor the gradients stand on the critical path: still staleness 1."""
+
 ASYNC_LOOKUP = replace(async_lookup(DEFAULT_STALENESS), name="async_lookup")
 """`async_lookup` where no staleness is given."""
 
@@ -136,6 +160,7 @@ MODES: Mapping[str, Schedule] = MappingProxyType(
             FUSED_SPARSE_DIST,
             FUSED_SPARSE_DIST_AFTER_OPTIMIZER,
             SEMI_SYNC,
+            SEMI_SYNC_DEFERRED,
             ASYNC_LOOKUP,
         )
     }
@@ -176,15 +201,18 @@ def _starts_early(mode: Schedule) -> str:
             (_STEP,): " right after the fused backward of N",
             (): " after the optimizer step of N",
         }[tuple(before)]
+    if mode.row(_UPDATE) is not None:
+        parts.append("but the update of N after the forward of N+1")
     return ", ".join(parts) or "nothing"
 
 
 def _held(mode: Schedule) -> str:
-    ids, rows = mode.row(_SPLITS), mode.row(_LOOKUP)
+    ids, rows, update = mode.row(_SPLITS), mode.row(_LOOKUP), mode.row(_UPDATE)
     amounts = (
         (mode.max_offset, "inputs"),
         (ids.offset if ids else 0, "received ids"),
         (rows.offset if rows else 0, "looked-up rows"),
+        (-update.offset if update else 0, "gradients"),
     )
     return ", ".join(f"{what} of {number}" for number, what in amounts if number) or "nothing"
 
@@ -192,18 +220,21 @@ def _held(mode: Schedule) -> str:
 _T = TypeVar("_T")
 
 
-def resolve_schedule(pipeline: str | Schedule, staleness: int | None = None) -> Schedule:
+def resolve_schedule(pipeline: str | Schedule, staleness: int | None = None, deferred: bool = False) -> Schedule:
     """Return the schedule of a mode's name, or the given schedule.
 
     Args:
         pipeline: A mode's name, or a schedule.
         staleness: For the modes of `MODES_BY_STALENESS`; None for their default.
+        deferred: With the updates deferred, see `defer_update`.
 
     Raises:
         ValueError: No mode has this name (the message lists the nearest names), the mode takes no staleness, or it
-            is less than 1.
+            is less than 1, or the mode cannot defer its updates.
         TypeError: Neither a name nor a Schedule, or a staleness that is no number.
     """
+    if deferred:
+        return defer_update(resolve_schedule(pipeline, staleness))
     schedule = pipeline if isinstance(pipeline, Schedule) else _named("pipeline", pipeline, MODES)
     if staleness is None:
         return schedule

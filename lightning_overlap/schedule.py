@@ -26,7 +26,7 @@ class Step:
 
     Args:
         stage: What runs.
-        offset: Batches ahead of the one being trained.
+        offset: Batches ahead of the one being trained; -1, for `EMBEDDING_UPDATE` alone, is the one before it.
         stream: Where it runs.
     """
 
@@ -35,10 +35,10 @@ class Step:
     stream: StreamName
 
     def __str__(self) -> str:
-        return f"{self.stage}+{self.offset}/{self.stream}"
+        return f"{self.stage}{self.offset:+d}/{self.stream}"
 
 
-_STEP_TEXT = re.compile(r"(?P<stage>[a-z_]+)\+(?P<offset>\d+)/(?P<stream>[a-z_]+)")
+_STEP_TEXT = re.compile(r"(?P<stage>[a-z_]+)(?P<offset>[+-]\d+)/(?P<stream>[a-z_]+)")
 
 
 @dataclass(frozen=True)
@@ -87,10 +87,14 @@ class Schedule:
         """Batches that the furthest row is ahead of the one being trained."""
         return max(step.offset for step in self.steps)
 
+    @cached_property
+    def _min_offset(self) -> int:
+        return min(step.offset for step in self.steps)
+
     @property
     def depth(self) -> int:
-        """Batches in flight at once, the one being trained included."""
-        return self.max_offset + 1
+        """Batches in flight at once: looked ahead, being trained, and waiting for their update."""
+        return self.max_offset + 1 - self._min_offset
 
     @cached_property
     def has_sparse_stages(self) -> bool:
@@ -103,6 +107,7 @@ class Schedule:
         lookup = self.row(Stage.EMBEDDING_LOOKUP)
         if lookup is None:
             return 0
+        # A row for EMBEDDING_UPDATE changes nothing: no lookup stands between the backward and the update.
         above_backward = self.position(Stage.EMBEDDING_LOOKUP) < self.position(Stage.BACKWARD)
         return max(0, lookup.offset if above_backward else lookup.offset - 1)
 
@@ -156,11 +161,11 @@ class Schedule:
         """List `(iteration, row, batch)` for a run over `num_batches` batches, fill and drain included.
 
         The fill runs the table from iteration `-max_offset` and skips batches below 0 and rows of the trainer;
-        the drain skips batches past the end.
+        the drain skips batches past the end, and makes the updates that are left.
         """
         return [
             (iteration, step, iteration + step.offset)
-            for iteration in range(-self.max_offset, num_batches)
+            for iteration in range(-self.max_offset, num_batches - self._min_offset)
             for step in self.steps
             if 0 <= iteration + step.offset < num_batches
         ]
@@ -207,8 +212,11 @@ def _check_rows(schedule: Schedule) -> None:
     for index, step in enumerate(schedule.steps):
         if not isinstance(step, Step):
             raise ScheduleError(f"{schedule.name!r}: row {index + 1} is {step!r}; expected a Step.")
-        if step.offset < 0:
-            raise _error(schedule, [index], f"{step.stage} has offset {step.offset}", "Use an offset of 0 or more.")
+        lowest = -1 if step.stage is Stage.EMBEDDING_UPDATE else 0
+        if step.offset < lowest:
+            raise _error(
+                schedule, [index], f"{step.stage} has offset {step.offset}", f"Use an offset of {lowest} or more."
+            )
         if step.stage in seen:
             raise _error(schedule, [index], f"{step.stage} occurs twice", "Keep one row per stage.")
         seen.add(step.stage)
@@ -231,9 +239,23 @@ def _check_training_rows(schedule: Schedule) -> None:
 
 def _check_sparse_rows(schedule: Schedule) -> None:
     missing = [stage for stage in SPARSE_STAGES if schedule.row(stage) is None]
-    if missing and len(missing) < len(SPARSE_STAGES):
+    update = schedule.row(Stage.EMBEDDING_UPDATE)
+    if missing and (update is not None or len(missing) < len(SPARSE_STAGES)):
         names = ", ".join(map(str, missing))
         raise _error(schedule, [], f"{names} is missing", "Give all of the sparse stages a row, or none of them.")
+    if update is None:
+        return
+    position = schedule.position(update.stage)
+    lookup, backward = schedule.position(Stage.EMBEDDING_LOOKUP), schedule.position(Stage.BACKWARD)
+    between = backward < lookup < position if update.offset == 0 else not position < lookup < backward
+    if between:
+        # A module's own forward updates in the backward, and what comes between two steps (an evaluation, a checkpoint)
+        # needs the update at once. Neither may change which updates a lookup sees.
+        problem = f"a lookup stands between backward and {update.stage} (row {position + 1})"
+        remedy = (
+            f"Move {Stage.EMBEDDING_LOOKUP} above {Stage.BACKWARD} and {update.stage}-1 above it, or {update.stage}+0."
+        )
+        raise _error(schedule, [lookup, position], problem, remedy)
 
 
 def _check_batch_order(schedule: Schedule) -> None:
@@ -243,8 +265,8 @@ def _check_batch_order(schedule: Schedule) -> None:
         # Batch b passes row r during iteration b - offset(r): later iterations are larger, then row order counts.
         if (-early.offset, early_index) > (-late.offset, late_index):
             problem = (
-                f"{late.stage}+{late.offset} (row {late_index + 1}) runs before "
-                f"{early.stage}+{early.offset} (row {early_index + 1}) of the same batch"
+                f"{late.stage}{late.offset:+d} (row {late_index + 1}) runs before "
+                f"{early.stage}{early.offset:+d} (row {early_index + 1}) of the same batch"
             )
             remedy = (
                 f"Move {early.stage} above row {late_index + 1}, or raise its batch offset to +{late.offset + 1}."

@@ -8,19 +8,20 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
-from typing import Any, TypeAlias, TypeVar
+from typing import Any, NamedTuple, TypeAlias, TypeVar
 from weakref import WeakKeyDictionary
 
 import torch
 from fbgemm_gpu.split_table_batched_embeddings_ops_training import SplitTableBatchedEmbeddingBagsCodegen
 from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
+from torchrec.distributed.comm_ops import Request
 from torchrec.distributed.embedding import ShardedEmbeddingCollection
 from torchrec.distributed.embedding_types import EmbeddingComputeKernel, KJTList
 from torchrec.distributed.embeddingbag import ShardedEmbeddingBagCollection
-from torchrec.distributed.types import Awaitable, LazyAwaitable, ShardedModule
+from torchrec.distributed.types import Awaitable, LazyAwaitable, NoWait, ShardedModule, ShardingType
 from torchrec.optim.keyed import CombinedOptimizer, KeyedOptimizer
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
@@ -34,6 +35,7 @@ PRIVATE_NAMES: Mapping[str, tuple[str, ...]] = {
     "ShardedEmbeddingCollection": ("_input_dists", "_lookups", "_output_dists", "_sharding_type_to_sharding"),
     "EmbeddingFusedOptimizer": ("_emb_module",),
     "FusedKJTListSplitsAwaitable": ("_splits_awaitable",),
+    "NoWait": ("_obj",),
     "KJTAllToAll": ("_splits", "_stagger"),
     "SparseFeaturesDist": ("_dist",),
     "KeyedJaggedTensor": ("_length_per_key",),
@@ -52,6 +54,15 @@ SetRates: TypeAlias = Callable[[], None]
 """Gives the kernels the learning rates that the schedule has now."""
 
 
+class HeldGradient(NamedTuple):
+    """A place where the graph of early rows is cut, so that a backward stops there."""
+
+    graph: Tensor
+    """What the lookup gave: its graph leads to the tables."""
+    leaf: Tensor
+    """What the rows are made of instead: the backward leaves its gradient there."""
+
+
 @dataclass(slots=True)
 class ModuleInFlight:
     """One batch on its way through one module."""
@@ -63,6 +74,10 @@ class ModuleInFlight:
     dist_input: KJTList | None = None
     outputs: dict[int, Awaitable[torch.Tensor]] = field(default_factory=dict)
     rows: LazyAwaitable[Any] | None = None
+    held: list[HeldGradient] = field(default_factory=list)
+    """Gradients whose way to the tables `apply_held` goes on with; none where the backward goes all the way."""
+    rates: list[float] | None = None
+    """The learning rate of each kernel that the batch was trained at, where its update comes later."""
     served: bool = False
     num_lookups: list[int] = field(default_factory=list)
     """What this batch added to the iteration count of each kernel."""
@@ -122,6 +137,12 @@ def owners_of(module: ShardedModule[Any, Any, Any, Any]) -> list[WeightOwner]:
     return [WeightOwner.DENSE_OPTIMIZER if sharding in dense else WeightOwner.FUSED_BACKWARD for sharding in shardings]
 
 
+def has_model_parallel_tables(modules: Iterable[ShardedModule[Any, Any, Any, Any]]) -> bool:
+    """Whether rows of any table travel between ranks."""
+    kinds = {parameter.sharding_type for module in modules for parameter in module.module_sharding_plan.values()}
+    return kinds != {ShardingType.DATA_PARALLEL.value}
+
+
 def fused_rates(module: ShardedModule[Any, Any, Any, Any]) -> dict[str, float] | None:
     """Return the learning rate that each table trained in backward began with; None if another sharded the module.
 
@@ -144,7 +165,12 @@ def fused_optimizers(module: ShardedModule[Any, Any, Any, Any]) -> list[KeyedOpt
 
 
 def look_up(
-    module: Any, state: ModuleInFlight, owners: frozenset[WeightOwner], set_rates: SetRates | None = None
+    module: Any,
+    state: ModuleInFlight,
+    owners: frozenset[WeightOwner],
+    set_rates: SetRates | None = None,
+    *,
+    holds_update: bool = False,
 ) -> None:
     """Run the part of a module's lookup whose tables belong to `owners`; assemble the rows once all parts ran.
 
@@ -157,9 +183,89 @@ def look_up(
         owners: Whose tables to look up now.
         set_rates: Gives the kernels the present learning rates; None where nothing moves them. With it the update
             of this batch takes place at the rate that holds in its backward.
+        holds_update: Whether the backward stops once the all-to-all of gradients has begun, and the tables wait for
+            `apply_held`.
     """
-    with _updates_at_present_rate(module, set_rates):
+    with _updates_at_present_rate(module, set_rates), _holds_update(module, state) if holds_update else nullcontext():
         _look_up(module, state, owners)
+
+
+# -- updates that come later -------------------------------------------------------------------------------------
+
+
+@contextmanager
+def _holds_update(module: Any, state: ModuleInFlight) -> Iterator[None]:
+    """Cut the graph of the rows of fused tables, of the lookups made meanwhile."""
+    dists = module._output_dists
+    module._output_dists = [
+        _HoldingDist(dist, state.held) if owner is WeightOwner.FUSED_BACKWARD else dist
+        for dist, owner in zip(dists, owners_of(module), strict=True)
+    ]
+    try:
+        yield
+    finally:
+        module._output_dists = dists
+
+
+@dataclass(frozen=True, slots=True)
+class _HoldingDist:
+    """An output dist whose backward goes no further than to start the all-to-all of gradients."""
+
+    dist: Callable[..., Awaitable[Tensor]]
+    held: list[HeldGradient]
+
+    def __call__(self, rows: Tensor, *context: Any) -> Awaitable[Tensor]:
+        started = self.dist(rows, *context)
+        cuts = list(_cut(started))
+        if rows.requires_grad and not cuts:
+            raise RuntimeError(
+                f"cannot defer the update of tables whose rows come by {type(started).__name__}: no all-to-all was "
+                "found in it. Train without defer_update."
+            )
+        self.held.extend(cuts)
+        return started
+
+
+def _cut(started: object) -> Iterator[HeldGradient]:
+    """Cut the graph in everything under way inside an awaitable.
+
+    The two halves of a TorchRec collective are joined by an empty tensor: in the backward the second half, which is
+    then the first to run, starts the all-to-all of gradients and hands that tensor on to the first half, which waits.
+    Without a collective (one rank) the rows themselves are handed on.
+    """
+    if isinstance(started, Request | NoWait):
+        name = "dummy_tensor" if isinstance(started, Request) else "_obj"
+        graph = getattr(started, name)
+        if isinstance(graph, Tensor) and graph.requires_grad:
+            leaf = graph.detach().requires_grad_()
+            setattr(started, name, leaf)
+            yield HeldGradient(graph, leaf)
+    elif isinstance(started, Awaitable):
+        for part in vars(started).values():
+            yield from _cut(part)
+    elif isinstance(started, list):
+        for part in started:
+            yield from _cut(part)
+
+
+def apply_held(state: ModuleInFlight) -> None:
+    """Wait for the gradients of a batch and update the tables."""
+    held, state.held = [cut for cut in state.held if cut.leaf.grad is not None], []
+    if held:
+        torch.autograd.backward([cut.graph for cut in held], [cut.leaf.grad for cut in held])
+    for cut in held:
+        cut.leaf.grad = None  # the second half of a collective has given it to itself
+
+
+def kernel_rates(module: Any) -> list[float]:
+    """Return the learning rate of each kernel, which is kept on the host."""
+    return [tbe.get_learning_rate() for tbe in tbes(module)]
+
+
+def set_kernel_rates(module: Any, rates: list[float]) -> None:
+    """Give each kernel its learning rate."""
+    for tbe, rate in zip(tbes(module), rates, strict=True):
+        tbe.set_learning_rate(rate)
 
 
 def _look_up(module: Any, state: ModuleInFlight, owners: frozenset[WeightOwner]) -> None:

@@ -23,11 +23,14 @@ from .input_dist import InputSizes, splits_only
 from .sharded import (
     ModuleInFlight,
     SetRates,
+    apply_held,
     check_torchrec,
+    kernel_rates,
     look_up,
     lookup_counts,
     lookups_since,
     parts_to_look_up,
+    set_kernel_rates,
     tbes,
     why_never_early,
 )
@@ -145,6 +148,7 @@ class SparsePipeline:
         self._step = step
         self._trains = trains
         self._said = set() if said is None else said
+        self._to_update: dict[int, InFlightBatch] = {}
         self.clock: Clock | None = None
         self.ready = False
 
@@ -158,6 +162,7 @@ class SparsePipeline:
         for stand_in in self._stand_ins.values():
             stand_in.detach()
         self._current = None
+        self._to_update.clear()
 
     # -- the stand-in forward -----------------------------------------------------------------------------------
 
@@ -193,6 +198,7 @@ class SparsePipeline:
                 self._all_ranks_go_plain(stand_in, inflight.index)
                 self._run_plain(stand_in, "it was called with another input than the one in the batch")
             self._plain_forward = True
+        self._update_before_a_forward(stand_in.name)
         # The lookup stream may still be writing the tables that this reads.
         self._streams.wait(StreamName.COMPUTE, self._streams.record(self._lookup_stream))
         if self._set_rates is not None:
@@ -379,17 +385,75 @@ class SparsePipeline:
         )
 
     def embedding_lookup(self, inflight: InFlightBatch, owners: frozenset[WeightOwner]) -> None:
-        """Look up the tables of these owners and start the all-to-all of their rows."""
+        """Look up the tables of these owners and start the all-to-all of their rows.
+
+        The fused ones of all modules come first, which are model-parallel: their rows travel while the data-parallel
+        tables are read. Two lookups at a time would only share the memory's bandwidth.
+        """
+        for owner in WeightOwner:
+            if owner in owners:
+                self._look_up(inflight, frozenset({owner}))
+
+    def _look_up(self, inflight: InFlightBatch, owners: frozenset[WeightOwner]) -> None:
         for name, state in inflight.modules.items():
-            if state.rows is None and state.dist_input is not None:
+            if (
+                state.rows is None
+                and state.dist_input is not None
+                and parts_to_look_up(self._stand_ins[name].module, state, owners)
+            ):
                 module = self._stand_ins[name].module
                 counts = lookup_counts(module)
-                look_up(module, state, owners, self._set_rates)
+                set_rates = None if self._set_rates is None else partial(self._rates_of, module, state)
+                look_up(module, state, owners, set_rates, holds_update=inflight.holds_update and self._trains)
                 done = lookups_since(module, counts)
                 if not self._trains:
                     self._uncount(module, done)
                     continue
                 state.num_lookups = [a + b for a, b in zip(state.num_lookups or [0] * len(done), done, strict=True)]
+
+    def _rates_of(self, module: Any, state: ModuleInFlight) -> None:
+        """Give the kernels the rates that a batch was trained at, or, before that, those of the schedule."""
+        assert self._set_rates is not None
+        if state.rates is None:
+            self._set_rates()
+        else:
+            set_kernel_rates(module, state.rates)
+
+    def hold_update(self, inflight: InFlightBatch) -> None:
+        """Keep a batch whose tables are still to be updated, and the learning rates that it was trained at."""
+        self._to_update[inflight.index] = inflight
+        if self._set_rates is not None:
+            self._set_rates()
+            for name, state in inflight.modules.items():
+                state.rates = kernel_rates(self._stand_ins[name].module)
+
+    def embedding_update(self, inflight: InFlightBatch) -> None:
+        """Wait for the gradients of a batch and update the tables that were looked up early for it."""
+        self._to_update.pop(inflight.index, None)
+        for name in inflight.modules:
+            self._update(name, inflight)
+
+    def _update(self, name: str, inflight: InFlightBatch) -> None:
+        state, module = inflight.modules[name], self._stand_ins[name].module
+        if not state.held:
+            return
+        self._observe("wait", Stage.EMBEDDING_UPDATE, inflight.index)
+        if state.rates is None:
+            apply_held(state)
+            return
+        present = kernel_rates(module)
+        set_kernel_rates(module, state.rates)
+        apply_held(state)
+        set_kernel_rates(module, present)
+
+    def _update_before_a_forward(self, name: str) -> None:
+        """Make the updates that a module's own forward is to see: it sees all, whatever the staleness."""
+        waiting = [inflight for inflight in self._to_update.values() if name in inflight.modules]
+        if waiting:
+            self._streams.wait(self._lookup_stream, self._streams.record(StreamName.COMPUTE))  # behind the backward
+            with self._streams.on(self._lookup_stream):
+                for inflight in waiting:
+                    self._update(name, inflight)
 
     def drop_lookups(self, inflight: InFlightBatch) -> None:
         """Forget early rows, once their collectives are over; these modules' own forward will run instead."""

@@ -25,10 +25,14 @@ class Stage(Enum):
 
     BACKWARD = "backward"
     """Autograd's backward: dense gradients, the all-to-all of gradients, and the TBE backward, which applies
-    the fused optimizer to the tables."""
+    the fused optimizer to the tables (unless the schedule has a row for `EMBEDDING_UPDATE`)."""
 
     OPTIMIZER_STEP = "optimizer_step"
     """The step of the dense optimizer (with accumulation: the end of a batch that has no step)."""
+
+    EMBEDDING_UPDATE = "embedding_update"
+    """Wait for the all-to-all of gradients, which `BACKWARD` then only starts, and run the TBE backward, which applies
+    the fused optimizer to the tables that were looked up early. Without a row for it `BACKWARD` does all that."""
 
     __hash__ = object.__hash__  # Enum's own is a Python function, and every step asks for many
 

@@ -32,7 +32,7 @@ from .optim import rate_setter
 from .refusals import refuse_callbacks, refuse_precision
 from .saving import SavesShards
 from .schedule import Schedule
-from .sharded import sharded_modules
+from .sharded import has_model_parallel_tables, sharded_modules
 from .sharding import (
     FusedOptimizer,
     Sharding,
@@ -69,6 +69,10 @@ class OverlapEmbeddingStrategy(evaluation.EvaluatesAhead, SavesShards):
             tables that have no optimizer applied in backward yet. Without it the planner may leave such tables
             whole on every rank (data-parallel), for the optimizer of `configure_optimizers`; it says so.
         staleness: Of `pipeline="async_lookup"`: how many updates, in batches, a lookup does not see; from 1 on.
+        defer_update: In a mode with a staleness, let the all-to-all of gradients travel beside the optimizer step and
+            the next forward, and update the tables then; the staleness stays what it is. An evaluation, a checkpoint
+            and the end of an epoch find the tables up to date; a callback at the end of a batch finds them without
+            that batch's update.
         start_batch: A mode with a staleness begins with this batch, counted over all epochs; the ones before it train
             exactly, as in `fused_sparse_dist`. No batch is lost or looked up twice, and no device is waited for.
         end_batch: From this batch on exactly again; the lookups under way are still used.
@@ -82,8 +86,8 @@ class OverlapEmbeddingStrategy(evaluation.EvaluatesAhead, SavesShards):
 
     Raises:
         ValueError: Unknown mode, stream or checkpoint format (the nearest names are listed), a Schedule that cannot
-            run, a `staleness`, `start_batch` or `end_batch` that the mode does not take, `async_checkpoint` with
-            `checkpoint_format="full"`, or a `start_method` other than "popen".
+            run, a `staleness`, `defer_update`, `start_batch` or `end_batch` that the mode does not take,
+            `async_checkpoint` with `checkpoint_format="full"`, or a `start_method` other than "popen".
         TypeError: An argument of the wrong type.
     """
 
@@ -95,6 +99,7 @@ class OverlapEmbeddingStrategy(evaluation.EvaluatesAhead, SavesShards):
         fused_optimizer: FusedOptimizer | None = None,
         *,
         staleness: int | None = None,
+        defer_update: bool = False,
         start_batch: int = 0,
         end_batch: int | None = None,
         observer: Observer | None = None,
@@ -102,7 +107,7 @@ class OverlapEmbeddingStrategy(evaluation.EvaluatesAhead, SavesShards):
         async_checkpoint: bool = False,
         **kwargs: Any,
     ) -> None:
-        self.schedule = resolve_schedule(pipeline, staleness)
+        self.schedule = resolve_schedule(pipeline, staleness, defer_update)
         self._schedules = exact_outside(self.schedule, start_batch, end_batch)
         self.stream = stream
         self._lookup_stream = resolve_stream(stream)
@@ -157,7 +162,11 @@ class OverlapEmbeddingStrategy(evaluation.EvaluatesAhead, SavesShards):
             self._say_what_fused_updates_ignore(trainer)
         super().setup(trainer)
         if overlaps and self._streams is None:
-            self._streams = make_streams(self.root_device, self._lookup_stream)
+            assert self.lightning_module is not None
+            tables = sharded_modules(self.lightning_module).values()
+            # Data-parallel lookups alone have no all-to-all to hide behind: another stream would only cost.
+            side = self._lookup_stream if has_model_parallel_tables(tables) else StreamName.COMPUTE
+            self._streams = make_streams(self.root_device, side)
         if overlaps and fitting:
             self._sparse = self._make_pipeline(self.schedule, "training_step")
             self._sparse.attach()
@@ -277,8 +286,10 @@ class OverlapEmbeddingStrategy(evaluation.EvaluatesAhead, SavesShards):
 
     @property
     def num_in_flight(self) -> int:
-        """Batches fetched whose step is not over."""
-        return 0 if self._executor is None else self._executor.num_ahead + (self._executor.current is not None)
+        """Batches fetched whose step is not over, or whose update of the tables is still to come."""
+        if self._executor is None:
+            return 0
+        return self._executor.num_ahead + (self._executor.current is not None) + self._executor.num_to_update
 
     def watch(self, clock: Clock | None) -> None:
         """Let a clock see the coming steps of this fit, or none."""
@@ -299,6 +310,16 @@ class OverlapEmbeddingStrategy(evaluation.EvaluatesAhead, SavesShards):
             lookup_context=self.precision_plugin.val_step_context,
             rank=self.global_rank,
         )
+
+    @override
+    def _begin_evaluation(self, step: str) -> None:
+        self.update_tables()
+        super()._begin_evaluation(step)
+
+    def update_tables(self) -> None:
+        """Make the updates of tables that a deferring schedule has left for later; all ranks call this."""
+        if self._executor is not None:
+            self._executor.update_tables()
 
     # -- the step -----------------------------------------------------------------------------------------------
 
@@ -367,6 +388,7 @@ class OverlapEmbeddingStrategy(evaluation.EvaluatesAhead, SavesShards):
     def saving(self) -> Iterator[None]:
         with contextlib.ExitStack() as stack:
             if self._executor is not None:
+                self._executor.update_tables()
                 stack.enter_context(self._executor.without_lookups_ahead())
                 self._executor.wait_for_lookups()
             yield

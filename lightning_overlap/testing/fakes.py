@@ -61,6 +61,10 @@ def _rows(index: int, name: str, owner: WeightOwner, nth: int) -> str:
     return f"rows of batch {index} ({name}, {owner.value}{'' if nth == 0 else ', own forward'})"
 
 
+def _gradients(index: int) -> str:
+    return f"gradients of rows of batch {index}"
+
+
 class _Rows(NamedTuple):
     """Rows of an early lookup."""
 
@@ -114,6 +118,7 @@ class FakeSparse:
         self.reads: dict[Mark, tuple[int, ...]] = {}
         self.pending: set[tuple[Stage, int, str]] = set()
         self.forwarded: set[int] = set()
+        self.held: dict[int, tuple[InFlightBatch, int]] = {}
 
     def begin(self, stage: Stage, batch: int) -> None:
         """Note a stage of a batch, or fail there if told so."""
@@ -206,6 +211,26 @@ class FakeSparse:
         """Complete every collective that was started for a batch."""
         self.pending -= {(stage, inflight.index, name) for name in inflight.modules for stage in SPARSE_STAGES}
 
+    def hold_update(self, inflight: InFlightBatch) -> None:
+        """Do nothing: the backward has done so."""
+
+    def embedding_update(self, inflight: InFlightBatch) -> None:
+        """Update the fused tables with the gradients that a backward has left, on the current stream."""
+        if inflight.index in self.held:  # it had a backward, and one that did not go all the way
+            self._update(inflight.index)
+
+    def _update(self, index: int) -> None:
+        self.begin(Stage.EMBEDDING_UPDATE, index)
+        inflight, nth = self.held.pop(index)
+        owner = WeightOwner.FUSED_BACKWARD
+        self.updates[owner].append(index)
+        for name, owners in self.modules.items():
+            if owner in owners:
+                self._observe("wait", Stage.EMBEDDING_UPDATE, index)
+                self._complete(Stage.BACKWARD, index, name)
+                reads = [_gradients(index), *memory_of(inflight.modules[name])]
+                self.streams.do(Mark(owner, index, name, nth), reads=reads, writes=[table(name, owner)])
+
     def take_plain_forward(self) -> bool:
         """Whether a module ran its own forward since the last call."""
         plain, self._plain_forward = self._plain_forward, False
@@ -230,6 +255,10 @@ class FakeSparse:
                 self.streams.do(Mark(Stage.DENSE_FORWARD, inflight.index, name, nth), reads=rows)
             else:
                 self._plain_forward = self._plain_forward or self._current is not None
+                self.streams.wait(self.lookup_stream, self.streams.record(StreamName.COMPUTE))
+                with self.streams.on(self.lookup_stream):
+                    for held in sorted(self.held):
+                        self._update(held)
                 self.streams.wait(StreamName.COMPUTE, self.streams.record(self.lookup_stream))
                 state = FakeModuleInFlight(self.modules[name], name, inflight.index)
                 for owner in self.modules[name]:
@@ -254,18 +283,23 @@ class FakeSparse:
         """Update the fused tables, each on the stream where autograd runs it: that of its lookup."""
         self.begin(Stage.BACKWARD, inflight.index)
         nth = self._nth(Stage.BACKWARD, inflight)
+        self.streams.do(Mark(Stage.BACKWARD, inflight.index, nth=nth), writes=[_gradients(inflight.index)])
+        calls = self.served[-sum(map(len, self.modules.values())) :]
+        fused = [served for served in calls if served.owner is WeightOwner.FUSED_BACKWARD]
+        if inflight.holds_update and all(served.early for served in fused):
+            self.held[inflight.index] = inflight, nth
+            self.pending |= {(Stage.BACKWARD, inflight.index, served.module) for served in fused}
+            return
         self.updates[WeightOwner.FUSED_BACKWARD].append(inflight.index)
-        self.streams.do(Mark(Stage.BACKWARD, inflight.index, nth=nth), writes=["gradients of rows"])
         self.streams.wait(self.lookup_stream, self.streams.record(StreamName.COMPUTE))  # autograd does, and hands over
-        for served in self.served[-sum(map(len, self.modules.values())) :]:
-            if served.owner is WeightOwner.FUSED_BACKWARD:
-                with self.streams.on(self.lookup_stream if served.early else StreamName.COMPUTE):
-                    state = inflight.modules[served.module] if served.early else None
-                    self.streams.do(
-                        Mark(WeightOwner.FUSED_BACKWARD, inflight.index, served.module, nth),
-                        reads=["gradients of rows", *memory_of(state)],
-                        writes=[table(served.module, served.owner)],
-                    )
+        for served in fused:
+            with self.streams.on(self.lookup_stream if served.early else StreamName.COMPUTE):
+                state = inflight.modules[served.module] if served.early else None
+                self.streams.do(
+                    Mark(WeightOwner.FUSED_BACKWARD, inflight.index, served.module, nth),
+                    reads=[_gradients(inflight.index), *memory_of(state)],
+                    writes=[table(served.module, served.owner)],
+                )
 
     def step(self, inflight: InFlightBatch) -> None:
         """Update the tables of the dense optimizer."""

@@ -34,7 +34,7 @@ class Timeline:
         schedule: Says which stream each stage is on.
     """
 
-    LETTERS: Mapping[Stage, str] = MappingProxyType(dict(zip(Stage, "CSDLFBO", strict=True)))
+    LETTERS: Mapping[Stage, str] = MappingProxyType(dict(zip(Stage, "CSDLFBOU", strict=True)))
 
     def __init__(self, schedule: Schedule) -> None:
         self.schedule = schedule

@@ -187,6 +187,9 @@ class FakeTrainer:
         self.sparse.step(inflight)
         self.executor.reach(Stage.OPTIMIZER_STEP)
         self.streams.do(Mark("a callback behind the step", inflight.index), reads=self._tables())
+        if inflight.index == self._num_batches // 2:
+            self.executor.update_tables()  # as the strategy does
+            self.streams.do(Mark("an evaluation behind the step", inflight.index), reads=self._tables())
         return True
 
     def _tables(self) -> list[str]:
@@ -208,8 +211,7 @@ def random_schedule(random: Random, max_offset: int = 3) -> Schedule:
         random: Where chance comes from; with Hypothesis, `st.randoms().map(random_schedule)`.
         max_offset: Largest offset of a row.
     """
-    stages = list(Stage) if random.random() < 0.9 else [stage for stage in Stage if stage not in SPARSE_STAGES]
-    early = [stage for stage in stages if stage not in TRAINING_STAGES]
+    early = [Stage.COPY_BATCH_TO_DEVICE, *(SPARSE_STAGES if random.random() < 0.9 else ())]
     offsets = sorted((random.randint(0, max_offset) for _ in early), reverse=True)
     streams = [random.choice(list(StreamName)) for _ in early]
     rows = [Step(*row) for row in zip(early, offsets, streams, strict=True)]
@@ -220,7 +222,24 @@ def random_schedule(random: Random, max_offset: int = 3) -> Schedule:
         row = random.choice([row for row in rows if next(other for other in rows if other.offset == row.offset) is row])
         rows.remove(row)
         order.append(row)
+    if len(early) > 1 and random.random() < 0.5:
+        order = _with_update(random, order)
     return Schedule("random", tuple(order))
+
+
+def _with_update(random: Random, order: list[Step]) -> list[Step]:
+    """Add a row for the update where it may stand: no lookup comes between the backward and it."""
+    lookup, backward, step = (
+        next(index for index, row in enumerate(order) if row.stage is stage)
+        for stage in (Stage.EMBEDDING_LOOKUP, Stage.BACKWARD, Stage.OPTIMIZER_STEP)
+    )
+    last = len(order) if lookup < backward else lookup if lookup > step else -1
+    places = [(0, index) for index in range(step + 1, last + 1)]
+    places += [(-1, index) for index in range(lookup + 1)] if lookup < backward else []
+    if not places:
+        return order
+    offset, index = random.choice(places)
+    return [*order[:index], Step(Stage.EMBEDDING_UPDATE, offset, order[lookup].stream), *order[index:]]
 
 
 def _short(pending: Collection[tuple[Stage, int, str]]) -> str:

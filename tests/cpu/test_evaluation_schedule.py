@@ -20,7 +20,13 @@ DERIVED = {
     **{
         name: f"{name}: embedding_lookup+1/lookup input_data_dist+2/data_dist input_splits_dist+3/data_dist "
         "dense_forward+0/compute copy_batch_to_device+4/memcpy"
-        for name in ("fused_sparse_dist", "fused_sparse_dist_after_optimizer", "semi_sync", "async_lookup")
+        for name in (
+            "fused_sparse_dist",
+            "fused_sparse_dist_after_optimizer",
+            "semi_sync",
+            "semi_sync_deferred",
+            "async_lookup",
+        )
     },
 }
 

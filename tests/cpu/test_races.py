@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from lightning_overlap import executor
 from lightning_overlap.inflight import InFlightBatch
 from lightning_overlap.modes import MODES, STREAMS
-from lightning_overlap.schedule import Schedule
+from lightning_overlap.schedule import Schedule, Step
 from lightning_overlap.stages import Stage, StreamName
 from lightning_overlap.testing import (
     FakeSparse,
@@ -145,7 +145,8 @@ def test_no_schedule_that_is_accepted_has_a_race(
 def test_what_the_mutants_are_made_of_is_right() -> None:
     for schedule in MODES.values():
         check_laws(schedule, executor_type=mutants.without(executor, 0, "Executor"))
-    check_laws(OWN_STREAMS, executor_type=mutants.without(executor, 0, "Executor"))
+    for schedule in (OWN_STREAMS, UPDATES_AFTER_THE_STEP):
+        check_laws(schedule, executor_type=mutants.without(executor, 0, "Executor"))
 
 
 OWN_STREAMS = Schedule.parse(
@@ -154,15 +155,20 @@ OWN_STREAMS = Schedule.parse(
 )
 """Every sparse stage on a stream of its own."""
 
+UPDATES_AFTER_THE_STEP = Schedule(
+    "updates_after_the_step", (*MODES["semi_sync"].steps, Step(Stage.EMBEDDING_UPDATE, 0, StreamName.LOOKUP))
+)
+
 MUTANTS = list(mutants.statements(executor))
 
 
 @pytest.mark.parametrize("line", [line for line, _ in MUTANTS], ids=[text for _, text in MUTANTS])
 def test_a_wait_or_hand_over_that_the_executor_leaves_out_is_caught(line: int) -> None:
     caught, mutant = {}, mutants.without(executor, line, "Executor")
-    for schedule in (*MODES.values(), OWN_STREAMS):
+    for schedule in (*MODES.values(), OWN_STREAMS, UPDATES_AFTER_THE_STEP):
         try:
             check_laws(schedule, executor_type=mutant)
+            FakeTrainer(schedule, executor_type=mutant).run(12, hold={4: 4}, repeat={8})
         except RaceError as err:
             caught[schedule.name] = str(err)
     assert caught, "nothing needs it, or the checker is blind to what does"

@@ -17,7 +17,7 @@ from .reference import Result, collect
 from .resumes import SaveSteps, Stateful
 from .uneven import Counts, Uneven
 
-OPTIONS = ("staleness", "start_batch", "end_batch", "observer")
+OPTIONS = ("staleness", "defer_update", "start_batch", "end_batch", "observer")
 
 
 class Validated(Batches):

@@ -124,8 +124,8 @@ def told_by_a_run(case: Case, pipeline: str) -> dict[str, Any]:
 
 def stages_seen(pipeline: str) -> list[Stage]:
     """Return the stages that have a time of their own; in `base` a module's own forward is its lookup."""
-    early = [Stage.INPUT_SPLITS_DIST, Stage.INPUT_DATA_DIST]
-    return [stage for stage in Stage if MODES[pipeline].has_sparse_stages or stage not in early]
+    mode, own = MODES[pipeline], (Stage.EMBEDDING_LOOKUP,)
+    return [stage for stage in Stage if mode.row(stage) is not None or stage in own]
 
 
 class ReadsItsLoss(Model):

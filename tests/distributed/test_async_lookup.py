@@ -15,6 +15,7 @@ from .ranks import Ranks
 from .reference import Delayed, Seen, Switching
 
 ALL = (TABLE_WISE, MIXED, SEQUENCE, ROWWISE_ADAGRAD)
+deferred = pytest.mark.parametrize("defer_update", [False, True], ids=["in_backward", "deferred"])
 case_by_name = pytest.mark.parametrize("case", ALL, ids=lambda case: case.name)
 
 _references: dict[tuple[int, str, Any, int], list[reference.Result]] = {}
@@ -31,10 +32,13 @@ def _differences(actual: list[reference.Result], expected: list[reference.Result
     return [mine.differences(theirs) for mine, theirs in zip(actual, expected, strict=True)]
 
 
+@deferred
 @case_by_name
 @pytest.mark.parametrize("staleness", [1, 2, 4])
-def test_equals_the_plain_loop_with_updates_delayed_by_as_much(ranks: Ranks, case: Case, staleness: int) -> None:
-    actual = ranks.run(asyncs.fit, case, staleness=staleness)
+def test_equals_the_plain_loop_with_updates_delayed_by_as_much(
+    ranks: Ranks, case: Case, staleness: int, defer_update: bool
+) -> None:
+    actual = ranks.run(asyncs.fit, case, staleness=staleness, defer_update=defer_update)
     assert all(len(result.losses) == NUM_STEPS for result in actual)
     assert _differences(actual, _expected(ranks, case, Delayed(staleness))) == [[]] * ranks.world_size
     for other in (staleness - 1, staleness + 1):  # and one update more or less is seen
@@ -51,19 +55,21 @@ def test_the_delayed_loop_without_a_delay_is_the_plain_loop(ranks: Ranks) -> Non
         )
 
 
+@deferred
 @pytest.mark.parametrize("num_steps", [1, 2, 4, 5, 6])
-def test_no_more_batches_than_are_looked_up_ahead(ranks: Ranks, num_steps: int) -> None:
-    actual = ranks.run(asyncs.fit, MIXED, staleness=5, num_steps=num_steps)
+def test_no_more_batches_than_are_looked_up_ahead(ranks: Ranks, num_steps: int, defer_update: bool) -> None:
+    actual = ranks.run(asyncs.fit, MIXED, staleness=5, num_steps=num_steps, defer_update=defer_update)
     assert _differences(actual, _expected(ranks, MIXED, Delayed(5), num_steps)) == [[]] * ranks.world_size
 
 
 # -- exact before, exact after ----------------------------------------------------------------------------------
 
 
+@deferred
 @case_by_name
 @pytest.mark.parametrize("staleness", [1, 4])
-def test_exact_until_the_start_and_after_the_end(ranks: Ranks, case: Case, staleness: int) -> None:
-    switches = {"start_batch": 7, "end_batch": 20}
+def test_exact_until_the_start_and_after_the_end(ranks: Ranks, case: Case, staleness: int, defer_update: bool) -> None:
+    switches = {"start_batch": 7, "end_batch": 20, "defer_update": defer_update}
     actual = ranks.run(asyncs.fit, case, staleness=staleness, **switches)
     assert _differences(actual, _expected(ranks, case, Switching(staleness, 7, 20))) == [[]] * ranks.world_size
     for mine, exact in zip(actual, _expected(ranks, case, Delayed(0)), strict=True):
@@ -72,10 +78,11 @@ def test_exact_until_the_start_and_after_the_end(ranks: Ranks, case: Case, stale
         assert not torch.equal(mine.losses[7 + 1 : 7 + 3], exact.losses[7 + 1 : 7 + 3])
 
 
+@deferred
 @pytest.mark.parametrize(("start", "end"), [(1, 2), (2, 3), (0, 1), (3, 5), (29, 30), (28, 29), (40, 50)])
-def test_switches_close_to_each_other_and_to_the_ends(ranks: Ranks, start: int, end: int) -> None:
+def test_switches_close_to_each_other_and_to_the_ends(ranks: Ranks, start: int, end: int, defer_update: bool) -> None:
     """Shorter than the staleness, at the first batches (which show what feeds which module), at the last one."""
-    actual = ranks.run(asyncs.fit, MIXED, staleness=4, start_batch=start, end_batch=end)
+    actual = ranks.run(asyncs.fit, MIXED, staleness=4, start_batch=start, end_batch=end, defer_update=defer_update)
     assert _differences(actual, _expected(ranks, MIXED, Switching(4, start, end))) == [[]] * ranks.world_size
 
 
@@ -95,17 +102,21 @@ def test_each_batch_is_looked_up_once_and_in_flight_is_bounded(two_ranks: Ranks)
 # -- epochs, validation, resume ---------------------------------------------------------------------------------
 
 
-def test_an_epoch_begins_anew_and_a_warm_up_does_not(ranks: Ranks) -> None:
+@deferred
+def test_an_epoch_begins_anew_and_a_warm_up_does_not(ranks: Ranks, defer_update: bool) -> None:
     """Batches are counted over the epochs: the switch comes in the middle of the second of three."""
     anew = Delayed(3, fresh=(10, 20))
-    actual = ranks.run(asyncs.fit_epochs, MIXED, 10, 3, staleness=3)
+    options = {"staleness": 3, "defer_update": defer_update}
+    actual = ranks.run(asyncs.fit_epochs, MIXED, 10, 3, **options)
     assert _differences(actual, _expected(ranks, MIXED, anew)) == [[]] * ranks.world_size
     warm = Delayed(3, fresh=(*range(15), 20))
-    actual = ranks.run(asyncs.fit_epochs, MIXED, 10, 3, staleness=3, start_batch=14)
+    actual = ranks.run(asyncs.fit_epochs, MIXED, 10, 3, start_batch=14, **options)
     assert _differences(actual, _expected(ranks, MIXED, warm)) == [[]] * ranks.world_size
 
 
-@pytest.mark.parametrize("switches", [{}, {"start_batch": 4}, {"start_batch": 9}], ids=str)
+@pytest.mark.parametrize(
+    "switches", [{}, {"defer_update": True}, {"start_batch": 4}, {"start_batch": 9, "defer_update": True}], ids=str
+)
 def test_going_on_from_a_checkpoint_begins_anew_there(ranks: Ranks, switches: Any, tmp_path: Path) -> None:
     """The lookups ahead are not in a checkpoint; where a warm-up stands is."""
     stop = 6
@@ -118,10 +129,10 @@ def test_going_on_from_a_checkpoint_begins_anew_there(ranks: Ranks, switches: An
     assert _differences(resumed, rest) == [[]] * ranks.world_size
 
 
-def test_validation_in_the_middle_leaves_training_alone(ranks: Ranks) -> None:
-    actual = ranks.run(
-        asyncs.fit, MIXED, staleness=4, start_batch=7, end_batch=20, val_check_interval=3, limit_val_batches=2
-    )
+@deferred
+def test_validation_in_the_middle_leaves_training_alone(ranks: Ranks, defer_update: bool) -> None:
+    options = {"staleness": 4, "start_batch": 7, "end_batch": 20, "defer_update": defer_update}
+    actual = ranks.run(asyncs.fit, MIXED, val_check_interval=3, limit_val_batches=2, **options)
     assert _differences(actual, _expected(ranks, MIXED, Switching(4, 7, 20))) == [[]] * ranks.world_size
 
 
@@ -129,6 +140,7 @@ def test_validation_in_the_middle_leaves_training_alone(ranks: Ranks) -> None:
 def test_ranks_with_unequal_data_end_together(two_ranks: Ranks, lengths: tuple[int, int]) -> None:
     for options in (
         {"staleness": 6},
+        {"staleness": 6, "defer_update": True},
         {"staleness": 6, "start_batch": 2},
         {"staleness": 6, "start_batch": min(lengths)},
     ):
@@ -137,7 +149,8 @@ def test_ranks_with_unequal_data_end_together(two_ranks: Ranks, lengths: tuple[i
             assert seen == [(epoch, index) for epoch in range(2) for index in range(num)]
 
 
-def test_max_steps_takes_no_batch_too_many(two_ranks: Ranks) -> None:
-    fit_options = {"max_steps": 9, "max_epochs": -1}
+@deferred
+def test_max_steps_takes_no_batch_too_many(two_ranks: Ranks, defer_update: bool) -> None:
+    fit_options = {"max_steps": 9, "max_epochs": -1, "defer_update": defer_update}
     actual = two_ranks.run(asyncs.fit, MIXED, staleness=5, start_batch=2, **fit_options)
     assert _differences(actual, _expected(two_ranks, MIXED, Delayed(5, fresh=(0, 1, 2)), 9)) == [[]] * 2

@@ -8,7 +8,7 @@ from __future__ import annotations
 import pytest
 
 from . import virtual
-from .cases import MIXED, TABLE_WISE, TWO_COLLECTIONS
+from .cases import MIXED, TABLE_WISE, TWO_COLLECTIONS, Case, TableSpec
 from .ranks import Ranks
 
 #   ms   0        50       100      150      200      250      300
@@ -40,6 +40,12 @@ SEMI_SYNC = (
     "< rows 4,forward,< lengths 5,< ids 5,> rows 5,backward,> gradients,< gradients exposed 40,"
     "< splits 6,> lengths 6,> ids 6,step,> splits 7"
 )
+#        |forward |backward|step    |                                  exposed: nothing
+#                 |rows 5 .| grads 4 .......  waited for behind the next forward
+SEMI_SYNC_DEFERRED = (
+    "< rows 4,forward,< gradients,< lengths 5,< ids 5,> rows 5,backward,> gradients,"
+    "< splits 6,> lengths 6,> ids 6,step,> splits 7"
+)
 
 
 @pytest.mark.parametrize(
@@ -50,6 +56,7 @@ SEMI_SYNC = (
         ("fused_sparse_dist", FUSED_SPARSE_DIST, 190),
         ("fused_sparse_dist_after_optimizer", FUSED_AFTER_OPTIMIZER, 230),
         ("semi_sync", SEMI_SYNC, 190),
+        ("semi_sync_deferred", SEMI_SYNC_DEFERRED, 150),
     ],
 )
 def test_order_of_issues_and_waits(two_ranks: Ranks, pipeline: str, log: str, step_ms: int) -> None:
@@ -74,3 +81,36 @@ def test_a_mixed_module_sends_its_sharded_rows_before_the_step(two_ranks: Ranks)
     for log, steps_ms in two_ranks.run(virtual.run, MIXED, "fused_sparse_dist"):
         assert log.index("> rows 5") < log.index("step")
         assert set(steps_ms[1:]) == {190}
+
+
+DATA_PARALLEL_FIRST = Case(
+    "data_parallel_first",
+    (TableSpec("d0", ("f0",), "data_parallel"), TableSpec("t0", ("f1",)), TableSpec("t1", ("f2",))),
+)
+IN_TWO_MODULES = Case(
+    "in_two_modules",
+    (
+        TableSpec("d0", ("f0",), "data_parallel"),
+        TableSpec("u0", ("f1",), collection="second"),
+        TableSpec("u1", ("f2",), collection="second"),
+    ),
+)
+
+
+@pytest.mark.parametrize("case", [DATA_PARALLEL_FIRST, IN_TWO_MODULES], ids=lambda case: case.name)
+@pytest.mark.parametrize("pipeline", ["sparse_dist", "fused_sparse_dist_after_optimizer"])
+def test_a_data_parallel_lookup_lies_inside_the_time_of_the_all_to_all(
+    two_ranks: Ranks, pipeline: str, case: Case
+) -> None:
+    """Rows travel for 40 ms; the lookup that takes 10 of them is done when 30 are left."""
+    for log, steps_ms in two_ranks.run(virtual.run, case, pipeline, times_lookups=True):
+        looked_up = log.index("data-parallel lookup")
+        assert log[looked_up - 1] == "> rows 5"
+        assert log[0] == "< rows 4 exposed 30"
+        assert set(steps_ms[1:]) == {230}
+
+
+@pytest.mark.parametrize("case", [DATA_PARALLEL_FIRST, IN_TWO_MODULES], ids=lambda case: case.name)
+def test_a_data_parallel_lookup_comes_after_the_step_and_the_all_to_all_before_it(two_ranks: Ranks, case: Case) -> None:
+    for log, _ in two_ranks.run(virtual.run, case, "fused_sparse_dist", times_lookups=True):
+        assert log.index("> rows 5") < log.index("step") == log.index("data-parallel lookup") - 1

@@ -16,12 +16,15 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lightning_overlap import OverlapEmbeddingStrategy, Schedule, Stage
+from lightning_overlap.sharded import owners_of, sharded_modules
+from lightning_overlap.stages import WeightOwner
 
 from .cases import Batch, Batches, Case, Model, make_plan
 from .fits import make_trainer
 
 ALL_TO_ALL_MS = 40
 COMPUTE_MS = 50
+LOOKUP_MS = 10
 _IN_STAGE = {
     Stage.INPUT_SPLITS_DIST: ("splits",),
     Stage.INPUT_DATA_DIST: ("lengths", "ids"),
@@ -50,10 +53,10 @@ class VirtualClock:
         if kind == "issue":
             self._stage, self._batch, self._issued_in_stage = stage, batch, 0
 
-    def advance(self, what: str) -> None:
+    def advance(self, what: str, duration_ms: int = COMPUTE_MS) -> None:
         """Spend compute time."""
         self.log.append(what)
-        self.now_ms += COMPUTE_MS
+        self.now_ms += duration_ms
 
     def issue(self) -> str:
         """Name the collective that is being issued."""
@@ -111,6 +114,21 @@ class ClockedModel(Model):
     """Spends virtual time in the dense forward, in the backward before the gradients travel, and in the step."""
 
     clock: VirtualClock
+    times_lookups = False
+
+    def on_train_start(self) -> None:
+        """Let the lookups of data-parallel tables take a time and be seen, if that is wanted."""
+        for module in sharded_modules(self).values() if self.times_lookups else ():
+            for lookup, owner in zip(module._lookups, owners_of(module), strict=True):
+                if owner is WeightOwner.DENSE_OPTIMIZER:
+                    lookup.forward = self._timed(lookup.forward)
+
+    def _timed(self, forward: Any) -> Any:
+        def look_up(*args: Any) -> Any:
+            self.clock.advance("data-parallel lookup", LOOKUP_MS)
+            return forward(*args)
+
+        return look_up
 
     def dense(self, batch: Batch, rows: Any) -> Tensor:
         loss = super().dense(batch, rows)
@@ -129,12 +147,17 @@ class ClockedModel(Model):
 
 
 def run(
-    case: Case, pipeline: str | Schedule, num_steps: int = 8, clock: VirtualClock | None = None, **kwargs: Any
+    case: Case,
+    pipeline: str | Schedule,
+    num_steps: int = 8,
+    clock: VirtualClock | None = None,
+    times_lookups: bool = False,
+    **kwargs: Any,
 ) -> tuple[list[str], list[int]]:
     """Train; return the log of one steady step, and the virtual milliseconds of every step."""
     clock = clock or VirtualClock()
     model = ClockedModel(case)
-    model.clock = clock
+    model.clock, model.times_lookups = clock, times_lookups
     plan = make_plan(case, model, dist.get_world_size())
     strategy = OverlapEmbeddingStrategy(pipeline=pipeline, sharding=plan, observer=clock.observe)
     with virtual_latency(clock):

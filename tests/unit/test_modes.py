@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections import defaultdict
 
 import pytest
 
@@ -10,12 +11,12 @@ from lightning_overlap.modes import MODES, STREAMS, resolve_schedule, resolve_st
 from lightning_overlap.schedule import Schedule, Step
 from lightning_overlap.stages import Stage, StreamName
 
-LETTERS = dict(zip(Stage, "CSDLFBO", strict=True))
+LETTERS = dict(zip(Stage, "CSDLFBOU", strict=True))
 
 
 def issues(schedule: Schedule, num_batches: int) -> dict[int, str]:
     """Return what each iteration issues, short: `S1` is the input splits dist of batch 1."""
-    listed: dict[int, list[str]] = {iteration: [] for iteration in range(-schedule.max_offset, num_batches)}
+    listed: dict[int, list[str]] = defaultdict(list)
     for iteration, step, batch in schedule.issue_order(num_batches):
         listed[iteration].append(f"{LETTERS[step.stage]}{batch}")
     return {iteration: " ".join(issued) for iteration, issued in listed.items()}
@@ -28,6 +29,7 @@ DERIVED: dict[str, tuple[int, int, Step | None]] = {
     "fused_sparse_dist": (3, 0, Step(Stage.EMBEDDING_LOOKUP, 1, StreamName.LOOKUP)),
     "fused_sparse_dist_after_optimizer": (3, 0, None),
     "semi_sync": (4, 1, Step(Stage.EMBEDDING_LOOKUP, 1, StreamName.LOOKUP)),
+    "semi_sync_deferred": (5, 1, Step(Stage.EMBEDDING_LOOKUP, 1, StreamName.LOOKUP)),
     "async_lookup": (5, 2, Step(Stage.EMBEDDING_LOOKUP, 1, StreamName.LOOKUP)),
 }
 
@@ -94,6 +96,21 @@ ISSUES: dict[str, dict[int, str]] = {
         1: "S3 F1 L2 B1 D3 O1",
         2: "F2 L3 B2 O2",
         3: "F3 B3 O3",
+    },
+    # iteration | -3 | -2       | -1             | 0                    | 1                       | 2           | 3
+    # memcpy    | C0 |    C1    |    C2          |       C3             |                         |             |
+    # data_dist |    | S0    D0 | S1       D1    | S2             D2    | S3                D3    |             |
+    # lookup    |    |          |       L0       |          L1          |       U0 L2             |    U1 L3    |    U2
+    # compute   |    |          |                |    F0       B0    O0 |    F1       B1       O1 | F2    B2 O2 | F3 ...
+    "semi_sync_deferred": {
+        -3: "C0",
+        -2: "S0 C1 D0",
+        -1: "S1 C2 L0 D1",
+        0: "S2 F0 C3 L1 B0 D2 O0",
+        1: "S3 F1 U0 L2 B1 D3 O1",
+        2: "F2 U1 L3 B2 O2",
+        3: "F3 U2 B3 O3",
+        4: "U3",
     },
     # iteration | -4 | -3       | -2             | -1                | 0                    | 1           | 2        | 3
     # memcpy    | C0 |    C1    |    C2          |    C3             |                      |             |          |

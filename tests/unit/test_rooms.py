@@ -258,6 +258,7 @@ TORCHREC = {
     "KJTAllToAll": "torchrec.distributed.dist_data",
     "KeyedJaggedTensor": "torchrec.sparse.jagged_tensor",
     "KJTSplitsAllToAllMeta": "torchrec.distributed.embedding_sharding",
+    "NoWait": "torchrec.distributed.types",
 }
 LIGHTNING = {
     "_FitLoop": "lightning.pytorch.loops.fit_loop",

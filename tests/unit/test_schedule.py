@@ -25,6 +25,8 @@ LIFE_OF_A_BATCH = (
 )
 TRAINER = LIFE_OF_A_BATCH[4:]
 WITHOUT_SPARSE = (Stage.COPY_BATCH_TO_DEVICE, *TRAINER)
+WITH_UPDATE = (*LIFE_OF_A_BATCH, Stage.EMBEDDING_UPDATE)
+LIVES = (LIFE_OF_A_BATCH, WITHOUT_SPARSE, WITH_UPDATE)
 
 schedules = st.randoms(use_true_random=False).map(random_schedule)
 
@@ -36,20 +38,30 @@ def simulate(rows: tuple[Step, ...]) -> bool:
     furthest = max(row.offset for row in rows)
     num_batches = 2 * (furthest + 1) + 1
     done: dict[int, list[Stage]] = defaultdict(list)
-    for iteration in range(-furthest, num_batches):
+    gone_back: set[int] = set()  # batches behind their backward, whose update has not come yet
+    updates_later = any(row.stage is Stage.EMBEDDING_UPDATE for row in rows)
+    if any(row.offset < (-1 if row.stage is Stage.EMBEDDING_UPDATE else 0) for row in rows):
+        return False
+    for iteration in range(-furthest, num_batches + 1):
         for row in rows:
             if row.stage in TRAINER and (row.offset != 0 or row.stream is not StreamName.COMPUTE):
                 return False  # the trainer runs these itself, on the batch being trained
             batch = iteration + row.offset
             if not 0 <= batch < num_batches:
                 continue
-            needed = LIFE_OF_A_BATCH[: LIFE_OF_A_BATCH.index(row.stage)]
+            needed = WITH_UPDATE[: WITH_UPDATE.index(row.stage)]
             # Sparse stages may be left out altogether, so only those of this table are needed before the forward.
             table = {other.stage for other in rows}
             if done[batch] != [stage for stage in needed if stage in table]:
                 return False
             done[batch].append(row.stage)
-    return all(tuple(done[batch]) in (LIFE_OF_A_BATCH, WITHOUT_SPARSE) for batch in range(num_batches))
+            if row.stage is Stage.BACKWARD and updates_later:
+                gone_back.add(batch)
+            elif row.stage is Stage.EMBEDDING_UPDATE:
+                gone_back.discard(batch)
+            elif row.stage is Stage.EMBEDDING_LOOKUP and gone_back:
+                return False  # it would see the update of a module that ran its own forward, and no other
+    return all(tuple(done[batch]) in LIVES for batch in range(num_batches))
 
 
 @st.composite
@@ -123,7 +135,7 @@ def test_issue_order_is_what_a_run_from_the_fill_to_the_drain_issues(schedule: S
         order = schedule.issue_order(num_batches)
         for batch in range(num_batches):
             stages = [step.stage for _, step, index in order if index == batch]
-            assert tuple(stages) in (LIFE_OF_A_BATCH, WITHOUT_SPARSE)
+            assert tuple(stages) in LIVES
         iterations = [iteration for iteration, _, _ in order]
         assert iterations == sorted(iterations)
         assert len(order) == num_batches * len(schedule.steps)
@@ -136,7 +148,7 @@ def test_issue_order_of_a_short_run() -> None:
     #  lookup    |           |          L0      |          L1    |
     #  compute   |           |                  |    F0    B0 O0 |   F1 B1 O1
     order = [(iteration, step.stage, batch) for iteration, step, batch in FUSED_SPARSE_DIST.issue_order(2)]
-    copy, splits, data, lookup, forward, backward, step = Stage
+    copy, splits, data, lookup, forward, backward, step, _ = Stage
     assert order == [
         (-2, copy, 0),
         (-1, splits, 0),
@@ -162,7 +174,7 @@ def simulated_staleness(schedule: Schedule) -> int:
     written: set[int] = set()
     batch = 4 * schedule.depth
     for _, step, index in schedule.issue_order(batch + 1):
-        if step.stage is Stage.BACKWARD:
+        if step.stage is (Stage.BACKWARD if schedule.row(Stage.EMBEDDING_UPDATE) is None else Stage.EMBEDDING_UPDATE):
             written.add(index)
         if step.stage is Stage.EMBEDDING_LOOKUP and index == batch:
             return len(set(range(batch)) - written)
@@ -182,7 +194,8 @@ def test_staleness_and_depth_are_those_of_a_run(schedule: Schedule) -> None:
     assert copy is not None
     below = schedule.position(Stage.COPY_BATCH_TO_DEVICE) > schedule.position(Stage.OPTIMIZER_STEP)
     assert most == copy.offset + (not below)
-    assert schedule.depth == copy.offset + 1
+    update = schedule.row(Stage.EMBEDDING_UPDATE)
+    assert schedule.depth == copy.offset + 1 + (update is not None and update.offset == -1)
 
 
 @given(schedules)
@@ -317,7 +330,9 @@ def _aligned(message: str) -> list[str]:
         ("copy_batch_to_device+0/compute", "expected 'name: stage+offset/stream ...', got 'copy_batch"),
         (": dense_forward+0/compute", "expected 'name: stage+offset/stream ...'"),
         ("mine: dense_forward", "'mine': expected 'stage+offset/stream', got 'dense_forward'"),
-        ("mine: dense_forward-1/compute", "expected 'stage+offset/stream', got 'dense_forward-1/compute'"),
+        ("mine: dense_forward/compute", "expected 'stage+offset/stream', got 'dense_forward/compute'"),
+        ("mine: dense_forward-1/compute", "dense_forward has offset -1"),
+        ("mine: embedding_update-2/compute", "embedding_update has offset -2"),
         ("mine: dense_forwards+0/compute", "'dense_forwards+0/compute' names an unknown stage or stream"),
         ("mine: dense_forward+0/gpu", "Known stages: copy_batch_to_device, .*; streams: compute, memcpy, data_dist"),
         ("mine:", "copy_batch_to_device is missing"),
