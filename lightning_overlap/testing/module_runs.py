@@ -378,6 +378,8 @@ class _FollowsMemory(Callback):
         assert isinstance(trainer.strategy, OverlapEmbeddingStrategy)
         streams = trainer.strategy.streams
         if isinstance(streams, CheckedStreams):
+            if batch_idx % 3 == 2:
+                trainer.strategy.update_tables()  # as before an evaluation or a checkpoint; else updates may be held
             streams.read_weights(f"a callback behind the step of batch {batch_idx}")
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
