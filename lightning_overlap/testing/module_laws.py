@@ -27,8 +27,8 @@ from .module_runs import (
     Watched,
     fit,
     make_trainer,
-    process_group,
 )
+from .one_process import process_group
 from .races import RaceError
 
 _SWITCHES = ("start_batch", "end_batch")

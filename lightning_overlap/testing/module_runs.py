@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import logging
 import os
 import random
 import signal
@@ -17,7 +16,6 @@ from unittest import mock
 import numpy as np
 import torch
 import torch.distributed as dist
-from lightning.fabric.plugins import ClusterEnvironment
 from lightning.pytorch import Callback, LightningDataModule, LightningModule, Trainer
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -28,6 +26,7 @@ from ..stages import Stage, WeightOwner
 from ..strategy import OverlapEmbeddingStrategy
 from ..syncs import HostSync, record_host_syncs
 from .module_states import digests
+from .one_process import ThisGroup
 from .tensor_races import CheckedStreams
 
 Delays = Mapping[int, tuple[int, frozenset[str]]]
@@ -163,79 +162,9 @@ def make_trainer(setting: Setting, strategy: Any, callbacks: Sequence[Callback] 
         devices=per_node,
         num_nodes=world_size // per_node,
         strategy=strategy,
-        plugins=[_ThisGroup(per_node)],
+        plugins=[ThisGroup(per_node)],
         **options,
     )
-
-
-@contextlib.contextmanager
-def process_group(accelerator: str) -> Iterator[None]:
-    """Use the process group that is there, or make one of one rank for the time being.
-
-    Random state, log levels and the environment are put back.
-    """
-    state = random.getstate(), np.random.get_state(), torch.get_rng_state()
-    loggers = [logging.getLogger(name) for name in ("lightning.pytorch", "lightning.fabric", "torchrec")]
-    levels = [logger.level for logger in loggers]
-    made = not dist.is_initialized()
-    if made:
-        store = dist.HashStore()  # type: ignore[attr-defined]
-        dist.init_process_group("gloo" if accelerator == "cpu" else "nccl", store=store, rank=0, world_size=1)
-    for logger in loggers:
-        logger.setLevel(logging.ERROR)
-    try:
-        with mock.patch.dict(os.environ):  # Lightning sets OMP_NUM_THREADS
-            yield
-    finally:
-        for logger, level in zip(loggers, levels, strict=True):
-            logger.setLevel(level)
-        if made:
-            dist.destroy_process_group()
-        random.setstate(state[0])
-        np.random.set_state(state[1])
-        torch.set_rng_state(state[2])
-
-
-class _ThisGroup(ClusterEnvironment):
-    """The processes of the default group; nothing is started, no variable of the environment is set."""
-
-    def __init__(self, per_node: int) -> None:
-        super().__init__()
-        self._per_node = per_node
-
-    @property
-    def creates_processes_externally(self) -> bool:
-        return True
-
-    @property
-    def main_address(self) -> str:
-        return "127.0.0.1"
-
-    @property
-    def main_port(self) -> int:
-        return 0
-
-    @staticmethod
-    def detect() -> bool:
-        return False
-
-    def world_size(self) -> int:
-        return dist.get_world_size()
-
-    def set_world_size(self, size: int) -> None:
-        pass
-
-    def global_rank(self) -> int:
-        return dist.get_rank()
-
-    def set_global_rank(self, rank: int) -> None:
-        pass
-
-    def local_rank(self) -> int:
-        return dist.get_rank() % self._per_node
-
-    def node_rank(self) -> int:
-        return dist.get_rank() // self._per_node
 
 
 class _Replay:

@@ -13,7 +13,8 @@ from torch import Tensor
 from lightning_overlap import MODES, STREAMS, Schedule, executor, sparse
 from lightning_overlap.stages import StreamName
 from lightning_overlap.testing import CheckedStreams, RaceError
-from lightning_overlap.testing.module_runs import Setting, fit, process_group
+from lightning_overlap.testing.module_runs import Setting, fit
+from lightning_overlap.testing.one_process import process_group
 
 from .. import mutants
 from . import checked
