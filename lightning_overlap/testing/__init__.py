@@ -27,6 +27,7 @@ from .schedule_laws import check_laws as check_laws
 from .schedule_laws import check_stages as check_stages
 from .schedule_laws import check_staleness as check_staleness
 from .schedule_laws import check_stream_order as check_stream_order
+from .tensor_races import CheckedStreams as CheckedStreams
 from .trainer import FakeTrainer as FakeTrainer
 from .trainer import Run as Run
 from .trainer import random_schedule as random_schedule

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import logging
 import os
 import random
 import signal
@@ -17,7 +16,6 @@ from unittest import mock
 import numpy as np
 import torch
 import torch.distributed as dist
-from lightning.fabric.plugins import ClusterEnvironment
 from lightning.pytorch import Callback, LightningDataModule, LightningModule, Trainer
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -29,6 +27,8 @@ from ..stages import Stage, WeightOwner
 from ..strategy import OverlapEmbeddingStrategy
 from ..syncs import HostSync, record_host_syncs
 from .module_states import digests
+from .one_process import ThisGroup
+from .tensor_races import CheckedStreams
 
 Delays = Mapping[int, tuple[int, frozenset[str]]]
 """Batch -> how many updates its lookup sees, and in which modules; all others see every update."""
@@ -96,7 +96,13 @@ class Setting:
 
 
 def fit(
-    setting: Setting, pipeline: Any, *, delays: Delays | None = None, every_state: bool = True, syncs: bool = False
+    setting: Setting,
+    pipeline: Any,
+    *,
+    delays: Delays | None = None,
+    every_state: bool = True,
+    syncs: bool = False,
+    races: bool = False,
 ) -> Watched:
     """Train a new module from the seed, and watch.
 
@@ -106,6 +112,10 @@ def fit(
         delays: Of lookups in the modules' own forward: needs a mode in which there are no others.
         every_state: Digest the state after every step, not only after the last.
         syncs: Count host syncs in the middle.
+        races: Follow every operator's memory over the streams. On one rank.
+
+    Raises:
+        RaceError: With `races`: an operator uses what nothing ordered.
     """
     watched = Watched()
     _seed(setting.seed)
@@ -113,8 +123,9 @@ def fit(
     _seed(setting.seed + _rank())
     watch = _Watch(watched, len(setting.batches), every_state=every_state, syncs=syncs)
     delay = _Delay(delays) if delays is not None else None
-    strategy = _WatchedStrategy(watch, delay, pipeline=pipeline, **setting.strategy_options)
-    callbacks = [*setting.trainer_options.get("callbacks", ()), watch, *([] if delay is None else [delay])]
+    strategy = _WatchedStrategy(watch, delay, races, pipeline=pipeline, **setting.strategy_options)
+    more = [] if delay is None else [delay]
+    callbacks = [*([_FollowsMemory()] if races else ()), *setting.trainer_options.get("callbacks", ()), watch, *more]
     trainer = make_trainer(setting, strategy, callbacks)
     before = _patchable(trainer, module)
     loader = _Replay(setting.batches)
@@ -152,79 +163,9 @@ def make_trainer(setting: Setting, strategy: Any, callbacks: Sequence[Callback] 
         devices=per_node,
         num_nodes=world_size // per_node,
         strategy=strategy,
-        plugins=[_ThisGroup(per_node)],
+        plugins=[ThisGroup(per_node)],
         **options,
     )
-
-
-@contextlib.contextmanager
-def process_group(accelerator: str) -> Iterator[None]:
-    """Use the process group that is there, or make one of one rank for the time being.
-
-    Random state, log levels and the environment are put back.
-    """
-    state = random.getstate(), np.random.get_state(), torch.get_rng_state()
-    loggers = [logging.getLogger(name) for name in ("lightning.pytorch", "lightning.fabric", "torchrec")]
-    levels = [logger.level for logger in loggers]
-    made = not dist.is_initialized()
-    if made:
-        store = dist.HashStore()  # type: ignore[attr-defined]
-        dist.init_process_group("gloo" if accelerator == "cpu" else "nccl", store=store, rank=0, world_size=1)
-    for logger in loggers:
-        logger.setLevel(logging.ERROR)
-    try:
-        with mock.patch.dict(os.environ):  # Lightning sets OMP_NUM_THREADS
-            yield
-    finally:
-        for logger, level in zip(loggers, levels, strict=True):
-            logger.setLevel(level)
-        if made:
-            dist.destroy_process_group()
-        random.setstate(state[0])
-        np.random.set_state(state[1])
-        torch.set_rng_state(state[2])
-
-
-class _ThisGroup(ClusterEnvironment):
-    """The processes of the default group; nothing is started, no variable of the environment is set."""
-
-    def __init__(self, per_node: int) -> None:
-        super().__init__()
-        self._per_node = per_node
-
-    @property
-    def creates_processes_externally(self) -> bool:
-        return True
-
-    @property
-    def main_address(self) -> str:
-        return "127.0.0.1"
-
-    @property
-    def main_port(self) -> int:
-        return 0
-
-    @staticmethod
-    def detect() -> bool:
-        return False
-
-    def world_size(self) -> int:
-        return dist.get_world_size()
-
-    def set_world_size(self, size: int) -> None:
-        pass
-
-    def global_rank(self) -> int:
-        return dist.get_rank()
-
-    def set_global_rank(self, rank: int) -> None:
-        pass
-
-    def local_rank(self) -> int:
-        return dist.get_rank() % self._per_node
-
-    def node_rank(self) -> int:
-        return dist.get_rank() // self._per_node
 
 
 class _Replay:
@@ -346,13 +287,55 @@ def _fused_weights(module: Any) -> list[Tensor]:
     return [weight for kernel in tbes(module) for weight in kernel.split_embedding_weights()]
 
 
+class _FollowsMemory(Callback):
+    """Lets checked streams see all operators of the training."""
+
+    def __init__(self) -> None:
+        self._watching = contextlib.ExitStack()
+
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        assert isinstance(trainer.strategy, OverlapEmbeddingStrategy)
+        streams = trainer.strategy.streams
+        if isinstance(streams, CheckedStreams):
+            weights = {name: weight.detach() for name, weight in pl_module.named_parameters()}
+            for name, module in sharded_modules(pl_module).items():
+                weights |= {f"a table of {name} {at}": weight for at, weight in enumerate(_fused_weights(module))}
+            self._watching.enter_context(streams.watching(weights))
+
+    def on_train_batch_end(
+        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        assert isinstance(trainer.strategy, OverlapEmbeddingStrategy)
+        streams = trainer.strategy.streams
+        if isinstance(streams, CheckedStreams):
+            if batch_idx % 3 == 2:
+                trainer.strategy.update_tables()  # as before an evaluation or a checkpoint; else updates may be held
+            streams.read_weights(f"a callback behind the step of batch {batch_idx}")
+
+    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._watching.close()
+
+    def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
+        self._watching.close()
+
+
 class _WatchedStrategy(OverlapEmbeddingStrategy):
     """Tells a watch who was served early, and delays the lookups of a reference."""
 
-    def __init__(self, watch: _Watch, delay: _Delay | None, **kwargs: Any) -> None:
+    def __init__(self, watch: _Watch, delay: _Delay | None, races: bool, **kwargs: Any) -> None:
         super().__init__(observer=watch.observe, **kwargs)
         self._watch = watch
         self._delay = delay
+        if races:
+            streams = CheckedStreams(self._lookup_stream)
+            self._streams = streams
+            self._observer = streams.observe
+
+    def batch_to_device(self, batch: Any, device: torch.device | None = None, dataloader_idx: int = 0) -> Any:
+        batch = super().batch_to_device(batch, device, dataloader_idx)
+        if isinstance(self._streams, CheckedStreams):
+            self._streams.take(batch)
+        return batch
 
     def _make_pipeline(self, schedule: Any, step: str) -> SparsePipeline:
         pipeline = super()._make_pipeline(schedule, step)

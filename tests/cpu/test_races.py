@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import ast
-import inspect
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -12,7 +9,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lightning_overlap import executor
-from lightning_overlap.executor import Executor
 from lightning_overlap.inflight import InFlightBatch
 from lightning_overlap.modes import MODES, STREAMS
 from lightning_overlap.schedule import Schedule, Step
@@ -26,6 +22,7 @@ from lightning_overlap.testing import (
     check_laws,
     random_schedule,
 )
+from tests import mutants
 
 COMPUTE, SIDE, THIRD = StreamName.COMPUTE, StreamName.DATA_DIST, StreamName.LOOKUP
 random_schedules = st.randoms(use_true_random=False).map(random_schedule)
@@ -145,52 +142,11 @@ def test_no_schedule_that_is_accepted_has_a_race(
         FakeTrainer(schedule, ready=ready, streams=RecordingStreams(lookup)).run(2 * schedule.depth + 1, **options)
 
 
-ORDERING = {"wait", "hand_over", "_acquire", "wait_for_lookups"}
-
-
-def calls_that_order() -> Iterator[tuple[int, str]]:
-    """Yield the line and text of every statement of the executor that orders streams or hands memory over."""
-    for node in ast.walk(ast.parse(inspect.getsource(executor))):
-        if _orders(node):
-            yield node.lineno, ast.unparse(node)  # type: ignore[attr-defined]
-
-
-def _orders(node: ast.AST) -> bool:
-    return (
-        isinstance(node, ast.Expr)
-        and isinstance(node.value, ast.Call)
-        and isinstance(node.value.func, ast.Attribute)
-        and node.value.func.attr in ORDERING
-        and ast.unparse(node.value.func.value) in ("self", "self._streams")
-    )
-
-
-class _LeaveOut(ast.NodeTransformer):
-    def __init__(self, line: int) -> None:
-        self._line = line
-
-    def visit_Expr(self, node: ast.Expr) -> ast.stmt:
-        return ast.copy_location(ast.Pass(), node) if node.lineno == self._line and _orders(node) else node
-
-
-def mutant(line: int) -> type[Executor]:
-    """Return the executor without the statement of a line."""
-    tree = _LeaveOut(line).visit(ast.parse(inspect.getsource(executor)))
-    names: dict[str, Any] = {"__name__": executor.__name__, "__package__": executor.__package__}
-    exec(compile(tree, executor.__file__, "exec"), names)
-    made: type[Executor] = names["Executor"]
-    return made
-
-
-def whole() -> type[Executor]:
-    return mutant(0)
-
-
 def test_what_the_mutants_are_made_of_is_right() -> None:
     for schedule in MODES.values():
-        check_laws(schedule, executor_type=whole())
-    check_laws(OWN_STREAMS, executor_type=whole())
-    check_laws(UPDATES_AFTER_THE_STEP, executor_type=whole())
+        check_laws(schedule, executor_type=mutants.without(executor, 0, "Executor"))
+    for schedule in (OWN_STREAMS, UPDATES_AFTER_THE_STEP):
+        check_laws(schedule, executor_type=mutants.without(executor, 0, "Executor"))
 
 
 OWN_STREAMS = Schedule.parse(
@@ -203,16 +159,16 @@ UPDATES_AFTER_THE_STEP = Schedule(
     "updates_after_the_step", (*MODES["semi_sync"].steps, Step(Stage.EMBEDDING_UPDATE, 0, StreamName.LOOKUP))
 )
 
-MUTANTS = list(calls_that_order())
+MUTANTS = list(mutants.statements(executor))
 
 
 @pytest.mark.parametrize("line", [line for line, _ in MUTANTS], ids=[text for _, text in MUTANTS])
 def test_a_wait_or_hand_over_that_the_executor_leaves_out_is_caught(line: int) -> None:
-    caught = {}
+    caught, mutant = {}, mutants.without(executor, line, "Executor")
     for schedule in (*MODES.values(), OWN_STREAMS, UPDATES_AFTER_THE_STEP):
         try:
-            check_laws(schedule, executor_type=mutant(line))
-            FakeTrainer(schedule, executor_type=mutant(line)).run(12, hold={4: 4}, repeat={8})
+            check_laws(schedule, executor_type=mutant)
+            FakeTrainer(schedule, executor_type=mutant).run(12, hold={4: 4}, repeat={8})
         except RaceError as err:
             caught[schedule.name] = str(err)
     assert caught, "nothing needs it, or the checker is blind to what does"

@@ -23,7 +23,8 @@ FILES = {
     "plan": ("versions", "stages", "schedule", "modes", "switched"),
     "run": (
         *("agreement", "groups", "streams", "structure", "inflight", "clocks", "executor", "syncs"),
-        *("testing/recorded", "testing/fakes", "testing/trainer", "testing/schedule_laws", "testing/races"),
+        *("testing/recorded", "testing/fakes", "testing/trainer", "testing/schedule_laws"),
+        *("testing/races", "testing/tensor_races"),
         *("timeline", "summary", "figures", "kineto", "kineto_names", "trace_file", "layout", "drawing", "page"),
     ),
     "sparse": ("kinds", "sharded", "input_dist", "sparse", "sharding", "optim", "table_state", "stash", "stale_rows"),
@@ -181,10 +182,15 @@ TORCH_PRIVATE = {
     "_C",
     "_apply_optimizer_in_backward",
     "_autograd",
+    "_cdata",
+    "_current_autograd_node",
     "_current_graph_task_id",
     "_get_default_store",
+    "_get_sequence_nr",
     "_init_from_local_shards_and_global_metadata",
     "_profiler_enabled",
+    "_schema",
+    "_sequence_nr",
     "_set_params_and_buffers_to_ignore_for_model",
 }
 """PyTorch's own; TorchRec and Lightning use them too."""
