@@ -9,7 +9,7 @@ from .ranks import Ranks
 
 
 def test_code_runs(two_ranks: Ranks) -> None:
-    assert len(readme.python_blocks()) == 3
+    assert len(readme.python_blocks()) == 4
     assert two_ranks.run(readme.run) == [(2, True), (2, True)]  # three batches, dealt out by Lightning's sampler
 
 
