@@ -361,7 +361,8 @@ class _FitLoopMixin(_FitLoop):
         own, strategy = self.max_batches, self.trainer.strategy
         fetcher.num_batches = strategy.shortest_epoch(own)  # type: ignore[attr-defined]
         knows = has_certain_length(fetcher.combined_loader)
-        fetcher.lengths_are_certain = not strategy.any_rank(not knows)  # type: ignore[attr-defined]
+        any_does_not = strategy.any_rank(not knows)  # type: ignore[attr-defined]
+        fetcher.lengths_are_certain = knows and not any_does_not
         if fetcher.num_batches == own:
             return
         warnings.warn(

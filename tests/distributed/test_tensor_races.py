@@ -39,8 +39,11 @@ def test_no_race_in_any_mode(case: Case, mode: Schedule, policy: str) -> None:
     train(case, mode.name, policy)
 
 
+OF_A_CACHE = list(mutants.statements(executor, "_order_prefetch"))
+"""What matters to tables in a cache alone, which a CPU does not have."""
+
 STATEMENTS = [
-    *((executor, "Executor", *found) for found in mutants.statements(executor)),
+    *((executor, "Executor", *found) for found in mutants.statements(executor) if found not in OF_A_CACHE),
     *((sparse, "SparsePipeline", *found) for found in mutants.statements(sparse, "_receive_rows")),
 ]
 
