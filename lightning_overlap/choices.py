@@ -6,7 +6,7 @@ import fnmatch
 from collections.abc import Mapping
 from typing import Any
 
-from .modes import MODES, STREAMS, resolve_schedule, resolve_stream, unknown_name_message
+from .modes import MODES, STREAMS, check_lookup_threads, resolve_schedule, resolve_stream, unknown_name_message
 from .schedule import Schedule
 from .stages import Stage
 from .switched import exact_outside
@@ -36,8 +36,11 @@ def modes(config: Config) -> list[Schedule]:
 
 
 def switches(config: Config, schedule: Schedule) -> dict[str, Any]:
-    """Return from where to where a schedule is trained: what the config says, for every mode with a staleness."""
-    return _switches(config) if schedule.staleness else {}
+    """Return what the config says beside the schedule, for every mode with a staleness: see `PIPELINE_OPTIONS`."""
+    if not schedule.staleness:
+        return {}
+    num_threads = config["pipeline"].get("num_lookup_threads")
+    return {**_switches(config), **({} if num_threads is None else {"num_lookup_threads": num_threads})}
 
 
 def _switches(config: Config) -> dict[str, Any]:
@@ -49,6 +52,7 @@ PIPELINE_OPTIONS: Mapping[str, str] = {
     "schedule": "a table of one's own, in the place of the name's",
     "staleness": "of async_lookup, from 1 on",
     "defer_update": "true: a mode with a staleness updates tables after the next forward",
+    "num_lookup_threads": "on a CPU, for the lookups of a mode with a staleness",
     "start_batch": "so many batches are trained exactly before a mode with a staleness begins",
     "end_batch": "from this batch on exactly again",
 }
@@ -63,7 +67,9 @@ def check(config: Config) -> None:
     Raises:
         ValueError: An unknown mode or stream, a schedule that cannot run, or a precision that scales the loss.
     """
-    exact_outside(modes(config)[-1], **_switches(config))
+    wanted = modes(config)[-1]
+    exact_outside(wanted, **_switches(config))
+    check_lookup_threads(config["pipeline"].get("num_lookup_threads") or 0, wanted)
     resolve_stream(config["stream"]["name"])
     if str(config["trainer"].get("precision")) in ("16-mixed", "16"):
         raise ValueError(

@@ -75,6 +75,9 @@ class SparseStages(Protocol):
     def embedding_lookup(self, inflight: InFlightBatch, owners: frozenset[WeightOwner]) -> None:
         """Look up the tables of these owners and start the all-to-all of rows."""
 
+    def finish_lookups(self) -> None:
+        """Wait for the lookups that run in threads; start the all-to-all of their rows."""
+
     def drop_lookups(self, inflight: InFlightBatch) -> None:
         """Forget early results; the modules' own forward will run instead."""
 
@@ -440,6 +443,8 @@ class Executor:
             self._run_deferred_lookup()
 
     def _pass_backward(self) -> None:
+        if self._sparse is not None:
+            self._sparse.finish_lookups()
         if self._sparse is not None and (self._sparse.take_plain_forward() or self._plain_forward):
             # Such a module's TBE backward ran on the compute stream: the next lookup has to wait for it.
             self._written = self._streams.record(StreamName.COMPUTE)

@@ -265,6 +265,25 @@ def resolve_schedule(pipeline: str | Schedule, staleness: int | None = None, def
     return MODES_BY_STALENESS[pipeline](staleness)
 
 
+def check_lookup_threads(num_threads: int, schedule: Schedule) -> int:
+    """Return the number of threads for lookups.
+
+    Raises:
+        TypeError: Not a number.
+        ValueError: Negative, or for a mode that looks up after the backward: there is none left to run beside.
+    """
+    if not isinstance(num_threads, int) or isinstance(num_threads, bool):
+        raise TypeError(f"num_lookup_threads is a number of threads, got {num_threads!r}.")
+    if num_threads < 0:
+        raise ValueError(f"num_lookup_threads is a number of threads from 0 on, got {num_threads}.")
+    if num_threads and not schedule.staleness:
+        raise ValueError(
+            f"num_lookup_threads={num_threads}: {schedule.name!r} looks up after the backward, so threads have none to "
+            "run beside. They are for semi_sync and async_lookup."
+        )
+    return num_threads
+
+
 def resolve_stream(stream: str) -> StreamName:
     """Return the stream that a policy's name puts early lookups on.
 

@@ -187,6 +187,39 @@ def look_up(
         _look_up(module, state, owners)
 
 
+def compute_fused(module: Any, state: ModuleInFlight, set_rates: SetRates | None = None) -> dict[int, Tensor]:
+    """Run the kernels of the tables that the fused backward writes, and no collective: any thread may do so.
+
+    `start_fused` goes on with what this returns.
+    """
+    with _updates_at_present_rate(module, set_rates):
+        return _compute(module, state, parts_to_look_up(module, state, frozenset({WeightOwner.FUSED_BACKWARD})))
+
+
+def start_fused(
+    module: Any,
+    state: ModuleInFlight,
+    rows: Mapping[int, Tensor],
+    before_update: Callable[[Tensor], None],
+    *,
+    holds_update: bool = False,
+) -> None:
+    """Start the all-to-alls of rows that `compute_fused` returned.
+
+    Args:
+        module: The sharded module.
+        state: The batch on its way through it.
+        rows: By part.
+        before_update: Called in the backward with the gradient of the rows, right before the tables are written.
+        holds_update: As of `look_up`.
+    """
+    for rows_of_part in rows.values():
+        if rows_of_part.requires_grad:
+            rows_of_part.register_hook(before_update)
+    with _holds_update(module, state) if holds_update else nullcontext():
+        _start_rows(module, state, rows)
+
+
 # -- updates that come later -------------------------------------------------------------------------------------
 
 
@@ -279,14 +312,25 @@ def _look_up(module: Any, state: ModuleInFlight, owners: frozenset[WeightOwner])
         state.rows = module.compute_and_output_dist(state.context, state.dist_input)
         state.dist_input = None
         return
+    _start_rows(module, state, _compute(module, state, parts))
+
+
+def _compute(module: Any, state: ModuleInFlight, parts: list[int]) -> dict[int, Tensor]:
+    """Run the kernels of some parts."""
     lookups = module._lookups
     module._lookups = [lookup if part in parts else _NOTHING for part, lookup in enumerate(lookups)]
     try:
         rows = module.compute(state.context, state.dist_input)
     finally:
         module._lookups = lookups
-    for part in parts:
-        state.outputs[part] = module._output_dists[part](rows[part], state.context.sharding_contexts[part])
+    return {part: rows[part] for part in parts}
+
+
+def _start_rows(module: Any, state: ModuleInFlight, rows: Mapping[int, Tensor]) -> None:
+    """Start the all-to-alls of some parts' rows; assemble what is under way once all parts have been looked up."""
+    num_parts = len(owners_of_parts(module))
+    for part, rows_of_part in rows.items():
+        state.outputs[part] = module._output_dists[part](rows_of_part, state.context.sharding_contexts[part])
     if len(state.outputs) == num_parts:
         output_dists = module._output_dists
         module._output_dists = [_already_started] * num_parts

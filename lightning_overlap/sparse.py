@@ -21,12 +21,14 @@ from .executor import Observer
 from .inflight import InFlightBatch
 from .input_dist import InputSizes, splits_only
 from .kinds import why_never_early
+from .lookup_threads import LookupThreads, Rows
 from .sharded import (
     ModuleInFlight,
     SetRates,
     apply_held,
     caching_tbes,
     check_torchrec,
+    compute_fused,
     forget_prefetched,
     kernel_rates,
     look_up,
@@ -34,6 +36,7 @@ from .sharded import (
     lookups_since,
     parts_to_look_up,
     set_kernel_rates,
+    start_fused,
     tbes,
     without_backward,
 )
@@ -126,6 +129,7 @@ class SparsePipeline:
         step: The module's method whose calls are served.
         trains: Whether a backward follows; lookups without one must not count for the fused optimizers.
         said: Warnings given so far, shared by the pipelines of a run.
+        num_threads: Threads that run the kernels of early lookups on a CPU; 0: the calling thread does.
         prefetches: Whether the schedule has a row for it, so that tables in a UVM cache can be looked up early.
     """
 
@@ -144,7 +148,10 @@ class SparsePipeline:
         trains: bool = True,
         said: set[tuple[str, str | None]] | None = None,
         prefetches: bool = False,
+        num_threads: int = 0,
     ) -> None:
+        self._threads = LookupThreads(num_threads) if num_threads else None
+        self._plain_in_step = False
         self._set_rates = set_rates
         # A rate that moves repeats a lookup in its backward, when the next batch's prefetch is in its place.
         prefetches = prefetches and set_rates is None
@@ -183,12 +190,16 @@ class SparsePipeline:
             stand_in.detach()
         self._current = None
         self._to_update.clear()
+        if self._threads is not None:
+            self._threads.abandon()
 
     # -- the stand-in forward -----------------------------------------------------------------------------------
 
     @contextmanager
     def forward(self, inflight: InFlightBatch) -> Iterator[None]:
         """Serve early results while the step of one batch runs."""
+        self.finish_lookups()
+        self._plain_in_step = False
         self._forget_calls()
         self._current = inflight
         try:
@@ -220,7 +231,8 @@ class SparsePipeline:
                 else:
                     self._all_ranks_go_plain(stand_in, inflight.index)
                     self._run_plain(stand_in, "it was called with another input than the one in the batch")
-            self._plain_forward = True
+            self._plain_forward = self._plain_in_step = True
+        self.finish_lookups()
         self._update_before_a_forward(stand_in.name)
         return self._on_compute_stream(stand_in.module, inflight, look_up_now)
 
@@ -454,9 +466,34 @@ class SparsePipeline:
         The fused ones of all modules come first, which are model-parallel: their rows travel while the data-parallel
         tables are read. Two lookups at a time would only share the memory's bandwidth.
         """
+        self.finish_lookups()
         for owner in WeightOwner:
             if owner in owners:
                 self._look_up(inflight, frozenset({owner}))
+
+    def _begin_in_thread(self, name: str, inflight: InFlightBatch) -> None:
+        assert self._threads is not None
+        state, module = inflight.modules[name], self._stand_ins[name].module
+        if self.keep_ids:
+            state.ids = state.dist_input
+        set_rates = None if self._set_rates is None else partial(self._rates_of, module, state)
+
+        def look_up_in_thread() -> Rows:
+            counts = lookup_counts(module)
+            rows = compute_fused(module, state, set_rates)
+            return Rows(rows, lookups_since(module, counts))
+
+        self._threads.submit(name, inflight, look_up_in_thread)
+
+    def finish_lookups(self) -> None:
+        """Wait for the lookups that run in threads; start the all-to-all of their rows, in the order of their begin."""
+        for job in [] if self._threads is None else self._threads.take():
+            assert self._threads is not None
+            state, rows = job.inflight.modules[job.module], job.rows.result()
+            module = self._stand_ins[job.module].module
+            holds = job.inflight.holds_update
+            start_fused(module, state, rows.by_part, self._threads.wait, holds_update=holds)
+            state.num_lookups = rows.num_lookups
 
     def _look_up(self, inflight: InFlightBatch, owners: frozenset[WeightOwner]) -> None:
         for name, state in inflight.modules.items():
@@ -465,6 +502,11 @@ class SparsePipeline:
                 and state.dist_input is not None
                 and parts_to_look_up(self._stand_ins[name].module, state, owners)
             ):
+                if self._threads is not None and WeightOwner.FUSED_BACKWARD in owners:
+                    self._begin_in_thread(name, inflight)
+                    if self._plain_in_step:  # whose backward writes tables without asking for lookups first
+                        self.finish_lookups()
+                    continue
                 module = self._stand_ins[name].module
                 counts = lookup_counts(module)
                 if self.keep_ids:
@@ -523,6 +565,7 @@ class SparsePipeline:
 
     def drop_lookups(self, inflight: InFlightBatch) -> None:
         """Forget early rows, once their collectives are over; these modules' own forward will run instead."""
+        self.finish_lookups()
         for name, state in list(inflight.modules.items()):
             if state.rows is not None or state.outputs:
                 self._leave_aside(self._stand_ins[name].module, state)
@@ -530,11 +573,13 @@ class SparsePipeline:
 
     def count_lookups(self, inflight: InFlightBatch, times: int) -> None:
         """Count the early lookups of a batch for the fused optimizers so many times more; -1: take them back."""
+        self.finish_lookups()
         for name, state in inflight.modules.items():
             self._uncount(self._stand_ins[name].module, [-times * num for num in state.num_lookups])
 
     def drain(self, inflight: InFlightBatch) -> None:
         """Complete every collective that was started for a batch, in the order of its stages."""
+        self.finish_lookups()
         if any(state.splits is not None for state in inflight.modules.values()):
             self.input_data_dist(inflight)
         self.receive_input(inflight)

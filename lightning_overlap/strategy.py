@@ -28,7 +28,7 @@ from .agreement import FirstCause, GroupAgreement, default_store
 from .clocks import Clock
 from .executor import Executor, Observer
 from .kinds import has_model_parallel_tables, sharded_modules
-from .modes import resolve_schedule, resolve_stream
+from .modes import check_lookup_threads, resolve_schedule, resolve_stream
 from .optim import rate_setter
 from .refusals import refuse_callbacks, refuse_precision
 from .saving import SavesShards
@@ -74,6 +74,8 @@ class OverlapEmbeddingStrategy(evaluation.EvaluatesAhead, SavesShards):
             the next forward, and update the tables then; the staleness stays what it is. An evaluation, a checkpoint
             and the end of an epoch find the tables up to date; a callback at the end of a batch finds them without
             that batch's update.
+        num_lookup_threads: In a mode with a staleness, on a CPU: so many threads run the kernels of early lookups
+            beside the backward, a module each; the main thread sends what they find. 0: it looks up, too.
         start_batch: A mode with a staleness begins with this batch, counted over all epochs; the ones before it train
             exactly, as in `fused_sparse_dist`. No batch is lost or looked up twice, and no device is waited for.
         end_batch: From this batch on exactly again; the lookups under way are still used.
@@ -101,6 +103,7 @@ class OverlapEmbeddingStrategy(evaluation.EvaluatesAhead, SavesShards):
         *,
         staleness: int | None = None,
         defer_update: bool = False,
+        num_lookup_threads: int = 0,
         start_batch: int = 0,
         end_batch: int | None = None,
         observer: Observer | None = None,
@@ -110,6 +113,7 @@ class OverlapEmbeddingStrategy(evaluation.EvaluatesAhead, SavesShards):
     ) -> None:
         self.schedule = resolve_schedule(pipeline, staleness, defer_update)
         self._schedules = exact_outside(self.schedule, start_batch, end_batch)
+        self._num_lookup_threads = check_lookup_threads(num_lookup_threads, self.schedule)
         self.stream = stream
         self._lookup_stream = resolve_stream(stream)
         check_fused_optimizer(fused_optimizer)
@@ -250,6 +254,7 @@ class OverlapEmbeddingStrategy(evaluation.EvaluatesAhead, SavesShards):
             step=step,
             trains=trains,
             said=self._said,
+            num_threads=self._num_lookup_threads if trains and self.root_device.type == "cpu" else 0,
             prefetches=schedule.row(Stage.PREFETCH) is not None,
         )
 

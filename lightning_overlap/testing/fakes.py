@@ -215,6 +215,9 @@ class FakeSparse:
             if state.looked_up:
                 self.pending.add((Stage.EMBEDDING_LOOKUP, inflight.index, name))
 
+    def finish_lookups(self) -> None:
+        """Do nothing: the fake lookups are over at once."""
+
     def drop_lookups(self, inflight: InFlightBatch) -> None:
         """Forget early results, once their collectives are over."""
         self.drain(inflight)

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from . import asyncs, reference
-from .cases import CASES, MIXED, NUM_STEPS, ROWWISE_ADAGRAD, SEQUENCE, TABLE_WISE, Case
+from .cases import CASES, MIXED, NUM_STEPS, ROWWISE_ADAGRAD, SEQUENCE, TABLE_WISE, TWO_COLLECTIONS, Case
 from .ranks import Ranks
 from .reference import Delayed, Seen, Switching
 
@@ -44,6 +44,25 @@ def test_equals_the_plain_loop_with_updates_delayed_by_as_much(
     for other in (staleness - 1, staleness + 1):  # and one update more or less is seen
         for differences in _differences(actual, _expected(ranks, case, Delayed(other))):
             assert any(text.startswith("losses from step") for text in differences)
+
+
+@deferred
+@pytest.mark.parametrize("case", [*ALL, TWO_COLLECTIONS], ids=lambda case: case.name)
+@pytest.mark.parametrize("staleness", [1, 3])
+def test_lookups_in_threads_are_the_same(ranks: Ranks, case: Case, staleness: int, defer_update: bool) -> None:
+    actual = ranks.run(asyncs.fit, case, staleness=staleness, num_lookup_threads=2, defer_update=defer_update)
+    assert _differences(actual, _expected(ranks, case, Delayed(staleness))) == [[]] * ranks.world_size
+
+
+def test_kernels_run_in_threads_and_collectives_do_not(two_ranks: Ranks) -> None:
+    for kernels, collectives in two_ranks.run(asyncs.threads_of, TWO_COLLECTIONS, staleness=2, num_lookup_threads=2):
+        assert all(name.startswith("embedding_lookup") for name in kernels[2:])  # the first forward is the module's own
+        assert collectives == {"MainThread"}
+
+
+def test_a_lookup_that_fails_in_a_thread_fails_the_step(ranks: Ranks) -> None:
+    for text in ranks.run(asyncs.fails_in_a_thread, TABLE_WISE, staleness=2, num_lookup_threads=1):
+        assert "no such row" in text
 
 
 def test_the_delayed_loop_without_a_delay_is_the_plain_loop(ranks: Ranks) -> None:

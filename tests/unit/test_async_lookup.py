@@ -17,6 +17,8 @@ from lightning_overlap.modes import (
     MODES,
     SEMI_SYNC,
     async_lookup,
+    check_lookup_threads,
+    defer_update,
     resolve_schedule,
 )
 from lightning_overlap.schedule import Schedule, Step
@@ -124,3 +126,32 @@ def test_switches_that_cannot_be(
 def test_schedules_that_cannot_follow_one_another(parts: Any, message: str) -> None:
     with pytest.raises(ValueError, match=re.escape(message)):
         SwitchedSchedule(parts)
+
+
+@pytest.mark.parametrize(
+    ("num_threads", "schedule", "error", "message"),
+    [
+        (2, FUSED_SPARSE_DIST, ValueError, "'fused_sparse_dist' looks up after the backward"),
+        (-1, SEMI_SYNC, ValueError, "from 0 on, got -1"),
+        (True, SEMI_SYNC, TypeError, "a number of threads, got True"),
+    ],
+)
+def test_threads_that_have_nothing_to_run_beside(
+    num_threads: Any, schedule: Schedule, error: type[Exception], message: str
+) -> None:
+    with pytest.raises(error, match=re.escape(message)):
+        check_lookup_threads(num_threads, schedule)
+
+
+@pytest.mark.parametrize("mode", [SEMI_SYNC, async_lookup(3)], ids=lambda mode: mode.name)
+def test_a_deferred_update_leaves_the_staleness(mode: Schedule) -> None:
+    deferred = defer_update(mode)
+    assert (deferred.staleness, deferred.depth) == (mode.staleness, mode.depth + 1)
+    assert resolve_schedule(mode, deferred=True) == deferred
+
+
+def test_an_exact_mode_cannot_defer_its_updates() -> None:
+    with pytest.raises(
+        ValueError, match="'fused_sparse_dist' looks up after the backward and so needs its update by then"
+    ):
+        resolve_schedule("fused_sparse_dist", deferred=True)

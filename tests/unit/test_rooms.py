@@ -27,7 +27,10 @@ FILES = {
         *("testing/races", "testing/tensor_races"),
         *("timeline", "summary", "figures", "kineto", "kineto_names", "trace_file", "layout", "drawing", "page"),
     ),
-    "sparse": ("kinds", "sharded", "input_dist", "sparse", "sharding", "optim", "table_state", "stash", "stale_rows"),
+    "sparse": (
+        *("kinds", "sharded", "input_dist", "sparse", "sharding", "optim", "table_state", "stash"),
+        *("stale_rows", "lookup_threads"),
+    ),
     "plugin": (
         "strategy",
         "loop",
