@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import ctypes
 import json
@@ -91,6 +92,7 @@ def run_as_rank(train: Callable[[], None], folder: Path, parent: int) -> None:
         parent: The process that started this one, and is not to be outlived.
     """
     end_with(parent)
+    atexit.register(_leave)  # behind all that is registered later: a logger's last words, say
     try:
         train()
     except BaseException as err:  # also SystemExit: Lightning turns Ctrl-C into it
@@ -98,6 +100,14 @@ def run_as_rank(train: Callable[[], None], folder: Path, parent: int) -> None:
         # Leave at once: the other ranks wait in a collective that this one never joins, and so would a clean exit.
         sys.stdout.flush()
         os._exit(1)
+
+
+def _leave() -> None:
+    """End the process in the place of C++'s own end, in which a thread of gloo's now and then aborts it (SIGABRT)."""
+    logging.shutdown()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(0)
 
 
 def end_with(parent: int) -> None:
