@@ -46,6 +46,13 @@ SEMI_SYNC_DEFERRED = (
     "< rows 4,forward,< gradients,< lengths 5,< ids 5,> rows 5,backward,> gradients,"
     "< splits 6,> lengths 6,> ids 6,step,> splits 7"
 )
+#        |forward |backward|grads |step    |                            exposed: grads
+#         ids 5 ............. its rows are fetched into a cache here
+#                                  |rows 5, splits 6
+PREFETCH = (
+    "< rows 4,forward,< lengths 5,< ids 5,backward,> gradients,< gradients exposed 40,"
+    "> splits 6,> rows 5,step,< splits 6,> lengths 6,> ids 6"
+)
 
 
 @pytest.mark.parametrize(
@@ -57,6 +64,7 @@ SEMI_SYNC_DEFERRED = (
         ("fused_sparse_dist_after_optimizer", FUSED_AFTER_OPTIMIZER, 230),
         ("semi_sync", SEMI_SYNC, 190),
         ("semi_sync_deferred", SEMI_SYNC_DEFERRED, 150),
+        ("prefetch", PREFETCH, 190),
     ],
 )
 def test_order_of_issues_and_waits(two_ranks: Ranks, pipeline: str, log: str, step_ms: int) -> None:
