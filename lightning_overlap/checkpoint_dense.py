@@ -43,6 +43,17 @@ def by_name(optimizer: torch.optim.Optimizer, state: Mapping[str, Any], model: n
     return {**state, "state": states, "param_groups": groups}
 
 
+def add_by_name(
+    state: State, optimizer: torch.optim.Optimizer, more: Mapping[Tensor, Mapping[str, Tensor]], model: nn.Module
+) -> None:
+    """Add kinds of state, by parameter, to what `by_name` returned."""
+    names = _Names(model)
+    for index, group in enumerate(optimizer.param_groups):
+        for parameter, name in zip(group["params"], names.of(group["params"], index), strict=True):
+            if name is not None and parameter in more:
+                state["state"][name] = {**state["state"].get(name, {}), **more[parameter]}
+
+
 def load_by_name(optimizer: torch.optim.Optimizer, saved: Mapping[str, Any], model: nn.Module) -> list[str]:
     """Give an optimizer the state of `by_name`, and the state of `torch.optim` as it is.
 

@@ -6,7 +6,15 @@ import fnmatch
 from collections.abc import Mapping
 from typing import Any
 
-from .modes import MODES, STREAMS, check_lookup_threads, resolve_schedule, resolve_stream, unknown_name_message
+from .modes import (
+    MODES,
+    STREAMS,
+    check_lookup_threads,
+    check_stash,
+    resolve_schedule,
+    resolve_stream,
+    unknown_name_message,
+)
 from .schedule import Schedule
 from .stages import Stage
 from .switched import exact_outside
@@ -39,8 +47,8 @@ def switches(config: Config, schedule: Schedule) -> dict[str, Any]:
     """Return what the config says beside the schedule, for every mode with a staleness: see `PIPELINE_OPTIONS`."""
     if not schedule.staleness:
         return {}
-    num_threads = config["pipeline"].get("num_lookup_threads")
-    return {**_switches(config), **({} if num_threads is None else {"num_lookup_threads": num_threads})}
+    names = (*SWITCHES, "num_lookup_threads", "stash_gradients")
+    return {name: value for name in names if (value := config["pipeline"].get(name)) is not None}
 
 
 def _switches(config: Config) -> dict[str, Any]:
@@ -52,6 +60,7 @@ PIPELINE_OPTIONS: Mapping[str, str] = {
     "schedule": "a table of one's own, in the place of the name's",
     "staleness": "of async_lookup, from 1 on",
     "defer_update": "true: a mode with a staleness updates tables after the next forward",
+    "stash_gradients": "true: a mode with a staleness applies dense gradients as many steps late",
     "num_lookup_threads": "on a CPU, for the lookups of a mode with a staleness",
     "start_batch": "so many batches are trained exactly before a mode with a staleness begins",
     "end_batch": "from this batch on exactly again",
@@ -70,6 +79,7 @@ def check(config: Config) -> None:
     wanted = modes(config)[-1]
     exact_outside(wanted, **_switches(config))
     check_lookup_threads(config["pipeline"].get("num_lookup_threads") or 0, wanted)
+    check_stash(bool(config["pipeline"].get("stash_gradients")), wanted)
     resolve_stream(config["stream"]["name"])
     if str(config["trainer"].get("precision")) in ("16-mixed", "16"):
         raise ValueError(

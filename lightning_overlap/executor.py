@@ -212,6 +212,12 @@ class Executor:
         return self._schedules.depth
 
     @property
+    def lasting_staleness(self) -> int:
+        """Updates that the lookups of the current batch's table do not see, and the next one's do not either."""
+        batch = self._first_batch + self._iteration
+        return min(self._schedules.at(batch).staleness, self._schedules.at(batch + 1).staleness)
+
+    @property
     def num_ahead(self) -> int:
         """Batches fetched but not yet handed to the trainer."""
         return sum(index > self._iteration for index in self._in_flight)

@@ -284,6 +284,20 @@ def check_lookup_threads(num_threads: int, schedule: Schedule) -> int:
     return num_threads
 
 
+def check_stash(stash_gradients: bool, schedule: Schedule) -> bool:
+    """Return whether dense gradients are applied as many steps late as rows are old.
+
+    Raises:
+        ValueError: In a mode whose rows are not old.
+    """
+    if stash_gradients and not schedule.staleness:
+        raise ValueError(
+            f"stash_gradients: {schedule.name!r} has a staleness of 0, and so would the dense part's be. It is for "
+            "semi_sync and async_lookup."
+        )
+    return bool(stash_gradients)
+
+
 def resolve_stream(stream: str) -> StreamName:
     """Return the stream that a policy's name puts early lookups on.
 

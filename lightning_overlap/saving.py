@@ -28,13 +28,16 @@ from .checkpoint import (
     load_folder,
     take_loader_state,
 )
-from .checkpoint_dense import by_name, load_by_name, put_table_states, say_what_moved
+from .checkpoint_dense import add_by_name, by_name, load_by_name, put_table_states, say_what_moved
 from .checkpoint_full import gather_checkpoint, load_file, load_fused, table_states, write_file
 from .kinds import hands_out_rows, sharded_modules
 from .sharding import has_tables
+from .stash import GradientStash
 
 _ASSIGNING_RANKS = "managed_collision_ranks"
 """Entry of a checkpoint: on how many ranks its managed collision modules assigned rows to ids."""
+_NUM_STASHED = "num_stashed_gradients"
+"""Entry of an optimizer's state: of how many steps it is still to apply the gradients."""
 
 
 class SavesShards(DDPStrategy):
@@ -55,6 +58,7 @@ class SavesShards(DDPStrategy):
         self.checkpoint_format = checkpoint_format
         self.async_checkpoint = async_checkpoint
         self._folder_saver = FolderSaver(None)
+        self._stash = GradientStash()
 
     @property
     def checkpoint_group(self) -> dist.ProcessGroup | None:
@@ -84,7 +88,13 @@ class SavesShards(DDPStrategy):
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
         state = super().optimizer_state(optimizer)
         module = self.lightning_module
-        return state if module is None or not sharded_modules(module) else by_name(optimizer, state, module)
+        if module is None or not sharded_modules(module):
+            return state
+        named = by_name(optimizer, state, module)
+        if self._stash.num(optimizer) and "state" in named:
+            add_by_name(named, optimizer, self._stash.as_state(optimizer), module)
+            named[_NUM_STASHED] = self._stash.num(optimizer)
+        return named
 
     @override
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
@@ -176,6 +186,8 @@ class SavesShards(DDPStrategy):
         states = checkpoint["optimizer_states"]
         put_table_states(table_states(checkpoint, module), states)
         moved = [load_by_name(*pair, module) for pair in zip(self.optimizers, states, strict=False)]
+        for optimizer, state in zip(self.optimizers, states, strict=False):
+            self._stash.take_from(optimizer, state.get(_NUM_STASHED, 0))
         if self.is_global_zero:
             say_what_moved({table for tables in moved for table in tables})
 

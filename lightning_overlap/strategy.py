@@ -5,30 +5,25 @@ from __future__ import annotations
 import contextlib
 import sys
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from functools import partial
 from typing import Any
 
-import torch
 import torch.distributed as dist
-from lightning.pytorch import LightningDataModule, LightningModule, Trainer
+from lightning.pytorch import Trainer
 from lightning.pytorch.callbacks import GradientAccumulationScheduler
 from lightning.pytorch.strategies import StrategyRegistry
 from lightning.pytorch.trainer.states import TrainerFn
-from lightning_utilities.core.apply_func import apply_to_collection
-from torch import Tensor, nn
 from torch.distributed.constants import default_pg_timeout
 from torch.nn.parallel import DistributedDataParallel
-from torch.optim import Optimizer
-from torchrec.streamable import Pipelineable
 from typing_extensions import override
 
-from . import evaluation, groups, loop, signals
+from . import evaluation, groups, loop, signals, steps
 from .agreement import FirstCause, GroupAgreement, default_store
 from .clocks import Clock
 from .executor import Executor, Observer
 from .kinds import has_model_parallel_tables, sharded_modules
-from .modes import check_lookup_threads, resolve_schedule, resolve_stream
+from .modes import check_lookup_threads, check_stash, resolve_schedule, resolve_stream
 from .optim import rate_setter
 from .refusals import refuse_callbacks, refuse_precision
 from .saving import SavesShards
@@ -42,7 +37,7 @@ from .sharding import (
     shard_tables,
     sharded_state_names,
 )
-from .sparse import SparsePipeline, note_lengths
+from .sparse import SparsePipeline
 from .stages import Stage, StreamName
 from .stale_rows import StaleRows
 from .streams import Streams, make_streams
@@ -54,7 +49,7 @@ SAVE_TIMEOUT_S = 20
 """How long a rank that failed waits for the others to fail too, before it saves with them."""
 
 
-class OverlapEmbeddingStrategy(evaluation.EvaluatesAhead, SavesShards):
+class OverlapEmbeddingStrategy(evaluation.EvaluatesAhead, steps.WalksSteps, SavesShards):
     """Trains an unmodified LightningModule with TorchRec tables, the lookup of coming batches overlapped.
 
     The tables are sharded over all ranks; the rest of the module is wrapped in DistributedDataParallel. A module
@@ -74,6 +69,9 @@ class OverlapEmbeddingStrategy(evaluation.EvaluatesAhead, SavesShards):
             the next forward, and update the tables then; the staleness stays what it is. An evaluation, a checkpoint
             and the end of an epoch find the tables up to date; a callback at the end of a batch finds them without
             that batch's update.
+        stash_gradients: In a mode of staleness k, let each step of the dense optimizers apply the gradients of k steps
+            before, so that they are as old as the rows. The first k steps have none to apply; the last k steps'
+            gradients are applied at the end of `fit`. A checkpoint holds those that wait.
         num_lookup_threads: In a mode with a staleness, on a CPU: so many threads run the kernels of early lookups
             beside the backward, a module each; the main thread sends what they find. 0: it looks up, too.
         start_batch: A mode with a staleness begins with this batch, counted over all epochs; the ones before it train
@@ -89,8 +87,8 @@ class OverlapEmbeddingStrategy(evaluation.EvaluatesAhead, SavesShards):
 
     Raises:
         ValueError: Unknown mode, stream or checkpoint format (the nearest names are listed), a Schedule that cannot
-            run, a `staleness`, `defer_update`, `start_batch` or `end_batch` that the mode does not take,
-            `async_checkpoint` with `checkpoint_format="full"`, or a `start_method` other than "popen".
+            run, a `staleness`, `defer_update`, `stash_gradients`, `start_batch` or `end_batch` that the mode does not
+            take, `async_checkpoint` with `checkpoint_format="full"`, or a `start_method` other than "popen".
         TypeError: An argument of the wrong type.
     """
 
@@ -103,6 +101,7 @@ class OverlapEmbeddingStrategy(evaluation.EvaluatesAhead, SavesShards):
         *,
         staleness: int | None = None,
         defer_update: bool = False,
+        stash_gradients: bool = False,
         num_lookup_threads: int = 0,
         start_batch: int = 0,
         end_batch: int | None = None,
@@ -113,6 +112,7 @@ class OverlapEmbeddingStrategy(evaluation.EvaluatesAhead, SavesShards):
     ) -> None:
         self.schedule = resolve_schedule(pipeline, staleness, defer_update)
         self._schedules = exact_outside(self.schedule, start_batch, end_batch)
+        self._stash_gradients = check_stash(stash_gradients, self.schedule)
         self._num_lookup_threads = check_lookup_threads(num_lookup_threads, self.schedule)
         self.stream = stream
         self._lookup_stream = resolve_stream(stream)
@@ -125,7 +125,6 @@ class OverlapEmbeddingStrategy(evaluation.EvaluatesAhead, SavesShards):
         self._streams: Streams | None = None
         self._sparse: SparsePipeline | None = None
         self._said: set[tuple[str, str | None]] = set()
-        self._executor: Executor | None = None
         self._groups: groups.Groups | None = None
         self._first_cause: FirstCause | None = None
         self._all_failed = False
@@ -339,66 +338,6 @@ class OverlapEmbeddingStrategy(evaluation.EvaluatesAhead, SavesShards):
         if self._executor is not None:
             self._executor.update_tables()
 
-    # -- the step -----------------------------------------------------------------------------------------------
-
-    @override
-    def batch_to_device(self, batch: Any, device: torch.device | None = None, dataloader_idx: int = 0) -> Any:
-        device = device or self.root_device
-        note_lengths(batch)
-        clock = None if self._executor is None else self._executor.clock
-        with contextlib.nullcontext() if clock is None else clock.copy():
-            if (
-                device.type == "cuda"
-                and self.lightning_module is not None
-                and not _moves_batches(self.lightning_module)
-            ):
-                batch = _start_copies(batch, device)
-            return super().batch_to_device(batch, device, dataloader_idx)
-
-    @override
-    def training_step(self, *args: Any, **kwargs: Any) -> Any:
-        if not (args and isinstance(args[0], loop.Ticket)):
-            return super().training_step(*args, **kwargs)
-        [ticket] = args
-        with ticket.executor.forward():
-            output = super().training_step(*ticket.arguments)
-        if not self._automatic:
-            # The user's own backwards and steps lie inside training_step; only now are they known to be over.
-            ticket.executor.reach(Stage.OPTIMIZER_STEP)
-        return output
-
-    @override
-    def pre_backward(self, closure_loss: Tensor) -> None:
-        super().pre_backward(closure_loss)
-        self._reach(Stage.DENSE_FORWARD)
-
-    @override
-    def post_backward(self, closure_loss: Tensor) -> None:
-        super().post_backward(closure_loss)
-        if self._automatic:
-            self._reach(Stage.BACKWARD)
-
-    @override
-    def optimizer_step(
-        self,
-        optimizer: Optimizer,
-        closure: Callable[[], Any],
-        model: LightningModule | nn.Module | None = None,
-        **kwargs: Any,
-    ) -> Any:
-        output = super().optimizer_step(optimizer, closure, model, **kwargs)
-        if self._automatic:
-            self._reach(Stage.OPTIMIZER_STEP)
-        return output
-
-    @property
-    def _automatic(self) -> bool:
-        return self.lightning_module is not None and self.lightning_module.automatic_optimization
-
-    def _reach(self, stage: Stage) -> None:
-        if self._executor is not None:
-            self._executor.reach(stage)
-
     # -- checkpoints, and what ranks tell each other ------------------------------------------------------------
 
     @override
@@ -460,9 +399,6 @@ class OverlapEmbeddingStrategy(evaluation.EvaluatesAhead, SavesShards):
     @override
     def on_train_end(self) -> None:
         super().on_train_end()
-        if self._executor is not None:
-            self._executor.drain()
-            self._executor.wait_for_lookups()
         self._folder_saver.wait()
 
     @override
@@ -531,19 +467,6 @@ def _check_start_method(start_method: str) -> None:
             f"start_method={start_method!r}: a process made by {start_method} cannot give its shard of the tables "
             "back to the parent. Run the script itself (start_method='popen', the default) or torchrun."
         )
-
-
-def _moves_batches(module: LightningModule) -> bool:
-    """Whether the user has an own transfer_batch_to_device, in the module or the data module."""
-    hook = "transfer_batch_to_device"
-    own = getattr(type(module), hook) is not getattr(LightningModule, hook)
-    datamodule = module.trainer.datamodule  # type: ignore[attr-defined]
-    return own or (datamodule is not None and getattr(type(datamodule), hook) is not getattr(LightningDataModule, hook))
-
-
-def _start_copies(batch: Any, device: torch.device) -> Any:
-    """Start the copies that Lightning would make with the host waiting: it passes non_blocking to tensors only."""
-    return apply_to_collection(batch, Pipelineable, lambda part: part.to(device, non_blocking=True))
 
 
 OverlapEmbeddingStrategy.register_strategies(StrategyRegistry)

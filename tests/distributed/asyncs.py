@@ -19,7 +19,10 @@ from .reference import Result, collect
 from .resumes import SaveSteps, Stateful
 from .uneven import Counts, Uneven
 
-OPTIONS = ("staleness", "defer_update", "num_lookup_threads", "start_batch", "end_batch", "observer")
+OPTIONS = (
+    *("staleness", "defer_update", "stash_gradients", "num_lookup_threads", "start_batch", "end_batch"),
+    *("observer", "gradient_as_bucket_view"),
+)
 
 
 class Validated(Batches):
@@ -148,5 +151,27 @@ def fails_in_a_thread(case: Case, **options: Any) -> str:
         try:
             fit(case, **options)
         except IndexError as error:
+            return str(error)
+    return "nothing"
+
+
+class WithLBFGS(Model):
+    """Whose optimizer evaluates its closure several times in a step."""
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        [group] = super().configure_optimizers().param_groups
+        return torch.optim.LBFGS(group["params"])
+
+
+def with_lbfgs(case: Case) -> str:
+    """Train; return what that raises."""
+    model = WithLBFGS(case)
+    options = {"staleness": 1, "stash_gradients": True}
+    trainer = make_trainer(_strategy(case, model, options))
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        try:
+            trainer.fit(model, datamodule=Batches(case, 4))
+        except RuntimeError as error:
             return str(error)
     return "nothing"

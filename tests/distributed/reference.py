@@ -102,10 +102,28 @@ class Switching:
         return max(self.start, batch - self.staleness)
 
 
+Waiting = Callable[[int], int]
+"""Step -> how many steps' dense gradients are still to be applied once it is over."""
+
+
+@dataclass(frozen=True)
+class Waits:
+    """So many in all steps from one to another."""
+
+    num: int
+    start: int = 0
+    end: int = 1 << 30
+
+    def __call__(self, step: int) -> int:
+        return self.num if self.start <= step < self.end - 1 else 0
+
+
 def train_delayed(
     case: Case,
     seen: Seen = Delayed(1),
     *,
+    waiting: Waiting | None = None,
+    clip: float | None = None,
     num_steps: int = NUM_STEPS,
     device_type: str = "cpu",
     after_step: AfterStep | None = None,
@@ -115,6 +133,9 @@ def train_delayed(
 
     That is right before the next update. Data-parallel tables, which the dense optimizer writes, are looked up after
     its step: they are split into collections of their own.
+
+    With `waiting`, dense gradients are applied later, oldest first, each in a step of its own (there
+    clipped to a norm of `clip`), the last ones at the end.
     """
     split = dataclasses.replace(
         case,
@@ -135,6 +156,17 @@ def train_delayed(
                 set_fused_rates(dmp, factor(index))  # kernels take the rate of an update with its lookup
                 rows[index] = {name: module.rows(name, batches[index]) for name in early}
 
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    stashed: list[list[Tensor | None]] = []
+
+    def step_late(num_left: int) -> None:
+        while len(stashed) > num_left:
+            for parameter, gradient in zip(parameters, stashed.pop(0), strict=True):
+                parameter.grad = gradient
+            if clip is not None:
+                torch.nn.utils.clip_grad_norm_(parameters, clip)
+            optimizer.step()
+
     losses = []
     for index in range(num_steps):
         look_up(index)
@@ -145,9 +177,14 @@ def train_delayed(
         del rows[index]
         loss.backward()
         set_rates(optimizer, factor(index))
-        optimizer.step()
+        if waiting is None:
+            optimizer.step()
+        else:
+            stashed.append([None if p.grad is None else p.grad.clone() for p in parameters])  # views of DDP's buckets
+            step_late(waiting(index))
         if after_step is not None:
             after_step(index, module)
+    step_late(0)
     return collect(module, optimizer, losses)
 
 

@@ -33,6 +33,7 @@ FILES = {
     ),
     "plugin": (
         "strategy",
+        "steps",
         "loop",
         "evaluation",
         "signals",

@@ -1,0 +1,146 @@
+"""The hooks of a strategy inside a training step: each tells the executor how far the trainer is."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+from lightning.pytorch import LightningDataModule, LightningModule
+from lightning.pytorch.strategies import DDPStrategy
+from lightning_utilities.core.apply_func import apply_to_collection
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torchrec.streamable import Pipelineable
+from typing_extensions import override
+
+from . import loop
+from .executor import Executor
+from .sparse import note_lengths
+from .stages import Stage
+from .stash import GradientStash
+
+
+class WalksSteps(DDPStrategy):
+    """The hooks of a strategy around the parts of a step; without an executor they are those of DDPStrategy."""
+
+    _executor: Executor | None = None
+    _stash: GradientStash
+    _stash_gradients = False
+    """Whether dense gradients are applied as many steps late as the rows of the schedule are old."""
+
+    @override
+    def batch_to_device(self, batch: Any, device: torch.device | None = None, dataloader_idx: int = 0) -> Any:
+        device = device or self.root_device
+        note_lengths(batch)
+        clock = None if self._executor is None else self._executor.clock
+        with contextlib.nullcontext() if clock is None else clock.copy():
+            if (
+                device.type == "cuda"
+                and self.lightning_module is not None
+                and not _moves_batches(self.lightning_module)
+            ):
+                batch = _start_copies(batch, device)
+            return super().batch_to_device(batch, device, dataloader_idx)
+
+    @override
+    def training_step(self, *args: Any, **kwargs: Any) -> Any:
+        if not (args and isinstance(args[0], loop.Ticket)):
+            return super().training_step(*args, **kwargs)
+        [ticket] = args
+        with ticket.executor.forward():
+            output = super().training_step(*ticket.arguments)
+        if not self._automatic:
+            # The user's own backwards and steps lie inside training_step; only now are they known to be over.
+            ticket.executor.reach(Stage.OPTIMIZER_STEP)
+        return output
+
+    @override
+    def pre_backward(self, closure_loss: Tensor) -> None:
+        super().pre_backward(closure_loss)
+        self._reach(Stage.DENSE_FORWARD)
+
+    @override
+    def post_backward(self, closure_loss: Tensor) -> None:
+        super().post_backward(closure_loss)
+        if self._automatic:
+            self._reach(Stage.BACKWARD)
+
+    @override
+    def optimizer_step(
+        self,
+        optimizer: Optimizer,
+        closure: Callable[[], Any],
+        model: LightningModule | nn.Module | None = None,
+        **kwargs: Any,
+    ) -> Any:
+        step = partial(super().optimizer_step, optimizer, model=model, **kwargs)
+        delay = self._gradient_delay
+        if not delay and not self._stash.num(optimizer):
+            output = step(closure=closure)
+        else:
+            output = step(closure=self._exchanging_gradients(optimizer, closure, delay))
+            self._apply_stashed(optimizer, step, delay)
+        if self._automatic:
+            self._reach(Stage.OPTIMIZER_STEP)
+        return output
+
+    @property
+    def _gradient_delay(self) -> int:
+        """Steps that the gradients of this one have to wait for."""
+        return self._executor.lasting_staleness if self._stash_gradients and self._executor is not None else 0
+
+    def _exchanging_gradients(self, optimizer: Optimizer, closure: Callable[[], Any], delay: int) -> Callable[[], Any]:
+        """Return a closure behind which an optimizer finds older gradients than its own."""
+        num_calls = 0
+
+        def exchange() -> Any:
+            nonlocal num_calls
+            num_calls += 1
+            if num_calls > 1:
+                raise RuntimeError(
+                    f"{type(optimizer).__name__} asks for its gradients several times in a step, so they cannot be "
+                    "those of an earlier one: train without stash_gradients."
+                )
+            output = closure()
+            self._stash.exchange(optimizer, delay)
+            return output
+
+        return exchange
+
+    def _apply_stashed(self, optimizer: Optimizer, step: Callable[..., Any], delay: int = 0) -> None:
+        """Make a step for each of the gradients that have waited longer than that; it clips them as any."""
+        while self._stash.num(optimizer) > delay:
+            step(closure=partial(self._stash.show_oldest, optimizer))
+
+    @override
+    def on_train_end(self) -> None:
+        super().on_train_end()
+        if self._executor is not None:
+            self._executor.drain()
+            self._executor.wait_for_lookups()
+        for optimizer in self.optimizers:
+            self._apply_stashed(optimizer, partial(super().optimizer_step, optimizer))
+
+    @property
+    def _automatic(self) -> bool:
+        return self.lightning_module is not None and self.lightning_module.automatic_optimization
+
+    def _reach(self, stage: Stage) -> None:
+        if self._executor is not None:
+            self._executor.reach(stage)
+
+
+def _moves_batches(module: LightningModule) -> bool:
+    """Whether the user has an own transfer_batch_to_device, in the module or the data module."""
+    hook = "transfer_batch_to_device"
+    own = getattr(type(module), hook) is not getattr(LightningModule, hook)
+    datamodule = module.trainer.datamodule  # type: ignore[attr-defined]
+    return own or (datamodule is not None and getattr(type(datamodule), hook) is not getattr(LightningDataModule, hook))
+
+
+def _start_copies(batch: Any, device: torch.device) -> Any:
+    """Start the copies that Lightning would make with the host waiting: it passes non_blocking to tensors only."""
+    return apply_to_collection(batch, Pipelineable, lambda part: part.to(device, non_blocking=True))
