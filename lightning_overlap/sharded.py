@@ -1,6 +1,6 @@
 """One sharded module: the parts of what TorchRec does for it, so that each can run at a time of its own.
 
-TorchRec's names that start with an underscore occur here, in `kinds.py` and in `input_dist.py` only
+TorchRec's names that start with an underscore occur here, in `kinds.py`, `input_dist.py` and `released.py` only
 (`PRIVATE_NAMES`; a test names each).
 """
 
@@ -41,7 +41,7 @@ PRIVATE_NAMES: Mapping[str, tuple[str, ...]] = {
     "NoWait": ("_obj",),
     "KJTAllToAll": ("_splits", "_stagger"),
     "SparseFeaturesDist": ("_dist",),
-    "KeyedJaggedTensor": ("_length_per_key", "_weights"),
+    "KeyedJaggedTensor": ("_length_per_key", "_values", "_weights"),
     "KJTSplitsAllToAllMeta": ("_input",),
     "torchrec.distributed.dist_data": ("_get_recat",),
 }

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import copy
 import itertools
 import time
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from functools import partial
 from typing import Any
@@ -22,6 +23,7 @@ from .inflight import InFlightBatch
 from .input_dist import InputSizes, splits_only
 from .kinds import why_never_early
 from .lookup_threads import LookupThreads, Rows
+from .released import release
 from .sharded import (
     ModuleInFlight,
     SetRates,
@@ -130,6 +132,7 @@ class SparsePipeline:
         trains: Whether a backward follows; lookups without one must not count for the fused optimizers.
         said: Warnings given so far, shared by the pipelines of a run.
         num_threads: Threads that run the kernels of early lookups on a CPU; 0: the calling thread does.
+        releases: Whether a batch lets go of ids that have been sent.
         prefetches: Whether the schedule has a row for it, so that tables in a UVM cache can be looked up early.
     """
 
@@ -149,7 +152,9 @@ class SparsePipeline:
         said: set[tuple[str, str | None]] | None = None,
         prefetches: bool = False,
         num_threads: int = 0,
+        releases: bool = False,
     ) -> None:
+        self._releases = releases
         self._threads = LookupThreads(num_threads) if num_threads else None
         self._plain_in_step = False
         self._set_rates = set_rates
@@ -320,7 +325,21 @@ class SparsePipeline:
                 self._run_plain(stand_in, reason)
         self._forget_calls()
         self.ready = True
+        self._say_what_is_not_released()
         return True
+
+    def _say_what_is_not_released(self) -> None:
+        made_inside = [stand_in.name for stand_in in self._stand_ins.values() if stand_in.path is None]
+        if made_inside:
+            names = ", ".join(map(repr, made_inside))
+            self.keep_features(f"{self._step} makes the input of {names} itself, of what may have to stay")
+
+    def keep_features(self, reason: str) -> None:
+        """Release no ids from now on."""
+        if self._releases:
+            self._releases = False
+            if self._rank == 0:
+                warnings.warn(f"release_features=True releases nothing: {reason}.", UserWarning, stacklevel=2)
 
     def _agree(self, found: dict[str, tuple[Path | None, str | None]]) -> dict[str, tuple[Path | None, str | None]]:
         if self._group is None:
@@ -399,8 +418,9 @@ class SparsePipeline:
             if kjt is None:
                 continue
             state = inflight.modules[stand_in.name] = ModuleInFlight(kjt, stand_in.module.create_context())
+            sent = copy.copy(kjt) if self._releases else kjt  # TorchRec may hand on the very object that it is given
             with splits_only(stand_in.module, self._group):
-                state.splits = stand_in.module.input_dist(state.context, kjt)
+                state.splits = stand_in.module.input_dist(state.context, sent)
         states = list(inflight.modules.values())
         if self._group is not None and states:
             requests = [state.splits for state in states]
@@ -421,6 +441,15 @@ class SparsePipeline:
                 state.data = data
         for state in states:
             state.splits = None
+        if self._releases:
+            self._release_sent(inflight)
+
+    def _release_sent(self, inflight: InFlightBatch) -> None:
+        """Let go of the ids of a batch that no module is going to read in its own forward."""
+        read_later = [_input_in(inflight.batch, one.path) for one in self._stand_ins.values() if not one.early]
+        for state in inflight.modules.values():
+            if all(state.kjt is not kjt for kjt in read_later):
+                release(state.kjt)
 
     def receive_input(self, inflight: InFlightBatch) -> list[Any]:
         """Wait for the received ids; return them with the modules' contexts."""
@@ -599,14 +628,20 @@ class SparsePipeline:
         state.served = True
 
 
-def note_lengths(batch: Any) -> None:
+def keyed_jagged_tensors(batch: Any) -> list[KeyedJaggedTensor]:
+    """Return all of a batch's."""
+    found = (leaf for _, leaf in leaves(batch, lambda node: isinstance(node, KeyedJaggedTensor)))
+    return [leaf for leaf in found if isinstance(leaf, KeyedJaggedTensor)]
+
+
+def note_lengths(kjts: Iterable[KeyedJaggedTensor]) -> None:
     """Sum up the lengths of each feature while a batch is on the host: the input dist asks for them.
 
     Asked on the device, each KeyedJaggedTensor is one more read that the host waits for.
     """
-    for _, leaf in leaves(batch, lambda node: isinstance(node, KeyedJaggedTensor)):
-        if isinstance(leaf, KeyedJaggedTensor) and leaf.device().type == "cpu":
-            leaf.sync()
+    for kjt in kjts:
+        if kjt.device().type == "cpu":
+            kjt.sync()
 
 
 def _find(stand_in: _StandIn, by_id: Mapping[int, Path], step: str) -> tuple[Path | None, str | None]:

@@ -18,15 +18,21 @@ from typing_extensions import override
 
 from . import loop
 from .executor import Executor
-from .sparse import note_lengths
-from .stages import Stage
+from .placed_copies import PlacedCopies
+from .sparse import SparsePipeline, keyed_jagged_tensors, note_lengths
+from .stages import Stage, StreamName
 from .stash import GradientStash
+from .streams import CudaStreams, Streams
 
 
 class WalksSteps(DDPStrategy):
     """The hooks of a strategy around the parts of a step; without an executor they are those of DDPStrategy."""
 
     _executor: Executor | None = None
+    _sparse: SparsePipeline | None = None
+    _streams: Streams | None = None
+    _release_features = False
+    _copy_in_place = False
     _stash: GradientStash
     _stash_gradients = False
     """Whether dense gradients are applied as many steps late as the rows of the schedule are old."""
@@ -34,16 +40,30 @@ class WalksSteps(DDPStrategy):
     @override
     def batch_to_device(self, batch: Any, device: torch.device | None = None, dataloader_idx: int = 0) -> Any:
         device = device or self.root_device
-        note_lengths(batch)
+        loaded = keyed_jagged_tensors(batch)
+        note_lengths(loaded)
         clock = None if self._executor is None else self._executor.clock
-        with contextlib.nullcontext() if clock is None else clock.copy():
+        with contextlib.nullcontext() if clock is None else clock.copy(), self._placing_copies(device):
             if (
                 device.type == "cuda"
                 and self.lightning_module is not None
                 and not _moves_batches(self.lightning_module)
             ):
                 batch = _start_copies(batch, device)
-            return super().batch_to_device(batch, device, dataloader_idx)
+            batch = super().batch_to_device(batch, device, dataloader_idx)
+        if self._release_features and self._sparse is not None:
+            moved = keyed_jagged_tensors(batch)
+            if any(kjt is own for kjt in moved for own in loaded):
+                reason = "no copy of them is made, so the data loader's own objects would lose their values"
+                self._sparse.keep_features(f"the batch's KeyedJaggedTensors are on {device} already and {reason}")
+        return batch
+
+    def _placing_copies(self, device: torch.device) -> contextlib.AbstractContextManager[Any]:
+        """Take the memory of copies from the compute stream's pool, where another stream makes them."""
+        streams = self._streams
+        if not self._copy_in_place or not isinstance(streams, CudaStreams) or device.type != "cuda":
+            return contextlib.nullcontext()
+        return PlacedCopies(streams, "cuda") if streams.current() is StreamName.MEMCPY else contextlib.nullcontext()
 
     @override
     def training_step(self, *args: Any, **kwargs: Any) -> Any:

@@ -77,6 +77,11 @@ class OverlapEmbeddingStrategy(evaluation.EvaluatesAhead, steps.WalksSteps, Save
         start_batch: A mode with a staleness begins with this batch, counted over all epochs; the ones before it train
             exactly, as in `fused_sparse_dist`. No batch is lost or looked up twice, and no device is waited for.
         end_batch: From this batch on exactly again; the lookups under way are still used.
+        release_features: Give the memory of a batch's ids back as soon as they are sent, steps before the batch is
+            trained. `training_step` can then hand a KeyedJaggedTensor to its module and read its keys and lengths; its
+            values and weights are gone, and reading them is an error that says so.
+        copy_in_place: On CUDA, let batches take their memory on the device from the compute stream's pool, where they
+            take turns with activations, in the place of a pool of their own. Their copy then begins behind the forward.
         observer: Called with ("issue" | "wait", stage, batch) for every stage issued and every result waited for.
         checkpoint_format: `sharded` (a folder, every rank writes its shards), `full` (one file, gathered on the host
             of rank 0, for the unsharded module too), or None: sharded above one rank or with `async_checkpoint`.
@@ -105,6 +110,8 @@ class OverlapEmbeddingStrategy(evaluation.EvaluatesAhead, steps.WalksSteps, Save
         num_lookup_threads: int = 0,
         start_batch: int = 0,
         end_batch: int | None = None,
+        release_features: bool = False,
+        copy_in_place: bool = False,
         observer: Observer | None = None,
         checkpoint_format: str | None = None,
         async_checkpoint: bool = False,
@@ -114,6 +121,8 @@ class OverlapEmbeddingStrategy(evaluation.EvaluatesAhead, steps.WalksSteps, Save
         self._schedules = exact_outside(self.schedule, start_batch, end_batch)
         self._stash_gradients = check_stash(stash_gradients, self.schedule)
         self._num_lookup_threads = check_lookup_threads(num_lookup_threads, self.schedule)
+        self._release_features = release_features
+        self._copy_in_place = copy_in_place
         self.stream = stream
         self._lookup_stream = resolve_stream(stream)
         check_fused_optimizer(fused_optimizer)
@@ -122,8 +131,6 @@ class OverlapEmbeddingStrategy(evaluation.EvaluatesAhead, steps.WalksSteps, Save
         self.sharding = sharding
         self.fused_optimizer = fused_optimizer
         self._observer = observer
-        self._streams: Streams | None = None
-        self._sparse: SparsePipeline | None = None
         self._said: set[tuple[str, str | None]] = set()
         self._groups: groups.Groups | None = None
         self._first_cause: FirstCause | None = None
@@ -255,6 +262,7 @@ class OverlapEmbeddingStrategy(evaluation.EvaluatesAhead, steps.WalksSteps, Save
             said=self._said,
             num_threads=self._num_lookup_threads if trains and self.root_device.type == "cpu" else 0,
             prefetches=schedule.row(Stage.PREFETCH) is not None,
+            releases=self._release_features and trains,
         )
 
     def shortest_epoch(self, num_batches: float) -> float:

@@ -41,12 +41,13 @@ def fit(
     stream: str = "data_dist",
     num_steps: int = NUM_STEPS,
     device_type: str = "cpu",
+    options: dict[str, Any] | None = None,
     **kwargs: Any,
 ) -> Result:
-    """Train a case under the strategy, with the plan of the reference."""
+    """Train a case under the strategy, with the plan of the reference; `options` are the strategy's."""
     model = Model(case)
     plan = make_plan(case, model, dist.get_world_size(), device_type)
-    strategy = OverlapEmbeddingStrategy(pipeline=pipeline, stream=stream, sharding=plan)
+    strategy = OverlapEmbeddingStrategy(pipeline=pipeline, stream=stream, sharding=plan, **(options or {}))
     trainer = make_trainer(strategy, device_type, **kwargs)
     trainer.fit(model, datamodule=Batches(case, num_steps))
     return collect(model, trainer.optimizers[0], model.losses)

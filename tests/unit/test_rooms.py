@@ -22,14 +22,14 @@ ROOMS = ("plan", "run", "sparse", "plugin", "apps")
 FILES = {
     "plan": ("versions", "stages", "schedule", "modes", "switched"),
     "run": (
-        *("agreement", "groups", "streams", "structure", "inflight", "clocks", "executor", "syncs"),
+        *("agreement", "groups", "streams", "structure", "inflight", "clocks", "executor", "syncs", "placed_copies"),
         *("testing/recorded", "testing/fakes", "testing/trainer", "testing/schedule_laws"),
         *("testing/races", "testing/tensor_races"),
         *("timeline", "summary", "figures", "kineto", "kineto_names", "trace_file", "layout", "drawing", "page"),
     ),
     "sparse": (
         *("kinds", "sharded", "input_dist", "sparse", "sharding", "optim", "table_state", "stash"),
-        *("stale_rows", "lookup_threads"),
+        *("stale_rows", "lookup_threads", "released"),
     ),
     "plugin": (
         "strategy",
@@ -196,6 +196,7 @@ TORCH_PRIVATE = {
     "_schema",
     "_sequence_nr",
     "_set_params_and_buffers_to_ignore_for_model",
+    "_to_copy",
 }
 """PyTorch's own; TorchRec and Lightning use them too."""
 

@@ -1,0 +1,55 @@
+"""Ids of a batch that have been sent: their memory is given back before the batch's step."""
+
+from __future__ import annotations
+
+from typing import Any, NoReturn
+
+import torch
+from torch import Tensor
+from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
+
+
+class ReleasedTensor:
+    """What stands where a KeyedJaggedTensor had its values or weights: a device and a type, and no numbers."""
+
+    def __init__(self, tensor: Tensor) -> None:
+        self.device, self.dtype, self.is_cuda = tensor.device, tensor.dtype, tensor.is_cuda
+
+    def record_stream(self, stream: Any) -> None:
+        """Do nothing: there is no memory to keep."""
+
+    def _refuse(self, *args: Any, **kwargs: Any) -> NoReturn:
+        raise RuntimeError(
+            "the ids of this batch were sent to the ranks that look them up, and release_features=True has given their "
+            "memory back: a step can hand this KeyedJaggedTensor to its embedding module, once, and read its keys and "
+            "lengths. To read its values or weights too, train with release_features=False."
+        )
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):  # what Python asks of any object, to copy it for one
+            raise AttributeError(name)
+        self._refuse()
+
+    __len__ = __iter__ = __getitem__ = __add__ = __mul__ = __array__ = _refuse
+
+    @classmethod
+    def __torch_function__(cls, *args: Any, **kwargs: Any) -> NoReturn:
+        cls._refuse(None)  # type: ignore[arg-type]
+
+
+def release(kjt: KeyedJaggedTensor) -> int:
+    """Let go of a KeyedJaggedTensor's values and weights; its keys, lengths and offsets stay.
+
+    Nothing is written: what else holds these tensors, such as an all-to-all under way, keeps them. On CUDA the
+    caching allocator waits for the streams that they were recorded on.
+
+    Returns:
+        The bytes that it held.
+    """
+    num_bytes = 0
+    for name in ("_values", "_weights"):
+        tensor = getattr(kjt, name)
+        if isinstance(tensor, torch.Tensor):
+            num_bytes += tensor.nbytes
+            setattr(kjt, name, ReleasedTensor(tensor))
+    return num_bytes

@@ -1,0 +1,75 @@
+"""`PlacedCopies` on a device without memory: which stream gives the memory, which one copies, who waits."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torchrec import KeyedJaggedTensor
+
+from lightning_overlap.placed_copies import PlacedCopies
+from lightning_overlap.stages import StreamName
+
+
+class Log(TorchDispatchMode):
+    """Streams that log, and a mode that logs operators with the stream that is current."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lines: list[str] = []
+        self._current = [StreamName.MEMCPY]
+
+    @contextmanager
+    def on(self, name: StreamName) -> Iterator[None]:
+        self._current.append(name)
+        yield
+        self._current.pop()
+
+    def record(self, name: StreamName) -> str:
+        return f"event of {name}"
+
+    def wait(self, name: StreamName, event: Any) -> None:
+        self.lines.append(f"{name} waits for {event}")
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.lines.append(f"{func.overloadpacket.__name__} on {self._current[-1]}")
+        return func(*args, **(kwargs or {}))
+
+
+EXPECTED = ["empty_like on compute", "memcpy waits for event of compute", "copy_ on memcpy"]
+
+
+def test_memory_of_the_compute_stream_is_written_behind_it_by_the_copy_stream() -> None:
+    log: Any = Log()
+    host = torch.randn(4, 3).t()
+    with log, PlacedCopies(log, "meta"):
+        copied = host.to("meta", non_blocking=True)
+    assert log.lines == EXPECTED
+    assert (copied.shape, copied.stride(), copied.dtype) == (host.shape, host.stride(), host.dtype)
+
+
+def test_every_tensor_of_a_keyed_jagged_tensor_is_placed() -> None:
+    log: Any = Log()
+    kjt = KeyedJaggedTensor(["f"], torch.arange(3), lengths=torch.tensor([1, 2]), weights=torch.rand(3))
+    with log, PlacedCopies(log, "meta"):
+        copied = kjt.to(torch.device("meta"), non_blocking=True)
+    assert copied.values().device.type == "meta"
+    assert [line for line in log.lines if "waits" in line or "copy_" in line] == EXPECTED[1:] * 3
+
+
+def test_a_type_is_changed_on_the_way() -> None:
+    log: Any = Log()
+    with log, PlacedCopies(log, "meta"):
+        copied = torch.zeros(2).to(device="meta", dtype=torch.float64)
+    assert copied.dtype is torch.float64
+
+
+def test_other_copies_are_left_alone() -> None:
+    log: Any = Log()
+    with log, PlacedCopies(log, "meta"):
+        torch.zeros(2).to(torch.float64)
+        torch.zeros(2, device="meta").to(torch.float64)
+    assert not any("waits" in line for line in log.lines)
