@@ -16,7 +16,10 @@ fail() { echo "error: $1" >&2; exit 2; }
 
 RATE=${RATE:-300mbit}
 PYTHON=${PYTHON:-python}
-BURSTS_PER_S=100  # the bucket holds what the link carries in a hundredth of a second: no kernel's timer is slower
+# What the link carries for nothing after a pause: a millisecond's worth, but no less than the largest packet that the kernel
+# hands on whole (64 KiB). Cut up by tbf, packets would take a core.
+BURSTS_PER_S=1000
+LEAST_BURST=70000
 QUEUE_MS=400     # like a host of its own, which keeps what the link cannot take yet and drops nothing
 
 arms=()
@@ -35,6 +38,7 @@ if [ "$RATE" != unlimited ]; then
     declare -A zeros=([k]=000 [m]=000000 [g]=000000000)
     bits=${BASH_REMATCH[1]}${zeros[${BASH_REMATCH[2]}]}
     burst=$((bits / 8 / BURSTS_PER_S))
+    burst=$((burst > LEAST_BURST ? burst : LEAST_BURST))
 fi
 [ "$(id -u)" -eq 0 ] || fail "network namespaces need root: sudo $0 ${arms[*]}"
 for tool in ip tc; do

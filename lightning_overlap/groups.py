@@ -8,6 +8,7 @@ from datetime import timedelta
 
 import torch.distributed as dist
 
+from . import receives_first
 from .agreement import GroupAgreement, default_store
 
 
@@ -55,13 +56,17 @@ def join(timeout: timedelta) -> Groups:
     key = (world, backend, timeout, store.add(_FAILURES, 0))
     if key not in _made:
         _made.clear()
+        of_tables: str = backend
+        if backend == "gloo":
+            receives_first.register()
+            of_tables = receives_first.BACKEND
         agreement, checkpoints, tables, lookahead = (
             dist.new_group(backend=kind, timeout=timeout, group_desc=name)
             for kind, name in (
                 ("gloo", AGREEMENT),
                 ("gloo", "checkpoints"),
-                (backend, "tables"),
-                (backend, "lookahead"),
+                (of_tables, "tables"),
+                (of_tables, "lookahead"),
             )
         )
         _made[key] = Groups(tables, lookahead, GroupAgreement(agreement), checkpoints)

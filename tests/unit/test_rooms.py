@@ -22,7 +22,18 @@ ROOMS = ("plan", "run", "sparse", "plugin", "apps")
 FILES = {
     "plan": ("versions", "stages", "schedule", "modes", "switched"),
     "run": (
-        *("agreement", "groups", "streams", "structure", "inflight", "clocks", "executor", "syncs", "placed_copies"),
+        *(
+            "agreement",
+            "groups",
+            "streams",
+            "structure",
+            "inflight",
+            "clocks",
+            "executor",
+            "syncs",
+            "placed_copies",
+            "receives_first",
+        ),
         *("testing/recorded", "testing/fakes", "testing/trainer", "testing/schedule_laws"),
         *("testing/races", "testing/tensor_races"),
         *("timeline", "summary", "figures", "kineto", "kineto_names", "trace_file", "layout", "drawing", "page"),
@@ -193,6 +204,7 @@ TORCH_PRIVATE = {
     "_get_sequence_nr",
     "_init_from_local_shards_and_global_metadata",
     "_profiler_enabled",
+    "_register_backend",
     "_schema",
     "_sequence_nr",
     "_set_params_and_buffers_to_ignore_for_model",

@@ -1,0 +1,167 @@
+"""gloo whose all-to-alls go both ways at once, whichever rank comes first."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+BACKEND = "gloo_receives_first"
+"""Name of the backend, as `torch.distributed.new_group` takes it. For tensors in the host's memory."""
+
+
+class ReceivesFirst(dist.ProcessGroup):
+    """gloo, but an all-to-all is made of receives and then sends, each to one rank.
+
+    gloo's own all-to-all posts the send to a rank before the receive from it. A connection carries what is posted in
+    that order, and data goes out at once where the other rank is ready for it. So on the rank that comes later, its
+    data leaves first, and the word that it is ready to receive leaves behind that: the earlier rank begins to send when
+    it has received everything. On a link of a limited rate the all-to-all then takes twice its time. Posted first,
+    the word to be ready goes ahead of the data.
+
+    Everything else is handed on to gloo, from here and not by the base class: that holds Python's lock meanwhile, for
+    which a thread of gloo's may wait that holds its own. All ranks issue the all-to-alls of a group in the same order.
+
+    Args:
+        gloo: Does it.
+        rank: Of this process.
+        size: Number of ranks.
+    """
+
+    def __init__(self, gloo: dist.ProcessGroupGloo, rank: int, size: int) -> None:
+        super().__init__(rank, size)  # type: ignore[call-arg]
+        self._gloo: Any = gloo  # torch's annotations leave out what every backend has
+        self._num = 0
+        self._register_backend(torch.device("cpu"), dist.ProcessGroup.BackendType.GLOO, gloo)
+
+    def alltoall_base(
+        self,
+        output: Tensor,
+        input: Tensor,
+        output_split_sizes: Sequence[int],
+        input_split_sizes: Sequence[int],
+        opts: Any = None,
+    ) -> dist.Work:
+        """Begin an all-to-all.
+
+        Args:
+            output: Gets what is received, contiguous, on the host.
+            input: What is sent, likewise.
+            output_split_sizes: Rows (of dimension 0) from each rank; none for equal parts.
+            input_split_sizes: Rows to each rank; none for equal parts.
+            opts: Left alone: it is always asynchronous.
+
+        Returns:
+            What its `wait` waits for.
+        """
+        me, size = self.rank(), self.size()
+        received = _parts(output, output_split_sizes, size)
+        sent = _parts(input, input_split_sizes, size)
+        # A tag for each: of two sends of one tag, one that gloo goes on with as the other rank gets ready, and one that
+        # is posted just then, nobody says which is first.
+        tag, self._num = self._num, (self._num + 1) % (1 << 31)
+        others = [(me + shift) % size for shift in range(1, size)]
+        works = [self._gloo.recv([received[rank]], rank, tag) for rank in others if received[rank].numel()]
+        works += [self._gloo.send([sent[rank]], rank, tag) for rank in others if sent[rank].numel()]
+        with torch.no_grad():
+            received[me].copy_(sent[me])
+        return Exchange(works, (output, input))
+
+
+def _handed_on(name: str) -> Callable[..., Any]:
+    def call(self: ReceivesFirst, *args: Any, **kwargs: Any) -> Any:
+        return getattr(self._gloo, name)(*args, **kwargs)
+
+    call.__name__ = name
+    return call
+
+
+for _name in (
+    *("allreduce", "allreduce_coalesced", "broadcast", "reduce", "gather", "scatter", "alltoall", "barrier"),
+    *("allgather", "_allgather_base", "allgather_coalesced", "reduce_scatter", "_reduce_scatter_base"),
+    *("send", "recv", "recv_anysource"),
+):
+    setattr(ReceivesFirst, _name, _handed_on(_name))
+
+
+def _parts(tensor: Tensor, split_sizes: Sequence[int], size: int) -> Sequence[Tensor]:
+    parts: Sequence[Tensor] = tensor.detach().split(list(split_sizes) or [len(tensor) // size] * size)
+    return parts
+
+
+class Exchange(dist.Work):
+    """Receives and sends under way.
+
+    Args:
+        works: Each is waited for once, which is all that gloo allows.
+        tensors: Stay as long as this does.
+    """
+
+    def __init__(self, works: list[dist.Work], tensors: tuple[Tensor, Tensor]) -> None:
+        super().__init__()
+        self._works = works
+        self._tensors = tensors
+        self._turn = threading.Lock()
+        self._error: RuntimeError | None = None
+
+    def wait(self, timeout: timedelta | None = None) -> bool:
+        """Wait for all of them; the host does.
+
+        Raises:
+            RuntimeError: A rank is gone, or the time is over; to everyone who waits.
+        """
+        with self._turn:  # a second thread waits for the first one
+            if self._error is not None:
+                raise self._error
+            try:
+                for work in self._works:
+                    work.wait() if timeout is None else work.wait(timeout)
+            except RuntimeError as error:
+                self._error = error
+                raise
+            finally:
+                self._works = []
+        return True
+
+    def is_completed(self) -> bool:
+        """Whether somebody has waited for them; gloo does not tell before."""
+        return not self._works
+
+    def is_success(self) -> bool:
+        """Whether they were waited for, and none has failed."""
+        return not self._works and self._error is None
+
+    def get_future(self) -> Any:
+        """Return what tells of the end: it has `add_done_callback`."""
+        return _End(self)
+
+
+class _End:
+    def __init__(self, exchange: Exchange) -> None:
+        self._exchange = exchange
+
+    def add_done_callback(self, callback: Callable[[Any], None]) -> None:
+        """Call back from a thread that waits for the end; a failure is for those to see who wait for the data."""
+
+        def wait() -> None:
+            with suppress(RuntimeError):
+                self._exchange.wait()
+            callback(self)
+
+        threading.Thread(target=wait, daemon=True, name="end of an all-to-all").start()
+
+
+def _create(store: Any, rank: int, size: int, timeout: timedelta) -> dist.ProcessGroup:
+    return ReceivesFirst(dist.ProcessGroupGloo(store, rank, size, timeout=timeout), rank, size)
+
+
+def register() -> None:
+    """Make the backend known to `torch.distributed`, once."""
+    if BACKEND not in dist.Backend.backend_list:
+        dist.Backend.register_backend(BACKEND, _create, devices=["cpu"])
