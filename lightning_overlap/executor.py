@@ -85,7 +85,7 @@ class SparseStages(Protocol):
         """Count the early lookups of a batch for the fused optimizers so many times more; -1: take them back."""
 
     def hold_update(self, inflight: InFlightBatch) -> None:
-        """Keep what the update of a batch needs, whose backward is over."""
+        """Start the all-to-alls of gradients of a batch whose backward is over; keep what its update needs."""
 
     def embedding_update(self, inflight: InFlightBatch) -> None:
         """Wait for the gradients of a batch and update the tables."""
@@ -458,7 +458,14 @@ class Executor:
         self._num_updated = self._iteration + 1
         current = self.current
         if self._sparse is not None and current is not None and current.holds_update:
-            self._sparse.hold_update(current)
+            # Behind the all-reduce of dense gradients, which is over by now: the optimizer waits for it, and beside it
+            # these would take their share of the link.
+            self._streams.wait(self._lookup_stream, self._streams.record(StreamName.COMPUTE))
+            with (
+                self._streams.on(self._lookup_stream),
+                timed(self.clock, Stage.BACKWARD, current.index, self._lookup_stream),
+            ):
+                self._sparse.hold_update(current)
             self._to_update[current.index] = current
             if self._update is None:
                 self.update_tables()  # looked up under the table before this one

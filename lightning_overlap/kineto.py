@@ -33,6 +33,7 @@ QUEUED_US = 10
 
 _ON_DEVICE = ("kernel", "gpu_memcpy", "gpu_memset")
 _RUNTIME = ("cuda_runtime", "cuda_driver")
+_RECEIVE, _SEND = "gloo:recv", "gloo:send"
 _DAY_US = 86400e6
 
 
@@ -121,7 +122,11 @@ class _Reader:
             if event.category in _ON_DEVICE:
                 on_device.append(event)
             elif event.category == "user_annotation" and event.name.startswith("gloo:"):
-                collectives.append(event)
+                if event.name == _RECEIVE:  # made by the thread that issues, until it has waited
+                    posted = event._replace(category="cpu_op", name="c10d::recv_", end_us=event.start_us)
+                    threads[event.pid, event.tid].append(posted)
+                if event.name != _SEND:  # goes with a receive
+                    collectives.append(event)
             else:
                 threads[event.pid, event.tid].append(event)
         for lane, events in _lanes(threads).items():

@@ -146,8 +146,10 @@ def async_lookup(staleness: int) -> Schedule:
 def defer_update(schedule: Schedule) -> Schedule:
     """Return a mode with the updates of batch N after the forward of N+1, right before that iteration's lookup.
 
-    The backward then only starts the all-to-all of gradients, which travels beside the optimizer step and that forward.
-    A lookup that stands above the backward sees the same updates as before: the staleness stays.
+    The all-to-all of gradients then starts behind the backward, and travels beside the optimizer step and that forward.
+    A lookup that stands above the backward sees the same updates as before: the staleness stays. Ids that were sent
+    behind the backward are now sent behind that forward, when the gradients have arrived: gradients, ids, rows and the
+    dense all-reduce follow one another, each with the link for itself.
 
     Raises:
         ValueError: A mode whose lookup comes after the backward, so that the update cannot come later.
@@ -158,9 +160,12 @@ def defer_update(schedule: Schedule) -> Schedule:
             f"defer_update: {schedule.name!r} looks up after the backward and so needs its update by then. It is for "
             "modes that look up before it: semi_sync and async_lookup."
         )
-    position = schedule.position(_LOOKUP)
-    steps = (*schedule.steps[:position], Step(_UPDATE, -1, lookup.stream), *schedule.steps[position:])
-    return Schedule(f"{schedule.name}_deferred", steps)
+    steps = list(schedule.steps)
+    ids, backward = schedule.position(_DATA), schedule.position(_BACKWARD)
+    sent = [steps.pop(ids)] if ids > backward else []
+    position = steps.index(lookup)
+    steps[position:position] = [*sent, Step(_UPDATE, -1, lookup.stream)]
+    return Schedule(f"{schedule.name}_deferred", tuple(steps))
 
 
 SEMI_SYNC_DEFERRED = defer_update(SEMI_SYNC)

@@ -71,8 +71,10 @@ class ModuleInFlight:
     dist_input: KJTList | None = None
     outputs: dict[int, Awaitable[torch.Tensor]] = field(default_factory=dict)
     rows: LazyAwaitable[Any] | None = None
+    received: list[HeldGradient] = field(default_factory=list)
+    """Gradients of received rows, which `send_held` sends back; none where the backward goes all the way."""
     held: list[HeldGradient] = field(default_factory=list)
-    """Gradients whose way to the tables `apply_held` goes on with; none where the backward goes all the way."""
+    """Gradients under way, with which `apply_held` updates the tables; none likewise."""
     rates: list[float] | None = None
     """The learning rate of each kernel that the batch was trained at, where its update comes later."""
     served: bool = False
@@ -232,7 +234,7 @@ def _holds_update(module: Any, state: ModuleInFlight) -> Iterator[None]:
         return
     dists = module._output_dists
     module._output_dists = [
-        _HoldingDist(dist, state.held) if owner is WeightOwner.FUSED_BACKWARD else dist
+        _HoldingDist(dist, state) if owner is WeightOwner.FUSED_BACKWARD else dist
         for dist, owner in zip(dists, owners, strict=True)
     ]
     try:
@@ -243,10 +245,10 @@ def _holds_update(module: Any, state: ModuleInFlight) -> Iterator[None]:
 
 @dataclass(frozen=True, slots=True)
 class _HoldingDist:
-    """An output dist whose backward goes no further than to start the all-to-all of gradients."""
+    """An output dist whose backward ends where its rows were received."""
 
     dist: Callable[..., Awaitable[Tensor]]
-    held: list[HeldGradient]
+    state: ModuleInFlight
 
     def __call__(self, rows: Tensor, *context: Any) -> Awaitable[Tensor]:
         started = self.dist(rows, *context)
@@ -256,12 +258,29 @@ class _HoldingDist:
                 f"cannot defer the update of tables whose rows come by {type(started).__name__}: no all-to-all was "
                 "found in it. Train without defer_update."
             )
-        self.held.extend(cuts)
-        return started
+        self.state.held.extend(cuts)
+        return _CutWhenReceived(started, self.state.received)
+
+
+class _CutWhenReceived(Awaitable[Tensor]):  # type: ignore[misc]
+    """Rows under way, whose graph is cut where they arrive."""
+
+    def __init__(self, started: Awaitable[Tensor], cuts: list[HeldGradient]) -> None:
+        super().__init__()
+        self._started = started
+        self._cuts = cuts
+
+    def _wait_impl(self) -> Tensor:
+        rows: Tensor = self._started.wait()
+        if not rows.requires_grad:
+            return rows
+        leaf: Tensor = rows.detach().requires_grad_()
+        self._cuts.append(HeldGradient(rows, leaf))
+        return leaf
 
 
 def _cut(started: object) -> Iterator[HeldGradient]:
-    """Cut the graph in everything under way inside an awaitable.
+    """Cut the graph in everything under way inside an awaitable, between sending gradients and receiving them.
 
     The two halves of a TorchRec collective are joined by an empty tensor: in the backward the second half, which is
     then the first to run, starts the all-to-all of gradients and hands that tensor on to the first half, which waits.
@@ -282,13 +301,27 @@ def _cut(started: object) -> Iterator[HeldGradient]:
             yield from _cut(part)
 
 
+def send_held(state: ModuleInFlight) -> list[Tensor]:
+    """Start the all-to-alls of the gradients that a backward has left; return these gradients."""
+    return _go_on(state.received)
+
+
 def apply_held(state: ModuleInFlight) -> None:
     """Wait for the gradients of a batch and update the tables."""
-    held, state.held = [cut for cut in state.held if cut.leaf.grad is not None], []
-    if held:
-        torch.autograd.backward([cut.graph for cut in held], [cut.leaf.grad for cut in held])
-    for cut in held:
+    send_held(state)
+    _go_on(state.held)
+
+
+def _go_on(cuts: list[HeldGradient]) -> list[Tensor]:
+    """Run the backward on from where it was cut; the cuts are gone then, and those of rows without a gradient."""
+    reached = [(cut, cut.leaf.grad) for cut in cuts if cut.leaf.grad is not None]
+    cuts.clear()
+    gradients = [gradient for _, gradient in reached]
+    if reached:
+        torch.autograd.backward([cut.graph for cut, _ in reached], gradients)
+    for cut, _ in reached:
         cut.leaf.grad = None  # the second half of a collective has given it to itself
+    return gradients
 
 
 def kernel_rates(module: Any) -> list[float]:

@@ -37,6 +37,7 @@ from .sharded import (
     lookup_counts,
     lookups_since,
     parts_to_look_up,
+    send_held,
     set_kernel_rates,
     start_fused,
     tbes,
@@ -557,12 +558,14 @@ class SparsePipeline:
             set_kernel_rates(module, state.rates)
 
     def hold_update(self, inflight: InFlightBatch) -> None:
-        """Keep a batch whose tables are still to be updated, and the learning rates that it was trained at."""
+        """Send back the gradients of a batch whose tables are still to be updated; keep its learning rates."""
         self._to_update[inflight.index] = inflight
         if self._set_rates is not None:
             self._set_rates()
-            for name, state in inflight.modules.items():
+        for name, state in inflight.modules.items():
+            if self._set_rates is not None:
                 state.rates = kernel_rates(self._stand_ins[name].module)
+            self._streams.hand_over(send_held(state), self._lookup_stream)
 
     def embedding_update(self, inflight: InFlightBatch) -> None:
         """Wait for the gradients of a batch and update the tables that were looked up early for it."""
@@ -572,7 +575,7 @@ class SparsePipeline:
 
     def _update(self, name: str, inflight: InFlightBatch) -> None:
         state, module = inflight.modules[name], self._stand_ins[name].module
-        if not state.held:
+        if not (state.held or state.received):
             return
         self._observe("wait", Stage.EMBEDDING_UPDATE, inflight.index)
         if state.rates is None:

@@ -41,10 +41,10 @@ SEMI_SYNC = (
     "< splits 6,> lengths 6,> ids 6,step,> splits 7"
 )
 #        |forward |backward|step    |                                  exposed: nothing
-#                 |rows 5 .| grads 4 .......  waited for behind the next forward
+#                 |rows 5 .| grads 4 .......  waited for behind the next forward, behind which ids travel, too
 SEMI_SYNC_DEFERRED = (
-    "< rows 4,forward,< gradients,< lengths 5,< ids 5,> rows 5,backward,> gradients,"
-    "< splits 6,> lengths 6,> ids 6,step,> splits 7"
+    "< rows 4,forward,< splits 6,> lengths 6,> ids 6,< gradients,< lengths 5,< ids 5,> rows 5,backward,> gradients,"
+    "step,> splits 7"
 )
 #        |forward |backward|grads |step    |                            exposed: grads
 #         ids 5 ............. its rows are fetched into a cache here

@@ -120,9 +120,9 @@ ISSUES: dict[str, dict[int, str]] = {
     "semi_sync_deferred": {
         -3: "C0",
         -2: "S0 C1 D0",
-        -1: "S1 C2 L0 D1",
-        0: "S2 F0 C3 L1 B0 D2 O0",
-        1: "S3 F1 U0 L2 B1 D3 O1",
+        -1: "S1 C2 D1 L0",
+        0: "S2 F0 C3 D2 L1 B0 O0",
+        1: "S3 F1 D3 U0 L2 B1 O1",
         2: "F2 U1 L3 B2 O2",
         3: "F3 U2 B3 O3",
         4: "U3",

@@ -1,0 +1,96 @@
+"""All-to-alls of the backend that posts receives first. Functions that ranks run."""
+
+from __future__ import annotations
+
+from datetime import timedelta
+from typing import Any
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+
+from lightning_overlap import groups, receives_first
+from lightning_overlap.receives_first import BACKEND, Exchange, ReceivesFirst
+
+_made: list[dist.ProcessGroup] = []
+
+
+def _group() -> Any:
+    receives_first.register()
+    if not _made:
+        _made.append(dist.new_group(backend=BACKEND, timeout=timedelta(seconds=20)))
+    return _made[0]
+
+
+def of_gloo_and_ours(shape: tuple[int, ...], dtype: torch.dtype, splits: list[list[int]] | None) -> list[torch.Tensor]:
+    """Send the same through both; `splits[i][j]` rows go from rank i to rank j."""
+    rank = dist.get_rank()
+    mine = None if splits is None else splits[rank]
+    theirs = None if splits is None else [row[rank] for row in splits]
+    sent = (torch.arange(torch.Size(shape).numel()).reshape(shape) + 1000 * rank).to(dtype)
+    results = []
+    for group in (dist.group.WORLD, _group()):
+        num = shape[0] if theirs is None else sum(theirs)
+        received = torch.full((num, *shape[1:]), -1).to(dtype)
+        for _ in range(3):  # the same again, some under way at once
+            works = [dist.all_to_all_single(received, sent, theirs, mine, group=group, async_op=True) for _ in range(2)]
+            for work in works:
+                work.wait()
+        results.append(received)
+    return results
+
+
+def order_of_posts() -> list[str]:
+    """Begin an all-to-all; return what gloo is asked for, in order."""
+    group, posts = _group(), []
+
+    class Posts:
+        def recv(self, *args: Any) -> Any:
+            posts.append("recv")
+            return gloo.recv(*args)
+
+        def send(self, *args: Any) -> Any:
+            posts.append("send")
+            return gloo.send(*args)
+
+    gloo = group._gloo
+    with mock.patch.object(group, "_gloo", Posts()):
+        dist.all_to_all_single(torch.empty(4), torch.ones(4), group=group)
+    return posts
+
+
+def others_work() -> list[Any]:
+    """Run the collectives that are gloo's, on the group."""
+    group, rank = _group(), dist.get_rank()
+    total = torch.tensor([float(rank + 1)])
+    dist.all_reduce(total, group=group)
+    first = torch.tensor([float(rank)])
+    dist.broadcast(first, 0, group=group)
+    everyone: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(everyone, rank, group=group)
+    parts = torch.empty(1)
+    dist.reduce_scatter_tensor(parts, torch.ones(dist.get_world_size()), group=group)
+    dist.barrier(group=group)
+    return [total.item(), first.item(), everyone, parts.item()]
+
+
+def groups_of_a_run() -> list[bool]:
+    """Whether the groups that a run makes for its tables are of this kind."""
+    joined = groups.join(timedelta(seconds=60))
+    return [isinstance(group, ReceivesFirst) for group in (joined.tables, joined.lookahead, joined.checkpoints)]
+
+
+def waits_in_vain() -> str:
+    """Wait for a rank that sends nothing."""
+    group = _group()
+    if dist.get_rank() != 0:
+        return ""
+    work = group._gloo.recv([torch.empty(3)], 1, 999_999)
+    exchange = Exchange([work], (torch.empty(1), torch.empty(1)))
+    texts = []
+    for _ in range(2):
+        try:
+            exchange.wait(timedelta(milliseconds=200))
+        except RuntimeError as error:
+            texts.append(type(error).__name__)
+    return f"{texts} {exchange.is_completed()} {exchange.is_success()}"
