@@ -15,6 +15,7 @@ from contextlib import ExitStack, suppress
 from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
+from statistics import median
 from types import SimpleNamespace
 from typing import Any
 
@@ -29,6 +30,7 @@ from .bench_wire import by_name, late_all_to_alls
 from .choices import Config
 from .clocks import HOST_LANE, SpanRecorder
 from .drawing import write_html, write_png
+from .sharding import find_tables
 from .stages import StreamName
 from .strategy import OverlapEmbeddingStrategy
 from .streams import HostStreams, Streams
@@ -169,7 +171,7 @@ def run(config: Config, folder: Path) -> None:
     bench = _Bench(config, folder, device)
     results = bench.all_rounds()
     if dist.get_rank() == 0:
-        _report(config, folder, results, getattr(bench.data, "batch_size", None))
+        _report(config, folder, results, getattr(bench.data, "batch_size", None), bench.all_reduce_ms)
         _draw(folder, {name: bench.spans[name] for name in choices.our_arms(config) if name in bench.spans})
         print(f"\nrun folder: {folder}", flush=True)
     dist.barrier(bench.group)
@@ -196,6 +198,25 @@ class _Bench:
         self.latency: Mapping[str, float] = config["latency"] or {}
         self.spans: dict[int | str, list[Span]] = {}
         """Of each mode's last turn, on this rank."""
+        self.all_reduce_ms = self._time_all_reduce()
+        """What the all-reduce of dense gradients takes by itself."""
+
+    def _time_all_reduce(self, rounds: int = 5) -> float:
+        model = recipe.build_model(self.config, self.data)
+        tables = {id(table.parameter) for table in find_tables(model)}
+        num = sum(one.numel() for one in model.parameters() if one.requires_grad and id(one) not in tables)
+        if not num or dist.get_world_size() == 1:
+            return 0.0
+        times_ms = []
+        for _ in range(rounds):
+            gradients = torch.zeros(num, device=self.device)
+            dist.barrier(group=self.group)
+            start = time.perf_counter()
+            dist.all_reduce(gradients)
+            if self.device.type == "cuda":
+                torch.cuda.synchronize(self.device)
+            times_ms.append((time.perf_counter() - start) * 1e3)
+        return median(times_ms)
 
     def all_rounds(self) -> list[ArmTurns]:
         from tqdm import tqdm  # type: ignore[import-untyped]
@@ -291,18 +312,22 @@ def _make_batches(data: Any, num_batches: int, *, pin: bool) -> list[Any]:
     return [batch.pin_memory() for batch in batches] if pin else batches
 
 
-def _report(config: Config, folder: Path, turns: list[ArmTurns], batch_size: int | None) -> None:
-    results = bench_report.evaluate(turns, batch_size)
-    bound = bench_report.bound_ms(turns[0])
+def _report(config: Config, folder: Path, turns: list[ArmTurns], batch_size: int | None, all_reduce_ms: float) -> None:
+    bound = bench_report.bound_ms(turns[0], all_reduce_ms)
+    results = bench_report.evaluate(turns, batch_size, bound)
     about = {
         "config": dict(config),
         "versions": versions.installed(),
         "device": torch.cuda.get_device_name() if recipe.on_cuda(config) else "cpu",
         "ranks": dist.get_world_size(),
+        "dense_all_reduce_ms": all_reduce_ms,
     }
     print(f"\n{bench_report.table(results)}")
     if bound is not None:
-        print(f"bound: {bound:.2f} ms: base's slowest rank if it waited for nothing, or the wire, whichever is busier")
+        wire = f"the wire with all all-to-alls and the dense all-reduce ({all_reduce_ms:.2f} ms)"
+        print(
+            f"bound: {bound:.2f} ms: base's slowest rank if it waited for no all-to-all, or {wire}, whichever is busier"
+        )
     for part in (bench_report.collectives_table(results), "\n".join(bench_report.failures(results))):
         if part:
             print(f"\n{part}")

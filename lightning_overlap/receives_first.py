@@ -76,6 +76,9 @@ class ReceivesFirst(dist.ProcessGroup):
             received[me].copy_(sent[me])
         return Exchange(works, (output, input))
 
+    all_to_all_single = alltoall_base  # type: ignore[assignment]
+    """What `torch.distributed.all_to_all_single` calls from 2.13 on; until then it is the other name."""
+
 
 def _handed_on(name: str) -> Callable[..., Any]:
     def call(self: ReceivesFirst, *args: Any, **kwargs: Any) -> Any:

@@ -48,6 +48,8 @@ def test_the_bound_is_the_busiest_rank_or_the_wire() -> None:
     assert bound_ms(base()) == 60  # rank 1 is busy for 60; the wire for 52, as the rank that issues last sees it
     wired = [[replace(one, wire_ms=[80.0]) for one in turns] for turns in base().rounds]
     assert bound_ms(ArmTurns("base", 0, wired)) == 80
+    assert bound_ms(base(), all_reduce_ms=5) == 60  # ranks wait for it, so it is part of their 60
+    assert bound_ms(base(), all_reduce_ms=10) == 62
     unseen = [[replace(one, busy_ms=[]) for one in turns] for turns in base().rounds]
     assert bound_ms(ArmTurns("base", 0, unseen)) is None
 
@@ -68,7 +70,7 @@ def test_nothing_to_gain_is_no_efficiency() -> None:
 
 def test_each_statistic_is_of_the_slowest_rank() -> None:
     mode = ArmTurns("mode", 0, [[turn(50, 50, 50), turn(70, 80, 90)], [turn(90, 90, 90), turn(70, 80, 90)]])
-    _, result = evaluate([base(), mode], batch_size=10)
+    _, result = evaluate([base(), mode], batch_size=10, bound=60)
     assert result.step_ms_median == 80  # of rank 1; rank 0's is 70
     assert result.step_ms_p90 == 90
     assert result.of_base_range == (0.8, 0.9)  # 80 and 90 of 100, by rounds
@@ -82,13 +84,13 @@ def test_each_statistic_is_of_the_slowest_rank() -> None:
 def test_memory_is_the_90th_percentile_over_rounds_of_the_largest_rank() -> None:
     rounds = [[turn(100, memory_mib=mib), turn(100, memory_mib=50)] for mib in range(100, 111)]
     arm = ArmTurns("base", 0, rounds)
-    assert evaluate([arm], batch_size=None)[0].peak_memory == {"resident": 109 * MIB}
+    assert evaluate([arm], batch_size=None, bound=None)[0].peak_memory == {"resident": 109 * MIB}
 
 
 def test_one_other_bit_on_any_rank_in_any_round_is_not_the_same() -> None:
     other = base().rounds
     other[1][1] = replace(other[1][1], losses=[b"a", b"c"])
-    exact, stale = evaluate([base(), ArmTurns("x", 0, other), ArmTurns("y", 1, other)], None)[1:]
+    exact, stale = evaluate([base(), ArmTurns("x", 0, other), ArmTurns("y", 1, other)], None, 60)[1:]
     assert not exact.same_as_base
     assert not stale.same_as_base
     lines = table([exact, stale]).splitlines()
@@ -97,7 +99,7 @@ def test_one_other_bit_on_any_rank_in_any_round_is_not_the_same() -> None:
 
 
 def test_the_table_has_a_row_for_each_arm_that_ran() -> None:
-    results = evaluate([base(), ArmTurns("peer", 0, failure="RuntimeError: no such stream")], 10)
+    results = evaluate([base(), ArmTurns("peer", 0, failure="RuntimeError: no such stream")], 10, 60)
     lines = [line.split("  ") for line in table(results).splitlines()]
     assert [line[0].strip() for line in lines if line[0][0] != "-"] == ["arm", "base"]
     cells = [cell.strip() for cell in lines[2] if cell.strip()]
@@ -110,12 +112,12 @@ def test_the_table_has_a_row_for_each_arm_that_ran() -> None:
 def test_each_collective_is_hidden_or_exposed() -> None:
     seen = {"rows": (40.0, 39.5), "sizes": (40.0, 3.0), "all_reduce": (1.0, 0.0)}
     arm = ArmTurns("base", 0, [[turn(100, collectives=seen), turn(100, collectives={"rows": (40.0, 41.0)})]])
-    told = collectives_table(evaluate([arm], None))
+    told = collectives_table(evaluate([arm], None, None))
     assert told is not None
     head, _, row = told.splitlines()
     assert head.split() == ["waited", "for", "sizes", "rows"]  # an all-reduce only where it is exposed
     assert row.split() == ["base", "hidden", "exposed", "41.0", "ms"]  # of the rank that waits longest
-    assert collectives_table(evaluate([ArmTurns("base", 0, [[turn(100)]])], None)) is None
+    assert collectives_table(evaluate([ArmTurns("base", 0, [[turn(100)]])], None, None)) is None
 
 
 def test_collectives_count_in_the_step_of_their_issue_and_waits_on_their_lane() -> None:
@@ -130,7 +132,7 @@ def test_collectives_count_in_the_step_of_their_issue_and_waits_on_their_lane() 
 
 
 def test_files(tmp_path: Path) -> None:
-    results = evaluate([base(), ArmTurns("peer", 0, failure="TypeError: why")], 10)
+    results = evaluate([base(), ArmTurns("peer", 0, failure="TypeError: why")], 10, 60)
     write(tmp_path, results, 60.0, {"ranks": 2})
     content = json.loads((tmp_path / "bench.json").read_text(encoding="utf-8"))
     assert (content["ranks"], content["bound_ms"]) == (2, 60.0)
