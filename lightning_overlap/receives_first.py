@@ -72,8 +72,9 @@ class ReceivesFirst(dist.ProcessGroup):
         others = [(me + shift) % size for shift in range(1, size)]
         works = [self._gloo.recv([received[rank]], rank, tag) for rank in others if received[rank].numel()]
         works += [self._gloo.send([sent[rank]], rank, tag) for rank in others if sent[rank].numel()]
-        with torch.no_grad():
-            received[me].copy_(sent[me])
+        if sent[me].numel():  # nothing may have other shapes than nothing
+            with torch.no_grad():
+                received[me].copy_(sent[me])
         return Exchange(works, (output, input))
 
     all_to_all_single = alltoall_base  # type: ignore[assignment]

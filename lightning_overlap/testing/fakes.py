@@ -66,6 +66,10 @@ def _rows(index: int, name: str, owner: WeightOwner, nth: int) -> str:
     return f"rows of batch {index} ({name}, {owner.value}{'' if nth == 0 else ', own forward'})"
 
 
+def _sent_gradients(index: int) -> str:
+    return f"sent gradients of batch {index}"
+
+
 def _gradients(index: int) -> str:
     return f"gradients of rows of batch {index}"
 
@@ -231,7 +235,9 @@ class FakeSparse:
         self.pending -= {(stage, inflight.index, name) for name in inflight.modules for stage in SPARSE_STAGES}
 
     def hold_update(self, inflight: InFlightBatch) -> None:
-        """Do nothing: the backward has done so."""
+        """Send the gradients that a backward has left, on the current stream."""
+        index = inflight.index
+        self.streams.do(Mark("sent gradients", index), reads=[_gradients(index)], writes=[_sent_gradients(index)])
 
     def embedding_update(self, inflight: InFlightBatch) -> None:
         """Update the fused tables with the gradients that a backward has left, on the current stream."""
@@ -247,7 +253,7 @@ class FakeSparse:
             if owner in owners:
                 self._observe("wait", Stage.EMBEDDING_UPDATE, index)
                 self._complete(Stage.BACKWARD, index, name)
-                reads = [_gradients(index), *memory_of(inflight.modules[name])]
+                reads = [_sent_gradients(index), *memory_of(inflight.modules[name])]
                 self.streams.do(Mark(owner, index, name, nth), reads=reads, writes=[table(name, owner)])
 
     def take_plain_forward(self) -> bool:
