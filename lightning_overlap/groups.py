@@ -33,11 +33,11 @@ AGREEMENT = "agreement"
 """Name of the group in which nothing travels but what the ranks have to know of each other."""
 
 _FAILURES = "lightning_overlap/failures"
-_Key = tuple[dist.ProcessGroup, str, timedelta, int]
+_Key = tuple[dist.ProcessGroup, str, timedelta, bool, int]
 _made: dict[_Key, Groups] = {}
 
 
-def join(timeout: timedelta) -> Groups:
+def join(timeout: timedelta, *, several_hosts: bool = False) -> Groups:
     """Return the groups of this process; every rank calls this at the same point, behind a barrier.
 
     A group has threads or communicators of its own, which stay as long as the process, and sharded modules keep
@@ -46,6 +46,8 @@ def join(timeout: timedelta) -> Groups:
 
     Args:
         timeout: Of each collective.
+        several_hosts: Whether there is a link between ranks, whose two directions are worth using at once. Within a
+            host gloo's own all-to-all is quicker: its threads make the system calls, and not the one that trains.
     """
     world, store = dist.group.WORLD, default_store()
     assert world is not None
@@ -53,11 +55,11 @@ def join(timeout: timedelta) -> Groups:
     if dist.get_world_size() == 1:
         return Groups(world)
     backend = dist.get_backend()
-    key = (world, backend, timeout, store.add(_FAILURES, 0))
+    key = (world, backend, timeout, several_hosts, store.add(_FAILURES, 0))
     if key not in _made:
         _made.clear()
         of_tables: str = backend
-        if backend == "gloo":
+        if backend == "gloo" and several_hosts:
             receives_first.register()
             of_tables = receives_first.BACKEND
         agreement, checkpoints, tables, lookahead = (

@@ -1,4 +1,4 @@
-"""gloo whose all-to-alls go both ways at once, whichever rank comes first."""
+"""gloo whose all-to-alls go both ways of a link at once, whichever rank comes first."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """One sharded module: the parts of what TorchRec does for it, so that each can run at a time of its own.
 
-TorchRec's names that start with an underscore occur here, in `kinds.py`, `input_dist.py` and `released.py` only
-(`PRIVATE_NAMES`; a test names each).
+TorchRec's names that start with an underscore occur here, in `kinds.py`, `held.py`, `input_dist.py` and `released.py`
+only (`PRIVATE_NAMES`; a test names each).
 """
 
 from __future__ import annotations
@@ -11,19 +11,19 @@ import functools
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple, TypeAlias, TypeVar
+from typing import Any, TypeAlias, TypeVar
 from weakref import WeakKeyDictionary
 
 import torch
 from fbgemm_gpu.split_table_batched_embeddings_ops_training import SplitTableBatchedEmbeddingBagsCodegen
 from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
-from torchrec.distributed.comm_ops import Request
 from torchrec.distributed.embedding_types import EmbeddingComputeKernel, KJTList
-from torchrec.distributed.types import Awaitable, LazyAwaitable, NoWait, ShardedModule
+from torchrec.distributed.types import Awaitable, LazyAwaitable, ShardedModule
 from torchrec.optim.keyed import CombinedOptimizer, KeyedOptimizer
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
+from .held import HeldUpdate
 from .kinds import KINDS, TABLE_TYPES, kind_of, owners_of, tables_of
 from .stages import WeightOwner
 from .versions import check_names
@@ -51,15 +51,6 @@ SetRates: TypeAlias = Callable[[], None]
 """Gives the kernels the learning rates that the schedule has now."""
 
 
-class HeldGradient(NamedTuple):
-    """A place where the graph of early rows is cut, so that a backward stops there."""
-
-    graph: Tensor
-    """What the lookup gave: its graph leads to the tables."""
-    leaf: Tensor
-    """What the rows are made of instead: the backward leaves its gradient there."""
-
-
 @dataclass(slots=True)
 class ModuleInFlight:
     """One batch on its way through one module."""
@@ -71,10 +62,8 @@ class ModuleInFlight:
     dist_input: KJTList | None = None
     outputs: dict[int, Awaitable[torch.Tensor]] = field(default_factory=dict)
     rows: LazyAwaitable[Any] | None = None
-    received: list[HeldGradient] = field(default_factory=list)
-    """Gradients of received rows, which `send_held` sends back; none where the backward goes all the way."""
-    held: list[HeldGradient] = field(default_factory=list)
-    """Gradients under way, with which `apply_held` updates the tables; none likewise."""
+    held: HeldUpdate = field(default_factory=HeldUpdate)
+    """What is left of the way to the tables; nothing where the backward goes all the way."""
     rates: list[float] | None = None
     """The learning rate of each kernel that the batch was trained at, where its update comes later."""
     served: bool = False
@@ -182,8 +171,7 @@ def look_up(
         owners: Whose tables to look up now.
         set_rates: Gives the kernels the present learning rates; None where nothing moves them. With it the update
             of this batch takes place at the rate that holds in its backward.
-        holds_update: Whether the backward stops once the all-to-all of gradients has begun, and the tables wait for
-            `apply_held`.
+        holds_update: Whether the backward stops where the rows were received, and the rest waits in `state.held`.
     """
     with _updates_at_present_rate(module, set_rates), _holds_update(module, state) if holds_update else nullcontext():
         _look_up(module, state, owners)
@@ -222,9 +210,6 @@ def start_fused(
         _start_rows(module, state, rows)
 
 
-# -- updates that come later -------------------------------------------------------------------------------------
-
-
 @contextmanager
 def _holds_update(module: Any, state: ModuleInFlight) -> Iterator[None]:
     """Cut the graph of the rows of fused tables, of the lookups made meanwhile."""
@@ -234,94 +219,13 @@ def _holds_update(module: Any, state: ModuleInFlight) -> Iterator[None]:
         return
     dists = module._output_dists
     module._output_dists = [
-        _HoldingDist(dist, state) if owner is WeightOwner.FUSED_BACKWARD else dist
+        state.held.holding(dist) if owner is WeightOwner.FUSED_BACKWARD else dist
         for dist, owner in zip(dists, owners, strict=True)
     ]
     try:
         yield
     finally:
         module._output_dists = dists
-
-
-@dataclass(frozen=True, slots=True)
-class _HoldingDist:
-    """An output dist whose backward ends where its rows were received."""
-
-    dist: Callable[..., Awaitable[Tensor]]
-    state: ModuleInFlight
-
-    def __call__(self, rows: Tensor, *context: Any) -> Awaitable[Tensor]:
-        started = self.dist(rows, *context)
-        cuts = list(_cut(started))
-        if rows.requires_grad and not cuts:
-            raise RuntimeError(
-                f"cannot defer the update of tables whose rows come by {type(started).__name__}: no all-to-all was "
-                "found in it. Train without defer_update."
-            )
-        self.state.held.extend(cuts)
-        return _CutWhenReceived(started, self.state.received)
-
-
-class _CutWhenReceived(Awaitable[Tensor]):  # type: ignore[misc]
-    """Rows under way, whose graph is cut where they arrive."""
-
-    def __init__(self, started: Awaitable[Tensor], cuts: list[HeldGradient]) -> None:
-        super().__init__()
-        self._started = started
-        self._cuts = cuts
-
-    def _wait_impl(self) -> Tensor:
-        rows: Tensor = self._started.wait()
-        if not rows.requires_grad:
-            return rows
-        leaf: Tensor = rows.detach().requires_grad_()
-        self._cuts.append(HeldGradient(rows, leaf))
-        return leaf
-
-
-def _cut(started: object) -> Iterator[HeldGradient]:
-    """Cut the graph in everything under way inside an awaitable, between sending gradients and receiving them.
-
-    The two halves of a TorchRec collective are joined by an empty tensor: in the backward the second half, which is
-    then the first to run, starts the all-to-all of gradients and hands that tensor on to the first half, which waits.
-    Without a collective (one rank) the rows themselves are handed on.
-    """
-    if isinstance(started, Request | NoWait):
-        name = "dummy_tensor" if isinstance(started, Request) else "_obj"
-        graph = getattr(started, name)
-        if isinstance(graph, Tensor) and graph.requires_grad:
-            leaf = graph.detach().requires_grad_()
-            setattr(started, name, leaf)
-            yield HeldGradient(graph, leaf)
-    elif isinstance(started, Awaitable):
-        for part in vars(started).values():
-            yield from _cut(part)
-    elif isinstance(started, list):
-        for part in started:
-            yield from _cut(part)
-
-
-def send_held(state: ModuleInFlight) -> list[Tensor]:
-    """Start the all-to-alls of the gradients that a backward has left; return these gradients."""
-    return _go_on(state.received)
-
-
-def apply_held(state: ModuleInFlight) -> None:
-    """Wait for the gradients of a batch and update the tables."""
-    send_held(state)
-    _go_on(state.held)
-
-
-def _go_on(cuts: list[HeldGradient]) -> list[Tensor]:
-    """Run the backward on from where it was cut; the cuts are gone then, and those of rows without a gradient."""
-    reached = [(cut, cut.leaf.grad) for cut in cuts if cut.leaf.grad is not None]
-    cuts.clear()
-    gradients = [gradient for _, gradient in reached]
-    if reached:
-        torch.autograd.backward([cut.graph for cut, _ in reached], gradients)
-    for cut, _ in reached:
-        cut.leaf.grad = None  # the second half of a collective has given it to itself
-    return gradients
 
 
 def kernel_rates(module: Any) -> list[float]:

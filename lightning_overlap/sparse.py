@@ -27,7 +27,6 @@ from .released import release
 from .sharded import (
     ModuleInFlight,
     SetRates,
-    apply_held,
     caching_tbes,
     check_torchrec,
     compute_fused,
@@ -37,7 +36,6 @@ from .sharded import (
     lookup_counts,
     lookups_since,
     parts_to_look_up,
-    send_held,
     set_kernel_rates,
     start_fused,
     tbes,
@@ -565,7 +563,7 @@ class SparsePipeline:
         for name, state in inflight.modules.items():
             if self._set_rates is not None:
                 state.rates = kernel_rates(self._stand_ins[name].module)
-            self._streams.hand_over(send_held(state), self._lookup_stream)
+            self._streams.hand_over(state.held.send(), self._lookup_stream)
 
     def embedding_update(self, inflight: InFlightBatch) -> None:
         """Wait for the gradients of a batch and update the tables that were looked up early for it."""
@@ -575,15 +573,15 @@ class SparsePipeline:
 
     def _update(self, name: str, inflight: InFlightBatch) -> None:
         state, module = inflight.modules[name], self._stand_ins[name].module
-        if not (state.held or state.received):
+        if not state.held:
             return
         self._observe("wait", Stage.EMBEDDING_UPDATE, inflight.index)
         if state.rates is None:
-            apply_held(state)
+            state.held.apply()
             return
         present = kernel_rates(module)
         set_kernel_rates(module, state.rates)
-        apply_held(state)
+        state.held.apply()
         set_kernel_rates(module, present)
 
     def _update_before_a_forward(self, name: str) -> None:

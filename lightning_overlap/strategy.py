@@ -233,7 +233,7 @@ class OverlapEmbeddingStrategy(evaluation.EvaluatesAhead, steps.WalksSteps, Save
             )
 
     def _join_groups(self) -> None:
-        joined = groups.join(self._group_timeout)
+        joined = groups.join(self._group_timeout, several_hosts=self.world_size > self.num_processes)
         if joined is not self._groups:
             self._groups = joined
             self.save_through(self._groups.checkpoints)

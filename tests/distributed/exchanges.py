@@ -9,8 +9,11 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 
-from lightning_overlap import groups, receives_first
+from lightning_overlap import OverlapEmbeddingStrategy, receives_first
 from lightning_overlap.receives_first import BACKEND, Exchange, ReceivesFirst
+
+from .cases import TABLE_WISE, Batches, Model, make_plan
+from .fits import make_trainer
 
 _made: list[dist.ProcessGroup] = []
 
@@ -75,8 +78,17 @@ def others_work() -> list[Any]:
 
 
 def groups_of_a_run() -> list[bool]:
-    """Whether the groups that a run makes for its tables are of this kind."""
-    joined = groups.join(timedelta(seconds=60))
+    """Whether the groups of a fit are of this kind: of its tables, its input dist, its checkpoints."""
+    seen = []
+
+    class Looks(Model):
+        def on_train_start(self) -> None:
+            seen.append(self.trainer.strategy._groups)
+
+    model = Looks(TABLE_WISE)
+    strategy = OverlapEmbeddingStrategy(sharding=make_plan(TABLE_WISE, model, dist.get_world_size()))
+    make_trainer(strategy).fit(model, datamodule=Batches(TABLE_WISE, 2))
+    [joined] = seen
     return [isinstance(group, ReceivesFirst) for group in (joined.tables, joined.lookahead, joined.checkpoints)]
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -58,13 +59,16 @@ def test_torchrecs_pipeline(two_ranks: Ranks, tmp_path: Path, capsys: pytest.Cap
     assert "under ## backward ##" in said  # where the all-to-all of gradients is waited for
 
 
-def test_our_strategy(two_ranks: Ranks, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    two_ranks.run(profiles.strategy, tmp_path, "fused_sparse_dist")
+@pytest.mark.parametrize(("num_nodes", "name"), [(1, "gloo:all_to_all"), (2, "gloo:recv")])
+def test_our_strategy(
+    get_ranks: Any, num_nodes: int, name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    get_ranks(2, num_nodes=num_nodes).run(profiles.strategy, tmp_path, "fused_sparse_dist")
     traces = sorted(tmp_path.glob("*.json.gz"))
     for path in traces:
         (spans,) = read_trace(path).values()
         for batch in (2, 3):
-            assert collectives(spans, batch, "gloo:recv") == ALL_TO_ALLS  # one from the other rank in each
+            assert collectives(spans, batch, name) == ALL_TO_ALLS  # one receive, from the other rank, in each
             # looked up before its own step, where the annotation says so
             lookup = inside(spans, f"embedding_lookup {batch}")
             assert (lookup.stage, lookup.batch, lookup.lane) == (Stage.EMBEDDING_LOOKUP, batch, HOST_LANE)

@@ -2,11 +2,18 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 
-from . import exchanges
+from lightning_overlap import Schedule
+
+from . import exchanges, reference
+from .cases import COLUMN_WISE, EMPTY_FEATURE, MIXED, SEQUENCE, TWO_COLLECTIONS, Case
+from .fits import fit
 from .ranks import Ranks
+from .reference import Delayed
 
 
 @pytest.mark.parametrize("dtype", [torch.int64, torch.int32, torch.float32, torch.bfloat16], ids=str)
@@ -38,8 +45,21 @@ def test_other_collectives_are_gloos(two_ranks: Ranks) -> None:
     assert two_ranks.run(exchanges.others_work) == [[3.0, 0.0, [0, 1], 2.0]] * 2
 
 
-def test_a_run_uses_it_for_tables_and_input_dist(two_ranks: Ranks) -> None:
-    assert two_ranks.run(exchanges.groups_of_a_run) == [[True, True, False]] * 2
+@pytest.mark.parametrize("num_nodes", [1, 2])
+def test_a_run_over_several_hosts_uses_it_for_tables_and_input_dist(num_nodes: int, get_ranks: Any) -> None:
+    between_hosts = num_nodes > 1
+    ranks = get_ranks(2, num_nodes=num_nodes)
+    assert ranks.run(exchanges.groups_of_a_run) == [[between_hosts, between_hosts, False]] * 2
+
+
+@pytest.mark.parametrize(
+    "case", [MIXED, SEQUENCE, TWO_COLLECTIONS, COLUMN_WISE, EMPTY_FEATURE], ids=lambda case: case.name
+)
+def test_two_hosts_train_as_the_plain_loop(case: Case, mode: Schedule, get_ranks: Any) -> None:
+    ranks = get_ranks(2, num_nodes=2)
+    expected = ranks.run(reference.train_delayed, case, Delayed(mode.staleness))
+    actual = ranks.run(fit, case, mode.name)
+    assert [mine.differences(theirs) for mine, theirs in zip(actual, expected, strict=True)] == [[], []]
 
 
 def test_everyone_who_waits_hears_of_a_failure() -> None:

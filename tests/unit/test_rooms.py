@@ -39,7 +39,7 @@ FILES = {
         *("timeline", "summary", "figures", "kineto", "kineto_names", "trace_file", "layout", "drawing", "page"),
     ),
     "sparse": (
-        *("kinds", "sharded", "input_dist", "sparse", "sharding", "optim", "table_state", "stash"),
+        *("kinds", "sharded", "held", "input_dist", "sparse", "sharding", "optim", "table_state", "stash"),
         *("stale_rows", "lookup_threads", "released"),
     ),
     "plugin": (
