@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -59,14 +59,16 @@ class _HoldingDist:
 
     def __call__(self, rows: Tensor, *context: Any) -> Awaitable[Tensor]:
         started = self.dist(rows, *context)
-        cuts = list(_cut(started))
+        parts = list(_under_way(started))
+        cuts = list(_cut(parts))
         if rows.requires_grad and not cuts:
             raise RuntimeError(
                 f"cannot defer the update of tables whose rows come by {type(started).__name__}: no all-to-all was "
                 "found in it. Train without defer_update."
             )
         self.under_way.extend(cuts)
-        return _CutWhenReceived(started, self.at_rows)
+        travels = any(isinstance(part, Request) for part in parts)
+        return _CutWhenReceived(started, self.at_rows) if travels else started
 
 
 class _CutWhenReceived(Awaitable[Tensor]):  # type: ignore[misc]
@@ -86,26 +88,32 @@ class _CutWhenReceived(Awaitable[Tensor]):  # type: ignore[misc]
         return leaf
 
 
-def _cut(started: object) -> Iterator[_Cut]:
-    """Cut the graph in everything under way inside an awaitable, between sending gradients and receiving them.
+def _cut(under_way: Iterable[Request[Any] | NoWait[Any]]) -> Iterator[_Cut]:
+    """Cut the graph in everything under way, between sending gradients and receiving them.
 
     The two halves of a TorchRec collective are joined by an empty tensor: in the backward the second half, which is
     then the first to run, starts the all-to-all of gradients and hands that tensor on to the first half, which waits.
     Without a collective (one rank) the rows themselves are handed on.
     """
-    if isinstance(started, Request | NoWait):
-        name = "dummy_tensor" if isinstance(started, Request) else "_obj"
-        graph = getattr(started, name)
+    for part in under_way:
+        name = "dummy_tensor" if isinstance(part, Request) else "_obj"
+        graph = getattr(part, name)
         if isinstance(graph, Tensor) and graph.requires_grad:
             leaf = graph.detach().requires_grad_()
-            setattr(started, name, leaf)
+            setattr(part, name, leaf)
             yield _Cut(graph, leaf)
+
+
+def _under_way(started: object) -> Iterator[Request[Any] | NoWait[Any]]:
+    """Find what is under way inside an awaitable."""
+    if isinstance(started, Request | NoWait):
+        yield started
     elif isinstance(started, Awaitable):
         for part in vars(started).values():
-            yield from _cut(part)
+            yield from _under_way(part)
     elif isinstance(started, list):
         for part in started:
-            yield from _cut(part)
+            yield from _under_way(part)
 
 
 def _go_on(cuts: list[_Cut]) -> list[Tensor]:
