@@ -33,13 +33,14 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", type=int, default=200, help="steps per arm and round")
     parser.add_argument("--rounds", type=int, default=5, help="rounds; the arms take turns in each")
+    parser.add_argument("--arms", nargs="+", help="modes to measure beside plain; all of them if left out")
     parser.add_argument("--profile", action="store_true", help="print the functions that take most of a step")
     options = parser.parse_args()
     warnings.simplefilter("ignore")
     for logger in ("torchrec", "lightning.pytorch", "lightning.fabric", "torch.fx"):
         logging.getLogger(logger).setLevel(logging.ERROR)
     if "RANK" in os.environ:
-        _measure_steps(options.steps, options.rounds, options.profile)
+        _measure_steps(options.arms, options.steps, options.rounds, options.profile)
         return
     _measure_executor()
     for num_ranks in (1, 2):
@@ -97,7 +98,7 @@ def _measure_executor(num_steps: int = 5000) -> None:
 # -- a whole step -------------------------------------------------------------------------------------------------
 
 
-def _measure_steps(num_steps: int, num_rounds: int, profile: bool) -> None:
+def _measure_steps(chosen: list[str] | None, num_steps: int, num_rounds: int, profile: bool) -> None:
     import torch
     import torch.distributed as dist
     from tqdm import tqdm
@@ -105,7 +106,7 @@ def _measure_steps(num_steps: int, num_rounds: int, profile: bool) -> None:
     from lightning_overlap import MODES
 
     torch.set_num_threads(1)
-    arms = ["plain", *MODES, WATCHED]
+    arms = ["plain", *(chosen or (*MODES, WATCHED))]
     steps_ms: dict[str, list[float]] = {name: [] for name in arms}
     ratios: dict[str, list[float]] = {name: [] for name in arms}
     rank, num_ranks = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])

@@ -63,9 +63,12 @@ class Clock(Protocol):
         """Go around the wait of the compute stream for looked-up rows."""
 
 
+_NO_CLOCK: AbstractContextManager[Any] = nullcontext()
+
+
 def timed(clock: Clock | None, stage: Stage, batch: int, stream: StreamName) -> AbstractContextManager[None]:
     """Go around a stage, where there is a clock."""
-    return nullcontext() if clock is None else _timed_stage(clock, stage, batch, stream)
+    return _NO_CLOCK if clock is None else _timed_stage(clock, stage, batch, stream)
 
 
 @contextmanager
@@ -276,6 +279,8 @@ class SpanRecorder:
     def collective(self, name: str, group: str, on_host: bool) -> Collective:
         """Return the timer of a collective that is about to be issued."""
         stage, batch = self.stage or (None, None)
+        if stage is Stage.EMBEDDING_LOOKUP and name == "gradients":
+            name = "rows"  # which a backward may look up while it waits for gradients
         on_host = on_host or self._device is None
         marks = self._host if on_host else self._device
         assert marks is not None

@@ -2,99 +2,23 @@
 
 from __future__ import annotations
 
-import os
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
-from typing import Any, Protocol
+from functools import partial
+from typing import Any
 
 import torch
 
 from .agreement import Agreement, Answer, Flags, Rhythm
 from .clocks import Clock, timed
 from .inflight import InFlightBatch, abandon
+from .marks import InStage, TrainerStage
+from .protocols import BatchSource, Observer, SparseStages
 from .schedule import Schedule, Step
 from .stages import BEFORE, BEFORE_WITH_PREFETCH, EARLY_OWNERS, TRAINING_STAGES, Stage, StreamName, WeightOwner
 from .streams import HostStreams, Streams
 from .switched import SwitchedSchedule
-
-Observer = Callable[[str, Stage, int], None]
-"""Called with ("issue" | "wait", stage, batch) as the executor goes; for tests and timelines."""
-
-
-class BatchSource(Protocol):
-    """Where batches come from."""
-
-    @property
-    def exhausted(self) -> bool:
-        """Whether it is known that no batch is left."""
-
-    @property
-    def certain(self) -> bool:
-        """Whether every rank is known to have as many batches, so that only the last one has to be agreed on."""
-
-    @property
-    def told_to_stop(self) -> bool:
-        """Whether this process was asked to end."""
-
-    def fetch(self) -> tuple[Any, int, int] | None:
-        """Return the next staged `(batch, batch_idx, dataloader_idx)`, or None where there is none (yet)."""
-
-
-class SparseStages(Protocol):
-    """What each sparse stage does for one batch; `sparse.SparsePipeline` does it with TorchRec."""
-
-    @property
-    def ready(self) -> bool:
-        """Whether it is known which part of a batch feeds which module."""
-
-    def discover(self, inflight: InFlightBatch) -> bool:
-        """Learn that from a forward that was just run; True if it was learnt now."""
-
-    def forward(self, inflight: InFlightBatch) -> AbstractContextManager[None]:
-        """Serve early results to the modules' callers while a `training_step` runs."""
-
-    def input_splits_dist(self, inflight: InFlightBatch) -> None:
-        """Start the all-to-all of split sizes."""
-
-    def input_data_dist(self, inflight: InFlightBatch) -> None:
-        """Read the sizes; start the all-to-alls of lengths, ids and weights."""
-
-    def receive_input(self, inflight: InFlightBatch) -> Any:
-        """Wait for these and return what the lookup will read."""
-
-    def prefetch(self, inflight: InFlightBatch) -> None:
-        """Bring the rows that the lookup will read into the cache of the tables that have one."""
-
-    def forget_prefetched(self) -> None:
-        """Drop what was prefetched and not looked up: no batch is going to."""
-
-    def has_lookup(self, inflight: InFlightBatch, owners: frozenset[WeightOwner]) -> bool:
-        """Whether a batch has tables of these owners still to look up."""
-
-    def embedding_lookup(self, inflight: InFlightBatch, owners: frozenset[WeightOwner]) -> None:
-        """Look up the tables of these owners and start the all-to-all of rows."""
-
-    def finish_lookups(self) -> None:
-        """Wait for the lookups that run in threads; start the all-to-all of their rows."""
-
-    def drop_lookups(self, inflight: InFlightBatch) -> None:
-        """Forget early results; the modules' own forward will run instead."""
-
-    def count_lookups(self, inflight: InFlightBatch, times: int) -> None:
-        """Count the early lookups of a batch for the fused optimizers so many times more; -1: take them back."""
-
-    def hold_update(self, inflight: InFlightBatch) -> None:
-        """Start the all-to-alls of gradients of a batch whose backward is over; keep what its update needs."""
-
-    def embedding_update(self, inflight: InFlightBatch) -> None:
-        """Wait for the gradients of a batch and update the tables."""
-
-    def drain(self, inflight: InFlightBatch) -> None:
-        """Complete every collective that was started for a batch that will not be trained."""
-
-    def take_plain_forward(self) -> bool:
-        """Whether a module ran its own forward, on the compute stream, since the last call."""
 
 
 class Executor:
@@ -141,7 +65,7 @@ class Executor:
         self._observe = observer or _ignore
         self._rank = rank
         self.clock: Clock | None = None
-        self._training_stage: tuple[AbstractContextManager[Any], Clock | None] | None = None
+        self._trainer_stage = TrainerStage()
         self._run_stage: dict[Stage, Callable[[InFlightBatch], None]] = {}
         if self._sparse is not None:
             self._run_stage = {
@@ -165,10 +89,11 @@ class Executor:
         lookup = schedule.row(Stage.EMBEDDING_LOOKUP)
         self._lookup_stream = StreamName.COMPUTE if lookup is None else lookup.stream
         self._update = schedule.row(Stage.EMBEDDING_UPDATE)
+        self._beside_gradients = schedule.position(Stage.EMBEDDING_LOOKUP) if schedule.lookup_beside_gradients else -1
         self._first_owners = EARLY_OWNERS if self._deferred is None else frozenset({WeightOwner.FUSED_BACKWARD})
 
     def _reset(self) -> None:
-        self._end_training_stage()
+        self._trainer_stage.end()
         self._iteration = -1
         self._row = len(self.schedule.steps)
         self._in_flight: dict[int, InFlightBatch] = {}
@@ -285,12 +210,12 @@ class Executor:
         if current.consumed:
             self.update_tables()  # a second forward in one iteration sees what the first one's backward did
         current.consumed = True
-        self._begin_training_stage(Stage.DENSE_FORWARD)
+        self._trainer_stage.begin(Stage.DENSE_FORWARD, self._iteration, self.clock)
         try:
             with nullcontext() if self._serving is None else self._serving.forward(current):
                 yield
         finally:
-            self._end_training_stage()
+            self._trainer_stage.end()
 
     def reach(self, stage: Stage) -> None:
         """Say that the trainer has done a stage of the current batch; run the rows up to the next such stage.
@@ -306,9 +231,13 @@ class Executor:
                 self._pass_backward()
                 self._drop_lookups_ahead()
             return
-        self._end_training_stage()
+        self._trainer_stage.end()
         while self._row <= position:
             passed = self.schedule.steps[self._row].stage
+            if passed not in TRAINING_STAGES:  # left for a backward that has not waited for gradients
+                self._run(self.schedule.steps[self._row], self._first_owners)
+                self._row += 1
+                continue
             self._pass(passed)
             self._row += 1
             self._run_rows()
@@ -316,24 +245,8 @@ class Executor:
                 # The backward to come writes tables on the compute stream: not before early lookups have read them.
                 self.wait_for_lookups()
         if stage is not self.schedule.training_stages[-1]:
-            self._begin_training_stage(TRAINING_STAGES[TRAINING_STAGES.index(stage) + 1])
-
-    def _begin_training_stage(self, stage: Stage) -> None:
-        """Begin the mark of what the trainer does until it says that a stage is done."""
-        self._end_training_stage()
-        mark = _mark(stage, self._iteration)
-        mark.__enter__()
-        self._training_stage = mark, self.clock
-        if self.clock is not None:
-            self.clock.begin(stage, self._iteration, StreamName.COMPUTE)
-
-    def _end_training_stage(self) -> None:
-        if self._training_stage is not None:
-            mark, clock = self._training_stage
-            self._training_stage = None
-            mark.__exit__(None, None, None)
-            if clock is not None:
-                clock.end()
+            following = TRAINING_STAGES[TRAINING_STAGES.index(stage) + 1]
+            self._trainer_stage.begin(following, self._iteration, self.clock)
 
     def update_tables(self) -> None:
         """Make the updates that are still to come, on all ranks alike: what follows a step finds the tables written."""
@@ -348,7 +261,7 @@ class Executor:
             return  # made already
         assert self._sparse is not None
         self._observe("issue", step.stage, index)
-        with self._stage(step, index):
+        with InStage(step.stage, index, self._rank):
             # Behind its gradients, and behind what read the tables on the compute stream: between two steps, or in a
             # module's own forward. Not behind any other forward, beside which it is to run.
             beside_forward = step.offset < 0 and not self._plain_forward
@@ -429,7 +342,24 @@ class Executor:
         """Run the rows from the cursor to the next row of the trainer."""
         steps = self.schedule.steps
         while self._row < len(steps) and steps[self._row].stage not in TRAINING_STAGES:
+            if self._row == self._beside_gradients and self._left_for_gradients():
+                return
             self._run(steps[self._row], self._first_owners)
+            self._row += 1
+
+    def _left_for_gradients(self) -> bool:
+        """Leave the next row until the backward of the current batch waits for gradients, if it is going to.
+
+        Not beside a module's own forward, whose backward may write tables before that.
+        """
+        current = self.current
+        if self._sparse is None or current is None or not self._sparse.ready or self._plain_forward:
+            return False
+        return self._sparse.before_gradients(current, partial(self._look_up_beside_gradients, self._iteration))
+
+    def _look_up_beside_gradients(self, iteration: int) -> None:
+        if self._iteration == iteration and self._row == self._beside_gradients:
+            self._run(self.schedule.steps[self._row], self._first_owners)
             self._row += 1
 
     def _pass(self, stage: Stage) -> None:
@@ -506,7 +436,7 @@ class Executor:
         # A source may hold back a batch that looks like it is not going to be trained: then this catches up.
         while self.num_fetched <= index and (self._end is None or self.num_fetched < self._end):
             with (
-                self._stage(step, self.num_fetched),
+                InStage(step.stage, self.num_fetched, self._rank),
                 self._streams.on(step.stream),
                 timed(self.clock, step.stage, self.num_fetched, step.stream),
             ):
@@ -573,7 +503,7 @@ class Executor:
             assert row is not None
             self._issue(row, inflight, owners)
         self._observe("issue", step.stage, inflight.index)
-        with self._stage(step, inflight.index):
+        with InStage(step.stage, inflight.index, self._rank):
             if step.stage in (Stage.PREFETCH, Stage.EMBEDDING_LOOKUP):
                 self._receive_input(step, inflight)
             if step.stage is Stage.PREFETCH:
@@ -612,7 +542,7 @@ class Executor:
             self._streams.wait(step.stream, self._streams.record(StreamName.COMPUTE))
         if WeightOwner.FUSED_BACKWARD in owners:
             inflight.num_unseen = inflight.index - min(self._to_update, default=self._num_updated)
-            inflight.holds_update = self._update is not None
+            inflight.holds_update = self._update is not None and self._sparse.holds_updates
         with self._grad_mode(), self._lookup_context():
             self._sparse.embedding_lookup(inflight, owners)
 
@@ -627,27 +557,6 @@ class Executor:
             for inflight in self._in_flight.values():
                 if inflight.index > self._iteration:
                     self._sparse.drop_lookups(inflight)
-
-    @contextmanager
-    def _stage(self, step: Step, index: int) -> Iterator[None]:
-        """Name the stage to the profiler and in any error."""
-        with _mark(step.stage, index):
-            try:
-                yield
-            except Exception as err:
-                err.add_note(f"raised in stage {step.stage} of batch {index} on rank {self._rank}")
-                raise
-
-
-_PROFILED_FROM_OUTSIDE = "KINETO_USE_DAEMON" in os.environ
-"""Whether a daemon may start a profiler at any time, which the thread that is profiled cannot see."""
-
-
-def _mark(stage: Stage, index: int) -> AbstractContextManager[Any]:
-    """Name a stage of a batch to the profiler. A mark takes 7 us, profiler or not, so there is none without one."""
-    if torch._C._autograd._profiler_enabled() or _PROFILED_FROM_OUTSIDE:
-        return torch.profiler.record_function(f"## {stage} {index} ##")
-    return nullcontext()
 
 
 def _ignore(kind: str, stage: Stage, index: int) -> None:

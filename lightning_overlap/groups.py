@@ -19,11 +19,17 @@ class Groups:
     tables: dist.ProcessGroup
     """The tables' collectives: an early all-to-all must not queue in front of DDP's gradients, nor behind them."""
 
+    tables_of_base: dist.ProcessGroup
+    """Where nothing is early, on a host: the default group. A second one's threads would be woken for nothing."""
+
     lookahead: dist.ProcessGroup | None = None
     """The input dist of coming batches."""
 
     agreement: GroupAgreement | None = None
     """What the ranks have to know of each other at every step, on the host."""
+
+    several_hosts: bool = False
+    """Whether there is a link between ranks, on which bytes count."""
 
     checkpoints: dist.ProcessGroup | None = None
     """Saving, which may go on in a thread beside training, so no other collective may get in between; on the host."""
@@ -53,7 +59,7 @@ def join(timeout: timedelta, *, several_hosts: bool = False) -> Groups:
     assert world is not None
     assert store is not None
     if dist.get_world_size() == 1:
-        return Groups(world)
+        return Groups(world, world)
     backend = dist.get_backend()
     key = (world, backend, timeout, several_hosts, store.add(_FAILURES, 0))
     if key not in _made:
@@ -71,7 +77,8 @@ def join(timeout: timedelta, *, several_hosts: bool = False) -> Groups:
                 (of_tables, "lookahead"),
             )
         )
-        _made[key] = Groups(tables, lookahead, GroupAgreement(agreement), checkpoints)
+        of_base = world if of_tables == "gloo" else tables
+        _made[key] = Groups(tables, of_base, lookahead, GroupAgreement(agreement), several_hosts, checkpoints)
     return _made[key]
 
 

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 from torchrec.distributed.comm_ops import Request
-from torchrec.distributed.types import Awaitable, NoWait
+from torchrec.distributed.types import Awaitable
 
 OutputDist = Callable[..., Awaitable[Tensor]]
 
@@ -59,16 +59,14 @@ class _HoldingDist:
 
     def __call__(self, rows: Tensor, *context: Any) -> Awaitable[Tensor]:
         started = self.dist(rows, *context)
-        parts = list(_under_way(started))
-        cuts = list(_cut(parts))
+        cuts = list(_cut(_under_way(started)))
         if rows.requires_grad and not cuts:
             raise RuntimeError(
                 f"cannot defer the update of tables whose rows come by {type(started).__name__}: no all-to-all was "
                 "found in it. Train without defer_update."
             )
         self.under_way.extend(cuts)
-        travels = any(isinstance(part, Request) for part in parts)
-        return _CutWhenReceived(started, self.at_rows) if travels else started
+        return _CutWhenReceived(started, self.at_rows)
 
 
 class _CutWhenReceived(Awaitable[Tensor]):  # type: ignore[misc]
@@ -88,25 +86,23 @@ class _CutWhenReceived(Awaitable[Tensor]):  # type: ignore[misc]
         return leaf
 
 
-def _cut(under_way: Iterable[Request[Any] | NoWait[Any]]) -> Iterator[_Cut]:
-    """Cut the graph in everything under way, between sending gradients and receiving them.
+def _cut(under_way: Iterable[Request[Any]]) -> Iterator[_Cut]:
+    """Cut the graph in every collective under way, between sending gradients and receiving them.
 
     The two halves of a TorchRec collective are joined by an empty tensor: in the backward the second half, which is
     then the first to run, starts the all-to-all of gradients and hands that tensor on to the first half, which waits.
-    Without a collective (one rank) the rows themselves are handed on.
     """
     for part in under_way:
-        name = "dummy_tensor" if isinstance(part, Request) else "_obj"
-        graph = getattr(part, name)
+        graph = part.dummy_tensor
         if isinstance(graph, Tensor) and graph.requires_grad:
             leaf = graph.detach().requires_grad_()
-            setattr(part, name, leaf)
+            part.dummy_tensor = leaf
             yield _Cut(graph, leaf)
 
 
-def _under_way(started: object) -> Iterator[Request[Any] | NoWait[Any]]:
-    """Find what is under way inside an awaitable."""
-    if isinstance(started, Request | NoWait):
+def _under_way(started: object) -> Iterator[Request[Any]]:
+    """Find the collectives under way inside an awaitable."""
+    if isinstance(started, Request):
         yield started
     elif isinstance(started, Awaitable):
         for part in vars(started).values():
@@ -114,6 +110,21 @@ def _under_way(started: object) -> Iterator[Request[Any] | NoWait[Any]]:
     elif isinstance(started, list):
         for part in started:
             yield from _under_way(part)
+
+
+def before_gradients(rows: object, num_parts: int) -> list[Tensor] | None:
+    """Return the tensors whose gradients are computed where the backward of rows begins to wait for gradients.
+
+    Args:
+        rows: What awaits them, waited for or not.
+        num_parts: Parts of the module that have to be among them.
+
+    Returns:
+        None where fewer parts are found, or no collective: then a backward may update tables without waiting.
+    """
+    joints = [part.dummy_tensor for part in _under_way(rows)]
+    found = [joint for joint in joints if isinstance(joint, Tensor) and joint.requires_grad]
+    return found if len(found) == len(joints) >= num_parts else None
 
 
 def _go_on(cuts: list[_Cut]) -> list[Tensor]:

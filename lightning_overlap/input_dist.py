@@ -1,5 +1,7 @@
 """The exchange of sizes in front of the input dist: one all-to-all for all modules, and one read of it on the host.
 
+And what then travels: between hosts ids in half their bytes.
+
 TorchRec 1.8 reads what it sends back from the device, for an overflow check, and later the lengths of what it received,
 feature by feature, which makes the host wait until the ids are there. Here the sizes go to the device in one copy from
 pinned memory, and the lengths of the features travel with them: the host knows both from its one read.
@@ -15,6 +17,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 from torchrec.distributed import dist_data
 from torchrec.distributed.collective_utils import validate_collectives_enabled
 from torchrec.distributed.dist_data import KJTAllToAll
@@ -22,15 +25,21 @@ from torchrec.distributed.embedding_sharding import FusedKJTListSplitsAwaitable,
 from torchrec.distributed.types import Awaitable
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
-from .kinds import input_dists_of
+from .kinds import ids_fit_32_bits, input_dists_of
 
 MAX_RECATS = 256
 """Orders of received features kept at most: one for each sharding of each module."""
 
 
 @contextmanager
-def splits_only(module: Any, group: dist.ProcessGroup | None) -> Iterator[None]:
-    """Make a module's input dist describe its all-to-all of sizes instead of starting it, so it can be fused."""
+def splits_only(module: Any, group: dist.ProcessGroup | None, *, narrow: bool = False) -> Iterator[None]:
+    """Make a module's input dist describe its all-to-all of sizes instead of starting it, so it can be fused.
+
+    Args:
+        module: A sharded module.
+        group: Of the input dist; None on one rank, where nothing travels.
+        narrow: Whether ids and lengths are to travel in 32 bits, if all of the module's ids fit. The same on all ranks.
+    """
     if group is None:
         yield
         return
@@ -39,8 +48,9 @@ def splits_only(module: Any, group: dist.ProcessGroup | None) -> Iterator[None]:
         for input_dist in input_dists_of(module)
         if isinstance(getattr(input_dist, "_dist", None), KJTAllToAll)
     ]
+    narrow = narrow and ids_fit_32_bits(module) and not validate_collectives_enabled()
     for all_to_all in all_to_alls:
-        all_to_all.forward = partial(_describe, all_to_all, group)
+        all_to_all.forward = partial(_describe, all_to_all, group, narrow)
     try:
         yield
     finally:
@@ -48,7 +58,9 @@ def splits_only(module: Any, group: dist.ProcessGroup | None) -> Iterator[None]:
             del all_to_all.forward
 
 
-def _describe(all_to_all: KJTAllToAll, group: dist.ProcessGroup, kjt: KeyedJaggedTensor) -> KJTSplitsAllToAllMeta:
+def _describe(
+    all_to_all: KJTAllToAll, group: dist.ProcessGroup, narrow: bool, kjt: KeyedJaggedTensor
+) -> KJTSplitsAllToAllMeta:
     """Return what an all-to-all of sizes would exchange, on the host. Source: `KJTAllToAll.forward`, TorchRec 1.8."""
     splits, device = all_to_all._splits, kjt.device()
     first = sum(splits[: group.rank()])
@@ -63,12 +75,22 @@ def _describe(all_to_all: KJTAllToAll, group: dist.ProcessGroup, kjt: KeyedJagge
             splits=splits,
             splits_tensors=sizes,  # of which TorchRec takes the number
             input_splits=input_splits,
-            input_tensors=kjt.dist_tensors(),
+            input_tensors=_narrowed(kjt) if narrow else kjt.dist_tensors(),
             labels=kjt.dist_labels(),
             keys=kjt.keys()[first : first + splits[group.rank()]],
             device=device,
             stagger=all_to_all._stagger,
         )
+
+
+def _narrowed(kjt: KeyedJaggedTensor) -> list[Tensor]:
+    """Return what travels, ids and lengths in 32 bits. An id that does not fit is of no row, and stays so."""
+    limits = torch.iinfo(torch.int32)
+    tensors = dict(zip(kjt.dist_labels(), kjt.dist_tensors(), strict=True))
+    for label in ("lengths", "values"):
+        if tensors[label].dtype is torch.int64:
+            tensors[label] = tensors[label].clamp(limits.min, limits.max).int()
+    return list(tensors.values())
 
 
 class InputSizes:
@@ -84,6 +106,7 @@ class InputSizes:
         described = [one for request in requests for one in request.awaitables]
         metas = [one for one in described if isinstance(one, KJTSplitsAllToAllMeta)]
         self._is_meta = [isinstance(one, KJTSplitsAllToAllMeta) for one in described]
+        self._dtypes = [(meta._input.lengths().dtype, meta._input.values().dtype) for meta in metas]
         self._sizes: _Sizes | None = None
         if validate_collectives_enabled():  # a debugging aid of TorchRec's: its tags travel with the sizes
             for meta in metas:
@@ -99,11 +122,11 @@ class InputSizes:
         with _recats_kept():
             modules: list[Any] = self._fused.wait()
         if self._sizes is not None:
-            lengths = iter(self._sizes.lengths)
+            known = zip(self._sizes.lengths, self._dtypes, strict=True)
             is_meta = iter(self._is_meta)
             for module in modules:
                 module.awaitables = [
-                    _Received(awaitable, next(lengths)) if next(is_meta) else awaitable
+                    _Received(awaitable, *next(known)) if next(is_meta) else awaitable
                     for awaitable in module.awaitables
                 ]
         return modules
@@ -157,15 +180,29 @@ class _Sizes:
 
 
 class _Received(Awaitable[KeyedJaggedTensor]):  # type: ignore[misc]
-    """The ids of one all-to-all, whose lengths by feature are known before they are there."""
+    """The ids of one all-to-all, whose lengths by feature are known before they are there.
 
-    def __init__(self, awaitable: Awaitable[KeyedJaggedTensor], lengths: list[int] | None) -> None:
+    Args:
+        awaitable: Gives them.
+        lengths: Of each feature, summed up; None where they are not known.
+        dtypes: Of lengths and of ids, as they were before they travelled.
+    """
+
+    def __init__(
+        self,
+        awaitable: Awaitable[KeyedJaggedTensor],
+        lengths: list[int] | None,
+        dtypes: tuple[torch.dtype, torch.dtype],
+    ) -> None:
         super().__init__()
-        self._awaitable, self._lengths = awaitable, lengths
+        self._awaitable, self._lengths, self._dtypes = awaitable, lengths, dtypes
 
     def _wait_impl(self) -> KeyedJaggedTensor:
         with _lengths_known(self._lengths):
-            return self._awaitable.wait()
+            kjt = self._awaitable.wait()
+        of_lengths, of_values = self._dtypes
+        kjt._lengths, kjt._values = kjt.lengths().to(of_lengths), kjt.values().to(of_values)
+        return kjt
 
 
 @contextmanager

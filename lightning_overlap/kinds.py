@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch import nn
 from torchrec.distributed.embedding import ShardedEmbeddingCollection
@@ -133,6 +134,16 @@ def owners_of(module: ShardedModule[Any, Any, Any, Any]) -> list[WeightOwner]:
         if parameter.compute_kernel == EmbeddingComputeKernel.DENSE.value
     }
     return [WeightOwner.DENSE_OPTIMIZER if sharding in dense else WeightOwner.FUSED_BACKWARD for sharding in shardings]
+
+
+def ids_fit_32_bits(module: Any) -> bool:
+    """Whether every id that stands for a row of a module's travelling tables fits 32 bits. The same on all ranks."""
+    kind = kind_of(module)
+    if kind is None or kind.owner is WeightOwner.LOOKUP:  # the latter's ids are no rows yet
+        return False
+    specs = [parameter.sharding_spec for parameter in tables_of(module).module_sharding_plan.values()]
+    shards = [shard for spec in specs if spec is not None for shard in spec.shards]
+    return all(shard.shard_offsets[0] + shard.shard_sizes[0] <= torch.iinfo(torch.int32).max for shard in shards)
 
 
 def why_never_early(module: Any, group: dist.ProcessGroup | None = None, *, prefetches: bool = False) -> str | None:

@@ -103,7 +103,7 @@ def _looks_up_before_backward(name: str, staleness: int) -> Schedule:
             Step(_SPLITS, staleness + 1, _DIST),
             Step(_FORWARD, 0, _COMPUTE),
             Step(_COPY, staleness + 2, _MEMCPY),
-            Step(_LOOKUP, staleness, _SIDE),  # above BACKWARD: reads weights so many updates old
+            Step(_LOOKUP, staleness, _SIDE),  # above BACKWARD (on a CPU within it): reads weights so many updates old
             Step(_BACKWARD, 0, _COMPUTE),
             Step(_DATA, staleness + 1, _DIST),  # behind the gradients, which the backward waits for
             Step(_STEP, 0, _COMPUTE),

@@ -112,6 +112,15 @@ class Schedule:
         return max(0, lookup.offset if above_backward else lookup.offset - 1)
 
     @cached_property
+    def lookup_beside_gradients(self) -> bool:
+        """Whether a lookup may be left until `BACKWARD` waits for gradients: what it sees is the same until then.
+
+        It stands right above `BACKWARD`, which updates the tables once the gradients are there.
+        """
+        lookup, backward = self.row(Stage.EMBEDDING_LOOKUP), self.position(Stage.BACKWARD)
+        return self.steps[backward - 1] is lookup and self.row(Stage.EMBEDDING_UPDATE) is None
+
+    @cached_property
     def dense_owned_lookup(self) -> Step | None:
         """The row that looks up tables of the dense optimizer, when it has to differ from the fused tables' row.
 
@@ -180,6 +189,11 @@ class EvaluationSchedule(Schedule):
     def staleness(self) -> int:
         """Zero: no update is on its way."""
         return 0
+
+    @cached_property
+    def lookup_beside_gradients(self) -> bool:
+        """No: there are none."""
+        return False
 
     @cached_property
     def dense_owned_lookup(self) -> Step | None:

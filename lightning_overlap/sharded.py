@@ -38,10 +38,9 @@ PRIVATE_NAMES: Mapping[str, tuple[str, ...]] = {
     "ShardedManagedCollisionEmbeddingCollection": ("_embedding_module", "_managed_collision_collection"),
     "EmbeddingFusedOptimizer": ("_emb_module",),
     "FusedKJTListSplitsAwaitable": ("_splits_awaitable",),
-    "NoWait": ("_obj",),
     "KJTAllToAll": ("_splits", "_stagger"),
     "SparseFeaturesDist": ("_dist",),
-    "KeyedJaggedTensor": ("_length_per_key", "_values", "_weights"),
+    "KeyedJaggedTensor": ("_length_per_key", "_lengths", "_values", "_weights"),
     "KJTSplitsAllToAllMeta": ("_input",),
     "torchrec.distributed.dist_data": ("_get_recat",),
 }

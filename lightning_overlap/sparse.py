@@ -18,11 +18,12 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from .agreement import Store
 from .clocks import Clock, timed
-from .executor import Observer
+from .held import before_gradients
 from .inflight import InFlightBatch
 from .input_dist import InputSizes, splits_only
 from .kinds import why_never_early
 from .lookup_threads import LookupThreads, Rows
+from .protocols import Observer
 from .released import release
 from .sharded import (
     ModuleInFlight,
@@ -35,6 +36,7 @@ from .sharded import (
     look_up,
     lookup_counts,
     lookups_since,
+    owners_of_parts,
     parts_to_look_up,
     set_kernel_rates,
     start_fused,
@@ -132,6 +134,9 @@ class SparsePipeline:
         said: Warnings given so far, shared by the pipelines of a run.
         num_threads: Threads that run the kernels of early lookups on a CPU; 0: the calling thread does.
         releases: Whether a batch lets go of ids that have been sent.
+        narrows_ids: Whether ids travel in 32 bits where all that stand for a row fit.
+        fills_waits: Whether a lookup may be left until a backward waits for gradients; of use on a CPU, where it would
+            otherwise come before the dense part.
         prefetches: Whether the schedule has a row for it, so that tables in a UVM cache can be looked up early.
     """
 
@@ -152,7 +157,11 @@ class SparsePipeline:
         prefetches: bool = False,
         num_threads: int = 0,
         releases: bool = False,
+        fills_waits: bool = False,
+        narrows_ids: bool = False,
     ) -> None:
+        self._narrows_ids = narrows_ids
+        self._fills_waits = fills_waits and group is not None and not num_threads
         self._releases = releases
         self._threads = LookupThreads(num_threads) if num_threads else None
         self._plain_in_step = False
@@ -182,6 +191,11 @@ class SparsePipeline:
     def modules(self) -> dict[str, ShardedModule[Any, Any, Any, Any]]:
         """The sharded modules by name."""
         return {name: stand_in.module for name, stand_in in self._stand_ins.items()}
+
+    @property
+    def holds_updates(self) -> bool:
+        """Whether an update can come later than its backward: in training, where gradients travel."""
+        return self._trains and self._group is not None
 
     def attach(self) -> None:
         """Put the stand-ins in the place of the modules' forwards, an evaluation's before those of training."""
@@ -418,7 +432,7 @@ class SparsePipeline:
                 continue
             state = inflight.modules[stand_in.name] = ModuleInFlight(kjt, stand_in.module.create_context())
             sent = copy.copy(kjt) if self._releases else kjt  # TorchRec may hand on the very object that it is given
-            with splits_only(stand_in.module, self._group):
+            with splits_only(stand_in.module, self._group, narrow=self._narrows_ids):
                 state.splits = stand_in.module.input_dist(state.context, sent)
         states = list(inflight.modules.values())
         if self._group is not None and states:
@@ -540,7 +554,7 @@ class SparsePipeline:
                 if self.keep_ids:
                     state.ids = state.dist_input
                 set_rates = None if self._set_rates is None else partial(self._rates_of, module, state)
-                look_up(module, state, owners, set_rates, holds_update=inflight.holds_update and self._trains)
+                look_up(module, state, owners, set_rates, holds_update=inflight.holds_update)
                 done = lookups_since(module, counts)
                 if not self._trains:
                     self._uncount(module, done)
@@ -592,6 +606,21 @@ class SparsePipeline:
             with self._streams.on(self._lookup_stream):
                 for inflight in waiting:
                     self._update(name, inflight)
+
+    def before_gradients(self, inflight: InFlightBatch, call: Callable[[], None]) -> bool:
+        """Have this called where the backward of a batch first waits for gradients; False if nothing would call it."""
+        if not self._fills_waits:
+            return False
+        joints: list[torch.Tensor] = []
+        for name, state in inflight.modules.items():
+            owners = owners_of_parts(self._stand_ins[name].module)
+            found = before_gradients(state.rows, owners.count(WeightOwner.FUSED_BACKWARD))
+            if found is None:
+                return False
+            joints += found
+        for joint in joints:
+            joint.register_hook(lambda _: call())
+        return bool(joints)
 
     def drop_lookups(self, inflight: InFlightBatch) -> None:
         """Forget early rows, once their collectives are over; these modules' own forward will run instead."""

@@ -21,10 +21,11 @@ from typing_extensions import override
 from . import evaluation, groups, loop, signals, steps
 from .agreement import FirstCause, GroupAgreement, default_store
 from .clocks import Clock
-from .executor import Executor, Observer
+from .executor import Executor
 from .kinds import has_model_parallel_tables, sharded_modules
 from .modes import check_lookup_threads, check_stash, resolve_schedule, resolve_stream
 from .optim import rate_setter
+from .protocols import Observer
 from .refusals import refuse_callbacks, refuse_precision
 from .saving import SavesShards
 from .schedule import Schedule
@@ -45,6 +46,14 @@ from .switched import exact_outside
 
 STRATEGY_NAME = "overlap_embedding"
 
+_NO_DDP_OPTIONS = frozenset(
+    {
+        *("accelerator", "parallel_devices", "cluster_environment", "checkpoint_io", "precision_plugin"),
+        *("process_group_backend", "timeout", "start_method"),
+    }
+)
+"""What `DDPStrategy` takes that is of no concern to DistributedDataParallel."""
+
 SAVE_TIMEOUT_S = 20
 """How long a rank that failed waits for the others to fail too, before it saves with them."""
 
@@ -52,8 +61,8 @@ SAVE_TIMEOUT_S = 20
 class OverlapEmbeddingStrategy(evaluation.EvaluatesAhead, steps.WalksSteps, SavesShards):
     """Trains an unmodified LightningModule with TorchRec tables, the lookup of coming batches overlapped.
 
-    The tables are sharded over all ranks; the rest of the module is wrapped in DistributedDataParallel. A module
-    without tables trains exactly as with `DDPStrategy`.
+    The tables are sharded over all ranks; the rest of the module is wrapped in DistributedDataParallel (on one rank
+    only where options of its are given). A module without tables trains exactly as with `DDPStrategy`.
 
     Args:
         pipeline: A mode's name (see `lightning_overlap.MODES`) or a `Schedule`.
@@ -128,6 +137,7 @@ class OverlapEmbeddingStrategy(evaluation.EvaluatesAhead, steps.WalksSteps, Save
         check_fused_optimizer(fused_optimizer)
         _check_start_method(kwargs.get("start_method", "popen"))
         super().__init__(checkpoint_format=checkpoint_format, async_checkpoint=async_checkpoint, **kwargs)
+        self._has_ddp_options = not kwargs.keys() <= _NO_DDP_OPTIONS
         self.sharding = sharding
         self.fused_optimizer = fused_optimizer
         self._observer = observer
@@ -191,7 +201,7 @@ class OverlapEmbeddingStrategy(evaluation.EvaluatesAhead, steps.WalksSteps, Save
                 self.model,
                 sharding=self.sharding,
                 fused_optimizer=self.fused_optimizer,
-                group=self._groups.tables,
+                group=self._groups.tables if self.schedule.has_sparse_stages else self._groups.tables_of_base,
                 device=self.root_device,
                 local_world_size=self.num_processes,
             )
@@ -202,6 +212,8 @@ class OverlapEmbeddingStrategy(evaluation.EvaluatesAhead, steps.WalksSteps, Save
     @override
     def configure_ddp(self) -> None:
         assert self.model is not None
+        if self._groups is not None and self.world_size == 1 and not self._has_ddp_options:
+            return  # nobody to share gradients with: they are what they would be, in less time
         ignored = sharded_state_names(self.model)
         if any(p.requires_grad for name, p in self.model.named_parameters() if name not in ignored):
             super().configure_ddp()
@@ -263,6 +275,8 @@ class OverlapEmbeddingStrategy(evaluation.EvaluatesAhead, steps.WalksSteps, Save
             num_threads=self._num_lookup_threads if trains and self.root_device.type == "cpu" else 0,
             prefetches=schedule.row(Stage.PREFETCH) is not None,
             releases=self._release_features and trains,
+            narrows_ids=self._groups.several_hosts,
+            fills_waits=trains and self.root_device.type == "cpu",
         )
 
     def shortest_epoch(self, num_batches: float) -> float:

@@ -33,12 +33,15 @@ class Streams(Protocol):
         """Return the device's own stream; None where there is none."""
 
 
+_NOTHING: AbstractContextManager[Any] = nullcontext()
+
+
 class HostStreams:
     """The CPU form: every stream is the calling thread, so program order is all the order there is."""
 
     def on(self, name: StreamName) -> AbstractContextManager[Any]:
         """Do nothing."""
-        return nullcontext()
+        return _NOTHING
 
     def record(self, name: StreamName) -> Any:
         """Return an event that is already over."""

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-from ..executor import Observer
 from ..inflight import InFlightBatch
+from ..protocols import Observer
 from ..stages import EARLY_OWNERS, SPARSE_STAGES, Stage, StreamName, WeightOwner
 from .recorded import FAKE_MODULES, Mark, RecordingStreams, memory_of
 
@@ -98,6 +98,7 @@ class FakeSparse:
         streams: Recording streams, to note the order of device work too.
         lookup_stream: The stream of early lookups.
         observer: Told of every wait.
+        fills_waits: Whether a backward calls what is to be called before it waits for gradients, as on a CPU.
     """
 
     def __init__(
@@ -108,7 +109,9 @@ class FakeSparse:
         streams: RecordingStreams | None = None,
         lookup_stream: StreamName = StreamName.LOOKUP,
         observer: Observer | None = None,
+        fills_waits: bool = False,
     ) -> None:
+        self.fills_waits = fills_waits
         self.modules = modules
         self.ready = ready
         self.streams = streams or RecordingStreams()
@@ -128,6 +131,7 @@ class FakeSparse:
         self.pending: set[tuple[Stage, int, str]] = set()
         self.forwarded: set[int] = set()
         self.held: dict[int, tuple[InFlightBatch, int]] = {}
+        self.called_before_gradients: dict[int, Callable[[], None]] = {}
 
     def begin(self, stage: Stage, batch: int) -> None:
         """Note a stage of a batch, or fail there if told so."""
@@ -136,6 +140,8 @@ class FakeSparse:
         self.stages.setdefault(batch, []).append(stage)
 
     # -- SparseStages -------------------------------------------------------------------------------------------
+
+    holds_updates = True
 
     def discover(self, inflight: InFlightBatch) -> bool:
         """Learn the modules' inputs from a forward that was just run."""
@@ -221,6 +227,13 @@ class FakeSparse:
 
     def finish_lookups(self) -> None:
         """Do nothing: the fake lookups are over at once."""
+
+    def before_gradients(self, inflight: InFlightBatch, call: Callable[[], None]) -> bool:
+        """Have this called in the backward of a batch that is looked up early."""
+        fused = any(WeightOwner.FUSED_BACKWARD in state.owners for state in inflight.modules.values())
+        if self.fills_waits and fused:
+            self.called_before_gradients[inflight.index] = call
+        return self.fills_waits and fused
 
     def drop_lookups(self, inflight: InFlightBatch) -> None:
         """Forget early results, once their collectives are over."""
@@ -316,6 +329,8 @@ class FakeSparse:
             self.held[inflight.index] = inflight, nth
             self.pending |= {(Stage.BACKWARD, inflight.index, served.module) for served in fused}
             return
+        if (call := self.called_before_gradients.get(inflight.index)) is not None:
+            call()
         self.updates[WeightOwner.FUSED_BACKWARD].append(inflight.index)
         self.streams.wait(self.lookup_stream, self.streams.record(StreamName.COMPUTE))  # autograd does, and hands over
         for served in fused:

@@ -14,6 +14,8 @@ from .trainer import FakeTrainer, Run
 def check_laws(schedule: Schedule, *, executor_type: type[Executor] = Executor) -> None:
     """Check that a schedule does what it says, over 0 to 2 x depth fake batches.
 
+    Also as on a CPU, where a lookup right above the backward is made as late as that waits for gradients.
+
     1. Each stage of each batch runs once, in order.
     2. No more batches are in flight than the schedule's depth.
     3. The lookup of batch N sees the updates of batches 0 to N - 1 - staleness and no others; tables of the dense
@@ -32,11 +34,12 @@ def check_laws(schedule: Schedule, *, executor_type: type[Executor] = Executor) 
     """
     for num_batches in range(2 * schedule.depth + 1):
         for ready in (True, False):
-            trainer = FakeTrainer(schedule, ready=ready, executor_type=executor_type)
-            run = trainer.run(num_batches)
-            check_stages(run, num_batches, ready=ready)
-            check_in_flight(run)
-            check_staleness(run)
+            for fills_waits in (True, False):
+                trainer = FakeTrainer(schedule, ready=ready, executor_type=executor_type, fills_waits=fills_waits)
+                run = trainer.run(num_batches)
+                check_stages(run, num_batches, ready=ready)
+                check_in_flight(run)
+                check_staleness(run)
     for lookup in (StreamName.COMPUTE, StreamName.DATA_DIST, StreamName.LOOKUP):
         for ready in (True, False):
             for modules in (FAKE_MODULES, *({name: owners} for name, owners in FAKE_MODULES.items())):

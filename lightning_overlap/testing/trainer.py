@@ -60,6 +60,7 @@ class FakeTrainer:
         executor_type: A subclass to try.
         sparse_type: Likewise, of the stages.
         rank: Named in errors.
+        fills_waits: Whether a lookup may be left until a backward waits for gradients, as on a CPU.
         automatic: Whether the trainer reports each stage; with manual optimization it only knows when all are over.
     """
 
@@ -74,6 +75,7 @@ class FakeTrainer:
         sparse_type: type[FakeSparse] = FakeSparse,
         rank: int = 0,
         automatic: bool = True,
+        fills_waits: bool = False,
     ) -> None:
         self.schedule = schedule
         self.automatic = automatic
@@ -85,6 +87,7 @@ class FakeTrainer:
             streams=self.streams,
             lookup_stream=StreamName.COMPUTE if lookup is None else lookup.stream,
             observer=self._observe,
+            fills_waits=fills_waits,
         )
         device: Streams = self.streams
         self.executor = executor_type(schedule, self, self.sparse, device, observer=self._observe, rank=rank)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,6 +16,7 @@ from lightning_overlap.modes import FUSED_SPARSE_DIST, MODES, SEMI_SYNC, STREAMS
 from lightning_overlap.schedule import Schedule, Step
 from lightning_overlap.stages import EARLY_OWNERS, SPARSE_STAGES, TRAINING_STAGES, Stage, StreamName, WeightOwner
 from lightning_overlap.testing import (
+    FakeSparse,
     FakeTrainer,
     InjectedError,
     RaceError,
@@ -179,6 +180,60 @@ def test_timeline_with_tables_of_the_dense_optimizer(name: str) -> None:
     timeline = timeline_of(MODES[name], 3, ONE_MIXED)
     assert timeline.issued() == MIXED_TIMELINES[name].issued.split()
     assert timeline.draw() == MIXED_TIMELINES[name].drawing, f"got\n{timeline.draw()}"
+
+
+class NotesOrder(FakeSparse):
+    """Notes the order in which stages begin, of all batches."""
+
+    def clear(self) -> None:
+        super().clear()
+        self.begun: list[tuple[Stage, int]] = []
+
+    def begin(self, stage: Stage, batch: int) -> None:
+        super().begin(stage, batch)
+        self.begun.append((stage, batch))
+
+
+@pytest.mark.parametrize("schedule", OVERLAPPING.values(), ids=OVERLAPPING.keys())
+@pytest.mark.parametrize("fills_waits", [True, False])
+def test_a_lookup_right_above_the_backward_is_made_where_that_waits(schedule: Schedule, fills_waits: bool) -> None:
+    trainer = FakeTrainer(schedule, sparse_type=NotesOrder, fills_waits=fills_waits)
+    run = trainer.run(2 * schedule.depth)
+    assert isinstance(trainer.sparse, NotesOrder)
+    begun = trainer.sparse.begun
+    ahead = schedule.steps[schedule.position(Stage.EMBEDDING_LOOKUP)].offset
+    lookup, backward = begun.index((Stage.EMBEDDING_LOOKUP, ahead + 2)), begun.index((Stage.BACKWARD, 2))
+    above = schedule.position(Stage.EMBEDDING_LOOKUP) < schedule.position(Stage.BACKWARD)
+    left = fills_waits and schedule.name in ("semi_sync", "async_lookup")
+    assert (lookup < backward) == (above and not left)
+    if left:
+        assert lookup == backward + 1
+    check_staleness(run)
+
+
+def test_a_lookup_that_no_backward_waits_for_is_made_behind_it() -> None:
+    class WaitsForNothing(FakeSparse):
+        def before_gradients(self, inflight: InFlightBatch, call: Callable[[], None]) -> bool:
+            return True
+
+        def backward(self, inflight: InFlightBatch) -> None:
+            self.begin(Stage.BACKWARD, inflight.index)  # of a loss that no row is part of: no table is written
+
+    trainer = FakeTrainer(SEMI_SYNC, modules=ONE_FUSED, sparse_type=WaitsForNothing)
+    run = trainer.run(6)
+    check_stages(run, 6)
+    assert run.updates[FUSED] == []
+
+
+def test_no_lookup_is_left_beside_a_modules_own_forward() -> None:
+    trainer = FakeTrainer(SEMI_SYNC, sparse_type=NotesOrder, ready=False, fills_waits=True)
+    run = trainer.run(6)
+    assert isinstance(trainer.sparse, NotesOrder)
+    assert run.served_early(0) == {False}
+    begun = trainer.sparse.begun
+    assert begun.index((Stage.EMBEDDING_LOOKUP, 1)) < begun.index((Stage.BACKWARD, 0))
+    assert begun.index((Stage.EMBEDDING_LOOKUP, 2)) > begun.index((Stage.BACKWARD, 1))
+    check_staleness(run)
 
 
 def test_an_epoch_without_batches(mode: Schedule) -> None:

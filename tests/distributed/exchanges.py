@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from datetime import timedelta
 from typing import Any
 from unittest import mock
@@ -10,6 +11,7 @@ import torch
 import torch.distributed as dist
 
 from lightning_overlap import OverlapEmbeddingStrategy, receives_first
+from lightning_overlap.kinds import sharded_modules
 from lightning_overlap.receives_first import BACKEND, Exchange, ReceivesFirst
 
 from .cases import TABLE_WISE, Batches, Model, make_plan
@@ -90,6 +92,35 @@ def groups_of_a_run() -> list[bool]:
     make_trainer(strategy).fit(model, datamodule=Batches(TABLE_WISE, 2))
     [joined] = seen
     return [isinstance(group, ReceivesFirst) for group in (joined.tables, joined.lookahead, joined.checkpoints)]
+
+
+def dtypes_of_a_run() -> tuple[dict[str, set[torch.dtype]], set[torch.dtype]]:
+    """Train; return the dtypes of what the input dist of coming batches sends, and of the ids and lengths looked up."""
+    sent: dict[str, set[torch.dtype]] = {}
+    looked_up: set[torch.dtype] = set()
+    real = dist.all_to_all_single
+
+    def all_to_all_single(*args: Any, **kwargs: Any) -> Any:
+        given = inspect.signature(real).bind(*args, **kwargs).arguments
+        if given["group"].group_desc == "lookahead":
+            name = "sizes" if given.get("input_split_sizes") is None else "ids"
+            sent.setdefault(name, set()).add(given["input"].dtype)
+        return real(*args, **kwargs)
+
+    class Looks(Model):
+        def on_train_start(self) -> None:
+            for module in sharded_modules(self).values():
+                for lookup in module._lookups:
+                    lookup.register_forward_pre_hook(look)
+
+    def look(_: Any, args: tuple[Any, ...]) -> None:
+        looked_up.update((args[0].values().dtype, args[0].lengths().dtype))
+
+    model = Looks(TABLE_WISE)
+    strategy = OverlapEmbeddingStrategy(sharding=make_plan(TABLE_WISE, model, dist.get_world_size()))
+    with mock.patch.object(dist, "all_to_all_single", all_to_all_single):
+        make_trainer(strategy).fit(model, datamodule=Batches(TABLE_WISE, 6))
+    return sent, looked_up
 
 
 def waits_in_vain() -> str:

@@ -115,7 +115,7 @@ def shapes(sharding: Any, on_meta: bool = False) -> dict[str, Any]:
     return {"types": types, "local": local, "losses": torch.stack(model.losses)}
 
 
-def what_it_wraps() -> dict[str, Any]:
+def what_it_wraps(**options: Any) -> dict[str, Any]:
     """Look at the module while it trains, and after."""
     seen: dict[str, Any] = {}
 
@@ -123,12 +123,15 @@ def what_it_wraps() -> dict[str, Any]:
         def on_train_start(self) -> None:
             wrapped = self.trainer.strategy.model
             seen["ddp"] = isinstance(wrapped, DistributedDataParallel)
-            seen["reduced"] = sorted(name for name, p in self.named_parameters() if p in _reduced(wrapped))
+            if seen["ddp"]:
+                seen["reduced"] = sorted(name for name, p in self.named_parameters() if p in _reduced(wrapped))
+            [sharded] = sharded_modules(self).values()
+            seen["group"] = sharded._env.process_group.group_desc
             seen["stand_in"] = "forward" in vars(self.ebc)
             seen["loop"] = type(self.trainer.fit_loop).__mro__[1].__name__
 
     model = Looks(TABLE_WISE)
-    trainer = fit_model(model)
+    trainer = fit_model(model, **options)
     seen["after"] = ("forward" in vars(model.ebc), type(trainer.fit_loop).__name__, len(type(trainer.fit_loop).__mro__))
     seen["fresh"] = len(type(make_trainer(OverlapEmbeddingStrategy()).fit_loop).__mro__)
     seen["sharded"] = isinstance(model.ebc, ShardedModule)

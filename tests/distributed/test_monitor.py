@@ -31,9 +31,9 @@ BUSY_AND_HIDDEN_MS = {
     "sparse_dist": (120, 40),
     "fused_sparse_dist": (160, 120),
     "fused_sparse_dist_after_optimizer": (120, 40),
-    "semi_sync": (160, 120),
+    "semi_sync": (120, 80),  # rows travel while gradients do
     "semi_sync_deferred": (120, 120),
-    "async_lookup": (160, 120),
+    "async_lookup": (120, 80),
     "prefetch": (120, 80),
 }
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from datetime import timedelta
 from typing import Any
 
 import pytest
@@ -26,11 +27,39 @@ def test_dense_part_under_ddp_tables_not(two_ranks: Ranks) -> None:
     for seen in two_ranks.run(strategies.what_it_wraps):
         assert seen["ddp"]
         assert seen["reduced"] == sorted(f"{m}.{p}" for m in ("bottom.0", "top.0", "top.2") for p in ("bias", "weight"))
+        assert seen["group"] == "tables"
         assert seen["stand_in"]
         assert seen["loop"] == "_FitLoopMixin"
         # and nothing is left of it afterwards, but for the sharded tables
         assert seen["after"] == (False, "_FitLoop", seen["fresh"])
         assert seen["sharded"]
+
+
+@pytest.mark.parametrize(
+    ("options", "wrapped"),
+    [
+        ({}, False),
+        ({"timeout": timedelta(minutes=5), "start_method": "popen"}, False),
+        ({"find_unused_parameters": True}, True),
+        ({"gradient_as_bucket_view": True}, True),
+    ],
+    ids=str,
+)
+def test_one_rank_shares_gradients_with_nobody(
+    get_ranks: Callable[..., Ranks], options: dict[str, Any], wrapped: bool
+) -> None:
+    [seen] = get_ranks(1).run(strategies.what_it_wraps, **options)
+    assert seen["ddp"] == wrapped
+    assert seen["stand_in"]
+    assert seen["sharded"]
+
+
+@pytest.mark.parametrize(("num_nodes", "group"), [(1, "default_pg"), (2, "tables")])
+def test_base_on_one_host_has_its_tables_in_the_default_group(
+    get_ranks: Callable[..., Ranks], num_nodes: int, group: str
+) -> None:
+    ranks = get_ranks(2, num_nodes=num_nodes)
+    assert [seen["group"] for seen in ranks.run(strategies.what_it_wraps, pipeline="base")] == [group, group]
 
 
 def test_tables_on_meta_come_to_life_as_shards(two_ranks: Ranks) -> None:

@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import pytest
 
+from lightning_overlap.stages import WeightOwner
+
 from . import virtual
 from .cases import MIXED, TABLE_WISE, TWO_COLLECTIONS, Case, TableSpec
 from .ranks import Ranks
@@ -35,9 +37,10 @@ FUSED_AFTER_OPTIMIZER = (
     "< lengths 5,< ids 5,> rows 5,> splits 6"
 )
 #        |forward |backward|grads |step    |                            exposed: grads
-#                 |rows 5 .........|ids 6 ...  behind the gradients, for which the backward waits
+#                          |rows 5 ...........  looked up in the backward, while that waits for gradients
+#                                |ids 6 ......  behind the gradients
 SEMI_SYNC = (
-    "< rows 4,forward,< lengths 5,< ids 5,> rows 5,backward,> gradients,< gradients exposed 40,"
+    "< rows 4,forward,backward,> gradients,< lengths 5,< ids 5,> rows 5,< gradients exposed 40,"
     "< splits 6,> lengths 6,> ids 6,step,> splits 7"
 )
 #        |forward |backward|step    |                                  exposed: nothing
@@ -91,6 +94,15 @@ def test_a_mixed_module_sends_its_sharded_rows_before_the_step(two_ranks: Ranks)
         assert set(steps_ms[1:]) == {190}
 
 
+@pytest.mark.parametrize("pipeline", ["semi_sync", "async_lookup"])
+def test_a_lookup_is_made_while_the_backward_waits_for_gradients(two_ranks: Ranks, pipeline: str) -> None:
+    """The 10 ms that it takes are of the 40 that gradients travel."""
+    for log, _ in two_ranks.run(virtual.run, TABLE_WISE, pipeline, timed_lookups=WeightOwner.FUSED_BACKWARD):
+        gradients, lookup = log.index("> gradients"), log.index("model-parallel lookup")
+        assert gradients < lookup < log.index("< gradients exposed 30")
+        assert log[lookup + 1].startswith("> rows")
+
+
 DATA_PARALLEL_FIRST = Case(
     "data_parallel_first",
     (TableSpec("d0", ("f0",), "data_parallel"), TableSpec("t0", ("f1",)), TableSpec("t1", ("f2",))),
@@ -111,7 +123,7 @@ def test_a_data_parallel_lookup_lies_inside_the_time_of_the_all_to_all(
     two_ranks: Ranks, pipeline: str, case: Case
 ) -> None:
     """Rows travel for 40 ms; the lookup that takes 10 of them is done when 30 are left."""
-    for log, steps_ms in two_ranks.run(virtual.run, case, pipeline, times_lookups=True):
+    for log, steps_ms in two_ranks.run(virtual.run, case, pipeline, timed_lookups=WeightOwner.DENSE_OPTIMIZER):
         looked_up = log.index("data-parallel lookup")
         assert log[looked_up - 1] == "> rows 5"
         assert log[0] == "< rows 4 exposed 30"
@@ -120,5 +132,5 @@ def test_a_data_parallel_lookup_lies_inside_the_time_of_the_all_to_all(
 
 @pytest.mark.parametrize("case", [DATA_PARALLEL_FIRST, IN_TWO_MODULES], ids=lambda case: case.name)
 def test_a_data_parallel_lookup_comes_after_the_step_and_the_all_to_all_before_it(two_ranks: Ranks, case: Case) -> None:
-    for log, _ in two_ranks.run(virtual.run, case, "fused_sparse_dist", times_lookups=True):
+    for log, _ in two_ranks.run(virtual.run, case, "fused_sparse_dist", timed_lookups=WeightOwner.DENSE_OPTIMIZER):
         assert log.index("> rows 5") < log.index("step") == log.index("data-parallel lookup") - 1

@@ -25,6 +25,10 @@ from .fits import make_trainer
 ALL_TO_ALL_MS = 40
 COMPUTE_MS = 50
 LOOKUP_MS = 10
+TIMED_LOOKUPS = {
+    WeightOwner.DENSE_OPTIMIZER: "data-parallel lookup",
+    WeightOwner.FUSED_BACKWARD: "model-parallel lookup",
+}
 _IN_STAGE = {
     Stage.INPUT_SPLITS_DIST: ("splits",),
     Stage.INPUT_DATA_DIST: ("lengths", "ids"),
@@ -43,6 +47,7 @@ class VirtualClock:
         self._stage = Stage.DENSE_FORWARD
         self._batch = 0
         self._issued_in_stage = 0
+        self._began_in_backward = False
 
     def now_s(self) -> float:
         """Return the time, seconds."""
@@ -52,6 +57,7 @@ class VirtualClock:
         """Remember which stage issues the collectives to come."""
         if kind == "issue":
             self._stage, self._batch, self._issued_in_stage = stage, batch, 0
+            self._began_in_backward = _in_backward()
 
     def advance(self, what: str, duration_ms: int = COMPUTE_MS) -> None:
         """Spend compute time."""
@@ -60,7 +66,7 @@ class VirtualClock:
 
     def issue(self) -> str:
         """Name the collective that is being issued."""
-        if torch._C._current_graph_task_id() != -1:
+        if _in_backward() and not self._began_in_backward:
             name = "gradients"
         else:
             names = _IN_STAGE[self._stage]
@@ -68,6 +74,10 @@ class VirtualClock:
             self._issued_in_stage += 1
         self.log.append(f"> {name}")
         return name
+
+
+def _in_backward() -> bool:
+    return torch._C._current_graph_task_id() != -1
 
 
 class _VirtualWork(dist.Work):
@@ -114,18 +124,18 @@ class ClockedModel(Model):
     """Spends virtual time in the dense forward, in the backward before the gradients travel, and in the step."""
 
     clock: VirtualClock
-    times_lookups = False
+    timed_lookups: WeightOwner | None = None
 
     def on_train_start(self) -> None:
-        """Let the lookups of data-parallel tables take a time and be seen, if that is wanted."""
-        for module in sharded_modules(self).values() if self.times_lookups else ():
+        """Let the lookups of tables of one owner take a time and be seen, if that is wanted."""
+        for module in sharded_modules(self).values():
             for lookup, owner in zip(module._lookups, owners_of(module), strict=True):
-                if owner is WeightOwner.DENSE_OPTIMIZER:
-                    lookup.forward = self._timed(lookup.forward)
+                if owner is self.timed_lookups:
+                    lookup.forward = self._timed(lookup.forward, TIMED_LOOKUPS[owner])
 
-    def _timed(self, forward: Any) -> Any:
+    def _timed(self, forward: Any, name: str) -> Any:
         def look_up(*args: Any) -> Any:
-            self.clock.advance("data-parallel lookup", LOOKUP_MS)
+            self.clock.advance(name, LOOKUP_MS)
             return forward(*args)
 
         return look_up
@@ -151,13 +161,13 @@ def run(
     pipeline: str | Schedule,
     num_steps: int = 8,
     clock: VirtualClock | None = None,
-    times_lookups: bool = False,
+    timed_lookups: WeightOwner | None = None,
     **kwargs: Any,
 ) -> tuple[list[str], list[int]]:
     """Train; return the log of one steady step, and the virtual milliseconds of every step."""
     clock = clock or VirtualClock()
     model = ClockedModel(case)
-    model.clock, model.times_lookups = clock, times_lookups
+    model.clock, model.timed_lookups = clock, timed_lookups
     plan = make_plan(case, model, dist.get_world_size())
     strategy = OverlapEmbeddingStrategy(pipeline=pipeline, sharding=plan, observer=clock.observe)
     with virtual_latency(clock):

@@ -30,6 +30,8 @@ FILES = {
             "inflight",
             "clocks",
             "executor",
+            "marks",
+            "protocols",
             "syncs",
             "placed_copies",
             "receives_first",

@@ -1,0 +1,95 @@
+"""What an executor is given: where batches come from, what does the sparse stages, who is told."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from typing import Any, Protocol
+
+from .inflight import InFlightBatch
+from .stages import Stage, WeightOwner
+
+Observer = Callable[[str, Stage, int], None]
+"""Called with ("issue" | "wait", stage, batch) as the executor goes; for tests and timelines."""
+
+
+class BatchSource(Protocol):
+    """Where batches come from."""
+
+    @property
+    def exhausted(self) -> bool:
+        """Whether it is known that no batch is left."""
+
+    @property
+    def certain(self) -> bool:
+        """Whether every rank is known to have as many batches, so that only the last one has to be agreed on."""
+
+    @property
+    def told_to_stop(self) -> bool:
+        """Whether this process was asked to end."""
+
+    def fetch(self) -> tuple[Any, int, int] | None:
+        """Return the next staged `(batch, batch_idx, dataloader_idx)`, or None where there is none (yet)."""
+
+
+class SparseStages(Protocol):
+    """What each sparse stage does for one batch; `sparse.SparsePipeline` does it with TorchRec."""
+
+    @property
+    def ready(self) -> bool:
+        """Whether it is known which part of a batch feeds which module."""
+
+    @property
+    def holds_updates(self) -> bool:
+        """Whether an update can come later than its backward; not where no gradient travels that it could wait for."""
+
+    def discover(self, inflight: InFlightBatch) -> bool:
+        """Learn that from a forward that was just run; True if it was learnt now."""
+
+    def forward(self, inflight: InFlightBatch) -> AbstractContextManager[None]:
+        """Serve early results to the modules' callers while a `training_step` runs."""
+
+    def input_splits_dist(self, inflight: InFlightBatch) -> None:
+        """Start the all-to-all of split sizes."""
+
+    def input_data_dist(self, inflight: InFlightBatch) -> None:
+        """Read the sizes; start the all-to-alls of lengths, ids and weights."""
+
+    def receive_input(self, inflight: InFlightBatch) -> Any:
+        """Wait for these and return what the lookup will read."""
+
+    def prefetch(self, inflight: InFlightBatch) -> None:
+        """Bring the rows that the lookup will read into the cache of the tables that have one."""
+
+    def forget_prefetched(self) -> None:
+        """Drop what was prefetched and not looked up: no batch is going to."""
+
+    def has_lookup(self, inflight: InFlightBatch, owners: frozenset[WeightOwner]) -> bool:
+        """Whether a batch has tables of these owners still to look up."""
+
+    def embedding_lookup(self, inflight: InFlightBatch, owners: frozenset[WeightOwner]) -> None:
+        """Look up the tables of these owners and start the all-to-all of rows."""
+
+    def finish_lookups(self) -> None:
+        """Wait for the lookups that run in threads; start the all-to-all of their rows."""
+
+    def before_gradients(self, inflight: InFlightBatch, call: Callable[[], None]) -> bool:
+        """Have this called where the backward of a batch first waits for gradients; False if nothing would call it."""
+
+    def drop_lookups(self, inflight: InFlightBatch) -> None:
+        """Forget early results; the modules' own forward will run instead."""
+
+    def count_lookups(self, inflight: InFlightBatch, times: int) -> None:
+        """Count the early lookups of a batch for the fused optimizers so many times more; -1: take them back."""
+
+    def hold_update(self, inflight: InFlightBatch) -> None:
+        """Start the all-to-alls of gradients of a batch whose backward is over; keep what its update needs."""
+
+    def embedding_update(self, inflight: InFlightBatch) -> None:
+        """Wait for the gradients of a batch and update the tables."""
+
+    def drain(self, inflight: InFlightBatch) -> None:
+        """Complete every collective that was started for a batch that will not be trained."""
+
+    def take_plain_forward(self) -> bool:
+        """Whether a module ran its own forward, on the compute stream, since the last call."""
