@@ -1,11 +1,14 @@
 """What each mode holds beyond `base`: the peak of a step, and what is held between two steps.
 
     python benchmarks/memory.py                   # 2 CPU ranks: under a minute
+    python benchmarks/memory.py --pools           # 2 CPU ranks, on each stream: what CUDA's allocator would reserve
     python benchmarks/memory.py --device cuda     # one rank per GPU: every stream policy, reserved memory too
 
 A model of 8 tables whose inputs and rows are large beside its dense part. On a CPU glibc tells what of its heap is in
 use, as every stage is issued and in every hook of a step; a data loader makes each batch anew, as a copy to a device
-would. On CUDA the caching allocator counts. Bytes of the rank that has most.
+would. On CUDA the caching allocator counts. With `--pools` every tensor of the run is given memory by a model of that
+allocator, in the pool of the stream that would have made it; kernels' own workspaces are out of its sight. Bytes of the
+rank that has most.
 """
 
 from __future__ import annotations
@@ -22,6 +25,7 @@ import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
+from unittest import mock
 
 NUM_STEPS = 14
 STEADY = range(7, 11)
@@ -37,13 +41,14 @@ def main() -> None:
     """Start the ranks, or be one."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
+    parser.add_argument("--pools", action="store_true", help="count the pools of streams; on a CPU")
     parser.add_argument("--batch-size", type=int, default=4096, help="rows per rank")
     options = parser.parse_args()
     warnings.simplefilter("ignore")
     for logger in ("torchrec", "lightning.pytorch", "lightning.fabric", "torch.fx"):
         logging.getLogger(logger).setLevel(logging.ERROR)
     if "RANK" in os.environ:
-        measure(options.device, options.batch_size)
+        measure("pools" if options.pools else options.device, options.batch_size)
         return
     num_ranks = 2
     if options.device == "cuda":
@@ -73,9 +78,9 @@ def arms(device: str) -> Iterator[Arm]:
     for name, schedule in MODES.items():
         lookup = schedule.row(Stage.EMBEDDING_LOOKUP)
         early = lookup is not None and lookup.offset > 0
-        for stream in STREAMS if device == "cuda" and early else ("",):
+        for stream in STREAMS if device != "cpu" and early else ("",):
             for option in OPTIONS:
-                if (option == "copy_in_place" and device == "cpu") or (option and lookup is None):
+                if (option == "copy_in_place" and device != "cuda") or (option and lookup is None):
                     continue
                 yield Arm(name, stream, option)
 
@@ -92,7 +97,7 @@ def measure(device: str, batch_size: int) -> None:
     rank = int(os.environ["RANK"])
     held: dict[str, dict[str, int]] = {}
     for arm in tqdm(list(arms(device)), disable=rank != 0, desc="memory", unit="arm"):
-        mine = (measure_on_cuda if device == "cuda" else measure_on_cpu)(arm, batch_size)
+        mine = MEASURES[device](arm, batch_size)
         everyone: list[Any] = [None] * dist.get_world_size()
         dist.all_gather_object(everyone, mine)
         held[str(arm)] = {name: max(one[name] for one in everyone) for name in mine}
@@ -113,7 +118,7 @@ def print_table(held: dict[str, dict[str, int]]) -> None:
     print("base: " + ", ".join(f"{name} {base[name] / 2**20:.1f} MiB" for name in names))
 
 
-def train(arm: Arm, batch_size: int, device: str, at_start: Any, look: Any) -> None:
+def train(arm: Arm, batch_size: int, device: str, at_start: Any, look: Any, strategy_type: Any = None) -> None:
     """Train an arm; `at_start` is called with the number of each step as it begins, `look` at many places of it."""
     import torch
     from lightning.pytorch import Callback, LightningModule, Trainer
@@ -163,7 +168,7 @@ def train(arm: Arm, batch_size: int, device: str, at_start: Any, look: Any) -> N
 
         on_after_backward = on_before_optimizer_step = on_before_zero_grad = on_train_batch_end = on_before_backward
 
-    strategy = OverlapEmbeddingStrategy(
+    strategy = (strategy_type or OverlapEmbeddingStrategy)(
         arm.pipeline,
         arm.stream or "data_dist",
         sharding="table_wise",
@@ -252,6 +257,43 @@ def measure_on_cuda(arm: Arm, batch_size: int) -> dict[str, int]:
 
     train(arm, batch_size, "cuda", at_start, lambda: None)
     return {"peak": max(peaks), "between two steps": max(starts), "peak reserved": max(reserved)}
+
+
+def measure_pools(arm: Arm, batch_size: int) -> dict[str, int]:
+    """Return what a caching allocator would have given out at most, and reserved, by stream."""
+    from lightning_overlap import OverlapEmbeddingStrategy, StreamName
+    from lightning_overlap.testing import PooledStreams
+
+    class Counted(OverlapEmbeddingStrategy):
+        def batch_to_device(self, batch: Any, *args: Any, **kwargs: Any) -> Any:
+            batch = super().batch_to_device(batch, *args, **kwargs)
+            assert isinstance(self.streams, PooledStreams)
+            self.streams.take(batch)
+            return batch
+
+        def on_train_start(self) -> None:
+            assert isinstance(self.streams, PooledStreams)
+            self.following = self.streams.following()
+            self.following.__enter__()
+
+        def on_train_end(self) -> None:
+            super().on_train_end()
+            self.following.__exit__(None, None, None)
+
+    made: list[PooledStreams] = []
+
+    def make_streams(device: Any, lookup: StreamName) -> PooledStreams:
+        made.append(PooledStreams(lookup))
+        return made[-1]
+
+    with mock.patch("lightning_overlap.strategy.make_streams", make_streams):
+        train(arm, batch_size, "cpu", lambda step: None, lambda: None, Counted)
+    [streams] = made
+    pools = {f"pool of {name}": streams.reserved.get(name, 0) for name in StreamName}
+    return {"peak": streams.peak_allocated, "reserved": sum(streams.reserved.values()), **pools}
+
+
+MEASURES = {"cpu": measure_on_cpu, "cuda": measure_on_cuda, "pools": measure_pools}
 
 
 if __name__ == "__main__":

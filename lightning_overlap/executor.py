@@ -89,7 +89,7 @@ class Executor:
         lookup = schedule.row(Stage.EMBEDDING_LOOKUP)
         self._lookup_stream = StreamName.COMPUTE if lookup is None else lookup.stream
         self._update = schedule.row(Stage.EMBEDDING_UPDATE)
-        self._beside_gradients = schedule.position(Stage.EMBEDDING_LOOKUP) if schedule.lookup_beside_gradients else -1
+        self._left = schedule.left_for_backward
         self._first_owners = EARLY_OWNERS if self._deferred is None else frozenset({WeightOwner.FUSED_BACKWARD})
 
     def _reset(self) -> None:
@@ -234,7 +234,7 @@ class Executor:
         self._trainer_stage.end()
         while self._row <= position:
             passed = self.schedule.steps[self._row].stage
-            if passed not in TRAINING_STAGES:  # left for a backward that has not waited for gradients
+            if passed not in TRAINING_STAGES:  # left for a backward that has not waited
                 self._run(self.schedule.steps[self._row], self._first_owners)
                 self._row += 1
                 continue
@@ -342,25 +342,27 @@ class Executor:
         """Run the rows from the cursor to the next row of the trainer."""
         steps = self.schedule.steps
         while self._row < len(steps) and steps[self._row].stage not in TRAINING_STAGES:
-            if self._row == self._beside_gradients and self._left_for_gradients():
+            if self._row in self._left and self._left_for_backward():
                 return
             self._run(steps[self._row], self._first_owners)
             self._row += 1
 
-    def _left_for_gradients(self) -> bool:
-        """Leave the next row until the backward of the current batch waits for gradients, if it is going to.
+    def _left_for_backward(self) -> bool:
+        """Leave the next rows until the backward of the current batch waits for other ranks, if it is going to.
 
         Not beside a module's own forward, whose backward may write tables before that.
         """
         current = self.current
         if self._sparse is None or current is None or not self._sparse.ready or self._plain_forward:
             return False
-        return self._sparse.before_gradients(current, partial(self._look_up_beside_gradients, self._iteration))
+        return self._sparse.call_in_backward(current, partial(self._run_left, self._iteration))
 
-    def _look_up_beside_gradients(self, iteration: int) -> None:
-        if self._iteration == iteration and self._row == self._beside_gradients:
-            self._run(self.schedule.steps[self._row], self._first_owners)
-            self._row += 1
+    def _run_left(self, iteration: int) -> None:
+        if self._iteration == iteration:
+            with self._grad_mode():  # a backward has turned it off
+                while self._row in self._left:
+                    self._run(self.schedule.steps[self._row], self._first_owners)
+                    self._row += 1
 
     def _pass(self, stage: Stage) -> None:
         """The trainer has done `stage` of the current batch."""

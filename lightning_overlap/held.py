@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 from torchrec.distributed.comm_ops import Request
-from torchrec.distributed.types import Awaitable
+from torchrec.distributed.types import Awaitable, NoWait
 
 OutputDist = Callable[..., Awaitable[Tensor]]
 
@@ -41,6 +41,16 @@ class HeldUpdate:
         """Return an output dist whose rows are cut off."""
         return _HoldingDist(output_dist, self._at_rows, self._under_way)
 
+    def call_behind_backward(self, call: Callable[[], None]) -> bool:
+        """Have this called when the backward that ends here has run all its nodes; False if it does not come here.
+
+        What waits for other ranks at its end comes behind: DistributedDataParallel, for the gradients it has sent.
+        """
+        engine = torch.autograd.Variable._execution_engine
+        for cut in self._at_rows:
+            cut.leaf.register_hook(lambda _: engine.queue_callback(call))
+        return bool(self._at_rows)
+
     def send(self) -> list[Tensor]:
         """Start the all-to-alls of the gradients that a backward has left; return these gradients."""
         return _go_on(self._at_rows)
@@ -59,14 +69,16 @@ class _HoldingDist:
 
     def __call__(self, rows: Tensor, *context: Any) -> Awaitable[Tensor]:
         started = self.dist(rows, *context)
-        cuts = list(_cut(_under_way(started)))
+        parts = list(_under_way(started))
+        cuts = list(_cut(parts))
         if rows.requires_grad and not cuts:
             raise RuntimeError(
                 f"cannot defer the update of tables whose rows come by {type(started).__name__}: no all-to-all was "
                 "found in it. Train without defer_update."
             )
         self.under_way.extend(cuts)
-        return _CutWhenReceived(started, self.at_rows)
+        travels = any(isinstance(part, Request) for part in parts)
+        return _CutWhenReceived(started, self.at_rows) if travels else started
 
 
 class _CutWhenReceived(Awaitable[Tensor]):  # type: ignore[misc]
@@ -86,23 +98,25 @@ class _CutWhenReceived(Awaitable[Tensor]):  # type: ignore[misc]
         return leaf
 
 
-def _cut(under_way: Iterable[Request[Any]]) -> Iterator[_Cut]:
-    """Cut the graph in every collective under way, between sending gradients and receiving them.
+def _cut(under_way: Iterable[Request[Any] | NoWait[Any]]) -> Iterator[_Cut]:
+    """Cut the graph in everything under way, between sending gradients and receiving them.
 
     The two halves of a TorchRec collective are joined by an empty tensor: in the backward the second half, which is
     then the first to run, starts the all-to-all of gradients and hands that tensor on to the first half, which waits.
+    Without a collective (one rank) the rows themselves are handed on.
     """
     for part in under_way:
-        graph = part.dummy_tensor
+        name = "dummy_tensor" if isinstance(part, Request) else "_obj"
+        graph = getattr(part, name)
         if isinstance(graph, Tensor) and graph.requires_grad:
             leaf = graph.detach().requires_grad_()
-            part.dummy_tensor = leaf
+            setattr(part, name, leaf)
             yield _Cut(graph, leaf)
 
 
-def _under_way(started: object) -> Iterator[Request[Any]]:
-    """Find the collectives under way inside an awaitable."""
-    if isinstance(started, Request):
+def _under_way(started: object) -> Iterator[Request[Any] | NoWait[Any]]:
+    """Find what is under way inside an awaitable."""
+    if isinstance(started, Request | NoWait):
         yield started
     elif isinstance(started, Awaitable):
         for part in vars(started).values():
@@ -122,7 +136,7 @@ def before_gradients(rows: object, num_parts: int) -> list[Tensor] | None:
     Returns:
         None where fewer parts are found, or no collective: then a backward may update tables without waiting.
     """
-    joints = [part.dummy_tensor for part in _under_way(rows)]
+    joints = [part.dummy_tensor for part in _under_way(rows) if isinstance(part, Request)]
     found = [joint for joint in joints if isinstance(joint, Tensor) and joint.requires_grad]
     return found if len(found) == len(joints) >= num_parts else None
 

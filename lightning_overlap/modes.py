@@ -100,10 +100,10 @@ def _looks_up_before_backward(name: str, staleness: int) -> Schedule:
     return Schedule(
         name,
         (
-            Step(_SPLITS, staleness + 1, _DIST),
             Step(_FORWARD, 0, _COMPUTE),
             Step(_COPY, staleness + 2, _MEMCPY),
             Step(_LOOKUP, staleness, _SIDE),  # above BACKWARD (on a CPU within it): reads weights so many updates old
+            Step(_SPLITS, staleness + 2, _DIST),
             Step(_BACKWARD, 0, _COMPUTE),
             Step(_DATA, staleness + 1, _DIST),  # behind the gradients, which the backward waits for
             Step(_STEP, 0, _COMPUTE),
@@ -231,7 +231,7 @@ def _starts_early(mode: Schedule) -> str:
 
 
 def _held(mode: Schedule) -> str:
-    ids, rows, update = mode.row(_SPLITS), mode.row(_LOOKUP), mode.row(_UPDATE)
+    ids, rows, update = mode.row(_DATA), mode.row(_LOOKUP), mode.row(_UPDATE)
     amounts = (
         (mode.max_offset, "inputs"),
         (ids.offset if ids else 0, "received ids"),

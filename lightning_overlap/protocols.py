@@ -73,8 +73,11 @@ class SparseStages(Protocol):
     def finish_lookups(self) -> None:
         """Wait for the lookups that run in threads; start the all-to-all of their rows."""
 
-    def before_gradients(self, inflight: InFlightBatch, call: Callable[[], None]) -> bool:
-        """Have this called where the backward of a batch first waits for gradients; False if nothing would call it."""
+    def call_in_backward(self, inflight: InFlightBatch, call: Callable[[], None]) -> bool:
+        """Have this called where the backward of a batch first waits for other ranks; False if nothing would call it.
+
+        That is before it writes a table. It may be called several times.
+        """
 
     def drop_lookups(self, inflight: InFlightBatch) -> None:
         """Forget early results; the modules' own forward will run instead."""

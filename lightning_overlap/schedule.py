@@ -112,13 +112,19 @@ class Schedule:
         return max(0, lookup.offset if above_backward else lookup.offset - 1)
 
     @cached_property
-    def lookup_beside_gradients(self) -> bool:
-        """Whether a lookup may be left until `BACKWARD` waits for gradients: what it sees is the same until then.
+    def left_for_backward(self) -> range:
+        """The rows that may be left until `BACKWARD` waits for other ranks: what they see is the same until then.
 
-        It stands right above `BACKWARD`, which updates the tables once the gradients are there.
+        They are sparse ones, right above `BACKWARD`, from the lookup on: no table is written before gradients have
+        arrived. Where an update has a row of its own, those below the lookup: what waits then is the end of `BACKWARD`,
+        and rows had better be on their way by then.
         """
         lookup, backward = self.row(Stage.EMBEDDING_LOOKUP), self.position(Stage.BACKWARD)
-        return self.steps[backward - 1] is lookup and self.row(Stage.EMBEDDING_UPDATE) is None
+        if lookup is None or self.position(lookup.stage) > backward:
+            return range(0)
+        start = self.position(lookup.stage) + (self.row(Stage.EMBEDDING_UPDATE) is not None)
+        left = range(start, backward)
+        return left if all(self.steps[row].stage in SPARSE_STAGES for row in left) else range(0)
 
     @cached_property
     def dense_owned_lookup(self) -> Step | None:
@@ -191,9 +197,9 @@ class EvaluationSchedule(Schedule):
         return 0
 
     @cached_property
-    def lookup_beside_gradients(self) -> bool:
-        """No: there are none."""
-        return False
+    def left_for_backward(self) -> range:
+        """None: there is no backward."""
+        return range(0)
 
     @cached_property
     def dense_owned_lookup(self) -> Step | None:

@@ -38,6 +38,7 @@ PRIVATE_NAMES: Mapping[str, tuple[str, ...]] = {
     "ShardedManagedCollisionEmbeddingCollection": ("_embedding_module", "_managed_collision_collection"),
     "EmbeddingFusedOptimizer": ("_emb_module",),
     "FusedKJTListSplitsAwaitable": ("_splits_awaitable",),
+    "NoWait": ("_obj",),
     "KJTAllToAll": ("_splits", "_stagger"),
     "SparseFeaturesDist": ("_dist",),
     "KeyedJaggedTensor": ("_length_per_key", "_lengths", "_values", "_weights"),

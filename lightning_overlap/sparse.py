@@ -135,8 +135,6 @@ class SparsePipeline:
         num_threads: Threads that run the kernels of early lookups on a CPU; 0: the calling thread does.
         releases: Whether a batch lets go of ids that have been sent.
         narrows_ids: Whether ids travel in 32 bits where all that stand for a row fit.
-        fills_waits: Whether a lookup may be left until a backward waits for gradients; of use on a CPU, where it would
-            otherwise come before the dense part.
         prefetches: Whether the schedule has a row for it, so that tables in a UVM cache can be looked up early.
     """
 
@@ -157,11 +155,10 @@ class SparsePipeline:
         prefetches: bool = False,
         num_threads: int = 0,
         releases: bool = False,
-        fills_waits: bool = False,
         narrows_ids: bool = False,
     ) -> None:
         self._narrows_ids = narrows_ids
-        self._fills_waits = fills_waits and group is not None and not num_threads
+        self._fills_waits = trains and group is not None and not num_threads and not streams.runs_ahead
         self._releases = releases
         self._threads = LookupThreads(num_threads) if num_threads else None
         self._plain_in_step = False
@@ -194,8 +191,8 @@ class SparsePipeline:
 
     @property
     def holds_updates(self) -> bool:
-        """Whether an update can come later than its backward: in training, where gradients travel."""
-        return self._trains and self._group is not None
+        """Whether an update can come later than its backward; on a CPU with one rank there is nothing to wait for."""
+        return self._trains and (self._group is not None or self._streams.runs_ahead)
 
     def attach(self) -> None:
         """Put the stand-ins in the place of the modules' forwards, an evaluation's before those of training."""
@@ -607,10 +604,13 @@ class SparsePipeline:
                 for inflight in waiting:
                     self._update(name, inflight)
 
-    def before_gradients(self, inflight: InFlightBatch, call: Callable[[], None]) -> bool:
-        """Have this called where the backward of a batch first waits for gradients; False if nothing would call it."""
+    def call_in_backward(self, inflight: InFlightBatch, call: Callable[[], None]) -> bool:
+        """Have this called where the backward of a batch waits for other ranks; False if nothing would call it."""
         if not self._fills_waits:
-            return False
+            return False  # on a device the lookup runs beside the dense part; here it is work of the same thread
+        if inflight.holds_update:
+            called = [state.held.call_behind_backward(call) for state in inflight.modules.values()]
+            return any(called)
         joints: list[torch.Tensor] = []
         for name, state in inflight.modules.items():
             owners = owners_of_parts(self._stand_ins[name].module)

@@ -276,7 +276,6 @@ class OverlapEmbeddingStrategy(evaluation.EvaluatesAhead, steps.WalksSteps, Save
             prefetches=schedule.row(Stage.PREFETCH) is not None,
             releases=self._release_features and trains,
             narrows_ids=self._groups.several_hosts,
-            fills_waits=trains and self.root_device.type == "cpu",
         )
 
     def shortest_epoch(self, num_batches: float) -> float:

@@ -14,6 +14,9 @@ from .structure import leaves
 class Streams(Protocol):
     """What the executor asks of a device. An event marks all that a stream was given so far."""
 
+    runs_ahead: bool
+    """Whether the host only launches work and goes on; else it does all work itself, and waits for every collective."""
+
     def on(self, name: StreamName) -> AbstractContextManager[Any]:
         """Make a stream current."""
 
@@ -38,6 +41,8 @@ _NOTHING: AbstractContextManager[Any] = nullcontext()
 
 class HostStreams:
     """The CPU form: every stream is the calling thread, so program order is all the order there is."""
+
+    runs_ahead = False
 
     def on(self, name: StreamName) -> AbstractContextManager[Any]:
         """Do nothing."""
@@ -76,6 +81,8 @@ class CudaStreams:
         lookup: The stream that `StreamName.LOOKUP` stands for: itself (a dedicated stream), the input dist's
             or the compute stream.
     """
+
+    runs_ahead = True
 
     def __init__(self, device: torch.device, lookup: StreamName) -> None:
         self.device = device

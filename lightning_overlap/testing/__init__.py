@@ -11,6 +11,8 @@ from .fakes import Served as Served
 from .module_laws import ModuleReport as ModuleReport
 from .module_laws import Verdict as Verdict
 from .module_laws import check_module as check_module
+from .pools import CachingAllocator as CachingAllocator
+from .pools import PooledStreams as PooledStreams
 from .races import Access as Access
 from .races import RaceError as RaceError
 from .races import Races as Races

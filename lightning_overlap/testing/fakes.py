@@ -98,7 +98,7 @@ class FakeSparse:
         streams: Recording streams, to note the order of device work too.
         lookup_stream: The stream of early lookups.
         observer: Told of every wait.
-        fills_waits: Whether a backward calls what is to be called before it waits for gradients, as on a CPU.
+        fills_waits: Whether a backward calls what is to be called before it waits for other ranks, as on a CPU.
     """
 
     def __init__(
@@ -131,7 +131,7 @@ class FakeSparse:
         self.pending: set[tuple[Stage, int, str]] = set()
         self.forwarded: set[int] = set()
         self.held: dict[int, tuple[InFlightBatch, int]] = {}
-        self.called_before_gradients: dict[int, Callable[[], None]] = {}
+        self.called_in_backward: dict[int, Callable[[], None]] = {}
 
     def begin(self, stage: Stage, batch: int) -> None:
         """Note a stage of a batch, or fail there if told so."""
@@ -228,11 +228,11 @@ class FakeSparse:
     def finish_lookups(self) -> None:
         """Do nothing: the fake lookups are over at once."""
 
-    def before_gradients(self, inflight: InFlightBatch, call: Callable[[], None]) -> bool:
+    def call_in_backward(self, inflight: InFlightBatch, call: Callable[[], None]) -> bool:
         """Have this called in the backward of a batch that is looked up early."""
         fused = any(WeightOwner.FUSED_BACKWARD in state.owners for state in inflight.modules.values())
         if self.fills_waits and fused:
-            self.called_before_gradients[inflight.index] = call
+            self.called_in_backward[inflight.index] = call
         return self.fills_waits and fused
 
     def drop_lookups(self, inflight: InFlightBatch) -> None:
@@ -323,14 +323,14 @@ class FakeSparse:
         self.begin(Stage.BACKWARD, inflight.index)
         nth = self._nth(Stage.BACKWARD, inflight)
         self.streams.do(Mark(Stage.BACKWARD, inflight.index, nth=nth), writes=[_gradients(inflight.index)])
+        if (call := self.called_in_backward.get(inflight.index)) is not None:
+            call()
         calls = self.served[-sum(map(len, self.modules.values())) :]
         fused = [served for served in calls if served.owner is WeightOwner.FUSED_BACKWARD]
         if inflight.holds_update and all(served.early for served in fused):
             self.held[inflight.index] = inflight, nth
             self.pending |= {(Stage.BACKWARD, inflight.index, served.module) for served in fused}
             return
-        if (call := self.called_before_gradients.get(inflight.index)) is not None:
-            call()
         self.updates[WeightOwner.FUSED_BACKWARD].append(inflight.index)
         self.streams.wait(self.lookup_stream, self.streams.record(StreamName.COMPUTE))  # autograd does, and hands over
         for served in fused:

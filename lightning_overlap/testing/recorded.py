@@ -110,6 +110,8 @@ class RecordingStreams:
         lookup: The stream that `StreamName.LOOKUP` stands for, as a stream policy says.
     """
 
+    runs_ahead = True
+
     def __init__(self, lookup: StreamName = StreamName.LOOKUP) -> None:
         self.log: list[tuple[str, StreamName, Any]] = []
         self.before: dict[Mark, frozenset[Mark]] = {}

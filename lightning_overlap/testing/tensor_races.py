@@ -7,58 +7,36 @@ race shows in every run, whether or not it would have gone wrong on some device.
 
 from __future__ import annotations
 
-import bisect
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
-import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from ..stages import Stage, StreamName
-from ..streams import HostStreams
 from ..structure import leaves
+from .followed import FollowedStreams, tensors_of
 from .races import Clock, Races
 
 
-class CheckedStreams(HostStreams):
+class CheckedStreams(FollowedStreams):
     """Streams of a run on one rank that raise a `RaceError` where an operator uses what nothing ordered.
 
-    Autograd runs a node on the stream of its forward, behind all that this backward has run so far, and hands gradients
-    over itself; at its end no stream waits for another. Tensors of one element count as the host's.
+    Autograd runs a node behind all that its backward has run so far, and hands gradients over itself; at its end no
+    stream waits for another.
 
     Args:
         lookup: The stream that `StreamName.LOOKUP` stands for, as a stream policy says.
     """
 
     def __init__(self, lookup: StreamName = StreamName.LOOKUP) -> None:
-        self._lookup = lookup
-        self._current = StreamName.COMPUTE
+        super().__init__(lookup)
         self._races = Races()
         self._memory = _Memory()
-        self._since: list[tuple[int, StreamName]] = [(0, StreamName.COMPUTE)]  # autograd's numbering -> stream
         self._ran_in_backward: set[StreamName] = set()
         self._weights: list[str] = []
         self._doing = "start"
-
-    def __getitem__(self, name: StreamName) -> StreamName:
-        return self._lookup if name is StreamName.LOOKUP else name
-
-    @contextmanager
-    def on(self, name: StreamName) -> Iterator[None]:
-        """Make a stream current."""
-        previous = self._current
-        self._switch(self[name])
-        try:
-            yield
-        finally:
-            self._switch(previous)
-
-    def _switch(self, stream: StreamName) -> None:
-        self._current = stream
-        self._since.append((_sequence_number(), stream))
 
     def record(self, name: StreamName) -> Clock:
         """Return an event that marks all work issued on a stream so far."""
@@ -87,7 +65,7 @@ class CheckedStreams(HostStreams):
         """
         self._weights = [self._memory.name(tensor, label) for label, tensor in weights.items()]
         self._races.do("the load of the weights", StreamName.COMPUTE, writes=self._weights)
-        with _Operators(self):
+        with self.following():
             yield
 
     def take(self, batch: Any) -> None:
@@ -102,35 +80,27 @@ class CheckedStreams(HostStreams):
 
     def ran(self, func: Any, args: Iterable[Any], result: Any) -> None:
         """Take an operator that has run."""
-        stream, in_backward = self._stream_of_operator()
+        stream, in_backward = self.stream_of_operator()
         given = list(_given(func, args))
         reads = [self._memory.name(tensor) for tensor, writes in given if not writes]
         writes = [self._memory.name(tensor) for tensor, writes in given if writes]
         used = {*reads, *writes}
-        made = [self._memory.name(tensor, str(func)) for tensor in _tensors(result)]
+        made = [self._memory.name(tensor, str(func)) for tensor in tensors_of(result)]
         if in_backward:
             self._races.hand_over(used, stream)
         by = f"{func} after the {self._doing}"
         self._races.do(by, stream, reads=reads, writes=writes, makes=[name for name in made if name not in used])
 
-    def _stream_of_operator(self) -> tuple[StreamName, bool]:
-        node: Any = torch._C._current_autograd_node()
-        if node is None:
+    def stream_of_operator(self) -> tuple[StreamName, bool]:
+        """Return the stream of the operator that has just run, and whether a backward ran it."""
+        stream, in_backward = super().stream_of_operator()
+        if not in_backward:
             self._ran_in_backward.clear()
-            return self._current, False
-        number = node._sequence_nr()
-        known = number < _sequence_number()  # not an accumulation of a gradient
-        at = bisect.bisect_right(self._since, number, key=lambda entry: entry[0]) - 1
-        stream = self._since[at][1] if known else StreamName.COMPUTE
+            return stream, False
         for other in {*self._ran_in_backward, self._current}:
             self._races.wait(stream, self._races.event(other))
         self._ran_in_backward.add(stream)
         return stream, True
-
-
-def _sequence_number() -> int:
-    number: int = torch.autograd._get_sequence_nr()  # type: ignore[attr-defined]
-    return number
 
 
 class _Memory:
@@ -151,33 +121,9 @@ class _Memory:
         return known[1]
 
 
-class _Operators(TorchDispatchMode):
-    def __init__(self, streams: CheckedStreams) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self._streams = streams
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        result = func(*args, **kwargs)
-        if not func.is_view:
-            named = [argument.name for argument in func._schema.arguments]
-            in_order = [*args, *(kwargs.get(name) for name in named[len(args) :])]
-            self._streams.ran(func, in_order, result)
-        return result
-
-
 def _given(func: Any, args: Iterable[Any]) -> Iterator[tuple[Tensor, bool]]:
     """Yield the tensors that an operator takes, each with whether it writes it."""
     for argument, value in zip(func._schema.arguments, args, strict=False):
         writes = argument.alias_info is not None and argument.alias_info.is_write
-        for tensor in _tensors(value):
+        for tensor in tensors_of(value):
             yield tensor, writes
-
-
-def _tensors(value: Any) -> Iterator[Tensor]:
-    if isinstance(value, Tensor):
-        if value.numel() > 1:
-            yield value
-    elif isinstance(value, (list, tuple)):
-        for part in value:
-            yield from _tensors(part)

@@ -60,7 +60,7 @@ class FakeTrainer:
         executor_type: A subclass to try.
         sparse_type: Likewise, of the stages.
         rank: Named in errors.
-        fills_waits: Whether a lookup may be left until a backward waits for gradients, as on a CPU.
+        fills_waits: Whether a lookup may be left until a backward waits for other ranks, as on a CPU.
         automatic: Whether the trainer reports each stage; with manual optimization it only knows when all are over.
     """
 

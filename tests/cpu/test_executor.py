@@ -128,13 +128,13 @@ lookup     |                        L0                            L1            
 host waits |         S0       D0          S1    L0       D1                S2    L1    D2             L2""",
     ),
     "semi_sync": Expected(
-        "C0 S0 C1 D0 S1 C2 L0 D1 S2 F0 L1 B0 D2 O0 F1 L2 B1 O1 F2 B2 O2",
+        "C0 S0 C1 S1 D0 C2 L0 S2 D1 F0 L1 B0 D2 O0 F1 L2 B1 O1 F2 B2 O2",
         """\
 compute    |                                    F0          B0       O0 F1          B1 O1 F2    B2 O2
 memcpy     |C0    C1          C2
-data_dist  |   S0    D0    S1          D1    S2                D2
+data_dist  |   S0    S1 D0             S2 D1                   D2
 lookup     |                     L0                   L1                      L2
-host waits |            S0          D0    S1       L0    D1       S2       L1    D2          L2""",
+host waits |               S0       D0       S1    L0    D1       S2       L1    D2          L2""",
     ),
 }
 
@@ -150,13 +150,13 @@ lookup     |               L0    L0                      L1       L1            
 host waits |            S0    D0          L0       S1       D1             L1    S2       D2          L2""",
     ),
     "semi_sync": Expected(
-        "C0 S0 C1 D0 S1 C2 L0 D1 L0 S2 F0 L1 B0 D2 O0 L1 F1 L2 B1 O1 L2 F2 B2 O2",
+        "C0 S0 C1 S1 D0 C2 L0 S2 D1 L0 F0 L1 B0 D2 O0 L1 F1 L2 B1 O1 L2 F2 B2 O2",
         """\
 compute    |                                       F0          B0       O0    F1          B1 O1    F2    B2 O2
 memcpy     |C0    C1          C2
-data_dist  |   S0    D0    S1          D1       S2                D2
-lookup     |                     L0          L0          L1                L1       L2          L2
-host waits |            S0          D0    S1          L0    D1       S2          L1    D2             L2""",
+data_dist  |   S0    S1 D0             S2 D1                      D2
+lookup     |                     L0             L0       L1                L1       L2          L2
+host waits |               S0       D0       S1       L0    D1       S2          L1    D2             L2""",
     ),
 }
 
@@ -213,7 +213,7 @@ def test_a_lookup_right_above_the_backward_is_made_where_that_waits(schedule: Sc
 
 def test_a_lookup_that_no_backward_waits_for_is_made_behind_it() -> None:
     class WaitsForNothing(FakeSparse):
-        def before_gradients(self, inflight: InFlightBatch, call: Callable[[], None]) -> bool:
+        def call_in_backward(self, inflight: InFlightBatch, call: Callable[[], None]) -> bool:
             return True
 
         def backward(self, inflight: InFlightBatch) -> None:

@@ -31,9 +31,9 @@ BUSY_AND_HIDDEN_MS = {
     "sparse_dist": (120, 40),
     "fused_sparse_dist": (160, 120),
     "fused_sparse_dist_after_optimizer": (120, 40),
-    "semi_sync": (120, 80),  # rows travel while gradients do
-    "semi_sync_deferred": (120, 120),
-    "async_lookup": (120, 80),
+    "semi_sync": (80, 40),  # rows and sizes travel while gradients do
+    "semi_sync_deferred": (80, 80),
+    "async_lookup": (80, 40),
     "prefetch": (120, 80),
 }
 
@@ -62,7 +62,10 @@ def test_a_run_tells_what_was_hidden(mode: Schedule, num_ranks: int, get_ranks: 
         assert rank["losses"] == rank["losses_without"], "watching must not change a bit"
         assert rank["nothing_patched"]
         assert rank["num_accounts"] >= 2
-        assert set(rank["stages"]) == set(monitors.stages_seen(mode.name))
+        seen = set(monitors.stages_seen(mode.name))
+        assert set(rank["stages"]) == (
+            seen if num_ranks > 1 else seen - {Stage.EMBEDDING_UPDATE}
+        )  # nothing to wait for
         for values in rank["logged"]:
             for name in ("communication", "lookup", "copy"):
                 busy = values[f"overlap/{name}/hidden_ms"] + values[f"overlap/{name}/exposed_ms"]

@@ -5,6 +5,8 @@ Each all-to-all is on its way for 40 ms; dense forward, backward and step take 5
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 
 from lightning_overlap.stages import WeightOwner
@@ -38,16 +40,18 @@ FUSED_AFTER_OPTIMIZER = (
 )
 #        |forward |backward|grads |step    |                            exposed: grads
 #                          |rows 5 ...........  looked up in the backward, while that waits for gradients
+#                          |splits 7 .........  likewise
 #                                |ids 6 ......  behind the gradients
 SEMI_SYNC = (
-    "< rows 4,forward,backward,> gradients,< lengths 5,< ids 5,> rows 5,< gradients exposed 40,"
-    "< splits 6,> lengths 6,> ids 6,step,> splits 7"
+    "< rows 4,forward,backward,> gradients,< lengths 5,< ids 5,> rows 5,> splits 7,< gradients exposed 40,"
+    "< splits 6,> lengths 6,> ids 6,step"
 )
 #        |forward |backward|step    |                                  exposed: nothing
 #                 |rows 5 .| grads 4 .......  waited for behind the next forward, behind which ids travel, too
+#                          | splits 7 ......  beside the dense all-reduce, for which the backward waits at its end
 SEMI_SYNC_DEFERRED = (
-    "< rows 4,forward,< splits 6,> lengths 6,> ids 6,< gradients,< lengths 5,< ids 5,> rows 5,backward,> gradients,"
-    "step,> splits 7"
+    "< rows 4,forward,< splits 6,> lengths 6,> ids 6,< gradients,< lengths 5,< ids 5,> rows 5,backward,> splits 7,"
+    "> gradients,step"
 )
 #        |forward |backward|grads |step    |                            exposed: grads
 #         ids 5 ............. its rows are fetched into a cache here
@@ -101,6 +105,23 @@ def test_a_lookup_is_made_while_the_backward_waits_for_gradients(two_ranks: Rank
         gradients, lookup = log.index("> gradients"), log.index("model-parallel lookup")
         assert gradients < lookup < log.index("< gradients exposed 30")
         assert log[lookup + 1].startswith("> rows")
+
+
+@pytest.mark.parametrize(
+    ("pipeline", "stages"),
+    [
+        ("fused_sparse_dist", set()),
+        ("semi_sync", {"embedding_lookup", "input_splits_dist"}),
+        ("async_lookup", {"embedding_lookup", "input_splits_dist"}),
+        ("semi_sync_deferred", {"input_splits_dist"}),
+    ],
+)
+@pytest.mark.parametrize("case", [TABLE_WISE, TWO_COLLECTIONS, MIXED], ids=lambda case: case.name)
+def test_what_is_left_for_the_backward_is_done_before_it_ends(
+    get_ranks: Callable[..., Ranks], case: Case, pipeline: str, stages: set[str]
+) -> None:
+    assert get_ranks(2).run(virtual.stages_in_backward, case, pipeline) == [stages] * 2
+    assert get_ranks(1).run(virtual.stages_in_backward, case, pipeline) == [set()]  # there is nobody to wait for
 
 
 DATA_PARALLEL_FIRST = Case(

@@ -175,3 +175,28 @@ def run(
     steady = num_steps // 2
     log = clock.log[clock.log.index(f"-- {steady} --") + 1 : clock.log.index(f"-- {steady + 1} --")]
     return log, [late - early for early, late in zip(clock.steps_ms, clock.steps_ms[1:], strict=False)]
+
+
+def stages_in_backward(case: Case, pipeline: str, num_steps: int = 12) -> set[str]:
+    """Train; return the stages that were issued while a backward ran, of a steady step."""
+    seen: set[str] = set()
+
+    class Looks(Model):
+        runs = False
+
+        def on_before_backward(self, loss: Tensor) -> None:
+            self.runs = self.trainer.global_step == num_steps // 2
+
+        def on_after_backward(self) -> None:
+            self.runs = False
+
+    model = Looks(case)
+
+    def observe(kind: str, stage: Stage, batch: int) -> None:
+        if model.runs and kind == "issue":
+            seen.add(str(stage))
+
+    plan = make_plan(case, model, dist.get_world_size())
+    strategy = OverlapEmbeddingStrategy(pipeline, sharding=plan, observer=observe)
+    make_trainer(strategy).fit(model, datamodule=Batches(case, num_steps))
+    return seen

@@ -98,46 +98,37 @@ ISSUES: dict[str, dict[int, str]] = {
         2: "D3 F2 P3 B2 L3 O2",
         3: "F3 B3 O3",
     },
-    # iteration | -3 | -2       | -1             | 0                    | 1                 | 2           | 3
-    # memcpy    | C0 |    C1    |    C2          |       C3             |                   |             |
-    # data_dist |    | S0    D0 | S1       D1    | S2             D2    | S3          D3    |             |
-    # lookup    |    |          |       L0       |          L1          |       L2          |    L3       |
-    # compute   |    |          |                |    F0       B0    O0 |    F1    B1    O1 | F2    B2 O2 | F3 B3 O3
+    # iteration | -3    | -2             | -1                   | 0                       | 1                 | 2
+    # memcpy    | C0    | C1             | C2                   |    C3                   |                   |
+    # data_dist |    S0 |    S1       D0 |          S2       D1 |          S3          D2 |             D3    |
+    # lookup    |       |                |    L0                |       L1                |    L2             |    L3
+    # compute   |       |                |                      | F0             B0    O0 | F1       B1    O1 | F2 ...
     "semi_sync": {
-        -3: "C0",
-        -2: "S0 C1 D0",
-        -1: "S1 C2 L0 D1",
-        0: "S2 F0 C3 L1 B0 D2 O0",
-        1: "S3 F1 L2 B1 D3 O1",
+        -3: "C0 S0",
+        -2: "C1 S1 D0",
+        -1: "C2 L0 S2 D1",
+        0: "F0 C3 L1 S3 B0 D2 O0",
+        1: "F1 L2 B1 D3 O1",
         2: "F2 L3 B2 O2",
         3: "F3 B3 O3",
     },
-    # iteration | -3 | -2       | -1             | 0                    | 1                       | 2           | 3
-    # memcpy    | C0 |    C1    |    C2          |       C3             |                         |             |
-    # data_dist |    | S0    D0 | S1       D1    | S2             D2    | S3                D3    |             |
-    # lookup    |    |          |       L0       |          L1          |       U0 L2             |    U1 L3    |    U2
-    # compute   |    |          |                |    F0       B0    O0 |    F1       B1       O1 | F2    B2 O2 | F3 ...
+    # The same, the update of N behind the forward of N+1, and ids behind it, too.
     "semi_sync_deferred": {
-        -3: "C0",
-        -2: "S0 C1 D0",
-        -1: "S1 C2 D1 L0",
-        0: "S2 F0 C3 D2 L1 B0 O0",
-        1: "S3 F1 D3 U0 L2 B1 O1",
+        -3: "C0 S0",
+        -2: "C1 D0 S1",
+        -1: "C2 D1 L0 S2",
+        0: "F0 C3 D2 L1 S3 B0 O0",
+        1: "F1 D3 U0 L2 B1 O1",
         2: "F2 U1 L3 B2 O2",
         3: "F3 U2 B3 O3",
         4: "U3",
     },
-    # iteration | -4 | -3       | -2             | -1                | 0                    | 1           | 2        | 3
-    # memcpy    | C0 |    C1    |    C2          |    C3             |                      |             |          |
-    # data_dist |    | S0    D0 | S1       D1    | S2          D2    | S3             D3    |             |          |
-    # lookup    |    |          |       L0       |       L1          |          L2          |    L3       |          |
-    # compute   |    |          |                |                   |    F0       B0    O0 | F1    B1 O1 | F2 B2 O2 |
     "async_lookup": {
-        -4: "C0",
-        -3: "S0 C1 D0",
-        -2: "S1 C2 L0 D1",
-        -1: "S2 C3 L1 D2",
-        0: "S3 F0 L2 B0 D3 O0",
+        -4: "C0 S0",
+        -3: "C1 S1 D0",
+        -2: "C2 L0 S2 D1",
+        -1: "C3 L1 S3 D2",
+        0: "F0 L2 B0 D3 O0",
         1: "F1 L3 B1 O1",
         2: "F2 B2 O2",
         3: "F3 B3 O3",

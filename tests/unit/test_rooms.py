@@ -37,7 +37,7 @@ FILES = {
             "receives_first",
         ),
         *("testing/recorded", "testing/fakes", "testing/trainer", "testing/schedule_laws"),
-        *("testing/races", "testing/tensor_races"),
+        *("testing/races", "testing/followed", "testing/tensor_races", "testing/pools"),
         *("timeline", "summary", "figures", "kineto", "kineto_names", "trace_file", "layout", "drawing", "page"),
     ),
     "sparse": (
@@ -202,6 +202,7 @@ TORCH_PRIVATE = {
     "_cdata",
     "_current_autograd_node",
     "_current_graph_task_id",
+    "_execution_engine",
     "_get_default_store",
     "_get_sequence_nr",
     "_init_from_local_shards_and_global_metadata",
