@@ -359,13 +359,11 @@ class _TimedWork(dist.Work):
 def all_to_all_name(sent: Tensor, *splits: Any) -> str:
     """Return what an all-to-all carries: `sizes`, `ids`, `rows` or `gradients`.
 
-    Told by what it is called with, so that it works for every pipeline: gradients in a backward; rows are floats; ids
-    and their lengths travel in parts of given sizes; these sizes travel in equal parts.
+    Told by what it is called with, so that it works for every pipeline: gradients and rows are floats, gradients in a
+    backward; ids and their lengths travel in parts of given sizes; these sizes travel in equal parts.
     """
-    if torch._C._current_graph_task_id() != -1:
-        return "gradients"
     if sent.is_floating_point():
-        return "rows"
+        return "gradients" if torch._C._current_graph_task_id() != -1 else "rows"
     return "sizes" if all(split is None for split in splits) else "ids"
 
 

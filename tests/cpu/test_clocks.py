@@ -89,5 +89,6 @@ def test_what_an_all_to_all_carries() -> None:
     assert all_to_all_name(integers, None, None) == "sizes"
     seen: list[Any] = []
     floats.register_hook(lambda grad: seen.append(all_to_all_name(grad, [2, 2])))
+    floats.register_hook(lambda _: seen.append(all_to_all_name(integers)))  # of a coming batch, sent meanwhile
     floats.sum().backward()
-    assert seen == ["gradients"]
+    assert seen == ["gradients", "sizes"]
