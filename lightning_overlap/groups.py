@@ -19,9 +19,6 @@ class Groups:
     tables: dist.ProcessGroup
     """The tables' collectives: an early all-to-all must not queue in front of DDP's gradients, nor behind them."""
 
-    tables_of_base: dist.ProcessGroup
-    """Where nothing is early, on a host: the default group. A second one's threads would be woken for nothing."""
-
     lookahead: dist.ProcessGroup | None = None
     """The input dist of coming batches."""
 
@@ -59,7 +56,7 @@ def join(timeout: timedelta, *, several_hosts: bool = False) -> Groups:
     assert world is not None
     assert store is not None
     if dist.get_world_size() == 1:
-        return Groups(world, world)
+        return Groups(world)
     backend = dist.get_backend()
     key = (world, backend, timeout, several_hosts, store.add(_FAILURES, 0))
     if key not in _made:
@@ -77,8 +74,7 @@ def join(timeout: timedelta, *, several_hosts: bool = False) -> Groups:
                 (of_tables, "lookahead"),
             )
         )
-        of_base = world if of_tables == "gloo" else tables
-        _made[key] = Groups(tables, of_base, lookahead, GroupAgreement(agreement), several_hosts, checkpoints)
+        _made[key] = Groups(tables, lookahead, GroupAgreement(agreement), several_hosts, checkpoints)
     return _made[key]
 
 

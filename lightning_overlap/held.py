@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.utils.hooks import RemovableHandle
 from torchrec.distributed.comm_ops import Request
 from torchrec.distributed.types import Awaitable, NoWait
 
@@ -41,15 +42,13 @@ class HeldUpdate:
         """Return an output dist whose rows are cut off."""
         return _HoldingDist(output_dist, self._at_rows, self._under_way)
 
-    def call_behind_backward(self, call: Callable[[], None]) -> bool:
-        """Have this called when the backward that ends here has run all its nodes; False if it does not come here.
+    def call_behind_backward(self, call: Callable[[], None]) -> list[RemovableHandle]:
+        """Have this called when the backward that ends here has run all its nodes; nothing if it does not come here.
 
         What waits for other ranks at its end comes behind: DistributedDataParallel, for the gradients it has sent.
         """
         engine = torch.autograd.Variable._execution_engine
-        for cut in self._at_rows:
-            cut.leaf.register_hook(lambda _: engine.queue_callback(call))
-        return bool(self._at_rows)
+        return [cut.leaf.register_hook(lambda _: engine.queue_callback(call)) for cut in self._at_rows]
 
     def send(self) -> list[Tensor]:
         """Start the all-to-alls of the gradients that a backward has left; return these gradients."""

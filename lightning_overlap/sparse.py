@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.utils.hooks import RemovableHandle
 from torchrec.distributed.types import LazyAwaitable, LazyGetItemMixin, ShardedModule
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
@@ -135,6 +136,7 @@ class SparsePipeline:
         num_threads: Threads that run the kernels of early lookups on a CPU; 0: the calling thread does.
         releases: Whether a batch lets go of ids that have been sent.
         narrows_ids: Whether ids travel in 32 bits where all that stand for a row fit.
+        fills_waits: Whether rows of the schedule may be left until a backward waits for other ranks.
         prefetches: Whether the schedule has a row for it, so that tables in a UVM cache can be looked up early.
     """
 
@@ -156,9 +158,11 @@ class SparsePipeline:
         num_threads: int = 0,
         releases: bool = False,
         narrows_ids: bool = False,
+        fills_waits: bool = True,
     ) -> None:
         self._narrows_ids = narrows_ids
-        self._fills_waits = trains and group is not None and not num_threads and not streams.runs_ahead
+        self._in_backward: list[RemovableHandle] = []
+        self._fills_waits = fills_waits and trains and group is not None and not num_threads and not streams.runs_ahead
         self._releases = releases
         self._threads = LookupThreads(num_threads) if num_threads else None
         self._plain_in_step = False
@@ -606,11 +610,17 @@ class SparsePipeline:
 
     def call_in_backward(self, inflight: InFlightBatch, call: Callable[[], None]) -> bool:
         """Have this called where the backward of a batch waits for other ranks; False if nothing would call it."""
-        if not self._fills_waits:
-            return False  # on a device the lookup runs beside the dense part; here it is work of the same thread
+        for handle in self._in_backward:  # some joints outlive their backward
+            handle.remove()
+        self._in_backward.clear()
+        if not self._fills_waits or torch.is_anomaly_enabled():
+            # On a device the lookup runs beside the dense part; on a CPU it is work of the same thread. Anomaly mode
+            # would keep a backward alive for each graph that is made in it.
+            return False
         if inflight.holds_update:
-            called = [state.held.call_behind_backward(call) for state in inflight.modules.values()]
-            return any(called)
+            for state in inflight.modules.values():
+                self._in_backward += state.held.call_behind_backward(call)
+            return bool(self._in_backward)
         joints: list[torch.Tensor] = []
         for name, state in inflight.modules.items():
             owners = owners_of_parts(self._stand_ins[name].module)
@@ -618,8 +628,7 @@ class SparsePipeline:
             if found is None:
                 return False
             joints += found
-        for joint in joints:
-            joint.register_hook(lambda _: call())
+        self._in_backward += [joint.register_hook(lambda _: call()) for joint in joints]
         return bool(joints)
 
     def drop_lookups(self, inflight: InFlightBatch) -> None:

@@ -201,7 +201,7 @@ class OverlapEmbeddingStrategy(evaluation.EvaluatesAhead, steps.WalksSteps, Save
                 self.model,
                 sharding=self.sharding,
                 fused_optimizer=self.fused_optimizer,
-                group=self._groups.tables if self.schedule.has_sparse_stages else self._groups.tables_of_base,
+                group=self._groups.tables,
                 device=self.root_device,
                 local_world_size=self.num_processes,
             )
@@ -276,6 +276,8 @@ class OverlapEmbeddingStrategy(evaluation.EvaluatesAhead, steps.WalksSteps, Save
             prefetches=schedule.row(Stage.PREFETCH) is not None,
             releases=self._release_features and trains,
             narrows_ids=self._groups.several_hosts,
+            # With manual optimization there may be several backwards, of which nobody says what each of them writes.
+            fills_waits=trains and self.lightning_module.automatic_optimization,
         )
 
     def shortest_epoch(self, num_batches: float) -> float:

@@ -54,12 +54,13 @@ def test_one_rank_shares_gradients_with_nobody(
     assert seen["sharded"]
 
 
-@pytest.mark.parametrize(("num_nodes", "group"), [(1, "default_pg"), (2, "tables")])
-def test_base_on_one_host_has_its_tables_in_the_default_group(
-    get_ranks: Callable[..., Ranks], num_nodes: int, group: str
+@pytest.mark.parametrize("num_nodes", [1, 2])
+def test_gradients_and_tables_have_groups_of_their_own_in_base_too(
+    get_ranks: Callable[..., Ranks], num_nodes: int
 ) -> None:
+    """Which of the two comes first may differ by rank: where one rank leaves a dense parameter unused, say."""
     ranks = get_ranks(2, num_nodes=num_nodes)
-    assert [seen["group"] for seen in ranks.run(strategies.what_it_wraps, pipeline="base")] == [group, group]
+    assert [seen["group"] for seen in ranks.run(strategies.what_it_wraps, pipeline="base")] == ["tables"] * 2
 
 
 def test_tables_on_meta_come_to_life_as_shards(two_ranks: Ranks) -> None:

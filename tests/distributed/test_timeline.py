@@ -9,6 +9,7 @@ from collections.abc import Callable
 
 import pytest
 
+from lightning_overlap import Schedule
 from lightning_overlap.stages import WeightOwner
 
 from . import virtual
@@ -122,6 +123,17 @@ def test_what_is_left_for_the_backward_is_done_before_it_ends(
 ) -> None:
     assert get_ranks(2).run(virtual.stages_in_backward, case, pipeline) == [stages] * 2
     assert get_ranks(1).run(virtual.stages_in_backward, case, pipeline) == [set()]  # there is nobody to wait for
+
+
+@pytest.mark.parametrize("pipeline", ["semi_sync", "semi_sync_deferred"])
+def test_nothing_is_left_for_a_backward_under_anomaly_detection(two_ranks: Ranks, pipeline: str) -> None:
+    """It keeps a backward alive for each graph that is made in it."""
+    assert two_ranks.run(virtual.stages_in_backward, TABLE_WISE, pipeline, detect_anomaly=True) == [set()] * 2
+
+
+def test_no_batch_outlives_its_step(mode: Schedule, two_ranks: Ranks) -> None:
+    """What a backward is told to call keeps nothing alive, and needs no garbage collector to be gone."""
+    assert max(two_ranks.run(virtual.batches_alive, TABLE_WISE, mode.name)) <= mode.depth + 1
 
 
 DATA_PARALLEL_FIRST = Case(

@@ -6,6 +6,9 @@ each. Nothing sleeps: the clock moves when work is done and when an unfinished c
 
 from __future__ import annotations
 
+import copy
+import gc
+import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -177,8 +180,8 @@ def run(
     return log, [late - early for early, late in zip(clock.steps_ms, clock.steps_ms[1:], strict=False)]
 
 
-def stages_in_backward(case: Case, pipeline: str, num_steps: int = 12) -> set[str]:
-    """Train; return the stages that were issued while a backward ran, of a steady step."""
+def stages_in_backward(case: Case, pipeline: str, num_steps: int = 12, **options: Any) -> set[str]:
+    """Train; return the stages that were issued while a backward ran, of a steady step. `options` are the trainer's."""
     seen: set[str] = set()
 
     class Looks(Model):
@@ -198,5 +201,30 @@ def stages_in_backward(case: Case, pipeline: str, num_steps: int = 12) -> set[st
 
     plan = make_plan(case, model, dist.get_world_size())
     strategy = OverlapEmbeddingStrategy(pipeline, sharding=plan, observer=observe)
-    make_trainer(strategy).fit(model, datamodule=Batches(case, num_steps))
+    make_trainer(strategy, **options).fit(model, datamodule=Batches(case, num_steps))
     return seen
+
+
+def batches_alive(case: Case, pipeline: str, num_steps: int = 12) -> int:
+    """Train without the garbage collector; return how many batches were alive at most as a step began."""
+    alive: list[weakref.ref[Any]] = []
+    most = 0
+
+    class Counts(Model):
+        def on_after_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
+            batch = copy.copy(batch)  # the data loader's own stay
+            alive.append(weakref.ref(batch))
+            return batch
+
+        def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+            nonlocal most
+            most = max(most, sum(one() is not None for one in alive))
+
+    model = Counts(case)
+    strategy = OverlapEmbeddingStrategy(pipeline, sharding=make_plan(case, model, dist.get_world_size()))
+    gc.disable()
+    try:
+        make_trainer(strategy).fit(model, datamodule=Batches(case, num_steps))
+    finally:
+        gc.enable()
+    return most
