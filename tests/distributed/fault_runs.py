@@ -162,6 +162,8 @@ def _wait(pids: list[int]) -> list[int]:
 
 
 if __name__ == "__main__":
+    # As in a terminal: a shell's background job ignores Ctrl-C, and all that it starts does, the tests' ranks too.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     if sys.argv[1] == "--script":  # by itself, as a user's script; Lightning starts the second rank
         os.environ["RANK"] = os.environ.get("LOCAL_RANK", "0")  # for the fault
         run(**json.loads(sys.argv[2]))
