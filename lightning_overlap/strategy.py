@@ -215,7 +215,14 @@ class OverlapEmbeddingStrategy(evaluation.EvaluatesAhead, steps.WalksSteps, Save
         if self._groups is not None and self.world_size == 1 and not self._has_ddp_options:
             return  # nobody to share gradients with: they are what they would be, in less time
         ignored = sharded_state_names(self.model)
-        if any(p.requires_grad for name, p in self.model.named_parameters() if name not in ignored):
+        if not any(p.requires_grad for name, p in self.model.named_parameters() if name not in ignored):
+            return
+        # Nothing but gradients travels in the backward of such a mode. With options their order could differ by rank:
+        # unused parameters, or a hook that sends from a thread.
+        in_order = not self.schedule.staleness and not self._has_ddp_options
+        if self._groups is not None and self._groups.gradients is not None and in_order:
+            self.model = DistributedDataParallel(self.model, process_group=self._groups.gradients)
+        else:
             super().configure_ddp()
 
     @override

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import os
 import signal
 import threading
@@ -76,6 +77,9 @@ class Fault:
         return f"{self.place} of batch {self.batch}"
 
 
+UNUSED = "parameters unused"
+"""No error yet: a `training_step` leaves parameters without a gradient, for which the other ranks wait."""
+
 NOWHERE = Fault("nowhere", 0)
 
 DATA = (
@@ -129,7 +133,13 @@ class Faulty(Model):
         self.fault.reach("on_train_batch_start", batch_idx)
 
     def training_step(self, batch: Batch, batch_idx: int) -> torch.Tensor:
-        loss = super().training_step(batch, batch_idx)
+        try:
+            self.fault.reach(UNUSED, batch_idx)
+            loss = super().training_step(batch, batch_idx)
+        except InjectedError:
+            self.bottom, used = copy.deepcopy(self.bottom).requires_grad_(False), self.bottom
+            loss = super().training_step(batch, batch_idx)
+            self.bottom = used
         self.fault.reach("training_step", batch_idx)
         return loss
 

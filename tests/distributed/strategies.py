@@ -125,6 +125,7 @@ def what_it_wraps(**options: Any) -> dict[str, Any]:
             seen["ddp"] = isinstance(wrapped, DistributedDataParallel)
             if seen["ddp"]:
                 seen["reduced"] = sorted(name for name, p in self.named_parameters() if p in _reduced(wrapped))
+                seen["gradients"] = wrapped.process_group.group_desc
             [sharded] = sharded_modules(self).values()
             seen["group"] = sharded._env.process_group.group_desc
             seen["stand_in"] = "forward" in vars(self.ebc)

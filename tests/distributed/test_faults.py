@@ -97,6 +97,22 @@ def test_a_fault_on_one_rank_ends_the_others(tmp_path: Path, pipeline: str, rank
             assert re.search(f"rank 1 had failed at .* InjectedError: {place} of batch 5", _end(lost))
 
 
+@pytest.mark.parametrize(
+    ("pipeline", "said"),
+    [
+        ("base", f"Timed out waiting {TIMEOUT_S}000ms"),  # it waits for the others, too
+        ("fused_sparse_dist", "parameters that were not used in producing the loss"),
+    ],
+)
+def test_a_rank_that_leaves_parameters_unused_ends_the_others(tmp_path: Path, pipeline: str, said: str) -> None:
+    """They wait for its gradients, in the group of the all-to-alls that it goes on with."""
+    [[waits, unused]] = run_all(tmp_path, {"place": faults.UNUSED, "batch": 4, "pipeline": pipeline})
+    assert (waits.code, unused.code) == (1, 1)
+    assert said in _end(unused.log)
+    assert "rank 1 was at dense_forward of batch 5" in _end(unused.log)
+    assert re.search(f"{PEER_GONE.pattern}|Timed out waiting {TIMEOUT_S}000ms", _end(waits.log)), waits.log
+
+
 def test_a_rank_that_fails_and_stays_is_waited_for_no_longer_than_the_timeout(tmp_path: Path) -> None:
     [[lost, hung]] = run_all(tmp_path, {"place": "training_step", "callback": "hangs"})
     assert (lost.code, hung.code) == (1, 1)
