@@ -115,16 +115,18 @@ class Schedule:
     def left_for_backward(self) -> range:
         """The rows that may be left until `BACKWARD` waits for other ranks: what they see is the same until then.
 
-        They are sparse ones, right above `BACKWARD`, from the lookup on: no table is written before gradients have
-        arrived. Where an update has a row of its own, those below the lookup: what waits then is the end of `BACKWARD`,
-        and rows had better be on their way by then.
+        They are sparse ones, right above `BACKWARD`, from the lookup on, or from an update that stands before it: no
+        other one is made before gradients have arrived.
         """
         lookup, backward = self.row(Stage.EMBEDDING_LOOKUP), self.position(Stage.BACKWARD)
         if lookup is None or self.position(lookup.stage) > backward:
             return range(0)
-        start = self.position(lookup.stage) + (self.row(Stage.EMBEDDING_UPDATE) is not None)
+        start = self.position(lookup.stage)
+        if start and self.steps[start - 1].stage is Stage.EMBEDDING_UPDATE:
+            start -= 1
         left = range(start, backward)
-        return left if all(self.steps[row].stage in SPARSE_STAGES for row in left) else range(0)
+        sparse = (*SPARSE_STAGES, Stage.EMBEDDING_UPDATE)
+        return left if all(self.steps[row].stage in sparse for row in left) else range(0)
 
     @cached_property
     def dense_owned_lookup(self) -> Step | None:

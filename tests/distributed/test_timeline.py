@@ -48,10 +48,11 @@ SEMI_SYNC = (
     "< splits 6,> lengths 6,> ids 6,step"
 )
 #        |forward |backward|step    |                                  exposed: nothing
-#                 |rows 5 .| grads 4 .......  waited for behind the next forward, behind which ids travel, too
-#                          | splits 7 ......  beside the dense all-reduce, for which the backward waits at its end
+#                          |rows 5 ........  looked up beside the dense all-reduce, for which the backward waits at its end
+#                          |splits 7 ......  likewise
+#                          | grads 4 ......  waited for before that lookup, and behind the next forward ids travel, too
 SEMI_SYNC_DEFERRED = (
-    "< rows 4,forward,< splits 6,> lengths 6,> ids 6,< gradients,< lengths 5,< ids 5,> rows 5,backward,> splits 7,"
+    "< rows 4,forward,< splits 6,> lengths 6,> ids 6,backward,< gradients,< lengths 5,< ids 5,> rows 5,> splits 7,"
     "> gradients,step"
 )
 #        |forward |backward|grads |step    |                            exposed: grads
@@ -114,7 +115,7 @@ def test_a_lookup_is_made_while_the_backward_waits_for_gradients(two_ranks: Rank
         ("fused_sparse_dist", set()),
         ("semi_sync", {"embedding_lookup", "input_splits_dist"}),
         ("async_lookup", {"embedding_lookup", "input_splits_dist"}),
-        ("semi_sync_deferred", {"input_splits_dist"}),
+        ("semi_sync_deferred", {"embedding_update", "embedding_lookup", "input_splits_dist"}),
     ],
 )
 @pytest.mark.parametrize("case", [TABLE_WISE, TWO_COLLECTIONS, MIXED], ids=lambda case: case.name)
