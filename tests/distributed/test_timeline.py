@@ -48,7 +48,7 @@ SEMI_SYNC = (
     "< splits 6,> lengths 6,> ids 6,step"
 )
 #        |forward |backward|step    |                                  exposed: nothing
-#                          |rows 5 ........  looked up beside the dense all-reduce, for which the backward waits at its end
+#                          |rows 5 ........  looked up beside the dense all-reduce: the backward ends with a wait for it
 #                          |splits 7 ......  likewise
 #                          | grads 4 ......  waited for before that lookup, and behind the next forward ids travel, too
 SEMI_SYNC_DEFERRED = (
