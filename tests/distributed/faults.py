@@ -133,13 +133,13 @@ class Faulty(Model):
         self.fault.reach("on_train_batch_start", batch_idx)
 
     def training_step(self, batch: Batch, batch_idx: int) -> torch.Tensor:
+        used = self.bottom
         try:
             self.fault.reach(UNUSED, batch_idx)
-            loss = super().training_step(batch, batch_idx)
         except InjectedError:
-            self.bottom, used = copy.deepcopy(self.bottom).requires_grad_(False), self.bottom
-            loss = super().training_step(batch, batch_idx)
-            self.bottom = used
+            self.bottom = copy.deepcopy(used).requires_grad_(False)
+        loss = super().training_step(batch, batch_idx)
+        self.bottom = used
         self.fault.reach("training_step", batch_idx)
         return loss
 
