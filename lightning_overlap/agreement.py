@@ -95,7 +95,7 @@ class Rhythm:
         self._next = self._asked[0] + self._interval
 
 
-ASK_EVERY_S = 0.1
+ASK_EVERY_S = 0.5
 """How long a rank that was told to stop may go on before the others are asked."""
 
 MAX_INTERVAL = 255

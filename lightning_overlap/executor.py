@@ -342,20 +342,20 @@ class Executor:
         """Run the rows from the cursor to the next row of the trainer."""
         steps = self.schedule.steps
         while self._row < len(steps) and steps[self._row].stage not in TRAINING_STAGES:
-            if self._row in self._left and self._left_for_backward():
+            if self._row in self._left and self._left_for_backward(steps[self._row].stage):
                 return
             self._run(steps[self._row], self._first_owners)
             self._row += 1
 
-    def _left_for_backward(self) -> bool:
-        """Leave the next rows until the backward of the current batch waits for other ranks, if it is going to.
+    def _left_for_backward(self, stage: Stage) -> bool:
+        """Leave the rows from here on until the backward of the current batch waits for other ranks, if it is going to.
 
         Not beside a module's own forward, whose backward may write tables before that.
         """
         current = self.current
         if self._sparse is None or current is None or not self._sparse.ready or self._plain_forward:
             return False
-        return self._sparse.call_in_backward(current, partial(self._run_left, self._iteration))
+        return self._sparse.call_in_backward(current, stage, partial(self._run_left, self._iteration))
 
     def _run_left(self, iteration: int) -> None:
         if self._iteration == iteration:

@@ -73,10 +73,11 @@ class SparseStages(Protocol):
     def finish_lookups(self) -> None:
         """Wait for the lookups that run in threads; start the all-to-all of their rows."""
 
-    def call_in_backward(self, inflight: InFlightBatch, call: Callable[[], None]) -> bool:
-        """Have this called where the backward of a batch first waits for other ranks; False if nothing would call it.
+    def call_in_backward(self, inflight: InFlightBatch, stage: Stage, call: Callable[[], None]) -> bool:
+        """Have this called where the backward of a batch first waits for other ranks.
 
-        That is before it writes a table. It may be called several times.
+        That is before it writes a table. It may be called several times. False if nothing would call it, or where the
+        stage that it begins with had better not wait for that.
         """
 
     def drop_lookups(self, inflight: InFlightBatch) -> None:

@@ -135,7 +135,8 @@ class SparsePipeline:
         said: Warnings given so far, shared by the pipelines of a run.
         num_threads: Threads that run the kernels of early lookups on a CPU; 0: the calling thread does.
         releases: Whether a batch lets go of ids that have been sent.
-        narrows_ids: Whether ids travel in 32 bits where all that stand for a row fit.
+        several_hosts: Whether there is a link between ranks, where bytes and ranks that are late cost most: ids then
+            travel in 32 bits where all that stand for a row fit, and deferred updates wait for the backward's end.
         fills_waits: Whether rows of the schedule may be left until a backward waits for other ranks.
         prefetches: Whether the schedule has a row for it, so that tables in a UVM cache can be looked up early.
     """
@@ -157,10 +158,10 @@ class SparsePipeline:
         prefetches: bool = False,
         num_threads: int = 0,
         releases: bool = False,
-        narrows_ids: bool = False,
+        several_hosts: bool = False,
         fills_waits: bool = True,
     ) -> None:
-        self._narrows_ids = narrows_ids
+        self._several_hosts = several_hosts
         self._in_backward: list[RemovableHandle] = []
         self._fills_waits = fills_waits and trains and group is not None and not num_threads and not streams.runs_ahead
         self._releases = releases
@@ -433,7 +434,7 @@ class SparsePipeline:
                 continue
             state = inflight.modules[stand_in.name] = ModuleInFlight(kjt, stand_in.module.create_context())
             sent = copy.copy(kjt) if self._releases else kjt  # TorchRec may hand on the very object that it is given
-            with splits_only(stand_in.module, self._group, narrow=self._narrows_ids):
+            with splits_only(stand_in.module, self._group, narrow=self._several_hosts):
                 state.splits = stand_in.module.input_dist(state.context, sent)
         states = list(inflight.modules.values())
         if self._group is not None and states:
@@ -608,8 +609,8 @@ class SparsePipeline:
                 for inflight in waiting:
                     self._update(name, inflight)
 
-    def call_in_backward(self, inflight: InFlightBatch, call: Callable[[], None]) -> bool:
-        """Have this called where the backward of a batch waits for other ranks; False if nothing would call it."""
+    def call_in_backward(self, inflight: InFlightBatch, stage: Stage, call: Callable[[], None]) -> bool:
+        """Have this called where the backward of a batch waits for other ranks; False if nothing would, or should."""
         for handle in self._in_backward:  # some joints outlive their backward
             handle.remove()
         self._in_backward.clear()
@@ -618,6 +619,10 @@ class SparsePipeline:
             # would keep a backward alive for each graph that is made in it.
             return False
         if inflight.holds_update:
+            if stage is not Stage.INPUT_SPLITS_DIST and not self._several_hosts:
+                # What waits is the end of the backward, for whoever is late. Within a host that is less than rows gain
+                # by being on their way before the backward.
+                return False
             for state in inflight.modules.values():
                 self._in_backward += state.held.call_behind_backward(call)
             return bool(self._in_backward)

@@ -282,7 +282,7 @@ class OverlapEmbeddingStrategy(evaluation.EvaluatesAhead, steps.WalksSteps, Save
             num_threads=self._num_lookup_threads if trains and self.root_device.type == "cpu" else 0,
             prefetches=schedule.row(Stage.PREFETCH) is not None,
             releases=self._release_features and trains,
-            narrows_ids=self._groups.several_hosts,
+            several_hosts=self._groups.several_hosts,
             # With manual optimization there may be several backwards, of which nobody says what each of them writes.
             fills_waits=trains and self.lightning_module.automatic_optimization,
         )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -98,7 +98,7 @@ class FakeSparse:
         streams: Recording streams, to note the order of device work too.
         lookup_stream: The stream of early lookups.
         observer: Told of every wait.
-        fills_waits: Whether a backward calls what is to be called before it waits for other ranks, as on a CPU.
+        left_from: Stages that are left, with what is below them, until a backward waits for other ranks, as on a CPU.
     """
 
     def __init__(
@@ -109,9 +109,9 @@ class FakeSparse:
         streams: RecordingStreams | None = None,
         lookup_stream: StreamName = StreamName.LOOKUP,
         observer: Observer | None = None,
-        fills_waits: bool = False,
+        left_from: Collection[Stage] = (),
     ) -> None:
-        self.fills_waits = fills_waits
+        self.left_from = left_from
         self.modules = modules
         self.ready = ready
         self.streams = streams or RecordingStreams()
@@ -228,12 +228,13 @@ class FakeSparse:
     def finish_lookups(self) -> None:
         """Do nothing: the fake lookups are over at once."""
 
-    def call_in_backward(self, inflight: InFlightBatch, call: Callable[[], None]) -> bool:
+    def call_in_backward(self, inflight: InFlightBatch, stage: Stage, call: Callable[[], None]) -> bool:
         """Have this called in the backward of a batch that is looked up early."""
         fused = any(WeightOwner.FUSED_BACKWARD in state.owners for state in inflight.modules.values())
-        if self.fills_waits and fused:
+        is_left = fused and stage in self.left_from
+        if is_left:
             self.called_in_backward[inflight.index] = call
-        return self.fills_waits and fused
+        return is_left
 
     def drop_lookups(self, inflight: InFlightBatch) -> None:
         """Forget early results, once their collectives are over."""

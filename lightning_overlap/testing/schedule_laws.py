@@ -34,8 +34,8 @@ def check_laws(schedule: Schedule, *, executor_type: type[Executor] = Executor) 
     """
     for num_batches in range(2 * schedule.depth + 1):
         for ready in (True, False):
-            for fills_waits in (True, False):
-                trainer = FakeTrainer(schedule, ready=ready, executor_type=executor_type, fills_waits=fills_waits)
+            for left_from in ((), tuple(Stage), (Stage.INPUT_SPLITS_DIST,)):
+                trainer = FakeTrainer(schedule, ready=ready, executor_type=executor_type, left_from=left_from)
                 run = trainer.run(num_batches)
                 check_stages(run, num_batches, ready=ready)
                 check_in_flight(run)

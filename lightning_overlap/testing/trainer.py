@@ -60,7 +60,7 @@ class FakeTrainer:
         executor_type: A subclass to try.
         sparse_type: Likewise, of the stages.
         rank: Named in errors.
-        fills_waits: Whether a lookup may be left until a backward waits for other ranks, as on a CPU.
+        left_from: Stages that are left, with what is below them, until a backward waits for other ranks, as on a CPU.
         automatic: Whether the trainer reports each stage; with manual optimization it only knows when all are over.
     """
 
@@ -75,7 +75,7 @@ class FakeTrainer:
         sparse_type: type[FakeSparse] = FakeSparse,
         rank: int = 0,
         automatic: bool = True,
-        fills_waits: bool = False,
+        left_from: Collection[Stage] = (),
     ) -> None:
         self.schedule = schedule
         self.automatic = automatic
@@ -87,7 +87,7 @@ class FakeTrainer:
             streams=self.streams,
             lookup_stream=StreamName.COMPUTE if lookup is None else lookup.stream,
             observer=self._observe,
-            fills_waits=fills_waits,
+            left_from=left_from,
         )
         device: Streams = self.streams
         self.executor = executor_type(schedule, self, self.sparse, device, observer=self._observe, rank=rank)

@@ -195,26 +195,33 @@ class NotesOrder(FakeSparse):
 
 
 @pytest.mark.parametrize("schedule", OVERLAPPING.values(), ids=OVERLAPPING.keys())
-@pytest.mark.parametrize("fills_waits", [True, False])
-def test_a_lookup_right_above_the_backward_is_made_where_that_waits(schedule: Schedule, fills_waits: bool) -> None:
-    trainer = FakeTrainer(schedule, sparse_type=NotesOrder, fills_waits=fills_waits)
+@pytest.mark.parametrize(
+    "left_from", [(), tuple(Stage), (Stage.INPUT_SPLITS_DIST,)], ids=["nothing", "everything", "sizes"]
+)
+def test_what_stands_right_above_the_backward_is_done_where_that_waits(
+    schedule: Schedule, left_from: tuple[Stage, ...]
+) -> None:
+    trainer = FakeTrainer(schedule, sparse_type=NotesOrder, left_from=left_from)
     run = trainer.run(2 * schedule.depth)
     assert isinstance(trainer.sparse, NotesOrder)
     begun = trainer.sparse.begun
     ahead = schedule.steps[schedule.position(Stage.EMBEDDING_LOOKUP)].offset
     lookup, backward = begun.index((Stage.EMBEDDING_LOOKUP, ahead + 2)), begun.index((Stage.BACKWARD, 2))
-    above = schedule.position(Stage.EMBEDDING_LOOKUP) < schedule.position(Stage.BACKWARD)
-    left = fills_waits and above and ahead > 0
-    assert (lookup < backward) == (above and not left)
-    if left:
+    above = schedule.position(Stage.EMBEDDING_LOOKUP) < schedule.position(Stage.BACKWARD) and ahead > 0
+    lookup_is_left = above and Stage.EMBEDDING_LOOKUP in left_from
+    assert (lookup < backward) == ((above or ahead == 0) and not lookup_is_left)
+    if lookup_is_left:
         deferred = Stage.EMBEDDING_UPDATE in [step.stage for step in schedule]
         assert lookup == backward + 1 + deferred
+    if above and left_from:
+        last = (backward if left_from == (Stage.INPUT_SPLITS_DIST,) else lookup) + 1
+        assert begun[last][0] is Stage.INPUT_SPLITS_DIST
     check_staleness(run)
 
 
 def test_a_lookup_that_no_backward_waits_for_is_made_behind_it() -> None:
     class WaitsForNothing(FakeSparse):
-        def call_in_backward(self, inflight: InFlightBatch, call: Callable[[], None]) -> bool:
+        def call_in_backward(self, inflight: InFlightBatch, stage: Stage, call: Callable[[], None]) -> bool:
             return True
 
         def backward(self, inflight: InFlightBatch) -> None:
@@ -227,7 +234,7 @@ def test_a_lookup_that_no_backward_waits_for_is_made_behind_it() -> None:
 
 
 def test_no_lookup_is_left_beside_a_modules_own_forward() -> None:
-    trainer = FakeTrainer(SEMI_SYNC, sparse_type=NotesOrder, ready=False, fills_waits=True)
+    trainer = FakeTrainer(SEMI_SYNC, sparse_type=NotesOrder, ready=False, left_from=tuple(Stage))
     run = trainer.run(6)
     assert isinstance(trainer.sparse, NotesOrder)
     assert run.served_early(0) == {False}

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 import torch
 
@@ -45,6 +47,15 @@ def test_exact_mode_equals_the_plain_loop(ranks: Ranks, case: Case, pipeline: st
 @pytest.mark.parametrize("pipeline", STALE)
 def test_stale_mode_equals_the_plain_loop_with_delayed_updates(ranks: Ranks, case: Case, pipeline: str) -> None:
     assert _differences(ranks, case, pipeline, MODES[pipeline].staleness) == [[]] * ranks.world_size
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+@pytest.mark.parametrize("pipeline", STALE)
+def test_stale_mode_between_hosts_equals_the_plain_loop_with_delayed_updates(
+    get_ranks: Callable[..., Ranks], case: Case, pipeline: str
+) -> None:
+    """There a deferred update and the lookup behind it are made at the end of the backward."""
+    assert _differences(get_ranks(2, num_nodes=2), case, pipeline, MODES[pipeline].staleness) == [[], []]
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)

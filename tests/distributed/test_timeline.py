@@ -48,10 +48,17 @@ SEMI_SYNC = (
     "< splits 6,> lengths 6,> ids 6,step"
 )
 #        |forward |backward|step    |                                  exposed: nothing
-#                          |rows 5 ........  looked up beside the dense all-reduce: the backward ends with a wait for it
-#                          |splits 7 ......  likewise
-#                          | grads 4 ......  waited for before that lookup, and behind the next forward ids travel, too
+#                 |rows 5 .| grads 4 .......  waited for behind the next forward, behind which ids travel, too
+#                          | splits 7 ......  beside the dense all-reduce, for which the backward waits at its end
 SEMI_SYNC_DEFERRED = (
+    "< rows 4,forward,< splits 6,> lengths 6,> ids 6,< gradients,< lengths 5,< ids 5,> rows 5,backward,> splits 7,"
+    "> gradients,step"
+)
+#        |forward |backward|step    |                                  exposed: nothing
+#                          |rows 5 ........  looked up beside the dense all-reduce, too
+#                          |splits 7 ......  likewise
+#                          | grads 4 ......  waited for before that lookup
+SEMI_SYNC_DEFERRED_BETWEEN_HOSTS = (
     "< rows 4,forward,< splits 6,> lengths 6,> ids 6,backward,< gradients,< lengths 5,< ids 5,> rows 5,> splits 7,"
     "> gradients,step"
 )
@@ -80,6 +87,12 @@ def test_order_of_issues_and_waits(two_ranks: Ranks, pipeline: str, log: str, st
     for actual, steps_ms in two_ranks.run(virtual.run, TABLE_WISE, pipeline):
         assert actual == log.split(",")
         assert set(steps_ms[1:]) == {step_ms}  # the first step finds out which input feeds which module
+
+
+def test_order_of_issues_and_waits_between_hosts(get_ranks: Callable[..., Ranks]) -> None:
+    for actual, steps_ms in get_ranks(2, num_nodes=2).run(virtual.run, TABLE_WISE, "semi_sync_deferred"):
+        assert actual == SEMI_SYNC_DEFERRED_BETWEEN_HOSTS.split(",")
+        assert set(steps_ms[1:]) == {150}
 
 
 def test_splits_of_all_modules_travel_together(two_ranks: Ranks) -> None:
@@ -115,7 +128,7 @@ def test_a_lookup_is_made_while_the_backward_waits_for_gradients(two_ranks: Rank
         ("fused_sparse_dist", set()),
         ("semi_sync", {"embedding_lookup", "input_splits_dist"}),
         ("async_lookup", {"embedding_lookup", "input_splits_dist"}),
-        ("semi_sync_deferred", {"embedding_update", "embedding_lookup", "input_splits_dist"}),
+        ("semi_sync_deferred", {"input_splits_dist"}),
     ],
 )
 @pytest.mark.parametrize("case", [TABLE_WISE, TWO_COLLECTIONS, MIXED], ids=lambda case: case.name)
@@ -124,6 +137,9 @@ def test_what_is_left_for_the_backward_is_done_before_it_ends(
 ) -> None:
     assert get_ranks(2).run(virtual.stages_in_backward, case, pipeline) == [stages] * 2
     assert get_ranks(1).run(virtual.stages_in_backward, case, pipeline) == [set()]  # there is nobody to wait for
+    if pipeline == "semi_sync_deferred":
+        stages = {"embedding_update", "embedding_lookup", "input_splits_dist"}
+    assert get_ranks(2, num_nodes=2).run(virtual.stages_in_backward, case, pipeline) == [stages] * 2
 
 
 @pytest.mark.parametrize("pipeline", ["semi_sync", "semi_sync_deferred"])
