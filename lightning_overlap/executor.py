@@ -90,6 +90,7 @@ class Executor:
         self._lookup_stream = StreamName.COMPUTE if lookup is None else lookup.stream
         self._update = schedule.row(Stage.EMBEDDING_UPDATE)
         self._left = schedule.left_for_backward
+        self._received_in_backward = schedule.received_in_backward
         self._first_owners = EARLY_OWNERS if self._deferred is None else frozenset({WeightOwner.FUSED_BACKWARD})
 
     def _reset(self) -> None:
@@ -342,20 +343,22 @@ class Executor:
         """Run the rows from the cursor to the next row of the trainer."""
         steps = self.schedule.steps
         while self._row < len(steps) and steps[self._row].stage not in TRAINING_STAGES:
-            if self._row in self._left and self._left_for_backward(steps[self._row].stage):
+            if self._row in self._left and self._call_in_backward(steps[self._row].stage, self._run_left):
                 return
             self._run(steps[self._row], self._first_owners)
             self._row += 1
+        if self._received_in_backward is not None and self._row == self._positions[Stage.BACKWARD]:
+            self._call_in_backward(Stage.INPUT_DATA_DIST, self._receive_ahead)
 
-    def _left_for_backward(self, stage: Stage) -> bool:
-        """Leave the rows from here on until the backward of the current batch waits for other ranks, if it is going to.
+    def _call_in_backward(self, stage: Stage, call: Callable[[int], None]) -> bool:
+        """Leave a stage, and what follows it, until the backward of this batch waits for other ranks, if it will.
 
         Not beside a module's own forward, whose backward may write tables before that.
         """
         current = self.current
         if self._sparse is None or current is None or not self._sparse.ready or self._plain_forward:
             return False
-        return self._sparse.call_in_backward(current, stage, partial(self._run_left, self._iteration))
+        return self._sparse.call_in_backward(current, stage, partial(call, self._iteration))
 
     def _run_left(self, iteration: int) -> None:
         if self._iteration == iteration:
@@ -363,6 +366,15 @@ class Executor:
                 while self._row in self._left:
                     self._run(self.schedule.steps[self._row], self._first_owners)
                     self._row += 1
+
+    def _receive_ahead(self, iteration: int) -> None:
+        lookup = self._received_in_backward
+        if lookup is None or self._iteration != iteration:
+            return
+        inflight = self._in_flight.get(iteration + lookup.offset)
+        if inflight is not None and Stage.INPUT_DATA_DIST in inflight.done:
+            with InStage(lookup.stage, inflight.index, self._rank):
+                self._receive_input(lookup, inflight)
 
     def _pass(self, stage: Stage) -> None:
         """The trainer has done `stage` of the current batch."""

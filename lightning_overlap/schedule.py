@@ -115,18 +115,29 @@ class Schedule:
     def left_for_backward(self) -> range:
         """The rows that may be left until `BACKWARD` waits for other ranks: what they see is the same until then.
 
-        They are sparse ones, right above `BACKWARD`, from the lookup on, or from an update that stands before it: no
-        other one is made before gradients have arrived.
+        They are sparse ones, right above `BACKWARD`, from the first that works on tables on: no table is written, but
+        by an update that is among them, before gradients have arrived.
         """
-        lookup, backward = self.row(Stage.EMBEDDING_LOOKUP), self.position(Stage.BACKWARD)
-        if lookup is None or self.position(lookup.stage) > backward:
-            return range(0)
-        start = self.position(lookup.stage)
-        if start and self.steps[start - 1].stage is Stage.EMBEDDING_UPDATE:
-            start -= 1
-        left = range(start, backward)
-        sparse = (*SPARSE_STAGES, Stage.EMBEDDING_UPDATE)
-        return left if all(self.steps[row].stage in sparse for row in left) else range(0)
+        backward = self.position(Stage.BACKWARD)
+        on_tables = (Stage.PREFETCH, Stage.EMBEDDING_LOOKUP, Stage.EMBEDDING_UPDATE)
+        start = backward
+        for row in reversed(range(backward)):
+            if self.steps[row].stage not in (*SPARSE_STAGES, *on_tables):
+                break
+            if self.steps[row].stage in on_tables:
+                start = row
+        return range(start, backward)
+
+    @cached_property
+    def received_in_backward(self) -> Step | None:
+        """The lookup that comes next behind `BACKWARD`: its ids may be assembled while that waits for other ranks."""
+        lookup, sent = self.row(Stage.EMBEDDING_LOOKUP), self.row(Stage.INPUT_DATA_DIST)
+        if lookup is None or sent is None or self.row(Stage.PREFETCH) is not None:  # or a prefetch has assembled them
+            return None
+        backward = self.position(Stage.BACKWARD)
+        offset = lookup.offset + (self.position(lookup.stage) < backward)
+        under_way = sent.offset - (self.position(sent.stage) > backward) >= offset > 0
+        return Step(lookup.stage, offset, lookup.stream) if under_way and self.staleness == 0 else None
 
     @cached_property
     def dense_owned_lookup(self) -> Step | None:
@@ -202,6 +213,11 @@ class EvaluationSchedule(Schedule):
     def left_for_backward(self) -> range:
         """None: there is no backward."""
         return range(0)
+
+    @cached_property
+    def received_in_backward(self) -> Step | None:
+        """None: there is no backward."""
+        return None
 
     @cached_property
     def dense_owned_lookup(self) -> Step | None:

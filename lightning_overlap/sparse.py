@@ -618,6 +618,8 @@ class SparsePipeline:
             # On a device the lookup runs beside the dense part; on a CPU it is work of the same thread. Anomaly mode
             # would keep a backward alive for each graph that is made in it.
             return False
+        if self._several_hosts and stage in (Stage.INPUT_DATA_DIST, Stage.PREFETCH):
+            return False  # both wait for ids, which may be on the link still: gradients would stand behind them
         if inflight.holds_update:
             if stage is not Stage.INPUT_SPLITS_DIST and not self._several_hosts:
                 # What waits is the end of the backward, for whoever is late. Within a host that is less than rows gain

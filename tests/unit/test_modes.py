@@ -191,3 +191,36 @@ def test_a_mode_that_is_no_name_is_a_type_error() -> None:
 def test_modes_cannot_be_changed_in_place() -> None:
     with pytest.raises(TypeError):
         MODES["mine"] = MODES["base"]  # type: ignore[index]
+
+
+BESIDE_THE_BACKWARD: dict[str, tuple[str, str]] = {
+    "base": ("", ""),
+    "sparse_dist": ("", "embedding_lookup+1/compute"),
+    "fused_sparse_dist": ("", "embedding_lookup+1/lookup"),
+    "fused_sparse_dist_after_optimizer": ("", "embedding_lookup+1/lookup"),
+    "prefetch": ("prefetch+1/prefetch", ""),
+    "semi_sync": ("embedding_lookup+1/lookup input_splits_dist+3/data_dist", ""),
+    "semi_sync_deferred": (
+        "embedding_update-1/lookup embedding_lookup+1/lookup input_splits_dist+3/data_dist",
+        "",
+    ),
+    "async_lookup": ("embedding_lookup+2/lookup input_splits_dist+4/data_dist", ""),
+}
+
+
+@pytest.mark.parametrize("name", BESIDE_THE_BACKWARD)
+def test_what_may_be_done_where_the_backward_waits(name: str) -> None:
+    mode = MODES[name]
+    left, received = BESIDE_THE_BACKWARD[name]
+    assert " ".join(str(mode.steps[row]) for row in mode.left_for_backward) == left
+    assert str(mode.received_in_backward or "") == received
+    assert (len(mode.evaluation.left_for_backward), mode.evaluation.received_in_backward) == (0, None)
+
+
+def test_nothing_is_received_in_a_backward_before_it_is_sent() -> None:
+    rows = "copy_batch_to_device+1/memcpy dense_forward+0/compute backward+0/compute optimizer_step+0/compute"
+    sent = "input_splits_dist+1/data_dist input_data_dist+1/data_dist embedding_lookup+1/lookup"
+    behind = Schedule.parse(f"behind: {rows} {sent}")
+    assert (behind.received_in_backward, behind.staleness) == (None, 0)
+    inside = Schedule.parse(f"inside: {rows.replace('dense', sent.replace('+1', '+0') + ' dense')}")
+    assert inside.received_in_backward is None
