@@ -373,7 +373,7 @@ class Executor:
             return
         inflight = self._in_flight.get(iteration + lookup.offset)
         if inflight is not None and Stage.INPUT_DATA_DIST in inflight.done:
-            with InStage(lookup.stage, inflight.index, self._rank):
+            with InStage(Stage.INPUT_DATA_DIST, inflight.index, self._rank):
                 self._receive_input(lookup, inflight)
 
     def _pass(self, stage: Stage) -> None:

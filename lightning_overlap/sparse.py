@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import copy
-import itertools
-import time
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
@@ -14,7 +12,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch.utils.hooks import RemovableHandle
-from torchrec.distributed.types import LazyAwaitable, LazyGetItemMixin, ShardedModule
+from torchrec.distributed.types import ShardedModule
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from .agreement import Store
@@ -22,7 +20,6 @@ from .clocks import Clock, timed
 from .held import before_gradients
 from .inflight import InFlightBatch
 from .input_dist import InputSizes, splits_only
-from .kinds import why_never_early
 from .lookup_threads import LookupThreads, Rows
 from .protocols import Observer
 from .released import release
@@ -30,7 +27,6 @@ from .sharded import (
     ModuleInFlight,
     SetRates,
     caching_tbes,
-    check_torchrec,
     compute_fused,
     forget_prefetched,
     kernel_rates,
@@ -45,76 +41,9 @@ from .sharded import (
     without_backward,
 )
 from .stages import Stage, StreamName, WeightOwner
+from .stand_ins import EarlyRows, StandIn, StandIns, only_input
 from .streams import Streams
 from .structure import Path, leaves, resolve
-
-MISMATCH_TIMEOUT_S = 20
-"""How long a rank waits for the others where all of them have to leave their early rows aside."""
-
-_num_pipelines = itertools.count()
-
-
-class EarlyRows(LazyGetItemMixin[str, Any], LazyAwaitable[Any]):  # type: ignore[misc]
-    """Rows of an early lookup, waited for where they are first used.
-
-    TorchRec's own pipelined forwards wait where the module is called; waiting later lets a bottom MLP after the
-    call still run beside the all-to-all.
-    """
-
-    def __init__(self, receive: Callable[[], Any]) -> None:
-        super().__init__()
-        self._receive = receive
-
-    def _wait_impl(self) -> Any:
-        return self._receive()
-
-
-class _StandIn:
-    """What callers of a sharded module get while the strategy is at work."""
-
-    def __init__(
-        self,
-        pipeline: SparsePipeline,
-        name: str,
-        module: ShardedModule[Any, Any, Any, Any],
-        group: dist.ProcessGroup | None,
-        prefetches: bool,
-    ) -> None:
-        check_torchrec(module)
-        self._pipeline = pipeline
-        self.name = name
-        self.module = module
-        self.before: Any = vars(module).get("forward")
-        """What stood in the place of the module's forward: another pipeline's stand-in, or nothing."""
-        self.own_forward: Callable[..., Any] = (
-            self.before.own_forward if isinstance(self.before, _StandIn) else module.forward
-        )
-        self.path: Path | None = None
-        self.plain_reason: str | None = why_never_early(module, group, prefetches=prefetches)
-        self.calls: list[tuple[tuple[Any, ...], dict[str, Any]]] = []
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return self._pipeline.call(self, args, kwargs)
-
-    def attach(self) -> None:
-        """Take the place of the module's forward."""
-        if vars(self.module).get("forward") is not self:
-            self.before = vars(self.module).get("forward")
-            self.module.forward = self
-
-    def detach(self) -> None:
-        """Put back what was there before."""
-        if vars(self.module).get("forward") is not self:
-            return
-        if self.before is None:
-            del self.module.forward
-        else:
-            self.module.forward = self.before
-
-    @property
-    def early(self) -> bool:
-        """Whether the lookup of coming batches starts early."""
-        return self.path is not None and self.plain_reason is None
 
 
 class SparsePipeline:
@@ -170,20 +99,18 @@ class SparsePipeline:
         self._set_rates = set_rates
         # A rate that moves repeats a lookup in its backward, when the next batch's prefetch is in its place.
         prefetches = prefetches and set_rates is None
-        self._stand_ins = {name: _StandIn(self, name, module, group, prefetches) for name, module in modules.items()}
+        self._stand_ins = StandIns(
+            modules, group, self, step=step, prefetches=prefetches, rank=rank, store=store, said=said
+        )
         self._group = group
         self._streams = streams
         self._lookup_stream = lookup_stream
         self._observe = observer or (lambda kind, stage, index: None)
         self._rank = rank
-        self._store = store
-        self._num_mismatches = 0
-        self._key = f"lightning_overlap/{next(_num_pipelines)}"  # all ranks make as many
         self._current: InFlightBatch | None = None
         self._plain_forward = False
         self._step = step
         self._trains = trains
-        self._said = set() if said is None else said
         self._to_update: dict[int, InFlightBatch] = {}
         self.clock: Clock | None = None
         self.keep_ids = False  # of the batches that are looked up from now on, until their step is over
@@ -201,13 +128,11 @@ class SparsePipeline:
 
     def attach(self) -> None:
         """Put the stand-ins in the place of the modules' forwards, an evaluation's before those of training."""
-        for stand_in in self._stand_ins.values():
-            stand_in.attach()
+        self._stand_ins.attach()
 
     def detach(self) -> None:
         """Give every module the forward back that it had before."""
-        for stand_in in self._stand_ins.values():
-            stand_in.detach()
+        self._stand_ins.detach()
         self._current = None
         self._to_update.clear()
         if self._threads is not None:
@@ -220,37 +145,33 @@ class SparsePipeline:
         """Serve early results while the step of one batch runs."""
         self.finish_lookups()
         self._plain_in_step = False
-        self._forget_calls()
+        self._stand_ins.forget_calls()
         self._current = inflight
         try:
             yield
         finally:
             self._current = None
         if self.ready:
-            self._check_calls(inflight)
-            self._forget_calls()
+            self._stand_ins.check_calls(inflight.modules)
+            self._stand_ins.forget_calls()
         for name, state in inflight.modules.items():
             self._leave_aside(self._stand_ins[name].module, state)
 
-    def _forget_calls(self) -> None:
-        for stand_in in self._stand_ins.values():
-            stand_in.calls.clear()
-
-    def call(self, stand_in: _StandIn, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def call(self, stand_in: StandIn, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Answer a call of a sharded module: the early rows if they are of this very input, else its forward."""
         inflight, look_up_now = self._current, partial(stand_in.own_forward, *args, **kwargs)
         if inflight is not None:
             stand_in.calls.append((args, kwargs))
             state = inflight.modules.get(stand_in.name)
             if state is not None and not state.served:
-                if _only_input(args, kwargs) is state.kjt:
+                if only_input(args, kwargs) is state.kjt:
                     state.served = True
                     if state.rows is not None:
                         return self._served(inflight.index, state)
                     look_up_now = partial(self._look_up_when_called, stand_in.module, inflight, state)
                 else:
-                    self._all_ranks_go_plain(stand_in, inflight.index)
-                    self._run_plain(stand_in, "it was called with another input than the one in the batch")
+                    self._stand_ins.all_ranks_go_plain(stand_in, inflight.index)
+                    self._stand_ins.run_plain(stand_in, "it was called with another input than the one in the batch")
             self._plain_forward = self._plain_in_step = True
         self.finish_lookups()
         self._update_before_a_forward(stand_in.name)
@@ -321,24 +242,8 @@ class SparsePipeline:
     # -- which input feeds which module -------------------------------------------------------------------------
 
     def discover(self, inflight: InFlightBatch) -> bool:
-        """Find the inputs of the modules' calls in the staged batch, by identity. True when done.
-
-        All ranks agree on the outcome, since every early collective has to be issued by all of them.
-        """
-        by_id = {
-            id(leaf): path
-            for path, leaf in leaves(inflight.batch, lambda node: isinstance(node, KeyedJaggedTensor))
-            if isinstance(leaf, KeyedJaggedTensor)
-        }
-        found = {name: _find(stand_in, by_id, self._step) for name, stand_in in self._stand_ins.items()}
-        for name, (path, reason) in self._agree(found).items():
-            stand_in = self._stand_ins[name]
-            stand_in.path = path
-            if stand_in.plain_reason is not None:
-                self._warn(stand_in)
-            elif reason is not None:
-                self._run_plain(stand_in, reason)
-        self._forget_calls()
+        """Find the inputs of the modules' calls in the staged batch, by identity. True when done."""
+        self._stand_ins.discover(inflight.batch)
         self.ready = True
         self._say_what_is_not_released()
         return True
@@ -355,71 +260,6 @@ class SparsePipeline:
             self._releases = False
             if self._rank == 0:
                 warnings.warn(f"release_features=True releases nothing: {reason}.", UserWarning, stacklevel=2)
-
-    def _agree(self, found: dict[str, tuple[Path | None, str | None]]) -> dict[str, tuple[Path | None, str | None]]:
-        if self._group is None:
-            return found
-        everyone: list[Any] = [None] * self._group.size()
-        dist.all_gather_object(everyone, found, group=self._group)
-        return {
-            name: (
-                next((other[name] for other in everyone if other[name][1] is not None), mine)
-                if all(other[name][0] == mine[0] for other in everyone)
-                else (None, "its input stands at different places of the batch on different ranks")
-            )
-            for name, mine in found.items()
-        }
-
-    def _all_ranks_go_plain(self, stand_in: _StandIn, index: int) -> None:
-        """Make sure that the other ranks leave the early rows aside too, before this one issues a collective.
-
-        They cannot be asked by a collective, since those that take the early rows issue none here.
-
-        Raises:
-            RuntimeError: They do not: this rank's forward would wait for them, or mix up with what they send.
-        """
-        if self._group is None:
-            return
-        assert self._store is not None
-        self._num_mismatches += 1
-        key = f"{self._key}/{self._num_mismatches}/{stand_in.name}"
-        self._store.add(key, 1)
-        deadline = time.monotonic() + MISMATCH_TIMEOUT_S
-        while self._store.add(key, 0) < self._group.size():
-            if time.monotonic() > deadline:
-                raise RuntimeError(
-                    f"rank {self._rank}: {self._step} called {stand_in.name!r} with another input than the one in "
-                    f"batch {index}, other ranks called it with theirs. Early rows need the same on all ranks: change "
-                    f"inputs before {self._step} (on_after_batch_transfer), or use pipeline='base'."
-                )
-            time.sleep(0.01)
-
-    def _check_calls(self, inflight: InFlightBatch) -> None:
-        for stand_in in self._stand_ins.values():
-            if not stand_in.early:
-                continue
-            if len(stand_in.calls) > 1:
-                self._run_plain(stand_in, "it was called more than once in a step")
-            elif not stand_in.calls and stand_in.name in inflight.modules:
-                self._run_plain(stand_in, "it was not called for a batch that has its input")
-
-    def _run_plain(self, stand_in: _StandIn, reason: str) -> None:
-        if stand_in.plain_reason is None:
-            stand_in.plain_reason = reason
-            self._warn(stand_in)
-
-    def _warn(self, stand_in: _StandIn) -> None:
-        known = (stand_in.name, stand_in.plain_reason)
-        if self._rank == 0 and known not in self._said:
-            self._said.add(known)
-            warnings.warn(
-                f"The lookup of {stand_in.name!r} ({type(stand_in.module).__name__}) is not overlapped: "
-                f"{stand_in.plain_reason}. It runs in its own forward, on current weights. To overlap it, call it "
-                f"once per {self._step} with a KeyedJaggedTensor that is part of the batch (made in the dataset, the "
-                "collate function, on_before_batch_transfer or on_after_batch_transfer).",
-                UserWarning,
-                stacklevel=2,
-            )
 
     # -- the stages ---------------------------------------------------------------------------------------------
 
@@ -688,27 +528,6 @@ def note_lengths(kjts: Iterable[KeyedJaggedTensor]) -> None:
     for kjt in kjts:
         if kjt.device().type == "cpu":
             kjt.sync()
-
-
-def _find(stand_in: _StandIn, by_id: Mapping[int, Path], step: str) -> tuple[Path | None, str | None]:
-    """Return where in the batch a module's input stands, or why it cannot start early."""
-    if not stand_in.calls:
-        return None, "it was not called for the first batch"
-    if len(stand_in.calls) > 1:
-        return None, "it was called more than once in a step"
-    args, kwargs = stand_in.calls[0]
-    given = _only_input(args, kwargs)
-    path = by_id.get(id(given))
-    if path is None:
-        kind = type(given).__name__ if given is not None else f"{len(args)} arguments and {sorted(kwargs)}"
-        return None, f"its input ({kind}) is made inside {step}, it is not an object of the batch"
-    return path, None
-
-
-def _only_input(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-    """The single argument of a call, or None."""
-    values = [*args, *kwargs.values()]
-    return values[0] if len(values) == 1 else None
 
 
 def _input_in(batch: Any, path: Path | None) -> KeyedJaggedTensor | None:

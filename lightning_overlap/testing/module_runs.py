@@ -22,8 +22,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from ..kinds import owners_of, sharded_modules
 from ..sharded import tbes
-from ..sparse import EarlyRows, SparsePipeline
+from ..sparse import SparsePipeline
 from ..stages import Stage, WeightOwner
+from ..stand_ins import EarlyRows
 from ..strategy import OverlapEmbeddingStrategy
 from ..syncs import HostSync, record_host_syncs
 from .module_states import digests

@@ -42,7 +42,7 @@ FILES = {
     ),
     "sparse": (
         *("kinds", "sharded", "held", "input_dist", "sparse", "sharding", "optim", "table_state", "stash"),
-        *("stale_rows", "lookup_threads", "released"),
+        *("stale_rows", "lookup_threads", "released", "stand_ins"),
     ),
     "plugin": (
         "strategy",
@@ -165,7 +165,7 @@ def test_imports_point_down(path: Path) -> None:
         ("strategy.py", "from lightning.pytorch.loops.fit_loop import _FitLoop", "strategy.py imports the private"),
         ("testing/fakes.py", "from lightning.pytorch import Trainer", "run imports lightning"),
         ("testing/fakes.py", "from .module_laws import check_module", "run imports testing, which is up in plugin"),
-        ("data/batch.py", "from ..sparse import _StandIn", "apps imports the private sparse._StandIn"),
+        ("data/batch.py", "from ..sparse import _input_in", "apps imports the private sparse._input_in"),
     ],
 )
 def test_an_arrow_that_points_up_is_seen(file: str, source: str, complaint: str) -> None:
