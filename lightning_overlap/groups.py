@@ -95,3 +95,11 @@ def forget() -> None:
         store = default_store()
         if store is not None:
             store.add(_FAILURES, 1)
+
+
+def timed_out(error: BaseException) -> bool:
+    """Whether a collective of gloo failed because another rank did not answer in time.
+
+    Of several that are under way at once, one is said to have timed out, the others that their pair was closed for it.
+    """
+    return any(said in str(error) for said in ("Timed out waiting", "Application timeout caused pair closure"))

@@ -435,6 +435,12 @@ class OverlapEmbeddingStrategy(evaluation.EvaluatesAhead, steps.WalksSteps, Save
     def on_exception(self, exception: BaseException) -> None:
         super().on_exception(exception)
         place = "outside of training" if self._executor is None else self._executor.place
+        if groups.timed_out(exception):
+            waited_s = self._group_timeout.total_seconds()
+            exception.add_note(
+                f"Another rank did not answer within {waited_s:g} s: see what it said last. If it only takes longer, "
+                "pass a longer timeout= to the strategy."
+            )
         if self._executor is not None:
             exception.add_note(f"rank {self.global_rank} was {place}")
         if self._first_cause is not None:

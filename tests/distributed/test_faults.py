@@ -110,15 +110,16 @@ def test_a_rank_that_leaves_parameters_unused_ends_the_others(tmp_path: Path, pi
     assert (waits.code, unused.code) == (1, 1)
     assert said in _end(unused.log)
     assert "rank 1 was at dense_forward of batch 5" in _end(unused.log)
-    assert re.search(f"{PEER_GONE.pattern}|Timed out waiting {TIMEOUT_S}000ms", _end(waits.log)), waits.log
+    assert re.search(f"{PEER_GONE.pattern}|Another rank did not answer within {TIMEOUT_S} s", _end(waits.log)), (
+        waits.log
+    )
 
 
 def test_a_rank_that_fails_and_stays_is_waited_for_no_longer_than_the_timeout(tmp_path: Path) -> None:
     [[lost, hung]] = run_all(tmp_path, {"place": "training_step", "callback": "hangs"})
     assert (lost.code, hung.code) == (1, 1)
-    # Lengths and ids are under way and expire at once: gloo closes the pair for the one, and says so of the other.
-    said = f"(Timed out waiting {TIMEOUT_S}000ms|Application timeout caused pair closure)"
-    assert re.search(f"{said}(?s:.*)raised in stage input_data_dist of batch 6", _end(lost.log)), lost.log
+    assert f"Another rank did not answer within {TIMEOUT_S} s" in _end(lost.log)
+    assert "raised in stage input_data_dist of batch 6" in _end(lost.log)
     assert "InjectedError: training_step of batch 5" in hung.log
 
 
