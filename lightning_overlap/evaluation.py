@@ -199,6 +199,10 @@ class EvaluationFetcher(LookaheadFetcher):
         return stage_batch(self._trainer, batch, dataloader_idx)
 
     @override
+    def _is_skipped(self, batch: Any) -> bool:
+        return False
+
+    @override
     def _num_batches_left(self) -> float:
         return float("inf")
 

@@ -38,6 +38,8 @@ class Executor:
         observer: Told of every issue and wait.
         rank: Named in errors.
         num_before: Tells how many batches the training has had before the one that comes next.
+        any_rank: Asks all ranks whether one of them says so, on the host; all of them wait for the answer.
+        hooks_read_tables: Whether something of the user's runs between the backward and the end of the step.
     """
 
     def __init__(
@@ -52,6 +54,8 @@ class Executor:
         observer: Observer | None = None,
         rank: int = 0,
         num_before: Callable[[], int] = lambda: 0,
+        any_rank: Callable[[bool], bool] = bool,
+        hooks_read_tables: bool = False,
     ) -> None:
         self._schedules = schedule
         self._num_before = num_before
@@ -61,6 +65,9 @@ class Executor:
         self._sparse = sparse if schedule.at(self._first_batch).has_sparse_stages else None
         self._streams = streams
         self._agreement = agreement
+        self._any_rank = any_rank
+        self._hooks_read_tables = hooks_read_tables
+        self._num_asks_for_writes = NUM_ASKS_FOR_WRITES
         self._lookup_context = lookup_context
         self._observe = observer or _ignore
         self._rank = rank
@@ -107,6 +114,7 @@ class Executor:
         self.stop_agreed = False
         self._waiting_for_discovery: list[tuple[Step, int, frozenset[WeightOwner]]] = []
         self._plain_forward = False  # a module of the current batch ran its own forward, on the compute stream
+        self._num_stepped = 0  # batches whose step is over
         self._num_updated = 0  # batches whose update has been issued, or is in `_to_update`
         self._updated: Any = None  # event behind the last fused backward on the lookup stream
         self._began: Any = None  # event behind all that was issued on the compute stream before this iteration
@@ -189,6 +197,7 @@ class Executor:
                 self.update_tables()
                 self._take(schedule)
                 self._fill(self._iteration + 1)
+        self._leave_overwritten()
         self._iteration += 1
         self._row = 0
         self._between_steps = self._streams.record(StreamName.COMPUTE) if self._to_update else None
@@ -249,6 +258,47 @@ class Executor:
             following = TRAINING_STAGES[TRAINING_STAGES.index(stage) + 1]
             self._trainer_stage.begin(following, self._iteration, self.clock)
 
+    def ask_for_writes(self) -> None:
+        """Ask all ranks before the next batch whether tables were written: an evaluation or a save has been there."""
+        self._num_asks_for_writes = max(self._num_asks_for_writes, 1)
+
+    def tables_changed(self) -> None:
+        """Leave the early rows of all batches in flight aside; every rank calls this alike."""
+        if self._sparse is not None:
+            self.update_tables()
+            self._sparse.leave_overwritten(self._ahead())
+
+    def _ahead(self) -> list[InFlightBatch]:
+        return [batch for batch in self._in_flight.values() if batch.index > self._iteration or not batch.consumed]
+
+    def _leave_overwritten(self) -> None:
+        """See whether somebody has written tables after they were looked up for a batch to come.
+
+        Raises:
+            RuntimeError: Some are, but only this rank knows, or an update of theirs is still to come.
+        """
+        if self._sparse is None or self._iteration < 0:
+            return
+        written = everyone = self._sparse.is_overwritten(self._ahead())
+        if self._agreement is not None:
+            everyone = self._num_asks_for_writes > 0 and self._any_rank(written)
+            # Who has written tables once does it again.
+            self._num_asks_for_writes = NUM_ASKS_FOR_WRITES if everyone else max(0, self._num_asks_for_writes - 1)
+        if everyone and self._to_update:
+            raise RuntimeError(
+                "tables were written between two steps, while an update of theirs is still to come "
+                "(defer_update): it would be applied on top. Call trainer.strategy.update_tables() on all ranks "
+                "before you write, or train without defer_update."
+            )
+        if everyone:
+            self._sparse.leave_overwritten(self._ahead())
+        elif written:
+            raise RuntimeError(
+                f"tables on rank {self._rank} were written between two steps, after the next batch had been looked "
+                "up, and other ranks cannot know. Call trainer.strategy.tables_changed() on all ranks after you have "
+                "written them: the next batches are then looked up anew. Or train with pipeline='sparse_dist'."
+            )
+
     def update_tables(self) -> None:
         """Make the updates that are still to come, on all ranks alike: what follows a step finds the tables written."""
         if self._to_update:
@@ -273,6 +323,28 @@ class Executor:
         self._updated = self._streams.record(self._lookup_stream)
         if step.offset == 0:
             self._streams.wait(StreamName.COMPUTE, self._updated)  # what comes between two steps finds it made
+
+    def settle_updates(self, timeout_s: float) -> str | None:
+        """After an error, complete the deferred updates of batches whose step is over, and drop the others.
+
+        Args:
+            timeout_s: How long to wait for gradients that are on their way.
+
+        Returns:
+            What is missing in the tables, or None.
+        """
+        stepped = [index for index in sorted(self._to_update) if index < self._num_stepped]
+        for index in list(self._to_update):
+            if index not in stepped:
+                del self._to_update[index]  # neither the dense step nor the update
+        try:
+            if self._sparse is not None and self._sparse.gradients_are_there(
+                [self._to_update[index] for index in stepped], timeout_s
+            ):
+                self.update_tables()
+        except Exception as err:
+            return f"{type(err).__name__}: {err}; the update of batch {stepped[0]} is missing in the tables"
+        return f"the update of batch {stepped[0]} is missing in the tables" if self._to_update else None
 
     def wait_for_lookups(self) -> None:
         """Order the compute stream behind everything on the lookup stream: reads and writes of tables."""
@@ -388,6 +460,7 @@ class Executor:
         elif stage is Stage.BACKWARD:
             self._pass_backward()
         elif stage is Stage.OPTIMIZER_STEP:
+            self._num_stepped = self._iteration + 1
             # What comes between two steps (a callback's averages, clamps, norms) finds the tables written.
             self._streams.wait(StreamName.COMPUTE, self._updated)
             self._run_deferred_lookup()
@@ -413,7 +486,11 @@ class Executor:
             self._to_update[current.index] = current
             if self._update is None:
                 self.update_tables()  # looked up under the table before this one
+        if self._sparse is not None and current is not None:
+            self._sparse.forget_received(current)
         self._updated = self._streams.record(self._lookup_stream)
+        if self._hooks_read_tables:
+            self._streams.wait(StreamName.COMPUTE, self._updated)
 
     def _discover(self) -> None:
         assert self._sparse is not None
@@ -571,6 +648,13 @@ class Executor:
             for inflight in self._in_flight.values():
                 if inflight.index > self._iteration:
                     self._sparse.drop_lookups(inflight)
+
+
+NUM_ASKS_FOR_WRITES = 2
+"""Batches of a fit before which ranks ask each other whether tables were written since the last step.
+
+A callback that does so usually does it from the first step on. To ask always would let the ranks wait for each other.
+"""
 
 
 def _ignore(kind: str, stage: Stage, index: int) -> None:

@@ -17,7 +17,10 @@ class Groups:
     """Groups of all ranks. On one rank there is only the default one, for the tables."""
 
     tables: dist.ProcessGroup
-    """The tables' collectives: an early all-to-all must not queue in front of DDP's gradients, nor behind them."""
+    """The tables' collectives: an early all-to-all must not queue in front of DDP's gradients, nor behind them.
+
+    And in which order a backward sends both depends on where a step first uses its rows, which may differ by rank.
+    """
 
     lookahead: dist.ProcessGroup | None = None
     """The input dist of coming batches."""
@@ -27,13 +30,6 @@ class Groups:
 
     several_hosts: bool = False
     """Whether there is a link between ranks, on which bytes count."""
-
-    gradients: dist.ProcessGroup | None = None
-    """The tables' group, where dense gradients had better travel in it too, if all ranks send both in the same order.
-
-    gloo has threads of its own for each group. On one host they wake each other more often, on few cores for a tenth of
-    a small model's step. On a device and between hosts a gradient would wait for a row there.
-    """
 
     checkpoints: dist.ProcessGroup | None = None
     """Saving, which may go on in a thread beside training, so no other collective may get in between; on the host."""
@@ -81,8 +77,7 @@ def join(timeout: timedelta, *, several_hosts: bool = False) -> Groups:
                 (of_tables, "lookahead"),
             )
         )
-        gradients = tables if of_tables == "gloo" else None
-        _made[key] = Groups(tables, lookahead, GroupAgreement(agreement), several_hosts, gradients, checkpoints)
+        _made[key] = Groups(tables, lookahead, GroupAgreement(agreement), several_hosts, checkpoints)
     return _made[key]
 
 

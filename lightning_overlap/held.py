@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
@@ -24,23 +25,44 @@ class _Cut(NamedTuple):
     """What stands in its place: the backward leaves its gradient there."""
 
 
-class HeldUpdate:
-    """The way of a batch's gradients to the tables of one module, cut where rows arrive and where gradients arrive.
+@dataclass(slots=True)
+class _Backward:
+    """What one backward of the dense part has left at the cuts: gradients, with the graphs that they go on through."""
 
-    The backward of the dense part ends where the rows were received. `send` goes on until the all-to-alls of gradients
-    are under way, `apply` until the tables are updated.
+    rates: list[float] | None
+    """The learning rate of each kernel at that time, where a schedule moves them."""
+    to_send: list[tuple[Tensor, Tensor]] = field(default_factory=list)
+    to_apply: list[tuple[Tensor, Tensor]] = field(default_factory=list)
+    """Those that travel to no other rank."""
+
+
+UseRates: TypeAlias = Callable[[list[float] | None], None]
+
+
+class HeldUpdate:
+    """The deferred backward of one batch through one sharded module.
+
+    The graph is cut at the embeddings that the output dist returns, so that `loss.backward()` stops there, and between
+    sending and receiving their gradients. `send` starts the all-to-all of gradients; `apply` waits for it and runs the
+    TBE backward, which applies the fused optimizer. A second backward of the same step is a second update, as it is
+    where nothing is deferred.
     """
 
     def __init__(self) -> None:
+        self.note_rates: Callable[[], list[float]] | None = None
+        """Returns the kernels' learning rates as they are in a backward; None where nothing moves them."""
         self._at_rows: list[_Cut] = []
         self._under_way: list[_Cut] = []
+        self._requests: list[tuple[Request[Any], Tensor]] = []
+        self._backwards: dict[int, _Backward] = {}
+        self._sent: _Backward | None = None
 
     def __bool__(self) -> bool:
         return bool(self._at_rows or self._under_way)
 
     def holding(self, output_dist: OutputDist) -> OutputDist:
         """Return an output dist whose rows are cut off."""
-        return _HoldingDist(output_dist, self._at_rows, self._under_way)
+        return _HoldingDist(output_dist, self)
 
     def call_behind_backward(self, call: Callable[[], None]) -> list[RemovableHandle]:
         """Have this called when the backward that ends here has run all its nodes; nothing if it does not come here.
@@ -50,67 +72,118 @@ class HeldUpdate:
         engine = torch.autograd.Variable._execution_engine
         return [cut.leaf.register_hook(lambda _: engine.queue_callback(call)) for cut in self._at_rows]
 
-    def send(self) -> list[Tensor]:
-        """Start the all-to-alls of the gradients that a backward has left; return these gradients."""
-        return _go_on(self._at_rows)
+    def cut_rows(self, rows: Tensor) -> Tensor:
+        """Cut the graph of rows that have arrived; return what stands in their place."""
+        leaf: Tensor = rows.detach().requires_grad_()
+        self._at_rows.append(_Cut(rows, leaf))
+        leaf.register_post_accumulate_grad_hook(lambda leaf: self._arrived(rows, leaf, travels=True))
+        return leaf
 
-    def apply(self) -> None:
-        """Wait for the gradients and update the tables."""
-        self.send()
-        _go_on(self._under_way)
+    def cut_under_way(self, started: object) -> bool:
+        """Cut the graph of rows that are under way; return whether any are.
+
+        The two halves of a TorchRec collective are joined by an empty tensor: in the backward the second half, which is
+        then the first to run, starts the all-to-all of gradients and hands that tensor on to the first half, which
+        waits. Without a collective (one rank) the rows themselves are handed on.
+        """
+        num_cuts = len(self._under_way)
+        for part in _under_way(started):
+            name = "dummy_tensor" if isinstance(part, Request) else "_obj"
+            graph = getattr(part, name)
+            if not (isinstance(graph, Tensor) and graph.requires_grad):
+                continue
+            leaf = graph.detach().requires_grad_()
+            setattr(part, name, leaf)
+            self._under_way.append(_Cut(graph, leaf))
+            if isinstance(part, Request):
+                self._requests.append((part, leaf))
+            else:
+                leaf.register_post_accumulate_grad_hook(partial(self._arrived, graph, travels=False))
+        return len(self._under_way) > num_cuts
+
+    def _arrived(self, graph: Tensor, leaf: Tensor, *, travels: bool) -> None:
+        """Take the gradient that a backward has left at a cut."""
+        task = torch._C._current_graph_task_id()
+        if task not in self._backwards:
+            self._backwards[task] = _Backward(None if self.note_rates is None else self.note_rates())
+        assert leaf.grad is not None
+        left = self._backwards[task]
+        (left.to_send if travels else left.to_apply).append((graph, leaf.grad))
+        leaf.grad = None
+
+    def send(self, use_rates: UseRates) -> list[Tensor]:
+        """Start the all-to-alls of the gradients that the last backward has left; return these gradients.
+
+        What earlier backwards of the step have left is sent and applied first.
+        """
+        backwards, self._backwards = list(self._backwards.values()), {}
+        for number, left in enumerate(backwards):
+            is_last = number == len(backwards) - 1
+            _go_on(left.to_send, retain_graph=not is_last)
+            self._sent = left
+            if not is_last:
+                self._apply_sent(use_rates, retain_graph=True)
+        self._at_rows.clear()
+        return [] if self._sent is None else [gradient for _, gradient in self._sent.to_send]
+
+    @property
+    def has_arrived(self) -> bool:
+        """Whether the gradients that were sent have arrived; does not wait."""
+        return all(request.req is None or request.req.is_completed() for request, _ in self._requests)
+
+    def apply(self, use_rates: UseRates) -> None:
+        """Wait for the gradients and update the tables.
+
+        Args:
+            use_rates: Called with the kernels' learning rates of the backward that is applied, before it is.
+        """
+        self.send(use_rates)
+        if self._sent is not None:
+            self._apply_sent(use_rates, retain_graph=False)
+        self._under_way.clear()
+        self._requests.clear()
+
+    def _apply_sent(self, use_rates: UseRates, *, retain_graph: bool) -> None:
+        assert self._sent is not None
+        use_rates(self._sent.rates)
+        # The second half of a collective has given its joint a gradient.
+        received = [(cut.graph, cut.leaf.grad) for cut in self._under_way if cut.leaf.grad is not None]
+        _go_on([*received, *self._sent.to_apply], retain_graph=retain_graph)
+        for cut in self._under_way:
+            cut.leaf.grad = None
+        for request, joint in self._requests:
+            request.dummy_tensor = joint  # TorchRec has let go of it, and takes it for the gradient of the next backward
+        self._sent = None
 
 
 @dataclass(frozen=True, slots=True)
 class _HoldingDist:
     dist: OutputDist
-    at_rows: list[_Cut]
-    under_way: list[_Cut]
+    held: HeldUpdate
 
     def __call__(self, rows: Tensor, *context: Any) -> Awaitable[Tensor]:
         started = self.dist(rows, *context)
-        parts = list(_under_way(started))
-        cuts = list(_cut(parts))
-        if rows.requires_grad and not cuts:
+        was_cut = self.held.cut_under_way(started)
+        if rows.requires_grad and not was_cut:
             raise RuntimeError(
                 f"cannot defer the update of tables whose rows come by {type(started).__name__}: no all-to-all was "
                 "found in it. Train without defer_update."
             )
-        self.under_way.extend(cuts)
-        travels = any(isinstance(part, Request) for part in parts)
-        return _CutWhenReceived(started, self.at_rows) if travels else started
+        travels = any(isinstance(part, Request) for part in _under_way(started))
+        return _CutWhenReceived(started, self.held) if travels else started
 
 
 class _CutWhenReceived(Awaitable[Tensor]):  # type: ignore[misc]
     """Rows under way, whose graph is cut where they arrive."""
 
-    def __init__(self, started: Awaitable[Tensor], cuts: list[_Cut]) -> None:
+    def __init__(self, started: Awaitable[Tensor], held: HeldUpdate) -> None:
         super().__init__()
         self._started = started
-        self._cuts = cuts
+        self._held = held
 
     def _wait_impl(self) -> Tensor:
         rows: Tensor = self._started.wait()
-        if not rows.requires_grad:
-            return rows
-        leaf: Tensor = rows.detach().requires_grad_()
-        self._cuts.append(_Cut(rows, leaf))
-        return leaf
-
-
-def _cut(under_way: Iterable[Request[Any] | NoWait[Any]]) -> Iterator[_Cut]:
-    """Cut the graph in everything under way, between sending gradients and receiving them.
-
-    The two halves of a TorchRec collective are joined by an empty tensor: in the backward the second half, which is
-    then the first to run, starts the all-to-all of gradients and hands that tensor on to the first half, which waits.
-    Without a collective (one rank) the rows themselves are handed on.
-    """
-    for part in under_way:
-        name = "dummy_tensor" if isinstance(part, Request) else "_obj"
-        graph = getattr(part, name)
-        if isinstance(graph, Tensor) and graph.requires_grad:
-            leaf = graph.detach().requires_grad_()
-            setattr(part, name, leaf)
-            yield _Cut(graph, leaf)
+        return self._held.cut_rows(rows) if rows.requires_grad else rows
 
 
 def _under_way(started: object) -> Iterator[Request[Any] | NoWait[Any]]:
@@ -140,13 +213,8 @@ def before_gradients(rows: object, num_parts: int) -> list[Tensor] | None:
     return found if len(found) == len(joints) >= num_parts else None
 
 
-def _go_on(cuts: list[_Cut]) -> list[Tensor]:
-    """Run the backward on from where it was cut; the cuts are gone then, and those of rows without a gradient."""
-    reached = [(cut, cut.leaf.grad) for cut in cuts if cut.leaf.grad is not None]
-    cuts.clear()
-    gradients = [gradient for _, gradient in reached]
-    if reached:
-        torch.autograd.backward([cut.graph for cut, _ in reached], gradients)
-    for cut, _ in reached:
-        cut.leaf.grad = None  # the second half of a collective has given it to itself, for one
-    return gradients
+def _go_on(cut: list[tuple[Tensor, Tensor]], *, retain_graph: bool) -> None:
+    """Run a backward on from where it was cut."""
+    if cut:
+        graphs, gradients = zip(*cut, strict=True)
+        torch.autograd.backward(graphs, gradients, retain_graph=retain_graph)

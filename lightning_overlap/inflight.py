@@ -30,6 +30,8 @@ class InFlightBatch:
     """Stages issued so far, each with its stream and the event recorded behind it."""
     modules: dict[str, Any] = field(default_factory=dict)
     """State of each pipelined module for this batch, by the module's name; the sparse stages own it."""
+    sizes: Any = None
+    """The exchange of split sizes of all modules, while it is under way; the sparse stages own it."""
     holds_update: bool = False
     """Whether its lookup leaves the update of the tables to a stage of its own."""
     consumed: bool = False

@@ -10,10 +10,12 @@ pinned memory, and the lengths of the features travel with them: the host knows 
 from __future__ import annotations
 
 import functools
+import itertools
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 import torch.distributed as dist
@@ -22,7 +24,7 @@ from torchrec.distributed import dist_data
 from torchrec.distributed.collective_utils import validate_collectives_enabled
 from torchrec.distributed.dist_data import KJTAllToAll
 from torchrec.distributed.embedding_sharding import FusedKJTListSplitsAwaitable, KJTSplitsAllToAllMeta
-from torchrec.distributed.types import Awaitable
+from torchrec.distributed.types import Awaitable, NoWait
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from .kinds import ids_fit_32_bits, input_dists_of
@@ -93,90 +95,186 @@ def _narrowed(kjt: KeyedJaggedTensor) -> list[Tensor]:
     return list(tensors.values())
 
 
+class PartForm(NamedTuple):
+    """The shape of what one all-to-all of ids adds to the exchange of sizes; the same on all ranks."""
+
+    num_sizes: int
+    splits: tuple[int, ...]
+    """Features that go to each rank."""
+    with_lengths: bool
+    """Whether the lengths of these features travel with the sizes."""
+
+    @property
+    def width(self) -> int:
+        """Numbers that go to each rank."""
+        return self.num_sizes + (max(self.splits) if self.with_lengths else 0)
+
+
+Form: TypeAlias = tuple[PartForm, ...]
+"""Of a module's input: one for each of its all-to-alls."""
+
+
+def form_of(request: Any) -> Form:
+    """Return the form of what a module's `input_dist` returned under `splits_only`."""
+    return tuple(
+        PartForm(len(meta.splits_tensors), tuple(meta.splits), not meta._input.variable_stride_per_key())
+        for meta in _metas(request)
+    )
+
+
+def _metas(request: Any) -> list[KJTSplitsAllToAllMeta]:
+    return [one for one in request.awaitables if isinstance(one, KJTSplitsAllToAllMeta)]
+
+
+@dataclass(frozen=True, slots=True)
+class ModuleInput:
+    """One module's part in the exchange of sizes of one batch.
+
+    Args:
+        form: Of its input, the same on all ranks.
+        request: What its `input_dist` returned under `splits_only`; None where this rank's batch has no such input.
+        context: The module's for this batch.
+        num_found: How many KeyedJaggedTensors of this rank's batch could be its input.
+    """
+
+    form: Form
+    request: Any = None
+    context: Any = None
+    num_found: int = 0
+
+
+class KnownInput(NamedTuple):
+    """What the ranks know of one module's input once the sizes are there."""
+
+    data: Any
+    """Awaits the ids, lengths and weights; None where a rank has no such input: then nothing of it is sent."""
+    is_ambiguous: bool
+    """Whether the batch of any rank has several KeyedJaggedTensors that could be it."""
+
+
 class InputSizes:
     """The sizes of the input dists of all modules on their way to the other ranks.
 
     Args:
-        requests: What each module's `input_dist` returned under `splits_only`.
-        contexts: The modules' contexts.
+        inputs: By module, in an order that is the same on all ranks.
         group: The process group.
     """
 
-    def __init__(self, requests: list[Any], contexts: list[Any], group: dist.ProcessGroup) -> None:
-        described = [one for request in requests for one in request.awaitables]
-        metas = [one for one in described if isinstance(one, KJTSplitsAllToAllMeta)]
-        self._is_meta = [isinstance(one, KJTSplitsAllToAllMeta) for one in described]
-        self._dtypes = [(meta._input.lengths().dtype, meta._input.values().dtype) for meta in metas]
-        self._sizes: _Sizes | None = None
-        if validate_collectives_enabled():  # a debugging aid of TorchRec's: its tags travel with the sizes
-            for meta in metas:
-                meta.splits_tensors = [torch.tensor(sizes, device=meta.device) for sizes in meta.splits_tensors]
-            self._fused = FusedKJTListSplitsAwaitable(requests, contexts, group)
+    def __init__(self, inputs: Sequence[ModuleInput], group: dist.ProcessGroup) -> None:
+        self._inputs, self._group = inputs, group
+        self._tagged = validate_collectives_enabled()  # a debugging aid of TorchRec's: its tags travel with the sizes
+        if not self._tagged:
+            self._sizes = _Sizes(inputs, group)
             return
-        self._fused = FusedKJTListSplitsAwaitable(requests, contexts, None)  # without a group it starts nothing
-        if metas:
-            self._sizes = self._fused._splits_awaitable = _Sizes(metas, group)
+        everyone: list[Any] = [None] * group.size()
+        dist.all_gather_object(everyone, [one.num_found for one in inputs], group=group)
+        self._found = list(zip(*everyone, strict=True))
+        kept = [one for one, found in zip(inputs, self._found, strict=True) if all(found)]
+        for meta in (meta for one in kept for meta in _metas(one.request)):
+            meta.splits_tensors = [torch.tensor(sizes, device=meta.device) for sizes in meta.splits_tensors]
+        self._fused = FusedKJTListSplitsAwaitable([one.request for one in kept], [one.context for one in kept], group)
 
-    def wait(self) -> list[Any]:
-        """Read the sizes; start the all-to-alls of lengths, ids and weights. Returns an awaitable for each module."""
+    def wait(self) -> list[KnownInput]:
+        """Read the sizes; start the all-to-alls of lengths, ids and weights of what all ranks have."""
+        if self._tagged:
+            found, started = self._found, self._start(self._fused, None)
+        else:
+            known = self._sizes.wait()
+            found = known.found
+            kept = [one for one, num in zip(self._inputs, found, strict=True) if all(num)]
+            fused = FusedKJTListSplitsAwaitable([one.request for one in kept], [one.context for one in kept], None)
+            sizes = [one for one, num in zip(known.sizes, found, strict=True) if all(num)]
+            if any(sizes):  # without a group it starts nothing by itself
+                fused._splits_awaitable = NoWait([numbers for of_module in sizes for numbers in of_module])
+            lengths = [one for one, num in zip(known.lengths, found, strict=True) if all(num)]
+            started = self._start(fused, [one for of_module in lengths for one in of_module])
+        modules = iter(started)
+        return [KnownInput(next(modules) if all(num) else None, max(num) > 1) for num in found]
+
+    def _start(self, fused: FusedKJTListSplitsAwaitable, lengths: list[list[int] | None] | None) -> list[Any]:
+        awaited = list(fused._awaitables)
         with _recats_kept():
-            modules: list[Any] = self._fused.wait()
-        if self._sizes is not None:
-            known = zip(self._sizes.lengths, self._dtypes, strict=True)
-            is_meta = iter(self._is_meta)
+            modules: list[Any] = fused.wait()
+        if lengths is not None:
+            known = iter(lengths)
+            described = iter(awaited)
             for module in modules:
                 module.awaitables = [
-                    _Received(awaitable, *next(known)) if next(is_meta) else awaitable
-                    for awaitable in module.awaitables
+                    _Received(awaitable, next(known), (one._input.lengths().dtype, one._input.values().dtype))
+                    if isinstance(one, KJTSplitsAllToAllMeta)
+                    else awaitable
+                    for awaitable, one in zip(module.awaitables, described, strict=False)
                 ]
         return modules
+
+
+class _KnownSizes(NamedTuple):
+    """By module."""
+
+    found: list[tuple[int, ...]]
+    """How many inputs each rank's batch has for it."""
+    sizes: list[list[list[int]]]
+    """What every rank sends to this one, by tensor."""
+    lengths: list[list[list[int] | None]]
+    """Of what this rank receives by each all-to-all, the sum of each feature's lengths; None: they do not travel."""
 
 
 class _Sizes:
     """One all-to-all of sizes, and of the lengths of features.
 
-    A row for each destination: of each all-to-all to come the sizes of what is sent there, then the length of each of
-    the features that it gets, filled up to the largest number of features that a rank has: so rows are of one width.
+    A row for each destination: of each module how many inputs this rank has for it, then of each of its all-to-alls to
+    come the sizes of what is sent there, then the length of each of the features that it gets, filled up to the largest
+    number of features that a rank has: so rows are of one width, on ranks that lack an input too.
     """
 
-    def __init__(self, metas: Sequence[KJTSplitsAllToAllMeta], group: dist.ProcessGroup) -> None:
+    def __init__(self, inputs: Sequence[ModuleInput], group: dist.ProcessGroup) -> None:
         self._rank = group.rank()
-        self._metas = [(len(meta.splits_tensors), list(meta.splits)) for meta in metas]
-        self.lengths: list[list[int] | None] = [None] * len(metas)
-        """Of what this rank received, the sum of each feature's lengths; None where they did not travel."""
-        self._with_lengths = [not meta._input.variable_stride_per_key() for meta in metas]
+        self._forms = [one.form for one in inputs]
         rows: list[list[int]] = [[] for _ in range(group.size())]
-        for meta, with_lengths in zip(metas, self._with_lengths, strict=True):
-            lengths = meta._input.length_per_key() if with_lengths else []
-            first, width = 0, max(meta.splits) if with_lengths else 0
-            for destination, num_features in enumerate(meta.splits):
-                own = lengths[first : first + num_features]
-                rows[destination] += (
-                    [sizes[destination] for sizes in meta.splits_tensors] + own + [0] * (width - len(own))
-                )
-                first += num_features
-        device = metas[0].device
+        nccl = "nccl" in str(dist.get_backend(group))
+        device = torch.device("cuda", torch.cuda.current_device()) if nccl else torch.device("cpu")
+        for one in inputs:
+            for row in rows:
+                row.append(one.num_found)
+            if not one.num_found:
+                for row in rows:
+                    row += [0] * sum(part.width for part in one.form)
+                continue
+            for part, meta in zip(one.form, _metas(one.request), strict=True):
+                _add(rows, part, meta)
         on_host = torch.tensor(rows, dtype=torch.int64, pin_memory=device.type == "cuda")
         sent = on_host.to(device, non_blocking=True)
         self._received = torch.empty_like(sent)
         self._work = dist.all_to_all_single(self._received, sent, group=group, async_op=True)
 
-    def wait(self) -> list[list[int]]:
-        """Return what every rank sends to this one, by tensor: the one read of the step."""
+    def wait(self) -> _KnownSizes:
+        """Read what was received: the one read of the step."""
         assert self._work is not None
         self._work.wait()
         rows: list[list[int]] = self._received.tolist()
-        columns = list(zip(*rows, strict=True))
-        sizes: list[list[int]] = []
-        place = 0
-        for number, (num_sizes, splits) in enumerate(self._metas):
-            sizes += [list(column) for column in columns[place : place + num_sizes]]
-            place += num_sizes
-            if self._with_lengths[number]:
-                mine = columns[place : place + splits[self._rank]]
-                self.lengths[number] = [sum(column) for column in mine]
-                place += max(splits)
-        return sizes
+        columns = iter(zip(*rows, strict=True))
+        known = _KnownSizes([], [], [])
+        for form in self._forms:
+            known.found.append(next(columns))
+            known.sizes.append([])
+            known.lengths.append([])
+            for part in form:
+                known.sizes[-1] += [list(column) for column in itertools.islice(columns, part.num_sizes)]
+                filled = list(itertools.islice(columns, part.width - part.num_sizes))
+                mine = [sum(column) for column in filled[: part.splits[self._rank]]]
+                known.lengths[-1].append(mine if part.with_lengths else None)
+        return known
+
+
+def _add(rows: list[list[int]], part: PartForm, meta: KJTSplitsAllToAllMeta) -> None:
+    """Add the sizes and the lengths of one all-to-all of ids to what goes to each rank."""
+    lengths = meta._input.length_per_key() if part.with_lengths else []
+    first = 0
+    for destination, num_features in enumerate(part.splits):
+        own = lengths[first : first + num_features]
+        sizes = [sizes[destination] for sizes in meta.splits_tensors]
+        rows[destination] += sizes + own + [0] * (part.width - len(sizes) - len(own))
+        first += num_features
 
 
 class _Received(Awaitable[KeyedJaggedTensor]):  # type: ignore[misc]

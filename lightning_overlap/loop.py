@@ -7,7 +7,7 @@ start with an underscore occur in this file only (`PRIVATE_NAMES`; a test names 
 from __future__ import annotations
 
 import warnings
-from collections import OrderedDict
+from collections import OrderedDict, deque
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any, cast
@@ -16,6 +16,7 @@ from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import ModelPruning
 from lightning.pytorch.loops.fetchers import _DataFetcher, _DataLoaderIterDataFetcher, _PrefetchDataFetcher
 from lightning.pytorch.loops.fit_loop import _FitLoop
+from lightning.pytorch.loops.optimization.automatic import _AutomaticOptimization
 from lightning.pytorch.loops.training_epoch_loop import _TrainingEpochLoop
 from lightning.pytorch.strategies import DDPStrategy
 from torch.utils.data import (
@@ -39,6 +40,7 @@ if TYPE_CHECKING:
 PRIVATE_NAMES: Mapping[str, tuple[str, ...]] = {
     "lightning.pytorch.loops.fetchers": ("_DataFetcher", "_DataLoaderIterDataFetcher", "_PrefetchDataFetcher"),
     "lightning.pytorch.loops.fit_loop": ("_FitLoop",),
+    "lightning.pytorch.loops.optimization.automatic": ("_AutomaticOptimization",),
     "lightning.pytorch.loops.training_epoch_loop": ("_TrainingEpochLoop",),
     "_FitLoop": ("_data_fetcher", "_should_reload_train_dl", "setup_data"),
     "_TrainingEpochLoop": (
@@ -94,6 +96,11 @@ class LookaheadFetcher(_DataLoaderIterDataFetcher):
         self._make_executor = make_executor
         self.executor: Executor | None = None
         self._peeked = False
+        self._skipped: deque[tuple[int, int, int]] = deque()
+        """Batches that are None: how many others come before it in the epoch, its number, its loader's."""
+        self._real: InFlightBatch | None = None  # begun, and to be delivered after those that are None before it
+        self._num_delivered = 0
+        self._has_ended = False
         self._iterated = False
         self._num_allowed: float = 0
         self.num_batches: float = float("inf")
@@ -163,7 +170,7 @@ class LookaheadFetcher(_DataLoaderIterDataFetcher):
         self.peek()
         self._peeked = False
         assert self.executor is not None
-        self.done = self.executor.is_last
+        self.done = self.executor.is_last and self._real is None and not self._skipped
         return Ticket(self._arguments(), self.executor)
 
     def peek(self) -> Any:
@@ -177,14 +184,26 @@ class LookaheadFetcher(_DataLoaderIterDataFetcher):
         if self.executor is None:
             self.executor = self._make_executor(self)
         self._num_allowed = self.executor.num_trained + self._num_batches_left()
-        inflight = self.executor.next_batch()
-        if inflight is None:
+        if self._real is None and not self._has_ended and not self._skips(self._num_delivered):
+            self._real = self.executor.next_batch()
+            self._has_ended = self._real is None
+        if self._skips(self._num_delivered):
+            _, batch_idx, self._dataloader_idx = self._skipped.popleft()
+            self._batch, self._batch_idx = None, self._number(InFlightBatch(-1, None, batch_idx))
+        elif self._real is not None:
+            inflight, self._real = self._real, None
+            self._num_delivered += 1
+            self._batch, self._dataloader_idx = inflight.batch, inflight.dataloader_idx
+            self._batch_idx = self._number(inflight)
+        else:
             self.done = True
             raise StopIteration
-        self._batch, self._dataloader_idx = inflight.batch, inflight.dataloader_idx
-        self._batch_idx = self._number(inflight)
         self._peeked = True
         return self._batch
+
+    def _skips(self, num_delivered: int) -> bool:
+        """Whether a batch that is None comes next, once so many others have been delivered."""
+        return bool(self._skipped) and (self._has_ended or self._skipped[0][0] <= num_delivered)
 
     @property
     def exhausted(self) -> bool:
@@ -209,6 +228,10 @@ class LookaheadFetcher(_DataLoaderIterDataFetcher):
         if self.executor.num_fetched == 0:
             self._is_whole = self.inner.fetched == 0
         fetched = self._next_of_inner()
+        while fetched is not None and self._is_skipped(fetched[0]):
+            # Each rank skips its own, as Lightning does: the others' collectives are for the next one.
+            self._skipped.append((self.executor.num_fetched, *fetched[1:]))
+            fetched = self._next_of_inner()
         if fetched is None:
             if self.certain and self.inner.fetched < self.num_batches:
                 raise RuntimeError(
@@ -219,6 +242,10 @@ class LookaheadFetcher(_DataLoaderIterDataFetcher):
         batch, batch_idx, dataloader_idx = fetched
         self._note_state(self.executor.num_fetched)
         return self._stage(batch, dataloader_idx), batch_idx, dataloader_idx
+
+    def _is_skipped(self, batch: Any) -> bool:
+        """Whether the loop trains no such batch."""
+        return batch is None
 
     def _next_of_inner(self) -> tuple[Any, int, int] | None:
         for _ in range(2):
@@ -238,8 +265,9 @@ class LookaheadFetcher(_DataLoaderIterDataFetcher):
         """State of stateful loaders after the batch being trained, not after the ones looked ahead; else None."""
         if self.executor is None or self.executor.current is None:
             return self._state_fetched or None
-        # A batch that is only peeked at is not trained.
-        return self._states_after.get(self.executor.current.index - self._peeked)
+        # A batch that is only peeked at is not trained, nor is one that waits for the end of others that are None.
+        num_waiting = self._real is not None or (self._peeked and self._batch is not None)
+        return self._states_after.get(self.executor.current.index - num_waiting)
 
     def _note_state(self, index: int) -> None:
         """Remember the state of stateful loaders after batch `index`."""
@@ -278,7 +306,9 @@ class LookaheadFetcher(_DataLoaderIterDataFetcher):
     def drop(self) -> None:
         """Drop the batches that were looked ahead, on all ranks alike."""
         self._peeked = False
-        self._batch = None
+        self._batch = self._real = None
+        self._num_delivered, self._has_ended = 0, False
+        self._skipped.clear()
         if self.executor is not None:
             self.executor.drain()
 
@@ -341,6 +371,15 @@ class _NoneFetcher(_DataFetcher):
         next(self._fetcher)
         self.done = self._fetcher.done
         return None, self._fetcher._batch_idx, self._fetcher._dataloader_idx
+
+
+class _AutomaticOptimizationMixin(_AutomaticOptimization):
+    @override
+    def run(self, *args: Any, **kwargs: Any) -> Any:
+        outputs = super().run(*args, **kwargs)
+        # Step or no step (accumulated, or skipped by the user's optimizer_step): what comes next may read tables.
+        self.trainer.strategy.end_optimization()  # type: ignore[attr-defined]
+        return outputs
 
 
 class _FitLoopMixin(_FitLoop):
@@ -462,6 +501,7 @@ def install(trainer: Trainer, make_executor: ExecutorFactory) -> None:
     check_lightning(trainer)
     mix_in(trainer.fit_loop, _FitLoopMixin)
     mix_in(trainer.fit_loop.epoch_loop, _EpochLoopMixin)
+    mix_in(trainer.fit_loop.epoch_loop.automatic_optimization, _AutomaticOptimizationMixin)
     cast(_FitLoopMixin, trainer.fit_loop)._make_executor = make_executor
 
 
@@ -479,7 +519,7 @@ def uninstall(trainer: Trainer) -> None:
         # in the place of the loader's own error.
         loop._data_fetcher = None
     del loop._make_executor
-    for live in (loop, loop.epoch_loop):
+    for live in (loop, loop.epoch_loop, loop.epoch_loop.automatic_optimization):
         take_out(live)
 
 

@@ -50,5 +50,6 @@ class PlacedCopies(TorchDispatchMode):
         with self._streams.on(StreamName.COMPUTE):
             placed = torch.empty_like(source, dtype=kwargs.get("dtype"), device=device, memory_format=form)
         self._streams.wait(StreamName.MEMCPY, self._streams.record(StreamName.COMPUTE))
+        self._streams.hand_over(placed, StreamName.MEMCPY)  # a batch may be dropped before its copy is over
         with self._streams.on(StreamName.MEMCPY):
             return placed.copy_(source, non_blocking=bool(kwargs.get("non_blocking")))

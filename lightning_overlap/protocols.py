@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager
 from typing import Any, Protocol
 
@@ -91,6 +91,18 @@ class SparseStages(Protocol):
 
     def embedding_update(self, inflight: InFlightBatch) -> None:
         """Wait for the gradients of a batch and update the tables."""
+
+    def is_overwritten(self, batches: Iterable[InFlightBatch]) -> bool:
+        """Whether somebody has written tables of this rank after they were looked up for one of these batches."""
+
+    def leave_overwritten(self, batches: Iterable[InFlightBatch]) -> None:
+        """Leave the early results of these batches aside, on all ranks alike: the tables were written since."""
+
+    def forget_received(self, inflight: InFlightBatch) -> None:
+        """Let go of the rows of a batch whose backward is over."""
+
+    def gradients_are_there(self, batches: Iterable[InFlightBatch], timeout_s: float) -> bool:
+        """Whether the gradients of these batches' updates arrive within a time."""
 
     def drain(self, inflight: InFlightBatch) -> None:
         """Complete every collective that was started for a batch that will not be trained."""

@@ -31,13 +31,17 @@ from .versions import check_names
 R = TypeVar("R")
 
 PRIVATE_NAMES: Mapping[str, tuple[str, ...]] = {
-    "ShardedEmbeddingBagCollection": ("_input_dists", "_lookups", "_output_dists", "_sharding_types", "_env"),
-    "ShardedEmbeddingCollection": ("_input_dists", "_lookups", "_output_dists", "_sharding_type_to_sharding", "_env"),
+    "ShardedEmbeddingBagCollection": (
+        *("_embedding_bag_configs", "_env", "_input_dists", "_lookups", "_output_dists", "_sharding_types"),
+    ),
+    "ShardedEmbeddingCollection": (
+        *("_embedding_configs", "_env", "_input_dists", "_lookups", "_output_dists", "_sharding_type_to_sharding"),
+    ),
     "ShardedFeatureProcessedEmbeddingBagCollection": ("_embedding_bag_collection", "_feature_processors"),
     "ShardedManagedCollisionEmbeddingBagCollection": ("_embedding_module", "_managed_collision_collection"),
     "ShardedManagedCollisionEmbeddingCollection": ("_embedding_module", "_managed_collision_collection"),
     "EmbeddingFusedOptimizer": ("_emb_module",),
-    "FusedKJTListSplitsAwaitable": ("_splits_awaitable",),
+    "FusedKJTListSplitsAwaitable": ("_awaitables", "_splits_awaitable"),
     "NoWait": ("_obj",),
     "KJTAllToAll": ("_splits", "_stagger"),
     "SparseFeaturesDist": ("_dist",),
@@ -65,8 +69,22 @@ class ModuleInFlight:
     held: HeldUpdate = field(default_factory=HeldUpdate)
     """What is left of the way to the tables; nothing where the backward goes all the way."""
     rates: list[float] | None = None
-    """The learning rate of each kernel that the batch was trained at, where its update comes later."""
+    """The learning rate of each kernel that the batch was trained at, while its deferred update is made."""
+    sent: Any = None
+    """What the input held when its ids were sent (`unchanged.SentInput`)."""
+    num_writes: dict[WeightOwner, tuple[int, ...]] = field(default_factory=dict)
+    """How often the tables of each owner had been written by somebody else when they were looked up."""
+    autocast: Any = None
+    """The autocast that its lookup ran under, where that matters."""
+    votes: bool = False
+    """Whether all ranks are asked when the module is called: another input of the batch might take this one's place."""
     served: bool = False
+    without_graph: bool = False
+    """Whether a call without gradients was served."""
+    received: Any = None
+    """The rows, once waited for, until the backward is over."""
+    received_at: Any = None
+    """Event after which they are there, on the lookup's stream."""
     num_lookups: list[int] = field(default_factory=list)
     """What this batch added to the iteration count of each kernel."""
     ids: KJTList | None = None
@@ -87,7 +105,7 @@ def check_torchrec(module: nn.Module) -> None:
     check_names("torchrec", PRIVATE_NAMES, owners)
 
 
-def _read_once(read: Callable[[Any], list[R]]) -> Callable[[Any], list[R]]:
+def read_once(read: Callable[[Any], list[R]]) -> Callable[[Any], list[R]]:
     """Remember what was read off a module: its shards do not change, and every step asks."""
     known: WeakKeyDictionary[nn.Module, list[R]] = WeakKeyDictionary()
 
@@ -101,7 +119,7 @@ def _read_once(read: Callable[[Any], list[R]]) -> Callable[[Any], list[R]]:
     return read_or_remember
 
 
-owners_of_parts = _read_once(owners_of)
+owners_of_parts = read_once(owners_of)
 
 
 def tables_in_backward(module: ShardedModule[Any, Any, Any, Any]) -> list[str]:
@@ -111,7 +129,7 @@ def tables_in_backward(module: ShardedModule[Any, Any, Any, Any]) -> list[str]:
     return [name for name, one in plan.items() if one.sharding_type not in dense]
 
 
-@_read_once
+@read_once
 def keys_in_backward(module: Any) -> list[tuple[int, int, str]]:
     """Return where in the received ids each fused table of this rank is: part, key within it, name of the table.
 
@@ -279,7 +297,7 @@ def _start_rows(module: Any, state: ModuleInFlight, rows: Mapping[int, Tensor]) 
         state.dist_input = None
 
 
-@_read_once
+@read_once
 def tbes(module: Any) -> list[SplitTableBatchedEmbeddingBagsCodegen]:
     """The table-batched kernels of a module's own shards."""
     return [] if kind_of(module) is None else _tbes_of(tables_of(module)._lookups)
@@ -290,7 +308,7 @@ def _tbes_of(lookups: Iterable[nn.Module]) -> list[SplitTableBatchedEmbeddingBag
     return [part for part in parts if isinstance(part, SplitTableBatchedEmbeddingBagsCodegen)]
 
 
-@_read_once
+@read_once
 def caching_tbes(module: Any) -> list[SplitTableBatchedEmbeddingBagsCodegen]:
     """The kernels whose tables are in UVM, with a cache on the device."""
     return [tbe for tbe in tbes(module) if tbe.lxu_cache_weights.numel()]

@@ -28,8 +28,10 @@ from torchrec.modules.itep_embedding_modules import ITEPEmbeddingBagCollection, 
 from torchrec.optim.keyed import CombinedOptimizer
 from torchrec.optim.optimizers import in_backward_optimizer_filter
 
+from .columns import answer_in_config_order
 from .kinds import sharded_modules, table_modules
 from .modes import unknown_name_message
+from .unchanged import watch_tables
 
 FusedOptimizer: TypeAlias = tuple[type[torch.optim.Optimizer], Mapping[str, Any]] | functools.partial[Any]
 """`(class, kwargs)` or `functools.partial(class, **kwargs)`."""
@@ -163,6 +165,7 @@ def shard_tables(
     """
     tables = find_tables(model)
     if not tables:
+        _watch(model)  # of modules that the user has sharded
         return bool(sharded_modules(model))
     _refuse_pruning(model)
     fused = check_fused_optimizer(fused_optimizer)
@@ -196,7 +199,14 @@ def shard_tables(
     for name, fused_rates in rates.items():
         # A rank knows the rates of its own shards only, and those move with a schedule.
         model.get_submodule(name).fused_rates = fused_rates  # type: ignore[assignment]
+    _watch(model)
     return True
+
+
+def _watch(model: nn.Module) -> None:
+    """Let sharded modules answer as the unsharded ones do, and notice who writes their tables."""
+    answer_in_config_order(model)
+    watch_tables(model)
 
 
 def make_plan(

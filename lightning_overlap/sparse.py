@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import time
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
@@ -12,14 +13,16 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch.utils.hooks import RemovableHandle
-from torchrec.distributed.types import ShardedModule
+from torchrec.distributed.types import LazyAwaitable, ShardedModule
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from .agreement import Store
 from .clocks import Clock, timed
+from .columns import without_graph
 from .held import before_gradients
 from .inflight import InFlightBatch
-from .input_dist import InputSizes, splits_only
+from .input_dist import Form, InputSizes, ModuleInput, form_of, splits_only
+from .kinds import kind_of
 from .lookup_threads import LookupThreads, Rows
 from .protocols import Observer
 from .released import release
@@ -41,9 +44,10 @@ from .sharded import (
     without_backward,
 )
 from .stages import Stage, StreamName, WeightOwner
-from .stand_ins import EarlyRows, StandIn, StandIns, only_input
+from .stand_ins import EarlyRows, LazyRows, StandIn, StandIns, inputs_of, only_input
 from .streams import Streams
-from .structure import Path, leaves, resolve
+from .structure import Path, resolve
+from .unchanged import SentInput, num_writes
 
 
 class SparsePipeline:
@@ -68,6 +72,8 @@ class SparsePipeline:
             travel in 32 bits where all that stand for a row fit, and deferred updates wait for the backward's end.
         fills_waits: Whether rows of the schedule may be left until a backward waits for other ranks.
         prefetches: Whether the schedule has a row for it, so that tables in a UVM cache can be looked up early.
+        any_rank: Asks all ranks whether one of them says so, on the host; all of them wait for the answer.
+        timeout_s: How long a rank waits for one that is late.
     """
 
     def __init__(
@@ -89,7 +95,13 @@ class SparsePipeline:
         releases: bool = False,
         several_hosts: bool = False,
         fills_waits: bool = True,
+        any_rank: Callable[[bool], bool] = bool,
+        timeout_s: float = 1800,
     ) -> None:
+        self._any_rank = any_rank
+        self._num_steps = 0
+        self._forms: dict[str, Form] = {}
+        self._in_step: InFlightBatch | None = None
         self._several_hosts = several_hosts
         self._in_backward: list[RemovableHandle] = []
         self._fills_waits = fills_waits and trains and group is not None and not num_threads and not streams.runs_ahead
@@ -100,7 +112,15 @@ class SparsePipeline:
         # A rate that moves repeats a lookup in its backward, when the next batch's prefetch is in its place.
         prefetches = prefetches and set_rates is None
         self._stand_ins = StandIns(
-            modules, group, self, step=step, prefetches=prefetches, rank=rank, store=store, said=said
+            modules,
+            group,
+            self,
+            step=step,
+            prefetches=prefetches,
+            rank=rank,
+            store=store,
+            said=said,
+            timeout_s=timeout_s,
         )
         self._group = group
         self._streams = streams
@@ -133,7 +153,7 @@ class SparsePipeline:
     def detach(self) -> None:
         """Give every module the forward back that it had before."""
         self._stand_ins.detach()
-        self._current = None
+        self._current = self._in_step = None
         self._to_update.clear()
         if self._threads is not None:
             self._threads.abandon()
@@ -146,7 +166,8 @@ class SparsePipeline:
         self.finish_lookups()
         self._plain_in_step = False
         self._stand_ins.forget_calls()
-        self._current = inflight
+        self._current = self._in_step = inflight
+        self._num_steps += 1
         try:
             yield
         finally:
@@ -158,24 +179,83 @@ class SparsePipeline:
             self._leave_aside(self._stand_ins[name].module, state)
 
     def call(self, stand_in: StandIn, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Answer a call of a sharded module: the early rows if they are of this very input, else its forward."""
-        inflight, look_up_now = self._current, partial(stand_in.own_forward, *args, **kwargs)
+        """Answer a call of a sharded module: the early rows if its own forward would give the same, else its forward.
+
+        Of the calls in a step the first one is served; `checkpoint()` repeats a forward in the backward, and finds
+        there the rows that it found before.
+        """
+        in_backward = torch._C._current_graph_task_id() != -1
+        inflight = self._in_step if in_backward else self._current
+        look_up_now = partial(stand_in.own_forward, *args, **kwargs)
         if inflight is not None:
-            stand_in.calls.append((args, kwargs))
+            if not in_backward:
+                stand_in.calls.append((args, kwargs))
             state = inflight.modules.get(stand_in.name)
-            if state is not None and not state.served:
-                if only_input(args, kwargs) is state.kjt:
+            if state is not None and (not state.served or (in_backward and state.rows is not None)):
+                reason = self._why_not_early(stand_in, state, args, kwargs)
+                if state.served:
+                    if reason is None:
+                        return self._serve(inflight.index, state)
+                elif self._all_ranks_take_early_rows(stand_in, inflight, reason):
                     state.served = True
+                    self._stand_ins.served(stand_in, self._num_steps)
                     if state.rows is not None:
-                        return self._served(inflight.index, state)
+                        return self._serve(inflight.index, state)
                     look_up_now = partial(self._look_up_when_called, stand_in.module, inflight, state)
-                else:
-                    self._stand_ins.all_ranks_go_plain(stand_in, inflight.index)
-                    self._stand_ins.run_plain(stand_in, "it was called with another input than the one in the batch")
             self._plain_forward = self._plain_in_step = True
         self.finish_lookups()
         self._update_before_a_forward(stand_in.name)
-        return self._on_compute_stream(stand_in.module, inflight, look_up_now)
+        rows = self._on_compute_stream(stand_in.module, inflight, look_up_now)
+        return tuple(map(_waited_for_as_called, rows)) if isinstance(rows, tuple) else _waited_for_as_called(rows)
+
+    def _why_not_early(
+        self, stand_in: StandIn, state: ModuleInFlight, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> str | None:
+        """Return what makes early rows differ from those that the module's own forward would give now, or None."""
+        if only_input(args, kwargs) is not state.kjt:
+            return "it was called with another input than the one in the batch"
+        if not state.sent.is_unchanged(state.kjt):
+            return "its input was changed in place after its ids had been sent"
+        if not self._trains and torch.is_grad_enabled():
+            return f"{self._step} called it with gradients enabled"
+        if state.rows is not None and state.autocast != _autocast(stand_in.module, state.kjt):
+            return f"it was called under another autocast than that of {self._step}"
+        if self._is_overwritten(stand_in.module, state):
+            return "its tables were written after it had been looked up"
+        return None
+
+    def _all_ranks_take_early_rows(self, stand_in: StandIn, inflight: InFlightBatch, reason: str | None) -> bool:
+        """Whether all ranks serve this call early; if not they all run the module's own forward, for good."""
+        if inflight.modules[stand_in.name].votes:
+            if self._any_rank(reason is not None):
+                reason = reason or "another rank called it with another input of the batch"
+        elif reason is not None:
+            self._stand_ins.all_ranks_go_plain(stand_in, self._num_steps, reason)
+        if reason is not None:
+            self._stand_ins.run_plain(stand_in, reason)
+        return reason is None
+
+    def _is_overwritten(self, module: Any, state: ModuleInFlight) -> bool:
+        return any(num_writes(module, owner) != before for owner, before in state.num_writes.items())
+
+    def is_overwritten(self, batches: Iterable[InFlightBatch]) -> bool:
+        """Whether somebody has written tables of this rank after they were looked up for one of these batches."""
+        self.finish_lookups()
+        return any(
+            self._is_overwritten(self._stand_ins[name].module, state)
+            for inflight in batches
+            for name, state in inflight.modules.items()
+            if not state.served
+        )
+
+    def leave_overwritten(self, batches: Iterable[InFlightBatch]) -> None:
+        """Leave the early rows of these batches aside, on all ranks alike: the tables were written since."""
+        for inflight in batches:
+            self.drop_lookups(inflight)
+        for stand_in in self._stand_ins.values():
+            stand_in.num_overwritten += 1
+            if stand_in.early and stand_in.num_overwritten == MAX_OVERWRITTEN:
+                self._stand_ins.run_plain(stand_in, "tables are written between two steps again and again")
 
     def _on_compute_stream(self, module: Any, inflight: InFlightBatch | None, look_up_now: Callable[[], Any]) -> Any:
         """Look up where the module is called."""
@@ -206,8 +286,11 @@ class SparsePipeline:
         dist_input, state.dist_input = state.dist_input, None
         return module.compute_and_output_dist(state.context, dist_input)
 
-    def _served(self, index: int, state: ModuleInFlight) -> EarlyRows:
-        return EarlyRows(partial(self._receive_rows, index, state))
+    def _serve(self, index: int, state: ModuleInFlight) -> EarlyRows:
+        if torch.is_grad_enabled() or not self._trains:
+            return EarlyRows(partial(self._receive_rows, index, state))
+        state.without_graph = True
+        return EarlyRows(lambda: without_graph(self._receive_rows(index, state)))
 
     def _uncount(self, module: Any, num_lookups: list[int]) -> None:
         """Take back what lookups without an update added to the iteration count of the fused optimizers.
@@ -224,15 +307,22 @@ class SparsePipeline:
                 tbe.iter_cpu.sub_(num)
 
     def _receive_rows(self, index: int, state: ModuleInFlight) -> Any:
-        """Wait for the all-to-all of rows on the lookup's stream, then hand them to the compute stream."""
-        assert state.rows is not None
-        self._observe("wait", Stage.EMBEDDING_LOOKUP, index)
-        with self._streams.on(self._lookup_stream):
-            rows = state.rows.wait()
-        with nullcontext() if self.clock is None else self.clock.merge(index):
-            self._streams.wait(StreamName.COMPUTE, self._streams.record(self._lookup_stream))
-        self._streams.hand_over(rows, StreamName.COMPUTE)
-        return rows
+        """Wait for the all-to-all of rows on the lookup's stream, then hand them to whatever stream asks for them."""
+        first = state.received is None
+        if first:
+            self._observe("wait", Stage.EMBEDDING_LOOKUP, index)
+            assert state.rows is not None
+            with self._streams.on(self._lookup_stream), _own_graph(self._trains):
+                state.received = state.rows.wait()
+            state.received_at = self._streams.record(self._lookup_stream)
+        with self.clock.merge(index) if first and self.clock is not None else nullcontext():
+            self._streams.hand_to_caller(state.received, state.received_at)
+        return state.received
+
+    def forget_received(self, inflight: InFlightBatch) -> None:
+        """Let go of the rows of a batch whose backward is over."""
+        for state in inflight.modules.values():
+            state.received = None
 
     def take_plain_forward(self) -> bool:
         """Whether a module ran its own forward in training since the last call."""
@@ -268,34 +358,64 @@ class SparsePipeline:
 
         Source: `_start_data_dist` and `_fuse_input_dist_splits`, TorchRec 1.8.
         """
-        for stand_in in self._stand_ins.values():
-            kjt = _input_in(inflight.batch, stand_in.path) if stand_in.early else None
-            if kjt is None:
+        early = [stand_in for stand_in in self._stand_ins.values() if stand_in.early]
+        several = inputs_of(inflight.batch) if self._group is not None else []
+        num_found: dict[str, int] = {}
+        for stand_in in early:
+            kjt = _input_in(inflight.batch, stand_in.path)
+            if kjt is None or stand_in.keys != frozenset(kjt.keys()):
                 continue
+            num_found[stand_in.name] = sum(stand_in.keys == frozenset(other.keys()) for _, other in several)
             state = inflight.modules[stand_in.name] = ModuleInFlight(kjt, stand_in.module.create_context())
             sent = copy.copy(kjt) if self._releases else kjt  # TorchRec may hand on the very object that it is given
             with splits_only(stand_in.module, self._group, narrow=self._several_hosts):
                 state.splits = stand_in.module.input_dist(state.context, sent)
-        states = list(inflight.modules.values())
-        if self._group is not None and states:
-            requests = [state.splits for state in states]
-            fused = InputSizes(requests, [state.context for state in states], self._group)
-            for state in states:
-                state.splits = fused
+            state.sent = SentInput(kjt)
+        if self._group is not None and early:
+            self._exchange_sizes(inflight, [stand_in.name for stand_in in early], num_found)
+
+    def _exchange_sizes(self, inflight: InFlightBatch, early: list[str], num_found: Mapping[str, int]) -> None:
+        """Start the all-to-all of sizes of these modules, whether or not this rank's batch has their inputs."""
+        assert self._group is not None
+        described = {name: form_of(state.splits) for name, state in inflight.modules.items()}
+        if any(name not in self._forms for name in early):
+            self._agree_on_forms(described)
+        for name, form in described.items():
+            if self._forms.get(name) != form:  # weighted unlike the first one, say: the module's own forward tells
+                del inflight.modules[name]
+        names = [name for name in early if name in self._forms]
+        inputs = [
+            ModuleInput(self._forms[name], state.splits, state.context, num_found[name])
+            if (state := inflight.modules.get(name)) is not None
+            else ModuleInput(self._forms[name])
+            for name in names
+        ]
+        inflight.sizes = (names, InputSizes(inputs, self._group)) if names else None
+
+    def _agree_on_forms(self, described: Mapping[str, Form]) -> None:
+        """Learn the forms of the modules' inputs from the ranks that have them in their first batch."""
+        assert self._group is not None
+        everyone: list[Mapping[str, Form]] = [{}] * self._group.size()
+        dist.all_gather_object(everyone, dict(described), group=self._group)
+        for theirs in everyone:
+            for name, form in theirs.items():
+                self._forms.setdefault(name, form)
 
     def input_data_dist(self, inflight: InFlightBatch) -> None:
         """Read the sizes on the host, the one wait of the step; start the all-to-alls of lengths, ids, weights."""
-        states = list(inflight.modules.values())
-        if states:
-            self._observe("wait", Stage.INPUT_SPLITS_DIST, inflight.index)
         if self._group is None:
-            for state in states:
-                state.data = state.splits.wait()
-        elif states:
-            for state, data in zip(states, states[0].splits.wait(), strict=True):
-                state.data = data
-        for state in states:
-            state.splits = None
+            for state in inflight.modules.values():
+                self._observe("wait", Stage.INPUT_SPLITS_DIST, inflight.index)
+                state.data, state.splits = state.splits.wait(), None
+        elif inflight.sizes is not None:
+            self._observe("wait", Stage.INPUT_SPLITS_DIST, inflight.index)
+            (names, sizes), inflight.sizes = inflight.sizes, None
+            for name, known in zip(names, sizes.wait(), strict=True):
+                if known.data is None:
+                    inflight.modules.pop(name, None)
+                    continue
+                state = inflight.modules[name]
+                state.data, state.votes, state.splits = known.data, known.is_ambiguous, None
         if self._releases:
             self._release_sent(inflight)
 
@@ -305,6 +425,7 @@ class SparsePipeline:
         for state in inflight.modules.values():
             if all(state.kjt is not kjt for kjt in read_later):
                 release(state.kjt)
+                state.sent.forget_ids()
 
     def receive_input(self, inflight: InFlightBatch) -> list[Any]:
         """Wait for the received ids; return them with the modules' contexts."""
@@ -361,6 +482,8 @@ class SparsePipeline:
         if self.keep_ids:
             state.ids = state.dist_input
         set_rates = None if self._set_rates is None else partial(self._rates_of, module, state)
+        if self._set_rates is not None:
+            state.held.note_rates = partial(self._present_rates, module)
 
         def look_up_in_thread() -> Rows:
             counts = lookup_counts(module)
@@ -378,6 +501,12 @@ class SparsePipeline:
             holds = job.inflight.holds_update
             start_fused(module, state, rows.by_part, self._threads.wait, holds_update=holds)
             state.num_lookups = rows.num_lookups
+            self._note_lookup(module, state, frozenset({WeightOwner.FUSED_BACKWARD}))
+
+    def _note_lookup(self, module: Any, state: ModuleInFlight, owners: frozenset[WeightOwner]) -> None:
+        """Note what an early lookup rests on."""
+        state.num_writes |= {owner: num_writes(module, owner) for owner in owners}
+        state.autocast = _autocast(module, state.kjt)
 
     def _look_up(self, inflight: InFlightBatch, owners: frozenset[WeightOwner]) -> None:
         for name, state in inflight.modules.items():
@@ -396,7 +525,10 @@ class SparsePipeline:
                 if self.keep_ids:
                     state.ids = state.dist_input
                 set_rates = None if self._set_rates is None else partial(self._rates_of, module, state)
+                if self._set_rates is not None:
+                    state.held.note_rates = partial(self._present_rates, module)
                 look_up(module, state, owners, set_rates, holds_update=inflight.holds_update)
+                self._note_lookup(module, state, owners)
                 done = lookups_since(module, counts)
                 if not self._trains:
                     self._uncount(module, done)
@@ -412,14 +544,22 @@ class SparsePipeline:
             set_kernel_rates(module, state.rates)
 
     def hold_update(self, inflight: InFlightBatch) -> None:
-        """Send back the gradients of a batch whose tables are still to be updated; keep its learning rates."""
+        """Send back the gradients of a batch whose tables are still to be updated."""
         self._to_update[inflight.index] = inflight
-        if self._set_rates is not None:
-            self._set_rates()
         for name, state in inflight.modules.items():
-            if self._set_rates is not None:
-                state.rates = kernel_rates(self._stand_ins[name].module)
-            self._streams.hand_over(state.held.send(), self._lookup_stream)
+            use_rates = partial(self._use_rates, self._stand_ins[name].module, state)
+            with self._restoring_rates(name, state):
+                self._streams.hand_over(state.held.send(use_rates), self._lookup_stream)
+
+    def gradients_are_there(self, batches: Iterable[InFlightBatch], timeout_s: float) -> bool:
+        """Whether the gradients of these batches' updates arrive within a time."""
+        deadline = time.monotonic() + timeout_s
+        held = [state.held for inflight in batches for state in inflight.modules.values()]
+        while not all(update.has_arrived for update in held):
+            if time.monotonic() > deadline:
+                return False
+            time.sleep(0.01)
+        return True
 
     def embedding_update(self, inflight: InFlightBatch) -> None:
         """Wait for the gradients of a batch and update the tables that were looked up early for it."""
@@ -432,13 +572,33 @@ class SparsePipeline:
         if not state.held:
             return
         self._observe("wait", Stage.EMBEDDING_UPDATE, inflight.index)
-        if state.rates is None:
-            state.held.apply()
+        with self._restoring_rates(name, state):
+            state.held.apply(partial(self._use_rates, module, state))
+
+    def _use_rates(self, module: Any, state: ModuleInFlight, rates: list[float] | None) -> None:
+        """Give the kernels the learning rates of the backward whose update comes now."""
+        state.rates = rates
+        if rates is not None:
+            set_kernel_rates(module, rates)
+
+    @contextmanager
+    def _restoring_rates(self, name: str, state: ModuleInFlight) -> Iterator[None]:
+        """Give the kernels their present rates back after an update at those of its own backward."""
+        if self._set_rates is None:
+            yield
             return
+        module = self._stand_ins[name].module
         present = kernel_rates(module)
-        set_kernel_rates(module, state.rates)
-        state.held.apply()
-        set_kernel_rates(module, present)
+        try:
+            yield
+        finally:
+            state.rates = None
+            set_kernel_rates(module, present)
+
+    def _present_rates(self, module: Any) -> list[float]:
+        assert self._set_rates is not None
+        self._set_rates()
+        return kernel_rates(module)
 
     def _update_before_a_forward(self, name: str) -> None:
         """Make the updates that a module's own forward is to see: it sees all, whatever the staleness."""
@@ -460,6 +620,8 @@ class SparsePipeline:
             return False
         if self._several_hosts and stage in (Stage.INPUT_DATA_DIST, Stage.PREFETCH):
             return False  # both wait for ids, which may be on the link still: gradients would stand behind them
+        if any(state.without_graph for state in inflight.modules.values()):
+            return False  # a forward that checkpoint() repeats may write tables before this is called
         if inflight.holds_update:
             if stage is not Stage.INPUT_SPLITS_DIST and not self._several_hosts:
                 # What waits is the end of the backward, for whoever is late. Within a host that is less than rows gain
@@ -495,7 +657,7 @@ class SparsePipeline:
     def drain(self, inflight: InFlightBatch) -> None:
         """Complete every collective that was started for a batch, in the order of its stages."""
         self.finish_lookups()
-        if any(state.splits is not None for state in inflight.modules.values()):
+        if inflight.sizes is not None or any(state.splits is not None for state in inflight.modules.values()):
             self.input_data_dist(inflight)
         self.receive_input(inflight)
         for name, state in inflight.modules.items():
@@ -516,8 +678,38 @@ class SparsePipeline:
 
 def keyed_jagged_tensors(batch: Any) -> list[KeyedJaggedTensor]:
     """Return all of a batch's."""
-    found = (leaf for _, leaf in leaves(batch, lambda node: isinstance(node, KeyedJaggedTensor)))
-    return [leaf for leaf in found if isinstance(leaf, KeyedJaggedTensor)]
+    return [kjt for _, kjt in inputs_of(batch)]
+
+
+MAX_OVERWRITTEN = 3
+"""How often early rows are left aside because tables were written, before nothing is looked up early any more."""
+
+
+def _autocast(module: Any, kjt: KeyedJaggedTensor) -> tuple[bool, torch.dtype] | None:
+    """Return the autocast that a lookup runs under now, where it may compute something that this changes."""
+    kind = kind_of(module)
+    if kind is None or kind.feature_processors is None:
+        return None
+    device = kjt.device().type
+    return torch.is_autocast_enabled(device), torch.get_autocast_dtype(device)
+
+
+def _waited_for_as_called(rows: Any) -> Any:
+    return LazyRows(rows.wait) if isinstance(rows, LazyAwaitable) else rows
+
+
+@contextmanager
+def _own_graph(trains: bool) -> Iterator[None]:
+    """Wait for rows with the graph of their lookup, whoever asks first; `checkpoint()` shall not see what it saves."""
+    if not trains:
+        yield
+        return
+    with (
+        torch.inference_mode(False),
+        torch.enable_grad(),
+        torch.autograd.graph.saved_tensors_hooks(lambda tensor: tensor, lambda tensor: tensor),
+    ):
+        yield
 
 
 def note_lengths(kjts: Iterable[KeyedJaggedTensor]) -> None:

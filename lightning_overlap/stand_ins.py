@@ -3,39 +3,54 @@
 from __future__ import annotations
 
 import itertools
-import time
 import warnings
 from collections.abc import Callable, Container, Iterator, Mapping
 from typing import Any, Protocol
 
+import torch
 import torch.distributed as dist
 from torchrec.distributed.types import LazyAwaitable, LazyGetItemMixin, ShardedModule
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from .agreement import Store
 from .kinds import why_never_early
+from .mismatches import Mismatches
 from .sharded import check_torchrec
-from .structure import Path, leaves
-
-MISMATCH_TIMEOUT_S = 20
-"""How long a rank waits for the others where all of them have to leave their early rows aside."""
+from .structure import Path, leaves, resolve
 
 _num_made = itertools.count()
 
 
-class EarlyRows(LazyGetItemMixin[str, Any], LazyAwaitable[Any]):  # type: ignore[misc]
-    """Rows of an early lookup, waited for where they are first used.
+class LazyRows(LazyGetItemMixin[str, Any], LazyAwaitable[Any]):  # type: ignore[misc]
+    """Rows that are waited for where they are first used, in the grad mode in which the module was called.
 
-    TorchRec's own pipelined forwards wait where the module is called; waiting later lets a bottom MLP after the
-    call still run beside the all-to-all.
+    TorchRec's awaitables wait in the mode of the first use: rows that a step looks at under `no_grad` first, for a
+    statistic say, would have no gradient when it trains on them afterwards.
     """
 
     def __init__(self, receive: Callable[[], Any]) -> None:
         super().__init__()
         self._receive = receive
+        self._mode = _grad_mode()
 
     def _wait_impl(self) -> Any:
-        return self._receive()
+        if _grad_mode() == self._mode:
+            return self._receive()
+        grad, inference = self._mode
+        with torch.inference_mode(inference), torch.set_grad_enabled(grad):
+            return self._receive()
+
+
+class EarlyRows(LazyRows):
+    """Rows of an early lookup.
+
+    TorchRec's own pipelined forwards wait where the module is called; waiting later lets a bottom MLP after the
+    call still run beside the all-to-all.
+    """
+
+
+def _grad_mode() -> tuple[bool, bool]:
+    return torch.is_grad_enabled(), torch.is_inference_mode_enabled()
 
 
 class Server(Protocol):
@@ -74,6 +89,10 @@ class StandIn:
             self.before.own_forward if isinstance(self.before, StandIn) else module.forward
         )
         self.path: Path | None = None
+        self.keys: frozenset[str] = frozenset()
+        """Of the input, by which another one in the batch is told that might take its place."""
+        self.num_overwritten = 0
+        """How often its early rows were left aside because somebody had written its tables."""
         self.plain_reason: str | None = why_never_early(module, group, prefetches=prefetches)
         self.calls: list[tuple[tuple[Any, ...], dict[str, Any]]] = []
 
@@ -114,6 +133,7 @@ class StandIns(Mapping[str, StandIn]):
         rank: Warns if 0.
         store: Where ranks leave word for each other; needed with a group.
         said: Warnings given so far, shared by all of a run.
+        timeout_s: How long ranks wait for each other.
     """
 
     def __init__(
@@ -127,6 +147,7 @@ class StandIns(Mapping[str, StandIn]):
         rank: int = 0,
         store: Store | None = None,
         said: set[tuple[str, str | None]] | None = None,
+        timeout_s: float = 1800,
     ) -> None:
         self._by_name = {name: StandIn(server, name, module, group, prefetches) for name, module in modules.items()}
         self._group = group
@@ -134,8 +155,8 @@ class StandIns(Mapping[str, StandIn]):
         self._rank = rank
         self._store = store
         self._said = set() if said is None else said
-        self._num_mismatches = 0
-        self._key = f"lightning_overlap/{next(_num_made)}"  # all ranks make as many
+        key = f"lightning_overlap/{next(_num_made)}"  # all ranks make as many
+        self._mismatches = None if group is None or store is None else Mismatches(store, key, group.size(), timeout_s)
 
     def __getitem__(self, name: str) -> StandIn:
         return self._by_name[name]
@@ -150,11 +171,20 @@ class StandIns(Mapping[str, StandIn]):
         """Put the stand-ins in the place of the modules' forwards."""
         for stand_in in self.values():
             stand_in.attach()
+        if self._mismatches is not None:
+            self._mismatches.begin()
 
     def detach(self) -> None:
         """Give every module the forward back that it had before."""
         for stand_in in self.values():
             stand_in.detach()
+        if self._mismatches is not None:
+            self._mismatches.end()
+
+    def served(self, stand_in: StandIn, index: int) -> None:
+        """Note that a module's call for a batch was served from early rows."""
+        if self._mismatches is not None:
+            self._mismatches.served(stand_in.name, index)
 
     def forget_calls(self) -> None:
         """Begin a step."""
@@ -166,15 +196,13 @@ class StandIns(Mapping[str, StandIn]):
 
         All ranks agree on the outcome, since every early collective has to be issued by all of them.
         """
-        by_id = {
-            id(leaf): path
-            for path, leaf in leaves(batch, lambda node: isinstance(node, KeyedJaggedTensor))
-            if isinstance(leaf, KeyedJaggedTensor)
-        }
+        by_id = {id(kjt): path for path, kjt in inputs_of(batch)}
         found = {name: _find(stand_in, by_id, self._step) for name, stand_in in self.items()}
         for name, (path, reason) in self._agree(found).items():
             stand_in = self[name]
             stand_in.path = path
+            if path is not None:
+                stand_in.keys = frozenset(resolve(batch, path).keys())
             if stand_in.plain_reason is not None:
                 self._warn(stand_in)
             elif reason is not None:
@@ -195,29 +223,26 @@ class StandIns(Mapping[str, StandIn]):
             for name, mine in found.items()
         }
 
-    def all_ranks_go_plain(self, stand_in: StandIn, index: int) -> None:
+    def all_ranks_go_plain(self, stand_in: StandIn, index: int, reason: str) -> None:
         """Make sure that the other ranks leave the early rows aside too, before this one issues a collective.
 
         They cannot be asked by a collective, since those that take the early rows issue none here.
 
+        Args:
+            stand_in: Of the module.
+            index: Of the batch.
+            reason: Why this rank does.
+
         Raises:
             RuntimeError: They do not: this rank's forward would wait for them, or mix up with what they send.
         """
-        if self._group is None:
+        if self._mismatches is None or self._mismatches.all_ranks(stand_in.name, index):
             return
-        assert self._store is not None
-        self._num_mismatches += 1
-        key = f"{self._key}/{self._num_mismatches}/{stand_in.name}"
-        self._store.add(key, 1)
-        deadline = time.monotonic() + MISMATCH_TIMEOUT_S
-        while self._store.add(key, 0) < self._group.size():
-            if time.monotonic() > deadline:
-                raise RuntimeError(
-                    f"rank {self._rank}: {self._step} called {stand_in.name!r} with another input than the one in "
-                    f"batch {index}, other ranks called it with theirs. Early rows need the same on all ranks: change "
-                    f"inputs before {self._step} (on_after_batch_transfer), or use pipeline='base'."
-                )
-            time.sleep(0.01)
+        raise RuntimeError(
+            f"rank {self._rank}: the early rows of {stand_in.name!r} are not those of batch {index}'s call in "
+            f"{self._step}: {reason}. Other ranks called it with theirs. Early rows need the same on all ranks: change "
+            f"inputs before {self._step} (on_after_batch_transfer), or use pipeline='base'."
+        )
 
     def check_calls(self, begun: Container[str]) -> None:
         """Give up modules that a step did not call once; `begun` are those whose stages began for its batch."""
@@ -262,6 +287,12 @@ def _find(stand_in: StandIn, by_id: Mapping[int, Path], step: str) -> tuple[Path
         kind = type(given).__name__ if given is not None else f"{len(args)} arguments and {sorted(kwargs)}"
         return None, f"its input ({kind}) is made inside {step}, it is not an object of the batch"
     return path, None
+
+
+def inputs_of(batch: Any) -> list[tuple[Path, KeyedJaggedTensor]]:
+    """Return every KeyedJaggedTensor of a batch with the path that leads to it."""
+    found = leaves(batch, lambda node: isinstance(node, KeyedJaggedTensor))
+    return [(path, leaf) for path, leaf in found if isinstance(leaf, KeyedJaggedTensor)]
 
 
 def only_input(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:

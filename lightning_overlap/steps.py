@@ -8,7 +8,7 @@ from functools import partial
 from typing import Any
 
 import torch
-from lightning.pytorch import LightningDataModule, LightningModule
+from lightning.pytorch import Callback, LightningDataModule, LightningModule, Trainer
 from lightning.pytorch.strategies import DDPStrategy
 from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor, nn
@@ -50,6 +50,13 @@ class WalksSteps(DDPStrategy):
                 and not _moves_batches(self.lightning_module)
             ):
                 batch = _start_copies(batch, device)
+            if (
+                self._streams is not None
+                and self.lightning_module is not None
+                and _has_own_hook(self.lightning_module, "on_after_batch_transfer")
+            ):
+                # It may read what training_step writes; the copies themselves wait for nothing.
+                self._streams.wait(StreamName.MEMCPY, self._streams.record(StreamName.COMPUTE))
             batch = super().batch_to_device(batch, device, dataloader_idx)
         if self._release_features and self._sparse is not None:
             moved = keyed_jagged_tensors(batch)
@@ -87,6 +94,8 @@ class WalksSteps(DDPStrategy):
         super().post_backward(closure_loss)
         if self._automatic:
             self._reach(Stage.BACKWARD)
+        elif self._executor is not None:
+            self._executor.wait_for_lookups()  # the rest of training_step may read the tables
 
     @override
     def optimizer_step(
@@ -106,6 +115,10 @@ class WalksSteps(DDPStrategy):
         if self._automatic:
             self._reach(Stage.OPTIMIZER_STEP)
         return output
+
+    def end_optimization(self) -> None:
+        """Say that the optimization of a batch is over, with a step of the optimizer or without."""
+        self._reach(Stage.OPTIMIZER_STEP)
 
     @property
     def _gradient_delay(self) -> int:
@@ -155,10 +168,28 @@ class WalksSteps(DDPStrategy):
 
 def _moves_batches(module: LightningModule) -> bool:
     """Whether the user has an own transfer_batch_to_device, in the module or the data module."""
-    hook = "transfer_batch_to_device"
+    return _has_own_hook(module, "transfer_batch_to_device")
+
+
+def _has_own_hook(module: LightningModule, hook: str) -> bool:
+    """Whether the user has a hook of this name, in the module or the data module."""
     own = getattr(type(module), hook) is not getattr(LightningModule, hook)
     datamodule = module.trainer.datamodule  # type: ignore[attr-defined]
     return own or (datamodule is not None and getattr(type(datamodule), hook) is not getattr(LightningDataModule, hook))
+
+
+_BETWEEN_BACKWARD_AND_STEP = ("on_after_backward", "on_before_optimizer_step")
+
+
+def runs_between_backward_and_step(trainer: Trainer) -> bool:
+    """Whether something of the user's runs there, which may read tables."""
+    module, callbacks = trainer.lightning_module, trainer.callbacks  # type: ignore[attr-defined]
+    hooks = (*_BETWEEN_BACKWARD_AND_STEP, "optimizer_step", "configure_gradient_clipping")
+    return any(getattr(type(module), hook) is not getattr(LightningModule, hook) for hook in hooks) or any(
+        getattr(type(callback), hook) is not getattr(Callback, hook)
+        for callback in callbacks
+        for hook in _BETWEEN_BACKWARD_AND_STEP
+    )
 
 
 def _start_copies(batch: Any, device: torch.device) -> Any:

@@ -41,6 +41,7 @@ from .sharding import (
 from .sparse import SparsePipeline
 from .stages import Stage, StreamName
 from .stale_rows import StaleRows
+from .steps import runs_between_backward_and_step
 from .streams import Streams, make_streams
 from .switched import exact_outside
 
@@ -217,13 +218,7 @@ class OverlapEmbeddingStrategy(evaluation.EvaluatesAhead, steps.WalksSteps, Save
         ignored = sharded_state_names(self.model)
         if not any(p.requires_grad for name, p in self.model.named_parameters() if name not in ignored):
             return
-        # Nothing but gradients travels in the backward of such a mode. With options their order could differ by rank:
-        # unused parameters, or a hook that sends from a thread.
-        in_order = not self.schedule.staleness and not self._has_ddp_options
-        if self._groups is not None and self._groups.gradients is not None and in_order:
-            self.model = DistributedDataParallel(self.model, process_group=self._groups.gradients)
-        else:
-            super().configure_ddp()
+        super().configure_ddp()
 
     @override
     def setup_optimizers(self, trainer: Trainer) -> None:
@@ -283,6 +278,8 @@ class OverlapEmbeddingStrategy(evaluation.EvaluatesAhead, steps.WalksSteps, Save
             prefetches=schedule.row(Stage.PREFETCH) is not None,
             releases=self._release_features and trains,
             several_hosts=self._groups.several_hosts,
+            any_rank=self.any_rank,
+            timeout_s=self._group_timeout.total_seconds(),
             # With manual optimization there may be several backwards, of which nobody says what each of them writes.
             fills_waits=trains and self.lightning_module.automatic_optimization,
         )
@@ -312,6 +309,8 @@ class OverlapEmbeddingStrategy(evaluation.EvaluatesAhead, steps.WalksSteps, Save
             observer=self._observer,
             rank=self.global_rank,
             num_before=partial(loop.num_trained, self._trainer),
+            any_rank=self.any_rank,
+            hooks_read_tables=runs_between_backward_and_step(self._trainer),
         )
         return self._executor
 
@@ -356,6 +355,7 @@ class OverlapEmbeddingStrategy(evaluation.EvaluatesAhead, steps.WalksSteps, Save
             agreement=self._agreement,
             lookup_context=self.precision_plugin.val_step_context,
             rank=self.global_rank,
+            any_rank=self.any_rank,
         )
 
     @override
@@ -368,6 +368,20 @@ class OverlapEmbeddingStrategy(evaluation.EvaluatesAhead, steps.WalksSteps, Save
         if self._executor is not None:
             self._executor.update_tables()
 
+    def tables_changed(self) -> None:
+        """Say that a callback or a hook has written tables between two steps; all ranks call this alike.
+
+        What has been looked up for the batches to come is left aside; they are looked up anew in their own step.
+        """
+        if self._executor is not None:
+            self._executor.tables_changed()
+
+    @override
+    def _end_evaluation(self) -> None:
+        super()._end_evaluation()
+        if self._executor is not None:
+            self._executor.ask_for_writes()
+
     # -- checkpoints, and what ranks tell each other ------------------------------------------------------------
 
     @override
@@ -378,6 +392,7 @@ class OverlapEmbeddingStrategy(evaluation.EvaluatesAhead, steps.WalksSteps, Save
                 self._executor.update_tables()
                 stack.enter_context(self._executor.without_lookups_ahead())
                 self._executor.wait_for_lookups()
+                self._executor.ask_for_writes()
             yield
 
     @property
@@ -443,6 +458,9 @@ class OverlapEmbeddingStrategy(evaluation.EvaluatesAhead, steps.WalksSteps, Save
             )
         if self._executor is not None:
             exception.add_note(f"rank {self.global_rank} was {place}")
+            missing = self._executor.settle_updates(SAVE_TIMEOUT_S)
+            if missing is not None:
+                exception.add_note(f"{missing}, the dense part has it: resume from a checkpoint")
         if self._first_cause is not None:
             self._first_cause.note(exception, place)
         self._stop_pipeline()

@@ -29,6 +29,9 @@ class Streams(Protocol):
     def hand_over(self, value: Any, name: StreamName) -> None:
         """Tell the caching allocator that a stream reads these tensors, made on another one."""
 
+    def hand_to_caller(self, value: Any, event: Any) -> None:
+        """Let the compute stream, and the stream that is current, use a value from an event on."""
+
     def begin_step(self) -> None:
         """Take the current stream as the compute stream."""
 
@@ -56,6 +59,9 @@ class HostStreams:
         """Do nothing."""
 
     def hand_over(self, value: Any, name: StreamName) -> None:
+        """Do nothing."""
+
+    def hand_to_caller(self, value: Any, event: Any) -> None:
         """Do nothing."""
 
     def begin_step(self) -> None:
@@ -119,10 +125,14 @@ class CudaStreams:
 
     def hand_over(self, value: Any, name: StreamName) -> None:
         """Record every device tensor of a nested value on a stream."""
-        stream = self[name]
-        for _, leaf in leaves(value, lambda node: hasattr(node, "record_stream")):
-            if hasattr(leaf, "record_stream") and _on_device(leaf):
-                leaf.record_stream(stream)
+        _record_stream(value, self[name])
+
+    def hand_to_caller(self, value: Any, event: torch.cuda.Event) -> None:
+        """Let the compute stream and the current one, which may be a stream of the user's, wait for an event."""
+        compute, current = self[StreamName.COMPUTE], torch.cuda.current_stream(self.device)
+        for stream in (compute,) if current == compute else (compute, current):
+            stream.wait_event(event)
+            _record_stream(value, stream)
 
     def native(self, name: StreamName) -> torch.cuda.Stream:
         """Return a stream."""
@@ -131,6 +141,12 @@ class CudaStreams:
     def begin_step(self) -> None:
         """Take the current stream as the compute stream."""
         self._streams[StreamName.COMPUTE] = torch.cuda.current_stream(self.device)
+
+
+def _record_stream(value: Any, stream: torch.cuda.Stream) -> None:
+    for _, leaf in leaves(value, lambda node: hasattr(node, "record_stream")):
+        if hasattr(leaf, "record_stream") and _on_device(leaf):
+            leaf.record_stream(stream)
 
 
 def _on_device(leaf: Any) -> bool:

@@ -275,6 +275,22 @@ class FakeSparse:
         plain, self._plain_forward = self._plain_forward, False
         return plain
 
+    def is_overwritten(self, batches: Iterable[InFlightBatch]) -> bool:
+        """Whether somebody has written tables: nobody does here."""
+        return False
+
+    def leave_overwritten(self, batches: Iterable[InFlightBatch]) -> None:
+        """Leave the early results of these batches aside."""
+        for inflight in batches:
+            self.drop_lookups(inflight)
+
+    def forget_received(self, inflight: InFlightBatch) -> None:
+        """Let go of the rows of a batch: nothing holds them here."""
+
+    def gradients_are_there(self, batches: Iterable[InFlightBatch], timeout_s: float) -> bool:
+        """Whether gradients arrive within a time: they do."""
+        return True
+
     # -- what the fake trainer does with the modules ------------------------------------------------------------
 
     def call_modules(self, inflight: InFlightBatch) -> None:

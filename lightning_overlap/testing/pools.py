@@ -137,6 +137,12 @@ class PooledStreams(FollowedStreams):
                 live.shared = True
 
     @override
+    def hand_to_caller(self, value: Any, event: Any) -> None:
+        """Note that the compute stream and the current one use these tensors."""
+        self.hand_over(value, StreamName.COMPUTE)
+        self.hand_over(value, self._current)
+
+    @override
     def begin_step(self) -> None:
         """Give back what two steps ago was free but for another stream."""
         self._sweep()

@@ -156,6 +156,11 @@ class RecordingStreams:
         text = f"batch {value.index}" if isinstance(value, FakeBatch) else "input"  # a log must not keep a batch alive
         self.log.append(("hand_over", self[name], text))
 
+    def hand_to_caller(self, value: Any, event: Any) -> None:
+        """Let the compute stream use a value from an event on."""
+        self.wait(StreamName.COMPUTE, event)
+        self.hand_over(value, StreamName.COMPUTE)
+
     def begin_step(self) -> None:
         """Log the begin of a step."""
         self.log.append(("begin_step", StreamName.COMPUTE, None))

@@ -52,6 +52,12 @@ class CheckedStreams(FollowedStreams):
         tensors = [leaf for _, leaf in leaves(value, lambda node: False) if isinstance(leaf, Tensor)]
         self._races.hand_over(map(self._memory.name, tensors), self[name])
 
+    def hand_to_caller(self, value: Any, event: Clock) -> None:
+        """Let the compute stream and the current one use the memory of a value from an event on."""
+        for name in (StreamName.COMPUTE, self._current):
+            self.wait(name, event)
+            self.hand_over(value, name)
+
     def observe(self, kind: str, stage: Stage, batch: int) -> None:
         """Take an event of the executor, to name the place in errors: this is an `Observer`."""
         self._doing = f"{kind} of {stage} of batch {batch}"

@@ -42,7 +42,7 @@ FILES = {
     ),
     "sparse": (
         *("kinds", "sharded", "held", "input_dist", "sparse", "sharding", "optim", "table_state", "stash"),
-        *("stale_rows", "lookup_threads", "released", "stand_ins"),
+        *("stale_rows", "lookup_threads", "released", "stand_ins", "columns", "unchanged", "mismatches"),
     ),
     "plugin": (
         "strategy",
