@@ -67,7 +67,6 @@ class Executor:
         self._agreement = agreement
         self._any_rank = any_rank
         self._hooks_read_tables = hooks_read_tables
-        self._num_asks_for_writes = NUM_ASKS_FOR_WRITES
         self._lookup_context = lookup_context
         self._observe = observer or _ignore
         self._rank = rank
@@ -83,6 +82,7 @@ class Executor:
         self._take(schedule.at(self._first_batch))
         # An evaluation keeps the mode that it runs in: no_grad or inference_mode.
         trains = Stage.BACKWARD in self.schedule.training_stages
+        self._num_asks_for_writes = NUM_ASKS_FOR_WRITES if trains else 0
         self._grad_mode: Callable[[], AbstractContextManager[Any]] = torch.enable_grad if trains else nullcontext
         self._reset()
 
@@ -114,6 +114,7 @@ class Executor:
         self.stop_agreed = False
         self._waiting_for_discovery: list[tuple[Step, int, frozenset[WeightOwner]]] = []
         self._plain_forward = False  # a module of the current batch ran its own forward, on the compute stream
+        self._in_forward = False  # of the user's step, which with manual optimization is all of it
         self._num_stepped = 0  # batches whose step is over
         self._num_updated = 0  # batches whose update has been issued, or is in `_to_update`
         self._updated: Any = None  # event behind the last fused backward on the lookup stream
@@ -221,10 +222,12 @@ class Executor:
             self.update_tables()  # a second forward in one iteration sees what the first one's backward did
         current.consumed = True
         self._trainer_stage.begin(Stage.DENSE_FORWARD, self._iteration, self.clock)
+        self._in_forward = True
         try:
             with nullcontext() if self._serving is None else self._serving.forward(current):
                 yield
         finally:
+            self._in_forward = False
             self._trainer_stage.end()
 
     def reach(self, stage: Stage) -> None:
@@ -461,6 +464,7 @@ class Executor:
             self._pass_backward()
         elif stage is Stage.OPTIMIZER_STEP:
             self._num_stepped = self._iteration + 1
+            self._discover()
             # What comes between two steps (a callback's averages, clamps, norms) finds the tables written.
             self._streams.wait(StreamName.COMPUTE, self._updated)
             self._run_deferred_lookup()
@@ -495,7 +499,9 @@ class Executor:
     def _discover(self) -> None:
         assert self._sparse is not None
         current = self.current
-        if self._sparse.ready or current is None or not current.consumed or not self._sparse.discover(current):
+        if self._sparse.ready or current is None or not current.consumed or self._in_forward:
+            return
+        if not self._sparse.discover(current):
             return
         waiting, self._waiting_for_discovery = self._waiting_for_discovery, []
         for step, index, owners in waiting:

@@ -152,7 +152,9 @@ class HeldUpdate:
         for cut in self._under_way:
             cut.leaf.grad = None
         for request, joint in self._requests:
-            request.dummy_tensor = joint  # TorchRec has let go of it, and takes it for the gradient of the next backward
+            request.dummy_tensor = (
+                joint  # TorchRec has let go of it, and takes it for the gradient of the next backward
+            )
         self._sent = None
 
 

@@ -47,7 +47,7 @@ from .stages import Stage, StreamName, WeightOwner
 from .stand_ins import EarlyRows, LazyRows, StandIn, StandIns, inputs_of, only_input
 from .streams import Streams
 from .structure import Path, resolve
-from .unchanged import SentInput, num_writes
+from .unchanged import SentInput, count_writes, num_writes
 
 
 class SparsePipeline:
@@ -366,6 +366,8 @@ class SparsePipeline:
             if kjt is None or stand_in.keys != frozenset(kjt.keys()):
                 continue
             num_found[stand_in.name] = sum(stand_in.keys == frozenset(other.keys()) for _, other in several)
+            if not self._trains:
+                count_writes([kjt])
             state = inflight.modules[stand_in.name] = ModuleInFlight(kjt, stand_in.module.create_context())
             sent = copy.copy(kjt) if self._releases else kjt  # TorchRec may hand on the very object that it is given
             with splits_only(stand_in.module, self._group, narrow=self._several_hosts):

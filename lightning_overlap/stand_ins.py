@@ -285,7 +285,10 @@ def _find(stand_in: StandIn, by_id: Mapping[int, Path], step: str) -> tuple[Path
     path = by_id.get(id(given))
     if path is None:
         kind = type(given).__name__ if given is not None else f"{len(args)} arguments and {sorted(kwargs)}"
-        return None, f"its input ({kind}) is made inside {step}, it is not an object of the batch"
+        return None, (
+            f"its input ({kind}) is made inside {step}, it is not an object of the batch (in whose dataclass fields, "
+            "named tuples, sequences, mappings, attributes and slots it was looked for)"
+        )
     return path, None
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from types import BuiltinFunctionType, FunctionType, MethodType, ModuleType
 from typing import Any
 
 import torch
@@ -59,10 +60,21 @@ def _children(node: Any) -> list[tuple[tuple[str, Any], Any]] | None:
         return [(("attr", name), getattr(node, name)) for name in node._fields]
     if isinstance(node, Sequence) and not isinstance(node, (str, bytes)):
         return [(("item", index), value) for index, value in enumerate(node)]
-    if isinstance(node, type | torch.nn.Module) or callable(node):
+    if isinstance(node, _NOT_SEARCHED):
         return None
     if dataclasses.is_dataclass(node):
         return [(("attr", field.name), getattr(node, field.name)) for field in dataclasses.fields(node)]
+    names = [name for name in _slots(type(node)) if hasattr(node, name)]
     if hasattr(node, "__dict__"):
-        return [(("attr", name), value) for name, value in vars(node).items()]
-    return None
+        names += vars(node)
+    return [(("attr", name), getattr(node, name)) for name in names] if names else None
+
+
+_NOT_SEARCHED = (type, ModuleType, torch.nn.Module, FunctionType, BuiltinFunctionType, MethodType)
+
+
+def _slots(cls: type) -> list[str]:
+    """Return the names of a class's slots, those of its bases included."""
+    own = [vars(base).get("__slots__", ()) for base in cls.__mro__]
+    names = [name for slots in own for name in ((slots,) if isinstance(slots, str) else slots)]
+    return [name for name in names if not name.startswith("__")]
