@@ -66,7 +66,7 @@ class Executor:
         self._streams = streams
         self._agreement = agreement
         self._any_rank = any_rank
-        self._hooks_read_tables = hooks_read_tables
+        self.hooks_read_tables = hooks_read_tables
         self._lookup_context = lookup_context
         self._observe = observer or _ignore
         self._rank = rank
@@ -493,8 +493,6 @@ class Executor:
         if self._sparse is not None and current is not None:
             self._sparse.forget_received(current)
         self._updated = self._streams.record(self._lookup_stream)
-        if self._hooks_read_tables:
-            self._streams.wait(StreamName.COMPUTE, self._updated)
 
     def _discover(self) -> None:
         assert self._sparse is not None

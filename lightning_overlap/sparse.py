@@ -269,6 +269,7 @@ class SparsePipeline:
         with (
             nullcontext() if counts is None else without_backward(module),
             timed(clock, Stage.EMBEDDING_LOOKUP, index, StreamName.COMPUTE),
+            _outside_inference_mode(),
         ):
             rows = look_up_now()
         if counts is not None:
@@ -698,6 +699,16 @@ def _autocast(module: Any, kjt: KeyedJaggedTensor) -> tuple[bool, torch.dtype] |
 
 def _waited_for_as_called(rows: Any) -> Any:
     return LazyRows(rows.wait) if isinstance(rows, LazyAwaitable) else rows
+
+
+@contextmanager
+def _outside_inference_mode() -> Iterator[None]:
+    """Run kernels that FBGEMM 1.8 does not have in inference mode on a CPU; there is no graph either way."""
+    if not torch.is_inference_mode_enabled():
+        yield
+        return
+    with torch.inference_mode(False), torch.no_grad():
+        yield
 
 
 @contextmanager

@@ -33,6 +33,8 @@ class WalksSteps(DDPStrategy):
     _streams: Streams | None = None
     _release_features = False
     _copy_in_place = False
+    _transferred: Any = None
+    """Event after the last transfer hook of the user's."""
     _stash: GradientStash
     _stash_gradients = False
     """Whether dense gradients are applied as many steps late as the rows of the schedule are old."""
@@ -50,20 +52,25 @@ class WalksSteps(DDPStrategy):
                 and not _moves_batches(self.lightning_module)
             ):
                 batch = _start_copies(batch, device)
-            if (
-                self._streams is not None
-                and self.lightning_module is not None
-                and _has_own_hook(self.lightning_module, "on_after_batch_transfer")
-            ):
-                # It may read what training_step writes; the copies themselves wait for nothing.
+            hooked = self._streams is not None and self._after_transfer
+            if hooked and self._streams is not None:
+                # The hook may read what training_step writes; the copies themselves wait for nothing.
                 self._streams.wait(StreamName.MEMCPY, self._streams.record(StreamName.COMPUTE))
             batch = super().batch_to_device(batch, device, dataloader_idx)
+            if hooked and self._streams is not None:
+                self._transferred = self._streams.record(StreamName.MEMCPY)
         if self._release_features and self._sparse is not None:
             moved = keyed_jagged_tensors(batch)
             if any(kjt is own for kjt in moved for own in loaded):
                 reason = "no copy of them is made, so the data loader's own objects would lose their values"
                 self._sparse.keep_features(f"the batch's KeyedJaggedTensors are on {device} already and {reason}")
         return batch
+
+    @property
+    def _after_transfer(self) -> bool:
+        """Whether the user has a hook that runs after the copies of a batch, on their stream."""
+        module = self.lightning_module
+        return module is not None and _has_own_hook(module, "on_after_batch_transfer")
 
     def _placing_copies(self, device: torch.device) -> contextlib.AbstractContextManager[Any]:
         """Take the memory of copies from the compute stream's pool, where another stream makes them."""
@@ -77,6 +84,9 @@ class WalksSteps(DDPStrategy):
         if not (args and isinstance(args[0], loop.Ticket)):
             return super().training_step(*args, **kwargs)
         [ticket] = args
+        if self._streams is not None and self._transferred is not None:
+            self._streams.wait(StreamName.COMPUTE, self._transferred)  # the hook may have read what this step writes
+            self._transferred = None
         with ticket.executor.forward():
             output = super().training_step(*ticket.arguments)
         if not self._automatic:
@@ -88,6 +98,10 @@ class WalksSteps(DDPStrategy):
     def pre_backward(self, closure_loss: Tensor) -> None:
         super().pre_backward(closure_loss)
         self._reach(Stage.DENSE_FORWARD)
+        if self._executor is not None and self._executor.hooks_read_tables and closure_loss.requires_grad:
+            # on_after_backward comes before this strategy's post_backward.
+            engine, order = torch.autograd.Variable._execution_engine, self._executor.wait_for_lookups
+            closure_loss.register_hook(lambda _: engine.queue_callback(order))
 
     @override
     def post_backward(self, closure_loss: Tensor) -> None:

@@ -8,7 +8,9 @@ from unittest import mock
 
 import pytest
 import torch
+import torch.utils.checkpoint
 from torch import Tensor
+from torchrec import KeyedJaggedTensor
 
 from lightning_overlap import MODES, STREAMS, Schedule, executor, sparse
 from lightning_overlap.stages import StreamName
@@ -18,17 +20,31 @@ from lightning_overlap.testing.one_process import process_group
 
 from .. import mutants
 from . import checked
-from .cases import MIXED, ROWWISE_ADAGRAD, SEQUENCE, TABLE_WISE, TWO_COLLECTIONS, WEIGHTED, Case, Model, make_batch
+from .cases import (
+    MIXED,
+    ROWWISE_ADAGRAD,
+    SEQUENCE,
+    TABLE_WISE,
+    TWO_COLLECTIONS,
+    WEIGHTED,
+    Batch,
+    Case,
+    Model,
+    make_batch,
+)
 from .cases import make_plan as plan_of
 
 OVERLAPPING = [name for name, mode in MODES.items() if mode.has_sparse_stages]
 
 
-def train(case: Case, pipeline: str, stream: str = "dedicated") -> None:
+def train(
+    case: Case, pipeline: str, stream: str = "dedicated", module: type[Model] = Model, **trainer_options: Any
+) -> None:
     batches = [make_batch(case, index, 0) for index in range(7)]
     options = {"sharding": plan_of(case, Model(case), 1), "stream": stream}
     with process_group("cpu"), warnings.catch_warnings():
-        fit(Setting(lambda: Model(case), batches, None, "cpu", 0, {}, options), pipeline, races=True)
+        warnings.simplefilter("ignore")
+        fit(Setting(lambda: module(case), batches, None, "cpu", 0, trainer_options, options), pipeline, races=True)
 
 
 @pytest.mark.parametrize("policy", STREAMS)
@@ -79,12 +95,152 @@ def test_the_file_without_anything_left_out_has_no_race() -> None:
     assert len(STATEMENTS) >= 13
 
 
-class ReadsTablesTooEarly(Model):
-    """Reads its tables behind the backward, which on a device may still be writing them on another stream."""
+class ReadsTables(Model):
+    """Reads its tables at the end of a batch."""
+
+    def read(self) -> None:
+        for value in self.ebc.state_dict().values():
+            shards = value.local_shards() if hasattr(value, "local_shards") else [value]
+            self.norm = sum(getattr(shard, "tensor", shard).square().sum() for shard in shards)
+
+    def on_train_batch_end(self, *args: Any) -> None:
+        self.read()
+
+
+class ReadsTablesAfterBackward(ReadsTables):
+    """Reads them in the hooks between the backward and the step, too."""
 
     def on_after_backward(self) -> None:
-        for value in self.ebc.state_dict().values():
-            self.norm = sum(shard.tensor.square().sum() for shard in value.local_shards())
+        self.read()
+
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        self.read()
+
+
+class SkipsSteps(ReadsTables):
+    """Leaves out every other step."""
+
+    def optimizer_step(self, epoch: int, batch_idx: int, optimizer: Any, closure: Any) -> None:
+        if batch_idx % 2:
+            optimizer.step(closure=closure)
+        else:
+            closure()
+
+
+class StepsByHand(ReadsTables):
+    """Reads its tables inside training_step, right after each of its parts."""
+
+    def __init__(self, case: Case) -> None:
+        super().__init__(case)
+        self.automatic_optimization = False
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        optimizer = self.optimizers()
+        loss = super().training_step(batch, batch_idx)
+        optimizer.zero_grad()
+        self.manual_backward(loss)
+        self.read()
+        optimizer.step()
+        self.read()
+
+
+class RecomputesItsLookup(ReadsTables):
+    """Looks up again inside the backward."""
+
+    def rows(self, collection: str, batch: Any) -> Any:
+        kjt = batch.inputs["sparse"][0]
+        keys = kjt.keys()
+
+        def look_up(anchor: Tensor) -> tuple[Tensor, ...]:
+            found = getattr(self, collection)(kjt).to_dict()
+            return tuple(found[key] + 0 * anchor for key in keys)
+
+        rows = torch.utils.checkpoint.checkpoint(look_up, torch.zeros((), requires_grad=True), use_reentrant=True)
+        return dict(zip(keys, rows, strict=True))
+
+
+class RecomputesAnotherLookup(RecomputesItsLookup):
+    """With ids that are made in the step, so that both lookups are its own forward's."""
+
+    def rows(self, collection: str, batch: Any) -> Any:
+        kjt, index = batch.inputs["sparse"]
+        if index >= 3:
+            kjt = KeyedJaggedTensor(kjt.keys(), kjt.values(), lengths=kjt.lengths())
+        return super().rows(collection, Batch(batch.dense, {"sparse": (kjt, index)}, batch.labels))
+
+
+@pytest.mark.parametrize(
+    ("module", "options"),
+    [
+        (ReadsTables, {}),
+        (ReadsTables, {"accumulate_grad_batches": 2}),
+        (ReadsTablesAfterBackward, {}),
+        (SkipsSteps, {}),
+        (StepsByHand, {}),
+        (RecomputesItsLookup, {}),
+        (RecomputesAnotherLookup, {}),
+    ],
+    ids=lambda value: value.__name__ if isinstance(value, type) else "_".join(value),
+)
+def test_the_users_code_finds_the_tables_written(module: type[Model], options: dict[str, Any], mode: Schedule) -> None:
+    """Step or no step, in every hook that comes after a backward."""
+    for policy in ("dedicated", "data_dist"):
+        train(TABLE_WISE, mode.name, policy, module, **options)
+
+
+class UsesAStreamOfItsOwn(Model):
+    """Uses its rows on another stream than the one that the step began on."""
+
+    def dense(self, batch: Any, rows: Any) -> Tensor:
+        streams: Any = self.trainer.strategy.streams
+        streams.wait(StreamName.PREFETCH, streams.record(StreamName.COMPUTE))
+        if batch.inputs["sparse"][1] == 0:  # looked up on the compute stream, where it was called
+            streams.hand_over([found.values() for found in rows.values()], StreamName.PREFETCH)
+        with streams.on(StreamName.PREFETCH):
+            scaled = {name: {key: 2 * value for key, value in found.to_dict().items()} for name, found in rows.items()}
+        streams.wait(StreamName.COMPUTE, streams.record(StreamName.PREFETCH))
+        streams.hand_over(scaled, StreamName.COMPUTE)
+        return super().dense(batch, scaled)
+
+
+def test_rows_are_there_on_whatever_stream_asks_for_them() -> None:
+    train(TABLE_WISE, "fused_sparse_dist", module=UsesAStreamOfItsOwn)
+
+
+class ScalesInItsHook(Model):
+    """Its transfer hook reads what its training_step writes."""
+
+    def __init__(self, case: Case) -> None:
+        super().__init__(case)
+        self.register_buffer("scale", torch.ones(6))
+
+    def on_after_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
+        return Batch(batch.dense * self.scale, batch.inputs, batch.labels)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        self.scale.mul_(0.5)
+        return super().training_step(batch, batch_idx)
+
+
+def test_a_transfer_hook_comes_after_what_the_step_wrote() -> None:
+    train(TABLE_WISE, "fused_sparse_dist", module=ScalesInItsHook)
+    with mock.patch.object(CheckedStreams, "wait", _waits_but_for_hooks), pytest.raises(RaceError, match="on memcpy"):
+        train(TABLE_WISE, "fused_sparse_dist", module=ScalesInItsHook)
+
+
+def _waits_but_for_hooks(self: CheckedStreams, name: StreamName, event: Any, own: Any = CheckedStreams.wait) -> None:
+    if name is not StreamName.MEMCPY:
+        own(self, name, event)
+
+
+class ReadsTablesTooEarly(ReadsTables):
+    """Reads its tables inside the backward, which on a device may be writing them on another stream."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        loss = super().training_step(batch, batch_idx)
+        engine = torch.autograd.Variable._execution_engine
+        loss.register_hook(lambda _: engine.queue_callback(self.read))
+        return loss
 
 
 def test_a_race_of_the_users_own_hook_is_named() -> None:
