@@ -8,9 +8,11 @@ import time
 import warnings
 from collections import defaultdict
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 from lightning.pytorch import LightningDataModule
@@ -231,6 +233,22 @@ class SecondPhase(Model):
         self.losses.append(torch.stack(losses).sum())
 
 
+class RaisesAfterTheStep(Model):
+    """Fails between the dense step of batch 5 and its deferred update."""
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        if batch_idx == 5:
+            raise ValueError("the user's own error")
+
+
+class RaisesBeforeTheStep(Model):
+    """Fails between the backward of batch 5 and its dense step."""
+
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        if self.trainer.fit_loop.epoch_loop.batch_idx == 5:
+            raise ValueError("the user's own error")
+
+
 # -- tables written by the user ---------------------------------------------------------------------------------------
 
 
@@ -294,6 +312,8 @@ MODELS: dict[str, tuple[type[Model], Case]] = {
     "two_backwards": (TwoBackwards, ROWWISE_ADAGRAD),
     "schedules_by_hand": (SchedulesByHand, TABLE_WISE),
     "second_phase": (SecondPhase, TWO_COLLECTIONS),
+    "raises_after_the_step": (RaisesAfterTheStep, TABLE_WISE),
+    "raises_before_the_step": (RaisesBeforeTheStep, TABLE_WISE),
     "clamps": (Clamps, TABLE_WISE),
     "clamps_data": (ClampsData, TABLE_WISE),
     "clamps_state": (ClampsState, TABLE_WISE),
@@ -347,7 +367,8 @@ def train(model: str, pipeline: str | Schedule, **trainer_kwargs: Any) -> Outcom
         timeout=datetime.timedelta(seconds=30),
     )
     trainer = make_trainer(strategy, **trainer_kwargs)
-    with warnings.catch_warnings(record=True) as caught:
+    raises = pytest.raises(ValueError, match="the user's own error") if "raises" in model else nullcontext()
+    with warnings.catch_warnings(record=True) as caught, raises:
         warnings.simplefilter("always")
         trainer.fit(module, datamodule=Data(_batches(model, case)))
     messages = [str(warning.message) for warning in caught if "not overlapped" in str(warning.message)]

@@ -99,6 +99,15 @@ def test_a_collection_called_after_the_first_backward_is_looked_up_early(two_ran
     assert outcome.early == 2 * SERVED
 
 
+@pytest.mark.parametrize(("model", "num_steps"), [("raises_after_the_step", 6), ("raises_before_the_step", 5)])
+def test_an_error_leaves_the_dense_step_and_its_deferred_update_or_neither(
+    two_ranks: Ranks, model: str, num_steps: int
+) -> None:
+    expected = two_ranks.run(callers.train, "plain", "semi_sync", max_steps=num_steps)
+    for mine, theirs in zip(two_ranks.run(callers.train, model, "semi_sync_deferred"), expected, strict=True):
+        assert [name for name in mine.result.differences(theirs.result) if not name.startswith("losses")] == []
+
+
 # -- tables that the user writes --------------------------------------------------------------------------------------
 
 

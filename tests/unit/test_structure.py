@@ -171,3 +171,30 @@ def test_a_path_that_leads_nowhere_names_itself(path: Path, text: str) -> None:
     with pytest.raises(LookupError) as caught:
         resolve(Data([1], 2), path)
     assert str(caught.value) == f"the batch has no {text}"
+
+
+class Slotted:
+    """A batch class without a `__dict__`."""
+
+    __slots__ = ("ids",)
+
+    def __init__(self, ids: object) -> None:
+        self.ids = ids
+
+
+class Callable:
+    """A batch that can be called."""
+
+    def __init__(self, ids: object) -> None:
+        self.ids = ids
+
+    def __call__(self) -> None: ...
+
+
+@pytest.mark.parametrize("batch", [Slotted, Callable])
+def test_slots_and_batches_that_can_be_called_are_searched(batch: type) -> None:
+    ids = torch.zeros(2)
+    [(path, leaf)] = leaves(batch(ids), lambda node: False)
+    assert leaf is ids
+    assert path == (("attr", "ids"),)
+    assert resolve(batch(ids), path) is ids

@@ -1,0 +1,72 @@
+"""`Mismatches` on threads in the place of ranks, and a store in memory."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from unittest import mock
+
+import pytest
+
+from lightning_overlap import mismatches
+from lightning_overlap.mismatches import Mismatches
+
+
+class Memory:
+    """A store of one process."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._counts: dict[str, int] = {}
+        self._values: dict[str, str] = {}
+
+    def add(self, key: str, amount: int) -> int:
+        with self._lock:
+            self._counts[key] = self._counts.get(key, 0) + amount
+            return self._counts[key]
+
+    def compare_set(self, key: str, expected: str, desired: str) -> bytes:
+        with self._lock:
+            if self._values.get(key, "") == expected:
+                self._values[key] = desired
+            return self._values[key].encode()
+
+
+@pytest.fixture
+def ranks() -> Iterator[list[Mismatches]]:
+    store = Memory()
+    with mock.patch.object(mismatches, "LOOK_EVERY_S", 0.05):
+        made = [Mismatches(store, "run", 2, timeout_s=5) for _ in range(2)]
+        for one in made:
+            one.begin()
+        yield made
+        for one in made:
+            one.end()
+    assert not [thread for thread in threading.enumerate() if thread.name == "early_rows_mismatches"]
+
+
+def test_all_ranks_leave_the_same_call_however_late_one_is(ranks: list[Mismatches]) -> None:
+    for one in ranks:
+        one.served("ebc", 3)
+    with ThreadPoolExecutor(1) as pool:
+        first = pool.submit(ranks[0].all_ranks, "ebc", 4)
+        time.sleep(0.3)  # several looks, which find a call that nobody was served for
+        assert not first.done()
+        assert ranks[1].all_ranks("ebc", 4)
+        assert first.result()
+        again = pool.submit(ranks[1].all_ranks, "ebc", 5)
+        assert ranks[0].all_ranks("ebc", 5)
+        assert again.result()
+
+
+def test_a_rank_that_was_served_says_so_at_once(ranks: list[Mismatches]) -> None:
+    ranks[1].served("ebc", 4)
+    started = time.monotonic()
+    assert not ranks[0].all_ranks("ebc", 4)
+    assert time.monotonic() - started < 4
+
+
+def test_a_rank_that_never_comes_is_waited_for_no_longer_than_told() -> None:
+    assert not Mismatches(Memory(), "run", 2, timeout_s=0.1).all_ranks("ebc", 0)
