@@ -59,6 +59,9 @@ PRIVATE_NAMES: Mapping[str, tuple[str, ...]] = {
 }
 """What this file uses of Lightning beyond its public interface, by the module or class that has it."""
 
+MAX_NONES_AT_END = 2
+"""How many batches of an epoch are fetched one early, to know which one is the last where they may be None."""
+
 ExecutorFactory = Callable[["LookaheadFetcher"], Executor]
 
 
@@ -99,6 +102,7 @@ class LookaheadFetcher(_DataLoaderIterDataFetcher):
         self._skipped: deque[tuple[int, int, int]] = deque()
         """Batches that are None: how many others come before it in the epoch, its number, its loader's."""
         self._real: InFlightBatch | None = None  # begun, and to be delivered after those that are None before it
+        self._buffered: tuple[Any, int, int] | None = None
         self._num_delivered = 0
         self._has_ended = False
         self._iterated = False
@@ -208,6 +212,10 @@ class LookaheadFetcher(_DataLoaderIterDataFetcher):
     @property
     def exhausted(self) -> bool:
         """Whether this rank has no batch left that all ranks have."""
+        return self._buffered is None and self._inner_is_exhausted
+
+    @property
+    def _inner_is_exhausted(self) -> bool:
         return self.inner.done or self.inner.fetched >= self.num_batches
 
     @property
@@ -227,11 +235,8 @@ class LookaheadFetcher(_DataLoaderIterDataFetcher):
             return None
         if self.executor.num_fetched == 0:
             self._is_whole = self.inner.fetched == 0
-        fetched = self._next_of_inner()
-        while fetched is not None and self._is_skipped(fetched[0]):
-            # Each rank skips its own, as Lightning does: the others' collectives are for the next one.
-            self._skipped.append((self.executor.num_fetched, *fetched[1:]))
-            fetched = self._next_of_inner()
+        index = self.executor.num_fetched
+        fetched, self._buffered = self._buffered or self._next_to_train(index), None
         if fetched is None:
             if self.certain and self.inner.fetched < self.num_batches:
                 raise RuntimeError(
@@ -240,8 +245,21 @@ class LookaheadFetcher(_DataLoaderIterDataFetcher):
                 )
             return None
         batch, batch_idx, dataloader_idx = fetched
-        self._note_state(self.executor.num_fetched)
+        self._note_state(index)
+        if self.certain and not self._state_fetched and self.num_batches - self.inner.fetched <= MAX_NONES_AT_END:
+            self._buffered = self._next_to_train(index + 1)  # whether any is left, the last ones being None
         return self._stage(batch, dataloader_idx), batch_idx, dataloader_idx
+
+    def _next_to_train(self, index: int) -> tuple[Any, int, int] | None:
+        """Fetch the batch `index`, past those that are None: each rank skips its own, as Lightning does.
+
+        The other ranks' collectives are for the next one that is none of these.
+        """
+        fetched = self._next_of_inner()
+        while fetched is not None and self._is_skipped(fetched[0]):
+            self._skipped.append((index, *fetched[1:]))
+            fetched = self._next_of_inner()
+        return fetched
 
     def _is_skipped(self, batch: Any) -> bool:
         """Whether the loop trains no such batch."""
@@ -249,7 +267,7 @@ class LookaheadFetcher(_DataLoaderIterDataFetcher):
 
     def _next_of_inner(self) -> tuple[Any, int, int] | None:
         for _ in range(2):
-            if not self.exhausted:
+            if not self._inner_is_exhausted:
                 with suppress(StopIteration):
                     return next(self.inner)
             if self.inner.fetched > 0 or self._iterated or not self._state_fetched:
@@ -306,7 +324,7 @@ class LookaheadFetcher(_DataLoaderIterDataFetcher):
     def drop(self) -> None:
         """Drop the batches that were looked ahead, on all ranks alike."""
         self._peeked = False
-        self._batch = self._real = None
+        self._batch = self._real = self._buffered = None
         self._num_delivered, self._has_ended = 0, False
         self._skipped.clear()
         if self.executor is not None:

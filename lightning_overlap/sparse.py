@@ -324,6 +324,8 @@ class SparsePipeline:
         """Let go of the rows of a batch whose backward is over."""
         for state in inflight.modules.values():
             state.received = None
+        if self._in_step is inflight:
+            self._in_step = None
 
     def take_plain_forward(self) -> bool:
         """Whether a module ran its own forward in training since the last call."""

@@ -7,7 +7,7 @@ import threading
 import time
 import warnings
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
@@ -15,10 +15,10 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from lightning.pytorch import LightningDataModule
+from lightning.pytorch import Callback, LightningDataModule
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, IterableDataset
 from torchrec import KeyedJaggedTensor
 from torchrec.distributed.model_parallel import DistributedModelParallel
 from torchrec.distributed.types import ShardingEnv
@@ -320,6 +320,41 @@ MODELS: dict[str, tuple[type[Model], Case]] = {
     "clamps_later": (ClampsLater, TABLE_WISE),
     "clamps_later_and_says_so": (ClampsLaterAndSaysSo, TABLE_WISE),
 }
+
+
+class Streamed(IterableDataset):
+    """Batches without a length."""
+
+    def __init__(self, make: Callable[[int], Any]) -> None:
+        self.make = make
+
+    def __iter__(self) -> Iterator[Any]:
+        return (self.make(index) for index in range(NUM_STEPS))
+
+
+def skipping(pipeline: str | Schedule, skipped: dict[int, tuple[int, ...]], streamed: bool) -> tuple[Tensor, list[int]]:
+    """Train where each rank's loader gives None for some batches; return losses and the steps' `batch_idx`."""
+    rank = dist.get_rank()
+    module = Model(TABLE_WISE)
+    seen: list[int] = []
+
+    def make(index: int) -> Batch | None:
+        return None if index in skipped[rank] else fresh(TABLE_WISE, index, rank)
+
+    class Sees(Callback):
+        def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+            seen.append(-1 if batch is None else batch_idx)
+
+    strategy = OverlapEmbeddingStrategy(
+        pipeline=pipeline,
+        sharding=make_plan(TABLE_WISE, module, dist.get_world_size()),
+        timeout=datetime.timedelta(seconds=20),
+    )
+    data = Streamed(make) if streamed else [make(index) for index in range(NUM_STEPS)]
+    make_trainer(strategy, callbacks=[Sees()]).fit(module, DataLoader(data, batch_size=None))
+    return torch.stack(module.losses), seen
+
+
 LAYOUTS: dict[str, Callable[[Case, int, int], Any]] = {
     "one_of_two_tasks": one_of_two_tasks,
     "two_tasks_at_once": two_tasks_at_once,
