@@ -38,8 +38,8 @@ _TABLE_OPTIMIZERS = "table_optimizers"
 class StartsProcesses(DDPStrategy):
     """A strategy that can be copied and pickled, and that gives whole tables back to the process that started it."""
 
-    _parents_tables: frozenset[str] | None = None
-    """In a started process: the tables that the parent's module has; None in every other process."""
+    _parents_state: frozenset[str] | None = None
+    """Of a fit in started processes: what the state of the parent's module consists of, by name."""
 
     def forget_run(self) -> None:
         """Set all that belongs to a run to what it is before the first one. Nothing of it goes along with a copy."""
@@ -80,20 +80,8 @@ class StartsProcesses(DDPStrategy):
         if self._start_method == "forkserver" and self.model is not None:
             own_memory(self.model)
         super().setup(trainer)
-
-    def check_that_tables_can_be_given_back(self, model: nn.Module) -> None:
-        """Check, in a started process, that the parent has all tables that are going to be trained.
-
-        Raises:
-            ValueError: Some were made here.
-        """
-        here = {table.path for table in find_tables(model)}
-        if self._parents_tables is not None and not here <= self._parents_tables:
-            raise ValueError(
-                f"start_method={self._start_method!r}: {', '.join(sorted(here - self._parents_tables))} were made in "
-                "the started processes (by setup or configure_model), and the module of the process that started them "
-                f"has no such tables to take what they learn. Make them in the module's __init__, {_OTHERWISE}"
-            )
+        if self._parents_state is not None and self.lightning_module is not None:
+            _check_same_tables(self.lightning_module, self._parents_state, self._start_method)
 
 
 def own_memory(module: nn.Module) -> None:
@@ -123,11 +111,11 @@ class Launcher(_MultiProcessingLauncher):
             if has_tables(module):
                 _refuse_launch(self._strategy, self._start_method, module, trainer)
             if trainer.state.fn == TrainerFn.FITTING:
-                self._strategy._parents_tables = frozenset(table.path for table in find_tables(module))
+                self._strategy._parents_state = frozenset(module.state_dict())
         try:
             return super().launch(function, *args, trainer=trainer, **kwargs)
         finally:
-            self._strategy._parents_tables = None
+            self._strategy._parents_state = None
 
     @override
     def _collect_rank_zero_results(self, trainer: Trainer, results: Any) -> Any:
@@ -149,6 +137,26 @@ def _make_whole(
     """Put whole tensors in the place of shards, on rank 0. All ranks call this."""
     tensors = {key: value for key, value in state.items() if isinstance(value, Tensor)}
     state.update(gather(tensors, group))
+
+
+def _check_same_tables(module: nn.Module, of_parent: frozenset[str], start_method: str) -> None:
+    """Check, in a started process, that all of its sharded state has a place in the parent's module.
+
+    Raises:
+        ValueError: It has not. Lightning would drop it without a word.
+    """
+    sharded = tuple(f"{name}." for name in sharded_modules(module))
+    here, there = ({key for key in keys if key.startswith(sharded)} for keys in (module.state_dict(), of_parent))
+    if here != there:
+        raise ValueError(
+            f"start_method={start_method!r}: the module that is trained has {_some(here - there)} and the one of the "
+            f"process that started this one has {_some(there - here)} in its place: that could not take what is "
+            f"learned. Make all tables in the module's __init__, not in setup or configure_model, {_OTHERWISE}"
+        )
+
+
+def _some(keys: set[str]) -> str:
+    return ", ".join(sorted(keys)) or "nothing"
 
 
 _OTHERWISE = "or start a process per rank: run the script itself (start_method='popen', the default), or torchrun."

@@ -182,7 +182,6 @@ class OverlapEmbeddingStrategy(evaluation.EvaluatesAhead, steps.WalksSteps, Save
         if overlaps:
             refuse_precision(self.precision_plugin.precision)
             if fitting:
-                self.check_that_tables_can_be_given_back(self.model)
                 refuse_callbacks(trainer.callbacks, self.model)  # type: ignore[attr-defined]
             self._join_groups()
             store, self._all_failed = default_store(), False
@@ -472,7 +471,9 @@ class OverlapEmbeddingStrategy(evaluation.EvaluatesAhead, steps.WalksSteps, Save
     @override
     def teardown(self) -> None:
         self._stop_pipeline()
-        if self.lightning_module is None or not sharded_modules(self.lightning_module):
+        module = self.lightning_module
+        # What is on meta cannot be moved to a CPU either: the error would hide the one that came before sharding.
+        if module is None or not (sharded_modules(module) or any(weight.is_meta for weight in module.parameters())):
             super().teardown()
             return
         # As FSDPStrategy: shards stay where they are, for a later fit, validate, test or predict.
