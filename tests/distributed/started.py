@@ -66,6 +66,15 @@ class AllBatches(Batches):
     test_dataloader = val_dataloader
 
 
+class Fails(Model):
+    """Fails on one rank, while the other one waits for it."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        if batch_idx == 1 and self.global_rank == 1:
+            raise ValueError("a fault of rank 1")
+        return super().training_step(batch, batch_idx)
+
+
 class MadeLater(Model):
     """Makes its tables in the processes that train."""
 
@@ -242,6 +251,9 @@ def main() -> None:
     found: dict[str, Any] = {
         "fork": fit_and_more(folder, "fork", MIXED),
         "spawn": fit_and_more(folder, "spawn", COLUMN_WISE),
+        "fault": _refusal(
+            start(OverlapEmbeddingStrategy(start_method="fork")), Fails(TABLE_WISE), Batches(TABLE_WISE, 2)
+        ),
         "dense": [fit_dense(cls(start_method="fork")) for cls in (DDPStrategy, OverlapEmbeddingStrategy)],
         "made_later": _refusal(
             start(OverlapEmbeddingStrategy(start_method="fork")), MadeLater(), Batches(TABLE_WISE, NUM_STEPS)

@@ -77,6 +77,13 @@ def test_a_module_without_tables_is_given_back_as_with_ddp(found: dict[str, Any]
 
 
 @pytest.mark.slow
+def test_a_fault_on_one_rank_ends_the_fit(found: dict[str, Any]) -> None:
+    """And this process goes on, with the fits that come after it in the script."""
+    assert found["fault"].startswith("ProcessRaisedException:")
+    assert "ValueError: a fault of rank 1" in found["fault"]
+
+
+@pytest.mark.slow
 def test_tables_that_the_parent_has_not_are_refused(found: dict[str, Any]) -> None:
     assert "ebc.embedding_bags.t0.weight, " in found["made_later"]
     assert "Make all tables in the module's __init__" in found["made_later"]
