@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.strategies import DDPStrategy
@@ -74,6 +75,13 @@ class StartsProcesses(DDPStrategy):
         super()._configure_launcher()
         if isinstance(self._launcher, _MultiProcessingLauncher):
             self._launcher = Launcher(self, self._start_method)  # type: ignore[arg-type]
+
+    @override
+    def setup_environment(self) -> None:
+        super().setup_environment()
+        if self._start_method == "fork" and self.lightning_module is not None and has_tables(self.lightning_module):
+            # A forked process waits forever for the threads that OpenMP had made in its parent, but not for itself.
+            torch.set_num_threads(1)
 
     @override
     def setup(self, trainer: Trainer) -> None:

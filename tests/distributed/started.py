@@ -5,9 +5,11 @@ As a script: fits by `fork` and `spawn`; what this process then has goes to the 
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import os
 import pickle
+import signal
 import subprocess
 import sys
 import warnings
@@ -90,8 +92,16 @@ class MadeLater(Model):
 def run_script(folder: Path) -> dict[str, Any]:
     """Run this file as a script; return what it found."""
     command = [sys.executable, "-m", __name__, str(folder)]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=110, check=False)
-    assert done.returncode == 0, done.stderr
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    with (folder / "log").open("wb") as log:
+        process = subprocess.Popen(command, cwd=ROOT, env=environment, stdout=log, stderr=log, start_new_session=True)
+    try:
+        code = process.wait(110)
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)  # and what it has started
+        process.wait()
+    assert code == 0, (folder / "log").read_text(encoding="utf-8", errors="replace")
     found: dict[str, Any] = torch.load(folder / "found.pt", weights_only=False)
     return found
 
@@ -246,15 +256,17 @@ class Everything(AllBatches):
 
 def main() -> None:
     warnings.simplefilter("ignore")
-    torch.set_num_threads(1)
     folder = Path(sys.argv[1])
+    dense = [fit_dense(cls(start_method="fork")) for cls in (DDPStrategy, OverlapEmbeddingStrategy)]
+    torch.set_num_threads(2)
+    torch.randn(500, 500).exp().sum()  # by two threads, which a forked process does not have
     found: dict[str, Any] = {
         "fork": fit_and_more(folder, "fork", MIXED),
         "spawn": fit_and_more(folder, "spawn", COLUMN_WISE),
         "fault": _refusal(
             start(OverlapEmbeddingStrategy(start_method="fork")), Fails(TABLE_WISE), Batches(TABLE_WISE, 2)
         ),
-        "dense": [fit_dense(cls(start_method="fork")) for cls in (DDPStrategy, OverlapEmbeddingStrategy)],
+        "dense": dense,
         "made_later": _refusal(
             start(OverlapEmbeddingStrategy(start_method="fork")), MadeLater(), Batches(TABLE_WISE, NUM_STEPS)
         ),
