@@ -116,10 +116,11 @@ class Launcher(_MultiProcessingLauncher):
     def launch(self, function: Callable[..., Any], *args: Any, trainer: Trainer | None = None, **kwargs: Any) -> Any:
         module = self._strategy.lightning_module
         if trainer is not None and module is not None:
-            if has_tables(module):
+            with_tables = has_tables(module)
+            if with_tables:
                 _refuse_launch(self._strategy, self._start_method, module, trainer)
             if trainer.state.fn == TrainerFn.FITTING:
-                self._strategy._parents_state = frozenset(module.state_dict())
+                self._strategy._parents_state = frozenset(module.state_dict() if with_tables else ())
         try:
             return super().launch(function, *args, trainer=trainer, **kwargs)
         finally:
