@@ -4,7 +4,7 @@ Given a checkout of Lightning's repository, of the installed version, each test 
 its own, in the same order and with the same seeds:
 
 - `ddp`: `DDPStrategy` wherever the Trainer itself would choose the single CPU device;
-- `overlap`: `OverlapEmbeddingStrategy` there, and under the names of `DDPStrategy` that start processes by `popen`;
+- `overlap`: `OverlapEmbeddingStrategy` there, and under all names of `DDPStrategy` (`ddp`, `ddp_spawn`, ...);
 - `lookahead` (with `--lookahead`): as `overlap`, and every module is trained by the lookahead loops, tables or not.
 
 Strategy objects that a test makes itself stay as they are. With `--devices 2` these Trainers get two CPU devices, and
@@ -237,7 +237,7 @@ def pytest_configure(config: pytest.Config) -> None:
         lightning_overlap.strategy.has_tables = lambda model: True
     if arm != REFERENCE:
         for entry in StrategyRegistry.values():
-            if entry["strategy"] is DDPStrategy and entry["init_params"].get("start_method", "popen") == "popen":
+            if entry["strategy"] is DDPStrategy:
                 entry["strategy"] = ours
     _replace_default(DDPStrategy if arm == REFERENCE else ours)
 

@@ -314,7 +314,7 @@ def find(path: Path) -> Path:
         return beside(path, "old")
     if not path.exists():
         left = " (a save that did not finish left NAME.unfinished)" if beside(path, "unfinished").exists() else ""
-        raise FileNotFoundError(f"there is no checkpoint {path}{left}.")
+        raise FileNotFoundError(f"Checkpoint file not found: {path}{left}")  # in Lightning's words
     if path.suffix == ".unfinished":
         raise ValueError(
             f"{path} is what is left of a save that did not finish. Load {path.with_suffix('')} if it is there, "

@@ -9,6 +9,7 @@ TorchRec's private names that this file uses are listed in `sharded.PRIVATE_NAME
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -127,14 +128,18 @@ def without_graph(answer: Any) -> Any:
 def answer_in_config_order(model: nn.Module) -> None:
     """Let every sharded collection of a model answer in the order of its configs, from now on."""
     for module in table_modules(model).values():
-        cls = type(module)
-        bags = isinstance(module, ShardedEmbeddingBagCollection)
-        mixin: type = _BagsInOrder if bags else _SequencesInOrder
-        if issubclass(cls, mixin):
+        if hasattr(module, "names_in_order"):
             continue
+        bags = isinstance(module, ShardedEmbeddingBagCollection)
         configs = module._embedding_bag_configs if bags else module._embedding_configs
-        module.__class__ = type(cls.__name__, (mixin, cls), {"__module__": cls.__module__})
+        module.__class__ = _in_order(type(module), _BagsInOrder if bags else _SequencesInOrder)
         module.names_in_order = [name for names in get_embedding_names_by_table(configs) for name in names]
+
+
+@functools.cache
+def _in_order(cls: type, mixin: type) -> type:
+    """Return a class of the same name that answers in order; one for all modules of a class."""
+    return type(cls.__name__, (mixin, cls), {"__module__": cls.__module__})
 
 
 class _BagsInOrder(ShardedEmbeddingBagCollection):  # type: ignore[misc]

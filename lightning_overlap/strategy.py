@@ -18,9 +18,10 @@ from torch.distributed.constants import default_pg_timeout
 from torch.nn.parallel import DistributedDataParallel
 from typing_extensions import override
 
-from . import evaluation, groups, loop, signals, steps
+from . import evaluation, groups, loop, processes, signals, steps
 from .agreement import FirstCause, GroupAgreement, default_store
 from .clocks import Clock
+from .copied import leave_shards_behind
 from .executor import Executor
 from .kinds import has_model_parallel_tables, sharded_modules
 from .modes import check_lookup_threads, check_stash, resolve_schedule, resolve_stream
@@ -41,11 +42,18 @@ from .sharding import (
 from .sparse import SparsePipeline
 from .stages import Stage, StreamName
 from .stale_rows import StaleRows
+from .stash import GradientStash
 from .steps import runs_between_backward_and_step
 from .streams import Streams, make_streams
 from .switched import exact_outside
 
-STRATEGY_NAME = "overlap_embedding"
+STRATEGY_NAMES = {
+    "overlap_embedding": "popen",
+    "overlap_embedding_spawn": "spawn",
+    "overlap_embedding_fork": "fork",
+    "overlap_embedding_notebook": "fork",
+}
+"""What `Trainer(strategy=...)` takes, as Lightning's `ddp`, `ddp_spawn`, ...: the name, how processes are started."""
 
 _NO_DDP_OPTIONS = frozenset(
     {
@@ -59,7 +67,7 @@ SAVE_TIMEOUT_S = 20
 """How long a rank that failed waits for the others to fail too, before it saves with them."""
 
 
-class OverlapEmbeddingStrategy(evaluation.EvaluatesAhead, steps.WalksSteps, SavesShards):
+class OverlapEmbeddingStrategy(evaluation.EvaluatesAhead, steps.WalksSteps, SavesShards, processes.StartsProcesses):
     """Trains an unmodified LightningModule with TorchRec tables, the lookup of coming batches overlapped.
 
     The tables are sharded over all ranks; the rest of the module is wrapped in DistributedDataParallel (on one rank
@@ -98,12 +106,13 @@ class OverlapEmbeddingStrategy(evaluation.EvaluatesAhead, steps.WalksSteps, Save
             Either loads whatever the format, the number of ranks and the sharding plan of the run.
         async_checkpoint: Write folders beside training, from a copy of this rank's shards on the host. The next save
             and the end of `fit` wait for the one under way, and raise its error.
-        **kwargs: What `DDPStrategy` takes.
+        **kwargs: What `DDPStrategy` takes. With a `start_method` of "spawn" or "fork" (in notebooks) the process that
+            starts the others gets whole tables back into its module, which stays unsharded.
 
     Raises:
         ValueError: Unknown mode, stream or checkpoint format (the nearest names are listed), a Schedule that cannot
             run, a `staleness`, `defer_update`, `stash_gradients`, `start_batch` or `end_batch` that the mode does not
-            take, `async_checkpoint` with `checkpoint_format="full"`, or a `start_method` other than "popen".
+            take, or `async_checkpoint` with `checkpoint_format="full"`.
         TypeError: An argument of the wrong type.
     """
 
@@ -136,18 +145,24 @@ class OverlapEmbeddingStrategy(evaluation.EvaluatesAhead, steps.WalksSteps, Save
         self.stream = stream
         self._lookup_stream = resolve_stream(stream)
         check_fused_optimizer(fused_optimizer)
-        _check_start_method(kwargs.get("start_method", "popen"))
         super().__init__(checkpoint_format=checkpoint_format, async_checkpoint=async_checkpoint, **kwargs)
         self._has_ddp_options = not kwargs.keys() <= _NO_DDP_OPTIONS
         self.sharding = sharding
         self.fused_optimizer = fused_optimizer
         self._observer = observer
         self._said: set[tuple[str, str | None]] = set()
+        self._group_timeout = kwargs.get("timeout", default_pg_timeout)
+        self.forget_run()
+
+    @override
+    def forget_run(self) -> None:
+        self._trainer: Trainer | None = None
         self._groups: groups.Groups | None = None
         self._first_cause: FirstCause | None = None
         self._all_failed = False
-        self._group_timeout = kwargs.get("timeout", default_pg_timeout)
-        self._trainer: Trainer | None = None
+        self._executor = self._sparse = self._streams = self._evaluations = self._transferred = None
+        self.save_through(None)
+        self._stash = GradientStash()
 
     @override
     def __repr__(self) -> str:
@@ -206,6 +221,7 @@ class OverlapEmbeddingStrategy(evaluation.EvaluatesAhead, steps.WalksSteps, Save
                 device=self.root_device,
                 local_world_size=self.num_processes,
             )
+            leave_shards_behind(self.model)
             ignored = sharded_state_names(self.model)
             DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(self.model, ignored)
         super().model_to_device()
@@ -473,7 +489,9 @@ class OverlapEmbeddingStrategy(evaluation.EvaluatesAhead, steps.WalksSteps, Save
     @override
     def teardown(self) -> None:
         self._stop_pipeline()
-        if self.lightning_module is None or not sharded_modules(self.lightning_module):
+        module = self.lightning_module
+        # What is on meta cannot be moved to a CPU either: the error would hide the one that came before sharding.
+        if module is None or not (sharded_modules(module) or any(weight.is_meta for weight in module.parameters())):
             super().teardown()
             return
         # As FSDPStrategy: shards stay where they are, for a later fit, validate, test or predict.
@@ -509,18 +527,11 @@ class OverlapEmbeddingStrategy(evaluation.EvaluatesAhead, steps.WalksSteps, Save
     @classmethod
     @override
     def register_strategies(cls, strategy_registry: Any) -> None:
-        if STRATEGY_NAME not in strategy_registry:
-            strategy_registry.register(
-                STRATEGY_NAME, cls, description="TorchRec tables sharded, their lookup overlapped with the dense part"
-            )
-
-
-def _check_start_method(start_method: str) -> None:
-    if start_method != "popen":
-        raise ValueError(
-            f"start_method={start_method!r}: a process made by {start_method} cannot give its shard of the tables "
-            "back to the parent. Run the script itself (start_method='popen', the default) or torchrun."
-        )
+        what = "TorchRec tables sharded, their lookup overlapped with the dense part"
+        for name, start_method in STRATEGY_NAMES.items():
+            if name not in strategy_registry:
+                description = f"{what}, with `start_method` '{start_method}'"
+                strategy_registry.register(name, cls, description=description, start_method=start_method)
 
 
 OverlapEmbeddingStrategy.register_strategies(StrategyRegistry)

@@ -298,7 +298,7 @@ def test_loading_what_is_something_else(two_ranks: Ranks, tmp_path: Path) -> Non
         assert first == second
         return first
 
-    assert load("nothing.ckpt").startswith(f"FileNotFoundError: there is no checkpoint {tmp_path / 'nothing.ckpt'}")
+    assert load("nothing.ckpt").startswith(f"FileNotFoundError: Checkpoint file not found: {tmp_path / 'nothing.ckpt'}")
     (tmp_path / "folder").mkdir()
     assert "is a folder without meta.pt, so not a checkpoint of this strategy" in load("folder")
     (tmp_path / "a.ckpt.unfinished").mkdir()

@@ -175,7 +175,6 @@ def test_said_once(two_ranks: Ranks, kwargs: dict[str, Any], word: str) -> None:
         ({"fused_optimizer": "sgd"}, TypeError, "fused_optimizer is \\(class, kwargs\\)"),
         ({"fused_optimizer": (torch.optim.SGD, {"rate": 1})}, TypeError, "fused_optimizer: SGD does not take"),
         ({"fused_optimizer": (dict, {})}, TypeError, "fused_optimizer is \\(class, kwargs\\)"),
-        ({"start_method": "spawn"}, ValueError, "start_method='spawn': a process made by spawn"),
     ],
 )
 def test_refused_when_made(kwargs: dict[str, Any], error: type[Exception], text: str) -> None:

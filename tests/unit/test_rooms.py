@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from lightning_overlap import evaluation, loop, sharded, signals, sparse, strategy
+from lightning_overlap import evaluation, loop, processes, sharded, signals, sparse, strategy
 
 PACKAGE = Path(sparse.__file__).resolve().parent
 ROOMS = ("plan", "run", "sparse", "plugin", "apps")
@@ -42,7 +42,7 @@ FILES = {
     ),
     "sparse": (
         *("kinds", "sharded", "held", "input_dist", "sparse", "sharding", "optim", "table_state", "stash"),
-        *("stale_rows", "lookup_threads", "released", "stand_ins", "columns", "unchanged", "mismatches"),
+        *("stale_rows", "lookup_threads", "released", "stand_ins", "columns", "unchanged", "mismatches", "copied"),
     ),
     "plugin": (
         "strategy",
@@ -50,6 +50,7 @@ FILES = {
         "loop",
         "evaluation",
         "signals",
+        "processes",
         "checkpoint",
         "checkpoint_full",
         "checkpoint_dense",
@@ -84,7 +85,7 @@ LEAVES_ALONE = {
     "plugin": {"hydra", "omegaconf"},
     "apps": set[str](),
 }
-LIGHTNING_FILES = {"loop": loop, "evaluation": evaluation, "signals": signals}
+LIGHTNING_FILES = {"loop": loop, "evaluation": evaluation, "signals": signals, "processes": processes}
 """The files that may use Lightning's private names; each lists them."""
 
 ROOM_OF = {file: room for room, files in FILES.items() for file in files}
@@ -289,6 +290,8 @@ LIGHTNING = {
     "_EvaluationLoop": "lightning.pytorch.loops.evaluation_loop",
     "_PredictionLoop": "lightning.pytorch.loops.prediction_loop",
     "_DataLoaderIterDataFetcher": "lightning.pytorch.loops.fetchers",
+    "_MultiProcessingLauncher": "lightning.pytorch.strategies.launchers.multiprocessing",
+    "DDPStrategy": "lightning.pytorch.strategies",
     "LightningModule": "lightning.pytorch",
     "ModelPruning": "lightning.pytorch.callbacks",
     "Strategy": "lightning.pytorch.strategies.parallel",
@@ -338,6 +341,8 @@ def _private_names_in_lightning(cls: type) -> set[str]:
     "cls",
     [
         strategy.OverlapEmbeddingStrategy,
+        processes.StartsProcesses,
+        processes.Launcher,
         loop._FitLoopMixin,
         loop._EpochLoopMixin,
         loop.LookaheadFetcher,
