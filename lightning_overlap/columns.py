@@ -132,12 +132,13 @@ def answer_in_config_order(model: nn.Module) -> None:
             continue
         bags = isinstance(module, ShardedEmbeddingBagCollection)
         configs = module._embedding_bag_configs if bags else module._embedding_configs
-        module.__class__ = _in_order(type(module), _BagsInOrder if bags else _SequencesInOrder)
+        cls: Any = type(module)
+        module.__class__ = _in_order(cls, _BagsInOrder if bags else _SequencesInOrder)
         module.names_in_order = [name for names in get_embedding_names_by_table(configs) for name in names]
 
 
 @functools.cache
-def _in_order(cls: type, mixin: type) -> type:
+def _in_order(cls: Any, mixin: type) -> type:
     """Return a class of the same name that answers in order; one for all modules of a class."""
     return type(cls.__name__, (mixin, cls), {"__module__": cls.__module__})
 

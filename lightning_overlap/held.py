@@ -103,10 +103,11 @@ class HeldUpdate:
 
     def _arrived(self, graph: Tensor, leaf: Tensor, *, travels: bool) -> None:
         """Take the gradient that a backward has left at a cut."""
+        if leaf.grad is None:  # of rows that nothing depends on
+            return
         task = torch._C._current_graph_task_id()
         if task not in self._backwards:
             self._backwards[task] = _Backward(None if self.note_rates is None else self.note_rates())
-        assert leaf.grad is not None
         left = self._backwards[task]
         (left.to_send if travels else left.to_apply).append((graph, leaf.grad))
         leaf.grad = None

@@ -372,7 +372,7 @@ class SparsePipeline:
             if not self._trains:
                 count_writes([kjt])
             state = inflight.modules[stand_in.name] = ModuleInFlight(kjt, stand_in.module.create_context())
-            sent = copy.copy(kjt) if self._releases else kjt  # TorchRec may hand on the very object that it is given
+            sent = copy.copy(kjt)  # TorchRec may hand on the very object that it is given, and give it other weights
             with splits_only(stand_in.module, self._group, narrow=self._several_hosts):
                 state.splits = stand_in.module.input_dist(state.context, sent)
             state.sent = SentInput(kjt)

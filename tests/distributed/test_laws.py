@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from unittest import mock
 
 import pytest
 import torch
@@ -76,9 +77,11 @@ def test_the_model_shows_one_stale_lookup(ranks: Ranks, case: Case) -> None:
 
 def _fit_with_every_lookup_at_its_row(case: Case) -> object:
     original = Schedule.dense_owned_lookup
+    # Nobody notices that tables were written after their lookup: else it would be left aside, and all be well.
     Schedule.dense_owned_lookup = None  # type: ignore[assignment]
     try:
-        return fit(case, Schedule("all_before_the_step", MODES["fused_sparse_dist"].steps))
+        with mock.patch("lightning_overlap.sparse.num_writes", return_value=()):
+            return fit(case, Schedule("all_before_the_step", MODES["fused_sparse_dist"].steps))
     finally:
         Schedule.dense_owned_lookup = original
 

@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader
 from torchrec import KeyedJaggedTensor
 from torchrec.distributed.types import CacheParams
 
-from lightning_overlap import OverlapEmbeddingStrategy, stand_ins
+from lightning_overlap import OverlapEmbeddingStrategy
 from lightning_overlap.kinds import why_never_early
 
 from .cases import (
@@ -321,7 +321,6 @@ def lookup_counts(pipeline: str, **trainer_kwargs: Any) -> list[list[int]]:
 
 def one_rank_differs() -> None:
     """Train a module whose calls differ between ranks: the odd rank raises, and ends the others with it."""
-    stand_ins.MISMATCH_TIMEOUT_S = 1
     module = OneRankDiffers(TABLE_WISE)
     plan = make_plan(TABLE_WISE, module, dist.get_world_size())
     strategy = OverlapEmbeddingStrategy(pipeline="fused_sparse_dist", sharding=plan)
