@@ -20,14 +20,13 @@ import torch.distributed as dist
 from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor, nn
 
+from .atomic import beside, remove, take_name
 from .checkpoint import (
     FUSED,
     MODEL,
     TABLE_OPTIMIZERS,
-    beside,
     explain_weights_only,
     on_rank_zero,
-    take_name,
     take_state,
     together,
 )
@@ -116,11 +115,12 @@ def write_file(content: dict[str, Any] | None, path: Path, group: dist.ProcessGr
 
     def write() -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
+        remove(unfinished)  # a folder, perhaps
         with unfinished.open("wb") as file:
             torch.save(content, file)
             file.flush()
             os.fsync(file.fileno())
-        take_name(unfinished, path, beside(path, "old"))
+        take_name(unfinished, path)
 
     on_rank_zero(write, path, group)
 

@@ -2,20 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
-from lightning.pytorch import LightningModule
+from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.plugins.io import TorchCheckpointIO
 from lightning.pytorch.strategies import DDPStrategy
 from lightning.pytorch.trainer.states import TrainerFn
 from torch.optim import Optimizer
 from typing_extensions import override
 
+from . import links
+from .atomic import discard_with_leftovers, lead, links_to
 from .checkpoint import (
     FULL,
     SHARDED,
@@ -58,6 +60,7 @@ class SavesShards(DDPStrategy):
         self.checkpoint_format = checkpoint_format
         self.async_checkpoint = async_checkpoint
         self._folder_saver = FolderSaver(None)
+        self._newest: Path | None = None
         self._stash = GradientStash()
 
     @property
@@ -74,9 +77,13 @@ class SavesShards(DDPStrategy):
         self._folder_saver = FolderSaver(group)
 
     @property
-    def _is_running(self) -> bool:
-        """Whether a fit or an evaluation goes on, at whose end somebody waits for what is written beside it."""
+    def _running_trainer(self) -> Trainer | None:
+        """The trainer whose fit or evaluation goes on, at whose end somebody waits for what is written beside it."""
         raise NotImplementedError
+
+    def when_whole(self, action: Callable[[], None]) -> None:
+        """Do something now, or as soon as the save under way has succeeded, on this rank."""
+        self._folder_saver.when_whole(action)
 
     @property
     @override
@@ -119,12 +126,16 @@ class SavesShards(DDPStrategy):
             content = gather_checkpoint(checkpoint, module, self.checkpoint_group)
             if _is_plain_file(filepath, storage_options, self.checkpoint_io):
                 write_file(content, Path(filepath), self.checkpoint_group)
+                self._newest = Path(filepath)
             else:
                 super().save_checkpoint(content or {}, filepath, storage_options)
             return
         check_folder_path(filepath, storage_options)
-        asynchronous = self.async_checkpoint and self._is_running  # after fit, nobody would wait for it
+        asynchronous = (
+            self.async_checkpoint and self._running_trainer is not None
+        )  # after fit, nobody would wait for it
         self._folder_saver.save(checkpoint, Path(filepath), module, asynchronous=asynchronous)
+        self._newest = Path(filepath)  # whole, as soon as `when_whole` does something
 
     @property
     def _saved_format(self) -> str:
@@ -137,7 +148,11 @@ class SavesShards(DDPStrategy):
     @override
     def remove_checkpoint(self, filepath: Any) -> None:
         # Not before the one that takes its place is whole.
-        self._folder_saver.when_whole(partial(super().remove_checkpoint, filepath))
+        if not _is_plain_file(filepath, None, self.checkpoint_io):
+            self._folder_saver.when_whole(partial(super().remove_checkpoint, filepath))
+        elif self.is_global_zero:
+            stems = links.stems(self._running_trainer)
+            self._folder_saver.when_whole(partial(_remove, Path(filepath), self._newest, stems))
 
     @override
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
@@ -193,6 +208,14 @@ class SavesShards(DDPStrategy):
 
     def _is_fitting(self) -> bool:
         return self.lightning_module is not None and self.lightning_module.trainer.state.fn == TrainerFn.FITTING
+
+
+def _remove(path: Path, newest: Path | None, stems: set[str]) -> None:
+    """Remove a checkpoint; the links to the last one that lead to it lead to the newest from now on."""
+    if newest is not None and newest != path:
+        for link in links_to(path, stems):
+            lead(link, newest)
+    discard_with_leftovers(path)
 
 
 def _is_plain_file(path: Any, storage_options: Any, checkpoint_io: Any) -> bool:

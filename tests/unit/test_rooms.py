@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from lightning_overlap import evaluation, loop, sharded, signals, sparse, strategy
+from lightning_overlap import evaluation, links, loop, sharded, signals, sparse, strategy
 
 PACKAGE = Path(sparse.__file__).resolve().parent
 ROOMS = ("plan", "run", "sparse", "plugin", "apps")
@@ -53,6 +53,9 @@ FILES = {
         "checkpoint",
         "checkpoint_full",
         "checkpoint_dense",
+        "atomic",
+        "safe_metadata",
+        "links",
         "saving",
         "callbacks",
         "timeline_callback",
@@ -84,7 +87,7 @@ LEAVES_ALONE = {
     "plugin": {"hydra", "omegaconf"},
     "apps": set[str](),
 }
-LIGHTNING_FILES = {"loop": loop, "evaluation": evaluation, "signals": signals}
+LIGHTNING_FILES = {"loop": loop, "evaluation": evaluation, "signals": signals, "links": links}
 """The files that may use Lightning's private names; each lists them."""
 
 ROOM_OF = {file: room for room, files in FILES.items() for file in files}
@@ -290,6 +293,7 @@ LIGHTNING = {
     "_PredictionLoop": "lightning.pytorch.loops.prediction_loop",
     "_DataLoaderIterDataFetcher": "lightning.pytorch.loops.fetchers",
     "LightningModule": "lightning.pytorch",
+    "ModelCheckpoint": "lightning.pytorch.callbacks",
     "ModelPruning": "lightning.pytorch.callbacks",
     "Strategy": "lightning.pytorch.strategies.parallel",
     "Trainer": "lightning.pytorch",
