@@ -52,6 +52,21 @@ def take_name(unfinished: Path, path: Path) -> None:
     remove(beside(path, "old"))  # what an earlier release left where it was interrupted
 
 
+def twin(path: Path, name: Path) -> None:
+    """Give a whole checkpoint a second name, that of a folder or file which shares its files with the first one."""
+    new = beside(name, "unfinished")
+    remove(new)
+    try:
+        if path.is_dir():
+            shutil.copytree(path, new, copy_function=os.link)
+        else:
+            os.link(path, new)
+    except OSError:  # no hard links there
+        remove(new)
+        return
+    take_name(new, name)
+
+
 def lead(link: Path, to: Path) -> None:
     """Let a link lead to a checkpoint, in the place of what has the link's name; a copy where there are no links."""
     new = beside(link, "unfinished")

@@ -29,7 +29,7 @@ from torch.distributed.checkpoint.planner import WriteItem
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 
-from .atomic import being_replaced, beside, remove, take_name
+from .atomic import being_replaced, beside, remove, take_name, twin
 from .checkpoint_dense import empty_table_states, put_table_states, take_table_states
 from .modes import unknown_name_message
 from .safe_metadata import SafePlanner, SafeReader
@@ -45,8 +45,6 @@ FORMATS = {SHARDED: "a folder, every rank writes its shards", FULL: "one file, g
 
 MODEL, FUSED, TABLE_OPTIMIZERS = "model", "fused_optimizer", "table_optimizers"
 """Parts of a folder: weights, state of fused optimizers, state of dense optimizers for shards of tables."""
-
-LOADERS, _LOADER = "loader_states", "combined_loader"
 
 
 def check_format(checkpoint_format: str | None, async_checkpoint: bool) -> None:
@@ -109,7 +107,15 @@ class FolderSaver:
         self._pending: Future[None] | None = None
         self._actions: list[Future[None]] = []
 
-    def save(self, checkpoint: dict[str, Any], path: Path, model: nn.Module, *, asynchronous: bool = False) -> None:
+    def save(
+        self,
+        checkpoint: dict[str, Any],
+        path: Path,
+        model: nn.Module,
+        *,
+        asynchronous: bool = False,
+        also: Path | None = None,
+    ) -> None:
         """Write a folder; every rank calls this.
 
         Args:
@@ -118,6 +124,7 @@ class FolderSaver:
             model: The sharded module.
             asynchronous: Return as soon as this rank's part is copied to the host. The folder takes its name when
                 it is whole, some time later.
+            also: A second name that the folder has before it takes its own.
 
         Raises:
             OSError: A rank could not write; raised on every rank. Also one of the asynchronous save before.
@@ -128,12 +135,12 @@ class FolderSaver:
         if _is_rank_zero(self._group):
             torch.save(checkpoint, buffer)
         if not asynchronous:
-            _write(state, buffer.getbuffer(), path, self._group)
+            _write(state, buffer.getbuffer(), path, self._group, also)
             return
         # torch.distributed.checkpoint.async_save would leave the last step, taking the name, to somebody who waits.
         state = {part: {key: _staged(value) for key, value in values.items()} for part, values in state.items()}
         self._executor = self._executor or ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
-        self._pending = self._executor.submit(_write, state, buffer.getbuffer(), path, self._group)
+        self._pending = self._executor.submit(_write, state, buffer.getbuffer(), path, self._group, also)
 
     def when_whole(self, action: Callable[[], None]) -> None:
         """Do something now, or as soon as the save under way has succeeded."""
@@ -163,31 +170,6 @@ class FolderSaver:
             done.result()
 
 
-def gather_loader_states(checkpoint: dict[str, Any], group: dist.ProcessGroup | None) -> None:
-    """Add every rank's state of the data loaders: rank 0 alone writes what is not sharded."""
-    state = _fit_loop(checkpoint).get(_LOADER)
-    states = [state]
-    if group is not None:
-        states = [None] * group.size()
-        dist.all_gather_object(states, state, group=group)
-    if any(states):
-        checkpoint[LOADERS] = states
-
-
-def take_loader_state(checkpoint: dict[str, Any], group: dist.ProcessGroup | None) -> dict[str, Any]:
-    """Give this rank the state of its own data loaders, if there were as many ranks; else all get rank 0's."""
-    states = checkpoint.pop(LOADERS, [])
-    rank, num_ranks = (0, 1) if group is None else (group.rank(), group.size())
-    if len(states) == num_ranks:
-        _fit_loop(checkpoint)[_LOADER] = states[rank] or []
-    return checkpoint
-
-
-def _fit_loop(checkpoint: dict[str, Any]) -> dict[str, Any]:
-    state: dict[str, Any] = checkpoint.get("loops", {}).get("fit_loop", {}).get("state_dict", {})
-    return state
-
-
 def _staged(value: Any) -> Any:
     return on_host(value) if isinstance(value, Tensor) else value
 
@@ -196,8 +178,10 @@ def _is_rank_zero(group: dist.ProcessGroup | None) -> bool:
     return group is None or group.rank() == 0
 
 
-def _write(state: dict[str, Any], rest: memoryview, path: Path, group: dist.ProcessGroup | None) -> None:
-    """Write a folder beside `path`, then let it take the name.
+def _write(
+    state: dict[str, Any], rest: memoryview, path: Path, group: dist.ProcessGroup | None, also: Path | None = None
+) -> None:
+    """Write a folder beside `path`, then let it take the name; before, a second name, if any.
 
     Raises:
         OSError: A rank could not write, or is gone.
@@ -213,6 +197,8 @@ def _write(state: dict[str, Any], rest: memoryview, path: Path, group: dist.Proc
             file.write(rest)
             file.flush()
             os.fsync(file.fileno())
+        if also is not None:
+            twin(unfinished, also)
         take_name(unfinished, path)
 
     try:
