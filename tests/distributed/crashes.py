@@ -22,20 +22,22 @@ from typing import Any
 from unittest import mock
 
 import torch
-from lightning.pytorch import Trainer
+from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.trainer.states import TrainerFn
+from torch import nn
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.checkpoint.state_dict_loader import load
+from torchrec import EmbeddingBagCollection, EmbeddingBagConfig
 
 from lightning_overlap import OverlapEmbeddingStrategy, atomic, checkpoint
 from lightning_overlap.safe_metadata import SafeReader
 
-from .cases import Batches, Case, Model, TableSpec
+from .cases import NUM_ROWS, Batch, Batches, Case, TableSpec
 from .fits import make_trainer
 
 ONE_TABLE = Case("one_table", (TableSpec("t0", ("f0",)),))
-NUM_STEPS = 3
+NUM_STEPS = 2
 _CHANGES = {"os.rename", "os.remove", "os.rmdir", "os.mkdir", "os.symlink", "os.link", "os.truncate"}
 _WRITES = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC
 
@@ -55,7 +57,7 @@ class _Watched(io.BufferedWriter):
 
     def write(self, data: Any) -> int:
         self.num += 1
-        if self.num <= 2 and _before:
+        if self.num == 1 and _before:
             self.flush()
             _before[-1]()
         return super().write(data)
@@ -151,7 +153,7 @@ def fit_and_crash(
     def copy() -> None:
         if place.exists():
             places.append(copies / str(len(places)))
-            shutil.copytree(place, places[-1], symlinks=True)
+            shutil.copytree(place, places[-1], symlinks=True, copy_function=_copy)
 
     no_exchange = mock.patch.object(atomic, "exchange", return_value=False)
     with warnings.catch_warnings(), no_exchange if not exchanges else warnings.catch_warnings():
@@ -183,6 +185,11 @@ def fit_and_crash(
     return list(left.values()), sorted(path.name for path in place.iterdir()), began
 
 
+def _copy(path: str, to: str) -> None:
+    # What has its name already is not written to any more.
+    (shutil.copy2 if ".unfinished" in path or os.path.islink(path) else os.link)(path, to, follow_symlinks=False)
+
+
 def _looks(place: Path) -> list[tuple[Any, ...]]:
     """What can be seen of all that is somewhere, without reading it."""
     stats = [(path, path.lstat()) for path in sorted(place.rglob("*"))]
@@ -192,30 +199,46 @@ def _looks(place: Path) -> list[tuple[Any, ...]]:
     ]
 
 
+class Small(LightningModule):
+    """A table and as little as there can be beside it: each tensor is a file."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        [table] = ONE_TABLE.tables
+        config = EmbeddingBagConfig(
+            name=table.name, num_embeddings=NUM_ROWS, embedding_dim=table.dim, feature_names=list(table.features)
+        )
+        self.ebc = EmbeddingBagCollection(tables=[config])
+        self.top = nn.Linear(table.dim, 1, bias=False)
+        self.began = 0
+
+    def on_train_start(self) -> None:
+        self.began = self.trainer.global_step
+
+    def training_step(self, batch: Batch, batch_idx: int) -> torch.Tensor:
+        self.log("loss", -float(self.trainer.global_step))
+        rows = self.ebc(batch.inputs["sparse"][0])
+        return nn.functional.binary_cross_entropy_with_logits(self.top(rows.values()).squeeze(1), batch.labels)
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.top.parameters(), 0.1)
+
+
 def _fit(
     place: Path, how: str, options: dict[str, Any], *, num_steps: int = NUM_STEPS, resume: bool = False
 ) -> tuple[int, int]:
     """Fit, from "last" if told so; return the first step and the last one."""
 
-    class Told(Model):
-        began = 0
-
-        def on_train_start(self) -> None:
-            self.began = self.trainer.global_step
-
-        def training_step(self, batch: Any, batch_idx: int) -> Any:
-            self.log("loss", -float(self.trainer.global_step))
-            return super().training_step(batch, batch_idx)
-
     strategy = OverlapEmbeddingStrategy(
         sharding="table_wise",
+        fused_optimizer=(torch.optim.SGD, {"lr": 0.5}),
         checkpoint_format=None if how == "async" else how,
         async_checkpoint=how == "async",
     )
     saver = ModelCheckpoint(place, filename="{step}", every_n_train_steps=1, enable_version_counter=False, **options)
     more: dict[str, Any] = {"enable_checkpointing": True, "callbacks": [saver], "max_steps": num_steps, "max_epochs": 9}
     trainer = make_trainer(strategy, **more)
-    model = Told(ONE_TABLE)
+    model = Small()
     trainer.fit(model, datamodule=Batches(ONE_TABLE, NUM_STEPS), ckpt_path="last" if resume else None)
     return model.began, trainer.global_step
 

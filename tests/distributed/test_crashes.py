@@ -12,7 +12,7 @@ from .crashes import NUM_STEPS, Left
 
 LAST: dict[str, dict[str, Any]] = {"last": {"save_last": True}, "link": {"save_last": "link"}}
 MONITORED: dict[str, Any] = {"monitor": "loss", "save_top_k": 2}
-NUM_INSTANTS = {"sharded": 60, "async": 60, "full": 15}
+NUM_INSTANTS = {"sharded": 50, "async": 50, "full": 15}
 
 
 def check(left: list[Left], first: int = 0) -> None:
