@@ -13,7 +13,7 @@ import io
 import os
 import pickle
 import warnings
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Set
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, TypeVar, cast
@@ -319,7 +319,10 @@ def load_folder(
     state_dict = model.state_dict()  # its tensors are the module's own memory: filling them loads the module
     weights = {key: value for key, value in state_dict.items() if isinstance(value, Tensor)}
     rest = _load_rest(path, weights_only)
-    _check_same_model(path, weights, saved[MODEL], strict)
+    objects = state_dict.keys() - weights.keys()  # of get_extra_state; a dict of them is saved entry by entry
+    there = {name: next((key for key in objects if name.startswith(f"{key}.")), name) for name in saved[MODEL]}
+    saved[MODEL] = {there[name]: value for name, value in saved[MODEL].items()}
+    _check_same_model(path, state_dict.keys(), weights, saved[MODEL], strict)
     state: dict[str, Any] = {MODEL: {key: value for key, value in state_dict.items() if key in saved[MODEL]}}
     loading = Loading({}, lambda: None)
     if with_optimizers and "optimizer_states" in rest:
@@ -403,8 +406,10 @@ def explain_weights_only(path: Path, err: Exception) -> str:
     )
 
 
-def _check_same_model(path: Path, weights: Mapping[str, Piece], saved: Mapping[str, Any], strict: bool) -> None:
-    missing, unexpected = _some(weights.keys() - saved.keys()), _some(saved.keys() - weights.keys())
+def _check_same_model(
+    path: Path, names: Set[str], weights: Mapping[str, Piece], saved: Mapping[str, Any], strict: bool
+) -> None:
+    missing, unexpected = _some(names - saved.keys()), _some(saved.keys() - names)
     if strict and (missing or unexpected):
         raise RuntimeError(
             f"could not load {path} into this model. Was it saved from other tables?"

@@ -186,9 +186,9 @@ def save_to(path: str, storage_options: Any = None, **kwargs: Any) -> str:
     return "saved"
 
 
-def load_from(case: Case, path: str, fn: str = "fit", **kwargs: Any) -> str:
+def load_from(case: Case, path: str, fn: str = "fit", model_class: Any = None, **kwargs: Any) -> str:
     """Load; return what the user reads if that is refused."""
-    model = Evaluated(case)
+    model = (model_class or Evaluated)(case)
     trainer = make_trainer(OverlapEmbeddingStrategy(sharding=make_plan(case, model, dist.get_world_size())))
     try:
         getattr(trainer, fn)(model, datamodule=EvaluatedBatches(case, 2), ckpt_path=path, **kwargs)
