@@ -259,6 +259,20 @@ def test_an_asynchronous_save_that_fails_is_an_error_on_every_rank(two_ranks: Ra
     assert not (tmp_path / "a.ckpt").exists()
 
 
+@pytest.mark.parametrize("disk_is_full", [False, True])
+def test_an_error_beside_an_asynchronous_save(get_ranks: Any, disk_is_full: bool, tmp_path: Path) -> None:
+    """It is the one that is raised; a callback may broadcast while it is handled; the trainer is torn down."""
+    ranks = get_ranks(2)
+    path = tmp_path / "a.ckpt"
+    for said, notes, heard, stage in ranks.run(checkpoints.fail_beside_a_save, str(path), disk_is_full=disk_is_full):
+        assert said == "the same on all ranks"
+        assert heard == 0
+        assert stage is None
+        assert any("written beside training failed: no space left" in note for note in notes) == disk_is_full
+    assert path.exists() != disk_is_full
+    ranks.close()  # a run that failed leaves process groups behind
+
+
 @pytest.mark.parametrize("checkpoint_format", FORMATS)
 def test_a_failure_keeps_the_old_checkpoint(two_ranks: Ranks, checkpoint_format: str, tmp_path: Path) -> None:
     path = tmp_path / "last.ckpt"
