@@ -22,6 +22,7 @@ from typing import Any
 from unittest import mock
 
 import torch
+import torch.distributed as dist
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.trainer.states import TrainerFn
@@ -236,7 +237,12 @@ def _fit(
         async_checkpoint=how == "async",
     )
     saver = ModelCheckpoint(place, filename="{step}", every_n_train_steps=1, enable_version_counter=False, **options)
-    more: dict[str, Any] = {"enable_checkpointing": True, "callbacks": [saver], "max_steps": num_steps, "max_epochs": 9}
+    more: dict[str, Any] = {
+        "enable_checkpointing": True,
+        "callbacks": [saver],
+        "max_steps": num_steps,
+        "max_epochs": -1,
+    }
     trainer = make_trainer(strategy, **more)
     model = Small()
     trainer.fit(model, datamodule=Batches(ONE_TABLE, NUM_STEPS), ckpt_path="last" if resume else None)
@@ -284,16 +290,20 @@ def _step_of(path: Path, sums: dict[int, set[float]], known: dict[str, int]) -> 
     return step
 
 
-def kill_at(num: int, then: Callable[[], None] = lambda: None) -> None:
-    """Kill this process before a call that changes the file system, the `num`th one from now."""
+def fit_until_killed(folder: str, how: str, options: dict[str, Any], num: int) -> None:
+    """Fit; rank 0 is killed before the `num`th change that it makes to the file system."""
     left = num
 
     def count() -> None:
         nonlocal left
         left -= 1
         if left == 0:
-            then()
             os.kill(os.getpid(), signal.SIGKILL)
 
-    watching = before_each_change(count)
-    watching.__enter__()
+    with before_each_change(count if dist.get_rank() == 0 else lambda: None):
+        _fit(Path(folder), how, options, num_steps=50)
+
+
+def go_on(folder: str, how: str, options: dict[str, Any], num_steps: int) -> tuple[int, int]:
+    """Go on from "last"; return the first step and the last one."""
+    return _fit(Path(folder), how, options, num_steps=num_steps, resume=True)

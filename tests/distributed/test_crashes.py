@@ -9,6 +9,7 @@ import pytest
 
 from . import crashes
 from .crashes import NUM_STEPS, Left
+from .ranks import RankError
 
 LAST: dict[str, dict[str, Any]] = {"last": {"save_last": True}, "link": {"save_last": "link"}}
 MONITORED: dict[str, Any] = {"monitor": "loss", "save_top_k": 2}
@@ -77,3 +78,15 @@ def test_another_format_in_the_same_folder(
     check(left, first=NUM_STEPS)
     assert {"last.ckpt", f"step={2 * NUM_STEPS}.ckpt"} <= set(names)
     assert not [name for name in names if not name.endswith(".ckpt") or name.count(".") > 1]
+
+
+@pytest.mark.parametrize("how", ["sharded", "async"])
+def test_a_rank_that_is_killed(get_ranks: Any, how: str, tmp_path: Path) -> None:
+    """The others end with it; the next run goes on."""
+    with pytest.raises(RankError):
+        get_ranks(2).run(crashes.fit_until_killed, str(tmp_path), how, LAST["link"], 100)
+    whole = max(int(path.stem.partition("=")[2]) for path in tmp_path.glob("step=*.ckpt"))
+    for first, last in get_ranks(2).run(crashes.go_on, str(tmp_path), how, LAST["link"], 50):
+        assert first in {whole, whole - 1}
+        assert first > 0
+        assert last == 50
