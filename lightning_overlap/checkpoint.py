@@ -1,10 +1,10 @@
 """Checkpoints of sharded tables as a folder: every rank writes its own shards, by torch.distributed.checkpoint.
 
 Lightning's default would pickle rank 0's shards alone, without a word about the others. A folder loads on any number
-of ranks and under any sharding plan (`table_state`). It takes its name only when it is whole: until then it is called
-`NAME.unfinished`, and what had the name before stays. It is written shard after shard, each a file; one that is on a
-device or shares a kernel's memory with other tables is copied for it, one at a time. An asynchronous save holds a copy
-of this rank's shards on the host.
+of ranks and under any sharding plan (`table_state`). It takes its name only when it is whole (`atomic`): until then it
+is called `NAME.unfinished`, and what had the name before stays. It is written shard after shard, each a file; one that
+is on a device or shares a kernel's memory with other tables is copied for it, one at a time. An asynchronous save holds
+a copy of this rank's shards on the host.
 """
 
 from __future__ import annotations
@@ -12,9 +12,8 @@ from __future__ import annotations
 import io
 import os
 import pickle
-import shutil
 import warnings
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Set
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, TypeVar, cast
@@ -24,14 +23,16 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
-from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
+from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.checkpoint.planner import WriteItem
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 
+from .atomic import being_replaced, beside, remove, take_name, twin
 from .checkpoint_dense import empty_table_states, put_table_states, take_table_states
 from .modes import unknown_name_message
+from .safe_metadata import SafePlanner, SafeReader
 from .table_state import Loading, Piece, fused_state, on_host, plan_loading
 
 T = TypeVar("T")
@@ -44,8 +45,6 @@ FORMATS = {SHARDED: "a folder, every rank writes its shards", FULL: "one file, g
 
 MODEL, FUSED, TABLE_OPTIMIZERS = "model", "fused_optimizer", "table_optimizers"
 """Parts of a folder: weights, state of fused optimizers, state of dense optimizers for shards of tables."""
-
-LOADERS, _LOADER = "loader_states", "combined_loader"
 
 
 def check_format(checkpoint_format: str | None, async_checkpoint: bool) -> None:
@@ -106,9 +105,17 @@ class FolderSaver:
         self._group = group
         self._executor: ThreadPoolExecutor | None = None
         self._pending: Future[None] | None = None
-        self._when_whole: list[Callable[[], None]] = []
+        self._actions: list[Future[None]] = []
 
-    def save(self, checkpoint: dict[str, Any], path: Path, model: nn.Module, *, asynchronous: bool = False) -> None:
+    def save(
+        self,
+        checkpoint: dict[str, Any],
+        path: Path,
+        model: nn.Module,
+        *,
+        asynchronous: bool = False,
+        also: Path | None = None,
+    ) -> None:
         """Write a folder; every rank calls this.
 
         Args:
@@ -117,6 +124,7 @@ class FolderSaver:
             model: The sharded module.
             asynchronous: Return as soon as this rank's part is copied to the host. The folder takes its name when
                 it is whole, some time later.
+            also: A second name that the folder has before it takes its own.
 
         Raises:
             OSError: A rank could not write; raised on every rank. Also one of the asynchronous save before.
@@ -127,12 +135,12 @@ class FolderSaver:
         if _is_rank_zero(self._group):
             torch.save(checkpoint, buffer)
         if not asynchronous:
-            _write(state, buffer.getbuffer(), path, self._group)
+            _write(state, buffer.getbuffer(), path, self._group, also)
             return
         # torch.distributed.checkpoint.async_save would leave the last step, taking the name, to somebody who waits.
         state = {part: {key: _staged(value) for key, value in values.items()} for part, values in state.items()}
         self._executor = self._executor or ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
-        self._pending = self._executor.submit(_write, state, buffer.getbuffer(), path, self._group)
+        self._pending = self._executor.submit(_write, state, buffer.getbuffer(), path, self._group, also)
 
     def when_whole(self, action: Callable[[], None]) -> None:
         """Do something now, or as soon as the save under way has succeeded."""
@@ -145,45 +153,21 @@ class FolderSaver:
             if pending.exception() is None:
                 action()
 
-        self._executor.submit(if_succeeded)
+        self._actions.append(self._executor.submit(if_succeeded))
 
     def wait(self) -> None:
-        """Wait for the save under way.
+        """Wait for the save under way, and for what was to be done after it.
 
         Raises:
             OSError: It failed, on this rank or another.
         """
         pending, self._pending = self._pending, None
         executor, self._executor = self._executor, None
+        actions, self._actions = self._actions, []
         if executor is not None:
             executor.shutdown()
-        if pending is not None:
-            pending.result()
-
-
-def gather_loader_states(checkpoint: dict[str, Any], group: dist.ProcessGroup | None) -> None:
-    """Add every rank's state of the data loaders: rank 0 alone writes what is not sharded."""
-    state = _fit_loop(checkpoint).get(_LOADER)
-    states = [state]
-    if group is not None:
-        states = [None] * group.size()
-        dist.all_gather_object(states, state, group=group)
-    if any(states):
-        checkpoint[LOADERS] = states
-
-
-def take_loader_state(checkpoint: dict[str, Any], group: dist.ProcessGroup | None) -> dict[str, Any]:
-    """Give this rank the state of its own data loaders, if there were as many ranks; else all get rank 0's."""
-    states = checkpoint.pop(LOADERS, [])
-    rank, num_ranks = (0, 1) if group is None else (group.rank(), group.size())
-    if len(states) == num_ranks:
-        _fit_loop(checkpoint)[_LOADER] = states[rank] or []
-    return checkpoint
-
-
-def _fit_loop(checkpoint: dict[str, Any]) -> dict[str, Any]:
-    state: dict[str, Any] = checkpoint.get("loops", {}).get("fit_loop", {}).get("state_dict", {})
-    return state
+        for done in [*([] if pending is None else [pending]), *actions]:
+            done.result()
 
 
 def _staged(value: Any) -> Any:
@@ -194,9 +178,15 @@ def _is_rank_zero(group: dist.ProcessGroup | None) -> bool:
     return group is None or group.rank() == 0
 
 
-def _write(state: dict[str, Any], rest: memoryview, path: Path, group: dist.ProcessGroup | None) -> None:
-    """Write a folder beside `path`, then let it take the name."""
-    unfinished, old = beside(path, "unfinished"), beside(path, "old")
+def _write(
+    state: dict[str, Any], rest: memoryview, path: Path, group: dist.ProcessGroup | None, also: Path | None = None
+) -> None:
+    """Write a folder beside `path`, then let it take the name; before, a second name, if any.
+
+    Raises:
+        OSError: A rank could not write, or is gone.
+    """
+    unfinished = beside(path, "unfinished")
 
     def begin() -> None:
         remove(unfinished)
@@ -207,19 +197,24 @@ def _write(state: dict[str, Any], rest: memoryview, path: Path, group: dist.Proc
             file.write(rest)
             file.flush()
             os.fsync(file.fileno())
-        take_name(unfinished, path, old)
+        if also is not None:
+            twin(unfinished, also)
+        take_name(unfinished, path)
 
-    on_rank_zero(begin, path, group)
     try:
+        on_rank_zero(begin, path, group)
         # With one file a rank, the writer of torch 2.13 keeps host copies of all tensors until the file is whole.
         writer = FileSystemWriter(unfinished, single_file_per_rank=False, per_thread_copy_ahead=0)
         save(state, storage_writer=writer, planner=_OneCopy(), process_group=group, no_dist=group is None)
+        on_rank_zero(finish, path, group)
     except CheckpointException as err:  # every rank hears of it
-        failures = "; ".join(
-            f"rank {rank}: {type(error).__name__}: {error}" for rank, (error, _) in err.failures.items()
-        )
-        raise OSError(f"could not write the checkpoint {path}: {failures}") from err
-    on_rank_zero(finish, path, group)
+        raise OSError(f"could not write the checkpoint {path}: {_listed_failures(err)}") from err
+    except RuntimeError as err:  # another rank does not answer
+        raise OSError(f"could not write the checkpoint {path}: {err}") from err
+
+
+def _listed_failures(err: CheckpointException) -> str:
+    return "; ".join(f"rank {rank}: {type(error).__name__}: {error}" for rank, (error, _) in err.failures.items())
 
 
 class _OneCopy(DefaultSavePlanner):
@@ -264,40 +259,6 @@ def on_rank_zero(action: Callable[[], None], path: Path, group: dist.ProcessGrou
         raise OSError(f"could not write the checkpoint {path}: {error[0]}")
 
 
-def beside(path: Path, what: str) -> Path:
-    """Return the name of what is not (or no longer) the checkpoint."""
-    return path.with_name(f"{path.name}.{what}")
-
-
-def take_name(unfinished: Path, path: Path, old: Path) -> None:
-    """Give a whole checkpoint its name. At any moment the new one or the old one is there, `find` finds it."""
-    if path.is_dir() and not path.is_symlink():
-        remove(old)
-        path.rename(old)
-    elif unfinished.is_dir():
-        path.unlink(missing_ok=True)
-    unfinished.replace(path)
-    _sync_folder(path.parent)
-    remove(old)
-
-
-def remove(path: Path) -> None:
-    """Remove a checkpoint or a leftover of either form; a link is removed, not what it leads to."""
-    if path.is_dir() and not path.is_symlink():
-        shutil.rmtree(path)
-    else:
-        path.unlink(missing_ok=True)
-
-
-def _sync_folder(path: Path) -> None:
-    """Make a rename outlive a power cut, where the file system has such a thing."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
-
-
 # -- loading ----------------------------------------------------------------------------------------------------
 
 
@@ -308,10 +269,11 @@ def find(path: Path) -> Path:
         FileNotFoundError: There is none.
         ValueError: It is something else.
     """
-    if not path.exists() and is_folder(beside(path, "old")):
-        # The crash came between the two renames of `take_name`.
-        warnings.warn(f"{path} was being replaced; the one before it is loaded.", UserWarning, stacklevel=2)
-        return beside(path, "old")
+    if not path.exists():
+        for other in (being_replaced(path), beside(path, "old")):  # the latter is what an earlier release left
+            if is_folder(other) or other.is_file():
+                warnings.warn(f"{path} was being replaced; {other}, the one before it, is loaded.", stacklevel=2)
+                return other
     if not path.exists():
         left = " (a save that did not finish left NAME.unfinished)" if beside(path, "unfinished").exists() else ""
         raise FileNotFoundError(f"Checkpoint file not found: {path}{left}")  # in Lightning's words
@@ -343,7 +305,7 @@ def load_folder(
         path: The folder.
         model: The module, sharded in any way over any number of ranks.
         group: A gloo group of all ranks; None on one rank.
-        weights_only: As `torch.load` takes it, for `meta.pt`.
+        weights_only: As `torch.load` takes it, for `meta.pt` and the objects beside the tensors.
         strict: Whether the folder has to hold exactly the module's weights.
         with_optimizers: Whether to load the state of fused optimizers, and of dense ones for shards of tables.
 
@@ -351,13 +313,16 @@ def load_folder(
         The checkpoint as Lightning knows it; `state_dict` is the module's own, its fused state is None: it is loaded.
 
     Raises:
-        RuntimeError: The folder is of another model, or of another fused optimizer.
+        RuntimeError: The folder is of another model, or of another fused optimizer, or not what was saved.
     """
     saved = _saved(path)
     state_dict = model.state_dict()  # its tensors are the module's own memory: filling them loads the module
     weights = {key: value for key, value in state_dict.items() if isinstance(value, Tensor)}
     rest = _load_rest(path, weights_only)
-    _check_same_model(path, weights, saved[MODEL], strict)
+    objects = state_dict.keys() - weights.keys()  # of get_extra_state; a dict of them is saved entry by entry
+    there = {name: next((key for key in objects if name.startswith(f"{key}.")), name) for name in saved[MODEL]}
+    saved[MODEL] = {there[name]: value for name, value in saved[MODEL].items()}
+    _check_same_model(path, state_dict.keys(), weights, saved[MODEL], strict)
     state: dict[str, Any] = {MODEL: {key: value for key, value in state_dict.items() if key in saved[MODEL]}}
     loading = Loading({}, lambda: None)
     if with_optimizers and "optimizer_states" in rest:
@@ -365,10 +330,21 @@ def load_folder(
         tables = empty_table_states(saved[TABLE_OPTIMIZERS], model)
         state |= {FUSED: loading.pieces, TABLE_OPTIMIZERS: tables}
     state = {part: values for part, values in state.items() if values}
-    load(state, checkpoint_id=path, process_group=group, no_dist=group is None)
+    _load(state, path, weights_only, group)
     loading.finish()
     put_table_states(state.get(TABLE_OPTIMIZERS, {}), rest.get("optimizer_states", []))
     return {**rest, "state_dict": {**state_dict, **state.get(MODEL, {})}, FUSED: None}
+
+
+def _load(state: dict[str, Any], path: Path, weights_only: bool | None, group: dist.ProcessGroup | None) -> None:
+    planner = SafePlanner(weights_only)
+    try:
+        load(state, storage_reader=SafeReader(path), planner=planner, process_group=group, no_dist=group is None)
+    except CheckpointException as err:  # on every rank
+        untrusted = [error for error, _ in err.failures.values() if isinstance(error, pickle.UnpicklingError)]
+        if untrusted:
+            raise RuntimeError(explain_weights_only(path, untrusted[0])) from err
+        raise RuntimeError(f"could not load the checkpoint {path}: {_listed_failures(err)}") from err
 
 
 def _plan_optimizers(path: Path, model: nn.Module, saved: Mapping[str, Any]) -> Loading:
@@ -401,7 +377,7 @@ def together(action: Callable[[], T], group: dist.ProcessGroup | None) -> T:
 def _saved(path: Path) -> dict[str, dict[str, tuple[torch.Size, torch.dtype]]]:
     """Return size and type of every tensor in a folder, by part and name."""
     found: dict[str, dict[str, Any]] = {MODEL: {}, FUSED: {}, TABLE_OPTIMIZERS: {}}
-    for name, metadata in FileSystemReader(path).read_metadata().state_dict_metadata.items():
+    for name, metadata in SafeReader(path).read_metadata().state_dict_metadata.items():
         part, _, key = name.partition(".")
         if part not in found:
             continue
@@ -430,14 +406,19 @@ def explain_weights_only(path: Path, err: Exception) -> str:
     )
 
 
-def _check_same_model(path: Path, weights: Mapping[str, Piece], saved: Mapping[str, Any], strict: bool) -> None:
-    missing, unexpected = _some(weights.keys() - saved.keys()), _some(saved.keys() - weights.keys())
+def _check_same_model(
+    path: Path, names: Set[str], weights: Mapping[str, Piece], saved: Mapping[str, Any], strict: bool
+) -> None:
+    missing, unexpected = _some(names - saved.keys()), _some(saved.keys() - names)
     if strict and (missing or unexpected):
         raise RuntimeError(
             f"could not load {path} into this model. Was it saved from other tables?"
             f"{f' Missing there: {missing}.' if missing else ''}"
             f"{f' Not in this model: {unexpected}.' if unexpected else ''}"
         )
+    objects = _some(key for key in weights if key in saved and saved[key] is None)
+    if objects:
+        raise RuntimeError(f"could not load {path} into this model: there, {objects} are objects and not tensors.")
     _check_shapes(path, {key: value for key, value in weights.items() if key in saved}, saved)
 
 

@@ -106,6 +106,18 @@ def say_what_moved(tables: set[str]) -> None:
         )
 
 
+def table_key(index: int, name: str, kind: str) -> str:
+    """Return the name of a piece: of which optimizer, which parameter (any string) and which kind of state."""
+    return f"{index}/{name}/{kind.replace('%', '%25').replace('/', '%2F')}"
+
+
+def split_table_key(key: str) -> tuple[int, str, str]:
+    """Return what `table_key` put together; names of tables may have slashes of their own."""
+    index, _, rest = key.partition("/")
+    name, _, kind = rest.rpartition("/")
+    return int(index), name, kind.replace("%2F", "/").replace("%25", "%")
+
+
 def take_table_states(states: list[State], model: nn.Module) -> dict[str, Piece]:
     """Take the state of tables that are sharded with a dense kernel out of `by_name` states, as pieces."""
     weights = dense_kernel_tables(model)
@@ -113,7 +125,7 @@ def take_table_states(states: list[State], model: nn.Module) -> dict[str, Piece]
     for index, state in enumerate(states):
         for name in [name for name in state.get("state", {}) if name in weights]:
             for kind, value in state["state"].pop(name).items():
-                key = f"{index}/{name}/{kind}"
+                key = table_key(index, name, kind)
                 if not isinstance(value, Tensor):
                     value = torch.tensor(value)
                 pieces[key] = value if value.dim() == 0 else split_like(weights[name], value)
@@ -125,7 +137,7 @@ def empty_table_states(saved: Mapping[str, tuple[torch.Size, torch.dtype]], mode
     weights = {name: weight for name, weight in dense_kernel_tables(model).items() if weight.local_shards()}
     pieces: dict[str, Piece] = {}
     for key, (size, dtype) in saved.items():
-        weight = weights.get(key.split("/")[1])
+        weight = weights.get(split_table_key(key)[1])
         if weight is not None:
             pieces[key] = torch.zeros(size, dtype=dtype) if len(size) == 0 else empty_like(weight, dtype)
     return pieces
@@ -134,10 +146,10 @@ def empty_table_states(saved: Mapping[str, tuple[torch.Size, torch.dtype]], mode
 def put_table_states(pieces: Mapping[str, Piece], states: list[State]) -> None:
     """Put loaded pieces back into `by_name` states."""
     for key, piece in pieces.items():
-        index, name, kind = key.split("/")
+        index, name, kind = split_table_key(key)
         parts = [part for _, part in local_parts(piece)]
         value = torch.cat(parts) if isinstance(piece, ShardedTensor) else parts[0]
-        states[int(index)]["state"].setdefault(name, {})[kind] = value
+        states[index]["state"].setdefault(name, {})[kind] = value
 
 
 class _Names:

@@ -20,14 +20,13 @@ import torch.distributed as dist
 from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor, nn
 
+from .atomic import beside, remove, take_name, twin
 from .checkpoint import (
     FUSED,
     MODEL,
     TABLE_OPTIMIZERS,
-    beside,
     explain_weights_only,
     on_rank_zero,
-    take_name,
     take_state,
     together,
 )
@@ -106,8 +105,16 @@ def _distinct(key: str, everyone: list[dict[str, Any]]) -> list[_Chunk]:
     return chunks
 
 
-def write_file(content: dict[str, Any] | None, path: Path, group: dist.ProcessGroup | None) -> None:
+def write_file(
+    content: dict[str, Any] | None, path: Path, group: dist.ProcessGroup | None, *, also: Path | None = None
+) -> None:
     """Write what rank 0 has to a file, which takes its name only when it is whole and on the disk.
+
+    Args:
+        content: Of `gather_checkpoint`.
+        path: The file.
+        group: A gloo group of all ranks; None on one rank.
+        also: A second name that the file has before it takes its own.
 
     Raises:
         OSError: Rank 0 could not write; raised on every rank.
@@ -116,11 +123,14 @@ def write_file(content: dict[str, Any] | None, path: Path, group: dist.ProcessGr
 
     def write() -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
+        remove(unfinished)  # a folder, perhaps
         with unfinished.open("wb") as file:
             torch.save(content, file)
             file.flush()
             os.fsync(file.fileno())
-        take_name(unfinished, path, beside(path, "old"))
+        if also is not None:
+            twin(unfinished, also)
+        take_name(unfinished, path)
 
     on_rank_zero(write, path, group)
 

@@ -2,20 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
-from lightning.pytorch import LightningModule
+from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.plugins.io import TorchCheckpointIO
 from lightning.pytorch.strategies import DDPStrategy
 from lightning.pytorch.trainer.states import TrainerFn
 from torch.optim import Optimizer
 from typing_extensions import override
 
+from . import links
+from .atomic import discard, discard_with_leftovers, lead, links_to
 from .checkpoint import (
     FULL,
     SHARDED,
@@ -23,10 +25,8 @@ from .checkpoint import (
     check_folder_path,
     check_format,
     find,
-    gather_loader_states,
     is_folder,
     load_folder,
-    take_loader_state,
 )
 from .checkpoint_dense import add_by_name, by_name, load_by_name, put_table_states, say_what_moved
 from .checkpoint_full import gather_checkpoint, load_file, load_fused, table_states, write_file
@@ -34,6 +34,8 @@ from .kinds import hands_out_rows, sharded_modules
 from .sharding import has_tables
 from .stash import GradientStash
 
+_LOADERS, _LOADER = "loader_states", "combined_loader"
+"""Entry of a checkpoint with every rank's state of the data loaders, and Lightning's with this rank's."""
 _ASSIGNING_RANKS = "managed_collision_ranks"
 """Entry of a checkpoint: on how many ranks its managed collision modules assigned rows to ids."""
 _NUM_STASHED = "num_stashed_gradients"
@@ -58,6 +60,7 @@ class SavesShards(DDPStrategy):
         self.checkpoint_format = checkpoint_format
         self.async_checkpoint = async_checkpoint
         self._folder_saver = FolderSaver(None)
+        self._newest: Path | None = None
         self._stash = GradientStash()
 
     @property
@@ -74,9 +77,13 @@ class SavesShards(DDPStrategy):
         self._folder_saver = FolderSaver(group)
 
     @property
-    def _is_running(self) -> bool:
-        """Whether a fit or an evaluation goes on, at whose end somebody waits for what is written beside it."""
+    def _running_trainer(self) -> Trainer | None:
+        """The trainer whose fit or evaluation goes on, at whose end somebody waits for what is written beside it."""
         raise NotImplementedError
+
+    def when_whole(self, action: Callable[[], None]) -> None:
+        """Do something now, or as soon as the save under way has succeeded, on this rank."""
+        self._folder_saver.when_whole(action)
 
     @property
     @override
@@ -107,7 +114,7 @@ class SavesShards(DDPStrategy):
             self._save(module, checkpoint, self.broadcast(filepath), storage_options)
 
     def _save(self, module: LightningModule, checkpoint: dict[str, Any], filepath: Any, storage_options: Any) -> None:
-        gather_loader_states(checkpoint, self.checkpoint_group)
+        _gather_loader_states(checkpoint, self.checkpoint_group)
         if hands_out_rows(module):
             if self._saved_format == FULL:
                 raise ValueError(
@@ -115,16 +122,38 @@ class SavesShards(DDPStrategy):
                     "ids that its rank gets, which TorchRec loads from shards only. Take checkpoint_format='sharded'."
                 )
             checkpoint[_ASSIGNING_RANKS] = self.world_size
+        path, resumable = Path(filepath), "optimizer_states" in checkpoint
         if self._saved_format == FULL:
             content = gather_checkpoint(checkpoint, module, self.checkpoint_group)
             if _is_plain_file(filepath, storage_options, self.checkpoint_io):
-                write_file(content, Path(filepath), self.checkpoint_group)
+                first = self._first_last(path) if resumable else None
+                write_file(content, path, self.checkpoint_group, also=first)
+                self._take_newest(path, resumable)
             else:
                 super().save_checkpoint(content or {}, filepath, storage_options)
             return
         check_folder_path(filepath, storage_options)
-        asynchronous = self.async_checkpoint and self._is_running  # after fit, nobody would wait for it
-        self._folder_saver.save(checkpoint, Path(filepath), module, asynchronous=asynchronous)
+        asynchronous = self.async_checkpoint and self._running_trainer is not None  # else nobody would wait for it
+        first = self._first_last(path) if resumable else None
+        self._folder_saver.save(checkpoint, path, module, asynchronous=asynchronous, also=first)
+        self._take_newest(path, resumable)
+
+    def _first_last(self, path: Path) -> Path | None:
+        """Return a second name for what is saved, if "last" would find nothing else until it is saved once more."""
+        for bridge, is_last in links.bridges(self._running_trainer, path):
+            found = path.parent.glob(f"{bridge.name.partition('.new')[0]}*{bridge.suffix}")
+            if not is_last and not any(other.exists() for other in found):
+                return bridge
+        return None
+
+    def _take_newest(self, path: Path, resumable: bool) -> None:
+        """Let "last" find what was saved, as soon as it is whole; on rank 0."""
+        self._newest = path  # whole, as soon as `when_whole` does something
+        for bridge, is_last in links.bridges(self._running_trainer, path) if self.is_global_zero else []:
+            if is_last:
+                self.when_whole(partial(discard, bridge))
+            elif resumable:
+                self.when_whole(partial(lead, bridge, path))
 
     @property
     def _saved_format(self) -> str:
@@ -137,7 +166,11 @@ class SavesShards(DDPStrategy):
     @override
     def remove_checkpoint(self, filepath: Any) -> None:
         # Not before the one that takes its place is whole.
-        self._folder_saver.when_whole(partial(super().remove_checkpoint, filepath))
+        if not _is_plain_file(filepath, None, self.checkpoint_io):
+            self._folder_saver.when_whole(partial(super().remove_checkpoint, filepath))
+        elif self.is_global_zero:
+            stems = links.stems(self._running_trainer)
+            self._folder_saver.when_whole(partial(_remove, Path(filepath), self._newest, stems))
 
     @override
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
@@ -146,10 +179,10 @@ class SavesShards(DDPStrategy):
         if not (_is_plain_file(checkpoint_path, None, self.checkpoint_io) or is_folder(Path(checkpoint_path))):
             # Lightning 2.5 has no such argument.
             checkpoint = super().load_checkpoint(checkpoint_path, *([] if weights_only is None else [weights_only]))
-            return take_loader_state(checkpoint, self.checkpoint_group)
+            return _take_loader_state(checkpoint, self.checkpoint_group)
         path = find(Path(checkpoint_path))
         if not is_folder(path):
-            return take_loader_state(load_file(path, weights_only=weights_only), self.checkpoint_group)
+            return _take_loader_state(load_file(path, weights_only=weights_only), self.checkpoint_group)
         module = self.lightning_module
         assert module is not None
         checkpoint = load_folder(
@@ -160,7 +193,7 @@ class SavesShards(DDPStrategy):
             strict=module.strict_loading,
             with_optimizers=self._is_fitting(),
         )
-        return take_loader_state(checkpoint, self.checkpoint_group)
+        return _take_loader_state(checkpoint, self.checkpoint_group)
 
     @override
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
@@ -193,6 +226,39 @@ class SavesShards(DDPStrategy):
 
     def _is_fitting(self) -> bool:
         return self.lightning_module is not None and self.lightning_module.trainer.state.fn == TrainerFn.FITTING
+
+
+def _gather_loader_states(checkpoint: dict[str, Any], group: dist.ProcessGroup | None) -> None:
+    """Add every rank's state of the data loaders: rank 0 alone writes what is not sharded."""
+    state = _fit_loop(checkpoint).get(_LOADER)
+    states = [state]
+    if group is not None:
+        states = [None] * group.size()
+        dist.all_gather_object(states, state, group=group)
+    if any(states):
+        checkpoint[_LOADERS] = states
+
+
+def _take_loader_state(checkpoint: dict[str, Any], group: dist.ProcessGroup | None) -> dict[str, Any]:
+    """Give this rank the state of its own data loaders, if there were as many ranks; else all get rank 0's."""
+    states = checkpoint.pop(_LOADERS, [])
+    rank, num_ranks = (0, 1) if group is None else (group.rank(), group.size())
+    if len(states) == num_ranks:
+        _fit_loop(checkpoint)[_LOADER] = states[rank] or []
+    return checkpoint
+
+
+def _fit_loop(checkpoint: dict[str, Any]) -> dict[str, Any]:
+    state: dict[str, Any] = checkpoint.get("loops", {}).get("fit_loop", {}).get("state_dict", {})
+    return state
+
+
+def _remove(path: Path, newest: Path | None, stems: set[str]) -> None:
+    """Remove a checkpoint; the links to the last one that lead to it lead to the newest from now on."""
+    if newest is not None and newest != path:
+        for link in links_to(path, stems):
+            lead(link, newest)
+    discard_with_leftovers(path)
 
 
 def _is_plain_file(path: Any, storage_options: Any, checkpoint_io: Any) -> bool:

@@ -5,9 +5,9 @@ from __future__ import annotations
 import contextlib
 import sys
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 import torch.distributed as dist
 from lightning.pytorch import Trainer
@@ -18,7 +18,7 @@ from torch.distributed.constants import default_pg_timeout
 from torch.nn.parallel import DistributedDataParallel
 from typing_extensions import override
 
-from . import evaluation, groups, loop, processes, signals, steps
+from . import evaluation, groups, links, loop, processes, signals, steps
 from .agreement import FirstCause, GroupAgreement, default_store
 from .clocks import Clock
 from .copied import leave_shards_behind
@@ -46,6 +46,8 @@ from .stash import GradientStash
 from .steps import runs_between_backward_and_step
 from .streams import Streams, make_streams
 from .switched import exact_outside
+
+T = TypeVar("T")
 
 STRATEGY_NAMES = {
     "overlap_embedding": "popen",
@@ -196,6 +198,7 @@ class OverlapEmbeddingStrategy(evaluation.EvaluatesAhead, steps.WalksSteps, Save
         if overlaps and fitting:
             # Before super().setup(): configure_optimizers may ask for the number of steps, which sets up the data.
             loop.install(trainer, self._make_executor)
+            links.install(trainer, self.when_whole)
             self._say_what_fused_updates_ignore(trainer)
         super().setup(trainer)
         if overlaps and self._streams is None:
@@ -417,13 +420,20 @@ class OverlapEmbeddingStrategy(evaluation.EvaluatesAhead, steps.WalksSteps, Save
         return None if self._groups is None else self._groups.checkpoints
 
     @override
+    def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
+        save = partial(super().save_checkpoint, checkpoint, filepath, storage_options)
+        self._first_error_first("no checkpoint of it was saved", save)
+
+    @override
     def broadcast(self, obj: Any, src: int = 0) -> Any:
         self._save_together_or_not()
         # `Trainer(max_time=...)` broadcasts for every batch: with NCCL the host would wait for the device each time.
         group = None if self._groups is None else self._groups.agreement
         if self._interrupted and self.checkpoint_group is not None:
+            self._end_save(sys.exception())  # a thread uses its group until then
             group = GroupAgreement(self.checkpoint_group)  # in the other one, questions may be under way
-        return super().broadcast(obj, src) if group is None else group.broadcast(obj, src)
+        broadcast = super().broadcast if group is None else group.broadcast
+        return self._first_error_first("a broadcast that followed it failed", partial(broadcast, obj, src))
 
     def _save_together_or_not(self) -> None:
         """Let no callback save in `on_exception` unless all ranks do: the others would be waited for, for long.
@@ -440,16 +450,40 @@ class OverlapEmbeddingStrategy(evaluation.EvaluatesAhead, steps.WalksSteps, Save
         self._all_failed = self._first_cause.all_failed(self.world_size, place, timeout_s)
         if not self._all_failed:
             first.add_note(f"no checkpoint of it was saved: other ranks did not fail there too, within {timeout_s:g} s")
-            trainer = self._trainer
-            self.on_exception(first)  # which Lightning calls after the callbacks only
-            if trainer is not None:
-                loop.tear_down(trainer)
-            raise first
+            raise self._torn_down(first)
+
+    def _first_error_first(self, what: str, action: Callable[[], T]) -> T:
+        """Do something; while a run's error is handled, turn what that raises into a note of it, and raise that one."""
+        first = sys.exception() if self._interrupted else None
+        try:
+            return action()
+        except Exception as err:
+            if first is None or err is first:
+                raise
+            first.add_note(f"{what}: {type(err).__name__}: {err}")
+        raise self._torn_down(first)
+
+    def _torn_down(self, first: BaseException) -> BaseException:
+        """Do what Lightning does after the callbacks' `on_exception`, so that one of them may raise the run's error."""
+        trainer = self._trainer
+        self.on_exception(first)
+        if trainer is not None:
+            loop.tear_down(trainer)
+        return first
+
+    def _end_save(self, error: BaseException | None) -> None:
+        """Wait for the save that goes on beside training; its failure is a note of an error that is handled."""
+        try:
+            self._folder_saver.wait()
+        except Exception as err:
+            if error is None:
+                raise
+            error.add_note(f"And the checkpoint that was being written beside training failed: {err}")
 
     @property
     @override
-    def _is_running(self) -> bool:
-        return self._trainer is not None
+    def _running_trainer(self) -> Trainer | None:
+        return self._trainer
 
     @property
     def _interrupted(self) -> bool:
@@ -481,10 +515,7 @@ class OverlapEmbeddingStrategy(evaluation.EvaluatesAhead, steps.WalksSteps, Save
             self._first_cause.note(exception, place)
         self._stop_pipeline()
         groups.forget()
-        try:
-            self._folder_saver.wait()
-        except OSError as err:
-            exception.add_note(f"And the checkpoint that was being written beside training failed: {err}")
+        self._end_save(exception)
 
     @override
     def teardown(self) -> None:
@@ -522,6 +553,7 @@ class OverlapEmbeddingStrategy(evaluation.EvaluatesAhead, steps.WalksSteps, Save
             signals.uninstall(self._trainer)
             evaluation.uninstall(self._trainer)
             loop.uninstall(self._trainer)
+            links.uninstall(self._trainer)
             self._trainer = None
 
     @classmethod

@@ -40,7 +40,8 @@ Columns: TypeAlias = tuple[int, int]
 
 ITERATION, LR, APPLIED_LR = "iteration", "lr", "applied_lr"
 _KERNEL_KINDS = (ITERATION, LR, APPLIED_LR)
-_KEY = re.compile(r"^(?P<weight>.*)\.(?P<kind>[^.\[]+)(?:\[:, (?P<start>\d+):(?P<stop>\d+)\])?$")
+_KEY = re.compile(r"(?P<base>(?P<weight>.*)\.(?P<kind>[^.\[]+))(?:\[:, (?P<start>\d+):(?P<stop>\d+)\])?", re.DOTALL)
+"""Of a weight whose name may hold anything, but ends in `.weight` or the like."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -275,19 +276,20 @@ def _row_wise_key(key: str, columns: Columns) -> str:
 
 
 def _split_row_wise(key: str) -> tuple[str, Columns | None]:
-    found = _KEY.match(key)
+    found = _KEY.fullmatch(key)
     if found is None or found["start"] is None:
         return key, None
     start = int(found["start"])
-    return key[: key.index("[")], (start, int(found["stop"]) - start)
+    return found["base"], (start, int(found["stop"]) - start)
 
 
 def _kinds(keys: Iterable[str]) -> dict[str, set[str]]:
     """Return the kinds of state of each weight; row-wise kinds are marked, whatever their columns."""
     kinds: dict[str, set[str]] = {}
     for key in keys:
-        found = _KEY.match(key)
-        assert found is not None, key
+        found = _KEY.fullmatch(key)
+        if found is None:
+            raise RuntimeError(f"the checkpoint has {key!r} among the states of fused optimizers. Load another one.")
         of_weight = kinds.setdefault(found["weight"], set())
         if found["kind"] not in _KERNEL_KINDS:
             of_weight.add(found["kind"] if found["start"] is None else f"{found['kind']} (row-wise)")
@@ -298,10 +300,11 @@ def _overlapping(base: str, columns: Columns, saved: set[str]) -> dict[str, int]
     """Return the saved parts of a row-wise state that have columns in common with a range, and how many."""
     found = {}
     for key in sorted(key for key in saved if key.startswith(f"{base}[")):
-        start, width = _split_row_wise(key)[1] or (0, 0)
-        common = min(start + width, sum(columns)) - max(start, columns[0])
-        if common > 0:
-            found[key] = common
+        of, theirs = _split_row_wise(key)
+        if of == base and theirs is not None:
+            common = min(sum(theirs), sum(columns)) - max(theirs[0], columns[0])
+            if common > 0:
+                found[key] = common
     return found
 
 

@@ -186,9 +186,9 @@ def save_to(path: str, storage_options: Any = None, **kwargs: Any) -> str:
     return "saved"
 
 
-def load_from(case: Case, path: str, fn: str = "fit", **kwargs: Any) -> str:
+def load_from(case: Case, path: str, fn: str = "fit", model_class: Any = None, **kwargs: Any) -> str:
     """Load; return what the user reads if that is refused."""
-    model = Evaluated(case)
+    model = (model_class or Evaluated)(case)
     trainer = make_trainer(OverlapEmbeddingStrategy(sharding=make_plan(case, model, dist.get_world_size())))
     try:
         getattr(trainer, fn)(model, datamodule=EvaluatedBatches(case, 2), ckpt_path=path, **kwargs)
@@ -327,6 +327,51 @@ def fail_while_training(path: str) -> list[str]:
         except OSError as err:
             return [str(err)]
     return []
+
+
+class Broadcasts(Callback):
+    """Tells the other ranks something while an error is handled."""
+
+    heard: Any = None
+
+    def on_exception(self, trainer: Trainer, *args: Any) -> None:
+        self.heard = trainer.strategy.broadcast(trainer.global_rank)
+
+
+def fail_beside_a_save(path: str, *, disk_is_full: bool) -> tuple[str, list[str], Any, Any]:
+    """All ranks fail alike while a slow save goes on beside training; return the error, its notes, what was heard."""
+    import threading
+
+    from lightning_overlap import checkpoint
+
+    failing = threading.Event()
+    write = checkpoint._write
+
+    def late(*args: Any) -> None:
+        if dist.get_rank() == 0:
+            failing.wait(30)
+        if disk_is_full:
+            raise OSError("no space left")
+        write(*args)
+
+    class Fails(Callback):
+        def on_train_batch_end(self, trainer: Trainer, *args: Any) -> None:
+            if trainer.global_step == 4:
+                raise ValueError("the same on all ranks")
+
+        def on_exception(self, *args: Any) -> None:
+            failing.set()
+
+    told = Broadcasts()
+    model = Model(TABLE_WISE)
+    strategy = OverlapEmbeddingStrategy(sharding="table_wise", async_checkpoint=True)
+    trainer = make_trainer(strategy, callbacks=[SaveAt(path, 2), Fails(), told])
+    with mock.patch.object(checkpoint, "_write", late):
+        try:
+            trainer.fit(model, datamodule=Batches(TABLE_WISE, EPOCH))
+        except ValueError as err:
+            return str(err), getattr(err, "__notes__", []), told.heard, trainer.state.stage
+    return "nothing", [], told.heard, trainer.state.stage
 
 
 class _FullDisk(torch.distributed.checkpoint.FileSystemWriter):

@@ -13,7 +13,7 @@ import torch
 from lightning_overlap import OverlapEmbeddingStrategy
 
 from . import checkpoints
-from .cases import ADAGRAD, MIXED, ROWWISE_ADAGRAD, SEQUENCE, TABLE_WISE, Case
+from .cases import ADAGRAD, MIXED, ROWWISE_ADAGRAD, SEQUENCE, TABLE_WISE, Case, TableSpec
 from .checkpoints import EPOCH, Trained, train, whole
 from .ranks import RankError, Ranks
 
@@ -137,6 +137,25 @@ def _adam() -> Any:
     return checkpoints.DenseAdam
 
 
+@pytest.mark.parametrize("checkpoint_format", FORMATS)
+def test_tables_may_be_called_anything(get_ranks: Any, checkpoint_format: str, tmp_path: Path) -> None:
+    names = ("user/id", "a/b/c d", "t[0]", "t[1]", "ü [:, 0:4]")
+    tables = tuple(TableSpec(name, (f"f{index}",)) for index, name in enumerate(names))
+    case = Case("names", tables, optimizer=ROWWISE_ADAGRAD.optimizer)
+    kwargs: dict[str, Any] = {"plan": "dense dense cw cw cw", "model_class": _adam()}
+    ranks = get_ranks(1)
+    all_at_once = ranks.run(train, case, str(tmp_path / "a"), epochs=2, checkpoint_format=checkpoint_format, **kwargs)
+    path = str(tmp_path / "a" / "epoch=0.ckpt")
+    resumed = ranks.run(train, case, str(tmp_path / "b"), epochs=2, resume=path, **kwargs)
+    assert "a/b/c d exp_avg" in resumed[0].result.dense_state
+    assert_goes_on(all_at_once, resumed)
+    before = whole(ranks.run(train, case, str(tmp_path / "_"), resume=path, **kwargs))
+    after = whole(ranks.run(train, case, str(tmp_path / "_"), resume=path, **kwargs | {"plan": "dense dense 0 0 0"}))
+    for name in names[2:]:
+        expected = before[f"{name} momentum1"].double().mean(1, keepdim=True).float().expand(-1, 8)
+        assert torch.equal(after[f"{name} momentum1"], expected)
+
+
 # -- optimizers -------------------------------------------------------------------------------------------------
 
 
@@ -238,6 +257,20 @@ def test_an_asynchronous_save_that_fails_is_an_error_on_every_rank(two_ranks: Ra
         assert "could not write the checkpoint" in message[0]
         assert "no space left" in message[0]
     assert not (tmp_path / "a.ckpt").exists()
+
+
+@pytest.mark.parametrize("disk_is_full", [False, True])
+def test_an_error_beside_an_asynchronous_save(get_ranks: Any, disk_is_full: bool, tmp_path: Path) -> None:
+    """It is the one that is raised; a callback may broadcast while it is handled; the trainer is torn down."""
+    ranks = get_ranks(2)
+    path = tmp_path / "a.ckpt"
+    for said, notes, heard, stage in ranks.run(checkpoints.fail_beside_a_save, str(path), disk_is_full=disk_is_full):
+        assert said == "the same on all ranks"
+        assert heard == 0
+        assert stage is None
+        assert any("written beside training failed: no space left" in note for note in notes) == disk_is_full
+    assert path.exists() != disk_is_full
+    ranks.close()  # a run that failed leaves process groups behind
 
 
 @pytest.mark.parametrize("checkpoint_format", FORMATS)

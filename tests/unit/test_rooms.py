@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from lightning_overlap import evaluation, loop, processes, sharded, signals, sparse, strategy
+from lightning_overlap import evaluation, links, loop, processes, sharded, signals, sparse, strategy
 
 PACKAGE = Path(sparse.__file__).resolve().parent
 ROOMS = ("plan", "run", "sparse", "plugin", "apps")
@@ -54,6 +54,9 @@ FILES = {
         "checkpoint",
         "checkpoint_full",
         "checkpoint_dense",
+        "atomic",
+        "safe_metadata",
+        "links",
         "saving",
         "callbacks",
         "timeline_callback",
@@ -85,7 +88,13 @@ LEAVES_ALONE = {
     "plugin": {"hydra", "omegaconf"},
     "apps": set[str](),
 }
-LIGHTNING_FILES = {"loop": loop, "evaluation": evaluation, "signals": signals, "processes": processes}
+LIGHTNING_FILES = {
+    "loop": loop,
+    "evaluation": evaluation,
+    "signals": signals,
+    "processes": processes,
+    "links": links,
+}
 """The files that may use Lightning's private names; each lists them."""
 
 ROOM_OF = {file: room for room, files in FILES.items() for file in files}
@@ -293,6 +302,7 @@ LIGHTNING = {
     "_MultiProcessingLauncher": "lightning.pytorch.strategies.launchers.multiprocessing",
     "DDPStrategy": "lightning.pytorch.strategies",
     "LightningModule": "lightning.pytorch",
+    "ModelCheckpoint": "lightning.pytorch.callbacks",
     "ModelPruning": "lightning.pytorch.callbacks",
     "Strategy": "lightning.pytorch.strategies.parallel",
     "Trainer": "lightning.pytorch",

@@ -1,0 +1,146 @@
+"""Names that change at one instant: what is called NAME is a whole checkpoint at any time, the old one or the new one.
+
+`rename` puts a file or a link in the place of another at one instant, but a folder only in the place of nothing. Linux
+can swap two names (`renameat2`, on ext4, XFS, Btrfs, tmpfs and others): that is how a folder replaces a folder, a file
+or a link here. Where the file system cannot (NFS), the old one is called `STEM.old.ckpt` between two renames:
+Lightning's search for "last" and whoever takes the newest `*.ckpt` find it under that name, and `find` knows it. So a
+crash leaves nothing that would have to be repaired before the next run looks for its checkpoint.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import os
+import shutil
+import sys
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+_AT_FDCWD, _RENAME_EXCHANGE = -100, 2
+"""Of Linux: paths begin at the working directory; the two names are swapped."""
+
+
+def beside(path: Path, what: str) -> Path:
+    """Return a name for what is not, or no longer, the checkpoint: no search for checkpoints finds it."""
+    return path.with_name(f"{path.name}.{what}")
+
+
+def being_replaced(path: Path) -> Path:
+    """Return the name of a checkpoint in the moment in which another one takes its name: searches find it."""
+    return path.with_name(f"{path.stem}.old{path.suffix}")
+
+
+def take_name(unfinished: Path, path: Path) -> None:
+    """Give something whole its name, in the place of what has it, of whatever kind each is.
+
+    At any moment the new one or the old one is there under `path`, or, where names cannot be swapped, the old one under
+    `being_replaced(path)`.
+    """
+    if _is_real_folder(unfinished):
+        _sync(unfinished)
+    if not os.path.lexists(path) or not (_is_real_folder(path) or _is_real_folder(unfinished)):
+        unfinished.replace(path)
+    elif not exchange(unfinished, path):
+        discard(being_replaced(path))
+        path.rename(being_replaced(path))
+        unfinished.rename(path)
+    _sync(path.parent)
+    remove(unfinished)  # after a swap, the old one
+    discard(being_replaced(path))
+    remove(beside(path, "old"))  # what an earlier release left where it was interrupted
+
+
+def twin(path: Path, name: Path) -> None:
+    """Give a whole checkpoint a second name, that of a folder or file which shares its files with the first one."""
+    new = beside(name, "unfinished")
+    remove(new)
+    try:
+        if path.is_dir():
+            shutil.copytree(path, new, copy_function=os.link)
+        else:
+            os.link(path, new)
+    except OSError:  # no hard links there
+        remove(new)
+        return
+    take_name(new, name)
+
+
+def lead(link: Path, to: Path) -> None:
+    """Let a link lead to a checkpoint, in the place of what has the link's name; a copy where there are no links."""
+    new = beside(link, "unfinished")
+    remove(new)
+    try:
+        new.symlink_to(os.path.relpath(to, link.parent))
+    except OSError:  # Windows, some shared file systems
+        (shutil.copytree if to.is_dir() else shutil.copy2)(to, new)
+    take_name(new, link)
+
+
+def links_to(path: Path, stems: Iterable[str]) -> list[Path]:
+    """Return the links beside a checkpoint that lead to it, of those whose name begins in a given way."""
+    stems = tuple(stems)
+    if not stems or not path.parent.is_dir():
+        return []
+    named = [entry for entry in path.parent.iterdir() if entry.name.startswith(stems) and entry.suffix == path.suffix]
+    return [entry for entry in named if entry.is_symlink() and entry.resolve() == path.resolve()]
+
+
+def discard(path: Path) -> None:
+    """Remove a checkpoint: under its name it is whole or not there, so that nobody loads a part of it."""
+    if _is_real_folder(path):
+        removed = beside(path, "removed")
+        remove(removed)
+        path.rename(removed)
+        remove(removed)
+    else:
+        path.unlink(missing_ok=True)
+
+
+def discard_with_leftovers(path: Path) -> None:
+    """Remove a checkpoint and what an interrupted save of it may have left."""
+    discard(path)
+    discard(being_replaced(path))
+    for what in ("unfinished", "old", "removed"):
+        remove(beside(path, what))
+
+
+def remove(path: Path) -> None:
+    """Remove a leftover of any kind, one file after the other; a link is removed, not what it leads to."""
+    if _is_real_folder(path):
+        shutil.rmtree(path)
+    else:
+        path.unlink(missing_ok=True)
+
+
+def exchange(one: Path, other: Path) -> bool:
+    """Swap two names at one instant; return whether the file system has done so."""
+    renameat2 = _renameat2()
+    if renameat2 is None:
+        return False
+    paths = (_AT_FDCWD, os.fsencode(one), _AT_FDCWD, os.fsencode(other))
+    return bool(renameat2(*paths, _RENAME_EXCHANGE) == 0)
+
+
+@functools.cache
+def _renameat2() -> Any:
+    if sys.platform != "linux":
+        return None
+    function = getattr(ctypes.CDLL(None), "renameat2", None)
+    if function is not None:
+        function.argtypes = (ctypes.c_int, ctypes.c_char_p, ctypes.c_int, ctypes.c_char_p, ctypes.c_uint)
+    return function
+
+
+def _is_real_folder(path: Path) -> bool:
+    return path.is_dir() and not path.is_symlink()
+
+
+def _sync(folder: Path) -> None:
+    """Make the names in a folder outlive a power cut, where the file system has such a thing."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

@@ -1,0 +1,171 @@
+"""Reads what `torch.distributed.checkpoint` writes without executing anything of it.
+
+The list of a folder's tensors, `.metadata`, is a pickle: reading one calls what it names. Here it can name nothing but
+what such a list consists of, and each of these names means an inert record, made anew for each reading. Of the records
+the list is built. Objects beside the tensors are read by `torch.load`, with its `weights_only`.
+"""
+
+from __future__ import annotations
+
+import io
+import pickle
+from collections.abc import Callable, Mapping
+from pathlib import PurePath
+from typing import Any, NoReturn
+
+import torch
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
+from torch.distributed.checkpoint.filesystem import FileSystemReader, _StorageInfo
+from torch.distributed.checkpoint.metadata import (
+    BytesStorageMetadata,
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    StorageMeta,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+from torch.distributed.checkpoint.planner import ReadItem
+
+_LIST_NAME = ".metadata"
+_METADATA, _FILES = "torch.distributed.checkpoint.metadata", "torch.distributed.checkpoint.filesystem"
+_RECORDS = frozenset(
+    {
+        *((_METADATA, name) for name in ("Metadata", "MetadataIndex", "StorageMeta", "TensorProperties")),
+        *((_METADATA, name) for name in ("TensorStorageMetadata", "BytesStorageMetadata", "ChunkStorageMetadata")),
+        (_METADATA, "_MEM_FORMAT_ENCODING"),
+        (_FILES, "_StorageInfo"),
+        ("torch.serialization", "_get_layout"),
+        ("builtins", "getattr"),  # by which some versions of Python write enums
+        *((module, name) for module in ("pathlib", "pathlib._local") for name in ("PosixPath", "WindowsPath")),
+    }
+)
+"""What a list of tensors may name, by module; each name means a record."""
+
+_VALUES: Mapping[tuple[str, str], Any] = {
+    ("torch", "Size"): tuple,
+    ("collections", "OrderedDict"): dict,
+    **{("torch", name): value for name, value in vars(torch).items() if isinstance(value, torch.dtype)},
+}
+"""And what it may name that means something."""
+
+
+class SafeReader(FileSystemReader):
+    """Reads a folder; whatever its `.metadata` holds, nothing of it is executed."""
+
+    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
+        """Return the list of what is in the folder.
+
+        Raises:
+            RuntimeError: It is something else, or damaged.
+        """
+        path = PurePath(self.path) / _LIST_NAME
+        with open(path, "rb") as file:
+            try:
+                metadata = _metadata(_Unpickler(file).load())
+            except Exception as err:  # of whatever kind: it may hold anything
+                raise RuntimeError(
+                    f"{path} is not the list of tensors that this strategy writes; nothing of it was executed: "
+                    f"{type(err).__name__}: {err}. Load another checkpoint, or copy this one anew from where it was "
+                    "saved."
+                ) from err
+        metadata.storage_meta = StorageMeta(load_id=self.load_id)
+        return metadata
+
+
+class SafePlanner(DefaultLoadPlanner):
+    """Loads objects as `torch.load` does, and not, as its parent, whatever they execute.
+
+    Args:
+        weights_only: As `torch.load` takes it.
+    """
+
+    def __init__(self, weights_only: bool | None) -> None:
+        super().__init__()
+        self._weights_only = weights_only
+
+    def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
+        """Put an object into the state that is loaded."""
+        *path, last = self.mappings[read_item.dest_index.fqn]
+        target: Any = self.original_state_dict
+        for key in path:
+            target = target[key]
+        target[last] = torch.load(value, map_location="cpu", weights_only=self._weights_only)
+
+
+class _Record:
+    """Something of the list: what it was made with, and its state."""
+
+    def __init__(self, *args: Any) -> None:
+        self.args = args
+        self.state: Any = None
+
+    def __setstate__(self, state: Any) -> None:
+        self.state = state
+
+
+class _Unpickler(pickle.Unpickler):
+    def __init__(self, file: Any) -> None:
+        super().__init__(file)
+        # A pickle can set attributes of what it names: so it gets classes of its own.
+        self._kinds = {(module, name): type(name, (_Record,), {}) for module, name in _RECORDS}
+
+    def find_class(self, module: str, name: str) -> Any:
+        for known in (self._kinds, _VALUES):
+            if (module, name) in known:
+                return known[module, name]
+        raise pickle.UnpicklingError(f"it names {module}.{name}")
+
+
+def _metadata(record: Any) -> Metadata:
+    fields = _fields(record, Metadata)
+    entries = {
+        _of_type(name, str): _entry(entry) for name, entry in _of_type(fields["state_dict_metadata"], dict).items()
+    }
+    places = {_index(index): _place(place) for index, place in _of_type(fields["storage_data"], dict).items()}
+    return Metadata(state_dict_metadata=entries, storage_data=places, version=fields.get("version"))
+
+
+def _entry(record: Any) -> TensorStorageMetadata | BytesStorageMetadata:
+    if type(record).__name__ == BytesStorageMetadata.__name__:
+        return BytesStorageMetadata()
+    fields = _fields(record, TensorStorageMetadata)
+    dtype, *_ = _fields(fields["properties"], TensorProperties, tuple)
+    chunks = [_fields(chunk, ChunkStorageMetadata) for chunk in fields["chunks"]]
+    return TensorStorageMetadata(
+        TensorProperties(dtype=_of_type(dtype, torch.dtype)),
+        torch.Size(fields["size"]),
+        [ChunkStorageMetadata(torch.Size(chunk["offsets"]), torch.Size(chunk["sizes"])) for chunk in chunks],
+    )
+
+
+def _index(record: Any) -> MetadataIndex:
+    fields = _fields(record, MetadataIndex)
+    offset = fields.get("offset")
+    return MetadataIndex(
+        _of_type(fields["fqn"], str), None if offset is None else torch.Size(offset), fields.get("index")
+    )
+
+
+def _place(record: Any) -> _StorageInfo:
+    fields = _fields(record, _StorageInfo)
+    name = _of_type(fields["relative_path"], str)
+    if PurePath(name).name != name or fields.get("transform_descriptors"):
+        _refuse(f"a tensor in {name!r}")
+    return _StorageInfo(name, _of_type(fields["offset"], int), _of_type(fields["length"], int))
+
+
+def _fields(record: Any, kind: type, of: Callable[..., Any] = dict) -> Any:
+    if not isinstance(record, _Record) or type(record).__name__ != kind.__name__:
+        _refuse(f"{type(record).__name__} in the place of {kind.__name__}")
+    return of(record.state or ())
+
+
+def _of_type(value: Any, kind: Any) -> Any:
+    if not isinstance(value, kind):
+        _refuse(f"{type(value).__name__} in the place of {kind.__name__}")
+    return value
+
+
+def _refuse(what: str) -> NoReturn:
+    raise pickle.UnpicklingError(f"it has {what}")

@@ -1,0 +1,42 @@
+"""A checkpoint from anywhere executes nothing, unless it is trusted."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from . import untrusted
+from .untrusted import CHANGES, MARK
+
+SAID = {
+    "list": "nothing of it was executed: UnpicklingError: it names posix.mkdir",
+    "in_list": "nothing of it was executed: UnpicklingError: it names posix.mkdir",
+    "tensor": "there, bottom.0.bias are objects and not tensors",
+    "extra_state": "holds objects that are not loaded unless you trust it",
+    "elsewhere": "it has a tensor in '../",
+    "meta.pt": "holds objects that are not loaded unless you trust it",
+    "file": "holds objects that are not loaded unless you trust it",
+}
+
+
+@pytest.mark.parametrize("what", CHANGES)
+def test_nothing_is_executed(get_ranks: Any, what: str, tmp_path: Path) -> None:
+    """With `weights_only=True`, and without a word, as with `torch.load`."""
+    for fn, weights_only in (("validate", True), ("fit", None)):
+        folder = tmp_path / fn
+        [said] = get_ranks(1).run(untrusted.load_changed, str(folder), what, fn, weights_only)
+        assert said.startswith("RuntimeError: ")
+        assert SAID[what] in said
+        assert not (folder / MARK).exists()
+
+
+def test_what_is_trusted_is_loaded(get_ranks: Any, tmp_path: Path) -> None:
+    """An object of a module's state, in a folder: on both ranks, and as `torch.load` says."""
+    for num_ranks in (1, 2):
+        folder = tmp_path / str(num_ranks)
+        told = get_ranks(num_ranks).run(untrusted.save_and_load_state, str(folder), trust=True)
+        assert told == [("loaded", "kept")] * num_ranks
+    for said, _ in get_ranks(2).run(untrusted.save_and_load_state, str(tmp_path / "_"), trust=False):
+        assert "holds objects that are not loaded unless you trust it" in said
