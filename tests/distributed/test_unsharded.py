@@ -1,0 +1,54 @@
+"""Law 10: a sharded module computes what the unsharded one does, whatever the plan, the ranks and the mode."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+
+import pytest
+
+from lightning_overlap import MODES
+
+from . import unsharded
+from .ranks import Ranks
+from .unsharded import KINDS, LEFT_OUT
+
+_MODES = itertools.cycle(MODES)
+CASES = {
+    (num_ranks, name): [(name, place, next(_MODES)) for place in dict.fromkeys(kind.places)]
+    for name, kind in KINDS.items()
+    for num_ranks in (1, 2, 3)
+}
+"""Modes in turn, not each with each: what a mode does to a kind is `test_kinds.py`'s."""
+
+
+@pytest.mark.parametrize(("num_ranks", "name"), CASES, ids=lambda value: str(value))
+def test_a_kind_computes_what_it_does_unsharded(get_ranks: Callable[..., Ranks], num_ranks: int, name: str) -> None:
+    assert get_ranks(num_ranks).run(unsharded.check_all, CASES[num_ranks, name]) == [[]] * num_ranks
+
+
+def test_columns_stand_in_the_order_of_the_configs_in_every_mode(two_ranks: Ranks) -> None:
+    """TorchRec answers sharding type by sharding type, and rank by rank."""
+    cases = [("bags", "copies_and_whole", pipeline) for pipeline in MODES]
+    assert two_ranks.run(unsharded.check_all, cases) == [[], []]
+
+
+@pytest.mark.parametrize("module", [unsharded.CallsWithoutGradient, unsharded.LooksFirst, unsharded.ChangesIds])
+@pytest.mark.parametrize("pipeline", ["base", "fused_sparse_dist", "semi_sync_deferred"])
+def test_what_a_step_does_to_grad_mode_and_ids(ranks: Ranks, module: type[unsharded.OneModule], pipeline: str) -> None:
+    verdicts = ranks.run(
+        unsharded.check,
+        "sequences" if module is unsharded.CallsWithoutGradient else "fused_bags",
+        "whole",
+        pipeline,
+        module,
+    )
+    assert [verdict.problem for verdict in verdicts] == [""] * ranks.world_size
+
+
+@pytest.mark.parametrize("name", LEFT_OUT)
+def test_what_has_no_unsharded_answer_is_left_out_by_name(two_ranks: Ranks, name: str) -> None:
+    place, _ = LEFT_OUT[name].places
+    for verdict in two_ranks.run(unsharded.check, name, place, "fused_sparse_dist"):
+        assert verdict.problem == ""
+        assert "left out: tables (" in verdict.said
