@@ -14,7 +14,7 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torchrec.distributed.embedding_types import EmbeddingComputeKernel
-from torchrec.distributed.types import Awaitable, ShardedTensor
+from torchrec.distributed.types import Awaitable, LazyAwaitable, ShardedTensor
 from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor, KeyedTensor
 from typing_extensions import override
 
@@ -271,6 +271,8 @@ def different_weights(sharded: Weights, unsharded: Weights, modules: Iterable[st
 
 def waited(answer: Any) -> Any:
     """Return an answer without anything in it that is still under way."""
+    if isinstance(answer, LazyAwaitable):  # `wait()` would wait a second time where the step has done so
+        return waited(answer.values.__self__)
     if isinstance(answer, Awaitable):
         return waited(answer.wait())
     return tuple(map(waited, answer)) if isinstance(answer, tuple) else answer

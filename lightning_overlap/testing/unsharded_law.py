@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
@@ -55,11 +54,8 @@ def computes_what_the_unsharded_computes(setting: Setting, pipeline: Any, stalen
 
 
 def _train_unsharded(setting: Setting) -> tuple[LightningModule, Weights | str]:
-    """Return an untrained copy of the unsharded module, and what training it changes, or why that is not known."""
-    seed_all(setting.seed)
-    module = setting.make_module()
-    module.configure_model()
-    untrained = copy.deepcopy(module)
+    """Return an untrained unsharded module, and what training another one changes, or why that is not known."""
+    untrained, module = _make(setting), _make(setting)  # a deep copy would tear kernels' weights from their parameters
     fused = check_fused_optimizer(setting.strategy_options.get("fused_optimizer"))
     problem, weights = "", Weights()
     try:
@@ -75,6 +71,13 @@ def _train_unsharded(setting: Setting) -> tuple[LightningModule, Weights | str]:
     dist.all_gather_object(everyone, problem)
     failed = next(filter(None, everyone), None)
     return untrained, of_all_ranks(weights) if failed is None else failed
+
+
+def _make(setting: Setting) -> LightningModule:
+    seed_all(setting.seed)
+    module = setting.make_module()
+    module.configure_model()
+    return module
 
 
 def _left_out_text(left_out: Mapping[str, str]) -> str:

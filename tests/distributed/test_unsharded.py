@@ -33,16 +33,10 @@ def test_columns_stand_in_the_order_of_the_configs_in_every_mode(two_ranks: Rank
     assert two_ranks.run(unsharded.check_all, cases) == [[], []]
 
 
-@pytest.mark.parametrize("module", [unsharded.CallsWithoutGradient, unsharded.LooksFirst, unsharded.ChangesIds])
 @pytest.mark.parametrize("pipeline", ["base", "fused_sparse_dist", "semi_sync_deferred"])
-def test_what_a_step_does_to_grad_mode_and_ids(ranks: Ranks, module: type[unsharded.OneModule], pipeline: str) -> None:
-    verdicts = ranks.run(
-        unsharded.check,
-        "sequences" if module is unsharded.CallsWithoutGradient else "fused_bags",
-        "whole",
-        pipeline,
-        module,
-    )
+@pytest.mark.parametrize("module", [unsharded.CallsWithoutGradient, unsharded.LooksFirst, unsharded.ChangesIds])
+def test_what_a_step_does_with_its_rows_and_ids(ranks: Ranks, module: type[unsharded.OneModule], pipeline: str) -> None:
+    verdicts = ranks.run(unsharded.check, "fused_bags", "whole", pipeline, module)
     assert [verdict.problem for verdict in verdicts] == [""] * ranks.world_size
 
 
@@ -52,3 +46,10 @@ def test_what_has_no_unsharded_answer_is_left_out_by_name(two_ranks: Ranks, name
     for verdict in two_ranks.run(unsharded.check, name, place, "fused_sparse_dist"):
         assert verdict.problem == ""
         assert "left out: tables (" in verdict.said
+
+
+@pytest.mark.parametrize("pipeline", ["base", "fused_sparse_dist"])
+def test_what_torchrec_itself_answers_otherwise_is_seen(ranks: Ranks, pipeline: str) -> None:
+    for verdict in ranks.run(unsharded.check, "variable_batch_sequences", "rows", pipeline):
+        assert "'tables' in batch 0: ['f0'].values(): The values for attribute 'shape' do not match" in verdict.problem
+        assert "tables.embeddings.t2.weight: changed by training unsharded, not sharded" in verdict.problem
