@@ -162,7 +162,7 @@ KINDS = {
 TORCHREC_ANSWERS_OTHERWISE = {
     "variable_batch_sequences": Kind(kinds.sequences, ("whole", "rows"), kinds.variable_batch),
 }
-"""TorchRec 1.8 gives each sample its rows, unsharded each different one; on a CPU the backward leaves the tables alone."""
+"""TorchRec 1.8 gives each sample its rows, unsharded each different one; on a CPU the tables stay as they are."""
 LEFT_OUT = {
     "managed_bags": Kind(kinds.managed_bags, ("rows", "rows"), kinds.wide_ids),
     "managed_sequences": Kind(kinds.managed_sequences, ("rows", "rows"), kinds.wide_ids),
