@@ -333,7 +333,8 @@ def whole_state(module: nn.Module) -> State:
         if isinstance(value, ShardedTensor):
             shards = value.local_shards()
             own += [(key, tuple(each.metadata.shard_offsets), each.tensor.detach().clone()) for each in shards]
-            state[key] = torch.zeros(value.size(), dtype=value.dtype)
+            whole = value.metadata()
+            state[key] = torch.zeros(tuple(whole.size), dtype=whole.tensor_properties.dtype)
         elif isinstance(value, DTensor):
             state[key] = value.full_tensor().detach().clone()
         elif isinstance(value, Tensor):

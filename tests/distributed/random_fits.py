@@ -446,7 +446,7 @@ def _merged(part: Part, rows: Any, size: int) -> Tensor:
     if part.use == "values" and not part.sequence:
         return rows.values() * 1.0
     if part.use == "to_dict" or part.use == "values":
-        found = list(rows.to_dict() if not part.sequence else rows)
+        found = list((rows if part.sequence else rows.to_dict()).keys())
         return torch.cat([_of_key(part, rows, key, size) for key in found], dim=1)
     columns = [_of_key(part, rows, key, size) for key in part.keys]
     if part.use == "part":

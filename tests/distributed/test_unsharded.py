@@ -40,6 +40,12 @@ def test_what_a_step_does_with_its_rows_and_ids(ranks: Ranks, module: type[unsha
     assert [verdict.problem for verdict in verdicts] == [""] * ranks.world_size
 
 
+@pytest.mark.parametrize("pipeline", ["base", "fused_sparse_dist"])
+def test_the_answer_of_sequences_is_a_dict_to_its_caller(ranks: Ranks, pipeline: str) -> None:
+    verdicts = ranks.run(unsharded.check, "sequences", "rows", pipeline, unsharded.ReadsAsADict)
+    assert [verdict.problem for verdict in verdicts] == [""] * ranks.world_size
+
+
 @pytest.mark.parametrize("name", LEFT_OUT)
 def test_what_has_no_unsharded_answer_is_left_out_by_name(two_ranks: Ranks, name: str) -> None:
     place, _ = LEFT_OUT[name].places

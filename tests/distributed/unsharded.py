@@ -253,3 +253,13 @@ class ChangesIds(OneModule):
     def rows(self, batch: dict[str, Any]) -> Any:
         batch["ids"].values().remainder_(NUM_ROWS // 2)
         return super().rows(batch)
+
+
+class ReadsAsADict(OneModule):
+    """Takes the answer for what an unsharded EmbeddingCollection gives."""
+
+    def rows(self, batch: dict[str, Any]) -> Any:
+        rows = self.tables(batch["ids"])
+        assert "f0@t0" in rows
+        assert len(rows) == 6
+        return {key: rows[key] for key in rows}
