@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import copy
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
@@ -12,6 +11,7 @@ import torch
 import torch.distributed as dist
 from lightning.pytorch import Callback, LightningModule, Trainer
 from torch import Tensor, nn
+from torch.distributed.optim import _apply_optimizer_in_backward  # type: ignore[attr-defined]
 from torch.distributed.tensor import DTensor
 from torchrec.distributed.embedding_types import EmbeddingComputeKernel
 from torchrec.distributed.types import Awaitable, LazyAwaitable, ShardedTensor
@@ -96,7 +96,8 @@ class Answers(Callback):
     @override
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self.modules = sharded_modules(pl_module)
-        materialize(self._unsharded.to(pl_module.device), self.modules)
+        materialize(self._unsharded, self.modules)
+        self._unsharded.to(pl_module.device)
         for name, module in self.modules.items():
             reason = _why_not_comparable(module, self._unsharded, name)
             if reason is not None:
@@ -350,12 +351,24 @@ def whole_state(module: nn.Module) -> State:
 
 
 def materialize(module: nn.Module, names: Iterable[str]) -> None:
-    """Give tables on `meta` memory; their values come with a state."""
+    """Give modules with weights on `meta` memory, some values, and the optimizers applied in backward again."""
     for name in names:
-        with contextlib.suppress(AttributeError):  # not a module of the unsharded one: left out, with the reason
+        try:
             child = module.get_submodule(name)
-            if any(weight.is_meta for weight in child.parameters()):
-                child.to_empty(device="cpu")
+        except AttributeError:  # none of the unsharded module: left out, with the reason
+            continue
+        before = dict(child.named_parameters())
+        if not any(weight.is_meta for weight in before.values()):
+            continue
+        child.to_empty(device="cpu")
+        for key, weight in child.named_parameters():
+            nn.init.normal_(weight, std=0.1)
+            classes, kwargs = (
+                getattr(before[key], "_optimizer_classes", []),
+                getattr(before[key], "_optimizer_kwargs", []),
+            )
+            for cls, each in zip(classes, kwargs, strict=True):
+                _apply_optimizer_in_backward(cls, [weight], each)
 
 
 def _why_not_comparable(module: Any, unsharded: nn.Module, name: str) -> str | None:

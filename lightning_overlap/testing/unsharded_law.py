@@ -11,7 +11,7 @@ from lightning.pytorch import LightningModule
 
 from ..sharding import check_fused_optimizer, find_tables
 from .module_runs import Setting, fit, fit_unsharded, seed_all
-from .unsharded import Answers, Weights, different_weights, of_all_ranks
+from .unsharded import Answers, Weights, different_weights, materialize, of_all_ranks
 from .verdict import Verdict
 
 _LAW = "law 10: computes what the unsharded module computes"
@@ -59,8 +59,9 @@ def _train_unsharded(setting: Setting) -> tuple[LightningModule, Weights | str]:
     fused = check_fused_optimizer(setting.strategy_options.get("fused_optimizer"))
     problem, weights = "", Weights()
     try:
+        materialize(module, {table.module for table in find_tables(module)})
         if any(weight.is_meta for weight in module.parameters()):
-            raise RuntimeError("it has weights on the meta device")
+            raise RuntimeError("it has weights on the meta device beside the tables")
         if fused is not None:
             for table in find_tables(module):
                 table.apply_fused_optimizer(*fused)
