@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import os
 import sys
 import time
 from collections.abc import Collection, Iterator
@@ -29,6 +30,7 @@ class Runner:
         ranks = self._pools.get(fit.num_ranks)
         if ranks is None or not ranks.alive:
             ranks = self._pools[fit.num_ranks] = Ranks(fit.num_ranks)
+            ranks.run(os.getpid, timeout_s=180)  # a start may take longer than a fit
         try:
             found = ranks.run(differences, fit, timeout_s=TIMEOUT_S)
         except RankError as err:
