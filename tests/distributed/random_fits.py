@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from random import Random
 from typing import Any, TypeVar
@@ -379,10 +380,9 @@ class Net(LightningModule):
 
     def _answer(self, part: Part, kjt: KeyedJaggedTensor, index: int, size: int) -> Tensor:
         def rows() -> Tensor:
-            if part.use == "no_grad":
-                with torch.no_grad():
-                    return _merged(part, self.look_up(part, kjt, index), size)
-            return _merged(part, self.look_up(part, kjt, index), size)
+            with torch.no_grad() if part.use == "no_grad" else nullcontext():
+                answer = self.look_up(part, kjt, index)
+            return _merged(part, answer, size)
 
         num = part.num_calls(index) if self.training else 1
         if not num:

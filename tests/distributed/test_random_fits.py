@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 from collections.abc import Callable
 from typing import Any
@@ -12,6 +13,7 @@ from typing import Any
 import pytest
 from hypothesis import HealthCheck, Phase, given, note, settings
 from hypothesis import strategies as st
+from hypothesis.errors import InvalidArgument
 
 from . import random_loops
 from .fuzz import simpler
@@ -30,9 +32,14 @@ SETTINGS: dict[str, Any] = {
 
 
 def _check(get_ranks: Callable[..., Ranks], fit: Fit) -> None:
-    note(f"{fit}\nagain: make fuzz SEED={fit.seed}")
+    _say(f"{fit}\nagain: make fuzz SEED={fit.seed}")
     for found in get_ranks(fit.num_ranks).run(random_loops.differences, fit):
         assert found == [] or NOT_DRAWN in found[0]
+
+
+def _say(text: str) -> None:
+    with contextlib.suppress(InvalidArgument):  # in a test without Hypothesis
+        note(text)
 
 
 SIMPLE = Fit(0, 2, (Part("c0", False, "x", (Table("t0", ("f0",), 4, "table_wise", 0),)),), "fused_sparse_dist")
@@ -66,6 +73,31 @@ def test_batches_whose_layout_and_size_differ_by_rank(get_ranks: Callable[..., R
 
 def _sequence() -> Table:
     return Table("t1", ("f0", "f1"), 4, "table_wise", 1)
+
+
+def _with(use: str = "by_name", pipeline: str = "fused_sparse_dist", again: str = "", **settings: Any) -> Fit:
+    tables = (Table("t0", ("f0",), 4, "table_wise", 1), Table("t1", ("f1",), 4, "table_wise", 0))
+    part = Part("c0", bool(again), "x", tables, use, checkpoint=again)
+    return Fit(0, 2, (part,), pipeline, **settings)
+
+
+FOUND = {
+    "columns_in_the_order_of_the_configs": _with("values"),
+    "no_grad": _with("no_grad"),
+    "first_used_without_a_gradient": _with("statistic"),
+    "ids_changed_in_place": _with(change="ids"),
+    "weights_changed_in_place": _with(change="weights", weighted=True),
+    "another_layout_on_another_rank": _with(layout="either"),
+    "checkpoint_around_the_lookup": _with(again="checkpoint"),
+    # The early rows get no gradient, so nothing of their backward tells when to look up the next batch's.
+    "reentrant_checkpoint_in_a_stale_mode": _with(pipeline="semi_sync", again="checkpoint_reentrant"),
+}
+"""What random fits have found, each as simple as it gets."""
+
+
+@pytest.mark.parametrize("name", FOUND)
+def test_what_was_found_before(get_ranks: Callable[..., Ranks], name: str) -> None:
+    _check(get_ranks, FOUND[name])
 
 
 # -- what the tests above rest on -------------------------------------------------------------------------------------
