@@ -6,8 +6,11 @@ import itertools
 from collections.abc import Callable
 
 import pytest
+import torch
+from torchrec import JaggedTensor, KeyedTensor
 
 from lightning_overlap import MODES
+from lightning_overlap.testing.unsharded import Weights, different_weights, first_difference
 
 from . import unsharded
 from .ranks import Ranks
@@ -59,3 +62,30 @@ def test_what_torchrec_itself_answers_otherwise_is_seen(ranks: Ranks, pipeline: 
     for verdict in ranks.run(unsharded.check, "variable_batch_sequences", "rows", pipeline):
         assert "'tables' in batch 0: ['f0'].values(): The values for attribute 'shape' do not match" in verdict.problem
         assert "tables.embeddings.t2.weight: changed by training unsharded, not sharded" in verdict.problem
+
+
+# -- the comparison itself --------------------------------------------------------------------------------------------
+
+
+def test_what_differs_is_named() -> None:
+    values = torch.arange(6.0).reshape(2, 3)
+    answer = KeyedTensor(["a", "b"], [1, 2], values)
+    assert first_difference(answer, KeyedTensor(["a", "b"], [1, 2], values + 1e-7)) is None
+    swapped = KeyedTensor(["b", "a"], [2, 1], values[:, [1, 2, 0]])
+    assert first_difference(swapped, answer) == "keys() is ['b', 'a'], unsharded ['a', 'b']"
+    other = KeyedTensor(["a", "b"], [1, 2], values + 0.1)
+    assert str(first_difference(other, answer)).startswith("values(): Tensor-likes are not close!")
+    rows = {"a": JaggedTensor(values, lengths=torch.tensor([2]))}
+    cut = {"a": JaggedTensor(values, lengths=torch.tensor([1, 1]))}
+    assert str(first_difference(cut, rows)).startswith("['a'].lengths(): ")
+    assert first_difference({}, rows) == "keys() is [], unsharded ['a']"
+
+
+def test_weights_that_only_one_trains_are_named() -> None:
+    names = {"ebc.t0", "top", "bottom"}
+    sharded, unsharded_ = Weights({"top"}, {"ebc.t0", "top"}, names), Weights({"top", "bottom"}, {"top"}, names)
+    assert different_weights(sharded, unsharded_, ["ebc"]) == [
+        "ebc.t0: changed by training sharded, not unsharded",
+        "bottom: with a gradient unsharded, not sharded",
+    ]
+    assert different_weights(sharded, sharded, ["ebc"]) == []
