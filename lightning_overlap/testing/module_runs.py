@@ -177,8 +177,7 @@ def _fit_on(trainer: Trainer, module: LightningModule, setting: Setting, loader:
 
 _QUIET: dict[str, Any] = {
     **{"max_epochs": 1, "limit_val_batches": 0, "num_sanity_val_steps": 0, "use_distributed_sampler": False},
-    **{"logger": False, "enable_checkpointing": False, "enable_progress_bar": False},
-    **{"enable_model_summary": False},
+    **{"logger": False, "enable_checkpointing": False, "enable_progress_bar": False, "enable_model_summary": False},
 }
 
 

@@ -17,7 +17,8 @@ from torchrec.distributed.types import ShardingEnv
 from lightning_overlap import OverlapEmbeddingStrategy
 
 from .fits import make_trainer
-from .random_fits import Data, Fit, Net, Part, make_batch, make_plan, opened
+from .random_fits import Fit, Part
+from .random_models import Data, Net, make_batch, make_plan, opened
 from .reference import Result, collect
 
 COLLECTIVE_TIMEOUT_S = 20
