@@ -18,12 +18,13 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check --no-input -qq
 AS_LOCKED := --no-deps --no-build-isolation
 
 .DELETE_ON_ERROR:
-.PHONY: help install train test lint smoke smoke-older smoke-newer check-lock wheel clean
+.PHONY: help install train test fuzz lint smoke smoke-older smoke-newer check-lock wheel clean
 
 help:
 	@echo "make train   install once, then train the example experiment"
 	@echo "make test    install once, then lint, type-check and test"
 	@echo "make lint    ruff and mypy alone"
+	@echo "make fuzz    random fits against a loop by hand: NUM=200 of them, or SEED=17 again"
 	@echo "make smoke   a short test with the oldest and the newest Lightning and TorchRec, each in a .venv of its own"
 	@echo "make wheel   build a wheel into dist/ and check what is inside"
 	@echo "make clean   remove .venv, builds and caches"
@@ -35,6 +36,10 @@ train: $(INSTALLED)
 
 test: lint
 	$(BIN)/python -m pytest
+
+fuzz: $(INSTALLED)
+	OMP_NUM_THREADS=1 $(BIN)/python -m tests.distributed.fuzz $(if $(SEED),--seed $(SEED),--num $(or $(NUM),200)) \
+		--first $(or $(FIRST),0) --without "$(WITHOUT)"
 
 lint: $(INSTALLED)
 	$(BIN)/ruff check .

@@ -18,37 +18,15 @@ from ..modes import resolve_schedule
 from ..schedule import Schedule
 from ..stages import WeightOwner
 from ..syncs import HostSync
-from .module_runs import (
-    NUM_WATCHED_STEPS,
-    Data,
-    Delays,
-    ModuleFactory,
-    Setting,
-    Watched,
-    fit,
-    make_trainer,
-)
+from .module_runs import NUM_WATCHED_STEPS, Data, Delays, ModuleFactory, Setting, Watched, fit, make_trainer
 from .one_process import process_group
 from .races import RaceError
+from .unsharded_law import computes_what_the_unsharded_computes
+from .verdict import Verdict as Verdict
 
 _SWITCHES = ("start_batch", "end_batch")
 _SIZES = "input_dist.py"
 """Where the one read of a step is: the sizes of what is on its way."""
-
-
-@dataclass(frozen=True, slots=True)
-class Verdict:
-    """What came of one law.
-
-    Args:
-        law: What has to hold.
-        problem: What does not, or ''.
-        said: What was seen where it holds.
-    """
-
-    law: str
-    problem: str
-    said: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,8 +85,9 @@ def check_module(
 ) -> ModuleReport:
     """Train your module in a mode and check that the laws hold for it.
 
-    Four fits of `num_steps` from the same seed, on the same batches: three in the mode and one of a reference. All
-    call your `training_step` under Lightning, each with a module that `make_module` made.
+    Four fits of `num_steps` from the same seed, on the same batches: three in the mode and one of a reference; for
+    law 10 two short ones, in the mode and of the unsharded module. All call your `training_step` under Lightning, each
+    with a module that `make_module` made.
 
     1. Exact means exact: losses, weights, tables and optimizer states equal those of `pipeline="base"` bit for bit
        after every step. In a mode with a staleness the reference is the same plain fit, in which each lookup of a
@@ -123,6 +102,9 @@ def check_module(
     5. Nothing stays patched or in flight after the fit.
     6. Each batch was trained once, in order.
     7. A step makes the host wait once, for the sizes of what is on its way.
+    8. The strategy does not change what the module computes: every answer of a sharded module, in training and in
+       validation, equals to rounding that of the unsharded one with the same weights, columns in the same order; and
+       training gives a gradient to the same weights, and changes the same ones.
 
     In a process without a process group it makes one of one rank for the time being; in a group that is there (under
     torchrun, say) every rank calls this alike and all raise together. The seed is the same on all ranks while the
@@ -185,6 +167,7 @@ def check_module(
                 Verdict("nothing left patched or in flight", "; ".join(first.left), "all put back"),
                 _each_batch_once(first, len(setting.batches)),
                 _host_syncs(again, syncs, max_host_syncs),
+                computes_what_the_unsharded_computes(setting, pipeline, schedule.staleness),
             ]
         )
         report = ModuleReport(

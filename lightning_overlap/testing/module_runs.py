@@ -17,6 +17,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from lightning.pytorch import Callback, LightningDataModule, LightningModule, Trainer
+from lightning.pytorch.strategies import SingleDeviceStrategy
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -30,6 +31,7 @@ from ..syncs import HostSync, record_host_syncs
 from .module_states import digests
 from .one_process import ThisGroup
 from .tensor_races import CheckedStreams
+from .unsharded import Answers, Changes
 
 Delays = Mapping[int, tuple[int, frozenset[str]]]
 """Batch -> how many updates its lookup sees, and in which modules; all others see every update."""
@@ -104,6 +106,7 @@ def fit(
     every_state: bool = True,
     syncs: bool = False,
     races: bool = False,
+    answers: Answers | None = None,
 ) -> Watched:
     """Train a new module from the seed, and watch.
 
@@ -114,18 +117,21 @@ def fit(
         every_state: Digest the state after every step, not only after the last.
         syncs: Count host syncs in the middle.
         races: Follow every operator's memory over the streams. On one rank.
+        answers: Takes every answer of the sharded modules. Validation is then part of the fit, where there is one.
 
     Raises:
         RaceError: With `races`: an operator uses what nothing ordered.
     """
     watched = Watched()
-    _seed(setting.seed)
+    seed_all(setting.seed)
     module = setting.make_module()
-    _seed(setting.seed + _rank())
+    seed_all(setting.seed + _rank())
     watch = _Watch(watched, len(setting.batches), every_state=every_state, syncs=syncs)
     delay = _Delay(delays) if delays is not None else None
-    strategy = _WatchedStrategy(watch, delay, races, pipeline=pipeline, **setting.strategy_options)
-    more = [] if delay is None else [delay]
+    strategy = _WatchedStrategy(watch, delay, races, answers, pipeline=pipeline, **setting.strategy_options)
+    more = [each for each in (delay, answers) if each is not None]
+    if answers is not None:
+        answers.updates, answers.seen = watched.updates, watched.seen
     callbacks = [*([_FollowsMemory()] if races else ()), *setting.trainer_options.get("callbacks", ()), watch, *more]
     trainer = make_trainer(setting, strategy, callbacks)
     before = _patchable(trainer, module)
@@ -135,11 +141,8 @@ def fit(
         for text in _SAID_ELSEWHERE:
             warnings.filterwarnings("ignore", message=text)
         stack.enter_context(_Collectives(watch))
-        if setting.datamodule is None:
-            trainer.fit(module, train_dataloaders=loader)
-        else:
-            stack.enter_context(mock.patch.object(setting.datamodule, "train_dataloader", return_value=loader))
-            trainer.fit(module, datamodule=setting.datamodule)
+        validates = answers is not None and type(module).validation_step is not LightningModule.validation_step
+        _fit_on(trainer, module, setting, loader, _Replay(setting.batches[:2]) if validates else None)
     after = _patchable(trainer, module)
     watched.left = [f"{name}: {after[name]}" for name in after if after[name] != before.get(name)]
     if strategy.num_in_flight:
@@ -148,17 +151,41 @@ def fit(
     return watched
 
 
+def fit_unsharded(setting: Setting, module: LightningModule) -> Changes:
+    """Train a module as it is, on this rank alone, on its batches; return what that changed.
+
+    Callbacks of the user's own stay out: some ask for the strategy.
+    """
+    changes = Changes()
+    seed_all(setting.seed + _rank())
+    device = torch.device("cpu") if setting.accelerator == "cpu" else torch.device("cuda", torch.cuda.current_device())
+    options = {**_QUIET, **setting.trainer_options, "limit_val_batches": 0, "callbacks": [changes]}
+    trainer = Trainer(accelerator=setting.accelerator, devices=1, strategy=SingleDeviceStrategy(device), **options)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # the fits in the mode say what there is to say
+        _fit_on(trainer, module, setting, _Replay(setting.batches), None)
+    return changes
+
+
+def _fit_on(trainer: Trainer, module: LightningModule, setting: Setting, loader: Any, val_loader: Any) -> None:
+    if setting.datamodule is None:
+        trainer.fit(module, train_dataloaders=loader, val_dataloaders=val_loader)
+        return
+    with mock.patch.object(setting.datamodule, "train_dataloader", return_value=loader):
+        trainer.fit(module, datamodule=setting.datamodule)
+
+
+_QUIET: dict[str, Any] = {
+    **{"max_epochs": 1, "limit_val_batches": 0, "num_sanity_val_steps": 0, "use_distributed_sampler": False},
+    **{"logger": False, "enable_checkpointing": False, "enable_progress_bar": False, "enable_model_summary": False},
+}
+
+
 def make_trainer(setting: Setting, strategy: Any, callbacks: Sequence[Callback] = ()) -> Trainer:
     """A quiet trainer over the ranks of the process group."""
     world_size = dist.get_world_size()
     per_node = int(os.environ.get("LOCAL_WORLD_SIZE", world_size))
-    options: dict[str, Any] = {
-        **{"max_epochs": 1, "limit_val_batches": 0, "num_sanity_val_steps": 0, "use_distributed_sampler": False},
-        **{"logger": False, "enable_checkpointing": False, "enable_progress_bar": False},
-        **{"enable_model_summary": False},
-        **setting.trainer_options,
-        "callbacks": list(callbacks),
-    }
+    options = {**_QUIET, **setting.trainer_options, "callbacks": list(callbacks)}
     return Trainer(
         accelerator=setting.accelerator,
         devices=per_node,
@@ -321,12 +348,15 @@ class _FollowsMemory(Callback):
 
 
 class _WatchedStrategy(OverlapEmbeddingStrategy):
-    """Tells a watch who was served early, and delays the lookups of a reference."""
+    """Tells a watch who was served early, keeps the answers, and delays the lookups of a reference."""
 
-    def __init__(self, watch: _Watch, delay: _Delay | None, races: bool, **kwargs: Any) -> None:
+    def __init__(
+        self, watch: _Watch, delay: _Delay | None, races: bool, answers: Answers | None, **kwargs: Any
+    ) -> None:
         super().__init__(observer=watch.observe, **kwargs)
         self._watch = watch
         self._delay = delay
+        self._answers = answers
         if races:
             streams = CheckedStreams(self._lookup_stream)
             self._streams = streams
@@ -340,18 +370,22 @@ class _WatchedStrategy(OverlapEmbeddingStrategy):
 
     def _make_pipeline(self, schedule: Any, step: str) -> SparsePipeline:
         pipeline = super()._make_pipeline(schedule, step)
-        serve, watch, delay = pipeline.call, self._watch, self._delay
+        serve, watch, delay, answers = pipeline.call, self._watch, self._delay, self._answers
 
         def call(stand_in: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+            given = _copied((args, kwargs)) if answers is not None else None
             around = contextlib.nullcontext() if delay is None else delay.around(stand_in.name, stand_in.module)
             with around:
                 rows = serve(stand_in, args, kwargs)
-            watch.served(stand_in.name, isinstance(rows, EarlyRows))
-            if stand_in.plain_reason is not None:
-                watch.watched.plain_reasons[stand_in.name] = stand_in.plain_reason
+            if step == "training_step":
+                watch.served(stand_in.name, isinstance(rows, EarlyRows))
+                if stand_in.plain_reason is not None:
+                    watch.watched.plain_reasons[stand_in.name] = stand_in.plain_reason
+            if answers is not None:
+                answers.answered(stand_in.name, step, given, rows, early=isinstance(rows, EarlyRows))
             return rows
 
-        if step == "training_step":
+        if step == "training_step" or answers is not None:
             pipeline.call = call  # type: ignore[method-assign]
         return pipeline
 
@@ -371,6 +405,14 @@ class _Collectives(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
+def _copied(given: tuple[tuple[Any, ...], dict[str, Any]]) -> Any:
+    """Return a copy of a call's arguments, or None: a tensor that a graph leads to has no copy."""
+    try:
+        return copy.deepcopy(given)
+    except RuntimeError:
+        return None
+
+
 def _group_name(group: Any) -> str:
     made = dist.ProcessGroup.unbox(group)
     return f"{made.group_desc} {made.group_name}"  # names are alike on all ranks, descriptions may be of several
@@ -380,7 +422,8 @@ def _rank() -> int:
     return dist.get_rank()
 
 
-def _seed(seed: int) -> None:
+def seed_all(seed: int) -> None:
+    """Seed Python, NumPy and torch."""
     random.seed(seed)
     np.random.seed(seed)
     torch.manual_seed(seed)

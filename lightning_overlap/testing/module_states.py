@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torchrec.distributed.types import ShardedTensor
 
-from ..kinds import sharded_modules
+from ..kinds import sharded_modules, table_modules
 
 
 def digests(module: LightningModule, optimizers: Sequence[torch.optim.Optimizer]) -> dict[str, str]:
@@ -33,6 +33,7 @@ def _states(module: LightningModule, optimizers: Sequence[torch.optim.Optimizer]
     for outer, child in sharded.items():
         for name, value in child.state_dict().items():
             yield from _locals(f"table {outer}.{name}", value)
+    for outer, child in table_modules(module).items():
         for name, state in child.fused_optimizer.state_dict()["state"].items():
             for kind, value in state.items():
                 yield from _locals(f"fused optimizer state {outer}.{name} {kind}", value)

@@ -1,0 +1,406 @@
+"""Law 10: what sharded modules answer and what a fit changes, against the unsharded module with the same weights."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from lightning.pytorch import Callback, LightningModule, Trainer
+from torch import Tensor, nn
+from torch.distributed.optim import _apply_optimizer_in_backward  # type: ignore[attr-defined]
+from torch.distributed.tensor import DTensor
+from torchrec.distributed.embedding_types import EmbeddingComputeKernel
+from torchrec.distributed.types import Awaitable, LazyAwaitable, ShardedTensor
+from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor, KeyedTensor
+from typing_extensions import override
+
+from ..kinds import kind_of, owners_of, sharded_modules, tables_of
+from ..stages import WeightOwner
+from ..strategy import OverlapEmbeddingStrategy
+
+State = Mapping[str, Tensor]
+"""Whole weights and buffers of one module by their names in it."""
+
+
+@dataclass
+class Weights:
+    """Names of a model's weights, of all ranks together."""
+
+    with_gradient: set[str] = field(default_factory=set)
+    changed: set[str] = field(default_factory=set)
+    all: set[str] = field(default_factory=set)
+
+
+@dataclass
+class _Call:
+    """A call of a sharded module in a step."""
+
+    name: str
+    step: str
+    batch: int
+    given: tuple[tuple[Any, ...], dict[str, Any]]
+    rows: Any
+    early: bool
+    training: bool
+    grad_enabled: bool
+    state: int
+    """Which of the kept states its lookup reads, of tables that the dense optimizer or nobody writes meanwhile."""
+
+
+class Answers(Callback):
+    """Compares every answer of the sharded modules with that of the unsharded ones, and notes what a fit changes.
+
+    The unsharded module never trains here: it gets the whole weights of all ranks that the lookup should have read.
+    Rows are looked at when the step is over, not when the module is called, which would be a wait too early.
+
+    Args:
+        unsharded: A copy of the module from before the fit; it is changed.
+    """
+
+    def __init__(self, unsharded: LightningModule) -> None:
+        self.problems: dict[str, str] = {}
+        self.left_out: dict[str, str] = {}
+        self.num_outputs = 0
+        self.weights = Weights()
+        self.updates: list[int] = []
+        """The batches that a backward was for; the watch of the fit writes it."""
+        self.seen: Mapping[int, tuple[int, ...]] = {}
+        """Batch -> the updates that its early lookup saw; likewise."""
+        self._unsharded = unsharded
+        self.modules: Mapping[str, Any] = {}
+        """The sharded modules, by name."""
+        self._states: dict[int, dict[str, State]] = {}
+        self._first: dict[str, Tensor] = {}
+        self._calls: list[_Call] = []
+        self._last: dict[str, _Call] = {}
+        self._batch, self._state = -1, 0
+
+    # -- what the fit tells ---------------------------------------------------------------------------------------
+
+    def answered(self, name: str, step: str, given: Any, rows: Any, *, early: bool) -> None:
+        """Take the answer to a call of a sharded module; `given` is a copy of its arguments, from before the call."""
+        if name in self.left_out or name not in self.modules:
+            return
+        if given is None:
+            self.left_out[name] = "its arguments cannot be copied"
+        elif step == "training_step" and len(self.updates) > self._state:
+            return  # after a backward of the same step: nobody knows what a training step of its own updated since
+        else:
+            training, grad = self.modules[name].training, torch.is_grad_enabled()
+            self._calls.append(_Call(name, step, self._batch, given, rows, early, training, grad, self._state))
+
+    @override
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self.modules = sharded_modules(pl_module)
+        materialize(self._unsharded, self.modules)
+        self._unsharded.to(pl_module.device)
+        for name, module in self.modules.items():
+            reason = _why_not_comparable(module, self._unsharded, name)
+            if reason is not None:
+                self.left_out[name] = reason
+        self._keep(trainer)
+        self._first = self._weights_of(pl_module)
+
+    @override
+    def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
+        self._batch, self._state = batch_idx, len(self.updates)
+
+    @override
+    def on_after_backward(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self.weights.with_gradient |= with_gradient(pl_module)
+
+    @override
+    def on_train_batch_end(
+        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        self._compare()
+        self._keep(trainer)
+        self._state = len(self.updates)
+
+    @override
+    def on_validation_batch_end(
+        self,
+        trainer: Trainer,
+        pl_module: LightningModule,
+        outputs: Any,
+        batch: Any,
+        batch_idx: int,
+        dataloader_idx: int = 0,
+    ) -> None:
+        self._compare()
+
+    @override
+    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._evaluate_by_hand(pl_module)
+        last = self._weights_of(pl_module)
+        self.weights.changed = {name for name, value in last.items() if not torch.equal(value, self._first[name])}
+        self.weights.all = set(last)
+        self.weights = of_all_ranks(self.weights)
+
+    # -- states ---------------------------------------------------------------------------------------------------
+
+    def _keep(self, trainer: Trainer) -> None:
+        """Keep the weights of now as those after so many updates, and those that a stale lookup may still read."""
+        strategy = trainer.strategy
+        assert isinstance(strategy, OverlapEmbeddingStrategy)
+        num = len(self.updates)
+        ahead = [len(seen) for batch, seen in self.seen.items() if batch > self._batch]
+        oldest = min([num, *ahead])
+        self._states = {at: state for at, state in self._states.items() if at >= oldest}
+        with strategy.saving():  # behind the updates that are held back, and the lookups that run
+            self._states[num] = {name: whole_state(module) for name, module in self.modules.items()}
+
+    def _weights_of(self, module: LightningModule) -> dict[str, Tensor]:
+        """Return the weights of a model: as the latest states have them those of sharded modules."""
+        latest = self._states[max(self._states)]
+        found = {
+            name: weight.detach().clone()
+            for name, weight in module.named_parameters()
+            if not _is_in(name, self.modules) and weight.requires_grad
+        }
+        for outer, state in latest.items():
+            names = [name for name, _ in self._unsharded.get_submodule(outer).named_parameters()]
+            found |= {f"{outer}.{name}": state[name] for name in names if name in state}
+        return found
+
+    def _state_of(self, call: _Call) -> State:
+        """Return what the lookup of a call should have read."""
+        now = self._states[call.state][call.name]
+        if not call.early or call.step != "training_step" or call.batch not in self.seen:
+            return now
+        then = self._states[len(self.seen[call.batch])][call.name]
+        fused = _fused_tables(self.modules[call.name])
+        return {key: (then if _is_of(key, fused) else now)[key] for key in now}
+
+    # -- comparisons ----------------------------------------------------------------------------------------------
+
+    def _compare(self) -> None:
+        calls, self._calls = self._calls, []
+        for call in calls:
+            self._last[call.name] = call
+            if call.name not in self.problems:
+                found = self._problem(call)
+                self.num_outputs += 1
+                if found is not None:
+                    place = f"batch {call.batch}" if call.step == "training_step" else f"a {call.step}"
+                    self.problems[call.name] = f"{call.name!r} in {place}: {found}"
+
+    def _problem(self, call: _Call) -> str | None:
+        rows = waited(call.rows)
+        if not call.grad_enabled and any(isinstance(part, Tensor) and part.requires_grad for _, part in parts(rows)):
+            return "its rows need a gradient, though it was called without one (torch.no_grad)"
+        unsharded = self._unsharded.get_submodule(call.name).train(call.training)
+        unsharded.load_state_dict(self._state_of(call), strict=False)
+        args, kwargs = call.given
+        with torch.no_grad():
+            return first_difference(rows, unsharded(*args, **kwargs))
+
+    def _evaluate_by_hand(self, module: LightningModule) -> None:
+        """Call the modules in evaluation mode, as a callback may."""
+        everyone: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(everyone, sorted(self._last.keys() - self.left_out.keys()))
+        self._batch, self._state = -1, max(self._states)
+        for name in sorted(set(everyone[0]).intersection(*everyone)):
+            sharded = self.modules[name]
+            training = sharded.training
+            given = self._last[name].given
+            args, kwargs = copy.deepcopy(given)
+            with torch.no_grad():
+                rows = waited(sharded.eval()(*args, **kwargs))
+            self.answered(name, "call by hand in evaluation mode", given, rows, early=False)
+            self._compare()
+            sharded.train(training)
+
+
+class Changes(Callback):
+    """Notes what a fit of an unsharded module changes."""
+
+    def __init__(self) -> None:
+        self.weights = Weights()
+        self._first: dict[str, Tensor] = {}
+
+    @override
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._first = {name: weight.detach().clone() for name, weight in pl_module.named_parameters()}
+
+    @override
+    def on_after_backward(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self.weights.with_gradient |= with_gradient(pl_module)
+
+    @override
+    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        weights = dict(pl_module.named_parameters())
+        self.weights.all = set(weights)
+        self.weights.changed = {name for name in weights if not torch.equal(weights[name], self._first[name])}
+
+
+def with_gradient(module: nn.Module) -> set[str]:
+    """Return the names of weights that have a gradient now."""
+    return {name for name, weight in module.named_parameters() if weight.grad is not None}
+
+
+def of_all_ranks(weights: Weights) -> Weights:
+    """Return the names that any rank has; all ranks call this."""
+    everyone: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(everyone, weights)
+    return Weights(
+        *(set().union(*(getattr(one, part) for one in everyone)) for part in ("with_gradient", "changed", "all"))
+    )
+
+
+def different_weights(sharded: Weights, unsharded: Weights, modules: Iterable[str]) -> list[str]:
+    """Say which weights only one of two fits changes, or gives a gradient; tables get theirs in the kernel."""
+    problems = []
+    both = sharded.all & unsharded.all
+    outside = {name for name in both if not _is_in(name, modules)}
+    for what, mine, theirs, names in (
+        ("changed by training", sharded.changed, unsharded.changed, both),
+        ("with a gradient", sharded.with_gradient, unsharded.with_gradient, outside),
+    ):
+        more, less = sorted((mine - theirs) & names), sorted((theirs - mine) & names)
+        problems += [f"{', '.join(more)}: {what} sharded, not unsharded"] if more else []
+        problems += [f"{', '.join(less)}: {what} unsharded, not sharded"] if less else []
+    return problems
+
+
+# -- answers --------------------------------------------------------------------------------------------------------
+
+
+def waited(answer: Any) -> Any:
+    """Return an answer without anything in it that is still under way."""
+    if isinstance(answer, LazyAwaitable):  # `wait()` would wait a second time where the step has done so
+        return waited(answer.values.__self__)
+    if isinstance(answer, Awaitable):
+        return waited(answer.wait())
+    return tuple(map(waited, answer)) if isinstance(answer, tuple) else answer
+
+
+def parts(answer: Any, name: str = "") -> Iterator[tuple[str, Any]]:
+    """Yield everything that a caller can read of an answer, each with what it is: tensors, and lists of names."""
+    if isinstance(answer, KeyedTensor):
+        yield f"{name}.keys()", list(answer.keys())
+        yield f"{name}.length_per_key()", list(answer.length_per_key())
+        yield f"{name}.values()", answer.values()
+        yield from parts(answer.to_dict(), f"{name}.to_dict()")
+    elif isinstance(answer, KeyedJaggedTensor):
+        yield f"{name}.keys()", list(answer.keys())
+        yield from parts(JaggedTensor(answer.values(), answer.weights_or_none(), lengths=answer.lengths()), name)
+    elif isinstance(answer, JaggedTensor):
+        yield f"{name}.values()", answer.values()
+        yield f"{name}.lengths()", answer.lengths()
+        yield f"{name}.weights()", answer.weights_or_none()
+    elif isinstance(answer, Mapping):
+        yield f"{name}.keys()", list(answer)
+        for key, value in answer.items():
+            yield from parts(value, f"{name}[{key!r}]")
+    elif isinstance(answer, (tuple, list)):
+        for at, value in enumerate(answer):
+            yield from parts(value, f"{name}[{at}]")
+    else:
+        yield name, answer
+
+
+def first_difference(mine: Any, theirs: Any) -> str | None:
+    """Return what differs between a sharded module's answer and the unsharded one's by more than rounding, or None."""
+    all_mine, all_theirs = list(parts(mine)), list(parts(theirs))
+    for (name, part), (other, expected) in zip(all_mine, all_theirs, strict=False):
+        if name != other:
+            return f"{name} stands where the unsharded module has {other}"
+        if not isinstance(part, Tensor) or not isinstance(expected, Tensor):
+            if part is not expected and part != expected:
+                return f"{name.removeprefix('.')} is {part}, unsharded {expected}"
+            continue
+        try:
+            torch.testing.assert_close(part.detach(), expected.detach(), check_dtype=False, equal_nan=True)
+        except AssertionError as err:
+            return f"{name.removeprefix('.')}: {' '.join(str(err).split())}"
+    if len(all_mine) != len(all_theirs):
+        return f"{len(all_mine)} parts of an answer, unsharded {len(all_theirs)}"
+    return None
+
+
+# -- whole weights --------------------------------------------------------------------------------------------------
+
+
+def whole_state(module: nn.Module) -> State:
+    """Return the state of a sharded module by the unsharded one's names, each tensor whole; all ranks call this."""
+    own: list[tuple[str, tuple[int, ...], Tensor]] = []
+    state: dict[str, Tensor] = {}
+    for key, value in module.state_dict().items():
+        if isinstance(value, ShardedTensor):
+            shards = value.local_shards()
+            own += [(key, tuple(each.metadata.shard_offsets), each.tensor.detach().clone()) for each in shards]
+            whole = value.metadata()
+            state[key] = torch.zeros(tuple(whole.size), dtype=whole.tensor_properties.dtype)
+        elif isinstance(value, DTensor):
+            state[key] = value.full_tensor().detach().clone()
+        elif isinstance(value, Tensor):
+            state[key] = value.detach().clone()
+    everyone: list[Any] = [own]
+    if dist.get_world_size() > 1:
+        everyone = [None] * dist.get_world_size()
+        dist.all_gather_object(everyone, own)
+    for key, offsets, part in [each for shards in everyone for each in shards]:
+        place = tuple(slice(start, start + size) for start, size in zip(offsets, part.shape, strict=True))
+        state[key][place] = part.to(state[key].device)
+    return state
+
+
+def materialize(module: nn.Module, names: Iterable[str]) -> None:
+    """Give modules with weights on `meta` memory, some values, and the optimizers applied in backward again."""
+    for name in names:
+        try:
+            child = module.get_submodule(name)
+        except AttributeError:  # none of the unsharded module: left out, with the reason
+            continue
+        before = dict(child.named_parameters())
+        if not any(weight.is_meta for weight in before.values()):
+            continue
+        child.to_empty(device="cpu")
+        for key, weight in child.named_parameters():
+            nn.init.normal_(weight, std=0.1)
+            classes, kwargs = (
+                getattr(before[key], "_optimizer_classes", []),
+                getattr(before[key], "_optimizer_kwargs", []),
+            )
+            for cls, each in zip(classes, kwargs, strict=True):
+                _apply_optimizer_in_backward(cls, [weight], each)
+
+
+def _why_not_comparable(module: Any, unsharded: nn.Module, name: str) -> str | None:
+    """Return why the unsharded form of a module cannot answer for it, or None."""
+    try:
+        child = unsharded.get_submodule(name)
+    except AttributeError:
+        return "the unsharded module has none of that name: it is made or replaced during the fit"
+    if type(child) is type(module):
+        return "it is sharded by its owner"
+    kind = kind_of(module)
+    if kind is None:
+        return f"a {type(module).__name__} is of no known kind"
+    if WeightOwner.LOOKUP in owners_of(module):
+        return "each shard assigns rows to ids by what it has seen"
+    if kind.feature_processors and list(getattr(module, kind.feature_processors).buffers()):
+        return "its feature processors keep buffers, of the features that a rank has"
+    return None
+
+
+def _fused_tables(module: Any) -> set[str]:
+    """Return the tables of a module that the fused backward writes, as `owners_of` has it for each sharding type."""
+    if WeightOwner.FUSED_BACKWARD not in owners_of(module):
+        return set()
+    plan = tables_of(module).module_sharding_plan
+    dense = {each.sharding_type for each in plan.values() if each.compute_kernel == EmbeddingComputeKernel.DENSE.value}
+    return {table for table, each in plan.items() if each.sharding_type not in dense}
+
+
+def _is_of(key: str, tables: set[str]) -> bool:
+    return any(f".{key}.".find(f".{table}.") >= 0 for table in tables)
+
+
+def _is_in(name: str, modules: Iterable[str]) -> bool:
+    return any(name.startswith(f"{outer}.") for outer in modules)

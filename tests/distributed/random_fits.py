@@ -1,0 +1,216 @@
+"""Random fits: what is drawn. Imports nothing of the package under test.
+
+`draw(choose)` makes a `Fit` of choices, whoever chooses: Hypothesis, or a seeded generator. All that a fit does follows
+from it, so that a failing one is replayed by its seed or by its text.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass
+from random import Random
+from typing import Any, TypeVar
+
+EXACT = ("fused_sparse_dist", "sparse_dist", "fused_sparse_dist_after_optimizer", "prefetch", "base")
+STALE = ("semi_sync", "semi_sync_deferred", "async_lookup")
+ORDERED = ("values", "to_dict")
+"""Uses that see the order of columns."""
+
+T = TypeVar("T")
+Choose = Callable[[Sequence[Any]], Any]
+"""Takes one of several; the first is the simplest."""
+
+# -- what is drawn ----------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Table:
+    """A table of a collection."""
+
+    name: str
+    features: tuple[str, ...]
+    dim: int
+    sharding: str
+    place: int
+    """Its rank, or that of its first shard."""
+    pooling: str = "sum"
+
+
+@dataclass(frozen=True)
+class Part:
+    """A collection, what it reads, and what a training step does with it."""
+
+    name: str
+    sequence: bool
+    kjt: str
+    tables: tuple[Table, ...]
+    use: str = "by_name"
+    calls: str = "once"
+    checkpoint: str = ""
+
+    @property
+    def keys(self) -> list[str]:
+        """Names of its answers in the order of the configs."""
+        owners = [feature for table in self.tables for feature in table.features]
+        return [
+            feature if owners.count(feature) == 1 else f"{feature}@{table.name}"
+            for table in self.tables
+            for feature in table.features
+        ]
+
+    @property
+    def width(self) -> int:
+        return sum(table.dim * len(table.features) for table in self.tables)
+
+    def num_calls(self, batch: int) -> int:
+        return {"once": 1, "twice": 2, "skipped": 0}[self.calls] if batch % 4 == 2 else 1
+
+
+@dataclass(frozen=True)
+class Fit:
+    """A fit, all of it."""
+
+    seed: int
+    num_ranks: int
+    parts: tuple[Part, ...]
+    pipeline: str
+    options: tuple[tuple[str, Any], ...] = ()
+    stream: str = "data_dist"
+    weighted: bool = False
+    layout: str = "dict"
+    sizes: str = "alike"
+    empty: bool = False
+    change: str = ""
+    optimizer: str = "sgd"
+    num_batches: int = 7
+    epochs: int = 1
+    max_steps: int = -1
+    accumulate: int = 1
+    clip: float | None = None
+    manual: bool = False
+    validate_every: int = 0
+    skips_steps: bool = False
+    skips_losses: bool = False
+    late_rank: int | None = None
+
+    @property
+    def stale(self) -> bool:
+        return self.pipeline in STALE
+
+    @property
+    def staleness(self) -> int:
+        """Of its mode."""
+        return int(dict(self.options).get("staleness", 2 if self.pipeline == "async_lookup" else self.stale))
+
+    @property
+    def delays_are_defined(self) -> bool:
+        """Whether a loop can say which updates each lookup of a stale mode sees."""
+        return (
+            not self.manual
+            and self.layout != "either"
+            and not self.change
+            and not {"start_batch", "end_batch"} & dict(self.options).keys()
+            and all(part.calls == "once" and not part.checkpoint for part in self.parts)
+            and all(table.sharding != "data_parallel" for part in self.parts for table in part.tables)
+        )
+
+    @property
+    def kjts(self) -> dict[str, tuple[str, ...]]:
+        """The KeyedJaggedTensors of a batch, each with its features."""
+        read: dict[str, set[str]] = {}
+        for part in self.parts:
+            read.setdefault(part.kjt, set()).update(*(table.features for table in part.tables))
+        return {name: tuple(sorted(features)) for name, features in sorted(read.items())}
+
+
+def draw(choose: Choose, without: Collection[str] = (), seed: int = 0) -> Fit:
+    """Draw a fit.
+
+    Args:
+        choose: Takes one of several.
+        without: Choices that are not to be drawn.
+        seed: Of its weights and data.
+    """
+
+    def pick(*choices: Any) -> Any:
+        return choose([choice for choice in choices if choice not in without or not isinstance(choice, str)])
+
+    num_ranks = choose([2, 1, 2])
+    pipeline = pick(*EXACT[:4], *STALE, EXACT[4])
+    weighted = choose([False, False, True])
+    change = pick("", "", "", "ids", *(["weights"] if weighted else []), "made")
+    parts = tuple(_draw_part(pick, choose, at, weighted) for at in range(choose([1, 1, 2, 3])))
+    manual = choose([False] * 4 + [True])
+    accumulate = 1 if manual else choose([1, 1, 2, 3])
+    # Lightning refuses a step without a loss above one rank, gloo a reduce-scatter of batches that differ in size.
+    skips = "" if manual or accumulate > 1 else pick("", "", "", "steps", *(["losses"] if num_ranks == 1 else []))
+    scatters = num_ranks > 1 and any(
+        table.sharding == "row_wise" for part in parts if not part.sequence for table in part.tables
+    )
+    return Fit(
+        seed=seed,
+        num_ranks=num_ranks,
+        parts=parts,
+        pipeline=pipeline,
+        options=_draw_options(choose, pipeline),
+        stream=choose(["data_dist", "dedicated", "current"]),
+        weighted=weighted,
+        layout=pick("dict", "dataclass", "tuple", "nested", "either"),
+        sizes="alike" if scatters else choose(["alike", "by_rank"]),
+        empty=choose([False, True]),
+        change=change,
+        optimizer=choose(["sgd", "adagrad", "rowwise"]),
+        num_batches=choose([7, 8, 5]),
+        epochs=choose([1, 1, 2]),
+        max_steps=-1 if skips else choose([-1, -1, 5]),
+        accumulate=accumulate,
+        clip=None if manual else choose([None, None, 0.3]),
+        manual=manual,
+        validate_every=choose([0, 0, 3]),
+        skips_steps=skips == "steps",
+        skips_losses=skips == "losses",
+        late_rank=choose([None, 0, 1]) if num_ranks > 1 else None,
+    )
+
+
+def _draw_part(pick: Choose, choose: Choose, at: int, weighted: bool) -> Part:
+    kjt = choose(["x", "x", "y"])
+    sequence = not (weighted and kjt == "x") and choose([False, False, True])
+    dim = choose([4, 8])
+    shardings = ["table_wise", "column_wise", "row_wise", *(["data_parallel"] if not sequence else [])]
+    tables = tuple(
+        Table(
+            f"t{at}{number}",
+            choose([("f0",), ("f1",), ("f0", "f1"), ("f2", "f3"), ("f3", "f0")]),
+            dim if sequence else choose([4, 8]),
+            choose(shardings),
+            choose([0, 1]),
+            "sum" if sequence or weighted else choose(["sum", "sum", "mean"]),
+        )
+        for number in range(choose([2, 1, 3]))
+    )
+    # TorchRec wraps copies in DistributedDataParallel with a static graph: plain loops fail where calls differ.
+    static = any(table.sharding == "data_parallel" for table in tables)
+    uses = ["by_name", *ORDERED] if static else ["by_name", *ORDERED, "part", "detached", "no_grad", "statistic"]
+    rest = ["", "", ""] if static else ["", "", "", "checkpoint", "checkpoint_reentrant"]
+    use, again = pick(*uses), pick(*rest)
+    calls = "once" if static or again else pick("once", "once", "once", "twice", "skipped")
+    return Part(f"c{at}", sequence, kjt, tables, use, calls, again)
+
+
+def _draw_options(choose: Choose, pipeline: str) -> tuple[tuple[str, Any], ...]:
+    if pipeline not in STALE:
+        return ()
+    options: list[tuple[str, Any]] = []
+    if pipeline == "async_lookup":
+        options.append(("staleness", choose([1, 2, 3])))
+    if choose([False, False, True]):
+        options += [("start_batch", 2), ("end_batch", 5)]
+    if pipeline != "semi_sync_deferred" and choose([False, False, True]):
+        options.append(("num_lookup_threads", 1))
+    return tuple(options)
+
+
+def of_seed(seed: int, without: Collection[str] = ()) -> Fit:
+    """Return the fit that a seed draws."""
+    return draw(Random(seed).choice, without, seed)

@@ -1,0 +1,309 @@
+"""The data and the model of a random fit, and its sharding plan. Imports nothing of the package under test."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping
+from contextlib import nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from lightning.pytorch import LightningDataModule, LightningModule
+from torch import Tensor, nn
+from torch.distributed.optim import _apply_optimizer_in_backward
+from torch.utils.checkpoint import checkpoint
+from torch.utils.data import DataLoader, Dataset
+from torchrec import (
+    EmbeddingBagCollection,
+    EmbeddingBagConfig,
+    EmbeddingCollection,
+    EmbeddingConfig,
+    KeyedJaggedTensor,
+    PoolingType,
+)
+from torchrec.distributed.sharding_plan import (
+    column_wise,
+    construct_module_sharding_plan,
+    data_parallel,
+    row_wise,
+    table_wise,
+)
+from torchrec.distributed.types import ShardingPlan
+from torchrec.optim import RowWiseAdagrad
+from torchrec.optim.optimizers import in_backward_optimizer_filter
+
+from .random_fits import Fit, Part, Table
+
+NUM_ROWS, NUM_DENSE, BATCH_SIZE = 40, 4, 6
+
+# -- data -------------------------------------------------------------------------------------------------------------
+
+
+@dataclass
+class Batch:
+    """A dataclass batch."""
+
+    dense: Tensor
+    sparse: dict[str, KeyedJaggedTensor]
+    labels: Tensor
+
+
+def make_batch(fit: Fit, index: int, rank: int) -> Any:
+    """Return batch `index` of a rank, made anew each time; its layout is the fit's."""
+    generator = torch.Generator().manual_seed(fit.seed * 100_003 + rank * 7919 + index)
+    size = BATCH_SIZE - ((index + rank) % 3 if fit.sizes == "by_rank" else 0)
+    kjts = {name: _make_kjt(fit, name, index, size, generator) for name in fit.kjts}
+    dense = torch.randn(size, NUM_DENSE, generator=generator)
+    labels = torch.randint(0, 2, (size,), generator=generator).float()
+    if fit.layout == "dataclass":
+        return Batch(dense, kjts, labels)
+    if fit.layout == "tuple":
+        return (dense, kjts, labels)
+    if fit.layout == "nested":
+        return {"in": [dense, {"sparse": (kjts, index)}], "labels": labels}
+    if fit.layout == "either" and index >= 3 and (index + rank) % 2:
+        return {"dense": dense, **{f"other_{name}": kjt for name, kjt in kjts.items()}, "labels": labels}
+    return {"dense": dense, **kjts, "labels": labels}
+
+
+def opened(fit: Fit, batch: Any) -> Batch:
+    """Return what is in a batch, whatever its layout."""
+    if isinstance(batch, Batch):
+        return batch
+    if isinstance(batch, (tuple, list)):
+        return Batch(*batch)
+    if "in" in batch:
+        dense, inner = batch["in"]
+        return Batch(dense, inner["sparse"][0], batch["labels"])
+    kjts = {name: batch[name] if name in batch else batch[f"other_{name}"] for name in fit.kjts}
+    return Batch(batch["dense"], kjts, batch["labels"])
+
+
+def _make_kjt(fit: Fit, name: str, index: int, size: int, generator: torch.Generator) -> KeyedJaggedTensor:
+    keys = fit.kjts[name]
+    lengths = torch.randint(0, 4, (len(keys), size), generator=generator)
+    if fit.empty and index % 3 == 1:
+        lengths[0] = 0
+    if fit.empty and index % 4 == 3:
+        lengths[:] = 0
+    num = int(lengths.sum())
+    return KeyedJaggedTensor(
+        keys=list(keys),
+        values=torch.randint(0, NUM_ROWS, (num,), generator=generator),
+        lengths=lengths.flatten(),
+        weights=torch.rand(num, generator=generator) if fit.weighted and name == "x" else None,
+    )
+
+
+class _Rank(Dataset[Any]):
+    def __init__(self, fit: Fit, first: int, num: int) -> None:
+        self.fit, self.first, self.num = fit, first, num
+
+    def __len__(self) -> int:
+        return self.num
+
+    def __getitem__(self, at: int) -> Any:
+        if at >= self.num:
+            raise IndexError(at)
+        return make_batch(self.fit, self.first + at, dist.get_rank())
+
+
+class Data(LightningDataModule):
+    """This rank's batches; 1000 and 1001 are for validation."""
+
+    def __init__(self, fit: Fit) -> None:
+        super().__init__()
+        self.fit = fit
+
+    def train_dataloader(self) -> DataLoader[Any]:
+        return DataLoader(_Rank(self.fit, 0, self.fit.num_batches), batch_size=None)
+
+    def val_dataloader(self) -> DataLoader[Any]:
+        return DataLoader(_Rank(self.fit, 1000, 2), batch_size=None)
+
+
+# -- the model --------------------------------------------------------------------------------------------------------
+
+LookUp = Callable[[Part, KeyedJaggedTensor, int], Any]
+"""Collection, its input and the batch -> what it answers."""
+
+
+class Net(LightningModule):
+    """What the collections answer, beside a bottom layer, below a top layer."""
+
+    def __init__(self, fit: Fit) -> None:
+        super().__init__()
+        self.fit = fit
+        self.automatic_optimization = not fit.manual
+        self.losses: list[Tensor] = []
+        self.look_up: LookUp = lambda part, kjt, batch: getattr(self, part.name)(kjt)
+        for part in fit.parts:
+            self.add_module(part.name, _collection(part, fit.weighted and part.kjt == "x"))
+        self.bottom = nn.Linear(NUM_DENSE, 6)
+        self.top = nn.Linear(6 + sum(part.width for part in fit.parts), 1)
+        generator = torch.Generator().manual_seed(fit.seed)
+        with torch.no_grad():
+            for _, weight in sorted(self.named_parameters()):
+                weight.copy_(torch.randn(weight.shape, generator=generator) * 0.5)
+        for part in fit.parts:
+            weights = {name.split(".")[-2]: weight for name, weight in getattr(self, part.name).named_parameters()}
+            for table in part.tables:
+                if table.sharding != "data_parallel":
+                    cls, kwargs = OPTIMIZERS[fit.optimizer]
+                    _apply_optimizer_in_backward(cls, [weights[table.name]], dict(kwargs))
+
+    def forward(self, batch: Any, index: int) -> Tensor:
+        inside = opened(self.fit, batch)
+        size = len(inside.labels)
+        merged = [torch.relu(self.bottom(inside.dense))]
+        for part in self.fit.parts:
+            merged.append(self._answer(part, self._input(part, inside), index, size))
+        logits = self.top(torch.cat(merged, dim=1)).squeeze(1)
+        return nn.functional.binary_cross_entropy_with_logits(logits, inside.labels)
+
+    def _input(self, part: Part, inside: Batch) -> KeyedJaggedTensor:
+        kjt = inside.sparse[part.kjt]
+        if self.fit.change != "made" or not self.training:
+            return kjt
+        weights = kjt.weights_or_none()
+        return KeyedJaggedTensor(list(kjt.keys()), kjt.values(), weights, lengths=kjt.lengths())
+
+    def _answer(self, part: Part, kjt: KeyedJaggedTensor, index: int, size: int) -> Tensor:
+        def rows() -> Tensor:
+            with torch.no_grad() if part.use == "no_grad" else nullcontext():
+                answer = self.look_up(part, kjt, index)
+            return _merged(part, answer, size)
+
+        num = part.num_calls(index) if self.training else 1
+        if not num:
+            return torch.zeros(size, part.width)
+        if part.checkpoint and self.training:
+            if part.checkpoint == "checkpoint":
+                return checkpoint(rows, use_reentrant=False)
+            anchor = torch.zeros((), requires_grad=True)
+            return checkpoint(lambda anchor: rows() + anchor, anchor, use_reentrant=True)
+        answer = rows()
+        return answer if num == 1 else answer + 0.5 * rows()
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor | None:
+        fit = self.fit
+        if fit.late_rank == dist.get_rank() and batch_idx % 3 == 1:
+            time.sleep(0.01)
+        for kjt in opened(fit, batch).sparse.values() if batch_idx % 3 == 2 else ():
+            if fit.change == "ids":
+                kjt.values().remainder_(NUM_ROWS // 2)
+            if fit.change == "weights" and kjt.weights_or_none() is not None:
+                kjt.weights().mul_(0.5)
+        loss: Tensor = self(batch, batch_idx)
+        self.losses.append(loss.detach().clone())
+        if fit.manual and self._fabric is None and self._trainer is not None:
+            optimizer: Any = self.optimizers()
+            optimizer.zero_grad()
+            self.manual_backward(loss)
+            optimizer.step()
+        return None if fit.skips_losses and batch_idx % 4 == 3 else loss
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.losses.append(self(batch, 1000 + batch_idx).detach().clone())
+
+    def optimizer_step(self, epoch: int, batch_idx: int, optimizer: Any, optimizer_closure: Any = None) -> None:
+        if self.skips(batch_idx):
+            optimizer_closure()
+        else:
+            optimizer.step(closure=optimizer_closure)
+
+    def skips(self, batch_idx: int) -> bool:
+        """Whether a batch has no step of the dense optimizer."""
+        return self.fit.skips_steps and batch_idx % 3 == 1
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        own = [weight for _, weight in in_backward_optimizer_filter(self.named_parameters())]
+        return torch.optim.SGD(own, 0.2, momentum=0.5)
+
+
+OPTIMIZERS: Mapping[str, tuple[Any, Mapping[str, Any]]] = {
+    "sgd": (torch.optim.SGD, {"lr": 1.5}),
+    "adagrad": (torch.optim.Adagrad, {"lr": 1.0, "eps": 1e-8}),
+    "rowwise": (RowWiseAdagrad, {"lr": 1.0, "eps": 1e-8}),
+}
+
+
+def _merged(part: Part, rows: Any, size: int) -> Tensor:
+    """Return (B, E) of an answer, as the use has it."""
+    if part.use == "statistic":
+        with torch.no_grad():
+            _of_key(part, rows, part.keys[0], size).norm()
+    if part.use == "values" and not part.sequence:
+        return rows.values() * 1.0
+    if part.use == "to_dict" or part.use == "values":
+        found = list((rows if part.sequence else rows.to_dict()).keys())
+        return torch.cat([_of_key(part, rows, key, size) for key in found], dim=1)
+    columns = [_of_key(part, rows, key, size) for key in part.keys]
+    if part.use == "part":
+        columns[1:] = [torch.zeros_like(column) for column in columns[1:]]
+    merged = torch.cat(columns, dim=1)
+    return merged.detach() if part.use == "detached" else merged
+
+
+def _of_key(part: Part, rows: Any, key: str, size: int) -> Tensor:
+    if not part.sequence:
+        return rows[key]
+    lengths, values = rows[key].lengths(), rows[key].values()
+    owner = torch.repeat_interleave(torch.arange(size), lengths)
+    return torch.zeros(size, values.shape[1]).index_add(0, owner, values)
+
+
+def _collection(part: Part, weighted: bool) -> nn.Module:
+    if part.sequence:
+        return EmbeddingCollection(
+            tables=[
+                EmbeddingConfig(
+                    name=table.name,
+                    num_embeddings=NUM_ROWS,
+                    embedding_dim=table.dim,
+                    feature_names=list(table.features),
+                )
+                for table in part.tables
+            ]
+        )
+    return EmbeddingBagCollection(
+        tables=[
+            EmbeddingBagConfig(
+                name=table.name,
+                num_embeddings=NUM_ROWS,
+                embedding_dim=table.dim,
+                feature_names=list(table.features),
+                pooling=PoolingType.MEAN if table.pooling == "mean" else PoolingType.SUM,
+            )
+            for table in part.tables
+        ],
+        is_weighted=weighted,
+    )
+
+
+def make_plan(fit: Fit, module: nn.Module) -> ShardingPlan:
+    size = dist.get_world_size()
+
+    def place(table: Table) -> Any:
+        if table.sharding == "data_parallel":
+            return data_parallel()
+        if table.sharding == "row_wise":
+            return row_wise(compute_kernel="fused")
+        if table.sharding == "column_wise":
+            return column_wise(ranks=[table.place % size, (table.place + 1) % size])
+        return table_wise(rank=table.place % size, compute_kernel="fused")
+
+    return ShardingPlan(
+        {
+            part.name: construct_module_sharding_plan(
+                getattr(module, part.name),
+                per_param_sharding={table.name: place(table) for table in part.tables},
+                local_size=size,
+                world_size=size,
+                device_type="cpu",
+            )
+            for part in fit.parts
+        }
+    )
