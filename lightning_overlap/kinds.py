@@ -73,6 +73,11 @@ def tables_of(module: Any) -> Any:
     return _part(module, "tables")
 
 
+def holds_sequences(module: Any) -> bool:
+    """Whether a module answers with sequences of rows, and not with pooled ones."""
+    return kind_of(module) is not None and isinstance(tables_of(module), ShardedEmbeddingCollection)
+
+
 def input_dists_of(module: Any) -> list[Any]:
     """Return the input dists of a module of a known kind, one for each sharding."""
     dists: list[Any] = _part(module, "input_dists")._input_dists

@@ -13,7 +13,7 @@ from torchrec.distributed.types import LazyAwaitable, LazyGetItemMixin, ShardedM
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from .agreement import Store
-from .kinds import why_never_early
+from .kinds import holds_sequences, why_never_early
 from .mismatches import Mismatches
 from .sharded import check_torchrec
 from .structure import Path, leaves, resolve
@@ -32,6 +32,16 @@ class LazyRows(LazyGetItemMixin[str, Any], LazyAwaitable[Any]):  # type: ignore[
         super().__init__()
         self._receive = receive
         self._mode = _grad_mode()
+
+    # What a dict of sequences offers; TorchRec's lazy answers lack it.
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.keys())
+
+    def __contains__(self, key: object) -> bool:
+        return key in self.keys()
+
+    def __len__(self) -> int:
+        return len(self.keys())
 
     def _wait_impl(self) -> Any:
         if _grad_mode() == self._mode:
@@ -207,6 +217,8 @@ class StandIns(Mapping[str, StandIn]):
                 self._warn(stand_in)
             elif reason is not None:
                 self.run_plain(stand_in, reason)
+        for stand_in in self.values():
+            self._warn_of_untrained_sequences(stand_in)
         self.forget_calls()
 
     def _agree(self, found: dict[str, tuple[Path | None, str | None]]) -> dict[str, tuple[Path | None, str | None]]:
@@ -259,6 +271,22 @@ class StandIns(Mapping[str, StandIn]):
         if stand_in.plain_reason is None:
             stand_in.plain_reason = reason
             self._warn(stand_in)
+
+    def _warn_of_untrained_sequences(self, stand_in: StandIn) -> None:
+        """Say what TorchRec 1.8 does not: its sequences of variable batch sizes have no gradient on a CPU."""
+        kjts = [
+            given for given in (only_input(*call) for call in stand_in.calls) if isinstance(given, KeyedJaggedTensor)
+        ]
+        varies = any(kjt.variable_stride_per_key() and kjt.device().type == "cpu" for kjt in kjts)
+        known = (stand_in.name, "variable batch sizes")
+        if varies and holds_sequences(stand_in.module) and self._rank == 0 and known not in self._said:
+            self._said.add(known)
+            warnings.warn(
+                f"TorchRec 1.8 looks up {stand_in.name!r} ({type(stand_in.module).__name__}) otherwise than unsharded where "
+                "batch sizes vary by feature, and does not train its tables on a CPU. Give it one batch size.",
+                UserWarning,
+                stacklevel=2,
+            )
 
     def _warn(self, stand_in: StandIn) -> None:
         known = (stand_in.name, stand_in.plain_reason)

@@ -262,4 +262,4 @@ class ReadsAsADict(OneModule):
         rows = self.tables(batch["ids"])
         assert "f0@t0" in rows
         assert len(rows) == 6
-        return {key: rows[key] for key in rows}
+        return {key: waited(rows[key]) for key in rows}
