@@ -217,7 +217,6 @@ class StandIns(Mapping[str, StandIn]):
                 self._warn(stand_in)
             elif reason is not None:
                 self.run_plain(stand_in, reason)
-        for stand_in in self.values():
             self._warn_of_untrained_sequences(stand_in)
         self.forget_calls()
 
@@ -274,16 +273,15 @@ class StandIns(Mapping[str, StandIn]):
 
     def _warn_of_untrained_sequences(self, stand_in: StandIn) -> None:
         """Say what TorchRec 1.8 does not: its sequences of variable batch sizes have no gradient on a CPU."""
-        kjts = [
-            given for given in (only_input(*call) for call in stand_in.calls) if isinstance(given, KeyedJaggedTensor)
-        ]
+        inputs = [only_input(*call) for call in stand_in.calls]
+        kjts = [given for given in inputs if isinstance(given, KeyedJaggedTensor)]
         varies = any(kjt.variable_stride_per_key() and kjt.device().type == "cpu" for kjt in kjts)
         known = (stand_in.name, "variable batch sizes")
         if varies and holds_sequences(stand_in.module) and self._rank == 0 and known not in self._said:
             self._said.add(known)
             warnings.warn(
-                f"TorchRec 1.8 looks up {stand_in.name!r} ({type(stand_in.module).__name__}) otherwise than unsharded where "
-                "batch sizes vary by feature, and does not train its tables on a CPU. Give it one batch size.",
+                f"TorchRec 1.8 looks up {stand_in.name!r} ({type(stand_in.module).__name__}) otherwise than unsharded "
+                "where batch sizes vary by feature, and does not train its tables on a CPU. Give it one batch size.",
                 UserWarning,
                 stacklevel=2,
             )
