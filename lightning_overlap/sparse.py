@@ -6,7 +6,7 @@ import copy
 import time
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from typing import Any
 
@@ -166,6 +166,7 @@ class SparsePipeline:
         self.finish_lookups()
         self._plain_in_step = False
         self._stand_ins.forget_calls()
+        self._stand_ins.forget_answers()
         self._current = self._in_step = inflight
         self._num_steps += 1
         try:
@@ -188,6 +189,8 @@ class SparsePipeline:
         inflight = self._in_step if in_backward else self._current
         look_up_now = partial(stand_in.own_forward, *args, **kwargs)
         if inflight is not None:
+            if in_backward and (answer := stand_in.answer_again(only_input(args, kwargs))) is not None:
+                return answer
             if not in_backward:
                 stand_in.calls.append((args, kwargs))
             state = inflight.modules.get(stand_in.name)
@@ -205,8 +208,16 @@ class SparsePipeline:
             self._plain_forward = self._plain_in_step = True
         self.finish_lookups()
         self._update_before_a_forward(stand_in.name)
-        rows = self._on_compute_stream(stand_in.module, inflight, look_up_now)
-        return tuple(map(_waited_for_as_called, rows)) if isinstance(rows, tuple) else _waited_for_as_called(rows)
+        # checkpoint() drops what a forward saves and repeats it for that, on each rank for itself: no rank would find
+        # the others in the collectives of a repeated lookup. So a lookup keeps what it saves, and is not repeated.
+        checkpointed = inflight is not None and torch.is_grad_enabled() and _saving_is_hooked()
+        with _keeping_saved() if checkpointed else nullcontext():
+            rows = self._on_compute_stream(stand_in.module, inflight, look_up_now)
+        as_called = partial(_waited_for_as_called, keeps_saved=checkpointed)
+        answer = tuple(map(as_called, rows)) if isinstance(rows, tuple) else as_called(rows)
+        if checkpointed and not in_backward:
+            stand_in.keep_answer(only_input(args, kwargs), answer)
+        return answer
 
     def _why_not_early(
         self, stand_in: StandIn, state: ModuleInFlight, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -324,6 +335,7 @@ class SparsePipeline:
         """Let go of the rows of a batch whose backward is over."""
         for state in inflight.modules.values():
             state.received = None
+        self._stand_ins.forget_answers()
         if self._in_step is inflight:
             self._in_step = None
 
@@ -699,8 +711,26 @@ def _autocast(module: Any, kjt: KeyedJaggedTensor) -> tuple[bool, torch.dtype] |
     return torch.is_autocast_enabled(device), torch.get_autocast_dtype(device)
 
 
-def _waited_for_as_called(rows: Any) -> Any:
-    return LazyRows(rows.wait) if isinstance(rows, LazyAwaitable) else rows
+def _waited_for_as_called(rows: Any, *, keeps_saved: bool) -> Any:
+    if not isinstance(rows, LazyAwaitable):
+        return rows
+    return LazyRows(partial(_keep_saved, rows.wait) if keeps_saved else rows.wait)
+
+
+def _saving_is_hooked() -> bool:
+    """Whether somebody takes what operators save for their backward: a non-reentrant `checkpoint()` does."""
+    top = getattr(torch._C._autograd, "_top_saved_tensors_default_hooks", None)
+    return top is not None and top(True) is not None
+
+
+def _keeping_saved() -> AbstractContextManager[Any]:
+    """Let operators keep what they save for their backward, whatever hooks there are."""
+    return torch.autograd.graph.saved_tensors_hooks(lambda tensor: tensor, lambda tensor: tensor)
+
+
+def _keep_saved(call: Callable[[], Any]) -> Any:
+    with _keeping_saved():
+        return call()
 
 
 @contextmanager
@@ -719,11 +749,7 @@ def _own_graph(trains: bool) -> Iterator[None]:
     if not trains:
         yield
         return
-    with (
-        torch.inference_mode(False),
-        torch.enable_grad(),
-        torch.autograd.graph.saved_tensors_hooks(lambda tensor: tensor, lambda tensor: tensor),
-    ):
+    with torch.inference_mode(False), torch.enable_grad(), _keeping_saved() if _saving_is_hooked() else nullcontext():
         yield
 
 

@@ -17,6 +17,7 @@ from .kinds import holds_sequences, why_never_early
 from .mismatches import Mismatches
 from .sharded import check_torchrec
 from .structure import Path, leaves, resolve
+from .unchanged import SentInput
 
 _num_made = itertools.count()
 
@@ -105,6 +106,21 @@ class StandIn:
         """How often its early rows were left aside because somebody had written its tables."""
         self.plain_reason: str | None = why_never_early(module, group, prefetches=prefetches)
         self.calls: list[tuple[tuple[Any, ...], dict[str, Any]]] = []
+        self._answers: dict[int, tuple[SentInput, KeyedJaggedTensor, Any]] = {}
+
+    def keep_answer(self, given: Any, answer: Any) -> None:
+        """Keep the answer to an input, until `forget_answers`."""
+        if isinstance(given, KeyedJaggedTensor):
+            self._answers[id(given)] = SentInput(given), given, answer
+
+    def answer_again(self, given: Any) -> Any:
+        """Return the answer that was kept for an input, if nobody has changed it; else None."""
+        sent, known, answer = self._answers.get(id(given), (None, None, None))
+        return answer if sent is not None and known is given and sent.is_unchanged(given) else None
+
+    def forget_answers(self) -> None:
+        """Let go of the answers that were kept."""
+        self._answers.clear()
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Return the rows."""
@@ -195,6 +211,11 @@ class StandIns(Mapping[str, StandIn]):
         """Note that a module's call for a batch was served from early rows."""
         if self._mismatches is not None:
             self._mismatches.served(stand_in.name, index)
+
+    def forget_answers(self) -> None:
+        """Let go of the answers that a `checkpoint()` might have asked for again."""
+        for stand_in in self.values():
+            stand_in.forget_answers()
 
     def forget_calls(self) -> None:
         """Begin a step."""

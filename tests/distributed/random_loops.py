@@ -125,8 +125,12 @@ class _Loop:
 
 
 def train(fit: Fit, staleness: int = 0) -> Result:
-    """Plain DistributedModelParallel."""
-    return _Loop(fit, staleness).train()
+    """Plain DistributedModelParallel, without `checkpoint()`, which changes no number.
+
+    It repeats a lookup, and so its collectives, on those ranks only whose shards have saved something.
+    """
+    parts = tuple(dataclasses.replace(part, checkpoint="") for part in fit.parts)
+    return _Loop(dataclasses.replace(fit, parts=parts), staleness).train()
 
 
 def train_under_the_strategy(fit: Fit, **options: Any) -> Result:
