@@ -34,13 +34,6 @@ class Mismatches:
         self._ended = threading.Event()
         self._thread: threading.Thread | None = None
 
-    def begin(self) -> None:
-        """Begin to look for ranks that wait in vain."""
-        if self._thread is None:
-            self._ended.clear()
-            self._thread = threading.Thread(target=self._look, name="early_rows_mismatches", daemon=True)
-            self._thread.start()
-
     def end(self) -> None:
         """Stop looking."""
         thread, self._thread = self._thread, None
@@ -49,8 +42,12 @@ class Mismatches:
             thread.join()
 
     def served(self, module: str, index: int) -> None:
-        """Note that this rank's call for a batch was served from early rows."""
+        """Note that this rank's call for a batch was served from early rows; from then on look who waits in vain."""
         self._served[module] = index
+        if self._thread is None:
+            self._ended.clear()
+            self._thread = threading.Thread(target=self._look, name="early_rows_mismatches", daemon=True)
+            self._thread.start()
 
     def all_ranks(self, module: str, index: int) -> bool:
         """Wait until all ranks come here for the same call; False if one of them was served, or is too late."""

@@ -197,8 +197,6 @@ class StandIns(Mapping[str, StandIn]):
         """Put the stand-ins in the place of the modules' forwards."""
         for stand_in in self.values():
             stand_in.attach()
-        if self._mismatches is not None:
-            self._mismatches.begin()
 
     def detach(self) -> None:
         """Give every module the forward back that it had before."""

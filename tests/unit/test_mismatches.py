@@ -39,8 +39,6 @@ def ranks() -> Iterator[list[Mismatches]]:
     store = Memory()
     with mock.patch.object(mismatches, "LOOK_EVERY_S", 0.05):
         made = [Mismatches(store, "run", 2, timeout_s=5) for _ in range(2)]
-        for one in made:
-            one.begin()
         yield made
         for one in made:
             one.end()
