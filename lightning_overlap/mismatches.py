@@ -41,30 +41,30 @@ class Mismatches:
             self._ended.set()
             thread.join()
 
-    def served(self, module: str, index: int) -> None:
-        """Note that this rank's call for a batch was served from early rows; from then on look who waits in vain."""
-        self._served[module] = index
+    def served(self, module: str, step: int) -> None:
+        """Note that this rank's call in a step was served from early rows; from then on look who waits in vain."""
+        self._served[module] = step
         if self._thread is None:
             self._ended.clear()
             self._thread = threading.Thread(target=self._look, name="early_rows_mismatches", daemon=True)
             self._thread.start()
 
-    def all_ranks(self, module: str, index: int) -> bool:
+    def all_ranks(self, module: str, step: int) -> bool:
         """Wait until all ranks come here for the same call; False if one of them was served, or is too late."""
-        call = f"{self._key}/{module}/{index}"
+        call = f"{self._key}/{module}/{step}"
         self._store.add(call, 1)
-        self._store.compare_set(f"{self._key}/waits", "", f"{index} {module}")
+        self._store.compare_set(f"{self._key}/waits", "", f"{step} {module}")
         deadline = time.monotonic() + self._timeout_s
         while self._store.add(call, 0) < self._num_ranks:
             if self._store.add(f"{call}/served", 0) or time.monotonic() > deadline:
                 return False
             time.sleep(0.01)
-        self._store.compare_set(f"{self._key}/waits", f"{index} {module}", "")
+        self._store.compare_set(f"{self._key}/waits", f"{step} {module}", "")
         return True
 
     def _look(self) -> None:
         with contextlib.suppress(Exception):  # the store ends with the rank that keeps it
             while not self._ended.wait(LOOK_EVERY_S):
-                index, _, module = self._store.compare_set(f"{self._key}/waits", "", "").decode().partition(" ")
-                if module and self._served.get(module, -1) >= int(index):
-                    self._store.add(f"{self._key}/{module}/{index}/served", 1)
+                step, _, module = self._store.compare_set(f"{self._key}/waits", "", "").decode().partition(" ")
+                if module and self._served.get(module, -1) >= int(step):
+                    self._store.add(f"{self._key}/{module}/{step}/served", 1)

@@ -241,7 +241,7 @@ class SparsePipeline:
             if self._any_rank(reason is not None):
                 reason = reason or "another rank called it with another input of the batch"
         elif reason is not None:
-            self._stand_ins.all_ranks_go_plain(stand_in, self._num_steps, reason)
+            self._stand_ins.all_ranks_go_plain(stand_in, self._num_steps, inflight.index, reason)
         if reason is not None:
             self._stand_ins.run_plain(stand_in, reason)
         return reason is None

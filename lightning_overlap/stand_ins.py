@@ -205,10 +205,10 @@ class StandIns(Mapping[str, StandIn]):
         if self._mismatches is not None:
             self._mismatches.end()
 
-    def served(self, stand_in: StandIn, index: int) -> None:
-        """Note that a module's call for a batch was served from early rows."""
+    def served(self, stand_in: StandIn, step: int) -> None:
+        """Note that a module's call in a step was served from early rows."""
         if self._mismatches is not None:
-            self._mismatches.served(stand_in.name, index)
+            self._mismatches.served(stand_in.name, step)
 
     def forget_answers(self) -> None:
         """Let go of the answers that a `checkpoint()` might have asked for again."""
@@ -253,20 +253,21 @@ class StandIns(Mapping[str, StandIn]):
             for name, mine in found.items()
         }
 
-    def all_ranks_go_plain(self, stand_in: StandIn, index: int, reason: str) -> None:
+    def all_ranks_go_plain(self, stand_in: StandIn, step: int, index: int, reason: str) -> None:
         """Make sure that the other ranks leave the early rows aside too, before this one issues a collective.
 
         They cannot be asked by a collective, since those that take the early rows issue none here.
 
         Args:
             stand_in: Of the module.
-            index: Of the batch.
+            step: Number of the step in this run.
+            index: Of its batch in the epoch.
             reason: Why this rank does.
 
         Raises:
             RuntimeError: They do not: this rank's forward would wait for them, or mix up with what they send.
         """
-        if self._mismatches is None or self._mismatches.all_ranks(stand_in.name, index):
+        if self._mismatches is None or self._mismatches.all_ranks(stand_in.name, step):
             return
         raise RuntimeError(
             f"rank {self._rank}: the early rows of {stand_in.name!r} are not those of batch {index}'s call in "
