@@ -202,6 +202,7 @@ def runs_between_backward_and_step(trainer: Trainer) -> bool:
     return any(getattr(type(module), hook) is not getattr(LightningModule, hook) for hook in hooks) or any(
         getattr(type(callback), hook) is not getattr(Callback, hook)
         for callback in callbacks
+        if getattr(callback, "reads_tables", True)  # what watches a run must not change its order
         for hook in _BETWEEN_BACKWARD_AND_STEP
     )
 

@@ -212,6 +212,8 @@ class _Replay:
 class _Watch(Callback):
     """Notes what a fit does."""
 
+    reads_tables = False  # in its hook after the backward
+
     def __init__(self, watched: Watched, num_steps: int, *, every_state: bool, syncs: bool) -> None:
         self.watched = watched
         self._num_steps = num_steps
