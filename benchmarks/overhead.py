@@ -56,6 +56,7 @@ class _Nothing:
 
     ready = True
     exhausted = told_to_stop = certain = False
+    num_batches, num_skipped = float("inf"), 0
 
     def fetch(self) -> tuple[object, int, int]:
         return object(), 0, 0

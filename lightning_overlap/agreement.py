@@ -29,6 +29,9 @@ class Flags(NamedTuple):
     stop: bool
     """It was told to stop (SIGTERM)."""
 
+    skips: bool = False
+    """It has skipped a batch that is None, so that it has fewer than its loader says."""
+
     hurry: int = 0
     """How soon it wants to be asked again, see `Rhythm`; as an answer, the most of any rank."""
 
@@ -55,14 +58,15 @@ class _AllReduced:
     def wait(self) -> Flags:
         self.work.wait()
         *said, hurry = self.flags.tolist()
-        has, lacks, last, stop = map(bool, said)
-        return Flags(has, lacks, last, stop, hurry)
+        has, lacks, last, stop, skips = map(bool, said)
+        return Flags(has, lacks, last, stop, skips, hurry)
 
 
 class Rhythm:
     """For which batches the ranks ask each other where all of them know how many they have.
 
-    That is the first one, the last one, and now and then one in between, to hear of a rank that was told to stop.
+    That is the first one, the last ones, and now and then one in between, to hear of a rank that was told to stop, or
+    that has skipped a batch; after that they ask for every batch.
     An ask costs two cores a good part of a millisecond, in threads that wake each other, as much as a small model's
     forward. All ranks ask for the same batches: they decide by batch numbers and by answers, which all of them have.
     An interval is at most twice the one before it.
@@ -95,6 +99,9 @@ class Rhythm:
         self._next = self._asked[0] + self._interval
 
 
+ASK_FOR_LAST = 8
+"""How many of an epoch's last batches the ranks ask for, one by one: some may be None, on some of them."""
+
 ASK_EVERY_S = 0.5
 """How long a rank that was told to stop may go on before the others are asked."""
 
@@ -103,7 +110,7 @@ MAX_INTERVAL = 255
 
 
 class GroupAgreement:
-    """Asks by an all-reduce of five bytes on the host: no device waits for it, and the host a step later.
+    """Asks by an all-reduce of six bytes on the host: no device waits for it, and the host a step later.
 
     Args:
         group: A gloo group of all ranks, for this alone.

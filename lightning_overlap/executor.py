@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from .agreement import Agreement, Answer, Flags, Rhythm
+from .agreement import ASK_FOR_LAST, Agreement, Answer, Flags, Rhythm
 from .clocks import Clock, timed
 from .inflight import InFlightBatch, abandon
 from .marks import InStage, TrainerStage
@@ -110,10 +110,13 @@ class Executor:
         self.num_fetched = 0
         self._answers: dict[int, Answer] = {}
         self._rhythm: Rhythm | None = None  # of asking now and then; None: for every batch
+        self._ask_all_from: float = 0  # on, the ranks ask each other for every batch
+        self._asked_now_and_then = -1  # the last batch asked for before
         self._end: int | None = None  # batches that all ranks have, once that is known
         self.stop_agreed = False
         self._waiting_for_discovery: list[tuple[Step, int, frozenset[WeightOwner]]] = []
         self._plain_forward = False  # a module of the current batch ran its own forward, on the compute stream
+        self._asks_for_writes = False  # in this iteration
         self._in_forward = False  # of the user's step, which with manual optimization is all of it
         self._num_stepped = 0  # batches whose step is over
         self._num_updated = 0  # batches whose update has been issued, or is in `_to_update`
@@ -198,7 +201,10 @@ class Executor:
                 self.update_tables()
                 self._take(schedule)
                 self._fill(self._iteration + 1)
-        self._leave_overwritten()
+        if self._iteration >= 0:
+            self._asks_for_writes = self._num_asks_for_writes > 0
+            self._num_asks_for_writes = max(0, self._num_asks_for_writes - 1)
+            self._leave_overwritten(asks=self._asks_for_writes)
         self._iteration += 1
         self._row = 0
         self._between_steps = self._streams.record(StreamName.COMPUTE) if self._to_update else None
@@ -218,6 +224,8 @@ class Executor:
         current = self.current
         assert current is not None, "next_batch() comes first"
         self._observe("issue", Stage.DENSE_FORWARD, current.index)
+        if not current.consumed:
+            self._leave_overwritten(asks=self._asks_for_writes)
         if current.consumed:
             self.update_tables()  # a second forward in one iteration sees what the first one's backward did
         current.consumed = True
@@ -268,33 +276,40 @@ class Executor:
     def tables_changed(self) -> None:
         """Leave the early rows of all batches in flight aside; every rank calls this alike."""
         if self._sparse is not None:
-            self.update_tables()
+            self._refuse_deferred_writes()
             self._sparse.leave_overwritten(self._ahead())
+            self._written = self._streams.record(StreamName.COMPUTE)
 
-    def _ahead(self) -> list[InFlightBatch]:
-        return [batch for batch in self._in_flight.values() if batch.index > self._iteration or not batch.consumed]
-
-    def _leave_overwritten(self) -> None:
-        """See whether somebody has written tables after they were looked up for a batch to come.
-
-        Raises:
-            RuntimeError: Some are, but only this rank knows, or an update of theirs is still to come.
-        """
-        if self._sparse is None or self._iteration < 0:
-            return
-        written = everyone = self._sparse.is_overwritten(self._ahead())
-        if self._agreement is not None:
-            everyone = self._num_asks_for_writes > 0 and self._any_rank(written)
-            # Who has written tables once does it again.
-            self._num_asks_for_writes = NUM_ASKS_FOR_WRITES if everyone else max(0, self._num_asks_for_writes - 1)
-        if everyone and self._to_update:
+    def _refuse_deferred_writes(self) -> None:
+        if self._to_update:
             raise RuntimeError(
                 "tables were written between two steps, while an update of theirs is still to come "
                 "(defer_update): it would be applied on top. Call trainer.strategy.update_tables() on all ranks "
                 "before you write, or train without defer_update."
             )
+
+    def _ahead(self) -> list[InFlightBatch]:
+        return [batch for batch in self._in_flight.values() if batch.index > self._iteration or not batch.consumed]
+
+    def _leave_overwritten(self, *, asks: bool) -> None:
+        """See whether somebody has written tables after they were looked up for a batch to come.
+
+        Args:
+            asks: Whether all ranks ask each other.
+
+        Raises:
+            RuntimeError: Some are, but only this rank knows, or an update of theirs is still to come.
+        """
+        if self._sparse is None:
+            return
+        written = everyone = self._sparse.is_overwritten(self._ahead())
+        if self._agreement is not None:
+            everyone = asks and self._any_rank(written)
         if everyone:
+            self._num_asks_for_writes = NUM_ASKS_FOR_WRITES  # who has written tables once does it again
+            self._refuse_deferred_writes()
             self._sparse.leave_overwritten(self._ahead())
+            self._written = self._streams.record(StreamName.COMPUTE)
         elif written:
             raise RuntimeError(
                 f"tables on rank {self._rank} were written between two steps, after the next batch had been looked "
@@ -551,12 +566,15 @@ class Executor:
             return
         if self.num_fetched == 0:
             self._rhythm = Rhythm() if self._source.certain else None
-        last, hurry = self._source.exhausted, 0
-        if self._rhythm is not None:
-            if lacks or not (last or self._rhythm.due(self.num_fetched)):
+            self._ask_all_from = max(0, self._source.num_batches - ASK_FOR_LAST)
+        hurry = 0
+        if self._rhythm is not None and self.num_fetched < self._ask_all_from:
+            if lacks or not self._rhythm.due(self.num_fetched):
                 return  # a batch that is held back is so on all ranks
             hurry = self._rhythm.ask(self.num_fetched)
-        flags = Flags(not lacks, lacks, last, self._source.told_to_stop, hurry)
+            self._asked_now_and_then = self.num_fetched
+        skips = self._source.num_skipped > 0
+        flags = Flags(not lacks, lacks, self._source.exhausted, self._source.told_to_stop, skips, hurry)
         self._answers.setdefault(self.num_fetched, self._agreement.ask(flags))
 
     def _resolve(self, index: int) -> None:
@@ -569,8 +587,10 @@ class Executor:
             return
         said = answer.wait()
         self.stop_agreed |= said.stop
-        if self._rhythm is not None:
+        if self._rhythm is not None and index == self._asked_now_and_then:
             self._rhythm.hear(said.hurry)
+        if said.skips:  # from the first batch on that no rank has asked for yet
+            self._ask_all_from = min(self._ask_all_from, index + self._schedules.depth + 1)
         if said.has and (said.lacks or said.last) and self._end is None:
             self._end = index if said.lacks else index + 1
             dropped = [ahead for ahead in self._in_flight if ahead >= self._end]

@@ -103,6 +103,7 @@ class LookaheadFetcher(_DataLoaderIterDataFetcher):
         """Batches that are None: how many others come before it in the epoch, its number, its loader's."""
         self._real: InFlightBatch | None = None  # begun, and to be delivered after those that are None before it
         self._buffered: tuple[Any, int, int] | None = None
+        self._num_skipped = 0
         self._num_delivered = 0
         self._has_ended = False
         self._iterated = False
@@ -224,6 +225,11 @@ class LookaheadFetcher(_DataLoaderIterDataFetcher):
         return self.lengths_are_certain and self._is_whole
 
     @property
+    def num_skipped(self) -> int:
+        """How many batches of this epoch were None, so far."""
+        return self._num_skipped
+
+    @property
     def told_to_stop(self) -> bool:
         """Whether this process received SIGTERM."""
         return signals.heard(self._trainer)
@@ -258,6 +264,7 @@ class LookaheadFetcher(_DataLoaderIterDataFetcher):
         fetched = self._next_of_inner()
         while fetched is not None and self._is_skipped(fetched[0]):
             self._skipped.append((index, *fetched[1:]))
+            self._num_skipped += 1
             fetched = self._next_of_inner()
         return fetched
 
@@ -325,7 +332,7 @@ class LookaheadFetcher(_DataLoaderIterDataFetcher):
         """Drop the batches that were looked ahead, on all ranks alike."""
         self._peeked = False
         self._batch = self._real = self._buffered = None
-        self._num_delivered, self._has_ended = 0, False
+        self._num_delivered, self._num_skipped, self._has_ended = 0, 0, False
         self._skipped.clear()
         if self.executor is not None:
             self.executor.drain()

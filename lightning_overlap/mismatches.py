@@ -53,11 +53,11 @@ class Mismatches:
         """Wait until all ranks come here for the same call; False if one of them was served, or is too late."""
         call = f"{self._key}/{module}/{step}"
         self._store.add(call, 1)
-        self._store.compare_set(f"{self._key}/waits", "", f"{step} {module}")
         deadline = time.monotonic() + self._timeout_s
         while self._store.add(call, 0) < self._num_ranks:
             if self._store.add(f"{call}/served", 0) or time.monotonic() > deadline:
                 return False
+            self._store.compare_set(f"{self._key}/waits", "", f"{step} {module}")  # once an earlier call's is gone
             time.sleep(0.01)
         self._store.compare_set(f"{self._key}/waits", f"{step} {module}", "")
         return True

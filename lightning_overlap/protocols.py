@@ -25,6 +25,14 @@ class BatchSource(Protocol):
         """Whether every rank is known to have as many batches, so that only the last one has to be agreed on."""
 
     @property
+    def num_batches(self) -> float:
+        """How many batches every rank's epoch has, those that are None among them; `inf` if that is not known."""
+
+    @property
+    def num_skipped(self) -> int:
+        """How many batches of this epoch were None, so far."""
+
+    @property
     def told_to_stop(self) -> bool:
         """Whether this process was asked to end."""
 

@@ -79,6 +79,8 @@ class ModuleInFlight:
     votes: bool = False
     """Whether all ranks are asked when the module is called: another input of the batch might take this one's place."""
     served: bool = False
+    served_in: int = -1
+    """The forward that it was served in: an optimizer may ask for several in a step."""
     without_graph: bool = False
     """Whether a call without gradients was served."""
     received: Any = None

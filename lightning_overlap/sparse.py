@@ -47,7 +47,7 @@ from .stages import Stage, StreamName, WeightOwner
 from .stand_ins import EarlyRows, LazyRows, StandIn, StandIns, inputs_of, only_input
 from .streams import Streams
 from .structure import Path, resolve
-from .unchanged import SentInput, count_writes, num_writes
+from .unchanged import SentInput, num_writes
 
 
 class SparsePipeline:
@@ -194,13 +194,15 @@ class SparsePipeline:
             if not in_backward:
                 stand_in.calls.append((args, kwargs))
             state = inflight.modules.get(stand_in.name)
-            if state is not None and (not state.served or (in_backward and state.rows is not None)):
+            if state is not None and (
+                not state.served or (in_backward and state.rows is not None and state.served_in == self._num_steps)
+            ):
                 reason = self._why_not_early(stand_in, state, args, kwargs)
                 if state.served:
                     if reason is None:
                         return self._serve(inflight.index, state)
                 elif self._all_ranks_take_early_rows(stand_in, inflight, reason):
-                    state.served = True
+                    state.served, state.served_in = True, self._num_steps
                     self._stand_ins.served(stand_in, self._num_steps)
                     if state.rows is not None:
                         return self._serve(inflight.index, state)
@@ -260,7 +262,16 @@ class SparsePipeline:
         )
 
     def leave_overwritten(self, batches: Iterable[InFlightBatch]) -> None:
-        """Leave the early rows of these batches aside, on all ranks alike: the tables were written since."""
+        """Leave the early rows of these batches aside, on all ranks alike: the tables were written since.
+
+        Raises:
+            RuntimeError: Their ids were released, so that nobody can look them up anew.
+        """
+        if self._releases:
+            raise RuntimeError(
+                "tables were written between two steps, after the next batch had been looked up, and its ids are gone "
+                "(release_features=True): it cannot be looked up anew. Train with release_features=False."
+            )
         for inflight in batches:
             self.drop_lookups(inflight)
         for stand_in in self._stand_ins.values():
@@ -373,7 +384,8 @@ class SparsePipeline:
 
         Source: `_start_data_dist` and `_fuse_input_dist_splits`, TorchRec 1.8.
         """
-        early = [stand_in for stand_in in self._stand_ins.values() if stand_in.early]
+        taking_part = [stand_in for stand_in in self._stand_ins.values() if stand_in.takes_part]
+        early = [stand_in for stand_in in taking_part if stand_in.early]
         several = inputs_of(inflight.batch) if self._group is not None else []
         num_found: dict[str, int] = {}
         for stand_in in early:
@@ -381,26 +393,24 @@ class SparsePipeline:
             if kjt is None or stand_in.keys != frozenset(kjt.keys()):
                 continue
             num_found[stand_in.name] = sum(stand_in.keys == frozenset(other.keys()) for _, other in several)
-            if not self._trains:
-                count_writes([kjt])
             state = inflight.modules[stand_in.name] = ModuleInFlight(kjt, stand_in.module.create_context())
             sent = copy.copy(kjt)  # TorchRec may hand on the very object that it is given, and give it other weights
             with splits_only(stand_in.module, self._group, narrow=self._several_hosts):
                 state.splits = stand_in.module.input_dist(state.context, sent)
             state.sent = SentInput(kjt)
-        if self._group is not None and early:
-            self._exchange_sizes(inflight, [stand_in.name for stand_in in early], num_found)
+        if self._group is not None and taking_part:
+            self._exchange_sizes(inflight, [stand_in.name for stand_in in taking_part], num_found)
 
-    def _exchange_sizes(self, inflight: InFlightBatch, early: list[str], num_found: Mapping[str, int]) -> None:
+    def _exchange_sizes(self, inflight: InFlightBatch, taking_part: list[str], num_found: Mapping[str, int]) -> None:
         """Start the all-to-all of sizes of these modules, whether or not this rank's batch has their inputs."""
         assert self._group is not None
         described = {name: form_of(state.splits) for name, state in inflight.modules.items()}
-        if any(name not in self._forms for name in early):
+        if any(name not in self._forms for name in taking_part):
             self._agree_on_forms(described)
         for name, form in described.items():
             if self._forms.get(name) != form:  # weighted unlike the first one, say: the module's own forward tells
                 del inflight.modules[name]
-        names = [name for name in early if name in self._forms]
+        names = [name for name in taking_part if name in self._forms]
         inputs = [
             ModuleInput(self._forms[name], state.splits, state.context, num_found[name])
             if (state := inflight.modules.get(name)) is not None

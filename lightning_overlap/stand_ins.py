@@ -104,6 +104,8 @@ class StandIn:
         """Of the input, by which another one in the batch is told that might take its place."""
         self.num_overwritten = 0
         """How often its early rows were left aside because somebody had written its tables."""
+        self.takes_part = False
+        """Whether its input is in the exchange of sizes: as all ranks found, whatever this one has found since."""
         self.plain_reason: str | None = why_never_early(module, group, prefetches=prefetches)
         self.calls: list[tuple[tuple[Any, ...], dict[str, Any]]] = []
         self._answers: dict[int, tuple[SentInput, KeyedJaggedTensor, Any]] = {}
@@ -237,6 +239,7 @@ class StandIns(Mapping[str, StandIn]):
             elif reason is not None:
                 self.run_plain(stand_in, reason)
             self._warn_of_untrained_sequences(stand_in)
+            stand_in.takes_part = stand_in.early
         self.forget_calls()
 
     def _agree(self, found: dict[str, tuple[Path | None, str | None]]) -> dict[str, tuple[Path | None, str | None]]:

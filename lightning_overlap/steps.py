@@ -23,6 +23,7 @@ from .sparse import SparsePipeline, keyed_jagged_tensors, note_lengths
 from .stages import Stage, StreamName
 from .stash import GradientStash
 from .streams import CudaStreams, Streams
+from .unchanged import count_writes
 
 
 class WalksSteps(DDPStrategy):
@@ -57,6 +58,8 @@ class WalksSteps(DDPStrategy):
                 # The hook may read what training_step writes; the copies themselves wait for nothing.
                 self._streams.wait(StreamName.MEMCPY, self._streams.record(StreamName.COMPUTE))
             batch = super().batch_to_device(batch, device, dataloader_idx)
+            if torch.is_inference_mode_enabled():
+                count_writes(keyed_jagged_tensors(batch))
             if hooked and self._streams is not None:
                 self._transferred = self._streams.record(StreamName.MEMCPY)
         if self._release_features and self._sparse is not None:

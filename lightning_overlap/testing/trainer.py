@@ -101,6 +101,9 @@ class FakeTrainer:
         """Whether the data has ended."""
         return self._num_fetched >= self._num_batches
 
+    num_batches = float("inf")
+    num_skipped = 0
+
     @property
     def certain(self) -> bool:
         """Never: where the data ends is a matter of each run."""

@@ -332,7 +332,9 @@ class Streamed(IterableDataset):
         return (self.make(index) for index in range(NUM_STEPS))
 
 
-def skipping(pipeline: str | Schedule, skipped: dict[int, tuple[int, ...]], streamed: bool) -> tuple[Tensor, list[int]]:
+def skipping(
+    pipeline: str | Schedule, skipped: dict[int, tuple[int, ...]], streamed: bool, num_batches: int = NUM_STEPS
+) -> tuple[Tensor, list[int]]:
     """Train where each rank's loader gives None for some batches; return losses and the steps' `batch_idx`."""
     rank = dist.get_rank()
     module = Model(TABLE_WISE)
@@ -350,7 +352,7 @@ def skipping(pipeline: str | Schedule, skipped: dict[int, tuple[int, ...]], stre
         sharding=make_plan(TABLE_WISE, module, dist.get_world_size()),
         timeout=datetime.timedelta(seconds=20),
     )
-    data = Streamed(make) if streamed else [make(index) for index in range(NUM_STEPS)]
+    data = Streamed(make) if streamed else [make(index) for index in range(num_batches)]
     make_trainer(strategy, callbacks=[Sees()]).fit(module, DataLoader(data, batch_size=None))
     return torch.stack(module.losses), seen
 

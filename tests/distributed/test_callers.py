@@ -124,6 +124,25 @@ def test_each_rank_skips_its_own_batches(two_ranks: Ranks, skipped: dict[int, tu
                 assert torch.equal(losses, losses_of_base)
 
 
+@pytest.mark.parametrize(
+    ("skipped", "lengths"),
+    [
+        (
+            {0: (37, 38, 39), 1: (3, 4, 5)},
+            37,
+        ),  # at the end of one rank's epoch, where the other has had its own long ago
+        ({0: (5,), 1: ()}, 39),  # unequal numbers: all end with the rank that has fewest
+        ({0: tuple(range(2, 22, 2)), 1: (30, 39)}, 30),
+    ],
+    ids=["late", "unequal", "many"],
+)
+def test_skipped_batches_in_a_longer_epoch(
+    two_ranks: Ranks, skipped: dict[int, tuple[int, ...]], lengths: int, mode: Schedule
+) -> None:
+    for losses, _ in two_ranks.run(callers.skipping, mode, skipped, False, 40):
+        assert len(losses) == lengths
+
+
 # -- tables that the user writes --------------------------------------------------------------------------------------
 
 
