@@ -25,12 +25,29 @@ from torchrec.distributed.types import ShardingEnv
 
 from lightning_overlap import OverlapEmbeddingStrategy, Schedule, combined_optimizer
 
-from .cases import ROWWISE_ADAGRAD, TABLE_WISE, TWO_COLLECTIONS, WEIGHTED, Batch, Case, Model, make_batch, make_plan
+from .cases import (
+    ROWWISE_ADAGRAD,
+    TABLE_WISE,
+    TWO_COLLECTIONS,
+    WEIGHTED,
+    Batch,
+    Case,
+    Model,
+    TableSpec,
+    make_batch,
+    make_plan,
+)
 from .cases import dense_optimizer as dense_optimizer_of
 from .fits import make_trainer
 from .reference import Result, collect
 
 NUM_STEPS = 8
+ONE_TABLE = Case("one_table", (TableSpec("t0", ("f0",)),))
+"""On one of two ranks, so that the other one cannot see who writes it."""
+REPLICATED_SECOND = Case(
+    "replicated_second",
+    (TableSpec("t0", ("f0",)), TableSpec("u0", ("f1",), sharding="data_parallel", collection="second")),
+)
 
 
 def kjt_of(batch: Any) -> KeyedJaggedTensor:
@@ -168,6 +185,32 @@ def two_tasks_at_once(case: Case, index: int, rank: int) -> dict[str, Any]:
     return {use: kjt_of(batch), "b" if use == "a" else "a": kjt_of(other), **rest}
 
 
+class CalledMoreOnOneRank(Model):
+    """Rank 0 looks up its data-parallel collection twice in batch 4, which has no collective for others to miss."""
+
+    def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
+        loss = super().training_step(batch, batch_idx)
+        if batch_idx == 4 and dist.get_rank() == 0:
+            loss = loss + 0.1 * self.second(kjt_of(batch))["f1"].sum()
+        return loss
+
+
+class RecomputesInEveryClosure(ReentrantLookup):
+    """Its optimizer evaluates the closure twice in every other step, and each backward looks up again."""
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        class Twice(torch.optim.SGD):
+            num = 0
+
+            def step(self, closure: Any = None) -> Any:
+                self.num += 1
+                if self.num % 2:
+                    closure()
+                return super().step(closure)
+
+        return Twice([*self.bottom.parameters(), *self.top.parameters()], 0.1)
+
+
 # -- updates ----------------------------------------------------------------------------------------------------------
 
 
@@ -284,6 +327,24 @@ class ClampsState(Clamps):
                 shard.tensor.detach().clamp_(-0.3, 0.3)
 
 
+class ClampsBeforeTheStep(Clamps):
+    """Clamps its tables when a batch begins."""
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None: ...
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        self.write()
+
+
+class ClampsReleased(Clamps):
+    """Of a batch of its own copies, whose ids may be released."""
+
+    def on_after_batch_transfer(self, batch: Batch, dataloader_idx: int) -> Batch:
+        kjt, number = batch.inputs["sparse"]
+        own = KeyedJaggedTensor(kjt.keys(), kjt.values().clone(), lengths=kjt.lengths().clone())
+        return Batch(batch.dense, {"sparse": (own, number)}, batch.labels)
+
+
 class ClampsLater(Clamps):
     first_batch = 4
 
@@ -314,7 +375,11 @@ MODELS: dict[str, tuple[type[Model], Case]] = {
     "second_phase": (SecondPhase, TWO_COLLECTIONS),
     "raises_after_the_step": (RaisesAfterTheStep, TABLE_WISE),
     "raises_before_the_step": (RaisesBeforeTheStep, TABLE_WISE),
+    "called_more_on_one_rank": (CalledMoreOnOneRank, REPLICATED_SECOND),
+    "recomputes_in_every_closure": (RecomputesInEveryClosure, TABLE_WISE),
     "clamps": (Clamps, TABLE_WISE),
+    "clamps_before_the_step": (ClampsBeforeTheStep, ONE_TABLE),
+    "clamps_released": (ClampsReleased, TABLE_WISE),
     "clamps_data": (ClampsData, TABLE_WISE),
     "clamps_state": (ClampsState, TABLE_WISE),
     "clamps_later": (ClampsLater, TABLE_WISE),
@@ -387,8 +452,10 @@ def _batches(model: str, case: Case) -> Callable[[int], Any]:
     return lambda index: make(case, index, rank)
 
 
-def train(model: str, pipeline: str | Schedule, **trainer_kwargs: Any) -> Outcome:
-    """Train a module under the strategy."""
+def train(
+    model: str, pipeline: str | Schedule, options: dict[str, Any] | None = None, **trainer_kwargs: Any
+) -> Outcome:
+    """Train a module under the strategy, whose further arguments are `options`."""
     cls, case = MODELS[model]
     module = cls(case)
     early = 0
@@ -402,6 +469,7 @@ def train(model: str, pipeline: str | Schedule, **trainer_kwargs: Any) -> Outcom
         sharding=make_plan(case, module, dist.get_world_size()),
         observer=observe,
         timeout=datetime.timedelta(seconds=30),
+        **(options or {}),
     )
     trainer = make_trainer(strategy, **trainer_kwargs)
     raises = pytest.raises(ValueError, match="the user's own error") if "raises" in model else nullcontext()
@@ -448,6 +516,7 @@ def by_hand(model: str) -> Result:
     make = _batches(model, case)
     losses = []
     for index in range(NUM_STEPS):
+        module.on_train_batch_start(None, index)
         optimizer.zero_grad()
         loss = dmp(make(index), index)
         loss.backward()
@@ -461,10 +530,10 @@ def by_hand(model: str) -> Result:
     return collect(module, optimizer, losses)
 
 
-def fails(model: str, pipeline: str) -> str:
+def fails(model: str, pipeline: str, **options: Any) -> str:
     """Train a module that cannot be; return the error."""
     try:
-        train(model, pipeline)
+        train(model, pipeline, options)
     except RuntimeError as err:
         return "\n".join([str(err), *getattr(err, "__notes__", [])])
     return "no error"

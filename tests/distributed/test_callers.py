@@ -86,6 +86,12 @@ def test_a_frozen_teacher_is_not_trained_in_any_mode(two_ranks: Ranks, mode: Sch
     assert all(torch.equal(after.result.tables[name], table) for name, table in before.result.tables.items())
 
 
+@pytest.mark.parametrize("model", ["called_more_on_one_rank", "recomputes_in_every_closure"])
+def test_what_calls_more_often_trains_as_in_base(two_ranks: Ranks, model: str) -> None:
+    for pipeline in ("sparse_dist", "fused_sparse_dist"):
+        _same_as_in(two_ranks, model, pipeline, "base")
+
+
 def test_what_ran_in_its_own_forward_says_why(two_ranks: Ranks) -> None:
     [changed] = two_ranks.run(callers.train, "hashes_in_place", "fused_sparse_dist")[0].messages
     assert "its input was changed in place after its ids had been sent" in changed
@@ -146,7 +152,7 @@ def test_skipped_batches_in_a_longer_epoch(
 # -- tables that the user writes --------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("model", ["clamps", "clamps_data", "clamps_state"])
+@pytest.mark.parametrize("model", ["clamps", "clamps_data", "clamps_state", "clamps_before_the_step"])
 def test_the_next_lookup_sees_tables_written_at_the_end_of_a_batch(two_ranks: Ranks, model: str) -> None:
     outcome = _same_as_by_hand(two_ranks, model, "fused_sparse_dist")
     [message] = outcome.messages
@@ -166,6 +172,11 @@ def test_writes_that_begin_late_are_seen_where_all_ranks_say_so(two_ranks: Ranks
 
 def test_one_rank_sees_late_writes_by_itself(get_ranks: Callable[..., Ranks]) -> None:
     _same_as_by_hand(get_ranks(1), "clamps_later", "fused_sparse_dist")
+
+
+def test_writes_where_the_ids_are_gone_are_refused(get_ranks: Callable[..., Ranks]) -> None:
+    [message] = get_ranks(1).run(callers.fails, "clamps_released", "fused_sparse_dist", release_features=True)
+    assert "Train with release_features=False" in message
 
 
 def test_writes_under_an_update_that_is_still_to_come_are_refused(two_ranks: Ranks) -> None:
