@@ -11,9 +11,13 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
+from hypothesis import settings
 
 from lightning_overlap.modes import MODES
 from lightning_overlap.schedule import Schedule
+
+settings.register_profile("no_deadline", deadline=None)  # no test asserts a time: a busy machine has none to promise
+settings.load_profile("no_deadline")
 
 DATA = Path(__file__).resolve().parents[2] / "shared" / "data"
 
