@@ -26,8 +26,9 @@ from typing_extensions import override
 from . import choices, recipe
 from .choices import Config
 from .schedule import Schedule
-from .sharding import find_tables, make_plan
+from .sharding import make_plan
 from .strategy import OverlapEmbeddingStrategy
+from .tables import find_tables
 
 
 class Batches:

@@ -30,11 +30,12 @@ from .bench_wire import by_name, late_all_to_alls
 from .choices import Config
 from .clocks import HOST_LANE, SpanRecorder
 from .drawing import write_html, write_png
-from .sharding import find_tables
+from .spans import Kind, Span
 from .stages import StreamName
 from .strategy import OverlapEmbeddingStrategy
 from .streams import HostStreams, Streams
-from .timeline import Kind, Span, account
+from .tables import find_tables
+from .timeline import account
 
 TIMEOUT = timedelta(minutes=5)
 """Of a collective of the arms: one that hangs must not hold up the rest for long."""

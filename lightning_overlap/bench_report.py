@@ -9,8 +9,9 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from .report import aligned, percentile
-from .timeline import ALL_TO_ALLS
+from .report import percentile
+from .spans import ALL_TO_ALLS
+from .text import aligned
 
 HIDDEN = 0.1
 """A collective counts as hidden when less than this share of its time under way was waited for."""

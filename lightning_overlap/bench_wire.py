@@ -14,7 +14,7 @@ from unittest import mock
 
 import torch.distributed as dist
 
-from .timeline import Interval, Kind, Span
+from .spans import Interval, Kind, Span
 
 
 @contextlib.contextmanager

@@ -31,9 +31,9 @@ from torch.distributed.checkpoint.state_dict_saver import save
 
 from .atomic import being_replaced, beside, remove, take_name, twin
 from .checkpoint_dense import empty_table_states, put_table_states, take_table_states
-from .modes import unknown_name_message
 from .safe_metadata import SafePlanner, SafeReader
 from .table_state import Loading, Piece, fused_state, on_host, plan_loading
+from .text import unknown_name_message
 
 T = TypeVar("T")
 

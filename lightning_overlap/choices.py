@@ -6,18 +6,12 @@ import fnmatch
 from collections.abc import Mapping
 from typing import Any
 
-from .modes import (
-    MODES,
-    STREAMS,
-    check_lookup_threads,
-    check_stash,
-    resolve_schedule,
-    resolve_stream,
-    unknown_name_message,
-)
+from .modes import MODES, STREAMS
+from .options import check_lookup_threads, check_stash, resolve_schedule, resolve_stream
 from .schedule import Schedule
 from .stages import Stage
 from .switched import exact_outside
+from .text import unknown_name_message
 
 Config = Mapping[str, Any]
 """The composed config as plain containers; nothing behind the command sees OmegaConf's."""

@@ -6,24 +6,17 @@ no measurement makes the host wait.
 
 from __future__ import annotations
 
-import inspect
-import time
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
-from dataclasses import dataclass, replace
-from functools import partial
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from itertools import pairwise
-from typing import Any, Protocol
-from unittest import mock
+from typing import Any
 
-import torch
-import torch.distributed as dist
-from torch import Tensor
-
+from .collectives import Collective, record_collectives
 from .groups import AGREEMENT
+from .spans import Interval, Kind, Span
 from .stages import Stage, StreamName
 from .streams import CudaStreams, Streams
-from .timeline import Interval, Kind, Span
+from .timestamps import CudaMarks, HostMarks, _Record
 
 HOST_LANE = "host"
 """The lane of the thread that trains."""
@@ -40,111 +33,6 @@ KINDS = {
     Stage.EMBEDDING_UPDATE: Kind.DENSE,
 }
 """What a stage keeps busy, apart from its collectives."""
-
-COLLECTIVES = ("all_to_all_single", "all_reduce", "reduce_scatter", "reduce_scatter_tensor", "all_gather_into_tensor")
-"""Functions of `torch.distributed` that are timed."""
-
-_SIGNATURES = {name: inspect.signature(getattr(dist, name)) for name in COLLECTIVES}
-
-
-class Clock(Protocol):
-    """What the executor and the sparse stages tell."""
-
-    def begin(self, stage: Stage, batch: int, stream: StreamName) -> None:
-        """A stage begins; stages may begin inside others."""
-
-    def end(self) -> None:
-        """The stage that began last has been issued."""
-
-    def copy(self) -> AbstractContextManager[None]:
-        """Go around the copies of a batch to the device, on their stream."""
-
-    def merge(self, batch: int) -> AbstractContextManager[None]:
-        """Go around the wait of the compute stream for looked-up rows."""
-
-
-_NO_CLOCK: AbstractContextManager[Any] = nullcontext()
-
-
-def timed(clock: Clock | None, stage: Stage, batch: int, stream: StreamName) -> AbstractContextManager[None]:
-    """Go around a stage, where there is a clock."""
-    return _NO_CLOCK if clock is None else _timed_stage(clock, stage, batch, stream)
-
-
-@contextmanager
-def _timed_stage(clock: Clock, stage: Stage, batch: int, stream: StreamName) -> Iterator[None]:
-    clock.begin(stage, batch, stream)
-    try:
-        yield
-    finally:
-        clock.end()
-
-
-class Marks(Protocol):
-    """Points in time on a lane, read later."""
-
-    def mark(self) -> Any:
-        """Return this point of the current lane."""
-
-    def over(self, mark: Any) -> bool:
-        """Whether a point has been passed."""
-
-    def ms(self, mark: Any) -> float:
-        """Return when that was, milliseconds."""
-
-
-class HostMarks:
-    """Points in time of the calling thread."""
-
-    def mark(self) -> float:
-        """Return the time now, milliseconds."""
-        return time.perf_counter() * 1e3
-
-    def over(self, mark: float) -> bool:
-        """Return True."""
-        return True
-
-    def ms(self, mark: float) -> float:
-        """Return the mark."""
-        return mark
-
-
-class CudaMarks:
-    """Points in time of the current CUDA stream, by timing events.
-
-    Args:
-        device: Whose streams.
-    """
-
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
-        self._zero = self.mark()
-
-    def mark(self) -> torch.cuda.Event:
-        """Return an event behind all that the current stream was given so far."""
-        event = torch.cuda.Event(enable_timing=True)
-        event.record(torch.cuda.current_stream(self._device))
-        return event
-
-    def over(self, mark: torch.cuda.Event) -> bool:
-        """Whether the device has come past an event; does not wait."""
-        return bool(mark.query())
-
-    def ms(self, mark: torch.cuda.Event) -> float:
-        """Return when that was, counted from the first mark."""
-        return float(self._zero.elapsed_time(mark))
-
-
-@dataclass(slots=True)
-class _Record:
-    kind: Kind
-    lane: str
-    name: str
-    stage: Stage | None
-    batch: int | None
-    start: Any
-    end: Any = None
-    on_host: bool = True
 
 
 class SpanRecorder:
@@ -294,120 +182,3 @@ class SpanRecorder:
     def _lane_now(self) -> str:
         assert self._streams is not None
         return str(self._streams.current())
-
-
-class Collective:
-    """Times one collective: from its issue to its end, and what was waited for it.
-
-    Args:
-        flight: The record of its time under way; gets its end here.
-        marks: The clock: the host's for what runs on the host.
-        records: Where waits go.
-        lane: The lane that waits.
-    """
-
-    def __init__(self, flight: _Record, marks: Marks, records: list[_Record], lane: str | Callable[[], str]) -> None:
-        self._flight, self._marks, self._records, self._lane = flight, marks, records, lane
-
-    @property
-    def on_host(self) -> bool:
-        """Whether a thread of this process runs it (gloo), and not the device."""
-        return self._flight.on_host
-
-    def completed(self) -> None:
-        """Called by the thread that ran it."""
-        self._flight.end = time.perf_counter() * 1e3
-
-    @contextmanager
-    def waiting(self) -> Iterator[None]:
-        """Go around a wait for it: on a CPU the host stands still, on CUDA the current stream does.
-
-        When a collective on CUDA ends nobody is told before its wait. Issued late, that makes the time under way
-        too long; what was waited is right in any case.
-        """
-        flight = self._flight
-        lane = self._lane if isinstance(self._lane, str) else self._lane()
-        wait = replace(flight, kind=Kind.WAIT, lane=lane, start=self._marks.mark(), end=None)
-        yield
-        wait.end = self._marks.mark()
-        if flight.end is None:
-            flight.end = wait.end
-        self._records.append(wait)
-
-
-class _TimedWork(dist.Work):
-    """A collective under way, timed."""
-
-    def __init__(self, work: dist.Work, timer: Collective) -> None:
-        super().__init__()
-        self._work, self._timer = work, timer
-
-    def wait(self, timeout: Any = None) -> bool:
-        with self._timer.waiting():
-            return bool(self._work.wait() if timeout is None else self._work.wait(timeout))
-
-    def is_completed(self) -> bool:
-        return bool(self._work.is_completed())
-
-    def is_success(self) -> bool:
-        return bool(self._work.is_success())
-
-    def get_future(self) -> Any:
-        return self._work.get_future()
-
-
-def all_to_all_name(sent: Tensor, *splits: Any) -> str:
-    """Return what an all-to-all carries: `sizes`, `ids`, `rows` or `gradients`.
-
-    Told by what it is called with, so that it works for every pipeline: gradients and rows are floats, gradients in a
-    backward; ids and their lengths travel in parts of given sizes; these sizes travel in equal parts.
-    """
-    if sent.is_floating_point():
-        return "gradients" if torch._C._current_graph_task_id() != -1 else "rows"
-    return "sizes" if all(split is None for split in splits) else "ids"
-
-
-@contextmanager
-def record_collectives(make_timer: Callable[[str, str, bool], Collective]) -> Iterator[None]:
-    """Time the collectives that this process issues through `torch.distributed`.
-
-    DistributedDataParallel issues its all-reduce from C++, out of sight: it counts as part of the backward.
-
-    Args:
-        make_timer: Given what is sent, the group's name, and whether it is in the host's memory.
-    """
-    with ExitStack() as stack:
-        for name in COLLECTIVES:
-            real = getattr(dist, name)
-            stack.enter_context(mock.patch.object(dist, name, partial(_timed, name, real, make_timer)))
-        yield
-
-
-def _timed(
-    name: str,
-    real: Callable[..., Any],
-    make_timer: Callable[[str, str, bool], Collective],
-    *args: Any,
-    **kwargs: Any,
-) -> Any:
-    call = _SIGNATURES[name].bind(*args, **kwargs).arguments
-    sent = call.get("input", call.get("tensor"))
-    if name == "all_to_all_single":
-        assert isinstance(sent, Tensor)
-        name = all_to_all_name(sent, call.get("input_split_sizes"), call.get("output_split_sizes"))
-    group = call.get("group")
-    on_host = isinstance(sent, Tensor) and sent.device.type == "cpu"
-    timer = make_timer(name, "default" if group is None else str(group.group_desc), on_host)
-    asynchronous = call.get("async_op", False)
-    call["async_op"] = True
-    work = real(**call)
-    if work is None:  # this rank is not in the group
-        return None
-    if timer.on_host:
-        with suppress(RuntimeError):  # gloo's reduce-scatter has no future: then the wait for it tells
-            work.get_future().add_done_callback(lambda _: timer.completed())
-    timed = _TimedWork(work, timer)
-    if asynchronous:
-        return timed
-    timed.wait()
-    return None

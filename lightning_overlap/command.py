@@ -15,7 +15,7 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from . import launch
-from .modes import unknown_name_message
+from .text import unknown_name_message
 
 _OPTION = re.compile(r"(data|model|trainer|pipeline|stream|sharding|logger|callbacks|strategy|latency)\.[\w.]+=")
 _CHOICE = re.compile(r"(?P<group>\w+)=(?P<names>[\w,]+)")

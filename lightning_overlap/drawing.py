@@ -24,7 +24,7 @@ from .layout import (
     text_of,
 )
 from .page import write_html as write_html
-from .timeline import Kind, Span
+from .spans import Kind, Span
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

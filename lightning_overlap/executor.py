@@ -11,10 +11,9 @@ from typing import Any
 import torch
 
 from .agreement import ASK_FOR_LAST, Agreement, Answer, Flags, Rhythm
-from .clocks import Clock, timed
 from .inflight import InFlightBatch, abandon
 from .marks import InStage, TrainerStage
-from .protocols import BatchSource, Observer, SparseStages
+from .protocols import BatchSource, Clock, Observer, SparseStages, timed
 from .schedule import Schedule, Step
 from .stages import BEFORE, BEFORE_WITH_PREFETCH, EARLY_OWNERS, TRAINING_STAGES, Stage, StreamName, WeightOwner
 from .streams import HostStreams, Streams

@@ -9,7 +9,8 @@ from datetime import timedelta
 import torch.distributed as dist
 
 from . import receives_first
-from .agreement import GroupAgreement, default_store
+from .agreement import GroupAgreement
+from .failures import default_store
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,8 +15,8 @@ from pathlib import Path
 from typing import NamedTuple
 
 from . import kineto_names as names
+from .spans import HOST_LANE, ROWS, Kind, Span, intersection, subtract, union
 from .stages import Stage
-from .timeline import HOST_LANE, ROWS, Kind, Span, intersection, subtract, union
 from .trace_file import Event, TraceError, TraceFile, is_own, load, own_spans
 from .trace_file import write_trace as write_trace
 

@@ -7,8 +7,8 @@ import sys
 from dataclasses import dataclass
 from functools import cache
 
+from .spans import Kind
 from .stages import Stage
-from .timeline import Kind
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,15 +7,13 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from .figures import Figures, Window, figures, find_steps, label, steady_window
-from .stages import Stage
-from .timeline import (
+from .figures import Figures, figures, label
+from .spans import (
     ALL_TO_ALLS,
     HOST_LANE,
     Interval,
     Kind,
     Span,
-    cover,
     exclusive_in,
     intersection,
     length,
@@ -23,6 +21,9 @@ from .timeline import (
     subtract,
     union,
 )
+from .stages import Stage
+from .steps_of_trace import Window, find_steps, steady_window
+from .timeline import cover
 
 NUM_STEPS = 3
 """Steps that are drawn, where nobody says how many."""

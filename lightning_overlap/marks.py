@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from .clocks import Clock
+from .protocols import Clock
 from .stages import Stage, StreamName
 
 _PROFILED_FROM_OUTSIDE = "KINETO_USE_DAEMON" in os.environ

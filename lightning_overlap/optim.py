@@ -11,7 +11,8 @@ from torchrec.optim.keyed import KeyedOptimizer
 from typing_extensions import override
 
 from .kinds import sharded_modules
-from .sharded import SetRates, fused_optimizers, fused_rates
+from .sharded import fused_optimizers, fused_rates
+from .update_rates import SetRates
 
 _GROUP_NAME = "fused"
 _EXPECTED = ("momentum", "betas", "weight_decay")

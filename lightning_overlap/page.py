@@ -24,7 +24,7 @@ from .layout import (
     shares,
     text_of,
 )
-from .timeline import Span
+from .spans import Span
 
 _RESOLUTION = 2e-5
 """Neighbours nearer than this share of the drawn time are one bar; zoomed in fifty times they are 1 pixel apart."""

@@ -23,7 +23,7 @@ from typing_extensions import override
 from .checkpoint_full import gather
 from .copied import apply_table_optimizers, table_optimizers
 from .kinds import sharded_modules
-from .sharding import find_tables, has_tables
+from .tables import find_tables, has_tables
 
 PRIVATE_NAMES: Mapping[str, tuple[str, ...]] = {
     "lightning.pytorch.strategies.launchers.multiprocessing": ("_MultiProcessingLauncher",),

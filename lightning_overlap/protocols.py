@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, Protocol
 
 from .inflight import InFlightBatch
-from .stages import Stage, WeightOwner
+from .stages import Stage, StreamName, WeightOwner
 
 Observer = Callable[[str, Stage, int], None]
 """Called with ("issue" | "wait", stage, batch) as the executor goes; for tests and timelines."""
@@ -117,3 +117,36 @@ class SparseStages(Protocol):
 
     def take_plain_forward(self) -> bool:
         """Whether a module ran its own forward, on the compute stream, since the last call."""
+
+
+class Clock(Protocol):
+    """What the executor and the sparse stages tell."""
+
+    def begin(self, stage: Stage, batch: int, stream: StreamName) -> None:
+        """A stage begins; stages may begin inside others."""
+
+    def end(self) -> None:
+        """The stage that began last has been issued."""
+
+    def copy(self) -> AbstractContextManager[None]:
+        """Go around the copies of a batch to the device, on their stream."""
+
+    def merge(self, batch: int) -> AbstractContextManager[None]:
+        """Go around the wait of the compute stream for looked-up rows."""
+
+
+_NO_CLOCK: AbstractContextManager[Any] = nullcontext()
+
+
+def timed(clock: Clock | None, stage: Stage, batch: int, stream: StreamName) -> AbstractContextManager[None]:
+    """Go around a stage, where there is a clock."""
+    return _NO_CLOCK if clock is None else _timed_stage(clock, stage, batch, stream)
+
+
+@contextmanager
+def _timed_stage(clock: Clock, stage: Stage, batch: int, stream: StreamName) -> Iterator[None]:
+    clock.begin(stage, batch, stream)
+    try:
+        yield
+    finally:
+        clock.end()

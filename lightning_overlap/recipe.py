@@ -13,10 +13,12 @@ from hydra.utils import get_object, instantiate
 from lightning.pytorch import Callback, LightningDataModule, LightningModule, Trainer
 
 from .choices import Config, modes, switches
-from .modes import unknown_name_message
+from .optimizer_checks import refuse_dense_owner
 from .schedule import Schedule
-from .sharding import check_sharding, find_tables, refuse_dense_owner
+from .sharding import check_sharding
 from .strategy import OverlapEmbeddingStrategy
+from .tables import find_tables
+from .text import unknown_name_message
 
 TRAINER_DEFAULTS: Mapping[str, Any] = {
     "enable_checkpointing": False,

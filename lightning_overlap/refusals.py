@@ -12,7 +12,7 @@ from torch import nn
 
 from . import loop
 from .kinds import sharded_modules
-from .sharding import find_tables
+from .tables import find_tables
 
 _TRUE = (
     "converts the module's weights, but sharded tables keep the data_type of their configs: rows and dense weights "

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import numpy as np
 
-from .modes import unknown_name_message
+from .text import aligned, unknown_name_message
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,15 +129,3 @@ def _first_difference(one: Sequence[bytes], other: Sequence[bytes]) -> int | Non
 
 def _number(value: float | None, form: str) -> str:
     return "-" if value is None else form.format(value)
-
-
-def aligned(rows: Sequence[tuple[str, Sequence[str]]]) -> str:
-    """Return rows of (name, cells) as text in columns, a line under the first."""
-    name_width = max(len(name) for name, _ in rows)
-    widths = [max(len(cell) for cell in column) for column in zip(*(cells for _, cells in rows), strict=True)]
-    lines = [
-        f"{name:<{name_width}}  " + "  ".join(f"{cell:>{w}}" for cell, w in zip(cells, widths, strict=True))
-        for name, cells in rows
-    ]
-    lines.insert(1, "-" * len(lines[0]))
-    return "\n".join(lines)

@@ -31,8 +31,8 @@ from .checkpoint import (
 from .checkpoint_dense import add_by_name, by_name, load_by_name, put_table_states, say_what_moved
 from .checkpoint_full import gather_checkpoint, load_file, load_fused, table_states, write_file
 from .kinds import hands_out_rows, sharded_modules
-from .sharding import has_tables
 from .stash import GradientStash
+from .tables import has_tables
 
 _LOADERS, _LOADER = "loader_states", "combined_loader"
 """Entry of a checkpoint with every rank's state of the data loaders, and Lightning's with this rank's."""

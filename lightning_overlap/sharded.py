@@ -6,18 +6,16 @@ only (`PRIVATE_NAMES`; a test names each).
 
 from __future__ import annotations
 
-import copy
 import functools
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any, TypeAlias, TypeVar
+from typing import Any, TypeVar
 from weakref import WeakKeyDictionary
 
 import torch
 from fbgemm_gpu.split_table_batched_embeddings_ops_training import SplitTableBatchedEmbeddingBagsCodegen
-from torch import Tensor, nn
-from torch.autograd.graph import GradientEdge, get_gradient_edge
+from torch import nn
 from torchrec.distributed.embedding_types import EmbeddingComputeKernel, KJTList
 from torchrec.distributed.types import Awaitable, LazyAwaitable, ShardedModule
 from torchrec.optim.keyed import CombinedOptimizer, KeyedOptimizer
@@ -50,9 +48,6 @@ PRIVATE_NAMES: Mapping[str, tuple[str, ...]] = {
     "torchrec.distributed.dist_data": ("_get_recat",),
 }
 """Private attributes of TorchRec that this package reads, by the object that has them."""
-
-SetRates: TypeAlias = Callable[[], None]
-"""Gives the kernels the learning rates that the schedule has now."""
 
 
 @dataclass(slots=True)
@@ -172,133 +167,6 @@ def fused_optimizers(module: ShardedModule[Any, Any, Any, Any]) -> list[KeyedOpt
     return found
 
 
-def look_up(
-    module: Any,
-    state: ModuleInFlight,
-    owners: frozenset[WeightOwner],
-    set_rates: SetRates | None = None,
-    *,
-    holds_update: bool = False,
-) -> None:
-    """Run the part of a module's lookup whose tables belong to `owners`; assemble the rows once all parts ran.
-
-    A module of one owner takes TorchRec's own `compute_and_output_dist`. A mixed one is looked up in two parts,
-    each after the last writer of its tables.
-
-    Args:
-        module: The sharded module.
-        state: The batch on its way through it.
-        owners: Whose tables to look up now.
-        set_rates: Gives the kernels the present learning rates; None where nothing moves them. With it the update
-            of this batch takes place at the rate that holds in its backward.
-        holds_update: Whether the backward stops where the rows were received, and the rest waits in `state.held`.
-    """
-    with _updates_at_present_rate(module, set_rates), _holds_update(module, state) if holds_update else nullcontext():
-        _look_up(module, state, owners)
-
-
-def compute_fused(module: Any, state: ModuleInFlight, set_rates: SetRates | None = None) -> dict[int, Tensor]:
-    """Run the kernels of the tables that the fused backward writes, and no collective: any thread may do so.
-
-    `start_fused` goes on with what this returns.
-    """
-    with _updates_at_present_rate(module, set_rates):
-        return _compute(module, state, parts_to_look_up(module, state, frozenset({WeightOwner.FUSED_BACKWARD})))
-
-
-def start_fused(
-    module: Any,
-    state: ModuleInFlight,
-    rows: Mapping[int, Tensor],
-    before_update: Callable[[Tensor], None],
-    *,
-    holds_update: bool = False,
-) -> None:
-    """Start the all-to-alls of rows that `compute_fused` returned.
-
-    Args:
-        module: The sharded module.
-        state: The batch on its way through it.
-        rows: By part.
-        before_update: Called in the backward with the gradient of the rows, right before the tables are written.
-        holds_update: As of `look_up`.
-    """
-    for rows_of_part in rows.values():
-        if rows_of_part.requires_grad:
-            rows_of_part.register_hook(before_update)
-    with _holds_update(module, state) if holds_update else nullcontext():
-        _start_rows(module, state, rows)
-
-
-@contextmanager
-def _holds_update(module: Any, state: ModuleInFlight) -> Iterator[None]:
-    """Cut the graph of the rows of fused tables, of the lookups made meanwhile."""
-    owners = owners_of_parts(module)
-    if WeightOwner.FUSED_BACKWARD not in owners:
-        yield
-        return
-    dists = module._output_dists
-    module._output_dists = [
-        state.held.holding(dist) if owner is WeightOwner.FUSED_BACKWARD else dist
-        for dist, owner in zip(dists, owners, strict=True)
-    ]
-    try:
-        yield
-    finally:
-        module._output_dists = dists
-
-
-def kernel_rates(module: Any) -> list[float]:
-    """Return the learning rate of each kernel, which is kept on the host."""
-    return [tbe.get_learning_rate() for tbe in tbes(module)]
-
-
-def set_kernel_rates(module: Any, rates: list[float]) -> None:
-    """Give each kernel its learning rate."""
-    for tbe, rate in zip(tbes(module), rates, strict=True):
-        tbe.set_learning_rate(rate)
-
-
-def _look_up(module: Any, state: ModuleInFlight, owners: frozenset[WeightOwner]) -> None:
-    assert state.dist_input is not None
-    parts = parts_to_look_up(module, state, owners)
-    num_parts = len(owners_of_parts(module))
-    if not parts:
-        return
-    if len(parts) == num_parts:
-        state.rows = module.compute_and_output_dist(state.context, state.dist_input)
-        state.dist_input = None
-        return
-    _start_rows(module, state, _compute(module, state, parts))
-
-
-def _compute(module: Any, state: ModuleInFlight, parts: list[int]) -> dict[int, Tensor]:
-    """Run the kernels of some parts."""
-    lookups = module._lookups
-    module._lookups = [lookup if part in parts else _NOTHING for part, lookup in enumerate(lookups)]
-    try:
-        rows = module.compute(state.context, state.dist_input)
-    finally:
-        module._lookups = lookups
-    return {part: rows[part] for part in parts}
-
-
-def _start_rows(module: Any, state: ModuleInFlight, rows: Mapping[int, Tensor]) -> None:
-    """Start the all-to-alls of some parts' rows; assemble what is under way once all parts have been looked up."""
-    num_parts = len(owners_of_parts(module))
-    for part, rows_of_part in rows.items():
-        state.outputs[part] = module._output_dists[part](rows_of_part, state.context.sharding_contexts[part])
-    if len(state.outputs) == num_parts:
-        output_dists = module._output_dists
-        module._output_dists = [_already_started] * num_parts
-        try:
-            state.rows = module.output_dist(state.context, [state.outputs[part] for part in range(num_parts)])
-        finally:
-            module._output_dists = output_dists
-        state.outputs = {}
-        state.dist_input = None
-
-
 @read_once
 def tbes(module: Any) -> list[SplitTableBatchedEmbeddingBagsCodegen]:
     """The table-batched kernels of a module's own shards."""
@@ -350,153 +218,4 @@ def kernel_of(fused_optimizer: Any) -> SplitTableBatchedEmbeddingBagsCodegen | N
     return kernel if isinstance(kernel, SplitTableBatchedEmbeddingBagsCodegen) else None
 
 
-def lookup_counts(module: Any) -> list[int]:
-    """Return the iteration count of each kernel, from its copy on the host: no sync."""
-    return _counts(tbes(module))
-
-
-def _counts(kernels: list[SplitTableBatchedEmbeddingBagsCodegen]) -> list[int]:
-    return [int(tbe.iter_cpu) for tbe in kernels]
-
-
-def lookups_since(module: Any, counts: list[int]) -> list[int]:
-    """Return what each kernel has counted since."""
-    return _differences(lookup_counts(module), counts)
-
-
-def _differences(now: list[int], before: list[int]) -> list[int]:
-    return [a - b for a, b in zip(now, before, strict=True)]
-
-
-def parts_to_look_up(module: Any, state: ModuleInFlight, owners: frozenset[WeightOwner]) -> list[int]:
-    """Return the parts of a module whose tables belong to `owners` and are still to be looked up."""
-    return [part for part, owner in enumerate(owners_of_parts(module)) if owner in owners and part not in state.outputs]
-
-
 # -- learning rates that move ------------------------------------------------------------------------------------
-
-
-@contextmanager
-def _updates_at_present_rate(module: Any, set_rates: SetRates | None) -> Iterator[None]:
-    """Let the lookups of fused tables give rows whose backward updates at the rate that holds then."""
-    if set_rates is None or not torch.is_grad_enabled():
-        yield
-        return
-    set_rates()
-    # By kernel, not by owner: a part with one table of a dense kernel counts as the dense optimizer's altogether.
-    patched = [lookup for lookup in tables_of(module)._lookups if lookup is not _NOTHING and _tbes_of([lookup])]
-    for lookup in patched:
-        lookup.forward = _FusedLookup(lookup.forward, _tbes_of([lookup]), set_rates)
-    try:
-        yield
-    finally:
-        for lookup in patched:
-            del lookup.forward
-
-
-@dataclass(frozen=True, slots=True)
-class _FusedLookup:
-    """One lookup of fused tables, that can be repeated."""
-
-    forward: Callable[[KeyedJaggedTensor], Tensor]
-    kernels: list[SplitTableBatchedEmbeddingBagsCodegen]
-    set_rates: SetRates
-
-    def __call__(self, features: KeyedJaggedTensor) -> Tensor:
-        # Without an input that needs a gradient there would be no backward; feature processors' weights need one.
-        weights = features.weights_or_none()
-        anchor = weights if weights is not None and weights.requires_grad else torch.zeros((), requires_grad=True)
-        rows: Tensor = _AtPresentRate.apply(anchor, self, features)  # type: ignore[no-untyped-call]
-        return rows
-
-    def rates(self) -> list[float]:
-        """The rates that the kernels have; they are kept on the host."""
-        return [tbe.get_learning_rate() for tbe in self.kernels]
-
-    def run(self, features: KeyedJaggedTensor) -> tuple[Tensor, GradientEdge]:
-        # TorchRec puts weights that scale their gradients in the place of those it is given: not twice.
-        with torch.enable_grad():
-            rows = self.forward(copy.copy(features))
-        return rows.detach(), get_gradient_edge(rows)
-
-    def run_again(self, features: KeyedJaggedTensor, counts: list[int]) -> GradientEdge:
-        """Look up once more as when the iteration counts were `counts`; leave them as they are."""
-        ahead = _differences(_counts(self.kernels), counts)  # this lookup, and those of later batches
-        _uncount(self.kernels, ahead)
-        _, edge = self.run(features)
-        repeated = _differences(_counts(self.kernels), counts)
-        _uncount(self.kernels, _differences(repeated, ahead))
-        return edge
-
-
-def _with_own_weights(features: KeyedJaggedTensor) -> tuple[KeyedJaggedTensor, Tensor | None]:
-    """Return the same ids with weights that a graph can begin at, and these; None where weights need no gradient."""
-    weights = features.weights_or_none()
-    if weights is None or not weights.requires_grad:
-        return features, None
-    leaf = weights.detach().requires_grad_()
-    own = copy.copy(features)
-    own._weights = leaf
-    return own, leaf
-
-
-def _uncount(kernels: list[SplitTableBatchedEmbeddingBagsCodegen], num_lookups: list[int]) -> None:
-    """Take lookups back from the iteration count of each kernel, on the current stream."""
-    with torch.no_grad():
-        for tbe, num in zip(kernels, num_lookups, strict=True):
-            if num:
-                tbe.iter.sub_(num)
-                tbe.iter_cpu.sub_(num)
-
-
-class _AtPresentRate(torch.autograd.Function):
-    """Rows of fused tables whose backward, and so their update, takes the learning rate of its own time.
-
-    FBGEMM 1.8 reads the rate in the forward and keeps it for the backward. But batch N is looked up before the
-    schedule has moved on to step N. So the graph is cut behind the rows: where the rate has changed by the time of
-    the backward, the kernels' forward runs once more on the same ids and its graph takes the gradient. The rows of
-    that are thrown away (in a stale mode they may be newer ones); the gradient by a row does not depend on them.
-
-    On CUDA autograd runs a backward on the stream of its forward, this one too: on the lookup stream, where the
-    repeated forward and the inner backward then run in turn, behind the last update and before the next lookup.
-    The inner graph has the kernels' weights for its only leaves, which accumulate nothing, so no stream is joined
-    but this one. DistributedDataParallel ignores these weights, its hooks see nothing of the inner backward.
-    """
-
-    @staticmethod
-    def forward(ctx: Any, anchor: Tensor, lookup: _FusedLookup, features: KeyedJaggedTensor) -> Tensor:
-        features, ctx.weights = _with_own_weights(features)
-        ctx.lookup, ctx.features = lookup, features
-        ctx.counts, ctx.rates = _counts(lookup.kernels), lookup.rates()
-        rows, ctx.edge = lookup.run(features)
-        return rows
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, None, None]:
-        lookup: _FusedLookup = ctx.lookup
-        edge, ctx.edge = ctx.edge, None  # a second backward (retain_graph=True) finds the first one's graph used up
-        lookup.set_rates()
-        if edge is None or lookup.rates() != ctx.rates:
-            edge = lookup.run_again(ctx.features, ctx.counts)
-        torch.autograd.backward(edge, grad)
-        if ctx.weights is None:
-            return None, None, None
-        of_weights, ctx.weights.grad = ctx.weights.grad, None
-        return of_weights, None, None
-
-
-class _Nothing:
-    """In the place of a lookup that is not run now, and of its rows."""
-
-    def __call__(self, features: KeyedJaggedTensor) -> _Nothing:
-        return self
-
-    def view(self, *shape: int) -> _Nothing:
-        return self
-
-
-_NOTHING = _Nothing()
-
-
-def _already_started(output: Awaitable[torch.Tensor], context: Any) -> Awaitable[torch.Tensor]:
-    return output

@@ -3,38 +3,27 @@
 from __future__ import annotations
 
 import difflib
-import functools
-import inspect
 import os
 import warnings
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 import torch
 import torch.distributed as dist
-from fbgemm_gpu.split_embedding_configs import EmbOptimType
-from fbgemm_gpu.split_table_batched_embeddings_ops_training import SplitTableBatchedEmbeddingBagsCodegen
 from torch import nn
-from torch.distributed.optim import _apply_optimizer_in_backward  # type: ignore[attr-defined]
-from torchrec.distributed.embedding_types import BaseQuantEmbeddingSharder, EmbeddingComputeKernel
+from torchrec.distributed.embedding_types import EmbeddingComputeKernel
 from torchrec.distributed.model_parallel import DistributedModelParallel
 from torchrec.distributed.planner import EmbeddingShardingPlanner, ParameterConstraints, Topology
-from torchrec.distributed.sharding_plan import get_default_sharders
-from torchrec.distributed.types import ModuleSharder, ParameterSharding, ShardingEnv, ShardingPlan, ShardingType
-from torchrec.distributed.utils import optimizer_type_to_emb_opt_type
+from torchrec.distributed.types import ParameterSharding, ShardingEnv, ShardingPlan, ShardingType
 from torchrec.modules.itep_embedding_modules import ITEPEmbeddingBagCollection, ITEPEmbeddingCollection
-from torchrec.optim.keyed import CombinedOptimizer
-from torchrec.optim.optimizers import in_backward_optimizer_filter
 
 from .columns import answer_in_config_order
 from .kinds import sharded_modules, table_modules
-from .modes import unknown_name_message
+from .optimizer_checks import FusedOptimizer, _check_can_fuse, check_fused_optimizer
+from .tables import Table, _some, find_tables, training_sharders
+from .text import unknown_name_message
 from .unchanged import watch_tables
-
-FusedOptimizer: TypeAlias = tuple[type[torch.optim.Optimizer], Mapping[str, Any]] | functools.partial[Any]
-"""`(class, kwargs)` or `functools.partial(class, **kwargs)`."""
 
 Sharding: TypeAlias = "str | Mapping[str, str] | EmbeddingShardingPlanner | ShardingPlan | None"
 """A type for all tables, a type by table name, a planner, a plan, or None for TorchRec's planner.
@@ -42,97 +31,9 @@ Sharding: TypeAlias = "str | Mapping[str, str] | EmbeddingShardingPlanner | Shar
 The planner decides about tables that are not named; it keeps those with a fused optimizer model-parallel.
 """
 
-CPU_FUSED_OPTIMIZERS = (EmbOptimType.EXACT_SGD, EmbOptimType.EXACT_ADAGRAD, EmbOptimType.EXACT_ROWWISE_ADAGRAD)
-"""What FBGEMM 1.8 fuses on a CPU (`split_table_batched_embeddings_ops_training`); the others run on CUDA only."""
 
-_KERNEL_RATE: float = (
-    inspect.signature(SplitTableBatchedEmbeddingBagsCodegen.__init__).parameters["learning_rate"].default
-)
 _DATA_PARALLEL = ShardingType.DATA_PARALLEL.value
 _COLUMN_WISE = (ShardingType.COLUMN_WISE.value, ShardingType.TABLE_COLUMN_WISE.value)
-
-
-@dataclass(frozen=True, slots=True)
-class Table:
-    """A table of the unsharded model."""
-
-    name: str
-    module: str
-    parameter: nn.Parameter
-    sharder: ModuleSharder[nn.Module]
-
-    @property
-    def path(self) -> str:
-        """Where it is, for messages."""
-        return f"{self.module}.{self.name}" if self.module else self.name
-
-    @property
-    def has_fused_optimizer(self) -> bool:
-        """Whether an optimizer was applied in backward."""
-        return not list(in_backward_optimizer_filter(iter([("", self.parameter)])))
-
-    @property
-    def fused_rate(self) -> float:
-        """Learning rate of the optimizer applied in backward; where none is given, the kernel's own default."""
-        [kwargs] = getattr(self.parameter, "_optimizer_kwargs", [{}])
-        return float(kwargs.get("lr", kwargs.get("learning_rate", _KERNEL_RATE)))  # TorchRec renames it
-
-    def apply_fused_optimizer(self, optimizer_class: type[torch.optim.Optimizer], kwargs: Mapping[str, Any]) -> None:
-        """Apply an optimizer in backward, if there is none yet."""
-        if not self.has_fused_optimizer:
-            _apply_optimizer_in_backward(optimizer_class, [self.parameter], dict(kwargs))
-
-
-def training_sharders() -> list[ModuleSharder[nn.Module]]:
-    """Return TorchRec's default sharders but those of quantized modules, which have nothing to train and stay whole."""
-    return [sharder for sharder in get_default_sharders() if not isinstance(sharder, BaseQuantEmbeddingSharder)]
-
-
-def find_tables(model: nn.Module) -> list[Table]:
-    """Return every table of the model's unsharded TorchRec collections."""
-    sharders = {sharder.module_type: sharder for sharder in training_sharders()}
-    tables: list[Table] = []
-    inside: list[str] = []
-    for name, module in model.named_modules():
-        sharder = sharders.get(type(module))
-        if sharder is None or any(name.startswith(f"{outer}.") for outer in inside):
-            continue
-        inside.append(name)
-        parameters = sharder.shardable_parameters(module)
-        tables += [Table(table, name, parameter, sharder) for table, parameter in parameters.items()]
-    return tables
-
-
-def has_tables(model: nn.Module) -> bool:
-    """Whether a model has tables, sharded already or not."""
-    return bool(find_tables(model) or sharded_modules(model))
-
-
-def check_fused_optimizer(fused_optimizer: FusedOptimizer | None) -> tuple[Any, dict[str, Any]] | None:
-    """Return `(class, kwargs)` of what the user gave.
-
-    Raises:
-        TypeError: Neither `(class, kwargs)` nor a `functools.partial` of an optimizer class, or arguments that the
-            class does not take.
-    """
-    if fused_optimizer is None:
-        return None
-    if isinstance(fused_optimizer, functools.partial) and not fused_optimizer.args:
-        cls, kwargs = fused_optimizer.func, dict(fused_optimizer.keywords)
-    elif isinstance(fused_optimizer, tuple) and len(fused_optimizer) == 2 and isinstance(fused_optimizer[1], Mapping):
-        cls, kwargs = fused_optimizer[0], dict(fused_optimizer[1])
-    else:
-        cls, kwargs = None, {}
-    if not (isinstance(cls, type) and issubclass(cls, torch.optim.Optimizer)):
-        raise TypeError(
-            f"fused_optimizer is (class, kwargs) or functools.partial(class, **kwargs), got {fused_optimizer!r}. "
-            "For example: fused_optimizer=(torch.optim.SGD, {'lr': 0.1})."
-        )
-    try:
-        cls([nn.Parameter(torch.zeros(1, 1))], **kwargs)
-    except (TypeError, ValueError) as err:
-        raise TypeError(f"fused_optimizer: {cls.__name__} does not take {kwargs}: {err}") from err
-    return cls, kwargs
 
 
 def shard_tables(
@@ -262,62 +163,6 @@ def sharded_state_names(model: nn.Module) -> set[str]:
         names.update(module.sharded_parameter_names(name))
         names.update(buffer for buffer, _ in module.named_buffers(name))
     return names
-
-
-def check_dense_optimizers(model: nn.Module, optimizers: Iterable[torch.optim.Optimizer]) -> None:
-    """Check who trains which table, once the optimizers exist.
-
-    Raises:
-        ValueError: An optimizer owns the weight of a fused table, or nobody trains a table.
-    """
-    optimizers = list(optimizers)
-    parameters = [
-        (f"{name}.{table}", parameter)
-        for name, module in table_modules(model).items()
-        for table, parameter in module.named_parameters()
-    ]
-    refuse_dense_owner(dict(in_backward_optimizer_filter(iter(parameters), include=True)), optimizers)
-    dense = dict(in_backward_optimizer_filter(iter(parameters)))
-    owned = _owned(optimizers)
-    untrained = [name for name, p in dense.items() if p.requires_grad and id(p) not in owned]
-    if untrained:
-        raise ValueError(
-            f"no optimizer has the weights of {_some(untrained)}. These tables are data-parallel (or have a dense "
-            "kernel), so that the optimizer of configure_optimizers has to train them, not the one applied in "
-            "backward. Give the strategy fused_optimizer=(torch.optim.SGD, {'lr': 0.1}), say, and sharding={'<table>': "
-            "'table_wise'}, to train them in backward; or add them there; or set requires_grad=False."
-        )
-
-
-def refuse_dense_owner(fused: Mapping[str, nn.Parameter], optimizers: Iterable[torch.optim.Optimizer]) -> None:
-    """Refuse dense optimizers that own the weights of fused tables.
-
-    Raises:
-        ValueError: One does; the message names the tables and shows how to leave them out.
-    """
-    optimizers = list(optimizers)
-    if any(isinstance(optimizer, CombinedOptimizer) for optimizer in optimizers):
-        raise ValueError(
-            "configure_optimizers returned TorchRec's CombinedOptimizer: it would run training_step once per "
-            "member, and a checkpoint of its sharded state would hold rank 0's shards alone. Return the dense "
-            "optimizer as it is; to schedule the fused tables' learning rates with it:\n"
-            "  from lightning_overlap import combined_optimizer\n"
-            "  optimizer = combined_optimizer(self, torch.optim.Adam(dense))"
-        )
-    owned = _owned(optimizers)
-    twice = [name for name, parameter in fused.items() if id(parameter) in owned]
-    if twice:
-        raise ValueError(
-            f"configure_optimizers gave a dense optimizer the weights of fused tables: {_some(twice)}. These tables "
-            "are updated inside backward. Leave them out:\n"
-            "  from torchrec.optim.optimizers import in_backward_optimizer_filter\n"
-            "  dense = [p for _, p in in_backward_optimizer_filter(self.named_parameters())]\n"
-            "  return torch.optim.Adam(dense)"
-        )
-
-
-def _owned(optimizers: Iterable[torch.optim.Optimizer]) -> set[int]:
-    return {id(p) for optimizer in optimizers for group in optimizer.param_groups for p in group["params"]}
 
 
 def check_sharding(sharding: Sharding, tables: list[Table], device: torch.device) -> None:
@@ -462,22 +307,6 @@ def _is_fused(table: Table, plan: ShardingPlan) -> bool:
     return parameter is None or parameter.compute_kernel != EmbeddingComputeKernel.DENSE.value
 
 
-def _check_can_fuse(table: Table, device: torch.device) -> None:
-    for optimizer_class in getattr(table.parameter, "_optimizer_classes", []):
-        try:
-            kind = optimizer_type_to_emb_opt_type(optimizer_class)
-        except ValueError as err:
-            raise ValueError(
-                f"table {table.path}: FBGEMM has no fused form of {optimizer_class.__name__}. "
-                "Take torch.optim.SGD, Adagrad or Adam, or one of torchrec.optim."
-            ) from err
-        if device.type == "cpu" and kind not in CPU_FUSED_OPTIMIZERS:
-            raise ValueError(
-                f"table {table.path}: {optimizer_class.__name__} is fused on CUDA only. On a CPU FBGEMM fuses "
-                "torch.optim.SGD, torch.optim.Adagrad and torchrec.optim.RowWiseAdagrad: take one of these."
-            )
-
-
 def _initial_weights(model: nn.Module, tables: list[Table]) -> dict[str, dict[str, nn.Parameter]]:
     """Weights of the collections that are not on meta: sharding a module from a CPU would draw new ones.
 
@@ -518,9 +347,3 @@ def _local_world_size(local_world_size: int) -> Iterator[None]:
             del os.environ[name]
         else:
             os.environ[name] = before
-
-
-def _some(names: Iterable[str], limit: int = 5) -> str:
-    names = list(names)
-    more = f" and {len(names) - limit} more" if len(names) > limit else ""
-    return ", ".join(names[:limit]) + more

@@ -16,38 +16,23 @@ from torch.utils.hooks import RemovableHandle
 from torchrec.distributed.types import LazyAwaitable, ShardedModule
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
-from .agreement import Store
-from .clocks import Clock, timed
 from .columns import without_graph
+from .failures import Store
 from .held import before_gradients
 from .inflight import InFlightBatch
 from .input_dist import Form, InputSizes, ModuleInput, form_of, splits_only
 from .kinds import kind_of
+from .lookup import compute_fused, look_up, parts_to_look_up, start_fused
 from .lookup_threads import LookupThreads, Rows
-from .protocols import Observer
+from .protocols import Clock, Observer, timed
 from .released import release
-from .sharded import (
-    ModuleInFlight,
-    SetRates,
-    caching_tbes,
-    compute_fused,
-    forget_prefetched,
-    kernel_rates,
-    look_up,
-    lookup_counts,
-    lookups_since,
-    owners_of_parts,
-    parts_to_look_up,
-    set_kernel_rates,
-    start_fused,
-    tbes,
-    without_backward,
-)
+from .sharded import ModuleInFlight, caching_tbes, forget_prefetched, owners_of_parts, tbes, without_backward
 from .stages import Stage, StreamName, WeightOwner
 from .stand_ins import EarlyRows, LazyRows, StandIn, StandIns, inputs_of, only_input
 from .streams import Streams
 from .structure import Path, resolve
 from .unchanged import SentInput, num_writes
+from .update_rates import SetRates, kernel_rates, lookup_counts, lookups_since, set_kernel_rates
 
 
 class SparsePipeline:

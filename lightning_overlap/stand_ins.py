@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torchrec.distributed.types import LazyAwaitable, LazyGetItemMixin, ShardedModule
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
-from .agreement import Store
+from .failures import Store
 from .kinds import holds_sequences, why_never_early
 from .mismatches import Mismatches
 from .sharded import check_torchrec

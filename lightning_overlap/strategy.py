@@ -19,26 +19,19 @@ from torch.nn.parallel import DistributedDataParallel
 from typing_extensions import override
 
 from . import evaluation, groups, links, loop, processes, signals, steps
-from .agreement import FirstCause, GroupAgreement, default_store
-from .clocks import Clock
+from .agreement import GroupAgreement
 from .copied import leave_shards_behind
 from .executor import Executor
+from .failures import FirstCause, default_store
 from .kinds import has_model_parallel_tables, sharded_modules
-from .modes import check_lookup_threads, check_stash, resolve_schedule, resolve_stream
 from .optim import rate_setter
-from .protocols import Observer
+from .optimizer_checks import FusedOptimizer, check_dense_optimizers, check_fused_optimizer
+from .options import check_lookup_threads, check_stash, resolve_schedule, resolve_stream
+from .protocols import Clock, Observer
 from .refusals import refuse_callbacks, refuse_precision
 from .saving import SavesShards
 from .schedule import Schedule
-from .sharding import (
-    FusedOptimizer,
-    Sharding,
-    check_dense_optimizers,
-    check_fused_optimizer,
-    has_tables,
-    shard_tables,
-    sharded_state_names,
-)
+from .sharding import Sharding, shard_tables, sharded_state_names
 from .sparse import SparsePipeline
 from .stages import Stage, StreamName
 from .stale_rows import StaleRows
@@ -46,6 +39,7 @@ from .stash import GradientStash
 from .steps import runs_between_backward_and_step
 from .streams import Streams, make_streams
 from .switched import exact_outside
+from .tables import has_tables
 
 T = TypeVar("T")
 

@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping, Sequence
 
+from .spans import Kind
 from .stages import Stage
 from .syncs import HostSync
-from .timeline import Account, Kind, Times, mean
+from .timeline import Account, Times, mean
 
 EVEN = 0.02
 """Ranks whose waits differ by less than this share of a step are even."""

@@ -16,8 +16,8 @@ from .clocks import SpanRecorder
 from .drawing import write_html, write_png
 from .figures import as_report, figures
 from .kineto import read_trace, write_trace
+from .spans import Span
 from .strategy import OverlapEmbeddingStrategy
-from .timeline import Span
 
 AHEAD = 1
 """Steps recorded before the first one drawn: what that one uses was sent off then."""

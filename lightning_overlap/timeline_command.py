@@ -12,7 +12,7 @@ from .drawing import write_html, write_png
 from .figures import as_report, figures
 from .kineto import read_trace
 from .layout import NUM_STEPS
-from .timeline import Span
+from .spans import Span
 from .trace_file import TraceError
 
 BAD_INPUT = 2

@@ -11,8 +11,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from .spans import Kind, Span, rows_of
 from .stages import Stage
-from .timeline import Kind, Span, rows_of
 
 WRITER = "lightning_overlap timeline"
 """Marks the files of this package."""

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from lightning.pytorch import LightningDataModule
 from torch import nn
 
-from ..modes import resolve_schedule
+from ..options import resolve_schedule
 from ..schedule import Schedule
 from ..stages import WeightOwner
 from ..syncs import HostSync

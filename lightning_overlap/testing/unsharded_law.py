@@ -9,7 +9,8 @@ from typing import Any
 import torch.distributed as dist
 from lightning.pytorch import LightningModule
 
-from ..sharding import check_fused_optimizer, find_tables
+from ..optimizer_checks import check_fused_optimizer
+from ..tables import find_tables
 from .module_runs import Setting, fit, fit_unsharded, seed_all
 from .unsharded import Answers, Weights, different_weights, materialize, of_all_ranks
 from .verdict import Verdict

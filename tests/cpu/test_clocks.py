@@ -7,10 +7,13 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
-from lightning_overlap.clocks import SpanRecorder, all_to_all_name, timed
+from lightning_overlap.clocks import SpanRecorder
+from lightning_overlap.collectives import all_to_all_name
+from lightning_overlap.protocols import timed
+from lightning_overlap.spans import Kind, exclusive
 from lightning_overlap.stages import Stage, StreamName
 from lightning_overlap.streams import HostStreams
-from lightning_overlap.timeline import Kind, account, exclusive
+from lightning_overlap.timeline import account
 
 
 class Now:

@@ -17,7 +17,8 @@ from lightning.pytorch.loggers import Logger
 
 from lightning_overlap import MODES, OverlapEmbeddingStrategy, OverlapMonitor, OverlapTimeline, Stage
 from lightning_overlap.clocks import SpanRecorder
-from lightning_overlap.timeline import ALL_TO_ALLS, Kind, account
+from lightning_overlap.spans import ALL_TO_ALLS, Kind
+from lightning_overlap.timeline import account
 
 from .cases import Batches, Case, Model, make_plan
 from .fits import make_trainer

@@ -8,10 +8,11 @@ from typing import Any
 
 import pytest
 
-from lightning_overlap.figures import figures, find_steps
+from lightning_overlap.figures import figures
 from lightning_overlap.kineto import read_trace
+from lightning_overlap.spans import HOST_LANE, Kind, Span
 from lightning_overlap.stages import TRAINING_STAGES, Stage
-from lightning_overlap.timeline import HOST_LANE, Kind, Span
+from lightning_overlap.steps_of_trace import find_steps
 from lightning_overlap.timeline_command import main
 
 from . import profiles

@@ -8,7 +8,7 @@ import pytest
 
 from lightning_overlap import OverlapTimeline, Schedule, Stage
 from lightning_overlap.kineto import read_trace
-from lightning_overlap.timeline import Kind
+from lightning_overlap.spans import Kind
 
 from . import monitors
 from .cases import TABLE_WISE

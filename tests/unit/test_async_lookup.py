@@ -17,10 +17,9 @@ from lightning_overlap.modes import (
     MODES,
     SEMI_SYNC,
     async_lookup,
-    check_lookup_threads,
     defer_update,
-    resolve_schedule,
 )
+from lightning_overlap.options import check_lookup_threads, resolve_schedule
 from lightning_overlap.schedule import Schedule, Step
 from lightning_overlap.stages import Stage, StreamName
 from lightning_overlap.switched import SwitchedSchedule, exact_outside

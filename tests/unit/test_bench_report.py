@@ -21,7 +21,7 @@ from lightning_overlap.bench_report import (
     write,
 )
 from lightning_overlap.bench_wire import by_name
-from lightning_overlap.timeline import Kind, Span
+from lightning_overlap.spans import Kind, Span
 
 MIB = 2**20
 

@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 from lightning_overlap import kineto_names
 from lightning_overlap.figures import figures
 from lightning_overlap.kineto import TraceError, read_trace, write_trace
+from lightning_overlap.spans import HOST_LANE, Kind, Span
 from lightning_overlap.stages import Stage
-from lightning_overlap.timeline import HOST_LANE, Kind, Span
 
 TRACES = Path(__file__).parents[2].parent / "shared" / "data" / "traces"
 needs_traces = pytest.mark.skipif(

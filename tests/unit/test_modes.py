@@ -7,7 +7,8 @@ from collections import defaultdict
 
 import pytest
 
-from lightning_overlap.modes import MODES, STREAMS, resolve_schedule, resolve_stream
+from lightning_overlap.modes import MODES, STREAMS
+from lightning_overlap.options import resolve_schedule, resolve_stream
 from lightning_overlap.schedule import Schedule, Step
 from lightning_overlap.stages import Stage, StreamName
 

@@ -5,9 +5,10 @@ from __future__ import annotations
 import traceback
 
 from lightning_overlap import summary
+from lightning_overlap.spans import Kind
 from lightning_overlap.stages import Stage
 from lightning_overlap.syncs import HostSync
-from lightning_overlap.timeline import Account, Kind, Times
+from lightning_overlap.timeline import Account, Times
 
 
 def one(

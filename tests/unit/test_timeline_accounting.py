@@ -8,24 +8,22 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lightning_overlap.figures import Window, blocks, figures, find_steps, headline, steady_window, tables, window_of
-from lightning_overlap.stages import Stage
-from lightning_overlap.timeline import (
-    COVERED_BY,
+from lightning_overlap.figures import blocks, figures, headline, tables
+from lightning_overlap.spans import (
     HOST_LANE,
     Kind,
     Span,
-    Times,
-    account,
     clip,
     exclusive,
     intersection,
     length,
-    mean,
     rows_of,
     subtract,
     union,
 )
+from lightning_overlap.stages import Stage
+from lightning_overlap.steps_of_trace import Window, find_steps, steady_window, window_of
+from lightning_overlap.timeline import COVERED_BY, Times, account, mean
 
 END = 14
 KINDS = (Kind.DENSE, Kind.COMMUNICATION, Kind.LOOKUP, Kind.COPY)

@@ -16,8 +16,8 @@ import pytest
 from lightning_overlap import drawing, layout
 from lightning_overlap.figures import Table, as_text
 from lightning_overlap.kineto import read_trace, write_trace
+from lightning_overlap.spans import HOST_LANE, Kind, Span
 from lightning_overlap.stages import Stage
-from lightning_overlap.timeline import HOST_LANE, Kind, Span
 from lightning_overlap.timeline_command import main
 
 STEP_MS = 10.0

@@ -1,0 +1,142 @@
+"""Time the collectives that a process issues: under way on the wire, and waited for on a lane."""
+
+from __future__ import annotations
+
+import inspect
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import replace
+from functools import partial
+from typing import Any
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from .spans import Kind
+from .timestamps import Marks, _Record
+
+COLLECTIVES = ("all_to_all_single", "all_reduce", "reduce_scatter", "reduce_scatter_tensor", "all_gather_into_tensor")
+"""Functions of `torch.distributed` that are timed."""
+
+
+_SIGNATURES = {name: inspect.signature(getattr(dist, name)) for name in COLLECTIVES}
+
+
+class Collective:
+    """Times one collective: from its issue to its end, and what was waited for it.
+
+    Args:
+        flight: The record of its time under way; gets its end here.
+        marks: The clock: the host's for what runs on the host.
+        records: Where waits go.
+        lane: The lane that waits.
+    """
+
+    def __init__(self, flight: _Record, marks: Marks, records: list[_Record], lane: str | Callable[[], str]) -> None:
+        self._flight, self._marks, self._records, self._lane = flight, marks, records, lane
+
+    @property
+    def on_host(self) -> bool:
+        """Whether a thread of this process runs it (gloo), and not the device."""
+        return self._flight.on_host
+
+    def completed(self) -> None:
+        """Called by the thread that ran it."""
+        self._flight.end = time.perf_counter() * 1e3
+
+    @contextmanager
+    def waiting(self) -> Iterator[None]:
+        """Go around a wait for it: on a CPU the host stands still, on CUDA the current stream does.
+
+        When a collective on CUDA ends nobody is told before its wait. Issued late, that makes the time under way
+        too long; what was waited is right in any case.
+        """
+        flight = self._flight
+        lane = self._lane if isinstance(self._lane, str) else self._lane()
+        wait = replace(flight, kind=Kind.WAIT, lane=lane, start=self._marks.mark(), end=None)
+        yield
+        wait.end = self._marks.mark()
+        if flight.end is None:
+            flight.end = wait.end
+        self._records.append(wait)
+
+
+class _TimedWork(dist.Work):
+    """A collective under way, timed."""
+
+    def __init__(self, work: dist.Work, timer: Collective) -> None:
+        super().__init__()
+        self._work, self._timer = work, timer
+
+    def wait(self, timeout: Any = None) -> bool:
+        with self._timer.waiting():
+            return bool(self._work.wait() if timeout is None else self._work.wait(timeout))
+
+    def is_completed(self) -> bool:
+        return bool(self._work.is_completed())
+
+    def is_success(self) -> bool:
+        return bool(self._work.is_success())
+
+    def get_future(self) -> Any:
+        return self._work.get_future()
+
+
+def all_to_all_name(sent: Tensor, *splits: Any) -> str:
+    """Return what an all-to-all carries: `sizes`, `ids`, `rows` or `gradients`.
+
+    Told by what it is called with, so that it works for every pipeline: gradients and rows are floats, gradients in a
+    backward; ids and their lengths travel in parts of given sizes; these sizes travel in equal parts.
+    """
+    if sent.is_floating_point():
+        return "gradients" if torch._C._current_graph_task_id() != -1 else "rows"
+    return "sizes" if all(split is None for split in splits) else "ids"
+
+
+@contextmanager
+def record_collectives(make_timer: Callable[[str, str, bool], Collective]) -> Iterator[None]:
+    """Time the collectives that this process issues through `torch.distributed`.
+
+    DistributedDataParallel issues its all-reduce from C++, out of sight: it counts as part of the backward.
+
+    Args:
+        make_timer: Given what is sent, the group's name, and whether it is in the host's memory.
+    """
+    with ExitStack() as stack:
+        for name in COLLECTIVES:
+            real = getattr(dist, name)
+            stack.enter_context(mock.patch.object(dist, name, partial(_timed, name, real, make_timer)))
+        yield
+
+
+def _timed(
+    name: str,
+    real: Callable[..., Any],
+    make_timer: Callable[[str, str, bool], Collective],
+    *args: Any,
+    **kwargs: Any,
+) -> Any:
+    call = _SIGNATURES[name].bind(*args, **kwargs).arguments
+    sent = call.get("input", call.get("tensor"))
+    if name == "all_to_all_single":
+        assert isinstance(sent, Tensor)
+        name = all_to_all_name(sent, call.get("input_split_sizes"), call.get("output_split_sizes"))
+    group = call.get("group")
+    on_host = isinstance(sent, Tensor) and sent.device.type == "cpu"
+    timer = make_timer(name, "default" if group is None else str(group.group_desc), on_host)
+    asynchronous = call.get("async_op", False)
+    call["async_op"] = True
+    work = real(**call)
+    if work is None:  # this rank is not in the group
+        return None
+    if timer.on_host:
+        with suppress(RuntimeError):  # gloo's reduce-scatter has no future: then the wait for it tells
+            work.get_future().add_done_callback(lambda _: timer.completed())
+    timed = _TimedWork(work, timer)
+    if asynchronous:
+        return timed
+    timed.wait()
+    return None
