@@ -230,11 +230,11 @@ def pytest_configure(config: pytest.Config) -> None:
     arm = os.environ[ARM]
     from lightning.pytorch.strategies import DDPStrategy, StrategyRegistry
 
-    import lightning_overlap.strategy  # in every arm: importing it is not what is compared
+    import lightning_overlap.plugin.strategy  # in every arm: importing it is not what is compared
 
-    ours = lightning_overlap.strategy.OverlapEmbeddingStrategy
+    ours = lightning_overlap.plugin.strategy.OverlapEmbeddingStrategy
     if arm == "lookahead":
-        lightning_overlap.strategy.has_tables = lambda model: True
+        lightning_overlap.plugin.strategy.has_tables = lambda model: True
     if arm != REFERENCE:
         for entry in StrategyRegistry.values():
             if entry["strategy"] is DDPStrategy:

@@ -286,7 +286,7 @@ def measure_pools(arm: Arm, batch_size: int) -> dict[str, int]:
         made.append(PooledStreams(lookup))
         return made[-1]
 
-    with mock.patch("lightning_overlap.strategy.make_streams", make_streams):
+    with mock.patch("lightning_overlap.plugin.strategy.make_streams", make_streams):
         train(arm, batch_size, "cpu", lambda step: None, lambda: None, Counted)
     [streams] = made
     pools = {f"pool of {name}": streams.reserved.get(name, 0) for name in StreamName}

@@ -76,8 +76,8 @@ class _Nothing:
 
 def _measure_executor(num_steps: int = 5000) -> None:
     from lightning_overlap import MODES, Stage
-    from lightning_overlap.executor import Executor
-    from lightning_overlap.streams import HostStreams
+    from lightning_overlap.runtime.executor import Executor
+    from lightning_overlap.runtime.streams import HostStreams
 
     print("the executor alone, microseconds per step (median of 5 runs)")
     for name, schedule in MODES.items():

@@ -1,19 +1,19 @@
 """Overlap sharded embedding lookups with the dense part of a step, under PyTorch Lightning and TorchRec."""
 
 from . import versions as versions
-from .modes import MODES as MODES
-from .modes import STREAMS as STREAMS
-from .optim import combined_optimizer as combined_optimizer
-from .schedule import Schedule as Schedule
-from .schedule import ScheduleError as ScheduleError
-from .schedule import Step as Step
-from .stages import Stage as Stage
-from .stages import StreamName as StreamName
+from .schedules import MODES as MODES
+from .schedules import STREAMS as STREAMS
+from .schedules import Schedule as Schedule
+from .schedules import ScheduleError as ScheduleError
+from .schedules import Stage as Stage
+from .schedules import Step as Step
+from .schedules import StreamName as StreamName
+from .sparse import combined_optimizer as combined_optimizer
 
 try:
-    from .callbacks import OverlapMonitor as OverlapMonitor
-    from .strategy import OverlapEmbeddingStrategy as OverlapEmbeddingStrategy
-    from .timeline_callback import OverlapTimeline as OverlapTimeline
+    from .plugin import OverlapEmbeddingStrategy as OverlapEmbeddingStrategy
+    from .plugin import OverlapMonitor as OverlapMonitor
+    from .plugin import OverlapTimeline as OverlapTimeline
 except ImportError as err:
     err.add_note(versions.what_is_supported())
     raise

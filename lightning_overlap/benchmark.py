@@ -8,41 +8,41 @@ from typing import Any
 import hydra
 from omegaconf import DictConfig
 
-from . import choices, command, launch
+from .apps import config_checks, hydra_command, launch
 
 
 def main() -> None:
     """Run the command; this is the entry point `overlap-bench`."""
-    command.main(_hydra_main)
+    hydra_command.main(_hydra_main)
 
 
 @hydra.main(version_base="1.3", config_path="pkg://lightning_overlap.conf", config_name="bench")
 def _hydra_main(composed: DictConfig) -> None:
-    command.run_job(_job, composed)
+    hydra_command.run_job(_job, composed)
 
 
 def _job(config: dict[str, Any], folder: Path) -> None:
-    choices.check_bench(config)
-    from . import rank, recipe  # torch takes seconds to import: wrong names have been answered by now
+    config_checks.check_bench(config)
+    from .apps import build, train_worker  # torch takes seconds to import: wrong names have been answered by now
 
-    recipe.check(config)
-    config = recipe.complete(config)
+    build.check(config)
+    config = build.complete(config)
     if launch.rank() == 0:
-        rank.write_config(config, folder)
+        train_worker.write_config(config, folder)
     if launch.under_launcher():
-        from . import bench_rank
+        from .apps import bench_worker
 
-        bench_rank.run(config, folder)
+        bench_worker.run(config, folder)
         return
-    num_ranks = recipe.num_ranks(config)
+    num_ranks = build.num_ranks(config)
     print(_headline(config, num_ranks), flush=True)
-    launch.run_ranks(num_ranks, "lightning_overlap.bench_rank", folder)
+    launch.run_ranks(num_ranks, "lightning_overlap.apps.bench_worker", folder)
 
 
 def _headline(config: dict[str, Any], num_ranks: int) -> str:
     model, data = (config[group]["_target_"].rpartition(".")[2] for group in ("model", "data"))
     return (
-        f"overlap-bench: {model} on {data}, {num_ranks} ranks, {len(choices.arms(config))} arms, "
+        f"overlap-bench: {model} on {data}, {num_ranks} ranks, {len(config_checks.arms(config))} arms, "
         f"{config['rounds']} rounds of {config['steps']} steps"
     )
 

@@ -13,8 +13,8 @@ import torch
 import torch.distributed as dist
 from hypothesis import settings
 
-from lightning_overlap.modes import MODES
-from lightning_overlap.schedule import Schedule
+from lightning_overlap.schedules.modes import MODES
+from lightning_overlap.schedules.schedule import Schedule
 
 settings.register_profile("no_deadline", deadline=None)  # no test asserts a time: a busy machine has none to promise
 settings.load_profile("no_deadline")

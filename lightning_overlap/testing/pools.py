@@ -14,9 +14,9 @@ from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 from typing_extensions import override
 
-from ..stages import StreamName
-from ..structure import leaves
-from .followed import FollowedStreams, tensors_of
+from ..runtime import leaves
+from ..schedules import StreamName
+from .stream_tracing import FollowedStreams, tensors_of
 
 MIB = 1 << 20
 _ROUND = 512

@@ -18,9 +18,9 @@ from torchrec.distributed.types import Awaitable, LazyAwaitable, ShardedTensor
 from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor, KeyedTensor
 from typing_extensions import override
 
-from ..kinds import kind_of, owners_of, sharded_modules, tables_of
-from ..stages import WeightOwner
-from ..strategy import OverlapEmbeddingStrategy
+from ..plugin import OverlapEmbeddingStrategy
+from ..schedules import WeightOwner
+from ..sparse import kind_of, owners_of, sharded_modules, tables_of
 
 State = Mapping[str, Tensor]
 """Whole weights and buffers of one module by their names in it."""

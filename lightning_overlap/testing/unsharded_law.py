@@ -9,11 +9,10 @@ from typing import Any
 import torch.distributed as dist
 from lightning.pytorch import LightningModule
 
-from ..optimizer_checks import check_fused_optimizer
-from ..tables import find_tables
-from .module_runs import Setting, fit, fit_unsharded, seed_all
+from ..sparse import check_fused_optimizer, find_tables
 from .unsharded import Answers, Weights, different_weights, materialize, of_all_ranks
 from .verdict import Verdict
+from .watched_fit import Setting, fit, fit_unsharded, seed_all
 
 _LAW = "law 10: computes what the unsharded module computes"
 _MOST_STEPS = 4

@@ -7,13 +7,13 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
-from lightning_overlap.clocks import SpanRecorder
-from lightning_overlap.collectives import all_to_all_name
-from lightning_overlap.protocols import timed
-from lightning_overlap.spans import Kind, exclusive
-from lightning_overlap.stages import Stage, StreamName
-from lightning_overlap.streams import HostStreams
-from lightning_overlap.timeline import account
+from lightning_overlap.profiling.collectives import all_to_all_name
+from lightning_overlap.profiling.overlap import account
+from lightning_overlap.profiling.recorder import SpanRecorder
+from lightning_overlap.profiling.spans import Kind, exclusive
+from lightning_overlap.runtime.interfaces import timed
+from lightning_overlap.runtime.streams import HostStreams
+from lightning_overlap.schedules.stages import Stage, StreamName
 
 
 class Now:
@@ -27,7 +27,7 @@ class Now:
 @pytest.fixture
 def now(monkeypatch: pytest.MonkeyPatch) -> Now:
     time = Now()
-    monkeypatch.setattr("lightning_overlap.clocks.time.perf_counter", time)
+    monkeypatch.setattr("lightning_overlap.profiling.recorder.time.perf_counter", time)
     return time
 
 

@@ -10,11 +10,18 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lightning_overlap.executor import Executor
-from lightning_overlap.inflight import InFlightBatch
-from lightning_overlap.modes import FUSED_SPARSE_DIST, MODES, SEMI_SYNC, STREAMS
-from lightning_overlap.schedule import Schedule, Step
-from lightning_overlap.stages import EARLY_OWNERS, SPARSE_STAGES, TRAINING_STAGES, Stage, StreamName, WeightOwner
+from lightning_overlap.runtime.executor import Executor
+from lightning_overlap.runtime.inflight import InFlightBatch
+from lightning_overlap.schedules.modes import FUSED_SPARSE_DIST, MODES, SEMI_SYNC, STREAMS
+from lightning_overlap.schedules.schedule import Schedule, Step
+from lightning_overlap.schedules.stages import (
+    EARLY_OWNERS,
+    SPARSE_STAGES,
+    TRAINING_STAGES,
+    Stage,
+    StreamName,
+    WeightOwner,
+)
 from lightning_overlap.testing import (
     FakeSparse,
     FakeTrainer,

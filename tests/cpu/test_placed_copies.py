@@ -10,8 +10,8 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torchrec import KeyedJaggedTensor
 
-from lightning_overlap.placed_copies import PlacedCopies
-from lightning_overlap.stages import StreamName
+from lightning_overlap.runtime.batch_copies import PlacedCopies
+from lightning_overlap.schedules.stages import StreamName
 
 
 class Log(TorchDispatchMode):

@@ -9,7 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lightning_overlap.stages import StreamName
+from lightning_overlap.schedules.stages import StreamName
 from lightning_overlap.testing.pools import MIB, Block, CachingAllocator, PooledStreams
 
 COMPUTE, LOOKUP, MEMCPY = StreamName.COMPUTE, StreamName.LOOKUP, StreamName.MEMCPY

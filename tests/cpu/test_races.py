@@ -8,11 +8,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lightning_overlap import executor
-from lightning_overlap.inflight import InFlightBatch
-from lightning_overlap.modes import MODES, STREAMS
-from lightning_overlap.schedule import Schedule, Step
-from lightning_overlap.stages import Stage, StreamName
+from lightning_overlap.runtime import executor
+from lightning_overlap.runtime.inflight import InFlightBatch
+from lightning_overlap.schedules.modes import MODES, STREAMS
+from lightning_overlap.schedules.schedule import Schedule, Step
+from lightning_overlap.schedules.stages import Stage, StreamName
 from lightning_overlap.testing import (
     FakeSparse,
     FakeTrainer,

@@ -12,6 +12,8 @@ import torch
 import torch.distributed as dist
 from lightning.pytorch import Trainer
 from lightning.pytorch.callbacks import Callback, ModelCheckpoint
+from lightning_overlap.sparse.pipeline.sharded_module import tbes
+from lightning_overlap.sparse.pipeline.supported_modules import sharded_modules
 from torch import Tensor
 from torchrec.distributed.sharding_plan import (
     column_wise,
@@ -25,8 +27,6 @@ from torchrec.optim.keyed import KeyedOptimizerWrapper
 from torchrec.optim.optimizers import in_backward_optimizer_filter
 
 from lightning_overlap import OverlapEmbeddingStrategy
-from lightning_overlap.kinds import sharded_modules
-from lightning_overlap.sharded import tbes
 
 from . import cases
 from .cases import TABLE_WISE, Batches, Case, Model, make_plan
@@ -290,7 +290,7 @@ def save_while_training(case: Case, path: str) -> tuple[Trained, bool]:
     """Save beside training, writing held back until the fit has gone on for some steps."""
     import threading
 
-    from lightning_overlap import checkpoint
+    from lightning_overlap.checkpoint.sharded_folder import sharded_folder as checkpoint
 
     trained_on = threading.Event()
     write = checkpoint._write
@@ -312,7 +312,7 @@ def save_while_training(case: Case, path: str) -> tuple[Trained, bool]:
 
 def fail_while_training(path: str) -> list[str]:
     """A background save that cannot write on one rank; return what every rank reads, and when."""
-    from lightning_overlap import checkpoint
+    from lightning_overlap.checkpoint.sharded_folder import sharded_folder as checkpoint
 
     save = checkpoint.save
 
@@ -342,7 +342,7 @@ def fail_beside_a_save(path: str, *, disk_is_full: bool) -> tuple[str, list[str]
     """All ranks fail alike while a slow save goes on beside training; return the error, its notes, what was heard."""
     import threading
 
-    from lightning_overlap import checkpoint
+    from lightning_overlap.checkpoint.sharded_folder import sharded_folder as checkpoint
 
     failing = threading.Event()
     write = checkpoint._write
@@ -404,12 +404,13 @@ def _memory_bytes(name: str) -> int:
 
 def save_and_fail(path: str, checkpoint_format: str) -> str:
     """Save over a checkpoint; rank 0 fails when all but the name is done."""
-    from lightning_overlap import checkpoint, checkpoint_full
+    from lightning_overlap.checkpoint.sharded_folder import full_file
+    from lightning_overlap.checkpoint.sharded_folder import sharded_folder as checkpoint
 
     def broken(*args: Any) -> None:
         raise OSError("no space left")
 
-    where = checkpoint_full if checkpoint_format == "full" else checkpoint
+    where = full_file if checkpoint_format == "full" else checkpoint
     with mock.patch.object(where, "take_name", broken):
         return save_to(path, checkpoint_format=checkpoint_format)
 
@@ -419,13 +420,14 @@ def kill_while_saving(path: str, checkpoint_format: str, rank: int) -> None:
     import os
     import signal
 
-    from lightning_overlap import checkpoint, checkpoint_full
+    from lightning_overlap.checkpoint.sharded_folder import full_file
+    from lightning_overlap.checkpoint.sharded_folder import sharded_folder as checkpoint
 
     def die(*args: Any, **kwargs: Any) -> None:
         if dist.get_rank() == rank:
             os.kill(os.getpid(), signal.SIGKILL)
 
-    where, name = (checkpoint_full, "gather") if checkpoint_format == "full" else (checkpoint, "save")
+    where, name = (full_file, "gather") if checkpoint_format == "full" else (checkpoint, "save")
     real = getattr(where, name)
 
     def dying(*args: Any, **kwargs: Any) -> Any:

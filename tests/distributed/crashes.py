@@ -26,13 +26,14 @@ import torch.distributed as dist
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.trainer.states import TrainerFn
+from lightning_overlap.checkpoint.sharded_folder.safe_metadata import SafeReader
 from torch import nn
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.checkpoint.state_dict_loader import load
 from torchrec import EmbeddingBagCollection, EmbeddingBagConfig
 
-from lightning_overlap import OverlapEmbeddingStrategy, atomic, checkpoint
-from lightning_overlap.safe_metadata import SafeReader
+from lightning_overlap import OverlapEmbeddingStrategy
+from lightning_overlap.checkpoint.sharded_folder import atomic, sharded_folder
 
 from .cases import NUM_ROWS, Batch, Batches, Case, TableSpec
 from .fits import make_trainer
@@ -270,7 +271,7 @@ def _newest(place: Path) -> Path | None:
 
 def _step_of(path: Path, sums: dict[int, set[float]], known: dict[str, int]) -> int:
     """Read all of a checkpoint; return the step that it is of."""
-    path = checkpoint.find(path)
+    path = sharded_folder.find(path)
     looks = str(_looks(path) if path.is_dir() else path.stat().st_mtime_ns)
     if looks in known:
         return known[looks]

@@ -18,7 +18,8 @@ from lightning.pytorch.utilities.exceptions import SIGTERMException
 from torch import Tensor
 from torch.utils.data import DataLoader
 
-from lightning_overlap import OverlapEmbeddingStrategy, sparse
+from lightning_overlap import OverlapEmbeddingStrategy
+from lightning_overlap.sparse.pipeline import pipeline as sparse
 
 from . import reference
 from .cases import TABLE_WISE, Batch, Batches, Case, Model, make_batch, make_plan

@@ -9,10 +9,11 @@ from unittest import mock
 
 import torch
 import torch.distributed as dist
+from lightning_overlap.sparse.pipeline.supported_modules import sharded_modules
 
-from lightning_overlap import OverlapEmbeddingStrategy, receives_first
-from lightning_overlap.kinds import sharded_modules
-from lightning_overlap.receives_first import BACKEND, Exchange, ReceivesFirst
+from lightning_overlap import OverlapEmbeddingStrategy
+from lightning_overlap.distributed import gloo_alltoall
+from lightning_overlap.distributed.gloo_alltoall import BACKEND, Exchange, ReceivesFirst
 
 from .cases import TABLE_WISE, Batches, Model, make_plan
 from .fits import make_trainer
@@ -21,7 +22,7 @@ _made: list[dist.ProcessGroup] = []
 
 
 def _group() -> Any:
-    receives_first.register()
+    gloo_alltoall.register()
     if not _made:
         _made.append(dist.new_group(backend=BACKEND, timeout=timedelta(seconds=20)))
     return _made[0]

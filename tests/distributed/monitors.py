@@ -16,9 +16,9 @@ from lightning.pytorch import Callback
 from lightning.pytorch.loggers import Logger
 
 from lightning_overlap import MODES, OverlapEmbeddingStrategy, OverlapMonitor, OverlapTimeline, Stage
-from lightning_overlap.clocks import SpanRecorder
-from lightning_overlap.spans import ALL_TO_ALLS, Kind
-from lightning_overlap.timeline import account
+from lightning_overlap.profiling.overlap import account
+from lightning_overlap.profiling.recorder import SpanRecorder
+from lightning_overlap.profiling.spans import ALL_TO_ALLS, Kind
 
 from .cases import Batches, Case, Model, make_plan
 from .fits import make_trainer

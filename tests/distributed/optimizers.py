@@ -14,15 +14,16 @@ from lightning.pytorch import Callback, Trainer
 from lightning.pytorch.callbacks import LearningRateMonitor, ModelCheckpoint
 from lightning.pytorch.loggers import CSVLogger
 from lightning.pytorch.strategies import DDPStrategy
+from lightning_overlap.sparse.pipeline.combined_optimizer import DenseAndFused
+from lightning_overlap.sparse.pipeline.sharded_module import fused_optimizers
 from torch import Tensor
 from torch.optim import lr_scheduler
 from torch.optim.swa_utils import SWALR
 from torchrec.optim.keyed import CombinedOptimizer, KeyedOptimizerWrapper
 from torchrec.optim.optimizers import in_backward_optimizer_filter
 
-from lightning_overlap import OverlapEmbeddingStrategy, combined_optimizer, sharded
-from lightning_overlap.optim import DenseAndFused
-from lightning_overlap.sharded import fused_optimizers
+from lightning_overlap import OverlapEmbeddingStrategy, combined_optimizer
+from lightning_overlap.sparse.pipeline import sharded_module
 
 from .cases import (
     MIXED,
@@ -96,7 +97,9 @@ def fit_beside_a_dense_kernel(pipeline: str) -> Tensor:
 
 def fit_at_the_rate_of_the_lookup(case: Case, pipeline: str) -> Result:
     """The same with FBGEMM's own manner: the update takes the rate that the kernel had when it looked up."""
-    with mock.patch.object(sharded, "_updates_at_present_rate", lambda module, set_rates: nullcontext(set_rates())):
+    with mock.patch.object(
+        sharded_module, "_updates_at_present_rate", lambda module, set_rates: nullcontext(set_rates())
+    ):
         return fit(case, pipeline)
 
 
@@ -351,7 +354,7 @@ def counts_of_updates(pipeline: str) -> list[int]:
     make_trainer(OverlapEmbeddingStrategy(pipeline=pipeline, sharding=plan)).fit(
         model, datamodule=Batches(ROWWISE_ADAGRAD, NUM_STEPS)
     )
-    return [int(count) for kernel in sharded.tbes(model.ebc) for count in (kernel.iter, kernel.iter_cpu)]
+    return [int(count) for kernel in sharded_module.tbes(model.ebc) for count in (kernel.iter, kernel.iter_cpu)]
 
 
 def frozen_beside_zero() -> tuple[bool, bool]:
@@ -380,7 +383,7 @@ def rate_without_one_given() -> tuple[list[float], list[float]]:
     strategy = OverlapEmbeddingStrategy(sharding="table_wise", fused_optimizer=(torch.optim.SGD, {}))
     trainer = make_trainer(strategy)
     trainer.fit(model, datamodule=Batches(TABLE_WISE, 2))
-    kernels = [kernel.get_learning_rate() for kernel in sharded.tbes(model.ebc)]
+    kernels = [kernel.get_learning_rate() for kernel in sharded_module.tbes(model.ebc)]
     return [group["lr"] for group in trainer.optimizers[0].fused_groups], kernels
 
 

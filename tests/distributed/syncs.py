@@ -10,7 +10,7 @@ from lightning.pytorch import Callback
 from lightning.pytorch.strategies import DDPStrategy
 
 from lightning_overlap import OverlapEmbeddingStrategy
-from lightning_overlap.syncs import record_host_syncs
+from lightning_overlap.profiling.host_syncs import record_host_syncs
 
 from .cases import TABLE_WISE, Batches, Case, Model, make_plan
 from .fits import make_trainer

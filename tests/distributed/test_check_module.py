@@ -12,7 +12,7 @@ import torch.distributed as dist
 from lightning_overlap import Schedule
 from lightning_overlap.data import SyntheticDataModule
 from lightning_overlap.models import DLRM
-from lightning_overlap.modes import FUSED_SPARSE_DIST, SEMI_SYNC
+from lightning_overlap.schedules.modes import FUSED_SPARSE_DIST, SEMI_SYNC
 from lightning_overlap.testing import check_module
 
 from . import checked

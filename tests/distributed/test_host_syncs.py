@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from lightning_overlap import MODES
-from lightning_overlap.syncs import record_host_syncs
+from lightning_overlap.profiling.host_syncs import record_host_syncs
 
 from . import syncs
 from .cases import MIXED, SEQUENCE, TABLE_WISE, TWO_COLLECTIONS, Case

@@ -7,14 +7,15 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from lightning_overlap.sparse.pipeline.supported_modules import ids_fit_32_bits
 from torchrec import KeyedJaggedTensor
 from torchrec.distributed.embedding import ShardedEmbeddingCollection
 from torchrec.distributed.embeddingbag import ShardedEmbeddingBagCollection
 from torchrec.distributed.mc_embeddingbag import ShardedManagedCollisionEmbeddingBagCollection
 from torchrec.distributed.types import ParameterSharding
 
-from lightning_overlap import MODES, input_dist
-from lightning_overlap.kinds import ids_fit_32_bits
+from lightning_overlap import MODES
+from lightning_overlap.sparse.pipeline import input_dist
 
 from . import exchanges, kinds
 from .ranks import Ranks

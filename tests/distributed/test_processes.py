@@ -11,7 +11,7 @@ from lightning.pytorch import Trainer
 from torch import Tensor
 
 from lightning_overlap import OverlapEmbeddingStrategy
-from lightning_overlap.processes import own_memory
+from lightning_overlap.plugin.processes import own_memory
 
 from . import reference, started
 from .cases import COLUMN_WISE, MIXED, Case

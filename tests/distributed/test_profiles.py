@@ -8,12 +8,12 @@ from typing import Any
 
 import pytest
 
-from lightning_overlap.figures import figures
-from lightning_overlap.kineto import read_trace
-from lightning_overlap.spans import HOST_LANE, Kind, Span
-from lightning_overlap.stages import TRAINING_STAGES, Stage
-from lightning_overlap.steps_of_trace import find_steps
-from lightning_overlap.timeline_command import main
+from lightning_overlap.profiling.command import main
+from lightning_overlap.profiling.figures import figures
+from lightning_overlap.profiling.spans import HOST_LANE, Kind, Span
+from lightning_overlap.profiling.steps import find_steps
+from lightning_overlap.profiling.torch_trace import read_trace
+from lightning_overlap.schedules.stages import TRAINING_STAGES, Stage
 
 from . import profiles
 from .ranks import Ranks

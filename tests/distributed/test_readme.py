@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from lightning_overlap.modes import modes_table
+from lightning_overlap.schedules.modes import modes_table
 
 from . import readme
 from .ranks import Ranks

@@ -12,11 +12,13 @@ import torch.utils.checkpoint
 from torch import Tensor
 from torchrec import KeyedJaggedTensor
 
-from lightning_overlap import MODES, STREAMS, Schedule, executor, sparse
-from lightning_overlap.stages import StreamName
+from lightning_overlap import MODES, STREAMS, Schedule
+from lightning_overlap.runtime import executor
+from lightning_overlap.schedules.stages import StreamName
+from lightning_overlap.sparse.pipeline import pipeline as sparse
 from lightning_overlap.testing import CheckedStreams, RaceError
-from lightning_overlap.testing.module_runs import Setting, fit
-from lightning_overlap.testing.one_process import process_group
+from lightning_overlap.testing.local_group import process_group
+from lightning_overlap.testing.watched_fit import Setting, fit
 
 from .. import mutants
 from . import checked
@@ -78,7 +80,7 @@ STATEMENTS = [
 )
 def test_a_wait_or_hand_over_that_is_left_out_is_a_race(module: Any, name: str, line: int) -> None:
     caught = []
-    with mock.patch(f"lightning_overlap.strategy.{name}", mutants.without(module, line, name)):
+    with mock.patch(f"lightning_overlap.plugin.strategy.{name}", mutants.without(module, line, name)):
         for pipeline in OVERLAPPING:
             try:
                 train(MIXED, pipeline)
@@ -90,7 +92,7 @@ def test_a_wait_or_hand_over_that_is_left_out_is_a_race(module: Any, name: str, 
 def test_the_file_without_anything_left_out_has_no_race() -> None:
     """Guards the test above."""
     for module, name in ((executor, "Executor"), (sparse, "SparsePipeline")):
-        with mock.patch(f"lightning_overlap.strategy.{name}", mutants.without(module, 0, name)):
+        with mock.patch(f"lightning_overlap.plugin.strategy.{name}", mutants.without(module, 0, name)):
             train(MIXED, "semi_sync")
     assert len(STATEMENTS) >= 13
 

@@ -10,7 +10,7 @@ from collections.abc import Callable
 import pytest
 
 from lightning_overlap import Schedule
-from lightning_overlap.stages import WeightOwner
+from lightning_overlap.schedules.stages import WeightOwner
 
 from . import virtual
 from .cases import MIXED, TABLE_WISE, TWO_COLLECTIONS, Case, TableSpec

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from lightning_overlap import OverlapTimeline, Schedule, Stage
-from lightning_overlap.kineto import read_trace
-from lightning_overlap.spans import Kind
+from lightning_overlap.profiling.spans import Kind
+from lightning_overlap.profiling.torch_trace import read_trace
 
 from . import monitors
 from .cases import TABLE_WISE

@@ -55,7 +55,9 @@ def train(folder: Path, *arguments: str, **variables: str) -> subprocess.Complet
 def ranks_of(folder: Path) -> list[str]:
     """Command lines of the ranks whose run folder is below `folder`."""
     listing = subprocess.run(["ps", "-ewwo", "args"], capture_output=True, text=True, check=True).stdout
-    return [line for line in listing.splitlines() if "lightning_overlap.rank" in line and str(folder) in line]
+    return [
+        line for line in listing.splitlines() if "lightning_overlap.apps.train_worker" in line and str(folder) in line
+    ]
 
 
 def wait_until(reached: Callable[[], bool]) -> None:

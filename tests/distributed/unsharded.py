@@ -31,11 +31,11 @@ from torchrec.distributed.types import ShardingPlan
 from torchrec.optim.optimizers import in_backward_optimizer_filter
 
 from lightning_overlap import MODES
-from lightning_overlap.testing.module_runs import Setting
-from lightning_overlap.testing.one_process import process_group
+from lightning_overlap.testing.local_group import process_group
 from lightning_overlap.testing.unsharded import parts, waited
 from lightning_overlap.testing.unsharded_law import computes_what_the_unsharded_computes
 from lightning_overlap.testing.verdict import Verdict
+from lightning_overlap.testing.watched_fit import Setting
 
 from . import kinds
 from .kinds import NUM_ROWS, plain_ids

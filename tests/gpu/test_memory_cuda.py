@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from lightning_overlap import MODES, StreamName
-from lightning_overlap.placed_copies import PlacedCopies
-from lightning_overlap.streams import CudaStreams
+from lightning_overlap.runtime.batch_copies import PlacedCopies
+from lightning_overlap.runtime.streams import CudaStreams
 
 from ..distributed import reference
 from ..distributed.cases import MIXED, WEIGHTED, Case

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from lightning.pytorch import Callback
 
 from lightning_overlap import MODES, STREAMS, OverlapEmbeddingStrategy, OverlapMonitor
-from lightning_overlap.spans import Kind
+from lightning_overlap.profiling.spans import Kind
 
 from ..distributed.cases import TABLE_WISE, Batches, Model, make_plan
 from ..distributed.fits import make_trainer

@@ -7,8 +7,8 @@ import torch
 from torchrec import KeyedJaggedTensor
 
 from lightning_overlap import StreamName
-from lightning_overlap.modes import STREAMS
-from lightning_overlap.streams import CudaStreams, make_streams
+from lightning_overlap.runtime.streams import CudaStreams, make_streams
+from lightning_overlap.schedules.modes import STREAMS
 
 pytestmark = pytest.mark.gpu
 

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lightning_overlap.modes import (
+from lightning_overlap.schedules.modes import (
     BASE,
     DEFAULT_STALENESS,
     FUSED_SPARSE_DIST,
@@ -19,10 +19,10 @@ from lightning_overlap.modes import (
     async_lookup,
     defer_update,
 )
-from lightning_overlap.options import check_lookup_threads, resolve_schedule
-from lightning_overlap.schedule import Schedule, Step
-from lightning_overlap.stages import Stage, StreamName
-from lightning_overlap.switched import SwitchedSchedule, exact_outside
+from lightning_overlap.schedules.options import check_lookup_threads, resolve_schedule
+from lightning_overlap.schedules.schedule import Schedule, Step
+from lightning_overlap.schedules.sequential import SwitchedSchedule, exact_outside
+from lightning_overlap.schedules.stages import Stage, StreamName
 
 
 @given(st.integers(1, 40))

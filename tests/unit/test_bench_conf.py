@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 from test_conf import CONF, composed, names
 
-from lightning_overlap import MODES, STREAMS, bench_arms, choices, recipe
+from lightning_overlap import MODES, STREAMS
+from lightning_overlap.apps import bench_arms, build, config_checks
 
 TWO_HOSTS = Path(__file__).resolve().parents[2] / "benchmarks" / "two_hosts.sh"
 
@@ -21,36 +22,36 @@ def bench_config(*overrides: str) -> dict[str, object]:
 @pytest.mark.parametrize("bench", [name for name in names("bench") if name != "sparse_nn"])
 def test_each_bench_can_run_here(bench: str) -> None:
     config = bench_config(f"bench={bench}")
-    choices.check_bench(config)
-    recipe.check(config)
-    assert choices.arms(config)[0] == choices.REFERENCE
+    config_checks.check_bench(config)
+    build.check(config)
+    assert config_checks.arms(config)[0] == config_checks.REFERENCE
 
 
 def test_the_gpu_bench_is_of_the_scale_that_it_is_named_for() -> None:
     config = bench_config("bench=sparse_nn", "trainer=cpu")
-    choices.check_bench(config)
-    model = recipe.build_model(config, recipe.build_data(config))
+    config_checks.check_bench(config)
+    model = build.build_model(config, build.build_data(config))
     assert type(model).__name__ == "SparseNN"
     assert sum(weight.numel() for weight in model.ebc.parameters()) * 4 == 200 * 100_000 * 512 * 4
 
 
 def test_every_name_has_an_arm_and_every_arm_a_name() -> None:
     config = bench_config("arms=['*']")
-    assert choices.arms(config) == list(bench_arms.arms(config))
-    ahead = [name for name in choices.arms(config) if name.partition("/")[0] == "semi_sync"]
+    assert config_checks.arms(config) == list(bench_arms.arms(config))
+    ahead = [name for name in config_checks.arms(config) if name.partition("/")[0] == "semi_sync"]
     assert ahead == ["semi_sync", *(f"semi_sync/{stream}" for stream in STREAMS if stream != "data_dist")]
-    assert [name for name in choices.arms(config) if name in MODES] == list(MODES)
+    assert [name for name in config_checks.arms(config) if name in MODES] == list(MODES)
     words = (CONF / "bench.yaml").read_text(encoding="utf-8").split()
-    assert {name for name in choices.PEER_ARMS if name.count("/") < 2} <= set(words)
+    assert {name for name in config_checks.PEER_ARMS if name.count("/") < 2} <= set(words)
 
 
 def test_the_reference_is_always_trained_first() -> None:
-    chosen = choices.arms(bench_config("arms=[torchrec/sparse*,semi_sync]"))
+    chosen = config_checks.arms(bench_config("arms=[torchrec/sparse*,semi_sync]"))
     assert chosen == ["base", "semi_sync", "torchrec/sparse_dist", "torchrec/sparse_dist_lite"]
 
 
 def test_another_stream_makes_other_names() -> None:
-    assert "semi_sync/data_dist" in choices.arms(bench_config("arms=[semi_sync/*]", "stream=dedicated"))
+    assert "semi_sync/data_dist" in config_checks.arms(bench_config("arms=[semi_sync/*]", "stream=dedicated"))
 
 
 @pytest.mark.parametrize(
@@ -66,7 +67,7 @@ def test_another_stream_makes_other_names() -> None:
 )
 def test_bad_words_are_answered_before_a_rank_starts(override: str, message: str) -> None:
     with pytest.raises(ValueError, match=re.escape(message)):
-        choices.check_bench(bench_config("bench=virtual_latency", override))
+        config_checks.check_bench(bench_config("bench=virtual_latency", override))
 
 
 def run_two_hosts(*arguments: str, **variables: str) -> subprocess.CompletedProcess[str]:

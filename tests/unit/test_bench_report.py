@@ -9,7 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from lightning_overlap.bench_report import (
+from lightning_overlap.apps.bench_collectives import by_name
+from lightning_overlap.apps.bench_report import (
     ArmTurns,
     Turn,
     bound_ms,
@@ -20,8 +21,7 @@ from lightning_overlap.bench_report import (
     table,
     write,
 )
-from lightning_overlap.bench_wire import by_name
-from lightning_overlap.spans import Kind, Span
+from lightning_overlap.profiling.spans import Kind, Span
 
 MIB = 2**20
 

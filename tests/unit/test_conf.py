@@ -15,8 +15,9 @@ from hydra import compose, initialize_config_module
 from hydra.utils import get_object
 from omegaconf import OmegaConf
 
-from lightning_overlap import MODES, STREAMS, choices, recipe
-from lightning_overlap.command import add_or_override
+from lightning_overlap import MODES, STREAMS
+from lightning_overlap.apps import build, config_checks
+from lightning_overlap.apps.hydra_command import add_or_override
 from lightning_overlap.models import DLRM
 
 CONF = Path(str(files("lightning_overlap"))) / "conf"
@@ -38,8 +39,8 @@ def composed(*overrides: str, command: str = "config") -> dict[str, Any]:
 
 def check(*overrides: str) -> None:
     config = composed(*overrides)
-    choices.check(config)
-    recipe.check(config)
+    config_checks.check(config)
+    build.check(config)
 
 
 def test_the_groups_are_these() -> None:
@@ -69,16 +70,20 @@ def test_each_mode_and_stream_policy_has_a_file_and_a_line_of_help() -> None:
 
 def test_the_default_choices() -> None:
     config = composed()
-    assert [schedule.name for schedule in choices.modes(config)] == ["fused_sparse_dist"]
+    assert [schedule.name for schedule in config_checks.modes(config)] == ["fused_sparse_dist"]
     assert (config["stream"]["name"], config["sharding"]["type"]) == ("data_dist", "table_wise")
-    assert (config["data"]["_target_"].rpartition(".")[2], recipe.num_ranks(config)) == ("SyntheticDataModule", 2)
+    assert (config["data"]["_target_"].rpartition(".")[2], build.num_ranks(config)) == ("SyntheticDataModule", 2)
 
 
 def test_a_schedule_of_ones_own() -> None:
     text = "mine: copy_batch_to_device+1/memcpy dense_forward+0/compute backward+0/compute optimizer_step+0/compute"
     config = composed(f"pipeline.schedule='{text}'", "compare=[base,semi_sync]")
-    assert [str(schedule).partition(":")[0] for schedule in choices.modes(config)] == ["base", "semi_sync", "mine"]
-    assert str(choices.modes(config)[-1]) == text
+    assert [str(schedule).partition(":")[0] for schedule in config_checks.modes(config)] == [
+        "base",
+        "semi_sync",
+        "mine",
+    ]
+    assert str(config_checks.modes(config)[-1]) == text
 
 
 @pytest.mark.parametrize(
@@ -91,12 +96,12 @@ def test_a_schedule_of_ones_own() -> None:
 )
 def test_sharding_reaches_the_strategy(override: str, sharding: object) -> None:
     config = composed(override, "data.num_tables=2")
-    model = recipe.build_model(config, recipe.build_data(config))
-    assert recipe.build_strategy(config, MODES["base"], model).sharding == sharding
+    model = build.build_model(config, build.build_data(config))
+    assert build.build_strategy(config, MODES["base"], model).sharding == sharding
 
 
 def test_the_record_of_a_run_holds_the_defaults_that_python_wrote() -> None:
-    record = recipe.complete(composed("data.num_tables=3"))
+    record = build.complete(composed("data.num_tables=3"))
     default = inspect.signature(get_object(record["data"]["_target_"])).parameters["batch_size"].default
     assert (record["data"]["num_tables"], record["data"]["batch_size"]) == (3, default)
 

@@ -11,11 +11,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lightning_overlap import kineto_names
-from lightning_overlap.figures import figures
-from lightning_overlap.kineto import TraceError, read_trace, write_trace
-from lightning_overlap.spans import HOST_LANE, Kind, Span
-from lightning_overlap.stages import Stage
+from lightning_overlap.profiling import trace_names
+from lightning_overlap.profiling.figures import figures
+from lightning_overlap.profiling.spans import HOST_LANE, Kind, Span
+from lightning_overlap.profiling.torch_trace import TraceError, read_trace, write_trace
+from lightning_overlap.schedules.stages import Stage
 
 TRACES = Path(__file__).parents[2].parent / "shared" / "data" / "traces"
 needs_traces = pytest.mark.skipif(
@@ -223,16 +223,16 @@ def test_a_pause_of_backward_beside_a_collective_is_a_wait(tmp_path: Path) -> No
     ],
 )
 def test_names_of_stages(name: str, stage: Stage, kind: Kind | None, batch: int | None) -> None:
-    meaning = kineto_names.of_annotation(name)
+    meaning = trace_names.of_annotation(name)
     assert meaning is not None
     assert meaning.stage is stage
     assert kind is None or meaning.kind is kind
-    assert kineto_names.batch_of(name) == batch
+    assert trace_names.batch_of(name) == batch
 
 
 def test_a_users_annotation_has_no_stage() -> None:
-    assert kineto_names.of_annotation("## NEMetric:update ##") is None
-    assert kineto_names.of_annotation("my forward pass") is None
+    assert trace_names.of_annotation("## NEMetric:update ##") is None
+    assert trace_names.of_annotation("my forward pass") is None
 
 
 def test_a_duration_below_zero_is_none(tmp_path: Path) -> None:

@@ -8,7 +8,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from lightning_overlap import launch
+from lightning_overlap.apps import launch
 
 
 def _failures(**exit_codes: int) -> SimpleNamespace:

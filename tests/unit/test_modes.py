@@ -7,10 +7,10 @@ from collections import defaultdict
 
 import pytest
 
-from lightning_overlap.modes import MODES, STREAMS
-from lightning_overlap.options import resolve_schedule, resolve_stream
-from lightning_overlap.schedule import Schedule, Step
-from lightning_overlap.stages import Stage, StreamName
+from lightning_overlap.schedules.modes import MODES, STREAMS
+from lightning_overlap.schedules.options import resolve_schedule, resolve_stream
+from lightning_overlap.schedules.schedule import Schedule, Step
+from lightning_overlap.schedules.stages import Stage, StreamName
 
 LETTERS = dict(zip(Stage, "CSDPLFBOU", strict=True))
 

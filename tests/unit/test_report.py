@@ -7,11 +7,11 @@ from pathlib import Path
 
 import pytest
 
-from lightning_overlap import report
+from lightning_overlap.apps import train_report
 
 
-def result(mode: str, losses: list[float], staleness: int = 0) -> report.ModeResult:
-    return report.ModeResult(
+def result(mode: str, losses: list[float], staleness: int = 0) -> train_report.ModeResult:
+    return train_report.ModeResult(
         mode=mode,
         stream="-",
         staleness=staleness,
@@ -37,31 +37,33 @@ def result(mode: str, losses: list[float], staleness: int = 0) -> report.ModeRes
         (result("two", [0.0, 0.25], staleness=1), "no; two (staleness 1) differs from one from step 0 on", True),
     ],
 )
-def test_equal_means_each_bit_and_stale_modes_may_differ(other: report.ModeResult, line: str, exact: bool) -> None:
-    verdict, kept = report.compare([result("one", [0.5, 0.25]), other])
+def test_equal_means_each_bit_and_stale_modes_may_differ(
+    other: train_report.ModeResult, line: str, exact: bool
+) -> None:
+    verdict, kept = train_report.compare([result("one", [0.5, 0.25]), other])
     assert verdict.endswith(line)
     assert kept == exact
 
 
 def test_nan_equals_the_same_nan() -> None:
-    assert report.compare([result("one", [float("nan")]), result("two", [float("nan")])]) == (
+    assert train_report.compare([result("one", [float("nan")]), result("two", [float("nan")])]) == (
         "losses identical: yes",
         True,
     )
 
 
 def test_a_sweep_is_told_the_metric_or_why_not(tmp_path: Path) -> None:
-    report.write(tmp_path, [result("one", [0.5])], "test_auc")
-    assert report.read_metric(tmp_path) == 0.75
-    report.write(tmp_path, [result("one", [0.5])], "test_acc")
+    train_report.write(tmp_path, [result("one", [0.5])], "test_auc")
+    assert train_report.read_metric(tmp_path) == 0.75
+    train_report.write(tmp_path, [result("one", [0.5])], "test_acc")
     with pytest.raises(ValueError, match=r"unknown metric 'test_acc'\. Did you mean 'test_auc'"):
-        report.read_metric(tmp_path)
-    report.write(tmp_path, [result("one", [0.5]), result("two", [0.25])], "test_auc")
+        train_report.read_metric(tmp_path)
+    train_report.write(tmp_path, [result("one", [0.5]), result("two", [0.25])], "test_auc")
     with pytest.raises(ValueError, match="differs from one from step 0 on"):
-        report.read_metric(tmp_path)
+        train_report.read_metric(tmp_path)
 
 
 def test_the_table_is_aligned() -> None:
-    lines = report.table([result("base", [0.5]), result("semi_sync", [0.25], staleness=1)]).splitlines()
+    lines = train_report.table([result("base", [0.5]), result("semi_sync", [0.25], staleness=1)]).splitlines()
     assert lines[0].split() == ["mode", "base", "semi_sync"]
     assert len({len(line) for line in lines}) == 1

@@ -13,9 +13,10 @@ from typing import Any
 
 import pytest
 
-from lightning_overlap import evaluation, links, loop, processes, sharded, signals, sparse, strategy
+from lightning_overlap.plugin import checkpoint_links, evaluation_loops, fit_loop, processes, sigterm, strategy
+from lightning_overlap.sparse.pipeline import pipeline, sharded_module
 
-PACKAGE = Path(sparse.__file__).resolve().parent
+PACKAGE = Path(pipeline.__file__).resolve().parent
 ROOMS = ("plan", "run", "sparse", "plugin", "apps")
 """From the ground up: a room imports from itself and from those below."""
 
@@ -89,11 +90,11 @@ LEAVES_ALONE = {
     "apps": set[str](),
 }
 LIGHTNING_FILES = {
-    "loop": loop,
-    "evaluation": evaluation,
-    "signals": signals,
+    "loop": fit_loop,
+    "evaluation": evaluation_loops,
+    "signals": sigterm,
     "processes": processes,
-    "links": links,
+    "links": checkpoint_links,
 }
 """The files that may use Lightning's private names; each lists them."""
 
@@ -166,7 +167,11 @@ def test_imports_point_down(path: Path) -> None:
         ("schedule.py", "import torch", "plan imports torch"),
         ("schedule.py", "def f():\n    from .executor import Executor", "plan imports executor, which is up in run"),
         ("executor.py", "from . import sparse", "run imports sparse, which is up in sparse"),
-        ("executor.py", "from lightning_overlap.strategy import X", "run imports strategy, which is up in plugin"),
+        (
+            "executor.py",
+            "from lightning_overlap.plugin.strategy import X",
+            "run imports strategy, which is up in plugin",
+        ),
         ("executor.py", "from .schedule import _validate", "run imports the private schedule._validate"),
         ("executor.py", "import torchrec.sparse", "run imports torchrec"),
         ("sparse.py", "from lightning.pytorch import Trainer", "sparse imports lightning"),
@@ -196,7 +201,7 @@ def test_the_package_gives_public_names_only() -> None:
 # -- private names of other packages ----------------------------------------------------------------------------
 
 LISTED = {
-    "sparse": {name for names in sharded.PRIVATE_NAMES.values() for name in names},
+    "sparse": {name for names in sharded_module.PRIVATE_NAMES.values() for name in names},
     **{
         file: {name for names in module.PRIVATE_NAMES.values() for name in names}
         for file, module in LIGHTNING_FILES.items()
@@ -312,7 +317,7 @@ LIGHTNING = {
 
 
 @pytest.mark.smoke
-@pytest.mark.parametrize(("owner", "name"), _listed(sharded.PRIVATE_NAMES))
+@pytest.mark.parametrize(("owner", "name"), _listed(sharded_module.PRIVATE_NAMES))
 def test_torchrec_still_has(owner: str, name: str) -> None:
     if owner == "SparseFeaturesDist":  # the name of several classes, one per sharding
         from torchrec.distributed.sharding.rw_sharding import RwSparseFeaturesDist
@@ -353,12 +358,12 @@ def _private_names_in_lightning(cls: type) -> set[str]:
         strategy.OverlapEmbeddingStrategy,
         processes.StartsProcesses,
         processes.Launcher,
-        loop._FitLoopMixin,
-        loop._EpochLoopMixin,
-        loop.LookaheadFetcher,
-        evaluation._EvaluationLoopMixin,
-        evaluation._PredictionLoopMixin,
-        evaluation.EvaluationFetcher,
+        fit_loop._FitLoopMixin,
+        fit_loop._EpochLoopMixin,
+        fit_loop.LookaheadFetcher,
+        evaluation_loops._EvaluationLoopMixin,
+        evaluation_loops._PredictionLoopMixin,
+        evaluation_loops.EvaluationFetcher,
     ],
     ids=lambda cls: cls.__name__,
 )

@@ -9,9 +9,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lightning_overlap.modes import FUSED_SPARSE_DIST, MODES
-from lightning_overlap.schedule import Schedule, ScheduleError, Step
-from lightning_overlap.stages import Stage, StreamName
+from lightning_overlap.schedules.modes import FUSED_SPARSE_DIST, MODES
+from lightning_overlap.schedules.schedule import Schedule, ScheduleError, Step
+from lightning_overlap.schedules.stages import Stage, StreamName
 from lightning_overlap.testing import random_schedule
 
 LIFE_OF_A_BATCH = (

@@ -12,7 +12,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lightning_overlap.structure import Path, leaves, path_text, resolve
+from lightning_overlap.runtime.batch_tree import Path, leaves, path_text, resolve
 
 
 @dataclass

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import traceback
 
-from lightning_overlap import summary
-from lightning_overlap.spans import Kind
-from lightning_overlap.stages import Stage
-from lightning_overlap.syncs import HostSync
-from lightning_overlap.timeline import Account, Times
+from lightning_overlap.profiling import report
+from lightning_overlap.profiling.host_syncs import HostSync
+from lightning_overlap.profiling.overlap import Account, Times
+from lightning_overlap.profiling.spans import Kind
+from lightning_overlap.schedules.stages import Stage
 
 
 def one(
@@ -30,7 +30,7 @@ def one(
 
 
 def test_metrics_are_by_stage_and_kind() -> None:
-    values = summary.metrics(one())
+    values = report.metrics(one())
     assert values["step_ms"] == 100
     assert values["merge_wait_ms"] == 7
     assert values["bound_ms"] == 80
@@ -46,22 +46,22 @@ def test_metrics_are_by_stage_and_kind() -> None:
 
 def test_what_limits_the_step_in_a_sentence() -> None:
     dense_bound = one(dense=97, host=40)
-    assert summary.limit_sentence(dense_bound) == (
+    assert report.limit_sentence(dense_bound) == (
         "dense-bound: it is busy 97.00 of the 100.00 ms of a step, so overlap cannot gain more than 3 %."
     )
-    by_host = summary.limit_sentence(one(host=80, dense=60))
+    by_host = report.limit_sentence(one(host=80, dense=60))
     assert by_host.startswith("host-bound (dense is 75% of it): it is busy 80.00 of the 100.00 ms")
-    assert "communication-bound" in summary.limit_sentence(one(communication=Times(90, 10)))
+    assert "communication-bound" in report.limit_sentence(one(communication=Times(90, 10)))
 
 
 def test_the_slowest_rank_is_the_one_that_waits_least() -> None:
     ranks = [one(blocked=20), one(blocked=3), one(blocked=15)]
-    assert summary.slowest_sentence(ranks) == ("Rank 1 is the slowest: it waits 3.00 ms a step, rank 0 waits 20.00 ms.")
-    assert "even" in summary.slowest_sentence([one(blocked=20), one(blocked=19.5)])
+    assert report.slowest_sentence(ranks) == ("Rank 1 is the slowest: it waits 3.00 ms a step, rank 0 waits 20.00 ms.")
+    assert "even" in report.slowest_sentence([one(blocked=20), one(blocked=19.5)])
 
 
 def test_closing_table() -> None:
-    text = summary.closing_table([one(), one(blocked=0)], 4, "fused_sparse_dist", ["host syncs in a step: 0"])
+    text = report.closing_table([one(), one(blocked=0)], 4, "fused_sparse_dist", ["host syncs in a step: 0"])
     lines = text.splitlines()
     assert lines[0] == "Overlap: fused_sparse_dist; 4 steps measured, 2 ranks, ms per step"
     assert [line.split() for line in lines if line.startswith("embedding_lookup")] == [
@@ -70,7 +70,7 @@ def test_closing_table() -> None:
     assert any(line.startswith("all communication") and line.endswith("75%") for line in lines)
     assert any(line.startswith("Rank 1 is the slowest") for line in lines)
     assert lines[-1] == "host syncs in a step: 0"
-    assert "slowest" not in summary.closing_table([one()], 4, "base")
+    assert "slowest" not in report.closing_table([one()], 4, "base")
 
 
 def sync(operator: str, where: str, line: int, stage: str = "dense_forward", blocked_ms: float = 0.0) -> HostSync:
@@ -85,23 +85,23 @@ def test_the_worst_three_syncs_are_named() -> None:
         *[sync("nonzero", "/a/loss.py", 7, "backward", 1.0)] * 2,
         sync("item", "/a/other.py", 1, ""),
     ]
-    on_host = summary.sync_lines(found, on_cuda=False)
+    on_host = report.sync_lines(found, on_cuda=False)
     assert on_host[0] == "reads that would be host syncs on CUDA in a step: 7"
     assert on_host[1] == "  3 x training_step, model.py:42: .item() in dense_forward"
     assert len(on_host) == 4
-    on_cuda = summary.sync_lines(found, on_cuda=True)
+    on_cuda = report.sync_lines(found, on_cuda=True)
     assert on_cuda[:3] == [
         "host syncs in a step: 7",
         "  1 x training_step, model.py:50: .tolist() in dense_forward, blocked 9.00 ms",
         "  2 x training_step, loss.py:7: .nonzero() in backward, blocked 2.00 ms",
     ]
-    assert summary.sync_lines([], on_cuda=False) == ["reads that would be host syncs on CUDA in a step: 0"]
+    assert report.sync_lines([], on_cuda=False) == ["reads that would be host syncs on CUDA in a step: 0"]
 
 
 def test_stale_rows_name_the_tables_with_the_largest_share() -> None:
-    lines = summary.stale_table({f"t{number}": (number, 20) for number in range(12)}).splitlines()
+    lines = report.stale_table({f"t{number}": (number, 20) for number in range(12)}).splitlines()
     assert lines[0].split() == ["rows", "in", "the", "steps", "counted", "read", "stale", "stale", "%"]
     assert [line.split()[0] for line in lines[2:-1]] == [f"t{number}" for number in range(11, 3, -1)]
     assert lines[2].split() == ["t11", "20", "11", "55.0%"]
     assert lines[-1].split() == ["all", "12", "tables", "240", "66", "27.5%"]
-    assert summary.stale_table({"few": (1, 4)}).splitlines()[-1].split() == ["all", "tables", "4", "1", "25.0%"]
+    assert report.stale_table({"few": (1, 4)}).splitlines()[-1].split() == ["all", "tables", "4", "1", "25.0%"]

@@ -8,8 +8,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lightning_overlap.figures import blocks, figures, headline, tables
-from lightning_overlap.spans import (
+from lightning_overlap.profiling.figures import blocks, figures, headline, tables
+from lightning_overlap.profiling.overlap import COVERED_BY, Times, account, mean
+from lightning_overlap.profiling.spans import (
     HOST_LANE,
     Kind,
     Span,
@@ -21,9 +22,8 @@ from lightning_overlap.spans import (
     subtract,
     union,
 )
-from lightning_overlap.stages import Stage
-from lightning_overlap.steps_of_trace import Window, find_steps, steady_window, window_of
-from lightning_overlap.timeline import COVERED_BY, Times, account, mean
+from lightning_overlap.profiling.steps import Window, find_steps, steady_window, window_of
+from lightning_overlap.schedules.stages import Stage
 
 END = 14
 KINDS = (Kind.DENSE, Kind.COMMUNICATION, Kind.LOOKUP, Kind.COPY)

@@ -13,12 +13,12 @@ from typing import Any
 
 import pytest
 
-from lightning_overlap import drawing, layout
-from lightning_overlap.figures import Table, as_text
-from lightning_overlap.kineto import read_trace, write_trace
-from lightning_overlap.spans import HOST_LANE, Kind, Span
-from lightning_overlap.stages import Stage
-from lightning_overlap.timeline_command import main
+from lightning_overlap.profiling import draw_png, layout
+from lightning_overlap.profiling.command import main
+from lightning_overlap.profiling.figures import Table, as_text
+from lightning_overlap.profiling.spans import HOST_LANE, Kind, Span
+from lightning_overlap.profiling.torch_trace import read_trace, write_trace
+from lightning_overlap.schedules.stages import Stage
 
 STEP_MS = 10.0
 
@@ -77,8 +77,8 @@ def png_size(path: Path) -> tuple[int, int]:
 
 
 def test_png_has_a_panel_per_rank(tmp_path: Path) -> None:
-    drawing.write_png(tmp_path / "one.png", {0: steps()})
-    drawing.write_png(tmp_path / "two.png", {0: steps(), 1: steps()})
+    draw_png.write_png(tmp_path / "one.png", {0: steps()})
+    draw_png.write_png(tmp_path / "two.png", {0: steps(), 1: steps()})
     (one_wide, one_high), (two_wide, two_high) = png_size(tmp_path / "one.png"), png_size(tmp_path / "two.png")
     assert one_wide == two_wide == 1920
     assert one_high < two_high < 2 * one_high
@@ -91,9 +91,9 @@ def test_png_shows_waits_in_red(tmp_path: Path) -> None:
         image = imread(tmp_path / name)
         return int(((image[..., 0] > 0.75) & (image[..., 1] < 0.3) & (image[..., 2] < 0.3)).sum())
 
-    drawing.write_png(tmp_path / "all.png", {0: steps()})
+    draw_png.write_png(tmp_path / "all.png", {0: steps()})
     hidden = [span for span in steps() if span.kind is Kind.DENSE]
-    drawing.write_png(tmp_path / "hidden.png", {0: hidden})
+    draw_png.write_png(tmp_path / "hidden.png", {0: hidden})
     assert red("all.png") > 20 * red("hidden.png") > 0  # there, the lane's name and the legend alone
 
 
@@ -102,12 +102,12 @@ def test_drawing_leaves_matplotlibs_state_alone(tmp_path: Path) -> None:
     from matplotlib import pyplot
 
     before = (pyplot.get_fignums(), dict(matplotlib.rcParams))
-    drawing.write_png(tmp_path / "t.png", {0: steps()})
+    draw_png.write_png(tmp_path / "t.png", {0: steps()})
     assert (pyplot.get_fignums(), dict(matplotlib.rcParams)) == before
 
 
 def test_page_needs_nothing_but_itself(tmp_path: Path) -> None:
-    drawing.write_html(tmp_path / "t.html", {0: steps(), 1: steps()}, title="A <run>")
+    draw_png.write_html(tmp_path / "t.html", {0: steps(), 1: steps()}, title="A <run>")
     text = (tmp_path / "t.html").read_text(encoding="utf-8")
     page = Page(text)
     assert not re.search(r"https?:|//cdn|@import|url\(", text)
@@ -125,7 +125,7 @@ def test_page_needs_nothing_but_itself(tmp_path: Path) -> None:
 
 
 def test_page_says_what_a_bar_is(tmp_path: Path) -> None:
-    drawing.write_html(tmp_path / "t.html", {0: steps()}, num_steps=2)
+    draw_png.write_html(tmp_path / "t.html", {0: steps()}, num_steps=2)
     (data,) = [text for text in Page((tmp_path / "t.html").read_text()).texts["script"] if text.startswith("[")]
     (panel,) = json.loads(data)
     assert panel["length"] == pytest.approx(2 * STEP_MS)
@@ -160,9 +160,9 @@ def test_one_event_that_lasts_no_time_is_drawn(tmp_path: Path) -> None:
 
 def test_nothing_to_draw_is_said(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="no rank has a span"):
-        drawing.write_png(tmp_path / "t.png", {0: []})
+        draw_png.write_png(tmp_path / "t.png", {0: []})
     with pytest.raises(ValueError, match="at least 1, got 0"):
-        drawing.write_html(tmp_path / "t.html", {0: steps()}, num_steps=0)
+        draw_png.write_html(tmp_path / "t.html", {0: steps()}, num_steps=0)
 
 
 def test_columns_of_a_table_stand_beneath_each_other() -> None:
@@ -250,7 +250,7 @@ def test_other_bad_arguments(tmp_path: Path, capsys: pytest.CaptureFixture[str])
 
 def test_command_runs_as_a_module(tmp_path: Path) -> None:
     def run(*arguments: str) -> Any:
-        command = [sys.executable, "-m", "lightning_overlap.timeline_command", *arguments]
+        command = [sys.executable, "-m", "lightning_overlap.profiling.command", *arguments]
         return subprocess.run(command, capture_output=True, text=True, timeout=100, check=False)
 
     done = run(str(tmp_path / "absent.json"))
@@ -264,7 +264,7 @@ def test_command_runs_as_a_module(tmp_path: Path) -> None:
 
 def test_command_writes_into_a_closed_pipe(tmp_path: Path) -> None:
     trace = write(tmp_path, "t.json", {0: steps()})
-    command = [sys.executable, "-m", "lightning_overlap.timeline_command", trace]
+    command = [sys.executable, "-m", "lightning_overlap.profiling.command", trace]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None
         assert process.stderr is not None
@@ -279,4 +279,4 @@ def test_the_command_is_installed_by_its_name() -> None:
     with (Path(__file__).parents[2] / "pyproject.toml").open("rb") as file:
         scripts = tomllib.load(file)["project"]["scripts"]
     assert scripts["overlap-timeline"] == f"{main.__module__}:{main.__name__}"
-    assert read_trace.__module__ == "lightning_overlap.kineto"
+    assert read_trace.__module__ == "lightning_overlap.profiling.torch_trace"

@@ -10,11 +10,13 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from lightning_overlap.sparse.pipeline.supported_modules import Kind
 from packaging.requirements import Requirement
 from packaging.version import Version
 
-from lightning_overlap import OverlapEmbeddingStrategy, loop, sharded, versions
-from lightning_overlap.kinds import Kind
+from lightning_overlap import OverlapEmbeddingStrategy, versions
+from lightning_overlap.plugin import fit_loop
+from lightning_overlap.sparse.pipeline import sharded_module
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -43,7 +45,7 @@ def test_smoke_takes_the_oldest_and_the_newest(package: str) -> None:
 
 @pytest.mark.smoke
 def test_a_missing_name_is_told_with_the_versions() -> None:
-    names: Any = {"_TrainingEpochLoop": loop.PRIVATE_NAMES["_TrainingEpochLoop"]}
+    names: Any = {"_TrainingEpochLoop": fit_loop.PRIVATE_NAMES["_TrainingEpochLoop"]}
     epoch_loop = SimpleNamespace(**dict.fromkeys(names["_TrainingEpochLoop"]))
     del epoch_loop._broadcast_sigterm_tensor
     with pytest.raises(ImportError) as info:
@@ -68,10 +70,10 @@ def test_a_class_that_is_gone_is_told_with_the_versions() -> None:
 
 
 def test_a_sharded_module_without_a_name_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sharded, "KINDS", {SimpleNamespace: Kind()})
-    monkeypatch.setattr(sharded, "PRIVATE_NAMES", {"SimpleNamespace": ("_lookups",)})
+    monkeypatch.setattr(sharded_module, "KINDS", {SimpleNamespace: Kind()})
+    monkeypatch.setattr(sharded_module, "PRIVATE_NAMES", {"SimpleNamespace": ("_lookups",)})
     with pytest.raises(ImportError, match=r"torchrec \S+ lacks SimpleNamespace\._lookups"):
-        sharded.check_torchrec(SimpleNamespace())  # type: ignore[arg-type]
+        sharded_module.check_torchrec(SimpleNamespace())  # type: ignore[arg-type]
 
 
 # -- pytorch_lightning has classes of its own, with the same names ------------------------------------------------

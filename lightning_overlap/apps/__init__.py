@@ -1,0 +1,3 @@
+"""Face."""
+
+__all__ = ["bench_worker", "build", "config_checks", "hydra_command", "launch", "train_report", "train_worker"]

@@ -1,0 +1,303 @@
+"""What the benchmark trains: an arm is a name and a function that trains all batches of a job, from its seed.
+
+Our modes; Lightning around TorchRec's DistributedModelParallel; TorchRec's own pipelines in a hand-written loop. All
+have the same LightningModule, batches, sharding plan and ranks.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from lightning.pytorch import Callback, LightningDataModule, LightningModule, Trainer, seed_everything
+from lightning.pytorch.strategies import DDPStrategy
+from torch import Tensor, nn
+from torchrec.distributed.model_parallel import DistributedModelParallel
+from torchrec.distributed.train_pipeline import train_pipelines
+from torchrec.distributed.types import ShardingEnv, ShardingPlan
+from typing_extensions import override
+
+from ..plugin import OverlapEmbeddingStrategy
+from ..schedules import Schedule
+from ..sparse import find_tables, make_plan
+from . import build, config_checks
+from .config import Config
+
+
+class Batches:
+    """A loader of a number of batches: a few, handed out over and over.
+
+    Args:
+        batches: At least one.
+        num_batches: How many to hand out.
+    """
+
+    def __init__(self, batches: Sequence[Any], num_batches: int) -> None:
+        self._batches = batches
+        self._num_batches = num_batches
+
+    def __len__(self) -> int:
+        """Batches in all."""
+        return self._num_batches
+
+    def __iter__(self) -> Iterator[Any]:
+        """From the first one on."""
+        return (self._batches[index % len(self._batches)] for index in range(self._num_batches))
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """What every arm is to train.
+
+    Args:
+        config: The benchmark's config.
+        data: Describes the tables.
+        batches: To train, once.
+        device: Of this rank.
+        after_step: Called after every step with its loss, and with the strategy where it is ours.
+        log_dir: Where a Trainer may write.
+        local_world_size: Ranks on this host.
+    """
+
+    config: Config
+    data: LightningDataModule
+    batches: Batches
+    device: torch.device
+    after_step: Callable[[Tensor, OverlapEmbeddingStrategy | None], None]
+    log_dir: Path
+    local_world_size: int
+    latency: Mapping[str, float] = field(default_factory=dict)
+
+    def make_model(self) -> LightningModule:
+        """Return the model, from the seed."""
+        seed_everything(self.config["seed"], verbose=False)
+        model = build.build_model(self.config, self.data)
+        return slowed_down(model, self.latency) if self.latency else model
+
+    def make_plan(self, model: nn.Module, unsharded: LightningModule) -> ShardingPlan:
+        """Return the plan that our strategy would have for a model."""
+        strategy = build.build_strategy(self.config, config_checks.modes(self.config)[-1], unsharded)
+        group = dist.group.WORLD
+        assert group is not None
+        return make_plan(
+            model,
+            sharding=strategy.sharding,
+            fused_optimizer=strategy.fused_optimizer,
+            group=group,
+            device=self.device,
+            local_world_size=self.local_world_size,
+        )
+
+    def make_dmp(self, model: nn.Module, unsharded: LightningModule) -> DistributedModelParallel:
+        """Return a model with its tables sharded and the rest in DistributedDataParallel, as TorchRec does it."""
+        group = dist.group.WORLD
+        assert group is not None
+        plan = self.make_plan(model, unsharded)
+        torch.manual_seed(self.config["seed"])  # tables draw their weights as they are sharded
+        return DistributedModelParallel(model, env=ShardingEnv.from_process_group(group), device=self.device, plan=plan)
+
+
+Arm = Callable[[Job], None]
+"""Trains all batches of a job on this rank."""
+
+
+def arms(config: Config) -> dict[str, Arm]:
+    """Return every arm by its name; the names are those of `config_checks`."""
+    ours: dict[str, Arm] = {
+        name: partial(_train_mode, schedule, stream)
+        for name, (schedule, stream) in config_checks.our_arms(config).items()
+    }
+    return {**ours, **PEERS}
+
+
+# -- with Lightning ---------------------------------------------------------------------------------------------
+
+
+class _AfterStep(Callback):
+    """Tells a job of each step, and has tables drawn from its seed."""
+
+    def __init__(self, job: Job) -> None:
+        self._job = job
+
+    @override
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        torch.manual_seed(self._job.config["seed"])
+
+    @override
+    def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, outputs: Any, *_: Any) -> None:
+        loss = outputs["loss"] if isinstance(outputs, Mapping) else outputs
+        strategy = trainer.strategy
+        self._job.after_step(loss, strategy if isinstance(strategy, OverlapEmbeddingStrategy) else None)
+
+
+def _train_mode(schedule: Schedule, stream: str, job: Job) -> None:
+    model = job.make_model()
+    config = {**job.config, "stream": {"name": stream}}
+    _fit(job, model, build.build_strategy(config, schedule, model))
+
+
+class _DMPStrategy(DDPStrategy):
+    """Lightning with DistributedModelParallel in the place of DistributedDataParallel, and nothing else."""
+
+    def __init__(self, job: Job) -> None:
+        super().__init__()
+        self._job = job
+
+    @override
+    def model_to_device(self) -> None:
+        pass  # tables on `meta` cannot move, and DistributedModelParallel moves the rest
+
+    @override
+    def configure_ddp(self) -> None:
+        module = self.lightning_module
+        assert module is not None
+        self.model = self._job.make_dmp(module, module)
+
+
+def _train_lightning(job: Job) -> None:
+    _fit(job, job.make_model(), _DMPStrategy(job))
+
+
+def _fit(job: Job, model: LightningModule, strategy: Any) -> None:
+    trainer = build.build_trainer(job.config, strategy, [_AfterStep(job)], str(job.log_dir))
+    trainer.fit(model, train_dataloaders=job.batches)
+
+
+# -- in a hand-written loop -------------------------------------------------------------------------------------
+
+
+class Network(nn.Module):
+    """A LightningModule as TorchRec's pipelines want a model: `forward(batch)` gives the losses and an output.
+
+    They trace the code that calls the sharded collection, so that call stands here; what the module's `training_step`
+    does with the rows is beyond their sight.
+
+    Args:
+        module: Has one collection of tables, which its `training_step` calls once, with `batch.sparse`.
+
+    Raises:
+        ValueError: It has none, or several.
+    """
+
+    def __init__(self, module: LightningModule) -> None:
+        super().__init__()
+        paths = sorted({table.module for table in find_tables(module)})
+        if len(paths) != 1 or "." in paths[0]:
+            raise ValueError(f"TorchRec's pipelines are run on one collection at the top of the module, got {paths}.")
+        self.module = module
+        self.path = paths[0]
+        self.rest = _Rest(module, paths[0])
+
+    def forward(self, batch: Any) -> tuple[Tensor, Tensor]:
+        """The loss, twice: to run backward from, and to look at."""
+        loss = self.rest(getattr(self.module, self.path)(batch.sparse), batch)
+        return loss, loss.detach()
+
+
+class _Rest(nn.Module):
+    """A module's `training_step` on rows that were looked up outside of it."""
+
+    _module: LightningModule
+
+    def __init__(self, module: LightningModule, path: str) -> None:
+        super().__init__()
+        object.__setattr__(self, "_module", module)  # not a child: the tracer goes into modules with tables below
+        self._path = path
+
+    def forward(self, rows: Any, batch: Any) -> Any:
+        collection = getattr(self._module, self._path)
+        setattr(self._module, self._path, _Given(rows))
+        try:
+            return self._module.training_step(batch, 0)
+        finally:
+            setattr(self._module, self._path, collection)
+
+
+class _Given(nn.Module):
+    def __init__(self, rows: Any) -> None:
+        super().__init__()
+        self._rows = rows
+
+    def forward(self, *_: Any) -> Any:
+        return self._rows
+
+
+def _make_network(job: Job) -> tuple[DistributedModelParallel, torch.optim.Optimizer]:
+    model = job.make_model()
+    dmp = job.make_dmp(Network(model), model)
+    made = build.optimizers_in(model.configure_optimizers())
+    if len(made) != 1:
+        raise ValueError(f"a hand-written loop steps one dense optimizer, configure_optimizers made {len(made)}.")
+    return dmp.train(), made[0]
+
+
+def _train_loop(job: Job) -> None:
+    dmp, optimizer = _make_network(job)
+    for batch in job.batches:
+        staged = batch.to(job.device, non_blocking=True)
+        optimizer.zero_grad()
+        loss, output = dmp(staged)
+        loss.backward()
+        optimizer.step()
+        job.after_step(output, None)
+
+
+def _train_pipeline(pipeline_class: str, options: Mapping[str, Any], job: Job) -> None:
+    dmp, optimizer = _make_network(job)
+    pipeline = getattr(train_pipelines, pipeline_class)(dmp, optimizer, job.device, **options)
+    batches = iter(job.batches)
+    for _ in range(len(job.batches)):
+        job.after_step(pipeline.progress(batches), None)
+
+
+def _pipeline(pipeline_class: str, **options: Any) -> Arm:
+    return partial(_train_pipeline, pipeline_class, options)
+
+
+PEERS: Mapping[str, Arm] = {
+    "lightning_dmp": _train_lightning,
+    "loop_dmp": _train_loop,
+    "torchrec/base": _pipeline("TrainPipelineBase"),
+    "torchrec/sparse_dist": _pipeline("TrainPipelineSparseDist"),
+    "torchrec/sparse_dist_lite": _pipeline("TrainPipelineSparseDistLite"),
+    "torchrec/fused_sparse_dist": _pipeline("TrainPipelineFusedSparseDist"),
+    "torchrec/fused_sparse_dist/new": _pipeline("TrainPipelineFusedSparseDist", emb_lookup_stream="new"),
+    "torchrec/fused_sparse_dist/current": _pipeline("TrainPipelineFusedSparseDist", emb_lookup_stream="current"),
+    "torchrec/semi_sync": _pipeline("TrainPipelineSemiSync", start_batch=0),
+    "torchrec/prefetch": _pipeline("PrefetchTrainPipelineSparseDist"),
+}
+
+
+# -- a dense part of a set length -------------------------------------------------------------------------------
+
+
+def slowed_down(model: LightningModule, latency: Mapping[str, float]) -> LightningModule:
+    """Have the dense forward, backward and step of a module sleep.
+
+    Args:
+        model: Changed in place.
+        latency: `forward_ms`, `backward_ms`, `step_ms`.
+    """
+    forward_s, backward_s, step_s = (latency.get(f"{part}_ms", 0.0) / 1e3 for part in ("forward", "backward", "step"))
+
+    class Slow(type(model)):  # type: ignore[misc]
+        def training_step(self, *args: Any, **kwargs: Any) -> Any:
+            loss = super().training_step(*args, **kwargs)
+            time.sleep(forward_s)
+            loss.register_hook(lambda _: time.sleep(backward_s))
+            return loss
+
+        def configure_optimizers(self) -> Any:
+            made = super().configure_optimizers()
+            for optimizer in build.optimizers_in(made):
+                optimizer.register_step_post_hook(lambda *_: time.sleep(step_s))
+            return made
+
+    model.__class__ = Slow
+    return model

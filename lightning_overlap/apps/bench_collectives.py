@@ -1,0 +1,90 @@
+"""The all-to-alls of a process: a latency put on top of them, and what was waited for which of them, step by step."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import inspect
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from statistics import median
+from typing import Any
+from unittest import mock
+
+import torch.distributed as dist
+
+from ..profiling import Interval, Kind, Span
+
+
+@contextlib.contextmanager
+def late_all_to_alls(latency_ms: float) -> Iterator[None]:
+    """Have every all-to-all of this process end no earlier than this after its issue; the host waits (for a CPU)."""
+    real = dist.all_to_all_single
+
+    signature = inspect.signature(real)
+
+    @functools.wraps(real)
+    def all_to_all_single(*args: Any, **kwargs: Any) -> Any:
+        given = signature.bind(*args, **kwargs)
+        asynchronous = given.arguments.get("async_op", False)
+        given.arguments["async_op"] = True
+        late = _Late(real(*given.args, **given.kwargs), latency_ms / 1e3)
+        return late if asynchronous else late.wait() and None
+
+    with mock.patch.object(dist, "all_to_all_single", all_to_all_single):
+        yield
+
+
+class _Late(dist.Work):
+    """A collective under way that is over no earlier than a set time after its issue."""
+
+    def __init__(self, work: dist.Work, latency_s: float) -> None:
+        super().__init__()
+        self._work = work
+        self._over_s = time.perf_counter() + latency_s
+
+    def wait(self, timeout: Any = None) -> bool:
+        time.sleep(self.left_s)
+        return bool(self._work.wait() if timeout is None else self._work.wait(timeout))
+
+    def get_future(self) -> Any:
+        return _LateFuture(self._work.get_future(), self)
+
+    @property
+    def left_s(self) -> float:
+        return max(0.0, self._over_s - time.perf_counter())
+
+
+class _LateFuture:
+    """Tells of a late collective's end when it is over."""
+
+    def __init__(self, future: Any, late: _Late) -> None:
+        self._future, self._late = future, late
+
+    def add_done_callback(self, callback: Callable[[Any], None]) -> None:
+        def tell(future: Any) -> None:
+            timer = threading.Timer(self._late.left_s, callback, (future,))
+            timer.daemon = True
+            timer.start()
+
+        self._future.add_done_callback(tell)
+
+
+def by_name(spans: Iterable[Span], steps: Sequence[Interval], lane: str) -> dict[str, tuple[float, float]]:
+    """Return which collective -> milliseconds per step that it was under way, and that a lane waited for it.
+
+    Args:
+        spans: What was recorded.
+        steps: Begin and end of each. The numbers are medians over them; a collective counts in the step of its issue, a
+            wait where it began.
+        lane: The one that the dense part runs on.
+    """
+    seen = [span for span in spans if span.kind is Kind.COMMUNICATION or (span.kind is Kind.WAIT and span.lane == lane)]
+
+    def typical(name: str, kind: Kind) -> float:
+        times = [(span.start_ms, span.duration_ms) for span in seen if span.name == name and span.kind is kind]
+        return median(sum(ms for start, ms in times if begin <= start < end) for begin, end in steps)
+
+    names = dict.fromkeys(span.name for span in seen)
+    return {name: (typical(name, Kind.COMMUNICATION), typical(name, Kind.WAIT)) for name in names}

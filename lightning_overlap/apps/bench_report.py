@@ -1,0 +1,292 @@
+"""What a benchmark tells: statistics over rounds and ranks, the tables, and the files in the run folder."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from ..profiling import ALL_TO_ALLS
+from ..text import aligned
+from .train_report import percentile
+
+HIDDEN = 0.1
+"""A collective counts as hidden when less than this share of its time under way was waited for."""
+
+
+@dataclass(frozen=True, slots=True)
+class Turn:
+    """What one arm's training gave on one rank in one round.
+
+    Attributes:
+        step_ms: Of the timed steps.
+        window_ms: All of them together, to device completion.
+        losses: Of every step, float32, as bytes by step.
+        final_loss: The last one.
+        peak_memory: In the timed steps; the name says which memory, the number is in bytes.
+        busy_ms: By measured step, how long the dense part's lane (the host; on CUDA the compute stream) did not wait
+            for collectives; empty where that cannot be seen.
+        wire_ms: By measured step, how long any collective was under way.
+        exposed_ms: By measured step, how long that lane waited for collectives.
+        collectives: Which -> milliseconds per step under way, and waited for.
+    """
+
+    step_ms: list[float]
+    window_ms: float
+    losses: list[bytes]
+    final_loss: float
+    peak_memory: dict[str, int]
+    busy_ms: list[float] = field(default_factory=list)
+    wire_ms: list[float] = field(default_factory=list)
+    exposed_ms: list[float] = field(default_factory=list)
+    collectives: dict[str, tuple[float, float]] = field(default_factory=dict)
+
+
+@dataclass(slots=True)
+class ArmTurns:
+    """All turns of one arm, or why it has none.
+
+    Attributes:
+        name: The arm's.
+        staleness: Of its lookups, in batches.
+        rounds: By round, a turn per rank.
+        failure: Why it does not run here.
+    """
+
+    name: str
+    staleness: int
+    rounds: list[list[Turn]] = field(default_factory=list)
+    failure: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class ArmResult:
+    """The statistics of one arm. Each is of the slowest, or the largest, rank, over the steps of all rounds.
+
+    Attributes:
+        name: The arm's.
+        staleness: In batches.
+        step_ms_median: Median step time.
+        step_ms_p90: 90th percentile.
+        of_base: Median over rounds of this arm's median step by that of the reference in the same round.
+        of_base_range: The lowest and the highest of them.
+        samples_per_s: Of all ranks together.
+        peak_memory: 90th percentile over rounds; name -> bytes.
+        exposed_ms: What the dense part waited for collectives in a measured step, median.
+        efficiency: (base - this) / (base - bound), by median step times; None where nothing is to be gained.
+        final_loss: Mean over ranks.
+        same_as_base: Whether every rank's loss is the reference's at every step and in every round, bit for bit.
+        collectives: Which -> milliseconds per step under way, and waited for.
+        failure: Why it does not run here; the rest then says nothing.
+    """
+
+    name: str
+    staleness: int
+    step_ms_median: float = float("nan")
+    step_ms_p90: float = float("nan")
+    of_base: float = float("nan")
+    of_base_range: tuple[float, float] = (float("nan"), float("nan"))
+    samples_per_s: float | None = None
+    peak_memory: dict[str, int] = field(default_factory=dict)
+    exposed_ms: float | None = None
+    efficiency: float | None = None
+    final_loss: float = float("nan")
+    same_as_base: bool = False
+    collectives: dict[str, tuple[float, float]] = field(default_factory=dict)
+    failure: str | None = None
+
+
+def bound_ms(base: ArmTurns, all_reduce_ms: float = 0.0) -> float | None:
+    """Return what no overlap of collectives makes a step shorter than, from the reference's measured steps.
+
+    The slowest rank when it never waits, or the wire, whichever is busier. How long the wire is busy, the rank that
+    issues last says: to the others a collective seems longer, by what they wait for that rank. The all-reduce of dense
+    gradients is out of sight of the clocks and takes its time of the wire as well.
+
+    Args:
+        base: The turns of the reference.
+        all_reduce_ms: What the dense gradients' all-reduce takes by itself.
+    """
+    if not all(turn.busy_ms for turns in base.rounds for turn in turns) or not base.rounds:
+        return None
+    by_rank = list(zip(*base.rounds, strict=True))
+    busy = max(median(ms for turn in turns for ms in turn.busy_ms) for turns in by_rank)
+    wire = min(median(ms for turn in turns for ms in turn.wire_ms) for turns in by_rank)
+    bound: float = max(busy, wire + all_reduce_ms)
+    return bound
+
+
+def efficiency(base_ms: float, arm_ms: float, bound: float | None) -> float | None:
+    """Return which share of what can be gained was gained; None where that is less than a hundredth of a step."""
+    if bound is None or base_ms - bound < 0.01 * base_ms:
+        return None
+    return (base_ms - arm_ms) / (base_ms - bound)
+
+
+def evaluate(arms: Sequence[ArmTurns], batch_size: int | None, bound: float | None) -> list[ArmResult]:
+    """Return the statistics of every arm; the first one is the reference.
+
+    Args:
+        arms: With the same number of rounds and ranks, but for those that failed.
+        batch_size: Samples per step and rank, if known.
+        bound: What no step is shorter than, if known.
+    """
+    base = arms[0]
+    base_ms = _slowest(base, 50)
+    results = []
+    for arm in arms:
+        if arm.failure is not None:
+            results.append(ArmResult(arm.name, arm.staleness, failure=arm.failure))
+            continue
+        by_rank = list(zip(*arm.rounds, strict=True))
+        num_samples = sum(len(turn.step_ms) for turns in by_rank for turn in turns) * (batch_size or 0)
+        slowest_ms = max(sum(turn.window_ms for turn in turns) for turns in by_rank)
+        ratios = [_round_ms(mine) / _round_ms(of_base) for mine, of_base in zip(arm.rounds, base.rounds, strict=True)]
+        exposed = [[ms for turn in turns for ms in turn.exposed_ms] for turns in by_rank]
+        results.append(
+            ArmResult(
+                name=arm.name,
+                staleness=arm.staleness,
+                step_ms_median=_slowest(arm, 50),
+                step_ms_p90=_slowest(arm, 90),
+                of_base=median(ratios),
+                of_base_range=(min(ratios), max(ratios)),
+                samples_per_s=num_samples / slowest_ms * 1e3 if batch_size else None,
+                peak_memory={
+                    name: int(max(percentile([turn.peak_memory[name] for turn in turns], 90) for turns in by_rank))
+                    for name in arm.rounds[0][0].peak_memory
+                },
+                exposed_ms=max(map(median, exposed)) if all(exposed) else None,
+                efficiency=efficiency(base_ms, _slowest(arm, 50), bound),
+                final_loss=sum(turn.final_loss for turn in arm.rounds[0]) / len(by_rank),
+                same_as_base=all(
+                    turn.losses == of_base.losses
+                    for turns in arm.rounds
+                    for turn, of_base in zip(turns, base.rounds[0], strict=True)
+                ),
+                collectives=_worst(arm),
+            )
+        )
+    return results
+
+
+def _slowest(arm: ArmTurns, percent: float) -> float:
+    by_rank = zip(*arm.rounds, strict=True)
+    return max(percentile([ms for turn in turns for ms in turn.step_ms], percent) for turns in by_rank)
+
+
+def _round_ms(turns: Sequence[Turn]) -> float:
+    return max(median(turn.step_ms) for turn in turns)
+
+
+def _worst(arm: ArmTurns) -> dict[str, tuple[float, float]]:
+    """Of each collective, the median over rounds on the rank that waits longest for it."""
+    by_rank = list(zip(*arm.rounds, strict=True))
+    worst: dict[str, tuple[float, float]] = {}
+    for name in arm.rounds[0][0].collectives:
+        pairs = [[turn.collectives[name] for turn in turns if name in turn.collectives] for turns in by_rank]
+        medians = [(median(busy for busy, _ in of), median(waited for _, waited in of)) for of in pairs if of]
+        worst[name] = max(medians, key=lambda pair: pair[1])
+    return worst
+
+
+# -- what is printed --------------------------------------------------------------------------------------------
+
+
+def table(results: Sequence[ArmResult]) -> str:
+    """Return the table of those that ran: a row per arm."""
+    memories = list(results[0].peak_memory)
+    head = ["median", "P90", "of base", "(rounds)", "samples/s", "exposed", "efficiency"]
+    head += [f"peak {name}" for name in memories] + ["final loss", "same as base"]
+    rows: list[tuple[str, list[str]]] = [("arm", head)]
+    for result in results:
+        if result.failure is not None:
+            continue
+        low, high = result.of_base_range
+        cells = [
+            f"{result.step_ms_median:.2f} ms",
+            f"{result.step_ms_p90:.2f} ms",
+            f"{result.of_base:.3f}",
+            f"{low:.3f}-{high:.3f}",
+            _or_dash(result.samples_per_s, "{:,.0f}"),
+            _or_dash(result.exposed_ms, "{:.2f} ms"),
+            _or_dash(result.efficiency, "{:.0%}"),
+        ]
+        cells += [f"{result.peak_memory[name] / 2**20:,.0f} MiB" for name in memories]
+        same = "yes" if result.same_as_base else f"no (staleness {result.staleness})" if result.staleness else "NO"
+        rows.append((result.name, [*cells, f"{result.final_loss:.9g}", same]))
+    return aligned(rows)
+
+
+def collectives_table(results: Sequence[ArmResult]) -> str | None:
+    """Return what became of each collective: hidden, or how long it was waited for; None if none was recorded."""
+    seen = dict.fromkeys(name for result in results for name in result.collectives)
+    others = [
+        name
+        for name in seen
+        if name not in ALL_TO_ALLS
+        and any(_hidden(r.collectives.get(name)) != "hidden" for r in results if name in r.collectives)
+    ]
+    names = [name for name in ALL_TO_ALLS if name in seen] + others
+    if not names:
+        return None
+    rows: list[tuple[str, list[str]]] = [("waited for", names)]
+    for result in results:
+        if result.failure is None:
+            rows.append((result.name, [_hidden(result.collectives.get(name)) for name in names]))
+    return aligned(rows)
+
+
+def _hidden(times: tuple[float, float] | None) -> str:
+    if times is None:
+        return "-"
+    busy, waited = times
+    return "hidden" if waited < max(HIDDEN * busy, 0.05) else f"exposed {waited:.1f} ms"
+
+
+def failures(results: Sequence[ArmResult]) -> list[str]:
+    """Return a line for each arm that does not run here."""
+    return [f"{result.name}: does not run here: {result.failure}" for result in results if result.failure is not None]
+
+
+def _or_dash(value: float | None, form: str) -> str:
+    return "-" if value is None else form.format(value)
+
+
+# -- what is written --------------------------------------------------------------------------------------------
+
+
+def write(folder: Path, results: Sequence[ArmResult], bound: float | None, about: Mapping[str, Any]) -> None:
+    """Write `bench.json` and `bench.png` into the run folder; the picture needs matplotlib."""
+    content = {**about, "bound_ms": bound, "arms": [asdict(result) for result in results]}
+    (folder / "bench.json").write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
+    try:
+        draw(folder / "bench.png", results, bound)
+    except ImportError as err:
+        print(f"no bench.png: {err}. pip install matplotlib")
+
+
+def draw(path: Path, results: Sequence[ArmResult], bound: float | None) -> None:
+    """Draw the median step of every arm, what of it was exposed, its P90, and the bound."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    ran = [result for result in reversed(results) if result.failure is None]
+    places = range(len(ran))
+    medians, exposed = [r.step_ms_median for r in ran], [r.exposed_ms or 0.0 for r in ran]
+    figure = Figure(figsize=(9, 1.2 + 0.34 * len(ran)), layout="constrained")
+    FigureCanvasAgg(figure)
+    axes = figure.subplots()
+    late = [max(0.0, r.step_ms_p90 - r.step_ms_median) for r in ran]
+    axes.barh(places, medians, color="#9db8d2", xerr=[[0.0] * len(ran), late], ecolor="#555555", label="step, to P90")
+    axes.barh(places, exposed, left=[m - e for m, e in zip(medians, exposed, strict=True)], color="#c8553d",
+              label="of it, waiting for collectives")  # fmt: skip
+    if bound is not None:
+        axes.axvline(bound, color="black", linestyle=":", label="bound")
+    axes.set_yticks(places, [f"{r.name}{'' if r.same_as_base else ' *'}" for r in ran])
+    axes.set_xlabel("milliseconds per step, slowest rank (*: other losses than base)")
+    axes.legend(loc="lower right", fontsize="small")
+    figure.savefig(path, dpi=120)

@@ -1,0 +1,355 @@
+"""What every rank of `overlap-bench` does: the arms in turns, each step timed, and the report."""
+
+from __future__ import annotations
+
+import ctypes
+import gc
+import itertools
+import os
+import sys
+import time
+import traceback
+import warnings
+from collections.abc import Mapping
+from contextlib import ExitStack, suppress
+from dataclasses import replace
+from datetime import timedelta
+from pathlib import Path
+from statistics import median
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from .. import versions
+from ..plugin import OverlapEmbeddingStrategy
+from ..profiling import HOST_LANE, Kind, Span, SpanRecorder, account, write_html, write_png
+from ..runtime import HostStreams, Streams
+from ..schedules import StreamName
+from ..sparse import find_tables
+from . import bench_report, build, config_checks, launch, train_worker
+from .bench_arms import Arm, Batches, Job, arms
+from .bench_collectives import by_name, late_all_to_alls
+from .bench_report import ArmTurns, Turn
+from .config import Config
+
+TIMEOUT = timedelta(minutes=5)
+"""Of a collective of the arms: one that hangs must not hold up the rest for long."""
+
+DRAIN = 4
+"""Steps at the end that do not count: a pipeline that runs empty has less to do."""
+
+_STALE = ("torchrec/semi_sync",)
+"""Arms beside our modes whose lookups are one batch stale."""
+
+
+class Meter:
+    """Times the steps of one turn without making the host wait for the device in between.
+
+    Steps `warm_up` to `warm_up + steps` are timed: on CUDA by events that are read when all is over. The device is
+    waited for before the first and behind the last of them. Then come the steps whose collectives are recorded; on
+    CUDA only where the streams are known.
+
+    Args:
+        device: Of this rank.
+        warm_up: Steps before the timed ones.
+        steps: Timed steps.
+        measured: Steps to record collectives in.
+    """
+
+    def __init__(self, device: torch.device, warm_up: int, steps: int, measured: int) -> None:
+        self._device = device
+        self._first, self._last = warm_up, warm_up + steps
+        # What the first of them waits for was issued before.
+        self._measured = range(self._last + 1, self._last + 2 + measured) if measured else range(0)
+        self._recorder: SpanRecorder | None = None
+        self._watched: OverlapEmbeddingStrategy | None = None
+        self._marks: list[Any] = []
+        self._losses: list[Tensor] = []
+        self._window_ms = 0.0
+        self._memory: dict[str, int] = {}
+
+    def after_step(self, loss: Tensor, strategy: OverlapEmbeddingStrategy | None = None) -> None:
+        """Take a step's end, its loss, and the strategy if it is ours."""
+        self._losses.append(loss.detach())
+        step = len(self._losses)
+        if step == self._first:
+            self._synchronize()
+            train_worker.reset_peak_memory(self._device)
+            self._window_ms = -time.perf_counter() * 1e3
+        if self._first <= step <= self._last:
+            self._marks.append(self._mark())
+        if step == self._last:
+            self._synchronize()
+            self._window_ms += time.perf_counter() * 1e3
+            self._memory = train_worker.peak_memory(self._device)
+            self._start_recording(strategy)
+        if self._recorder is not None and step in self._measured:
+            self._recorder.step()
+        if self._measured and step == self._measured[-1]:
+            self.close()
+
+    def _start_recording(self, strategy: OverlapEmbeddingStrategy | None) -> None:
+        streams: Streams | None = None if strategy is None else strategy.streams
+        if self._device.type == "cpu":
+            streams = HostStreams()
+        if self._measured and streams is not None:
+            self._recorder = SpanRecorder(streams)
+            self._recorder.start()
+            if strategy is not None:
+                self._watched = strategy
+                strategy.watch(self._recorder)
+
+    def close(self) -> None:
+        """Stop recording, also where training failed."""
+        if self._recorder is not None:
+            self._recorder.stop()
+        if self._watched is not None:
+            self._watched.watch(None)
+            self._watched = None
+
+    @property
+    def spans(self) -> list[Span]:
+        """What was recorded, if the stages were: without them there is nothing to draw the waits beside."""
+        spans = [] if self._recorder is None else self._recorder.spans()
+        return spans if any(span.kind is Kind.DENSE for span in spans) else []
+
+    def turn(self) -> Turn:
+        """Return what was seen."""
+        self._synchronize()
+        losses_S = torch.stack(self._losses).float().cpu()  # S steps
+        seen = Turn(
+            step_ms=[_elapsed_ms(*pair) for pair in itertools.pairwise(self._marks)],
+            window_ms=self._window_ms,
+            losses=[loss.numpy().tobytes() for loss in losses_S],
+            final_loss=float(losses_S[-1]),
+            peak_memory=self._memory,
+        )
+        return seen if self._recorder is None else replace(seen, **self._waits(self._recorder))
+
+    def _waits(self, recorder: SpanRecorder) -> dict[str, Any]:
+        lane = HOST_LANE if self._device.type == "cpu" else str(StreamName.COMPUTE)
+        spans, steps = recorder.spans(), recorder.windows()
+        accounts = [account(spans, step, host_lane=lane) for step in steps]
+        return {
+            "busy_ms": [one.step_ms - one.blocked_ms for one in accounts],
+            "wire_ms": [one.kinds[Kind.COMMUNICATION].busy_ms for one in accounts],
+            "exposed_ms": [one.blocked_ms for one in accounts],
+            "collectives": by_name(spans, steps, lane),
+        }
+
+    def _mark(self) -> Any:
+        if self._device.type != "cuda":
+            return time.perf_counter()
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event
+
+    def _synchronize(self) -> None:
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)
+
+
+def _elapsed_ms(early: Any, late: Any) -> float:
+    return (late - early) * 1e3 if isinstance(early, float) else float(early.elapsed_time(late))
+
+
+def run(config: Config, folder: Path) -> None:
+    """Train every arm in every round on this rank; rank 0 prints and writes the report."""
+    train_worker.calm_down()
+    for harmless in (
+        ".*trying to .self.log\\(\\). but the .self.trainer.",
+        "You defined a .validation_step. but have no",
+    ):
+        warnings.filterwarnings("ignore", message=harmless)
+    device = _join(config)
+    if (num_threads := config["threads_per_rank"] or (1 if device.type == "cpu" else None)) is not None:
+        torch.set_num_threads(num_threads)
+    bench = _Bench(config, folder, device)
+    results = bench.all_rounds()
+    if dist.get_rank() == 0:
+        _report(config, folder, results, getattr(bench.data, "batch_size", None), bench.all_reduce_ms)
+        _draw(folder, {name: bench.spans[name] for name in config_checks.our_arms(config) if name in bench.spans})
+        print(f"\nrun folder: {folder}", flush=True)
+    dist.barrier(bench.group)
+    dist.destroy_process_group()
+
+
+def _join(config: Config) -> torch.device:
+    """Join the process group that the arms share, and return this rank's device."""
+    on_cuda = build.on_cuda(config)
+    device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0"))) if on_cuda else torch.device("cpu")
+    if on_cuda:
+        torch.cuda.set_device(device)
+    dist.init_process_group("nccl" if on_cuda else "gloo", timeout=TIMEOUT)
+    return device
+
+
+class _Bench:
+    def __init__(self, config: Config, folder: Path, device: torch.device) -> None:
+        self.config, self.folder, self.device = config, folder, device
+        group = dist.new_group(backend="gloo", timeout=TIMEOUT * 2)
+        self.group = group
+        self.data = build.build_data(config)
+        self.batches = _make_batches(self.data, config["num_batches"], pin=device.type == "cuda")
+        self.latency: Mapping[str, float] = config["latency"] or {}
+        self.spans: dict[int | str, list[Span]] = {}
+        """Of each mode's last turn, on this rank."""
+        self.all_reduce_ms = self._time_all_reduce()
+        """What the all-reduce of dense gradients takes by itself."""
+
+    def _time_all_reduce(self, rounds: int = 5) -> float:
+        model = build.build_model(self.config, self.data)
+        tables = {id(table.parameter) for table in find_tables(model)}
+        num = sum(one.numel() for one in model.parameters() if one.requires_grad and id(one) not in tables)
+        if not num or dist.get_world_size() == 1:
+            return 0.0
+        times_ms = []
+        for _ in range(rounds):
+            gradients = torch.zeros(num, device=self.device)
+            dist.barrier(group=self.group)
+            start = time.perf_counter()
+            dist.all_reduce(gradients)
+            if self.device.type == "cuda":
+                torch.cuda.synchronize(self.device)
+            times_ms.append((time.perf_counter() - start) * 1e3)
+        return median(times_ms)
+
+    def all_rounds(self) -> list[ArmTurns]:
+        from tqdm import tqdm  # type: ignore[import-untyped]
+
+        known = arms(self.config)
+        ours = config_checks.our_arms(self.config)
+        results = {
+            name: ArmTurns(name, ours[name][0].staleness if name in ours else int(name in _STALE))
+            for name in config_checks.arms(self.config)
+        }
+        names, num_rounds = list(results), self.config["rounds"]
+        bar = tqdm(total=len(names) * num_rounds, disable=dist.get_rank() != 0, desc="overlap-bench", unit="turn")
+        with bar:
+            for number in range(num_rounds):
+                shift = number % len(names)
+                for name in names[shift:] + names[:shift]:
+                    bar.set_postfix_str(name)
+                    if results[name].failure is None:
+                        self._take_turn(known[name], results[name], must_run=name in ours)
+                    bar.update()
+        return list(results.values())
+
+    def _take_turn(self, arm: Arm, result: ArmTurns, *, must_run: bool) -> None:
+        """Train one arm once; all ranks agree on whether it runs."""
+        mine: Turn | BaseException
+        try:
+            mine = self._train(result.name, arm)
+        except Exception as err:
+            if must_run:
+                raise
+            mine = RuntimeError(_why(err))
+        everyone: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(everyone, mine, group=self.group)
+        failed = [turn for turn in everyone if isinstance(turn, BaseException)]
+        if failed:
+            result.failure = str(failed[0])
+            result.rounds.clear()
+        else:
+            result.rounds.append(everyone)
+
+    def _train(self, name: str, arm: Arm) -> Turn:
+        config = self.config
+        meter = Meter(self.device, config["warm_up"], config["steps"], config["measured_steps"])
+        num_steps = config["warm_up"] + config["steps"] + config["measured_steps"] + 1 + DRAIN
+        job = Job(
+            config=config,
+            data=self.data,
+            batches=Batches(self.batches, num_steps),
+            device=self.device,
+            after_step=meter.after_step,
+            log_dir=self.folder,
+            local_world_size=int(os.environ.get("LOCAL_WORLD_SIZE", dist.get_world_size())),
+            latency=self.latency,
+        )
+        try:
+            with ExitStack() as stack:
+                if latency_ms := self.latency.get("all_to_all_ms", 0.0):
+                    stack.enter_context(late_all_to_alls(latency_ms))
+                arm(job)
+            turn = meter.turn()
+            if meter.spans:
+                self.spans[name] = meter.spans
+            return turn
+        finally:
+            meter.close()
+            del job
+            _free(self.device)
+
+
+def _free(device: torch.device) -> None:
+    """Give back the memory of a turn, so that the next one's peak is its own."""
+    gc.collect()
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+    elif sys.platform == "linux":
+        with suppress(AttributeError):  # another C library than glibc
+            ctypes.CDLL(None).malloc_trim(0)
+
+
+def _why(err: Exception) -> str:
+    """Say what failed in an arm that is not ours, and where in its package."""
+    frames = [frame for frame in traceback.extract_tb(err.__traceback__) if "torchrec" in Path(frame.filename).parts]
+    where = f" in torchrec's {Path(frames[-1].filename).name}, {frames[-1].name}()" if frames else ""
+    return f"{type(err).__name__}{where}: {(str(err).splitlines() or [''])[0]}"
+
+
+def _make_batches(data: Any, num_batches: int, *, pin: bool) -> list[Any]:
+    """Make this rank's batches, on the host, before any clock starts."""
+    data.trainer = SimpleNamespace(global_rank=dist.get_rank(), world_size=dist.get_world_size(), current_epoch=0)
+    data.prepare_data()
+    data.setup("fit")
+    batches = list(itertools.islice(data.train_dataloader(), num_batches))
+    return [batch.pin_memory() for batch in batches] if pin else batches
+
+
+def _report(config: Config, folder: Path, turns: list[ArmTurns], batch_size: int | None, all_reduce_ms: float) -> None:
+    bound = bench_report.bound_ms(turns[0], all_reduce_ms)
+    results = bench_report.evaluate(turns, batch_size, bound)
+    about = {
+        "config": dict(config),
+        "versions": versions.installed(),
+        "device": torch.cuda.get_device_name() if build.on_cuda(config) else "cpu",
+        "ranks": dist.get_world_size(),
+        "dense_all_reduce_ms": all_reduce_ms,
+    }
+    print(f"\n{bench_report.table(results)}")
+    if bound is not None:
+        wire = f"the wire with all all-to-alls and the dense all-reduce ({all_reduce_ms:.2f} ms)"
+        print(
+            f"bound: {bound:.2f} ms: base's slowest rank if it waited for no all-to-all, or {wire}, whichever is busier"
+        )
+    for part in (bench_report.collectives_table(results), "\n".join(bench_report.failures(results))):
+        if part:
+            print(f"\n{part}")
+    bench_report.write(folder, results, bound, about)
+
+
+def _draw(folder: Path, arms: Mapping[int | str, list[Span]]) -> None:
+    """Draw some steps of every mode beneath each other, each from its own beginning."""
+    if not arms:
+        return
+    from_zero: dict[int | str, list[Span]] = {}
+    for name, spans in arms.items():
+        zero = min(span.start_ms for span in spans)
+        from_zero[name] = [replace(span, start_ms=span.start_ms - zero, end_ms=span.end_ms - zero) for span in spans]
+    title = "Some steps of rank 0"
+    write_png(folder / "timeline.png", from_zero, num_steps=2, title=title)
+    write_html(folder / "timeline.html", from_zero, num_steps=3, title=title)
+
+
+def main(folder: Path, parent: int) -> None:
+    """Run as a rank that `overlap-bench`, process `parent`, started."""
+    launch.run_as_rank(lambda: run(train_worker.read_config(folder), folder), folder, parent)
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), int(sys.argv[2]))

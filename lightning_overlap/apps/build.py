@@ -1,0 +1,205 @@
+"""From a plain config to the data, model, strategy and trainer it names; and checks of it before a rank starts."""
+
+from __future__ import annotations
+
+import inspect
+import os
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from hydra.errors import InstantiationException
+from hydra.utils import get_object, instantiate
+from lightning.pytorch import Callback, LightningDataModule, LightningModule, Trainer
+
+from ..plugin import OverlapEmbeddingStrategy
+from ..schedules import Schedule
+from ..sparse import check_sharding, find_tables, refuse_dense_owner
+from ..text import unknown_name_message
+from .config import Config, modes, switches
+
+TRAINER_DEFAULTS: Mapping[str, Any] = {
+    "enable_checkpointing": False,
+    "enable_model_summary": False,
+    "num_sanity_val_steps": 0,
+    "use_distributed_sampler": False,  # the data modules deal out rows to ranks themselves
+}
+"""Where the command differs from `Trainer`."""
+
+
+def num_ranks(config: Config) -> int:
+    """Return how many ranks `trainer.devices` asks for on this host.
+
+    Raises:
+        ValueError: Not a number of devices, or more CUDA devices than there are.
+    """
+    devices, cuda = config["trainer"].get("devices", "auto"), on_cuda(config)
+    available = torch.cuda.device_count() if cuda else 1
+    if devices in ("auto", -1, "-1"):
+        num = max(available, 1)
+    elif isinstance(devices, list):
+        num = len(devices)
+    elif isinstance(devices, int) or (isinstance(devices, str) and devices.isdecimal()):
+        num = int(devices)
+    else:
+        num = 0
+    if num < 1:
+        raise ValueError(f"trainer.devices is a number of ranks, a list of devices or 'auto', got {devices!r}.")
+    if cuda and num > available:
+        raise ValueError(
+            f"trainer.devices={devices!r} needs {num} CUDA devices, found {available}. Lower it, or take trainer=cpu."
+        )
+    return num
+
+
+def build_data(config: Config) -> LightningDataModule:
+    """Return the data module that `data` names."""
+    data = _build("data", config["data"])
+    if not isinstance(data, LightningDataModule):
+        raise TypeError(f"data._target_ must make a LightningDataModule, got {type(data).__name__}.")
+    return data
+
+
+def build_model(config: Config, data: LightningDataModule) -> LightningModule:
+    """Return the model that `model` names; it is given the table sizes and dense features that the data has."""
+    from_data = {name: getattr(data, name) for name in ("table_sizes", "num_dense") if hasattr(data, name)}
+    taken = inspect.signature(get_object(config["model"]["_target_"])).parameters
+    model = _build("model", {name: value for name, value in from_data.items() if name in taken} | config["model"])
+    if not isinstance(model, LightningModule):
+        raise TypeError(f"model._target_ must make a LightningModule, got {type(model).__name__}.")
+    return model
+
+
+def build_strategy(config: Config, schedule: Schedule, model: LightningModule) -> OverlapEmbeddingStrategy:
+    """Return the strategy for one mode."""
+    stream, sharding = config["stream"]["name"], _sharding(config, model)
+    return OverlapEmbeddingStrategy(
+        schedule, stream, sharding, **switches(config, schedule), **dict(config["strategy"])
+    )
+
+
+def build_trainer(
+    config: Config, strategy: OverlapEmbeddingStrategy, extra_callbacks: list[Callback], log_dir: str
+) -> Trainer:
+    """Return the trainer, with the callbacks and loggers that the config names.
+
+    Args:
+        config: The composed config.
+        strategy: What trains.
+        extra_callbacks: Go before the config's own.
+        log_dir: Where loggers write.
+    """
+    callbacks = [_build(f"callbacks.{name}", node) for name, node in config["callbacks"].items()]
+    loggers = [
+        _build(f"logger.{name}", {"save_dir": log_dir, "name": None, "version": ""} | node)
+        for name, node in config["logger"].items()
+    ]
+    own = {"enable_progress_bar": bool(callbacks), "default_root_dir": log_dir}
+    return Trainer(
+        strategy=strategy,
+        callbacks=extra_callbacks + callbacks,
+        logger=loggers or False,
+        **{**TRAINER_DEFAULTS, **own, **config["trainer"]},
+    )
+
+
+def complete(config: Config) -> dict[str, Any]:
+    """Return the config with the defaults of the data module and the model filled in: a record of what runs."""
+    filled = dict(config)
+    for group in ("data", "model"):
+        parameters = inspect.signature(get_object(config[group]["_target_"])).parameters.values()
+        defaults = {p.name: _plain(p.default) for p in parameters if p.default is not inspect.Parameter.empty}
+        filled[group] = config[group] | {name: defaults[name] for name in defaults if name not in config[group]}
+    filled["trainer"] = {**TRAINER_DEFAULTS, **config["trainer"]}
+    return filled
+
+
+def check(config: Config) -> None:
+    """Check what can be known before a rank starts, beyond `choices.check`.
+
+    Raises:
+        ValueError: An unknown option or table, a sharding type that the device lacks, a dense optimizer that owns fused
+            tables, or malformed data files.
+        OSError: Data files that are missing or may not be read.
+        TypeError: An argument of the wrong type.
+    """
+    num_ranks(config)
+    _check_names("trainer", config["trainer"], inspect.signature(Trainer).parameters)
+    data = build_data(config)
+    check_files = getattr(data, "check", None)
+    if check_files is not None:
+        check_files()
+    model = build_model(config, data)
+    build_strategy(config, modes(config)[-1], model)
+    sharding = _sharding(config, model)
+    check_sharding(sharding, find_tables(model), torch.device("cuda" if on_cuda(config) else "cpu"))
+    _check_optimizers(model, sharding)
+
+
+def _check_optimizers(model: LightningModule, sharding: str | Mapping[str, str] | None) -> None:
+    """See on a model that is then thrown away whether its dense optimizer takes fused tables.
+
+    Left to the ranks: a planner's choice, and a configure_optimizers that needs a trainer.
+    """
+    tables = [table for table in find_tables(model) if _kind(sharding, table.name) not in (None, "data_parallel")]
+    for table in tables:
+        table.apply_fused_optimizer(torch.optim.SGD, {"lr": 0.0})
+    try:
+        made = model.configure_optimizers()
+    except Exception:
+        return
+    refuse_dense_owner({table.path: table.parameter for table in tables}, optimizers_in(made))
+
+
+def _kind(sharding: str | Mapping[str, str] | None, table: str) -> str | None:
+    return sharding.get(table) if isinstance(sharding, Mapping) else sharding
+
+
+def optimizers_in(made: Any) -> list[torch.optim.Optimizer]:
+    """Every optimizer in what `configure_optimizers` may return."""
+    if isinstance(made, torch.optim.Optimizer):
+        return [made]
+    parts = made.values() if isinstance(made, Mapping) else made if isinstance(made, list | tuple) else ()
+    return [optimizer for part in parts for optimizer in optimizers_in(part)]
+
+
+def _sharding(config: Config, model: LightningModule) -> str | dict[str, str] | None:
+    kind, named = config["sharding"].get("type"), config["sharding"].get("tables")
+    if not named:
+        return str(kind) if kind else None
+    return {table.name: kind for table in find_tables(model) if kind} | dict(named)
+
+
+def on_cuda(config: Config) -> bool:
+    """Whether the trainer would take CUDA devices."""
+    accelerator = config["trainer"].get("accelerator", "auto")
+    return accelerator in ("cuda", "gpu") or (accelerator == "auto" and torch.cuda.is_available())
+
+
+def _build(where: str, node: Config) -> Any:
+    """Instantiate what `_target_` names; its own error reaches the caller as it is."""
+    if "_target_" not in node:
+        raise ValueError(f"{where} has no _target_, the class or function to call, got {dict(node)}.")
+    target = get_object(node["_target_"])
+    _check_names(where, node, inspect.signature(target).parameters)
+    try:
+        return instantiate(dict(node), _convert_="all")
+    except InstantiationException as err:
+        if err.__cause__ is not None:
+            raise err.__cause__ from None
+        raise
+
+
+def _check_names(where: str, node: Config, parameters: Mapping[str, inspect.Parameter]) -> None:
+    if any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in parameters.values()):
+        return
+    for name in node:
+        if name not in parameters and not (name.startswith("_") and name.endswith("_")):
+            raise ValueError(unknown_name_message(f"option of {where}", name, parameters))
+
+
+def _plain(value: Any) -> Any:
+    """A default as YAML can write it."""
+    if isinstance(value, tuple):
+        return list(value)
+    return value if isinstance(value, str | int | float | list | dict | None) else os.fspath(value)

@@ -1,0 +1,162 @@
+"""What a config chooses by name: modes, stream, precision, arms. Checked without torch, which is slow to import."""
+
+from __future__ import annotations
+
+import fnmatch
+from collections.abc import Mapping
+from typing import Any
+
+from ..schedules import (
+    MODES,
+    STREAMS,
+    Schedule,
+    Stage,
+    check_lookup_threads,
+    check_stash,
+    exact_outside,
+    resolve_schedule,
+    resolve_stream,
+)
+from ..text import unknown_name_message
+
+Config = Mapping[str, Any]
+"""The composed config as plain containers; nothing behind the command sees OmegaConf's."""
+
+
+def modes(config: Config) -> list[Schedule]:
+    """Return the schedules to train, the one asked for last.
+
+    Raises:
+        ValueError: An unknown mode, or a schedule that cannot run.
+    """
+    pipeline = config["pipeline"]
+    for name in pipeline:
+        if name not in PIPELINE_OPTIONS:
+            raise ValueError(unknown_name_message("option of pipeline", name, PIPELINE_OPTIONS))
+    own = pipeline.get("schedule")
+    wanted = resolve_schedule(
+        Schedule.parse(own) if own else pipeline["name"],
+        pipeline.get("staleness"),
+        bool(pipeline.get("defer_update")),
+    )
+    others = [resolve_schedule(name) for name in config["compare"]]
+    return [other for other in others if other != wanted] + [wanted]
+
+
+def switches(config: Config, schedule: Schedule) -> dict[str, Any]:
+    """Return what the config says beside the schedule, for every mode with a staleness: see `PIPELINE_OPTIONS`."""
+    if not schedule.staleness:
+        return {}
+    names = (*SWITCHES, "num_lookup_threads", "stash_gradients")
+    return {name: value for name in names if (value := config["pipeline"].get(name)) is not None}
+
+
+def _switches(config: Config) -> dict[str, Any]:
+    return {name: value for name in SWITCHES if (value := config["pipeline"].get(name)) is not None}
+
+
+PIPELINE_OPTIONS: Mapping[str, str] = {
+    "name": "the mode",
+    "schedule": "a table of one's own, in the place of the name's",
+    "staleness": "of async_lookup, from 1 on",
+    "defer_update": "true: a mode with a staleness updates tables after the next forward",
+    "stash_gradients": "true: a mode with a staleness applies dense gradients as many steps late",
+    "num_lookup_threads": "on a CPU, for the lookups of a mode with a staleness",
+    "start_batch": "so many batches are trained exactly before a mode with a staleness begins",
+    "end_batch": "from this batch on exactly again",
+}
+"""What `pipeline` may set."""
+
+SWITCHES = ("start_batch", "end_batch")
+
+
+def check(config: Config) -> None:
+    """Check the choices.
+
+    Raises:
+        ValueError: An unknown mode or stream, a schedule that cannot run, or a precision that scales the loss.
+    """
+    wanted = modes(config)[-1]
+    exact_outside(wanted, **_switches(config))
+    check_lookup_threads(config["pipeline"].get("num_lookup_threads") or 0, wanted)
+    check_stash(bool(config["pipeline"].get("stash_gradients")), wanted)
+    resolve_stream(config["stream"]["name"])
+    if str(config["trainer"].get("precision")) in ("16-mixed", "16"):
+        raise ValueError(
+            "trainer.precision=16-mixed scales the loss, and fused tables would be updated with scaled gradients "
+            "inside backward. Use trainer.precision=bf16-mixed, which needs no scaling."
+        )
+
+
+PEER_ARMS: Mapping[str, str] = {
+    "lightning_dmp": "Lightning's Trainer around DistributedModelParallel",
+    "loop_dmp": "DistributedModelParallel in a hand-written loop",
+    "torchrec/base": "TorchRec's TrainPipelineBase",
+    "torchrec/sparse_dist": "TorchRec's TrainPipelineSparseDist",
+    "torchrec/sparse_dist_lite": "TorchRec's TrainPipelineSparseDistLite",
+    "torchrec/fused_sparse_dist": "TorchRec's TrainPipelineFusedSparseDist, lookup on the data-dist stream",
+    "torchrec/fused_sparse_dist/new": "the same, lookup on a stream of its own",
+    "torchrec/fused_sparse_dist/current": "the same, lookup on the compute stream",
+    "torchrec/semi_sync": "TorchRec's TrainPipelineSemiSync, from the first batch on",
+    "torchrec/prefetch": "TorchRec's PrefetchTrainPipelineSparseDist",
+}
+"""What the benchmark trains beside our modes: name -> what it is."""
+
+REFERENCE = "base"
+"""The arm that the others are compared with; always trained."""
+
+
+def our_arms(config: Config) -> dict[str, tuple[Schedule, str]]:
+    """Return every mode, as `mode` on the stream that the config names and as `mode/stream` on each other one."""
+    own: dict[str, tuple[Schedule, str]] = {}
+    for name, schedule in MODES.items():
+        own[name] = (schedule, config["stream"]["name"])
+        lookup = schedule.row(Stage.EMBEDDING_LOOKUP)
+        if lookup is not None and lookup.offset > 0:
+            others = (stream for stream in STREAMS if stream != config["stream"]["name"])
+            own |= {f"{name}/{stream}": (schedule, stream) for stream in others}
+    return own
+
+
+def arms(config: Config) -> list[str]:
+    """Return the names of the arms to benchmark: `arms` of the config, where `*` stands for anything.
+
+    Raises:
+        ValueError: A name or pattern that fits no arm.
+    """
+    known = [*our_arms(config), *PEER_ARMS]
+    chosen = {REFERENCE}
+    for pattern in config["arms"]:
+        fits = fnmatch.filter(known, pattern)
+        if not fits:
+            raise ValueError(unknown_name_message("arm", pattern, dict.fromkeys(known)))
+        chosen.update(fits)
+    return [name for name in known if name in chosen]
+
+
+def check_bench(config: Config) -> None:
+    """Check the choices of a benchmark.
+
+    Raises:
+        ValueError: What `check` refuses, an unknown arm, too few rounds or steps, or a latency that is none.
+    """
+    check(config)
+    arms(config)
+    for name, lowest in (("rounds", 1), ("steps", 2), ("warm_up", 1), ("measured_steps", 0), ("num_batches", 1)):
+        value = config[name]
+        if not isinstance(value, int) or value < lowest:
+            raise ValueError(f"{name} is a number from {lowest} on, got {value!r}.")
+    for name, value in (config["latency"] or {}).items():
+        if name not in LATENCIES:
+            raise ValueError(unknown_name_message("latency", name, LATENCIES))
+        if not isinstance(value, int | float) or value < 0:
+            raise ValueError(f"latency.{name} is in milliseconds, got {value!r}.")
+
+
+LATENCIES: Mapping[str, str] = {
+    "all_to_all_ms": "an all-to-all ends no earlier than this after its issue",
+    "forward_ms": "the dense forward sleeps so long",
+    "backward_ms": "the dense backward sleeps so long",
+    "step_ms": "the dense optimizer's step sleeps so long",
+}
+"""What `latency` may set."""

@@ -1,0 +1,97 @@
+"""What the Hydra commands share: wrong names are answered before anything is imported, errors in one line."""
+
+from __future__ import annotations
+
+import os
+import re
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from importlib.resources import files
+from pathlib import Path
+from typing import Any, TypeVar
+
+from hydra.core.hydra_config import HydraConfig
+from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+from ..text import unknown_name_message
+from . import launch
+
+_OPTION = re.compile(r"(data|model|trainer|pipeline|stream|sharding|logger|callbacks|strategy|latency)\.[\w.]+=")
+_CHOICE = re.compile(r"(?P<group>\w+)=(?P<names>[\w,]+)")
+_T = TypeVar("_T")
+
+
+def main(hydra_main: Callable[[], Any]) -> None:
+    """Run a Hydra command with the arguments of this process."""
+    arguments = sys.argv[1:]
+    for message in _unknown_choices(arguments):
+        _fail(message, exit_code=2)
+    sys.argv[1:] = map(add_or_override, arguments)
+    if launch.under_launcher() and launch.rank() != 0:
+        sys.argv += ["hydra.run.dir=.", "hydra.output_subdir=null"]  # one run folder is enough
+    hydra_main()
+
+
+def add_or_override(argument: str) -> str:
+    """Let `data.batch_size=8` set an option that no config file names: defaults live in Python, so few are named."""
+    return f"++{argument}" if _OPTION.match(argument) else argument
+
+
+def run_job(job: Callable[[dict[str, Any], Path], _T], composed: DictConfig) -> _T | None:
+    """Call `job(config, run folder)`; what a user can mend ends the process with one line."""
+    try:
+        return job(_plain(composed), Path(HydraConfig.get().runtime.output_dir))
+    except launch.InterruptedRunError as err:
+        _fail(str(err), err.exit_code)
+    except launch.RankFailedError as err:
+        _fail(str(err))
+    except (ValueError, TypeError, OSError, ImportError) as err:
+        if os.environ.get("HYDRA_FULL_ERROR") == "1":
+            raise
+        _fail(f"{type(err).__name__}: {err}")
+    return None
+
+
+def _plain(composed: DictConfig) -> dict[str, Any]:
+    """The config as plain containers.
+
+    Raises:
+        ValueError: A value that has to be given is missing, or an interpolation fails.
+    """
+    try:
+        plain = OmegaConf.to_container(composed, resolve=True, throw_on_missing=True)
+    except OmegaConfBaseException as err:
+        raise ValueError(f"{str(err).splitlines()[0]}. Give it on the command line: {err.full_key}=...") from err
+    assert isinstance(plain, dict)
+    return {str(name): value for name, value in plain.items()}
+
+
+def _unknown_choices(arguments: Sequence[str]) -> Iterator[str]:
+    """Say which `group=name` names no config file, with the nearest names; Hydra alone lists all of them."""
+    own = [Path(folder) for folder in _config_dirs(arguments)]
+    for argument in arguments:
+        choice = _CHOICE.fullmatch(argument)
+        folders = [folder / choice["group"] for folder in (files("lightning_overlap") / "conf", *own)] if choice else []
+        known = {
+            file.name.removesuffix(".yaml"): file
+            for folder in folders
+            if folder.is_dir()
+            for file in sorted(folder.iterdir(), key=lambda file: file.name)
+            if file.name.endswith(".yaml")
+        }
+        for name in choice["names"].split(",") if choice and known else ():
+            if name not in known and name != "null":
+                yield unknown_name_message(choice["group"] if choice else "", name, known)
+
+
+def _config_dirs(arguments: Sequence[str]) -> Iterator[str]:
+    for place, argument in enumerate(arguments):
+        flag, equals, value = argument.partition("=")
+        if flag in ("--config-dir", "-cd"):
+            yield value if equals else "".join(arguments[place + 1 : place + 2])
+
+
+def _fail(message: str, exit_code: int = 1) -> None:
+    print(f"error: {message}", file=sys.stderr, flush=True)
+    raise SystemExit(exit_code)

@@ -1,0 +1,210 @@
+"""What every rank of `overlap-train` does: train, validate and test each mode in turn, and report."""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import resource
+import sys
+import time
+import warnings
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from lightning.pytorch import Callback, LightningModule, Trainer, seed_everything
+from omegaconf import OmegaConf
+from torch import Tensor
+
+from ..schedules import Schedule, Stage
+from . import build, launch, train_report
+from .config import Config, modes
+
+
+class StepClock(Callback):
+    """Times every training step and keeps its loss, without making the host wait for the device.
+
+    A step lasts from the end of the one before to its own end; validation in between does not count. Losses stay
+    tensors until they are asked for.
+    """
+
+    def __init__(self) -> None:
+        self.step_ms: list[float] = []
+        self._losses: list[Tensor] = []
+        self._last = 0.0
+
+    @property
+    def losses(self) -> Tensor:
+        """Losses by step, float32, on the host."""
+        return torch.stack(self._losses).float().cpu() if self._losses else torch.empty(0)
+
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Start with an idle device."""
+        _synchronize(pl_module)
+
+    def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Start the clock."""
+        self._last = time.perf_counter()
+
+    def on_train_batch_end(
+        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        """Read the clock and keep the loss."""
+        now = time.perf_counter()
+        self.step_ms.append((now - self._last) * 1e3)
+        self._last = now
+        loss = outputs.get("loss") if isinstance(outputs, Mapping) else outputs
+        self._losses.append(loss.detach() if isinstance(loss, Tensor) else torch.tensor(float("nan")))
+
+    def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Start the clock anew."""
+        self._last = time.perf_counter()
+
+    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Charge what the device still had to do to the last step."""
+        if self.step_ms and pl_module.device.type == "cuda":
+            start = time.perf_counter()
+            _synchronize(pl_module)
+            self.step_ms[-1] += (time.perf_counter() - start) * 1e3
+
+
+def train(config: Config, folder: Path) -> None:
+    """Train, validate and test every mode on this rank; rank 0 prints and writes the report."""
+    calm_down()
+    on_cpu = config["trainer"].get("accelerator") == "cpu"
+    if (num_threads := config["threads_per_rank"] or (1 if on_cpu else None)) is not None:
+        torch.set_num_threads(num_threads)
+    schedules = modes(config)
+    results = []
+    for place, schedule in enumerate(schedules, start=1):
+        if launch.rank() == 0 and len(schedules) > 1:
+            print(f"{schedule.name} ({place} of {len(schedules)})", flush=True)
+        results.append(train_mode(config, schedule, folder))
+    if launch.rank() == 0:
+        train_report.write(folder, results, config["metric"])
+        print(f"\n{train_report.table(results)}")
+        if len(results) > 1:
+            print(train_report.compare(results)[0])
+        print(f"run folder: {folder}", flush=True)
+
+
+def train_mode(config: Config, schedule: Schedule, folder: Path) -> train_report.ModeResult:
+    """Train one mode from the config's seed, then test it."""
+    seed_everything(config["seed"], verbose=False)
+    data = build.build_data(config)
+    model = build.build_model(config, data)
+    strategy = build.build_strategy(config, schedule, model)
+    clock = StepClock()
+    trainer = build.build_trainer(config, strategy, [clock], str(folder / "logs" / schedule.name))
+    reset_peak_memory(strategy.root_device)
+    trainer.fit(model, datamodule=data)
+    metrics = _numbers(trainer.callback_metrics)
+    trainer.test(model, datamodule=data, verbose=False)
+    metrics |= _numbers(trainer.callback_metrics)
+
+    memory = peak_memory(strategy.root_device)
+    mine = {"losses": clock.losses, "step_ms": clock.step_ms, "peak_memory": memory}
+    ranks: list[dict[str, Any]] = [{} for _ in range(trainer.world_size)]
+    dist.all_gather_object(ranks, mine)
+    losses_RS = torch.stack([rank["losses"] for rank in ranks])  # R ranks, S steps
+    bits_SR = losses_RS.T.contiguous().numpy()
+    lookup = schedule.row(Stage.EMBEDDING_LOOKUP)
+    looks_ahead = lookup is not None and lookup.offset > 0
+    batch_size = getattr(data, "batch_size", None)
+    slowest_ms = max(sum(rank["step_ms"][1:]) for rank in ranks)
+    num_samples = (len(clock.step_ms) - 1) * trainer.world_size * (batch_size or 0)
+    return train_report.ModeResult(
+        mode=schedule.name,
+        stream=config["stream"]["name"] if looks_ahead else "-",
+        staleness=schedule.staleness,
+        num_ranks=trainer.world_size,
+        losses=losses_RS.double().mean(dim=0).tolist(),
+        step_ms=clock.step_ms,
+        step_ms_median=max(train_report.percentile(rank["step_ms"], 50) for rank in ranks),
+        step_ms_p90=max(train_report.percentile(rank["step_ms"], 90) for rank in ranks),
+        samples_per_s=num_samples / slowest_ms * 1e3 if batch_size and slowest_ms else None,
+        losses_sha256=hashlib.sha256(bits_SR.tobytes()).hexdigest(),
+        peak_memory={name: max(rank["peak_memory"][name] for rank in ranks) for name in memory},
+        metrics={name: value for name, value in metrics.items() if name.startswith(("val", "test"))},
+        loss_bits=[step.tobytes() for step in bits_SR],
+    )
+
+
+def write_config(config: Config, folder: Path) -> None:
+    """Write the resolved config into the run folder; the ranks run from this file."""
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "config.yaml").write_text(OmegaConf.to_yaml(OmegaConf.create(dict(config))), encoding="utf-8")
+
+
+def read_config(folder: Path) -> dict[str, Any]:
+    """Read what `write_config` wrote."""
+    config = OmegaConf.to_container(OmegaConf.load(folder / "config.yaml"))
+    assert isinstance(config, dict)
+    return {str(name): value for name, value in config.items()}
+
+
+def calm_down() -> None:
+    """Keep back what the libraries say about themselves; a progress bar and a table follow."""
+    for talkative in ("lightning.pytorch", "lightning.fabric"):
+        logging.getLogger(talkative).setLevel(logging.WARNING)
+    for noisy in (
+        "torchrec.distributed.planner.types",  # how the strategy is to make its topology
+        "torchrec.distributed.planner.storage_reservations",  # an estimate that tables on `meta` do not need
+        "torchrec.distributed.utils",  # caching parameters, for data-parallel tables
+        "torch.fx._symbolic_trace",  # is_fx_tracing() is deprecated, says TorchRec's own call of it
+    ):
+        logging.getLogger(noisy).setLevel(logging.ERROR)
+    # TorchRec says so of each data-parallel table, on the root logger.
+    logging.getLogger().addFilter(lambda record: "Sharding spec not found" not in str(record.msg))
+    for harmless in (
+        r".isinstance\(treespec, LeafSpec\). is deprecated",
+        r".*does not have many workers",
+        r".*number of training batches .* is smaller than the logging interval",
+        r"fbgemm\S+ an autograd kernel was not registered",
+        r"HeuristicalStorageReservation is known to cause issues",
+        r"Starting from v1\.9\.0, .tensorboardX. has been removed",
+        r".broadcast_buffers. is deprecated",
+    ):
+        warnings.filterwarnings("ignore", message=harmless)
+
+
+def _synchronize(module: LightningModule) -> None:
+    if module.device.type == "cuda":
+        torch.cuda.synchronize(module.device)
+
+
+def _numbers(metrics: Mapping[str, Tensor]) -> dict[str, float]:
+    return {name: float(value) for name, value in metrics.items()}
+
+
+def reset_peak_memory(device: torch.device) -> None:
+    """Have `peak_memory` begin anew, where the system lets it."""
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(device)
+        return
+    try:
+        Path("/proc/self/clear_refs").write_text("5")  # sets the peak to what is resident now; see proc(5)
+    except OSError:
+        return  # no such file or right here: the peak is then that of the whole process
+
+
+def peak_memory(device: torch.device) -> dict[str, int]:
+    """Return the peaks of this process in bytes: allocated and reserved on CUDA, resident on a CPU."""
+    if device.type == "cuda":
+        return {
+            "allocated": torch.cuda.max_memory_allocated(device),
+            "reserved": torch.cuda.max_memory_reserved(device),
+        }
+    unit = 1 if sys.platform == "darwin" else 1024
+    return {"resident": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit}
+
+
+def main(folder: Path, parent: int) -> None:
+    """Run as a rank that `overlap-train`, process `parent`, started."""
+    launch.run_as_rank(lambda: train(read_config(folder), folder), folder, parent)
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), int(sys.argv[2]))

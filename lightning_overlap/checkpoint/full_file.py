@@ -1,0 +1,173 @@
+"""Checkpoints of sharded tables as one file of plain tensors, which the unsharded module loads as well.
+
+Saving gathers table by table on the host: a rank other than 0 holds at most one shard beside its own memory (none if
+that is on the host already). Rank 0 holds every tensor of the file at once, since `torch.save` takes them together:
+the host of rank 0 needs room for the whole model and its fused state; what is wholly its own and on the host already
+is not copied. No device holds anything more. Loading maps the file into memory, so that a rank reads only its shards.
+"""
+
+from __future__ import annotations
+
+import os
+import pickle
+import zipfile
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from lightning_utilities.core.apply_func import apply_to_collection
+from torch import Tensor, nn
+
+from .atomic import beside, remove, take_name, twin
+from .dense_state import empty_table_states
+from .sharded_folder import FUSED, MODEL, TABLE_OPTIMIZERS, explain_weights_only, on_rank_zero, take_state, together
+from .table_state import Loading, Piece, fill_from_whole, local_parts, plan_loading
+
+_Chunk = tuple[int, tuple[slice, ...]]
+"""A rank, and what it has of a tensor."""
+
+
+def gather_checkpoint(
+    checkpoint: dict[str, Any], model: nn.Module, group: dist.ProcessGroup | None
+) -> dict[str, Any] | None:
+    """Return a checkpoint with whole tensors on rank 0, None on the others. Every rank calls this.
+
+    Args:
+        checkpoint: What Lightning gathered.
+        model: The sharded module.
+        group: A gloo group of all ranks; None on one rank.
+    """
+    state = take_state(checkpoint, model)
+    gathered = {part: dict(gather(state.get(part, {}), group)) for part in (MODEL, FUSED, TABLE_OPTIMIZERS)}
+    if group is not None and group.rank() != 0:
+        return None
+    others = {key: value for key, value in state[MODEL].items() if not isinstance(value, Tensor)}
+    state_dict = {key: (gathered[MODEL] | others)[key] for key in state[MODEL]}
+    parts = {part: gathered[part] for part in (FUSED, TABLE_OPTIMIZERS) if gathered[part]}
+    return {**checkpoint, "state_dict": state_dict, **parts}
+
+
+def gather(pieces: Mapping[str, Any], group: dist.ProcessGroup | None) -> Iterator[tuple[str, Tensor]]:
+    """Gather pieces one by one; yield (name, whole tensor on the host) on rank 0, and nothing on the others."""
+    rank = 0 if group is None else group.rank()
+    tensors = {key: piece for key, piece in pieces.items() if isinstance(piece, Tensor)}
+    mine = {
+        key: (tuple(piece.size()), piece.dtype, [window for window, _ in local_parts(piece)])
+        for key, piece in tensors.items()
+    }
+    everyone = [mine]
+    if group is not None:
+        everyone = [{}] * group.size()
+        dist.all_gather_object(everyone, mine, group=group)
+    for key in sorted({key for theirs in everyone for key in theirs}):
+        size, dtype, _ = next(theirs[key] for theirs in everyone if key in theirs)
+        chunks = _distinct(key, everyone)
+        parts = [part for _, part in local_parts(tensors[key])] if key in tensors else []
+        windows = mine[key][2] if key in tensors else []
+        if rank != 0:
+            for part in (part for window, part in zip(windows, parts, strict=True) if (rank, window) in chunks):
+                dist.send(part.cpu().contiguous(), group_dst=0, group=group)
+            continue
+        if all(owner == 0 for owner, _ in chunks) and len(chunks) == 1 and parts[0].shape == size:
+            yield key, parts[0].cpu()
+            continue
+        whole = torch.empty(size, dtype=dtype)
+        for owner, window in chunks:
+            into = whole[window]
+            if owner == 0:
+                into.copy_(parts[windows.index(window)])
+                continue
+            received = into if into.is_contiguous() else torch.empty_like(into, memory_format=torch.contiguous_format)
+            dist.recv(received, group_src=owner, group=group)
+            if received is not into:
+                into.copy_(received)
+        yield key, whole
+
+
+def _distinct(key: str, everyone: list[dict[str, Any]]) -> list[_Chunk]:
+    """Return who gives which part of a tensor: what several ranks have comes from the first."""
+    chunks: list[_Chunk] = []
+    for rank, theirs in enumerate(everyone):
+        for window in theirs[key][2] if key in theirs else []:
+            is_empty = any(part.start == part.stop for part in window)
+            if not is_empty and all(window != known for _, known in chunks):
+                chunks.append((rank, window))
+    return chunks
+
+
+def write_file(
+    content: dict[str, Any] | None, path: Path, group: dist.ProcessGroup | None, *, also: Path | None = None
+) -> None:
+    """Write what rank 0 has to a file, which takes its name only when it is whole and on the disk.
+
+    Args:
+        content: Of `gather_checkpoint`.
+        path: The file.
+        group: A gloo group of all ranks; None on one rank.
+        also: A second name that the file has before it takes its own.
+
+    Raises:
+        OSError: Rank 0 could not write; raised on every rank.
+    """
+    unfinished = beside(path, "unfinished")
+
+    def write() -> None:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        remove(unfinished)  # a folder, perhaps
+        with unfinished.open("wb") as file:
+            torch.save(content, file)
+            file.flush()
+            os.fsync(file.fileno())
+        if also is not None:
+            twin(unfinished, also)
+        take_name(unfinished, path)
+
+    on_rank_zero(write, path, group)
+
+
+def load_file(path: Path, *, weights_only: bool | None) -> dict[str, Any]:
+    """Read a checkpoint file. Its weights and its tables' optimizer states stay on the disk until they are copied."""
+    try:
+        checkpoint: dict[str, Any] = torch.load(
+            path, map_location="cpu", weights_only=weights_only, mmap=zipfile.is_zipfile(path)
+        )
+    except pickle.UnpicklingError as err:
+        raise RuntimeError(explain_weights_only(path, err)) from err
+    copied_later = ("state_dict", FUSED, TABLE_OPTIMIZERS)
+    return {
+        key: value if key in copied_later else apply_to_collection(value, Tensor, Tensor.clone)
+        for key, value in checkpoint.items()
+    }
+
+
+def load_fused(checkpoint: Mapping[str, Any], model: nn.Module, group: dist.ProcessGroup | None) -> None:
+    """Copy the state of fused optimizers from whole tensors into the kernels.
+
+    Args:
+        checkpoint: Of `load_file`, or made by Lightning's `consolidate_checkpoint`; others have no such state.
+        model: The sharded module.
+        group: A gloo group of all ranks; None on one rank.
+
+    Raises:
+        RuntimeError: The state is of another model, or of another fused optimizer.
+    """
+    saved = checkpoint.get(FUSED, {})
+    if saved is None:  # a folder's, which is loaded already
+        return
+
+    def plan_and_fill() -> Loading:
+        loading = plan_loading(model, saved)
+        fill_from_whole(loading.pieces, saved)
+        return loading
+
+    together(plan_and_fill, group).finish()
+
+
+def table_states(checkpoint: Mapping[str, Any], model: nn.Module) -> dict[str, Piece]:
+    """Return this rank's part of the dense optimizers' state of tables."""
+    saved = checkpoint.get(TABLE_OPTIMIZERS, {})
+    pieces = empty_table_states({key: (value.shape, value.dtype) for key, value in saved.items()}, model)
+    fill_from_whole(pieces, saved)
+    return pieces

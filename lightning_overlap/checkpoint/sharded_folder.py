@@ -1,0 +1,435 @@
+"""Checkpoints of sharded tables as a folder: every rank writes its own shards, by torch.distributed.checkpoint.
+
+Lightning's default would pickle rank 0's shards alone, without a word about the others. A folder loads on any number
+of ranks and under any sharding plan (`table_state`). It takes its name only when it is whole (`atomic`): until then it
+is called `NAME.unfinished`, and what had the name before stays. It is written shard after shard, each a file; one that
+is on a device or shares a kernel's memory with other tables is copied for it, one at a time. An asynchronous save holds
+a copy of this rank's shards on the host.
+"""
+
+from __future__ import annotations
+
+import io
+import os
+import pickle
+import warnings
+from collections.abc import Callable, Iterable, Mapping, Set
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+from typing import Any, TypeVar, cast
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
+from torch.distributed.checkpoint.filesystem import FileSystemWriter
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+from torch.distributed.checkpoint.planner import WriteItem
+from torch.distributed.checkpoint.state_dict_loader import load
+from torch.distributed.checkpoint.state_dict_saver import save
+
+from ..text import unknown_name_message
+from .atomic import being_replaced, beside, remove, take_name, twin
+from .dense_state import empty_table_states, put_table_states, take_table_states
+from .safe_metadata import SafePlanner, SafeReader
+from .table_state import Loading, Piece, fused_state, on_host, plan_loading
+
+T = TypeVar("T")
+
+METADATA_NAME = "meta.pt"
+"""The file that marks a checkpoint folder and holds what is not sharded: loops, callbacks, dense optimizers."""
+
+SHARDED, FULL = "sharded", "full"
+FORMATS = {SHARDED: "a folder, every rank writes its shards", FULL: "one file, gathered on rank 0"}
+
+MODEL, FUSED, TABLE_OPTIMIZERS = "model", "fused_optimizer", "table_optimizers"
+"""Parts of a folder: weights, state of fused optimizers, state of dense optimizers for shards of tables."""
+
+
+def check_format(checkpoint_format: str | None, async_checkpoint: bool) -> None:
+    """Check the strategy's arguments.
+
+    Raises:
+        ValueError: An unknown format, or an asynchronous save of one file.
+    """
+    if checkpoint_format is not None and checkpoint_format not in FORMATS:
+        raise ValueError(unknown_name_message("checkpoint_format", str(checkpoint_format), FORMATS))
+    if checkpoint_format == FULL and async_checkpoint:
+        raise ValueError(
+            "async_checkpoint=True writes folders: a full file has to be gathered while nothing else runs. "
+            "Use checkpoint_format='sharded'."
+        )
+
+
+def is_folder(path: Path) -> bool:
+    """Whether a path is a checkpoint of `save_folder`."""
+    return (path / METADATA_NAME).is_file()
+
+
+def check_folder_path(path: Any, storage_options: Any) -> None:
+    """Refuse what cannot be a folder.
+
+    Raises:
+        ValueError: A remote path or storage options.
+    """
+    if "://" in str(path) or storage_options is not None:
+        raise ValueError(
+            f"a checkpoint of sharded tables is a local folder, got {path!r}"
+            f"{'' if storage_options is None else ' with storage_options'}. Save to a folder that all ranks share, "
+            "or use checkpoint_format='full'."
+        )
+
+
+def take_state(checkpoint: dict[str, Any], model: nn.Module) -> dict[str, dict[str, Any]]:
+    """Take out of what Lightning gathered what the ranks hold in parts, and add the state of fused optimizers.
+
+    Without optimizer states (`save_weights_only=True`), the fused ones are left out too.
+    """
+    state = {MODEL: checkpoint.pop("state_dict")}
+    if "optimizer_states" in checkpoint:
+        state[FUSED] = fused_state(model)
+        state[TABLE_OPTIMIZERS] = take_table_states(checkpoint["optimizer_states"], model)
+    # An empty part would be written as an object; ranks differ in what they have.
+    return {part: values for part, values in state.items() if values}
+
+
+class FolderSaver:
+    """Writes checkpoint folders, beside training if told so; at most one is then under way.
+
+    Args:
+        group: A gloo group of all ranks, used by nothing else while a save is under way; None on one rank.
+    """
+
+    def __init__(self, group: dist.ProcessGroup | None) -> None:
+        self._group = group
+        self._executor: ThreadPoolExecutor | None = None
+        self._pending: Future[None] | None = None
+        self._actions: list[Future[None]] = []
+
+    def save(
+        self,
+        checkpoint: dict[str, Any],
+        path: Path,
+        model: nn.Module,
+        *,
+        asynchronous: bool = False,
+        also: Path | None = None,
+    ) -> None:
+        """Write a folder; every rank calls this.
+
+        Args:
+            checkpoint: What Lightning gathered.
+            path: The folder, the same on every rank.
+            model: The sharded module.
+            asynchronous: Return as soon as this rank's part is copied to the host. The folder takes its name when
+                it is whole, some time later.
+            also: A second name that the folder has before it takes its own.
+
+        Raises:
+            OSError: A rank could not write; raised on every rank. Also one of the asynchronous save before.
+        """
+        self.wait()
+        state = take_state(checkpoint, model)
+        buffer = io.BytesIO()
+        if _is_rank_zero(self._group):
+            torch.save(checkpoint, buffer)
+        if not asynchronous:
+            _write(state, buffer.getbuffer(), path, self._group, also)
+            return
+        # torch.distributed.checkpoint.async_save would leave the last step, taking the name, to somebody who waits.
+        state = {part: {key: _staged(value) for key, value in values.items()} for part, values in state.items()}
+        self._executor = self._executor or ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
+        self._pending = self._executor.submit(_write, state, buffer.getbuffer(), path, self._group, also)
+
+    def when_whole(self, action: Callable[[], None]) -> None:
+        """Do something now, or as soon as the save under way has succeeded."""
+        pending = self._pending
+        if pending is None or self._executor is None:
+            action()
+            return
+
+        def if_succeeded() -> None:
+            if pending.exception() is None:
+                action()
+
+        self._actions.append(self._executor.submit(if_succeeded))
+
+    def wait(self) -> None:
+        """Wait for the save under way, and for what was to be done after it.
+
+        Raises:
+            OSError: It failed, on this rank or another.
+        """
+        pending, self._pending = self._pending, None
+        executor, self._executor = self._executor, None
+        actions, self._actions = self._actions, []
+        if executor is not None:
+            executor.shutdown()
+        for done in [*([] if pending is None else [pending]), *actions]:
+            done.result()
+
+
+def _staged(value: Any) -> Any:
+    return on_host(value) if isinstance(value, Tensor) else value
+
+
+def _is_rank_zero(group: dist.ProcessGroup | None) -> bool:
+    return group is None or group.rank() == 0
+
+
+def _write(
+    state: dict[str, Any], rest: memoryview, path: Path, group: dist.ProcessGroup | None, also: Path | None = None
+) -> None:
+    """Write a folder beside `path`, then let it take the name; before, a second name, if any.
+
+    Raises:
+        OSError: A rank could not write, or is gone.
+    """
+    unfinished = beside(path, "unfinished")
+
+    def begin() -> None:
+        remove(unfinished)
+        unfinished.mkdir(parents=True)
+
+    def finish() -> None:
+        with (unfinished / METADATA_NAME).open("wb") as file:
+            file.write(rest)
+            file.flush()
+            os.fsync(file.fileno())
+        if also is not None:
+            twin(unfinished, also)
+        take_name(unfinished, path)
+
+    try:
+        on_rank_zero(begin, path, group)
+        # With one file a rank, the writer of torch 2.13 keeps host copies of all tensors until the file is whole.
+        writer = FileSystemWriter(unfinished, single_file_per_rank=False, per_thread_copy_ahead=0)
+        save(state, storage_writer=writer, planner=_OneCopy(), process_group=group, no_dist=group is None)
+        on_rank_zero(finish, path, group)
+    except CheckpointException as err:  # every rank hears of it
+        raise OSError(f"could not write the checkpoint {path}: {_listed_failures(err)}") from err
+    except RuntimeError as err:  # another rank does not answer
+        raise OSError(f"could not write the checkpoint {path}: {err}") from err
+
+
+def _listed_failures(err: CheckpointException) -> str:
+    return "; ".join(f"rank {rank}: {type(error).__name__}: {error}" for rank, (error, _) in err.failures.items())
+
+
+class _OneCopy(DefaultSavePlanner):
+    """Hands out what is to be written, a copy of it where the writer would make one.
+
+    The writer (of torch 2.13, one thread and nothing copied ahead) has written a tensor when it asks for the next one,
+    but holds on to it until it has that one. So the memory of the copy before is given back here.
+    """
+
+    _copy: Tensor | None = None
+
+    def resolve_data(self, write_item: WriteItem) -> Tensor | io.BytesIO:
+        """Return the tensor of an item, on the host in a memory of its own size, or its bytes."""
+        if self._copy is not None:
+            self._copy.untyped_storage().resize_(0)
+            self._copy = None
+        data = super().resolve_data(write_item)
+        if isinstance(data, Tensor) and not _is_alone_on_host(data):
+            data = self._copy = torch.empty(data.shape, dtype=data.dtype).copy_(data.detach())
+        return data
+
+
+def _is_alone_on_host(tensor: Tensor) -> bool:
+    return tensor.device.type == "cpu" and tensor.untyped_storage().nbytes() == tensor.numel() * tensor.element_size()
+
+
+def on_rank_zero(action: Callable[[], None], path: Path, group: dist.ProcessGroup | None) -> None:
+    """Run something on rank 0; an error reaches all ranks, which would else wait for it.
+
+    Raises:
+        OSError: It failed.
+    """
+    error = [None]
+    if _is_rank_zero(group):
+        try:
+            action()
+        except Exception as err:  # the other ranks are waiting to hear of it
+            error = [f"{type(err).__name__}: {err}"]  # type: ignore[list-item]
+    if group is not None:
+        dist.broadcast_object_list(error, group_src=0, group=group)
+    if error[0] is not None:
+        raise OSError(f"could not write the checkpoint {path}: {error[0]}")
+
+
+# -- loading ----------------------------------------------------------------------------------------------------
+
+
+def find(path: Path) -> Path:
+    """Return where a checkpoint is, given its name.
+
+    Raises:
+        FileNotFoundError: There is none.
+        ValueError: It is something else.
+    """
+    if not path.exists():
+        for other in (being_replaced(path), beside(path, "old")):  # the latter is what an earlier release left
+            if is_folder(other) or other.is_file():
+                warnings.warn(f"{path} was being replaced; {other}, the one before it, is loaded.", stacklevel=2)
+                return other
+    if not path.exists():
+        left = " (a save that did not finish left NAME.unfinished)" if beside(path, "unfinished").exists() else ""
+        raise FileNotFoundError(f"Checkpoint file not found: {path}{left}")  # in Lightning's words
+    if path.suffix == ".unfinished":
+        raise ValueError(
+            f"{path} is what is left of a save that did not finish. Load {path.with_suffix('')} if it is there, "
+            "or another checkpoint."
+        )
+    if path.is_dir() and not is_folder(path):
+        raise ValueError(
+            f"{path} is a folder without {METADATA_NAME}, so not a checkpoint of this strategy. "
+            "Give the folder (or file) that ModelCheckpoint or trainer.save_checkpoint wrote."
+        )
+    return path
+
+
+def load_folder(
+    path: Path,
+    model: nn.Module,
+    group: dist.ProcessGroup | None,
+    *,
+    weights_only: bool | None,
+    strict: bool,
+    with_optimizers: bool,
+) -> dict[str, Any]:
+    """Read a checkpoint folder into a sharded module, in place.
+
+    Args:
+        path: The folder.
+        model: The module, sharded in any way over any number of ranks.
+        group: A gloo group of all ranks; None on one rank.
+        weights_only: As `torch.load` takes it, for `meta.pt` and the objects beside the tensors.
+        strict: Whether the folder has to hold exactly the module's weights.
+        with_optimizers: Whether to load the state of fused optimizers, and of dense ones for shards of tables.
+
+    Returns:
+        The checkpoint as Lightning knows it; `state_dict` is the module's own, its fused state is None: it is loaded.
+
+    Raises:
+        RuntimeError: The folder is of another model, or of another fused optimizer, or not what was saved.
+    """
+    saved = _saved(path)
+    state_dict = model.state_dict()  # its tensors are the module's own memory: filling them loads the module
+    weights = {key: value for key, value in state_dict.items() if isinstance(value, Tensor)}
+    rest = _load_rest(path, weights_only)
+    objects = state_dict.keys() - weights.keys()  # of get_extra_state; a dict of them is saved entry by entry
+    there = {name: next((key for key in objects if name.startswith(f"{key}.")), name) for name in saved[MODEL]}
+    saved[MODEL] = {there[name]: value for name, value in saved[MODEL].items()}
+    _check_same_model(path, state_dict.keys(), weights, saved[MODEL], strict)
+    state: dict[str, Any] = {MODEL: {key: value for key, value in state_dict.items() if key in saved[MODEL]}}
+    loading = Loading({}, lambda: None)
+    if with_optimizers and "optimizer_states" in rest:
+        loading = together(lambda: _plan_optimizers(path, model, saved[FUSED]), group)
+        tables = empty_table_states(saved[TABLE_OPTIMIZERS], model)
+        state |= {FUSED: loading.pieces, TABLE_OPTIMIZERS: tables}
+    state = {part: values for part, values in state.items() if values}
+    _load(state, path, weights_only, group)
+    loading.finish()
+    put_table_states(state.get(TABLE_OPTIMIZERS, {}), rest.get("optimizer_states", []))
+    return {**rest, "state_dict": {**state_dict, **state.get(MODEL, {})}, FUSED: None}
+
+
+def _load(state: dict[str, Any], path: Path, weights_only: bool | None, group: dist.ProcessGroup | None) -> None:
+    planner = SafePlanner(weights_only)
+    try:
+        load(state, storage_reader=SafeReader(path), planner=planner, process_group=group, no_dist=group is None)
+    except CheckpointException as err:  # on every rank
+        untrusted = [error for error, _ in err.failures.values() if isinstance(error, pickle.UnpicklingError)]
+        if untrusted:
+            raise RuntimeError(explain_weights_only(path, untrusted[0])) from err
+        raise RuntimeError(f"could not load the checkpoint {path}: {_listed_failures(err)}") from err
+
+
+def _plan_optimizers(path: Path, model: nn.Module, saved: Mapping[str, Any]) -> Loading:
+    loading = plan_loading(model, saved)
+    _check_shapes(path, loading.pieces, saved)
+    return loading
+
+
+def together(action: Callable[[], T], group: dist.ProcessGroup | None) -> T:
+    """Run something on every rank, and let all of them fail if one does: the others would wait for it.
+
+    Raises:
+        RuntimeError: What one rank raised.
+    """
+    result, error = None, None
+    try:
+        result = action()
+    except RuntimeError as err:
+        error = str(err)
+    errors = [error]
+    if group is not None:
+        errors = [None] * group.size()
+        dist.all_gather_object(errors, error, group=group)
+    for message in errors:
+        if message is not None:
+            raise RuntimeError(message)
+    return cast(T, result)
+
+
+def _saved(path: Path) -> dict[str, dict[str, tuple[torch.Size, torch.dtype]]]:
+    """Return size and type of every tensor in a folder, by part and name."""
+    found: dict[str, dict[str, Any]] = {MODEL: {}, FUSED: {}, TABLE_OPTIMIZERS: {}}
+    for name, metadata in SafeReader(path).read_metadata().state_dict_metadata.items():
+        part, _, key = name.partition(".")
+        if part not in found:
+            continue
+        if isinstance(metadata, TensorStorageMetadata):
+            found[part][key] = metadata.size, metadata.properties.dtype
+        elif part == MODEL:
+            found[part][key] = None  # an object of the module's get_extra_state
+    return found
+
+
+def _load_rest(path: Path, weights_only: bool | None) -> dict[str, Any]:
+    try:
+        rest: dict[str, Any] = torch.load(path / METADATA_NAME, map_location="cpu", weights_only=weights_only)
+    except pickle.UnpicklingError as err:
+        raise RuntimeError(explain_weights_only(path, err)) from err
+    return rest
+
+
+def explain_weights_only(path: Path, err: Exception) -> str:
+    """Say how a checkpoint with objects other than tensors is loaded."""
+    return (
+        f"{path} holds objects that are not loaded unless you trust it: {str(err).splitlines()[0]} "
+        "Lightning 2.6 does not pass the weights_only of trainer.fit() and the like on to a strategy that loads after "
+        "sharding: allow the classes with torch.serialization.add_safe_globals([...]), or set "
+        "TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD=1 in the environment."
+    )
+
+
+def _check_same_model(
+    path: Path, names: Set[str], weights: Mapping[str, Piece], saved: Mapping[str, Any], strict: bool
+) -> None:
+    missing, unexpected = _some(names - saved.keys()), _some(saved.keys() - names)
+    if strict and (missing or unexpected):
+        raise RuntimeError(
+            f"could not load {path} into this model. Was it saved from other tables?"
+            f"{f' Missing there: {missing}.' if missing else ''}"
+            f"{f' Not in this model: {unexpected}.' if unexpected else ''}"
+        )
+    objects = _some(key for key in weights if key in saved and saved[key] is None)
+    if objects:
+        raise RuntimeError(f"could not load {path} into this model: there, {objects} are objects and not tensors.")
+    _check_shapes(path, {key: value for key, value in weights.items() if key in saved}, saved)
+
+
+def _check_shapes(path: Path, pieces: Mapping[str, Piece], saved: Mapping[str, Any]) -> None:
+    sizes = {key: (tuple(saved[key][0]), tuple(piece.size())) for key, piece in pieces.items()}
+    other = {key: pair for key, pair in sizes.items() if pair[0] != pair[1]}
+    if other:
+        listed = "; ".join(f"{key}: {there} there, {here} here" for key, (there, here) in other.items())
+        raise RuntimeError(f"could not load {path} into this model. Was it saved from other tables? {listed}.")
+
+
+def _some(names: Iterable[str], limit: int = 5) -> str:
+    names = sorted(names)
+    return ", ".join(names[:limit]) + (f" and {len(names) - limit} more" if len(names) > limit else "")

@@ -1,0 +1,369 @@
+"""State of sharded tables in a form that does not depend on the sharding plan, so that it loads under another one.
+
+A piece is a plain tensor or a `ShardedTensor`, under a name of its own. State with the shape of its table is one piece,
+`ebc.embedding_bags.t1.weight.momentum1`. Row-wise state (one value a row) is one piece for each range of columns that
+is a shard, `....momentum1[:, 0:8]`: TorchRec strings the column shards' states together instead, in a tensor whose size
+depends on the plan. The counters and learning rates of the kernels are pieces too.
+"""
+
+from __future__ import annotations
+
+import re
+import warnings
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, TypeAlias
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torchrec.distributed.embedding_types import EmbeddingComputeKernel
+from torchrec.distributed.types import (
+    Shard,
+    ShardedTensor,
+    ShardedTensorMetadata,
+    ShardingType,
+    ShardMetadata,
+    TensorProperties,
+)
+from torchrec.optim.keyed import CombinedOptimizer
+
+from ..sparse import kernel_of, table_modules
+
+Piece: TypeAlias = Tensor | ShardedTensor
+"""A tensor that is the same on all ranks that have it, or one of which each rank has some shards."""
+
+Columns: TypeAlias = tuple[int, int]
+"""First column and number of columns."""
+
+ITERATION, LR, APPLIED_LR = "iteration", "lr", "applied_lr"
+_KERNEL_KINDS = (ITERATION, LR, APPLIED_LR)
+_KEY = re.compile(r"(?P<base>(?P<weight>.*)\.(?P<kind>[^.\[]+))(?:\[:, (?P<start>\d+):(?P<stop>\d+)\])?", re.DOTALL)
+"""Of a weight whose name may hold anything, but ends in `.weight` or the like."""
+
+
+@dataclass(frozen=True, slots=True)
+class Loading:
+    """What to fill with saved state, and what to do when it is filled."""
+
+    pieces: dict[str, Piece]
+    finish: Callable[[], None]
+
+
+def fused_state(model: nn.Module) -> dict[str, Piece]:
+    """Return the state of all fused optimizers that this rank has a part of, the tensors being the kernels' own.
+
+    Beside the optimizers' state, for every table: updates counted, the optimizer's learning rate, and the one that
+    the kernel was last given (a scheduler's change reaches the kernel in `zero_grad` or `step`).
+    """
+    pieces: dict[str, Piece] = {}
+    for name, sharded in table_modules(model).items():
+        optimizer = sharded.fused_optimizer
+        for parameter, weight in optimizer.params.items():
+            for kind, value in _states(optimizer, weight):
+                key = f"{name}.{parameter}.{kind}"
+                if value.dim() == 1:
+                    pieces.update({_row_wise_key(key, columns): part for columns, part in _row_wise(weight, value)})
+                else:
+                    pieces[key] = value
+        for weight_name, fused in _optimizers(name, optimizer):
+            kernel = kernel_of(fused)
+            if kernel is not None:
+                pieces[f"{weight_name}.{ITERATION}"] = kernel.iter_cpu.detach().clone().reshape(1)
+                lrs = {LR: fused.param_groups[0]["lr"], APPLIED_LR: kernel.get_learning_rate()}
+                pieces.update(
+                    {f"{weight_name}.{kind}": torch.tensor([lr], dtype=torch.float64) for kind, lr in lrs.items()}
+                )
+    return pieces
+
+
+def plan_loading(model: nn.Module, saved: Iterable[str]) -> Loading:
+    """Match the fused state of this run to what was saved.
+
+    Row-wise state saved for other ranges of columns is averaged over the saved ranges that a shard overlaps, each
+    weighted by the columns they share. A part of one saved range thus gets that range's state. For RowWiseAdagrad,
+    whose state sums up mean squares of gradients, the average over column shards is what the whole row would have
+    summed up from the same gradients; for a part of a range nobody can know.
+
+    Args:
+        model: The sharded model.
+        saved: Names of the saved pieces.
+
+    Returns:
+        The pieces to fill in place, and what then puts them where they belong.
+
+    Raises:
+        RuntimeError: A table was saved with another fused optimizer's state.
+    """
+    saved = set(saved)
+    kinds = _kinds(saved)
+    pieces: dict[str, Piece] = {}
+    finishers: list[Callable[[], None]] = []
+    averaged = set()
+    mine = fused_state(model)
+    for weight, wanted in _kinds(mine).items():
+        if kinds.get(weight, wanted) != wanted:
+            raise RuntimeError(
+                f"the fused optimizer of {weight} was saved with {_listed(kinds[weight])}, this run's has "
+                f"{_listed(wanted)}: load with the fused optimizer that the checkpoint was saved with."
+            )
+    for key, piece in mine.items():
+        if key in saved:
+            pieces[key] = piece
+            continue
+        base, columns = _split_row_wise(key)
+        sources = {} if columns is None or not local_parts(piece) else _overlapping(base, columns, saved)
+        if sources:
+            assert isinstance(piece, ShardedTensor)
+            # Whole rows for all columns that a rank has: small beside the shards, which have as many rows.
+            parts = {
+                source: pieces.setdefault(source, torch.zeros(piece.size()[0], dtype=piece.dtype)) for source in sources
+            }
+            finishers.append(partial(_average, piece, parts, sources))
+            if len(sources) > 1:
+                averaged.add(base.rpartition(".")[0])
+    finishers += _kernel_setters(model, pieces)
+    _say_what_does_not_move(model, set(kinds), averaged)
+
+    def finish() -> None:
+        for finisher in finishers:
+            finisher()
+
+    return Loading(pieces, finish)
+
+
+def fill_from_whole(pieces: Mapping[str, Piece], whole: Mapping[str, Tensor]) -> None:
+    """Fill pieces in place from whole tensors.
+
+    Raises:
+        RuntimeError: A tensor of another shape.
+    """
+    for key, piece in pieces.items():
+        if tuple(piece.size()) != tuple(whole[key].shape):
+            raise RuntimeError(
+                f"{key} was saved with shape {tuple(whole[key].shape)}, this model has {tuple(piece.size())}. "
+                "Was the checkpoint saved from other tables?"
+            )
+        for window, part in local_parts(piece):
+            part.copy_(whole[key][window])
+
+
+def local_parts(piece: Piece) -> list[tuple[tuple[slice, ...], Tensor]]:
+    """Return what this rank has of a piece: windows of the whole, and the tensors in them."""
+    if isinstance(piece, ShardedTensor):
+        return [(window(shard.metadata), shard.tensor.detach()) for shard in piece.local_shards()]
+    return [(tuple(slice(0, size) for size in piece.shape), piece.detach())]
+
+
+def window(metadata: ShardMetadata) -> tuple[slice, ...]:
+    """Return where in the whole tensor a shard is."""
+    bounds = zip(metadata.shard_offsets, metadata.shard_sizes, strict=True)
+    return tuple(slice(offset, offset + size) for offset, size in bounds)
+
+
+def on_host(piece: Piece) -> Piece:
+    """Return a copy on the host that shares no memory with the piece."""
+    if not isinstance(piece, ShardedTensor):
+        return piece.detach().to("cpu", copy=True)
+    return _map_shards(piece, lambda shard: shard.to("cpu", copy=True))
+
+
+def split_like(weight: ShardedTensor, stacked: Tensor) -> ShardedTensor:
+    """Return a tensor that is sharded as a table's weight, from this rank's shards one below the other."""
+    rest = stacked.detach()
+    local = {}
+    for shard in weight.local_shards():
+        local[tuple(shard.metadata.shard_offsets)], rest = rest.tensor_split([shard.metadata.shard_sizes[0]])
+    return _sharded(weight.metadata(), local)
+
+
+def empty_like(weight: ShardedTensor, dtype: torch.dtype) -> ShardedTensor:
+    """Return zeros that are sharded as a table's weight."""
+    return _map_shards(weight, lambda shard: torch.zeros_like(shard, dtype=dtype))
+
+
+def dense_kernel_tables(model: nn.Module) -> dict[str, ShardedTensor]:
+    """Return the weights of tables that a dense optimizer trains in shards, by parameter name.
+
+    Each rank's optimizer then has state of its own shards only.
+    """
+    found = {}
+    for name, sharded in table_modules(model).items():
+        dense = {
+            table
+            for table, parameter in sharded.module_sharding_plan.items()
+            if parameter.compute_kernel == EmbeddingComputeKernel.DENSE.value
+            and parameter.sharding_type != ShardingType.DATA_PARALLEL.value
+        }
+        for key, value in sharded.state_dict().items():
+            if key.split(".")[-2] in dense and isinstance(value, ShardedTensor):
+                found[f"{name}.{key}"] = value
+    return found
+
+
+def table_weights(model: nn.Module) -> set[str]:
+    """Return the parameter names of all tables of sharded modules."""
+    return {
+        f"{name}.{key}"
+        for name, sharded in table_modules(model).items()
+        for key in sharded.state_dict()
+        if key.split(".")[-2] in sharded.module_sharding_plan
+    }
+
+
+def _states(optimizer: Any, weight: Any) -> list[tuple[str, Any]]:
+    states = optimizer.state.get(weight, {})
+    # A kernel's own counter may appear among the states; it is saved as ITERATION.
+    return [(kind.rpartition(".")[2], value) for kind, value in states.items() if not kind.endswith(".iter")]
+
+
+def _optimizers(module: str, optimizer: CombinedOptimizer) -> list[tuple[str, Any]]:
+    """Return (weight name, optimizer of its kernel) for this rank's fused tables."""
+    return [
+        (f"{module}.{CombinedOptimizer.prepend_opt_key(parameter, key)}", fused)
+        for key, fused in optimizer.optimizers
+        for parameter in fused.params
+    ]
+
+
+def _row_wise(weight: ShardedTensor, state: ShardedTensor) -> list[tuple[Columns, ShardedTensor]]:
+    """Split row-wise state by the columns that its shards belong to; each part has a value for every row."""
+    metadata = weight.metadata()
+    parts = []
+    for columns in sorted({_columns(shard) for shard in metadata.shards_metadata}):
+        shards = [shard for shard in metadata.shards_metadata if _columns(shard) == columns]
+        local = {  # TorchRec lists a weight's shards and its states' shards in the same order
+            tuple(of_weight.metadata.shard_offsets[:1]): of_state.tensor.detach()
+            for of_weight, of_state in zip(weight.local_shards(), state.local_shards(), strict=True)
+            if _columns(of_weight.metadata) == columns
+        }
+        rows = [ShardMetadata(shard.shard_offsets[:1], shard.shard_sizes[:1], shard.placement) for shard in shards]
+        properties = state.metadata().tensor_properties
+        parts.append((columns, _sharded(ShardedTensorMetadata(rows, metadata.size[:1], properties), local)))
+    return parts
+
+
+def _columns(shard: ShardMetadata) -> Columns:
+    return shard.shard_offsets[1], shard.shard_sizes[1]
+
+
+def _sharded(metadata: ShardedTensorMetadata, local: Mapping[tuple[int, ...], Tensor]) -> ShardedTensor:
+    """Make a ShardedTensor of local shards, given by their offsets, without asking other ranks."""
+    rank = dist.get_rank()
+    shards, mine = [], []
+    for shard in metadata.shards_metadata:
+        owner = shard.placement.rank()
+        tensor = local[tuple(shard.shard_offsets)] if owner == rank else None
+        place = f"rank:{owner}/{'cpu' if tensor is None else tensor.device}"
+        shards.append(ShardMetadata(list(shard.shard_offsets), list(shard.shard_sizes), place))
+        if tensor is not None:
+            mine.append(Shard(tensor, shards[-1]))
+    dtype = mine[0].tensor.dtype if mine else metadata.tensor_properties.dtype
+    return ShardedTensor._init_from_local_shards_and_global_metadata(
+        mine, sharded_tensor_metadata=ShardedTensorMetadata(shards, metadata.size, TensorProperties(dtype=dtype))
+    )
+
+
+def _map_shards(piece: ShardedTensor, change: Callable[[Tensor], Tensor]) -> ShardedTensor:
+    local = {tuple(shard.metadata.shard_offsets): change(shard.tensor.detach()) for shard in piece.local_shards()}
+    return _sharded(piece.metadata(), local)
+
+
+def _row_wise_key(key: str, columns: Columns) -> str:
+    return f"{key}[:, {columns[0]}:{columns[0] + columns[1]}]"
+
+
+def _split_row_wise(key: str) -> tuple[str, Columns | None]:
+    found = _KEY.fullmatch(key)
+    if found is None or found["start"] is None:
+        return key, None
+    start = int(found["start"])
+    return found["base"], (start, int(found["stop"]) - start)
+
+
+def _kinds(keys: Iterable[str]) -> dict[str, set[str]]:
+    """Return the kinds of state of each weight; row-wise kinds are marked, whatever their columns."""
+    kinds: dict[str, set[str]] = {}
+    for key in keys:
+        found = _KEY.fullmatch(key)
+        if found is None:
+            raise RuntimeError(f"the checkpoint has {key!r} among the states of fused optimizers. Load another one.")
+        of_weight = kinds.setdefault(found["weight"], set())
+        if found["kind"] not in _KERNEL_KINDS:
+            of_weight.add(found["kind"] if found["start"] is None else f"{found['kind']} (row-wise)")
+    return kinds
+
+
+def _overlapping(base: str, columns: Columns, saved: set[str]) -> dict[str, int]:
+    """Return the saved parts of a row-wise state that have columns in common with a range, and how many."""
+    found = {}
+    for key in sorted(key for key in saved if key.startswith(f"{base}[")):
+        of, theirs = _split_row_wise(key)
+        if of == base and theirs is not None:
+            common = min(sum(theirs), sum(columns)) - max(theirs[0], columns[0])
+            if common > 0:
+                found[key] = common
+    return found
+
+
+def _average(target: ShardedTensor, parts: Mapping[str, Tensor], weights: Mapping[str, int]) -> None:
+    """Fill row-wise state with the weighted average of states for other ranges of columns."""
+    total = sum(weights.values())
+    for rows, shard in local_parts(target):
+        if len(parts) == 1:
+            [whole] = parts.values()
+            shard.copy_(whole[rows])
+        else:
+            shard.copy_(torch.stack([parts[key][rows].double() * (weights[key] / total) for key in parts]).sum(0))
+
+
+def _kernel_setters(model: nn.Module, pieces: Mapping[str, Piece]) -> list[Callable[[], None]]:
+    """Return what gives the kernels and optimizers their counters and learning rates, once these are loaded."""
+    setters: list[Callable[[], None]] = []
+    for name, sharded in table_modules(model).items():
+        for weight_name, fused in _optimizers(name, sharded.fused_optimizer):
+            kernel = kernel_of(fused)
+            if kernel is not None and f"{weight_name}.{ITERATION}" in pieces:
+                values = [pieces[f"{weight_name}.{kind}"] for kind in _KERNEL_KINDS]
+                setters.append(partial(_set_kernel, kernel, fused, values))
+    return setters
+
+
+def _set_kernel(kernel: Any, fused: Any, values: list[Tensor]) -> None:
+    iteration, lr, applied_lr = (value.item() for value in values)
+    with torch.no_grad():
+        kernel.iter.fill_(iteration)
+        kernel.iter_cpu.fill_(iteration)
+    kernel.set_learning_rate(applied_lr)
+    for group in fused.param_groups:
+        group["lr"] = lr
+
+
+def _say_what_does_not_move(model: nn.Module, saved: set[str], averaged: set[str]) -> None:
+    """Warn of fused state that has no exact counterpart under this plan."""
+    fused = {
+        f"{name}.{key}"
+        for name, sharded in table_modules(model).items()
+        for key in sharded.state_dict()
+        if getattr(sharded.module_sharding_plan.get(key.split(".")[-2]), "compute_kernel", None)
+        not in (None, EmbeddingComputeKernel.DENSE.value)
+    }
+    new, dropped = sorted(fused - saved), sorted(saved - fused)
+    if dist.get_rank() != 0:  # every rank knows this
+        new, dropped = [], []
+    for names, what in (
+        (new, "the checkpoint has no fused optimizer state of these tables; theirs starts anew"),
+        (dropped, "the dense optimizer trains these tables now; the fused optimizer state saved for them is not used"),
+        (
+            sorted(averaged),
+            "saved in other column shards; each row's fused optimizer state is the average over them, so that "
+            "training goes on close to, and not exactly as without the change",
+        ),
+    ):
+        if names:
+            warnings.warn(f"{', '.join(names)}: {what}.", UserWarning, stacklevel=2)
+
+
+def _listed(kinds: set[str]) -> str:
+    return ", ".join(sorted(kinds)) or "no state"

@@ -1,0 +1,101 @@
+"""The process groups that a run needs beside the default one, made once for a process."""
+
+from __future__ import annotations
+
+import contextlib
+from dataclasses import dataclass
+from datetime import timedelta
+
+import torch.distributed as dist
+
+from . import gloo_alltoall
+from .consensus import GroupAgreement
+from .failures import default_store
+
+
+@dataclass(frozen=True, slots=True)
+class Groups:
+    """Groups of all ranks. On one rank there is only the default one, for the tables."""
+
+    tables: dist.ProcessGroup
+    """The tables' collectives: an early all-to-all must not queue in front of DDP's gradients, nor behind them.
+
+    And in which order a backward sends both depends on where a step first uses its rows, which may differ by rank.
+    """
+
+    lookahead: dist.ProcessGroup | None = None
+    """The input dist of coming batches."""
+
+    agreement: GroupAgreement | None = None
+    """What the ranks have to know of each other at every step, on the host."""
+
+    several_hosts: bool = False
+    """Whether there is a link between ranks, on which bytes count."""
+
+    checkpoints: dist.ProcessGroup | None = None
+    """Saving, which may go on in a thread beside training, so no other collective may get in between; on the host."""
+
+
+AGREEMENT = "agreement"
+"""Name of the group in which nothing travels but what the ranks have to know of each other."""
+
+_FAILURES = "lightning_overlap/failures"
+_Key = tuple[dist.ProcessGroup, str, timedelta, bool, int]
+_made: dict[_Key, Groups] = {}
+
+
+def join(timeout: timedelta, *, several_hosts: bool = False) -> Groups:
+    """Return the groups of this process; every rank calls this at the same point, behind a barrier.
+
+    A group has threads or communicators of its own, which stay as long as the process, and sharded modules keep
+    theirs: so the runs of a process share them. A run issues its collectives in the same order on all ranks and
+    leaves none under way. After one that failed on any rank, all make new ones.
+
+    Args:
+        timeout: Of each collective.
+        several_hosts: Whether there is a link between ranks, whose two directions are worth using at once. Within a
+            host gloo's own all-to-all is quicker: its threads make the system calls, and not the one that trains.
+    """
+    world, store = dist.group.WORLD, default_store()
+    assert world is not None
+    assert store is not None
+    if dist.get_world_size() == 1:
+        return Groups(world)
+    backend = dist.get_backend()
+    key = (world, backend, timeout, several_hosts, store.add(_FAILURES, 0))
+    if key not in _made:
+        _made.clear()
+        of_tables: str = backend
+        if backend == "gloo" and several_hosts:
+            gloo_alltoall.register()
+            of_tables = gloo_alltoall.BACKEND
+        agreement, checkpoints, tables, lookahead = (
+            dist.new_group(backend=kind, timeout=timeout, group_desc=name)
+            for kind, name in (
+                ("gloo", AGREEMENT),
+                ("gloo", "checkpoints"),
+                (of_tables, "tables"),
+                (of_tables, "lookahead"),
+            )
+        )
+        _made[key] = Groups(tables, lookahead, GroupAgreement(agreement), several_hosts, checkpoints)
+    return _made[key]
+
+
+def forget() -> None:
+    """Let the next run make new groups, on all ranks: in these, collectives may be under way that others never join.
+
+    Never raises: the store ends with the rank that keeps it.
+    """
+    with contextlib.suppress(Exception):
+        store = default_store()
+        if store is not None:
+            store.add(_FAILURES, 1)
+
+
+def timed_out(error: BaseException) -> bool:
+    """Whether a collective of gloo failed because another rank did not answer in time.
+
+    Of several that are under way at once, one is said to have timed out, the others that their pair was closed for it.
+    """
+    return any(said in str(error) for said in ("Timed out waiting", "Application timeout caused pair closure"))

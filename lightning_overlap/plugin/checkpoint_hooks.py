@@ -1,0 +1,275 @@
+"""The hooks of a strategy around checkpoints: which format is written and read, on every rank."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.plugins.io import TorchCheckpointIO
+from lightning.pytorch.strategies import DDPStrategy
+from lightning.pytorch.trainer.states import TrainerFn
+from torch.optim import Optimizer
+from typing_extensions import override
+
+from ..checkpoint import (
+    FULL,
+    SHARDED,
+    FolderSaver,
+    add_by_name,
+    by_name,
+    check_folder_path,
+    check_format,
+    discard,
+    discard_with_leftovers,
+    find,
+    gather_checkpoint,
+    is_folder,
+    lead,
+    links_to,
+    load_by_name,
+    load_file,
+    load_folder,
+    load_fused,
+    put_table_states,
+    say_what_moved,
+    table_states,
+    write_file,
+)
+from ..sparse import GradientStash, hands_out_rows, has_tables, sharded_modules
+from . import checkpoint_links
+
+_LOADERS, _LOADER = "loader_states", "combined_loader"
+"""Entry of a checkpoint with every rank's state of the data loaders, and Lightning's with this rank's."""
+_ASSIGNING_RANKS = "managed_collision_ranks"
+"""Entry of a checkpoint: on how many ranks its managed collision modules assigned rows to ids."""
+_NUM_STASHED = "num_stashed_gradients"
+"""Entry of an optimizer's state: of how many steps it is still to apply the gradients."""
+
+
+class SavesShards(DDPStrategy):
+    """Saves and loads sharded tables; a module without any as DDPStrategy does.
+
+    Args:
+        checkpoint_format: `sharded`, `full`, or None: sharded above one rank or with `async_checkpoint`.
+        async_checkpoint: Write folders beside training.
+        **kwargs: What `DDPStrategy` takes.
+
+    Raises:
+        ValueError: An unknown format, or `async_checkpoint` with `checkpoint_format="full"`.
+    """
+
+    def __init__(self, *, checkpoint_format: str | None = None, async_checkpoint: bool = False, **kwargs: Any) -> None:
+        check_format(checkpoint_format, async_checkpoint)
+        super().__init__(**kwargs)
+        self.checkpoint_format = checkpoint_format
+        self.async_checkpoint = async_checkpoint
+        self._folder_saver = FolderSaver(None)
+        self._newest: Path | None = None
+        self._stash = GradientStash()
+
+    @property
+    def checkpoint_group(self) -> dist.ProcessGroup | None:
+        """A gloo group of all ranks for checkpoints alone; None on one rank."""
+        raise NotImplementedError
+
+    def saving(self) -> AbstractContextManager[None]:
+        """Go around a save: tables and kernels are then as of the last trained batch."""
+        raise NotImplementedError
+
+    def save_through(self, group: dist.ProcessGroup | None) -> None:
+        """Write the checkpoints of this run with another group."""
+        self._folder_saver = FolderSaver(group)
+
+    @property
+    def _running_trainer(self) -> Trainer | None:
+        """The trainer whose fit or evaluation goes on, at whose end somebody waits for what is written beside it."""
+        raise NotImplementedError
+
+    def when_whole(self, action: Callable[[], None]) -> None:
+        """Do something now, or as soon as the save under way has succeeded, on this rank."""
+        self._folder_saver.when_whole(action)
+
+    @property
+    @override
+    def restore_checkpoint_after_setup(self) -> bool:
+        # Only sharded tables can take their shards; whole tables are cut up by TorchRec as they are loaded.
+        return self.model is not None and has_tables(self.model)
+
+    @override
+    def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
+        state = super().optimizer_state(optimizer)
+        module = self.lightning_module
+        if module is None or not sharded_modules(module):
+            return state
+        named = by_name(optimizer, state, module)
+        if self._stash.num(optimizer) and "state" in named:
+            add_by_name(named, optimizer, self._stash.as_state(optimizer), module)
+            named[_NUM_STASHED] = self._stash.num(optimizer)
+        return named
+
+    @override
+    def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
+        module = self.lightning_module
+        if module is None or not sharded_modules(module):
+            super().save_checkpoint(checkpoint, filepath, storage_options)
+            return
+        self._folder_saver.wait()  # it uses the group that all of the following does
+        with self.saving():
+            self._save(module, checkpoint, self.broadcast(filepath), storage_options)
+
+    def _save(self, module: LightningModule, checkpoint: dict[str, Any], filepath: Any, storage_options: Any) -> None:
+        _gather_loader_states(checkpoint, self.checkpoint_group)
+        if hands_out_rows(module):
+            if self._saved_format == FULL:
+                raise ValueError(
+                    "checkpoint_format='full' cannot hold managed collision modules: each shard assigns rows to the "
+                    "ids that its rank gets, which TorchRec loads from shards only. Take checkpoint_format='sharded'."
+                )
+            checkpoint[_ASSIGNING_RANKS] = self.world_size
+        path, resumable = Path(filepath), "optimizer_states" in checkpoint
+        if self._saved_format == FULL:
+            content = gather_checkpoint(checkpoint, module, self.checkpoint_group)
+            if _is_plain_file(filepath, storage_options, self.checkpoint_io):
+                first = self._first_last(path) if resumable else None
+                write_file(content, path, self.checkpoint_group, also=first)
+                self._take_newest(path, resumable)
+            else:
+                super().save_checkpoint(content or {}, filepath, storage_options)
+            return
+        check_folder_path(filepath, storage_options)
+        asynchronous = self.async_checkpoint and self._running_trainer is not None  # else nobody would wait for it
+        first = self._first_last(path) if resumable else None
+        self._folder_saver.save(checkpoint, path, module, asynchronous=asynchronous, also=first)
+        self._take_newest(path, resumable)
+
+    def _first_last(self, path: Path) -> Path | None:
+        """Return a second name for what is saved, if "last" would find nothing else until it is saved once more."""
+        for bridge, is_last in checkpoint_links.bridges(self._running_trainer, path):
+            found = path.parent.glob(f"{bridge.name.partition('.new')[0]}*{bridge.suffix}")
+            if not is_last and not any(other.exists() for other in found):
+                return bridge
+        return None
+
+    def _take_newest(self, path: Path, resumable: bool) -> None:
+        """Let "last" find what was saved, as soon as it is whole; on rank 0."""
+        self._newest = path  # whole, as soon as `when_whole` does something
+        for bridge, is_last in checkpoint_links.bridges(self._running_trainer, path) if self.is_global_zero else []:
+            if is_last:
+                self.when_whole(partial(discard, bridge))
+            elif resumable:
+                self.when_whole(partial(lead, bridge, path))
+
+    @property
+    def _saved_format(self) -> str:
+        if self.checkpoint_format is not None:
+            return self.checkpoint_format
+        assert self.lightning_module is not None
+        whole = self.world_size == 1 and not self.async_checkpoint and not hands_out_rows(self.lightning_module)
+        return FULL if whole else SHARDED
+
+    @override
+    def remove_checkpoint(self, filepath: Any) -> None:
+        # Not before the one that takes its place is whole.
+        if not _is_plain_file(filepath, None, self.checkpoint_io):
+            self._folder_saver.when_whole(partial(super().remove_checkpoint, filepath))
+        elif self.is_global_zero:
+            stems = checkpoint_links.stems(self._running_trainer)
+            self._folder_saver.when_whole(partial(_remove, Path(filepath), self._newest, stems))
+
+    @override
+    def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
+        self._folder_saver.wait()
+        checkpoint_path = self.broadcast(checkpoint_path)
+        if not (_is_plain_file(checkpoint_path, None, self.checkpoint_io) or is_folder(Path(checkpoint_path))):
+            # Lightning 2.5 has no such argument.
+            checkpoint = super().load_checkpoint(checkpoint_path, *([] if weights_only is None else [weights_only]))
+            return _take_loader_state(checkpoint, self.checkpoint_group)
+        path = find(Path(checkpoint_path))
+        if not is_folder(path):
+            return _take_loader_state(load_file(path, weights_only=weights_only), self.checkpoint_group)
+        module = self.lightning_module
+        assert module is not None
+        checkpoint = load_folder(
+            path,
+            module,
+            self.checkpoint_group,
+            weights_only=weights_only,
+            strict=module.strict_loading,
+            with_optimizers=self._is_fitting(),
+        )
+        return _take_loader_state(checkpoint, self.checkpoint_group)
+
+    @override
+    def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
+        num_ranks = checkpoint.get(_ASSIGNING_RANKS, self.world_size)
+        if num_ranks != self.world_size:
+            raise RuntimeError(
+                f"the checkpoint has managed collision modules of {num_ranks} ranks, this run has {self.world_size}: "
+                "the ids would be looked up in shards that did not assign their rows. Load it on as many ranks."
+            )
+        try:
+            super().load_model_state_dict(checkpoint, strict)
+        except RuntimeError as err:
+            err.add_note("The checkpoint is of a module with other tables or another dense part than this one.")
+            raise
+        assert self.lightning_module is not None
+        if self._is_fitting() and sharded_modules(self.lightning_module):
+            load_fused(checkpoint, self.lightning_module, self.checkpoint_group)
+
+    @override
+    def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
+        module = self.lightning_module
+        assert module is not None
+        states = checkpoint["optimizer_states"]
+        put_table_states(table_states(checkpoint, module), states)
+        moved = [load_by_name(*pair, module) for pair in zip(self.optimizers, states, strict=False)]
+        for optimizer, state in zip(self.optimizers, states, strict=False):
+            self._stash.take_from(optimizer, state.get(_NUM_STASHED, 0))
+        if self.is_global_zero:
+            say_what_moved({table for tables in moved for table in tables})
+
+    def _is_fitting(self) -> bool:
+        return self.lightning_module is not None and self.lightning_module.trainer.state.fn == TrainerFn.FITTING
+
+
+def _gather_loader_states(checkpoint: dict[str, Any], group: dist.ProcessGroup | None) -> None:
+    """Add every rank's state of the data loaders: rank 0 alone writes what is not sharded."""
+    state = _fit_loop(checkpoint).get(_LOADER)
+    states = [state]
+    if group is not None:
+        states = [None] * group.size()
+        dist.all_gather_object(states, state, group=group)
+    if any(states):
+        checkpoint[_LOADERS] = states
+
+
+def _take_loader_state(checkpoint: dict[str, Any], group: dist.ProcessGroup | None) -> dict[str, Any]:
+    """Give this rank the state of its own data loaders, if there were as many ranks; else all get rank 0's."""
+    states = checkpoint.pop(_LOADERS, [])
+    rank, num_ranks = (0, 1) if group is None else (group.rank(), group.size())
+    if len(states) == num_ranks:
+        _fit_loop(checkpoint)[_LOADER] = states[rank] or []
+    return checkpoint
+
+
+def _fit_loop(checkpoint: dict[str, Any]) -> dict[str, Any]:
+    state: dict[str, Any] = checkpoint.get("loops", {}).get("fit_loop", {}).get("state_dict", {})
+    return state
+
+
+def _remove(path: Path, newest: Path | None, stems: set[str]) -> None:
+    """Remove a checkpoint; the links to the last one that lead to it lead to the newest from now on."""
+    if newest is not None and newest != path:
+        for link in links_to(path, stems):
+            lead(link, newest)
+    discard_with_leftovers(path)
+
+
+def _is_plain_file(path: Any, storage_options: Any, checkpoint_io: Any) -> bool:
+    """Whether a file is written and read here: local, and no plugin of the user's has a say."""
+    return "://" not in str(path) and storage_options is None and type(checkpoint_io) is TorchCheckpointIO

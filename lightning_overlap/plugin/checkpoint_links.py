@@ -1,0 +1,88 @@
+"""`ModelCheckpoint(save_last=...)`: what "last" finds is the newest whole checkpoint at any time.
+
+With "link", Lightning removes the link and makes a new one, at once, whether or not what it leads to is written
+already; and it removes the checkpoint that the link leads to before it does so. With True, it saves a checkpoint under
+its own name first, and then once more as the last one: until that one is whole, a link `last.new.ckpt` leads to the
+first, which Lightning's search for "last" finds as well.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator, Mapping
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from lightning.pytorch import Trainer
+from lightning.pytorch.callbacks import ModelCheckpoint
+
+from ..checkpoint import discard, lead
+from ..versions import check_names
+
+PRIVATE_NAMES: Mapping[str, tuple[str, ...]] = {"ModelCheckpoint": ("_link_checkpoint",)}
+"""What this file uses of Lightning beyond its public interface, by the class that has it."""
+
+WhenWhole = Callable[[Callable[[], None]], None]
+"""Does something when the save under way, if any, has succeeded."""
+
+
+def install(trainer: Trainer, when_whole: WhenWhole) -> None:
+    """Let the callbacks of a trainer link when what the link leads to is whole; classes of the user's do as they like.
+
+    Args:
+        trainer: Whose checkpoint callbacks.
+        when_whole: What makes the links.
+    """
+    check_names("lightning", PRIVATE_NAMES, {"ModelCheckpoint": ModelCheckpoint})
+    for callback in _linking(trainer):
+        if type(callback)._link_checkpoint is ModelCheckpoint._link_checkpoint:
+            callback._link_checkpoint = partial(_link, when_whole)  # type: ignore[method-assign]
+
+
+def uninstall(trainer: Trainer) -> None:
+    """Give the callbacks Lightning's own way back."""
+    for callback in _linking(trainer):
+        vars(callback).pop("_link_checkpoint", None)
+
+
+def stems(trainer: Trainer | None) -> set[str]:
+    """Return how the names of last checkpoints begin."""
+    return {callback.CHECKPOINT_NAME_LAST for callback in _keeping_last(trainer)}
+
+
+def bridges(trainer: Trainer | None, path: Path) -> list[tuple[Path, bool]]:
+    """Return the links that "last" finds in the place of a last checkpoint that is not whole yet.
+
+    Args:
+        trainer: Whose checkpoint callbacks.
+        path: What is being saved.
+
+    Returns:
+        For each callback that saves in this folder: the link, and whether `path` is a last checkpoint itself.
+    """
+    found = {}
+    for callback in _keeping_last(trainer):
+        stem = callback.CHECKPOINT_NAME_LAST
+        if callback.dirpath is not None and Path(callback.dirpath).absolute() == path.absolute().parent:
+            found[path.with_name(f"{stem}.new{callback.FILE_EXTENSION}")] = path.name.startswith(stem)
+    return list(found.items())
+
+
+def _keeping_last(trainer: Trainer | None) -> Iterator[ModelCheckpoint]:
+    for callback in [] if trainer is None else trainer.checkpoint_callbacks:
+        if isinstance(callback, ModelCheckpoint) and callback.save_last:
+            yield callback
+
+
+def _linking(trainer: Trainer) -> Iterator[ModelCheckpoint]:
+    return (callback for callback in _keeping_last(trainer) if callback.save_last == "link")
+
+
+def _link(when_whole: WhenWhole, trainer: Trainer, filepath: Any, linkpath: Any) -> None:
+    path, link = Path(os.path.abspath(filepath)), Path(os.path.abspath(linkpath))
+    if trainer.is_global_zero and path != link:
+        when_whole(partial(lead, link, path))
+        for bridge, _ in bridges(trainer, link):
+            when_whole(partial(discard, bridge))
+    trainer.strategy.barrier()

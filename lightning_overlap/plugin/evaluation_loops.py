@@ -1,0 +1,324 @@
+"""Lightning's evaluation loops with a lookahead: `validate`, `test`, `predict`, and validation inside a fit.
+
+As in `loop.py` the live loop objects get a class that mixes in what changes. Names of Lightning that start with an
+underscore are listed in `PRIVATE_NAMES`; a test names each.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+from lightning.pytorch import Trainer
+from lightning.pytorch.loops.evaluation_loop import _EvaluationLoop
+from lightning.pytorch.loops.fetchers import _DataFetcher, _PrefetchDataFetcher
+from lightning.pytorch.loops.prediction_loop import _PredictionLoop
+from lightning.pytorch.strategies import DDPStrategy
+from typing_extensions import override
+
+from ..runtime import Executor, InFlightBatch
+from ..schedules import Stage
+from ..sparse import SparsePipeline
+from ..versions import check_names
+from . import sigterm
+from .fit_loop import ExecutorFactory, LookaheadFetcher, Ticket, mix_in, stage_batch, take_out
+
+PRIVATE_NAMES: Mapping[str, tuple[str, ...]] = {
+    "lightning.pytorch.loops.evaluation_loop": ("_EvaluationLoop",),
+    "lightning.pytorch.loops.prediction_loop": ("_PredictionLoop",),
+    "lightning.pytorch.loops.fetchers": ("_DataFetcher", "_PrefetchDataFetcher"),
+    "_EvaluationLoop": (
+        "_build_kwargs",
+        "_build_step_args_from_hook_kwargs",
+        "_data_fetcher",
+        "_evaluation_step",
+        "_is_sequential",
+        "_verify_dataloader_idx_requirement",
+    ),
+    "_PredictionLoop": (
+        "_build_kwargs",
+        "_build_step_args_from_hook_kwargs",
+        "_data_fetcher",
+        "_predict_step",
+        "_return_predictions",
+        "_store_data_for_prediction_writer",
+        "_verify_dataloader_idx_requirement",
+    ),
+}
+"""What this file uses of Lightning beyond its public interface, by the module or class that has it."""
+
+
+class Evaluations:
+    """The evaluations of a run: for each step a pipeline of its own, which training's does not see.
+
+    Args:
+        make_pipeline: Makes the pipeline of a step, when it first runs.
+        make_executor: Makes the executor of one evaluation.
+    """
+
+    def __init__(
+        self,
+        make_pipeline: Callable[[str], SparsePipeline],
+        make_executor: Callable[[LookaheadFetcher, SparsePipeline], Executor],
+    ) -> None:
+        self._make_pipeline = make_pipeline
+        self._make_executor = make_executor
+        self._pipelines: dict[str, SparsePipeline] = {}
+        self._pipeline: SparsePipeline | None = None
+        self._executor: Executor | None = None
+
+    def begin(self, step: str) -> None:
+        """Serve the calls of a step; what is in flight for training waits as it is."""
+        if step not in self._pipelines:
+            self._pipelines[step] = self._make_pipeline(step)
+        self._pipeline = self._pipelines[step]
+        self._pipeline.attach()
+
+    def make_executor(self, fetcher: LookaheadFetcher) -> Executor:
+        """Make the executor of the evaluation that has begun."""
+        assert self._pipeline is not None, "an evaluation begins with the strategy's hook"
+        self._executor = self._make_executor(fetcher, self._pipeline)
+        return self._executor
+
+    def end(self) -> None:
+        """Complete what was started for batches that are not evaluated, on all ranks alike."""
+        if self._executor is not None:
+            self._executor.drain()
+        self.abandon()
+
+    def abandon(self) -> None:
+        """Drop everything in flight at once, without a collective."""
+        if self._executor is not None:
+            self._executor.abandon()
+            self._executor = None
+        if self._pipeline is not None:
+            self._pipeline.detach()
+            self._pipeline = None
+
+
+def run_step(step: Callable[..., Any], *args: Any) -> Any:
+    """Run the user's step of an evaluation, with early rows if its batch was looked ahead."""
+    if not (args and isinstance(args[0], Ticket)):
+        return step(*args)
+    [ticket] = args
+    with ticket.executor.forward():
+        output = step(*ticket.arguments)
+    ticket.executor.reach(Stage.DENSE_FORWARD)
+    return output
+
+
+class EvaluatesAhead(DDPStrategy):
+    """The hooks of a strategy around evaluations; without `_evaluations` it is DDPStrategy."""
+
+    _evaluations: Evaluations | None = None
+
+    @override
+    def validation_step(self, *args: Any, **kwargs: Any) -> Any:
+        return run_step(partial(super().validation_step, **kwargs), *args)
+
+    @override
+    def test_step(self, *args: Any, **kwargs: Any) -> Any:
+        return run_step(partial(super().test_step, **kwargs), *args)
+
+    @override
+    def predict_step(self, *args: Any, **kwargs: Any) -> Any:
+        return run_step(partial(super().predict_step, **kwargs), *args)
+
+    @override
+    def on_validation_start(self) -> None:
+        super().on_validation_start()
+        self._begin_evaluation("validation_step")
+
+    @override
+    def on_test_start(self) -> None:
+        super().on_test_start()
+        self._begin_evaluation("test_step")
+
+    @override
+    def on_predict_start(self) -> None:
+        super().on_predict_start()
+        self._begin_evaluation("predict_step")
+
+    @override
+    def on_validation_end(self) -> None:
+        self._end_evaluation()
+        super().on_validation_end()
+
+    @override
+    def on_test_end(self) -> None:
+        self._end_evaluation()
+        super().on_test_end()
+
+    @override
+    def on_predict_end(self) -> None:
+        self._end_evaluation()
+        super().on_predict_end()
+
+    def _begin_evaluation(self, step: str) -> None:
+        if self._evaluations is not None:
+            self._evaluations.begin(step)
+
+    def _end_evaluation(self) -> None:
+        if self._evaluations is not None:
+            self._evaluations.end()
+
+
+class EvaluationFetcher(LookaheadFetcher):
+    """Gives an evaluation loop staged batches, numbered as its loader numbers them.
+
+    Args:
+        inner: The stock fetcher.
+        trainer: The trainer that evaluates.
+        make_executor: Makes the executor, when the first batch is asked for.
+        arguments: Returns the arguments of the user's step for (batch, batch_idx, dataloader_idx).
+    """
+
+    def __init__(
+        self,
+        inner: _DataFetcher,
+        trainer: Trainer,
+        make_executor: ExecutorFactory,
+        arguments: Callable[[Any, int, int], tuple[Any, ...]],
+    ) -> None:
+        super().__init__(inner, trainer, make_executor)
+        self._step_arguments = arguments
+
+    @override
+    def _arguments(self) -> tuple[Any, ...]:
+        return self._step_arguments(self._batch, self._batch_idx, self._dataloader_idx)
+
+    @override
+    def _number(self, inflight: InFlightBatch) -> int:
+        return inflight.batch_idx
+
+    @override
+    def _stage(self, batch: Any, dataloader_idx: int) -> Any:
+        return stage_batch(self._trainer, batch, dataloader_idx)
+
+    @override
+    def _is_skipped(self, batch: Any) -> bool:
+        return False
+
+    @override
+    def _num_batches_left(self) -> float:
+        return float("inf")
+
+    @override
+    def _note_state(self, index: int) -> None:
+        """Do nothing: no checkpoint holds the position of an evaluation."""
+
+    @override
+    def _loader_states(self) -> Any:
+        return None
+
+
+class _LookaheadMixin:
+    """What the two evaluation loops have in common."""
+
+    _make_executor: ExecutorFactory
+    _data_fetcher: _DataFetcher | None
+    trainer: Trainer
+
+    def _look_ahead(self, arguments: Callable[[Any, int, int], tuple[Any, ...]]) -> None:
+        """Take over the fetcher. A module that takes `dataloader_iter` does its own fetching."""
+        fetcher = self._data_fetcher
+        if type(fetcher) is _PrefetchDataFetcher:
+            self._data_fetcher = EvaluationFetcher(fetcher, self.trainer, self._make_executor, arguments)
+
+    @contextmanager
+    def _stock_fetcher(self) -> Iterator[None]:
+        """Show Lightning its own fetcher: what it asks of the user depends on the kind."""
+        fetcher = self._data_fetcher
+        if isinstance(fetcher, EvaluationFetcher):
+            self._data_fetcher = fetcher.inner
+        try:
+            yield
+        finally:
+            self._data_fetcher = fetcher
+
+    def _stop_together(self) -> None:
+        """Leave after the same step on all ranks when one of them has received SIGTERM."""
+        fetcher = self._data_fetcher
+        executor = fetcher.executor if isinstance(fetcher, EvaluationFetcher) else None
+        if executor is not None and executor.stop_agreed and not executor.is_last:
+            sigterm.leave(self.trainer)
+
+
+class _EvaluationLoopMixin(_LookaheadMixin, _EvaluationLoop):
+    @override
+    def reset(self) -> None:
+        super().reset()
+        self._look_ahead(self._step_arguments)
+
+    def _step_arguments(self, batch: Any, batch_idx: int, dataloader_idx: int) -> tuple[Any, ...]:
+        several = self._is_sequential and self.num_dataloaders > 1
+        kwargs = self._build_kwargs(batch, batch_idx, dataloader_idx if several else None)
+        step = "test_step" if self.trainer.testing else "validation_step"
+        return self._build_step_args_from_hook_kwargs(kwargs, step)
+
+    @override
+    def _evaluation_step(self, *args: Any) -> None:
+        super()._evaluation_step(*args)
+        self._stop_together()
+
+    @override
+    def _verify_dataloader_idx_requirement(self) -> None:
+        with self._stock_fetcher():
+            super()._verify_dataloader_idx_requirement()
+
+
+class _PredictionLoopMixin(_LookaheadMixin, _PredictionLoop):
+    @override
+    def reset(self) -> None:
+        super().reset()
+        self._look_ahead(self._step_arguments)
+
+    def _step_arguments(self, batch: Any, batch_idx: int, dataloader_idx: int) -> tuple[Any, ...]:
+        kwargs = self._build_kwargs(batch, batch_idx, dataloader_idx if self.num_dataloaders > 1 else None)
+        return self._build_step_args_from_hook_kwargs(kwargs, "predict_step")
+
+    @override
+    def _predict_step(self, batch: Any, batch_idx: int, dataloader_idx: int, dataloader_iter: Any) -> None:
+        returned = self._return_predictions
+        if isinstance(self._data_fetcher, EvaluationFetcher):
+            # The stock loop leaves the prediction writers out where it does not transfer the batch itself.
+            wanted = self._store_data_for_prediction_writer(batch_idx, dataloader_idx)
+            self._return_predictions = returned or wanted
+        try:
+            super()._predict_step(batch, batch_idx, dataloader_idx, dataloader_iter)
+        finally:
+            self._return_predictions = returned
+        self._stop_together()
+
+    @override
+    def _verify_dataloader_idx_requirement(self) -> None:
+        with self._stock_fetcher():
+            super()._verify_dataloader_idx_requirement()
+
+
+def _loops(trainer: Trainer) -> list[tuple[Any, type[_LookaheadMixin]]]:
+    evaluations = [trainer.fit_loop.epoch_loop.val_loop, trainer.validate_loop, trainer.test_loop]
+    return [*((loop, _EvaluationLoopMixin) for loop in evaluations), (trainer.predict_loop, _PredictionLoopMixin)]
+
+
+def install(trainer: Trainer, make_executor: ExecutorFactory) -> None:
+    """Give the trainer's live evaluation loops the lookahead."""
+    check_names(
+        "lightning", PRIVATE_NAMES, {"_EvaluationLoop": trainer.validate_loop, "_PredictionLoop": trainer.predict_loop}
+    )
+    for loop, mixin in _loops(trainer):
+        mix_in(loop, mixin)
+        loop._make_executor = make_executor
+
+
+def uninstall(trainer: Trainer) -> None:
+    """Give the loops their own classes back; in-flight work of a fetcher that is still there is dropped."""
+    for loop, mixin in _loops(trainer):
+        if isinstance(loop, mixin):
+            fetcher = loop._data_fetcher
+            if isinstance(fetcher, EvaluationFetcher) and fetcher.executor is not None:
+                fetcher.executor.abandon()
+            del loop._make_executor
+            take_out(loop)

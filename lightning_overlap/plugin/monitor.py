@@ -1,0 +1,300 @@
+"""`OverlapMonitor`: how much of the lookup and of the communication was hidden, in the log and at the end."""
+
+from __future__ import annotations
+
+import math
+import time
+import warnings
+from contextlib import ExitStack
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from lightning.pytorch import Callback, LightningModule, Trainer
+from typing_extensions import override
+
+from ..profiling import Account, HostSync, SpanRecorder, account, mean, record_host_syncs, report
+from ..sparse import StaleCounts, StaleRows
+from .fit_loop import logged_step
+from .strategy import OverlapEmbeddingStrategy
+
+NUM_WATCHED = 2
+"""Steps of a measurement: what the second one uses was issued in the first."""
+
+WARM_UP = 3
+"""Steps before the first measurement: the schedule fills, allocators and caches warm up."""
+
+
+MAX_COST = 0.005
+"""Share of the time that measuring may take, where the user leaves the choice."""
+
+
+KEPT = 25
+"""Where the user leaves the choice, the ids of no more than one step in so many are kept, to count stale rows."""
+
+
+@dataclass(slots=True)
+class _Pending:
+    recorder: SpanRecorder
+    step: int
+    num_in_flight: int
+
+
+class OverlapMonitor(Callback):
+    """Measures one step in a while: what was hidden and exposed, by stage; what limits the step; who is slowest.
+
+    Clocks go around stages and collectives: the host's on a CPU, timing events on CUDA, which are read once they are
+    over. Nothing makes the host wait. The values go to every logger and, as `hidden`, to the progress bar; the end of
+    `fit` prints a table. In a mode with a staleness it also counts, over all ranks, which share of the rows that a step
+    looks up an update was still to come for (`overlap/stale_rows/<table>`).
+
+    Args:
+        every_n_steps: Measure one step in so many; None: as often as the Trainer logs, or seldom enough for that to
+            take less than half a percent of the time. All ranks count stale rows in the same steps: one in so many;
+            None: one in 25 times `staleness + 1`, or as seldom as the Trainer logs.
+        audit: Count the host-device syncs of one step, each with its stage and source line. That one step is slow.
+        table: Print the closing table.
+
+    Raises:
+        ValueError: `every_n_steps` leaves no steps in between.
+    """
+
+    def __init__(self, every_n_steps: int | None = None, *, audit: bool = True, table: bool = True) -> None:
+        if every_n_steps is not None and every_n_steps <= NUM_WATCHED:
+            raise ValueError(
+                f"every_n_steps must be more than {NUM_WATCHED}, the steps that one measurement takes, "
+                f"got {every_n_steps}."
+            )
+        self._every_n_steps = every_n_steps
+        self._audit_wanted = audit
+        self._table = table
+        self._reset()
+
+    def _reset(self) -> None:
+        self.accounts: list[Account] = []
+        """What was measured so far, one account a step."""
+        self.syncs: list[HostSync] | None = None
+        """The host syncs of the step that was audited; None before it."""
+        self.stale_rows: dict[str, tuple[int, int]] = {}
+        """Rows read stale and rows read by table, over all ranks, in all steps that were counted so far."""
+        self.own_ms = 0.0
+        """What this callback took by itself, in all."""
+        self._stale: _StaleSteps | None = None
+        self._num_steps = 0
+        self._next = WARM_UP
+        self._recorder: SpanRecorder | None = None
+        self._pending: list[_Pending] = []
+        self._audit: ExitStack | None = None
+        self._audited: list[HostSync] = []
+
+    @override
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._reset()
+        self._strategy = trainer.strategy if isinstance(trainer.strategy, OverlapEmbeddingStrategy) else None
+        if self._strategy is None or self._strategy.streams is None:
+            self._strategy = None
+            warnings.warn(
+                f"OverlapMonitor has nothing to measure: {type(trainer.strategy).__name__} runs no sparse pipeline "
+                "here. It takes OverlapEmbeddingStrategy and a module with TorchRec tables.",
+                UserWarning,
+                stacklevel=2,
+            )
+        log_every = getattr(trainer, "log_every_n_steps", 0)
+        self._every = self._every_n_steps or max(log_every, NUM_WATCHED + 1)
+        rows = None if self._strategy is None else self._strategy.stale_rows()
+        if rows is not None:
+            self._stale = _StaleSteps(rows, self._every_n_steps, log_every)
+
+    @override
+    def on_train_batch_end(
+        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        if self._strategy is None:
+            return
+        start = time.perf_counter()
+        self._num_steps += 1
+        if self._recorder is not None:
+            self._recorder.step()
+            if self._recorder.num_steps == NUM_WATCHED:
+                self._stop(trainer)
+        elif self._num_steps >= self._next and not self._audit_is_due:
+            self._start()
+        if self._stale is not None:
+            self._stale.step(self._num_steps, not self._audit_is_due, logged_step(trainer))
+        self._harvest(trainer, pl_module)
+        self.own_ms += (time.perf_counter() - start) * 1e3
+
+    def _start(self) -> None:
+        assert self._strategy is not None
+        assert self._strategy.streams is not None
+        self._recorder = SpanRecorder(self._strategy.streams)
+        self._recorder.start()
+        self._strategy.watch(self._recorder)
+        self._recorder.step()
+
+    def _stop(self, trainer: Trainer) -> None:
+        assert self._recorder is not None
+        assert self._strategy is not None
+        self._recorder.stop()
+        self._strategy.watch(None)
+        self._plan_next()
+        self._pending.append(_Pending(self._recorder, logged_step(trainer), self._strategy.num_in_flight))
+        self._recorder = None
+
+    def _plan_next(self) -> None:
+        """Choose the next step to measure: as asked for, else so that all this stays a small part of a step."""
+        cost_ms = self.own_ms / max(1, len(self.accounts))
+        step_ms = mean(self.accounts).step_ms if self.accounts else float("inf")
+        enough = 0 if self._every_n_steps else math.ceil(cost_ms / (MAX_COST * step_ms))
+        self._next = self._num_steps + max(self._every, enough) - NUM_WATCHED
+
+    def _harvest(self, trainer: Trainer, pl_module: LightningModule | None) -> None:
+        """Account for the measurements that the device is done with."""
+        while self._pending and self._pending[0].recorder.over:
+            pending = self._pending.pop(0)
+            result = account(pending.recorder.spans(), pending.recorder.windows()[-1])
+            self.accounts.append(result)
+            values = {f"overlap/{name}": value for name, value in report.metrics(result).items()}
+            values["overlap/batches_in_flight"] = float(pending.num_in_flight)
+            if self.syncs is not None:
+                values["overlap/host_syncs"] = float(len(self.syncs))
+            for logger in trainer.loggers:
+                logger.log_metrics(values, step=pending.step)
+            if pl_module is not None and not trainer.barebones:
+                # On the host: a tensor on the device would be read back by the bar.
+                hidden = torch.tensor(values["overlap/hidden_fraction"])
+                pl_module.log("hidden", hidden, prog_bar=True, logger=False, on_step=True, on_epoch=False)
+        for rows, step in () if self._stale is None else self._stale.take():
+            for table, (stale, read) in rows.items():
+                before = self.stale_rows.get(table, (0, 0))
+                self.stale_rows[table] = before[0] + stale, before[1] + read
+            shares = {f"overlap/stale_rows/{table}": stale / read for table, (stale, read) in rows.items()}
+            for logger in trainer.loggers:
+                logger.log_metrics(shares, step=step)
+
+    # -- the audit ----------------------------------------------------------------------------------------------
+
+    @override
+    def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
+        if self._strategy is None:
+            return
+        self._end_audit()
+        # Before the first measurement: on a CPU, what that gives the progress bar would look like one more sync.
+        if self._audit_is_due and self._num_steps >= WARM_UP:
+            self._begin_audit()
+
+    @property
+    def _audit_is_due(self) -> bool:
+        return self._audit_wanted and self.syncs is None
+
+    def _begin_audit(self) -> None:
+        assert self._strategy is not None
+        assert self._strategy.streams is not None
+        recorder = SpanRecorder(self._strategy.streams)
+        self._audit = ExitStack()
+        self._strategy.watch(recorder)
+        self._audited = self._audit.enter_context(record_host_syncs(lambda: _name(recorder)))
+
+    def _end_audit(self) -> None:
+        if self._audit is not None:
+            assert self._strategy is not None
+            self._audit.close()
+            self._audit = None
+            self._strategy.watch(None)
+            device = self._strategy.root_device.type
+            self.syncs = [sync for sync in self._audited if sync.device == device and not sync.reads_host]
+
+    # -- the end ------------------------------------------------------------------------------------------------
+
+    @override
+    def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._forget()  # a step with a validation in it is no steady one
+
+    @override
+    def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._forget()
+
+    @override
+    def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
+        self._forget()
+
+    def _forget(self) -> None:
+        """Give up a measurement that is under way."""
+        if self._audit is not None:
+            self._end_audit()
+            self.syncs = None  # to be done again
+        if self._recorder is not None:
+            self._recorder.stop()
+            self._recorder = None
+            self._next = self._num_steps + 1
+            if self._strategy is not None:
+                self._strategy.watch(None)
+
+    @override
+    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._forget()
+        strategy = self._strategy
+        if strategy is None:
+            return
+        if self._pending and strategy.root_device.type == "cuda":
+            torch.cuda.synchronize(strategy.root_device)  # training is over
+        if self._stale is not None:
+            self._stale.wait()
+        self._harvest(trainer, None)
+        mine = mean(self.accounts) if self.accounts else None
+        ranks = strategy.gather((mine, report.sync_lines(self.syncs or (), strategy.root_device.type == "cuda")))
+        measured = [one for one, _ in ranks if one is not None]
+        if not (trainer.is_global_zero and self._table):
+            return
+        if len(measured) < len(ranks):
+            print(
+                f"Overlap: not measured. That takes {WARM_UP} steps to warm up, 2 to find host syncs and {NUM_WATCHED} "
+                f"more without a validation in between; training had {self._num_steps} in all."
+            )
+            return
+        title = f"{strategy.schedule.name}, stream {strategy.stream}"
+        lines = ranks[0][1] if self.syncs is not None else []
+        print(report.closing_table(measured, len(self.accounts), title, lines, self.stale_rows), flush=True)
+
+
+class _StaleSteps:
+    """Chooses the steps whose stale rows are counted, on all ranks the same ones.
+
+    Args:
+        rows: Counts.
+        every: Steps from one to the next; None leaves the choice.
+        at_least: How many it leaves out at least then.
+    """
+
+    def __init__(self, rows: StaleRows, every: int | None, at_least: int) -> None:
+        self._rows = rows
+        self._every, self._at_least = every, at_least
+        self._next = WARM_UP
+        self._pending: list[tuple[StaleCounts, int]] = []
+
+    def step(self, num_steps: int, may_count: bool, logged: int) -> None:
+        """A step is over, the one of this number; the loggers call it `logged`."""
+        if num_steps >= self._next and may_count:
+            counts = self._rows.count()
+            if counts is not None:
+                self._pending.append((counts, logged))
+                self._next = num_steps + (self._every or max(self._at_least, KEPT * (self._rows.staleness + 1)))
+        staleness = self._rows.staleness  # so many lookups, and one more, make a count
+        self._rows.keep_ids(staleness > 0 and num_steps >= self._next - staleness - 1)
+
+    def take(self) -> list[tuple[dict[str, tuple[int, int]], int]]:
+        """Return the counts that have become known since, each with its step."""
+        known = []
+        while self._pending and self._pending[0][0].over:
+            counts, step = self._pending.pop(0)
+            known.append((counts.read(), step))
+        return known
+
+    def wait(self) -> None:
+        """Wait for those under way."""
+        for counts, _ in self._pending:
+            counts.wait()
+
+
+def _name(recorder: SpanRecorder) -> str:
+    return "" if recorder.stage is None else str(recorder.stage[0])

@@ -1,0 +1,208 @@
+"""A strategy that is copied, pickled, or starts processes by `spawn` or `fork`: what goes along and what comes back.
+
+What belongs to a run stays where it is. Of a fit in started processes the parent gets what Lightning's launcher gives
+back, and whole tables: its own module is not sharded.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.strategies import DDPStrategy
+from lightning.pytorch.strategies.launchers.multiprocessing import _MultiProcessingLauncher
+from lightning.pytorch.trainer.states import TrainerFn
+from torch import Tensor, nn
+from torchrec.modules.mc_embedding_modules import BaseManagedCollisionEmbeddingCollection
+from typing_extensions import override
+
+from ..checkpoint import gather
+from ..sparse import apply_table_optimizers, find_tables, has_tables, sharded_modules, table_optimizers
+
+PRIVATE_NAMES: Mapping[str, tuple[str, ...]] = {
+    "lightning.pytorch.strategies.launchers.multiprocessing": ("_MultiProcessingLauncher",),
+    "_MultiProcessingLauncher": ("_collect_rank_zero_results", "_start_method", "_strategy"),
+    "DDPStrategy": ("_configure_launcher", "_launcher", "_lightning_module", "_model", "_optimizers", "_start_method"),
+}
+"""What this file uses of Lightning beyond its public interface, by the module or class that has it."""
+
+_TABLE_OPTIMIZERS = "table_optimizers"
+"""Entry of a copy's state: what is applied in backward to the tables of its module."""
+
+
+class StartsProcesses(DDPStrategy):
+    """A strategy that can be copied and pickled, and that gives whole tables back to the process that started it."""
+
+    _parents_state: frozenset[str] | None = None
+    """Of a fit in started processes: what the state of the parent's module consists of, by name."""
+
+    def forget_run(self) -> None:
+        """Set all that belongs to a run to what it is before the first one. Nothing of it goes along with a copy."""
+        raise NotImplementedError
+
+    @property
+    def checkpoint_group(self) -> dist.ProcessGroup | None:
+        """A gloo group of all ranks; None on one rank."""
+        raise NotImplementedError
+
+    @override
+    def __getstate__(self) -> dict[str, Any]:
+        new = object.__new__(type(self))
+        new.forget_run()
+        state = {name: value for name, value in super().__getstate__().items() if name not in vars(new)}
+        module = self.lightning_module
+        if module is not None and sharded_modules(module):
+            # The shards stay, so that neither module nor optimizers are of use: the copy is a trainer without a module.
+            return state | {"_lightning_module": None, "_model": None, "_optimizers": [], "lr_scheduler_configs": []}
+        return state | {_TABLE_OPTIMIZERS: {} if module is None else table_optimizers(module)}
+
+    @override
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        recorded = state.pop(_TABLE_OPTIMIZERS, {})
+        super().__setstate__(state)
+        self.forget_run()
+        if self.lightning_module is not None:
+            apply_table_optimizers(self.lightning_module, recorded)
+
+    @override
+    def _configure_launcher(self) -> None:
+        super()._configure_launcher()
+        if isinstance(self._launcher, _MultiProcessingLauncher):
+            self._launcher = Launcher(self, self._start_method)  # type: ignore[arg-type]
+
+    @override
+    def setup_environment(self) -> None:
+        super().setup_environment()
+        if self._start_method == "fork" and self.lightning_module is not None and has_tables(self.lightning_module):
+            # A forked process waits forever for the threads that OpenMP had made in its parent, but not for itself.
+            torch.set_num_threads(1)
+
+    @override
+    def setup(self, trainer: Trainer) -> None:
+        if self._start_method == "forkserver" and self.model is not None:
+            own_memory(self.model)
+        super().setup(trainer)
+        if self._parents_state is not None and self.lightning_module is not None:
+            _check_same_tables(self.lightning_module, self._parents_state, self._start_method)
+
+
+def own_memory(module: nn.Module) -> None:
+    """Give a started process tensors of its own, where it has those of the parent, which all ranks would write.
+
+    Lightning does so for `spawn`, but not for `forkserver`.
+    """
+    for tensor in (*module.parameters(), *module.buffers()):
+        if tensor.device.type == "cpu" and tensor.is_shared():
+            tensor.data = tensor.data.clone()
+
+
+class Launcher(_MultiProcessingLauncher):
+    """Lightning's launcher by `spawn`, `fork` or `forkserver`, for sharded tables too.
+
+    Args:
+        strategy: Which starts processes.
+        start_method: How.
+    """
+
+    _strategy: StartsProcesses
+
+    @override
+    def launch(self, function: Callable[..., Any], *args: Any, trainer: Trainer | None = None, **kwargs: Any) -> Any:
+        module = self._strategy.lightning_module
+        if trainer is not None and module is not None:
+            with_tables = has_tables(module)
+            if with_tables:
+                _refuse_launch(self._strategy, self._start_method, module, trainer)
+            if trainer.state.fn == TrainerFn.FITTING:
+                self._strategy._parents_state = frozenset(module.state_dict() if with_tables else ())
+        try:
+            return super().launch(function, *args, trainer=trainer, **kwargs)
+        finally:
+            self._strategy._parents_state = None
+
+    @override
+    def _collect_rank_zero_results(self, trainer: Trainer, results: Any) -> Any:
+        module = trainer.lightning_module
+        if trainer.state.fn != TrainerFn.FITTING or not sharded_modules(module):
+            return super()._collect_rank_zero_results(trainer, results)
+        # Lightning asks every rank for the module's state, and saves that of rank 0 for the parent.
+        make_whole = partial(_make_whole, self._strategy.checkpoint_group)
+        handle = module.register_state_dict_post_hook(make_whole)  # type: ignore[no-untyped-call]
+        try:
+            return super()._collect_rank_zero_results(trainer, results)
+        finally:
+            handle.remove()
+
+
+def _make_whole(
+    group: dist.ProcessGroup | None, module: nn.Module, state: dict[str, Any], prefix: str, metadata: dict[str, Any]
+) -> None:
+    """Put whole tensors in the place of shards, on rank 0. All ranks call this."""
+    tensors = {key: value for key, value in state.items() if isinstance(value, Tensor)}
+    state.update(gather(tensors, group))
+
+
+def _check_same_tables(module: nn.Module, of_parent: frozenset[str], start_method: str) -> None:
+    """Check, in a started process, that all of its sharded state has a place in the parent's module.
+
+    Raises:
+        ValueError: It has not. Lightning would drop it without a word.
+    """
+    sharded = tuple(f"{name}." for name in sharded_modules(module))
+    here, there = ({key for key in keys if key.startswith(sharded)} for keys in (module.state_dict(), of_parent))
+    if here != there:
+        raise ValueError(
+            f"start_method={start_method!r}: the module that is trained has {_some(here - there)} and the one of the "
+            f"process that started this one has {_some(there - here)} in its place: that could not take what is "
+            f"learned. Make all tables in the module's __init__, not in setup or configure_model, {_OTHERWISE}"
+        )
+
+
+def _some(keys: set[str]) -> str:
+    return ", ".join(sorted(keys)) or "nothing"
+
+
+_OTHERWISE = "or start a process per rank: run the script itself (start_method='popen', the default), or torchrun."
+
+
+def _refuse_launch(strategy: DDPStrategy, start_method: str, module: LightningModule, trainer: Trainer) -> None:
+    """Refuse what started processes cannot share with this one, before they are started.
+
+    Raises:
+        ValueError: The module is sharded, or its tables could not be given back.
+        RuntimeError: This process has a process group, which a forked one would take for its own.
+    """
+    reason = None
+    if sharded_modules(module):
+        reason = "the module was sharded in this process. Make it anew (load a checkpoint of it)"
+    elif start_method == "fork" and dist.is_initialized():
+        raise RuntimeError(
+            "start_method='fork': this process has a process group, of a fit or an evaluation before, which the "
+            "started processes would take for theirs. Call torch.distributed.destroy_process_group() first, restart "
+            "the notebook's kernel, or use start_method='spawn'."
+        )
+    elif trainer.state.fn == TrainerFn.FITTING:
+        reason = _why_not_given_back(strategy, module)
+    if reason is not None:
+        raise ValueError(f"start_method={start_method!r}: {reason}, {_OTHERWISE}")
+
+
+def _why_not_given_back(strategy: DDPStrategy, module: LightningModule) -> str | None:
+    if strategy.num_nodes > 1:
+        return "tables are given back on the first of several nodes only. Train on one"
+    if any(isinstance(part, BaseManagedCollisionEmbeddingCollection) for part in module.modules()):
+        return (
+            "managed collision modules cannot be given back: each shard assigns rows to the ids that its rank gets. "
+            "Take plain tables"
+        )
+    on_meta = sorted(table.path for table in find_tables(module) if table.parameter.is_meta)
+    if on_meta:
+        return (
+            f"{', '.join(on_meta)} are on the meta device in this process, which cannot take what they learn. "
+            "Make them on a CPU"
+        )
+    return None

@@ -1,0 +1,70 @@
+"""SIGTERM on any rank ends all ranks after the same step.
+
+Lightning broadcasts inside the signal handler, in between any other collective of the rank, and again for every
+training batch, and each of its loops leaves at once on the rank that was told. Here the handler only remembers; the
+ranks hear of it in the agreement that goes with every batch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from lightning.pytorch import Trainer
+from lightning.pytorch.utilities.exceptions import SIGTERMException
+
+from ..versions import check_names
+
+PRIVATE_NAMES: Mapping[str, tuple[str, ...]] = {
+    "Trainer": ("_signal_connector",),
+    "_SignalConnector": ("_sigterm_notifier_fn",),
+}
+"""What this file uses of Lightning beyond its public interface, by the class that has it."""
+
+
+class Sigterm:
+    """In the place of Lightning's handler of SIGTERM while several ranks are at work.
+
+    Args:
+        trainer: Whose launcher started other processes on this host, perhaps.
+    """
+
+    def __init__(self, trainer: Trainer) -> None:
+        self._trainer = trainer
+        self.heard = False
+
+    def __call__(self, signum: int, frame: Any) -> None:
+        """Tell the processes that this one launched, and remember it for the next agreement."""
+        if not self.heard and self._trainer.strategy.launcher is not None:
+            self._trainer.strategy.launcher.kill(signum)
+        self.heard = True
+
+
+def install(trainer: Trainer) -> None:
+    """Take the place of the handler. One rank alone leaves whenever it likes, as with Lightning."""
+    check_names("lightning", PRIVATE_NAMES, {"Trainer": trainer})
+    connector = trainer._signal_connector
+    check_names("lightning", PRIVATE_NAMES, {"_SignalConnector": connector})
+    if trainer.world_size > 1 and "_sigterm_notifier_fn" not in vars(connector):
+        connector._sigterm_notifier_fn = Sigterm(trainer)  # type: ignore[method-assign, assignment]
+
+
+def uninstall(trainer: Trainer) -> None:
+    """Give Lightning its handler back."""
+    vars(trainer._signal_connector).pop("_sigterm_notifier_fn", None)
+
+
+def heard(trainer: Trainer) -> bool:
+    """Whether this process received SIGTERM."""
+    handler = vars(trainer._signal_connector).get("_sigterm_notifier_fn")
+    return handler.heard if isinstance(handler, Sigterm) else bool(trainer.received_sigterm)
+
+
+def leave(trainer: Trainer) -> None:
+    """Leave, as all ranks do now.
+
+    Raises:
+        SIGTERMException: Always; Lightning ends the run in its usual way.
+    """
+    trainer._signal_connector.received_sigterm = True
+    raise SIGTERMException

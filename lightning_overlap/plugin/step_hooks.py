@@ -1,0 +1,211 @@
+"""The hooks of a strategy inside a training step: each tells the executor how far the trainer is."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+from lightning.pytorch import Callback, LightningDataModule, LightningModule, Trainer
+from lightning.pytorch.strategies import DDPStrategy
+from lightning_utilities.core.apply_func import apply_to_collection
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torchrec.streamable import Pipelineable
+from typing_extensions import override
+
+from ..runtime import CudaStreams, Executor, PlacedCopies, Streams
+from ..schedules import Stage, StreamName
+from ..sparse import GradientStash, SparsePipeline, count_writes, keyed_jagged_tensors, note_lengths
+from . import fit_loop
+
+
+class WalksSteps(DDPStrategy):
+    """The hooks of a strategy around the parts of a step; without an executor they are those of DDPStrategy."""
+
+    _executor: Executor | None = None
+    _sparse: SparsePipeline | None = None
+    _streams: Streams | None = None
+    _release_features = False
+    _copy_in_place = False
+    _transferred: Any = None
+    """Event after the last transfer hook of the user's."""
+    _stash: GradientStash
+    _stash_gradients = False
+    """Whether dense gradients are applied as many steps late as the rows of the schedule are old."""
+
+    @override
+    def batch_to_device(self, batch: Any, device: torch.device | None = None, dataloader_idx: int = 0) -> Any:
+        device = device or self.root_device
+        loaded = keyed_jagged_tensors(batch)
+        note_lengths(loaded)
+        clock = None if self._executor is None else self._executor.clock
+        with contextlib.nullcontext() if clock is None else clock.copy(), self._placing_copies(device):
+            if (
+                device.type == "cuda"
+                and self.lightning_module is not None
+                and not _moves_batches(self.lightning_module)
+            ):
+                batch = _start_copies(batch, device)
+            hooked = self._streams is not None and self._after_transfer
+            if hooked and self._streams is not None:
+                # The hook may read what training_step writes; the copies themselves wait for nothing.
+                self._streams.wait(StreamName.MEMCPY, self._streams.record(StreamName.COMPUTE))
+            batch = super().batch_to_device(batch, device, dataloader_idx)
+            if torch.is_inference_mode_enabled():
+                count_writes(keyed_jagged_tensors(batch))
+            if hooked and self._streams is not None:
+                self._transferred = self._streams.record(StreamName.MEMCPY)
+        if self._release_features and self._sparse is not None:
+            moved = keyed_jagged_tensors(batch)
+            if any(kjt is own for kjt in moved for own in loaded):
+                reason = "no copy of them is made, so the data loader's own objects would lose their values"
+                self._sparse.keep_features(f"the batch's KeyedJaggedTensors are on {device} already and {reason}")
+        return batch
+
+    @property
+    def _after_transfer(self) -> bool:
+        """Whether the user has a hook that runs after the copies of a batch, on their stream."""
+        module = self.lightning_module
+        return module is not None and _has_own_hook(module, "on_after_batch_transfer")
+
+    def _placing_copies(self, device: torch.device) -> contextlib.AbstractContextManager[Any]:
+        """Take the memory of copies from the compute stream's pool, where another stream makes them."""
+        streams = self._streams
+        if not self._copy_in_place or not isinstance(streams, CudaStreams) or device.type != "cuda":
+            return contextlib.nullcontext()
+        return PlacedCopies(streams, "cuda") if streams.current() is StreamName.MEMCPY else contextlib.nullcontext()
+
+    @override
+    def training_step(self, *args: Any, **kwargs: Any) -> Any:
+        if not (args and isinstance(args[0], fit_loop.Ticket)):
+            return super().training_step(*args, **kwargs)
+        [ticket] = args
+        if self._streams is not None and self._transferred is not None:
+            self._streams.wait(StreamName.COMPUTE, self._transferred)  # the hook may have read what this step writes
+            self._transferred = None
+        with ticket.executor.forward():
+            output = super().training_step(*ticket.arguments)
+        if not self._automatic:
+            # The user's own backwards and steps lie inside training_step; only now are they known to be over.
+            ticket.executor.reach(Stage.OPTIMIZER_STEP)
+        return output
+
+    @override
+    def pre_backward(self, closure_loss: Tensor) -> None:
+        super().pre_backward(closure_loss)
+        self._reach(Stage.DENSE_FORWARD)
+        if self._executor is not None and self._executor.hooks_read_tables and closure_loss.requires_grad:
+            # on_after_backward comes before this strategy's post_backward.
+            engine, order = torch.autograd.Variable._execution_engine, self._executor.wait_for_lookups
+            closure_loss.register_hook(lambda _: engine.queue_callback(order))
+
+    @override
+    def post_backward(self, closure_loss: Tensor) -> None:
+        super().post_backward(closure_loss)
+        if self._automatic:
+            self._reach(Stage.BACKWARD)
+        elif self._executor is not None:
+            self._executor.wait_for_lookups()  # the rest of training_step may read the tables
+
+    @override
+    def optimizer_step(
+        self,
+        optimizer: Optimizer,
+        closure: Callable[[], Any],
+        model: LightningModule | nn.Module | None = None,
+        **kwargs: Any,
+    ) -> Any:
+        step = partial(super().optimizer_step, optimizer, model=model, **kwargs)
+        delay = self._gradient_delay
+        if not delay and not self._stash.num(optimizer):
+            output = step(closure=closure)
+        else:
+            output = step(closure=self._exchanging_gradients(optimizer, closure, delay))
+            self._apply_stashed(optimizer, step, delay)
+        if self._automatic:
+            self._reach(Stage.OPTIMIZER_STEP)
+        return output
+
+    def end_optimization(self) -> None:
+        """Say that the optimization of a batch is over, with a step of the optimizer or without."""
+        self._reach(Stage.OPTIMIZER_STEP)
+
+    @property
+    def _gradient_delay(self) -> int:
+        """Steps that the gradients of this one have to wait for."""
+        return self._executor.lasting_staleness if self._stash_gradients and self._executor is not None else 0
+
+    def _exchanging_gradients(self, optimizer: Optimizer, closure: Callable[[], Any], delay: int) -> Callable[[], Any]:
+        """Return a closure behind which an optimizer finds older gradients than its own."""
+        num_calls = 0
+
+        def exchange() -> Any:
+            nonlocal num_calls
+            num_calls += 1
+            if num_calls > 1:
+                raise RuntimeError(
+                    f"{type(optimizer).__name__} asks for its gradients several times in a step, so they cannot be "
+                    "those of an earlier one: train without stash_gradients."
+                )
+            output = closure()
+            self._stash.exchange(optimizer, delay)
+            return output
+
+        return exchange
+
+    def _apply_stashed(self, optimizer: Optimizer, step: Callable[..., Any], delay: int = 0) -> None:
+        """Make a step for each of the gradients that have waited longer than that; it clips them as any."""
+        while self._stash.num(optimizer) > delay:
+            step(closure=partial(self._stash.show_oldest, optimizer))
+
+    @override
+    def on_train_end(self) -> None:
+        super().on_train_end()
+        if self._executor is not None:
+            self._executor.drain()
+            self._executor.wait_for_lookups()
+        for optimizer in self.optimizers:
+            self._apply_stashed(optimizer, partial(super().optimizer_step, optimizer))
+
+    @property
+    def _automatic(self) -> bool:
+        return self.lightning_module is not None and self.lightning_module.automatic_optimization
+
+    def _reach(self, stage: Stage) -> None:
+        if self._executor is not None:
+            self._executor.reach(stage)
+
+
+def _moves_batches(module: LightningModule) -> bool:
+    """Whether the user has an own transfer_batch_to_device, in the module or the data module."""
+    return _has_own_hook(module, "transfer_batch_to_device")
+
+
+def _has_own_hook(module: LightningModule, hook: str) -> bool:
+    """Whether the user has a hook of this name, in the module or the data module."""
+    own = getattr(type(module), hook) is not getattr(LightningModule, hook)
+    datamodule = module.trainer.datamodule  # type: ignore[attr-defined]
+    return own or (datamodule is not None and getattr(type(datamodule), hook) is not getattr(LightningDataModule, hook))
+
+
+_BETWEEN_BACKWARD_AND_STEP = ("on_after_backward", "on_before_optimizer_step")
+
+
+def runs_between_backward_and_step(trainer: Trainer) -> bool:
+    """Whether something of the user's runs there, which may read tables."""
+    module, callbacks = trainer.lightning_module, trainer.callbacks  # type: ignore[attr-defined]
+    hooks = (*_BETWEEN_BACKWARD_AND_STEP, "optimizer_step", "configure_gradient_clipping")
+    return any(getattr(type(module), hook) is not getattr(LightningModule, hook) for hook in hooks) or any(
+        getattr(type(callback), hook) is not getattr(Callback, hook)
+        for callback in callbacks
+        if getattr(callback, "reads_tables", True)  # what watches a run must not change its order
+        for hook in _BETWEEN_BACKWARD_AND_STEP
+    )
+
+
+def _start_copies(batch: Any, device: torch.device) -> Any:
+    """Start the copies that Lightning would make with the host waiting: it passes non_blocking to tensors only."""
+    return apply_to_collection(batch, Pipelineable, lambda part: part.to(device, non_blocking=True))

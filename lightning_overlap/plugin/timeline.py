@@ -1,0 +1,173 @@
+"""`OverlapTimeline`: a few steady steps of every rank as a picture, a page that opens offline, and a trace."""
+
+from __future__ import annotations
+
+import tempfile
+import warnings
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from lightning.pytorch import Callback, LightningModule, Trainer
+from typing_extensions import override
+
+from ..profiling import Span, SpanRecorder, as_report, figures, read_trace, write_html, write_png, write_trace
+from .strategy import OverlapEmbeddingStrategy
+
+AHEAD = 1
+"""Steps recorded before the first one drawn: what that one uses was sent off then."""
+
+
+class OverlapTimeline(Callback):
+    """Draws a few steady steps: a lane per stream or thread, batches in colours, exposed waits marked.
+
+    Writes `timeline.png`, `timeline.html` and `timeline.json.gz` (for Perfetto, chrome://tracing, `overlap-timeline`),
+    of all ranks together, when the steps are over; the ranks wait for that. On a CPU the spans are the stages' own
+    clocks, on CUDA torch.profiler's, and then each rank's own trace is written too.
+
+    Args:
+        dirpath: Where to; None: the first logger's folder, else the Trainer's `default_root_dir`.
+        first_step: Steps of the fit before the first one that is drawn; more than the schedule looks ahead.
+        num_steps: Steps to draw.
+        with_stack: On CUDA, note the Python function of everything that blocked the host; slows the steps down.
+
+    Raises:
+        ValueError: Numbers that leave nothing to draw.
+    """
+
+    def __init__(
+        self, dirpath: str | Path | None = None, first_step: int = 8, num_steps: int = 3, *, with_stack: bool = False
+    ) -> None:
+        if first_step < AHEAD or num_steps < 1:
+            raise ValueError(
+                f"first_step must be at least {AHEAD} and num_steps at least 1, got {first_step} and {num_steps}."
+            )
+        self.dirpath = dirpath
+        self._first = first_step - AHEAD
+        self._last = first_step + num_steps
+        self._num_drawn = num_steps
+        self._with_stack = with_stack
+        self.files: list[Path] = []
+        """What was written; on rank 0."""
+        self._num_steps = 0
+        self._recorder: SpanRecorder | None = None
+        self._profiler: torch.profiler.profile | None = None
+
+    @override
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._forget(trainer)
+        self._num_steps = 0
+
+    @override
+    def on_train_batch_end(
+        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        strategy = trainer.strategy
+        if not isinstance(strategy, OverlapEmbeddingStrategy) or strategy.streams is None:
+            return
+        self._num_steps += 1
+        if self._profiler is not None:
+            self._profiler.step()
+        if self._recorder is not None:
+            self._recorder.step()
+        if self._num_steps == self._first:
+            self._start(strategy)
+        elif self._num_steps == self._last and self._is_recording:
+            self._finish(trainer, strategy)
+
+    @property
+    def _is_recording(self) -> bool:
+        return self._recorder is not None or self._profiler is not None
+
+    def _start(self, strategy: OverlapEmbeddingStrategy) -> None:
+        if strategy.root_device.type == "cuda":
+            kinds = [torch.profiler.ProfilerActivity.CPU, torch.profiler.ProfilerActivity.CUDA]
+            self._profiler = torch.profiler.profile(activities=kinds, with_stack=self._with_stack)
+            self._profiler.start()
+            return
+        assert strategy.streams is not None
+        self._recorder = SpanRecorder(strategy.streams)
+        self._recorder.start()
+        strategy.watch(self._recorder)
+        self._recorder.step()
+
+    def _finish(self, trainer: Trainer, strategy: OverlapEmbeddingStrategy) -> None:
+        folder = Path(strategy.broadcast(str(self._folder(trainer))))
+        if self._profiler is not None:
+            spans = self._spans_of_profile(strategy, folder)
+        else:
+            assert self._recorder is not None
+            self._recorder.stop()
+            strategy.watch(None)
+            spans = self._recorder.spans()
+        self._profiler = self._recorder = None
+        ranks: dict[int, list[Span]] = dict(enumerate(strategy.gather(spans)))
+        if trainer.is_global_zero:
+            try:
+                self._write(folder, strategy, ranks)
+            except OSError as err:  # no picture is worth a training run
+                warnings.warn(f"OverlapTimeline could not write into {folder}: {err}", UserWarning, stacklevel=2)
+
+    def _spans_of_profile(self, strategy: OverlapEmbeddingStrategy, folder: Path) -> list[Span]:
+        """Stop the profiler, keep its trace, and read it."""
+        assert self._profiler is not None
+        torch.cuda.synchronize(strategy.root_device)  # kernels under way belong to the steps
+        self._profiler.stop()
+        folder.mkdir(parents=True, exist_ok=True)
+        path = folder / f"timeline_rank{strategy.global_rank}.json.gz"
+        with tempfile.TemporaryDirectory() as scratch:  # the profiler leaves a file behind where it fails
+            written = Path(scratch) / path.name
+            self._profiler.export_chrome_trace(str(written))
+            path.write_bytes(written.read_bytes())
+        return next(iter(read_trace(path).values()))
+
+    def _write(self, folder: Path, strategy: OverlapEmbeddingStrategy, ranks: dict[int, list[Span]]) -> None:
+        folder.mkdir(parents=True, exist_ok=True)
+        title = f"{strategy.schedule.name}, stream {strategy.stream}, {len(ranks)} ranks"
+        shown = _from_zero(ranks)
+        picture, page, trace = (folder / f"timeline.{suffix}" for suffix in ("png", "html", "json.gz"))
+        write_png(picture, shown, num_steps=self._num_drawn, title=title)
+        write_html(page, shown, num_steps=self._num_drawn, title=title)
+        write_trace(trace, ranks)
+        self.files = [picture, page, trace]
+        print(as_report({rank: figures(spans) for rank, spans in shown.items()}))
+        print(f"Timeline: {picture}, {page}, {trace}", flush=True)
+
+    def _folder(self, trainer: Trainer) -> Path:
+        log_dir = trainer.logger.log_dir if trainer.logger is not None else None
+        return Path(self.dirpath or log_dir or trainer.default_root_dir)
+
+    @override
+    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        if self._num_steps < self._last:
+            warnings.warn(
+                f"OverlapTimeline drew nothing: it takes {self._last} steps, training had {self._num_steps}. "
+                "Lower first_step or num_steps.",
+                UserWarning,
+                stacklevel=2,
+            )
+        self._forget(trainer)
+
+    @override
+    def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
+        self._forget(trainer)
+
+    def _forget(self, trainer: Trainer) -> None:
+        """Give up a recording that is under way."""
+        if self._profiler is not None:
+            self._profiler.stop()
+        if self._recorder is not None:
+            self._recorder.stop()
+            if isinstance(trainer.strategy, OverlapEmbeddingStrategy):
+                trainer.strategy.watch(None)
+        self._profiler = self._recorder = None
+
+
+def _from_zero(ranks: dict[int, list[Span]]) -> dict[int | str, list[Span]]:
+    """Count time from the first thing that happened; ranks of one host share its clock."""
+    zero = min((span.start_ms for spans in ranks.values() for span in spans), default=0.0)
+    return {
+        rank: [replace(span, start_ms=span.start_ms - zero, end_ms=span.end_ms - zero) for span in spans]
+        for rank, spans in ranks.items()
+    }

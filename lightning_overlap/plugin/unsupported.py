@@ -1,0 +1,99 @@
+"""What would train wrongly with sharded tables and say nothing: refused before training starts, with a way out."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from types import MappingProxyType
+from typing import Any, NamedTuple
+
+from lightning.pytorch import callbacks
+from lightning.pytorch.callbacks import BaseFinetuning, Callback, ModelPruning, StochasticWeightAveraging
+from torch import nn
+
+from ..sparse import find_tables, sharded_modules
+from . import fit_loop
+
+_TRUE = (
+    "converts the module's weights, but sharded tables keep the data_type of their configs: rows and dense weights "
+    "would differ in type"
+)
+PRECISIONS: Mapping[str, str] = MappingProxyType(
+    {
+        "16-mixed": "scales the loss, and fused tables would be updated with scaled gradients inside backward. Use "
+        "precision='bf16-mixed', which needs no scaling",
+        "16-true": f"{_TRUE}. Use precision='bf16-mixed'",
+        "bf16-true": f"{_TRUE}. Use precision='bf16-mixed'",
+        "64-true": f"{_TRUE}. Use precision='32-true', and .double() on the dense modules that need it",
+    }
+)
+"""Lightning's name of a precision -> why not. On a CPU Lightning turns 16-mixed into bf16-mixed before it gets here."""
+
+
+class CallbackRefusal(NamedTuple):
+    """When a callback is refused, and why."""
+
+    callback: type[Callback]
+    applies: Callable[[Any, nn.Module], bool]
+    """Whether this callback would go wrong with this model."""
+    reason: str
+
+
+def _always(callback: Callback, model: nn.Module) -> bool:
+    return True
+
+
+def _freezes_tables(callback: Callback, model: nn.Module) -> bool:
+    return any(not table.parameter.requires_grad for table in find_tables(model))
+
+
+def _prunes_tables(callback: ModelPruning, model: nn.Module) -> bool:
+    weights = {id(table.parameter) for table in find_tables(model)}
+    weights |= {id(weight) for module in sharded_modules(model).values() for weight in module.parameters()}
+    return any(id(weight) in weights for weight in fit_loop.pruned_weights(callback))
+
+
+_AVERAGES = (
+    "it has copied the module with its whole tables and pairs the copy's parameters with those of the sharded module. "
+    "Average the dense modules alone: in a callback of your own, make torch.optim.swa_utils.AveragedModel(module.top) "
+    "in on_fit_start and call its update_parameters(module.top) in on_train_batch_end"
+)
+_AVERAGING = (StochasticWeightAveraging, getattr(callbacks, "WeightAveraging", StochasticWeightAveraging))  # 2.6 has it
+CALLBACKS = (
+    *(CallbackRefusal(kind, _always, _AVERAGES) for kind in _AVERAGING),
+    CallbackRefusal(
+        BaseFinetuning,
+        _freezes_tables,
+        "it has frozen tables, and once they are sharded it cannot unfreeze them: a fused update does not look at "
+        "requires_grad. Leave the tables out of what it freezes; to hold them still for a while, schedule their "
+        "learning rate with combined_optimizer",
+    ),
+    CallbackRefusal(
+        ModelPruning,
+        _prunes_tables,
+        "it would prune the weights that the tables had before they were sharded. Name the dense weights: "
+        "ModelPruning(..., parameters_to_prune=[(module.top[0], 'weight'), ...])",
+    ),
+)
+
+
+def refuse_precision(precision: Any) -> None:
+    """Refuse a precision that fused tables cannot honour.
+
+    Raises:
+        ValueError: It is one of `PRECISIONS`.
+    """
+    reason = PRECISIONS.get(str(precision))
+    if reason is not None:
+        raise ValueError(f"precision={precision!r} {reason}.")
+
+
+def refuse_callbacks(given: Iterable[Callback], model: nn.Module) -> None:
+    """Refuse callbacks that would do something else to sharded tables than they say.
+
+    Raises:
+        ValueError: One of `CALLBACKS` would.
+    """
+    for callback in given:
+        for refusal in CALLBACKS:
+            if isinstance(callback, refusal.callback) and refusal.applies(callback, model):
+                raise ValueError(f"{type(callback).__name__} cannot be used with sharded tables: {refusal.reason}.")

@@ -1,0 +1,113 @@
+"""`overlap-timeline`: draw and tabulate traces, and say how much of them was hidden."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from .draw_png import write_html, write_png
+from .figures import as_report, figures
+from .layout import NUM_STEPS
+from .spans import Span
+from .torch_trace import read_trace
+from .trace_file import TraceError
+
+BAD_INPUT = 2
+"""Exit code for a file that cannot be read or written."""
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the command; this is the entry point `overlap-timeline`.
+
+    Args:
+        arguments: Of the command line; None: of this process.
+
+    Returns:
+        The exit code: 0, or 2 with one message on stderr.
+    """
+    options = _parser().parse_args(arguments)
+    try:
+        ranks = read_all(options.files)
+        png, page = _targets(options.files, options.out)
+        title = options.title or ", ".join(path.name for path in options.files)
+        write_png(png, ranks, num_steps=options.steps, title=title)
+        write_html(page, ranks, num_steps=options.steps, title=title)
+    except (TraceError, OSError) as err:
+        print(f"overlap-timeline: {_message(err)}", file=sys.stderr)
+        return BAD_INPUT
+    report = as_report({rank: figures(spans) for rank, spans in ranks.items()})
+    try:
+        print(f"{report}\n\n{png}\n{page}", flush=True)
+    except BrokenPipeError:  # of `| head`; without this Python complains once more when it flushes at its end
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    return 0
+
+
+def read_all(paths: Sequence[Path]) -> dict[int | str, list[Span]]:
+    """Read traces; return the spans by rank, and under the file's name too where two files have the same rank.
+
+    Raises:
+        TraceError: One of them is no trace.
+    """
+    read = [(path, read_trace(path)) for path in paths]
+    found = [rank for _, ranks in read for rank in ranks]
+    twice = {rank for rank in found if found.count(rank) > 1}
+    named: dict[int | str, list[Span]] = {}
+    for path, ranks in read:
+        for rank, spans in ranks.items():
+            key = f"{path} rank {rank}" if rank in twice else rank
+            number = 1
+            while key in named:
+                number += 1
+                key = f"{path} rank {rank} ({number})"
+            named[key] = spans
+    return dict(named if twice else sorted(named.items(), key=lambda item: int(item[0])))
+
+
+def _targets(paths: Sequence[Path], out: Path | None) -> tuple[Path, Path]:
+    """Return where the picture and the page go: beside the first trace, or into `--out`, or with its name."""
+    first = paths[0]
+    stem = first.name.removesuffix(".gz").removesuffix(".json") or first.name
+    if out is None:
+        base = first.with_name(stem)
+    elif out.suffix in (".png", ".html"):
+        base = out.with_suffix("")
+        base.parent.mkdir(parents=True, exist_ok=True)
+    else:
+        out.mkdir(parents=True, exist_ok=True)
+        base = out / stem
+    return base.with_name(f"{base.name}.png"), base.with_name(f"{base.name}.html")
+
+
+def _message(err: TraceError | OSError) -> str:
+    if isinstance(err, TraceError):
+        return str(err)
+    return f"cannot write {err.filename}: {err.strerror}. Give a folder that you may write to with --out."
+
+
+def _at_least_one(text: str) -> int:
+    if not text.isdigit() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"a number of steps has to be 1 or more, got {text!r}")
+    return int(text)
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="overlap-timeline",
+        description="Draw traces as a PNG and a page, and print how much of communication and lookup was hidden, and "
+        "what the host waited for.",
+    )
+    parser.add_argument(
+        "files", nargs="+", type=Path, metavar="FILE", help="a torch.profiler trace (.json, .json.gz); one per rank"
+    )
+    parser.add_argument("--out", type=Path, help="a folder, or a name ending in .png or .html (default: beside FILE)")
+    parser.add_argument("--steps", type=_at_least_one, default=NUM_STEPS, help="steps to draw (default: %(default)s)")
+    parser.add_argument("--title", help="over the picture (default: the names of the files)")
+    return parser
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,183 @@
+"""Draw timelines: a PNG by matplotlib. `page` makes the same picture one to zoom into."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from .draw_html import write_html as write_html
+from .figures import headline
+from .layout import (
+    BATCH_COLORS,
+    EXPOSED_COLOR,
+    NUM_STEPS,
+    SHORT,
+    STAGE_COLORS,
+    UNKNOWN_COLOR,
+    Lane,
+    Panel,
+    by_batch,
+    color_of,
+    lay_out,
+    shares,
+    text_of,
+)
+from .spans import Kind, Span
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+__all__ = ["write_html", "write_png"]
+
+MAX_RANKS = 16
+"""Ranks in one picture; its last line says how many it left out."""
+
+_WIDTH_IN, _ROW_IN, _DPI = 16.0, 0.34, 120
+_PANEL_IN, _TOP_IN, _BOTTOM_IN = 0.62, 0.38, 0.62
+_LEFT, _RIGHT = 0.115, 0.988
+_LEAST_WIDTH = 3e-4  # of the axes: half a pixel
+_CHARACTER_IN = 0.062
+"""Width of a character of a bar's text."""
+
+_STYLES: Mapping[Kind, tuple[float, dict[str, Any]]] = {
+    Kind.DENSE: (0.84, {}),
+    Kind.LOOKUP: (0.84, {"hatch": "....", "edgecolor": "white"}),
+    Kind.COMMUNICATION: (0.60, {"alpha": 0.75}),
+    Kind.COPY: (0.40, {}),
+    Kind.HOST: (0.84, {"alpha": 0.38}),
+    Kind.WAIT: (0.84, {"hatch": "/////", "facecolor": "#fff4f2", "edgecolor": EXPOSED_COLOR}),
+}
+_WORDS = {
+    Kind.DENSE: "full: dense",
+    Kind.LOOKUP: "dotted: lookup",
+    Kind.COMMUNICATION: "lower: collective",
+    Kind.COPY: "flat: copy",
+    Kind.HOST: "pale: host at work",
+    Kind.WAIT: "exposed wait",
+}
+
+
+def write_png(
+    path: Path | str, ranks: Mapping[int | str, Sequence[Span]], *, num_steps: int = NUM_STEPS, title: str = ""
+) -> None:
+    """Draw a few steady steps: a lane per stream or thread, the ranks beneath each other.
+
+    Args:
+        path: The PNG.
+        ranks: The spans of each rank.
+        num_steps: Steps to draw.
+        title: Over the picture.
+
+    Raises:
+        ValueError: There is nothing to draw, or `num_steps` is below 1.
+    """
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure as Canvas
+
+    drawn = dict(list(ranks.items())[:MAX_RANKS])
+    panels = lay_out(drawn, num_steps=num_steps, resolution=4e-4)
+    batches = by_batch(panels)
+    heights = [_PANEL_IN + _ROW_IN * (panel.num_rows + 0.8) for panel in panels]
+    height = _TOP_IN + sum(heights) + _BOTTOM_IN
+    canvas = Canvas(figsize=(_WIDTH_IN, height), dpi=_DPI, facecolor="white")
+    FigureCanvasAgg(canvas)
+    top = height - _TOP_IN
+    for panel, panel_height in zip(panels, heights, strict=True):
+        bottom = top - panel_height
+        axes = canvas.add_axes((_LEFT, (bottom + 0.28) / height, _RIGHT - _LEFT, (panel_height - _PANEL_IN) / height))
+        _draw(axes, panel, batches)
+        top = bottom
+    canvas.text(0.012, 1 - 0.24 / height, title or "Timeline", fontsize=13, fontweight="bold", va="center")
+    left_out = len(ranks) - len(drawn)
+    note = f"; {left_out} more ranks are not drawn" if left_out else ""
+    figures_of = "figures: mean of all steps of the trace" if panels[0].figures.window.num_steps > 1 else ""
+    canvas.text(_RIGHT, 1 - 0.24 / height, figures_of + note, fontsize=8.5, color="#666666", ha="right", va="center")
+    canvas.legend(
+        handles=_legend(panels, batches),
+        loc="lower center",
+        bbox_to_anchor=(0.5, 0.06 / height),
+        ncols=8,
+        frameon=False,
+        fontsize=8.5,
+        handlelength=1.8,
+    )
+    canvas.savefig(path, format="png")
+
+
+def _draw(axes: Axes, panel: Panel, batches: bool) -> None:
+    start = panel.window.start_ms
+    length_ms = panel.window.end_ms - start
+    axes.set_xlim(0, length_ms)
+    axes.set_ylim(panel.num_rows + 0.8, 0)
+    axes.set_title(f"{panel.label}: {headline(panel.figures)}", loc="left", fontsize=9.5, pad=5)
+    axes.set_xlabel("ms", fontsize=8, loc="right", labelpad=-9)
+    axes.tick_params(axis="x", labelsize=8, length=2)
+    axes.tick_params(axis="y", labelsize=8.5, length=0)
+    for side in ("top", "right", "left"):
+        axes.spines[side].set_visible(False)
+    for step in panel.steps:
+        axes.axvline(step - start, color="#444444", linewidth=0.7, linestyle=(0, (4, 3)), zorder=0)
+    ticks, words, first_row = [], [], 0
+    for number, lane in enumerate(panel.lanes):
+        if number % 2 == 0:
+            axes.axhspan(first_row, first_row + lane.num_rows, color="#f5f6f8", linewidth=0, zorder=-1)
+        _draw_bars(axes, panel, lane, first_row, batches)
+        ticks.append(first_row + lane.num_rows / 2)
+        does = shares(panel, lane)
+        words.append(f"{lane.name}\n{does}" if does and does != lane.name else lane.name)
+        first_row += lane.num_rows
+    exposed = [(begin - start, end - begin) for begin, end in panel.exposed]
+    axes.broken_barh(exposed, (first_row + 0.12, 0.5), facecolor=EXPOSED_COLOR, linewidth=0)
+    axes.set_yticks([*ticks, first_row + 0.37], [*words, "exposed collectives"])
+    axes.get_yticklabels()[-1].set_color(EXPOSED_COLOR)
+
+
+def _draw_bars(axes: Axes, panel: Panel, lane: Lane, first_row: int, batches: bool) -> None:
+    length_ms = panel.window.end_ms - panel.window.start_ms
+    inches_per_ms = _WIDTH_IN * (_RIGHT - _LEFT) / length_ms
+    alike: defaultdict[tuple[int, Kind, str], list[tuple[float, float]]] = defaultdict(list)
+    for bar in lane.bars:
+        span, left = bar.span, bar.span.start_ms - panel.window.start_ms
+        width = max(span.duration_ms, _LEAST_WIDTH * length_ms)
+        alike[bar.row, span.kind, color_of(span, batches=batches)].append((left, width))
+        words = text_of(span, batches=batches)
+        if len(words) * _CHARACTER_IN < span.duration_ms * inches_per_ms and _STYLES[span.kind][0] > 0.5:
+            _write(axes, left + span.duration_ms / 2, first_row + bar.row + 0.5, words, span.kind)
+    for (row, kind, color), extents in alike.items():
+        share, style = _STYLES[kind]
+        options = {"facecolor": color, "linewidth": 0.0, **style}
+        axes.broken_barh(extents, (first_row + row + 0.5 - share / 2, share), **options)
+
+
+def _write(axes: Axes, x: float, y: float, words: str, kind: Kind) -> None:
+    plate = {"facecolor": "white", "alpha": 0.75, "pad": 0.6, "linewidth": 0} if kind is Kind.WAIT else None
+    color = EXPOSED_COLOR if kind is Kind.WAIT else "#1a1a1a"
+    axes.text(
+        x, y, words, ha="center", va="center_baseline", fontsize=7.2, color=color, clip_on=True, bbox=plate, zorder=3
+    )
+
+
+def _legend(panels: Sequence[Panel], batches: bool) -> list[Any]:
+    from matplotlib.patches import Patch
+
+    spans = [bar.span for panel in panels for lane in panel.lanes for bar in lane.bars]
+    handles = []
+    if batches:
+        shown = sorted({span.batch for span in spans if span.batch is not None})
+        if len(shown) <= len(BATCH_COLORS):
+            handles += [
+                Patch(facecolor=BATCH_COLORS[batch % len(BATCH_COLORS)], label=f"batch {batch}") for batch in shown
+            ]
+    else:
+        stages = {span.stage for span in spans}
+        handles += [
+            Patch(facecolor=STAGE_COLORS[stage], label=SHORT[stage]) for stage in STAGE_COLORS if stage in stages
+        ]
+    kinds = {span.kind for span in spans}
+    for kind, words in _WORDS.items():
+        if kind in kinds:
+            handles.append(Patch(**{"facecolor": UNKNOWN_COLOR, "linewidth": 0.0, **_STYLES[kind][1]}, label=words))
+    handles.append(Patch(facecolor=EXPOSED_COLOR, label="exposed collective"))
+    return handles

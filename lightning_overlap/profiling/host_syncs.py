@@ -1,0 +1,156 @@
+"""Predict the host-device syncs of a piece of code, also on a CPU: operators whose result the host reads.
+
+On CUDA each of them makes the host wait for all that was queued before. `torch.cuda.set_sync_debug_mode` finds the same
+on a device; this finds them where there is none.
+"""
+
+from __future__ import annotations
+
+import os
+import sysconfig
+import time
+import traceback
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+
+_OPERATORS = frozenset({"_local_scalar_dense", "nonzero", "masked_select", "_unique2", "unique_dim", "equal", "item"})
+"""ATen operators that read a device tensor on the host, or whose output size depends on its values."""
+
+_METHODS: Mapping[Any, str] = {torch.Tensor.tolist: "tolist", torch.Tensor.numpy: "numpy"}
+"""What PyTorch answers on a CPU without an operator, and by a copy to the host on a device."""
+
+
+@dataclass(frozen=True, slots=True)
+class HostSync:
+    """One predicted sync.
+
+    Args:
+        operator: Its name: an ATen operator's or a tensor method's.
+        stack: The Python calls that led to it, outermost first; inside a backward, those up to `backward()`.
+        stage: In which stage of the step it came, '' if in none.
+        blocked_ms: How long the call took; on CUDA that is what the host waited.
+        device: The type of the device that it reads from.
+    """
+
+    operator: str
+    stack: tuple[traceback.FrameSummary, ...]
+    stage: str = ""
+    blocked_ms: float = 0.0
+    device: str = "cpu"
+
+    @property
+    def reads_host(self) -> bool:
+        """Whether it reads what is in the host's memory in a run on CUDA too, and so makes nobody wait there."""
+        if self.device != "cpu":
+            return False
+        return any(
+            part in frame.filename and function in ("", frame.name)
+            for frame in self.stack
+            for part, function in _READERS_OF_HOST_MEMORY
+        )
+
+    def innermost(self, keep: Callable[[str], bool]) -> str:
+        """Return `file.py:line function` of the innermost call in a file that `keep` accepts, or ''."""
+        for frame in reversed(self.stack):
+            if keep(frame.filename):
+                return f"{frame.filename.rsplit('/', 1)[-1]}:{frame.lineno} {frame.name}"
+        return ""
+
+    def source(self) -> str:
+        """Return the user's line it came from: `training_step, model.py:42`; else the innermost one outside PyTorch."""
+        loops = [place for place, frame in enumerate(self.stack) if _LOOPS in frame.filename]
+        inside = self.stack[loops[-1] + 1 if loops else 0 :]  # what called the trainer is not where it came from
+        frames = [frame for frame in reversed(inside) if not frame.filename.startswith((_TORCH, __file__))]
+        own = [frame for frame in frames if _is_users(frame.filename)]
+        frame = next(iter(own or frames), None)
+        return "" if frame is None else f"{frame.name}, {frame.filename.rsplit('/', 1)[-1]}:{frame.lineno}"
+
+
+_READERS_OF_HOST_MEMORY = (
+    ("/torch/optim/optimizer.py", "_get_value"),  # the count of steps, unless `capturable` or `fused`
+    ("/fbgemm_gpu/split_table_batched_embeddings_ops_training.py", "forward"),  # its own count of steps, `iter_cpu`
+    ("/lightning_overlap/sparse/update_rates.py", "_counts"),  # the same
+    ("/lightning_overlap/sparse/pipeline.py", "note_lengths"),  # of a batch that is still on the host
+    ("/lightning_overlap/distributed/consensus.py", ""),  # what the ranks ask each other goes by gloo
+    ("/torch/utils/data/", ""),  # batches are made on the host
+)
+"""Part of a file's path, and a function in it, or '' for all: what is known to be kept on the host."""
+
+_LOOPS = "/lightning/pytorch/loops/"
+_TORCH = os.path.dirname(torch.__file__)
+_PACKAGE = os.path.dirname(os.path.dirname(__file__))
+_INSTALLED = tuple({sysconfig.get_paths()[key] for key in ("purelib", "platlib", "stdlib")})
+
+
+def _is_users(file: str) -> bool:
+    """Whether a file is neither this package's nor an installed one."""
+    return not file.startswith(("<", _PACKAGE, *_INSTALLED))
+
+
+def _is_masked(args: tuple[Any, ...]) -> bool:
+    """Whether an `index` or `index_put` takes a mask: how many elements that is, the host has to know."""
+    indices = args[1] if len(args) > 1 and isinstance(args[1], (list, tuple)) else []
+    return any(isinstance(index, torch.Tensor) and index.dtype in (torch.bool, torch.uint8) for index in indices)
+
+
+class _Found:
+    """Where the modes note what they see."""
+
+    def __init__(self, stage: Callable[[], str]) -> None:
+        self.syncs: list[HostSync] = []
+        self._stage = stage
+
+    def run(self, operator: str, func: Any, args: tuple[Any, ...], kwargs: Any) -> Any:
+        """Run what syncs, and note it."""
+        stack = tuple(traceback.extract_stack()[:-2])
+        start = time.perf_counter()
+        result = func(*args, **(kwargs or {}))
+        blocked_ms = (time.perf_counter() - start) * 1e3
+        self.syncs.append(HostSync(operator, stack, self._stage(), blocked_ms, _device_of(args)))
+        return result
+
+
+def _device_of(args: tuple[Any, ...]) -> str:
+    devices = {arg.device.type for arg in args if isinstance(arg, torch.Tensor)}
+    return next(iter(devices - {"cpu"}), "cpu")
+
+
+class _Dispatched(TorchDispatchMode):
+    def __init__(self, found: _Found) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._found = found
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = func.overloadpacket.__name__
+        if name in _OPERATORS or (name.startswith("index") and _is_masked(args)):
+            return self._found.run(name, func, args, kwargs)
+        return func(*args, **(kwargs or {}))
+
+
+class _Called(TorchFunctionMode):
+    def __init__(self, found: _Found) -> None:
+        super().__init__()
+        self._found = found
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func in _METHODS:
+            return self._found.run(_METHODS[func], func, args, kwargs)
+        return func(*args, **(kwargs or {}))
+
+
+@contextmanager
+def record_host_syncs(stage: Callable[[], str] = str) -> Iterator[list[HostSync]]:
+    """Note every predicted sync of the calling thread, in order; autograd's backward on a CPU is part of it.
+
+    Args:
+        stage: Asked at each sync in which stage of the step it is.
+    """
+    found = _Found(stage)
+    with _Dispatched(found), _Called(found):
+        yield found.syncs

@@ -1,0 +1,239 @@
+"""What a picture of timelines shows and where: lanes and bars, the same for the PNG and the page."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+from ..schedules import Stage
+from .figures import Figures, figures, label
+from .overlap import cover
+from .spans import (
+    ALL_TO_ALLS,
+    HOST_LANE,
+    Interval,
+    Kind,
+    Span,
+    exclusive_in,
+    intersection,
+    length,
+    rows_of,
+    subtract,
+    union,
+)
+from .steps import Window, find_steps, steady_window
+
+NUM_STEPS = 3
+"""Steps that are drawn, where nobody says how many."""
+
+BATCH_COLORS = ("#3b76af", "#e8a33d", "#4f9d69", "#b07aa1", "#6fb7c9", "#8a6d3b", "#7d86c9", "#a8b545")
+"""Of batch n, the n-th modulo their number: neighbours differ, and none is the red of exposed time."""
+
+STAGE_COLORS: Mapping[Stage, str] = dict(zip(Stage, BATCH_COLORS, strict=False))
+UNKNOWN_COLOR = "#b9bfc6"
+EXPOSED_COLOR = "#d62728"
+
+SHORT: Mapping[Stage, str] = {
+    Stage.COPY_BATCH_TO_DEVICE: "copy",
+    Stage.INPUT_SPLITS_DIST: "splits",
+    Stage.INPUT_DATA_DIST: "ids",
+    Stage.PREFETCH: "prefetch",
+    Stage.EMBEDDING_LOOKUP: "lookup",
+    Stage.DENSE_FORWARD: "forward",
+    Stage.BACKWARD: "backward",
+    Stage.OPTIMIZER_STEP: "step",
+    Stage.EMBEDDING_UPDATE: "update",
+}
+"""The stages on bars."""
+
+_ONE_CLOCK = 0.8
+"""A rank whose spans reach over this share of the first one's window has its clock, or one near enough."""
+
+_STEP_MARK = re.compile(r"ProfilerStep#\d+$")
+
+
+@dataclass(frozen=True, slots=True)
+class Bar:
+    """Spans of one batch, stage and kind that are too near to each other to be told apart.
+
+    Args:
+        span: The longest one of them, with their begin and end.
+        row: The row of its lane, from 0 at the top.
+        count: How many they are.
+    """
+
+    span: Span
+    row: int
+    count: int = 1
+
+
+@dataclass(frozen=True, slots=True)
+class Lane:
+    """A stream or thread, on as many rows as overlap on it."""
+
+    name: str
+    num_rows: int
+    bars: tuple[Bar, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Panel:
+    """One rank.
+
+    Args:
+        rank: Its number, or what stands in its place.
+        figures: Of all its steps, not only of those drawn.
+        window: What is drawn.
+        steps: Where steps begin in it.
+        lanes: From the top.
+        exposed: When a collective ran and nothing hid it.
+    """
+
+    rank: int | str
+    figures: Figures
+    window: Window
+    steps: tuple[float, ...]
+    lanes: tuple[Lane, ...]
+    exposed: tuple[Interval, ...]
+
+    @property
+    def label(self) -> str:
+        """What to call it."""
+        return label(self.rank)
+
+    @property
+    def num_rows(self) -> int:
+        """Rows of all lanes."""
+        return sum(lane.num_rows for lane in self.lanes)
+
+
+def lay_out(ranks: Mapping[int | str, Sequence[Span]], *, num_steps: int, resolution: float) -> list[Panel]:
+    """Return what to draw.
+
+    Ranks whose clocks agree (they are on one host) show the same moments; the others begin with their own step.
+
+    Args:
+        ranks: Spans by rank.
+        num_steps: Steady steps to draw.
+        resolution: Share of the drawn time below which neighbours are drawn as one.
+
+    Raises:
+        ValueError: There is nothing to draw, or `num_steps` is below 1.
+    """
+    if not any(ranks.values()):
+        raise ValueError("there is nothing to draw: no rank has a span. Record at least one step.")
+    panels: list[Panel] = []
+    for rank, spans in ranks.items():
+        if spans:
+            window = steady_window(spans, num_steps)
+            if panels and _share_seen(spans, panels[0].window) > _ONE_CLOCK:
+                window = panels[0].window
+            panels.append(_panel(rank, spans, window, resolution))
+    return panels
+
+
+def _share_seen(spans: Sequence[Span], window: Window) -> float:
+    start = max(window.start_ms, min(span.start_ms for span in spans))
+    end = min(window.end_ms, max(span.end_ms for span in spans))
+    return (end - start) / (window.end_ms - window.start_ms) if window.end_ms > window.start_ms else 0.0
+
+
+def _panel(rank: int | str, spans: Sequence[Span], window: Window, resolution: float) -> Panel:
+    cut = exclusive_in((span for span in spans if not _STEP_MARK.match(span.name)), window.interval)
+    least_ms = resolution * (window.end_ms - window.start_ms)
+    lanes = []
+    for name in sorted({span.lane for span in cut}, key=_lane_order):
+        rows = [_bars(row, number, least_ms) for number, row in enumerate(_rows(cut, name))]
+        lanes.append(Lane(name, len(rows), tuple(bar for row in rows for bar in row)))
+    starts = [step.start_ms for step in find_steps(spans) if window.start_ms <= step.start_ms < window.end_ms]
+    return Panel(rank, figures(spans), window, tuple(starts), tuple(lanes), tuple(_exposed(cut, window.interval)))
+
+
+def _rows(spans: Iterable[Span], lane: str) -> list[list[Span]]:
+    return rows_of(span for span in spans if span.lane == lane)
+
+
+def _bars(row: Sequence[Span], number: int, least_ms: float) -> list[Bar]:
+    bars: list[Bar] = []
+    longest_ms = 0.0
+    for span in row:
+        last = bars[-1] if bars else None
+        if last is not None and _same(last.span, span) and span.start_ms - last.span.end_ms <= least_ms:
+            named = span if span.duration_ms > longest_ms else last.span
+            longest_ms = max(longest_ms, span.duration_ms)
+            joined = _between(named, last.span.start_ms, span.end_ms)
+            bars[-1] = Bar(joined, number, last.count + 1)
+        else:
+            bars.append(Bar(span, number))
+            longest_ms = span.duration_ms
+    return bars
+
+
+def _same(one: Span, other: Span) -> bool:
+    return (one.kind, one.stage, one.batch) == (other.kind, other.stage, other.batch)
+
+
+def _between(span: Span, start_ms: float, end_ms: float) -> Span:
+    return Span(start_ms, end_ms, span.kind, span.lane, span.name, span.stage, span.batch, span.detail)
+
+
+def _exposed(spans: Sequence[Span], window: Interval) -> list[Interval]:
+    under_way = union((span.start_ms, span.end_ms) for span in spans if span.kind is Kind.COMMUNICATION)
+    return subtract(under_way, cover(spans, window, Kind.COMMUNICATION))
+
+
+def _lane_order(name: str) -> tuple[int, list[object]]:
+    """The host on top, then its threads, then streams by number, then what only communicates."""
+    order = [name == HOST_LANE, name == "autograd", name.startswith("thread"), "stream" in name]
+    return order.index(True) if True in order else len(order), [
+        (0, int(part)) if part.isdigit() else (1, part) for part in re.split(r"(\d+)", name) if part
+    ]
+
+
+def by_batch(panels: Iterable[Panel]) -> bool:
+    """Whether to colour by batch: most of what has a stage says its batch. Else the stages give the colours."""
+    known: Counter[bool] = Counter()
+    for panel in panels:
+        for lane in panel.lanes:
+            for bar in lane.bars:
+                if bar.span.stage is not None:
+                    known[bar.span.batch is not None] += 1
+    return known[True] > known[False]
+
+
+def color_of(span: Span, *, batches: bool) -> str:
+    """Return a bar's colour."""
+    if batches:
+        return UNKNOWN_COLOR if span.batch is None else BATCH_COLORS[span.batch % len(BATCH_COLORS)]
+    return UNKNOWN_COLOR if span.stage is None else STAGE_COLORS[span.stage]
+
+
+def text_of(span: Span, *, batches: bool) -> str:
+    """Return what to write on a bar: what travels or the stage, and the batch where there is one."""
+    carries = span.name.partition(":")[0]
+    if carries not in ALL_TO_ALLS:
+        if span.stage is None:
+            return span.name if span.kind is not Kind.WAIT else "wait"
+        carries = SHORT[span.stage]
+    short = carries if span.kind is not Kind.WAIT else f"wait: {carries}"
+    return short if span.batch is None or not batches else f"{short} {span.batch}"
+
+
+def shares(panel: Panel, lane: Lane) -> str:
+    """Return what a lane mostly does, for its label: "communication" for a stream of collectives."""
+    busy: Counter[Kind] = Counter()
+    for bar in lane.bars:
+        if bar.span.kind is not Kind.WAIT:
+            busy[bar.span.kind] += round(1e3 * bar.span.duration_ms)
+    most = busy.most_common(1)
+    return str(most[0][0]) if most and panel.lanes and lane.name != HOST_LANE else ""
+
+
+def hidden_in(panel: Panel, bar: Bar) -> float | None:
+    """Return which share of a collective was hidden, None for all else."""
+    if bar.span.kind is not Kind.COMMUNICATION or not bar.span.duration_ms:
+        return None
+    exposed = length(intersection([(bar.span.start_ms, bar.span.end_ms)], panel.exposed))
+    return max(0.0, 1 - exposed / bar.span.duration_ms)

@@ -1,0 +1,182 @@
+"""What happened when, and how much of it was hidden: spans on lanes, and the accounting of a window of them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from types import MappingProxyType
+
+from ..schedules import Stage
+from .spans import (
+    HOST_LANE,
+    Interval,
+    Kind,
+    Span,
+    _intervals,
+    exclusive_in,
+    intersection,
+    is_for_rows,
+    length,
+    subtract,
+    union,
+)
+
+COVERED_BY: Mapping[Kind, frozenset[Kind]] = MappingProxyType(
+    {
+        Kind.COMMUNICATION: frozenset({Kind.DENSE, Kind.LOOKUP}),
+        Kind.LOOKUP: frozenset({Kind.DENSE}),
+        Kind.COPY: frozenset({Kind.DENSE, Kind.LOOKUP}),
+    }
+)
+"""What hides a kind: time of these on other lanes. Dense work is what the rest hides behind, so nothing hides it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Times:
+    """Milliseconds of one stage or kind."""
+
+    busy_ms: float = 0.0
+    hidden_ms: float = 0.0
+
+    @property
+    def exposed_ms(self) -> float:
+        """What nothing else ran beside."""
+        return self.busy_ms - self.hidden_ms
+
+    @property
+    def hidden_fraction(self) -> float:
+        """Share of the busy time that was hidden; 1 of nothing."""
+        return self.hidden_ms / self.busy_ms if self.busy_ms else 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class Account:
+    """Where the time of a window went, per step.
+
+    Args:
+        step_ms: The window's length.
+        kinds: Busy and hidden time by kind; `Kind.HOST` is all the time that the host was not blocked.
+        stages: The same by stage.
+        merge_wait_ms: What the dense forward waited for looked-up rows.
+        blocked_ms: What the host waited, in all.
+    """
+
+    step_ms: float
+    kinds: Mapping[Kind, Times]
+    stages: Mapping[Stage, Times]
+    merge_wait_ms: float = 0.0
+    blocked_ms: float = 0.0
+
+    @property
+    def bound(self) -> tuple[str, float]:
+        """The busiest resource and its milliseconds: no overlap makes a step shorter than that."""
+        kind, times = max(self.kinds.items(), key=lambda item: item[1].busy_ms)
+        return str(kind), times.busy_ms
+
+    @property
+    def to_gain_ms(self) -> float:
+        """What a perfect overlap would still save."""
+        return max(0.0, self.step_ms - self.bound[1])
+
+
+def account(
+    spans: Iterable[Span],
+    window: Interval,
+    *,
+    num_steps: int = 1,
+    host_lane: str = HOST_LANE,
+    merge_lanes: Sequence[str] = (HOST_LANE, "compute"),
+    host_computes: bool | None = None,
+) -> Account:
+    """Account for a window of a timeline.
+
+    Args:
+        spans: All that was seen, also what began before the window or ended after it.
+        window: Begin and end, milliseconds; for example from one step's beginning to the next one's.
+        num_steps: Steps in the window; all times are per step.
+        host_lane: The lane whose waits block the host.
+        merge_lanes: The lanes of the dense part, whose waits for rows are those at the merge.
+        host_computes: Whether the host does the dense part itself, as on a CPU; None: whether its lane has dense spans.
+            All that it does then has to be done, so communication is hidden while the host does not wait.
+
+    Source: the interval sweep of HolisticTraceAnalysis, which has communication alone; here each kind has its own
+    cover, and inner spans take their time from outer ones.
+    """
+    own = exclusive_in(spans, window)
+    by_kind = {kind: union(_intervals(span for span in own if span.kind is kind)) for kind in Kind}
+
+    covers = {kind: cover(own, window, kind, host_lane=host_lane, host_computes=host_computes) for kind in COVERED_BY}
+    blocked = _blocked(own, host_lane)
+
+    def times(of: Sequence[Interval], kind: Kind) -> Times:
+        return Times(length(of) / num_steps, length(intersection(of, covers.get(kind, ()))) / num_steps)
+
+    kinds = {kind: times(by_kind[kind], kind) for kind in (Kind.DENSE, *COVERED_BY)}
+    kinds[Kind.HOST] = Times((window[1] - window[0] - length(blocked)) / num_steps)
+    stages: dict[Stage, Times] = {}
+    for stage in Stage:
+        parts = [span for span in own if span.stage is stage and span.kind is not Kind.WAIT]
+        if parts:
+            per_kind = [
+                times(union(_intervals(span for span in parts if span.kind is kind)), kind)
+                for kind in {span.kind for span in parts}
+            ]
+            stages[stage] = Times(sum(t.busy_ms for t in per_kind), sum(t.hidden_ms for t in per_kind))
+    merge = union(_intervals(s for s in own if s.kind is Kind.WAIT and is_for_rows(s.name) and s.lane in merge_lanes))
+    return Account(
+        (window[1] - window[0]) / num_steps, kinds, stages, length(merge) / num_steps, length(blocked) / num_steps
+    )
+
+
+def cover(
+    own: Sequence[Span],
+    window: Interval,
+    kind: Kind,
+    *,
+    host_lane: str = HOST_LANE,
+    host_computes: bool | None = None,
+) -> list[Interval]:
+    """Return when a kind of work is hidden.
+
+    Args:
+        own: What `exclusive_in` gives of a window.
+        window: Begin and end, milliseconds.
+        kind: What may be hidden.
+        host_lane: As of `account`.
+        host_computes: As of `account`.
+    """
+    if host_computes is None:
+        host_computes = any(span.kind is Kind.DENSE and span.lane == host_lane for span in own)
+    if kind is Kind.COMMUNICATION and host_computes:
+        return subtract([window], _blocked(own, host_lane))
+    return union(_intervals(span for span in own if span.kind in COVERED_BY[kind]))
+
+
+def _blocked(own: Iterable[Span], host_lane: str) -> list[Interval]:
+    return union(_intervals(span for span in own if span.kind is Kind.WAIT and span.lane == host_lane))
+
+
+def mean(accounts: Sequence[Account]) -> Account:
+    """Return the mean of accounts of one step each.
+
+    Raises:
+        ValueError: There are none.
+    """
+    if not accounts:
+        raise ValueError("the mean of no accounts: no step has been measured.")
+    num = len(accounts)
+
+    def over(parts: Sequence[Times]) -> Times:
+        return Times(sum(t.busy_ms for t in parts) / num, sum(t.hidden_ms for t in parts) / num)
+
+    return Account(
+        sum(one.step_ms for one in accounts) / num,
+        {kind: over([one.kinds[kind] for one in accounts if kind in one.kinds]) for kind in accounts[0].kinds},
+        {
+            stage: over([one.stages[stage] for one in accounts if stage in one.stages])
+            for stage in Stage
+            if any(stage in one.stages for one in accounts)
+        },
+        sum(one.merge_wait_ms for one in accounts) / num,
+        sum(one.blocked_ms for one in accounts) / num,
+    )

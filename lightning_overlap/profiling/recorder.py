@@ -1,0 +1,184 @@
+"""Clocks around stages and collectives: what a running step did when, as spans.
+
+On a CPU the clock is the host's. On CUDA timing events are recorded on the stages' streams and read once they are over:
+no measurement makes the host wait.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from itertools import pairwise
+from typing import Any
+
+from ..distributed import AGREEMENT
+from ..runtime import CudaStreams, Streams
+from ..schedules import Stage, StreamName
+from .collectives import Collective, record_collectives
+from .spans import Interval, Kind, Span
+from .timestamps import CudaMarks, HostMarks, _Record
+
+HOST_LANE = "host"
+"""The lane of the thread that trains."""
+
+KINDS = {
+    Stage.COPY_BATCH_TO_DEVICE: Kind.COPY,
+    Stage.INPUT_SPLITS_DIST: Kind.HOST,
+    Stage.INPUT_DATA_DIST: Kind.HOST,
+    Stage.PREFETCH: Kind.LOOKUP,
+    Stage.EMBEDDING_LOOKUP: Kind.LOOKUP,
+    Stage.DENSE_FORWARD: Kind.DENSE,
+    Stage.BACKWARD: Kind.DENSE,
+    Stage.OPTIMIZER_STEP: Kind.DENSE,
+    Stage.EMBEDDING_UPDATE: Kind.DENSE,
+}
+"""What a stage keeps busy, apart from its collectives."""
+
+
+class SpanRecorder:
+    """Notes what this rank does between `start` and `stop`, by stage, collective and wait.
+
+    Args:
+        streams: The device's streams.
+    """
+
+    def __init__(self, streams: Streams) -> None:
+        self._host = HostMarks()
+        self._streams = streams if isinstance(streams, CudaStreams) else None
+        self._device = None if self._streams is None else CudaMarks(self._streams.device)
+        self._open: list[tuple[_Record, _Record | None]] = []
+        self._records: list[_Record] = []
+        self._steps: list[tuple[float, Any]] = []
+        self._patches = ExitStack()
+
+    def start(self) -> None:
+        """Begin to note."""
+        self._patches.enter_context(record_collectives(self.collective))
+
+    def stop(self) -> None:
+        """Note no more."""
+        self._patches.close()
+        self._open.clear()
+
+    def step(self) -> None:
+        """A step ends here, and the next one begins."""
+        self._steps.append((self._host.mark(), None if self._device is None else self._mark()))
+
+    @property
+    def num_steps(self) -> int:
+        """Steps that ended since the first `step`."""
+        return max(0, len(self._steps) - 1)
+
+    @property
+    def over(self) -> bool:
+        """Whether the device has done all that was noted; does not wait."""
+        return self._device is None or not self._steps or self._device.over(self._steps[-1][1])
+
+    @property
+    def stage(self) -> tuple[Stage, int] | None:
+        """The stage that began last and has not ended, with its batch."""
+        if not self._open:
+            return None
+        record, _ = self._open[-1]
+        assert record.stage is not None
+        assert record.batch is not None
+        return record.stage, record.batch
+
+    def begin(self, stage: Stage, batch: int, stream: StreamName) -> None:
+        """A stage begins; stages may begin inside others."""
+        kind = KINDS[stage]
+        on_device = None
+        if self._streams is not None and self._device is not None:
+            if kind is not Kind.HOST and kind is not Kind.COPY:  # a copy is marked where it is issued
+                with self._streams.on(stream):
+                    on_device = _Record(kind, str(stream), str(stage), stage, batch, self._device.mark(), on_host=False)
+            kind = Kind.HOST  # what the host does is to launch
+        record = _Record(kind, HOST_LANE, str(stage), stage, batch, self._host.mark())
+        self._open.append((record, on_device))
+
+    def end(self) -> None:
+        """The stage that began last has been issued."""
+        if not self._open:
+            return  # it began before the recorder did
+        record, on_device = self._open.pop()
+        record.end = self._host.mark()
+        self._records.append(record)
+        if on_device is not None and self._streams is not None and self._device is not None:
+            with self._streams.on(StreamName(on_device.lane)):
+                on_device.end = self._device.mark()
+            self._records.append(on_device)
+
+    @contextmanager
+    def copy(self) -> Iterator[None]:
+        """Go around the copies of a batch to the device, on their stream."""
+        if self._device is None or self.stage is None:
+            yield
+            return
+        stage, batch = self.stage
+        record = _Record(
+            Kind.COPY, str(StreamName.MEMCPY), str(stage), stage, batch, self._device.mark(), on_host=False
+        )
+        yield
+        record.end = self._device.mark()
+        self._records.append(record)
+
+    @contextmanager
+    def merge(self, batch: int) -> Iterator[None]:
+        """Go around the wait of the compute stream for looked-up rows; on a CPU the wait is the collective's own."""
+        if self._device is None or self._streams is None:
+            yield
+            return
+        record = _Record(
+            Kind.WAIT, str(StreamName.COMPUTE), "rows", Stage.EMBEDDING_LOOKUP, batch, self._mark(), on_host=False
+        )
+        yield
+        record.end = self._mark()
+        self._records.append(record)
+
+    def _mark(self) -> Any:
+        """A point of the compute stream."""
+        assert self._device is not None
+        assert self._streams is not None
+        with self._streams.on(StreamName.COMPUTE):
+            return self._device.mark()
+
+    def windows(self) -> list[Interval]:
+        """Return the steps, each from its beginning to its end, on the clock of the spans."""
+        marks = [host if self._device is None else self._device.ms(device) for host, device in self._steps]
+        return list(pairwise(marks))
+
+    def spans(self) -> list[Span]:
+        """Return what was noted; on CUDA the host's times are shifted so that the first steps begin together."""
+        shift = 0.0
+        if self._device is not None and self._steps:
+            host, device = self._steps[0]
+            shift = self._device.ms(device) - host
+        return [self._span(record, shift) for record in self._records if record.end is not None]
+
+    def _span(self, record: _Record, shift: float) -> Span:
+        if record.on_host or self._device is None:
+            start, end = record.start + shift, record.end + shift
+        else:
+            start, end = self._device.ms(record.start), self._device.ms(record.end)
+        return Span(start, max(start, end), record.kind, record.lane, record.name, record.stage, record.batch)
+
+    # -- collectives --------------------------------------------------------------------------------------------
+
+    def collective(self, name: str, group: str, on_host: bool) -> Collective:
+        """Return the timer of a collective that is about to be issued."""
+        stage, batch = self.stage or (None, None)
+        if stage is Stage.EMBEDDING_LOOKUP and name == "gradients":
+            name = "rows"  # which a backward may look up while it waits for gradients
+        on_host = on_host or self._device is None
+        marks = self._host if on_host else self._device
+        assert marks is not None
+        flight = _Record(Kind.COMMUNICATION, f"{group} group", name, stage, batch, marks.mark(), on_host=on_host)
+        if group == AGREEMENT:
+            flight.name = group  # no data: under way until the other ranks have asked too, which makes nobody wait
+        else:
+            self._records.append(flight)
+        return Collective(flight, marks, self._records, HOST_LANE if on_host else self._lane_now)
+
+    def _lane_now(self) -> str:
+        assert self._streams is not None
+        return str(self._streams.current())

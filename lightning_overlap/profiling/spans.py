@@ -1,0 +1,220 @@
+"""Spans: what one lane (a stream, the host) was busy with and when; and arithmetic on intervals of time."""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from enum import Enum
+from itertools import islice, pairwise
+
+from ..schedules import Stage
+
+Interval = tuple[float, float]
+"""Begin and end, milliseconds."""
+
+
+HOST_LANE = "host"
+"""The thread that trains."""
+
+
+ALL_TO_ALLS = ("sizes", "ids", "rows", "gradients")
+"""What the all-to-alls of a step carry, in their order."""
+
+
+ROWS = "rows"
+"""What the all-to-all of looked-up rows is called, and a wait for it; after a colon more can follow."""
+
+
+class Kind(Enum):
+    """What a resource was busy with."""
+
+    DENSE = "dense"
+    """The model's dense part: forward, backward with the fused update in it, optimizer step."""
+
+    LOOKUP = "lookup"
+    """Reading the tables (TBE forward)."""
+
+    COMMUNICATION = "communication"
+    """A collective, from its start to its end."""
+
+    COPY = "copy"
+    """A copy between host and device or within the device; on a CPU, fetching and staging the batch."""
+
+    WAIT = "wait"
+    """A lane that has nothing to do before something else ends: exposed time."""
+
+    HOST = "host"
+    """The host at work on what is none of these: the loop, callbacks, launching kernels."""
+
+    def __str__(self) -> str:
+        return self.value
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """One thing that took time.
+
+    Args:
+        start_ms: When it began; the zero is the timeline's own.
+        end_ms: When it ended.
+        kind: What it was.
+        lane: The stream or thread it ran on. On one lane an inner span takes its time from the one around it.
+        name: What to call it: a kernel's or an operator's name, or the stage's.
+        stage: The stage it belongs to, if one is known.
+        batch: The batch it was for, if that is known.
+        detail: More, for people: the source line that waited, say.
+    """
+
+    start_ms: float
+    end_ms: float
+    kind: Kind
+    lane: str
+    name: str
+    stage: Stage | None = None
+    batch: int | None = None
+    detail: str = ""
+
+    @property
+    def duration_ms(self) -> float:
+        """How long it took."""
+        return self.end_ms - self.start_ms
+
+
+def is_for_rows(name: str) -> bool:
+    """Whether a span of this name carries looked-up rows, or waits for them."""
+    return name.partition(":")[0] == ROWS
+
+
+def exclusive(spans: Iterable[Span]) -> list[Span]:
+    """Cut spans so that on each lane every moment belongs to one: to the one that began last.
+
+    Collectives stay whole: several can be under way on one lane, and none of them takes the others' time.
+    """
+    lanes: dict[str, list[Span]] = {}
+    cut: list[Span] = []
+    for span in spans:
+        if span.kind is Kind.COMMUNICATION:
+            cut.append(span)
+        else:
+            lanes.setdefault(span.lane, []).append(span)
+    for lane in lanes.values():
+        cut += _exclusive_on_lane(lane)
+    return sorted(cut, key=lambda span: (span.start_ms, span.end_ms))
+
+
+def exclusive_in(spans: Iterable[Span], window: Interval) -> list[Span]:
+    """Return the parts of `exclusive` spans that lie in a window.
+
+    What began last is judged before anything is cut: in the window, an inner span and the one around it may look as if
+    they had begun together.
+    """
+    start, end = window
+    return clip(exclusive(span for span in spans if span.end_ms > start and span.start_ms < end), window)
+
+
+def _exclusive_on_lane(spans: list[Span]) -> list[Span]:
+    spans = sorted(spans, key=lambda span: (span.start_ms, -span.end_ms))
+    edges = sorted({edge for span in spans for edge in (span.start_ms, span.end_ms)})
+    pieces: list[tuple[float, float, Span]] = []
+    under_way: list[tuple[float, int, Span]] = []  # the last begun first; of two that began together, the shorter
+    coming = 0
+    for start, end in pairwise(edges):
+        while coming < len(spans) and spans[coming].start_ms <= start:
+            heapq.heappush(under_way, (-spans[coming].start_ms, -coming, spans[coming]))
+            coming += 1
+        while under_way and under_way[0][2].end_ms <= start:
+            heapq.heappop(under_way)
+        if not under_way:
+            continue
+        top = under_way[0][2]
+        if pieces and pieces[-1][2] is top and pieces[-1][1] == start:
+            start = pieces.pop()[0]
+        pieces.append((start, end, top))
+    return [
+        span if (start, end) == (span.start_ms, span.end_ms) else replace(span, start_ms=start, end_ms=end)
+        for start, end, span in pieces
+    ]
+
+
+def clip(spans: Iterable[Span], window: Interval) -> list[Span]:
+    """Return the parts of spans that lie in a window."""
+    start, end = window
+    return [
+        span
+        if start <= span.start_ms and span.end_ms <= end
+        else replace(span, start_ms=max(start, span.start_ms), end_ms=min(end, span.end_ms))
+        for span in spans
+        if span.end_ms > start and span.start_ms < end
+    ]
+
+
+def union(intervals: Iterable[Interval]) -> list[Interval]:
+    """Return disjoint intervals in order that cover the same time."""
+    merged: list[Interval] = []
+    for start, end in sorted(intervals):
+        if merged and start <= merged[-1][1]:
+            merged[-1] = (merged[-1][0], max(merged[-1][1], end))
+        elif end > start:
+            merged.append((start, end))
+    return merged
+
+
+def intersection(one: Sequence[Interval], other: Sequence[Interval]) -> list[Interval]:
+    """Return the time that is in both; each must be disjoint and in order, as `union` gives them."""
+    both: list[Interval] = []
+    here, there = 0, 0
+    while here < len(one) and there < len(other):
+        start, end = max(one[here][0], other[there][0]), min(one[here][1], other[there][1])
+        if start < end:
+            both.append((start, end))
+        if one[here][1] < other[there][1]:
+            here += 1
+        else:
+            there += 1
+    return both
+
+
+def subtract(one: Sequence[Interval], other: Sequence[Interval]) -> list[Interval]:
+    """Return the time that is in one and not in the other; each must be disjoint and in order."""
+    left: list[Interval] = []
+    first = 0
+    for start, end in one:
+        while first < len(other) and other[first][1] <= start:
+            first += 1
+        for gone_from, gone_to in islice(other, first, None):
+            if gone_from >= end:
+                break
+            if gone_from > start:
+                left.append((start, gone_from))
+            start = max(start, gone_to)
+        if start < end:
+            left.append((start, end))
+    return left
+
+
+def rows_of(spans: Iterable[Span], *, nested: bool = False) -> list[list[Span]]:
+    """Spread the spans of a lane over rows on which none overlaps another; `nested`: unless it lies within it."""
+    rows: list[list[Span]] = []
+    under_way: list[list[Span]] = []
+    for span in sorted(spans, key=lambda span: (span.start_ms, -span.end_ms)):
+        for stack in under_way:
+            while stack and stack[-1].end_ms <= span.start_ms:
+                stack.pop()
+        fits = (not stack or (nested and span.end_ms <= stack[-1].end_ms) for stack in under_way)
+        number = next((number for number, fit in enumerate(fits) if fit), len(rows))
+        if number == len(rows):
+            rows.append([])
+            under_way.append([])
+        rows[number].append(span)
+        under_way[number].append(span)
+    return rows
+
+
+def length(intervals: Iterable[Interval]) -> float:
+    """Return the time that disjoint intervals cover, milliseconds."""
+    return sum(end - start for start, end in intervals)
+
+
+def _intervals(spans: Iterable[Span]) -> Iterable[Interval]:
+    return ((span.start_ms, span.end_ms) for span in spans)

@@ -1,0 +1,104 @@
+"""Find the steps of a timeline, and the window that its numbers are taken from."""
+
+from __future__ import annotations
+
+import re
+import statistics
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+
+from ..schedules import Stage
+from .spans import HOST_LANE, Interval, Kind, Span
+
+_PROFILER_STEP = re.compile(r"ProfilerStep#(\d+)$")
+
+
+_LEAST_MS = 1e-3  # of a window: a single event can last no time at all
+
+
+@dataclass(frozen=True, slots=True)
+class Window:
+    """A part of a timeline.
+
+    Args:
+        start_ms: Its begin.
+        end_ms: Its end.
+        num_steps: Steps in it.
+    """
+
+    start_ms: float
+    end_ms: float
+    num_steps: int = 1
+
+    @property
+    def interval(self) -> Interval:
+        """Begin and end."""
+        return self.start_ms, self.end_ms
+
+
+def find_steps(spans: Iterable[Span]) -> list[Window]:
+    """Return the steps of a timeline: torch.profiler's marks, else from one dense forward to the next, else none."""
+    spans = list(spans)
+    marked = [span for span in spans if _PROFILER_STEP.match(span.name)]
+    if marked:
+        marked.sort(key=lambda span: span.start_ms)
+        return [Window(span.start_ms, span.end_ms) for span in marked]
+    forwards = [span for span in spans if span.stage is Stage.DENSE_FORWARD and span.kind is not Kind.COMMUNICATION]
+    forwards = [span for span in forwards if span.lane == HOST_LANE] or forwards
+    starts: dict[object, float] = {}
+    outermost_end = float("-inf")
+    for span in sorted(forwards, key=lambda span: (span.start_ms, -span.end_ms)):
+        if span.kind is Kind.WAIT or (span.batch is None and span.start_ms < outermost_end):
+            continue
+        outermost_end = max(outermost_end, span.end_ms)
+        starts.setdefault(("start", span.start_ms) if span.batch is None else span.batch, span.start_ms)
+    return [Window(start, end) for start, end in pairwise(sorted(starts.values()))]
+
+
+def window_of(spans: Sequence[Span]) -> Window:
+    """Return what the figures of a timeline are taken from.
+
+    With torch.profiler's step marks that is all that a GPU's streams did, as they run behind the host's marks, and
+    without a GPU from the first mark to the last. Without marks it is from the first step's begin to the last one's
+    end, and without steps everything.
+
+    Raises:
+        ValueError: There are no spans.
+    """
+    if not spans:
+        raise ValueError("a timeline without a span has no window: record at least one step.")
+    steps = find_steps(spans)
+    on_gpu = [span for span in spans if _on_stream(span) and span.kind is not Kind.WAIT]
+    marked = any(_PROFILER_STEP.match(span.name) for span in spans)
+    if steps and not (marked and on_gpu):
+        return Window(steps[0].start_ms, steps[-1].end_ms, len(steps))
+    found = on_gpu or spans
+    start, end = min(span.start_ms for span in found), max(span.end_ms for span in found)
+    return Window(start, max(end, start + _LEAST_MS), max(1, len(steps)))
+
+
+def _on_stream(span: Span) -> bool:
+    return "stream " in span.lane
+
+
+def steady_window(spans: Sequence[Span], num_steps: int) -> Window:
+    """Return so many consecutive steps to draw: of all such runs the one whose steps are nearest to the median.
+
+    Raises:
+        ValueError: `num_steps` is below 1, or there are no spans.
+    """
+    if num_steps < 1:
+        raise ValueError(f"the number of steps to draw has to be at least 1, got {num_steps}.")
+    steps = find_steps(spans)
+    if not steps:
+        return window_of(spans)
+    num_steps = min(num_steps, len(steps))
+    usual = statistics.median(step.end_ms - step.start_ms for step in steps)
+    runs = [steps[first : first + num_steps] for first in range(len(steps) - num_steps + 1)]
+
+    def distance(run: Sequence[Window]) -> float:
+        return sum(abs(step.end_ms - step.start_ms - usual) for step in run)
+
+    best = min(runs, key=distance)
+    return Window(best[0].start_ms, best[-1].end_ms, num_steps)

@@ -1,0 +1,79 @@
+"""Points in time on the host or on a CUDA stream, taken without making the host wait."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+
+from ..schedules import Stage
+from .spans import Kind
+
+
+class Marks(Protocol):
+    """Points in time on a lane, read later."""
+
+    def mark(self) -> Any:
+        """Return this point of the current lane."""
+
+    def over(self, mark: Any) -> bool:
+        """Whether a point has been passed."""
+
+    def ms(self, mark: Any) -> float:
+        """Return when that was, milliseconds."""
+
+
+class HostMarks:
+    """Points in time of the calling thread."""
+
+    def mark(self) -> float:
+        """Return the time now, milliseconds."""
+        return time.perf_counter() * 1e3
+
+    def over(self, mark: float) -> bool:
+        """Return True."""
+        return True
+
+    def ms(self, mark: float) -> float:
+        """Return the mark."""
+        return mark
+
+
+class CudaMarks:
+    """Points in time of the current CUDA stream, by timing events.
+
+    Args:
+        device: Whose streams.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._zero = self.mark()
+
+    def mark(self) -> torch.cuda.Event:
+        """Return an event behind all that the current stream was given so far."""
+        event = torch.cuda.Event(enable_timing=True)
+        event.record(torch.cuda.current_stream(self._device))
+        return event
+
+    def over(self, mark: torch.cuda.Event) -> bool:
+        """Whether the device has come past an event; does not wait."""
+        return bool(mark.query())
+
+    def ms(self, mark: torch.cuda.Event) -> float:
+        """Return when that was, counted from the first mark."""
+        return float(self._zero.elapsed_time(mark))
+
+
+@dataclass(slots=True)
+class _Record:
+    kind: Kind
+    lane: str
+    name: str
+    stage: Stage | None
+    batch: int | None
+    start: Any
+    end: Any = None
+    on_host: bool = True

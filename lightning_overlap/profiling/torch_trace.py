@@ -1,0 +1,368 @@
+"""Read a trace of torch.profiler (Kineto): what ran on each GPU stream and host thread, for which stage and batch.
+
+A kernel belongs to the annotation in which it was launched: kernel -> correlation -> launch -> innermost `## ... ##`
+of the launching thread. Without a GPU, what the threads did is read from annotations, operators and gloo's events.
+"""
+
+from __future__ import annotations
+
+import bisect
+import re
+from collections import Counter, defaultdict, deque
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from operator import attrgetter
+from pathlib import Path
+from typing import NamedTuple
+
+from ..schedules import Stage
+from . import trace_names as names
+from .spans import HOST_LANE, ROWS, Kind, Span, intersection, subtract, union
+from .trace_file import Event, TraceError, TraceFile, is_own, load, own_spans
+from .trace_file import write_trace as write_trace
+
+__all__ = ["BLOCKED_US", "TraceError", "read_trace", "write_trace"]
+
+BLOCKED_US = 50
+"""A runtime call that takes longer than this blocked the host; a launch takes a tenth of it."""
+
+RELEASED_MS = 0.1
+"""A kernel that starts within this after another stream's work had waited for that; else for what no trace tells."""
+
+QUEUED_US = 10
+"""A kernel that starts later than this after its launch and after the stream's last one waited for another stream."""
+
+_ON_DEVICE = ("kernel", "gpu_memcpy", "gpu_memset")
+_RUNTIME = ("cuda_runtime", "cuda_driver")
+_RECEIVE, _SEND = "gloo:recv", "gloo:send"
+_DAY_US = 86400e6
+
+
+def read_trace(path: Path | str) -> dict[int, list[Span]]:
+    """Return the spans of a trace by rank, in order of time.
+
+    Lanes are "host" (the thread that trains), "autograd", "thread N", "stream N" (a GPU's) and "gloo" (its threads).
+    Times are milliseconds since midnight, so that traces of one host share their clock. A rank that the file does not
+    name is 0.
+
+    Args:
+        path: JSON or gzipped JSON, by torch.profiler or by `write_trace`, which gives its spans back as they were.
+
+    Raises:
+        TraceError: It is no such file; the message says what it is.
+    """
+    file = load(Path(path))
+    if is_own(file):
+        return own_spans(file)
+    info = file.about.get("distributedInfo")
+    rank = info.get("rank") if isinstance(info, dict) else None
+    spans = _Reader(file).spans()
+    if not spans:
+        raise TraceError(
+            f"{path} holds nothing to draw: no annotation, no operator on the host, no kernel.\n"
+            f"  got:  {len(file.events)} events of other kinds\n  Profile at least one training step."
+        )
+    return {rank if isinstance(rank, int) else 0: spans}
+
+
+class _Context(NamedTuple):
+    """What a moment of a thread is under, from the innermost of each kind."""
+
+    stage: Stage | None = None
+    kind: Kind | None = None
+    batch: int | None = None
+    annotation: str = ""
+    operator: str = ""
+    source: str = ""
+    caller: str = ""
+
+    def inside(self, event: Event) -> _Context:
+        """Return the context of what runs inside an event."""
+        if event.category == "cpu_op":
+            meaning = names.of_operator(event.name)
+            if meaning is None:
+                return self._replace(operator=event.name)
+            return self._replace(operator=event.name, stage=meaning.stage, kind=meaning.kind)
+        meaning = names.of_annotation(event.name)
+        batch = names.batch_of(event.name)
+        return _Context(
+            self.stage if meaning is None else meaning.stage,
+            self.kind if meaning is None else meaning.kind,
+            self.batch if batch is None else batch,
+            names.without_batch(event.name) if meaning is not None or event.name.startswith("##") else self.annotation,
+            "",
+            self.source,
+            self.caller,
+        )
+
+
+class _Launch(NamedTuple):
+    end_us: float
+    context: _Context
+
+
+class _Reader:
+    """Makes spans of one file's events."""
+
+    def __init__(self, file: TraceFile) -> None:
+        self._events = file.events
+        first_us = min(event.start_us for event in file.events)
+        base = file.about.get("baseTimeNanoseconds", 0)
+        base_us = float(base) / 1e3 if isinstance(base, (int, float, str)) and str(base).isdigit() else 0.0
+        self._first_us = first_us
+        self._midnight_ms = (first_us % _DAY_US + base_us % _DAY_US) % _DAY_US / 1e3
+        self._has_gpu = any(event.category in _ON_DEVICE for event in file.events)
+        self._launches: dict[object, _Launch] = {}
+        self._issued: defaultdict[str, deque[tuple[float, _Context]]] = defaultdict(deque)
+        self._spans: list[Span] = []
+
+    def spans(self) -> list[Span]:
+        threads: defaultdict[tuple[object, object], list[Event]] = defaultdict(list)
+        on_device, collectives = [], []
+        for event in self._events:
+            if event.category in _ON_DEVICE:
+                on_device.append(event)
+            elif event.category == "user_annotation" and event.name.startswith("gloo:"):
+                if event.name == _RECEIVE:  # made by the thread that issues, until it has waited
+                    posted = event._replace(category="cpu_op", name="c10d::recv_", end_us=event.start_us)
+                    threads[event.pid, event.tid].append(posted)
+                if event.name != _SEND:  # goes with a receive
+                    collectives.append(event)
+            else:
+                threads[event.pid, event.tid].append(event)
+        for lane, events in _lanes(threads).items():
+            events.sort(key=lambda event: (event.start_us, -event.end_us))
+            for event, around, inside in _nest(_without_closures(events)):
+                self._on_host(lane, event, around, inside)
+        self._collectives_on_host(collectives)
+        if self._has_gpu:
+            self._on_device(on_device)
+        else:
+            self._spans += _waits_for_gradients(self._spans, threads.values(), self._ms)
+        return sorted(self._spans, key=attrgetter("start_ms", "end_ms"))
+
+    def _ms(self, time_us: float) -> float:
+        return (time_us - self._first_us) / 1e3 + self._midnight_ms
+
+    def _add(self, event: Event, kind: Kind, lane: str, name: str, context: _Context, detail: str = "") -> None:
+        start, end = self._ms(event.start_us), self._ms(event.end_us)
+        self._spans.append(Span(start, end, kind, lane, name, context.stage, context.batch, detail))
+
+    # -- the host's threads -----------------------------------------------------------------------------------------
+
+    def _on_host(self, lane: str, event: Event, around: _Context, inside: _Context) -> None:
+        if event.category in _RUNTIME:
+            self._launches[event.args.get("correlation")] = _Launch(event.end_us, around)
+            self._blocked(lane, event, around)
+        elif event.category == "cpu_op":
+            if event.name.startswith("c10d::"):
+                self._issued[_collective(event.name)].append((event.start_us, around))
+            elif not self._has_gpu:
+                self._operator(lane, event, around, inside)
+            elif lane != HOST_LANE and (inside.stage, inside.kind) != (around.stage, around.kind):
+                self._add(event, Kind.HOST, lane, _operator_name(event.name), inside)  # autograd issues kernels
+        elif event.category == "user_annotation":
+            self._annotation(lane, event, around, inside)
+
+    def _blocked(self, lane: str, event: Event, context: _Context) -> None:
+        if event.end_us - event.start_us < BLOCKED_US or not names.is_blocking(event.name):
+            return
+        if not context.annotation and not context.operator and "DeviceSynchronize" in event.name:
+            return  # the profiler's own, when it ends
+        self._add(event, Kind.WAIT, lane, context.operator or event.name, context, _where(context, event.name))
+
+    def _operator(self, lane: str, event: Event, around: _Context, inside: _Context) -> None:
+        """Without a GPU the computing is done here: by the operators that nothing else stands for."""
+        if (inside.stage, inside.kind) != (around.stage, around.kind):
+            assert inside.kind is not None
+            self._add(event, inside.kind, lane, _operator_name(event.name), inside, _where(around))
+        elif around.stage is None and not around.operator:
+            self._add(event, Kind.DENSE, lane, event.name, inside)
+
+    def _annotation(self, lane: str, event: Event, around: _Context, inside: _Context) -> None:
+        name = _annotation_name(event.name)
+        if names.of_annotation(event.name) is None:
+            if around.stage is None:
+                self._add(event, Kind.HOST, lane, name, inside)
+            return
+        kind = inside.kind if inside.kind is not None and not self._has_gpu else Kind.HOST
+        if inside.batch != around.batch or (inside.stage, inside.kind) != (around.stage, around.kind):
+            detail = _where(around) if kind is Kind.WAIT else ""
+            if kind is Kind.WAIT and inside.stage is Stage.EMBEDDING_LOOKUP:
+                name = f"{ROWS}: {name}"
+            self._add(event, kind, lane, name, inside, detail)
+
+    def _collectives_on_host(self, events: list[Event]) -> None:
+        """Gloo's threads run collectives in the order of their issue, and do not say for whom."""
+        for event in sorted(events, key=attrgetter("start_us")):
+            issued = self._issued[_collective(event.name)]
+            context = _Context()
+            if issued and issued[0][0] <= event.end_us:
+                context = issued.popleft()[1]
+            self._add(event, Kind.COMMUNICATION, "gloo", event.name, context, _where(context))
+
+    # -- the GPU's streams ------------------------------------------------------------------------------------------
+
+    def _on_device(self, events: list[Event]) -> None:
+        devices = {event.args.get("device") for event in events}
+        backwards = sorted(
+            (span.start_ms, span.end_ms, span.batch)
+            for span in self._spans
+            if span.stage is Stage.BACKWARD and span.lane == HOST_LANE and span.batch is not None
+        )
+        streams: defaultdict[str, list[tuple[Event, Span]]] = defaultdict(list)
+        for event in sorted(events, key=attrgetter("start_us")):
+            launch = self._launches.get(event.args.get("correlation"))
+            context = _Context() if launch is None else launch.context
+            if launch is not None and context.stage is Stage.BACKWARD and context.batch is None:
+                context = context._replace(batch=_batch_at(backwards, self._ms(launch.end_us)))
+            kind = names.kind_of_kernel(event.name) if event.category == "kernel" else Kind.COPY
+            lane = f"stream {event.args.get('stream', event.tid)}"
+            if len(devices) > 1:
+                lane = f"gpu {event.args.get('device')} {lane}"
+            name = str(event.args.get("Collective name") or _kernel_name(event.name))
+            self._add(event, kind, lane, name, context, _where(context))
+            streams[lane].append((event, self._spans[-1]))
+        self._spans += list(self._waits_of_kernels(streams))
+
+    def _waits_of_kernels(self, streams: Mapping[str, Sequence[tuple[Event, Span]]]) -> Iterator[Span]:
+        """Kernels of the compute stream that were launched in time and still did not start: an event held them.
+
+        What ended on another stream right before the kernel began is what it waited for.
+        """
+        busy = Counter({lane: sum(_dense_ms(span) for _, span in found) for lane, found in streams.items()})
+        compute = max(busy, key=lambda lane: busy[lane])
+        others = sorted(
+            (span for lane, found in streams.items() if lane != compute for _, span in found), key=attrgetter("end_ms")
+        )
+        ends = [span.end_ms for span in others]
+        free_us = float("inf")
+        for event, span in streams[compute]:
+            launch = self._launches.get(event.args.get("correlation"))
+            if launch is not None and event.start_us - max(free_us, launch.end_us) > QUEUED_US:
+                waits_from = self._ms(max(free_us, launch.end_us))
+                last = bisect.bisect_right(ends, span.start_ms + 1e-3) - 1
+                name, stage, detail = f"{span.name} waits in the queue", None, ""
+                if last >= 0 and ends[last] > max(waits_from, span.start_ms - RELEASED_MS):
+                    held_by = others[last]
+                    name, stage, detail = f"waits for {held_by.name}", held_by.stage, f"on {held_by.lane}"
+                    if stage is Stage.EMBEDDING_LOOKUP and held_by.kind is not Kind.COPY:
+                        name = f"{ROWS}: {name}"
+                yield Span(waits_from, span.start_ms, Kind.WAIT, compute, name, stage, span.batch, detail)
+            free_us = event.end_us if free_us == float("inf") else max(free_us, event.end_us)
+
+
+def _lanes(threads: Mapping[tuple[object, object], list[Event]]) -> dict[str, list[Event]]:
+    """Name the host's threads; the one with the most annotations trains."""
+
+    def marks(events: Iterable[Event]) -> tuple[int, int]:
+        known = sum(
+            event.category == "user_annotation"
+            and (event.name.startswith("##") or names.step_of(event.name) is not None)
+            for event in events
+        )
+        return known, sum(1 for _ in events)
+
+    if not threads:
+        return {}
+    training = max(threads, key=lambda thread: marks(threads[thread]))
+    lanes = {HOST_LANE: threads[training]}
+    for thread, events in threads.items():
+        if thread != training:
+            runs_backward = any(event.name.startswith("autograd::engine") for event in events)
+            lane = "autograd" if runs_backward and "autograd" not in lanes else f"thread {thread[1]}"
+            lanes[lane] = events
+    return lanes
+
+
+def _without_closures(events: Sequence[Event]) -> Iterator[Event]:
+    """Leave out optimizer steps with a forward inside: Lightning hands forward and backward to them as a closure."""
+    forwards = [
+        event.start_us for event in events if event.category == "user_annotation" and names.is_forward(event.name)
+    ]
+    for event in events:
+        if names.may_be_closure(event.name):
+            first = bisect.bisect_left(forwards, event.start_us)
+            if first < len(forwards) and forwards[first] < event.end_us:
+                continue
+        yield event
+
+
+def _nest(events: Iterable[Event]) -> Iterator[tuple[Event, _Context, _Context]]:
+    """Yield each event of a thread with what it is under and what it makes of that for those inside.
+
+    Python's frames have a stack of their own: an annotation that was begun in a function may outlive that.
+    """
+    stack: list[tuple[float, _Context]] = []
+    frames: list[tuple[float, str, str]] = []
+    for event in events:
+        while stack and stack[-1][0] <= event.start_us:
+            stack.pop()
+        while frames and frames[-1][0] <= event.start_us:
+            frames.pop()
+        _, source, caller = frames[-1] if frames else (0.0, "", "")
+        if event.category == "python_function":
+            if names.is_frame(event.name):
+                frames.append((event.end_us, event.name, caller if names.is_library_frame(event.name) else event.name))
+            continue
+        around = (stack[-1][1] if stack else _Context())._replace(source=source, caller=caller)
+        if event.category in _RUNTIME:
+            yield event, around, around
+            continue
+        inside = around if names.step_of(event.name) is not None else around.inside(event)
+        yield event, around, inside
+        stack.append((event.end_us, inside))
+
+
+def _waits_for_gradients(
+    spans: Sequence[Span], threads: Iterable[Sequence[Event]], to_ms: Callable[[float], float]
+) -> list[Span]:
+    """Autograd's engine runs operators without a pause; where it pauses beside a collective, it waits for that one."""
+    ran = union((to_ms(e.start_us), to_ms(e.end_us)) for events in threads for e in events if e.category == "cpu_op")
+    under_way = union((span.start_ms, span.end_ms) for span in spans if span.kind is Kind.COMMUNICATION)
+    found = []
+    for span in spans:
+        if span.stage is Stage.BACKWARD and span.kind is Kind.DENSE and span.name.startswith("backward"):
+            pauses = subtract([(span.start_ms, span.end_ms)], ran)
+            for start, end in intersection(pauses, under_way):
+                if (end - start) * 1e3 >= BLOCKED_US:
+                    name = "wait for gradients"
+                    found.append(Span(start, end, Kind.WAIT, span.lane, name, Stage.BACKWARD, span.batch))
+    return found
+
+
+def _batch_at(windows: Sequence[tuple[float, float, int | None]], time_ms: float) -> int | None:
+    index = bisect.bisect_right(windows, time_ms, key=lambda window: window[0]) - 1
+    return windows[index][2] if index >= 0 and windows[index][1] >= time_ms else None
+
+
+def _dense_ms(span: Span) -> float:
+    return span.duration_ms if span.kind is Kind.DENSE else 0.0
+
+
+def _where(context: _Context, call: str = "") -> str:
+    """Say where something happened: the call, the annotation around it, the source line, and the user's above it."""
+    under = f"under {context.annotation}" if context.annotation else ""
+    at = f"at {context.source}" if context.source else ""
+    if context.caller and context.caller != context.source:
+        at += f", called from {context.caller}"
+    return " ".join(filter(None, (call, under, at)))
+
+
+def _collective(name: str) -> str:
+    """Return the collective that c10d's operator or gloo's event is: `c10d::alltoall_base_` is `gloo:all_to_all`."""
+    return re.sub(r"[^a-z]", "", name.split(":")[-1].lower()).removesuffix("base").removesuffix("single")
+
+
+def _annotation_name(name: str) -> str:
+    return name.strip("# ") or name
+
+
+def _operator_name(name: str) -> str:
+    return name.removeprefix("autograd::engine::evaluate_function: ")
+
+
+def _kernel_name(name: str) -> str:
+    """Return a kernel's name without what the compiler added."""
+    if not name.startswith("void "):
+        return name if name.startswith("Mem") else name.split("(")[0]
+    return re.split(r"[<(]", name.removeprefix("void "), maxsplit=1)[0]

@@ -1,0 +1,217 @@
+"""Files of timelines, in the form that Chrome and Perfetto open: torch.profiler's and this package's own."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import math
+import sys
+import zlib
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from ..schedules import Stage
+from .spans import Kind, Span, rows_of
+
+WRITER = "lightning_overlap timeline"
+"""Marks the files of this package."""
+
+_ADVICE = (
+    "Give it a trace that torch.profiler wrote (export_chrome_trace; .json or .json.gz), or one of this package's."
+)
+_CATEGORIES = {
+    *("kernel", "gpu_memcpy", "gpu_memset"),
+    *("cuda_runtime", "cuda_driver", "cpu_op", "user_annotation", "python_function"),
+    *(kind.value for kind in Kind),
+}
+
+
+class TraceError(ValueError):
+    """A file is no trace that can be read; the message says why and what to do."""
+
+
+class Event(NamedTuple):
+    """A complete event of a trace.
+
+    Args:
+        category: For example "kernel" or "cpu_op"; a `Kind` in the files of this package.
+        name: Its name.
+        pid: Process, or the device's number.
+        tid: Thread or stream.
+        start_us: Begin, microseconds of the trace's clock.
+        end_us: End.
+        args: What was noted with it, so far as it is used here.
+    """
+
+    category: str
+    name: str
+    pid: Any
+    tid: Any
+    start_us: float
+    end_us: float
+    args: Mapping[str, Any]
+
+
+class TraceFile(NamedTuple):
+    """What a file holds.
+
+    Args:
+        events: Its complete events of known categories, in the file's order.
+        about: The rest of its top level.
+    """
+
+    events: list[Event]
+    about: Mapping[str, Any]
+
+
+def load(path: Path) -> TraceFile:
+    """Read a file.
+
+    Events become short tuples while they are parsed, so that a trace of some 100 MB needs not ten times its size.
+
+    Raises:
+        TraceError: It is missing, no file, damaged, no JSON, no trace, or empty.
+    """
+    try:
+        content = json.loads(_text(path), object_hook=_shorten, strict=False)
+    except json.JSONDecodeError as err:
+        raise TraceError(
+            f"{path} is not a trace: its JSON is broken.\n  got:  {err.msg} at line {err.lineno}, column {err.colno}\n"
+            f"  A run that was killed while it wrote leaves such a file. {_ADVICE}"
+        ) from err
+    except RecursionError as err:
+        raise TraceError(f"{path} is not a trace: it is nested too deeply. {_ADVICE}") from err
+    about = content if isinstance(content, dict) else {}
+    events = content if isinstance(content, list) else about.get("traceEvents")
+    if not isinstance(events, list):
+        got = f"the keys {', '.join(sorted(about)[:6])}" if about else type(content).__name__
+        raise TraceError(f"{path} is not a trace: it has no list of traceEvents.\n  got:  {got}\n  {_ADVICE}")
+    kept = [event for event in events if isinstance(event, Event)]
+    if not kept:
+        raise TraceError(
+            f"{path} holds nothing to draw: no kernel, operator or annotation.\n  got:  {len(events)} entries of other "
+            "kinds\n  Profile at least one step, with ProfilerActivity.CPU (and CUDA on a GPU) among the activities."
+        )
+    return TraceFile(kept, {key: value for key, value in about.items() if key != "traceEvents"})
+
+
+def _text(path: Path) -> str:
+    try:
+        raw = path.read_bytes()
+        return (gzip.decompress(raw) if raw[:2] == b"\x1f\x8b" else raw).decode("utf-8", "replace").lstrip("\ufeff")
+    except FileNotFoundError as err:
+        raise TraceError(f"{path} does not exist. {_ADVICE}") from err
+    except IsADirectoryError as err:
+        traces = sorted(found.name for found in path.iterdir() if found.name.endswith((".json", ".json.gz")))
+        there = f"Its traces: {', '.join(traces[:8])}" if traces else "It holds no .json or .json.gz either"
+        raise TraceError(f"{path} is a folder, not a trace. {there}. {_ADVICE}") from err
+    except (EOFError, zlib.error, gzip.BadGzipFile) as err:
+        raise TraceError(
+            f"{path} is a damaged gzip file: {err}\n  A copy that was cut short, or a run that was killed while it "
+            "wrote, leaves such a file. Copy or record it again."
+        ) from err
+    except OSError as err:
+        raise TraceError(f"{path} cannot be read: {err.strerror or err}") from err
+
+
+_ARGS = ("correlation", "stream", "device", "Collective name", "lane", "stage", "batch", "detail", "start_ms", "end_ms")
+
+
+def _shorten(parsed: dict[str, Any]) -> Any:
+    """Keep of an event what is used here, while the parser is at it; other objects stay as they are."""
+    if "ph" not in parsed:
+        return parsed
+    category: Any = parsed.get("cat")
+    if parsed["ph"] != "X" or category not in _CATEGORIES:
+        return None
+    try:
+        start = float(parsed["ts"])
+        end = start + max(0.0, float(parsed.get("dur", 0)))  # Kineto has been seen to write durations below 0
+    except (KeyError, TypeError, ValueError):
+        return None
+    if not math.isfinite(end - start):
+        return None
+    noted = parsed.get("args") or {}
+    args = {key: noted[key] for key in _ARGS if key in noted}
+    name = sys.intern(str(parsed.get("name", "")))
+    return Event(sys.intern(category), name, parsed.get("pid"), parsed.get("tid"), start, end, args)
+
+
+def is_own(file: TraceFile) -> bool:
+    """Whether this package wrote the file."""
+    other = file.about.get("otherData")
+    return isinstance(other, dict) and other.get("writer") == WRITER
+
+
+def own_spans(file: TraceFile) -> dict[int, list[Span]]:
+    """Return the spans that `write_trace` was given, by rank.
+
+    Raises:
+        TraceError: Somebody has changed the file.
+    """
+    ranks: dict[int, list[Span]] = {}
+    for event in file.events:
+        try:
+            ranks.setdefault(int(event.pid), []).append(_own_span(event))
+        except (KeyError, TypeError, ValueError) as err:
+            raise TraceError(
+                f"the event {event.name!r} is not as {WRITER} writes it: its {err} is missing or wrong. "
+                "Write the file again; other tools' events do not belong into it."
+            ) from err
+    return ranks
+
+
+def _own_span(event: Event) -> Span:
+    args = event.args
+    return Span(
+        float(args["start_ms"]),
+        float(args["end_ms"]),
+        Kind(event.category),
+        args["lane"],
+        event.name,
+        Stage(args["stage"]) if "stage" in args else None,
+        args.get("batch"),
+        args.get("detail", ""),
+    )
+
+
+def write_trace(path: Path | str, ranks: Mapping[int, Iterable[Span]]) -> None:
+    """Write spans so that Perfetto, chrome://tracing and `overlap-timeline` open them.
+
+    Args:
+        path: The file; gzipped if it ends in `.gz`.
+        ranks: The spans of each rank.
+    """
+    events = [event for rank, spans in sorted(ranks.items()) for event in _events_of(rank, list(spans))]
+    content = {"displayTimeUnit": "ms", "otherData": {"writer": WRITER, "version": 1}, "traceEvents": events}
+    raw = json.dumps(content, separators=(",", ":"), allow_nan=False).encode()
+    Path(path).write_bytes(gzip.compress(raw, 6) if str(path).endswith(".gz") else raw)
+
+
+def _events_of(rank: int, spans: Sequence[Span]) -> Iterable[dict[str, Any]]:
+    yield _name("process", rank, 0, f"rank {rank}")
+    yield {"ph": "M", "name": "process_sort_index", "pid": rank, "tid": 0, "args": {"sort_index": rank}}
+    tid = 0
+    for lane in dict.fromkeys(span.lane for span in spans):
+        # Viewers nest what is on one row. What overlaps without nesting goes on a row of its own.
+        for number, row in enumerate(rows_of([span for span in spans if span.lane == lane], nested=True)):
+            tid += 1
+            yield _name("thread", rank, tid, lane if number == 0 else f"{lane} ({number + 1})")
+            yield {"ph": "M", "name": "thread_sort_index", "pid": rank, "tid": tid, "args": {"sort_index": tid}}
+            for span in row:
+                args: dict[str, Any] = {"lane": lane, "start_ms": span.start_ms, "end_ms": span.end_ms}
+                if span.stage is not None:
+                    args["stage"] = span.stage.value
+                if span.batch is not None:
+                    args["batch"] = span.batch
+                if span.detail:
+                    args["detail"] = span.detail
+                yield {
+                    **{"ph": "X", "cat": span.kind.value, "name": span.name, "pid": rank, "tid": tid},
+                    **{"ts": span.start_ms * 1e3, "dur": span.duration_ms * 1e3, "args": args},
+                }
+
+
+def _name(what: str, pid: int, tid: int, name: str) -> dict[str, Any]:
+    return {"ph": "M", "name": f"{what}_name", "pid": pid, "tid": tid, "args": {"name": name}}

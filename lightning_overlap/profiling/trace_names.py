@@ -1,0 +1,171 @@
+"""What the names in a torch.profiler trace mean: TorchRec's annotations, this package's, operators and kernels."""
+
+from __future__ import annotations
+
+import re
+import sys
+from dataclasses import dataclass
+from functools import cache
+
+from ..schedules import Stage
+from .spans import Kind
+
+
+@dataclass(frozen=True, slots=True)
+class Meaning:
+    """What a name says.
+
+    Args:
+        stage: The stage.
+        kind: What the thread does meanwhile, where the computing is done on a CPU.
+    """
+
+    stage: Stage
+    kind: Kind
+
+
+_ANNOTATIONS: tuple[tuple[str, Stage, Kind], ...] = (
+    # The awaitables: TorchRec names its wait() after the class.
+    (r"(splitsalltoall|(fused)?kjt\w*splits)awaitable wait\(\)", Stage.INPUT_SPLITS_DIST, Kind.WAIT),
+    (r"(fused)?kjt\w*awaitable wait\(\)", Stage.INPUT_DATA_DIST, Kind.WAIT),
+    (r"all2all_tw_data:wait|all2all_data:\w*_wait", Stage.INPUT_DATA_DIST, Kind.WAIT),
+    (r"(\w+awaitable|request|earlyrows|lazyembeddings) wait\(\)", Stage.EMBEDDING_LOOKUP, Kind.WAIT),
+    (r"forward:wait_all2all", Stage.EMBEDDING_LOOKUP, Kind.WAIT),
+    # Copies.
+    (r"(inplace_)?copy_(batch_)?to_(gpu|device)|copy_batch", Stage.COPY_BATCH_TO_DEVICE, Kind.COPY),
+    (r"next_batch|load[ _]batch", Stage.COPY_BATCH_TO_DEVICE, Kind.COPY),
+    (r"wait_for_batch|enumerate\(dataloader\)", Stage.COPY_BATCH_TO_DEVICE, Kind.COPY),
+    # The input dist. What belongs to one half of it comes before the names of the whole.
+    (r"all2all_data:kjt splits|\[splits_dist\]|input_splits_dist", Stage.INPUT_SPLITS_DIST, Kind.HOST),
+    (r"(start_)?sparse_data_dist|all2all_\w+:init", Stage.INPUT_SPLITS_DIST, Kind.HOST),
+    (r"all2all_\w+:|input_data_dist|wait_sparse_data_dist", Stage.INPUT_DATA_DIST, Kind.HOST),
+    (r"dist_init:recat|runtime_forward_assemble_kjt", Stage.INPUT_DATA_DIST, Kind.HOST),
+    (r"permute_id_(score_)?list_features", Stage.INPUT_SPLITS_DIST, Kind.HOST),
+    # Backward's collectives, before those of the forward that carry the same words.
+    (r"(all2all|reducescatter|allgather|variable_batch|alltoall|reduce_scatter)\w*_bwd?\b", Stage.BACKWARD, Kind.HOST),
+    (r"alltoall_bwd_single|all2all_\w+_bwd", Stage.BACKWARD, Kind.HOST),
+    # The lookup and the way back of the rows.
+    (r"\[lookup\]|sparse_forward|embedding_lookup_and_pin", Stage.EMBEDDING_LOOKUP, Kind.LOOKUP),
+    (r"(sharded_module_|_)?prefetch", Stage.PREFETCH, Kind.LOOKUP),
+    (r"uvm_lookup_prefetched_rows", Stage.EMBEDDING_LOOKUP, Kind.LOOKUP),
+    (r"(start_)?embedding_lookup|\[output_dist\]", Stage.EMBEDDING_LOOKUP, Kind.HOST),
+    (r"(all2all|reducescatter|allgather|variable_batch|alltoall|reduce_scatter)", Stage.EMBEDDING_LOOKUP, Kind.HOST),
+    (r"embedding_update", Stage.EMBEDDING_UPDATE, Kind.DENSE),
+    # The dense part.
+    (r"emb_backward|backward", Stage.BACKWARD, Kind.DENSE),
+    (r"optimizer_step|optimizer( \d+)?$|optimizer\.step#", Stage.OPTIMIZER_STEP, Kind.DENSE),
+    (r"dense_forward|forward|distributeddataparallel\.forward", Stage.DENSE_FORWARD, Kind.DENSE),
+)  # fmt: skip
+_OPERATORS: tuple[tuple[str, Stage, Kind], ...] = (
+    # TorchRec's backward of an all-to-all's request waits for the gradients on their way.
+    (r"autograd::engine::\w+: (all2all|reducescatter|allgather|variable)\w*reqback", Stage.BACKWARD, Kind.WAIT),
+    (r"autograd::engine::evaluate_function", Stage.BACKWARD, Kind.DENSE),
+    (r"fbgemm::(split_embedding_codegen_lookup|dense_embedding_codegen_lookup)", Stage.EMBEDDING_LOOKUP, Kind.LOOKUP),
+    (r"fbgemm::(lxu_cache_(populate|lookup)|bounds_check_indices)", Stage.EMBEDDING_LOOKUP, Kind.LOOKUP),
+)  # fmt: skip
+_ANNOTATION = [(re.compile(pattern), Meaning(stage, kind)) for pattern, stage, kind in _ANNOTATIONS]
+_OPERATOR = [(re.compile(pattern), Meaning(stage, kind)) for pattern, stage, kind in _OPERATORS]
+
+_BATCH = re.compile(r"## .*?[\s:](\d+)(?: on CPU)? ##$")
+_SPARSE_KERNEL = re.compile(
+    r"split_embedding|embedding_codegen|lxu_cache|permute_|bounds_check|block_bucketize|jagged|recat", re.IGNORECASE
+)
+_TABLE_UPDATE = re.compile(
+    r"split_embedding\w*backward|embedding_backward|embedding_codegen\w*(backward|grad)", re.IGNORECASE
+)
+_COLLECTIVE_KERNEL = re.compile(r"nccl|rccl", re.IGNORECASE)
+_BLOCKING_CALL = re.compile(r"(cuda|hip)(Device|Stream|Event)Synchronize|(cuda|hip)Memcpy|cuMemcpy|cu\w+Synchronize")
+_INTERPRETER = {"torch", *sys.stdlib_module_names}
+_LIBRARIES = {
+    "torchrec",
+    "fbgemm_gpu",
+    "lightning",
+    "lightning_fabric",
+    "lightning_utilities",
+    "pytorch_lightning",
+    "torchmetrics",
+}
+_STEP = re.compile(r"ProfilerStep#(\d+)")
+
+
+@cache
+def of_annotation(name: str) -> Meaning | None:
+    """Return what an annotation (`## forward 3 ##`) says, None for one that nobody knows."""
+    key = name.strip("# ").lower()
+    return next((meaning for pattern, meaning in _ANNOTATION if pattern.match(key)), None)
+
+
+@cache
+def is_forward(name: str) -> bool:
+    """Whether an annotation is of the dense forward."""
+    meaning = of_annotation(name)
+    return meaning is not None and meaning.stage is Stage.DENSE_FORWARD
+
+
+@cache
+def may_be_closure(name: str) -> bool:
+    """Whether PyTorch wrote this around an optimizer's step, which calls a closure if it is given one."""
+    return name.startswith("Optimizer.step#")
+
+
+@cache
+def of_operator(name: str) -> Meaning | None:
+    """Return what an operator says by itself; most say nothing."""
+    key = name.lower()
+    return next((meaning for pattern, meaning in _OPERATOR if pattern.match(key)), None)
+
+
+@cache
+def batch_of(name: str) -> int | None:
+    """Return the batch that an annotation names: 3 for `## forward 3 ##`."""
+    found = _BATCH.match(name)
+    return int(found.group(1)) if found else None
+
+
+@cache
+def without_batch(name: str) -> str:
+    """Return an annotation without its batch, to add up what all batches did under it."""
+    found = _BATCH.match(name)
+    return name if found is None else f"{name[: found.start(1)].rstrip(' :')} ##"
+
+
+@cache
+def kind_of_kernel(name: str) -> Kind:
+    """Return what a GPU kernel is for. The TBE backward updates the tables and counts as backward, so as dense."""
+    if _COLLECTIVE_KERNEL.match(name):
+        return Kind.COMMUNICATION
+    if _SPARSE_KERNEL.search(name):
+        return Kind.DENSE if _TABLE_UPDATE.search(name) else Kind.LOOKUP
+    return Kind.DENSE
+
+
+@cache
+def is_blocking(call: str) -> bool:
+    """Whether a runtime call makes the host wait, if it takes long."""
+    return _BLOCKING_CALL.match(call) is not None
+
+
+@cache
+def step_of(name: str) -> int | None:
+    """Return the number of torch.profiler's own step mark."""
+    found = _STEP.match(name)
+    return int(found.group(1)) if found else None
+
+
+@cache
+def is_frame(name: str) -> bool:
+    """Whether a Python frame has a source line that is neither PyTorch's nor Python's own."""
+    path = name.partition("(")[0]
+    return bool(path) and not name.startswith(("<", "nn.Module:")) and _package(path) not in _INTERPRETER
+
+
+@cache
+def is_library_frame(name: str) -> bool:
+    """Whether a frame is of the libraries that a user's module is called by, and calls."""
+    return _package(name.partition("(")[0]) in _LIBRARIES
+
+
+def _package(path: str) -> str:
+    """Return the package or module that a source file belongs to; Kineto mostly writes it relative to `sys.path`."""
+    path = path.rpartition("site-packages/")[2]
+    return path.partition("/")[0].removesuffix(".py")

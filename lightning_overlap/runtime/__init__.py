@@ -1,0 +1,15 @@
+"""Face."""
+
+from .batch_copies import PlacedCopies as PlacedCopies
+from .batch_tree import Path as Path
+from .batch_tree import leaves as leaves
+from .batch_tree import resolve as resolve
+from .executor import Executor as Executor
+from .inflight import InFlightBatch as InFlightBatch
+from .interfaces import Clock as Clock
+from .interfaces import Observer as Observer
+from .interfaces import timed as timed
+from .streams import CudaStreams as CudaStreams
+from .streams import HostStreams as HostStreams
+from .streams import Streams as Streams
+from .streams import make_streams as make_streams

@@ -1,0 +1,62 @@
+"""A batch between its fetch and the end of its step."""
+
+from __future__ import annotations
+
+import atexit
+import ctypes
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from ..schedules import Stage, StreamName
+
+
+@dataclass(slots=True)
+class InFlightBatch:
+    """One batch in flight. Holding it keeps alive every tensor that a queued kernel or collective still reads.
+
+    Args:
+        index: Batches fetched before this one in the epoch.
+        batch: The staged batch, the very object that `training_step` will get.
+        batch_idx: What the data loader counts for it.
+        dataloader_idx: Which loader of a `CombinedLoader` it came from.
+    """
+
+    index: int
+    batch: Any
+    batch_idx: int = 0
+    dataloader_idx: int = 0
+    done: dict[Stage, tuple[StreamName, Any]] = field(default_factory=dict)
+    """Stages issued so far, each with its stream and the event recorded behind it."""
+    modules: dict[str, Any] = field(default_factory=dict)
+    """State of each pipelined module for this batch, by the module's name; the sparse stages own it."""
+    sizes: Any = None
+    """The exchange of split sizes of all modules, while it is under way; the sparse stages own it."""
+    holds_update: bool = False
+    """Whether its lookup leaves the update of the tables to a stage of its own."""
+    consumed: bool = False
+    """Whether its `training_step` has begun."""
+    num_unseen: int = 0
+    """Updates, those of the batches right before it, that the lookup of its fused tables did not see."""
+    counted: Any = None
+    """The count of its stale rows, which may be under way."""
+
+
+_abandoned: list[object] = []
+
+
+def abandon(holders: Sequence[object]) -> None:
+    """Let go of what holds collectives that other ranks may never join; the process can end with them under way.
+
+    The thread of a gloo group frees the tensors of its last collectives, for which it takes the interpreter's lock.
+    An interpreter that is ending ends the thread instead, and C++ then aborts the process (SIGABRT in the place of
+    its own exit code). So what was abandoned last stays until the end, and is not freed then either.
+    """
+    if holders:
+        _abandoned[:] = holders
+        atexit.unregister(_never_free)
+        atexit.register(_never_free)
+
+
+def _never_free() -> None:
+    ctypes.pythonapi.Py_IncRef(ctypes.py_object(_abandoned))

@@ -1,0 +1,152 @@
+"""What an executor is given: where batches come from, what does the sparse stages, who is told."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any, Protocol
+
+from ..schedules import Stage, StreamName, WeightOwner
+from .inflight import InFlightBatch
+
+Observer = Callable[[str, Stage, int], None]
+"""Called with ("issue" | "wait", stage, batch) as the executor goes; for tests and timelines."""
+
+
+class BatchSource(Protocol):
+    """Where batches come from."""
+
+    @property
+    def exhausted(self) -> bool:
+        """Whether it is known that no batch is left."""
+
+    @property
+    def certain(self) -> bool:
+        """Whether every rank is known to have as many batches, so that only the last one has to be agreed on."""
+
+    @property
+    def num_batches(self) -> float:
+        """How many batches every rank's epoch has, those that are None among them; `inf` if that is not known."""
+
+    @property
+    def num_skipped(self) -> int:
+        """How many batches of this epoch were None, so far."""
+
+    @property
+    def told_to_stop(self) -> bool:
+        """Whether this process was asked to end."""
+
+    def fetch(self) -> tuple[Any, int, int] | None:
+        """Return the next staged `(batch, batch_idx, dataloader_idx)`, or None where there is none (yet)."""
+
+
+class SparseStages(Protocol):
+    """What each sparse stage does for one batch; `sparse.SparsePipeline` does it with TorchRec."""
+
+    @property
+    def ready(self) -> bool:
+        """Whether it is known which part of a batch feeds which module."""
+
+    @property
+    def holds_updates(self) -> bool:
+        """Whether an update can come later than its backward; not where no gradient travels that it could wait for."""
+
+    def discover(self, inflight: InFlightBatch) -> bool:
+        """Learn that from a forward that was just run; True if it was learnt now."""
+
+    def forward(self, inflight: InFlightBatch) -> AbstractContextManager[None]:
+        """Serve early results to the modules' callers while a `training_step` runs."""
+
+    def input_splits_dist(self, inflight: InFlightBatch) -> None:
+        """Start the all-to-all of split sizes."""
+
+    def input_data_dist(self, inflight: InFlightBatch) -> None:
+        """Read the sizes; start the all-to-alls of lengths, ids and weights."""
+
+    def receive_input(self, inflight: InFlightBatch) -> Any:
+        """Wait for these and return what the lookup will read."""
+
+    def prefetch(self, inflight: InFlightBatch) -> None:
+        """Bring the rows that the lookup will read into the cache of the tables that have one."""
+
+    def forget_prefetched(self) -> None:
+        """Drop what was prefetched and not looked up: no batch is going to."""
+
+    def has_lookup(self, inflight: InFlightBatch, owners: frozenset[WeightOwner]) -> bool:
+        """Whether a batch has tables of these owners still to look up."""
+
+    def embedding_lookup(self, inflight: InFlightBatch, owners: frozenset[WeightOwner]) -> None:
+        """Look up the tables of these owners and start the all-to-all of rows."""
+
+    def finish_lookups(self) -> None:
+        """Wait for the lookups that run in threads; start the all-to-all of their rows."""
+
+    def call_in_backward(self, inflight: InFlightBatch, stage: Stage, call: Callable[[], None]) -> bool:
+        """Have this called where the backward of a batch first waits for other ranks.
+
+        That is before it writes a table. It may be called several times. False if nothing would call it, or where the
+        stage that it begins with had better not wait for that.
+        """
+
+    def drop_lookups(self, inflight: InFlightBatch) -> None:
+        """Forget early results; the modules' own forward will run instead."""
+
+    def count_lookups(self, inflight: InFlightBatch, times: int) -> None:
+        """Count the early lookups of a batch for the fused optimizers so many times more; -1: take them back."""
+
+    def hold_update(self, inflight: InFlightBatch) -> None:
+        """Start the all-to-alls of gradients of a batch whose backward is over; keep what its update needs."""
+
+    def embedding_update(self, inflight: InFlightBatch) -> None:
+        """Wait for the gradients of a batch and update the tables."""
+
+    def is_overwritten(self, batches: Iterable[InFlightBatch]) -> bool:
+        """Whether somebody has written tables of this rank after they were looked up for one of these batches."""
+
+    def leave_overwritten(self, batches: Iterable[InFlightBatch]) -> None:
+        """Leave the early results of these batches aside, on all ranks alike: the tables were written since."""
+
+    def forget_received(self, inflight: InFlightBatch) -> None:
+        """Let go of the rows of a batch whose backward is over."""
+
+    def gradients_are_there(self, batches: Iterable[InFlightBatch], timeout_s: float) -> bool:
+        """Whether the gradients of these batches' updates arrive within a time."""
+
+    def drain(self, inflight: InFlightBatch) -> None:
+        """Complete every collective that was started for a batch that will not be trained."""
+
+    def take_plain_forward(self) -> bool:
+        """Whether a module ran its own forward, on the compute stream, since the last call."""
+
+
+class Clock(Protocol):
+    """What the executor and the sparse stages tell."""
+
+    def begin(self, stage: Stage, batch: int, stream: StreamName) -> None:
+        """A stage begins; stages may begin inside others."""
+
+    def end(self) -> None:
+        """The stage that began last has been issued."""
+
+    def copy(self) -> AbstractContextManager[None]:
+        """Go around the copies of a batch to the device, on their stream."""
+
+    def merge(self, batch: int) -> AbstractContextManager[None]:
+        """Go around the wait of the compute stream for looked-up rows."""
+
+
+_NO_CLOCK: AbstractContextManager[Any] = nullcontext()
+
+
+def timed(clock: Clock | None, stage: Stage, batch: int, stream: StreamName) -> AbstractContextManager[None]:
+    """Go around a stage, where there is a clock."""
+    return _NO_CLOCK if clock is None else _timed_stage(clock, stage, batch, stream)
+
+
+@contextmanager
+def _timed_stage(clock: Clock, stage: Stage, batch: int, stream: StreamName) -> Iterator[None]:
+    clock.begin(stage, batch, stream)
+    try:
+        yield
+    finally:
+        clock.end()

@@ -1,0 +1,90 @@
+"""Check the options that choose a schedule: a mode's name, a staleness, a stream policy."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TypeVar
+
+from ..text import unknown_name_message
+from .modes import MODES, MODES_BY_STALENESS, STREAMS, defer_update
+from .schedule import Schedule
+from .stages import StreamName
+
+_T = TypeVar("_T")
+
+
+def resolve_schedule(pipeline: str | Schedule, staleness: int | None = None, deferred: bool = False) -> Schedule:
+    """Return the schedule of a mode's name, or the given schedule.
+
+    Args:
+        pipeline: A mode's name, or a schedule.
+        staleness: For the modes of `MODES_BY_STALENESS`; None for their default.
+        deferred: With the updates deferred, see `defer_update`.
+
+    Raises:
+        ValueError: No mode has this name (the message lists the nearest names), the mode takes no staleness, or it
+            is less than 1, or the mode cannot defer its updates.
+        TypeError: Neither a name nor a Schedule, or a staleness that is no number.
+    """
+    if deferred:
+        return defer_update(resolve_schedule(pipeline, staleness))
+    schedule = pipeline if isinstance(pipeline, Schedule) else _named("pipeline", pipeline, MODES)
+    if staleness is None:
+        return schedule
+    if isinstance(pipeline, Schedule) or pipeline not in MODES_BY_STALENESS:
+        raise ValueError(
+            f"staleness={staleness!r}: {schedule.name!r} has a staleness of {schedule.staleness} by its order of "
+            f"stages. To choose it take pipeline={' or '.join(map(repr, MODES_BY_STALENESS))}."
+        )
+    return MODES_BY_STALENESS[pipeline](staleness)
+
+
+def check_lookup_threads(num_threads: int, schedule: Schedule) -> int:
+    """Return the number of threads for lookups.
+
+    Raises:
+        TypeError: Not a number.
+        ValueError: Negative, or for a mode that looks up after the backward: there is none left to run beside.
+    """
+    if not isinstance(num_threads, int) or isinstance(num_threads, bool):
+        raise TypeError(f"num_lookup_threads is a number of threads, got {num_threads!r}.")
+    if num_threads < 0:
+        raise ValueError(f"num_lookup_threads is a number of threads from 0 on, got {num_threads}.")
+    if num_threads and not schedule.staleness:
+        raise ValueError(
+            f"num_lookup_threads={num_threads}: {schedule.name!r} looks up after the backward, so threads have none to "
+            "run beside. They are for semi_sync and async_lookup."
+        )
+    return num_threads
+
+
+def check_stash(stash_gradients: bool, schedule: Schedule) -> bool:
+    """Return whether dense gradients are applied as many steps late as rows are old.
+
+    Raises:
+        ValueError: In a mode whose rows are not old.
+    """
+    if stash_gradients and not schedule.staleness:
+        raise ValueError(
+            f"stash_gradients: {schedule.name!r} has a staleness of 0, and so would the dense part's be. It is for "
+            "semi_sync and async_lookup."
+        )
+    return bool(stash_gradients)
+
+
+def resolve_stream(stream: str) -> StreamName:
+    """Return the stream that a policy's name puts early lookups on.
+
+    Raises:
+        ValueError: No policy has this name; the message lists the nearest names.
+        TypeError: Not a string.
+    """
+    return _named("stream", stream, STREAMS)
+
+
+def _named(kind: str, name: object, known: Mapping[str, _T]) -> _T:
+    if not isinstance(name, str):
+        raise TypeError(f"{kind} must be a name ({', '.join(known)}), got {name!r}.")
+    if name not in known:
+        raise ValueError(unknown_name_message(kind, name, known))
+    return known[name]

@@ -1,0 +1,84 @@
+"""What a copy of a module has of its tables: one that is deep-copied, pickled, or sent to a spawned process."""
+
+from __future__ import annotations
+
+import copyreg
+import warnings
+from collections.abc import Mapping
+from typing import Any, NoReturn
+
+import torch
+from torch import nn
+
+from .supported_modules import sharded_modules
+from .tables import find_tables
+
+TableOptimizers = Mapping[str, tuple[tuple[type[torch.optim.Optimizer], Mapping[str, Any]], ...]]
+"""The optimizers that are applied in backward, as class and arguments, by the path of their table."""
+
+
+class ShardsLeftBehind(nn.Module):
+    """Stands in a copy where the module has a sharded one: shards stay with their process and its group of ranks.
+
+    Args:
+        kind: The class of the sharded module.
+    """
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.kind = kind
+
+    def forward(self, *_: Any, **__: Any) -> NoReturn:
+        """Say that there is nothing to look up.
+
+        Raises:
+            RuntimeError: Always.
+        """
+        raise RuntimeError(
+            f"this module is a copy, in which nothing stands in the place of a {self.kind}: shards stay with their "
+            "process. Make the module anew, and load a checkpoint of the one that was copied."
+        )
+
+
+def leave_shards_behind(model: nn.Module) -> None:
+    """Let copies of a sharded module be made, without its shards; each copy warns of it.
+
+    TorchRec's sharded modules hold process groups and hooks that nobody can copy or pickle.
+    """
+    for module in sharded_modules(model).values():
+        copyreg.pickle(type(module), _left_behind)
+
+
+def _left_behind(module: nn.Module) -> tuple[type[ShardsLeftBehind], tuple[str]]:
+    warnings.warn(
+        f"a copy of a {type(module).__name__} leaves its shards behind: save a checkpoint to keep the tables, and pass "
+        "a module to fit() and the like of a copied trainer.",
+        UserWarning,
+        stacklevel=3,
+    )
+    return ShardsLeftBehind, (type(module).__name__,)
+
+
+def table_optimizers(model: nn.Module) -> TableOptimizers:
+    """Return what is applied in backward to the tables of an unsharded model.
+
+    A parameter keeps it in attributes, which neither `copy.deepcopy` nor the pickler of `torch.multiprocessing` copies.
+    """
+    return {
+        table.path: tuple(
+            zip(
+                getattr(table.parameter, "_optimizer_classes", ()),
+                getattr(table.parameter, "_optimizer_kwargs", ()),
+                strict=True,
+            )
+        )
+        for table in find_tables(model)
+        if table.has_fused_optimizer
+    }
+
+
+def apply_table_optimizers(model: nn.Module, recorded: TableOptimizers) -> None:
+    """Apply to the tables of a copy what was applied to those of the original, where the copy has lost it."""
+    for table in find_tables(model):
+        for optimizer_class, kwargs in recorded.get(table.path, ()):
+            table.apply_fused_optimizer(optimizer_class, kwargs)

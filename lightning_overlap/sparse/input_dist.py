@@ -1,0 +1,360 @@
+"""The exchange of sizes in front of the input dist: one all-to-all for all modules, and one read of it on the host.
+
+And what then travels: between hosts ids in half their bytes.
+
+TorchRec 1.8 reads what it sends back from the device, for an overflow check, and later the lengths of what it received,
+feature by feature, which makes the host wait until the ids are there. Here the sizes go to the device in one copy from
+pinned memory, and the lengths of the features travel with them: the host knows both from its one read.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, NamedTuple, TypeAlias
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torchrec.distributed import dist_data
+from torchrec.distributed.collective_utils import validate_collectives_enabled
+from torchrec.distributed.dist_data import KJTAllToAll
+from torchrec.distributed.embedding_sharding import FusedKJTListSplitsAwaitable, KJTSplitsAllToAllMeta
+from torchrec.distributed.types import Awaitable, NoWait
+from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
+
+from .supported_modules import ids_fit_32_bits, input_dists_of
+
+MAX_RECATS = 256
+"""Orders of received features kept at most: one for each sharding of each module."""
+
+
+@contextmanager
+def splits_only(module: Any, group: dist.ProcessGroup | None, *, narrow: bool = False) -> Iterator[None]:
+    """Make a module's input dist describe its all-to-all of sizes instead of starting it, so it can be fused.
+
+    Args:
+        module: A sharded module.
+        group: Of the input dist; None on one rank, where nothing travels.
+        narrow: Whether ids and lengths are to travel in 32 bits, if all of the module's ids fit. The same on all ranks.
+    """
+    if group is None:
+        yield
+        return
+    all_to_alls = [
+        input_dist._dist
+        for input_dist in input_dists_of(module)
+        if isinstance(getattr(input_dist, "_dist", None), KJTAllToAll)
+    ]
+    narrow = narrow and ids_fit_32_bits(module) and not validate_collectives_enabled()
+    for all_to_all in all_to_alls:
+        all_to_all.forward = partial(_describe, all_to_all, group, narrow)
+    try:
+        yield
+    finally:
+        for all_to_all in all_to_alls:
+            del all_to_all.forward
+
+
+def _describe(
+    all_to_all: KJTAllToAll, group: dist.ProcessGroup, narrow: bool, kjt: KeyedJaggedTensor
+) -> KJTSplitsAllToAllMeta:
+    """Return what an all-to-all of sizes would exchange, on the host. Source: `KJTAllToAll.forward`, TorchRec 1.8."""
+    splits, device = all_to_all._splits, kjt.device()
+    first = sum(splits[: group.rank()])
+    with torch.no_grad():
+        input_splits = kjt.dist_splits(splits)
+        sizes = list(input_splits)
+        if not kjt.variable_stride_per_key():
+            sizes.append([kjt.stride()] * group.size())
+        return KJTSplitsAllToAllMeta(
+            pg=group,
+            _input=kjt,
+            splits=splits,
+            splits_tensors=sizes,  # of which TorchRec takes the number
+            input_splits=input_splits,
+            input_tensors=_narrowed(kjt) if narrow else kjt.dist_tensors(),
+            labels=kjt.dist_labels(),
+            keys=kjt.keys()[first : first + splits[group.rank()]],
+            device=device,
+            stagger=all_to_all._stagger,
+        )
+
+
+def _narrowed(kjt: KeyedJaggedTensor) -> list[Tensor]:
+    """Return what travels, ids and lengths in 32 bits. An id that does not fit is of no row, and stays so."""
+    limits = torch.iinfo(torch.int32)
+    tensors = dict(zip(kjt.dist_labels(), kjt.dist_tensors(), strict=True))
+    for label in ("lengths", "values"):
+        if tensors[label].dtype is torch.int64:
+            tensors[label] = tensors[label].clamp(limits.min, limits.max).int()
+    return list(tensors.values())
+
+
+class PartForm(NamedTuple):
+    """The shape of what one all-to-all of ids adds to the exchange of sizes; the same on all ranks."""
+
+    num_sizes: int
+    splits: tuple[int, ...]
+    """Features that go to each rank."""
+    with_lengths: bool
+    """Whether the lengths of these features travel with the sizes."""
+
+    @property
+    def width(self) -> int:
+        """Numbers that go to each rank."""
+        return self.num_sizes + (max(self.splits) if self.with_lengths else 0)
+
+
+Form: TypeAlias = tuple[PartForm, ...]
+"""Of a module's input: one for each of its all-to-alls."""
+
+
+def form_of(request: Any) -> Form:
+    """Return the form of what a module's `input_dist` returned under `splits_only`."""
+    return tuple(
+        PartForm(len(meta.splits_tensors), tuple(meta.splits), not meta._input.variable_stride_per_key())
+        for meta in _metas(request)
+    )
+
+
+def _metas(request: Any) -> list[KJTSplitsAllToAllMeta]:
+    return [one for one in request.awaitables if isinstance(one, KJTSplitsAllToAllMeta)]
+
+
+@dataclass(frozen=True, slots=True)
+class ModuleInput:
+    """One module's part in the exchange of sizes of one batch.
+
+    Args:
+        form: Of its input, the same on all ranks.
+        request: What its `input_dist` returned under `splits_only`; None where this rank's batch has no such input.
+        context: The module's for this batch.
+        num_found: How many KeyedJaggedTensors of this rank's batch could be its input.
+    """
+
+    form: Form
+    request: Any = None
+    context: Any = None
+    num_found: int = 0
+
+
+class KnownInput(NamedTuple):
+    """What the ranks know of one module's input once the sizes are there."""
+
+    data: Any
+    """Awaits the ids, lengths and weights; None where a rank has no such input: then nothing of it is sent."""
+    is_ambiguous: bool
+    """Whether the batch of any rank has several KeyedJaggedTensors that could be it."""
+
+
+class InputSizes:
+    """The sizes of the input dists of all modules on their way to the other ranks.
+
+    Args:
+        inputs: By module, in an order that is the same on all ranks.
+        group: The process group.
+    """
+
+    def __init__(self, inputs: Sequence[ModuleInput], group: dist.ProcessGroup) -> None:
+        self._inputs, self._group = inputs, group
+        self._tagged = validate_collectives_enabled()  # a debugging aid of TorchRec's: its tags travel with the sizes
+        if not self._tagged:
+            self._sizes = _Sizes(inputs, group)
+            return
+        everyone: list[Any] = [None] * group.size()
+        dist.all_gather_object(everyone, [one.num_found for one in inputs], group=group)
+        self._found = list(zip(*everyone, strict=True))
+        kept = [one for one, found in zip(inputs, self._found, strict=True) if all(found)]
+        for meta in (meta for one in kept for meta in _metas(one.request)):
+            meta.splits_tensors = [torch.tensor(sizes, device=meta.device) for sizes in meta.splits_tensors]
+        self._fused = FusedKJTListSplitsAwaitable([one.request for one in kept], [one.context for one in kept], group)
+
+    def wait(self) -> list[KnownInput]:
+        """Read the sizes; start the all-to-alls of lengths, ids and weights of what all ranks have."""
+        if self._tagged:
+            found, started = self._found, self._start(self._fused, None)
+        else:
+            known = self._sizes.wait()
+            found = known.found
+            kept = [one for one, num in zip(self._inputs, found, strict=True) if all(num)]
+            fused = FusedKJTListSplitsAwaitable([one.request for one in kept], [one.context for one in kept], None)
+            sizes = [one for one, num in zip(known.sizes, found, strict=True) if all(num)]
+            if any(sizes):  # without a group it starts nothing by itself
+                fused._splits_awaitable = NoWait([numbers for of_module in sizes for numbers in of_module])
+            lengths = [one for one, num in zip(known.lengths, found, strict=True) if all(num)]
+            started = self._start(fused, [one for of_module in lengths for one in of_module])
+        modules = iter(started)
+        return [KnownInput(next(modules) if all(num) else None, max(num) > 1) for num in found]
+
+    def _start(self, fused: FusedKJTListSplitsAwaitable, lengths: list[list[int] | None] | None) -> list[Any]:
+        awaited = list(fused._awaitables)
+        with _recats_kept():
+            modules: list[Any] = fused.wait()
+        if lengths is not None:
+            known = iter(lengths)
+            described = iter(awaited)
+            for module in modules:
+                module.awaitables = [
+                    _Received(awaitable, next(known), (one._input.lengths().dtype, one._input.values().dtype))
+                    if isinstance(one, KJTSplitsAllToAllMeta)
+                    else awaitable
+                    for awaitable, one in zip(module.awaitables, described, strict=False)
+                ]
+        return modules
+
+
+class _KnownSizes(NamedTuple):
+    """By module."""
+
+    found: list[tuple[int, ...]]
+    """How many inputs each rank's batch has for it."""
+    sizes: list[list[list[int]]]
+    """What every rank sends to this one, by tensor."""
+    lengths: list[list[list[int] | None]]
+    """Of what this rank receives by each all-to-all, the sum of each feature's lengths; None: they do not travel."""
+
+
+class _Sizes:
+    """One all-to-all of sizes, and of the lengths of features.
+
+    A row for each destination: of each module how many inputs this rank has for it, then of each of its all-to-alls to
+    come the sizes of what is sent there, then the length of each of the features that it gets, filled up to the largest
+    number of features that a rank has: so rows are of one width, on ranks that lack an input too.
+    """
+
+    def __init__(self, inputs: Sequence[ModuleInput], group: dist.ProcessGroup) -> None:
+        self._rank = group.rank()
+        self._forms = [one.form for one in inputs]
+        rows: list[list[int]] = [[] for _ in range(group.size())]
+        nccl = "nccl" in str(dist.get_backend(group))
+        device = torch.device("cuda", torch.cuda.current_device()) if nccl else torch.device("cpu")
+        for one in inputs:
+            for row in rows:
+                row.append(one.num_found)
+            if not one.num_found:
+                for row in rows:
+                    row += [0] * sum(part.width for part in one.form)
+                continue
+            for part, meta in zip(one.form, _metas(one.request), strict=True):
+                _add(rows, part, meta)
+        on_host = torch.tensor(rows, dtype=torch.int64, pin_memory=device.type == "cuda")
+        sent = on_host.to(device, non_blocking=True)
+        self._received = torch.empty_like(sent)
+        self._work = dist.all_to_all_single(self._received, sent, group=group, async_op=True)
+
+    def wait(self) -> _KnownSizes:
+        """Read what was received: the one read of the step."""
+        assert self._work is not None
+        self._work.wait()
+        rows: list[list[int]] = self._received.tolist()
+        columns = iter(zip(*rows, strict=True))
+        known = _KnownSizes([], [], [])
+        for form in self._forms:
+            known.found.append(next(columns))
+            known.sizes.append([])
+            known.lengths.append([])
+            for part in form:
+                known.sizes[-1] += [list(column) for column in itertools.islice(columns, part.num_sizes)]
+                filled = list(itertools.islice(columns, part.width - part.num_sizes))
+                mine = [sum(column) for column in filled[: part.splits[self._rank]]]
+                known.lengths[-1].append(mine if part.with_lengths else None)
+        return known
+
+
+def _add(rows: list[list[int]], part: PartForm, meta: KJTSplitsAllToAllMeta) -> None:
+    """Add the sizes and the lengths of one all-to-all of ids to what goes to each rank."""
+    lengths = meta._input.length_per_key() if part.with_lengths else []
+    first = 0
+    for destination, num_features in enumerate(part.splits):
+        own = lengths[first : first + num_features]
+        sizes = [sizes[destination] for sizes in meta.splits_tensors]
+        rows[destination] += sizes + own + [0] * (part.width - len(sizes) - len(own))
+        first += num_features
+
+
+class _Received(Awaitable[KeyedJaggedTensor]):  # type: ignore[misc]
+    """The ids of one all-to-all, whose lengths by feature are known before they are there.
+
+    Args:
+        awaitable: Gives them.
+        lengths: Of each feature, summed up; None where they are not known.
+        dtypes: Of lengths and of ids, as they were before they travelled.
+    """
+
+    def __init__(
+        self,
+        awaitable: Awaitable[KeyedJaggedTensor],
+        lengths: list[int] | None,
+        dtypes: tuple[torch.dtype, torch.dtype],
+    ) -> None:
+        super().__init__()
+        self._awaitable, self._lengths, self._dtypes = awaitable, lengths, dtypes
+
+    def _wait_impl(self) -> KeyedJaggedTensor:
+        with _lengths_known(self._lengths):
+            kjt = self._awaitable.wait()
+        of_lengths, of_values = self._dtypes
+        kjt._lengths, kjt._values = kjt.lengths().to(of_lengths), kjt.values().to(of_values)
+        return kjt
+
+
+@contextmanager
+def _lengths_known(lengths: list[int] | None) -> Iterator[None]:
+    """Have TorchRec take the lengths of the features it assembles from here, where they are of these ids."""
+    own = KeyedJaggedTensor.sync
+
+    def sync(kjt: KeyedJaggedTensor) -> KeyedJaggedTensor:
+        fits = lengths is not None and len(lengths) == len(kjt.keys()) and sum(lengths) == kjt.values().numel()
+        if fits and kjt._length_per_key is None:
+            kjt._length_per_key = lengths
+        return own(kjt)
+
+    KeyedJaggedTensor.sync = sync
+    try:
+        yield
+    finally:
+        KeyedJaggedTensor.sync = own
+
+
+@contextmanager
+def _recats_kept() -> Iterator[None]:
+    """Let TorchRec take the order of received features from a memory: it would copy the same one in every step."""
+    own = getattr(dist_data, "_get_recat", None)
+    if own is None:  # then it copies
+        yield
+        return
+    dist_data._get_recat = partial(_kept_recat, own)
+    try:
+        yield
+    finally:
+        dist_data._get_recat = own
+
+
+def _kept_recat(
+    own: Callable[..., torch.Tensor | None],
+    local_split: int,
+    num_splits: int,
+    stagger: int = 1,
+    device: torch.device | None = None,
+    batch_size_per_rank: list[int] | None = None,
+) -> torch.Tensor | None:
+    if batch_size_per_rank and any(size != batch_size_per_rank[0] for size in batch_size_per_rank):
+        return own(local_split, num_splits, stagger, device, batch_size_per_rank)  # depends on the sizes
+    return _recat(own, local_split, num_splits, stagger, device)
+
+
+@functools.lru_cache(MAX_RECATS)
+def _recat(
+    own: Callable[..., torch.Tensor | None],
+    local_split: int,
+    num_splits: int,
+    stagger: int,
+    device: torch.device | None,
+) -> torch.Tensor | None:
+    with torch.inference_mode(False):  # an evaluation may come first, training uses it too
+        return own(local_split, num_splits, stagger, device)

@@ -1,0 +1,154 @@
+"""Look up a sharded module's tables in parts: those of each writer after its last update, or kernels in a thread."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor
+from torchrec.distributed.types import Awaitable
+from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
+
+from ..schedules import WeightOwner
+from .sharded_module import ModuleInFlight, owners_of_parts
+from .update_rates import SetRates, _updates_at_present_rate
+
+
+def look_up(
+    module: Any,
+    state: ModuleInFlight,
+    owners: frozenset[WeightOwner],
+    set_rates: SetRates | None = None,
+    *,
+    holds_update: bool = False,
+) -> None:
+    """Run the part of a module's lookup whose tables belong to `owners`; assemble the rows once all parts ran.
+
+    A module of one owner takes TorchRec's own `compute_and_output_dist`. A mixed one is looked up in two parts,
+    each after the last writer of its tables.
+
+    Args:
+        module: The sharded module.
+        state: The batch on its way through it.
+        owners: Whose tables to look up now.
+        set_rates: Gives the kernels the present learning rates; None where nothing moves them. With it the update
+            of this batch takes place at the rate that holds in its backward.
+        holds_update: Whether the backward stops where the rows were received, and the rest waits in `state.held`.
+    """
+    with _updates_at_present_rate(module, set_rates), _holds_update(module, state) if holds_update else nullcontext():
+        _look_up(module, state, owners)
+
+
+def compute_fused(module: Any, state: ModuleInFlight, set_rates: SetRates | None = None) -> dict[int, Tensor]:
+    """Run the kernels of the tables that the fused backward writes, and no collective: any thread may do so.
+
+    `start_fused` goes on with what this returns.
+    """
+    with _updates_at_present_rate(module, set_rates):
+        return _compute(module, state, parts_to_look_up(module, state, frozenset({WeightOwner.FUSED_BACKWARD})))
+
+
+def start_fused(
+    module: Any,
+    state: ModuleInFlight,
+    rows: Mapping[int, Tensor],
+    before_update: Callable[[Tensor], None],
+    *,
+    holds_update: bool = False,
+) -> None:
+    """Start the all-to-alls of rows that `compute_fused` returned.
+
+    Args:
+        module: The sharded module.
+        state: The batch on its way through it.
+        rows: By part.
+        before_update: Called in the backward with the gradient of the rows, right before the tables are written.
+        holds_update: As of `look_up`.
+    """
+    for rows_of_part in rows.values():
+        if rows_of_part.requires_grad:
+            rows_of_part.register_hook(before_update)
+    with _holds_update(module, state) if holds_update else nullcontext():
+        _start_rows(module, state, rows)
+
+
+@contextmanager
+def _holds_update(module: Any, state: ModuleInFlight) -> Iterator[None]:
+    """Cut the graph of the rows of fused tables, of the lookups made meanwhile."""
+    owners = owners_of_parts(module)
+    if WeightOwner.FUSED_BACKWARD not in owners:
+        yield
+        return
+    dists = module._output_dists
+    module._output_dists = [
+        state.held.holding(dist) if owner is WeightOwner.FUSED_BACKWARD else dist
+        for dist, owner in zip(dists, owners, strict=True)
+    ]
+    try:
+        yield
+    finally:
+        module._output_dists = dists
+
+
+def _look_up(module: Any, state: ModuleInFlight, owners: frozenset[WeightOwner]) -> None:
+    assert state.dist_input is not None
+    parts = parts_to_look_up(module, state, owners)
+    num_parts = len(owners_of_parts(module))
+    if not parts:
+        return
+    if len(parts) == num_parts:
+        state.rows = module.compute_and_output_dist(state.context, state.dist_input)
+        state.dist_input = None
+        return
+    _start_rows(module, state, _compute(module, state, parts))
+
+
+def _compute(module: Any, state: ModuleInFlight, parts: list[int]) -> dict[int, Tensor]:
+    """Run the kernels of some parts."""
+    lookups = module._lookups
+    module._lookups = [lookup if part in parts else _NOTHING for part, lookup in enumerate(lookups)]
+    try:
+        rows = module.compute(state.context, state.dist_input)
+    finally:
+        module._lookups = lookups
+    return {part: rows[part] for part in parts}
+
+
+def _start_rows(module: Any, state: ModuleInFlight, rows: Mapping[int, Tensor]) -> None:
+    """Start the all-to-alls of some parts' rows; assemble what is under way once all parts have been looked up."""
+    num_parts = len(owners_of_parts(module))
+    for part, rows_of_part in rows.items():
+        state.outputs[part] = module._output_dists[part](rows_of_part, state.context.sharding_contexts[part])
+    if len(state.outputs) == num_parts:
+        output_dists = module._output_dists
+        module._output_dists = [_already_started] * num_parts
+        try:
+            state.rows = module.output_dist(state.context, [state.outputs[part] for part in range(num_parts)])
+        finally:
+            module._output_dists = output_dists
+        state.outputs = {}
+        state.dist_input = None
+
+
+def parts_to_look_up(module: Any, state: ModuleInFlight, owners: frozenset[WeightOwner]) -> list[int]:
+    """Return the parts of a module whose tables belong to `owners` and are still to be looked up."""
+    return [part for part, owner in enumerate(owners_of_parts(module)) if owner in owners and part not in state.outputs]
+
+
+class _Nothing:
+    """In the place of a lookup that is not run now, and of its rows."""
+
+    def __call__(self, features: KeyedJaggedTensor) -> _Nothing:
+        return self
+
+    def view(self, *shape: int) -> _Nothing:
+        return self
+
+
+_NOTHING = _Nothing()
+
+
+def _already_started(output: Awaitable[torch.Tensor], context: Any) -> Awaitable[torch.Tensor]:
+    return output

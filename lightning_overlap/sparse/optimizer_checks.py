@@ -1,0 +1,123 @@
+"""Check who trains which table: the optimizer in the backward, or one of `configure_optimizers`."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterable, Mapping
+from typing import Any, TypeAlias
+
+import torch
+from fbgemm_gpu.split_embedding_configs import EmbOptimType
+from torch import nn
+from torchrec.distributed.utils import optimizer_type_to_emb_opt_type
+from torchrec.optim.keyed import CombinedOptimizer
+from torchrec.optim.optimizers import in_backward_optimizer_filter
+
+from .supported_modules import table_modules
+from .tables import Table, _some
+
+FusedOptimizer: TypeAlias = tuple[type[torch.optim.Optimizer], Mapping[str, Any]] | functools.partial[Any]
+"""`(class, kwargs)` or `functools.partial(class, **kwargs)`."""
+
+
+CPU_FUSED_OPTIMIZERS = (EmbOptimType.EXACT_SGD, EmbOptimType.EXACT_ADAGRAD, EmbOptimType.EXACT_ROWWISE_ADAGRAD)
+"""What FBGEMM 1.8 fuses on a CPU (`split_table_batched_embeddings_ops_training`); the others run on CUDA only."""
+
+
+def check_fused_optimizer(fused_optimizer: FusedOptimizer | None) -> tuple[Any, dict[str, Any]] | None:
+    """Return `(class, kwargs)` of what the user gave.
+
+    Raises:
+        TypeError: Neither `(class, kwargs)` nor a `functools.partial` of an optimizer class, or arguments that the
+            class does not take.
+    """
+    if fused_optimizer is None:
+        return None
+    if isinstance(fused_optimizer, functools.partial) and not fused_optimizer.args:
+        cls, kwargs = fused_optimizer.func, dict(fused_optimizer.keywords)
+    elif isinstance(fused_optimizer, tuple) and len(fused_optimizer) == 2 and isinstance(fused_optimizer[1], Mapping):
+        cls, kwargs = fused_optimizer[0], dict(fused_optimizer[1])
+    else:
+        cls, kwargs = None, {}
+    if not (isinstance(cls, type) and issubclass(cls, torch.optim.Optimizer)):
+        raise TypeError(
+            f"fused_optimizer is (class, kwargs) or functools.partial(class, **kwargs), got {fused_optimizer!r}. "
+            "For example: fused_optimizer=(torch.optim.SGD, {'lr': 0.1})."
+        )
+    try:
+        cls([nn.Parameter(torch.zeros(1, 1))], **kwargs)
+    except (TypeError, ValueError) as err:
+        raise TypeError(f"fused_optimizer: {cls.__name__} does not take {kwargs}: {err}") from err
+    return cls, kwargs
+
+
+def check_dense_optimizers(model: nn.Module, optimizers: Iterable[torch.optim.Optimizer]) -> None:
+    """Check who trains which table, once the optimizers exist.
+
+    Raises:
+        ValueError: An optimizer owns the weight of a fused table, or nobody trains a table.
+    """
+    optimizers = list(optimizers)
+    parameters = [
+        (f"{name}.{table}", parameter)
+        for name, module in table_modules(model).items()
+        for table, parameter in module.named_parameters()
+    ]
+    refuse_dense_owner(dict(in_backward_optimizer_filter(iter(parameters), include=True)), optimizers)
+    dense = dict(in_backward_optimizer_filter(iter(parameters)))
+    owned = _owned(optimizers)
+    untrained = [name for name, p in dense.items() if p.requires_grad and id(p) not in owned]
+    if untrained:
+        raise ValueError(
+            f"no optimizer has the weights of {_some(untrained)}. These tables are data-parallel (or have a dense "
+            "kernel), so that the optimizer of configure_optimizers has to train them, not the one applied in "
+            "backward. Give the strategy fused_optimizer=(torch.optim.SGD, {'lr': 0.1}), say, and sharding={'<table>': "
+            "'table_wise'}, to train them in backward; or add them there; or set requires_grad=False."
+        )
+
+
+def refuse_dense_owner(fused: Mapping[str, nn.Parameter], optimizers: Iterable[torch.optim.Optimizer]) -> None:
+    """Refuse dense optimizers that own the weights of fused tables.
+
+    Raises:
+        ValueError: One does; the message names the tables and shows how to leave them out.
+    """
+    optimizers = list(optimizers)
+    if any(isinstance(optimizer, CombinedOptimizer) for optimizer in optimizers):
+        raise ValueError(
+            "configure_optimizers returned TorchRec's CombinedOptimizer: it would run training_step once per "
+            "member, and a checkpoint of its sharded state would hold rank 0's shards alone. Return the dense "
+            "optimizer as it is; to schedule the fused tables' learning rates with it:\n"
+            "  from lightning_overlap import combined_optimizer\n"
+            "  optimizer = combined_optimizer(self, torch.optim.Adam(dense))"
+        )
+    owned = _owned(optimizers)
+    twice = [name for name, parameter in fused.items() if id(parameter) in owned]
+    if twice:
+        raise ValueError(
+            f"configure_optimizers gave a dense optimizer the weights of fused tables: {_some(twice)}. These tables "
+            "are updated inside backward. Leave them out:\n"
+            "  from torchrec.optim.optimizers import in_backward_optimizer_filter\n"
+            "  dense = [p for _, p in in_backward_optimizer_filter(self.named_parameters())]\n"
+            "  return torch.optim.Adam(dense)"
+        )
+
+
+def _owned(optimizers: Iterable[torch.optim.Optimizer]) -> set[int]:
+    return {id(p) for optimizer in optimizers for group in optimizer.param_groups for p in group["params"]}
+
+
+def _check_can_fuse(table: Table, device: torch.device) -> None:
+    for optimizer_class in getattr(table.parameter, "_optimizer_classes", []):
+        try:
+            kind = optimizer_type_to_emb_opt_type(optimizer_class)
+        except ValueError as err:
+            raise ValueError(
+                f"table {table.path}: FBGEMM has no fused form of {optimizer_class.__name__}. "
+                "Take torch.optim.SGD, Adagrad or Adam, or one of torchrec.optim."
+            ) from err
+        if device.type == "cpu" and kind not in CPU_FUSED_OPTIMIZERS:
+            raise ValueError(
+                f"table {table.path}: {optimizer_class.__name__} is fused on CUDA only. On a CPU FBGEMM fuses "
+                "torch.optim.SGD, torch.optim.Adagrad and torchrec.optim.RowWiseAdagrad: take one of these."
+            )

@@ -1,0 +1,353 @@
+"""What stands in the place of sharded modules' forwards, and which input of the batch feeds which of them."""
+
+from __future__ import annotations
+
+import itertools
+import warnings
+from collections.abc import Callable, Container, Iterator, Mapping
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+from torchrec.distributed.types import LazyAwaitable, LazyGetItemMixin, ShardedModule
+from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
+
+from ..distributed import Store
+from ..runtime import Path, leaves, resolve
+from .mismatches import Mismatches
+from .sharded_module import check_torchrec
+from .supported_modules import holds_sequences, why_never_early
+from .write_counts import SentInput
+
+_num_made = itertools.count()
+
+
+class LazyRows(LazyGetItemMixin[str, Any], LazyAwaitable[Any]):  # type: ignore[misc]
+    """Rows that are waited for where they are first used, in the grad mode in which the module was called.
+
+    TorchRec's awaitables wait in the mode of the first use: rows that a step looks at under `no_grad` first, for a
+    statistic say, would have no gradient when it trains on them afterwards.
+    """
+
+    def __init__(self, receive: Callable[[], Any]) -> None:
+        super().__init__()
+        self._receive = receive
+        self._mode = _grad_mode()
+
+    # What a dict of sequences offers; TorchRec's lazy answers lack it.
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.keys())
+
+    def __contains__(self, key: object) -> bool:
+        return key in self.keys()
+
+    def __len__(self) -> int:
+        return len(self.keys())
+
+    def _wait_impl(self) -> Any:
+        if _grad_mode() == self._mode:
+            return self._receive()
+        grad, inference = self._mode
+        with torch.inference_mode(inference), torch.set_grad_enabled(grad):
+            return self._receive()
+
+
+class EarlyRows(LazyRows):
+    """Rows of an early lookup.
+
+    TorchRec's own pipelined forwards wait where the module is called; waiting later lets a bottom MLP after the
+    call still run beside the all-to-all.
+    """
+
+
+def _grad_mode() -> tuple[bool, bool]:
+    return torch.is_grad_enabled(), torch.is_inference_mode_enabled()
+
+
+class Server(Protocol):
+    """Answers the calls of stand-ins."""
+
+    def call(self, stand_in: StandIn, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Return the rows of a call."""
+
+
+class StandIn:
+    """What callers of a sharded module get while the strategy is at work.
+
+    Args:
+        server: Answers its calls.
+        name: The module's, in the model.
+        module: Whose place it takes.
+        group: Process group of the input dist; None on one rank.
+        prefetches: Whether a stage fetches rows into a cache, so that tables in a UVM cache can be looked up early.
+    """
+
+    def __init__(
+        self,
+        server: Server,
+        name: str,
+        module: ShardedModule[Any, Any, Any, Any],
+        group: dist.ProcessGroup | None,
+        prefetches: bool,
+    ) -> None:
+        check_torchrec(module)
+        self._server = server
+        self.name = name
+        self.module = module
+        self.before: Any = vars(module).get("forward")
+        """What stood in the place of the module's forward: another pipeline's stand-in, or nothing."""
+        self.own_forward: Callable[..., Any] = (
+            self.before.own_forward if isinstance(self.before, StandIn) else module.forward
+        )
+        self.path: Path | None = None
+        self.keys: frozenset[str] = frozenset()
+        """Of the input, by which another one in the batch is told that might take its place."""
+        self.num_overwritten = 0
+        """How often its early rows were left aside because somebody had written its tables."""
+        self.takes_part = False
+        """Whether its input is in the exchange of sizes: as all ranks found, whatever this one has found since."""
+        self.plain_reason: str | None = why_never_early(module, group, prefetches=prefetches)
+        self.calls: list[tuple[tuple[Any, ...], dict[str, Any]]] = []
+        self._answers: dict[int, tuple[SentInput, KeyedJaggedTensor, Any]] = {}
+
+    def keep_answer(self, given: Any, answer: Any) -> None:
+        """Keep the answer to an input, until `forget_answers`."""
+        if isinstance(given, KeyedJaggedTensor):
+            self._answers[id(given)] = SentInput(given), given, answer
+
+    def answer_again(self, given: Any) -> Any:
+        """Return the answer that was kept for an input, if nobody has changed it; else None."""
+        sent, known, answer = self._answers.get(id(given), (None, None, None))
+        return answer if sent is not None and known is given and sent.is_unchanged(given) else None
+
+    def forget_answers(self) -> None:
+        """Let go of the answers that were kept."""
+        self._answers.clear()
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Return the rows."""
+        return self._server.call(self, args, kwargs)
+
+    def attach(self) -> None:
+        """Take the place of the module's forward."""
+        if vars(self.module).get("forward") is not self:
+            self.before = vars(self.module).get("forward")
+            self.module.forward = self
+
+    def detach(self) -> None:
+        """Put back what was there before."""
+        if vars(self.module).get("forward") is not self:
+            return
+        if self.before is None:
+            del self.module.forward
+        else:
+            self.module.forward = self.before
+
+    @property
+    def early(self) -> bool:
+        """Whether the lookup of coming batches starts early."""
+        return self.path is not None and self.plain_reason is None
+
+
+class StandIns(Mapping[str, StandIn]):
+    """The stand-ins of all sharded modules of a model, by the modules' names.
+
+    Args:
+        modules: Sharded modules by their name in the model.
+        group: Process group of the input dist; None on one rank.
+        server: Answers their calls.
+        step: The module's method whose calls are served.
+        prefetches: Whether a stage fetches rows into a cache, so that tables in a UVM cache can be looked up early.
+        rank: Warns if 0.
+        store: Where ranks leave word for each other; needed with a group.
+        said: Warnings given so far, shared by all of a run.
+        timeout_s: How long ranks wait for each other.
+    """
+
+    def __init__(
+        self,
+        modules: Mapping[str, ShardedModule[Any, Any, Any, Any]],
+        group: dist.ProcessGroup | None,
+        server: Server,
+        *,
+        step: str,
+        prefetches: bool = False,
+        rank: int = 0,
+        store: Store | None = None,
+        said: set[tuple[str, str | None]] | None = None,
+        timeout_s: float = 1800,
+    ) -> None:
+        self._by_name = {name: StandIn(server, name, module, group, prefetches) for name, module in modules.items()}
+        self._group = group
+        self._step = step
+        self._rank = rank
+        self._store = store
+        self._said = set() if said is None else said
+        key = f"lightning_overlap/{next(_num_made)}"  # all ranks make as many
+        self._mismatches = None if group is None or store is None else Mismatches(store, key, group.size(), timeout_s)
+
+    def __getitem__(self, name: str) -> StandIn:
+        return self._by_name[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._by_name)
+
+    def __len__(self) -> int:
+        return len(self._by_name)
+
+    def attach(self) -> None:
+        """Put the stand-ins in the place of the modules' forwards."""
+        for stand_in in self.values():
+            stand_in.attach()
+
+    def detach(self) -> None:
+        """Give every module the forward back that it had before."""
+        for stand_in in self.values():
+            stand_in.detach()
+        if self._mismatches is not None:
+            self._mismatches.end()
+
+    def served(self, stand_in: StandIn, step: int) -> None:
+        """Note that a module's call in a step was served from early rows."""
+        if self._mismatches is not None:
+            self._mismatches.served(stand_in.name, step)
+
+    def forget_answers(self) -> None:
+        """Let go of the answers that a `checkpoint()` might have asked for again."""
+        for stand_in in self.values():
+            stand_in.forget_answers()
+
+    def forget_calls(self) -> None:
+        """Begin a step."""
+        for stand_in in self.values():
+            stand_in.calls.clear()
+
+    def discover(self, batch: Any) -> None:
+        """Find the inputs of the modules' calls in the staged batch, by identity.
+
+        All ranks agree on the outcome, since every early collective has to be issued by all of them.
+        """
+        by_id = {id(kjt): path for path, kjt in inputs_of(batch)}
+        found = {name: _find(stand_in, by_id, self._step) for name, stand_in in self.items()}
+        for name, (path, reason) in self._agree(found).items():
+            stand_in = self[name]
+            stand_in.path = path
+            if path is not None:
+                stand_in.keys = frozenset(resolve(batch, path).keys())
+            if stand_in.plain_reason is not None:
+                self._warn(stand_in)
+            elif reason is not None:
+                self.run_plain(stand_in, reason)
+            self._warn_of_untrained_sequences(stand_in)
+            stand_in.takes_part = stand_in.early
+        self.forget_calls()
+
+    def _agree(self, found: dict[str, tuple[Path | None, str | None]]) -> dict[str, tuple[Path | None, str | None]]:
+        if self._group is None:
+            return found
+        everyone: list[Any] = [None] * self._group.size()
+        dist.all_gather_object(everyone, found, group=self._group)
+        return {
+            name: (
+                next((other[name] for other in everyone if other[name][1] is not None), mine)
+                if all(other[name][0] == mine[0] for other in everyone)
+                else (None, "its input stands at different places of the batch on different ranks")
+            )
+            for name, mine in found.items()
+        }
+
+    def all_ranks_go_plain(self, stand_in: StandIn, step: int, index: int, reason: str) -> None:
+        """Make sure that the other ranks leave the early rows aside too, before this one issues a collective.
+
+        They cannot be asked by a collective, since those that take the early rows issue none here.
+
+        Args:
+            stand_in: Of the module.
+            step: Number of the step in this run.
+            index: Of its batch in the epoch.
+            reason: Why this rank does.
+
+        Raises:
+            RuntimeError: They do not: this rank's forward would wait for them, or mix up with what they send.
+        """
+        if self._mismatches is None or self._mismatches.all_ranks(stand_in.name, step):
+            return
+        raise RuntimeError(
+            f"rank {self._rank}: the early rows of {stand_in.name!r} are not those of batch {index}'s call in "
+            f"{self._step}: {reason}. Other ranks called it with theirs. Early rows need the same on all ranks: change "
+            f"inputs before {self._step} (on_after_batch_transfer), or use pipeline='base'."
+        )
+
+    def check_calls(self, begun: Container[str]) -> None:
+        """Give up modules that a step did not call once; `begun` are those whose stages began for its batch."""
+        for stand_in in self.values():
+            if not stand_in.early:
+                continue
+            if len(stand_in.calls) > 1:
+                self.run_plain(stand_in, "it was called more than once in a step")
+            elif not stand_in.calls and stand_in.name in begun:
+                self.run_plain(stand_in, "it was not called for a batch that has its input")
+
+    def run_plain(self, stand_in: StandIn, reason: str) -> None:
+        """Leave a module to its own forward from now on; warn once."""
+        if stand_in.plain_reason is None:
+            stand_in.plain_reason = reason
+            self._warn(stand_in)
+
+    def _warn_of_untrained_sequences(self, stand_in: StandIn) -> None:
+        """Say what TorchRec 1.8 does not: its sequences of variable batch sizes have no gradient on a CPU."""
+        inputs = [only_input(*call) for call in stand_in.calls]
+        kjts = [given for given in inputs if isinstance(given, KeyedJaggedTensor)]
+        varies = any(kjt.variable_stride_per_key() and kjt.device().type == "cpu" for kjt in kjts)
+        known = (stand_in.name, "variable batch sizes")
+        if varies and holds_sequences(stand_in.module) and self._rank == 0 and known not in self._said:
+            self._said.add(known)
+            warnings.warn(
+                f"TorchRec 1.8 looks up {stand_in.name!r} ({type(stand_in.module).__name__}) otherwise than unsharded "
+                "where batch sizes vary by feature, and does not train its tables on a CPU. Give it one batch size.",
+                UserWarning,
+                stacklevel=2,
+            )
+
+    def _warn(self, stand_in: StandIn) -> None:
+        known = (stand_in.name, stand_in.plain_reason)
+        if self._rank == 0 and known not in self._said:
+            self._said.add(known)
+            warnings.warn(
+                f"The lookup of {stand_in.name!r} ({type(stand_in.module).__name__}) is not overlapped: "
+                f"{stand_in.plain_reason}. It runs in its own forward, on current weights. To overlap it, call it "
+                f"once per {self._step} with a KeyedJaggedTensor that is part of the batch (made in the dataset, the "
+                "collate function, on_before_batch_transfer or on_after_batch_transfer).",
+                UserWarning,
+                stacklevel=2,
+            )
+
+
+def _find(stand_in: StandIn, by_id: Mapping[int, Path], step: str) -> tuple[Path | None, str | None]:
+    """Return where in the batch a module's input stands, or why it cannot start early."""
+    if not stand_in.calls:
+        return None, "it was not called for the first batch"
+    if len(stand_in.calls) > 1:
+        return None, "it was called more than once in a step"
+    args, kwargs = stand_in.calls[0]
+    given = only_input(args, kwargs)
+    path = by_id.get(id(given))
+    if path is None:
+        kind = type(given).__name__ if given is not None else f"{len(args)} arguments and {sorted(kwargs)}"
+        return None, (
+            f"its input ({kind}) is made inside {step}, it is not an object of the batch (in whose dataclass fields, "
+            "named tuples, sequences, mappings, attributes and slots it was looked for)"
+        )
+    return path, None
+
+
+def inputs_of(batch: Any) -> list[tuple[Path, KeyedJaggedTensor]]:
+    """Return every KeyedJaggedTensor of a batch with the path that leads to it."""
+    found = leaves(batch, lambda node: isinstance(node, KeyedJaggedTensor))
+    return [(path, leaf) for path, leaf in found if isinstance(leaf, KeyedJaggedTensor)]
+
+
+def only_input(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+    """Return the single argument of a call, or None."""
+    values = [*args, *kwargs.values()]
+    return values[0] if len(values) == 1 else None

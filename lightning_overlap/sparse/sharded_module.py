@@ -1,0 +1,221 @@
+"""One sharded module: the parts of what TorchRec does for it, so that each can run at a time of its own.
+
+TorchRec's names that start with an underscore occur here, in `kinds.py`, `held.py`, `input_dist.py` and `released.py`
+only (`PRIVATE_NAMES`; a test names each).
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
+from weakref import WeakKeyDictionary
+
+import torch
+from fbgemm_gpu.split_table_batched_embeddings_ops_training import SplitTableBatchedEmbeddingBagsCodegen
+from torch import nn
+from torchrec.distributed.embedding_types import EmbeddingComputeKernel, KJTList
+from torchrec.distributed.types import Awaitable, LazyAwaitable, ShardedModule
+from torchrec.optim.keyed import CombinedOptimizer, KeyedOptimizer
+from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
+
+from ..schedules import WeightOwner
+from ..versions import check_names
+from .deferred_update import HeldUpdate
+from .supported_modules import KINDS, TABLE_TYPES, kind_of, owners_of, tables_of
+
+R = TypeVar("R")
+
+PRIVATE_NAMES: Mapping[str, tuple[str, ...]] = {
+    "ShardedEmbeddingBagCollection": (
+        *("_embedding_bag_configs", "_env", "_input_dists", "_lookups", "_output_dists", "_sharding_types"),
+    ),
+    "ShardedEmbeddingCollection": (
+        *("_embedding_configs", "_env", "_input_dists", "_lookups", "_output_dists", "_sharding_type_to_sharding"),
+    ),
+    "ShardedFeatureProcessedEmbeddingBagCollection": ("_embedding_bag_collection", "_feature_processors"),
+    "ShardedManagedCollisionEmbeddingBagCollection": ("_embedding_module", "_managed_collision_collection"),
+    "ShardedManagedCollisionEmbeddingCollection": ("_embedding_module", "_managed_collision_collection"),
+    "EmbeddingFusedOptimizer": ("_emb_module",),
+    "FusedKJTListSplitsAwaitable": ("_awaitables", "_splits_awaitable"),
+    "NoWait": ("_obj",),
+    "KJTAllToAll": ("_splits", "_stagger"),
+    "SparseFeaturesDist": ("_dist",),
+    "KeyedJaggedTensor": ("_length_per_key", "_lengths", "_values", "_weights"),
+    "KJTSplitsAllToAllMeta": ("_input",),
+    "torchrec.distributed.dist_data": ("_get_recat",),
+}
+"""Private attributes of TorchRec that this package reads, by the object that has them."""
+
+
+@dataclass(slots=True)
+class ModuleInFlight:
+    """One batch on its way through one module."""
+
+    kjt: KeyedJaggedTensor
+    context: Any = None
+    splits: Any = None
+    data: Any = None
+    dist_input: KJTList | None = None
+    outputs: dict[int, Awaitable[torch.Tensor]] = field(default_factory=dict)
+    rows: LazyAwaitable[Any] | None = None
+    held: HeldUpdate = field(default_factory=HeldUpdate)
+    """What is left of the way to the tables; nothing where the backward goes all the way."""
+    rates: list[float] | None = None
+    """The learning rate of each kernel that the batch was trained at, while its deferred update is made."""
+    sent: Any = None
+    """What the input held when its ids were sent (`unchanged.SentInput`)."""
+    num_writes: dict[WeightOwner, tuple[int, ...]] = field(default_factory=dict)
+    """How often the tables of each owner had been written by somebody else when they were looked up."""
+    autocast: Any = None
+    """The autocast that its lookup ran under, where that matters."""
+    votes: bool = False
+    """Whether all ranks are asked when the module is called: another input of the batch might take this one's place."""
+    served: bool = False
+    served_in: int = -1
+    """The forward that it was served in: an optimizer may ask for several in a step."""
+    without_graph: bool = False
+    """Whether a call without gradients was served."""
+    received: Any = None
+    """The rows, once waited for, until the backward is over."""
+    received_at: Any = None
+    """Event after which they are there, on the lookup's stream."""
+    num_lookups: list[int] = field(default_factory=list)
+    """What this batch added to the iteration count of each kernel."""
+    ids: KJTList | None = None
+    """What was looked up, where somebody asked to keep it."""
+
+
+def check_torchrec(module: nn.Module) -> None:
+    """Raise if a sharded module lacks a private name that this file uses of it.
+
+    Raises:
+        ImportError: With the name, the installed and the supported versions.
+    """
+    owners = {kind.__name__: module for kind in KINDS if isinstance(module, kind)}
+    check_names("torchrec", PRIVATE_NAMES, owners)
+    if owners:
+        tables = tables_of(module)
+        owners = {kind.__name__: tables for kind in TABLE_TYPES if isinstance(tables, kind)}
+    check_names("torchrec", PRIVATE_NAMES, owners)
+
+
+def read_once(read: Callable[[Any], list[R]]) -> Callable[[Any], list[R]]:
+    """Remember what was read off a module: its shards do not change, and every step asks."""
+    known: WeakKeyDictionary[nn.Module, list[R]] = WeakKeyDictionary()
+
+    @functools.wraps(read)
+    def read_or_remember(module: Any) -> list[R]:
+        found = known.get(module)
+        if found is None:
+            found = known[module] = read(module)
+        return found
+
+    return read_or_remember
+
+
+owners_of_parts = read_once(owners_of)
+
+
+def tables_in_backward(module: ShardedModule[Any, Any, Any, Any]) -> list[str]:
+    """Return the names of the tables whose lookups the fused backward owns (`owners_of`), on all ranks alike."""
+    plan = module.module_sharding_plan
+    dense = {one.sharding_type for one in plan.values() if one.compute_kernel == EmbeddingComputeKernel.DENSE.value}
+    return [name for name, one in plan.items() if one.sharding_type not in dense]
+
+
+@read_once
+def keys_in_backward(module: Any) -> list[tuple[int, int, str]]:
+    """Return where in the received ids each fused table of this rank is: part, key within it, name of the table.
+
+    A table that is cut by columns has the same ids in each of its shards: the one with the first columns counts.
+    """
+    found = []
+    for part, owner in enumerate(owners_of_parts(module)):
+        if owner is not WeightOwner.FUSED_BACKWARD:
+            continue
+        tables = (table for group in module._lookups[part].grouped_configs for table in group.embedding_tables)
+        keys = [table for table in tables for _ in table.feature_names]
+        found += [
+            (part, key, table.name)
+            for key, table in enumerate(keys)
+            if table.local_metadata is None or table.local_metadata.shard_offsets[1] == 0
+        ]
+    return found
+
+
+def fused_rates(module: ShardedModule[Any, Any, Any, Any]) -> dict[str, float] | None:
+    """Return the learning rate that each table trained in backward began with; None if another sharded the module.
+
+    The same on all ranks, and still what it was when a schedule has moved the kernels' own rates.
+    """
+    rates: dict[str, float] | None = getattr(module, "fused_rates", None)
+    return rates
+
+
+def fused_optimizers(module: ShardedModule[Any, Any, Any, Any]) -> list[KeyedOptimizer]:
+    """Return the fused optimizers of a module's kernels on this rank, one each; none where it has no shard."""
+    found: list[KeyedOptimizer] = []
+    waiting: list[KeyedOptimizer] = [tables_of(module).fused_optimizer]
+    for optimizer in waiting:
+        if isinstance(optimizer, CombinedOptimizer):
+            waiting += [member for _, member in optimizer.optimizers]
+        else:
+            found.append(optimizer)
+    return found
+
+
+@read_once
+def tbes(module: Any) -> list[SplitTableBatchedEmbeddingBagsCodegen]:
+    """The table-batched kernels of a module's own shards."""
+    return [] if kind_of(module) is None else _tbes_of(tables_of(module)._lookups)
+
+
+def _tbes_of(lookups: Iterable[nn.Module]) -> list[SplitTableBatchedEmbeddingBagsCodegen]:
+    parts = [part for lookup in lookups for part in lookup.modules()]
+    return [part for part in parts if isinstance(part, SplitTableBatchedEmbeddingBagsCodegen)]
+
+
+@read_once
+def caching_tbes(module: Any) -> list[SplitTableBatchedEmbeddingBagsCodegen]:
+    """The kernels whose tables are in UVM, with a cache on the device."""
+    return [tbe for tbe in tbes(module) if tbe.lxu_cache_weights.numel()]
+
+
+def forget_prefetched(module: Any) -> None:
+    """Unlock and drop what kernels have prefetched and not looked up, on the current stream."""
+    for tbe in tbes(module) if caching_tbes(module) else []:  # a kernel without a cache counts prefetches, too
+        for locations in tbe.lxu_cache_locations_list:
+            torch.ops.fbgemm.lxu_cache_locking_counter_decrement(tbe.lxu_cache_locking_counter, locations)
+        tbe.lxu_cache_locations_list.clear()
+        tbe.timesteps_prefetched.clear()
+        tbe.prefetched_info_list.clear()
+
+
+_LAST_LOOKUP = ("lxu_cache_locations", "_indices", "_offsets", "_vbe_B_offsets", "_vbe_max_B")
+"""What a kernel keeps of its last lookup, and takes for what its next backward is of (FBGEMM 1.8)."""
+
+
+@contextmanager
+def without_backward(module: Any) -> Iterator[None]:
+    """Let a lookup that no backward follows lock no rows, and leave the last lookup that one does follow in place."""
+    kernels = [tbe for tbe in caching_tbes(module) if tbe.prefetch_pipeline]
+    kept = [[getattr(tbe, name) for name in _LAST_LOOKUP] for tbe in kernels]
+    try:
+        yield
+    finally:
+        for tbe, values in zip(kernels, kept, strict=True):
+            torch.ops.fbgemm.lxu_cache_locking_counter_decrement(tbe.lxu_cache_locking_counter, tbe.lxu_cache_locations)
+            for name, value in zip(_LAST_LOOKUP, values, strict=True):
+                setattr(tbe, name, value)
+
+
+def kernel_of(fused_optimizer: Any) -> SplitTableBatchedEmbeddingBagsCodegen | None:
+    """The table-batched kernel whose state a fused optimizer shows; None for kernels of other kinds."""
+    kernel = getattr(fused_optimizer, "_emb_module", None)
+    return kernel if isinstance(kernel, SplitTableBatchedEmbeddingBagsCodegen) else None
+
+
+# -- learning rates that move ------------------------------------------------------------------------------------

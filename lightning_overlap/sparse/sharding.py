@@ -1,0 +1,349 @@
+"""Shard the tables of a model in place: plan, fused optimizers, checks that speak before training starts."""
+
+from __future__ import annotations
+
+import difflib
+import os
+import warnings
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any, TypeAlias
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torchrec.distributed.embedding_types import EmbeddingComputeKernel
+from torchrec.distributed.model_parallel import DistributedModelParallel
+from torchrec.distributed.planner import EmbeddingShardingPlanner, ParameterConstraints, Topology
+from torchrec.distributed.types import ParameterSharding, ShardingEnv, ShardingPlan, ShardingType
+from torchrec.modules.itep_embedding_modules import ITEPEmbeddingBagCollection, ITEPEmbeddingCollection
+
+from ..text import unknown_name_message
+from .columns import answer_in_config_order
+from .optimizer_checks import FusedOptimizer, _check_can_fuse, check_fused_optimizer
+from .supported_modules import sharded_modules, table_modules
+from .tables import Table, _some, find_tables, training_sharders
+from .write_counts import watch_tables
+
+Sharding: TypeAlias = "str | Mapping[str, str] | EmbeddingShardingPlanner | ShardingPlan | None"
+"""A type for all tables, a type by table name, a planner, a plan, or None for TorchRec's planner.
+
+The planner decides about tables that are not named; it keeps those with a fused optimizer model-parallel.
+"""
+
+
+_DATA_PARALLEL = ShardingType.DATA_PARALLEL.value
+_COLUMN_WISE = (ShardingType.COLUMN_WISE.value, ShardingType.TABLE_COLUMN_WISE.value)
+
+
+def shard_tables(
+    model: nn.Module,
+    *,
+    sharding: Sharding,
+    fused_optimizer: FusedOptimizer | None,
+    group: dist.ProcessGroup,
+    device: torch.device,
+    local_world_size: int,
+) -> bool:
+    """Replace every TorchRec collection of a model by its sharded form, in place.
+
+    Weights that the tables have keep their values; tables on `meta` come to life as shards only.
+
+    Args:
+        model: Holds `EmbeddingBagCollection`, `EmbeddingCollection`, ... anywhere below it.
+        sharding: See `Sharding`.
+        fused_optimizer: Applied in backward to tables that have none yet.
+        group: Process group of the tables' collectives.
+        device: Where the shards live.
+        local_world_size: Ranks on this host.
+
+    Returns:
+        Whether the model has sharded modules now.
+
+    Raises:
+        ValueError: A table or sharding type that does not exist here, a table without a fused optimizer, an
+            optimizer that the device cannot fuse. Raised on every rank, before any table is sharded.
+    """
+    tables = find_tables(model)
+    if not tables:
+        _watch(model)  # of modules that the user has sharded
+        return bool(sharded_modules(model))
+    _refuse_pruning(model)
+    fused = check_fused_optimizer(fused_optimizer)
+    check_sharding(sharding, tables, device)
+    asked = {} if sharding is None else sharding if isinstance(sharding, Mapping) else None
+    plan = _make_plan(model, tables, sharding, fused is not None, group, device, local_world_size)
+    _apply_fused_optimizer(tables, plan, fused, device)
+    if asked is not None:
+        _say_what_is_replicated(tables, plan, asked)
+    initial, aliases = _initial_weights(model, tables), _aliases(model, tables)
+    trained = [table for table in tables if _is_fused(table, plan) and table.parameter.requires_grad]
+    rates = {table.module: {t.name: t.fused_rate for t in trained if t.module == table.module} for table in tables}
+    with _local_world_size(local_world_size):
+        DistributedModelParallel(
+            module=model,
+            env=ShardingEnv.from_process_group(group),
+            device=device,
+            plan=plan,
+            sharders=training_sharders(),
+            init_data_parallel=False,
+        )
+    for alias, name in aliases.items():
+        parent, _, attribute = alias.rpartition(".")
+        setattr(model.get_submodule(parent), attribute, model.get_submodule(name))
+    left_out = [table.path for table in find_tables(model)]
+    if left_out:
+        raise ValueError(f"the ShardingPlan leaves out {_some(left_out)}: give every table of the model a place in it.")
+    for name, weights in initial.items():
+        model.get_submodule(name).load_state_dict(weights, strict=False)
+    _replicate_data_parallel(model, group)
+    for name, fused_rates in rates.items():
+        # A rank knows the rates of its own shards only, and those move with a schedule.
+        model.get_submodule(name).fused_rates = fused_rates  # type: ignore[assignment]
+    _watch(model)
+    return True
+
+
+def _watch(model: nn.Module) -> None:
+    """Let sharded modules answer as the unsharded ones do, and notice who writes their tables."""
+    answer_in_config_order(model)
+    watch_tables(model)
+
+
+def make_plan(
+    model: nn.Module,
+    *,
+    sharding: Sharding,
+    fused_optimizer: FusedOptimizer | None,
+    group: dist.ProcessGroup,
+    device: torch.device,
+    local_world_size: int,
+) -> ShardingPlan:
+    """Return the plan that `shard_tables` would shard a model by; all ranks of the group call this.
+
+    Raises:
+        ValueError: As `shard_tables`, or the planner has no plan.
+    """
+    tables = find_tables(model)
+    fused = check_fused_optimizer(fused_optimizer) is not None
+    check_sharding(sharding, tables, device)
+    return _make_plan(model, tables, sharding, fused, group, device, local_world_size)
+
+
+def _refuse_pruning(model: nn.Module) -> None:
+    """Refuse modules whose own work is lost when only the tables inside them are sharded."""
+    for name, module in model.named_modules():
+        if isinstance(module, (ITEPEmbeddingBagCollection, ITEPEmbeddingCollection)):
+            raise ValueError(
+                f"{name} is an {type(module).__name__}: it prunes by what its own shards count, and TorchRec's default "
+                "sharders, which the strategy takes, would shard the tables inside it only. Shard it in "
+                f"configure_model, with the {type(module).__name__}Sharder of torchrec.distributed.itep_embeddingbag."
+            )
+
+
+def _make_plan(
+    model: nn.Module,
+    tables: list[Table],
+    sharding: Sharding,
+    fused_optimizer: bool,
+    group: dist.ProcessGroup,
+    device: torch.device,
+    local_world_size: int,
+) -> ShardingPlan:
+    if isinstance(sharding, ShardingPlan):
+        return sharding
+    planner = _planner(sharding, tables, fused_optimizer, group, device, local_world_size)
+    return planner if isinstance(planner, ShardingPlan) else _plan_on_rank_zero(planner, model, group)
+
+
+def sharded_state_names(model: nn.Module) -> set[str]:
+    """Return the names of all parameters and buffers that the sharded modules look after themselves."""
+    names: set[str] = set()
+    for name, module in sharded_modules(model).items():
+        names.update(module.sharded_parameter_names(name))
+        names.update(buffer for buffer, _ in module.named_buffers(name))
+    return names
+
+
+def check_sharding(sharding: Sharding, tables: list[Table], device: torch.device) -> None:
+    """Check a sharding argument against the tables of a model and a device.
+
+    Raises:
+        ValueError: A table that the model does not have, or a sharding type that the device lacks.
+        TypeError: Not a `Sharding`.
+    """
+    known = {table.name: table for table in tables}
+    if isinstance(sharding, str):
+        wanted = dict.fromkeys(known, sharding)
+    elif isinstance(sharding, Mapping):
+        wanted = {str(name): kind for name, kind in sharding.items()}
+    elif sharding is None or isinstance(sharding, ShardingPlan) or callable(getattr(sharding, "plan", None)):
+        return
+    else:
+        raise TypeError(
+            "sharding is None, a sharding type, {'table': type}, a planner or a ShardingPlan, "
+            f"got {type(sharding).__name__}: {sharding!r}."
+        )
+    for name, kind in wanted.items():
+        if name not in known:
+            raise ValueError(f"sharding: {unknown_name_message('table', name, known)}")
+        possible = known[name].sharder.sharding_types(device.type)
+        if kind not in possible:
+            nearest = difflib.get_close_matches(str(kind), possible, n=1)
+            raise ValueError(
+                f"sharding of table {name!r}: {kind!r} is not possible on {device.type}. "
+                f"{f'Did you mean {nearest[0]!r}? ' if nearest else ''}Possible there: {', '.join(possible)}."
+            )
+
+
+def _planner(
+    sharding: Sharding,
+    tables: list[Table],
+    fused_optimizer: bool,
+    group: dist.ProcessGroup,
+    device: torch.device,
+    local_world_size: int,
+) -> Any:
+    if not (sharding is None or isinstance(sharding, (str, Mapping))):
+        return sharding
+    named = dict.fromkeys((table.name for table in tables), sharding) if isinstance(sharding, str) else sharding or {}
+    constraints = {}
+    for table in tables:
+        kind = named.get(table.name)
+        if kind is not None:
+            width = _min_partition(table.parameter.shape[1], group.size()) if kind in _COLUMN_WISE else None
+            constraints[table.name] = ParameterConstraints(sharding_types=[kind], min_partition=width)
+        elif fused_optimizer or table.has_fused_optimizer:
+            # Data-parallel tables lose their fused optimizer: the planner must not decide that on its own.
+            kinds = [kind for kind in table.sharder.sharding_types(device.type) if kind != _DATA_PARALLEL]
+            constraints[table.name] = ParameterConstraints(sharding_types=kinds)
+    topology = Topology(world_size=group.size(), local_world_size=local_world_size, compute_device=device.type)
+    return EmbeddingShardingPlanner(topology=topology, constraints=constraints, debug=False)
+
+
+def _min_partition(dim: int, world_size: int) -> int | None:
+    """Columns per shard that give each rank one; None (the planner's own minimum) if they do not divide.
+
+    TBE wants widths that are multiples of 4.
+    """
+    return dim // world_size if dim % (4 * world_size) == 0 and world_size > 1 else None
+
+
+def _plan_on_rank_zero(planner: Any, model: nn.Module, group: dist.ProcessGroup) -> ShardingPlan:
+    """Plan once and tell everyone, a failure too (TorchRec's `collective_plan` leaves the other ranks waiting)."""
+    outcome: list[Any] = [None]
+    if group.rank() == 0:
+        try:
+            outcome = [planner.plan(model, training_sharders())]
+        except Exception as err:  # whatever it is, the other ranks are waiting to hear of it
+            outcome = [f"{type(err).__name__}: {err}"]
+    dist.broadcast_object_list(outcome, src=dist.get_global_rank(group, 0), group=group)
+    if not isinstance(outcome[0], ShardingPlan):
+        raise ValueError(f"no sharding plan for this model on {group.size()} ranks. The planner said: {outcome[0]}")
+    return outcome[0]
+
+
+def _apply_fused_optimizer(
+    tables: list[Table], plan: ShardingPlan, fused: tuple[Any, dict[str, Any]] | None, device: torch.device
+) -> None:
+    in_backward = [table for table in tables if _is_fused(table, plan) and table.parameter.requires_grad]
+    missing = [table for table in in_backward if not table.has_fused_optimizer]
+    if missing and fused is None:
+        raise ValueError(
+            f"no fused optimizer for {_some(table.path for table in missing)}: these tables are updated inside "
+            "backward (TorchRec alone would train them with SGD, lr 0.01, without a word). Give one in either way:\n"
+            "  OverlapEmbeddingStrategy(fused_optimizer=(torch.optim.SGD, {'lr': 0.1}))\n"
+            "  from torch.distributed.optim import _apply_optimizer_in_backward  # in the module's __init__\n"
+            "  _apply_optimizer_in_backward(torch.optim.SGD, self.ebc.parameters(), {'lr': 0.1})"
+        )
+    if fused is not None:
+        for table in missing:
+            table.apply_fused_optimizer(*fused)
+    for table in tables:
+        if _is_fused(table, plan) and not table.parameter.requires_grad:
+            _freeze(table)
+    for table in in_backward:
+        _check_can_fuse(table, device)
+    data_parallel = [table.path for table in tables if table.has_fused_optimizer and not _is_fused(table, plan)]
+    if data_parallel and dist.get_rank() == 0:
+        warnings.warn(
+            f"{_some(data_parallel)}: sharded data-parallel, so the optimizer applied in backward does not train "
+            "these tables; the optimizer of configure_optimizers has to.",
+            UserWarning,
+            stacklevel=2,
+        )
+
+
+def _say_what_is_replicated(tables: list[Table], plan: ShardingPlan, asked: Mapping[str, str]) -> None:
+    """Warn of tables that the planner left whole on every rank because they have no fused optimizer."""
+    whole = [table for table in tables if not _is_fused(table, plan) and table.parameter.requires_grad]
+    paths = [table.path for table in whole if table.name not in asked and not table.has_fused_optimizer]
+    if paths and dist.get_rank() == 0:
+        warnings.warn(
+            f"no fused optimizer for {_some(paths)}: the planner made these tables data-parallel. Every rank holds "
+            "them whole, and the optimizer of configure_optimizers has to train them. To shard them, give the strategy "
+            "fused_optimizer=(torch.optim.SGD, {'lr': 0.1}), say.",
+            UserWarning,
+            stacklevel=2,
+        )
+
+
+def _freeze(table: Table) -> None:
+    """Keep a table that needs no gradient as it is: the fused kernel updates whatever it is given."""
+    if table.has_fused_optimizer:
+        raise ValueError(
+            f"table {table.path} has requires_grad=False and an optimizer applied in backward, which would train it. "
+            "Leave one of them out."
+        )
+    table.parameter.requires_grad_(True)
+    # The weight decay, which changes nothing, keeps it out of the kernel of a table whose rate only begins at zero.
+    table.apply_fused_optimizer(torch.optim.SGD, {"lr": 0.0, "weight_decay": 0.0})
+    table.parameter.requires_grad_(False)
+
+
+def _is_fused(table: Table, plan: ShardingPlan) -> bool:
+    module_plan: Any = plan.get_plan_for_module(table.module) or {}
+    parameter: ParameterSharding | None = module_plan.get(table.name)
+    return parameter is None or parameter.compute_kernel != EmbeddingComputeKernel.DENSE.value
+
+
+def _initial_weights(model: nn.Module, tables: list[Table]) -> dict[str, dict[str, nn.Parameter]]:
+    """Weights of the collections that are not on meta: sharding a module from a CPU would draw new ones.
+
+    Managed collision modules begin without ids: TorchRec makes them anew, for the rows of each shard.
+    """
+    meta = {table.module for table in tables if table.parameter.is_meta}
+    modules = {table.module for table in tables} - meta
+    return {name: dict(model.get_submodule(name).named_parameters()) for name in sorted(modules)}
+
+
+def _aliases(model: nn.Module, tables: list[Table]) -> dict[str, str]:
+    """Other names of the collections: sharding replaces a module under the first of its names only."""
+    first = {id(model.get_submodule(table.module)): table.module for table in tables}
+    named = model.named_modules(remove_duplicate=False)
+    return {name: first[id(module)] for name, module in named if first.get(id(module), name) != name}
+
+
+def _replicate_data_parallel(model: nn.Module, group: dist.ProcessGroup) -> None:
+    """Give all ranks rank 0's data-parallel tables, as DistributedDataParallel does for the dense part."""
+    source = dist.get_global_rank(group, 0)
+    for module in table_modules(model).values():
+        kinds = {table: parameter.sharding_type for table, parameter in module.module_sharding_plan.items()}
+        for name, parameter in module.named_parameters():
+            if kinds.get(name.split(".")[-2]) == _DATA_PARALLEL:
+                dist.broadcast(parameter.data, src=source, group=group)
+
+
+@contextmanager
+def _local_world_size(local_world_size: int) -> Iterator[None]:
+    """Tell TorchRec how many ranks share a host; Lightning's own launcher does not set the variable."""
+    name = "LOCAL_WORLD_SIZE"
+    before = os.environ.get(name)
+    os.environ[name] = str(local_world_size)
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ[name]
+        else:
+            os.environ[name] = before

@@ -1,0 +1,189 @@
+"""The share of rows that a lookup reads stale: those that an update, which it could not see, was about to write."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from ..runtime import CudaStreams, Executor, InFlightBatch, Streams
+from ..schedules import StreamName
+from .pipeline import SparsePipeline
+from .sharded_module import keys_in_backward, tables_in_backward
+from .supported_modules import TABLE_TYPES
+
+ROW_BITS = 40
+"""Of a row's number, the ones above are the table's: so all tables of a rank are counted at once."""
+
+
+@dataclass(frozen=True, slots=True)
+class StaleCounts:
+    """Rows of one batch over all ranks, which may still be under way."""
+
+    tables: tuple[str, ...]
+    counts_T2: Tensor
+    """On the host: rows read stale and rows read, each row once, by table."""
+    work: dist.Work | None = None
+    """The sum over ranks, where the host waits for it."""
+    event: torch.cuda.Event | None = None
+    """Behind the copy to the host."""
+
+    @property
+    def over(self) -> bool:
+        """Whether the counts can be read; does not wait."""
+        if self.event is not None:
+            return bool(self.event.query())
+        return self.work is None or self.work.is_completed()
+
+    def wait(self) -> None:
+        """Wait until they can be read."""
+        if self.event is not None:
+            self.event.synchronize()
+        elif self.work is not None:
+            self.work.wait()
+
+    def read(self) -> dict[str, tuple[int, int]]:
+        """Return rows read stale and rows read by table, without the tables of which no row was read."""
+        counts = zip(self.tables, self.counts_T2.tolist(), strict=True)
+        return {table: (stale, read) for table, (stale, read) in counts if read}
+
+
+class StaleRows:
+    """Counts the stale rows of single batches, globally: each rank those in its shards, from the ids it received.
+
+    Nothing makes the host wait. On CUDA a stream of its own counts, behind the lookup.
+
+    Args:
+        sparse: Looks up.
+        executor: Returns the one that drives it, once there is one.
+        group: For the sum over ranks, which all make at the same point of their step; None on one rank.
+        streams: The device's streams.
+        lookup_stream: The stream of early lookups.
+    """
+
+    def __init__(
+        self,
+        sparse: SparsePipeline,
+        executor: Callable[[], Executor | None],
+        group: dist.ProcessGroup | None,
+        streams: Streams,
+        lookup_stream: StreamName,
+    ) -> None:
+        self._sparse, self._executor, self._group = sparse, executor, group
+        self._streams, self._lookup_stream = streams, lookup_stream
+        self._cuda = torch.cuda.Stream(streams.device) if isinstance(streams, CudaStreams) else None
+        self._modules = {name: one for name, one in sparse.modules.items() if isinstance(one, TABLE_TYPES)}
+        fused = [(name, table) for name, one in self._modules.items() for table in tables_in_backward(one)]
+        self._number = {key: number for number, key in enumerate(fused)}
+        names = [table for _, table in fused]
+        self.tables = tuple(table if names.count(table) == 1 else f"{name}.{table}" for name, table in fused)
+        """Those that are counted, by name."""
+
+    @property
+    def staleness(self) -> int:
+        """Of the schedule that is walked now."""
+        executor = self._executor()
+        return 0 if executor is None else executor.schedule.staleness
+
+    def keep_ids(self, keep: bool) -> None:
+        """Keep what the coming lookups read: `count` needs that of `staleness` batches and of one more."""
+        self._sparse.keep_ids = keep
+
+    def count(self) -> StaleCounts | None:
+        """Start to count the rows of the batch looked up last; all ranks call this behind the same step.
+
+        None where it saw every update, where the step looked up no batch, or where the ids it takes were not kept.
+        """
+        executor = self._executor()
+        found = None if executor is None else executor.latest_lookup
+        if found is None:
+            return None
+        batch, unseen = found
+        ids = {name: _ids_of(name, [batch, *unseen]) for name in self._modules if name in batch.modules}
+        known = {name: batches for name, batches in ids.items() if batches is not None}
+        if not known or len(known) < len(ids):
+            return None
+        if self._cuda is not None:
+            self._cuda.wait_event(self._streams.record(self._lookup_stream))
+            for kjts in (kjts for batches in known.values() for kjts in batches):
+                kjts.record_stream(self._cuda)
+        with self._on_own_stream(), torch.no_grad():
+            batch.counted = self._sum_up(self._count(known))
+        counts: StaleCounts = batch.counted  # held by the batch too: a fit that fails lets go of it with the batch
+        return counts
+
+    def _on_own_stream(self) -> AbstractContextManager[Any]:
+        return nullcontext() if self._cuda is None else torch.cuda.stream(self._cuda)
+
+    def _count(self, ids: Mapping[str, Sequence[Any]]) -> Tensor:
+        device = "cpu" if self._cuda is None else self._cuda.device
+        counts_T2 = torch.zeros(len(self.tables), 2, dtype=torch.int64, device=device)
+        for name, (read, *unseen) in ids.items():
+            places = [
+                (part, key, self._number[name, table]) for part, key, table in keys_in_backward(self._modules[name])
+            ]
+            if places:
+                add_counts(counts_T2, _rows(read, places), torch.cat([_rows(one, places) for one in unseen]))
+        return counts_T2
+
+    def _sum_up(self, counts_T2: Tensor) -> StaleCounts:
+        work = None
+        if self._group is not None:
+            work = dist.all_reduce(counts_T2, group=self._group, async_op=True)
+        if self._cuda is None:
+            return StaleCounts(self.tables, counts_T2, work)
+        if work is not None:
+            work.wait()  # lets this stream wait, not the host
+        on_host = torch.empty(counts_T2.shape, dtype=counts_T2.dtype, pin_memory=True)
+        on_host.copy_(counts_T2, non_blocking=True)
+        event = torch.cuda.Event()
+        event.record(self._cuda)
+        return StaleCounts(self.tables, on_host, event=event)
+
+
+def _ids_of(name: str, batches: Sequence[InFlightBatch]) -> list[Any] | None:
+    """Return what each batch looked up in a module, or None if that is not known of all of them."""
+    states = [batch.modules.get(name) for batch in batches]
+    ids = [None if state is None else state.ids for state in states]
+    return None if any(one is None for one in ids) else ids
+
+
+def _rows(ids: Any, places: Sequence[tuple[int, int, int]]) -> Tensor:
+    """Return the looked-up rows of several tables as numbers that tell the table too, `(number of ids,)`, int64.
+
+    The lengths of the received features are known on the host: no sync.
+    """
+    rows = []
+    for part, key, table in places:
+        first, end = ids[part].offset_per_key()[key : key + 2]
+        rows.append(ids[part].values()[first:end].long() + (table << ROW_BITS))
+    return torch.cat(rows)
+
+
+def add_counts(counts_T2: Tensor, read_N: Tensor, unseen_M: Tensor) -> None:
+    """Add, by table, the rows that are both read and unseen, and the rows that are read; each row once.
+
+    Nothing here has a size that depends on the ids, which the host would have to wait for.
+
+    Args:
+        counts_T2: By table, int64.
+        read_N: Rows that were looked up, with their tables' numbers above `ROW_BITS`.
+        unseen_M: Rows of the updates that this lookup could not see.
+    """
+    if not read_N.numel():
+        return
+    read_N = read_N.sort().values
+    first_N = torch.ones_like(read_N, dtype=torch.bool)
+    first_N[1:] = read_N[1:] != read_N[:-1]
+    stale_N = torch.zeros_like(first_N)
+    if unseen_M.numel():
+        unseen_M = unseen_M.sort().values
+        place_N = torch.searchsorted(unseen_M, read_N).clamp_(max=unseen_M.numel() - 1)
+        stale_N = first_N & (unseen_M[place_N] == read_N)
+    both_N2 = torch.stack([stale_N, first_N], dim=1).long()
+    counts_T2.index_add_(0, read_N >> ROW_BITS, both_N2)

@@ -1,0 +1,202 @@
+"""The kinds of sharded modules: where each keeps its tables, and who writes what its lookup reads.
+
+TorchRec's private names that this file uses are listed in `sharded.PRIVATE_NAMES`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torchrec.distributed.embedding import ShardedEmbeddingCollection
+from torchrec.distributed.embedding_types import EmbeddingComputeKernel
+from torchrec.distributed.embeddingbag import ShardedEmbeddingBagCollection
+from torchrec.distributed.fp_embeddingbag import ShardedFeatureProcessedEmbeddingBagCollection
+from torchrec.distributed.mc_embedding import ShardedManagedCollisionEmbeddingCollection
+from torchrec.distributed.mc_embeddingbag import ShardedManagedCollisionEmbeddingBagCollection
+from torchrec.distributed.types import ShardedModule, ShardingType
+
+from ..schedules import WeightOwner
+
+TABLE_TYPES = (ShardedEmbeddingBagCollection, ShardedEmbeddingCollection)
+"""The modules that hold tables themselves; other kinds have one of these inside."""
+
+
+@dataclass(frozen=True, slots=True)
+class Kind:
+    """What there is to know of a kind of sharded modules whose stages can start early.
+
+    Args:
+        tables: The attribute that holds its tables' module; None: it is that itself.
+        input_dists: The attribute that holds the module of its input dists; None: it is that itself.
+        owner: Who writes the last of what its lookup reads, whatever the tables; None: the tables' kernels say.
+        feature_processors: The attribute that holds modules which go before the tables; None: it has none.
+    """
+
+    tables: str | None = None
+    input_dists: str | None = None
+    owner: WeightOwner | None = None
+    feature_processors: str | None = None
+
+
+_MANAGED_COLLISION = Kind("_embedding_module", "_managed_collision_collection", WeightOwner.LOOKUP)
+KINDS: Mapping[type, Kind] = {
+    ShardedEmbeddingBagCollection: Kind(),
+    ShardedEmbeddingCollection: Kind(),
+    # The position weights belong to the dense optimizer, the tables to it or to the backward, which is over by then.
+    ShardedFeatureProcessedEmbeddingBagCollection: Kind(
+        "_embedding_bag_collection",
+        "_embedding_bag_collection",
+        WeightOwner.DENSE_OPTIMIZER,
+        "_feature_processors",
+    ),
+    # The lookup hands out rows to new ids and counts what it sees.
+    ShardedManagedCollisionEmbeddingBagCollection: _MANAGED_COLLISION,
+    ShardedManagedCollisionEmbeddingCollection: _MANAGED_COLLISION,
+}
+"""Sharded modules of which some stage can start early; every other one runs its own forward."""
+
+_KERNELS_WITHOUT_CACHE = (EmbeddingComputeKernel.DENSE, EmbeddingComputeKernel.FUSED, EmbeddingComputeKernel.FUSED_UVM)
+
+
+def kind_of(module: nn.Module) -> Kind | None:
+    """Return what is known of a module, by its class or the nearest one above it; None for an unknown kind."""
+    return next((KINDS[cls] for cls in type(module).__mro__ if cls in KINDS), None)
+
+
+def tables_of(module: Any) -> Any:
+    """Return the sharded collection that holds the tables of a module of a known kind: it, or one inside it."""
+    return _part(module, "tables")
+
+
+def holds_sequences(module: Any) -> bool:
+    """Whether a module answers with sequences of rows, and not with pooled ones."""
+    return kind_of(module) is not None and isinstance(tables_of(module), ShardedEmbeddingCollection)
+
+
+def input_dists_of(module: Any) -> list[Any]:
+    """Return the input dists of a module of a known kind, one for each sharding."""
+    dists: list[Any] = _part(module, "input_dists")._input_dists
+    return dists
+
+
+def _part(module: Any, which: str) -> Any:
+    kind = kind_of(module)
+    assert kind is not None, f"{type(module).__name__} is of no known kind"
+    attribute = getattr(kind, which)
+    return module if attribute is None else getattr(module, attribute)
+
+
+def sharded_modules(model: nn.Module) -> dict[str, ShardedModule[Any, Any, Any, Any]]:
+    """Return the outermost sharded modules of a model by name, each once: what the model calls."""
+    found: dict[str, ShardedModule[Any, Any, Any, Any]] = {}
+    for name, module in model.named_modules():
+        inside = any(name.startswith(f"{outer}.") for outer in found)
+        if isinstance(module, ShardedModule) and not inside:
+            found[name] = module
+    return found
+
+
+def table_modules(model: nn.Module) -> dict[str, Any]:
+    """Return the sharded collections that hold tables by name, each once, also where they are inside another kind."""
+    return {name: module for name, module in model.named_modules() if isinstance(module, TABLE_TYPES)}
+
+
+def has_model_parallel_tables(model: nn.Module) -> bool:
+    """Whether rows of any table travel between ranks."""
+    plans = [module.module_sharding_plan for module in table_modules(model).values()]
+    shardings = {parameter.sharding_type for plan in plans for parameter in plan.values()}
+    return shardings != {ShardingType.DATA_PARALLEL.value}
+
+
+def hands_out_rows(model: nn.Module) -> bool:
+    """Whether a model has sharded modules that assign rows to ids, each shard to those that its rank gets."""
+    kinds = map(kind_of, sharded_modules(model).values())
+    return any(kind is not None and kind.owner is WeightOwner.LOOKUP for kind in kinds)
+
+
+def owners_of(module: ShardedModule[Any, Any, Any, Any]) -> list[WeightOwner]:
+    """Return who writes what each part of a module's lookup reads: a part for each of its tables' shardings.
+
+    Read from the sharding plan, which is the same on all ranks: data-parallel tables and dense kernels are
+    trained by the dense optimizer, all others by the fused backward.
+    """
+    kind, tables = kind_of(module), tables_of(module)
+    shardings = (
+        tables._sharding_types
+        if isinstance(tables, ShardedEmbeddingBagCollection)
+        else list(tables._sharding_type_to_sharding)
+    )
+    if kind is not None and kind.owner is not None:
+        return [kind.owner] * len(shardings)
+    dense = {
+        parameter.sharding_type
+        for parameter in tables.module_sharding_plan.values()
+        if parameter.compute_kernel == EmbeddingComputeKernel.DENSE.value
+    }
+    return [WeightOwner.DENSE_OPTIMIZER if sharding in dense else WeightOwner.FUSED_BACKWARD for sharding in shardings]
+
+
+def ids_fit_32_bits(module: Any) -> bool:
+    """Whether every id that stands for a row of a module's travelling tables fits 32 bits. The same on all ranks."""
+    kind = kind_of(module)
+    if kind is None or kind.owner is WeightOwner.LOOKUP:  # the latter's ids are no rows yet
+        return False
+    specs = [parameter.sharding_spec for parameter in tables_of(module).module_sharding_plan.values()]
+    shards = [shard for spec in specs if spec is not None for shard in spec.shards]
+    return all(shard.shard_offsets[0] + shard.shard_sizes[0] <= torch.iinfo(torch.int32).max for shard in shards)
+
+
+def why_never_early(module: Any, group: dist.ProcessGroup | None = None, *, prefetches: bool = False) -> str | None:
+    """Return why no stage of a module may start early, or None.
+
+    Args:
+        module: A sharded module.
+        group: The ranks that the early input dist is sent among; None on one rank.
+        prefetches: Whether rows come into the tables' caches before their lookup.
+    """
+    kind = kind_of(module)
+    if kind is None:
+        known = ", ".join(sorted(cls.__name__ for cls in KINDS))
+        return f"only {known} can start early, got {type(module).__name__}"
+    cached = _why_cached(tables_of(module), prefetches and kind.owner is not WeightOwner.LOOKUP)
+    if cached is not None:
+        return cached
+    processors = kind.feature_processors and getattr(module, kind.feature_processors)
+    if processors and list(processors.buffers()):
+        return "its feature processors have buffers, which an early lookup might change before their batch's turn"
+    return _why_other_ranks(module, group)
+
+
+def _why_cached(tables: Any, prefetches: bool) -> str | None:
+    """Return why a cache keeps tables from an early lookup. Read from the plan, which is the same on all ranks."""
+    # A cache hands out its slots in the forward and uses them in the backward: a lookup in between may evict them,
+    # but for the slots that a prefetch has locked.
+    plan = tables.module_sharding_plan
+    names = {kernel.value for kernel in _KERNELS_WITHOUT_CACHE}
+    cached = {table: parameter for table, parameter in plan.items() if parameter.compute_kernel not in names}
+    if not cached:
+        return None
+    kernels = {parameter.compute_kernel for parameter in cached.values()}
+    reason = f"its tables have compute kernel {', '.join(sorted(kernels))}, which keeps rows in a cache"
+    if not prefetches or kernels != {EmbeddingComputeKernel.FUSED_UVM_CACHING.value}:
+        return reason
+    unlocked = [name for name, table in cached.items() if not getattr(table.cache_params, "prefetch_pipeline", False)]
+    return (
+        f"{reason}, and the plan's cache_params of {', '.join(unlocked)} lack prefetch_pipeline" if unlocked else None
+    )
+
+
+def _why_other_ranks(module: Any, group: dist.ProcessGroup | None) -> str | None:
+    """Return why the early input dist, which all ranks take part in, is not that of a module."""
+    env = tables_of(module)._env
+    own = getattr(env, "sharding_pg", env.process_group)
+    ranks = None if own is None else dist.get_process_group_ranks(own)
+    everyone = [dist.get_rank()] if group is None else dist.get_process_group_ranks(group)
+    if ranks is None or ranks == everyone:
+        return None
+    return f"its tables are sharded over ranks {ranks}, not over all of {everyone} (2D sharding, or a group of its own)"

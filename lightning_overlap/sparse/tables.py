@@ -1,0 +1,85 @@
+"""The tables of a model before it is sharded."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from fbgemm_gpu.split_table_batched_embeddings_ops_training import SplitTableBatchedEmbeddingBagsCodegen
+from torch import nn
+from torch.distributed.optim import _apply_optimizer_in_backward  # type: ignore[attr-defined]
+from torchrec.distributed.embedding_types import BaseQuantEmbeddingSharder
+from torchrec.distributed.sharding_plan import get_default_sharders
+from torchrec.distributed.types import ModuleSharder
+from torchrec.optim.optimizers import in_backward_optimizer_filter
+
+from .supported_modules import sharded_modules
+
+_KERNEL_RATE: float = (
+    inspect.signature(SplitTableBatchedEmbeddingBagsCodegen.__init__).parameters["learning_rate"].default
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Table:
+    """A table of the unsharded model."""
+
+    name: str
+    module: str
+    parameter: nn.Parameter
+    sharder: ModuleSharder[nn.Module]
+
+    @property
+    def path(self) -> str:
+        """Where it is, for messages."""
+        return f"{self.module}.{self.name}" if self.module else self.name
+
+    @property
+    def has_fused_optimizer(self) -> bool:
+        """Whether an optimizer was applied in backward."""
+        return not list(in_backward_optimizer_filter(iter([("", self.parameter)])))
+
+    @property
+    def fused_rate(self) -> float:
+        """Learning rate of the optimizer applied in backward; where none is given, the kernel's own default."""
+        [kwargs] = getattr(self.parameter, "_optimizer_kwargs", [{}])
+        return float(kwargs.get("lr", kwargs.get("learning_rate", _KERNEL_RATE)))  # TorchRec renames it
+
+    def apply_fused_optimizer(self, optimizer_class: type[torch.optim.Optimizer], kwargs: Mapping[str, Any]) -> None:
+        """Apply an optimizer in backward, if there is none yet."""
+        if not self.has_fused_optimizer:
+            _apply_optimizer_in_backward(optimizer_class, [self.parameter], dict(kwargs))
+
+
+def training_sharders() -> list[ModuleSharder[nn.Module]]:
+    """Return TorchRec's default sharders but those of quantized modules, which have nothing to train and stay whole."""
+    return [sharder for sharder in get_default_sharders() if not isinstance(sharder, BaseQuantEmbeddingSharder)]
+
+
+def find_tables(model: nn.Module) -> list[Table]:
+    """Return every table of the model's unsharded TorchRec collections."""
+    sharders = {sharder.module_type: sharder for sharder in training_sharders()}
+    tables: list[Table] = []
+    inside: list[str] = []
+    for name, module in model.named_modules():
+        sharder = sharders.get(type(module))
+        if sharder is None or any(name.startswith(f"{outer}.") for outer in inside):
+            continue
+        inside.append(name)
+        parameters = sharder.shardable_parameters(module)
+        tables += [Table(table, name, parameter, sharder) for table, parameter in parameters.items()]
+    return tables
+
+
+def has_tables(model: nn.Module) -> bool:
+    """Whether a model has tables, sharded already or not."""
+    return bool(find_tables(model) or sharded_modules(model))
+
+
+def _some(names: Iterable[str], limit: int = 5) -> str:
+    names = list(names)
+    more = f" and {len(names) - limit} more" if len(names) > limit else ""
+    return ", ".join(names[:limit]) + more

@@ -1,0 +1,159 @@
+"""The learning rates of the fused kernels: a backward updates at the rate of its own time, not of its lookup's."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+import torch
+from fbgemm_gpu.split_table_batched_embeddings_ops_training import SplitTableBatchedEmbeddingBagsCodegen
+from torch import Tensor, nn
+from torch.autograd.graph import GradientEdge, get_gradient_edge
+from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
+
+from .sharded_module import _tbes_of, tbes
+from .supported_modules import tables_of
+
+SetRates: TypeAlias = Callable[[], None]
+"""Gives the kernels the learning rates that the schedule has now."""
+
+
+def kernel_rates(module: Any) -> list[float]:
+    """Return the learning rate of each kernel, which is kept on the host."""
+    return [tbe.get_learning_rate() for tbe in tbes(module)]
+
+
+def set_kernel_rates(module: Any, rates: list[float]) -> None:
+    """Give each kernel its learning rate."""
+    for tbe, rate in zip(tbes(module), rates, strict=True):
+        tbe.set_learning_rate(rate)
+
+
+def lookup_counts(module: Any) -> list[int]:
+    """Return the iteration count of each kernel, from its copy on the host: no sync."""
+    return _counts(tbes(module))
+
+
+def _counts(kernels: list[SplitTableBatchedEmbeddingBagsCodegen]) -> list[int]:
+    return [int(tbe.iter_cpu) for tbe in kernels]
+
+
+def lookups_since(module: Any, counts: list[int]) -> list[int]:
+    """Return what each kernel has counted since."""
+    return _differences(lookup_counts(module), counts)
+
+
+def _differences(now: list[int], before: list[int]) -> list[int]:
+    return [a - b for a, b in zip(now, before, strict=True)]
+
+
+@contextmanager
+def _updates_at_present_rate(module: Any, set_rates: SetRates | None) -> Iterator[None]:
+    """Let the lookups of fused tables give rows whose backward updates at the rate that holds then."""
+    if set_rates is None or not torch.is_grad_enabled():
+        yield
+        return
+    set_rates()
+    # By kernel, not by owner: a part with one table of a dense kernel counts as the dense optimizer's altogether.
+    patched = [lookup for lookup in tables_of(module)._lookups if isinstance(lookup, nn.Module) and _tbes_of([lookup])]
+    for lookup in patched:
+        lookup.forward = _FusedLookup(lookup.forward, _tbes_of([lookup]), set_rates)
+    try:
+        yield
+    finally:
+        for lookup in patched:
+            del lookup.forward
+
+
+@dataclass(frozen=True, slots=True)
+class _FusedLookup:
+    """One lookup of fused tables, that can be repeated."""
+
+    forward: Callable[[KeyedJaggedTensor], Tensor]
+    kernels: list[SplitTableBatchedEmbeddingBagsCodegen]
+    set_rates: SetRates
+
+    def __call__(self, features: KeyedJaggedTensor) -> Tensor:
+        # Without an input that needs a gradient there would be no backward; feature processors' weights need one.
+        weights = features.weights_or_none()
+        anchor = weights if weights is not None and weights.requires_grad else torch.zeros((), requires_grad=True)
+        rows: Tensor = _AtPresentRate.apply(anchor, self, features)  # type: ignore[no-untyped-call]
+        return rows
+
+    def rates(self) -> list[float]:
+        """The rates that the kernels have; they are kept on the host."""
+        return [tbe.get_learning_rate() for tbe in self.kernels]
+
+    def run(self, features: KeyedJaggedTensor) -> tuple[Tensor, GradientEdge]:
+        # TorchRec puts weights that scale their gradients in the place of those it is given: not twice.
+        with torch.enable_grad():
+            rows = self.forward(copy.copy(features))
+        return rows.detach(), get_gradient_edge(rows)
+
+    def run_again(self, features: KeyedJaggedTensor, counts: list[int]) -> GradientEdge:
+        """Look up once more as when the iteration counts were `counts`; leave them as they are."""
+        ahead = _differences(_counts(self.kernels), counts)  # this lookup, and those of later batches
+        _uncount(self.kernels, ahead)
+        _, edge = self.run(features)
+        repeated = _differences(_counts(self.kernels), counts)
+        _uncount(self.kernels, _differences(repeated, ahead))
+        return edge
+
+
+def _with_own_weights(features: KeyedJaggedTensor) -> tuple[KeyedJaggedTensor, Tensor | None]:
+    """Return the same ids with weights that a graph can begin at, and these; None where weights need no gradient."""
+    weights = features.weights_or_none()
+    if weights is None or not weights.requires_grad:
+        return features, None
+    leaf = weights.detach().requires_grad_()
+    own = copy.copy(features)
+    own._weights = leaf
+    return own, leaf
+
+
+def _uncount(kernels: list[SplitTableBatchedEmbeddingBagsCodegen], num_lookups: list[int]) -> None:
+    """Take lookups back from the iteration count of each kernel, on the current stream."""
+    with torch.no_grad():
+        for tbe, num in zip(kernels, num_lookups, strict=True):
+            if num:
+                tbe.iter.sub_(num)
+                tbe.iter_cpu.sub_(num)
+
+
+class _AtPresentRate(torch.autograd.Function):
+    """Rows of fused tables whose backward, and so their update, takes the learning rate of its own time.
+
+    FBGEMM 1.8 reads the rate in the forward and keeps it for the backward. But batch N is looked up before the
+    schedule has moved on to step N. So the graph is cut behind the rows: where the rate has changed by the time of
+    the backward, the kernels' forward runs once more on the same ids and its graph takes the gradient. The rows of
+    that are thrown away (in a stale mode they may be newer ones); the gradient by a row does not depend on them.
+
+    On CUDA autograd runs a backward on the stream of its forward, this one too: on the lookup stream, where the
+    repeated forward and the inner backward then run in turn, behind the last update and before the next lookup.
+    The inner graph has the kernels' weights for its only leaves, which accumulate nothing, so no stream is joined
+    but this one. DistributedDataParallel ignores these weights, its hooks see nothing of the inner backward.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, anchor: Tensor, lookup: _FusedLookup, features: KeyedJaggedTensor) -> Tensor:
+        features, ctx.weights = _with_own_weights(features)
+        ctx.lookup, ctx.features = lookup, features
+        ctx.counts, ctx.rates = _counts(lookup.kernels), lookup.rates()
+        rows, ctx.edge = lookup.run(features)
+        return rows
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, None, None]:
+        lookup: _FusedLookup = ctx.lookup
+        edge, ctx.edge = ctx.edge, None  # a second backward (retain_graph=True) finds the first one's graph used up
+        lookup.set_rates()
+        if edge is None or lookup.rates() != ctx.rates:
+            edge = lookup.run_again(ctx.features, ctx.counts)
+        torch.autograd.backward(edge, grad)
+        if ctx.weights is None:
+            return None, None, None
+        of_weights, ctx.weights.grad = ctx.weights.grad, None
+        return of_weights, None, None

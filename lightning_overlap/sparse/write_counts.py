@@ -1,0 +1,113 @@
+"""Whether what an early lookup was made from is still what it was: its input, and the tables it read.
+
+Every tensor counts the times it was written in place (`Tensor._version`). FBGEMM's kernels do not count their own
+updates of the tables, so what the count of a table shows is what somebody else has written.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torchrec.distributed.composable.table_batched_embedding_slice import TableBatchedEmbeddingSlice
+from torchrec.optim.optimizers import in_backward_optimizer_filter
+from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
+
+from ..schedules import WeightOwner
+from .sharded_module import read_once, tbes
+
+_PARTS = ("_values", "_lengths", "_weights")
+
+
+class SentInput:
+    """What a KeyedJaggedTensor held when its ids were sent.
+
+    Args:
+        kjt: Values `(sum(lengths),)`, lengths `(F * B,)`, and weights `(sum(lengths),)` or none, on any device.
+    """
+
+    __slots__ = ("_parts",)
+
+    def __init__(self, kjt: KeyedJaggedTensor) -> None:
+        kjt.lengths()  # which may be made of the offsets only now
+        parts = ((name, getattr(kjt, name)) for name in _PARTS)
+        self._parts = [(name, weakref.ref(part), _version(part)) for name, part in parts if isinstance(part, Tensor)]
+
+    def forget_ids(self) -> None:
+        """Leave out values and weights, whose memory has been given back: nobody can change them."""
+        self._parts = [part for part in self._parts if part[0] == "_lengths"]
+
+    def is_unchanged(self, kjt: KeyedJaggedTensor) -> bool:
+        """Whether it still holds the same tensors, and nobody has written them."""
+        return all(
+            getattr(kjt, name) is part() and _version(getattr(kjt, name)) == version
+            for name, part, version in self._parts
+        )
+
+
+def _version(tensor: Any) -> int:
+    return -1 if tensor.is_inference() else int(tensor._version)
+
+
+def count_writes(kjts: Iterable[KeyedJaggedTensor]) -> None:
+    """Give inputs that were made in inference mode tensors that count their writes: copies, in the same object."""
+    for kjt in kjts:
+        for name in _PARTS:
+            part = getattr(kjt, name)
+            if isinstance(part, Tensor) and part.is_inference():
+                with torch.inference_mode(False):
+                    setattr(kjt, name, part.clone())
+
+
+class WatchedTable(TableBatchedEmbeddingSlice):  # type: ignore[misc]
+    """A table's weight whose `data` counts writes as the weight does; PyTorch's own `data` hides them."""
+
+    __slots__ = ()
+
+    @property
+    def data(self) -> Tensor:
+        """The weight without its graph, `(num_embeddings, embedding_dim)`."""
+        shared: Tensor = self.detach()
+        return shared
+
+    @data.setter
+    def data(self, value: Tensor) -> None:
+        Tensor.data.__set__(self, value)  # type: ignore[attr-defined]
+
+
+def watch_tables(model: nn.Module) -> None:
+    """Let writes into a sharded model's tables by way of `weight.data` be counted, too."""
+    for parameter in model.parameters():
+        if type(parameter) is TableBatchedEmbeddingSlice:
+            parameter.__class__ = WatchedTable
+
+
+@read_once
+def _fused_weights(module: Any) -> list[Tensor]:
+    weights = [weight for tbe in tbes(module) for weight in (tbe.weights_host, tbe.weights_dev, tbe.weights_uvm)]
+    return [weight for weight in weights if weight.numel()]
+
+
+@read_once
+def _dense_weights(module: Any) -> list[Tensor]:
+    return [weight for _, weight in in_backward_optimizer_filter(module.named_parameters())]
+
+
+_WEIGHTS: dict[WeightOwner, Callable[[Any], list[Tensor]]] = {
+    WeightOwner.FUSED_BACKWARD: _fused_weights,
+    WeightOwner.DENSE_OPTIMIZER: lambda module: [*_fused_weights(module), *_dense_weights(module)],
+    WeightOwner.LOOKUP: lambda module: [],
+}
+
+
+def num_writes(module: Any, owner: WeightOwner) -> tuple[int, ...]:
+    """Return how often somebody other than a fused backward has written each weight that a lookup reads.
+
+    Args:
+        module: A sharded module.
+        owner: Of the tables that were looked up. What the dense optimizer owns it has written before the lookup.
+    """
+    return tuple(weight._version for weight in _WEIGHTS[owner](module))

@@ -1,0 +1,377 @@
+"""The laws of the package, checked on a user's own module and data: `check_module`."""
+
+from __future__ import annotations
+
+import itertools
+import re
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from lightning.pytorch import LightningDataModule
+from torch import nn
+
+from ..profiling import HostSync
+from ..schedules import Schedule, WeightOwner, resolve_schedule
+from .local_group import process_group
+from .race_detector import RaceError
+from .unsharded_law import computes_what_the_unsharded_computes
+from .verdict import Verdict as Verdict
+from .watched_fit import NUM_WATCHED_STEPS, Data, Delays, ModuleFactory, Setting, Watched, fit, make_trainer
+
+_SWITCHES = ("start_batch", "end_batch")
+_SIZES = "/lightning_overlap/sparse/input_dist.py"
+"""Where the one read of a step is: the sizes of what is on its way."""
+
+
+@dataclass(frozen=True, slots=True)
+class ModuleReport:
+    """What `check_module` saw; `str()` of it is a table.
+
+    Args:
+        schedule: The mode.
+        num_steps: Steps trained by each fit.
+        num_ranks: Processes that took part.
+        verdicts: One for each law.
+        early: Share of batches, after the first, whose rows came from an early lookup, by module.
+        plain: Modules that ran in their own forward, each with the reason.
+        host_syncs: Places that make the host wait for the device, other than the read of sizes, each with how often
+            a step: predicted from the operators on a CPU.
+    """
+
+    schedule: Schedule
+    num_steps: int
+    num_ranks: int
+    verdicts: tuple[Verdict, ...]
+    early: Mapping[str, float]
+    plain: Mapping[str, str]
+    host_syncs: Mapping[str, float]
+
+    @property
+    def holds(self) -> bool:
+        """Whether all laws hold."""
+        return not any(verdict.problem for verdict in self.verdicts)
+
+    def __str__(self) -> str:
+        head = (
+            f"{self.schedule.name}: staleness {self.schedule.staleness}, {self.num_steps} steps, "
+            f"{self.num_ranks} rank{'s' if self.num_ranks > 1 else ''}"
+        )
+        width = max(len(verdict.law) for verdict in self.verdicts)
+        lines = [
+            f"  {'BROKEN' if each.problem else 'holds':6s}  {each.law:{width}s}  {each.problem or each.said}"
+            for each in self.verdicts
+        ]
+        return "\n".join([head, *lines])
+
+
+def check_module(
+    make_module: ModuleFactory,
+    data: Data,
+    pipeline: str | Schedule = "fused_sparse_dist",
+    *,
+    num_steps: int = 12,
+    seed: int = 0,
+    accelerator: str = "cpu",
+    must_overlap: bool = True,
+    max_host_syncs: float | None = None,
+    trainer_options: Mapping[str, Any] | None = None,
+    **strategy_options: Any,
+) -> ModuleReport:
+    """Train your module in a mode and check that the laws hold for it.
+
+    Four fits of `num_steps` from the same seed, on the same batches: three in the mode and one of a reference; for
+    law 10 two short ones, in the mode and of the unsharded module. All call your `training_step` under Lightning, each
+    with a module that `make_module` made.
+
+    1. Exact means exact: losses, weights, tables and optimizer states equal those of `pipeline="base"` bit for bit
+       after every step. In a mode with a staleness the reference is the same plain fit, in which each lookup of a
+       fused table reads the weights that the mode's lookup of that batch was issued after; whatever else the mode
+       might have read shows as a difference.
+    2. Staleness is a number: the lookup of batch N is issued behind the updates of batches 0 to N - 1 - k, and before
+       any other. (With manual optimization, and with `start_batch` or `end_batch`: of at least these.) Two fits in
+       the mode are the same to the bit. On one rank of a CPU a third one runs on `CheckedStreams`: an operator whose
+       memory nothing ordered behind its last use on another stream, in the package or in your own hooks, is named.
+    3. Modules are served from early lookups, from the second batch on.
+    4. All ranks issue the same collectives on the same groups, in the same order.
+    5. Nothing stays patched or in flight after the fit.
+    6. Each batch was trained once, in order.
+    7. A step makes the host wait once, for the sizes of what is on its way.
+    8. The strategy does not change what the module computes: every answer of a sharded module, in training and in
+       validation, equals to rounding that of the unsharded one with the same weights, columns in the same order; and
+       training gives a gradient to the same weights, and changes the same ones.
+
+    In a process without a process group it makes one of one rank for the time being; in a group that is there (under
+    torchrun, say) every rank calls this alike and all raise together. The seed is the same on all ranks while the
+    module is made, and differs from rank to rank in training.
+
+    Use few rows (100 or so) and a table learning rate of 1 or more: what nobody looks up twice cannot be stale.
+
+    Args:
+        make_module: Makes your module, untrained: its class, or a function without arguments.
+        data: A LightningDataModule, a data loader, or batches; on several ranks, this rank's own.
+        pipeline: A mode's name or a schedule of yours.
+        num_steps: Batches to train; fewer where the data has no more.
+        seed: Of Python, NumPy and torch, before each fit.
+        accelerator: `cpu` or `gpu`; on a GPU the kernels have to be deterministic.
+        must_overlap: Whether a module that runs in its own forward breaks a law, or is only reported.
+        max_host_syncs: How many host syncs a step may make beside the read of sizes, before that breaks a law; None
+            to report them only.
+        trainer_options: More arguments of `Trainer`.
+        **strategy_options: More arguments of `OverlapEmbeddingStrategy`: `sharding`, `stream`, `fused_optimizer`...
+
+    Raises:
+        AssertionError: A law is broken; the message names it, the step, and the weight or module, above the report.
+        TypeError: `make_module` is a module: it is sharded by the first fit, so each fit needs a new one.
+        ValueError: The data has less than two batches.
+    """
+    if isinstance(make_module, nn.Module):
+        raise TypeError(
+            f"make_module makes a module for each fit, got a {type(make_module).__name__}: pass its class, or "
+            "`lambda: MyModule(...)`."
+        )
+    schedule = resolve_schedule(pipeline, strategy_options.get("staleness"))
+    with process_group(accelerator):
+        setting = Setting(
+            make_module,
+            (),
+            data if isinstance(data, LightningDataModule) else None,
+            accelerator,
+            seed,
+            trainer_options or {},
+            strategy_options,
+        )
+        setting = _with_batches(setting, data, num_steps)
+        first = fit(setting, pipeline)
+        again = fit(setting, pipeline, every_state=False, syncs=True)
+        overlaps = schedule.has_sparse_stages
+        at_least = not first.automatic or not strategy_options.keys().isdisjoint(_SWITCHES)
+        base = {name: value for name, value in strategy_options.items() if name not in ("staleness", *_SWITCHES)}
+        delays = _delays(schedule, first, as_seen=at_least) if schedule.staleness else None
+        plain = fit(replace(setting, strategy_options=base), "base", delays=delays)
+        race = _race(setting, pipeline) if overlaps and accelerator == "cpu" else _NOT_FOLLOWED
+        syncs = _syncs_of_users(again)
+        verdicts = _together(
+            [
+                _equal(schedule, first, plain),
+                _staleness(schedule, first, at_least=at_least),
+                _repeatable(first, again),
+                race,
+                _served(first, must_overlap and overlaps),
+                _same_order(first),
+                Verdict("nothing left patched or in flight", "; ".join(first.left), "all put back"),
+                _each_batch_once(first, len(setting.batches)),
+                _host_syncs(again, syncs, max_host_syncs),
+                computes_what_the_unsharded_computes(setting, pipeline, schedule.staleness),
+            ]
+        )
+        report = ModuleReport(
+            schedule,
+            len(setting.batches),
+            dist.get_world_size(),
+            tuple(verdicts),
+            _shares(first),
+            dict(first.plain_reasons) if overlaps else {},
+            syncs,
+        )
+    broken = [verdict for verdict in verdicts if verdict.problem]
+    assert not broken, "\n".join([*(f"{verdict.law}: {verdict.problem}" for verdict in broken), str(report)])
+    return report
+
+
+def _with_batches(setting: Setting, data: Data | Iterable[Any], num_steps: int) -> Setting:
+    """Take the first batches once, so that every fit gets the same ones whatever random state it has."""
+    loader: Any = data
+    if isinstance(data, LightningDataModule):
+        if getattr(data, "trainer", None) is None:
+            data.trainer = make_trainer(setting, "auto" if dist.get_world_size() == 1 else "ddp")
+        data.prepare_data()
+        data.setup("fit")
+        loader = data.train_dataloader()
+    batches = list(itertools.islice(iter(loader), num_steps))
+    if len(batches) < 2:
+        raise ValueError(f"check_module needs two batches or more, got {len(batches)}: nothing is ahead of the last.")
+    return replace(setting, batches=batches)
+
+
+def _together(verdicts: Sequence[Verdict]) -> list[Verdict]:
+    """Let all ranks come to the same verdicts, so that all raise or none."""
+    everyone: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(everyone, [verdict.problem for verdict in verdicts])
+    if len(everyone) == 1:
+        return list(verdicts)
+    return [
+        Verdict(
+            verdict.law,
+            "; ".join(f"rank {rank}: {problems[at]}" for rank, problems in enumerate(everyone) if problems[at]),
+            verdict.said,
+        )
+        for at, verdict in enumerate(verdicts)
+    ]
+
+
+# -- the laws ---------------------------------------------------------------------------------------------------
+
+
+def _equal(schedule: Schedule, actual: Watched, expected: Watched) -> Verdict:
+    reference = "base" if schedule.staleness == 0 else f"plain training with updates delayed by {schedule.staleness}"
+    law = f"law 1: equal to {reference}, bit for bit"
+    said = f"{len(actual.losses)} losses, {len(actual.states[max(actual.states)])} weights and states"
+    for step, (mine, theirs) in enumerate(itertools.zip_longest(actual.losses, expected.losses)):
+        problems = []
+        if mine is None or theirs is None or not _same(mine, theirs):
+            problems.append(f"the loss is {_number(mine)}, not {_number(theirs)}")
+        problems += _different(actual.states.get(step, {}), expected.states.get(step, {}))
+        if problems:
+            return Verdict(law, f"at step {step}: {_listed(problems)}", said)
+    return Verdict(law, "", said)
+
+
+def _updates_to_see(schedule: Schedule, watched: Watched, batch: int) -> tuple[int, ...]:
+    """Return the updates that an early lookup should see; tables of the dense optimizer are never stale."""
+    early = watched.modules_early_in(batch)
+    fused = any(WeightOwner.FUSED_BACKWARD in watched.owners[name] for name in early)
+    staleness = schedule.staleness if fused else 0
+    return tuple(update for update in watched.updates if update < batch - staleness)
+
+
+def _delays(schedule: Schedule, watched: Watched, *, as_seen: bool) -> Delays:
+    """Return what the lookups of the reference see: what the mode says, or what the watched ones could see."""
+    return {
+        batch: (len(seen if as_seen else _updates_to_see(schedule, watched, batch)), watched.modules_early_in(batch))
+        for batch, seen in watched.seen.items()
+    }
+
+
+def _staleness(schedule: Schedule, watched: Watched, *, at_least: bool) -> Verdict:
+    """Read off when the lookups were issued."""
+    law = f"law 2: lookups see updates {schedule.staleness} batches late"
+    for batch, seen in sorted(watched.seen.items()):
+        early = watched.modules_early_in(batch)
+        expected = _updates_to_see(schedule, watched, batch)
+        wrong = not set(expected) <= set(seen) if at_least else seen != expected
+        if early and wrong:
+            problem = (
+                f"the lookup of batch {batch} ({', '.join(sorted(early))}) was issued after the updates of batches "
+                f"{list(seen)}; with a staleness of {schedule.staleness} it should see {list(expected)}"
+            )
+            return Verdict(law, problem, "")
+    return Verdict(law, "", f"{len(watched.seen)} early lookups")
+
+
+_NO_RACE = "law 2: no row is read while it is written"
+_NOT_FOLLOWED = Verdict(_NO_RACE, "", "not looked at")
+
+
+def _race(setting: Setting, pipeline: str | Schedule) -> Verdict:
+    """Train once more on stand-in streams that follow every operator's memory. On one rank only."""
+    if dist.get_world_size() > 1:
+        return _NOT_FOLLOWED
+    try:
+        fit(setting, pipeline, every_state=False, races=True)
+    except RaceError as err:
+        return Verdict(_NO_RACE, str(err), "")
+    return Verdict(_NO_RACE, "", "streams order every operator of a further fit")
+
+
+def _repeatable(first: Watched, again: Watched) -> Verdict:
+    step = max(again.states)
+    problems = [
+        f"at step {step}: the loss is {_number(theirs)}, then {_number(mine)}"
+        for step, (mine, theirs) in enumerate(zip(again.losses, first.losses, strict=False))
+        if not _same(mine, theirs)
+    ][:1]
+    problems += [f"at the end: {name}" for name in _different(first.states[step], again.states[step])]
+    return Verdict("law 2: every run alike", _listed(problems), "two fits are the same to the bit")
+
+
+def _served(watched: Watched, must_overlap: bool) -> Verdict:
+    law = "modules are served from early lookups"
+    shares, plain = _shares(watched), watched.plain_reasons
+    said = (
+        ", ".join(f"{name} {share:.0%} of batches" for name, share in shares.items()) or "no sharded module was called"
+    )
+    said += "".join(f"; {name} runs in its own forward: {reason}" for name, reason in plain.items())
+    problems = [
+        f"{name!r} ran in its own forward: {plain.get(name, 'its rows were not there')}"
+        for name, share in shares.items()
+        if share < 1
+    ]
+    return Verdict(law, "; ".join(problems) if must_overlap else "", said)
+
+
+def _shares(watched: Watched) -> dict[str, float]:
+    """Return how many of the batches after the first, which shows what feeds which module, were served early."""
+    names = sorted({name for modules in watched.early.values() for name in modules})
+    later = [modules for batch, modules in watched.early.items() if batch > 0]
+    return {
+        name: sum(modules.get(name, False) for modules in later) / max(1, sum(name in modules for modules in later))
+        for name in names
+    }
+
+
+def _same_order(watched: Watched) -> Verdict:
+    law = "law 5: the same collectives in the same order on all ranks"
+    everyone: list[Any] = [None] * dist.get_world_size()
+    if len(everyone) == 1:
+        return Verdict(law, "", "one rank")
+    dist.all_gather_object(everyone, watched.collectives)
+    for at, issued in enumerate(itertools.zip_longest(*everyone)):
+        if len(set(issued)) > 1:
+            return Verdict(law, f"number {at} is {' and '.join(map(_collective, issued))}", "")
+    return Verdict(law, "", f"{len(watched.collectives)} of the main thread")
+
+
+def _collective(issued: tuple[int, str, str] | None) -> str:
+    if issued is None:
+        return "missing"
+    batch, name, group = issued
+    return f"{name} of group {group!r} at batch {batch}"
+
+
+def _each_batch_once(watched: Watched, num_batches: int) -> Verdict:
+    problem = "" if watched.batches == list(range(num_batches)) else f"trained {watched.batches} of {num_batches}"
+    return Verdict("law 7: each batch is trained once, in order", problem, f"{num_batches} batches")
+
+
+def _syncs_of_users(watched: Watched) -> dict[str, float]:
+    """Return the places of host syncs beside the read of sizes, with how many a step."""
+    places = Counter(
+        f"{sync.operator} in {re.sub(r'^, ', '', sync.source())}"
+        for sync in watched.syncs
+        if not sync.reads_host and not _reads_sizes(sync)
+    )
+    return {place: num / NUM_WATCHED_STEPS for place, num in places.items()}
+
+
+def _reads_sizes(sync: HostSync) -> bool:
+    return bool(sync.innermost(lambda file: file.endswith(_SIZES)))
+
+
+def _host_syncs(watched: Watched, others: Mapping[str, float], max_host_syncs: float | None) -> Verdict:
+    law = "law 9: no host sync but the read of sizes"
+    num_sizes = sum(map(_reads_sizes, watched.syncs)) / NUM_WATCHED_STEPS
+    listed = ", ".join(f"{place} ({num:g} a step)" for place, num in others.items())
+    problem = f"{num_sizes:g} reads of sizes a step" if num_sizes > 1 else ""
+    if max_host_syncs is not None and sum(others.values()) > max_host_syncs:
+        problem = "; ".join(filter(None, (problem, listed)))
+    return Verdict(law, problem, f"{num_sizes:g} a step" + (f"; reported: {listed}" if listed else ""))
+
+
+def _same(mine: torch.Tensor, theirs: torch.Tensor) -> bool:
+    return torch.equal(mine.nan_to_num(), theirs.nan_to_num()) and torch.equal(mine.isnan(), theirs.isnan())
+
+
+def _different(mine: Mapping[str, str], theirs: Mapping[str, str]) -> list[str]:
+    return [name for name in dict.fromkeys([*mine, *theirs]) if mine.get(name) != theirs.get(name)]
+
+
+def _number(loss: torch.Tensor | None) -> str:
+    return "missing" if loss is None else f"{loss.mean().item():.9g}"
+
+
+def _listed(problems: Sequence[str], most: int = 4) -> str:
+    return ", ".join(problems[:most]) + (f" and {len(problems) - most} more" if len(problems) > most else "")

@@ -1,0 +1,135 @@
+"""Find races between streams in a real run on a CPU: stand-in streams that see every operator and its memory.
+
+All work runs on the calling thread, as with `HostStreams`, but each operator counts as work of the stream that would be
+current on a device, reads and writes by its schema the memory of its tensors, and allocates that of its results. So a
+race shows in every run, whether or not it would have gone wrong on some device.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
+
+from ..runtime import leaves
+from ..schedules import Stage, StreamName
+from .race_detector import Clock, Races
+from .stream_tracing import FollowedStreams, tensors_of
+
+
+class CheckedStreams(FollowedStreams):
+    """Streams of a run on one rank that raise a `RaceError` where an operator uses what nothing ordered.
+
+    Autograd runs a node behind all that its backward has run so far, and hands gradients over itself; at its end no
+    stream waits for another.
+
+    Args:
+        lookup: The stream that `StreamName.LOOKUP` stands for, as a stream policy says.
+    """
+
+    def __init__(self, lookup: StreamName = StreamName.LOOKUP) -> None:
+        super().__init__(lookup)
+        self._races = Races()
+        self._memory = _Memory()
+        self._ran_in_backward: set[StreamName] = set()
+        self._weights: list[str] = []
+        self._doing = "start"
+
+    def record(self, name: StreamName) -> Clock:
+        """Return an event that marks all work issued on a stream so far."""
+        return self._races.event(self[name])
+
+    def wait(self, name: StreamName, event: Clock | None) -> None:
+        """Order later work on a stream behind an event."""
+        if event is not None:
+            self._races.wait(self[name], event)
+
+    def hand_over(self, value: Any, name: StreamName) -> None:
+        """Let a stream use the memory of all tensors of a nested value."""
+        tensors = [leaf for _, leaf in leaves(value, lambda node: False) if isinstance(leaf, Tensor)]
+        self._races.hand_over(map(self._memory.name, tensors), self[name])
+
+    def hand_to_caller(self, value: Any, event: Clock) -> None:
+        """Let the compute stream and the current one use the memory of a value from an event on."""
+        for name in (StreamName.COMPUTE, self._current):
+            self.wait(name, event)
+            self.hand_over(value, name)
+
+    def observe(self, kind: str, stage: Stage, batch: int) -> None:
+        """Take an event of the executor, to name the place in errors: this is an `Observer`."""
+        self._doing = f"{kind} of {stage} of batch {batch}"
+
+    @contextmanager
+    def watching(self, weights: Mapping[str, Tensor]) -> Iterator[None]:
+        """Follow all operators of the calling thread.
+
+        Args:
+            weights: What is there for the whole run and was written on the compute stream, by name.
+        """
+        self._weights = [self._memory.name(tensor, label) for label, tensor in weights.items()]
+        self._races.do("the load of the weights", StreamName.COMPUTE, writes=self._weights)
+        with self.following():
+            yield
+
+    def take(self, batch: Any) -> None:
+        """Take a batch that was copied to the device on the current stream: its tensors are new memory there."""
+        tensors = [leaf for _, leaf in leaves(batch, lambda node: False) if isinstance(leaf, Tensor)]
+        names = [self._memory.name(tensor, "a tensor of a batch", anew=True) for tensor in tensors]
+        self._races.do(f"the copy of a batch after the {self._doing}", self._current, makes=names)
+
+    def read_weights(self, by: str) -> None:
+        """Read all weights on the compute stream, as what comes between two steps may."""
+        self._races.do(by, StreamName.COMPUTE, reads=self._weights)
+
+    def ran(self, func: Any, args: Iterable[Any], result: Any) -> None:
+        """Take an operator that has run."""
+        stream, in_backward = self.stream_of_operator()
+        given = list(_given(func, args))
+        reads = [self._memory.name(tensor) for tensor, writes in given if not writes]
+        writes = [self._memory.name(tensor) for tensor, writes in given if writes]
+        used = {*reads, *writes}
+        made = [self._memory.name(tensor, str(func)) for tensor in tensors_of(result)]
+        if in_backward:
+            self._races.hand_over(used, stream)
+        by = f"{func} after the {self._doing}"
+        self._races.do(by, stream, reads=reads, writes=writes, makes=[name for name in made if name not in used])
+
+    def stream_of_operator(self) -> tuple[StreamName, bool]:
+        """Return the stream of the operator that has just run, and whether a backward ran it."""
+        stream, in_backward = super().stream_of_operator()
+        if not in_backward:
+            self._ran_in_backward.clear()
+            return stream, False
+        for other in {*self._ran_in_backward, self._current}:
+            self._races.wait(stream, self._races.event(other))
+        self._ran_in_backward.add(stream)
+        return stream, True
+
+
+class _Memory:
+    """Names of storages; a storage that is gone gives its address to another one, which has another name."""
+
+    def __init__(self) -> None:
+        self._known: dict[int, tuple[StorageWeakRef, str]] = {}
+        self._num = 0
+
+    def name(self, tensor: Tensor, label: str = "a tensor", *, anew: bool = False) -> str:
+        storage = tensor.untyped_storage()
+        key = storage._cdata
+        known = self._known.get(key)
+        if known is None or anew or known[0].expired():
+            self._num += 1
+            text = f"{label} {tuple(tensor.shape)} (number {self._num})"
+            known = self._known[key] = StorageWeakRef(storage), text
+        return known[1]
+
+
+def _given(func: Any, args: Iterable[Any]) -> Iterator[tuple[Tensor, bool]]:
+    """Yield the tensors that an operator takes, each with whether it writes it."""
+    for argument, value in zip(func._schema.arguments, args, strict=False):
+        writes = argument.alias_info is not None and argument.alias_info.is_write
+        for tensor in tensors_of(value):
+            yield tensor, writes

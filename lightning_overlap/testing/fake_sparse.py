@@ -1,0 +1,374 @@
+"""Sparse stages without TorchRec."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+from ..runtime import InFlightBatch, Observer
+from ..schedules import EARLY_OWNERS, SPARSE_STAGES, Stage, StreamName, WeightOwner
+from .recording import FAKE_MODULES, Mark, RecordingStreams, memory_of
+
+
+class InjectedError(RuntimeError):
+    """Raised by a fake at the stage and batch that a test chose."""
+
+
+@dataclass(slots=True)
+class FakeModuleInFlight:
+    """One batch on its way through one fake module."""
+
+    owners: frozenset[WeightOwner]
+    name: str = ""
+    batch: int = -1
+    last: Stage = Stage.INPUT_SPLITS_DIST
+    received: bool = False
+    served: bool = False
+    seen: dict[WeightOwner, tuple[int, ...]] = field(default_factory=dict)
+
+    @property
+    def memory(self) -> tuple[str, ...]:
+        """The resource of the ids that it receives."""
+        return (f"ids of batch {self.batch} ({self.name})",)
+
+    @property
+    def looked_up(self) -> bool:
+        """Whether the lookup of all its tables was issued."""
+        return self.seen.keys() == self.owners
+
+
+class Served(NamedTuple):
+    """One answer of a fake module to `training_step`."""
+
+    batch: int
+    module: str
+    owner: WeightOwner
+    early: bool
+    """From an early lookup, not from the module's own forward."""
+    saw: tuple[int, ...]
+    """The batches whose updates the lookup saw, oldest first."""
+
+
+def table(module: str, owner: WeightOwner) -> str:
+    """Return the resource of a module's tables of one owner."""
+    return f"the tables of {module} ({owner.value})"
+
+
+def cache(module: str) -> str:
+    """Name what a prefetch fills, and what a lookup fills that was not prefetched; FBGEMM orders the others."""
+    return f"the cache of {module}"
+
+
+def _rows(index: int, name: str, owner: WeightOwner, nth: int) -> str:
+    return f"rows of batch {index} ({name}, {owner.value}{'' if nth == 0 else ', own forward'})"
+
+
+def _sent_gradients(index: int) -> str:
+    return f"sent gradients of batch {index}"
+
+
+def _gradients(index: int) -> str:
+    return f"gradients of rows of batch {index}"
+
+
+class _Rows(NamedTuple):
+    """Rows of an early lookup."""
+
+    batch: int
+    module: str
+    owner: WeightOwner
+
+    @property
+    def memory(self) -> tuple[str, ...]:
+        """The resource that it stands for."""
+        return (_rows(self.batch, self.module, self.owner, 0),)
+
+
+class FakeSparse:
+    """Sparse stages without TorchRec: the tables only count the updates they got, lookups note which they saw.
+
+    Raises AssertionError where the stages of one batch come out of order or twice.
+
+    Args:
+        modules: Who writes the tables of each module.
+        ready: Whether the inputs of the modules are known from the start, not only after the first forward.
+        streams: Recording streams, to note the order of device work too.
+        lookup_stream: The stream of early lookups.
+        observer: Told of every wait.
+        left_from: Stages that are left, with what is below them, until a backward waits for other ranks, as on a CPU.
+    """
+
+    def __init__(
+        self,
+        modules: Mapping[str, frozenset[WeightOwner]] = FAKE_MODULES,
+        *,
+        ready: bool = True,
+        streams: RecordingStreams | None = None,
+        lookup_stream: StreamName = StreamName.LOOKUP,
+        observer: Observer | None = None,
+        left_from: Collection[Stage] = (),
+    ) -> None:
+        self.left_from = left_from
+        self.modules = modules
+        self.ready = ready
+        self.streams = streams or RecordingStreams()
+        self.lookup_stream = lookup_stream
+        self.fail_at: tuple[Stage, int] | None = None
+        self._observe = observer or (lambda kind, stage, index: None)
+        self._plain_forward = False
+        self._current: InFlightBatch | None = None
+        self.clear()
+
+    def clear(self) -> None:
+        """Start over with tables that had no update."""
+        self.updates: dict[WeightOwner, list[int]] = {owner: [] for owner in EARLY_OWNERS}
+        self.stages: dict[int, list[Stage]] = {}
+        self.served: list[Served] = []
+        self.reads: dict[Mark, tuple[int, ...]] = {}
+        self.pending: set[tuple[Stage, int, str]] = set()
+        self.forwarded: set[int] = set()
+        self.held: dict[int, tuple[InFlightBatch, int]] = {}
+        self.called_in_backward: dict[int, Callable[[], None]] = {}
+
+    def begin(self, stage: Stage, batch: int) -> None:
+        """Note a stage of a batch, or fail there if told so."""
+        if self.fail_at == (stage, batch):
+            raise InjectedError(f"told to fail in {stage} of batch {batch}")
+        self.stages.setdefault(batch, []).append(stage)
+
+    # -- SparseStages -------------------------------------------------------------------------------------------
+
+    holds_updates = True
+
+    def discover(self, inflight: InFlightBatch) -> bool:
+        """Learn the modules' inputs from a forward that was just run."""
+        assert not self.ready, "discovery after it is known which input feeds which module"
+        assert inflight.index in self.forwarded, f"discovery from batch {inflight.index}, which had no forward"
+        self.ready = True
+        return True
+
+    @contextmanager
+    def forward(self, inflight: InFlightBatch) -> Iterator[None]:
+        """Serve early results while a `training_step` runs."""
+        assert self._current is None, "a forward inside a forward"
+        self._current = inflight
+        try:
+            yield
+        finally:
+            self._current = None
+
+    def input_splits_dist(self, inflight: InFlightBatch) -> None:
+        """Start the all-to-all of sizes."""
+        self.begin(Stage.INPUT_SPLITS_DIST, inflight.index)
+        assert not inflight.modules, f"{Stage.INPUT_SPLITS_DIST} of batch {inflight.index} a second time"
+        for name in inflight.batch.modules:
+            inflight.modules[name] = FakeModuleInFlight(self.modules[name], name, inflight.index)
+            self.pending.add((Stage.INPUT_SPLITS_DIST, inflight.index, name))
+        sizes = [f"sizes of batch {inflight.index}"]  # the host reads them, so no memory of a device is handed over
+        self.streams.do(Mark(Stage.INPUT_SPLITS_DIST, inflight.index), reads=memory_of(inflight.batch), writes=sizes)
+
+    def input_data_dist(self, inflight: InFlightBatch) -> None:
+        """Start the all-to-all of ids."""
+        self.begin(Stage.INPUT_DATA_DIST, inflight.index)
+        if not inflight.modules:
+            return
+        self._observe("wait", Stage.INPUT_SPLITS_DIST, inflight.index)
+        for name, state in inflight.modules.items():
+            assert state.last is Stage.INPUT_SPLITS_DIST, f"input data dist of batch {inflight.index} a second time"
+            state.last = Stage.INPUT_DATA_DIST
+            self._complete(Stage.INPUT_SPLITS_DIST, inflight.index, name)
+            self.pending.add((Stage.INPUT_DATA_DIST, inflight.index, name))
+        self.streams.do(
+            Mark(Stage.INPUT_DATA_DIST, inflight.index),
+            reads=[f"sizes of batch {inflight.index}", *memory_of(inflight.batch)],
+            makes=memory_of(list(inflight.modules.values())),
+        )
+
+    def receive_input(self, inflight: InFlightBatch) -> Any:
+        """Wait for the ids; return the batch's states."""
+        for name, state in inflight.modules.items():
+            if state.received:
+                continue
+            assert state.last is Stage.INPUT_DATA_DIST, f"batch {inflight.index} has had no input data dist"
+            self._observe("wait", Stage.INPUT_DATA_DIST, inflight.index)
+            self._complete(Stage.INPUT_DATA_DIST, inflight.index, name)
+            self.streams.do(Mark(Stage.INPUT_DATA_DIST, inflight.index, name), writes=state.memory)
+            state.received = True
+        return list(inflight.modules.values())
+
+    def prefetch(self, inflight: InFlightBatch) -> None:
+        """Check that the ids are there."""
+        self.begin(Stage.PREFETCH, inflight.index)
+        for name, state in inflight.modules.items():
+            assert state.received, f"the prefetch of batch {inflight.index} comes before its input"
+            assert not state.seen, f"the prefetch of batch {inflight.index} comes after its lookup"
+            self.streams.do(Mark(Stage.PREFETCH, inflight.index, name), reads=memory_of(state), writes=[cache(name)])
+
+    def forget_prefetched(self) -> None:
+        """Do nothing: the fake tables have no cache."""
+
+    def has_lookup(self, inflight: InFlightBatch, owners: frozenset[WeightOwner]) -> bool:
+        """Whether a module has tables of these owners still to look up."""
+        return any(state.owners & owners - state.seen.keys() for state in inflight.modules.values())
+
+    def embedding_lookup(self, inflight: InFlightBatch, owners: frozenset[WeightOwner]) -> None:
+        """Note which updates the tables of these owners have."""
+        self.begin(Stage.EMBEDDING_LOOKUP, inflight.index)
+        for name, state in inflight.modules.items():
+            assert state.received, f"the lookup of batch {inflight.index} comes before its input"
+            for owner in sorted(state.owners & owners, key=str):
+                assert owner not in state.seen, f"tables of {owner} looked up twice for batch {inflight.index}"
+                state.seen[owner] = self._read(inflight.index, name, owner, nth=0, ids=state.memory)
+            if state.looked_up:
+                self.pending.add((Stage.EMBEDDING_LOOKUP, inflight.index, name))
+
+    def finish_lookups(self) -> None:
+        """Do nothing: the fake lookups are over at once."""
+
+    def call_in_backward(self, inflight: InFlightBatch, stage: Stage, call: Callable[[], None]) -> bool:
+        """Have this called in the backward of a batch that is looked up early."""
+        fused = any(WeightOwner.FUSED_BACKWARD in state.owners for state in inflight.modules.values())
+        is_left = fused and stage in self.left_from
+        if is_left:
+            self.called_in_backward[inflight.index] = call
+        return is_left
+
+    def drop_lookups(self, inflight: InFlightBatch) -> None:
+        """Forget early results, once their collectives are over."""
+        self.drain(inflight)
+        inflight.modules.clear()
+
+    def count_lookups(self, inflight: InFlightBatch, times: int) -> None:
+        """Do nothing: the fake tables count updates only."""
+
+    def drain(self, inflight: InFlightBatch) -> None:
+        """Complete every collective that was started for a batch."""
+        self.pending -= {(stage, inflight.index, name) for name in inflight.modules for stage in SPARSE_STAGES}
+
+    def hold_update(self, inflight: InFlightBatch) -> None:
+        """Send the gradients that a backward has left, on the current stream."""
+        index = inflight.index
+        self.streams.do(Mark("sent gradients", index), reads=[_gradients(index)], writes=[_sent_gradients(index)])
+
+    def embedding_update(self, inflight: InFlightBatch) -> None:
+        """Update the fused tables with the gradients that a backward has left, on the current stream."""
+        if inflight.index in self.held:  # it had a backward, and one that did not go all the way
+            self._update(inflight.index)
+
+    def _update(self, index: int) -> None:
+        self.begin(Stage.EMBEDDING_UPDATE, index)
+        inflight, nth = self.held.pop(index)
+        owner = WeightOwner.FUSED_BACKWARD
+        self.updates[owner].append(index)
+        for name, owners in self.modules.items():
+            if owner in owners:
+                self._observe("wait", Stage.EMBEDDING_UPDATE, index)
+                self._complete(Stage.BACKWARD, index, name)
+                reads = [_sent_gradients(index), *memory_of(inflight.modules[name])]
+                self.streams.do(Mark(owner, index, name, nth), reads=reads, writes=[table(name, owner)])
+
+    def take_plain_forward(self) -> bool:
+        """Whether a module ran its own forward since the last call."""
+        plain, self._plain_forward = self._plain_forward, False
+        return plain
+
+    def is_overwritten(self, batches: Iterable[InFlightBatch]) -> bool:
+        """Whether somebody has written tables: nobody does here."""
+        return False
+
+    def leave_overwritten(self, batches: Iterable[InFlightBatch]) -> None:
+        """Leave the early results of these batches aside."""
+        for inflight in batches:
+            self.drop_lookups(inflight)
+
+    def forget_received(self, inflight: InFlightBatch) -> None:
+        """Let go of the rows of a batch: nothing holds them here."""
+
+    def gradients_are_there(self, batches: Iterable[InFlightBatch], timeout_s: float) -> bool:
+        """Whether gradients arrive within a time: they do."""
+        return True
+
+    # -- what the fake trainer does with the modules ------------------------------------------------------------
+
+    def call_modules(self, inflight: InFlightBatch) -> None:
+        """Do what `training_step` does: call every module once."""
+        self.begin(Stage.DENSE_FORWARD, inflight.index)
+        self.forwarded.add(inflight.index)
+        nth = self._nth(Stage.DENSE_FORWARD, inflight)
+        self.streams.do(Mark(Stage.DENSE_FORWARD, inflight.index, nth=nth), reads=memory_of(inflight.batch))
+        for name in self.modules:
+            state = inflight.modules.get(name)
+            early = self._current is not None and state is not None and state.looked_up and not state.served
+            if early:
+                assert state is not None
+                state.served = True
+                self._receive_rows(inflight.index, name)
+                rows = [_rows(inflight.index, name, owner, 0) for owner in state.owners]
+                self.streams.do(Mark(Stage.DENSE_FORWARD, inflight.index, name, nth), reads=rows)
+            else:
+                self._plain_forward = self._plain_forward or self._current is not None
+                self.streams.wait(self.lookup_stream, self.streams.record(StreamName.COMPUTE))
+                with self.streams.on(self.lookup_stream):
+                    for held in sorted(self.held):
+                        self._update(held)
+                self.streams.wait(StreamName.COMPUTE, self.streams.record(self.lookup_stream))
+                state = FakeModuleInFlight(self.modules[name], name, inflight.index)
+                for owner in self.modules[name]:
+                    ids = memory_of(inflight.batch)
+                    state.seen[owner] = self._read(inflight.index, name, owner, nth=1 + nth, ids=ids)
+            for owner, saw in state.seen.items():
+                self.served.append(Served(inflight.index, name, owner, early, saw))
+
+    def _read(self, index: int, name: str, owner: WeightOwner, nth: int, ids: Iterable[str]) -> tuple[int, ...]:
+        mark = Mark(Stage.EMBEDDING_LOOKUP, index, f"{name}/{owner.value}", nth)
+        self.reads[mark] = tuple(self.updates[owner])
+        fills = [cache(name)] if nth else []
+        self.streams.do(mark, reads=[*ids, table(name, owner)], writes=fills, makes=[_rows(index, name, owner, nth)])
+        return self.reads[mark]
+
+    def _receive_rows(self, index: int, name: str) -> None:
+        self._observe("wait", Stage.EMBEDDING_LOOKUP, index)
+        self._complete(Stage.EMBEDDING_LOOKUP, index, name)
+        self.streams.wait(StreamName.COMPUTE, self.streams.record(self.lookup_stream))
+        self.streams.hand_over([_Rows(index, name, owner) for owner in self.modules[name]], StreamName.COMPUTE)
+
+    def backward(self, inflight: InFlightBatch) -> None:
+        """Update the fused tables, each on the stream where autograd runs it: that of its lookup."""
+        self.begin(Stage.BACKWARD, inflight.index)
+        nth = self._nth(Stage.BACKWARD, inflight)
+        self.streams.do(Mark(Stage.BACKWARD, inflight.index, nth=nth), writes=[_gradients(inflight.index)])
+        if (call := self.called_in_backward.get(inflight.index)) is not None:
+            call()
+        calls = self.served[-sum(map(len, self.modules.values())) :]
+        fused = [served for served in calls if served.owner is WeightOwner.FUSED_BACKWARD]
+        if inflight.holds_update and all(served.early for served in fused):
+            self.held[inflight.index] = inflight, nth
+            self.pending |= {(Stage.BACKWARD, inflight.index, served.module) for served in fused}
+            return
+        self.updates[WeightOwner.FUSED_BACKWARD].append(inflight.index)
+        self.streams.wait(self.lookup_stream, self.streams.record(StreamName.COMPUTE))  # autograd does, and hands over
+        for served in fused:
+            with self.streams.on(self.lookup_stream if served.early else StreamName.COMPUTE):
+                state = inflight.modules[served.module] if served.early else None
+                self.streams.do(
+                    Mark(WeightOwner.FUSED_BACKWARD, inflight.index, served.module, nth),
+                    reads=[_gradients(inflight.index), *memory_of(state)],
+                    writes=[table(served.module, served.owner)],
+                )
+
+    def step(self, inflight: InFlightBatch) -> None:
+        """Update the tables of the dense optimizer."""
+        self.begin(Stage.OPTIMIZER_STEP, inflight.index)
+        self.updates[WeightOwner.DENSE_OPTIMIZER].append(inflight.index)
+        owner = WeightOwner.DENSE_OPTIMIZER
+        tables = [table(name, owner) for name, owners in self.modules.items() if owner in owners]
+        self.streams.do(Mark(owner, inflight.index), writes=tables)
+
+    def _nth(self, stage: Stage, inflight: InFlightBatch) -> int:
+        return self.stages[inflight.index].count(stage) - 1
+
+    def _complete(self, stage: Stage, index: int, name: str) -> None:
+        assert (stage, index, name) in self.pending, f"waited for {stage} of batch {index}, which is not in flight"
+        self.pending.remove((stage, index, name))

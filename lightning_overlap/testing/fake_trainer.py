@@ -1,0 +1,253 @@
+"""A trainer that drives an executor over fake batches."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, field
+from random import Random
+from typing import Any
+from weakref import WeakSet
+
+from ..runtime import Executor, Streams
+from ..schedules import SPARSE_STAGES, TRAINING_STAGES, Schedule, Stage, Step, StreamName, WeightOwner
+from .fake_sparse import FakeSparse, Served, cache, table
+from .recording import FAKE_MODULES, LOADED_WEIGHTS, FakeBatch, Mark, RecordingStreams, Timeline
+
+
+@dataclass(slots=True)
+class Run:
+    """What a run of a fake trainer did."""
+
+    schedule: Schedule
+    timeline: Timeline
+    stages: dict[int, list[Stage]]
+    """Stages of each batch in the order they were done."""
+    served: list[Served]
+    """Every answer of a module to a `training_step`."""
+    updates: dict[WeightOwner, list[int]]
+    """Batches whose update the tables have, oldest first."""
+    reads: dict[Mark, tuple[int, ...]]
+    """Every lookup, early or in a module's own forward, with the batches whose update it saw."""
+    streams: RecordingStreams
+    trained: list[int] = field(default_factory=list)
+    """Batches in the order they were trained."""
+    max_in_flight: int = 0
+    """Batches alive at once, the one being trained included."""
+
+    def saw(self, batch: int, owner: WeightOwner) -> set[tuple[int, ...]]:
+        """Return the updates that lookups of a batch saw: one entry where all modules saw the same."""
+        return {served.saw for served in self.served if (served.batch, served.owner) == (batch, owner)}
+
+    def served_early(self, batch: int) -> set[bool]:
+        """Return whether the modules got the rows of a batch from early lookups."""
+        return {served.early for served in self.served if served.batch == batch}
+
+    def __str__(self) -> str:
+        letters = ", ".join(f"{letter} {stage}" for stage, letter in Timeline.LETTERS.items())
+        return f"{self.schedule}\n{self.timeline.draw()}\n({letters})"
+
+
+class FakeTrainer:
+    """Drives an executor as the strategy does, over fake batches and a `FakeSparse`.
+
+    Args:
+        schedule: The table to walk.
+        modules: Who writes the tables of each module.
+        ready: Whether the sparse stages know the modules' inputs from the start.
+        streams: Takes the place of the device's streams.
+        executor_type: A subclass to try.
+        sparse_type: Likewise, of the stages.
+        rank: Named in errors.
+        left_from: Stages that are left, with what is below them, until a backward waits for other ranks, as on a CPU.
+        automatic: Whether the trainer reports each stage; with manual optimization it only knows when all are over.
+    """
+
+    def __init__(
+        self,
+        schedule: Schedule,
+        *,
+        modules: Mapping[str, frozenset[WeightOwner]] = FAKE_MODULES,
+        ready: bool = True,
+        streams: RecordingStreams | None = None,
+        executor_type: type[Executor] = Executor,
+        sparse_type: type[FakeSparse] = FakeSparse,
+        rank: int = 0,
+        automatic: bool = True,
+        left_from: Collection[Stage] = (),
+    ) -> None:
+        self.schedule = schedule
+        self.automatic = automatic
+        self.streams = streams or RecordingStreams()
+        lookup = schedule.row(Stage.EMBEDDING_LOOKUP)
+        self.sparse = sparse_type(
+            modules,
+            ready=ready,
+            streams=self.streams,
+            lookup_stream=StreamName.COMPUTE if lookup is None else lookup.stream,
+            observer=self._observe,
+            left_from=left_from,
+        )
+        device: Streams = self.streams
+        self.executor = executor_type(schedule, self, self.sparse, device, observer=self._observe, rank=rank)
+        self.timeline = Timeline(schedule)
+        self._num_batches = self._num_fetched = self._num_begun = self._max_in_flight = 0
+        self._alive: WeakSet[FakeBatch] = WeakSet()
+        self._hold: Mapping[int, int] = {}
+
+    @property
+    def exhausted(self) -> bool:
+        """Whether the data has ended."""
+        return self._num_fetched >= self._num_batches
+
+    num_batches = float("inf")
+    num_skipped = 0
+
+    @property
+    def certain(self) -> bool:
+        """Never: where the data ends is a matter of each run."""
+        return False
+
+    @property
+    def told_to_stop(self) -> bool:
+        """Never: nobody sends it a signal."""
+        return False
+
+    def fetch(self) -> tuple[FakeBatch, int, int] | None:
+        """Give the executor the next batch: the trainer is its `BatchSource`."""
+        index = self._num_fetched
+        if index >= self._num_batches or self._hold.get(index, 0) >= self._num_begun:
+            return None
+        self.sparse.begin(Stage.COPY_BATCH_TO_DEVICE, index)
+        self._num_fetched += 1
+        batch = FakeBatch(index, tuple(self.sparse.modules))
+        self.streams.do(Mark(Stage.COPY_BATCH_TO_DEVICE, index), makes=batch.memory)
+        self._alive.add(batch)
+        self._max_in_flight = max(self._max_in_flight, len(self._alive))
+        return batch, index, 0
+
+    def run(
+        self,
+        num_batches: int,
+        *,
+        skip: Collection[int] = (),
+        repeat: Collection[int] = (),
+        hold: Mapping[int, int] | None = None,
+        stop_after: int | None = None,
+        fail_at: tuple[Stage, int] | None = None,
+    ) -> Run:
+        """Train fake batches, then drain.
+
+        Args:
+            num_batches: How many there are.
+            skip: Batches whose `training_step` returns None: no backward and no step.
+            repeat: Batches whose optimizer runs its closure twice, as LBFGS does.
+            hold: Batches that the source holds back, each until the iteration given has begun.
+            stop_after: Stop after that many batches.
+            fail_at: Raise InjectedError in this stage of this batch.
+
+        Raises:
+            AssertionError: A batch had its stages out of order, or a collective was still in flight after the drain.
+        """
+        self.sparse.clear()
+        self.sparse.fail_at = fail_at
+        self.timeline = Timeline(self.schedule)
+        self._num_batches, self._hold = num_batches, {} if hold is None else hold
+        self._num_fetched = self._num_begun = self._max_in_flight = 0
+        self.streams.before.clear()
+        self.executor.wait_for_lookups()  # as the strategy does at the end of a run
+        self.streams.do(LOADED_WEIGHTS, writes=self._tables())
+        sparse = self.sparse
+        run = Run(
+            self.schedule, self.timeline, sparse.stages, sparse.served, sparse.updates, sparse.reads, self.streams
+        )
+        try:
+            while stop_after is None or len(run.trained) < stop_after:
+                self._num_begun += 1
+                if not self._train_next(run.trained, skip, repeat):
+                    break
+            self.executor.drain()
+        except Exception as err:
+            err.add_note(str(run))
+            raise
+        run.max_in_flight = self._max_in_flight
+        assert not sparse.pending, f"still in flight after the drain: {_short(sparse.pending)}\n{run}"
+        return run
+
+    def _train_next(self, trained: list[int], skip: Collection[int], repeat: Collection[int]) -> bool:
+        inflight = self.executor.next_batch()
+        if inflight is None:
+            return False
+        trained.append(inflight.index)
+        for _ in range(2 if inflight.index in repeat else 1):
+            with self.executor.forward():
+                self.sparse.call_modules(inflight)
+            if inflight.index in skip:
+                return True
+            if self.automatic:
+                self.executor.reach(Stage.DENSE_FORWARD)
+            self.sparse.backward(inflight)
+            if self.automatic:
+                self.executor.reach(Stage.BACKWARD)
+        self.sparse.step(inflight)
+        self.executor.reach(Stage.OPTIMIZER_STEP)
+        self.streams.do(Mark("a callback behind the step", inflight.index), reads=self._tables())
+        if inflight.index == self._num_batches // 2:
+            self.executor.update_tables()  # as the strategy does
+            self.streams.do(Mark("a reader of updated tables", inflight.index), reads=self._tables())
+            self.executor.wait_for_lookups()  # as a module's own forward does
+            caches = [cache(name) for name in self.sparse.modules]
+            self.streams.do(Mark("an evaluation behind the step", inflight.index), reads=self._tables(), writes=caches)
+        return True
+
+    def _tables(self) -> list[str]:
+        return [table(name, owner) for name, owners in self.sparse.modules.items() for owner in owners]
+
+    def _observe(self, kind: str, stage: Stage, batch: int) -> None:
+        self.timeline.record(kind, stage, batch)
+
+
+def run_schedule(schedule: Schedule, num_batches: int, *, ready: bool = True, **options: Any) -> Run:
+    """Train fake batches under a schedule; `options` are those of `FakeTrainer.run`."""
+    return FakeTrainer(schedule, ready=ready).run(num_batches, **options)
+
+
+def random_schedule(random: Random, max_offset: int = 3) -> Schedule:
+    """Return a schedule that can run: random row order, offsets and streams.
+
+    Args:
+        random: Where chance comes from; with Hypothesis, `st.randoms().map(random_schedule)`.
+        max_offset: Largest offset of a row.
+    """
+    early = [Stage.COPY_BATCH_TO_DEVICE, *(SPARSE_STAGES if random.random() < 0.9 else ())]
+    offsets = sorted((random.randint(0, max_offset) for _ in early), reverse=True)
+    streams = [random.choice(list(StreamName)) for _ in early]
+    rows = [Step(*row) for row in zip(early, offsets, streams, strict=True)]
+    rows += [Step(stage, 0, StreamName.COMPUTE) for stage in TRAINING_STAGES]
+    # Any order will do in which rows of the same offset follow the life of a batch.
+    order: list[Step] = []
+    while rows:
+        row = random.choice([row for row in rows if next(other for other in rows if other.offset == row.offset) is row])
+        rows.remove(row)
+        order.append(row)
+    if len(early) > 1 and random.random() < 0.5:
+        order = _with_update(random, order)
+    return Schedule("random", tuple(order))
+
+
+def _with_update(random: Random, order: list[Step]) -> list[Step]:
+    """Add a row for the update where it may stand: no lookup comes between the backward and it."""
+    lookup, backward, step = (
+        next(index for index, row in enumerate(order) if row.stage is stage)
+        for stage in (Stage.EMBEDDING_LOOKUP, Stage.BACKWARD, Stage.OPTIMIZER_STEP)
+    )
+    last = len(order) if lookup < backward else lookup if lookup > step else -1
+    places = [(0, index) for index in range(step + 1, last + 1)]
+    places += [(-1, index) for index in range(lookup + 1)] if lookup < backward else []
+    if not places:
+        return order
+    offset, index = random.choice(places)
+    return [*order[:index], Step(Stage.EMBEDDING_UPDATE, offset, order[lookup].stream), *order[index:]]
+
+
+def _short(pending: Collection[tuple[Stage, int, str]]) -> str:
+    return ", ".join(sorted(f"{stage} of batch {batch} ({module})" for stage, batch, module in pending))

@@ -1,0 +1,100 @@
+"""Streams of a real run on a CPU that know of which of them every operator would be on a device."""
+
+from __future__ import annotations
+
+import bisect
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from ..runtime import HostStreams
+from ..schedules import StreamName
+
+
+class FollowedStreams(HostStreams):
+    """All work runs on the calling thread; each operator counts as work of the stream that would be current.
+
+    Autograd runs a node on the stream of its forward.
+
+    Args:
+        lookup: The stream that `StreamName.LOOKUP` stands for, as a stream policy says.
+    """
+
+    runs_ahead = True  # as on the device that it stands for
+
+    def __init__(self, lookup: StreamName = StreamName.LOOKUP) -> None:
+        self._lookup = lookup
+        self._current = StreamName.COMPUTE
+        self._since: list[tuple[int, StreamName]] = [(0, StreamName.COMPUTE)]  # autograd's numbering -> stream
+
+    def __getitem__(self, name: StreamName) -> StreamName:
+        return self._lookup if name is StreamName.LOOKUP else name
+
+    @contextmanager
+    def on(self, name: StreamName) -> Iterator[None]:
+        """Make a stream current."""
+        previous = self._current
+        self._switch(self[name])
+        try:
+            yield
+        finally:
+            self._switch(previous)
+
+    def _switch(self, stream: StreamName) -> None:
+        self._current = stream
+        self._since.append((_sequence_number(), stream))
+
+    @contextmanager
+    def following(self) -> Iterator[None]:
+        """Follow all operators of the calling thread."""
+        with _Operators(self):
+            yield
+
+    def ran(self, func: Any, args: Iterable[Any], result: Any) -> None:
+        """Take an operator that has run and is no view."""
+        raise NotImplementedError
+
+    def stream_of_operator(self) -> tuple[StreamName, bool]:
+        """Return the stream of the operator that has just run, and whether a backward ran it."""
+        node: Any = torch._C._current_autograd_node()
+        if node is None:
+            return self._current, False
+        number = node._sequence_nr()
+        if number >= _sequence_number():  # an accumulation of a gradient
+            return StreamName.COMPUTE, True
+        at = bisect.bisect_right(self._since, number, key=lambda entry: entry[0]) - 1
+        return self._since[at][1], True
+
+
+class _Operators(TorchDispatchMode):
+    def __init__(self, streams: FollowedStreams) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._streams = streams
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        result = func(*args, **kwargs)
+        if not func.is_view:
+            named = [argument.name for argument in func._schema.arguments]
+            in_order = [*args, *(kwargs.get(name) for name in named[len(args) :])]
+            self._streams.ran(func, in_order, result)
+        return result
+
+
+def _sequence_number() -> int:
+    number: int = torch.autograd._get_sequence_nr()  # type: ignore[attr-defined]
+    return number
+
+
+def tensors_of(value: Any) -> Iterator[Tensor]:
+    """Yield the tensors in what an operator takes or gives; those of one element count as the host's."""
+    if isinstance(value, Tensor):
+        if value.numel() > 1:
+            yield value
+    elif isinstance(value, (list, tuple)):
+        for part in value:
+            yield from tensors_of(part)

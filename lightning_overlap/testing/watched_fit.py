@@ -1,0 +1,448 @@
+"""One fit of a user's module under the strategy, watched: what it trained, looked up, sent and left behind."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import os
+import random
+import signal
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+from unittest import mock
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from lightning.pytorch import Callback, LightningDataModule, LightningModule, Trainer
+from lightning.pytorch.strategies import SingleDeviceStrategy
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from ..plugin import OverlapEmbeddingStrategy
+from ..profiling import HostSync, record_host_syncs
+from ..schedules import Stage, WeightOwner
+from ..sparse import EarlyRows, SparsePipeline, owners_of, sharded_modules, tbes
+from .checked_streams import CheckedStreams
+from .local_group import ThisGroup
+from .state_digests import digests
+from .unsharded import Answers, Changes
+
+Delays = Mapping[int, tuple[int, frozenset[str]]]
+"""Batch -> how many updates its lookup sees, and in which modules; all others see every update."""
+
+ModuleFactory = Callable[[], LightningModule]
+Data = LightningDataModule | Sequence[Any]
+
+NUM_WATCHED_STEPS = 3
+"""In how many steps, in the middle of a run, host syncs are counted."""
+
+_SAID_ELSEWHERE = ("The lookup of .* is not overlapped", "You defined a `validation_step` but have no")
+"""Warnings: the report says the first; there is no validation in these fits."""
+
+
+@dataclass
+class Watched:
+    """What one rank saw of a fit."""
+
+    losses: list[Tensor] = field(default_factory=list)
+    states: dict[int, dict[str, str]] = field(default_factory=dict)
+    """Step -> name of a weight or of its optimizer's state -> digest of its bits."""
+    batches: list[int] = field(default_factory=list)
+    """Indices of the trained batches, in order."""
+    updates: list[int] = field(default_factory=list)
+    """The batches that a backward was for, in order."""
+    seen: dict[int, tuple[int, ...]] = field(default_factory=dict)
+    """Batch -> the batches whose backward was over when its lookup was issued."""
+    early: dict[int, dict[str, bool]] = field(default_factory=dict)
+    """Batch -> module -> whether all its calls got the rows of an early lookup."""
+    plain_reasons: dict[str, str] = field(default_factory=dict)
+    owners: dict[str, frozenset[WeightOwner]] = field(default_factory=dict)
+    syncs: list[HostSync] = field(default_factory=list)
+    collectives: list[tuple[int, str, str]] = field(default_factory=list)
+    """(batch, operator, group) of each collective that the main thread issued, in order."""
+    left: list[str] = field(default_factory=list)
+    """What was not put back at the end."""
+    automatic: bool = True
+
+    def modules_early_in(self, batch: int) -> frozenset[str]:
+        """Return the modules that took early rows for a batch."""
+        return frozenset(name for name, early in self.early.get(batch, {}).items() if early)
+
+
+@dataclass(frozen=True, slots=True)
+class Setting:
+    """What all fits of a check have in common.
+
+    Args:
+        make_module: Makes the untrained module; called once a fit.
+        batches: This rank's batches, as its loader gives them.
+        datamodule: Whose transfer hooks apply, if any.
+        accelerator: As `Trainer` takes it.
+        seed: Set before each fit.
+        trainer_options: More arguments of `Trainer`.
+        strategy_options: More arguments of the strategy, except `pipeline`.
+    """
+
+    make_module: ModuleFactory
+    batches: Sequence[Any]
+    datamodule: LightningDataModule | None
+    accelerator: str
+    seed: int
+    trainer_options: Mapping[str, Any]
+    strategy_options: Mapping[str, Any]
+
+
+def fit(
+    setting: Setting,
+    pipeline: Any,
+    *,
+    delays: Delays | None = None,
+    every_state: bool = True,
+    syncs: bool = False,
+    races: bool = False,
+    answers: Answers | None = None,
+) -> Watched:
+    """Train a new module from the seed, and watch.
+
+    Args:
+        setting: What the fits of a check have in common.
+        pipeline: A mode's name or a schedule.
+        delays: Of lookups in the modules' own forward: needs a mode in which there are no others.
+        every_state: Digest the state after every step, not only after the last.
+        syncs: Count host syncs in the middle.
+        races: Follow every operator's memory over the streams. On one rank.
+        answers: Takes every answer of the sharded modules. Validation is then part of the fit, where there is one.
+
+    Raises:
+        RaceError: With `races`: an operator uses what nothing ordered.
+    """
+    watched = Watched()
+    seed_all(setting.seed)
+    module = setting.make_module()
+    seed_all(setting.seed + _rank())
+    watch = _Watch(watched, len(setting.batches), every_state=every_state, syncs=syncs)
+    delay = _Delay(delays) if delays is not None else None
+    strategy = _WatchedStrategy(watch, delay, races, answers, pipeline=pipeline, **setting.strategy_options)
+    more = [each for each in (delay, answers) if each is not None]
+    if answers is not None:
+        answers.updates, answers.seen = watched.updates, watched.seen
+    callbacks = [*([_FollowsMemory()] if races else ()), *setting.trainer_options.get("callbacks", ()), watch, *more]
+    trainer = make_trainer(setting, strategy, callbacks)
+    before = _patchable(trainer, module)
+    loader = _Replay(setting.batches)
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(warnings.catch_warnings())
+        for text in _SAID_ELSEWHERE:
+            warnings.filterwarnings("ignore", message=text)
+        stack.enter_context(_Collectives(watch))
+        validates = answers is not None and type(module).validation_step is not LightningModule.validation_step
+        _fit_on(trainer, module, setting, loader, _Replay(setting.batches[:2]) if validates else None)
+    after = _patchable(trainer, module)
+    watched.left = [f"{name}: {after[name]}" for name in after if after[name] != before.get(name)]
+    if strategy.num_in_flight:
+        watched.left.append(f"{strategy.num_in_flight} batches in flight")
+    watched.automatic = module.automatic_optimization
+    return watched
+
+
+def fit_unsharded(setting: Setting, module: LightningModule) -> Changes:
+    """Train a module as it is, on this rank alone, on its batches; return what that changed.
+
+    Callbacks of the user's own stay out: some ask for the strategy.
+    """
+    changes = Changes()
+    seed_all(setting.seed + _rank())
+    device = torch.device("cpu") if setting.accelerator == "cpu" else torch.device("cuda", torch.cuda.current_device())
+    options = {**_QUIET, **setting.trainer_options, "limit_val_batches": 0, "callbacks": [changes]}
+    trainer = Trainer(accelerator=setting.accelerator, devices=1, strategy=SingleDeviceStrategy(device), **options)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # the fits in the mode say what there is to say
+        _fit_on(trainer, module, setting, _Replay(setting.batches), None)
+    return changes
+
+
+def _fit_on(trainer: Trainer, module: LightningModule, setting: Setting, loader: Any, val_loader: Any) -> None:
+    if setting.datamodule is None:
+        trainer.fit(module, train_dataloaders=loader, val_dataloaders=val_loader)
+        return
+    with mock.patch.object(setting.datamodule, "train_dataloader", return_value=loader):
+        trainer.fit(module, datamodule=setting.datamodule)
+
+
+_QUIET: dict[str, Any] = {
+    **{"max_epochs": 1, "limit_val_batches": 0, "num_sanity_val_steps": 0, "use_distributed_sampler": False},
+    **{"logger": False, "enable_checkpointing": False, "enable_progress_bar": False, "enable_model_summary": False},
+}
+
+
+def make_trainer(setting: Setting, strategy: Any, callbacks: Sequence[Callback] = ()) -> Trainer:
+    """A quiet trainer over the ranks of the process group."""
+    world_size = dist.get_world_size()
+    per_node = int(os.environ.get("LOCAL_WORLD_SIZE", world_size))
+    options = {**_QUIET, **setting.trainer_options, "callbacks": list(callbacks)}
+    return Trainer(
+        accelerator=setting.accelerator,
+        devices=per_node,
+        num_nodes=world_size // per_node,
+        strategy=strategy,
+        plugins=[ThisGroup(per_node)],
+        **options,
+    )
+
+
+class _Replay:
+    """Gives copies of the same batches to every fit: a training step may change its batch."""
+
+    def __init__(self, batches: Sequence[Any]) -> None:
+        self._batches = batches
+
+    def __len__(self) -> int:
+        return len(self._batches)
+
+    def __iter__(self) -> Iterator[Any]:
+        return map(copy.deepcopy, self._batches)
+
+
+class _Watch(Callback):
+    """Notes what a fit does."""
+
+    reads_tables = False  # in its hook after the backward
+
+    def __init__(self, watched: Watched, num_steps: int, *, every_state: bool, syncs: bool) -> None:
+        self.watched = watched
+        self._num_steps = num_steps
+        self._every_state = every_state
+        self._first = max(1, num_steps // 2) if syncs else num_steps
+        self._syncs = contextlib.ExitStack()
+        self.batch = -1
+
+    def observe(self, kind: str, stage: Stage, batch: int) -> None:
+        """Take an event of the executor."""
+        if (kind, stage) == ("issue", Stage.EMBEDDING_LOOKUP):
+            self.watched.seen.setdefault(batch, tuple(self.watched.updates))
+
+    def served(self, name: str, early: bool) -> None:
+        """Take the answer to a call of a sharded module in a training step."""
+        modules = self.watched.early.setdefault(self.batch, {})
+        modules[name] = modules.get(name, True) and early
+
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        modules = sharded_modules(pl_module)
+        self.watched.owners = {name: frozenset(owners_of(module)) for name, module in modules.items()}
+
+    def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
+        if batch_idx == self._first + NUM_WATCHED_STEPS:
+            self._syncs.close()
+        if batch_idx == self._first:
+            self.watched.syncs = self._syncs.enter_context(record_host_syncs())
+        self.batch = batch_idx
+        self.watched.batches.append(batch_idx)
+
+    def on_after_backward(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self.watched.updates.append(self.batch)
+
+    def on_train_batch_end(
+        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        loss = outputs.get("loss") if isinstance(outputs, Mapping) else outputs
+        self.watched.losses.append(loss.detach().clone() if isinstance(loss, Tensor) else torch.zeros(()))
+        if self._every_state or batch_idx == self._num_steps - 1:
+            strategy = trainer.strategy
+            assert isinstance(strategy, OverlapEmbeddingStrategy)
+            with strategy.saving():  # kernels count lookups: without those that are ahead
+                self.watched.states[batch_idx] = digests(pl_module, trainer.optimizers)
+
+    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._syncs.close()
+
+    def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
+        self._syncs.close()
+
+
+class _Delay(Callback):
+    """Lets lookups of a plain fit read the fused tables as they were some updates ago."""
+
+    def __init__(self, delays: Delays) -> None:
+        self._delays = delays
+        self._weights: dict[int, dict[str, list[Tensor]]] = {}
+        self._num_updates = 0
+        self._batch = 0
+
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._keep(pl_module)
+
+    def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
+        self._batch = batch_idx
+
+    def on_after_backward(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._num_updates += 1
+        self._keep(pl_module)
+
+    def _keep(self, module: LightningModule) -> None:
+        """Keep the tables of now, as long as a batch to come wants them."""
+        wanted = {num for batch, (num, _) in self._delays.items() if batch >= self._batch}
+        self._weights = {num: weights for num, weights in self._weights.items() if num in wanted}
+        if self._num_updates in wanted:
+            self._weights[self._num_updates] = {
+                name: [weight.detach().clone() for weight in _fused_weights(sharded)]
+                for name, sharded in sharded_modules(module).items()
+            }
+
+    @contextlib.contextmanager
+    def around(self, name: str, module: Any) -> Iterator[None]:
+        """Go around the lookup of a module for the present batch."""
+        num_updates, names = self._delays.get(self._batch, (0, frozenset()))
+        if name not in names:
+            yield
+            return
+        weights = _fused_weights(module)
+        now = [weight.detach().clone() for weight in weights]
+        # `.data`: the kernel's backward writes today's weights, and autograd is not to mind that they were others.
+        for weight, value in zip(weights, self._weights[num_updates][name], strict=True):
+            weight.data.copy_(value)
+        try:
+            yield
+        finally:
+            for weight, value in zip(weights, now, strict=True):
+                weight.data.copy_(value)
+
+
+def _fused_weights(module: Any) -> list[Tensor]:
+    return [weight for kernel in tbes(module) for weight in kernel.split_embedding_weights()]
+
+
+class _FollowsMemory(Callback):
+    """Lets checked streams see all operators of the training."""
+
+    def __init__(self) -> None:
+        self._watching = contextlib.ExitStack()
+
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        assert isinstance(trainer.strategy, OverlapEmbeddingStrategy)
+        streams = trainer.strategy.streams
+        if isinstance(streams, CheckedStreams):
+            weights = {name: weight.detach() for name, weight in pl_module.named_parameters()}
+            for name, module in sharded_modules(pl_module).items():
+                weights |= {f"a table of {name} {at}": weight for at, weight in enumerate(_fused_weights(module))}
+            self._watching.enter_context(streams.watching(weights))
+
+    def on_train_batch_end(
+        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        assert isinstance(trainer.strategy, OverlapEmbeddingStrategy)
+        streams = trainer.strategy.streams
+        if isinstance(streams, CheckedStreams):
+            if batch_idx % 3 == 2:
+                trainer.strategy.update_tables()  # as before an evaluation or a checkpoint; else updates may be held
+            streams.read_weights(f"a callback behind the step of batch {batch_idx}")
+
+    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._watching.close()
+
+    def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
+        self._watching.close()
+
+
+class _WatchedStrategy(OverlapEmbeddingStrategy):
+    """Tells a watch who was served early, keeps the answers, and delays the lookups of a reference."""
+
+    def __init__(
+        self, watch: _Watch, delay: _Delay | None, races: bool, answers: Answers | None, **kwargs: Any
+    ) -> None:
+        super().__init__(observer=watch.observe, **kwargs)
+        self._watch = watch
+        self._delay = delay
+        self._answers = answers
+        if races:
+            streams = CheckedStreams(self._lookup_stream)
+            self._streams = streams
+            self._observer = streams.observe
+
+    def batch_to_device(self, batch: Any, device: torch.device | None = None, dataloader_idx: int = 0) -> Any:
+        batch = super().batch_to_device(batch, device, dataloader_idx)
+        if isinstance(self._streams, CheckedStreams):
+            self._streams.take(batch)
+        return batch
+
+    def _make_pipeline(self, schedule: Any, step: str) -> SparsePipeline:
+        pipeline = super()._make_pipeline(schedule, step)
+        serve, watch, delay, answers = pipeline.call, self._watch, self._delay, self._answers
+
+        def call(stand_in: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+            given = _copied((args, kwargs)) if answers is not None else None
+            around = contextlib.nullcontext() if delay is None else delay.around(stand_in.name, stand_in.module)
+            with around:
+                rows = serve(stand_in, args, kwargs)
+            if step == "training_step":
+                watch.served(stand_in.name, isinstance(rows, EarlyRows))
+                if stand_in.plain_reason is not None:
+                    watch.watched.plain_reasons[stand_in.name] = stand_in.plain_reason
+            if answers is not None:
+                answers.answered(stand_in.name, step, given, rows, early=isinstance(rows, EarlyRows))
+            return rows
+
+        if step == "training_step" or answers is not None:
+            pipeline.call = call  # type: ignore[method-assign]
+        return pipeline
+
+
+class _Collectives(TorchDispatchMode):
+    """Notes the collectives of the calling thread; autograd's backward on a CPU is part of it."""
+
+    def __init__(self, watch: _Watch) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._watch = watch
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func.namespace == "c10d":
+            group = next((_group_name(arg) for arg in args if isinstance(arg, torch.ScriptObject)), "")
+            name = func.overloadpacket.__name__
+            self._watch.watched.collectives.append((self._watch.batch, name, group))
+        return func(*args, **(kwargs or {}))
+
+
+def _copied(given: tuple[tuple[Any, ...], dict[str, Any]]) -> Any:
+    """Return a copy of a call's arguments, or None: a tensor that a graph leads to has no copy."""
+    try:
+        return copy.deepcopy(given)
+    except RuntimeError:
+        return None
+
+
+def _group_name(group: Any) -> str:
+    made = dist.ProcessGroup.unbox(group)
+    return f"{made.group_desc} {made.group_name}"  # names are alike on all ranks, descriptions may be of several
+
+
+def _rank() -> int:
+    return dist.get_rank()
+
+
+def seed_all(seed: int) -> None:
+    """Seed Python, NumPy and torch."""
+    random.seed(seed)
+    np.random.seed(seed)
+    torch.manual_seed(seed)
+
+
+def _patchable(trainer: Trainer, module: LightningModule) -> dict[str, str]:
+    """Return what a run puts something in the place of, each with a text of what stands there."""
+    loops = {
+        "fit loop": trainer.fit_loop,
+        "epoch loop": trainer.fit_loop.epoch_loop,
+        "validation loop of fit": trainer.fit_loop.epoch_loop.val_loop,
+        "validation loop": trainer.validate_loop,
+        "test loop": trainer.test_loop,
+        "prediction loop": trainer.predict_loop,
+    }
+    found = {name: type(live).__qualname__ for name, live in loops.items()}
+    found |= {signum.name: repr(signal.getsignal(signum)) for signum in (signal.SIGTERM, signal.SIGINT)}
+    for name, child in module.named_modules():
+        forward = vars(child).get("forward")
+        # Lightning redirects the root's for a step, and puts it back as an attribute.
+        if forward is not None and getattr(forward, "__func__", None) is not type(child).forward:
+            found[f"the forward of {name or 'the module'!r}"] = type(forward).__qualname__
+    return found
