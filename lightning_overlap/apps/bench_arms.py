@@ -27,7 +27,7 @@ from ..plugin import OverlapEmbeddingStrategy
 from ..schedules import Schedule
 from ..sparse import find_tables, make_plan
 from . import build, config_checks
-from .config import Config
+from .config_checks import Config
 
 
 class Batches:

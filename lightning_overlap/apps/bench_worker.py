@@ -33,7 +33,7 @@ from . import bench_report, build, config_checks, launch, train_worker
 from .bench_arms import Arm, Batches, Job, arms
 from .bench_collectives import by_name, late_all_to_alls
 from .bench_report import ArmTurns, Turn
-from .config import Config
+from .config_checks import Config
 
 TIMEOUT = timedelta(minutes=5)
 """Of a collective of the arms: one that hangs must not hold up the rest for long."""

@@ -16,7 +16,7 @@ from ..plugin import OverlapEmbeddingStrategy
 from ..schedules import Schedule
 from ..sparse import check_sharding, find_tables, refuse_dense_owner
 from ..text import unknown_name_message
-from .config import Config, modes, switches
+from .config_checks import Config, modes, switches
 
 TRAINER_DEFAULTS: Mapping[str, Any] = {
     "enable_checkpointing": False,

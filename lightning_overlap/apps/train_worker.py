@@ -20,7 +20,7 @@ from torch import Tensor
 
 from ..schedules import Schedule, Stage
 from . import build, launch, train_report
-from .config import Config, modes
+from .config_checks import Config, modes
 
 
 class StepClock(Callback):

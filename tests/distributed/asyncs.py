@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch.utils.data import DataLoader
 
 from lightning_overlap import OverlapEmbeddingStrategy, Stage
-from lightning_overlap.sparse.pipeline import sharded_module
+from lightning_overlap.sparse import sharded_module
 
 from .cases import NUM_STEPS, TABLE_WISE, Batches, Case, Model, make_batch, make_plan
 from .fits import make_trainer

@@ -12,8 +12,6 @@ import torch
 import torch.distributed as dist
 from lightning.pytorch import Trainer
 from lightning.pytorch.callbacks import Callback, ModelCheckpoint
-from lightning_overlap.sparse.pipeline.sharded_module import tbes
-from lightning_overlap.sparse.pipeline.supported_modules import sharded_modules
 from torch import Tensor
 from torchrec.distributed.sharding_plan import (
     column_wise,
@@ -27,6 +25,8 @@ from torchrec.optim.keyed import KeyedOptimizerWrapper
 from torchrec.optim.optimizers import in_backward_optimizer_filter
 
 from lightning_overlap import OverlapEmbeddingStrategy
+from lightning_overlap.sparse.sharded_module import tbes
+from lightning_overlap.sparse.supported_modules import sharded_modules
 
 from . import cases
 from .cases import TABLE_WISE, Batches, Case, Model, make_plan
@@ -290,7 +290,7 @@ def save_while_training(case: Case, path: str) -> tuple[Trained, bool]:
     """Save beside training, writing held back until the fit has gone on for some steps."""
     import threading
 
-    from lightning_overlap.checkpoint.sharded_folder import sharded_folder as checkpoint
+    from lightning_overlap.checkpoint import sharded_folder as checkpoint
 
     trained_on = threading.Event()
     write = checkpoint._write
@@ -312,7 +312,7 @@ def save_while_training(case: Case, path: str) -> tuple[Trained, bool]:
 
 def fail_while_training(path: str) -> list[str]:
     """A background save that cannot write on one rank; return what every rank reads, and when."""
-    from lightning_overlap.checkpoint.sharded_folder import sharded_folder as checkpoint
+    from lightning_overlap.checkpoint import sharded_folder as checkpoint
 
     save = checkpoint.save
 
@@ -342,7 +342,7 @@ def fail_beside_a_save(path: str, *, disk_is_full: bool) -> tuple[str, list[str]
     """All ranks fail alike while a slow save goes on beside training; return the error, its notes, what was heard."""
     import threading
 
-    from lightning_overlap.checkpoint.sharded_folder import sharded_folder as checkpoint
+    from lightning_overlap.checkpoint import sharded_folder as checkpoint
 
     failing = threading.Event()
     write = checkpoint._write
@@ -404,8 +404,8 @@ def _memory_bytes(name: str) -> int:
 
 def save_and_fail(path: str, checkpoint_format: str) -> str:
     """Save over a checkpoint; rank 0 fails when all but the name is done."""
-    from lightning_overlap.checkpoint.sharded_folder import full_file
-    from lightning_overlap.checkpoint.sharded_folder import sharded_folder as checkpoint
+    from lightning_overlap.checkpoint import full_file
+    from lightning_overlap.checkpoint import sharded_folder as checkpoint
 
     def broken(*args: Any) -> None:
         raise OSError("no space left")
@@ -420,8 +420,8 @@ def kill_while_saving(path: str, checkpoint_format: str, rank: int) -> None:
     import os
     import signal
 
-    from lightning_overlap.checkpoint.sharded_folder import full_file
-    from lightning_overlap.checkpoint.sharded_folder import sharded_folder as checkpoint
+    from lightning_overlap.checkpoint import full_file
+    from lightning_overlap.checkpoint import sharded_folder as checkpoint
 
     def die(*args: Any, **kwargs: Any) -> None:
         if dist.get_rank() == rank:

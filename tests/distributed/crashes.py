@@ -26,14 +26,14 @@ import torch.distributed as dist
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.trainer.states import TrainerFn
-from lightning_overlap.checkpoint.sharded_folder.safe_metadata import SafeReader
 from torch import nn
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.checkpoint.state_dict_loader import load
 from torchrec import EmbeddingBagCollection, EmbeddingBagConfig
 
 from lightning_overlap import OverlapEmbeddingStrategy
-from lightning_overlap.checkpoint.sharded_folder import atomic, sharded_folder
+from lightning_overlap.checkpoint import atomic, sharded_folder
+from lightning_overlap.checkpoint.safe_metadata import SafeReader
 
 from .cases import NUM_ROWS, Batch, Batches, Case, TableSpec
 from .fits import make_trainer

@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 
 from lightning_overlap import OverlapEmbeddingStrategy
-from lightning_overlap.sparse.pipeline import pipeline as sparse
+from lightning_overlap.sparse import pipeline as sparse
 
 from . import reference
 from .cases import TABLE_WISE, Batch, Batches, Case, Model, make_batch, make_plan

@@ -10,7 +10,6 @@ import torch
 import torch.ao.quantization as quantization
 import torch.distributed as dist
 from lightning.pytorch import LightningModule
-from lightning_overlap.sparse.pipeline.supported_modules import why_never_early
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.optim import _apply_optimizer_in_backward
@@ -31,6 +30,8 @@ from torchrec.modules.itep_modules import GenericITEPModule
 from torchrec.modules.keyed_jagged_tensor_pool import KeyedJaggedTensorPool
 from torchrec.modules.pec_embedding_modules import PECEmbeddingCollection
 from torchrec.quant.embedding_modules import EmbeddingBagCollection as QuantEmbeddingBagCollection
+
+from lightning_overlap.sparse.supported_modules import why_never_early
 
 from . import kinds
 from .fits import make_trainer

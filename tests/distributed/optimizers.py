@@ -14,8 +14,6 @@ from lightning.pytorch import Callback, Trainer
 from lightning.pytorch.callbacks import LearningRateMonitor, ModelCheckpoint
 from lightning.pytorch.loggers import CSVLogger
 from lightning.pytorch.strategies import DDPStrategy
-from lightning_overlap.sparse.pipeline.combined_optimizer import DenseAndFused
-from lightning_overlap.sparse.pipeline.sharded_module import fused_optimizers
 from torch import Tensor
 from torch.optim import lr_scheduler
 from torch.optim.swa_utils import SWALR
@@ -23,7 +21,9 @@ from torchrec.optim.keyed import CombinedOptimizer, KeyedOptimizerWrapper
 from torchrec.optim.optimizers import in_backward_optimizer_filter
 
 from lightning_overlap import OverlapEmbeddingStrategy, combined_optimizer
-from lightning_overlap.sparse.pipeline import sharded_module
+from lightning_overlap.sparse import sharded_module
+from lightning_overlap.sparse.combined_optimizer import DenseAndFused
+from lightning_overlap.sparse.sharded_module import fused_optimizers
 
 from .cases import (
     MIXED,

@@ -10,11 +10,11 @@ import torch
 import torch.distributed as dist
 from lightning.pytorch import LightningDataModule
 from lightning.pytorch.callbacks import Callback
-from lightning_overlap.sparse.pipeline.sharded_module import tbes
 from torch.utils.data import Dataset, IterableDataset
 from torchdata.stateful_dataloader import StatefulDataLoader
 
 from lightning_overlap import OverlapEmbeddingStrategy
+from lightning_overlap.sparse.sharded_module import tbes
 
 from .cases import ROWWISE_ADAGRAD, Case, Model, make_batch, make_plan
 from .checkpoints import zeroed

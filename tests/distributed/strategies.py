@@ -11,7 +11,6 @@ import torch.distributed as dist
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.plugins import MixedPrecision
 from lightning.pytorch.strategies import DDPStrategy
-from lightning_overlap.sparse.pipeline.supported_modules import sharded_modules
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader
@@ -21,6 +20,7 @@ from torchrec.optim import RowWiseAdagrad
 from torchrec.optim.optimizers import in_backward_optimizer_filter
 
 from lightning_overlap import OverlapEmbeddingStrategy
+from lightning_overlap.sparse.supported_modules import sharded_modules
 
 from .cases import MIXED, TABLE_WISE, Batches, Model, make_plan
 from .fits import make_trainer

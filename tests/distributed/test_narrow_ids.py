@@ -7,7 +7,6 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from lightning_overlap.sparse.pipeline.supported_modules import ids_fit_32_bits
 from torchrec import KeyedJaggedTensor
 from torchrec.distributed.embedding import ShardedEmbeddingCollection
 from torchrec.distributed.embeddingbag import ShardedEmbeddingBagCollection
@@ -15,7 +14,8 @@ from torchrec.distributed.mc_embeddingbag import ShardedManagedCollisionEmbeddin
 from torchrec.distributed.types import ParameterSharding
 
 from lightning_overlap import MODES
-from lightning_overlap.sparse.pipeline import input_dist
+from lightning_overlap.sparse import input_dist
+from lightning_overlap.sparse.supported_modules import ids_fit_32_bits
 
 from . import exchanges, kinds
 from .ranks import Ranks

@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 import torch
-from lightning_overlap.sparse.pipeline.combined_optimizer import DenseAndFused
 
 from lightning_overlap import MODES, Stage
+from lightning_overlap.sparse.combined_optimizer import DenseAndFused
 
 from . import optimizers, reference
 from .cases import TABLE_WISE, Case

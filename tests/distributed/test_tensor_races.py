@@ -15,7 +15,7 @@ from torchrec import KeyedJaggedTensor
 from lightning_overlap import MODES, STREAMS, Schedule
 from lightning_overlap.runtime import executor
 from lightning_overlap.schedules.stages import StreamName
-from lightning_overlap.sparse.pipeline import pipeline as sparse
+from lightning_overlap.sparse import pipeline as sparse
 from lightning_overlap.testing import CheckedStreams, RaceError
 from lightning_overlap.testing.local_group import process_group
 from lightning_overlap.testing.watched_fit import Setting, fit

@@ -11,13 +11,13 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 from fbgemm_gpu.split_table_batched_embeddings_ops_training import SplitTableBatchedEmbeddingBagsCodegen
-from lightning_overlap.sparse.pipeline.supported_modules import why_never_early
 from torch import Tensor
 from torch.utils.data import DataLoader
 from torchrec import KeyedJaggedTensor
 from torchrec.distributed.types import CacheParams
 
 from lightning_overlap import OverlapEmbeddingStrategy
+from lightning_overlap.sparse.supported_modules import why_never_early
 
 from .cases import (
     MIXED,

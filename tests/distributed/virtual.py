@@ -16,11 +16,11 @@ from unittest import mock
 
 import torch
 import torch.distributed as dist
-from lightning_overlap.sparse.pipeline.supported_modules import owners_of, sharded_modules
 from torch import Tensor
 
 from lightning_overlap import OverlapEmbeddingStrategy, Schedule, Stage
 from lightning_overlap.schedules.stages import WeightOwner
+from lightning_overlap.sparse.supported_modules import owners_of, sharded_modules
 
 from .cases import Batch, Batches, Case, Model, make_plan
 from .fits import make_trainer

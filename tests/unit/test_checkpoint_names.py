@@ -6,8 +6,9 @@ import string
 
 from hypothesis import given
 from hypothesis import strategies as st
-from lightning_overlap.checkpoint.sharded_folder.dense_state import split_table_key, table_key
-from lightning_overlap.checkpoint.sharded_folder.table_state import _kinds, _overlapping, _row_wise_key, _split_row_wise
+
+from lightning_overlap.checkpoint.dense_state import split_table_key, table_key
+from lightning_overlap.checkpoint.table_state import _kinds, _overlapping, _row_wise_key, _split_row_wise
 
 AWKWARD = ("/", ".", " ", "[", "]", "[:, 0:8]", "%2F", "%", "\n", "ü", "表", "0/t/step", ".momentum1[:, 0:8]")
 names = st.lists(st.one_of(st.sampled_from(AWKWARD), st.text(min_size=1, max_size=3)), min_size=1, max_size=5).map(

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import pytest
 import torch
-from lightning_overlap.sparse.pipeline.columns import ConfigOrderKeyedTensor, without_graph
 from torch.utils import _pytree
 from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedTensor
+
+from lightning_overlap.sparse.columns import ConfigOrderKeyedTensor, without_graph
 
 KEYS, LENGTHS = ["c", "a", "b"], [2, 1, 3]
 

@@ -9,9 +9,9 @@ from concurrent.futures import ThreadPoolExecutor
 from unittest import mock
 
 import pytest
-from lightning_overlap.sparse.pipeline.mismatches import Mismatches
 
-from lightning_overlap.sparse.pipeline import mismatches
+from lightning_overlap.sparse import mismatches
+from lightning_overlap.sparse.mismatches import Mismatches
 
 
 class Memory:

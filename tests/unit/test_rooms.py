@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from lightning_overlap.plugin import checkpoint_links, evaluation_loops, fit_loop, processes, sigterm, strategy
-from lightning_overlap.sparse.pipeline import pipeline, sharded_module
+from lightning_overlap.sparse import pipeline, sharded_module
 
 PACKAGE = Path(pipeline.__file__).resolve().parent
 ROOMS = ("plan", "run", "sparse", "plugin", "apps")

@@ -10,13 +10,13 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from lightning_overlap.sparse.pipeline.supported_modules import Kind
 from packaging.requirements import Requirement
 from packaging.version import Version
 
 from lightning_overlap import OverlapEmbeddingStrategy, versions
 from lightning_overlap.plugin import fit_loop
-from lightning_overlap.sparse.pipeline import sharded_module
+from lightning_overlap.sparse import sharded_module
+from lightning_overlap.sparse.supported_modules import Kind
 
 ROOT = Path(__file__).resolve().parents[2]
 
