@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import copy
 import time
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import partial
 from typing import Any
 
@@ -29,7 +28,7 @@ from .pipelined_forward import EarlyRows, LazyRows, StandIn, StandIns, inputs_of
 from .sharded_module import ModuleInFlight, caching_tbes, forget_prefetched, owners_of_parts, tbes, without_backward
 from .supported_modules import kind_of
 from .update_rates import SetRates, kernel_rates, lookup_counts, lookups_since, set_kernel_rates
-from .write_counts import SentInput, num_writes
+from .write_counts import SentInput, num_fused_writes, num_writes
 
 
 class SparsePipeline:
@@ -114,6 +113,10 @@ class SparsePipeline:
         self._step = step
         self._trains = trains
         self._to_update: dict[int, InFlightBatch] = {}
+        self._num_writes_seen: list[tuple[int, ...]] = []
+        self._has_dense_tables = any(
+            WeightOwner.DENSE_OPTIMIZER in owners_of_parts(module) for module in self.modules.values()
+        )
         self.clock: Clock | None = None
         self.keep_ids = False  # of the batches that are looked up from now on, until their step is over
         self.ready = False
@@ -236,6 +239,11 @@ class SparsePipeline:
     def is_overwritten(self, batches: Iterable[InFlightBatch]) -> bool:
         """Whether somebody has written tables of this rank after they were looked up for one of these batches."""
         self.finish_lookups()
+        # Nobody has written any table since all of these were found as they were looked up: the usual case.
+        num_writes = [num_fused_writes(stand_in.module) for stand_in in self._stand_ins.values()]
+        if num_writes == self._num_writes_seen and not self._has_dense_tables:
+            return False
+        self._num_writes_seen = num_writes
         return any(
             self._is_overwritten(self._stand_ins[name].module, state)
             for inflight in batches
@@ -376,7 +384,7 @@ class SparsePipeline:
                 continue
             num_found[stand_in.name] = sum(stand_in.keys == frozenset(other.keys()) for _, other in several)
             state = inflight.modules[stand_in.name] = ModuleInFlight(kjt, stand_in.module.create_context())
-            sent = copy.copy(kjt)  # TorchRec may hand on the very object that it is given, and give it other weights
+            sent = _shared(kjt)  # TorchRec may hand on the very object that it is given, and give it other weights
             with splits_only(stand_in.module, self._group, narrow=self._several_hosts):
                 state.splits = stand_in.module.input_dist(state.context, sent)
             state.sent = SentInput(kjt)
@@ -725,24 +733,27 @@ def _keep_saved(call: Callable[[], Any]) -> Any:
         return call()
 
 
-@contextmanager
-def _outside_inference_mode() -> Iterator[None]:
+def _outside_inference_mode() -> AbstractContextManager[Any]:
     """Run kernels that FBGEMM 1.8 does not have in inference mode on a CPU; there is no graph either way."""
     if not torch.is_inference_mode_enabled():
-        yield
-        return
-    with torch.inference_mode(False), torch.no_grad():
-        yield
+        return nullcontext()
+    stack = ExitStack()
+    stack.enter_context(torch.inference_mode(False))
+    stack.enter_context(torch.no_grad())
+    return stack
 
 
-@contextmanager
-def _own_graph(trains: bool) -> Iterator[None]:
+def _own_graph(trains: bool) -> AbstractContextManager[Any]:
     """Wait for rows with the graph of their lookup, whoever asks first; `checkpoint()` shall not see what it saves."""
-    if not trains:
-        yield
-        return
-    with torch.inference_mode(False), torch.enable_grad(), _keeping_saved() if _saving_is_hooked() else nullcontext():
-        yield
+    is_hooked = _saving_is_hooked()
+    if not trains or (torch.is_grad_enabled() and not torch.is_inference_mode_enabled() and not is_hooked):
+        return nullcontext()
+    stack = ExitStack()
+    stack.enter_context(torch.inference_mode(False))
+    stack.enter_context(torch.enable_grad())
+    if is_hooked:
+        stack.enter_context(_keeping_saved())
+    return stack
 
 
 def note_lengths(kjts: Iterable[KeyedJaggedTensor]) -> None:
@@ -753,6 +764,13 @@ def note_lengths(kjts: Iterable[KeyedJaggedTensor]) -> None:
     for kjt in kjts:
         if kjt.device().type == "cpu":
             kjt.sync()
+
+
+def _shared(kjt: KeyedJaggedTensor) -> KeyedJaggedTensor:
+    """Return another object with the same tensors: what `copy.copy` does, without its 10 microseconds."""
+    shared: KeyedJaggedTensor = object.__new__(type(kjt))
+    vars(shared).update(vars(kjt))
+    return shared
 
 
 def _input_in(batch: Any, path: Path | None) -> KeyedJaggedTensor | None:

@@ -66,7 +66,7 @@ class ModuleInFlight:
     rates: list[float] | None = None
     """The learning rate of each kernel that the batch was trained at, while its deferred update is made."""
     sent: Any = None
-    """What the input held when its ids were sent (`unchanged.SentInput`)."""
+    """What the input held when its ids were sent (`write_counts.SentInput`)."""
     num_writes: dict[WeightOwner, tuple[int, ...]] = field(default_factory=dict)
     """How often the tables of each owner had been written by somebody else when they were looked up."""
     autocast: Any = None

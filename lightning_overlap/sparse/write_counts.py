@@ -33,8 +33,11 @@ class SentInput:
 
     def __init__(self, kjt: KeyedJaggedTensor) -> None:
         kjt.lengths()  # which may be made of the offsets only now
-        parts = ((name, getattr(kjt, name)) for name in _PARTS)
-        self._parts = [(name, weakref.ref(part), _version(part)) for name, part in parts if isinstance(part, Tensor)]
+        self._parts = []
+        for name in _PARTS:
+            part = getattr(kjt, name)
+            if isinstance(part, Tensor):
+                self._parts.append((name, weakref.ref(part), _version(part)))
 
     def forget_ids(self) -> None:
         """Leave out values and weights, whose memory has been given back: nobody can change them."""
@@ -101,6 +104,11 @@ _WEIGHTS: dict[WeightOwner, Callable[[Any], list[Tensor]]] = {
     WeightOwner.DENSE_OPTIMIZER: lambda module: [*_fused_weights(module), *_dense_weights(module)],
     WeightOwner.LOOKUP: lambda module: [],
 }
+
+
+def num_fused_writes(module: Any) -> tuple[int, ...]:
+    """Return how often somebody other than a fused backward has written the weights of a module's fused tables."""
+    return tuple(weight._version for weight in _fused_weights(module))
 
 
 def num_writes(module: Any, owner: WeightOwner) -> tuple[int, ...]:
