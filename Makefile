@@ -38,7 +38,7 @@ test: lint
 	$(BIN)/python -m pytest
 
 fuzz: $(INSTALLED)
-	OMP_NUM_THREADS=1 $(BIN)/python -m tests.distributed.fuzz $(if $(SEED),--seed $(SEED),--num $(or $(NUM),200)) \
+	OMP_NUM_THREADS=1 $(BIN)/python -m tests.laws.fuzz $(if $(SEED),--seed $(SEED),--num $(or $(NUM),200)) \
 		--first $(or $(FIRST),0) --without "$(WITHOUT)"
 
 lint: $(INSTALLED)

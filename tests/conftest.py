@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import random
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import numpy as np
@@ -15,6 +15,8 @@ from hypothesis import settings
 
 from lightning_overlap.schedules.modes import MODES
 from lightning_overlap.schedules.schedule import Schedule
+
+from .support.ranks import Ranks
 
 settings.register_profile("no_deadline", deadline=None)  # no test asserts a time: a busy machine has none to promise
 settings.load_profile("no_deadline")
@@ -63,10 +65,46 @@ def data_path() -> Path:
     return DATA
 
 
+# -- rank processes, kept for the session: starting them is most of such a test's time ---------------------------------
+
+
+@pytest.fixture(scope="session")
+def _pools() -> Iterator[dict[tuple[int, str, int], Ranks]]:
+    pools: dict[tuple[int, str, int], Ranks] = {}
+    yield pools
+    for pool in pools.values():
+        pool.close()
+
+
+@pytest.fixture
+def get_ranks(_pools: dict[tuple[int, str, int], Ranks]) -> Callable[..., Ranks]:
+    """Return the rank processes of a world size, started again if an earlier test ended them."""
+
+    def get(world_size: int, device_type: str = "cpu", num_nodes: int = 1) -> Ranks:
+        key = (world_size, device_type, num_nodes)
+        if key not in _pools or not _pools[key].alive:
+            _pools[key] = Ranks(world_size, device_type, num_nodes)
+        return _pools[key]
+
+    return get
+
+
+@pytest.fixture(params=[1, 2], ids=["1rank", "2ranks"])
+def ranks(request: pytest.FixtureRequest, get_ranks: Callable[..., Ranks]) -> Ranks:
+    """One rank, then two, on the CPU."""
+    return get_ranks(request.param)
+
+
+@pytest.fixture
+def two_ranks(get_ranks: Callable[..., Ranks]) -> Ranks:
+    """Two ranks on the CPU."""
+    return get_ranks(2)
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Skip tests marked `gpu` where there is no CUDA device."""
-    if torch.cuda.is_available():
-        return
+    """Mark the tests that have rank processes; skip those marked `gpu` where there is no CUDA device."""
     for item in items:
-        if item.get_closest_marker("gpu"):
+        if "get_ranks" in getattr(item, "fixturenames", ()):
+            item.add_marker(pytest.mark.ranks)
+        if item.get_closest_marker("gpu") and not torch.cuda.is_available():
             item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))

@@ -10,10 +10,10 @@ import torch
 
 from lightning_overlap import MODES, STREAMS, Schedule, Stage
 
-from ..distributed import reference
-from ..distributed.cases import CASES, NUM_STEPS, TABLE_WISE, Case, TableSpec
-from ..distributed.fits import fit
-from ..distributed.ranks import Ranks
+from ..support import reference
+from ..support.cases import CASES, NUM_STEPS, TABLE_WISE, Case, TableSpec
+from ..support.fits import fit
+from ..support.ranks import Ranks
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(600)]
 

@@ -12,10 +12,10 @@ from lightning_overlap import MODES, StreamName
 from lightning_overlap.runtime.batch_copies import PlacedCopies
 from lightning_overlap.runtime.streams import CudaStreams
 
-from ..distributed import reference
-from ..distributed.cases import MIXED, WEIGHTED, Case
-from ..distributed.fits import fit
-from ..distributed.ranks import Ranks
+from ..support import reference
+from ..support.cases import MIXED, WEIGHTED, Case
+from ..support.fits import fit
+from ..support.ranks import Ranks
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(600)]
 

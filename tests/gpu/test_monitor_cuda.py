@@ -15,9 +15,9 @@ from lightning.pytorch import Callback
 from lightning_overlap import MODES, STREAMS, OverlapEmbeddingStrategy, OverlapMonitor
 from lightning_overlap.profiling.spans import Kind
 
-from ..distributed.cases import TABLE_WISE, Batches, Model, make_plan
-from ..distributed.fits import make_trainer
-from ..distributed.ranks import Ranks
+from ..support.cases import TABLE_WISE, Batches, Model, make_plan
+from ..support.fits import make_trainer
+from ..support.ranks import Ranks
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(600)]
 

@@ -14,11 +14,11 @@ from torchrec.distributed.types import CacheParams, ShardingPlan
 
 from lightning_overlap import STREAMS, OverlapEmbeddingStrategy
 
-from ..distributed import cases, reference
-from ..distributed.cases import NUM_STEPS, SEQUENCE, TABLE_WISE, Case, Model
-from ..distributed.fits import make_trainer
-from ..distributed.ranks import Ranks
-from ..distributed.variants import Variant
+from ..sparse.variants import Variant
+from ..support import cases, reference
+from ..support.cases import NUM_STEPS, SEQUENCE, TABLE_WISE, Case, Model
+from ..support.fits import make_trainer
+from ..support.ranks import Ranks
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(600)]
 

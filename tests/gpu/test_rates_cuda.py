@@ -9,9 +9,10 @@ import torch
 
 from lightning_overlap import MODES, STREAMS
 
-from ..distributed import optimizers, reference
-from ..distributed.cases import Case
-from ..distributed.ranks import Ranks
+from ..sparse import optimizers
+from ..support import reference
+from ..support.cases import Case
+from ..support.ranks import Ranks
 from .test_laws_cuda import ADAM
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(600)]

@@ -1,0 +1,35 @@
+"""Run the README's Python as it stands. Functions that ranks run."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from lightning_overlap import OverlapEmbeddingStrategy
+
+from ..support.cases import TABLE_WISE, Batches, Model
+from ..support.fits import make_trainer
+
+QUIET = "logger=False, enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False"
+README = Path(__file__).resolve().parents[2] / "README.md"
+
+
+def python_blocks() -> list[str]:
+    """Return the README's Python."""
+    return re.findall(r"```python\n(.*?)```", README.read_text(), flags=re.DOTALL)
+
+
+def run() -> tuple[int, bool]:
+    """Run all of it with a module that has tables; return the number of steps trained, and whether rates moved."""
+    module = Model(TABLE_WISE, fused_optimizer=False)
+    names: dict[str, Any] = {"torch": torch, "module": module, "datamodule": Batches(TABLE_WISE, 3)}
+    for block in python_blocks():
+        exec(block.replace("devices=2", f"devices=2, max_epochs=1, {QUIET}"), names)
+    scheduled = type("Scheduled", (Model,), {"configure_optimizers": names["configure_optimizers"]})(TABLE_WISE)
+    trainer = make_trainer(OverlapEmbeddingStrategy(sharding="table_wise"))
+    trainer.fit(scheduled, datamodule=Batches(TABLE_WISE, 3))
+    rates = [group["lr"] for group in trainer.optimizers[0].param_groups]
+    return len(module.losses), rates == [1e-3 * 4 / 1000, 2.0 * 4 / 1000]

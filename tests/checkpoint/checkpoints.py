@@ -1,0 +1,477 @@
+"""Save, load, go on. Functions that ranks run."""
+
+from __future__ import annotations
+
+import dataclasses
+import warnings
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+from lightning.pytorch import Trainer
+from lightning.pytorch.callbacks import Callback, ModelCheckpoint
+from torch import Tensor
+from torchrec.distributed.sharding_plan import (
+    column_wise,
+    construct_module_sharding_plan,
+    data_parallel,
+    row_wise,
+    table_wise,
+)
+from torchrec.distributed.types import ShardedTensor, ShardingPlan
+from torchrec.optim.keyed import KeyedOptimizerWrapper
+from torchrec.optim.optimizers import in_backward_optimizer_filter
+
+from lightning_overlap import OverlapEmbeddingStrategy
+from lightning_overlap.sparse.sharded_module import tbes
+from lightning_overlap.sparse.supported_modules import sharded_modules
+
+from ..support import cases
+from ..support.cases import TABLE_WISE, Batches, Case, Model, make_plan
+from ..support.fits import make_trainer
+from ..support.reference import Result, collect
+
+EPOCH = 6
+
+Plan = str | None
+"""One word a table: the rank of a table-wise one, "cw", "rw", "dp", or "dense" (table-wise on rank 0 or 1 in turn)."""
+
+
+def planned(case: Case, plan: Plan) -> Case:
+    """The case, with the fused optimizer left out where the plan is data-parallel or dense."""
+    if plan is None:
+        return case
+    kinds = [{"dp": "data_parallel", "dense": "data_parallel"}.get(word, "table_wise") for word in plan.split()]
+    tables = (dataclasses.replace(table, sharding=kind) for table, kind in zip(case.tables, kinds, strict=True))
+    return dataclasses.replace(case, tables=tuple(tables))
+
+
+def build_plan(case: Case, model: Model, plan: Plan) -> ShardingPlan:
+    """Make a plan of its words."""
+    num_ranks = dist.get_world_size()
+    if plan is None:
+        return make_plan(case, model, num_ranks)
+    makers: dict[str, Any] = {}
+    for index, (table, word) in enumerate(zip(case.tables, plan.split(), strict=True)):
+        makers[table.name] = {
+            "cw": lambda: column_wise(ranks=[rank % num_ranks for rank in range(2)]),
+            "rw": lambda: row_wise(compute_kernel="fused"),
+            "dp": data_parallel,
+            "dense": lambda index=index: table_wise(rank=index % num_ranks, compute_kernel="dense"),
+        }.get(word, lambda word=word: table_wise(rank=int(word), compute_kernel="fused"))()
+    module_plan = construct_module_sharding_plan(
+        model.ebc, per_param_sharding=makers, local_size=num_ranks, world_size=num_ranks, device_type="cpu"
+    )
+    return ShardingPlan(plan={"ebc": module_plan})
+
+
+def zeroed(model: Model) -> Model:
+    """Everything has to come from the checkpoint."""
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.zero_()
+    return model
+
+
+@dataclasses.dataclass
+class Trained:
+    """What a run leaves behind on one rank."""
+
+    result: Result
+    whole: dict[str, list[tuple[Any, Tensor]]]
+    """This rank's parts of tables and of their fused and dense optimizer state: (window, values)."""
+
+    checkpoint: str
+    warnings: list[str]
+
+
+def train(
+    case: Case,
+    folder: str,
+    *,
+    epochs: int = 1,
+    resume: str | None = None,
+    plan: Plan = None,
+    pipeline: str = "fused_sparse_dist",
+    callbacks: tuple[Callback, ...] = (),
+    model_class: type[Model] = Model,
+    max_steps: int = -1,
+    **kwargs: Any,
+) -> Trained:
+    """Train `epochs` in all, from a checkpoint if given; save each."""
+    case = planned(case, plan)
+    model = model_class(case)
+    if resume is not None:
+        zeroed(model)
+    saver = ModelCheckpoint(folder, filename="{epoch}", save_top_k=-1, enable_version_counter=False)
+    strategy = OverlapEmbeddingStrategy(pipeline=pipeline, sharding=build_plan(case, model, plan), **kwargs)
+    trainer_kwargs: dict[str, Any] = {"callbacks": [saver, *callbacks], "max_epochs": epochs, "max_steps": max_steps}
+    trainer = make_trainer(strategy, enable_checkpointing=True, **trainer_kwargs)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        trainer.fit(model, datamodule=Batches(case, EPOCH), ckpt_path=resume)
+    losses = model.losses or [torch.zeros(())]
+    said = [str(warning.message) for warning in caught if "optimizer" in str(warning.message)]
+    return Trained(
+        collect(model, trainer.optimizers[0], losses), parts_of(model, trainer), str(saver.best_model_path), said
+    )
+
+
+def parts_of(model: Model, trainer: Trainer) -> dict[str, list[tuple[Any, Tensor]]]:
+    """Collect what this rank has of the tables and of their state, with windows into the whole."""
+    found: dict[str, list[tuple[Any, Tensor]]] = {}
+
+    def put(name: str, window: Any, value: Tensor) -> None:
+        found.setdefault(name, []).append((window, value.detach().clone()))
+
+    for sharded in sharded_modules(model).values():
+        for key, value in sharded.state_dict().items():
+            for window, part in _parts(value):
+                put(key.split(".")[-2], window, part)
+        for key, weight in sharded.fused_optimizer.params.items():
+            for kind, value in sharded.fused_optimizer.state[weight].items():
+                table = f"{key.split('.')[-2]} {kind.split('.')[-1]}"
+                shards = zip(weight.local_shards(), value.local_shards(), strict=True)
+                for of_weight, of_state in shards:
+                    row_wise = of_state.tensor.dim() == 1
+                    state = of_state.tensor[:, None].expand_as(of_weight.tensor) if row_wise else of_state.tensor
+                    put(table, _window(of_weight.metadata), state)
+        counts = {(int(tbe.iter), int(tbe.iter_cpu), tbe.get_learning_rate()) for tbe in tbes(sharded)}
+        found["kernels"] = [(None, torch.tensor(sorted(counts)))]
+    return found
+
+
+def whole(trained: list[Trained]) -> dict[str, Tensor]:
+    """Put the ranks' parts together; row-wise state is given for every column."""
+    tables: dict[str, Tensor] = {}
+    for name in sorted({name for rank in trained for name in rank.whole if name != "kernels"}):
+        parts = [part for rank in trained for part in rank.whole.get(name, [])]
+        size = [max(window[dim].stop for window, _ in parts) for dim in range(2)]
+        tables[name] = torch.full(size, torch.nan)
+        for window, part in parts:
+            tables[name][window] = part
+    return tables
+
+
+def _parts(value: Any) -> list[tuple[Any, Tensor]]:
+    if isinstance(value, ShardedTensor):
+        return [(_window(shard.metadata), shard.tensor) for shard in value.local_shards()]
+    return [(tuple(slice(0, size) for size in value.shape), value)]
+
+
+def _window(metadata: Any) -> tuple[slice, ...]:
+    return tuple(
+        slice(start, start + size) for start, size in zip(metadata.shard_offsets, metadata.shard_sizes, strict=True)
+    )
+
+
+def load_unsharded(case: Case, path: str) -> dict[str, Tensor]:
+    """Load a file into the plain module, as for serving."""
+    model = zeroed(Model(case))
+    loaded = type(model).load_from_checkpoint(path, case=case, weights_only=True)
+    return {name: parameter.detach() for name, parameter in loaded.named_parameters()}
+
+
+def save_to(path: str, storage_options: Any = None, **kwargs: Any) -> str:
+    """Train a little and save; return what the user reads if that is refused."""
+    model = Model(TABLE_WISE)
+    trainer = make_trainer(OverlapEmbeddingStrategy(sharding="table_wise", **kwargs))
+    trainer.fit(model, datamodule=Batches(TABLE_WISE, 2))
+    try:
+        trainer.save_checkpoint(path, storage_options=storage_options)
+    except (ValueError, OSError) as err:
+        return str(err)
+    return "saved"
+
+
+def load_from(case: Case, path: str, fn: str = "fit", model_class: Any = None, **kwargs: Any) -> str:
+    """Load; return what the user reads if that is refused."""
+    model = (model_class or Evaluated)(case)
+    trainer = make_trainer(OverlapEmbeddingStrategy(sharding=make_plan(case, model, dist.get_world_size())))
+    try:
+        getattr(trainer, fn)(model, datamodule=EvaluatedBatches(case, 2), ckpt_path=path, **kwargs)
+    except (RuntimeError, ValueError, OSError) as err:
+        return f"{type(err).__name__}: {err}"
+    return "loaded"
+
+
+# -- evaluation -------------------------------------------------------------------------------------------------
+
+
+class Evaluated(Model):
+    """Tells its losses in every entry point."""
+
+    def evaluated(self, batch: Any) -> Tensor:
+        loss = self(batch)
+        self.losses.append(loss.detach())
+        return loss
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.evaluated(batch)
+
+    def test_step(self, batch: Any, batch_idx: int) -> None:
+        self.evaluated(batch)
+
+    def predict_step(self, batch: Any, batch_idx: int) -> Tensor:
+        return self.evaluated(batch)
+
+
+class EvaluatedBatches(Batches):
+    """The same batches for everybody."""
+
+    def val_dataloader(self) -> Any:
+        return self.train_dataloader()
+
+    test_dataloader = predict_dataloader = val_dataloader
+
+
+def evaluate(case: Case, path: str | None, fn: str, weights: dict[str, Tensor] | None = None) -> Tensor:
+    """Losses of an entry point, with a checkpoint or with weights given."""
+    model = zeroed(Evaluated(case))
+    if weights is not None:
+        model.load_state_dict(weights)
+    trainer = make_trainer(OverlapEmbeddingStrategy(sharding="table_wise"))
+    kwargs = {"return_predictions": False} if fn == "predict" else {}
+    getattr(trainer, fn)(model, datamodule=EvaluatedBatches(case, 3), ckpt_path=path, **kwargs)
+    return torch.stack(model.losses)
+
+
+# -- ModelCheckpoint --------------------------------------------------------------------------------------------
+
+
+def train_with_savers(folder: str, save_last: Any, checkpoint_format: str | None, asynchronous: bool) -> dict[str, Any]:
+    """Two savers; then fit, validate and fit again from "best" and "last"."""
+    case = TABLE_WISE
+    steps = ModelCheckpoint(
+        f"{folder}/steps", filename="{step}", every_n_train_steps=4, save_top_k=1, save_last=save_last
+    )
+    epochs = ModelCheckpoint(f"{folder}/epochs", filename="{epoch}", monitor="epoch", mode="max", save_top_k=2)
+
+    def trainer(max_epochs: int, *callbacks: Callback) -> Trainer:
+        strategy = OverlapEmbeddingStrategy(
+            sharding="table_wise", checkpoint_format=checkpoint_format, async_checkpoint=asynchronous
+        )
+        return make_trainer(strategy, enable_checkpointing=True, callbacks=list(callbacks), max_epochs=max_epochs)
+
+    first = trainer(3, steps, epochs)
+    model = Evaluated(case)
+    first.fit(model, datamodule=EvaluatedBatches(case, EPOCH), ckpt_path="last")
+    there = sorted(entry.relative_to(folder).as_posix() for entry in Path(folder).glob("*/*"))
+    again = zeroed(Model(case))
+    second = trainer(4, ModelCheckpoint(f"{folder}/steps", save_last=save_last))
+    second.fit(again, datamodule=Batches(case, EPOCH), ckpt_path="last")
+    best = Path(epochs.best_model_path).name
+    model.losses.clear()
+    first.validate(model, datamodule=EvaluatedBatches(case, 2), ckpt_path="best")
+    return {"there": there, "steps": second.global_step, "trained": len(again.losses), "best": best}
+
+
+# -- asynchronous saves -----------------------------------------------------------------------------------------
+
+
+class SaveAt(Callback):
+    """Saves after one step, and notes what the tables were then."""
+
+    def __init__(self, path: str, step: int) -> None:
+        self.path, self.step = path, step
+        self.parts: Any = None
+        self.whole_at_once = False
+
+    def on_train_batch_end(self, trainer: Trainer, module: Any, *args: Any) -> None:
+        if trainer.global_step == self.step:
+            self.parts = parts_of(module, trainer)
+            trainer.save_checkpoint(self.path)
+            self.whole_at_once = Path(self.path).exists()
+
+
+def save_while_training(case: Case, path: str) -> tuple[Trained, bool]:
+    """Save beside training, writing held back until the fit has gone on for some steps."""
+    import threading
+
+    from lightning_overlap.checkpoint import sharded_folder as checkpoint
+
+    trained_on = threading.Event()
+    write = checkpoint._write
+
+    def late(*args: Any) -> None:
+        trained_on.wait(30)
+        write(*args)
+
+    class GoOn(Callback):
+        def on_train_batch_end(self, trainer: Trainer, *args: Any) -> None:
+            if trainer.global_step == saver.step + 3:
+                trained_on.set()
+
+    saver = SaveAt(path, 2)
+    with mock.patch.object(checkpoint, "_write", late):
+        trained = train(case, f"{path}.others", callbacks=(saver, GoOn()), async_checkpoint=True)
+    return dataclasses.replace(trained, whole=saver.parts), saver.whole_at_once
+
+
+def fail_while_training(path: str) -> list[str]:
+    """A background save that cannot write on one rank; return what every rank reads, and when."""
+    from lightning_overlap.checkpoint import sharded_folder as checkpoint
+
+    save = checkpoint.save
+
+    def failing(*args: Any, **kwargs: Any) -> Any:
+        if dist.get_rank() == dist.get_world_size() - 1:
+            kwargs["storage_writer"] = _FullDisk(kwargs["storage_writer"].path)
+        return save(*args, **kwargs)
+
+    with mock.patch.object(checkpoint, "save", failing):
+        try:
+            train(TABLE_WISE, f"{path}.others", callbacks=(SaveAt(path, 2),), async_checkpoint=True)
+        except OSError as err:
+            return [str(err)]
+    return []
+
+
+class Broadcasts(Callback):
+    """Tells the other ranks something while an error is handled."""
+
+    heard: Any = None
+
+    def on_exception(self, trainer: Trainer, *args: Any) -> None:
+        self.heard = trainer.strategy.broadcast(trainer.global_rank)
+
+
+def fail_beside_a_save(path: str, *, disk_is_full: bool) -> tuple[str, list[str], Any, Any]:
+    """All ranks fail alike while a slow save goes on beside training; return the error, its notes, what was heard."""
+    import threading
+
+    from lightning_overlap.checkpoint import sharded_folder as checkpoint
+
+    failing = threading.Event()
+    write = checkpoint._write
+
+    def late(*args: Any) -> None:
+        if dist.get_rank() == 0:
+            failing.wait(30)
+        if disk_is_full:
+            raise OSError("no space left")
+        write(*args)
+
+    class Fails(Callback):
+        def on_train_batch_end(self, trainer: Trainer, *args: Any) -> None:
+            if trainer.global_step == 4:
+                raise ValueError("the same on all ranks")
+
+        def on_exception(self, *args: Any) -> None:
+            failing.set()
+
+    told = Broadcasts()
+    model = Model(TABLE_WISE)
+    strategy = OverlapEmbeddingStrategy(sharding="table_wise", async_checkpoint=True)
+    trainer = make_trainer(strategy, callbacks=[SaveAt(path, 2), Fails(), told])
+    with mock.patch.object(checkpoint, "_write", late):
+        try:
+            trainer.fit(model, datamodule=Batches(TABLE_WISE, EPOCH))
+        except ValueError as err:
+            return str(err), getattr(err, "__notes__", []), told.heard, trainer.state.stage
+    return "nothing", [], told.heard, trainer.state.stage
+
+
+class _FullDisk(torch.distributed.checkpoint.FileSystemWriter):
+    def write_data(self, plan: Any, planner: Any) -> Any:
+        raise OSError("no space left")
+
+
+def memory_of_saving(path: str, checkpoint_format: str) -> float:
+    """Return the peak of this process's memory while saving, beyond what it held before, in tables."""
+    case = dataclasses.replace(TABLE_WISE, tables=tuple(cases.TableSpec(f"t{i}", (f"f{i}",)) for i in range(6)))
+    num_rows = 1_200_000  # a table is more than malloc ever keeps for later
+    with mock.patch.object(cases, "NUM_ROWS", num_rows):
+        model = Model(case, device="meta")
+        plan = make_plan(case, model, dist.get_world_size())
+        trainer = make_trainer(OverlapEmbeddingStrategy(sharding=plan, checkpoint_format=checkpoint_format))
+        trainer.fit(model, datamodule=Batches(case, 1))
+    Path("/proc/self/clear_refs").write_text("5")  # sets the peak back
+    before = _memory_bytes("VmRSS")
+    trainer.save_checkpoint(path)
+    return (_memory_bytes("VmHWM") - before) / (num_rows * 8 * 4)
+
+
+def _memory_bytes(name: str) -> int:
+    [line] = [line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith(f"{name}:")]
+    return 1024 * int(line.split()[1])
+
+
+# -- failures ---------------------------------------------------------------------------------------------------
+
+
+def save_and_fail(path: str, checkpoint_format: str) -> str:
+    """Save over a checkpoint; rank 0 fails when all but the name is done."""
+    from lightning_overlap.checkpoint import full_file
+    from lightning_overlap.checkpoint import sharded_folder as checkpoint
+
+    def broken(*args: Any) -> None:
+        raise OSError("no space left")
+
+    where = full_file if checkpoint_format == "full" else checkpoint
+    with mock.patch.object(where, "take_name", broken):
+        return save_to(path, checkpoint_format=checkpoint_format)
+
+
+def kill_while_saving(path: str, checkpoint_format: str, rank: int) -> None:
+    """Save over a checkpoint; one rank is killed in the middle."""
+    import os
+    import signal
+
+    from lightning_overlap.checkpoint import full_file
+    from lightning_overlap.checkpoint import sharded_folder as checkpoint
+
+    def die(*args: Any, **kwargs: Any) -> None:
+        if dist.get_rank() == rank:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    where, name = (full_file, "gather") if checkpoint_format == "full" else (checkpoint, "save")
+    real = getattr(where, name)
+
+    def dying(*args: Any, **kwargs: Any) -> Any:
+        die()
+        return real(*args, **kwargs)
+
+    with mock.patch.object(where, name, dying):
+        save_to(path, checkpoint_format=checkpoint_format)
+
+
+# -- optimizers -------------------------------------------------------------------------------------------------
+
+
+class Keyed(Model):
+    """Returns an optimizer that TorchRec keys by name."""
+
+    def configure_optimizers(self) -> Any:
+        dense = dict(in_backward_optimizer_filter(self.named_parameters()))
+        return KeyedOptimizerWrapper(dense, lambda params: torch.optim.Adam(params, 0.05))
+
+
+class Scheduled(Model):
+    """Sets the fused learning rate by hand, as a schedule would."""
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        if self.trainer.global_step == 2:
+            for _, fused in self.ebc.fused_optimizer.optimizers:
+                fused.param_groups[0]["lr"] = 0.125
+                fused.step()
+
+
+class Opaque:
+    """What torch.load does not load unless told to trust the file."""
+
+
+class SavesAnObject(Model):
+    """Puts an object of its own into the checkpoint."""
+
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        checkpoint["opaque"] = Opaque()
+
+
+class DenseAdam(Model):
+    """Adam: state with a step count."""
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.Adam([p for _, p in in_backward_optimizer_filter(self.named_parameters())], 0.05)

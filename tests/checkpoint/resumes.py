@@ -1,0 +1,175 @@
+"""Stop at any step and go on, with loaders that know where they are. Functions that ranks run."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from lightning.pytorch import LightningDataModule
+from lightning.pytorch.callbacks import Callback
+from torch.utils.data import Dataset, IterableDataset
+from torchdata.stateful_dataloader import StatefulDataLoader
+
+from lightning_overlap import OverlapEmbeddingStrategy
+from lightning_overlap.sparse.sharded_module import tbes
+
+from ..support.cases import ROWWISE_ADAGRAD, Case, Model, make_batch, make_plan
+from ..support.fits import make_trainer
+from ..support.reference import Result, collect
+from .checkpoints import zeroed
+
+EPOCH = 8
+EPOCHS = 2
+
+
+class Stateful:
+    """A loader that knows where it is, with a length or without; at its end it knows that too."""
+
+    def __init__(self, case: Case, num: int, rank: int) -> None:
+        self.case, self.num, self.rank = case, num, rank
+        self.position = 0
+        self.resumed = False
+
+    def __iter__(self) -> Iterator[Any]:
+        start = self.position if self.resumed else 0
+        self.resumed = False
+        for index in range(start, self.num):
+            self.position = index + 1
+            yield make_batch(self.case, index, self.rank)
+
+    def state_dict(self) -> dict[str, int]:
+        return {"position": self.position, "rank": self.rank}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        assert state["rank"] == self.rank, "another rank's state"
+        self.position, self.resumed = state["position"], True
+
+
+class StatefulSized(Stateful):
+    def __len__(self) -> int:
+        return self.num
+
+
+class Rows(Dataset):
+    """Batches by index."""
+
+    def __init__(self, case: Case, num: int, rank: int) -> None:
+        self.case, self.num, self.rank = case, num, rank
+
+    def __len__(self) -> int:
+        return self.num
+
+    def __getitem__(self, index: int) -> Any:
+        return make_batch(self.case, index, self.rank)
+
+
+class Stream(IterableDataset):
+    """Batches in order, dealt out to the workers."""
+
+    def __init__(self, case: Case, num: int, rank: int) -> None:
+        self.case, self.num, self.rank = case, num, rank
+
+    def __iter__(self) -> Iterator[Any]:
+        worker = torch.utils.data.get_worker_info()
+        first, step = (0, 1) if worker is None else (worker.id, worker.num_workers)
+        return (make_batch(self.case, index, self.rank) for index in range(first, self.num, step))
+
+
+def make_loader(kind: str, num: int, rank: int) -> Any:
+    """ "own-sized", "own-unsized", or torchdata's: "sized-0", "shuffled-2", "unsized-2", ..."""
+    name, how = kind.rsplit("-", 1)
+    if name == "own":
+        return (StatefulSized if how == "sized" else Stateful)(ROWWISE_ADAGRAD, num, rank)
+    data = (Stream if name == "unsized" else Rows)(ROWWISE_ADAGRAD, num, rank)
+    context = "fork" if int(how) else None  # quick; the ranks themselves are spawned
+    shuffle: dict[str, Any] = {}
+    if name == "shuffled":
+        shuffle = {"shuffle": True, "generator": torch.Generator().manual_seed(rank)}
+    return StatefulDataLoader(data, batch_size=None, num_workers=int(how), multiprocessing_context=context, **shuffle)
+
+
+class StatefulBatches(LightningDataModule):
+    def __init__(self, kind: str, num: int = EPOCH) -> None:
+        super().__init__()
+        self.kind, self.num = kind, num
+
+    def train_dataloader(self) -> Any:
+        return make_loader(self.kind, self.num, self.trainer.global_rank)
+
+
+class SaveSteps(Callback):
+    """Saves after some steps, as ModelCheckpoint does it, in `on_train_batch_end`."""
+
+    def __init__(self, folder: str, steps: tuple[int, ...]) -> None:
+        self.folder, self.steps = folder, steps
+
+    def on_train_batch_end(self, trainer: Any, *args: Any) -> None:
+        if trainer.global_step in self.steps:
+            trainer.save_checkpoint(f"{self.folder}/step={trainer.global_step}.ckpt")
+
+    def on_train_epoch_end(self, trainer: Any, *args: Any) -> None:
+        if self.steps:
+            trainer.save_checkpoint(f"{self.folder}/epoch={trainer.current_epoch}.ckpt")
+
+
+class Watched(Model):
+    """Counts what happens, and has a schedule for each epoch."""
+
+    def __init__(self, case: Case) -> None:
+        super().__init__(case)
+        self.seen: list[tuple[int, int, int]] = []
+        self.epochs: list[int] = []
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        self.seen.append((self.current_epoch, batch_idx, batch.inputs["sparse"][1]))
+
+    def on_train_epoch_end(self) -> None:
+        self.epochs.append(self.current_epoch)
+
+    def configure_optimizers(self) -> Any:
+        optimizer = super().configure_optimizers()
+        return [optimizer], [torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)]
+
+
+def train_from(
+    pipeline: str, kind: str, folder: str, resume: str | None, save_at: tuple[int, ...] = (), epochs: int = EPOCHS
+) -> tuple[Result, Any]:
+    """Train, saving after some steps and each epoch; or go on. Return the end, and what was seen."""
+    torch.manual_seed(3)
+    model = Watched(ROWWISE_ADAGRAD)
+    plan = make_plan(ROWWISE_ADAGRAD, model, dist.get_world_size())
+    strategy = OverlapEmbeddingStrategy(pipeline=pipeline, sharding=plan)
+    callbacks = [SaveSteps(folder, save_at)]
+    trainer = make_trainer(strategy, callbacks=callbacks, max_epochs=epochs)
+    path = None if resume is None else f"{folder}/{resume}.ckpt"
+    if resume is not None:
+        zeroed(model)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        trainer.fit(model, datamodule=StatefulBatches(kind), ckpt_path=path)
+    losses = model.losses or [torch.zeros(())]
+    lr = trainer.optimizers[0].param_groups[0]["lr"]
+    progress = (trainer.global_step, trainer.current_epoch, lr)
+    return collect(model, trainer.optimizers[0], losses), (model.seen, model.epochs, progress)
+
+
+class _Counts(Callback):
+    """Notes the kernels' iteration counts when training starts."""
+
+    def on_train_start(self, trainer: Any, module: Any) -> None:
+        self.counts = [(int(tbe.iter), int(tbe.iter_cpu)) for tbe in tbes(module.ebc)]
+
+
+def counts_after_resuming(pipeline: str, folder: str, step: int) -> list[tuple[int, int]]:
+    """Save behind a step in the middle of an epoch, go on in a new run; return what its kernels begin to count at."""
+    for path in (None, f"{folder}/step={step}.ckpt"):
+        model = Model(ROWWISE_ADAGRAD)
+        plan = make_plan(ROWWISE_ADAGRAD, model, dist.get_world_size())
+        counts = _Counts()
+        strategy = OverlapEmbeddingStrategy(pipeline=pipeline, sharding=plan)
+        trainer = make_trainer(strategy, callbacks=[SaveSteps(folder, (step,)), counts])
+        trainer.fit(model, datamodule=StatefulBatches("own-sized"), ckpt_path=path)
+    return counts.counts

@@ -1,0 +1,366 @@
+"""Checkpoints keep every shard and the fused optimizers' state; going on from one equals not stopping."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from lightning_overlap import OverlapEmbeddingStrategy
+
+from ..support.cases import ADAGRAD, MIXED, ROWWISE_ADAGRAD, SEQUENCE, TABLE_WISE, Case, TableSpec
+from ..support.ranks import RankError, Ranks
+from . import checkpoints
+from .checkpoints import EPOCH, Trained, train, whole
+
+FORMATS = ("sharded", "full")
+
+
+def assert_goes_on(expected: list[Trained], resumed: list[Trained], epochs: int = 1) -> None:
+    """The resumed run's losses are the last ones of the other, and it ends in the same state, bit for bit."""
+    for rank, other in zip(resumed, expected, strict=True):
+        assert len(rank.result.losses) == epochs * EPOCH
+        other.result.losses = other.result.losses[-epochs * EPOCH :]
+        assert rank.result.differences(other.result) == []
+        assert torch.equal(rank.whole["kernels"][0][1], other.whole["kernels"][0][1])
+
+
+@pytest.mark.parametrize("checkpoint_format", FORMATS)
+@pytest.mark.parametrize("case", [ROWWISE_ADAGRAD, MIXED, SEQUENCE], ids=lambda case: case.name)
+def test_resume_equals_not_stopping(ranks: Ranks, case: Case, checkpoint_format: str, tmp_path: Path) -> None:
+    all_at_once = ranks.run(train, case, str(tmp_path / "a"), epochs=3, checkpoint_format=checkpoint_format)
+    path = tmp_path / "a" / "epoch=1.ckpt"
+    assert path.is_dir() == (checkpoint_format == "sharded")
+    assert_goes_on(all_at_once, ranks.run(train, case, str(tmp_path / "b"), epochs=3, resume=str(path)))
+
+
+def test_a_folder_above_one_rank_and_a_plain_file_on_one(ranks: Ranks, tmp_path: Path) -> None:
+    [first, *_] = ranks.run(train, ROWWISE_ADAGRAD, str(tmp_path))
+    path = Path(first.checkpoint)
+    assert path.is_dir() == (ranks.world_size > 1)
+    assert [entry.name for entry in tmp_path.iterdir()] == [path.name]  # nothing unfinished left
+
+
+@pytest.mark.parametrize("case", [ROWWISE_ADAGRAD, MIXED], ids=lambda case: case.name)
+def test_a_full_file_serves(ranks: Ranks, get_ranks: Any, case: Case, tmp_path: Path) -> None:
+    """By `load_from_checkpoint`, strict, without trusting the file."""
+    trained = ranks.run(train, case, str(tmp_path), checkpoint_format="full")
+    [weights] = get_ranks(1).run(checkpoints.load_unsharded, case, trained[0].checkpoint)
+    tables = whole(trained)
+    for table in case.tables:
+        assert torch.equal(weights[f"ebc.embedding_bags.{table.name}.weight"], tables[table.name])
+    for name, value in trained[0].result.dense.items():
+        assert torch.equal(weights[name], value)
+
+
+# -- other ranks, other plans -----------------------------------------------------------------------------------
+
+PLANS = ("1 0", "cw cw", "rw rw")
+
+
+@pytest.mark.parametrize("checkpoint_format", FORMATS)
+@pytest.mark.parametrize("case", [ROWWISE_ADAGRAD, ADAGRAD], ids=lambda case: case.name)
+def test_another_plan(two_ranks: Ranks, case: Case, checkpoint_format: str, tmp_path: Path) -> None:
+    """Tables and fused state move; what has no exact counterpart is averaged, and said."""
+    for first in PLANS:
+        saved = two_ranks.run(train, case, str(tmp_path / first), plan=first, checkpoint_format=checkpoint_format)
+        before = whole(saved)
+        for second in PLANS:
+            loaded = two_ranks.run(train, case, str(tmp_path / "_"), plan=second, resume=saved[0].checkpoint)
+            averaged = case is ROWWISE_ADAGRAD and first == "cw cw" and second != "cw cw"
+            after = whole(loaded)
+            assert after.keys() == before.keys()
+            for name, value in after.items():
+                expected = before[name]
+                if averaged and "momentum" in name:
+                    expected = expected.double().mean(1, keepdim=True).float().expand_as(expected)
+                assert torch.equal(value, expected), (first, second, name)
+            assert any("average over them" in said for rank in loaded for said in rank.warnings) == averaged
+
+
+def test_tables_that_change_ranks_train_on_bit_for_bit(two_ranks: Ranks, tmp_path: Path) -> None:
+    all_at_once = two_ranks.run(train, ROWWISE_ADAGRAD, str(tmp_path / "a"), epochs=2, plan="0 1")
+    path = str(tmp_path / "a" / "epoch=0.ckpt")
+    swapped = two_ranks.run(train, ROWWISE_ADAGRAD, str(tmp_path / "b"), epochs=2, plan="1 0", resume=path)
+    for mine, theirs in zip(swapped, all_at_once, strict=True):
+        assert torch.equal(mine.result.losses, theirs.result.losses[EPOCH:])
+    ours, others = whole(swapped), whole(all_at_once)
+    assert all(torch.equal(ours[name], others[name]) for name in others)
+
+
+@pytest.mark.parametrize("checkpoint_format", FORMATS)
+@pytest.mark.parametrize(("save_on", "load_on"), [(2, 1), (1, 2)])
+def test_another_number_of_ranks(
+    get_ranks: Any, save_on: int, load_on: int, checkpoint_format: str, tmp_path: Path
+) -> None:
+    for case in (ROWWISE_ADAGRAD, MIXED):
+        folder = str(tmp_path / case.name)
+        saved = get_ranks(save_on).run(train, case, folder, checkpoint_format=checkpoint_format)
+        loaded = get_ranks(load_on).run(train, case, str(tmp_path / "_"), resume=saved[0].checkpoint)
+        before, after = whole(saved), whole(loaded)
+        assert after.keys() == before.keys()
+        assert all(torch.equal(after[name], before[name]) for name in before)
+        for name, value in saved[0].result.dense_state.items():
+            assert torch.equal(loaded[0].result.dense_state[name], value)
+        assert torch.equal(loaded[0].whole["kernels"][0][1], saved[0].whole["kernels"][0][1])
+        assert [rank.warnings for rank in loaded] == [[]] * load_on
+
+
+@pytest.mark.parametrize("checkpoint_format", FORMATS)
+def test_a_table_that_changes_its_trainer(two_ranks: Ranks, checkpoint_format: str, tmp_path: Path) -> None:
+    """Its weights move, its optimizer state starts anew, which is said by name."""
+    for first, second in (("0 1", "0 dp"), ("0 dp", "0 1")):
+        folder = str(tmp_path / first)
+        saved = two_ranks.run(
+            train, ROWWISE_ADAGRAD, folder, plan=first, checkpoint_format=checkpoint_format, model_class=None or _adam()
+        )
+        path = saved[0].checkpoint
+        loaded = two_ranks.run(
+            train, ROWWISE_ADAGRAD, str(tmp_path / "_"), plan=second, resume=path, model_class=_adam()
+        )
+        before, after = whole(saved), whole(loaded)
+        assert torch.equal(after["t1"], before["t1"])
+        assert torch.equal(after["t0 momentum1"], before["t0 momentum1"])
+        said = " ".join(loaded[0].warnings)
+        assert "ebc.embedding_bags.t1.weight: " in said
+        assert "ebc.embedding_bags.t0.weight" not in said
+        assert ("starts anew" if second == "0 1" else "the dense optimizer trains these tables now") in said
+        if second == "0 1":
+            assert after["t1 momentum1"].eq(0).all()
+
+
+def _adam() -> Any:
+    return checkpoints.DenseAdam
+
+
+@pytest.mark.parametrize("checkpoint_format", FORMATS)
+def test_tables_may_be_called_anything(get_ranks: Any, checkpoint_format: str, tmp_path: Path) -> None:
+    names = ("user/id", "a/b/c d", "t[0]", "t[1]", "ü [:, 0:4]")
+    tables = tuple(TableSpec(name, (f"f{index}",)) for index, name in enumerate(names))
+    case = Case("names", tables, optimizer=ROWWISE_ADAGRAD.optimizer)
+    kwargs: dict[str, Any] = {"plan": "dense dense cw cw cw", "model_class": _adam()}
+    ranks = get_ranks(1)
+    all_at_once = ranks.run(train, case, str(tmp_path / "a"), epochs=2, checkpoint_format=checkpoint_format, **kwargs)
+    path = str(tmp_path / "a" / "epoch=0.ckpt")
+    resumed = ranks.run(train, case, str(tmp_path / "b"), epochs=2, resume=path, **kwargs)
+    assert "a/b/c d exp_avg" in resumed[0].result.dense_state
+    assert_goes_on(all_at_once, resumed)
+    before = whole(ranks.run(train, case, str(tmp_path / "_"), resume=path, **kwargs))
+    after = whole(ranks.run(train, case, str(tmp_path / "_"), resume=path, **kwargs | {"plan": "dense dense 0 0 0"}))
+    for name in names[2:]:
+        expected = before[f"{name} momentum1"].double().mean(1, keepdim=True).float().expand(-1, 8)
+        assert torch.equal(after[f"{name} momentum1"], expected)
+
+
+# -- optimizers -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("checkpoint_format", FORMATS)
+def test_dense_kernels_of_table_wise_tables(two_ranks: Ranks, checkpoint_format: str, tmp_path: Path) -> None:
+    """Each rank's Adam has state of its own tables only."""
+    kwargs: dict[str, Any] = {"plan": "dense dense", "model_class": _adam()}
+    all_at_once = two_ranks.run(
+        train, ROWWISE_ADAGRAD, str(tmp_path / "a"), epochs=2, checkpoint_format=checkpoint_format, **kwargs
+    )
+    path = str(tmp_path / "a" / "epoch=0.ckpt")
+    resumed = two_ranks.run(train, ROWWISE_ADAGRAD, str(tmp_path / "b"), epochs=2, resume=path, **kwargs)
+    assert "t1 exp_avg" in resumed[1].result.dense_state
+    assert_goes_on(all_at_once, resumed)
+
+
+@pytest.mark.parametrize("checkpoint_format", FORMATS)
+def test_torchrecs_keyed_optimizer(ranks: Ranks, checkpoint_format: str, tmp_path: Path) -> None:
+    kwargs: dict[str, Any] = {"model_class": checkpoints.Keyed, "checkpoint_format": checkpoint_format}
+    all_at_once = ranks.run(train, ROWWISE_ADAGRAD, str(tmp_path / "a"), epochs=2, **kwargs)
+    path = str(tmp_path / "a" / "epoch=0.ckpt")
+    assert_goes_on(all_at_once, ranks.run(train, ROWWISE_ADAGRAD, str(tmp_path / "b"), epochs=2, resume=path, **kwargs))
+
+
+def test_counters_and_learning_rates_of_the_kernels(ranks: Ranks, tmp_path: Path) -> None:
+    kwargs: dict[str, Any] = {"model_class": checkpoints.Scheduled}
+    all_at_once = ranks.run(train, ROWWISE_ADAGRAD, str(tmp_path / "a"), epochs=2, **kwargs)
+    for rank in all_at_once:
+        assert rank.whole["kernels"][0][1].tolist() == [[2 * EPOCH, 2 * EPOCH, 0.125]]
+    path = str(tmp_path / "a" / ("epoch=0.ckpt"))
+    assert_goes_on(all_at_once, ranks.run(train, ROWWISE_ADAGRAD, str(tmp_path / "b"), epochs=2, resume=path, **kwargs))
+
+
+# -- evaluation, other tools ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("checkpoint_format", FORMATS)
+def test_validate_test_and_predict(two_ranks: Ranks, checkpoint_format: str, tmp_path: Path) -> None:
+    trained = two_ranks.run(train, ROWWISE_ADAGRAD, str(tmp_path), checkpoint_format=checkpoint_format)
+    tables = {f"ebc.embedding_bags.{name}.weight": value for name, value in whole(trained).items() if " " not in name}
+    weights = tables | trained[0].result.dense
+    expected = two_ranks.run(checkpoints.evaluate, ROWWISE_ADAGRAD, None, "validate", weights)
+    for fn in ("validate", "test", "predict"):
+        losses = two_ranks.run(checkpoints.evaluate, ROWWISE_ADAGRAD, trained[0].checkpoint, fn)
+        assert all(torch.equal(mine, theirs) for mine, theirs in zip(losses, expected, strict=True))
+
+
+def test_lightnings_consolidate_command(two_ranks: Ranks, get_ranks: Any, tmp_path: Path) -> None:
+    """It makes a file that serves, and that this strategy goes on from."""
+    all_at_once = two_ranks.run(train, ROWWISE_ADAGRAD, str(tmp_path / "a"), epochs=2)
+    path = str(tmp_path / "a" / "epoch=0.ckpt")
+    command = [sys.executable, "-m", "lightning.pytorch.utilities.consolidate_checkpoint", path]
+    subprocess.run(command, check=True, capture_output=True, timeout=60)
+    [weights] = get_ranks(1).run(checkpoints.load_unsharded, ROWWISE_ADAGRAD, f"{path}.consolidated")
+    assert weights["ebc.embedding_bags.t1.weight"].shape == (120, 8)
+    resumed = two_ranks.run(train, ROWWISE_ADAGRAD, str(tmp_path / "b"), epochs=2, resume=f"{path}.consolidated")
+    assert_goes_on(all_at_once, resumed)
+
+
+@pytest.mark.parametrize("save_last", [True, "link"])
+@pytest.mark.parametrize("how", ["sharded", "full", "async"])
+def test_model_checkpoint(two_ranks: Ranks, how: str, save_last: Any, tmp_path: Path) -> None:
+    """Steps, epochs, top-k, last, best."""
+    checkpoint_format = None if how == "async" else how
+    reports = two_ranks.run(checkpoints.train_with_savers, str(tmp_path), save_last, checkpoint_format, how == "async")
+    # Rank 0 removes old ones.
+    assert reports[0]["there"] == [
+        "epochs/epoch=1.ckpt",
+        "epochs/epoch=2.ckpt",
+        "steps/last.ckpt",
+        "steps/step=16.ckpt",
+    ]
+    for report in reports:
+        assert report["best"] == "epoch=2.ckpt"
+        assert report["steps"] == 4 * EPOCH
+        assert report["trained"] == 4 * EPOCH - 16
+
+
+# -- asynchronous saves, failures -------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("case", [ROWWISE_ADAGRAD, MIXED], ids=lambda case: case.name)
+def test_an_asynchronous_save_holds_the_state_of_its_step(ranks: Ranks, case: Case, tmp_path: Path) -> None:
+    """Though the tables are updated while it is written."""
+    path = tmp_path / "a.ckpt"
+    saved = ranks.run(checkpoints.save_while_training, case, str(path))
+    assert not any(whole_at_once for _, whole_at_once in saved)
+    before = whole([trained for trained, _ in saved])
+    trained = [rank for rank, _ in saved]
+    loaded = ranks.run(train, case, str(tmp_path / "_"), resume=str(path), max_steps=2)
+    after = whole(loaded)
+    assert after.keys() == before.keys()
+    assert all(torch.equal(after[name], before[name]) for name in before)
+    assert not torch.equal(trained[0].result.tables["t0 [0, 0]"], before["t0"]), "nothing was trained meanwhile"
+
+
+def test_an_asynchronous_save_that_fails_is_an_error_on_every_rank(two_ranks: Ranks, tmp_path: Path) -> None:
+    for message in two_ranks.run(checkpoints.fail_while_training, str(tmp_path / "a.ckpt")):
+        assert "could not write the checkpoint" in message[0]
+        assert "no space left" in message[0]
+    assert not (tmp_path / "a.ckpt").exists()
+
+
+@pytest.mark.parametrize("disk_is_full", [False, True])
+def test_an_error_beside_an_asynchronous_save(get_ranks: Any, disk_is_full: bool, tmp_path: Path) -> None:
+    """It is the one that is raised; a callback may broadcast while it is handled; the trainer is torn down."""
+    ranks = get_ranks(2)
+    path = tmp_path / "a.ckpt"
+    for said, notes, heard, stage in ranks.run(checkpoints.fail_beside_a_save, str(path), disk_is_full=disk_is_full):
+        assert said == "the same on all ranks"
+        assert heard == 0
+        assert stage is None
+        assert any("written beside training failed: no space left" in note for note in notes) == disk_is_full
+    assert path.exists() != disk_is_full
+    ranks.close()  # a run that failed leaves process groups behind
+
+
+@pytest.mark.parametrize("checkpoint_format", FORMATS)
+def test_a_failure_keeps_the_old_checkpoint(two_ranks: Ranks, checkpoint_format: str, tmp_path: Path) -> None:
+    path = tmp_path / "last.ckpt"
+    for _ in range(2):
+        assert two_ranks.run(checkpoints.save_to, str(path), checkpoint_format=checkpoint_format) == ["saved"] * 2
+    assert [entry.name for entry in tmp_path.iterdir()] == ["last.ckpt"]
+    for message in two_ranks.run(checkpoints.save_and_fail, str(path), checkpoint_format):
+        assert message == f"could not write the checkpoint {path}: OSError: no space left"
+    assert two_ranks.run(checkpoints.load_from, TABLE_WISE, str(path)) == ["loaded"] * 2
+
+
+@pytest.mark.parametrize(("checkpoint_format", "rank"), [("sharded", 1), ("full", 1)])
+def test_a_killed_rank_keeps_the_old_checkpoint(
+    get_ranks: Any, checkpoint_format: str, rank: int, tmp_path: Path
+) -> None:
+    path = str(tmp_path / "last.ckpt")
+    get_ranks(2).run(checkpoints.save_to, path, checkpoint_format=checkpoint_format)
+    with pytest.raises(RankError):
+        get_ranks(2).run(checkpoints.kill_while_saving, path, checkpoint_format, rank)
+    assert get_ranks(2).run(checkpoints.load_from, TABLE_WISE, path) == ["loaded"] * 2
+
+
+# -- memory -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="reads the peak of memory from Linux")
+def test_what_saving_holds(two_ranks: Ranks, tmp_path: Path) -> None:
+    """In tables, of which each rank has three, in one kernel."""
+    for rank in two_ranks.run(checkpoints.memory_of_saving, str(tmp_path / "sharded"), "sharded"):
+        assert rank < 1.4
+    first, second = two_ranks.run(checkpoints.memory_of_saving, str(tmp_path / "full"), "full")
+    assert first < 3.4  # those of rank 1
+    assert second < 0.4
+
+
+# -- what is refused --------------------------------------------------------------------------------------------
+
+
+def test_arguments() -> None:
+    with pytest.raises(ValueError, match=r"unknown checkpoint_format 'shard'. Did you mean 'sharded'\? Known: shard"):
+        OverlapEmbeddingStrategy(checkpoint_format="shard")
+    with pytest.raises(ValueError, match="async_checkpoint=True writes folders"):
+        OverlapEmbeddingStrategy(checkpoint_format="full", async_checkpoint=True)
+
+
+def test_a_remote_path_is_refused(two_ranks: Ranks, tmp_path: Path) -> None:
+    for message in two_ranks.run(checkpoints.save_to, "memory://bucket/a.ckpt"):
+        assert "a checkpoint of sharded tables is a local folder, got 'memory://bucket/a.ckpt'" in message
+    for message in two_ranks.run(checkpoints.save_to, str(tmp_path / "a.ckpt"), {"option": 1}):
+        assert "with storage_options" in message
+
+
+def test_loading_what_is_something_else(two_ranks: Ranks, tmp_path: Path) -> None:
+    def load(name: str, case: Case = TABLE_WISE) -> str:
+        first, second = two_ranks.run(checkpoints.load_from, case, str(tmp_path / name))
+        assert first == second
+        return first
+
+    assert load("nothing.ckpt").startswith(f"FileNotFoundError: Checkpoint file not found: {tmp_path / 'nothing.ckpt'}")
+    (tmp_path / "folder").mkdir()
+    assert "is a folder without meta.pt, so not a checkpoint of this strategy" in load("folder")
+    (tmp_path / "a.ckpt.unfinished").mkdir()
+    assert "a save that did not finish" in load("a.ckpt")
+    assert "is what is left of a save that did not finish" in load("a.ckpt.unfinished")
+    for checkpoint_format in FORMATS:
+        two_ranks.run(checkpoints.save_to, str(tmp_path / checkpoint_format), checkpoint_format=checkpoint_format)
+        assert "ebc.embedding_bags.t2.weight" in load(checkpoint_format, ROWWISE_ADAGRAD)
+        fused = checkpoints.dataclasses.replace(TABLE_WISE, optimizer=ADAGRAD.optimizer)
+        assert "was saved with no state, this run's has momentum1" in load(checkpoint_format, fused)
+
+
+def test_a_crash_between_the_two_renames(two_ranks: Ranks, tmp_path: Path) -> None:
+    path = tmp_path / "last.ckpt"
+    two_ranks.run(checkpoints.save_to, str(path))
+    path.rename(tmp_path / "last.ckpt.old")
+    assert two_ranks.run(checkpoints.load_from, TABLE_WISE, str(path)) == ["loaded"] * 2
+
+
+@pytest.mark.parametrize("checkpoint_format", FORMATS)
+def test_weights_only(two_ranks: Ranks, checkpoint_format: str, tmp_path: Path) -> None:
+    """Ours hold plain tensors; an object of the user's is loaded when the file is trusted."""
+    path = str(tmp_path / "plain")
+    two_ranks.run(checkpoints.save_to, path, checkpoint_format=checkpoint_format)
+    for fn in ("fit", "validate"):
+        assert two_ranks.run(checkpoints.load_from, TABLE_WISE, path, fn, weights_only=True) == ["loaded"] * 2
+    saved = two_ranks.run(
+        train, TABLE_WISE, str(tmp_path), model_class=checkpoints.SavesAnObject, checkpoint_format=checkpoint_format
+    )
+    for message in two_ranks.run(checkpoints.load_from, TABLE_WISE, saved[0].checkpoint):
+        assert "holds objects that are not loaded unless you trust it" in message
+        assert "TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD=1" in message

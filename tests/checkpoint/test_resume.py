@@ -1,0 +1,63 @@
+"""Going on in the middle of an epoch equals not stopping: no batch is lost, none comes twice."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from lightning_overlap import MODES
+
+from ..support.ranks import Ranks
+from . import resumes
+from .resumes import EPOCH, EPOCHS, train_from
+
+EXACT = [name for name, mode in MODES.items() if mode.staleness == 0]
+
+
+def assert_same(
+    ranks: Ranks, pipeline: str, kind: str, stops: tuple[int, ...], folder: str, epochs: int = EPOCHS
+) -> None:
+    """Train at once, then from every stop, and from the end of the first epoch."""
+    all_at_once = ranks.run(train_from, pipeline, kind, folder, None, stops, epochs)
+    names = {f"step={stop}": stop for stop in stops} | ({"epoch=0": EPOCH} if epochs > 1 else {})
+    for name, stop in names.items():
+        resumed = ranks.run(train_from, pipeline, kind, folder, name, (), epochs)
+        for (whole, (all_seen, ended, progress)), (rest, (seen, ended_later, later)) in zip(
+            all_at_once, resumed, strict=True
+        ):
+            assert len(all_seen) == epochs * EPOCH
+            assert seen == all_seen[stop:], name
+            assert ended_later == ended[-len(ended_later) :], name
+            assert later == progress, name
+            assert rest.differences(dataclasses.replace(whole, losses=whole.losses[stop:])) == [], name
+
+
+@pytest.mark.parametrize("kind", ["own-sized", "own-unsized"])
+@pytest.mark.parametrize("pipeline", EXACT)
+def test_every_exact_mode(two_ranks: Ranks, pipeline: str, kind: str, tmp_path: Path) -> None:
+    assert_same(two_ranks, pipeline, kind, (1, EPOCH - 1, EPOCH, EPOCH + 1), str(tmp_path))
+
+
+@pytest.mark.parametrize("kind", ["sized-0", "unsized-0"])
+def test_torchdata(ranks: Ranks, kind: str, tmp_path: Path) -> None:
+    assert_same(ranks, "fused_sparse_dist", kind, (3, EPOCH - 1, EPOCH, EPOCH + 2), str(tmp_path))
+
+
+@pytest.mark.parametrize("kind", ["sized-2", "unsized-2"])
+def test_torchdata_with_workers(get_ranks: Any, kind: str, tmp_path: Path) -> None:
+    assert_same(get_ranks(1), "fused_sparse_dist", kind, (3, EPOCH), str(tmp_path))
+
+
+def test_a_shuffled_epoch_goes_on_in_its_order(two_ranks: Ranks, tmp_path: Path) -> None:
+    """The order of the epoch after it is drawn anew: torchdata 0.11 does not restore the generator itself."""
+    assert_same(two_ranks, "fused_sparse_dist", "shuffled-0", (3, EPOCH - 1), str(tmp_path), epochs=1)
+
+
+@pytest.mark.parametrize("pipeline", MODES)
+def test_a_checkpoint_does_not_count_lookups_of_batches_to_come(ranks: Ranks, pipeline: str, tmp_path: Path) -> None:
+    """FBGEMM counts in the forward, and Adam corrects its bias by that: the batch ahead is looked up again."""
+    for counts in ranks.run(resumes.counts_after_resuming, pipeline, str(tmp_path), 5):
+        assert counts == [(5, 5)] * len(counts)

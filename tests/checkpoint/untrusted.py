@@ -1,0 +1,132 @@
+"""Checkpoints that somebody changed so that they would execute something. Functions that ranks run."""
+
+from __future__ import annotations
+
+import io
+import os
+import pickle
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.checkpoint.filesystem import _StorageInfo
+from torch.distributed.checkpoint.metadata import BytesStorageMetadata, MetadataIndex
+
+from lightning_overlap import OverlapEmbeddingStrategy
+
+from ..support.cases import TABLE_WISE, Batches, Case
+from ..support.fits import make_trainer
+from .checkpoints import Evaluated, Opaque, load_from, save_to
+
+MARK = "executed"
+
+
+class Evil:
+    """Leaves a mark where it is unpickled by somebody who executes what a pickle says."""
+
+    def __init__(self, mark: Path) -> None:
+        self.mark = str(mark)
+
+    def __reduce__(self) -> Any:
+        return os.mkdir, (self.mark,)
+
+
+def _saved(folder: Path, checkpoint_format: str) -> Path:
+    path = folder / "a.ckpt"
+    assert save_to(str(path), checkpoint_format=checkpoint_format) == "saved"
+    return path
+
+
+def _evil_list(path: Path, mark: Path) -> None:
+    (path / ".metadata").write_bytes(pickle.dumps(Evil(mark)))
+
+
+def _evil_inside_list(path: Path, mark: Path) -> None:
+    metadata = pickle.loads((path / ".metadata").read_bytes())
+    metadata.planner_data = Evil(mark)
+    (path / ".metadata").write_bytes(pickle.dumps(metadata))
+
+
+def _evil_tensor(path: Path, mark: Path) -> None:
+    """A tensor is an object now."""
+    _put(path, "model.bottom.0.bias", Evil(mark))
+
+
+def _evil_state(path: Path, mark: Path) -> None:
+    """An object of the module's `get_extra_state`."""
+    _put(path, "model._extra_state", Evil(mark))
+
+
+def _elsewhere(path: Path, mark: Path) -> None:
+    metadata = pickle.loads((path / ".metadata").read_bytes())
+    for place in metadata.storage_data.values():
+        place.relative_path = f"../{place.relative_path}"
+    (path / ".metadata").write_bytes(pickle.dumps(metadata))
+
+
+def _evil_rest(path: Path, mark: Path) -> None:
+    rest = torch.load(path / "meta.pt", weights_only=True)
+    torch.save({**rest, "more": Evil(mark)}, path / "meta.pt")
+
+
+def _evil_file(path: Path, mark: Path) -> None:
+    torch.save({**torch.load(path, weights_only=True), "more": Evil(mark)}, path)
+
+
+def _put(path: Path, name: str, value: Any) -> None:
+    metadata = pickle.loads((path / ".metadata").read_bytes())
+    buffer = io.BytesIO()
+    torch.save(value, buffer)
+    (path / "evil.distcp").write_bytes(buffer.getvalue())
+    metadata.state_dict_metadata[name] = BytesStorageMetadata()
+    metadata.storage_data[MetadataIndex(name)] = _StorageInfo("evil.distcp", 0, len(buffer.getvalue()))
+    (path / ".metadata").write_bytes(pickle.dumps(metadata))
+
+
+CHANGES = {
+    "list": ("sharded", _evil_list),
+    "in_list": ("sharded", _evil_inside_list),
+    "tensor": ("sharded", _evil_tensor),
+    "extra_state": ("sharded", _evil_state),
+    "elsewhere": ("sharded", _elsewhere),
+    "meta.pt": ("sharded", _evil_rest),
+    "file": ("full", _evil_file),
+}
+
+
+class WithState(Evaluated):
+    """Has an object of the user's in its state."""
+
+    def __init__(self, case: Case, told: Any = None) -> None:
+        super().__init__(case)
+        self.told = Opaque() if told is None else told
+
+    def get_extra_state(self) -> Any:
+        return self.told
+
+    def set_extra_state(self, state: Any) -> None:
+        self.told = state
+
+
+def save_and_load_state(folder: str, *, trust: bool) -> tuple[str, Any]:
+    """Save a module with an object in its state and load it, trusted or not; return what the user reads."""
+    path = f"{folder}/a.ckpt"
+    model = WithState(TABLE_WISE)
+    model.told.word = "kept"
+    trainer = make_trainer(OverlapEmbeddingStrategy(sharding="table_wise", checkpoint_format="sharded"))
+    trainer.fit(model, datamodule=Batches(TABLE_WISE, 1))
+    trainer.save_checkpoint(path)
+    again = WithState(TABLE_WISE)
+    with torch.serialization.safe_globals([Opaque] if trust else []):
+        said = load_from(TABLE_WISE, path, model_class=lambda case: again)
+    return said, getattr(again.told, "word", None)
+
+
+def load_changed(folder: str, what: str, fn: str, weights_only: bool | None) -> str:
+    """Save, change what was saved, load; return what the user reads."""
+    checkpoint_format, change = CHANGES[what]
+    path = _saved(Path(folder), checkpoint_format)
+    change(path, Path(folder) / MARK)
+    model_class: type[nn.Module] = WithState if what == "extra_state" else Evaluated
+    return load_from(TABLE_WISE, str(path), fn, weights_only=weights_only, model_class=model_class)

@@ -1,0 +1,72 @@
+"""The backend whose all-to-alls post receives first: it gives what gloo gives."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from lightning_overlap import Schedule
+
+from ..support import exchanges, reference
+from ..support.cases import COLUMN_WISE, EMPTY_FEATURE, MIXED, SEQUENCE, TWO_COLLECTIONS, Case
+from ..support.fits import fit
+from ..support.ranks import Ranks
+from ..support.reference import Delayed
+
+
+@pytest.mark.parametrize("dtype", [torch.int64, torch.int32, torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize(
+    ("shape", "splits"),
+    [
+        ((6,), None),
+        ((4, 3), None),
+        ((0,), None),
+        ((5,), [[2, 3], [4, 1]]),
+        ((5, 2), [[0, 5], [5, 0]]),
+        ((3,), [[3, 0], [0, 3]]),
+        ((2,), [[0, 2], [0, 2]]),
+    ],
+    ids=str,
+)
+def test_gives_what_gloo_gives(
+    two_ranks: Ranks, shape: tuple[int, ...], splits: list[list[int]] | None, dtype: torch.dtype
+) -> None:
+    for gloos, ours in two_ranks.run(exchanges.of_gloo_and_ours, shape, dtype, splits):
+        assert torch.equal(gloos, ours)
+
+
+def test_receives_are_posted_before_sends(two_ranks: Ranks) -> None:
+    assert two_ranks.run(exchanges.order_of_posts) == [["recv", "send"]] * 2
+
+
+def test_other_collectives_are_gloos(two_ranks: Ranks) -> None:
+    assert two_ranks.run(exchanges.others_work) == [[3.0, 0.0, [0, 1], 2.0]] * 2
+
+
+@pytest.mark.parametrize("num_nodes", [1, 2])
+def test_a_run_over_several_hosts_uses_it_for_tables_and_input_dist(num_nodes: int, get_ranks: Any) -> None:
+    between_hosts = num_nodes > 1
+    ranks = get_ranks(2, num_nodes=num_nodes)
+    assert ranks.run(exchanges.groups_of_a_run) == [[between_hosts, between_hosts, False]] * 2
+
+
+@pytest.mark.parametrize(
+    "case", [MIXED, SEQUENCE, TWO_COLLECTIONS, COLUMN_WISE, EMPTY_FEATURE], ids=lambda case: case.name
+)
+def test_two_hosts_train_as_the_plain_loop(case: Case, mode: Schedule, get_ranks: Any) -> None:
+    ranks = get_ranks(2, num_nodes=2)
+    expected = ranks.run(reference.train_delayed, case, Delayed(mode.staleness))
+    actual = ranks.run(fit, case, mode.name)
+    assert [mine.differences(theirs) for mine, theirs in zip(actual, expected, strict=True)] == [[], []]
+
+
+def test_everyone_who_waits_hears_of_a_failure() -> None:
+    ranks = Ranks(2)  # of its own: the group is of no more use
+    try:
+        text, _ = ranks.run(exchanges.waits_in_vain)
+    finally:
+        ranks.close()
+    assert text.startswith("['RuntimeError', 'RuntimeError']") or text.startswith("['DistBackendError'")
+    assert text.endswith("True False")

@@ -1,0 +1,129 @@
+"""The tables of docs/: each row has a status, says why where it has to, and names a test that exists."""
+
+from __future__ import annotations
+
+import ast
+import re
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+HEAD = ["feature", "status", "remark or reason", "test"]
+MODULES_HEAD = ["module or feature", "looked up", "after which writer", "remark or reason", "test"]
+LOOKED_UP = {"early", "ids early", "plain", "refused"}
+STATUS = {"works", "with a remark", "refused"}
+TEST = re.compile(r"`(?P<file>test_\w+\.py)::(?P<test>test_\w+)(?:\[(?P<id>[^\]`]+)\])?`")
+
+
+@dataclass(frozen=True)
+class Row:
+    feature: str
+    status: str
+    remark: str
+    tests: str
+
+
+@dataclass(frozen=True)
+class Module:
+    feature: str
+    looked_up: str
+    writer: str
+    remark: str
+    tests: str
+
+
+def rows_of(text: str, head: list[str] = HEAD, kind: type[Any] = Row) -> list[Any]:
+    """Return the rows of all tables with these columns."""
+    rows, inside = [], False
+    for line in text.splitlines():
+        cells = [cell.strip() for cell in line.strip().strip("|").split("|")] if line.startswith("|") else []
+        if cells == head:
+            inside = True
+        elif not cells:
+            inside = False
+        elif inside and set(line) - set("|- "):
+            rows.append(kind(*cells))
+    return rows
+
+
+def problem_of(reference: str) -> str | None:
+    """Return why there is no such test, by reading its file; None if there is one."""
+    match = TEST.fullmatch(reference.strip())
+    if match is None:
+        return f"{reference!r} is not `file.py::test` or `file.py::test[id]`"
+    paths = list((ROOT / "tests").rglob(match["file"]))
+    if len(paths) != 1:
+        return f"{len(paths)} files are named {match['file']}"
+    tree = ast.parse(paths[0].read_text(encoding="utf-8"))
+    functions = {node.name: node for node in tree.body if isinstance(node, ast.FunctionDef)}
+    if match["test"] not in functions:
+        return f"{match['file']} has no {match['test']}"
+    if match["id"] is None:
+        return None
+    if not any("parametrize" in ast.unparse(decorator) for decorator in functions[match["test"]].decorator_list):
+        return f"{match['test']} has no parameters"
+    # The ids are strings of the test's file, or of the module whose table it runs through.
+    sources = [tree, *_imported(tree, paths[0])]
+    words = {node.value for source in sources for node in ast.walk(source) if isinstance(node, ast.Constant)}
+    return None if match["id"] in words else f"{match['test']} has no {match['id']!r} among its parameters"
+
+
+def _imported(tree: ast.Module, path: Path) -> list[ast.Module]:
+    imported = [node for node in tree.body if isinstance(node, ast.ImportFrom) and node.level]
+    files = [
+        (path.parents[node.level - 1] / (node.module or "").replace(".", "/") / name).with_suffix(".py")
+        for node in imported
+        for name in ("", *(alias.name for alias in node.names))
+        if name or node.module
+    ]
+    return [ast.parse(file.read_text(encoding="utf-8")) for file in files if file.is_file()]
+
+
+ROWS: list[Row] = rows_of((ROOT / "docs" / "lightning.md").read_text(encoding="utf-8"))
+MODULES: list[Module] = rows_of((ROOT / "docs" / "modules.md").read_text(encoding="utf-8"), MODULES_HEAD, Module)
+
+
+@pytest.mark.parametrize("row", ROWS, ids=lambda row: row.feature)
+def test_a_row_says_what_to_expect_and_names_its_tests(row: Row) -> None:
+    assert row.status in STATUS
+    assert row.remark or row.status == "works"
+    problems = [problem_of(reference) for reference in row.tests.split(", ")]
+    assert problems == [None] * len(problems)
+
+
+@pytest.mark.parametrize("row", MODULES, ids=lambda row: row.feature)
+def test_a_module_says_when_it_is_looked_up_and_names_its_tests(row: Module) -> None:
+    assert row.looked_up in LOOKED_UP
+    assert row.writer if "early" in row.looked_up else row.remark or "twice" in row.feature
+    problems = [problem_of(reference) for reference in row.tests.split(", ")]
+    assert problems == [None] * len(problems)
+
+
+@pytest.mark.parametrize(
+    ("file", "head", "rows"), [("lightning.md", HEAD, ROWS), ("modules.md", MODULES_HEAD, MODULES)]
+)
+def test_all_rows_are_read_and_none_comes_twice(file: str, head: list[str], rows: list[Any]) -> None:
+    text = (ROOT / "docs" / file).read_text(encoding="utf-8")
+    assert len(rows) == sum(line.startswith("|") for line in text.splitlines()) - 2 * text.count(" | ".join(head))
+    assert len({row.feature for row in rows}) == len(rows)
+
+
+@pytest.mark.parametrize(
+    ("reference", "problem"),
+    [
+        ("`test_features.py::test_same_as_ddp[max_time]`", None),
+        ("`test_tools.py::test_profilers_see_the_same_actions[advanced]`", None),
+        ("`test_of_yore.py::test_it`", "0 files"),
+        ("`test_features.py::test_of_yore`", "has no test_of_yore"),
+        ("`test_features.py::test_same_as_ddp[of_yore]`", "has no 'of_yore'"),
+        ("`test_strategy.py::test_registry_name[max_time]`", "has no parameters"),
+        ("test_features.py", "is not `file.py::test`"),
+    ],
+)
+def test_a_test_that_is_gone_is_seen(reference: str, problem: str | None) -> None:
+    found = problem_of(reference)
+    assert (found is None) == (problem is None)
+    assert problem is None or problem in str(found)

@@ -1,0 +1,433 @@
+"""The folders of the package: imports point down and go by faces, other packages' private names stay where listed."""
+
+from __future__ import annotations
+
+import ast
+import importlib
+import inspect
+import re
+import sys
+import textwrap
+from collections.abc import Iterator, Mapping
+from functools import cache
+from importlib import resources
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import lightning_overlap
+from lightning_overlap.plugin import checkpoint_links, evaluation_loops, fit_loop, processes, sigterm, strategy
+from lightning_overlap.sparse import sharded_module
+
+PACKAGE = Path(lightning_overlap.__file__).resolve().parent
+ROOT = PACKAGE.parent
+FLOORS = (
+    ("text", "versions"),
+    ("schedules", "distributed", "data"),
+    ("models", "runtime"),
+    ("profiling", "sparse"),
+    ("checkpoint",),
+    ("plugin",),
+    ("testing", "apps"),
+    ("train", "benchmark", "conf"),
+)
+"""From the ground up: the files and folders of the package; each imports from those on the floors below it."""
+
+FLOOR = {name: floor for floor, names in enumerate(FLOORS) for name in names}
+FOLDERS = {name for name in FLOOR if (PACKAGE / name).is_dir()} - {"conf"}
+MOST_FILES = 15
+MOST_LINES = 450
+_NO_CONFIGS = {"hydra", "omegaconf"}
+_NO_LIGHTNING = {"lightning", *_NO_CONFIGS}
+_NO_TORCHREC = {"torchrec", "fbgemm_gpu", *_NO_LIGHTNING}
+LEAVES_ALONE = {
+    **dict.fromkeys(("distributed", "runtime", "profiling"), _NO_TORCHREC),
+    **dict.fromkeys(("sparse", "checkpoint"), _NO_LIGHTNING),
+    **dict.fromkeys(("plugin", "testing"), _NO_CONFIGS),
+}
+LIGHTNING_FILES = {
+    "fit_loop": fit_loop,
+    "evaluation_loops": evaluation_loops,
+    "sigterm": sigterm,
+    "processes": processes,
+    "checkpoint_links": checkpoint_links,
+}
+"""The files that may use Lightning's private names; each lists them."""
+
+SOURCES = sorted(path for path in PACKAGE.rglob("*.py") if path != PACKAGE / "__init__.py")
+
+
+def name_of(path: Path) -> str:
+    return path.relative_to(PACKAGE).as_posix()
+
+
+def room_of(path: Path) -> str:
+    return path.relative_to(PACKAGE).with_suffix("").parts[0]
+
+
+def imports(tree: ast.AST, path: Path) -> Iterator[tuple[str, str]]:
+    """Yield (module, imported name or "") of every import, relative ones written out in full."""
+    package = ["lightning_overlap", *path.relative_to(PACKAGE).parts[:-1]]
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            yield from ((alias.name, "") for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            base = package[: len(package) - node.level + 1] if node.level else []
+            module = ".".join([*base, *([node.module] if node.module else [])])
+            yield from ((module, alias.name) for alias in node.names)
+
+
+@cache
+def face_of(folder: str) -> set[str]:
+    """Return the public names of a folder: what its `__init__` imports, or lists."""
+    tree = ast.parse((PACKAGE / folder / "__init__.py").read_text(encoding="utf-8"))
+    listed = [node for node in tree.body if isinstance(node, ast.Assign)]
+    names = {node.value for assigned in listed for node in ast.walk(assigned) if isinstance(node, ast.Constant)}
+    return names | {
+        alias.asname or alias.name for node in tree.body if isinstance(node, ast.ImportFrom) for alias in node.names
+    }
+
+
+def complaints(source: str, path: Path) -> Iterator[str]:
+    """Yield what the imports of a file do that its folder must not."""
+    room = room_of(path)
+    for module, name in imports(ast.parse(source), path):
+        top, *rest = module.split(".")
+        if top == "lightning_overlap":
+            if not rest and name not in FLOOR:
+                continue  # `lightning_overlap` itself: its public names
+            target, *inner = rest or [name]
+            if target == room:
+                continue
+            if FLOOR[target] >= FLOOR[room]:
+                yield f"{room} imports {target}, which is not below it"
+            elif inner:
+                yield f"{room} imports {'.'.join([target, *inner])}, and not the face of {target}"
+            elif rest and target in FOLDERS and name not in face_of(target):
+                yield f"{room} imports {name}, which is not in the face of {target}"
+            continue
+        if room == "schedules" and top not in sys.stdlib_module_names:
+            yield f"schedules imports {top}, which is not of the standard library"
+        if top.replace("pytorch_lightning", "lightning") in LEAVES_ALONE.get(room, ()):
+            yield f"{room} imports {top}"
+        private = any(is_private(part) for part in (*rest, name))
+        if top == "torchrec" and private and room != "sparse":
+            yield f"{room} imports the private {module}.{name}"
+        if top in ("lightning", "pytorch_lightning") and private and path.stem not in LIGHTNING_FILES:
+            yield f"{path.name} imports the private {module}.{name}"
+
+
+@pytest.mark.parametrize("path", SOURCES, ids=name_of)
+def test_imports_point_down_and_go_by_faces(path: Path) -> None:
+    assert not list(complaints(path.read_text(encoding="utf-8"), path))
+
+
+@pytest.mark.parametrize(
+    ("file", "source", "complaint"),
+    [
+        ("schedules/schedule.py", "import torch", "schedules imports torch"),
+        ("schedules/schedule.py", "def f():\n    from ..runtime import X", "schedules imports runtime, which is not"),
+        ("runtime/executor.py", "from .. import sparse", "runtime imports sparse, which is not below it"),
+        ("runtime/executor.py", "from lightning_overlap.plugin import X", "runtime imports plugin, which is not below"),
+        ("runtime/executor.py", "from ..schedules.schedule import Step", "runtime imports schedules.schedule, and not"),
+        ("runtime/executor.py", "from ..schedules import _validate", "runtime imports _validate, which is not in the"),
+        ("runtime/executor.py", "import torchrec.sparse", "runtime imports torchrec"),
+        ("profiling/report.py", "from ..sparse import tbes", "profiling imports sparse, which is not below it"),
+        ("sparse/pipeline.py", "from lightning.pytorch import Trainer", "sparse imports lightning"),
+        ("plugin/strategy.py", "import hydra", "plugin imports hydra"),
+        ("plugin/strategy.py", "from torchrec.distributed.types import _A", "plugin imports the private torchrec"),
+        ("plugin/strategy.py", "from lightning.pytorch.loops.fit_loop import _A", "strategy.py imports the private"),
+        ("data/batch.py", "from ..sparse import tbes", "data imports sparse, which is not below it"),
+    ],
+)  # fmt: skip
+def test_an_arrow_that_points_up_is_seen(file: str, source: str, complaint: str) -> None:
+    [found] = complaints(source, PACKAGE / file)
+    assert found.startswith(complaint)
+
+
+def test_every_file_has_its_place() -> None:
+    assert {room_of(path) for path in SOURCES} | {"conf"} == set(FLOOR)
+    for folder in FOLDERS:
+        files = [path for path in (PACKAGE / folder).glob("*.py") if path.stem != "__init__"]
+        assert len(files) <= MOST_FILES, folder
+        face = ast.parse((PACKAGE / folder / "__init__.py").read_text(encoding="utf-8"))
+        assert len(ast.get_docstring(face) or "") > 60, f"{folder} does not say what it is"
+
+
+@pytest.mark.parametrize("path", SOURCES, ids=name_of)
+def test_a_file_is_read_in_one_sitting(path: Path) -> None:
+    assert len(path.read_text(encoding="utf-8").splitlines()) <= MOST_LINES
+
+
+def test_tests_mirror_the_package() -> None:
+    of_their_own = {"house", "laws", "support", "gpu", "benchmarks"}
+    folders = {path.parent.name for path in (ROOT / "tests").glob("*/test_*.py")}
+    assert folders <= FOLDERS | of_their_own
+
+
+@pytest.mark.parametrize("folder", ["", *sorted(FOLDERS)])
+def test_a_face_gives_public_names_only(folder: str) -> None:
+    tree = ast.parse((PACKAGE / folder / "__init__.py").read_text(encoding="utf-8"))
+    for node in ast.walk(tree):
+        if isinstance(node, (ast.Import, ast.ImportFrom)):
+            for alias in node.names:
+                assert alias.asname == alias.name, f"write `import {alias.name} as {alias.name}`"
+                assert not alias.name.startswith("_")
+
+
+# -- source paths spelled in code: they break without an error when a file moves ---------------------------------------
+
+SPELLED = re.compile(r"/?lightning_overlap/([a-z_]+/)*[a-z_]+\.(py|html)|lightning_overlap(\.[a-z_]+)+")
+PLACES = [
+    path
+    for folder in ("lightning_overlap", "tests", "benchmarks", "conf", "docs", "examples")
+    for path in sorted((ROOT / folder).rglob("*"))
+    if path.suffix in (".py", ".md", ".yaml", ".sh", ".html")
+    and path != Path(__file__)
+    and "conf" not in path.parts[-3:-2]
+] + [ROOT / name for name in ("pyproject.toml", "README.md", "CONTRIBUTING.md", "Makefile")]
+
+
+def resolves(spelled: str) -> bool:
+    """Whether a path or a dotted name leads to a file, a folder, or a name that one of them has."""
+    if spelled.endswith((".py", ".html")):
+        return (ROOT / spelled.lstrip("/")).is_file()
+    thing: Any = lightning_overlap
+    for part in spelled.split(".")[1:]:
+        if not hasattr(thing, part):
+            try:
+                importlib.import_module(f"{thing.__name__}.{part}")
+            except (ImportError, AttributeError):
+                return part in getattr(thing, "__annotations__", {})
+        thing = getattr(thing, part)
+    return True
+
+
+@pytest.mark.parametrize("path", PLACES, ids=lambda path: path.relative_to(ROOT).as_posix())
+def test_source_paths_lead_somewhere(path: Path) -> None:
+    spelled = {match.group() for match in SPELLED.finditer(path.read_text(encoding="utf-8"))}
+    assert not [one for one in sorted(spelled) if not resolves(one)]
+
+
+def test_what_the_host_sync_predictor_takes_for_reads_of_the_host_exists() -> None:
+    from lightning_overlap.profiling import host_syncs
+
+    ours = [entry for entry in host_syncs._READERS_OF_HOST_MEMORY if "lightning_overlap" in entry[0]]
+    assert len(ours) == 3
+    for file, function in ours:
+        tree = ast.parse((ROOT / file.lstrip("/")).read_text(encoding="utf-8"))
+        assert not function or function in {node.name for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)}
+
+
+def test_the_host_sync_predictor_knows_all_folders_for_this_packages() -> None:
+    from lightning_overlap.profiling import host_syncs
+
+    assert not any(host_syncs._is_users(str(path)) for path in SOURCES)
+    assert host_syncs._is_users(str(ROOT / "examples" / "existing_module" / "train.py"))
+
+
+def test_the_trace_reader_knows_the_wait_for_early_embeddings() -> None:
+    """TorchRec names the range of an awaitable's wait after its class."""
+    from lightning_overlap.profiling import Kind, trace_names
+    from lightning_overlap.schedules import Stage
+    from lightning_overlap.sparse.pipelined_forward import EarlyRows
+
+    meaning = trace_names.of_annotation(f"## {EarlyRows.__name__} wait() ##")
+    assert meaning == trace_names.Meaning(Stage.EMBEDDING_LOOKUP, Kind.WAIT)
+
+
+def test_the_law_checker_knows_the_read_of_sizes() -> None:
+    from lightning_overlap.testing import check_module as checker
+
+    file = sys.modules[checker.__module__]._SIZES
+    assert (ROOT / file.lstrip("/")).is_file()
+    assert "tolist()" in (ROOT / file.lstrip("/")).read_text(encoding="utf-8")
+
+
+def test_the_html_page_stands_by_its_writer() -> None:
+    assert resources.files("lightning_overlap.profiling").joinpath("page.html").is_file()
+
+
+# -- private names of other packages ----------------------------------------------------------------------------
+
+LISTED = {
+    "sparse": {name for names in sharded_module.PRIVATE_NAMES.values() for name in names},
+    **{
+        file: {name for names in module.PRIVATE_NAMES.values() for name in names}
+        for file, module in LIGHTNING_FILES.items()
+    },
+}
+STANDARD_LIBRARY = {"_fields", "_replace", "_exit"}
+"""Documented, though they start with an underscore."""
+
+TORCH_PRIVATE = {
+    "_C",
+    "_apply_optimizer_in_backward",
+    "_autograd",
+    "_cdata",
+    "_current_autograd_node",
+    "_current_graph_task_id",
+    "_execution_engine",
+    "_get_default_store",
+    "_get_sequence_nr",
+    "_init_from_local_shards_and_global_metadata",
+    "_profiler_enabled",
+    "_register_backend",
+    "_schema",
+    "_sequence_nr",
+    "_set_params_and_buffers_to_ignore_for_model",
+    "_to_copy",
+}
+"""PyTorch's own; TorchRec and Lightning use them too."""
+
+
+def is_private(name: str) -> bool:
+    return name.startswith("_") and not name.startswith("__") and name != "_"
+
+
+def defined_names(tree: ast.AST) -> set[str]:
+    """Return the names that a file defines: functions, classes, variables, fields, attributes it sets."""
+    names = set()
+    for node in ast.walk(tree):
+        if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)):
+            names.add(node.name)
+        elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+            names.add(node.id)
+        elif (
+            isinstance(node, ast.Attribute)
+            and isinstance(node.ctx, ast.Store)
+            and isinstance(node.value, ast.Name)
+            and node.value.id == "self"
+        ):
+            names.add(node.attr)
+    return names
+
+
+TREES = {path: ast.parse(path.read_text(encoding="utf-8")) for path in SOURCES}
+OURS = {name for tree in TREES.values() for name in defined_names(tree)}
+
+
+@pytest.mark.parametrize("path", SOURCES, ids=name_of)
+def test_private_names_of_others_are_listed(path: Path) -> None:
+    """A private attribute that this package does not define belongs to another one: it has to be in a list."""
+    used = {node.attr for node in ast.walk(TREES[path]) if isinstance(node, ast.Attribute) and is_private(node.attr)}
+    room = room_of(path)
+    allowed = OURS | TORCH_PRIVATE | STANDARD_LIBRARY | (LISTED["sparse"] if room == "sparse" else set())
+    allowed |= LISTED.get(path.stem, set())
+    assert not used - allowed, f"{name_of(path)} uses {sorted(used - allowed)}: list them in PRIVATE_NAMES"
+
+
+def _listed(names: Mapping[str, tuple[str, ...]]) -> list[tuple[str, str]]:
+    return [(owner, name) for owner, listed in names.items() for name in listed]
+
+
+def _has(owner: object, name: str) -> bool:
+    """Whether a module or class has a name; instance attributes are looked for in the source of the class."""
+    if hasattr(owner, name) or name in getattr(owner, "__dataclass_fields__", ()):
+        return True
+    if not inspect.isclass(owner):
+        return False
+    return any(
+        isinstance(node, ast.Attribute) and node.attr == name and isinstance(node.ctx, ast.Store)
+        for base in owner.__mro__
+        if base.__module__.split(".")[0] in ("torchrec", "lightning")
+        for node in ast.walk(ast.parse(textwrap.dedent(inspect.getsource(base))))
+    )
+
+
+TORCHREC = {
+    "ShardedFeatureProcessedEmbeddingBagCollection": "torchrec.distributed.fp_embeddingbag",
+    "ShardedManagedCollisionEmbeddingBagCollection": "torchrec.distributed.mc_embeddingbag",
+    "ShardedManagedCollisionEmbeddingCollection": "torchrec.distributed.mc_embedding",
+    "EmbeddingFusedOptimizer": "torchrec.distributed.batched_embedding_kernel",
+    "ShardedEmbeddingBagCollection": "torchrec.distributed.embeddingbag",
+    "ShardedEmbeddingCollection": "torchrec.distributed.embedding",
+    "FusedKJTListSplitsAwaitable": "torchrec.distributed.embedding_sharding",
+    "KJTAllToAll": "torchrec.distributed.dist_data",
+    "KeyedJaggedTensor": "torchrec.sparse.jagged_tensor",
+    "KJTSplitsAllToAllMeta": "torchrec.distributed.embedding_sharding",
+    "NoWait": "torchrec.distributed.types",
+}
+LIGHTNING = {
+    "_FitLoop": "lightning.pytorch.loops.fit_loop",
+    "_TrainingEpochLoop": "lightning.pytorch.loops.training_epoch_loop",
+    "_EvaluationLoop": "lightning.pytorch.loops.evaluation_loop",
+    "_PredictionLoop": "lightning.pytorch.loops.prediction_loop",
+    "_DataLoaderIterDataFetcher": "lightning.pytorch.loops.fetchers",
+    "_MultiProcessingLauncher": "lightning.pytorch.strategies.launchers.multiprocessing",
+    "DDPStrategy": "lightning.pytorch.strategies",
+    "LightningModule": "lightning.pytorch",
+    "ModelCheckpoint": "lightning.pytorch.callbacks",
+    "ModelPruning": "lightning.pytorch.callbacks",
+    "Strategy": "lightning.pytorch.strategies.parallel",
+    "Trainer": "lightning.pytorch",
+    "CombinedLoader": "lightning.pytorch.utilities.combined_loader",
+    "_SignalConnector": "lightning.pytorch.trainer.connectors.signal_connector",
+}
+
+
+@pytest.mark.smoke
+@pytest.mark.parametrize(("owner", "name"), _listed(sharded_module.PRIVATE_NAMES))
+def test_torchrec_still_has(owner: str, name: str) -> None:
+    if owner == "SparseFeaturesDist":  # the name of several classes, one per sharding
+        from torchrec.distributed.sharding.rw_sharding import RwSparseFeaturesDist
+        from torchrec.distributed.sharding.tw_sharding import TwSparseFeaturesDist
+
+        kinds: list[Any] = [TwSparseFeaturesDist, RwSparseFeaturesDist]
+    elif owner.startswith("torchrec."):
+        kinds = [importlib.import_module(owner)]
+    else:
+        kinds = [getattr(importlib.import_module(TORCHREC[owner]), owner)]
+    for kind in kinds:
+        assert _has(kind, name), f"TorchRec's {kind.__name__} has no {name} any more; sharded.py reads it"
+
+
+@pytest.mark.smoke
+@pytest.mark.parametrize(
+    ("file", "owner", "name"),
+    [(file, *listed) for file, module in LIGHTNING_FILES.items() for listed in _listed(module.PRIVATE_NAMES)],
+)
+def test_lightning_still_has(file: str, owner: str, name: str) -> None:
+    home = importlib.import_module(owner if owner.startswith("lightning.") else LIGHTNING[owner])
+    owner = "ParallelStrategy" if owner == "Strategy" else owner  # sets what strategies of several ranks have
+    thing = home if owner.startswith("lightning.") else getattr(home, owner)
+    assert _has(thing, name), f"Lightning's {owner} has no {name} any more; {file}.py uses it"
+
+
+def _private_names_in_lightning(cls: type) -> set[str]:
+    """Return the private names that Lightning's classes above `cls` define or set."""
+    sources = [base for base in cls.__mro__ if base.__module__.split(".")[0] == "lightning"]
+    trees = [ast.parse(textwrap.dedent(inspect.getsource(base))) for base in sources]
+    return {name for tree in trees for name in defined_names(tree) if is_private(name)}
+
+
+@pytest.mark.smoke
+@pytest.mark.parametrize(
+    "cls",
+    [
+        strategy.OverlapEmbeddingStrategy,
+        processes.StartsProcesses,
+        processes.Launcher,
+        fit_loop._FitLoopMixin,
+        fit_loop._EpochLoopMixin,
+        fit_loop.LookaheadFetcher,
+        evaluation_loops._EvaluationLoopMixin,
+        evaluation_loops._PredictionLoopMixin,
+        evaluation_loops.EvaluationFetcher,
+    ],
+    ids=lambda cls: cls.__name__,
+)
+def test_what_our_classes_share_with_lightnings_is_listed(cls: type) -> None:
+    """A private name that is ours in a subclass and Lightning's above it is either listed, or there by mistake."""
+    ours = {name for name in defined_names(ast.parse(inspect.getsource(cls))) if is_private(name)}
+    assert _private_names_in_lightning(cls)  # there is something to compare with
+    listed = set().union(*(LISTED[file] for file in LIGHTNING_FILES))
+    assert not ours & _private_names_in_lightning(cls) - listed
+
+
+def test_a_name_that_is_gone_is_seen() -> None:
+    from torchrec.distributed.embeddingbag import ShardedEmbeddingBagCollection
+
+    assert not _has(ShardedEmbeddingBagCollection, "_lookups_of_yore")
+    assert not _has(importlib.import_module("lightning.pytorch.loops.fit_loop"), "_FitLoopOfYore")

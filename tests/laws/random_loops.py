@@ -1,0 +1,178 @@
+"""Random fits trained: by plain DistributedModelParallel in a loop by hand, and under the strategy. Ranks run this."""
+
+from __future__ import annotations
+
+import dataclasses
+import datetime
+import logging
+import warnings
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torchrec import KeyedJaggedTensor
+from torchrec.distributed.model_parallel import DistributedModelParallel
+from torchrec.distributed.types import ShardingEnv
+
+from lightning_overlap import OverlapEmbeddingStrategy
+
+from ..support.fits import make_trainer
+from ..support.reference import Result, collect
+from .random_fits import Fit, Part
+from .random_models import Data, Net, make_batch, make_plan, opened
+
+COLLECTIVE_TIMEOUT_S = 20
+NOT_DRAWN = "plain training fails: "
+
+
+class _InOrder(dict[str, Any]):
+    """An answer of plain TorchRec in the order of the configs, as the unsharded module gives it."""
+
+    pooled = False
+
+    def values(self) -> Any:
+        return torch.cat(list(super().values()), dim=1) if self.pooled else super().values()
+
+    def to_dict(self) -> dict[str, Any]:
+        return self
+
+
+def _in_order(part: Part, rows: Any) -> _InOrder:
+    """Wait where the module is called: under the grad mode of the call, not of the first use."""
+    rows = rows.wait()
+    ordered = _InOrder((key, rows[key]) for key in part.keys)
+    ordered.pooled = not part.sequence
+    return ordered
+
+
+class _Loop:
+    """Training by hand. With a staleness, each batch is looked up so many updates early."""
+
+    def __init__(self, fit: Fit, staleness: int) -> None:
+        self.fit, self.staleness = fit, staleness
+        self.module = Net(fit)
+        weights = {part.name: getattr(self.module, part.name).state_dict() for part in fit.parts}
+        self.dmp = DistributedModelParallel(
+            self.module,
+            env=ShardingEnv.from_process_group(dist.group.WORLD),
+            device=torch.device("cpu"),
+            plan=make_plan(fit, self.module),
+            init_data_parallel=False,
+        )
+        for name, state in weights.items():
+            getattr(self.module, name).load_state_dict(state)
+        self.optimizer = self.module.configure_optimizers()
+        self.rows: dict[tuple[int, str], Any] = {}
+        self.module.look_up = self._look_up
+        self.num_steps = 0
+
+    def train(self) -> Result:
+        for _ in range(self.fit.epochs):
+            self.rows.clear()
+            for index in range(self.fit.num_batches):
+                if self.num_steps != self.fit.max_steps:
+                    self._step(index)
+        return collect(self.module, self.optimizer, self.module.losses)  # type: ignore[arg-type]
+
+    def _look_up(self, part: Part, kjt: KeyedJaggedTensor, batch: int) -> Any:
+        early = self.rows.pop((batch, part.name), None)
+        return _in_order(part, getattr(self.module, part.name)(kjt)) if early is None else early
+
+    def _look_ahead(self, index: int) -> None:
+        for ahead in range(index, min(index + self.staleness + 1, self.fit.num_batches)):
+            inside = opened(self.fit, make_batch(self.fit, ahead, dist.get_rank()))
+            for part in self.fit.parts:
+                if (ahead, part.name) not in self.rows:
+                    with torch.set_grad_enabled(part.use != "no_grad"):
+                        rows = getattr(self.module, part.name)(inside.sparse[part.kjt])
+                        self.rows[ahead, part.name] = _in_order(part, rows)
+
+    def _step(self, index: int) -> None:
+        fit = self.fit
+        last = (index + 1) % fit.accumulate == 0 or index + 1 == fit.num_batches
+        if self.staleness:
+            self._look_ahead(index)
+        if fit.manual or index % fit.accumulate == 0:
+            self.optimizer.zero_grad()
+        loss = self.module.training_step(make_batch(fit, index, dist.get_rank()), index)
+        if loss is not None:
+            (loss / fit.accumulate).backward()
+            if last:
+                self._share_gradients()
+        if last and not self.module.skips(index):
+            if fit.clip is not None:
+                torch.nn.utils.clip_grad_norm_(self.optimizer.param_groups[0]["params"], fit.clip)
+            self.optimizer.step()
+            self.num_steps += 1
+        if fit.validate_every and (index + 1) % fit.validate_every == 0:
+            self._validate()
+
+    def _share_gradients(self) -> None:
+        for name, weight in self.module.named_parameters():
+            if name.startswith(("bottom.", "top.")):
+                assert weight.grad is not None
+                dist.all_reduce(weight.grad)
+                weight.grad /= dist.get_world_size()
+
+    def _validate(self) -> None:
+        self.module.eval()
+        waiting, self.rows = self.rows, {}
+        with torch.no_grad():
+            for index in range(2):
+                self.module.validation_step(make_batch(self.fit, 1000 + index, dist.get_rank()), index)
+        self.rows = waiting
+        self.module.train()
+
+
+def train(fit: Fit, staleness: int = 0) -> Result:
+    """Plain DistributedModelParallel, without `checkpoint()`, which changes no number.
+
+    It repeats a lookup, and so its collectives, on those ranks only whose shards have saved something.
+    """
+    parts = tuple(dataclasses.replace(part, checkpoint="") for part in fit.parts)
+    return _Loop(dataclasses.replace(fit, parts=parts), staleness).train()
+
+
+def train_under_the_strategy(fit: Fit, **options: Any) -> Result:
+    """Lightning, with the plan of the loop."""
+    logging.getLogger("torchrec").setLevel(logging.ERROR)
+    module = Net(fit)
+    strategy = OverlapEmbeddingStrategy(
+        pipeline=fit.pipeline,
+        stream=fit.stream,
+        sharding=make_plan(fit, module),
+        timeout=datetime.timedelta(seconds=COLLECTIVE_TIMEOUT_S),
+        **{**dict(fit.options), **options},
+    )
+    trainer = make_trainer(
+        strategy,
+        max_epochs=fit.epochs,
+        max_steps=fit.max_steps,
+        accumulate_grad_batches=fit.accumulate,
+        gradient_clip_val=fit.clip,
+        num_sanity_val_steps=0,
+        limit_val_batches=2 if fit.validate_every else 0,
+        val_check_interval=fit.validate_every or None,
+    )
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        trainer.fit(module, datamodule=Data(fit))
+    return collect(module, trainer.optimizers[0], module.losses)  # type: ignore[arg-type]
+
+
+def differences(fit: Fit) -> list[str]:
+    """Train a fit under the strategy and as it should be; return what is not equal bit for bit.
+
+    A stale mode whose delays no loop can tell is compared with its own deferring form.
+    `NOT_DRAWN` and the reason: plain training fails.
+    """
+    if fit.stale and not fit.delays_are_defined:
+        held = fit.pipeline == "semi_sync_deferred"
+        other = dataclasses.replace(fit, pipeline="semi_sync") if held else fit
+        options = {} if held else {"defer_update": True}
+        return train_under_the_strategy(fit).differences(train_under_the_strategy(other, **options))
+    try:
+        expected = train(fit, fit.staleness if fit.stale else 0)
+    except Exception as err:
+        return [f"{NOT_DRAWN}{type(err).__name__}: {err}"]
+    return train_under_the_strategy(fit).differences(expected)

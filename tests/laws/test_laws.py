@@ -1,0 +1,105 @@
+"""Laws 1 to 5 against plain DistributedModelParallel: equal bit for bit, or delayed by exactly what the mode says."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from unittest import mock
+
+import pytest
+import torch
+
+from lightning_overlap import MODES, Schedule, Stage, Step
+
+from ..support import reference
+from ..support.cases import CASES, MIXED, NUM_STEPS, TABLE_WISE, Case
+from ..support.fits import fit
+from ..support.ranks import RankError, Ranks
+from ..support.reference import Delayed
+
+EXACT = [name for name, schedule in MODES.items() if schedule.staleness == 0]
+STALE = [name for name, schedule in MODES.items() if schedule.staleness > 0]
+
+
+_references: dict[tuple[int, str, int], list[reference.Result]] = {}
+
+
+def _expected(ranks: Ranks, case: Case, staleness: int = 0) -> list[reference.Result]:
+    key = (ranks.world_size, case.name, staleness)
+    if key not in _references:
+        delayed = (reference.train_delayed, case, Delayed(staleness))
+        _references[key] = ranks.run(*delayed) if staleness else ranks.run(reference.train, case)
+    return _references[key]
+
+
+def _differences(ranks: Ranks, case: Case, pipeline: str | Schedule, staleness: int = 0) -> list[list[str]]:
+    expected = _expected(ranks, case, staleness)
+    actual = ranks.run(fit, case, pipeline)
+    assert all(len(result.losses) == NUM_STEPS for result in actual)
+    return [mine.differences(theirs) for mine, theirs in zip(actual, expected, strict=True)]
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+@pytest.mark.parametrize("pipeline", EXACT)
+def test_exact_mode_equals_the_plain_loop(ranks: Ranks, case: Case, pipeline: str) -> None:
+    assert _differences(ranks, case, pipeline) == [[]] * ranks.world_size
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+@pytest.mark.parametrize("pipeline", STALE)
+def test_stale_mode_equals_the_plain_loop_with_delayed_updates(ranks: Ranks, case: Case, pipeline: str) -> None:
+    assert _differences(ranks, case, pipeline, MODES[pipeline].staleness) == [[]] * ranks.world_size
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+@pytest.mark.parametrize("pipeline", STALE)
+def test_stale_mode_between_hosts_equals_the_plain_loop_with_delayed_updates(
+    get_ranks: Callable[..., Ranks], case: Case, pipeline: str
+) -> None:
+    """There a deferred update and the lookup behind it are made at the end of the backward."""
+    assert _differences(get_ranks(2, num_nodes=2), case, pipeline, MODES[pipeline].staleness) == [[], []]
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+def test_the_model_shows_one_stale_lookup(ranks: Ranks, case: Case) -> None:
+    """The lookup row of the fused mode moved above the backward: every one of the tests above has to see it."""
+    fused = MODES["fused_sparse_dist"]
+    lookup = fused.row(Stage.EMBEDDING_LOOKUP)
+    rows: list[Step] = [step for step in fused if step.stage is not Stage.EMBEDDING_LOOKUP]
+    assert lookup is not None
+    rows.insert([step.stage for step in rows].index(Stage.BACKWARD), lookup)
+    for differences in _differences(ranks, case, Schedule("mutated", tuple(rows))):
+        assert any(text.startswith("losses from step") for text in differences)
+    assert any(
+        not torch.equal(a.losses, b.losses)
+        for a, b in zip(_expected(ranks, case), _expected(ranks, case, 1), strict=True)
+    )
+
+
+def _fit_with_every_lookup_at_its_row(case: Case) -> object:
+    original = Schedule.dense_owned_lookup
+    # Nobody notices that tables were written after their lookup: else it would be left aside, and all be well.
+    Schedule.dense_owned_lookup = None  # type: ignore[assignment]
+    try:
+        with mock.patch("lightning_overlap.sparse.pipeline.num_writes", return_value=()):
+            return fit(case, Schedule("all_before_the_step", MODES["fused_sparse_dist"].steps))
+    finally:
+        Schedule.dense_owned_lookup = original
+
+
+def test_a_data_parallel_table_looked_up_before_the_step_is_seen(ranks: Ranks) -> None:
+    """Law 3: without the wait for the dense optimizer the mixed model's losses differ (or autograd refuses)."""
+    expected = _expected(ranks, MIXED)
+    try:
+        actual = ranks.run(_fit_with_every_lookup_at_its_row, MIXED)
+    except RankError as err:
+        if "modified by an inplace operation" not in str(err):
+            raise
+        return
+    assert all(mine.differences(theirs) for mine, theirs in zip(actual, expected, strict=True))
+
+
+def test_the_reference_trains(ranks: Ranks) -> None:
+    """Guards the tests above: losses move, and move differently with every update."""
+    losses = _expected(ranks, TABLE_WISE)[0].losses
+    assert len(losses.unique()) == NUM_STEPS
+    assert losses[-5:].mean() < losses[:5].mean()

@@ -1,0 +1,61 @@
+"""Law 8: when one rank's data ends first, or one rank is told to stop, all end after the same step and say so."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from ..support.ranks import Ranks
+from . import uneven
+
+PIPELINES = ["base", "sparse_dist", "fused_sparse_dist", "semi_sync"]
+
+
+def _epochs(num_batches: int, val_every: int | None = None) -> list[Any]:
+    """What two epochs of a rank look like, with a validation at their end, or every so many batches."""
+    seen: list[Any] = []
+    for epoch in range(2):
+        for index in range(num_batches):
+            last = index + 1 == num_batches
+            seen.append((epoch, index, index, last))
+            if last if val_every is None else (index + 1) % val_every == 0:
+                seen.append("validation")
+    return seen
+
+
+@pytest.mark.parametrize("sized", [True, False], ids=["sized", "unsized"])
+@pytest.mark.parametrize("pipeline", PIPELINES)
+@pytest.mark.parametrize("lengths", [(7, 5), (5, 7), (5, 6), (1, 9), (6, 6)], ids=str)
+def test_ranks_end_together(two_ranks: Ranks, pipeline: str, lengths: tuple[int, ...], sized: bool) -> None:
+    for rank, (seen, said) in enumerate(two_ranks.run(uneven.train, pipeline, lengths, sized)):
+        assert seen == _epochs(min(lengths))
+        if lengths[rank] > min(lengths):
+            assert f"Rank {rank} has" in said[0]
+        else:
+            assert said == []
+
+
+@pytest.mark.parametrize("sized", [True, False], ids=["sized", "unsized"])
+def test_validation_in_the_middle_of_uneven_epochs(two_ranks: Ranks, sized: bool) -> None:
+    kwargs = {"val_check_interval": 2} if not sized else {"val_check_interval": 0.5}
+    for seen, _ in two_ranks.run(uneven.train, "fused_sparse_dist", (7, 4), sized, **kwargs):
+        assert seen == _epochs(4, val_every=2)
+
+
+@pytest.mark.parametrize("sized", [True, False], ids=["sized", "unsized"])
+@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize("pipeline", PIPELINES)
+def test_sigterm_on_one_rank_ends_all_after_the_same_step(
+    two_ranks: Ranks, pipeline: str, rank: int, sized: bool
+) -> None:
+    first, second = two_ranks.run(uneven.terminate, pipeline, rank, sized)
+    assert first == second
+    # Soon, but for what had been agreed on before. Where lengths are certain the ranks ask each other now and then: an
+    # interval is no longer than twice the one before it.
+    assert 6 <= first <= (20 if sized else 9)
+
+
+def test_a_loader_that_breaks_its_word_is_told(two_ranks: Ranks) -> None:
+    for text in two_ranks.run(uneven.break_off):
+        assert "the data loader ended after 5 batches, its length says 9" in text

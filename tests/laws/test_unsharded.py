@@ -1,0 +1,91 @@
+"""Law 10: a sharded module computes what the unsharded one does, whatever the plan, the ranks and the mode."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+
+import pytest
+import torch
+from torchrec import JaggedTensor, KeyedTensor
+
+from lightning_overlap import MODES
+from lightning_overlap.testing.unsharded import Weights, different_weights, first_difference
+
+from ..support.ranks import Ranks
+from . import unsharded
+from .unsharded import KINDS, LEFT_OUT
+
+_MODES = itertools.cycle(MODES)
+CASES = {
+    (num_ranks, name): [(name, place, next(_MODES)) for place in dict.fromkeys(kind.places)]
+    for name, kind in KINDS.items()
+    for num_ranks in (1, 2, 3)
+}
+"""Modes in turn, not each with each: what a mode does to a kind is `test_kinds.py`'s."""
+
+
+@pytest.mark.parametrize(("num_ranks", "name"), CASES, ids=lambda value: str(value))
+def test_a_kind_computes_what_it_does_unsharded(get_ranks: Callable[..., Ranks], num_ranks: int, name: str) -> None:
+    assert get_ranks(num_ranks).run(unsharded.check_all, CASES[num_ranks, name]) == [[]] * num_ranks
+
+
+def test_columns_stand_in_the_order_of_the_configs_in_every_mode(two_ranks: Ranks) -> None:
+    """TorchRec answers sharding type by sharding type, and rank by rank."""
+    cases = [("bags", "copies_and_whole", pipeline) for pipeline in MODES]
+    assert two_ranks.run(unsharded.check_all, cases) == [[], []]
+
+
+@pytest.mark.parametrize("pipeline", ["base", "fused_sparse_dist", "semi_sync_deferred"])
+@pytest.mark.parametrize("module", [unsharded.CallsWithoutGradient, unsharded.LooksFirst, unsharded.ChangesIds])
+def test_what_a_step_does_with_its_rows_and_ids(ranks: Ranks, module: type[unsharded.OneModule], pipeline: str) -> None:
+    verdicts = ranks.run(unsharded.check, "fused_bags", "whole", pipeline, module)
+    assert [verdict.problem for verdict in verdicts] == [""] * ranks.world_size
+
+
+@pytest.mark.parametrize("pipeline", ["base", "fused_sparse_dist"])
+def test_the_answer_of_sequences_is_a_dict_to_its_caller(ranks: Ranks, pipeline: str) -> None:
+    verdicts = ranks.run(unsharded.check, "sequences", "rows", pipeline, unsharded.ReadsAsADict)
+    assert [verdict.problem for verdict in verdicts] == [""] * ranks.world_size
+
+
+@pytest.mark.parametrize("name", LEFT_OUT)
+def test_what_has_no_unsharded_answer_is_left_out_by_name(two_ranks: Ranks, name: str) -> None:
+    place, _ = LEFT_OUT[name].places
+    for verdict in two_ranks.run(unsharded.check, name, place, "fused_sparse_dist"):
+        assert verdict.problem == ""
+        assert "left out: tables (" in verdict.said
+
+
+@pytest.mark.parametrize("pipeline", ["base", "fused_sparse_dist"])
+def test_what_torchrec_itself_answers_otherwise_is_seen(ranks: Ranks, pipeline: str) -> None:
+    for verdict in ranks.run(unsharded.check, "variable_batch_sequences", "rows", pipeline):
+        assert "'tables' in batch 0: ['f0'].values(): The values for attribute 'shape' do not match" in verdict.problem
+        assert "tables.embeddings.t2.weight: changed by training unsharded, not sharded" in verdict.problem
+
+
+# -- the comparison itself --------------------------------------------------------------------------------------------
+
+
+def test_what_differs_is_named() -> None:
+    values = torch.arange(6.0).reshape(2, 3)
+    answer = KeyedTensor(["a", "b"], [1, 2], values)
+    assert first_difference(answer, KeyedTensor(["a", "b"], [1, 2], values + 1e-7)) is None
+    swapped = KeyedTensor(["b", "a"], [2, 1], values[:, [1, 2, 0]])
+    assert first_difference(swapped, answer) == "keys() is ['b', 'a'], unsharded ['a', 'b']"
+    other = KeyedTensor(["a", "b"], [1, 2], values + 0.1)
+    assert str(first_difference(other, answer)).startswith("values(): Tensor-likes are not close!")
+    rows = {"a": JaggedTensor(values, lengths=torch.tensor([2]))}
+    cut = {"a": JaggedTensor(values, lengths=torch.tensor([1, 1]))}
+    assert str(first_difference(cut, rows)).startswith("['a'].lengths(): ")
+    assert first_difference({}, rows) == "keys() is [], unsharded ['a']"
+
+
+def test_weights_that_only_one_trains_are_named() -> None:
+    names = {"ebc.t0", "top", "bottom"}
+    sharded, unsharded_ = Weights({"top"}, {"ebc.t0", "top"}, names), Weights({"top", "bottom"}, {"top"}, names)
+    assert different_weights(sharded, unsharded_, ["ebc"]) == [
+        "ebc.t0: changed by training sharded, not unsharded",
+        "bottom: with a gradient unsharded, not sharded",
+    ]
+    assert different_weights(sharded, sharded, ["ebc"]) == []

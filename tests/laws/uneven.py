@@ -1,0 +1,124 @@
+"""Ranks with unequal data, ranks that are told to stop. Functions that ranks run."""
+
+from __future__ import annotations
+
+import os
+import signal
+import warnings
+from collections.abc import Iterator
+from typing import Any
+
+import torch.distributed as dist
+from lightning.pytorch.utilities.exceptions import SIGTERMException
+from torch.utils.data import DataLoader, IterableDataset
+
+from lightning_overlap import OverlapEmbeddingStrategy
+
+from ..support.cases import TABLE_WISE, Batch, Batches, Model, make_batch, make_plan
+from ..support.fits import make_trainer
+
+
+class _Stream(IterableDataset):
+    def __init__(self, num: int, rank: int) -> None:
+        self.num, self.rank = num, rank
+
+    def __iter__(self) -> Iterator[Batch]:
+        return (make_batch(TABLE_WISE, index, self.rank) for index in range(self.num))
+
+
+class Uneven(Batches):
+    """So many batches on each rank; with or without a length."""
+
+    def __init__(self, lengths: tuple[int, ...], sized: bool) -> None:
+        super().__init__(TABLE_WISE)
+        self.lengths, self.sized = lengths, sized
+
+    def train_dataloader(self) -> DataLoader:
+        rank = self.trainer.global_rank
+        stream = _Stream(self.lengths[rank], rank)
+        return DataLoader(list(stream) if self.sized else stream, batch_size=None)
+
+    def val_dataloader(self) -> DataLoader:
+        return DataLoader(list(_Stream(2, self.trainer.global_rank)), batch_size=None)
+
+
+class Counts(Model):
+    """Writes down what was trained, and when it was validated."""
+
+    def __init__(self) -> None:
+        super().__init__(TABLE_WISE)
+        self.seen: list[Any] = []
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        last = self.trainer.fit_loop.epoch_loop.batch_progress.is_last_batch
+        self.seen.append((self.current_epoch, batch_idx, batch.inputs["sparse"][1], last))
+
+    def on_validation_start(self) -> None:
+        self.seen.append("validation")
+
+
+def train(pipeline: str, lengths: tuple[int, ...], sized: bool, **kwargs: Any) -> tuple[list[Any], list[str]]:
+    """Two epochs; return what was trained and what was said."""
+    model = Counts()
+    strategy = OverlapEmbeddingStrategy(pipeline=pipeline, sharding=make_plan(TABLE_WISE, model, dist.get_world_size()))
+    trainer = make_trainer(strategy, **{"max_epochs": 2, "num_sanity_val_steps": 0, **kwargs})
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        trainer.fit(model, datamodule=Uneven(lengths, sized))
+    said = [str(warning.message) for warning in caught if "another rank" in str(warning.message)]
+    return model.seen, said
+
+
+class Terminated(Counts):
+    """One rank gets SIGTERM in the middle of a step."""
+
+    def __init__(self, rank: int) -> None:
+        super().__init__()
+        self.rank = rank
+
+    def training_step(self, batch: Batch, batch_idx: int) -> Any:
+        if batch_idx == 5 and self.global_rank == self.rank:
+            os.kill(os.getpid(), signal.SIGTERM)
+        return super().training_step(batch, batch_idx)
+
+
+def terminate(pipeline: str, rank: int, sized: bool) -> int:
+    """Send one rank SIGTERM in step 5 of many; return how many this rank trained."""
+    model = Terminated(rank)
+    strategy = OverlapEmbeddingStrategy(pipeline=pipeline, sharding=make_plan(TABLE_WISE, model, dist.get_world_size()))
+    try:
+        make_trainer(strategy).fit(model, datamodule=Uneven((200, 200), sized))
+    except SIGTERMException:
+        return len(model.seen)
+    raise AssertionError("nobody was told")
+
+
+class _BreaksOff:
+    """A dataset that ends before its length."""
+
+    def __init__(self, rank: int) -> None:
+        self.rank = rank
+
+    def __len__(self) -> int:
+        return 9
+
+    def __getitem__(self, index: int) -> Batch:
+        if index == 5:
+            raise StopIteration
+        return make_batch(TABLE_WISE, index, self.rank)
+
+
+class _BreakingOff(Batches):
+    def train_dataloader(self) -> DataLoader:
+        return DataLoader(_BreaksOff(self.trainer.global_rank), batch_size=None)  # type: ignore[arg-type]
+
+
+def break_off() -> str:
+    """Train with a loader that ends before its length, on every rank; return what is said."""
+    model = Counts()
+    strategy = OverlapEmbeddingStrategy(sharding=make_plan(TABLE_WISE, model, dist.get_world_size()))
+    try:
+        make_trainer(strategy).fit(model, datamodule=_BreakingOff(TABLE_WISE))
+    except RuntimeError as error:
+        return str(error)
+    return "nothing was said"

@@ -1,0 +1,298 @@
+"""Evaluation under the strategy, beside a hand-written one. Functions that ranks run."""
+
+from __future__ import annotations
+
+import os
+import signal
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+from lightning.pytorch.callbacks import BasePredictionWriter
+from lightning.pytorch.strategies import DDPStrategy
+from lightning.pytorch.utilities.exceptions import SIGTERMException
+from torch import Tensor
+from torch.utils.data import DataLoader
+
+from lightning_overlap import OverlapEmbeddingStrategy
+from lightning_overlap.sparse import pipeline as sparse
+
+from ..laws.uneven import Counts, _Stream
+from ..profiling.virtual import ClockedModel, VirtualClock, virtual_latency
+from ..support import reference
+from ..support.cases import TABLE_WISE, Batch, Batches, Case, Model, make_batch, make_plan
+from ..support.fits import make_trainer
+
+NUM_STEPS, NUM_VAL, EVERY = 9, 4, 3
+FIRST_VAL = 500
+Outputs = list[tuple[int, int, int, float]]
+"""(batch_idx, dataloader_idx, which batch it was, its loss) of every step of an evaluation."""
+
+
+class Data(Batches):
+    """Training batches, and others to evaluate on: one loader, or two of different lengths."""
+
+    def __init__(self, case: Case, lengths: tuple[int, ...] = (NUM_VAL,), sized: bool = True) -> None:
+        super().__init__(case, NUM_STEPS)
+        self.lengths, self.sized = lengths, sized
+
+    def _loaders(self) -> Any:
+        rank = self.trainer.global_rank
+        loaders = []
+        for which, length in enumerate(self.lengths):
+            first = FIRST_VAL + 100 * which
+            batches = [make_batch(self.case, index, rank) for index in range(first, first + length)]
+            loaders.append(DataLoader(batches if self.sized else _Unsized(batches), batch_size=None))
+        return loaders if len(loaders) > 1 else loaders[0]
+
+    def val_dataloader(self) -> Any:
+        return self._loaders()
+
+    def test_dataloader(self) -> Any:
+        return self._loaders()
+
+    def predict_dataloader(self) -> Any:
+        return self._loaders()
+
+
+class _Unsized(torch.utils.data.IterableDataset):
+    def __init__(self, batches: list[Batch]) -> None:
+        self.batches = batches
+
+    def __iter__(self) -> Iterator[Batch]:
+        return iter(self.batches)
+
+
+class Evaluated(Model):
+    """Writes down what its evaluations answer."""
+
+    def __init__(self, case: Case, **kwargs: Any) -> None:
+        super().__init__(case, **kwargs)
+        self.outputs: Outputs = []
+
+    def _write(self, batch: Batch, batch_idx: int, dataloader_idx: int) -> Tensor:
+        loss = self(batch)
+        assert not loss.requires_grad
+        self.outputs.append((batch_idx, dataloader_idx, batch.inputs["sparse"][1], loss.item()))
+        return loss
+
+    def validation_step(self, batch: Batch, batch_idx: int, dataloader_idx: int = 0) -> None:
+        loss = self._write(batch, batch_idx, dataloader_idx)
+        self.log("val_loss", loss, batch_size=1, sync_dist=True)
+
+    def test_step(self, batch: Batch, batch_idx: int, dataloader_idx: int = 0) -> Tensor:
+        return self._write(batch, batch_idx, dataloader_idx)
+
+    def predict_step(self, batch: Batch, batch_idx: int, dataloader_idx: int = 0) -> Tensor:
+        return self._write(batch, batch_idx, dataloader_idx)
+
+
+@contextmanager
+def early_rows() -> Iterator[list[str]]:
+    """Note the step whenever rows of an early lookup are used."""
+    used: list[str] = []
+    original = sparse.SparsePipeline._receive_rows
+
+    def receive(self: Any, *args: Any) -> Any:
+        used.append(self._step)
+        return original(self, *args)
+
+    with mock.patch.object(sparse.SparsePipeline, "_receive_rows", receive):
+        yield used
+
+
+def _strategy(case: Case, model: Model, pipeline: str) -> OverlapEmbeddingStrategy:
+    return OverlapEmbeddingStrategy(pipeline=pipeline, sharding=make_plan(case, model, dist.get_world_size()))
+
+
+def validate_while_training(case: Case, pipeline: str) -> tuple[Outputs, Tensor, int]:
+    """Train with validations in the middle; return what these answered, the losses, how many used early rows."""
+    model = Evaluated(case)
+    trainer = make_trainer(_strategy(case, model, pipeline), val_check_interval=EVERY, num_sanity_val_steps=2)
+    with early_rows() as used:
+        trainer.fit(model, datamodule=Data(case))
+    return model.outputs, torch.stack(model.losses), used.count("validation_step")
+
+
+def reference_validations(case: Case, staleness: int) -> Outputs:
+    """The same by hand, with plain DistributedModelParallel."""
+    outputs: Outputs = []
+    rank = dist.get_rank()
+
+    def evaluate(module: Model, num: int) -> None:
+        with torch.no_grad():
+            for index in range(num):
+                loss = module(make_batch(case, FIRST_VAL + index, rank), None)
+                outputs.append((index, 0, FIRST_VAL + index, loss.item()))
+
+    def after_step(index: int, module: Model) -> None:
+        if (index + 1) % EVERY == 0:
+            evaluate(module, NUM_VAL)
+
+    seen = reference.Delayed(staleness)
+    reference.train_delayed(case, seen, num_steps=NUM_STEPS, after_step=after_step)
+    return outputs
+
+
+def evaluate_alone(pipeline: str | None, entry: str, lengths: tuple[int, ...], sized: bool, **kwargs: Any) -> Any:
+    """Validate, test or predict an untrained module (None: unsharded under DDPStrategy); return all that shows."""
+    model = Evaluated(TABLE_WISE, fused_optimizer=pipeline is not None)
+    trainer = make_trainer(DDPStrategy() if pipeline is None else _strategy(TABLE_WISE, model, pipeline), **kwargs)
+    with early_rows() as used:
+        results = getattr(trainer, entry)(model, datamodule=Data(TABLE_WISE, lengths, sized), **_quietly(entry))
+    return model.outputs, results, len(used)
+
+
+def _quietly(entry: str) -> dict[str, Any]:
+    return {} if entry == "predict" else {"verbose": False}
+
+
+def all_entries(pipeline: str) -> tuple[Outputs, Outputs]:
+    """Fit, validate, test, predict, fit again, validate with one trainer; (first validation, last one)."""
+    model = Evaluated(TABLE_WISE)
+    data = Data(TABLE_WISE)
+    trainer = make_trainer(_strategy(TABLE_WISE, model, pipeline), limit_train_batches=4)
+    found = []
+    for epochs in (1, 2):
+        trainer.fit_loop.max_epochs = epochs
+        trainer.fit(model, datamodule=data)
+        answers = []
+        for entry in ("validate", "test", "predict"):
+            model.outputs = []
+            getattr(trainer, entry)(model, datamodule=data, **_quietly(entry))
+            answers.append(model.outputs)
+        assert answers[0] == answers[1] == answers[2]
+        found.append(answers[0])
+    return found[0], found[1]
+
+
+class _Writer(BasePredictionWriter):
+    def __init__(self) -> None:
+        super().__init__("batch_and_epoch")
+        self.written: list[Any] = []
+
+    def write_on_batch_end(self, trainer: Any, module: Any, prediction: Any, indices: Any, *args: Any) -> None:
+        self.written.append((indices, float(prediction)))
+
+    def write_on_epoch_end(self, trainer: Any, module: Any, predictions: Any, indices: Any) -> None:
+        self.written.append(([float(p) for p in predictions], indices))
+
+
+class _Indexed(Data):
+    def predict_dataloader(self) -> Any:
+        batches = [make_batch(self.case, index, self.trainer.global_rank) for index in range(6)]
+        return DataLoader(batches, batch_size=1, collate_fn=lambda items: items[0])
+
+
+def write_predictions(pipeline: str | None) -> list[Any]:
+    """Predict with a writer; return what it was given."""
+    model = Evaluated(TABLE_WISE, fused_optimizer=pipeline is not None)
+    strategy = DDPStrategy() if pipeline is None else _strategy(TABLE_WISE, model, pipeline)
+    writer = _Writer()
+    trainer = make_trainer(strategy, callbacks=[writer], use_distributed_sampler=True)
+    trainer.predict(model, datamodule=_Indexed(TABLE_WISE), return_predictions=False)
+    return writer.written
+
+
+class _NeedsLoaderIndex(Model):
+    def validation_step(self, batch: Batch, batch_idx: int) -> None:
+        raise AssertionError("Lightning refuses before")
+
+
+def two_loaders_without_index(pipeline: str) -> str:
+    """Return what a user reads whose step lacks `dataloader_idx`."""
+    model = _NeedsLoaderIndex(TABLE_WISE)
+    try:
+        make_trainer(_strategy(TABLE_WISE, model, pipeline)).validate(model, datamodule=Data(TABLE_WISE, (2, 2)))
+    except RuntimeError as err:
+        return str(err)
+    return "nothing was refused"
+
+
+class _ClockedEvaluation(ClockedModel):
+    def validation_step(self, batch: Batch, batch_idx: int) -> None:
+        self.clock.steps_ms.append(self.clock.now_ms)
+        self(batch)
+
+    def dense(self, batch: Batch, rows: Any) -> Tensor:
+        loss = Model.dense(self, batch, rows)
+        self.clock.advance("forward")
+        return loss
+
+
+def clocked(pipeline: str, num: int = 10) -> list[int]:
+    """Return the virtual milliseconds of each step of an evaluation."""
+    clock = VirtualClock()
+    model = _ClockedEvaluation(TABLE_WISE)
+    model.clock = clock
+    with virtual_latency(clock):
+        make_trainer(_strategy(TABLE_WISE, model, pipeline)).validate(
+            model, datamodule=Data(TABLE_WISE, (num,)), verbose=False
+        )
+    return [late - early for early, late in zip(clock.steps_ms, clock.steps_ms[1:], strict=False)]
+
+
+class _UnevenValidation(Batches):
+    def __init__(self, lengths: tuple[int, ...], sized: bool) -> None:
+        super().__init__(TABLE_WISE)
+        self.lengths, self.sized = lengths, sized
+
+    def val_dataloader(self) -> DataLoader:
+        rank = self.trainer.global_rank
+        stream = _Stream(self.lengths[rank], rank)
+        return DataLoader(list(stream) if self.sized else stream, batch_size=None)
+
+
+def validate_uneven(pipeline: str, lengths: tuple[int, ...], sized: bool) -> tuple[int, list[str]]:
+    """Validate ranks with unequal data; return how many batches this one took, and what was said."""
+    model = Evaluated(TABLE_WISE)
+    trainer = make_trainer(_strategy(TABLE_WISE, model, pipeline))
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        trainer.validate(model, datamodule=_UnevenValidation(lengths, sized), verbose=False)
+    return len(model.outputs), [str(w.message) for w in caught if "another rank" in str(w.message)]
+
+
+class _TerminatedInValidation(Counts):
+    def __init__(self, rank: int) -> None:
+        super().__init__()
+        self.rank = rank
+        self.num_validated = 0
+
+    def validation_step(self, batch: Batch, batch_idx: int) -> None:
+        if batch_idx == 3 and self.global_rank == self.rank:
+            os.kill(os.getpid(), signal.SIGTERM)
+        self(batch)
+        self.num_validated += 1
+
+
+def terminate(entry: str, pipeline: str, rank: int) -> int:
+    """Send one rank SIGTERM in a long validation; return how many batches this one took."""
+    model = _TerminatedInValidation(rank)
+    trainer = make_trainer(_strategy(TABLE_WISE, model, pipeline), limit_train_batches=2, num_sanity_val_steps=0)
+    try:
+        getattr(trainer, entry)(model, datamodule=Data(TABLE_WISE, (40,)))
+    except SIGTERMException:
+        assert "forward" not in vars(model.ebc)
+        return model.num_validated
+    raise AssertionError("nobody was told")
+
+
+class _MadeInStep(Evaluated):
+    def rows(self, collection: str, batch: Batch) -> Any:
+        kjt = batch.inputs["sparse"][0]
+        return getattr(self, collection)(type(kjt)(keys=kjt.keys(), values=kjt.values() + 0, lengths=kjt.lengths()))
+
+
+def warned_once(pipeline: str) -> list[str]:
+    """Validate three times in a fit with inputs made in the step; return the warnings about it."""
+    model = _MadeInStep(TABLE_WISE)
+    trainer = make_trainer(_strategy(TABLE_WISE, model, pipeline), val_check_interval=EVERY)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        trainer.fit(model, datamodule=Data(TABLE_WISE))
+    return [str(w.message) for w in caught if "not overlapped" in str(w.message)]

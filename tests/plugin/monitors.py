@@ -1,0 +1,210 @@
+"""Runs under `OverlapMonitor`. Functions that ranks run."""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+import io
+import time
+import warnings
+from typing import Any
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+from lightning.pytorch import Callback
+from lightning.pytorch.loggers import Logger
+
+from lightning_overlap import MODES, OverlapEmbeddingStrategy, OverlapMonitor, OverlapTimeline, Stage
+from lightning_overlap.profiling.overlap import account
+from lightning_overlap.profiling.recorder import SpanRecorder
+from lightning_overlap.profiling.spans import ALL_TO_ALLS, Kind
+
+from ..profiling.virtual import VirtualClock
+from ..profiling.virtual import run as run_virtual
+from ..support.cases import Batches, Case, Model, make_plan
+from ..support.fits import make_trainer
+from .strategies import Dense
+
+NUM_STEPS = 16
+
+
+class _Recorded(Callback):
+    """Records two steady steps."""
+
+    def __init__(self, first: int) -> None:
+        self.first = first
+
+    def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
+        if batch_idx == self.first:
+            self.recorder = SpanRecorder(trainer.strategy.streams)
+            self.recorder.start()
+            trainer.strategy.watch(self.recorder)
+        if self.first <= batch_idx <= self.first + 2:
+            self.recorder.step()
+        if batch_idx == self.first + 2:
+            self.recorder.stop()
+            trainer.strategy.watch(None)
+
+
+def account_of_a_steady_step(case: Case, pipeline: str) -> dict[str, Any]:
+    """Account for a step under a virtual clock, with the all-to-alls of the tables alone."""
+    clock, recorded = VirtualClock(), _Recorded(4)
+    with mock.patch.object(time, "perf_counter", clock.now_s):
+        run_virtual(case, pipeline, 10, clock, callbacks=[recorded])
+    spans = [
+        span
+        for span in recorded.recorder.spans()
+        if span.kind not in (Kind.COMMUNICATION, Kind.WAIT) or span.name in ALL_TO_ALLS
+    ]
+    result = account(spans, recorded.recorder.windows()[-1])
+    kinds = {
+        str(kind): {"busy": round(times.busy_ms, 6), "hidden": round(times.hidden_ms, 6)}
+        for kind, times in result.kinds.items()
+    }
+    return {
+        **kinds,
+        "host": round(result.kinds[Kind.HOST].busy_ms, 6),
+        "step": round(result.step_ms, 6),
+        "blocked": round(result.blocked_ms, 6),
+        "merge": round(result.merge_wait_ms, 6),
+        "bound": (result.bound[0], round(result.bound[1], 6)),
+    }
+
+
+class Kept(Logger):
+    """Keeps what it is given."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.logged: list[tuple[dict[str, float], int | None]] = []
+
+    @property
+    def name(self) -> str:
+        return "kept"
+
+    @property
+    def version(self) -> int:
+        return 0
+
+    def log_hyperparams(self, *args: Any, **kwargs: Any) -> None:
+        pass
+
+    def log_metrics(self, metrics: Any, step: int | None = None) -> None:
+        self.logged.append((dict(metrics), step))
+
+
+def _fit(case: Case, pipeline: str, model: Model, monitor: OverlapMonitor | None, **kwargs: Any) -> Any:
+    plan = make_plan(case, model, dist.get_world_size())
+    strategy = OverlapEmbeddingStrategy(pipeline=pipeline, sharding=plan)
+    trainer = make_trainer(strategy, callbacks=[] if monitor is None else [monitor], **kwargs)
+    trainer.fit(model, datamodule=Batches(case, NUM_STEPS))
+    return trainer
+
+
+def told_by_a_run(case: Case, pipeline: str) -> dict[str, Any]:
+    """Train with and without a monitor; return all that the one with it told."""
+    originals = dist.all_to_all_single, dist.all_reduce
+    plain = Model(case)
+    _fit(case, pipeline, plain, None)
+    model, monitor, logger, printed = Model(case), OverlapMonitor(every_n_steps=4), Kept(), io.StringIO()
+    with contextlib.redirect_stdout(printed):
+        trainer = _fit(case, pipeline, model, monitor, logger=logger)
+    return {
+        "losses": torch.stack(model.losses).tolist(),
+        "losses_without": torch.stack(plain.losses).tolist(),
+        "nothing_patched": originals == (dist.all_to_all_single, dist.all_reduce),
+        "num_accounts": len(monitor.accounts),
+        "stages": list(monitor.accounts[0].stages),
+        "logged": [values for values, _ in logger.logged if "overlap/step_ms" in values],
+        "steps": [step for values, step in logger.logged if "overlap/step_ms" in values],
+        "progress_bar": list(trainer.progress_bar_metrics),
+        "printed": printed.getvalue(),
+    }
+
+
+def stages_seen(pipeline: str) -> list[Stage]:
+    """Return the stages that have a time of their own; in `base` a module's own forward is its lookup."""
+    mode, own = MODES[pipeline], (Stage.EMBEDDING_LOOKUP,)
+    return [stage for stage in Stage if mode.row(stage) is not None or stage in own]
+
+
+class ReadsItsLoss(Model):
+    """Has the host wait in every step."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        loss = super().training_step(batch, batch_idx)
+        loss.item()
+        return loss
+
+
+def audited(case: Case, pipeline: str) -> dict[str, Any]:
+    """Return the syncs of the step that was audited, and the line of the one that the user wrote."""
+    monitor, logger = OverlapMonitor(every_n_steps=4, table=False), Kept()
+    _fit(case, pipeline, ReadsItsLoss(case), monitor, logger=logger)
+    source, first = inspect.getsourcelines(ReadsItsLoss)
+    assert monitor.syncs is not None
+    return {
+        "places": [(sync.stage, sync.source(), sync.operator) for sync in monitor.syncs],
+        "line": first + next(place for place, line in enumerate(source) if ".item()" in line),
+        "logged": list(logger.logged[-1][0]),
+    }
+
+
+def without_tables() -> str:
+    """Return what a monitor says of a module that has no tables."""
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        trainer = make_trainer(OverlapEmbeddingStrategy(), callbacks=[OverlapMonitor()])
+        trainer.fit(Dense())
+    return next(str(one.message) for one in caught if "OverlapMonitor" in str(one.message))
+
+
+def validates_every_other_step(case: Case) -> tuple[int, int, bool]:
+    """Return how often a fit validated, what was measured in between, and whether a clock is left behind."""
+    model, monitor = Model(case), OverlapMonitor(every_n_steps=3, table=False)
+    plan = make_plan(case, model, dist.get_world_size())
+
+    class Validates(Batches):
+        def val_dataloader(self) -> Any:
+            return self.train_dataloader()
+
+    class Counts(Model):
+        num_validations = 0
+
+        def validation_step(self, batch: Any, batch_idx: int) -> None:
+            pass
+
+        def on_validation_start(self) -> None:
+            self.num_validations += 1
+
+    model = Counts(case)
+    strategy = OverlapEmbeddingStrategy(sharding=plan)
+    trainer = make_trainer(
+        strategy, callbacks=[monitor], val_check_interval=2, limit_val_batches=1, num_sanity_val_steps=0
+    )
+    trainer.fit(model, datamodule=Validates(case, NUM_STEPS))
+    left = strategy._sparse is not None and strategy._sparse.clock is not None
+    return model.num_validations, len(monitor.accounts), left
+
+
+def drawn(case: Case, pipeline: str, folder: str, num_steps: int = NUM_STEPS) -> dict[str, Any]:
+    """Train under `OverlapTimeline`; return what it wrote, printed and warned of."""
+    model, timeline, printed = Model(case), OverlapTimeline(folder, first_step=6, num_steps=2), io.StringIO()
+    plan = make_plan(case, model, dist.get_world_size())
+    strategy = OverlapEmbeddingStrategy(pipeline=pipeline, sharding=plan)
+    with warnings.catch_warnings(record=True) as caught, contextlib.redirect_stdout(printed):
+        warnings.simplefilter("always")
+        trainer = make_trainer(strategy, callbacks=[timeline])
+        trainer.fit(model, datamodule=Batches(case, num_steps))
+    plain = Model(case)
+    make_trainer(OverlapEmbeddingStrategy(pipeline=pipeline, sharding=plan)).fit(
+        plain, datamodule=Batches(case, num_steps)
+    )
+    return {
+        "files": [str(path) for path in timeline.files],
+        "printed": printed.getvalue(),
+        "warned": [str(one.message) for one in caught if "OverlapTimeline" in str(one.message)],
+        "same_losses": torch.equal(torch.stack(model.losses), torch.stack(plain.losses)),
+        "patched": dist.all_to_all_single.__module__ != "torch.distributed.distributed_c10d",
+    }

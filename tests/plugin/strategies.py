@@ -1,0 +1,270 @@
+"""Fits that show what the strategy sets up, and what it refuses. Functions that ranks run."""
+
+from __future__ import annotations
+
+import functools
+import warnings
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.plugins import MixedPrecision
+from lightning.pytorch.strategies import DDPStrategy
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import DataLoader
+from torchrec.distributed.planner import EmbeddingShardingPlanner, Topology
+from torchrec.distributed.types import ShardedModule
+from torchrec.optim import RowWiseAdagrad
+from torchrec.optim.optimizers import in_backward_optimizer_filter
+
+from lightning_overlap import OverlapEmbeddingStrategy
+from lightning_overlap.sparse.supported_modules import sharded_modules
+
+from ..support.cases import MIXED, TABLE_WISE, Batches, Model, make_plan
+from ..support.fits import make_trainer
+
+SGD = (torch.optim.SGD, {"lr": 2.0})
+
+
+class OwnsEverything(Model):
+    """Gives a dense optimizer the tables too."""
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.Adam(self.parameters())
+
+
+class ForgetsDataParallel(Model):
+    """Leaves every table to somebody else."""
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD([*self.bottom.parameters(), *self.top.parameters()], 0.1)
+
+
+class Dense(LightningModule):
+    """No tables."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(3)
+        self.layer = nn.Linear(6, 1)
+        self.losses: list[Tensor] = []
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        loss = self.layer(batch).square().mean()
+        self.losses.append(loss.detach())
+        return loss
+
+    def train_dataloader(self) -> DataLoader:
+        generator = torch.Generator().manual_seed(self.global_rank)
+        return DataLoader(torch.randn(40, 6, generator=generator), batch_size=4, shuffle=False)
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), 0.1)
+
+
+class TablesOnly(Model):
+    """Nothing for DistributedDataParallel to do."""
+
+    def __init__(self) -> None:
+        super().__init__(TABLE_WISE)
+        self.bottom, self.top = nn.Identity(), nn.Identity()
+
+    def dense(self, batch: Any, rows: Any) -> Tensor:
+        return torch.cat([torch.clone(rows["ebc"][f"f{i}"]) for i in range(3)], dim=1).square().mean()
+
+    def configure_optimizers(self) -> None:
+        return None
+
+
+def dense_losses(overlap: bool) -> Tensor:
+    """Train a module without tables."""
+    model = Dense()
+    strategy = OverlapEmbeddingStrategy() if overlap else DDPStrategy()
+    trainer = make_trainer(strategy)
+    trainer.fit(model)
+    return torch.stack(model.losses)
+
+
+def fit_model(
+    model: Model | None = None, *, num_steps: int = 4, trainer_kwargs: dict[str, Any] | None = None, **kwargs: Any
+) -> Trainer:
+    """Fit with given strategy arguments."""
+    trainer = make_trainer(OverlapEmbeddingStrategy(**kwargs), **(trainer_kwargs or {}))
+    model = Model(TABLE_WISE) if model is None else model
+    trainer.fit(model, datamodule=Batches(model.case, num_steps))
+    return trainer
+
+
+def shapes(sharding: Any, on_meta: bool = False) -> dict[str, Any]:
+    """Shard; return the sharding type of each table, and the shapes of this rank's shards."""
+    model = Model(TABLE_WISE, fused_optimizer=False, device="meta" if on_meta else "cpu")
+    if sharding == "planner":
+        topology = Topology(world_size=dist.get_world_size(), compute_device="cpu")
+        sharding = EmbeddingShardingPlanner(topology=topology)
+    fit_model(model, sharding=sharding, fused_optimizer=functools.partial(torch.optim.SGD, lr=1.0))
+    [module] = sharded_modules(model).values()
+    local = {
+        name.split(".")[-2]: [tuple(shard.tensor.shape) for shard in value.local_shards()]
+        for name, value in module.state_dict().items()
+        if hasattr(value, "local_shards")
+    }
+    types = {name: parameter.sharding_type for name, parameter in module.module_sharding_plan.items()}
+    assert not any(parameter.is_meta for parameter in model.parameters())
+    return {"types": types, "local": local, "losses": torch.stack(model.losses)}
+
+
+def what_it_wraps(**options: Any) -> dict[str, Any]:
+    """Look at the module while it trains, and after."""
+    seen: dict[str, Any] = {}
+
+    class Looks(Model):
+        def on_train_start(self) -> None:
+            wrapped = self.trainer.strategy.model
+            seen["ddp"] = isinstance(wrapped, DistributedDataParallel)
+            if seen["ddp"]:
+                seen["reduced"] = sorted(name for name, p in self.named_parameters() if p in _reduced(wrapped))
+                seen["gradients"] = wrapped.process_group.group_desc
+            [sharded] = sharded_modules(self).values()
+            seen["group"] = sharded._env.process_group.group_desc
+            seen["stand_in"] = "forward" in vars(self.ebc)
+            seen["loop"] = type(self.trainer.fit_loop).__mro__[1].__name__
+
+    model = Looks(TABLE_WISE)
+    trainer = fit_model(model, **options)
+    seen["after"] = ("forward" in vars(model.ebc), type(trainer.fit_loop).__name__, len(type(trainer.fit_loop).__mro__))
+    seen["fresh"] = len(type(make_trainer(OverlapEmbeddingStrategy()).fit_loop).__mro__)
+    seen["sharded"] = isinstance(model.ebc, ShardedModule)
+    return seen
+
+
+def _reduced(wrapped: DistributedDataParallel) -> set[Any]:
+    ignored = wrapped.parameters_to_ignore
+    return {p for name, p in wrapped.module.named_parameters() if name not in ignored}
+
+
+def fit_twice_and_evaluate() -> tuple[Tensor, Tensor, Tensor]:
+    """Two fits of one module by two trainers, then a plain call: (losses, losses, rows of the first batch)."""
+    model = Model(TABLE_WISE)
+    first = fit_model(model, num_steps=6, sharding="table_wise")
+    first_losses = torch.stack(model.losses)
+    model.losses.clear()
+    first.fit_loop.max_epochs = 2
+    first.fit(model, datamodule=Batches(model.case, 6))
+    second_losses = torch.stack(model.losses)
+    with torch.no_grad():
+        rows = model.rows("ebc", Batches(model.case, 1) and _first_batch())
+        values = torch.cat([torch.clone(rows[f"f{i}"]) for i in range(3)], dim=1)
+    return first_losses, second_losses, values
+
+
+def _first_batch() -> Any:
+    from ..support.cases import make_batch
+
+    return make_batch(TABLE_WISE, 0, dist.get_rank())
+
+
+REFUSED: dict[str, Any] = {
+    "unknown_table": lambda: fit_model(sharding={"t9": "table_wise"}),
+    "impossible_type": lambda: fit_model(sharding={"t0": "row_wise"}),
+    "unknown_type": lambda: fit_model(sharding="table_wize"),
+    "sharding_of_wrong_type": lambda: fit_model(sharding=3),
+    "no_fused_optimizer": lambda: fit_model(Model(TABLE_WISE, fused_optimizer=False), sharding="table_wise"),
+    "adam_on_cpu": lambda: fit_model(
+        Model(TABLE_WISE, fused_optimizer=False), sharding="table_wise", fused_optimizer=(torch.optim.Adam, {"lr": 1.0})
+    ),
+    "owns_fused_tables": lambda: fit_model(OwnsEverything(TABLE_WISE), sharding="table_wise"),
+    "nobody_trains_a_table": lambda: fit_model(ForgetsDataParallel(TABLE_WISE), sharding="data_parallel"),
+    "16-mixed": lambda: fit_model(trainer_kwargs={"plugins": [MixedPrecision("16-mixed", "cpu")]}),
+    "planner_fails": lambda: fit_model(sharding=_Fails()),
+}
+
+
+class _Fails:
+    def plan(self, module: Any, sharders: Any) -> Any:
+        raise KeyError("these tables do not fit anywhere")
+
+
+def refuse(name: str) -> str:
+    """Return the message of a fit that has to fail before training starts."""
+    steps = []
+    original = Model.training_step
+    Model.training_step = lambda self, *args: steps.append(args)  # type: ignore[method-assign,assignment]
+    try:
+        REFUSED[name]()
+    except (ValueError, TypeError) as err:
+        assert not steps
+        return f"{type(err).__name__}: {err}"
+    finally:
+        Model.training_step = original  # type: ignore[method-assign]
+    raise AssertionError("nothing was refused")
+
+
+def warnings_of(trainer_kwargs: dict[str, Any], data_parallel: bool = False) -> list[str]:
+    """Return what a fit warns of, ours only."""
+    model = Model(MIXED if data_parallel else TABLE_WISE)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        fit_model(model, trainer_kwargs=trainer_kwargs, sharding="table_wise")
+    return [str(w.message) for w in caught if "fused" in str(w.message) or "in backward" in str(w.message)]
+
+
+def frozen_table() -> bool:
+    """A table without gradient stays as it is, the others move."""
+    model = Model(TABLE_WISE, fused_optimizer=False)
+    weight = model.ebc.embedding_bags["t1"].weight.requires_grad_(False)
+    before = {name: bag.weight.detach().clone() for name, bag in model.ebc.embedding_bags.items()}
+    fit_model(model, sharding="table_wise", fused_optimizer=SGD)
+    assert weight.requires_grad is False
+    shards = {
+        name.split(".")[-2]: shard.tensor
+        for name, value in model.ebc.state_dict().items()
+        for shard in value.local_shards()
+    }
+    return all(torch.equal(shard, before[name]) == (name == "t1") for name, shard in shards.items())
+
+
+def data_parallel_tables(pipeline: str) -> dict[str, Tensor]:
+    """Start from weights that differ between ranks, as without a common seed; return the data-parallel ones."""
+    model = Model(MIXED)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(0.1 * dist.get_rank())
+    fit_model(model, pipeline=pipeline, sharding=make_plan(MIXED, model, dist.get_world_size()))
+    return {name: p.detach().clone() for name, p in model.ebc.named_parameters() if name.split(".")[-2].startswith("d")}
+
+
+class TwoNames(Model):
+    """One collection under two names of the same parent."""
+
+    def __init__(self) -> None:
+        super().__init__(TABLE_WISE)
+        self.again = self.ebc
+
+    def rows(self, collection: str, batch: Any) -> Any:
+        return self.again(batch.inputs["sparse"][0])
+
+
+def two_names() -> bool:
+    """Whether both names stand for one sharded module after a fit."""
+    model = TwoNames()
+    fit_model(model, sharding="table_wise")
+    return model.again is model.ebc and isinstance(model.ebc, ShardedModule)
+
+
+def registry() -> dict[str, Any]:
+    """Use the strategy by its name."""
+    trainer = Trainer(accelerator="cpu", devices=dist.get_world_size(), strategy="overlap_embedding", logger=False)
+    return {"type": type(trainer.strategy).__name__, "pipeline": trainer.strategy.schedule.name}
+
+
+def rowwise_adagrad_given_to_the_strategy() -> bool:
+    """The fused optimizer argument reaches the kernel, and the module's own choice beats it."""
+    given = Model(TABLE_WISE, fused_optimizer=False)
+    fit_model(given, sharding="table_wise", fused_optimizer=(RowWiseAdagrad, {"lr": 1.0}))
+    own = Model(TABLE_WISE)
+    fit_model(own, sharding="table_wise", fused_optimizer=(RowWiseAdagrad, {"lr": 1.0}))
+    states = [bool(any(s for s in m.ebc.fused_optimizer.state_dict()["state"].values())) for m in (given, own)]
+    filtered = [name for name, _ in in_backward_optimizer_filter(given.named_parameters()) if "ebc" in name]
+    return states == [True, False] and filtered == []

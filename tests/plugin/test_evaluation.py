@@ -1,0 +1,123 @@
+"""Evaluation is pipelined too, answers from current weights, and training does not notice it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from lightning_overlap import MODES
+
+from ..support.cases import MIXED, ROWWISE_ADAGRAD, SEQUENCE, TABLE_WISE, TWO_COLLECTIONS, Case
+from ..support.fits import fit
+from ..support.ranks import Ranks
+from . import evaluations
+from .evaluations import EVERY, NUM_STEPS, NUM_VAL
+
+EARLY = [name for name, mode in MODES.items() if mode.has_sparse_stages]
+CASES = (TABLE_WISE, MIXED, SEQUENCE, TWO_COLLECTIONS, ROWWISE_ADAGRAD)
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+def test_validation_inside_a_fit_answers_from_current_weights(ranks: Ranks, case: Case) -> None:
+    """As a plain DistributedModelParallel module that is evaluated after the same steps; training goes on unmoved."""
+    expected = {
+        staleness: ranks.run(evaluations.reference_validations, case, staleness)
+        for staleness in {mode.staleness for mode in MODES.values()}
+    }
+    for pipeline, mode in MODES.items():
+        trained = ranks.run(fit, case, pipeline, num_steps=NUM_STEPS)
+        actual = ranks.run(evaluations.validate_while_training, case, pipeline)
+        for (outputs, losses, early), theirs, alone in zip(actual, expected[mode.staleness], trained, strict=True):
+            assert outputs[2:] == theirs, pipeline  # the first two are the sanity check's
+            assert torch.equal(losses, alone.losses), pipeline
+            # all but the very first one, which shows what feeds which module
+            num_modules = len(case.collections)
+            expected_early = (2 + NUM_VAL * (NUM_STEPS // EVERY) - 1) * num_modules if mode.has_sparse_stages else 0
+            assert early == expected_early, pipeline
+
+
+@pytest.mark.parametrize("sized", [True, False], ids=["sized", "unsized"])
+@pytest.mark.parametrize("lengths", [(6,), (3, 4), (1, 1, 1)], ids=["one_loader", "two_loaders", "three_short_ones"])
+@pytest.mark.parametrize("entry", ["validate", "test", "predict"])
+def test_entries_answer_as_the_unsharded_module(
+    ranks: Ranks, entry: str, lengths: tuple[int, ...], sized: bool
+) -> None:
+    for kwargs in ({}, {f"limit_{entry.removesuffix('idate')}_batches": 2}, {"inference_mode": False}):
+        expected = ranks.run(evaluations.evaluate_alone, None, entry, lengths, sized, **kwargs)
+        for pipeline in ("base", "sparse_dist", "fused_sparse_dist"):
+            actual = ranks.run(evaluations.evaluate_alone, pipeline, entry, lengths, sized, **kwargs)
+            for (mine, my_results, early), (theirs, their_results, _) in zip(actual, expected, strict=True):
+                assert [output[:3] for output in mine] == [output[:3] for output in theirs]
+                for a, b in zip(mine, theirs, strict=True):
+                    assert a[3] == pytest.approx(b[3], abs=1e-6)  # nn.EmbeddingBag adds rows up in another order
+                assert _shape(my_results) == _shape(their_results)
+                assert early == (0 if pipeline == "base" else len(mine) - 1)
+
+
+def _shape(results: Any) -> Any:
+    """Results with the numbers left out."""
+    if isinstance(results, dict):
+        return {key: _shape(value) for key, value in results.items()}
+    return [_shape(result) for result in results] if isinstance(results, list) else type(results)
+
+
+def test_one_trainer_through_all_entries(ranks: Ranks) -> None:
+    expected = ranks.run(evaluations.all_entries, "base")
+    for first, last in expected:
+        assert first != last
+    for pipeline in EARLY:
+        if MODES[pipeline].staleness == 0:
+            assert ranks.run(evaluations.all_entries, pipeline) == expected
+        else:
+            ranks.run(evaluations.all_entries, pipeline)
+
+
+def test_prediction_writers_get_the_indices(ranks: Ranks) -> None:
+    expected = ranks.run(evaluations.write_predictions, None)
+    actual = ranks.run(evaluations.write_predictions, "fused_sparse_dist")
+    for mine, theirs in zip(actual, expected, strict=True):
+        assert [indices for indices, _ in mine[:-1]] == [indices for indices, _ in theirs[:-1]]
+        assert mine[-1][1] == theirs[-1][1]
+        assert mine[-1][0] == pytest.approx(theirs[-1][0], abs=1e-6)
+
+
+def test_a_step_without_dataloader_idx_is_refused_as_ever(two_ranks: Ranks) -> None:
+    for message in two_ranks.run(evaluations.two_loaders_without_index, "fused_sparse_dist"):
+        assert "dataloader_idx" in message
+
+
+@pytest.mark.parametrize(
+    ("pipeline", "step_ms"),
+    [("base", 170), ("sparse_dist", 90), ("fused_sparse_dist", 50), ("semi_sync", 50)],
+)
+def test_what_an_evaluation_hides(two_ranks: Ranks, pipeline: str, step_ms: int) -> None:
+    """Three all-to-alls of 40 ms around a forward of 50 ms, under a virtual clock; two of the three are of ids."""
+    for steps_ms in two_ranks.run(evaluations.clocked, pipeline):
+        assert set(steps_ms[4:]) == {step_ms}
+
+
+@pytest.mark.parametrize("sized", [True, False], ids=["sized", "unsized"])
+@pytest.mark.parametrize("lengths", [(7, 4), (3, 6)])
+def test_ranks_with_unequal_data_end_together(two_ranks: Ranks, lengths: tuple[int, int], sized: bool) -> None:
+    for pipeline in ("base", "fused_sparse_dist"):
+        results = two_ranks.run(evaluations.validate_uneven, pipeline, lengths, sized)
+        assert [num for num, _ in results] == [min(lengths)] * 2
+        assert [bool(said) for _, said in results] == [length > min(lengths) for length in lengths]
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize("entry", ["validate", "fit"])
+def test_sigterm_on_one_rank_ends_an_evaluation_on_all(two_ranks: Ranks, entry: str, rank: int) -> None:
+    first, second = two_ranks.run(evaluations.terminate, entry, "fused_sparse_dist", rank)
+    assert first == second
+    assert 4 <= first < 12
+
+
+def test_inputs_made_in_the_step_are_said_once(two_ranks: Ranks) -> None:
+    first, second = two_ranks.run(evaluations.warned_once, "fused_sparse_dist")
+    assert len(first) == 2
+    assert "made inside validation_step" in first[0]
+    assert "made inside training_step" in first[1]
+    assert second == []

@@ -1,0 +1,80 @@
+"""The loop override keeps Lightning's meaning of everything: hook by hook the same as with DDPStrategy."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ..support import traces
+from ..support.ranks import Ranks
+from ..support.traces import NUM_TRAIN
+
+CONFIGS: dict[str, tuple[str, str | None, dict[str, Any]]] = {
+    "epochs": ("sized", None, {"max_epochs": 3}),
+    "unsized": ("unsized", None, {}),
+    "persistent_workers": ("workers", None, {"max_epochs": 3}),
+    "none_batches": ("none_batches", None, {}),
+    "limit_int": ("sized", None, {"limit_train_batches": 5}),
+    "limit_float": ("sized", None, {"limit_train_batches": 0.5}),
+    "limit_unsized": ("unsized", None, {"limit_train_batches": 5}),
+    "limit_1": ("sized", None, {"limit_train_batches": 1, "max_epochs": 3}),
+    "max_steps": ("sized", None, {"max_steps": 13, "max_epochs": -1}),
+    "max_steps_unsized": ("unsized", None, {"max_steps": 4}),
+    "val_check_interval": ("sized", None, {"val_check_interval": 4}),
+    "val_check_interval_unsized": ("unsized", None, {"val_check_interval": 4}),
+    "val_check_across_epochs": ("sized", None, {"val_check_interval": 5, "check_val_every_n_epoch": None}),
+    "accumulate": ("sized", None, {"accumulate_grad_batches": 2}),
+    "accumulate_max_steps": ("sized", None, {"accumulate_grad_batches": 2, "max_steps": 3}),
+    "fast_dev_run": ("sized", None, {"fast_dev_run": 2}),
+    "overfit_batches": ("sized", None, {"overfit_batches": 2}),
+    "reload_every_epoch": ("sized", None, {"reload_dataloaders_every_n_epochs": 1}),
+    "no_validation": ("sized", None, {"limit_val_batches": 0}),
+    "batch_start_returns_minus_one": ("sized", "minus_one", {}),
+    "should_stop": ("sized", "should_stop", {}),
+}
+
+
+@pytest.mark.parametrize("config", CONFIGS)
+def test_same_hooks_as_ddp(two_ranks: Ranks, config: str) -> None:
+    expected = two_ranks.run(traces.trace, None, *CONFIGS[config])
+    for pipeline in ("base", "fused_sparse_dist", "semi_sync"):
+        actual = two_ranks.run(traces.trace, pipeline, *CONFIGS[config])
+        for (mine, _), (theirs, _) in zip(actual, expected, strict=True):
+            assert mine == theirs
+
+
+@pytest.mark.parametrize("pipeline", ["fused_sparse_dist", "semi_sync"])
+def test_batches_are_transferred_once_in_order_and_none_too_many(two_ranks: Ranks, pipeline: str) -> None:
+    for config, per_epoch in {
+        "epochs": [NUM_TRAIN] * 3,
+        "limit_int": [5, 5],
+        "max_steps": [9, 4],
+        "accumulate_max_steps": [6],
+        "unsized": [9, 9],
+    }.items():
+        for _, transfers in two_ranks.run(traces.trace, pipeline, *CONFIGS[config]):
+            assert transfers == [index for num in per_epoch for index in range(num)], config
+
+
+@pytest.mark.filterwarnings("ignore:You're resuming from a checkpoint that ended before the epoch ended")
+@pytest.mark.parametrize("val_check_interval", [4, 1.0], ids=["mid_epoch", "after_the_last_batch"])
+def test_an_interrupted_validation_goes_on_as_with_ddp(
+    two_ranks: Ranks, val_check_interval: float, tmp_path: Path
+) -> None:
+    """After an epoch's last batch there is nothing left to look at, but a validation left to run."""
+    expected = two_ranks.run(traces.trace_resumed, None, str(tmp_path / "ddp"), val_check_interval)
+    for pipeline in ("base", "fused_sparse_dist"):
+        actual = two_ranks.run(traces.trace_resumed, pipeline, str(tmp_path / pipeline), val_check_interval)
+        assert actual == expected
+
+
+def test_a_step_without_loss_on_one_rank(get_ranks: Any) -> None:
+    """training_step returns None in automatic optimization (one rank only, as in Lightning): no step, no hang."""
+    ranks = get_ranks(1)
+    config = ("sized", "no_loss", {})
+    [(expected, _)] = ranks.run(traces.trace, None, *config)
+    for pipeline in ("fused_sparse_dist", "semi_sync"):
+        [(actual, _)] = ranks.run(traces.trace, pipeline, *config)
+        assert actual == expected

@@ -1,0 +1,114 @@
+"""`OverlapMonitor` on a real run, and the clocks under a virtual time in which every number is known."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from lightning_overlap import MODES, Schedule, Stage
+
+from ..support.cases import TABLE_WISE
+from . import monitors
+
+# Forward, backward and step take 50 ms each, an all-to-all takes 40. What a mode has under way when, and what it hides:
+#
+#   base                sizes ids rows FFFFF BBBBB grads SSSSS
+#   sparse_dist         rows FFFFF BBBBB grads SSSSS            rows has the next sizes beside it, BBBBB the next ids
+#                       sizes      ids
+#   fused_sparse_dist   FFFFF BBBBB grads SSSSS
+#                       sizes ids         rows
+#   after_optimizer     as sparse_dist, but that rows begins before the step's end
+#   semi_sync           FFFFF BBBBB grads SSSSS
+#                       sizes rows        ids
+#   semi_sync_deferred  FFFFF BBBBB SSSSS
+#                       sizes rows  grads, ids
+#   async_lookup        as semi_sync, for batches that are further ahead
+#   prefetch            FFFFF BBBBB grads SSSSS
+#                       ids               rows, sizes
+BUSY_AND_HIDDEN_MS = {
+    "base": (160, 0),
+    "sparse_dist": (120, 40),
+    "fused_sparse_dist": (160, 120),
+    "fused_sparse_dist_after_optimizer": (120, 40),
+    "semi_sync": (80, 40),  # rows and sizes travel while gradients do
+    "semi_sync_deferred": (80, 80),
+    "async_lookup": (80, 40),
+    "prefetch": (120, 80),
+}
+
+
+def test_hidden_and_exposed_time_under_a_virtual_clock(mode: Schedule, two_ranks: Any) -> None:
+    for result in two_ranks.run(monitors.account_of_a_steady_step, TABLE_WISE, mode.name):
+        busy, hidden = BUSY_AND_HIDDEN_MS[mode.name]
+        assert result["communication"] == {"busy": busy, "hidden": hidden}
+        assert result["dense"] == {"busy": 150, "hidden": 0}
+        assert result["blocked"] == busy - hidden
+        assert result["step"] == 150 + busy - hidden
+        assert result["host"] == 150
+        assert result["bound"] == (("communication", 160) if busy == 160 else ("dense", 150))
+
+
+def test_waits_at_the_merge_are_those_for_rows(two_ranks: Any) -> None:
+    waits = {name: two_ranks.run(monitors.account_of_a_steady_step, TABLE_WISE, name)[0]["merge"] for name in MODES}
+    waiting = ("base", "sparse_dist", "fused_sparse_dist_after_optimizer")
+    assert waits == {name: 40 if name in waiting else 0 for name in MODES}
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2])
+def test_a_run_tells_what_was_hidden(mode: Schedule, num_ranks: int, get_ranks: Any) -> None:
+    told = get_ranks(num_ranks).run(monitors.told_by_a_run, TABLE_WISE, mode.name)
+    for rank in told:
+        assert rank["losses"] == rank["losses_without"], "watching must not change a bit"
+        assert rank["nothing_patched"]
+        assert rank["num_accounts"] >= 2
+        seen = set(monitors.stages_seen(mode.name))
+        assert set(rank["stages"]) == (
+            seen if num_ranks > 1 else seen - {Stage.EMBEDDING_UPDATE}
+        )  # nothing to wait for
+        for values in rank["logged"]:
+            for name in ("communication", "lookup", "copy"):
+                busy = values[f"overlap/{name}/hidden_ms"] + values[f"overlap/{name}/exposed_ms"]
+                assert 0 <= busy <= values["overlap/step_ms"] + 1e-6
+                assert 0 <= values[f"overlap/{name}/hidden_fraction"] <= 1
+            assert values["overlap/bound_ms"] <= values["overlap/step_ms"] + 1e-6
+            assert values["overlap/to_gain_ms"] == pytest.approx(values["overlap/step_ms"] - values["overlap/bound_ms"])
+            assert values["overlap/batches_in_flight"] <= mode.depth
+        # Read at the end of a step, when the batch before has had its update.
+        updates_later = mode.row(Stage.EMBEDDING_UPDATE) is not None
+        assert rank["logged"][0]["overlap/batches_in_flight"] == mode.depth - updates_later
+        assert "hidden" in rank["progress_bar"]
+    table = told[0]["printed"]
+    assert f"Overlap: {mode.name}" in table
+    assert f"{num_ranks} ranks" in table
+    assert "-bound" in table
+    assert "cannot gain more than" in table
+    assert ("slowest" in table or "even" in table) == (num_ranks > 1)
+    assert all(rank["printed"] == "" for rank in told[1:])
+
+
+def test_the_audit_names_the_users_own_line(two_ranks: Any) -> None:
+    for rank in two_ranks.run(monitors.audited, TABLE_WISE, "fused_sparse_dist"):
+        mine = [place for place in rank["places"] if "training_step" in place[1]]
+        assert mine == [("dense_forward", f"training_step, monitors.py:{rank['line']}", "_local_scalar_dense")]
+        others = [place for place in rank["places"] if place not in mine]
+        assert [stage for stage, *_ in others] == ["input_data_dist"], "the read of the sizes, and nothing else"
+        assert "host_syncs" in " ".join(rank["logged"])
+
+
+def test_a_module_without_tables_is_told_so(get_ranks: Any) -> None:
+    [message] = get_ranks(1).run(monitors.without_tables)
+    assert "nothing to measure" in message
+
+
+def test_a_validation_inside_a_measured_step_is_not_measured(two_ranks: Any) -> None:
+    for num_validations, num_accounts, still_watched in two_ranks.run(monitors.validates_every_other_step, TABLE_WISE):
+        assert num_validations > 2
+        assert num_accounts == 0
+        assert not still_watched
+
+
+@pytest.mark.parametrize("every", [0, 2])
+def test_a_measurement_needs_steps_of_its_own(every: int) -> None:
+    with pytest.raises(ValueError, match=f"more than 2, .* got {every}"):
+        monitors.OverlapMonitor(every_n_steps=every)

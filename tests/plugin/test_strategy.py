@@ -1,0 +1,181 @@
+"""What the strategy sets up, and what it refuses before training starts, on every rank."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any
+
+import pytest
+import torch
+
+from lightning_overlap import MODES, OverlapEmbeddingStrategy
+
+from ..support.cases import TABLE_WISE
+from ..support.fits import fit
+from ..support.ranks import Ranks
+from . import strategies
+
+
+def test_module_without_tables_trains_as_with_ddp(two_ranks: Ranks) -> None:
+    expected = two_ranks.run(strategies.dense_losses, False)
+    actual = two_ranks.run(strategies.dense_losses, True)
+    assert all(torch.equal(mine, theirs) for mine, theirs in zip(actual, expected, strict=True))
+
+
+def test_dense_part_under_ddp_tables_not(two_ranks: Ranks) -> None:
+    for seen in two_ranks.run(strategies.what_it_wraps):
+        assert seen["ddp"]
+        assert seen["reduced"] == sorted(f"{m}.{p}" for m in ("bottom.0", "top.0", "top.2") for p in ("bias", "weight"))
+        assert seen["group"] == "tables"
+        assert seen["stand_in"]
+        assert seen["loop"] == "_FitLoopMixin"
+        # and nothing is left of it afterwards, but for the sharded tables
+        assert seen["after"] == (False, "_FitLoop", seen["fresh"])
+        assert seen["sharded"]
+
+
+@pytest.mark.parametrize(
+    ("options", "wrapped"),
+    [
+        ({}, False),
+        ({"timeout": timedelta(minutes=5), "start_method": "popen"}, False),
+        ({"find_unused_parameters": True}, True),
+        ({"gradient_as_bucket_view": True}, True),
+    ],
+    ids=str,
+)
+def test_one_rank_shares_gradients_with_nobody(
+    get_ranks: Callable[..., Ranks], options: dict[str, Any], wrapped: bool
+) -> None:
+    [seen] = get_ranks(1).run(strategies.what_it_wraps, **options)
+    assert seen["ddp"] == wrapped
+    assert seen["stand_in"]
+    assert seen["sharded"]
+
+
+@pytest.mark.parametrize(
+    ("num_nodes", "options"),
+    [(1, {}), (2, {}), (1, {"find_unused_parameters": True}), (1, {"static_graph": True})],
+    ids=str,
+)
+@pytest.mark.parametrize("pipeline", ["base", "fused_sparse_dist"])
+def test_gradients_and_tables_have_groups_of_their_own(
+    get_ranks: Callable[..., Ranks], pipeline: str, num_nodes: int, options: dict[str, Any]
+) -> None:
+    """Which of the two a backward sends first depends on where a step first uses its rows, which may differ by rank."""
+    ranks = get_ranks(2, num_nodes=num_nodes)
+    for seen in ranks.run(strategies.what_it_wraps, pipeline=pipeline, **options):
+        assert (seen["group"], seen["gradients"]) == ("tables", "default_pg")
+
+
+def test_tables_on_meta_come_to_life_as_shards(two_ranks: Ranks) -> None:
+    for rank, seen in enumerate(two_ranks.run(strategies.shapes, "table_wise", True)):
+        assert set(seen["types"].values()) == {"table_wise"}
+        owned = {name for name, shapes in seen["local"].items() if shapes}
+        assert owned < {"t0", "t1", "t2"}, f"rank {rank} holds every table"
+        assert seen["losses"].isfinite().all()
+
+
+@pytest.mark.parametrize("sharding", [None, "planner", {"t0": "table_wise"}, "column_wise", "data_parallel"])
+def test_shardings(two_ranks: Ranks, sharding: Any) -> None:
+    first, second = two_ranks.run(strategies.shapes, sharding)
+    assert first["types"] == second["types"]
+    if sharding is None or isinstance(sharding, dict):
+        assert "data_parallel" not in first["types"].values()  # that would drop the fused optimizer
+    elif sharding in ("column_wise", "data_parallel"):
+        assert set(first["types"].values()) == {sharding}
+    if sharding == "column_wise":
+        assert first["local"]["t0"] == second["local"]["t0"] == [(120, 4)]
+
+
+def test_two_nodes_of_one_rank_each(get_ranks: Callable[..., Ranks], two_ranks: Ranks) -> None:
+    """As on one node: the same plan, the same losses."""
+    nodes = get_ranks(2, num_nodes=2)
+    for pipeline in ("base", "fused_sparse_dist"):
+        expected, actual = (ranks.run(fit, TABLE_WISE, pipeline, num_steps=8) for ranks in (two_ranks, nodes))
+        assert [mine.differences(theirs) for mine, theirs in zip(actual, expected, strict=True)] == [[], []]
+    assert len(nodes.run(strategies.shapes, None)) == 2
+
+
+def test_a_second_fit_and_a_plain_call_afterwards(two_ranks: Ranks) -> None:
+    for first, second, rows in two_ranks.run(strategies.fit_twice_and_evaluate):
+        assert len(first) == len(second) == 6
+        assert not torch.equal(first, second)
+        assert rows.isfinite().all()
+
+
+def test_fused_optimizer_argument(two_ranks: Ranks) -> None:
+    assert all(two_ranks.run(strategies.rowwise_adagrad_given_to_the_strategy))
+
+
+def test_a_table_without_gradient_is_not_trained(ranks: Ranks) -> None:
+    assert all(ranks.run(strategies.frozen_table))
+
+
+@pytest.mark.parametrize("pipeline", ["base", "fused_sparse_dist"])
+def test_data_parallel_tables_are_the_same_on_all_ranks(two_ranks: Ranks, pipeline: str) -> None:
+    first, second = two_ranks.run(strategies.data_parallel_tables, pipeline)
+    assert len(first) == 2
+    assert all(torch.equal(first[name], second[name]) for name in first)
+
+
+def test_a_collection_under_two_names(two_ranks: Ranks) -> None:
+    assert all(two_ranks.run(strategies.two_names))
+
+
+def test_registry_name(two_ranks: Ranks) -> None:
+    [seen, _] = two_ranks.run(strategies.registry)
+    assert seen == {"type": "OverlapEmbeddingStrategy", "pipeline": "fused_sparse_dist"}
+
+
+@pytest.mark.parametrize(
+    ("name", "parts"),
+    [
+        ("unknown_table", ["ValueError", "'t9'", "Did you mean 't", "Known: t0, t1, t2"]),
+        ("impossible_type", ["ValueError", "'t0'", "'row_wise' is not possible on cpu", "table_wise, column_wise"]),
+        ("unknown_type", ["ValueError", "'table_wize' is not possible", "Did you mean 'table_wise'"]),
+        ("sharding_of_wrong_type", ["TypeError", "got int: 3"]),
+        ("no_fused_optimizer", ["ValueError", "ebc.t0", "fused_optimizer=(", "_apply_optimizer_in_backward"]),
+        ("adam_on_cpu", ["ValueError", "Adam is fused on CUDA only", "RowWiseAdagrad"]),
+        ("owns_fused_tables", ["ValueError", "ebc.embedding_bags.t0.weight", "in_backward_optimizer_filter"]),
+        ("nobody_trains_a_table", ["ValueError", "no optimizer has the weights of ebc.embedding_bags.t0.weight"]),
+        ("16-mixed", ["ValueError", "16-mixed", "bf16-mixed"]),
+        ("planner_fails", ["ValueError", "these tables do not fit anywhere"]),
+    ],
+)
+def test_refused_on_every_rank(two_ranks: Ranks, name: str, parts: list[str]) -> None:
+    for message in two_ranks.run(strategies.refuse, name):
+        assert [part for part in parts if part not in message] == [], message
+
+
+@pytest.mark.parametrize(
+    ("kwargs", "word"), [({"accumulate_grad_batches": 2}, "accumulates"), ({"gradient_clip_val": 1.0}, "clips")]
+)
+def test_said_once(two_ranks: Ranks, kwargs: dict[str, Any], word: str) -> None:
+    first, second = two_ranks.run(strategies.warnings_of, kwargs)
+    assert len(first) == 1
+    assert word in first[0]
+    assert second == []
+
+
+@pytest.mark.parametrize(
+    ("kwargs", "error", "text"),
+    [
+        ({"pipeline": "fused_sparse_dst"}, ValueError, "Did you mean 'fused_sparse_dist'"),
+        ({"pipeline": 3}, TypeError, "pipeline must be a name"),
+        ({"stream": "dedicate"}, ValueError, "Did you mean 'dedicated'"),
+        ({"fused_optimizer": "sgd"}, TypeError, "fused_optimizer is \\(class, kwargs\\)"),
+        ({"fused_optimizer": (torch.optim.SGD, {"rate": 1})}, TypeError, "fused_optimizer: SGD does not take"),
+        ({"fused_optimizer": (dict, {})}, TypeError, "fused_optimizer is \\(class, kwargs\\)"),
+    ],
+)
+def test_refused_when_made(kwargs: dict[str, Any], error: type[Exception], text: str) -> None:
+    with pytest.raises(error, match=text):
+        OverlapEmbeddingStrategy(**kwargs)
+
+
+def test_unknown_mode_lists_all() -> None:
+    with pytest.raises(ValueError, match="Known: ") as caught:
+        OverlapEmbeddingStrategy(pipeline="nothing_like_it")
+    assert all(name in str(caught.value) for name in MODES)

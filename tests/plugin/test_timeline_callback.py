@@ -1,0 +1,65 @@
+"""`OverlapTimeline` on real runs."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from lightning_overlap import OverlapTimeline, Schedule, Stage
+from lightning_overlap.profiling.spans import Kind
+from lightning_overlap.profiling.torch_trace import read_trace
+
+from ..support.cases import TABLE_WISE
+from ..support.ranks import Ranks
+from . import monitors
+
+
+def test_the_steps_of_all_ranks_are_drawn(two_ranks: Ranks, mode: Schedule, tmp_path: Path) -> None:
+    first, second = two_ranks.run(monitors.drawn, TABLE_WISE, mode.name, str(tmp_path))
+    assert first["same_losses"], "drawing must not change a bit"
+    assert second["same_losses"]
+    assert not first["patched"]
+    assert not second["patched"]
+    assert first["warned"] == []
+    assert [Path(file).name for file in first["files"]] == ["timeline.png", "timeline.html", "timeline.json.gz"]
+    assert second["files"] == []
+    assert (tmp_path / "timeline.png").read_bytes().startswith(b"\x89PNG")
+    assert "rank 1" in (tmp_path / "timeline.html").read_text()
+    assert "rank 0: " in first["printed"]
+    assert second["printed"] == ""
+
+    ranks = read_trace(tmp_path / "timeline.json.gz")
+    assert set(ranks) == {0, 1}
+    for spans in ranks.values():
+        batches = {span.batch for span in spans if span.stage is Stage.BACKWARD and span.kind is Kind.DENSE}
+        assert batches == {5, 6, 7}, "the step before the two drawn, and these"
+        carried = {span.name for span in spans if span.kind is Kind.COMMUNICATION}
+        assert carried == {"sizes", "ids", "rows", "gradients"}
+        ahead = {span.batch for span in spans if span.stage is Stage.EMBEDDING_LOOKUP}
+        lookup = mode.row(Stage.EMBEDDING_LOOKUP)
+        assert max(ahead) - 7 == (0 if lookup is None else lookup.offset)
+
+
+def test_too_short_a_fit_is_told(two_ranks: Ranks, tmp_path: Path) -> None:
+    for rank in two_ranks.run(monitors.drawn, TABLE_WISE, "base", str(tmp_path / "new"), 7):
+        assert rank["warned"] == [
+            "OverlapTimeline drew nothing: it takes 8 steps, training had 7. Lower first_step or num_steps."
+        ]
+        assert not rank["patched"]
+    assert not (tmp_path / "new").exists()
+
+
+def test_a_folder_that_cannot_be_written_ends_no_training(two_ranks: Ranks, tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    first, second = two_ranks.run(monitors.drawn, TABLE_WISE, "base", str(tmp_path / "file"))
+    assert len(first["warned"]) == 1
+    assert f"could not write into {tmp_path / 'file'}: " in first["warned"][0]
+    assert first["same_losses"]
+    assert second["same_losses"]
+
+
+@pytest.mark.parametrize("numbers", [(0, 3), (5, 0)])
+def test_numbers_that_leave_nothing_to_draw(numbers: tuple[int, int]) -> None:
+    with pytest.raises(ValueError, match=f"got {numbers[0]} and {numbers[1]}"):
+        OverlapTimeline(None, *numbers)

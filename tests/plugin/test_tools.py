@@ -1,0 +1,115 @@
+"""Profilers, loggers' files, progress bars, writers and summaries show what they show under DDPStrategy."""
+
+from __future__ import annotations
+
+import importlib.util
+import re
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import pytest
+from packaging.version import Version
+
+from ..support.ranks import Ranks
+from . import tools
+
+EARLY = "fused_sparse_dist"
+
+
+_FETCHES = re.compile(r"_transfer$|_to_device$|batch_to_device$|val_next$")
+
+
+@pytest.mark.parametrize("kind", tools.PROFILERS)
+def test_profilers_see_the_same_actions(ranks: Ranks, kind: str, tmp_path: Path) -> None:
+    expected = ranks.run(tools.profiled_actions, None, kind, str(tmp_path))
+    actual = ranks.run(tools.profiled_actions, EARLY, kind, str(tmp_path))
+    for mine, theirs in zip(actual, expected, strict=True):
+        assert any("batch_to_device" in action for action in theirs)
+        if kind == "pytorch":
+            # It records a window of steps; the batches of the validation have been fetched before its window.
+            theirs = {action: num for action, num in theirs.items() if not _FETCHES.search(action)}
+            mine = {action: num for action, num in mine.items() if not _FETCHES.search(action)}
+            assert any("validation_step" in action for action in mine)
+        assert mine == theirs
+
+
+def test_csv_logger_writes_the_same_rows(ranks: Ranks, tmp_path: Path) -> None:
+    expected, base, early = (ranks.run(tools.csv_rows, p, str(tmp_path)) for p in (None, "base", EARLY))
+    assert early == base
+    for mine, theirs in zip(early, expected, strict=True):
+        assert [row["step"] for row in mine][-1] == "17"
+        for row, other in zip(mine, theirs, strict=True):
+            assert {k: v for k, v in row.items() if "loss" not in k} == {
+                k: v for k, v in other.items() if "loss" not in k
+            }
+
+
+@pytest.mark.parametrize(
+    ("kwargs", "train"),
+    [({}, "train"), ({"limit_train_batches": 5, "val_check_interval": 2}, "train"), ({}, "unsized_min_size")],
+    ids=["sized", "val_check_interval", "unsized"],
+)
+def test_progress_bar_shows_the_same(ranks: Ranks, kwargs: dict[str, Any], train: str) -> None:
+    expected = ranks.run(tools.shown_by_bar, None, kwargs, train)
+    assert expected[0]
+    assert ranks.run(tools.shown_by_bar, EARLY, kwargs, train) == expected
+
+
+@pytest.mark.skipif(importlib.util.find_spec("rich") is None, reason="rich is not installed")
+def test_rich_progress_bar(two_ranks: Ranks) -> None:
+    assert two_ranks.run(tools.fits_with_rich_bar, EARLY) == [9, 9]
+
+
+@pytest.mark.parametrize("fit_first", [False, True], ids=["predict", "fit_then_predict"])
+def test_prediction_writer_is_handed_the_same(ranks: Ranks, fit_first: bool) -> None:
+    expected, base, early = (ranks.run(tools.written_predictions, p, fit_first) for p in (None, "base", EARLY))
+    assert early == base
+    for (mine, predictions), (theirs, others) in zip(early, expected, strict=True):
+        assert mine == theirs
+        assert predictions == pytest.approx(others, rel=1e-3)
+
+
+def test_model_summary_counts_the_shards_of_a_rank(ranks: Ranks) -> None:
+    seen = ranks.run(tools.summary_of_sharded_module)
+    assert sum(counts["ebc"] for counts, _, _ in seen) == seen[0][2]
+    for counts, total, _ in seen:
+        assert total == sum(counts[name] for name in ("ebc", "bottom", "top"))
+
+
+@pytest.mark.parametrize("pipeline", ["base", EARLY])
+def test_compiled_module(ranks: Ranks, pipeline: str) -> None:
+    for plain, compiled in ranks.run(tools.compiled, pipeline):
+        assert compiled == plain
+        assert (plain[1] > 0) == (pipeline == EARLY)
+
+
+@pytest.mark.parametrize(
+    ("train", "num"),
+    [("train", 8), ("one_min_size", 4), ("one_max_size_cycle", 6), ("one_max_size", 4), ("both_min_size", 0)],
+)
+def test_early_rows_with_several_loaders(two_ranks: Ranks, train: str, num: int) -> None:
+    """All batches with ids but the first, which shows which input feeds which module."""
+    assert two_ranks.run(tools.early_rows_used, train) == [num, num]
+
+
+def test_dataloader_iter_runs_plain(ranks: Ranks) -> None:
+    expected = ranks.run(tools.fetches_for_itself, "base", False)
+    for (mine, steps, early), (theirs, _, _) in zip(
+        ranks.run(tools.fetches_for_itself, EARLY, True), expected, strict=True
+    ):
+        assert mine == theirs
+        assert (steps, early) == (18, 0)
+
+
+def test_sequential_train_loader_is_refused_by_lightning(ranks: Ranks) -> None:
+    expected = ranks.run(tools.message_of_sequential, None)
+    assert '_FitLoop` does not support the `CombinedLoader(mode="sequential")`' in expected[0][0]
+    assert ranks.run(tools.message_of_sequential, EARLY) == expected
+
+
+@pytest.mark.skipif(Version(metadata.version("lightning")) < Version("2.6"), reason="Lightning 2.6 and later")
+def test_validation_by_the_clock_comes_at_the_same_step_on_all_ranks(two_ranks: Ranks) -> None:
+    first, second = two_ranks.run(tools.validates_by_the_clock, EARLY)
+    assert first == second
+    assert first.count(("validate", 0)) > 2

@@ -1,0 +1,80 @@
+"""The host-device syncs of steps in the middle of a fit. Functions that ranks run."""
+
+from __future__ import annotations
+
+from typing import Any
+from unittest import mock
+
+import torch.distributed as dist
+from lightning.pytorch import Callback
+from lightning.pytorch.strategies import DDPStrategy
+
+from lightning_overlap import OverlapEmbeddingStrategy
+from lightning_overlap.profiling.host_syncs import record_host_syncs
+
+from ..support.cases import TABLE_WISE, Batches, Case, Model, make_plan
+from ..support.fits import make_trainer
+
+FIRST, NUM = 7, 3
+"""Steps that are watched: steady state."""
+
+
+class _Watch(Callback):
+    """Notes the syncs from the start of one step to the start of another: all that the loop does in between."""
+
+    def on_train_batch_start(self, trainer: Any, module: Any, batch: Any, batch_idx: int) -> None:
+        if batch_idx == FIRST:
+            self.watched = record_host_syncs()
+            self.found = self.watched.__enter__()
+        if batch_idx == FIRST + NUM:
+            self.watched.__exit__(None, None, None)
+
+
+class _ReadsItsLoss(Model):
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        loss = super().training_step(batch, batch_idx)
+        loss.item()
+        return loss
+
+
+def of_steps(case: Case, pipeline: str | None, reads_its_loss: bool = False, **kwargs: Any) -> list[str]:
+    """Return `operator: innermost call, in this package or Lightning's or TorchRec's` of every sync.
+
+    Reads of what is kept on the host in any case are left out.
+    """
+    model = (_ReadsItsLoss if reads_its_loss else Model)(case, fused_optimizer=pipeline is not None)
+    strategy: Any = DDPStrategy()
+    if pipeline is not None:
+        plan = make_plan(case, model, dist.get_world_size())
+        strategy = OverlapEmbeddingStrategy(pipeline=pipeline, sharding=plan)
+    watch = _Watch()
+    trainer = make_trainer(strategy, callbacks=[watch], **kwargs)
+    trainer.fit(model, datamodule=Batches(case, FIRST + NUM + 4))
+    read = [sync for sync in watch.found if not sync.reads_host]
+    return [f"{sync.operator}: {sync.innermost(_is_python_of_somebody)}" for sync in read]
+
+
+def broadcasts_on_the_default_group(**kwargs: Any) -> int:
+    """Return how many objects were broadcast among all ranks by the group of the gradients, in a fit."""
+    model = Model(TABLE_WISE)
+    plan = make_plan(TABLE_WISE, model, dist.get_world_size())
+    trainer = make_trainer(OverlapEmbeddingStrategy(sharding=plan), callbacks=[_Watch()], **kwargs)
+    original, groups = dist.broadcast_object_list, []
+
+    def broadcast(objects: Any, src: int = 0, group: Any = None, **options: Any) -> None:
+        if FIRST <= trainer.global_step < FIRST + NUM:
+            groups.append(group)
+        original(objects, src, group=group, **options)
+
+    with mock.patch.object(dist, "broadcast_object_list", broadcast):
+        trainer.fit(model, datamodule=Batches(TABLE_WISE, FIRST + NUM + 4))
+    assert groups, "nothing was broadcast at all"
+    return sum(group in (None, dist.group.WORLD) for group in groups)
+
+
+def _is_python_of_somebody(file: str) -> bool:
+    parts = file.split("/")
+    return any(part in ("lightning_overlap", "lightning", "torchrec", "tests") for part in parts) and parts[-1] not in (
+        "syncs.py" if "lightning_overlap" in parts else "",
+        "types.py",
+    )

@@ -1,0 +1,88 @@
+"""Law 9: a step makes the host wait for the device once, for the sizes of what is on its way."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from typing import Any
+
+import pytest
+import torch
+
+from lightning_overlap import MODES
+from lightning_overlap.profiling.host_syncs import record_host_syncs
+
+from ..support.cases import MIXED, SEQUENCE, TABLE_WISE, TWO_COLLECTIONS, Case
+from ..support.ranks import Ranks
+from . import syncs
+
+EARLY = [name for name, mode in MODES.items() if mode.has_sparse_stages]
+SIZES = "tolist: input_dist.py wait"
+
+ON_THE_HOST = {
+    "_local_scalar_dense: module.py backward": "FBGEMM's CPU kernel of data-parallel tables, in C++",
+}
+"""What reads no device."""
+
+
+def _without_lines(found: list[str]) -> Counter[str]:
+    return Counter(re.sub(r":\d+ ", " ", text) for text in found)
+
+
+@pytest.mark.parametrize("pipeline", EARLY)
+@pytest.mark.parametrize("case", [TABLE_WISE, MIXED, SEQUENCE, TWO_COLLECTIONS], ids=lambda case: case.name)
+def test_one_read_of_sizes_a_step(two_ranks: Ranks, case: Case, pipeline: str) -> None:
+    """For all modules; TorchRec would read the lengths of what was received too, when the ids are there."""
+    for found in two_ranks.run(syncs.of_steps, case, pipeline):
+        counts = _without_lines(found)
+        for text in ON_THE_HOST:
+            counts.pop(text, None)
+        assert counts.pop(SIZES) == syncs.NUM
+        assert not counts
+
+
+@pytest.mark.parametrize("pipeline", [None, *MODES])
+def test_lightning_reads_nothing_of_its_own(two_ranks: Ranks, pipeline: str | None) -> None:
+    """With DDPStrategy it broadcasts a flag and reads it for every batch; under this strategy it does not."""
+    for found in two_ranks.run(syncs.of_steps, TABLE_WISE, pipeline):
+        reads = [text for text in found if "training_epoch_loop.py" in text]
+        assert len(reads) == (syncs.NUM if pipeline is None else 0), found
+
+
+def test_max_time_does_not_ask_by_the_group_of_the_gradients(two_ranks: Ranks) -> None:
+    """Lightning's timer broadcasts for every batch; on the host's group no device is waited for."""
+    assert two_ranks.run(syncs.broadcasts_on_the_default_group, max_time="00:01:00:00") == [0, 0]
+
+
+def test_a_read_in_training_step_is_seen(two_ranks: Ranks) -> None:
+    """Guards the tests above: the user's own `.item()` shows, with its place."""
+    for found in two_ranks.run(syncs.of_steps, TABLE_WISE, "fused_sparse_dist", reads_its_loss=True):
+        assert sum(text.endswith("training_step") for text in found) == syncs.NUM
+
+
+@pytest.mark.parametrize(
+    ("read", "operator"),
+    [
+        (lambda x: x.sum().item(), "_local_scalar_dense"),
+        (lambda x: float(x[0]), "_local_scalar_dense"),
+        (lambda x: bool(x[0] > 0), "_local_scalar_dense"),
+        (lambda x: x.tolist(), "tolist"),
+        (lambda x: x.numpy(), "numpy"),
+        (lambda x: x.nonzero(), "nonzero"),
+        (lambda x: x[x > 0], "index"),
+        (lambda x: torch.unique(x), "_unique2"),
+    ],
+)
+def test_what_reads_a_tensor(read: Any, operator: str) -> None:
+    tensor = torch.arange(3.0)
+    with record_host_syncs() as found:
+        read(tensor)
+    assert [sync.operator for sync in found][:1] == [operator]
+    assert found[0].innermost(lambda file: file == __file__)
+
+
+def test_what_does_not() -> None:
+    tensor = torch.arange(6.0, requires_grad=True)
+    with record_host_syncs() as found:
+        (torch.relu(tensor * 2).view(2, 3).sum(0).to(torch.bfloat16) + 1).sum().backward()
+    assert found == []

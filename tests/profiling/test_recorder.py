@@ -1,0 +1,97 @@
+"""Clocks around stages, without ranks."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+
+from lightning_overlap.profiling.collectives import all_to_all_name
+from lightning_overlap.profiling.overlap import account
+from lightning_overlap.profiling.recorder import SpanRecorder
+from lightning_overlap.profiling.spans import Kind, exclusive
+from lightning_overlap.runtime.interfaces import timed
+from lightning_overlap.runtime.streams import HostStreams
+from lightning_overlap.schedules.stages import Stage, StreamName
+
+
+class Now:
+    def __init__(self) -> None:
+        self.ms = 0.0
+
+    def __call__(self) -> float:
+        return self.ms / 1e3
+
+
+@pytest.fixture
+def now(monkeypatch: pytest.MonkeyPatch) -> Now:
+    time = Now()
+    monkeypatch.setattr("time.perf_counter", time)
+    return time
+
+
+def test_an_inner_stage_takes_its_time_from_the_outer_one(now: Now) -> None:
+    recorder = SpanRecorder(HostStreams())
+    recorder.step()
+    with timed(recorder, Stage.DENSE_FORWARD, 3, StreamName.COMPUTE):
+        now.ms += 10
+        assert recorder.stage == (Stage.DENSE_FORWARD, 3)
+        with timed(recorder, Stage.EMBEDDING_LOOKUP, 4, StreamName.LOOKUP):
+            now.ms += 5
+            assert recorder.stage == (Stage.EMBEDDING_LOOKUP, 4)
+        now.ms += 1
+    now.ms += 4
+    recorder.step()
+    assert recorder.stage is None
+    assert [(span.kind, span.duration_ms) for span in exclusive(recorder.spans())] == [
+        (Kind.DENSE, 10),
+        (Kind.LOOKUP, 5),
+        (Kind.DENSE, 1),
+    ]
+    result = account(recorder.spans(), recorder.windows()[0])
+    assert (result.step_ms, result.kinds[Kind.DENSE].busy_ms, result.kinds[Kind.LOOKUP].exposed_ms) == (20, 11, 5)
+    assert result.kinds[Kind.HOST].busy_ms == 20
+
+
+def test_a_stage_that_raises_is_closed(now: Now) -> None:
+    recorder = SpanRecorder(HostStreams())
+    with pytest.raises(RuntimeError), timed(recorder, Stage.EMBEDDING_LOOKUP, 0, StreamName.LOOKUP):
+        raise RuntimeError
+    assert recorder.stage is None
+    assert len(recorder.spans()) == 1
+
+
+def test_a_stage_that_began_before_the_recorder_is_left_out(now: Now) -> None:
+    recorder = SpanRecorder(HostStreams())
+    recorder.end()
+    assert recorder.spans() == []
+
+
+def test_functions_of_torch_distributed_come_back() -> None:
+    before = dist.all_to_all_single, dist.all_reduce
+    recorder = SpanRecorder(HostStreams())
+    recorder.start()
+    assert dist.all_to_all_single is not before[0]
+    recorder.stop()
+    recorder.stop()
+    assert (dist.all_to_all_single, dist.all_reduce) == before
+
+
+def test_no_clock_costs_nothing() -> None:
+    with timed(None, Stage.BACKWARD, 0, StreamName.COMPUTE) as clock:
+        assert clock is None
+
+
+def test_what_an_all_to_all_carries() -> None:
+    import torch
+
+    floats, integers = torch.ones(4, requires_grad=True), torch.ones(4, dtype=torch.int64)
+    assert all_to_all_name(floats, [2, 2], [1, 3]) == "rows"
+    assert all_to_all_name(integers, [2, 2], None) == "ids"
+    assert all_to_all_name(integers, None, None) == "sizes"
+    seen: list[Any] = []
+    floats.register_hook(lambda grad: seen.append(all_to_all_name(grad, [2, 2])))
+    floats.register_hook(lambda _: seen.append(all_to_all_name(integers)))  # of a coming batch, sent meanwhile
+    floats.sum().backward()
+    assert seen == ["gradients", "sizes"]

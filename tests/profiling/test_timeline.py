@@ -1,0 +1,209 @@
+"""What each mode hides, as the order of issues (>) and waits (<) of one steady step on two ranks.
+
+Each all-to-all is on its way for 40 ms; dense forward, backward and step take 50 ms each, of a virtual clock.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+
+from lightning_overlap import Schedule
+from lightning_overlap.schedules.stages import WeightOwner
+
+from ..support.cases import MIXED, TABLE_WISE, TWO_COLLECTIONS, Case, TableSpec
+from ..support.ranks import Ranks
+from . import virtual
+
+#   ms   0        50       100      150      200      250      300
+#        |splits|ids  |rows  |forward |backward|grads |step    |        all-to-alls exposed: splits, ids, rows, grads
+BASE = (
+    "> splits 4,< splits 4 exposed 40,> lengths 4,> ids 4,< lengths 4 exposed 40,< ids 4,> rows 4,"
+    "< rows 4 exposed 40,forward,backward,> gradients,< gradients exposed 40,step"
+)
+#        |rows  |forward |backward|grads |step    |                     exposed: rows, grads
+#                 splits 5 |ids 5 ...|          assembled in the backward, while that waits for gradients
+SPARSE_DIST = (
+    "< rows 4 exposed 40,forward,< splits 5,> lengths 5,> ids 5,backward,> gradients,< lengths 5,< ids 5,"
+    "< gradients exposed 40,step,> rows 5,> splits 6"
+)
+#        |forward |backward|grads |step    |                            exposed: grads
+#         splits 5 |ids 5 ...|     |rows 5 .|
+FUSED_SPARSE_DIST = (
+    "< rows 4,forward,< splits 5,> lengths 5,> ids 5,backward,> gradients,< lengths 5,< ids 5,"
+    "< gradients exposed 40,> rows 5,step,> splits 6"
+)
+#        |forward |backward|grads |step    |                            exposed: grads
+#         splits 5 |ids 5 ........|rows 5 .|    they may be on the link still: waited for behind the gradients
+FUSED_SPARSE_DIST_BETWEEN_HOSTS = (
+    "< rows 4,forward,< splits 5,> lengths 5,> ids 5,backward,> gradients,< gradients exposed 40,"
+    "< lengths 5,< ids 5,> rows 5,step,> splits 6"
+)
+#        |rows  |forward |backward|grads |step    |                     exposed: rows (issued behind the step), grads
+FUSED_AFTER_OPTIMIZER = (
+    "< rows 4 exposed 40,forward,< splits 5,> lengths 5,> ids 5,backward,> gradients,< lengths 5,< ids 5,"
+    "< gradients exposed 40,step,> rows 5,> splits 6"
+)
+#        |forward |backward|grads |step    |                            exposed: grads
+#                          |rows 5 ...........  looked up in the backward, while that waits for gradients
+#                          |splits 7 .........  likewise
+#                                |ids 6 ......  behind the gradients
+SEMI_SYNC = (
+    "< rows 4,forward,backward,> gradients,< lengths 5,< ids 5,> rows 5,> splits 7,< gradients exposed 40,"
+    "< splits 6,> lengths 6,> ids 6,step"
+)
+#        |forward |backward|step    |                                  exposed: nothing
+#                 |rows 5 .| grads 4 .......  waited for behind the next forward, behind which ids travel, too
+#                          | splits 7 ......  beside the dense all-reduce, for which the backward waits at its end
+SEMI_SYNC_DEFERRED = (
+    "< rows 4,forward,< splits 6,> lengths 6,> ids 6,< gradients,< lengths 5,< ids 5,> rows 5,backward,> splits 7,"
+    "> gradients,step"
+)
+#        |forward |backward|step    |                                  exposed: nothing
+#                          |rows 5 ........  looked up beside the dense all-reduce, too
+#                          |splits 7 ......  likewise
+#                          | grads 4 ......  waited for before that lookup
+SEMI_SYNC_DEFERRED_BETWEEN_HOSTS = (
+    "< rows 4,forward,< splits 6,> lengths 6,> ids 6,backward,< gradients,< lengths 5,< ids 5,> rows 5,> splits 7,"
+    "> gradients,step"
+)
+#        |forward |backward|grads |step    |                            exposed: grads
+#         ids 5 ............. assembled in the backward, as a CPU's tables have no cache
+#                                  |rows 5, splits 6
+PREFETCH = (
+    "< rows 4,forward,backward,> gradients,< lengths 5,< ids 5,< gradients exposed 40,"
+    "> splits 6,> rows 5,step,< splits 6,> lengths 6,> ids 6"
+)
+#        |forward |backward|grads |step    |                            exposed: grads
+#         ids 5 .. waited for above the backward
+PREFETCH_BETWEEN_HOSTS = (
+    "< rows 4,forward,< lengths 5,< ids 5,backward,> gradients,< gradients exposed 40,"
+    "> splits 6,> rows 5,step,< splits 6,> lengths 6,> ids 6"
+)
+
+
+@pytest.mark.parametrize(
+    ("pipeline", "log", "step_ms"),
+    [
+        ("base", BASE, 310),
+        ("sparse_dist", SPARSE_DIST, 230),
+        ("fused_sparse_dist", FUSED_SPARSE_DIST, 190),
+        ("fused_sparse_dist_after_optimizer", FUSED_AFTER_OPTIMIZER, 230),
+        ("semi_sync", SEMI_SYNC, 190),
+        ("semi_sync_deferred", SEMI_SYNC_DEFERRED, 150),
+        ("prefetch", PREFETCH, 190),
+    ],
+)
+def test_order_of_issues_and_waits(two_ranks: Ranks, pipeline: str, log: str, step_ms: int) -> None:
+    for actual, steps_ms in two_ranks.run(virtual.run, TABLE_WISE, pipeline):
+        assert actual == log.split(",")
+        assert set(steps_ms[1:]) == {step_ms}  # the first step finds out which input feeds which module
+
+
+@pytest.mark.parametrize(
+    ("pipeline", "log", "step_ms"),
+    [
+        ("fused_sparse_dist", FUSED_SPARSE_DIST_BETWEEN_HOSTS, 190),
+        ("prefetch", PREFETCH_BETWEEN_HOSTS, 190),
+        ("semi_sync", SEMI_SYNC, 190),
+        ("semi_sync_deferred", SEMI_SYNC_DEFERRED_BETWEEN_HOSTS, 150),
+    ],
+)
+def test_order_of_issues_and_waits_between_hosts(
+    get_ranks: Callable[..., Ranks], pipeline: str, log: str, step_ms: int
+) -> None:
+    for actual, steps_ms in get_ranks(2, num_nodes=2).run(virtual.run, TABLE_WISE, pipeline):
+        assert actual == log.split(",")
+        assert set(steps_ms[1:]) == {step_ms}
+
+
+def test_splits_of_all_modules_travel_together(two_ranks: Ranks) -> None:
+    """Two sharded modules, one all-to-all of sizes; each module its own of ids and of rows."""
+    for log, _ in two_ranks.run(virtual.run, TWO_COLLECTIONS, "fused_sparse_dist"):
+        assert [event.split()[1] for event in log if event.startswith(">")] == [
+            *("lengths", "ids", "lengths", "ids"),
+            *("gradients", "gradients"),
+            *("rows", "rows"),
+            "splits",
+        ]
+
+
+def test_a_mixed_module_sends_its_sharded_rows_before_the_step(two_ranks: Ranks) -> None:
+    """Data-parallel tables wait for the dense optimizer; the model-parallel ones beside them do not."""
+    for log, steps_ms in two_ranks.run(virtual.run, MIXED, "fused_sparse_dist"):
+        assert log.index("> rows 5") < log.index("step")
+        assert set(steps_ms[1:]) == {190}
+
+
+@pytest.mark.parametrize("pipeline", ["semi_sync", "async_lookup"])
+def test_a_lookup_is_made_while_the_backward_waits_for_gradients(two_ranks: Ranks, pipeline: str) -> None:
+    """The 10 ms that it takes are of the 40 that gradients travel."""
+    for log, _ in two_ranks.run(virtual.run, TABLE_WISE, pipeline, timed_lookups=WeightOwner.FUSED_BACKWARD):
+        gradients, lookup = log.index("> gradients"), log.index("model-parallel lookup")
+        assert gradients < lookup < log.index("< gradients exposed 30")
+        assert log[lookup + 1].startswith("> rows")
+
+
+@pytest.mark.parametrize(
+    ("pipeline", "stages"),
+    [
+        ("fused_sparse_dist", set()),
+        ("semi_sync", {"embedding_lookup", "input_splits_dist"}),
+        ("async_lookup", {"embedding_lookup", "input_splits_dist"}),
+        ("semi_sync_deferred", {"input_splits_dist"}),
+    ],
+)
+@pytest.mark.parametrize("case", [TABLE_WISE, TWO_COLLECTIONS, MIXED], ids=lambda case: case.name)
+def test_what_is_left_for_the_backward_is_done_before_it_ends(
+    get_ranks: Callable[..., Ranks], case: Case, pipeline: str, stages: set[str]
+) -> None:
+    assert get_ranks(2).run(virtual.stages_in_backward, case, pipeline) == [stages] * 2
+    assert get_ranks(1).run(virtual.stages_in_backward, case, pipeline) == [set()]  # there is nobody to wait for
+    if pipeline == "semi_sync_deferred":
+        stages = {"embedding_update", "embedding_lookup", "input_splits_dist"}
+    assert get_ranks(2, num_nodes=2).run(virtual.stages_in_backward, case, pipeline) == [stages] * 2
+
+
+@pytest.mark.parametrize("pipeline", ["semi_sync", "semi_sync_deferred"])
+def test_nothing_is_left_for_a_backward_under_anomaly_detection(two_ranks: Ranks, pipeline: str) -> None:
+    """It keeps a backward alive for each graph that is made in it."""
+    assert two_ranks.run(virtual.stages_in_backward, TABLE_WISE, pipeline, detect_anomaly=True) == [set()] * 2
+
+
+def test_no_batch_outlives_its_step(mode: Schedule, two_ranks: Ranks) -> None:
+    """What a backward is told to call keeps nothing alive, and needs no garbage collector to be gone."""
+    assert max(two_ranks.run(virtual.batches_alive, TABLE_WISE, mode.name)) <= mode.depth + 1
+
+
+DATA_PARALLEL_FIRST = Case(
+    "data_parallel_first",
+    (TableSpec("d0", ("f0",), "data_parallel"), TableSpec("t0", ("f1",)), TableSpec("t1", ("f2",))),
+)
+IN_TWO_MODULES = Case(
+    "in_two_modules",
+    (
+        TableSpec("d0", ("f0",), "data_parallel"),
+        TableSpec("u0", ("f1",), collection="second"),
+        TableSpec("u1", ("f2",), collection="second"),
+    ),
+)
+
+
+@pytest.mark.parametrize("case", [DATA_PARALLEL_FIRST, IN_TWO_MODULES], ids=lambda case: case.name)
+@pytest.mark.parametrize("pipeline", ["sparse_dist", "fused_sparse_dist_after_optimizer"])
+def test_a_data_parallel_lookup_lies_inside_the_time_of_the_all_to_all(
+    two_ranks: Ranks, pipeline: str, case: Case
+) -> None:
+    """Rows travel for 40 ms; the lookup that takes 10 of them is done when 30 are left."""
+    for log, steps_ms in two_ranks.run(virtual.run, case, pipeline, timed_lookups=WeightOwner.DENSE_OPTIMIZER):
+        looked_up = log.index("data-parallel lookup")
+        assert log[looked_up - 1] == "> rows 5"
+        assert log[0] == "< rows 4 exposed 30"
+        assert set(steps_ms[1:]) == {230}
+
+
+@pytest.mark.parametrize("case", [DATA_PARALLEL_FIRST, IN_TWO_MODULES], ids=lambda case: case.name)
+def test_a_data_parallel_lookup_comes_after_the_step_and_the_all_to_all_before_it(two_ranks: Ranks, case: Case) -> None:
+    for log, _ in two_ranks.run(virtual.run, case, "fused_sparse_dist", timed_lookups=WeightOwner.DENSE_OPTIMIZER):
+        assert log.index("> rows 5") < log.index("step") == log.index("data-parallel lookup") - 1

@@ -1,0 +1,230 @@
+"""All-to-alls of a virtual latency under a virtual clock: what a schedule hides, without measuring time.
+
+A collective ends no earlier than `ALL_TO_ALL_MS` after its issue; forward, backward and step take `COMPUTE_MS`
+each. Nothing sleeps: the clock moves when work is done and when an unfinished collective is waited for.
+"""
+
+from __future__ import annotations
+
+import copy
+import gc
+import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from lightning_overlap import OverlapEmbeddingStrategy, Schedule, Stage
+from lightning_overlap.schedules.stages import WeightOwner
+from lightning_overlap.sparse.supported_modules import owners_of, sharded_modules
+
+from ..support.cases import Batch, Batches, Case, Model, make_plan
+from ..support.fits import make_trainer
+
+ALL_TO_ALL_MS = 40
+COMPUTE_MS = 50
+LOOKUP_MS = 10
+TIMED_LOOKUPS = {
+    WeightOwner.DENSE_OPTIMIZER: "data-parallel lookup",
+    WeightOwner.FUSED_BACKWARD: "model-parallel lookup",
+}
+_IN_STAGE = {
+    Stage.INPUT_SPLITS_DIST: ("splits",),
+    Stage.INPUT_DATA_DIST: ("lengths", "ids"),
+    Stage.EMBEDDING_LOOKUP: ("rows",),
+    Stage.DENSE_FORWARD: ("splits", "lengths", "ids", "rows"),
+}
+
+
+class VirtualClock:
+    """The time, and a log of what happened at which time."""
+
+    def __init__(self) -> None:
+        self.now_ms = 0
+        self.log: list[str] = []
+        self.steps_ms: list[int] = []
+        self._stage = Stage.DENSE_FORWARD
+        self._batch = 0
+        self._issued_in_stage = 0
+        self._began_in_backward = False
+
+    def now_s(self) -> float:
+        """Return the time, seconds."""
+        return self.now_ms / 1e3
+
+    def observe(self, kind: str, stage: Stage, batch: int) -> None:
+        """Remember which stage issues the collectives to come."""
+        if kind == "issue":
+            self._stage, self._batch, self._issued_in_stage = stage, batch, 0
+            self._began_in_backward = _in_backward()
+
+    def advance(self, what: str, duration_ms: int = COMPUTE_MS) -> None:
+        """Spend compute time."""
+        self.log.append(what)
+        self.now_ms += duration_ms
+
+    def issue(self) -> str:
+        """Name the collective that is being issued."""
+        if _in_backward() and not self._began_in_backward:
+            name = "gradients"
+        else:
+            names = _IN_STAGE[self._stage]
+            name = f"{names[self._issued_in_stage % len(names)]} {self._batch}"
+            self._issued_in_stage += 1
+        self.log.append(f"> {name}")
+        return name
+
+
+def _in_backward() -> bool:
+    return torch._C._current_graph_task_id() != -1
+
+
+class _VirtualWork(dist.Work):
+    def __init__(self, work: dist.Work, clock: VirtualClock) -> None:
+        super().__init__()
+        self._work, self._clock = work, clock
+        self._name = clock.issue()
+        self._over_ms = clock.now_ms + ALL_TO_ALL_MS
+        self._told: list[Any] = []
+
+    def get_future(self) -> Any:
+        return self
+
+    def add_done_callback(self, callback: Any) -> None:
+        """Be the future too: what is to be told when the collective ends."""
+        self._told.append(callback)
+
+    def wait(self, timeout: Any = None) -> bool:
+        exposed_ms = max(0, self._over_ms - self._clock.now_ms)
+        self._clock.log.append(f"< {self._name}" + (f" exposed {exposed_ms}" if exposed_ms else ""))
+        self._clock.now_ms += exposed_ms
+        now_ms, self._clock.now_ms = self._clock.now_ms, self._over_ms
+        for callback in self._told:  # as if told at that time
+            callback(self)
+        self._told, self._clock.now_ms = [], now_ms
+        return bool(self._work.wait())
+
+
+@contextmanager
+def virtual_latency(clock: VirtualClock) -> Iterator[None]:
+    """Give every all-to-all of this process a latency under `clock`."""
+    real = dist.all_to_all_single
+
+    def all_to_all_single(*args: Any, async_op: bool = False, **kwargs: Any) -> Any:
+        work = real(*args, async_op=True, **kwargs)
+        virtual = _VirtualWork(work, clock)
+        return virtual if async_op else virtual.wait() and None
+
+    with mock.patch.object(dist, "all_to_all_single", all_to_all_single):
+        yield
+
+
+class ClockedModel(Model):
+    """Spends virtual time in the dense forward, in the backward before the gradients travel, and in the step."""
+
+    clock: VirtualClock
+    timed_lookups: WeightOwner | None = None
+
+    def on_train_start(self) -> None:
+        """Let the lookups of tables of one owner take a time and be seen, if that is wanted."""
+        for module in sharded_modules(self).values():
+            for lookup, owner in zip(module._lookups, owners_of(module), strict=True):
+                if owner is self.timed_lookups:
+                    lookup.forward = self._timed(lookup.forward, TIMED_LOOKUPS[owner])
+
+    def _timed(self, forward: Any, name: str) -> Any:
+        def look_up(*args: Any) -> Any:
+            self.clock.advance(name, LOOKUP_MS)
+            return forward(*args)
+
+        return look_up
+
+    def dense(self, batch: Batch, rows: Any) -> Tensor:
+        loss = super().dense(batch, rows)
+        self.clock.advance("forward")
+        loss.register_hook(lambda grad: self.clock.advance("backward"))
+        return loss
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        self.clock.log.append(f"-- {batch_idx} --")
+        self.clock.steps_ms.append(self.clock.now_ms)
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        optimizer = super().configure_optimizers()
+        optimizer.register_step_post_hook(lambda *_: self.clock.advance("step"))
+        return optimizer
+
+
+def run(
+    case: Case,
+    pipeline: str | Schedule,
+    num_steps: int = 8,
+    clock: VirtualClock | None = None,
+    timed_lookups: WeightOwner | None = None,
+    **kwargs: Any,
+) -> tuple[list[str], list[int]]:
+    """Train; return the log of one steady step, and the virtual milliseconds of every step."""
+    clock = clock or VirtualClock()
+    model = ClockedModel(case)
+    model.clock, model.timed_lookups = clock, timed_lookups
+    plan = make_plan(case, model, dist.get_world_size())
+    strategy = OverlapEmbeddingStrategy(pipeline=pipeline, sharding=plan, observer=clock.observe)
+    with virtual_latency(clock):
+        make_trainer(strategy, **kwargs).fit(model, datamodule=Batches(case, num_steps))
+    steady = num_steps // 2
+    log = clock.log[clock.log.index(f"-- {steady} --") + 1 : clock.log.index(f"-- {steady + 1} --")]
+    return log, [late - early for early, late in zip(clock.steps_ms, clock.steps_ms[1:], strict=False)]
+
+
+def stages_in_backward(case: Case, pipeline: str, num_steps: int = 12, **options: Any) -> set[str]:
+    """Train; return the stages that were issued while a backward ran, of a steady step. `options` are the trainer's."""
+    seen: set[str] = set()
+
+    class Looks(Model):
+        runs = False
+
+        def on_before_backward(self, loss: Tensor) -> None:
+            self.runs = self.trainer.global_step == num_steps // 2
+
+        def on_after_backward(self) -> None:
+            self.runs = False
+
+    model = Looks(case)
+
+    def observe(kind: str, stage: Stage, batch: int) -> None:
+        if model.runs and kind == "issue":
+            seen.add(str(stage))
+
+    plan = make_plan(case, model, dist.get_world_size())
+    strategy = OverlapEmbeddingStrategy(pipeline, sharding=plan, observer=observe)
+    make_trainer(strategy, **options).fit(model, datamodule=Batches(case, num_steps))
+    return seen
+
+
+def batches_alive(case: Case, pipeline: str, num_steps: int = 12) -> int:
+    """Train without the garbage collector; return how many batches were alive at most as a step began."""
+    alive: list[weakref.ref[Any]] = []
+    most = 0
+
+    class Counts(Model):
+        def on_after_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
+            batch = copy.copy(batch)  # the data loader's own stay
+            alive.append(weakref.ref(batch))
+            return batch
+
+        def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+            nonlocal most
+            most = max(most, sum(one() is not None for one in alive))
+
+    model = Counts(case)
+    strategy = OverlapEmbeddingStrategy(pipeline, sharding=make_plan(case, model, dist.get_world_size()))
+    gc.disable()
+    try:
+        make_trainer(strategy).fit(model, datamodule=Batches(case, num_steps))
+    finally:
+        gc.enable()
+    return most

@@ -1,0 +1,178 @@
+"""Fits in the mode `async_lookup`, with a staleness and switches. Functions that ranks run."""
+
+from __future__ import annotations
+
+import threading
+import warnings
+from typing import Any
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+from torch.utils.data import DataLoader
+
+from lightning_overlap import OverlapEmbeddingStrategy, Stage
+from lightning_overlap.sparse import sharded_module
+
+from ..checkpoint.resumes import SaveSteps, Stateful
+from ..laws.uneven import Counts, Uneven
+from ..support.cases import NUM_STEPS, TABLE_WISE, Batches, Case, Model, make_batch, make_plan
+from ..support.fits import make_trainer
+from ..support.reference import Result, collect
+
+OPTIONS = (
+    *("staleness", "defer_update", "stash_gradients", "num_lookup_threads", "start_batch", "end_batch"),
+    *("observer", "gradient_as_bucket_view"),
+)
+
+
+class Validated(Batches):
+    """The training batches, and some to validate on."""
+
+    def val_dataloader(self) -> DataLoader:
+        rank = self.trainer.global_rank
+        return DataLoader([make_batch(self.case, 1000 + index, rank) for index in range(4)], batch_size=None)
+
+
+class Stretch(Batches):
+    """Batches of one epoch after the other, no two alike."""
+
+    def train_dataloader(self) -> DataLoader:
+        start, rank = self.trainer.current_epoch * self.num_batches, self.trainer.global_rank
+        batches = [make_batch(self.case, start + index, rank) for index in range(self.num_batches)]
+        return DataLoader(batches, batch_size=None)
+
+
+class StatefulBatches(Batches):
+    """With a loader that goes on where a checkpoint was."""
+
+    def train_dataloader(self) -> Any:
+        return Stateful(self.case, self.num_batches, self.trainer.global_rank)
+
+
+def _strategy(case: Case, model: Model, options: dict[str, Any]) -> OverlapEmbeddingStrategy:
+    own = {name: options.pop(name) for name in OPTIONS if name in options}
+    return OverlapEmbeddingStrategy("async_lookup", sharding=make_plan(case, model, dist.get_world_size()), **own)
+
+
+def _fit(case: Case, data: Batches, *, path: str | None = None, **options: Any) -> Result:
+    model = Model(case)
+    trainer = make_trainer(_strategy(case, model, options), **options)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        trainer.fit(model, datamodule=data, ckpt_path=path)
+    return collect(model, trainer.optimizers[0], model.losses)
+
+
+def fit(case: Case, *, num_steps: int = NUM_STEPS, **options: Any) -> Result:
+    """Train; `options` are those of the strategy and of the trainer."""
+    data = Validated if "val_check_interval" in options else Batches
+    return _fit(case, data(case, num_steps), **options)
+
+
+def fit_epochs(case: Case, num_batches: int, num_epochs: int, **options: Any) -> Result:
+    """Train epochs that go on with the batches where the one before ended."""
+    return _fit(case, Stretch(case, num_batches), max_epochs=num_epochs, reload_dataloaders_every_n_epochs=1, **options)
+
+
+def fit_and_save(case: Case, num_steps: int, stop: int, folder: str, **options: Any) -> Result:
+    """Train, and save behind a step in the middle."""
+    return _fit(case, StatefulBatches(case, num_steps), callbacks=[SaveSteps(folder, (stop,))], **options)
+
+
+def go_on(case: Case, num_steps: int, stop: int, folder: str, **options: Any) -> Result:
+    """Train from there on."""
+    return _fit(case, StatefulBatches(case, num_steps), path=f"{folder}/step={stop}.ckpt", **options)
+
+
+def watched(case: Case, **options: Any) -> tuple[list[int], int]:
+    """Train; return the batches in the order of their lookups, and the most that were in flight at once."""
+    lookups: list[int] = []
+    in_flight: set[int] = set()
+    most = 0
+
+    def observe(kind: str, stage: Stage, batch: int) -> None:
+        nonlocal most
+        if kind != "issue":
+            return
+        if stage is Stage.EMBEDDING_LOOKUP:
+            lookups.append(batch)
+        if stage is Stage.COPY_BATCH_TO_DEVICE:
+            in_flight.add(batch)
+        if stage is Stage.OPTIMIZER_STEP:
+            in_flight.discard(batch)
+        most = max(most, len(in_flight))
+
+    fit(case, observer=observe, **options)
+    return lookups, most
+
+
+def fit_uneven(lengths: tuple[int, int], **options: Any) -> list[tuple[int, int]]:
+    """Train two epochs of unequal data; return `(epoch, batch)` of each step."""
+    model = Counts()
+    trainer = make_trainer(_strategy(TABLE_WISE, model, options), max_epochs=2, num_sanity_val_steps=0, **options)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        trainer.fit(model, datamodule=Uneven(lengths, True))
+    assert torch.stack(model.losses).isfinite().all()
+    return [entry[:2] for entry in model.seen if entry != "validation"]
+
+
+def threads_of(case: Case, **options: Any) -> tuple[list[str], set[str]]:
+    """Train; return the threads that ran the kernels of early lookups, in order, and those that sent something."""
+    kernels: list[str] = []
+    collectives: set[str] = set()
+    compute, all_to_all = sharded_module._compute, dist.all_to_all_single
+
+    def computed(*args: Any) -> Any:
+        kernels.append(threading.current_thread().name)
+        return compute(*args)
+
+    def sent(*args: Any, **kwargs: Any) -> Any:
+        collectives.add(threading.current_thread().name)
+        return all_to_all(*args, **kwargs)
+
+    with mock.patch.object(sharded_module, "_compute", computed), mock.patch.object(dist, "all_to_all_single", sent):
+        fit(case, **options)
+    return kernels, collectives
+
+
+def fails_in_a_thread(case: Case, **options: Any) -> str:
+    """Let the lookup of a batch in the middle fail; return what the training raises."""
+    compute, num = sharded_module._compute, 0
+
+    def computed(*args: Any) -> Any:
+        nonlocal num
+        num += 1
+        if num == 5:
+            raise IndexError("no such row")
+        return compute(*args)
+
+    with mock.patch.object(sharded_module, "_compute", computed):
+        try:
+            fit(case, **options)
+        except IndexError as error:
+            return str(error)
+    return "nothing"
+
+
+class WithLBFGS(Model):
+    """Whose optimizer evaluates its closure several times in a step."""
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        [group] = super().configure_optimizers().param_groups
+        return torch.optim.LBFGS(group["params"])
+
+
+def with_lbfgs(case: Case) -> str:
+    """Train; return what that raises."""
+    model = WithLBFGS(case)
+    options = {"staleness": 1, "stash_gradients": True}
+    trainer = make_trainer(_strategy(case, model, options))
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        try:
+            trainer.fit(model, datamodule=Batches(case, 4))
+        except RuntimeError as error:
+            return str(error)
+    return "nothing"

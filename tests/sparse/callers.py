@@ -1,0 +1,539 @@
+"""Modules that call their tables in ways that users do, and batches whose layout differs. Functions that ranks run."""
+
+from __future__ import annotations
+
+import datetime
+import threading
+import time
+import warnings
+from collections import defaultdict
+from collections.abc import Callable, Iterator
+from contextlib import nullcontext
+from dataclasses import dataclass, replace
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from lightning.pytorch import Callback, LightningDataModule
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+from torch.utils.data import DataLoader, IterableDataset
+from torchrec import KeyedJaggedTensor
+from torchrec.distributed.model_parallel import DistributedModelParallel
+from torchrec.distributed.types import ShardingEnv
+
+from lightning_overlap import OverlapEmbeddingStrategy, Schedule, combined_optimizer
+
+from ..support.cases import (
+    ROWWISE_ADAGRAD,
+    TABLE_WISE,
+    TWO_COLLECTIONS,
+    WEIGHTED,
+    Batch,
+    Case,
+    Model,
+    TableSpec,
+    make_batch,
+    make_plan,
+)
+from ..support.cases import dense_optimizer as dense_optimizer_of
+from ..support.fits import make_trainer
+from ..support.reference import Result, collect
+
+NUM_STEPS = 8
+ONE_TABLE = Case("one_table", (TableSpec("t0", ("f0",)),))
+"""On one of two ranks, so that the other one cannot see who writes it."""
+REPLICATED_SECOND = Case(
+    "replicated_second",
+    (TableSpec("t0", ("f0",)), TableSpec("u0", ("f1",), sharding="data_parallel", collection="second")),
+)
+
+
+def kjt_of(batch: Any) -> KeyedJaggedTensor:
+    return batch.inputs["sparse"][0]
+
+
+def fresh(case: Case, index: int, rank: int) -> Batch:
+    """Return a batch whose tensors nobody else holds, so that a step may write them."""
+    batch = make_batch(case, index, rank)
+    kjt, number = batch.inputs["sparse"]
+    weights = None if kjt.weights_or_none() is None else kjt.weights().clone()
+    own = KeyedJaggedTensor(kjt.keys(), kjt.values().clone(), weights=weights, lengths=kjt.lengths().clone())
+    return Batch(batch.dense.clone(), {"sparse": (own, number)}, batch.labels.clone())
+
+
+# -- the mode of the call ---------------------------------------------------------------------------------------------
+
+
+class NoGradCall(Model):
+    """A frozen teacher: looked up without gradients, used with them."""
+
+    def rows(self, collection: str, batch: Batch) -> Any:
+        with torch.no_grad():
+            return getattr(self, collection)(kjt_of(batch))
+
+
+class InferenceModeCall(Model):
+    def rows(self, collection: str, batch: Batch) -> Any:
+        with torch.inference_mode():
+            found = getattr(self, collection)(kjt_of(batch)).to_dict()
+        return {key: value.clone() for key, value in found.items()}
+
+
+class DetachedSometimes(Model):
+    def rows(self, collection: str, batch: Batch) -> Any:
+        found = getattr(self, collection)(kjt_of(batch)).to_dict()
+        return {key: value.detach() if batch.inputs["sparse"][1] % 3 == 1 else value for key, value in found.items()}
+
+
+class LooksFirst(Model):
+    """Takes a statistic of the rows without gradients before it trains on them."""
+
+    def rows(self, collection: str, batch: Batch) -> Any:
+        found = getattr(self, collection)(kjt_of(batch))
+        with torch.no_grad():
+            self.statistic = found["f0"].norm()
+        return found
+
+
+class CheckpointedStep(Model):
+    """Runs the whole forward under a non-reentrant checkpoint(), tables included."""
+
+    def forward(self, batch: Batch, rows: Any = None) -> Tensor:
+        return checkpoint(lambda: super(CheckpointedStep, self).forward(batch), use_reentrant=False)
+
+
+class CheckpointedLookup(Model):
+    def rows(self, collection: str, batch: Batch) -> Any:
+        return checkpoint(lambda: getattr(self, collection)(kjt_of(batch)).to_dict(), use_reentrant=False)
+
+
+class ReentrantLookup(Model):
+    """The first call comes without gradients, the second one inside the backward."""
+
+    def rows(self, collection: str, batch: Batch) -> Any:
+        keys = sorted(kjt_of(batch).keys())
+
+        def look_up(anchor: Tensor) -> tuple[Tensor, ...]:
+            found = getattr(self, collection)(kjt_of(batch)).to_dict()
+            return tuple(found[key] + 0 * anchor for key in keys)
+
+        found = checkpoint(look_up, torch.zeros((), requires_grad=True), use_reentrant=True)
+        return dict(zip(keys, found, strict=True))
+
+
+# -- the input of the call --------------------------------------------------------------------------------------------
+
+
+class HashesInPlace(Model):
+    def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
+        kjt_of(batch).values().remainder_(50)
+        return super().training_step(batch, batch_idx)
+
+
+class WeighsInPlace(Model):
+    def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
+        kjt_of(batch).weights().mul_(0.5)
+        return super().training_step(batch, batch_idx)
+
+
+class HashesSometimes(Model):
+    """From batch 4 on, on all ranks alike; rank 0 is late then, by more than a rank looks for others."""
+
+    def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
+        if batch_idx == 4:
+            time.sleep(1.5 * (self.global_rank == 0))
+        if batch_idx >= 4:
+            kjt_of(batch).values().remainder_(50)
+        return super().training_step(batch, batch_idx)
+
+
+# -- who is first to use rows, which input, which batches -------------------------------------------------------------
+
+
+class OneRankLooksFirst(Model):
+    """Rank 0 uses the rows before the bottom MLP, the others after it: their backwards send in different orders."""
+
+    def forward(self, batch: Batch, rows: Any = None) -> Tensor:
+        rows = {name: self.rows(name, batch) for name in sorted(self.case.collections)} if rows is None else rows
+        if dist.get_rank() == 0:
+            self.statistic = rows["ebc"]["f0"].norm()
+        return self.dense(batch, rows)
+
+
+class OneOfTwoTasks(Model):
+    """A batch has the ids of one of two tasks, or of both: which ones differs by rank, and so does the one in use."""
+
+    def training_step(self, batch: dict[str, Any], batch_idx: int) -> Tensor:
+        kjt = batch[batch["use"]]
+        loss = self(Batch(batch["dense"], {"sparse": (kjt, batch_idx)}, batch["labels"]))
+        self.losses.append(loss.detach().clone())
+        return loss
+
+
+def one_of_two_tasks(case: Case, index: int, rank: int) -> dict[str, Any]:
+    batch = fresh(case, index, rank)
+    use = "a" if index < 3 or (index + rank) % 2 else "b"
+    return {use: kjt_of(batch), "dense": batch.dense, "labels": batch.labels, "use": use}
+
+
+def two_tasks_at_once(case: Case, index: int, rank: int) -> dict[str, Any]:
+    batch, other = fresh(case, index, rank), fresh(case, 100 + index, rank)
+    use = "b" if index == 5 and rank == 0 else "a"
+    rest = {"dense": batch.dense, "labels": batch.labels, "use": use}
+    return {use: kjt_of(batch), "b" if use == "a" else "a": kjt_of(other), **rest}
+
+
+class CalledMoreOnOneRank(Model):
+    """Rank 0 looks up its data-parallel collection twice in batch 4, which has no collective for others to miss."""
+
+    def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
+        loss = super().training_step(batch, batch_idx)
+        if batch_idx == 4 and dist.get_rank() == 0:
+            loss = loss + 0.1 * self.second(kjt_of(batch))["f1"].sum()
+        return loss
+
+
+class RecomputesInEveryClosure(ReentrantLookup):
+    """Its optimizer evaluates the closure twice in every other step, and each backward looks up again."""
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        class Twice(torch.optim.SGD):
+            num = 0
+
+            def step(self, closure: Any = None) -> Any:
+                self.num += 1
+                if self.num % 2:
+                    closure()
+                return super().step(closure)
+
+        return Twice([*self.bottom.parameters(), *self.top.parameters()], 0.1)
+
+
+# -- updates ----------------------------------------------------------------------------------------------------------
+
+
+class TwoBackwards(Model):
+    """Steps by hand, with two backwards through the same rows."""
+
+    def __init__(self, case: Case) -> None:
+        super().__init__(case)
+        self.automatic_optimization = False
+
+    def training_step(self, batch: Batch, batch_idx: int) -> None:
+        optimizer = self.optimizers()
+        optimizer.zero_grad()
+        loss = super().training_step(batch, batch_idx)
+        self.manual_backward(loss, retain_graph=True)
+        self.manual_backward(0.5 * loss)
+        optimizer.step()
+
+
+class SchedulesByHand(Model):
+    """Steps its schedule inside training_step: a deferred update comes after that."""
+
+    def __init__(self, case: Case) -> None:
+        super().__init__(case)
+        self.automatic_optimization = False
+
+    def training_step(self, batch: Batch, batch_idx: int) -> None:
+        optimizer = self.optimizers()
+        optimizer.zero_grad()
+        self.manual_backward(super().training_step(batch, batch_idx))
+        optimizer.step()
+        self.lr_schedulers().step()
+
+    def configure_optimizers(self) -> Any:
+        optimizer = combined_optimizer(self, dense_optimizer_of(self))
+        factors = (1.0, 0.5, 0.25)
+        scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: factors[step % 3])
+        return [optimizer], [{"scheduler": scheduler, "interval": "step"}]
+
+
+class SecondPhase(Model):
+    """Calls its second collection after the first one's backward."""
+
+    def __init__(self, case: Case) -> None:
+        super().__init__(case)
+        self.automatic_optimization = False
+
+    def training_step(self, batch: Batch, batch_idx: int) -> None:
+        optimizer = self.optimizers()
+        losses = []
+        for phase in ("ebc", "second"):
+            rows = {
+                name: self.rows(name, batch)
+                if name == phase
+                else defaultdict(lambda dim=tables[0].dim: torch.zeros(len(batch.labels), dim))
+                for name, tables in self.case.collections.items()
+            }
+            loss = self.dense(batch, rows)
+            optimizer.zero_grad()
+            self.manual_backward(loss)
+            optimizer.step()
+            losses.append(loss.detach())
+        self.losses.append(torch.stack(losses).sum())
+
+
+class RaisesAfterTheStep(Model):
+    """Fails between the dense step of batch 5 and its deferred update."""
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        if batch_idx == 5:
+            raise ValueError("the user's own error")
+
+
+class RaisesBeforeTheStep(Model):
+    """Fails between the backward of batch 5 and its dense step."""
+
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        if self.trainer.fit_loop.epoch_loop.batch_idx == 5:
+            raise ValueError("the user's own error")
+
+
+# -- tables written by the user ---------------------------------------------------------------------------------------
+
+
+class Clamps(Model):
+    """Clamps its tables at the end of every batch, by the weights themselves."""
+
+    first_batch = 0
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        if batch_idx >= self.first_batch:
+            self.write()
+
+    def write(self) -> None:
+        with torch.no_grad():
+            for weight in self.ebc.parameters():
+                weight.clamp_(-0.3, 0.3)
+
+
+class ClampsData(Clamps):
+    """Does so by `weight.data`, which PyTorch does not count as a write."""
+
+    def write(self) -> None:
+        for weight in self.ebc.parameters():
+            weight.data.clamp_(-0.3, 0.3)
+
+
+class ClampsState(Clamps):
+    """Does so by the tensors of the state dict."""
+
+    def write(self) -> None:
+        for value in self.ebc.state_dict().values():
+            for shard in value.local_shards():
+                shard.tensor.detach().clamp_(-0.3, 0.3)
+
+
+class ClampsBeforeTheStep(Clamps):
+    """Clamps its tables when a batch begins."""
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None: ...
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        self.write()
+
+
+class ClampsReleased(Clamps):
+    """Of a batch of its own copies, whose ids may be released."""
+
+    def on_after_batch_transfer(self, batch: Batch, dataloader_idx: int) -> Batch:
+        kjt, number = batch.inputs["sparse"]
+        own = KeyedJaggedTensor(kjt.keys(), kjt.values().clone(), lengths=kjt.lengths().clone())
+        return Batch(batch.dense, {"sparse": (own, number)}, batch.labels)
+
+
+class ClampsLater(Clamps):
+    first_batch = 4
+
+
+class ClampsLaterAndSaysSo(ClampsLater):
+    def write(self) -> None:
+        super().write()
+        self.trainer.strategy.tables_changed()
+
+
+MODELS: dict[str, tuple[type[Model], Case]] = {
+    "plain": (Model, TABLE_WISE),
+    "no_grad": (NoGradCall, TABLE_WISE),
+    "inference_mode": (InferenceModeCall, TABLE_WISE),
+    "detached_sometimes": (DetachedSometimes, TABLE_WISE),
+    "looks_first": (LooksFirst, TABLE_WISE),
+    "checkpointed_step": (CheckpointedStep, ROWWISE_ADAGRAD),
+    "checkpointed_lookup": (CheckpointedLookup, ROWWISE_ADAGRAD),
+    "reentrant_lookup": (ReentrantLookup, ROWWISE_ADAGRAD),
+    "hashes_in_place": (HashesInPlace, TABLE_WISE),
+    "weighs_in_place": (WeighsInPlace, WEIGHTED),
+    "hashes_sometimes": (HashesSometimes, TABLE_WISE),
+    "one_rank_looks_first": (OneRankLooksFirst, TABLE_WISE),
+    "one_of_two_tasks": (OneOfTwoTasks, TABLE_WISE),
+    "two_tasks_at_once": (OneOfTwoTasks, TABLE_WISE),
+    "two_backwards": (TwoBackwards, ROWWISE_ADAGRAD),
+    "schedules_by_hand": (SchedulesByHand, TABLE_WISE),
+    "second_phase": (SecondPhase, TWO_COLLECTIONS),
+    "raises_after_the_step": (RaisesAfterTheStep, TABLE_WISE),
+    "raises_before_the_step": (RaisesBeforeTheStep, TABLE_WISE),
+    "called_more_on_one_rank": (CalledMoreOnOneRank, REPLICATED_SECOND),
+    "recomputes_in_every_closure": (RecomputesInEveryClosure, TABLE_WISE),
+    "clamps": (Clamps, TABLE_WISE),
+    "clamps_before_the_step": (ClampsBeforeTheStep, ONE_TABLE),
+    "clamps_released": (ClampsReleased, TABLE_WISE),
+    "clamps_data": (ClampsData, TABLE_WISE),
+    "clamps_state": (ClampsState, TABLE_WISE),
+    "clamps_later": (ClampsLater, TABLE_WISE),
+    "clamps_later_and_says_so": (ClampsLaterAndSaysSo, TABLE_WISE),
+}
+
+
+class Streamed(IterableDataset):
+    """Batches without a length."""
+
+    def __init__(self, make: Callable[[int], Any]) -> None:
+        self.make = make
+
+    def __iter__(self) -> Iterator[Any]:
+        return (self.make(index) for index in range(NUM_STEPS))
+
+
+def skipping(
+    pipeline: str | Schedule, skipped: dict[int, tuple[int, ...]], streamed: bool, num_batches: int = NUM_STEPS
+) -> tuple[Tensor, list[int]]:
+    """Train where each rank's loader gives None for some batches; return losses and the steps' `batch_idx`."""
+    rank = dist.get_rank()
+    module = Model(TABLE_WISE)
+    seen: list[int] = []
+
+    def make(index: int) -> Batch | None:
+        return None if index in skipped[rank] else fresh(TABLE_WISE, index, rank)
+
+    class Sees(Callback):
+        def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+            seen.append(-1 if batch is None else batch_idx)
+
+    strategy = OverlapEmbeddingStrategy(
+        pipeline=pipeline,
+        sharding=make_plan(TABLE_WISE, module, dist.get_world_size()),
+        timeout=datetime.timedelta(seconds=20),
+    )
+    data = Streamed(make) if streamed else [make(index) for index in range(num_batches)]
+    make_trainer(strategy, callbacks=[Sees()]).fit(module, DataLoader(data, batch_size=None))
+    return torch.stack(module.losses), seen
+
+
+LAYOUTS: dict[str, Callable[[Case, int, int], Any]] = {
+    "one_of_two_tasks": one_of_two_tasks,
+    "two_tasks_at_once": two_tasks_at_once,
+}
+
+
+class Data(LightningDataModule):
+    def __init__(self, make: Callable[[int], Any]) -> None:
+        super().__init__()
+        self.make = make
+
+    def train_dataloader(self) -> DataLoader:
+        return DataLoader([self.make(index) for index in range(NUM_STEPS)], batch_size=None)
+
+
+@dataclass
+class Outcome:
+    """What a fit left behind on one rank, how many lookups came early, and what was said."""
+
+    result: Result
+    early: int
+    messages: list[str]
+    num_threads: int
+
+
+def _batches(model: str, case: Case) -> Callable[[int], Any]:
+    make, rank = LAYOUTS.get(model, fresh), dist.get_rank()
+    return lambda index: make(case, index, rank)
+
+
+def train(
+    model: str, pipeline: str | Schedule, options: dict[str, Any] | None = None, **trainer_kwargs: Any
+) -> Outcome:
+    """Train a module under the strategy, whose further arguments are `options`."""
+    cls, case = MODELS[model]
+    module = cls(case)
+    early = 0
+
+    def observe(kind: str, stage: Any, batch: int) -> None:
+        nonlocal early
+        early += kind == "wait" and str(stage) == "embedding_lookup"
+
+    strategy = OverlapEmbeddingStrategy(
+        pipeline=pipeline,
+        sharding=make_plan(case, module, dist.get_world_size()),
+        observer=observe,
+        timeout=datetime.timedelta(seconds=30),
+        **(options or {}),
+    )
+    trainer = make_trainer(strategy, **trainer_kwargs)
+    raises = pytest.raises(ValueError, match="the user's own error") if "raises" in model else nullcontext()
+    with warnings.catch_warnings(record=True) as caught, raises:
+        warnings.simplefilter("always")
+        trainer.fit(module, datamodule=Data(_batches(model, case)))
+    messages = [str(warning.message) for warning in caught if "not overlapped" in str(warning.message)]
+    num_threads = sum(thread.name == "early_rows_mismatches" for thread in threading.enumerate())
+    return Outcome(collect(module, trainer.optimizers[0], module.losses), early, messages, num_threads)
+
+
+class _Whole(nn.Module):
+    """Calls training_step as the forward, as DistributedDataParallel wants it."""
+
+    def __init__(self, module: Model) -> None:
+        super().__init__()
+        self.module = module
+
+    def forward(self, *args: Any) -> Tensor:
+        return self.module.training_step(*args)
+
+
+def by_hand(model: str) -> Result:
+    """Train a module by plain DistributedModelParallel in a loop, automatic optimization only."""
+    cls, case = MODELS[model]
+    module = cls(case)
+    weights = {name: dict(getattr(module, name).state_dict()) for name in case.collections}
+    weights = {name: {key: value.clone() for key, value in state.items()} for name, state in weights.items()}
+    plan = make_plan(case, module, dist.get_world_size())
+    whole = _Whole(module)
+    plan = replace(plan, plan={f"module.{name}": of_module for name, of_module in plan.plan.items()})
+    group = dist.new_group()  # apart from that of dense gradients
+    dmp = DistributedModelParallel(
+        whole,
+        env=ShardingEnv.from_process_group(group),
+        device=torch.device("cpu"),
+        plan=plan,
+        init_data_parallel=False,
+    )
+    for name, state in weights.items():
+        getattr(module, name).load_state_dict(state)
+    dense = [*module.bottom.parameters(), *module.top.parameters()]
+    optimizer = dense_optimizer_of(module)
+    make = _batches(model, case)
+    losses = []
+    for index in range(NUM_STEPS):
+        module.on_train_batch_start(None, index)
+        optimizer.zero_grad()
+        loss = dmp(make(index), index)
+        loss.backward()
+        for weight in dense:
+            if weight.grad is not None:
+                dist.all_reduce(weight.grad)
+                weight.grad /= dist.get_world_size()
+        optimizer.step()
+        losses.append(loss.detach().clone())
+        module.on_train_batch_end(None, None, index)
+    return collect(module, optimizer, losses)
+
+
+def fails(model: str, pipeline: str, **options: Any) -> str:
+    """Train a module that cannot be; return the error."""
+    try:
+        train(model, pipeline, options)
+    except RuntimeError as err:
+        return "\n".join([str(err), *getattr(err, "__notes__", [])])
+    return "no error"

@@ -1,0 +1,205 @@
+"""Modules that somebody else sharded before the strategy came, or that nobody shards. Functions that ranks run."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.ao.quantization as quantization
+import torch.distributed as dist
+from lightning.pytorch import LightningModule
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.optim import _apply_optimizer_in_backward
+from torch.nn.parallel import DistributedDataParallel
+from torchrec import KeyedJaggedTensor
+from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
+from torchrec.distributed.pec_embedding import PECEmbeddingCollectionSharder
+from torchrec.distributed.sharding_plan import construct_module_sharding_plan
+from torchrec.distributed.types import (
+    ShardedModule,
+    ShardingEnv,
+    ShardingEnv2D,
+    ShardingPlan,
+)
+from torchrec.modules.embedding_configs import QuantConfig
+from torchrec.modules.itep_embedding_modules import ITEPEmbeddingBagCollection
+from torchrec.modules.itep_modules import GenericITEPModule
+from torchrec.modules.keyed_jagged_tensor_pool import KeyedJaggedTensorPool
+from torchrec.modules.pec_embedding_modules import PECEmbeddingCollection
+from torchrec.quant.embedding_modules import EmbeddingBagCollection as QuantEmbeddingBagCollection
+
+from lightning_overlap.sparse.supported_modules import why_never_early
+
+from ..support.fits import make_trainer
+from . import kinds
+from .kinds import BATCH_SIZE, DIM, FEATURES, MAX_LENGTH, NUM_DENSE, NUM_ROWS, NUM_STEPS, Batch, KindCase, Outcome
+
+CPU = torch.device("cpu")
+TABLES = {"fused_params": {"learning_rate": 2.0}}
+
+
+def _placed(module: nn.Module, sharder: Any, place: Callable[[int], Any], world_size: int) -> Any:
+    return construct_module_sharding_plan(
+        module,
+        per_param_sharding={t: place(int(t.removeprefix("t"))) for t in sharder.shardable_parameters(module)},
+        sharder=sharder,
+        local_size=world_size,
+        world_size=world_size,
+        device_type="cpu",
+    )
+
+
+def _sharded(module: nn.Module, sharder: Any, place: Callable[[int], Any] = kinds.whole) -> nn.Module:
+    _fill(module)
+    plan = _placed(module, sharder, place, dist.get_world_size())
+    sharded = sharder.shard(module, plan, ShardingEnv.from_process_group(dist.group.WORLD), CPU)
+    sharded.load_state_dict(module.state_dict(), strict=False)
+    return sharded
+
+
+def _fill(module: nn.Module) -> None:
+    generator = torch.Generator().manual_seed(31)
+    with torch.no_grad():
+        for _, parameter in sorted(module.named_parameters()):
+            parameter.copy_(torch.randn(parameter.shape, generator=generator) * 0.4)
+
+
+def pec() -> nn.Module:
+    return _sharded(PECEmbeddingCollection(kinds.sequences(2)), PECEmbeddingCollectionSharder(**TABLES), kinds.rows)
+
+
+def itep_unsharded() -> nn.Module:
+    pruning = GenericITEPModule(table_name_to_unpruned_hash_sizes={}, lookups=[], enable_pruning=False)
+    return ITEPEmbeddingBagCollection(kinds.bags(2), pruning)
+
+
+def _bag_sharder() -> Any:
+    return EmbeddingBagCollectionSharder(**TABLES)
+
+
+def pool() -> nn.Module:
+    whole = KeyedJaggedTensorPool(NUM_ROWS, dict.fromkeys(FEATURES, MAX_LENGTH), values_dtype=torch.int64, device=CPU)
+    generator = torch.Generator().manual_seed(3)
+    lengths = torch.randint(0, MAX_LENGTH + 1, (len(FEATURES) * NUM_ROWS,), generator=generator)
+    ids = torch.randint(0, NUM_ROWS, (int(lengths.sum()),), generator=generator)
+    whole.update(torch.arange(NUM_ROWS), KeyedJaggedTensor(keys=list(FEATURES), values=ids, lengths=lengths))
+    return whole
+
+
+def quantized() -> nn.Module:
+    whole = kinds.bags(2)
+    _fill(whole)
+    weight = quantization.PlaceholderObserver.with_args(dtype=torch.qint8)
+    activation = quantization.PlaceholderObserver.with_args(dtype=torch.float)
+    whole.qconfig = QuantConfig(activation=activation, weight=weight)
+    return QuantEmbeddingBagCollection.from_float(whole)
+
+
+# -- runs -------------------------------------------------------------------------------------------------------
+
+
+def _looked_up(kjt: KeyedJaggedTensor) -> Tensor:
+    """(B, F) of a pool's answer: the mean id of each feature."""
+    return torch.stack([kjt[name].to_padded_dense(MAX_LENGTH).float().mean(1) / NUM_ROWS for name in FEATURES], dim=1)
+
+
+FOREIGN: dict[str, tuple[Callable[[], nn.Module], Callable[[Any], Tensor], int]] = {
+    "pec": (pec, kinds.summed, 2 * DIM),
+    "pool": (pool, _looked_up, len(FEATURES)),
+    "quantized": (quantized, kinds.pooled, 2 * DIM),
+}
+"""Modules that the strategy finds sharded, or leaves whole; what makes (B, D) of their answers; D."""
+
+
+class ForeignModel(LightningModule):
+    """A module of another's making beside a collection that the strategy shards."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__()
+        self.losses: list[Tensor] = []
+        build, self.answer, width = FOREIGN[name]
+        self.foreign = build()
+        self.ebc = kinds.bags(2)
+        _apply_optimizer_in_backward(torch.optim.SGD, self.ebc.parameters(), {"lr": 2.0})
+        self.bottom = nn.Linear(NUM_DENSE, 8)
+        self.top = nn.Linear(8 + 2 * DIM + width, 1)
+        for module in (self.ebc, self.bottom, self.top):
+            _fill(module)
+
+    def merged(self, batch: Batch) -> Tensor:
+        """(B, D) of the foreign module alone."""
+        if isinstance(self.foreign, KeyedJaggedTensorPool):
+            return self.answer(self.foreign.lookup((torch.arange(BATCH_SIZE) + len(batch.kjt.values())) % NUM_ROWS))
+        return self.answer(self.foreign(batch.kjt))
+
+    def forward(self, batch: Batch) -> Tensor:
+        rows = [self.bottom(batch.dense), kinds.pooled(self.ebc(batch.kjt)), self.merged(batch)]
+        logits = self.top(torch.cat(rows, dim=1)).squeeze(1)
+        return nn.functional.binary_cross_entropy_with_logits(logits, batch.labels)
+
+    def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
+        loss = self(batch)
+        self.losses.append(loss.detach().clone())
+        return loss
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return kinds.dense_optimizer(self)
+
+
+def train(name: str, num_steps: int = NUM_STEPS) -> Outcome:
+    """DistributedDataParallel around the dense part, in a hand-written loop."""
+    model = ForeignModel(name)
+    model.ebc = _sharded(model.ebc, _bag_sharder())
+    optimizer = kinds.dense_optimizer(model)
+    inner = {key: child for key, child in model.named_modules() if isinstance(child, ShardedModule)}
+    names = [key for key, _ in (*model.named_parameters(), *model.named_buffers())]
+    ignored = [key for key in names if any(key.startswith(f"{outer}.") for outer in inner)]
+    DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, ignored)
+    ddp = DistributedDataParallel(model, broadcast_buffers=False)
+    losses = []
+    for index in range(num_steps):
+        optimizer.zero_grad()
+        loss = ddp(kinds.make_batch(IDS, index, dist.get_rank()))
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.detach())
+    return Outcome(torch.stack(losses), kinds.collect(model, optimizer))
+
+
+IDS = KindCase("foreign", {})
+
+
+def fit(name: str, pipeline: str, num_steps: int = NUM_STEPS) -> Outcome:
+    """The same under the strategy."""
+    model = ForeignModel(name)
+    plan = ShardingPlan({"ebc": _placed(model.ebc, _bag_sharder(), kinds.whole, dist.get_world_size())})
+    strategy, num_early = kinds.watched_strategy(pipeline, plan)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        trainer = make_trainer(strategy)
+        trainer.fit(model, datamodule=kinds.Batches(IDS, num_steps))
+    messages = [str(warning.message) for warning in caught if "not overlapped" in str(warning.message)]
+    return Outcome(torch.stack(model.losses), kinds.collect(model, trainer.optimizers[0]), sum(num_early), messages)
+
+
+def fit_unsharded_pruning() -> None:
+    """A pruning module that nobody sharded."""
+    model = ForeignModel("quantized")
+    model.foreign = itep_unsharded()
+    make_trainer(kinds.watched_strategy("base", None)[0]).fit(model, datamodule=kinds.Batches(IDS, 2))
+
+
+def reasons_of_other_ranks() -> list[str | None]:
+    """Tables sharded over all ranks, over this one alone, and in two dimensions."""
+    world_size, rank = dist.get_world_size(), dist.get_rank()
+    alone = [dist.new_group([other]) for other in range(world_size)][rank]
+    module = _sharded(kinds.bags(2), _bag_sharder())
+    found = [why_never_early(module, dist.group.WORLD)]
+    module._env = ShardingEnv.from_process_group(alone)
+    found.append(why_never_early(module, dist.group.WORLD))
+    mesh = DeviceMesh("cpu", torch.arange(world_size).reshape(world_size, 1), mesh_dim_names=("replicate", "shard"))
+    module._env = ShardingEnv2D(alone, dist.group.WORLD, dist.group.WORLD, mesh, node_group_size=1)
+    return [*found, why_never_early(module, dist.group.WORLD)]

@@ -1,0 +1,623 @@
+"""Models with one kind of TorchRec module each, and plain loops over them. Functions that ranks run."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+from fbgemm_gpu.split_table_batched_embeddings_ops_common import PoolingMode
+from fbgemm_gpu.split_table_batched_embeddings_ops_training import DenseTableBatchedEmbeddingBagsCodegen
+from lightning.pytorch import LightningDataModule, LightningModule, Trainer
+from torch import Tensor, nn
+from torch.distributed.optim import _apply_optimizer_in_backward
+from torch.distributed.tensor import DTensor
+from torch.utils.data import DataLoader
+from torchrec import (
+    EmbeddingBagCollection,
+    EmbeddingBagConfig,
+    EmbeddingCollection,
+    EmbeddingConfig,
+    JaggedTensor,
+    KeyedJaggedTensor,
+)
+from torchrec.distributed.embedding import ShardedEmbeddingCollection
+from torchrec.distributed.embeddingbag import ShardedEmbeddingBagCollection
+from torchrec.distributed.model_parallel import DistributedModelParallel
+from torchrec.distributed.sharding_plan import (
+    construct_module_sharding_plan,
+    data_parallel,
+    get_default_sharders,
+    get_module_to_default_sharders,
+    row_wise,
+    table_wise,
+)
+from torchrec.distributed.types import ShardedTensor, ShardingEnv, ShardingPlan
+from torchrec.modules.embedding_tower import EmbeddingTower, EmbeddingTowerCollection
+from torchrec.modules.feature_processor_ import PositionWeightedModule, PositionWeightedModuleCollection
+from torchrec.modules.fp_embedding_modules import FeatureProcessedEmbeddingBagCollection
+from torchrec.modules.fused_embedding_modules import FusedEmbeddingBagCollection
+from torchrec.modules.mc_embedding_modules import (
+    ManagedCollisionEmbeddingBagCollection,
+    ManagedCollisionEmbeddingCollection,
+)
+from torchrec.modules.mc_modules import (
+    DistanceLFU_EvictionPolicy,
+    ManagedCollisionCollection,
+    MCHManagedCollisionModule,
+)
+from torchrec.optim.optimizers import in_backward_optimizer_filter
+
+from lightning_overlap import OverlapEmbeddingStrategy, combined_optimizer
+
+from ..support.fits import make_trainer
+from ..support.reference import set_fused_rates, set_rates
+
+NUM_ROWS = 40
+NUM_DENSE = 6
+BATCH_SIZE = 8
+DIM = 8
+NUM_STEPS = 14
+NUM_FEATURES = 3
+FEATURES = tuple(f"f{index}" for index in range(NUM_FEATURES))
+MAX_LENGTH = 3
+
+# -- modules ----------------------------------------------------------------------------------------------------
+
+
+def _configs(kind: type, num: int, num_rows: int = NUM_ROWS) -> list[Any]:
+    """Table `t<i>` reads feature `f<i>`."""
+    return [
+        kind(name=f"t{i}", num_embeddings=num_rows, embedding_dim=DIM, feature_names=[FEATURES[i]]) for i in range(num)
+    ]
+
+
+def bags(num: int = 3, *, weighted: bool = False) -> EmbeddingBagCollection:
+    return EmbeddingBagCollection(tables=_configs(EmbeddingBagConfig, num), is_weighted=weighted)
+
+
+def sequences(num: int = 3) -> EmbeddingCollection:
+    return EmbeddingCollection(tables=_configs(EmbeddingConfig, num))
+
+
+def position_weighted(num: int = 3) -> nn.Module:
+    processors = {FEATURES[i]: PositionWeightedModule(MAX_LENGTH) for i in range(num)}
+    return FeatureProcessedEmbeddingBagCollection(bags(num, weighted=True), processors)
+
+
+def position_weighted_collection(num: int = 3) -> nn.Module:
+    processors = PositionWeightedModuleCollection({FEATURES[i]: MAX_LENGTH for i in range(num)})
+    return FeatureProcessedEmbeddingBagCollection(bags(num, weighted=True), processors)
+
+
+class _Counting(PositionWeightedModule):
+    """Counts the batches it has seen, and weighs by that."""
+
+    def __init__(self, max_length: int) -> None:
+        super().__init__(max_length)
+        self.register_buffer("seen", torch.zeros(()))
+
+    def forward(self, features: JaggedTensor) -> JaggedTensor:
+        self.seen += 1
+        weighted = super().forward(features)
+        own = weighted.weights() / self.seen
+        return JaggedTensor(weighted.values(), lengths=weighted.lengths(), offsets=weighted.offsets(), weights=own)
+
+
+def counting(num: int = 3) -> nn.Module:
+    processors = {FEATURES[i]: _Counting(MAX_LENGTH) for i in range(num)}
+    return FeatureProcessedEmbeddingBagCollection(bags(num, weighted=True), processors)
+
+
+def _managed(configs: list[Any]) -> ManagedCollisionCollection:
+    modules = {
+        config.name: MCHManagedCollisionModule(
+            zch_size=config.num_embeddings,
+            device=torch.device("cpu"),
+            eviction_policy=DistanceLFU_EvictionPolicy(),
+            eviction_interval=2,
+            input_hash_size=10 * NUM_ROWS,
+        )
+        for config in configs
+    }
+    return ManagedCollisionCollection(managed_collision_modules=modules, embedding_configs=configs)
+
+
+def managed_bags(num: int = 2) -> nn.Module:
+    collection = bags(num)
+    return ManagedCollisionEmbeddingBagCollection(collection, _managed(collection.embedding_bag_configs()))
+
+
+def managed_sequences(num: int = 2) -> nn.Module:
+    collection = sequences(num)
+    return ManagedCollisionEmbeddingCollection(collection, _managed(collection.embedding_configs()))
+
+
+class _Sum(nn.Module):
+    """An interaction: pooled rows through a linear layer."""
+
+    def __init__(self, num: int) -> None:
+        super().__init__()
+        self.linear = nn.Linear(num * DIM, DIM)
+
+    def forward(self, rows: Any) -> Tensor:
+        return self.linear(torch.cat([rows[name] for name in FEATURES if name in rows.keys()], dim=1))  # noqa: SIM118
+
+
+def tower() -> nn.Module:
+    return EmbeddingTower(bags(2), _Sum(2))
+
+
+def towers() -> nn.Module:
+    return EmbeddingTowerCollection([EmbeddingTower(bags(2), _Sum(2)), EmbeddingTower(bags(3), _Sum(3))])
+
+
+def fused_bags() -> nn.Module:
+    return FusedEmbeddingBagCollection(
+        tables=_configs(EmbeddingBagConfig, 2),
+        optimizer_type=torch.optim.SGD,
+        optimizer_kwargs={"lr": 2.0},
+    )
+
+
+@contextmanager
+def dense_kernels_without_pooling() -> Iterator[None]:
+    """FBGEMM 1.8 has them on CUDA only: on a CPU its dense kernel always pools. So here is one in PyTorch."""
+    kernel = DenseTableBatchedEmbeddingBagsCodegen
+    forward = kernel.forward
+
+    def look_up(self: Any, indices: Tensor, offsets: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        if self.pooling_mode != PoolingMode.NONE:
+            return forward(self, indices, offsets, *args, **kwargs)
+        batch_size = (len(offsets) - 1) // len(self.embedding_specs)  # a feature a table, as in the cases below
+        rows, start = [], 0
+        for table, (num_rows, dim) in enumerate(self.embedding_specs):
+            weight = self.weights[start : start + num_rows * dim].view(num_rows, dim)
+            first, last = offsets[table * batch_size], offsets[(table + 1) * batch_size]
+            rows.append(nn.functional.embedding(indices[first:last].long(), weight))
+            start += num_rows * dim
+        return torch.cat(rows)
+
+    with mock.patch.object(kernel, "forward", look_up):
+        yield
+
+
+# -- inputs -----------------------------------------------------------------------------------------------------
+
+
+@dataclass
+class Batch:
+    dense: Tensor
+    kjt: KeyedJaggedTensor
+    labels: Tensor
+
+
+def plain_ids(generator: torch.Generator, num_ids: int = NUM_ROWS) -> KeyedJaggedTensor:
+    """Up to `MAX_LENGTH` ids for each sample and feature."""
+    lengths = torch.randint(0, MAX_LENGTH + 1, (NUM_FEATURES * BATCH_SIZE,), generator=generator)
+    values = torch.randint(0, num_ids, (int(lengths.sum()),), generator=generator)
+    return KeyedJaggedTensor(keys=list(FEATURES), values=values, lengths=lengths)
+
+
+def wide_ids(generator: torch.Generator) -> KeyedJaggedTensor:
+    """Ids of which a table has not enough rows: a managed collision module has to choose."""
+    return plain_ids(generator, 3 * NUM_ROWS)
+
+
+def variable_batch(generator: torch.Generator) -> KeyedJaggedTensor:
+    """Of each feature only so many samples, each used by several rows of the batch (`inverse_indices`)."""
+    sizes = torch.randint(2, BATCH_SIZE + 1, (NUM_FEATURES,), generator=generator).tolist()
+    lengths = torch.randint(0, MAX_LENGTH + 1, (sum(sizes),), generator=generator)
+    indices = [torch.randint(0, size, (BATCH_SIZE,), generator=generator) for size in sizes]
+    return KeyedJaggedTensor(
+        keys=list(FEATURES),
+        values=torch.randint(0, NUM_ROWS, (int(lengths.sum()),), generator=generator),
+        lengths=lengths,
+        stride_per_key_per_rank=[[size] for size in sizes],
+        inverse_indices=(list(FEATURES), torch.stack(indices)),
+    )
+
+
+# -- answers ----------------------------------------------------------------------------------------------------
+
+
+def pooled(rows: Any) -> Tensor:
+    """(B, D) of a KeyedTensor, by name: TorchRec orders columns by the plan."""
+    return torch.cat([rows[name] for name in FEATURES if name in rows.keys()], dim=1)  # noqa: SIM118
+
+
+def summed(rows: Any) -> Tensor:
+    """(B, D) of a dict of JaggedTensors."""
+    parts = []
+    for name in FEATURES:
+        if name in rows.keys():  # noqa: SIM118
+            lengths, values = rows[name].lengths(), rows[name].values()
+            owner = torch.repeat_interleave(torch.arange(len(lengths)), lengths)
+            # A variable batch has less samples of a feature; which they are does not matter here.
+            parts.append(torch.zeros(BATCH_SIZE, values.shape[1]).index_add(0, owner, values))
+    return torch.cat(parts, dim=1)
+
+
+def first_of(answer: Callable[[Any], Tensor]) -> Callable[[Any], Tensor]:
+    """Of managed collision modules, which also return remapped ids."""
+    return lambda rows: answer(rows[0])
+
+
+# -- cases ------------------------------------------------------------------------------------------------------
+
+
+def whole(table: int) -> Any:
+    """A table on one rank, fused."""
+    return table_wise(rank=table % dist.get_world_size(), compute_kernel="fused")
+
+
+def whole_dense(table: int) -> Any:
+    return table_wise(rank=table % dist.get_world_size(), compute_kernel="dense")
+
+
+def rows(table: int) -> Any:
+    return row_wise(compute_kernel="fused")
+
+
+def copies(table: int) -> Any:
+    return data_parallel()
+
+
+def _alternating(first: Callable[[int], Any], second: Callable[[int], Any]) -> Callable[[int], Any]:
+    return lambda table: (second if table % 2 else first)(table)
+
+
+Placement = Callable[[int], Any]
+"""Number of a table -> how it is sharded."""
+
+
+@dataclass(frozen=True)
+class Part:
+    """A module of a model.
+
+    Args:
+        build: Makes it.
+        answer: Turns what it returns into (B, D).
+        place: Shards its tables; None: nothing of it is sharded.
+        stale: Whether a stale mode looks it up before the updates of the batches before.
+    """
+
+    build: Callable[[], nn.Module]
+    answer: Callable[[Any], Tensor] = pooled
+    place: Placement | None = whole
+    stale: bool = True
+
+
+@dataclass(frozen=True)
+class KindCase:
+    """A model and its data."""
+
+    name: str
+    parts: Mapping[str, Part]
+    ids: Callable[[torch.Generator], KeyedJaggedTensor] = field(default=plain_ids)
+    fused_lr: float | None = 2.0
+    """Of the optimizer applied in backward; None: the modules have one of their own."""
+    plain: bool = False
+    """Whether nothing of it starts early."""
+    exact_only: bool = False
+    """Whether its rows cannot be taken apart from the dense part, which a stale reference does."""
+
+
+MIXED = _alternating(whole, copies)
+MIXED_DENSE = _alternating(whole_dense, copies)
+ALSO_DENSE = _alternating(whole, whole_dense)
+
+CASES = {
+    case.name: case
+    for case in (
+        KindCase("feature_processors", {"fp": Part(position_weighted, stale=False)}),
+        KindCase("feature_processors_one_module", {"fp": Part(position_weighted_collection, stale=False)}),
+        KindCase("feature_processors_data_parallel", {"fp": Part(position_weighted, place=MIXED, stale=False)}),
+        KindCase("feature_processors_row_wise", {"fp": Part(position_weighted_collection, place=rows, stale=False)}),
+        KindCase("feature_processors_beside_tables", {"fp": Part(position_weighted, stale=False), "ebc": Part(bags)}),
+        KindCase("feature_processors_with_buffers", {"fp": Part(counting, stale=False)}, plain=True),
+        KindCase("bags_dense_kernel", {"ebc": Part(bags, place=whole_dense, stale=False)}),
+        KindCase("bags_some_dense_kernel", {"ebc": Part(bags, place=ALSO_DENSE, stale=False)}),
+        KindCase("sequences_data_parallel", {"ec": Part(sequences, summed, copies, stale=False)}),
+        KindCase("sequences_dense_kernel", {"ec": Part(sequences, summed, MIXED_DENSE, stale=False)}),
+        KindCase("variable_batch", {"ebc": Part(bags)}, variable_batch),
+        KindCase("variable_batch_sequences", {"ec": Part(sequences, summed)}, variable_batch),
+        KindCase("tower", {"tower": Part(tower, lambda rows: rows)}, exact_only=True),
+        KindCase("towers", {"towers": Part(towers, lambda rows: rows)}, exact_only=True),
+        KindCase("fused_bags", {"ebc": Part(fused_bags)}, fused_lr=None),
+        KindCase("managed_bags", {"mc": Part(managed_bags, first_of(pooled), rows, stale=False)}, wide_ids),
+        KindCase("managed_sequences", {"mc": Part(managed_sequences, first_of(summed), rows, stale=False)}, wide_ids),
+        KindCase(
+            "managed_bags_beside_tables",
+            {"mc": Part(managed_bags, first_of(pooled), rows, stale=False), "ebc": Part(bags)},
+        ),
+        KindCase(
+            "mixed_bags_and_sequences",
+            {
+                "ebc": Part(bags, place=copies, stale=False),
+                "ec": Part(sequences, summed),
+            },
+        ),
+    )
+}
+
+
+def make_batch(case: KindCase, index: int, rank: int) -> Batch:
+    generator = torch.Generator().manual_seed(7919 * rank + index)
+    kjt = case.ids(generator)
+    labels = torch.randint(0, 2, (BATCH_SIZE,), generator=generator).float()
+    return Batch(torch.randn(BATCH_SIZE, NUM_DENSE, generator=generator), kjt, labels)
+
+
+class Batches(LightningDataModule):
+    """Batches 0 to n - 1 of this rank."""
+
+    def __init__(self, case: KindCase, num_batches: int = NUM_STEPS) -> None:
+        super().__init__()
+        self.case, self.num_batches = case, num_batches
+
+    def train_dataloader(self) -> DataLoader:
+        return self._loader(range(self.num_batches))
+
+    def val_dataloader(self) -> DataLoader:
+        return self._loader(range(500, 503))
+
+    def _loader(self, indices: range) -> DataLoader:
+        batches = [make_batch(self.case, index, self.trainer.global_rank) for index in indices]
+        return DataLoader(
+            batches, batch_size=None, generator=torch.Generator()
+        )  # draws a seed, not from all others' one
+
+
+class KindModel(LightningModule):
+    """The parts' answers and a bottom MLP, merged into a top MLP."""
+
+    def __init__(self, name: str, rates_move: bool = False) -> None:
+        super().__init__()
+        self.case, self.rates_move = CASES[name], rates_move
+        self.losses: list[Tensor] = []
+        self.validated: list[Tensor] = []
+        generator = torch.Generator().manual_seed(17)
+        for part_name, part in self.case.parts.items():
+            self.add_module(part_name, part.build())
+        self.bottom = nn.Sequential(nn.Linear(NUM_DENSE, 8), nn.ReLU())
+        self.top = nn.Sequential(nn.Linear(self._width(), 16), nn.ReLU(), nn.Linear(16, 1))
+        with torch.no_grad():
+            for _, parameter in sorted(self.named_parameters()):
+                parameter.copy_(torch.randn(parameter.shape, generator=generator) * 0.4)
+        if self.case.fused_lr is not None:
+            for module in self.modules():
+                if isinstance(module, (EmbeddingBagCollection, EmbeddingCollection)):
+                    self._apply_in_backward(module)
+
+    def _width(self) -> int:
+        with torch.no_grad():
+            probe = make_batch(self.case, 0, 0)
+            training = self.training
+            width = 8 + sum(answer.shape[1] for answer in self.eval().answers(probe).values())
+        self.train(training)
+        return width
+
+    def _apply_in_backward(self, module: nn.Module) -> None:
+        for name, parameter in module.named_parameters():
+            if is_fused(self.case, self.part_of(module), int(name.split(".")[-2].removeprefix("t"))):
+                _apply_optimizer_in_backward(torch.optim.SGD, [parameter], {"lr": self.case.fused_lr})
+
+    def part_of(self, module: nn.Module) -> Part:
+        [name] = [name for name in self.case.parts if any(module is inner for inner in getattr(self, name).modules())]
+        return self.case.parts[name]
+
+    def call(self, name: str, batch: Batch) -> Any:
+        return getattr(self, name)(batch.kjt)
+
+    def answers(self, batch: Batch, rows: Mapping[str, Any] | None = None) -> dict[str, Tensor]:
+        found = {name: (rows or {}).get(name) for name in self.case.parts}
+        found = {name: self.call(name, batch) if row is None else row for name, row in found.items()}
+        return {name: self.case.parts[name].answer(row) for name, row in found.items()}
+
+    def forward(self, batch: Batch, rows: Mapping[str, Any] | None = None) -> Tensor:
+        merged = [self.bottom(batch.dense), *self.answers(batch, rows).values()]
+        logits = self.top(torch.cat(merged, dim=1)).squeeze(1)
+        return nn.functional.binary_cross_entropy_with_logits(logits, batch.labels)
+
+    def on_train_epoch_start(self) -> None:
+        torch.manual_seed(23)  # rows that managed collision modules hand out anew are drawn
+
+    def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
+        loss = self(batch)
+        self.losses.append(loss.detach().clone())
+        return loss
+
+    def validation_step(self, batch: Batch, batch_idx: int) -> None:
+        self.validated.append(self(batch))
+
+    def configure_optimizers(self) -> Any:
+        if not self.rates_move:
+            return dense_optimizer(self)
+        optimizer = combined_optimizer(self, dense_optimizer(self))
+        scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, factor)
+        return [optimizer], [{"scheduler": scheduler, "interval": "step"}]
+
+
+def factor(step: int) -> float:
+    """What the learning rates are multiplied by, where they move."""
+    return 1.0 / (1 + step)
+
+
+def is_fused(case: KindCase, part: Part, table: int) -> bool:
+    return (
+        part.place is not None
+        and part.place not in (copies, whole_dense)
+        and not (table % 2 and part.place in (MIXED, MIXED_DENSE, ALSO_DENSE))
+        and part.place is not MIXED_DENSE
+    )
+
+
+def dense_optimizer(module: nn.Module) -> torch.optim.Optimizer:
+    own = [p for _, p in in_backward_optimizer_filter(module.named_parameters()) if p.requires_grad]
+    return torch.optim.SGD(own, 0.5, momentum=0.5)
+
+
+def make_plan(case: KindCase, module: KindModel) -> ShardingPlan:
+    sharders = get_module_to_default_sharders()
+    plan = {}
+    for name, inner in module.named_modules():
+        inside = any(name.startswith(f"{outer}.") for outer in plan)
+        if type(inner) not in sharders or inside:
+            continue
+        place = module.part_of(inner).place
+        if place is None:
+            continue
+        tables = sharders[type(inner)].shardable_parameters(inner)
+        plan[name] = construct_module_sharding_plan(
+            inner,
+            per_param_sharding={table: place(int(table.removeprefix("t"))) for table in tables},
+            local_size=dist.get_world_size(),
+            world_size=dist.get_world_size(),
+            device_type="cpu",
+        )
+    return ShardingPlan(plan=plan)
+
+
+# -- runs -------------------------------------------------------------------------------------------------------
+
+
+@dataclass
+class Outcome:
+    """What training leaves behind on one rank: losses, and every tensor of it."""
+
+    losses: Tensor
+    state: dict[str, Tensor]
+    num_early: int = 0
+    """Input dists of coming batches that were used."""
+    messages: list[str] = field(default_factory=list)
+
+    def differences(self, other: Outcome) -> list[str]:
+        if self.state.keys() != other.state.keys():
+            return [f"{sorted(self.state.keys() ^ other.state.keys())}"]
+        found = [key for key in self.state if not torch.equal(self.state[key], other.state[key])]
+        return found if torch.equal(self.losses, other.losses) else ["losses", *found]
+
+
+@dense_kernels_without_pooling()
+def train(name: str, staleness: int = 0, num_steps: int = NUM_STEPS, rates_move: bool = False) -> Outcome:
+    """Plain DistributedModelParallel: stale parts are looked up before the updates of `staleness` batches."""
+    case, module = CASES[name], KindModel(name)
+    weights = {key: getattr(module, key).state_dict() for key in case.parts}
+    dmp = DistributedModelParallel(
+        module,
+        env=ShardingEnv.from_process_group(dist.group.WORLD),
+        device=torch.device("cpu"),
+        plan=make_plan(case, module),
+        sharders=list(get_default_sharders()),
+    )
+    for key, state in weights.items():
+        # A managed collision module begins without ids; its sharded form does not take the whole one's.
+        tables = {weight: value for weight, value in state.items() if "managed_collision_modules" not in weight}
+        getattr(module, key).load_state_dict(tables, strict=False)
+    optimizer = dense_optimizer(module)
+    batches = [make_batch(case, index, dist.get_rank()) for index in range(num_steps)]
+    rows: dict[int, dict[str, Any]] = {}
+    losses = []
+    module.on_train_epoch_start()
+    for index in range(num_steps):
+        for ahead in range(index, min(index + staleness + 1, num_steps)) if staleness else ():
+            if ahead not in rows:
+                rows[ahead] = {key: module.call(key, batches[ahead]) for key, part in case.parts.items() if part.stale}
+        optimizer.zero_grad()
+        if rates_move:
+            set_rates(optimizer, factor(index))
+            set_fused_rates(dmp, factor(index))
+        loss = dmp(batches[index], rows.pop(index, None))
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.detach())
+    return Outcome(torch.stack(losses), collect(module, optimizer))
+
+
+@dense_kernels_without_pooling()
+def fit(
+    name: str, pipeline: Any, num_steps: int = NUM_STEPS, rates_move: bool = False, **trainer_kwargs: Any
+) -> Outcome:
+    """The same under the strategy."""
+    case, module = CASES[name], KindModel(name, rates_move)
+    strategy, num_early = watched_strategy(pipeline, make_plan(case, module))
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        trainer = make_trainer(strategy, **{"limit_val_batches": 0, **trainer_kwargs})
+        trainer.fit(module, datamodule=Batches(case, num_steps))
+    messages = [str(warning.message) for warning in caught if "not overlapped" in str(warning.message)]
+    state = collect(module, trainer.optimizers[0])
+    return Outcome(torch.stack(module.losses), state, sum(num_early), messages)
+
+
+@dense_kernels_without_pooling()
+def fit_at_once_and_in_two(name: str, pipeline: str, folder: str) -> tuple[Outcome, Outcome]:
+    """Two epochs in one fit; the second one alone, from a checkpoint after the first."""
+    outcomes = []
+    for path, epochs in ((None, 2), (None, 1), (f"{folder}/one.ckpt", 2)):
+        case, module = CASES[name], KindModel(name)
+        strategy, _ = watched_strategy(pipeline, make_plan(case, module))
+        trainer = make_trainer(strategy, max_epochs=epochs, limit_val_batches=0)
+        trainer.fit(module, datamodule=Batches(case, 6), ckpt_path=path)
+        outcomes.append(Outcome(torch.stack(module.losses), collect(module, trainer.optimizers[0])))
+        if epochs == 1:
+            trainer.save_checkpoint(f"{folder}/one.ckpt")
+    whole, _, rest = outcomes
+    return Outcome(whole.losses[6:], whole.state), rest
+
+
+def save_assigned_rows(path: str, checkpoint_format: str | None = None) -> None:
+    """Train managed collision modules a little and save them."""
+    _managed_trainer(2, checkpoint_format).save_checkpoint(path)
+
+
+def load_assigned_rows(path: str) -> None:
+    _managed_trainer(3, None, path)
+
+
+def _managed_trainer(num_epochs: int, checkpoint_format: str | None, path: str | None = None) -> Trainer:
+    case, module = CASES["managed_bags"], KindModel("managed_bags")
+    strategy = OverlapEmbeddingStrategy(sharding=make_plan(case, module), checkpoint_format=checkpoint_format)
+    trainer = make_trainer(strategy, max_epochs=num_epochs, limit_val_batches=0)
+    trainer.fit(module, datamodule=Batches(case, 2), ckpt_path=path)
+    return trainer
+
+
+def watched_strategy(pipeline: Any, plan: ShardingPlan | None) -> tuple[OverlapEmbeddingStrategy, list[bool]]:
+    """Return a strategy, and what counts its early input dists."""
+    early: list[bool] = []
+
+    def observe(kind: str, stage: Any, batch: int) -> None:
+        early.append(kind == "wait" and str(stage) == "input_data_dist")
+
+    return OverlapEmbeddingStrategy(pipeline=pipeline, sharding=plan, observer=observe), early
+
+
+def collect(module: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
+    """Every local tensor: weights, buffers, the fused optimizers' state, the dense optimizer's."""
+    found = {}
+    for key, value in module.state_dict().items():
+        found.update(_local(key, value))
+    for name, inner in module.named_modules():
+        if isinstance(inner, (ShardedEmbeddingBagCollection, ShardedEmbeddingCollection)):
+            for key, states in inner.fused_optimizer.state_dict()["state"].items():
+                for kind, value in states.items():
+                    found.update(_local(f"fused {name}.{key} {kind}", value))
+    parameters = {id(parameter): name for name, parameter in module.named_parameters()}
+    for parameter, states in optimizer.state.items():
+        for kind, value in states.items():
+            found.update(_local(f"dense {parameters[id(parameter)]} {kind}", value))
+    return found
+
+
+def _local(name: str, value: Any) -> dict[str, Tensor]:
+    if isinstance(value, ShardedTensor):
+        return {f"{name} {s.metadata.shard_offsets}": s.tensor.detach().clone() for s in value.local_shards()}
+    value = value.to_local() if isinstance(value, DTensor) else value
+    return {name: value.detach().clone()} if isinstance(value, Tensor) else {}

@@ -1,0 +1,123 @@
+"""Fits that give ids back early. Functions that ranks run."""
+
+from __future__ import annotations
+
+import warnings
+import weakref
+from typing import Any
+
+import torch.distributed as dist
+from torch import Tensor
+from torch.utils.data import DataLoader, IterableDataset
+
+from lightning_overlap import OverlapEmbeddingStrategy, Schedule
+
+from ..support.cases import NUM_STEPS, Batch, Batches, Case, Model, make_batch, make_plan
+from ..support.fits import make_trainer
+from ..support.reference import Result, collect
+from .variants import MadeInStep
+
+
+class Fresh(Batches):
+    """Batches that nothing but the training holds."""
+
+    def train_dataloader(self) -> DataLoader:
+        return DataLoader(_Made(self.case, self.num_batches, self.trainer.global_rank), batch_size=None)
+
+
+class _Made(IterableDataset):
+    def __init__(self, case: Case, num: int, rank: int) -> None:
+        self.case, self.num, self.rank = case, num, rank
+
+    def __iter__(self) -> Any:
+        return (make_batch(self.case, index, self.rank) for index in range(self.num))
+
+
+class Watching(Model):
+    """Notes, as the step of each batch begins, how many batches' ids are in memory."""
+
+    def __init__(self, case: Case) -> None:
+        super().__init__(case)
+        self.alive: list[int] = []
+        self._ids: list[weakref.ref[Tensor]] = []
+
+    def on_after_batch_transfer(self, batch: Batch, dataloader_idx: int) -> Batch:
+        self._ids.append(weakref.ref(batch.inputs["sparse"][0].values()))
+        return batch
+
+    def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
+        self.alive.append(sum(ids() is not None for ids in self._ids))
+        return super().training_step(batch, batch_idx)
+
+
+class ReadsIds(Model):
+    """Looks at the ids beside looking them up."""
+
+    def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
+        return super().training_step(batch, batch_idx) + 0.0 * batch.inputs["sparse"][0].values().sum()
+
+
+class ReadsLengths(Model):
+    def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
+        kjt = batch.inputs["sparse"][0]
+        assert kjt.lengths().numel() == len(kjt.keys()) * kjt.stride()
+        return super().training_step(batch, batch_idx)
+
+
+class AsItIs(Batches):
+    """A batch of a type that nobody moves, with the loader's own objects inside."""
+
+    def train_dataloader(self) -> DataLoader:
+        batches = [make_batch(self.case, index, self.trainer.global_rank) for index in range(self.num_batches)]
+        return DataLoader([_Holder(batch) for batch in batches], batch_size=None)
+
+
+class _Holder:
+    def __init__(self, batch: Batch) -> None:
+        self.dense, self.inputs, self.labels = batch.dense, batch.inputs, batch.labels
+
+
+MODELS = {model.__name__: model for model in (Model, Watching, ReadsIds, ReadsLengths, MadeInStep)}
+
+
+def _trainer(case: Case, model: Model, pipeline: str | Schedule, release_features: bool, **kwargs: Any) -> Any:
+    plan = make_plan(case, model, dist.get_world_size())
+    strategy = OverlapEmbeddingStrategy(pipeline, sharding=plan, release_features=release_features)
+    return make_trainer(strategy, **kwargs)
+
+
+def fit(case: Case, pipeline: str | Schedule, model: str = "ReadsLengths", num_steps: int = NUM_STEPS) -> Result:
+    """Train with ids given back."""
+    module = MODELS[model](case)
+    trainer = _trainer(case, module, pipeline, True)
+    trainer.fit(module, datamodule=Fresh(case, num_steps))
+    return collect(module, trainer.optimizers[0], module.losses)
+
+
+def alive(case: Case, pipeline: str | Schedule, release_features: bool) -> list[int]:
+    """Train; return by step how many batches' ids are in memory when it begins."""
+    module = Watching(case)
+    _trainer(case, module, pipeline, release_features).fit(module, datamodule=Fresh(case, NUM_STEPS))
+    return module.alive
+
+
+def refused(case: Case, model: str) -> str:
+    """Train a module that reads ids; return what that raises."""
+    module = MODELS[model](case)
+    try:
+        _trainer(case, module, "fused_sparse_dist", True).fit(module, datamodule=Fresh(case, 6))
+    except RuntimeError as error:
+        return str(error)
+    return "nothing"
+
+
+def warned(case: Case, model: str, data: str, num_epochs: int = 1) -> tuple[list[str], int]:
+    """Train what nothing can be released of; return what was said, and how many steps there were."""
+    module = MODELS[model](case)
+    batches = {"fresh": Fresh, "as it is": AsItIs}[data](case, 6)
+    trainer = _trainer(case, module, "fused_sparse_dist", True, max_epochs=num_epochs)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        trainer.fit(module, datamodule=batches)
+    said = [str(warning.message) for warning in caught if "release_features" in str(warning.message)]
+    return said, len(module.losses)

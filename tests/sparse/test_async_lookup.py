@@ -1,0 +1,176 @@
+"""`async_lookup` equals a plain loop whose lookups see the updates up to k batches before, and no others."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from ..support import reference
+from ..support.cases import CASES, MIXED, NUM_STEPS, ROWWISE_ADAGRAD, SEQUENCE, TABLE_WISE, TWO_COLLECTIONS, Case
+from ..support.ranks import Ranks
+from ..support.reference import Delayed, Seen, Switching
+from . import asyncs
+
+ALL = (TABLE_WISE, MIXED, SEQUENCE, ROWWISE_ADAGRAD)
+deferred = pytest.mark.parametrize("defer_update", [False, True], ids=["in_backward", "deferred"])
+case_by_name = pytest.mark.parametrize("case", ALL, ids=lambda case: case.name)
+
+_references: dict[tuple[int, str, Any, int], list[reference.Result]] = {}
+
+
+def _expected(ranks: Ranks, case: Case, seen: Seen, num_steps: int = NUM_STEPS) -> list[reference.Result]:
+    key = (ranks.world_size, case.name, seen, num_steps)
+    if key not in _references:
+        _references[key] = ranks.run(reference.train_delayed, case, seen, num_steps=num_steps)
+    return _references[key]
+
+
+def _differences(actual: list[reference.Result], expected: list[reference.Result]) -> list[list[str]]:
+    return [mine.differences(theirs) for mine, theirs in zip(actual, expected, strict=True)]
+
+
+@deferred
+@case_by_name
+@pytest.mark.parametrize("staleness", [1, 2, 4])
+def test_equals_the_plain_loop_with_updates_delayed_by_as_much(
+    ranks: Ranks, case: Case, staleness: int, defer_update: bool
+) -> None:
+    actual = ranks.run(asyncs.fit, case, staleness=staleness, defer_update=defer_update)
+    assert all(len(result.losses) == NUM_STEPS for result in actual)
+    assert _differences(actual, _expected(ranks, case, Delayed(staleness))) == [[]] * ranks.world_size
+    for other in (staleness - 1, staleness + 1):  # and one update more or less is seen
+        for differences in _differences(actual, _expected(ranks, case, Delayed(other))):
+            assert any(text.startswith("losses from step") for text in differences)
+
+
+@deferred
+@pytest.mark.parametrize("case", [*ALL, TWO_COLLECTIONS], ids=lambda case: case.name)
+@pytest.mark.parametrize("staleness", [1, 3])
+def test_lookups_in_threads_are_the_same(ranks: Ranks, case: Case, staleness: int, defer_update: bool) -> None:
+    actual = ranks.run(asyncs.fit, case, staleness=staleness, num_lookup_threads=2, defer_update=defer_update)
+    assert _differences(actual, _expected(ranks, case, Delayed(staleness))) == [[]] * ranks.world_size
+
+
+def test_kernels_run_in_threads_and_collectives_do_not(two_ranks: Ranks) -> None:
+    for kernels, collectives in two_ranks.run(asyncs.threads_of, TWO_COLLECTIONS, staleness=2, num_lookup_threads=2):
+        assert all(name.startswith("embedding_lookup") for name in kernels[2:])  # the first forward is the module's own
+        assert collectives == {"MainThread"}
+
+
+def test_a_lookup_that_fails_in_a_thread_fails_the_step(ranks: Ranks) -> None:
+    for text in ranks.run(asyncs.fails_in_a_thread, TABLE_WISE, staleness=2, num_lookup_threads=1):
+        assert "no such row" in text
+
+
+def test_the_delayed_loop_without_a_delay_is_the_plain_loop(ranks: Ranks) -> None:
+    """Guards the reference itself."""
+    for case in CASES:
+        assert (
+            _differences(_expected(ranks, case, Delayed(0)), ranks.run(reference.train, case))
+            == [[]] * ranks.world_size
+        )
+
+
+@deferred
+@pytest.mark.parametrize("num_steps", [1, 2, 4, 5, 6])
+def test_no_more_batches_than_are_looked_up_ahead(ranks: Ranks, num_steps: int, defer_update: bool) -> None:
+    actual = ranks.run(asyncs.fit, MIXED, staleness=5, num_steps=num_steps, defer_update=defer_update)
+    assert _differences(actual, _expected(ranks, MIXED, Delayed(5), num_steps)) == [[]] * ranks.world_size
+
+
+# -- exact before, exact after ----------------------------------------------------------------------------------
+
+
+@deferred
+@case_by_name
+@pytest.mark.parametrize("staleness", [1, 4])
+def test_exact_until_the_start_and_after_the_end(ranks: Ranks, case: Case, staleness: int, defer_update: bool) -> None:
+    switches = {"start_batch": 7, "end_batch": 20, "defer_update": defer_update}
+    actual = ranks.run(asyncs.fit, case, staleness=staleness, **switches)
+    assert _differences(actual, _expected(ranks, case, Switching(staleness, 7, 20))) == [[]] * ranks.world_size
+    for mine, exact in zip(actual, _expected(ranks, case, Delayed(0)), strict=True):
+        # The rows of the first batch of the stale part are fresh too.
+        assert torch.equal(mine.losses[: 7 + 1], exact.losses[: 7 + 1])
+        assert not torch.equal(mine.losses[7 + 1 : 7 + 3], exact.losses[7 + 1 : 7 + 3])
+
+
+@deferred
+@pytest.mark.parametrize(("start", "end"), [(1, 2), (2, 3), (0, 1), (3, 5), (29, 30), (28, 29), (40, 50)])
+def test_switches_close_to_each_other_and_to_the_ends(ranks: Ranks, start: int, end: int, defer_update: bool) -> None:
+    """Shorter than the staleness, at the first batches (which show what feeds which module), at the last one."""
+    actual = ranks.run(asyncs.fit, MIXED, staleness=4, start_batch=start, end_batch=end, defer_update=defer_update)
+    assert _differences(actual, _expected(ranks, MIXED, Switching(4, start, end))) == [[]] * ranks.world_size
+
+
+def test_a_start_that_is_one_batch_off_is_seen(ranks: Ranks) -> None:
+    actual = ranks.run(asyncs.fit, TABLE_WISE, staleness=2, start_batch=8, end_batch=20)
+    for seen in (Switching(2, 7, 20), Switching(2, 9, 20), Switching(2, 8, 19), Switching(2, 8, 21)):
+        for differences in _differences(actual, _expected(ranks, TABLE_WISE, seen)):
+            assert any(text.startswith("losses from step") for text in differences)
+
+
+def test_each_batch_is_looked_up_once_and_in_flight_is_bounded(two_ranks: Ranks) -> None:
+    for lookups, most in two_ranks.run(asyncs.watched, TABLE_WISE, staleness=4, start_batch=7, end_batch=20):
+        assert lookups == list(range(1, NUM_STEPS)), "the first batch shows what feeds which module"
+        assert most == 4 + 3
+
+
+# -- epochs, validation, resume ---------------------------------------------------------------------------------
+
+
+@deferred
+def test_an_epoch_begins_anew_and_a_warm_up_does_not(ranks: Ranks, defer_update: bool) -> None:
+    """Batches are counted over the epochs: the switch comes in the middle of the second of three."""
+    anew = Delayed(3, fresh=(10, 20))
+    options = {"staleness": 3, "defer_update": defer_update}
+    actual = ranks.run(asyncs.fit_epochs, MIXED, 10, 3, **options)
+    assert _differences(actual, _expected(ranks, MIXED, anew)) == [[]] * ranks.world_size
+    warm = Delayed(3, fresh=(*range(15), 20))
+    actual = ranks.run(asyncs.fit_epochs, MIXED, 10, 3, start_batch=14, **options)
+    assert _differences(actual, _expected(ranks, MIXED, warm)) == [[]] * ranks.world_size
+
+
+@pytest.mark.parametrize(
+    "switches", [{}, {"defer_update": True}, {"start_batch": 4}, {"start_batch": 9, "defer_update": True}], ids=str
+)
+def test_going_on_from_a_checkpoint_begins_anew_there(ranks: Ranks, switches: Any, tmp_path: Path) -> None:
+    """The lookups ahead are not in a checkpoint; where a warm-up stands is."""
+    stop = 6
+    expected = _expected(
+        ranks, ROWWISE_ADAGRAD, Delayed(3, fresh=(*range(switches.get("start_batch", 0) + 1), stop)), 16
+    )
+    ranks.run(asyncs.fit_and_save, ROWWISE_ADAGRAD, 16, stop, str(tmp_path), staleness=3, **switches)
+    resumed = ranks.run(asyncs.go_on, ROWWISE_ADAGRAD, 16, stop, str(tmp_path), staleness=3, **switches)
+    rest = [dataclasses.replace(whole, losses=whole.losses[stop:]) for whole in expected]
+    assert _differences(resumed, rest) == [[]] * ranks.world_size
+
+
+@deferred
+def test_validation_in_the_middle_leaves_training_alone(ranks: Ranks, defer_update: bool) -> None:
+    options = {"staleness": 4, "start_batch": 7, "end_batch": 20, "defer_update": defer_update}
+    actual = ranks.run(asyncs.fit, MIXED, val_check_interval=3, limit_val_batches=2, **options)
+    assert _differences(actual, _expected(ranks, MIXED, Switching(4, 7, 20))) == [[]] * ranks.world_size
+
+
+@pytest.mark.parametrize("lengths", [(7, 5), (3, 9), (1, 9)], ids=str)
+def test_ranks_with_unequal_data_end_together(two_ranks: Ranks, lengths: tuple[int, int]) -> None:
+    for options in (
+        {"staleness": 6},
+        {"staleness": 6, "defer_update": True},
+        {"staleness": 6, "start_batch": 2},
+        {"staleness": 6, "start_batch": min(lengths)},
+    ):
+        num = min(lengths)
+        for seen in two_ranks.run(asyncs.fit_uneven, lengths, **options):
+            assert seen == [(epoch, index) for epoch in range(2) for index in range(num)]
+
+
+@deferred
+def test_max_steps_takes_no_batch_too_many(two_ranks: Ranks, defer_update: bool) -> None:
+    fit_options = {"max_steps": 9, "max_epochs": -1, "defer_update": defer_update}
+    actual = two_ranks.run(asyncs.fit, MIXED, staleness=5, start_batch=2, **fit_options)
+    assert _differences(actual, _expected(two_ranks, MIXED, Delayed(5, fresh=(0, 1, 2)), 9)) == [[]] * 2

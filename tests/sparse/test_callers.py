@@ -1,0 +1,184 @@
+"""What a module does with its tables: the mode of the call, its input, its order, its writes (laws 10 and 11)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+
+from lightning_overlap import Schedule
+
+from ..support.ranks import Ranks
+from . import callers
+from .callers import NUM_STEPS
+
+
+def _same_as_by_hand(ranks: Ranks, model: str, pipeline: str, reference: str = "") -> callers.Outcome:
+    """Train by the strategy and in a plain loop: equal bit for bit. Return rank 0's outcome."""
+    expected = ranks.run(callers.by_hand, reference or model)
+    actual = ranks.run(callers.train, model, pipeline)
+    for mine, theirs in zip(actual, expected, strict=True):
+        assert mine.result.differences(theirs) == []
+        assert len(mine.result.losses) == NUM_STEPS
+        assert mine.num_threads == 0
+    return actual[0]
+
+
+def _same_as_in(ranks: Ranks, model: str, pipeline: str, other: str) -> callers.Outcome:
+    expected, actual = (ranks.run(callers.train, model, name) for name in (other, pipeline))
+    for mine, theirs in zip(actual, expected, strict=True):
+        assert mine.result.differences(theirs.result) == []
+    return actual[0]
+
+
+SERVED = NUM_STEPS - 1
+"""All but the first batch, which shows what feeds what."""
+
+_CALLS = [
+    ("no_grad", "", SERVED),
+    ("inference_mode", "no_grad", SERVED),  # which FBGEMM lacks on a CPU
+    ("detached_sometimes", "", SERVED),
+    ("looks_first", "plain", SERVED),  # a statistic changes nothing, whereas it costs plain TorchRec the gradient
+    ("checkpointed_step", "", SERVED),
+    ("checkpointed_lookup", "", SERVED),
+    ("reentrant_lookup", "", SERVED),
+    ("hashes_in_place", "", 0),
+    ("weighs_in_place", "", 0),
+    ("hashes_sometimes", "", 3),
+    ("one_rank_looks_first", "plain", SERVED),
+    ("one_of_two_tasks", "", 2),
+    ("two_tasks_at_once", "", 5),  # batch 6 had been sent when batch 5 was called with the other one
+]
+
+
+@pytest.mark.parametrize(("model", "reference", "early"), _CALLS, ids=[call[0] for call in _CALLS])
+def test_trains_as_the_plain_loop_does(two_ranks: Ranks, model: str, reference: str, early: int) -> None:
+    assert _same_as_by_hand(two_ranks, model, "fused_sparse_dist", reference).early == early
+
+
+@pytest.mark.parametrize("model", ["one_rank_looks_first", "one_of_two_tasks", "no_grad", "reentrant_lookup"])
+def test_the_reference_mode_does_too(two_ranks: Ranks, model: str) -> None:
+    reference = "plain" if model == "one_rank_looks_first" else ""
+    assert _same_as_by_hand(two_ranks, model, "base", reference).early == 0
+
+
+@pytest.mark.parametrize("model", ["no_grad", "reentrant_lookup", "hashes_in_place", "clamps_data"])
+def test_one_rank_does_too(get_ranks: Callable[..., Ranks], model: str) -> None:
+    _same_as_by_hand(get_ranks(1), model, "fused_sparse_dist")
+
+
+@pytest.mark.parametrize(
+    "model",
+    [
+        *("no_grad", "detached_sometimes", "checkpointed_lookup", "reentrant_lookup", "one_of_two_tasks"),
+        *("two_backwards", "schedules_by_hand"),
+    ],
+)
+def test_deferred_updates_are_those_of_the_same_staleness(two_ranks: Ranks, model: str) -> None:
+    _same_as_in(two_ranks, model, "semi_sync_deferred", "semi_sync")
+
+
+def test_a_frozen_teacher_is_not_trained_in_any_mode(two_ranks: Ranks, mode: Schedule) -> None:
+    """Rows without a graph carry no gradient, however early they were looked up."""
+    [before, *_] = two_ranks.run(callers.train, "no_grad", "base", limit_train_batches=1)
+    [after, *_] = two_ranks.run(callers.train, "no_grad", mode)
+    assert all(torch.equal(after.result.tables[name], table) for name, table in before.result.tables.items())
+
+
+@pytest.mark.parametrize("model", ["called_more_on_one_rank", "recomputes_in_every_closure"])
+def test_what_calls_more_often_trains_as_in_base(two_ranks: Ranks, model: str) -> None:
+    for pipeline in ("sparse_dist", "fused_sparse_dist"):
+        _same_as_in(two_ranks, model, pipeline, "base")
+
+
+def test_what_ran_in_its_own_forward_says_why(two_ranks: Ranks) -> None:
+    [changed] = two_ranks.run(callers.train, "hashes_in_place", "fused_sparse_dist")[0].messages
+    assert "its input was changed in place after its ids had been sent" in changed
+    [several] = two_ranks.run(callers.train, "two_tasks_at_once", "fused_sparse_dist")[0].messages
+    assert "it was called with another input" in several
+
+
+def test_a_collection_called_after_the_first_backward_is_looked_up_early(two_ranks: Ranks) -> None:
+    outcome = _same_as_in(two_ranks, "second_phase", "fused_sparse_dist", "base")
+    assert outcome.messages == []
+    assert outcome.early == 2 * SERVED
+
+
+@pytest.mark.parametrize(("model", "num_steps"), [("raises_after_the_step", 6), ("raises_before_the_step", 5)])
+def test_an_error_leaves_the_dense_step_and_its_deferred_update_or_neither(
+    two_ranks: Ranks, model: str, num_steps: int
+) -> None:
+    expected = two_ranks.run(callers.train, "plain", "semi_sync", max_steps=num_steps)
+    for mine, theirs in zip(two_ranks.run(callers.train, model, "semi_sync_deferred"), expected, strict=True):
+        assert [name for name in mine.result.differences(theirs.result) if not name.startswith("losses")] == []
+
+
+@pytest.mark.parametrize("streamed", [False, True], ids=["sized", "streamed"])
+@pytest.mark.parametrize("skipped", [{0: (3,), 1: (5,)}, {0: (0, 1), 1: (6, 7)}, {0: (7,), 1: (2,)}], ids=str)
+def test_each_rank_skips_its_own_batches(two_ranks: Ranks, skipped: dict[int, tuple[int, ...]], streamed: bool) -> None:
+    """A batch that is None takes part in nothing: the next one stands beside the other ranks'."""
+    expected = two_ranks.run(callers.skipping, "base", skipped, streamed)
+    for pipeline in ("fused_sparse_dist", "semi_sync"):
+        actual = two_ranks.run(callers.skipping, pipeline, skipped, streamed)
+        for rank, ((losses, seen), (losses_of_base, _)) in enumerate(zip(actual, expected, strict=True)):
+            trained = [index for index in range(NUM_STEPS) if index not in skipped[rank]]
+            assert [index for index in seen if index != -1] == trained
+            assert streamed or len(seen) == NUM_STEPS  # a stream may end before its last ones, which are None
+            assert len(losses) == NUM_STEPS - len(skipped[rank])
+            if pipeline == "fused_sparse_dist":
+                assert torch.equal(losses, losses_of_base)
+
+
+@pytest.mark.parametrize(
+    ("skipped", "lengths"),
+    [
+        (
+            {0: (37, 38, 39), 1: (3, 4, 5)},
+            37,
+        ),  # at the end of one rank's epoch, where the other has had its own long ago
+        ({0: (5,), 1: ()}, 39),  # unequal numbers: all end with the rank that has fewest
+        ({0: tuple(range(2, 22, 2)), 1: (30, 39)}, 30),
+    ],
+    ids=["late", "unequal", "many"],
+)
+def test_skipped_batches_in_a_longer_epoch(
+    two_ranks: Ranks, skipped: dict[int, tuple[int, ...]], lengths: int, mode: Schedule
+) -> None:
+    for losses, _ in two_ranks.run(callers.skipping, mode, skipped, False, 40):
+        assert len(losses) == lengths
+
+
+# -- tables that the user writes --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("model", ["clamps", "clamps_data", "clamps_state", "clamps_before_the_step"])
+def test_the_next_lookup_sees_tables_written_at_the_end_of_a_batch(two_ranks: Ranks, model: str) -> None:
+    outcome = _same_as_by_hand(two_ranks, model, "fused_sparse_dist")
+    [message] = outcome.messages
+    assert "tables are written between two steps again and again" in message
+
+
+def test_writes_that_begin_late_are_refused_before_anything_is_wrong(two_ranks: Ranks) -> None:
+    for message in two_ranks.run(callers.fails, "clamps_later", "fused_sparse_dist"):
+        assert "were written between two steps, after the next batch had been looked up" in message
+        assert "trainer.strategy.tables_changed()" in message
+        assert "after batch 4" in message
+
+
+def test_writes_that_begin_late_are_seen_where_all_ranks_say_so(two_ranks: Ranks) -> None:
+    _same_as_by_hand(two_ranks, "clamps_later_and_says_so", "fused_sparse_dist", "clamps_later")
+
+
+def test_one_rank_sees_late_writes_by_itself(get_ranks: Callable[..., Ranks]) -> None:
+    _same_as_by_hand(get_ranks(1), "clamps_later", "fused_sparse_dist")
+
+
+def test_writes_where_the_ids_are_gone_are_refused(get_ranks: Callable[..., Ranks]) -> None:
+    [message] = get_ranks(1).run(callers.fails, "clamps_released", "fused_sparse_dist", release_features=True)
+    assert "Train with release_features=False" in message
+
+
+def test_writes_under_an_update_that_is_still_to_come_are_refused(two_ranks: Ranks) -> None:
+    for message in two_ranks.run(callers.fails, "clamps", "semi_sync_deferred"):
+        assert "while an update of theirs is still to come" in message

@@ -1,0 +1,83 @@
+"""Which input feeds which module: found by identity, checked at every call (law 4), else the plain forward."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+
+from ..support.ranks import RankError, Ranks
+from . import variants
+from .variants import NUM_STEPS, STRUCTURES
+
+
+def _compare(ranks: Ranks, model: str, structure: str = "dataclass") -> list[variants.Report]:
+    """Run a variant in the fused mode; its losses equal those of base, bit for bit."""
+    expected = ranks.run(variants.run, model, "base", structure)
+    actual = ranks.run(variants.run, model, "fused_sparse_dist", structure)
+    for mine, theirs in zip(actual, expected, strict=True):
+        assert torch.equal(mine.losses, theirs.losses)
+        assert len(mine.losses) == NUM_STEPS
+        assert theirs.early == 0
+    assert all(report.messages == [] for report in actual[1:])  # one rank speaks
+    return actual
+
+
+@pytest.mark.parametrize("structure", STRUCTURES)
+def test_finds_the_input_in_any_structure(get_ranks: Callable[..., Ranks], structure: str) -> None:
+    for report in _compare(get_ranks(1), "any_structure", structure):
+        assert report.early == NUM_STEPS - 1  # all but the first batch, which shows what feeds what
+        assert report.messages == []
+
+
+def test_input_given_by_name(two_ranks: Ranks) -> None:
+    assert _compare(two_ranks, "keyword")[0].early == NUM_STEPS - 1
+
+
+@pytest.mark.parametrize(
+    ("model", "early", "reason"),
+    [
+        ("made_in_step", 0, "its input (KeyedJaggedTensor) is made inside training_step"),
+        ("called_twice", 0, "it was called more than once in a step"),
+        # Rows that were looked up before the reason showed may still be used.
+        ("called_twice_later", 5, "it was called more than once in a step"),
+        ("other_ids_from_5", 4, "it was called with another input than the one in the batch"),
+    ],
+)
+def test_runs_plain_and_says_why_once(two_ranks: Ranks, model: str, early: int, reason: str) -> None:
+    report = _compare(two_ranks, model)[0]
+    assert report.early == early
+    [message] = report.messages
+    assert "'ebc'" in message
+    assert reason in message
+    assert "on_after_batch_transfer" in message  # what to do
+
+
+def test_a_module_that_is_not_always_called(two_ranks: Ranks) -> None:
+    report = _compare(two_ranks, "not_always_called")[0]
+    [message] = report.messages
+    assert "'second'" in message
+    assert "not called for a batch" in message
+    assert report.early >= NUM_STEPS - 1  # the other module's lookups
+
+
+def test_a_call_that_differs_on_one_rank_is_an_error_not_a_hang(two_ranks: Ranks) -> None:
+    """The others take their early rows and issue no collective: this rank's own forward would wait for them."""
+    with pytest.raises(
+        RankError,
+        match=r"rank 1: the early rows of 'ebc' are not those of batch 3's call in training_step: it was called with "
+        r"another input than the one in the batch\. Other ranks called it with theirs",
+    ):
+        two_ranks.run(variants.one_rank_differs)
+
+
+def test_cached_tables_run_plain(get_ranks: Callable[..., Ranks]) -> None:
+    [(reason, _, _)] = get_ranks(1).run(variants.reasons_of_cached_tables)
+    assert reason == "its tables have compute kernel fused_uvm_caching, which keeps rows in a cache"
+
+
+def test_cached_tables_start_early_where_they_are_prefetched(get_ranks: Callable[..., Ranks]) -> None:
+    [(_, unlocked, locked)] = get_ranks(1).run(variants.reasons_of_cached_tables)
+    assert "the plan's cache_params of t0 lack prefetch_pipeline" in str(unlocked)
+    assert locked is None

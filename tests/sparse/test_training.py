@@ -1,0 +1,82 @@
+"""Ways to train that touch the order of lookup, backward and step: each equals `base`, bit for bit."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from lightning_overlap import MODES
+
+from ..support.ranks import Ranks
+from . import variants
+from .variants import NUM_STEPS
+
+EARLY = [name for name, mode in MODES.items() if mode.staleness == 0 and name != "base"]
+
+
+@pytest.mark.parametrize(
+    ("model", "kwargs"),
+    [
+        ("plain", {"accumulate_grad_batches": 3}),
+        ("plain", {"gradient_clip_val": 0.01}),
+        ("plain", {"precision": "bf16-mixed"}),
+        ("plain", {"limit_val_batches": 2, "val_check_interval": 4}),
+        ("plain", {"max_epochs": 2}),
+        ("plain", {"max_steps": 7}),
+        ("manual", {}),
+        ("made_in_hook", {}),
+    ],
+    ids=lambda value: "-".join(map(str, value)) if isinstance(value, dict) else value,
+)
+def test_exact_modes(two_ranks: Ranks, model: str, kwargs: dict[str, Any]) -> None:
+    expected = two_ranks.run(variants.run, model, "base", **kwargs)
+    for pipeline in EARLY:
+        for mine, theirs in zip(two_ranks.run(variants.run, model, pipeline, **kwargs), expected, strict=True):
+            assert torch.equal(mine.losses, theirs.losses), pipeline
+            assert mine.early > 0
+            assert mine.messages == []
+
+
+def test_validation_in_the_middle_changes_nothing(two_ranks: Ranks) -> None:
+    """Also in a stale mode: an evaluation between two steps leaves what is in flight alone."""
+    for pipeline in MODES:
+        without = two_ranks.run(variants.run, "plain", pipeline)
+        with_it = two_ranks.run(variants.run, "plain", pipeline, limit_val_batches=2, val_check_interval=3)
+        for mine, theirs in zip(with_it, without, strict=True):
+            assert torch.equal(mine.losses, theirs.losses), pipeline
+            assert mine.early == theirs.early
+
+
+def test_an_optimizer_that_runs_backward_twice(two_ranks: Ranks) -> None:
+    """Rows looked up between the two backwards are stale: they are dropped, and the plain forward runs."""
+    expected = two_ranks.run(variants.run, "two_closures", "base")
+    for pipeline in EARLY:
+        for mine, theirs in zip(two_ranks.run(variants.run, "two_closures", pipeline), expected, strict=True):
+            assert torch.equal(mine.losses, theirs.losses), pipeline
+
+
+def test_steps_without_a_loss(get_ranks: Any) -> None:
+    ranks = get_ranks(1)
+    [expected] = ranks.run(variants.run, "steps_over_none", "base")
+    for pipeline in EARLY:
+        [actual] = ranks.run(variants.run, "steps_over_none", pipeline)
+        assert torch.equal(actual.losses, expected.losses)
+
+
+@pytest.mark.parametrize("pipeline", MODES)
+def test_a_users_error_reaches_the_user_and_the_next_fit_works(two_ranks: Ranks, pipeline: str) -> None:
+    for message, put_back, losses in two_ranks.run(variants.fail_then_fit, pipeline):
+        assert message == "the user's own error"
+        assert put_back
+        assert len(losses) == NUM_STEPS
+        assert losses.isfinite().all()
+
+
+@pytest.mark.parametrize("pipeline", MODES)
+def test_fused_optimizers_count_updates_and_nothing_else(two_ranks: Ranks, pipeline: str) -> None:
+    """Adam corrects its bias by this count; evaluations and dropped lookups must not show in it."""
+    kwargs = {"val_check_interval": 3, "limit_val_batches": 2, "max_epochs": 2, "max_steps": 20}
+    for counts in two_ranks.run(variants.lookup_counts, pipeline, **kwargs):
+        assert counts == [[step, step] for step in range(1, 21)]

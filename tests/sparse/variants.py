@@ -1,0 +1,339 @@
+"""Modules and batches that make it hard to know which input feeds which module. Functions that ranks run."""
+
+from __future__ import annotations
+
+import warnings
+from collections import defaultdict
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+from fbgemm_gpu.split_table_batched_embeddings_ops_training import SplitTableBatchedEmbeddingBagsCodegen
+from torch import Tensor
+from torch.utils.data import DataLoader
+from torchrec import KeyedJaggedTensor
+from torchrec.distributed.types import CacheParams
+
+from lightning_overlap import OverlapEmbeddingStrategy
+from lightning_overlap.sparse.supported_modules import why_never_early
+
+from ..support.cases import (
+    MIXED,
+    ROWWISE_ADAGRAD,
+    SEQUENCE,
+    TABLE_WISE,
+    TWO_COLLECTIONS,
+    Batch,
+    Batches,
+    Model,
+    make_batch,
+    make_plan,
+)
+from ..support.fits import make_trainer
+
+NUM_STEPS = 12
+
+
+class Tupled(NamedTuple):
+    dense: Tensor
+    sparse: Any
+    labels: Tensor
+
+
+class Plain:
+    """A batch class of a user's own."""
+
+    def __init__(self, batch: Batch) -> None:
+        self.batch = batch
+
+    def to(self, device: torch.device) -> Plain:
+        return self
+
+
+def _kjt(batch: Batch) -> KeyedJaggedTensor:
+    return batch.inputs["sparse"][0]
+
+
+STRUCTURES: dict[str, Any] = {
+    "dataclass": lambda b: b,
+    "namedtuple": lambda b: Tupled(b.dense, _kjt(b), b.labels),
+    "tuple": lambda b: (b.dense, _kjt(b), b.labels),
+    "list": lambda b: [b.dense, [_kjt(b)], b.labels],
+    "dict": lambda b: {"dense": b.dense, "sparse": _kjt(b), "labels": b.labels},
+    "nested": lambda b: {"x": (b.dense, Tupled(b.dense, {"ids": [_kjt(b)]}, b.labels)), "y": [b.labels]},
+    "own_class": Plain,
+}
+
+
+def _flatten(part: Any) -> list[Any]:
+    if isinstance(part, Plain):
+        part = part.batch
+    if isinstance(part, Batch):
+        return [part.dense, _kjt(part), part.labels]
+    if isinstance(part, (Tensor, KeyedJaggedTensor)):
+        return [part]
+    values = part.values() if isinstance(part, dict) else part
+    return [leaf for value in values for leaf in _flatten(value)]
+
+
+@dataclass
+class Report:
+    """What a fit showed on one rank."""
+
+    losses: Tensor
+    early: int
+    """Lookups whose early rows were used."""
+    messages: list[str]
+
+
+class Variant(Batches):
+    """Batches in another structure, with others to validate on."""
+
+    def __init__(self, case: Any, structure: str, num_batches: int) -> None:
+        super().__init__(case, num_batches)
+        self.structure = structure
+
+    def train_dataloader(self) -> DataLoader:
+        wrap = STRUCTURES[self.structure]
+        rank = self.trainer.global_rank
+        return DataLoader([wrap(make_batch(self.case, i, rank)) for i in range(self.num_batches)], batch_size=None)
+
+    def val_dataloader(self) -> DataLoader:
+        return DataLoader([make_batch(self.case, 500 + i, self.trainer.global_rank) for i in range(2)], batch_size=None)
+
+
+class AnyStructure(Model):
+    """Takes a batch of any structure apart, keeping its objects."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        leaves = _flatten(batch)
+        kjt = next(leaf for leaf in leaves if isinstance(leaf, KeyedJaggedTensor))
+        return super().training_step(Batch(leaves[0], {"sparse": (kjt, batch_idx)}, leaves[-1]), batch_idx)
+
+
+def _copy(kjt: KeyedJaggedTensor) -> KeyedJaggedTensor:
+    return KeyedJaggedTensor(keys=kjt.keys(), values=kjt.values() * 1, lengths=kjt.lengths())
+
+
+class MadeInStep(Model):
+    """Gives the module another object with the same ids."""
+
+    def rows(self, collection: str, batch: Batch) -> Any:
+        return getattr(self, collection)(_copy(_kjt(batch)))
+
+
+class OtherIdsFrom5(Model):
+    """From batch 5 on, changes the ids inside training_step: early rows would be wrong."""
+
+    def rows(self, collection: str, batch: Batch) -> Any:
+        kjt, index = batch.inputs["sparse"]
+        if index >= 5:
+            kjt = KeyedJaggedTensor(keys=kjt.keys(), values=(kjt.values() + 1) % 100, lengths=kjt.lengths())
+        return getattr(self, collection)(kjt)
+
+
+class CalledTwice(Model):
+    def rows(self, collection: str, batch: Batch) -> Any:
+        module = getattr(self, collection)
+        first, second = module(_kjt(batch)), module(_copy(_kjt(batch)))
+        return {feature: first[feature] + 0.5 * second[feature] for feature in self.case.all_features}
+
+
+class CalledTwiceLater(CalledTwice):
+    """The second call comes with batch 4 only."""
+
+    def rows(self, collection: str, batch: Batch) -> Any:
+        if batch.inputs["sparse"][1] == 4:
+            return super().rows(collection, batch)
+        return Model.rows(self, collection, batch)
+
+
+class NotAlwaysCalled(Model):
+    """Leaves the second collection out of every third batch."""
+
+    def forward(self, batch: Batch, rows: Any = None) -> Tensor:
+        rows = {name: self.rows(name, batch) for name in self.case.collections if not self._left_out(name, batch)}
+        for name in self.case.collections.keys() - rows.keys():
+            dim = self.case.collections[name][0].dim
+            rows[name] = defaultdict(lambda dim=dim: torch.zeros(len(batch.labels), dim))
+        return self.dense(batch, rows)
+
+    def _left_out(self, name: str, batch: Batch) -> bool:
+        return name == "second" and batch.inputs["sparse"][1] % 3 == 2
+
+
+class Keyword(Model):
+    """Passes the input by name."""
+
+    def rows(self, collection: str, batch: Batch) -> Any:
+        return getattr(self, collection)(features=_kjt(batch))
+
+
+class MadeInHook(Model):
+    """Makes the KJT when the batch is staged, where Lightning has a hook for it."""
+
+    def on_after_batch_transfer(self, batch: Batch, dataloader_idx: int) -> Batch:
+        kjt, index = batch.inputs["sparse"]
+        return Batch(batch.dense, {"sparse": (_copy(kjt), index)}, batch.labels)
+
+
+class Manual(Model):
+    """Steps by hand, with two backward passes per batch."""
+
+    def __init__(self, case: Any) -> None:
+        super().__init__(case)
+        self.automatic_optimization = False
+
+    def training_step(self, batch: Batch, batch_idx: int) -> None:
+        optimizer = self.optimizers()
+        optimizer.zero_grad()
+        loss = super().training_step(batch, batch_idx)
+        self.manual_backward(loss)
+        optimizer.step()
+
+
+class TwoClosures(Model):
+    """An optimizer that evaluates its closure twice per step, as LBFGS does."""
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        class Twice(torch.optim.SGD):
+            def step(self, closure: Any = None) -> Any:
+                closure()
+                return super().step(closure)
+
+        return Twice([*self.bottom.parameters(), *self.top.parameters()], 0.1)
+
+
+class StepsOverNone(Model):
+    """Has no loss for every fourth batch."""
+
+    def training_step(self, batch: Batch, batch_idx: int) -> Tensor | None:
+        loss = super().training_step(batch, batch_idx)
+        return None if batch_idx % 4 == 2 else loss
+
+
+class OneRankDiffers(Model):
+    """Rank 1 passes a copy in batch 3; all others what is in the batch."""
+
+    def rows(self, collection: str, batch: Batch) -> Any:
+        kjt, index = batch.inputs["sparse"]
+        if index == 3 and self.global_rank == 1:
+            kjt = _copy(kjt)
+        return getattr(self, collection)(kjt)
+
+
+class Raises(Model):
+    """Fails in the sixth step, once."""
+
+    failed = False
+
+    def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
+        if batch_idx == 5 and not self.failed:
+            self.failed = True
+            raise RuntimeError("the user's own error")
+        return super().training_step(batch, batch_idx)
+
+
+MODELS: dict[str, tuple[Any, Any]] = {
+    "any_structure": (AnyStructure, TABLE_WISE),
+    "made_in_step": (MadeInStep, TABLE_WISE),
+    "other_ids_from_5": (OtherIdsFrom5, TABLE_WISE),
+    "called_twice": (CalledTwice, TABLE_WISE),
+    "called_twice_later": (CalledTwiceLater, TABLE_WISE),
+    "not_always_called": (NotAlwaysCalled, TWO_COLLECTIONS),
+    "keyword": (Keyword, SEQUENCE),
+    "made_in_hook": (MadeInHook, TABLE_WISE),
+    "plain": (Model, MIXED),
+    "manual": (Manual, MIXED),
+    "two_closures": (TwoClosures, TABLE_WISE),
+    "steps_over_none": (StepsOverNone, TABLE_WISE),
+    "raises": (Raises, TABLE_WISE),
+}
+
+
+QUIET_VALIDATION = {"limit_val_batches": 0}
+
+
+def run(
+    model: str, pipeline: str, structure: str = "dataclass", num_steps: int = NUM_STEPS, **trainer_kwargs: Any
+) -> Report:
+    """Train a variant; report its losses, how many lookups came early, and what was said."""
+    cls, case = MODELS[model]
+    early = 0
+
+    def observe(kind: str, stage: Any, batch: int) -> None:
+        nonlocal early
+        early += kind == "wait" and str(stage) == "embedding_lookup"
+
+    module = cls(case)
+    plan = make_plan(case, module, dist.get_world_size())
+    strategy = OverlapEmbeddingStrategy(pipeline=pipeline, sharding=plan, observer=observe)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        make_trainer(strategy, **{**QUIET_VALIDATION, **trainer_kwargs}).fit(
+            module, datamodule=Variant(case, structure, num_steps)
+        )
+    messages = [str(warning.message) for warning in caught if "not overlapped" in str(warning.message)]
+    return Report(torch.stack(module.losses), early, messages)
+
+
+def fail_then_fit(pipeline: str) -> tuple[str, bool, Tensor]:
+    """A user's error in the middle of an epoch, then a second fit: (error, forward put back, losses)."""
+    cls, case = MODELS["raises"]
+    module = cls(case)
+    plan = make_plan(case, module, dist.get_world_size())
+    try:
+        strategy = OverlapEmbeddingStrategy(pipeline=pipeline, sharding=plan)
+        make_trainer(strategy).fit(module, datamodule=Batches(case, NUM_STEPS))
+    except RuntimeError as err:
+        message = str(err)
+    put_back = "forward" not in vars(module.ebc)
+    module.losses.clear()
+    strategy = OverlapEmbeddingStrategy(pipeline=pipeline, sharding=plan)
+    make_trainer(strategy).fit(module, datamodule=Batches(case, NUM_STEPS))
+    return message, put_back, torch.stack(module.losses)
+
+
+def lookup_counts(pipeline: str, **trainer_kwargs: Any) -> list[list[int]]:
+    """Return the iteration count that the fused optimizers saw in each training lookup."""
+    module = Model(ROWWISE_ADAGRAD)  # FBGEMM counts for this one on a CPU
+    counts: list[list[int]] = []
+    kernel = SplitTableBatchedEmbeddingBagsCodegen
+    forward = kernel.forward
+
+    def counting(self: Any, *args: Any, **kwargs: Any) -> Any:
+        rows = forward(self, *args, **kwargs)
+        counts.append([int(self.iter_cpu), int(self.iter)])
+        if rows.requires_grad:
+            rows.register_hook(lambda grad, seen=counts[-1]: trained.append(seen))
+        return rows
+
+    trained: list[list[int]] = []
+    plan = make_plan(ROWWISE_ADAGRAD, module, dist.get_world_size())
+    strategy = OverlapEmbeddingStrategy(pipeline=pipeline, sharding=plan)
+    with mock.patch.object(kernel, "forward", counting):
+        trainer = make_trainer(strategy, **{"num_sanity_val_steps": 1, **trainer_kwargs})
+        trainer.fit(module, datamodule=Variant(ROWWISE_ADAGRAD, "dataclass", NUM_STEPS))
+    return trained
+
+
+def one_rank_differs() -> None:
+    """Train a module whose calls differ between ranks: the odd rank raises, and ends the others with it."""
+    module = OneRankDiffers(TABLE_WISE)
+    plan = make_plan(TABLE_WISE, module, dist.get_world_size())
+    strategy = OverlapEmbeddingStrategy(pipeline="fused_sparse_dist", sharding=plan)
+    make_trainer(strategy).fit(module, datamodule=Batches(TABLE_WISE, NUM_STEPS))
+
+
+def reasons_of_cached_tables() -> list[str | None]:
+    """Why tables in a UVM cache do not start early. FBGEMM has it on CUDA only, so the plan says it afterwards."""
+    model = Model(TABLE_WISE)
+    strategy = OverlapEmbeddingStrategy(sharding=make_plan(TABLE_WISE, model, dist.get_world_size()))
+    make_trainer(strategy).fit(model, datamodule=Batches(TABLE_WISE, 1))
+    table = model.ebc.module_sharding_plan["t0"]
+    table.compute_kernel = "fused_uvm_caching"
+    reasons = [why_never_early(model.ebc), why_never_early(model.ebc, prefetches=True)]
+    table.cache_params = CacheParams(prefetch_pipeline=True)
+    return [*reasons, why_never_early(model.ebc, prefetches=True)]

@@ -1,0 +1,114 @@
+"""`check_module` on modules that keep the laws, and on some broken on purpose. Functions that ranks run."""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torchrec import KeyedJaggedTensor
+
+from lightning_overlap import Schedule
+from lightning_overlap.testing import ModuleReport, check_module
+
+from ..support.cases import TABLE_WISE, Batch, Case, Model, make_batch, make_plan
+
+NUM = 12
+
+
+def check(case: Case, pipeline: str | Schedule, module: type[Model] = Model, **options: Any) -> ModuleReport:
+    """Check a module on a case's batches of this rank, with the plan of the reference."""
+    plan = make_plan(case, Model(case), dist.get_world_size() if dist.is_initialized() else 1)
+    rank = dist.get_rank() if dist.is_initialized() else 0
+    batches = [make_batch(case, index, rank) for index in range(NUM)]
+    return check_module(lambda: module(case), batches, pipeline, sharding=plan, **options)
+
+
+def what_is_said(case: Case, pipeline: str | Schedule, module: type[Model], **options: Any) -> str:
+    """Return the report, or the message of the law that is broken."""
+    try:
+        return str(check(case, pipeline, module, **options))
+    except AssertionError as err:
+        return f"AssertionError: {err}"
+
+
+class ClaimsToBeExact(Schedule):
+    """Whatever its order of stages."""
+
+    staleness = 0  # type: ignore[assignment]
+
+
+class ClaimsMore(Schedule):
+    """One batch more than its order of stages makes it."""
+
+    staleness = 2  # type: ignore[assignment]
+
+
+class ReadsItsLoss(Model):
+    """Makes the host wait in every step."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        loss: Tensor = super().training_step(batch, batch_idx)
+        loss.item()
+        return loss
+
+
+class MakesItsInput(Model):
+    """Calls its tables with ids that nobody saw before."""
+
+    def rows(self, collection: str, batch: Batch) -> Any:
+        kjt = batch.inputs["sparse"][0]
+        made = KeyedJaggedTensor(kjt.keys(), kjt.values(), lengths=kjt.lengths())
+        return getattr(self, collection)(made)
+
+
+_count = itertools.count()
+
+
+class NeverTwiceAlike(Model):
+    """Depends on what no seed sets."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        loss: Tensor = super().training_step(batch, batch_idx)
+        return loss * (1 + next(_count) / 100)
+
+
+class LeavesAForward(Model):
+    """Puts something in the place of its tables' forward, for good."""
+
+    def on_train_end(self) -> None:
+        ebc: Any = self.ebc
+        ebc.forward = print
+
+
+class LeavesOneForward(LeavesAForward):
+    """The same, on one rank."""
+
+    def on_train_end(self) -> None:
+        if dist.get_rank() == 1:
+            super().on_train_end()
+
+
+class SendsInItsOwnOrder(Model):
+    """Every rank begins with another group."""
+
+    def on_fit_start(self) -> None:
+        self.groups = [dist.new_group(), dist.new_group()]
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        if batch_idx == 3:
+            groups = self.groups if dist.get_rank() == 0 else self.groups[::-1]
+            for work in [dist.all_reduce(torch.zeros(1), group=group, async_op=True) for group in groups]:
+                work.wait()
+        loss: Tensor = super().training_step(batch, batch_idx)
+        return loss
+
+
+def check_by_default_group(pipeline: str) -> str:
+    """A check among all ranks, in the group that is there already."""
+    before = dist.group.WORLD
+    report = check(TABLE_WISE, pipeline)
+    assert dist.group.WORLD is before
+    return str(report)

@@ -1,0 +1,143 @@
+"""`check_module`: holds for what keeps the laws, and names the law that a module or a mode breaks."""
+
+from __future__ import annotations
+
+import os
+import signal
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from lightning_overlap import Schedule
+from lightning_overlap.data import SyntheticDataModule
+from lightning_overlap.models import DLRM
+from lightning_overlap.schedules.modes import FUSED_SPARSE_DIST, SEMI_SYNC
+from lightning_overlap.testing import check_module
+
+from ..support.cases import MIXED, ROWWISE_ADAGRAD, SEQUENCE, TABLE_WISE, TWO_COLLECTIONS, Case, Model, make_batch
+from ..support.ranks import RankError, Ranks
+from . import checked
+
+KEPT = (MIXED, SEQUENCE, TWO_COLLECTIONS, ROWWISE_ADAGRAD)
+
+
+def make_dlrm() -> DLRM:
+    sizes = {f"cat_{index}": 50 for index in range(3)}
+    return DLRM(sizes, num_dense=4, embedding_dim=8, fused_optimizer="rowwise_adagrad", table_learning_rate=1.0)
+
+
+def test_the_dlrm_in_one_process(mode: Schedule) -> None:
+    """As a user's test has it: no launcher, no process group."""
+    data = SyntheticDataModule(num_tables=3, rows_per_table=50, num_dense=4, batch_size=16, num_batches=20)
+    report = check_module(make_dlrm, data, pipeline=mode.name)
+    assert report.holds
+    assert report.num_steps == 12
+    assert set(report.early.values()) == ({1.0} if mode.has_sparse_stages else {0.0})
+
+
+def test_nothing_of_the_check_is_left() -> None:
+    batches = [make_batch(TABLE_WISE, index, 0) for index in range(4)]
+    state, handler, environment = torch.get_rng_state(), signal.getsignal(signal.SIGTERM), dict(os.environ)
+    check_module(lambda: Model(TABLE_WISE), batches, "semi_sync", fused_optimizer=(torch.optim.SGD, {"lr": 1.0}))
+    assert not dist.is_initialized()
+    assert torch.equal(torch.get_rng_state(), state)
+    assert signal.getsignal(signal.SIGTERM) == handler
+    assert set(os.environ.items()) ^ set(environment.items()) == set()
+
+
+@pytest.mark.parametrize("case", KEPT, ids=lambda case: case.name)
+def test_modules_of_the_law_tests(two_ranks: Ranks, case: Case, mode: Schedule) -> None:
+    for report in two_ranks.run(checked.check, case, mode.name):
+        assert report.holds
+        assert report.num_ranks == 2
+        assert all(share == float(mode.has_sparse_stages) for share in report.early.values())
+
+
+@pytest.mark.parametrize("staleness", [1, 4])
+def test_a_staleness_of_choice_and_a_switch(staleness: int) -> None:
+    assert checked.check(MIXED, "async_lookup", staleness=staleness).holds
+    assert checked.check(MIXED, "async_lookup", staleness=staleness, start_batch=4, end_batch=8).holds
+
+
+def test_the_group_that_is_there_is_used(two_ranks: Ranks) -> None:
+    for text in two_ranks.run(checked.check_by_default_group, "fused_sparse_dist"):
+        assert "2 ranks" in text
+        assert "of the main thread" in text
+
+
+# -- broken on purpose ------------------------------------------------------------------------------------------
+
+
+def test_a_stale_schedule_named_as_exact() -> None:
+    with pytest.raises(AssertionError) as caught:
+        checked.check(TABLE_WISE, checked.ClaimsToBeExact("mine", SEMI_SYNC.steps))
+    text = str(caught.value)
+    # Batch 1 is the first that reads rows which batch 0 should have updated.
+    assert "law 1: equal to base, bit for bit: at step 1: the loss is" in text
+    assert "law 2: lookups see updates 0 batches late: the lookup of batch 1 (ebc) was issued after the updates" in text
+    assert "BROKEN  law 1" in text
+
+
+@pytest.mark.parametrize("steps", [FUSED_SPARSE_DIST.steps, SEMI_SYNC.steps], ids=["exact", "one_late"])
+def test_a_schedule_that_is_fresher_than_it_says(steps: tuple[object, ...]) -> None:
+    with pytest.raises(AssertionError, match="law 1: equal to plain training with updates delayed by 2") as caught:
+        checked.check(TABLE_WISE, checked.ClaimsMore("mine", steps))  # type: ignore[arg-type]
+    assert "with a staleness of 2 it should see []" in str(caught.value)
+
+
+def test_a_read_of_the_loss_is_reported_or_breaks_the_law() -> None:
+    report = checked.check(TABLE_WISE, "fused_sparse_dist", checked.ReadsItsLoss)
+    [(place, num)] = report.host_syncs.items()
+    assert "training_step, checked.py" in place
+    assert num == 1
+    with pytest.raises(AssertionError, match=r"law 9: .*training_step, checked.py:\d+ \(1 a step\)"):
+        checked.check(TABLE_WISE, "fused_sparse_dist", checked.ReadsItsLoss, max_host_syncs=0)
+    assert not checked.check(TABLE_WISE, "fused_sparse_dist", max_host_syncs=0).host_syncs
+
+
+def test_a_module_in_its_own_forward_is_named_with_the_reason() -> None:
+    reason = "its input (KeyedJaggedTensor) is made inside training_step"
+    with pytest.raises(AssertionError, match="served from early lookups: 'ebc' ran in its own forward: ") as caught:
+        checked.check(TABLE_WISE, "semi_sync", checked.MakesItsInput)
+    assert reason in str(caught.value)
+    report = checked.check(TABLE_WISE, "semi_sync", checked.MakesItsInput, must_overlap=False)
+    assert reason in report.plain["ebc"]
+    assert report.early == {"ebc": 0.0}
+
+
+def test_a_module_that_no_seed_makes_the_same() -> None:
+    with pytest.raises(AssertionError, match=r"law 2: every run alike: at step 0: the loss is"):
+        checked.check(TABLE_WISE, "fused_sparse_dist", checked.NeverTwiceAlike)
+
+
+def test_a_forward_that_stays_patched() -> None:
+    with pytest.raises(AssertionError, match="nothing left patched or in flight: the forward of 'ebc'"):
+        checked.check(TABLE_WISE, "fused_sparse_dist", checked.LeavesAForward)
+
+
+def test_ranks_that_send_in_another_order(two_ranks: Ranks) -> None:
+    for text in two_ranks.run(checked.what_is_said, TABLE_WISE, "fused_sparse_dist", checked.SendsInItsOwnOrder):
+        assert text.startswith("AssertionError: law 5: the same collectives in the same order on all ranks: ")
+        assert "allreduce_ of group" in text
+        assert "at batch 3" in text
+
+
+def test_what_one_rank_finds_all_raise(two_ranks: Ranks) -> None:
+    for text in two_ranks.run(checked.what_is_said, TABLE_WISE, "semi_sync", checked.LeavesOneForward):
+        assert text.startswith("AssertionError: nothing left patched or in flight: rank 1: the forward of 'ebc'")
+    with pytest.raises(RankError, match="AssertionError: nothing left patched"):
+        two_ranks.run(checked.check, TABLE_WISE, "semi_sync", checked.LeavesOneForward)
+
+
+# -- arguments --------------------------------------------------------------------------------------------------
+
+
+def test_a_module_in_the_place_of_what_makes_one() -> None:
+    with pytest.raises(TypeError, match=r"pass its class, or `lambda: MyModule\(...\)`"):
+        check_module(Model(TABLE_WISE), [make_batch(TABLE_WISE, 0, 0)])
+
+
+def test_too_little_data() -> None:
+    with pytest.raises(ValueError, match="needs two batches or more, got 1"):
+        check_module(lambda: Model(TABLE_WISE), [make_batch(TABLE_WISE, 0, 0)])

@@ -1,0 +1,213 @@
+"""The race checker: vector clocks by themselves, and every wait and hand-over of the executor left out in turn."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from lightning_overlap.runtime import executor
+from lightning_overlap.runtime.inflight import InFlightBatch
+from lightning_overlap.schedules.modes import MODES, STREAMS
+from lightning_overlap.schedules.schedule import Schedule, Step
+from lightning_overlap.schedules.stages import Stage, StreamName
+from lightning_overlap.testing import (
+    FakeSparse,
+    FakeTrainer,
+    RaceError,
+    Races,
+    RecordingStreams,
+    check_laws,
+    random_schedule,
+)
+
+from ..support import mutants
+
+COMPUTE, SIDE, THIRD = StreamName.COMPUTE, StreamName.DATA_DIST, StreamName.LOOKUP
+random_schedules = st.randoms(use_true_random=False).map(random_schedule)
+
+
+# -- clocks -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("first", "second"), [("writes", "reads"), ("reads", "writes"), ("writes", "writes")])
+def test_an_access_that_nothing_orders(first: str, second: str) -> None:
+    races = Races()
+    races.do("one", COMPUTE, **{first: ["table"]})
+    with pytest.raises(RaceError) as caught:
+        races.do("two", SIDE, **{second: ["table"]})
+    assert str(caught.value) == (
+        f"no event orders two ({second} on data_dist) behind one ({first} on compute): a race for table. Missing: "
+        "streams.wait(data_dist, event) with an event recorded on compute behind one"
+    )
+
+
+def test_two_reads_need_no_order() -> None:
+    races = Races()
+    races.do("one", COMPUTE, reads=["table"])
+    races.do("two", SIDE, reads=["table"])
+
+
+def test_an_event_orders_what_came_before_it_and_no_more() -> None:
+    races = Races()
+    races.do("one", COMPUTE, writes=["a"])
+    event = races.event(COMPUTE)
+    races.do("two", COMPUTE, writes=["b"])
+    races.wait(SIDE, event)
+    races.do("reader", SIDE, reads=["a"])
+    with pytest.raises(RaceError, match="behind two"):
+        races.do("reader", SIDE, reads=["b"])
+
+
+def test_order_goes_through_a_third_stream() -> None:
+    races = Races()
+    races.do("one", COMPUTE, writes=["a"])
+    races.wait(SIDE, races.event(COMPUTE))
+    races.wait(THIRD, races.event(SIDE))
+    races.do("reader", THIRD, reads=["a"])
+
+
+def test_a_write_is_behind_every_reader() -> None:
+    races = Races()
+    races.do("first", SIDE, reads=["a"])
+    races.do("second", THIRD, reads=["a"])
+    races.wait(COMPUTE, races.event(THIRD))
+    with pytest.raises(RaceError, match="behind first"):
+        races.do("writer", COMPUTE, writes=["a"])
+
+
+def test_memory_of_another_stream_has_to_be_handed_over() -> None:
+    races = Races()
+    races.do("copy", SIDE, makes=["batch"])
+    races.wait(COMPUTE, races.event(SIDE))
+    with pytest.raises(
+        RaceError, match=r"was made on data_dist by copy and not handed to compute.*hand_over\(\.\.\., comp"
+    ):
+        races.do("forward", COMPUTE, reads=["batch"])
+    races.hand_over(["batch"], COMPUTE)
+    races.do("forward", COMPUTE, reads=["batch"])
+    races.do("the next copy", THIRD, makes=["batch"])  # other memory
+    with pytest.raises(RaceError, match="made on lookup by the next copy"):
+        races.do("forward", COMPUTE, reads=["batch"])
+
+
+events = st.lists(
+    st.tuples(st.sampled_from(["read", "write", "wait"]), st.sampled_from(list(StreamName)), st.integers(0, 3)),
+    max_size=30,
+)
+
+
+@settings(deadline=None, max_examples=300)
+@given(events)
+def test_equals_a_search_of_the_graph(steps: list[tuple[str, StreamName, int]]) -> None:
+    """Against happens-before as paths in a graph of all work: edges within a stream, and by waits."""
+    races, done = Races(), list[tuple[str, StreamName, set[int]]]()
+    behind: dict[StreamName, set[int]] = {name: set() for name in StreamName}  # all work a stream is ordered behind
+    names = list(StreamName)
+    for kind, stream, number in steps:
+        if kind == "wait":
+            races.wait(stream, races.event(names[number]))
+            behind[stream] |= behind[names[number]]
+            continue
+        conflicts = {at for at, (other, _, _) in enumerate(done) if "write" in (kind, other)}
+        uses: Any = {"read": {"reads": ["x"]}, "write": {"writes": ["x"]}}[kind]
+        if conflicts <= behind[stream]:
+            races.do(str(len(done)), stream, **uses)
+        else:
+            with pytest.raises(RaceError):
+                races.do(str(len(done)), stream, **uses)
+            return
+        behind[stream] |= {len(done)}
+        done.append((kind, stream, set(behind[stream])))
+
+
+# -- the executor and the modes ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("policy", STREAMS)
+@pytest.mark.parametrize("ready", [True, False])
+def test_no_mode_has_a_race(mode: Schedule, policy: str, ready: bool) -> None:
+    trainer = FakeTrainer(mode, ready=ready, streams=RecordingStreams(STREAMS[policy]))
+    trainer.run(3 * mode.depth, stop_after=2 * mode.depth)
+    trainer.run(3 * mode.depth, repeat={1, 3}, skip={2}, hold={4: 4})
+
+
+@settings(deadline=None, max_examples=100)
+@given(random_schedules, st.sampled_from(list(STREAMS.values())), st.booleans(), st.sets(st.integers(0, 6), max_size=2))
+def test_no_schedule_that_is_accepted_has_a_race(
+    schedule: Schedule, lookup: StreamName, ready: bool, repeat: set[int]
+) -> None:
+    for options in ({}, {"repeat": repeat}, {"skip": repeat}):
+        FakeTrainer(schedule, ready=ready, streams=RecordingStreams(lookup)).run(2 * schedule.depth + 1, **options)
+
+
+def test_what_the_mutants_are_made_of_is_right() -> None:
+    for schedule in MODES.values():
+        check_laws(schedule, executor_type=mutants.without(executor, 0, "Executor"))
+    for schedule in (OWN_STREAMS, UPDATES_AFTER_THE_STEP):
+        check_laws(schedule, executor_type=mutants.without(executor, 0, "Executor"))
+
+
+OWN_STREAMS = Schedule.parse(
+    "own_streams: input_splits_dist+1/data_dist dense_forward+0/compute copy_batch_to_device+2/memcpy "
+    "input_data_dist+1/lookup embedding_lookup+1/memcpy backward+0/compute optimizer_step+0/compute"
+)
+"""Every sparse stage on a stream of its own."""
+
+UPDATES_AFTER_THE_STEP = Schedule(
+    "updates_after_the_step", (*MODES["semi_sync"].steps, Step(Stage.EMBEDDING_UPDATE, 0, StreamName.LOOKUP))
+)
+
+MUTANTS = list(mutants.statements(executor))
+
+
+@pytest.mark.parametrize("line", [line for line, _ in MUTANTS], ids=[text for _, text in MUTANTS])
+def test_a_wait_or_hand_over_that_the_executor_leaves_out_is_caught(line: int) -> None:
+    caught, mutant = {}, mutants.without(executor, line, "Executor")
+    for schedule in (*MODES.values(), OWN_STREAMS, UPDATES_AFTER_THE_STEP):
+        try:
+            check_laws(schedule, executor_type=mutant)
+            FakeTrainer(schedule, executor_type=mutant).run(12, hold={4: 4}, repeat={8})
+        except RaceError as err:
+            caught[schedule.name] = str(err)
+    assert caught, "nothing needs it, or the checker is blind to what does"
+
+
+def test_there_are_mutants() -> None:
+    assert len(MUTANTS) >= 11
+
+
+# -- stages -----------------------------------------------------------------------------------------------------
+
+
+class TakesRowsAtOnce(FakeSparse):
+    """Does not let the compute stream wait for the rows."""
+
+    def _receive_rows(self, index: int, name: str) -> None:
+        streams, self.streams = self.streams, RecordingStreams()
+        super()._receive_rows(index, name)
+        self.streams = streams
+
+
+class LooksUpOnItsOwnStream(FakeSparse):
+    """Leaves the stream that the executor put it on."""
+
+    def embedding_lookup(self, inflight: InFlightBatch, owners: Any) -> None:
+        with self.streams.on(StreamName.MEMCPY):
+            super().embedding_lookup(inflight, owners)
+
+
+@pytest.mark.parametrize(
+    ("sparse_type", "message"),
+    [
+        (TakesRowsAtOnce, "memory of rows of batch 0 .* not handed to compute"),
+        (LooksUpOnItsOwnStream, "memory of ids of batch 0 .* not handed to memcpy"),
+    ],
+)
+def test_a_stage_that_uses_what_nothing_ordered_is_caught(sparse_type: type[FakeSparse], message: str) -> None:
+    with pytest.raises(RaceError, match=message) as caught:
+        FakeTrainer(MODES["fused_sparse_dist"], sparse_type=sparse_type).run(5)
+    assert any("fused_sparse_dist: " in note for note in caught.value.__notes__)
+    assert Stage.EMBEDDING_LOOKUP.value in str(caught.value)

@@ -1,0 +1,320 @@
+"""Real fits on one rank whose streams follow every operator's memory: no race, and each wait left out is one."""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.utils.checkpoint
+from torch import Tensor
+from torchrec import KeyedJaggedTensor
+
+from lightning_overlap import MODES, STREAMS, Schedule
+from lightning_overlap.runtime import executor
+from lightning_overlap.schedules.stages import StreamName
+from lightning_overlap.sparse import pipeline as sparse
+from lightning_overlap.testing import CheckedStreams, RaceError
+from lightning_overlap.testing.local_group import process_group
+from lightning_overlap.testing.watched_fit import Setting, fit
+
+from ..support import mutants
+from ..support.cases import (
+    MIXED,
+    ROWWISE_ADAGRAD,
+    SEQUENCE,
+    TABLE_WISE,
+    TWO_COLLECTIONS,
+    WEIGHTED,
+    Batch,
+    Case,
+    Model,
+    make_batch,
+)
+from ..support.cases import make_plan as plan_of
+from . import checked
+
+OVERLAPPING = [name for name, mode in MODES.items() if mode.has_sparse_stages]
+
+
+def train(
+    case: Case, pipeline: str, stream: str = "dedicated", module: type[Model] = Model, **trainer_options: Any
+) -> None:
+    batches = [make_batch(case, index, 0) for index in range(7)]
+    options = {"sharding": plan_of(case, Model(case), 1), "stream": stream}
+    with process_group("cpu"), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        fit(Setting(lambda: module(case), batches, None, "cpu", 0, trainer_options, options), pipeline, races=True)
+
+
+@pytest.mark.parametrize("policy", STREAMS)
+@pytest.mark.parametrize(
+    "case", [MIXED, SEQUENCE, TWO_COLLECTIONS, WEIGHTED, ROWWISE_ADAGRAD], ids=lambda case: case.name
+)
+def test_no_race_in_any_mode(case: Case, mode: Schedule, policy: str) -> None:
+    train(case, mode.name, policy)
+
+
+OF_A_CACHE = list(mutants.statements(executor, "_order_prefetch"))
+"""What matters to tables in a cache alone, which a CPU does not have."""
+
+OF_GRADIENTS_SENT = [
+    found for found in mutants.statements(executor, "_pass_backward") if "self._lookup_stream, self._str" in found[1]
+]
+"""What matters where gradients are sent behind the backward, which one rank does not do."""
+
+STATEMENTS = [
+    *(
+        (executor, "Executor", *found)
+        for found in mutants.statements(executor)
+        if found not in OF_A_CACHE + OF_GRADIENTS_SENT
+    ),
+    *((sparse, "SparsePipeline", *found) for found in mutants.statements(sparse, "_receive_rows")),
+]
+
+
+@pytest.mark.parametrize(
+    ("module", "name", "line"), [entry[:3] for entry in STATEMENTS], ids=[entry[3] for entry in STATEMENTS]
+)
+def test_a_wait_or_hand_over_that_is_left_out_is_a_race(module: Any, name: str, line: int) -> None:
+    caught = []
+    with mock.patch(f"lightning_overlap.plugin.strategy.{name}", mutants.without(module, line, name)):
+        for pipeline in OVERLAPPING:
+            try:
+                train(MIXED, pipeline)
+            except RaceError:
+                caught.append(pipeline)
+    assert caught
+
+
+def test_the_file_without_anything_left_out_has_no_race() -> None:
+    """Guards the test above."""
+    for module, name in ((executor, "Executor"), (sparse, "SparsePipeline")):
+        with mock.patch(f"lightning_overlap.plugin.strategy.{name}", mutants.without(module, 0, name)):
+            train(MIXED, "semi_sync")
+    assert len(STATEMENTS) >= 13
+
+
+class ReadsTables(Model):
+    """Reads its tables at the end of a batch."""
+
+    def read(self) -> None:
+        for value in self.ebc.state_dict().values():
+            shards = value.local_shards() if hasattr(value, "local_shards") else [value]
+            self.norm = sum(getattr(shard, "tensor", shard).square().sum() for shard in shards)
+
+    def on_train_batch_end(self, *args: Any) -> None:
+        self.read()
+
+
+class ReadsTablesAfterBackward(ReadsTables):
+    """Reads them in the hooks between the backward and the step, too."""
+
+    def on_after_backward(self) -> None:
+        self.read()
+
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        self.read()
+
+
+class SkipsSteps(ReadsTables):
+    """Leaves out every other step."""
+
+    def optimizer_step(self, epoch: int, batch_idx: int, optimizer: Any, closure: Any) -> None:
+        if batch_idx % 2:
+            optimizer.step(closure=closure)
+        else:
+            closure()
+
+
+class StepsByHand(ReadsTables):
+    """Reads its tables inside training_step, right after each of its parts."""
+
+    def __init__(self, case: Case) -> None:
+        super().__init__(case)
+        self.automatic_optimization = False
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        optimizer = self.optimizers()
+        loss = super().training_step(batch, batch_idx)
+        optimizer.zero_grad()
+        self.manual_backward(loss)
+        self.read()
+        optimizer.step()
+        self.read()
+
+
+class RecomputesItsLookup(ReadsTables):
+    """Looks up again inside the backward."""
+
+    def rows(self, collection: str, batch: Any) -> Any:
+        kjt = batch.inputs["sparse"][0]
+        keys = kjt.keys()
+
+        def look_up(anchor: Tensor) -> tuple[Tensor, ...]:
+            found = getattr(self, collection)(kjt).to_dict()
+            return tuple(found[key] + 0 * anchor for key in keys)
+
+        rows = torch.utils.checkpoint.checkpoint(look_up, torch.zeros((), requires_grad=True), use_reentrant=True)
+        return dict(zip(keys, rows, strict=True))
+
+
+class RecomputesAnotherLookup(RecomputesItsLookup):
+    """With ids that are made in the step, so that both lookups are its own forward's."""
+
+    def rows(self, collection: str, batch: Any) -> Any:
+        kjt, index = batch.inputs["sparse"]
+        if index >= 3:
+            kjt = KeyedJaggedTensor(kjt.keys(), kjt.values(), lengths=kjt.lengths())
+        return super().rows(collection, Batch(batch.dense, {"sparse": (kjt, index)}, batch.labels))
+
+
+@pytest.mark.parametrize(
+    ("module", "options"),
+    [
+        (ReadsTables, {}),
+        (ReadsTables, {"accumulate_grad_batches": 2}),
+        (ReadsTablesAfterBackward, {}),
+        (SkipsSteps, {}),
+        (StepsByHand, {}),
+        (RecomputesItsLookup, {}),
+        (RecomputesAnotherLookup, {}),
+    ],
+    ids=lambda value: value.__name__ if isinstance(value, type) else "_".join(value),
+)
+def test_the_users_code_finds_the_tables_written(module: type[Model], options: dict[str, Any], mode: Schedule) -> None:
+    """Step or no step, in every hook that comes after a backward."""
+    for policy in ("dedicated", "data_dist"):
+        train(TABLE_WISE, mode.name, policy, module, **options)
+
+
+class UsesAStreamOfItsOwn(Model):
+    """Uses its rows on another stream than the one that the step began on."""
+
+    def dense(self, batch: Any, rows: Any) -> Tensor:
+        streams: Any = self.trainer.strategy.streams
+        streams.wait(StreamName.PREFETCH, streams.record(StreamName.COMPUTE))
+        if batch.inputs["sparse"][1] == 0:  # looked up on the compute stream, where it was called
+            streams.hand_over([found.values() for found in rows.values()], StreamName.PREFETCH)
+        with streams.on(StreamName.PREFETCH):
+            scaled = {name: {key: 2 * value for key, value in found.to_dict().items()} for name, found in rows.items()}
+        streams.wait(StreamName.COMPUTE, streams.record(StreamName.PREFETCH))
+        streams.hand_over(scaled, StreamName.COMPUTE)
+        return super().dense(batch, scaled)
+
+
+def test_rows_are_there_on_whatever_stream_asks_for_them() -> None:
+    train(TABLE_WISE, "fused_sparse_dist", module=UsesAStreamOfItsOwn)
+
+
+class ScalesInItsHook(Model):
+    """Its transfer hook reads what its training_step writes."""
+
+    def __init__(self, case: Case) -> None:
+        super().__init__(case)
+        self.register_buffer("scale", torch.ones(6))
+
+    def on_after_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
+        return Batch(batch.dense * self.scale, batch.inputs, batch.labels)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        self.scale.mul_(0.5)
+        return super().training_step(batch, batch_idx)
+
+
+def test_a_transfer_hook_comes_after_what_the_step_wrote() -> None:
+    train(TABLE_WISE, "fused_sparse_dist", module=ScalesInItsHook)
+    with mock.patch.object(CheckedStreams, "wait", _waits_but_for_hooks), pytest.raises(RaceError, match="on memcpy"):
+        train(TABLE_WISE, "fused_sparse_dist", module=ScalesInItsHook)
+
+
+def _waits_but_for_hooks(self: CheckedStreams, name: StreamName, event: Any, own: Any = CheckedStreams.wait) -> None:
+    if name is not StreamName.MEMCPY:
+        own(self, name, event)
+
+
+class ReadsOnAStreamOfItsOwn(ReadsTables):
+    """Reads its tables on another stream, which waits for nothing: the last backward may be writing them."""
+
+    waits = False
+
+    def read(self) -> None:
+        streams: Any = self.trainer.strategy.streams
+        if self.waits:
+            streams.wait(StreamName.PREFETCH, streams.record(StreamName.COMPUTE))
+        with streams.on(StreamName.PREFETCH):
+            super().read()
+        streams.wait(StreamName.COMPUTE, streams.record(StreamName.PREFETCH))
+
+
+class ReadsThereWhenWritten(ReadsOnAStreamOfItsOwn):
+    waits = True
+
+
+def test_a_race_of_the_users_own_hook_is_named() -> None:
+    message = (
+        r"law 2: no row is read while it is written: no event orders aten\..* behind fbgemm\.split_embedding_backward"
+    )
+    with pytest.raises(AssertionError, match=message) as caught:
+        checked.check(TABLE_WISE, "fused_sparse_dist", ReadsOnAStreamOfItsOwn, stream="dedicated")
+    assert "BROKEN  law 2: no row is read while it is written" in str(caught.value)
+    assert checked.check(TABLE_WISE, "fused_sparse_dist", ReadsThereWhenWritten, stream="dedicated").holds
+
+
+# -- the streams by themselves ----------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def streams() -> CheckedStreams:
+    return CheckedStreams()
+
+
+def test_a_result_is_read_on_another_stream_after_a_wait_and_a_hand_over(streams: CheckedStreams) -> None:
+    with streams.watching({}):
+        with streams.on(StreamName.LOOKUP):
+            made = torch.ones(4) * 2
+        with pytest.raises(RaceError, match=r"memory of aten.mul.Tensor \(4,\) .* not handed to compute"):
+            made + 1
+        streams.hand_over({"rows": [made]}, StreamName.COMPUTE)
+        with pytest.raises(RaceError, match=r"no event orders aten\.add\.Tensor"):
+            made + 1
+        streams.wait(StreamName.COMPUTE, streams.record(StreamName.LOOKUP))
+        made + 1
+
+
+def test_a_view_reads_nothing_and_shares_its_memory(streams: CheckedStreams) -> None:
+    with streams.watching({}):
+        with streams.on(StreamName.LOOKUP):
+            made = torch.ones(4) * 2
+        part = made[:2].view(1, 2)
+        with pytest.raises(RaceError, match=r"memory of aten.mul.Tensor \(4,\)"):
+            part + 1
+
+
+def test_backward_runs_where_the_forward_ran_and_nobody_waits_for_its_end(streams: CheckedStreams) -> None:
+    weight = torch.ones(4)
+
+    class WritesInBackward(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: Tensor) -> Tensor:
+            return x * weight
+
+        @staticmethod
+        def backward(ctx: Any, *grads: Tensor) -> Tensor:
+            weight.sub_(grads[0])
+            return grads[0]
+
+    x = torch.ones(4, requires_grad=True)
+    with streams.watching({"table": weight, "x": x.detach()}):
+        streams.wait(StreamName.LOOKUP, streams.record(StreamName.COMPUTE))
+        with streams.on(StreamName.LOOKUP):
+            rows = WritesInBackward.apply(x)
+        streams.wait(StreamName.COMPUTE, streams.record(StreamName.LOOKUP))
+        streams.hand_over(rows, StreamName.COMPUTE)
+        (rows * 2).sum().backward()
+        with pytest.raises(RaceError, match=r"behind aten.sub_.Tensor .*writes on lookup\): a race for table"):
+            weight + 1
+        streams.wait(StreamName.COMPUTE, streams.record(StreamName.LOOKUP))
+        weight + 1
