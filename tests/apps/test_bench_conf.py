@@ -7,10 +7,11 @@ import subprocess
 from pathlib import Path
 
 import pytest
-from test_conf import CONF, composed, names
 
 from lightning_overlap import MODES, STREAMS
 from lightning_overlap.apps import bench_arms, build, config_checks
+
+from .test_conf import CONF, composed, names
 
 TWO_HOSTS = Path(__file__).resolve().parents[2] / "benchmarks" / "two_hosts.sh"
 
