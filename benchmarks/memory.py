@@ -76,7 +76,7 @@ def arms(device: str) -> Iterator[Arm]:
     from lightning_overlap import MODES, STREAMS, Stage
 
     for name, schedule in MODES.items():
-        lookup = schedule.row(Stage.EMBEDDING_LOOKUP)
+        lookup = schedule.step_of(Stage.EMBEDDING_LOOKUP)
         early = lookup is not None and lookup.offset > 0
         for stream in STREAMS if device != "cpu" and early else ("",):
             for option in OPTIONS:
@@ -159,7 +159,7 @@ def train(arm: Arm, batch_size: int, device: str, at_start: Any, look: Any, stra
         def configure_optimizers(self) -> Any:
             return torch.optim.SGD(self.top.parameters(), 0.1)
 
-    class Marks(Callback):
+    class Timestamps(Callback):
         def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
             at_start(batch_idx)
 
@@ -181,7 +181,7 @@ def train(arm: Arm, batch_size: int, device: str, at_start: Any, look: Any, stra
         devices=int(os.environ["LOCAL_WORLD_SIZE"]),
         strategy=strategy,
         max_epochs=1,
-        callbacks=[Marks()],
+        callbacks=[Timestamps()],
         logger=False,
         enable_checkpointing=False,
         enable_progress_bar=False,

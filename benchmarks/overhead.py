@@ -55,7 +55,7 @@ class _Nothing:
     """Sparse stages that do nothing, and a source of batches that never ends."""
 
     ready = True
-    exhausted = told_to_stop = certain = False
+    exhausted = stop_requested = length_known = False
     num_batches, num_skipped = float("inf"), 0
 
     def fetch(self) -> tuple[object, int, int]:
@@ -67,7 +67,7 @@ class _Nothing:
     def has_lookup(self, inflight: Any, owners: Any) -> bool:
         return any(str(owner) != "WeightOwner.DENSE_OPTIMIZER" for owner in owners)
 
-    def take_plain_forward(self) -> bool:
+    def take_unpipelined_forward(self) -> bool:
         return False
 
     def __getattr__(self, name: str) -> Any:
@@ -91,7 +91,7 @@ def _measure_executor(num_steps: int = 5000) -> None:
                 with executor.forward():
                     pass
                 for stage in (Stage.DENSE_FORWARD, Stage.BACKWARD, Stage.OPTIMIZER_STEP):
-                    executor.reach(stage)
+                    executor.stage_done(stage)
             runs.append((time.perf_counter() - start) / num_steps * 1e6)
         print(f"  {name:36s}{statistics.median(runs):8.1f}")
 

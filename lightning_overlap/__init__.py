@@ -8,7 +8,7 @@ from .schedules import ScheduleError as ScheduleError
 from .schedules import Stage as Stage
 from .schedules import Step as Step
 from .schedules import StreamName as StreamName
-from .sparse import combined_optimizer as combined_optimizer
+from .tables import combined_optimizer as combined_optimizer
 
 try:
     from .plugin import OverlapEmbeddingStrategy as OverlapEmbeddingStrategy

@@ -25,7 +25,7 @@ from typing_extensions import override
 
 from ..plugin import OverlapEmbeddingStrategy
 from ..schedules import Schedule
-from ..sparse import find_tables, make_plan
+from ..tables import find_tables, make_plan
 from . import build, config_checks
 from .config_checks import Config
 

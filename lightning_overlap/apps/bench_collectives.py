@@ -14,7 +14,7 @@ from unittest import mock
 
 import torch.distributed as dist
 
-from ..profiling import Interval, Kind, Span
+from ..profiling import Category, Interval, Span
 
 
 @contextlib.contextmanager
@@ -80,11 +80,15 @@ def by_name(spans: Iterable[Span], steps: Sequence[Interval], lane: str) -> dict
             wait where it began.
         lane: The one that the dense part runs on.
     """
-    seen = [span for span in spans if span.kind is Kind.COMMUNICATION or (span.kind is Kind.WAIT and span.lane == lane)]
+    seen = [
+        span
+        for span in spans
+        if span.kind is Category.COMMUNICATION or (span.kind is Category.WAIT and span.lane == lane)
+    ]
 
-    def typical(name: str, kind: Kind) -> float:
+    def typical(name: str, kind: Category) -> float:
         times = [(span.start_ms, span.duration_ms) for span in seen if span.name == name and span.kind is kind]
         return median(sum(ms for start, ms in times if begin <= start < end) for begin, end in steps)
 
     names = dict.fromkeys(span.name for span in seen)
-    return {name: (typical(name, Kind.COMMUNICATION), typical(name, Kind.WAIT)) for name in names}
+    return {name: (typical(name, Category.COMMUNICATION), typical(name, Category.WAIT)) for name in names}

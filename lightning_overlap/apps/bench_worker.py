@@ -25,10 +25,10 @@ from torch import Tensor
 
 from .. import versions
 from ..plugin import OverlapEmbeddingStrategy
-from ..profiling import HOST_LANE, Kind, Span, SpanRecorder, account, write_html, write_png
+from ..profiling import HOST_LANE, Category, Span, SpanRecorder, break_down, write_html, write_png
 from ..runtime import HostStreams, Streams
 from ..schedules import StreamName
-from ..sparse import find_tables
+from ..tables import find_tables
 from . import bench_report, build, config_checks, launch, train_worker
 from .bench_arms import Arm, Batches, Job, arms
 from .bench_collectives import by_name, late_all_to_alls
@@ -114,7 +114,7 @@ class Meter:
     def spans(self) -> list[Span]:
         """What was recorded, if the stages were: without them there is nothing to draw the waits beside."""
         spans = [] if self._recorder is None else self._recorder.spans()
-        return spans if any(span.kind is Kind.DENSE for span in spans) else []
+        return spans if any(span.kind is Category.DENSE for span in spans) else []
 
     def turn(self) -> Turn:
         """Return what was seen."""
@@ -132,10 +132,10 @@ class Meter:
     def _waits(self, recorder: SpanRecorder) -> dict[str, Any]:
         lane = HOST_LANE if self._device.type == "cpu" else str(StreamName.COMPUTE)
         spans, steps = recorder.spans(), recorder.windows()
-        accounts = [account(spans, step, host_lane=lane) for step in steps]
+        accounts = [break_down(spans, step, host_lane=lane) for step in steps]
         return {
             "busy_ms": [one.step_ms - one.blocked_ms for one in accounts],
-            "wire_ms": [one.kinds[Kind.COMMUNICATION].busy_ms for one in accounts],
+            "wire_ms": [one.kinds[Category.COMMUNICATION].busy_ms for one in accounts],
             "exposed_ms": [one.blocked_ms for one in accounts],
             "collectives": by_name(spans, steps, lane),
         }

@@ -14,7 +14,7 @@ from lightning.pytorch import Callback, LightningDataModule, LightningModule, Tr
 
 from ..plugin import OverlapEmbeddingStrategy
 from ..schedules import Schedule
-from ..sparse import check_sharding, find_tables, refuse_dense_owner
+from ..tables import check_sharding, find_tables, refuse_dense_owner
 from ..text import unknown_name_message
 from .config_checks import Config, modes, switches
 

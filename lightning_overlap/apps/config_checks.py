@@ -13,9 +13,9 @@ from ..schedules import (
     Stage,
     check_lookup_threads,
     check_stash,
-    exact_outside,
     resolve_schedule,
     resolve_stream,
+    with_exact_warmup,
 )
 from ..text import unknown_name_message
 
@@ -77,7 +77,7 @@ def check(config: Config) -> None:
         ValueError: An unknown mode or stream, a schedule that cannot run, or a precision that scales the loss.
     """
     wanted = modes(config)[-1]
-    exact_outside(wanted, **_switches(config))
+    with_exact_warmup(wanted, **_switches(config))
     check_lookup_threads(config["pipeline"].get("num_lookup_threads") or 0, wanted)
     check_stash(bool(config["pipeline"].get("stash_gradients")), wanted)
     resolve_stream(config["stream"]["name"])
@@ -111,7 +111,7 @@ def our_arms(config: Config) -> dict[str, tuple[Schedule, str]]:
     own: dict[str, tuple[Schedule, str]] = {}
     for name, schedule in MODES.items():
         own[name] = (schedule, config["stream"]["name"])
-        lookup = schedule.row(Stage.EMBEDDING_LOOKUP)
+        lookup = schedule.step_of(Stage.EMBEDDING_LOOKUP)
         if lookup is not None and lookup.offset > 0:
             others = (stream for stream in STREAMS if stream != config["stream"]["name"])
             own |= {f"{name}/{stream}": (schedule, stream) for stream in others}

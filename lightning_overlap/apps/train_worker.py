@@ -110,7 +110,7 @@ def train_mode(config: Config, schedule: Schedule, folder: Path) -> train_report
     dist.all_gather_object(ranks, mine)
     losses_RS = torch.stack([rank["losses"] for rank in ranks])  # R ranks, S steps
     bits_SR = losses_RS.T.contiguous().numpy()
-    lookup = schedule.row(Stage.EMBEDDING_LOOKUP)
+    lookup = schedule.step_of(Stage.EMBEDDING_LOOKUP)
     looks_ahead = lookup is not None and lookup.offset > 0
     batch_size = getattr(data, "batch_size", None)
     slowest_ms = max(sum(rank["step_ms"][1:]) for rank in ranks)

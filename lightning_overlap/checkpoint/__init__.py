@@ -1,4 +1,7 @@
-"""Face."""
+"""Read and write checkpoints of sharded models: a folder with a file per rank, or one full file.
+
+Either loads on any number of ranks and under any plan. Saving is atomic (`atomic.py`); nothing that is read is executed.
+"""
 
 from .atomic import discard as discard
 from .atomic import discard_with_leftovers as discard_with_leftovers
@@ -8,7 +11,7 @@ from .dense_state import add_by_name as add_by_name
 from .dense_state import by_name as by_name
 from .dense_state import load_by_name as load_by_name
 from .dense_state import put_table_states as put_table_states
-from .dense_state import say_what_moved as say_what_moved
+from .dense_state import warn_of_moved_states as warn_of_moved_states
 from .full_file import gather as gather
 from .full_file import gather_checkpoint as gather_checkpoint
 from .full_file import load_file as load_file
@@ -20,6 +23,6 @@ from .sharded_folder import SHARDED as SHARDED
 from .sharded_folder import FolderSaver as FolderSaver
 from .sharded_folder import check_folder_path as check_folder_path
 from .sharded_folder import check_format as check_format
-from .sharded_folder import find as find
 from .sharded_folder import is_folder as is_folder
 from .sharded_folder import load_folder as load_folder
+from .sharded_folder import resolve_path as resolve_path

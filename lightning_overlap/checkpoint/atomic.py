@@ -22,7 +22,7 @@ _AT_FDCWD, _RENAME_EXCHANGE = -100, 2
 """Of Linux: paths begin at the working directory; the two names are swapped."""
 
 
-def beside(path: Path, what: str) -> Path:
+def sibling(path: Path, what: str) -> Path:
     """Return a name for what is not, or no longer, the checkpoint: no search for checkpoints finds it."""
     return path.with_name(f"{path.name}.{what}")
 
@@ -32,7 +32,7 @@ def being_replaced(path: Path) -> Path:
     return path.with_name(f"{path.stem}.old{path.suffix}")
 
 
-def take_name(unfinished: Path, path: Path) -> None:
+def atomic_replace(unfinished: Path, path: Path) -> None:
     """Give something whole its name, in the place of what has it, of whatever kind each is.
 
     At any moment the new one or the old one is there under `path`, or, where names cannot be swapped, the old one under
@@ -49,12 +49,12 @@ def take_name(unfinished: Path, path: Path) -> None:
     _sync(path.parent)
     remove(unfinished)  # after a swap, the old one
     discard(being_replaced(path))
-    remove(beside(path, "old"))  # what an earlier release left where it was interrupted
+    remove(sibling(path, "old"))  # what an earlier release left where it was interrupted
 
 
 def twin(path: Path, name: Path) -> None:
     """Give a whole checkpoint a second name, that of a folder or file which shares its files with the first one."""
-    new = beside(name, "unfinished")
+    new = sibling(name, "unfinished")
     remove(new)
     try:
         if path.is_dir():
@@ -64,18 +64,18 @@ def twin(path: Path, name: Path) -> None:
     except OSError:  # no hard links there
         remove(new)
         return
-    take_name(new, name)
+    atomic_replace(new, name)
 
 
 def lead(link: Path, to: Path) -> None:
     """Let a link lead to a checkpoint, in the place of what has the link's name; a copy where there are no links."""
-    new = beside(link, "unfinished")
+    new = sibling(link, "unfinished")
     remove(new)
     try:
         new.symlink_to(os.path.relpath(to, link.parent))
     except OSError:  # Windows, some shared file systems
         (shutil.copytree if to.is_dir() else shutil.copy2)(to, new)
-    take_name(new, link)
+    atomic_replace(new, link)
 
 
 def links_to(path: Path, stems: Iterable[str]) -> list[Path]:
@@ -90,7 +90,7 @@ def links_to(path: Path, stems: Iterable[str]) -> list[Path]:
 def discard(path: Path) -> None:
     """Remove a checkpoint: under its name it is whole or not there, so that nobody loads a part of it."""
     if _is_real_folder(path):
-        removed = beside(path, "removed")
+        removed = sibling(path, "removed")
         remove(removed)
         path.rename(removed)
         remove(removed)
@@ -103,7 +103,7 @@ def discard_with_leftovers(path: Path) -> None:
     discard(path)
     discard(being_replaced(path))
     for what in ("unfinished", "old", "removed"):
-        remove(beside(path, what))
+        remove(sibling(path, what))
 
 
 def remove(path: Path) -> None:

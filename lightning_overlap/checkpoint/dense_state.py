@@ -95,7 +95,7 @@ def load_by_name(optimizer: torch.optim.Optimizer, saved: Mapping[str, Any], mod
     return moved
 
 
-def say_what_moved(tables: set[str]) -> None:
+def warn_of_moved_states(tables: set[str]) -> None:
     """Warn of tables whose optimizer state starts anew, or has nowhere to go."""
     if tables:
         warnings.warn(

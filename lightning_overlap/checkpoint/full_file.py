@@ -20,7 +20,7 @@ import torch.distributed as dist
 from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor, nn
 
-from .atomic import beside, remove, take_name, twin
+from .atomic import atomic_replace, remove, sibling, twin
 from .dense_state import empty_table_states
 from .sharded_folder import FUSED, MODEL, TABLE_OPTIMIZERS, explain_weights_only, on_rank_zero, take_state, together
 from .table_state import Loading, Piece, fill_from_whole, local_parts, plan_loading
@@ -111,7 +111,7 @@ def write_file(
     Raises:
         OSError: Rank 0 could not write; raised on every rank.
     """
-    unfinished = beside(path, "unfinished")
+    unfinished = sibling(path, "unfinished")
 
     def write() -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -122,7 +122,7 @@ def write_file(
             os.fsync(file.fileno())
         if also is not None:
             twin(unfinished, also)
-        take_name(unfinished, path)
+        atomic_replace(unfinished, path)
 
     on_rank_zero(write, path, group)
 

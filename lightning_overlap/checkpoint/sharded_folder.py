@@ -30,7 +30,7 @@ from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 
 from ..text import unknown_name_message
-from .atomic import being_replaced, beside, remove, take_name, twin
+from .atomic import atomic_replace, being_replaced, remove, sibling, twin
 from .dense_state import empty_table_states, put_table_states, take_table_states
 from .safe_metadata import SafePlanner, SafeReader
 from .table_state import Loading, Piece, fused_state, on_host, plan_loading
@@ -142,7 +142,7 @@ class FolderSaver:
         self._executor = self._executor or ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
         self._pending = self._executor.submit(_write, state, buffer.getbuffer(), path, self._group, also)
 
-    def when_whole(self, action: Callable[[], None]) -> None:
+    def on_commit(self, action: Callable[[], None]) -> None:
         """Do something now, or as soon as the save under way has succeeded."""
         pending = self._pending
         if pending is None or self._executor is None:
@@ -186,7 +186,7 @@ def _write(
     Raises:
         OSError: A rank could not write, or is gone.
     """
-    unfinished = beside(path, "unfinished")
+    unfinished = sibling(path, "unfinished")
 
     def begin() -> None:
         remove(unfinished)
@@ -199,7 +199,7 @@ def _write(
             os.fsync(file.fileno())
         if also is not None:
             twin(unfinished, also)
-        take_name(unfinished, path)
+        atomic_replace(unfinished, path)
 
     try:
         on_rank_zero(begin, path, group)
@@ -262,7 +262,7 @@ def on_rank_zero(action: Callable[[], None], path: Path, group: dist.ProcessGrou
 # -- loading ----------------------------------------------------------------------------------------------------
 
 
-def find(path: Path) -> Path:
+def resolve_path(path: Path) -> Path:
     """Return where a checkpoint is, given its name.
 
     Raises:
@@ -270,12 +270,12 @@ def find(path: Path) -> Path:
         ValueError: It is something else.
     """
     if not path.exists():
-        for other in (being_replaced(path), beside(path, "old")):  # the latter is what an earlier release left
+        for other in (being_replaced(path), sibling(path, "old")):  # the latter is what an earlier release left
             if is_folder(other) or other.is_file():
                 warnings.warn(f"{path} was being replaced; {other}, the one before it, is loaded.", stacklevel=2)
                 return other
     if not path.exists():
-        left = " (a save that did not finish left NAME.unfinished)" if beside(path, "unfinished").exists() else ""
+        left = " (a save that did not finish left NAME.unfinished)" if sibling(path, "unfinished").exists() else ""
         raise FileNotFoundError(f"Checkpoint file not found: {path}{left}")  # in Lightning's words
     if path.suffix == ".unfinished":
         raise ValueError(

@@ -29,7 +29,7 @@ from torchrec.distributed.types import (
 )
 from torchrec.optim.keyed import CombinedOptimizer
 
-from ..sparse import kernel_of, table_modules
+from ..tables import kernel_of, table_modules
 
 Piece: TypeAlias = Tensor | ShardedTensor
 """A tensor that is the same on all ranks that have it, or one of which each rank has some shards."""
@@ -124,7 +124,7 @@ def plan_loading(model: nn.Module, saved: Iterable[str]) -> Loading:
             if len(sources) > 1:
                 averaged.add(base.rpartition(".")[0])
     finishers += _kernel_setters(model, pieces)
-    _say_what_does_not_move(model, set(kinds), averaged)
+    _warn_of_states_left_out(model, set(kinds), averaged)
 
     def finish() -> None:
         for finisher in finishers:
@@ -340,7 +340,7 @@ def _set_kernel(kernel: Any, fused: Any, values: list[Tensor]) -> None:
         group["lr"] = lr
 
 
-def _say_what_does_not_move(model: nn.Module, saved: set[str], averaged: set[str]) -> None:
+def _warn_of_states_left_out(model: nn.Module, saved: set[str], averaged: set[str]) -> None:
     """Warn of fused state that has no exact counterpart under this plan."""
     fused = {
         f"{name}.{key}"

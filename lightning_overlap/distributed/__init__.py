@@ -1,13 +1,16 @@
-"""Face."""
+"""What ranks need besides the tables' collectives: process groups, agreement on each batch, word of failures.
+
+`gloo_alltoall.py` is an all-to-all for gloo between hosts that posts its receives first.
+"""
 
 from . import groups as groups
 from .consensus import ASK_FOR_LAST as ASK_FOR_LAST
-from .consensus import Agreement as Agreement
 from .consensus import Answer as Answer
-from .consensus import Flags as Flags
-from .consensus import GroupAgreement as GroupAgreement
-from .consensus import Rhythm as Rhythm
+from .consensus import Consensus as Consensus
+from .consensus import GroupConsensus as GroupConsensus
+from .consensus import PollInterval as PollInterval
+from .consensus import StepFlags as StepFlags
 from .failures import FirstCause as FirstCause
 from .failures import Store as Store
 from .failures import default_store as default_store
-from .groups import AGREEMENT as AGREEMENT
+from .groups import CONSENSUS as CONSENSUS

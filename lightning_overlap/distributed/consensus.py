@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 
-class Flags(NamedTuple):
+class StepFlags(NamedTuple):
     """What one rank says of a batch; as an answer, whether any rank said so."""
 
     has: bool
@@ -29,21 +29,21 @@ class Flags(NamedTuple):
     skips: bool = False
     """It has skipped a batch that is None, so that it has fewer than its loader says."""
 
-    hurry: int = 0
-    """How soon it wants to be asked again, see `Rhythm`; as an answer, the most of any rank."""
+    requested_interval: int = 0
+    """How soon it wants to be asked again, see `PollInterval`; as an answer, the most of any rank."""
 
 
 class Answer(Protocol):
     """An answer that may still be on its way."""
 
-    def wait(self) -> Flags:
+    def wait(self) -> StepFlags:
         """Return what any rank said."""
 
 
-class Agreement(Protocol):
+class Consensus(Protocol):
     """Asks all ranks."""
 
-    def ask(self, flags: Flags) -> Answer:
+    def ask(self, flags: StepFlags) -> Answer:
         """Say this rank's flags and ask for everybody's; every rank asks as often and in the same order."""
 
 
@@ -52,14 +52,14 @@ class _AllReduced:
     flags: Tensor
     work: dist.Work
 
-    def wait(self) -> Flags:
+    def wait(self) -> StepFlags:
         self.work.wait()
-        *said, hurry = self.flags.tolist()
+        *said, requested_interval = self.flags.tolist()
         has, lacks, last, stop, skips = map(bool, said)
-        return Flags(has, lacks, last, stop, skips, hurry)
+        return StepFlags(has, lacks, last, stop, skips, requested_interval)
 
 
-class Rhythm:
+class PollInterval:
     """For which batches the ranks ask each other where all of them know how many they have.
 
     That is the first one, the last ones, and now and then one in between, to hear of a rank that was told to stop, or
@@ -89,10 +89,10 @@ class Rhythm:
             interval = max(1, min(2 * self._interval, MAX_INTERVAL, int(ASK_EVERY_S / max(per_batch_s, 1e-6))))
         return MAX_INTERVAL - interval
 
-    def hear(self, hurry: int) -> None:
+    def hear(self, requested_interval: int) -> None:
         """Take the answer: who wants to be asked soonest has it."""
         assert self._asked is not None
-        self._interval = MAX_INTERVAL - hurry
+        self._interval = MAX_INTERVAL - requested_interval
         self._next = self._asked[0] + self._interval
 
 
@@ -103,10 +103,13 @@ ASK_EVERY_S = 0.5
 """How long a rank that was told to stop may go on before the others are asked."""
 
 MAX_INTERVAL = 255
-"""In batches; `hurry` is what is missing to it, so that it fits a byte and the most of all ranks is the soonest."""
+"""Longest polling interval, in batches.
+
+Ranks send `MAX_INTERVAL - interval` as uint8, so that an all-reduce with MAX picks the shortest that any asks.
+"""
 
 
-class GroupAgreement:
+class GroupConsensus:
     """Asks by an all-reduce of six bytes on the host: no device waits for it, and the host a step later.
 
     Args:
@@ -116,7 +119,7 @@ class GroupAgreement:
     def __init__(self, group: dist.ProcessGroup) -> None:
         self._group = group
 
-    def ask(self, flags: Flags) -> Answer:
+    def ask(self, flags: StepFlags) -> Answer:
         """Start the all-reduce."""
         tensor = torch.tensor(flags, dtype=torch.uint8)
         work = dist.all_reduce(tensor, dist.ReduceOp.MAX, group=self._group, async_op=True)

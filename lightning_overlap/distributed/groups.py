@@ -9,7 +9,7 @@ from datetime import timedelta
 import torch.distributed as dist
 
 from . import gloo_alltoall
-from .consensus import GroupAgreement
+from .consensus import GroupConsensus
 from .failures import default_store
 
 
@@ -26,17 +26,17 @@ class Groups:
     lookahead: dist.ProcessGroup | None = None
     """The input dist of coming batches."""
 
-    agreement: GroupAgreement | None = None
+    consensus: GroupConsensus | None = None
     """What the ranks have to know of each other at every step, on the host."""
 
-    several_hosts: bool = False
+    multi_node: bool = False
     """Whether there is a link between ranks, on which bytes count."""
 
     checkpoints: dist.ProcessGroup | None = None
     """Saving, which may go on in a thread beside training, so no other collective may get in between; on the host."""
 
 
-AGREEMENT = "agreement"
+CONSENSUS = "agreement"
 """Name of the group in which nothing travels but what the ranks have to know of each other."""
 
 _FAILURES = "lightning_overlap/failures"
@@ -44,7 +44,7 @@ _Key = tuple[dist.ProcessGroup, str, timedelta, bool, int]
 _made: dict[_Key, Groups] = {}
 
 
-def join(timeout: timedelta, *, several_hosts: bool = False) -> Groups:
+def join(timeout: timedelta, *, multi_node: bool = False) -> Groups:
     """Return the groups of this process; every rank calls this at the same point, behind a barrier.
 
     A group has threads or communicators of its own, which stay as long as the process, and sharded modules keep
@@ -53,7 +53,7 @@ def join(timeout: timedelta, *, several_hosts: bool = False) -> Groups:
 
     Args:
         timeout: Of each collective.
-        several_hosts: Whether there is a link between ranks, whose two directions are worth using at once. Within a
+        multi_node: Whether there is a link between ranks, whose two directions are worth using at once. Within a
             host gloo's own all-to-all is quicker: its threads make the system calls, and not the one that trains.
     """
     world, store = dist.group.WORLD, default_store()
@@ -62,23 +62,23 @@ def join(timeout: timedelta, *, several_hosts: bool = False) -> Groups:
     if dist.get_world_size() == 1:
         return Groups(world)
     backend = dist.get_backend()
-    key = (world, backend, timeout, several_hosts, store.add(_FAILURES, 0))
+    key = (world, backend, timeout, multi_node, store.add(_FAILURES, 0))
     if key not in _made:
         _made.clear()
         of_tables: str = backend
-        if backend == "gloo" and several_hosts:
+        if backend == "gloo" and multi_node:
             gloo_alltoall.register()
             of_tables = gloo_alltoall.BACKEND
-        agreement, checkpoints, tables, lookahead = (
+        consensus, checkpoints, tables, lookahead = (
             dist.new_group(backend=kind, timeout=timeout, group_desc=name)
             for kind, name in (
-                ("gloo", AGREEMENT),
+                ("gloo", CONSENSUS),
                 ("gloo", "checkpoints"),
                 (of_tables, "tables"),
                 (of_tables, "lookahead"),
             )
         )
-        _made[key] = Groups(tables, lookahead, GroupAgreement(agreement), several_hosts, checkpoints)
+        _made[key] = Groups(tables, lookahead, GroupConsensus(consensus), multi_node, checkpoints)
     return _made[key]
 
 

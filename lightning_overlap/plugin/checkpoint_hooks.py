@@ -26,7 +26,6 @@ from ..checkpoint import (
     check_format,
     discard,
     discard_with_leftovers,
-    find,
     gather_checkpoint,
     is_folder,
     lead,
@@ -36,11 +35,13 @@ from ..checkpoint import (
     load_folder,
     load_fused,
     put_table_states,
-    say_what_moved,
+    resolve_path,
     table_states,
+    warn_of_moved_states,
     write_file,
 )
-from ..sparse import GradientStash, hands_out_rows, has_tables, sharded_modules
+from ..sparse import GradientStash
+from ..tables import hands_out_rows, has_tables, sharded_modules
 from . import checkpoint_links
 
 _LOADERS, _LOADER = "loader_states", "combined_loader"
@@ -90,9 +91,9 @@ class SavesShards(DDPStrategy):
         """The trainer whose fit or evaluation goes on, at whose end somebody waits for what is written beside it."""
         raise NotImplementedError
 
-    def when_whole(self, action: Callable[[], None]) -> None:
+    def on_commit(self, action: Callable[[], None]) -> None:
         """Do something now, or as soon as the save under way has succeeded, on this rank."""
-        self._folder_saver.when_whole(action)
+        self._folder_saver.on_commit(action)
 
     @property
     @override
@@ -157,12 +158,12 @@ class SavesShards(DDPStrategy):
 
     def _take_newest(self, path: Path, resumable: bool) -> None:
         """Let "last" find what was saved, as soon as it is whole; on rank 0."""
-        self._newest = path  # whole, as soon as `when_whole` does something
+        self._newest = path  # whole, as soon as `on_commit` does something
         for bridge, is_last in checkpoint_links.bridges(self._running_trainer, path) if self.is_global_zero else []:
             if is_last:
-                self.when_whole(partial(discard, bridge))
+                self.on_commit(partial(discard, bridge))
             elif resumable:
-                self.when_whole(partial(lead, bridge, path))
+                self.on_commit(partial(lead, bridge, path))
 
     @property
     def _saved_format(self) -> str:
@@ -176,10 +177,10 @@ class SavesShards(DDPStrategy):
     def remove_checkpoint(self, filepath: Any) -> None:
         # Not before the one that takes its place is whole.
         if not _is_plain_file(filepath, None, self.checkpoint_io):
-            self._folder_saver.when_whole(partial(super().remove_checkpoint, filepath))
+            self._folder_saver.on_commit(partial(super().remove_checkpoint, filepath))
         elif self.is_global_zero:
             stems = checkpoint_links.stems(self._running_trainer)
-            self._folder_saver.when_whole(partial(_remove, Path(filepath), self._newest, stems))
+            self._folder_saver.on_commit(partial(_remove, Path(filepath), self._newest, stems))
 
     @override
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
@@ -189,7 +190,7 @@ class SavesShards(DDPStrategy):
             # Lightning 2.5 has no such argument.
             checkpoint = super().load_checkpoint(checkpoint_path, *([] if weights_only is None else [weights_only]))
             return _take_loader_state(checkpoint, self.checkpoint_group)
-        path = find(Path(checkpoint_path))
+        path = resolve_path(Path(checkpoint_path))
         if not is_folder(path):
             return _take_loader_state(load_file(path, weights_only=weights_only), self.checkpoint_group)
         module = self.lightning_module
@@ -231,7 +232,7 @@ class SavesShards(DDPStrategy):
         for optimizer, state in zip(self.optimizers, states, strict=False):
             self._stash.take_from(optimizer, state.get(_NUM_STASHED, 0))
         if self.is_global_zero:
-            say_what_moved({table for tables in moved for table in tables})
+            warn_of_moved_states({table for tables in moved for table in tables})
 
     def _is_fitting(self) -> bool:
         return self.lightning_module is not None and self.lightning_module.trainer.state.fn == TrainerFn.FITTING

@@ -27,17 +27,17 @@ WhenWhole = Callable[[Callable[[], None]], None]
 """Does something when the save under way, if any, has succeeded."""
 
 
-def install(trainer: Trainer, when_whole: WhenWhole) -> None:
+def install(trainer: Trainer, on_commit: WhenWhole) -> None:
     """Let the callbacks of a trainer link when what the link leads to is whole; classes of the user's do as they like.
 
     Args:
         trainer: Whose checkpoint callbacks.
-        when_whole: What makes the links.
+        on_commit: What makes the links.
     """
     check_names("lightning", PRIVATE_NAMES, {"ModelCheckpoint": ModelCheckpoint})
     for callback in _linking(trainer):
         if type(callback)._link_checkpoint is ModelCheckpoint._link_checkpoint:
-            callback._link_checkpoint = partial(_link, when_whole)  # type: ignore[method-assign]
+            callback._link_checkpoint = partial(_link, on_commit)  # type: ignore[method-assign]
 
 
 def uninstall(trainer: Trainer) -> None:
@@ -79,10 +79,10 @@ def _linking(trainer: Trainer) -> Iterator[ModelCheckpoint]:
     return (callback for callback in _keeping_last(trainer) if callback.save_last == "link")
 
 
-def _link(when_whole: WhenWhole, trainer: Trainer, filepath: Any, linkpath: Any) -> None:
+def _link(on_commit: WhenWhole, trainer: Trainer, filepath: Any, linkpath: Any) -> None:
     path, link = Path(os.path.abspath(filepath)), Path(os.path.abspath(linkpath))
     if trainer.is_global_zero and path != link:
-        when_whole(partial(lead, link, path))
+        on_commit(partial(lead, link, path))
         for bridge, _ in bridges(trainer, link):
-            when_whole(partial(discard, bridge))
+            on_commit(partial(discard, bridge))
     trainer.strategy.barrier()

@@ -23,7 +23,7 @@ from ..schedules import Stage
 from ..sparse import SparsePipeline
 from ..versions import check_names
 from . import sigterm
-from .fit_loop import ExecutorFactory, LookaheadFetcher, Ticket, mix_in, stage_batch, take_out
+from .fit_loop import ExecutorFactory, LookaheadFetcher, StagedBatch, mix_in, stage_batch, take_out
 
 PRIVATE_NAMES: Mapping[str, tuple[str, ...]] = {
     "lightning.pytorch.loops.evaluation_loop": ("_EvaluationLoop",),
@@ -100,12 +100,12 @@ class Evaluations:
 
 def run_step(step: Callable[..., Any], *args: Any) -> Any:
     """Run the user's step of an evaluation, with early rows if its batch was looked ahead."""
-    if not (args and isinstance(args[0], Ticket)):
+    if not (args and isinstance(args[0], StagedBatch)):
         return step(*args)
     [ticket] = args
     with ticket.executor.forward():
         output = step(*ticket.arguments)
-    ticket.executor.reach(Stage.DENSE_FORWARD)
+    ticket.executor.stage_done(Stage.DENSE_FORWARD)
     return output
 
 

@@ -64,7 +64,7 @@ MAX_NONES_AT_END = 2
 ExecutorFactory = Callable[["LookaheadFetcher"], Executor]
 
 
-class Ticket:
+class StagedBatch:
     """What a loop passes to the strategy's step in the place of the batch.
 
     Args:
@@ -108,7 +108,7 @@ class LookaheadFetcher(_DataLoaderIterDataFetcher):
         self._iterated = False
         self._num_allowed: float = 0
         self.num_batches: float = float("inf")
-        self.lengths_are_certain = False  # on all ranks
+        self.lengths_known = False  # on all ranks
         self._is_whole = False
         self._states_after: dict[int, Any] = {}
         self._state_fetched = self._loader_states()
@@ -170,12 +170,12 @@ class LookaheadFetcher(_DataLoaderIterDataFetcher):
         return self
 
     @override
-    def __next__(self) -> Ticket:  # type: ignore[override]
+    def __next__(self) -> StagedBatch:  # type: ignore[override]
         self.peek()
         self._peeked = False
         assert self.executor is not None
         self.done = self.executor.is_last and self._real is None and not self._skipped
-        return Ticket(self._arguments(), self.executor)
+        return StagedBatch(self._arguments(), self.executor)
 
     def peek(self) -> Any:
         """Return the batch that `next` is going to deliver.
@@ -219,9 +219,9 @@ class LookaheadFetcher(_DataLoaderIterDataFetcher):
         return self.inner.done or self.inner.fetched >= self.num_batches
 
     @property
-    def certain(self) -> bool:
+    def length_known(self) -> bool:
         """Whether every rank is known to have as many batches in this epoch; not where it is resumed in the middle."""
-        return self.lengths_are_certain and self._is_whole
+        return self.lengths_known and self._is_whole
 
     @property
     def num_skipped(self) -> int:
@@ -229,7 +229,7 @@ class LookaheadFetcher(_DataLoaderIterDataFetcher):
         return self._num_skipped
 
     @property
-    def told_to_stop(self) -> bool:
+    def stop_requested(self) -> bool:
         """Whether this process received SIGTERM."""
         return sigterm.heard(self._trainer)
 
@@ -243,7 +243,7 @@ class LookaheadFetcher(_DataLoaderIterDataFetcher):
         index = self.executor.num_fetched
         fetched, self._buffered = self._buffered or self._next_to_train(index), None
         if fetched is None:
-            if self.certain and self.inner.fetched < self.num_batches:
+            if self.length_known and self.inner.fetched < self.num_batches:
                 raise RuntimeError(
                     f"rank {self._trainer.global_rank}: the data loader ended after {self.inner.fetched} batches, its "
                     f"length says {self.num_batches:g}. Does the dataset's __getitem__ raise StopIteration?"
@@ -251,7 +251,7 @@ class LookaheadFetcher(_DataLoaderIterDataFetcher):
             return None
         batch, batch_idx, dataloader_idx = fetched
         self._note_state(index)
-        if self.certain and not self._state_fetched and self.num_batches - self.inner.fetched <= MAX_NONES_AT_END:
+        if self.length_known and not self._state_fetched and self.num_batches - self.inner.fetched <= MAX_NONES_AT_END:
             self._buffered = self._next_to_train(index + 1)  # whether any is left, the last ones being None
         return self._stage(batch, dataloader_idx), batch_idx, dataloader_idx
 
@@ -372,7 +372,7 @@ def stage_batch(trainer: Trainer, batch: Any, dataloader_idx: int) -> Any:
         return strategy.batch_to_device(batch, dataloader_idx=dataloader_idx)
 
 
-def has_certain_length(combined_loader: CombinedLoader) -> bool:
+def has_known_length(combined_loader: CombinedLoader) -> bool:
     """Whether no loader can end before its length, as an iterable dataset, a sampler or a loader of the user's may."""
     return all(
         type(loader) is DataLoader
@@ -423,9 +423,9 @@ class _FitLoopMixin(_FitLoop):
         """Take the length of the shortest rank's epoch, where Lightning takes each rank's own."""
         own, strategy = self.max_batches, self.trainer.strategy
         fetcher.num_batches = strategy.shortest_epoch(own)  # type: ignore[attr-defined]
-        knows = has_certain_length(fetcher.combined_loader)
+        knows = has_known_length(fetcher.combined_loader)
         any_does_not = strategy.any_rank(not knows)  # type: ignore[attr-defined]
-        fetcher.lengths_are_certain = knows and not any_does_not
+        fetcher.lengths_known = knows and not any_does_not
         if fetcher.num_batches == own:
             return
         warnings.warn(

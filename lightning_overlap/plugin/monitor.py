@@ -13,7 +13,7 @@ import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from typing_extensions import override
 
-from ..profiling import Account, HostSync, SpanRecorder, account, mean, record_host_syncs, report
+from ..profiling import Breakdown, HostSync, SpanRecorder, break_down, mean, record_host_syncs, report
 from ..sparse import StaleCounts, StaleRows
 from .fit_loop import logged_step
 from .strategy import OverlapEmbeddingStrategy
@@ -71,7 +71,7 @@ class OverlapMonitor(Callback):
         self._reset()
 
     def _reset(self) -> None:
-        self.accounts: list[Account] = []
+        self.accounts: list[Breakdown] = []
         """What was measured so far, one account a step."""
         self.syncs: list[HostSync] | None = None
         """The host syncs of the step that was audited; None before it."""
@@ -152,7 +152,7 @@ class OverlapMonitor(Callback):
         """Account for the measurements that the device is done with."""
         while self._pending and self._pending[0].recorder.over:
             pending = self._pending.pop(0)
-            result = account(pending.recorder.spans(), pending.recorder.windows()[-1])
+            result = break_down(pending.recorder.spans(), pending.recorder.windows()[-1])
             self.accounts.append(result)
             values = {f"overlap/{name}": value for name, value in report.metrics(result).items()}
             values["overlap/batches_in_flight"] = float(pending.num_in_flight)

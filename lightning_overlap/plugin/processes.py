@@ -21,7 +21,7 @@ from torchrec.modules.mc_embedding_modules import BaseManagedCollisionEmbeddingC
 from typing_extensions import override
 
 from ..checkpoint import gather
-from ..sparse import apply_table_optimizers, find_tables, has_tables, sharded_modules, table_optimizers
+from ..tables import apply_table_optimizers, find_tables, has_tables, sharded_modules, table_optimizers
 
 PRIVATE_NAMES: Mapping[str, tuple[str, ...]] = {
     "lightning.pytorch.strategies.launchers.multiprocessing": ("_MultiProcessingLauncher",),

@@ -16,9 +16,10 @@ from torch.optim import Optimizer
 from torchrec.streamable import Pipelineable
 from typing_extensions import override
 
-from ..runtime import CudaStreams, Executor, PlacedCopies, Streams
+from ..runtime import BatchCopies, CudaStreams, Executor, Streams
 from ..schedules import Stage, StreamName
-from ..sparse import GradientStash, SparsePipeline, count_writes, keyed_jagged_tensors, note_lengths
+from ..sparse import GradientStash, SparsePipeline, keyed_jagged_tensors, note_lengths
+from ..tables import count_writes
 from . import fit_loop
 
 
@@ -41,8 +42,8 @@ class WalksSteps(DDPStrategy):
         device = device or self.root_device
         loaded = keyed_jagged_tensors(batch)
         note_lengths(loaded)
-        clock = None if self._executor is None else self._executor.clock
-        with contextlib.nullcontext() if clock is None else clock.copy(), self._placing_copies(device):
+        timer = None if self._executor is None else self._executor.timer
+        with contextlib.nullcontext() if timer is None else timer.copy(), self._placing_copies(device):
             if (
                 device.type == "cuda"
                 and self.lightning_module is not None
@@ -76,11 +77,11 @@ class WalksSteps(DDPStrategy):
         streams = self._streams
         if not self._copy_in_place or not isinstance(streams, CudaStreams) or device.type != "cuda":
             return contextlib.nullcontext()
-        return PlacedCopies(streams, "cuda") if streams.current() is StreamName.MEMCPY else contextlib.nullcontext()
+        return BatchCopies(streams, "cuda") if streams.current() is StreamName.MEMCPY else contextlib.nullcontext()
 
     @override
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
-        if not (args and isinstance(args[0], fit_loop.Ticket)):
+        if not (args and isinstance(args[0], fit_loop.StagedBatch)):
             return super().training_step(*args, **kwargs)
         [ticket] = args
         if self._streams is not None and self._transferred is not None:
@@ -90,13 +91,13 @@ class WalksSteps(DDPStrategy):
             output = super().training_step(*ticket.arguments)
         if not self._automatic:
             # The user's own backwards and steps lie inside training_step; only now are they known to be over.
-            ticket.executor.reach(Stage.OPTIMIZER_STEP)
+            ticket.executor.stage_done(Stage.OPTIMIZER_STEP)
         return output
 
     @override
     def pre_backward(self, closure_loss: Tensor) -> None:
         super().pre_backward(closure_loss)
-        self._reach(Stage.DENSE_FORWARD)
+        self._stage_done(Stage.DENSE_FORWARD)
         if self._executor is not None and self._executor.hooks_read_tables and closure_loss.requires_grad:
             # on_after_backward comes before this strategy's post_backward.
             engine, order = torch.autograd.Variable._execution_engine, self._executor.wait_for_lookups
@@ -106,7 +107,7 @@ class WalksSteps(DDPStrategy):
     def post_backward(self, closure_loss: Tensor) -> None:
         super().post_backward(closure_loss)
         if self._automatic:
-            self._reach(Stage.BACKWARD)
+            self._stage_done(Stage.BACKWARD)
         elif self._executor is not None:
             self._executor.wait_for_lookups()  # the rest of training_step may read the tables
 
@@ -126,12 +127,12 @@ class WalksSteps(DDPStrategy):
             output = step(closure=self._exchanging_gradients(optimizer, closure, delay))
             self._apply_stashed(optimizer, step, delay)
         if self._automatic:
-            self._reach(Stage.OPTIMIZER_STEP)
+            self._stage_done(Stage.OPTIMIZER_STEP)
         return output
 
     def end_optimization(self) -> None:
         """Say that the optimization of a batch is over, with a step of the optimizer or without."""
-        self._reach(Stage.OPTIMIZER_STEP)
+        self._stage_done(Stage.OPTIMIZER_STEP)
 
     @property
     def _gradient_delay(self) -> int:
@@ -174,9 +175,9 @@ class WalksSteps(DDPStrategy):
     def _automatic(self) -> bool:
         return self.lightning_module is not None and self.lightning_module.automatic_optimization
 
-    def _reach(self, stage: Stage) -> None:
+    def _stage_done(self, stage: Stage) -> None:
         if self._executor is not None:
-            self._executor.reach(stage)
+            self._executor.stage_done(stage)
 
 
 def _moves_batches(module: LightningModule) -> bool:

@@ -18,24 +18,22 @@ from torch.distributed.constants import default_pg_timeout
 from torch.nn.parallel import DistributedDataParallel
 from typing_extensions import override
 
-from ..distributed import FirstCause, GroupAgreement, default_store, groups
-from ..runtime import Clock, Executor, Observer, Streams, make_streams
+from ..distributed import FirstCause, GroupConsensus, default_store, groups
+from ..runtime import Executor, Observer, StageTimer, Streams, make_streams
 from ..schedules import (
     Schedule,
     Stage,
     StreamName,
     check_lookup_threads,
     check_stash,
-    exact_outside,
     resolve_schedule,
     resolve_stream,
+    with_exact_warmup,
 )
-from ..sparse import (
+from ..sparse import GradientStash, SparsePipeline, StaleRows
+from ..tables import (
     FusedOptimizer,
-    GradientStash,
     Sharding,
-    SparsePipeline,
-    StaleRows,
     check_dense_optimizers,
     check_fused_optimizer,
     has_model_parallel_tables,
@@ -145,7 +143,7 @@ class OverlapEmbeddingStrategy(
         **kwargs: Any,
     ) -> None:
         self.schedule = resolve_schedule(pipeline, staleness, defer_update)
-        self._schedules = exact_outside(self.schedule, start_batch, end_batch)
+        self._schedules = with_exact_warmup(self.schedule, start_batch, end_batch)
         self._stash_gradients = check_stash(stash_gradients, self.schedule)
         self._num_lookup_threads = check_lookup_threads(num_lookup_threads, self.schedule)
         self._release_features = release_features
@@ -158,7 +156,7 @@ class OverlapEmbeddingStrategy(
         self.sharding = sharding
         self.fused_optimizer = fused_optimizer
         self._observer = observer
-        self._said: set[tuple[str, str | None]] = set()
+        self._warned: set[tuple[str, str | None]] = set()
         self._group_timeout = kwargs.get("timeout", default_pg_timeout)
         self.forget_run()
 
@@ -204,8 +202,8 @@ class OverlapEmbeddingStrategy(
         if overlaps and fitting:
             # Before super().setup(): configure_optimizers may ask for the number of steps, which sets up the data.
             fit_loop.install(trainer, self._make_executor)
-            checkpoint_links.install(trainer, self.when_whole)
-            self._say_what_fused_updates_ignore(trainer)
+            checkpoint_links.install(trainer, self.on_commit)
+            self._warn_of_ignored_options(trainer)
         super().setup(trainer)
         if overlaps and self._streams is None:
             assert self.lightning_module is not None
@@ -251,7 +249,7 @@ class OverlapEmbeddingStrategy(
         assert self.lightning_module is not None
         check_dense_optimizers(self.lightning_module, self.optimizers)
 
-    def _say_what_fused_updates_ignore(self, trainer: Trainer) -> None:
+    def _warn_of_ignored_options(self, trainer: Trainer) -> None:
         if self.global_rank != 0:
             return
         schedulers = [c for c in trainer.callbacks if isinstance(c, GradientAccumulationScheduler)]  # type: ignore[attr-defined]
@@ -272,20 +270,20 @@ class OverlapEmbeddingStrategy(
             )
 
     def _join_groups(self) -> None:
-        joined = groups.join(self._group_timeout, several_hosts=self.world_size > self.num_processes)
+        joined = groups.join(self._group_timeout, multi_node=self.world_size > self.num_processes)
         if joined is not self._groups:
             self._groups = joined
             self.save_through(self._groups.checkpoints)
 
     @property
-    def _agreement(self) -> GroupAgreement | None:
-        return None if self._groups is None else self._groups.agreement
+    def _consensus(self) -> GroupConsensus | None:
+        return None if self._groups is None else self._groups.consensus
 
     def _make_pipeline(self, schedule: Schedule, step: str) -> SparsePipeline:
         assert self.lightning_module is not None
         assert self._streams is not None
         assert self._groups is not None
-        lookup = schedule.row(Stage.EMBEDDING_LOOKUP)
+        lookup = schedule.step_of(Stage.EMBEDDING_LOOKUP)
         trains = Stage.BACKWARD in schedule.training_stages
         return SparsePipeline(
             sharded_modules(self.lightning_module),
@@ -298,11 +296,11 @@ class OverlapEmbeddingStrategy(
             set_rates=rate_setter(self.optimizers) if trains else None,
             step=step,
             trains=trains,
-            said=self._said,
+            warned=self._warned,
             num_threads=self._num_lookup_threads if trains and self.root_device.type == "cpu" else 0,
-            prefetches=schedule.row(Stage.PREFETCH) is not None,
+            prefetches=schedule.step_of(Stage.PREFETCH) is not None,
             releases=self._release_features and trains,
-            several_hosts=self._groups.several_hosts,
+            multi_node=self._groups.multi_node,
             any_rank=self.any_rank,
             timeout_s=self._group_timeout.total_seconds(),
             # With manual optimization there may be several backwards, of which nobody says what each of them writes.
@@ -311,15 +309,15 @@ class OverlapEmbeddingStrategy(
 
     def shortest_epoch(self, num_batches: float) -> float:
         """Return the fewest batches that any rank has in an epoch; `inf` where no loader has a length."""
-        return num_batches if self._agreement is None else self._agreement.shortest(num_batches)
+        return num_batches if self._consensus is None else self._consensus.shortest(num_batches)
 
     def gather(self, value: Any) -> list[Any]:
         """Return every rank's value, by rank, on the host; anything that can be pickled. All ranks call this."""
-        return [value] if self._agreement is None else self._agreement.gather(value)
+        return [value] if self._consensus is None else self._consensus.gather(value)
 
     def any_rank(self, flag: bool) -> bool:
         """Whether any rank says so; all of them wait for each other."""
-        return self._agreement is not None and self._agreement.any(flag)
+        return self._consensus is not None and self._consensus.any(flag)
 
     def _make_executor(self, fetcher: fit_loop.LookaheadFetcher) -> Executor:
         assert self._streams is not None
@@ -329,7 +327,7 @@ class OverlapEmbeddingStrategy(
             fetcher,
             self._sparse,
             self._streams,
-            agreement=self._agreement,
+            consensus=self._consensus,
             lookup_context=self.precision_plugin.train_step_context,
             observer=self._observer,
             rank=self.global_rank,
@@ -351,11 +349,11 @@ class OverlapEmbeddingStrategy(
             return 0
         return self._executor.num_ahead + (self._executor.current is not None) + self._executor.num_to_update
 
-    def watch(self, clock: Clock | None) -> None:
+    def watch(self, timer: StageTimer | None) -> None:
         """Let a clock see the coming steps of this fit, or none."""
         for part in (self._executor, self._sparse):
             if part is not None:
-                part.clock = clock
+                part.timer = timer
 
     def stale_rows(self) -> StaleRows | None:
         """Return what counts the rows that this fit reads stale; None in exact modes, and without fused tables."""
@@ -363,7 +361,7 @@ class OverlapEmbeddingStrategy(
             return None
         assert self._streams is not None
         assert self._groups is not None
-        lookup = self.schedule.row(Stage.EMBEDDING_LOOKUP)
+        lookup = self.schedule.step_of(Stage.EMBEDDING_LOOKUP)
         assert lookup is not None
         rows = StaleRows(self._sparse, lambda: self._executor, self._groups.lookahead, self._streams, lookup.stream)
         return rows if rows.tables else None
@@ -377,7 +375,7 @@ class OverlapEmbeddingStrategy(
             fetcher,
             sparse,
             self._streams,
-            agreement=self._agreement,
+            consensus=self._consensus,
             lookup_context=self.precision_plugin.val_step_context,
             rank=self.global_rank,
             any_rank=self.any_rank,
@@ -434,10 +432,10 @@ class OverlapEmbeddingStrategy(
     def broadcast(self, obj: Any, src: int = 0) -> Any:
         self._save_together_or_not()
         # `Trainer(max_time=...)` broadcasts for every batch: with NCCL the host would wait for the device each time.
-        group = None if self._groups is None else self._groups.agreement
+        group = None if self._groups is None else self._groups.consensus
         if self._interrupted and self.checkpoint_group is not None:
             self._end_save(sys.exception())  # a thread uses its group until then
-            group = GroupAgreement(self.checkpoint_group)  # in the other one, questions may be under way
+            group = GroupConsensus(self.checkpoint_group)  # in the other one, questions may be under way
         broadcast = super().broadcast if group is None else group.broadcast
         return self._first_error_first("a broadcast that followed it failed", partial(broadcast, obj, src))
 

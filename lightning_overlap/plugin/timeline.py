@@ -12,7 +12,7 @@ import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from typing_extensions import override
 
-from ..profiling import Span, SpanRecorder, as_report, figures, read_trace, write_html, write_png, write_trace
+from ..profiling import Span, SpanRecorder, as_report, read_trace, summarize, write_html, write_png, write_trace
 from .strategy import OverlapEmbeddingStrategy
 
 AHEAD = 1
@@ -131,7 +131,7 @@ class OverlapTimeline(Callback):
         write_html(page, shown, num_steps=self._num_drawn, title=title)
         write_trace(trace, ranks)
         self.files = [picture, page, trace]
-        print(as_report({rank: figures(spans) for rank, spans in shown.items()}))
+        print(as_report({rank: summarize(spans) for rank, spans in shown.items()}))
         print(f"Timeline: {picture}, {page}, {trace}", flush=True)
 
     def _folder(self, trainer: Trainer) -> Path:

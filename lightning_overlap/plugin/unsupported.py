@@ -10,7 +10,7 @@ from lightning.pytorch import callbacks
 from lightning.pytorch.callbacks import BaseFinetuning, Callback, ModelPruning, StochasticWeightAveraging
 from torch import nn
 
-from ..sparse import find_tables, sharded_modules
+from ..tables import find_tables, sharded_modules
 from . import fit_loop
 
 _TRUE = (

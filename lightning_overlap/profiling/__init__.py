@@ -1,20 +1,23 @@
-"""Face."""
+"""What a step did when: record spans or read torch.profiler traces, account for overlap, report it, draw it.
+
+Spans (`spans.py`) come from `recorder.py` or `torch_trace.py`; `overlap.py` says how much of them was hidden.
+"""
 
 from . import report as report
 from .draw_png import write_html as write_html
 from .draw_png import write_png as write_png
 from .figures import as_report as as_report
-from .figures import figures as figures
+from .figures import summarize as summarize
 from .host_syncs import HostSync as HostSync
 from .host_syncs import record_host_syncs as record_host_syncs
-from .overlap import Account as Account
-from .overlap import account as account
+from .overlap import Breakdown as Breakdown
+from .overlap import break_down as break_down
 from .overlap import mean as mean
 from .recorder import HOST_LANE as HOST_LANE
 from .recorder import SpanRecorder as SpanRecorder
 from .spans import ALL_TO_ALLS as ALL_TO_ALLS
+from .spans import Category as Category
 from .spans import Interval as Interval
-from .spans import Kind as Kind
 from .spans import Span as Span
 from .torch_trace import read_trace as read_trace
 from .torch_trace import write_trace as write_trace

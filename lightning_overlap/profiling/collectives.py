@@ -15,8 +15,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from .spans import Kind
-from .timestamps import Marks, _Record
+from .spans import Category
+from .timestamps import Timestamps, _Record
 
 COLLECTIVES = ("all_to_all_single", "all_reduce", "reduce_scatter", "reduce_scatter_tensor", "all_gather_into_tensor")
 """Functions of `torch.distributed` that are timed."""
@@ -35,7 +35,9 @@ class Collective:
         lane: The lane that waits.
     """
 
-    def __init__(self, flight: _Record, marks: Marks, records: list[_Record], lane: str | Callable[[], str]) -> None:
+    def __init__(
+        self, flight: _Record, marks: Timestamps, records: list[_Record], lane: str | Callable[[], str]
+    ) -> None:
         self._flight, self._marks, self._records, self._lane = flight, marks, records, lane
 
     @property
@@ -56,7 +58,7 @@ class Collective:
         """
         flight = self._flight
         lane = self._lane if isinstance(self._lane, str) else self._lane()
-        wait = replace(flight, kind=Kind.WAIT, lane=lane, start=self._marks.mark(), end=None)
+        wait = replace(flight, kind=Category.WAIT, lane=lane, start=self._marks.mark(), end=None)
         yield
         wait.end = self._marks.mark()
         if flight.end is None:

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from .draw_png import write_html, write_png
-from .figures import as_report, figures
+from .figures import as_report, summarize
 from .layout import NUM_STEPS
 from .spans import Span
 from .torch_trace import read_trace
@@ -38,7 +38,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except (TraceError, OSError) as err:
         print(f"overlap-timeline: {_message(err)}", file=sys.stderr)
         return BAD_INPUT
-    report = as_report({rank: figures(spans) for rank, spans in ranks.items()})
+    report = as_report({rank: summarize(spans) for rank, spans in ranks.items()})
     try:
         print(f"{report}\n\n{png}\n{page}", flush=True)
     except BrokenPipeError:  # of `| head`; without this Python complains once more when it flushes at its end

@@ -92,7 +92,7 @@ def _data(panel: Panel, batches: bool) -> dict[str, Any]:
         first_row += lane.num_rows
     return {
         "label": panel.label,
-        "headline": headline(panel.figures),
+        "headline": headline(panel.summary),
         "length": panel.window.end_ms - start,
         "rows": first_row,
         "steps": [round(step - start, 5) for step in panel.steps],
@@ -110,7 +110,7 @@ def _colors(panels: Sequence[Panel], batches: bool) -> str:
 
 
 def _section(panel: Panel) -> str:
-    parts = "\n".join(map(_table, tables(panel.figures)))
+    parts = "\n".join(map(_table, tables(panel.summary)))
     return f"<section><h2>{html.escape(panel.label)}</h2>\n{parts}\n</section>"
 
 

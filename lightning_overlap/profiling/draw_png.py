@@ -24,7 +24,7 @@ from .layout import (
     shares,
     text_of,
 )
-from .spans import Kind, Span
+from .spans import Category, Span
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -41,21 +41,21 @@ _LEAST_WIDTH = 3e-4  # of the axes: half a pixel
 _CHARACTER_IN = 0.062
 """Width of a character of a bar's text."""
 
-_STYLES: Mapping[Kind, tuple[float, dict[str, Any]]] = {
-    Kind.DENSE: (0.84, {}),
-    Kind.LOOKUP: (0.84, {"hatch": "....", "edgecolor": "white"}),
-    Kind.COMMUNICATION: (0.60, {"alpha": 0.75}),
-    Kind.COPY: (0.40, {}),
-    Kind.HOST: (0.84, {"alpha": 0.38}),
-    Kind.WAIT: (0.84, {"hatch": "/////", "facecolor": "#fff4f2", "edgecolor": EXPOSED_COLOR}),
+_STYLES: Mapping[Category, tuple[float, dict[str, Any]]] = {
+    Category.DENSE: (0.84, {}),
+    Category.LOOKUP: (0.84, {"hatch": "....", "edgecolor": "white"}),
+    Category.COMMUNICATION: (0.60, {"alpha": 0.75}),
+    Category.COPY: (0.40, {}),
+    Category.HOST: (0.84, {"alpha": 0.38}),
+    Category.WAIT: (0.84, {"hatch": "/////", "facecolor": "#fff4f2", "edgecolor": EXPOSED_COLOR}),
 }
 _WORDS = {
-    Kind.DENSE: "full: dense",
-    Kind.LOOKUP: "dotted: lookup",
-    Kind.COMMUNICATION: "lower: collective",
-    Kind.COPY: "flat: copy",
-    Kind.HOST: "pale: host at work",
-    Kind.WAIT: "exposed wait",
+    Category.DENSE: "full: dense",
+    Category.LOOKUP: "dotted: lookup",
+    Category.COMMUNICATION: "lower: collective",
+    Category.COPY: "flat: copy",
+    Category.HOST: "pale: host at work",
+    Category.WAIT: "exposed wait",
 }
 
 
@@ -92,7 +92,7 @@ def write_png(
     canvas.text(0.012, 1 - 0.24 / height, title or "Timeline", fontsize=13, fontweight="bold", va="center")
     left_out = len(ranks) - len(drawn)
     note = f"; {left_out} more ranks are not drawn" if left_out else ""
-    figures_of = "figures: mean of all steps of the trace" if panels[0].figures.window.num_steps > 1 else ""
+    figures_of = "figures: mean of all steps of the trace" if panels[0].summary.window.num_steps > 1 else ""
     canvas.text(_RIGHT, 1 - 0.24 / height, figures_of + note, fontsize=8.5, color="#666666", ha="right", va="center")
     canvas.legend(
         handles=_legend(panels, batches),
@@ -111,7 +111,7 @@ def _draw(axes: Axes, panel: Panel, batches: bool) -> None:
     length_ms = panel.window.end_ms - start
     axes.set_xlim(0, length_ms)
     axes.set_ylim(panel.num_rows + 0.8, 0)
-    axes.set_title(f"{panel.label}: {headline(panel.figures)}", loc="left", fontsize=9.5, pad=5)
+    axes.set_title(f"{panel.label}: {headline(panel.summary)}", loc="left", fontsize=9.5, pad=5)
     axes.set_xlabel("ms", fontsize=8, loc="right", labelpad=-9)
     axes.tick_params(axis="x", labelsize=8, length=2)
     axes.tick_params(axis="y", labelsize=8.5, length=0)
@@ -137,7 +137,7 @@ def _draw(axes: Axes, panel: Panel, batches: bool) -> None:
 def _draw_bars(axes: Axes, panel: Panel, lane: Lane, first_row: int, batches: bool) -> None:
     length_ms = panel.window.end_ms - panel.window.start_ms
     inches_per_ms = _WIDTH_IN * (_RIGHT - _LEFT) / length_ms
-    alike: defaultdict[tuple[int, Kind, str], list[tuple[float, float]]] = defaultdict(list)
+    alike: defaultdict[tuple[int, Category, str], list[tuple[float, float]]] = defaultdict(list)
     for bar in lane.bars:
         span, left = bar.span, bar.span.start_ms - panel.window.start_ms
         width = max(span.duration_ms, _LEAST_WIDTH * length_ms)
@@ -151,9 +151,9 @@ def _draw_bars(axes: Axes, panel: Panel, lane: Lane, first_row: int, batches: bo
         axes.broken_barh(extents, (first_row + row + 0.5 - share / 2, share), **options)
 
 
-def _write(axes: Axes, x: float, y: float, words: str, kind: Kind) -> None:
-    plate = {"facecolor": "white", "alpha": 0.75, "pad": 0.6, "linewidth": 0} if kind is Kind.WAIT else None
-    color = EXPOSED_COLOR if kind is Kind.WAIT else "#1a1a1a"
+def _write(axes: Axes, x: float, y: float, words: str, kind: Category) -> None:
+    plate = {"facecolor": "white", "alpha": 0.75, "pad": 0.6, "linewidth": 0} if kind is Category.WAIT else None
+    color = EXPOSED_COLOR if kind is Category.WAIT else "#1a1a1a"
     axes.text(
         x, y, words, ha="center", va="center_baseline", fontsize=7.2, color=color, clip_on=True, bbox=plate, zorder=3
     )

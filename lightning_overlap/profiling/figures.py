@@ -6,8 +6,8 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from ..schedules import TRAINING_STAGES, Stage
-from .overlap import Account, Times, account
-from .spans import HOST_LANE, Interval, Kind, Span, exclusive_in
+from .overlap import Breakdown, BusyTime, break_down
+from .spans import HOST_LANE, Category, Interval, Span, exclusive_in
 from .steps import Window, _on_stream, window_of
 
 TOP_BLOCKS = 8
@@ -34,7 +34,7 @@ class Block:
 
 
 @dataclass(frozen=True, slots=True)
-class Figures:
+class TraceSummary:
     """One rank's timeline in figures.
 
     Args:
@@ -43,19 +43,19 @@ class Figures:
         window: What they were taken from.
     """
 
-    account: Account
+    breakdown: Breakdown
     blocks: tuple[Block, ...]
     window: Window
 
 
-def figures(spans: Sequence[Span]) -> Figures:
+def summarize(spans: Sequence[Span]) -> TraceSummary:
     """Return the figures of one rank, over all its complete steps."""
     window = window_of(spans)
     if any(_on_stream(span) for span in spans):  # the stage is done there; the host's part of it is to launch that
-        spans = [replace(span, stage=None) if span.kind is Kind.HOST and span.stage else span for span in spans]
-    merge_lanes = (HOST_LANE, *{span.lane for span in spans if span.kind is Kind.DENSE})
-    return Figures(
-        account(spans, window.interval, num_steps=window.num_steps, merge_lanes=merge_lanes),
+        spans = [replace(span, stage=None) if span.kind is Category.HOST and span.stage else span for span in spans]
+    merge_lanes = (HOST_LANE, *{span.lane for span in spans if span.kind is Category.DENSE})
+    return TraceSummary(
+        break_down(spans, window.interval, num_steps=window.num_steps, merge_lanes=merge_lanes),
         tuple(blocks(spans, window.interval)),
         window,
     )
@@ -65,21 +65,21 @@ def blocks(spans: Iterable[Span], window: Interval) -> list[Block]:
     """Return what blocked the host in a window, most first."""
     found: dict[tuple[str, Stage | None, str], list[float]] = {}
     for span in exclusive_in((span for span in spans if span.lane == HOST_LANE), window):
-        if span.kind is Kind.WAIT:
+        if span.kind is Category.WAIT:
             found.setdefault((span.name, span.stage, span.detail), []).append(span.duration_ms)
     entries = [Block(*key, sum(times), len(times)) for key, times in found.items()]
     return sorted(entries, key=lambda block: -block.total_ms)
 
 
-def headline(figures_: Figures) -> str:
+def headline(figures_: TraceSummary) -> str:
     """Return the one line that says how well it overlaps."""
-    kinds, step_ms = figures_.account.kinds, figures_.account.step_ms
+    kinds, step_ms = figures_.breakdown.kinds, figures_.breakdown.step_ms
     parts = [f"{step_ms:.1f} ms a step" if figures_.window.num_steps > 1 else f"{step_ms:.1f} ms"]
-    for kind in (Kind.COMMUNICATION, Kind.LOOKUP):
+    for kind in (Category.COMMUNICATION, Category.LOOKUP):
         times = kinds[kind]
         if times.busy_ms:
             parts.append(f"{kind} {_percent(times.hidden_fraction)} hidden, {times.exposed_ms:.2f} ms exposed")
-    blocked = figures_.account.blocked_ms
+    blocked = figures_.breakdown.blocked_ms
     parts.append(f"host blocked {_percent(blocked / step_ms if step_ms else 0)}")
     return "; ".join(parts)
 
@@ -96,9 +96,9 @@ class Table:
     note: str = ""
 
 
-def tables(figures_: Figures) -> list[Table]:
+def tables(figures_: TraceSummary) -> list[Table]:
     """Return the tables of one rank: by kind, by stage, what blocked the host."""
-    kept, total_ms = figures_.account, figures_.window.end_ms - figures_.window.start_ms
+    kept, total_ms = figures_.breakdown, figures_.window.end_ms - figures_.window.start_ms
     bound, bound_ms = kept.bound
     steps = figures_.window.num_steps
     head = ("busy ms", "hidden ms", "exposed ms", "hidden")
@@ -106,7 +106,9 @@ def tables(figures_: Figures) -> list[Table]:
     found = [
         Table(
             ("per step", *head),
-            tuple(_row(kind, times, hides=kind not in (Kind.DENSE, Kind.HOST)) for kind, times in kinds.items()),
+            tuple(
+                _row(kind, times, hides=kind not in (Category.DENSE, Category.HOST)) for kind, times in kinds.items()
+            ),
             f"{total_ms:.1f} ms, {steps} step{'s' * (steps != 1)} of {kept.step_ms:.2f} ms. Busiest: {bound}, "
             f"{bound_ms:.2f} ms; perfect overlap would save {kept.to_gain_ms:.2f} ms a step. "
             f"Waited for looked-up rows: {kept.merge_wait_ms:.2f} ms.",
@@ -146,7 +148,7 @@ def as_text(table: Table) -> str:
     return "\n".join([line_of(table.head), *map(line_of, table.rows), *note])
 
 
-def as_report(ranks: Mapping[int | str, Figures]) -> str:
+def as_report(ranks: Mapping[int | str, TraceSummary]) -> str:
     """Return the tables of all ranks for a terminal."""
     parts = []
     for rank, of_rank in ranks.items():
@@ -171,7 +173,7 @@ def _block_rows(found: Sequence[Block], total_ms: float) -> Iterable[Row]:
         yield f"{len(rest)} others", f"{rest_ms:.1f}", _percent(rest_ms / total_ms if total_ms else 0), count, ""
 
 
-def _row(what: Kind | Stage, times: Times, *, hides: bool = True) -> Row:
+def _row(what: Category | Stage, times: BusyTime, *, hides: bool = True) -> Row:
     if not hides:
         return str(what), f"{times.busy_ms:.2f}", "-", "-", "-"
     return (

@@ -8,13 +8,13 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from ..schedules import Stage
-from .figures import Figures, figures, label
+from .figures import TraceSummary, label, summarize
 from .overlap import cover
 from .spans import (
     ALL_TO_ALLS,
     HOST_LANE,
+    Category,
     Interval,
-    Kind,
     Span,
     exclusive_in,
     intersection,
@@ -84,7 +84,7 @@ class Panel:
 
     Args:
         rank: Its number, or what stands in its place.
-        figures: Of all its steps, not only of those drawn.
+        summary: Of all its steps, not only of those drawn.
         window: What is drawn.
         steps: Where steps begin in it.
         lanes: From the top.
@@ -92,7 +92,7 @@ class Panel:
     """
 
     rank: int | str
-    figures: Figures
+    summary: TraceSummary
     window: Window
     steps: tuple[float, ...]
     lanes: tuple[Lane, ...]
@@ -148,7 +148,7 @@ def _panel(rank: int | str, spans: Sequence[Span], window: Window, resolution: f
         rows = [_bars(row, number, least_ms) for number, row in enumerate(_rows(cut, name))]
         lanes.append(Lane(name, len(rows), tuple(bar for row in rows for bar in row)))
     starts = [step.start_ms for step in find_steps(spans) if window.start_ms <= step.start_ms < window.end_ms]
-    return Panel(rank, figures(spans), window, tuple(starts), tuple(lanes), tuple(_exposed(cut, window.interval)))
+    return Panel(rank, summarize(spans), window, tuple(starts), tuple(lanes), tuple(_exposed(cut, window.interval)))
 
 
 def _rows(spans: Iterable[Span], lane: str) -> list[list[Span]]:
@@ -180,8 +180,8 @@ def _between(span: Span, start_ms: float, end_ms: float) -> Span:
 
 
 def _exposed(spans: Sequence[Span], window: Interval) -> list[Interval]:
-    under_way = union((span.start_ms, span.end_ms) for span in spans if span.kind is Kind.COMMUNICATION)
-    return subtract(under_way, cover(spans, window, Kind.COMMUNICATION))
+    under_way = union((span.start_ms, span.end_ms) for span in spans if span.kind is Category.COMMUNICATION)
+    return subtract(under_way, cover(spans, window, Category.COMMUNICATION))
 
 
 def _lane_order(name: str) -> tuple[int, list[object]]:
@@ -215,17 +215,17 @@ def text_of(span: Span, *, batches: bool) -> str:
     carries = span.name.partition(":")[0]
     if carries not in ALL_TO_ALLS:
         if span.stage is None:
-            return span.name if span.kind is not Kind.WAIT else "wait"
+            return span.name if span.kind is not Category.WAIT else "wait"
         carries = SHORT[span.stage]
-    short = carries if span.kind is not Kind.WAIT else f"wait: {carries}"
+    short = carries if span.kind is not Category.WAIT else f"wait: {carries}"
     return short if span.batch is None or not batches else f"{short} {span.batch}"
 
 
 def shares(panel: Panel, lane: Lane) -> str:
     """Return what a lane mostly does, for its label: "communication" for a stream of collectives."""
-    busy: Counter[Kind] = Counter()
+    busy: Counter[Category] = Counter()
     for bar in lane.bars:
-        if bar.span.kind is not Kind.WAIT:
+        if bar.span.kind is not Category.WAIT:
             busy[bar.span.kind] += round(1e3 * bar.span.duration_ms)
     most = busy.most_common(1)
     return str(most[0][0]) if most and panel.lanes and lane.name != HOST_LANE else ""
@@ -233,7 +233,7 @@ def shares(panel: Panel, lane: Lane) -> str:
 
 def hidden_in(panel: Panel, bar: Bar) -> float | None:
     """Return which share of a collective was hidden, None for all else."""
-    if bar.span.kind is not Kind.COMMUNICATION or not bar.span.duration_ms:
+    if bar.span.kind is not Category.COMMUNICATION or not bar.span.duration_ms:
         return None
     exposed = length(intersection([(bar.span.start_ms, bar.span.end_ms)], panel.exposed))
     return max(0.0, 1 - exposed / bar.span.duration_ms)

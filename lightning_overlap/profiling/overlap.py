@@ -9,8 +9,8 @@ from types import MappingProxyType
 from ..schedules import Stage
 from .spans import (
     HOST_LANE,
+    Category,
     Interval,
-    Kind,
     Span,
     _intervals,
     exclusive_in,
@@ -21,18 +21,18 @@ from .spans import (
     union,
 )
 
-COVERED_BY: Mapping[Kind, frozenset[Kind]] = MappingProxyType(
+COVERED_BY: Mapping[Category, frozenset[Category]] = MappingProxyType(
     {
-        Kind.COMMUNICATION: frozenset({Kind.DENSE, Kind.LOOKUP}),
-        Kind.LOOKUP: frozenset({Kind.DENSE}),
-        Kind.COPY: frozenset({Kind.DENSE, Kind.LOOKUP}),
+        Category.COMMUNICATION: frozenset({Category.DENSE, Category.LOOKUP}),
+        Category.LOOKUP: frozenset({Category.DENSE}),
+        Category.COPY: frozenset({Category.DENSE, Category.LOOKUP}),
     }
 )
 """What hides a kind: time of these on other lanes. Dense work is what the rest hides behind, so nothing hides it."""
 
 
 @dataclass(frozen=True, slots=True)
-class Times:
+class BusyTime:
     """Milliseconds of one stage or kind."""
 
     busy_ms: float = 0.0
@@ -50,7 +50,7 @@ class Times:
 
 
 @dataclass(frozen=True, slots=True)
-class Account:
+class Breakdown:
     """Where the time of a window went, per step.
 
     Args:
@@ -62,8 +62,8 @@ class Account:
     """
 
     step_ms: float
-    kinds: Mapping[Kind, Times]
-    stages: Mapping[Stage, Times]
+    kinds: Mapping[Category, BusyTime]
+    stages: Mapping[Stage, BusyTime]
     merge_wait_ms: float = 0.0
     blocked_ms: float = 0.0
 
@@ -79,7 +79,7 @@ class Account:
         return max(0.0, self.step_ms - self.bound[1])
 
 
-def account(
+def break_down(
     spans: Iterable[Span],
     window: Interval,
     *,
@@ -87,7 +87,7 @@ def account(
     host_lane: str = HOST_LANE,
     merge_lanes: Sequence[str] = (HOST_LANE, "compute"),
     host_computes: bool | None = None,
-) -> Account:
+) -> Breakdown:
     """Account for a window of a timeline.
 
     Args:
@@ -103,27 +103,29 @@ def account(
     cover, and inner spans take their time from outer ones.
     """
     own = exclusive_in(spans, window)
-    by_kind = {kind: union(_intervals(span for span in own if span.kind is kind)) for kind in Kind}
+    by_kind = {kind: union(_intervals(span for span in own if span.kind is kind)) for kind in Category}
 
     covers = {kind: cover(own, window, kind, host_lane=host_lane, host_computes=host_computes) for kind in COVERED_BY}
     blocked = _blocked(own, host_lane)
 
-    def times(of: Sequence[Interval], kind: Kind) -> Times:
-        return Times(length(of) / num_steps, length(intersection(of, covers.get(kind, ()))) / num_steps)
+    def times(of: Sequence[Interval], kind: Category) -> BusyTime:
+        return BusyTime(length(of) / num_steps, length(intersection(of, covers.get(kind, ()))) / num_steps)
 
-    kinds = {kind: times(by_kind[kind], kind) for kind in (Kind.DENSE, *COVERED_BY)}
-    kinds[Kind.HOST] = Times((window[1] - window[0] - length(blocked)) / num_steps)
-    stages: dict[Stage, Times] = {}
+    kinds = {kind: times(by_kind[kind], kind) for kind in (Category.DENSE, *COVERED_BY)}
+    kinds[Category.HOST] = BusyTime((window[1] - window[0] - length(blocked)) / num_steps)
+    stages: dict[Stage, BusyTime] = {}
     for stage in Stage:
-        parts = [span for span in own if span.stage is stage and span.kind is not Kind.WAIT]
+        parts = [span for span in own if span.stage is stage and span.kind is not Category.WAIT]
         if parts:
             per_kind = [
                 times(union(_intervals(span for span in parts if span.kind is kind)), kind)
                 for kind in {span.kind for span in parts}
             ]
-            stages[stage] = Times(sum(t.busy_ms for t in per_kind), sum(t.hidden_ms for t in per_kind))
-    merge = union(_intervals(s for s in own if s.kind is Kind.WAIT and is_for_rows(s.name) and s.lane in merge_lanes))
-    return Account(
+            stages[stage] = BusyTime(sum(t.busy_ms for t in per_kind), sum(t.hidden_ms for t in per_kind))
+    merge = union(
+        _intervals(s for s in own if s.kind is Category.WAIT and is_for_rows(s.name) and s.lane in merge_lanes)
+    )
+    return Breakdown(
         (window[1] - window[0]) / num_steps, kinds, stages, length(merge) / num_steps, length(blocked) / num_steps
     )
 
@@ -131,7 +133,7 @@ def account(
 def cover(
     own: Sequence[Span],
     window: Interval,
-    kind: Kind,
+    kind: Category,
     *,
     host_lane: str = HOST_LANE,
     host_computes: bool | None = None,
@@ -146,17 +148,17 @@ def cover(
         host_computes: As of `account`.
     """
     if host_computes is None:
-        host_computes = any(span.kind is Kind.DENSE and span.lane == host_lane for span in own)
-    if kind is Kind.COMMUNICATION and host_computes:
+        host_computes = any(span.kind is Category.DENSE and span.lane == host_lane for span in own)
+    if kind is Category.COMMUNICATION and host_computes:
         return subtract([window], _blocked(own, host_lane))
     return union(_intervals(span for span in own if span.kind in COVERED_BY[kind]))
 
 
 def _blocked(own: Iterable[Span], host_lane: str) -> list[Interval]:
-    return union(_intervals(span for span in own if span.kind is Kind.WAIT and span.lane == host_lane))
+    return union(_intervals(span for span in own if span.kind is Category.WAIT and span.lane == host_lane))
 
 
-def mean(accounts: Sequence[Account]) -> Account:
+def mean(accounts: Sequence[Breakdown]) -> Breakdown:
     """Return the mean of accounts of one step each.
 
     Raises:
@@ -166,10 +168,10 @@ def mean(accounts: Sequence[Account]) -> Account:
         raise ValueError("the mean of no accounts: no step has been measured.")
     num = len(accounts)
 
-    def over(parts: Sequence[Times]) -> Times:
-        return Times(sum(t.busy_ms for t in parts) / num, sum(t.hidden_ms for t in parts) / num)
+    def over(parts: Sequence[BusyTime]) -> BusyTime:
+        return BusyTime(sum(t.busy_ms for t in parts) / num, sum(t.hidden_ms for t in parts) / num)
 
-    return Account(
+    return Breakdown(
         sum(one.step_ms for one in accounts) / num,
         {kind: over([one.kinds[kind] for one in accounts if kind in one.kinds]) for kind in accounts[0].kinds},
         {

@@ -11,26 +11,26 @@ from contextlib import ExitStack, contextmanager
 from itertools import pairwise
 from typing import Any
 
-from ..distributed import AGREEMENT
+from ..distributed import CONSENSUS
 from ..runtime import CudaStreams, Streams
 from ..schedules import Stage, StreamName
 from .collectives import Collective, record_collectives
-from .spans import Interval, Kind, Span
-from .timestamps import CudaMarks, HostMarks, _Record
+from .spans import Category, Interval, Span
+from .timestamps import CudaTimestamps, HostTimestamps, _Record
 
 HOST_LANE = "host"
 """The lane of the thread that trains."""
 
 KINDS = {
-    Stage.COPY_BATCH_TO_DEVICE: Kind.COPY,
-    Stage.INPUT_SPLITS_DIST: Kind.HOST,
-    Stage.INPUT_DATA_DIST: Kind.HOST,
-    Stage.PREFETCH: Kind.LOOKUP,
-    Stage.EMBEDDING_LOOKUP: Kind.LOOKUP,
-    Stage.DENSE_FORWARD: Kind.DENSE,
-    Stage.BACKWARD: Kind.DENSE,
-    Stage.OPTIMIZER_STEP: Kind.DENSE,
-    Stage.EMBEDDING_UPDATE: Kind.DENSE,
+    Stage.COPY_BATCH_TO_DEVICE: Category.COPY,
+    Stage.INPUT_SPLITS_DIST: Category.HOST,
+    Stage.INPUT_DATA_DIST: Category.HOST,
+    Stage.PREFETCH: Category.LOOKUP,
+    Stage.EMBEDDING_LOOKUP: Category.LOOKUP,
+    Stage.DENSE_FORWARD: Category.DENSE,
+    Stage.BACKWARD: Category.DENSE,
+    Stage.OPTIMIZER_STEP: Category.DENSE,
+    Stage.EMBEDDING_UPDATE: Category.DENSE,
 }
 """What a stage keeps busy, apart from its collectives."""
 
@@ -43,9 +43,9 @@ class SpanRecorder:
     """
 
     def __init__(self, streams: Streams) -> None:
-        self._host = HostMarks()
+        self._host = HostTimestamps()
         self._streams = streams if isinstance(streams, CudaStreams) else None
-        self._device = None if self._streams is None else CudaMarks(self._streams.device)
+        self._device = None if self._streams is None else CudaTimestamps(self._streams.device)
         self._open: list[tuple[_Record, _Record | None]] = []
         self._records: list[_Record] = []
         self._steps: list[tuple[float, Any]] = []
@@ -89,10 +89,10 @@ class SpanRecorder:
         kind = KINDS[stage]
         on_device = None
         if self._streams is not None and self._device is not None:
-            if kind is not Kind.HOST and kind is not Kind.COPY:  # a copy is marked where it is issued
+            if kind is not Category.HOST and kind is not Category.COPY:  # a copy is marked where it is issued
                 with self._streams.on(stream):
                     on_device = _Record(kind, str(stream), str(stage), stage, batch, self._device.mark(), on_host=False)
-            kind = Kind.HOST  # what the host does is to launch
+            kind = Category.HOST  # what the host does is to launch
         record = _Record(kind, HOST_LANE, str(stage), stage, batch, self._host.mark())
         self._open.append((record, on_device))
 
@@ -116,7 +116,7 @@ class SpanRecorder:
             return
         stage, batch = self.stage
         record = _Record(
-            Kind.COPY, str(StreamName.MEMCPY), str(stage), stage, batch, self._device.mark(), on_host=False
+            Category.COPY, str(StreamName.MEMCPY), str(stage), stage, batch, self._device.mark(), on_host=False
         )
         yield
         record.end = self._device.mark()
@@ -129,7 +129,7 @@ class SpanRecorder:
             yield
             return
         record = _Record(
-            Kind.WAIT, str(StreamName.COMPUTE), "rows", Stage.EMBEDDING_LOOKUP, batch, self._mark(), on_host=False
+            Category.WAIT, str(StreamName.COMPUTE), "rows", Stage.EMBEDDING_LOOKUP, batch, self._mark(), on_host=False
         )
         yield
         record.end = self._mark()
@@ -172,8 +172,8 @@ class SpanRecorder:
         on_host = on_host or self._device is None
         marks = self._host if on_host else self._device
         assert marks is not None
-        flight = _Record(Kind.COMMUNICATION, f"{group} group", name, stage, batch, marks.mark(), on_host=on_host)
-        if group == AGREEMENT:
+        flight = _Record(Category.COMMUNICATION, f"{group} group", name, stage, batch, marks.mark(), on_host=on_host)
+        if group == CONSENSUS:
             flight.name = group  # no data: under way until the other ranks have asked too, which makes nobody wait
         else:
             self._records.append(flight)

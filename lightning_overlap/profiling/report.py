@@ -7,8 +7,8 @@ from collections.abc import Mapping, Sequence
 
 from ..schedules import Stage
 from .host_syncs import HostSync
-from .overlap import Account, Times, mean
-from .spans import Kind
+from .overlap import Breakdown, BusyTime, mean
+from .spans import Category
 
 EVEN = 0.02
 """Ranks whose waits differ by less than this share of a step are even."""
@@ -21,18 +21,18 @@ NUM_STALEST = 8
 """Tables whose stale rows are listed."""
 
 
-def metrics(account: Account) -> dict[str, float]:
+def metrics(breakdown: Breakdown) -> dict[str, float]:
     """Return what goes into a log: milliseconds per step, and fractions between 0 and 1, by name."""
     values = {
-        "step_ms": account.step_ms,
-        "merge_wait_ms": account.merge_wait_ms,
-        "blocked_ms": account.blocked_ms,
-        "bound_ms": account.bound[1],
-        "to_gain_ms": account.to_gain_ms,
-        "hidden_fraction": hideable(account).hidden_fraction,
+        "step_ms": breakdown.step_ms,
+        "merge_wait_ms": breakdown.merge_wait_ms,
+        "blocked_ms": breakdown.blocked_ms,
+        "bound_ms": breakdown.bound[1],
+        "to_gain_ms": breakdown.to_gain_ms,
+        "hidden_fraction": hideable(breakdown).hidden_fraction,
     }
-    named: dict[str, Times] = {str(kind): times for kind, times in account.kinds.items()}
-    named |= {str(stage): times for stage, times in account.stages.items()}
+    named: dict[str, BusyTime] = {str(kind): times for kind, times in breakdown.kinds.items()}
+    named |= {str(stage): times for stage, times in breakdown.stages.items()}
     for name, times in named.items():
         if name in _NEVER_HIDDEN:
             values[f"{name}/busy_ms"] = times.busy_ms
@@ -43,18 +43,18 @@ def metrics(account: Account) -> dict[str, float]:
     return values
 
 
-_NEVER_HIDDEN = frozenset(map(str, (Kind.DENSE, Kind.HOST, Stage.DENSE_FORWARD, Stage.OPTIMIZER_STEP)))
+_NEVER_HIDDEN = frozenset(map(str, (Category.DENSE, Category.HOST, Stage.DENSE_FORWARD, Stage.OPTIMIZER_STEP)))
 """What has a busy time alone; the others hide behind it. A backward has its collectives to hide."""
 
 
-def hideable(account: Account) -> Times:
+def hideable(breakdown: Breakdown) -> BusyTime:
     """Return communication, lookup and copy together."""
-    parts = [account.kinds.get(kind, Times()) for kind in (Kind.COMMUNICATION, Kind.LOOKUP, Kind.COPY)]
-    return Times(sum(part.busy_ms for part in parts), sum(part.hidden_ms for part in parts))
+    parts = [breakdown.kinds.get(kind, BusyTime()) for kind in (Category.COMMUNICATION, Category.LOOKUP, Category.COPY)]
+    return BusyTime(sum(part.busy_ms for part in parts), sum(part.hidden_ms for part in parts))
 
 
 def closing_table(
-    ranks: Sequence[Account],
+    ranks: Sequence[Breakdown],
     num_steps: int,
     title: str,
     syncs: Sequence[str] = (),
@@ -80,16 +80,16 @@ def closing_table(
     return "\n".join([*lines, *syncs])
 
 
-def stage_table(account: Account) -> str:
+def stage_table(breakdown: Breakdown) -> str:
     """Return busy, hidden and exposed time by stage, and by kind beneath."""
     head = ("", "busy", "hidden", "exposed", "hidden %")
-    rows = [_row(str(stage), times) for stage, times in account.stages.items()]
-    rows += [_row(f"all {kind}", times) for kind, times in account.kinds.items() if kind is not Kind.HOST]
-    rows.append(("waited at the merge", "", "", f"{account.merge_wait_ms:.2f}", ""))
+    rows = [_row(str(stage), times) for stage, times in breakdown.stages.items()]
+    rows += [_row(f"all {kind}", times) for kind, times in breakdown.kinds.items() if kind is not Category.HOST]
+    rows.append(("waited at the merge", "", "", f"{breakdown.merge_wait_ms:.2f}", ""))
     return _aligned([head, *rows])
 
 
-def rank_table(ranks: Sequence[Account]) -> str:
+def rank_table(ranks: Sequence[Breakdown]) -> str:
     """Return a row per rank: its step, what it was busy with, and what it waited."""
     head = ("rank", "step", "dense", "lookup", "copy", "communication", "host at work", "host waiting")
     rows = [
@@ -100,8 +100,14 @@ def rank_table(ranks: Sequence[Account]) -> str:
                 for value in (
                     one.step_ms,
                     *(
-                        one.kinds.get(kind, Times()).busy_ms
-                        for kind in (Kind.DENSE, Kind.LOOKUP, Kind.COPY, Kind.COMMUNICATION, Kind.HOST)
+                        one.kinds.get(kind, BusyTime()).busy_ms
+                        for kind in (
+                            Category.DENSE,
+                            Category.LOOKUP,
+                            Category.COPY,
+                            Category.COMMUNICATION,
+                            Category.HOST,
+                        )
                     ),
                     one.blocked_ms,
                 )
@@ -122,25 +128,28 @@ def stale_table(rows: Mapping[str, tuple[int, int]]) -> str:
     return _aligned([("rows in the steps counted", "read", "stale", "stale %"), *cells])
 
 
-def limit_sentence(account: Account) -> str:
+def limit_sentence(breakdown: Breakdown) -> str:
     """Say which resource limits the step, and what overlap can still gain."""
-    name, bound_ms = account.bound
+    name, bound_ms = breakdown.bound
     what = name
-    if name == str(Kind.HOST):  # on a CPU the host does the dense part and the lookups itself
-        parts = {kind: account.kinds.get(kind, Times()).busy_ms for kind in (Kind.DENSE, Kind.LOOKUP, Kind.COPY)}
+    if name == str(Category.HOST):  # on a CPU the host does the dense part and the lookups itself
+        parts = {
+            kind: breakdown.kinds.get(kind, BusyTime()).busy_ms
+            for kind in (Category.DENSE, Category.LOOKUP, Category.COPY)
+        }
         most = max(parts, key=lambda kind: parts[kind])
         share = parts[most] / bound_ms if bound_ms else 0.0
         what = f"host-bound ({most} is {share:.0%} of it)" if share <= 1 else "host-bound"
     else:
         what = f"{name}-bound"
-    percent = account.to_gain_ms / account.step_ms * 100 if account.step_ms else 0.0
+    percent = breakdown.to_gain_ms / breakdown.step_ms * 100 if breakdown.step_ms else 0.0
     return (
-        f"{what}: it is busy {bound_ms:.2f} of the {account.step_ms:.2f} ms of a step, so overlap cannot gain more "
+        f"{what}: it is busy {bound_ms:.2f} of the {breakdown.step_ms:.2f} ms of a step, so overlap cannot gain more "
         f"than {percent:.0f} %."
     )
 
 
-def slowest_sentence(ranks: Sequence[Account]) -> str:
+def slowest_sentence(ranks: Sequence[Breakdown]) -> str:
     """Name the rank that the others wait for."""
     waits = [one.blocked_ms for one in ranks]
     slowest = min(range(len(ranks)), key=lambda rank: waits[rank])
@@ -168,7 +177,7 @@ def sync_lines(found: Sequence[HostSync], on_cuda: bool) -> list[str]:
     return lines
 
 
-def _row(name: str, times: Times) -> tuple[str, ...]:
+def _row(name: str, times: BusyTime) -> tuple[str, ...]:
     if name.removeprefix("all ") in _NEVER_HIDDEN:
         return name, f"{times.busy_ms:.2f}", "", "", ""
     return (

@@ -26,7 +26,7 @@ ROWS = "rows"
 """What the all-to-all of looked-up rows is called, and a wait for it; after a colon more can follow."""
 
 
-class Kind(Enum):
+class Category(Enum):
     """What a resource was busy with."""
 
     DENSE = "dense"
@@ -68,7 +68,7 @@ class Span:
 
     start_ms: float
     end_ms: float
-    kind: Kind
+    kind: Category
     lane: str
     name: str
     stage: Stage | None = None
@@ -94,7 +94,7 @@ def exclusive(spans: Iterable[Span]) -> list[Span]:
     lanes: dict[str, list[Span]] = {}
     cut: list[Span] = []
     for span in spans:
-        if span.kind is Kind.COMMUNICATION:
+        if span.kind is Category.COMMUNICATION:
             cut.append(span)
         else:
             lanes.setdefault(span.lane, []).append(span)

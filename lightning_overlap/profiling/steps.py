@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 
 from ..schedules import Stage
-from .spans import HOST_LANE, Interval, Kind, Span
+from .spans import HOST_LANE, Category, Interval, Span
 
 _PROFILER_STEP = re.compile(r"ProfilerStep#(\d+)$")
 
@@ -44,12 +44,12 @@ def find_steps(spans: Iterable[Span]) -> list[Window]:
     if marked:
         marked.sort(key=lambda span: span.start_ms)
         return [Window(span.start_ms, span.end_ms) for span in marked]
-    forwards = [span for span in spans if span.stage is Stage.DENSE_FORWARD and span.kind is not Kind.COMMUNICATION]
+    forwards = [span for span in spans if span.stage is Stage.DENSE_FORWARD and span.kind is not Category.COMMUNICATION]
     forwards = [span for span in forwards if span.lane == HOST_LANE] or forwards
     starts: dict[object, float] = {}
     outermost_end = float("-inf")
     for span in sorted(forwards, key=lambda span: (span.start_ms, -span.end_ms)):
-        if span.kind is Kind.WAIT or (span.batch is None and span.start_ms < outermost_end):
+        if span.kind is Category.WAIT or (span.batch is None and span.start_ms < outermost_end):
             continue
         outermost_end = max(outermost_end, span.end_ms)
         starts.setdefault(("start", span.start_ms) if span.batch is None else span.batch, span.start_ms)
@@ -69,7 +69,7 @@ def window_of(spans: Sequence[Span]) -> Window:
     if not spans:
         raise ValueError("a timeline without a span has no window: record at least one step.")
     steps = find_steps(spans)
-    on_gpu = [span for span in spans if _on_stream(span) and span.kind is not Kind.WAIT]
+    on_gpu = [span for span in spans if _on_stream(span) and span.kind is not Category.WAIT]
     marked = any(_PROFILER_STEP.match(span.name) for span in spans)
     if steps and not (marked and on_gpu):
         return Window(steps[0].start_ms, steps[-1].end_ms, len(steps))

@@ -9,10 +9,10 @@ from typing import Any, Protocol
 import torch
 
 from ..schedules import Stage
-from .spans import Kind
+from .spans import Category
 
 
-class Marks(Protocol):
+class Timestamps(Protocol):
     """Points in time on a lane, read later."""
 
     def mark(self) -> Any:
@@ -25,7 +25,7 @@ class Marks(Protocol):
         """Return when that was, milliseconds."""
 
 
-class HostMarks:
+class HostTimestamps:
     """Points in time of the calling thread."""
 
     def mark(self) -> float:
@@ -41,7 +41,7 @@ class HostMarks:
         return mark
 
 
-class CudaMarks:
+class CudaTimestamps:
     """Points in time of the current CUDA stream, by timing events.
 
     Args:
@@ -69,7 +69,7 @@ class CudaMarks:
 
 @dataclass(slots=True)
 class _Record:
-    kind: Kind
+    kind: Category
     lane: str
     name: str
     stage: Stage | None

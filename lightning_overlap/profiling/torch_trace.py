@@ -16,7 +16,7 @@ from typing import NamedTuple
 
 from ..schedules import Stage
 from . import trace_names as names
-from .spans import HOST_LANE, ROWS, Kind, Span, intersection, subtract, union
+from .spans import HOST_LANE, ROWS, Category, Span, intersection, subtract, union
 from .trace_file import Event, TraceError, TraceFile, is_own, load, own_spans
 from .trace_file import write_trace as write_trace
 
@@ -68,7 +68,7 @@ class _Context(NamedTuple):
     """What a moment of a thread is under, from the innermost of each kind."""
 
     stage: Stage | None = None
-    kind: Kind | None = None
+    kind: Category | None = None
     batch: int | None = None
     annotation: str = ""
     operator: str = ""
@@ -143,7 +143,7 @@ class _Reader:
     def _ms(self, time_us: float) -> float:
         return (time_us - self._first_us) / 1e3 + self._midnight_ms
 
-    def _add(self, event: Event, kind: Kind, lane: str, name: str, context: _Context, detail: str = "") -> None:
+    def _add(self, event: Event, kind: Category, lane: str, name: str, context: _Context, detail: str = "") -> None:
         start, end = self._ms(event.start_us), self._ms(event.end_us)
         self._spans.append(Span(start, end, kind, lane, name, context.stage, context.batch, detail))
 
@@ -159,7 +159,7 @@ class _Reader:
             elif not self._has_gpu:
                 self._operator(lane, event, around, inside)
             elif lane != HOST_LANE and (inside.stage, inside.kind) != (around.stage, around.kind):
-                self._add(event, Kind.HOST, lane, _operator_name(event.name), inside)  # autograd issues kernels
+                self._add(event, Category.HOST, lane, _operator_name(event.name), inside)  # autograd issues kernels
         elif event.category == "user_annotation":
             self._annotation(lane, event, around, inside)
 
@@ -168,7 +168,7 @@ class _Reader:
             return
         if not context.annotation and not context.operator and "DeviceSynchronize" in event.name:
             return  # the profiler's own, when it ends
-        self._add(event, Kind.WAIT, lane, context.operator or event.name, context, _where(context, event.name))
+        self._add(event, Category.WAIT, lane, context.operator or event.name, context, _where(context, event.name))
 
     def _operator(self, lane: str, event: Event, around: _Context, inside: _Context) -> None:
         """Without a GPU the computing is done here: by the operators that nothing else stands for."""
@@ -176,18 +176,18 @@ class _Reader:
             assert inside.kind is not None
             self._add(event, inside.kind, lane, _operator_name(event.name), inside, _where(around))
         elif around.stage is None and not around.operator:
-            self._add(event, Kind.DENSE, lane, event.name, inside)
+            self._add(event, Category.DENSE, lane, event.name, inside)
 
     def _annotation(self, lane: str, event: Event, around: _Context, inside: _Context) -> None:
         name = _annotation_name(event.name)
         if names.of_annotation(event.name) is None:
             if around.stage is None:
-                self._add(event, Kind.HOST, lane, name, inside)
+                self._add(event, Category.HOST, lane, name, inside)
             return
-        kind = inside.kind if inside.kind is not None and not self._has_gpu else Kind.HOST
+        kind = inside.kind if inside.kind is not None and not self._has_gpu else Category.HOST
         if inside.batch != around.batch or (inside.stage, inside.kind) != (around.stage, around.kind):
-            detail = _where(around) if kind is Kind.WAIT else ""
-            if kind is Kind.WAIT and inside.stage is Stage.EMBEDDING_LOOKUP:
+            detail = _where(around) if kind is Category.WAIT else ""
+            if kind is Category.WAIT and inside.stage is Stage.EMBEDDING_LOOKUP:
                 name = f"{ROWS}: {name}"
             self._add(event, kind, lane, name, inside, detail)
 
@@ -198,7 +198,7 @@ class _Reader:
             context = _Context()
             if issued and issued[0][0] <= event.end_us:
                 context = issued.popleft()[1]
-            self._add(event, Kind.COMMUNICATION, "gloo", event.name, context, _where(context))
+            self._add(event, Category.COMMUNICATION, "gloo", event.name, context, _where(context))
 
     # -- the GPU's streams ------------------------------------------------------------------------------------------
 
@@ -215,7 +215,7 @@ class _Reader:
             context = _Context() if launch is None else launch.context
             if launch is not None and context.stage is Stage.BACKWARD and context.batch is None:
                 context = context._replace(batch=_batch_at(backwards, self._ms(launch.end_us)))
-            kind = names.kind_of_kernel(event.name) if event.category == "kernel" else Kind.COPY
+            kind = names.kind_of_kernel(event.name) if event.category == "kernel" else Category.COPY
             lane = f"stream {event.args.get('stream', event.tid)}"
             if len(devices) > 1:
                 lane = f"gpu {event.args.get('device')} {lane}"
@@ -245,9 +245,9 @@ class _Reader:
                 if last >= 0 and ends[last] > max(waits_from, span.start_ms - RELEASED_MS):
                     held_by = others[last]
                     name, stage, detail = f"waits for {held_by.name}", held_by.stage, f"on {held_by.lane}"
-                    if stage is Stage.EMBEDDING_LOOKUP and held_by.kind is not Kind.COPY:
+                    if stage is Stage.EMBEDDING_LOOKUP and held_by.kind is not Category.COPY:
                         name = f"{ROWS}: {name}"
-                yield Span(waits_from, span.start_ms, Kind.WAIT, compute, name, stage, span.batch, detail)
+                yield Span(waits_from, span.start_ms, Category.WAIT, compute, name, stage, span.batch, detail)
             free_us = event.end_us if free_us == float("inf") else max(free_us, event.end_us)
 
 
@@ -318,15 +318,15 @@ def _waits_for_gradients(
 ) -> list[Span]:
     """Autograd's engine runs operators without a pause; where it pauses beside a collective, it waits for that one."""
     ran = union((to_ms(e.start_us), to_ms(e.end_us)) for events in threads for e in events if e.category == "cpu_op")
-    under_way = union((span.start_ms, span.end_ms) for span in spans if span.kind is Kind.COMMUNICATION)
+    under_way = union((span.start_ms, span.end_ms) for span in spans if span.kind is Category.COMMUNICATION)
     found = []
     for span in spans:
-        if span.stage is Stage.BACKWARD and span.kind is Kind.DENSE and span.name.startswith("backward"):
+        if span.stage is Stage.BACKWARD and span.kind is Category.DENSE and span.name.startswith("backward"):
             pauses = subtract([(span.start_ms, span.end_ms)], ran)
             for start, end in intersection(pauses, under_way):
                 if (end - start) * 1e3 >= BLOCKED_US:
                     name = "wait for gradients"
-                    found.append(Span(start, end, Kind.WAIT, span.lane, name, Stage.BACKWARD, span.batch))
+                    found.append(Span(start, end, Category.WAIT, span.lane, name, Stage.BACKWARD, span.batch))
     return found
 
 
@@ -336,7 +336,7 @@ def _batch_at(windows: Sequence[tuple[float, float, int | None]], time_ms: float
 
 
 def _dense_ms(span: Span) -> float:
-    return span.duration_ms if span.kind is Kind.DENSE else 0.0
+    return span.duration_ms if span.kind is Category.DENSE else 0.0
 
 
 def _where(context: _Context, call: str = "") -> str:

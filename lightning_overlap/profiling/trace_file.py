@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from ..schedules import Stage
-from .spans import Kind, Span, rows_of
+from .spans import Category, Span, rows_of
 
 WRITER = "lightning_overlap timeline"
 """Marks the files of this package."""
@@ -23,7 +23,7 @@ _ADVICE = (
 _CATEGORIES = {
     *("kernel", "gpu_memcpy", "gpu_memset"),
     *("cuda_runtime", "cuda_driver", "cpu_op", "user_annotation", "python_function"),
-    *(kind.value for kind in Kind),
+    *(kind.value for kind in Category),
 }
 
 
@@ -167,7 +167,7 @@ def _own_span(event: Event) -> Span:
     return Span(
         float(args["start_ms"]),
         float(args["end_ms"]),
-        Kind(event.category),
+        Category(event.category),
         args["lane"],
         event.name,
         Stage(args["stage"]) if "stage" in args else None,

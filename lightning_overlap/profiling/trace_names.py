@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from functools import cache
 
 from ..schedules import Stage
-from .spans import Kind
+from .spans import Category
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,47 +21,48 @@ class Meaning:
     """
 
     stage: Stage
-    kind: Kind
+    kind: Category
 
 
-_ANNOTATIONS: tuple[tuple[str, Stage, Kind], ...] = (
+_HOST, _WAIT, _LOOKUP = Category.HOST, Category.WAIT, Category.LOOKUP
+_ANNOTATIONS: tuple[tuple[str, Stage, Category], ...] = (
     # The awaitables: TorchRec names its wait() after the class.
-    (r"(splitsalltoall|(fused)?kjt\w*splits)awaitable wait\(\)", Stage.INPUT_SPLITS_DIST, Kind.WAIT),
-    (r"(fused)?kjt\w*awaitable wait\(\)", Stage.INPUT_DATA_DIST, Kind.WAIT),
-    (r"all2all_tw_data:wait|all2all_data:\w*_wait", Stage.INPUT_DATA_DIST, Kind.WAIT),
-    (r"(\w+awaitable|request|earlyrows|lazyembeddings) wait\(\)", Stage.EMBEDDING_LOOKUP, Kind.WAIT),
-    (r"forward:wait_all2all", Stage.EMBEDDING_LOOKUP, Kind.WAIT),
+    (r"(splitsalltoall|(fused)?kjt\w*splits)awaitable wait\(\)", Stage.INPUT_SPLITS_DIST, _WAIT),
+    (r"(fused)?kjt\w*awaitable wait\(\)", Stage.INPUT_DATA_DIST, _WAIT),
+    (r"all2all_tw_data:wait|all2all_data:\w*_wait", Stage.INPUT_DATA_DIST, _WAIT),
+    (r"(\w+awaitable|request|earlyrows|(early|lazy)embeddings) wait\(\)", Stage.EMBEDDING_LOOKUP, _WAIT),
+    (r"forward:wait_all2all", Stage.EMBEDDING_LOOKUP, _WAIT),
     # Copies.
-    (r"(inplace_)?copy_(batch_)?to_(gpu|device)|copy_batch", Stage.COPY_BATCH_TO_DEVICE, Kind.COPY),
-    (r"next_batch|load[ _]batch", Stage.COPY_BATCH_TO_DEVICE, Kind.COPY),
-    (r"wait_for_batch|enumerate\(dataloader\)", Stage.COPY_BATCH_TO_DEVICE, Kind.COPY),
+    (r"(inplace_)?copy_(batch_)?to_(gpu|device)|copy_batch", Stage.COPY_BATCH_TO_DEVICE, Category.COPY),
+    (r"next_batch|load[ _]batch", Stage.COPY_BATCH_TO_DEVICE, Category.COPY),
+    (r"wait_for_batch|enumerate\(dataloader\)", Stage.COPY_BATCH_TO_DEVICE, Category.COPY),
     # The input dist. What belongs to one half of it comes before the names of the whole.
-    (r"all2all_data:kjt splits|\[splits_dist\]|input_splits_dist", Stage.INPUT_SPLITS_DIST, Kind.HOST),
-    (r"(start_)?sparse_data_dist|all2all_\w+:init", Stage.INPUT_SPLITS_DIST, Kind.HOST),
-    (r"all2all_\w+:|input_data_dist|wait_sparse_data_dist", Stage.INPUT_DATA_DIST, Kind.HOST),
-    (r"dist_init:recat|runtime_forward_assemble_kjt", Stage.INPUT_DATA_DIST, Kind.HOST),
-    (r"permute_id_(score_)?list_features", Stage.INPUT_SPLITS_DIST, Kind.HOST),
+    (r"all2all_data:kjt splits|\[splits_dist\]|input_splits_dist", Stage.INPUT_SPLITS_DIST, _HOST),
+    (r"(start_)?sparse_data_dist|all2all_\w+:init", Stage.INPUT_SPLITS_DIST, _HOST),
+    (r"all2all_\w+:|input_data_dist|wait_sparse_data_dist", Stage.INPUT_DATA_DIST, _HOST),
+    (r"dist_init:recat|runtime_forward_assemble_kjt", Stage.INPUT_DATA_DIST, _HOST),
+    (r"permute_id_(score_)?list_features", Stage.INPUT_SPLITS_DIST, _HOST),
     # Backward's collectives, before those of the forward that carry the same words.
-    (r"(all2all|reducescatter|allgather|variable_batch|alltoall|reduce_scatter)\w*_bwd?\b", Stage.BACKWARD, Kind.HOST),
-    (r"alltoall_bwd_single|all2all_\w+_bwd", Stage.BACKWARD, Kind.HOST),
+    (r"(all2all|reducescatter|allgather|variable_batch|alltoall|reduce_scatter)\w*_bwd?\b", Stage.BACKWARD, _HOST),
+    (r"alltoall_bwd_single|all2all_\w+_bwd", Stage.BACKWARD, _HOST),
     # The lookup and the way back of the rows.
-    (r"\[lookup\]|sparse_forward|embedding_lookup_and_pin", Stage.EMBEDDING_LOOKUP, Kind.LOOKUP),
-    (r"(sharded_module_|_)?prefetch", Stage.PREFETCH, Kind.LOOKUP),
-    (r"uvm_lookup_prefetched_rows", Stage.EMBEDDING_LOOKUP, Kind.LOOKUP),
-    (r"(start_)?embedding_lookup|\[output_dist\]", Stage.EMBEDDING_LOOKUP, Kind.HOST),
-    (r"(all2all|reducescatter|allgather|variable_batch|alltoall|reduce_scatter)", Stage.EMBEDDING_LOOKUP, Kind.HOST),
-    (r"embedding_update", Stage.EMBEDDING_UPDATE, Kind.DENSE),
+    (r"\[lookup\]|sparse_forward|embedding_lookup_and_pin", Stage.EMBEDDING_LOOKUP, _LOOKUP),
+    (r"(sharded_module_|_)?prefetch", Stage.PREFETCH, _LOOKUP),
+    (r"uvm_lookup_prefetched_rows", Stage.EMBEDDING_LOOKUP, _LOOKUP),
+    (r"(start_)?embedding_lookup|\[output_dist\]", Stage.EMBEDDING_LOOKUP, _HOST),
+    (r"(all2all|reducescatter|allgather|variable_batch|alltoall|reduce_scatter)", Stage.EMBEDDING_LOOKUP, _HOST),
+    (r"embedding_update", Stage.EMBEDDING_UPDATE, Category.DENSE),
     # The dense part.
-    (r"emb_backward|backward", Stage.BACKWARD, Kind.DENSE),
-    (r"optimizer_step|optimizer( \d+)?$|optimizer\.step#", Stage.OPTIMIZER_STEP, Kind.DENSE),
-    (r"dense_forward|forward|distributeddataparallel\.forward", Stage.DENSE_FORWARD, Kind.DENSE),
+    (r"emb_backward|backward", Stage.BACKWARD, Category.DENSE),
+    (r"optimizer_step|optimizer( \d+)?$|optimizer\.step#", Stage.OPTIMIZER_STEP, Category.DENSE),
+    (r"dense_forward|forward|distributeddataparallel\.forward", Stage.DENSE_FORWARD, Category.DENSE),
 )  # fmt: skip
-_OPERATORS: tuple[tuple[str, Stage, Kind], ...] = (
+_OPERATORS: tuple[tuple[str, Stage, Category], ...] = (
     # TorchRec's backward of an all-to-all's request waits for the gradients on their way.
-    (r"autograd::engine::\w+: (all2all|reducescatter|allgather|variable)\w*reqback", Stage.BACKWARD, Kind.WAIT),
-    (r"autograd::engine::evaluate_function", Stage.BACKWARD, Kind.DENSE),
-    (r"fbgemm::(split_embedding_codegen_lookup|dense_embedding_codegen_lookup)", Stage.EMBEDDING_LOOKUP, Kind.LOOKUP),
-    (r"fbgemm::(lxu_cache_(populate|lookup)|bounds_check_indices)", Stage.EMBEDDING_LOOKUP, Kind.LOOKUP),
+    (r"autograd::engine::\w+: (all2all|reducescatter|allgather|variable)\w*reqback", Stage.BACKWARD, _WAIT),
+    (r"autograd::engine::evaluate_function", Stage.BACKWARD, Category.DENSE),
+    (r"fbgemm::(split_embedding_codegen_lookup|dense_embedding_codegen_lookup)", Stage.EMBEDDING_LOOKUP, _LOOKUP),
+    (r"fbgemm::(lxu_cache_(populate|lookup)|bounds_check_indices)", Stage.EMBEDDING_LOOKUP, _LOOKUP),
 )  # fmt: skip
 _ANNOTATION = [(re.compile(pattern), Meaning(stage, kind)) for pattern, stage, kind in _ANNOTATIONS]
 _OPERATOR = [(re.compile(pattern), Meaning(stage, kind)) for pattern, stage, kind in _OPERATORS]
@@ -130,13 +131,13 @@ def without_batch(name: str) -> str:
 
 
 @cache
-def kind_of_kernel(name: str) -> Kind:
+def kind_of_kernel(name: str) -> Category:
     """Return what a GPU kernel is for. The TBE backward updates the tables and counts as backward, so as dense."""
     if _COLLECTIVE_KERNEL.match(name):
-        return Kind.COMMUNICATION
+        return Category.COMMUNICATION
     if _SPARSE_KERNEL.search(name):
-        return Kind.DENSE if _TABLE_UPDATE.search(name) else Kind.LOOKUP
-    return Kind.DENSE
+        return Category.DENSE if _TABLE_UPDATE.search(name) else _LOOKUP
+    return Category.DENSE
 
 
 @cache

@@ -1,13 +1,16 @@
-"""Face."""
+"""Walk a schedule: batches in flight, streams and events, and when each stage is issued.
 
-from .batch_copies import PlacedCopies as PlacedCopies
+Knows neither TorchRec nor Lightning: `interfaces.py` says what it is given, `executor.py` does the walking.
+"""
+
+from .batch_copies import BatchCopies as BatchCopies
 from .batch_tree import Path as Path
 from .batch_tree import leaves as leaves
 from .batch_tree import resolve as resolve
 from .executor import Executor as Executor
 from .inflight import InFlightBatch as InFlightBatch
-from .interfaces import Clock as Clock
 from .interfaces import Observer as Observer
+from .interfaces import StageTimer as StageTimer
 from .interfaces import timed as timed
 from .streams import CudaStreams as CudaStreams
 from .streams import HostStreams as HostStreams

@@ -16,7 +16,7 @@ from .streams import Streams
 _TO = torch.ops.aten._to_copy.default
 
 
-class PlacedCopies(TorchDispatchMode):
+class BatchCopies(TorchDispatchMode):
     """Lets every copy from the host take its memory from the compute stream's pool.
 
     The caching allocator keeps a pool for each stream. Batches that are copied on a stream of their own have a pool
@@ -50,6 +50,6 @@ class PlacedCopies(TorchDispatchMode):
         with self._streams.on(StreamName.COMPUTE):
             placed = torch.empty_like(source, dtype=kwargs.get("dtype"), device=device, memory_format=form)
         self._streams.wait(StreamName.MEMCPY, self._streams.record(StreamName.COMPUTE))
-        self._streams.hand_over(placed, StreamName.MEMCPY)  # a batch may be dropped before its copy is over
+        self._streams.record_stream(placed, StreamName.MEMCPY)  # a batch may be dropped before its copy is over
         with self._streams.on(StreamName.MEMCPY):
             return placed.copy_(source, non_blocking=bool(kwargs.get("non_blocking")))

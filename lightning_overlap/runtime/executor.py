@@ -10,21 +10,21 @@ from typing import Any
 
 import torch
 
-from ..distributed import ASK_FOR_LAST, Agreement, Answer, Flags, Rhythm
+from ..distributed import ASK_FOR_LAST, Answer, Consensus, PollInterval, StepFlags
 from ..schedules import (
     BEFORE,
     BEFORE_WITH_PREFETCH,
     EARLY_OWNERS,
     TRAINING_STAGES,
     Schedule,
+    SequentialSchedule,
     Stage,
     Step,
     StreamName,
-    SwitchedSchedule,
     WeightOwner,
 )
 from .inflight import InFlightBatch, abandon
-from .interfaces import BatchSource, Clock, Observer, SparseStages, timed
+from .interfaces import BatchSource, Observer, SparseStages, StageTimer, timed
 from .profiler_ranges import InStage, TrainerStage
 from .streams import HostStreams, Streams
 
@@ -41,7 +41,7 @@ class Executor:
         source: Gives the batches.
         sparse: Does the sparse stages, where the schedule has them; None: its sparse rows are skipped.
         streams: The device's streams.
-        agreement: Asks all ranks whether they have the next batch too; None on one rank.
+        consensus: Asks all ranks whether they have the next batch too; None on one rank.
         lookup_context: Entered around every early lookup (autocast, as around `training_step`).
         observer: Told of every issue and wait.
         rank: Named in errors.
@@ -52,12 +52,12 @@ class Executor:
 
     def __init__(
         self,
-        schedule: Schedule | SwitchedSchedule,
+        schedule: Schedule | SequentialSchedule,
         source: BatchSource,
         sparse: SparseStages | None,
         streams: Streams,
         *,
-        agreement: Agreement | None = None,
+        consensus: Consensus | None = None,
         lookup_context: Callable[[], AbstractContextManager[Any]] = nullcontext,
         observer: Observer | None = None,
         rank: int = 0,
@@ -72,13 +72,13 @@ class Executor:
         self._serving = sparse
         self._sparse = sparse if schedule.at(self._first_batch).has_sparse_stages else None
         self._streams = streams
-        self._agreement = agreement
+        self._consensus = consensus
         self._any_rank = any_rank
         self.hooks_read_tables = hooks_read_tables
         self._lookup_context = lookup_context
         self._observe = observer or _ignore
         self._rank = rank
-        self.clock: Clock | None = None
+        self.timer: StageTimer | None = None
         self._trainer_stage = TrainerStage()
         self._run_stage: dict[Stage, Callable[[InFlightBatch], None]] = {}
         if self._sparse is not None:
@@ -87,24 +87,24 @@ class Executor:
                 Stage.INPUT_DATA_DIST: self._sparse.input_data_dist,
                 Stage.PREFETCH: self._sparse.prefetch,
             }
-        self._take(schedule.at(self._first_batch))
+        self._use_schedule(schedule.at(self._first_batch))
         # An evaluation keeps the mode that it runs in: no_grad or inference_mode.
         trains = Stage.BACKWARD in self.schedule.training_stages
         self._num_asks_for_writes = NUM_ASKS_FOR_WRITES if trains else 0
         self._grad_mode: Callable[[], AbstractContextManager[Any]] = torch.enable_grad if trains else nullcontext
         self._reset()
 
-    def _take(self, schedule: Schedule) -> None:
+    def _use_schedule(self, schedule: Schedule) -> None:
         """Walk this table from the next iteration on."""
         self.schedule = schedule
         self._copy = next(step for step in schedule if step.stage is Stage.COPY_BATCH_TO_DEVICE)
         self._positions = {stage: schedule.position(stage) for stage in schedule.training_stages}
-        self._before = BEFORE if schedule.row(Stage.PREFETCH) is None else BEFORE_WITH_PREFETCH
+        self._before = BEFORE if schedule.step_of(Stage.PREFETCH) is None else BEFORE_WITH_PREFETCH
         self._deferred = schedule.dense_owned_lookup
-        lookup = schedule.row(Stage.EMBEDDING_LOOKUP)
+        lookup = schedule.step_of(Stage.EMBEDDING_LOOKUP)
         self._lookup_stream = StreamName.COMPUTE if lookup is None else lookup.stream
-        self._update = schedule.row(Stage.EMBEDDING_UPDATE)
-        self._left = schedule.left_for_backward
+        self._update = schedule.step_of(Stage.EMBEDDING_UPDATE)
+        self._left = schedule.fills_backward_wait
         self._received_in_backward = schedule.received_in_backward
         self._first_owners = EARLY_OWNERS if self._deferred is None else frozenset({WeightOwner.FUSED_BACKWARD})
 
@@ -117,13 +117,13 @@ class Executor:
         self._between_steps: Any = None  # event behind what came between the last two steps, where updates wait
         self.num_fetched = 0
         self._answers: dict[int, Answer] = {}
-        self._rhythm: Rhythm | None = None  # of asking now and then; None: for every batch
+        self._poll_interval: PollInterval | None = None  # of asking now and then; None: for every batch
         self._ask_all_from: float = 0  # on, the ranks ask each other for every batch
         self._asked_now_and_then = -1  # the last batch asked for before
         self._end: int | None = None  # batches that all ranks have, once that is known
         self.stop_agreed = False
         self._waiting_for_discovery: list[tuple[Step, int, frozenset[WeightOwner]]] = []
-        self._plain_forward = False  # a module of the current batch ran its own forward, on the compute stream
+        self._ran_unpipelined = False  # a module of the current batch ran its own forward, on the compute stream
         self._asks_for_writes = False  # in this iteration
         self._in_forward = False  # of the user's step, which with manual optimization is all of it
         self._num_stepped = 0  # batches whose step is over
@@ -190,7 +190,7 @@ class Executor:
     @property
     def is_last(self) -> bool:
         """Whether the current batch is known to be the last one, on all ranks."""
-        if self._agreement is None:
+        if self._consensus is None:
             return self.num_ahead == 0 and self._source.exhausted
         return self._end == self._iteration + 1
 
@@ -202,12 +202,12 @@ class Executor:
         if self._iteration < 0:
             self._begin_epoch()
         else:
-            self.reach(self.schedule.training_stages[-1])
+            self.stage_done(self.schedule.training_stages[-1])
             self._in_flight.pop(self._iteration, None)
             schedule = self._schedules.at(self._first_batch + self._iteration + 1)
             if schedule is not self.schedule:
                 self.update_tables()
-                self._take(schedule)
+                self._use_schedule(schedule)
                 self._fill(self._iteration + 1)
         if self._iteration >= 0:
             self._asks_for_writes = self._num_asks_for_writes > 0
@@ -223,7 +223,7 @@ class Executor:
         current = self.current
         if current is not None:
             self._acquire(current, StreamName.COMPUTE, Stage.COPY_BATCH_TO_DEVICE)
-            self._streams.hand_over(current.batch, StreamName.COMPUTE)
+            self._streams.record_stream(current.batch, StreamName.COMPUTE)
         return current
 
     @contextmanager
@@ -237,7 +237,7 @@ class Executor:
         if current.consumed:
             self.update_tables()  # a second forward in one iteration sees what the first one's backward did
         current.consumed = True
-        self._trainer_stage.begin(Stage.DENSE_FORWARD, self._iteration, self.clock)
+        self._trainer_stage.begin(Stage.DENSE_FORWARD, self._iteration, self.timer)
         self._in_forward = True
         try:
             with nullcontext() if self._serving is None else self._serving.forward(current):
@@ -246,7 +246,7 @@ class Executor:
             self._in_forward = False
             self._trainer_stage.end()
 
-    def reach(self, stage: Stage) -> None:
+    def stage_done(self, stage: Stage) -> None:
         """Say that the trainer has done a stage of the current batch; run the rows up to the next such stage.
 
         Rows before `stage` that have not run yet (the trainer skipped a stage) run too. A second backward in one
@@ -257,7 +257,7 @@ class Executor:
         position = self._positions[stage]
         if self._row > position:
             if stage is Stage.BACKWARD:
-                self._pass_backward()
+                self._after_backward()
                 self._drop_lookups_ahead()
             return
         self._trainer_stage.end()
@@ -267,15 +267,15 @@ class Executor:
                 self._run(self.schedule.steps[self._row], self._first_owners)
                 self._row += 1
                 continue
-            self._pass(passed)
+            self._after_stage(passed)
             self._row += 1
             self._run_rows()
-            if passed is Stage.DENSE_FORWARD and self._plain_forward:
+            if passed is Stage.DENSE_FORWARD and self._ran_unpipelined:
                 # The backward to come writes tables on the compute stream: not before early lookups have read them.
                 self.wait_for_lookups()
         if stage is not self.schedule.training_stages[-1]:
             following = TRAINING_STAGES[TRAINING_STAGES.index(stage) + 1]
-            self._trainer_stage.begin(following, self._iteration, self.clock)
+            self._trainer_stage.begin(following, self._iteration, self.timer)
 
     def ask_for_writes(self) -> None:
         """Ask all ranks before the next batch whether tables were written: an evaluation or a save has been there."""
@@ -311,7 +311,7 @@ class Executor:
         if self._sparse is None:
             return
         written = everyone = self._sparse.is_overwritten(self._ahead())
-        if self._agreement is not None:
+        if self._consensus is not None:
             everyone = asks and self._any_rank(written)
         if everyone:
             self._num_asks_for_writes = NUM_ASKS_FOR_WRITES  # who has written tables once does it again
@@ -341,10 +341,10 @@ class Executor:
         with InStage(step.stage, index, self._rank):
             # Behind its gradients, and behind what read the tables on the compute stream: between two steps, or in a
             # module's own forward. Not behind any other forward, beside which it is to run.
-            beside_forward = step.offset < 0 and not self._plain_forward
+            beside_forward = step.offset < 0 and not self._ran_unpipelined
             behind = self._between_steps if beside_forward else self._streams.record(StreamName.COMPUTE)
             self._streams.wait(step.stream, behind)
-            with self._streams.on(step.stream), timed(self.clock, step.stage, index, step.stream):
+            with self._streams.on(step.stream), timed(self.timer, step.stage, index, step.stream):
                 self._sparse.embedding_update(inflight)
         self._updated = self._streams.record(self._lookup_stream)
         if step.offset == 0:
@@ -419,7 +419,7 @@ class Executor:
 
     def _begin_epoch(self) -> None:
         self._first_batch = self._num_before()
-        self._take(self._schedules.at(self._first_batch))
+        self._use_schedule(self._schedules.at(self._first_batch))
         # Weights may have been loaded or changed on the compute stream since the last run.
         start = self._streams.record(StreamName.COMPUTE)
         for stream in {step.stream for step in self.schedule} | {self._lookup_stream}:
@@ -441,22 +441,22 @@ class Executor:
         """Run the rows from the cursor to the next row of the trainer."""
         steps = self.schedule.steps
         while self._row < len(steps) and steps[self._row].stage not in TRAINING_STAGES:
-            if self._row in self._left and self._call_in_backward(steps[self._row].stage, self._run_left):
+            if self._row in self._left and self._register_backward_hook(steps[self._row].stage, self._run_left):
                 return
             self._run(steps[self._row], self._first_owners)
             self._row += 1
         if self._received_in_backward is not None and self._row == self._positions[Stage.BACKWARD]:
-            self._call_in_backward(Stage.INPUT_DATA_DIST, self._receive_ahead)
+            self._register_backward_hook(Stage.INPUT_DATA_DIST, self._receive_ahead)
 
-    def _call_in_backward(self, stage: Stage, call: Callable[[int], None]) -> bool:
+    def _register_backward_hook(self, stage: Stage, call: Callable[[int], None]) -> bool:
         """Leave a stage, and what follows it, until the backward of this batch waits for other ranks, if it will.
 
         Not beside a module's own forward, whose backward may write tables before that.
         """
         current = self.current
-        if self._sparse is None or current is None or not self._sparse.ready or self._plain_forward:
+        if self._sparse is None or current is None or not self._sparse.ready or self._ran_unpipelined:
             return False
-        return self._sparse.call_in_backward(current, stage, partial(call, self._iteration))
+        return self._sparse.register_backward_hook(current, stage, partial(call, self._iteration))
 
     def _run_left(self, iteration: int) -> None:
         if self._iteration == iteration:
@@ -474,17 +474,17 @@ class Executor:
             with InStage(Stage.INPUT_DATA_DIST, inflight.index, self._rank):
                 self._receive_input(lookup, inflight)
 
-    def _pass(self, stage: Stage) -> None:
+    def _after_stage(self, stage: Stage) -> None:
         """The trainer has done `stage` of the current batch."""
         if stage is not Stage.DENSE_FORWARD:
             self._observe("issue", stage, self._iteration)
         if self._sparse is None:
             return
         if stage is Stage.DENSE_FORWARD:
-            self._plain_forward = self._sparse.take_plain_forward()
+            self._ran_unpipelined = self._sparse.take_unpipelined_forward()
             self._discover()
         elif stage is Stage.BACKWARD:
-            self._pass_backward()
+            self._after_backward()
         elif stage is Stage.OPTIMIZER_STEP:
             self._num_stepped = self._iteration + 1
             self._discover()
@@ -492,24 +492,24 @@ class Executor:
             self._streams.wait(StreamName.COMPUTE, self._updated)
             self._run_deferred_lookup()
 
-    def _pass_backward(self) -> None:
+    def _after_backward(self) -> None:
         if self._sparse is not None:
             self._sparse.finish_lookups()
-        if self._sparse is not None and (self._sparse.take_plain_forward() or self._plain_forward):
+        if self._sparse is not None and (self._sparse.take_unpipelined_forward() or self._ran_unpipelined):
             # Such a module's TBE backward ran on the compute stream: the next lookup has to wait for it.
             self._written = self._streams.record(StreamName.COMPUTE)
-            self._plain_forward = False
+            self._ran_unpipelined = False
         self._num_updated = self._iteration + 1
         current = self.current
-        if self._sparse is not None and current is not None and current.holds_update:
+        if self._sparse is not None and current is not None and current.defers_update:
             # Behind the all-reduce of dense gradients, which is over by now: the optimizer waits for it, and beside it
             # these would take their share of the link.
             self._streams.wait(self._lookup_stream, self._streams.record(StreamName.COMPUTE))
             with (
                 self._streams.on(self._lookup_stream),
-                timed(self.clock, Stage.BACKWARD, current.index, self._lookup_stream),
+                timed(self.timer, Stage.BACKWARD, current.index, self._lookup_stream),
             ):
-                self._sparse.hold_update(current)
+                self._sparse.start_update(current)
             self._to_update[current.index] = current
             if self._update is None:
                 self.update_tables()  # looked up under the table before this one
@@ -556,7 +556,7 @@ class Executor:
             with (
                 InStage(step.stage, self.num_fetched, self._rank),
                 self._streams.on(step.stream),
-                timed(self.clock, step.stage, self.num_fetched, step.stream),
+                timed(self.timer, step.stage, self.num_fetched, step.stream),
             ):
                 fetched = self._source.fetch()
             self._ask(fetched is None)
@@ -570,20 +570,22 @@ class Executor:
 
     def _ask(self, lacks: bool) -> None:
         """Say whether there is a batch `num_fetched`, and ask for what the others have to say."""
-        if self._agreement is None:
+        if self._consensus is None:
             return
         if self.num_fetched == 0:
-            self._rhythm = Rhythm() if self._source.certain else None
+            self._poll_interval = PollInterval() if self._source.length_known else None
             self._ask_all_from = max(0, self._source.num_batches - ASK_FOR_LAST)
-        hurry = 0
-        if self._rhythm is not None and self.num_fetched < self._ask_all_from:
-            if lacks or not self._rhythm.due(self.num_fetched):
+        requested_interval = 0
+        if self._poll_interval is not None and self.num_fetched < self._ask_all_from:
+            if lacks or not self._poll_interval.due(self.num_fetched):
                 return  # a batch that is held back is so on all ranks
-            hurry = self._rhythm.ask(self.num_fetched)
+            requested_interval = self._poll_interval.ask(self.num_fetched)
             self._asked_now_and_then = self.num_fetched
         skips = self._source.num_skipped > 0
-        flags = Flags(not lacks, lacks, self._source.exhausted, self._source.told_to_stop, skips, hurry)
-        self._answers.setdefault(self.num_fetched, self._agreement.ask(flags))
+        flags = StepFlags(
+            not lacks, lacks, self._source.exhausted, self._source.stop_requested, skips, requested_interval
+        )
+        self._answers.setdefault(self.num_fetched, self._consensus.ask(flags))
 
     def _resolve(self, index: int) -> None:
         """Hear whether all ranks have a batch, before the first collective that is made for it.
@@ -595,8 +597,8 @@ class Executor:
             return
         said = answer.wait()
         self.stop_agreed |= said.stop
-        if self._rhythm is not None and index == self._asked_now_and_then:
-            self._rhythm.hear(said.hurry)
+        if self._poll_interval is not None and index == self._asked_now_and_then:
+            self._poll_interval.hear(said.requested_interval)
         if said.skips:  # from the first batch on that no rank has asked for yet
             self._ask_all_from = min(self._ask_all_from, index + self._schedules.depth + 1)
         if said.has and (said.lacks or said.last) and self._end is None:
@@ -622,7 +624,7 @@ class Executor:
             return
         previous = self._before[step.stage]
         if previous not in inflight.done:  # the batch came later than its earlier rows
-            row = self.schedule.row(previous)
+            row = self.schedule.step_of(previous)
             assert row is not None
             self._issue(row, inflight, owners)
         self._observe("issue", step.stage, inflight.index)
@@ -633,8 +635,8 @@ class Executor:
                 self._order_prefetch(step)
             self._acquire(inflight, step.stream, previous)
             if step.stage is not Stage.EMBEDDING_LOOKUP and inflight.done[previous][0] is not step.stream:
-                self._streams.hand_over(inflight.batch, step.stream)  # the ids are sent from the batch's own memory
-            with self._streams.on(step.stream), timed(self.clock, step.stage, inflight.index, step.stream):
+                self._streams.record_stream(inflight.batch, step.stream)  # the ids are sent from the batch's own memory
+            with self._streams.on(step.stream), timed(self.timer, step.stage, inflight.index, step.stream):
                 if step.stage is Stage.EMBEDDING_LOOKUP:
                     self._look_up(step, inflight, owners)
                 else:
@@ -645,15 +647,15 @@ class Executor:
         """Assemble the received ids on the input dist's stream, and hand them to the lookup's."""
         assert self._sparse is not None
         stream, _ = inflight.done[Stage.INPUT_DATA_DIST]
-        with self._streams.on(stream), timed(self.clock, Stage.INPUT_DATA_DIST, inflight.index, stream):
+        with self._streams.on(stream), timed(self.timer, Stage.INPUT_DATA_DIST, inflight.index, stream):
             received = self._sparse.receive_input(inflight)
         inflight.done[Stage.INPUT_DATA_DIST] = (stream, self._streams.record(stream))
-        self._streams.hand_over(received, step.stream)
+        self._streams.record_stream(received, step.stream)
 
     def _order_prefetch(self, step: Step) -> None:
         """Let a prefetch wait for what else fills a cache. For lookups and updates that it goes beside, FBGEMM does."""
         self._streams.wait(step.stream, self._began)  # an evaluation
-        if self._plain_forward:  # the current batch's own
+        if self._ran_unpipelined:  # the current batch's own
             self._streams.wait(step.stream, self._streams.record(StreamName.COMPUTE))
 
     def _look_up(self, step: Step, inflight: InFlightBatch, owners: frozenset[WeightOwner]) -> None:
@@ -665,7 +667,7 @@ class Executor:
             self._streams.wait(step.stream, self._streams.record(StreamName.COMPUTE))
         if WeightOwner.FUSED_BACKWARD in owners:
             inflight.num_unseen = inflight.index - min(self._to_update, default=self._num_updated)
-            inflight.holds_update = self._update is not None and self._sparse.holds_updates
+            inflight.defers_update = self._update is not None and self._sparse.can_defer_updates
         with self._grad_mode(), self._lookup_context():
             self._sparse.embedding_lookup(inflight, owners)
 

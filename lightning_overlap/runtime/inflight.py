@@ -32,7 +32,7 @@ class InFlightBatch:
     """State of each pipelined module for this batch, by the module's name; the sparse stages own it."""
     sizes: Any = None
     """The exchange of split sizes of all modules, while it is under way; the sparse stages own it."""
-    holds_update: bool = False
+    defers_update: bool = False
     """Whether its lookup leaves the update of the tables to a stage of its own."""
     consumed: bool = False
     """Whether its `training_step` has begun."""

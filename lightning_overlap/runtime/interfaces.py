@@ -21,7 +21,7 @@ class BatchSource(Protocol):
         """Whether it is known that no batch is left."""
 
     @property
-    def certain(self) -> bool:
+    def length_known(self) -> bool:
         """Whether every rank is known to have as many batches, so that only the last one has to be agreed on."""
 
     @property
@@ -33,7 +33,7 @@ class BatchSource(Protocol):
         """How many batches of this epoch were None, so far."""
 
     @property
-    def told_to_stop(self) -> bool:
+    def stop_requested(self) -> bool:
         """Whether this process was asked to end."""
 
     def fetch(self) -> tuple[Any, int, int] | None:
@@ -48,7 +48,7 @@ class SparseStages(Protocol):
         """Whether it is known which part of a batch feeds which module."""
 
     @property
-    def holds_updates(self) -> bool:
+    def can_defer_updates(self) -> bool:
         """Whether an update can come later than its backward; not where no gradient travels that it could wait for."""
 
     def discover(self, inflight: InFlightBatch) -> bool:
@@ -81,7 +81,7 @@ class SparseStages(Protocol):
     def finish_lookups(self) -> None:
         """Wait for the lookups that run in threads; start the all-to-all of their rows."""
 
-    def call_in_backward(self, inflight: InFlightBatch, stage: Stage, call: Callable[[], None]) -> bool:
+    def register_backward_hook(self, inflight: InFlightBatch, stage: Stage, call: Callable[[], None]) -> bool:
         """Have this called where the backward of a batch first waits for other ranks.
 
         That is before it writes a table. It may be called several times. False if nothing would call it, or where the
@@ -94,7 +94,7 @@ class SparseStages(Protocol):
     def count_lookups(self, inflight: InFlightBatch, times: int) -> None:
         """Count the early lookups of a batch for the fused optimizers so many times more; -1: take them back."""
 
-    def hold_update(self, inflight: InFlightBatch) -> None:
+    def start_update(self, inflight: InFlightBatch) -> None:
         """Start the all-to-alls of gradients of a batch whose backward is over; keep what its update needs."""
 
     def embedding_update(self, inflight: InFlightBatch) -> None:
@@ -115,11 +115,11 @@ class SparseStages(Protocol):
     def drain(self, inflight: InFlightBatch) -> None:
         """Complete every collective that was started for a batch that will not be trained."""
 
-    def take_plain_forward(self) -> bool:
+    def take_unpipelined_forward(self) -> bool:
         """Whether a module ran its own forward, on the compute stream, since the last call."""
 
 
-class Clock(Protocol):
+class StageTimer(Protocol):
     """What the executor and the sparse stages tell."""
 
     def begin(self, stage: Stage, batch: int, stream: StreamName) -> None:
@@ -135,18 +135,18 @@ class Clock(Protocol):
         """Go around the wait of the compute stream for looked-up rows."""
 
 
-_NO_CLOCK: AbstractContextManager[Any] = nullcontext()
+_NO_TIMER: AbstractContextManager[Any] = nullcontext()
 
 
-def timed(clock: Clock | None, stage: Stage, batch: int, stream: StreamName) -> AbstractContextManager[None]:
+def timed(timer: StageTimer | None, stage: Stage, batch: int, stream: StreamName) -> AbstractContextManager[None]:
     """Go around a stage, where there is a clock."""
-    return _NO_CLOCK if clock is None else _timed_stage(clock, stage, batch, stream)
+    return _NO_TIMER if timer is None else _timed_stage(timer, stage, batch, stream)
 
 
 @contextmanager
-def _timed_stage(clock: Clock, stage: Stage, batch: int, stream: StreamName) -> Iterator[None]:
-    clock.begin(stage, batch, stream)
+def _timed_stage(timer: StageTimer, stage: Stage, batch: int, stream: StreamName) -> Iterator[None]:
+    timer.begin(stage, batch, stream)
     try:
         yield
     finally:
-        clock.end()
+        timer.end()

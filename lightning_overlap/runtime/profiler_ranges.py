@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from ..schedules import Stage, StreamName
-from .interfaces import Clock
+from .interfaces import StageTimer
 
 _PROFILED_FROM_OUTSIDE = "KINETO_USE_DAEMON" in os.environ
 """Whether a daemon may start a profiler at any time, which the thread that is profiled cannot see."""
@@ -18,7 +18,7 @@ _PROFILED_FROM_OUTSIDE = "KINETO_USE_DAEMON" in os.environ
 _NO_MARK: AbstractContextManager[Any] = nullcontext()
 
 
-def mark(stage: Stage, index: int) -> AbstractContextManager[Any]:
+def profiler_range(stage: Stage, index: int) -> AbstractContextManager[Any]:
     """Name a stage of a batch to the profiler. A mark takes 7 us, profiler or not, so there is none without one."""
     if torch._C._autograd._profiler_enabled() or _PROFILED_FROM_OUTSIDE:
         return torch.profiler.record_function(f"## {stage} {index} ##")
@@ -38,7 +38,7 @@ class InStage:
 
     def __init__(self, stage: Stage, index: int, rank: int) -> None:
         self._stage, self._index, self._rank = stage, index, rank
-        self._mark = mark(stage, index)
+        self._mark = profiler_range(stage, index)
 
     def __enter__(self) -> None:
         if self._mark is not _NO_MARK:
@@ -58,24 +58,24 @@ class TrainerStage:
 
     def __init__(self) -> None:
         self._mark: AbstractContextManager[Any] | None = None
-        self._clock: Clock | None = None
+        self._timer: StageTimer | None = None
 
-    def begin(self, stage: Stage, index: int, clock: Clock | None) -> None:
+    def begin(self, stage: Stage, index: int, timer: StageTimer | None) -> None:
         """Begin a stage of a batch, behind the one before."""
         self.end()
-        stage_mark = mark(stage, index)
+        stage_mark = profiler_range(stage, index)
         if stage_mark is not _NO_MARK:
             self._mark = stage_mark
             stage_mark.__enter__()
-        if clock is not None:
-            self._clock = clock
-            clock.begin(stage, index, StreamName.COMPUTE)
+        if timer is not None:
+            self._timer = timer
+            timer.begin(stage, index, StreamName.COMPUTE)
 
     def end(self) -> None:
         """End it, if there is one."""
         if self._mark is not None:
             stage_mark, self._mark = self._mark, None
             stage_mark.__exit__(None, None, None)
-        if self._clock is not None:
-            clock, self._clock = self._clock, None
-            clock.end()
+        if self._timer is not None:
+            timer, self._timer = self._timer, None
+            timer.end()

@@ -14,7 +14,7 @@ from .batch_tree import leaves
 class Streams(Protocol):
     """What the executor asks of a device. An event marks all that a stream was given so far."""
 
-    runs_ahead: bool
+    is_async: bool
     """Whether the host only launches work and goes on; else it does all work itself, and waits for every collective."""
 
     def on(self, name: StreamName) -> AbstractContextManager[Any]:
@@ -26,7 +26,7 @@ class Streams(Protocol):
     def wait(self, name: StreamName, event: Any) -> None:
         """Let later work on a stream start only after an event; does not block the host."""
 
-    def hand_over(self, value: Any, name: StreamName) -> None:
+    def record_stream(self, value: Any, name: StreamName) -> None:
         """Tell the caching allocator that a stream reads these tensors, made on another one."""
 
     def hand_to_caller(self, value: Any, event: Any) -> None:
@@ -45,7 +45,7 @@ _NOTHING: AbstractContextManager[Any] = nullcontext()
 class HostStreams:
     """The CPU form: every stream is the calling thread, so program order is all the order there is."""
 
-    runs_ahead = False
+    is_async = False
 
     def on(self, name: StreamName) -> AbstractContextManager[Any]:
         """Do nothing."""
@@ -58,7 +58,7 @@ class HostStreams:
     def wait(self, name: StreamName, event: Any) -> None:
         """Do nothing."""
 
-    def hand_over(self, value: Any, name: StreamName) -> None:
+    def record_stream(self, value: Any, name: StreamName) -> None:
         """Do nothing."""
 
     def hand_to_caller(self, value: Any, event: Any) -> None:
@@ -88,7 +88,7 @@ class CudaStreams:
             or the compute stream.
     """
 
-    runs_ahead = True
+    is_async = True
 
     def __init__(self, device: torch.device, lookup: StreamName) -> None:
         self.device = device
@@ -123,7 +123,7 @@ class CudaStreams:
         if event is not None:
             self[name].wait_event(event)
 
-    def hand_over(self, value: Any, name: StreamName) -> None:
+    def record_stream(self, value: Any, name: StreamName) -> None:
         """Record every device tensor of a nested value on a stream."""
         _record_stream(value, self[name])
 

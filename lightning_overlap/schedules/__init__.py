@@ -1,4 +1,7 @@
-"""Face."""
+"""Pipeline modes as tables: stages, the order in which a step issues them, and what follows from that order.
+
+Standard library only. A new mode is a table in `modes.py`; what `OverlapEmbeddingStrategy` accepts is checked in `options.py`.
+"""
 
 from .modes import MODES as MODES
 from .modes import STREAMS as STREAMS
@@ -9,8 +12,8 @@ from .options import resolve_stream as resolve_stream
 from .schedule import Schedule as Schedule
 from .schedule import ScheduleError as ScheduleError
 from .schedule import Step as Step
-from .sequential import SwitchedSchedule as SwitchedSchedule
-from .sequential import exact_outside as exact_outside
+from .sequential import SequentialSchedule as SequentialSchedule
+from .sequential import with_exact_warmup as with_exact_warmup
 from .stages import BEFORE as BEFORE
 from .stages import BEFORE_WITH_PREFETCH as BEFORE_WITH_PREFETCH
 from .stages import EARLY_OWNERS as EARLY_OWNERS

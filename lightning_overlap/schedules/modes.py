@@ -152,7 +152,7 @@ def defer_update(schedule: Schedule) -> Schedule:
     Raises:
         ValueError: A mode whose lookup comes after the backward, so that the update cannot come later.
     """
-    lookup = schedule.row(_LOOKUP)
+    lookup = schedule.step_of(_LOOKUP)
     if lookup is None or schedule.position(_LOOKUP) > schedule.position(_BACKWARD):
         raise ValueError(
             f"defer_update: {schedule.name!r} looks up after the backward and so needs its update by then. It is for "
@@ -211,10 +211,10 @@ def modes_table(modes: Mapping[str, Schedule] = MODES) -> str:
 def _starts_early(mode: Schedule) -> str:
     parts = []
     for stage, what in ((_COPY, "copy"), (_SPLITS, "input dist"), (_PREFETCH, "prefetch"), (_LOOKUP, "lookup")):
-        row = mode.row(stage)
+        row = mode.step_of(stage)
         if row is not None and row.offset > 0:
             parts.append(f"{what} of N+{row.offset}")
-    lookup = mode.row(_LOOKUP)
+    lookup = mode.step_of(_LOOKUP)
     if lookup is not None and lookup.offset > 0:
         position = mode.position(_LOOKUP)
         before = [stage for stage in (_BACKWARD, _STEP) if position < mode.position(stage)]
@@ -223,13 +223,13 @@ def _starts_early(mode: Schedule) -> str:
             (_STEP,): " right after the fused backward of N",
             (): " after the optimizer step of N",
         }[tuple(before)]
-    if mode.row(_UPDATE) is not None:
+    if mode.step_of(_UPDATE) is not None:
         parts.append("but the update of N after the forward of N+1")
     return ", ".join(parts) or "nothing"
 
 
 def _held(mode: Schedule) -> str:
-    ids, rows, update = mode.row(_DATA), mode.row(_LOOKUP), mode.row(_UPDATE)
+    ids, rows, update = mode.step_of(_DATA), mode.step_of(_LOOKUP), mode.step_of(_UPDATE)
     amounts = (
         (mode.max_offset, "inputs"),
         (ids.offset if ids else 0, "received ids"),

@@ -104,7 +104,7 @@ class Schedule:
     @cached_property
     def staleness(self) -> int:
         """Embedding updates, in batches, that a lookup of a fused table cannot see yet."""
-        lookup = self.row(Stage.EMBEDDING_LOOKUP)
+        lookup = self.step_of(Stage.EMBEDDING_LOOKUP)
         if lookup is None:
             return 0
         # A row for EMBEDDING_UPDATE changes nothing: no lookup stands between the backward and the update.
@@ -112,7 +112,7 @@ class Schedule:
         return max(0, lookup.offset if above_backward else lookup.offset - 1)
 
     @cached_property
-    def left_for_backward(self) -> range:
+    def fills_backward_wait(self) -> range:
         """The rows that may be left until `BACKWARD` waits for other ranks: what they see is the same until then.
 
         They are sparse ones, right above `BACKWARD`, from the first that works on tables on: no table is written, but
@@ -131,8 +131,10 @@ class Schedule:
     @cached_property
     def received_in_backward(self) -> Step | None:
         """The lookup that comes next behind `BACKWARD`: its ids may be assembled while that waits for other ranks."""
-        lookup, sent = self.row(Stage.EMBEDDING_LOOKUP), self.row(Stage.INPUT_DATA_DIST)
-        if lookup is None or sent is None or self.row(Stage.PREFETCH) is not None:  # or a prefetch has assembled them
+        lookup, sent = self.step_of(Stage.EMBEDDING_LOOKUP), self.step_of(Stage.INPUT_DATA_DIST)
+        if (
+            lookup is None or sent is None or self.step_of(Stage.PREFETCH) is not None
+        ):  # or a prefetch has assembled them
             return None
         backward = self.position(Stage.BACKWARD)
         offset = lookup.offset + (self.position(lookup.stage) < backward)
@@ -147,7 +149,7 @@ class Schedule:
         N - 1 in every mode: it runs at offset 1, right after `OPTIMIZER_STEP`. None: the `EMBEDDING_LOOKUP` row
         already comes after that step.
         """
-        lookup = self.row(Stage.EMBEDDING_LOOKUP)
+        lookup = self.step_of(Stage.EMBEDDING_LOOKUP)
         if lookup is None or lookup.offset == 0:
             return None
         after_step = self.position(Stage.EMBEDDING_LOOKUP) > self.position(Stage.OPTIMIZER_STEP)
@@ -160,24 +162,24 @@ class Schedule:
         Nothing writes a table meanwhile, so the forward is all that there is to hide behind. Every stage stands above
         it and is one batch ahead of the stage that waits for it: each all-to-all then travels during a whole forward.
         """
-        lookup, copy = self.row(Stage.EMBEDDING_LOOKUP), self.row(Stage.COPY_BATCH_TO_DEVICE)
+        lookup, copy = self.step_of(Stage.EMBEDDING_LOOKUP), self.step_of(Stage.COPY_BATCH_TO_DEVICE)
         assert copy is not None
         rows = [Step(Stage.DENSE_FORWARD, 0, StreamName.COMPUTE)]
         if lookup is None:
             return EvaluationSchedule(self.name, (copy, *rows))
         offset = min(lookup.offset, 1)
         for ahead, stage in enumerate(reversed(SPARSE_STAGES)):
-            row = self.row(stage)
+            row = self.step_of(stage)
             assert row is not None
             rows.insert(ahead, Step(stage, offset + ahead, row.stream))
         rows.append(Step(copy.stage, offset + len(SPARSE_STAGES), copy.stream))
         return EvaluationSchedule(self.name, tuple(rows))
 
     def at(self, batch: int) -> Schedule:
-        """The table to walk while a batch is trained: this one; a `SwitchedSchedule` has several."""
+        """The table to walk while a batch is trained: this one; a `SequentialSchedule` has several."""
         return self
 
-    def row(self, stage: Stage) -> Step | None:
+    def step_of(self, stage: Stage) -> Step | None:
         """The row of a stage, or None."""
         return next((step for step in self.steps if step.stage is stage), None)
 
@@ -210,7 +212,7 @@ class EvaluationSchedule(Schedule):
         return 0
 
     @cached_property
-    def left_for_backward(self) -> range:
+    def fills_backward_wait(self) -> range:
         """None: there is no backward."""
         return range(0)
 
@@ -262,7 +264,7 @@ def _check_rows(schedule: Schedule) -> None:
 
 def _check_training_rows(schedule: Schedule) -> None:
     for stage in (Stage.COPY_BATCH_TO_DEVICE, *schedule.training_stages):
-        if schedule.row(stage) is None:
+        if schedule.step_of(stage) is None:
             raise _error(schedule, [], f"{stage} is missing", f"Add a row Step({stage.name}, 0, ...).")
     for index, step in enumerate(schedule.steps):
         if step.stage not in TRAINING_STAGES:
@@ -279,8 +281,8 @@ _ALL_SPARSE = "Give all of the sparse stages a row, or none of them."
 
 
 def _check_sparse_rows(schedule: Schedule) -> None:
-    missing = [stage for stage in SPARSE_STAGES if schedule.row(stage) is None]
-    update = schedule.row(Stage.EMBEDDING_UPDATE)
+    missing = [stage for stage in SPARSE_STAGES if schedule.step_of(stage) is None]
+    update = schedule.step_of(Stage.EMBEDDING_UPDATE)
     if missing and (update is not None or len(missing) < len(SPARSE_STAGES)):
         names = ", ".join(map(str, missing))
         raise _error(schedule, [], f"{names} is missing", _ALL_SPARSE)
@@ -301,12 +303,12 @@ def _check_sparse_rows(schedule: Schedule) -> None:
 
 
 def _check_prefetch(schedule: Schedule) -> None:
-    prefetch, lookup = schedule.row(Stage.PREFETCH), schedule.row(Stage.EMBEDDING_LOOKUP)
+    prefetch, lookup = schedule.step_of(Stage.PREFETCH), schedule.step_of(Stage.EMBEDDING_LOOKUP)
     if prefetch is None:
         return
     if lookup is None:
         raise _error(schedule, [schedule.position(Stage.PREFETCH)], "nothing looks up what is prefetched", _ALL_SPARSE)
-    if schedule.row(Stage.EMBEDDING_UPDATE) is not None:
+    if schedule.step_of(Stage.EMBEDDING_UPDATE) is not None:
         bad = [schedule.position(Stage.PREFETCH), schedule.position(Stage.EMBEDDING_UPDATE)]
         problem = "the backward of a cached table is that of its last lookup, so it cannot come later"
         raise _error(schedule, bad, problem, f"Leave out {Stage.PREFETCH} or {Stage.EMBEDDING_UPDATE}.")

@@ -12,7 +12,7 @@ from .stages import SPARSE_STAGES, Stage, StreamName
 
 
 @dataclass(frozen=True)
-class SwitchedSchedule:
+class SequentialSchedule:
     """Two or more schedules, each from the batch on that it begins with, counted over the whole training.
 
     The executor goes from one to the next between two iterations. Batches in flight stay: what was issued for them is
@@ -55,9 +55,9 @@ class SwitchedSchedule:
         return max(schedule.depth for _, schedule in self.parts)
 
 
-def exact_outside(
+def with_exact_warmup(
     schedule: Schedule, start_batch: int = 0, end_batch: int | None = None
-) -> Schedule | SwitchedSchedule:
+) -> Schedule | SequentialSchedule:
     """Return a stale schedule with `fused_sparse_dist`, which is exact, before and after it.
 
     Args:
@@ -88,9 +88,9 @@ def exact_outside(
         parts.insert(0, (0, FUSED_SPARSE_DIST))
     if end_batch is not None:
         parts.append((end_batch, FUSED_SPARSE_DIST))
-    return SwitchedSchedule(tuple(parts))
+    return SequentialSchedule(tuple(parts))
 
 
 def _lookup_stream(schedule: Schedule) -> StreamName | None:
-    lookup = schedule.row(Stage.EMBEDDING_LOOKUP)
+    lookup = schedule.step_of(Stage.EMBEDDING_LOOKUP)
     return None if lookup is None else lookup.stream

@@ -1,35 +1,12 @@
-"""Face."""
+"""The sparse stages of a step: input dist, lookup, output dist, deferred updates, for all sharded modules of a model.
 
-from .combined_optimizer import combined_optimizer as combined_optimizer
-from .combined_optimizer import rate_setter as rate_setter
-from .copies import apply_table_optimizers as apply_table_optimizers
-from .copies import leave_shards_behind as leave_shards_behind
-from .copies import table_optimizers as table_optimizers
+`pipeline.py` does what the executor asks for; `pipelined_forward.py` stands in for each module's forward.
+"""
+
 from .delayed_gradients import GradientStash as GradientStash
-from .optimizer_checks import FusedOptimizer as FusedOptimizer
-from .optimizer_checks import check_dense_optimizers as check_dense_optimizers
-from .optimizer_checks import check_fused_optimizer as check_fused_optimizer
-from .optimizer_checks import refuse_dense_owner as refuse_dense_owner
 from .pipeline import SparsePipeline as SparsePipeline
 from .pipeline import keyed_jagged_tensors as keyed_jagged_tensors
 from .pipeline import note_lengths as note_lengths
-from .pipelined_forward import EarlyRows as EarlyRows
-from .sharded_module import kernel_of as kernel_of
-from .sharded_module import tbes as tbes
-from .sharding import Sharding as Sharding
-from .sharding import check_sharding as check_sharding
-from .sharding import make_plan as make_plan
-from .sharding import shard_tables as shard_tables
-from .sharding import sharded_state_names as sharded_state_names
+from .pipelined_forward import EarlyEmbeddings as EarlyEmbeddings
 from .stale_embeddings import StaleCounts as StaleCounts
 from .stale_embeddings import StaleRows as StaleRows
-from .supported_modules import hands_out_rows as hands_out_rows
-from .supported_modules import has_model_parallel_tables as has_model_parallel_tables
-from .supported_modules import kind_of as kind_of
-from .supported_modules import owners_of as owners_of
-from .supported_modules import sharded_modules as sharded_modules
-from .supported_modules import table_modules as table_modules
-from .supported_modules import tables_of as tables_of
-from .tables import find_tables as find_tables
-from .tables import has_tables as has_tables
-from .write_counts import count_writes as count_writes

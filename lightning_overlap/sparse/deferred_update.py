@@ -39,7 +39,7 @@ class _Backward:
 UseRates: TypeAlias = Callable[[list[float] | None], None]
 
 
-class HeldUpdate:
+class DeferredUpdate:
     """The deferred backward of one batch through one sharded module.
 
     The graph is cut at the embeddings that the output dist returns, so that `loss.backward()` stops there, and between
@@ -60,9 +60,9 @@ class HeldUpdate:
     def __bool__(self) -> bool:
         return bool(self._at_rows or self._under_way)
 
-    def holding(self, output_dist: OutputDist) -> OutputDist:
+    def deferring(self, output_dist: OutputDist) -> OutputDist:
         """Return an output dist whose rows are cut off."""
-        return _HoldingDist(output_dist, self)
+        return _DeferringDist(output_dist, self)
 
     def call_behind_backward(self, call: Callable[[], None]) -> list[RemovableHandle]:
         """Have this called when the backward that ends here has run all its nodes; nothing if it does not come here.
@@ -160,9 +160,9 @@ class HeldUpdate:
 
 
 @dataclass(frozen=True, slots=True)
-class _HoldingDist:
+class _DeferringDist:
     dist: OutputDist
-    held: HeldUpdate
+    held: DeferredUpdate
 
     def __call__(self, rows: Tensor, *context: Any) -> Awaitable[Tensor]:
         started = self.dist(rows, *context)
@@ -179,7 +179,7 @@ class _HoldingDist:
 class _CutWhenReceived(Awaitable[Tensor]):  # type: ignore[misc]
     """Rows under way, whose graph is cut where they arrive."""
 
-    def __init__(self, started: Awaitable[Tensor], held: HeldUpdate) -> None:
+    def __init__(self, started: Awaitable[Tensor], held: DeferredUpdate) -> None:
         super().__init__()
         self._started = started
         self._held = held

@@ -9,7 +9,7 @@ from torch import Tensor
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 
-class ReleasedTensor:
+class FreedTensor:
     """What stands where a KeyedJaggedTensor had its values or weights: a device and a type, and no numbers."""
 
     def __init__(self, tensor: Tensor) -> None:
@@ -51,5 +51,5 @@ def release(kjt: KeyedJaggedTensor) -> int:
         tensor = getattr(kjt, name)
         if isinstance(tensor, torch.Tensor):
             num_bytes += tensor.nbytes
-            setattr(kjt, name, ReleasedTensor(tensor))
+            setattr(kjt, name, FreedTensor(tensor))
     return num_bytes

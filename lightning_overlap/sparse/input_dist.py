@@ -27,7 +27,7 @@ from torchrec.distributed.embedding_sharding import FusedKJTListSplitsAwaitable,
 from torchrec.distributed.types import Awaitable, NoWait
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
-from .supported_modules import ids_fit_32_bits, input_dists_of
+from ..tables import ids_fit_32_bits, input_dists_of
 
 MAX_RECATS = 256
 """Orders of received features kept at most: one for each sharding of each module."""

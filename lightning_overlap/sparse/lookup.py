@@ -12,17 +12,18 @@ from torchrec.distributed.types import Awaitable
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from ..schedules import WeightOwner
-from .sharded_module import ModuleInFlight, owners_of_parts
-from .update_rates import SetRates, _updates_at_present_rate
+from ..tables import SetRates, owners_of_parts
+from .module_context import ModuleContext
+from .update_rates import _updates_at_present_rate
 
 
 def look_up(
     module: Any,
-    state: ModuleInFlight,
+    state: ModuleContext,
     owners: frozenset[WeightOwner],
     set_rates: SetRates | None = None,
     *,
-    holds_update: bool = False,
+    defers_update: bool = False,
 ) -> None:
     """Run the part of a module's lookup whose tables belong to `owners`; assemble the rows once all parts ran.
 
@@ -35,13 +36,13 @@ def look_up(
         owners: Whose tables to look up now.
         set_rates: Gives the kernels the present learning rates; None where nothing moves them. With it the update
             of this batch takes place at the rate that holds in its backward.
-        holds_update: Whether the backward stops where the rows were received, and the rest waits in `state.held`.
+        defers_update: Whether the backward stops where the rows were received, and the rest waits in `state.held`.
     """
-    with _updates_at_present_rate(module, set_rates), _holds_update(module, state) if holds_update else nullcontext():
+    with _updates_at_present_rate(module, set_rates), _defers_update(module, state) if defers_update else nullcontext():
         _look_up(module, state, owners)
 
 
-def compute_fused(module: Any, state: ModuleInFlight, set_rates: SetRates | None = None) -> dict[int, Tensor]:
+def compute_fused(module: Any, state: ModuleContext, set_rates: SetRates | None = None) -> dict[int, Tensor]:
     """Run the kernels of the tables that the fused backward writes, and no collective: any thread may do so.
 
     `start_fused` goes on with what this returns.
@@ -52,11 +53,11 @@ def compute_fused(module: Any, state: ModuleInFlight, set_rates: SetRates | None
 
 def start_fused(
     module: Any,
-    state: ModuleInFlight,
+    state: ModuleContext,
     rows: Mapping[int, Tensor],
     before_update: Callable[[Tensor], None],
     *,
-    holds_update: bool = False,
+    defers_update: bool = False,
 ) -> None:
     """Start the all-to-alls of rows that `compute_fused` returned.
 
@@ -65,17 +66,17 @@ def start_fused(
         state: The batch on its way through it.
         rows: By part.
         before_update: Called in the backward with the gradient of the rows, right before the tables are written.
-        holds_update: As of `look_up`.
+        defers_update: As of `look_up`.
     """
     for rows_of_part in rows.values():
         if rows_of_part.requires_grad:
             rows_of_part.register_hook(before_update)
-    with _holds_update(module, state) if holds_update else nullcontext():
+    with _defers_update(module, state) if defers_update else nullcontext():
         _start_rows(module, state, rows)
 
 
 @contextmanager
-def _holds_update(module: Any, state: ModuleInFlight) -> Iterator[None]:
+def _defers_update(module: Any, state: ModuleContext) -> Iterator[None]:
     """Cut the graph of the rows of fused tables, of the lookups made meanwhile."""
     owners = owners_of_parts(module)
     if WeightOwner.FUSED_BACKWARD not in owners:
@@ -83,7 +84,7 @@ def _holds_update(module: Any, state: ModuleInFlight) -> Iterator[None]:
         return
     dists = module._output_dists
     module._output_dists = [
-        state.held.holding(dist) if owner is WeightOwner.FUSED_BACKWARD else dist
+        state.held.deferring(dist) if owner is WeightOwner.FUSED_BACKWARD else dist
         for dist, owner in zip(dists, owners, strict=True)
     ]
     try:
@@ -92,7 +93,7 @@ def _holds_update(module: Any, state: ModuleInFlight) -> Iterator[None]:
         module._output_dists = dists
 
 
-def _look_up(module: Any, state: ModuleInFlight, owners: frozenset[WeightOwner]) -> None:
+def _look_up(module: Any, state: ModuleContext, owners: frozenset[WeightOwner]) -> None:
     assert state.dist_input is not None
     parts = parts_to_look_up(module, state, owners)
     num_parts = len(owners_of_parts(module))
@@ -105,7 +106,7 @@ def _look_up(module: Any, state: ModuleInFlight, owners: frozenset[WeightOwner])
     _start_rows(module, state, _compute(module, state, parts))
 
 
-def _compute(module: Any, state: ModuleInFlight, parts: list[int]) -> dict[int, Tensor]:
+def _compute(module: Any, state: ModuleContext, parts: list[int]) -> dict[int, Tensor]:
     """Run the kernels of some parts."""
     lookups = module._lookups
     module._lookups = [lookup if part in parts else _NOTHING for part, lookup in enumerate(lookups)]
@@ -116,7 +117,7 @@ def _compute(module: Any, state: ModuleInFlight, parts: list[int]) -> dict[int, 
     return {part: rows[part] for part in parts}
 
 
-def _start_rows(module: Any, state: ModuleInFlight, rows: Mapping[int, Tensor]) -> None:
+def _start_rows(module: Any, state: ModuleContext, rows: Mapping[int, Tensor]) -> None:
     """Start the all-to-alls of some parts' rows; assemble what is under way once all parts have been looked up."""
     num_parts = len(owners_of_parts(module))
     for part, rows_of_part in rows.items():
@@ -132,7 +133,7 @@ def _start_rows(module: Any, state: ModuleInFlight, rows: Mapping[int, Tensor]) 
         state.dist_input = None
 
 
-def parts_to_look_up(module: Any, state: ModuleInFlight, owners: frozenset[WeightOwner]) -> list[int]:
+def parts_to_look_up(module: Any, state: ModuleContext, owners: frozenset[WeightOwner]) -> list[int]:
     """Return the parts of a module whose tables belong to `owners` and are still to be looked up."""
     return [part for part, owner in enumerate(owners_of_parts(module)) if owner in owners and part not in state.outputs]
 

@@ -16,19 +16,36 @@ from torchrec.distributed.types import LazyAwaitable, ShardedModule
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from ..distributed import Store
-from ..runtime import Clock, InFlightBatch, Observer, Path, Streams, resolve, timed
+from ..runtime import InFlightBatch, Observer, Path, StageTimer, Streams, resolve, timed
 from ..schedules import Stage, StreamName, WeightOwner
-from .columns import without_graph
+from ..tables import (
+    SentInput,
+    SetRates,
+    caching_tbes,
+    forget_prefetched,
+    num_fused_writes,
+    num_writes,
+    owners_of_parts,
+    spec_of,
+    tbes,
+    without_backward,
+    without_graph,
+)
 from .deferred_update import before_gradients
 from .freed_features import release
 from .input_dist import Form, InputSizes, ModuleInput, form_of, splits_only
 from .lookup import compute_fused, look_up, parts_to_look_up, start_fused
 from .lookup_threads import LookupThreads, Rows
-from .pipelined_forward import EarlyRows, LazyRows, StandIn, StandIns, inputs_of, only_input
-from .sharded_module import ModuleInFlight, caching_tbes, forget_prefetched, owners_of_parts, tbes, without_backward
-from .supported_modules import kind_of
-from .update_rates import SetRates, kernel_rates, lookup_counts, lookups_since, set_kernel_rates
-from .write_counts import SentInput, num_fused_writes, num_writes
+from .module_context import ModuleContext
+from .pipelined_forward import (
+    EarlyEmbeddings,
+    LazyEmbeddings,
+    PipelinedForward,
+    PipelinedForwards,
+    inputs_of,
+    only_input,
+)
+from .update_rates import kernel_rates, lookup_counts, lookups_since, set_kernel_rates
 
 
 class SparsePipeline:
@@ -46,10 +63,10 @@ class SparsePipeline:
         set_rates: Gives the kernels the learning rates that a schedule has now; None where nothing moves them.
         step: The module's method whose calls are served.
         trains: Whether a backward follows; lookups without one must not count for the fused optimizers.
-        said: Warnings given so far, shared by the pipelines of a run.
+        warned: Warnings given so far, shared by the pipelines of a run.
         num_threads: Threads that run the kernels of early lookups on a CPU; 0: the calling thread does.
         releases: Whether a batch lets go of ids that have been sent.
-        several_hosts: Whether there is a link between ranks, where bytes and ranks that are late cost most: ids then
+        multi_node: Whether there is a link between ranks, where bytes and ranks that are late cost most: ids then
             travel in 32 bits where all that stand for a row fit, and deferred updates wait for the backward's end.
         fills_waits: Whether rows of the schedule may be left until a backward waits for other ranks.
         prefetches: Whether the schedule has a row for it, so that tables in a UVM cache can be looked up early.
@@ -70,11 +87,11 @@ class SparsePipeline:
         set_rates: SetRates | None = None,
         step: str = "training_step",
         trains: bool = True,
-        said: set[tuple[str, str | None]] | None = None,
+        warned: set[tuple[str, str | None]] | None = None,
         prefetches: bool = False,
         num_threads: int = 0,
         releases: bool = False,
-        several_hosts: bool = False,
+        multi_node: bool = False,
         fills_waits: bool = True,
         any_rank: Callable[[bool], bool] = bool,
         timeout_s: float = 1800,
@@ -83,16 +100,16 @@ class SparsePipeline:
         self._num_steps = 0
         self._forms: dict[str, Form] = {}
         self._in_step: InFlightBatch | None = None
-        self._several_hosts = several_hosts
+        self._multi_node = multi_node
         self._in_backward: list[RemovableHandle] = []
-        self._fills_waits = fills_waits and trains and group is not None and not num_threads and not streams.runs_ahead
+        self._fills_waits = fills_waits and trains and group is not None and not num_threads and not streams.is_async
         self._releases = releases
         self._threads = LookupThreads(num_threads) if num_threads else None
-        self._plain_in_step = False
+        self._unpipelined_in_step = False
         self._set_rates = set_rates
         # A rate that moves repeats a lookup in its backward, when the next batch's prefetch is in its place.
         prefetches = prefetches and set_rates is None
-        self._stand_ins = StandIns(
+        self._forwards = PipelinedForwards(
             modules,
             group,
             self,
@@ -100,7 +117,7 @@ class SparsePipeline:
             prefetches=prefetches,
             rank=rank,
             store=store,
-            said=said,
+            warned=warned,
             timeout_s=timeout_s,
         )
         self._group = group
@@ -109,7 +126,7 @@ class SparsePipeline:
         self._observe = observer or (lambda kind, stage, index: None)
         self._rank = rank
         self._current: InFlightBatch | None = None
-        self._plain_forward = False
+        self._ran_unpipelined = False
         self._step = step
         self._trains = trains
         self._to_update: dict[int, InFlightBatch] = {}
@@ -117,27 +134,27 @@ class SparsePipeline:
         self._has_dense_tables = any(
             WeightOwner.DENSE_OPTIMIZER in owners_of_parts(module) for module in self.modules.values()
         )
-        self.clock: Clock | None = None
+        self.timer: StageTimer | None = None
         self.keep_ids = False  # of the batches that are looked up from now on, until their step is over
         self.ready = False
 
     @property
     def modules(self) -> dict[str, ShardedModule[Any, Any, Any, Any]]:
         """The sharded modules by name."""
-        return {name: stand_in.module for name, stand_in in self._stand_ins.items()}
+        return {name: pipelined.module for name, pipelined in self._forwards.items()}
 
     @property
-    def holds_updates(self) -> bool:
+    def can_defer_updates(self) -> bool:
         """Whether an update can come later than its backward; on a CPU with one rank there is nothing to wait for."""
-        return self._trains and (self._group is not None or self._streams.runs_ahead)
+        return self._trains and (self._group is not None or self._streams.is_async)
 
     def attach(self) -> None:
         """Put the stand-ins in the place of the modules' forwards, an evaluation's before those of training."""
-        self._stand_ins.attach()
+        self._forwards.attach()
 
     def detach(self) -> None:
         """Give every module the forward back that it had before."""
-        self._stand_ins.detach()
+        self._forwards.detach()
         self._current = self._in_step = None
         self._to_update.clear()
         if self._threads is not None:
@@ -149,9 +166,9 @@ class SparsePipeline:
     def forward(self, inflight: InFlightBatch) -> Iterator[None]:
         """Serve early results while the step of one batch runs."""
         self.finish_lookups()
-        self._plain_in_step = False
-        self._stand_ins.forget_calls()
-        self._stand_ins.forget_answers()
+        self._unpipelined_in_step = False
+        self._forwards.forget_calls()
+        self._forwards.forget_answers()
         self._current = self._in_step = inflight
         self._num_steps += 1
         try:
@@ -159,12 +176,12 @@ class SparsePipeline:
         finally:
             self._current = None
         if self.ready:
-            self._stand_ins.check_calls(inflight.modules)
-            self._stand_ins.forget_calls()
+            self._forwards.check_calls(inflight.modules)
+            self._forwards.forget_calls()
         for name, state in inflight.modules.items():
-            self._leave_aside(self._stand_ins[name].module, state)
+            self._leave_aside(self._forwards[name].module, state)
 
-    def call(self, stand_in: StandIn, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def call(self, pipelined: PipelinedForward, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Answer a call of a sharded module: the early rows if its own forward would give the same, else its forward.
 
         Of the calls in a step the first one is served; `checkpoint()` repeats a forward in the backward, and finds
@@ -172,42 +189,42 @@ class SparsePipeline:
         """
         in_backward = torch._C._current_graph_task_id() != -1
         inflight = self._in_step if in_backward else self._current
-        look_up_now = partial(stand_in.own_forward, *args, **kwargs)
+        look_up_now = partial(pipelined.original_forward, *args, **kwargs)
         if inflight is not None:
-            if in_backward and (answer := stand_in.answer_again(only_input(args, kwargs))) is not None:
+            if in_backward and (answer := pipelined.answer_again(only_input(args, kwargs))) is not None:
                 return answer
             if not in_backward:
-                stand_in.calls.append((args, kwargs))
-            state = inflight.modules.get(stand_in.name)
+                pipelined.calls.append((args, kwargs))
+            state = inflight.modules.get(pipelined.name)
             if state is not None and (
                 not state.served or (in_backward and state.rows is not None and state.served_in == self._num_steps)
             ):
-                reason = self._why_not_early(stand_in, state, args, kwargs)
+                reason = self._why_not_early(pipelined, state, args, kwargs)
                 if state.served:
                     if reason is None:
                         return self._serve(inflight.index, state)
-                elif self._all_ranks_take_early_rows(stand_in, inflight, reason):
+                elif self._all_ranks_take_early_rows(pipelined, inflight, reason):
                     state.served, state.served_in = True, self._num_steps
-                    self._stand_ins.served(stand_in, self._num_steps)
+                    self._forwards.served(pipelined, self._num_steps)
                     if state.rows is not None:
                         return self._serve(inflight.index, state)
-                    look_up_now = partial(self._look_up_when_called, stand_in.module, inflight, state)
-            self._plain_forward = self._plain_in_step = True
+                    look_up_now = partial(self._look_up_when_called, pipelined.module, inflight, state)
+            self._ran_unpipelined = self._unpipelined_in_step = True
         self.finish_lookups()
-        self._update_before_a_forward(stand_in.name)
+        self._update_before_a_forward(pipelined.name)
         # checkpoint() drops what a forward saves and repeats it for that, on each rank for itself: no rank would find
         # the others in the collectives of a repeated lookup. So a lookup keeps what it saves, and is not repeated.
         checkpointed = inflight is not None and torch.is_grad_enabled() and _saving_is_hooked()
         with _keeping_saved() if checkpointed else nullcontext():
-            rows = self._on_compute_stream(stand_in.module, inflight, look_up_now)
+            rows = self._on_compute_stream(pipelined.module, inflight, look_up_now)
         as_called = partial(_waited_for_as_called, keeps_saved=checkpointed)
         answer = tuple(map(as_called, rows)) if isinstance(rows, tuple) else as_called(rows)
         if checkpointed and not in_backward:
-            stand_in.keep_answer(only_input(args, kwargs), answer)
+            pipelined.keep_answer(only_input(args, kwargs), answer)
         return answer
 
     def _why_not_early(
-        self, stand_in: StandIn, state: ModuleInFlight, args: tuple[Any, ...], kwargs: dict[str, Any]
+        self, pipelined: PipelinedForward, state: ModuleContext, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> str | None:
         """Return what makes early rows differ from those that the module's own forward would give now, or None."""
         if only_input(args, kwargs) is not state.kjt:
@@ -216,36 +233,38 @@ class SparsePipeline:
             return "its input was changed in place after its ids had been sent"
         if not self._trains and torch.is_grad_enabled():
             return f"{self._step} called it with gradients enabled"
-        if state.rows is not None and state.autocast != _autocast(stand_in.module, state.kjt):
+        if state.rows is not None and state.autocast != _autocast(pipelined.module, state.kjt):
             return f"it was called under another autocast than that of {self._step}"
-        if self._is_overwritten(stand_in.module, state):
+        if self._is_overwritten(pipelined.module, state):
             return "its tables were written after it had been looked up"
         return None
 
-    def _all_ranks_take_early_rows(self, stand_in: StandIn, inflight: InFlightBatch, reason: str | None) -> bool:
+    def _all_ranks_take_early_rows(
+        self, pipelined: PipelinedForward, inflight: InFlightBatch, reason: str | None
+    ) -> bool:
         """Whether all ranks serve this call early; if not they all run the module's own forward, for good."""
-        if inflight.modules[stand_in.name].votes:
+        if inflight.modules[pipelined.name].votes:
             if self._any_rank(reason is not None):
                 reason = reason or "another rank called it with another input of the batch"
         elif reason is not None:
-            self._stand_ins.all_ranks_go_plain(stand_in, self._num_steps, inflight.index, reason)
+            self._forwards.all_ranks_run_unpipelined(pipelined, self._num_steps, inflight.index, reason)
         if reason is not None:
-            self._stand_ins.run_plain(stand_in, reason)
+            self._forwards.run_unpipelined(pipelined, reason)
         return reason is None
 
-    def _is_overwritten(self, module: Any, state: ModuleInFlight) -> bool:
+    def _is_overwritten(self, module: Any, state: ModuleContext) -> bool:
         return any(num_writes(module, owner) != before for owner, before in state.num_writes.items())
 
     def is_overwritten(self, batches: Iterable[InFlightBatch]) -> bool:
         """Whether somebody has written tables of this rank after they were looked up for one of these batches."""
         self.finish_lookups()
         # Nobody has written any table since all of these were found as they were looked up: the usual case.
-        num_writes = [num_fused_writes(stand_in.module) for stand_in in self._stand_ins.values()]
+        num_writes = [num_fused_writes(pipelined.module) for pipelined in self._forwards.values()]
         if num_writes == self._num_writes_seen and not self._has_dense_tables:
             return False
         self._num_writes_seen = num_writes
         return any(
-            self._is_overwritten(self._stand_ins[name].module, state)
+            self._is_overwritten(self._forwards[name].module, state)
             for inflight in batches
             for name, state in inflight.modules.items()
             if not state.served
@@ -264,10 +283,10 @@ class SparsePipeline:
             )
         for inflight in batches:
             self.drop_lookups(inflight)
-        for stand_in in self._stand_ins.values():
-            stand_in.num_overwritten += 1
-            if stand_in.early and stand_in.num_overwritten == MAX_OVERWRITTEN:
-                self._stand_ins.run_plain(stand_in, "tables are written between two steps again and again")
+        for pipelined in self._forwards.values():
+            pipelined.num_overwritten += 1
+            if pipelined.early and pipelined.num_overwritten == MAX_OVERWRITTEN:
+                self._forwards.run_unpipelined(pipelined, "tables are written between two steps again and again")
 
     def _on_compute_stream(self, module: Any, inflight: InFlightBatch | None, look_up_now: Callable[[], Any]) -> Any:
         """Look up where the module is called."""
@@ -277,10 +296,10 @@ class SparsePipeline:
             self._set_rates()
         # Without a batch in flight: an evaluation by hand, or a module that does its own fetching (`dataloader_iter`).
         counts = None if self._trains and (inflight is not None or torch.is_grad_enabled()) else lookup_counts(module)
-        clock, index = (None, 0) if inflight is None else (self.clock, inflight.index)
+        timer, index = (None, 0) if inflight is None else (self.timer, inflight.index)
         with (
             nullcontext() if counts is None else without_backward(module),
-            timed(clock, Stage.EMBEDDING_LOOKUP, index, StreamName.COMPUTE),
+            timed(timer, Stage.EMBEDDING_LOOKUP, index, StreamName.COMPUTE),
             _outside_inference_mode(),
         ):
             rows = look_up_now()
@@ -289,21 +308,21 @@ class SparsePipeline:
             self._uncount(module, lookups_since(module, counts))
         return rows
 
-    def _look_up_when_called(self, module: Any, inflight: InFlightBatch, state: ModuleInFlight) -> Any:
+    def _look_up_when_called(self, module: Any, inflight: InFlightBatch, state: ModuleContext) -> Any:
         """Look up ids that were sent early."""
         stream, _ = inflight.done[Stage.INPUT_DATA_DIST]
         with self._streams.on(stream):
             received = self.receive_input(inflight)
         self._streams.wait(StreamName.COMPUTE, self._streams.record(stream))
-        self._streams.hand_over(received, StreamName.COMPUTE)
+        self._streams.record_stream(received, StreamName.COMPUTE)
         dist_input, state.dist_input = state.dist_input, None
         return module.compute_and_output_dist(state.context, dist_input)
 
-    def _serve(self, index: int, state: ModuleInFlight) -> EarlyRows:
+    def _serve(self, index: int, state: ModuleContext) -> EarlyEmbeddings:
         if torch.is_grad_enabled() or not self._trains:
-            return EarlyRows(partial(self._receive_rows, index, state))
+            return EarlyEmbeddings(partial(self._receive_rows, index, state))
         state.without_graph = True
-        return EarlyRows(lambda: without_graph(self._receive_rows(index, state)))
+        return EarlyEmbeddings(lambda: without_graph(self._receive_rows(index, state)))
 
     def _uncount(self, module: Any, num_lookups: list[int]) -> None:
         """Take back what lookups without an update added to the iteration count of the fused optimizers.
@@ -319,7 +338,7 @@ class SparsePipeline:
                 tbe.iter.sub_(num)
                 tbe.iter_cpu.sub_(num)
 
-    def _receive_rows(self, index: int, state: ModuleInFlight) -> Any:
+    def _receive_rows(self, index: int, state: ModuleContext) -> Any:
         """Wait for the all-to-all of rows on the lookup's stream, then hand them to whatever stream asks for them."""
         first = state.received is None
         if first:
@@ -328,7 +347,7 @@ class SparsePipeline:
             with self._streams.on(self._lookup_stream), _own_graph(self._trains):
                 state.received = state.rows.wait()
             state.received_at = self._streams.record(self._lookup_stream)
-        with self.clock.merge(index) if first and self.clock is not None else nullcontext():
+        with self.timer.merge(index) if first and self.timer is not None else nullcontext():
             self._streams.hand_to_caller(state.received, state.received_at)
         return state.received
 
@@ -336,26 +355,26 @@ class SparsePipeline:
         """Let go of the rows of a batch whose backward is over."""
         for state in inflight.modules.values():
             state.received = None
-        self._stand_ins.forget_answers()
+        self._forwards.forget_answers()
         if self._in_step is inflight:
             self._in_step = None
 
-    def take_plain_forward(self) -> bool:
+    def take_unpipelined_forward(self) -> bool:
         """Whether a module ran its own forward in training since the last call."""
-        plain, self._plain_forward = self._plain_forward, False
+        plain, self._ran_unpipelined = self._ran_unpipelined, False
         return plain
 
     # -- which input feeds which module -------------------------------------------------------------------------
 
     def discover(self, inflight: InFlightBatch) -> bool:
         """Find the inputs of the modules' calls in the staged batch, by identity. True when done."""
-        self._stand_ins.discover(inflight.batch)
+        self._forwards.discover(inflight.batch)
         self.ready = True
-        self._say_what_is_not_released()
+        self._warn_of_kept_features()
         return True
 
-    def _say_what_is_not_released(self) -> None:
-        made_inside = [stand_in.name for stand_in in self._stand_ins.values() if stand_in.path is None]
+    def _warn_of_kept_features(self) -> None:
+        made_inside = [pipelined.name for pipelined in self._forwards.values() if pipelined.path is None]
         if made_inside:
             names = ", ".join(map(repr, made_inside))
             self.keep_features(f"{self._step} makes the input of {names} itself, of what may have to stay")
@@ -374,22 +393,22 @@ class SparsePipeline:
 
         Source: `_start_data_dist` and `_fuse_input_dist_splits`, TorchRec 1.8.
         """
-        taking_part = [stand_in for stand_in in self._stand_ins.values() if stand_in.takes_part]
-        early = [stand_in for stand_in in taking_part if stand_in.early]
+        taking_part = [pipelined for pipelined in self._forwards.values() if pipelined.takes_part]
+        early = [pipelined for pipelined in taking_part if pipelined.early]
         several = inputs_of(inflight.batch) if self._group is not None else []
         num_found: dict[str, int] = {}
-        for stand_in in early:
-            kjt = _input_in(inflight.batch, stand_in.path)
-            if kjt is None or stand_in.keys != frozenset(kjt.keys()):
+        for pipelined in early:
+            kjt = _input_in(inflight.batch, pipelined.path)
+            if kjt is None or pipelined.keys != frozenset(kjt.keys()):
                 continue
-            num_found[stand_in.name] = sum(stand_in.keys == frozenset(other.keys()) for _, other in several)
-            state = inflight.modules[stand_in.name] = ModuleInFlight(kjt, stand_in.module.create_context())
+            num_found[pipelined.name] = sum(pipelined.keys == frozenset(other.keys()) for _, other in several)
+            state = inflight.modules[pipelined.name] = ModuleContext(kjt, pipelined.module.create_context())
             sent = _shared(kjt)  # TorchRec may hand on the very object that it is given, and give it other weights
-            with splits_only(stand_in.module, self._group, narrow=self._several_hosts):
-                state.splits = stand_in.module.input_dist(state.context, sent)
+            with splits_only(pipelined.module, self._group, narrow=self._multi_node):
+                state.splits = pipelined.module.input_dist(state.context, sent)
             state.sent = SentInput(kjt)
         if self._group is not None and taking_part:
-            self._exchange_sizes(inflight, [stand_in.name for stand_in in taking_part], num_found)
+            self._exchange_sizes(inflight, [pipelined.name for pipelined in taking_part], num_found)
 
     def _exchange_sizes(self, inflight: InFlightBatch, taking_part: list[str], num_found: Mapping[str, int]) -> None:
         """Start the all-to-all of sizes of these modules, whether or not this rank's batch has their inputs."""
@@ -438,7 +457,7 @@ class SparsePipeline:
 
     def _release_sent(self, inflight: InFlightBatch) -> None:
         """Let go of the ids of a batch that no module is going to read in its own forward."""
-        read_later = [_input_in(inflight.batch, one.path) for one in self._stand_ins.values() if not one.early]
+        read_later = [_input_in(inflight.batch, one.path) for one in self._forwards.values() if not one.early]
         for state in inflight.modules.values():
             if all(state.kjt is not kjt for kjt in read_later):
                 release(state.kjt)
@@ -462,7 +481,7 @@ class SparsePipeline:
         Source: `prefetch_embeddings`, TorchRec 1.8.
         """
         for name, state in inflight.modules.items():
-            module = self._stand_ins[name].module
+            module = self._forwards[name].module
             if not caching_tbes(module):
                 continue
             assert state.dist_input is not None, f"the prefetch of batch {inflight.index} comes before its input"
@@ -471,14 +490,14 @@ class SparsePipeline:
 
     def forget_prefetched(self) -> None:
         """Drop what was prefetched and not looked up; a later lookup would be taken for that of these ids."""
-        for stand_in in self._stand_ins.values():
+        for pipelined in self._forwards.values():
             with self._streams.on(StreamName.PREFETCH):
-                forget_prefetched(stand_in.module)
+                forget_prefetched(pipelined.module)
 
     def has_lookup(self, inflight: InFlightBatch, owners: frozenset[WeightOwner]) -> bool:
         """Whether a module has tables of these owners still to look up."""
         return any(
-            state.rows is None and parts_to_look_up(self._stand_ins[name].module, state, owners)
+            state.rows is None and parts_to_look_up(self._forwards[name].module, state, owners)
             for name, state in inflight.modules.items()
         )
 
@@ -495,7 +514,7 @@ class SparsePipeline:
 
     def _begin_in_thread(self, name: str, inflight: InFlightBatch) -> None:
         assert self._threads is not None
-        state, module = inflight.modules[name], self._stand_ins[name].module
+        state, module = inflight.modules[name], self._forwards[name].module
         if self.keep_ids:
             state.ids = state.dist_input
         set_rates = None if self._set_rates is None else partial(self._rates_of, module, state)
@@ -514,13 +533,13 @@ class SparsePipeline:
         for job in [] if self._threads is None else self._threads.take():
             assert self._threads is not None
             state, rows = job.inflight.modules[job.module], job.rows.result()
-            module = self._stand_ins[job.module].module
-            holds = job.inflight.holds_update
-            start_fused(module, state, rows.by_part, self._threads.wait, holds_update=holds)
+            module = self._forwards[job.module].module
+            holds = job.inflight.defers_update
+            start_fused(module, state, rows.by_part, self._threads.wait, defers_update=holds)
             state.num_lookups = rows.num_lookups
             self._note_lookup(module, state, frozenset({WeightOwner.FUSED_BACKWARD}))
 
-    def _note_lookup(self, module: Any, state: ModuleInFlight, owners: frozenset[WeightOwner]) -> None:
+    def _note_lookup(self, module: Any, state: ModuleContext, owners: frozenset[WeightOwner]) -> None:
         """Note what an early lookup rests on."""
         state.num_writes |= {owner: num_writes(module, owner) for owner in owners}
         state.autocast = _autocast(module, state.kjt)
@@ -530,21 +549,21 @@ class SparsePipeline:
             if (
                 state.rows is None
                 and state.dist_input is not None
-                and parts_to_look_up(self._stand_ins[name].module, state, owners)
+                and parts_to_look_up(self._forwards[name].module, state, owners)
             ):
                 if self._threads is not None and WeightOwner.FUSED_BACKWARD in owners:
                     self._begin_in_thread(name, inflight)
-                    if self._plain_in_step:  # whose backward writes tables without asking for lookups first
+                    if self._unpipelined_in_step:  # whose backward writes tables without asking for lookups first
                         self.finish_lookups()
                     continue
-                module = self._stand_ins[name].module
+                module = self._forwards[name].module
                 counts = lookup_counts(module)
                 if self.keep_ids:
                     state.ids = state.dist_input
                 set_rates = None if self._set_rates is None else partial(self._rates_of, module, state)
                 if self._set_rates is not None:
                     state.held.note_rates = partial(self._present_rates, module)
-                look_up(module, state, owners, set_rates, holds_update=inflight.holds_update)
+                look_up(module, state, owners, set_rates, defers_update=inflight.defers_update)
                 self._note_lookup(module, state, owners)
                 done = lookups_since(module, counts)
                 if not self._trains:
@@ -552,7 +571,7 @@ class SparsePipeline:
                     continue
                 state.num_lookups = [a + b for a, b in zip(state.num_lookups or [0] * len(done), done, strict=True)]
 
-    def _rates_of(self, module: Any, state: ModuleInFlight) -> None:
+    def _rates_of(self, module: Any, state: ModuleContext) -> None:
         """Give the kernels the rates that a batch was trained at, or, before that, those of the schedule."""
         assert self._set_rates is not None
         if state.rates is None:
@@ -560,13 +579,13 @@ class SparsePipeline:
         else:
             set_kernel_rates(module, state.rates)
 
-    def hold_update(self, inflight: InFlightBatch) -> None:
+    def start_update(self, inflight: InFlightBatch) -> None:
         """Send back the gradients of a batch whose tables are still to be updated."""
         self._to_update[inflight.index] = inflight
         for name, state in inflight.modules.items():
-            use_rates = partial(self._use_rates, self._stand_ins[name].module, state)
+            use_rates = partial(self._use_rates, self._forwards[name].module, state)
             with self._restoring_rates(name, state):
-                self._streams.hand_over(state.held.send(use_rates), self._lookup_stream)
+                self._streams.record_stream(state.held.send(use_rates), self._lookup_stream)
 
     def gradients_are_there(self, batches: Iterable[InFlightBatch], timeout_s: float) -> bool:
         """Whether the gradients of these batches' updates arrive within a time."""
@@ -585,26 +604,26 @@ class SparsePipeline:
             self._update(name, inflight)
 
     def _update(self, name: str, inflight: InFlightBatch) -> None:
-        state, module = inflight.modules[name], self._stand_ins[name].module
+        state, module = inflight.modules[name], self._forwards[name].module
         if not state.held:
             return
         self._observe("wait", Stage.EMBEDDING_UPDATE, inflight.index)
         with self._restoring_rates(name, state):
             state.held.apply(partial(self._use_rates, module, state))
 
-    def _use_rates(self, module: Any, state: ModuleInFlight, rates: list[float] | None) -> None:
+    def _use_rates(self, module: Any, state: ModuleContext, rates: list[float] | None) -> None:
         """Give the kernels the learning rates of the backward whose update comes now."""
         state.rates = rates
         if rates is not None:
             set_kernel_rates(module, rates)
 
     @contextmanager
-    def _restoring_rates(self, name: str, state: ModuleInFlight) -> Iterator[None]:
+    def _restoring_rates(self, name: str, state: ModuleContext) -> Iterator[None]:
         """Give the kernels their present rates back after an update at those of its own backward."""
         if self._set_rates is None:
             yield
             return
-        module = self._stand_ins[name].module
+        module = self._forwards[name].module
         present = kernel_rates(module)
         try:
             yield
@@ -626,7 +645,7 @@ class SparsePipeline:
                 for inflight in waiting:
                     self._update(name, inflight)
 
-    def call_in_backward(self, inflight: InFlightBatch, stage: Stage, call: Callable[[], None]) -> bool:
+    def register_backward_hook(self, inflight: InFlightBatch, stage: Stage, call: Callable[[], None]) -> bool:
         """Have this called where the backward of a batch waits for other ranks; False if nothing would, or should."""
         for handle in self._in_backward:  # some joints outlive their backward
             handle.remove()
@@ -635,12 +654,12 @@ class SparsePipeline:
             # On a device the lookup runs beside the dense part; on a CPU it is work of the same thread. Anomaly mode
             # would keep a backward alive for each graph that is made in it.
             return False
-        if self._several_hosts and stage in (Stage.INPUT_DATA_DIST, Stage.PREFETCH):
+        if self._multi_node and stage in (Stage.INPUT_DATA_DIST, Stage.PREFETCH):
             return False  # both wait for ids, which may be on the link still: gradients would stand behind them
         if any(state.without_graph for state in inflight.modules.values()):
             return False  # a forward that checkpoint() repeats may write tables before this is called
-        if inflight.holds_update:
-            if stage is not Stage.INPUT_SPLITS_DIST and not self._several_hosts:
+        if inflight.defers_update:
+            if stage is not Stage.INPUT_SPLITS_DIST and not self._multi_node:
                 # What waits is the end of the backward, for whoever is late. Within a host that is less than rows gain
                 # by being on their way before the backward.
                 return False
@@ -649,7 +668,7 @@ class SparsePipeline:
             return bool(self._in_backward)
         joints: list[torch.Tensor] = []
         for name, state in inflight.modules.items():
-            owners = owners_of_parts(self._stand_ins[name].module)
+            owners = owners_of_parts(self._forwards[name].module)
             found = before_gradients(state.rows, owners.count(WeightOwner.FUSED_BACKWARD))
             if found is None:
                 return False
@@ -662,14 +681,14 @@ class SparsePipeline:
         self.finish_lookups()
         for name, state in list(inflight.modules.items()):
             if state.rows is not None or state.outputs:
-                self._leave_aside(self._stand_ins[name].module, state)
+                self._leave_aside(self._forwards[name].module, state)
                 del inflight.modules[name]
 
     def count_lookups(self, inflight: InFlightBatch, times: int) -> None:
         """Count the early lookups of a batch for the fused optimizers so many times more; -1: take them back."""
         self.finish_lookups()
         for name, state in inflight.modules.items():
-            self._uncount(self._stand_ins[name].module, [-times * num for num in state.num_lookups])
+            self._uncount(self._forwards[name].module, [-times * num for num in state.num_lookups])
 
     def drain(self, inflight: InFlightBatch) -> None:
         """Complete every collective that was started for a batch, in the order of its stages."""
@@ -678,9 +697,9 @@ class SparsePipeline:
             self.input_data_dist(inflight)
         self.receive_input(inflight)
         for name, state in inflight.modules.items():
-            self._leave_aside(self._stand_ins[name].module, state)
+            self._leave_aside(self._forwards[name].module, state)
 
-    def _leave_aside(self, module: Any, state: ModuleInFlight) -> None:
+    def _leave_aside(self, module: Any, state: ModuleContext) -> None:
         """Wait for the all-to-alls of rows that nobody is going to use, and take their lookup back."""
         if state.data is not None:  # ids for a lookup where the module is called, which it was not
             state.data.wait()
@@ -704,7 +723,7 @@ MAX_OVERWRITTEN = 3
 
 def _autocast(module: Any, kjt: KeyedJaggedTensor) -> tuple[bool, torch.dtype] | None:
     """Return the autocast that a lookup runs under now, where it may compute something that this changes."""
-    kind = kind_of(module)
+    kind = spec_of(module)
     if kind is None or kind.feature_processors is None:
         return None
     device = kjt.device().type
@@ -714,7 +733,7 @@ def _autocast(module: Any, kjt: KeyedJaggedTensor) -> tuple[bool, torch.dtype] |
 def _waited_for_as_called(rows: Any, *, keeps_saved: bool) -> Any:
     if not isinstance(rows, LazyAwaitable):
         return rows
-    return LazyRows(partial(_keep_saved, rows.wait) if keeps_saved else rows.wait)
+    return LazyEmbeddings(partial(_keep_saved, rows.wait) if keeps_saved else rows.wait)
 
 
 def _saving_is_hooked() -> bool:

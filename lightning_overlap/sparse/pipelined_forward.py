@@ -14,15 +14,13 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from ..distributed import Store
 from ..runtime import Path, leaves, resolve
+from ..tables import SentInput, check_torchrec, holds_sequences, why_never_early
 from .mismatches import Mismatches
-from .sharded_module import check_torchrec
-from .supported_modules import holds_sequences, why_never_early
-from .write_counts import SentInput
 
 _num_made = itertools.count()
 
 
-class LazyRows(LazyGetItemMixin[str, Any], LazyAwaitable[Any]):  # type: ignore[misc]
+class LazyEmbeddings(LazyGetItemMixin[str, Any], LazyAwaitable[Any]):  # type: ignore[misc]
     """Rows that are waited for where they are first used, in the grad mode in which the module was called.
 
     TorchRec's awaitables wait in the mode of the first use: rows that a step looks at under `no_grad` first, for a
@@ -52,7 +50,7 @@ class LazyRows(LazyGetItemMixin[str, Any], LazyAwaitable[Any]):  # type: ignore[
             return self._receive()
 
 
-class EarlyRows(LazyRows):
+class EarlyEmbeddings(LazyEmbeddings):
     """Rows of an early lookup.
 
     TorchRec's own pipelined forwards wait where the module is called; waiting later lets a bottom MLP after the
@@ -67,11 +65,11 @@ def _grad_mode() -> tuple[bool, bool]:
 class Server(Protocol):
     """Answers the calls of stand-ins."""
 
-    def call(self, stand_in: StandIn, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def call(self, pipelined: PipelinedForward, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Return the rows of a call."""
 
 
-class StandIn:
+class PipelinedForward:
     """What callers of a sharded module get while the strategy is at work.
 
     Args:
@@ -96,8 +94,8 @@ class StandIn:
         self.module = module
         self.before: Any = vars(module).get("forward")
         """What stood in the place of the module's forward: another pipeline's stand-in, or nothing."""
-        self.own_forward: Callable[..., Any] = (
-            self.before.own_forward if isinstance(self.before, StandIn) else module.forward
+        self.original_forward: Callable[..., Any] = (
+            self.before.original_forward if isinstance(self.before, PipelinedForward) else module.forward
         )
         self.path: Path | None = None
         self.keys: frozenset[str] = frozenset()
@@ -106,7 +104,7 @@ class StandIn:
         """How often its early rows were left aside because somebody had written its tables."""
         self.takes_part = False
         """Whether its input is in the exchange of sizes: as all ranks found, whatever this one has found since."""
-        self.plain_reason: str | None = why_never_early(module, group, prefetches=prefetches)
+        self.unpipelined_reason: str | None = why_never_early(module, group, prefetches=prefetches)
         self.calls: list[tuple[tuple[Any, ...], dict[str, Any]]] = []
         self._answers: dict[int, tuple[SentInput, KeyedJaggedTensor, Any]] = {}
 
@@ -146,10 +144,10 @@ class StandIn:
     @property
     def early(self) -> bool:
         """Whether the lookup of coming batches starts early."""
-        return self.path is not None and self.plain_reason is None
+        return self.path is not None and self.unpipelined_reason is None
 
 
-class StandIns(Mapping[str, StandIn]):
+class PipelinedForwards(Mapping[str, PipelinedForward]):
     """The stand-ins of all sharded modules of a model, by the modules' names.
 
     Args:
@@ -160,7 +158,7 @@ class StandIns(Mapping[str, StandIn]):
         prefetches: Whether a stage fetches rows into a cache, so that tables in a UVM cache can be looked up early.
         rank: Warns if 0.
         store: Where ranks leave word for each other; needed with a group.
-        said: Warnings given so far, shared by all of a run.
+        warned: Warnings given so far, shared by all of a run.
         timeout_s: How long ranks wait for each other.
     """
 
@@ -174,19 +172,21 @@ class StandIns(Mapping[str, StandIn]):
         prefetches: bool = False,
         rank: int = 0,
         store: Store | None = None,
-        said: set[tuple[str, str | None]] | None = None,
+        warned: set[tuple[str, str | None]] | None = None,
         timeout_s: float = 1800,
     ) -> None:
-        self._by_name = {name: StandIn(server, name, module, group, prefetches) for name, module in modules.items()}
+        self._by_name = {
+            name: PipelinedForward(server, name, module, group, prefetches) for name, module in modules.items()
+        }
         self._group = group
         self._step = step
         self._rank = rank
         self._store = store
-        self._said = set() if said is None else said
+        self._warned = set() if warned is None else warned
         key = f"lightning_overlap/{next(_num_made)}"  # all ranks make as many
         self._mismatches = None if group is None or store is None else Mismatches(store, key, group.size(), timeout_s)
 
-    def __getitem__(self, name: str) -> StandIn:
+    def __getitem__(self, name: str) -> PipelinedForward:
         return self._by_name[name]
 
     def __iter__(self) -> Iterator[str]:
@@ -197,30 +197,30 @@ class StandIns(Mapping[str, StandIn]):
 
     def attach(self) -> None:
         """Put the stand-ins in the place of the modules' forwards."""
-        for stand_in in self.values():
-            stand_in.attach()
+        for pipelined in self.values():
+            pipelined.attach()
 
     def detach(self) -> None:
         """Give every module the forward back that it had before."""
-        for stand_in in self.values():
-            stand_in.detach()
+        for pipelined in self.values():
+            pipelined.detach()
         if self._mismatches is not None:
             self._mismatches.end()
 
-    def served(self, stand_in: StandIn, step: int) -> None:
+    def served(self, pipelined: PipelinedForward, step: int) -> None:
         """Note that a module's call in a step was served from early rows."""
         if self._mismatches is not None:
-            self._mismatches.served(stand_in.name, step)
+            self._mismatches.served(pipelined.name, step)
 
     def forget_answers(self) -> None:
         """Let go of the answers that a `checkpoint()` might have asked for again."""
-        for stand_in in self.values():
-            stand_in.forget_answers()
+        for pipelined in self.values():
+            pipelined.forget_answers()
 
     def forget_calls(self) -> None:
         """Begin a step."""
-        for stand_in in self.values():
-            stand_in.calls.clear()
+        for pipelined in self.values():
+            pipelined.calls.clear()
 
     def discover(self, batch: Any) -> None:
         """Find the inputs of the modules' calls in the staged batch, by identity.
@@ -228,18 +228,18 @@ class StandIns(Mapping[str, StandIn]):
         All ranks agree on the outcome, since every early collective has to be issued by all of them.
         """
         by_id = {id(kjt): path for path, kjt in inputs_of(batch)}
-        found = {name: _find(stand_in, by_id, self._step) for name, stand_in in self.items()}
+        found = {name: _find(pipelined, by_id, self._step) for name, pipelined in self.items()}
         for name, (path, reason) in self._agree(found).items():
-            stand_in = self[name]
-            stand_in.path = path
+            pipelined = self[name]
+            pipelined.path = path
             if path is not None:
-                stand_in.keys = frozenset(resolve(batch, path).keys())
-            if stand_in.plain_reason is not None:
-                self._warn(stand_in)
+                pipelined.keys = frozenset(resolve(batch, path).keys())
+            if pipelined.unpipelined_reason is not None:
+                self._warn(pipelined)
             elif reason is not None:
-                self.run_plain(stand_in, reason)
-            self._warn_of_untrained_sequences(stand_in)
-            stand_in.takes_part = stand_in.early
+                self.run_unpipelined(pipelined, reason)
+            self._warn_of_untrained_sequences(pipelined)
+            pipelined.takes_part = pipelined.early
         self.forget_calls()
 
     def _agree(self, found: dict[str, tuple[Path | None, str | None]]) -> dict[str, tuple[Path | None, str | None]]:
@@ -256,13 +256,13 @@ class StandIns(Mapping[str, StandIn]):
             for name, mine in found.items()
         }
 
-    def all_ranks_go_plain(self, stand_in: StandIn, step: int, index: int, reason: str) -> None:
+    def all_ranks_run_unpipelined(self, pipelined: PipelinedForward, step: int, index: int, reason: str) -> None:
         """Make sure that the other ranks leave the early rows aside too, before this one issues a collective.
 
         They cannot be asked by a collective, since those that take the early rows issue none here.
 
         Args:
-            stand_in: Of the module.
+            pipelined: Of the module.
             step: Number of the step in this run.
             index: Of its batch in the epoch.
             reason: Why this rank does.
@@ -270,66 +270,67 @@ class StandIns(Mapping[str, StandIn]):
         Raises:
             RuntimeError: They do not: this rank's forward would wait for them, or mix up with what they send.
         """
-        if self._mismatches is None or self._mismatches.all_ranks(stand_in.name, step):
+        if self._mismatches is None or self._mismatches.all_ranks(pipelined.name, step):
             return
         raise RuntimeError(
-            f"rank {self._rank}: the early rows of {stand_in.name!r} are not those of batch {index}'s call in "
+            f"rank {self._rank}: the early rows of {pipelined.name!r} are not those of batch {index}'s call in "
             f"{self._step}: {reason}. Other ranks called it with theirs. Early rows need the same on all ranks: change "
             f"inputs before {self._step} (on_after_batch_transfer), or use pipeline='base'."
         )
 
     def check_calls(self, begun: Container[str]) -> None:
         """Give up modules that a step did not call once; `begun` are those whose stages began for its batch."""
-        for stand_in in self.values():
-            if not stand_in.early:
+        for pipelined in self.values():
+            if not pipelined.early:
                 continue
-            if len(stand_in.calls) > 1:
-                self.run_plain(stand_in, "it was called more than once in a step")
-            elif not stand_in.calls and stand_in.name in begun:
-                self.run_plain(stand_in, "it was not called for a batch that has its input")
+            if len(pipelined.calls) > 1:
+                self.run_unpipelined(pipelined, "it was called more than once in a step")
+            elif not pipelined.calls and pipelined.name in begun:
+                self.run_unpipelined(pipelined, "it was not called for a batch that has its input")
 
-    def run_plain(self, stand_in: StandIn, reason: str) -> None:
+    def run_unpipelined(self, pipelined: PipelinedForward, reason: str) -> None:
         """Leave a module to its own forward from now on; warn once."""
-        if stand_in.plain_reason is None:
-            stand_in.plain_reason = reason
-            self._warn(stand_in)
+        if pipelined.unpipelined_reason is None:
+            pipelined.unpipelined_reason = reason
+            self._warn(pipelined)
 
-    def _warn_of_untrained_sequences(self, stand_in: StandIn) -> None:
+    def _warn_of_untrained_sequences(self, pipelined: PipelinedForward) -> None:
         """Say what TorchRec 1.8 does not: its sequences of variable batch sizes have no gradient on a CPU."""
-        inputs = [only_input(*call) for call in stand_in.calls]
+        inputs = [only_input(*call) for call in pipelined.calls]
         kjts = [given for given in inputs if isinstance(given, KeyedJaggedTensor)]
         varies = any(kjt.variable_stride_per_key() and kjt.device().type == "cpu" for kjt in kjts)
-        known = (stand_in.name, "variable batch sizes")
-        if varies and holds_sequences(stand_in.module) and self._rank == 0 and known not in self._said:
-            self._said.add(known)
+        known = (pipelined.name, "variable batch sizes")
+        if varies and holds_sequences(pipelined.module) and self._rank == 0 and known not in self._warned:
+            self._warned.add(known)
             warnings.warn(
-                f"TorchRec 1.8 looks up {stand_in.name!r} ({type(stand_in.module).__name__}) otherwise than unsharded "
-                "where batch sizes vary by feature, and does not train its tables on a CPU. Give it one batch size.",
+                f"TorchRec 1.8 looks up {pipelined.name!r} ({type(pipelined.module).__name__}) otherwise than "
+                "unsharded where batch sizes vary by feature, and does not train its tables on a CPU. Give it one "
+                "batch size.",
                 UserWarning,
                 stacklevel=2,
             )
 
-    def _warn(self, stand_in: StandIn) -> None:
-        known = (stand_in.name, stand_in.plain_reason)
-        if self._rank == 0 and known not in self._said:
-            self._said.add(known)
+    def _warn(self, pipelined: PipelinedForward) -> None:
+        known = (pipelined.name, pipelined.unpipelined_reason)
+        if self._rank == 0 and known not in self._warned:
+            self._warned.add(known)
             warnings.warn(
-                f"The lookup of {stand_in.name!r} ({type(stand_in.module).__name__}) is not overlapped: "
-                f"{stand_in.plain_reason}. It runs in its own forward, on current weights. To overlap it, call it "
-                f"once per {self._step} with a KeyedJaggedTensor that is part of the batch (made in the dataset, the "
-                "collate function, on_before_batch_transfer or on_after_batch_transfer).",
+                f"The lookup of {pipelined.name!r} ({type(pipelined.module).__name__}) is not overlapped: "
+                f"{pipelined.unpipelined_reason}. It runs in its own forward, on current weights. To overlap it, call "
+                f"it once per {self._step} with a KeyedJaggedTensor that is part of the batch (made in the dataset, "
+                "the collate function, on_before_batch_transfer or on_after_batch_transfer).",
                 UserWarning,
                 stacklevel=2,
             )
 
 
-def _find(stand_in: StandIn, by_id: Mapping[int, Path], step: str) -> tuple[Path | None, str | None]:
+def _find(pipelined: PipelinedForward, by_id: Mapping[int, Path], step: str) -> tuple[Path | None, str | None]:
     """Return where in the batch a module's input stands, or why it cannot start early."""
-    if not stand_in.calls:
+    if not pipelined.calls:
         return None, "it was not called for the first batch"
-    if len(stand_in.calls) > 1:
+    if len(pipelined.calls) > 1:
         return None, "it was called more than once in a step"
-    args, kwargs = stand_in.calls[0]
+    args, kwargs = pipelined.calls[0]
     given = only_input(args, kwargs)
     path = by_id.get(id(given))
     if path is None:

@@ -13,9 +13,8 @@ from torch import Tensor
 
 from ..runtime import CudaStreams, Executor, InFlightBatch, Streams
 from ..schedules import StreamName
+from ..tables import TABLE_TYPES, keys_in_backward, tables_in_backward
 from .pipeline import SparsePipeline
-from .sharded_module import keys_in_backward, tables_in_backward
-from .supported_modules import TABLE_TYPES
 
 ROW_BITS = 40
 """Of a row's number, the ones above are the table's: so all tables of a rank are counted at once."""

@@ -6,7 +6,7 @@ import copy
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, TypeAlias
+from typing import Any
 
 import torch
 from fbgemm_gpu.split_table_batched_embeddings_ops_training import SplitTableBatchedEmbeddingBagsCodegen
@@ -14,11 +14,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
-from .sharded_module import _tbes_of, tbes
-from .supported_modules import tables_of
-
-SetRates: TypeAlias = Callable[[], None]
-"""Gives the kernels the learning rates that the schedule has now."""
+from ..tables import SetRates, tables_of, tbes, tbes_within
 
 
 def kernel_rates(module: Any) -> list[float]:
@@ -58,9 +54,11 @@ def _updates_at_present_rate(module: Any, set_rates: SetRates | None) -> Iterato
         return
     set_rates()
     # By kernel, not by owner: a part with one table of a dense kernel counts as the dense optimizer's altogether.
-    patched = [lookup for lookup in tables_of(module)._lookups if isinstance(lookup, nn.Module) and _tbes_of([lookup])]
+    patched = [
+        lookup for lookup in tables_of(module)._lookups if isinstance(lookup, nn.Module) and tbes_within([lookup])
+    ]
     for lookup in patched:
-        lookup.forward = _FusedLookup(lookup.forward, _tbes_of([lookup]), set_rates)
+        lookup.forward = _FusedLookup(lookup.forward, tbes_within([lookup]), set_rates)
     try:
         yield
     finally:

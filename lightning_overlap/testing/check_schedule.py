@@ -118,7 +118,10 @@ def _inputs(mark: Mark, run: Run) -> list[Mark]:
             table = module if WeightOwner(owner) is WeightOwner.FUSED_BACKWARD else ""
             saw = run.reads[mark]
             updates = [Mark(WeightOwner(owner), batch, table, saw[:at].count(batch)) for at, batch in enumerate(saw)]
-            before = [Stage.INPUT_DATA_DIST, *([] if run.schedule.row(Stage.PREFETCH) is None else [Stage.PREFETCH])]
+            before = [
+                Stage.INPUT_DATA_DIST,
+                *([] if run.schedule.step_of(Stage.PREFETCH) is None else [Stage.PREFETCH]),
+            ]
             own = [] if mark.nth else [Mark(stage, mark.batch, module) for stage in before]
             return [LOADED_WEIGHTS, *updates, *own]
     return []

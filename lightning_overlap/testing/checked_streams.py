@@ -47,16 +47,16 @@ class CheckedStreams(FollowedStreams):
         if event is not None:
             self._races.wait(self[name], event)
 
-    def hand_over(self, value: Any, name: StreamName) -> None:
+    def record_stream(self, value: Any, name: StreamName) -> None:
         """Let a stream use the memory of all tensors of a nested value."""
         tensors = [leaf for _, leaf in leaves(value, lambda node: False) if isinstance(leaf, Tensor)]
-        self._races.hand_over(map(self._memory.name, tensors), self[name])
+        self._races.record_stream(map(self._memory.name, tensors), self[name])
 
     def hand_to_caller(self, value: Any, event: Clock) -> None:
         """Let the compute stream and the current one use the memory of a value from an event on."""
         for name in (StreamName.COMPUTE, self._current):
             self.wait(name, event)
-            self.hand_over(value, name)
+            self.record_stream(value, name)
 
     def observe(self, kind: str, stage: Stage, batch: int) -> None:
         """Take an event of the executor, to name the place in errors: this is an `Observer`."""
@@ -93,7 +93,7 @@ class CheckedStreams(FollowedStreams):
         used = {*reads, *writes}
         made = [self._memory.name(tensor, str(func)) for tensor in tensors_of(result)]
         if in_backward:
-            self._races.hand_over(used, stream)
+            self._races.record_stream(used, stream)
         by = f"{func} after the {self._doing}"
         self._races.do(by, stream, reads=reads, writes=writes, makes=[name for name in made if name not in used])
 

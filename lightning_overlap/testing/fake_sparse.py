@@ -117,7 +117,7 @@ class FakeSparse:
         self.lookup_stream = lookup_stream
         self.fail_at: tuple[Stage, int] | None = None
         self._observe = observer or (lambda kind, stage, index: None)
-        self._plain_forward = False
+        self._ran_unpipelined = False
         self._current: InFlightBatch | None = None
         self.clear()
 
@@ -140,7 +140,7 @@ class FakeSparse:
 
     # -- SparseStages -------------------------------------------------------------------------------------------
 
-    holds_updates = True
+    can_defer_updates = True
 
     def discover(self, inflight: InFlightBatch) -> bool:
         """Learn the modules' inputs from a forward that was just run."""
@@ -227,7 +227,7 @@ class FakeSparse:
     def finish_lookups(self) -> None:
         """Do nothing: the fake lookups are over at once."""
 
-    def call_in_backward(self, inflight: InFlightBatch, stage: Stage, call: Callable[[], None]) -> bool:
+    def register_backward_hook(self, inflight: InFlightBatch, stage: Stage, call: Callable[[], None]) -> bool:
         """Have this called in the backward of a batch that is looked up early."""
         fused = any(WeightOwner.FUSED_BACKWARD in state.owners for state in inflight.modules.values())
         is_left = fused and stage in self.left_from
@@ -247,7 +247,7 @@ class FakeSparse:
         """Complete every collective that was started for a batch."""
         self.pending -= {(stage, inflight.index, name) for name in inflight.modules for stage in SPARSE_STAGES}
 
-    def hold_update(self, inflight: InFlightBatch) -> None:
+    def start_update(self, inflight: InFlightBatch) -> None:
         """Send the gradients that a backward has left, on the current stream."""
         index = inflight.index
         self.streams.do(Mark("sent gradients", index), reads=[_gradients(index)], writes=[_sent_gradients(index)])
@@ -269,9 +269,9 @@ class FakeSparse:
                 reads = [_sent_gradients(index), *memory_of(inflight.modules[name])]
                 self.streams.do(Mark(owner, index, name, nth), reads=reads, writes=[table(name, owner)])
 
-    def take_plain_forward(self) -> bool:
+    def take_unpipelined_forward(self) -> bool:
         """Whether a module ran its own forward since the last call."""
-        plain, self._plain_forward = self._plain_forward, False
+        plain, self._ran_unpipelined = self._ran_unpipelined, False
         return plain
 
     def is_overwritten(self, batches: Iterable[InFlightBatch]) -> bool:
@@ -308,7 +308,7 @@ class FakeSparse:
                 rows = [_rows(inflight.index, name, owner, 0) for owner in state.owners]
                 self.streams.do(Mark(Stage.DENSE_FORWARD, inflight.index, name, nth), reads=rows)
             else:
-                self._plain_forward = self._plain_forward or self._current is not None
+                self._ran_unpipelined = self._ran_unpipelined or self._current is not None
                 self.streams.wait(self.lookup_stream, self.streams.record(StreamName.COMPUTE))
                 with self.streams.on(self.lookup_stream):
                     for held in sorted(self.held):
@@ -332,7 +332,7 @@ class FakeSparse:
         self._observe("wait", Stage.EMBEDDING_LOOKUP, index)
         self._complete(Stage.EMBEDDING_LOOKUP, index, name)
         self.streams.wait(StreamName.COMPUTE, self.streams.record(self.lookup_stream))
-        self.streams.hand_over([_Rows(index, name, owner) for owner in self.modules[name]], StreamName.COMPUTE)
+        self.streams.record_stream([_Rows(index, name, owner) for owner in self.modules[name]], StreamName.COMPUTE)
 
     def backward(self, inflight: InFlightBatch) -> None:
         """Update the fused tables, each on the stream where autograd runs it: that of its lookup."""
@@ -343,7 +343,7 @@ class FakeSparse:
             call()
         calls = self.served[-sum(map(len, self.modules.values())) :]
         fused = [served for served in calls if served.owner is WeightOwner.FUSED_BACKWARD]
-        if inflight.holds_update and all(served.early for served in fused):
+        if inflight.defers_update and all(served.early for served in fused):
             self.held[inflight.index] = inflight, nth
             self.pending |= {(Stage.BACKWARD, inflight.index, served.module) for served in fused}
             return

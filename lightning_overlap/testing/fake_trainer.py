@@ -78,7 +78,7 @@ class FakeTrainer:
         self.schedule = schedule
         self.automatic = automatic
         self.streams = streams or RecordingStreams()
-        lookup = schedule.row(Stage.EMBEDDING_LOOKUP)
+        lookup = schedule.step_of(Stage.EMBEDDING_LOOKUP)
         self.sparse = sparse_type(
             modules,
             ready=ready,
@@ -103,12 +103,12 @@ class FakeTrainer:
     num_skipped = 0
 
     @property
-    def certain(self) -> bool:
+    def length_known(self) -> bool:
         """Never: where the data ends is a matter of each run."""
         return False
 
     @property
-    def told_to_stop(self) -> bool:
+    def stop_requested(self) -> bool:
         """Never: nobody sends it a signal."""
         return False
 
@@ -184,12 +184,12 @@ class FakeTrainer:
             if inflight.index in skip:
                 return True
             if self.automatic:
-                self.executor.reach(Stage.DENSE_FORWARD)
+                self.executor.stage_done(Stage.DENSE_FORWARD)
             self.sparse.backward(inflight)
             if self.automatic:
-                self.executor.reach(Stage.BACKWARD)
+                self.executor.stage_done(Stage.BACKWARD)
         self.sparse.step(inflight)
-        self.executor.reach(Stage.OPTIMIZER_STEP)
+        self.executor.stage_done(Stage.OPTIMIZER_STEP)
         self.streams.do(Mark("a callback behind the step", inflight.index), reads=self._tables())
         if inflight.index == self._num_batches // 2:
             self.executor.update_tables()  # as the strategy does

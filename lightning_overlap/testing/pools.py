@@ -129,7 +129,7 @@ class PooledStreams(FollowedStreams):
         return self.allocator.reserved
 
     @override
-    def hand_over(self, value: Any, name: StreamName) -> None:
+    def record_stream(self, value: Any, name: StreamName) -> None:
         """Note that a stream uses these tensors."""
         for _, leaf in leaves(value, lambda node: False):
             live = self._live.get(leaf.untyped_storage()._cdata) if isinstance(leaf, Tensor) else None
@@ -139,8 +139,8 @@ class PooledStreams(FollowedStreams):
     @override
     def hand_to_caller(self, value: Any, event: Any) -> None:
         """Note that the compute stream and the current one use these tensors."""
-        self.hand_over(value, StreamName.COMPUTE)
-        self.hand_over(value, self._current)
+        self.record_stream(value, StreamName.COMPUTE)
+        self.record_stream(value, self._current)
 
     @override
     def begin_step(self) -> None:

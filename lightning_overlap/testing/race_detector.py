@@ -53,7 +53,7 @@ class Races:
     """Follows streams, events and accesses; raises at the first access that nothing orders behind an earlier one.
 
     Resources have any name. Those that `make` allocates belong to the stream they were made on, as in PyTorch's
-    caching allocator: another stream uses them only after `hand_over`.
+    caching allocator: another stream uses them only after `record_stream`.
     """
 
     def __init__(self) -> None:
@@ -70,7 +70,7 @@ class Races:
         for other, time in event.items():
             clock[other] = max(clock.get(other, 0), time)
 
-    def hand_over(self, resources: Iterable[str], stream: StreamName) -> None:
+    def record_stream(self, resources: Iterable[str], stream: StreamName) -> None:
         """Let a stream use memory that was made on another one."""
         for name in resources:
             if name in self._resources:

@@ -68,7 +68,7 @@ class Timeline:
         return "\n".join(blocks)
 
     def _lane(self, kind: str, stage: Stage) -> str:
-        step = self.schedule.row(stage)
+        step = self.schedule.step_of(stage)
         return "host waits" if kind == "wait" else str(StreamName.COMPUTE if step is None else step.stream)
 
 
@@ -109,7 +109,7 @@ class RecordingStreams:
         lookup: The stream that `StreamName.LOOKUP` stands for, as a stream policy says.
     """
 
-    runs_ahead = True
+    is_async = True
 
     def __init__(self, lookup: StreamName = StreamName.LOOKUP) -> None:
         self.log: list[tuple[str, StreamName, Any]] = []
@@ -149,16 +149,16 @@ class RecordingStreams:
         """Return the stream's name."""
         return self[name]
 
-    def hand_over(self, value: Any, name: StreamName) -> None:
+    def record_stream(self, value: Any, name: StreamName) -> None:
         """Let a stream use the memory of a value that was made on another one."""
-        self._races.hand_over(memory_of(value), self[name])
+        self._races.record_stream(memory_of(value), self[name])
         text = f"batch {value.index}" if isinstance(value, FakeBatch) else "input"  # a log must not keep a batch alive
-        self.log.append(("hand_over", self[name], text))
+        self.log.append(("record_stream", self[name], text))
 
     def hand_to_caller(self, value: Any, event: Any) -> None:
         """Let the compute stream use a value from an event on."""
         self.wait(StreamName.COMPUTE, event)
-        self.hand_over(value, StreamName.COMPUTE)
+        self.record_stream(value, StreamName.COMPUTE)
 
     def begin_step(self) -> None:
         """Log the begin of a step."""
@@ -173,7 +173,7 @@ class RecordingStreams:
             mark: Its name.
             reads: Resources that it reads.
             writes: Resources that it writes.
-            makes: Memory that it allocates and writes; another stream uses it after a `hand_over`.
+            makes: Memory that it allocates and writes; another stream uses it after a `record_stream`.
 
         Raises:
             RaceError: An earlier piece of work used one of them, and nothing orders this one behind it.

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torchrec.distributed.types import ShardedTensor
 
-from ..sparse import sharded_modules, table_modules
+from ..tables import sharded_modules, table_modules
 
 
 def digests(module: LightningModule, optimizers: Sequence[torch.optim.Optimizer]) -> dict[str, str]:

@@ -24,7 +24,7 @@ class FollowedStreams(HostStreams):
         lookup: The stream that `StreamName.LOOKUP` stands for, as a stream policy says.
     """
 
-    runs_ahead = True  # as on the device that it stands for
+    is_async = True  # as on the device that it stands for
 
     def __init__(self, lookup: StreamName = StreamName.LOOKUP) -> None:
         self._lookup = lookup

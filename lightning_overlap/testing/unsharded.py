@@ -20,7 +20,7 @@ from typing_extensions import override
 
 from ..plugin import OverlapEmbeddingStrategy
 from ..schedules import WeightOwner
-from ..sparse import kind_of, owners_of, sharded_modules, tables_of
+from ..tables import owners_of, sharded_modules, spec_of, tables_of
 
 State = Mapping[str, Tensor]
 """Whole weights and buffers of one module by their names in it."""
@@ -379,7 +379,7 @@ def _why_not_comparable(module: Any, unsharded: nn.Module, name: str) -> str | N
         return "the unsharded module has none of that name: it is made or replaced during the fit"
     if type(child) is type(module):
         return "it is sharded by its owner"
-    kind = kind_of(module)
+    kind = spec_of(module)
     if kind is None:
         return f"a {type(module).__name__} is of no known kind"
     if WeightOwner.LOOKUP in owners_of(module):

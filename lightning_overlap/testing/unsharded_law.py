@@ -9,7 +9,7 @@ from typing import Any
 import torch.distributed as dist
 from lightning.pytorch import LightningModule
 
-from ..sparse import check_fused_optimizer, find_tables
+from ..tables import check_fused_optimizer, find_tables
 from .unsharded import Answers, Weights, different_weights, materialize, of_all_ranks
 from .verdict import Verdict
 from .watched_fit import Setting, fit, fit_unsharded, seed_all

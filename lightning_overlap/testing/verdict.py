@@ -12,7 +12,7 @@ class Verdict:
     Args:
         law: What has to hold.
         problem: What does not, or ''.
-        said: What was seen where it holds.
+        warned: What was seen where it holds.
     """
 
     law: str

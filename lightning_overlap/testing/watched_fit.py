@@ -24,7 +24,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from ..plugin import OverlapEmbeddingStrategy
 from ..profiling import HostSync, record_host_syncs
 from ..schedules import Stage, WeightOwner
-from ..sparse import EarlyRows, SparsePipeline, owners_of, sharded_modules, tbes
+from ..sparse import EarlyEmbeddings, SparsePipeline
+from ..tables import owners_of, sharded_modules, tbes
 from .checked_streams import CheckedStreams
 from .local_group import ThisGroup
 from .state_digests import digests
@@ -371,17 +372,17 @@ class _WatchedStrategy(OverlapEmbeddingStrategy):
         pipeline = super()._make_pipeline(schedule, step)
         serve, watch, delay, answers = pipeline.call, self._watch, self._delay, self._answers
 
-        def call(stand_in: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        def call(pipelined: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
             given = _copied((args, kwargs)) if answers is not None else None
-            around = contextlib.nullcontext() if delay is None else delay.around(stand_in.name, stand_in.module)
+            around = contextlib.nullcontext() if delay is None else delay.around(pipelined.name, pipelined.module)
             with around:
-                rows = serve(stand_in, args, kwargs)
+                rows = serve(pipelined, args, kwargs)
             if step == "training_step":
-                watch.served(stand_in.name, isinstance(rows, EarlyRows))
-                if stand_in.plain_reason is not None:
-                    watch.watched.plain_reasons[stand_in.name] = stand_in.plain_reason
+                watch.served(pipelined.name, isinstance(rows, EarlyEmbeddings))
+                if pipelined.unpipelined_reason is not None:
+                    watch.watched.plain_reasons[pipelined.name] = pipelined.unpipelined_reason
             if answers is not None:
-                answers.answered(stand_in.name, step, given, rows, early=isinstance(rows, EarlyRows))
+                answers.answered(pipelined.name, step, given, rows, early=isinstance(rows, EarlyEmbeddings))
             return rows
 
         if step == "training_step" or answers is not None:

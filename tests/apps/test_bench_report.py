@@ -21,7 +21,7 @@ from lightning_overlap.apps.bench_report import (
     table,
     write,
 )
-from lightning_overlap.profiling.spans import Kind, Span
+from lightning_overlap.profiling.spans import Category, Span
 
 MIB = 2**20
 
@@ -122,11 +122,11 @@ def test_each_collective_is_hidden_or_exposed() -> None:
 
 def test_collectives_count_in_the_step_of_their_issue_and_waits_on_their_lane() -> None:
     spans = [
-        Span(5, 25, Kind.COMMUNICATION, "collectives", "rows"),
-        Span(12, 25, Kind.WAIT, "host", "rows"),
-        Span(15, 40, Kind.COMMUNICATION, "collectives", "rows"),
-        Span(30, 40, Kind.WAIT, "host", "rows"),
-        Span(21, 29, Kind.WAIT, "side", "ids"),
+        Span(5, 25, Category.COMMUNICATION, "collectives", "rows"),
+        Span(12, 25, Category.WAIT, "host", "rows"),
+        Span(15, 40, Category.COMMUNICATION, "collectives", "rows"),
+        Span(30, 40, Category.WAIT, "host", "rows"),
+        Span(21, 29, Category.WAIT, "side", "ids"),
     ]
     assert by_name(spans, [(0, 10), (10, 20), (20, 45)], "host") == {"rows": (20, 10)}
 

@@ -140,7 +140,7 @@ def test_what_another_stream_reads_comes_back_as_the_step_after_next_begins(stre
             streams.begin_step()
             with streams.on(LOOKUP):
                 rows = torch.ones(5 * MIB)
-            streams.hand_over([rows], COMPUTE)
+            streams.record_stream([rows], COMPUTE)
             del rows
             assert streams.reserved == {LOOKUP: num_segments * 20 * MIB}
 
@@ -151,6 +151,6 @@ def test_what_no_other_stream_reads_comes_back_at_once(streams: PooledStreams) -
             streams.begin_step()
             with streams.on(LOOKUP):
                 rows = torch.ones(5 * MIB)
-            streams.hand_over([rows], LOOKUP)
+            streams.record_stream([rows], LOOKUP)
             del rows
     assert streams.reserved == {LOOKUP: 20 * MIB}

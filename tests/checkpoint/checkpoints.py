@@ -25,8 +25,8 @@ from torchrec.optim.keyed import KeyedOptimizerWrapper
 from torchrec.optim.optimizers import in_backward_optimizer_filter
 
 from lightning_overlap import OverlapEmbeddingStrategy
-from lightning_overlap.sparse.sharded_module import tbes
-from lightning_overlap.sparse.supported_modules import sharded_modules
+from lightning_overlap.tables.sharded_module import tbes
+from lightning_overlap.tables.supported_modules import sharded_modules
 
 from ..support import cases
 from ..support.cases import TABLE_WISE, Batches, Case, Model, make_plan

@@ -271,7 +271,7 @@ def _newest(place: Path) -> Path | None:
 
 def _step_of(path: Path, sums: dict[int, set[float]], known: dict[str, int]) -> int:
     """Read all of a checkpoint; return the step that it is of."""
-    path = sharded_folder.find(path)
+    path = sharded_folder.resolve_path(path)
     looks = str(_looks(path) if path.is_dir() else path.stat().st_mtime_ns)
     if looks in known:
         return known[looks]

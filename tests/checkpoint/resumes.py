@@ -14,7 +14,7 @@ from torch.utils.data import Dataset, IterableDataset
 from torchdata.stateful_dataloader import StatefulDataLoader
 
 from lightning_overlap import OverlapEmbeddingStrategy
-from lightning_overlap.sparse.sharded_module import tbes
+from lightning_overlap.tables.sharded_module import tbes
 
 from ..support.cases import ROWWISE_ADAGRAD, Case, Model, make_batch, make_plan
 from ..support.fits import make_trainer

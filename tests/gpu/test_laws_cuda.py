@@ -70,7 +70,7 @@ def test_stale_mode_equals_delayed_updates(gpus: Ranks, case: Case, pipeline: st
 @pytest.mark.parametrize("stream", STREAMS)
 def test_one_stale_lookup_shows(gpus: Ranks, stream: str) -> None:
     fused = MODES["fused_sparse_dist"]
-    lookup = fused.row(Stage.EMBEDDING_LOOKUP)
+    lookup = fused.step_of(Stage.EMBEDDING_LOOKUP)
     rows = [step for step in fused if step.stage is not Stage.EMBEDDING_LOOKUP]
     assert lookup is not None
     rows.insert([step.stage for step in rows].index(Stage.BACKWARD), lookup)

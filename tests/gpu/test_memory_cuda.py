@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from lightning_overlap import MODES, StreamName
-from lightning_overlap.runtime.batch_copies import PlacedCopies
+from lightning_overlap.runtime.batch_copies import BatchCopies
 from lightning_overlap.runtime.streams import CudaStreams
 
 from ..support import reference
@@ -60,7 +60,7 @@ def test_a_placed_copy_does_not_write_what_is_still_read() -> None:
         seen = before.sum()
         address = before.data_ptr()
         del before
-        with streams.on(StreamName.MEMCPY), PlacedCopies(streams, "cuda"):
+        with streams.on(StreamName.MEMCPY), BatchCopies(streams, "cuda"):
             copied = host.to(device, non_blocking=True)
         assert copied.data_ptr() == address, "the compute stream's pool gives it again at once"
         torch.cuda.synchronize()

@@ -58,7 +58,7 @@ def test_memory_handed_over_is_not_used_again_too_early() -> None:
             )
             event = streams.record(StreamName.MEMCPY)
         streams.wait(StreamName.COMPUTE, event)
-        streams.hand_over({"sparse": [kjt]}, StreamName.COMPUTE)
+        streams.record_stream({"sparse": [kjt]}, StreamName.COMPUTE)
         torch.cuda._sleep(BUSY_CYCLES // 10)
         total = kjt.values().sum()
         del kjt

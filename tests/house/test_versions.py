@@ -15,8 +15,8 @@ from packaging.version import Version
 
 from lightning_overlap import OverlapEmbeddingStrategy, versions
 from lightning_overlap.plugin import fit_loop
-from lightning_overlap.sparse import sharded_module
-from lightning_overlap.sparse.supported_modules import Kind
+from lightning_overlap.tables import sharded_module
+from lightning_overlap.tables.supported_modules import ModuleSpec
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -70,7 +70,7 @@ def test_a_class_that_is_gone_is_told_with_the_versions() -> None:
 
 
 def test_a_sharded_module_without_a_name_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sharded_module, "KINDS", {SimpleNamespace: Kind()})
+    monkeypatch.setattr(sharded_module, "SUPPORTED_MODULES", {SimpleNamespace: ModuleSpec()})
     monkeypatch.setattr(sharded_module, "PRIVATE_NAMES", {"SimpleNamespace": ("_lookups",)})
     with pytest.raises(ImportError, match=r"torchrec \S+ lacks SimpleNamespace\._lookups"):
         sharded_module.check_torchrec(SimpleNamespace())  # type: ignore[arg-type]

@@ -51,7 +51,7 @@ class Fault:
     group: bool = False
     happened: bool = False
 
-    def reach(self, place: str, batch: int) -> None:
+    def stage_done(self, place: str, batch: int) -> None:
         """Fail, if this is the place."""
         if self.happened or (place, batch) != (self.place, self.batch) or int(os.environ["RANK"]) not in self.ranks:
             return
@@ -62,7 +62,7 @@ class Fault:
 
     def observe(self, kind: str, stage: Any, batch: int) -> None:
         """Be the strategy's observer."""
-        self.reach(f"{kind} {stage}", batch)
+        self.stage_done(f"{kind} {stage}", batch)
 
     def __str__(self) -> str:
         return f"{self.place} of batch {self.batch}"
@@ -109,53 +109,53 @@ class Faulty(Model):
         self.fault = fault
 
     def on_before_batch_transfer(self, batch: Batch, dataloader_idx: int) -> Batch:
-        self.fault.reach("on_before_batch_transfer", index_of(batch))
+        self.fault.stage_done("on_before_batch_transfer", index_of(batch))
         return batch
 
     def transfer_batch_to_device(self, batch: Batch, device: torch.device, dataloader_idx: int) -> Batch:
-        self.fault.reach("transfer_batch_to_device", index_of(batch))
+        self.fault.stage_done("transfer_batch_to_device", index_of(batch))
         return batch
 
     def on_after_batch_transfer(self, batch: Batch, dataloader_idx: int) -> Batch:
-        self.fault.reach("on_after_batch_transfer", index_of(batch))
+        self.fault.stage_done("on_after_batch_transfer", index_of(batch))
         return batch
 
     def on_train_batch_start(self, batch: Batch, batch_idx: int) -> None:
-        self.fault.reach("on_train_batch_start", batch_idx)
+        self.fault.stage_done("on_train_batch_start", batch_idx)
 
     def training_step(self, batch: Batch, batch_idx: int) -> torch.Tensor:
         used = self.bottom
         try:
-            self.fault.reach(UNUSED, batch_idx)
+            self.fault.stage_done(UNUSED, batch_idx)
         except InjectedError:
             self.bottom = copy.deepcopy(used).requires_grad_(False)
         loss = super().training_step(batch, batch_idx)
         self.bottom = used
-        self.fault.reach("training_step", batch_idx)
+        self.fault.stage_done("training_step", batch_idx)
         return loss
 
     def on_after_backward(self) -> None:
-        self.fault.reach("on_after_backward", self.trainer.fit_loop.epoch_loop.batch_idx)
+        self.fault.stage_done("on_after_backward", self.trainer.fit_loop.epoch_loop.batch_idx)
 
     def on_train_batch_end(self, outputs: Any, batch: Batch, batch_idx: int) -> None:
-        self.fault.reach("on_train_batch_end", batch_idx)
+        self.fault.stage_done("on_train_batch_end", batch_idx)
 
     def on_validation_start(self) -> None:
-        self.fault.reach("on_validation_start", VALIDATION)
+        self.fault.stage_done("on_validation_start", VALIDATION)
 
     def validation_step(self, batch: Batch, batch_idx: int) -> None:
-        self.fault.reach("validation_step", index_of(batch))
+        self.fault.stage_done("validation_step", index_of(batch))
         super().validation_step(batch, batch_idx)
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
-        self.fault.reach("configure_optimizers", 0)
+        self.fault.stage_done("configure_optimizers", 0)
         optimizer = dense_optimizer(self)
         step, num = optimizer.step, 0
 
         def faulty_step(closure: Callable[[], Any]) -> Any:
             nonlocal num
             loss = closure()
-            self.fault.reach("optimizer.step", num)
+            self.fault.stage_done("optimizer.step", num)
             num += 1
             step()
             return loss
@@ -171,7 +171,7 @@ class FaultyCallback(Callback):
         self.fault = fault
 
     def on_train_batch_end(self, trainer: Trainer, *args: Any) -> None:
-        self.fault.reach("callback", trainer.fit_loop.epoch_loop.batch_idx)
+        self.fault.stage_done("callback", trainer.fit_loop.epoch_loop.batch_idx)
 
 
 class _FaultyDataset(Dataset):
@@ -185,19 +185,19 @@ class _FaultyDataset(Dataset):
         if place >= len(self):
             raise IndexError
         index = self.indices[place]
-        self.fault.reach("__getitem__", index)
+        self.fault.stage_done("__getitem__", index)
         if self.fault.place == "worker" and self.fault.batch == index:
             os._exit(3)  # as if the kernel had killed it for its memory
         return make_batch(self.case, index, self.rank)
 
     def collate(self, batch: Batch) -> Batch:
-        self.fault.reach("collate", index_of(batch))
+        self.fault.stage_done("collate", index_of(batch))
         return batch
 
 
 class _FaultyLoader(DataLoader):
     def __iter__(self) -> Iterator[Batch]:
-        self.dataset.fault.reach("__iter__", 0)
+        self.dataset.fault.stage_done("__iter__", 0)
         return super().__iter__()
 
 

@@ -63,7 +63,7 @@ def test_stale_mode_between_hosts_equals_the_plain_loop_with_delayed_updates(
 def test_the_model_shows_one_stale_lookup(ranks: Ranks, case: Case) -> None:
     """The lookup row of the fused mode moved above the backward: every one of the tests above has to see it."""
     fused = MODES["fused_sparse_dist"]
-    lookup = fused.row(Stage.EMBEDDING_LOOKUP)
+    lookup = fused.step_of(Stage.EMBEDDING_LOOKUP)
     rows: list[Step] = [step for step in fused if step.stage is not Stage.EMBEDDING_LOOKUP]
     assert lookup is not None
     rows.insert([step.stage for step in rows].index(Stage.BACKWARD), lookup)

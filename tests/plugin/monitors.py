@@ -16,9 +16,9 @@ from lightning.pytorch import Callback
 from lightning.pytorch.loggers import Logger
 
 from lightning_overlap import MODES, OverlapEmbeddingStrategy, OverlapMonitor, OverlapTimeline, Stage
-from lightning_overlap.profiling.overlap import account
+from lightning_overlap.profiling.overlap import break_down
 from lightning_overlap.profiling.recorder import SpanRecorder
-from lightning_overlap.profiling.spans import ALL_TO_ALLS, Kind
+from lightning_overlap.profiling.spans import ALL_TO_ALLS, Category
 
 from ..profiling.virtual import VirtualClock
 from ..profiling.virtual import run as run_virtual
@@ -55,16 +55,16 @@ def account_of_a_steady_step(case: Case, pipeline: str) -> dict[str, Any]:
     spans = [
         span
         for span in recorded.recorder.spans()
-        if span.kind not in (Kind.COMMUNICATION, Kind.WAIT) or span.name in ALL_TO_ALLS
+        if span.kind not in (Category.COMMUNICATION, Category.WAIT) or span.name in ALL_TO_ALLS
     ]
-    result = account(spans, recorded.recorder.windows()[-1])
+    result = break_down(spans, recorded.recorder.windows()[-1])
     kinds = {
         str(kind): {"busy": round(times.busy_ms, 6), "hidden": round(times.hidden_ms, 6)}
         for kind, times in result.kinds.items()
     }
     return {
         **kinds,
-        "host": round(result.kinds[Kind.HOST].busy_ms, 6),
+        "host": round(result.kinds[Category.HOST].busy_ms, 6),
         "step": round(result.step_ms, 6),
         "blocked": round(result.blocked_ms, 6),
         "merge": round(result.merge_wait_ms, 6),
@@ -126,7 +126,7 @@ def told_by_a_run(case: Case, pipeline: str) -> dict[str, Any]:
 def stages_seen(pipeline: str) -> list[Stage]:
     """Return the stages that have a time of their own; in `base` a module's own forward is its lookup."""
     mode, own = MODES[pipeline], (Stage.EMBEDDING_LOOKUP,)
-    return [stage for stage in Stage if mode.row(stage) is not None or stage in own]
+    return [stage for stage in Stage if mode.step_of(stage) is not None or stage in own]
 
 
 class ReadsItsLoss(Model):

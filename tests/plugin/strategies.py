@@ -20,7 +20,7 @@ from torchrec.optim import RowWiseAdagrad
 from torchrec.optim.optimizers import in_backward_optimizer_filter
 
 from lightning_overlap import OverlapEmbeddingStrategy
-from lightning_overlap.sparse.supported_modules import sharded_modules
+from lightning_overlap.tables.supported_modules import sharded_modules
 
 from ..support.cases import MIXED, TABLE_WISE, Batches, Model, make_plan
 from ..support.fits import make_trainer

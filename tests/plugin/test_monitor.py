@@ -75,7 +75,7 @@ def test_a_run_tells_what_was_hidden(mode: Schedule, num_ranks: int, get_ranks: 
             assert values["overlap/to_gain_ms"] == pytest.approx(values["overlap/step_ms"] - values["overlap/bound_ms"])
             assert values["overlap/batches_in_flight"] <= mode.depth
         # Read at the end of a step, when the batch before has had its update.
-        updates_later = mode.row(Stage.EMBEDDING_UPDATE) is not None
+        updates_later = mode.step_of(Stage.EMBEDDING_UPDATE) is not None
         assert rank["logged"][0]["overlap/batches_in_flight"] == mode.depth - updates_later
         assert "hidden" in rank["progress_bar"]
     table = told[0]["printed"]

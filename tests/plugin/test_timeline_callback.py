@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from lightning_overlap import OverlapTimeline, Schedule, Stage
-from lightning_overlap.profiling.spans import Kind
+from lightning_overlap.profiling.spans import Category
 from lightning_overlap.profiling.torch_trace import read_trace
 
 from ..support.cases import TABLE_WISE
@@ -32,12 +32,12 @@ def test_the_steps_of_all_ranks_are_drawn(two_ranks: Ranks, mode: Schedule, tmp_
     ranks = read_trace(tmp_path / "timeline.json.gz")
     assert set(ranks) == {0, 1}
     for spans in ranks.values():
-        batches = {span.batch for span in spans if span.stage is Stage.BACKWARD and span.kind is Kind.DENSE}
+        batches = {span.batch for span in spans if span.stage is Stage.BACKWARD and span.kind is Category.DENSE}
         assert batches == {5, 6, 7}, "the step before the two drawn, and these"
-        carried = {span.name for span in spans if span.kind is Kind.COMMUNICATION}
+        carried = {span.name for span in spans if span.kind is Category.COMMUNICATION}
         assert carried == {"sizes", "ids", "rows", "gradients"}
         ahead = {span.batch for span in spans if span.stage is Stage.EMBEDDING_LOOKUP}
-        lookup = mode.row(Stage.EMBEDDING_LOOKUP)
+        lookup = mode.step_of(Stage.EMBEDDING_LOOKUP)
         assert max(ahead) - 7 == (0 if lookup is None else lookup.offset)
 
 

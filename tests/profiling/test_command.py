@@ -16,7 +16,7 @@ import pytest
 from lightning_overlap.profiling import draw_png, layout
 from lightning_overlap.profiling.command import main
 from lightning_overlap.profiling.figures import Table, as_text
-from lightning_overlap.profiling.spans import HOST_LANE, Kind, Span
+from lightning_overlap.profiling.spans import HOST_LANE, Category, Span
 from lightning_overlap.profiling.torch_trace import read_trace, write_trace
 from lightning_overlap.schedules.stages import Stage
 
@@ -33,14 +33,16 @@ def steps(num: int = 6, shift_ms: float = 0.0) -> list[Span]:
     for batch in range(num):
         start = batch * STEP_MS + shift_ms
 
-        def span(begin: float, end: float, kind: Kind, lane: str, stage: Stage, of: int, start: float = start) -> Span:
+        def span(
+            begin: float, end: float, kind: Category, lane: str, stage: Stage, of: int, start: float = start
+        ) -> Span:
             return Span(start + begin, start + end, kind, lane, f"</script> {stage}", stage, of, "<b>&")
 
         spans += [
-            span(0, 4, Kind.DENSE, HOST_LANE, Stage.DENSE_FORWARD, batch),
-            span(4, 6, Kind.WAIT, HOST_LANE, Stage.EMBEDDING_LOOKUP, batch),
-            span(6, 9, Kind.DENSE, HOST_LANE, Stage.BACKWARD, batch),
-            span(4, 8, Kind.COMMUNICATION, "gloo", Stage.EMBEDDING_LOOKUP, batch + 1),
+            span(0, 4, Category.DENSE, HOST_LANE, Stage.DENSE_FORWARD, batch),
+            span(4, 6, Category.WAIT, HOST_LANE, Stage.EMBEDDING_LOOKUP, batch),
+            span(6, 9, Category.DENSE, HOST_LANE, Stage.BACKWARD, batch),
+            span(4, 8, Category.COMMUNICATION, "gloo", Stage.EMBEDDING_LOOKUP, batch + 1),
         ]
     return spans
 
@@ -92,7 +94,7 @@ def test_png_shows_waits_in_red(tmp_path: Path) -> None:
         return int(((image[..., 0] > 0.75) & (image[..., 1] < 0.3) & (image[..., 2] < 0.3)).sum())
 
     draw_png.write_png(tmp_path / "all.png", {0: steps()})
-    hidden = [span for span in steps() if span.kind is Kind.DENSE]
+    hidden = [span for span in steps() if span.kind is Category.DENSE]
     draw_png.write_png(tmp_path / "hidden.png", {0: hidden})
     assert red("all.png") > 20 * red("hidden.png") > 0  # there, the lane's name and the legend alone
 
@@ -148,14 +150,14 @@ def test_ranks_with_one_clock_show_the_same_moments() -> None:
 
 
 def test_many_short_spans_become_few_bars() -> None:
-    kernels = [Span(n, n + 0.9, Kind.DENSE, "stream 7", f"k{n % 3}", Stage.BACKWARD, 1) for n in range(10_000)]
+    kernels = [Span(n, n + 0.9, Category.DENSE, "stream 7", f"k{n % 3}", Stage.BACKWARD, 1) for n in range(10_000)]
     (panel,) = layout.lay_out({0: kernels}, num_steps=3, resolution=1e-4)
     ((bar,),) = [lane.bars for lane in panel.lanes]
     assert (bar.count, bar.span.start_ms, bar.span.end_ms) == (10_000, 0, 9999.9)
 
 
 def test_one_event_that_lasts_no_time_is_drawn(tmp_path: Path) -> None:
-    assert main([write(tmp_path, "t.json", {0: [Span(3, 3, Kind.DENSE, HOST_LANE, "x")]})]) == 0
+    assert main([write(tmp_path, "t.json", {0: [Span(3, 3, Category.DENSE, HOST_LANE, "x")]})]) == 0
 
 
 def test_nothing_to_draw_is_said(tmp_path: Path) -> None:

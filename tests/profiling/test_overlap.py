@@ -8,11 +8,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lightning_overlap.profiling.figures import blocks, figures, headline, tables
-from lightning_overlap.profiling.overlap import COVERED_BY, Times, account, mean
+from lightning_overlap.profiling.figures import blocks, headline, summarize, tables
+from lightning_overlap.profiling.overlap import COVERED_BY, BusyTime, break_down, mean
 from lightning_overlap.profiling.spans import (
     HOST_LANE,
-    Kind,
+    Category,
     Span,
     clip,
     exclusive,
@@ -26,8 +26,15 @@ from lightning_overlap.profiling.steps import Window, find_steps, steady_window,
 from lightning_overlap.schedules.stages import Stage
 
 END = 14
-KINDS = (Kind.DENSE, Kind.COMMUNICATION, Kind.LOOKUP, Kind.COPY)
-LETTERS = {"D": Kind.DENSE, "L": Kind.LOOKUP, "c": Kind.COMMUNICATION, "=": Kind.COPY, "w": Kind.WAIT, "h": Kind.HOST}
+KINDS = (Category.DENSE, Category.COMMUNICATION, Category.LOOKUP, Category.COPY)
+LETTERS = {
+    "D": Category.DENSE,
+    "L": Category.LOOKUP,
+    "c": Category.COMMUNICATION,
+    "=": Category.COPY,
+    "w": Category.WAIT,
+    "h": Category.HOST,
+}
 
 
 def drawn(**lanes: str) -> list[Span]:
@@ -46,7 +53,7 @@ spans_of_any_kind = st.lists(
         lambda start, long, kind, lane, stage: Span(start, start + long, kind, lane, kind.value, stage),
         st.integers(0, END - 1),
         st.integers(1, 6),
-        st.sampled_from(Kind),
+        st.sampled_from(Category),
         st.sampled_from([HOST_LANE, "stream 7", "stream 9"]),
         st.sampled_from([None, *Stage]),
     ),
@@ -55,16 +62,16 @@ spans_of_any_kind = st.lists(
 disjoint = st.lists(st.tuples(st.integers(0, END), st.integers(0, END)), max_size=8).map(union)
 
 
-def busy_at(spans: list[Span], moment: int) -> set[tuple[Kind, str, Stage | None]]:
+def busy_at(spans: list[Span], moment: int) -> set[tuple[Category, str, Stage | None]]:
     """What goes on in the millisecond that begins then: per lane what began last, and every collective."""
     found = {
-        (s.kind, s.lane, s.stage) for s in spans if s.kind is Kind.COMMUNICATION and s.start_ms <= moment < s.end_ms
+        (s.kind, s.lane, s.stage) for s in spans if s.kind is Category.COMMUNICATION and s.start_ms <= moment < s.end_ms
     }
     for lane in {span.lane for span in spans}:
         there = [
             (span.start_ms, -span.end_ms, number, span)
             for number, span in enumerate(spans)
-            if span.lane == lane and span.kind is not Kind.COMMUNICATION and span.start_ms <= moment < span.end_ms
+            if span.lane == lane and span.kind is not Category.COMMUNICATION and span.start_ms <= moment < span.end_ms
         ]
         if there:
             top = max(there)[-1]
@@ -81,38 +88,38 @@ def test_a_step_by_hand() -> None:
         s9="   cccccc     ccc    ",
         s8="==           =====   ",
     )
-    kept = account(spans, (0, 20))
+    kept = break_down(spans, (0, 20))
     assert kept.step_ms == 20
-    assert kept.kinds[Kind.DENSE] == Times(12, 0)
-    assert kept.kinds[Kind.COMMUNICATION] == Times(9, 4 + 1 + 1)  # 3-7 dense, 14 lookup, 16 dense
-    assert kept.kinds[Kind.LOOKUP] == Times(2, 0)
-    assert kept.kinds[Kind.COPY] == Times(7, 1 + 2 + 2)  # 1 dense, 13-15 lookup, 16-18 dense
-    assert kept.kinds[Kind.HOST] == Times(16, 0)
+    assert kept.kinds[Category.DENSE] == BusyTime(12, 0)
+    assert kept.kinds[Category.COMMUNICATION] == BusyTime(9, 4 + 1 + 1)  # 3-7 dense, 14 lookup, 16 dense
+    assert kept.kinds[Category.LOOKUP] == BusyTime(2, 0)
+    assert kept.kinds[Category.COPY] == BusyTime(7, 1 + 2 + 2)  # 1 dense, 13-15 lookup, 16-18 dense
+    assert kept.kinds[Category.HOST] == BusyTime(16, 0)
     assert kept.blocked_ms == 4
     assert kept.bound == ("host", 16)
     assert kept.to_gain_ms == 4
-    assert kept.kinds[Kind.COMMUNICATION].exposed_ms == 3
-    assert kept.kinds[Kind.COMMUNICATION].hidden_fraction == pytest.approx(6 / 9)
+    assert kept.kinds[Category.COMMUNICATION].exposed_ms == 3
+    assert kept.kinds[Category.COMMUNICATION].hidden_fraction == pytest.approx(6 / 9)
 
 
 def test_nested_spans_take_their_time_from_the_outer_one() -> None:
     #  forward    DDDDDDDDDD
     #  lookup       LLL
     #  wait            ww       ->  DDLLLwwDDD
-    outer = Span(0, 10, Kind.DENSE, HOST_LANE, "forward", Stage.DENSE_FORWARD, 3)
-    lookup = Span(2, 5, Kind.LOOKUP, HOST_LANE, "lookup", Stage.EMBEDDING_LOOKUP, 3)
-    wait = Span(5, 7, Kind.WAIT, HOST_LANE, "rows: wait()", Stage.EMBEDDING_LOOKUP, 3)
+    outer = Span(0, 10, Category.DENSE, HOST_LANE, "forward", Stage.DENSE_FORWARD, 3)
+    lookup = Span(2, 5, Category.LOOKUP, HOST_LANE, "lookup", Stage.EMBEDDING_LOOKUP, 3)
+    wait = Span(5, 7, Category.WAIT, HOST_LANE, "rows: wait()", Stage.EMBEDDING_LOOKUP, 3)
     cut = exclusive([wait, outer, lookup])
     assert [(s.start_ms, s.end_ms, s.kind) for s in cut] == [
-        (0, 2, Kind.DENSE),
-        (2, 5, Kind.LOOKUP),
-        (5, 7, Kind.WAIT),
-        (7, 10, Kind.DENSE),
+        (0, 2, Category.DENSE),
+        (2, 5, Category.LOOKUP),
+        (5, 7, Category.WAIT),
+        (7, 10, Category.DENSE),
     ]
-    kept = account([outer, lookup, wait], (0, 10))
-    assert kept.kinds[Kind.DENSE].busy_ms == 5
+    kept = break_down([outer, lookup, wait], (0, 10))
+    assert kept.kinds[Category.DENSE].busy_ms == 5
     assert kept.merge_wait_ms == kept.blocked_ms == 2
-    assert kept.stages == {Stage.EMBEDDING_LOOKUP: Times(3, 0), Stage.DENSE_FORWARD: Times(5, 0)}
+    assert kept.stages == {Stage.EMBEDDING_LOOKUP: BusyTime(3, 0), Stage.DENSE_FORWARD: BusyTime(5, 0)}
 
 
 @pytest.mark.parametrize(
@@ -125,42 +132,42 @@ def test_nested_spans_take_their_time_from_the_outer_one() -> None:
     ],
 )
 def test_a_wait_for_rows_counts_where_the_dense_part_runs(name: str, lane: str, counts: bool) -> None:
-    gemms = [Span(start, end, Kind.DENSE, "stream 7", "gemm") for start, end in ((0, 1), (3, 9))]
-    spans = [*gemms, Span(1, 3, Kind.WAIT, lane, name)]
-    assert figures(spans).account.merge_wait_ms == (2 if counts else 0)
+    gemms = [Span(start, end, Category.DENSE, "stream 7", "gemm") for start, end in ((0, 1), (3, 9))]
+    spans = [*gemms, Span(1, 3, Category.WAIT, lane, name)]
+    assert summarize(spans).breakdown.merge_wait_ms == (2 if counts else 0)
 
 
 def test_collectives_stay_whole_and_count_once() -> None:
     #  gloo    cccc
     #            cccc      six ms busy; the host waits from the fourth on
     #  host    DDDwwwww
-    one, two = (Span(start, start + 4, Kind.COMMUNICATION, "gloo", "all_to_all") for start in (0, 2))
-    host = [Span(0, 3, Kind.DENSE, HOST_LANE, "forward"), Span(3, 8, Kind.WAIT, HOST_LANE, "all_to_all")]
-    kept = account([one, two, *host], (0, 8))
-    assert kept.kinds[Kind.COMMUNICATION] == Times(6, 3)
+    one, two = (Span(start, start + 4, Category.COMMUNICATION, "gloo", "all_to_all") for start in (0, 2))
+    host = [Span(0, 3, Category.DENSE, HOST_LANE, "forward"), Span(3, 8, Category.WAIT, HOST_LANE, "all_to_all")]
+    kept = break_down([one, two, *host], (0, 8))
+    assert kept.kinds[Category.COMMUNICATION] == BusyTime(6, 3)
     assert {one, two} <= set(exclusive([one, two]))
 
 
 def test_beside_a_gpu_the_hosts_share_of_a_stage_is_no_busy_time() -> None:
-    host = Span(0, 5, Kind.HOST, HOST_LANE, "launches", Stage.INPUT_DATA_DIST)
-    sent = Span(1, 3, Kind.COMMUNICATION, "stream 9", "all_to_all", Stage.INPUT_DATA_DIST)
-    assert figures([host, sent]).account.stages == {Stage.INPUT_DATA_DIST: Times(2, 0)}
+    host = Span(0, 5, Category.HOST, HOST_LANE, "launches", Stage.INPUT_DATA_DIST)
+    sent = Span(1, 3, Category.COMMUNICATION, "stream 9", "all_to_all", Stage.INPUT_DATA_DIST)
+    assert summarize([host, sent]).breakdown.stages == {Stage.INPUT_DATA_DIST: BusyTime(2, 0)}
     on_cpu = [replace(span, lane=lane) for span, lane in ((host, HOST_LANE), (sent, "gloo"))]
-    assert figures(on_cpu).account.stages == {Stage.INPUT_DATA_DIST: Times(7, 0)}  # there the host does it
+    assert summarize(on_cpu).breakdown.stages == {Stage.INPUT_DATA_DIST: BusyTime(7, 0)}  # there the host does it
 
 
 def test_where_the_host_computes_communication_is_exposed_while_it_waits() -> None:
     # Beside the loop's own work (h) too: that has to be done in any case. On a GPU it hides nothing.
-    on_cpu = account(drawn(host="DDhhww  DD", s9="cccccccc  "), (0, 10))
-    assert on_cpu.kinds[Kind.COMMUNICATION] == Times(8, 6)
-    on_gpu = account(drawn(host="  hhww    ", s7="DD      DD", s9="cccccccc  "), (0, 10))
-    assert on_gpu.kinds[Kind.COMMUNICATION] == Times(8, 2)
+    on_cpu = break_down(drawn(host="DDhhww  DD", s9="cccccccc  "), (0, 10))
+    assert on_cpu.kinds[Category.COMMUNICATION] == BusyTime(8, 6)
+    on_gpu = break_down(drawn(host="  hhww    ", s7="DD      DD", s9="cccccccc  "), (0, 10))
+    assert on_gpu.kinds[Category.COMMUNICATION] == BusyTime(8, 2)
 
 
 def test_a_window_of_two_steps_is_accounted_per_step() -> None:
     spans = drawn(host="DDDDwwwwDDDDwwww", s9="  cccc    cccc  ")
-    assert account(spans, (0, 16), num_steps=2).kinds[Kind.COMMUNICATION] == Times(4, 2)
-    assert mean([account(spans, (0, 8)), account(spans, (8, 16))]) == account(spans, (0, 16), num_steps=2)
+    assert break_down(spans, (0, 16), num_steps=2).kinds[Category.COMMUNICATION] == BusyTime(4, 2)
+    assert mean([break_down(spans, (0, 8)), break_down(spans, (8, 16))]) == break_down(spans, (0, 16), num_steps=2)
     with pytest.raises(ValueError, match="no step has been measured"):
         mean([])
 
@@ -169,28 +176,28 @@ def test_a_window_of_two_steps_is_accounted_per_step() -> None:
 def test_the_sweep_equals_a_count_of_every_millisecond(spans: list[Span], start: int, long: int) -> None:
     end = start + long
     at = [busy_at(spans, moment) for moment in range(start, end)]
-    kept = account(spans, (start, end))
-    host_computes = any((found, lane) == (Kind.DENSE, HOST_LANE) for now in at for found, lane, _ in now)
+    kept = break_down(spans, (start, end))
+    host_computes = any((found, lane) == (Category.DENSE, HOST_LANE) for now in at for found, lane, _ in now)
     for kind in KINDS:
         cover = COVERED_BY.get(kind, frozenset())
         busy = [now for now in at if any(found == kind for found, _, _ in now)]
         hidden = [now for now in busy if any(found in cover for found, _, _ in now)]
-        if kind is Kind.COMMUNICATION and host_computes:
-            hidden = [now for now in busy if not any((f, lane) == (Kind.WAIT, HOST_LANE) for f, lane, _ in now)]
-        assert kept.kinds[kind] == Times(len(busy), len(hidden)), kind
-    waits = [now for now in at if any(kind is Kind.WAIT and lane == HOST_LANE for kind, lane, _ in now)]
+        if kind is Category.COMMUNICATION and host_computes:
+            hidden = [now for now in busy if not any((f, lane) == (Category.WAIT, HOST_LANE) for f, lane, _ in now)]
+        assert kept.kinds[kind] == BusyTime(len(busy), len(hidden)), kind
+    waits = [now for now in at if any(kind is Category.WAIT and lane == HOST_LANE for kind, lane, _ in now)]
     assert kept.blocked_ms == len(waits)
-    assert kept.kinds[Kind.HOST].busy_ms == long - len(waits)
+    assert kept.kinds[Category.HOST].busy_ms == long - len(waits)
     assert kept.merge_wait_ms == 0  # none of these waits is for rows
     for stage, times in kept.stages.items():
-        counted = (*KINDS, Kind.HOST)
+        counted = (*KINDS, Category.HOST)
         per_kind = [sum(any(k is kind and s is stage for k, _, s in now) for now in at) for kind in counted]
         assert times.busy_ms == sum(per_kind)
 
 
 @given(spans_of_any_kind)
 def test_every_lane_is_covered_exactly_once(spans: list[Span]) -> None:
-    alone = [span for span in spans if span.kind is not Kind.COMMUNICATION]
+    alone = [span for span in spans if span.kind is not Category.COMMUNICATION]
     cut = exclusive(alone)
     for lane in {span.lane for span in alone}:
         whole = union((span.start_ms, span.end_ms) for span in alone if span.lane == lane)
@@ -201,7 +208,7 @@ def test_every_lane_is_covered_exactly_once(spans: list[Span]) -> None:
 
 @given(spans_of_any_kind, st.integers(0, END), st.integers(1, 8))
 def test_hidden_and_exposed_are_the_busy_time(spans: list[Span], start: int, long: int) -> None:
-    kept = account(spans, (start, start + long))
+    kept = break_down(spans, (start, start + long))
     for times in (*kept.kinds.values(), *kept.stages.values()):
         assert 0 <= times.hidden_ms <= times.busy_ms
         assert times.hidden_ms + times.exposed_ms == times.busy_ms
@@ -233,22 +240,22 @@ def test_rows_hold_every_span_and_none_overlaps(spans: list[Span], nested: bool)
 
 def forwards(*starts: float, batch: bool = True) -> list[Span]:
     return [
-        Span(start, start + 2, Kind.DENSE, HOST_LANE, "forward", Stage.DENSE_FORWARD, number if batch else None)
+        Span(start, start + 2, Category.DENSE, HOST_LANE, "forward", Stage.DENSE_FORWARD, number if batch else None)
         for number, start in enumerate(starts)
     ]
 
 
 @pytest.mark.parametrize("batch", [True, False])
 def test_steps_go_from_forward_to_forward(batch: bool) -> None:
-    inner = Span(0.5, 1, Kind.DENSE, HOST_LANE, "over arch", Stage.DENSE_FORWARD, 0 if batch else None)
+    inner = Span(0.5, 1, Category.DENSE, HOST_LANE, "over arch", Stage.DENSE_FORWARD, 0 if batch else None)
     found = find_steps([*forwards(0, 10, 25, 35, batch=batch), inner])
     assert [window.interval for window in found] == [(0, 10), (10, 25), (25, 35)]
 
 
 def test_the_profilers_marks_come_first() -> None:
-    marks = [Span(10 * n, 10 * n + 9, Kind.HOST, HOST_LANE, f"ProfilerStep#{n + 7}") for n in range(2)]
+    marks = [Span(10 * n, 10 * n + 9, Category.HOST, HOST_LANE, f"ProfilerStep#{n + 7}") for n in range(2)]
     assert [window.interval for window in find_steps([*forwards(0, 3, 6), *marks])] == [(0, 9), (10, 19)]
-    kernel = Span(4, 30, Kind.DENSE, "stream 7", "gemm")
+    kernel = Span(4, 30, Category.DENSE, "stream 7", "gemm")
     assert window_of([*marks, kernel]) == Window(4, 30, 2)  # a GPU runs behind the marks
     assert window_of(marks) == Window(0, 19, 2)
 
@@ -266,7 +273,7 @@ def test_steady_steps_are_the_usual_ones() -> None:
 
 def test_what_blocked_the_host_is_added_up_by_place() -> None:
     def wait(start: float, end: float, name: str, lane: str = HOST_LANE) -> Span:
-        return Span(start, end, Kind.WAIT, lane, name, Stage.INPUT_SPLITS_DIST, None, "cudaMemcpyAsync")
+        return Span(start, end, Category.WAIT, lane, name, Stage.INPUT_SPLITS_DIST, None, "cudaMemcpyAsync")
 
     spans = [
         wait(0, 2, "aten::copy_"),
@@ -278,6 +285,6 @@ def test_what_blocked_the_host_is_added_up_by_place() -> None:
         ("aten::copy_", 3, 2),
         ("aten::item", 3, 1),
     ]
-    told = figures([*spans, Span(0, 10, Kind.HOST, HOST_LANE, "ProfilerStep#0")])
+    told = summarize([*spans, Span(0, 10, Category.HOST, HOST_LANE, "ProfilerStep#0")])
     assert "host blocked 70.0 %" in headline(told)
     assert tables(told)[-1].note == "Host blocked 7.0 of 10.0 ms (70.0 %)."

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from lightning_overlap.profiling.command import main
-from lightning_overlap.profiling.figures import figures
-from lightning_overlap.profiling.spans import HOST_LANE, Kind, Span
+from lightning_overlap.profiling.figures import summarize
+from lightning_overlap.profiling.spans import HOST_LANE, Category, Span
 from lightning_overlap.profiling.steps import find_steps
 from lightning_overlap.profiling.torch_trace import read_trace
 from lightning_overlap.schedules.stages import TRAINING_STAGES, Stage
@@ -23,7 +23,7 @@ ALL_TO_ALLS = {Stage.INPUT_SPLITS_DIST: 1, Stage.INPUT_DATA_DIST: 2, Stage.EMBED
 
 
 def collectives(spans: list[Span], batch: int, name: str = "gloo:all_to_all") -> dict[Stage, int]:
-    found = [s for s in spans if s.kind is Kind.COMMUNICATION and s.batch == batch and s.name == name]
+    found = [s for s in spans if s.kind is Category.COMMUNICATION and s.batch == batch and s.name == name]
     return {stage: sum(span.stage is stage for span in found) for stage in ALL_TO_ALLS}
 
 
@@ -44,12 +44,12 @@ def test_torchrecs_pipeline(two_ranks: Ranks, tmp_path: Path, capsys: pytest.Cap
         for batch in (4, 5):
             assert collectives(spans, batch) == ALL_TO_ALLS
         assert inside(spans, "start_sparse_data_dist 4").stage is Stage.INPUT_SPLITS_DIST
-        waits = [span for span in spans if span.kind is Kind.WAIT and span.stage is Stage.EMBEDDING_LOOKUP]
+        waits = [span for span in spans if span.kind is Category.WAIT and span.stage is Stage.EMBEDDING_LOOKUP]
         assert {(wait.name, wait.lane, wait.batch) for wait in waits} == {
             ("rows: EmbeddingBagCollectionAwaitable wait()", HOST_LANE, batch)
             for batch in range(2, 2 + profiles.NUM_PROFILED)
         }
-        kept = figures(spans).account
+        kept = summarize(spans).breakdown
         # This pipeline issues the rows' all-to-all in the forward that waits for them.
         rows = kept.stages[Stage.EMBEDDING_LOOKUP]
         assert 0 < kept.merge_wait_ms <= kept.blocked_ms < kept.step_ms
@@ -74,10 +74,10 @@ def test_our_strategy(
             lookup = inside(spans, f"embedding_lookup {batch}")
             assert (lookup.stage, lookup.batch, lookup.lane) == (Stage.EMBEDDING_LOOKUP, batch, HOST_LANE)
             trained = {name: inside(spans, f"{name} {batch}") for name in map(str, TRAINING_STAGES)}
-            assert all((span.kind, str(span.stage)) == (Kind.DENSE, name) for name, span in trained.items())
+            assert all((span.kind, str(span.stage)) == (Category.DENSE, name) for name, span in trained.items())
             assert lookup.end_ms <= trained["dense_forward"].start_ms
         assert len(find_steps(spans)) == profiles.NUM_PROFILED - 1
-        read_rows = [span for span in spans if span.kind is Kind.LOOKUP and span.batch in (2, 3)]
+        read_rows = [span for span in spans if span.kind is Category.LOOKUP and span.batch in (2, 3)]
         assert {span.stage for span in read_rows} == {Stage.EMBEDDING_LOOKUP}
     assert main([str(path) for path in traces]) == 0
     # with Python's stacks a wait says whose line waits: the module's, where it merges the rows

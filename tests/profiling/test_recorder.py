@@ -8,9 +8,9 @@ import pytest
 import torch.distributed as dist
 
 from lightning_overlap.profiling.collectives import all_to_all_name
-from lightning_overlap.profiling.overlap import account
+from lightning_overlap.profiling.overlap import break_down
 from lightning_overlap.profiling.recorder import SpanRecorder
-from lightning_overlap.profiling.spans import Kind, exclusive
+from lightning_overlap.profiling.spans import Category, exclusive
 from lightning_overlap.runtime.interfaces import timed
 from lightning_overlap.runtime.streams import HostStreams
 from lightning_overlap.schedules.stages import Stage, StreamName
@@ -45,13 +45,17 @@ def test_an_inner_stage_takes_its_time_from_the_outer_one(now: Now) -> None:
     recorder.step()
     assert recorder.stage is None
     assert [(span.kind, span.duration_ms) for span in exclusive(recorder.spans())] == [
-        (Kind.DENSE, 10),
-        (Kind.LOOKUP, 5),
-        (Kind.DENSE, 1),
+        (Category.DENSE, 10),
+        (Category.LOOKUP, 5),
+        (Category.DENSE, 1),
     ]
-    result = account(recorder.spans(), recorder.windows()[0])
-    assert (result.step_ms, result.kinds[Kind.DENSE].busy_ms, result.kinds[Kind.LOOKUP].exposed_ms) == (20, 11, 5)
-    assert result.kinds[Kind.HOST].busy_ms == 20
+    result = break_down(recorder.spans(), recorder.windows()[0])
+    assert (result.step_ms, result.kinds[Category.DENSE].busy_ms, result.kinds[Category.LOOKUP].exposed_ms) == (
+        20,
+        11,
+        5,
+    )
+    assert result.kinds[Category.HOST].busy_ms == 20
 
 
 def test_a_stage_that_raises_is_closed(now: Now) -> None:

@@ -6,27 +6,27 @@ import traceback
 
 from lightning_overlap.profiling import report
 from lightning_overlap.profiling.host_syncs import HostSync
-from lightning_overlap.profiling.overlap import Account, Times
-from lightning_overlap.profiling.spans import Kind
+from lightning_overlap.profiling.overlap import Breakdown, BusyTime
+from lightning_overlap.profiling.spans import Category
 from lightning_overlap.schedules.stages import Stage
 
 
 def one(
     step_ms: float = 100,
     dense: float = 60,
-    communication: Times | None = None,
-    lookup: Times | None = None,
+    communication: BusyTime | None = None,
+    lookup: BusyTime | None = None,
     host: float = 80,
     blocked: float = 20,
-) -> Account:
+) -> Breakdown:
     kinds = {
-        Kind.DENSE: Times(dense),
-        Kind.COMMUNICATION: communication or Times(40, 30),
-        Kind.LOOKUP: lookup or Times(10, 5),
-        Kind.COPY: Times(2, 2),
-        Kind.HOST: Times(host),
+        Category.DENSE: BusyTime(dense),
+        Category.COMMUNICATION: communication or BusyTime(40, 30),
+        Category.LOOKUP: lookup or BusyTime(10, 5),
+        Category.COPY: BusyTime(2, 2),
+        Category.HOST: BusyTime(host),
     }
-    return Account(step_ms, kinds, {Stage.EMBEDDING_LOOKUP: Times(50, 35)}, merge_wait_ms=7, blocked_ms=blocked)
+    return Breakdown(step_ms, kinds, {Stage.EMBEDDING_LOOKUP: BusyTime(50, 35)}, merge_wait_ms=7, blocked_ms=blocked)
 
 
 def test_metrics_are_by_stage_and_kind() -> None:
@@ -51,7 +51,7 @@ def test_what_limits_the_step_in_a_sentence() -> None:
     )
     by_host = report.limit_sentence(one(host=80, dense=60))
     assert by_host.startswith("host-bound (dense is 75% of it): it is busy 80.00 of the 100.00 ms")
-    assert "communication-bound" in report.limit_sentence(one(communication=Times(90, 10)))
+    assert "communication-bound" in report.limit_sentence(one(communication=BusyTime(90, 10)))
 
 
 def test_the_slowest_rank_is_the_one_that_waits_least() -> None:

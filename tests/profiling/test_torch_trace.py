@@ -12,8 +12,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lightning_overlap.profiling import trace_names
-from lightning_overlap.profiling.figures import figures
-from lightning_overlap.profiling.spans import HOST_LANE, Kind, Span
+from lightning_overlap.profiling.figures import summarize
+from lightning_overlap.profiling.spans import HOST_LANE, Category, Span
 from lightning_overlap.profiling.torch_trace import TraceError, read_trace, write_trace
 from lightning_overlap.schedules.stages import Stage
 
@@ -77,22 +77,28 @@ def test_a_kernel_belongs_to_the_annotation_of_its_launch(tmp_path: Path) -> Non
     spans = read(tmp_path, *GPU, distributedInfo={"rank": 5})
     assert list(read_trace(tmp_path / "trace.json")) == [5]
     kernels = {
-        (s.name, s.lane, s.kind, s.stage, s.batch) for s in spans if "stream" in s.lane and s.kind is not Kind.WAIT
+        (s.name, s.lane, s.kind, s.stage, s.batch) for s in spans if "stream" in s.lane and s.kind is not Category.WAIT
     }
     assert kernels == {
-        ("cutlass::gemm", "stream 7", Kind.DENSE, Stage.DENSE_FORWARD, 3),
-        ("ncclKernel_SendRecv", "stream 9", Kind.COMMUNICATION, Stage.INPUT_SPLITS_DIST, 4),
-        ("split_embedding_codegen_forward_unweighted_kernel<float>", "stream 7", Kind.LOOKUP, Stage.DENSE_FORWARD, 3),
-        ("Memcpy DtoH (Device -> Pageable)", "stream 9", Kind.COPY, Stage.INPUT_SPLITS_DIST, 4),
+        ("cutlass::gemm", "stream 7", Category.DENSE, Stage.DENSE_FORWARD, 3),
+        ("ncclKernel_SendRecv", "stream 9", Category.COMMUNICATION, Stage.INPUT_SPLITS_DIST, 4),
+        (
+            "split_embedding_codegen_forward_unweighted_kernel<float>",
+            "stream 7",
+            Category.LOOKUP,
+            Stage.DENSE_FORWARD,
+            3,
+        ),
+        ("Memcpy DtoH (Device -> Pageable)", "stream 9", Category.COPY, Stage.INPUT_SPLITS_DIST, 4),
         # launched by another thread, which has no annotation; the update of the tables is part of backward
-        ("split_embedding_backward_codegen_sgd<float>", "stream 7", Kind.DENSE, Stage.BACKWARD, 3),
+        ("split_embedding_backward_codegen_sgd<float>", "stream 7", Category.DENSE, Stage.BACKWARD, 3),
     }
     assert of(spans, "cutlass::gemm").duration_ms == pytest.approx(0.06)
 
 
 def test_the_host_waits_where_a_call_blocks(tmp_path: Path) -> None:
     spans = read(tmp_path, *GPU)
-    (blocked,) = [span for span in spans if span.kind is Kind.WAIT and span.lane == HOST_LANE]
+    (blocked,) = [span for span in spans if span.kind is Category.WAIT and span.lane == HOST_LANE]
     assert (blocked.name, blocked.stage, blocked.batch) == ("aten::copy_", Stage.INPUT_SPLITS_DIST, 4)
     assert blocked.detail == "cudaMemcpyAsync under ## start_sparse_data_dist ##"
     assert blocked.duration_ms == pytest.approx(0.18)
@@ -100,7 +106,7 @@ def test_the_host_waits_where_a_call_blocks(tmp_path: Path) -> None:
 
 def test_a_queued_kernel_waits_for_what_ended_last(tmp_path: Path) -> None:
     spans = read(tmp_path, *GPU)
-    (wait,) = [span for span in spans if span.kind is Kind.WAIT and span.lane == "stream 7"]
+    (wait,) = [span for span in spans if span.kind is Category.WAIT and span.lane == "stream 7"]
     assert (wait.name, wait.stage) == ("waits for ncclKernel_SendRecv", Stage.INPUT_SPLITS_DIST)
     assert wait.duration_ms == pytest.approx((262 - 95) / 1e3)  # from the end of its launch
 
@@ -116,7 +122,7 @@ def test_the_source_line_is_the_innermost_and_the_users(tmp_path: Path) -> None:
         event("cuda_runtime", "cudaStreamSynchronize", 40, 370, correlation=1),
         event("kernel", "gemm", 0, 5, 7),
     )
-    (blocked,) = [span for span in spans if span.kind is Kind.WAIT]
+    (blocked,) = [span for span in spans if span.kind is Category.WAIT]
     assert blocked.detail == (
         "cudaStreamSynchronize at torchrec/distributed/types.py(375): wait, called from train.py(7): training_step"
     )
@@ -132,7 +138,7 @@ def test_an_annotation_outlives_the_function_that_began_it(tmp_path: Path) -> No
         event("cuda_runtime", "cudaStreamSynchronize", 40, 370, correlation=1),
         event("kernel", "gemm", 0, 5, 7),
     )
-    (blocked,) = [span for span in spans if span.kind is Kind.WAIT]
+    (blocked,) = [span for span in spans if span.kind is Category.WAIT]
     assert blocked.detail == "cudaStreamSynchronize under ## backward ## at train.py(7): main"
 
 
@@ -154,15 +160,15 @@ def test_threads_of_a_cpu(tmp_path: Path) -> None:
         event("cpu_op", "aten::zeros", 460, 470),
     )
     assert [(s.name, s.lane, s.kind, s.stage, s.batch) for s in spans if s.lane == HOST_LANE] == [
-        ("forward 2", HOST_LANE, Kind.DENSE, Stage.DENSE_FORWARD, 2),
-        ("All2All_Pooled_fwd", HOST_LANE, Kind.HOST, Stage.EMBEDDING_LOOKUP, 2),
-        ("[lookup]_[ebc]_[table_wise]", HOST_LANE, Kind.LOOKUP, Stage.EMBEDDING_LOOKUP, 2),
-        ("rows: EmbeddingBagCollectionAwaitable wait()", HOST_LANE, Kind.WAIT, Stage.EMBEDDING_LOOKUP, 2),
-        ("optimizer_step 2", HOST_LANE, Kind.DENSE, Stage.OPTIMIZER_STEP, 2),
-        ("aten::zeros", HOST_LANE, Kind.DENSE, None, None),
+        ("forward 2", HOST_LANE, Category.DENSE, Stage.DENSE_FORWARD, 2),
+        ("All2All_Pooled_fwd", HOST_LANE, Category.HOST, Stage.EMBEDDING_LOOKUP, 2),
+        ("[lookup]_[ebc]_[table_wise]", HOST_LANE, Category.LOOKUP, Stage.EMBEDDING_LOOKUP, 2),
+        ("rows: EmbeddingBagCollectionAwaitable wait()", HOST_LANE, Category.WAIT, Stage.EMBEDDING_LOOKUP, 2),
+        ("optimizer_step 2", HOST_LANE, Category.DENSE, Stage.OPTIMIZER_STEP, 2),
+        ("aten::zeros", HOST_LANE, Category.DENSE, None, None),
     ]
     sent = of(spans, "gloo:all_to_all")
-    assert (sent.lane, sent.kind) == ("gloo", Kind.COMMUNICATION)
+    assert (sent.lane, sent.kind) == ("gloo", Category.COMMUNICATION)
     assert (sent.stage, sent.batch, sent.detail) == (Stage.EMBEDDING_LOOKUP, 2, "under ## All2All_Pooled_fwd ##")
 
 
@@ -191,38 +197,38 @@ def test_a_pause_of_backward_beside_a_collective_is_a_wait(tmp_path: Path) -> No
         event("user_annotation", "gloo:all_reduce", 60, 300, 77),
     )
     wait = of(spans, "wait for gradients")
-    assert (wait.kind, wait.stage, wait.batch) == (Kind.WAIT, Stage.BACKWARD, 2)
+    assert (wait.kind, wait.stage, wait.batch) == (Category.WAIT, Stage.BACKWARD, 2)
     assert wait.duration_ms == pytest.approx(0.2)
 
 
 @pytest.mark.parametrize(
     ("name", "stage", "kind", "batch"),
     [
-        ("## copy_batch_to_gpu 4 ##", Stage.COPY_BATCH_TO_DEVICE, Kind.COPY, 4),
-        ("## inplace_copy_batch_to_gpu 4 ##", Stage.COPY_BATCH_TO_DEVICE, Kind.COPY, 4),
-        ("## start_sparse_data_dist 12 ##", Stage.INPUT_SPLITS_DIST, Kind.HOST, 12),
-        ("## wait_sparse_data_dist 12 ##", Stage.INPUT_DATA_DIST, Kind.HOST, 12),
-        ("## start_embedding_lookup 3 ##", Stage.EMBEDDING_LOOKUP, Kind.HOST, 3),
-        ("## _prefetch_embeddings model.ebc: 3 ##", Stage.PREFETCH, Kind.LOOKUP, 3),
-        ("## sparse_forward 3 on CPU ##", Stage.EMBEDDING_LOOKUP, Kind.LOOKUP, 3),
-        ("## forward 0 ##", Stage.DENSE_FORWARD, Kind.DENSE, 0),
-        ("## forward ##", Stage.DENSE_FORWARD, Kind.DENSE, None),
-        ("## backward 7 ##", Stage.BACKWARD, Kind.DENSE, 7),
-        ("## emb_backward 7 ##", Stage.BACKWARD, Kind.DENSE, 7),
-        ("## optimizer 7 ##", Stage.OPTIMIZER_STEP, Kind.DENSE, 7),
-        ("## all2all_data:kjt splits ##", Stage.INPUT_SPLITS_DIST, Kind.HOST, None),
-        ("## all2all_data:kjt lengths ##", Stage.INPUT_DATA_DIST, Kind.HOST, None),
-        ("## All2All_Pooled_fwd ##", Stage.EMBEDDING_LOOKUP, Kind.HOST, None),
-        ("## All2All_Pooled_bwd ##", Stage.BACKWARD, Kind.HOST, None),
-        ("## ReduceScatter_bwd ##", Stage.BACKWARD, Kind.HOST, None),
-        ("## alltoall_bwd_single ##", Stage.BACKWARD, Kind.HOST, None),
-        ("## FusedKJTListSplitsAwaitable wait() ##", Stage.INPUT_SPLITS_DIST, Kind.WAIT, None),
-        ("## KJTListAwaitable wait() ##", Stage.INPUT_DATA_DIST, Kind.WAIT, None),
-        ("## GetItemLazyAwaitable wait() ##", Stage.EMBEDDING_LOOKUP, Kind.WAIT, None),
+        ("## copy_batch_to_gpu 4 ##", Stage.COPY_BATCH_TO_DEVICE, Category.COPY, 4),
+        ("## inplace_copy_batch_to_gpu 4 ##", Stage.COPY_BATCH_TO_DEVICE, Category.COPY, 4),
+        ("## start_sparse_data_dist 12 ##", Stage.INPUT_SPLITS_DIST, Category.HOST, 12),
+        ("## wait_sparse_data_dist 12 ##", Stage.INPUT_DATA_DIST, Category.HOST, 12),
+        ("## start_embedding_lookup 3 ##", Stage.EMBEDDING_LOOKUP, Category.HOST, 3),
+        ("## _prefetch_embeddings model.ebc: 3 ##", Stage.PREFETCH, Category.LOOKUP, 3),
+        ("## sparse_forward 3 on CPU ##", Stage.EMBEDDING_LOOKUP, Category.LOOKUP, 3),
+        ("## forward 0 ##", Stage.DENSE_FORWARD, Category.DENSE, 0),
+        ("## forward ##", Stage.DENSE_FORWARD, Category.DENSE, None),
+        ("## backward 7 ##", Stage.BACKWARD, Category.DENSE, 7),
+        ("## emb_backward 7 ##", Stage.BACKWARD, Category.DENSE, 7),
+        ("## optimizer 7 ##", Stage.OPTIMIZER_STEP, Category.DENSE, 7),
+        ("## all2all_data:kjt splits ##", Stage.INPUT_SPLITS_DIST, Category.HOST, None),
+        ("## all2all_data:kjt lengths ##", Stage.INPUT_DATA_DIST, Category.HOST, None),
+        ("## All2All_Pooled_fwd ##", Stage.EMBEDDING_LOOKUP, Category.HOST, None),
+        ("## All2All_Pooled_bwd ##", Stage.BACKWARD, Category.HOST, None),
+        ("## ReduceScatter_bwd ##", Stage.BACKWARD, Category.HOST, None),
+        ("## alltoall_bwd_single ##", Stage.BACKWARD, Category.HOST, None),
+        ("## FusedKJTListSplitsAwaitable wait() ##", Stage.INPUT_SPLITS_DIST, Category.WAIT, None),
+        ("## KJTListAwaitable wait() ##", Stage.INPUT_DATA_DIST, Category.WAIT, None),
+        ("## GetItemLazyAwaitable wait() ##", Stage.EMBEDDING_LOOKUP, Category.WAIT, None),
         *((f"## {stage} 41 ##", stage, None, 41) for stage in Stage),
     ],
 )
-def test_names_of_stages(name: str, stage: Stage, kind: Kind | None, batch: int | None) -> None:
+def test_names_of_stages(name: str, stage: Stage, kind: Category | None, batch: int | None) -> None:
     meaning = trace_names.of_annotation(name)
     assert meaning is not None
     assert meaning.stage is stage
@@ -247,10 +253,10 @@ def test_a_duration_below_zero_is_none(tmp_path: Path) -> None:
 def test_a_published_trace_of_torchrec() -> None:
     """5 steps on an A100: the host stands in a copy to the host, and hardly any communication is hidden."""
     (spans,) = read_trace(TRACES / "negative_queue_length_values_check_rank0.json.gz").values()
-    told = figures(spans)
+    told = summarize(spans)
     assert told.window.end_ms - told.window.start_ms == pytest.approx(1231.5, abs=0.05)
     assert told.window.num_steps == 5
-    assert 100 * told.account.kinds[Kind.COMMUNICATION].hidden_fraction == pytest.approx(1.36, abs=0.005)
+    assert 100 * told.breakdown.kinds[Category.COMMUNICATION].hidden_fraction == pytest.approx(1.36, abs=0.005)
     worst = told.blocks[0]
     assert worst.total_ms == pytest.approx(725.7, abs=0.05)
     assert (worst.name, worst.detail) == ("aten::copy_", "cudaMemcpyAsync under ## sparse_data_dist ##")
@@ -259,9 +265,9 @@ def test_a_published_trace_of_torchrec() -> None:
 @needs_traces
 def test_a_published_trace_with_half_of_it_hidden() -> None:
     (rank,) = read_trace(TRACES / "trace_diff_control_control.json.gz").items()
-    told = figures(rank[1])
+    told = summarize(rank[1])
     assert rank[0] == 3
-    assert 100 * told.account.kinds[Kind.COMMUNICATION].hidden_fraction == pytest.approx(46.2, abs=0.05)
+    assert 100 * told.breakdown.kinds[Category.COMMUNICATION].hidden_fraction == pytest.approx(46.2, abs=0.05)
     assert [round(block.total_ms, 1) for block in told.blocks[:2]] == [34.5, 21.4]
     assert "all2all_tw_data:wait" in told.blocks[0].detail
 
@@ -270,7 +276,7 @@ def test_a_published_trace_with_half_of_it_hidden() -> None:
 @pytest.mark.parametrize("name", sorted(path.name for path in TRACES.glob("*.json.gz")) or ["none"])
 def test_each_published_trace_is_read(name: str) -> None:
     (spans,) = read_trace(TRACES / name).values()
-    kernels = [span for span in spans if span.lane.startswith("stream") and span.kind is not Kind.WAIT]
+    kernels = [span for span in spans if span.lane.startswith("stream") and span.kind is not Category.WAIT]
     with gzip.open(TRACES / name) as file:
         expected = [e for e in json.load(file)["traceEvents"] if e.get("cat") in ("kernel", "gpu_memcpy", "gpu_memset")]
     assert len(kernels) == len(expected)
@@ -284,7 +290,7 @@ any_span = st.builds(
     lambda start, long, *rest: Span(start, start + long, *rest),
     numbers,
     st.floats(0, 1e6),
-    st.sampled_from(Kind),
+    st.sampled_from(Category),
     st.sampled_from([HOST_LANE, "stream 7", "gloo"]),
     st.text(max_size=8),
     st.none() | st.sampled_from(Stage),
@@ -307,8 +313,8 @@ def test_what_is_written_is_read_back(
 
 
 def test_a_written_trace_is_one_for_perfetto(tmp_path: Path) -> None:
-    one = Span(1, 5, Kind.COMMUNICATION, "gloo", "all_to_all", Stage.EMBEDDING_LOOKUP, 3, "rows")
-    other = Span(2, 7, Kind.COMMUNICATION, "gloo", "all_reduce")
+    one = Span(1, 5, Category.COMMUNICATION, "gloo", "all_to_all", Stage.EMBEDDING_LOOKUP, 3, "rows")
+    other = Span(2, 7, Category.COMMUNICATION, "gloo", "all_reduce")
     write_trace(tmp_path / "t.json", {2: [one, other]})
     events = json.loads((tmp_path / "t.json").read_text())["traceEvents"]
     names = {(e["pid"], e["tid"]): e["args"]["name"] for e in events if e["name"] == "thread_name"}
@@ -360,7 +366,7 @@ def test_what_is_no_trace_is_said(tmp_path: Path, content: bytes, message: str) 
 
 
 def test_a_changed_file_of_our_own_is_said(tmp_path: Path) -> None:
-    write_trace(tmp_path / "t.json", {0: [Span(1, 2, Kind.DENSE, HOST_LANE, "forward", Stage.DENSE_FORWARD)]})
+    write_trace(tmp_path / "t.json", {0: [Span(1, 2, Category.DENSE, HOST_LANE, "forward", Stage.DENSE_FORWARD)]})
     changed = (tmp_path / "t.json").read_text().replace('"stage":"dense_forward"', '"stage":"sparse_forward"')
     (tmp_path / "t.json").write_text(changed)
     with pytest.raises(TraceError, match=r"event 'forward' is not as lightning_overlap timeline writes it"):

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from lightning_overlap import OverlapEmbeddingStrategy, Schedule, Stage
 from lightning_overlap.schedules.stages import WeightOwner
-from lightning_overlap.sparse.supported_modules import owners_of, sharded_modules
+from lightning_overlap.tables.supported_modules import owners_of, sharded_modules
 
 from ..support.cases import Batch, Batches, Case, Model, make_plan
 from ..support.fits import make_trainer

@@ -1,4 +1,4 @@
-"""`PlacedCopies` on a device without memory: which stream gives the memory, which one copies, who waits."""
+"""`BatchCopies` on a device without memory: which stream gives the memory, which one copies, who waits."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torchrec import KeyedJaggedTensor
 
-from lightning_overlap.runtime.batch_copies import PlacedCopies
+from lightning_overlap.runtime.batch_copies import BatchCopies
 from lightning_overlap.schedules.stages import StreamName
 
 
@@ -34,7 +34,7 @@ class Log(TorchDispatchMode):
     def wait(self, name: StreamName, event: Any) -> None:
         self.lines.append(f"{name} waits for {event}")
 
-    def hand_over(self, value: Any, name: StreamName) -> None:
+    def record_stream(self, value: Any, name: StreamName) -> None:
         self.lines.append(f"memory handed to {name}")
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -48,7 +48,7 @@ EXPECTED = ["empty_like on compute", "memcpy waits for event of compute", "memor
 def test_memory_of_the_compute_stream_is_written_behind_it_by_the_copy_stream() -> None:
     log: Any = Log()
     host = torch.randn(4, 3).t()
-    with log, PlacedCopies(log, "meta"):
+    with log, BatchCopies(log, "meta"):
         copied = host.to("meta", non_blocking=True)
     assert log.lines == EXPECTED
     assert (copied.shape, copied.stride(), copied.dtype) == (host.shape, host.stride(), host.dtype)
@@ -57,7 +57,7 @@ def test_memory_of_the_compute_stream_is_written_behind_it_by_the_copy_stream() 
 def test_every_tensor_of_a_keyed_jagged_tensor_is_placed() -> None:
     log: Any = Log()
     kjt = KeyedJaggedTensor(["f"], torch.arange(3), lengths=torch.tensor([1, 2]), weights=torch.rand(3))
-    with log, PlacedCopies(log, "meta"):
+    with log, BatchCopies(log, "meta"):
         copied = kjt.to(torch.device("meta"), non_blocking=True)
     assert copied.values().device.type == "meta"
     assert [line for line in log.lines if "memcpy" in line] == EXPECTED[1:] * 3
@@ -65,14 +65,14 @@ def test_every_tensor_of_a_keyed_jagged_tensor_is_placed() -> None:
 
 def test_a_type_is_changed_on_the_way() -> None:
     log: Any = Log()
-    with log, PlacedCopies(log, "meta"):
+    with log, BatchCopies(log, "meta"):
         copied = torch.zeros(2).to(device="meta", dtype=torch.float64)
     assert copied.dtype is torch.float64
 
 
 def test_other_copies_are_left_alone() -> None:
     log: Any = Log()
-    with log, PlacedCopies(log, "meta"):
+    with log, BatchCopies(log, "meta"):
         torch.zeros(2).to(torch.float64)
         torch.zeros(2, device="meta").to(torch.float64)
     assert not any("waits" in line for line in log.lines)

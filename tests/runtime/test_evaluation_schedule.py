@@ -77,7 +77,7 @@ def test_a_users_schedule_that_looks_up_further_ahead_evaluates_one_ahead() -> N
         *(step for step in MODES["base"] if step.stage is not Stage.COPY_BATCH_TO_DEVICE),
     ]
     evaluation = Schedule("far_ahead", tuple(rows)).evaluation
-    lookup = evaluation.row(Stage.EMBEDDING_LOOKUP)
+    lookup = evaluation.step_of(Stage.EMBEDDING_LOOKUP)
     assert lookup is not None
     assert lookup.offset == 1
     assert evaluation.depth == 5

@@ -240,7 +240,7 @@ def test_ids_of_the_next_lookup_are_assembled_where_the_backward_waits(name: str
 
 def test_a_lookup_that_no_backward_waits_for_is_made_behind_it() -> None:
     class WaitsForNothing(FakeSparse):
-        def call_in_backward(self, inflight: InFlightBatch, stage: Stage, call: Callable[[], None]) -> bool:
+        def register_backward_hook(self, inflight: InFlightBatch, stage: Stage, call: Callable[[], None]) -> bool:
             return True
 
         def backward(self, inflight: InFlightBatch) -> None:
@@ -387,7 +387,7 @@ def test_an_abandoned_run_issues_nothing_more(mode: Schedule) -> None:
     events = list(trainer.timeline.events)
     trainer.executor.abandon()
     trainer.executor.drain()
-    trainer.executor.reach(Stage.OPTIMIZER_STEP)
+    trainer.executor.stage_done(Stage.OPTIMIZER_STEP)
     assert trainer.timeline.events == events
 
 
@@ -489,7 +489,7 @@ def test_order_of_streams_under_each_policy(mode: Schedule, policy: str) -> None
 @pytest.mark.parametrize("policy", STREAMS)
 @overlapping
 def test_batch_and_received_input_are_handed_to_the_streams_that_read_them(schedule: Schedule, policy: str) -> None:
-    lookup = schedule.row(Stage.EMBEDDING_LOOKUP)
+    lookup = schedule.step_of(Stage.EMBEDDING_LOOKUP)
     assert lookup is not None
     run, log = logged(schedule, policy, ONE_MIXED)
     stream = STREAMS[policy] if lookup.stream is StreamName.LOOKUP else lookup.stream
@@ -562,7 +562,7 @@ def test_manual_optimization_reaches_the_step_when_training_step_is_over(mode: S
 
 def moved(schedule: Schedule, stage: Stage, above: Stage) -> tuple[Step, ...]:
     rows = [row for row in schedule if row.stage is not stage]
-    row = schedule.row(stage)
+    row = schedule.step_of(stage)
     assert row is not None
     at = next(index for index, other in enumerate(rows) if other.stage is above)
     return (*rows[:at], row, *rows[at:])

@@ -213,9 +213,9 @@ BESIDE_THE_BACKWARD: dict[str, tuple[str, str]] = {
 def test_what_may_be_done_where_the_backward_waits(name: str) -> None:
     mode = MODES[name]
     left, received = BESIDE_THE_BACKWARD[name]
-    assert " ".join(str(mode.steps[row]) for row in mode.left_for_backward) == left
+    assert " ".join(str(mode.steps[row]) for row in mode.fills_backward_wait) == left
     assert str(mode.received_in_backward or "") == received
-    assert (len(mode.evaluation.left_for_backward), mode.evaluation.received_in_backward) == (0, None)
+    assert (len(mode.evaluation.fills_backward_wait), mode.evaluation.received_in_backward) == (0, None)
 
 
 def test_nothing_is_received_in_a_backward_before_it_is_sent() -> None:

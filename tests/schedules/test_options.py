@@ -21,7 +21,7 @@ from lightning_overlap.schedules.modes import (
 )
 from lightning_overlap.schedules.options import check_lookup_threads, resolve_schedule
 from lightning_overlap.schedules.schedule import Schedule, Step
-from lightning_overlap.schedules.sequential import SwitchedSchedule, exact_outside
+from lightning_overlap.schedules.sequential import SequentialSchedule, with_exact_warmup
 from lightning_overlap.schedules.stages import Stage, StreamName
 
 
@@ -82,12 +82,12 @@ def test_a_staleness_that_cannot_be(pipeline: Any, staleness: Any, error: type[E
 
 
 def test_the_table_of_each_batch() -> None:
-    switched = exact_outside(async_lookup(3), 5, 9)
+    switched = with_exact_warmup(async_lookup(3), 5, 9)
     assert [switched.at(batch).staleness for batch in range(12)] == [0] * 5 + [3] * 4 + [0] * 3
     assert switched.depth == async_lookup(3).depth
-    assert exact_outside(SEMI_SYNC) is SEMI_SYNC
+    assert with_exact_warmup(SEMI_SYNC) is SEMI_SYNC
     assert SEMI_SYNC.at(7) is SEMI_SYNC
-    from_the_first_on = exact_outside(SEMI_SYNC, end_batch=2)
+    from_the_first_on = with_exact_warmup(SEMI_SYNC, end_batch=2)
     assert [from_the_first_on.at(batch).staleness for batch in range(4)] == [1, 1, 0, 0]
 
 
@@ -106,7 +106,7 @@ def test_switches_that_cannot_be(
     schedule: Schedule, options: dict[str, Any], error: type[Exception], message: str
 ) -> None:
     with pytest.raises(error, match=re.escape(message)):
-        exact_outside(schedule, **options)
+        with_exact_warmup(schedule, **options)
 
 
 @pytest.mark.parametrize(
@@ -124,7 +124,7 @@ def test_switches_that_cannot_be(
 )
 def test_schedules_that_cannot_follow_one_another(parts: Any, message: str) -> None:
     with pytest.raises(ValueError, match=re.escape(message)):
-        SwitchedSchedule(parts)
+        SequentialSchedule(parts)
 
 
 @pytest.mark.parametrize(

@@ -186,7 +186,9 @@ def simulated_staleness(schedule: Schedule) -> int:
     written: set[int] = set()
     batch = 4 * schedule.depth
     for _, step, index in schedule.issue_order(batch + 1):
-        if step.stage is (Stage.BACKWARD if schedule.row(Stage.EMBEDDING_UPDATE) is None else Stage.EMBEDDING_UPDATE):
+        if step.stage is (
+            Stage.BACKWARD if schedule.step_of(Stage.EMBEDDING_UPDATE) is None else Stage.EMBEDDING_UPDATE
+        ):
             written.add(index)
         if step.stage is Stage.EMBEDDING_LOOKUP and index == batch:
             return len(set(range(batch)) - written)
@@ -202,11 +204,11 @@ def test_staleness_and_depth_are_those_of_a_run(schedule: Schedule) -> None:
         most = max(most, fetched - num_done)
         num_done += step.stage is Stage.OPTIMIZER_STEP
     # A copy below OPTIMIZER_STEP comes when the trained batch is over, though the iteration is not.
-    copy = schedule.row(Stage.COPY_BATCH_TO_DEVICE)
+    copy = schedule.step_of(Stage.COPY_BATCH_TO_DEVICE)
     assert copy is not None
     below = schedule.position(Stage.COPY_BATCH_TO_DEVICE) > schedule.position(Stage.OPTIMIZER_STEP)
     assert most == copy.offset + (not below)
-    update = schedule.row(Stage.EMBEDDING_UPDATE)
+    update = schedule.step_of(Stage.EMBEDDING_UPDATE)
     assert schedule.depth == copy.offset + 1 + (update is not None and update.offset == -1)
 
 
@@ -214,7 +216,7 @@ def test_staleness_and_depth_are_those_of_a_run(schedule: Schedule) -> None:
 def test_tables_of_the_dense_optimizer_are_looked_up_after_its_step_and_before_the_next_forward(
     schedule: Schedule,
 ) -> None:
-    lookup = schedule.row(Stage.EMBEDDING_LOOKUP)
+    lookup = schedule.step_of(Stage.EMBEDDING_LOOKUP)
     deferred = schedule.dense_owned_lookup
     if lookup is None:
         assert deferred is None

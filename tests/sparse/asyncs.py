@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch.utils.data import DataLoader
 
 from lightning_overlap import OverlapEmbeddingStrategy, Stage
-from lightning_overlap.sparse import sharded_module
+from lightning_overlap.tables import sharded_module
 
 from ..checkpoint.resumes import SaveSteps, Stateful
 from ..laws.uneven import Counts, Uneven

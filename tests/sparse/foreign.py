@@ -31,7 +31,7 @@ from torchrec.modules.keyed_jagged_tensor_pool import KeyedJaggedTensorPool
 from torchrec.modules.pec_embedding_modules import PECEmbeddingCollection
 from torchrec.quant.embedding_modules import EmbeddingBagCollection as QuantEmbeddingBagCollection
 
-from lightning_overlap.sparse.supported_modules import why_never_early
+from lightning_overlap.tables.supported_modules import why_never_early
 
 from ..support.fits import make_trainer
 from . import kinds

@@ -21,9 +21,9 @@ from torchrec.optim.keyed import CombinedOptimizer, KeyedOptimizerWrapper
 from torchrec.optim.optimizers import in_backward_optimizer_filter
 
 from lightning_overlap import OverlapEmbeddingStrategy, combined_optimizer
-from lightning_overlap.sparse import sharded_module
-from lightning_overlap.sparse.combined_optimizer import DenseAndFused
-from lightning_overlap.sparse.sharded_module import fused_optimizers
+from lightning_overlap.tables import sharded_module
+from lightning_overlap.tables.combined_optimizer import DenseAndFused
+from lightning_overlap.tables.sharded_module import fused_optimizers
 
 from ..checkpoint.checkpoints import build_plan, planned
 from ..checkpoint.resumes import StatefulBatches

@@ -15,7 +15,7 @@ from torchrec.distributed.types import ParameterSharding
 
 from lightning_overlap import MODES
 from lightning_overlap.sparse import input_dist
-from lightning_overlap.sparse.supported_modules import ids_fit_32_bits
+from lightning_overlap.tables.supported_modules import ids_fit_32_bits
 
 from ..support import exchanges
 from ..support.ranks import Ranks

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from lightning_overlap import MODES, Stage
-from lightning_overlap.sparse.combined_optimizer import DenseAndFused
+from lightning_overlap.tables.combined_optimizer import DenseAndFused
 
 from ..support import reference
 from ..support.cases import TABLE_WISE, Case
@@ -55,7 +55,7 @@ def test_a_rate_that_is_one_step_old_is_seen(ranks: Ranks, pipeline: str) -> Non
     for old, new in zip(
         ranks.run(optimizers.fit_at_the_rate_of_the_lookup, TABLE_WISE, pipeline), expected, strict=True
     ):
-        early = MODES[pipeline].row(Stage.EMBEDDING_LOOKUP).offset > 0
+        early = MODES[pipeline].step_of(Stage.EMBEDDING_LOOKUP).offset > 0
         assert any(text.startswith("losses from step") for text in old.differences(new)) == early
 
 

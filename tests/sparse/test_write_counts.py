@@ -10,7 +10,7 @@ from torchrec import KeyedJaggedTensor
 from torchrec.distributed.composable.table_batched_embedding_slice import TableBatchedEmbeddingSlice
 
 from lightning_overlap.sparse.freed_features import release
-from lightning_overlap.sparse.write_counts import SentInput, WatchedTable, count_writes, watch_tables
+from lightning_overlap.tables.write_counts import SentInput, WatchedTable, count_writes, watch_tables
 
 
 def make() -> KeyedJaggedTensor:

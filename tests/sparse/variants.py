@@ -17,7 +17,7 @@ from torchrec import KeyedJaggedTensor
 from torchrec.distributed.types import CacheParams
 
 from lightning_overlap import OverlapEmbeddingStrategy
-from lightning_overlap.sparse.supported_modules import why_never_early
+from lightning_overlap.tables.supported_modules import why_never_early
 
 from ..support.cases import (
     MIXED,

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from lightning_overlap import OverlapEmbeddingStrategy
 from lightning_overlap.distributed import gloo_alltoall
 from lightning_overlap.distributed.gloo_alltoall import BACKEND, Exchange, ReceivesFirst
-from lightning_overlap.sparse.supported_modules import sharded_modules
+from lightning_overlap.tables.supported_modules import sharded_modules
 
 from .cases import TABLE_WISE, Batches, Model, make_plan
 from .fits import make_trainer

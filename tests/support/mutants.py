@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from types import ModuleType
 from typing import Any
 
-ORDERING = {"wait", "hand_over", "hand_to_caller", "_acquire", "wait_for_lookups"}
+ORDERING = {"wait", "record_stream", "hand_to_caller", "_acquire", "wait_for_lookups"}
 
 
 def statements(module: ModuleType, function: str = "") -> Iterator[tuple[int, str]]:

@@ -86,7 +86,7 @@ def test_memory_of_another_stream_has_to_be_handed_over() -> None:
         RaceError, match=r"was made on data_dist by copy and not handed to compute.*hand_over\(\.\.\., comp"
     ):
         races.do("forward", COMPUTE, reads=["batch"])
-    races.hand_over(["batch"], COMPUTE)
+    races.record_stream(["batch"], COMPUTE)
     races.do("forward", COMPUTE, reads=["batch"])
     races.do("the next copy", THIRD, makes=["batch"])  # other memory
     with pytest.raises(RaceError, match="made on lookup by the next copy"):

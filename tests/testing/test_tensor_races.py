@@ -197,11 +197,11 @@ class UsesAStreamOfItsOwn(Model):
         streams: Any = self.trainer.strategy.streams
         streams.wait(StreamName.PREFETCH, streams.record(StreamName.COMPUTE))
         if batch.inputs["sparse"][1] == 0:  # looked up on the compute stream, where it was called
-            streams.hand_over([found.values() for found in rows.values()], StreamName.PREFETCH)
+            streams.record_stream([found.values() for found in rows.values()], StreamName.PREFETCH)
         with streams.on(StreamName.PREFETCH):
             scaled = {name: {key: 2 * value for key, value in found.to_dict().items()} for name, found in rows.items()}
         streams.wait(StreamName.COMPUTE, streams.record(StreamName.PREFETCH))
-        streams.hand_over(scaled, StreamName.COMPUTE)
+        streams.record_stream(scaled, StreamName.COMPUTE)
         return super().dense(batch, scaled)
 
 
@@ -277,7 +277,7 @@ def test_a_result_is_read_on_another_stream_after_a_wait_and_a_hand_over(streams
             made = torch.ones(4) * 2
         with pytest.raises(RaceError, match=r"memory of aten.mul.Tensor \(4,\) .* not handed to compute"):
             made + 1
-        streams.hand_over({"rows": [made]}, StreamName.COMPUTE)
+        streams.record_stream({"rows": [made]}, StreamName.COMPUTE)
         with pytest.raises(RaceError, match=r"no event orders aten\.add\.Tensor"):
             made + 1
         streams.wait(StreamName.COMPUTE, streams.record(StreamName.LOOKUP))
@@ -312,7 +312,7 @@ def test_backward_runs_where_the_forward_ran_and_nobody_waits_for_its_end(stream
         with streams.on(StreamName.LOOKUP):
             rows = WritesInBackward.apply(x)
         streams.wait(StreamName.COMPUTE, streams.record(StreamName.LOOKUP))
-        streams.hand_over(rows, StreamName.COMPUTE)
+        streams.record_stream(rows, StreamName.COMPUTE)
         (rows * 2).sum().backward()
         with pytest.raises(RaceError, match=r"behind aten.sub_.Tensor .*writes on lookup\): a race for table"):
             weight + 1

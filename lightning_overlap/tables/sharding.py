@@ -22,7 +22,7 @@ from ..text import unknown_name_message
 from .columns import answer_in_config_order
 from .optimizer_checks import FusedOptimizer, _check_can_fuse, check_fused_optimizer
 from .supported_modules import sharded_modules, table_modules
-from .tables import Table, _some, find_tables, training_sharders
+from .table import Table, _some, find_tables, training_sharders
 from .write_counts import watch_tables
 
 Sharding: TypeAlias = "str | Mapping[str, str] | EmbeddingShardingPlanner | ShardingPlan | None"
@@ -75,7 +75,7 @@ def shard_tables(
     plan = _make_plan(model, tables, sharding, fused is not None, group, device, local_world_size)
     _apply_fused_optimizer(tables, plan, fused, device)
     if asked is not None:
-        _say_what_is_replicated(tables, plan, asked)
+        _warn_of_replicated_tables(tables, plan, asked)
     initial, aliases = _initial_weights(model, tables), _aliases(model, tables)
     trained = [table for table in tables if _is_fused(table, plan) and table.parameter.requires_grad]
     rates = {table.module: {t.name: t.fused_rate for t in trained if t.module == table.module} for table in tables}
@@ -274,7 +274,7 @@ def _apply_fused_optimizer(
         )
 
 
-def _say_what_is_replicated(tables: list[Table], plan: ShardingPlan, asked: Mapping[str, str]) -> None:
+def _warn_of_replicated_tables(tables: list[Table], plan: ShardingPlan, asked: Mapping[str, str]) -> None:
     """Warn of tables that the planner left whole on every rank because they have no fused optimizer."""
     whole = [table for table in tables if not _is_fused(table, plan) and table.parameter.requires_grad]
     paths = [table.path for table in whole if table.name not in asked and not table.has_fused_optimizer]

@@ -14,7 +14,7 @@ from torchrec.optim.keyed import CombinedOptimizer
 from torchrec.optim.optimizers import in_backward_optimizer_filter
 
 from .supported_modules import table_modules
-from .tables import Table, _some
+from .table import Table, _some
 
 FusedOptimizer: TypeAlias = tuple[type[torch.optim.Optimizer], Mapping[str, Any]] | functools.partial[Any]
 """`(class, kwargs)` or `functools.partial(class, **kwargs)`."""

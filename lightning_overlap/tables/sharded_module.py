@@ -9,22 +9,19 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from typing import Any, TypeAlias, TypeVar
 from weakref import WeakKeyDictionary
 
 import torch
 from fbgemm_gpu.split_table_batched_embeddings_ops_training import SplitTableBatchedEmbeddingBagsCodegen
 from torch import nn
-from torchrec.distributed.embedding_types import EmbeddingComputeKernel, KJTList
-from torchrec.distributed.types import Awaitable, LazyAwaitable, ShardedModule
+from torchrec.distributed.embedding_types import EmbeddingComputeKernel
+from torchrec.distributed.types import ShardedModule
 from torchrec.optim.keyed import CombinedOptimizer, KeyedOptimizer
-from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from ..schedules import WeightOwner
 from ..versions import check_names
-from .deferred_update import HeldUpdate
-from .supported_modules import KINDS, TABLE_TYPES, kind_of, owners_of, tables_of
+from .supported_modules import SUPPORTED_MODULES, TABLE_TYPES, owners_of, spec_of, tables_of
 
 R = TypeVar("R")
 
@@ -50,51 +47,13 @@ PRIVATE_NAMES: Mapping[str, tuple[str, ...]] = {
 """Private attributes of TorchRec that this package reads, by the object that has them."""
 
 
-@dataclass(slots=True)
-class ModuleInFlight:
-    """One batch on its way through one module."""
-
-    kjt: KeyedJaggedTensor
-    context: Any = None
-    splits: Any = None
-    data: Any = None
-    dist_input: KJTList | None = None
-    outputs: dict[int, Awaitable[torch.Tensor]] = field(default_factory=dict)
-    rows: LazyAwaitable[Any] | None = None
-    held: HeldUpdate = field(default_factory=HeldUpdate)
-    """What is left of the way to the tables; nothing where the backward goes all the way."""
-    rates: list[float] | None = None
-    """The learning rate of each kernel that the batch was trained at, while its deferred update is made."""
-    sent: Any = None
-    """What the input held when its ids were sent (`write_counts.SentInput`)."""
-    num_writes: dict[WeightOwner, tuple[int, ...]] = field(default_factory=dict)
-    """How often the tables of each owner had been written by somebody else when they were looked up."""
-    autocast: Any = None
-    """The autocast that its lookup ran under, where that matters."""
-    votes: bool = False
-    """Whether all ranks are asked when the module is called: another input of the batch might take this one's place."""
-    served: bool = False
-    served_in: int = -1
-    """The forward that it was served in: an optimizer may ask for several in a step."""
-    without_graph: bool = False
-    """Whether a call without gradients was served."""
-    received: Any = None
-    """The rows, once waited for, until the backward is over."""
-    received_at: Any = None
-    """Event after which they are there, on the lookup's stream."""
-    num_lookups: list[int] = field(default_factory=list)
-    """What this batch added to the iteration count of each kernel."""
-    ids: KJTList | None = None
-    """What was looked up, where somebody asked to keep it."""
-
-
 def check_torchrec(module: nn.Module) -> None:
     """Raise if a sharded module lacks a private name that this file uses of it.
 
     Raises:
         ImportError: With the name, the installed and the supported versions.
     """
-    owners = {kind.__name__: module for kind in KINDS if isinstance(module, kind)}
+    owners = {kind.__name__: module for kind in SUPPORTED_MODULES if isinstance(module, kind)}
     check_names("torchrec", PRIVATE_NAMES, owners)
     if owners:
         tables = tables_of(module)
@@ -170,10 +129,11 @@ def fused_optimizers(module: ShardedModule[Any, Any, Any, Any]) -> list[KeyedOpt
 @read_once
 def tbes(module: Any) -> list[SplitTableBatchedEmbeddingBagsCodegen]:
     """The table-batched kernels of a module's own shards."""
-    return [] if kind_of(module) is None else _tbes_of(tables_of(module)._lookups)
+    return [] if spec_of(module) is None else tbes_within(tables_of(module)._lookups)
 
 
-def _tbes_of(lookups: Iterable[nn.Module]) -> list[SplitTableBatchedEmbeddingBagsCodegen]:
+def tbes_within(lookups: Iterable[nn.Module]) -> list[SplitTableBatchedEmbeddingBagsCodegen]:
+    """Return the table-batched kernels of some lookups, in their order."""
     parts = [part for lookup in lookups for part in lookup.modules()]
     return [part for part in parts if isinstance(part, SplitTableBatchedEmbeddingBagsCodegen)]
 
@@ -219,3 +179,7 @@ def kernel_of(fused_optimizer: Any) -> SplitTableBatchedEmbeddingBagsCodegen | N
 
 
 # -- learning rates that move ------------------------------------------------------------------------------------
+
+
+SetRates: TypeAlias = Callable[[], None]
+"""Gives the kernels the learning rates that the schedule has now."""

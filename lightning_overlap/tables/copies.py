@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from .supported_modules import sharded_modules
-from .tables import find_tables
+from .table import find_tables
 
 TableOptimizers = Mapping[str, tuple[tuple[type[torch.optim.Optimizer], Mapping[str, Any]], ...]]
 """The optimizers that are applied in backward, as class and arguments, by the path of their table."""

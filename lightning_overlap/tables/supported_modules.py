@@ -27,7 +27,7 @@ TABLE_TYPES = (ShardedEmbeddingBagCollection, ShardedEmbeddingCollection)
 
 
 @dataclass(frozen=True, slots=True)
-class Kind:
+class ModuleSpec:
     """What there is to know of a kind of sharded modules whose stages can start early.
 
     Args:
@@ -43,12 +43,12 @@ class Kind:
     feature_processors: str | None = None
 
 
-_MANAGED_COLLISION = Kind("_embedding_module", "_managed_collision_collection", WeightOwner.LOOKUP)
-KINDS: Mapping[type, Kind] = {
-    ShardedEmbeddingBagCollection: Kind(),
-    ShardedEmbeddingCollection: Kind(),
+_MANAGED_COLLISION = ModuleSpec("_embedding_module", "_managed_collision_collection", WeightOwner.LOOKUP)
+SUPPORTED_MODULES: Mapping[type, ModuleSpec] = {
+    ShardedEmbeddingBagCollection: ModuleSpec(),
+    ShardedEmbeddingCollection: ModuleSpec(),
     # The position weights belong to the dense optimizer, the tables to it or to the backward, which is over by then.
-    ShardedFeatureProcessedEmbeddingBagCollection: Kind(
+    ShardedFeatureProcessedEmbeddingBagCollection: ModuleSpec(
         "_embedding_bag_collection",
         "_embedding_bag_collection",
         WeightOwner.DENSE_OPTIMIZER,
@@ -63,9 +63,9 @@ KINDS: Mapping[type, Kind] = {
 _KERNELS_WITHOUT_CACHE = (EmbeddingComputeKernel.DENSE, EmbeddingComputeKernel.FUSED, EmbeddingComputeKernel.FUSED_UVM)
 
 
-def kind_of(module: nn.Module) -> Kind | None:
+def spec_of(module: nn.Module) -> ModuleSpec | None:
     """Return what is known of a module, by its class or the nearest one above it; None for an unknown kind."""
-    return next((KINDS[cls] for cls in type(module).__mro__ if cls in KINDS), None)
+    return next((SUPPORTED_MODULES[cls] for cls in type(module).__mro__ if cls in SUPPORTED_MODULES), None)
 
 
 def tables_of(module: Any) -> Any:
@@ -75,7 +75,7 @@ def tables_of(module: Any) -> Any:
 
 def holds_sequences(module: Any) -> bool:
     """Whether a module answers with sequences of rows, and not with pooled ones."""
-    return kind_of(module) is not None and isinstance(tables_of(module), ShardedEmbeddingCollection)
+    return spec_of(module) is not None and isinstance(tables_of(module), ShardedEmbeddingCollection)
 
 
 def input_dists_of(module: Any) -> list[Any]:
@@ -85,7 +85,7 @@ def input_dists_of(module: Any) -> list[Any]:
 
 
 def _part(module: Any, which: str) -> Any:
-    kind = kind_of(module)
+    kind = spec_of(module)
     assert kind is not None, f"{type(module).__name__} is of no known kind"
     attribute = getattr(kind, which)
     return module if attribute is None else getattr(module, attribute)
@@ -115,7 +115,7 @@ def has_model_parallel_tables(model: nn.Module) -> bool:
 
 def hands_out_rows(model: nn.Module) -> bool:
     """Whether a model has sharded modules that assign rows to ids, each shard to those that its rank gets."""
-    kinds = map(kind_of, sharded_modules(model).values())
+    kinds = map(spec_of, sharded_modules(model).values())
     return any(kind is not None and kind.owner is WeightOwner.LOOKUP for kind in kinds)
 
 
@@ -125,7 +125,7 @@ def owners_of(module: ShardedModule[Any, Any, Any, Any]) -> list[WeightOwner]:
     Read from the sharding plan, which is the same on all ranks: data-parallel tables and dense kernels are
     trained by the dense optimizer, all others by the fused backward.
     """
-    kind, tables = kind_of(module), tables_of(module)
+    kind, tables = spec_of(module), tables_of(module)
     shardings = (
         tables._sharding_types
         if isinstance(tables, ShardedEmbeddingBagCollection)
@@ -143,7 +143,7 @@ def owners_of(module: ShardedModule[Any, Any, Any, Any]) -> list[WeightOwner]:
 
 def ids_fit_32_bits(module: Any) -> bool:
     """Whether every id that stands for a row of a module's travelling tables fits 32 bits. The same on all ranks."""
-    kind = kind_of(module)
+    kind = spec_of(module)
     if kind is None or kind.owner is WeightOwner.LOOKUP:  # the latter's ids are no rows yet
         return False
     specs = [parameter.sharding_spec for parameter in tables_of(module).module_sharding_plan.values()]
@@ -159,9 +159,9 @@ def why_never_early(module: Any, group: dist.ProcessGroup | None = None, *, pref
         group: The ranks that the early input dist is sent among; None on one rank.
         prefetches: Whether rows come into the tables' caches before their lookup.
     """
-    kind = kind_of(module)
+    kind = spec_of(module)
     if kind is None:
-        known = ", ".join(sorted(cls.__name__ for cls in KINDS))
+        known = ", ".join(sorted(cls.__name__ for cls in SUPPORTED_MODULES))
         return f"only {known} can start early, got {type(module).__name__}"
     cached = _why_cached(tables_of(module), prefetches and kind.owner is not WeightOwner.LOOKUP)
     if cached is not None:

@@ -10,9 +10,8 @@ from torch.optim import Optimizer
 from torchrec.optim.keyed import KeyedOptimizer
 from typing_extensions import override
 
-from .sharded_module import fused_optimizers, fused_rates
+from .sharded_module import SetRates, fused_optimizers, fused_rates
 from .supported_modules import sharded_modules
-from .update_rates import SetRates
 
 _GROUP_NAME = "fused"
 _EXPECTED = ("momentum", "betas", "weight_decay")
