@@ -1,6 +1,7 @@
 """Read and write checkpoints of sharded models: a folder with a file per rank, or one full file.
 
-Either loads on any number of ranks and under any plan. Saving is atomic (`atomic.py`); nothing that is read is executed.
+Either loads on any number of ranks and under any plan. Saving is atomic (`atomic.py`); nothing that is
+read is executed.
 """
 
 from .atomic import discard as discard

@@ -1,6 +1,7 @@
 """Pipeline modes as tables: stages, the order in which a step issues them, and what follows from that order.
 
-Standard library only. A new mode is a table in `modes.py`; what `OverlapEmbeddingStrategy` accepts is checked in `options.py`.
+Standard library only. A new mode is a table in `modes.py`; what `OverlapEmbeddingStrategy` accepts is checked in
+`options.py`.
 """
 
 from .modes import MODES as MODES
