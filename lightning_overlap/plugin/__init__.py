@@ -1,6 +1,6 @@
 """The Lightning side: the strategy, its hooks and loops, and the callbacks that users add.
 
-Lightning's private names occur in `fit_loop.py`, `evaluation_loops.py`, `sigterm.py`, `processes.py` and
+Lightning's private names occur in `fit_loop.py`, `fetcher.py`, `evaluation_loops.py`, `sigterm.py`, `processes.py` and
 `checkpoint_links.py`.
 """
 

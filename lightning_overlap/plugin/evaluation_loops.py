@@ -1,6 +1,6 @@
 """Lightning's evaluation loops with a lookahead: `validate`, `test`, `predict`, and validation inside a fit.
 
-As in `loop.py` the live loop objects get a class that mixes in what changes. Names of Lightning that start with an
+As in `fit_loop.py` the live loop objects get a class that mixes in what changes. Names of Lightning that start with an
 underscore are listed in `PRIVATE_NAMES`; a test names each.
 """
 
@@ -23,7 +23,8 @@ from ..schedules import Stage
 from ..sparse import SparsePipeline
 from ..versions import check_names
 from . import sigterm
-from .fit_loop import ExecutorFactory, LookaheadFetcher, StagedBatch, mix_in, stage_batch, take_out
+from .fetcher import ExecutorFactory, LookaheadFetcher, StagedBatch, stage_batch
+from .fit_loop import mix_in, take_out
 
 PRIVATE_NAMES: Mapping[str, tuple[str, ...]] = {
     "lightning.pytorch.loops.evaluation_loop": ("_EvaluationLoop",),

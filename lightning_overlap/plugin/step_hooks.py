@@ -20,7 +20,7 @@ from ..runtime import BatchCopies, CudaStreams, Executor, Streams
 from ..schedules import Stage, StreamName
 from ..sparse import GradientStash, SparsePipeline, keyed_jagged_tensors, note_lengths
 from ..tables import count_writes
-from . import fit_loop
+from .fetcher import StagedBatch
 
 
 class WalksSteps(DDPStrategy):
@@ -81,7 +81,7 @@ class WalksSteps(DDPStrategy):
 
     @override
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
-        if not (args and isinstance(args[0], fit_loop.StagedBatch)):
+        if not (args and isinstance(args[0], StagedBatch)):
             return super().training_step(*args, **kwargs)
         [ticket] = args
         if self._streams is not None and self._transferred is not None:

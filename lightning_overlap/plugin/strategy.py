@@ -46,6 +46,7 @@ from ..tables import (
 )
 from . import checkpoint_links, evaluation_loops, fit_loop, processes, sigterm, step_hooks
 from .checkpoint_hooks import SavesShards
+from .fetcher import LookaheadFetcher
 from .step_hooks import runs_between_backward_and_step
 from .unsupported import refuse_callbacks, refuse_precision
 
@@ -319,7 +320,7 @@ class OverlapEmbeddingStrategy(
         """Whether any rank says so; all of them wait for each other."""
         return self._consensus is not None and self._consensus.any(flag)
 
-    def _make_executor(self, fetcher: fit_loop.LookaheadFetcher) -> Executor:
+    def _make_executor(self, fetcher: LookaheadFetcher) -> Executor:
         assert self._streams is not None
         assert self._trainer is not None
         self._executor = Executor(
@@ -368,7 +369,7 @@ class OverlapEmbeddingStrategy(
 
     # -- evaluation ---------------------------------------------------------------------------------------------
 
-    def _make_evaluation_executor(self, fetcher: fit_loop.LookaheadFetcher, sparse: SparsePipeline) -> Executor:
+    def _make_evaluation_executor(self, fetcher: LookaheadFetcher, sparse: SparsePipeline) -> Executor:
         assert self._streams is not None
         return Executor(
             self.schedule.evaluation,

@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 
 import lightning_overlap
-from lightning_overlap.plugin import checkpoint_links, evaluation_loops, fit_loop, processes, sigterm, strategy
+from lightning_overlap.plugin import checkpoint_links, evaluation_loops, fetcher, fit_loop, processes, sigterm, strategy
 from lightning_overlap.tables import sharded_module
 
 PACKAGE = Path(lightning_overlap.__file__).resolve().parent
@@ -49,6 +49,7 @@ LEAVES_ALONE = {
 }
 LIGHTNING_FILES = {
     "fit_loop": fit_loop,
+    "fetcher": fetcher,
     "evaluation_loops": evaluation_loops,
     "sigterm": sigterm,
     "processes": processes,
@@ -414,7 +415,7 @@ def _private_names_in_lightning(cls: type) -> set[str]:
         processes.Launcher,
         fit_loop._FitLoopMixin,
         fit_loop._EpochLoopMixin,
-        fit_loop.LookaheadFetcher,
+        fetcher.LookaheadFetcher,
         evaluation_loops._EvaluationLoopMixin,
         evaluation_loops._PredictionLoopMixin,
         evaluation_loops.EvaluationFetcher,
