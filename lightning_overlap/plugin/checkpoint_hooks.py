@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
-from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch import LightningModule
 from lightning.pytorch.plugins.io import TorchCheckpointIO
-from lightning.pytorch.strategies import DDPStrategy
 from lightning.pytorch.trainer.states import TrainerFn
 from torch.optim import Optimizer
 from typing_extensions import override
@@ -40,9 +38,9 @@ from ..checkpoint import (
     warn_of_moved_states,
     write_file,
 )
-from ..sparse import GradientStash
 from ..tables import hands_out_rows, has_tables, sharded_modules
 from . import checkpoint_links
+from .run import HasRun
 
 _LOADERS, _LOADER = "loader_states", "combined_loader"
 """Entry of a checkpoint with every rank's state of the data loaders, and Lightning's with this rank's."""
@@ -52,8 +50,11 @@ _NUM_STASHED = "num_stashed_gradients"
 """Entry of an optimizer's state: of how many steps it is still to apply the gradients."""
 
 
-class SavesShards(DDPStrategy):
-    """Saves and loads sharded tables; a module without any as DDPStrategy does.
+class SavesShards(HasRun):
+    """The hooks of a strategy around checkpoints; a module without sharded tables is saved as DDPStrategy does.
+
+    Owns the saver that writes folders beside training (`_folder_saver`) and the path of the newest checkpoint
+    (`_newest`).
 
     Args:
         checkpoint_format: `sharded`, `full`, or None: sharded above one rank or with `async_checkpoint`.
@@ -69,31 +70,44 @@ class SavesShards(DDPStrategy):
         super().__init__(**kwargs)
         self.checkpoint_format = checkpoint_format
         self.async_checkpoint = async_checkpoint
-        self._folder_saver = FolderSaver(None)
         self._newest: Path | None = None
-        self._stash = GradientStash()
 
-    @property
-    def checkpoint_group(self) -> dist.ProcessGroup | None:
-        """A gloo group of all ranks for checkpoints alone; None on one rank."""
-        raise NotImplementedError
+    @override
+    def forget_run(self) -> None:
+        super().forget_run()
+        self._folder_saver = FolderSaver(None)
 
-    def saving(self) -> AbstractContextManager[None]:
-        """Go around a save: tables and kernels are then as of the last trained batch."""
-        raise NotImplementedError
-
-    def save_through(self, group: dist.ProcessGroup | None) -> None:
-        """Write the checkpoints of this run with another group."""
-        self._folder_saver = FolderSaver(group)
-
-    @property
-    def _running_trainer(self) -> Trainer | None:
-        """The trainer whose fit or evaluation goes on, at whose end somebody waits for what is written beside it."""
-        raise NotImplementedError
+    @override
+    def join_groups(self) -> None:
+        before = self._groups
+        super().join_groups()
+        if self._groups is not before:
+            self._folder_saver = FolderSaver(self.checkpoint_group)
 
     def on_commit(self, action: Callable[[], None]) -> None:
         """Do something now, or as soon as the save under way has succeeded, on this rank."""
         self._folder_saver.on_commit(action)
+
+    def finish_save(self, error: BaseException | None = None) -> None:
+        """Wait for the save that goes on beside training.
+
+        Args:
+            error: The error that is being handled, if any: it gets a note where the save has failed, too.
+
+        Raises:
+            Exception: The save has failed, and no other error is being handled.
+        """
+        try:
+            self._folder_saver.wait()
+        except Exception as err:
+            if error is None:
+                raise
+            error.add_note(f"And the checkpoint that was being written beside training failed: {err}")
+
+    @override
+    def on_train_end(self) -> None:
+        super().on_train_end()
+        self.finish_save()
 
     @property
     @override

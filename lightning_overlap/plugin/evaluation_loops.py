@@ -15,16 +15,15 @@ from lightning.pytorch import Trainer
 from lightning.pytorch.loops.evaluation_loop import _EvaluationLoop
 from lightning.pytorch.loops.fetchers import _DataFetcher, _PrefetchDataFetcher
 from lightning.pytorch.loops.prediction_loop import _PredictionLoop
-from lightning.pytorch.strategies import DDPStrategy
 from typing_extensions import override
 
-from ..runtime import Executor, InFlightBatch
+from ..runtime import InFlightBatch
 from ..schedules import Stage
-from ..sparse import SparsePipeline
 from ..versions import check_names
 from . import sigterm
 from .fetcher import ExecutorFactory, LookaheadFetcher, StagedBatch, stage_batch
 from .fit_loop import mix_in, take_out
+from .run import HasRun
 
 PRIVATE_NAMES: Mapping[str, tuple[str, ...]] = {
     "lightning.pytorch.loops.evaluation_loop": ("_EvaluationLoop",),
@@ -51,54 +50,6 @@ PRIVATE_NAMES: Mapping[str, tuple[str, ...]] = {
 """What this file uses of Lightning beyond its public interface, by the module or class that has it."""
 
 
-class Evaluations:
-    """The evaluations of a run: for each step a pipeline of its own, which training's does not see.
-
-    Args:
-        make_pipeline: Makes the pipeline of a step, when it first runs.
-        make_executor: Makes the executor of one evaluation.
-    """
-
-    def __init__(
-        self,
-        make_pipeline: Callable[[str], SparsePipeline],
-        make_executor: Callable[[LookaheadFetcher, SparsePipeline], Executor],
-    ) -> None:
-        self._make_pipeline = make_pipeline
-        self._make_executor = make_executor
-        self._pipelines: dict[str, SparsePipeline] = {}
-        self._pipeline: SparsePipeline | None = None
-        self._executor: Executor | None = None
-
-    def begin(self, step: str) -> None:
-        """Serve the calls of a step; what is in flight for training waits as it is."""
-        if step not in self._pipelines:
-            self._pipelines[step] = self._make_pipeline(step)
-        self._pipeline = self._pipelines[step]
-        self._pipeline.attach()
-
-    def make_executor(self, fetcher: LookaheadFetcher) -> Executor:
-        """Make the executor of the evaluation that has begun."""
-        assert self._pipeline is not None, "an evaluation begins with the strategy's hook"
-        self._executor = self._make_executor(fetcher, self._pipeline)
-        return self._executor
-
-    def end(self) -> None:
-        """Complete what was started for batches that are not evaluated, on all ranks alike."""
-        if self._executor is not None:
-            self._executor.drain()
-        self.abandon()
-
-    def abandon(self) -> None:
-        """Drop everything in flight at once, without a collective."""
-        if self._executor is not None:
-            self._executor.abandon()
-            self._executor = None
-        if self._pipeline is not None:
-            self._pipeline.detach()
-            self._pipeline = None
-
-
 def run_step(step: Callable[..., Any], *args: Any) -> Any:
     """Run the user's step of an evaluation, with early rows if its batch was looked ahead."""
     if not (args and isinstance(args[0], StagedBatch)):
@@ -110,10 +61,11 @@ def run_step(step: Callable[..., Any], *args: Any) -> Any:
     return output
 
 
-class EvaluatesAhead(DDPStrategy):
-    """The hooks of a strategy around evaluations; without `_evaluations` it is DDPStrategy."""
+class EvaluatesAhead(HasRun):
+    """The hooks of a strategy around evaluations; without a run they are those of DDPStrategy.
 
-    _evaluations: Evaluations | None = None
+    Owns nothing: it tells the run where an evaluation begins and ends.
+    """
 
     @override
     def validation_step(self, *args: Any, **kwargs: Any) -> Any:
@@ -158,12 +110,12 @@ class EvaluatesAhead(DDPStrategy):
         super().on_predict_end()
 
     def _begin_evaluation(self, step: str) -> None:
-        if self._evaluations is not None:
-            self._evaluations.begin(step)
+        if self._run is not None:
+            self._run.begin_evaluation(step)
 
     def _end_evaluation(self) -> None:
-        if self._evaluations is not None:
-            self._evaluations.end()
+        if self._run is not None:
+            self._run.end_evaluation()
 
 
 class EvaluationFetcher(LookaheadFetcher):

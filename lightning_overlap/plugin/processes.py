@@ -22,6 +22,7 @@ from typing_extensions import override
 
 from ..checkpoint import gather
 from ..tables import apply_table_optimizers, find_tables, has_tables, sharded_modules, table_optimizers
+from .run import HasRun
 
 PRIVATE_NAMES: Mapping[str, tuple[str, ...]] = {
     "lightning.pytorch.strategies.launchers.multiprocessing": ("_MultiProcessingLauncher",),
@@ -34,20 +35,14 @@ _TABLE_OPTIMIZERS = "table_optimizers"
 """Entry of a copy's state: what is applied in backward to the tables of its module."""
 
 
-class StartsProcesses(DDPStrategy):
-    """A strategy that can be copied and pickled, and that gives whole tables back to the process that started it."""
+class StartsProcesses(HasRun):
+    """A strategy that can be copied and pickled, and that gives whole tables back to the process that started it.
+
+    Owns what the started processes have to know of their parent (`_parents_state`), which its `Launcher` sets.
+    """
 
     _parents_state: frozenset[str] | None = None
     """Of a fit in started processes: what the state of the parent's module consists of, by name."""
-
-    def forget_run(self) -> None:
-        """Set all that belongs to a run to what it is before the first one. Nothing of it goes along with a copy."""
-        raise NotImplementedError
-
-    @property
-    def checkpoint_group(self) -> dist.ProcessGroup | None:
-        """A gloo group of all ranks; None on one rank."""
-        raise NotImplementedError
 
     @override
     def __getstate__(self) -> dict[str, Any]:

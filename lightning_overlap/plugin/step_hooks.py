@@ -9,40 +9,65 @@ from typing import Any
 
 import torch
 from lightning.pytorch import Callback, LightningDataModule, LightningModule, Trainer
-from lightning.pytorch.strategies import DDPStrategy
 from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torchrec.streamable import Pipelineable
 from typing_extensions import override
 
-from ..runtime import BatchCopies, CudaStreams, Executor, Streams
+from ..runtime import BatchCopies, CudaStreams, Executor
 from ..schedules import Stage, StreamName
-from ..sparse import GradientStash, SparsePipeline, keyed_jagged_tensors, note_lengths
+from ..sparse import keyed_jagged_tensors, note_lengths
 from ..tables import count_writes
 from .fetcher import StagedBatch
+from .run import HasRun
 
 
-class WalksSteps(DDPStrategy):
-    """The hooks of a strategy around the parts of a step; without an executor they are those of DDPStrategy."""
+class WalksSteps(HasRun):
+    """The hooks of a strategy around the parts of a step; without an executor they are those of DDPStrategy.
 
-    _executor: Executor | None = None
-    _sparse: SparsePipeline | None = None
-    _streams: Streams | None = None
-    _release_features = False
-    _copy_in_place = False
-    _transferred: Any = None
-    """Event after the last transfer hook of the user's."""
-    _stash: GradientStash
-    _stash_gradients = False
-    """Whether dense gradients are applied as many steps late as the rows of the schedule are old."""
+    Owns the event after the last transfer hook of the user's (`_transferred`), which the next `training_step` waits
+    for. Drives the executor of the run, and decides which of the gradients that wait an optimizer step applies.
+
+    Args:
+        stash_gradients: Apply dense gradients as many steps late as the rows of the schedule are old.
+        release_features: Warn where batches cannot give the memory of their ids back.
+        copy_in_place: Take the memory of copies from the compute stream's pool.
+        **kwargs: What `DDPStrategy` takes.
+    """
+
+    _transferred: Any
+
+    def __init__(
+        self,
+        *,
+        stash_gradients: bool = False,
+        release_features: bool = False,
+        copy_in_place: bool = False,
+        **kwargs: Any,
+    ) -> None:
+        super().__init__(**kwargs)
+        self._stash_gradients = stash_gradients
+        self._release_features = release_features
+        self._copy_in_place = copy_in_place
+
+    @override
+    def forget_run(self) -> None:
+        super().forget_run()
+        self._transferred = None
+
+    @property
+    def _executor(self) -> Executor | None:
+        """The executor of training; None before its first batch, and outside of a fit."""
+        return None if self._run is None else self._run.executor
 
     @override
     def batch_to_device(self, batch: Any, device: torch.device | None = None, dataloader_idx: int = 0) -> Any:
         device = device or self.root_device
         loaded = keyed_jagged_tensors(batch)
         note_lengths(loaded)
-        timer = None if self._executor is None else self._executor.timer
+        executor, run = self._executor, self._run
+        timer = None if executor is None else executor.timer
         with contextlib.nullcontext() if timer is None else timer.copy(), self._placing_copies(device):
             if (
                 device.type == "cuda"
@@ -59,11 +84,11 @@ class WalksSteps(DDPStrategy):
                 count_writes(keyed_jagged_tensors(batch))
             if hooked and self._streams is not None:
                 self._transferred = self._streams.record(StreamName.MEMCPY)
-        if self._release_features and self._sparse is not None:
+        if self._release_features and run is not None and run.sparse is not None:
             moved = keyed_jagged_tensors(batch)
             if any(kjt is own for kjt in moved for own in loaded):
                 reason = "no copy of them is made, so the data loader's own objects would lose their values"
-                self._sparse.keep_features(f"the batch's KeyedJaggedTensors are on {device} already and {reason}")
+                run.sparse.keep_features(f"the batch's KeyedJaggedTensors are on {device} already and {reason}")
         return batch
 
     @property
@@ -98,9 +123,10 @@ class WalksSteps(DDPStrategy):
     def pre_backward(self, closure_loss: Tensor) -> None:
         super().pre_backward(closure_loss)
         self._stage_done(Stage.DENSE_FORWARD)
-        if self._executor is not None and self._executor.hooks_read_tables and closure_loss.requires_grad:
+        executor = self._executor
+        if executor is not None and executor.hooks_read_tables and closure_loss.requires_grad:
             # on_after_backward comes before this strategy's post_backward.
-            engine, order = torch.autograd.Variable._execution_engine, self._executor.wait_for_lookups
+            engine, order = torch.autograd.Variable._execution_engine, executor.wait_for_lookups
             closure_loss.register_hook(lambda _: engine.queue_callback(order))
 
     @override
@@ -108,8 +134,8 @@ class WalksSteps(DDPStrategy):
         super().post_backward(closure_loss)
         if self._automatic:
             self._stage_done(Stage.BACKWARD)
-        elif self._executor is not None:
-            self._executor.wait_for_lookups()  # the rest of training_step may read the tables
+        elif (executor := self._executor) is not None:
+            executor.wait_for_lookups()  # the rest of training_step may read the tables
 
     @override
     def optimizer_step(
@@ -137,7 +163,8 @@ class WalksSteps(DDPStrategy):
     @property
     def _gradient_delay(self) -> int:
         """Steps that the gradients of this one have to wait for."""
-        return self._executor.lasting_staleness if self._stash_gradients and self._executor is not None else 0
+        executor = self._executor if self._stash_gradients else None
+        return 0 if executor is None else executor.lasting_staleness
 
     def _exchanging_gradients(self, optimizer: Optimizer, closure: Callable[[], Any], delay: int) -> Callable[[], Any]:
         """Return a closure behind which an optimizer finds older gradients than its own."""
@@ -165,9 +192,10 @@ class WalksSteps(DDPStrategy):
     @override
     def on_train_end(self) -> None:
         super().on_train_end()
-        if self._executor is not None:
-            self._executor.drain()
-            self._executor.wait_for_lookups()
+        executor = self._executor
+        if executor is not None:
+            executor.drain()
+            executor.wait_for_lookups()
         for optimizer in self.optimizers:
             self._apply_stashed(optimizer, partial(super().optimizer_step, optimizer))
 
@@ -176,8 +204,9 @@ class WalksSteps(DDPStrategy):
         return self.lightning_module is not None and self.lightning_module.automatic_optimization
 
     def _stage_done(self, stage: Stage) -> None:
-        if self._executor is not None:
-            self._executor.stage_done(stage)
+        executor = self._executor
+        if executor is not None:
+            executor.stage_done(stage)
 
 
 def _moves_batches(module: LightningModule) -> bool:

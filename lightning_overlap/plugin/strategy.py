@@ -1,25 +1,26 @@
-"""`OverlapEmbeddingStrategy`: shards a LightningModule's tables and overlaps their lookup with the dense part."""
+"""`OverlapEmbeddingStrategy`: shards a LightningModule's tables and overlaps their lookup with the dense part.
+
+This file takes the user's options and sets a run up: it shards the tables, and makes streams, pipelines and executors.
+What happens within a run is up to the hooks, each with its own state: `step_hooks.py` (the parts of a training step),
+`evaluation_loops.py`, `checkpoint_hooks.py`, `failure_hooks.py` and `processes.py` (started ones). `run.py` has what
+they share.
+"""
 
 from __future__ import annotations
 
-import contextlib
-import sys
 import warnings
-from collections.abc import Callable, Iterator
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any
 
-import torch.distributed as dist
 from lightning.pytorch import Trainer
 from lightning.pytorch.callbacks import GradientAccumulationScheduler
 from lightning.pytorch.strategies import StrategyRegistry
 from lightning.pytorch.trainer.states import TrainerFn
-from torch.distributed.constants import default_pg_timeout
 from torch.nn.parallel import DistributedDataParallel
 from typing_extensions import override
 
-from ..distributed import FirstCause, GroupConsensus, default_store, groups
-from ..runtime import Executor, Observer, StageTimer, Streams, make_streams
+from ..distributed import default_store
+from ..runtime import Executor, Observer, make_streams
 from ..schedules import (
     Schedule,
     Stage,
@@ -30,7 +31,7 @@ from ..schedules import (
     resolve_stream,
     with_exact_warmup,
 )
-from ..sparse import GradientStash, SparsePipeline, StaleRows
+from ..sparse import SparsePipeline, StaleRows
 from ..tables import (
     FusedOptimizer,
     Sharding,
@@ -44,13 +45,14 @@ from ..tables import (
     sharded_modules,
     sharded_state_names,
 )
-from . import checkpoint_links, evaluation_loops, fit_loop, processes, sigterm, step_hooks
-from .checkpoint_hooks import SavesShards
+from . import checkpoint_links, evaluation_loops, fit_loop, sigterm
+from .evaluation_loops import EvaluatesAhead
+from .failure_hooks import FailsTogether
 from .fetcher import LookaheadFetcher
-from .step_hooks import runs_between_backward_and_step
+from .processes import StartsProcesses
+from .run import Evaluations, Run
+from .step_hooks import WalksSteps, runs_between_backward_and_step
 from .unsupported import refuse_callbacks, refuse_precision
-
-T = TypeVar("T")
 
 STRATEGY_NAMES = {
     "overlap_embedding": "popen",
@@ -68,13 +70,8 @@ _NO_DDP_OPTIONS = frozenset(
 )
 """What `DDPStrategy` takes that is of no concern to DistributedDataParallel."""
 
-SAVE_TIMEOUT_S = 20
-"""How long a rank that failed waits for the others to fail too, before it saves with them."""
 
-
-class OverlapEmbeddingStrategy(
-    evaluation_loops.EvaluatesAhead, step_hooks.WalksSteps, SavesShards, processes.StartsProcesses
-):
+class OverlapEmbeddingStrategy(FailsTogether, EvaluatesAhead, WalksSteps, StartsProcesses):
     """Trains an unmodified LightningModule with TorchRec tables, the lookup of coming batches overlapped.
 
     The tables are sharded over all ranks; the rest of the module is wrapped in DistributedDataParallel (on one rank
@@ -145,31 +142,23 @@ class OverlapEmbeddingStrategy(
     ) -> None:
         self.schedule = resolve_schedule(pipeline, staleness, defer_update)
         self._schedules = with_exact_warmup(self.schedule, start_batch, end_batch)
-        self._stash_gradients = check_stash(stash_gradients, self.schedule)
         self._num_lookup_threads = check_lookup_threads(num_lookup_threads, self.schedule)
-        self._release_features = release_features
-        self._copy_in_place = copy_in_place
         self.stream = stream
         self._lookup_stream = resolve_stream(stream)
         check_fused_optimizer(fused_optimizer)
-        super().__init__(checkpoint_format=checkpoint_format, async_checkpoint=async_checkpoint, **kwargs)
+        super().__init__(
+            checkpoint_format=checkpoint_format,
+            async_checkpoint=async_checkpoint,
+            stash_gradients=check_stash(stash_gradients, self.schedule),
+            release_features=release_features,
+            copy_in_place=copy_in_place,
+            **kwargs,
+        )
         self._has_ddp_options = not kwargs.keys() <= _NO_DDP_OPTIONS
         self.sharding = sharding
         self.fused_optimizer = fused_optimizer
         self._observer = observer
         self._warned: set[tuple[str, str | None]] = set()
-        self._group_timeout = kwargs.get("timeout", default_pg_timeout)
-        self.forget_run()
-
-    @override
-    def forget_run(self) -> None:
-        self._trainer: Trainer | None = None
-        self._groups: groups.Groups | None = None
-        self._first_cause: FirstCause | None = None
-        self._all_failed = False
-        self._executor = self._sparse = self._streams = self._evaluations = self._transferred = None
-        self.save_through(None)
-        self._stash = GradientStash()
 
     @override
     def __repr__(self) -> str:
@@ -184,37 +173,47 @@ class OverlapEmbeddingStrategy(
     @override
     def setup(self, trainer: Trainer) -> None:
         assert self.model is not None
-        self._stop_pipeline()  # where a callback raised in its on_exception, nobody has done so
+        self.stop_run()  # where a callback raised in its on_exception, nobody has done so
         overlaps = has_tables(self.model)
         fitting = trainer.state.fn == TrainerFn.FITTING
         if overlaps:
             refuse_precision(self.precision_plugin.precision)
             if fitting:
                 refuse_callbacks(trainer.callbacks, self.model)  # type: ignore[attr-defined]
-            self._join_groups()
-            store, self._all_failed = default_store(), False
-            self._first_cause = FirstCause(store, self.global_rank) if store is not None else None
-            self._trainer = trainer
-            self._evaluations = evaluation_loops.Evaluations(
+            self.join_groups()
+            self.expect_failures()
+            evaluations = Evaluations(
                 partial(self._make_pipeline, self.schedule.evaluation), self._make_evaluation_executor
             )
-            evaluation_loops.install(trainer, self._evaluations.make_executor)
+            self._run = Run(trainer, self._make_executor, evaluations)
+            evaluation_loops.install(trainer, evaluations.make_executor)
             sigterm.install(trainer)
-        if overlaps and fitting:
-            # Before super().setup(): configure_optimizers may ask for the number of steps, which sets up the data.
-            fit_loop.install(trainer, self._make_executor)
-            checkpoint_links.install(trainer, self.on_commit)
-            self._warn_of_ignored_options(trainer)
+            if fitting:
+                # Before super().setup(): configure_optimizers may ask for the number of steps, which sets up the data.
+                fit_loop.install(trainer, self._run.make_executor)
+                checkpoint_links.install(trainer, self.on_commit)
+                self._warn_of_ignored_options(trainer)
         super().setup(trainer)
-        if overlaps and self._streams is None:
-            assert self.lightning_module is not None
+        if self._run is None:
+            return
+        assert self.lightning_module is not None
+        if self._streams is None:
             # Data-parallel lookups alone have no all-to-all to hide behind: another stream would only cost.
             travels = has_model_parallel_tables(self.lightning_module)
             side = self._lookup_stream if travels else StreamName.COMPUTE
             self._streams = make_streams(self.root_device, side)
-        if overlaps and fitting:
-            self._sparse = self._make_pipeline(self.schedule, "training_step")
-            self._sparse.attach()
+        if fitting:
+            self._run.train_with(self._make_pipeline(self.schedule, "training_step"))
+
+    @override
+    def stop_run(self) -> None:
+        trainer = self._running_trainer
+        super().stop_run()
+        if trainer is not None:
+            sigterm.uninstall(trainer)
+            evaluation_loops.uninstall(trainer)
+            fit_loop.uninstall(trainer)
+            checkpoint_links.uninstall(trainer)
 
     @override
     def model_to_device(self) -> None:
@@ -270,16 +269,6 @@ class OverlapEmbeddingStrategy(
                 stacklevel=2,
             )
 
-    def _join_groups(self) -> None:
-        joined = groups.join(self._group_timeout, multi_node=self.world_size > self.num_processes)
-        if joined is not self._groups:
-            self._groups = joined
-            self.save_through(self._groups.checkpoints)
-
-    @property
-    def _consensus(self) -> GroupConsensus | None:
-        return None if self._groups is None else self._groups.consensus
-
     def _make_pipeline(self, schedule: Schedule, step: str) -> SparsePipeline:
         assert self.lightning_module is not None
         assert self._streams is not None
@@ -308,66 +297,22 @@ class OverlapEmbeddingStrategy(
             fills_waits=trains and self.lightning_module.automatic_optimization,
         )
 
-    def shortest_epoch(self, num_batches: float) -> float:
-        """Return the fewest batches that any rank has in an epoch; `inf` where no loader has a length."""
-        return num_batches if self._consensus is None else self._consensus.shortest(num_batches)
-
-    def gather(self, value: Any) -> list[Any]:
-        """Return every rank's value, by rank, on the host; anything that can be pickled. All ranks call this."""
-        return [value] if self._consensus is None else self._consensus.gather(value)
-
-    def any_rank(self, flag: bool) -> bool:
-        """Whether any rank says so; all of them wait for each other."""
-        return self._consensus is not None and self._consensus.any(flag)
-
-    def _make_executor(self, fetcher: LookaheadFetcher) -> Executor:
+    def _make_executor(self, fetcher: LookaheadFetcher, sparse: SparsePipeline) -> Executor:
         assert self._streams is not None
-        assert self._trainer is not None
-        self._executor = Executor(
+        assert self._run is not None
+        return Executor(
             self._schedules,
             fetcher,
-            self._sparse,
+            sparse,
             self._streams,
             consensus=self._consensus,
             lookup_context=self.precision_plugin.train_step_context,
             observer=self._observer,
             rank=self.global_rank,
-            num_before=partial(fit_loop.num_trained, self._trainer),
+            num_before=partial(fit_loop.num_trained, self._run.trainer),
             any_rank=self.any_rank,
-            hooks_read_tables=runs_between_backward_and_step(self._trainer),
+            hooks_read_tables=runs_between_backward_and_step(self._run.trainer),
         )
-        return self._executor
-
-    @property
-    def streams(self) -> Streams | None:
-        """The streams that the stages run on; None for a module without tables, which has no pipeline."""
-        return self._streams
-
-    @property
-    def num_in_flight(self) -> int:
-        """Batches fetched whose step is not over, or whose update of the tables is still to come."""
-        if self._executor is None:
-            return 0
-        return self._executor.num_ahead + (self._executor.current is not None) + self._executor.num_to_update
-
-    def watch(self, timer: StageTimer | None) -> None:
-        """Let a clock see the coming steps of this fit, or none."""
-        for part in (self._executor, self._sparse):
-            if part is not None:
-                part.timer = timer
-
-    def stale_rows(self) -> StaleRows | None:
-        """Return what counts the rows that this fit reads stale; None in exact modes, and without fused tables."""
-        if not self.schedule.staleness or self._sparse is None:
-            return None
-        assert self._streams is not None
-        assert self._groups is not None
-        lookup = self.schedule.step_of(Stage.EMBEDDING_LOOKUP)
-        assert lookup is not None
-        rows = StaleRows(self._sparse, lambda: self._executor, self._groups.lookahead, self._streams, lookup.stream)
-        return rows if rows.tables else None
-
-    # -- evaluation ---------------------------------------------------------------------------------------------
 
     def _make_evaluation_executor(self, fetcher: LookaheadFetcher, sparse: SparsePipeline) -> Executor:
         assert self._streams is not None
@@ -382,149 +327,23 @@ class OverlapEmbeddingStrategy(
             any_rank=self.any_rank,
         )
 
-    @override
-    def _begin_evaluation(self, step: str) -> None:
-        self.update_tables()
-        super()._begin_evaluation(step)
-
-    def update_tables(self) -> None:
-        """Make the updates of tables that a deferring schedule has left for later; all ranks call this."""
-        if self._executor is not None:
-            self._executor.update_tables()
-
-    def tables_changed(self) -> None:
-        """Say that a callback or a hook has written tables between two steps; all ranks call this alike.
-
-        What has been looked up for the batches to come is left aside; they are looked up anew in their own step.
-        """
-        if self._executor is not None:
-            self._executor.tables_changed()
-
-    @override
-    def _end_evaluation(self) -> None:
-        super()._end_evaluation()
-        if self._executor is not None:
-            self._executor.ask_for_writes()
-
-    # -- checkpoints, and what ranks tell each other ------------------------------------------------------------
-
-    @override
-    @contextlib.contextmanager
-    def saving(self) -> Iterator[None]:
-        with contextlib.ExitStack() as stack:
-            if self._executor is not None:
-                self._executor.update_tables()
-                stack.enter_context(self._executor.without_lookups_ahead())
-                self._executor.wait_for_lookups()
-                self._executor.ask_for_writes()
-            yield
-
-    @property
-    @override
-    def checkpoint_group(self) -> dist.ProcessGroup | None:
-        return None if self._groups is None else self._groups.checkpoints
-
-    @override
-    def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
-        save = partial(super().save_checkpoint, checkpoint, filepath, storage_options)
-        self._first_error_first("no checkpoint of it was saved", save)
-
-    @override
-    def broadcast(self, obj: Any, src: int = 0) -> Any:
-        self._save_together_or_not()
-        # `Trainer(max_time=...)` broadcasts for every batch: with NCCL the host would wait for the device each time.
-        group = None if self._groups is None else self._groups.consensus
-        if self._interrupted and self.checkpoint_group is not None:
-            self._end_save(sys.exception())  # a thread uses its group until then
-            group = GroupConsensus(self.checkpoint_group)  # in the other one, questions may be under way
-        broadcast = super().broadcast if group is None else group.broadcast
-        return self._first_error_first("a broadcast that followed it failed", partial(broadcast, obj, src))
-
-    def _save_together_or_not(self) -> None:
-        """Let no callback save in `on_exception` unless all ranks do: the others would be waited for, for long.
-
-        Raises:
-            BaseException: This rank's own error: with a note, and in the place of a timeout's.
-        """
-        first = sys.exception()
-        if first is None or self._first_cause is None or self._all_failed or not self._interrupted:
-            return
-        # Those that wait for this rank fail when the group's time is up: that is not together.
-        timeout_s = min(SAVE_TIMEOUT_S, self._group_timeout.total_seconds() / 2)
-        place = "" if self._executor is None else f"{self._executor.place} of {self._executor.num_fetched}"
-        self._all_failed = self._first_cause.all_failed(self.world_size, place, timeout_s)
-        if not self._all_failed:
-            first.add_note(f"no checkpoint of it was saved: other ranks did not fail there too, within {timeout_s:g} s")
-            raise self._torn_down(first)
-
-    def _first_error_first(self, what: str, action: Callable[[], T]) -> T:
-        """Do something; while a run's error is handled, turn what that raises into a note of it, and raise that one."""
-        first = sys.exception() if self._interrupted else None
-        try:
-            return action()
-        except Exception as err:
-            if first is None or err is first:
-                raise
-            first.add_note(f"{what}: {type(err).__name__}: {err}")
-        raise self._torn_down(first)
-
-    def _torn_down(self, first: BaseException) -> BaseException:
-        """Do what Lightning does after the callbacks' `on_exception`, so that one of them may raise the run's error."""
-        trainer = self._trainer
-        self.on_exception(first)
-        if trainer is not None:
-            fit_loop.tear_down(trainer)
-        return first
-
-    def _end_save(self, error: BaseException | None) -> None:
-        """Wait for the save that goes on beside training; its failure is a note of an error that is handled."""
-        try:
-            self._folder_saver.wait()
-        except Exception as err:
-            if error is None:
-                raise
-            error.add_note(f"And the checkpoint that was being written beside training failed: {err}")
-
-    @property
-    @override
-    def _running_trainer(self) -> Trainer | None:
-        return self._trainer
-
-    @property
-    def _interrupted(self) -> bool:
-        return self._trainer is not None and self._trainer.interrupted
+    def stale_rows(self) -> StaleRows | None:
+        """Return what counts the rows that this fit reads stale; None in exact modes, and without fused tables."""
+        run = self._run
+        if not self.schedule.staleness or run is None or run.sparse is None:
+            return None
+        assert self._streams is not None
+        assert self._groups is not None
+        lookup = self.schedule.step_of(Stage.EMBEDDING_LOOKUP)
+        assert lookup is not None
+        rows = StaleRows(run.sparse, lambda: run.executor, self._groups.lookahead, self._streams, lookup.stream)
+        return rows if rows.tables else None
 
     # -- the end ------------------------------------------------------------------------------------------------
 
     @override
-    def on_train_end(self) -> None:
-        super().on_train_end()
-        self._folder_saver.wait()
-
-    @override
-    def on_exception(self, exception: BaseException) -> None:
-        super().on_exception(exception)
-        place = "outside of training" if self._executor is None else self._executor.place
-        if groups.timed_out(exception):
-            waited_s = self._group_timeout.total_seconds()
-            exception.add_note(
-                f"Another rank did not answer within {waited_s:g} s: see what it said last. If it only takes longer, "
-                "pass a longer timeout= to the strategy."
-            )
-        if self._executor is not None:
-            exception.add_note(f"rank {self.global_rank} was {place}")
-            missing = self._executor.settle_updates(SAVE_TIMEOUT_S)
-            if missing is not None:
-                exception.add_note(f"{missing}, the dense part has it: resume from a checkpoint")
-        if self._first_cause is not None:
-            self._first_cause.note(exception, place)
-        self._stop_pipeline()
-        groups.forget()
-        self._end_save(exception)
-
-    @override
     def teardown(self) -> None:
-        self._stop_pipeline()
+        self.stop_run()
         module = self.lightning_module
         # What is on meta cannot be moved to a CPU either: the error would hide the one that came before sharding.
         if module is None or not (sharded_modules(module) or any(weight.is_meta for weight in module.parameters())):
@@ -540,26 +359,6 @@ class OverlapEmbeddingStrategy(
         self.precision_plugin.teardown()
         self.accelerator.teardown()
         self.checkpoint_io.teardown()
-
-    def _stop_pipeline(self) -> None:
-        """Drop what is in flight and put everything back that was put in place."""
-        if self._executor is not None:
-            with contextlib.suppress(RuntimeError):  # a broken device must not hide what broke it
-                self._executor.wait_for_lookups()
-            self._executor.abandon()
-            self._executor = None
-        if self._evaluations is not None:
-            self._evaluations.abandon()
-            self._evaluations = None
-        if self._sparse is not None:
-            self._sparse.detach()
-            self._sparse = None
-        if self._trainer is not None:
-            sigterm.uninstall(self._trainer)
-            evaluation_loops.uninstall(self._trainer)
-            fit_loop.uninstall(self._trainer)
-            checkpoint_links.uninstall(self._trainer)
-            self._trainer = None
 
     @classmethod
     @override

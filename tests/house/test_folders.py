@@ -17,7 +17,19 @@ from typing import Any
 import pytest
 
 import lightning_overlap
-from lightning_overlap.plugin import checkpoint_links, evaluation_loops, fetcher, fit_loop, processes, sigterm, strategy
+from lightning_overlap.plugin import (
+    checkpoint_hooks,
+    checkpoint_links,
+    evaluation_loops,
+    failure_hooks,
+    fetcher,
+    fit_loop,
+    processes,
+    run,
+    sigterm,
+    step_hooks,
+    strategy,
+)
 from lightning_overlap.tables import sharded_module
 
 PACKAGE = Path(lightning_overlap.__file__).resolve().parent
@@ -411,6 +423,11 @@ def _private_names_in_lightning(cls: type) -> set[str]:
     "cls",
     [
         strategy.OverlapEmbeddingStrategy,
+        run.HasRun,
+        step_hooks.WalksSteps,
+        evaluation_loops.EvaluatesAhead,
+        checkpoint_hooks.SavesShards,
+        failure_hooks.FailsTogether,
         processes.StartsProcesses,
         processes.Launcher,
         fit_loop._FitLoopMixin,

@@ -1,0 +1,124 @@
+"""The hooks of a strategy when a rank fails: what each rank says, and that none waits for one that is gone.
+
+Lightning calls the callbacks' `on_exception` first, and some of them save a checkpoint there, which takes all ranks.
+Where not all of them have failed in the same place, the save is given up, and the run's own error raised.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from functools import partial
+from typing import Any, TypeVar
+
+from typing_extensions import override
+
+from ..distributed import FirstCause, GroupConsensus, default_store, groups
+from . import fit_loop
+from .checkpoint_hooks import SavesShards
+
+T = TypeVar("T")
+
+SAVE_TIMEOUT_S = 20
+"""How long a rank that failed waits for the others to fail too, before it saves with them."""
+
+
+class FailsTogether(SavesShards):
+    """The hooks of a strategy around errors, and around what callbacks do while one is handled.
+
+    Owns the word that the ranks of the last run leave for each other (`_first_cause`), and whether they have found that
+    all of them failed in the same place (`_all_failed`).
+    """
+
+    _first_cause: FirstCause | None
+    _all_failed: bool
+
+    @override
+    def forget_run(self) -> None:
+        super().forget_run()
+        self._first_cause, self._all_failed = None, False
+
+    def expect_failures(self) -> None:
+        """Let the ranks of the coming run leave word for each other; all of them call this."""
+        store = default_store()
+        self._first_cause = FirstCause(store, self.global_rank) if store is not None else None
+        self._all_failed = False
+
+    @override
+    def on_exception(self, exception: BaseException) -> None:
+        super().on_exception(exception)
+        executor = None if self._run is None else self._run.executor
+        place = "outside of training" if executor is None else executor.place
+        if groups.timed_out(exception):
+            waited_s = self._group_timeout.total_seconds()
+            exception.add_note(
+                f"Another rank did not answer within {waited_s:g} s: see what it said last. If it only takes longer, "
+                "pass a longer timeout= to the strategy."
+            )
+        if executor is not None:
+            exception.add_note(f"rank {self.global_rank} was {place}")
+            missing = executor.settle_updates(SAVE_TIMEOUT_S)
+            if missing is not None:
+                exception.add_note(f"{missing}, the dense part has it: resume from a checkpoint")
+        if self._first_cause is not None:
+            self._first_cause.note(exception, place)
+        self.stop_run()
+        groups.forget()
+        self.finish_save(exception)
+
+    @override
+    def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
+        save = partial(super().save_checkpoint, checkpoint, filepath, storage_options)
+        self._first_error_first("no checkpoint of it was saved", save)
+
+    @override
+    def broadcast(self, obj: Any, src: int = 0) -> Any:
+        self._save_together_or_not()
+        # `Trainer(max_time=...)` broadcasts for every batch: with NCCL the host would wait for the device each time.
+        group = self._consensus
+        if self._interrupted and self.checkpoint_group is not None:
+            self.finish_save(sys.exception())  # a thread uses its group until then
+            group = GroupConsensus(self.checkpoint_group)  # in the other one, questions may be under way
+        broadcast = super().broadcast if group is None else group.broadcast
+        return self._first_error_first("a broadcast that followed it failed", partial(broadcast, obj, src))
+
+    def _save_together_or_not(self) -> None:
+        """Let no callback save in `on_exception` unless all ranks do: the others would be waited for, for long.
+
+        Raises:
+            BaseException: This rank's own error: with a note, and in the place of a timeout's.
+        """
+        first = sys.exception()
+        if first is None or self._first_cause is None or self._all_failed or not self._interrupted:
+            return
+        # Those that wait for this rank fail when the group's time is up: that is not together.
+        timeout_s = min(SAVE_TIMEOUT_S, self._group_timeout.total_seconds() / 2)
+        executor = None if self._run is None else self._run.executor
+        place = "" if executor is None else f"{executor.place} of {executor.num_fetched}"
+        self._all_failed = self._first_cause.all_failed(self.world_size, place, timeout_s)
+        if not self._all_failed:
+            first.add_note(f"no checkpoint of it was saved: other ranks did not fail there too, within {timeout_s:g} s")
+            raise self._torn_down(first)
+
+    def _first_error_first(self, what: str, action: Callable[[], T]) -> T:
+        """Do something; while a run's error is handled, turn what that raises into a note of it, and raise that one."""
+        first = sys.exception() if self._interrupted else None
+        try:
+            return action()
+        except Exception as err:
+            if first is None or err is first:
+                raise
+            first.add_note(f"{what}: {type(err).__name__}: {err}")
+        raise self._torn_down(first)
+
+    def _torn_down(self, first: BaseException) -> BaseException:
+        """Do what Lightning does after the callbacks' `on_exception`, so that one of them may raise the run's error."""
+        trainer = self._running_trainer
+        self.on_exception(first)
+        if trainer is not None:
+            fit_loop.tear_down(trainer)
+        return first
+
+    @property
+    def _interrupted(self) -> bool:
+        return self._run is not None and self._run.trainer.interrupted

@@ -1,0 +1,266 @@
+"""What the hooks of a strategy share: the run that goes on, and what outlives it.
+
+A run is one fit, validate, test or predict of a module with tables. The strategy makes its `Run` in `setup` and drops
+it in `stop_run`; the hooks (`step_hooks.py`, `evaluation_loops.py`, `checkpoint_hooks.py`, `failure_hooks.py`,
+`processes.py`) are given it as `_run` and set nothing of each other's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext, suppress
+from typing import Any
+
+import torch.distributed as dist
+from lightning.pytorch import Trainer
+from lightning.pytorch.strategies import DDPStrategy
+from torch.distributed.constants import default_pg_timeout
+
+from ..distributed import GroupConsensus, groups
+from ..runtime import Executor, StageTimer, Streams
+from ..sparse import GradientStash, SparsePipeline
+from .fetcher import LookaheadFetcher
+
+ExecutorMaker = Callable[[LookaheadFetcher, SparsePipeline], Executor]
+"""Makes an executor of the batches that a fetcher gives, whose sparse stages a pipeline does."""
+
+
+class Evaluations:
+    """The evaluations of a run: for each step a pipeline of its own, which training's does not see.
+
+    Owns these pipelines and the executor of the evaluation that goes on.
+
+    Args:
+        make_pipeline: Makes the pipeline of a step (`validation_step`, ...), when it first runs.
+        make_executor: Makes the executor of one evaluation.
+    """
+
+    def __init__(self, make_pipeline: Callable[[str], SparsePipeline], make_executor: ExecutorMaker) -> None:
+        self._make_pipeline = make_pipeline
+        self._make_executor = make_executor
+        self._pipelines: dict[str, SparsePipeline] = {}
+        self._pipeline: SparsePipeline | None = None
+        self._executor: Executor | None = None
+
+    def begin(self, step: str) -> None:
+        """Serve the calls of a step; what is in flight for training waits as it is."""
+        if step not in self._pipelines:
+            self._pipelines[step] = self._make_pipeline(step)
+        self._pipeline = self._pipelines[step]
+        self._pipeline.attach()
+
+    def make_executor(self, fetcher: LookaheadFetcher) -> Executor:
+        """Make the executor of the evaluation that has begun."""
+        assert self._pipeline is not None, "an evaluation begins with the strategy's hook"
+        self._executor = self._make_executor(fetcher, self._pipeline)
+        return self._executor
+
+    def end(self) -> None:
+        """Complete what was started for batches that are not evaluated, on all ranks alike."""
+        if self._executor is not None:
+            self._executor.drain()
+        self.abandon()
+
+    def abandon(self) -> None:
+        """Drop everything in flight at once, without a collective."""
+        if self._executor is not None:
+            self._executor.abandon()
+            self._executor = None
+        if self._pipeline is not None:
+            self._pipeline.detach()
+            self._pipeline = None
+
+
+class Run:
+    """One fit, validate, test or predict of a module with tables.
+
+    Owns the pipeline and the executor of training; a run that does not fit has neither.
+
+    Args:
+        trainer: The trainer that runs.
+        make_executor: Makes the executor of training.
+        evaluations: The evaluations of this run, those within a fit too.
+    """
+
+    def __init__(self, trainer: Trainer, make_executor: ExecutorMaker, evaluations: Evaluations) -> None:
+        self.trainer = trainer
+        self.evaluations = evaluations
+        self._make_executor = make_executor
+        self.sparse: SparsePipeline | None = None
+        """The pipeline of training, as soon as the tables are sharded."""
+        self.executor: Executor | None = None
+        """The executor of training, as soon as the fit loop asks for its first batch."""
+
+    def train_with(self, sparse: SparsePipeline) -> None:
+        """Let a pipeline serve the calls of `training_step`, until the run stops."""
+        self.sparse = sparse
+        sparse.attach()
+
+    def make_executor(self, fetcher: LookaheadFetcher) -> Executor:
+        """Make the executor of training, whose batches a fetcher gives."""
+        assert self.sparse is not None, "the strategy has made it in `setup`"
+        self.executor = self._make_executor(fetcher, self.sparse)
+        return self.executor
+
+    @property
+    def num_in_flight(self) -> int:
+        """Batches fetched whose step is not over, or whose update of the tables is still to come."""
+        executor = self.executor
+        if executor is None:
+            return 0
+        return executor.num_ahead + (executor.current is not None) + executor.num_to_update
+
+    def watch(self, timer: StageTimer | None) -> None:
+        """Let a timer see the coming steps of training, or none."""
+        for part in (self.executor, self.sparse):
+            if part is not None:
+                part.timer = timer
+
+    def update_tables(self) -> None:
+        """Make the updates of tables that a deferring schedule has left for later; all ranks call this."""
+        if self.executor is not None:
+            self.executor.update_tables()
+
+    def tables_changed(self) -> None:
+        """Leave aside what has been looked up for the batches to come; all ranks call this alike."""
+        if self.executor is not None:
+            self.executor.tables_changed()
+
+    def begin_evaluation(self, step: str) -> None:
+        """Serve the calls of an evaluation's step, which finds the tables up to date; all ranks call this."""
+        self.update_tables()
+        self.evaluations.begin(step)
+
+    def end_evaluation(self) -> None:
+        """Complete an evaluation, and let the ranks ask each other whether it has written tables."""
+        self.evaluations.end()
+        if self.executor is not None:
+            self.executor.ask_for_writes()
+
+    @contextmanager
+    def saving(self) -> Iterator[None]:
+        """Go around a save: tables and kernels are then as of the last trained batch."""
+        executor = self.executor
+        if executor is None:
+            yield
+            return
+        executor.update_tables()
+        with executor.without_lookups_ahead():
+            executor.wait_for_lookups()
+            executor.ask_for_writes()
+            yield
+
+    def stop(self) -> None:
+        """Drop what is in flight, without a collective, and give the modules their own forwards back."""
+        if self.executor is not None:
+            with suppress(RuntimeError):  # a broken device must not hide what broke it
+                self.executor.wait_for_lookups()
+            self.executor.abandon()
+            self.executor = None
+        self.evaluations.abandon()
+        if self.sparse is not None:
+            self.sparse.detach()
+            self.sparse = None
+
+
+class HasRun(DDPStrategy):
+    """Base of the strategy's hooks: what several of them need, and what the ranks of a run ask each other.
+
+    Owns the run that goes on (`_run`), and what outlives it: the process groups (`_groups`), the streams (`_streams`)
+    and the dense gradients that wait for their optimizer step (`_stash`).
+
+    Args:
+        **kwargs: What `DDPStrategy` takes.
+    """
+
+    _run: Run | None
+    """None outside of runs, and for a module without tables."""
+    _groups: groups.Groups | None
+    """None before the first run with tables."""
+    _streams: Streams | None
+    """None before the tables are sharded."""
+    _stash: GradientStash
+
+    def __init__(self, **kwargs: Any) -> None:
+        super().__init__(**kwargs)
+        self._group_timeout = kwargs.get("timeout", default_pg_timeout)
+        self.forget_run()
+
+    def forget_run(self) -> None:
+        """Set all that belongs to runs to what it is before the first one. Nothing of it goes along with a copy."""
+        self._run = self._groups = self._streams = None
+        self._stash = GradientStash()
+
+    def stop_run(self) -> None:
+        """Drop what is in flight, if a run goes on, and put everything back that was put in place."""
+        if self._run is not None:
+            self._run.stop()
+            self._run = None
+
+    @property
+    def _running_trainer(self) -> Trainer | None:
+        """The trainer whose fit or evaluation goes on, at whose end somebody waits for what is written beside it."""
+        return None if self._run is None else self._run.trainer
+
+    # -- for callbacks and loops --------------------------------------------------------------------------------
+
+    @property
+    def streams(self) -> Streams | None:
+        """The streams that the stages run on; None for a module without tables, which has no pipeline."""
+        return self._streams
+
+    @property
+    def num_in_flight(self) -> int:
+        """Batches fetched whose step is not over, or whose update of the tables is still to come."""
+        return 0 if self._run is None else self._run.num_in_flight
+
+    def watch(self, timer: StageTimer | None) -> None:
+        """Let a timer see the coming steps of this fit, or none."""
+        if self._run is not None:
+            self._run.watch(timer)
+
+    def update_tables(self) -> None:
+        """Make the updates of tables that a deferring schedule has left for later; all ranks call this."""
+        if self._run is not None:
+            self._run.update_tables()
+
+    def tables_changed(self) -> None:
+        """Say that a callback or a hook has written tables between two steps; all ranks call this alike.
+
+        What has been looked up for the batches to come is left aside; they are looked up anew in their own step.
+        """
+        if self._run is not None:
+            self._run.tables_changed()
+
+    @contextmanager
+    def saving(self) -> Iterator[None]:
+        """Go around a save: tables and kernels are then as of the last trained batch."""
+        with nullcontext() if self._run is None else self._run.saving():
+            yield
+
+    # -- what ranks tell each other -----------------------------------------------------------------------------
+
+    def join_groups(self) -> None:
+        """Join the process groups of the coming run; all ranks call this at the same point."""
+        self._groups = groups.join(self._group_timeout, multi_node=self.world_size > self.num_processes)
+
+    @property
+    def checkpoint_group(self) -> dist.ProcessGroup | None:
+        """A gloo group of all ranks for checkpoints alone; None on one rank."""
+        return None if self._groups is None else self._groups.checkpoints
+
+    @property
+    def _consensus(self) -> GroupConsensus | None:
+        return None if self._groups is None else self._groups.consensus
+
+    def shortest_epoch(self, num_batches: float) -> float:
+        """Return the fewest batches that any rank has in an epoch; `inf` where no loader has a length."""
+        return num_batches if self._consensus is None else self._consensus.shortest(num_batches)
+
+    def gather(self, value: Any) -> list[Any]:
+        """Return every rank's value, by rank, on the host; anything that can be pickled. All ranks call this."""
+        return [value] if self._consensus is None else self._consensus.gather(value)
+
+    def any_rank(self, flag: bool) -> bool:
+        """Whether any rank says so; all of them wait for each other."""
+        return self._consensus is not None and self._consensus.any(flag)
