@@ -54,10 +54,10 @@ def run_step(step: Callable[..., Any], *args: Any) -> Any:
     """Run the user's step of an evaluation, with early rows if its batch was looked ahead."""
     if not (args and isinstance(args[0], StagedBatch)):
         return step(*args)
-    [ticket] = args
-    with ticket.executor.forward():
-        output = step(*ticket.arguments)
-    ticket.executor.stage_done(Stage.DENSE_FORWARD)
+    [staged] = args
+    with staged.executor.forward():
+        output = step(*staged.arguments)
+    staged.executor.stage_done(Stage.DENSE_FORWARD)
     return output
 
 
@@ -128,6 +128,8 @@ class EvaluationFetcher(LookaheadFetcher):
         arguments: Returns the arguments of the user's step for (batch, batch_idx, dataloader_idx).
     """
 
+    _keeps_states = False  # no checkpoint holds the position of an evaluation
+
     def __init__(
         self,
         inner: _DataFetcher,
@@ -157,14 +159,6 @@ class EvaluationFetcher(LookaheadFetcher):
     @override
     def _num_batches_left(self) -> float:
         return float("inf")
-
-    @override
-    def _note_state(self, index: int) -> None:
-        """Do nothing: no checkpoint holds the position of an evaluation."""
-
-    @override
-    def _loader_states(self) -> Any:
-        return None
 
 
 class _LookaheadMixin:

@@ -46,6 +46,7 @@ MAX_NONES_AT_END = 2
 """How many batches of an epoch are fetched one early, to know which one is the last where they may be None."""
 
 ExecutorFactory = Callable[["LookaheadFetcher"], Executor]
+"""Makes an executor of the batches that a fetcher gives."""
 
 
 class StagedBatch:
@@ -61,17 +62,70 @@ class StagedBatch:
         self.executor = executor
 
 
+class LoaderStates:
+    """States of the data loaders after each batch in flight: a checkpoint takes that of the batch being trained.
+
+    Lightning would take the present one, of batches that are fetched but not trained.
+
+    Args:
+        inner: The fetcher that takes batches from the loaders.
+        kept: Whether a checkpoint may ask for them; else the loaders are taken for stateless.
+    """
+
+    def __init__(self, inner: _DataFetcher, *, kept: bool) -> None:
+        self._inner = inner
+        self._kept = kept
+        self._after: dict[int, Any] = {}
+        self.latest: Any = self._read()
+        """After the last batch fetched; empty where no loader has a state."""
+
+    def _read(self) -> Any:
+        # Lightning takes the state of loaders that have one, and an empty list otherwise.
+        return self._inner.combined_loader._state_dicts() if self._kept else None
+
+    def begin_epoch(self) -> None:
+        """Forget the batches of another epoch."""
+        self._after.clear()
+        self.latest = self._read()
+
+    def note(self, index: int, depth: int) -> None:
+        """Remember the states after a batch that has been fetched just now.
+
+        Args:
+            index: The number of the batch in the epoch.
+            depth: Batches in flight at most; states of earlier ones are let go.
+        """
+        if not self.latest:
+            return  # no loader has a state: Lightning takes long to look for it
+        before, self.latest = self.latest, self._read()
+        if self.latest:
+            if index == 0:
+                self._after[-1] = before
+            # Without a length the inner fetcher has fetched one batch more, to know whether it is the last.
+            self._after[index] = before if self._inner.length is None else self.latest
+            # The batch being trained may be the first of those in flight, and only be peeked at.
+            self._after.pop(index - depth - 1, None)
+
+    def after(self, index: int) -> Any:
+        """Return the states after a batch in flight, or None; -1 is before the first one."""
+        return self._after.get(index)
+
+
 class LookaheadFetcher(_DataLoaderIterDataFetcher):
     """Gives the loop staged batches, and the executor the batches to stage.
 
     It takes over a stock fetcher whose iterator is already running. As a subclass of the `dataloader_iter`
-    fetcher it tells the loop to leave the batch transfer to it.
+    fetcher it tells the loop to leave the batch transfer to it. It owns the executor of its epochs, the batches that
+    are None until their turn comes, and what it knows of the epoch's end.
 
     Args:
         inner: The stock fetcher.
         trainer: The trainer that fits.
         make_executor: Makes the executor, when the first batch is asked for.
     """
+
+    _keeps_states = True
+    """Whether checkpoints hold the states of these loaders."""
 
     def __init__(self, inner: _DataFetcher, trainer: Trainer, make_executor: ExecutorFactory) -> None:
         self.inner = inner
@@ -87,15 +141,14 @@ class LookaheadFetcher(_DataLoaderIterDataFetcher):
         self._real: InFlightBatch | None = None  # begun, and to be delivered after those that are None before it
         self._buffered: tuple[Any, int, int] | None = None
         self._num_skipped = 0
-        self._num_delivered = 0
-        self._has_ended = False
-        self._iterated = False
-        self._num_allowed: float = 0
-        self.num_batches: float = float("inf")
+        self._num_delivered = 0  # of those that are not None
+        self._has_ended = False  # by the word of the executor, on all ranks
+        self._iterated = False  # since this fetcher took over
+        self._num_allowed: float = 0  # batches to fetch in this epoch, by `max_steps`
+        self.num_batches: float = float("inf")  # of the shortest rank's epoch
         self.lengths_known = False  # on all ranks
-        self._is_whole = False
-        self._states_after: dict[int, Any] = {}
-        self._state_fetched = self._loader_states()
+        self._is_whole = False  # this epoch: not resumed in the middle
+        self._states = LoaderStates(inner, kept=self._keeps_states)
         self.done = inner.done
 
     # The loop reads and writes these on its fetcher; they belong to the inner one, which is already running when
@@ -148,8 +201,7 @@ class LookaheadFetcher(_DataLoaderIterDataFetcher):
         self.drop()
         self._iterated = True
         iter(self.inner)
-        self._states_after.clear()
-        self._state_fetched = self._loader_states()
+        self._states.begin_epoch()
         self.done = self.inner.done
         return self
 
@@ -218,7 +270,14 @@ class LookaheadFetcher(_DataLoaderIterDataFetcher):
         return sigterm.heard(self._trainer)
 
     def fetch(self) -> tuple[Any, int, int] | None:
-        """Fetch one batch and stage it: Lightning's batch-transfer hooks run here, once per batch."""
+        """Fetch one batch and stage it: Lightning's batch-transfer hooks run here, once per batch.
+
+        Returns:
+            The batch, its number in the epoch and its loader's; None at the end of the epoch.
+
+        Raises:
+            RuntimeError: The data has ended before the length of its loader, on which the other ranks rely.
+        """
         assert self.executor is not None
         if self.executor.num_fetched >= self._num_allowed:
             return None
@@ -234,8 +293,8 @@ class LookaheadFetcher(_DataLoaderIterDataFetcher):
                 )
             return None
         batch, batch_idx, dataloader_idx = fetched
-        self._note_state(index)
-        if self.length_known and not self._state_fetched and self.num_batches - self.inner.fetched <= MAX_NONES_AT_END:
+        self._states.note(index, self.executor.depth)
+        if self.length_known and not self._states.latest and self.num_batches - self.inner.fetched <= MAX_NONES_AT_END:
             self._buffered = self._next_to_train(index + 1)  # whether any is left, the last ones being None
         return self._stage(batch, dataloader_idx), batch_idx, dataloader_idx
 
@@ -260,7 +319,7 @@ class LookaheadFetcher(_DataLoaderIterDataFetcher):
             if not self._inner_is_exhausted:
                 with suppress(StopIteration):
                     return next(self.inner)
-            if self.inner.fetched > 0 or self._iterated or not self._state_fetched:
+            if self.inner.fetched > 0 or self._iterated or not self._states.latest:
                 break
             # Resumed behind an epoch's last batch: the loader's iterator goes on there, and so is at its end. Lightning
             # has begun the next epoch, for which it takes a new iterator only where it has not resumed.
@@ -272,28 +331,10 @@ class LookaheadFetcher(_DataLoaderIterDataFetcher):
     def trained_state(self) -> Any:
         """State of stateful loaders after the batch being trained, not after the ones looked ahead; else None."""
         if self.executor is None or self.executor.current is None:
-            return self._state_fetched or None
+            return self._states.latest or None
         # A batch that is only peeked at is not trained, nor is one that waits for the end of others that are None.
         num_waiting = self._real is not None or (self._peeked and self._batch is not None)
-        return self._states_after.get(self.executor.current.index - num_waiting)
-
-    def _note_state(self, index: int) -> None:
-        """Remember the state of stateful loaders after batch `index`."""
-        if not self._state_fetched:
-            return  # no loader has a state: Lightning takes long to look for it
-        assert self.executor is not None
-        before, self._state_fetched = self._state_fetched, self._loader_states()
-        if self._state_fetched:
-            if index == 0:
-                self._states_after[-1] = before
-            # Without a length the inner fetcher has fetched one batch more, to know whether it is the last.
-            self._states_after[index] = before if self.inner.length is None else self._state_fetched
-            # The batch being trained may be the first of those in flight, and only be peeked at.
-            self._states_after.pop(index - self.executor.depth - 1, None)
-
-    def _loader_states(self) -> Any:
-        # Lightning takes the state of loaders that have one, and an empty list otherwise.
-        return self.inner.combined_loader._state_dicts()
+        return self._states.after(self.executor.current.index - num_waiting)
 
     @override
     def reset(self) -> None:
@@ -356,7 +397,16 @@ class NoneFetcher(_DataFetcher):
 
 
 def stage_batch(trainer: Trainer, batch: Any, dataloader_idx: int) -> Any:
-    """Do what Lightning's loops do with a batch before its step: convert, transfer hooks, copy to the device."""
+    """Do what Lightning's loops do with a batch before its step: convert, transfer hooks, copy to the device.
+
+    Args:
+        trainer: Whose module and strategy have the hooks.
+        batch: As the data loader gave it.
+        dataloader_idx: The number of its loader, for the hooks.
+
+    Returns:
+        The batch on the device, or on its way there.
+    """
     module: LightningModule = trainer.lightning_module
     batch = trainer.precision_plugin.convert_input(batch)
     batch = module._on_before_batch_transfer(batch, dataloader_idx=dataloader_idx)

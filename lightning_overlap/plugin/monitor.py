@@ -273,7 +273,13 @@ class _StaleSteps:
         self._pending: list[tuple[StaleCounts, int]] = []
 
     def step(self, num_steps: int, may_count: bool, logged: int) -> None:
-        """A step is over, the one of this number; the loggers call it `logged`."""
+        """Count the stale rows of a step that is over, if its turn has come.
+
+        Args:
+            num_steps: Its number in the fit, from 1 on.
+            may_count: Whether it may be counted.
+            logged: What the loggers call it.
+        """
         if num_steps >= self._next and may_count:
             counts = self._rows.count()
             if counts is not None:

@@ -108,15 +108,15 @@ class WalksSteps(HasRun):
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         if not (args and isinstance(args[0], StagedBatch)):
             return super().training_step(*args, **kwargs)
-        [ticket] = args
+        [staged] = args
         if self._streams is not None and self._transferred is not None:
             self._streams.wait(StreamName.COMPUTE, self._transferred)  # the hook may have read what this step writes
             self._transferred = None
-        with ticket.executor.forward():
-            output = super().training_step(*ticket.arguments)
+        with staged.executor.forward():
+            output = super().training_step(*staged.arguments)
         if not self._automatic:
             # The user's own backwards and steps lie inside training_step; only now are they known to be over.
-            ticket.executor.stage_done(Stage.OPTIMIZER_STEP)
+            staged.executor.stage_done(Stage.OPTIMIZER_STEP)
         return output
 
     @override
@@ -167,7 +167,11 @@ class WalksSteps(HasRun):
         return 0 if executor is None else executor.lasting_staleness
 
     def _exchanging_gradients(self, optimizer: Optimizer, closure: Callable[[], Any], delay: int) -> Callable[[], Any]:
-        """Return a closure behind which an optimizer finds older gradients than its own."""
+        """Return a closure after which an optimizer finds older gradients than its own.
+
+        Raises:
+            RuntimeError: As it is called, where the optimizer calls it several times in a step.
+        """
         num_calls = 0
 
         def exchange() -> Any:
