@@ -53,12 +53,12 @@ _NUM_STASHED = "num_stashed_gradients"
 class SavesShards(HasRun):
     """The hooks of a strategy around checkpoints; a module without sharded tables is saved as DDPStrategy does.
 
-    Owns the saver that writes folders beside training (`_folder_saver`) and the path of the newest checkpoint
+    Owns the saver that writes folders while training goes on (`_folder_saver`) and the path of the newest checkpoint
     (`_newest`).
 
     Args:
         checkpoint_format: `sharded`, `full`, or None: sharded above one rank or with `async_checkpoint`.
-        async_checkpoint: Write folders beside training.
+        async_checkpoint: Write folders in a thread, while training goes on.
         **kwargs: What `DDPStrategy` takes.
 
     Raises:
@@ -89,7 +89,7 @@ class SavesShards(HasRun):
         self._folder_saver.on_commit(action)
 
     def finish_save(self, error: BaseException | None = None) -> None:
-        """Wait for the save that goes on beside training.
+        """Wait for the save that is under way in a thread, if there is one.
 
         Args:
             error: The error that is being handled, if any: it gets a note where the save has failed, too.
@@ -278,7 +278,13 @@ def _fit_loop(checkpoint: dict[str, Any]) -> dict[str, Any]:
 
 
 def _remove(path: Path, newest: Path | None, stems: set[str]) -> None:
-    """Remove a checkpoint; the links to the last one that lead to it lead to the newest from now on."""
+    """Remove a checkpoint, and let the "last" links that lead to it lead to the newest one from now on.
+
+    Args:
+        path: What to remove.
+        newest: The newest checkpoint that is whole, if there is one.
+        stems: How the names of such links begin.
+    """
     if newest is not None and newest != path:
         for link in links_to(path, stems):
             lead(link, newest)

@@ -24,15 +24,15 @@ PRIVATE_NAMES: Mapping[str, tuple[str, ...]] = {"ModelCheckpoint": ("_link_check
 """What this file uses of Lightning beyond its public interface, by the class that has it."""
 
 WhenWhole = Callable[[Callable[[], None]], None]
-"""Does something when the save under way, if any, has succeeded."""
+"""Calls what it is given as soon as the save under way has succeeded; at once where there is none."""
 
 
 def install(trainer: Trainer, on_commit: WhenWhole) -> None:
     """Let the callbacks of a trainer link when what the link leads to is whole; classes of the user's do as they like.
 
     Args:
-        trainer: Whose checkpoint callbacks.
-        on_commit: What makes the links.
+        trainer: The trainer that has the callbacks.
+        on_commit: Calls what makes a link as soon as the save under way has succeeded.
     """
     check_names("lightning", PRIVATE_NAMES, {"ModelCheckpoint": ModelCheckpoint})
     for callback in _linking(trainer):
@@ -55,7 +55,7 @@ def bridges(trainer: Trainer | None, path: Path) -> list[tuple[Path, bool]]:
     """Return the links that "last" finds in the place of a last checkpoint that is not whole yet.
 
     Args:
-        trainer: Whose checkpoint callbacks.
+        trainer: The trainer that has the callbacks; None: there are none.
         path: What is being saved.
 
     Returns:

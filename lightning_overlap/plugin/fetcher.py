@@ -53,8 +53,8 @@ class StagedBatch:
     """What a loop passes to the strategy's step in the place of the batch.
 
     Args:
-        arguments: What the user's step gets.
-        executor: Whose batch it is.
+        arguments: What the user's step is called with; the batch is among them.
+        executor: The executor that has staged the batch.
     """
 
     def __init__(self, arguments: tuple[Any, ...], executor: Executor) -> None:
@@ -321,7 +321,7 @@ class LookaheadFetcher(_DataLoaderIterDataFetcher):
                     return next(self.inner)
             if self.inner.fetched > 0 or self._iterated or not self._states.latest:
                 break
-            # Resumed behind an epoch's last batch: the loader's iterator goes on there, and so is at its end. Lightning
+            # Resumed after an epoch's last batch: the loader's iterator goes on there, and so is at its end. Lightning
             # has begun the next epoch, for which it takes a new iterator only where it has not resumed.
             self._iterated = True
             iter(self.inner)
@@ -400,7 +400,7 @@ def stage_batch(trainer: Trainer, batch: Any, dataloader_idx: int) -> Any:
     """Do what Lightning's loops do with a batch before its step: convert, transfer hooks, copy to the device.
 
     Args:
-        trainer: Whose module and strategy have the hooks.
+        trainer: The trainer of the module and the strategy that have the hooks.
         batch: As the data loader gave it.
         dataloader_idx: The number of its loader, for the hooks.
 

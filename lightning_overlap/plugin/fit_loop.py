@@ -144,7 +144,7 @@ class _EpochLoopMixin(_TrainingEpochLoop):
         inner = data_fetcher.inner if isinstance(data_fetcher, LookaheadFetcher) else data_fetcher
         decision = super()._should_check_val_fx(inner)
         if self.trainer.val_check_batch is None:
-            # By the time, that is by the clock of each rank: one that validates alone waits for the others forever.
+            # It is time to validate by the clock of this rank: one that validates alone waits for the others forever.
             decision = self.trainer.strategy.broadcast(decision)
         return decision
 
@@ -159,7 +159,7 @@ def check_lightning(trainer: Trainer) -> None:
     """Check that the installed Lightning has the private names that this file and the fetcher use.
 
     Args:
-        trainer: Whose objects are looked at.
+        trainer: The trainer whose live objects are looked at.
 
     Raises:
         ImportError: One is missing; with its name, the installed and the supported versions.
@@ -175,7 +175,7 @@ def install(trainer: Trainer, make_executor: ExecutorFactory) -> None:
     """Give the trainer's live fit loop the lookahead.
 
     Args:
-        trainer: Whose fit loop.
+        trainer: The trainer that fits.
         make_executor: Makes the executor of a fetcher, when its first batch is asked for.
 
     Raises:

@@ -1,7 +1,7 @@
 """A strategy that is copied, pickled, or starts processes by `spawn` or `fork`: what goes along and what comes back.
 
-What belongs to a run stays where it is. Of a fit in started processes the parent gets what Lightning's launcher gives
-back, and whole tables: its own module is not sharded.
+Nothing of a run goes along with a copy. After a fit in started processes the parent gets what Lightning's launcher
+gives back, and whole tables: its own module is not sharded.
 """
 
 from __future__ import annotations
@@ -99,8 +99,8 @@ class Launcher(_MultiProcessingLauncher):
     """Lightning's launcher by `spawn`, `fork` or `forkserver`, for sharded tables too.
 
     Args:
-        strategy: Which starts processes.
-        start_method: How.
+        strategy: The strategy that starts processes.
+        start_method: `spawn`, `fork` or `forkserver`.
     """
 
     _strategy: StartsProcesses

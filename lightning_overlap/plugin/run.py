@@ -199,7 +199,7 @@ class HasRun(DDPStrategy):
 
     @property
     def _running_trainer(self) -> Trainer | None:
-        """The trainer whose fit or evaluation goes on, at whose end somebody waits for what is written beside it."""
+        """The trainer whose fit or evaluation goes on; at its end somebody waits for a save that is under way."""
         return None if self._run is None else self._run.trainer
 
     # -- for callbacks and loops --------------------------------------------------------------------------------

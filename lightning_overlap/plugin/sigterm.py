@@ -23,10 +23,12 @@ PRIVATE_NAMES: Mapping[str, tuple[str, ...]] = {
 
 
 class Sigterm:
-    """In the place of Lightning's handler of SIGTERM while several ranks are at work.
+    """Stands in the place of Lightning's handler of SIGTERM while several ranks are at work.
+
+    Owns whether this process has received one (`heard`).
 
     Args:
-        trainer: Whose launcher started other processes on this host, perhaps.
+        trainer: The trainer; its launcher may have started other processes on this host, which are told too.
     """
 
     def __init__(self, trainer: Trainer) -> None:
@@ -41,7 +43,13 @@ class Sigterm:
 
 
 def install(trainer: Trainer) -> None:
-    """Take the place of the handler. One rank alone leaves whenever it likes, as with Lightning."""
+    """Take the place of the handler of SIGTERM, where there are several ranks.
+
+    One rank alone leaves whenever it likes, as with Lightning.
+
+    Raises:
+        ImportError: Lightning lacks a private name.
+    """
     check_names("lightning", PRIVATE_NAMES, {"Trainer": trainer})
     connector = trainer._signal_connector
     check_names("lightning", PRIVATE_NAMES, {"_SignalConnector": connector})

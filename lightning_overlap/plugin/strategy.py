@@ -87,15 +87,15 @@ class OverlapEmbeddingStrategy(FailsTogether, EvaluatesAhead, WalksSteps, Starts
             tables that have no optimizer applied in backward yet. Without it the planner may leave such tables
             whole on every rank (data-parallel), for the optimizer of `configure_optimizers`; it says so.
         staleness: Of `pipeline="async_lookup"`: how many updates, in batches, a lookup does not see; from 1 on.
-        defer_update: In a mode with a staleness, let the all-to-all of gradients travel beside the optimizer step and
+        defer_update: In a mode with a staleness, overlap the all-to-all of gradients with the optimizer step and
             the next forward, and update the tables then; the staleness stays what it is. An evaluation, a checkpoint
             and the end of an epoch find the tables up to date; a callback at the end of a batch finds them without
             that batch's update.
         stash_gradients: In a mode of staleness k, let each step of the dense optimizers apply the gradients of k steps
             before, so that they are as old as the rows. The first k steps have none to apply; the last k steps'
             gradients are applied at the end of `fit`. A checkpoint holds those that wait.
-        num_lookup_threads: In a mode with a staleness, on a CPU: so many threads run the kernels of early lookups
-            beside the backward, a module each; the main thread sends what they find. 0: it looks up, too.
+        num_lookup_threads: In a mode with a staleness, on a CPU: so many threads run the kernels of early lookups,
+            overlapped with the backward, a module each; the main thread sends what they find. 0: it looks up, too.
         start_batch: A mode with a staleness begins with this batch, counted over all epochs; the ones before it train
             exactly, as in `fused_sparse_dist`. No batch is lost or looked up twice, and no device is waited for.
         end_batch: From this batch on exactly again; the lookups under way are still used.
@@ -103,13 +103,13 @@ class OverlapEmbeddingStrategy(FailsTogether, EvaluatesAhead, WalksSteps, Starts
             trained. `training_step` can then hand a KeyedJaggedTensor to its module and read its keys and lengths; its
             values and weights are gone, and reading them is an error that says so.
         copy_in_place: On CUDA, let batches take their memory on the device from the compute stream's pool, where they
-            take turns with activations, in the place of a pool of their own. Their copy then begins behind the forward.
+            take turns with activations, in the place of a pool of their own. Their copy then begins after the forward.
         observer: Called with ("issue" | "wait", stage, batch) for every stage issued and every result waited for.
         checkpoint_format: `sharded` (a folder, every rank writes its shards), `full` (one file, gathered on the host
             of rank 0, for the unsharded module too), or None: sharded above one rank or with `async_checkpoint`.
             Either loads whatever the format, the number of ranks and the sharding plan of the run.
-        async_checkpoint: Write folders beside training, from a copy of this rank's shards on the host. The next save
-            and the end of `fit` wait for the one under way, and raise its error.
+        async_checkpoint: Write folders while training goes on, from a copy of this rank's shards on the host. The next
+            save and the end of `fit` wait for the one under way, and raise its error.
         **kwargs: What `DDPStrategy` takes. With a `start_method` of "spawn" or "fork" (in notebooks) the process that
             starts the others gets whole tables back into its module, which stays unsharded.
 
