@@ -132,7 +132,9 @@ class SparsePipeline:
         self._to_update: dict[int, InFlightBatch] = {}
         self._num_writes_seen: list[tuple[int, ...]] = []
         self._has_dense_tables = any(
-            WeightOwner.DENSE_OPTIMIZER in owners_of_parts(module) for module in self.modules.values()
+            WeightOwner.DENSE_OPTIMIZER in owners_of_parts(module)
+            for module in self.modules.values()
+            if kind_of(module) is not None
         )
         self.timer: StageTimer | None = None
         self.keep_ids = False  # of the batches that are looked up from now on, until their step is over
