@@ -134,7 +134,7 @@ class SparsePipeline:
         self._has_dense_tables = any(
             WeightOwner.DENSE_OPTIMIZER in owners_of_parts(module)
             for module in self.modules.values()
-            if kind_of(module) is not None
+            if spec_of(module) is not None
         )
         self.timer: StageTimer | None = None
         self.keep_ids = False  # of the batches that are looked up from now on, until their step is over
