@@ -59,7 +59,7 @@ class Job:
         config: The benchmark's config.
         data: Describes the tables.
         batches: To train, once.
-        device: Of this rank.
+        device: The device of this rank.
         after_step: Called after every step with its loss, and with the strategy where it is ours.
         log_dir: Where a Trainer may write.
         local_world_size: Ranks on this host.
@@ -195,7 +195,7 @@ class Network(nn.Module):
         self.rest = _Rest(module, paths[0])
 
     def forward(self, batch: Any) -> tuple[Tensor, Tensor]:
-        """The loss, twice: to run backward from, and to look at."""
+        """Return the loss, `()`, twice: with its graph, and detached."""
         loss = self.rest(getattr(self.module, self.path)(batch.sparse), batch)
         return loss, loss.detach()
 

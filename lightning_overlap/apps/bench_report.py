@@ -22,9 +22,9 @@ class Turn:
     """What one arm's training gave on one rank in one round.
 
     Attributes:
-        step_ms: Of the timed steps.
+        step_ms: Duration of each timed step, milliseconds.
         window_ms: All of them together, to device completion.
-        losses: Of every step, float32, as bytes by step.
+        losses: The loss of every step, float32, as bytes.
         final_loss: The last one.
         peak_memory: In the timed steps; the name says which memory, the number is in bytes.
         busy_ms: By measured step, how long the dense part's lane (the host; on CUDA the compute stream) did not wait
@@ -51,8 +51,8 @@ class ArmTurns:
 
     Attributes:
         name: The arm's.
-        staleness: Of its lookups, in batches.
-        rounds: By round, a turn per rank.
+        staleness: Updates that its lookups do not see, in batches.
+        rounds: For each round, one turn per rank.
         failure: Why it does not run here.
     """
 
@@ -73,7 +73,7 @@ class ArmResult:
         step_ms_p90: 90th percentile.
         of_base: Median over rounds of this arm's median step by that of the reference in the same round.
         of_base_range: The lowest and the highest of them.
-        samples_per_s: Of all ranks together.
+        samples_per_s: Samples per second of all ranks together.
         peak_memory: 90th percentile over rounds; name -> bytes.
         exposed_ms: What the dense part waited for collectives in a measured step, median.
         efficiency: (base - this) / (base - bound), by median step times; None where nothing is to be gained.
@@ -120,7 +120,13 @@ def bound_ms(base: ArmTurns, all_reduce_ms: float = 0.0) -> float | None:
 
 
 def efficiency(base_ms: float, arm_ms: float, bound: float | None) -> float | None:
-    """Return which share of what can be gained was gained; None where that is less than a hundredth of a step."""
+    """Return the share of the possible gain that an arm has; None where that gain is below a hundredth of a step.
+
+    Args:
+        base_ms: Median step of the reference, milliseconds.
+        arm_ms: Median step of the arm, milliseconds.
+        bound: What no step is shorter than, milliseconds, if known.
+    """
     if bound is None or base_ms - bound < 0.01 * base_ms:
         return None
     return (base_ms - arm_ms) / (base_ms - bound)
@@ -260,7 +266,14 @@ def _or_dash(value: float | None, form: str) -> str:
 
 
 def write(folder: Path, results: Sequence[ArmResult], bound: float | None, about: Mapping[str, Any]) -> None:
-    """Write `bench.json` and `bench.png` into the run folder; the picture needs matplotlib."""
+    """Write `bench.json` and `bench.png` into the run folder; the picture needs matplotlib.
+
+    Args:
+        folder: The run folder.
+        results: One for each arm, the reference first.
+        bound: What no step is shorter than, milliseconds, if known.
+        about: What ran, for the JSON: versions, model, number of ranks.
+    """
     content = {**about, "bound_ms": bound, "arms": [asdict(result) for result in results]}
     (folder / "bench.json").write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
     try:
@@ -270,7 +283,13 @@ def write(folder: Path, results: Sequence[ArmResult], bound: float | None, about
 
 
 def draw(path: Path, results: Sequence[ArmResult], bound: float | None) -> None:
-    """Draw the median step of every arm, what of it was exposed, its P90, and the bound."""
+    """Draw the median step of every arm, its exposed part, its P90, and the bound.
+
+    Args:
+        path: Where the PNG is written.
+        results: One for each arm; those that failed are left out.
+        bound: What no step is shorter than, milliseconds, if known.
+    """
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 

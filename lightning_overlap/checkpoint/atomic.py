@@ -79,7 +79,7 @@ def lead(link: Path, to: Path) -> None:
 
 
 def links_to(path: Path, stems: Iterable[str]) -> list[Path]:
-    """Return the links beside a checkpoint that lead to it, of those whose name begins in a given way."""
+    """Return the links in a checkpoint's folder that lead to it, of those whose name begins in a given way."""
     stems = tuple(stems)
     if not stems or not path.parent.is_dir():
         return []

@@ -95,7 +95,7 @@ def take_state(checkpoint: dict[str, Any], model: nn.Module) -> dict[str, dict[s
 
 
 class FolderSaver:
-    """Writes checkpoint folders, beside training if told so; at most one is then under way.
+    """Writes checkpoint folders, during training if told so; at most one is then under way.
 
     Args:
         group: A gloo group of all ranks, used by nothing else while a save is under way; None on one rank.
@@ -181,7 +181,7 @@ def _is_rank_zero(group: dist.ProcessGroup | None) -> bool:
 def _write(
     state: dict[str, Any], rest: memoryview, path: Path, group: dist.ProcessGroup | None, also: Path | None = None
 ) -> None:
-    """Write a folder beside `path`, then let it take the name; before, a second name, if any.
+    """Write a folder next to `path`, then let it take the name; before, a second name, if any.
 
     Raises:
         OSError: A rank could not write, or is gone.
@@ -242,10 +242,15 @@ def _is_alone_on_host(tensor: Tensor) -> bool:
 
 
 def on_rank_zero(action: Callable[[], None], path: Path, group: dist.ProcessGroup | None) -> None:
-    """Run something on rank 0; an error reaches all ranks, which would else wait for it.
+    """Run an action on rank 0 and tell all ranks of its error, for which they would else wait.
+
+    Args:
+        action: Writes, on rank 0 only.
+        path: The checkpoint that it writes, for the message.
+        group: A gloo group of all ranks, which all call this; None on one rank.
 
     Raises:
-        OSError: It failed.
+        OSError: The action failed on rank 0; raised on every rank.
     """
     error = [None]
     if _is_rank_zero(group):
@@ -305,7 +310,7 @@ def load_folder(
         path: The folder.
         model: The module, sharded in any way over any number of ranks.
         group: A gloo group of all ranks; None on one rank.
-        weights_only: As `torch.load` takes it, for `meta.pt` and the objects beside the tensors.
+        weights_only: As `torch.load` takes it, for `meta.pt` and the objects that are no tensors.
         strict: Whether the folder has to hold exactly the module's weights.
         with_optimizers: Whether to load the state of fused optimizers, and of dense ones for shards of tables.
 

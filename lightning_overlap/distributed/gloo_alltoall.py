@@ -21,7 +21,7 @@ class ReceivesFirst(dist.ProcessGroup):
 
     gloo's own all-to-all posts the send to a rank before the receive from it. A connection carries what is posted in
     that order, and data goes out at once where the other rank is ready for it. So on the rank that comes later, its
-    data leaves first, and the word that it is ready to receive leaves behind that: the earlier rank begins to send when
+    data leaves first, and the word that it is ready to receive leaves after that: the earlier rank begins to send when
     it has received everything. On a link of a limited rate the all-to-all then takes twice its time. Posted first,
     the word to be ready goes ahead of the data.
 
@@ -29,8 +29,8 @@ class ReceivesFirst(dist.ProcessGroup):
     which a thread of gloo's may wait that holds its own. All ranks issue the all-to-alls of a group in the same order.
 
     Args:
-        gloo: Does it.
-        rank: Of this process.
+        gloo: Makes every collective, an all-to-all as its receives and sends.
+        rank: The rank of this process.
         size: Number of ranks.
     """
 
@@ -54,14 +54,14 @@ class ReceivesFirst(dist.ProcessGroup):
         """Begin an all-to-all.
 
         Args:
-            output: Gets what is received, contiguous, on the host.
-            input: What is sent, likewise.
-            output_split_sizes: Rows (of dimension 0) from each rank; none for equal parts.
-            input_split_sizes: Rows to each rank; none for equal parts.
-            opts: Left alone: it is always asynchronous.
+            output: Receives the data, `(sum(output_split_sizes), ...)`, contiguous, on the host.
+            input: The data to send, `(sum(input_split_sizes), ...)`, contiguous, on the host.
+            output_split_sizes: Elements of dimension 0 from each rank; none for equal parts.
+            input_split_sizes: Elements of dimension 0 to each rank; none for equal parts.
+            opts: Not read: the all-to-all is always asynchronous.
 
         Returns:
-            What its `wait` waits for.
+            The work under way; `wait()` returns when all data has come and gone.
         """
         me, size = self.rank(), self.size()
         received = _parts(output, output_split_sizes, size)
@@ -103,11 +103,11 @@ def _parts(tensor: Tensor, split_sizes: Sequence[int], size: int) -> Sequence[Te
 
 
 class Exchange(dist.Work):
-    """Receives and sends under way.
+    """The receives and sends of one all-to-all, under way.
 
     Args:
-        works: Each is waited for once, which is all that gloo allows.
-        tensors: Stay as long as this does.
+        works: One for each; gloo allows a single wait for each.
+        tensors: Input and output, kept alive as long as this object.
     """
 
     def __init__(self, works: list[dist.Work], tensors: tuple[Tensor, Tensor]) -> None:

@@ -1,4 +1,4 @@
-"""SparseNN: pooled embeddings beside dense features, all into a deep over arch; the more tables, the more travels.
+"""SparseNN: pooled embeddings and dense features into one deep over arch; the more tables, the more is sent.
 
 Shape suffixes: B batch size per rank, D dense features, E sum of the tables' embedding dims.
 """

@@ -83,8 +83,8 @@ class Panel:
     """One rank.
 
     Args:
-        rank: Its number, or what stands in its place.
-        summary: Of all its steps, not only of those drawn.
+        rank: Number of the rank, or a name that stands for it.
+        summary: Figures of all steps of the rank, not only of those drawn.
         window: What is drawn.
         steps: Where steps begin in it.
         lanes: From the top.

@@ -28,7 +28,7 @@ COVERED_BY: Mapping[Category, frozenset[Category]] = MappingProxyType(
         Category.COPY: frozenset({Category.DENSE, Category.LOOKUP}),
     }
 )
-"""What hides a kind: time of these on other lanes. Dense work is what the rest hides behind, so nothing hides it."""
+"""What hides a kind: time of these on other lanes. Nothing hides dense work: the rest overlaps with it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,12 +40,12 @@ class BusyTime:
 
     @property
     def exposed_ms(self) -> float:
-        """What nothing else ran beside."""
+        """The busy time during which nothing ran that could hide it."""
         return self.busy_ms - self.hidden_ms
 
     @property
     def hidden_fraction(self) -> float:
-        """Share of the busy time that was hidden; 1 of nothing."""
+        """Share of the busy time that was hidden; 1 where there was none."""
         return self.hidden_ms / self.busy_ms if self.busy_ms else 1.0
 
 
@@ -55,10 +55,10 @@ class Breakdown:
 
     Args:
         step_ms: The window's length.
-        kinds: Busy and hidden time by kind; `Kind.HOST` is all the time that the host was not blocked.
+        kinds: Busy and hidden time by category; `Category.HOST` is all the time that the host was not blocked.
         stages: The same by stage.
-        merge_wait_ms: What the dense forward waited for looked-up rows.
-        blocked_ms: What the host waited, in all.
+        merge_wait_ms: How long the dense forward waited for embeddings.
+        blocked_ms: How long the host waited, in all.
     """
 
     step_ms: float

@@ -36,7 +36,7 @@ class Event(NamedTuple):
 
     Args:
         category: For example "kernel" or "cpu_op"; a `Kind` in the files of this package.
-        name: Its name.
+        name: What the event is called.
         pid: Process, or the device's number.
         tid: Thread or stream.
         start_us: Begin, microseconds of the trace's clock.

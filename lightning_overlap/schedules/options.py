@@ -44,7 +44,7 @@ def check_lookup_threads(num_threads: int, schedule: Schedule) -> int:
 
     Raises:
         TypeError: Not a number.
-        ValueError: Negative, or for a mode that looks up after the backward: there is none left to run beside.
+        ValueError: Negative, or for a mode that looks up after the backward: no backward is left to overlap with.
     """
     if not isinstance(num_threads, int) or isinstance(num_threads, bool):
         raise TypeError(f"num_lookup_threads is a number of threads, got {num_threads!r}.")

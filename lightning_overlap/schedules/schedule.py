@@ -130,7 +130,7 @@ class Schedule:
 
     @cached_property
     def received_in_backward(self) -> Step | None:
-        """The lookup that comes next behind `BACKWARD`: its ids may be assembled while that waits for other ranks."""
+        """The lookup that comes next after `BACKWARD`: its ids may be assembled while that waits for other ranks."""
         lookup, sent = self.step_of(Stage.EMBEDDING_LOOKUP), self.step_of(Stage.INPUT_DATA_DIST)
         if (
             lookup is None or sent is None or self.step_of(Stage.PREFETCH) is not None
@@ -159,7 +159,7 @@ class Schedule:
     def evaluation(self) -> EvaluationSchedule:
         """What an evaluation runs: as early as this table looks up, at most one batch, and no backward.
 
-        Nothing writes a table meanwhile, so the forward is all that there is to hide behind. Every stage stands above
+        Nothing writes a table meanwhile, so a lookup can overlap with the forward only. Every stage stands above
         it and is one batch ahead of the stage that waits for it: each all-to-all then travels during a whole forward.
         """
         lookup, copy = self.step_of(Stage.EMBEDDING_LOOKUP), self.step_of(Stage.COPY_BATCH_TO_DEVICE)

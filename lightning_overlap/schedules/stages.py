@@ -22,10 +22,10 @@ class Stage(Enum):
     """Rows that the lookup will read from UVM into the cache on the device; in the modes that have a row for it."""
 
     EMBEDDING_LOOKUP = "embedding_lookup"
-    """Table-batched embedding (TBE) forward; issues `output_dist`, the all-to-all of rows, at its end."""
+    """Table-batched embedding (TBE) forward; issues `output_dist`, the all-to-all of embeddings, at its end."""
 
     DENSE_FORWARD = "dense_forward"
-    """The user's `training_step`; waits for the looked-up rows where they are first used (the merge)."""
+    """The user's `training_step`; waits for the embeddings where they are first used (the merge)."""
 
     BACKWARD = "backward"
     """Autograd's backward: dense gradients, the all-to-all of gradients, and the TBE backward, which applies

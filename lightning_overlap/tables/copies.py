@@ -21,7 +21,7 @@ class ShardsLeftBehind(nn.Module):
     """Stands in a copy where the module has a sharded one: shards stay with their process and its group of ranks.
 
     Args:
-        kind: The class of the sharded module.
+        kind: Name of the class of the sharded module, for the error.
     """
 
     def __init__(self, kind: str) -> None:

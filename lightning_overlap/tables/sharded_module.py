@@ -1,7 +1,7 @@
 """One sharded module: the parts of what TorchRec does for it, so that each can run at a time of its own.
 
-TorchRec's names that start with an underscore occur here, in `kinds.py`, `held.py`, `input_dist.py` and `released.py`
-only (`PRIVATE_NAMES`; a test names each).
+TorchRec's names that start with an underscore occur in the folders `tables` and `sparse` only, and each is listed here
+(`PRIVATE_NAMES`; a test asks the installed TorchRec for each).
 """
 
 from __future__ import annotations
@@ -87,9 +87,10 @@ def tables_in_backward(module: ShardedModule[Any, Any, Any, Any]) -> list[str]:
 
 @read_once
 def keys_in_backward(module: Any) -> list[tuple[int, int, str]]:
-    """Return where in the received ids each fused table of this rank is: part, key within it, name of the table.
+    """Return where each fused table of this rank stands in the received ids: (sharding, key within it, table's name).
 
-    A table that is cut by columns has the same ids in each of its shards: the one with the first columns counts.
+    A table that is cut by columns has the same ids in each of its shards: only the shard with the first columns is
+    listed.
     """
     found = []
     for part, owner in enumerate(owners_of_parts(module)):
@@ -155,12 +156,18 @@ def forget_prefetched(module: Any) -> None:
 
 
 _LAST_LOOKUP = ("lxu_cache_locations", "_indices", "_offsets", "_vbe_B_offsets", "_vbe_max_B")
-"""What a kernel keeps of its last lookup, and takes for what its next backward is of (FBGEMM 1.8)."""
+"""What a kernel keeps of its last lookup; its next backward takes them for its own (FBGEMM 1.8)."""
 
 
 @contextmanager
 def without_backward(module: Any) -> Iterator[None]:
-    """Let a lookup that no backward follows lock no rows, and leave the last lookup that one does follow in place."""
+    """Go around a lookup that no backward follows.
+
+    It locks no rows of a cache, and the kernels go on with the lookup before it, whose backward is still to come.
+
+    Args:
+        module: A sharded module.
+    """
     kernels = [tbe for tbe in caching_tbes(module) if tbe.prefetch_pipeline]
     kept = [[getattr(tbe, name) for name in _LAST_LOOKUP] for tbe in kernels]
     try:

@@ -121,6 +121,14 @@ def make_plan(
 ) -> ShardingPlan:
     """Return the plan that `shard_tables` would shard a model by; all ranks of the group call this.
 
+    Args:
+        model: Holds unsharded TorchRec collections anywhere below it.
+        sharding: See `Sharding`.
+        fused_optimizer: The optimizer for tables that have none applied in backward yet.
+        group: Process group of the tables' collectives.
+        device: Where the shards would live.
+        local_world_size: Ranks on this host.
+
     Raises:
         ValueError: As `shard_tables`, or the planner has no plan.
     """
@@ -167,6 +175,11 @@ def sharded_state_names(model: nn.Module) -> set[str]:
 
 def check_sharding(sharding: Sharding, tables: list[Table], device: torch.device) -> None:
     """Check a sharding argument against the tables of a model and a device.
+
+    Args:
+        sharding: The user's argument.
+        tables: All tables of the unsharded model.
+        device: Where the shards are to live: row-wise sharding, for one, needs CUDA.
 
     Raises:
         ValueError: A table that the model does not have, or a sharding type that the device lacks.

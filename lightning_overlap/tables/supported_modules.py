@@ -1,6 +1,6 @@
 """The kinds of sharded modules: where each keeps its tables, and who writes what its lookup reads.
 
-TorchRec's private names that this file uses are listed in `sharded.PRIVATE_NAMES`.
+TorchRec's private names that this file uses are listed in `sharded_module.PRIVATE_NAMES`.
 """
 
 from __future__ import annotations
@@ -31,10 +31,10 @@ class ModuleSpec:
     """What there is to know of a kind of sharded modules whose stages can start early.
 
     Args:
-        tables: The attribute that holds its tables' module; None: it is that itself.
-        input_dists: The attribute that holds the module of its input dists; None: it is that itself.
-        owner: Who writes the last of what its lookup reads, whatever the tables; None: the tables' kernels say.
-        feature_processors: The attribute that holds modules which go before the tables; None: it has none.
+        tables: The attribute that holds the sharded collection with the tables; None: the module is that collection.
+        input_dists: The attribute that holds the module with the input dists; None: the module has them itself.
+        owner: The last writer of what the module's lookup reads; None: the compute kernel of each table says.
+        feature_processors: The attribute that holds the processors of ids, run before the lookup; None: it has none.
     """
 
     tables: str | None = None
@@ -74,7 +74,7 @@ def tables_of(module: Any) -> Any:
 
 
 def holds_sequences(module: Any) -> bool:
-    """Whether a module answers with sequences of rows, and not with pooled ones."""
+    """Whether a module answers with an embedding for each id, and not with pooled embeddings."""
     return spec_of(module) is not None and isinstance(tables_of(module), ShardedEmbeddingCollection)
 
 
@@ -107,7 +107,7 @@ def table_modules(model: nn.Module) -> dict[str, Any]:
 
 
 def has_model_parallel_tables(model: nn.Module) -> bool:
-    """Whether rows of any table travel between ranks."""
+    """Whether the embeddings of any table are sent between ranks."""
     plans = [module.module_sharding_plan for module in table_modules(model).values()]
     shardings = {parameter.sharding_type for plan in plans for parameter in plan.values()}
     return shardings != {ShardingType.DATA_PARALLEL.value}

@@ -44,7 +44,11 @@ class SentInput:
         self._parts = [part for part in self._parts if part[0] == "_lengths"]
 
     def is_unchanged(self, kjt: KeyedJaggedTensor) -> bool:
-        """Whether it still holds the same tensors, and nobody has written them."""
+        """Whether an input still holds the tensors that were sent, and nobody has written them since.
+
+        Args:
+            kjt: The input as it is now: values `(sum(lengths),)`, lengths `(F * B,)`.
+        """
         return all(
             getattr(kjt, name) is part() and _version(getattr(kjt, name)) == version
             for name, part, version in self._parts
@@ -56,7 +60,11 @@ def _version(tensor: Any) -> int:
 
 
 def count_writes(kjts: Iterable[KeyedJaggedTensor]) -> None:
-    """Give inputs that were made in inference mode tensors that count their writes: copies, in the same object."""
+    """Replace the tensors of inputs made in inference mode, which count no writes, by copies that do, in place.
+
+    Args:
+        kjts: Values `(sum(lengths),)`, lengths `(F * B,)`, on any device.
+    """
     for kjt in kjts:
         for name in _PARTS:
             part = getattr(kjt, name)
@@ -116,6 +124,6 @@ def num_writes(module: Any, owner: WeightOwner) -> tuple[int, ...]:
 
     Args:
         module: A sharded module.
-        owner: Of the tables that were looked up. What the dense optimizer owns it has written before the lookup.
+        owner: The last writer of the tables that were looked up. The dense optimizer has written its own before that.
     """
     return tuple(weight._version for weight in _WEIGHTS[owner](module))

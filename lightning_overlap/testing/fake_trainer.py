@@ -207,16 +207,23 @@ class FakeTrainer:
 
 
 def run_schedule(schedule: Schedule, num_batches: int, *, ready: bool = True, **options: Any) -> Run:
-    """Train fake batches under a schedule; `options` are those of `FakeTrainer.run`."""
+    """Train fake batches under a schedule.
+
+    Args:
+        schedule: The table to walk.
+        num_batches: Batches that the source has.
+        ready: Whether the modules' inputs are known from the start, not only after the first forward.
+        **options: Those of `FakeTrainer.run`.
+    """
     return FakeTrainer(schedule, ready=ready).run(num_batches, **options)
 
 
 def random_schedule(random: Random, max_offset: int = 3) -> Schedule:
-    """Return a schedule that can run: random row order, offsets and streams.
+    """Return a schedule that can run: random order of steps, offsets and streams.
 
     Args:
         random: Where chance comes from; with Hypothesis, `st.randoms().map(random_schedule)`.
-        max_offset: Largest offset of a row.
+        max_offset: Largest batch offset of a step.
     """
     early = [Stage.COPY_BATCH_TO_DEVICE, *(SPARSE_STAGES if random.random() < 0.9 else ())]
     offsets = sorted((random.randint(0, max_offset) for _ in early), reverse=True)

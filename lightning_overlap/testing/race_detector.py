@@ -50,7 +50,7 @@ class _Resource:
 
 
 class Races:
-    """Follows streams, events and accesses; raises at the first access that nothing orders behind an earlier one.
+    """Follows streams, events and accesses; raises at the first access that nothing orders after an earlier one.
 
     Resources have any name. Those that `make` allocates belong to the stream they were made on, as in PyTorch's
     caching allocator: another stream uses them only after `record_stream`.
@@ -95,7 +95,7 @@ class Races:
             makes: Resources that it allocates and writes; of an earlier one of that name nothing is left.
 
         Raises:
-            RaceError: Nothing orders it behind an earlier access of the same resource, one of both a write; or the
+            RaceError: Nothing orders it after an earlier access of the same resource, one of both a write; or the
                 memory is another stream's and was not handed over.
         """
         self._clocks[stream][stream] += 1
