@@ -1,4 +1,4 @@
-"""What a benchmark tells: statistics over rounds and ranks, the tables, and the files in the run folder."""
+"""Report a benchmark: statistics over rounds and ranks, the tables, and the files in the run folder."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ class Turn:
 
     Attributes:
         step_ms: Duration of each timed step, milliseconds.
-        window_ms: All of them together, to device completion.
+        window_ms: Duration of all timed steps together, to device completion.
         losses: The loss of every step, float32, as bytes.
-        final_loss: The last one.
+        final_loss: The loss of the last step.
         peak_memory: In the timed steps; the name says which memory, the number is in bytes.
         busy_ms: By measured step, how long the dense part's lane (the host; on CUDA the compute stream) did not wait
             for collectives; empty where that cannot be seen.
@@ -50,7 +50,7 @@ class ArmTurns:
     """All turns of one arm, or why it has none.
 
     Attributes:
-        name: The arm's.
+        name: Name of the arm.
         staleness: Updates that its lookups do not see, in batches.
         rounds: For each round, one turn per rank.
         failure: Why it does not run here.
@@ -67,8 +67,8 @@ class ArmResult:
     """The statistics of one arm. Each is of the slowest, or the largest, rank, over the steps of all rounds.
 
     Attributes:
-        name: The arm's.
-        staleness: In batches.
+        name: Name of the arm.
+        staleness: Updates that its lookups do not see, in batches.
         step_ms_median: Median step time.
         step_ms_p90: 90th percentile.
         of_base: Median over rounds of this arm's median step by that of the reference in the same round.
@@ -203,7 +203,7 @@ def _worst(arm: ArmTurns) -> dict[str, tuple[float, float]]:
 
 
 def table(results: Sequence[ArmResult]) -> str:
-    """Return the table of those that ran: a row per arm."""
+    """Return the table of the arms that ran, one line each."""
     memories = list(results[0].peak_memory)
     head = ["median", "P90", "of base", "(rounds)", "samples/s", "exposed", "efficiency"]
     head += [f"peak {name}" for name in memories] + ["final loss", "same as base"]
@@ -228,7 +228,7 @@ def table(results: Sequence[ArmResult]) -> str:
 
 
 def collectives_table(results: Sequence[ArmResult]) -> str | None:
-    """Return what became of each collective: hidden, or how long it was waited for; None if none was recorded."""
+    """Return a table that says how long each collective was waited for, or that it was hidden; None without any."""
     seen = dict.fromkeys(name for result in results for name in result.collectives)
     others = [
         name

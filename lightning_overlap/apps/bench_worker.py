@@ -122,7 +122,7 @@ class Meter:
         return spans if any(span.kind is Category.DENSE for span in spans) else []
 
     def turn(self) -> Turn:
-        """Return what was seen."""
+        """Return the losses, times and memory of this turn."""
         self._synchronize()
         losses_S = torch.stack(self._losses).float().cpu()  # S steps
         seen = Turn(
@@ -301,7 +301,7 @@ def _free(device: torch.device) -> None:
 
 
 def _why(err: Exception) -> str:
-    """Say what failed in an arm that is not ours, and where in its package."""
+    """Return what failed in an arm that is not ours, and where in its package."""
     frames = [frame for frame in traceback.extract_tb(err.__traceback__) if "torchrec" in Path(frame.filename).parts]
     where = f" in torchrec's {Path(frames[-1].filename).name}, {frames[-1].name}()" if frames else ""
     return f"{type(err).__name__}{where}: {(str(err).splitlines() or [''])[0]}"

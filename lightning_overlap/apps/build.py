@@ -104,8 +104,8 @@ def build_trainer(
     Args:
         config: The composed config.
         strategy: The strategy that `build_strategy` returned.
-        extra_callbacks: Go before the config's own.
-        log_dir: Where loggers write.
+        extra_callbacks: Callbacks that come before the config's own.
+        log_dir: The folder that loggers write into.
     """
     callbacks = [_build(f"callbacks.{name}", node) for name, node in config["callbacks"].items()]
     loggers = [
@@ -133,7 +133,7 @@ def complete(config: Config) -> dict[str, Any]:
 
 
 def check(config: Config) -> None:
-    """Check what can be known before a rank starts, beyond `choices.check`.
+    """Check what can be known before a rank starts, beyond `config_checks.check`.
 
     Raises:
         ValueError: An unknown option or table, a sharding type that the device lacks, a dense optimizer that owns fused

@@ -108,7 +108,7 @@ def run_as_rank(train: Callable[[], None], folder: Path, parent: int) -> None:
 
 
 def _leave() -> None:
-    """End the process in the place of C++'s own end, in which a thread of gloo's now and then aborts it (SIGABRT)."""
+    """End the process before C++ does: during its clean-up a thread of gloo aborts now and then (SIGABRT)."""
     logging.shutdown()
     sys.stdout.flush()
     sys.stderr.flush()
@@ -116,7 +116,7 @@ def _leave() -> None:
 
 
 def end_with(parent: int) -> None:
-    """Have the kernel end this process when its parent dies, even of SIGKILL (Linux only).
+    """Let the kernel end this process when its parent dies, even of SIGKILL (Linux only).
 
     Args:
         parent: The parent's process id: it may have died while this process was starting.
@@ -159,7 +159,7 @@ def _first_failure(folder: Path, err: ChildFailedError) -> str:
 
 @contextlib.contextmanager
 def _quiet() -> Iterator[None]:
-    """Keep the launcher's log lines back: the ranks and the caller say what there is to say."""
+    """Silence the launcher's log lines: the ranks and the caller report errors themselves."""
     before = logging.root.manager.disable
     logging.disable(logging.CRITICAL)
     try:

@@ -1,4 +1,4 @@
-"""What a run tells at its end: the closing table, whether losses are equal, and the files in the run folder."""
+"""Report a run at its end: the closing table, whether losses are equal, and the files in the run folder."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ class ModeResult:
 
 
 def table(results: Sequence[ModeResult]) -> str:
-    """Return the closing table: a row per quantity, a column per mode."""
+    """Return the closing table: a line per quantity, a column per mode."""
     rows: list[tuple[str, list[str]]] = [
         ("mode", [result.mode for result in results]),
         ("stream", [result.stream for result in results]),
@@ -124,7 +124,7 @@ def read_metric(folder: Path) -> float | None:
 
 
 def percentile(values: Sequence[float], percent: float) -> float:
-    """Return a percentile, NaN of nothing."""
+    """Return a percentile; NaN if there are no values."""
     return float(np.percentile(values, percent)) if values else float("nan")
 
 

@@ -23,7 +23,7 @@ _AT_FDCWD, _RENAME_EXCHANGE = -100, 2
 
 
 def sibling(path: Path, what: str) -> Path:
-    """Return a name for what is not, or no longer, the checkpoint: no search for checkpoints finds it."""
+    """Return a name next to a checkpoint that no search for checkpoints finds: for what is not, or no longer, one."""
     return path.with_name(f"{path.name}.{what}")
 
 

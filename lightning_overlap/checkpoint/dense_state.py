@@ -137,7 +137,15 @@ def split_table_key(key: str) -> tuple[int, str, str]:
 
 
 def take_table_states(states: list[State], model: nn.Module) -> dict[str, Piece]:
-    """Take the state of tables that are sharded with a dense kernel out of `by_name` states, as pieces."""
+    """Move the state of tables that are sharded with a dense kernel out of `by_name` states.
+
+    Args:
+        states: What `by_name` returned for each optimizer; changed in place.
+        model: The sharded module.
+
+    Returns:
+        The pieces, under the names of `table_key`.
+    """
     weights = dense_kernel_tables(model)
     pieces: dict[str, Piece] = {}
     for index, state in enumerate(states):
@@ -177,7 +185,7 @@ class _Names:
         self._names = {id(parameter): name for name, parameter in model.named_parameters()}
 
     def of(self, parameters: Iterable[Any], group: int) -> list[str | None]:
-        """Return a name for each parameter: None for fused tables, a position for those that the model has not."""
+        """Return a name for each parameter: None for fused tables, the position for those that the model lacks."""
         return [
             None if isinstance(parameter, ShardedTensor) else self._names.get(id(parameter), f"{group}:{position}")
             for position, parameter in enumerate(parameters)

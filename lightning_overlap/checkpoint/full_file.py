@@ -1,6 +1,6 @@
 """Checkpoints of sharded tables as one file of plain tensors, which the unsharded module loads as well.
 
-Saving gathers table by table on the host: a rank other than 0 holds at most one shard beside its own memory (none if
+Saving gathers table by table on the host: a rank other than 0 holds at most one shard more on its host (none if
 that is on the host already). Rank 0 holds every tensor of the file at once, since `torch.save` takes them together:
 the host of rank 0 needs room for the whole model and its fused state; what is wholly its own and on the host already
 is not copied. No device holds anything more. Loading maps the file into memory, so that a rank reads only its shards.

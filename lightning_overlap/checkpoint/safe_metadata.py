@@ -85,7 +85,7 @@ class SafePlanner(DefaultLoadPlanner):
         self._weights_only = weights_only
 
     def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
-        """Put an object into the state that is loaded."""
+        """Read an object with `torch.load` and put it into the state that is loaded."""
         *path, last = self.mappings[read_item.dest_index.fqn]
         target: Any = self.original_state_dict
         for key in path:

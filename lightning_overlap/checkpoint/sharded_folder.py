@@ -82,7 +82,7 @@ def check_folder_path(path: Any, storage_options: Any) -> None:
 
 
 def take_state(checkpoint: dict[str, Any], model: nn.Module) -> dict[str, dict[str, Any]]:
-    """Take out of what Lightning gathered what the ranks hold in parts, and add the state of fused optimizers.
+    """Move what the ranks hold in parts out of Lightning's checkpoint, and add the state of the fused optimizers.
 
     Without optimizer states (`save_weights_only=True`), the fused ones are left out too.
     """
@@ -143,7 +143,7 @@ class FolderSaver:
         self._pending = self._executor.submit(_write, state, buffer.getbuffer(), path, self._group, also)
 
     def on_commit(self, action: Callable[[], None]) -> None:
-        """Do something now, or as soon as the save under way has succeeded."""
+        """Call something now, or as soon as the save under way has succeeded."""
         pending = self._pending
         if pending is None or self._executor is None:
             action()
@@ -218,7 +218,7 @@ def _listed_failures(err: CheckpointException) -> str:
 
 
 class _OneCopy(DefaultSavePlanner):
-    """Hands out what is to be written, a copy of it where the writer would make one.
+    """Gives the writer each tensor to write, copied to the host where the writer would copy it.
 
     The writer (of torch 2.13, one thread and nothing copied ahead) has written a tensor when it asks for the next one,
     but holds on to it until it has that one. So the memory of the copy before is given back here.
@@ -271,8 +271,8 @@ def resolve_path(path: Path) -> Path:
     """Return where a checkpoint is, given its name.
 
     Raises:
-        FileNotFoundError: There is none.
-        ValueError: It is something else.
+        FileNotFoundError: Nothing has this name.
+        ValueError: What has the name is no whole checkpoint.
     """
     if not path.exists():
         for other in (being_replaced(path), sibling(path, "old")):  # the latter is what an earlier release left
@@ -380,7 +380,7 @@ def together(action: Callable[[], T], group: dist.ProcessGroup | None) -> T:
 
 
 def _saved(path: Path) -> dict[str, dict[str, tuple[torch.Size, torch.dtype]]]:
-    """Return size and type of every tensor in a folder, by part and name."""
+    """Return shape and dtype of every tensor in a folder, by part and name."""
     found: dict[str, dict[str, Any]] = {MODEL: {}, FUSED: {}, TABLE_OPTIMIZERS: {}}
     for name, metadata in SafeReader(path).read_metadata().state_dict_metadata.items():
         part, _, key = name.partition(".")

@@ -45,14 +45,14 @@ _KEY = re.compile(r"(?P<base>(?P<weight>.*)\.(?P<kind>[^.\[]+))(?:\[:, (?P<start
 
 @dataclass(frozen=True, slots=True)
 class Loading:
-    """What to fill with saved state, and what to do when it is filled."""
+    """The pieces to fill with saved state, and `finish`, which is called once they are filled."""
 
     pieces: dict[str, Piece]
     finish: Callable[[], None]
 
 
 def fused_state(model: nn.Module) -> dict[str, Piece]:
-    """Return the state of all fused optimizers that this rank has a part of, the tensors being the kernels' own.
+    """Return this rank's part of the state of all fused optimizers, in the kernels' own tensors.
 
     Besides the optimizers' state, for every table: updates counted, the optimizer's learning rate, and the one that
     the kernel was last given (a scheduler's change reaches the kernel in `zero_grad` or `step`).

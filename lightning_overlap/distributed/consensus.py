@@ -44,7 +44,7 @@ class Consensus(Protocol):
     """Asks all ranks."""
 
     def ask(self, flags: StepFlags) -> Answer:
-        """Say this rank's flags and ask for everybody's; every rank asks as often and in the same order."""
+        """Send this rank's flags and ask for those of all ranks; every rank asks as often and in the same order."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,7 +138,7 @@ class GroupConsensus:
         return _AllReduced(tensor, work)
 
     def broadcast(self, value: Any, src: int) -> Any:
-        """Return rank `src`'s value, anything that can be pickled; no device has a part in it."""
+        """Return the value of rank `src`, anything that can be pickled; it is sent between hosts' memories only."""
         values = [value]
         dist.broadcast_object_list(values, src, group=self._group)
         return values[0]
@@ -150,7 +150,7 @@ class GroupConsensus:
         return values
 
     def any(self, flag: bool) -> bool:
-        """Return whether any rank says so."""
+        """Return whether the flag is set on any rank; all ranks wait for the answer."""
         tensor = torch.tensor(flag, dtype=torch.uint8)
         dist.all_reduce(tensor, dist.ReduceOp.MAX, group=self._group)
         return bool(tensor)

@@ -1,4 +1,4 @@
-"""Ranks that fail: they leave word for each other in the store, where no collective can be trusted any more."""
+"""How ranks that fail tell each other why, through the store: no collective can be trusted then."""
 
 from __future__ import annotations
 

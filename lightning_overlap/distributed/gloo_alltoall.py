@@ -1,4 +1,4 @@
-"""gloo whose all-to-alls go both ways of a link at once, whichever rank comes first."""
+"""A gloo backend whose all-to-alls use both directions of a link at once, whichever rank comes first."""
 
 from __future__ import annotations
 
@@ -118,10 +118,13 @@ class Exchange(dist.Work):
         self._error: RuntimeError | None = None
 
     def wait(self, timeout: timedelta | None = None) -> bool:
-        """Wait for all of them; the host does.
+        """Let the host wait until all data has come and gone.
+
+        Args:
+            timeout: How long to wait for each receive and send; None for the group's own timeout.
 
         Raises:
-            RuntimeError: A rank is gone, or the time is over; to everyone who waits.
+            RuntimeError: A rank is gone, or the time is over; raised again for every later wait.
         """
         with self._turn:  # a second thread waits for the first one
             if self._error is not None:
@@ -137,7 +140,7 @@ class Exchange(dist.Work):
         return True
 
     def is_completed(self) -> bool:
-        """Whether somebody has waited for them; gloo does not tell before."""
+        """Whether a wait is over; before, gloo does not tell."""
         return not self._works
 
     def is_success(self) -> bool:
@@ -145,7 +148,7 @@ class Exchange(dist.Work):
         return not self._works and self._error is None
 
     def get_future(self) -> Any:
-        """Return what tells of the end: it has `add_done_callback`."""
+        """Return an object whose `add_done_callback` calls back at the end."""
         return _End(self)
 
 
@@ -154,7 +157,7 @@ class _End:
         self._exchange = exchange
 
     def add_done_callback(self, callback: Callable[[Any], None]) -> None:
-        """Call back from a thread that waits for the end; a failure is for those to see who wait for the data."""
+        """Call back from a thread that waits for the end; a failure is raised by `wait`, not here."""
 
         def wait() -> None:
             with suppress(RuntimeError):

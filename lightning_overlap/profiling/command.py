@@ -23,7 +23,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command; this is the entry point `overlap-timeline`.
 
     Args:
-        arguments: Of the command line; None: of this process.
+        arguments: The arguments of the command line; None for those of this process.
 
     Returns:
         The exit code: 0, or 2 with one message on stderr.

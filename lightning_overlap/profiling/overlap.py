@@ -1,4 +1,4 @@
-"""What happened when, and how much of it was hidden: spans on lanes, and the accounting of a window of them."""
+"""Compute how much of the communication, lookups and copies in a window of a timeline was hidden."""
 
 from __future__ import annotations
 
@@ -138,14 +138,14 @@ def cover(
     host_lane: str = HOST_LANE,
     host_computes: bool | None = None,
 ) -> list[Interval]:
-    """Return when a kind of work is hidden.
+    """Return the intervals in which a category of work is hidden.
 
     Args:
         own: What `exclusive_in` gives of a window.
         window: Begin and end, milliseconds.
         kind: What may be hidden.
-        host_lane: As of `account`.
-        host_computes: As of `account`.
+        host_lane: See `break_down`.
+        host_computes: See `break_down`.
     """
     if host_computes is None:
         host_computes = any(span.kind is Category.DENSE and span.lane == host_lane for span in own)
@@ -159,7 +159,7 @@ def _blocked(own: Iterable[Span], host_lane: str) -> list[Interval]:
 
 
 def mean(accounts: Sequence[Breakdown]) -> Breakdown:
-    """Return the mean of accounts of one step each.
+    """Return the mean of breakdowns of one step each.
 
     Raises:
         ValueError: There are none.

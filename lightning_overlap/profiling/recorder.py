@@ -1,4 +1,4 @@
-"""Clocks around stages and collectives: what a running step did when, as spans.
+"""Record what a running step did when, as spans: timestamps around stages, collectives and waits.
 
 On a CPU the clock is the host's. On CUDA timing events are recorded on the stages' streams and read once they are over:
 no measurement makes the host wait.
@@ -61,7 +61,7 @@ class SpanRecorder:
         self._open.clear()
 
     def step(self) -> None:
-        """A step ends here, and the next one begins."""
+        """Note that a step ends here and the next one begins."""
         self._steps.append((self._host.mark(), None if self._device is None else self._mark()))
 
     @property
@@ -103,7 +103,7 @@ class SpanRecorder:
         self._open.append((record, on_device))
 
     def end(self) -> None:
-        """The stage that began last has been issued."""
+        """Note that the stage that began last has been issued."""
         if not self._open:
             return  # it began before the recorder did
         record, on_device = self._open.pop()

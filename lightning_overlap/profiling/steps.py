@@ -22,8 +22,8 @@ class Window:
     """A part of a timeline.
 
     Args:
-        start_ms: Its begin.
-        end_ms: Its end.
+        start_ms: Begin of the window.
+        end_ms: End of the window.
         num_steps: Steps in it.
     """
 

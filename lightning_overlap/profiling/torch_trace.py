@@ -275,7 +275,7 @@ def _lanes(threads: Mapping[tuple[object, object], list[Event]]) -> dict[str, li
 
 
 def _without_closures(events: Sequence[Event]) -> Iterator[Event]:
-    """Leave out optimizer steps with a forward inside: Lightning hands forward and backward to them as a closure."""
+    """Drop optimizer steps with a forward inside: Lightning passes forward and backward to them as a closure."""
     forwards = [
         event.start_us for event in events if event.category == "user_annotation" and names.is_forward(event.name)
     ]

@@ -1,8 +1,8 @@
-"""The order of what a sharded collection answers with: that of its configs, as the unsharded collection's is.
+"""Let a sharded collection answer in the order of its configs, as the unsharded collection does.
 
 TorchRec puts the embeddings of a sharded collection in the order of its sharding plan, so the same columns stand
 elsewhere under another plan or on another number of ranks. A model that was trained on `ebc(kjt).values()` would then
-read other columns after a resume, or as the unsharded module.
+read other columns after a resume, or where the unsharded module runs.
 
 TorchRec's private names that this file uses are listed in `sharded_module.PRIVATE_NAMES`.
 """

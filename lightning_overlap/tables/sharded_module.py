@@ -1,4 +1,4 @@
-"""One sharded module: the parts of what TorchRec does for it, so that each can run at a time of its own.
+"""What TorchRec made of one sharded module: its kernels, fused optimizers and tables; TorchRec's private names.
 
 TorchRec's names that start with an underscore occur in the folders `tables` and `sparse` only, and each is listed here
 (`PRIVATE_NAMES`; a test asks the installed TorchRec for each).
@@ -62,7 +62,7 @@ def check_torchrec(module: nn.Module) -> None:
 
 
 def read_once(read: Callable[[Any], list[R]]) -> Callable[[Any], list[R]]:
-    """Remember what was read off a module: its shards do not change, and every step asks."""
+    """Wrap a function of a module so that each module is read once: its shards do not change, and every step asks."""
     known: WeakKeyDictionary[nn.Module, list[R]] = WeakKeyDictionary()
 
     @functools.wraps(read)
@@ -129,7 +129,7 @@ def fused_optimizers(module: ShardedModule[Any, Any, Any, Any]) -> list[KeyedOpt
 
 @read_once
 def tbes(module: Any) -> list[SplitTableBatchedEmbeddingBagsCodegen]:
-    """The table-batched kernels of a module's own shards."""
+    """Return the table-batched kernels (TBEs) of a module's own shards."""
     return [] if spec_of(module) is None else tbes_within(tables_of(module)._lookups)
 
 
@@ -141,7 +141,7 @@ def tbes_within(lookups: Iterable[nn.Module]) -> list[SplitTableBatchedEmbedding
 
 @read_once
 def caching_tbes(module: Any) -> list[SplitTableBatchedEmbeddingBagsCodegen]:
-    """The kernels whose tables are in UVM, with a cache on the device."""
+    """Return the kernels whose tables are in UVM, with a cache on the device."""
     return [tbe for tbe in tbes(module) if tbe.lxu_cache_weights.numel()]
 
 
@@ -180,7 +180,7 @@ def without_backward(module: Any) -> Iterator[None]:
 
 
 def kernel_of(fused_optimizer: Any) -> SplitTableBatchedEmbeddingBagsCodegen | None:
-    """The table-batched kernel whose state a fused optimizer shows; None for kernels of other kinds."""
+    """Return the table-batched kernel whose state a fused optimizer shows; None for kernels of other kinds."""
     kernel = getattr(fused_optimizer, "_emb_module", None)
     return kernel if isinstance(kernel, SplitTableBatchedEmbeddingBagsCodegen) else None
 

@@ -105,7 +105,7 @@ def shard_tables(
 
 
 def _watch(model: nn.Module) -> None:
-    """Let sharded modules answer as the unsharded ones do, and notice who writes their tables."""
+    """Let sharded modules answer in the order of their configs, and let writes to their tables be counted."""
     answer_in_config_order(model)
     watch_tables(model)
 
@@ -139,7 +139,7 @@ def make_plan(
 
 
 def _refuse_pruning(model: nn.Module) -> None:
-    """Refuse modules whose own work is lost when only the tables inside them are sharded."""
+    """Refuse modules that stop pruning when only the tables inside them are sharded."""
     for name, module in model.named_modules():
         if isinstance(module, (ITEPEmbeddingBagCollection, ITEPEmbeddingCollection)):
             raise ValueError(
@@ -179,7 +179,7 @@ def check_sharding(sharding: Sharding, tables: list[Table], device: torch.device
     Args:
         sharding: The user's argument.
         tables: All tables of the unsharded model.
-        device: Where the shards are to live: row-wise sharding, for one, needs CUDA.
+        device: Where the shards are to live; the possible sharding types depend on it.
 
     Raises:
         ValueError: A table that the model does not have, or a sharding type that the device lacks.

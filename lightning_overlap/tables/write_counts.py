@@ -1,4 +1,4 @@
-"""Whether what an early lookup was made from is still what it was: its input, and the tables it read.
+"""Tell whether the input of an early lookup, or the tables that it read, were written since.
 
 Every tensor counts the times it was written in place (`Tensor._version`). FBGEMM's kernels do not count their own
 updates of the tables, so what the count of a table shows is what somebody else has written.
@@ -40,7 +40,7 @@ class SentInput:
                 self._parts.append((name, weakref.ref(part), _version(part)))
 
     def forget_ids(self) -> None:
-        """Leave out values and weights, whose memory has been given back: nobody can change them."""
+        """Compare values and weights no more: their memory has been given back, so nobody can change them."""
         self._parts = [part for part in self._parts if part[0] == "_lengths"]
 
     def is_unchanged(self, kjt: KeyedJaggedTensor) -> bool:

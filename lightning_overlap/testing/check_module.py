@@ -198,7 +198,7 @@ def _with_batches(setting: Setting, data: Data | Iterable[Any], num_steps: int) 
 
 
 def _together(verdicts: Sequence[Verdict]) -> list[Verdict]:
-    """Let all ranks come to the same verdicts, so that all raise or none."""
+    """Combine the verdicts of all ranks, so that all ranks raise or none."""
     everyone: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(everyone, [verdict.problem for verdict in verdicts])
     if len(everyone) == 1:
@@ -239,7 +239,7 @@ def _updates_to_see(schedule: Schedule, watched: Watched, batch: int) -> tuple[i
 
 
 def _delays(schedule: Schedule, watched: Watched, *, as_seen: bool) -> Delays:
-    """Return what the lookups of the reference see: what the mode says, or what the watched ones could see."""
+    """Return the updates that lookups of the reference see: those that the mode says, or that the watched ones saw."""
     return {
         batch: (len(seen if as_seen else _updates_to_see(schedule, watched, batch)), watched.modules_early_in(batch))
         for batch, seen in watched.seen.items()

@@ -13,7 +13,7 @@ from .recording import FAKE_MODULES, LOADED_WEIGHTS, Mark, RecordingStreams
 def check_laws(schedule: Schedule, *, executor_type: type[Executor] = Executor) -> None:
     """Check that a schedule does what it says, over 0 to 2 x depth fake batches.
 
-    Also as on a CPU, where a lookup right above the backward is made as late as that waits for gradients.
+    It runs them a second time as on a CPU, where a lookup right above the backward runs while that waits for gradients.
 
     1. Each stage of each batch runs once, in order.
     2. No more batches are in flight than the schedule's depth.

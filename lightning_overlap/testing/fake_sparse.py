@@ -57,7 +57,7 @@ def table(module: str, owner: WeightOwner) -> str:
 
 
 def cache(module: str) -> str:
-    """Name what a prefetch fills, and what a lookup fills that was not prefetched; FBGEMM orders the others."""
+    """Return the resource of a module's cache: prefetches write it, and lookups that were not prefetched."""
     return f"the cache of {module}"
 
 
@@ -74,7 +74,7 @@ def _gradients(index: int) -> str:
 
 
 class _Rows(NamedTuple):
-    """Rows of an early lookup."""
+    """Embeddings of an early lookup."""
 
     batch: int
     module: str
@@ -301,7 +301,7 @@ class FakeSparse:
             self.drop_lookups(inflight)
 
     def forget_received(self, inflight: InFlightBatch) -> None:
-        """Let go of the rows of a batch: nothing holds them here."""
+        """Do nothing: nothing holds the embeddings of a batch here."""
 
     def gradients_are_there(self, batches: Iterable[InFlightBatch], timeout_s: float) -> bool:
         """Whether gradients arrive within a time: they do."""

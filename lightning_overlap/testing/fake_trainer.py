@@ -39,7 +39,7 @@ class Run:
         return {served.saw for served in self.served if (served.batch, served.owner) == (batch, owner)}
 
     def served_early(self, batch: int) -> set[bool]:
-        """Return whether the modules got the rows of a batch from early lookups."""
+        """Return whether the modules got the embeddings of a batch from early lookups."""
         return {served.early for served in self.served if served.batch == batch}
 
     def __str__(self) -> str:
@@ -242,7 +242,7 @@ def random_schedule(random: Random, max_offset: int = 3) -> Schedule:
 
 
 def _with_update(random: Random, order: list[Step]) -> list[Step]:
-    """Add a row for the update where it may stand: no lookup comes between the backward and it."""
+    """Add a step for the update where it may stand: no lookup comes between the backward and it."""
     lookup, backward, step = (
         next(index for index, row in enumerate(order) if row.stage is stage)
         for stage in (Stage.EMBEDDING_LOOKUP, Stage.BACKWARD, Stage.OPTIMIZER_STEP)

@@ -1,4 +1,4 @@
-"""What happened in a run, recorded: the timeline of its stages, and streams that know what is ordered."""
+"""Record a fake run: the timeline of its stages, and streams that know what is ordered before what."""
 
 from __future__ import annotations
 

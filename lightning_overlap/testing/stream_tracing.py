@@ -1,4 +1,4 @@
-"""Streams of a real run on a CPU that know of which of them every operator would be on a device."""
+"""Streams of a real run on a CPU that tell for every operator on which stream it would run on a device."""
 
 from __future__ import annotations
 

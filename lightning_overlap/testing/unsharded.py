@@ -55,7 +55,7 @@ class Answers(Callback):
     """Compares every answer of the sharded modules with that of the unsharded ones, and notes what a fit changes.
 
     The unsharded module never trains here: it gets the whole weights of all ranks that the lookup should have read.
-    Rows are looked at when the step is over, not when the module is called, which would be a wait too early.
+    Embeddings are looked at when the step is over: at the call that would be a wait too early.
 
     Args:
         unsharded: A copy of the module from before the fit; it is changed.
