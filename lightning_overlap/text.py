@@ -7,7 +7,13 @@ from collections.abc import Mapping, Sequence
 
 
 def unknown_name_message(kind: str, name: str, known: Mapping[str, object]) -> str:
-    """Say that a name is unknown, with the nearest known names first."""
+    """Return the message for a name that is unknown; it offers the nearest known names first.
+
+    Args:
+        kind: What is named, for the message: "table", "mode".
+        name: The name the user gave.
+        known: All valid names; the values are not read.
+    """
     nearest = difflib.get_close_matches(name, list(known), n=3, cutoff=0.4)
     hint = f" Did you mean {' or '.join(map(repr, nearest))}?" if nearest else ""
     return f"unknown {kind} {name!r}.{hint} Known: {', '.join(known)}."

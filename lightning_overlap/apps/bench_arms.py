@@ -47,7 +47,7 @@ class Batches:
         return self._num_batches
 
     def __iter__(self) -> Iterator[Any]:
-        """From the first one on."""
+        """Hand out batches, from the first one on."""
         return (self._batches[index % len(self._batches)] for index in range(self._num_batches))
 
 
@@ -58,8 +58,8 @@ class Job:
     Args:
         config: The benchmark's config.
         data: Describes the tables.
-        batches: To train, once.
-        device: Of this rank.
+        batches: The batches to train, each once.
+        device: The device of this rank.
         after_step: Called after every step with its loss, and with the strategy where it is ours.
         log_dir: Where a Trainer may write.
         local_world_size: Ranks on this host.
@@ -176,7 +176,7 @@ class Network(nn.Module):
     """A LightningModule as TorchRec's pipelines want a model: `forward(batch)` gives the losses and an output.
 
     They trace the code that calls the sharded collection, so that call stands here; what the module's `training_step`
-    does with the rows is beyond their sight.
+    does with the embeddings is not traced.
 
     Args:
         module: Has one collection of tables, which its `training_step` calls once, with `batch.sparse`.
@@ -195,13 +195,13 @@ class Network(nn.Module):
         self.rest = _Rest(module, paths[0])
 
     def forward(self, batch: Any) -> tuple[Tensor, Tensor]:
-        """The loss, twice: to run backward from, and to look at."""
+        """Return the loss, `()`, twice: with its graph, and detached."""
         loss = self.rest(getattr(self.module, self.path)(batch.sparse), batch)
         return loss, loss.detach()
 
 
 class _Rest(nn.Module):
-    """A module's `training_step` on rows that were looked up outside of it."""
+    """A module's `training_step` on embeddings that were looked up outside of it."""
 
     _module: LightningModule
 
@@ -278,7 +278,7 @@ PEERS: Mapping[str, Arm] = {
 
 
 def slowed_down(model: LightningModule, latency: Mapping[str, float]) -> LightningModule:
-    """Have the dense forward, backward and step of a module sleep.
+    """Let the dense forward, backward and step of a module sleep.
 
     Args:
         model: Changed in place.

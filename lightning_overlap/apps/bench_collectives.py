@@ -19,7 +19,7 @@ from ..profiling import Category, Interval, Span
 
 @contextlib.contextmanager
 def late_all_to_alls(latency_ms: float) -> Iterator[None]:
-    """Have every all-to-all of this process end no earlier than this after its issue; the host waits (for a CPU)."""
+    """Let every all-to-all of this process end no earlier than a set time after its issue; the host waits for it."""
     real = dist.all_to_all_single
 
     signature = inspect.signature(real)
@@ -57,7 +57,7 @@ class _Late(dist.Work):
 
 
 class _LateFuture:
-    """Tells of a late collective's end when it is over."""
+    """Future of a late collective: its callbacks run when the set time is over."""
 
     def __init__(self, future: Any, late: _Late) -> None:
         self._future, self._late = future, late

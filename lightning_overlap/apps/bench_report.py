@@ -1,4 +1,4 @@
-"""What a benchmark tells: statistics over rounds and ranks, the tables, and the files in the run folder."""
+"""Report a benchmark: statistics over rounds and ranks, the tables, and the files in the run folder."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ class Turn:
     """What one arm's training gave on one rank in one round.
 
     Attributes:
-        step_ms: Of the timed steps.
-        window_ms: All of them together, to device completion.
-        losses: Of every step, float32, as bytes by step.
-        final_loss: The last one.
+        step_ms: Duration of each timed step, milliseconds.
+        window_ms: Duration of all timed steps together, to device completion.
+        losses: The loss of every step, float32, as bytes.
+        final_loss: The loss of the last step.
         peak_memory: In the timed steps; the name says which memory, the number is in bytes.
         busy_ms: By measured step, how long the dense part's lane (the host; on CUDA the compute stream) did not wait
             for collectives; empty where that cannot be seen.
@@ -50,9 +50,9 @@ class ArmTurns:
     """All turns of one arm, or why it has none.
 
     Attributes:
-        name: The arm's.
-        staleness: Of its lookups, in batches.
-        rounds: By round, a turn per rank.
+        name: Name of the arm.
+        staleness: Updates that its lookups do not see, in batches.
+        rounds: For each round, one turn per rank.
         failure: Why it does not run here.
     """
 
@@ -67,13 +67,13 @@ class ArmResult:
     """The statistics of one arm. Each is of the slowest, or the largest, rank, over the steps of all rounds.
 
     Attributes:
-        name: The arm's.
-        staleness: In batches.
+        name: Name of the arm.
+        staleness: Updates that its lookups do not see, in batches.
         step_ms_median: Median step time.
         step_ms_p90: 90th percentile.
         of_base: Median over rounds of this arm's median step by that of the reference in the same round.
         of_base_range: The lowest and the highest of them.
-        samples_per_s: Of all ranks together.
+        samples_per_s: Samples per second of all ranks together.
         peak_memory: 90th percentile over rounds; name -> bytes.
         exposed_ms: What the dense part waited for collectives in a measured step, median.
         efficiency: (base - this) / (base - bound), by median step times; None where nothing is to be gained.
@@ -120,7 +120,13 @@ def bound_ms(base: ArmTurns, all_reduce_ms: float = 0.0) -> float | None:
 
 
 def efficiency(base_ms: float, arm_ms: float, bound: float | None) -> float | None:
-    """Return which share of what can be gained was gained; None where that is less than a hundredth of a step."""
+    """Return the share of the possible gain that an arm has; None where that gain is below a hundredth of a step.
+
+    Args:
+        base_ms: Median step of the reference, milliseconds.
+        arm_ms: Median step of the arm, milliseconds.
+        bound: What no step is shorter than, milliseconds, if known.
+    """
     if bound is None or base_ms - bound < 0.01 * base_ms:
         return None
     return (base_ms - arm_ms) / (base_ms - bound)
@@ -197,7 +203,7 @@ def _worst(arm: ArmTurns) -> dict[str, tuple[float, float]]:
 
 
 def table(results: Sequence[ArmResult]) -> str:
-    """Return the table of those that ran: a row per arm."""
+    """Return the table of the arms that ran, one line each."""
     memories = list(results[0].peak_memory)
     head = ["median", "P90", "of base", "(rounds)", "samples/s", "exposed", "efficiency"]
     head += [f"peak {name}" for name in memories] + ["final loss", "same as base"]
@@ -222,7 +228,7 @@ def table(results: Sequence[ArmResult]) -> str:
 
 
 def collectives_table(results: Sequence[ArmResult]) -> str | None:
-    """Return what became of each collective: hidden, or how long it was waited for; None if none was recorded."""
+    """Return a table that says how long each collective was waited for, or that it was hidden; None without any."""
     seen = dict.fromkeys(name for result in results for name in result.collectives)
     others = [
         name
@@ -260,7 +266,14 @@ def _or_dash(value: float | None, form: str) -> str:
 
 
 def write(folder: Path, results: Sequence[ArmResult], bound: float | None, about: Mapping[str, Any]) -> None:
-    """Write `bench.json` and `bench.png` into the run folder; the picture needs matplotlib."""
+    """Write `bench.json` and `bench.png` into the run folder; the picture needs matplotlib.
+
+    Args:
+        folder: The run folder.
+        results: One for each arm, the reference first.
+        bound: What no step is shorter than, milliseconds, if known.
+        about: What ran, for the JSON: versions, model, number of ranks.
+    """
     content = {**about, "bound_ms": bound, "arms": [asdict(result) for result in results]}
     (folder / "bench.json").write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
     try:
@@ -270,7 +283,13 @@ def write(folder: Path, results: Sequence[ArmResult], bound: float | None, about
 
 
 def draw(path: Path, results: Sequence[ArmResult], bound: float | None) -> None:
-    """Draw the median step of every arm, what of it was exposed, its P90, and the bound."""
+    """Draw the median step of every arm, its exposed part, its P90, and the bound.
+
+    Args:
+        path: Where the PNG is written.
+        results: One for each arm; those that failed are left out.
+        bound: What no step is shorter than, milliseconds, if known.
+    """
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 

@@ -42,20 +42,20 @@ DRAIN = 4
 """Steps at the end that do not count: a pipeline that runs empty has less to do."""
 
 _STALE = ("torchrec/semi_sync",)
-"""Arms beside our modes whose lookups are one batch stale."""
+"""Arms other than our modes whose lookups are one batch stale."""
 
 
 class Meter:
     """Times the steps of one turn without making the host wait for the device in between.
 
     Steps `warm_up` to `warm_up + steps` are timed: on CUDA by events that are read when all is over. The device is
-    waited for before the first and behind the last of them. Then come the steps whose collectives are recorded; on
+    waited for before the first and after the last of them. Then come the steps whose collectives are recorded; on
     CUDA only where the streams are known.
 
     Args:
-        device: Of this rank.
+        device: The device of this rank.
         warm_up: Steps before the timed ones.
-        steps: Timed steps.
+        steps: How many steps to time.
         measured: Steps to record collectives in.
     """
 
@@ -72,7 +72,12 @@ class Meter:
         self._memory: dict[str, int] = {}
 
     def after_step(self, loss: Tensor, strategy: OverlapEmbeddingStrategy | None = None) -> None:
-        """Take a step's end, its loss, and the strategy if it is ours."""
+        """Take note of the end of a step.
+
+        Args:
+            loss: The loss of the step, `()`.
+            strategy: The strategy that trains, if it is ours: its streams are then recorded.
+        """
         self._losses.append(loss.detach())
         step = len(self._losses)
         if step == self._first:
@@ -112,12 +117,12 @@ class Meter:
 
     @property
     def spans(self) -> list[Span]:
-        """What was recorded, if the stages were: without them there is nothing to draw the waits beside."""
+        """What was recorded, if the stages were: without stages there is nothing to compare the waits with."""
         spans = [] if self._recorder is None else self._recorder.spans()
         return spans if any(span.kind is Category.DENSE for span in spans) else []
 
     def turn(self) -> Turn:
-        """Return what was seen."""
+        """Return the losses, times and memory of this turn."""
         self._synchronize()
         losses_S = torch.stack(self._losses).float().cpu()  # S steps
         seen = Turn(
@@ -296,7 +301,7 @@ def _free(device: torch.device) -> None:
 
 
 def _why(err: Exception) -> str:
-    """Say what failed in an arm that is not ours, and where in its package."""
+    """Return what failed in an arm that is not ours, and where in its package."""
     frames = [frame for frame in traceback.extract_tb(err.__traceback__) if "torchrec" in Path(frame.filename).parts]
     where = f" in torchrec's {Path(frames[-1].filename).name}, {frames[-1].name}()" if frames else ""
     return f"{type(err).__name__}{where}: {(str(err).splitlines() or [''])[0]}"

@@ -53,7 +53,11 @@ def num_ranks(config: Config) -> int:
 
 
 def build_data(config: Config) -> LightningDataModule:
-    """Return the data module that `data` names."""
+    """Return the data module that the config's `data` names.
+
+    Raises:
+        TypeError: It makes something else.
+    """
     data = _build("data", config["data"])
     if not isinstance(data, LightningDataModule):
         raise TypeError(f"data._target_ must make a LightningDataModule, got {type(data).__name__}.")
@@ -61,7 +65,15 @@ def build_data(config: Config) -> LightningDataModule:
 
 
 def build_model(config: Config, data: LightningDataModule) -> LightningModule:
-    """Return the model that `model` names; it is given the table sizes and dense features that the data has."""
+    """Return the model that the config's `model` names.
+
+    Args:
+        config: The composed config.
+        data: Gives the model its `table_sizes` and `num_dense`, where the model takes them.
+
+    Raises:
+        TypeError: It makes something else than a LightningModule.
+    """
     from_data = {name: getattr(data, name) for name in ("table_sizes", "num_dense") if hasattr(data, name)}
     taken = inspect.signature(get_object(config["model"]["_target_"])).parameters
     model = _build("model", {name: value for name, value in from_data.items() if name in taken} | config["model"])
@@ -71,7 +83,13 @@ def build_model(config: Config, data: LightningDataModule) -> LightningModule:
 
 
 def build_strategy(config: Config, schedule: Schedule, model: LightningModule) -> OverlapEmbeddingStrategy:
-    """Return the strategy for one mode."""
+    """Return the strategy for one mode.
+
+    Args:
+        config: The composed config: stream, sharding, and the options of strategy and pipeline.
+        schedule: The mode.
+        model: The unsharded model, whose tables the sharding is checked against.
+    """
     stream, sharding = config["stream"]["name"], _sharding(config, model)
     return OverlapEmbeddingStrategy(
         schedule, stream, sharding, **switches(config, schedule), **dict(config["strategy"])
@@ -85,9 +103,9 @@ def build_trainer(
 
     Args:
         config: The composed config.
-        strategy: What trains.
-        extra_callbacks: Go before the config's own.
-        log_dir: Where loggers write.
+        strategy: The strategy that `build_strategy` returned.
+        extra_callbacks: Callbacks that come before the config's own.
+        log_dir: The folder that loggers write into.
     """
     callbacks = [_build(f"callbacks.{name}", node) for name, node in config["callbacks"].items()]
     loggers = [
@@ -115,7 +133,7 @@ def complete(config: Config) -> dict[str, Any]:
 
 
 def check(config: Config) -> None:
-    """Check what can be known before a rank starts, beyond `choices.check`.
+    """Check what can be known before a rank starts, beyond `config_checks.check`.
 
     Raises:
         ValueError: An unknown option or table, a sharding type that the device lacks, a dense optimizer that owns fused

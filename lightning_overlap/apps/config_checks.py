@@ -20,7 +20,7 @@ from ..schedules import (
 from ..text import unknown_name_message
 
 Config = Mapping[str, Any]
-"""The composed config as plain containers; nothing behind the command sees OmegaConf's."""
+"""The composed config as plain containers; nothing that the command calls sees OmegaConf's."""
 
 
 def modes(config: Config) -> list[Schedule]:
@@ -44,7 +44,7 @@ def modes(config: Config) -> list[Schedule]:
 
 
 def switches(config: Config, schedule: Schedule) -> dict[str, Any]:
-    """Return what the config says beside the schedule, for every mode with a staleness: see `PIPELINE_OPTIONS`."""
+    """Return the arguments that the config's `pipeline` gives a strategy in a mode with a staleness; none in others."""
     if not schedule.staleness:
         return {}
     names = (*SWITCHES, "num_lookup_threads", "stash_gradients")
@@ -100,7 +100,7 @@ PEER_ARMS: Mapping[str, str] = {
     "torchrec/semi_sync": "TorchRec's TrainPipelineSemiSync, from the first batch on",
     "torchrec/prefetch": "TorchRec's PrefetchTrainPipelineSparseDist",
 }
-"""What the benchmark trains beside our modes: name -> what it is."""
+"""What the benchmark trains in addition to our modes: name -> what it is."""
 
 REFERENCE = "base"
 """The arm that the others are compared with; always trained."""

@@ -1,4 +1,4 @@
-"""Start the ranks of a run on this host, and leave none behind."""
+"""Start the ranks of a run on this host, and end all of them."""
 
 from __future__ import annotations
 
@@ -52,6 +52,11 @@ def rank() -> int:
 def run_ranks(num_ranks: int, module: str, folder: Path) -> None:
     """Run `python -m module folder parent_pid` on every rank, as torchrun does, until all have ended.
 
+    Args:
+        num_ranks: How many processes to start on this host.
+        module: Dotted name of the module that each rank runs.
+        folder: The run folder, in which ranks leave their errors.
+
     Raises:
         RankFailedError: A rank failed. All others have been ended.
         InterruptedRunError: A signal asked this process to stop. All ranks have been ended.
@@ -84,15 +89,15 @@ def run_ranks(num_ranks: int, module: str, folder: Path) -> None:
 
 
 def run_as_rank(train: Callable[[], None], folder: Path, parent: int) -> None:
-    """Do what a rank is for; its error is left where `run_ranks` looks for it.
+    """Run a rank's work; leave its error where `run_ranks` looks for it.
 
     Args:
-        train: What it is for.
+        train: The work of this rank.
         folder: The run folder.
-        parent: The process that started this one, and is not to be outlived.
+        parent: Process id of the command that started this rank; the rank ends when the command does.
     """
     end_with(parent)
-    atexit.register(_leave)  # behind all that is registered later: a logger's last words, say
+    atexit.register(_leave)  # runs after all that is registered later: a logger's last words, say
     try:
         train()
     except BaseException as err:  # also SystemExit: Lightning turns Ctrl-C into it
@@ -103,7 +108,7 @@ def run_as_rank(train: Callable[[], None], folder: Path, parent: int) -> None:
 
 
 def _leave() -> None:
-    """End the process in the place of C++'s own end, in which a thread of gloo's now and then aborts it (SIGABRT)."""
+    """End the process before C++ does: during its clean-up a thread of gloo aborts now and then (SIGABRT)."""
     logging.shutdown()
     sys.stdout.flush()
     sys.stderr.flush()
@@ -111,7 +116,7 @@ def _leave() -> None:
 
 
 def end_with(parent: int) -> None:
-    """Have the kernel end this process when its parent dies, even of SIGKILL (Linux only).
+    """Let the kernel end this process when its parent dies, even of SIGKILL (Linux only).
 
     Args:
         parent: The parent's process id: it may have died while this process was starting.
@@ -154,7 +159,7 @@ def _first_failure(folder: Path, err: ChildFailedError) -> str:
 
 @contextlib.contextmanager
 def _quiet() -> Iterator[None]:
-    """Keep the launcher's log lines back: the ranks and the caller say what there is to say."""
+    """Silence the launcher's log lines: the ranks and the caller report errors themselves."""
     before = logging.root.manager.disable
     logging.disable(logging.CRITICAL)
     try:

@@ -1,4 +1,4 @@
-"""What a run tells at its end: the closing table, whether losses are equal, and the files in the run folder."""
+"""Report a run at its end: the closing table, whether losses are equal, and the files in the run folder."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ class ModeResult:
     Attributes:
         mode: The schedule's name.
         stream: The stream policy, or '-' in a mode without an early lookup.
-        staleness: Of the schedule.
+        staleness: The staleness of the schedule, in batches.
         num_ranks: Ranks that trained.
         losses: Mean over ranks, by step.
         step_ms: Rank 0's time per step.
-        step_ms_median: Of the slowest rank.
-        step_ms_p90: Of the slowest rank.
+        step_ms_median: Median step of the slowest rank, milliseconds.
+        step_ms_p90: 90th percentile of the slowest rank, milliseconds.
         samples_per_s: All ranks together, without the first step; None if the batch size is not known.
         losses_sha256: Digest of all ranks' losses, in float32.
         peak_memory: Of the largest rank; the name says which memory, the number is in bytes.
@@ -49,7 +49,7 @@ class ModeResult:
 
 
 def table(results: Sequence[ModeResult]) -> str:
-    """Return the closing table: a row per quantity, a column per mode."""
+    """Return the closing table: a line per quantity, a column per mode."""
     rows: list[tuple[str, list[str]]] = [
         ("mode", [result.mode for result in results]),
         ("stream", [result.stream for result in results]),
@@ -88,7 +88,13 @@ def compare(results: Sequence[ModeResult]) -> tuple[str, bool]:
 
 
 def write(folder: Path, results: Sequence[ModeResult], metric: str) -> None:
-    """Write `metrics.csv` (a row per mode and step) and `summary.json` into the run folder."""
+    """Write `metrics.csv` (a line per mode and step) and `summary.json` into the run folder.
+
+    Args:
+        folder: The run folder.
+        results: One for each mode, the reference first.
+        metric: Name of the metric that `read_metric` returns.
+    """
     with open(folder / "metrics.csv", "w", newline="", encoding="utf-8") as file:
         writer = csv.writer(file)
         writer.writerow(["mode", "step", "loss", "step_ms"])
@@ -118,7 +124,7 @@ def read_metric(folder: Path) -> float | None:
 
 
 def percentile(values: Sequence[float], percent: float) -> float:
-    """Return a percentile, NaN of nothing."""
+    """Return a percentile; NaN if there are no values."""
     return float(np.percentile(values, percent)) if values else float("nan")
 
 

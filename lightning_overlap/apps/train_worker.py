@@ -37,7 +37,7 @@ class StepClock(Callback):
 
     @property
     def losses(self) -> Tensor:
-        """Losses by step, float32, on the host."""
+        """The loss of each step, `(num_steps,)` float32, on the host."""
         return torch.stack(self._losses).float().cpu() if self._losses else torch.empty(0)
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -91,7 +91,16 @@ def train(config: Config, folder: Path) -> None:
 
 
 def train_mode(config: Config, schedule: Schedule, folder: Path) -> train_report.ModeResult:
-    """Train one mode from the config's seed, then test it."""
+    """Train one mode from the config's seed, then test it.
+
+    Args:
+        config: The composed config.
+        schedule: The mode.
+        folder: The run folder; loggers write below it.
+
+    Returns:
+        Losses, step times and metrics over all ranks; the same on every rank.
+    """
     seed_everything(config["seed"], verbose=False)
     data = build.build_data(config)
     model = build.build_model(config, data)

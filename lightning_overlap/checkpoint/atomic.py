@@ -23,7 +23,7 @@ _AT_FDCWD, _RENAME_EXCHANGE = -100, 2
 
 
 def sibling(path: Path, what: str) -> Path:
-    """Return a name for what is not, or no longer, the checkpoint: no search for checkpoints finds it."""
+    """Return a name next to a checkpoint that no search for checkpoints finds: for what is not, or no longer, one."""
     return path.with_name(f"{path.name}.{what}")
 
 
@@ -79,7 +79,7 @@ def lead(link: Path, to: Path) -> None:
 
 
 def links_to(path: Path, stems: Iterable[str]) -> list[Path]:
-    """Return the links beside a checkpoint that lead to it, of those whose name begins in a given way."""
+    """Return the links in a checkpoint's folder that lead to it, of those whose name begins in a given way."""
     stems = tuple(stems)
     if not stems or not path.parent.is_dir():
         return []

@@ -46,7 +46,14 @@ def by_name(optimizer: torch.optim.Optimizer, state: Mapping[str, Any], model: n
 def add_by_name(
     state: State, optimizer: torch.optim.Optimizer, more: Mapping[Tensor, Mapping[str, Tensor]], model: nn.Module
 ) -> None:
-    """Add kinds of state, by parameter, to what `by_name` returned."""
+    """Add further kinds of state to what `by_name` returned, in place.
+
+    Args:
+        state: Receives them, under the parameters' names.
+        optimizer: The optimizer that `state` is of.
+        more: Parameter -> kind -> tensor of any shape; parameters of other optimizers are passed over.
+        model: The module with the parameters' names.
+    """
     names = _Names(model)
     for index, group in enumerate(optimizer.param_groups):
         for parameter, name in zip(group["params"], names.of(group["params"], index), strict=True):
@@ -55,10 +62,15 @@ def add_by_name(
 
 
 def load_by_name(optimizer: torch.optim.Optimizer, saved: Mapping[str, Any], model: nn.Module) -> list[str]:
-    """Give an optimizer the state of `by_name`, and the state of `torch.optim` as it is.
+    """Load saved state into an optimizer.
+
+    Args:
+        optimizer: Receives the state, on the devices of its parameters.
+        saved: What `by_name` returned, or a `state_dict()` of `torch.optim`, with positions for names.
+        model: The module with the parameters' names.
 
     Returns:
-        The tables that it owns and has no saved state for, or the other way around.
+        Names of the tables that the optimizer owns and that have no saved state, or the other way around.
 
     Raises:
         RuntimeError: The optimizer has other parameters than the saved one, tables apart.
@@ -107,19 +119,33 @@ def warn_of_moved_states(tables: set[str]) -> None:
 
 
 def table_key(index: int, name: str, kind: str) -> str:
-    """Return the name of a piece: of which optimizer, which parameter (any string) and which kind of state."""
+    """Return the name under which one kind of state of one parameter is saved; `split_table_key` takes it apart.
+
+    Args:
+        index: Number of the optimizer among those of `configure_optimizers`.
+        name: Name of the parameter, any string.
+        kind: Kind of state, `exp_avg` for example.
+    """
     return f"{index}/{name}/{kind.replace('%', '%25').replace('/', '%2F')}"
 
 
 def split_table_key(key: str) -> tuple[int, str, str]:
-    """Return what `table_key` put together; names of tables may have slashes of their own."""
+    """Return index, name and kind of a `table_key`; names may have slashes of their own."""
     index, _, rest = key.partition("/")
     name, _, kind = rest.rpartition("/")
     return int(index), name, kind.replace("%2F", "/").replace("%25", "%")
 
 
 def take_table_states(states: list[State], model: nn.Module) -> dict[str, Piece]:
-    """Take the state of tables that are sharded with a dense kernel out of `by_name` states, as pieces."""
+    """Move the state of tables that are sharded with a dense kernel out of `by_name` states.
+
+    Args:
+        states: What `by_name` returned for each optimizer; changed in place.
+        model: The sharded module.
+
+    Returns:
+        The pieces, under the names of `table_key`.
+    """
     weights = dense_kernel_tables(model)
     pieces: dict[str, Piece] = {}
     for index, state in enumerate(states):
@@ -159,7 +185,7 @@ class _Names:
         self._names = {id(parameter): name for name, parameter in model.named_parameters()}
 
     def of(self, parameters: Iterable[Any], group: int) -> list[str | None]:
-        """Return a name for each parameter: None for fused tables, a position for those that the model has not."""
+        """Return a name for each parameter: None for fused tables, the position for those that the model lacks."""
         return [
             None if isinstance(parameter, ShardedTensor) else self._names.get(id(parameter), f"{group}:{position}")
             for position, parameter in enumerate(parameters)

@@ -1,6 +1,6 @@
 """Checkpoints of sharded tables as one file of plain tensors, which the unsharded module loads as well.
 
-Saving gathers table by table on the host: a rank other than 0 holds at most one shard beside its own memory (none if
+Saving gathers table by table on the host: a rank other than 0 holds at most one shard more on its host (none if
 that is on the host already). Rank 0 holds every tensor of the file at once, since `torch.save` takes them together:
 the host of rank 0 needs room for the whole model and its fused state; what is wholly its own and on the host already
 is not copied. No device holds anything more. Loading maps the file into memory, so that a rank reads only its shards.
@@ -103,8 +103,8 @@ def write_file(
     """Write what rank 0 has to a file, which takes its name only when it is whole and on the disk.
 
     Args:
-        content: Of `gather_checkpoint`.
-        path: The file.
+        content: What `gather_checkpoint` returned; None on ranks other than 0.
+        path: Where the file is to stand.
         group: A gloo group of all ranks; None on one rank.
         also: A second name that the file has before it takes its own.
 
@@ -128,7 +128,15 @@ def write_file(
 
 
 def load_file(path: Path, *, weights_only: bool | None) -> dict[str, Any]:
-    """Read a checkpoint file. Its weights and its tables' optimizer states stay on the disk until they are copied."""
+    """Read a checkpoint file. Its weights and its tables' optimizer states stay on the disk until they are copied.
+
+    Args:
+        path: The file.
+        weights_only: As `torch.load` takes it: True executes nothing that is in the file.
+
+    Raises:
+        RuntimeError: The file holds objects that `weights_only` does not allow; the message says how to trust them.
+    """
     try:
         checkpoint: dict[str, Any] = torch.load(
             path, map_location="cpu", weights_only=weights_only, mmap=zipfile.is_zipfile(path)
@@ -146,12 +154,12 @@ def load_fused(checkpoint: Mapping[str, Any], model: nn.Module, group: dist.Proc
     """Copy the state of fused optimizers from whole tensors into the kernels.
 
     Args:
-        checkpoint: Of `load_file`, or made by Lightning's `consolidate_checkpoint`; others have no such state.
+        checkpoint: What `load_file` returned, or Lightning's `consolidate_checkpoint`; others have no such state.
         model: The sharded module.
         group: A gloo group of all ranks; None on one rank.
 
     Raises:
-        RuntimeError: The state is of another model, or of another fused optimizer.
+        RuntimeError: The state was saved from another model, or with another fused optimizer.
     """
     saved = checkpoint.get(FUSED, {})
     if saved is None:  # a folder's, which is loaded already

@@ -2,7 +2,7 @@
 
 The list of a folder's tensors, `.metadata`, is a pickle: reading one calls what it names. Here it can name nothing but
 what such a list consists of, and each of these names means an inert record, made anew for each reading. Of the records
-the list is built. Objects beside the tensors are read by `torch.load`, with its `weights_only`.
+the list is built. Objects that are no tensors are read by `torch.load`, with its `weights_only`.
 """
 
 from __future__ import annotations
@@ -85,7 +85,7 @@ class SafePlanner(DefaultLoadPlanner):
         self._weights_only = weights_only
 
     def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
-        """Put an object into the state that is loaded."""
+        """Read an object with `torch.load` and put it into the state that is loaded."""
         *path, last = self.mappings[read_item.dest_index.fqn]
         target: Any = self.original_state_dict
         for key in path:

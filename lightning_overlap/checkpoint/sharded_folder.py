@@ -82,7 +82,7 @@ def check_folder_path(path: Any, storage_options: Any) -> None:
 
 
 def take_state(checkpoint: dict[str, Any], model: nn.Module) -> dict[str, dict[str, Any]]:
-    """Take out of what Lightning gathered what the ranks hold in parts, and add the state of fused optimizers.
+    """Move what the ranks hold in parts out of Lightning's checkpoint, and add the state of the fused optimizers.
 
     Without optimizer states (`save_weights_only=True`), the fused ones are left out too.
     """
@@ -95,7 +95,7 @@ def take_state(checkpoint: dict[str, Any], model: nn.Module) -> dict[str, dict[s
 
 
 class FolderSaver:
-    """Writes checkpoint folders, beside training if told so; at most one is then under way.
+    """Writes checkpoint folders, during training if told so; at most one is then under way.
 
     Args:
         group: A gloo group of all ranks, used by nothing else while a save is under way; None on one rank.
@@ -143,7 +143,7 @@ class FolderSaver:
         self._pending = self._executor.submit(_write, state, buffer.getbuffer(), path, self._group, also)
 
     def on_commit(self, action: Callable[[], None]) -> None:
-        """Do something now, or as soon as the save under way has succeeded."""
+        """Call something now, or as soon as the save under way has succeeded."""
         pending = self._pending
         if pending is None or self._executor is None:
             action()
@@ -181,7 +181,7 @@ def _is_rank_zero(group: dist.ProcessGroup | None) -> bool:
 def _write(
     state: dict[str, Any], rest: memoryview, path: Path, group: dist.ProcessGroup | None, also: Path | None = None
 ) -> None:
-    """Write a folder beside `path`, then let it take the name; before, a second name, if any.
+    """Write a folder next to `path`, then let it take the name; before, a second name, if any.
 
     Raises:
         OSError: A rank could not write, or is gone.
@@ -218,7 +218,7 @@ def _listed_failures(err: CheckpointException) -> str:
 
 
 class _OneCopy(DefaultSavePlanner):
-    """Hands out what is to be written, a copy of it where the writer would make one.
+    """Gives the writer each tensor to write, copied to the host where the writer would copy it.
 
     The writer (of torch 2.13, one thread and nothing copied ahead) has written a tensor when it asks for the next one,
     but holds on to it until it has that one. So the memory of the copy before is given back here.
@@ -242,10 +242,15 @@ def _is_alone_on_host(tensor: Tensor) -> bool:
 
 
 def on_rank_zero(action: Callable[[], None], path: Path, group: dist.ProcessGroup | None) -> None:
-    """Run something on rank 0; an error reaches all ranks, which would else wait for it.
+    """Run an action on rank 0 and tell all ranks of its error, for which they would else wait.
+
+    Args:
+        action: Writes, on rank 0 only.
+        path: The checkpoint that it writes, for the message.
+        group: A gloo group of all ranks, which all call this; None on one rank.
 
     Raises:
-        OSError: It failed.
+        OSError: The action failed on rank 0; raised on every rank.
     """
     error = [None]
     if _is_rank_zero(group):
@@ -266,8 +271,8 @@ def resolve_path(path: Path) -> Path:
     """Return where a checkpoint is, given its name.
 
     Raises:
-        FileNotFoundError: There is none.
-        ValueError: It is something else.
+        FileNotFoundError: Nothing has this name.
+        ValueError: What has the name is no whole checkpoint.
     """
     if not path.exists():
         for other in (being_replaced(path), sibling(path, "old")):  # the latter is what an earlier release left
@@ -305,7 +310,7 @@ def load_folder(
         path: The folder.
         model: The module, sharded in any way over any number of ranks.
         group: A gloo group of all ranks; None on one rank.
-        weights_only: As `torch.load` takes it, for `meta.pt` and the objects beside the tensors.
+        weights_only: As `torch.load` takes it, for `meta.pt` and the objects that are no tensors.
         strict: Whether the folder has to hold exactly the module's weights.
         with_optimizers: Whether to load the state of fused optimizers, and of dense ones for shards of tables.
 
@@ -375,7 +380,7 @@ def together(action: Callable[[], T], group: dist.ProcessGroup | None) -> T:
 
 
 def _saved(path: Path) -> dict[str, dict[str, tuple[torch.Size, torch.dtype]]]:
-    """Return size and type of every tensor in a folder, by part and name."""
+    """Return shape and dtype of every tensor in a folder, by part and name."""
     found: dict[str, dict[str, Any]] = {MODEL: {}, FUSED: {}, TABLE_OPTIMIZERS: {}}
     for name, metadata in SafeReader(path).read_metadata().state_dict_metadata.items():
         part, _, key = name.partition(".")

@@ -45,16 +45,16 @@ _KEY = re.compile(r"(?P<base>(?P<weight>.*)\.(?P<kind>[^.\[]+))(?:\[:, (?P<start
 
 @dataclass(frozen=True, slots=True)
 class Loading:
-    """What to fill with saved state, and what to do when it is filled."""
+    """The pieces to fill with saved state, and `finish`, which is called once they are filled."""
 
     pieces: dict[str, Piece]
     finish: Callable[[], None]
 
 
 def fused_state(model: nn.Module) -> dict[str, Piece]:
-    """Return the state of all fused optimizers that this rank has a part of, the tensors being the kernels' own.
+    """Return this rank's part of the state of all fused optimizers, in the kernels' own tensors.
 
-    Beside the optimizers' state, for every table: updates counted, the optimizer's learning rate, and the one that
+    Besides the optimizers' state, for every table: updates counted, the optimizer's learning rate, and the one that
     the kernel was last given (a scheduler's change reaches the kernel in `zero_grad` or `step`).
     """
     pieces: dict[str, Piece] = {}
@@ -94,7 +94,7 @@ def plan_loading(model: nn.Module, saved: Iterable[str]) -> Loading:
         The pieces to fill in place, and what then puts them where they belong.
 
     Raises:
-        RuntimeError: A table was saved with another fused optimizer's state.
+        RuntimeError: A table was saved with the state of another fused optimizer.
     """
     saved = set(saved)
     kinds = _kinds(saved)
@@ -116,7 +116,7 @@ def plan_loading(model: nn.Module, saved: Iterable[str]) -> Loading:
         sources = {} if columns is None or not local_parts(piece) else _overlapping(base, columns, saved)
         if sources:
             assert isinstance(piece, ShardedTensor)
-            # Whole rows for all columns that a rank has: small beside the shards, which have as many rows.
+            # Whole rows for all columns that a rank has: small against the shards, which have as many rows.
             parts = {
                 source: pieces.setdefault(source, torch.zeros(piece.size()[0], dtype=piece.dtype)) for source in sources
             }
@@ -134,10 +134,14 @@ def plan_loading(model: nn.Module, saved: Iterable[str]) -> Loading:
 
 
 def fill_from_whole(pieces: Mapping[str, Piece], whole: Mapping[str, Tensor]) -> None:
-    """Fill pieces in place from whole tensors.
+    """Copy this rank's part of whole tensors into pieces, in place.
+
+    Args:
+        pieces: Name -> piece to fill, on any device.
+        whole: Name -> tensor `(num_embeddings, ...)`, of the shape of the whole piece, on the host.
 
     Raises:
-        RuntimeError: A tensor of another shape.
+        RuntimeError: A whole tensor has another shape than its piece.
     """
     for key, piece in pieces.items():
         if tuple(piece.size()) != tuple(whole[key].shape):
@@ -150,7 +154,7 @@ def fill_from_whole(pieces: Mapping[str, Piece], whole: Mapping[str, Tensor]) ->
 
 
 def local_parts(piece: Piece) -> list[tuple[tuple[slice, ...], Tensor]]:
-    """Return what this rank has of a piece: windows of the whole, and the tensors in them."""
+    """Return what this rank has of a piece, by shard: the slices of the whole tensor, and the tensor that is there."""
     if isinstance(piece, ShardedTensor):
         return [(window(shard.metadata), shard.tensor.detach()) for shard in piece.local_shards()]
     return [(tuple(slice(0, size) for size in piece.shape), piece.detach())]
@@ -170,7 +174,12 @@ def on_host(piece: Piece) -> Piece:
 
 
 def split_like(weight: ShardedTensor, stacked: Tensor) -> ShardedTensor:
-    """Return a tensor that is sharded as a table's weight, from this rank's shards one below the other."""
+    """Return a tensor that is sharded as a table's weight is.
+
+    Args:
+        weight: The table's weight, `(num_embeddings, embedding_dim)`.
+        stacked: This rank's shards, concatenated along dimension 0 in the order of `weight.local_shards()`.
+    """
     rest = stacked.detach()
     local = {}
     for shard in weight.local_shards():
@@ -179,12 +188,12 @@ def split_like(weight: ShardedTensor, stacked: Tensor) -> ShardedTensor:
 
 
 def empty_like(weight: ShardedTensor, dtype: torch.dtype) -> ShardedTensor:
-    """Return zeros that are sharded as a table's weight."""
+    """Return zeros sharded as a table's weight is, `(num_embeddings, embedding_dim)`."""
     return _map_shards(weight, lambda shard: torch.zeros_like(shard, dtype=dtype))
 
 
 def dense_kernel_tables(model: nn.Module) -> dict[str, ShardedTensor]:
-    """Return the weights of tables that a dense optimizer trains in shards, by parameter name.
+    """Return the weights of tables that a dense optimizer trains in shards: name -> `(num_embeddings, embedding_dim)`.
 
     Each rank's optimizer then has state of its own shards only.
     """

@@ -138,6 +138,13 @@ class ShuffledBatches(Dataset[RecBatch]):
     """Training batches of one rank: each epoch deals out all rows anew, the same number of full batches to every rank.
 
     Up to `world_size * batch_size - 1` rows per epoch are left over and dropped, other rows in each epoch.
+
+    Args:
+        rows: The training split.
+        batch_size: Rows per batch and rank.
+        rank: The rank of this process.
+        world_size: Number of ranks.
+        seed: Seeds the order of the rows, together with the epoch.
     """
 
     def __init__(self, rows: AdultRows, batch_size: int, rank: int, world_size: int, seed: int) -> None:
@@ -166,6 +173,12 @@ class HeldOutBatches(Dataset[RecBatch]):
 
     The rows are cut into parts that are equal but for one row and have at most `batch_size` rows. (Where that would
     leave a part empty, which takes a very small `batch_size`, there are fewer and larger parts.)
+
+    Args:
+        rows: The validation or test split.
+        batch_size: Rows per batch and rank, at most.
+        rank: The rank of this process.
+        world_size: Number of ranks.
     """
 
     def __init__(self, rows: AdultRows, batch_size: int, rank: int, world_size: int) -> None:
@@ -188,7 +201,7 @@ class AdultDataModule(RecDataModule):
 
     By row number from 0, counted over all non-empty lines: `row % 5 == 4` is the test set, `row % 20 == 3` the
     validation set, the rest is trained on and alone gives the mean and deviation of the numerical columns. '?' has an
-    id of its own, `MISSING_ID`. Training drops the rows behind the last batch that all ranks share (see
+    id of its own, `MISSING_ID`. Training drops the rows after the last batch that all ranks share (see
     `ShuffledBatches`); evaluation covers each row exactly once (see `HeldOutBatches`).
 
     A bad row (another number of fields, a value that is not known, a number that does not parse) is left out, counted

@@ -132,6 +132,11 @@ class EpochSampler(DistributedSampler[Any]):
 
     A `DistributedSampler` by type, because that is how Lightning knows that a loader is sharded already and leaves it
     alone. The epoch travels in the key, so it also reaches worker processes that outlive an epoch.
+
+    Args:
+        dataset: One rank's batches; its length is the number of batches per epoch.
+        rank: The rank of this process.
+        world_size: Number of ranks.
     """
 
     def __init__(self, dataset: Dataset[RecBatch], rank: int = 0, world_size: int = 1) -> None:
@@ -156,7 +161,7 @@ class BatchLoader(DataLoader[RecBatch]):
     """A DataLoader over whole batches that resumes in the middle of an epoch.
 
     Its state counts the batches handed out in the running epoch. After `load_state_dict` the first iteration of that
-    same epoch goes on behind them, without making the ones before again; any other epoch begins at its beginning.
+    same epoch goes on after them, without making the ones before again; any other epoch begins at its beginning.
 
     Args:
         *args: As for `DataLoader`.
@@ -192,7 +197,7 @@ class BatchLoader(DataLoader[RecBatch]):
         return {"epoch": self._epoch(), "num_batches": self._num_handed_out}
 
     def load_state_dict(self, state_dict: Mapping[str, int]) -> None:
-        """Go on behind the batches that `state_dict` counts."""
+        """Go on after the batches that `state_dict` counts."""
         self._resume = (state_dict["epoch"], state_dict["num_batches"])
         self._num_handed_out = state_dict["num_batches"]
 
@@ -267,7 +272,15 @@ def key_of(key: int | tuple[int, int]) -> tuple[int, int]:
 
 
 def check_at_least(lowest: int, **arguments: float) -> None:
-    """Raise a ValueError that names the first of the arguments that is below `lowest`."""
+    """Check that no argument is below a limit.
+
+    Args:
+        lowest: The limit.
+        **arguments: Name -> value of each argument.
+
+    Raises:
+        ValueError: An argument is below it; the first one is named.
+    """
     for name, got in arguments.items():
         if got < lowest:
             raise ValueError(f"{name} must be at least {lowest}.\n  got: {name}={got}\n  Raise it to {lowest} or more.")

@@ -84,7 +84,11 @@ class BadRows:
 
 
 def why_bad(line: bytes) -> str | None:
-    """What is wrong with a raw Criteo row and what was got, or None for a good one."""
+    """Return what is wrong with a raw Criteo row and what was got, or None for a good one.
+
+    Raises:
+        AssertionError: The pattern for whole rows refuses one whose fields are all good: an error of this file.
+    """
     if _ROW.fullmatch(line):
         return None
     fields = line.split(b"\t")
@@ -185,7 +189,12 @@ def read_lines(paths: Sequence[Path]) -> Iterator[tuple[Path, int, bytes]]:
 
 
 def check_readable(paths: Sequence[Path]) -> None:
-    """Raise unless each path is a file that this process may read."""
+    """Check that each path is a file that this process may read.
+
+    Raises:
+        FileNotFoundError: A path is no file.
+        PermissionError: A file may not be read by this user.
+    """
     for path in paths:
         if not path.is_file():
             raise FileNotFoundError(f"'{path}' is not a file.\n  got: '{path}'\n  Pass a file, a glob or a folder.")
@@ -228,7 +237,7 @@ class CriteoStream(IterableDataset[RecBatch]):
         paths: Files, read one after the other.
         table_sizes: Rows of the 26 tables.
         batch_size: Rows per batch.
-        rank: This rank.
+        rank: The rank of this process.
         world_size: Number of ranks.
         groups: The groups of this split.
         max_bad_row_rate: See `CriteoDataModule`.
@@ -316,7 +325,7 @@ class CriteoDataModule(RecDataModule):
     """Criteo's raw rows, streamed: label, integers I1 to I13, hexadecimal categories C1 to C26, tab separated.
 
     Rows go to ranks and loader processes as `CriteoStream` says: each to exactly one, in file order, without shuffling;
-    the rows behind the last complete batch-group (`world_size * batch_size` rows) are dropped. The values become
+    the rows after the last complete batch-group (`world_size * batch_size` rows) are dropped. The values become
     features as `parse_rows` says. The number of batches is not known beforehand, so the loaders have no length.
 
     Without `val_path`, every `holdout_every`-th batch-group is held out for validation (group index modulo

@@ -20,7 +20,7 @@ EMPTY_BAG_RATE = 0.05
 """Share of bags that are empty on purpose; a Poisson draw of 0 adds more."""
 
 _SPLITS = ("train", "val", "test")
-_HIDDEN_MODEL = len(_SPLITS)  # the seed stream of the hidden model, beside those of the splits
+_HIDDEN_MODEL = len(_SPLITS)  # the seed stream of the hidden model, after those of the splits
 _DENSE_STD, _SPARSE_STD, _BASE_LOGIT = 1.0, 1.5, -1.0
 
 
@@ -35,7 +35,7 @@ class ClickModel:
         num_dense: Dense features per sample.
         pooling: Mean bag length.
         zipf_skew: Exponent `s`: the k-th most frequent id has a probability near `k ** -s`; 0 is uniform.
-        seed: Of the hidden weights and of every draw.
+        seed: Seeds the hidden weights and every draw.
     """
 
     table_sizes: dict[str, int]
@@ -72,7 +72,14 @@ class ClickModel:
     def logits(
         self, dense_BD: NDArray[Any], feature_V: NDArray[Any], values_V: NDArray[Any], lengths_FB: NDArray[Any]
     ) -> NDArray[np.float64]:
-        """True log odds of a click, `(B,)`; with them as predictions the AUC is the best that can be had."""
+        """Return the true log odds of a click, `(B,)`; with them as predictions the AUC is the best that can be had.
+
+        Args:
+            dense_BD: Dense features, `(B, D)`.
+            feature_V: Number of the feature that each id belongs to, `(V,)`.
+            values_V: Ids, `(V,)`, feature by feature, then sample by sample.
+            lengths_FB: Ids per feature and sample, `(F, B)`; V is their sum.
+        """
         num_features, batch_size = lengths_FB.shape
         bits_V = stable_hash(values_V.astype(np.uint64), feature_V.astype(np.uint64) + np.uint64(self.seed << 16))
         unit_V = ((bits_V >> np.uint64(11)).astype(np.float64) / 2**53 - 0.5) * math.sqrt(12)  # variance 1
@@ -106,7 +113,15 @@ def _coprime_stride(num_rows: int) -> int:
 
 
 class SyntheticBatches(Dataset[RecBatch]):
-    """Batches of one split on one rank, by key; the training split has other batches in each epoch."""
+    """Batches of one split on one rank, by key; the training split has other batches in each epoch.
+
+    Args:
+        model: Draws the batches.
+        split: "train", "val" or "test".
+        batch_size: Samples per batch.
+        num_batches: Batches per epoch.
+        rank: The rank of this process.
+    """
 
     def __init__(self, model: ClickModel, split: str, batch_size: int, num_batches: int, rank: int) -> None:
         self._model = model

@@ -1,4 +1,4 @@
-"""What ranks need besides the tables' collectives: process groups, agreement on each batch, word of failures.
+"""What ranks need besides the tables' collectives: process groups, consensus on each batch, the cause of a failure.
 
 `gloo_alltoall.py` is an all-to-all for gloo between hosts that posts its receives first.
 """

@@ -44,7 +44,7 @@ class Consensus(Protocol):
     """Asks all ranks."""
 
     def ask(self, flags: StepFlags) -> Answer:
-        """Say this rank's flags and ask for everybody's; every rank asks as often and in the same order."""
+        """Send this rank's flags and ask for those of all ranks; every rank asks as often and in the same order."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,10 +60,10 @@ class _AllReduced:
 
 
 class PollInterval:
-    """For which batches the ranks ask each other where all of them know how many they have.
+    """Decides for which batches the ranks ask each other, where all of them know how many batches they have.
 
-    That is the first one, the last ones, and now and then one in between, to hear of a rank that was told to stop, or
-    that has skipped a batch; after that they ask for every batch.
+    They ask for the first batch, for the last ones, and now and then for one in between, so that they hear of a rank
+    that was told to stop or that has skipped a batch; after that they ask for every batch.
     An ask costs two cores a good part of a millisecond, in threads that wake each other, as much as a small model's
     forward. All ranks ask for the same batches: they decide by batch numbers and by answers, which all of them have.
     An interval is at most twice the one before it.
@@ -79,7 +79,14 @@ class PollInterval:
         return index >= self._next
 
     def ask(self, index: int) -> int:
-        """Ask for a batch: return how much this rank hurries. No other is asked for until the answer is there."""
+        """Note that the ranks are asked about a batch; none is due again before `hear`.
+
+        Args:
+            index: Number of the batch.
+
+        Returns:
+            `MAX_INTERVAL - interval` for the interval that this rank wants, 0 to `MAX_INTERVAL - 1`.
+        """
         now, asked = time.monotonic(), self._asked
         self._asked = index, now
         self._next = float("inf")
@@ -90,7 +97,11 @@ class PollInterval:
         return MAX_INTERVAL - interval
 
     def hear(self, requested_interval: int) -> None:
-        """Take the answer: who wants to be asked soonest has it."""
+        """Set the next batch to ask for: the shortest interval that any rank wants.
+
+        Args:
+            requested_interval: The largest value that `ask` returned on any rank.
+        """
         assert self._asked is not None
         self._interval = MAX_INTERVAL - requested_interval
         self._next = self._asked[0] + self._interval
@@ -110,7 +121,7 @@ Ranks send `MAX_INTERVAL - interval` as uint8, so that an all-reduce with MAX pi
 
 
 class GroupConsensus:
-    """Asks by an all-reduce of six bytes on the host: no device waits for it, and the host a step later.
+    """Asks all ranks by an all-reduce of six bytes on the host: the host waits for it a step later, no device does.
 
     Args:
         group: A gloo group of all ranks, for this alone.
@@ -127,7 +138,7 @@ class GroupConsensus:
         return _AllReduced(tensor, work)
 
     def broadcast(self, value: Any, src: int) -> Any:
-        """Return rank `src`'s value, anything that can be pickled; no device has a part in it."""
+        """Return the value of rank `src`, anything that can be pickled; it is sent between hosts' memories only."""
         values = [value]
         dist.broadcast_object_list(values, src, group=self._group)
         return values[0]
@@ -139,7 +150,7 @@ class GroupConsensus:
         return values
 
     def any(self, flag: bool) -> bool:
-        """Return whether any rank says so."""
+        """Return whether the flag is set on any rank; all ranks wait for the answer."""
         tensor = torch.tensor(flag, dtype=torch.uint8)
         dist.all_reduce(tensor, dist.ReduceOp.MAX, group=self._group)
         return bool(tensor)

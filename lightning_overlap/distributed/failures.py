@@ -1,4 +1,4 @@
-"""Ranks that fail: they leave word for each other in the store, where no collective can be trusted any more."""
+"""How ranks that fail tell each other why, through the store: no collective can be trusted then."""
 
 from __future__ import annotations
 
@@ -18,7 +18,13 @@ class Store(Protocol):
         """Add to a counter; return its value."""
 
     def compare_set(self, key: str, expected: str, desired: str) -> bytes:
-        """Set a value if it is the expected one ("": if there is none); return the value that is then there."""
+        """Set a value, if it is the expected one; return the value that is then there.
+
+        Args:
+            key: Name of the value.
+            expected: The value that is replaced; "" stands for a key without one.
+            desired: The new value.
+        """
 
 
 def default_store() -> Store | None:
@@ -37,7 +43,7 @@ class FirstCause:
 
     Args:
         store: Where the first rank that fails leaves word; every rank makes as many of these, in the same order.
-        rank: This rank.
+        rank: The rank of this process, named in its word.
     """
 
     def __init__(self, store: Store, rank: int) -> None:

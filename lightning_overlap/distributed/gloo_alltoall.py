@@ -1,4 +1,4 @@
-"""gloo whose all-to-alls go both ways of a link at once, whichever rank comes first."""
+"""A gloo backend whose all-to-alls use both directions of a link at once, whichever rank comes first."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class ReceivesFirst(dist.ProcessGroup):
 
     gloo's own all-to-all posts the send to a rank before the receive from it. A connection carries what is posted in
     that order, and data goes out at once where the other rank is ready for it. So on the rank that comes later, its
-    data leaves first, and the word that it is ready to receive leaves behind that: the earlier rank begins to send when
+    data leaves first, and the word that it is ready to receive leaves after that: the earlier rank begins to send when
     it has received everything. On a link of a limited rate the all-to-all then takes twice its time. Posted first,
     the word to be ready goes ahead of the data.
 
@@ -29,8 +29,8 @@ class ReceivesFirst(dist.ProcessGroup):
     which a thread of gloo's may wait that holds its own. All ranks issue the all-to-alls of a group in the same order.
 
     Args:
-        gloo: Does it.
-        rank: Of this process.
+        gloo: Makes every collective, an all-to-all as its receives and sends.
+        rank: The rank of this process.
         size: Number of ranks.
     """
 
@@ -54,14 +54,14 @@ class ReceivesFirst(dist.ProcessGroup):
         """Begin an all-to-all.
 
         Args:
-            output: Gets what is received, contiguous, on the host.
-            input: What is sent, likewise.
-            output_split_sizes: Rows (of dimension 0) from each rank; none for equal parts.
-            input_split_sizes: Rows to each rank; none for equal parts.
-            opts: Left alone: it is always asynchronous.
+            output: Receives the data, `(sum(output_split_sizes), ...)`, contiguous, on the host.
+            input: The data to send, `(sum(input_split_sizes), ...)`, contiguous, on the host.
+            output_split_sizes: Elements of dimension 0 from each rank; none for equal parts.
+            input_split_sizes: Elements of dimension 0 to each rank; none for equal parts.
+            opts: Not read: the all-to-all is always asynchronous.
 
         Returns:
-            What its `wait` waits for.
+            The work under way; `wait()` returns when all data has come and gone.
         """
         me, size = self.rank(), self.size()
         received = _parts(output, output_split_sizes, size)
@@ -103,11 +103,11 @@ def _parts(tensor: Tensor, split_sizes: Sequence[int], size: int) -> Sequence[Te
 
 
 class Exchange(dist.Work):
-    """Receives and sends under way.
+    """The receives and sends of one all-to-all, under way.
 
     Args:
-        works: Each is waited for once, which is all that gloo allows.
-        tensors: Stay as long as this does.
+        works: One for each; gloo allows a single wait for each.
+        tensors: Input and output, kept alive as long as this object.
     """
 
     def __init__(self, works: list[dist.Work], tensors: tuple[Tensor, Tensor]) -> None:
@@ -118,10 +118,13 @@ class Exchange(dist.Work):
         self._error: RuntimeError | None = None
 
     def wait(self, timeout: timedelta | None = None) -> bool:
-        """Wait for all of them; the host does.
+        """Let the host wait until all data has come and gone.
+
+        Args:
+            timeout: How long to wait for each receive and send; None for the group's own timeout.
 
         Raises:
-            RuntimeError: A rank is gone, or the time is over; to everyone who waits.
+            RuntimeError: A rank is gone, or the time is over; raised again for every later wait.
         """
         with self._turn:  # a second thread waits for the first one
             if self._error is not None:
@@ -137,7 +140,7 @@ class Exchange(dist.Work):
         return True
 
     def is_completed(self) -> bool:
-        """Whether somebody has waited for them; gloo does not tell before."""
+        """Whether a wait is over; before, gloo does not tell."""
         return not self._works
 
     def is_success(self) -> bool:
@@ -145,7 +148,7 @@ class Exchange(dist.Work):
         return not self._works and self._error is None
 
     def get_future(self) -> Any:
-        """Return what tells of the end: it has `add_done_callback`."""
+        """Return an object whose `add_done_callback` calls back at the end."""
         return _End(self)
 
 
@@ -154,7 +157,7 @@ class _End:
         self._exchange = exchange
 
     def add_done_callback(self, callback: Callable[[Any], None]) -> None:
-        """Call back from a thread that waits for the end; a failure is for those to see who wait for the data."""
+        """Call back from a thread that waits for the end; a failure is raised by `wait`, not here."""
 
         def wait() -> None:
             with suppress(RuntimeError):

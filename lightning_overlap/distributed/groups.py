@@ -1,4 +1,4 @@
-"""The process groups that a run needs beside the default one, made once for a process."""
+"""The process groups that a run needs in addition to the default one, made once for a process."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ class Groups:
     """Groups of all ranks. On one rank there is only the default one, for the tables."""
 
     tables: dist.ProcessGroup
-    """The tables' collectives: an early all-to-all must not queue in front of DDP's gradients, nor behind them.
+    """The tables' collectives: an early all-to-all must queue neither before nor after DDP's gradients.
 
-    And in which order a backward sends both depends on where a step first uses its rows, which may differ by rank.
+    In which order a backward sends both depends on where a step first uses its embeddings, which may differ by rank.
     """
 
     lookahead: dist.ProcessGroup | None = None
@@ -33,7 +33,7 @@ class Groups:
     """Whether there is a link between ranks, on which bytes count."""
 
     checkpoints: dist.ProcessGroup | None = None
-    """Saving, which may go on in a thread beside training, so no other collective may get in between; on the host."""
+    """Saving, which may go on in a thread during training, so no other collective may get in between; on the host."""
 
 
 CONSENSUS = "agreement"
@@ -45,14 +45,14 @@ _made: dict[_Key, Groups] = {}
 
 
 def join(timeout: timedelta, *, multi_node: bool = False) -> Groups:
-    """Return the groups of this process; every rank calls this at the same point, behind a barrier.
+    """Return the groups of this process; every rank calls this at the same point, after a barrier.
 
     A group has threads or communicators of its own, which stay as long as the process, and sharded modules keep
     theirs: so the runs of a process share them. A run issues its collectives in the same order on all ranks and
     leaves none under way. After one that failed on any rank, all make new ones.
 
     Args:
-        timeout: Of each collective.
+        timeout: How long a collective may wait for another rank before it fails.
         multi_node: Whether there is a link between ranks, whose two directions are worth using at once. Within a
             host gloo's own all-to-all is quicker: its threads make the system calls, and not the one that trains.
     """

@@ -60,7 +60,7 @@ class BinnedAUC(Metric):
         self.num_others.scatter_add_(0, bins_B, 1 - clicks_B)
 
     def compute(self) -> Tensor:
-        """The area, float32 scalar; 0.5 while one of the classes has not been seen."""
+        """Return the area, `()` float32; 0.5 while one of the classes has not been seen."""
         clicks, others = self.num_clicks.double(), self.num_others.double()
         others_below = others.cumsum(0) - others
         ordered = (clicks * (others_below + others / 2)).sum()
@@ -95,7 +95,7 @@ class NormalizedEntropy(Metric):
         self.num_samples += labels.numel()
 
     def compute(self) -> Tensor:
-        """The ratio, float32 scalar; infinite while one of the classes has not been seen."""
+        """Return the ratio, `()` float32; infinite while one of the classes has not been seen."""
         rate = self.num_clicks / self.num_samples
         entropy = -(torch.xlogy(rate, rate) + torch.xlogy(1 - rate, 1 - rate))
         return (self.log_loss / self.num_samples / entropy).float()
@@ -194,7 +194,7 @@ class DLRM(LightningModule):
         return self._pairs
 
     def training_step(self, batch: RecBatch, batch_idx: int) -> Tensor:
-        """Mean binary cross entropy of the batch."""
+        """Return the mean binary cross entropy of a batch, `()` float32."""
         loss = self._loss(self(batch), batch)
         self.log("train_loss", loss, batch_size=len(batch))
         return loss
@@ -243,7 +243,7 @@ def _table(name: str, num_rows: int, embedding_dim: int) -> EmbeddingBagConfig:
 
 
 def mlp(num_inputs: int, widths: Sequence[int]) -> nn.Sequential:
-    """Linear layers of these widths, each with a ReLU behind it."""
+    """Linear layers of these widths, each followed by a ReLU."""
     layers: list[nn.Module] = []
     for width_in, width_out in zip([num_inputs, *widths], widths, strict=False):
         layers += [nn.Linear(width_in, width_out), nn.ReLU()]

@@ -1,4 +1,4 @@
-"""SparseNN: pooled embeddings beside dense features, all into a deep over arch; the more tables, the more travels.
+"""SparseNN: pooled embeddings and dense features into one deep over arch; the more tables, the more is sent.
 
 Shape suffixes: B batch size per rank, D dense features, E sum of the tables' embedding dims.
 """
@@ -18,7 +18,7 @@ from .dlrm import DLRM, mlp
 class SparseNN(DLRM):
     """The shape of model that TorchRec measures its train pipelines with (`TestSparseNN` with a large over arch).
 
-    As `DLRM`, but that pooled rows and dense features are put side by side, and one MLP is over them: the wire and the
+    As `DLRM`, but pooled embeddings and dense features are concatenated under one MLP: the all-to-alls and the
     over arch's first layer grow with the tables, and there are no products.
 
     Args:

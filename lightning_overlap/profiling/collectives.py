@@ -26,13 +26,13 @@ _SIGNATURES = {name: inspect.signature(getattr(dist, name)) for name in COLLECTI
 
 
 class Collective:
-    """Times one collective: from its issue to its end, and what was waited for it.
+    """Times one collective: how long it is under way, and how long a lane waits for it.
 
     Args:
-        flight: The record of its time under way; gets its end here.
-        marks: The clock: the host's for what runs on the host.
-        records: Where waits go.
-        lane: The lane that waits.
+        flight: The record of its time under way; receives its end here.
+        marks: Takes the timestamps: the host's for gloo, the current stream's otherwise.
+        records: Receives a record for each wait.
+        lane: The lane that waits, or a function that returns it when the wait begins.
     """
 
     def __init__(
@@ -46,7 +46,7 @@ class Collective:
         return self._flight.on_host
 
     def completed(self) -> None:
-        """Called by the thread that ran it."""
+        """Note the end, from the thread that ran the collective."""
         self._flight.end = time.perf_counter() * 1e3
 
     @contextmanager
@@ -90,8 +90,12 @@ class _TimedWork(dist.Work):
 def all_to_all_name(sent: Tensor, *splits: Any) -> str:
     """Return what an all-to-all carries: `sizes`, `ids`, `rows` or `gradients`.
 
-    Told by what it is called with, so that it works for every pipeline: gradients and rows are floats, gradients in a
-    backward; ids and their lengths travel in parts of given sizes; these sizes travel in equal parts.
+    The arguments tell, so it works for every pipeline: gradients and embeddings (`rows`) are floats, and gradients are
+    sent within a backward; ids and lengths are sent in parts of given sizes; the sizes themselves in equal parts.
+
+    Args:
+        sent: The input of the all-to-all, any shape and dtype.
+        *splits: Its split sizes, None for equal parts.
     """
     if sent.is_floating_point():
         return "gradients" if torch._C._current_graph_task_id() != -1 else "rows"
@@ -105,7 +109,7 @@ def record_collectives(make_timer: Callable[[str, str, bool], Collective]) -> It
     DistributedDataParallel issues its all-reduce from C++, out of sight: it counts as part of the backward.
 
     Args:
-        make_timer: Given what is sent, the group's name, and whether it is in the host's memory.
+        make_timer: Called for each with its name, its group's description, and whether it sends memory of the host.
     """
     with ExitStack() as stack:
         for name in COLLECTIVES:

@@ -23,7 +23,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command; this is the entry point `overlap-timeline`.
 
     Args:
-        arguments: Of the command line; None: of this process.
+        arguments: The arguments of the command line; None for those of this process.
 
     Returns:
         The exit code: 0, or 2 with one message on stderr.
@@ -68,7 +68,7 @@ def read_all(paths: Sequence[Path]) -> dict[int | str, list[Span]]:
 
 
 def _targets(paths: Sequence[Path], out: Path | None) -> tuple[Path, Path]:
-    """Return where the picture and the page go: beside the first trace, or into `--out`, or with its name."""
+    """Return the paths of the picture and the page: next to the first trace, or as `--out` says."""
     first = paths[0]
     stem = first.name.removesuffix(".gz").removesuffix(".json") or first.name
     if out is None:

@@ -39,7 +39,7 @@ def write_html(
         path: The file; all that it needs is inside.
         ranks: The spans of each rank.
         num_steps: Steps to show.
-        title: Over the page.
+        title: Heading of the page.
 
     Raises:
         ValueError: There is nothing to draw, or `num_steps` is below 1.

@@ -1,4 +1,4 @@
-"""Draw timelines: a PNG by matplotlib. `page` makes the same picture one to zoom into."""
+"""Draw timelines as a PNG, with matplotlib; `draw_html.py` writes the same picture as a page to zoom into."""
 
 from __future__ import annotations
 
@@ -65,10 +65,10 @@ def write_png(
     """Draw a few steady steps: a lane per stream or thread, the ranks beneath each other.
 
     Args:
-        path: The PNG.
+        path: Where the PNG is written.
         ranks: The spans of each rank.
         num_steps: Steps to draw.
-        title: Over the picture.
+        title: Heading of the picture; "Timeline" if empty.
 
     Raises:
         ValueError: There is nothing to draw, or `num_steps` is below 1.

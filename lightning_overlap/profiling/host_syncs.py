@@ -31,7 +31,7 @@ class HostSync:
     """One predicted sync.
 
     Args:
-        operator: Its name: an ATen operator's or a tensor method's.
+        operator: Name of the ATen operator or the tensor method.
         stack: The Python calls that led to it, outermost first; inside a backward, those up to `backward()`.
         stage: In which stage of the step it came, '' if in none.
         blocked_ms: How long the call took; on CUDA that is what the host waited.
@@ -46,7 +46,7 @@ class HostSync:
 
     @property
     def reads_host(self) -> bool:
-        """Whether it reads what is in the host's memory in a run on CUDA too, and so makes nobody wait there."""
+        """Whether it reads memory that is the host's in a run on CUDA too, so that the host does not wait there."""
         if self.device != "cpu":
             return False
         return any(

@@ -71,7 +71,7 @@ class Bar:
 
 @dataclass(frozen=True, slots=True)
 class Lane:
-    """A stream or thread, on as many rows as overlap on it."""
+    """A stream or thread, drawn on as many lines as spans overlap on it."""
 
     name: str
     num_rows: int
@@ -83,12 +83,12 @@ class Panel:
     """One rank.
 
     Args:
-        rank: Its number, or what stands in its place.
-        summary: Of all its steps, not only of those drawn.
-        window: What is drawn.
+        rank: Number of the rank, or a name that stands for it.
+        summary: Figures of all steps of the rank, not only of those drawn.
+        window: The part of the timeline that is drawn.
         steps: Where steps begin in it.
-        lanes: From the top.
-        exposed: When a collective ran and nothing hid it.
+        lanes: The lanes, from the top.
+        exposed: Intervals in which a collective ran and nothing hid it.
     """
 
     rank: int | str

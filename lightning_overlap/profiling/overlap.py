@@ -1,4 +1,4 @@
-"""What happened when, and how much of it was hidden: spans on lanes, and the accounting of a window of them."""
+"""Compute how much of the communication, lookups and copies in a window of a timeline was hidden."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ COVERED_BY: Mapping[Category, frozenset[Category]] = MappingProxyType(
         Category.COPY: frozenset({Category.DENSE, Category.LOOKUP}),
     }
 )
-"""What hides a kind: time of these on other lanes. Dense work is what the rest hides behind, so nothing hides it."""
+"""What hides a kind: time of these on other lanes. Nothing hides dense work: the rest overlaps with it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,12 +40,12 @@ class BusyTime:
 
     @property
     def exposed_ms(self) -> float:
-        """What nothing else ran beside."""
+        """The busy time during which nothing ran that could hide it."""
         return self.busy_ms - self.hidden_ms
 
     @property
     def hidden_fraction(self) -> float:
-        """Share of the busy time that was hidden; 1 of nothing."""
+        """Share of the busy time that was hidden; 1 where there was none."""
         return self.hidden_ms / self.busy_ms if self.busy_ms else 1.0
 
 
@@ -55,10 +55,10 @@ class Breakdown:
 
     Args:
         step_ms: The window's length.
-        kinds: Busy and hidden time by kind; `Kind.HOST` is all the time that the host was not blocked.
+        kinds: Busy and hidden time by category; `Category.HOST` is all the time that the host was not blocked.
         stages: The same by stage.
-        merge_wait_ms: What the dense forward waited for looked-up rows.
-        blocked_ms: What the host waited, in all.
+        merge_wait_ms: How long the dense forward waited for embeddings.
+        blocked_ms: How long the host waited, in all.
     """
 
     step_ms: float
@@ -138,14 +138,14 @@ def cover(
     host_lane: str = HOST_LANE,
     host_computes: bool | None = None,
 ) -> list[Interval]:
-    """Return when a kind of work is hidden.
+    """Return the intervals in which a category of work is hidden.
 
     Args:
         own: What `exclusive_in` gives of a window.
         window: Begin and end, milliseconds.
         kind: What may be hidden.
-        host_lane: As of `account`.
-        host_computes: As of `account`.
+        host_lane: See `break_down`.
+        host_computes: See `break_down`.
     """
     if host_computes is None:
         host_computes = any(span.kind is Category.DENSE and span.lane == host_lane for span in own)
@@ -159,7 +159,7 @@ def _blocked(own: Iterable[Span], host_lane: str) -> list[Interval]:
 
 
 def mean(accounts: Sequence[Breakdown]) -> Breakdown:
-    """Return the mean of accounts of one step each.
+    """Return the mean of breakdowns of one step each.
 
     Raises:
         ValueError: There are none.

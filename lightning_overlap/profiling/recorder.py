@@ -1,4 +1,4 @@
-"""Clocks around stages and collectives: what a running step did when, as spans.
+"""Record what a running step did when, as spans: timestamps around stages, collectives and waits.
 
 On a CPU the clock is the host's. On CUDA timing events are recorded on the stages' streams and read once they are over:
 no measurement makes the host wait.
@@ -61,7 +61,7 @@ class SpanRecorder:
         self._open.clear()
 
     def step(self) -> None:
-        """A step ends here, and the next one begins."""
+        """Note that a step ends here and the next one begins."""
         self._steps.append((self._host.mark(), None if self._device is None else self._mark()))
 
     @property
@@ -85,7 +85,13 @@ class SpanRecorder:
         return record.stage, record.batch
 
     def begin(self, stage: Stage, batch: int, stream: StreamName) -> None:
-        """A stage begins; stages may begin inside others."""
+        """Note that a stage begins; stages may begin inside others.
+
+        Args:
+            stage: The stage.
+            batch: Number of the batch that it is for.
+            stream: The stream that its device work runs on.
+        """
         kind = KINDS[stage]
         on_device = None
         if self._streams is not None and self._device is not None:
@@ -97,7 +103,7 @@ class SpanRecorder:
         self._open.append((record, on_device))
 
     def end(self) -> None:
-        """The stage that began last has been issued."""
+        """Note that the stage that began last has been issued."""
         if not self._open:
             return  # it began before the recorder did
         record, on_device = self._open.pop()
@@ -124,7 +130,11 @@ class SpanRecorder:
 
     @contextmanager
     def merge(self, batch: int) -> Iterator[None]:
-        """Go around the wait of the compute stream for looked-up rows; on a CPU the wait is the collective's own."""
+        """Go around the wait of the compute stream for embeddings; on a CPU the collective's own wait is recorded.
+
+        Args:
+            batch: Number of the batch whose embeddings are waited for.
+        """
         if self._device is None or self._streams is None:
             yield
             return
@@ -165,7 +175,13 @@ class SpanRecorder:
     # -- collectives --------------------------------------------------------------------------------------------
 
     def collective(self, name: str, group: str, on_host: bool) -> Collective:
-        """Return the timer of a collective that is about to be issued."""
+        """Return the timer of a collective that is about to be issued.
+
+        Args:
+            name: What it carries, or the name of its function.
+            group: Description of its process group.
+            on_host: Whether it sends memory of the host, by gloo.
+        """
         stage, batch = self.stage or (None, None)
         if stage is Stage.EMBEDDING_LOOKUP and name == "gradients":
             name = "rows"  # which a backward may look up while it waits for gradients

@@ -23,7 +23,7 @@ ALL_TO_ALLS = ("sizes", "ids", "rows", "gradients")
 
 
 ROWS = "rows"
-"""What the all-to-all of looked-up rows is called, and a wait for it; after a colon more can follow."""
+"""Name of the all-to-all of embeddings, and of a wait for it; after a colon more can follow."""
 
 
 class Category(Enum):
@@ -82,7 +82,7 @@ class Span:
 
 
 def is_for_rows(name: str) -> bool:
-    """Whether a span of this name carries looked-up rows, or waits for them."""
+    """Whether a span of this name is the all-to-all of embeddings, or a wait for it."""
     return name.partition(":")[0] == ROWS
 
 
@@ -194,7 +194,12 @@ def subtract(one: Sequence[Interval], other: Sequence[Interval]) -> list[Interva
 
 
 def rows_of(spans: Iterable[Span], *, nested: bool = False) -> list[list[Span]]:
-    """Spread the spans of a lane over rows on which none overlaps another; `nested`: unless it lies within it."""
+    """Spread the spans of a lane over lines of a drawing, so that no two on a line overlap.
+
+    Args:
+        spans: The spans of one lane.
+        nested: Allow a span on the line of another one that it lies within.
+    """
     rows: list[list[Span]] = []
     under_way: list[list[Span]] = []
     for span in sorted(spans, key=lambda span: (span.start_ms, -span.end_ms)):

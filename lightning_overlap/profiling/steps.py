@@ -22,8 +22,8 @@ class Window:
     """A part of a timeline.
 
     Args:
-        start_ms: Its begin.
-        end_ms: Its end.
+        start_ms: Begin of the window.
+        end_ms: End of the window.
         num_steps: Steps in it.
     """
 
@@ -59,7 +59,7 @@ def find_steps(spans: Iterable[Span]) -> list[Window]:
 def window_of(spans: Sequence[Span]) -> Window:
     """Return what the figures of a timeline are taken from.
 
-    With torch.profiler's step marks that is all that a GPU's streams did, as they run behind the host's marks, and
+    With torch.profiler's step marks that is all that a GPU's streams did, as they run later than the host's marks, and
     without a GPU from the first mark to the last. Without marks it is from the first step's begin to the last one's
     end, and without steps everything.
 

@@ -45,7 +45,7 @@ class CudaTimestamps:
     """Points in time of the current CUDA stream, by timing events.
 
     Args:
-        device: Whose streams.
+        device: The CUDA device whose streams are timed.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -53,7 +53,7 @@ class CudaTimestamps:
         self._zero = self.mark()
 
     def mark(self) -> torch.cuda.Event:
-        """Return an event behind all that the current stream was given so far."""
+        """Return an event after all work that the current stream has been given."""
         event = torch.cuda.Event(enable_timing=True)
         event.record(torch.cuda.current_stream(self._device))
         return event

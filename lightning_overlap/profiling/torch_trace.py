@@ -275,7 +275,7 @@ def _lanes(threads: Mapping[tuple[object, object], list[Event]]) -> dict[str, li
 
 
 def _without_closures(events: Sequence[Event]) -> Iterator[Event]:
-    """Leave out optimizer steps with a forward inside: Lightning hands forward and backward to them as a closure."""
+    """Drop optimizer steps with a forward inside: Lightning passes forward and backward to them as a closure."""
     forwards = [
         event.start_us for event in events if event.category == "user_annotation" and names.is_forward(event.name)
     ]
@@ -316,7 +316,10 @@ def _nest(events: Iterable[Event]) -> Iterator[tuple[Event, _Context, _Context]]
 def _waits_for_gradients(
     spans: Sequence[Span], threads: Iterable[Sequence[Event]], to_ms: Callable[[float], float]
 ) -> list[Span]:
-    """Autograd's engine runs operators without a pause; where it pauses beside a collective, it waits for that one."""
+    """Return the pauses of autograd's engine while a collective was under way: it waited for that one.
+
+    Without one to wait for it runs operators without a pause.
+    """
     ran = union((to_ms(e.start_us), to_ms(e.end_us)) for events in threads for e in events if e.category == "cpu_op")
     under_way = union((span.start_ms, span.end_ms) for span in spans if span.kind is Category.COMMUNICATION)
     found = []

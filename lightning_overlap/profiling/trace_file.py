@@ -35,12 +35,12 @@ class Event(NamedTuple):
     """A complete event of a trace.
 
     Args:
-        category: For example "kernel" or "cpu_op"; a `Kind` in the files of this package.
-        name: Its name.
+        category: For example "kernel" or "cpu_op"; a `Category` in the files of this package.
+        name: What the event is called.
         pid: Process, or the device's number.
         tid: Thread or stream.
         start_us: Begin, microseconds of the trace's clock.
-        end_us: End.
+        end_us: End, microseconds.
         args: What was noted with it, so far as it is used here.
     """
 

@@ -16,7 +16,7 @@ class Meaning:
     """What a name says.
 
     Args:
-        stage: The stage.
+        stage: The stage that the name belongs to.
         kind: What the thread does meanwhile, where the computing is done on a CPU.
     """
 

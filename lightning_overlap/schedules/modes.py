@@ -20,7 +20,7 @@ _UPDATE = Stage.EMBEDDING_UPDATE
 _PREFETCH = Stage.PREFETCH
 _COMPUTE, _MEMCPY, _DIST, _SIDE = StreamName.COMPUTE, StreamName.MEMCPY, StreamName.DATA_DIST, StreamName.LOOKUP
 
-# Rows that fetch a batch stand below DENSE_FORWARD: a slow data loader then blocks the host while the device has
+# Steps that fetch a batch stand below DENSE_FORWARD: a slow data loader then blocks the host while the device has
 # the forward queued, and never delays an all-to-all that could have been on its way.
 
 BASE = Schedule(
@@ -56,7 +56,7 @@ FUSED_SPARSE_DIST = Schedule(
         Step(_COPY, 2, _MEMCPY),
         Step(_DATA, 1, _DIST),
         Step(_BACKWARD, 0, _COMPUTE),  # writes the tables
-        Step(_LOOKUP, 1, _SIDE),  # so from here on batch N+1 may read them, beside the dense optimizer
+        Step(_LOOKUP, 1, _SIDE),  # so from here on batch N+1 may read them, while the dense optimizer steps
         Step(_STEP, 0, _COMPUTE),
     ),
 )
@@ -103,7 +103,7 @@ def _looks_up_before_backward(name: str, staleness: int) -> Schedule:
             Step(_LOOKUP, staleness, _SIDE),  # above BACKWARD (on a CPU within it): reads weights so many updates old
             Step(_SPLITS, staleness + 2, _DIST),
             Step(_BACKWARD, 0, _COMPUTE),
-            Step(_DATA, staleness + 1, _DIST),  # behind the gradients, which the backward waits for
+            Step(_DATA, staleness + 1, _DIST),  # after the gradients, which the backward waits for
             Step(_STEP, 0, _COMPUTE),
         ),
     )
@@ -119,7 +119,8 @@ DEFAULT_STALENESS = 2
 def async_lookup(staleness: int) -> Schedule:
     """Return the mode that looks up batch N + staleness before the backward of batch N.
 
-    The rows of at most `staleness` batches ahead of the trained one are held, each from its lookup until its update.
+    The embeddings of at most `staleness` batches ahead of the trained one are held, each from its lookup until its
+    update.
 
     Args:
         staleness: Updates, in batches, that a lookup of a fused table does not see; from 1 on, 1 is `semi_sync`.
@@ -144,10 +145,13 @@ def async_lookup(staleness: int) -> Schedule:
 def defer_update(schedule: Schedule) -> Schedule:
     """Return a mode with the updates of batch N after the forward of N+1, right before that iteration's lookup.
 
-    The all-to-all of gradients then starts behind the backward, and travels beside the optimizer step and that forward.
+    The all-to-all of gradients then starts after the backward and overlaps with the optimizer step and that forward.
     A lookup that stands above the backward sees the same updates as before: the staleness stays. Ids that were sent
-    behind the backward are now sent behind that forward, when the gradients have arrived: gradients, ids, rows and the
-    dense all-reduce follow one another, each with the link for itself.
+    after the backward are now sent after that forward, when the gradients have arrived: gradients, ids, embeddings and
+    the dense all-reduce follow one another, each with the link for itself.
+
+    Args:
+        schedule: A mode whose lookup stands above its backward.
 
     Raises:
         ValueError: A mode whose lookup comes after the backward, so that the update cannot come later.
@@ -167,7 +171,7 @@ def defer_update(schedule: Schedule) -> Schedule:
 
 
 SEMI_SYNC_DEFERRED = defer_update(SEMI_SYNC)
-"""`semi_sync` in which neither the rows nor the gradients stand on the critical path: still staleness 1."""
+"""`semi_sync` in which neither the embeddings nor the gradients stand on the critical path: still staleness 1."""
 
 ASYNC_LOOKUP = replace(async_lookup(DEFAULT_STALENESS), name="async_lookup")
 """`async_lookup` where no staleness is given."""
@@ -233,7 +237,7 @@ def _held(mode: Schedule) -> str:
     amounts = (
         (mode.max_offset, "inputs"),
         (ids.offset if ids else 0, "received ids"),
-        (rows.offset if rows else 0, "looked-up rows"),
+        (rows.offset if rows else 0, "embeddings"),
         (-update.offset if update else 0, "gradients"),
     )
     return ", ".join(f"{what} of {number}" for number, what in amounts if number) or "nothing"

@@ -19,7 +19,7 @@ def resolve_schedule(pipeline: str | Schedule, staleness: int | None = None, def
     Args:
         pipeline: A mode's name, or a schedule.
         staleness: For the modes of `MODES_BY_STALENESS`; None for their default.
-        deferred: With the updates deferred, see `defer_update`.
+        deferred: Whether to defer the updates, see `defer_update`.
 
     Raises:
         ValueError: No mode has this name (the message lists the nearest names), the mode takes no staleness, or it
@@ -44,7 +44,7 @@ def check_lookup_threads(num_threads: int, schedule: Schedule) -> int:
 
     Raises:
         TypeError: Not a number.
-        ValueError: Negative, or for a mode that looks up after the backward: there is none left to run beside.
+        ValueError: Negative, or for a mode that looks up after the backward: no backward is left to overlap with.
     """
     if not isinstance(num_threads, int) or isinstance(num_threads, bool):
         raise TypeError(f"num_lookup_threads is a number of threads, got {num_threads!r}.")
@@ -59,10 +59,10 @@ def check_lookup_threads(num_threads: int, schedule: Schedule) -> int:
 
 
 def check_stash(stash_gradients: bool, schedule: Schedule) -> bool:
-    """Return whether dense gradients are applied as many steps late as rows are old.
+    """Return whether dense gradients are applied as many steps late as the staleness.
 
     Raises:
-        ValueError: In a mode whose rows are not old.
+        ValueError: The mode has no staleness.
     """
     if stash_gradients and not schedule.staleness:
         raise ValueError(

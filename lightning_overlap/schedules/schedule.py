@@ -1,6 +1,6 @@
 """A pipeline mode as a table: which stage of which batch is issued when, and on which stream.
 
-Row order is issue order. `Step(stage, +k, stream)` means "during iteration i, for batch i + k". Everything else
+Steps are in issue order. `Step(stage, +k, stream)` means "during iteration i, for batch i + k". Everything else
 about a mode (depth, fill, drain, staleness, what evaluation runs) is derived from its table.
 """
 
@@ -17,15 +17,15 @@ from .stages import SPARSE_STAGES, STAGE_ORDER, TRAINING_STAGES, Stage, StreamNa
 
 
 class ScheduleError(ValueError):
-    """A schedule that cannot run; the message prints the table with the offending row marked."""
+    """A schedule that cannot run; the message prints the table with the offending step marked."""
 
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """One row of a schedule.
+    """One line of a schedule: a stage, the batch that it is for, and its stream.
 
     Args:
-        stage: What runs.
+        stage: The stage that is issued.
         offset: Batches ahead of the one being trained; -1, for `EMBEDDING_UPDATE` alone, is the one before it.
         stream: Where it runs.
     """
@@ -47,7 +47,7 @@ class Schedule:
 
     Args:
         name: Lower-case name, as in `pipeline=`.
-        steps: Rows in issue order.
+        steps: The steps in issue order.
 
     Raises:
         ScheduleError: The table cannot run: a training stage is missing, repeated or not at offset 0; a stage
@@ -58,7 +58,7 @@ class Schedule:
     steps: tuple[Step, ...]
 
     training_stages: ClassVar[tuple[Stage, ...]] = TRAINING_STAGES
-    """The stages that the trainer runs; the table has a row for each."""
+    """The stages that the trainer runs; the table has a step for each."""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "steps", tuple(self.steps))
@@ -84,7 +84,7 @@ class Schedule:
 
     @cached_property
     def max_offset(self) -> int:
-        """Batches that the furthest row is ahead of the one being trained."""
+        """How many batches the furthest step is ahead of the one being trained."""
         return max(step.offset for step in self.steps)
 
     @cached_property
@@ -107,16 +107,16 @@ class Schedule:
         lookup = self.step_of(Stage.EMBEDDING_LOOKUP)
         if lookup is None:
             return 0
-        # A row for EMBEDDING_UPDATE changes nothing: no lookup stands between the backward and the update.
+        # A step for EMBEDDING_UPDATE changes nothing: no lookup stands between the backward and the update.
         above_backward = self.position(Stage.EMBEDDING_LOOKUP) < self.position(Stage.BACKWARD)
         return max(0, lookup.offset if above_backward else lookup.offset - 1)
 
     @cached_property
     def fills_backward_wait(self) -> range:
-        """The rows that may be left until `BACKWARD` waits for other ranks: what they see is the same until then.
+        """Indices of the steps that may run inside `BACKWARD`, while autograd waits for other ranks (CPU only).
 
-        They are sparse ones, right above `BACKWARD`, from the first that works on tables on: no table is written, but
-        by an update that is among them, before gradients have arrived.
+        They are the sparse steps right above `BACKWARD`, from the first that reads or writes tables. Moving them is
+        safe: before gradients arrive no table is written, except by an update that is among them.
         """
         backward = self.position(Stage.BACKWARD)
         on_tables = (Stage.PREFETCH, Stage.EMBEDDING_LOOKUP, Stage.EMBEDDING_UPDATE)
@@ -130,7 +130,7 @@ class Schedule:
 
     @cached_property
     def received_in_backward(self) -> Step | None:
-        """The lookup that comes next behind `BACKWARD`: its ids may be assembled while that waits for other ranks."""
+        """The lookup that comes next after `BACKWARD`: its ids may be assembled while that waits for other ranks."""
         lookup, sent = self.step_of(Stage.EMBEDDING_LOOKUP), self.step_of(Stage.INPUT_DATA_DIST)
         if (
             lookup is None or sent is None or self.step_of(Stage.PREFETCH) is not None
@@ -143,10 +143,10 @@ class Schedule:
 
     @cached_property
     def dense_owned_lookup(self) -> Step | None:
-        """The row that looks up tables of the dense optimizer, when it has to differ from the fused tables' row.
+        """The step that looks up tables of the dense optimizer, when it has to differ from the fused tables' step.
 
         Such tables are written by `OPTIMIZER_STEP`, so an early lookup of batch N waits for the step of batch
-        N - 1 in every mode: it runs at offset 1, right after `OPTIMIZER_STEP`. None: the `EMBEDDING_LOOKUP` row
+        N - 1 in every mode: it runs at offset 1, right after `OPTIMIZER_STEP`. None: the `EMBEDDING_LOOKUP` step
         already comes after that step.
         """
         lookup = self.step_of(Stage.EMBEDDING_LOOKUP)
@@ -159,7 +159,7 @@ class Schedule:
     def evaluation(self) -> EvaluationSchedule:
         """What an evaluation runs: as early as this table looks up, at most one batch, and no backward.
 
-        Nothing writes a table meanwhile, so the forward is all that there is to hide behind. Every stage stands above
+        Nothing writes a table meanwhile, so a lookup can overlap with the forward only. Every stage stands above
         it and is one batch ahead of the stage that waits for it: each all-to-all then travels during a whole forward.
         """
         lookup, copy = self.step_of(Stage.EMBEDDING_LOOKUP), self.step_of(Stage.COPY_BATCH_TO_DEVICE)
@@ -180,17 +180,17 @@ class Schedule:
         return self
 
     def step_of(self, stage: Stage) -> Step | None:
-        """The row of a stage, or None."""
+        """Return the step of a stage, or None."""
         return next((step for step in self.steps if step.stage is stage), None)
 
     def position(self, stage: Stage) -> int:
-        """Index of the row of a stage that the table has."""
+        """Return the index of the step of a stage that the table has."""
         return next(index for index, step in enumerate(self.steps) if step.stage is stage)
 
     def issue_order(self, num_batches: int) -> list[tuple[int, Step, int]]:
-        """List `(iteration, row, batch)` for a run over `num_batches` batches, fill and drain included.
+        """List `(iteration, index of the step, batch)` for a run over `num_batches` batches, fill and drain included.
 
-        The fill runs the table from iteration `-max_offset` and skips batches below 0 and rows of the trainer;
+        The fill runs the table from iteration `-max_offset` and skips batches below 0 and steps of the trainer;
         the drain skips batches past the end, and makes the updates that are left.
         """
         return [

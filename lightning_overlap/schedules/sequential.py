@@ -61,7 +61,7 @@ def with_exact_warmup(
     """Return a stale schedule with `fused_sparse_dist`, which is exact, before and after it.
 
     Args:
-        schedule: Of a staleness of 1 or more.
+        schedule: A mode with a staleness of 1 or more.
         start_batch: So many batches are trained first.
         end_batch: From this batch on it is `fused_sparse_dist` again; None: never.
 

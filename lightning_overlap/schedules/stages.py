@@ -19,24 +19,24 @@ class Stage(Enum):
     """Read the sizes on the host, then start the all-to-all of lengths, ids and per-id weights."""
 
     PREFETCH = "prefetch"
-    """Rows that the lookup will read from UVM into the cache on the device; in the modes that have a row for it."""
+    """Copy rows that the lookup will read from UVM into the cache on the device, in modes that have a step for it."""
 
     EMBEDDING_LOOKUP = "embedding_lookup"
-    """Table-batched embedding (TBE) forward; issues `output_dist`, the all-to-all of rows, at its end."""
+    """Table-batched embedding (TBE) forward; issues `output_dist`, the all-to-all of embeddings, at its end."""
 
     DENSE_FORWARD = "dense_forward"
-    """The user's `training_step`; waits for the looked-up rows where they are first used (the merge)."""
+    """The user's `training_step`; waits for the embeddings where they are first used (the merge)."""
 
     BACKWARD = "backward"
     """Autograd's backward: dense gradients, the all-to-all of gradients, and the TBE backward, which applies
-    the fused optimizer to the tables (unless the schedule has a row for `EMBEDDING_UPDATE`)."""
+    the fused optimizer to the tables (unless the schedule has a step for `EMBEDDING_UPDATE`)."""
 
     OPTIMIZER_STEP = "optimizer_step"
     """The step of the dense optimizer (with accumulation: the end of a batch that has no step)."""
 
     EMBEDDING_UPDATE = "embedding_update"
     """Wait for the all-to-all of gradients, which `BACKWARD` then only starts, and run the TBE backward, which applies
-    the fused optimizer to the tables that were looked up early. Without a row for it `BACKWARD` does all that."""
+    the fused optimizer to the tables that were looked up early. Without a step for it `BACKWARD` does all that."""
 
     __hash__ = object.__hash__  # Enum's own is a Python function, and every step asks for many
 

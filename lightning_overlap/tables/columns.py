@@ -1,10 +1,10 @@
-"""The order of what a sharded collection answers with: that of its configs, as the unsharded collection's is.
+"""Let a sharded collection answer in the order of its configs, as the unsharded collection does.
 
 TorchRec puts the embeddings of a sharded collection in the order of its sharding plan, so the same columns stand
 elsewhere under another plan or on another number of ranks. A model that was trained on `ebc(kjt).values()` would then
-read other columns after a resume, or as the unsharded module.
+read other columns after a resume, or where the unsharded module runs.
 
-TorchRec's private names that this file uses are listed in `sharded.PRIVATE_NAMES`.
+TorchRec's private names that this file uses are listed in `sharded_module.PRIVATE_NAMES`.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class ConfigOrderKeyedTensor(KeyedTensor):  # type: ignore[misc]
 
     Args:
         in_plan_order: Holds the columns, `(B, sum of dims)`.
-        keys: Its keys, in the order to show.
+        keys: The keys of `in_plan_order`, in the order to show.
     """
 
     def __init__(self, in_plan_order: KeyedTensor, keys: list[str]) -> None:
@@ -62,12 +62,12 @@ class ConfigOrderKeyedTensor(KeyedTensor):  # type: ignore[misc]
         return column
 
     def to_dict(self) -> dict[str, Tensor]:
-        """Return the columns by key, in the order of `keys()`."""
+        """Return the columns by key, each `(B, dim)`, in the order of `keys()`."""
         columns = self._in_plan_order.to_dict()
         return {key: columns[key] for key in self.keys()}
 
     def detach(self) -> ConfigOrderKeyedTensor:
-        """Return the same columns without a graph."""
+        """Return the same columns, `(B, sum of dims)`, without a graph."""
         return ConfigOrderKeyedTensor(_detached(self._in_plan_order), self.keys())
 
     def record_stream(self, stream: torch.cuda.streams.Stream) -> None:
@@ -77,7 +77,7 @@ class ConfigOrderKeyedTensor(KeyedTensor):  # type: ignore[misc]
             self._in_order.record_stream(stream)
 
     def to(self, device: torch.device, non_blocking: bool = False) -> KeyedTensor:
-        """Return the columns on a device, moved into order."""
+        """Return a copy of the columns on a device, `(B, sum of dims)`, in the order of `keys()`."""
         return KeyedTensor(
             keys=self.keys(),
             length_per_key=self.length_per_key(),
@@ -103,7 +103,12 @@ def _detached(columns: KeyedTensor) -> KeyedTensor:
 
 
 def without_graph(answer: Any) -> Any:
-    """Return the answer of a collection without its graph: tensors, KeyedTensors and JaggedTensors, nested or not."""
+    """Return a collection's answer detached from its graph.
+
+    Args:
+        answer: Tensors, KeyedTensors and JaggedTensors of any shape, nested in dicts and tuples or not; anything else
+            is returned as it is.
+    """
     if isinstance(answer, ConfigOrderKeyedTensor):
         return answer.detach()
     if isinstance(answer, KeyedTensor):

@@ -15,7 +15,7 @@ from .supported_modules import sharded_modules
 
 _GROUP_NAME = "fused"
 _EXPECTED = ("momentum", "betas", "weight_decay")
-"""Entries beside `lr` that schedulers (cycled momentum) and monitors look for in every group."""
+"""Entries other than `lr` that schedulers (cycled momentum) and monitors look for in every group."""
 
 
 class DenseAndFused(Optimizer):

@@ -1,4 +1,4 @@
-"""What a copy of a module has of its tables: one that is deep-copied, pickled, or sent to a spawned process."""
+"""What becomes of tables where a module is deep-copied, pickled, or sent to a spawned process."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ TableOptimizers = Mapping[str, tuple[tuple[type[torch.optim.Optimizer], Mapping[
 
 
 class ShardsLeftBehind(nn.Module):
-    """Stands in a copy where the module has a sharded one: shards stay with their process and its group of ranks.
+    """Takes the place of a sharded module in a copy: shards stay with their process and its group of ranks.
 
     Args:
-        kind: The class of the sharded module.
+        kind: Name of the class of the sharded module, for the error.
     """
 
     def __init__(self, kind: str) -> None:

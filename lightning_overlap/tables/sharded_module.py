@@ -1,7 +1,7 @@
-"""One sharded module: the parts of what TorchRec does for it, so that each can run at a time of its own.
+"""What TorchRec made of one sharded module: its kernels, fused optimizers and tables; TorchRec's private names.
 
-TorchRec's names that start with an underscore occur here, in `kinds.py`, `held.py`, `input_dist.py` and `released.py`
-only (`PRIVATE_NAMES`; a test names each).
+TorchRec's names that start with an underscore occur in the folders `tables` and `sparse` only, and each is listed here
+(`PRIVATE_NAMES`; a test asks the installed TorchRec for each).
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ def check_torchrec(module: nn.Module) -> None:
 
 
 def read_once(read: Callable[[Any], list[R]]) -> Callable[[Any], list[R]]:
-    """Remember what was read off a module: its shards do not change, and every step asks."""
+    """Wrap a function of a module so that each module is read once: its shards do not change, and every step asks."""
     known: WeakKeyDictionary[nn.Module, list[R]] = WeakKeyDictionary()
 
     @functools.wraps(read)
@@ -87,9 +87,10 @@ def tables_in_backward(module: ShardedModule[Any, Any, Any, Any]) -> list[str]:
 
 @read_once
 def keys_in_backward(module: Any) -> list[tuple[int, int, str]]:
-    """Return where in the received ids each fused table of this rank is: part, key within it, name of the table.
+    """Return where each fused table of this rank stands in the received ids: (sharding, key within it, table's name).
 
-    A table that is cut by columns has the same ids in each of its shards: the one with the first columns counts.
+    A table that is cut by columns has the same ids in each of its shards: only the shard with the first columns is
+    listed.
     """
     found = []
     for part, owner in enumerate(owners_of_parts(module)):
@@ -128,7 +129,7 @@ def fused_optimizers(module: ShardedModule[Any, Any, Any, Any]) -> list[KeyedOpt
 
 @read_once
 def tbes(module: Any) -> list[SplitTableBatchedEmbeddingBagsCodegen]:
-    """The table-batched kernels of a module's own shards."""
+    """Return the table-batched kernels (TBEs) of a module's own shards."""
     return [] if spec_of(module) is None else tbes_within(tables_of(module)._lookups)
 
 
@@ -140,7 +141,7 @@ def tbes_within(lookups: Iterable[nn.Module]) -> list[SplitTableBatchedEmbedding
 
 @read_once
 def caching_tbes(module: Any) -> list[SplitTableBatchedEmbeddingBagsCodegen]:
-    """The kernels whose tables are in UVM, with a cache on the device."""
+    """Return the kernels whose tables are in UVM, with a cache on the device."""
     return [tbe for tbe in tbes(module) if tbe.lxu_cache_weights.numel()]
 
 
@@ -155,12 +156,18 @@ def forget_prefetched(module: Any) -> None:
 
 
 _LAST_LOOKUP = ("lxu_cache_locations", "_indices", "_offsets", "_vbe_B_offsets", "_vbe_max_B")
-"""What a kernel keeps of its last lookup, and takes for what its next backward is of (FBGEMM 1.8)."""
+"""What a kernel keeps of its last lookup; its next backward takes them for its own (FBGEMM 1.8)."""
 
 
 @contextmanager
 def without_backward(module: Any) -> Iterator[None]:
-    """Let a lookup that no backward follows lock no rows, and leave the last lookup that one does follow in place."""
+    """Go around a lookup that no backward follows.
+
+    It locks no rows of a cache, and the kernels go on with the lookup before it, whose backward is still to come.
+
+    Args:
+        module: A sharded module.
+    """
     kernels = [tbe for tbe in caching_tbes(module) if tbe.prefetch_pipeline]
     kept = [[getattr(tbe, name) for name in _LAST_LOOKUP] for tbe in kernels]
     try:
@@ -173,7 +180,7 @@ def without_backward(module: Any) -> Iterator[None]:
 
 
 def kernel_of(fused_optimizer: Any) -> SplitTableBatchedEmbeddingBagsCodegen | None:
-    """The table-batched kernel whose state a fused optimizer shows; None for kernels of other kinds."""
+    """Return the table-batched kernel whose state a fused optimizer shows; None for kernels of other kinds."""
     kernel = getattr(fused_optimizer, "_emb_module", None)
     return kernel if isinstance(kernel, SplitTableBatchedEmbeddingBagsCodegen) else None
 

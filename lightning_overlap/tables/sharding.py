@@ -105,7 +105,7 @@ def shard_tables(
 
 
 def _watch(model: nn.Module) -> None:
-    """Let sharded modules answer as the unsharded ones do, and notice who writes their tables."""
+    """Let sharded modules answer in the order of their configs, and let writes to their tables be counted."""
     answer_in_config_order(model)
     watch_tables(model)
 
@@ -121,6 +121,14 @@ def make_plan(
 ) -> ShardingPlan:
     """Return the plan that `shard_tables` would shard a model by; all ranks of the group call this.
 
+    Args:
+        model: Holds unsharded TorchRec collections anywhere below it.
+        sharding: See `Sharding`.
+        fused_optimizer: The optimizer for tables that have none applied in backward yet.
+        group: Process group of the tables' collectives.
+        device: Where the shards would live.
+        local_world_size: Ranks on this host.
+
     Raises:
         ValueError: As `shard_tables`, or the planner has no plan.
     """
@@ -131,7 +139,7 @@ def make_plan(
 
 
 def _refuse_pruning(model: nn.Module) -> None:
-    """Refuse modules whose own work is lost when only the tables inside them are sharded."""
+    """Refuse modules that stop pruning when only the tables inside them are sharded."""
     for name, module in model.named_modules():
         if isinstance(module, (ITEPEmbeddingBagCollection, ITEPEmbeddingCollection)):
             raise ValueError(
@@ -167,6 +175,11 @@ def sharded_state_names(model: nn.Module) -> set[str]:
 
 def check_sharding(sharding: Sharding, tables: list[Table], device: torch.device) -> None:
     """Check a sharding argument against the tables of a model and a device.
+
+    Args:
+        sharding: The user's argument.
+        tables: All tables of the unsharded model.
+        device: Where the shards are to live; the possible sharding types depend on it.
 
     Raises:
         ValueError: A table that the model does not have, or a sharding type that the device lacks.

@@ -1,6 +1,6 @@
 """The kinds of sharded modules: where each keeps its tables, and who writes what its lookup reads.
 
-TorchRec's private names that this file uses are listed in `sharded.PRIVATE_NAMES`.
+TorchRec's private names that this file uses are listed in `sharded_module.PRIVATE_NAMES`.
 """
 
 from __future__ import annotations
@@ -31,10 +31,10 @@ class ModuleSpec:
     """What there is to know of a kind of sharded modules whose stages can start early.
 
     Args:
-        tables: The attribute that holds its tables' module; None: it is that itself.
-        input_dists: The attribute that holds the module of its input dists; None: it is that itself.
-        owner: Who writes the last of what its lookup reads, whatever the tables; None: the tables' kernels say.
-        feature_processors: The attribute that holds modules which go before the tables; None: it has none.
+        tables: The attribute that holds the sharded collection with the tables; None: the module is that collection.
+        input_dists: The attribute that holds the module with the input dists; None: the module has them itself.
+        owner: The last writer of what the module's lookup reads; None: the compute kernel of each table says.
+        feature_processors: The attribute that holds the processors of ids, run before the lookup; None: it has none.
     """
 
     tables: str | None = None
@@ -64,7 +64,7 @@ _KERNELS_WITHOUT_CACHE = (EmbeddingComputeKernel.DENSE, EmbeddingComputeKernel.F
 
 
 def spec_of(module: nn.Module) -> ModuleSpec | None:
-    """Return what is known of a module, by its class or the nearest one above it; None for an unknown kind."""
+    """Return the spec of a module's class, or of its nearest base class that has one; None for an unknown kind."""
     return next((SUPPORTED_MODULES[cls] for cls in type(module).__mro__ if cls in SUPPORTED_MODULES), None)
 
 
@@ -74,7 +74,7 @@ def tables_of(module: Any) -> Any:
 
 
 def holds_sequences(module: Any) -> bool:
-    """Whether a module answers with sequences of rows, and not with pooled ones."""
+    """Whether a module answers with an embedding for each id, and not with pooled embeddings."""
     return spec_of(module) is not None and isinstance(tables_of(module), ShardedEmbeddingCollection)
 
 
@@ -107,7 +107,7 @@ def table_modules(model: nn.Module) -> dict[str, Any]:
 
 
 def has_model_parallel_tables(model: nn.Module) -> bool:
-    """Whether rows of any table travel between ranks."""
+    """Whether the embeddings of any table are sent between ranks."""
     plans = [module.module_sharding_plan for module in table_modules(model).values()]
     shardings = {parameter.sharding_type for plan in plans for parameter in plan.values()}
     return shardings != {ShardingType.DATA_PARALLEL.value}
@@ -120,7 +120,7 @@ def hands_out_rows(model: nn.Module) -> bool:
 
 
 def owners_of(module: ShardedModule[Any, Any, Any, Any]) -> list[WeightOwner]:
-    """Return who writes what each part of a module's lookup reads: a part for each of its tables' shardings.
+    """Return the last writer of what a module's lookup reads, for each sharding of its tables.
 
     Read from the sharding plan, which is the same on all ranks: data-parallel tables and dense kernels are
     trained by the dense optimizer, all others by the fused backward.
@@ -142,7 +142,7 @@ def owners_of(module: ShardedModule[Any, Any, Any, Any]) -> list[WeightOwner]:
 
 
 def ids_fit_32_bits(module: Any) -> bool:
-    """Whether every id that stands for a row of a module's travelling tables fits 32 bits. The same on all ranks."""
+    """Whether every id of a module's tables that are not data-parallel fits 32 bits. The same on all ranks."""
     kind = spec_of(module)
     if kind is None or kind.owner is WeightOwner.LOOKUP:  # the latter's ids are no rows yet
         return False
@@ -157,7 +157,7 @@ def why_never_early(module: Any, group: dist.ProcessGroup | None = None, *, pref
     Args:
         module: A sharded module.
         group: The ranks that the early input dist is sent among; None on one rank.
-        prefetches: Whether rows come into the tables' caches before their lookup.
+        prefetches: Whether the mode copies rows into the tables' caches before their lookup.
     """
     kind = spec_of(module)
     if kind is None:
@@ -173,7 +173,7 @@ def why_never_early(module: Any, group: dist.ProcessGroup | None = None, *, pref
 
 
 def _why_cached(tables: Any, prefetches: bool) -> str | None:
-    """Return why a cache keeps tables from an early lookup. Read from the plan, which is the same on all ranks."""
+    """Return why tables in a cache cannot be looked up early, or None. Read from the plan, the same on all ranks."""
     # A cache hands out its slots in the forward and uses them in the backward: a lookup in between may evict them,
     # but for the slots that a prefetch has locked.
     plan = tables.module_sharding_plan
@@ -192,7 +192,7 @@ def _why_cached(tables: Any, prefetches: bool) -> str | None:
 
 
 def _why_other_ranks(module: Any, group: dist.ProcessGroup | None) -> str | None:
-    """Return why the early input dist, which all ranks take part in, is not that of a module."""
+    """Return why a module cannot take part in the early input dist, which is sent among all ranks, or None."""
     env = tables_of(module)._env
     own = getattr(env, "sharding_pg", env.process_group)
     ranks = None if own is None else dist.get_process_group_ranks(own)

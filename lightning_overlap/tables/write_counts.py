@@ -1,4 +1,4 @@
-"""Whether what an early lookup was made from is still what it was: its input, and the tables it read.
+"""Tell whether the input of an early lookup, or the tables that it read, were written since.
 
 Every tensor counts the times it was written in place (`Tensor._version`). FBGEMM's kernels do not count their own
 updates of the tables, so what the count of a table shows is what somebody else has written.
@@ -40,11 +40,15 @@ class SentInput:
                 self._parts.append((name, weakref.ref(part), _version(part)))
 
     def forget_ids(self) -> None:
-        """Leave out values and weights, whose memory has been given back: nobody can change them."""
+        """Compare values and weights no more: their memory has been given back, so nobody can change them."""
         self._parts = [part for part in self._parts if part[0] == "_lengths"]
 
     def is_unchanged(self, kjt: KeyedJaggedTensor) -> bool:
-        """Whether it still holds the same tensors, and nobody has written them."""
+        """Whether an input still holds the tensors that were sent, and nobody has written them since.
+
+        Args:
+            kjt: The input as it is now: values `(sum(lengths),)`, lengths `(F * B,)`.
+        """
         return all(
             getattr(kjt, name) is part() and _version(getattr(kjt, name)) == version
             for name, part, version in self._parts
@@ -56,7 +60,11 @@ def _version(tensor: Any) -> int:
 
 
 def count_writes(kjts: Iterable[KeyedJaggedTensor]) -> None:
-    """Give inputs that were made in inference mode tensors that count their writes: copies, in the same object."""
+    """Replace the tensors of inputs made in inference mode, which count no writes, by copies that do, in place.
+
+    Args:
+        kjts: Values `(sum(lengths),)`, lengths `(F * B,)`, on any device.
+    """
     for kjt in kjts:
         for name in _PARTS:
             part = getattr(kjt, name)
@@ -116,6 +124,6 @@ def num_writes(module: Any, owner: WeightOwner) -> tuple[int, ...]:
 
     Args:
         module: A sharded module.
-        owner: Of the tables that were looked up. What the dense optimizer owns it has written before the lookup.
+        owner: The last writer of the tables that were looked up. The dense optimizer has written its own before that.
     """
     return tuple(weight._version for weight in _WEIGHTS[owner](module))

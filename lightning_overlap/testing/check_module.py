@@ -32,11 +32,11 @@ class ModuleReport:
     """What `check_module` saw; `str()` of it is a table.
 
     Args:
-        schedule: The mode.
+        schedule: The mode that was checked.
         num_steps: Steps trained by each fit.
         num_ranks: Processes that took part.
         verdicts: One for each law.
-        early: Share of batches, after the first, whose rows came from an early lookup, by module.
+        early: Share of batches, after the first, whose embeddings came from an early lookup, by module.
         plain: Modules that ran in their own forward, each with the reason.
         host_syncs: Places that make the host wait for the device, other than the read of sizes, each with how often
             a step: predicted from the operators on a CPU.
@@ -91,10 +91,10 @@ def check_module(
        after every step. In a mode with a staleness the reference is the same plain fit, in which each lookup of a
        fused table reads the weights that the mode's lookup of that batch was issued after; whatever else the mode
        might have read shows as a difference.
-    2. Staleness is a number: the lookup of batch N is issued behind the updates of batches 0 to N - 1 - k, and before
+    2. Staleness is a number: the lookup of batch N is issued after the updates of batches 0 to N - 1 - k, and before
        any other. (With manual optimization, and with `start_batch` or `end_batch`: of at least these.) Two fits in
        the mode are the same to the bit. On one rank of a CPU a third one runs on `CheckedStreams`: an operator whose
-       memory nothing ordered behind its last use on another stream, in the package or in your own hooks, is named.
+       memory nothing ordered after its last use on another stream, in the package or in your own hooks, is named.
     3. Modules are served from early lookups, from the second batch on.
     4. All ranks issue the same collectives on the same groups, in the same order.
     5. Nothing stays patched or in flight after the fit.
@@ -115,10 +115,10 @@ def check_module(
         data: A LightningDataModule, a data loader, or batches; on several ranks, this rank's own.
         pipeline: A mode's name or a schedule of yours.
         num_steps: Batches to train; fewer where the data has no more.
-        seed: Of Python, NumPy and torch, before each fit.
+        seed: Seeds Python, NumPy and torch before each fit.
         accelerator: `cpu` or `gpu`; on a GPU the kernels have to be deterministic.
         must_overlap: Whether a module that runs in its own forward breaks a law, or is only reported.
-        max_host_syncs: How many host syncs a step may make beside the read of sizes, before that breaks a law; None
+        max_host_syncs: How many host syncs a step may make besides the read of sizes, before that breaks a law; None
             to report them only.
         trainer_options: More arguments of `Trainer`.
         **strategy_options: More arguments of `OverlapEmbeddingStrategy`: `sharding`, `stream`, `fused_optimizer`...
@@ -198,7 +198,7 @@ def _with_batches(setting: Setting, data: Data | Iterable[Any], num_steps: int) 
 
 
 def _together(verdicts: Sequence[Verdict]) -> list[Verdict]:
-    """Let all ranks come to the same verdicts, so that all raise or none."""
+    """Combine the verdicts of all ranks, so that all ranks raise or none."""
     everyone: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(everyone, [verdict.problem for verdict in verdicts])
     if len(everyone) == 1:
@@ -239,7 +239,7 @@ def _updates_to_see(schedule: Schedule, watched: Watched, batch: int) -> tuple[i
 
 
 def _delays(schedule: Schedule, watched: Watched, *, as_seen: bool) -> Delays:
-    """Return what the lookups of the reference see: what the mode says, or what the watched ones could see."""
+    """Return the updates that lookups of the reference see: those that the mode says, or that the watched ones saw."""
     return {
         batch: (len(seen if as_seen else _updates_to_see(schedule, watched, batch)), watched.modules_early_in(batch))
         for batch, seen in watched.seen.items()
@@ -267,7 +267,7 @@ _NOT_FOLLOWED = Verdict(_NO_RACE, "", "not looked at")
 
 
 def _race(setting: Setting, pipeline: str | Schedule) -> Verdict:
-    """Train once more on stand-in streams that follow every operator's memory. On one rank only."""
+    """Train once more on simulated streams that follow every operator's memory. On one rank only."""
     if dist.get_world_size() > 1:
         return _NOT_FOLLOWED
     try:
@@ -338,7 +338,7 @@ def _each_batch_once(watched: Watched, num_batches: int) -> Verdict:
 
 
 def _syncs_of_users(watched: Watched) -> dict[str, float]:
-    """Return the places of host syncs beside the read of sizes, with how many a step."""
+    """Return the places of host syncs other than the read of sizes, with how many a step."""
     places = Counter(
         f"{sync.operator} in {re.sub(r'^, ', '', sync.source())}"
         for sync in watched.syncs

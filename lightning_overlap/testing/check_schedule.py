@@ -13,13 +13,13 @@ from .recording import FAKE_MODULES, LOADED_WEIGHTS, Mark, RecordingStreams
 def check_laws(schedule: Schedule, *, executor_type: type[Executor] = Executor) -> None:
     """Check that a schedule does what it says, over 0 to 2 x depth fake batches.
 
-    Also as on a CPU, where a lookup right above the backward is made as late as that waits for gradients.
+    It runs them a second time as on a CPU, where a lookup right above the backward runs while that waits for gradients.
 
     1. Each stage of each batch runs once, in order.
     2. No more batches are in flight than the schedule's depth.
     3. The lookup of batch N sees the updates of batches 0 to N - 1 - staleness and no others; tables of the dense
        optimizer are always seen fresh.
-    4. Streams and events order every lookup against every update of what it reads, and every stage behind the one
+    4. Streams and events order every lookup against every update of what it reads, and every stage after the one
        before it, under every stream that the lookup may stand for. No two streams use the same memory, one of them
        writing, without an event that orders them, nor memory of another stream that was not handed to them.
 
@@ -51,7 +51,16 @@ def check_laws(schedule: Schedule, *, executor_type: type[Executor] = Executor) 
 
 
 def check_stages(run: Run, num_batches: int, *, ready: bool = True) -> None:
-    """Check law 1. Before discovery (`ready=False`) the first batch takes the modules' own forward."""
+    """Check law 1: each stage of each batch ran once, in order.
+
+    Args:
+        run: What a fake training did.
+        num_batches: How many batches its source had.
+        ready: Whether the modules' inputs were known from the start; if not, the first batch runs unpipelined.
+
+    Raises:
+        AssertionError: A batch is missing, or had other stages; with a drawing of the run.
+    """
     assert run.trained == list(range(num_batches)), f"trained {run.trained} of {num_batches} batches\n{run}"
     for batch in range(num_batches):
         all_early = run.schedule.has_sparse_stages and (ready or batch > 0)
@@ -69,7 +78,11 @@ def check_stages(run: Run, num_batches: int, *, ready: bool = True) -> None:
 
 
 def check_in_flight(run: Run) -> None:
-    """Check law 2."""
+    """Check law 2: no more batches in flight than the schedule's depth.
+
+    Raises:
+        AssertionError: There were more; with a drawing of the run.
+    """
     assert run.max_in_flight <= run.schedule.depth, (
         f"{run.max_in_flight} batches in flight, the depth is {run.schedule.depth}\n{run}"
     )

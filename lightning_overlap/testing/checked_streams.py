@@ -1,4 +1,4 @@
-"""Find races between streams in a real run on a CPU: stand-in streams that see every operator and its memory.
+"""Find races between streams in a real run on a CPU: simulated streams that see every operator and its memory.
 
 All work runs on the calling thread, as with `HostStreams`, but each operator counts as work of the stream that would be
 current on a device, reads and writes by its schema the memory of its tensors, and allocates that of its results. So a
@@ -23,7 +23,7 @@ from .stream_tracing import FollowedStreams, tensors_of
 class CheckedStreams(FollowedStreams):
     """Streams of a run on one rank that raise a `RaceError` where an operator uses what nothing ordered.
 
-    Autograd runs a node behind all that its backward has run so far, and hands gradients over itself; at its end no
+    Autograd runs a node after all that its backward has run so far, and hands gradients over itself; at its end no
     stream waits for another.
 
     Args:
@@ -43,7 +43,7 @@ class CheckedStreams(FollowedStreams):
         return self._races.event(self[name])
 
     def wait(self, name: StreamName, event: Clock | None) -> None:
-        """Order later work on a stream behind an event."""
+        """Order later work on a stream after an event."""
         if event is not None:
             self._races.wait(self[name], event)
 
@@ -59,7 +59,13 @@ class CheckedStreams(FollowedStreams):
             self.record_stream(value, name)
 
     def observe(self, kind: str, stage: Stage, batch: int) -> None:
-        """Take an event of the executor, to name the place in errors: this is an `Observer`."""
+        """Remember the last event of the executor, which errors name as their place: an `Observer`.
+
+        Args:
+            kind: "issue" or "wait".
+            stage: The stage that is issued or waited for.
+            batch: Number of its batch.
+        """
         self._doing = f"{kind} of {stage} of batch {batch}"
 
     @contextmanager
@@ -67,7 +73,7 @@ class CheckedStreams(FollowedStreams):
         """Follow all operators of the calling thread.
 
         Args:
-            weights: What is there for the whole run and was written on the compute stream, by name.
+            weights: Parameters and tables of any shape, by name; written on the compute stream before the run.
         """
         self._weights = [self._memory.name(tensor, label) for label, tensor in weights.items()]
         self._races.do("the load of the weights", StreamName.COMPUTE, writes=self._weights)
@@ -85,7 +91,16 @@ class CheckedStreams(FollowedStreams):
         self._races.do(by, StreamName.COMPUTE, reads=self._weights)
 
     def ran(self, func: Any, args: Iterable[Any], result: Any) -> None:
-        """Take an operator that has run."""
+        """Check the memory that an operator has read, written and made.
+
+        Args:
+            func: The ATen operator.
+            args: Its arguments, in the order of its schema.
+            result: What it returned.
+
+        Raises:
+            RaceError: Nothing orders it after an earlier use of the same memory on another stream.
+        """
         stream, in_backward = self.stream_of_operator()
         given = list(_given(func, args))
         reads = [self._memory.name(tensor) for tensor, writes in given if not writes]

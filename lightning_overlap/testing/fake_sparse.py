@@ -57,7 +57,7 @@ def table(module: str, owner: WeightOwner) -> str:
 
 
 def cache(module: str) -> str:
-    """Name what a prefetch fills, and what a lookup fills that was not prefetched; FBGEMM orders the others."""
+    """Return the resource of a module's cache: prefetches write it, and lookups that were not prefetched."""
     return f"the cache of {module}"
 
 
@@ -74,7 +74,7 @@ def _gradients(index: int) -> str:
 
 
 class _Rows(NamedTuple):
-    """Rows of an early lookup."""
+    """Embeddings of an early lookup."""
 
     batch: int
     module: str
@@ -92,7 +92,7 @@ class FakeSparse:
     Raises AssertionError where the stages of one batch come out of order or twice.
 
     Args:
-        modules: Who writes the tables of each module.
+        modules: Name of a module -> the owners that write its tables.
         ready: Whether the inputs of the modules are known from the start, not only after the first forward.
         streams: Recording streams, to note the order of device work too.
         lookup_stream: The stream of early lookups.
@@ -133,7 +133,15 @@ class FakeSparse:
         self.called_in_backward: dict[int, Callable[[], None]] = {}
 
     def begin(self, stage: Stage, batch: int) -> None:
-        """Note a stage of a batch, or fail there if told so."""
+        """Note that a stage of a batch was issued.
+
+        Args:
+            stage: The stage.
+            batch: Number of the batch.
+
+        Raises:
+            InjectedError: `fail_at` names this stage and batch.
+        """
         if self.fail_at == (stage, batch):
             raise InjectedError(f"told to fail in {stage} of batch {batch}")
         self.stages.setdefault(batch, []).append(stage)
@@ -228,7 +236,16 @@ class FakeSparse:
         """Do nothing: the fake lookups are over at once."""
 
     def register_backward_hook(self, inflight: InFlightBatch, stage: Stage, call: Callable[[], None]) -> bool:
-        """Have this called in the backward of a batch that is looked up early."""
+        """Let `call` run in the backward of a batch whose fused tables are looked up early.
+
+        Args:
+            inflight: The batch.
+            stage: The stage that `call` issues; it is left for the backward if it is in `left_from`.
+            call: Issues the stage, and the steps after it.
+
+        Returns:
+            Whether it was left for the backward; False means that the caller issues it now.
+        """
         fused = any(WeightOwner.FUSED_BACKWARD in state.owners for state in inflight.modules.values())
         is_left = fused and stage in self.left_from
         if is_left:
@@ -284,7 +301,7 @@ class FakeSparse:
             self.drop_lookups(inflight)
 
     def forget_received(self, inflight: InFlightBatch) -> None:
-        """Let go of the rows of a batch: nothing holds them here."""
+        """Do nothing: nothing holds the embeddings of a batch here."""
 
     def gradients_are_there(self, batches: Iterable[InFlightBatch], timeout_s: float) -> bool:
         """Whether gradients arrive within a time: they do."""

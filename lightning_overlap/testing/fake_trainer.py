@@ -39,7 +39,7 @@ class Run:
         return {served.saw for served in self.served if (served.batch, served.owner) == (batch, owner)}
 
     def served_early(self, batch: int) -> set[bool]:
-        """Return whether the modules got the rows of a batch from early lookups."""
+        """Return whether the modules got the embeddings of a batch from early lookups."""
         return {served.early for served in self.served if served.batch == batch}
 
     def __str__(self) -> str:
@@ -207,16 +207,23 @@ class FakeTrainer:
 
 
 def run_schedule(schedule: Schedule, num_batches: int, *, ready: bool = True, **options: Any) -> Run:
-    """Train fake batches under a schedule; `options` are those of `FakeTrainer.run`."""
+    """Train fake batches under a schedule.
+
+    Args:
+        schedule: The table to walk.
+        num_batches: Batches that the source has.
+        ready: Whether the modules' inputs are known from the start, not only after the first forward.
+        **options: Those of `FakeTrainer.run`.
+    """
     return FakeTrainer(schedule, ready=ready).run(num_batches, **options)
 
 
 def random_schedule(random: Random, max_offset: int = 3) -> Schedule:
-    """Return a schedule that can run: random row order, offsets and streams.
+    """Return a schedule that can run: random order of steps, offsets and streams.
 
     Args:
         random: Where chance comes from; with Hypothesis, `st.randoms().map(random_schedule)`.
-        max_offset: Largest offset of a row.
+        max_offset: Largest batch offset of a step.
     """
     early = [Stage.COPY_BATCH_TO_DEVICE, *(SPARSE_STAGES if random.random() < 0.9 else ())]
     offsets = sorted((random.randint(0, max_offset) for _ in early), reverse=True)
@@ -235,7 +242,7 @@ def random_schedule(random: Random, max_offset: int = 3) -> Schedule:
 
 
 def _with_update(random: Random, order: list[Step]) -> list[Step]:
-    """Add a row for the update where it may stand: no lookup comes between the backward and it."""
+    """Add a step for the update where it may stand: no lookup comes between the backward and it."""
     lookup, backward, step = (
         next(index for index, row in enumerate(order) if row.stage is stage)
         for stage in (Stage.EMBEDDING_LOOKUP, Stage.BACKWARD, Stage.OPTIMIZER_STEP)

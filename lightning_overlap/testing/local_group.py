@@ -1,4 +1,4 @@
-"""Fits in a process as it is: without a launcher, in the process group that is there or one of one rank."""
+"""Run fits in this process, without a launcher: in the process group that is there, or in one of one rank."""
 
 from __future__ import annotations
 

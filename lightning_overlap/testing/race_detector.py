@@ -1,4 +1,4 @@
-"""Find races between streams: vector clocks, and what each piece of work says that it reads and writes.
+"""Find races between streams by vector clocks, from what each piece of work says that it reads and writes.
 
 A stream is a thread with a clock. Work on it moves the clock on; an event is a copy of the clock; a wait joins the
 copy into the clock of the stream that waits. Two accesses are ordered if the later one's stream knows of the earlier
@@ -50,7 +50,7 @@ class _Resource:
 
 
 class Races:
-    """Follows streams, events and accesses; raises at the first access that nothing orders behind an earlier one.
+    """Follows streams, events and accesses; raises at the first access that nothing orders after an earlier one.
 
     Resources have any name. Those that `make` allocates belong to the stream they were made on, as in PyTorch's
     caching allocator: another stream uses them only after `record_stream`.
@@ -61,11 +61,11 @@ class Races:
         self._resources: dict[str, _Resource] = {}
 
     def event(self, stream: StreamName) -> Clock:
-        """Return what a stream knows now."""
+        """Return a copy of a stream's clock: the work that it knows to be over."""
         return dict(self._clocks[stream])
 
     def wait(self, stream: StreamName, event: Clock) -> None:
-        """Let a stream know what an event knows."""
+        """Let a stream wait for an event: it then knows of the work before it."""
         clock = self._clocks[stream]
         for other, time in event.items():
             clock[other] = max(clock.get(other, 0), time)
@@ -88,14 +88,14 @@ class Races:
         """Issue a piece of work on a stream.
 
         Args:
-            by: What to call it in an error.
+            by: Name of the work, for errors.
             stream: Where it runs.
             reads: Resources that it reads.
             writes: Resources that it writes, read or not.
             makes: Resources that it allocates and writes; of an earlier one of that name nothing is left.
 
         Raises:
-            RaceError: Nothing orders it behind an earlier access of the same resource, one of both a write; or the
+            RaceError: Nothing orders it after an earlier access of the same resource, one of both a write; or the
                 memory is another stream's and was not handed over.
         """
         self._clocks[stream][stream] += 1

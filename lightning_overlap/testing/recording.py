@@ -1,4 +1,4 @@
-"""What happened in a run, recorded: the timeline of its stages, and streams that know what is ordered."""
+"""Record a fake run: the timeline of its stages, and streams that know what is ordered before what."""
 
 from __future__ import annotations
 
@@ -40,7 +40,13 @@ class Timeline:
         self.events: list[TimelineEvent] = []
 
     def record(self, kind: str, stage: Stage, batch: int) -> None:
-        """Take one event: this is an `Observer`."""
+        """Add an event: an `Observer`.
+
+        Args:
+            kind: "issue" or "wait".
+            stage: The stage that is issued or waited for.
+            batch: Number of its batch.
+        """
         self.events.append((kind, stage, batch))
 
     def issued(self) -> list[str]:
@@ -139,7 +145,7 @@ class RecordingStreams:
         return event
 
     def wait(self, name: StreamName, event: RecordedEvent | None) -> None:
-        """Order later work on a stream behind an event."""
+        """Order later work on a stream after an event."""
         if event is not None:
             self.log.append(("wait", self[name], event))
             self._known[self[name]] |= event.over
@@ -170,13 +176,13 @@ class RecordingStreams:
         """Issue a piece of work on the current stream, with all that it uses.
 
         Args:
-            mark: Its name.
+            mark: Names the work in errors.
             reads: Resources that it reads.
             writes: Resources that it writes.
             makes: Memory that it allocates and writes; another stream uses it after a `record_stream`.
 
         Raises:
-            RaceError: An earlier piece of work used one of them, and nothing orders this one behind it.
+            RaceError: An earlier piece of work used one of them, and nothing orders this one after it.
         """
         self.log.append(("do", self._current, mark))
         self.before[mark] = self._known[self._current]

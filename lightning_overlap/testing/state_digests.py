@@ -1,4 +1,4 @@
-"""What training leaves behind, as digests that compare bit for bit."""
+"""The state after training, as digests that compare bit for bit."""
 
 from __future__ import annotations
 

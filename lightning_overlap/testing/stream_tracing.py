@@ -1,4 +1,4 @@
-"""Streams of a real run on a CPU that know of which of them every operator would be on a device."""
+"""Streams of a real run on a CPU that tell for every operator on which stream it would run on a device."""
 
 from __future__ import annotations
 
@@ -55,7 +55,16 @@ class FollowedStreams(HostStreams):
             yield
 
     def ran(self, func: Any, args: Iterable[Any], result: Any) -> None:
-        """Take an operator that has run and is no view."""
+        """Take note of an operator that has run and is no view; subclasses say how.
+
+        Args:
+            func: The ATen operator.
+            args: Its arguments, in the order of its schema.
+            result: What it returned.
+
+        Raises:
+            NotImplementedError: The subclass does not define it.
+        """
         raise NotImplementedError
 
     def stream_of_operator(self) -> tuple[StreamName, bool]:
@@ -91,7 +100,11 @@ def _sequence_number() -> int:
 
 
 def tensors_of(value: Any) -> Iterator[Tensor]:
-    """Yield the tensors in what an operator takes or gives; those of one element count as the host's."""
+    """Yield the tensors of more than one element, of any shape, in a value; smaller ones count as the host's.
+
+    Args:
+        value: An argument or a result of an operator: a tensor, or lists and tuples with tensors in them.
+    """
     if isinstance(value, Tensor):
         if value.numel() > 1:
             yield value

@@ -55,7 +55,7 @@ class Answers(Callback):
     """Compares every answer of the sharded modules with that of the unsharded ones, and notes what a fit changes.
 
     The unsharded module never trains here: it gets the whole weights of all ranks that the lookup should have read.
-    Rows are looked at when the step is over, not when the module is called, which would be a wait too early.
+    Embeddings are looked at when the step is over: at the call that would be a wait too early.
 
     Args:
         unsharded: A copy of the module from before the fit; it is changed.
@@ -82,7 +82,15 @@ class Answers(Callback):
     # -- what the fit tells ---------------------------------------------------------------------------------------
 
     def answered(self, name: str, step: str, given: Any, rows: Any, *, early: bool) -> None:
-        """Take the answer to a call of a sharded module; `given` is a copy of its arguments, from before the call."""
+        """Keep a sharded module's answer, to compare it with the unsharded module's at the end of the step.
+
+        Args:
+            name: Name of the module.
+            step: The step that called it: `training_step` or `validation_step`.
+            given: A copy of the call's arguments from before the call; None where they cannot be copied.
+            rows: The answer, perhaps still under way.
+            early: Whether it came from an early lookup.
+        """
         if name in self.left_out or name not in self.modules:
             return
         if given is None:
@@ -253,7 +261,13 @@ def of_all_ranks(weights: Weights) -> Weights:
 
 
 def different_weights(sharded: Weights, unsharded: Weights, modules: Iterable[str]) -> list[str]:
-    """Say which weights only one of two fits changes, or gives a gradient; tables get theirs in the kernel."""
+    """Return a line for each way in which two fits treat weights differently.
+
+    Args:
+        sharded: What the fit with sharded tables changed, and gave a gradient.
+        unsharded: The same for the fit of the unsharded module.
+        modules: Names of the sharded modules; gradients of their tables, which the kernel has, are not compared.
+    """
     problems = []
     both = sharded.all & unsharded.all
     outside = {name for name in both if not _is_in(name, modules)}

@@ -16,7 +16,7 @@ from .watched_fit import Setting, fit, fit_unsharded, seed_all
 
 _LAW = "law 10: computes what the unsharded module computes"
 _MOST_STEPS = 4
-"""Of the short fits, beside as many as the staleness."""
+"""Steps of the short fits, to which the staleness is added."""
 
 
 def computes_what_the_unsharded_computes(setting: Setting, pipeline: Any, staleness: int = 0) -> Verdict:
@@ -27,7 +27,7 @@ def computes_what_the_unsharded_computes(setting: Setting, pipeline: Any, stalen
     Args:
         setting: What the fits of a check have in common.
         pipeline: A mode's name or a schedule.
-        staleness: Of the mode.
+        staleness: The staleness of the mode, in batches.
     """
     batches = setting.batches[: _MOST_STEPS + staleness]
     # Released ids are gone when their module is called: there would be nothing to give to the unsharded one.

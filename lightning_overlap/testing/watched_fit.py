@@ -1,4 +1,4 @@
-"""One fit of a user's module under the strategy, watched: what it trained, looked up, sent and left behind."""
+"""One fit of a user's module under the strategy, watched: what it trained, looked up, sent and left in place."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ class Watched:
     automatic: bool = True
 
     def modules_early_in(self, batch: int) -> frozenset[str]:
-        """Return the modules that took early rows for a batch."""
+        """Return the modules that answered with early embeddings for a batch."""
         return frozenset(name for name, early in self.early.get(batch, {}).items() if early)
 
 
@@ -180,7 +180,7 @@ _QUIET: dict[str, Any] = {
 
 
 def make_trainer(setting: Setting, strategy: Any, callbacks: Sequence[Callback] = ()) -> Trainer:
-    """A quiet trainer over the ranks of the process group."""
+    """Return a quiet Trainer over the ranks of the process group, with the setting's accelerator and options."""
     world_size = dist.get_world_size()
     per_node = int(os.environ.get("LOCAL_WORLD_SIZE", world_size))
     options = {**_QUIET, **setting.trainer_options, "callbacks": list(callbacks)}
@@ -208,7 +208,7 @@ class _Replay:
 
 
 class _Watch(Callback):
-    """Notes what a fit does."""
+    """Notes in `watched` what a fit does: its losses, states, early lookups and host syncs."""
 
     reads_tables = False  # in its hook after the backward
 

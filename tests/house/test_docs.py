@@ -13,7 +13,7 @@ import pytest
 ROOT = Path(__file__).resolve().parents[2]
 HEAD = ["feature", "status", "remark or reason", "test"]
 MODULES_HEAD = ["module or feature", "looked up", "after which writer", "remark or reason", "test"]
-LOOKED_UP = {"early", "ids early", "plain", "refused"}
+LOOKED_UP = {"early", "ids early", "unpipelined", "refused"}
 STATUS = {"works", "with a remark", "refused"}
 TEST = re.compile(r"`(?P<file>test_\w+\.py)::(?P<test>test_\w+)(?:\[(?P<id>[^\]`]+)\])?`")
 
