@@ -201,7 +201,7 @@ def table(results: Sequence[ArmResult]) -> str:
     memories = list(results[0].peak_memory)
     head = ["median", "P90", "of base", "(rounds)", "samples/s", "exposed", "efficiency"]
     head += [f"peak {name}" for name in memories] + ["final loss", "same as base"]
-    rows: list[tuple[str, list[str]]] = [("arm", head)]
+    rows = [["arm", *head]]
     for result in results:
         if result.failure is not None:
             continue
@@ -217,7 +217,7 @@ def table(results: Sequence[ArmResult]) -> str:
         ]
         cells += [f"{result.peak_memory[name] / 2**20:,.0f} MiB" for name in memories]
         same = "yes" if result.same_as_base else f"no (staleness {result.staleness})" if result.staleness else "NO"
-        rows.append((result.name, [*cells, f"{result.final_loss:.9g}", same]))
+        rows.append([result.name, *cells, f"{result.final_loss:.9g}", same])
     return aligned(rows)
 
 
@@ -233,10 +233,10 @@ def collectives_table(results: Sequence[ArmResult]) -> str | None:
     names = [name for name in ALL_TO_ALLS if name in seen] + others
     if not names:
         return None
-    rows: list[tuple[str, list[str]]] = [("waited for", names)]
+    rows = [["waited for", *names]]
     for result in results:
         if result.failure is None:
-            rows.append((result.name, [_hidden(result.collectives.get(name)) for name in names]))
+            rows.append([result.name, *(_hidden(result.collectives.get(name)) for name in names)])
     return aligned(rows)
 
 

@@ -67,7 +67,7 @@ def table(results: Sequence[ModeResult]) -> str:
     for name in results[0].peak_memory:
         values = [f"{result.peak_memory[name] / 2**20:,.0f} MiB" for result in results]
         rows.append((f"peak memory, {name}", values))
-    return aligned(rows)
+    return aligned([(name, *cells) for name, cells in rows])
 
 
 def compare(results: Sequence[ModeResult]) -> tuple[str, bool]:

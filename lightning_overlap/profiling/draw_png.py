@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from .draw_html import write_html as write_html
-from .figures import headline
 from .layout import (
     BATCH_COLORS,
     EXPOSED_COLOR,
@@ -24,6 +23,7 @@ from .layout import (
     shares,
     text_of,
 )
+from .report import headline
 from .spans import Category, Span
 
 if TYPE_CHECKING:

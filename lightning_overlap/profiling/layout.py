@@ -8,8 +8,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from ..schedules import Stage
-from .figures import TraceSummary, label, summarize
 from .overlap import cover
+from .report import TraceSummary, label, summarize
 from .spans import (
     ALL_TO_ALLS,
     HOST_LANE,
@@ -23,7 +23,7 @@ from .spans import (
     subtract,
     union,
 )
-from .steps import Window, find_steps, steady_window
+from .steps import STEP_MARK, Window, find_steps, steady_window
 
 NUM_STEPS = 3
 """Steps that are drawn, where nobody says how many."""
@@ -50,8 +50,6 @@ SHORT: Mapping[Stage, str] = {
 
 _ONE_CLOCK = 0.8
 """A rank whose spans reach over this share of the first one's window has its clock, or one near enough."""
-
-_STEP_MARK = re.compile(r"ProfilerStep#\d+$")
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,7 +139,7 @@ def _share_seen(spans: Sequence[Span], window: Window) -> float:
 
 
 def _panel(rank: int | str, spans: Sequence[Span], window: Window, resolution: float) -> Panel:
-    cut = exclusive_in((span for span in spans if not _STEP_MARK.match(span.name)), window.interval)
+    cut = exclusive_in((span for span in spans if not STEP_MARK.match(span.name)), window.interval)
     least_ms = resolution * (window.end_ms - window.start_ms)
     lanes = []
     for name in sorted({span.lane for span in cut}, key=_lane_order):

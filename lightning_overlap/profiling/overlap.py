@@ -40,7 +40,7 @@ class BusyTime:
 
     @property
     def exposed_ms(self) -> float:
-        """What nothing else ran beside."""
+        """What was not overlapped with anything else."""
         return self.busy_ms - self.hidden_ms
 
     @property
@@ -55,7 +55,7 @@ class Breakdown:
 
     Args:
         step_ms: The window's length.
-        kinds: Busy and hidden time by kind; `Kind.HOST` is all the time that the host was not blocked.
+        kinds: Busy and hidden time by kind; `Category.HOST` is all the time that the host was not blocked.
         stages: The same by stage.
         merge_wait_ms: What the dense forward waited for looked-up rows.
         blocked_ms: What the host waited, in all.
@@ -66,6 +66,10 @@ class Breakdown:
     stages: Mapping[Stage, BusyTime]
     merge_wait_ms: float = 0.0
     blocked_ms: float = 0.0
+
+    def time_of(self, kind: Category) -> BusyTime:
+        """What a kind took; nothing if it was not seen."""
+        return self.kinds.get(kind, BusyTime())
 
     @property
     def bound(self) -> tuple[str, float]:
@@ -144,8 +148,8 @@ def cover(
         own: What `exclusive_in` gives of a window.
         window: Begin and end, milliseconds.
         kind: What may be hidden.
-        host_lane: As of `account`.
-        host_computes: As of `account`.
+        host_lane: As of `break_down`.
+        host_computes: As of `break_down`.
     """
     if host_computes is None:
         host_computes = any(span.kind is Category.DENSE and span.lane == host_lane for span in own)

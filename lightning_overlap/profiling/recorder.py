@@ -15,11 +15,8 @@ from ..distributed import CONSENSUS
 from ..runtime import CudaStreams, Streams
 from ..schedules import Stage, StreamName
 from .collectives import Collective, record_collectives
-from .spans import Category, Interval, Span
+from .spans import HOST_LANE, Category, Interval, Span
 from .timestamps import CudaTimestamps, HostTimestamps, _Record
-
-HOST_LANE = "host"
-"""The lane of the thread that trains."""
 
 KINDS = {
     Stage.COPY_BATCH_TO_DEVICE: Category.COPY,

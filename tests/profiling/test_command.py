@@ -15,7 +15,7 @@ import pytest
 
 from lightning_overlap.profiling import draw_png, layout
 from lightning_overlap.profiling.command import main
-from lightning_overlap.profiling.figures import Table, as_text
+from lightning_overlap.profiling.report import Table
 from lightning_overlap.profiling.spans import HOST_LANE, Category, Span
 from lightning_overlap.profiling.torch_trace import read_trace, write_trace
 from lightning_overlap.schedules.stages import Stage
@@ -168,9 +168,8 @@ def test_nothing_to_draw_is_said(tmp_path: Path) -> None:
 
 
 def test_columns_of_a_table_stand_beneath_each_other() -> None:
-    assert as_text(Table(("kind", "ms", "where"), (("dense", "1.0", "here"), ("lookup", "10.0", "")), "Done.")) == (
-        "kind      ms  where\ndense    1.0  here\nlookup  10.0\nDone."
-    )
+    table = Table(("kind", "ms", "where"), (("dense", "1.0", "here"), ("lookup", "10.0", "")), "Done.")
+    assert table.text(ruled=False) == "kind      ms  where\ndense    1.0  here\nlookup  10.0\nDone."
 
 
 # -- the command --------------------------------------------------------------------------------------------------

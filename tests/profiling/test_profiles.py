@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from lightning_overlap.profiling.command import main
-from lightning_overlap.profiling.figures import summarize
+from lightning_overlap.profiling.report import summarize
 from lightning_overlap.profiling.spans import HOST_LANE, Category, Span
 from lightning_overlap.profiling.steps import find_steps
 from lightning_overlap.profiling.torch_trace import read_trace
