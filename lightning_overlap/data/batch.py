@@ -209,6 +209,11 @@ class RecDataModule(LightningDataModule):
         persistent_workers: Keep the loader processes between epochs; without effect when there are none.
     """
 
+    table_sizes: dict[str, int]
+    """Rows of each embedding table, by feature name: one table per feature."""
+    num_dense: int
+    """Dense features per sample, `D`."""
+
     def __init__(self, batch_size: int, num_workers: int = 0, persistent_workers: bool = True) -> None:
         super().__init__()
         check_at_least(1, batch_size=batch_size)
@@ -216,16 +221,6 @@ class RecDataModule(LightningDataModule):
         self.batch_size = batch_size
         self.num_workers = num_workers
         self.persistent_workers = persistent_workers
-
-    @property
-    @abstractmethod
-    def table_sizes(self) -> dict[str, int]:
-        """Rows of each embedding table, by feature name: one table per feature."""
-
-    @property
-    @abstractmethod
-    def num_dense(self) -> int:
-        """Dense features per sample, `D`."""
 
     @property
     def features(self) -> list[str]:
@@ -248,7 +243,14 @@ class RecDataModule(LightningDataModule):
     def _epoch(self) -> int:
         return self.trainer.current_epoch if self.trainer is not None else 0
 
-    def _loader(self, dataset: Dataset[RecBatch]) -> BatchLoader:
+    @abstractmethod
+    def _batches(self, split: str) -> Dataset[RecBatch] | None:
+        """The batches of this rank in a split, `train`, `val` or `test`; None for a split without any."""
+
+    def _loader(self, split: str) -> BatchLoader | list[Any]:
+        dataset = self._batches(split)
+        if dataset is None:
+            return []
         streamed = isinstance(dataset, IterableDataset)
         return BatchLoader(
             dataset,
@@ -259,6 +261,18 @@ class RecDataModule(LightningDataModule):
             persistent_workers=self.persistent_workers and self.num_workers > 0,
             epoch_of=self._epoch,
         )
+
+    def train_dataloader(self) -> BatchLoader | list[Any]:
+        """The training batches."""
+        return self._loader("train")
+
+    def val_dataloader(self) -> BatchLoader | list[Any]:
+        """The validation batches, the same each time; no loader when there are none."""
+        return self._loader("val")
+
+    def test_dataloader(self) -> BatchLoader | list[Any]:
+        """The test batches, the same each time; no loader when there are none."""
+        return self._loader("test")
 
 
 def key_of(key: int | tuple[int, int]) -> tuple[int, int]:

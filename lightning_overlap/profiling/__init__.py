@@ -19,5 +19,8 @@ from .spans import HOST_LANE as HOST_LANE
 from .spans import Category as Category
 from .spans import Interval as Interval
 from .spans import Span as Span
+from .timestamps import CudaTimestamps as CudaTimestamps
+from .timestamps import HostTimestamps as HostTimestamps
+from .timestamps import Timestamps as Timestamps
 from .torch_trace import read_trace as read_trace
 from .torch_trace import write_trace as write_trace
