@@ -115,7 +115,7 @@ def complete(config: Config) -> dict[str, Any]:
 
 
 def check(config: Config) -> None:
-    """Check what can be known before a rank starts, beyond `choices.check`.
+    """Check what can be known before a rank starts, beyond `config_checks.check`.
 
     Raises:
         ValueError: An unknown option or table, a sharding type that the device lacks, a dense optimizer that owns fused

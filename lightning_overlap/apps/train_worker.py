@@ -22,7 +22,7 @@ from .config_checks import Config, modes
 from .step_timers import StepTimer, peak_memory, reset_peak_memory
 
 
-def train(config: Config, folder: Path) -> None:
+def run(config: Config, folder: Path) -> None:
     """Train, validate and test every mode on this rank; rank 0 prints and writes the report."""
     calm_down()
     on_cpu = config["trainer"].get("accelerator") == "cpu"
@@ -128,7 +128,7 @@ def _numbers(metrics: Mapping[str, Tensor]) -> dict[str, float]:
 
 def main(folder: Path, parent: int) -> None:
     """Run as a rank that `overlap-train`, process `parent`, started."""
-    launch.run_as_rank(lambda: train(read_config(folder), folder), folder, parent)
+    launch.run_as_rank(lambda: run(read_config(folder), folder), folder, parent)
 
 
 if __name__ == "__main__":

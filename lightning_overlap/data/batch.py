@@ -8,7 +8,7 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol, cast
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -120,13 +120,6 @@ def stable_hash(values: NDArray[np.uint64], salt: NDArray[np.uint64]) -> NDArray
     return cast("NDArray[np.uint64]", mixed ^ (mixed >> np.uint64(31)))
 
 
-class StartsAnywhere(Protocol):
-    """What orders the batches of an epoch, and can leave out the first of them."""
-
-    def start_at(self, batch_index: int) -> None:
-        """Let the next iteration begin at this batch of the epoch."""
-
-
 class EpochSampler(DistributedSampler[Any]):
     """The keys `(epoch, 0), (epoch, 1), ...` of one rank's batches, for a dataset whose items are whole batches.
 
@@ -179,8 +172,9 @@ class BatchLoader(DataLoader[RecBatch]):
         resume, self._resume = self._resume, None
         start = resume[1] if resume is not None and resume[0] == self._epoch() else 0
         source = self.dataset if isinstance(self.dataset, IterableDataset) else self.sampler
-        if hasattr(source, "start_at"):
-            cast("StartsAnywhere", source).start_at(start)
+        start_at = getattr(source, "start_at", None)  # of what can leave out the first batches of an epoch
+        if start_at is not None:
+            start_at(start)
         self._num_handed_out = start
         for batch in super().__iter__():
             self._num_handed_out += 1

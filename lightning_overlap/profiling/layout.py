@@ -23,7 +23,7 @@ from .spans import (
     subtract,
     union,
 )
-from .steps import STEP_MARK, Window, find_steps, steady_window
+from .steps import Window, find_steps, is_step_mark, steady_window
 
 NUM_STEPS = 3
 """Steps that are drawn, where nobody says how many."""
@@ -139,7 +139,7 @@ def _share_seen(spans: Sequence[Span], window: Window) -> float:
 
 
 def _panel(rank: int | str, spans: Sequence[Span], window: Window, resolution: float) -> Panel:
-    cut = exclusive_in((span for span in spans if not STEP_MARK.match(span.name)), window.interval)
+    cut = exclusive_in((span for span in spans if not is_step_mark(span.name)), window.interval)
     least_ms = resolution * (window.end_ms - window.start_ms)
     lanes = []
     for name in sorted({span.lane for span in cut}, key=_lane_order):

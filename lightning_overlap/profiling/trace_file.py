@@ -35,7 +35,7 @@ class Event(NamedTuple):
     """A complete event of a trace.
 
     Args:
-        category: For example "kernel" or "cpu_op"; a `Kind` in the files of this package.
+        category: For example "kernel" or "cpu_op"; a `Category` in the files of this package.
         name: Its name.
         pid: Process, or the device's number.
         tid: Thread or stream.
