@@ -13,6 +13,11 @@ def unknown_name_message(kind: str, name: str, known: Mapping[str, object]) -> s
     return f"unknown {kind} {name!r}.{hint} Known: {', '.join(known)}."
 
 
+def or_dash(value: float | None, form: str) -> str:
+    """Return a number in a form of `str.format`, a dash where there is none."""
+    return "-" if value is None else form.format(value)
+
+
 def aligned(rows: Sequence[Sequence[str]], *, words: Collection[int] = (0,), ruled: bool = True) -> str:
     """Return rows of cells as text in columns.
 

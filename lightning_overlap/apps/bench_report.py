@@ -10,7 +10,7 @@ from statistics import median
 from typing import Any
 
 from ..profiling import ALL_TO_ALLS
-from ..text import aligned
+from ..text import aligned, or_dash
 from .train_report import percentile
 
 HIDDEN = 0.1
@@ -211,9 +211,9 @@ def table(results: Sequence[ArmResult]) -> str:
             f"{result.step_ms_p90:.2f} ms",
             f"{result.of_base:.3f}",
             f"{low:.3f}-{high:.3f}",
-            _or_dash(result.samples_per_s, "{:,.0f}"),
-            _or_dash(result.exposed_ms, "{:.2f} ms"),
-            _or_dash(result.efficiency, "{:.0%}"),
+            or_dash(result.samples_per_s, "{:,.0f}"),
+            or_dash(result.exposed_ms, "{:.2f} ms"),
+            or_dash(result.efficiency, "{:.0%}"),
         ]
         cells += [f"{result.peak_memory[name] / 2**20:,.0f} MiB" for name in memories]
         same = "yes" if result.same_as_base else f"no (staleness {result.staleness})" if result.staleness else "NO"
@@ -250,10 +250,6 @@ def _hidden(times: tuple[float, float] | None) -> str:
 def failures(results: Sequence[ArmResult]) -> list[str]:
     """Return a line for each arm that does not run here."""
     return [f"{result.name}: does not run here: {result.failure}" for result in results if result.failure is not None]
-
-
-def _or_dash(value: float | None, form: str) -> str:
-    return "-" if value is None else form.format(value)
 
 
 # -- what is written --------------------------------------------------------------------------------------------

@@ -12,7 +12,6 @@ import traceback
 import warnings
 from collections.abc import Mapping
 from contextlib import ExitStack, suppress
-from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
 from statistics import median
@@ -23,7 +22,7 @@ import torch
 import torch.distributed as dist
 
 from .. import versions
-from ..profiling import Span, write_html, write_png
+from ..profiling import Span, from_zero, write_html, write_png
 from ..tables import find_tables
 from . import bench_report, build, config_checks, launch, train_worker
 from .bench_arms import Arm, Batches, Job, arms
@@ -222,13 +221,10 @@ def _draw(folder: Path, arms: Mapping[int | str, list[Span]]) -> None:
     """Draw some steps of every mode beneath each other, each from its own beginning."""
     if not arms:
         return
-    from_zero: dict[int | str, list[Span]] = {}
-    for name, spans in arms.items():
-        zero = min(span.start_ms for span in spans)
-        from_zero[name] = [replace(span, start_ms=span.start_ms - zero, end_ms=span.end_ms - zero) for span in spans]
+    shown = {name: from_zero({name: spans})[name] for name, spans in arms.items()}
     title = "Some steps of rank 0"
-    write_png(folder / "timeline.png", from_zero, num_steps=2, title=title)
-    write_html(folder / "timeline.html", from_zero, num_steps=3, title=title)
+    write_png(folder / "timeline.png", shown, num_steps=2, title=title)
+    write_html(folder / "timeline.html", shown, num_steps=3, title=title)
 
 
 def main(folder: Path, parent: int) -> None:

@@ -4,7 +4,7 @@ Spans (`spans.py`) come from `recorder.py` or `torch_trace.py`; `overlap.py` say
 """
 
 from . import report as report
-from .draw_png import write_html as write_html
+from .draw_html import write_html as write_html
 from .draw_png import write_png as write_png
 from .host_syncs import HostSync as HostSync
 from .host_syncs import record_host_syncs as record_host_syncs
@@ -19,8 +19,9 @@ from .spans import HOST_LANE as HOST_LANE
 from .spans import Category as Category
 from .spans import Interval as Interval
 from .spans import Span as Span
+from .spans import from_zero as from_zero
 from .timestamps import CudaTimestamps as CudaTimestamps
 from .timestamps import HostTimestamps as HostTimestamps
 from .timestamps import Timestamps as Timestamps
 from .torch_trace import read_trace as read_trace
-from .torch_trace import write_trace as write_trace
+from .trace_file import write_trace as write_trace

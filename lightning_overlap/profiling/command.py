@@ -8,7 +8,8 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from .draw_png import write_html, write_png
+from .draw_html import write_html
+from .draw_png import write_png
 from .layout import NUM_STEPS
 from .report import as_report, summarize
 from .spans import Span

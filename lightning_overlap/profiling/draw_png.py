@@ -1,4 +1,4 @@
-"""Draw timelines: a PNG by matplotlib. `page` makes the same picture one to zoom into."""
+"""Draw timelines: a PNG by matplotlib; `draw_html.py` makes the same picture one to zoom into."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from .draw_html import write_html as write_html
 from .layout import (
     BATCH_COLORS,
     EXPOSED_COLOR,
@@ -28,8 +27,6 @@ from .spans import Category, Span
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
-
-__all__ = ["write_html", "write_png"]
 
 MAX_RANKS = 16
 """Ranks in one picture; its last line says how many it left out."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from ..schedules import Stage
 from .overlap import cover
@@ -143,14 +143,11 @@ def _panel(rank: int | str, spans: Sequence[Span], window: Window, resolution: f
     least_ms = resolution * (window.end_ms - window.start_ms)
     lanes = []
     for name in sorted({span.lane for span in cut}, key=_lane_order):
-        rows = [_bars(row, number, least_ms) for number, row in enumerate(_rows(cut, name))]
+        on_lane = rows_of(span for span in cut if span.lane == name)
+        rows = [_bars(row, number, least_ms) for number, row in enumerate(on_lane)]
         lanes.append(Lane(name, len(rows), tuple(bar for row in rows for bar in row)))
     starts = [step.start_ms for step in find_steps(spans) if window.start_ms <= step.start_ms < window.end_ms]
     return Panel(rank, summarize(spans), window, tuple(starts), tuple(lanes), tuple(_exposed(cut, window.interval)))
-
-
-def _rows(spans: Iterable[Span], lane: str) -> list[list[Span]]:
-    return rows_of(span for span in spans if span.lane == lane)
 
 
 def _bars(row: Sequence[Span], number: int, least_ms: float) -> list[Bar]:
@@ -161,7 +158,7 @@ def _bars(row: Sequence[Span], number: int, least_ms: float) -> list[Bar]:
         if last is not None and _same(last.span, span) and span.start_ms - last.span.end_ms <= least_ms:
             named = span if span.duration_ms > longest_ms else last.span
             longest_ms = max(longest_ms, span.duration_ms)
-            joined = _between(named, last.span.start_ms, span.end_ms)
+            joined = replace(named, start_ms=last.span.start_ms, end_ms=span.end_ms)
             bars[-1] = Bar(joined, number, last.count + 1)
         else:
             bars.append(Bar(span, number))
@@ -171,10 +168,6 @@ def _bars(row: Sequence[Span], number: int, least_ms: float) -> list[Bar]:
 
 def _same(one: Span, other: Span) -> bool:
     return (one.kind, one.stage, one.batch) == (other.kind, other.stage, other.batch)
-
-
-def _between(span: Span, start_ms: float, end_ms: float) -> Span:
-    return Span(start_ms, end_ms, span.kind, span.lane, span.name, span.stage, span.batch, span.detail)
 
 
 def _exposed(spans: Sequence[Span], window: Interval) -> list[Interval]:

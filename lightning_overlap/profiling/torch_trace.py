@@ -19,9 +19,6 @@ from . import trace_names as names
 from .spans import HOST_LANE, ROWS, Category, Span, intersection, subtract, union
 from .steps import is_step_mark
 from .trace_file import Event, TraceError, TraceFile, is_own, load, own_spans
-from .trace_file import write_trace as write_trace
-
-__all__ = ["BLOCKED_US", "TraceError", "read_trace", "write_trace"]
 
 BLOCKED_US = 50
 """A runtime call that takes longer than this blocked the host; a launch takes a tenth of it."""
