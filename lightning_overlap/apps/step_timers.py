@@ -160,11 +160,11 @@ class Meter:
     def _waits(self, recorder: SpanRecorder) -> dict[str, Any]:
         lane = HOST_LANE if self._device.type == "cpu" else str(StreamName.COMPUTE)
         spans, steps = recorder.spans(), recorder.windows()
-        accounts = [break_down(spans, step, host_lane=lane) for step in steps]
+        breakdowns = [break_down(spans, step, host_lane=lane) for step in steps]
         return {
-            "busy_ms": [one.step_ms - one.blocked_ms for one in accounts],
-            "wire_ms": [one.kinds[Category.COMMUNICATION].busy_ms for one in accounts],
-            "exposed_ms": [one.blocked_ms for one in accounts],
+            "busy_ms": [one.step_ms - one.blocked_ms for one in breakdowns],
+            "wire_ms": [one.kinds[Category.COMMUNICATION].busy_ms for one in breakdowns],
+            "exposed_ms": [one.blocked_ms for one in breakdowns],
             "collectives": by_name(spans, steps, lane),
         }
 

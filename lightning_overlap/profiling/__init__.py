@@ -1,4 +1,4 @@
-"""What a step did when: record spans or read torch.profiler traces, account for overlap, report it, draw it.
+"""What a step did when: record spans or read torch.profiler traces, break down the overlap, report it, draw it.
 
 Spans (`spans.py`) come from `recorder.py` or `torch_trace.py`; `overlap.py` says how much of them was hidden.
 """

@@ -89,8 +89,8 @@ def write_png(
     canvas.text(0.012, 1 - 0.24 / height, title or "Timeline", fontsize=13, fontweight="bold", va="center")
     left_out = len(ranks) - len(drawn)
     note = f"; {left_out} more ranks are not drawn" if left_out else ""
-    figures_of = "figures: mean of all steps of the trace" if panels[0].summary.window.num_steps > 1 else ""
-    canvas.text(_RIGHT, 1 - 0.24 / height, figures_of + note, fontsize=8.5, color="#666666", ha="right", va="center")
+    about = "figures: mean of all steps of the trace" if panels[0].summary.window.num_steps > 1 else ""
+    canvas.text(_RIGHT, 1 - 0.24 / height, about + note, fontsize=8.5, color="#666666", ha="right", va="center")
     canvas.legend(
         handles=_legend(panels, batches),
         loc="lower center",

@@ -1,4 +1,4 @@
-"""What happened when, and how much of it was hidden: spans on lanes, and the accounting of a window of them."""
+"""What happened when, and how much of it was hidden: spans on lanes, and the breakdown of a window of them."""
 
 from __future__ import annotations
 
@@ -92,7 +92,7 @@ def break_down(
     merge_lanes: Sequence[str] = (HOST_LANE, "compute"),
     host_computes: bool | None = None,
 ) -> Breakdown:
-    """Account for a window of a timeline.
+    """Say where the time of a window of a timeline went.
 
     Args:
         spans: All that was seen, also what began before the window or ended after it.
@@ -162,27 +162,27 @@ def _blocked(own: Iterable[Span], host_lane: str) -> list[Interval]:
     return union(_intervals(span for span in own if span.kind is Category.WAIT and span.lane == host_lane))
 
 
-def mean(accounts: Sequence[Breakdown]) -> Breakdown:
-    """Return the mean of accounts of one step each.
+def mean(breakdowns: Sequence[Breakdown]) -> Breakdown:
+    """Return the mean of breakdowns of one step each.
 
     Raises:
         ValueError: There are none.
     """
-    if not accounts:
-        raise ValueError("the mean of no accounts: no step has been measured.")
-    num = len(accounts)
+    if not breakdowns:
+        raise ValueError("the mean of no breakdowns: no step has been measured.")
+    num = len(breakdowns)
 
     def over(parts: Sequence[BusyTime]) -> BusyTime:
         return BusyTime(sum(t.busy_ms for t in parts) / num, sum(t.hidden_ms for t in parts) / num)
 
     return Breakdown(
-        sum(one.step_ms for one in accounts) / num,
-        {kind: over([one.kinds[kind] for one in accounts if kind in one.kinds]) for kind in accounts[0].kinds},
+        sum(one.step_ms for one in breakdowns) / num,
+        {kind: over([one.kinds[kind] for one in breakdowns if kind in one.kinds]) for kind in breakdowns[0].kinds},
         {
-            stage: over([one.stages[stage] for one in accounts if stage in one.stages])
+            stage: over([one.stages[stage] for one in breakdowns if stage in one.stages])
             for stage in Stage
-            if any(stage in one.stages for one in accounts)
+            if any(stage in one.stages for one in breakdowns)
         },
-        sum(one.merge_wait_ms for one in accounts) / num,
-        sum(one.blocked_ms for one in accounts) / num,
+        sum(one.merge_wait_ms for one in breakdowns) / num,
+        sum(one.blocked_ms for one in breakdowns) / num,
     )

@@ -61,7 +61,7 @@ def find_steps(spans: Iterable[Span]) -> list[Window]:
 
 
 def window_of(spans: Sequence[Span]) -> Window:
-    """Return what the figures of a timeline are taken from.
+    """Return what the numbers of a timeline are taken from.
 
     With torch.profiler's step marks that is all that a GPU's streams did, as they run behind the host's marks, and
     without a GPU from the first mark to the last. Without marks it is from the first step's begin to the last one's
