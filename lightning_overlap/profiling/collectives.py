@@ -15,7 +15,7 @@ from typing_extensions import override
 
 from ..distributed import Issue, WrappedWork, wrap_collectives
 from .spans import Category
-from .timestamps import Timestamps, _Record
+from .timestamps import Record, Timestamps
 
 
 class Collective:
@@ -28,9 +28,7 @@ class Collective:
         lane: The lane that waits.
     """
 
-    def __init__(
-        self, flight: _Record, marks: Timestamps, records: list[_Record], lane: str | Callable[[], str]
-    ) -> None:
+    def __init__(self, flight: Record, marks: Timestamps, records: list[Record], lane: str | Callable[[], str]) -> None:
         self._flight, self._marks, self._records, self._lane = flight, marks, records, lane
 
     @property

@@ -11,7 +11,7 @@ from ..text import aligned
 from .host_syncs import HostSync
 from .overlap import Breakdown, BusyTime, break_down, mean
 from .spans import HOST_LANE, Category, Interval, Span, exclusive_in
-from .steps import Window, _on_stream, window_of
+from .steps import Window, is_on_stream, window_of
 
 EVEN = 0.02
 """Ranks whose waits differ by less than this share of a step are even."""
@@ -237,7 +237,7 @@ def summarize(spans: Sequence[Span]) -> TraceSummary:
         ValueError: There are no spans.
     """
     window = window_of(spans)
-    if any(_on_stream(span) for span in spans):  # the stage is done there; the host's part of it is to launch that
+    if any(is_on_stream(span) for span in spans):  # the stage is done there; the host's part of it is to launch that
         spans = [replace(span, stage=None) if span.kind is Category.HOST and span.stage else span for span in spans]
     merge_lanes = (HOST_LANE, *{span.lane for span in spans if span.kind is Category.DENSE})
     return TraceSummary(

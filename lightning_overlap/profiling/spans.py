@@ -226,5 +226,6 @@ def length(intervals: Iterable[Interval]) -> float:
     return sum(end - start for start, end in intervals)
 
 
-def _intervals(spans: Iterable[Span]) -> Iterable[Interval]:
+def intervals_of(spans: Iterable[Span]) -> Iterable[Interval]:
+    """Return begin and end of each span."""
     return ((span.start_ms, span.end_ms) for span in spans)

@@ -73,7 +73,7 @@ def window_of(spans: Sequence[Span]) -> Window:
     if not spans:
         raise ValueError("a timeline without a span has no window: record at least one step.")
     steps = find_steps(spans)
-    on_gpu = [span for span in spans if _on_stream(span) and span.kind is not Category.WAIT]
+    on_gpu = [span for span in spans if is_on_stream(span) and span.kind is not Category.WAIT]
     marked = any(is_step_mark(span.name) for span in spans)
     if steps and not (marked and on_gpu):
         return Window(steps[0].start_ms, steps[-1].end_ms, len(steps))
@@ -82,7 +82,8 @@ def window_of(spans: Sequence[Span]) -> Window:
     return Window(start, max(end, start + _LEAST_MS), max(1, len(steps)))
 
 
-def _on_stream(span: Span) -> bool:
+def is_on_stream(span: Span) -> bool:
+    """Whether a GPU's stream did it."""
     return "stream " in span.lane
 
 
