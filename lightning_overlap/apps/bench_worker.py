@@ -24,7 +24,7 @@ import torch.distributed as dist
 from .. import versions
 from ..profiling import Span, from_zero, write_html, write_png
 from ..tables import find_tables
-from . import bench_report, build, config_checks, launch, train_worker
+from . import bench_report, build, config_checks, train_worker
 from .bench_arms import Arm, Batches, Job, arms
 from .bench_collectives import late_all_to_alls
 from .bench_report import ArmTurns, Turn
@@ -227,10 +227,5 @@ def _draw(folder: Path, arms: Mapping[int | str, list[Span]]) -> None:
     write_html(folder / "timeline.html", shown, num_steps=3, title=title)
 
 
-def main(folder: Path, parent: int) -> None:
-    """Run as a rank that `overlap-bench`, process `parent`, started."""
-    launch.run_as_rank(lambda: run(train_worker.read_config(folder), folder), folder, parent)
-
-
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), int(sys.argv[2]))
+    train_worker.main(run)

@@ -6,7 +6,7 @@ import hashlib
 import logging
 import sys
 import warnings
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -126,10 +126,11 @@ def _numbers(metrics: Mapping[str, Tensor]) -> dict[str, float]:
     return {name: float(value) for name, value in metrics.items()}
 
 
-def main(folder: Path, parent: int) -> None:
-    """Run as a rank that `overlap-train`, process `parent`, started."""
+def main(run: Callable[[Config, Path], None]) -> None:
+    """Run as a rank that a command started: its arguments are the run folder and the command's process id."""
+    folder, parent = Path(sys.argv[1]), int(sys.argv[2])
     launch.run_as_rank(lambda: run(read_config(folder), folder), folder, parent)
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), int(sys.argv[2]))
+    main(run)
