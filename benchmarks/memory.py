@@ -261,8 +261,9 @@ def measure_on_cuda(arm: Arm, batch_size: int) -> dict[str, int]:
 
 def measure_pools(arm: Arm, batch_size: int) -> dict[str, int]:
     """Return what a caching allocator would have given out at most, and reserved, by stream."""
+    from pools import PooledStreams
+
     from lightning_overlap import OverlapEmbeddingStrategy, StreamName
-    from lightning_overlap.testing import PooledStreams
 
     class Counted(OverlapEmbeddingStrategy):
         def batch_to_device(self, batch: Any, *args: Any, **kwargs: Any) -> Any:

@@ -8,7 +8,7 @@ from typing import Any
 import hydra
 from omegaconf import DictConfig
 
-from .apps import config_checks, hydra_command, launch
+from .apps import config_checks, hydra_command
 
 
 def main() -> None:
@@ -23,28 +23,8 @@ def _hydra_main(composed: DictConfig) -> None:
 
 def _job(config: dict[str, Any], folder: Path) -> None:
     config_checks.check_bench(config)
-    from .apps import build, train_worker  # torch takes seconds to import: wrong names have been answered by now
-
-    build.check(config)
-    config = build.complete(config)
-    if launch.rank() == 0:
-        train_worker.write_config(config, folder)
-    if launch.under_launcher():
-        from .apps import bench_worker
-
-        bench_worker.run(config, folder)
-        return
-    num_ranks = build.num_ranks(config)
-    print(_headline(config, num_ranks), flush=True)
-    launch.run_ranks(num_ranks, "lightning_overlap.apps.bench_worker", folder)
-
-
-def _headline(config: dict[str, Any], num_ranks: int) -> str:
-    model, data = (config[group]["_target_"].rpartition(".")[2] for group in ("model", "data"))
-    return (
-        f"overlap-bench: {model} on {data}, {num_ranks} ranks, {len(config_checks.arms(config))} arms, "
-        f"{config['rounds']} rounds of {config['steps']} steps"
-    )
+    about = f"{len(config_checks.arms(config))} arms, {config['rounds']} rounds of {config['steps']} steps"
+    hydra_command.run_on_ranks(config, folder, "bench_worker", about)
 
 
 if __name__ == "__main__":

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 
 
 def unknown_name_message(kind: str, name: str, known: Mapping[str, object]) -> str:
@@ -19,13 +19,24 @@ def unknown_name_message(kind: str, name: str, known: Mapping[str, object]) -> s
     return f"unknown {kind} {name!r}.{hint} Known: {', '.join(known)}."
 
 
-def aligned(rows: Sequence[tuple[str, Sequence[str]]]) -> str:
-    """Return rows of (name, cells) as text in columns, a line under the first."""
-    name_width = max(len(name) for name, _ in rows)
-    widths = [max(len(cell) for cell in column) for column in zip(*(cells for _, cells in rows), strict=True)]
+def or_dash(value: float | None, form: str) -> str:
+    """Return a number in a form of `str.format`, a dash where there is none."""
+    return "-" if value is None else form.format(value)
+
+
+def aligned(rows: Sequence[Sequence[str]], *, words: Collection[int] = (0,), ruled: bool = True) -> str:
+    """Return rows of cells as text in columns.
+
+    Args:
+        rows: As many cells in each.
+        words: The columns that start at the left; all others end at the right, as numbers do.
+        ruled: Draw a line under the first row.
+    """
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    sides = ["<" if column in words else ">" for column in range(len(widths))]
     lines = [
-        f"{name:<{name_width}}  " + "  ".join(f"{cell:>{w}}" for cell, w in zip(cells, widths, strict=True))
-        for name, cells in rows
+        "  ".join(f"{cell:{side}{width}}" for cell, side, width in zip(row, sides, widths, strict=True)) for row in rows
     ]
-    lines.insert(1, "-" * len(lines[0]))
-    return "\n".join(lines)
+    if ruled:
+        lines.insert(1, "-" * len(lines[0]))
+    return "\n".join(line.rstrip() for line in lines)

@@ -23,33 +23,15 @@ def _hydra_main(composed: DictConfig) -> float | None:
 
 def _job(config: dict[str, Any], folder: Path) -> float | None:
     config_checks.check(config)
-    from .apps import (  # torch takes seconds to import: wrong names have been answered by now
-        build,
-        train_report,
-        train_worker,
-    )
-
-    build.check(config)
-    config = build.complete(config)
-    if launch.rank() == 0:
-        train_worker.write_config(config, folder)
-    if launch.under_launcher():
-        train_worker.train(config, folder)
-        return train_report.read_metric(folder) if launch.rank() == 0 else None
-    num_ranks = build.num_ranks(config)
-    print(_headline(config, num_ranks), flush=True)
-    launch.run_ranks(num_ranks, "lightning_overlap.apps.train_worker", folder)
-    return train_report.read_metric(folder)
-
-
-def _headline(config: dict[str, Any], num_ranks: int) -> str:
-    model, data = (config[group]["_target_"].rpartition(".")[2] for group in ("model", "data"))
-    modes = [schedule.name for schedule in config_checks.modes(config)]
+    modes = ", ".join(schedule.name for schedule in config_checks.modes(config))
     sharding = config["sharding"].get("type") or "planner"
-    return (
-        f"overlap-train: {model} on {data}, {num_ranks} ranks, pipeline {', '.join(modes)}, "
-        f"stream {config['stream']['name']}, sharding {sharding}"
-    )
+    about = f"pipeline {modes}, stream {config['stream']['name']}, sharding {sharding}"
+    hydra_command.run_on_ranks(config, folder, "train_worker", about)
+    if launch.under_launcher() and launch.rank() != 0:
+        return None
+    from .apps import train_report  # numpy takes its time to import: wrong names have been answered by now
+
+    return train_report.read_metric(folder)
 
 
 if __name__ == "__main__":

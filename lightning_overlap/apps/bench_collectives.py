@@ -2,54 +2,49 @@
 
 from __future__ import annotations
 
-import contextlib
-import functools
-import inspect
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager
 from statistics import median
 from typing import Any
-from unittest import mock
 
 import torch.distributed as dist
+from typing_extensions import override
 
+from ..distributed import Issue, WrappedWork, wrap_collectives
 from ..profiling import Category, Interval, Span
 
 
-@contextlib.contextmanager
-def late_all_to_alls(latency_ms: float) -> Iterator[None]:
-    """Let every all-to-all of this process end no earlier than a set time after its issue; the host waits for it."""
-    real = dist.all_to_all_single
+def late_all_to_alls(latency_ms: float) -> AbstractContextManager[None]:
+    """Have every all-to-all of this process end no earlier than this after its issue; the host waits (for a CPU)."""
 
-    signature = inspect.signature(real)
+    def late(name: str, call: dict[str, Any], issue: Issue) -> dist.Work | None:
+        work = issue()
+        return None if work is None else _Late(work, latency_ms / 1e3)
 
-    @functools.wraps(real)
-    def all_to_all_single(*args: Any, **kwargs: Any) -> Any:
-        given = signature.bind(*args, **kwargs)
-        asynchronous = given.arguments.get("async_op", False)
-        given.arguments["async_op"] = True
-        late = _Late(real(*given.args, **given.kwargs), latency_ms / 1e3)
-        return late if asynchronous else late.wait() and None
-
-    with mock.patch.object(dist, "all_to_all_single", all_to_all_single):
-        yield
+    return wrap_collectives(late, ["all_to_all_single"])
 
 
-class _Late(dist.Work):
+class _Late(WrappedWork):
     """A collective under way that is over no earlier than a set time after its issue."""
 
     def __init__(self, work: dist.Work, latency_s: float) -> None:
-        super().__init__()
-        self._work = work
+        super().__init__(work)
         self._over_s = time.perf_counter() + latency_s
 
+    @override
     def wait(self, timeout: Any = None) -> bool:
         time.sleep(self.left_s)
-        return bool(self._work.wait() if timeout is None else self._work.wait(timeout))
+        return super().wait(timeout)
 
+    @override
+    def is_completed(self) -> bool:
+        return not self.left_s and super().is_completed()
+
+    @override
     def get_future(self) -> Any:
-        return _LateFuture(self._work.get_future(), self)
+        return _LateFuture(super().get_future(), self)
 
     @property
     def left_s(self) -> float:

@@ -10,7 +10,7 @@ from statistics import median
 from typing import Any
 
 from ..profiling import ALL_TO_ALLS
-from ..text import aligned
+from ..text import aligned, or_dash
 from .train_report import percentile
 
 HIDDEN = 0.1
@@ -207,7 +207,7 @@ def table(results: Sequence[ArmResult]) -> str:
     memories = list(results[0].peak_memory)
     head = ["median", "P90", "of base", "(rounds)", "samples/s", "exposed", "efficiency"]
     head += [f"peak {name}" for name in memories] + ["final loss", "same as base"]
-    rows: list[tuple[str, list[str]]] = [("arm", head)]
+    rows = [["arm", *head]]
     for result in results:
         if result.failure is not None:
             continue
@@ -217,13 +217,13 @@ def table(results: Sequence[ArmResult]) -> str:
             f"{result.step_ms_p90:.2f} ms",
             f"{result.of_base:.3f}",
             f"{low:.3f}-{high:.3f}",
-            _or_dash(result.samples_per_s, "{:,.0f}"),
-            _or_dash(result.exposed_ms, "{:.2f} ms"),
-            _or_dash(result.efficiency, "{:.0%}"),
+            or_dash(result.samples_per_s, "{:,.0f}"),
+            or_dash(result.exposed_ms, "{:.2f} ms"),
+            or_dash(result.efficiency, "{:.0%}"),
         ]
         cells += [f"{result.peak_memory[name] / 2**20:,.0f} MiB" for name in memories]
         same = "yes" if result.same_as_base else f"no (staleness {result.staleness})" if result.staleness else "NO"
-        rows.append((result.name, [*cells, f"{result.final_loss:.9g}", same]))
+        rows.append([result.name, *cells, f"{result.final_loss:.9g}", same])
     return aligned(rows)
 
 
@@ -239,10 +239,10 @@ def collectives_table(results: Sequence[ArmResult]) -> str | None:
     names = [name for name in ALL_TO_ALLS if name in seen] + others
     if not names:
         return None
-    rows: list[tuple[str, list[str]]] = [("waited for", names)]
+    rows = [["waited for", *names]]
     for result in results:
         if result.failure is None:
-            rows.append((result.name, [_hidden(result.collectives.get(name)) for name in names]))
+            rows.append([result.name, *(_hidden(result.collectives.get(name)) for name in names)])
     return aligned(rows)
 
 
@@ -256,10 +256,6 @@ def _hidden(times: tuple[float, float] | None) -> str:
 def failures(results: Sequence[ArmResult]) -> list[str]:
     """Return a line for each arm that does not run here."""
     return [f"{result.name}: does not run here: {result.failure}" for result in results if result.failure is not None]
-
-
-def _or_dash(value: float | None, form: str) -> str:
-    return "-" if value is None else form.format(value)
 
 
 # -- what is written --------------------------------------------------------------------------------------------

@@ -12,7 +12,6 @@ import traceback
 import warnings
 from collections.abc import Mapping
 from contextlib import ExitStack, suppress
-from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
 from statistics import median
@@ -21,19 +20,16 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
 
 from .. import versions
-from ..plugin import OverlapEmbeddingStrategy
-from ..profiling import HOST_LANE, Category, Span, SpanRecorder, break_down, write_html, write_png
-from ..runtime import HostStreams, Streams
-from ..schedules import StreamName
+from ..profiling import Span, from_zero, write_html, write_png
 from ..tables import find_tables
-from . import bench_report, build, config_checks, launch, train_worker
+from . import bench_report, build, config_checks, train_worker
 from .bench_arms import Arm, Batches, Job, arms
-from .bench_collectives import by_name, late_all_to_alls
+from .bench_collectives import late_all_to_alls
 from .bench_report import ArmTurns, Turn
 from .config_checks import Config
+from .step_timers import Meter, synchronize
 
 TIMEOUT = timedelta(minutes=5)
 """Of a collective of the arms: one that hangs must not hold up the rest for long."""
@@ -43,122 +39,6 @@ DRAIN = 4
 
 _STALE = ("torchrec/semi_sync",)
 """Arms other than our modes whose lookups are one batch stale."""
-
-
-class Meter:
-    """Times the steps of one turn without making the host wait for the device in between.
-
-    Steps `warm_up` to `warm_up + steps` are timed: on CUDA by events that are read when all is over. The device is
-    waited for before the first and after the last of them. Then come the steps whose collectives are recorded; on
-    CUDA only where the streams are known.
-
-    Args:
-        device: The device of this rank.
-        warm_up: Steps before the timed ones.
-        steps: How many steps to time.
-        measured: Steps to record collectives in.
-    """
-
-    def __init__(self, device: torch.device, warm_up: int, steps: int, measured: int) -> None:
-        self._device = device
-        self._first, self._last = warm_up, warm_up + steps
-        # What the first of them waits for was issued before.
-        self._measured = range(self._last + 1, self._last + 2 + measured) if measured else range(0)
-        self._recorder: SpanRecorder | None = None
-        self._watched: OverlapEmbeddingStrategy | None = None
-        self._marks: list[Any] = []
-        self._losses: list[Tensor] = []
-        self._window_ms = 0.0
-        self._memory: dict[str, int] = {}
-
-    def after_step(self, loss: Tensor, strategy: OverlapEmbeddingStrategy | None = None) -> None:
-        """Take note of the end of a step.
-
-        Args:
-            loss: The loss of the step, `()`.
-            strategy: The strategy that trains, if it is ours: its streams are then recorded.
-        """
-        self._losses.append(loss.detach())
-        step = len(self._losses)
-        if step == self._first:
-            self._synchronize()
-            train_worker.reset_peak_memory(self._device)
-            self._window_ms = -time.perf_counter() * 1e3
-        if self._first <= step <= self._last:
-            self._marks.append(self._mark())
-        if step == self._last:
-            self._synchronize()
-            self._window_ms += time.perf_counter() * 1e3
-            self._memory = train_worker.peak_memory(self._device)
-            self._start_recording(strategy)
-        if self._recorder is not None and step in self._measured:
-            self._recorder.step()
-        if self._measured and step == self._measured[-1]:
-            self.close()
-
-    def _start_recording(self, strategy: OverlapEmbeddingStrategy | None) -> None:
-        streams: Streams | None = None if strategy is None else strategy.streams
-        if self._device.type == "cpu":
-            streams = HostStreams()
-        if self._measured and streams is not None:
-            self._recorder = SpanRecorder(streams)
-            self._recorder.start()
-            if strategy is not None:
-                self._watched = strategy
-                strategy.watch(self._recorder)
-
-    def close(self) -> None:
-        """Stop recording, also where training failed."""
-        if self._recorder is not None:
-            self._recorder.stop()
-        if self._watched is not None:
-            self._watched.watch(None)
-            self._watched = None
-
-    @property
-    def spans(self) -> list[Span]:
-        """What was recorded, if the stages were: without stages there is nothing to compare the waits with."""
-        spans = [] if self._recorder is None else self._recorder.spans()
-        return spans if any(span.kind is Category.DENSE for span in spans) else []
-
-    def turn(self) -> Turn:
-        """Return the losses, times and memory of this turn."""
-        self._synchronize()
-        losses_S = torch.stack(self._losses).float().cpu()  # S steps
-        seen = Turn(
-            step_ms=[_elapsed_ms(*pair) for pair in itertools.pairwise(self._marks)],
-            window_ms=self._window_ms,
-            losses=[loss.numpy().tobytes() for loss in losses_S],
-            final_loss=float(losses_S[-1]),
-            peak_memory=self._memory,
-        )
-        return seen if self._recorder is None else replace(seen, **self._waits(self._recorder))
-
-    def _waits(self, recorder: SpanRecorder) -> dict[str, Any]:
-        lane = HOST_LANE if self._device.type == "cpu" else str(StreamName.COMPUTE)
-        spans, steps = recorder.spans(), recorder.windows()
-        accounts = [break_down(spans, step, host_lane=lane) for step in steps]
-        return {
-            "busy_ms": [one.step_ms - one.blocked_ms for one in accounts],
-            "wire_ms": [one.kinds[Category.COMMUNICATION].busy_ms for one in accounts],
-            "exposed_ms": [one.blocked_ms for one in accounts],
-            "collectives": by_name(spans, steps, lane),
-        }
-
-    def _mark(self) -> Any:
-        if self._device.type != "cuda":
-            return time.perf_counter()
-        event = torch.cuda.Event(enable_timing=True)
-        event.record()
-        return event
-
-    def _synchronize(self) -> None:
-        if self._device.type == "cuda":
-            torch.cuda.synchronize(self._device)
-
-
-def _elapsed_ms(early: Any, late: Any) -> float:
-    return (late - early) * 1e3 if isinstance(early, float) else float(early.elapsed_time(late))
 
 
 def run(config: Config, folder: Path) -> None:
@@ -217,8 +97,7 @@ class _Bench:
             dist.barrier(group=self.group)
             start = time.perf_counter()
             dist.all_reduce(gradients)
-            if self.device.type == "cuda":
-                torch.cuda.synchronize(self.device)
+            synchronize(self.device)
             times_ms.append((time.perf_counter() - start) * 1e3)
         return median(times_ms)
 
@@ -342,19 +221,11 @@ def _draw(folder: Path, arms: Mapping[int | str, list[Span]]) -> None:
     """Draw some steps of every mode beneath each other, each from its own beginning."""
     if not arms:
         return
-    from_zero: dict[int | str, list[Span]] = {}
-    for name, spans in arms.items():
-        zero = min(span.start_ms for span in spans)
-        from_zero[name] = [replace(span, start_ms=span.start_ms - zero, end_ms=span.end_ms - zero) for span in spans]
+    shown = {name: from_zero({name: spans})[name] for name, spans in arms.items()}
     title = "Some steps of rank 0"
-    write_png(folder / "timeline.png", from_zero, num_steps=2, title=title)
-    write_html(folder / "timeline.html", from_zero, num_steps=3, title=title)
-
-
-def main(folder: Path, parent: int) -> None:
-    """Run as a rank that `overlap-bench`, process `parent`, started."""
-    launch.run_as_rank(lambda: run(train_worker.read_config(folder), folder), folder, parent)
+    write_png(folder / "timeline.png", shown, num_steps=2, title=title)
+    write_html(folder / "timeline.html", shown, num_steps=3, title=title)
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), int(sys.argv[2]))
+    train_worker.main(run)

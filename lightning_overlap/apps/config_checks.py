@@ -44,15 +44,12 @@ def modes(config: Config) -> list[Schedule]:
 
 
 def switches(config: Config, schedule: Schedule) -> dict[str, Any]:
-    """Return the arguments that the config's `pipeline` gives a strategy in a mode with a staleness; none in others."""
-    if not schedule.staleness:
-        return {}
-    names = (*SWITCHES, "num_lookup_threads", "stash_gradients")
+    """Return what the config says beside the schedule, for every mode with a staleness: see `PIPELINE_OPTIONS`."""
+    return _given(config, *SWITCHES, "num_lookup_threads", "stash_gradients") if schedule.staleness else {}
+
+
+def _given(config: Config, *names: str) -> dict[str, Any]:
     return {name: value for name in names if (value := config["pipeline"].get(name)) is not None}
-
-
-def _switches(config: Config) -> dict[str, Any]:
-    return {name: value for name in SWITCHES if (value := config["pipeline"].get(name)) is not None}
 
 
 PIPELINE_OPTIONS: Mapping[str, str] = {
@@ -77,7 +74,7 @@ def check(config: Config) -> None:
         ValueError: An unknown mode or stream, a schedule that cannot run, or a precision that scales the loss.
     """
     wanted = modes(config)[-1]
-    with_exact_warmup(wanted, **_switches(config))
+    with_exact_warmup(wanted, **_given(config, *SWITCHES))
     check_lookup_threads(config["pipeline"].get("num_lookup_threads") or 0, wanted)
     check_stash(bool(config["pipeline"].get("stash_gradients")), wanted)
     resolve_stream(config["stream"]["name"])

@@ -6,6 +6,7 @@ import os
 import re
 import sys
 from collections.abc import Callable, Iterator, Sequence
+from importlib import import_module
 from importlib.resources import files
 from pathlib import Path
 from typing import Any, TypeVar
@@ -51,6 +52,35 @@ def run_job(job: Callable[[dict[str, Any], Path], _T], composed: DictConfig) -> 
             raise
         _fail(f"{type(err).__name__}: {err}")
     return None
+
+
+def run_on_ranks(config: dict[str, Any], folder: Path, worker: str, about: str) -> None:
+    """Check a config and run it on every rank: under a launcher this process is one of them, else it starts them.
+
+    Args:
+        config: The composed config.
+        folder: The run folder.
+        worker: The file in `apps` with what a rank does, `run(config, folder)`.
+        about: The end of the line that says what runs, where this process starts the ranks.
+
+    Raises:
+        RankFailedError: A rank failed.
+        InterruptedRunError: A signal ended the run.
+    """
+    from . import build, train_worker  # torch takes seconds to import: wrong names have been answered by now
+
+    build.check(config)
+    config = build.complete(config)
+    if launch.rank() == 0:
+        train_worker.write_config(config, folder)
+    module = f"{__package__}.{worker}"
+    if launch.under_launcher():
+        import_module(module).run(config, folder)
+        return
+    num_ranks = build.num_ranks(config)
+    model, data = (config[group]["_target_"].rpartition(".")[2] for group in ("model", "data"))
+    print(f"overlap-{worker.removesuffix('_worker')}: {model} on {data}, {num_ranks} ranks, {about}", flush=True)
+    launch.run_ranks(num_ranks, module, folder)
 
 
 def _plain(composed: DictConfig) -> dict[str, Any]:

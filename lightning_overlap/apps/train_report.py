@@ -10,7 +10,7 @@ from pathlib import Path
 
 import numpy as np
 
-from ..text import aligned, unknown_name_message
+from ..text import aligned, or_dash, unknown_name_message
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,18 +56,18 @@ def table(results: Sequence[ModeResult]) -> str:
         ("staleness", [str(result.staleness) for result in results]),
         ("ranks", [str(result.num_ranks) for result in results]),
         ("steps", [str(len(result.losses)) for result in results]),
-        ("samples/s", [_number(result.samples_per_s, "{:,.0f}") for result in results]),
+        ("samples/s", [or_dash(result.samples_per_s, "{:,.0f}") for result in results]),
         ("step time median", [f"{result.step_ms_median:.2f} ms" for result in results]),
         ("step time P90", [f"{result.step_ms_p90:.2f} ms" for result in results]),
-        ("final loss", [_number(result.losses[-1] if result.losses else None, "{:.9g}") for result in results]),
+        ("final loss", [or_dash(result.losses[-1] if result.losses else None, "{:.9g}") for result in results]),
         ("losses sha256", [result.losses_sha256[:12] for result in results]),
     ]
     for name in sorted({name for result in results for name in result.metrics}):
-        rows.append((name.replace("_", " "), [_number(result.metrics.get(name), "{:.6f}") for result in results]))
+        rows.append((name.replace("_", " "), [or_dash(result.metrics.get(name), "{:.6f}") for result in results]))
     for name in results[0].peak_memory:
         values = [f"{result.peak_memory[name] / 2**20:,.0f} MiB" for result in results]
         rows.append((f"peak memory, {name}", values))
-    return aligned(rows)
+    return aligned([(name, *cells) for name, cells in rows])
 
 
 def compare(results: Sequence[ModeResult]) -> tuple[str, bool]:
@@ -131,7 +131,3 @@ def percentile(values: Sequence[float], percent: float) -> float:
 def _first_difference(one: Sequence[bytes], other: Sequence[bytes]) -> int | None:
     steps = [step for step, (mine, yours) in enumerate(zip(one, other, strict=False)) if mine != yours]
     return steps[0] if steps else None if len(one) == len(other) else min(len(one), len(other))
-
-
-def _number(value: float | None, form: str) -> str:
-    return "-" if value is None else form.format(value)

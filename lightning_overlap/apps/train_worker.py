@@ -4,73 +4,25 @@ from __future__ import annotations
 
 import hashlib
 import logging
-import resource
 import sys
-import time
 import warnings
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from lightning.pytorch import Callback, LightningModule, Trainer, seed_everything
+from lightning.pytorch import seed_everything
 from omegaconf import OmegaConf
 from torch import Tensor
 
 from ..schedules import Schedule, Stage
 from . import build, launch, train_report
 from .config_checks import Config, modes
+from .step_timers import StepTimer, peak_memory, reset_peak_memory
 
 
-class StepClock(Callback):
-    """Times every training step and keeps its loss, without making the host wait for the device.
-
-    A step lasts from the end of the one before to its own end; validation in between does not count. Losses stay
-    tensors until they are asked for.
-    """
-
-    def __init__(self) -> None:
-        self.step_ms: list[float] = []
-        self._losses: list[Tensor] = []
-        self._last = 0.0
-
-    @property
-    def losses(self) -> Tensor:
-        """The loss of each step, `(num_steps,)` float32, on the host."""
-        return torch.stack(self._losses).float().cpu() if self._losses else torch.empty(0)
-
-    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Start with an idle device."""
-        _synchronize(pl_module)
-
-    def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Start the clock."""
-        self._last = time.perf_counter()
-
-    def on_train_batch_end(
-        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
-    ) -> None:
-        """Read the clock and keep the loss."""
-        now = time.perf_counter()
-        self.step_ms.append((now - self._last) * 1e3)
-        self._last = now
-        loss = outputs.get("loss") if isinstance(outputs, Mapping) else outputs
-        self._losses.append(loss.detach() if isinstance(loss, Tensor) else torch.tensor(float("nan")))
-
-    def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Start the clock anew."""
-        self._last = time.perf_counter()
-
-    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Charge what the device still had to do to the last step."""
-        if self.step_ms and pl_module.device.type == "cuda":
-            start = time.perf_counter()
-            _synchronize(pl_module)
-            self.step_ms[-1] += (time.perf_counter() - start) * 1e3
-
-
-def train(config: Config, folder: Path) -> None:
+def run(config: Config, folder: Path) -> None:
     """Train, validate and test every mode on this rank; rank 0 prints and writes the report."""
     calm_down()
     on_cpu = config["trainer"].get("accelerator") == "cpu"
@@ -105,8 +57,8 @@ def train_mode(config: Config, schedule: Schedule, folder: Path) -> train_report
     data = build.build_data(config)
     model = build.build_model(config, data)
     strategy = build.build_strategy(config, schedule, model)
-    clock = StepClock()
-    trainer = build.build_trainer(config, strategy, [clock], str(folder / "logs" / schedule.name))
+    timer = StepTimer()
+    trainer = build.build_trainer(config, strategy, [timer], str(folder / "logs" / schedule.name))
     reset_peak_memory(strategy.root_device)
     trainer.fit(model, datamodule=data)
     metrics = _numbers(trainer.callback_metrics)
@@ -114,7 +66,7 @@ def train_mode(config: Config, schedule: Schedule, folder: Path) -> train_report
     metrics |= _numbers(trainer.callback_metrics)
 
     memory = peak_memory(strategy.root_device)
-    mine = {"losses": clock.losses, "step_ms": clock.step_ms, "peak_memory": memory}
+    mine = {"losses": timer.losses, "step_ms": timer.step_ms, "peak_memory": memory}
     ranks: list[dict[str, Any]] = [{} for _ in range(trainer.world_size)]
     dist.all_gather_object(ranks, mine)
     losses_RS = torch.stack([rank["losses"] for rank in ranks])  # R ranks, S steps
@@ -123,14 +75,14 @@ def train_mode(config: Config, schedule: Schedule, folder: Path) -> train_report
     looks_ahead = lookup is not None and lookup.offset > 0
     batch_size = getattr(data, "batch_size", None)
     slowest_ms = max(sum(rank["step_ms"][1:]) for rank in ranks)
-    num_samples = (len(clock.step_ms) - 1) * trainer.world_size * (batch_size or 0)
+    num_samples = (len(timer.step_ms) - 1) * trainer.world_size * (batch_size or 0)
     return train_report.ModeResult(
         mode=schedule.name,
         stream=config["stream"]["name"] if looks_ahead else "-",
         staleness=schedule.staleness,
         num_ranks=trainer.world_size,
         losses=losses_RS.double().mean(dim=0).tolist(),
-        step_ms=clock.step_ms,
+        step_ms=timer.step_ms,
         step_ms_median=max(train_report.percentile(rank["step_ms"], 50) for rank in ranks),
         step_ms_p90=max(train_report.percentile(rank["step_ms"], 90) for rank in ranks),
         samples_per_s=num_samples / slowest_ms * 1e3 if batch_size and slowest_ms else None,
@@ -179,41 +131,15 @@ def calm_down() -> None:
         warnings.filterwarnings("ignore", message=harmless)
 
 
-def _synchronize(module: LightningModule) -> None:
-    if module.device.type == "cuda":
-        torch.cuda.synchronize(module.device)
-
-
 def _numbers(metrics: Mapping[str, Tensor]) -> dict[str, float]:
     return {name: float(value) for name, value in metrics.items()}
 
 
-def reset_peak_memory(device: torch.device) -> None:
-    """Have `peak_memory` begin anew, where the system lets it."""
-    if device.type == "cuda":
-        torch.cuda.reset_peak_memory_stats(device)
-        return
-    try:
-        Path("/proc/self/clear_refs").write_text("5")  # sets the peak to what is resident now; see proc(5)
-    except OSError:
-        return  # no such file or right here: the peak is then that of the whole process
-
-
-def peak_memory(device: torch.device) -> dict[str, int]:
-    """Return the peaks of this process in bytes: allocated and reserved on CUDA, resident on a CPU."""
-    if device.type == "cuda":
-        return {
-            "allocated": torch.cuda.max_memory_allocated(device),
-            "reserved": torch.cuda.max_memory_reserved(device),
-        }
-    unit = 1 if sys.platform == "darwin" else 1024
-    return {"resident": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit}
-
-
-def main(folder: Path, parent: int) -> None:
-    """Run as a rank that `overlap-train`, process `parent`, started."""
-    launch.run_as_rank(lambda: train(read_config(folder), folder), folder, parent)
+def main(run: Callable[[Config, Path], None]) -> None:
+    """Run as a rank that a command started: its arguments are the run folder and the command's process id."""
+    folder, parent = Path(sys.argv[1]), int(sys.argv[2])
+    launch.run_as_rank(lambda: run(read_config(folder), folder), folder, parent)
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), int(sys.argv[2]))
+    main(run)

@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 from torch.utils.data import Dataset
 
-from .batch import BatchLoader, RecBatch, RecDataModule, check_at_least, collate_batch, key_of
+from .batch import RecBatch, RecDataModule, check_at_least, collate_batch, key_of
 from .criteo import BadRows, check_readable, read_lines, resolve_paths
 
 COLUMNS = (
@@ -227,20 +227,12 @@ class AdultDataModule(RecDataModule):
     ) -> None:
         super().__init__(batch_size, num_workers, persistent_workers)
         check_at_least(0, seed=seed, max_bad_row_rate=max_bad_row_rate)
+        self.table_sizes = dict(TABLE_SIZES)
+        self.num_dense = len(NUMERICAL)
         self.path = path
         self.seed = seed
         self.max_bad_row_rate = max_bad_row_rate
         self._splits: dict[str, AdultRows] | None = None
-
-    @property
-    def table_sizes(self) -> dict[str, int]:
-        """Rows of each embedding table, by feature name."""
-        return dict(TABLE_SIZES)
-
-    @property
-    def num_dense(self) -> int:
-        """Dense features per sample: 6."""
-        return len(NUMERICAL)
 
     def check(self) -> None:
         """Raise now if the path does not exist, may not be read, or the first row does not parse.
@@ -298,26 +290,13 @@ class AdultDataModule(RecDataModule):
         std_D = rows["train"].dense_ND.std(axis=0, dtype=np.float64).astype(np.float32)
         return {split: those.standardised(mean_D, std_D) for split, those in rows.items()}
 
-    def _rows(self, split: str) -> AdultRows:
+    def _batches(self, split: str) -> Dataset[RecBatch]:
         if self._splits is None:
             raise RuntimeError(
                 "The data has not been read yet.\n  got: a loader was asked for before setup()\n"
                 "  Call datamodule.setup('fit') first; a Trainer does."
             )
-        return self._splits[split]
-
-    def _held_out_loader(self, split: str) -> BatchLoader:
-        return self._loader(HeldOutBatches(self._rows(split), self.batch_size, self.rank, self.world_size))
-
-    def train_dataloader(self) -> BatchLoader:
-        """The training rows, shuffled anew in each epoch."""
-        rows = self._rows("train")
-        return self._loader(ShuffledBatches(rows, self.batch_size, self.rank, self.world_size, self.seed))
-
-    def val_dataloader(self) -> BatchLoader:
-        """Every validation row once."""
-        return self._held_out_loader("val")
-
-    def test_dataloader(self) -> BatchLoader:
-        """Every test row once."""
-        return self._held_out_loader("test")
+        rows = self._splits[split]
+        if split == "train":
+            return ShuffledBatches(rows, self.batch_size, self.rank, self.world_size, self.seed)
+        return HeldOutBatches(rows, self.batch_size, self.rank, self.world_size)

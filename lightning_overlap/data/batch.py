@@ -8,7 +8,7 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol, cast
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -120,13 +120,6 @@ def stable_hash(values: NDArray[np.uint64], salt: NDArray[np.uint64]) -> NDArray
     return cast("NDArray[np.uint64]", mixed ^ (mixed >> np.uint64(31)))
 
 
-class StartsAnywhere(Protocol):
-    """What orders the batches of an epoch, and can leave out the first of them."""
-
-    def start_at(self, batch_index: int) -> None:
-        """Let the next iteration begin at this batch of the epoch."""
-
-
 class EpochSampler(DistributedSampler[Any]):
     """The keys `(epoch, 0), (epoch, 1), ...` of one rank's batches, for a dataset whose items are whole batches.
 
@@ -184,8 +177,9 @@ class BatchLoader(DataLoader[RecBatch]):
         resume, self._resume = self._resume, None
         start = resume[1] if resume is not None and resume[0] == self._epoch() else 0
         source = self.dataset if isinstance(self.dataset, IterableDataset) else self.sampler
-        if hasattr(source, "start_at"):
-            cast("StartsAnywhere", source).start_at(start)
+        start_at = getattr(source, "start_at", None)  # of what can leave out the first batches of an epoch
+        if start_at is not None:
+            start_at(start)
         self._num_handed_out = start
         for batch in super().__iter__():
             self._num_handed_out += 1
@@ -214,6 +208,11 @@ class RecDataModule(LightningDataModule):
         persistent_workers: Keep the loader processes between epochs; without effect when there are none.
     """
 
+    table_sizes: dict[str, int]
+    """Rows of each embedding table, by feature name: one table per feature."""
+    num_dense: int
+    """Dense features per sample, `D`."""
+
     def __init__(self, batch_size: int, num_workers: int = 0, persistent_workers: bool = True) -> None:
         super().__init__()
         check_at_least(1, batch_size=batch_size)
@@ -221,16 +220,6 @@ class RecDataModule(LightningDataModule):
         self.batch_size = batch_size
         self.num_workers = num_workers
         self.persistent_workers = persistent_workers
-
-    @property
-    @abstractmethod
-    def table_sizes(self) -> dict[str, int]:
-        """Rows of each embedding table, by feature name: one table per feature."""
-
-    @property
-    @abstractmethod
-    def num_dense(self) -> int:
-        """Dense features per sample, `D`."""
 
     @property
     def features(self) -> list[str]:
@@ -253,7 +242,14 @@ class RecDataModule(LightningDataModule):
     def _epoch(self) -> int:
         return self.trainer.current_epoch if self.trainer is not None else 0
 
-    def _loader(self, dataset: Dataset[RecBatch]) -> BatchLoader:
+    @abstractmethod
+    def _batches(self, split: str) -> Dataset[RecBatch] | None:
+        """The batches of this rank in a split, `train`, `val` or `test`; None for a split without any."""
+
+    def _loader(self, split: str) -> BatchLoader | list[Any]:
+        dataset = self._batches(split)
+        if dataset is None:
+            return []
         streamed = isinstance(dataset, IterableDataset)
         return BatchLoader(
             dataset,
@@ -264,6 +260,18 @@ class RecDataModule(LightningDataModule):
             persistent_workers=self.persistent_workers and self.num_workers > 0,
             epoch_of=self._epoch,
         )
+
+    def train_dataloader(self) -> BatchLoader | list[Any]:
+        """The training batches."""
+        return self._loader("train")
+
+    def val_dataloader(self) -> BatchLoader | list[Any]:
+        """The validation batches, the same each time; no loader when there are none."""
+        return self._loader("val")
+
+    def test_dataloader(self) -> BatchLoader | list[Any]:
+        """The test batches, the same each time; no loader when there are none."""
+        return self._loader("test")
 
 
 def key_of(key: int | tuple[int, int]) -> tuple[int, int]:

@@ -22,7 +22,7 @@ import numpy as np
 import torch
 from torch.utils.data import IterableDataset, get_worker_info
 
-from .batch import BatchLoader, RecBatch, RecDataModule, check_at_least, collate_batch, stable_hash, table_rows
+from .batch import RecBatch, RecDataModule, check_at_least, collate_batch, stable_hash, table_rows
 
 DENSE_NAMES = tuple(f"I{index}" for index in range(1, 14))
 CATEGORY_NAMES = tuple(f"C{index}" for index in range(1, 27))
@@ -365,20 +365,11 @@ class CriteoDataModule(RecDataModule):
         if holdout_every != 0 and num_held:
             check_at_least(num_held + 1, holdout_every=holdout_every)
         check_at_least(0, holdout_every=holdout_every, max_bad_row_rate=max_bad_row_rate)
-        self._table_sizes = table_rows(rows_per_table, CATEGORY_NAMES)
+        self.table_sizes = table_rows(rows_per_table, CATEGORY_NAMES)
+        self.num_dense = len(DENSE_NAMES)
         self.paths = {"train": path, "val": val_path, "test": test_path}
         self.holdout_every = holdout_every
         self.max_bad_row_rate = max_bad_row_rate
-
-    @property
-    def table_sizes(self) -> dict[str, int]:
-        """Rows of each embedding table, by feature name (C1 to C26)."""
-        return dict(self._table_sizes)
-
-    @property
-    def num_dense(self) -> int:
-        """Dense features per sample: 13."""
-        return len(DENSE_NAMES)
 
     def check(self) -> None:
         """Raise now if a path does not exist, may not be read, or a file's first row does not parse.
@@ -413,31 +404,17 @@ class CriteoDataModule(RecDataModule):
             return EVERY_GROUP
         return GroupChoice(every, frozenset(range(every)) - frozenset(held.values()))
 
-    def _split_loader(self, split: str) -> BatchLoader | list[Any]:
+    def _batches(self, split: str) -> CriteoStream | None:
         own = self.paths[split]
         path = own if own is not None else self.paths["train"]
         if path is None or (own is None and self.holdout_every == 0):
-            return []
-        return self._loader(
-            CriteoStream(
-                resolve_paths(path),
-                self.table_sizes,
-                self.batch_size,
-                self.rank,
-                self.world_size,
-                self._groups_of(split),
-                self.max_bad_row_rate,
-            )
+            return None
+        return CriteoStream(
+            resolve_paths(path),
+            self.table_sizes,
+            self.batch_size,
+            self.rank,
+            self.world_size,
+            self._groups_of(split),
+            self.max_bad_row_rate,
         )
-
-    def train_dataloader(self) -> BatchLoader | list[Any]:
-        """The training groups, in file order."""
-        return self._split_loader("train")
-
-    def val_dataloader(self) -> BatchLoader | list[Any]:
-        """The validation file's groups, or the held-out ones; no loader when nothing is held out."""
-        return self._split_loader("val")
-
-    def test_dataloader(self) -> BatchLoader | list[Any]:
-        """The test file's groups, or the held-out ones; no loader when nothing is held out."""
-        return self._split_loader("test")

@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 from torch.utils.data import Dataset
 
-from .batch import BatchLoader, RecBatch, RecDataModule, check_at_least, collate_batch, key_of, stable_hash, table_rows
+from .batch import RecBatch, RecDataModule, check_at_least, collate_batch, key_of, stable_hash, table_rows
 
 EMPTY_BAG_RATE = 0.05
 """Share of bags that are empty on purpose; a Poisson draw of 0 adds more."""
@@ -189,30 +189,10 @@ class SyntheticDataModule(RecDataModule):
             zipf_skew=zipf_skew,
             seed=seed,
         )
+        self.table_sizes = dict(self.model.table_sizes)
+        self.num_dense = num_dense
         self.num_batches = {"train": num_batches, "val": num_val_batches, "test": num_test_batches}
 
-    @property
-    def table_sizes(self) -> dict[str, int]:
-        """Rows of each embedding table, by feature name."""
-        return dict(self.model.table_sizes)
-
-    @property
-    def num_dense(self) -> int:
-        """Dense features per sample."""
-        return self.model.num_dense
-
-    def _split_loader(self, split: str) -> BatchLoader:
+    def _batches(self, split: str) -> SyntheticBatches | None:
         num_batches = self.num_batches[split]
-        return self._loader(SyntheticBatches(self.model, split, self.batch_size, num_batches, self.rank))
-
-    def train_dataloader(self) -> BatchLoader:
-        """`num_batches` new batches per epoch."""
-        return self._split_loader("train")
-
-    def val_dataloader(self) -> BatchLoader | list[Any]:
-        """`num_val_batches` batches, the same each time; no loader when that is 0."""
-        return self._split_loader("val") if self.num_batches["val"] else []
-
-    def test_dataloader(self) -> BatchLoader | list[Any]:
-        """`num_test_batches` batches, the same each time; no loader when that is 0."""
-        return self._split_loader("test") if self.num_batches["test"] else []
+        return SyntheticBatches(self.model, split, self.batch_size, num_batches, self.rank) if num_batches else None

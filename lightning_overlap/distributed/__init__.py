@@ -14,3 +14,6 @@ from .failures import FirstCause as FirstCause
 from .failures import Store as Store
 from .failures import default_store as default_store
 from .groups import CONSENSUS as CONSENSUS
+from .wrapped_work import Issue as Issue
+from .wrapped_work import WrappedWork as WrappedWork
+from .wrapped_work import wrap_collectives as wrap_collectives

@@ -72,7 +72,7 @@ class OverlapMonitor(Callback):
 
     def _reset(self) -> None:
         self.accounts: list[Breakdown] = []
-        """What was measured so far, one account a step."""
+        """What was measured so far, one breakdown a step."""
         self.syncs: list[HostSync] | None = None
         """The host syncs of the step that was audited; None before it."""
         self.stale_rows: dict[str, tuple[int, int]] = {}
@@ -149,7 +149,7 @@ class OverlapMonitor(Callback):
         self._next = self._num_steps + max(self._every, enough) - NUM_WATCHED
 
     def _harvest(self, trainer: Trainer, pl_module: LightningModule | None) -> None:
-        """Account for the measurements that the device is done with."""
+        """Break down the measurements that the device is done with."""
         while self._pending and self._pending[0].recorder.over:
             pending = self._pending.pop(0)
             result = break_down(pending.recorder.spans(), pending.recorder.windows()[-1])

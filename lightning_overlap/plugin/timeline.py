@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import tempfile
 import warnings
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +11,17 @@ import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from typing_extensions import override
 
-from ..profiling import Span, SpanRecorder, as_report, read_trace, summarize, write_html, write_png, write_trace
+from ..profiling import (
+    Span,
+    SpanRecorder,
+    as_report,
+    from_zero,
+    read_trace,
+    summarize,
+    write_html,
+    write_png,
+    write_trace,
+)
 from .strategy import OverlapEmbeddingStrategy
 
 AHEAD = 1
@@ -125,7 +134,7 @@ class OverlapTimeline(Callback):
     def _write(self, folder: Path, strategy: OverlapEmbeddingStrategy, ranks: dict[int, list[Span]]) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         title = f"{strategy.schedule.name}, stream {strategy.stream}, {len(ranks)} ranks"
-        shown = _from_zero(ranks)
+        shown = from_zero(ranks)
         picture, page, trace = (folder / f"timeline.{suffix}" for suffix in ("png", "html", "json.gz"))
         write_png(picture, shown, num_steps=self._num_drawn, title=title)
         write_html(page, shown, num_steps=self._num_drawn, title=title)
@@ -162,12 +171,3 @@ class OverlapTimeline(Callback):
             if isinstance(trainer.strategy, OverlapEmbeddingStrategy):
                 trainer.strategy.watch(None)
         self._profiler = self._recorder = None
-
-
-def _from_zero(ranks: dict[int, list[Span]]) -> dict[int | str, list[Span]]:
-    """Count time from the first thing that happened; ranks of one host share its clock."""
-    zero = min((span.start_ms for spans in ranks.values() for span in spans), default=0.0)
-    return {
-        rank: [replace(span, start_ms=span.start_ms - zero, end_ms=span.end_ms - zero) for span in spans]
-        for rank, spans in ranks.items()
-    }

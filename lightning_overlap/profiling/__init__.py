@@ -1,23 +1,27 @@
-"""What a step did when: record spans or read torch.profiler traces, account for overlap, report it, draw it.
+"""What a step did when: record spans or read torch.profiler traces, break down the overlap, report it, draw it.
 
 Spans (`spans.py`) come from `recorder.py` or `torch_trace.py`; `overlap.py` says how much of them was hidden.
 """
 
 from . import report as report
-from .draw_png import write_html as write_html
+from .draw_html import write_html as write_html
 from .draw_png import write_png as write_png
-from .figures import as_report as as_report
-from .figures import summarize as summarize
 from .host_syncs import HostSync as HostSync
 from .host_syncs import record_host_syncs as record_host_syncs
 from .overlap import Breakdown as Breakdown
 from .overlap import break_down as break_down
 from .overlap import mean as mean
-from .recorder import HOST_LANE as HOST_LANE
 from .recorder import SpanRecorder as SpanRecorder
+from .report import as_report as as_report
+from .report import summarize as summarize
 from .spans import ALL_TO_ALLS as ALL_TO_ALLS
+from .spans import HOST_LANE as HOST_LANE
 from .spans import Category as Category
 from .spans import Interval as Interval
 from .spans import Span as Span
+from .spans import from_zero as from_zero
+from .timestamps import CudaTimestamps as CudaTimestamps
+from .timestamps import HostTimestamps as HostTimestamps
+from .timestamps import Timestamps as Timestamps
 from .torch_trace import read_trace as read_trace
-from .torch_trace import write_trace as write_trace
+from .trace_file import write_trace as write_trace

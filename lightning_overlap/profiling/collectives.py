@@ -2,27 +2,20 @@
 
 from __future__ import annotations
 
-import inspect
 import time
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import replace
-from functools import partial
 from typing import Any
-from unittest import mock
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from typing_extensions import override
 
+from ..distributed import Issue, WrappedWork, wrap_collectives
 from .spans import Category
-from .timestamps import Timestamps, _Record
-
-COLLECTIVES = ("all_to_all_single", "all_reduce", "reduce_scatter", "reduce_scatter_tensor", "all_gather_into_tensor")
-"""Functions of `torch.distributed` that are timed."""
-
-
-_SIGNATURES = {name: inspect.signature(getattr(dist, name)) for name in COLLECTIVES}
+from .timestamps import Record, Timestamps
 
 
 class Collective:
@@ -35,9 +28,7 @@ class Collective:
         lane: The lane that waits, or a function that returns it when the wait begins.
     """
 
-    def __init__(
-        self, flight: _Record, marks: Timestamps, records: list[_Record], lane: str | Callable[[], str]
-    ) -> None:
+    def __init__(self, flight: Record, marks: Timestamps, records: list[Record], lane: str | Callable[[], str]) -> None:
         self._flight, self._marks, self._records, self._lane = flight, marks, records, lane
 
     @property
@@ -66,25 +57,17 @@ class Collective:
         self._records.append(wait)
 
 
-class _TimedWork(dist.Work):
+class _TimedWork(WrappedWork):
     """A collective under way, timed."""
 
     def __init__(self, work: dist.Work, timer: Collective) -> None:
-        super().__init__()
-        self._work, self._timer = work, timer
+        super().__init__(work)
+        self._timer = timer
 
+    @override
     def wait(self, timeout: Any = None) -> bool:
         with self._timer.waiting():
-            return bool(self._work.wait() if timeout is None else self._work.wait(timeout))
-
-    def is_completed(self) -> bool:
-        return bool(self._work.is_completed())
-
-    def is_success(self) -> bool:
-        return bool(self._work.is_success())
-
-    def get_future(self) -> Any:
-        return self._work.get_future()
+            return super().wait(timeout)
 
 
 def all_to_all_name(sent: Tensor, *splits: Any) -> str:
@@ -102,8 +85,7 @@ def all_to_all_name(sent: Tensor, *splits: Any) -> str:
     return "sizes" if all(split is None for split in splits) else "ids"
 
 
-@contextmanager
-def record_collectives(make_timer: Callable[[str, str, bool], Collective]) -> Iterator[None]:
+def record_collectives(make_timer: Callable[[str, str, bool], Collective]) -> AbstractContextManager[None]:
     """Time the collectives that this process issues through `torch.distributed`.
 
     DistributedDataParallel issues its all-reduce from C++, out of sight: it counts as part of the backward.
@@ -111,38 +93,21 @@ def record_collectives(make_timer: Callable[[str, str, bool], Collective]) -> It
     Args:
         make_timer: Called for each with its name, its group's description, and whether it sends memory of the host.
     """
-    with ExitStack() as stack:
-        for name in COLLECTIVES:
-            real = getattr(dist, name)
-            stack.enter_context(mock.patch.object(dist, name, partial(_timed, name, real, make_timer)))
-        yield
 
+    def timed(name: str, call: dict[str, Any], issue: Issue) -> dist.Work | None:
+        sent = call.get("input", call.get("tensor"))
+        if name == "all_to_all_single":
+            assert isinstance(sent, Tensor)
+            name = all_to_all_name(sent, call.get("input_split_sizes"), call.get("output_split_sizes"))
+        group = call.get("group")
+        on_host = isinstance(sent, Tensor) and sent.device.type == "cpu"
+        timer = make_timer(name, "default" if group is None else str(group.group_desc), on_host)
+        work = issue()
+        if work is None:
+            return None
+        if timer.on_host:
+            with suppress(RuntimeError):  # gloo's reduce-scatter has no future: then the wait for it tells
+                work.get_future().add_done_callback(lambda _: timer.completed())
+        return _TimedWork(work, timer)
 
-def _timed(
-    name: str,
-    real: Callable[..., Any],
-    make_timer: Callable[[str, str, bool], Collective],
-    *args: Any,
-    **kwargs: Any,
-) -> Any:
-    call = _SIGNATURES[name].bind(*args, **kwargs).arguments
-    sent = call.get("input", call.get("tensor"))
-    if name == "all_to_all_single":
-        assert isinstance(sent, Tensor)
-        name = all_to_all_name(sent, call.get("input_split_sizes"), call.get("output_split_sizes"))
-    group = call.get("group")
-    on_host = isinstance(sent, Tensor) and sent.device.type == "cpu"
-    timer = make_timer(name, "default" if group is None else str(group.group_desc), on_host)
-    asynchronous = call.get("async_op", False)
-    call["async_op"] = True
-    work = real(**call)
-    if work is None:  # this rank is not in the group
-        return None
-    if timer.on_host:
-        with suppress(RuntimeError):  # gloo's reduce-scatter has no future: then the wait for it tells
-            work.get_future().add_done_callback(lambda _: timer.completed())
-    timed = _TimedWork(work, timer)
-    if asynchronous:
-        return timed
-    timed.wait()
-    return None
+    return wrap_collectives(timed)

@@ -8,9 +8,10 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from .draw_png import write_html, write_png
-from .figures import as_report, summarize
+from .draw_html import write_html
+from .draw_png import write_png
 from .layout import NUM_STEPS
+from .report import as_report, summarize
 from .spans import Span
 from .torch_trace import read_trace
 from .trace_file import TraceError

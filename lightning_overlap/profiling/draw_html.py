@@ -10,7 +10,6 @@ from importlib import resources
 from pathlib import Path
 from typing import Any
 
-from .figures import Table, headline, tables
 from .layout import (
     EXPOSED_COLOR,
     NUM_STEPS,
@@ -24,6 +23,7 @@ from .layout import (
     shares,
     text_of,
 )
+from .report import Table, headline, tables
 from .spans import Span
 
 _RESOLUTION = 2e-5
@@ -117,7 +117,7 @@ def _section(panel: Panel) -> str:
 def _table(table: Table) -> str:
     def row(cells: Sequence[str], tag: str) -> str:
         texts = [
-            f'<{tag} class="{"w" if number == 0 or table.head[number] == "where" else "n"}">{html.escape(cell)}</{tag}>'
+            f'<{tag} class="{"w" if number in table.words else "n"}">{html.escape(cell)}</{tag}>'
             for number, cell in enumerate(cells)
         ]
         return f"<tr>{''.join(texts)}</tr>"

@@ -7,8 +7,6 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from .draw_html import write_html as write_html
-from .figures import headline
 from .layout import (
     BATCH_COLORS,
     EXPOSED_COLOR,
@@ -24,12 +22,11 @@ from .layout import (
     shares,
     text_of,
 )
+from .report import headline
 from .spans import Category, Span
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
-
-__all__ = ["write_html", "write_png"]
 
 MAX_RANKS = 16
 """Ranks in one picture; its last line says how many it left out."""
@@ -92,8 +89,8 @@ def write_png(
     canvas.text(0.012, 1 - 0.24 / height, title or "Timeline", fontsize=13, fontweight="bold", va="center")
     left_out = len(ranks) - len(drawn)
     note = f"; {left_out} more ranks are not drawn" if left_out else ""
-    figures_of = "figures: mean of all steps of the trace" if panels[0].summary.window.num_steps > 1 else ""
-    canvas.text(_RIGHT, 1 - 0.24 / height, figures_of + note, fontsize=8.5, color="#666666", ha="right", va="center")
+    about = "figures: mean of all steps of the trace" if panels[0].summary.window.num_steps > 1 else ""
+    canvas.text(_RIGHT, 1 - 0.24 / height, about + note, fontsize=8.5, color="#666666", ha="right", va="center")
     canvas.legend(
         handles=_legend(panels, batches),
         loc="lower center",

@@ -5,11 +5,11 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from ..schedules import Stage
-from .figures import TraceSummary, label, summarize
 from .overlap import cover
+from .report import TraceSummary, label, summarize
 from .spans import (
     ALL_TO_ALLS,
     HOST_LANE,
@@ -23,7 +23,7 @@ from .spans import (
     subtract,
     union,
 )
-from .steps import Window, find_steps, steady_window
+from .steps import Window, find_steps, is_step_mark, steady_window
 
 NUM_STEPS = 3
 """Steps that are drawn, where nobody says how many."""
@@ -50,8 +50,6 @@ SHORT: Mapping[Stage, str] = {
 
 _ONE_CLOCK = 0.8
 """A rank whose spans reach over this share of the first one's window has its clock, or one near enough."""
-
-_STEP_MARK = re.compile(r"ProfilerStep#\d+$")
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,18 +139,15 @@ def _share_seen(spans: Sequence[Span], window: Window) -> float:
 
 
 def _panel(rank: int | str, spans: Sequence[Span], window: Window, resolution: float) -> Panel:
-    cut = exclusive_in((span for span in spans if not _STEP_MARK.match(span.name)), window.interval)
+    cut = exclusive_in((span for span in spans if not is_step_mark(span.name)), window.interval)
     least_ms = resolution * (window.end_ms - window.start_ms)
     lanes = []
     for name in sorted({span.lane for span in cut}, key=_lane_order):
-        rows = [_bars(row, number, least_ms) for number, row in enumerate(_rows(cut, name))]
+        on_lane = rows_of(span for span in cut if span.lane == name)
+        rows = [_bars(row, number, least_ms) for number, row in enumerate(on_lane)]
         lanes.append(Lane(name, len(rows), tuple(bar for row in rows for bar in row)))
     starts = [step.start_ms for step in find_steps(spans) if window.start_ms <= step.start_ms < window.end_ms]
     return Panel(rank, summarize(spans), window, tuple(starts), tuple(lanes), tuple(_exposed(cut, window.interval)))
-
-
-def _rows(spans: Iterable[Span], lane: str) -> list[list[Span]]:
-    return rows_of(span for span in spans if span.lane == lane)
 
 
 def _bars(row: Sequence[Span], number: int, least_ms: float) -> list[Bar]:
@@ -163,7 +158,7 @@ def _bars(row: Sequence[Span], number: int, least_ms: float) -> list[Bar]:
         if last is not None and _same(last.span, span) and span.start_ms - last.span.end_ms <= least_ms:
             named = span if span.duration_ms > longest_ms else last.span
             longest_ms = max(longest_ms, span.duration_ms)
-            joined = _between(named, last.span.start_ms, span.end_ms)
+            joined = replace(named, start_ms=last.span.start_ms, end_ms=span.end_ms)
             bars[-1] = Bar(joined, number, last.count + 1)
         else:
             bars.append(Bar(span, number))
@@ -173,10 +168,6 @@ def _bars(row: Sequence[Span], number: int, least_ms: float) -> list[Bar]:
 
 def _same(one: Span, other: Span) -> bool:
     return (one.kind, one.stage, one.batch) == (other.kind, other.stage, other.batch)
-
-
-def _between(span: Span, start_ms: float, end_ms: float) -> Span:
-    return Span(start_ms, end_ms, span.kind, span.lane, span.name, span.stage, span.batch, span.detail)
 
 
 def _exposed(spans: Sequence[Span], window: Interval) -> list[Interval]:

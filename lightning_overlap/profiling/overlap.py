@@ -12,9 +12,9 @@ from .spans import (
     Category,
     Interval,
     Span,
-    _intervals,
     exclusive_in,
     intersection,
+    intervals_of,
     is_for_rows,
     length,
     subtract,
@@ -67,6 +67,10 @@ class Breakdown:
     merge_wait_ms: float = 0.0
     blocked_ms: float = 0.0
 
+    def time_of(self, kind: Category) -> BusyTime:
+        """What a kind took; nothing if it was not seen."""
+        return self.kinds.get(kind, BusyTime())
+
     @property
     def bound(self) -> tuple[str, float]:
         """The busiest resource and its milliseconds: no overlap makes a step shorter than that."""
@@ -86,9 +90,8 @@ def break_down(
     num_steps: int = 1,
     host_lane: str = HOST_LANE,
     merge_lanes: Sequence[str] = (HOST_LANE, "compute"),
-    host_computes: bool | None = None,
 ) -> Breakdown:
-    """Account for a window of a timeline.
+    """Say where the time of a window of a timeline went.
 
     Args:
         spans: All that was seen, also what began before the window or ended after it.
@@ -96,16 +99,14 @@ def break_down(
         num_steps: Steps in the window; all times are per step.
         host_lane: The lane whose waits block the host.
         merge_lanes: The lanes of the dense part, whose waits for rows are those at the merge.
-        host_computes: Whether the host does the dense part itself, as on a CPU; None: whether its lane has dense spans.
-            All that it does then has to be done, so communication is hidden while the host does not wait.
 
     Source: the interval sweep of HolisticTraceAnalysis, which has communication alone; here each kind has its own
     cover, and inner spans take their time from outer ones.
     """
     own = exclusive_in(spans, window)
-    by_kind = {kind: union(_intervals(span for span in own if span.kind is kind)) for kind in Category}
+    by_kind = {kind: union(intervals_of(span for span in own if span.kind is kind)) for kind in Category}
 
-    covers = {kind: cover(own, window, kind, host_lane=host_lane, host_computes=host_computes) for kind in COVERED_BY}
+    covers = {kind: cover(own, window, kind, host_lane=host_lane) for kind in COVERED_BY}
     blocked = _blocked(own, host_lane)
 
     def times(of: Sequence[Interval], kind: Category) -> BusyTime:
@@ -118,67 +119,61 @@ def break_down(
         parts = [span for span in own if span.stage is stage and span.kind is not Category.WAIT]
         if parts:
             per_kind = [
-                times(union(_intervals(span for span in parts if span.kind is kind)), kind)
+                times(union(intervals_of(span for span in parts if span.kind is kind)), kind)
                 for kind in {span.kind for span in parts}
             ]
             stages[stage] = BusyTime(sum(t.busy_ms for t in per_kind), sum(t.hidden_ms for t in per_kind))
     merge = union(
-        _intervals(s for s in own if s.kind is Category.WAIT and is_for_rows(s.name) and s.lane in merge_lanes)
+        intervals_of(s for s in own if s.kind is Category.WAIT and is_for_rows(s.name) and s.lane in merge_lanes)
     )
     return Breakdown(
         (window[1] - window[0]) / num_steps, kinds, stages, length(merge) / num_steps, length(blocked) / num_steps
     )
 
 
-def cover(
-    own: Sequence[Span],
-    window: Interval,
-    kind: Category,
-    *,
-    host_lane: str = HOST_LANE,
-    host_computes: bool | None = None,
-) -> list[Interval]:
+def cover(own: Sequence[Span], window: Interval, kind: Category, *, host_lane: str = HOST_LANE) -> list[Interval]:
     """Return the intervals in which a category of work is hidden.
+
+    Where the host does the dense part itself, as on a CPU (its lane has dense spans), all that it does has to be done:
+    communication is hidden while the host does not wait.
 
     Args:
         own: What `exclusive_in` gives of a window.
         window: Begin and end, milliseconds.
         kind: What may be hidden.
         host_lane: See `break_down`.
-        host_computes: See `break_down`.
     """
-    if host_computes is None:
-        host_computes = any(span.kind is Category.DENSE and span.lane == host_lane for span in own)
+    host_computes = any(span.kind is Category.DENSE and span.lane == host_lane for span in own)
     if kind is Category.COMMUNICATION and host_computes:
         return subtract([window], _blocked(own, host_lane))
-    return union(_intervals(span for span in own if span.kind in COVERED_BY[kind]))
+    return union(intervals_of(span for span in own if span.kind in COVERED_BY[kind]))
 
 
 def _blocked(own: Iterable[Span], host_lane: str) -> list[Interval]:
-    return union(_intervals(span for span in own if span.kind is Category.WAIT and span.lane == host_lane))
+    return union(intervals_of(span for span in own if span.kind is Category.WAIT and span.lane == host_lane))
 
 
-def mean(accounts: Sequence[Breakdown]) -> Breakdown:
+def mean(breakdowns: Sequence[Breakdown]) -> Breakdown:
     """Return the mean of breakdowns of one step each.
 
     Raises:
         ValueError: There are none.
     """
-    if not accounts:
-        raise ValueError("the mean of no accounts: no step has been measured.")
-    num = len(accounts)
+    if not breakdowns:
+        raise ValueError("the mean of no breakdowns: no step has been measured.")
+    num = len(breakdowns)
 
     def over(parts: Sequence[BusyTime]) -> BusyTime:
         return BusyTime(sum(t.busy_ms for t in parts) / num, sum(t.hidden_ms for t in parts) / num)
 
     return Breakdown(
-        sum(one.step_ms for one in accounts) / num,
-        {kind: over([one.kinds[kind] for one in accounts if kind in one.kinds]) for kind in accounts[0].kinds},
+        sum(one.step_ms for one in breakdowns) / num,
+        {kind: over([one.kinds[kind] for one in breakdowns if kind in one.kinds]) for kind in breakdowns[0].kinds},
         {
-            stage: over([one.stages[stage] for one in accounts if stage in one.stages])
+            stage: over([one.stages[stage] for one in breakdowns if stage in one.stages])
             for stage in Stage
-            if any(stage in one.stages for one in accounts)
+            if any(stage in one.stages for one in breakdowns)
         },
-        sum(one.merge_wait_ms for one in accounts) / num,
-        sum(one.blocked_ms for one in accounts) / num,
+        sum(one.merge_wait_ms for one in breakdowns) / num,
+        sum(one.blocked_ms for one in breakdowns) / num,
     )

@@ -15,11 +15,8 @@ from ..distributed import CONSENSUS
 from ..runtime import CudaStreams, Streams
 from ..schedules import Stage, StreamName
 from .collectives import Collective, record_collectives
-from .spans import Category, Interval, Span
-from .timestamps import CudaTimestamps, HostTimestamps, _Record
-
-HOST_LANE = "host"
-"""The lane of the thread that trains."""
+from .spans import HOST_LANE, Category, Interval, Span
+from .timestamps import CudaTimestamps, HostTimestamps, Record
 
 KINDS = {
     Stage.COPY_BATCH_TO_DEVICE: Category.COPY,
@@ -46,8 +43,8 @@ class SpanRecorder:
         self._host = HostTimestamps()
         self._streams = streams if isinstance(streams, CudaStreams) else None
         self._device = None if self._streams is None else CudaTimestamps(self._streams.device)
-        self._open: list[tuple[_Record, _Record | None]] = []
-        self._records: list[_Record] = []
+        self._open: list[tuple[Record, Record | None]] = []
+        self._records: list[Record] = []
         self._steps: list[tuple[float, Any]] = []
         self._patches = ExitStack()
 
@@ -97,9 +94,9 @@ class SpanRecorder:
         if self._streams is not None and self._device is not None:
             if kind is not Category.HOST and kind is not Category.COPY:  # a copy is marked where it is issued
                 with self._streams.on(stream):
-                    on_device = _Record(kind, str(stream), str(stage), stage, batch, self._device.mark(), on_host=False)
+                    on_device = Record(kind, str(stream), str(stage), stage, batch, self._device.mark(), on_host=False)
             kind = Category.HOST  # what the host does is to launch
-        record = _Record(kind, HOST_LANE, str(stage), stage, batch, self._host.mark())
+        record = Record(kind, HOST_LANE, str(stage), stage, batch, self._host.mark())
         self._open.append((record, on_device))
 
     def end(self) -> None:
@@ -121,7 +118,7 @@ class SpanRecorder:
             yield
             return
         stage, batch = self.stage
-        record = _Record(
+        record = Record(
             Category.COPY, str(StreamName.MEMCPY), str(stage), stage, batch, self._device.mark(), on_host=False
         )
         yield
@@ -138,7 +135,7 @@ class SpanRecorder:
         if self._device is None or self._streams is None:
             yield
             return
-        record = _Record(
+        record = Record(
             Category.WAIT, str(StreamName.COMPUTE), "rows", Stage.EMBEDDING_LOOKUP, batch, self._mark(), on_host=False
         )
         yield
@@ -165,7 +162,7 @@ class SpanRecorder:
             shift = self._device.ms(device) - host
         return [self._span(record, shift) for record in self._records if record.end is not None]
 
-    def _span(self, record: _Record, shift: float) -> Span:
+    def _span(self, record: Record, shift: float) -> Span:
         if record.on_host or self._device is None:
             start, end = record.start + shift, record.end + shift
         else:
@@ -188,7 +185,7 @@ class SpanRecorder:
         on_host = on_host or self._device is None
         marks = self._host if on_host else self._device
         assert marks is not None
-        flight = _Record(Category.COMMUNICATION, f"{group} group", name, stage, batch, marks.mark(), on_host=on_host)
+        flight = Record(Category.COMMUNICATION, f"{group} group", name, stage, batch, marks.mark(), on_host=on_host)
         if group == CONSENSUS:
             flight.name = group  # no data: under way until the other ranks have asked too, which makes nobody wait
         else:

@@ -1,14 +1,17 @@
-"""What accounts say, in words and tables."""
+"""What breakdowns say in words and tables: the end of a monitored run, and the report of a trace."""
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 
-from ..schedules import Stage
+from ..schedules import TRAINING_STAGES, Stage
+from ..text import aligned
 from .host_syncs import HostSync
-from .overlap import Breakdown, BusyTime, mean
-from .spans import Category
+from .overlap import Breakdown, BusyTime, break_down, mean
+from .spans import HOST_LANE, Category, Interval, Span, exclusive_in
+from .steps import Window, is_on_stream, window_of
 
 EVEN = 0.02
 """Ranks whose waits differ by less than this share of a step are even."""
@@ -16,9 +19,43 @@ EVEN = 0.02
 NUM_WORST = 3
 """Host syncs that are named."""
 
-
 NUM_STALEST = 8
 """Tables whose stale rows are listed."""
+
+TOP_BLOCKS = 8
+"""Lines of what blocked the host; all else is added up in one."""
+
+_NEVER_HIDDEN = frozenset(map(str, (Category.DENSE, Category.HOST, Stage.DENSE_FORWARD, Stage.OPTIMIZER_STEP)))
+"""What has a busy time alone; the others are hidden by it. A backward has its collectives to hide."""
+
+Row = Sequence[str]
+
+
+@dataclass(frozen=True, slots=True)
+class Table:
+    """Rows of text under a head; the first column is words, the others are numbers, except a last one named "where"."""
+
+    head: Row
+    rows: Sequence[Row]
+    note: str = ""
+
+    @property
+    def words(self) -> tuple[int, ...]:
+        """The columns that hold words."""
+        return (0, *(column for column, name in enumerate(self.head) if name == "where"))
+
+    def text(self, *, ruled: bool = True) -> str:
+        """Return it for a terminal."""
+        lines = aligned([self.head, *self.rows], words=self.words, ruled=ruled)
+        return f"{lines}\n{self.note}" if self.note else lines
+
+
+def _row(name: str, times: BusyTime, share_of: Callable[[float], str], *, hides: bool) -> Row:
+    cells = [f"{times.hidden_ms:.2f}", f"{times.exposed_ms:.2f}", share_of(times.hidden_fraction)]
+    return name, f"{times.busy_ms:.2f}", *(cells if hides else "-" * len(cells))
+
+
+# -- a monitored run ----------------------------------------------------------------------------------------------
 
 
 def metrics(breakdown: Breakdown) -> dict[str, float]:
@@ -43,13 +80,9 @@ def metrics(breakdown: Breakdown) -> dict[str, float]:
     return values
 
 
-_NEVER_HIDDEN = frozenset(map(str, (Category.DENSE, Category.HOST, Stage.DENSE_FORWARD, Stage.OPTIMIZER_STEP)))
-"""What has a busy time alone; the others hide behind it. A backward has its collectives to hide."""
-
-
 def hideable(breakdown: Breakdown) -> BusyTime:
     """Return communication, lookup and copy together."""
-    parts = [breakdown.kinds.get(kind, BusyTime()) for kind in (Category.COMMUNICATION, Category.LOOKUP, Category.COPY)]
+    parts = [breakdown.time_of(kind) for kind in (Category.COMMUNICATION, Category.LOOKUP, Category.COPY)]
     return BusyTime(sum(part.busy_ms for part in parts), sum(part.hidden_ms for part in parts))
 
 
@@ -63,85 +96,63 @@ def closing_table(
     """Return what a run says at its end.
 
     Args:
-        ranks: The mean account of each rank.
+        ranks: The mean breakdown of each rank.
         num_steps: Steps that were measured on each.
         title: What ran.
         syncs: Lines about host syncs.
         stale_rows: Rows read stale and rows read, by table, in a mode that has a staleness.
     """
     over_ranks = mean(ranks)
-    lines = [f"Overlap: {title}; {num_steps} steps measured, {len(ranks)} ranks, ms per step", stage_table(over_ranks)]
-    lines.append(rank_table(ranks))
-    lines.append(limit_sentence(over_ranks))
+    lines = [f"Overlap: {title}; {num_steps} steps measured, {len(ranks)} ranks, ms per step"]
+    lines += [stage_table(over_ranks).text(), rank_table(ranks).text(), limit_sentence(over_ranks)]
     if len(ranks) > 1:
         lines.append(slowest_sentence(ranks))
     if stale_rows:
-        lines.append(stale_table(stale_rows))
+        lines.append(stale_table(stale_rows).text())
     return "\n".join([*lines, *syncs])
 
 
-def stage_table(breakdown: Breakdown) -> str:
+def stage_table(breakdown: Breakdown) -> Table:
     """Return busy, hidden and exposed time by stage, and by kind beneath."""
-    head = ("", "busy", "hidden", "exposed", "hidden %")
-    rows = [_row(str(stage), times) for stage, times in breakdown.stages.items()]
-    rows += [_row(f"all {kind}", times) for kind, times in breakdown.kinds.items() if kind is not Category.HOST]
-    rows.append(("waited at the merge", "", "", f"{breakdown.merge_wait_ms:.2f}", ""))
-    return _aligned([head, *rows])
-
-
-def rank_table(ranks: Sequence[Breakdown]) -> str:
-    """Return a row per rank: its step, what it was busy with, and what it waited."""
-    head = ("rank", "step", "dense", "lookup", "copy", "communication", "host at work", "host waiting")
+    named: dict[str, BusyTime] = {str(stage): times for stage, times in breakdown.stages.items()}
+    named |= {f"all {kind}": times for kind, times in breakdown.kinds.items() if kind is not Category.HOST}
     rows = [
-        (
-            str(rank),
-            *(
-                f"{value:.2f}"
-                for value in (
-                    one.step_ms,
-                    *(
-                        one.kinds.get(kind, BusyTime()).busy_ms
-                        for kind in (
-                            Category.DENSE,
-                            Category.LOOKUP,
-                            Category.COPY,
-                            Category.COMMUNICATION,
-                            Category.HOST,
-                        )
-                    ),
-                    one.blocked_ms,
-                )
-            ),
-        )
-        for rank, one in enumerate(ranks)
+        _row(name, times, "{:.0%}".format, hides=name.removeprefix("all ") not in _NEVER_HIDDEN)
+        for name, times in named.items()
     ]
-    return _aligned([head, *rows])
+    rows.append(("waited at the merge", "", "", f"{breakdown.merge_wait_ms:.2f}", ""))
+    return Table(("", "busy", "hidden", "exposed", "hidden %"), rows)
 
 
-def stale_table(rows: Mapping[str, tuple[int, int]]) -> str:
+def rank_table(ranks: Sequence[Breakdown]) -> Table:
+    """Return a row per rank: its step, what it was busy with, and what it waited."""
+    kinds = (Category.DENSE, Category.LOOKUP, Category.COPY, Category.COMMUNICATION, Category.HOST)
+    times = [[one.step_ms, *(one.time_of(kind).busy_ms for kind in kinds), one.blocked_ms] for one in ranks]
+    return Table(
+        ("rank", "step", *map(str, kinds[:-1]), "host at work", "host waiting"),
+        [(str(rank), *(f"{ms:.2f}" for ms in of_rank)) for rank, of_rank in enumerate(times)],
+    )
+
+
+def stale_table(rows: Mapping[str, tuple[int, int]]) -> Table:
     """Return the share of looked-up rows that were read stale: of the tables with the most, and of all."""
     worst = sorted(rows, key=lambda table: (-rows[table][0] / rows[table][1], table))[:NUM_STALEST]
     lines = {table: rows[table] for table in worst}
     name = "all tables" if len(worst) == len(rows) else f"all {len(rows)} tables"
     lines[name] = sum(stale for stale, _ in rows.values()), sum(read for _, read in rows.values())
     cells = [(table, str(read), str(stale), f"{stale / read:.1%}") for table, (stale, read) in lines.items()]
-    return _aligned([("rows in the steps counted", "read", "stale", "stale %"), *cells])
+    return Table(("rows in the steps counted", "read", "stale", "stale %"), cells)
 
 
 def limit_sentence(breakdown: Breakdown) -> str:
     """Say which resource limits the step, and what overlap can still gain."""
     name, bound_ms = breakdown.bound
-    what = name
+    what = f"{name}-bound"
     if name == str(Category.HOST):  # on a CPU the host does the dense part and the lookups itself
-        parts = {
-            kind: breakdown.kinds.get(kind, BusyTime()).busy_ms
-            for kind in (Category.DENSE, Category.LOOKUP, Category.COPY)
-        }
+        parts = {kind: breakdown.time_of(kind).busy_ms for kind in (Category.DENSE, Category.LOOKUP, Category.COPY)}
         most = max(parts, key=lambda kind: parts[kind])
         share = parts[most] / bound_ms if bound_ms else 0.0
-        what = f"host-bound ({most} is {share:.0%} of it)" if share <= 1 else "host-bound"
-    else:
-        what = f"{name}-bound"
+        what += f" ({most} is {share:.0%} of it)" if share <= 1 else ""
     percent = breakdown.to_gain_ms / breakdown.step_ms * 100 if breakdown.step_ms else 0.0
     return (
         f"{what}: it is busy {bound_ms:.2f} of the {breakdown.step_ms:.2f} ms of a step, so overlap cannot gain more "
@@ -177,23 +188,142 @@ def sync_lines(found: Sequence[HostSync], on_cuda: bool) -> list[str]:
     return lines
 
 
-def _row(name: str, times: BusyTime) -> tuple[str, ...]:
-    if name.removeprefix("all ") in _NEVER_HIDDEN:
-        return name, f"{times.busy_ms:.2f}", "", "", ""
-    return (
-        name,
-        f"{times.busy_ms:.2f}",
-        f"{times.hidden_ms:.2f}",
-        f"{times.exposed_ms:.2f}",
-        f"{times.hidden_fraction:.0%}",
+# -- a trace ------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Block:
+    """What the host waited for at one place of the program.
+
+    Args:
+        name: The operator, call or awaitable that waited.
+        stage: Its stage.
+        detail: The call, the annotation around it, and the source line, as far as the trace has them.
+        total_ms: In all.
+        count: How often.
+    """
+
+    name: str
+    stage: Stage | None
+    detail: str
+    total_ms: float
+    count: int
+
+
+@dataclass(frozen=True, slots=True)
+class TraceSummary:
+    """The numbers of one rank's trace.
+
+    Args:
+        breakdown: Per step.
+        blocks: What blocked the host, most first.
+        window: What they were taken from.
+    """
+
+    breakdown: Breakdown
+    blocks: tuple[Block, ...]
+    window: Window
+
+    @property
+    def total_ms(self) -> float:
+        """Length of the window."""
+        return self.window.end_ms - self.window.start_ms
+
+
+def summarize(spans: Sequence[Span]) -> TraceSummary:
+    """Return the numbers of one rank, over all its complete steps.
+
+    Raises:
+        ValueError: There are no spans.
+    """
+    window = window_of(spans)
+    if any(is_on_stream(span) for span in spans):  # the stage is done there; the host's part of it is to launch that
+        spans = [replace(span, stage=None) if span.kind is Category.HOST and span.stage else span for span in spans]
+    merge_lanes = (HOST_LANE, *{span.lane for span in spans if span.kind is Category.DENSE})
+    return TraceSummary(
+        break_down(spans, window.interval, num_steps=window.num_steps, merge_lanes=merge_lanes),
+        tuple(blocks(spans, window.interval)),
+        window,
     )
 
 
-def _aligned(rows: Sequence[Sequence[str]]) -> str:
-    widths = [max(len(cell) for cell in column) for column in zip(*rows, strict=True)]
-    lines = [
-        "  ".join([f"{row[0]:<{widths[0]}}", *(f"{cell:>{w}}" for cell, w in zip(row[1:], widths[1:], strict=True))])
-        for row in rows
+def blocks(spans: Iterable[Span], window: Interval) -> list[Block]:
+    """Return what blocked the host in a window, most first."""
+    found: dict[tuple[str, Stage | None, str], list[float]] = {}
+    for span in exclusive_in((span for span in spans if span.lane == HOST_LANE), window):
+        if span.kind is Category.WAIT:
+            found.setdefault((span.name, span.stage, span.detail), []).append(span.duration_ms)
+    entries = [Block(*key, sum(times), len(times)) for key, times in found.items()]
+    return sorted(entries, key=lambda block: -block.total_ms)
+
+
+def as_report(ranks: Mapping[int | str, TraceSummary]) -> str:
+    """Return the tables of all ranks for a terminal."""
+    return "\n\n\n".join(
+        "\n\n".join([f"{label(rank)}: {headline(summary)}", *(table.text(ruled=False) for table in tables(summary))])
+        for rank, summary in ranks.items()
+    )
+
+
+def label(rank: int | str) -> str:
+    """Return what to call a rank, or what stands in its place."""
+    return f"rank {rank}" if isinstance(rank, int) else rank
+
+
+def headline(summary: TraceSummary) -> str:
+    """Return the one line that says how well it overlaps."""
+    found = summary.breakdown
+    parts = [f"{found.step_ms:.1f} ms a step" if summary.window.num_steps > 1 else f"{found.step_ms:.1f} ms"]
+    for kind in (Category.COMMUNICATION, Category.LOOKUP):
+        times = found.kinds[kind]
+        if times.busy_ms:
+            parts.append(f"{kind} {_percent(times.hidden_fraction)} hidden, {times.exposed_ms:.2f} ms exposed")
+    parts.append(f"host blocked {_percent(found.blocked_ms / found.step_ms if found.step_ms else 0)}")
+    return "; ".join(parts)
+
+
+def tables(summary: TraceSummary) -> list[Table]:
+    """Return the tables of one rank: by kind, by stage, what blocked the host."""
+    found, total_ms, steps = summary.breakdown, summary.total_ms, summary.window.num_steps
+    bound, bound_ms = found.bound
+    head = ("busy ms", "hidden ms", "exposed ms", "hidden")
+    kinds = [
+        _row(str(kind), times, _percent, hides=str(kind) not in _NEVER_HIDDEN)
+        for kind, times in found.kinds.items()
+        if times.busy_ms
     ]
-    lines.insert(1, "-" * max(map(len, lines)))
-    return "\n".join(line.rstrip() for line in lines)
+    stages = [
+        _row(str(stage), times, _percent, hides=stage not in TRAINING_STAGES) for stage, times in found.stages.items()
+    ]
+    about = (
+        f"{total_ms:.1f} ms, {steps} step{'s' * (steps != 1)} of {found.step_ms:.2f} ms. Busiest: {bound}, "
+        f"{bound_ms:.2f} ms; perfect overlap would save {found.to_gain_ms:.2f} ms a step. "
+        f"Waited for looked-up rows: {found.merge_wait_ms:.2f} ms."
+    )
+    by_stage = [Table(("stage", *head), stages)] if stages else []
+    return [Table(("per step", *head), kinds, about), *by_stage, _block_table(summary)]
+
+
+def _block_table(summary: TraceSummary) -> Table:
+    def row(name: str, ms: float, count: int, where: str) -> Row:
+        return name, f"{ms:.1f}", share(ms), str(count), where
+
+    def share(ms: float) -> str:
+        return _percent(ms / summary.total_ms if summary.total_ms else 0)
+
+    top, rest = summary.blocks[:TOP_BLOCKS], summary.blocks[TOP_BLOCKS:]
+    rows = [
+        row(one.name, one.total_ms, one.count, f"{one.detail} ({one.stage})".lstrip() if one.stage else one.detail)
+        for one in top
+    ]
+    if rest:
+        rows.append(row(f"{len(rest)} others", sum(one.total_ms for one in rest), sum(one.count for one in rest), ""))
+    blocked_ms = summary.breakdown.blocked_ms * summary.window.num_steps
+    about = f"Host blocked {blocked_ms:.1f} of {summary.total_ms:.1f} ms ({share(blocked_ms)})."
+    return Table(("host blocked by", "ms", "of window", "times", "where"), rows, about)
+
+
+def _percent(fraction: float) -> str:
+    """Three figures: 1.36 %, 46.2 %."""
+    percent = 100 * fraction
+    return f"{percent:.2f} %" if percent < 10 else f"{percent:.1f} %"

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import heapq
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import Enum
 from itertools import islice, pairwise
+from typing import Any
 
 from ..schedules import Stage
 
@@ -149,6 +150,15 @@ def clip(spans: Iterable[Span], window: Interval) -> list[Span]:
     ]
 
 
+def from_zero(ranks: Mapping[Any, Sequence[Span]]) -> dict[Any, list[Span]]:
+    """Count time from the first thing that happened; ranks of one host share its clock."""
+    zero = min((span.start_ms for spans in ranks.values() for span in spans), default=0.0)
+    return {
+        rank: [replace(span, start_ms=span.start_ms - zero, end_ms=span.end_ms - zero) for span in spans]
+        for rank, spans in ranks.items()
+    }
+
+
 def union(intervals: Iterable[Interval]) -> list[Interval]:
     """Return disjoint intervals in order that cover the same time."""
     merged: list[Interval] = []
@@ -221,5 +231,6 @@ def length(intervals: Iterable[Interval]) -> float:
     return sum(end - start for start, end in intervals)
 
 
-def _intervals(spans: Iterable[Span]) -> Iterable[Interval]:
+def intervals_of(spans: Iterable[Span]) -> Iterable[Interval]:
+    """Return begin and end of each span."""
     return ((span.start_ms, span.end_ms) for span in spans)

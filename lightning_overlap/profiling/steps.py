@@ -11,8 +11,7 @@ from itertools import pairwise
 from ..schedules import Stage
 from .spans import HOST_LANE, Category, Interval, Span
 
-_PROFILER_STEP = re.compile(r"ProfilerStep#(\d+)$")
-
+_STEP_MARK = re.compile(r"ProfilerStep#\d+$")
 
 _LEAST_MS = 1e-3  # of a window: a single event can last no time at all
 
@@ -37,10 +36,15 @@ class Window:
         return self.start_ms, self.end_ms
 
 
+def is_step_mark(name: str) -> bool:
+    """Whether torch.profiler names a step so."""
+    return _STEP_MARK.match(name) is not None
+
+
 def find_steps(spans: Iterable[Span]) -> list[Window]:
     """Return the steps of a timeline: torch.profiler's marks, else from one dense forward to the next, else none."""
     spans = list(spans)
-    marked = [span for span in spans if _PROFILER_STEP.match(span.name)]
+    marked = [span for span in spans if is_step_mark(span.name)]
     if marked:
         marked.sort(key=lambda span: span.start_ms)
         return [Window(span.start_ms, span.end_ms) for span in marked]
@@ -57,7 +61,7 @@ def find_steps(spans: Iterable[Span]) -> list[Window]:
 
 
 def window_of(spans: Sequence[Span]) -> Window:
-    """Return what the figures of a timeline are taken from.
+    """Return what the numbers of a timeline are taken from.
 
     With torch.profiler's step marks that is all that a GPU's streams did, as they run later than the host's marks, and
     without a GPU from the first mark to the last. Without marks it is from the first step's begin to the last one's
@@ -69,8 +73,8 @@ def window_of(spans: Sequence[Span]) -> Window:
     if not spans:
         raise ValueError("a timeline without a span has no window: record at least one step.")
     steps = find_steps(spans)
-    on_gpu = [span for span in spans if _on_stream(span) and span.kind is not Category.WAIT]
-    marked = any(_PROFILER_STEP.match(span.name) for span in spans)
+    on_gpu = [span for span in spans if is_on_stream(span) and span.kind is not Category.WAIT]
+    marked = any(is_step_mark(span.name) for span in spans)
     if steps and not (marked and on_gpu):
         return Window(steps[0].start_ms, steps[-1].end_ms, len(steps))
     found = on_gpu or spans
@@ -78,7 +82,8 @@ def window_of(spans: Sequence[Span]) -> Window:
     return Window(start, max(end, start + _LEAST_MS), max(1, len(steps)))
 
 
-def _on_stream(span: Span) -> bool:
+def is_on_stream(span: Span) -> bool:
+    """Whether a GPU's stream did it."""
     return "stream " in span.lane
 
 

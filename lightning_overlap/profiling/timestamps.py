@@ -68,7 +68,20 @@ class CudaTimestamps:
 
 
 @dataclass(slots=True)
-class _Record:
+class Record:
+    """A span to be: begin and end are points in time that are read later.
+
+    Attributes:
+        kind: What it is.
+        lane: The stream or thread it runs on.
+        name: What to call it.
+        stage: The stage it belongs to, if any.
+        batch: The batch it is for, if any.
+        start: When it began.
+        end: When it ended; None before that.
+        on_host: Whether the host's clock took the times, and not a device's.
+    """
+
     kind: Category
     lane: str
     name: str

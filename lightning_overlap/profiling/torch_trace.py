@@ -17,10 +17,8 @@ from typing import NamedTuple
 from ..schedules import Stage
 from . import trace_names as names
 from .spans import HOST_LANE, ROWS, Category, Span, intersection, subtract, union
+from .steps import is_step_mark
 from .trace_file import Event, TraceError, TraceFile, is_own, load, own_spans
-from .trace_file import write_trace as write_trace
-
-__all__ = ["BLOCKED_US", "TraceError", "read_trace", "write_trace"]
 
 BLOCKED_US = 50
 """A runtime call that takes longer than this blocked the host; a launch takes a tenth of it."""
@@ -256,8 +254,7 @@ def _lanes(threads: Mapping[tuple[object, object], list[Event]]) -> dict[str, li
 
     def marks(events: Iterable[Event]) -> tuple[int, int]:
         known = sum(
-            event.category == "user_annotation"
-            and (event.name.startswith("##") or names.step_of(event.name) is not None)
+            event.category == "user_annotation" and (event.name.startswith("##") or is_step_mark(event.name))
             for event in events
         )
         return known, sum(1 for _ in events)
@@ -308,7 +305,7 @@ def _nest(events: Iterable[Event]) -> Iterator[tuple[Event, _Context, _Context]]
         if event.category in _RUNTIME:
             yield event, around, around
             continue
-        inside = around if names.step_of(event.name) is not None else around.inside(event)
+        inside = around if is_step_mark(event.name) else around.inside(event)
         yield event, around, inside
         stack.append((event.end_us, inside))
 

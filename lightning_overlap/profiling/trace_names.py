@@ -86,7 +86,6 @@ _LIBRARIES = {
     "pytorch_lightning",
     "torchmetrics",
 }
-_STEP = re.compile(r"ProfilerStep#(\d+)")
 
 
 @cache
@@ -144,13 +143,6 @@ def kind_of_kernel(name: str) -> Category:
 def is_blocking(call: str) -> bool:
     """Whether a runtime call makes the host wait, if it takes long."""
     return _BLOCKING_CALL.match(call) is not None
-
-
-@cache
-def step_of(name: str) -> int | None:
-    """Return the number of torch.profiler's own step mark."""
-    found = _STEP.match(name)
-    return int(found.group(1)) if found else None
 
 
 @cache

@@ -21,8 +21,6 @@ from .fake_trainer import FakeTrainer as FakeTrainer
 from .fake_trainer import Run as Run
 from .fake_trainer import random_schedule as random_schedule
 from .fake_trainer import run_schedule as run_schedule
-from .pools import CachingAllocator as CachingAllocator
-from .pools import PooledStreams as PooledStreams
 from .race_detector import Access as Access
 from .race_detector import RaceError as RaceError
 from .race_detector import Races as Races

@@ -9,8 +9,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from benchmarks.pools import MIB, Block, CachingAllocator, PooledStreams
 from lightning_overlap.schedules.stages import StreamName
-from lightning_overlap.testing.pools import MIB, Block, CachingAllocator, PooledStreams
 
 COMPUTE, LOOKUP, MEMCPY = StreamName.COMPUTE, StreamName.LOOKUP, StreamName.MEMCPY
 

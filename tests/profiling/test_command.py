@@ -13,11 +13,12 @@ from typing import Any
 
 import pytest
 
-from lightning_overlap.profiling import draw_png, layout
+from lightning_overlap.profiling import draw_html, draw_png, layout
 from lightning_overlap.profiling.command import main
-from lightning_overlap.profiling.figures import Table, as_text
+from lightning_overlap.profiling.report import Table
 from lightning_overlap.profiling.spans import HOST_LANE, Category, Span
-from lightning_overlap.profiling.torch_trace import read_trace, write_trace
+from lightning_overlap.profiling.torch_trace import read_trace
+from lightning_overlap.profiling.trace_file import write_trace
 from lightning_overlap.schedules.stages import Stage
 
 STEP_MS = 10.0
@@ -109,7 +110,7 @@ def test_drawing_leaves_matplotlibs_state_alone(tmp_path: Path) -> None:
 
 
 def test_page_needs_nothing_but_itself(tmp_path: Path) -> None:
-    draw_png.write_html(tmp_path / "t.html", {0: steps(), 1: steps()}, title="A <run>")
+    draw_html.write_html(tmp_path / "t.html", {0: steps(), 1: steps()}, title="A <run>")
     text = (tmp_path / "t.html").read_text(encoding="utf-8")
     page = Page(text)
     assert not re.search(r"https?:|//cdn|@import|url\(", text)
@@ -127,7 +128,7 @@ def test_page_needs_nothing_but_itself(tmp_path: Path) -> None:
 
 
 def test_page_says_what_a_bar_is(tmp_path: Path) -> None:
-    draw_png.write_html(tmp_path / "t.html", {0: steps()}, num_steps=2)
+    draw_html.write_html(tmp_path / "t.html", {0: steps()}, num_steps=2)
     (data,) = [text for text in Page((tmp_path / "t.html").read_text()).texts["script"] if text.startswith("[")]
     (panel,) = json.loads(data)
     assert panel["length"] == pytest.approx(2 * STEP_MS)
@@ -164,13 +165,12 @@ def test_nothing_to_draw_is_said(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="no rank has a span"):
         draw_png.write_png(tmp_path / "t.png", {0: []})
     with pytest.raises(ValueError, match="at least 1, got 0"):
-        draw_png.write_html(tmp_path / "t.html", {0: steps()}, num_steps=0)
+        draw_html.write_html(tmp_path / "t.html", {0: steps()}, num_steps=0)
 
 
 def test_columns_of_a_table_stand_beneath_each_other() -> None:
-    assert as_text(Table(("kind", "ms", "where"), (("dense", "1.0", "here"), ("lookup", "10.0", "")), "Done.")) == (
-        "kind      ms  where\ndense    1.0  here\nlookup  10.0\nDone."
-    )
+    table = Table(("kind", "ms", "where"), (("dense", "1.0", "here"), ("lookup", "10.0", "")), "Done.")
+    assert table.text(ruled=False) == "kind      ms  where\ndense    1.0  here\nlookup  10.0\nDone."
 
 
 # -- the command --------------------------------------------------------------------------------------------------

@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lightning_overlap.profiling.figures import blocks, headline, summarize, tables
 from lightning_overlap.profiling.overlap import COVERED_BY, BusyTime, break_down, mean
+from lightning_overlap.profiling.report import blocks, headline, summarize, tables
 from lightning_overlap.profiling.spans import (
     HOST_LANE,
     Category,

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from lightning_overlap.profiling.command import main
-from lightning_overlap.profiling.figures import summarize
+from lightning_overlap.profiling.report import summarize
 from lightning_overlap.profiling.spans import HOST_LANE, Category, Span
 from lightning_overlap.profiling.steps import find_steps
 from lightning_overlap.profiling.torch_trace import read_trace
@@ -81,4 +81,4 @@ def test_our_strategy(
         assert {span.stage for span in read_rows} == {Stage.EMBEDDING_LOOKUP}
     assert main([str(path) for path in traces]) == 0
     # with Python's stacks a wait says whose line waits: the module's, where it merges the rows
-    assert re.search(r"called from \S*distributed/cases\.py\(\d+\): \w+", capsys.readouterr().out)
+    assert re.search(r"called from \S*support/cases\.py\(\d+\): \w+", capsys.readouterr().out)

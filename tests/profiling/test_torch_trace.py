@@ -12,9 +12,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lightning_overlap.profiling import trace_names
-from lightning_overlap.profiling.figures import summarize
+from lightning_overlap.profiling.report import summarize
 from lightning_overlap.profiling.spans import HOST_LANE, Category, Span
-from lightning_overlap.profiling.torch_trace import TraceError, read_trace, write_trace
+from lightning_overlap.profiling.torch_trace import read_trace
+from lightning_overlap.profiling.trace_file import TraceError, write_trace
 from lightning_overlap.schedules.stages import Stage
 
 TRACES = Path(__file__).parents[2].parent / "shared" / "data" / "traces"

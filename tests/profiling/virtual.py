@@ -9,16 +9,15 @@ from __future__ import annotations
 import copy
 import gc
 import weakref
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from typing import Any
-from unittest import mock
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from lightning_overlap import OverlapEmbeddingStrategy, Schedule, Stage
+from lightning_overlap.distributed.wrapped_work import WrappedWork, wrap_collectives
 from lightning_overlap.schedules.stages import WeightOwner
 from lightning_overlap.tables.supported_modules import owners_of, sharded_modules
 
@@ -83,10 +82,10 @@ def _in_backward() -> bool:
     return torch._C._current_graph_task_id() != -1
 
 
-class _VirtualWork(dist.Work):
+class _VirtualWork(WrappedWork):
     def __init__(self, work: dist.Work, clock: VirtualClock) -> None:
-        super().__init__()
-        self._work, self._clock = work, clock
+        super().__init__(work)
+        self._clock = clock
         self._name = clock.issue()
         self._over_ms = clock.now_ms + ALL_TO_ALL_MS
         self._told: list[Any] = []
@@ -106,21 +105,12 @@ class _VirtualWork(dist.Work):
         for callback in self._told:  # as if told at that time
             callback(self)
         self._told, self._clock.now_ms = [], now_ms
-        return bool(self._work.wait())
+        return super().wait()
 
 
-@contextmanager
-def virtual_latency(clock: VirtualClock) -> Iterator[None]:
+def virtual_latency(clock: VirtualClock) -> AbstractContextManager[None]:
     """Give every all-to-all of this process a latency under `clock`."""
-    real = dist.all_to_all_single
-
-    def all_to_all_single(*args: Any, async_op: bool = False, **kwargs: Any) -> Any:
-        work = real(*args, async_op=True, **kwargs)
-        virtual = _VirtualWork(work, clock)
-        return virtual if async_op else virtual.wait() and None
-
-    with mock.patch.object(dist, "all_to_all_single", all_to_all_single):
-        yield
+    return wrap_collectives(lambda name, call, issue: _VirtualWork(issue(), clock), ["all_to_all_single"])
 
 
 class ClockedModel(Model):

@@ -31,6 +31,7 @@ from ..support.cases import (
     TWO_COLLECTIONS,
     WEIGHTED,
     Batch,
+    ByHand,
     Case,
     Model,
     TableSpec,
@@ -214,12 +215,8 @@ class RecomputesInEveryClosure(ReentrantLookup):
 # -- updates ----------------------------------------------------------------------------------------------------------
 
 
-class TwoBackwards(Model):
+class TwoBackwards(ByHand, Model):
     """Steps by hand, with two backwards through the same rows."""
-
-    def __init__(self, case: Case) -> None:
-        super().__init__(case)
-        self.automatic_optimization = False
 
     def training_step(self, batch: Batch, batch_idx: int) -> None:
         optimizer = self.optimizers()
@@ -230,12 +227,8 @@ class TwoBackwards(Model):
         optimizer.step()
 
 
-class SchedulesByHand(Model):
+class SchedulesByHand(ByHand, Model):
     """Steps its schedule inside training_step: a deferred update comes after that."""
-
-    def __init__(self, case: Case) -> None:
-        super().__init__(case)
-        self.automatic_optimization = False
 
     def training_step(self, batch: Batch, batch_idx: int) -> None:
         optimizer = self.optimizers()
@@ -251,12 +244,8 @@ class SchedulesByHand(Model):
         return [optimizer], [{"scheduler": scheduler, "interval": "step"}]
 
 
-class SecondPhase(Model):
+class SecondPhase(ByHand, Model):
     """Calls its second collection after the first one's backward."""
-
-    def __init__(self, case: Case) -> None:
-        super().__init__(case)
-        self.automatic_optimization = False
 
     def training_step(self, batch: Batch, batch_idx: int) -> None:
         optimizer = self.optimizers()

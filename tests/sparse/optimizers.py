@@ -35,6 +35,7 @@ from ..support.cases import (
     TABLE_WISE,
     Batch,
     Batches,
+    ByHand,
     Case,
     Model,
     TableSpec,
@@ -103,12 +104,8 @@ def fit_at_the_rate_of_the_lookup(case: Case, pipeline: str) -> Result:
         return fit(case, pipeline)
 
 
-class Manual(Scheduled):
+class Manual(ByHand, Scheduled):
     """Steps its optimizer and its schedule by hand."""
-
-    def __init__(self, case: Case) -> None:
-        super().__init__(case)
-        self.automatic_optimization = False
 
     def training_step(self, batch: Batch, batch_idx: int) -> None:
         optimizer = self.optimizers()

@@ -27,6 +27,7 @@ from ..support.cases import (
     TWO_COLLECTIONS,
     Batch,
     Batches,
+    ByHand,
     Model,
     make_batch,
     make_plan,
@@ -179,12 +180,8 @@ class MadeInHook(Model):
         return Batch(batch.dense, {"sparse": (_copy(kjt), index)}, batch.labels)
 
 
-class Manual(Model):
-    """Steps by hand, with two backward passes per batch."""
-
-    def __init__(self, case: Any) -> None:
-        super().__init__(case)
-        self.automatic_optimization = False
+class Manual(ByHand, Model):
+    """Steps by hand."""
 
     def training_step(self, batch: Batch, batch_idx: int) -> None:
         optimizer = self.optimizers()

@@ -188,6 +188,14 @@ class Model(LightningModule):
         return dense_optimizer(self)
 
 
+class ByHand:
+    """Goes before the class of a model that steps its optimizers itself."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.automatic_optimization = False
+
+
 def dense_optimizer(module: nn.Module) -> torch.optim.Optimizer:
     """Everything that is not updated in backward: momentum, so that there is state to compare."""
     return torch.optim.SGD([p for _, p in in_backward_optimizer_filter(module.named_parameters())], 0.2, momentum=0.5)

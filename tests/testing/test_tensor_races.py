@@ -29,6 +29,7 @@ from ..support.cases import (
     TWO_COLLECTIONS,
     WEIGHTED,
     Batch,
+    ByHand,
     Case,
     Model,
     make_batch,
@@ -129,12 +130,8 @@ class SkipsSteps(ReadsTables):
             closure()
 
 
-class StepsByHand(ReadsTables):
+class StepsByHand(ByHand, ReadsTables):
     """Reads its tables inside training_step, right after each of its parts."""
-
-    def __init__(self, case: Case) -> None:
-        super().__init__(case)
-        self.automatic_optimization = False
 
     def training_step(self, batch: Any, batch_idx: int) -> None:
         optimizer = self.optimizers()

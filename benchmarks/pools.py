@@ -14,9 +14,9 @@ from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 from typing_extensions import override
 
-from ..runtime import leaves
-from ..schedules import StreamName
-from .stream_tracing import FollowedStreams, tensors_of
+from lightning_overlap import StreamName
+from lightning_overlap.runtime import leaves
+from lightning_overlap.testing.stream_tracing import FollowedStreams, tensors_of
 
 MIB = 1 << 20
 _ROUND = 512

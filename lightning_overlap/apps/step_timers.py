@@ -1,0 +1,197 @@
+"""Timers of training steps: of all steps of a run, or of a window of a benchmark's; and the peak of memory."""
+
+from __future__ import annotations
+
+import resource
+import sys
+import time
+from collections.abc import Mapping
+from dataclasses import replace
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import torch
+from lightning.pytorch import Callback, LightningModule, Trainer
+from torch import Tensor
+
+from ..plugin import OverlapEmbeddingStrategy
+from ..profiling import HOST_LANE, Category, CudaTimestamps, HostTimestamps, Span, SpanRecorder, Timestamps, break_down
+from ..runtime import HostStreams, Streams
+from ..schedules import StreamName
+from .bench_collectives import by_name
+from .bench_report import Turn
+
+
+class StepTimer(Callback):
+    """Times every training step and keeps its loss, without making the host wait for the device.
+
+    A step lasts from the end of the one before to its own end; validation in between does not count. Losses stay
+    tensors until they are asked for.
+    """
+
+    def __init__(self) -> None:
+        self.step_ms: list[float] = []
+        self._losses: list[Tensor] = []
+        self._last = 0.0
+
+    @property
+    def losses(self) -> Tensor:
+        """Losses by step, float32, on the host."""
+        return torch.stack(self._losses).float().cpu() if self._losses else torch.empty(0)
+
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Start with an idle device."""
+        synchronize(pl_module.device)
+
+    def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Start the clock."""
+        self._last = time.perf_counter()
+
+    def on_train_batch_end(
+        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        """Read the clock and keep the loss."""
+        now = time.perf_counter()
+        self.step_ms.append((now - self._last) * 1e3)
+        self._last = now
+        loss = outputs.get("loss") if isinstance(outputs, Mapping) else outputs
+        self._losses.append(loss.detach() if isinstance(loss, Tensor) else torch.tensor(float("nan")))
+
+    def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Start the clock anew."""
+        self._last = time.perf_counter()
+
+    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Charge what the device still had to do to the last step."""
+        if self.step_ms and pl_module.device.type == "cuda":
+            start = time.perf_counter()
+            synchronize(pl_module.device)
+            self.step_ms[-1] += (time.perf_counter() - start) * 1e3
+
+
+class Meter:
+    """Times the steps of one turn without making the host wait for the device in between.
+
+    Steps `warm_up` to `warm_up + steps` are timed: on CUDA by events that are read when all is over. The device is
+    waited for before the first and behind the last of them. Then come the steps whose collectives are recorded; on
+    CUDA only where the streams are known.
+
+    Args:
+        device: Of this rank.
+        warm_up: Steps before the timed ones.
+        steps: Timed steps.
+        measured: Steps to record collectives in.
+    """
+
+    def __init__(self, device: torch.device, warm_up: int, steps: int, measured: int) -> None:
+        self._device = device
+        self._first, self._last = warm_up, warm_up + steps
+        # What the first of them waits for was issued before.
+        self._measured = range(self._last + 1, self._last + 2 + measured) if measured else range(0)
+        self._recorder: SpanRecorder | None = None
+        self._watched: OverlapEmbeddingStrategy | None = None
+        self._clock: Timestamps = HostTimestamps()
+        self._marks: list[Any] = []
+        self._losses: list[Tensor] = []
+        self._window_ms = 0.0
+        self._memory: dict[str, int] = {}
+
+    def after_step(self, loss: Tensor, strategy: OverlapEmbeddingStrategy | None = None) -> None:
+        """Take a step's end, its loss, and the strategy if it is ours."""
+        self._losses.append(loss.detach())
+        step = len(self._losses)
+        if step == self._first:
+            synchronize(self._device)
+            reset_peak_memory(self._device)
+            if self._device.type == "cuda":
+                self._clock = CudaTimestamps(self._device)
+            self._window_ms = -time.perf_counter() * 1e3
+        if self._first <= step <= self._last:
+            self._marks.append(self._clock.mark())
+        if step == self._last:
+            synchronize(self._device)
+            self._window_ms += time.perf_counter() * 1e3
+            self._memory = peak_memory(self._device)
+            self._start_recording(strategy)
+        if self._recorder is not None and step in self._measured:
+            self._recorder.step()
+        if self._measured and step == self._measured[-1]:
+            self.close()
+
+    def _start_recording(self, strategy: OverlapEmbeddingStrategy | None) -> None:
+        streams: Streams | None = None if strategy is None else strategy.streams
+        if self._device.type == "cpu":
+            streams = HostStreams()
+        if self._measured and streams is not None:
+            self._recorder = SpanRecorder(streams)
+            self._recorder.start()
+            if strategy is not None:
+                self._watched = strategy
+                strategy.watch(self._recorder)
+
+    def close(self) -> None:
+        """Stop recording, also where training failed."""
+        if self._recorder is not None:
+            self._recorder.stop()
+        if self._watched is not None:
+            self._watched.watch(None)
+            self._watched = None
+
+    @property
+    def spans(self) -> list[Span]:
+        """What was recorded, if the stages were: without them there is nothing to draw the waits beside."""
+        spans = [] if self._recorder is None else self._recorder.spans()
+        return spans if any(span.kind is Category.DENSE for span in spans) else []
+
+    def turn(self) -> Turn:
+        """Return what was seen."""
+        synchronize(self._device)
+        losses_S = torch.stack(self._losses).float().cpu()  # S steps
+        seen = Turn(
+            step_ms=[late - early for early, late in pairwise(map(self._clock.ms, self._marks))],
+            window_ms=self._window_ms,
+            losses=[loss.numpy().tobytes() for loss in losses_S],
+            final_loss=float(losses_S[-1]),
+            peak_memory=self._memory,
+        )
+        return seen if self._recorder is None else replace(seen, **self._waits(self._recorder))
+
+    def _waits(self, recorder: SpanRecorder) -> dict[str, Any]:
+        lane = HOST_LANE if self._device.type == "cpu" else str(StreamName.COMPUTE)
+        spans, steps = recorder.spans(), recorder.windows()
+        breakdowns = [break_down(spans, step, host_lane=lane) for step in steps]
+        return {
+            "busy_ms": [one.step_ms - one.blocked_ms for one in breakdowns],
+            "wire_ms": [one.kinds[Category.COMMUNICATION].busy_ms for one in breakdowns],
+            "exposed_ms": [one.blocked_ms for one in breakdowns],
+            "collectives": by_name(spans, steps, lane),
+        }
+
+
+def synchronize(device: torch.device) -> None:
+    """Wait until a device has done all it was given; a CPU has."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def reset_peak_memory(device: torch.device) -> None:
+    """Have `peak_memory` begin anew, where the system lets it."""
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(device)
+        return
+    try:
+        Path("/proc/self/clear_refs").write_text("5")  # sets the peak to what is resident now; see proc(5)
+    except OSError:
+        return  # no such file or right here: the peak is then that of the whole process
+
+
+def peak_memory(device: torch.device) -> dict[str, int]:
+    """Return the peaks of this process in bytes: allocated and reserved on CUDA, resident on a CPU."""
+    if device.type == "cuda":
+        return {
+            "allocated": torch.cuda.max_memory_allocated(device),
+            "reserved": torch.cuda.max_memory_reserved(device),
+        }
+    unit = 1 if sys.platform == "darwin" else 1024
+    return {"resident": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit}

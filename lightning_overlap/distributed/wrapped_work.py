@@ -1,0 +1,81 @@
+"""Collectives under way that are more than PyTorch's own: timed, or late."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from functools import partial
+from typing import Any
+from unittest import mock
+
+import torch.distributed as dist
+
+COLLECTIVES = ("all_to_all_single", "all_reduce", "reduce_scatter", "reduce_scatter_tensor", "all_gather_into_tensor")
+"""Functions of `torch.distributed` that can be wrapped."""
+
+_SIGNATURES = {name: inspect.signature(getattr(dist, name)) for name in COLLECTIVES}
+
+Issue = Callable[[], dist.Work | None]
+"""Issues a collective; None on a rank outside of the group."""
+
+
+class WrappedWork(dist.Work):
+    """A collective under way that hands everything on to the real one; a subclass adds what it is for."""
+
+    def __init__(self, work: dist.Work) -> None:
+        super().__init__()
+        self._work = work
+
+    def wait(self, timeout: Any = None) -> bool:
+        """Wait for it."""
+        return bool(self._work.wait() if timeout is None else self._work.wait(timeout))
+
+    def is_completed(self) -> bool:
+        """Whether it is over."""
+        return bool(self._work.is_completed())
+
+    def is_success(self) -> bool:
+        """Whether it is over and has not failed."""
+        return bool(self._work.is_success())
+
+    def get_future(self) -> Any:
+        """Return what tells of its end: it has `add_done_callback`."""
+        return self._work.get_future()
+
+
+@contextmanager
+def wrap_collectives(
+    wrap: Callable[[str, dict[str, Any], Issue], dist.Work | None], names: Sequence[str] = COLLECTIVES
+) -> Iterator[None]:
+    """Have the collectives that this process issues through `torch.distributed` wrapped.
+
+    DistributedDataParallel issues its all-reduce from C++, out of sight.
+
+    Args:
+        wrap: Given the function's name, its arguments by name, and what issues it; returns what the caller gets. All
+            are issued asynchronously: who asked for another kind waits for what `wrap` returns.
+        names: Some of `COLLECTIVES`.
+    """
+    with ExitStack() as stack:
+        for name in names:
+            wrapped = partial(_issue, name, getattr(dist, name), wrap)
+            stack.enter_context(mock.patch.object(dist, name, wrapped))
+        yield
+
+
+def _issue(
+    name: str,
+    real: Callable[..., Any],
+    wrap: Callable[[str, dict[str, Any], Issue], dist.Work | None],
+    *args: Any,
+    **kwargs: Any,
+) -> dist.Work | None:
+    call = _SIGNATURES[name].bind(*args, **kwargs).arguments
+    asynchronous = call.get("async_op", False)
+    call["async_op"] = True
+    work = wrap(name, call, partial(real, **call))
+    if work is None or asynchronous:
+        return work
+    work.wait()
+    return None
