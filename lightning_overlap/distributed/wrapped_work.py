@@ -10,6 +10,7 @@ from typing import Any
 from unittest import mock
 
 import torch.distributed as dist
+from typing_extensions import override
 
 COLLECTIVES = ("all_to_all_single", "all_reduce", "reduce_scatter", "reduce_scatter_tensor", "all_gather_into_tensor")
 """Functions of `torch.distributed` that can be wrapped."""
@@ -27,20 +28,20 @@ class WrappedWork(dist.Work):
         super().__init__()
         self._work = work
 
+    @override
     def wait(self, timeout: Any = None) -> bool:
-        """Wait for it."""
         return bool(self._work.wait() if timeout is None else self._work.wait(timeout))
 
+    @override
     def is_completed(self) -> bool:
-        """Whether it is over."""
         return bool(self._work.is_completed())
 
+    @override
     def is_success(self) -> bool:
-        """Whether it is over and has not failed."""
         return bool(self._work.is_success())
 
+    @override
     def get_future(self) -> Any:
-        """Return what tells of its end: it has `add_done_callback`."""
         return self._work.get_future()
 
 
@@ -50,32 +51,23 @@ def wrap_collectives(
 ) -> Iterator[None]:
     """Have the collectives that this process issues through `torch.distributed` wrapped.
 
-    DistributedDataParallel issues its all-reduce from C++, out of sight.
-
     Args:
         wrap: Given the function's name, its arguments by name, and what issues it; returns what the caller gets. All
             are issued asynchronously: who asked for another kind waits for what `wrap` returns.
         names: Some of `COLLECTIVES`.
     """
+
+    def call(name: str, real: Callable[..., Any], *args: Any, **kwargs: Any) -> dist.Work | None:
+        given = _SIGNATURES[name].bind(*args, **kwargs).arguments
+        asynchronous = given.get("async_op", False)
+        given["async_op"] = True
+        work = wrap(name, given, partial(real, **given))
+        if work is None or asynchronous:
+            return work
+        work.wait()
+        return None
+
     with ExitStack() as stack:
         for name in names:
-            wrapped = partial(_issue, name, getattr(dist, name), wrap)
-            stack.enter_context(mock.patch.object(dist, name, wrapped))
+            stack.enter_context(mock.patch.object(dist, name, partial(call, name, getattr(dist, name))))
         yield
-
-
-def _issue(
-    name: str,
-    real: Callable[..., Any],
-    wrap: Callable[[str, dict[str, Any], Issue], dist.Work | None],
-    *args: Any,
-    **kwargs: Any,
-) -> dist.Work | None:
-    call = _SIGNATURES[name].bind(*args, **kwargs).arguments
-    asynchronous = call.get("async_op", False)
-    call["async_op"] = True
-    work = wrap(name, call, partial(real, **call))
-    if work is None or asynchronous:
-        return work
-    work.wait()
-    return None

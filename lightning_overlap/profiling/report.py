@@ -50,9 +50,9 @@ class Table:
         return f"{lines}\n{self.note}" if self.note else lines
 
 
-def _row(name: str, times: BusyTime, share_of: Callable[[float], str], *, hides: bool) -> Row:
+def _row(name: str, times: BusyTime, share_of: Callable[[float], str], *, hides: bool, blank: str = "-") -> Row:
     cells = [f"{times.hidden_ms:.2f}", f"{times.exposed_ms:.2f}", share_of(times.hidden_fraction)]
-    return name, f"{times.busy_ms:.2f}", *(cells if hides else "-" * len(cells))
+    return name, f"{times.busy_ms:.2f}", *(cells if hides else [blank] * len(cells))
 
 
 # -- a monitored run ----------------------------------------------------------------------------------------------
@@ -117,7 +117,7 @@ def stage_table(breakdown: Breakdown) -> Table:
     named: dict[str, BusyTime] = {str(stage): times for stage, times in breakdown.stages.items()}
     named |= {f"all {kind}": times for kind, times in breakdown.kinds.items() if kind is not Category.HOST}
     rows = [
-        _row(name, times, "{:.0%}".format, hides=name.removeprefix("all ") not in _NEVER_HIDDEN)
+        _row(name, times, "{:.0%}".format, hides=name.removeprefix("all ") not in _NEVER_HIDDEN, blank="")
         for name, times in named.items()
     ]
     rows.append(("waited at the merge", "", "", f"{breakdown.merge_wait_ms:.2f}", ""))
