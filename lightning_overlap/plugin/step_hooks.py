@@ -42,7 +42,7 @@ class WalksSteps(DDPStrategy):
         device = device or self.root_device
         loaded = keyed_jagged_tensors(batch)
         note_lengths(loaded)
-        timer = None if self._executor is None else self._executor.timer
+        timer = None if self._sparse is None else self._sparse.order.timer
         with contextlib.nullcontext() if timer is None else timer.copy(), self._placing_copies(device):
             if (
                 device.type == "cuda"

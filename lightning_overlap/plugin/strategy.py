@@ -19,7 +19,7 @@ from torch.nn.parallel import DistributedDataParallel
 from typing_extensions import override
 
 from ..distributed import FirstCause, GroupConsensus, default_store, groups
-from ..runtime import Executor, Observer, StageTimer, Streams, make_streams
+from ..runtime import Executor, LookupOrder, Observer, StageTimer, Streams, make_streams, observe_nothing
 from ..schedules import (
     Schedule,
     Stage,
@@ -30,7 +30,7 @@ from ..schedules import (
     resolve_stream,
     with_exact_warmup,
 )
-from ..sparse import GradientStash, SparsePipeline, StaleRows
+from ..sparse import GradientStash, SparseOptions, SparsePipeline, StaleRows
 from ..tables import (
     FusedOptimizer,
     Sharding,
@@ -285,17 +285,13 @@ class OverlapEmbeddingStrategy(
         assert self._groups is not None
         lookup = schedule.step_of(Stage.EMBEDDING_LOOKUP)
         trains = Stage.BACKWARD in schedule.training_stages
-        return SparsePipeline(
-            sharded_modules(self.lightning_module),
-            self._groups.lookahead,
-            self._streams,
-            StreamName.COMPUTE if lookup is None else lookup.stream,
-            observer=self._observer if trains else None,
+        options = SparseOptions(
+            step=step,
+            trains=trains,
+            observer=self._observer if trains and self._observer is not None else observe_nothing,
             rank=self.global_rank,
             store=default_store(),
             set_rates=rate_setter(self.optimizers) if trains else None,
-            step=step,
-            trains=trains,
             warned=self._warned,
             num_threads=self._num_lookup_threads if trains and self.root_device.type == "cpu" else 0,
             prefetches=schedule.step_of(Stage.PREFETCH) is not None,
@@ -306,6 +302,8 @@ class OverlapEmbeddingStrategy(
             # With manual optimization there may be several backwards, of which nobody says what each of them writes.
             fills_waits=trains and self.lightning_module.automatic_optimization,
         )
+        order = LookupOrder(self._streams, StreamName.COMPUTE if lookup is None else lookup.stream)
+        return SparsePipeline(sharded_modules(self.lightning_module), self._groups.lookahead, order, options)
 
     def shortest_epoch(self, num_batches: float) -> float:
         """Return the fewest batches that any rank has in an epoch; `inf` where no loader has a length."""
@@ -320,13 +318,13 @@ class OverlapEmbeddingStrategy(
         return self._consensus is not None and self._consensus.any(flag)
 
     def _make_executor(self, fetcher: fit_loop.LookaheadFetcher) -> Executor:
-        assert self._streams is not None
+        assert self._sparse is not None
         assert self._trainer is not None
         self._executor = Executor(
             self._schedules,
             fetcher,
             self._sparse,
-            self._streams,
+            self._sparse.order,
             consensus=self._consensus,
             lookup_context=self.precision_plugin.train_step_context,
             observer=self._observer,
@@ -351,9 +349,8 @@ class OverlapEmbeddingStrategy(
 
     def watch(self, timer: StageTimer | None) -> None:
         """Let a clock see the coming steps of this fit, or none."""
-        for part in (self._executor, self._sparse):
-            if part is not None:
-                part.timer = timer
+        if self._sparse is not None:
+            self._sparse.order.timer = timer
 
     def stale_rows(self) -> StaleRows | None:
         """Return what counts the rows that this fit reads stale; None in exact modes, and without fused tables."""
@@ -369,12 +366,11 @@ class OverlapEmbeddingStrategy(
     # -- evaluation ---------------------------------------------------------------------------------------------
 
     def _make_evaluation_executor(self, fetcher: fit_loop.LookaheadFetcher, sparse: SparsePipeline) -> Executor:
-        assert self._streams is not None
         return Executor(
             self.schedule.evaluation,
             fetcher,
             sparse,
-            self._streams,
+            sparse.order,
             consensus=self._consensus,
             lookup_context=self.precision_plugin.val_step_context,
             rank=self.global_rank,
@@ -389,7 +385,7 @@ class OverlapEmbeddingStrategy(
     def update_tables(self) -> None:
         """Make the updates of tables that a deferring schedule has left for later; all ranks call this."""
         if self._executor is not None:
-            self._executor.update_tables()
+            self._executor.updates.make_all()
 
     def tables_changed(self) -> None:
         """Say that a callback or a hook has written tables between two steps; all ranks call this alike.
@@ -397,13 +393,13 @@ class OverlapEmbeddingStrategy(
         What has been looked up for the batches to come is left aside; they are looked up anew in their own step.
         """
         if self._executor is not None:
-            self._executor.tables_changed()
+            self._executor.writes.tables_changed()
 
     @override
     def _end_evaluation(self) -> None:
         super()._end_evaluation()
         if self._executor is not None:
-            self._executor.ask_for_writes()
+            self._executor.writes.ask()
 
     # -- checkpoints, and what ranks tell each other ------------------------------------------------------------
 
@@ -412,10 +408,10 @@ class OverlapEmbeddingStrategy(
     def saving(self) -> Iterator[None]:
         with contextlib.ExitStack() as stack:
             if self._executor is not None:
-                self._executor.update_tables()
+                self._executor.updates.make_all()
                 stack.enter_context(self._executor.without_lookups_ahead())
                 self._executor.wait_for_lookups()
-                self._executor.ask_for_writes()
+                self._executor.writes.ask()
             yield
 
     @property
@@ -512,7 +508,7 @@ class OverlapEmbeddingStrategy(
             )
         if self._executor is not None:
             exception.add_note(f"rank {self.global_rank} was {place}")
-            missing = self._executor.settle_updates(SAVE_TIMEOUT_S)
+            missing = self._executor.updates.settle(SAVE_TIMEOUT_S)
             if missing is not None:
                 exception.add_note(f"{missing}, the dense part has it: resume from a checkpoint")
         if self._first_cause is not None:

@@ -11,7 +11,9 @@ from .executor import Executor as Executor
 from .inflight import InFlightBatch as InFlightBatch
 from .interfaces import Observer as Observer
 from .interfaces import StageTimer as StageTimer
+from .interfaces import observe_nothing as observe_nothing
 from .interfaces import timed as timed
+from .lookup_order import LookupOrder as LookupOrder
 from .streams import CudaStreams as CudaStreams
 from .streams import HostStreams as HostStreams
 from .streams import Streams as Streams

@@ -34,6 +34,8 @@ class InFlightBatch:
     """The exchange of split sizes of all modules, while it is under way; the sparse stages own it."""
     defers_update: bool = False
     """Whether its lookup leaves the update of the tables to a stage of its own."""
+    ran_unpipelined: bool = False
+    """Whether a module ran its own forward for it, on the compute stream, and no backward has followed yet."""
     consumed: bool = False
     """Whether its `training_step` has begun."""
     num_unseen: int = 0

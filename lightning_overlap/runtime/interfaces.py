@@ -13,6 +13,10 @@ Observer = Callable[[str, Stage, int], None]
 """Called with ("issue" | "wait", stage, batch) as the executor goes; for tests and timelines."""
 
 
+def observe_nothing(kind: str, stage: Stage, index: int) -> None:
+    """The observer of runs that nobody watches."""
+
+
 class BatchSource(Protocol):
     """Where batches come from."""
 
@@ -55,7 +59,10 @@ class SparseStages(Protocol):
         """Learn that from a forward that was just run; True if it was learnt now."""
 
     def forward(self, inflight: InFlightBatch) -> AbstractContextManager[None]:
-        """Serve early results to the modules' callers while a `training_step` runs."""
+        """Serve early results to the modules' callers while a `training_step` runs.
+
+        Where a module runs its own forward for a batch instead, `inflight.ran_unpipelined` says so.
+        """
 
     def input_splits_dist(self, inflight: InFlightBatch) -> None:
         """Start the all-to-all of split sizes."""
@@ -114,9 +121,6 @@ class SparseStages(Protocol):
 
     def drain(self, inflight: InFlightBatch) -> None:
         """Complete every collective that was started for a batch that will not be trained."""
-
-    def take_unpipelined_forward(self) -> bool:
-        """Whether a module ran its own forward, on the compute stream, since the last call."""
 
 
 class StageTimer(Protocol):

@@ -4,6 +4,7 @@
 """
 
 from .delayed_gradients import GradientStash as GradientStash
+from .options import SparseOptions as SparseOptions
 from .pipeline import SparsePipeline as SparsePipeline
 from .pipeline import keyed_jagged_tensors as keyed_jagged_tensors
 from .pipeline import note_lengths as note_lengths

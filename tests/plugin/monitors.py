@@ -184,7 +184,7 @@ def validates_every_other_step(case: Case) -> tuple[int, int, bool]:
         strategy, callbacks=[monitor], val_check_interval=2, limit_val_batches=1, num_sanity_val_steps=0
     )
     trainer.fit(model, datamodule=Validates(case, NUM_STEPS))
-    left = strategy._sparse is not None and strategy._sparse.clock is not None
+    left = strategy._sparse is not None and strategy._sparse.order.timer is not None
     return model.num_validations, len(monitor.accounts), left
 
 
