@@ -22,7 +22,7 @@ from ..schedules import (
 from .backward_fill import BackwardFill
 from .deferred_updates import DeferredUpdates
 from .end_of_data import EndOfData
-from .inflight import InFlightBatch, abandon
+from .inflight import InFlightBatch, abandon, latest_lookup
 from .interfaces import BatchSource, Observer, SparseStages, observe_nothing, timed
 from .lookup_order import LookupOrder
 from .profiler_ranges import InStage, TrainerStage
@@ -50,10 +50,6 @@ class Executor:
         num_before: Tells how many batches the training has had before the one that comes next.
         any_rank: Asks all ranks whether one of them says so, on the host; all of them wait for the answer.
         hooks_read_tables: Whether something of the user's runs between the backward and the end of the step.
-
-    Attributes:
-        updates: The updates of tables that come later than their backward.
-        writes: What is to be done where the user's code writes tables.
     """
 
     def __init__(
@@ -121,7 +117,6 @@ class Executor:
         self._cursor = len(self.schedule.steps)  # the step of the schedule that comes next
         self._in_flight: dict[int, InFlightBatch] = {}
         self.num_fetched = 0
-        self._waiting_for_discovery: list[tuple[Step, int, frozenset[WeightOwner]]] = []
         self._in_forward = False  # of the user's step, which with manual optimization is all of it
         self._order.reset()
         self._end.reset()
@@ -174,17 +169,8 @@ class Executor:
 
     @property
     def latest_lookup(self) -> tuple[InFlightBatch, list[InFlightBatch]] | None:
-        """The batch that was looked up last, with those whose updates it did not see.
-
-        None where it saw all of them, or where one of these batches is over. The same on all ranks.
-        """
-        done = [batch for batch in self._in_flight.values() if Stage.EMBEDDING_LOOKUP in batch.done]
-        if not done:
-            return None
-        latest = max(done, key=lambda batch: batch.index)
-        unseen = [self._in_flight.get(index) for index in range(latest.index - latest.num_unseen, latest.index)]
-        known = [batch for batch in unseen if batch is not None]
-        return (latest, known) if known and len(known) == len(unseen) else None
+        """The batch that was looked up last, with those whose updates it did not see; see `inflight.latest_lookup`."""
+        return latest_lookup(self._in_flight)
 
     @property
     def is_last(self) -> bool:
@@ -379,12 +365,12 @@ class Executor:
         if self._sparse is None:
             return
         if stage is Stage.DENSE_FORWARD:
-            self._discover()
+            self._discover(current)
         elif stage is Stage.BACKWARD:
             self._after_backward(current)
         elif stage is Stage.OPTIMIZER_STEP:
             self.updates.num_stepped = self._iteration + 1
-            self._discover()
+            self._discover(current)
             # What comes between two steps (a callback's averages, clamps, norms) finds the tables written.
             self._order.compute_waits_for_update()
             self._run_deferred_lookup()
@@ -405,17 +391,9 @@ class Executor:
         self._sparse.forget_received(current)
         self._order.note_update()
 
-    def _discover(self) -> None:
-        assert self._sparse is not None
-        current = self.current
-        if self._sparse.ready or current is None or not current.consumed or self._in_forward:
-            return
-        if not self._sparse.discover(current):
-            return
-        waiting, self._waiting_for_discovery = self._waiting_for_discovery, []
-        for step, index, owners in waiting:
-            if index > self._iteration:
-                self._stages.issue(step, self._in_flight[index], owners)
+    def _discover(self, current: InFlightBatch) -> None:
+        if current.consumed and not self._in_forward:
+            self._stages.discover(current)
 
     def _run_deferred_lookup(self) -> None:
         if self._dense_owned is not None:
@@ -435,10 +413,7 @@ class Executor:
             return
         self._end.hear(index, self._in_flight)
         if index in self._in_flight and self._sparse is not None:
-            if self._sparse.ready:
-                self._stages.issue(step, self._in_flight[index], owners)
-            else:
-                self._waiting_for_discovery.append((step, index, owners))
+            self._stages.issue(step, self._in_flight[index], owners)
 
     def _fetch(self, step: Step, index: int) -> None:
         # A source may hold back a batch that looks like it is not going to be trained: then this catches up.

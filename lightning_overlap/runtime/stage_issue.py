@@ -1,4 +1,4 @@
-"""Issue one sparse stage of one batch: on which stream, after what, and who is told."""
+"""Issue one sparse stage of one batch: on which stream, after what, and not before inputs are known."""
 
 from __future__ import annotations
 
@@ -59,6 +59,7 @@ class StageIssuer:
 
     def reset(self) -> None:
         """Begin a run."""
+        self._waiting: list[tuple[Step, InFlightBatch, frozenset[WeightOwner]]] = []  # for `discover`
         self._began: Any = None  # event after all that was issued on the compute stream before this iteration
 
     def begin_iteration(self) -> None:
@@ -67,8 +68,14 @@ class StageIssuer:
             self._began = self._streams.record(StreamName.COMPUTE)
 
     def issue(self, step: Step, inflight: InFlightBatch, owners: frozenset[WeightOwner]) -> None:
-        """Issue one stage of one batch on its stream; a lookup only of the tables of these owners."""
+        """Issue one stage of one batch on its stream; a lookup only of the tables of these owners.
+
+        While it is not known which input feeds which module it waits for `discover`.
+        """
         assert self._sparse is not None
+        if not self._sparse.ready:
+            self._waiting.append((step, inflight, owners))
+            return
         if step.stage is Stage.EMBEDDING_LOOKUP:
             if not self._sparse.has_lookup(inflight, owners):
                 return
@@ -94,6 +101,15 @@ class StageIssuer:
                 else:
                     self._run[step.stage](inflight)
         inflight.done[step.stage] = (step.stream, self._streams.record(step.stream))
+
+    def discover(self, current: InFlightBatch) -> None:
+        """Learn from a forward of the current batch which input feeds which module; issue what waited for that."""
+        if self._sparse is None or self._sparse.ready or not self._sparse.discover(current):
+            return
+        waiting, self._waiting = self._waiting, []
+        for step, inflight, owners in waiting:
+            if inflight.index > current.index:
+                self.issue(step, inflight, owners)
 
     def receive_input(self, step: Step, inflight: InFlightBatch) -> None:
         """Assemble the received ids on the input dist's stream, and hand them to the stream of a step."""

@@ -243,7 +243,7 @@ def _outside_inference_mode() -> AbstractContextManager[Any]:
 
 
 def _own_graph(trains: bool) -> AbstractContextManager[Any]:
-    """Wait for embeddings with the graph of their lookup, whoever asks first; `checkpoint()` does not see what it saves."""
+    """Wait for embeddings with the graph of their lookup, whoever asks first; `checkpoint()` sees nothing of it."""
     is_hooked = _saving_is_hooked()
     if not trains or (torch.is_grad_enabled() and not torch.is_inference_mode_enabled() and not is_hooked):
         return nullcontext()

@@ -19,6 +19,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 
 from lightning_overlap import OverlapEmbeddingStrategy
+from lightning_overlap.sparse import answers
 
 from ..laws.uneven import Counts, _Stream
 from ..profiling.virtual import ClockedModel, VirtualClock, virtual_latency
