@@ -264,7 +264,7 @@ class Executor:
             self._run_steps()
             if passed is Stage.DENSE_FORWARD and current.ran_unpipelined and self._sparse is not None:
                 # The backward to come writes tables on the compute stream: not before early lookups have read them.
-                self._order.compute_waits()
+                self.wait_for_lookups()
         if stage is not self.schedule.training_stages[-1]:
             following = TRAINING_STAGES[TRAINING_STAGES.index(stage) + 1]
             self._trainer_stage.begin(following, self._iteration, self._order.timer)

@@ -25,7 +25,7 @@ class LookupOrder:
 
     def __init__(self, streams: Streams, lookup: StreamName = StreamName.COMPUTE) -> None:
         self.lookup = lookup
-        self.streams = self._streams = streams
+        self.streams = streams
         self.timer: StageTimer | None = None
         """Told of every stage that either side issues."""
         self.to_update: dict[int, InFlightBatch] = {}
@@ -40,40 +40,40 @@ class LookupOrder:
 
     def on_lookup(self) -> AbstractContextManager[Any]:
         """Make the lookup stream current."""
-        return self._streams.on(self.lookup)
+        return self.streams.on(self.lookup)
 
     def compute_waits(self) -> None:
         """Let the compute stream wait for all that was issued on the lookup stream: reads and writes of tables."""
-        self._streams.wait(StreamName.COMPUTE, self._streams.record(self.lookup))
+        self.streams.wait(StreamName.COMPUTE, self.streams.record(self.lookup))
 
     def lookup_waits(self) -> None:
         """Let the lookup stream wait for all that was issued on the compute stream."""
-        self._streams.wait(self.lookup, self._streams.record(StreamName.COMPUTE))
+        self.streams.wait(self.lookup, self.streams.record(StreamName.COMPUTE))
 
     def note_write(self) -> None:
         """Note that tables were written on the compute stream."""
-        self._written = self._streams.record(StreamName.COMPUTE)
+        self._written = self.streams.record(StreamName.COMPUTE)
 
     def wait_for_writes(self, stream: StreamName) -> None:
         """Let a stream wait for the last write of a table on the compute stream."""
-        self._streams.wait(stream, self._written)
+        self.streams.wait(stream, self._written)
 
     def note_update(self) -> None:
         """Note that tables were updated on the lookup stream."""
-        self._updated = self._streams.record(self.lookup)
+        self._updated = self.streams.record(self.lookup)
 
     def compute_waits_for_update(self) -> None:
         """Let the compute stream wait for the last update of a table, not for lookups issued after it."""
-        self._streams.wait(StreamName.COMPUTE, self._updated)
+        self.streams.wait(StreamName.COMPUTE, self._updated)
 
     def hand_to_compute(self, value: Any, stream: StreamName) -> None:
         """Let the compute stream use a value that a stream has just made."""
-        self._streams.wait(StreamName.COMPUTE, self._streams.record(stream))
-        self._streams.record_stream(value, StreamName.COMPUTE)
+        self.streams.wait(StreamName.COMPUTE, self.streams.record(stream))
+        self.streams.record_stream(value, StreamName.COMPUTE)
 
     def hand_to_lookup(self, value: Any) -> None:
         """Let the lookup stream use memory of another one."""
-        self._streams.record_stream(value, self.lookup)
+        self.streams.record_stream(value, self.lookup)
 
     def hand_to_caller(self, value: Any, event: Any, batch: int, *, is_first: bool) -> None:
         """Let whoever asks for looked-up rows use them from an event on.
@@ -85,4 +85,4 @@ class LookupOrder:
             is_first: Whether nobody has asked for them before: the timer is told of the first wait.
         """
         with self.timer.merge(batch) if is_first and self.timer is not None else nullcontext():
-            self._streams.hand_to_caller(value, event)
+            self.streams.hand_to_caller(value, event)

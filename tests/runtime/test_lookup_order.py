@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import pytest
 
+from lightning_overlap.runtime.lookup_order import LookupOrder
 from lightning_overlap.schedules.modes import FUSED_SPARSE_DIST, SEMI_SYNC, STREAMS
 from lightning_overlap.schedules.schedule import Schedule, Step
 from lightning_overlap.schedules.stages import Stage, StreamName, WeightOwner
@@ -56,6 +57,38 @@ def test_batch_and_received_input_are_handed_to_the_streams_that_read_them(sched
         assert f"record_stream data_dist batch {batch}" in log[:splits]
         assert f"record_stream compute batch {batch}" in log[:forward]
         assert f"record_stream {stream} input" in log[received:looked_up], str(run)
+
+
+@pytest.mark.parametrize(
+    ("call", "told"),
+    [
+        (LookupOrder.compute_waits, ["record lookup", "wait compute for lookup"]),
+        (LookupOrder.lookup_waits, ["record compute", "wait lookup for compute"]),
+        (lambda order: order.wait_for_writes(StreamName.MEMCPY), []),
+        (
+            lambda order: (order.note_write(), order.wait_for_writes(StreamName.MEMCPY)),
+            ["record compute", "wait memcpy for compute"],
+        ),
+        (LookupOrder.compute_waits_for_update, []),
+        (
+            lambda order: (order.note_update(), order.compute_waits_for_update()),
+            ["record lookup", "wait compute for lookup"],
+        ),
+        (
+            lambda order: order.hand_to_compute([], StreamName.DATA_DIST),
+            ["record data_dist", "wait compute for data_dist", "record_stream compute input"],
+        ),
+        (lambda order: order.hand_to_lookup([]), ["record_stream lookup input"]),
+        (
+            lambda order: order.hand_to_caller([], order.streams.record(order.lookup), 0, is_first=True),
+            ["record lookup", "wait compute for lookup", "record_stream compute input"],
+        ),
+    ],
+)
+def test_what_the_streams_are_told_by_each_order(call: Callable[[LookupOrder], Any], told: list[str]) -> None:
+    streams = RecordingStreams()
+    call(LookupOrder(streams, StreamName.LOOKUP))
+    assert [" ".join(_text(entry)) for entry in streams.log] == told
 
 
 def test_what_the_streams_are_told_for_one_early_lookup() -> None:

@@ -14,7 +14,7 @@ ORDERING = {
     *("compute_waits", "lookup_waits", "wait_for_writes", "compute_waits_for_update"),
     *("hand_to_compute", "hand_to_lookup", "begin_iteration"),
 }
-RECEIVERS = {"self", "self._streams", "self._order", "self._stages"}
+RECEIVERS = {"self", "self.streams", "self._streams", "self._order", "self._stages"}
 
 
 def statements(module: ModuleType, function: str = "") -> Iterator[tuple[int, str]]:

@@ -60,14 +60,26 @@ def test_no_race_in_any_mode(case: Case, mode: Schedule, policy: str) -> None:
 
 
 NOT_HERE = [
-    *mutants.statements(stage_issue, "_order_prefetch"),  # a CPU has no tables in a cache
-    *list(mutants.statements(executor, "next_batch"))[:1],
-    *mutants.statements(deferred_updates, "start"),  # one rank sends no gradients
+    *mutants.statements(stage_issue, "_order_prefetch"),  # a CPU has no tables in a cache,
+    *mutants.statements(stage_issue, "begin_iteration"),
+    *[found for found in mutants.statements(executor, "next_batch") if "begin_iteration" in found[1]],
+    *mutants.statements(deferred_updates, "start"),  # one rank sends no gradients,
+    *mutants.statements(lookup_order, "lookup_waits"),
+    *mutants.statements(lookup_order, "hand_to_lookup"),
+    *mutants.statements(lookup_order, "hand_to_compute"),  # and every lookup is early
 ]
-"""What matters elsewhere."""
+"""What these fits have no use for."""
 
-FILES = (executor, stage_issue, deferred_updates, lookup_order, answers)
-STATEMENTS = [(file, *found) for file in FILES for found in mutants.statements(file) if found not in NOT_HERE]
+STATEMENTS = [
+    *(
+        (file, *found)
+        for file in (executor, stage_issue, deferred_updates, lookup_order)
+        for found in mutants.statements(file)
+        if found not in NOT_HERE
+    ),
+    *((answers, *found) for found in mutants.statements(answers, "_receive_embeddings")),
+]
+FILES = {entry[0].__name__: entry[0] for entry in STATEMENTS}.values()
 
 
 @pytest.mark.parametrize(("file", "line"), [entry[:2] for entry in STATEMENTS], ids=[entry[2] for entry in STATEMENTS])
