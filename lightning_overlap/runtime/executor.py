@@ -80,9 +80,7 @@ class Executor:
         self._trainer_stage = TrainerStage()
         self._end = EndOfData(source, consensus, rank, schedule.depth)
         self.updates = DeferredUpdates(self._sparse, order, self._observe, rank)
-        # An evaluation keeps the mode that it runs in (no_grad or inference_mode), and nobody trains meanwhile.
         trains = Stage.BACKWARD in schedule.at(self._first_batch).training_stages
-        self._grad_mode: Callable[[], AbstractContextManager[Any]] = torch.enable_grad if trains else nullcontext
         self.writes = TableWrites(
             self._sparse,
             order,
@@ -92,7 +90,8 @@ class Executor:
             rank=rank,
             num_asks=NUM_ASKS if trains else 0,
         )
-        contexts = (self._grad_mode, lookup_context)
+        # An evaluation keeps the mode that it runs in: no_grad or inference_mode.
+        contexts = (torch.enable_grad if trains else nullcontext, lookup_context)
         self._stages = StageIssuer(
             self._sparse, order, self.updates, lambda: self.current, contexts, self._observe, rank
         )
@@ -346,7 +345,7 @@ class Executor:
     def _run_left(self, index: int) -> None:
         """Run the steps that were left to the backward of a batch."""
         if self._iteration == index:
-            with self._grad_mode():  # a backward has turned it off
+            with torch.enable_grad():  # a backward has turned it off
                 while self._cursor in self._backward.left:
                     self._run(self.schedule.steps[self._cursor], self._first_owners)
                     self._cursor += 1

@@ -83,10 +83,10 @@ class SparseStages(Protocol):
         """Whether a batch has tables of these owners still to look up."""
 
     def embedding_lookup(self, inflight: InFlightBatch, owners: frozenset[WeightOwner]) -> None:
-        """Look up the tables of these owners and start the all-to-all of rows."""
+        """Look up the tables of these owners and start the all-to-all of embeddings."""
 
     def finish_lookups(self) -> None:
-        """Wait for the lookups that run in threads; start the all-to-all of their rows."""
+        """Wait for the lookups that run in threads; start the all-to-all of what they found."""
 
     def register_backward_hook(self, inflight: InFlightBatch, stage: Stage, call: Callable[[], None]) -> bool:
         """Have this called where the backward of a batch first waits for other ranks.
@@ -114,7 +114,7 @@ class SparseStages(Protocol):
         """Leave the early results of these batches aside, on all ranks alike: the tables were written since."""
 
     def forget_received(self, inflight: InFlightBatch) -> None:
-        """Let go of the rows of a batch whose backward is over."""
+        """Let go of the embeddings of a batch whose backward is over."""
 
     def gradients_are_there(self, batches: Iterable[InFlightBatch], timeout_s: float) -> bool:
         """Whether the gradients of these batches' updates arrive within a time."""
@@ -136,7 +136,7 @@ class StageTimer(Protocol):
         """Go around the copies of a batch to the device, on their stream."""
 
     def merge(self, batch: int) -> AbstractContextManager[None]:
-        """Go around the wait of the compute stream for looked-up rows."""
+        """Go around the wait of the compute stream for embeddings."""
 
 
 _NO_TIMER: AbstractContextManager[Any] = nullcontext()

@@ -76,10 +76,10 @@ class LookupOrder:
         self.streams.record_stream(value, self.lookup)
 
     def hand_to_caller(self, value: Any, event: Any, batch: int, *, is_first: bool) -> None:
-        """Let whoever asks for looked-up rows use them from an event on.
+        """Let whoever asks for embeddings use them from an event on.
 
         Args:
-            value: The rows.
+            value: The embeddings.
             event: After which they are there.
             batch: Their batch.
             is_first: Whether nobody has asked for them before: the timer is told of the first wait.

@@ -1,6 +1,7 @@
 """The sparse stages of a step: input dist, lookup, output dist, deferred updates, for all sharded modules of a model.
 
-`pipeline.py` does what the executor asks for; `pipelined_forward.py` stands in for each module's forward.
+`pipeline.py` does what the executor asks for; `pipelined_forward.py` stands in for each module's forward, and
+`answers.py` decides what its callers get.
 """
 
 from .delayed_gradients import GradientStash as GradientStash
