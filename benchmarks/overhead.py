@@ -67,16 +67,14 @@ class _Nothing:
     def has_lookup(self, inflight: Any, owners: Any) -> bool:
         return any(str(owner) != "WeightOwner.DENSE_OPTIMIZER" for owner in owners)
 
-    def take_unpipelined_forward(self) -> bool:
-        return False
-
     def __getattr__(self, name: str) -> Any:
         return lambda *args: None
 
 
 def _measure_executor(num_steps: int = 5000) -> None:
-    from lightning_overlap import MODES, Stage
+    from lightning_overlap import MODES, Stage, StreamName
     from lightning_overlap.runtime.executor import Executor
+    from lightning_overlap.runtime.lookup_order import LookupOrder
     from lightning_overlap.runtime.streams import HostStreams
 
     print("the executor alone, microseconds per step (median of 5 runs)")
@@ -84,7 +82,7 @@ def _measure_executor(num_steps: int = 5000) -> None:
         runs = []
         for _ in range(5):
             nothing: Any = _Nothing()
-            executor = Executor(schedule, nothing, nothing, HostStreams())
+            executor = Executor(schedule, nothing, nothing, LookupOrder(HostStreams(), StreamName.LOOKUP))
             start = time.perf_counter()
             for _ in range(num_steps):
                 executor.next_batch()

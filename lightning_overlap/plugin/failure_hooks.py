@@ -57,7 +57,7 @@ class FailsTogether(SavesShards):
             )
         if executor is not None:
             exception.add_note(f"rank {self.global_rank} was {place}")
-            missing = executor.settle_updates(SAVE_TIMEOUT_S)
+            missing = executor.updates.settle(SAVE_TIMEOUT_S)
             if missing is not None:
                 exception.add_note(f"{missing}, the dense part has it: resume from a checkpoint")
         if self._first_cause is not None:

@@ -112,19 +112,18 @@ class Run:
 
     def watch(self, timer: StageTimer | None) -> None:
         """Let a timer see the coming steps of training, or none."""
-        for part in (self.executor, self.sparse):
-            if part is not None:
-                part.timer = timer
+        if self.sparse is not None:
+            self.sparse.order.timer = timer
 
     def update_tables(self) -> None:
         """Make the updates of tables that a deferring schedule has left for later; all ranks call this."""
         if self.executor is not None:
-            self.executor.update_tables()
+            self.executor.updates.make_all()
 
     def tables_changed(self) -> None:
         """Leave aside what has been looked up for the batches to come; all ranks call this alike."""
         if self.executor is not None:
-            self.executor.tables_changed()
+            self.executor.writes.tables_changed()
 
     def begin_evaluation(self, step: str) -> None:
         """Serve the calls of an evaluation's step, which finds the tables up to date; all ranks call this."""
@@ -135,7 +134,7 @@ class Run:
         """Complete an evaluation, and let the ranks ask each other whether it has written tables."""
         self.evaluations.end()
         if self.executor is not None:
-            self.executor.ask_for_writes()
+            self.executor.writes.ask()
 
     @contextmanager
     def saving(self) -> Iterator[None]:
@@ -144,10 +143,10 @@ class Run:
         if executor is None:
             yield
             return
-        executor.update_tables()
+        executor.updates.make_all()
         with executor.without_lookups_ahead():
             executor.wait_for_lookups()
-            executor.ask_for_writes()
+            executor.writes.ask()
             yield
 
     def stop(self) -> None:

@@ -66,8 +66,8 @@ class WalksSteps(HasRun):
         device = device or self.root_device
         loaded = keyed_jagged_tensors(batch)
         note_lengths(loaded)
-        executor, run = self._executor, self._run
-        timer = None if executor is None else executor.timer
+        run = self._run
+        timer = None if run is None or run.sparse is None else run.sparse.order.timer
         with contextlib.nullcontext() if timer is None else timer.copy(), self._placing_copies(device):
             if (
                 device.type == "cuda"

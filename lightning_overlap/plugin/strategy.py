@@ -20,7 +20,7 @@ from torch.nn.parallel import DistributedDataParallel
 from typing_extensions import override
 
 from ..distributed import default_store
-from ..runtime import Executor, Observer, make_streams
+from ..runtime import Executor, LookupOrder, Observer, make_streams, observe_nothing
 from ..schedules import (
     Schedule,
     Stage,
@@ -31,7 +31,7 @@ from ..schedules import (
     resolve_stream,
     with_exact_warmup,
 )
-from ..sparse import SparsePipeline, StaleRows
+from ..sparse import SparseOptions, SparsePipeline, StaleRows
 from ..tables import (
     FusedOptimizer,
     Sharding,
@@ -275,17 +275,13 @@ class OverlapEmbeddingStrategy(FailsTogether, EvaluatesAhead, WalksSteps, Starts
         assert self._groups is not None
         lookup = schedule.step_of(Stage.EMBEDDING_LOOKUP)
         trains = Stage.BACKWARD in schedule.training_stages
-        return SparsePipeline(
-            sharded_modules(self.lightning_module),
-            self._groups.lookahead,
-            self._streams,
-            StreamName.COMPUTE if lookup is None else lookup.stream,
-            observer=self._observer if trains else None,
+        options = SparseOptions(
+            step=step,
+            trains=trains,
+            observer=self._observer if trains and self._observer is not None else observe_nothing,
             rank=self.global_rank,
             store=default_store(),
             set_rates=rate_setter(self.optimizers) if trains else None,
-            step=step,
-            trains=trains,
             warned=self._warned,
             num_threads=self._num_lookup_threads if trains and self.root_device.type == "cpu" else 0,
             prefetches=schedule.step_of(Stage.PREFETCH) is not None,
@@ -296,15 +292,16 @@ class OverlapEmbeddingStrategy(FailsTogether, EvaluatesAhead, WalksSteps, Starts
             # With manual optimization there may be several backwards, of which nobody says what each of them writes.
             fills_waits=trains and self.lightning_module.automatic_optimization,
         )
+        order = LookupOrder(self._streams, StreamName.COMPUTE if lookup is None else lookup.stream)
+        return SparsePipeline(sharded_modules(self.lightning_module), self._groups.lookahead, order, options)
 
     def _make_executor(self, fetcher: LookaheadFetcher, sparse: SparsePipeline) -> Executor:
-        assert self._streams is not None
         assert self._run is not None
         return Executor(
             self._schedules,
             fetcher,
             sparse,
-            self._streams,
+            sparse.order,
             consensus=self._consensus,
             lookup_context=self.precision_plugin.train_step_context,
             observer=self._observer,
@@ -315,12 +312,11 @@ class OverlapEmbeddingStrategy(FailsTogether, EvaluatesAhead, WalksSteps, Starts
         )
 
     def _make_evaluation_executor(self, fetcher: LookaheadFetcher, sparse: SparsePipeline) -> Executor:
-        assert self._streams is not None
         return Executor(
             self.schedule.evaluation,
             fetcher,
             sparse,
-            self._streams,
+            sparse.order,
             consensus=self._consensus,
             lookup_context=self.precision_plugin.val_step_context,
             rank=self.global_rank,

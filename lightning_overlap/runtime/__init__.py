@@ -1,6 +1,7 @@
 """Walk a schedule: batches in flight, streams and events, and when each stage is issued.
 
-Knows neither TorchRec nor Lightning: `interfaces.py` says what it is given, `executor.py` does the walking.
+Knows neither TorchRec nor Lightning: `interfaces.py` says what it is given, `executor.py` does the walking. What an
+executor and the sparse stages share, streams among it, is a `LookupOrder`.
 """
 
 from .batch_copies import BatchCopies as BatchCopies
@@ -11,7 +12,9 @@ from .executor import Executor as Executor
 from .inflight import InFlightBatch as InFlightBatch
 from .interfaces import Observer as Observer
 from .interfaces import StageTimer as StageTimer
+from .interfaces import observe_nothing as observe_nothing
 from .interfaces import timed as timed
+from .lookup_order import LookupOrder as LookupOrder
 from .streams import CudaStreams as CudaStreams
 from .streams import HostStreams as HostStreams
 from .streams import Streams as Streams

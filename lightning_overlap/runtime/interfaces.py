@@ -13,6 +13,10 @@ Observer = Callable[[str, Stage, int], None]
 """Called with ("issue" | "wait", stage, batch) as the executor goes; for tests and timelines."""
 
 
+def observe_nothing(kind: str, stage: Stage, index: int) -> None:
+    """The observer of runs that nobody watches."""
+
+
 class BatchSource(Protocol):
     """Where batches come from."""
 
@@ -55,7 +59,10 @@ class SparseStages(Protocol):
         """Learn that from a forward that was just run; True if it was learnt now."""
 
     def forward(self, inflight: InFlightBatch) -> AbstractContextManager[None]:
-        """Serve early results to the modules' callers while a `training_step` runs."""
+        """Serve early results to the modules' callers while a `training_step` runs.
+
+        Where a module runs its own forward for a batch instead, `inflight.ran_unpipelined` says so.
+        """
 
     def input_splits_dist(self, inflight: InFlightBatch) -> None:
         """Start the all-to-all of split sizes."""
@@ -76,10 +83,10 @@ class SparseStages(Protocol):
         """Whether a batch has tables of these owners still to look up."""
 
     def embedding_lookup(self, inflight: InFlightBatch, owners: frozenset[WeightOwner]) -> None:
-        """Look up the tables of these owners and start the all-to-all of rows."""
+        """Look up the tables of these owners and start the all-to-all of embeddings."""
 
     def finish_lookups(self) -> None:
-        """Wait for the lookups that run in threads; start the all-to-all of their rows."""
+        """Wait for the lookups that run in threads; start the all-to-all of what they found."""
 
     def register_backward_hook(self, inflight: InFlightBatch, stage: Stage, call: Callable[[], None]) -> bool:
         """Have this called where the backward of a batch first waits for other ranks.
@@ -107,16 +114,13 @@ class SparseStages(Protocol):
         """Leave the early results of these batches aside, on all ranks alike: the tables were written since."""
 
     def forget_received(self, inflight: InFlightBatch) -> None:
-        """Let go of the rows of a batch whose backward is over."""
+        """Let go of the embeddings of a batch whose backward is over."""
 
     def gradients_are_there(self, batches: Iterable[InFlightBatch], timeout_s: float) -> bool:
         """Whether the gradients of these batches' updates arrive within a time."""
 
     def drain(self, inflight: InFlightBatch) -> None:
         """Complete every collective that was started for a batch that will not be trained."""
-
-    def take_unpipelined_forward(self) -> bool:
-        """Whether a module ran its own forward, on the compute stream, since the last call."""
 
 
 class StageTimer(Protocol):
@@ -132,7 +136,7 @@ class StageTimer(Protocol):
         """Go around the copies of a batch to the device, on their stream."""
 
     def merge(self, batch: int) -> AbstractContextManager[None]:
-        """Go around the wait of the compute stream for looked-up rows."""
+        """Go around the wait of the compute stream for embeddings."""
 
 
 _NO_TIMER: AbstractContextManager[Any] = nullcontext()

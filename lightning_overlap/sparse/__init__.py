@@ -1,9 +1,11 @@
 """The sparse stages of a step: input dist, lookup, output dist, deferred updates, for all sharded modules of a model.
 
-`pipeline.py` does what the executor asks for; `pipelined_forward.py` stands in for each module's forward.
+`pipeline.py` does what the executor asks for; `pipelined_forward.py` stands in for each module's forward, and
+`answers.py` decides what its callers get.
 """
 
 from .delayed_gradients import GradientStash as GradientStash
+from .options import SparseOptions as SparseOptions
 from .pipeline import SparsePipeline as SparsePipeline
 from .pipeline import keyed_jagged_tensors as keyed_jagged_tensors
 from .pipeline import note_lengths as note_lengths

@@ -162,31 +162,31 @@ class DeferredUpdate:
 @dataclass(frozen=True, slots=True)
 class _DeferringDist:
     dist: OutputDist
-    held: DeferredUpdate
+    deferred: DeferredUpdate
 
     def __call__(self, rows: Tensor, *context: Any) -> Awaitable[Tensor]:
         started = self.dist(rows, *context)
-        was_cut = self.held.cut_under_way(started)
+        was_cut = self.deferred.cut_under_way(started)
         if rows.requires_grad and not was_cut:
             raise RuntimeError(
                 f"cannot defer the update of tables whose rows come by {type(started).__name__}: no all-to-all was "
                 "found in it. Train without defer_update."
             )
         travels = any(isinstance(part, Request) for part in _under_way(started))
-        return _CutWhenReceived(started, self.held) if travels else started
+        return _CutWhenReceived(started, self.deferred) if travels else started
 
 
 class _CutWhenReceived(Awaitable[Tensor]):  # type: ignore[misc]
     """Rows under way, whose graph is cut where they arrive."""
 
-    def __init__(self, started: Awaitable[Tensor], held: DeferredUpdate) -> None:
+    def __init__(self, started: Awaitable[Tensor], deferred: DeferredUpdate) -> None:
         super().__init__()
         self._started = started
-        self._held = held
+        self._deferred = deferred
 
     def _wait_impl(self) -> Tensor:
         rows: Tensor = self._started.wait()
-        return self._held.cut_rows(rows) if rows.requires_grad else rows
+        return self._deferred.cut_rows(rows) if rows.requires_grad else rows
 
 
 def _under_way(started: object) -> Iterator[Request[Any] | NoWait[Any]]:

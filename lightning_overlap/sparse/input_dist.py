@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import functools
 import itertools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -28,6 +28,7 @@ from torchrec.distributed.types import Awaitable, NoWait
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from ..tables import ids_fit_32_bits, input_dists_of
+from .module_context import ModuleContext
 
 MAX_RECATS = 256
 """Orders of received features kept at most: one for each sharding of each module."""
@@ -150,6 +151,55 @@ class KnownInput(NamedTuple):
     """Awaits the ids, lengths and weights; None where a rank has no such input: then nothing of it is sent."""
     is_ambiguous: bool
     """Whether the batch of any rank has several KeyedJaggedTensors that could be it."""
+
+
+class SizeExchange:
+    """Exchanges the sizes of all modules' inputs, batch by batch, in forms on which the ranks have agreed.
+
+    Args:
+        group: The process group of the input dist.
+    """
+
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        self._group = group
+        self._forms: dict[str, Form] = {}
+
+    def start(
+        self, taking_part: list[str], modules: dict[str, ModuleContext], num_found: Mapping[str, int]
+    ) -> tuple[list[str], InputSizes] | None:
+        """Start the all-to-all of sizes of these modules, whether or not this rank's batch has their inputs.
+
+        Args:
+            taking_part: The modules, the same on all ranks.
+            modules: States of those that have an input in this rank's batch; one whose input has another form than
+                the first one had is taken out, its own forward tells why.
+            num_found: How many KeyedJaggedTensors of this rank's batch could be the input of each.
+
+        Returns:
+            The modules whose form is known, with their sizes under way; None if there is no such module.
+        """
+        described = {name: form_of(state.splits_awaitable) for name, state in modules.items()}
+        if any(name not in self._forms for name in taking_part):
+            self._agree_on_forms(described)
+        for name, form in described.items():
+            if self._forms.get(name) != form:  # weighted unlike the first one, say
+                del modules[name]
+        names = [name for name in taking_part if name in self._forms]
+        inputs = [
+            ModuleInput(self._forms[name], state.splits_awaitable, state.context, num_found[name])
+            if (state := modules.get(name)) is not None
+            else ModuleInput(self._forms[name])
+            for name in names
+        ]
+        return (names, InputSizes(inputs, self._group)) if names else None
+
+    def _agree_on_forms(self, described: Mapping[str, Form]) -> None:
+        """Learn the forms of the modules' inputs from the ranks that have them in their first batch."""
+        everyone: list[Mapping[str, Form]] = [{}] * self._group.size()
+        dist.all_gather_object(everyone, dict(described), group=self._group)
+        for theirs in everyone:
+            for name, form in theirs.items():
+                self._forms.setdefault(name, form)
 
 
 class InputSizes:

@@ -36,7 +36,7 @@ def look_up(
         owners: Whose tables to look up now.
         set_rates: Gives the kernels the present learning rates; None where nothing moves them. With it the update
             of this batch takes place at the rate that holds in its backward.
-        defers_update: Whether the backward stops where the rows were received, and the rest waits in `state.held`.
+        defers_update: Whether the backward stops where the rows were received, and the rest waits in `state.deferred`.
     """
     with _updates_at_present_rate(module, set_rates), _defers_update(module, state) if defers_update else nullcontext():
         _look_up(module, state, owners)
@@ -84,7 +84,7 @@ def _defers_update(module: Any, state: ModuleContext) -> Iterator[None]:
         return
     dists = module._output_dists
     module._output_dists = [
-        state.held.deferring(dist) if owner is WeightOwner.FUSED_BACKWARD else dist
+        state.deferred.deferring(dist) if owner is WeightOwner.FUSED_BACKWARD else dist
         for dist, owner in zip(dists, owners, strict=True)
     ]
     try:
@@ -100,7 +100,7 @@ def _look_up(module: Any, state: ModuleContext, owners: frozenset[WeightOwner]) 
     if not parts:
         return
     if len(parts) == num_parts:
-        state.rows = module.compute_and_output_dist(state.context, state.dist_input)
+        state.embeddings = module.compute_and_output_dist(state.context, state.dist_input)
         state.dist_input = None
         return
     _start_rows(module, state, _compute(module, state, parts))
@@ -121,21 +121,29 @@ def _start_rows(module: Any, state: ModuleContext, rows: Mapping[int, Tensor]) -
     """Start the all-to-alls of some parts' rows; assemble what is under way once all parts have been looked up."""
     num_parts = len(owners_of_parts(module))
     for part, rows_of_part in rows.items():
-        state.outputs[part] = module._output_dists[part](rows_of_part, state.context.sharding_contexts[part])
-    if len(state.outputs) == num_parts:
+        state.output_dist_awaitables[part] = module._output_dists[part](
+            rows_of_part, state.context.sharding_contexts[part]
+        )
+    if len(state.output_dist_awaitables) == num_parts:
         output_dists = module._output_dists
         module._output_dists = [_already_started] * num_parts
         try:
-            state.rows = module.output_dist(state.context, [state.outputs[part] for part in range(num_parts)])
+            state.embeddings = module.output_dist(
+                state.context, [state.output_dist_awaitables[part] for part in range(num_parts)]
+            )
         finally:
             module._output_dists = output_dists
-        state.outputs = {}
+        state.output_dist_awaitables = {}
         state.dist_input = None
 
 
 def parts_to_look_up(module: Any, state: ModuleContext, owners: frozenset[WeightOwner]) -> list[int]:
     """Return the parts of a module whose tables belong to `owners` and are still to be looked up."""
-    return [part for part, owner in enumerate(owners_of_parts(module)) if owner in owners and part not in state.outputs]
+    return [
+        part
+        for part, owner in enumerate(owners_of_parts(module))
+        if owner in owners and part not in state.output_dist_awaitables
+    ]
 
 
 class _Nothing:

@@ -1,4 +1,4 @@
-"""TODO."""
+"""One batch on its way through one sharded module: what is under way, and what its early lookup rests on."""
 
 from __future__ import annotations
 
@@ -11,29 +11,38 @@ from torchrec.distributed.types import Awaitable, LazyAwaitable
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from ..schedules import WeightOwner
+from ..tables import SentInput, num_writes, spec_of
 from .deferred_update import DeferredUpdate
 
 
 @dataclass(slots=True)
 class ModuleContext:
-    """One batch on its way through one module."""
+    """State of one batch in one module, from the exchange of sizes to the end of its backward.
+
+    Source: `TrainPipelineContext`, TorchRec 1.8, whose words the first fields have.
+    """
 
     kjt: KeyedJaggedTensor
+    """The module's input in the batch."""
     context: Any = None
-    splits: Any = None
-    data: Any = None
+    """TorchRec's own, of this module and batch."""
+    splits_awaitable: Any = None
+    tensors_awaitable: Any = None
     dist_input: KJTList | None = None
-    outputs: dict[int, Awaitable[torch.Tensor]] = field(default_factory=dict)
-    rows: LazyAwaitable[Any] | None = None
-    held: DeferredUpdate = field(default_factory=DeferredUpdate)
+    """The ids that this rank has received."""
+    output_dist_awaitables: dict[int, Awaitable[torch.Tensor]] = field(default_factory=dict)
+    """By sharding, those that have been looked up while others have not."""
+    embeddings: LazyAwaitable[Any] | None = None
+    """Awaits what was looked up early."""
+    deferred: DeferredUpdate = field(default_factory=DeferredUpdate)
     """What is left of the way to the tables; nothing where the backward goes all the way."""
     rates: list[float] | None = None
     """The learning rate of each kernel that the batch was trained at, while its deferred update is made."""
-    sent: Any = None
-    """What the input held when its ids were sent (`write_counts.SentInput`)."""
+    sent: SentInput | None = None
+    """What the input held when its ids were sent."""
     num_writes: dict[WeightOwner, tuple[int, ...]] = field(default_factory=dict)
     """How often the tables of each owner had been written by somebody else when they were looked up."""
-    autocast: Any = None
+    autocast: tuple[bool, torch.dtype] | None = None
     """The autocast that its lookup ran under, where that matters."""
     votes: bool = False
     """Whether all ranks are asked when the module is called: another input of the batch might take this one's place."""
@@ -43,10 +52,28 @@ class ModuleContext:
     without_graph: bool = False
     """Whether a call without gradients was served."""
     received: Any = None
-    """The rows, once waited for, until the backward is over."""
+    """The embeddings, once waited for, until the backward is over."""
     received_at: Any = None
     """Event after which they are there, on the lookup's stream."""
     num_lookups: list[int] = field(default_factory=list)
     """What this batch added to the iteration count of each kernel."""
     ids: KJTList | None = None
     """What was looked up, where somebody asked to keep it."""
+
+    def note_lookup(self, module: Any, owners: frozenset[WeightOwner]) -> None:
+        """Note what an early lookup of the tables of these owners rests on."""
+        self.num_writes |= {owner: num_writes(module, owner) for owner in owners}
+        self.autocast = autocast_of(module, self.kjt)
+
+    def is_overwritten(self, module: Any) -> bool:
+        """Whether somebody has written tables of this rank since they were looked up."""
+        return any(num_writes(module, owner) != before for owner, before in self.num_writes.items())
+
+
+def autocast_of(module: Any, kjt: KeyedJaggedTensor) -> tuple[bool, torch.dtype] | None:
+    """Return the autocast that a lookup runs under now, where it may compute something that this changes."""
+    kind = spec_of(module)
+    if kind is None or kind.feature_processors is None:
+        return None
+    device = kjt.device().type
+    return torch.is_autocast_enabled(device), torch.get_autocast_dtype(device)

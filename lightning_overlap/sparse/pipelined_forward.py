@@ -5,17 +5,17 @@ from __future__ import annotations
 import itertools
 import warnings
 from collections.abc import Callable, Container, Iterator, Mapping
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torchrec.distributed.types import LazyAwaitable, LazyGetItemMixin, ShardedModule
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
-from ..distributed import Store
 from ..runtime import Path, leaves, resolve
 from ..tables import SentInput, check_torchrec, holds_sequences, why_never_early
 from .mismatches import Mismatches
+from .options import SparseOptions
 
 _num_made = itertools.count()
 
@@ -62,18 +62,14 @@ def _grad_mode() -> tuple[bool, bool]:
     return torch.is_grad_enabled(), torch.is_inference_mode_enabled()
 
 
-class Server(Protocol):
-    """Answers the calls of stand-ins."""
-
-    def call(self, pipelined: PipelinedForward, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Return the rows of a call."""
+Answer = Callable[["PipelinedForward", tuple[Any, ...], dict[str, Any]], Any]
+"""Returns the answer to a call with these arguments."""
 
 
 class PipelinedForward:
     """What callers of a sharded module get while the strategy is at work.
 
     Args:
-        server: Answers its calls.
         name: The module's, in the model.
         module: Whose place it takes.
         group: Process group of the input dist; None on one rank.
@@ -82,14 +78,12 @@ class PipelinedForward:
 
     def __init__(
         self,
-        server: Server,
         name: str,
         module: ShardedModule[Any, Any, Any, Any],
         group: dist.ProcessGroup | None,
         prefetches: bool,
     ) -> None:
         check_torchrec(module)
-        self._server = server
         self.name = name
         self.module = module
         self.before: Any = vars(module).get("forward")
@@ -123,11 +117,12 @@ class PipelinedForward:
         self._answers.clear()
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Return the rows."""
-        return self._server.call(self, args, kwargs)
+        """Return the embeddings."""
+        return self._answer(self, args, kwargs)
 
-    def attach(self) -> None:
-        """Take the place of the module's forward."""
+    def attach(self, answer: Answer) -> None:
+        """Take the place of the module's forward; calls get this answer."""
+        self._answer = answer
         if vars(self.module).get("forward") is not self:
             self.before = vars(self.module).get("forward")
             self.module.forward = self
@@ -153,38 +148,26 @@ class PipelinedForwards(Mapping[str, PipelinedForward]):
     Args:
         modules: Sharded modules by their name in the model.
         group: Process group of the input dist; None on one rank.
-        server: Answers their calls.
-        step: The module's method whose calls are served.
-        prefetches: Whether a stage fetches rows into a cache, so that tables in a UVM cache can be looked up early.
-        rank: Warns if 0.
-        store: Where ranks leave word for each other; needed with a group.
-        warned: Warnings given so far, shared by all of a run.
-        timeout_s: How long ranks wait for each other.
+        options: Of the run.
     """
 
     def __init__(
         self,
         modules: Mapping[str, ShardedModule[Any, Any, Any, Any]],
         group: dist.ProcessGroup | None,
-        server: Server,
-        *,
-        step: str,
-        prefetches: bool = False,
-        rank: int = 0,
-        store: Store | None = None,
-        warned: set[tuple[str, str | None]] | None = None,
-        timeout_s: float = 1800,
+        options: SparseOptions,
     ) -> None:
         self._by_name = {
-            name: PipelinedForward(server, name, module, group, prefetches) for name, module in modules.items()
+            name: PipelinedForward(name, module, group, options.looks_up_cached) for name, module in modules.items()
         }
         self._group = group
-        self._step = step
-        self._rank = rank
-        self._store = store
-        self._warned = set() if warned is None else warned
+        self._step, self._rank, self._warned = options.step, options.rank, options.warned
         key = f"lightning_overlap/{next(_num_made)}"  # all ranks make as many
-        self._mismatches = None if group is None or store is None else Mismatches(store, key, group.size(), timeout_s)
+        self._mismatches = (
+            None
+            if group is None or options.store is None
+            else Mismatches(options.store, key, group.size(), options.timeout_s)
+        )
 
     def __getitem__(self, name: str) -> PipelinedForward:
         return self._by_name[name]
@@ -195,10 +178,10 @@ class PipelinedForwards(Mapping[str, PipelinedForward]):
     def __len__(self) -> int:
         return len(self._by_name)
 
-    def attach(self) -> None:
-        """Put the stand-ins in the place of the modules' forwards."""
+    def attach(self, answer: Answer) -> None:
+        """Put the stand-ins in the place of the modules' forwards; calls get this answer."""
         for pipelined in self.values():
-            pipelined.attach()
+            pipelined.attach(answer)
 
     def detach(self) -> None:
         """Give every module the forward back that it had before."""

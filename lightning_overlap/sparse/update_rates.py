@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
+from ..runtime import LookupOrder
 from ..tables import SetRates, tables_of, tbes, tbes_within
 
 
@@ -44,6 +45,18 @@ def lookups_since(module: Any, counts: list[int]) -> list[int]:
 
 def _differences(now: list[int], before: list[int]) -> list[int]:
     return [a - b for a, b in zip(now, before, strict=True)]
+
+
+def take_back(module: Any, num_lookups: list[int], order: LookupOrder) -> None:
+    """Take back what lookups without an update added to the iteration count of each kernel.
+
+    Some TBE optimizers count lookups, not updates (FBGEMM 1.8), and Adam corrects its bias by that count: an
+    evaluation, or a lookup that is dropped, would change training, and differently so in each mode. The lookup
+    stream, where early lookups count, waits for nothing here.
+    """
+    if any(num_lookups):
+        with order.on_lookup():
+            _uncount(tbes(module), num_lookups)
 
 
 @contextmanager

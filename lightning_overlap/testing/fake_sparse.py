@@ -117,7 +117,6 @@ class FakeSparse:
         self.lookup_stream = lookup_stream
         self.fail_at: tuple[Stage, int] | None = None
         self._observe = observer or (lambda kind, stage, index: None)
-        self._ran_unpipelined = False
         self._current: InFlightBatch | None = None
         self.clear()
 
@@ -286,11 +285,6 @@ class FakeSparse:
                 reads = [_sent_gradients(index), *memory_of(inflight.modules[name])]
                 self.streams.do(Mark(owner, index, name, nth), reads=reads, writes=[table(name, owner)])
 
-    def take_unpipelined_forward(self) -> bool:
-        """Whether a module ran its own forward since the last call."""
-        plain, self._ran_unpipelined = self._ran_unpipelined, False
-        return plain
-
     def is_overwritten(self, batches: Iterable[InFlightBatch]) -> bool:
         """Whether somebody has written tables: nobody does here."""
         return False
@@ -325,7 +319,8 @@ class FakeSparse:
                 rows = [_rows(inflight.index, name, owner, 0) for owner in state.owners]
                 self.streams.do(Mark(Stage.DENSE_FORWARD, inflight.index, name, nth), reads=rows)
             else:
-                self._ran_unpipelined = self._ran_unpipelined or self._current is not None
+                if self._current is not None:
+                    self._current.ran_unpipelined = True
                 self.streams.wait(self.lookup_stream, self.streams.record(StreamName.COMPUTE))
                 with self.streams.on(self.lookup_stream):
                     for held in sorted(self.held):

@@ -8,7 +8,7 @@ from random import Random
 from typing import Any
 from weakref import WeakSet
 
-from ..runtime import Executor, Streams
+from ..runtime import Executor, LookupOrder
 from ..schedules import SPARSE_STAGES, TRAINING_STAGES, Schedule, Stage, Step, StreamName, WeightOwner
 from .fake_sparse import FakeSparse, Served, cache, table
 from .recording import FAKE_MODULES, LOADED_WEIGHTS, FakeBatch, Mark, RecordingStreams, Timeline
@@ -79,16 +79,17 @@ class FakeTrainer:
         self.automatic = automatic
         self.streams = streams or RecordingStreams()
         lookup = schedule.step_of(Stage.EMBEDDING_LOOKUP)
+        stream = StreamName.COMPUTE if lookup is None else lookup.stream
         self.sparse = sparse_type(
             modules,
             ready=ready,
             streams=self.streams,
-            lookup_stream=StreamName.COMPUTE if lookup is None else lookup.stream,
+            lookup_stream=stream,
             observer=self._observe,
             left_from=left_from,
         )
-        device: Streams = self.streams
-        self.executor = executor_type(schedule, self, self.sparse, device, observer=self._observe, rank=rank)
+        order = LookupOrder(self.streams, stream)
+        self.executor = executor_type(schedule, self, self.sparse, order, observer=self._observe, rank=rank)
         self.timeline = Timeline(schedule)
         self._num_batches = self._num_fetched = self._num_begun = self._max_in_flight = 0
         self._alive: WeakSet[FakeBatch] = WeakSet()
@@ -192,7 +193,7 @@ class FakeTrainer:
         self.executor.stage_done(Stage.OPTIMIZER_STEP)
         self.streams.do(Mark("a callback behind the step", inflight.index), reads=self._tables())
         if inflight.index == self._num_batches // 2:
-            self.executor.update_tables()  # as the strategy does
+            self.executor.updates.make_all()  # as the strategy does
             self.streams.do(Mark("a reader of updated tables", inflight.index), reads=self._tables())
             self.executor.wait_for_lookups()  # as a module's own forward does
             caches = [cache(name) for name in self.sparse.modules]

@@ -128,7 +128,7 @@ class Races:
         raise RaceError(
             f"memory of {name} was made on {made.stream} by {made.by} and not handed to {access.stream}, where it is "
             f"used by {access}: the allocator may give it to other work of {made.stream} meanwhile. Missing: "
-            f"streams.hand_over(..., {access.stream})"
+            f"streams.record_stream(..., {access.stream})"
         )
 
     def _check_order(self, name: str, first: Access, second: Access) -> None:

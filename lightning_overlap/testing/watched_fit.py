@@ -370,7 +370,7 @@ class _WatchedStrategy(OverlapEmbeddingStrategy):
 
     def _make_pipeline(self, schedule: Any, step: str) -> SparsePipeline:
         pipeline = super()._make_pipeline(schedule, step)
-        serve, watch, delay, answers = pipeline.call, self._watch, self._delay, self._answers
+        serve, watch, delay, answers = pipeline.answers.answer, self._watch, self._delay, self._answers
 
         def call(pipelined: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
             given = _copied((args, kwargs)) if answers is not None else None
@@ -386,7 +386,7 @@ class _WatchedStrategy(OverlapEmbeddingStrategy):
             return rows
 
         if step == "training_step" or answers is not None:
-            pipeline.call = call  # type: ignore[method-assign]
+            pipeline.answers.answer = call  # type: ignore[method-assign]
         return pipeline
 
 

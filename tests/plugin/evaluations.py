@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 
 from lightning_overlap import OverlapEmbeddingStrategy
-from lightning_overlap.sparse import pipeline as sparse
+from lightning_overlap.sparse import answers
 
 from ..laws.uneven import Counts, _Stream
 from ..profiling.virtual import ClockedModel, VirtualClock, virtual_latency
@@ -95,13 +95,13 @@ class Evaluated(Model):
 def early_rows() -> Iterator[list[str]]:
     """Note the step whenever rows of an early lookup are used."""
     used: list[str] = []
-    original = sparse.SparsePipeline._receive_rows
+    original = answers.Answers._receive_embeddings
 
     def receive(self: Any, *args: Any) -> Any:
-        used.append(self._step)
+        used.append(self._options.step)
         return original(self, *args)
 
-    with mock.patch.object(sparse.SparsePipeline, "_receive_rows", receive):
+    with mock.patch.object(answers.Answers, "_receive_embeddings", receive):
         yield used
 
 

@@ -5,10 +5,16 @@ from __future__ import annotations
 import ast
 import inspect
 from collections.abc import Iterator
-from types import ModuleType
+from contextlib import contextmanager
+from types import CodeType, FunctionType, ModuleType
 from typing import Any
 
-ORDERING = {"wait", "record_stream", "hand_to_caller", "_acquire", "wait_for_lookups"}
+ORDERING = {
+    *("wait", "record_stream", "hand_to_caller", "acquire", "wait_for_lookups", "note_write", "note_update"),
+    *("compute_waits", "lookup_waits", "wait_for_writes", "compute_waits_for_update"),
+    *("hand_to_compute", "hand_to_lookup", "begin_iteration"),
+}
+RECEIVERS = {"self", "self.streams", "self._streams", "self._order", "self._stages"}
 
 
 def statements(module: ModuleType, function: str = "") -> Iterator[tuple[int, str]]:
@@ -18,12 +24,46 @@ def statements(module: ModuleType, function: str = "") -> Iterator[tuple[int, st
             yield from ((node.lineno, ast.unparse(node)) for node in ast.walk(outer) if _orders(node))
 
 
-def without(module: ModuleType, line: int, name: str) -> Any:
-    """Return what a file names, made without the statement of a line; 0 leaves nothing out."""
+@contextmanager
+def without(module: ModuleType, line: int) -> Iterator[None]:
+    """Let the functions of a file run without the statement of a line; 0 leaves nothing out.
+
+    What holds them already, instances and other files too, runs them so.
+    """
     tree = _LeaveOut(line).visit(ast.parse(inspect.getsource(module)))
-    names: dict[str, Any] = {"__name__": module.__name__, "__package__": module.__package__}
-    exec(compile(tree, str(module.__file__), "exec"), names)
-    return names[name]
+    compiled = compile(tree, str(module.__file__), "exec")
+    functions = {name: found for name in _codes(compiled) if (found := _function(module, name)) is not None}
+    before = {name: function.__code__ for name, function in functions.items()}
+    try:
+        for name, function in functions.items():
+            function.__code__ = _codes(compiled)[name]
+        yield
+    finally:
+        for name, function in functions.items():
+            function.__code__ = before[name]
+
+
+def _codes(code: CodeType) -> dict[str, CodeType]:
+    """Return the code of a file's functions and methods by their names."""
+    found = {}
+    for inner in code.co_consts:
+        if isinstance(inner, CodeType):
+            if not inner.co_flags & inspect.CO_NEWLOCALS:  # the body of a class
+                found |= _codes(inner)
+            elif inner.co_name.isidentifier():
+                found[inner.co_qualname] = inner
+    return found
+
+
+def _function(module: ModuleType, name: str) -> FunctionType | None:
+    """Return the live function of a name, under whatever decorates it."""
+    found: Any = module
+    for part in name.split("."):
+        found = vars(found).get(part)
+        if isinstance(found, property):
+            found = found.fget
+    found = inspect.unwrap(found) if callable(found) else None
+    return found if isinstance(found, FunctionType) else None
 
 
 class _LeaveOut(ast.NodeTransformer):
@@ -40,5 +80,5 @@ def _orders(node: Any) -> bool:
         and isinstance(node.value, ast.Call)
         and isinstance(node.value.func, ast.Attribute)
         and node.value.func.attr in ORDERING
-        and ast.unparse(node.value.func.value) in ("self", "self._streams")
+        and ast.unparse(node.value.func.value) in RECEIVERS
     )

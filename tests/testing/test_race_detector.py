@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
+from types import ModuleType
 from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lightning_overlap.runtime import executor
+from lightning_overlap.runtime import deferred_updates, executor, lookup_order, stage_issue
 from lightning_overlap.runtime.inflight import InFlightBatch
 from lightning_overlap.schedules.modes import MODES, STREAMS
 from lightning_overlap.schedules.schedule import Schedule, Step
@@ -83,7 +85,7 @@ def test_memory_of_another_stream_has_to_be_handed_over() -> None:
     races.do("copy", SIDE, makes=["batch"])
     races.wait(COMPUTE, races.event(SIDE))
     with pytest.raises(
-        RaceError, match=r"was made on data_dist by copy and not handed to compute.*hand_over\(\.\.\., comp"
+        RaceError, match=r"was made on data_dist by copy and not handed to compute.*record_stream\(\.\.\., comp"
     ):
         races.do("forward", COMPUTE, reads=["batch"])
     races.record_stream(["batch"], COMPUTE)
@@ -144,10 +146,11 @@ def test_no_schedule_that_is_accepted_has_a_race(
 
 
 def test_what_the_mutants_are_made_of_is_right() -> None:
-    for schedule in MODES.values():
-        check_laws(schedule, executor_type=mutants.without(executor, 0, "Executor"))
-    for schedule in (OWN_STREAMS, UPDATES_AFTER_THE_STEP):
-        check_laws(schedule, executor_type=mutants.without(executor, 0, "Executor"))
+    with contextlib.ExitStack() as stack:
+        for file in FILES:
+            stack.enter_context(mutants.without(file, 0))
+        for schedule in (*MODES.values(), OWN_STREAMS, UPDATES_AFTER_THE_STEP):
+            check_laws(schedule)
 
 
 OWN_STREAMS = Schedule.parse(
@@ -160,23 +163,33 @@ UPDATES_AFTER_THE_STEP = Schedule(
     "updates_after_the_step", (*MODES["semi_sync"].steps, Step(Stage.EMBEDDING_UPDATE, 0, StreamName.LOOKUP))
 )
 
-MUTANTS = list(mutants.statements(executor))
+FILES = (executor, stage_issue, deferred_updates, lookup_order)
+OF_REAL_STAGES = ("hand_to_compute", "hand_to_lookup", "hand_to_caller")
+"""What only the real stages ask for (`test_tensor_races.py`, `test_lookup_order.py`)."""
+
+MUTANTS = [
+    (file, line, text)
+    for file in FILES
+    for line, text in mutants.statements(file)
+    if not any((line, text) in mutants.statements(file, function) for function in OF_REAL_STAGES)
+]
 
 
-@pytest.mark.parametrize("line", [line for line, _ in MUTANTS], ids=[text for _, text in MUTANTS])
-def test_a_wait_or_hand_over_that_the_executor_leaves_out_is_caught(line: int) -> None:
-    caught, mutant = {}, mutants.without(executor, line, "Executor")
-    for schedule in (*MODES.values(), OWN_STREAMS, UPDATES_AFTER_THE_STEP):
-        try:
-            check_laws(schedule, executor_type=mutant)
-            FakeTrainer(schedule, executor_type=mutant).run(12, hold={4: 4}, repeat={8})
-        except RaceError as err:
-            caught[schedule.name] = str(err)
+@pytest.mark.parametrize(("file", "line"), [entry[:2] for entry in MUTANTS], ids=[entry[2] for entry in MUTANTS])
+def test_a_wait_or_hand_over_that_the_executor_leaves_out_is_caught(file: ModuleType, line: int) -> None:
+    caught = {}
+    with mutants.without(file, line):
+        for schedule in (*MODES.values(), OWN_STREAMS, UPDATES_AFTER_THE_STEP):
+            try:
+                check_laws(schedule)
+                FakeTrainer(schedule).run(12, hold={4: 4}, repeat={8})
+            except RaceError as err:
+                caught[schedule.name] = str(err)
     assert caught, "nothing needs it, or the checker is blind to what does"
 
 
 def test_there_are_mutants() -> None:
-    assert len(MUTANTS) >= 11
+    assert len(MUTANTS) >= 16
 
 
 # -- stages -----------------------------------------------------------------------------------------------------

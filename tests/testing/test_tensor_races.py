@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import warnings
+from types import ModuleType
 from typing import Any
 from unittest import mock
 
@@ -13,9 +15,9 @@ from torch import Tensor
 from torchrec import KeyedJaggedTensor
 
 from lightning_overlap import MODES, STREAMS, Schedule
-from lightning_overlap.runtime import executor
+from lightning_overlap.runtime import deferred_updates, executor, lookup_order, stage_issue
 from lightning_overlap.schedules.stages import StreamName
-from lightning_overlap.sparse import pipeline as sparse
+from lightning_overlap.sparse import answers
 from lightning_overlap.testing import CheckedStreams, RaceError
 from lightning_overlap.testing.local_group import process_group
 from lightning_overlap.testing.watched_fit import Setting, fit
@@ -58,30 +60,33 @@ def test_no_race_in_any_mode(case: Case, mode: Schedule, policy: str) -> None:
     train(case, mode.name, policy)
 
 
-OF_A_CACHE = list(mutants.statements(executor, "_order_prefetch"))
-"""What matters to tables in a cache alone, which a CPU does not have."""
-
-OF_GRADIENTS_SENT = [
-    found for found in mutants.statements(executor, "_pass_backward") if "self._lookup_stream, self._str" in found[1]
+NOT_HERE = [
+    *mutants.statements(stage_issue, "_order_prefetch"),  # a CPU has no tables in a cache,
+    *mutants.statements(stage_issue, "begin_iteration"),
+    *[found for found in mutants.statements(executor, "next_batch") if "begin_iteration" in found[1]],
+    *mutants.statements(deferred_updates, "start"),  # one rank sends no gradients,
+    *mutants.statements(lookup_order, "lookup_waits"),
+    *mutants.statements(lookup_order, "hand_to_lookup"),
+    *mutants.statements(lookup_order, "hand_to_compute"),  # and every lookup is early
 ]
-"""What matters where gradients are sent behind the backward, which one rank does not do."""
+"""What these fits have no use for."""
 
 STATEMENTS = [
     *(
-        (executor, "Executor", *found)
-        for found in mutants.statements(executor)
-        if found not in OF_A_CACHE + OF_GRADIENTS_SENT
+        (file, *found)
+        for file in (executor, stage_issue, deferred_updates, lookup_order)
+        for found in mutants.statements(file)
+        if found not in NOT_HERE
     ),
-    *((sparse, "SparsePipeline", *found) for found in mutants.statements(sparse, "_receive_rows")),
+    *((answers, *found) for found in mutants.statements(answers, "_receive_embeddings")),
 ]
+FILES = {entry[0].__name__: entry[0] for entry in STATEMENTS}.values()
 
 
-@pytest.mark.parametrize(
-    ("module", "name", "line"), [entry[:3] for entry in STATEMENTS], ids=[entry[3] for entry in STATEMENTS]
-)
-def test_a_wait_or_hand_over_that_is_left_out_is_a_race(module: Any, name: str, line: int) -> None:
+@pytest.mark.parametrize(("file", "line"), [entry[:2] for entry in STATEMENTS], ids=[entry[2] for entry in STATEMENTS])
+def test_a_wait_or_hand_over_that_is_left_out_is_a_race(file: ModuleType, line: int) -> None:
     caught = []
-    with mock.patch(f"lightning_overlap.plugin.strategy.{name}", mutants.without(module, line, name)):
+    with mutants.without(file, line):
         for pipeline in OVERLAPPING:
             try:
                 train(MIXED, pipeline)
@@ -90,12 +95,13 @@ def test_a_wait_or_hand_over_that_is_left_out_is_a_race(module: Any, name: str, 
     assert caught
 
 
-def test_the_file_without_anything_left_out_has_no_race() -> None:
+def test_the_files_without_anything_left_out_have_no_race() -> None:
     """Guards the test above."""
-    for module, name in ((executor, "Executor"), (sparse, "SparsePipeline")):
-        with mock.patch(f"lightning_overlap.plugin.strategy.{name}", mutants.without(module, 0, name)):
-            train(MIXED, "semi_sync")
-    assert len(STATEMENTS) >= 13
+    with contextlib.ExitStack() as stack:
+        for file in FILES:
+            stack.enter_context(mutants.without(file, 0))
+        train(MIXED, "semi_sync")
+    assert len(STATEMENTS) >= 18
 
 
 class ReadsTables(Model):

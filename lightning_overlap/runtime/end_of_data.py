@@ -1,0 +1,97 @@
+"""Where an epoch ends: after the same batch on all ranks, though each has data of its own."""
+
+from __future__ import annotations
+
+import warnings
+
+from ..distributed import ASK_FOR_LAST, Answer, Consensus, PollInterval, StepFlags
+from .inflight import InFlightBatch
+from .interfaces import BatchSource
+
+
+class EndOfData:
+    """Asks all ranks, batch by batch, whether they have the next one too, and hears where the first of them ends.
+
+    Args:
+        source: Gives this rank's batches.
+        consensus: Asks the ranks; None on one rank.
+        rank: Named in warnings.
+        depth: Batches in flight at once, at most.
+    """
+
+    def __init__(self, source: BatchSource, consensus: Consensus | None, rank: int, depth: int) -> None:
+        self._source, self._consensus, self._rank, self._depth = source, consensus, rank, depth
+        self.reset()
+
+    def reset(self) -> None:
+        """Begin an epoch."""
+        self.answers: dict[int, Answer] = {}
+        """What was asked and not yet heard, by batch."""
+        self.num_batches: int | None = None
+        """Batches that all ranks have, once that is known."""
+        self.stop_agreed = False
+        """Whether a rank was told to stop."""
+        self._poll_interval: PollInterval | None = None  # of asking now and then; None: for every batch
+        self._ask_all_from: float = 0  # on, the ranks ask each other for every batch
+        self._asked_now_and_then = -1  # the last batch asked for before
+
+    def is_last(self, index: int, num_ahead: int) -> bool:
+        """Whether a batch is known to be the last one, on all ranks; `num_ahead` batches after it are fetched."""
+        if self._consensus is None:
+            return num_ahead == 0 and self._source.exhausted
+        return self.num_batches == index + 1
+
+    def ask(self, index: int, *, lacks: bool) -> None:
+        """Say whether this rank has a batch, and ask for what the others have to say."""
+        if self._consensus is None:
+            return
+        if index == 0:
+            self._poll_interval = PollInterval() if self._source.length_known else None
+            self._ask_all_from = max(0, self._source.num_batches - ASK_FOR_LAST)
+        requested_interval = 0
+        if self._poll_interval is not None and index < self._ask_all_from:
+            if lacks or not self._poll_interval.due(index):
+                return  # a batch that is held back is so on all ranks
+            requested_interval = self._poll_interval.ask(index)
+            self._asked_now_and_then = index
+        skips = self._source.num_skipped > 0
+        flags = StepFlags(
+            not lacks, lacks, self._source.exhausted, self._source.stop_requested, skips, requested_interval
+        )
+        self.answers.setdefault(index, self._consensus.ask(flags))
+
+    def hear(self, index: int, in_flight: dict[int, InFlightBatch]) -> None:
+        """Hear whether all ranks have a batch, before the first collective that is made for it.
+
+        All ranks come here at the same step of the schedule, whether they have the batch or not, and so end after the
+        same one. Batches past the end are dropped from `in_flight`.
+        """
+        answer = self.answers.pop(index, None)
+        if answer is None:
+            return
+        said = answer.wait()
+        self.stop_agreed |= said.stop
+        if self._poll_interval is not None and index == self._asked_now_and_then:
+            self._poll_interval.hear(said.requested_interval)
+        if said.skips:  # from the first batch on that no rank has asked for yet
+            self._ask_all_from = min(self._ask_all_from, index + self._depth + 1)
+        if said.has and (said.lacks or said.last) and self.num_batches is None:
+            self.num_batches = index if said.lacks else index + 1
+            self._drop(in_flight, self.num_batches)
+
+    def _drop(self, in_flight: dict[int, InFlightBatch], end: int) -> None:
+        dropped = [ahead for ahead in in_flight if ahead >= end]
+        for ahead in dropped:
+            del in_flight[ahead]
+        if dropped or not self._source.exhausted:
+            warnings.warn(
+                f"The data of another rank ended after {end} batches. Rank {self._rank} has more and ends "
+                "there too: all ranks take the same number of batches.",
+                UserWarning,
+                stacklevel=2,
+            )
+
+    def hear_all(self) -> None:
+        """Wait for every answer that is under way."""
+        for answer in self.answers.values():
+            answer.wait()

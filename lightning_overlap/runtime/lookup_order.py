@@ -1,0 +1,88 @@
+"""The order of two streams: the one that tables are looked up and updated on, and the compute stream."""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+from ..schedules import StreamName
+from .inflight import InFlightBatch
+from .interfaces import StageTimer
+from .streams import Streams
+
+
+class LookupOrder:
+    """What an executor shares with the sparse stages it drives: streams, a timer, and the updates still to come.
+
+    Early lookups and updates of tables run on the lookup stream, in the order in which they are issued. A module's own
+    forward, and what comes between two steps, use the tables on the compute stream: then one of the two streams waits
+    for the other.
+
+    Args:
+        streams: The device's streams.
+        lookup: The stream of early lookups.
+    """
+
+    def __init__(self, streams: Streams, lookup: StreamName = StreamName.COMPUTE) -> None:
+        self.lookup = lookup
+        self.streams = streams
+        self.timer: StageTimer | None = None
+        """Told of every stage that either side issues."""
+        self.to_update: dict[int, InFlightBatch] = {}
+        """Batches whose update of the tables is still to come, by their number."""
+        self._written: Any = None  # event after the last write of a table on the compute stream
+        self._updated: Any = None  # event after the last update of a table on the lookup stream
+
+    def reset(self) -> None:
+        """Begin a run: no update is to come."""
+        self.to_update.clear()
+        self._written = self._updated = None
+
+    def on_lookup(self) -> AbstractContextManager[Any]:
+        """Make the lookup stream current."""
+        return self.streams.on(self.lookup)
+
+    def compute_waits(self) -> None:
+        """Let the compute stream wait for all that was issued on the lookup stream: reads and writes of tables."""
+        self.streams.wait(StreamName.COMPUTE, self.streams.record(self.lookup))
+
+    def lookup_waits(self) -> None:
+        """Let the lookup stream wait for all that was issued on the compute stream."""
+        self.streams.wait(self.lookup, self.streams.record(StreamName.COMPUTE))
+
+    def note_write(self) -> None:
+        """Note that tables were written on the compute stream."""
+        self._written = self.streams.record(StreamName.COMPUTE)
+
+    def wait_for_writes(self, stream: StreamName) -> None:
+        """Let a stream wait for the last write of a table on the compute stream."""
+        self.streams.wait(stream, self._written)
+
+    def note_update(self) -> None:
+        """Note that tables were updated on the lookup stream."""
+        self._updated = self.streams.record(self.lookup)
+
+    def compute_waits_for_update(self) -> None:
+        """Let the compute stream wait for the last update of a table, not for lookups issued after it."""
+        self.streams.wait(StreamName.COMPUTE, self._updated)
+
+    def hand_to_compute(self, value: Any, stream: StreamName) -> None:
+        """Let the compute stream use a value that a stream has just made."""
+        self.streams.wait(StreamName.COMPUTE, self.streams.record(stream))
+        self.streams.record_stream(value, StreamName.COMPUTE)
+
+    def hand_to_lookup(self, value: Any) -> None:
+        """Let the lookup stream use memory of another one."""
+        self.streams.record_stream(value, self.lookup)
+
+    def hand_to_caller(self, value: Any, event: Any, batch: int, *, is_first: bool) -> None:
+        """Let whoever asks for embeddings use them from an event on.
+
+        Args:
+            value: The embeddings.
+            event: After which they are there.
+            batch: Their batch.
+            is_first: Whether nobody has asked for them before: the timer is told of the first wait.
+        """
+        with self.timer.merge(batch) if is_first and self.timer is not None else nullcontext():
+            self.streams.hand_to_caller(value, event)

@@ -1,0 +1,150 @@
+"""Issue one sparse stage of one batch: on which stream, after what, and not before inputs are known."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from typing import Any
+
+from ..schedules import BEFORE, BEFORE_WITH_PREFETCH, Schedule, Stage, Step, StreamName, WeightOwner
+from .deferred_updates import DeferredUpdates
+from .inflight import InFlightBatch
+from .interfaces import Observer, SparseStages, timed
+from .lookup_order import LookupOrder
+from .profiler_ranges import InStage
+
+
+class StageIssuer:
+    """Issues the sparse stages of batches, each after all that it reads.
+
+    Args:
+        sparse: Does them; None: the schedule has none.
+        order: Of the streams.
+        updates: Those still to come, which a lookup does not see.
+        current: Returns the batch being trained.
+        lookup_contexts: Entered around every lookup: grad mode, autocast.
+        observer: Told of every issue.
+        rank: Named in errors.
+    """
+
+    def __init__(
+        self,
+        sparse: SparseStages | None,
+        order: LookupOrder,
+        updates: DeferredUpdates,
+        current: Callable[[], InFlightBatch | None],
+        lookup_contexts: tuple[Callable[[], AbstractContextManager[Any]], Callable[[], AbstractContextManager[Any]]],
+        observer: Observer,
+        rank: int,
+    ) -> None:
+        self._sparse, self._order, self._streams, self._updates = sparse, order, order.streams, updates
+        self._current = current
+        self._grad_mode, self._lookup_context = lookup_contexts
+        self._observe, self._rank = observer, rank
+        self._run: dict[Stage, Callable[[InFlightBatch], None]] = {}
+        if sparse is not None:
+            self._run = {
+                Stage.INPUT_SPLITS_DIST: sparse.input_splits_dist,
+                Stage.INPUT_DATA_DIST: sparse.input_data_dist,
+                Stage.PREFETCH: sparse.prefetch,
+            }
+        self.reset()
+
+    def use(self, schedule: Schedule) -> None:
+        """Issue stages as this schedule places them."""
+        self._schedule = schedule
+        self._prefetches = schedule.step_of(Stage.PREFETCH) is not None
+        self._before = BEFORE_WITH_PREFETCH if self._prefetches else BEFORE
+        self._defers = schedule.step_of(Stage.EMBEDDING_UPDATE) is not None
+
+    def reset(self) -> None:
+        """Begin a run."""
+        self._waiting: list[tuple[Step, InFlightBatch, frozenset[WeightOwner]]] = []  # for `discover`
+        self._began: Any = None  # event after all that was issued on the compute stream before this iteration
+
+    def begin_iteration(self) -> None:
+        """Say that all before an iteration has been issued on the compute stream."""
+        if self._prefetches:
+            self._began = self._streams.record(StreamName.COMPUTE)
+
+    def issue(self, step: Step, inflight: InFlightBatch, owners: frozenset[WeightOwner]) -> None:
+        """Issue one stage of one batch on its stream; a lookup only of the tables of these owners.
+
+        While it is not known which input feeds which module it waits for `discover`.
+        """
+        assert self._sparse is not None
+        if not self._sparse.ready:
+            self._waiting.append((step, inflight, owners))
+            return
+        if step.stage is Stage.EMBEDDING_LOOKUP:
+            if not self._sparse.has_lookup(inflight, owners):
+                return
+        elif step.stage in inflight.done:  # by the schedule before this one
+            return
+        previous = self._before[step.stage]
+        if previous not in inflight.done:  # the batch came later than its earlier steps
+            earlier = self._schedule.step_of(previous)
+            assert earlier is not None
+            self.issue(earlier, inflight, owners)
+        self._observe("issue", step.stage, inflight.index)
+        with InStage(step.stage, inflight.index, self._rank):
+            if step.stage in (Stage.PREFETCH, Stage.EMBEDDING_LOOKUP):
+                self.receive_input(step, inflight)
+            if step.stage is Stage.PREFETCH:
+                self._order_prefetch(step)
+            self.acquire(inflight, step.stream, previous)
+            if step.stage is not Stage.EMBEDDING_LOOKUP and inflight.done[previous][0] is not step.stream:
+                self._streams.record_stream(inflight.batch, step.stream)  # the ids are sent from the batch's own memory
+            with self._streams.on(step.stream), timed(self._order.timer, step.stage, inflight.index, step.stream):
+                if step.stage is Stage.EMBEDDING_LOOKUP:
+                    self._look_up(step, inflight, owners)
+                else:
+                    self._run[step.stage](inflight)
+        inflight.done[step.stage] = (step.stream, self._streams.record(step.stream))
+
+    def discover(self, current: InFlightBatch) -> None:
+        """Learn from a forward of the current batch which input feeds which module; issue what waited for that."""
+        if self._sparse is None or self._sparse.ready or not self._sparse.discover(current):
+            return
+        waiting, self._waiting = self._waiting, []
+        for step, inflight, owners in waiting:
+            if inflight.index > current.index:
+                self.issue(step, inflight, owners)
+
+    def receive_input(self, step: Step, inflight: InFlightBatch) -> None:
+        """Assemble the received ids on the input dist's stream, and hand them to the stream of a step."""
+        assert self._sparse is not None
+        stream, _ = inflight.done[Stage.INPUT_DATA_DIST]
+        with self._streams.on(stream), timed(self._order.timer, Stage.INPUT_DATA_DIST, inflight.index, stream):
+            received = self._sparse.receive_input(inflight)
+        inflight.done[Stage.INPUT_DATA_DIST] = (stream, self._streams.record(stream))
+        self._streams.record_stream(received, step.stream)
+
+    def acquire(self, inflight: InFlightBatch, stream: StreamName, stage: Stage) -> None:
+        """Let `stream` wait for a stage of a batch, if that ran on another one."""
+        producer, event = inflight.done[stage]
+        if producer is not stream:
+            self._streams.wait(stream, event)
+
+    def _order_prefetch(self, step: Step) -> None:
+        """Let a prefetch wait for what else fills a cache: an evaluation, or the current batch's own forward.
+
+        FBGEMM orders it against the lookups and updates that it overlaps with.
+        """
+        self._streams.wait(step.stream, self._began)
+        current = self._current()
+        if current is not None and current.ran_unpipelined:
+            self._streams.wait(step.stream, self._streams.record(StreamName.COMPUTE))
+
+    def _look_up(self, step: Step, inflight: InFlightBatch, owners: frozenset[WeightOwner]) -> None:
+        assert self._sparse is not None
+        # Fused tables: the TBE backward ran on this very stream, except after a module's own forward. Tables of
+        # the dense optimizer: its step was issued on the compute stream.
+        self._order.wait_for_writes(step.stream)
+        if WeightOwner.DENSE_OPTIMIZER in owners:
+            self._streams.wait(step.stream, self._streams.record(StreamName.COMPUTE))
+        if WeightOwner.FUSED_BACKWARD in owners:
+            inflight.num_unseen = self._updates.num_unseen_by(inflight.index)
+            inflight.defers_update = self._defers and self._sparse.can_defer_updates
+        with self._grad_mode(), self._lookup_context():
+            self._sparse.embedding_lookup(inflight, owners)

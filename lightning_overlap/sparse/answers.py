@@ -1,0 +1,255 @@
+"""What a call of a sharded module gets in a step: early embeddings, or those of its own forward, on all ranks alike.
+
+Callers keep their modes (grad mode, inference mode, autocast, hooks on saved tensors): an answer is what the module's
+own forward would give under them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager, ExitStack, nullcontext
+from functools import partial
+from typing import Any
+
+import torch
+from torchrec.distributed.types import LazyAwaitable
+
+from ..runtime import InFlightBatch, LookupOrder, timed
+from ..schedules import Stage, StreamName
+from ..tables import without_backward, without_graph
+from .module_context import ModuleContext, autocast_of
+from .options import SparseOptions
+from .pipelined_forward import EarlyEmbeddings, LazyEmbeddings, PipelinedForward, PipelinedForwards, only_input
+from .table_updates import TableUpdates
+from .update_rates import lookup_counts, lookups_since, take_back
+
+
+class Answers:
+    """Answers the calls of all sharded modules of a model.
+
+    Args:
+        forwards: Stand in for the modules' own.
+        order: Of the streams.
+        updates: Those that a module's own forward is to see.
+        options: Of the run.
+        finish_lookups: Waits for lookups in threads and starts what follows them.
+        receive_input: Waits for the received ids of a batch and returns them.
+    """
+
+    def __init__(
+        self,
+        forwards: PipelinedForwards,
+        order: LookupOrder,
+        updates: TableUpdates,
+        options: SparseOptions,
+        *,
+        finish_lookups: Callable[[], None],
+        receive_input: Callable[[InFlightBatch], Any],
+    ) -> None:
+        self._forwards, self._order, self._updates, self._options = forwards, order, updates, options
+        self._finish_lookups, self._receive_input = finish_lookups, receive_input
+        self._current: InFlightBatch | None = None  # whose step runs
+        self._in_step: InFlightBatch | None = None  # the same until its backward is over
+        self._num_steps = 0
+
+    @property
+    def ran_unpipelined(self) -> bool:
+        """Whether a module ran its own forward in this step, and its backward is not over."""
+        return self._in_step is not None and self._in_step.ran_unpipelined
+
+    def begin(self, inflight: InFlightBatch) -> None:
+        """Begin the step of a batch."""
+        self._forwards.forget_calls()
+        self._forwards.forget_answers()
+        self._current = self._in_step = inflight
+        self._num_steps += 1
+
+    def end(self) -> None:
+        """End the step; its backward may follow."""
+        self._current = None
+
+    def abandon(self) -> None:
+        """Forget the step."""
+        self._current = self._in_step = None
+
+    def forget(self, inflight: InFlightBatch) -> None:
+        """Let go of the embeddings of a batch whose backward is over."""
+        for state in inflight.modules.values():
+            state.received = None
+        self._forwards.forget_answers()
+        if self._in_step is inflight:
+            self._in_step = None
+
+    def answer(self, pipelined: PipelinedForward, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Answer a call: early embeddings if the module's own forward would give the same, else that forward.
+
+        Of the calls in a step the first one is served; `checkpoint()` repeats a forward in the backward, and finds
+        there the embeddings that it found before.
+        """
+        in_backward = torch._C._current_graph_task_id() != -1
+        inflight = self._in_step if in_backward else self._current
+        look_up_now = partial(pipelined.original_forward, *args, **kwargs)
+        if inflight is not None:
+            if in_backward and (answer := pipelined.answer_again(only_input(args, kwargs))) is not None:
+                return answer
+            if not in_backward:
+                pipelined.calls.append((args, kwargs))
+            state = inflight.modules.get(pipelined.name)
+            if state is not None and (
+                not state.served or (in_backward and state.embeddings is not None and self._was_served_now(state))
+            ):
+                reason = self._why_not_early(pipelined, state, args, kwargs)
+                if state.served:
+                    if reason is None:
+                        return self._serve(inflight.index, state)
+                elif self._all_ranks_take_early(pipelined, inflight, reason):
+                    state.served, state.served_in = True, self._num_steps
+                    self._forwards.served(pipelined, self._num_steps)
+                    if state.embeddings is not None:
+                        return self._serve(inflight.index, state)
+                    look_up_now = partial(self._look_up_when_called, pipelined.module, inflight, state)
+            inflight.ran_unpipelined = True
+        self._finish_lookups()
+        self._updates.make_before_forward(pipelined.name)
+        # checkpoint() drops what a forward saves and repeats it for that, on each rank for itself: no rank would find
+        # the others in the collectives of a repeated lookup. So a lookup keeps what it saves, and is not repeated.
+        checkpointed = inflight is not None and torch.is_grad_enabled() and _saving_is_hooked()
+        with _keeping_saved() if checkpointed else nullcontext():
+            found = self._on_compute_stream(pipelined.module, inflight, look_up_now)
+        as_called = partial(_waited_for_as_called, keeps_saved=checkpointed)
+        answer = tuple(map(as_called, found)) if isinstance(found, tuple) else as_called(found)
+        if checkpointed and not in_backward:
+            pipelined.keep_answer(only_input(args, kwargs), answer)
+        return answer
+
+    # -- early or not -----------------------------------------------------------------------------------------------
+
+    def _was_served_now(self, state: ModuleContext) -> bool:
+        return state.served_in == self._num_steps
+
+    def _why_not_early(
+        self, pipelined: PipelinedForward, state: ModuleContext, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> str | None:
+        """Return what makes early embeddings differ from those of the module's own forward now, or None."""
+        assert state.sent is not None
+        if only_input(args, kwargs) is not state.kjt:
+            return "it was called with another input than the one in the batch"
+        if not state.sent.is_unchanged(state.kjt):
+            return "its input was changed in place after its ids had been sent"
+        if not self._options.trains and torch.is_grad_enabled():
+            return f"{self._options.step} called it with gradients enabled"
+        if state.embeddings is not None and state.autocast != autocast_of(pipelined.module, state.kjt):
+            return f"it was called under another autocast than that of {self._options.step}"
+        if state.is_overwritten(pipelined.module):
+            return "its tables were written after it had been looked up"
+        return None
+
+    def _all_ranks_take_early(self, pipelined: PipelinedForward, inflight: InFlightBatch, reason: str | None) -> bool:
+        """Whether all ranks serve this call early; if not they all run the module's own forward, for good."""
+        if inflight.modules[pipelined.name].votes:
+            if self._options.any_rank(reason is not None):
+                reason = reason or "another rank called it with another input of the batch"
+        elif reason is not None:
+            self._forwards.all_ranks_run_unpipelined(pipelined, self._num_steps, inflight.index, reason)
+        if reason is not None:
+            self._forwards.run_unpipelined(pipelined, reason)
+        return reason is None
+
+    # -- early embeddings -------------------------------------------------------------------------------------------
+
+    def _serve(self, index: int, state: ModuleContext) -> EarlyEmbeddings:
+        if torch.is_grad_enabled() or not self._options.trains:
+            return EarlyEmbeddings(partial(self._receive_embeddings, index, state))
+        state.without_graph = True
+        return EarlyEmbeddings(lambda: without_graph(self._receive_embeddings(index, state)))
+
+    def _receive_embeddings(self, index: int, state: ModuleContext) -> Any:
+        """Wait for the all-to-all of embeddings on the lookup's stream, then hand them to whatever stream asks."""
+        is_first = state.received is None
+        if is_first:
+            self._options.observer("wait", Stage.EMBEDDING_LOOKUP, index)
+            assert state.embeddings is not None
+            with self._order.on_lookup(), _own_graph(self._options.trains):
+                state.received = state.embeddings.wait()
+            state.received_at = self._order.streams.record(self._order.lookup)
+        self._order.hand_to_caller(state.received, state.received_at, index, is_first=is_first)
+        return state.received
+
+    # -- the module's own forward -----------------------------------------------------------------------------------
+
+    def _on_compute_stream(self, module: Any, inflight: InFlightBatch | None, look_up_now: Callable[[], Any]) -> Any:
+        """Look up where the module is called."""
+        self._order.compute_waits()  # the lookup stream may still be writing the tables that this reads
+        if self._options.set_rates is not None:
+            self._options.set_rates()
+        # Without a batch in flight: an evaluation by hand, or a module that does its own fetching (`dataloader_iter`).
+        trains = self._options.trains and (inflight is not None or torch.is_grad_enabled())
+        counts = None if trains else lookup_counts(module)
+        timer, index = (None, 0) if inflight is None else (self._order.timer, inflight.index)
+        with (
+            nullcontext() if counts is None else without_backward(module),
+            timed(timer, Stage.EMBEDDING_LOOKUP, index, StreamName.COMPUTE),
+            _outside_inference_mode(),
+        ):
+            found = look_up_now()
+        if counts is not None:
+            self._order.lookup_waits()
+            take_back(module, lookups_since(module, counts), self._order)
+        return found
+
+    def _look_up_when_called(self, module: Any, inflight: InFlightBatch, state: ModuleContext) -> Any:
+        """Look up ids that were sent early."""
+        stream, _ = inflight.done[Stage.INPUT_DATA_DIST]
+        with self._order.streams.on(stream):
+            received = self._receive_input(inflight)
+        self._order.hand_to_compute(received, stream)
+        dist_input, state.dist_input = state.dist_input, None
+        return module.compute_and_output_dist(state.context, dist_input)
+
+
+# -- the caller's modes ---------------------------------------------------------------------------------------------
+
+
+def _waited_for_as_called(found: Any, *, keeps_saved: bool) -> Any:
+    if not isinstance(found, LazyAwaitable):
+        return found
+    return LazyEmbeddings(partial(_keep_saved, found.wait) if keeps_saved else found.wait)
+
+
+def _saving_is_hooked() -> bool:
+    """Whether somebody takes what operators save for their backward: a non-reentrant `checkpoint()` does."""
+    top = getattr(torch._C._autograd, "_top_saved_tensors_default_hooks", None)
+    return top is not None and top(True) is not None
+
+
+def _keeping_saved() -> AbstractContextManager[Any]:
+    """Let operators keep what they save for their backward, whatever hooks there are."""
+    return torch.autograd.graph.saved_tensors_hooks(lambda tensor: tensor, lambda tensor: tensor)
+
+
+def _keep_saved(call: Callable[[], Any]) -> Any:
+    with _keeping_saved():
+        return call()
+
+
+def _outside_inference_mode() -> AbstractContextManager[Any]:
+    """Run kernels that FBGEMM 1.8 does not have in inference mode on a CPU; there is no graph either way."""
+    if not torch.is_inference_mode_enabled():
+        return nullcontext()
+    stack = ExitStack()
+    stack.enter_context(torch.inference_mode(False))
+    stack.enter_context(torch.no_grad())
+    return stack
+
+
+def _own_graph(trains: bool) -> AbstractContextManager[Any]:
+    """Wait for embeddings with the graph of their lookup, whoever asks first; `checkpoint()` sees nothing of it."""
+    is_hooked = _saving_is_hooked()
+    if not trains or (torch.is_grad_enabled() and not torch.is_inference_mode_enabled() and not is_hooked):
+        return nullcontext()
+    stack = ExitStack()
+    stack.enter_context(torch.inference_mode(False))
+    stack.enter_context(torch.enable_grad())
+    if is_hooked:
+        stack.enter_context(_keeping_saved())
+    return stack

@@ -1,0 +1,159 @@
+"""What runs within a backward, or is left over from it: hooks, updates that come later, and their learning rates."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+import torch
+from torch.utils.hooks import RemovableHandle
+
+from ..runtime import InFlightBatch, LookupOrder
+from ..schedules import Stage, WeightOwner
+from ..tables import SetRates, owners_of_parts
+from .deferred_update import before_gradients
+from .module_context import ModuleContext
+from .options import SparseOptions
+from .pipelined_forward import PipelinedForwards
+from .update_rates import kernel_rates, set_kernel_rates
+
+
+class TableUpdates:
+    """Updates the tables of batches whose backward stopped where their embeddings were received.
+
+    Args:
+        forwards: Know the modules.
+        order: Of the streams; knows which updates are still to come.
+        options: Of the run.
+        fills_waits: Whether a backward can be asked to run something while it waits for other ranks.
+    """
+
+    def __init__(
+        self, forwards: PipelinedForwards, order: LookupOrder, options: SparseOptions, *, fills_waits: bool
+    ) -> None:
+        self._forwards, self._order = forwards, order
+        self._observe, self._set_rates = options.observer, options.set_rates
+        self._multi_node = options.multi_node
+        self._fills_waits = fills_waits
+        self._hooks: list[RemovableHandle] = []
+
+    # -- within a backward ------------------------------------------------------------------------------------------
+
+    def register_hook(self, inflight: InFlightBatch, stage: Stage, call: Callable[[], None]) -> bool:
+        """Have this called where the backward of a batch waits for other ranks; False if nothing would, or should."""
+        for handle in self._hooks:  # some joints outlive their backward
+            handle.remove()
+        self._hooks.clear()
+        if not self._fills_waits or torch.is_anomaly_enabled():
+            # On a device the lookup overlaps with the dense part; on a CPU it is work of the same thread. Anomaly mode
+            # would keep a backward alive for each graph that is made in it.
+            return False
+        if self._multi_node and stage in (Stage.INPUT_DATA_DIST, Stage.PREFETCH):
+            return False  # both wait for ids, which may be on the link still: gradients would queue after them
+        if any(state.without_graph for state in inflight.modules.values()):
+            return False  # a forward that checkpoint() repeats may write tables before this is called
+        if inflight.defers_update:
+            if stage is not Stage.INPUT_SPLITS_DIST and not self._multi_node:
+                # What waits is the end of the backward, for whoever is late. Within a host that is less than
+                # embeddings gain by being on their way before the backward.
+                return False
+            for state in inflight.modules.values():
+                self._hooks += state.deferred.call_behind_backward(call)
+            return bool(self._hooks)
+        joints: list[torch.Tensor] = []
+        for name, state in inflight.modules.items():
+            owners = owners_of_parts(self._forwards[name].module)
+            found = before_gradients(state.embeddings, owners.count(WeightOwner.FUSED_BACKWARD))
+            if found is None:
+                return False
+            joints += found
+        self._hooks += [joint.register_hook(lambda _: call()) for joint in joints]
+        return bool(joints)
+
+    # -- updates that come later ------------------------------------------------------------------------------------
+
+    def start(self, inflight: InFlightBatch) -> None:
+        """Send back the gradients of a batch whose tables are still to be updated."""
+        for name, state in inflight.modules.items():
+            use_rates = partial(self._use_rates, self._forwards[name].module, state)
+            with self._restoring_rates(name, state):
+                self._order.hand_to_lookup(state.deferred.send(use_rates))
+
+    def gradients_are_there(self, batches: Iterable[InFlightBatch], timeout_s: float) -> bool:
+        """Whether the gradients of these batches' updates arrive within a time."""
+        deadline = time.monotonic() + timeout_s
+        deferred = [state.deferred for inflight in batches for state in inflight.modules.values()]
+        while not all(update.has_arrived for update in deferred):
+            if time.monotonic() > deadline:
+                return False
+            time.sleep(0.01)
+        return True
+
+    def make(self, inflight: InFlightBatch) -> None:
+        """Wait for the gradients of a batch and update the tables that were looked up early for it."""
+        for name in inflight.modules:
+            self._make(name, inflight)
+
+    def make_before_forward(self, name: str) -> None:
+        """Make the updates that a module's own forward is to see: it sees all, whatever the staleness."""
+        waiting = [inflight for inflight in self._order.to_update.values() if name in inflight.modules]
+        if waiting:
+            self._order.lookup_waits()  # for the backward
+            with self._order.on_lookup():
+                for inflight in waiting:
+                    self._make(name, inflight)
+
+    def _make(self, name: str, inflight: InFlightBatch) -> None:
+        state, module = inflight.modules[name], self._forwards[name].module
+        if not state.deferred:
+            return
+        self._observe("wait", Stage.EMBEDDING_UPDATE, inflight.index)
+        with self._restoring_rates(name, state):
+            state.deferred.apply(partial(self._use_rates, module, state))
+
+    # -- learning rates ---------------------------------------------------------------------------------------------
+
+    def rates_of(self, module: Any, state: ModuleContext) -> SetRates | None:
+        """Return what gives the kernels the rates of a batch's update; None where nothing moves them.
+
+        These are the rates that the batch was trained at, or, before that, those that the schedule has now.
+        """
+        if self._set_rates is None:
+            return None
+        state.deferred.note_rates = partial(self._present_rates, module)
+        return partial(self._set_rates_of, module, state)
+
+    def _set_rates_of(self, module: Any, state: ModuleContext) -> None:
+        assert self._set_rates is not None
+        if state.rates is None:
+            self._set_rates()
+        else:
+            set_kernel_rates(module, state.rates)
+
+    def _present_rates(self, module: Any) -> list[float]:
+        assert self._set_rates is not None
+        self._set_rates()
+        return kernel_rates(module)
+
+    def _use_rates(self, module: Any, state: ModuleContext, rates: list[float] | None) -> None:
+        """Give the kernels the learning rates of the backward whose update comes now."""
+        state.rates = rates
+        if rates is not None:
+            set_kernel_rates(module, rates)
+
+    @contextmanager
+    def _restoring_rates(self, name: str, state: ModuleContext) -> Iterator[None]:
+        """Give the kernels their present rates back after an update at those of its own backward."""
+        if self._set_rates is None:
+            yield
+            return
+        module = self._forwards[name].module
+        present = kernel_rates(module)
+        try:
+            yield
+        finally:
+            state.rates = None
+            set_kernel_rates(module, present)

@@ -1,0 +1,89 @@
+"""Steps that are left to a backward, which runs them while it waits for other ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+
+from lightning_overlap.runtime.inflight import InFlightBatch
+from lightning_overlap.schedules.modes import MODES, SEMI_SYNC
+from lightning_overlap.schedules.schedule import Schedule
+from lightning_overlap.schedules.stages import Stage
+from lightning_overlap.testing import FakeSparse, FakeTrainer, check_stages, check_staleness
+
+from .setups import FUSED, ONE_FUSED, OVERLAPPING
+
+
+class NotesOrder(FakeSparse):
+    """Notes the order in which stages begin, of all batches."""
+
+    def clear(self) -> None:
+        super().clear()
+        self.begun: list[tuple[Stage, int]] = []
+
+    def begin(self, stage: Stage, batch: int) -> None:
+        super().begin(stage, batch)
+        self.begun.append((stage, batch))
+
+
+@pytest.mark.parametrize("schedule", OVERLAPPING.values(), ids=OVERLAPPING.keys())
+@pytest.mark.parametrize(
+    "left_from", [(), tuple(Stage), (Stage.INPUT_SPLITS_DIST,)], ids=["nothing", "everything", "sizes"]
+)
+def test_what_stands_right_above_the_backward_is_done_where_that_waits(
+    schedule: Schedule, left_from: tuple[Stage, ...]
+) -> None:
+    trainer = FakeTrainer(schedule, sparse_type=NotesOrder, left_from=left_from)
+    run = trainer.run(2 * schedule.depth)
+    assert isinstance(trainer.sparse, NotesOrder)
+    begun = trainer.sparse.begun
+    ahead = schedule.steps[schedule.position(Stage.EMBEDDING_LOOKUP)].offset
+    lookup, backward = begun.index((Stage.EMBEDDING_LOOKUP, ahead + 2)), begun.index((Stage.BACKWARD, 2))
+    above = schedule.position(Stage.EMBEDDING_LOOKUP) < schedule.position(Stage.BACKWARD) and ahead > 0
+    lookup_is_left = above and Stage.EMBEDDING_LOOKUP in left_from
+    assert (lookup < backward) == ((above or ahead == 0) and not lookup_is_left)
+    if lookup_is_left:
+        deferred = Stage.EMBEDDING_UPDATE in [step.stage for step in schedule]
+        assert lookup == backward + 1 + deferred
+    if above and left_from:
+        last = (backward if left_from == (Stage.INPUT_SPLITS_DIST,) else lookup) + 1
+        assert begun[last][0] is Stage.INPUT_SPLITS_DIST
+    check_staleness(run)
+
+
+@pytest.mark.parametrize("name", ["sparse_dist", "fused_sparse_dist", "fused_sparse_dist_after_optimizer"])
+def test_ids_of_the_next_lookup_are_assembled_where_the_backward_waits(name: str) -> None:
+    def assembled_behind(left_from: tuple[Stage, ...]) -> Stage:
+        events = FakeTrainer(MODES[name], left_from=left_from).run(6).timeline.events
+        ids = events.index(("wait", Stage.INPUT_DATA_DIST, 3))
+        trained = {Stage.DENSE_FORWARD, Stage.BACKWARD, Stage.OPTIMIZER_STEP}
+        return [stage for kind, stage, _ in events[:ids] if kind == "issue" and stage in trained][-1]
+
+    assert assembled_behind((Stage.INPUT_DATA_DIST,)) is Stage.DENSE_FORWARD  # a backward is noted when it is over
+    assert assembled_behind(()) is (Stage.BACKWARD if name == "fused_sparse_dist" else Stage.OPTIMIZER_STEP)
+
+
+def test_a_lookup_that_no_backward_waits_for_is_made_behind_it() -> None:
+    class WaitsForNothing(FakeSparse):
+        def register_backward_hook(self, inflight: InFlightBatch, stage: Stage, call: Callable[[], None]) -> bool:
+            return True
+
+        def backward(self, inflight: InFlightBatch) -> None:
+            self.begin(Stage.BACKWARD, inflight.index)  # of a loss that no row is part of: no table is written
+
+    trainer = FakeTrainer(SEMI_SYNC, modules=ONE_FUSED, sparse_type=WaitsForNothing)
+    run = trainer.run(6)
+    check_stages(run, 6)
+    assert run.updates[FUSED] == []
+
+
+def test_no_lookup_is_left_beside_a_modules_own_forward() -> None:
+    trainer = FakeTrainer(SEMI_SYNC, sparse_type=NotesOrder, ready=False, left_from=tuple(Stage))
+    run = trainer.run(6)
+    assert isinstance(trainer.sparse, NotesOrder)
+    assert run.served_early(0) == {False}
+    begun = trainer.sparse.begun
+    assert begun.index((Stage.EMBEDDING_LOOKUP, 1)) < begun.index((Stage.BACKWARD, 0))
+    assert begun.index((Stage.EMBEDDING_LOOKUP, 2)) > begun.index((Stage.BACKWARD, 1))
+    check_staleness(run)

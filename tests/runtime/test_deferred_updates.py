@@ -1,0 +1,86 @@
+"""Deferred updates: each is made once, the oldest first; after an error those of finished steps are completed."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import pytest
+
+from lightning_overlap.runtime.deferred_updates import DeferredUpdates
+from lightning_overlap.runtime.inflight import InFlightBatch
+from lightning_overlap.runtime.interfaces import observe_nothing
+from lightning_overlap.runtime.lookup_order import LookupOrder
+from lightning_overlap.runtime.streams import HostStreams
+from lightning_overlap.schedules.stages import StreamName
+
+
+class Tables:
+    """Notes the updates that are started and made."""
+
+    def __init__(self) -> None:
+        self.done: list[tuple[str, int]] = []
+        self.arrive = True
+        self.fails = False
+
+    def start_update(self, inflight: InFlightBatch) -> None:
+        self.done.append(("start", inflight.index))
+
+    def embedding_update(self, inflight: InFlightBatch) -> None:
+        if self.fails:
+            raise RuntimeError("link down")
+        self.done.append(("make", inflight.index))
+
+    def gradients_are_there(self, batches: Iterable[InFlightBatch], timeout_s: float) -> bool:
+        return self.arrive
+
+
+@pytest.fixture
+def tables() -> Any:
+    return Tables()
+
+
+@pytest.fixture
+def updates(tables: Any) -> DeferredUpdates:
+    updates = DeferredUpdates(tables, LookupOrder(HostStreams(), StreamName.LOOKUP), observe_nothing, 0)
+    for index in (4, 3):
+        updates.start(InFlightBatch(index, None))
+    return updates
+
+
+def test_each_is_made_once_and_the_oldest_first(updates: DeferredUpdates, tables: Tables) -> None:
+    assert [updates.num_before(4), updates.num_before(5)] == [1, 2]
+    assert updates.num_unseen_by(5) == 2
+    updates.make_all()
+    updates.make_all()
+    assert tables.done == [("start", 4), ("start", 3), ("make", 3), ("make", 4)]
+    updates.num_updated = 5
+    assert updates.num_unseen_by(5) == 0
+
+
+def test_tables_that_wait_for_an_update_are_not_written(updates: DeferredUpdates) -> None:
+    with pytest.raises(RuntimeError, match="an update of theirs is still to come"):
+        updates.refuse_writes()
+    updates.make_all()
+    updates.refuse_writes()
+
+
+def test_an_update_whose_step_is_not_over_is_dropped(updates: DeferredUpdates, tables: Tables) -> None:
+    updates.num_stepped = 4
+    assert updates.settle(1) is None
+    assert tables.done[2:] == [("make", 3)]
+
+
+@pytest.mark.parametrize(
+    ("attribute", "value", "missing"),
+    [
+        ("arrive", False, "the update of batch 3 is missing in the tables"),
+        ("fails", True, "RuntimeError: link down; the update of batch 3 is missing in the tables"),
+    ],
+)
+def test_an_update_that_cannot_be_made_is_named(
+    updates: DeferredUpdates, tables: Tables, attribute: str, value: bool, missing: str
+) -> None:
+    setattr(tables, attribute, value)
+    updates.num_stepped = 5
+    assert updates.settle(1) == missing

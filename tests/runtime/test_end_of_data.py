@@ -1,0 +1,173 @@
+"""The end of the data, early stops, and sources that hold batches back."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import pytest
+
+from lightning_overlap.distributed import ASK_FOR_LAST, StepFlags
+from lightning_overlap.runtime.end_of_data import EndOfData
+from lightning_overlap.runtime.inflight import InFlightBatch
+from lightning_overlap.schedules.modes import FUSED_SPARSE_DIST, MODES
+from lightning_overlap.schedules.schedule import Schedule
+from lightning_overlap.schedules.stages import Stage
+from lightning_overlap.testing import (
+    FakeTrainer,
+    InjectedError,
+    check_in_flight,
+    check_stages,
+    check_staleness,
+    check_stream_order,
+    run_schedule,
+)
+
+from .setups import FUSED, overlapping
+
+
+def test_an_epoch_without_batches(mode: Schedule) -> None:
+    run = run_schedule(mode, 0)
+    assert run.trained == []
+    assert run.stages == {}
+
+
+@overlapping
+def test_stopping_early_completes_every_collective(schedule: Schedule) -> None:
+    for stop_after in range(2 * schedule.depth):
+        for ready in (True, False):
+            # `run` itself fails on a collective that is in flight after the drain.
+            run = run_schedule(schedule, 4 * schedule.depth, ready=ready, stop_after=stop_after)
+            assert run.trained == list(range(stop_after))
+            assert max(run.stages, default=-1) <= stop_after + schedule.max_offset - 1
+
+
+@overlapping
+def test_there_is_something_to_complete(schedule: Schedule) -> None:
+    trainer = FakeTrainer(schedule)
+    with pytest.raises(InjectedError):
+        trainer.run(9, fail_at=(Stage.OPTIMIZER_STEP, 3))
+    assert trainer.sparse.pending
+
+
+@overlapping
+def test_a_batch_that_was_handed_out_but_not_trained_is_drained(schedule: Schedule) -> None:
+    trainer = FakeTrainer(schedule)
+    with pytest.raises(InjectedError):
+        trainer.run(9, fail_at=(Stage.OPTIMIZER_STEP, 3))
+    assert trainer.executor.next_batch() is not None
+    trainer.executor.drain()
+    assert not trainer.sparse.pending
+
+
+def test_a_run_after_an_early_stop_starts_anew(mode: Schedule) -> None:
+    trainer = FakeTrainer(mode)
+    trainer.run(9, stop_after=2)
+    run = trainer.run(5)
+    check_stages(run, 5)
+    check_staleness(run)
+    check_stream_order(run)
+
+
+@overlapping
+def test_a_batch_that_the_source_held_back_is_trained_all_the_same(schedule: Schedule) -> None:
+    for held in range(1, 2 * schedule.depth):
+        for until in range(max(0, held - schedule.max_offset), held + 1):
+            run = run_schedule(schedule, 3 * schedule.depth, hold={held: until})
+            assert run.trained == list(range(3 * schedule.depth)), f"batch {held} held back until {until}\n{run}"
+            check_in_flight(run)
+            check_stream_order(run)
+            for served in run.served:
+                staleness = schedule.staleness if served.early and served.owner is FUSED else 0
+                assert served.saw == tuple(range(served.batch - staleness)), f"held {held} until {until}\n{run}"
+
+
+def test_a_source_that_holds_back_in_base() -> None:
+    run = run_schedule(MODES["base"], 4, hold={1: 1, 3: 2})
+    assert run.trained == [0, 1, 2, 3]
+
+
+def test_batches_ahead_are_fetched_but_not_trained() -> None:
+    trainer = FakeTrainer(FUSED_SPARSE_DIST)
+    with pytest.raises(InjectedError):
+        trainer.run(9, fail_at=(Stage.BACKWARD, 1))
+    executor = trainer.executor
+    assert (executor.num_trained, executor.num_ahead, executor.num_fetched) == (2, 2, 4)
+
+
+# -- what ranks tell each other, one answer after the other --------------------------------------------------------
+
+
+@dataclass
+class Data:
+    """A rank's data."""
+
+    exhausted: bool = False
+    length_known: bool = False
+    num_batches: float = float("inf")
+    num_skipped: int = 0
+    stop_requested: bool = False
+
+    def fetch(self) -> None:
+        return None
+
+
+class Others:
+    """Ranks that say what they are told to, beside what this one says."""
+
+    def __init__(self, *said: StepFlags) -> None:
+        self.said = list(said)
+        self.asked: list[StepFlags] = []
+
+    def ask(self, flags: StepFlags) -> Others:
+        self.asked.append(flags)
+        return self
+
+    def wait(self) -> StepFlags:
+        return self.said.pop(0)
+
+
+GOES_ON = StepFlags(has=True, lacks=False, last=False, stop=False)
+
+
+def test_all_ranks_end_where_the_first_of_them_does() -> None:
+    others = Others(GOES_ON, GOES_ON._replace(lacks=True))
+    end, in_flight = EndOfData(Data(), others, rank=1, depth=2), {index: InFlightBatch(index, None) for index in (0, 1)}
+    for index in (0, 1):
+        end.ask(index, lacks=False)
+    end.hear(0, in_flight)
+    assert (end.num_batches, list(in_flight)) == (None, [0, 1])
+    with pytest.warns(UserWarning, match="another rank ended after 1 batches. Rank 1 has more"):
+        end.hear(1, in_flight)
+    assert (end.num_batches, list(in_flight)) == (1, [0])
+    assert end.is_last(0, num_ahead=0)
+    assert others.asked == [GOES_ON, GOES_ON]
+
+
+def test_a_rank_that_knows_its_last_batch_ends_all_after_it() -> None:
+    end = EndOfData(Data(exhausted=True), Others(GOES_ON._replace(last=True, stop=True)), rank=0, depth=2)
+    end.ask(0, lacks=False)
+    assert not end.is_last(0, num_ahead=0)
+    end.hear(0, {})
+    assert end.is_last(0, num_ahead=0)
+    assert end.stop_agreed
+
+
+def test_ranks_that_know_how_many_batches_they_have_ask_for_the_first_and_the_last_ones() -> None:
+    others = Others(*[GOES_ON] * 100)
+    end = EndOfData(Data(length_known=True, num_batches=20), others, rank=0, depth=2)
+    asked = []
+    for index in range(20):
+        end.ask(index, lacks=False)
+        asked += list(end.answers)
+        end.hear(index, {})
+    assert asked[0] == 0
+    assert asked[-ASK_FOR_LAST:] == list(range(20 - ASK_FOR_LAST, 20))
+    assert len(asked) < 20
+
+
+def test_one_rank_asks_nobody() -> None:
+    end = EndOfData(Data(exhausted=True), None, rank=0, depth=2)
+    end.ask(0, lacks=False)
+    assert not end.answers
+    assert end.is_last(0, num_ahead=0)
+    assert not end.is_last(0, num_ahead=1)
