@@ -93,7 +93,7 @@ def test_same_as_ddp(two_ranks: Ranks, name: str, tmp_path: Path) -> None:
             assert mine.losses == pytest.approx(theirs.losses, rel=1e-3, abs=1e-4)
 
 
-@pytest.mark.parametrize("name", SETTINGS)
+@pytest.mark.parametrize("name", list(SETTINGS)[::2])
 def test_same_as_ddp_on_one_rank(get_ranks: Any, name: str, tmp_path: Path) -> None:
     ranks = get_ranks(1)
     [theirs], [mine] = (
