@@ -18,7 +18,7 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check --no-input -qq
 AS_LOCKED := --no-deps --no-build-isolation
 
 .DELETE_ON_ERROR:
-.PHONY: help install train test check fuzz lint smoke smoke-older smoke-newer check-lock wheel clean
+.PHONY: help install train test check quick fuzz lint smoke smoke-older smoke-newer check-lock wheel clean
 
 help:
 	@echo "make train   install once, then train the example experiment"
@@ -39,7 +39,10 @@ train: $(INSTALLED)
 test: lint
 	OMP_NUM_THREADS=1 $(BIN)/python -m tests.support.side_by_side
 
-check: lint
+check: $(INSTALLED)
+	@$(MAKE) --no-print-directory -j2 lint quick
+
+quick: $(INSTALLED)
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m "not ranks and not slow"
 
 fuzz: $(INSTALLED)

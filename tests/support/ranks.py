@@ -117,6 +117,7 @@ def _serve(
         MASTER_PORT=str(port),
         TORCHELASTIC_RUN_ID="tests",
     )
+    multiprocessing.set_start_method("fork", force=True)  # of data loaders' workers: Linux's, not this server's
     import warnings
 
     import torch

@@ -31,6 +31,7 @@ def test_the_counts_of_both_are_one() -> None:
     assert closing(lines, 3725.5).strip("= ") == "1 failed, 22 passed, 3 skipped, 1 error in 3725.50s (1:02:05)"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("ranks", "alone"), [(True, True), (False, True), (True, False)])
 def test_either_that_fails_fails_both(
     ranks: bool, alone: bool, tmp_path: Path, capfd: pytest.CaptureFixture[str]

@@ -76,6 +76,7 @@ STATEMENTS = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("module", "name", "line"), [entry[:3] for entry in STATEMENTS], ids=[entry[3] for entry in STATEMENTS]
 )
