@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch.utils.data import DataLoader
 
 from lightning_overlap import OverlapEmbeddingStrategy, Stage
-from lightning_overlap.tables import sharded_module
+from lightning_overlap.sparse import lookup
 
 from ..checkpoint.resumes import SaveSteps, Stateful
 from ..laws.uneven import Counts, Uneven
@@ -122,7 +122,7 @@ def threads_of(case: Case, **options: Any) -> tuple[list[str], set[str]]:
     """Train; return the threads that ran the kernels of early lookups, in order, and those that sent something."""
     kernels: list[str] = []
     collectives: set[str] = set()
-    compute, all_to_all = sharded_module._compute, dist.all_to_all_single
+    compute, all_to_all = lookup._compute, dist.all_to_all_single
 
     def computed(*args: Any) -> Any:
         kernels.append(threading.current_thread().name)
@@ -132,14 +132,14 @@ def threads_of(case: Case, **options: Any) -> tuple[list[str], set[str]]:
         collectives.add(threading.current_thread().name)
         return all_to_all(*args, **kwargs)
 
-    with mock.patch.object(sharded_module, "_compute", computed), mock.patch.object(dist, "all_to_all_single", sent):
+    with mock.patch.object(lookup, "_compute", computed), mock.patch.object(dist, "all_to_all_single", sent):
         fit(case, **options)
     return kernels, collectives
 
 
 def fails_in_a_thread(case: Case, **options: Any) -> str:
     """Let the lookup of a batch in the middle fail; return what the training raises."""
-    compute, num = sharded_module._compute, 0
+    compute, num = lookup._compute, 0
 
     def computed(*args: Any) -> Any:
         nonlocal num
@@ -148,7 +148,7 @@ def fails_in_a_thread(case: Case, **options: Any) -> str:
             raise IndexError("no such row")
         return compute(*args)
 
-    with mock.patch.object(sharded_module, "_compute", computed):
+    with mock.patch.object(lookup, "_compute", computed):
         try:
             fit(case, **options)
         except IndexError as error:
