@@ -18,11 +18,12 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check --no-input -qq
 AS_LOCKED := --no-deps --no-build-isolation
 
 .DELETE_ON_ERROR:
-.PHONY: help install train test fuzz lint smoke smoke-older smoke-newer check-lock wheel clean
+.PHONY: help install train test check quick fuzz lint smoke smoke-older smoke-newer check-lock wheel clean
 
 help:
 	@echo "make train   install once, then train the example experiment"
 	@echo "make test    install once, then lint, type-check and test"
+	@echo "make check   the same within 90 seconds: without tests in rank processes and without slow ones"
 	@echo "make lint    ruff and mypy alone"
 	@echo "make fuzz    random fits against a loop by hand: NUM=200 of them, or SEED=17 again"
 	@echo "make smoke   a short test with the oldest and the newest Lightning and TorchRec, each in a .venv of its own"
@@ -34,8 +35,15 @@ install: $(INSTALLED)
 train: $(INSTALLED)
 	$(BIN)/overlap-train experiment=first_look
 
+# Two runs of pytest at once: tests in rank processes, and all others.
 test: lint
-	$(BIN)/python -m pytest
+	OMP_NUM_THREADS=1 $(BIN)/python -m tests.support.side_by_side
+
+check: $(INSTALLED)
+	@$(MAKE) --no-print-directory -j2 lint quick
+
+quick: $(INSTALLED)
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m "not ranks and not slow"
 
 fuzz: $(INSTALLED)
 	OMP_NUM_THREADS=1 $(BIN)/python -m tests.laws.fuzz $(if $(SEED),--seed $(SEED),--num $(or $(NUM),200)) \

@@ -8,7 +8,11 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from .test_train_command import environment
+
+pytestmark = pytest.mark.slow
 
 SMALL = (
     *("rounds=2", "steps=3", "warm_up=1", "measured_steps=2"),

@@ -62,24 +62,34 @@ def test_a_full_file_serves(ranks: Ranks, get_ranks: Any, case: Case, tmp_path: 
 PLANS = ("1 0", "cw cw", "rw rw")
 
 
-@pytest.mark.parametrize("checkpoint_format", FORMATS)
-@pytest.mark.parametrize("case", [ROWWISE_ADAGRAD, ADAGRAD], ids=lambda case: case.name)
-def test_another_plan(two_ranks: Ranks, case: Case, checkpoint_format: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("first", "checkpoint_format", "case"),
+    [
+        ("cw cw", "sharded", ROWWISE_ADAGRAD),  # whose state of a column has no exact counterpart
+        ("cw cw", "full", ROWWISE_ADAGRAD),
+        ("1 0", "sharded", ADAGRAD),
+        ("1 0", "full", ROWWISE_ADAGRAD),
+        ("rw rw", "sharded", ROWWISE_ADAGRAD),
+        ("rw rw", "full", ADAGRAD),
+        ("cw cw", "full", ADAGRAD),
+    ],
+    ids=lambda value: getattr(value, "name", value),
+)
+def test_another_plan(two_ranks: Ranks, first: str, checkpoint_format: str, case: Case, tmp_path: Path) -> None:
     """Tables and fused state move; what has no exact counterpart is averaged, and said."""
-    for first in PLANS:
-        saved = two_ranks.run(train, case, str(tmp_path / first), plan=first, checkpoint_format=checkpoint_format)
-        before = whole(saved)
-        for second in PLANS:
-            loaded = two_ranks.run(train, case, str(tmp_path / "_"), plan=second, resume=saved[0].checkpoint)
-            averaged = case is ROWWISE_ADAGRAD and first == "cw cw" and second != "cw cw"
-            after = whole(loaded)
-            assert after.keys() == before.keys()
-            for name, value in after.items():
-                expected = before[name]
-                if averaged and "momentum" in name:
-                    expected = expected.double().mean(1, keepdim=True).float().expand_as(expected)
-                assert torch.equal(value, expected), (first, second, name)
-            assert any("average over them" in said for rank in loaded for said in rank.warnings) == averaged
+    saved = two_ranks.run(train, case, str(tmp_path / first), plan=first, checkpoint_format=checkpoint_format)
+    before = whole(saved)
+    for second in PLANS:
+        loaded = two_ranks.run(train, case, str(tmp_path / "_"), plan=second, resume=saved[0].checkpoint)
+        averaged = case is ROWWISE_ADAGRAD and first == "cw cw" and second != "cw cw"
+        after = whole(loaded)
+        assert after.keys() == before.keys()
+        for name, value in after.items():
+            expected = before[name]
+            if averaged and "momentum" in name:
+                expected = expected.double().mean(1, keepdim=True).float().expand_as(expected)
+            assert torch.equal(value, expected), (first, second, name)
+        assert any("average over them" in said for rank in loaded for said in rank.warnings) == averaged
 
 
 def test_tables_that_change_ranks_train_on_bit_for_bit(two_ranks: Ranks, tmp_path: Path) -> None:

@@ -7,13 +7,13 @@ from typing import Any
 import pytest
 import torch
 
-from lightning_overlap import Schedule
+from lightning_overlap import MODES
 
 from ..support import exchanges, reference
 from ..support.cases import COLUMN_WISE, EMPTY_FEATURE, MIXED, SEQUENCE, TWO_COLLECTIONS, Case
 from ..support.fits import fit
+from ..support.pairs import in_turn
 from ..support.ranks import Ranks
-from ..support.reference import Delayed
 
 
 @pytest.mark.parametrize("dtype", [torch.int64, torch.int32, torch.float32, torch.bfloat16], ids=str)
@@ -53,12 +53,18 @@ def test_a_run_over_several_hosts_uses_it_for_tables_and_input_dist(num_nodes: i
 
 
 @pytest.mark.parametrize(
-    "case", [MIXED, SEQUENCE, TWO_COLLECTIONS, COLUMN_WISE, EMPTY_FEATURE], ids=lambda case: case.name
+    ("case", "pipeline"),
+    in_turn(
+        [MIXED, SEQUENCE, TWO_COLLECTIONS, COLUMN_WISE, EMPTY_FEATURE],
+        [name for name, mode in MODES.items() if mode.staleness == 0],
+    ),
+    ids=lambda value: getattr(value, "name", value),
 )
-def test_two_hosts_train_as_the_plain_loop(case: Case, mode: Schedule, get_ranks: Any) -> None:
+def test_two_hosts_train_as_the_plain_loop(case: Case, pipeline: str, get_ranks: Any) -> None:
+    """In exact modes; `test_laws.py` has the others."""
     ranks = get_ranks(2, num_nodes=2)
-    expected = ranks.run(reference.train_delayed, case, Delayed(mode.staleness))
-    actual = ranks.run(fit, case, mode.name)
+    expected = ranks.run_once(reference.train, case)
+    actual = ranks.run(fit, case, pipeline)
     assert [mine.differences(theirs) for mine, theirs in zip(actual, expected, strict=True)] == [[], []]
 
 

@@ -1,7 +1,8 @@
 """Runs of two rank processes that meet a fault and end as processes of a user's do: exit codes, logs, checkpoints.
 
-`python -m tests.laws.fault_runs FOLDER RUN...` forks both ranks of one run after the other from a process that
-has imported everything. A RUN is JSON: the arguments of `run`. Rank r of run n writes to FOLDER/n/log_r.
+`python -m tests.laws.fault_runs` is a process that has imported everything and forks both ranks of one run after the
+other. It reads lines of JSON, `[folder, [run, ...]]` with the arguments of `run`, and answers each with the exit codes.
+Rank r of run n writes to folder/n/log_r.
 """
 
 from __future__ import annotations
@@ -90,16 +91,33 @@ class Ended:
     log: str
 
 
-def run_all(folder: Path, *runs: dict[str, Any], timeout_s: float = 100) -> list[list[Ended]]:
-    """Do the runs one after the other in processes of their own; return how each rank of each ended."""
-    command = [sys.executable, "-m", __name__, str(folder), *map(json.dumps, runs)]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=timeout_s, check=False)
-    assert done.returncode == 0, done.stderr
-    ends = json.loads(done.stdout.splitlines()[-1])
-    return [
-        [Ended(code, (folder / str(num) / f"log_{rank}").read_text()) for rank, code in enumerate(run)]
-        for num, run in enumerate(ends)
-    ]
+class Forker:
+    """The process that forks ranks: started with the first runs, since its imports take seconds."""
+
+    def __init__(self) -> None:
+        self._process: subprocess.Popen[str] | None = None
+
+    def run_all(self, folder: Path, *runs: dict[str, Any]) -> list[list[Ended]]:
+        """Do the runs one after the other in processes of their own; return how each rank of each ended."""
+        if self._process is None or self._process.poll() is not None:
+            command = [sys.executable, "-m", __name__]
+            self._process = subprocess.Popen(
+                command, cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+            )
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        print(json.dumps([str(folder), runs]), file=self._process.stdin, flush=True)
+        ends = json.loads(self._process.stdout.readline())
+        return [
+            [Ended(code, (folder / str(num) / f"log_{rank}").read_text()) for rank, code in enumerate(run)]
+            for num, run in enumerate(ends)
+        ]
+
+    def end(self) -> None:
+        """End the process, and what it has forked that still runs."""
+        if self._process is not None:
+            with self._process:
+                self._process.communicate(timeout=30)
 
 
 def start_script(folder: Path, **arguments: Any) -> subprocess.Popen[bytes]:
@@ -111,23 +129,24 @@ def start_script(folder: Path, **arguments: Any) -> subprocess.Popen[bytes]:
 
 
 def main() -> None:
-    folder = Path(sys.argv[1])
-    ends = []
     gc.collect()
     gc.freeze()  # an interpreter that ends would copy every page of what it shares with its parent
-    for num, arguments in enumerate(map(json.loads, sys.argv[2:])):
-        place = folder / str(num)
-        place.mkdir()
-        port = _free_port()
-        pids = []
-        for rank in range(2):
-            if (pid := os.fork()) == 0:
-                _become(rank, port, place / f"log_{rank}")
-                run(**{"folder": str(place), **arguments})
-                return  # ends as a script does: the interpreter frees what it has
-            pids.append(pid)
-        ends.append(_wait(pids))
-    print(json.dumps(ends))
+    while line := sys.stdin.readline():
+        folder, runs = json.loads(line)
+        ends = []
+        for num, arguments in enumerate(runs):
+            place = Path(folder) / str(num)
+            place.mkdir()
+            port = _free_port()
+            pids = []
+            for rank in range(2):
+                if (pid := os.fork()) == 0:
+                    _become(rank, port, place / f"log_{rank}")
+                    run(**{"folder": str(place), **arguments})
+                    return  # ends as a script does: the interpreter frees what it has
+                pids.append(pid)
+            ends.append(_wait(pids))
+        print(json.dumps(ends), flush=True)
 
 
 def _become(rank: int, port: int, log: Path) -> None:
@@ -164,7 +183,7 @@ def _wait(pids: list[int]) -> list[int]:
 if __name__ == "__main__":
     # As in a terminal: a shell's background job ignores Ctrl-C, and all that it starts does, the tests' ranks too.
     signal.signal(signal.SIGINT, signal.default_int_handler)
-    if sys.argv[1] == "--script":  # by itself, as a user's script; Lightning starts the second rank
+    if sys.argv[1:2] == ["--script"]:  # by itself, as a user's script; Lightning starts the second rank
         os.environ["RANK"] = os.environ.get("LOCAL_RANK", "0")  # for the fault
         run(**json.loads(sys.argv[2]))
     else:

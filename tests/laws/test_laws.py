@@ -13,22 +13,18 @@ from lightning_overlap import MODES, Schedule, Stage, Step
 from ..support import reference
 from ..support.cases import CASES, MIXED, NUM_STEPS, TABLE_WISE, Case
 from ..support.fits import fit
+from ..support.pairs import in_turn, rotated
 from ..support.ranks import RankError, Ranks
 from ..support.reference import Delayed
 
-EXACT = [name for name, schedule in MODES.items() if schedule.staleness == 0]
 STALE = [name for name, schedule in MODES.items() if schedule.staleness > 0]
-
-
-_references: dict[tuple[int, str, int], list[reference.Result]] = {}
+BY_NAME = {case.name: case for case in CASES}
 
 
 def _expected(ranks: Ranks, case: Case, staleness: int = 0) -> list[reference.Result]:
-    key = (ranks.world_size, case.name, staleness)
-    if key not in _references:
-        delayed = (reference.train_delayed, case, Delayed(staleness))
-        _references[key] = ranks.run(*delayed) if staleness else ranks.run(reference.train, case)
-    return _references[key]
+    if staleness:
+        return ranks.run_once(reference.train_delayed, case, Delayed(staleness))
+    return ranks.run_once(reference.train, case)
 
 
 def _differences(ranks: Ranks, case: Case, pipeline: str | Schedule, staleness: int = 0) -> list[list[str]]:
@@ -38,25 +34,22 @@ def _differences(ranks: Ranks, case: Case, pipeline: str | Schedule, staleness: 
     return [mine.differences(theirs) for mine, theirs in zip(actual, expected, strict=True)]
 
 
-@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
-@pytest.mark.parametrize("pipeline", EXACT)
-def test_exact_mode_equals_the_plain_loop(ranks: Ranks, case: Case, pipeline: str) -> None:
-    assert _differences(ranks, case, pipeline) == [[]] * ranks.world_size
+@pytest.mark.parametrize(("name", "pipeline", "num_ranks"), rotated(BY_NAME))
+def test_a_mode_equals_the_plain_loop(
+    get_ranks: Callable[..., Ranks], name: str, pipeline: str, num_ranks: int
+) -> None:
+    """In a mode with a staleness, the plain loop whose updates are delayed by exactly as much."""
+    staleness = MODES[pipeline].staleness
+    assert _differences(get_ranks(num_ranks), BY_NAME[name], pipeline, staleness) == [[]] * num_ranks
 
 
-@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
-@pytest.mark.parametrize("pipeline", STALE)
-def test_stale_mode_equals_the_plain_loop_with_delayed_updates(ranks: Ranks, case: Case, pipeline: str) -> None:
-    assert _differences(ranks, case, pipeline, MODES[pipeline].staleness) == [[]] * ranks.world_size
-
-
-@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
-@pytest.mark.parametrize("pipeline", STALE)
+@pytest.mark.parametrize(("name", "pipeline"), in_turn(BY_NAME, STALE))
 def test_stale_mode_between_hosts_equals_the_plain_loop_with_delayed_updates(
-    get_ranks: Callable[..., Ranks], case: Case, pipeline: str
+    get_ranks: Callable[..., Ranks], name: str, pipeline: str
 ) -> None:
     """There a deferred update and the lookup behind it are made at the end of the backward."""
-    assert _differences(get_ranks(2, num_nodes=2), case, pipeline, MODES[pipeline].staleness) == [[], []]
+    staleness = MODES[pipeline].staleness
+    assert _differences(get_ranks(2, num_nodes=2), BY_NAME[name], pipeline, staleness) == [[], []]
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from ..support.pairs import pairwise
 from ..support.ranks import Ranks
 from . import uneven
 
@@ -24,9 +25,11 @@ def _epochs(num_batches: int, val_every: int | None = None) -> list[Any]:
     return seen
 
 
-@pytest.mark.parametrize("sized", [True, False], ids=["sized", "unsized"])
-@pytest.mark.parametrize("pipeline", PIPELINES)
-@pytest.mark.parametrize("lengths", [(7, 5), (5, 7), (5, 6), (1, 9), (6, 6)], ids=str)
+@pytest.mark.parametrize(
+    ("pipeline", "lengths", "sized"),
+    pairwise(PIPELINES, [(7, 5), (5, 7), (5, 6), (1, 9), (6, 6)], [True, False]),
+    ids=str,
+)
 def test_ranks_end_together(two_ranks: Ranks, pipeline: str, lengths: tuple[int, ...], sized: bool) -> None:
     for rank, (seen, said) in enumerate(two_ranks.run(uneven.train, pipeline, lengths, sized)):
         assert seen == _epochs(min(lengths))
@@ -43,9 +46,7 @@ def test_validation_in_the_middle_of_uneven_epochs(two_ranks: Ranks, sized: bool
         assert seen == _epochs(4, val_every=2)
 
 
-@pytest.mark.parametrize("sized", [True, False], ids=["sized", "unsized"])
-@pytest.mark.parametrize("rank", [0, 1])
-@pytest.mark.parametrize("pipeline", PIPELINES)
+@pytest.mark.parametrize(("pipeline", "rank", "sized"), pairwise(PIPELINES, [0, 1], [True, False]))
 def test_sigterm_on_one_rank_ends_all_after_the_same_step(
     two_ranks: Ranks, pipeline: str, rank: int, sized: bool
 ) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -9,41 +10,43 @@ import torch
 
 from lightning_overlap import MODES
 
-from ..support.cases import MIXED, ROWWISE_ADAGRAD, SEQUENCE, TABLE_WISE, TWO_COLLECTIONS, Case
+from ..support.cases import MIXED, ROWWISE_ADAGRAD, SEQUENCE, TABLE_WISE, TWO_COLLECTIONS
 from ..support.fits import fit
+from ..support.pairs import pairwise, rotated
 from ..support.ranks import Ranks
 from . import evaluations
 from .evaluations import EVERY, NUM_STEPS, NUM_VAL
 
 EARLY = [name for name, mode in MODES.items() if mode.has_sparse_stages]
-CASES = (TABLE_WISE, MIXED, SEQUENCE, TWO_COLLECTIONS, ROWWISE_ADAGRAD)
+CASES = {case.name: case for case in (TABLE_WISE, MIXED, SEQUENCE, TWO_COLLECTIONS, ROWWISE_ADAGRAD)}
 
 
-@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
-def test_validation_inside_a_fit_answers_from_current_weights(ranks: Ranks, case: Case) -> None:
-    """As a plain DistributedModelParallel module that is evaluated after the same steps; training goes on unmoved."""
-    expected = {
-        staleness: ranks.run(evaluations.reference_validations, case, staleness)
-        for staleness in {mode.staleness for mode in MODES.values()}
-    }
-    for pipeline, mode in MODES.items():
-        trained = ranks.run(fit, case, pipeline, num_steps=NUM_STEPS)
-        actual = ranks.run(evaluations.validate_while_training, case, pipeline)
-        for (outputs, losses, early), theirs, alone in zip(actual, expected[mode.staleness], trained, strict=True):
-            assert outputs[2:] == theirs, pipeline  # the first two are the sanity check's
-            assert torch.equal(losses, alone.losses), pipeline
-            # all but the very first one, which shows what feeds which module
-            num_modules = len(case.collections)
-            expected_early = (2 + NUM_VAL * (NUM_STEPS // EVERY) - 1) * num_modules if mode.has_sparse_stages else 0
-            assert early == expected_early, pipeline
-
-
-@pytest.mark.parametrize("sized", [True, False], ids=["sized", "unsized"])
-@pytest.mark.parametrize("lengths", [(6,), (3, 4), (1, 1, 1)], ids=["one_loader", "two_loaders", "three_short_ones"])
-@pytest.mark.parametrize("entry", ["validate", "test", "predict"])
-def test_entries_answer_as_the_unsharded_module(
-    ranks: Ranks, entry: str, lengths: tuple[int, ...], sized: bool
+@pytest.mark.parametrize(("name", "pipeline", "num_ranks"), rotated(CASES))
+def test_validation_inside_a_fit_answers_from_current_weights(
+    get_ranks: Callable[..., Ranks], name: str, pipeline: str, num_ranks: int
 ) -> None:
+    """As a plain DistributedModelParallel module that is evaluated after the same steps; training goes on unmoved."""
+    case, mode, ranks = CASES[name], MODES[pipeline], get_ranks(num_ranks)
+    expected = ranks.run_once(evaluations.reference_validations, case, mode.staleness)
+    trained = ranks.run(fit, case, pipeline, num_steps=NUM_STEPS)
+    actual = ranks.run(evaluations.validate_while_training, case, pipeline)
+    for (outputs, losses, early), theirs, alone in zip(actual, expected, trained, strict=True):
+        assert outputs[2:] == theirs  # the first two are the sanity check's
+        assert torch.equal(losses, alone.losses)
+        # all but the very first one, which shows what feeds which module
+        num_modules = len(case.collections)
+        assert early == ((2 + NUM_VAL * (NUM_STEPS // EVERY) - 1) * num_modules if mode.has_sparse_stages else 0)
+
+
+@pytest.mark.parametrize(
+    ("entry", "lengths", "sized", "num_ranks"),
+    pairwise(["validate", "test", "predict"], [(6,), (3, 4), (1, 1, 1)], [True, False], [1, 2]),
+    ids=str,
+)
+def test_entries_answer_as_the_unsharded_module(
+    get_ranks: Callable[..., Ranks], entry: str, lengths: tuple[int, ...], sized: bool, num_ranks: int
+) -> None:
+    ranks = get_ranks(num_ranks)
     for kwargs in ({}, {f"limit_{entry.removesuffix('idate')}_batches": 2}, {"inference_mode": False}):
         expected = ranks.run(evaluations.evaluate_alone, None, entry, lengths, sized, **kwargs)
         for pipeline in ("base", "sparse_dist", "fused_sparse_dist"):

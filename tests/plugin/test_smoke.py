@@ -22,9 +22,9 @@ pytestmark = pytest.mark.smoke
 
 @pytest.mark.parametrize("case", [MIXED, ROWWISE_ADAGRAD], ids=lambda case: case.name)
 def test_laws(two_ranks: Ranks, case: Case) -> None:
-    expected = {0: two_ranks.run(reference.train, case)}
+    expected = {0: two_ranks.run_once(reference.train, case)}
     for staleness in {schedule.staleness for schedule in MODES.values()} - {0}:
-        expected[staleness] = two_ranks.run(reference.train_delayed, case, reference.Delayed(staleness))
+        expected[staleness] = two_ranks.run_once(reference.train_delayed, case, reference.Delayed(staleness))
     for pipeline, schedule in MODES.items():
         for mine, theirs in zip(two_ranks.run(fit, case, pipeline), expected[schedule.staleness], strict=True):
             assert mine.differences(theirs) == [], pipeline

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -11,34 +12,32 @@ import torch
 
 from ..support import reference
 from ..support.cases import CASES, MIXED, NUM_STEPS, ROWWISE_ADAGRAD, SEQUENCE, TABLE_WISE, TWO_COLLECTIONS, Case
+from ..support.pairs import pairwise
 from ..support.ranks import Ranks
 from ..support.reference import Delayed, Seen, Switching
 from . import asyncs
 
 ALL = (TABLE_WISE, MIXED, SEQUENCE, ROWWISE_ADAGRAD)
 deferred = pytest.mark.parametrize("defer_update", [False, True], ids=["in_backward", "deferred"])
-case_by_name = pytest.mark.parametrize("case", ALL, ids=lambda case: case.name)
-
-_references: dict[tuple[int, str, Any, int], list[reference.Result]] = {}
+BY_NAME = {case.name: case for case in (*ALL, TWO_COLLECTIONS)}
+ALL_NAMES = [case.name for case in ALL]
 
 
 def _expected(ranks: Ranks, case: Case, seen: Seen, num_steps: int = NUM_STEPS) -> list[reference.Result]:
-    key = (ranks.world_size, case.name, seen, num_steps)
-    if key not in _references:
-        _references[key] = ranks.run(reference.train_delayed, case, seen, num_steps=num_steps)
-    return _references[key]
+    return ranks.run_once(reference.train_delayed, case, seen, num_steps=num_steps)
 
 
 def _differences(actual: list[reference.Result], expected: list[reference.Result]) -> list[list[str]]:
     return [mine.differences(theirs) for mine, theirs in zip(actual, expected, strict=True)]
 
 
-@deferred
-@case_by_name
-@pytest.mark.parametrize("staleness", [1, 2, 4])
+@pytest.mark.parametrize(
+    ("name", "staleness", "defer_update", "num_ranks"), pairwise(ALL_NAMES, [1, 2, 4], [False, True], [1, 2])
+)
 def test_equals_the_plain_loop_with_updates_delayed_by_as_much(
-    ranks: Ranks, case: Case, staleness: int, defer_update: bool
+    get_ranks: Callable[..., Ranks], name: str, staleness: int, defer_update: bool, num_ranks: int
 ) -> None:
+    case, ranks = BY_NAME[name], get_ranks(num_ranks)
     actual = ranks.run(asyncs.fit, case, staleness=staleness, defer_update=defer_update)
     assert all(len(result.losses) == NUM_STEPS for result in actual)
     assert _differences(actual, _expected(ranks, case, Delayed(staleness))) == [[]] * ranks.world_size
@@ -47,10 +46,13 @@ def test_equals_the_plain_loop_with_updates_delayed_by_as_much(
             assert any(text.startswith("losses from step") for text in differences)
 
 
-@deferred
-@pytest.mark.parametrize("case", [*ALL, TWO_COLLECTIONS], ids=lambda case: case.name)
-@pytest.mark.parametrize("staleness", [1, 3])
-def test_lookups_in_threads_are_the_same(ranks: Ranks, case: Case, staleness: int, defer_update: bool) -> None:
+@pytest.mark.parametrize(
+    ("name", "staleness", "defer_update", "num_ranks"), pairwise(BY_NAME, [1, 3], [False, True], [1, 2])
+)
+def test_lookups_in_threads_are_the_same(
+    get_ranks: Callable[..., Ranks], name: str, staleness: int, defer_update: bool, num_ranks: int
+) -> None:
+    case, ranks = BY_NAME[name], get_ranks(num_ranks)
     actual = ranks.run(asyncs.fit, case, staleness=staleness, num_lookup_threads=2, defer_update=defer_update)
     assert _differences(actual, _expected(ranks, case, Delayed(staleness))) == [[]] * ranks.world_size
 
@@ -70,14 +72,16 @@ def test_the_delayed_loop_without_a_delay_is_the_plain_loop(ranks: Ranks) -> Non
     """Guards the reference itself."""
     for case in CASES:
         assert (
-            _differences(_expected(ranks, case, Delayed(0)), ranks.run(reference.train, case))
+            _differences(_expected(ranks, case, Delayed(0)), ranks.run_once(reference.train, case))
             == [[]] * ranks.world_size
         )
 
 
-@deferred
-@pytest.mark.parametrize("num_steps", [1, 2, 4, 5, 6])
-def test_no_more_batches_than_are_looked_up_ahead(ranks: Ranks, num_steps: int, defer_update: bool) -> None:
+@pytest.mark.parametrize(("num_steps", "defer_update", "num_ranks"), pairwise([1, 2, 4, 5, 6], [False, True], [1, 2]))
+def test_no_more_batches_than_are_looked_up_ahead(
+    get_ranks: Callable[..., Ranks], num_steps: int, defer_update: bool, num_ranks: int
+) -> None:
+    ranks = get_ranks(num_ranks)
     actual = ranks.run(asyncs.fit, MIXED, staleness=5, num_steps=num_steps, defer_update=defer_update)
     assert _differences(actual, _expected(ranks, MIXED, Delayed(5), num_steps)) == [[]] * ranks.world_size
 
@@ -85,10 +89,13 @@ def test_no_more_batches_than_are_looked_up_ahead(ranks: Ranks, num_steps: int, 
 # -- exact before, exact after ----------------------------------------------------------------------------------
 
 
-@deferred
-@case_by_name
-@pytest.mark.parametrize("staleness", [1, 4])
-def test_exact_until_the_start_and_after_the_end(ranks: Ranks, case: Case, staleness: int, defer_update: bool) -> None:
+@pytest.mark.parametrize(
+    ("name", "staleness", "defer_update", "num_ranks"), pairwise(ALL_NAMES, [1, 4], [False, True], [1, 2])
+)
+def test_exact_until_the_start_and_after_the_end(
+    get_ranks: Callable[..., Ranks], name: str, staleness: int, defer_update: bool, num_ranks: int
+) -> None:
+    case, ranks = BY_NAME[name], get_ranks(num_ranks)
     switches = {"start_batch": 7, "end_batch": 20, "defer_update": defer_update}
     actual = ranks.run(asyncs.fit, case, staleness=staleness, **switches)
     assert _differences(actual, _expected(ranks, case, Switching(staleness, 7, 20))) == [[]] * ranks.world_size
@@ -98,10 +105,16 @@ def test_exact_until_the_start_and_after_the_end(ranks: Ranks, case: Case, stale
         assert not torch.equal(mine.losses[7 + 1 : 7 + 3], exact.losses[7 + 1 : 7 + 3])
 
 
-@deferred
-@pytest.mark.parametrize(("start", "end"), [(1, 2), (2, 3), (0, 1), (3, 5), (29, 30), (28, 29), (40, 50)])
-def test_switches_close_to_each_other_and_to_the_ends(ranks: Ranks, start: int, end: int, defer_update: bool) -> None:
+@pytest.mark.parametrize(
+    ("switches", "defer_update", "num_ranks"),
+    pairwise([(1, 2), (2, 3), (0, 1), (3, 5), (29, 30), (28, 29), (40, 50)], [False, True], [1, 2]),
+    ids=str,
+)
+def test_switches_close_to_each_other_and_to_the_ends(
+    get_ranks: Callable[..., Ranks], switches: tuple[int, int], defer_update: bool, num_ranks: int
+) -> None:
     """Shorter than the staleness, at the first batches (which show what feeds which module), at the last one."""
+    (start, end), ranks = switches, get_ranks(num_ranks)
     actual = ranks.run(asyncs.fit, MIXED, staleness=4, start_batch=start, end_batch=end, defer_update=defer_update)
     assert _differences(actual, _expected(ranks, MIXED, Switching(4, start, end))) == [[]] * ranks.world_size
 

@@ -16,7 +16,7 @@ from .callers import NUM_STEPS
 
 def _same_as_by_hand(ranks: Ranks, model: str, pipeline: str, reference: str = "") -> callers.Outcome:
     """Train by the strategy and in a plain loop: equal bit for bit. Return rank 0's outcome."""
-    expected = ranks.run(callers.by_hand, reference or model)
+    expected = ranks.run_once(callers.by_hand, reference or model)
     actual = ranks.run(callers.train, model, pipeline)
     for mine, theirs in zip(actual, expected, strict=True):
         assert mine.result.differences(theirs) == []

@@ -19,7 +19,7 @@ from . import asyncs
 
 
 def _expected(ranks: Ranks, case: Case, seen: Seen, waiting: Waiting, **options: Any) -> list[Result]:
-    return ranks.run(reference.train_delayed, case, seen, waiting=waiting, **options)
+    return ranks.run_once(reference.train_delayed, case, seen, waiting=waiting, **options)
 
 
 def _differences(actual: list[Result], expected: list[Result]) -> list[list[str]]:

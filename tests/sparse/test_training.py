@@ -9,6 +9,7 @@ import torch
 
 from lightning_overlap import MODES
 
+from ..support.pairs import in_turn
 from ..support.ranks import Ranks
 from . import variants
 from .variants import NUM_STEPS
@@ -16,23 +17,25 @@ from .variants import NUM_STEPS
 EARLY = [name for name, mode in MODES.items() if mode.staleness == 0 and name != "base"]
 
 
+WAYS: list[tuple[str, dict[str, Any]]] = [
+    ("plain", {"accumulate_grad_batches": 3}),
+    ("plain", {"gradient_clip_val": 0.01}),
+    ("plain", {"precision": "bf16-mixed"}),
+    ("plain", {"max_epochs": 2}),
+    ("plain", {"max_steps": 7}),
+    ("manual", {}),
+    ("made_in_hook", {}),
+]
+
+
 @pytest.mark.parametrize(
-    ("model", "kwargs"),
-    [
-        ("plain", {"accumulate_grad_batches": 3}),
-        ("plain", {"gradient_clip_val": 0.01}),
-        ("plain", {"precision": "bf16-mixed"}),
-        ("plain", {"limit_val_batches": 2, "val_check_interval": 4}),
-        ("plain", {"max_epochs": 2}),
-        ("plain", {"max_steps": 7}),
-        ("manual", {}),
-        ("made_in_hook", {}),
-    ],
+    ("model", "kwargs", "other"),
+    [(*way, other) for way, other in in_turn(WAYS, [name for name in EARLY if name != "fused_sparse_dist"])],
     ids=lambda value: "-".join(map(str, value)) if isinstance(value, dict) else value,
 )
-def test_exact_modes(two_ranks: Ranks, model: str, kwargs: dict[str, Any]) -> None:
+def test_exact_modes(two_ranks: Ranks, model: str, kwargs: dict[str, Any], other: str) -> None:
     expected = two_ranks.run(variants.run, model, "base", **kwargs)
-    for pipeline in EARLY:
+    for pipeline in ("fused_sparse_dist", other):
         for mine, theirs in zip(two_ranks.run(variants.run, model, pipeline, **kwargs), expected, strict=True):
             assert torch.equal(mine.losses, theirs.losses), pipeline
             assert mine.early > 0

@@ -1,0 +1,62 @@
+"""The whole suite as two pytest runs at once: tests in rank processes, which wait a lot, and all others.
+
+`python -m tests.support.side_by_side [ARGUMENTS OF PYTEST]` shows the first as it goes, then the second, then one
+closing line for both. It fails if either does.
+"""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+import tempfile
+import time
+from collections import Counter
+
+WIDTH = 80
+
+
+def counts(closing_line: str) -> Counter[str]:
+    """What pytest says that it has counted: `{"passed": 3, ...}`."""
+    found = re.findall(r"(\d+) (passed|failed|skipped|errors?|deselected|xfailed|xpassed|warnings?)", closing_line)
+    return Counter({word.removesuffix("s") if word in ("errors", "warnings") else word: int(n) for n, word in found})
+
+
+def closing(lines: list[str], seconds: float) -> str:
+    """The closing line of several runs that were one."""
+    total: Counter[str] = sum((counts(line) for line in lines), Counter())
+    del total["deselected"]  # each run leaves the other's tests out
+    order = ["failed", "passed", "skipped", "xfailed", "xpassed", "warning", "error"]
+    told = ", ".join(f"{total[word]} {word}" for word in order if total[word])
+    clock = f"{int(seconds) // 3600}:{int(seconds) // 60 % 60:02}:{int(seconds) % 60:02}"
+    return f" {told or 'no tests ran'} in {seconds:.2f}s ({clock}) ".center(WIDTH, "=")
+
+
+def main(arguments: list[str]) -> int:
+    """Run both, and return 0 if both passed."""
+    began = time.monotonic()
+    pytest = [sys.executable, "-m", "pytest", *arguments]
+    with tempfile.TemporaryFile("w+") as written:
+        others = subprocess.Popen([*pytest, "-m", "not ranks"], stdout=written, stderr=subprocess.STDOUT)
+        last = ""
+        try:
+            with subprocess.Popen([*pytest, "-m", "ranks"], stdout=subprocess.PIPE, text=True) as ranks:
+                assert ranks.stdout is not None
+                while part := ranks.stdout.read(1):  # the dots as they come
+                    sys.stdout.write(part)
+                    sys.stdout.flush()
+                    last = "" if last.endswith("\n") else last
+                    last += part
+            code = others.wait()
+        finally:
+            others.terminate()  # Ctrl-C ends both
+            others.wait()
+        written.seek(0)
+        text = written.read()
+    print(text, end="")
+    print(closing([last, text.rstrip().rpartition("\n")[2]], time.monotonic() - began))
+    return ranks.returncode or code
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
