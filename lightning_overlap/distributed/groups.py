@@ -62,7 +62,10 @@ def join(timeout: timedelta, *, multi_node: bool = False) -> Groups:
     if dist.get_world_size() == 1:
         return Groups(world)
     backend = dist.get_backend()
-    key = (world, backend, timeout, multi_node, store.add(_FAILURES, 0))
+    # As rank 0 reads it: a rank that joins first and fails at once would let a slower one wait for new groups alone.
+    num_failures = [store.add(_FAILURES, 0)]
+    dist.broadcast_object_list(num_failures, src=0)
+    key = (world, backend, timeout, multi_node, num_failures[0])
     if key not in _made:
         _made.clear()
         of_tables: str = backend

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import functools
+import time
 import warnings
 from typing import Any
+from unittest import mock
 
+import pytest
 import torch
 import torch.distributed as dist
 from lightning.pytorch import LightningModule, Trainer
@@ -20,6 +23,7 @@ from torchrec.optim import RowWiseAdagrad
 from torchrec.optim.optimizers import in_backward_optimizer_filter
 
 from lightning_overlap import OverlapEmbeddingStrategy
+from lightning_overlap.distributed import default_store, groups
 from lightning_overlap.tables.supported_modules import sharded_modules
 
 from ..support.cases import MIXED, TABLE_WISE, Batches, Model, make_plan
@@ -268,3 +272,21 @@ def rowwise_adagrad_given_to_the_strategy() -> bool:
     states = [bool(any(s for s in m.ebc.fused_optimizer.state_dict()["state"].values())) for m in (given, own)]
     filtered = [name for name, _ in in_backward_optimizer_filter(given.named_parameters()) if "ebc" in name]
     return states == [True, False] and filtered == []
+
+
+def refused_while_rank_0_is_late() -> str:
+    """After a good fit, one that all ranks refuse; rank 0 joins the groups once the other has failed, if that does."""
+    fit_model(sharding="table_wise")
+    join, store = groups.join, default_store()
+    assert store is not None
+    before = store.add(groups._FAILURES, 0)
+
+    def late(*args: Any, **kwargs: Any) -> groups.Groups:
+        deadline = time.monotonic() + 1
+        while dist.get_rank() == 0 and store.add(groups._FAILURES, 0) == before and time.monotonic() < deadline:
+            time.sleep(0.01)
+        return join(*args, **kwargs)
+
+    with mock.patch.object(groups, "join", late), pytest.raises(ValueError, match="unknown table") as caught:
+        fit_model(sharding={"t9": "table_wise"})
+    return str(caught.value)

@@ -149,6 +149,11 @@ def test_refused_on_every_rank(two_ranks: Ranks, name: str, parts: list[str]) ->
         assert [part for part in parts if part not in message] == [], message
 
 
+def test_a_rank_that_is_late_is_not_left_alone_by_one_that_fails_first(two_ranks: Ranks) -> None:
+    one, other = two_ranks.run(strategies.refused_while_rank_0_is_late, timeout_s=60)
+    assert one == other
+
+
 @pytest.mark.parametrize(
     ("kwargs", "word"), [({"accumulate_grad_batches": 2}, "accumulates"), ({"gradient_clip_val": 1.0}, "clips")]
 )
