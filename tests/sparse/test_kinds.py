@@ -62,7 +62,7 @@ def _fit_looked_up_before_the_step(name: str) -> Outcome:
     Schedule.dense_owned_lookup = None  # type: ignore[assignment]
     try:
         with mock.patch(
-            "lightning_overlap.sparse.pipeline.num_writes", return_value=()
+            "lightning_overlap.sparse.module_context.num_writes", return_value=()
         ):  # else it is left aside, and all is well
             return kinds.fit(name, Schedule("all_before_the_step", MODES["fused_sparse_dist"].steps))
     finally:
