@@ -21,6 +21,7 @@ from torchrec.optim.keyed import CombinedOptimizer, KeyedOptimizerWrapper
 from torchrec.optim.optimizers import in_backward_optimizer_filter
 
 from lightning_overlap import OverlapEmbeddingStrategy, combined_optimizer
+from lightning_overlap.sparse import lookup
 from lightning_overlap.tables import sharded_module
 from lightning_overlap.tables.combined_optimizer import DenseAndFused
 from lightning_overlap.tables.sharded_module import fused_optimizers
@@ -97,9 +98,7 @@ def fit_beside_a_dense_kernel(pipeline: str) -> Tensor:
 
 def fit_at_the_rate_of_the_lookup(case: Case, pipeline: str) -> Result:
     """The same with FBGEMM's own manner: the update takes the rate that the kernel had when it looked up."""
-    with mock.patch.object(
-        sharded_module, "_updates_at_present_rate", lambda module, set_rates: nullcontext(set_rates())
-    ):
+    with mock.patch.object(lookup, "_updates_at_present_rate", lambda module, set_rates: nullcontext(set_rates())):
         return fit(case, pipeline)
 
 
