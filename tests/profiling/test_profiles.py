@@ -81,4 +81,4 @@ def test_our_strategy(
         assert {span.stage for span in read_rows} == {Stage.EMBEDDING_LOOKUP}
     assert main([str(path) for path in traces]) == 0
     # with Python's stacks a wait says whose line waits: the module's, where it merges the rows
-    assert re.search(r"called from \S*distributed/cases\.py\(\d+\): \w+", capsys.readouterr().out)
+    assert re.search(r"called from \S*support/cases\.py\(\d+\): \w+", capsys.readouterr().out)
