@@ -55,7 +55,7 @@ def test_all_ranks_leave_them_aside_if_one_has_written(written: bool) -> None:
 
 def test_a_rank_that_writes_when_nobody_asks_says_what_to_do() -> None:
     tables, asked = Tables(), []
-    writes = writes_of(tables, lambda mine: bool(asked.append(mine)), 1)
+    writes = writes_of(tables, lambda mine: bool(asked.append(mine)) or mine, 1)
     writes.begin_iteration()
     writes.begin_iteration()
     assert asked == [False]  # once, in front of the first batch
@@ -64,4 +64,4 @@ def test_a_rank_that_writes_when_nobody_asks_says_what_to_do() -> None:
         writes.begin_iteration()
     writes.ask()  # an evaluation comes
     writes.begin_iteration()
-    assert asked == [False, True]
+    assert (asked, tables.left) == ([False, True], [7, 8])

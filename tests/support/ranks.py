@@ -117,7 +117,8 @@ def _serve(
         MASTER_PORT=str(port),
         TORCHELASTIC_RUN_ID="tests",
     )
-    multiprocessing.set_start_method("fork", force=True)  # of data loaders' workers: Linux's, not this server's
+    # Of data loaders' workers. A server would be left behind; a fork may die before the loader looks at it.
+    multiprocessing.set_start_method("spawn", force=True)
     import warnings
 
     import torch
