@@ -13,7 +13,7 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from ..runtime import InFlightBatch, LookupOrder, Path, resolve
 from ..schedules import Stage, StreamName, WeightOwner
-from ..tables import SentInput, caching_tbes, forget_prefetched, num_fused_writes, owners_of_parts
+from ..tables import SentInput, caching_tbes, forget_prefetched, num_fused_writes, owners_of_parts, spec_of
 from .answers import Answers
 from .freed_features import release
 from .input_dist import SizeExchange, splits_only
@@ -74,7 +74,9 @@ class SparsePipeline:
         )
         self._num_writes_seen: list[tuple[int, ...]] = []
         self._has_dense_tables = any(
-            WeightOwner.DENSE_OPTIMIZER in owners_of_parts(module) for module in self.modules.values()
+            WeightOwner.DENSE_OPTIMIZER in owners_of_parts(module)
+            for module in self.modules.values()
+            if spec_of(module) is not None
         )
         self.keep_ids = False
         self.ready = False
