@@ -411,7 +411,7 @@ def save_and_fail(path: str, checkpoint_format: str) -> str:
         raise OSError("no space left")
 
     where = full_file if checkpoint_format == "full" else checkpoint
-    with mock.patch.object(where, "take_name", broken):
+    with mock.patch.object(where, "atomic_replace", broken):
         return save_to(path, checkpoint_format=checkpoint_format)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import re
+from collections.abc import Callable
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -77,9 +78,10 @@ def test_model_summary_counts_the_shards_of_a_rank(ranks: Ranks) -> None:
         assert total == sum(counts[name] for name in ("ebc", "bottom", "top"))
 
 
-@pytest.mark.parametrize("pipeline", ["base", EARLY])
-def test_compiled_module(ranks: Ranks, pipeline: str) -> None:
-    for plain, compiled in ranks.run(tools.compiled, pipeline):
+@pytest.mark.slow
+@pytest.mark.parametrize(("pipeline", "num_ranks"), [("base", 1), (EARLY, 2)])
+def test_compiled_module(get_ranks: Callable[..., Ranks], pipeline: str, num_ranks: int) -> None:
+    for plain, compiled in get_ranks(num_ranks).run(tools.compiled, pipeline):
         assert compiled == plain
         assert (plain[1] > 0) == (pipeline == EARLY)
 
