@@ -55,6 +55,7 @@ def test_a_missing_name_is_told_with_the_versions() -> None:
 
 
 @pytest.mark.smoke
+@pytest.mark.slow
 def test_a_class_that_is_gone_is_told_with_the_versions() -> None:
     code = """
         import lightning.pytorch.loops.fetchers as fetchers
@@ -94,6 +95,7 @@ def test_repr_says_whose_strategy_it_is() -> None:
     )
 
 
+@pytest.mark.slow
 def test_pytorch_lightning_trainer_names_the_right_one() -> None:
     said = _said_by_pytorch_lightning("old.Trainer(strategy=overlap.OverlapEmbeddingStrategy())")
     assert said.startswith("ValueError: You selected an invalid strategy name")
@@ -102,12 +104,14 @@ def test_pytorch_lightning_trainer_names_the_right_one() -> None:
     )
 
 
+@pytest.mark.slow
 def test_pytorch_lightning_trainer_does_not_know_the_name() -> None:
     said = _said_by_pytorch_lightning("old.Trainer(strategy='overlap_embedding')")
     assert "invalid strategy name: `strategy='overlap_embedding'`" in said
     assert "`pytorch_lightning.strategies.Strategy`" in said
 
 
+@pytest.mark.slow
 def test_a_module_of_pytorch_lightning_is_refused_by_lightning() -> None:
     said = _said_by_pytorch_lightning(
         "trainer = new.Trainer(accelerator='cpu', devices=1, strategy='overlap_embedding', logger=False)\n"

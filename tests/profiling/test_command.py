@@ -264,6 +264,7 @@ def test_command_runs_as_a_module(tmp_path: Path) -> None:
     assert (tmp_path / "t.png").stat().st_size > 10_000
 
 
+@pytest.mark.slow
 def test_command_writes_into_a_closed_pipe(tmp_path: Path) -> None:
     trace = write(tmp_path, "t.json", {0: steps()})
     command = [sys.executable, "-m", "lightning_overlap.profiling.command", trace]

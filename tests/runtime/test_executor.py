@@ -43,6 +43,7 @@ def test_laws_1_to_3_hold_for_any_schedule_that_is_accepted(schedule: Schedule, 
         check_staleness(run)
 
 
+@pytest.mark.slow
 @settings(deadline=None, max_examples=50)
 @given(random_schedules)
 def test_all_laws_hold_for_any_schedule_that_is_accepted(schedule: Schedule) -> None:

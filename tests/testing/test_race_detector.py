@@ -175,6 +175,7 @@ MUTANTS = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("file", "line"), [entry[:2] for entry in MUTANTS], ids=[entry[2] for entry in MUTANTS])
 def test_a_wait_or_hand_over_that_the_executor_leaves_out_is_caught(file: ModuleType, line: int) -> None:
     caught = {}
