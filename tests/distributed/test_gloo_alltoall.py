@@ -68,6 +68,7 @@ def test_two_hosts_train_as_the_plain_loop(case: Case, pipeline: str, get_ranks:
     assert [mine.differences(theirs) for mine, theirs in zip(actual, expected, strict=True)] == [[], []]
 
 
+@pytest.mark.slow
 def test_everyone_who_waits_hears_of_a_failure() -> None:
     ranks = Ranks(2)  # of its own: the group is of no more use
     try:

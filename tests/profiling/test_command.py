@@ -250,6 +250,7 @@ def test_other_bad_arguments(tmp_path: Path, capsys: pytest.CaptureFixture[str])
         assert left.value.code == 2
 
 
+@pytest.mark.slow
 def test_command_runs_as_a_module(tmp_path: Path) -> None:
     def run(*arguments: str) -> Any:
         command = [sys.executable, "-m", "lightning_overlap.profiling.command", *arguments]
