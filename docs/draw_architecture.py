@@ -73,7 +73,7 @@ STATIONS = {
             "embedding_lookup",
             "after the backward of N-1",
             {
-                "runtime": ("runtime/executor.py", "lets the lookup stream wait for\nthe last writer of the tables"),
+                "runtime": ("runtime/stage_issue.py", "lets the lookup stream wait for\nthe last writer of the tables"),
                 "sparse": ("sparse/lookup.py", "TBE forward, then output_dist:\nthe all-to-all of embeddings"),
             },
         ),
@@ -101,7 +101,7 @@ STATIONS = {
             "inside training_step",
             {
                 "sparse": (
-                    "sparse/pipelined_forward.py",
+                    "sparse/answers.py",
                     "same KJT: the early embeddings,\nwaited for at the merge; any other\ninput: the original forward",
                 ),
             },

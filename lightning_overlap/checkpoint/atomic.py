@@ -3,8 +3,8 @@
 `rename` puts a file or a link in the place of another at one instant, but a folder only in the place of nothing. Linux
 can swap two names (`renameat2`, on ext4, XFS, Btrfs, tmpfs and others): that is how a folder replaces a folder, a file
 or a link here. Where the file system cannot (NFS), the old one is called `STEM.old.ckpt` between two renames:
-Lightning's search for "last" and whoever takes the newest `*.ckpt` find it under that name, and `find` knows it. So a
-crash leaves nothing that would have to be repaired before the next run looks for its checkpoint.
+Lightning's search for "last" and whoever takes the newest `*.ckpt` find it under that name, and `resolve_path` knows
+it. So a crash leaves nothing that would have to be repaired before the next run looks for its checkpoint.
 """
 
 from __future__ import annotations

@@ -63,7 +63,7 @@ def check_format(checkpoint_format: str | None, async_checkpoint: bool) -> None:
 
 
 def is_folder(path: Path) -> bool:
-    """Whether a path is a checkpoint of `save_folder`."""
+    """Whether a path is a folder that `FolderSaver` wrote."""
     return (path / METADATA_NAME).is_file()
 
 

@@ -186,7 +186,7 @@ class HasRun(DDPStrategy):
         self.forget_run()
 
     def forget_run(self) -> None:
-        """Set all that belongs to runs to what it is before the first one. Nothing of it goes along with a copy."""
+        """Reset all state of runs, as before the first one; a copy of the strategy starts so too."""
         self._run = self._groups = self._streams = None
         self._stash = GradientStash()
 

@@ -51,7 +51,7 @@ class EndOfData:
         requested_interval = 0
         if self._poll_interval is not None and index < self._ask_all_from:
             if lacks or not self._poll_interval.due(index):
-                return  # a batch that is held back is so on all ranks
+                return  # the source holds it back; so does every rank's
             requested_interval = self._poll_interval.ask(index)
             self._asked_now_and_then = index
         skips = self._source.num_skipped > 0
@@ -73,7 +73,7 @@ class EndOfData:
         self.stop_agreed |= said.stop
         if self._poll_interval is not None and index == self._asked_now_and_then:
             self._poll_interval.hear(said.requested_interval)
-        if said.skips:  # from the first batch on that no rank has asked for yet
+        if said.skips:  # lengths do not tell any more: ask for every batch that no rank can have asked for yet
             self._ask_all_from = min(self._ask_all_from, index + self._depth + 1)
         if said.has and (said.lacks or said.last) and self.num_batches is None:
             self.num_batches = index if said.lacks else index + 1

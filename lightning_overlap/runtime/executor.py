@@ -1,4 +1,8 @@
-"""Walk a schedule: the one place that decides when a stage is issued and what its stream waits for."""
+"""Walk a schedule: run its steps around the trainer's own forward, backward and optimizer step.
+
+`stage_issue.py` says what a sparse stage waits for, `lookup_order.py` orders the lookup stream and the compute stream,
+`deferred_updates.py` makes updates that come later than their backward.
+"""
 
 from __future__ import annotations
 

@@ -143,7 +143,7 @@ _NO_TIMER: AbstractContextManager[Any] = nullcontext()
 
 
 def timed(timer: StageTimer | None, stage: Stage, batch: int, stream: StreamName) -> AbstractContextManager[None]:
-    """Go around a stage, where there is a clock."""
+    """Go around a stage, where there is a timer."""
     return _NO_TIMER if timer is None else _timed_stage(timer, stage, batch, stream)
 
 

@@ -1,4 +1,4 @@
-"""Names of stages: for a profiler, for a clock and in errors. They cost next to nothing where nobody asks for them."""
+"""Names of stages: for a profiler, for a timer and in errors. They cost next to nothing where nobody asks for them."""
 
 from __future__ import annotations
 

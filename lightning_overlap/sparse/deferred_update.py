@@ -1,4 +1,4 @@
-"""Updates of tables that come later than their backward: the graph of early rows is cut, and gone on with by hand."""
+"""Deferred updates: autograd stops at the received embeddings; `send` and `apply` run the rest of it later."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class _Cut(NamedTuple):
     """A place where a graph is cut, so that a backward stops there."""
 
     graph: Tensor
-    """What its part towards the tables gave."""
+    """Output of the part of the graph between the tables and the cut."""
     leaf: Tensor
     """What stands in its place: the backward leaves its gradient there."""
 

@@ -35,7 +35,7 @@ class ModuleContext:
     embeddings: LazyAwaitable[Any] | None = None
     """Awaits what was looked up early."""
     deferred: DeferredUpdate = field(default_factory=DeferredUpdate)
-    """What is left of the way to the tables; nothing where the backward goes all the way."""
+    """The deferred part of the backward; empty where the update is not deferred."""
     rates: list[float] | None = None
     """The learning rate of each kernel that the batch was trained at, while its deferred update is made."""
     sent: SentInput | None = None

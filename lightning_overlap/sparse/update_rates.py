@@ -61,12 +61,12 @@ def take_back(module: Any, num_lookups: list[int], order: LookupOrder) -> None:
 
 @contextmanager
 def _updates_at_present_rate(module: Any, set_rates: SetRates | None) -> Iterator[None]:
-    """Let the lookups of fused tables give rows whose backward updates at the rate that holds then."""
+    """Let lookups of fused tables return embeddings whose backward takes the learning rate of backward time."""
     if set_rates is None or not torch.is_grad_enabled():
         yield
         return
     set_rates()
-    # By kernel, not by owner: a part with one table of a dense kernel counts as the dense optimizer's altogether.
+    # Every lookup with a TBE: by owner, one table of a dense kernel makes all of its sharding the dense optimizer's.
     patched = [
         lookup for lookup in tables_of(module)._lookups if isinstance(lookup, nn.Module) and tbes_within([lookup])
     ]
@@ -99,7 +99,7 @@ class _FusedLookup:
         return [tbe.get_learning_rate() for tbe in self.kernels]
 
     def run(self, features: KeyedJaggedTensor) -> tuple[Tensor, GradientEdge]:
-        # TorchRec puts weights that scale their gradients in the place of those it is given: not twice.
+        # A copy: TorchRec puts weights that scale gradients into what it is given, and must not do so twice.
         with torch.enable_grad():
             rows = self.forward(copy.copy(features))
         return rows.detach(), get_gradient_edge(rows)

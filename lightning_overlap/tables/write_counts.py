@@ -49,10 +49,11 @@ class SentInput:
         Args:
             kjt: The input as it is now: values `(sum(lengths),)`, lengths `(F * B,)`.
         """
-        return all(
-            getattr(kjt, name) is part() and _version(getattr(kjt, name)) == version
-            for name, part, version in self._parts
-        )
+        for name, part, version in self._parts:
+            now = getattr(kjt, name)
+            if now is not part() or _version(now) != version:
+                return False
+        return True
 
 
 def _version(tensor: Any) -> int:

@@ -87,22 +87,22 @@ def check_module(
     law 10 two short ones, in the mode and of the unsharded module. All call your `training_step` under Lightning, each
     with a module that `make_module` made.
 
-    1. Exact means exact: losses, weights, tables and optimizer states equal those of `pipeline="base"` bit for bit
-       after every step. In a mode with a staleness the reference is the same plain fit, in which each lookup of a
-       fused table reads the weights that the mode's lookup of that batch was issued after; whatever else the mode
-       might have read shows as a difference.
-    2. Staleness is a number: the lookup of batch N is issued after the updates of batches 0 to N - 1 - k, and before
-       any other. (With manual optimization, and with `start_batch` or `end_batch`: of at least these.) Two fits in
-       the mode are the same to the bit. On one rank of a CPU a third one runs on `CheckedStreams`: an operator whose
-       memory nothing ordered after its last use on another stream, in the package or in your own hooks, is named.
-    3. Modules are served from early lookups, from the second batch on.
-    4. All ranks issue the same collectives on the same groups, in the same order.
-    5. Nothing stays patched or in flight after the fit.
-    6. Each batch was trained once, in order.
-    7. A step makes the host wait once, for the sizes of what is on its way.
-    8. The strategy does not change what the module computes: every answer of a sharded module, in training and in
-       validation, equals to rounding that of the unsharded one with the same weights, columns in the same order; and
-       training gives a gradient to the same weights, and changes the same ones.
+    - Exact means exact: losses, weights, tables and optimizer states equal those of `pipeline="base"` bit for bit
+      after every step. In a mode with a staleness the reference is the same plain fit, in which each lookup of a
+      fused table reads the weights that the mode's lookup of that batch was issued after; whatever else the mode
+      might have read shows as a difference.
+    - Staleness is a number: the lookup of batch N is issued after the updates of batches 0 to N - 1 - k, and before
+      any other. (With manual optimization, and with `start_batch` or `end_batch`: of at least these.) Two fits in
+      the mode are the same to the bit. On one rank of a CPU a third one runs on `CheckedStreams`: an operator whose
+      memory nothing ordered after its last use on another stream, in the package or in your own hooks, is named.
+    - Modules are served from early lookups, from the second batch on.
+    - All ranks issue the same collectives on the same groups, in the same order.
+    - Nothing stays patched or in flight after the fit.
+    - Each batch was trained once, in order.
+    - A step makes the host wait once, for the sizes of what is on its way.
+    - The strategy does not change what the module computes: every answer of a sharded module, in training and in
+      validation, equals to rounding that of the unsharded one with the same weights, columns in the same order; and
+      training gives a gradient to the same weights, and changes the same ones.
 
     In a process without a process group it makes one of one rank for the time being; in a group that is there (under
     torchrun, say) every rank calls this alike and all raise together. The seed is the same on all ranks while the

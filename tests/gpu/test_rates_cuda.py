@@ -1,4 +1,4 @@
-"""Learning rates that move, on CUDA: the first test of `distributed/test_optimizers.py` for each stream policy."""
+"""Learning rates that move, on CUDA: the first test of `sparse/test_optimizers.py` for each stream policy."""
 
 from __future__ import annotations
 

@@ -396,7 +396,7 @@ def test_torchrec_still_has(owner: str, name: str) -> None:
     else:
         kinds = [getattr(importlib.import_module(TORCHREC[owner]), owner)]
     for kind in kinds:
-        assert _has(kind, name), f"TorchRec's {kind.__name__} has no {name} any more; sharded.py reads it"
+        assert _has(kind, name), f"TorchRec's {kind.__name__} has no {name} any more; tables/sharded_module.py lists it"
 
 
 @pytest.mark.smoke
