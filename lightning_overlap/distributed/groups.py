@@ -36,7 +36,7 @@ class Groups:
     """Saving, which may go on in a thread during training, so no other collective may get in between; on the host."""
 
 
-CONSENSUS = "agreement"
+CONSENSUS = "consensus"
 """Name of the group in which nothing travels but what the ranks have to know of each other."""
 
 _FAILURES = "lightning_overlap/failures"

@@ -51,7 +51,7 @@ PRIVATE_NAMES: Mapping[str, tuple[str, ...]] = {
 
 
 def run_step(step: Callable[..., Any], *args: Any) -> Any:
-    """Run the user's step of an evaluation, with early rows if its batch was looked ahead."""
+    """Run the user's step of an evaluation, with early embeddings if its batch was looked ahead."""
     if not (args and isinstance(args[0], StagedBatch)):
         return step(*args)
     [staged] = args

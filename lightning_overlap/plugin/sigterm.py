@@ -2,7 +2,7 @@
 
 Lightning broadcasts inside the signal handler, in between any other collective of the rank, and again for every
 training batch, and each of its loops leaves at once on the rank that was told. Here the handler only remembers; the
-ranks hear of it in the agreement that goes with every batch.
+ranks hear of it in the consensus that is asked with every batch.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class Sigterm:
         self.heard = False
 
     def __call__(self, signum: int, frame: Any) -> None:
-        """Tell the processes that this one launched, and remember it for the next agreement."""
+        """Tell the processes that this one launched, and remember it for the next consensus."""
         if not self.heard and self._trainer.strategy.launcher is not None:
             self._trainer.strategy.launcher.kill(signum)
         self.heard = True

@@ -1,4 +1,4 @@
-"""What ranks tell each other where a call cannot be served from early rows, which no collective can ask.
+"""What ranks tell each other where a call cannot be served from early embeddings, which no collective can ask.
 
 A rank whose call has to run the module's own forward waits until all ranks say so of the same call. A rank that was
 served goes on, perhaps into a collective, where it hears nothing: so a thread of each rank looks now and then whether
@@ -18,7 +18,7 @@ LOOK_EVERY_S = 1.0
 
 
 class Mismatches:
-    """The calls of this run's modules that some rank cannot serve from early rows.
+    """The calls of this run's modules that some rank cannot serve from early embeddings.
 
     Args:
         store: Where ranks leave word for each other.
@@ -42,7 +42,7 @@ class Mismatches:
             thread.join()
 
     def served(self, module: str, step: int) -> None:
-        """Note that this rank's call in a step was served from early rows; from then on look who waits in vain."""
+        """Note that this rank's call in a step was served early; from then on look who waits in vain."""
         self._served[module] = step
         if self._thread is None:
             self._ended.clear()

@@ -95,7 +95,7 @@ class PipelinedForward:
         self.keys: frozenset[str] = frozenset()
         """Of the input, by which another one in the batch is told that might take its place."""
         self.num_overwritten = 0
-        """How often its early rows were left aside because somebody had written its tables."""
+        """How often its early embeddings were left aside because somebody had written its tables."""
         self.takes_part = False
         """Whether its input is in the exchange of sizes: as all ranks found, whatever this one has found since."""
         self.unpipelined_reason: str | None = why_never_early(module, group, prefetches=prefetches)
@@ -200,7 +200,7 @@ class PipelinedForwards(Mapping[str, PipelinedForward]):
             self._mismatches.end()
 
     def served(self, pipelined: PipelinedForward, step: int) -> None:
-        """Note that a module's call in a step was served from early rows."""
+        """Note that a module's call in a step was served from early embeddings."""
         if self._mismatches is not None:
             self._mismatches.served(pipelined.name, step)
 
@@ -249,9 +249,9 @@ class PipelinedForwards(Mapping[str, PipelinedForward]):
         }
 
     def all_ranks_run_unpipelined(self, pipelined: PipelinedForward, step: int, index: int, reason: str) -> None:
-        """Make sure that the other ranks leave the early rows aside too, before this one issues a collective.
+        """Make sure that the other ranks leave the early embeddings aside too, before this one issues a collective.
 
-        They cannot be asked by a collective, since those that take the early rows issue none here.
+        They cannot be asked by a collective, since those that take the early embeddings issue none here.
 
         Args:
             pipelined: Of the module.
@@ -265,9 +265,9 @@ class PipelinedForwards(Mapping[str, PipelinedForward]):
         if self._mismatches is None or self._mismatches.all_ranks(pipelined.name, step):
             return
         raise RuntimeError(
-            f"rank {self._rank}: the early rows of {pipelined.name!r} are not those of batch {index}'s call in "
-            f"{self._step}: {reason}. Other ranks called it with theirs. Early rows need the same on all ranks: change "
-            f"inputs before {self._step} (on_after_batch_transfer), or use pipeline='base'."
+            f"rank {self._rank}: the early embeddings of {pipelined.name!r} are not those of batch {index}'s call in "
+            f"{self._step}: {reason}. Other ranks called it with theirs. Early embeddings need the same on all ranks: "
+            f"change inputs before {self._step} (on_after_batch_transfer), or use pipeline='base'."
         )
 
     def check_calls(self, begun: Container[str]) -> None:

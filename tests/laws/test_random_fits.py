@@ -89,7 +89,7 @@ FOUND = {
     "weights_changed_in_place": _with(change="weights", weighted=True),
     "another_layout_on_another_rank": _with(layout="either"),
     "checkpoint_around_the_lookup": _with(again="checkpoint"),
-    # The early rows get no gradient, so nothing of their backward tells when to look up the next batch's.
+    # The early embeddings get no gradient, so nothing of their backward tells when to look up the next batch's.
     "reentrant_checkpoint_in_a_stale_mode": _with(pipeline="semi_sync", again="checkpoint_reentrant"),
 }
 """What random fits have found, each as simple as it gets."""

@@ -110,7 +110,7 @@ def _strategy(case: Case, model: Model, pipeline: str) -> OverlapEmbeddingStrate
 
 
 def validate_while_training(case: Case, pipeline: str) -> tuple[Outputs, Tensor, int]:
-    """Train with validations in the middle; return what these answered, the losses, how many used early rows."""
+    """Train with validations in the middle; return what these answered, the losses, how many used early embeddings."""
     model = Evaluated(case)
     trainer = make_trainer(_strategy(case, model, pipeline), val_check_interval=EVERY, num_sanity_val_steps=2)
     with early_rows() as used:

@@ -158,7 +158,7 @@ class Seen:
     logged: list[Any] = field(default_factory=list)
     losses: list[float] = field(default_factory=list)
     num_early: int = 0
-    """Early rows that the module used."""
+    """Early embeddings that the module used."""
 
 
 def _values(metrics: Mapping[str, Any], seen: Seen) -> dict[str, str]:

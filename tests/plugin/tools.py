@@ -174,7 +174,7 @@ def summary_of_sharded_module() -> tuple[dict[str, int], int, int]:
 
 
 def compiled(pipeline: str) -> list[tuple[list[float], int, list[str]]]:
-    """Fit a module, and the same one compiled; return of each the losses, the early rows used and what was said."""
+    """Fit a module, and the same one compiled; return of each losses, early embeddings used, what was said."""
     results = []
     for compile_it in (False, True):
         torch._dynamo.reset()

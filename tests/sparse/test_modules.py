@@ -63,11 +63,11 @@ def test_a_module_that_is_not_always_called(two_ranks: Ranks) -> None:
 
 
 def test_a_call_that_differs_on_one_rank_is_an_error_not_a_hang(two_ranks: Ranks) -> None:
-    """The others take their early rows and issue no collective: this rank's own forward would wait for them."""
+    """The others take their early embeddings and issue no collective: this rank's own forward would wait for them."""
     with pytest.raises(
         RankError,
-        match=r"rank 1: the early rows of 'ebc' are not those of batch 3's call in training_step: it was called with "
-        r"another input than the one in the batch\. Other ranks called it with theirs",
+        match=r"rank 1: the early embeddings of 'ebc' are not those of batch 3's call in training_step: it was "
+        r"called with another input than the one in the batch\. Other ranks called it with theirs",
     ):
         two_ranks.run(variants.one_rank_differs)
 

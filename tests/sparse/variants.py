@@ -85,7 +85,7 @@ class Report:
 
     losses: Tensor
     early: int
-    """Lookups whose early rows were used."""
+    """Lookups whose early embeddings were used."""
     messages: list[str]
 
 
@@ -126,7 +126,7 @@ class MadeInStep(Model):
 
 
 class OtherIdsFrom5(Model):
-    """From batch 5 on, changes the ids inside training_step: early rows would be wrong."""
+    """From batch 5 on, changes the ids inside training_step: early embeddings would be wrong."""
 
     def rows(self, collection: str, batch: Batch) -> Any:
         kjt, index = batch.inputs["sparse"]
