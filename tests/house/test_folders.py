@@ -36,12 +36,13 @@ PACKAGE = Path(lightning_overlap.__file__).resolve().parent
 ROOT = PACKAGE.parent
 FLOORS = (
     ("text", "versions"),
-    ("schedules", "distributed", "data"),
+    ("schedules", "distributed", "data", "deltas"),
     ("models", "runtime"),
     ("profiling", "tables"),
     ("sparse",),
     ("checkpoint",),
     ("plugin",),
+    ("callbacks",),
     ("testing", "apps"),
     ("train", "benchmark", "conf"),
 )
@@ -55,7 +56,7 @@ _NO_CONFIGS = {"hydra", "omegaconf"}
 _NO_LIGHTNING = {"lightning", *_NO_CONFIGS}
 _NO_TORCHREC = {"torchrec", "fbgemm_gpu", *_NO_LIGHTNING}
 LEAVES_ALONE = {
-    **dict.fromkeys(("distributed", "runtime", "profiling"), _NO_TORCHREC),
+    **dict.fromkeys(("distributed", "runtime", "profiling", "deltas"), _NO_TORCHREC),
     **dict.fromkeys(("tables", "sparse", "checkpoint"), _NO_LIGHTNING),
     **dict.fromkeys(("plugin", "testing"), _NO_CONFIGS),
 }

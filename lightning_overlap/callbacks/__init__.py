@@ -1,0 +1,1 @@
+"""Callbacks that users add to the Trainer: they ask the strategy what a run does, and change nothing of it."""

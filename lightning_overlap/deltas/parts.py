@@ -1,0 +1,327 @@
+"""The parts that carry updated rows to a served model: their names, their header, and their Arrow IPC form (schema 1).
+
+At a *cut* every rank copies the rows that were updated since the cut before, and writes them as its *part*, in one
+chunk or several. A cut is whole once every chunk of every rank's part is there; a replica applies whole cuts only, in
+the order of (generation, step). A *generation* is what one fit writes: one that resumes from a checkpoint begins the
+next, and its first cut corrects whatever earlier generations wrote past that checkpoint.
+"""
+
+from __future__ import annotations
+
+import io
+import json
+import re
+import zlib
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass, fields
+from typing import Any, NamedTuple
+
+import pyarrow as pa
+import torch
+from torch import Tensor
+
+SCHEMA = 1
+"""Version of what is written; a reader refuses any other."""
+
+WEIGHT = "weight"
+"""The field of a table's own values; other fields are of its optimizer's state (`momentum1`, ...)."""
+
+_HEADER = b"embedding_deltas.part"
+_TRAILER = re.compile(rb"CRC32:([0-9a-f]{8})")
+_TRAILER_SIZE = len(b"CRC32:00000000")
+_NAME = re.compile(r"g(\d{6})-s(\d{12})-r(\d{5})of(\d{5})-c(\d{5})of(\d{5})\.arrow")
+_COLUMNS = pa.schema(
+    [
+        ("kind", pa.string()),
+        ("name", pa.string()),
+        ("field", pa.string()),
+        ("dtype", pa.string()),
+        ("shape", pa.list_(pa.int64())),
+        ("first_column", pa.int64()),
+        ("num_columns", pa.int64()),
+        ("rows", pa.large_binary()),
+        ("values", pa.large_binary()),
+    ]
+)
+_ROWS, _DENSE = "rows", "dense"
+
+
+class PartError(ValueError):
+    """A part cannot be read: it is torn, of another schema, or no part at all."""
+
+
+class PartName(NamedTuple):
+    """What the name of a chunk says: names sort by generation, step, rank and chunk."""
+
+    generation: int
+    step: int
+    rank: int
+    world_size: int
+    chunk: int
+    num_chunks: int
+
+    def __str__(self) -> str:
+        return (
+            f"g{self.generation:06d}-s{self.step:012d}-r{self.rank:05d}of{self.world_size:05d}"
+            f"-c{self.chunk:05d}of{self.num_chunks:05d}.arrow"
+        )
+
+    @classmethod
+    def parse(cls, name: str) -> PartName | None:
+        """Read a name; None where it is not one of a chunk."""
+        found = _NAME.fullmatch(name)
+        return None if found is None else cls(*map(int, found.groups()))
+
+    @property
+    def cut(self) -> tuple[int, int]:
+        """The cut that it belongs to: generation and step."""
+        return self.generation, self.step
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Header:
+    """What every chunk says of itself.
+
+    Args:
+        run: Identifies the training whose tables these are, over all of its resumes.
+        generation: Of the fit that wrote it, from 1 on.
+        step: Batches that had been trained at the cut, over the whole training.
+        after: The cut (generation, step) that this one follows. Within a generation a replica must have applied that
+            very cut. The first cut of a generation names the newest one that was known to be whole when the
+            checkpoint was saved: a replica must have applied that one or a later one. None in a base, which needs
+            nothing before it.
+        rank: Who wrote it.
+        world_size: How many ranks write a part of this cut.
+        chunk: Its number in the part, from 0 on.
+        num_chunks: Chunks of the part.
+        num_pending: Batches among the `step` trained ones whose update of the tables was still to come at the cut
+            (modes that defer updates; else 0).
+        global_step: Steps of the optimizers at the cut, as `Trainer.global_step`.
+        time: When it was cut, in seconds since the epoch.
+        tables: Name -> (rows, columns) of every table that the run sends, whether or not this chunk has rows of it.
+        schema: Version of all this.
+    """
+
+    run: str
+    generation: int
+    step: int
+    after: tuple[int, int] | None
+    rank: int
+    world_size: int
+    chunk: int
+    num_chunks: int
+    num_pending: int
+    global_step: int
+    time: float
+    tables: dict[str, tuple[int, int]]
+    schema: int = SCHEMA
+
+    @property
+    def is_base(self) -> bool:
+        """Whether the part holds every row that its rank has."""
+        return self.after is None
+
+    @property
+    def name(self) -> PartName:
+        """What the chunk is called in a sink."""
+        return PartName(self.generation, self.step, self.rank, self.world_size, self.chunk, self.num_chunks)
+
+
+@dataclass(frozen=True, slots=True)
+class Rows:
+    """Rows of one table, or of one field of its optimizer's state.
+
+    Args:
+        table: The name of the table's weight in the unsharded LightningModule's `state_dict`.
+        field: `WEIGHT`, or a state's name.
+        shape: Of the whole table: rows and columns; of row-wise state: rows and 1.
+        first_column: Where the columns of this shard begin.
+        rows: Row numbers in the whole table, `(N,)`, int64, on the host, each once.
+        values: `(N, num_columns)`, any dtype, on the host: as they stand in the trainer's table, bit for bit.
+    """
+
+    table: str
+    field: str
+    shape: tuple[int, int]
+    first_column: int
+    rows: Tensor
+    values: Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class Dense:
+    """A whole tensor of the dense part.
+
+    Args:
+        name: In the LightningModule's `state_dict`.
+        value: Any shape and dtype, on the host.
+    """
+
+    name: str
+    value: Tensor
+
+
+class Part(NamedTuple):
+    """One chunk, read."""
+
+    header: Header
+    rows: list[Rows]
+    dense: list[Dense]
+
+
+def encode(header: Header, rows: Iterable[Rows] = (), dense: Iterable[Dense] = ()) -> bytes:
+    """Return a chunk in its Arrow IPC form: an IPC stream with one record batch for each table's rows or tensor.
+
+    After the end of the stream, where Arrow's readers stop, comes a checksum of all that is before it.
+
+    Args:
+        header: Goes into the schema's metadata, as JSON.
+        rows: Rows `(N,)` and values `(N, D)`, on the host.
+        dense: Whole tensors, on the host.
+
+    Returns:
+        The bytes; `decode` reads them. Rows are int64 and values raw, both little-endian as in memory.
+    """
+    schema = _COLUMNS.with_metadata({_HEADER: json.dumps(asdict(header)).encode()})
+    sink = io.BytesIO()
+    with pa.ipc.new_stream(sink, schema) as writer:
+        for batch in [*map(_rows_batch, rows), *map(_dense_batch, dense)]:
+            writer.write_batch(batch)
+    sink.write(b"CRC32:%08x" % zlib.crc32(sink.getbuffer()))
+    return sink.getvalue()
+
+
+def decode(data: bytes, name: str = "part") -> Part:
+    """Read a chunk whole.
+
+    Args:
+        data: What `encode` returned.
+        name: What errors call it.
+
+    Raises:
+        PartError: It is torn (too short, or its checksum is wrong), of another schema, or no part.
+    """
+    header, batches = _read(data, name, rows=True)
+    found = Part(header, [], [])
+    for batch in batches:
+        entry = batch.to_pylist()[0] if batch.num_rows else {}
+        dtype = getattr(torch, str(entry.get("dtype")), None)
+        if not isinstance(dtype, torch.dtype):
+            raise PartError(f"{name}: an entry has the dtype {entry.get('dtype')!r}, which this torch does not have.")
+        values = _tensor(batch.column("values")[0].as_buffer(), dtype)
+        if entry["kind"] == _DENSE:
+            found.dense.append(Dense(entry["name"], values.reshape(entry["shape"])))
+            continue
+        numbers = _tensor(batch.column("rows")[0].as_buffer(), torch.int64)
+        shape = (int(entry["shape"][0]), int(entry["shape"][1]))
+        found.rows.append(
+            Rows(
+                entry["name"],
+                entry["field"],
+                shape,
+                int(entry["first_column"]),
+                numbers,
+                values.reshape(len(numbers), int(entry["num_columns"])),
+            )
+        )
+    return found
+
+
+def read_header(data: bytes, name: str = "part") -> Header:
+    """Read what a chunk says of itself.
+
+    Args:
+        data: What `encode` returned.
+        name: What errors call it.
+
+    Raises:
+        PartError: It is torn, of another schema, or no part.
+    """
+    return _read(data, name, rows=False)[0]
+
+
+def _read(data: bytes, name: str, *, rows: bool) -> tuple[Header, list[Any]]:
+    # Arrow trusts what it reads: a wrong length in it ends the process. So nothing that is torn gets that far.
+    trailer = _TRAILER.fullmatch(data[-_TRAILER_SIZE:])
+    content = memoryview(data)[:-_TRAILER_SIZE]
+    if trailer is None or zlib.crc32(content) != int(trailer[1], 16):
+        raise PartError(
+            f"{name} is torn, or no part of embedding deltas: its checksum is {'wrong' if trailer else 'missing'}."
+        )
+    try:
+        with pa.ipc.open_stream(pa.py_buffer(content)) as reader:
+            written = json.loads((reader.schema.metadata or {})[_HEADER])
+            if written.get("schema") != SCHEMA:
+                raise PartError(
+                    f"{name} is of schema {written.get('schema')!r}, this version reads schema {SCHEMA}: read it with "
+                    "the version of lightning_overlap that wrote it."
+                )
+            return _header(written), list(reader) if rows else []
+    except PartError:
+        raise
+    except (pa.ArrowException, OSError, KeyError, TypeError, ValueError) as err:
+        raise PartError(f"{name} is no part of embedding deltas: {type(err).__name__}: {err}") from err
+
+
+def _header(written: dict[str, Any]) -> Header:
+    known = {field.name for field in fields(Header)}
+    kept = {key: value for key, value in written.items() if key in known}
+    kept["after"] = None if kept["after"] is None else tuple(kept["after"])
+    kept["tables"] = {table: (int(shape[0]), int(shape[1])) for table, shape in kept["tables"].items()}
+    return Header(**kept)
+
+
+def _rows_batch(entry: Rows) -> Any:
+    values = entry.values.contiguous()
+    return _batch(
+        _ROWS,
+        entry.table,
+        entry.field,
+        values,
+        entry.shape,
+        entry.first_column,
+        values.shape[1],
+        entry.rows.contiguous(),
+    )
+
+
+def _dense_batch(entry: Dense) -> Any:
+    return _batch(_DENSE, entry.name, WEIGHT, entry.value.contiguous(), tuple(entry.value.shape), 0, 0, None)
+
+
+def _batch(
+    kind: str,
+    name: str,
+    field: str,
+    values: Tensor,
+    shape: Sequence[int],
+    first_column: int,
+    num_columns: int,
+    rows: Tensor | None,
+) -> Any:
+    numbers = torch.empty(0, dtype=torch.int64) if rows is None else rows
+    columns = [
+        pa.array([kind]),
+        pa.array([name]),
+        pa.array([field]),
+        pa.array([str(values.dtype).removeprefix("torch.")]),
+        pa.array([list(shape)], pa.list_(pa.int64())),
+        pa.array([first_column]),
+        pa.array([num_columns]),
+        _binary(numbers),
+        _binary(values),
+    ]
+    return pa.record_batch(columns, schema=_COLUMNS)
+
+
+def _binary(tensor: Tensor) -> Any:
+    """Return an array of one element, the bytes of a tensor, which are not copied."""
+    data = pa.py_buffer(tensor.reshape(-1).view(torch.uint8).numpy())
+    offsets = pa.py_buffer(torch.tensor([0, data.size]).numpy())
+    return pa.Array.from_buffers(pa.large_binary(), 1, [None, offsets, data])
+
+
+def _tensor(buffer: Any, dtype: torch.dtype) -> Tensor:
+    if not buffer.size:
+        return torch.empty(0, dtype=dtype)
+    return torch.frombuffer(bytearray(buffer), dtype=dtype)
