@@ -159,14 +159,14 @@ class Chain:
             base_of: dict[int, int] = {}
             for index in reversed(range(len(cuts))):
                 cut = cuts[index]
-                if newer_than is not None and not base_of and cut.at <= newer_than:
-                    return None
                 if not cut.is_whole:
                     base_of.clear()  # what follows it was not applied to what is before it
                     continue
                 head = self._head(cut)
                 if base_of and self._head(cuts[index + 1]).after not in (None, cut.at):
                     base_of.clear()
+                if newer_than is not None and not base_of and cut.at <= newer_than:
+                    return None
                 for rank in head.bases:
                     base_of.setdefault(rank, index)
                 if len(base_of) == cut.num_ranks:
