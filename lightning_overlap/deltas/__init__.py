@@ -8,6 +8,7 @@ from .cuts import CutError as CutError
 from .cuts import group as group
 from .cuts import newest_whole as newest_whole
 from .folder_sink import FolderSink as FolderSink
+from .http_server import ReplicaServer as ReplicaServer
 from .parts import SCHEMA as SCHEMA
 from .parts import WEIGHT as WEIGHT
 from .parts import Dense as Dense

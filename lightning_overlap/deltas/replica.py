@@ -137,8 +137,20 @@ class Replica:
         """
         with self._lock.reading():
             if not after_error:
-                self._raise_error()
+                self.check()
             yield self._whole()
+
+    def check(self) -> None:
+        """Raise the error that following has stopped with, if it has.
+
+        Raises:
+            ReplicaError: It has.
+        """
+        if self._error is not None:
+            raise ReplicaError(
+                f"this replica stopped following {self.sink!r} after {as_words(self.position and self.position.cut)}: "
+                f"{type(self._error).__name__}: {self._error}\n  follow() tries again."
+            ) from self._error
 
     @property
     def position(self) -> Position | None:
@@ -167,7 +179,7 @@ class Replica:
         Raises:
             ReplicaError: Nothing has been applied yet, or following has stopped with an error.
         """
-        self._raise_error()
+        self.check()
         position = self._whole()
         newest = self._newest or position.cut
         steps = max(newest[1] - position.step, 0) if newest > position.cut else 0
@@ -232,7 +244,7 @@ class Replica:
         while True:
             follows = self._thread is not None and self._thread.is_alive()
             if not follows:
-                self._raise_error()
+                self.check()
                 self.update()
             with self._applied:
                 if self.position is not None and self.position.step >= step:
@@ -394,13 +406,6 @@ class Replica:
                 f"nothing has been applied yet from {self.sink!r}: call update(), or follow() and wait()."
             )
         return self._position
-
-    def _raise_error(self) -> None:
-        if self._error is not None:
-            raise ReplicaError(
-                f"this replica stopped following {self.sink!r} after {as_words(self.position and self.position.cut)}: "
-                f"{type(self._error).__name__}: {self._error}\n  follow() tries again."
-            ) from self._error
 
 
 def _bytes_of(part: Part) -> int:
