@@ -20,7 +20,7 @@ from .parts import Rows as Rows
 from .parts import decode as decode
 from .parts import encode as encode
 from .parts import read_header as read_header
-from .prune import prune as prune
+from .pruning import prune as prune
 from .redis_sink import RedisSink as RedisSink
 from .replica import Lag as Lag
 from .replica import Position as Position

@@ -36,7 +36,9 @@ class ReplicaServer:
         self._server = ThreadingHTTPServer((host, port), handler)
         self._server.daemon_threads = True
         self.host, self.port = host, int(self._server.server_address[1])
-        self._thread = threading.Thread(target=self._server.serve_forever, args=(0.1,), name="replica server", daemon=True)
+        self._thread = threading.Thread(
+            target=self._server.serve_forever, args=(0.1,), name="replica server", daemon=True
+        )
         self._thread.start()
 
     def close(self) -> None:
@@ -66,7 +68,9 @@ class _Handler(BaseHTTPRequestHandler):
         except ReplicaError as err:
             self._answer(HTTPStatus.SERVICE_UNAVAILABLE, {"error": str(err)})
             return
-        told = {"run": self.replica.run, **position._asdict(), "lag": lag._asdict(), "tables": tables}
+        behind = dict(zip(lag._fields, lag, strict=True))
+        told: dict[str, Any] = {"run": self.replica.run, "lag": behind, "tables": tables}
+        told |= dict(zip(position._fields, position, strict=True))
         self._answer(HTTPStatus.OK, told)
 
     def do_POST(self) -> None:

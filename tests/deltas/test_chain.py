@@ -163,6 +163,16 @@ def test_a_base_needs_nothing_before_it(setup: Setup) -> None:
     setup.assert_at(1, 4)
 
 
+def test_a_late_replica_begins_with_the_newest_base(setup: Setup) -> None:
+    setup.cut()
+    setup.training.checkpoint()
+    setup.training.resume(setup.training.checkpoints[0], 2, 0)
+    for bases in ((), (0, 1), (1,), (), (0,), ()):
+        setup.cut(bases=bases)
+    assert setup.replica.update() == 2  # the cuts from the base of rank 1 to that of rank 0 at once, and the next
+    setup.assert_at(2, 7)
+
+
 def test_no_base_is_told(setup: Setup) -> None:
     for _ in range(3):
         setup.cut()

@@ -126,7 +126,7 @@ class Played:
 
 
 @given(HISTORIES, st.integers(0, 10_000))
-@settings(max_examples=200)
+@settings(max_examples=80)
 def test_a_replica_is_at_the_newest_whole_cut(history: list[Fit], seed: int) -> None:
     played = Played(history, seed)
     played.live.update()
@@ -175,7 +175,7 @@ def damage(sink: MemorySink, how: str, choose: random.Random) -> None:
 
 
 @given(HISTORIES, st.lists(st.sampled_from(DAMAGES), min_size=1, max_size=2), st.integers(0, 10_000))
-@settings(max_examples=400)
+@settings(max_examples=150)
 def test_what_was_done_to_parts_is_named_and_no_table_is_wrong(
     history: list[Fit], damages: list[str], seed: int
 ) -> None:

@@ -441,3 +441,22 @@ def test_parts_of_a_cut_that_differ_are_refused(training: Training) -> None:
         training.sink.write(str(header.name), encode(header))
     with pytest.raises(CutError, match="does not fit the first chunk of its part"):
         replica.update()
+
+
+def test_a_part_under_another_name_is_refused(training: Training) -> None:
+    """Its first chunk is read for its header; of the others too the name and the content have to be one."""
+    training.step += 1
+    training.start(1, 0)
+    names = []
+    for chunk in range(3):
+        header = training.header(chunk=chunk, num_chunks=3)
+        names.append(str(header.name))
+        training.sink.write(names[-1], encode(header))
+    replica = Replica(None, training.sink)
+    whole = dict(training.sink.parts)
+    for one, other in ((0, 1), (2, 1)):
+        training.sink.parts = whole | {names[one]: whole[names[other]]}
+        with pytest.raises(
+            PartError, match=f"{names[one]} says of itself that it is {names[other]}: a part was copied"
+        ):
+            replica.update()
