@@ -30,6 +30,9 @@ from .sharding import check_sharding as check_sharding
 from .sharding import make_plan as make_plan
 from .sharding import shard_tables as shard_tables
 from .sharding import sharded_state_names as sharded_state_names
+from .shards import KernelShards as KernelShards
+from .shards import TableShard as TableShard
+from .shards import kernel_shards as kernel_shards
 from .supported_modules import TABLE_TYPES as TABLE_TYPES
 from .supported_modules import hands_out_rows as hands_out_rows
 from .supported_modules import has_model_parallel_tables as has_model_parallel_tables

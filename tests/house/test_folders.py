@@ -39,7 +39,7 @@ FLOORS = (
     ("schedules", "distributed", "data", "deltas"),
     ("models", "runtime"),
     ("profiling", "tables"),
-    ("sparse",),
+    ("sparse", "tracking"),
     ("checkpoint",),
     ("plugin",),
     ("callbacks",),
@@ -57,7 +57,7 @@ _NO_LIGHTNING = {"lightning", *_NO_CONFIGS}
 _NO_TORCHREC = {"torchrec", "fbgemm_gpu", *_NO_LIGHTNING}
 LEAVES_ALONE = {
     **dict.fromkeys(("distributed", "runtime", "profiling", "deltas"), _NO_TORCHREC),
-    **dict.fromkeys(("tables", "sparse", "checkpoint"), _NO_LIGHTNING),
+    **dict.fromkeys(("tables", "sparse", "tracking", "checkpoint"), _NO_LIGHTNING),
     **dict.fromkeys(("plugin", "testing"), _NO_CONFIGS),
 }
 LIGHTNING_FILES = {
