@@ -3,6 +3,9 @@
 Needs the extra `deltas` (pyarrow), and for the sink of that name `redis`.
 """
 
+from .history import parse_names as parse_names
+from .history import rows_in as rows_in
+from .history import written_since as written_since
 from .parts import SCHEMA as SCHEMA
 from .parts import WEIGHT as WEIGHT
 from .parts import Dense as Dense
@@ -15,3 +18,4 @@ from .parts import decode as decode
 from .parts import encode as encode
 from .parts import read_header as read_header
 from .sink import DeltaSink as DeltaSink
+from .writer import CutWriter as CutWriter

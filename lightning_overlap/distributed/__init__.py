@@ -8,6 +8,8 @@ from .consensus import ASK_FOR_LAST as ASK_FOR_LAST
 from .consensus import Answer as Answer
 from .consensus import Consensus as Consensus
 from .consensus import GroupConsensus as GroupConsensus
+from .consensus import Lowest as Lowest
+from .consensus import OwnLowest as OwnLowest
 from .consensus import PollInterval as PollInterval
 from .consensus import StepFlags as StepFlags
 from .failures import FirstCause as FirstCause

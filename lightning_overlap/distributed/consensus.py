@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
@@ -45,6 +46,34 @@ class Consensus(Protocol):
 
     def ask(self, flags: StepFlags) -> Answer:
         """Send this rank's flags and ask for those of all ranks; every rank asks as often and in the same order."""
+
+
+class Lowest(Protocol):
+    """The lowest of all ranks' numbers, which may still be on their way."""
+
+    def wait(self) -> list[int]:
+        """Return the lowest of each."""
+
+
+@dataclass(frozen=True, slots=True)
+class _AllLowest:
+    numbers: Tensor
+    work: dist.Work
+
+    def wait(self) -> list[int]:
+        self.work.wait()
+        return list(self.numbers.tolist())
+
+
+@dataclass(frozen=True, slots=True)
+class OwnLowest:
+    """The numbers of the only rank."""
+
+    numbers: Sequence[int]
+
+    def wait(self) -> list[int]:
+        """Return them."""
+        return list(self.numbers)
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,6 +165,13 @@ class GroupConsensus:
         work = dist.all_reduce(tensor, dist.ReduceOp.MAX, group=self._group, async_op=True)
         assert work is not None
         return _AllReduced(tensor, work)
+
+    def lowest(self, numbers: Sequence[int]) -> Lowest:
+        """Start to look for the lowest of each of some numbers over all ranks; the host waits for them later."""
+        tensor = torch.tensor(numbers, dtype=torch.int64)
+        work = dist.all_reduce(tensor, dist.ReduceOp.MIN, group=self._group, async_op=True)
+        assert work is not None
+        return _AllLowest(tensor, work)
 
     def broadcast(self, value: Any, src: int) -> Any:
         """Return the value of rank `src`, anything that can be pickled; it is sent between hosts' memories only."""

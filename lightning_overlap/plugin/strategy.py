@@ -45,6 +45,7 @@ from ..tables import (
     sharded_modules,
     sharded_state_names,
 )
+from ..tracking import TouchedRows
 from . import checkpoint_links, evaluation_loops, fit_loop, sigterm
 from .evaluation_loops import EvaluatesAhead
 from .failure_hooks import FailsTogether
@@ -334,6 +335,20 @@ class OverlapEmbeddingStrategy(FailsTogether, EvaluatesAhead, WalksSteps, Starts
         assert lookup is not None
         rows = StaleRows(run.sparse, lambda: run.executor, self._groups.lookahead, self._streams, lookup.stream)
         return rows if rows.tables else None
+
+    def touched_rows(self, *, states: bool = False) -> TouchedRows | None:
+        """Return what marks the rows that this fit's updates write; None outside of a fit, and without tables.
+
+        Args:
+            states: Whether copies have the fused optimizers' states, too.
+
+        Raises:
+            ValueError: There are tables whose rows cannot be told by their number.
+        """
+        run, module = self._run, self.lightning_module
+        if run is None or run.sparse is None or module is None:
+            return None
+        return TouchedRows(module, run.sparse.order, states=states)
 
     # -- the end ------------------------------------------------------------------------------------------------
 

@@ -144,31 +144,30 @@ def _gather(kernel: KernelShards, marks: DeviceMarks, first_shard: int, *, state
         for field, values in of_shard.items():
             tensors.setdefault(field, []).append(_two_dim(values))
     fields = tuple(
-        (field, _gather_rows(parts, marks.first_rows, rows), tuple(part.shape[1] for part in parts))
+        (field, _gather_rows(parts, marks, rows), tuple(part.shape[1] for part in parts))
         for field, parts in tensors.items()
     )
     return _Gathered(kernel, first_shard, marks.first_rows, num_marked, rows, fields)
 
 
-def _gather_rows(parts: list[Tensor], first_rows: tuple[int, ...], rows: Tensor) -> Tensor:
+def _gather_rows(parts: list[Tensor], marks: DeviceMarks, rows: Tensor) -> Tensor:
     """Return the rows of several tables, `(N, widest)`, each filled up on the right.
 
     Args:
         parts: The tables, `(rows, columns)`, one dtype.
-        first_rows: Where each table's rows begin among those of all.
+        marks: Tell where each table's rows begin among those of all.
         rows: Among those of all, `(N,)`.
     """
-    start, widths = parts[0], [part.shape[1] for part in parts]
+    first_rows, start, widths = marks.first_rows, parts[0], [part.shape[1] for part in parts]
     size = start.element_size()
     begins = [part.data_ptr() - start.data_ptr() for part in parts]
     in_a_row = begins == [first * widths[0] * size for first in first_rows[:-1]]
     if len(set(widths)) == 1 and in_a_row:
         return torch.as_strided(start, (first_rows[-1], widths[0]), (widths[0], 1)).index_select(0, rows)
     found = start.new_zeros(len(rows), max(widths))
-    ends = torch.tensor(first_rows[1:], device=rows.device)
     for first in range(0, len(rows), GATHERED_AT_ONCE):
         some = rows[first : first + GATHERED_AT_ONCE]
-        table = torch.searchsorted(ends, some, right=True)
+        table = torch.searchsorted(marks.ends_T, some, right=True)
         for number, part in enumerate(parts):
             if not part.shape[0]:
                 continue

@@ -6,6 +6,7 @@ Legend of shapes: N ids, F features, T tables, R rows of all tables of a kernel,
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import accumulate
 from typing import NamedTuple, Protocol
 
 import torch
@@ -41,6 +42,9 @@ class RowMarks(Protocol):
     @property
     def most(self) -> int:
         """How many rows may be marked, at most."""
+
+    def rows(self) -> list[Tensor]:
+        """Return the marked rows of each table, `(N,)`, int64, on the host, each once, in their order."""
 
 
 class HostMarks:
@@ -93,15 +97,14 @@ def _boundaries(num_features: int, offsets: Tensor, batch_sizes: tuple[int, ...]
     """Return where the ids of each feature begin, and the last one's end, `(F + 1,)`, without a sync."""
     if batch_sizes is None:
         return offsets[:: max(1, (offsets.numel() - 1) // max(1, num_features))][: num_features + 1]
-    ends = torch.tensor([0, *batch_sizes], pin_memory=offsets.is_cuda).cumsum(0)
-    return offsets[ends.to(offsets.device, non_blocking=True)]
+    ends = torch.tensor([0, *accumulate(batch_sizes)], pin_memory=offsets.is_cuda)
+    return offsets.index_select(0, ends.to(offsets.device, non_blocking=True))
 
 
 def _unique(ids: list[Tensor], num_rows: int) -> Tensor:
     if not ids:
         return torch.empty(0, dtype=torch.int64)
-    ids_N = ids[0] if len(ids) == 1 else torch.cat([one.long() for one in ids])
-    ids_N = ids_N.long()
+    ids_N: Tensor = torch.cat([one.long() for one in ids])
     if ids_N.numel() * SCAN_SHARE < num_rows:
         ids_N = torch.unique(ids_N)
         if ids_N.numel() and not 0 <= int(ids_N[0]) <= int(ids_N[-1]) < num_rows:
@@ -129,9 +132,9 @@ class DeviceMarks:
     """
 
     def __init__(self, num_rows: Sequence[int], table_of_feature: Sequence[int], device: torch.device) -> None:
-        first = [0]
-        for rows in num_rows:
-            first.append(first[-1] + rows)
+        first = [0, *accumulate(num_rows)]
+        self.ends_T = torch.tensor(first[1:], device=device)
+        """Where the rows of each table end among those of all tables."""
         self.first_rows = tuple(first)
         """Where the rows of each table begin among those of all tables, and where the last one's end."""
         self._first_F = torch.tensor([first[table] for table in table_of_feature], device=device)
@@ -163,6 +166,12 @@ class DeviceMarks:
     def most(self) -> int:
         """How many rows may be marked, at most."""
         return min(self._num_ids, self.first_rows[-1])
+
+    def rows(self) -> list[Tensor]:
+        """Return the marked rows of each table, `(N,)`, int64, on the host, which waits for them."""
+        flags_R = self._flags_R.cpu()
+        tables = zip(self.first_rows[:-1], self.first_rows[1:], strict=True)
+        return [flags_R[first:end].nonzero().squeeze(1) for first, end in tables]
 
     def take(self) -> tuple[Tensor, Tensor]:
         """Return the marked rows among those of all tables, `(most,)`, filled up with 0, and how many they are, `()`.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -11,12 +11,10 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from ..runtime import CudaStreams, LookupOrder
-from ..tables import KernelShards, TableShard, kernel_shards
+from ..tables import KernelShards, TableShard, kernel_shards, num_fused_writes, sharded_modules
 from .copies import WEIGHT, CopiedTable, DeviceCopy, HostCopy, RowCopy, copy_on_host
 from .row_marks import DeviceMarks, HostMarks, LookedUp
-
-CHUNK_BYTES = 64 << 20
-"""Of the rows that are read at once where all of them are."""
+from .windows import Window, packed, windows_of
 
 
 class TouchedRows:
@@ -41,6 +39,7 @@ class TouchedRows:
 
     def __init__(self, model: nn.Module, order: LookupOrder, *, states: bool = False) -> None:
         kernels = kernel_shards(model)
+        self._modules = list(sharded_modules(model).values())
         self._kernels = [kernel for kernel in kernels if kernel.is_fused]
         self._order, self._states = order, states
         self._on_device = isinstance(order.streams, CudaStreams)
@@ -53,6 +52,8 @@ class TouchedRows:
         device = self.shards[0].weight.device if self.shards else torch.device("cpu")
         self._to_host = torch.cuda.Stream(device) if self._on_device else None
         self._copy: RowCopy | None = None
+        self._writes_before: tuple[int, ...] = ()
+        self._is_whole: bool | None = True
         self._handles: list[RemovableHandle] = []
 
     def _new_marks(self, kernel: KernelShards) -> HostMarks | DeviceMarks:
@@ -86,10 +87,8 @@ class TouchedRows:
 
     def _before_update(self, kernel: int, given: LookedUp) -> None:
         """Mark the rows that the backward of a lookup is about to write; a copy of their old values comes first."""
-        if self._copy is not None:
-            self._copy.wait_copied()
-            if not self._on_device:
-                self._copy = None  # a device has several streams that update tables
+        self.settle()
+        self.wait_copied()  # on a device also a stream that waits for the first time
         self._marks[kernel].add(given)
 
     def mark(self, name: str, rows: Tensor) -> None:
@@ -106,21 +105,32 @@ class TouchedRows:
                     own = own[(own >= 0) & (own < shard.weight.shape[0])]
                     self._marks[number].add_rows(table, own)
 
-    def forget(self) -> None:
-        """Take all marks back."""
-        self._marks = [self._new_marks(kernel) for kernel in self._kernels]
-
     @property
     def most(self) -> int:
         """How many rows may be marked, at most."""
         return sum(marks.most for marks in self._marks)
 
+    def marked(self) -> dict[str, Tensor]:
+        """Return the rows that are marked by table, `(N,)`, int64, on the host, numbered as in the whole table."""
+        found: dict[str, Tensor] = {}
+        for kernel, marks in zip(self._kernels, self._marks, strict=True):
+            for shard, rows_N in zip(kernel.shards, marks.rows(), strict=True):
+                before = found.get(shard.name, rows_N.new_empty(0))
+                found[shard.name] = torch.cat([before, rows_N + shard.first_row])
+        return found
+
+    @property
+    def num_pending(self) -> int:
+        """Batches whose step is over and whose update of the tables is still to come."""
+        return len(self._order.to_update)
+
     # -- reading ------------------------------------------------------------------------------------------------
 
     def copy(self) -> RowCopy:
-        """Begin to copy the marked rows as they are now, and take their marks back."""
+        """Begin to copy the marked rows as they are now, and take their marks back; `settle` tells how it went."""
         self.wait_copied()
         marks = self._marks
+        self._writes_before, self._is_whole = self.num_writes, None
         if self._on_device:
             self._order.lookup_waits()  # a module's own forward has its update on the compute stream
             with self._order.on_lookup():
@@ -131,6 +141,17 @@ class TouchedRows:
         self._marks = [self._new_marks(kernel) for kernel in self._kernels]
         self._copy = HostCopy(self._copier.submit(self._copy_on_host, marks))
         return self._copy
+
+    def settle(self) -> bool:
+        """Return whether nobody has written tables while the last copy was made, once it cannot happen any more.
+
+        Called right before the first update that follows, and by whoever does not wait for that: what is written
+        later finds the rows copied. A copy during which tables were written may hold rows of before and after it.
+        """
+        if self._is_whole is None:
+            self.wait_copied()
+            self._is_whole = self.num_writes == self._writes_before
+        return self._is_whole
 
     def wait_copied(self) -> None:
         """Let what comes next, on the host or on the current stream, wait for the last copy."""
@@ -144,38 +165,33 @@ class TouchedRows:
             first_shard += len(kernel.shards)
         return copied
 
-    def all_rows(self) -> Iterator[CopiedTable]:
-        """Copy all rows of this rank's shards to the host, some at a time; nobody may write tables meanwhile.
+    @property
+    def num_writes(self) -> tuple[int, ...]:
+        """How often somebody other than a fused backward has written this rank's fused tables."""
+        return tuple(write for module in self._modules for write in num_fused_writes(module))
 
-        The marks are gone then.
-        """
-        self.wait_copied()
-        self.forget()
+    def plan_of_all_rows(self) -> list[list[Window]]:
+        """Plan to read all rows of this rank's shards, a few megabytes at a time."""
+        windows: list[Window] = []
         number = 0
-        with torch.no_grad():
-            for kernel in self._kernels:
-                kernel.write_back_cache()
-                kinds: list[dict[str, Tensor]] = kernel.states() if self._states else [{} for _ in kernel.shards]
-                for shard, of_shard in zip(kernel.shards, kinds, strict=True):
-                    for field, values in {WEIGHT: shard.weight, **of_shard}.items():
-                        yield from (CopiedTable(number, field, *chunk) for chunk in in_chunks(values))
-                    number += 1
+        for kernel in self._kernels:
+            kinds: list[dict[str, Tensor]] = kernel.states() if self._states else [{} for _ in kernel.shards]
+            for shard, of_shard in zip(kernel.shards, kinds, strict=True):
+                for field, values in {WEIGHT: shard.weight, **of_shard}.items():
+                    windows += windows_of(number, field, values)
+                number += 1
+        return packed(windows)
 
+    def read(self, windows: list[Window]) -> list[CopiedTable]:
+        """Copy rows to the host; nobody may write tables meanwhile."""
+        return [window.read() for window in windows]
 
-def in_chunks(values: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
-    """Copy a tensor to the host, some rows at a time.
-
-    Args:
-        values: `(rows, columns)` or `(rows,)`, on any device.
-
-    Yields:
-        Row numbers `(N,)`, int64, and the values `(N, columns)`.
-    """
-    values_RD = values.unsqueeze(1) if values.dim() == 1 else values
-    at_once = max(1, CHUNK_BYTES // max(1, values_RD.shape[1] * values_RD.element_size()))
-    for first in range(0, values_RD.shape[0], at_once):
-        some = values_RD[first : first + at_once]
-        yield torch.arange(first, first + len(some)), some.detach().to("cpu", copy=True)
+    def begin_base(self) -> None:
+        """Say that all rows are going to be read as they are now: the marks are gone."""
+        self.wait_copied()
+        self._marks = [self._new_marks(kernel) for kernel in self._kernels]
+        for kernel in self._kernels:
+            kernel.write_back_cache()
 
 
 def _looked_up(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> LookedUp:
