@@ -19,3 +19,8 @@ from .parts import encode as encode
 from .parts import read_header as read_header
 from .sink import DeltaSink as DeltaSink
 from .writer import CutWriter as CutWriter
+
+
+def resolve_sink(sink: str) -> DeltaSink:
+    """Placeholder."""
+    raise NotImplementedError

@@ -10,6 +10,7 @@ from fbgemm_gpu.split_table_batched_embeddings_ops_training import (
     SplitTableBatchedEmbeddingBagsCodegen,
 )
 from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 from torchrec.distributed.embedding_types import EmbeddingComputeKernel
 from torchrec.distributed.types import ShardingType
 
@@ -95,7 +96,8 @@ def kernel_shards(model: nn.Module) -> list[KernelShards]:
     found = []
     for name, module in table_modules(model).items():
         plan = module.module_sharding_plan
-        for lookup in module._lookups:
+        for wrapped in module._lookups:
+            lookup = wrapped.module if isinstance(wrapped, DistributedDataParallel) else wrapped
             for group, part in zip(lookup.grouped_configs, lookup._emb_modules, strict=True):
                 tables = group.embedding_tables
                 replicated = {plan[table.name].sharding_type == ShardingType.DATA_PARALLEL.value for table in tables}

@@ -1,0 +1,169 @@
+"""Functions that ranks run: fits whose updated rows are sent, with what the tables were after every step."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import torch
+from lightning.pytorch import Callback, LightningModule, Trainer
+from torch import Tensor
+from torchrec.distributed.types import ShardedTensor
+
+from lightning_overlap import OverlapEmbeddingStrategy
+from lightning_overlap.callbacks import EmbeddingDeltas
+from lightning_overlap.deltas import PartName, decode
+from tests.support.cases import Batches, Case, Model, make_plan
+from tests.support.fits import make_trainer
+
+Windows = dict[tuple[str, int, int], Tensor]
+"""A rank's shards: name of the table, first row, first column -> values."""
+
+
+class Files:
+    """The plainest sink: a file for each part.
+
+    Args:
+        folder: Where they go.
+        delay_s: How long each write takes.
+        fails_at: The step of the cut whose part cannot be written.
+    """
+
+    def __init__(self, folder: str, delay_s: float = 0, fails_at: int | None = None) -> None:
+        self.folder, self.delay_s, self.fails_at = Path(folder), delay_s, fails_at
+
+    def __str__(self) -> str:
+        return f"Files({self.folder.name})"
+
+    def write(self, name: str, part: bytes) -> None:
+        found = PartName.parse(name)
+        assert found is not None
+        if found.step == self.fails_at and found.rank == found.world_size - 1:
+            raise OSError("no space left")
+        time.sleep(self.delay_s)
+        self.folder.mkdir(exist_ok=True)
+        (self.folder / f".{name}").write_bytes(part)
+        (self.folder / f".{name}").rename(self.folder / name)
+
+    def names(self) -> Iterable[str]:
+        return [path.name for path in self.folder.glob("g*.arrow")]
+
+    def read(self, name: str) -> bytes:
+        return (self.folder / name).read_bytes()
+
+    def remove(self, names: Iterable[str]) -> None:
+        for name in names:
+            (self.folder / name).unlink(missing_ok=True)
+
+    def close(self) -> None:
+        pass
+
+
+def shards_of(module: LightningModule) -> Windows:
+    """This rank's shards as they are now; of data-parallel tables the whole."""
+    found: Windows = {}
+    for name, value in module.state_dict().items():
+        if isinstance(value, ShardedTensor):
+            for shard in value.local_shards():
+                row, column = shard.metadata.shard_offsets
+                found[name, row, column] = shard.tensor.detach().clone()
+        elif value.dim() == 2 and ("embedding" in name):
+            found[name, 0, 0] = value.detach().clone()
+    return found
+
+
+class TablesByStep(Callback):
+    """Keeps the tables as they are at the end of every step, and in the end."""
+
+    def __init__(self) -> None:
+        self.tables: dict[int, Windows] = {}
+        self.dense: dict[int, dict[str, Tensor]] = {}
+
+    def on_train_batch_end(self, trainer: Trainer, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        self.keep(trainer.fit_loop.epoch_loop.total_batch_idx + 1, pl_module)
+
+    def keep(self, step: int, module: LightningModule) -> None:
+        self.tables[step] = shards_of(module)
+
+
+class KillAt(Callback):
+    """Ends the process after a step, as the system does that runs out of memory."""
+
+    def __init__(self, step: int) -> None:
+        self.step = step
+
+    def on_train_batch_end(self, trainer: Trainer, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        if trainer.fit_loop.epoch_loop.total_batch_idx + 1 == self.step:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+
+def fit_with_deltas(
+    case: Case,
+    pipeline: str,
+    folder: str,
+    *,
+    every_n_steps: int = 1,
+    num_steps: int = 12,
+    sink: dict[str, Any] | None = None,
+    deltas: dict[str, Any] | None = None,
+    options: dict[str, Any] | None = None,
+    callbacks: tuple[Callback, ...] = (),
+    ckpt_path: str | None = None,
+    **kwargs: Any,
+) -> tuple[dict[int, Windows], Windows]:
+    """Train a case; return the tables of this rank by step, and in the end."""
+    model = Model(case)
+    plan = make_plan(case, model, torch.distributed.get_world_size(), "cpu")
+    strategy = OverlapEmbeddingStrategy(pipeline=pipeline, sharding=plan, **(options or {}))
+    seen = TablesByStep()
+    sender = EmbeddingDeltas(Files(folder, **(sink or {})), every_n_steps, **(deltas or {}))
+    trainer = make_trainer(strategy, callbacks=[*callbacks, sender, seen], **kwargs)
+    trainer.fit(model, datamodule=Batches(case, num_steps), ckpt_path=ckpt_path)
+    return seen.tables, shards_of(model)
+
+
+def apply_in_order(folder: str | Path) -> dict[tuple[int, int], dict[str, Tensor]]:
+    """Apply the whole cuts of a folder in their order, as a replica does; return the tables after each.
+
+    Independent of the package's own replicas.
+    """
+    cuts: dict[tuple[int, int], list[Any]] = {}
+    for path in sorted(Path(folder).glob("g*.arrow")):
+        part = decode(path.read_bytes(), path.name)
+        cuts.setdefault((part.header.generation, part.header.step), []).append(part)
+    tables: dict[str, Tensor] = {}
+    after: dict[tuple[int, int], dict[str, Tensor]] = {}
+    applied: tuple[int, int] | None = None
+    for cut, parts in sorted(cuts.items()):
+        header = parts[0].header
+        by_rank = {rank: [part for part in parts if part.header.rank == rank] for rank in range(header.world_size)}
+        if any(not chunks or len(chunks) < chunks[0].header.num_chunks for chunks in by_rank.values()):
+            continue
+        followed = {part.header.after for part in parts} - {None}
+        if followed:
+            [before] = followed
+            assert applied is not None
+            assert applied == before if before[0] == cut[0] else applied >= before, (applied, before, cut)
+        for part in parts:
+            for rows in part.rows:
+                if rows.field == "weight":
+                    table = tables.setdefault(rows.table, torch.full(rows.shape, torch.nan))
+                    table[rows.rows, rows.first_column : rows.first_column + rows.values.shape[1]] = rows.values
+        applied = cut
+        after[cut] = {name: table.clone() for name, table in tables.items()}
+    return after
+
+
+def differences(tables: dict[str, Tensor], of_ranks: Iterable[Windows]) -> list[str]:
+    """Name every shard that is not what tables have in its place, bit for bit."""
+    found = []
+    for windows in of_ranks:
+        for (name, row, column), values in windows.items():
+            mine = tables[name][row : row + values.shape[0], column : column + values.shape[1]]
+            if not torch.equal(mine, values):
+                found.append(f"{name}[{row}:, {column}:]")
+    return found
