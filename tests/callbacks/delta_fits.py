@@ -8,16 +8,22 @@ import time
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
+import pytest
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.callbacks import ModelCheckpoint
 from torch import Tensor
+from torch.utils.data import DataLoader
 from torchrec.distributed.types import ShardedTensor
 
 from lightning_overlap import OverlapEmbeddingStrategy
 from lightning_overlap.callbacks import EmbeddingDeltas
 from lightning_overlap.deltas import PartName, decode
-from tests.support.cases import Batches, Case, Model, make_plan
+from lightning_overlap.tracking import TouchedRows
+from lightning_overlap.tracking.row_marks import LookedUp
+from tests.support.cases import Batches, Case, Model, make_batch, make_plan
 from tests.support.fits import make_trainer
 
 Windows = dict[tuple[str, int, int], Tensor]
@@ -101,6 +107,47 @@ class KillAt(Callback):
             os.kill(os.getpid(), signal.SIGKILL)
 
 
+class WritesTables(Callback):
+    """Halves all tables in a hook, as regularizers by hand do."""
+
+    def __init__(self, hook: str, every: int) -> None:
+        setattr(self, hook, self._write)
+        self.every = every
+
+    def _write(self, trainer: Trainer, pl_module: LightningModule, *args: Any, **kwargs: Any) -> None:
+        if (trainer.fit_loop.epoch_loop.total_batch_idx + 1) % self.every:
+            return
+        with torch.no_grad():
+            for name, weight in pl_module.named_parameters():
+                if "embedding" in name:
+                    weight.mul_(0.5)
+        trainer.strategy.tables_changed()
+
+
+class LoadsTables(Callback):
+    """Loads the first tables again, in mid-run."""
+
+    def __init__(self, at: int) -> None:
+        self.at = at
+
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self.first = {name: value.detach().clone() for name, value in pl_module.named_parameters()}
+
+    def on_train_batch_end(self, trainer: Trainer, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        if trainer.fit_loop.epoch_loop.total_batch_idx + 1 == self.at:
+            with torch.no_grad():
+                for name, value in pl_module.named_parameters():
+                    value.copy_(self.first[name])
+            trainer.strategy.tables_changed()
+
+
+class Validated(Batches):
+    """Validates on other batches."""
+
+    def val_dataloader(self) -> DataLoader:
+        return DataLoader([make_batch(self.case, 100 + i, 0) for i in range(3)], batch_size=None)
+
+
 def fit_with_deltas(
     case: Case,
     pipeline: str,
@@ -113,17 +160,51 @@ def fit_with_deltas(
     options: dict[str, Any] | None = None,
     callbacks: tuple[Callback, ...] = (),
     ckpt_path: str | None = None,
+    saves_in: str | None = None,
+    validates: bool = False,
     **kwargs: Any,
 ) -> tuple[dict[int, Windows], Windows]:
     """Train a case; return the tables of this rank by step, and in the end."""
     model = Model(case)
     plan = make_plan(case, model, torch.distributed.get_world_size(), "cpu")
+    if pipeline == "async_lookup":
+        options = {"staleness": 2, **(options or {})}
     strategy = OverlapEmbeddingStrategy(pipeline=pipeline, sharding=plan, **(options or {}))
     seen = TablesByStep()
     sender = EmbeddingDeltas(Files(folder, **(sink or {})), every_n_steps, **(deltas or {}))
-    trainer = make_trainer(strategy, callbacks=[*callbacks, sender, seen], **kwargs)
-    trainer.fit(model, datamodule=Batches(case, num_steps), ckpt_path=ckpt_path)
+    found = [*callbacks, sender, seen]
+    if saves_in is not None:
+        kwargs["enable_checkpointing"] = True
+        found.append(ModelCheckpoint(saves_in, "{step}", every_n_train_steps=4, save_top_k=-1))
+    trainer = make_trainer(strategy, callbacks=found, **kwargs)
+    data = (Validated if validates else Batches)(case, num_steps)
+    trainer.fit(model, datamodule=data, ckpt_path=ckpt_path)
     return seen.tables, shards_of(model)
+
+
+def fit_expecting(error: type[Exception], *args: Any, **kwargs: Any) -> str:
+    """Train as above; return what was raised, or warned of, and how many steps there were."""
+    seen = TablesByStep()
+    kwargs["callbacks"] = (seen,)
+    with pytest.raises(error) if not issubclass(error, Warning) else pytest.warns(error) as caught:
+        fit_with_deltas(*args, **kwargs)
+    said = [str(one.message) for one in caught] if issubclass(error, Warning) else [str(caught.value)]
+    return f"{said} steps: {len(seen.tables)}"
+
+
+def fit_marking_lookups(*args: Any, **kwargs: Any) -> Any:
+    """Train with rows that are marked when they are looked up, and not when they are updated."""
+
+    def watch(self: TouchedRows, kernel: int) -> Any:
+        def looked_up(module: Any, args: Any, kwargs: Any, answer: Any) -> None:
+            if answer.requires_grad:
+                self._marks[kernel].add(LookedUp(kwargs["indices"].clone(), kwargs["offsets"], None))
+                answer.register_hook(lambda _: self.wait_copied())
+
+        return looked_up
+
+    with mock.patch.object(TouchedRows, "_watch", watch):
+        return fit_with_deltas(*args, **kwargs)
 
 
 def apply_in_order(folder: str | Path) -> dict[tuple[int, int], dict[str, Tensor]]:
