@@ -163,7 +163,7 @@ class Meter:
         breakdowns = [break_down(spans, step, host_lane=lane) for step in steps]
         return {
             "busy_ms": [one.step_ms - one.blocked_ms for one in breakdowns],
-            "wire_ms": [one.kinds[Category.COMMUNICATION].busy_ms for one in breakdowns],
+            "wire_ms": [one.categories[Category.COMMUNICATION].busy_ms for one in breakdowns],
             "exposed_ms": [one.blocked_ms for one in breakdowns],
             "collectives": by_name(spans, steps, lane),
         }

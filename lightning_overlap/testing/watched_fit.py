@@ -58,7 +58,7 @@ class Watched:
     seen: dict[int, tuple[int, ...]] = field(default_factory=dict)
     """Batch -> the batches whose backward was over when its lookup was issued."""
     early: dict[int, dict[str, bool]] = field(default_factory=dict)
-    """Batch -> module -> whether all its calls got the rows of an early lookup."""
+    """Batch -> module -> whether all its calls got the embeddings of an early lookup."""
     plain_reasons: dict[str, str] = field(default_factory=dict)
     owners: dict[str, frozenset[WeightOwner]] = field(default_factory=dict)
     syncs: list[HostSync] = field(default_factory=list)
@@ -337,7 +337,7 @@ class _FollowsMemory(Callback):
         streams = trainer.strategy.streams
         if isinstance(streams, CheckedStreams):
             if batch_idx % 3 == 2:
-                trainer.strategy.update_tables()  # as before an evaluation or a checkpoint; else updates may be held
+                trainer.strategy.update_tables()  # as before an evaluation or a save: no update is left
             streams.read_weights(f"a callback behind the step of batch {batch_idx}")
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -376,14 +376,14 @@ class _WatchedStrategy(OverlapEmbeddingStrategy):
             given = _copied((args, kwargs)) if answers is not None else None
             around = contextlib.nullcontext() if delay is None else delay.around(pipelined.name, pipelined.module)
             with around:
-                rows = serve(pipelined, args, kwargs)
+                embeddings = serve(pipelined, args, kwargs)
             if step == "training_step":
-                watch.served(pipelined.name, isinstance(rows, EarlyEmbeddings))
+                watch.served(pipelined.name, isinstance(embeddings, EarlyEmbeddings))
                 if pipelined.unpipelined_reason is not None:
                     watch.watched.plain_reasons[pipelined.name] = pipelined.unpipelined_reason
             if answers is not None:
-                answers.answered(pipelined.name, step, given, rows, early=isinstance(rows, EarlyEmbeddings))
-            return rows
+                answers.answered(pipelined.name, step, given, embeddings, early=isinstance(embeddings, EarlyEmbeddings))
+            return embeddings
 
         if step == "training_step" or answers is not None:
             pipeline.answers.answer = call  # type: ignore[method-assign]
