@@ -61,7 +61,7 @@ def test_each_stage_of_each_batch_once_and_in_order(schedule: Schedule, ready: b
         assert not any(run.updates.values())
 
 
-def test_rows_come_early_for_all_but_the_batch_that_shows_the_inputs(mode: Schedule) -> None:
+def test_embeddings_come_early_for_all_but_the_batch_that_shows_the_inputs(mode: Schedule) -> None:
     run = evaluate(mode, 6, ready=False)
     assert run.served_early(0) == {False}
     for batch in range(1, 6):

@@ -70,28 +70,28 @@ def fresh(case: Case, index: int, rank: int) -> Batch:
 class NoGradCall(Model):
     """A frozen teacher: looked up without gradients, used with them."""
 
-    def rows(self, collection: str, batch: Batch) -> Any:
+    def embeddings(self, collection: str, batch: Batch) -> Any:
         with torch.no_grad():
             return getattr(self, collection)(kjt_of(batch))
 
 
 class InferenceModeCall(Model):
-    def rows(self, collection: str, batch: Batch) -> Any:
+    def embeddings(self, collection: str, batch: Batch) -> Any:
         with torch.inference_mode():
             found = getattr(self, collection)(kjt_of(batch)).to_dict()
         return {key: value.clone() for key, value in found.items()}
 
 
 class DetachedSometimes(Model):
-    def rows(self, collection: str, batch: Batch) -> Any:
+    def embeddings(self, collection: str, batch: Batch) -> Any:
         found = getattr(self, collection)(kjt_of(batch)).to_dict()
         return {key: value.detach() if batch.inputs["sparse"][1] % 3 == 1 else value for key, value in found.items()}
 
 
 class LooksFirst(Model):
-    """Takes a statistic of the rows without gradients before it trains on them."""
+    """Takes a statistic of the embeddings without gradients before it trains on them."""
 
-    def rows(self, collection: str, batch: Batch) -> Any:
+    def embeddings(self, collection: str, batch: Batch) -> Any:
         found = getattr(self, collection)(kjt_of(batch))
         with torch.no_grad():
             self.statistic = found["f0"].norm()
@@ -101,19 +101,19 @@ class LooksFirst(Model):
 class CheckpointedStep(Model):
     """Runs the whole forward under a non-reentrant checkpoint(), tables included."""
 
-    def forward(self, batch: Batch, rows: Any = None) -> Tensor:
+    def forward(self, batch: Batch, embeddings: Any = None) -> Tensor:
         return checkpoint(lambda: super(CheckpointedStep, self).forward(batch), use_reentrant=False)
 
 
 class CheckpointedLookup(Model):
-    def rows(self, collection: str, batch: Batch) -> Any:
+    def embeddings(self, collection: str, batch: Batch) -> Any:
         return checkpoint(lambda: getattr(self, collection)(kjt_of(batch)).to_dict(), use_reentrant=False)
 
 
 class ReentrantLookup(Model):
     """The first call comes without gradients, the second one inside the backward."""
 
-    def rows(self, collection: str, batch: Batch) -> Any:
+    def embeddings(self, collection: str, batch: Batch) -> Any:
         keys = sorted(kjt_of(batch).keys())
 
         def look_up(anchor: Tensor) -> tuple[Tensor, ...]:
@@ -150,17 +150,21 @@ class HashesSometimes(Model):
         return super().training_step(batch, batch_idx)
 
 
-# -- who is first to use rows, which input, which batches -------------------------------------------------------------
+# -- who is first to use embeddings, which input, which batches -------------------------------------------------------
 
 
 class OneRankLooksFirst(Model):
-    """Rank 0 uses the rows before the bottom MLP, the others after it: their backwards send in different orders."""
+    """Rank 0 uses embeddings before the bottom MLP, the others after it: their backwards send in different orders."""
 
-    def forward(self, batch: Batch, rows: Any = None) -> Tensor:
-        rows = {name: self.rows(name, batch) for name in sorted(self.case.collections)} if rows is None else rows
+    def forward(self, batch: Batch, embeddings: Any = None) -> Tensor:
+        embeddings = (
+            {name: self.embeddings(name, batch) for name in sorted(self.case.collections)}
+            if embeddings is None
+            else embeddings
+        )
         if dist.get_rank() == 0:
-            self.statistic = rows["ebc"]["f0"].norm()
-        return self.dense(batch, rows)
+            self.statistic = embeddings["ebc"]["f0"].norm()
+        return self.dense(batch, embeddings)
 
 
 class OneOfTwoTasks(Model):
@@ -216,7 +220,7 @@ class RecomputesInEveryClosure(ReentrantLookup):
 
 
 class TwoBackwards(ByHand, Model):
-    """Steps by hand, with two backwards through the same rows."""
+    """Steps by hand, with two backwards through the same embeddings."""
 
     def training_step(self, batch: Batch, batch_idx: int) -> None:
         optimizer = self.optimizers()
@@ -251,13 +255,13 @@ class SecondPhase(ByHand, Model):
         optimizer = self.optimizers()
         losses = []
         for phase in ("ebc", "second"):
-            rows = {
-                name: self.rows(name, batch)
+            embeddings = {
+                name: self.embeddings(name, batch)
                 if name == phase
                 else defaultdict(lambda dim=tables[0].dim: torch.zeros(len(batch.labels), dim))
                 for name, tables in self.case.collections.items()
             }
-            loss = self.dense(batch, rows)
+            loss = self.dense(batch, embeddings)
             optimizer.zero_grad()
             self.manual_backward(loss)
             optimizer.step()
@@ -466,7 +470,7 @@ def train(
         warnings.simplefilter("always")
         trainer.fit(module, datamodule=Data(_batches(model, case)))
     messages = [str(warning.message) for warning in caught if "not overlapped" in str(warning.message)]
-    num_threads = sum(thread.name == "early_rows_mismatches" for thread in threading.enumerate())
+    num_threads = sum(thread.name == "early_lookup_mismatches" for thread in threading.enumerate())
     return Outcome(collect(module, trainer.optimizers[0], module.losses), early, messages, num_threads)
 
 

@@ -119,7 +119,7 @@ class Manual(ByHand, Scheduled):
 
 
 class TwoBackwards(Manual):
-    """Goes backward twice through the same rows, as two losses do: two updates at this step's rate."""
+    """Goes backward twice through the same embeddings, as two losses do: two updates at this step's rate."""
 
     def training_step(self, batch: Batch, batch_idx: int) -> None:
         optimizer = self.optimizers()
@@ -159,7 +159,7 @@ class SeveralGroups(Scheduled):
 
 
 class TwoClosures(Scheduled):
-    """Evaluates its closure twice in a step, so that rows looked up in between are dropped."""
+    """Evaluates its closure twice in a step, so that what was looked up in between are dropped."""
 
     def configure_optimizers(self) -> Any:
         class Twice(torch.optim.SGD):

@@ -165,7 +165,7 @@ UPDATES_AFTER_THE_STEP = Schedule(
 
 FILES = (executor, stage_issue, deferred_updates, lookup_order)
 OF_REAL_STAGES = ("hand_to_compute", "hand_to_lookup", "hand_to_caller")
-"""What only the real stages ask for (`test_tensor_races.py`, `test_lookup_order.py`)."""
+"""What only the real stages ask for (`test_checked_streams.py`, `test_lookup_order.py`)."""
 
 MUTANTS = [
     (file, line, text)
