@@ -11,24 +11,14 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 from lightning.pytorch import Callback, Trainer
-from lightning.pytorch.callbacks import LearningRateMonitor, ModelCheckpoint
-from lightning.pytorch.loggers import CSVLogger
-from lightning.pytorch.strategies import DDPStrategy
 from torch import Tensor
 from torch.optim import lr_scheduler
-from torch.optim.swa_utils import SWALR
-from torchrec.optim.keyed import CombinedOptimizer, KeyedOptimizerWrapper
-from torchrec.optim.optimizers import in_backward_optimizer_filter
 
 from lightning_overlap import OverlapEmbeddingStrategy, combined_optimizer
 from lightning_overlap.sparse import lookup
 from lightning_overlap.tables import sharded_module
-from lightning_overlap.tables.combined_optimizer import DenseAndFused
-from lightning_overlap.tables.sharded_module import fused_optimizers
 
 from ..checkpoint.checkpoints import build_plan, planned
-from ..checkpoint.resumes import StatefulBatches
-from ..plugin.strategies import Dense
 from ..support.cases import (
     MIXED,
     ROWWISE_ADAGRAD,
@@ -259,90 +249,6 @@ def collect_tables(module: Model) -> dict[str, Tensor]:
     return collect(module, unused, module.losses).tables
 
 
-# -- the optimizer itself, and a run that goes on ---------------------------------------------------------------------
-
-
-def monitor(folder: str) -> dict[str, list[float]]:
-    """Return the columns that LearningRateMonitor logs."""
-    model = Scheduled(TWO_RATES)
-    plan = make_plan(TWO_RATES, model, dist.get_world_size())
-    logger = CSVLogger(folder)
-    watch = LearningRateMonitor("step", log_momentum=True, log_weight_decay=True)
-    kwargs: dict[str, Any] = {"logger": logger, "log_every_n_steps": 1, "callbacks": [watch]}
-    make_trainer(OverlapEmbeddingStrategy(sharding=plan), **kwargs).fit(model, datamodule=Batches(TWO_RATES, 5))
-    return {name: values for name, values in watch.lrs.items() if not name.startswith("step")}
-
-
-def state_dict(sharding: str) -> dict[str, Any]:
-    """Return the combined optimizer's state dict after three steps."""
-    model = Scheduled(ROWWISE_ADAGRAD)
-    trainer = make_trainer(OverlapEmbeddingStrategy(sharding=sharding))
-    trainer.fit(model, datamodule=Batches(ROWWISE_ADAGRAD, 3))
-    return trainer.optimizers[0].state_dict()
-
-
-def hyperparameters(saved: dict[str, Any]) -> list[dict[str, Any]]:
-    """Return a state dict's groups without their parameters."""
-    return [{key: value for key, value in group.items() if key != "params"} for group in saved["param_groups"]]
-
-
-def train_from(pipeline: str, folder: str, resume: str | None) -> tuple[Result, list[float]]:
-    """Train two epochs under a schedule, saving after step 4; or go on from there.
-
-    Returns:
-        The end, and the kernels' rates in each update.
-    """
-    rates: list[float] = []
-    model = notes_rates(Scheduled, rates)(ROWWISE_ADAGRAD)
-    saver = ModelCheckpoint(folder, filename="{step}", every_n_train_steps=4, save_top_k=-1)
-    plan = make_plan(ROWWISE_ADAGRAD, model, dist.get_world_size())
-    kwargs: dict[str, Any] = {"enable_checkpointing": True, "callbacks": [saver], "max_epochs": 2}
-    trainer = make_trainer(OverlapEmbeddingStrategy(pipeline=pipeline, sharding=plan), **kwargs)
-    trainer.fit(model, datamodule=StatefulBatches("own-sized", 6), ckpt_path=resume)
-    return collect(model, trainer.optimizers[0], model.losses), rates
-
-
-def notes_rates(cls: type[Scheduled], rates: list[float]) -> type[Scheduled]:
-    """Return a class of module that notes the rate of its first kernel after each backward."""
-
-    class Notes(cls):  # type: ignore[valid-type,misc]
-        def on_after_backward(self) -> None:
-            rates.append(fused_optimizers(self.ebc)[0].param_groups[0]["lr"])
-
-    return Notes
-
-
-def fit_again() -> list[list[float]]:
-    """Fit a module twice; return the fused rates that each schedule began and ended with."""
-    model = Scheduled(TABLE_WISE)
-    plan = make_plan(TABLE_WISE, model, dist.get_world_size())
-    seen = []
-    for _ in range(2):
-        trainer = make_trainer(OverlapEmbeddingStrategy(sharding=plan))
-        trainer.fit(model, datamodule=Batches(TABLE_WISE, 3))
-        [group] = trainer.optimizers[0].fused_groups
-        seen.append([group["initial_lr"], group["lr"]])
-    return seen
-
-
-SCHEDULERS: dict[str, Any] = {
-    "OneCycleLR": lambda o: lr_scheduler.OneCycleLR(o, [0.1, 4.0], total_steps=20),
-    "CyclicLR": lambda o: lr_scheduler.CyclicLR(o, [0.1, 1.0], [0.2, 4.0], step_size_up=3),
-    "CosineAnnealingWarmRestarts": lambda o: lr_scheduler.CosineAnnealingWarmRestarts(o, T_0=3),
-    "StepLR": lambda o: lr_scheduler.StepLR(o, 2),
-    "ExponentialLR": lambda o: lr_scheduler.ExponentialLR(o, 0.5),
-    "PolynomialLR": lambda o: lr_scheduler.PolynomialLR(o, 10),
-    "MultiplicativeLR": lambda o: lr_scheduler.MultiplicativeLR(o, lambda step: 0.9),
-    "SequentialLR": lambda o: lr_scheduler.SequentialLR(
-        o, [lr_scheduler.ConstantLR(o, 0.1, 2), lr_scheduler.ExponentialLR(o, 0.5)], [2]
-    ),
-    "ChainedScheduler": lambda o: lr_scheduler.ChainedScheduler(
-        [lr_scheduler.LinearLR(o, 0.1), lr_scheduler.ExponentialLR(o, 0.9)]
-    ),
-    "SWALR": lambda o: SWALR(o, swa_lr=0.05),
-}
-
-
 def counts_of_updates(pipeline: str) -> list[int]:
     """Return the iteration counts of the kernels after a fit under a schedule; FBGEMM counts lookups for these."""
     model = Scheduled(ROWWISE_ADAGRAD)
@@ -351,112 +257,3 @@ def counts_of_updates(pipeline: str) -> list[int]:
         model, datamodule=Batches(ROWWISE_ADAGRAD, NUM_STEPS)
     )
     return [int(count) for kernel in sharded_module.tbes(model.ebc) for count in (kernel.iter, kernel.iter_cpu)]
-
-
-def frozen_beside_zero() -> tuple[bool, bool]:
-    """Whether a frozen table and one that begins with a rate of zero have moved after a schedule raised the rate."""
-    model = ZeroAtFirst(ROWWISE_ADAGRAD, fused_optimizer=False)
-    model.ebc.embedding_bags["t1"].weight.requires_grad_(False)
-    before = {name: bag.weight.detach().clone() for name, bag in model.ebc.embedding_bags.items()}
-    strategy = OverlapEmbeddingStrategy(sharding="table_wise", fused_optimizer=(torch.optim.SGD, {"lr": 0.0}))
-    make_trainer(strategy).fit(model, datamodule=Batches(ROWWISE_ADAGRAD, 4))
-    moved = {name.split()[0]: not torch.equal(t, before[name.split()[0]]) for name, t in collect_tables(model).items()}
-    return moved["t0"], moved["t1"]
-
-
-class ZeroAtFirst(Scheduled):
-    """Its schedule sets rates, whatever they began with."""
-
-    def configure_optimizers(self) -> Any:
-        optimizer = combined_optimizer(self, dense_optimizer(self))
-        scheduler = lr_scheduler.OneCycleLR(optimizer, [0.2, 2.0], total_steps=10)
-        return [optimizer], [{"scheduler": scheduler, "interval": "step"}]
-
-
-def rate_without_one_given() -> tuple[list[float], list[float]]:
-    """Return the fused rates of a table whose optimizer was given none: of the group, and of the kernels."""
-    model = Unscheduled(TABLE_WISE, fused_optimizer=False)
-    strategy = OverlapEmbeddingStrategy(sharding="table_wise", fused_optimizer=(torch.optim.SGD, {}))
-    trainer = make_trainer(strategy)
-    trainer.fit(model, datamodule=Batches(TABLE_WISE, 2))
-    kernels = [kernel.get_learning_rate() for kernel in sharded_module.tbes(model.ebc)]
-    return [group["lr"] for group in trainer.optimizers[0].fused_groups], kernels
-
-
-def schedule_with(name: str, dense: str) -> tuple[list[float], list[float]]:
-    """Return the fused rates that a scheduler gives in six steps, and those that the kernels had in their updates."""
-    seen: list[float] = []
-
-    class Own(Scheduled):
-        def configure_optimizers(self) -> Any:
-            kwargs = {"SGD": {"momentum": 0.9}, "AdamW": {}}[dense]
-            optimizer = combined_optimizer(
-                self, getattr(torch.optim, dense)([*self.bottom.parameters(), *self.top.parameters()], 0.1, **kwargs)
-            )
-            return [optimizer], [{"scheduler": SCHEDULERS[name](optimizer), "interval": "step"}]
-
-    model = notes_rates(Own, seen)(TABLE_WISE)
-    trainer = make_trainer(OverlapEmbeddingStrategy(sharding=make_plan(TABLE_WISE, model, dist.get_world_size())))
-    trainer.fit(model, datamodule=Batches(TABLE_WISE, 6))
-    alone = DenseAndFused(torch.optim.AdamW([torch.zeros(1)], 0.1), {2.0: []})
-    if dense == "SGD":
-        alone = DenseAndFused(torch.optim.SGD([torch.zeros(1)], 0.1, momentum=0.9), {2.0: []})
-    scheduler, expected = SCHEDULERS[name](alone), []
-    for _ in range(6):
-        expected.append(float(alone.fused_groups[0]["lr"]))
-        alone.step()
-        scheduler.step()
-    return seen, expected
-
-
-def without_the_strategy() -> tuple[Tensor, Tensor]:
-    """Train a module without tables by DDP, its dense optimizer combined or not."""
-
-    class Combines(Dense):
-        combine = False
-
-        def configure_optimizers(self) -> Any:
-            optimizer = super().configure_optimizers()
-            if self.combine:
-                optimizer = combined_optimizer(self, optimizer)
-            return [optimizer], [lr_scheduler.StepLR(optimizer, 1)]
-
-    losses = []
-    for combine in (False, True):
-        model = Combines()
-        model.combine = combine
-        make_trainer(DDPStrategy(), max_epochs=2).fit(model)
-        losses.append(torch.stack(model.losses))
-    return losses[0], losses[1]
-
-
-def refused(what: str) -> str:
-    """Return what the user reads."""
-
-    class Refused(Scheduled):
-        def configure_optimizers(self) -> Any:
-            dense = dense_optimizer(self)
-            if what == "torchrec":
-                keyed = KeyedOptimizerWrapper(
-                    dict(in_backward_optimizer_filter(self.named_parameters())), lambda _: dense
-                )
-                return CombinedOptimizer([("ebc", self.ebc.fused_optimizer), ("", keyed)])
-            if what == "keyed":
-                named = dict(in_backward_optimizer_filter(self.named_parameters()))
-                return combined_optimizer(self, KeyedOptimizerWrapper(named, lambda _: dense))
-            if what == "two":
-                self.automatic_optimization = False
-                return [combined_optimizer(self, dense), combined_optimizer(self, dense)]
-            optimizer = combined_optimizer(self, dense)
-            if what == "add":
-                optimizer.add_param_group({"params": [torch.zeros(1)]})
-            optimizer.load_state_dict(dense.state_dict())
-            return optimizer
-
-    try:
-        make_trainer(OverlapEmbeddingStrategy(sharding="table_wise")).fit(
-            Refused(TABLE_WISE), datamodule=Batches(TABLE_WISE, 2)
-        )
-    except (ValueError, TypeError, RuntimeError) as err:
-        return f"{type(err).__name__}: {err}"
-    raise AssertionError("nothing was refused")
