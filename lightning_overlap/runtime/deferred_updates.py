@@ -45,7 +45,11 @@ class DeferredUpdates:
         return index - min(self._to_update, default=self.num_updated)
 
     def refuse_writes(self) -> None:
-        """Raise where tables were written whose update is still to come."""
+        """Fail where the user wrote tables whose deferred update is still to come.
+
+        Raises:
+            RuntimeError: An update is still to come; the message says what to call before writing.
+        """
         if self._to_update:
             raise RuntimeError(
                 "tables were written between two steps, while an update of theirs is still to come "

@@ -61,7 +61,13 @@ class TrainerStage:
         self._timer: StageTimer | None = None
 
     def begin(self, stage: Stage, index: int, timer: StageTimer | None) -> None:
-        """Begin a stage of a batch, and end the one before."""
+        """Begin a stage of a batch, and end the one before.
+
+        Args:
+            stage: Which stage.
+            index: Number of the batch.
+            timer: Times it; None: only a profiler sees it.
+        """
         self.end()
         stage_range = profiler_range(stage, index)
         if stage_range is not _NO_RANGE:

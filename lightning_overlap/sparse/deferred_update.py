@@ -73,7 +73,14 @@ class DeferredUpdate:
         return [cut.leaf.register_hook(lambda _: engine.queue_callback(call)) for cut in self._at_embeddings]
 
     def cut_received(self, received: Tensor) -> Tensor:
-        """Cut the graph of embeddings that have arrived; return what stands in their place."""
+        """Cut the graph of embeddings that have arrived.
+
+        Args:
+            received: Output of an all-to-all, any shape, with a graph that leads to the tables.
+
+        Returns:
+            The same numbers as a leaf, where the backward of the dense part stops.
+        """
         leaf: Tensor = received.detach().requires_grad_()
         self._at_embeddings.append(_Cut(received, leaf))
         leaf.register_post_accumulate_grad_hook(lambda leaf: self._arrived(received, leaf, travels=True))

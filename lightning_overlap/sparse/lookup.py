@@ -45,7 +45,13 @@ def look_up(
 def compute_fused(module: Any, state: ModuleContext, set_rates: SetRates | None = None) -> dict[int, Tensor]:
     """Run the kernels of the tables that the fused backward writes, and no collective: any thread may do so.
 
-    `start_fused` goes on with what this returns.
+    Args:
+        module: The sharded module.
+        state: The batch on its way through it.
+        set_rates: As of `look_up`.
+
+    Returns:
+        Embeddings by part, `(number of ids or bags, embedding columns of the part)`, for `start_fused`.
     """
     with _updates_at_present_rate(module, set_rates):
         return _compute(module, state, parts_to_look_up(module, state, frozenset({WeightOwner.FUSED_BACKWARD})))
@@ -136,7 +142,13 @@ def _start_output_dist(module: Any, state: ModuleContext, embeddings: Mapping[in
 
 
 def parts_to_look_up(module: Any, state: ModuleContext, owners: frozenset[WeightOwner]) -> list[int]:
-    """Return the parts of a module whose tables belong to `owners` and are still to be looked up."""
+    """Return the parts of a module whose tables belong to `owners` and are still to be looked up.
+
+    Args:
+        module: The sharded module.
+        state: The batch on its way through it.
+        owners: Whose tables to look up now.
+    """
     return [
         part
         for part, owner in enumerate(owners_of_parts(module))

@@ -45,7 +45,13 @@ class LookupThreads:
         self._jobs: list[Job] = []
 
     def submit(self, module: str, inflight: InFlightBatch, look_up: Callable[[], LookedUp]) -> None:
-        """Begin a lookup with the caller's autograd and autocast modes, which belong to a thread."""
+        """Begin a lookup with the caller's autograd and autocast modes, which belong to a thread.
+
+        Args:
+            module: Name of the sharded module.
+            inflight: The batch.
+            look_up: Runs the kernels, in a thread of the pool.
+        """
         grad, cast = torch.is_grad_enabled(), torch.is_autocast_enabled("cpu")
         dtype = torch.get_autocast_dtype("cpu")
 

@@ -170,9 +170,9 @@ def add_counts(counts_T2: Tensor, read_N: Tensor, unseen_M: Tensor) -> None:
     Nothing here has a size that depends on the ids, which the host would have to wait for.
 
     Args:
-        counts_T2: By table, int64.
-        read_N: Rows that were looked up, with their tables' numbers above `ROW_BITS`.
-        unseen_M: Rows of the updates that this lookup could not see.
+        counts_T2: Rows read stale and rows read, by table, `(number of tables, 2)`, int64; receives the sums.
+        read_N: Rows that were looked up, `(N,)`, int64, with their tables' numbers above `ROW_BITS`.
+        unseen_M: Rows of the updates that this lookup could not see, `(M,)`, int64, numbered likewise.
     """
     if not read_N.numel():
         return
