@@ -8,8 +8,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from torch.profiler import ProfilerActivity, profile, record_function
 
 from lightning_overlap.profiling import trace_names
 from lightning_overlap.profiling.report import summarize
@@ -364,6 +366,16 @@ def test_what_is_no_trace_is_said(tmp_path: Path, content: bytes, message: str) 
     with pytest.raises(TraceError, match=message) as err:
         read_trace(path)
     assert str(path) in str(err.value)
+
+
+@pytest.mark.parametrize("name", ['a "b".py', '"a"', '"'])
+def test_names_with_quotes_are_read(tmp_path: Path, name: str) -> None:
+    """torch 2.13 does not escape them, so that its file is no JSON."""
+    with profile(activities=[ProfilerActivity.CPU]) as profiler, record_function(name):
+        torch.ones(2).sum()
+    profiler.export_chrome_trace(str(tmp_path / "trace.json"))
+    (spans,) = read_trace(tmp_path / "trace.json").values()
+    assert name in {span.name for span in spans}
 
 
 def test_a_changed_file_of_our_own_is_said(tmp_path: Path) -> None:
