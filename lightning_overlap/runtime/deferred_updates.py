@@ -73,7 +73,7 @@ class DeferredUpdates:
         self._to_update[inflight.index] = inflight
 
     def make_all(self) -> None:
-        """Issue all deferred updates. All ranks call this before an evaluation, a save and the end of an epoch."""
+        """Issue all deferred updates, on all ranks alike; what the compute stream runs afterwards finds them made."""
         if self._to_update:
             step = Step(Stage.EMBEDDING_UPDATE, 0, self._order.lookup)
             for index in sorted(self._to_update):
