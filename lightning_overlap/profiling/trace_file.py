@@ -80,8 +80,10 @@ def load(path: Path) -> TraceFile:
     try:
         content = _parsed(_text(path))
     except json.JSONDecodeError as err:
+        around = " ".join(err.doc[max(0, err.pos - 60) : err.pos + 40].split())
         raise TraceError(
-            f"{path} is not a trace: its JSON is broken.\n  got:  {err.msg} at line {err.lineno}, column {err.colno}\n"
+            f"{path} is not a trace: its JSON is broken.\n  got:  {err.msg} at line {err.lineno}, column {err.colno}: "
+            f"{around!r}\n"
             f"  A run that was killed while it wrote leaves such a file. {_ADVICE}"
         ) from err
     except RecursionError as err:
