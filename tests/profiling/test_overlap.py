@@ -131,7 +131,7 @@ def test_nested_spans_take_their_time_from_the_outer_one() -> None:
         ("ids", HOST_LANE, False),
     ],
 )
-def test_a_wait_for_rows_counts_where_the_dense_part_runs(name: str, lane: str, counts: bool) -> None:
+def test_a_wait_for_embeddings_counts_where_the_dense_part_runs(name: str, lane: str, counts: bool) -> None:
     gemms = [Span(start, end, Category.DENSE, "stream 7", "gemm") for start, end in ((0, 1), (3, 9))]
     spans = [*gemms, Span(1, 3, Category.WAIT, lane, name)]
     assert summarize(spans).breakdown.merge_wait_ms == (2 if counts else 0)

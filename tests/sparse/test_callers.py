@@ -80,7 +80,7 @@ def test_deferred_updates_are_those_of_the_same_staleness(two_ranks: Ranks, mode
 
 
 def test_a_frozen_teacher_is_not_trained_in_any_mode(two_ranks: Ranks, mode: Schedule) -> None:
-    """Rows without a graph carry no gradient, however early they were looked up."""
+    """Embeddings without a graph carry no gradient, however early they were looked up."""
     [before, *_] = two_ranks.run(caller_fits.train, "no_grad", "base", limit_train_batches=1)
     [after, *_] = two_ranks.run(caller_fits.train, "no_grad", mode)
     assert all(torch.equal(after.result.tables[name], table) for name, table in before.result.tables.items())

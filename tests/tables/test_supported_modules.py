@@ -82,7 +82,7 @@ def test_a_lookup_before_the_step_is_seen(ranks: Ranks, name: str) -> None:
 
 @pytest.mark.parametrize("name", ["feature_processors", "feature_processors_beside_tables", "managed_bags"])
 def test_a_rate_that_moves(ranks: Ranks, name: str) -> None:
-    """The gradient of feature processors' weights goes through the cut behind the rows, too."""
+    """The gradient of feature processors' weights goes through the cut at the embeddings, too."""
     expected = ranks.run(supported_modules.train, name, rates_move=True)
     assert all(_differences(expected, _expected(ranks, name)))
     actual = ranks.run(supported_modules.fit, name, "fused_sparse_dist", rates_move=True)
