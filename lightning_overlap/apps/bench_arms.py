@@ -210,9 +210,9 @@ class _Rest(nn.Module):
         object.__setattr__(self, "_module", module)  # not a child: the tracer goes into modules with tables below
         self._path = path
 
-    def forward(self, rows: Any, batch: Any) -> Any:
+    def forward(self, embeddings: Any, batch: Any) -> Any:
         collection = getattr(self._module, self._path)
-        setattr(self._module, self._path, _Given(rows))
+        setattr(self._module, self._path, _Given(embeddings))
         try:
             return self._module.training_step(batch, 0)
         finally:
@@ -220,12 +220,12 @@ class _Rest(nn.Module):
 
 
 class _Given(nn.Module):
-    def __init__(self, rows: Any) -> None:
+    def __init__(self, embeddings: Any) -> None:
         super().__init__()
-        self._rows = rows
+        self._embeddings = embeddings
 
     def forward(self, *_: Any) -> Any:
-        return self._rows
+        return self._embeddings
 
 
 def _make_network(job: Job) -> tuple[DistributedModelParallel, torch.optim.Optimizer]:

@@ -53,7 +53,12 @@ class BinnedAUC(Metric):
         self.add_state("num_others", torch.zeros(num_bins, dtype=torch.int64), dist_reduce_fx="sum")
 
     def update(self, logits: Tensor, labels: Tensor) -> None:
-        """Count a batch: `logits` and `labels` `(B,)`, any float dtype; labels 0 or 1."""
+        """Count a batch.
+
+        Args:
+            logits: Logits of clicks, `(B,)`, any float dtype.
+            labels: 1 for a click, else 0, `(B,)`, any float dtype.
+        """
         bins_B = ((logits.float() + 16) * (self.num_bins / 32)).long().clamp(0, self.num_bins - 1)
         clicks_B = labels.long()
         self.num_clicks.scatter_add_(0, bins_B, clicks_B)
@@ -88,7 +93,12 @@ class NormalizedEntropy(Metric):
             self.add_state(name, torch.zeros((), dtype=torch.float64), dist_reduce_fx="sum")
 
     def update(self, logits: Tensor, labels: Tensor) -> None:
-        """Add a batch: `logits` and `labels` `(B,)`, any float dtype; labels 0 or 1."""
+        """Add a batch.
+
+        Args:
+            logits: Logits of clicks, `(B,)`, any float dtype.
+            labels: 1 for a click, else 0, `(B,)`, any float dtype.
+        """
         loss = nn.functional.binary_cross_entropy_with_logits(logits.float(), labels.float(), reduction="sum")
         self.log_loss += loss.double()
         self.num_clicks += labels.sum().double()

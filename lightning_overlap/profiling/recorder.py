@@ -15,7 +15,7 @@ from ..distributed import CONSENSUS
 from ..runtime import CudaStreams, Streams
 from ..schedules import Stage, StreamName
 from .collectives import Collective, record_collectives
-from .spans import HOST_LANE, Category, Interval, Span
+from .spans import EMBEDDINGS, HOST_LANE, Category, Interval, Span
 from .timestamps import CudaTimestamps, HostTimestamps, Record
 
 KINDS = {
@@ -136,7 +136,13 @@ class SpanRecorder:
             yield
             return
         record = Record(
-            Category.WAIT, str(StreamName.COMPUTE), "rows", Stage.EMBEDDING_LOOKUP, batch, self._mark(), on_host=False
+            Category.WAIT,
+            str(StreamName.COMPUTE),
+            EMBEDDINGS,
+            Stage.EMBEDDING_LOOKUP,
+            batch,
+            self._mark(),
+            on_host=False,
         )
         yield
         record.end = self._mark()
@@ -181,7 +187,7 @@ class SpanRecorder:
         """
         stage, batch = self.stage or (None, None)
         if stage is Stage.EMBEDDING_LOOKUP and name == "gradients":
-            name = "rows"  # which a backward may look up while it waits for gradients
+            name = EMBEDDINGS  # which a backward may look up while it waits for gradients
         on_host = on_host or self._device is None
         marks = self._host if on_host else self._device
         assert marks is not None

@@ -16,7 +16,7 @@ from typing import NamedTuple
 
 from ..schedules import Stage
 from . import trace_names as names
-from .spans import HOST_LANE, ROWS, Category, Span, intersection, subtract, union
+from .spans import EMBEDDINGS, HOST_LANE, Category, Span, intersection, subtract, union
 from .steps import is_step_mark
 from .trace_file import Event, TraceError, TraceFile, is_own, load, own_spans
 
@@ -186,7 +186,7 @@ class _Reader:
         if inside.batch != around.batch or (inside.stage, inside.kind) != (around.stage, around.kind):
             detail = _where(around) if kind is Category.WAIT else ""
             if kind is Category.WAIT and inside.stage is Stage.EMBEDDING_LOOKUP:
-                name = f"{ROWS}: {name}"
+                name = f"{EMBEDDINGS}: {name}"
             self._add(event, kind, lane, name, inside, detail)
 
     def _collectives_on_host(self, events: list[Event]) -> None:
@@ -244,7 +244,7 @@ class _Reader:
                     held_by = others[last]
                     name, stage, detail = f"waits for {held_by.name}", held_by.stage, f"on {held_by.lane}"
                     if stage is Stage.EMBEDDING_LOOKUP and held_by.kind is not Category.COPY:
-                        name = f"{ROWS}: {name}"
+                        name = f"{EMBEDDINGS}: {name}"
                 yield Span(waits_from, span.start_ms, Category.WAIT, compute, name, stage, span.batch, detail)
             free_us = event.end_us if free_us == float("inf") else max(free_us, event.end_us)
 

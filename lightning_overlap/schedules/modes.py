@@ -215,9 +215,9 @@ def modes_table(modes: Mapping[str, Schedule] = MODES) -> str:
 def _starts_early(mode: Schedule) -> str:
     parts = []
     for stage, what in ((_COPY, "copy"), (_SPLITS, "input dist"), (_PREFETCH, "prefetch"), (_LOOKUP, "lookup")):
-        row = mode.step_of(stage)
-        if row is not None and row.offset > 0:
-            parts.append(f"{what} of N+{row.offset}")
+        step = mode.step_of(stage)
+        if step is not None and step.offset > 0:
+            parts.append(f"{what} of N+{step.offset}")
     lookup = mode.step_of(_LOOKUP)
     if lookup is not None and lookup.offset > 0:
         position = mode.position(_LOOKUP)
@@ -233,11 +233,11 @@ def _starts_early(mode: Schedule) -> str:
 
 
 def _held(mode: Schedule) -> str:
-    ids, rows, update = mode.step_of(_DATA), mode.step_of(_LOOKUP), mode.step_of(_UPDATE)
+    ids, lookup, update = mode.step_of(_DATA), mode.step_of(_LOOKUP), mode.step_of(_UPDATE)
     amounts = (
         (mode.max_offset, "inputs"),
         (ids.offset if ids else 0, "received ids"),
-        (rows.offset if rows else 0, "embeddings"),
+        (lookup.offset if lookup else 0, "embeddings"),
         (-update.offset if update else 0, "gradients"),
     )
     return ", ".join(f"{what} of {number}" for number, what in amounts if number) or "nothing"

@@ -296,7 +296,7 @@ def _served(watched: Watched, must_overlap: bool) -> Verdict:
     )
     said += "".join(f"; {name} runs in its own forward: {reason}" for name, reason in plain.items())
     problems = [
-        f"{name!r} ran in its own forward: {plain.get(name, 'its rows were not there')}"
+        f"{name!r} ran in its own forward: {plain.get(name, 'its embeddings were not there')}"
         for name, share in shares.items()
         if share < 1
     ]

@@ -43,7 +43,7 @@ class _Call:
     step: str
     batch: int
     given: tuple[tuple[Any, ...], dict[str, Any]]
-    rows: Any
+    embeddings: Any
     early: bool
     training: bool
     grad_enabled: bool
@@ -81,14 +81,14 @@ class Answers(Callback):
 
     # -- what the fit tells ---------------------------------------------------------------------------------------
 
-    def answered(self, name: str, step: str, given: Any, rows: Any, *, early: bool) -> None:
+    def answered(self, name: str, step: str, given: Any, embeddings: Any, *, early: bool) -> None:
         """Keep a sharded module's answer, to compare it with the unsharded module's at the end of the step.
 
         Args:
             name: Name of the module.
             step: The step that called it: `training_step` or `validation_step`.
             given: A copy of the call's arguments from before the call; None where they cannot be copied.
-            rows: The answer, perhaps still under way.
+            embeddings: The answer, perhaps still under way.
             early: Whether it came from an early lookup.
         """
         if name in self.left_out or name not in self.modules:
@@ -99,7 +99,7 @@ class Answers(Callback):
             return  # after a backward of the same step: nobody knows what a training step of its own updated since
         else:
             training, grad = self.modules[name].training, torch.is_grad_enabled()
-            self._calls.append(_Call(name, step, self._batch, given, rows, early, training, grad, self._state))
+            self._calls.append(_Call(name, step, self._batch, given, embeddings, early, training, grad, self._state))
 
     @override
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -159,7 +159,7 @@ class Answers(Callback):
         ahead = [len(seen) for batch, seen in self.seen.items() if batch > self._batch]
         oldest = min([num, *ahead])
         self._states = {at: state for at, state in self._states.items() if at >= oldest}
-        with strategy.saving():  # behind the updates that are held back, and the lookups that run
+        with strategy.saving():  # after deferred updates, and the lookups that run
             self._states[num] = {name: whole_state(module) for name, module in self.modules.items()}
 
     def _weights_of(self, module: LightningModule) -> dict[str, Tensor]:
@@ -198,14 +198,16 @@ class Answers(Callback):
                     self.problems[call.name] = f"{call.name!r} in {place}: {found}"
 
     def _problem(self, call: _Call) -> str | None:
-        rows = waited(call.rows)
-        if not call.grad_enabled and any(isinstance(part, Tensor) and part.requires_grad for _, part in parts(rows)):
-            return "its rows need a gradient, though it was called without one (torch.no_grad)"
+        embeddings = waited(call.embeddings)
+        if not call.grad_enabled and any(
+            isinstance(part, Tensor) and part.requires_grad for _, part in parts(embeddings)
+        ):
+            return "its embeddings need a gradient, though it was called without one (torch.no_grad)"
         unsharded = self._unsharded.get_submodule(call.name).train(call.training)
         unsharded.load_state_dict(self._state_of(call), strict=False)
         args, kwargs = call.given
         with torch.no_grad():
-            return first_difference(rows, unsharded(*args, **kwargs))
+            return first_difference(embeddings, unsharded(*args, **kwargs))
 
     def _evaluate_by_hand(self, module: LightningModule) -> None:
         """Call the modules in evaluation mode, as a callback may."""
@@ -218,8 +220,8 @@ class Answers(Callback):
             given = self._last[name].given
             args, kwargs = copy.deepcopy(given)
             with torch.no_grad():
-                rows = waited(sharded.eval()(*args, **kwargs))
-            self.answered(name, "call by hand in evaluation mode", given, rows, early=False)
+                embeddings = waited(sharded.eval()(*args, **kwargs))
+            self.answered(name, "call by hand in evaluation mode", given, embeddings, early=False)
             self._compare()
             sharded.train(training)
 

@@ -58,7 +58,7 @@ class Watched:
     seen: dict[int, tuple[int, ...]] = field(default_factory=dict)
     """Batch -> the batches whose backward was over when its lookup was issued."""
     early: dict[int, dict[str, bool]] = field(default_factory=dict)
-    """Batch -> module -> whether all its calls got the rows of an early lookup."""
+    """Batch -> module -> whether all its calls got the embeddings of an early lookup."""
     plain_reasons: dict[str, str] = field(default_factory=dict)
     owners: dict[str, frozenset[WeightOwner]] = field(default_factory=dict)
     syncs: list[HostSync] = field(default_factory=list)
@@ -123,7 +123,7 @@ def fit(
     watched = Watched()
     seed_all(setting.seed)
     module = setting.make_module()
-    seed_all(setting.seed + _rank())
+    seed_all(setting.seed + dist.get_rank())
     watch = _Watch(watched, len(setting.batches), every_state=every_state, syncs=syncs)
     delay = _Delay(delays) if delays is not None else None
     strategy = _WatchedStrategy(watch, delay, races, answers, pipeline=pipeline, **setting.strategy_options)
@@ -155,7 +155,7 @@ def fit_unsharded(setting: Setting, module: LightningModule) -> Changes:
     Callbacks of the user's own stay out: some ask for the strategy.
     """
     changes = Changes()
-    seed_all(setting.seed + _rank())
+    seed_all(setting.seed + dist.get_rank())
     device = torch.device("cpu") if setting.accelerator == "cpu" else torch.device("cuda", torch.cuda.current_device())
     options = {**_QUIET, **setting.trainer_options, "limit_val_batches": 0, "callbacks": [changes]}
     trainer = Trainer(accelerator=setting.accelerator, devices=1, strategy=SingleDeviceStrategy(device), **options)
@@ -180,16 +180,21 @@ _QUIET: dict[str, Any] = {
 
 
 def make_trainer(setting: Setting, strategy: Any, callbacks: Sequence[Callback] = ()) -> Trainer:
-    """Return a quiet Trainer over the ranks of the process group, with the setting's accelerator and options."""
+    """Return a quiet Trainer over the ranks of the process group.
+
+    Args:
+        setting: Gives the accelerator and further arguments of the Trainer.
+        strategy: What to train with.
+        callbacks: Callbacks of the fit.
+    """
     world_size = dist.get_world_size()
     per_node = int(os.environ.get("LOCAL_WORLD_SIZE", world_size))
-    options = {**_QUIET, **setting.trainer_options, "callbacks": list(callbacks)}
+    options = {**_QUIET, **setting.trainer_options, "callbacks": list(callbacks), "plugins": [ThisGroup(per_node)]}
     return Trainer(
         accelerator=setting.accelerator,
         devices=per_node,
         num_nodes=world_size // per_node,
         strategy=strategy,
-        plugins=[ThisGroup(per_node)],
         **options,
     )
 
@@ -337,7 +342,7 @@ class _FollowsMemory(Callback):
         streams = trainer.strategy.streams
         if isinstance(streams, CheckedStreams):
             if batch_idx % 3 == 2:
-                trainer.strategy.update_tables()  # as before an evaluation or a checkpoint; else updates may be held
+                trainer.strategy.update_tables()  # as before an evaluation or a save: no update is left
             streams.read_weights(f"a callback behind the step of batch {batch_idx}")
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -376,14 +381,14 @@ class _WatchedStrategy(OverlapEmbeddingStrategy):
             given = _copied((args, kwargs)) if answers is not None else None
             around = contextlib.nullcontext() if delay is None else delay.around(pipelined.name, pipelined.module)
             with around:
-                rows = serve(pipelined, args, kwargs)
+                embeddings = serve(pipelined, args, kwargs)
             if step == "training_step":
-                watch.served(pipelined.name, isinstance(rows, EarlyEmbeddings))
+                watch.served(pipelined.name, isinstance(embeddings, EarlyEmbeddings))
                 if pipelined.unpipelined_reason is not None:
                     watch.watched.plain_reasons[pipelined.name] = pipelined.unpipelined_reason
             if answers is not None:
-                answers.answered(pipelined.name, step, given, rows, early=isinstance(rows, EarlyEmbeddings))
-            return rows
+                answers.answered(pipelined.name, step, given, embeddings, early=isinstance(embeddings, EarlyEmbeddings))
+            return embeddings
 
         if step == "training_step" or answers is not None:
             pipeline.answers.answer = call  # type: ignore[method-assign]
@@ -416,10 +421,6 @@ def _copied(given: tuple[tuple[Any, ...], dict[str, Any]]) -> Any:
 def _group_name(group: Any) -> str:
     made = dist.ProcessGroup.unbox(group)
     return f"{made.group_desc} {made.group_name}"  # names are alike on all ranks, descriptions may be of several
-
-
-def _rank() -> int:
-    return dist.get_rank()
 
 
 def seed_all(seed: int) -> None:

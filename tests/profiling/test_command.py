@@ -27,8 +27,8 @@ STEP_MS = 10.0
 def steps(num: int = 6, shift_ms: float = 0.0) -> list[Span]:
     """Steps of 10 ms on two lanes.
 
-    host  forward==== wait~~ backward===            the rows of the next batch are on their way for 4 ms,
-    gloo              rows--------                  2 of them beside the backward
+    host  forward==== wait~~ backward===            the embeddings of the next batch are on their way for 4 ms,
+    gloo              embed.------                  2 of them beside the backward
     """
     spans = []
     for batch in range(num):

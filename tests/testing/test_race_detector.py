@@ -165,7 +165,7 @@ UPDATES_AFTER_THE_STEP = Schedule(
 
 FILES = (executor, stage_issue, deferred_updates, lookup_order)
 OF_REAL_STAGES = ("hand_to_compute", "hand_to_lookup", "hand_to_caller")
-"""What only the real stages ask for (`test_tensor_races.py`, `test_lookup_order.py`)."""
+"""What only the real stages ask for (`test_checked_streams.py`, `test_lookup_order.py`)."""
 
 MUTANTS = [
     (file, line, text)
@@ -196,12 +196,12 @@ def test_there_are_mutants() -> None:
 # -- stages -----------------------------------------------------------------------------------------------------
 
 
-class TakesRowsAtOnce(FakeSparse):
+class TakesEmbeddingsAtOnce(FakeSparse):
     """Does not let the compute stream wait for the rows."""
 
-    def _receive_rows(self, index: int, name: str) -> None:
+    def _receive_embeddings(self, index: int, name: str) -> None:
         streams, self.streams = self.streams, RecordingStreams()
-        super()._receive_rows(index, name)
+        super()._receive_embeddings(index, name)
         self.streams = streams
 
 
@@ -216,7 +216,7 @@ class LooksUpOnItsOwnStream(FakeSparse):
 @pytest.mark.parametrize(
     ("sparse_type", "message"),
     [
-        (TakesRowsAtOnce, "memory of rows of batch 0 .* not handed to compute"),
+        (TakesEmbeddingsAtOnce, "memory of embeddings of batch 0 .* not handed to compute"),
         (LooksUpOnItsOwnStream, "memory of ids of batch 0 .* not handed to memcpy"),
     ],
 )
