@@ -277,7 +277,7 @@ def _without_closures(events: Sequence[Event]) -> Iterator[Event]:
         event.start_us for event in events if event.category == "user_annotation" and names.is_forward(event.name)
     ]
     for event in events:
-        if names.may_be_closure(event.name):
+        if event.name.startswith("Optimizer.step#"):  # PyTorch's, around a step that calls the closure it is given
             first = bisect.bisect_left(forwards, event.start_us)
             if first < len(forwards) and forwards[first] < event.end_us:
                 continue

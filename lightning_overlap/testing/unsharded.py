@@ -21,6 +21,7 @@ from typing_extensions import override
 from ..plugin import OverlapEmbeddingStrategy
 from ..schedules import WeightOwner
 from ..tables import owners_of, sharded_modules, spec_of, tables_of
+from .state_digests import is_in
 
 State = Mapping[str, Tensor]
 """Whole weights and buffers of one module by their names in it."""
@@ -168,7 +169,7 @@ class Answers(Callback):
         found = {
             name: weight.detach().clone()
             for name, weight in module.named_parameters()
-            if not _is_in(name, self.modules) and weight.requires_grad
+            if not is_in(name, self.modules) and weight.requires_grad
         }
         for outer, state in latest.items():
             names = [name for name, _ in self._unsharded.get_submodule(outer).named_parameters()]
@@ -270,7 +271,7 @@ def different_weights(sharded: Weights, unsharded: Weights, modules: Iterable[st
     """
     problems = []
     both = sharded.all & unsharded.all
-    outside = {name for name in both if not _is_in(name, modules)}
+    outside = {name for name in both if not is_in(name, modules)}
     for what, mine, theirs, names in (
         ("changed by training", sharded.changed, unsharded.changed, both),
         ("with a gradient", sharded.with_gradient, unsharded.with_gradient, outside),
@@ -414,7 +415,3 @@ def _fused_tables(module: Any) -> set[str]:
 
 def _is_of(key: str, tables: set[str]) -> bool:
     return any(f".{key}.".find(f".{table}.") >= 0 for table in tables)
-
-
-def _is_in(name: str, modules: Iterable[str]) -> bool:
-    return any(name.startswith(f"{outer}.") for outer in modules)

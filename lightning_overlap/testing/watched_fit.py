@@ -123,7 +123,7 @@ def fit(
     watched = Watched()
     seed_all(setting.seed)
     module = setting.make_module()
-    seed_all(setting.seed + _rank())
+    seed_all(setting.seed + dist.get_rank())
     watch = _Watch(watched, len(setting.batches), every_state=every_state, syncs=syncs)
     delay = _Delay(delays) if delays is not None else None
     strategy = _WatchedStrategy(watch, delay, races, answers, pipeline=pipeline, **setting.strategy_options)
@@ -155,7 +155,7 @@ def fit_unsharded(setting: Setting, module: LightningModule) -> Changes:
     Callbacks of the user's own stay out: some ask for the strategy.
     """
     changes = Changes()
-    seed_all(setting.seed + _rank())
+    seed_all(setting.seed + dist.get_rank())
     device = torch.device("cpu") if setting.accelerator == "cpu" else torch.device("cuda", torch.cuda.current_device())
     options = {**_QUIET, **setting.trainer_options, "limit_val_batches": 0, "callbacks": [changes]}
     trainer = Trainer(accelerator=setting.accelerator, devices=1, strategy=SingleDeviceStrategy(device), **options)
@@ -416,10 +416,6 @@ def _copied(given: tuple[tuple[Any, ...], dict[str, Any]]) -> Any:
 def _group_name(group: Any) -> str:
     made = dist.ProcessGroup.unbox(group)
     return f"{made.group_desc} {made.group_name}"  # names are alike on all ranks, descriptions may be of several
-
-
-def _rank() -> int:
-    return dist.get_rank()
 
 
 def seed_all(seed: int) -> None:
