@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import re
 import warnings
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, TypeAlias
@@ -20,6 +20,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torchrec.distributed.embedding_types import EmbeddingComputeKernel
 from torchrec.distributed.types import (
+    ParameterSharding,
     Shard,
     ShardedTensor,
     ShardedTensorMetadata,
@@ -197,28 +198,27 @@ def dense_kernel_tables(model: nn.Module) -> dict[str, ShardedTensor]:
 
     Each rank's optimizer then has state of its own shards only.
     """
-    found = {}
-    for name, sharded in table_modules(model).items():
-        dense = {
-            table
-            for table, parameter in sharded.module_sharding_plan.items()
-            if parameter.compute_kernel == EmbeddingComputeKernel.DENSE.value
-            and parameter.sharding_type != ShardingType.DATA_PARALLEL.value
-        }
-        for key, value in sharded.state_dict().items():
-            if key.split(".")[-2] in dense and isinstance(value, ShardedTensor):
-                found[f"{name}.{key}"] = value
-    return found
+    return {
+        name: value
+        for name, value, how in _tables(model)
+        if isinstance(value, ShardedTensor)
+        and how.compute_kernel == EmbeddingComputeKernel.DENSE.value
+        and how.sharding_type != ShardingType.DATA_PARALLEL.value
+    }
 
 
 def table_weights(model: nn.Module) -> set[str]:
     """Return the parameter names of all tables of sharded modules."""
-    return {
-        f"{name}.{key}"
-        for name, sharded in table_modules(model).items()
-        for key in sharded.state_dict()
-        if key.split(".")[-2] in sharded.module_sharding_plan
-    }
+    return {name for name, _, _ in _tables(model)}
+
+
+def _tables(model: nn.Module) -> Iterator[tuple[str, Any, ParameterSharding]]:
+    """Yield each table of sharded modules: its parameter's name, its weight, how it is sharded."""
+    for name, sharded in table_modules(model).items():
+        for key, value in sharded.state_dict().items():
+            how = sharded.module_sharding_plan.get(key.split(".")[-2])
+            if how is not None:
+                yield f"{name}.{key}", value, how
 
 
 def _states(optimizer: Any, weight: Any) -> list[tuple[str, Any]]:
@@ -351,13 +351,7 @@ def _set_kernel(kernel: Any, fused: Any, values: list[Tensor]) -> None:
 
 def _warn_of_states_left_out(model: nn.Module, saved: set[str], averaged: set[str]) -> None:
     """Warn of fused state that has no exact counterpart under this plan."""
-    fused = {
-        f"{name}.{key}"
-        for name, sharded in table_modules(model).items()
-        for key in sharded.state_dict()
-        if getattr(sharded.module_sharding_plan.get(key.split(".")[-2]), "compute_kernel", None)
-        not in (None, EmbeddingComputeKernel.DENSE.value)
-    }
+    fused = {name for name, _, how in _tables(model) if how.compute_kernel != EmbeddingComputeKernel.DENSE.value}
     new, dropped = sorted(fused - saved), sorted(saved - fused)
     if dist.get_rank() != 0:  # every rank knows this
         new, dropped = [], []

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -48,8 +47,8 @@ def computes_what_the_unsharded_computes(setting: Setting, pipeline: Any, stalen
         problems += different_weights(answers.weights, weights, answers.modules)
     else:
         left_out["the weights that training changes"] = weights
-    num = len(answers.weights.all)
-    said = f"{answers.num_outputs} outputs, {num} weights{_left_out_text(left_out)}"
+    said = f"{answers.num_outputs} outputs, {len(answers.weights.all)} weights"
+    said += "".join(f"; left out: {name} ({reason})" for name, reason in left_out.items())
     return Verdict(_LAW, "; ".join(problems), said)
 
 
@@ -79,7 +78,3 @@ def _make(setting: Setting) -> LightningModule:
     module = setting.make_module()
     module.configure_model()
     return module
-
-
-def _left_out_text(left_out: Mapping[str, str]) -> str:
-    return "".join(f"; left out: {name} ({reason})" for name, reason in left_out.items())
