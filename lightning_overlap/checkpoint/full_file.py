@@ -20,6 +20,7 @@ import torch.distributed as dist
 from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor, nn
 
+from ..distributed import gather_objects
 from .atomic import atomic_replace, remove, sibling, twin
 from .dense_state import empty_table_states
 from .sharded_folder import FUSED, MODEL, TABLE_OPTIMIZERS, explain_weights_only, on_rank_zero, take_state, together
@@ -57,10 +58,7 @@ def gather(pieces: Mapping[str, Any], group: dist.ProcessGroup | None) -> Iterat
         key: (tuple(piece.size()), piece.dtype, [window for window, _ in local_parts(piece)])
         for key, piece in tensors.items()
     }
-    everyone = [mine]
-    if group is not None:
-        everyone = [{}] * group.size()
-        dist.all_gather_object(everyone, mine, group=group)
+    everyone = [mine] if group is None else gather_objects(mine, group)
     for key in sorted({key for theirs in everyone for key in theirs}):
         size, dtype, _ = next(theirs[key] for theirs in everyone if key in theirs)
         chunks = _distinct(key, everyone)

@@ -29,6 +29,7 @@ from torch.distributed.checkpoint.planner import WriteItem
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 
+from ..distributed import gather_objects
 from ..text import unknown_name_message
 from .atomic import atomic_replace, being_replaced, remove, sibling, twin
 from .dense_state import empty_table_states, put_table_states, take_table_states
@@ -367,11 +368,7 @@ def together(action: Callable[[], T], group: dist.ProcessGroup | None) -> T:
         result = action()
     except RuntimeError as err:
         error = str(err)
-    errors = [error]
-    if group is not None:
-        errors = [None] * group.size()
-        dist.all_gather_object(errors, error, group=group)
-    for message in errors:
+    for message in [error] if group is None else gather_objects(error, group):
         if message is not None:
             raise RuntimeError(message)
     return cast(T, result)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import itertools
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -18,6 +19,7 @@ from torchrec.distributed.types import Awaitable, LazyAwaitable, ShardedTensor
 from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor, KeyedTensor
 from typing_extensions import override
 
+from ..distributed import gather_objects
 from ..plugin import OverlapEmbeddingStrategy
 from ..schedules import WeightOwner
 from ..tables import owners_of, sharded_modules, spec_of, tables_of
@@ -210,8 +212,7 @@ class Answers(Callback):
 
     def _evaluate_by_hand(self, module: LightningModule) -> None:
         """Call the modules in evaluation mode, as a callback may."""
-        everyone: list[Any] = [None] * dist.get_world_size()
-        dist.all_gather_object(everyone, sorted(self._last.keys() - self.left_out.keys()))
+        everyone = gather_objects(sorted(self._last.keys() - self.left_out.keys()))
         self._batch, self._state = -1, max(self._states)
         for name in sorted(set(everyone[0]).intersection(*everyone)):
             sharded = self.modules[name]
@@ -254,8 +255,7 @@ def with_gradient(module: nn.Module) -> set[str]:
 
 def of_all_ranks(weights: Weights) -> Weights:
     """Return the names that any rank has; all ranks call this."""
-    everyone: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(everyone, weights)
+    everyone = gather_objects(weights)
     return Weights(
         *(set().union(*(getattr(one, part) for one in everyone)) for part in ("with_gradient", "changed", "all"))
     )
@@ -355,11 +355,8 @@ def whole_state(module: nn.Module) -> State:
             state[key] = value.full_tensor().detach().clone()
         elif isinstance(value, Tensor):
             state[key] = value.detach().clone()
-    everyone: list[Any] = [own]
-    if dist.get_world_size() > 1:
-        everyone = [None] * dist.get_world_size()
-        dist.all_gather_object(everyone, own)
-    for key, offsets, part in [each for shards in everyone for each in shards]:
+    everyone = gather_objects(own) if dist.get_world_size() > 1 else [own]
+    for key, offsets, part in itertools.chain.from_iterable(everyone):
         place = tuple(slice(start, start + size) for start, size in zip(offsets, part.shape, strict=True))
         state[key][place] = part.to(state[key].device)
     return state

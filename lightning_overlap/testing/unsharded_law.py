@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-import torch.distributed as dist
 from lightning.pytorch import LightningModule
 
+from ..distributed import gather_objects
 from ..tables import check_fused_optimizer, find_tables
 from .unsharded import Answers, Weights, different_weights, materialize, of_all_ranks
 from .verdict import Verdict
@@ -67,9 +67,7 @@ def _train_unsharded(setting: Setting) -> tuple[LightningModule, Weights | str]:
         weights = fit_unsharded(setting, module).weights
     except Exception as err:  # whatever a training step needs that only the strategy has
         problem = f"unsharded training fails: {type(err).__name__}: {str(err).splitlines()[0] if str(err) else ''}"
-    everyone = [""] * dist.get_world_size()
-    dist.all_gather_object(everyone, problem)
-    failed = next(filter(None, everyone), None)
+    failed = next(filter(None, gather_objects(problem)), None)
     return untrained, of_all_ranks(weights) if failed is None else failed
 
 
