@@ -38,6 +38,31 @@ class Weights:
     all: set[str] = field(default_factory=set)
 
 
+class Changes(Callback):
+    """Notes what a fit changes."""
+
+    def __init__(self) -> None:
+        self.weights = Weights()
+        self._first: dict[str, Tensor] = {}
+
+    def _weights_of(self, module: LightningModule) -> dict[str, Tensor]:
+        return {name: weight.detach().clone() for name, weight in module.named_parameters()}
+
+    @override
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._first = self._weights_of(pl_module)
+
+    @override
+    def on_after_backward(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self.weights.with_gradient |= {name for name, weight in pl_module.named_parameters() if weight.grad is not None}
+
+    @override
+    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        last = self._weights_of(pl_module)
+        self.weights.all = set(last)
+        self.weights.changed = {name for name, value in last.items() if not torch.equal(value, self._first[name])}
+
+
 @dataclass
 class _Call:
     """A call of a sharded module in a step."""
@@ -54,7 +79,7 @@ class _Call:
     """Which of the kept states its lookup reads, of tables that the dense optimizer or nobody writes meanwhile."""
 
 
-class Answers(Callback):
+class Answers(Changes):
     """Compares every answer of the sharded modules with that of the unsharded ones, and notes what a fit changes.
 
     The unsharded module never trains here: it gets the whole weights of all ranks that the lookup should have read.
@@ -65,10 +90,10 @@ class Answers(Callback):
     """
 
     def __init__(self, unsharded: LightningModule) -> None:
+        super().__init__()
         self.problems: dict[str, str] = {}
         self.left_out: dict[str, str] = {}
         self.num_outputs = 0
-        self.weights = Weights()
         self.updates: list[int] = []
         """The batches that a backward was for; the watch of the fit writes it."""
         self.seen: Mapping[int, tuple[int, ...]] = {}
@@ -77,7 +102,6 @@ class Answers(Callback):
         self.modules: Mapping[str, Any] = {}
         """The sharded modules, by name."""
         self._states: dict[int, dict[str, State]] = {}
-        self._first: dict[str, Tensor] = {}
         self._calls: list[_Call] = []
         self._last: dict[str, _Call] = {}
         self._batch, self._state = -1, 0
@@ -114,15 +138,11 @@ class Answers(Callback):
             if reason is not None:
                 self.left_out[name] = reason
         self._keep(trainer)
-        self._first = self._weights_of(pl_module)
+        super().on_train_start(trainer, pl_module)
 
     @override
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
         self._batch, self._state = batch_idx, len(self.updates)
-
-    @override
-    def on_after_backward(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self.weights.with_gradient |= with_gradient(pl_module)
 
     @override
     def on_train_batch_end(
@@ -147,9 +167,7 @@ class Answers(Callback):
     @override
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._evaluate_by_hand(pl_module)
-        last = self._weights_of(pl_module)
-        self.weights.changed = {name for name, value in last.items() if not torch.equal(value, self._first[name])}
-        self.weights.all = set(last)
+        super().on_train_end(trainer, pl_module)
         self.weights = of_all_ranks(self.weights)
 
     # -- states ---------------------------------------------------------------------------------------------------
@@ -165,6 +183,7 @@ class Answers(Callback):
         with strategy.saving():  # behind the updates that are held back, and the lookups that run
             self._states[num] = {name: whole_state(module) for name, module in self.modules.items()}
 
+    @override
     def _weights_of(self, module: LightningModule) -> dict[str, Tensor]:
         """Return the weights of a model: as the latest states have them those of sharded modules."""
         latest = self._states[max(self._states)]
@@ -224,33 +243,6 @@ class Answers(Callback):
             self.answered(name, "call by hand in evaluation mode", given, rows, early=False)
             self._compare()
             sharded.train(training)
-
-
-class Changes(Callback):
-    """Notes what a fit of an unsharded module changes."""
-
-    def __init__(self) -> None:
-        self.weights = Weights()
-        self._first: dict[str, Tensor] = {}
-
-    @override
-    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self._first = {name: weight.detach().clone() for name, weight in pl_module.named_parameters()}
-
-    @override
-    def on_after_backward(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self.weights.with_gradient |= with_gradient(pl_module)
-
-    @override
-    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        weights = dict(pl_module.named_parameters())
-        self.weights.all = set(weights)
-        self.weights.changed = {name for name in weights if not torch.equal(weights[name], self._first[name])}
-
-
-def with_gradient(module: nn.Module) -> set[str]:
-    """Return the names of weights that have a gradient now."""
-    return {name for name, weight in module.named_parameters() if weight.grad is not None}
 
 
 def of_all_ranks(weights: Weights) -> Weights:
