@@ -10,14 +10,8 @@ from .schedule import Schedule, Step
 from .stages import Stage, StreamName
 
 _COPY, _SPLITS, _DATA = Stage.COPY_BATCH_TO_DEVICE, Stage.INPUT_SPLITS_DIST, Stage.INPUT_DATA_DIST
-_LOOKUP, _FORWARD, _BACKWARD, _STEP = (
-    Stage.EMBEDDING_LOOKUP,
-    Stage.DENSE_FORWARD,
-    Stage.BACKWARD,
-    Stage.OPTIMIZER_STEP,
-)
-_UPDATE = Stage.EMBEDDING_UPDATE
-_PREFETCH = Stage.PREFETCH
+_PREFETCH, _LOOKUP, _UPDATE = Stage.PREFETCH, Stage.EMBEDDING_LOOKUP, Stage.EMBEDDING_UPDATE
+_FORWARD, _BACKWARD, _STEP = Stage.DENSE_FORWARD, Stage.BACKWARD, Stage.OPTIMIZER_STEP
 _COMPUTE, _MEMCPY, _DIST, _SIDE = StreamName.COMPUTE, StreamName.MEMCPY, StreamName.DATA_DIST, StreamName.LOOKUP
 
 # Steps that fetch a batch stand below DENSE_FORWARD: a slow data loader then blocks the host while the device has
