@@ -10,6 +10,7 @@ from .consensus import Consensus as Consensus
 from .consensus import GroupConsensus as GroupConsensus
 from .consensus import PollInterval as PollInterval
 from .consensus import StepFlags as StepFlags
+from .consensus import gather_objects as gather_objects
 from .failures import FirstCause as FirstCause
 from .failures import Store as Store
 from .failures import default_store as default_store

@@ -35,10 +35,10 @@ class BinnedAUC(Metric):
 
     The bins are even in the logit, so rare clicks are resolved as well as frequent ones; within a bin a pair counts
     half. torchmetrics' binned `BinaryAUROC` is not used because its update reads `torch.all(...)` on the host.
-
-    Args:
-        num_bins: Bins between the logits -16 and 16; logits outside fall into the outermost.
     """
+
+    num_bins = 8192
+    """Bins between the logits -16 and 16; logits outside fall into the outermost."""
 
     full_state_update = False
     is_differentiable = False
@@ -46,11 +46,10 @@ class BinnedAUC(Metric):
     num_clicks: Tensor
     num_others: Tensor
 
-    def __init__(self, num_bins: int = 8192) -> None:
+    def __init__(self) -> None:
         super().__init__()
-        self.num_bins = num_bins
-        self.add_state("num_clicks", torch.zeros(num_bins, dtype=torch.int64), dist_reduce_fx="sum")
-        self.add_state("num_others", torch.zeros(num_bins, dtype=torch.int64), dist_reduce_fx="sum")
+        for name in ("num_clicks", "num_others"):
+            self.add_state(name, torch.zeros(self.num_bins, dtype=torch.int64), dist_reduce_fx="sum")
 
     def update(self, logits: Tensor, labels: Tensor) -> None:
         """Count a batch.

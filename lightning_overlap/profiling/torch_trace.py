@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import bisect
 import re
-from collections import Counter, defaultdict, deque
+from collections import defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from operator import attrgetter
 from pathlib import Path
@@ -177,7 +177,7 @@ class _Reader:
             self._add(event, Category.DENSE, lane, event.name, inside)
 
     def _annotation(self, lane: str, event: Event, around: _Context, inside: _Context) -> None:
-        name = _annotation_name(event.name)
+        name = event.name.strip("# ") or event.name
         if names.of_annotation(event.name) is None:
             if around.stage is None:
                 self._add(event, Category.HOST, lane, name, inside)
@@ -227,8 +227,11 @@ class _Reader:
 
         What ended on another stream right before the kernel began is what it waited for.
         """
-        busy = Counter({lane: sum(_dense_ms(span) for _, span in found) for lane, found in streams.items()})
-        compute = max(busy, key=lambda lane: busy[lane])
+        busy_ms = {
+            lane: sum(span.duration_ms for _, span in found if span.kind is Category.DENSE)
+            for lane, found in streams.items()
+        }
+        compute = max(busy_ms, key=lambda lane: busy_ms[lane])
         others = sorted(
             (span for lane, found in streams.items() if lane != compute for _, span in found), key=attrgetter("end_ms")
         )
@@ -277,7 +280,7 @@ def _without_closures(events: Sequence[Event]) -> Iterator[Event]:
         event.start_us for event in events if event.category == "user_annotation" and names.is_forward(event.name)
     ]
     for event in events:
-        if names.may_be_closure(event.name):
+        if event.name.startswith("Optimizer.step#"):  # PyTorch's, around a step that calls the closure it is given
             first = bisect.bisect_left(forwards, event.start_us)
             if first < len(forwards) and forwards[first] < event.end_us:
                 continue
@@ -335,10 +338,6 @@ def _batch_at(windows: Sequence[tuple[float, float, int | None]], time_ms: float
     return windows[index][2] if index >= 0 and windows[index][1] >= time_ms else None
 
 
-def _dense_ms(span: Span) -> float:
-    return span.duration_ms if span.kind is Category.DENSE else 0.0
-
-
 def _where(context: _Context, call: str = "") -> str:
     """Say where something happened: the call, the annotation around it, the source line, and the user's above it."""
     under = f"under {context.annotation}" if context.annotation else ""
@@ -351,10 +350,6 @@ def _where(context: _Context, call: str = "") -> str:
 def _collective(name: str) -> str:
     """Return the collective that c10d's operator or gloo's event is: `c10d::alltoall_base_` is `gloo:all_to_all`."""
     return re.sub(r"[^a-z]", "", name.split(":")[-1].lower()).removesuffix("base").removesuffix("single")
-
-
-def _annotation_name(name: str) -> str:
-    return name.strip("# ") or name
 
 
 def _operator_name(name: str) -> str:

@@ -100,18 +100,9 @@ class FakeTrainer:
         """Whether the data has ended."""
         return self._num_fetched >= self._num_batches
 
-    num_batches = float("inf")
-    num_skipped = 0
-
-    @property
-    def length_known(self) -> bool:
-        """Never: where the data ends is a matter of each run."""
-        return False
-
-    @property
-    def stop_requested(self) -> bool:
-        """Never: nobody sends it a signal."""
-        return False
+    num_batches, num_skipped = float("inf"), 0
+    length_known = False  # where the data ends is a matter of each run
+    stop_requested = False  # nobody sends it a signal
 
     def fetch(self) -> tuple[FakeBatch, int, int] | None:
         """Give the executor the next batch: the trainer is its `BatchSource`."""

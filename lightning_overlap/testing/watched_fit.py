@@ -127,10 +127,11 @@ def fit(
     watch = _Watch(watched, len(setting.batches), every_state=every_state, syncs=syncs)
     delay = _Delay(delays) if delays is not None else None
     strategy = _WatchedStrategy(watch, delay, races, answers, pipeline=pipeline, **setting.strategy_options)
-    more = [each for each in (delay, answers) if each is not None]
+    first = [] if strategy.checked is None else [_FollowsMemory(strategy.checked)]
+    last = [each for each in (delay, answers) if each is not None]
     if answers is not None:
         answers.updates, answers.seen = watched.updates, watched.seen
-    callbacks = [*([_FollowsMemory()] if races else ()), *setting.trainer_options.get("callbacks", ()), watch, *more]
+    callbacks = [*first, *setting.trainer_options.get("callbacks", ()), watch, *last]
     trainer = make_trainer(setting, strategy, callbacks)
     before = _patchable(trainer, module)
     loader = _Replay(setting.batches)
@@ -323,27 +324,23 @@ def _fused_weights(module: Any) -> list[Tensor]:
 class _FollowsMemory(Callback):
     """Lets checked streams see all operators of the training."""
 
-    def __init__(self) -> None:
+    def __init__(self, streams: CheckedStreams) -> None:
+        self._streams = streams
         self._watching = contextlib.ExitStack()
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        assert isinstance(trainer.strategy, OverlapEmbeddingStrategy)
-        streams = trainer.strategy.streams
-        if isinstance(streams, CheckedStreams):
-            weights = {name: weight.detach() for name, weight in pl_module.named_parameters()}
-            for name, module in sharded_modules(pl_module).items():
-                weights |= {f"a table of {name} {at}": weight for at, weight in enumerate(_fused_weights(module))}
-            self._watching.enter_context(streams.watching(weights))
+        weights = {name: weight.detach() for name, weight in pl_module.named_parameters()}
+        for name, module in sharded_modules(pl_module).items():
+            weights |= {f"a table of {name} {at}": weight for at, weight in enumerate(_fused_weights(module))}
+        self._watching.enter_context(self._streams.watching(weights))
 
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        assert isinstance(trainer.strategy, OverlapEmbeddingStrategy)
-        streams = trainer.strategy.streams
-        if isinstance(streams, CheckedStreams):
-            if batch_idx % 3 == 2:
-                trainer.strategy.update_tables()  # as before an evaluation or a save: no update is left
-            streams.read_weights(f"a callback behind the step of batch {batch_idx}")
+        if batch_idx % 3 == 2:
+            assert isinstance(trainer.strategy, OverlapEmbeddingStrategy)
+            trainer.strategy.update_tables()  # as before an evaluation or a save: no update is left
+        self._streams.read_weights(f"a callback behind the step of batch {batch_idx}")
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._watching.close()
@@ -362,15 +359,14 @@ class _WatchedStrategy(OverlapEmbeddingStrategy):
         self._watch = watch
         self._delay = delay
         self._answers = answers
-        if races:
-            streams = CheckedStreams(self._lookup_stream)
-            self._streams = streams
-            self._observer = streams.observe
+        self.checked = CheckedStreams(self._lookup_stream) if races else None
+        if self.checked is not None:
+            self._streams, self._observer = self.checked, self.checked.observe
 
     def batch_to_device(self, batch: Any, device: torch.device | None = None, dataloader_idx: int = 0) -> Any:
         batch = super().batch_to_device(batch, device, dataloader_idx)
-        if isinstance(self._streams, CheckedStreams):
-            self._streams.take(batch)
+        if self.checked is not None:
+            self.checked.take(batch)
         return batch
 
     def _make_pipeline(self, schedule: Any, step: str) -> SparsePipeline:

@@ -166,8 +166,8 @@ def save_and_fail(path: str, checkpoint_format: str) -> str:
         return save_to(path, checkpoint_format=checkpoint_format)
 
 
-def kill_while_saving(path: str, checkpoint_format: str, rank: int) -> None:
-    """Save over a checkpoint; one rank is killed in the middle."""
+def kill_while_saving(path: str, checkpoint_format: str) -> None:
+    """Save over a checkpoint; rank 1 is killed in the middle."""
     import os
     import signal
 
@@ -175,7 +175,7 @@ def kill_while_saving(path: str, checkpoint_format: str, rank: int) -> None:
     from lightning_overlap.checkpoint import sharded_folder as checkpoint
 
     def die(*args: Any, **kwargs: Any) -> None:
-        if dist.get_rank() == rank:
+        if dist.get_rank() == 1:
             os.kill(os.getpid(), signal.SIGKILL)
 
     where, name = (full_file, "gather") if checkpoint_format == "full" else (checkpoint, "save")

@@ -148,16 +148,6 @@ def test_a_mode_goes_by_its_schedule_name(mode: Schedule) -> None:
     assert resolve_schedule(mode) is mode
 
 
-def test_exact_modes_say_so() -> None:
-    assert [name for name, mode in MODES.items() if name in DERIVED and mode.staleness == 0] == [
-        "base",
-        "sparse_dist",
-        "fused_sparse_dist",
-        "fused_sparse_dist_after_optimizer",
-        "prefetch",
-    ]
-
-
 @pytest.mark.parametrize(("name", "stream"), STREAMS.items())
 def test_a_stream_policy_goes_by_its_name(name: str, stream: StreamName) -> None:
     assert resolve_stream(name) is stream

@@ -178,15 +178,18 @@ MUTANTS = [
 @pytest.mark.slow
 @pytest.mark.parametrize(("file", "line"), [entry[:2] for entry in MUTANTS], ids=[entry[2] for entry in MUTANTS])
 def test_a_wait_or_hand_over_that_the_executor_leaves_out_is_caught(file: ModuleType, line: int) -> None:
-    caught = {}
     with mutants.without(file, line):
-        for schedule in (*MODES.values(), OWN_STREAMS, UPDATES_AFTER_THE_STEP):
-            try:
-                check_laws(schedule)
-                FakeTrainer(schedule).run(12, hold={4: 4}, repeat={8})
-            except RaceError as err:
-                caught[schedule.name] = str(err)
-    assert caught, "nothing needs it, or the checker is blind to what does"
+        found = any(_races(schedule) for schedule in (*MODES.values(), OWN_STREAMS, UPDATES_AFTER_THE_STEP))
+    assert found, "nothing needs it, or the checker is blind to what does"  # the first schedule that does is enough
+
+
+def _races(schedule: Schedule) -> bool:
+    try:
+        check_laws(schedule)
+        FakeTrainer(schedule).run(12, hold={4: 4}, repeat={8})
+    except RaceError:
+        return True
+    return False
 
 
 def test_there_are_mutants() -> None:
