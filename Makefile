@@ -35,7 +35,7 @@ install: $(INSTALLED)
 train: $(INSTALLED)
 	$(BIN)/overlap-train experiment=first_look
 
-# Two runs of pytest at once: tests in rank processes, and all others.
+# Two runs of pytest at once: most tests in rank processes, and all others.
 test: lint
 	OMP_NUM_THREADS=1 $(BIN)/python -m tests.support.side_by_side
 

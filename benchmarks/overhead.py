@@ -163,8 +163,8 @@ def _fit(arm: str, num_steps: int, profiler: cProfile.Profile | None = None) -> 
             self.starts.append(time.perf_counter())
             if profiler is not None and batch_idx == WARM_UP:
                 profiler.enable()
-            rows = self.ebc(batch["ids"]).to_dict()
-            return self.dense(torch.cat([rows[name] for name in features], 1)).square().mean()
+            embeddings = self.ebc(batch["ids"]).to_dict()
+            return self.dense(torch.cat([embeddings[name] for name in features], 1)).square().mean()
 
         def on_train_end(self) -> None:
             if profiler is not None:

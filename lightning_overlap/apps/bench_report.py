@@ -61,6 +61,11 @@ class ArmTurns:
     rounds: list[list[Turn]] = field(default_factory=list)
     failure: str | None = None
 
+    @property
+    def by_rank(self) -> list[tuple[Turn, ...]]:
+        """For each rank, its turns of all rounds."""
+        return list(zip(*self.rounds, strict=True))
+
 
 @dataclass(frozen=True, slots=True)
 class ArmResult:
@@ -112,11 +117,9 @@ def bound_ms(base: ArmTurns, all_reduce_ms: float = 0.0) -> float | None:
     """
     if not all(turn.busy_ms for turns in base.rounds for turn in turns) or not base.rounds:
         return None
-    by_rank = list(zip(*base.rounds, strict=True))
-    busy = max(median(ms for turn in turns for ms in turn.busy_ms) for turns in by_rank)
-    wire = min(median(ms for turn in turns for ms in turn.wire_ms) for turns in by_rank)
-    bound: float = max(busy, wire + all_reduce_ms)
-    return bound
+    busy = max(median(ms for turn in turns for ms in turn.busy_ms) for turns in base.by_rank)
+    wire = min(median(ms for turn in turns for ms in turn.wire_ms) for turns in base.by_rank)
+    return max(busy, wire + all_reduce_ms)
 
 
 def efficiency(base_ms: float, arm_ms: float, bound: float | None) -> float | None:
@@ -147,7 +150,7 @@ def evaluate(arms: Sequence[ArmTurns], batch_size: int | None, bound: float | No
         if arm.failure is not None:
             results.append(ArmResult(arm.name, arm.staleness, failure=arm.failure))
             continue
-        by_rank = list(zip(*arm.rounds, strict=True))
+        by_rank = arm.by_rank
         num_samples = sum(len(turn.step_ms) for turns in by_rank for turn in turns) * (batch_size or 0)
         slowest_ms = max(sum(turn.window_ms for turn in turns) for turns in by_rank)
         ratios = [_round_ms(mine) / _round_ms(of_base) for mine, of_base in zip(arm.rounds, base.rounds, strict=True)]
@@ -180,8 +183,7 @@ def evaluate(arms: Sequence[ArmTurns], batch_size: int | None, bound: float | No
 
 
 def _slowest(arm: ArmTurns, percent: float) -> float:
-    by_rank = zip(*arm.rounds, strict=True)
-    return max(percentile([ms for turn in turns for ms in turn.step_ms], percent) for turns in by_rank)
+    return max(percentile([ms for turn in turns for ms in turn.step_ms], percent) for turns in arm.by_rank)
 
 
 def _round_ms(turns: Sequence[Turn]) -> float:
@@ -190,10 +192,9 @@ def _round_ms(turns: Sequence[Turn]) -> float:
 
 def _worst(arm: ArmTurns) -> dict[str, tuple[float, float]]:
     """Of each collective, the median over rounds on the rank that waits longest for it."""
-    by_rank = list(zip(*arm.rounds, strict=True))
     worst: dict[str, tuple[float, float]] = {}
     for name in arm.rounds[0][0].collectives:
-        pairs = [[turn.collectives[name] for turn in turns if name in turn.collectives] for turns in by_rank]
+        pairs = [[turn.collectives[name] for turn in turns if name in turn.collectives] for turns in arm.by_rank]
         medians = [(median(busy for busy, _ in of), median(waited for _, waited in of)) for of in pairs if of]
         worst[name] = max(medians, key=lambda pair: pair[1])
     return worst
@@ -262,7 +263,7 @@ def failures(results: Sequence[ArmResult]) -> list[str]:
 
 
 def write(folder: Path, results: Sequence[ArmResult], bound: float | None, about: Mapping[str, Any]) -> None:
-    """Write `bench.json` and `bench.png` into the run folder; the picture needs matplotlib.
+    """Write `bench.json` and `bench.png` into the run folder.
 
     Args:
         folder: The run folder.
@@ -272,10 +273,7 @@ def write(folder: Path, results: Sequence[ArmResult], bound: float | None, about
     """
     content = {**about, "bound_ms": bound, "arms": [asdict(result) for result in results]}
     (folder / "bench.json").write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
-    try:
-        draw(folder / "bench.png", results, bound)
-    except ImportError as err:
-        print(f"no bench.png: {err}. pip install matplotlib")
+    draw(folder / "bench.png", results, bound)
 
 
 def draw(path: Path, results: Sequence[ArmResult], bound: float | None) -> None:

@@ -159,18 +159,16 @@ def _check_optimizers(model: LightningModule, sharding: str | Mapping[str, str] 
 
     Left to the ranks: a planner's choice, and a configure_optimizers that needs a trainer.
     """
-    tables = [table for table in find_tables(model) if _kind(sharding, table.name) not in (None, "data_parallel")]
-    for table in tables:
+    tables = find_tables(model)
+    kinds = sharding if isinstance(sharding, Mapping) else {table.name: sharding for table in tables}
+    fused = [table for table in tables if kinds.get(table.name) not in (None, "data_parallel")]
+    for table in fused:
         table.apply_fused_optimizer(torch.optim.SGD, {"lr": 0.0})
     try:
         made = model.configure_optimizers()
     except Exception:
         return
-    refuse_dense_owner({table.path: table.parameter for table in tables}, optimizers_in(made))
-
-
-def _kind(sharding: str | Mapping[str, str] | None, table: str) -> str | None:
-    return sharding.get(table) if isinstance(sharding, Mapping) else sharding
+    refuse_dense_owner({table.path: table.parameter for table in fused}, optimizers_in(made))
 
 
 def optimizers_in(made: Any) -> list[torch.optim.Optimizer]:

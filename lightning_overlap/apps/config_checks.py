@@ -85,19 +85,21 @@ def check(config: Config) -> None:
         )
 
 
-PEER_ARMS: Mapping[str, str] = {
-    "lightning_dmp": "Lightning's Trainer around DistributedModelParallel",
-    "loop_dmp": "DistributedModelParallel in a hand-written loop",
-    "torchrec/base": "TorchRec's TrainPipelineBase",
-    "torchrec/sparse_dist": "TorchRec's TrainPipelineSparseDist",
-    "torchrec/sparse_dist_lite": "TorchRec's TrainPipelineSparseDistLite",
-    "torchrec/fused_sparse_dist": "TorchRec's TrainPipelineFusedSparseDist, lookup on the data-dist stream",
-    "torchrec/fused_sparse_dist/new": "the same, lookup on a stream of its own",
-    "torchrec/fused_sparse_dist/current": "the same, lookup on the compute stream",
-    "torchrec/semi_sync": "TorchRec's TrainPipelineSemiSync, from the first batch on",
-    "torchrec/prefetch": "TorchRec's PrefetchTrainPipelineSparseDist",
+TORCHREC_ARMS: Mapping[str, tuple[str, Mapping[str, Any]]] = {
+    "torchrec/base": ("TrainPipelineBase", {}),
+    "torchrec/sparse_dist": ("TrainPipelineSparseDist", {}),
+    "torchrec/sparse_dist_lite": ("TrainPipelineSparseDistLite", {}),
+    "torchrec/fused_sparse_dist": ("TrainPipelineFusedSparseDist", {}),  # lookup on the data-dist stream
+    "torchrec/fused_sparse_dist/new": ("TrainPipelineFusedSparseDist", {"emb_lookup_stream": "new"}),
+    "torchrec/fused_sparse_dist/current": ("TrainPipelineFusedSparseDist", {"emb_lookup_stream": "current"}),
+    "torchrec/semi_sync": ("TrainPipelineSemiSync", {"start_batch": 0}),
+    "torchrec/prefetch": ("PrefetchTrainPipelineSparseDist", {}),
 }
-"""What the benchmark trains in addition to our modes: name -> what it is."""
+"""TorchRec's own train pipelines: name of the arm -> class and options."""
+
+PEER_ARMS = ("lightning_dmp", "loop_dmp", *TORCHREC_ARMS)
+"""What the benchmark trains in addition to our modes; the first two are DistributedModelParallel in a Trainer and in a
+hand-written loop."""
 
 REFERENCE = "base"
 """The arm that the others are compared with; always trained."""

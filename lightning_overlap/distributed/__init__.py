@@ -12,6 +12,7 @@ from .consensus import Lowest as Lowest
 from .consensus import OwnLowest as OwnLowest
 from .consensus import PollInterval as PollInterval
 from .consensus import StepFlags as StepFlags
+from .consensus import gather_objects as gather_objects
 from .failures import FirstCause as FirstCause
 from .failures import Store as Store
 from .failures import default_store as default_store

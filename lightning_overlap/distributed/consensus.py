@@ -181,9 +181,7 @@ class GroupConsensus:
 
     def gather(self, value: Any) -> list[Any]:
         """Return every rank's value, anything that can be pickled."""
-        values: list[Any] = [None] * self._group.size()
-        dist.all_gather_object(values, value, group=self._group)
-        return values
+        return gather_objects(value, self._group)
 
     def any(self, flag: bool) -> bool:
         """Return whether the flag is set on any rank; all ranks wait for the answer."""
@@ -196,3 +194,10 @@ class GroupConsensus:
         tensor = torch.tensor(num_batches, dtype=torch.float64)
         dist.all_reduce(tensor, dist.ReduceOp.MIN, group=self._group)
         return float(tensor)
+
+
+def gather_objects(value: Any, group: dist.ProcessGroup | None = None) -> list[Any]:
+    """Return the values of all ranks of a group, None for the default one: anything that can be pickled."""
+    values: list[Any] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(values, value, group=group)
+    return values

@@ -14,7 +14,7 @@ from torch import Tensor
 from typing_extensions import override
 
 from ..distributed import Issue, WrappedWork, wrap_collectives
-from .spans import Category
+from .spans import EMBEDDINGS, Category
 from .timestamps import Record, Timestamps
 
 
@@ -71,17 +71,17 @@ class _TimedWork(WrappedWork):
 
 
 def all_to_all_name(sent: Tensor, *splits: Any) -> str:
-    """Return what an all-to-all carries: `sizes`, `ids`, `rows` or `gradients`.
+    """Return what an all-to-all carries: `sizes`, `ids`, `embeddings` or `gradients`.
 
-    The arguments tell, so it works for every pipeline: gradients and embeddings (`rows`) are floats, and gradients are
-    sent within a backward; ids and lengths are sent in parts of given sizes; the sizes themselves in equal parts.
+    The arguments tell, so it works for every pipeline: gradients and embeddings are floats, and gradients are sent
+    within a backward; ids and lengths are sent in parts of given sizes; the sizes themselves in equal parts.
 
     Args:
         sent: The input of the all-to-all, any shape and dtype.
         *splits: Its split sizes, None for equal parts.
     """
     if sent.is_floating_point():
-        return "gradients" if torch._C._current_graph_task_id() != -1 else "rows"
+        return "gradients" if torch._C._current_graph_task_id() != -1 else EMBEDDINGS
     return "sizes" if all(split is None for split in splits) else "ids"
 
 

@@ -15,7 +15,7 @@ from ..distributed import CONSENSUS
 from ..runtime import CudaStreams, Streams
 from ..schedules import Stage, StreamName
 from .collectives import Collective, record_collectives
-from .spans import HOST_LANE, Category, Interval, Span
+from .spans import EMBEDDINGS, HOST_LANE, Category, Interval, Span
 from .timestamps import CudaTimestamps, HostTimestamps, Record
 
 KINDS = {
@@ -59,7 +59,7 @@ class SpanRecorder:
 
     def step(self) -> None:
         """Note that a step ends here and the next one begins."""
-        self._steps.append((self._host.mark(), None if self._device is None else self._mark()))
+        self._steps.append((self._host.mark(), None if self._device is None else self._mark(StreamName.COMPUTE)))
 
     @property
     def num_steps(self) -> int:
@@ -91,10 +91,9 @@ class SpanRecorder:
         """
         kind = KINDS[stage]
         on_device = None
-        if self._streams is not None and self._device is not None:
+        if self._device is not None:
             if kind is not Category.HOST and kind is not Category.COPY:  # a copy is marked where it is issued
-                with self._streams.on(stream):
-                    on_device = Record(kind, str(stream), str(stage), stage, batch, self._device.mark(), on_host=False)
+                on_device = Record(kind, str(stream), str(stage), stage, batch, self._mark(stream), on_host=False)
             kind = Category.HOST  # what the host does is to launch
         record = Record(kind, HOST_LANE, str(stage), stage, batch, self._host.mark())
         self._open.append((record, on_device))
@@ -106,9 +105,8 @@ class SpanRecorder:
         record, on_device = self._open.pop()
         record.end = self._host.mark()
         self._records.append(record)
-        if on_device is not None and self._streams is not None and self._device is not None:
-            with self._streams.on(StreamName(on_device.lane)):
-                on_device.end = self._device.mark()
+        if on_device is not None:
+            on_device.end = self._mark(StreamName(on_device.lane))
             self._records.append(on_device)
 
     @contextmanager
@@ -118,9 +116,8 @@ class SpanRecorder:
             yield
             return
         stage, batch = self.stage
-        record = Record(
-            Category.COPY, str(StreamName.MEMCPY), str(stage), stage, batch, self._device.mark(), on_host=False
-        )
+        lane = str(StreamName.MEMCPY)
+        record = Record(Category.COPY, lane, str(stage), stage, batch, self._device.mark(), on_host=False)
         yield
         record.end = self._device.mark()
         self._records.append(record)
@@ -132,21 +129,20 @@ class SpanRecorder:
         Args:
             batch: Number of the batch whose embeddings are waited for.
         """
-        if self._device is None or self._streams is None:
+        if self._device is None:
             yield
             return
-        record = Record(
-            Category.WAIT, str(StreamName.COMPUTE), "rows", Stage.EMBEDDING_LOOKUP, batch, self._mark(), on_host=False
-        )
+        stream, stage = StreamName.COMPUTE, Stage.EMBEDDING_LOOKUP
+        record = Record(Category.WAIT, str(stream), EMBEDDINGS, stage, batch, self._mark(stream), on_host=False)
         yield
-        record.end = self._mark()
+        record.end = self._mark(stream)
         self._records.append(record)
 
-    def _mark(self) -> Any:
-        """A point of the compute stream."""
+    def _mark(self, stream: StreamName) -> Any:
+        """A point of a device's stream."""
         assert self._device is not None
         assert self._streams is not None
-        with self._streams.on(StreamName.COMPUTE):
+        with self._streams.on(stream):
             return self._device.mark()
 
     def windows(self) -> list[Interval]:
@@ -181,7 +177,7 @@ class SpanRecorder:
         """
         stage, batch = self.stage or (None, None)
         if stage is Stage.EMBEDDING_LOOKUP and name == "gradients":
-            name = "rows"  # which a backward may look up while it waits for gradients
+            name = EMBEDDINGS  # which a backward may look up while it waits for gradients
         on_host = on_host or self._device is None
         marks = self._host if on_host else self._device
         assert marks is not None

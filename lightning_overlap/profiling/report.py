@@ -68,7 +68,7 @@ def metrics(breakdown: Breakdown) -> dict[str, float]:
         "to_gain_ms": breakdown.to_gain_ms,
         "hidden_fraction": hideable(breakdown).hidden_fraction,
     }
-    named: dict[str, BusyTime] = {str(kind): times for kind, times in breakdown.kinds.items()}
+    named: dict[str, BusyTime] = {str(kind): times for kind, times in breakdown.categories.items()}
     named |= {str(stage): times for stage, times in breakdown.stages.items()}
     for name, times in named.items():
         if name in _NEVER_HIDDEN:
@@ -115,7 +115,7 @@ def closing_table(
 def stage_table(breakdown: Breakdown) -> Table:
     """Return busy, hidden and exposed time by stage, and by kind beneath."""
     named: dict[str, BusyTime] = {str(stage): times for stage, times in breakdown.stages.items()}
-    named |= {f"all {kind}": times for kind, times in breakdown.kinds.items() if kind is not Category.HOST}
+    named |= {f"all {kind}": times for kind, times in breakdown.categories.items() if kind is not Category.HOST}
     rows = [
         _row(name, times, "{:.0%}".format, hides=name.removeprefix("all ") not in _NEVER_HIDDEN, blank="")
         for name, times in named.items()
@@ -275,7 +275,7 @@ def headline(summary: TraceSummary) -> str:
     found = summary.breakdown
     parts = [f"{found.step_ms:.1f} ms a step" if summary.window.num_steps > 1 else f"{found.step_ms:.1f} ms"]
     for kind in (Category.COMMUNICATION, Category.LOOKUP):
-        times = found.kinds[kind]
+        times = found.categories[kind]
         if times.busy_ms:
             parts.append(f"{kind} {_percent(times.hidden_fraction)} hidden, {times.exposed_ms:.2f} ms exposed")
     parts.append(f"host blocked {_percent(found.blocked_ms / found.step_ms if found.step_ms else 0)}")
@@ -289,7 +289,7 @@ def tables(summary: TraceSummary) -> list[Table]:
     head = ("busy ms", "hidden ms", "exposed ms", "hidden")
     kinds = [
         _row(str(kind), times, _percent, hides=str(kind) not in _NEVER_HIDDEN)
-        for kind, times in found.kinds.items()
+        for kind, times in found.categories.items()
         if times.busy_ms
     ]
     stages = [
@@ -298,7 +298,7 @@ def tables(summary: TraceSummary) -> list[Table]:
     about = (
         f"{total_ms:.1f} ms, {steps} step{'s' * (steps != 1)} of {found.step_ms:.2f} ms. Busiest: {bound}, "
         f"{bound_ms:.2f} ms; perfect overlap would save {found.to_gain_ms:.2f} ms a step. "
-        f"Waited for looked-up rows: {found.merge_wait_ms:.2f} ms."
+        f"Waited for embeddings: {found.merge_wait_ms:.2f} ms."
     )
     by_stage = [Table(("stage", *head), stages)] if stages else []
     return [Table(("per step", *head), kinds, about), *by_stage, _block_table(summary)]

@@ -4,25 +4,12 @@ from __future__ import annotations
 
 import time
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
 from ..schedules import Stage
 from .spans import Category
-
-
-class Timestamps(Protocol):
-    """Points in time on a lane, read later."""
-
-    def mark(self) -> Any:
-        """Return this point of the current lane."""
-
-    def over(self, mark: Any) -> bool:
-        """Whether a point has been passed."""
-
-    def ms(self, mark: Any) -> float:
-        """Return when that was, milliseconds."""
 
 
 class HostTimestamps:
@@ -31,10 +18,6 @@ class HostTimestamps:
     def mark(self) -> float:
         """Return the time now, milliseconds."""
         return time.perf_counter() * 1e3
-
-    def over(self, mark: float) -> bool:
-        """Return True."""
-        return True
 
     def ms(self, mark: float) -> float:
         """Return the mark."""
@@ -65,6 +48,10 @@ class CudaTimestamps:
     def ms(self, mark: torch.cuda.Event) -> float:
         """Return when that was, counted from the first mark."""
         return float(self._zero.elapsed_time(mark))
+
+
+Timestamps = HostTimestamps | CudaTimestamps
+"""Takes points in time on a lane, which are read later."""
 
 
 @dataclass(slots=True)

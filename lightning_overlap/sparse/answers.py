@@ -85,6 +85,11 @@ class Answers:
 
         Of the calls in a step the first one is served; `checkpoint()` repeats a forward in the backward, and finds
         there the embeddings that it found before.
+
+        Args:
+            pipelined: The module that is called.
+            args: Positional arguments of the call.
+            kwargs: Keyword arguments of the call.
         """
         in_backward = torch._C._current_graph_task_id() != -1
         inflight = self._in_step if in_backward else self._current

@@ -18,7 +18,7 @@ from .answers import Answers
 from .freed_features import release
 from .input_dist import SizeExchange, splits_only
 from .lookup import compute_fused, look_up, parts_to_look_up, start_fused
-from .lookup_threads import LookupThreads, Rows
+from .lookup_threads import LookedUp, LookupThreads
 from .module_context import ModuleContext
 from .options import SparseOptions
 from .pipelined_forward import PipelinedForwards, inputs_of
@@ -272,10 +272,10 @@ class SparsePipeline:
     ) -> None:
         state, module = inflight.modules[name], self._forwards[name].module
 
-        def look_up_in_thread() -> Rows:
+        def look_up_in_thread() -> LookedUp:
             counts = lookup_counts(module)
             found = compute_fused(module, state, set_rates)
-            return Rows(found, lookups_since(module, counts))
+            return LookedUp(found, lookups_since(module, counts))
 
         threads.submit(name, inflight, look_up_in_thread)
 
@@ -284,7 +284,7 @@ class SparsePipeline:
         if self._threads is None:
             return
         for job in self._threads.take():
-            state, found = job.inflight.modules[job.module], job.rows.result()
+            state, found = job.inflight.modules[job.module], job.result.result()
             module = self._forwards[job.module].module
             defers_update = job.inflight.defers_update
             start_fused(module, state, found.by_part, self._threads.wait, defers_update=defers_update)
@@ -294,7 +294,16 @@ class SparsePipeline:
     # -- backward and update ------------------------------------------------------------------------------------
 
     def register_backward_hook(self, inflight: InFlightBatch, stage: Stage, call: Callable[[], None]) -> bool:
-        """Have this called where the backward of a batch waits for other ranks; False if nothing would, or should."""
+        """Have a function called where the backward of a batch waits for other ranks.
+
+        Args:
+            inflight: The batch; its forward has run.
+            stage: The first stage that the function issues.
+            call: Has no arguments; may be called several times in one backward.
+
+        Returns:
+            False if no backward will call it, or if that stage had better be issued before the backward.
+        """
         return self._updates.register_hook(inflight, stage, call)
 
     def start_update(self, inflight: InFlightBatch) -> None:

@@ -21,10 +21,10 @@ _num_made = itertools.count()
 
 
 class LazyEmbeddings(LazyGetItemMixin[str, Any], LazyAwaitable[Any]):  # type: ignore[misc]
-    """Rows that are waited for where they are first used, in the grad mode in which the module was called.
+    """Embeddings that are waited for where they are first used, in the grad mode in which the module was called.
 
-    TorchRec's awaitables wait in the mode of the first use: rows that a step looks at under `no_grad` first, for a
-    statistic say, would have no gradient when it trains on them afterwards.
+    TorchRec's awaitables wait in the mode of the first use: embeddings that a step looks at under `no_grad` first, for
+    a statistic say, would have no gradient when it trains on them afterwards.
     """
 
     def __init__(self, receive: Callable[[], Any]) -> None:
@@ -51,7 +51,7 @@ class LazyEmbeddings(LazyGetItemMixin[str, Any], LazyAwaitable[Any]):  # type: i
 
 
 class EarlyEmbeddings(LazyEmbeddings):
-    """Rows of an early lookup.
+    """Embeddings of an early lookup.
 
     TorchRec's own pipelined forwards wait where the module is called; waiting later lets a bottom MLP after the
     call still run beside the all-to-all.

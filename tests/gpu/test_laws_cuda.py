@@ -71,8 +71,8 @@ def test_stale_mode_equals_delayed_updates(gpus: Ranks, case: Case, pipeline: st
 def test_one_stale_lookup_shows(gpus: Ranks, stream: str) -> None:
     fused = MODES["fused_sparse_dist"]
     lookup = fused.step_of(Stage.EMBEDDING_LOOKUP)
-    rows = [step for step in fused if step.stage is not Stage.EMBEDDING_LOOKUP]
+    steps = [step for step in fused if step.stage is not Stage.EMBEDDING_LOOKUP]
     assert lookup is not None
-    rows.insert([step.stage for step in rows].index(Stage.BACKWARD), lookup)
-    for differences in _differences(gpus, TABLE_WISE, Schedule("mutated", tuple(rows)), stream):
+    steps.insert([step.stage for step in steps].index(Stage.BACKWARD), lookup)
+    for differences in _differences(gpus, TABLE_WISE, Schedule("mutated", tuple(steps)), stream):
         assert any(text.startswith("losses from step") for text in differences)

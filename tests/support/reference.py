@@ -148,13 +148,13 @@ def train_delayed(
     early = [name for name in sorted(split.collections) if not name.endswith("_dp")]
     late = [name for name in sorted(split.collections) if name.endswith("_dp")]
     batches = [_to(make_batch(case, index, rank), device) for index in range(num_steps)]
-    rows: dict[int, dict[str, Any]] = {}
+    embeddings: dict[int, dict[str, Any]] = {}
 
     def look_up(num_updates: int) -> None:
         for index in range(num_steps):
-            if seen(index) == num_updates and index not in rows:
+            if seen(index) == num_updates and index not in embeddings:
                 set_fused_rates(dmp, factor(index))  # kernels take the rate of an update with its lookup
-                rows[index] = {name: module.rows(name, batches[index]) for name in early}
+                embeddings[index] = {name: module.embeddings(name, batches[index]) for name in early}
 
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     stashed: list[list[Tensor | None]] = []
@@ -170,11 +170,11 @@ def train_delayed(
     losses = []
     for index in range(num_steps):
         look_up(index)
-        own = rows[index] | {name: module.rows(name, batches[index]) for name in late}
+        own = embeddings[index] | {name: module.embeddings(name, batches[index]) for name in late}
         optimizer.zero_grad()
         loss = dmp(batches[index], own)
         losses.append(loss.detach())
-        del rows[index]
+        del embeddings[index]
         loss.backward()
         set_rates(optimizer, factor(index))
         if waiting is None:
