@@ -18,7 +18,7 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check --no-input -qq
 AS_LOCKED := --no-deps --no-build-isolation
 
 .DELETE_ON_ERROR:
-.PHONY: help install train test check quick fuzz lint smoke smoke-older smoke-newer check-lock wheel clean
+.PHONY: help install redis-server train test check quick fuzz lint smoke smoke-older smoke-newer check-lock wheel clean
 
 help:
 	@echo "make train   install once, then train the example experiment"
@@ -35,8 +35,12 @@ install: $(INSTALLED)
 train: $(INSTALLED)
 	$(BIN)/overlap-train experiment=first_look
 
+# For the tests of sinks in Redis, which skip themselves without it.
+redis-server:
+	@requirements/redis_server.sh
+
 # Two runs of pytest at once: most tests in rank processes, and all others.
-test: lint
+test: lint redis-server
 	OMP_NUM_THREADS=1 $(BIN)/python -m tests.support.side_by_side
 
 check: $(INSTALLED)

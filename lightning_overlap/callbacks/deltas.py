@@ -165,6 +165,8 @@ class EmbeddingDeltas(Callback):
 
     def _raise_together(self, error: BaseException | None) -> None:
         said = self._strategy.gather(None if error is None else f"{type(error).__name__}: {error}")
+        if isinstance(error, ValueError) and len(set(said)) == 1:
+            raise error
         causes = [f"rank {rank}: {cause}" for rank, cause in enumerate(said) if cause is not None]
         if causes:
             raise RuntimeError(f"embedding deltas cannot be sent. {'; '.join(causes)}") from error

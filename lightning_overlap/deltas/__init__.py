@@ -3,9 +3,15 @@
 Needs the extra `deltas` (pyarrow), and for the sink of that name `redis`.
 """
 
+from .cuts import Cut as Cut
+from .cuts import CutError as CutError
+from .cuts import group as group
+from .cuts import newest_whole as newest_whole
+from .folder_sink import FolderSink as FolderSink
 from .history import parse_names as parse_names
 from .history import rows_in as rows_in
 from .history import written_since as written_since
+from .http_server import ReplicaServer as ReplicaServer
 from .parts import SCHEMA as SCHEMA
 from .parts import WEIGHT as WEIGHT
 from .parts import Dense as Dense
@@ -17,10 +23,15 @@ from .parts import Rows as Rows
 from .parts import decode as decode
 from .parts import encode as encode
 from .parts import read_header as read_header
+from .prune import prune as prune
+from .redis_sink import RedisSink as RedisSink
+from .replica import Lag as Lag
+from .replica import Position as Position
+from .replica import Replica as Replica
+from .replica import ReplicaError as ReplicaError
+from .served_tables import TablesError as TablesError
 from .sink import DeltaSink as DeltaSink
+from .sink import SinkError as SinkError
+from .sink import check_sink as check_sink
+from .sink import resolve_sink as resolve_sink
 from .writer import CutWriter as CutWriter
-
-
-def resolve_sink(sink: str) -> DeltaSink:
-    """Placeholder."""
-    raise NotImplementedError

@@ -16,9 +16,15 @@ from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, fields
 from typing import Any, NamedTuple
 
-import pyarrow as pa
 import torch
 from torch import Tensor
+
+try:
+    import pyarrow as pa
+except ImportError as err:
+    raise ImportError(
+        f"embedding deltas need pyarrow, which cannot be imported ({err}): pip install 'lightning_overlap[deltas]'"
+    ) from err
 
 SCHEMA = 1
 """Version of what is written; a reader refuses any other."""

@@ -1,17 +1,26 @@
-"""Where parts go: the protocol of a sink."""
+"""Where parts go: the protocol of a sink, and sinks by their address."""
 
 from __future__ import annotations
 
+import os
+import re
 from collections.abc import Iterable
-from typing import Protocol
+from typing import Any, Protocol, runtime_checkable
 
 
+class SinkError(OSError):
+    """A sink cannot be reached, read or written."""
+
+
+@runtime_checkable
 class DeltaSink(Protocol):
     """Keeps parts by their names, for replicas to read and for a resumed training to know what they have read.
 
     One process writes (each rank has a sink of its own, a copy of the one that the user made: it must be picklable and
     open its connection when it is first used), any number read at the same time. A sink that cannot read back may
     return no names: every fit then begins with a base.
+
+    A sink may have a method `check()` too, which raises a `SinkError` where nothing could be written: see `check_sink`.
     """
 
     def write(self, name: str, part: bytes) -> None:
@@ -35,3 +44,50 @@ class DeltaSink(Protocol):
 
     def close(self) -> None:
         """Let go of connections; the next call opens them anew."""
+
+
+def resolve_sink(sink: Any) -> DeltaSink:
+    """Return the sink for an address, or the sink itself.
+
+    Args:
+        sink: `redis://host:port/0?key=name` (`rediss://`, `unix://`) for a `RedisSink`; any other string or path, of a
+            local file system or one that fsspec knows (`s3://bucket/folder`), for a `FolderSink`; or a sink.
+
+    Raises:
+        TypeError: It is neither.
+        ImportError: The sink needs a package that is not installed.
+    """
+    if isinstance(sink, (str, os.PathLike)):
+        address = os.fspath(sink)
+        if address.startswith(("redis://", "rediss://", "unix://")):
+            from .redis_sink import RedisSink
+
+            return RedisSink(address)
+        from .folder_sink import FolderSink
+
+        return FolderSink(address)
+    if not isinstance(sink, DeltaSink):
+        lacks = [name for name in ("write", "names", "read", "remove", "close") if not hasattr(sink, name)]
+        raise TypeError(
+            "a sink is a path, a redis:// address, or an object with the methods of DeltaSink.\n"
+            f"  got: {sink!r}, which lacks {', '.join(lacks)}"
+        )
+    return sink
+
+
+def check_sink(sink: DeltaSink) -> None:
+    """Find out whether parts can be written, as far as the sink can tell.
+
+    Raises:
+        SinkError: They cannot.
+    """
+    check = getattr(sink, "check", None)
+    if check is not None:
+        check()
+    else:
+        list(sink.names())
+
+
+def without_password(address: str) -> str:
+    """Return an address that may be shown: a password in it is replaced."""
+    return re.sub(r"(?<=://)([^:@/]*):[^@/]*@", r"\1:***@", re.sub(r"(?i)(password=)[^&]*", r"\1***", address))

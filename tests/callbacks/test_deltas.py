@@ -97,7 +97,7 @@ def test_a_slow_sink_gets_fewer_cuts_each_with_the_last_values(ranks: Ranks, tmp
     assert len({name.step for name in parse_names(path.name for path in tmp_path.iterdir())}) < 30
 
 
-# -- what must not be missed --------------------------------------------------------------------------------------------
+# -- what must not be missed ----------------------------------------------------------------------------------------
 
 
 def test_rows_marked_at_their_lookup_are_missed(ranks: Ranks, tmp_path: Path) -> None:
@@ -106,7 +106,7 @@ def test_rows_marked_at_their_lookup_are_missed(ranks: Ranks, tmp_path: Path) ->
     assert len(_wrong(tmp_path, of_ranks)) > 5
 
 
-@pytest.mark.parametrize("hook", ["on_train_batch_start", "on_train_batch_end", "on_before_zero_grad"])
+@pytest.mark.parametrize("hook", ["on_train_batch_start", "on_train_batch_end"])
 def test_tables_that_the_user_writes_are_sent_whole(ranks: Ranks, tmp_path: Path, hook: str) -> None:
     """Between two steps a copy may be under way: rows of it may be of before and after the write."""
     writes = WritesTables(hook, every=3)
@@ -135,7 +135,7 @@ def test_optimizer_states_go_with_their_rows(ranks: Ranks, tmp_path: Path) -> No
         assert field == "weight" or (entry.values > 0).all()
 
 
-# -- crashes and resumes ------------------------------------------------------------------------------------------------
+# -- crashes and resumes --------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -182,17 +182,17 @@ def test_a_sink_without_memory_gets_a_base(ranks: Ranks, tmp_path: Path) -> None
     assert _wrong(sent, of_ranks, generation=2) == {}
 
 
-# -- bad input, bad sinks -----------------------------------------------------------------------------------------------
+# -- bad input, bad sinks -------------------------------------------------------------------------------------------
 
 
 def test_a_sink_that_fails_raises_on_all_ranks(ranks: Ranks, tmp_path: Path) -> None:
     said = ranks.run(fit_expecting, RuntimeError, ALL, "fused_sparse_dist", str(tmp_path), sink={"fails_at": 5})
-    assert all("rank 1: OSError: no space left" in one for one in said)
+    assert all("OSError: no space left" in one for one in said)
 
 
 def test_a_sink_that_fails_at_once_is_told_before_the_first_step(ranks: Ranks, tmp_path: Path) -> None:
     said = ranks.run(fit_expecting, RuntimeError, ALL, "fused_sparse_dist", str(tmp_path), sink={"fails_at": 0})
-    assert all("rank 1: OSError: no space left" in one for one in said)
+    assert all("OSError: no space left" in one for one in said)
     assert all("steps: 0" in one for one in said)
 
 
@@ -205,7 +205,8 @@ def test_the_parts_of_another_training_are_not_mixed_with_this_ones(ranks: Ranks
 def test_past_the_allowed_lag_training_stops_as_told(ranks: Ranks, tmp_path: Path) -> None:
     kwargs = {"num_steps": 60, "sink": {"delay_s": 0.4}, "deltas": {"max_lag_steps": 3, "on_lag": "stop"}}
     of_ranks = ranks.run(fit_with_deltas, ALL, "fused_sparse_dist", str(tmp_path), **kwargs)
-    assert {len(seen) for seen, _ in of_ranks} < set(range(60)) and len({len(seen) for seen, _ in of_ranks}) == 1
+    [num_steps] = {len(seen) for seen, _ in of_ranks}
+    assert num_steps < 60
     assert _wrong(tmp_path, of_ranks) == {}
 
 
@@ -229,6 +230,6 @@ def test_arguments_are_checked(tmp_path: Path, kwargs: dict[str, Any], match: st
 
 
 def test_another_strategy_is_refused(tmp_path: Path) -> None:
-    trainer = Trainer(accelerator="cpu", callbacks=[EmbeddingDeltas(Files(str(tmp_path)))], **QUIET)
+    trainer = Trainer(accelerator="cpu", callbacks=[EmbeddingDeltas(Files(str(tmp_path)))], max_epochs=1, **QUIET)
     with pytest.raises(ValueError, match="takes OverlapEmbeddingStrategy, which shards the tables, got SingleDevice"):
         trainer.fit(BoringModel())

@@ -1,0 +1,211 @@
+"""Which cut comes next: the order of cuts, through lost parts, crashes, resumed trainings and bases."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import groupby
+
+from .cuts import Cut, CutError, CutId, Head, as_list, as_words, group, read_head
+from .parts import PartName
+from .sink import DeltaSink
+
+_log = logging.getLogger(__name__)
+_MOST_HEADS = 10_000
+
+
+@dataclass(frozen=True)
+class Move:
+    """What brings a replica to a newer state: one cut, or for one that begins, the cuts from its ranks' bases on.
+
+    Args:
+        cuts: In order, each with the ranks whose parts are to be applied.
+        is_base: Whether a replica needs nothing before it: every rank's parts begin with a base.
+    """
+
+    cuts: tuple[tuple[Cut, Head, frozenset[int]], ...]
+    is_base: bool
+
+    @property
+    def at(self) -> CutId:
+        """Where it leads."""
+        return self.cuts[-1][0].at
+
+    @property
+    def head(self) -> Head:
+        """What the last of its cuts says."""
+        return self.cuts[-1][1]
+
+    def names(self) -> Iterator[tuple[Head, PartName]]:
+        """Yield the names of its chunks in order, each with what its cut says."""
+        for cut, head, ranks in self.cuts:
+            yield from ((head, name) for name in cut.names if name.rank in ranks)
+
+
+class Chain:
+    """Finds the next cut in a sink.
+
+    Args:
+        sink: Whose parts.
+        run: The training that they must be of; None takes that of the first cut.
+    """
+
+    def __init__(self, sink: DeltaSink, run: str | None = None) -> None:
+        self.sink = sink
+        self.run = run
+        self.cuts: list[Cut] = []
+        self._heads: dict[Cut, Head] = {}
+
+    def next(self, at: CutId | None) -> Move | None:
+        """Return what follows a state, or None where the sink has nothing yet that does.
+
+        Args:
+            at: The cut that was applied last; None for a replica that has nothing.
+
+        Raises:
+            CutError: Parts are missing and no base leads past them; the message names them.
+            PartError: A part cannot be read.
+            SinkError: The sink cannot.
+        """
+        # A listing is not taken at one instant: it may have a part and lack one that was written before it. And parts
+        # may be pruned between the listing and the reading. Whatever is still wrong in a second listing is wrong.
+        try:
+            return self._next(at)
+        except (CutError, KeyError):
+            pass
+        try:
+            return self._next(at)
+        except KeyError as err:
+            raise CutError(
+                f"{err.args[0]} was there and is not any more: parts are being removed from the sink."
+            ) from err
+
+    def oldest_needed(self) -> CutId | None:
+        """Return the first cut of the newest start: a replica that has nothing needs none before it.
+
+        Raises:
+            PartError: A part cannot be read.
+        """
+        self.cuts = group(self.sink.names())
+        start = self._start(None)
+        return None if start is None else start.cuts[0][0].at
+
+    def _next(self, at: CutId | None) -> Move | None:
+        self.cuts = group(self.sink.names())
+        if not self.cuts:
+            return None
+        try:
+            return self._first() if at is None else self._following(at)
+        except CutError as err:
+            start = None if at is None else self._start(newer_than=at)
+            if start is None:
+                raise
+            _log.warning("embedding deltas: begins again with the base of %s: %s", as_words(start.at), err)
+            return start
+
+    def _following(self, at: CutId) -> Move | None:
+        """Return the next cut: the first of the newest generation that can follow, or the next of the same one."""
+        by_generation = self._by_generation()
+        newest = self.cuts[-1]
+        problems: list[str] = []
+        waits = False
+        for generation in sorted((number for number in by_generation if number > at[0]), reverse=True):
+            first = by_generation[generation][0]
+            if first.is_whole:
+                head = self._head(first)
+                if head.after is None or head.after <= at:
+                    return _single(first, head)
+                problems.append(_does_not_follow(first, head, at))
+            elif first is newest and first.conflict is None:
+                waits = True
+            elif first is not by_generation[generation][-1] or first.conflict is not None:
+                problems.append(_lacks(first))
+            # else a crash in its first cut, which a newer generation has made good
+        own = [cut for cut in by_generation.get(at[0], ()) if cut.at > at]
+        if own and own[0].is_whole:
+            head = self._head(own[0])
+            if head.after is None or head.after == at:
+                return _single(own[0], head)
+            problems.insert(0, _does_not_follow(own[0], head, at))
+        elif own and (len(own) > 1 or own[0].conflict is not None):
+            problems.insert(0, _lacks(own[0]))
+        if problems and not waits:
+            raise CutError("\n".join(problems))
+        if newest.at < at and newest.is_whole:
+            self._head(newest)  # a sink that was emptied for another run: its header tells
+        return None
+
+    def _first(self) -> Move | None:
+        """Return what a replica that has nothing begins with."""
+        start = self._start(None)
+        if start is not None:
+            return start
+        by_generation, newest = self._by_generation(), self.cuts[-1]
+        if newest.missing and not newest.conflict and by_generation[newest.generation][0] is newest:
+            return None  # it is being written
+        last = {cuts[-1] for cuts in by_generation.values()}  # a crash leaves those as they are
+        broken = [cut for cut in self.cuts if cut.conflict or (cut.missing and cut not in last)]
+        raise CutError(
+            f"no base of every rank is in the sink, which has {len(self.cuts)} cuts, from {as_words(self.cuts[0].at)} "
+            f"to {as_words(self.cuts[-1].at)}: a replica that has nothing cannot begin. "
+            + "".join(f"{_lacks(cut)} " for cut in broken[:3])
+            + "Start it from a state that a replica saved, or let the training write a base."
+        )
+
+    def _start(self, newer_than: CutId | None) -> Move | None:
+        """Return the newest base of every rank: one cut, or several that follow each other."""
+        for _, cuts in reversed(self._by_generation().items()):
+            base_of: dict[int, int] = {}
+            for index in reversed(range(len(cuts))):
+                cut = cuts[index]
+                if not cut.is_whole:
+                    base_of.clear()  # what follows it was not applied to what is before it
+                    continue
+                head = self._head(cut)
+                if base_of and self._head(cuts[index + 1]).after not in (None, cut.at):
+                    base_of.clear()
+                if newer_than is not None and not base_of and cut.at <= newer_than:
+                    return None
+                for rank in head.bases:
+                    base_of.setdefault(rank, index)
+                if len(base_of) == cut.num_ranks:
+                    return self._from_bases(cuts, base_of)
+        return None
+
+    def _from_bases(self, cuts: list[Cut], base_of: dict[int, int]) -> Move:
+        first, last = min(base_of.values()), max(base_of.values())
+        taken = tuple(
+            (cuts[index], self._head(cuts[index]), frozenset(rank for rank in base_of if base_of[rank] <= index))
+            for index in range(first, last + 1)
+        )
+        return Move(taken, is_base=True)
+
+    def _by_generation(self) -> dict[int, list[Cut]]:
+        return {number: list(cuts) for number, cuts in groupby(self.cuts, key=lambda cut: cut.generation)}
+
+    def _head(self, cut: Cut) -> Head:
+        head = self._heads.get(cut)
+        if head is None:
+            if len(self._heads) >= _MOST_HEADS:
+                self._heads.clear()
+            head = self._heads[cut] = read_head(self.sink, cut)
+        if self.run is not None and head.header.run != self.run:
+            raise CutError(
+                f"{as_words(cut.at)} is of the run {head.header.run!r}, this replica is of the run {self.run!r}. Begin "
+                "a new replica, or give it the sink of its own run."
+            )
+        return head
+
+
+def _single(cut: Cut, head: Head) -> Move:
+    ranks = frozenset(range(cut.num_ranks))
+    return Move(((cut, head, ranks),), is_base=head.bases == ranks)
+
+
+def _lacks(cut: Cut) -> str:
+    return cut.conflict or f"{as_words(cut.at)} lacks {as_list(cut.missing)}, and later parts are there."
+
+
+def _does_not_follow(cut: Cut, head: Head, at: CutId) -> str:
+    return f"{as_words(cut.at)} follows {as_words(head.after)}, which is not there; applied so far: {as_words(at)}."

@@ -1,0 +1,165 @@
+"""Parts as files in a folder: on a local disk, a shared file system or an object store."""
+
+from __future__ import annotations
+
+import os
+import uuid
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager, suppress
+from typing import Any
+
+import fsspec
+from fsspec.implementations.local import LocalFileSystem
+
+from .parts import PartName
+from .sink import SinkError, without_password
+
+_WHOLE_PUTS = frozenset(
+    {"s3", "s3a", "gs", "gcs", "abfs", "abfss", "az", "adl", "oss", "ossfs", "r2", "oci", "cos", "obs", "tos", "memory"}
+)
+"""File systems where a file is there when it is whole, because that is what a put does there."""
+
+
+class FolderSink:
+    """Keeps each part as a file of its name.
+
+    A file takes its name when it is whole, and on a local disk when it has reached the disk. Files of other names may
+    lie beside them. The folder is made by the first write.
+
+    Args:
+        path: A folder: a local path, or an address for fsspec (`s3://bucket/folder`, `memory://folder`).
+        **options: For fsspec's file system.
+
+    Raises:
+        ImportError: The package that fsspec needs for such addresses is not installed.
+        SinkError: fsspec knows no such addresses.
+    """
+
+    def __init__(self, path: str | os.PathLike[str], **options: Any) -> None:
+        self.path = os.fspath(path)
+        self._options = options
+        self._opened: Any = None
+        with self._told("open"):
+            self._files()
+
+    def __repr__(self) -> str:
+        return f"FolderSink({without_password(self.path)!r})"
+
+    def __getstate__(self) -> dict[str, Any]:
+        return self.__dict__ | {"_opened": None}
+
+    def check(self) -> None:
+        """Make the folder, and write and remove a file.
+
+        Raises:
+            SinkError: That cannot be done.
+        """
+        with self._told("write to"):
+            self._write(f".{uuid.uuid4().hex}.check", b"check")
+
+    def write(self, name: str, part: bytes) -> None:
+        """Keep a part; on a local disk it has reached the disk when this returns."""
+        with self._told("write to"):
+            self._write(name, part)
+
+    def names(self) -> list[str]:
+        """Return the names of all parts; none where the folder is not there."""
+        with self._told("read"):
+            files = self._files()
+            files.invalidate_cache(self._root)
+            try:
+                found = files.ls(self._root, detail=False)
+            except FileNotFoundError:
+                return []
+            names = (str(path).rstrip("/").rpartition("/")[2] for path in map(_posix, found))
+            return sorted(name for name in names if PartName.parse(name) is not None)
+
+    def read(self, name: str) -> bytes:
+        """Return a part.
+
+        Raises:
+            KeyError: There is none of that name.
+        """
+        with self._told("read"):
+            try:
+                return bytes(self._files().cat_file(self._file(name)))
+            except FileNotFoundError:
+                raise KeyError(name) from None
+
+    def remove(self, names: Iterable[str]) -> None:
+        """Remove parts, one after the other."""
+        with self._told("remove parts of"):
+            for name in names:
+                with suppress(FileNotFoundError):
+                    self._files().rm_file(self._file(name))
+
+    def close(self) -> None:
+        """Let go of the file system."""
+        self._opened = None
+
+    def _files(self) -> Any:
+        if self._opened is None:
+            self._opened, self._root = fsspec.core.url_to_fs(self.path, use_listings_cache=False, **self._options)
+        return self._opened
+
+    def _file(self, name: str) -> str:
+        return f"{self._root.rstrip('/')}/{name}"
+
+    def _write(self, name: str, part: bytes) -> None:
+        files = self._files()
+        files.makedirs(self._root, exist_ok=True)
+        checks = PartName.parse(name) is None
+        protocols = {files.protocol} if isinstance(files.protocol, str) else set(files.protocol)
+        if protocols & _WHOLE_PUTS:
+            files.pipe_file(self._file(name), part)
+        else:
+            unfinished = self._file(name if checks else f".{name}.{uuid.uuid4().hex}.unfinished")
+            try:
+                if isinstance(files, LocalFileSystem):
+                    _write_to_disk(unfinished, part)
+                else:
+                    files.pipe_file(unfinished, part)
+                if not checks:
+                    self._take_name(files, unfinished, name)
+            except BaseException:
+                with suppress(Exception):
+                    files.rm_file(unfinished)
+                raise
+        if checks:
+            files.rm_file(self._file(name))
+
+    def _take_name(self, files: Any, unfinished: str, name: str) -> None:
+        if not isinstance(files, LocalFileSystem):
+            files.mv(unfinished, self._file(name))
+            return
+        os.replace(unfinished, self._file(name))
+        with suppress(OSError):  # some file systems do not open folders
+            folder = os.open(self._root, os.O_RDONLY)
+            try:
+                os.fsync(folder)
+            finally:
+                os.close(folder)
+
+    @contextmanager
+    def _told(self, what: str) -> Iterator[None]:
+        try:
+            yield
+        except SinkError:
+            raise
+        except (OSError, ValueError) as err:
+            reason = getattr(err, "strerror", None) or without_password(str(err)) or type(err).__name__
+            raise SinkError(
+                f"cannot {what} the folder of embedding deltas {without_password(self.path)!r}: {reason}. "
+                "Give a folder that exists or can be made, with the right to write in it."
+            ) from err
+
+
+def _write_to_disk(path: str, content: bytes) -> None:
+    with open(path, "xb") as file:
+        file.write(content)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def _posix(path: Any) -> str:
+    return str(path).replace(os.sep, "/")

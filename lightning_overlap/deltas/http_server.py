@@ -1,0 +1,116 @@
+"""A small HTTP server that looks rows up in a replica: `GET /step`, `POST /lookup`."""
+
+from __future__ import annotations
+
+import json
+import threading
+from http import HTTPStatus
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any
+
+import torch
+
+from .replica import Replica, ReplicaError
+
+_MOST_BYTES = 64 << 20
+
+
+class ReplicaServer:
+    """Answers requests from a replica's tables, each from one step, until it is closed.
+
+    `GET /step` tells run, generation, step, lag and the tables' shapes. `POST /lookup` takes `{"table": name,
+    "ids": [...]}` and returns `{"generation": ..., "step": ..., "rows": [[...], ...]}`. A wrong request is answered
+    with 400, a replica that has nothing or has stopped with 503, both with `{"error": ...}`.
+
+    Args:
+        replica: Which `follow()` keeps up to date.
+        host: Where to listen; only this machine by default. There is no authentication.
+        port: 0 takes a free one, see `port`.
+
+    Raises:
+        OSError: The port cannot be had.
+    """
+
+    def __init__(self, replica: Replica, host: str = "127.0.0.1", port: int = 0) -> None:
+        handler = type("Handler", (_Handler,), {"replica": replica})
+        self._server = ThreadingHTTPServer((host, port), handler)
+        self._server.daemon_threads = True
+        self.host, self.port = host, int(self._server.server_address[1])
+        self._thread = threading.Thread(target=self._server.serve_forever, name="replica server", daemon=True)
+        self._thread.start()
+
+    def close(self) -> None:
+        """Stop listening."""
+        self._server.shutdown()
+        self._thread.join()
+        self._server.server_close()
+
+    def __enter__(self) -> ReplicaServer:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+class _Handler(BaseHTTPRequestHandler):
+    replica: Replica
+
+    def do_GET(self) -> None:
+        if self.path != "/step":
+            self._answer(HTTPStatus.NOT_FOUND, {"error": f"GET /step or POST /lookup, not GET {self.path}"})
+            return
+        try:
+            lag = self.replica.lag
+            with self.replica.reading() as position:
+                tables = {name: list(tensor.shape) for name, tensor in self.replica.state_dict().items()}
+        except ReplicaError as err:
+            self._answer(HTTPStatus.SERVICE_UNAVAILABLE, {"error": str(err)})
+            return
+        told = {"run": self.replica.run, **position._asdict(), "lag": lag._asdict(), "tables": tables}
+        self._answer(HTTPStatus.OK, told)
+
+    def do_POST(self) -> None:
+        if self.path != "/lookup":
+            self._answer(HTTPStatus.NOT_FOUND, {"error": f"GET /step or POST /lookup, not POST {self.path}"})
+            return
+        try:
+            table, ids = self._question()
+            self._answer(HTTPStatus.OK, self._rows(table, ids))
+        except ReplicaError as err:
+            self._answer(HTTPStatus.SERVICE_UNAVAILABLE, {"error": str(err)})
+        except ValueError as err:
+            self._answer(HTTPStatus.BAD_REQUEST, {"error": str(err)})
+
+    def log_message(self, format: str, *args: object) -> None:
+        """Keep quiet: a line for each request is of no use."""
+
+    def _question(self) -> tuple[str, list[int]]:
+        size = int(self.headers.get("Content-Length", 0))
+        if size > _MOST_BYTES:
+            raise ValueError(f"a request has {_MOST_BYTES} bytes at most, this one {size}: ask for fewer ids at once.")
+        asked: Any = json.loads(self.rfile.read(size) or b"null")
+        table = asked.get("table") if isinstance(asked, dict) else None
+        ids = asked.get("ids") if isinstance(asked, dict) else None
+        if not isinstance(table, str) or not isinstance(ids, list) or not all(type(each) is int for each in ids):
+            raise ValueError('a request is {"table": name, "ids": [whole numbers]}')
+        return table, ids
+
+    def _rows(self, table: str, ids: list[int]) -> dict[str, Any]:
+        with self.replica.reading() as position:
+            tables = self.replica.state_dict()
+            if table not in tables or tables[table].dim() != 2:
+                known = ", ".join(sorted(name for name, tensor in tables.items() if tensor.dim() == 2))
+                raise ValueError(f"no table is called {table!r}: {known}")
+            wrong = [each for each in ids if not 0 <= each < len(tables[table])]
+            if wrong:
+                raise ValueError(f"{table} has rows 0 to {len(tables[table]) - 1}, not {wrong[0]}")
+            found = tables[table].detach()[torch.tensor(ids, dtype=torch.int64, device=tables[table].device)]
+            return {"generation": position.generation, "step": position.step, "rows": found.cpu().tolist()}
+
+    def _answer(self, status: HTTPStatus, content: dict[str, Any]) -> None:
+        data = json.dumps(content).encode()
+        self.send_response(status)
+        self.send_header("Content-Type", "application/json")
+        self.send_header("Content-Length", str(len(data)))
+        self.end_headers()
+        self.wfile.write(data)

@@ -1,0 +1,151 @@
+"""Parts in Redis: a stream of their names, which tells readers what is new, and each part under a key of its own."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any
+from urllib.parse import parse_qsl, urlencode, urlsplit, urlunsplit
+
+from .parts import PartName
+from .sink import SinkError, without_password
+
+_NAME = b"name"
+_KEY = "embedding_deltas"
+_PAGE = 1000
+_WAIT_S = 10.0
+
+
+class RedisSink:
+    """Keeps the names of parts in a Redis stream, and each part under the key `{KEY}:NAME`.
+
+    A part and its entry of the stream (one field, `name`) are written in one transaction, so whoever reads the stream
+    finds the part. Names are read without the parts. What survives a crash of the server is what the server is
+    configured to keep (`appendonly yes`, `appendfsync always`).
+
+    Args:
+        url: `redis://user:password@host:port/0`, `rediss://`, `unix://`; `?key=name` is the same as `key`.
+        key: The stream; parts lie under keys that begin with it, in braces (one slot of a cluster).
+        **options: For `redis.Redis.from_url`. Sockets wait for 10 s unless `socket_timeout` says otherwise.
+
+    Raises:
+        ImportError: The package redis is not installed.
+        SinkError: It is no such address.
+    """
+
+    def __init__(self, url: str, key: str | None = None, **options: Any) -> None:
+        parts = urlsplit(url)
+        query = dict(parse_qsl(parts.query))
+        self.key = key or query.pop("key", None) or _KEY
+        self.url = urlunsplit(parts._replace(query=urlencode(query)))
+        if not parts.netloc and self.url.startswith("unix:/") and not self.url.startswith("unix://"):
+            self.url = "unix://" + self.url.removeprefix("unix:")  # urlunsplit leaves out an empty host
+        self._options = {"socket_timeout": _WAIT_S, "socket_connect_timeout": _WAIT_S} | options
+        self._opened: Any = None
+        with self._told("open"):
+            self._redis()
+        self.close()
+
+    def __repr__(self) -> str:
+        return f"RedisSink({without_password(self.url)!r}, key={self.key!r})"
+
+    def __getstate__(self) -> dict[str, Any]:
+        return self.__dict__ | {"_opened": None}
+
+    def check(self) -> None:
+        """Ask the server, and write and remove an entry of a stream beside.
+
+        Raises:
+            SinkError: The server cannot be reached or does not let this write.
+        """
+        beside = f"{{{self.key}}}:check"
+        with self._told("write to"), self._redis().pipeline(transaction=True) as pipe:
+            pipe.xlen(self.key)
+            pipe.xadd(beside, {_NAME: b"check"})
+            pipe.delete(beside)
+            pipe.execute()
+
+    def write(self, name: str, part: bytes) -> None:
+        """Keep a part, and its name in the stream."""
+        with self._told("write to"), self._redis().pipeline(transaction=True) as pipe:
+            pipe.set(self._part(name), part)
+            pipe.xadd(self.key, {_NAME: name})
+            pipe.execute()
+
+    def names(self) -> list[str]:
+        """Return the names of all parts, sorted; a name that was written twice comes once."""
+        with self._told("read"):
+            found = {name for _, name in self._entries()}
+        return sorted(name for name in found if PartName.parse(name) is not None)
+
+    def read(self, name: str) -> bytes:
+        """Return a part.
+
+        Raises:
+            KeyError: There is none of that name.
+        """
+        with self._told("read"):
+            part = self._redis().get(self._part(name))
+        if part is None:
+            raise KeyError(name)
+        return bytes(part)
+
+    def remove(self, names: Iterable[str]) -> None:
+        """Remove parts and their entries of the stream, one after the other."""
+        with self._told("remove parts of"):
+            entries: dict[str, list[bytes]] = {}
+            for entry, name in self._entries():
+                entries.setdefault(name, []).append(entry)
+            for name in names:
+                with self._redis().pipeline(transaction=True) as pipe:
+                    pipe.unlink(self._part(name))
+                    if name in entries:
+                        pipe.xdel(self.key, *entries[name])
+                    pipe.execute()
+
+    def close(self) -> None:
+        """Close the connections."""
+        if self._opened is not None:
+            self._opened.close()
+            self._opened = None
+
+    def _redis(self) -> Any:
+        if self._opened is None:
+            try:
+                import redis
+            except ImportError as err:
+                raise ImportError(
+                    f"a sink in Redis needs the package redis, which cannot be imported ({err}): "
+                    "pip install 'lightning_overlap[redis]'"
+                ) from err
+            self._opened = redis.Redis.from_url(self.url, **self._options)
+        return self._opened
+
+    def _part(self, name: str) -> str:
+        return f"{{{self.key}}}:{name}"
+
+    def _entries(self) -> Iterator[tuple[bytes, str]]:
+        start = b"-"
+        while True:
+            page = self._redis().xrange(self.key, min=start, count=_PAGE)
+            yield from ((entry, fields[_NAME].decode()) for entry, fields in page if _NAME in fields)
+            if len(page) < _PAGE:
+                return
+            start = b"(" + page[-1][0]
+
+    @contextmanager
+    def _told(self, what: str) -> Iterator[None]:
+        try:
+            yield
+        except ImportError:
+            raise
+        except Exception as err:
+            import redis
+
+            if not isinstance(err, (redis.RedisError, OSError, ValueError)):
+                raise
+            reason = without_password(str(err)) or type(err).__name__
+            raise SinkError(
+                f"cannot {what} the stream {self.key!r} of embedding deltas at {without_password(self.url)}: {reason}. "
+                "Start the server, or give its address and password: redis://user:password@host:port/0."
+            ) from err

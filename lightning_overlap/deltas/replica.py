@@ -1,0 +1,413 @@
+"""Tables that follow a training: whole cuts are applied while others read."""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+import time
+import uuid
+from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from .chain import Chain, Move
+from .cuts import CutError, Head, as_words, read_parts
+from .parts import Part, PartError, PartName
+from .read_lock import ReadLock
+from .served_tables import Coverage, ServedTables
+from .sink import DeltaSink, resolve_sink
+
+_log = logging.getLogger(__name__)
+_FORMAT = "lightning_overlap.replica"
+_KEPT_BYTES = 256 << 20
+_TRIALS = 3
+
+
+class Position(NamedTuple):
+    """What a replica has applied.
+
+    Attributes:
+        generation: Of the fit that wrote it.
+        step: Batches that had been trained.
+        num_pending: How many of them had an update of the tables still to come.
+        global_step: Steps of the optimizers.
+        time: When the training cut it, in seconds since the epoch.
+    """
+
+    generation: int
+    step: int
+    num_pending: int
+    global_step: int
+    time: float
+
+    @property
+    def cut(self) -> tuple[int, int]:
+        """Generation and step."""
+        return self.generation, self.step
+
+
+class Lag(NamedTuple):
+    """How far a replica is behind.
+
+    Attributes:
+        steps: From what is applied to the newest whole cut that was seen in the sink.
+        seconds: Since the training cut what is applied.
+        parts: Chunks of whole cuts in the sink that are newer than what is applied.
+    """
+
+    steps: int
+    seconds: float
+    parts: int
+
+
+class ReplicaError(RuntimeError):
+    """A replica has nothing to read, or stopped following."""
+
+
+class Replica:
+    """Keeps unsharded tables equal to a training's, cut by cut.
+
+    A cut is read and checked whole before the first row is written, and written while nobody reads. What was read
+    between `with replica.reading()` and its end is therefore of one step of the training, byte for byte.
+
+    Args:
+        target: What to keep up to date: a module (the LightningModule that is trained, unsharded, on any device), a
+            mapping of the names in its `state_dict` to tensors, or None: tables are made, see `state_dict`.
+        sink: A sink, or its address (see `resolve_sink`).
+        start: A file that `save` wrote, of this replica in an earlier process: nothing before it is read again.
+        optimizer_state: Whether the state of the tables' optimizers is kept too, in `optimizer_state`.
+        kept_bytes: Cuts up to this size are held in memory between check and write; larger ones are read twice.
+
+    Raises:
+        TablesError: What is given cannot be written.
+        ReplicaError: `start` is no state of a replica.
+    """
+
+    def __init__(
+        self,
+        target: nn.Module | Mapping[str, Tensor] | None,
+        sink: str | os.PathLike[str] | DeltaSink,
+        *,
+        start: str | os.PathLike[str] | None = None,
+        optimizer_state: bool = False,
+        kept_bytes: int = _KEPT_BYTES,
+    ) -> None:
+        self.sink = resolve_sink(sink)
+        self._tables = ServedTables(target, optimizer_state)
+        self._chain = Chain(self.sink)
+        self._kept_bytes = kept_bytes
+        self._lock = ReadLock()
+        self._updating = threading.Lock()
+        self._applied = threading.Condition()
+        self._position: Position | None = None
+        self._torn: BaseException | None = None
+        self._error: BaseException | None = None
+        self._thread: threading.Thread | None = None
+        self._stop = threading.Event()
+        self._newest: tuple[int, int] | None = None
+        self._parts_behind = 0
+        if start is not None:
+            self._load(Path(start))
+
+    # -- what is served ------------------------------------------------------------------------------------------------
+
+    @property
+    def lock(self) -> AbstractContextManager[None]:
+        """`with replica.lock:` nothing is written by the replica, and nobody else reads."""
+        return self._lock.writing()
+
+    @contextmanager
+    def reading(self, *, after_error: bool = False) -> Iterator[Position]:
+        """Hold the tables as they are; any number of threads may do so at once.
+
+        Args:
+            after_error: Whether to read on where following has stopped with an error: the state is older then, but it
+                is one of the training's.
+
+        Yields:
+            What is applied.
+
+        Raises:
+            ReplicaError: Nothing has been applied yet, or following has stopped with an error.
+        """
+        with self._lock.reading():
+            if not after_error:
+                self.check()
+            yield self._whole()
+
+    def check(self) -> None:
+        """Raise the error that following has stopped with, if it has.
+
+        Raises:
+            ReplicaError: It has.
+        """
+        if self._error is not None:
+            raise ReplicaError(
+                f"this replica stopped following {self.sink!r} after {as_words(self.position and self.position.cut)}: "
+                f"{type(self._error).__name__}: {self._error}\n  follow() tries again."
+            ) from self._error
+
+    @property
+    def position(self) -> Position | None:
+        """What is applied; None for nothing."""
+        return None if self._torn else self._position
+
+    @property
+    def step(self) -> int | None:
+        """Batches that had been trained at the cut that is applied; None while nothing is."""
+        return None if self.position is None else self.position.step
+
+    @property
+    def generation(self) -> int | None:
+        """Of the fit that wrote the cut that is applied; None while nothing is."""
+        return None if self.position is None else self.position.generation
+
+    @property
+    def run(self) -> str | None:
+        """The training whose tables these are; None before the first cut."""
+        return self._chain.run
+
+    @property
+    def lag(self) -> Lag:
+        """How far this is behind what the last update saw in the sink.
+
+        Raises:
+            ReplicaError: Nothing has been applied yet, or following has stopped with an error.
+        """
+        self.check()
+        position = self._whole()
+        newest = self._newest or position.cut
+        steps = max(newest[1] - position.step, 0) if newest > position.cut else 0
+        return Lag(steps, max(time.time() - position.time, 0.0), self._parts_behind)
+
+    @property
+    def optimizer_state(self) -> dict[str, dict[str, Tensor]]:
+        """Table -> field -> tensor, where `optimizer_state` was asked for.
+
+        Row-wise state of a column shard that does not begin at column 0 has its first column in the field's name.
+        """
+        return self._tables.optimizer_state
+
+    def state_dict(self) -> dict[str, Tensor]:
+        """Return tables and dense tensors by their names in the LightningModule's `state_dict`; no copies."""
+        return self._tables.state_dict()
+
+    # -- how it follows ------------------------------------------------------------------------------------------------
+
+    def update(self) -> int:
+        """Apply every whole cut that the sink has and this has not; return how many.
+
+        Raises:
+            CutError: Parts are missing, out of order or of another run.
+            PartError: A part is torn, of another schema, or not what its name says.
+            TablesError: Parts do not fit the tables.
+            SinkError: The sink cannot be read.
+        """
+        with self._updating:
+            count = 0
+            while self._update_once():
+                count += 1
+            self._error = None
+            return count
+
+    def follow(self, every_s: float = 0.5) -> None:
+        """Apply cuts as they come, in a thread; an error stops it and is raised where this is used next.
+
+        Args:
+            every_s: Seconds from one look at the sink to the next.
+        """
+        if self._thread is not None and self._thread.is_alive():
+            return
+        self._stop.clear()
+        self._error = None
+        self._thread = threading.Thread(target=self._follow, args=(every_s,), name="replica", daemon=True)
+        self._thread.start()
+
+    def wait(self, step: int = 0, timeout: float | None = None) -> Position:
+        """Wait until a step is applied, or one after it; return what is applied.
+
+        Where nothing follows the sink in the background, this looks into it itself.
+
+        Args:
+            step: Batches trained.
+            timeout: In seconds; None waits for ever.
+
+        Raises:
+            TimeoutError: It did not come.
+        """
+        until = None if timeout is None else time.monotonic() + timeout
+        while True:
+            follows = self._thread is not None and self._thread.is_alive()
+            if not follows:
+                self.check()
+                self.update()
+            with self._applied:
+                if self.position is not None and self.position.step >= step:
+                    return self.position
+                left = 0.05 if until is None else until - time.monotonic()
+                if left <= 0:
+                    raise TimeoutError(
+                        f"step {step} was not there after {timeout:g} s; applied: "
+                        f"{as_words(self.position and self.position.cut)}. Does the training still write into "
+                        f"{self.sink!r}?"
+                    )
+                self._applied.wait(min(left, 0.5 if follows else 0.05))
+
+    def close(self) -> None:
+        """Stop following and let go of the sink; the tables stay as they are."""
+        self._stop.set()
+        if self._thread is not None:
+            self._thread.join()
+            self._thread = None
+        self.sink.close()
+
+    def __enter__(self) -> Replica:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    # -- from one process to the next ----------------------------------------------------------------------------------
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Write what is applied into a file, for `start` of a replica in another process.
+
+        The file is whole at any time.
+
+        Raises:
+            ReplicaError: Nothing has been applied yet.
+        """
+        target = Path(path)
+        unfinished = target.with_name(f"{target.name}.{uuid.uuid4().hex}.unfinished")
+        target.parent.mkdir(parents=True, exist_ok=True)
+        try:
+            with self.reading(after_error=True) as position, open(unfinished, "xb") as file:
+                torch.save(
+                    {
+                        "format": _FORMAT,
+                        "run": self.run,
+                        "position": tuple(position),
+                        "tensors": {name: tensor.detach() for name, tensor in self._tables.tensors.items()},
+                        "optimizer_state": self._tables.optimizer_state,
+                    },
+                    file,
+                )
+                file.flush()
+                os.fsync(file.fileno())
+            unfinished.replace(target)
+        finally:
+            unfinished.unlink(missing_ok=True)
+
+    def _load(self, path: Path) -> None:
+        try:
+            saved: Any = torch.load(path, map_location="cpu", weights_only=True)
+            found = isinstance(saved, dict) and saved.get("format") == _FORMAT
+        except OSError:
+            raise
+        except Exception as err:  # torch.load and pickle have errors of many kinds for what is no such file
+            raise ReplicaError(f"{path} is no state of a replica: {type(err).__name__}: {err}") from err
+        if not found:
+            raise ReplicaError(f"{path} is no state of a replica: give a file that `Replica.save` wrote.")
+        self._tables.load(saved["tensors"], saved["optimizer_state"])
+        self._position = Position(*saved["position"])
+        self._chain.run = saved["run"]
+
+    # -- inside --------------------------------------------------------------------------------------------------------
+
+    def _follow(self, every_s: float) -> None:
+        while not self._stop.is_set():
+            try:
+                self.update()
+            except Exception as err:
+                self._error = err
+                _log.warning("a replica has stopped following %r: %s", self.sink, err)
+                with self._applied:
+                    self._applied.notify_all()
+                return
+            self._stop.wait(every_s)
+
+    def _update_once(self) -> bool:
+        """Apply the next cut, if there is one."""
+        for trial in range(_TRIALS):
+            move = self._chain.next(None if self._position is None else self._position.cut)
+            self._count_behind()
+            if move is None:
+                return False
+            try:
+                self._apply(move)
+            except KeyError as err:  # parts are being pruned: there is a newer base then
+                if trial == _TRIALS - 1:
+                    raise CutError(f"{err.args[0]} was there and is not any more: parts are being removed.") from err
+                continue
+            self._count_behind()
+            return True
+        raise AssertionError
+
+    def _apply(self, move: Move) -> None:
+        """Read and check all chunks, then write them while nobody reads."""
+        kept: dict[PartName, Part] = {}
+        checksums: dict[PartName, bytes] = {}
+        self._tables.check_header(move.head.header)
+        coverage = Coverage()
+        size = 0
+        for head, name in move.names():
+            for part, checksum in read_parts(self.sink, [name], head):
+                self._tables.check(part, str(name))
+                if part.header.is_base and move.is_base:
+                    coverage.add(part)
+                checksums[name] = checksum
+                size += _bytes_of(part)
+                if size <= self._kept_bytes:
+                    kept[name] = part
+        if move.is_base:
+            coverage.check(move.head.header)
+        header = move.head.header
+        with self._lock.writing():
+            try:
+                for head, name in move.names():
+                    held = kept.pop(name) if name in kept else self._again(head, name, checksums[name])
+                    self._tables.write(held)
+            except BaseException as err:
+                self._position, self._torn = None, err
+                raise
+            self._torn = None
+            self._chain.run = header.run
+            self._position = Position(
+                header.generation, header.step, header.num_pending, header.global_step, header.time
+            )
+        with self._applied:
+            self._applied.notify_all()
+
+    def _again(self, head: Head, name: PartName, checksum: bytes) -> Part:
+        [(part, now)] = read_parts(self.sink, [name], head)
+        if now != checksum:
+            raise PartError(f"{name} was written anew with other content while it was being applied.")
+        return part
+
+    def _count_behind(self) -> None:
+        at = None if self._position is None else self._position.cut
+        newer = [cut for cut in self._chain.cuts if cut.is_whole and (at is None or cut.at > at)]
+        self._newest = newer[-1].at if newer else at
+        self._parts_behind = sum(len(cut.names) for cut in newer)
+
+    def _whole(self) -> Position:
+        if self._torn is not None:
+            raise ReplicaError(
+                "the last update ended while rows were being written, so the tables are of no step: update() begins "
+                "again with the newest base."
+            ) from self._torn
+        if self._position is None:
+            raise ReplicaError(
+                f"nothing has been applied yet from {self.sink!r}: call update(), or follow() and wait()."
+            )
+        return self._position
+
+
+def _bytes_of(part: Part) -> int:
+    rows = sum(entry.values.nbytes + entry.rows.nbytes for entry in part.rows)
+    return rows + sum(entry.value.nbytes for entry in part.dense)

@@ -1,0 +1,248 @@
+"""The tables of a replica: what it is given to keep up to date, and how rows are written into it."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from math import prod
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from .parts import WEIGHT, Header, Part, Rows
+
+_TABLE = re.compile(r"(.*\.)?(embedding_bags|embeddings)\.[^.]+\.weight")
+"""What TorchRec's collections call the weight of a table."""
+
+_SAME_SIZE = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+class TablesError(ValueError):
+    """A part does not fit the tables that a replica keeps up to date."""
+
+
+class ServedTables:
+    """Writes rows and whole tensors by their names.
+
+    Args:
+        target: A module, whose `state_dict` names the tables and the dense part; a mapping of names to tensors; or None
+            for tables that are made as the parts describe them, on the host.
+        optimizer_state: Whether the state of the tables' optimizers is kept, in `optimizer_state`.
+
+    Raises:
+        TablesError: What is given cannot be written.
+    """
+
+    def __init__(self, target: nn.Module | Mapping[str, Tensor] | None, optimizer_state: bool = False) -> None:
+        self._is_module = isinstance(target, nn.Module)
+        self._makes = target is None
+        self._keeps_state = optimizer_state
+        given = target.state_dict() if isinstance(target, nn.Module) else dict(target or {})
+        self.tensors: dict[str, Tensor] = {name: value for name, value in given.items() if _is_plain(value)}
+        self.optimizer_state: dict[str, dict[str, Tensor]] = {}
+        sharded = sorted(set(given) - set(self.tensors)) if not self._makes else []
+        if sharded and not self._is_module:
+            raise TablesError(
+                f"a replica writes plain tensors.\n  got: {sharded[0]}, a {type(given[sharded[0]]).__name__}"
+            )
+        self._not_plain = frozenset(sharded)
+        on_meta = [name for name, value in self.tensors.items() if value.is_meta]
+        if on_meta:
+            raise TablesError(
+                f"a replica cannot write tables on `meta`.\n  got: {', '.join(on_meta[:3])}\n  Build the module on a "
+                "device that has memory, for example with table_device='cpu'."
+            )
+
+    def check_header(self, header: Header) -> None:
+        """Check that the tables of a run are these.
+
+        Raises:
+            TablesError: They are not; the message names those that differ.
+        """
+        if self._makes:
+            return
+        sent = header.tables
+        lacks = sorted(set(sent) - set(self.tensors))
+        if lacks:
+            whole = " (it is sharded or quantized: give the unsharded module)" if self._not_plain & set(lacks) else ""
+            raise TablesError(
+                f"the run {header.run!r} sends tables that this replica does not have{whole}: {', '.join(lacks)}.\n"
+                f"  It has: {', '.join(sorted(self._tables())) or 'none'}.\n"
+                "  Give the LightningModule that is trained, or a mapping of the names in its state_dict to tensors."
+            )
+        for name, shape in sent.items():
+            if tuple(self.tensors[name].shape) != tuple(shape):
+                raise TablesError(
+                    f"{name} has the shape {tuple(shape)} in the run {header.run!r}, and "
+                    f"{tuple(self.tensors[name].shape)} in this replica: give it the same tables."
+                )
+        unsent = sorted(self._tables() - set(sent)) if self._is_module else []
+        if unsent:
+            raise TablesError(
+                f"the module has tables that the run {header.run!r} does not send, and that would keep their first "
+                f"values: {', '.join(unsent)}.\n  It sends: {', '.join(sorted(sent))}.\n"
+                "  Give a mapping of names to tensors to keep only those up to date that are sent."
+            )
+
+    def check(self, part: Part, name: str) -> None:
+        """Check that a chunk can be written, without writing.
+
+        Raises:
+            TablesError: It cannot.
+        """
+        for entry in part.rows:
+            self._check_rows(entry, part.header, name)
+        for tensor in part.dense:
+            have = self.tensors.get(tensor.name)
+            if have is None:
+                if self._is_module:
+                    raise TablesError(
+                        f"{name} has a dense tensor {tensor.name} that the module does not have: give the "
+                        "LightningModule that is trained, or a mapping of tables."
+                    )
+                continue
+            if (have.shape, have.dtype) != (tensor.value.shape, tensor.value.dtype) and not self._makes:
+                raise TablesError(
+                    f"{tensor.name} is {_like(tensor.value)} in {name}, and {_like(have)} in this replica: give it the "
+                    "module that is trained."
+                )
+
+    def write(self, part: Part) -> None:
+        """Write a chunk that has been checked."""
+        for entry in part.rows:
+            if entry.field == WEIGHT or self._keeps_state:
+                _write_rows(self._tensor_of(entry), entry)
+        for tensor in part.dense:
+            if self._makes:
+                self.tensors[tensor.name] = tensor.value
+            elif tensor.name in self.tensors:
+                _write_bits(self.tensors[tensor.name], tensor.value)
+
+    def state_dict(self) -> dict[str, Tensor]:
+        """Return all tensors by name, as they are kept."""
+        return dict(self.tensors)
+
+    def load(self, tensors: Mapping[str, Tensor], optimizer_state: Mapping[str, Mapping[str, Tensor]]) -> None:
+        """Write whole tensors, those of `state_dict` in an earlier process.
+
+        Raises:
+            TablesError: They are not the same tensors.
+        """
+        if self._makes:
+            self.tensors = {name: value.clone() for name, value in tensors.items()}
+        for name, value in tensors.items():
+            have = self.tensors.get(name)
+            if have is None or (have.shape, have.dtype) != (value.shape, value.dtype):
+                raise TablesError(
+                    f"{name} is {_like(value)} in the saved state, and {_like(have)} in this replica: give it the "
+                    "same tables."
+                )
+        for name, value in tensors.items():
+            _write_bits(self.tensors[name], value)
+        if self._keeps_state:
+            self.optimizer_state = {
+                table: {field: value.clone() for field, value in fields.items()}
+                for table, fields in optimizer_state.items()
+            }
+
+    def _tables(self) -> set[str]:
+        names = {*self.tensors, *self._not_plain}
+        return {name for name in names if _TABLE.fullmatch(name)} if self._is_module else names
+
+    def _check_rows(self, entry: Rows, header: Header, name: str) -> None:
+        if entry.table not in header.tables:
+            raise TablesError(
+                f"{name} has rows of {entry.table}, which its header does not list: {', '.join(header.tables)}."
+            )
+        if entry.field != WEIGHT and not self._keeps_state:
+            return
+        what = entry.table if entry.field == WEIGHT else f"{entry.table} ({entry.field})"
+        last_column = entry.first_column + entry.values.shape[1]
+        fits = entry.shape == header.tables[entry.table] and entry.first_column >= 0 and last_column <= entry.shape[1]
+        if entry.field != WEIGHT:
+            fits = entry.shape[0] == header.tables[entry.table][0] and entry.values.shape[1] <= entry.shape[1]
+        if fits and len(entry.rows):
+            fits = int(entry.rows.min()) >= 0 and int(entry.rows.max()) < entry.shape[0]
+        if not fits or len(entry.rows) != len(entry.values):
+            raise TablesError(
+                f"{name} has rows of {what} that do not lie within its shape {header.tables[entry.table]}: "
+                f"{len(entry.rows)} rows, {tuple(entry.values.shape)} values from column {entry.first_column} on, of a "
+                f"tensor {entry.shape}."
+            )
+        have = self.tensors.get(entry.table)
+        if entry.field == WEIGHT and have is not None and have.dtype != entry.values.dtype:
+            raise TablesError(
+                f"{what} is of {entry.values.dtype} in {name}, and of {have.dtype} in this replica: rows are written "
+                "bit for bit, so give it tables of the same dtype."
+            )
+
+    def _tensor_of(self, entry: Rows) -> Tensor:
+        if entry.field == WEIGHT:
+            if self._makes and entry.table not in self.tensors:
+                self.tensors[entry.table] = torch.zeros(entry.shape, dtype=entry.values.dtype)
+            return self.tensors[entry.table]
+        fields = self.optimizer_state.setdefault(entry.table, {})
+        key = state_key(entry)
+        if key not in fields:
+            fields[key] = torch.zeros(entry.shape, dtype=entry.values.dtype)
+        return fields[key]
+
+
+class Coverage:
+    """Counts the values of bases, to find out whether they are whole tables."""
+
+    def __init__(self) -> None:
+        self._found: dict[str, int] = {}
+
+    def add(self, part: Part) -> None:
+        """Count a chunk of a base."""
+        for entry in part.rows:
+            if entry.field == WEIGHT:
+                self._found[entry.table] = self._found.get(entry.table, 0) + entry.values.numel()
+
+    def check(self, header: Header) -> None:
+        """Check that every table is whole.
+
+        Raises:
+            TablesError: One is not.
+        """
+        for table, shape in header.tables.items():
+            found = self._found.get(table, 0)
+            if found != prod(shape):
+                raise TablesError(
+                    f"the bases of generation {header.generation}, step {header.step} have {found} values of {table}, "
+                    f"which has {prod(shape)}: the training wrote them wrongly, or their parts are not of one training."
+                )
+
+
+def state_key(entry: Rows) -> str:
+    """Return what a field of optimizer state is called: column shards have row-wise state each of their own."""
+    own = entry.shape[1] == 1 and entry.first_column > 0
+    return f"{entry.field}[{entry.first_column}:]" if own else entry.field
+
+
+def _write_rows(table: Tensor, entry: Rows) -> None:
+    first = entry.first_column if entry.first_column + entry.values.shape[1] <= table.shape[1] else 0
+    columns = _bits(table)[:, first : first + entry.values.shape[1]]
+    with torch.no_grad():
+        columns.index_copy_(0, entry.rows.to(table.device), _bits(entry.values).to(table.device))
+
+
+def _write_bits(target: Tensor, value: Tensor) -> None:
+    with torch.no_grad():
+        target.copy_(value)
+
+
+def _bits(tensor: Tensor) -> Tensor:
+    """Return a view of whole numbers of the same size: every bit is kept, and every dtype can be indexed."""
+    size = tensor.element_size()
+    return tensor.detach().view(_SAME_SIZE[size]) if size in _SAME_SIZE else tensor.detach()
+
+
+def _is_plain(value: Any) -> bool:
+    return type(value) in (Tensor, nn.Parameter) and not value.is_quantized
+
+
+def _like(value: Tensor | None) -> str:
+    return "not there" if value is None else f"{tuple(value.shape)} of {value.dtype}"

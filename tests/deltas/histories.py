@@ -1,0 +1,206 @@
+"""A training that writes deltas, crashes and resumes, made of sets and copies: independent of the trainer's own code.
+
+It keeps the tables as they were at every cut, which is what a replica is compared with.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterable
+from copy import deepcopy
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from lightning_overlap.deltas import Dense, Header, PartName, Rows, decode, encode
+
+A, B, TOP = "model.ebc.embedding_bags.a.weight", "model.ebc.embedding_bags.b.weight", "model.top.weight"
+SHAPES = {A: (7, 4), B: (5, 2)}
+Marks = set[tuple[str, int]]
+"""(table, row)"""
+CutId = tuple[int, int]
+
+
+class MemorySink:
+    """Parts in a dict, beside something that is no part."""
+
+    def __init__(self) -> None:
+        self.parts: dict[str, bytes] = {}
+
+    def write(self, name: str, part: bytes) -> None:
+        self.parts[name] = part
+
+    def names(self) -> list[str]:
+        return [*self.parts, "README.md"]
+
+    def read(self, name: str) -> bytes:
+        return self.parts[name]
+
+    def remove(self, names: Iterable[str]) -> None:
+        for name in names:
+            self.parts.pop(name, None)
+
+    def close(self) -> None:
+        pass
+
+
+class Crash(Exception):
+    """The training's processes are gone."""
+
+
+@dataclass(frozen=True)
+class Shard:
+    rank: int
+    table: str
+    rows: range
+    columns: range
+
+
+def deal(world_size: int, kind: int) -> list[Shard]:
+    """Shard the tables: each whole on one rank, by rows or by columns, as `kind` says."""
+    found = []
+    for place, (table, (num_rows, num_columns)) in enumerate(SHAPES.items()):
+        way = (kind + place) % 3
+        for rank in range(world_size):
+            rows, columns = range(num_rows), range(num_columns)
+            if way == 0 and rank != place % world_size:
+                continue
+            if way == 1:
+                rows = range(rank * num_rows // world_size, (rank + 1) * num_rows // world_size)
+            if way == 2:
+                columns = range(rank * num_columns // world_size, (rank + 1) * num_columns // world_size)
+            if rows and columns:
+                found.append(Shard(rank, table, rows, columns))
+    return found
+
+
+@dataclass
+class Checkpoint:
+    tables: dict[str, Tensor]
+    generation: int
+    step: int
+    marks: Marks
+    after: CutId | None
+
+
+class Training:
+    """Trains at random, and writes cuts.
+
+    Args:
+        sink: Where to.
+        seed: Of everything random.
+        run: The training's name.
+    """
+
+    def __init__(self, sink: MemorySink, seed: int = 0, run: str = "run") -> None:
+        self.sink, self.run = sink, run
+        self.random = random.Random(seed)
+        self.number = 0.0
+        self.tables = {name: torch.zeros(shape) for name, shape in SHAPES.items()} | {TOP: torch.zeros(3)}
+        self.marks: Marks = set()
+        self.generation, self.step = 1, 0
+        self.whole: CutId | None = None
+        self.at_cut: dict[CutId, dict[str, Tensor]] = {}
+        self.wholes: list[CutId] = []
+        self.checkpoints: list[Checkpoint] = []
+        self.start(1, 0)
+        self.train(0)
+
+    def start(self, world_size: int, kind: int) -> None:
+        self.world_size, self.shards = world_size, deal(world_size, kind)
+
+    def train(self, num_steps: int) -> None:
+        """Write some rows at each step, no value twice."""
+        for _ in range(num_steps):
+            self.step += 1
+            for table, (num_rows, num_columns) in SHAPES.items():
+                for row in self.random.sample(range(num_rows), self.random.randint(0, 2)):
+                    self.tables[table][row] = torch.arange(num_columns) + self._new()
+                    self.marks.add((table, row))
+            self.tables[TOP].fill_(self._new())
+
+    def checkpoint(self) -> None:
+        state = Checkpoint(deepcopy(self.tables), self.generation, self.step, set(self.marks), self.whole)
+        self.checkpoints.append(state)
+
+    def cut(self, bases: Iterable[int] = (), crash_after: int | None = None) -> None:
+        """Write a cut; the ranks in `bases` write all they have. What is not whole stays marked."""
+        at = (self.generation, self.step)
+        self.at_cut[at] = deepcopy(self.tables)
+        chunks = [
+            chunk
+            for rank in range(self.world_size)
+            for chunk in self._part(rank, base=self.whole is None or rank in bases)
+        ]
+        self.random.shuffle(chunks)
+        for number, (name, data) in enumerate(chunks):
+            if number == crash_after:
+                raise Crash
+            self.sink.write(name, data)
+        self.wholes.append(at)
+        self.whole = at
+        self.marks.clear()
+
+    def resume(self, checkpoint: Checkpoint, world_size: int, kind: int) -> None:
+        """Go on from a checkpoint in a new generation; the next cut is its first."""
+        parts = [name for name in map(PartName.parse, self.sink.names()) if name is not None]
+        self.generation = max([checkpoint.generation, *(name.generation for name in parts)]) + 1
+        self.tables, self.step = deepcopy(checkpoint.tables), checkpoint.step
+        self.marks, self.whole = set(checkpoint.marks), checkpoint.after
+        self.start(world_size, kind)
+        for name in parts:
+            if name.cut > (checkpoint.generation, checkpoint.step):
+                for entry in decode(self.sink.read(str(name))).rows:
+                    self.marks |= {(entry.table, row) for row in entry.rows.tolist()}
+
+    def _part(self, rank: int, base: bool) -> list[tuple[str, bytes]]:
+        entries = []
+        for shard in self.shards:
+            rows = [row for row in shard.rows if base or (shard.table, row) in self.marks]
+            values = self.tables[shard.table][rows][:, shard.columns.start : shard.columns.stop]
+            if shard.rank == rank and rows:
+                entries.append(
+                    Rows(shard.table, "weight", SHAPES[shard.table], shard.columns.start, torch.tensor(rows), values)
+                )
+        num_chunks = self.random.randint(1, 3)
+        dense = [Dense(TOP, self.tables[TOP])] if rank == 0 else []
+        return [
+            encoded(self.header(rank, chunk, num_chunks, base), entries[chunk::num_chunks], dense if not chunk else [])
+            for chunk in range(num_chunks)
+        ]
+
+    def header(self, rank: int = 0, chunk: int = 0, num_chunks: int = 1, base: bool = False) -> Header:
+        return Header(
+            run=self.run,
+            generation=self.generation,
+            step=self.step,
+            after=None if base else self.whole,
+            rank=rank,
+            world_size=self.world_size,
+            chunk=chunk,
+            num_chunks=num_chunks,
+            num_pending=0,
+            global_step=self.step,
+            time=1000.0 + self.step,
+            tables=SHAPES,
+        )
+
+    def _new(self) -> float:
+        self.number += 16
+        return self.number
+
+
+def encoded(header: Header, rows: Iterable[Rows] = (), dense: Iterable[Dense] = ()) -> tuple[str, bytes]:
+    return str(header.name), encode(header, rows, dense)
+
+
+def empty_tables() -> dict[str, Tensor]:
+    """Tables that no step of a training has."""
+    return {name: torch.full(shape, -1.0) for name, shape in SHAPES.items()} | {TOP: torch.full((3,), -1.0)}
+
+
+def assert_equal(tables: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
+    assert tables.keys() == expected.keys()
+    for name, value in expected.items():
+        assert torch.equal(tables[name], value), name
