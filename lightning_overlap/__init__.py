@@ -1,5 +1,7 @@
 """Overlap sharded embedding lookups with the dense part of a step, under PyTorch Lightning and TorchRec."""
 
+from typing import TYPE_CHECKING, Any
+
 from . import versions as versions
 from .schedules import MODES as MODES
 from .schedules import STREAMS as STREAMS
@@ -17,5 +19,23 @@ try:
 except ImportError as err:
     err.add_note(versions.what_is_supported())
     raise
+
+if TYPE_CHECKING:
+    from .callbacks import EmbeddingDeltas as EmbeddingDeltas
+    from .deltas import Replica as Replica
+
+
+def __getattr__(name: str) -> Any:
+    # These need packages of the extra `deltas`, which an install may lack.
+    if name == "EmbeddingDeltas":
+        from .callbacks import EmbeddingDeltas
+
+        return EmbeddingDeltas
+    if name == "Replica":
+        from .deltas import Replica
+
+        return Replica
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
 
 __version__ = "0.1.0"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 import uuid
 import warnings
@@ -17,6 +18,7 @@ from ..deltas import (
     DeltaSink,
     Header,
     PartName,
+    check_sink,
     parse_names,
     read_header,
     resolve_sink,
@@ -63,7 +65,7 @@ class EmbeddingDeltas(Callback):
 
     def __init__(
         self,
-        sink: str | DeltaSink,
+        sink: str | os.PathLike[str] | DeltaSink,
         every_n_steps: int = 10,
         max_lag_steps: int | None = None,
         *,
@@ -80,7 +82,7 @@ class EmbeddingDeltas(Callback):
             )
         if on_lag not in ON_LAG:
             raise ValueError(f"on_lag is one of {', '.join(ON_LAG)}, got {on_lag!r}.")
-        self._sink = resolve_sink(sink) if isinstance(sink, str) else sink
+        self._sink = resolve_sink(sink)
         self._every, self._max_lag, self._on_lag = every_n_steps, max_lag_steps, on_lag
         self._sends_dense, self._states = dense, optimizer_state
         self._restored: dict[str, Any] | None = None
@@ -129,6 +131,7 @@ class EmbeddingDeltas(Callback):
         self._tables = {name: shape for of_rank in of_ranks for name, shape in of_rank.items()}
         self._dense = self._dense_source(pl_module, touched)
         self._last = self._step  # the step of the newest cut
+        self._together(lambda: check_sink(self._sink))
         self._together(self._begin)
         touched.attach()
 

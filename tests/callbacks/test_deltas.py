@@ -13,7 +13,7 @@ from lightning.pytorch.demos.boring_classes import BoringModel
 
 from lightning_overlap import MODES
 from lightning_overlap.callbacks import EmbeddingDeltas
-from lightning_overlap.deltas import decode, parse_names
+from lightning_overlap.deltas import Replica, decode, parse_names
 
 from ..support.cases import Case, TableSpec
 from ..support.fits import QUIET
@@ -66,6 +66,11 @@ def _wrong(folder: Path, of_ranks: list[Fit], generation: int = 1) -> dict[objec
         if cut[0] == generation and cut != last and cut[1] in of_ranks[0][0]
     }
     found["end"] = differences(after[last], [last for _, last in of_ranks])
+    replica = Replica(None, folder)
+    replica.update()
+    found["replica"] = [
+        name for name, table in after[last].items() if not torch.equal(replica.state_dict()[name], table)
+    ]
     return {cut: wrong for cut, wrong in found.items() if wrong}
 
 
