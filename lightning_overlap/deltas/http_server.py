@@ -36,7 +36,7 @@ class ReplicaServer:
         self._server = ThreadingHTTPServer((host, port), handler)
         self._server.daemon_threads = True
         self.host, self.port = host, int(self._server.server_address[1])
-        self._thread = threading.Thread(target=self._server.serve_forever, name="replica server", daemon=True)
+        self._thread = threading.Thread(target=self._server.serve_forever, args=(0.1,), name="replica server", daemon=True)
         self._thread.start()
 
     def close(self) -> None:
