@@ -1,7 +1,5 @@
 """Overlap sharded embedding lookups with the dense part of a step, under PyTorch Lightning and TorchRec."""
 
-from typing import TYPE_CHECKING, Any
-
 from . import versions as versions
 from .schedules import MODES as MODES
 from .schedules import STREAMS as STREAMS
@@ -20,12 +18,13 @@ except ImportError as err:
     err.add_note(versions.what_is_supported())
     raise
 
+TYPE_CHECKING = False
 if TYPE_CHECKING:
     from .callbacks import EmbeddingDeltas as EmbeddingDeltas
     from .deltas import Replica as Replica
 
 
-def __getattr__(name: str) -> Any:
+def __getattr__(name: str) -> object:
     # These need packages of the extra `deltas`, which an install may lack.
     if name == "EmbeddingDeltas":
         from .callbacks import EmbeddingDeltas

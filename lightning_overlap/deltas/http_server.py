@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from .replica import Replica, ReplicaError
+from .replica import Lag, Position, Replica, ReplicaError
 
 _MOST_BYTES = 64 << 20
 
@@ -36,7 +36,9 @@ class ReplicaServer:
         self._server = ThreadingHTTPServer((host, port), handler)
         self._server.daemon_threads = True
         self.host, self.port = host, int(self._server.server_address[1])
-        self._thread = threading.Thread(target=self._server.serve_forever, args=(0.1,), name="replica server", daemon=True)
+        self._thread = threading.Thread(
+            target=self._server.serve_forever, args=(0.1,), name="replica server", daemon=True
+        )
         self._thread.start()
 
     def close(self) -> None:
@@ -66,7 +68,7 @@ class _Handler(BaseHTTPRequestHandler):
         except ReplicaError as err:
             self._answer(HTTPStatus.SERVICE_UNAVAILABLE, {"error": str(err)})
             return
-        told = {"run": self.replica.run, **position._asdict(), "lag": lag._asdict(), "tables": tables}
+        told = {"run": self.replica.run, **_fields(position), "lag": _fields(lag), "tables": tables}
         self._answer(HTTPStatus.OK, told)
 
     def do_POST(self) -> None:
@@ -114,3 +116,7 @@ class _Handler(BaseHTTPRequestHandler):
         self.send_header("Content-Length", str(len(data)))
         self.end_headers()
         self.wfile.write(data)
+
+
+def _fields(value: Position | Lag) -> dict[str, Any]:
+    return dict(zip(value._fields, value, strict=True))

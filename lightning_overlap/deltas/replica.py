@@ -23,7 +23,7 @@ from .served_tables import Coverage, ServedTables
 from .sink import DeltaSink, resolve_sink
 
 _log = logging.getLogger(__name__)
-_FORMAT = "lightning_overlap.replica"
+_FORMAT = "embedding_deltas.replica"
 _KEPT_BYTES = 256 << 20
 _TRIALS = 3
 

@@ -23,6 +23,7 @@ from lightning_overlap.deltas import (
     SinkError,
     check_sink,
     prune,
+    redis_sink,
     resolve_sink,
 )
 
@@ -159,7 +160,7 @@ def test_a_key_of_another_kind_is_told(redis_url: str) -> None:
 
 
 def test_many_names_are_read_in_pages(redis_url: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("lightning_overlap.deltas.redis_sink._PAGE", 3)
+    monkeypatch.setattr(redis_sink, "_PAGE", 3)
     sink = RedisSink(redis_url, key="many")
     names = [str(PartName(1, step, 0, 1, 0, 1)) for step in range(10)]
     for name in names:

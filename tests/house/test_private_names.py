@@ -109,6 +109,8 @@ def _has(owner: object, name: str) -> bool:
 
 
 TORCHREC = {
+    "GroupedPooledEmbeddingsLookup": "torchrec.distributed.embedding_lookup",
+    "GroupedEmbeddingsLookup": "torchrec.distributed.embedding_lookup",
     "ShardedFeatureProcessedEmbeddingBagCollection": "torchrec.distributed.fp_embeddingbag",
     "ShardedManagedCollisionEmbeddingBagCollection": "torchrec.distributed.mc_embeddingbag",
     "ShardedManagedCollisionEmbeddingCollection": "torchrec.distributed.mc_embedding",
