@@ -27,11 +27,11 @@ if TYPE_CHECKING:
 def __getattr__(name: str) -> object:
     # These need packages of the extra `deltas`, which an install may lack.
     if name == "EmbeddingDeltas":
-        from .callbacks import EmbeddingDeltas
+        from .callbacks import EmbeddingDeltas as EmbeddingDeltas
 
         return EmbeddingDeltas
     if name == "Replica":
-        from .deltas import Replica
+        from .deltas import Replica as Replica
 
         return Replica
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
