@@ -26,6 +26,7 @@ from lightning_overlap.plugin import (
     fit_loop,
     processes,
     run,
+    shortcuts,
     sigterm,
     step_hooks,
     strategy,
@@ -66,6 +67,7 @@ LIGHTNING_FILES = {
     "sigterm": sigterm,
     "processes": processes,
     "checkpoint_links": checkpoint_links,
+    "shortcuts": shortcuts,
 }
 """The files that may use Lightning's private names; each lists them."""
 
@@ -279,6 +281,7 @@ STANDARD_LIBRARY = {"_fields", "_replace", "_exit"}
 
 TORCH_PRIVATE = {
     "_C",
+    "_apply",
     "_apply_optimizer_in_backward",
     "_autograd",
     "_cdata",
@@ -368,6 +371,7 @@ TORCHREC = {
 LIGHTNING = {
     "_FitLoop": "lightning.pytorch.loops.fit_loop",
     "_TrainingEpochLoop": "lightning.pytorch.loops.training_epoch_loop",
+    "_ResultMetric": "lightning.pytorch.trainer.connectors.logger_connector.result",
     "_EvaluationLoop": "lightning.pytorch.loops.evaluation_loop",
     "_PredictionLoop": "lightning.pytorch.loops.prediction_loop",
     "_DataLoaderIterDataFetcher": "lightning.pytorch.loops.fetchers",
