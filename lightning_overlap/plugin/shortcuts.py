@@ -37,7 +37,7 @@ from .fit_loop import mix_in, take_out
 PRIVATE_NAMES: Mapping[str, tuple[str, ...]] = {
     "lightning.pytorch.trainer.connectors.logger_connector.result": ("_ResultCollection", "_ResultMetric"),
     "lightning.pytorch.trainer.call": ("_call_callback_hooks", "_call_lightning_module_hook", "_call_strategy_hook"),
-    "_ResultMetric": ("_computed", "_forward_cache"),
+    "_ResultMetric": ("_computed", "_defaults", "_forward_cache"),
     "_EvaluationLoop": ("_results",),
     "_TrainingEpochLoop": ("_results",),
     "LightningModule": ("_current_fx_name",),
@@ -74,7 +74,7 @@ def _is_on(result: _ResultMetric, device: torch.device) -> bool:
 
 def _states_are_on(metric: Metric, device: torch.device) -> bool:
     states: list[Any] = [one for one in (metric._computed, metric._forward_cache) if one is not None]
-    for state in (*states, *metric.metric_state.values()):
+    for state in (*states, *(getattr(metric, name) for name in metric._defaults)):
         for part in state if isinstance(state, list) else (state,):
             if not (isinstance(part, Tensor) and part.device == device):
                 return False

@@ -350,7 +350,7 @@ def _has(owner: object, name: str) -> bool:
     return any(
         isinstance(node, ast.Attribute) and node.attr == name and isinstance(node.ctx, ast.Store)
         for base in owner.__mro__
-        if base.__module__.split(".")[0] in ("torchrec", "lightning")
+        if base.__module__.split(".")[0] in ("torchrec", "lightning", "torchmetrics")
         for node in ast.walk(ast.parse(textwrap.dedent(inspect.getsource(base))))
     )
 
