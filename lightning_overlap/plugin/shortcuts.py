@@ -107,10 +107,11 @@ class _PassThroughMixin(PassThroughProfiler):
 
 
 def _records_nothing(profiler: Profiler | None) -> bool:
-    if not isinstance(profiler, _PassThroughMixin):
+    cls = type(profiler)
+    if not issubclass(cls, _PassThroughMixin):
         return False
-    cls, own = type(profiler), vars(profiler)
-    return cls.start is _START and cls.stop is _STOP and not ("start" in own or "stop" in own)
+    own = vars(profiler)
+    return cls.start is _START and cls.stop is _STOP and "start" not in own and "stop" not in own
 
 
 # -- hooks ----------------------------------------------------------------------------------------------------------
