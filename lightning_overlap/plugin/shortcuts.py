@@ -239,10 +239,10 @@ class _Replaced:
     """Lightning's functions that are replaced while any run is on; another trainer's are called as ever."""
 
     def __init__(self) -> None:
-        self._runs: set[int] = set()
+        self._runs: dict[int, Any] = {}  # the profiler that each began with, which the user may replace
         self._places: list[tuple[ModuleType, str, Any, Any]] = []
 
-    def begin(self, run: int) -> None:
+    def begin(self, run: int, profiler: Any) -> None:
         if not self._runs:
             names = PRIVATE_NAMES["lightning.pytorch.trainer.call"]
             hooks = _HookCalls({name: getattr(call, name) for name in names})
@@ -257,15 +257,16 @@ class _Replaced:
                 if type(own) is FunctionType and own.__module__.startswith("lightning."):  # not what a test put there
                     setattr(place, name, function)
                     self._places.append((place, name, own, function))
-        self._runs.add(run)
+        self._runs[run] = profiler
 
-    def end(self, run: int) -> None:
-        self._runs.discard(run)
+    def end(self, run: int) -> Any:
+        profiler = self._runs.pop(run, None)
         if not self._runs:
             for place, name, own, function in self._places:
                 if getattr(place, name) == function:
                     setattr(place, name, own)
             self._places.clear()
+        return profiler
 
 
 _replaced = _Replaced()
@@ -289,18 +290,17 @@ def install(trainer: Trainer) -> None:
     profiler = cast(Any, trainer).profiler
     if type(profiler) is PassThroughProfiler:
         mix_in(profiler, _PassThroughMixin)
-    _replaced.begin(id(trainer))
+    _replaced.begin(id(trainer), profiler)
 
 
 def uninstall(trainer: Trainer) -> None:
     """Give Lightning everything back."""
-    _replaced.end(id(trainer))
+    profiler = _replaced.end(id(trainer))
     for results in _collections(trainer):
         if isinstance(results, _ResultCollectionMixin):
             for metric in results.values():
                 if isinstance(metric, _ResultMetricMixin):
                     take_out(metric)
             take_out(results)
-    profiler = cast(Any, trainer).profiler
     if isinstance(profiler, _PassThroughMixin):
         take_out(profiler)
