@@ -46,7 +46,7 @@ from ..tables import (
     sharded_state_names,
 )
 from ..tracking import TouchedRows
-from . import checkpoint_links, evaluation_loops, fit_loop, sigterm
+from . import checkpoint_links, evaluation_loops, fit_loop, shortcuts, sigterm
 from .evaluation_loops import EvaluatesAhead
 from .failure_hooks import FailsTogether
 from .fetcher import LookaheadFetcher
@@ -189,6 +189,7 @@ class OverlapEmbeddingStrategy(FailsTogether, EvaluatesAhead, WalksSteps, Starts
             self._run = Run(trainer, self._make_executor, evaluations)
             evaluation_loops.install(trainer, evaluations.make_executor)
             sigterm.install(trainer)
+            shortcuts.install(trainer)
             if fitting:
                 # Before super().setup(): configure_optimizers may ask for the number of steps, which sets up the data.
                 fit_loop.install(trainer, self._run.make_executor)
@@ -212,6 +213,7 @@ class OverlapEmbeddingStrategy(FailsTogether, EvaluatesAhead, WalksSteps, Starts
         super().stop_run()
         if trainer is not None:
             sigterm.uninstall(trainer)
+            shortcuts.uninstall(trainer)
             evaluation_loops.uninstall(trainer)
             fit_loop.uninstall(trainer)
             checkpoint_links.uninstall(trainer)

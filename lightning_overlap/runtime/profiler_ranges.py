@@ -18,9 +18,14 @@ _PROFILED_FROM_OUTSIDE = "KINETO_USE_DAEMON" in os.environ
 _NO_RANGE: AbstractContextManager[Any] = nullcontext()
 
 
+def is_profiled() -> bool:
+    """Whether a profiler may see this thread now."""
+    return torch._C._autograd._profiler_enabled() or _PROFILED_FROM_OUTSIDE
+
+
 def profiler_range(stage: Stage, index: int) -> AbstractContextManager[Any]:
     """Name a stage of a batch to the profiler. A range takes 7 us, profiler or not, so there is none without one."""
-    if torch._C._autograd._profiler_enabled() or _PROFILED_FROM_OUTSIDE:
+    if is_profiled():
         return torch.profiler.record_function(f"## {stage} {index} ##")
     return _NO_RANGE
 

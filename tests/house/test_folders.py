@@ -21,6 +21,7 @@ from lightning_overlap.plugin import (
     fetcher,
     fit_loop,
     processes,
+    shortcuts,
     sigterm,
 )
 
@@ -59,6 +60,7 @@ LIGHTNING_FILES = {
     "sigterm": sigterm,
     "processes": processes,
     "checkpoint_links": checkpoint_links,
+    "shortcuts": shortcuts,
 }
 """The files that may use Lightning's private names; each lists them."""
 

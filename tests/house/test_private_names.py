@@ -39,6 +39,7 @@ STANDARD_LIBRARY = {"_fields", "_replace", "_exit"}
 
 TORCH_PRIVATE = {
     "_C",
+    "_apply",
     "_apply_optimizer_in_backward",
     "_autograd",
     "_cdata",
@@ -103,7 +104,7 @@ def _has(owner: object, name: str) -> bool:
     return any(
         isinstance(node, ast.Attribute) and node.attr == name and isinstance(node.ctx, ast.Store)
         for base in owner.__mro__
-        if base.__module__.split(".")[0] in ("torchrec", "lightning")
+        if base.__module__.split(".")[0] in ("torchrec", "lightning", "torchmetrics")
         for node in ast.walk(ast.parse(textwrap.dedent(inspect.getsource(base))))
     )
 
@@ -126,6 +127,7 @@ TORCHREC = {
 LIGHTNING = {
     "_FitLoop": "lightning.pytorch.loops.fit_loop",
     "_TrainingEpochLoop": "lightning.pytorch.loops.training_epoch_loop",
+    "_ResultMetric": "lightning.pytorch.trainer.connectors.logger_connector.result",
     "_EvaluationLoop": "lightning.pytorch.loops.evaluation_loop",
     "_PredictionLoop": "lightning.pytorch.loops.prediction_loop",
     "_DataLoaderIterDataFetcher": "lightning.pytorch.loops.fetchers",
