@@ -14,6 +14,13 @@ from .optimizer_checks import FusedOptimizer as FusedOptimizer
 from .optimizer_checks import check_dense_optimizers as check_dense_optimizers
 from .optimizer_checks import check_fused_optimizer as check_fused_optimizer
 from .optimizer_checks import refuse_dense_owner as refuse_dense_owner
+from .overflow import OverflowWatch as OverflowWatch
+from .quantized_comms import PRECISIONS as PRECISIONS
+from .quantized_comms import QuantizedComms as QuantizedComms
+from .quantized_comms import check_quantized_comms as check_quantized_comms
+from .quantized_comms import codecs_of as codecs_of
+from .quantized_comms import compression as compression
+from .quantized_comms import resolve_quantized_comms as resolve_quantized_comms
 from .sharded_module import SetRates as SetRates
 from .sharded_module import caching_tbes as caching_tbes
 from .sharded_module import check_torchrec as check_torchrec
