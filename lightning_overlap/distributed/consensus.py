@@ -157,7 +157,7 @@ class GroupConsensus:
 
     def start_max(self, values: Tensor) -> dist.Work:
         """Start to give a tensor on the host the largest value of any rank, in each place; all ranks call this."""
-        work = dist.all_reduce(values, dist.ReduceOp.MAX, group=self._group, async_op=True)
+        work: dist.Work | None = dist.all_reduce(values, dist.ReduceOp.MAX, group=self._group, async_op=True)
         assert work is not None
         return work
 

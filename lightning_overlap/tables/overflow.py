@@ -63,7 +63,7 @@ class OverflowWatch:
                 self._scales.append(codecs[0].loss_scale or 1.0)
                 self._codecs += codecs
         self._noted: deque[_Noted] = deque()
-        self._peaks = torch.zeros(len(self._names))
+        self._peaks = [0.0] * len(self._names)
         self._asked: tuple[int, Tensor, Any] | None = None
         self._num_steps = 0
         self._said: set[int] = set()
@@ -87,7 +87,7 @@ class OverflowWatch:
             noted = self._noted.popleft()
             low, high = noted.ends_2.tolist()
             peak = max(-low, high) if math.isfinite(low) and math.isfinite(high) else math.inf
-            self._peaks[noted.part] = max(float(self._peaks[noted.part]), peak)
+            self._peaks[noted.part] = max(self._peaks[noted.part], peak)
 
     def step(self) -> None:
         """Go on by a step; all ranks call this at the same point of theirs."""
@@ -120,7 +120,7 @@ class OverflowWatch:
         self._noted.clear()
 
     def _ask(self) -> None:
-        peaks = self._peaks.clone()
+        peaks = torch.tensor(self._peaks)
         self._asked = self._num_steps, peaks, self._consensus.start_max(peaks)
 
     def _hear(self) -> None:
@@ -149,7 +149,7 @@ def _what_is_wrong(name: str, peak: float, scale: float, num_steps: int) -> str 
         f"Set backward_loss_scale=2.0**{proposal} in a QCommsConfig, or send them in another precision: "
         "('fp16', 'fp32'), on CUDA ('fp16', 'bf16')."
     )
-    times = "" if scale == 1 else f" (times a loss scale of {scale:g})"
+    times = "" if scale == 1 else f" (times a loss scale of {scale:.3g})"
     if peak * scale > FP16_MAX:
         return f"{sent} reached {peak:.3g}{times} and were cut off at {FP16_MAX:.0f}. {remedy}"
     if num_steps >= ASK_EVERY and peak * scale < LEAST_NORMAL:

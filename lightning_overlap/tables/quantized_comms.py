@@ -50,7 +50,7 @@ Note: TypeAlias = Callable[[Tensor], None]
 """Called with numbers that are about to be encoded, float32, on the device."""
 
 
-class Codec(QuantizedCommCodec):
+class Codec(QuantizedCommCodec):  # type: ignore[misc]
     """TorchRec's codec, whose loss scale is taken off in full precision, and which can be watched.
 
     TorchRec 1.8 divides by the scale in the 16 bits that were sent: what the scale has kept within their range
@@ -63,7 +63,7 @@ class Codec(QuantizedCommCodec):
     """
 
     def __init__(self, plain: QuantizedCommCodec, loss_scale: float | None = None, note: Note | None = None) -> None:
-        vars(self).update(vars(plain))
+        self.__dict__.update(vars(plain))
         self.loss_scale = loss_scale
         self.note = note
 
