@@ -51,6 +51,7 @@ from .supported_modules import tables_of as tables_of
 from .supported_modules import why_never_early as why_never_early
 from .table import find_tables as find_tables
 from .table import has_tables as has_tables
+from .table import training_sharders as training_sharders
 from .write_counts import SentInput as SentInput
 from .write_counts import count_writes as count_writes
 from .write_counts import num_fused_writes as num_fused_writes
