@@ -77,8 +77,7 @@ class Codec(QuantizedCommCodec):  # type: ignore[misc]
             self.note(input_tensor)
         if self.loss_scale is not None:
             input_tensor = self.loss_scale * input_tensor
-        if ctx is not None and self.quantized_dtype is torch.uint8 and ctx.row_dim > 0:
-            _check_groups(input_tensor, ctx.row_dim)
+        self._check_groups(input_tensor.numel(), ctx)
         encoded: Tensor = super().encode(input_tensor, ctx)
         return encoded
 
@@ -87,13 +86,17 @@ class Codec(QuantizedCommCodec):  # type: ignore[misc]
         decoded: Tensor = super().decode(input_tensor, ctx)
         return decoded if self.loss_scale is None else decoded / self.loss_scale
 
+    def calc_quantized_size(self, input_len: int, ctx: Any = None) -> int:
+        """Return how many numbers so many become; raises as `encode`."""
+        self._check_groups(input_len, ctx)
+        return int(super().calc_quantized_size(input_len, ctx))
 
-def _check_groups(numbers: Tensor, size: int) -> None:
-    if numbers.numel() % size:
-        raise ValueError(
-            f"quantized_comms: these codecs send groups of {size} numbers, and a batch has {numbers.numel()} here. "
-            "Take batches of a multiple of 8 samples, the last one too (drop_last=True), or 'fp16'."
-        )
+    def _check_groups(self, num: int, ctx: Any) -> None:
+        if self.quantized_dtype is torch.uint8 and ctx is not None and ctx.row_dim > 0 and num % ctx.row_dim:
+            raise ValueError(
+                f"quantized_comms: this codec sends groups of {ctx.row_dim} numbers, and a batch has {num} for a rank. "
+                "Take batches of a multiple of 8 samples, the last one and those of evaluations too, or 'fp16'."
+            )
 
 
 def resolve_quantized_comms(quantized_comms: QuantizedComms) -> QCommsConfig | None:

@@ -130,8 +130,10 @@ def test_within_the_range_a_loss_scale_gives_torchrecs_bits() -> None:
 
 def test_a_batch_that_does_not_divide_is_told() -> None:
     codec = codecs_of(resolve_quantized_comms("int8"), CPU)[POOLED].backward  # type: ignore[index]
-    with pytest.raises(ValueError, match=r"groups of 32 numbers, and a batch has 40 here\. .*drop_last=True"):
-        codec.encode(torch.zeros(40), codec.create_context())
+    context = codec.create_context()
+    for of_a_batch in (lambda: codec.encode(torch.zeros(40), context), lambda: codec.calc_quantized_size(40, context)):
+        with pytest.raises(ValueError, match=r"groups of 32 numbers, and a batch has 40 for a rank\. .* multiple of 8"):
+            of_a_batch()
 
 
 # -- gradients that FP16 does not fit -----------------------------------------------------------------------------
