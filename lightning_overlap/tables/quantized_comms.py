@@ -29,7 +29,7 @@ PRECISIONS: Mapping[str, str] = MappingProxyType(
         "fp32": "4 bytes a number, as without a codec",
         "fp16": "2 bytes; 11 bits of a number, up to 65504",
         "bf16": "2 bytes; 8 bits of a number of any size; CUDA only",
-        "fp8": "1 byte; CUDA only",
+        "fp8": "1.25 bytes: 32 numbers share a scale; CUDA only; EmbeddingBagCollections",
         "int8": "1.25 bytes: 32 numbers share a scale; table- and column-wise EmbeddingBagCollections",
         "mx4": "0.53 bytes: 32 numbers share an exponent; EmbeddingBagCollections",
     }
@@ -41,7 +41,9 @@ FP16_MAX = torch.finfo(torch.float16).max
 
 _SCALED = (CommType.FP16, CommType.BF16)
 _CUDA_ONLY = (CommType.BF16, CommType.FP8)
-_GROUPED = (CommType.INT8, CommType.MX4)
+_GROUP = 32
+"""Numbers that share a scale; of FP8 by name. TorchRec's other FP8, without groups, ends at 0.9375."""
+
 _SEQUENCES = (EmbeddingCollection, ManagedCollisionEmbeddingCollection)
 _SUMMED = (ShardingType.ROW_WISE.value, ShardingType.TABLE_ROW_WISE.value, ShardingType.GRID_SHARD.value)
 """Sharding types whose embeddings are summed on their way: by a reduce-scatter, of numbers as they are sent."""
@@ -123,7 +125,10 @@ def resolve_quantized_comms(quantized_comms: QuantizedComms) -> QCommsConfig | N
         for name in names:
             if name not in PRECISIONS:
                 raise ValueError(f"quantized_comms: {unknown_name_message('precision', name, PRECISIONS)}")
-        config = QCommsConfig(CommType(names[0]), CommType(names[1]))
+        sizes = [_GROUP if name == "fp8" else None for name in names]
+        config = QCommsConfig(
+            CommType(names[0]), CommType(names[1]), fp8_quantize_dim=sizes[0], fp8_quantize_dim_bwd=sizes[1]
+        )
     for direction, precision, scale in (
         ("forward", config.forward_precision, config.forward_loss_scale),
         ("backward", config.backward_precision, config.backward_loss_scale),
@@ -157,10 +162,11 @@ def check_quantized_comms(config: QCommsConfig | None, tables: Iterable[Table], 
                 f"quantized_comms: {precision} ({direction}) cannot be sent by a CPU{instead}. Take 'fp16', or "
                 "train on CUDA."
             )
-        if precision in _GROUPED and sequences:
+        if _is_grouped(config, direction, precision) and sequences:
             raise ValueError(
-                f"quantized_comms: {precision} ({direction}) is sent in groups of 32 numbers, which the embeddings of "
-                f"an EmbeddingCollection do not divide into: {_some(sequences)}. Take 'fp16', or 'bf16' on CUDA."
+                f"quantized_comms: {precision} ({direction}) is sent in groups of numbers with one scale, which the "
+                f"embeddings of an EmbeddingCollection do not divide into: {_some(sequences)}. Take 'fp16', or 'bf16' "
+                "on CUDA."
             )
 
 
@@ -185,6 +191,12 @@ def check_plan(config: QCommsConfig | None, plan: ShardingPlan) -> None:
                 f"quantized_comms: {precision} ({direction}) cannot be summed on the way, as embeddings of row-wise "
                 f"tables are: {_some(summed)}. Take 'fp16', or shard them table- or column-wise."
             )
+
+
+def _is_grouped(config: QCommsConfig, direction: str, precision: CommType) -> bool:
+    if precision is CommType.FP8:
+        return (config.fp8_quantize_dim if direction == "forward" else config.fp8_quantize_dim_bwd) is not None
+    return precision in (CommType.INT8, CommType.MX4)
 
 
 def _precisions(config: QCommsConfig) -> tuple[tuple[str, CommType], ...]:

@@ -23,7 +23,7 @@ ADAM = dataclasses.replace(TABLE_WISE, name="adam", optimizer=(torch.optim.Adam,
 ROW_WISE = Case("row_wise", (TableSpec("t0", ("f0",)), TableSpec("rows", ("f1",), "row_wise")))
 SENT = tuple(
     dataclasses.replace(case, name=f"{case.name}-{'-'.join(comms)}", comms=comms)
-    for case, comms in ((TABLE_WISE, ("fp16", "bf16")), (ROW_WISE, ("bf16", "fp16")), (SEQUENCE, ("fp8", "bf16")))
+    for case, comms in ((TABLE_WISE, ("fp16", "bf16")), (ROW_WISE, ("bf16", "fp16")), (SEQUENCE, ("bf16", "fp16")))
 )
 CUDA_CASES = (*CASES, ADAM, ROW_WISE, *SENT)
 
