@@ -103,7 +103,7 @@ def build_comms(config: Config) -> QCommsConfig | None:
     Raises:
         ValueError: An unknown option or precision, or a loss scale that the precision does not take.
     """
-    comms = dict(config["comms"])
+    comms = dict(config.get("comms") or {})
     known = dict.fromkeys(["forward", "backward", *(field.name for field in fields(QCommsConfig))])
     for name in comms:
         if name not in known:
