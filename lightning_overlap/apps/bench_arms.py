@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -25,7 +25,7 @@ from typing_extensions import override
 
 from ..plugin import OverlapEmbeddingStrategy
 from ..schedules import Schedule
-from ..tables import find_tables, make_plan
+from ..tables import codecs_of, find_tables, make_plan, training_sharders
 from . import build, config_checks
 from .config_checks import Config
 
@@ -92,9 +92,12 @@ class Job:
             group=group,
             device=self.device,
             local_world_size=self.local_world_size,
+            quantized_comms=strategy.quantized_comms,
         )
+        sharders = training_sharders(codecs_of(build.build_comms(self.config), self.device))
         torch.manual_seed(self.config["seed"])  # tables draw their weights as they are sharded
-        return DistributedModelParallel(model, env=ShardingEnv.from_process_group(group), device=self.device, plan=plan)
+        env = ShardingEnv.from_process_group(group)
+        return DistributedModelParallel(model, env=env, device=self.device, plan=plan, sharders=sharders)
 
 
 Arm = Callable[[Job], None]
@@ -108,7 +111,14 @@ def arms(config: Config) -> dict[str, Arm]:
         for name, (schedule, stream) in config_checks.our_arms(config).items()
     }
     torchrec = {name: partial(_train_pipeline, *pipeline) for name, pipeline in config_checks.TORCHREC_ARMS.items()}
-    return {**ours, "lightning_dmp": _train_lightning, "loop_dmp": _train_loop, **torchrec}
+    peers: dict[str, Arm] = {"lightning_dmp": _train_lightning, "loop_dmp": _train_loop, **torchrec}
+    plain = {**ours, **{name: peers[name.partition("+")[0]] for name in config_checks.peer_arms(config)}}
+    return {name: partial(_send_in, name.partition("+")[2], arm) if "+" in name else arm for name, arm in plain.items()}
+
+
+def _send_in(precision: str, arm: Arm, job: Job) -> None:
+    """Train an arm with its embeddings and gradients sent in a precision."""
+    arm(replace(job, config={**job.config, "comms": {"forward": precision, "backward": precision}}))
 
 
 # -- with Lightning ---------------------------------------------------------------------------------------------

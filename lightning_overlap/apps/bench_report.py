@@ -83,7 +83,8 @@ class ArmResult:
         exposed_ms: What the dense part waited for collectives in a measured step, median.
         efficiency: (base - this) / (base - bound), by median step times; None where nothing is to be gained.
         final_loss: Mean over ranks.
-        same_as_base: Whether every rank's loss is the reference's at every step and in every round, bit for bit.
+        same_as_base: Whether every rank's loss is the reference's at every step and in every round, bit for bit. An arm
+            `mode+fp16` is compared with `base+fp16`, if that ran.
         collectives: Which -> milliseconds per step under way, and waited for.
         failure: Why it does not run here; the rest then says nothing.
     """
@@ -144,6 +145,7 @@ def evaluate(arms: Sequence[ArmTurns], batch_size: int | None, bound: float | No
         bound: What no step is shorter than, if known.
     """
     base = arms[0]
+    by_name = {arm.name: arm for arm in arms}
     base_ms = _slowest(base, 50)
     results = []
     for arm in arms:
@@ -174,12 +176,18 @@ def evaluate(arms: Sequence[ArmTurns], batch_size: int | None, bound: float | No
                 same_as_base=all(
                     turn.losses == of_base.losses
                     for turns in arm.rounds
-                    for turn, of_base in zip(turns, base.rounds[0], strict=True)
+                    for turn, of_base in zip(turns, _alike(arm, base, by_name).rounds[0], strict=True)
                 ),
                 collectives=_worst(arm),
             )
         )
     return results
+
+
+def _alike(arm: ArmTurns, base: ArmTurns, by_name: Mapping[str, ArmTurns]) -> ArmTurns:
+    """Return the reference whose losses an exact arm has: the one that sends in the same precision, if there is one."""
+    _, plus, precision = arm.name.partition("+")
+    return by_name.get(f"{base.name}{plus}{precision}", base)
 
 
 def _slowest(arm: ArmTurns, percent: float) -> float:
@@ -205,7 +213,7 @@ def _worst(arm: ArmTurns) -> dict[str, tuple[float, float]]:
 
 def table(results: Sequence[ArmResult]) -> str:
     """Return the table of the arms that ran, one line each."""
-    memories = list(results[0].peak_memory)
+    memories, names, base = list(results[0].peak_memory), {result.name for result in results}, results[0].name
     head = ["median", "P90", "of base", "(rounds)", "samples/s", "exposed", "efficiency"]
     head += [f"peak {name}" for name in memories] + ["final loss", "same as base"]
     rows = [["arm", *head]]
@@ -223,7 +231,11 @@ def table(results: Sequence[ArmResult]) -> str:
             or_dash(result.efficiency, "{:.0%}"),
         ]
         cells += [f"{result.peak_memory[name] / 2**20:,.0f} MiB" for name in memories]
-        same = "yes" if result.same_as_base else f"no (staleness {result.staleness})" if result.staleness else "NO"
+        precision = result.name.partition("+")[2]
+        reference = f" ({base}+{precision})" if f"{base}+{precision}" in names else ""
+        same = f"yes{reference}" if result.same_as_base else f"no (staleness {result.staleness})"
+        if not (result.same_as_base or result.staleness):
+            same = f"no ({precision})" if precision and not reference else f"NO{reference}"
         rows.append([result.name, *cells, f"{result.final_loss:.9g}", same])
     return aligned(rows)
 

@@ -108,7 +108,7 @@ class _Bench:
         known = arms(self.config)
         ours = config_checks.our_arms(self.config)
         results = {
-            name: ArmTurns(name, ours[name][0].staleness if name in ours else int(name in _STALE))
+            name: ArmTurns(name, ours[name][0].staleness if name in ours else int(name.partition("+")[0] in _STALE))
             for name in config_checks.arms(self.config)
         }
         names, num_rounds = list(results), self.config["rounds"]

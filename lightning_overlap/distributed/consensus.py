@@ -189,6 +189,12 @@ class GroupConsensus:
         dist.all_reduce(tensor, dist.ReduceOp.MAX, group=self._group)
         return bool(tensor)
 
+    def start_max(self, values: Tensor) -> dist.Work:
+        """Start to give a tensor on the host the largest value of any rank, in each place; all ranks call this."""
+        work: dist.Work | None = dist.all_reduce(values, dist.ReduceOp.MAX, group=self._group, async_op=True)
+        assert work is not None
+        return work
+
     def shortest(self, num_batches: float) -> float:
         """Return the fewest batches that any rank has; `inf` is a loader without a length."""
         tensor = torch.tensor(num_batches, dtype=torch.float64)

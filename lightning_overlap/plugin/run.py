@@ -19,6 +19,7 @@ from torch.distributed.constants import default_pg_timeout
 from ..distributed import GroupConsensus, Lowest, OwnLowest, groups
 from ..runtime import Executor, StageTimer, Streams
 from ..sparse import GradientStash, SparsePipeline
+from ..tables import OverflowWatch
 from .fetcher import LookaheadFetcher
 
 ExecutorMaker = Callable[[LookaheadFetcher, SparsePipeline], Executor]
@@ -90,6 +91,8 @@ class Run:
         """The pipeline of training, as soon as the tables are sharded."""
         self.executor: Executor | None = None
         """The executor of training, as soon as the fit loop asks for its first batch."""
+        self.overflow: OverflowWatch | None = None
+        """Watches gradients that are sent in fewer bits; None where none are."""
 
     def train_with(self, sparse: SparsePipeline) -> None:
         """Let a pipeline serve the calls of `training_step`, until the run stops."""
@@ -160,6 +163,8 @@ class Run:
         if self.sparse is not None:
             self.sparse.detach()
             self.sparse = None
+        if self.overflow is not None:
+            self.overflow.stop()
 
 
 class HasRun(DDPStrategy):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from types import MappingProxyType
 
 from ..schedules import Stage
@@ -50,6 +50,18 @@ class BusyTime:
 
 
 @dataclass(frozen=True, slots=True)
+class Traffic:
+    """Bytes that a rank sends to others."""
+
+    sent: float = 0.0
+    saved: float = 0.0
+    """Those that it would have sent besides, in full precision."""
+
+    def __add__(self, other: Traffic) -> Traffic:
+        return Traffic(self.sent + other.sent, self.saved + other.saved)
+
+
+@dataclass(frozen=True, slots=True)
 class Breakdown:
     """Where the time of a window went, per step.
 
@@ -59,6 +71,7 @@ class Breakdown:
         stages: The same by stage.
         merge_wait_ms: How long the dense forward waited for embeddings.
         blocked_ms: How long the host waited, in all.
+        traffic: What this rank sent to others, by the stage that issued it, where it was counted.
     """
 
     step_ms: float
@@ -66,6 +79,7 @@ class Breakdown:
     stages: Mapping[Stage, BusyTime]
     merge_wait_ms: float = 0.0
     blocked_ms: float = 0.0
+    traffic: Mapping[Stage, Traffic] = field(default_factory=dict)
 
     def time_of(self, kind: Category) -> BusyTime:
         """What a kind took; nothing if it was not seen."""
@@ -179,4 +193,12 @@ def mean(breakdowns: Sequence[Breakdown]) -> Breakdown:
         },
         sum(one.merge_wait_ms for one in breakdowns) / num,
         sum(one.blocked_ms for one in breakdowns) / num,
+        {
+            stage: Traffic(
+                sum(one.traffic.get(stage, Traffic()).sent for one in breakdowns) / num,
+                sum(one.traffic.get(stage, Traffic()).saved for one in breakdowns) / num,
+            )
+            for stage in Stage
+            if any(stage in one.traffic for one in breakdowns)
+        },
     )

@@ -6,8 +6,9 @@ no measurement makes the host wait.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from itertools import pairwise
 from typing import Any
 
@@ -15,6 +16,7 @@ from ..distributed import CONSENSUS
 from ..runtime import CudaStreams, Streams
 from ..schedules import Stage, StreamName
 from .collectives import Collective, record_collectives
+from .overlap import Traffic
 from .spans import EMBEDDINGS, HOST_LANE, Category, Interval, Span
 from .timestamps import CudaTimestamps, HostTimestamps, Record
 
@@ -37,9 +39,11 @@ class SpanRecorder:
 
     Args:
         streams: The device's streams.
+        compression: By how much codecs shrink `embeddings` and `gradients`; None where there are none.
     """
 
-    def __init__(self, streams: Streams) -> None:
+    def __init__(self, streams: Streams, compression: Mapping[str, float] | None = None) -> None:
+        self._compression = compression
         self._host = HostTimestamps()
         self._streams = streams if isinstance(streams, CudaStreams) else None
         self._device = None if self._streams is None else CudaTimestamps(self._streams.device)
@@ -50,7 +54,7 @@ class SpanRecorder:
 
     def start(self) -> None:
         """Begin to note."""
-        self._patches.enter_context(record_collectives(self.collective))
+        self._patches.enter_context(record_collectives(self.collective, self._compression))
 
     def stop(self) -> None:
         """Note no more."""
@@ -150,13 +154,30 @@ class SpanRecorder:
         marks = [host if self._device is None else self._device.ms(device) for host, device in self._steps]
         return list(pairwise(marks))
 
+    def traffic(self, window: Interval) -> dict[Stage, Traffic]:
+        """Return what this rank sent to others in a window, by the stage that issued it."""
+        found: dict[Stage, Traffic] = {}
+        for record in self._records:
+            if record.kind is Category.COMMUNICATION and record.stage is not None and record.sent_bytes:
+                span = self._span(replace(record, end=record.start), self._shift)
+                if window[0] <= span.start_ms < window[1]:
+                    found[record.stage] = found.get(record.stage, Traffic()) + Traffic(
+                        record.sent_bytes, record.saved_bytes
+                    )
+        return found
+
     def spans(self) -> list[Span]:
         """Return what was noted; on CUDA the host's times are shifted so that the first steps begin together."""
-        shift = 0.0
-        if self._device is not None and self._steps:
-            host, device = self._steps[0]
-            shift = self._device.ms(device) - host
+        shift = self._shift
         return [self._span(record, shift) for record in self._records if record.end is not None]
+
+    @property
+    def _shift(self) -> float:
+        """What is added to times of the host."""
+        if self._device is None or not self._steps:
+            return 0.0
+        host, device = self._steps[0]
+        return self._device.ms(device) - float(host)
 
     def _span(self, record: Record, shift: float) -> Span:
         if record.on_host or self._device is None:

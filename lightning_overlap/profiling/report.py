@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from ..schedules import TRAINING_STAGES, Stage
 from ..text import aligned
 from .host_syncs import HostSync
-from .overlap import Breakdown, BusyTime, break_down, mean
+from .overlap import Breakdown, BusyTime, Traffic, break_down, mean
 from .spans import HOST_LANE, Category, Interval, Span, exclusive_in
 from .steps import Window, is_on_stream, window_of
 
@@ -59,7 +59,7 @@ def _row(name: str, times: BusyTime, share_of: Callable[[float], str], *, hides:
 
 
 def metrics(breakdown: Breakdown) -> dict[str, float]:
-    """Return what goes into a log: milliseconds per step, and fractions between 0 and 1, by name."""
+    """Return what goes into a log: milliseconds and bytes per step, and fractions between 0 and 1, by name."""
     values = {
         "step_ms": breakdown.step_ms,
         "merge_wait_ms": breakdown.merge_wait_ms,
@@ -77,6 +77,9 @@ def metrics(breakdown: Breakdown) -> dict[str, float]:
             values[f"{name}/hidden_ms"] = times.hidden_ms
             values[f"{name}/exposed_ms"] = times.exposed_ms
             values[f"{name}/hidden_fraction"] = times.hidden_fraction
+    for stage, traffic in breakdown.traffic.items():
+        values[f"{stage}/sent_bytes"] = traffic.sent
+        values[f"{stage}/saved_bytes"] = traffic.saved
     return values
 
 
@@ -107,6 +110,8 @@ def closing_table(
     lines += [stage_table(over_ranks).text(), rank_table(ranks).text(), limit_sentence(over_ranks)]
     if len(ranks) > 1:
         lines.append(slowest_sentence(ranks))
+    if over_ranks.traffic:
+        lines.append(traffic_table(over_ranks.traffic).text())
     if stale_rows:
         lines.append(stale_table(stale_rows).text())
     return "\n".join([*lines, *syncs])
@@ -132,6 +137,17 @@ def rank_table(ranks: Sequence[Breakdown]) -> Table:
         ("rank", "step", *map(str, kinds[:-1]), "host at work", "host waiting"),
         [(str(rank), *(f"{ms:.2f}" for ms in of_rank)) for rank, of_rank in enumerate(times)],
     )
+
+
+def traffic_table(traffic: Mapping[Stage, Traffic]) -> Table:
+    """Return what a rank sends to others in a step, by stage, and what codecs save of it."""
+    total = sum(traffic.values(), Traffic())
+    named = {**{str(stage): one for stage, one in traffic.items()}, "all stages": total}
+    cells = [
+        (name, f"{one.sent / 1024:.1f}", f"{one.saved / 1024:.1f}", f"{one.saved / (one.sent + one.saved):.0%}")
+        for name, one in named.items()
+    ]
+    return Table(("KiB to other ranks in a step", "sent", "saved", "saved %"), cells)
 
 
 def stale_table(rows: Mapping[str, tuple[int, int]]) -> Table:

@@ -67,6 +67,8 @@ class Record:
         start: When it began.
         end: When it ended; None before that.
         on_host: Whether the host's clock took the times, and not a device's.
+        sent_bytes: What it sends to other ranks, if it is a collective.
+        saved_bytes: What it would have sent besides, in full precision.
     """
 
     kind: Category
@@ -77,3 +79,5 @@ class Record:
     start: Any
     end: Any = None
     on_host: bool = True
+    sent_bytes: int = 0
+    saved_bytes: int = 0

@@ -87,6 +87,15 @@ def test_memory_is_the_90th_percentile_over_rounds_of_the_largest_rank() -> None
     assert evaluate([arm], batch_size=None, bound=None)[0].peak_memory == {"resident": 109 * MIB}
 
 
+def test_a_precision_has_a_reference_of_its_own() -> None:
+    other = [[turn(80, losses=(b"x",))] * 2] * 2
+    arms = [base(), ArmTurns("base+fp16", 0, other), ArmTurns("mode+fp16", 0, other), ArmTurns("mode+int8", 0, other)]
+    found = evaluate(arms, batch_size=None, bound=None)
+    assert [result.same_as_base for result in found] == [True, True, True, False]
+    lines = table(found).splitlines()
+    assert [line.split("  ")[-1].strip() for line in lines[-2:]] == ["yes (base+fp16)", "no (int8)"]
+
+
 def test_one_other_bit_on_any_rank_in_any_round_is_not_the_same() -> None:
     other = base().rounds
     other[1][1] = replace(other[1][1], losses=[b"a", b"c"])

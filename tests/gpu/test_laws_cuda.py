@@ -11,7 +11,7 @@ import torch
 from lightning_overlap import MODES, STREAMS, Schedule, Stage
 
 from ..support import reference
-from ..support.cases import CASES, NUM_STEPS, TABLE_WISE, Case, TableSpec
+from ..support.cases import CASES, NUM_STEPS, SEQUENCE, TABLE_WISE, Case, TableSpec
 from ..support.fits import fit
 from ..support.ranks import Ranks
 
@@ -21,7 +21,11 @@ EXACT = [name for name, schedule in MODES.items() if schedule.staleness == 0]
 STALE = [name for name, schedule in MODES.items() if schedule.staleness > 0]
 ADAM = dataclasses.replace(TABLE_WISE, name="adam", optimizer=(torch.optim.Adam, {"lr": 0.5}))
 ROW_WISE = Case("row_wise", (TableSpec("t0", ("f0",)), TableSpec("rows", ("f1",), "row_wise")))
-CUDA_CASES = (*CASES, ADAM, ROW_WISE)
+SENT = tuple(
+    dataclasses.replace(case, name=f"{case.name}-{'-'.join(comms)}", comms=comms)
+    for case, comms in ((TABLE_WISE, ("fp16", "bf16")), (ROW_WISE, ("bf16", "fp16")), (SEQUENCE, ("bf16", "fp16")))
+)
+CUDA_CASES = (*CASES, ADAM, ROW_WISE, *SENT)
 
 _references: dict[tuple[str, int], list[reference.Result]] = {}
 

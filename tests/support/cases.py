@@ -61,6 +61,7 @@ class Case:
         weighted: Ids carry weights.
         empty_feature: This feature has no ids in every third batch.
         optimizer: Fused optimizer class and arguments.
+        comms: Precision that embeddings and gradients are sent in, by TorchRec's codecs; None: as they are.
     """
 
     name: str
@@ -69,6 +70,7 @@ class Case:
     weighted: bool = False
     empty_feature: str | None = None
     optimizer: tuple[type[torch.optim.Optimizer], Mapping[str, Any]] = (torch.optim.SGD, {"lr": 2.0})
+    comms: tuple[str, str] | None = None
 
     @property
     def all_features(self) -> tuple[str, ...]:

@@ -11,6 +11,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
+from torchrec.distributed.embedding import EmbeddingCollectionSharder
+from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
+from torchrec.distributed.fbgemm_qcomm_codec import CommType, QCommsConfig, get_qcomm_codecs_registry
 from torchrec.distributed.model_parallel import DistributedModelParallel
 from torchrec.distributed.types import ShardedModule, ShardedTensor, ShardingEnv
 
@@ -235,10 +238,22 @@ def _set_up(
         env=ShardingEnv.from_process_group(dist.group.WORLD),
         device=device,
         plan=make_plan(case, module, world_size, device_type),
+        sharders=_sharders(case, device),
     )
     for name, state in weights.items():
         getattr(module, name).load_state_dict(state)
     return rank, dmp, module, dense_optimizer(module), device
+
+
+def _sharders(case: Case, device: torch.device) -> list[Any] | None:
+    if case.comms is None:
+        return None
+    forward, backward = map(CommType, case.comms)
+    codecs = get_qcomm_codecs_registry(QCommsConfig(forward, backward), device=device)
+    return [
+        EmbeddingBagCollectionSharder(qcomm_codecs_registry=codecs),
+        EmbeddingCollectionSharder(qcomm_codecs_registry=codecs),
+    ]
 
 
 def _is_dp(table: Any) -> bool:
