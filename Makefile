@@ -39,7 +39,7 @@ train: $(INSTALLED)
 redis-server:
 	@requirements/redis_server.sh
 
-# Two runs of pytest at once: tests in rank processes, and all others.
+# Two runs of pytest at once: most tests in rank processes, and all others.
 test: lint redis-server
 	OMP_NUM_THREADS=1 $(BIN)/python -m tests.support.side_by_side
 

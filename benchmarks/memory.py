@@ -4,11 +4,11 @@
     python benchmarks/memory.py --pools           # 2 CPU ranks, on each stream: what CUDA's allocator would reserve
     python benchmarks/memory.py --device cuda     # one rank per GPU: every stream policy, reserved memory too
 
-A model of 8 tables whose inputs and rows are large beside its dense part. On a CPU glibc tells what of its heap is in
-use, as every stage is issued and in every hook of a step; a data loader makes each batch anew, as a copy to a device
-would. On CUDA the caching allocator counts. With `--pools` every tensor of the run is given memory by a model of that
-allocator, in the pool of the stream that would have made it; kernels' own workspaces are out of its sight. Bytes of the
-rank that has most.
+A model of 8 tables whose inputs and embeddings are large beside its dense part. On a CPU glibc tells what of its heap
+is in use, as every stage is issued and in every hook of a step; a data loader makes each batch anew, as a copy to a
+device would. On CUDA the caching allocator counts. With `--pools` every tensor of the run is given memory by a model of
+that allocator, in the pool of the stream that would have made it; kernels' own workspaces are out of its sight. Bytes
+of the rank that has most.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
     parser.add_argument("--pools", action="store_true", help="count the pools of streams; on a CPU")
-    parser.add_argument("--batch-size", type=int, default=4096, help="rows per rank")
+    parser.add_argument("--batch-size", type=int, default=4096, help="samples per rank")
     options = parser.parse_args()
     warnings.simplefilter("ignore")
     for logger in ("torchrec", "lightning.pytorch", "lightning.fabric", "torch.fx"):
@@ -153,8 +153,8 @@ def train(arm: Arm, batch_size: int, device: str, at_start: Any, look: Any, stra
             self.top = torch.nn.Linear(NUM_TABLES * DIM + NUM_DENSE, 1)
 
         def training_step(self, batch: Any, batch_idx: int) -> Any:
-            rows = self.tables(batch["sparse"]).values()
-            return self.top(torch.cat([rows, batch["dense"]], dim=1)).square().mean()
+            embeddings = self.tables(batch["sparse"]).values()
+            return self.top(torch.cat([embeddings, batch["dense"]], dim=1)).square().mean()
 
         def configure_optimizers(self) -> Any:
             return torch.optim.SGD(self.top.parameters(), 0.1)

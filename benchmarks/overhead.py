@@ -34,13 +34,14 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=200, help="steps per arm and round")
     parser.add_argument("--rounds", type=int, default=5, help="rounds; the arms take turns in each")
     parser.add_argument("--arms", nargs="+", help="modes to measure beside plain; all of them if left out")
+    parser.add_argument("--num-logs", type=int, default=0, help="how often the model calls self.log in a step")
     parser.add_argument("--profile", action="store_true", help="print the functions that take most of a step")
     options = parser.parse_args()
     warnings.simplefilter("ignore")
     for logger in ("torchrec", "lightning.pytorch", "lightning.fabric", "torch.fx"):
         logging.getLogger(logger).setLevel(logging.ERROR)
     if "RANK" in os.environ:
-        _measure_steps(options.arms, options.steps, options.rounds, options.profile)
+        _measure_steps(options)
         return
     _measure_executor()
     for num_ranks in (1, 2):
@@ -97,7 +98,7 @@ def _measure_executor(num_steps: int = 5000) -> None:
 # -- a whole step -------------------------------------------------------------------------------------------------
 
 
-def _measure_steps(chosen: list[str] | None, num_steps: int, num_rounds: int, profile: bool) -> None:
+def _measure_steps(options: argparse.Namespace) -> None:
     import torch
     import torch.distributed as dist
     from tqdm import tqdm
@@ -105,14 +106,14 @@ def _measure_steps(chosen: list[str] | None, num_steps: int, num_rounds: int, pr
     from lightning_overlap import MODES
 
     torch.set_num_threads(1)
-    arms = ["plain", *(chosen or (*MODES, WATCHED))]
+    arms = ["plain", *(options.arms or (*MODES, WATCHED))]
     steps_ms: dict[str, list[float]] = {name: [] for name in arms}
     ratios: dict[str, list[float]] = {name: [] for name in arms}
     rank, num_ranks = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    for turn in tqdm(range(num_rounds), disable=rank != 0, desc=f"{num_ranks} ranks", leave=False):
+    for turn in tqdm(range(options.rounds), disable=rank != 0, desc=f"{num_ranks} ranks", leave=False):
         medians = {}
         for name in arms[turn % len(arms) :] + arms[: turn % len(arms)]:
-            times_ms = _fit(name, num_steps)
+            times_ms = _fit(name, options.steps, options.num_logs)
             everyone: list[Any] = [None] * num_ranks
             dist.all_gather_object(everyone, times_ms)
             slowest = [max(times) for times in zip(*everyone, strict=True)]
@@ -127,15 +128,15 @@ def _measure_steps(chosen: list[str] | None, num_steps: int, num_rounds: int, pr
             step_ms, ratio = statistics.median(steps_ms[name]), statistics.median(ratios[name])
             mean_ms = statistics.fmean(steps_ms[name])
             print(f"  {name:36s}{step_ms:7.3f} ms{ratio:10.3f}   {spread}{mean_ms:12.3f} ms")
-    if profile:
+    if options.profile:
         profiler = cProfile.Profile()
-        _fit("fused_sparse_dist", num_steps, profiler)
+        _fit("fused_sparse_dist", options.steps, options.num_logs, profiler)
         if rank == 0:
             pstats.Stats(profiler).sort_stats("tottime").print_stats(45)
     dist.barrier()
 
 
-def _fit(arm: str, num_steps: int, profiler: cProfile.Profile | None = None) -> list[float]:
+def _fit(arm: str, num_steps: int, num_logs: int, profiler: cProfile.Profile | None = None) -> list[float]:
     import torch
     from lightning.pytorch import LightningModule, Trainer, seed_everything
     from lightning.pytorch.strategies import DDPStrategy
@@ -163,8 +164,11 @@ def _fit(arm: str, num_steps: int, profiler: cProfile.Profile | None = None) -> 
             self.starts.append(time.perf_counter())
             if profiler is not None and batch_idx == WARM_UP:
                 profiler.enable()
-            rows = self.ebc(batch["ids"]).to_dict()
-            return self.dense(torch.cat([rows[name] for name in features], 1)).square().mean()
+            embeddings = self.ebc(batch["ids"]).to_dict()
+            loss = self.dense(torch.cat([embeddings[name] for name in features], 1)).square().mean()
+            for number in range(num_logs):
+                self.log(f"loss_{number}", loss)
+            return loss
 
         def on_train_end(self) -> None:
             if profiler is not None:

@@ -18,4 +18,23 @@ except ImportError as err:
     err.add_note(versions.what_is_supported())
     raise
 
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from .callbacks import EmbeddingDeltas as EmbeddingDeltas
+    from .deltas import Replica as Replica
+
+
+def __getattr__(name: str) -> object:
+    # These need packages of the extra `deltas`, which an install may lack.
+    if name == "EmbeddingDeltas":
+        from .callbacks import EmbeddingDeltas as EmbeddingDeltas
+
+        return EmbeddingDeltas
+    if name == "Replica":
+        from .deltas import Replica as Replica
+
+        return Replica
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
 __version__ = "0.1.0"

@@ -17,6 +17,7 @@ from lightning_overlap.schedules.modes import MODES
 from lightning_overlap.schedules.schedule import Schedule
 
 from .support.ranks import Ranks
+from .support.side_by_side import is_in_first_run
 
 settings.register_profile("no_deadline", deadline=None)  # no test asserts a time: a busy machine has none to promise
 settings.load_profile("no_deadline")
@@ -102,9 +103,12 @@ def two_ranks(get_ranks: Callable[..., Ranks]) -> Ranks:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Mark the tests that have rank processes; skip those marked `gpu` where there is no CUDA device."""
+    """Mark the tests that have rank processes, and their run; skip `gpu` ones where there is no CUDA device."""
     for item in items:
-        if "get_ranks" in getattr(item, "fixturenames", ()):
+        ranks = "get_ranks" in getattr(item, "fixturenames", ())
+        if ranks:
             item.add_marker(pytest.mark.ranks)
+        if is_in_first_run(item.path.parent.name, ranks=ranks):
+            item.add_marker(pytest.mark.first_run)
         if item.get_closest_marker("gpu") and not torch.cuda.is_available():
             item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))

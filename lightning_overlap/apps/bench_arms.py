@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -20,12 +20,12 @@ from lightning.pytorch.strategies import DDPStrategy
 from torch import Tensor, nn
 from torchrec.distributed.model_parallel import DistributedModelParallel
 from torchrec.distributed.train_pipeline import train_pipelines
-from torchrec.distributed.types import ShardingEnv, ShardingPlan
+from torchrec.distributed.types import ShardingEnv
 from typing_extensions import override
 
 from ..plugin import OverlapEmbeddingStrategy
 from ..schedules import Schedule
-from ..tables import find_tables, make_plan
+from ..tables import codecs_of, find_tables, make_plan, training_sharders
 from . import build, config_checks
 from .config_checks import Config
 
@@ -80,27 +80,24 @@ class Job:
         model = build.build_model(self.config, self.data)
         return slowed_down(model, self.latency) if self.latency else model
 
-    def make_plan(self, model: nn.Module, unsharded: LightningModule) -> ShardingPlan:
-        """Return the plan that our strategy would have for a model."""
+    def make_dmp(self, model: nn.Module, unsharded: LightningModule) -> DistributedModelParallel:
+        """Return a model as TorchRec shards it, by our strategy's plan; the rest is in DistributedDataParallel."""
         strategy = build.build_strategy(self.config, config_checks.modes(self.config)[-1], unsharded)
         group = dist.group.WORLD
         assert group is not None
-        return make_plan(
+        plan = make_plan(
             model,
             sharding=strategy.sharding,
             fused_optimizer=strategy.fused_optimizer,
             group=group,
             device=self.device,
             local_world_size=self.local_world_size,
+            quantized_comms=strategy.quantized_comms,
         )
-
-    def make_dmp(self, model: nn.Module, unsharded: LightningModule) -> DistributedModelParallel:
-        """Return a model with its tables sharded and the rest in DistributedDataParallel, as TorchRec does it."""
-        group = dist.group.WORLD
-        assert group is not None
-        plan = self.make_plan(model, unsharded)
+        sharders = training_sharders(codecs_of(build.build_comms(self.config), self.device))
         torch.manual_seed(self.config["seed"])  # tables draw their weights as they are sharded
-        return DistributedModelParallel(model, env=ShardingEnv.from_process_group(group), device=self.device, plan=plan)
+        env = ShardingEnv.from_process_group(group)
+        return DistributedModelParallel(model, env=env, device=self.device, plan=plan, sharders=sharders)
 
 
 Arm = Callable[[Job], None]
@@ -113,7 +110,15 @@ def arms(config: Config) -> dict[str, Arm]:
         name: partial(_train_mode, schedule, stream)
         for name, (schedule, stream) in config_checks.our_arms(config).items()
     }
-    return {**ours, **PEERS}
+    torchrec = {name: partial(_train_pipeline, *pipeline) for name, pipeline in config_checks.TORCHREC_ARMS.items()}
+    peers: dict[str, Arm] = {"lightning_dmp": _train_lightning, "loop_dmp": _train_loop, **torchrec}
+    plain = {**ours, **{name: peers[name.partition("+")[0]] for name in config_checks.peer_arms(config)}}
+    return {name: partial(_send_in, name.partition("+")[2], arm) if "+" in name else arm for name, arm in plain.items()}
+
+
+def _send_in(precision: str, arm: Arm, job: Job) -> None:
+    """Train an arm with its embeddings and gradients sent in a precision."""
+    arm(replace(job, config={**job.config, "comms": {"forward": precision, "backward": precision}}))
 
 
 # -- with Lightning ---------------------------------------------------------------------------------------------
@@ -210,9 +215,9 @@ class _Rest(nn.Module):
         object.__setattr__(self, "_module", module)  # not a child: the tracer goes into modules with tables below
         self._path = path
 
-    def forward(self, rows: Any, batch: Any) -> Any:
+    def forward(self, embeddings: Any, batch: Any) -> Any:
         collection = getattr(self._module, self._path)
-        setattr(self._module, self._path, _Given(rows))
+        setattr(self._module, self._path, _Given(embeddings))
         try:
             return self._module.training_step(batch, 0)
         finally:
@@ -220,12 +225,12 @@ class _Rest(nn.Module):
 
 
 class _Given(nn.Module):
-    def __init__(self, rows: Any) -> None:
+    def __init__(self, embeddings: Any) -> None:
         super().__init__()
-        self._rows = rows
+        self._embeddings = embeddings
 
     def forward(self, *_: Any) -> Any:
-        return self._rows
+        return self._embeddings
 
 
 def _make_network(job: Job) -> tuple[DistributedModelParallel, torch.optim.Optimizer]:
@@ -254,24 +259,6 @@ def _train_pipeline(pipeline_class: str, options: Mapping[str, Any], job: Job) -
     batches = iter(job.batches)
     for _ in range(len(job.batches)):
         job.after_step(pipeline.progress(batches), None)
-
-
-def _pipeline(pipeline_class: str, **options: Any) -> Arm:
-    return partial(_train_pipeline, pipeline_class, options)
-
-
-PEERS: Mapping[str, Arm] = {
-    "lightning_dmp": _train_lightning,
-    "loop_dmp": _train_loop,
-    "torchrec/base": _pipeline("TrainPipelineBase"),
-    "torchrec/sparse_dist": _pipeline("TrainPipelineSparseDist"),
-    "torchrec/sparse_dist_lite": _pipeline("TrainPipelineSparseDistLite"),
-    "torchrec/fused_sparse_dist": _pipeline("TrainPipelineFusedSparseDist"),
-    "torchrec/fused_sparse_dist/new": _pipeline("TrainPipelineFusedSparseDist", emb_lookup_stream="new"),
-    "torchrec/fused_sparse_dist/current": _pipeline("TrainPipelineFusedSparseDist", emb_lookup_stream="current"),
-    "torchrec/semi_sync": _pipeline("TrainPipelineSemiSync", start_batch=0),
-    "torchrec/prefetch": _pipeline("PrefetchTrainPipelineSparseDist"),
-}
 
 
 # -- a dense part of a set length -------------------------------------------------------------------------------

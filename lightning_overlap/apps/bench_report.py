@@ -61,6 +61,11 @@ class ArmTurns:
     rounds: list[list[Turn]] = field(default_factory=list)
     failure: str | None = None
 
+    @property
+    def by_rank(self) -> list[tuple[Turn, ...]]:
+        """For each rank, its turns of all rounds."""
+        return list(zip(*self.rounds, strict=True))
+
 
 @dataclass(frozen=True, slots=True)
 class ArmResult:
@@ -78,7 +83,8 @@ class ArmResult:
         exposed_ms: What the dense part waited for collectives in a measured step, median.
         efficiency: (base - this) / (base - bound), by median step times; None where nothing is to be gained.
         final_loss: Mean over ranks.
-        same_as_base: Whether every rank's loss is the reference's at every step and in every round, bit for bit.
+        same_as_base: Whether every rank's loss is the reference's at every step and in every round, bit for bit. An arm
+            `mode+fp16` is compared with `base+fp16`, if that ran.
         collectives: Which -> milliseconds per step under way, and waited for.
         failure: Why it does not run here; the rest then says nothing.
     """
@@ -112,11 +118,9 @@ def bound_ms(base: ArmTurns, all_reduce_ms: float = 0.0) -> float | None:
     """
     if not all(turn.busy_ms for turns in base.rounds for turn in turns) or not base.rounds:
         return None
-    by_rank = list(zip(*base.rounds, strict=True))
-    busy = max(median(ms for turn in turns for ms in turn.busy_ms) for turns in by_rank)
-    wire = min(median(ms for turn in turns for ms in turn.wire_ms) for turns in by_rank)
-    bound: float = max(busy, wire + all_reduce_ms)
-    return bound
+    busy = max(median(ms for turn in turns for ms in turn.busy_ms) for turns in base.by_rank)
+    wire = min(median(ms for turn in turns for ms in turn.wire_ms) for turns in base.by_rank)
+    return max(busy, wire + all_reduce_ms)
 
 
 def efficiency(base_ms: float, arm_ms: float, bound: float | None) -> float | None:
@@ -141,13 +145,14 @@ def evaluate(arms: Sequence[ArmTurns], batch_size: int | None, bound: float | No
         bound: What no step is shorter than, if known.
     """
     base = arms[0]
+    by_name = {arm.name: arm for arm in arms}
     base_ms = _slowest(base, 50)
     results = []
     for arm in arms:
         if arm.failure is not None:
             results.append(ArmResult(arm.name, arm.staleness, failure=arm.failure))
             continue
-        by_rank = list(zip(*arm.rounds, strict=True))
+        by_rank = arm.by_rank
         num_samples = sum(len(turn.step_ms) for turns in by_rank for turn in turns) * (batch_size or 0)
         slowest_ms = max(sum(turn.window_ms for turn in turns) for turns in by_rank)
         ratios = [_round_ms(mine) / _round_ms(of_base) for mine, of_base in zip(arm.rounds, base.rounds, strict=True)]
@@ -171,7 +176,7 @@ def evaluate(arms: Sequence[ArmTurns], batch_size: int | None, bound: float | No
                 same_as_base=all(
                     turn.losses == of_base.losses
                     for turns in arm.rounds
-                    for turn, of_base in zip(turns, base.rounds[0], strict=True)
+                    for turn, of_base in zip(turns, _alike(arm, base, by_name).rounds[0], strict=True)
                 ),
                 collectives=_worst(arm),
             )
@@ -179,9 +184,14 @@ def evaluate(arms: Sequence[ArmTurns], batch_size: int | None, bound: float | No
     return results
 
 
+def _alike(arm: ArmTurns, base: ArmTurns, by_name: Mapping[str, ArmTurns]) -> ArmTurns:
+    """Return the reference whose losses an exact arm has: the one that sends in the same precision, if there is one."""
+    _, plus, precision = arm.name.partition("+")
+    return by_name.get(f"{base.name}{plus}{precision}", base)
+
+
 def _slowest(arm: ArmTurns, percent: float) -> float:
-    by_rank = zip(*arm.rounds, strict=True)
-    return max(percentile([ms for turn in turns for ms in turn.step_ms], percent) for turns in by_rank)
+    return max(percentile([ms for turn in turns for ms in turn.step_ms], percent) for turns in arm.by_rank)
 
 
 def _round_ms(turns: Sequence[Turn]) -> float:
@@ -190,10 +200,9 @@ def _round_ms(turns: Sequence[Turn]) -> float:
 
 def _worst(arm: ArmTurns) -> dict[str, tuple[float, float]]:
     """Of each collective, the median over rounds on the rank that waits longest for it."""
-    by_rank = list(zip(*arm.rounds, strict=True))
     worst: dict[str, tuple[float, float]] = {}
     for name in arm.rounds[0][0].collectives:
-        pairs = [[turn.collectives[name] for turn in turns if name in turn.collectives] for turns in by_rank]
+        pairs = [[turn.collectives[name] for turn in turns if name in turn.collectives] for turns in arm.by_rank]
         medians = [(median(busy for busy, _ in of), median(waited for _, waited in of)) for of in pairs if of]
         worst[name] = max(medians, key=lambda pair: pair[1])
     return worst
@@ -204,7 +213,7 @@ def _worst(arm: ArmTurns) -> dict[str, tuple[float, float]]:
 
 def table(results: Sequence[ArmResult]) -> str:
     """Return the table of the arms that ran, one line each."""
-    memories = list(results[0].peak_memory)
+    memories, names, base = list(results[0].peak_memory), {result.name for result in results}, results[0].name
     head = ["median", "P90", "of base", "(rounds)", "samples/s", "exposed", "efficiency"]
     head += [f"peak {name}" for name in memories] + ["final loss", "same as base"]
     rows = [["arm", *head]]
@@ -222,7 +231,11 @@ def table(results: Sequence[ArmResult]) -> str:
             or_dash(result.efficiency, "{:.0%}"),
         ]
         cells += [f"{result.peak_memory[name] / 2**20:,.0f} MiB" for name in memories]
-        same = "yes" if result.same_as_base else f"no (staleness {result.staleness})" if result.staleness else "NO"
+        precision = result.name.partition("+")[2]
+        reference = f" ({base}+{precision})" if f"{base}+{precision}" in names else ""
+        same = f"yes{reference}" if result.same_as_base else f"no (staleness {result.staleness})"
+        if not (result.same_as_base or result.staleness):
+            same = f"no ({precision})" if precision and not reference else f"NO{reference}"
         rows.append([result.name, *cells, f"{result.final_loss:.9g}", same])
     return aligned(rows)
 
@@ -262,7 +275,7 @@ def failures(results: Sequence[ArmResult]) -> list[str]:
 
 
 def write(folder: Path, results: Sequence[ArmResult], bound: float | None, about: Mapping[str, Any]) -> None:
-    """Write `bench.json` and `bench.png` into the run folder; the picture needs matplotlib.
+    """Write `bench.json` and `bench.png` into the run folder.
 
     Args:
         folder: The run folder.
@@ -272,10 +285,7 @@ def write(folder: Path, results: Sequence[ArmResult], bound: float | None, about
     """
     content = {**about, "bound_ms": bound, "arms": [asdict(result) for result in results]}
     (folder / "bench.json").write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
-    try:
-        draw(folder / "bench.png", results, bound)
-    except ImportError as err:
-        print(f"no bench.png: {err}. pip install matplotlib")
+    draw(folder / "bench.png", results, bound)
 
 
 def draw(path: Path, results: Sequence[ArmResult], bound: float | None) -> None:

@@ -22,6 +22,7 @@ import torch
 import torch.distributed as dist
 
 from .. import versions
+from ..distributed import gather_objects
 from ..profiling import Span, from_zero, write_html, write_png
 from ..tables import find_tables
 from . import bench_report, build, config_checks, train_worker
@@ -107,7 +108,7 @@ class _Bench:
         known = arms(self.config)
         ours = config_checks.our_arms(self.config)
         results = {
-            name: ArmTurns(name, ours[name][0].staleness if name in ours else int(name in _STALE))
+            name: ArmTurns(name, ours[name][0].staleness if name in ours else int(name.partition("+")[0] in _STALE))
             for name in config_checks.arms(self.config)
         }
         names, num_rounds = list(results), self.config["rounds"]
@@ -131,8 +132,7 @@ class _Bench:
             if must_run:
                 raise
             mine = RuntimeError(_why(err))
-        everyone: list[Any] = [None] * dist.get_world_size()
-        dist.all_gather_object(everyone, mine, group=self.group)
+        everyone = gather_objects(mine, self.group)
         failed = [turn for turn in everyone if isinstance(turn, BaseException)]
         if failed:
             result.failure = str(failed[0])

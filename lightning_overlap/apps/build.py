@@ -5,16 +5,18 @@ from __future__ import annotations
 import inspect
 import os
 from collections.abc import Mapping
+from dataclasses import fields, replace
 from typing import Any
 
 import torch
 from hydra.errors import InstantiationException
 from hydra.utils import get_object, instantiate
 from lightning.pytorch import Callback, LightningDataModule, LightningModule, Trainer
+from torchrec.distributed.fbgemm_qcomm_codec import QCommsConfig
 
 from ..plugin import OverlapEmbeddingStrategy
 from ..schedules import Schedule
-from ..tables import check_sharding, find_tables, refuse_dense_owner
+from ..tables import check_quantized_comms, check_sharding, find_tables, refuse_dense_owner, resolve_quantized_comms
 from ..text import unknown_name_message
 from .config_checks import Config, modes, switches
 
@@ -86,14 +88,29 @@ def build_strategy(config: Config, schedule: Schedule, model: LightningModule) -
     """Return the strategy for one mode.
 
     Args:
-        config: The composed config: stream, sharding, and the options of strategy and pipeline.
+        config: The composed config: stream, sharding, comms, and the options of strategy and pipeline.
         schedule: The mode.
         model: The unsharded model, whose tables the sharding is checked against.
     """
     stream, sharding = config["stream"]["name"], _sharding(config, model)
-    return OverlapEmbeddingStrategy(
-        schedule, stream, sharding, **switches(config, schedule), **dict(config["strategy"])
-    )
+    options = {**switches(config, schedule), **dict(config["strategy"])}
+    return OverlapEmbeddingStrategy(schedule, stream, sharding, quantized_comms=build_comms(config), **options)
+
+
+def build_comms(config: Config) -> QCommsConfig | None:
+    """Return what embeddings and gradients are sent in; None for full precision.
+
+    Raises:
+        ValueError: An unknown option or precision, or a loss scale that the precision does not take.
+    """
+    comms = dict(config.get("comms") or {})
+    known = dict.fromkeys(["forward", "backward", *(field.name for field in fields(QCommsConfig))])
+    for name in comms:
+        if name not in known:
+            raise ValueError(unknown_name_message("option of comms", name, known))
+    forward, backward = comms.pop("forward", None) or "fp32", comms.pop("backward", None) or "fp32"
+    resolved = resolve_quantized_comms((forward, backward)) or QCommsConfig()
+    return resolve_quantized_comms(replace(resolved, **comms))
 
 
 def build_trainer(
@@ -150,7 +167,12 @@ def check(config: Config) -> None:
     model = build_model(config, data)
     build_strategy(config, modes(config)[-1], model)
     sharding = _sharding(config, model)
-    check_sharding(sharding, find_tables(model), torch.device("cuda" if on_cuda(config) else "cpu"))
+    tables, device = find_tables(model), torch.device("cuda" if on_cuda(config) else "cpu")
+    check_sharding(sharding, tables, device)
+    check_quantized_comms(build_comms(config), tables, device)
+    for arm in config.get("arms", ()):  # of overlap-bench
+        precision = arm.partition("+")[2]
+        check_quantized_comms(resolve_quantized_comms(precision or None), tables, device)
     _check_optimizers(model, sharding)
 
 
@@ -159,18 +181,16 @@ def _check_optimizers(model: LightningModule, sharding: str | Mapping[str, str] 
 
     Left to the ranks: a planner's choice, and a configure_optimizers that needs a trainer.
     """
-    tables = [table for table in find_tables(model) if _kind(sharding, table.name) not in (None, "data_parallel")]
-    for table in tables:
+    tables = find_tables(model)
+    kinds = sharding if isinstance(sharding, Mapping) else {table.name: sharding for table in tables}
+    fused = [table for table in tables if kinds.get(table.name) not in (None, "data_parallel")]
+    for table in fused:
         table.apply_fused_optimizer(torch.optim.SGD, {"lr": 0.0})
     try:
         made = model.configure_optimizers()
     except Exception:
         return
-    refuse_dense_owner({table.path: table.parameter for table in tables}, optimizers_in(made))
-
-
-def _kind(sharding: str | Mapping[str, str] | None, table: str) -> str | None:
-    return sharding.get(table) if isinstance(sharding, Mapping) else sharding
+    refuse_dense_owner({table.path: table.parameter for table in fused}, optimizers_in(made))
 
 
 def optimizers_in(made: Any) -> list[torch.optim.Optimizer]:

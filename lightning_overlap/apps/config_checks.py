@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import fnmatch
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 from ..schedules import (
@@ -85,26 +85,31 @@ def check(config: Config) -> None:
         )
 
 
-PEER_ARMS: Mapping[str, str] = {
-    "lightning_dmp": "Lightning's Trainer around DistributedModelParallel",
-    "loop_dmp": "DistributedModelParallel in a hand-written loop",
-    "torchrec/base": "TorchRec's TrainPipelineBase",
-    "torchrec/sparse_dist": "TorchRec's TrainPipelineSparseDist",
-    "torchrec/sparse_dist_lite": "TorchRec's TrainPipelineSparseDistLite",
-    "torchrec/fused_sparse_dist": "TorchRec's TrainPipelineFusedSparseDist, lookup on the data-dist stream",
-    "torchrec/fused_sparse_dist/new": "the same, lookup on a stream of its own",
-    "torchrec/fused_sparse_dist/current": "the same, lookup on the compute stream",
-    "torchrec/semi_sync": "TorchRec's TrainPipelineSemiSync, from the first batch on",
-    "torchrec/prefetch": "TorchRec's PrefetchTrainPipelineSparseDist",
+TORCHREC_ARMS: Mapping[str, tuple[str, Mapping[str, Any]]] = {
+    "torchrec/base": ("TrainPipelineBase", {}),
+    "torchrec/sparse_dist": ("TrainPipelineSparseDist", {}),
+    "torchrec/sparse_dist_lite": ("TrainPipelineSparseDistLite", {}),
+    "torchrec/fused_sparse_dist": ("TrainPipelineFusedSparseDist", {}),  # lookup on the data-dist stream
+    "torchrec/fused_sparse_dist/new": ("TrainPipelineFusedSparseDist", {"emb_lookup_stream": "new"}),
+    "torchrec/fused_sparse_dist/current": ("TrainPipelineFusedSparseDist", {"emb_lookup_stream": "current"}),
+    "torchrec/semi_sync": ("TrainPipelineSemiSync", {"start_batch": 0}),
+    "torchrec/prefetch": ("PrefetchTrainPipelineSparseDist", {}),
 }
-"""What the benchmark trains in addition to our modes: name -> what it is."""
+"""TorchRec's own train pipelines: name of the arm -> class and options."""
+
+PEER_ARMS = ("lightning_dmp", "loop_dmp", *TORCHREC_ARMS)
+"""What the benchmark trains in addition to our modes; the first two are DistributedModelParallel in a Trainer and in a
+hand-written loop."""
 
 REFERENCE = "base"
 """The arm that the others are compared with; always trained."""
 
 
 def our_arms(config: Config) -> dict[str, tuple[Schedule, str]]:
-    """Return every mode, as `mode` on the stream that the config names and as `mode/stream` on each other one."""
+    """Return every mode, as `mode` on the stream that the config names and as `mode/stream` on each other one.
+
+    Those that `arms` of the config asks for with a precision are there by that name, too: `mode+fp16`.
+    """
     own: dict[str, tuple[Schedule, str]] = {}
     for name, schedule in MODES.items():
         own[name] = (schedule, config["stream"]["name"])
@@ -112,19 +117,32 @@ def our_arms(config: Config) -> dict[str, tuple[Schedule, str]]:
         if lookup is not None and lookup.offset > 0:
             others = (stream for stream in STREAMS if stream != config["stream"]["name"])
             own |= {f"{name}/{stream}": (schedule, stream) for stream in others}
-    return own
+    return own | {name: own[name.partition("+")[0]] for name in _with_precision(config, own)}
+
+
+def peer_arms(config: Config) -> list[str]:
+    """Return what is trained in addition to our modes; with a precision, too, where it is asked for."""
+    return [*PEER_ARMS, *_with_precision(config, PEER_ARMS)]
+
+
+def _with_precision(config: Config, known: Collection[str]) -> list[str]:
+    """Return the arms that `arms` of a config asks for as `pattern+precision`, of some that are known."""
+    asked = [pattern.partition("+")[::2] for pattern in config["arms"] if "+" in pattern]
+    return [f"{name}+{precision}" for pattern, precision in asked for name in fnmatch.filter(known, pattern)]
 
 
 def arms(config: Config) -> list[str]:
     """Return the names of the arms to benchmark: `arms` of the config, where `*` stands for anything.
 
+    A precision behind a `+` is checked by `build.check`.
+
     Raises:
         ValueError: A name or pattern that fits no arm.
     """
-    known = [*our_arms(config), *PEER_ARMS]
+    known = [*our_arms(config), *peer_arms(config)]
     chosen = {REFERENCE}
     for pattern in config["arms"]:
-        fits = fnmatch.filter(known, pattern)
+        fits = [name for name in fnmatch.filter(known, pattern) if name.count("+") == pattern.count("+")]
         if not fits:
             raise ValueError(unknown_name_message("arm", pattern, dict.fromkeys(known)))
         chosen.update(fits)

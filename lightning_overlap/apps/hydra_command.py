@@ -18,7 +18,7 @@ from omegaconf.errors import OmegaConfBaseException
 from ..text import unknown_name_message
 from . import launch
 
-_OPTION = re.compile(r"(data|model|trainer|pipeline|stream|sharding|logger|callbacks|strategy|latency)\.[\w.]+=")
+_OPTION = re.compile(r"(data|model|trainer|pipeline|stream|sharding|comms|logger|callbacks|strategy|latency)\.[\w.]+=")
 _CHOICE = re.compile(r"(?P<group>\w+)=(?P<names>[\w,]+)")
 _T = TypeVar("_T")
 

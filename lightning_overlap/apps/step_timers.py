@@ -51,7 +51,15 @@ class StepTimer(Callback):
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        """Read the clock and keep the loss."""
+        """Read the clock and keep the loss.
+
+        Args:
+            trainer: Not used.
+            pl_module: Not used.
+            outputs: What `training_step` returned: a loss `()`, or a mapping with one under `loss`.
+            batch: Not used.
+            batch_idx: Not used.
+        """
         now = time.perf_counter()
         self.step_ms.append((now - self._last) * 1e3)
         self._last = now
@@ -98,7 +106,12 @@ class Meter:
         self._memory: dict[str, int] = {}
 
     def after_step(self, loss: Tensor, strategy: OverlapEmbeddingStrategy | None = None) -> None:
-        """Take a step's end, its loss, and the strategy if it is ours."""
+        """Note the end of a step.
+
+        Args:
+            loss: Loss of the step, `()`, on the device; it is read after the run.
+            strategy: The strategy that trained it; None for a loop or a strategy that is not this package's.
+        """
         self._losses.append(loss.detach())
         step = len(self._losses)
         if step == self._first:
@@ -163,7 +176,7 @@ class Meter:
         breakdowns = [break_down(spans, step, host_lane=lane) for step in steps]
         return {
             "busy_ms": [one.step_ms - one.blocked_ms for one in breakdowns],
-            "wire_ms": [one.kinds[Category.COMMUNICATION].busy_ms for one in breakdowns],
+            "wire_ms": [one.categories[Category.COMMUNICATION].busy_ms for one in breakdowns],
             "exposed_ms": [one.blocked_ms for one in breakdowns],
             "collectives": by_name(spans, steps, lane),
         }

@@ -11,11 +11,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from lightning.pytorch import seed_everything
 from omegaconf import OmegaConf
 from torch import Tensor
 
+from ..distributed import gather_objects
 from ..schedules import Schedule, Stage
 from . import build, launch, train_report
 from .config_checks import Config, modes
@@ -66,9 +66,7 @@ def train_mode(config: Config, schedule: Schedule, folder: Path) -> train_report
     metrics |= _numbers(trainer.callback_metrics)
 
     memory = peak_memory(strategy.root_device)
-    mine = {"losses": timer.losses, "step_ms": timer.step_ms, "peak_memory": memory}
-    ranks: list[dict[str, Any]] = [{} for _ in range(trainer.world_size)]
-    dist.all_gather_object(ranks, mine)
+    ranks = gather_objects({"losses": timer.losses, "step_ms": timer.step_ms, "peak_memory": memory})
     losses_RS = torch.stack([rank["losses"] for rank in ranks])  # R ranks, S steps
     bits_SR = losses_RS.T.contiguous().numpy()
     lookup = schedule.step_of(Stage.EMBEDDING_LOOKUP)

@@ -1,1 +1,3 @@
 """Callbacks that users add to the Trainer: they ask the strategy what a run does, and change nothing of it."""
+
+from .deltas import EmbeddingDeltas as EmbeddingDeltas

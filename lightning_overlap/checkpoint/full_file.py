@@ -20,6 +20,7 @@ import torch.distributed as dist
 from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor, nn
 
+from ..distributed import gather_objects
 from .atomic import atomic_replace, remove, sibling, twin
 from .dense_state import empty_table_states
 from .sharded_folder import FUSED, MODEL, TABLE_OPTIMIZERS, explain_weights_only, on_rank_zero, take_state, together
@@ -57,27 +58,24 @@ def gather(pieces: Mapping[str, Any], group: dist.ProcessGroup | None) -> Iterat
         key: (tuple(piece.size()), piece.dtype, [window for window, _ in local_parts(piece)])
         for key, piece in tensors.items()
     }
-    everyone = [mine]
-    if group is not None:
-        everyone = [{}] * group.size()
-        dist.all_gather_object(everyone, mine, group=group)
+    everyone = [mine] if group is None else gather_objects(mine, group)
     for key in sorted({key for theirs in everyone for key in theirs}):
         size, dtype, _ = next(theirs[key] for theirs in everyone if key in theirs)
         chunks = _distinct(key, everyone)
-        parts = [part for _, part in local_parts(tensors[key])] if key in tensors else []
-        windows = mine[key][2] if key in tensors else []
+        parts = local_parts(tensors[key]) if key in tensors else []
         if rank != 0:
-            for part in (part for window, part in zip(windows, parts, strict=True) if (rank, window) in chunks):
-                dist.send(part.cpu().contiguous(), group_dst=0, group=group)
+            for window, part in parts:
+                if (rank, window) in chunks:
+                    dist.send(part.cpu().contiguous(), group_dst=0, group=group)
             continue
-        if all(owner == 0 for owner, _ in chunks) and len(chunks) == 1 and parts[0].shape == size:
-            yield key, parts[0].cpu()
+        if [owner for owner, _ in chunks] == [0] and parts[0][1].shape == size:
+            yield key, parts[0][1].cpu()
             continue
         whole = torch.empty(size, dtype=dtype)
         for owner, window in chunks:
             into = whole[window]
             if owner == 0:
-                into.copy_(parts[windows.index(window)])
+                into.copy_(next(part for place, part in parts if place == window))
                 continue
             received = into if into.is_contiguous() else torch.empty_like(into, memory_format=torch.contiguous_format)
             dist.recv(received, group_src=owner, group=group)

@@ -29,6 +29,7 @@ from torch.distributed.checkpoint.planner import WriteItem
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 
+from ..distributed import gather_objects
 from ..text import unknown_name_message
 from .atomic import atomic_replace, being_replaced, remove, sibling, twin
 from .dense_state import empty_table_states, put_table_states, take_table_states
@@ -104,8 +105,7 @@ class FolderSaver:
     def __init__(self, group: dist.ProcessGroup | None) -> None:
         self._group = group
         self._executor: ThreadPoolExecutor | None = None
-        self._pending: Future[None] | None = None
-        self._actions: list[Future[None]] = []
+        self._under_way: list[Future[None]] = []  # a save, and what is to be done after it
 
     def save(
         self,
@@ -139,21 +139,21 @@ class FolderSaver:
             return
         # torch.distributed.checkpoint.async_save would leave the last step, taking the name, to somebody who waits.
         state = {part: {key: _staged(value) for key, value in values.items()} for part, values in state.items()}
-        self._executor = self._executor or ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
-        self._pending = self._executor.submit(_write, state, buffer.getbuffer(), path, self._group, also)
+        self._executor = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
+        self._under_way = [self._executor.submit(_write, state, buffer.getbuffer(), path, self._group, also)]
 
     def on_commit(self, action: Callable[[], None]) -> None:
         """Call something now, or as soon as the save under way has succeeded."""
-        pending = self._pending
-        if pending is None or self._executor is None:
+        if self._executor is None:
             action()
             return
+        save = self._under_way[0]
 
         def if_succeeded() -> None:
-            if pending.exception() is None:
+            if save.exception() is None:
                 action()
 
-        self._actions.append(self._executor.submit(if_succeeded))
+        self._under_way.append(self._executor.submit(if_succeeded))
 
     def wait(self) -> None:
         """Wait for the save under way, and for what was to be done after it.
@@ -161,12 +161,11 @@ class FolderSaver:
         Raises:
             OSError: It failed, on this rank or another.
         """
-        pending, self._pending = self._pending, None
+        under_way, self._under_way = self._under_way, []
         executor, self._executor = self._executor, None
-        actions, self._actions = self._actions, []
         if executor is not None:
             executor.shutdown()
-        for done in [*([] if pending is None else [pending]), *actions]:
+        for done in under_way:
             done.result()
 
 
@@ -369,11 +368,7 @@ def together(action: Callable[[], T], group: dist.ProcessGroup | None) -> T:
         result = action()
     except RuntimeError as err:
         error = str(err)
-    errors = [error]
-    if group is not None:
-        errors = [None] * group.size()
-        dist.all_gather_object(errors, error, group=group)
-    for message in errors:
+    for message in [error] if group is None else gather_objects(error, group):
         if message is not None:
             raise RuntimeError(message)
     return cast(T, result)

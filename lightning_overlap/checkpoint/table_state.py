@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import re
 import warnings
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, TypeAlias
@@ -20,6 +20,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torchrec.distributed.embedding_types import EmbeddingComputeKernel
 from torchrec.distributed.types import (
+    ParameterSharding,
     Shard,
     ShardedTensor,
     ShardedTensorMetadata,
@@ -67,14 +68,10 @@ def fused_state(model: nn.Module) -> dict[str, Piece]:
                     pieces.update({_row_wise_key(key, columns): part for columns, part in _row_wise(weight, value)})
                 else:
                     pieces[key] = value
-        for weight_name, fused in _optimizers(name, optimizer):
-            kernel = kernel_of(fused)
-            if kernel is not None:
-                pieces[f"{weight_name}.{ITERATION}"] = kernel.iter_cpu.detach().clone().reshape(1)
-                lrs = {LR: fused.param_groups[0]["lr"], APPLIED_LR: kernel.get_learning_rate()}
-                pieces.update(
-                    {f"{weight_name}.{kind}": torch.tensor([lr], dtype=torch.float64) for kind, lr in lrs.items()}
-                )
+    for weight_name, fused, kernel in _kernels(model):
+        pieces[f"{weight_name}.{ITERATION}"] = kernel.iter_cpu.detach().clone().reshape(1)
+        for kind, lr in ((LR, fused.param_groups[0]["lr"]), (APPLIED_LR, kernel.get_learning_rate())):
+            pieces[f"{weight_name}.{kind}"] = torch.tensor([lr], dtype=torch.float64)
     return pieces
 
 
@@ -197,28 +194,27 @@ def dense_kernel_tables(model: nn.Module) -> dict[str, ShardedTensor]:
 
     Each rank's optimizer then has state of its own shards only.
     """
-    found = {}
-    for name, sharded in table_modules(model).items():
-        dense = {
-            table
-            for table, parameter in sharded.module_sharding_plan.items()
-            if parameter.compute_kernel == EmbeddingComputeKernel.DENSE.value
-            and parameter.sharding_type != ShardingType.DATA_PARALLEL.value
-        }
-        for key, value in sharded.state_dict().items():
-            if key.split(".")[-2] in dense and isinstance(value, ShardedTensor):
-                found[f"{name}.{key}"] = value
-    return found
+    return {
+        name: value
+        for name, value, how in _tables(model)
+        if isinstance(value, ShardedTensor)
+        and how.compute_kernel == EmbeddingComputeKernel.DENSE.value
+        and how.sharding_type != ShardingType.DATA_PARALLEL.value
+    }
 
 
 def table_weights(model: nn.Module) -> set[str]:
     """Return the parameter names of all tables of sharded modules."""
-    return {
-        f"{name}.{key}"
-        for name, sharded in table_modules(model).items()
-        for key in sharded.state_dict()
-        if key.split(".")[-2] in sharded.module_sharding_plan
-    }
+    return {name for name, _, _ in _tables(model)}
+
+
+def _tables(model: nn.Module) -> Iterator[tuple[str, Any, ParameterSharding]]:
+    """Yield each table of sharded modules: its parameter's name, its weight, how it is sharded."""
+    for name, sharded in table_modules(model).items():
+        for key, value in sharded.state_dict().items():
+            how = sharded.module_sharding_plan.get(key.split(".")[-2])
+            if how is not None:
+                yield f"{name}.{key}", value, how
 
 
 def _states(optimizer: Any, weight: Any) -> list[tuple[str, Any]]:
@@ -227,13 +223,13 @@ def _states(optimizer: Any, weight: Any) -> list[tuple[str, Any]]:
     return [(kind.rpartition(".")[2], value) for kind, value in states.items() if not kind.endswith(".iter")]
 
 
-def _optimizers(module: str, optimizer: CombinedOptimizer) -> list[tuple[str, Any]]:
-    """Return (weight name, optimizer of its kernel) for this rank's fused tables."""
-    return [
-        (f"{module}.{CombinedOptimizer.prepend_opt_key(parameter, key)}", fused)
-        for key, fused in optimizer.optimizers
-        for parameter in fused.params
-    ]
+def _kernels(model: nn.Module) -> Iterator[tuple[str, Any, Any]]:
+    """Yield this rank's fused tables: the weight's name, its kernel's optimizer, its kernel."""
+    for name, sharded in table_modules(model).items():
+        for key, fused in sharded.fused_optimizer.optimizers:
+            kernel = kernel_of(fused)
+            for parameter in fused.params if kernel is not None else ():
+                yield f"{name}.{CombinedOptimizer.prepend_opt_key(parameter, key)}", fused, kernel
 
 
 def _row_wise(weight: ShardedTensor, state: ShardedTensor) -> list[tuple[Columns, ShardedTensor]]:
@@ -329,14 +325,11 @@ def _average(target: ShardedTensor, parts: Mapping[str, Tensor], weights: Mappin
 
 def _kernel_setters(model: nn.Module, pieces: Mapping[str, Piece]) -> list[Callable[[], None]]:
     """Return what gives the kernels and optimizers their counters and learning rates, once these are loaded."""
-    setters: list[Callable[[], None]] = []
-    for name, sharded in table_modules(model).items():
-        for weight_name, fused in _optimizers(name, sharded.fused_optimizer):
-            kernel = kernel_of(fused)
-            if kernel is not None and f"{weight_name}.{ITERATION}" in pieces:
-                values = [pieces[f"{weight_name}.{kind}"] for kind in _KERNEL_KINDS]
-                setters.append(partial(_set_kernel, kernel, fused, values))
-    return setters
+    return [
+        partial(_set_kernel, kernel, fused, [pieces[f"{weight_name}.{kind}"] for kind in _KERNEL_KINDS])
+        for weight_name, fused, kernel in _kernels(model)
+        if f"{weight_name}.{ITERATION}" in pieces
+    ]
 
 
 def _set_kernel(kernel: Any, fused: Any, values: list[Tensor]) -> None:
@@ -351,13 +344,7 @@ def _set_kernel(kernel: Any, fused: Any, values: list[Tensor]) -> None:
 
 def _warn_of_states_left_out(model: nn.Module, saved: set[str], averaged: set[str]) -> None:
     """Warn of fused state that has no exact counterpart under this plan."""
-    fused = {
-        f"{name}.{key}"
-        for name, sharded in table_modules(model).items()
-        for key in sharded.state_dict()
-        if getattr(sharded.module_sharding_plan.get(key.split(".")[-2]), "compute_kernel", None)
-        not in (None, EmbeddingComputeKernel.DENSE.value)
-    }
+    fused = {name for name, _, how in _tables(model) if how.compute_kernel != EmbeddingComputeKernel.DENSE.value}
     new, dropped = sorted(fused - saved), sorted(saved - fused)
     if dist.get_rank() != 0:  # every rank knows this
         new, dropped = [], []

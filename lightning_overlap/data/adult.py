@@ -134,6 +134,7 @@ class AdultRows:
         return collate_batch(list(TABLE_SIZES), self.dense_ND[index_B], values_V, lengths_FB, self.labels_N[index_B])
 
 
+@dataclass(eq=False)
 class ShuffledBatches(Dataset[RecBatch]):
     """Training batches of one rank: each epoch deals out all rows anew, the same number of full batches to every rank.
 
@@ -147,25 +148,26 @@ class ShuffledBatches(Dataset[RecBatch]):
         seed: Seeds the order of the rows, together with the epoch.
     """
 
-    def __init__(self, rows: AdultRows, batch_size: int, rank: int, world_size: int, seed: int) -> None:
-        self._rows = rows
-        self._batch_size = batch_size
-        self._rank = rank
-        self._world_size = world_size
-        self._seed = seed
+    rows: AdultRows
+    batch_size: int
+    rank: int
+    world_size: int
+    seed: int
+
+    def __post_init__(self) -> None:
         self._order: tuple[int, NDArray[np.int64]] = (-1, np.empty(0, dtype=np.int64))
 
     def __len__(self) -> int:
         """Batches per epoch."""
-        return len(self._rows) // (self._world_size * self._batch_size)
+        return len(self.rows) // (self.world_size * self.batch_size)
 
     def __getitem__(self, key: int | tuple[int, int]) -> RecBatch:
         """The batch of `(epoch, index)`."""
         epoch, index = key_of(key)
         if self._order[0] != epoch:
-            self._order = (epoch, np.random.default_rng([self._seed, epoch]).permutation(len(self._rows)))
-        first = (index * self._world_size + self._rank) * self._batch_size
-        return self._rows.batch(self._order[1][first : first + self._batch_size])
+            self._order = (epoch, np.random.default_rng([self.seed, epoch]).permutation(len(self.rows)))
+        first = (index * self.world_size + self.rank) * self.batch_size
+        return self.rows.batch(self._order[1][first : first + self.batch_size])
 
 
 class HeldOutBatches(Dataset[RecBatch]):

@@ -224,6 +224,7 @@ class GroupChoice:
 EVERY_GROUP = GroupChoice(1, frozenset({0}))
 
 
+@dataclass(eq=False)
 class CriteoStream(IterableDataset[RecBatch]):
     """The batches of one split on one rank, read as a stream: memory holds one batch's lines, whatever the file's size.
 
@@ -243,24 +244,15 @@ class CriteoStream(IterableDataset[RecBatch]):
         max_bad_row_rate: See `CriteoDataModule`.
     """
 
-    def __init__(
-        self,
-        paths: Sequence[Path],
-        table_sizes: dict[str, int],
-        batch_size: int,
-        rank: int = 0,
-        world_size: int = 1,
-        groups: GroupChoice = EVERY_GROUP,
-        max_bad_row_rate: float = 0.01,
-    ) -> None:
-        super().__init__()
-        self._paths = list(paths)
-        self._table_sizes = table_sizes
-        self._batch_size = batch_size
-        self._rank = rank
-        self._world_size = world_size
-        self._groups = groups
-        self._max_bad_row_rate = max_bad_row_rate
+    paths: Sequence[Path]
+    table_sizes: dict[str, int]
+    batch_size: int
+    rank: int = 0
+    world_size: int = 1
+    groups: GroupChoice = EVERY_GROUP
+    max_bad_row_rate: float = 0.01
+
+    def __post_init__(self) -> None:
         # In shared memory: loader processes that outlive an epoch hold a copy of this object, and must see a restart.
         self._start = torch.zeros((), dtype=torch.int64).share_memory_()
 
@@ -275,27 +267,27 @@ class CriteoStream(IterableDataset[RecBatch]):
         return self._batches(int(self._start), worker_id, num_workers)
 
     def _batches(self, start: int, worker_id: int, num_workers: int) -> Iterator[RecBatch]:
-        bad_rows = BadRows(self._max_bad_row_rate)
-        lines = read_lines(self._paths)
-        group_size = self._world_size * self._batch_size
+        bad_rows = BadRows(self.max_bad_row_rate)
+        lines = read_lines(self.paths)
+        group_size = self.world_size * self.batch_size
         num_seen = 0  # complete groups of this split so far
         for group in itertools.count():
-            mine = group in self._groups and num_seen >= start and (num_seen - start) % num_workers == worker_id
-            first = self._rank * self._batch_size if mine else group_size
+            mine = group in self.groups and num_seen >= start and (num_seen - start) % num_workers == worker_id
+            first = self.rank * self.batch_size if mine else group_size
             num_skipped = _skip(lines, first)
-            taken = list(itertools.islice(lines, self._batch_size)) if mine else []
+            taken = list(itertools.islice(lines, self.batch_size)) if mine else []
             num_lines = num_skipped + len(taken) + _skip(lines, group_size - first - len(taken))
             if num_lines < group_size:
                 break
-            num_seen += group in self._groups
+            num_seen += group in self.groups
             if taken:
-                yield parse_rows(self._good(taken, bad_rows), self._table_sizes)
+                yield parse_rows(self._good(taken, bad_rows), self.table_sizes)
         bad_rows.judge(at_end=True)
         if num_seen == 0:
             raise ValueError(
-                f"The data has no complete batch-group for this split: {self._world_size} ranks x {self._batch_size} "
+                f"The data has no complete batch-group for this split: {self.world_size} ranks x {self.batch_size} "
                 f"rows = {group_size} rows.\n  got: {group * group_size + num_lines} rows in "
-                f"{', '.join(map(str, self._paths))}\n  Lower batch_size, give more rows, or a path of the split's own."
+                f"{', '.join(map(str, self.paths))}\n  Lower batch_size, give more rows, or a path of the split's own."
             )
 
     def _good(self, taken: Sequence[tuple[Path, int, bytes]], bad_rows: BadRows) -> list[bytes]:

@@ -8,6 +8,9 @@ from .cuts import CutError as CutError
 from .cuts import group as group
 from .cuts import newest_whole as newest_whole
 from .folder_sink import FolderSink as FolderSink
+from .history import parse_names as parse_names
+from .history import rows_in as rows_in
+from .history import written_since as written_since
 from .http_server import ReplicaServer as ReplicaServer
 from .parts import SCHEMA as SCHEMA
 from .parts import WEIGHT as WEIGHT
@@ -31,3 +34,4 @@ from .sink import DeltaSink as DeltaSink
 from .sink import SinkError as SinkError
 from .sink import check_sink as check_sink
 from .sink import resolve_sink as resolve_sink
+from .writer import CutWriter as CutWriter

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from .replica import Replica, ReplicaError
+from .replica import Lag, Position, Replica, ReplicaError
 
 _MOST_BYTES = 64 << 20
 
@@ -68,9 +68,7 @@ class _Handler(BaseHTTPRequestHandler):
         except ReplicaError as err:
             self._answer(HTTPStatus.SERVICE_UNAVAILABLE, {"error": str(err)})
             return
-        behind = dict(zip(lag._fields, lag, strict=True))
-        told: dict[str, Any] = {"run": self.replica.run, "lag": behind, "tables": tables}
-        told |= dict(zip(position._fields, position, strict=True))
+        told = {"run": self.replica.run, **_fields(position), "lag": _fields(lag), "tables": tables}
         self._answer(HTTPStatus.OK, told)
 
     def do_POST(self) -> None:
@@ -118,3 +116,7 @@ class _Handler(BaseHTTPRequestHandler):
         self.send_header("Content-Length", str(len(data)))
         self.end_headers()
         self.wfile.write(data)
+
+
+def _fields(value: Position | Lag) -> dict[str, Any]:
+    return dict(zip(value._fields, value, strict=True))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
@@ -45,6 +46,34 @@ class Consensus(Protocol):
 
     def ask(self, flags: StepFlags) -> Answer:
         """Send this rank's flags and ask for those of all ranks; every rank asks as often and in the same order."""
+
+
+class Lowest(Protocol):
+    """The lowest of all ranks' numbers, which may still be on their way."""
+
+    def wait(self) -> list[int]:
+        """Return the lowest of each."""
+
+
+@dataclass(frozen=True, slots=True)
+class _AllLowest:
+    numbers: Tensor
+    work: dist.Work
+
+    def wait(self) -> list[int]:
+        self.work.wait()
+        return list(self.numbers.tolist())
+
+
+@dataclass(frozen=True, slots=True)
+class OwnLowest:
+    """The numbers of the only rank."""
+
+    numbers: Sequence[int]
+
+    def wait(self) -> list[int]:
+        """Return them."""
+        return list(self.numbers)
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,6 +166,13 @@ class GroupConsensus:
         assert work is not None
         return _AllReduced(tensor, work)
 
+    def lowest(self, numbers: Sequence[int]) -> Lowest:
+        """Start to look for the lowest of each of some numbers over all ranks; the host waits for them later."""
+        tensor = torch.tensor(numbers, dtype=torch.int64)
+        work = dist.all_reduce(tensor, dist.ReduceOp.MIN, group=self._group, async_op=True)
+        assert work is not None
+        return _AllLowest(tensor, work)
+
     def broadcast(self, value: Any, src: int) -> Any:
         """Return the value of rank `src`, anything that can be pickled; it is sent between hosts' memories only."""
         values = [value]
@@ -145,9 +181,7 @@ class GroupConsensus:
 
     def gather(self, value: Any) -> list[Any]:
         """Return every rank's value, anything that can be pickled."""
-        values: list[Any] = [None] * self._group.size()
-        dist.all_gather_object(values, value, group=self._group)
-        return values
+        return gather_objects(value, self._group)
 
     def any(self, flag: bool) -> bool:
         """Return whether the flag is set on any rank; all ranks wait for the answer."""
@@ -155,8 +189,21 @@ class GroupConsensus:
         dist.all_reduce(tensor, dist.ReduceOp.MAX, group=self._group)
         return bool(tensor)
 
+    def start_max(self, values: Tensor) -> dist.Work:
+        """Start to give a tensor on the host the largest value of any rank, in each place; all ranks call this."""
+        work: dist.Work | None = dist.all_reduce(values, dist.ReduceOp.MAX, group=self._group, async_op=True)
+        assert work is not None
+        return work
+
     def shortest(self, num_batches: float) -> float:
         """Return the fewest batches that any rank has; `inf` is a loader without a length."""
         tensor = torch.tensor(num_batches, dtype=torch.float64)
         dist.all_reduce(tensor, dist.ReduceOp.MIN, group=self._group)
         return float(tensor)
+
+
+def gather_objects(value: Any, group: dist.ProcessGroup | None = None) -> list[Any]:
+    """Return the values of all ranks of a group, None for the default one: anything that can be pickled."""
+    values: list[Any] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(values, value, group=group)
+    return values

@@ -6,33 +6,16 @@ import contextlib
 import itertools
 import json
 import time
-from typing import Protocol
 
 import torch.distributed as dist
-
-
-class Store(Protocol):
-    """What all ranks share (a `torch.distributed.Store`): they leave word for each other without a collective."""
-
-    def add(self, key: str, amount: int) -> int:
-        """Add to a counter; return its value."""
-
-    def compare_set(self, key: str, expected: str, desired: str) -> bytes:
-        """Set a value, if it is the expected one; return the value that is then there.
-
-        Args:
-            key: Name of the value.
-            expected: The value that is replaced; "" stands for a key without one.
-            desired: The new value.
-        """
+from torch.distributed import Store as Store  # type: ignore[attr-defined]  # as public as `dist.Store`
 
 
 def default_store() -> Store | None:
     """Return the store that the process group was made with."""
     if not dist.is_initialized():
         return None
-    store: Store = dist.distributed_c10d._get_default_store()
-    return store
+    return dist.distributed_c10d._get_default_store()
 
 
 _num_runs = itertools.count()

@@ -107,7 +107,7 @@ class Exchange(dist.Work):
 
     Args:
         works: One for each; gloo allows a single wait for each.
-        tensors: Input and output, kept alive as long as this object.
+        tensors: Input and output of the all-to-all, any shape; kept alive as long as this object.
     """
 
     def __init__(self, works: list[dist.Work], tensors: tuple[Tensor, Tensor]) -> None:

@@ -35,10 +35,10 @@ class BinnedAUC(Metric):
 
     The bins are even in the logit, so rare clicks are resolved as well as frequent ones; within a bin a pair counts
     half. torchmetrics' binned `BinaryAUROC` is not used because its update reads `torch.all(...)` on the host.
-
-    Args:
-        num_bins: Bins between the logits -16 and 16; logits outside fall into the outermost.
     """
+
+    num_bins = 8192
+    """Bins between the logits -16 and 16; logits outside fall into the outermost."""
 
     full_state_update = False
     is_differentiable = False
@@ -46,14 +46,18 @@ class BinnedAUC(Metric):
     num_clicks: Tensor
     num_others: Tensor
 
-    def __init__(self, num_bins: int = 8192) -> None:
+    def __init__(self) -> None:
         super().__init__()
-        self.num_bins = num_bins
-        self.add_state("num_clicks", torch.zeros(num_bins, dtype=torch.int64), dist_reduce_fx="sum")
-        self.add_state("num_others", torch.zeros(num_bins, dtype=torch.int64), dist_reduce_fx="sum")
+        for name in ("num_clicks", "num_others"):
+            self.add_state(name, torch.zeros(self.num_bins, dtype=torch.int64), dist_reduce_fx="sum")
 
     def update(self, logits: Tensor, labels: Tensor) -> None:
-        """Count a batch: `logits` and `labels` `(B,)`, any float dtype; labels 0 or 1."""
+        """Count a batch.
+
+        Args:
+            logits: Logits of clicks, `(B,)`, any float dtype.
+            labels: 1 for a click, else 0, `(B,)`, any float dtype.
+        """
         bins_B = ((logits.float() + 16) * (self.num_bins / 32)).long().clamp(0, self.num_bins - 1)
         clicks_B = labels.long()
         self.num_clicks.scatter_add_(0, bins_B, clicks_B)
@@ -88,7 +92,12 @@ class NormalizedEntropy(Metric):
             self.add_state(name, torch.zeros((), dtype=torch.float64), dist_reduce_fx="sum")
 
     def update(self, logits: Tensor, labels: Tensor) -> None:
-        """Add a batch: `logits` and `labels` `(B,)`, any float dtype; labels 0 or 1."""
+        """Add a batch.
+
+        Args:
+            logits: Logits of clicks, `(B,)`, any float dtype.
+            labels: 1 for a click, else 0, `(B,)`, any float dtype.
+        """
         loss = nn.functional.binary_cross_entropy_with_logits(logits.float(), labels.float(), reduction="sum")
         self.log_loss += loss.double()
         self.num_clicks += labels.sum().double()

@@ -6,7 +6,7 @@ import math
 import time
 import warnings
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -15,6 +15,7 @@ from typing_extensions import override
 
 from ..profiling import Breakdown, HostSync, SpanRecorder, break_down, mean, record_host_syncs, report
 from ..sparse import StaleCounts, StaleRows
+from ..tables import compression
 from .fit_loop import logged_step
 from .strategy import OverlapEmbeddingStrategy
 
@@ -44,9 +45,11 @@ class OverlapMonitor(Callback):
     """Measures one step in a while: what was hidden and exposed, by stage; what limits the step; who is slowest.
 
     Clocks go around stages and collectives: the host's on a CPU, timing events on CUDA, which are read once they are
-    over. Nothing makes the host wait. The values go to every logger and, as `hidden`, to the progress bar; the end of
-    `fit` prints a table. In a mode with a staleness it also counts, over all ranks, which share of the rows that a step
-    looks up an update was still to come for (`overlap/stale_rows/<table>`).
+    over. Nothing makes the host wait. The bytes that a stage sends to other ranks are counted, and those that
+    `quantized_comms` saves; what DistributedDataParallel sends is out of sight. The values go to every logger and, as
+    `hidden`, to the progress bar; the end of `fit` prints a table. In a mode with a staleness it also counts, over all
+    ranks, which share of the rows that a step looks up an update was still to come for
+    (`overlap/stale_rows/<table>`).
 
     Args:
         every_n_steps: Measure one step in so many; None: as often as the Trainer logs, or seldom enough for that to
@@ -127,7 +130,8 @@ class OverlapMonitor(Callback):
     def _start(self) -> None:
         assert self._strategy is not None
         assert self._strategy.streams is not None
-        self._recorder = SpanRecorder(self._strategy.streams)
+        comms = self._strategy.quantized_comms
+        self._recorder = SpanRecorder(self._strategy.streams, None if comms is None else compression(comms))
         self._recorder.start()
         self._strategy.watch(self._recorder)
         self._recorder.step()
@@ -152,7 +156,9 @@ class OverlapMonitor(Callback):
         """Break down the measurements that the device is done with."""
         while self._pending and self._pending[0].recorder.over:
             pending = self._pending.pop(0)
-            result = break_down(pending.recorder.spans(), pending.recorder.windows()[-1])
+            window = pending.recorder.windows()[-1]
+            result = break_down(pending.recorder.spans(), window)
+            result = replace(result, traffic=pending.recorder.traffic(window))
             self.accounts.append(result)
             values = {f"overlap/{name}": value for name, value in report.metrics(result).items()}
             values["overlap/batches_in_flight"] = float(pending.num_in_flight)

@@ -7,7 +7,7 @@ it in `stop_run`; the hooks (`step_hooks.py`, `evaluation_loops.py`, `checkpoint
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext, suppress
 from typing import Any
 
@@ -16,9 +16,10 @@ from lightning.pytorch import Trainer
 from lightning.pytorch.strategies import DDPStrategy
 from torch.distributed.constants import default_pg_timeout
 
-from ..distributed import GroupConsensus, groups
+from ..distributed import GroupConsensus, Lowest, OwnLowest, groups
 from ..runtime import Executor, StageTimer, Streams
 from ..sparse import GradientStash, SparsePipeline
+from ..tables import OverflowWatch
 from .fetcher import LookaheadFetcher
 
 ExecutorMaker = Callable[[LookaheadFetcher, SparsePipeline], Executor]
@@ -90,6 +91,8 @@ class Run:
         """The pipeline of training, as soon as the tables are sharded."""
         self.executor: Executor | None = None
         """The executor of training, as soon as the fit loop asks for its first batch."""
+        self.overflow: OverflowWatch | None = None
+        """Watches gradients that are sent in fewer bits; None where none are."""
 
     def train_with(self, sparse: SparsePipeline) -> None:
         """Let a pipeline serve the calls of `training_step`, until the run stops."""
@@ -160,6 +163,8 @@ class Run:
         if self.sparse is not None:
             self.sparse.detach()
             self.sparse = None
+        if self.overflow is not None:
+            self.overflow.stop()
 
 
 class HasRun(DDPStrategy):
@@ -259,6 +264,10 @@ class HasRun(DDPStrategy):
     def gather(self, value: Any) -> list[Any]:
         """Return every rank's value, by rank, on the host; anything that can be pickled. All ranks call this."""
         return [value] if self._consensus is None else self._consensus.gather(value)
+
+    def lowest(self, numbers: Sequence[int]) -> Lowest:
+        """Start to look for the lowest of each number over all ranks; all of them call this at the same point."""
+        return OwnLowest(numbers) if self._consensus is None else self._consensus.lowest(numbers)
 
     def any_rank(self, flag: bool) -> bool:
         """Whether any rank says so; all of them wait for each other."""

@@ -112,6 +112,8 @@ class WalksSteps(HasRun):
         if self._streams is not None and self._transferred is not None:
             self._streams.wait(StreamName.COMPUTE, self._transferred)  # the hook may have read what this step writes
             self._transferred = None
+        if self._run is not None and self._run.overflow is not None:
+            self._run.overflow.step()
         with staged.executor.forward():
             output = super().training_step(*staged.arguments)
         if not self._automatic:
@@ -200,6 +202,8 @@ class WalksSteps(HasRun):
         if executor is not None:
             executor.drain()
             executor.wait_for_lookups()
+        if self._run is not None and self._run.overflow is not None:
+            self._run.overflow.finish()
         for optimizer in self.optimizers:
             self._apply_stashed(optimizer, partial(super().optimizer_step, optimizer))
 

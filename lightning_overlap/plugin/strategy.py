@@ -34,6 +34,8 @@ from ..schedules import (
 from ..sparse import SparseOptions, SparsePipeline, StaleRows
 from ..tables import (
     FusedOptimizer,
+    OverflowWatch,
+    QuantizedComms,
     Sharding,
     check_dense_optimizers,
     check_fused_optimizer,
@@ -41,11 +43,13 @@ from ..tables import (
     has_tables,
     leave_shards_behind,
     rate_setter,
+    resolve_quantized_comms,
     shard_tables,
     sharded_modules,
     sharded_state_names,
 )
-from . import checkpoint_links, evaluation_loops, fit_loop, sigterm
+from ..tracking import TouchedRows
+from . import checkpoint_links, evaluation_loops, fit_loop, shortcuts, sigterm
 from .evaluation_loops import EvaluatesAhead
 from .failure_hooks import FailsTogether
 from .fetcher import LookaheadFetcher
@@ -86,6 +90,10 @@ class OverlapEmbeddingStrategy(FailsTogether, EvaluatesAhead, WalksSteps, Starts
         fused_optimizer: `(class, kwargs)` or `functools.partial(class, **kwargs)`, applied in backward to the
             tables that have no optimizer applied in backward yet. Without it the planner may leave such tables
             whole on every rank (data-parallel), for the optimizer of `configure_optimizers`; it says so.
+        quantized_comms: What embeddings and their gradients travel in between ranks: a precision ("fp16", "bf16",
+            "fp8", "int8", "mx4"), one for each way (`("fp16", "bf16")`), or TorchRec's `QCommsConfig`; None: full
+            precision. Losses are those of a plain loop with the same codecs. Gradients that FP16 does not fit are
+            warned of.
         staleness: Of `pipeline="async_lookup"`: how many updates, in batches, a lookup does not see; from 1 on.
         defer_update: In a mode with a staleness, overlap the all-to-all of gradients with the optimizer step and
             the next forward, and update the tables then; the staleness stays what it is. An evaluation, a checkpoint
@@ -114,9 +122,9 @@ class OverlapEmbeddingStrategy(FailsTogether, EvaluatesAhead, WalksSteps, Starts
             starts the others gets whole tables back into its module, which stays unsharded.
 
     Raises:
-        ValueError: Unknown mode, stream or checkpoint format (the nearest names are listed), a Schedule that cannot
-            run, a `staleness`, `defer_update`, `stash_gradients`, `start_batch` or `end_batch` that the mode does not
-            take, or `async_checkpoint` with `checkpoint_format="full"`.
+        ValueError: Unknown mode, stream, precision or checkpoint format (the nearest names are listed), a Schedule
+            that cannot run, a `staleness`, `defer_update`, `stash_gradients`, `start_batch` or `end_batch` that the
+            mode does not take, or `async_checkpoint` with `checkpoint_format="full"`.
         TypeError: An argument of the wrong type.
     """
 
@@ -127,6 +135,7 @@ class OverlapEmbeddingStrategy(FailsTogether, EvaluatesAhead, WalksSteps, Starts
         sharding: Sharding = None,
         fused_optimizer: FusedOptimizer | None = None,
         *,
+        quantized_comms: QuantizedComms = None,
         staleness: int | None = None,
         defer_update: bool = False,
         stash_gradients: bool = False,
@@ -157,6 +166,7 @@ class OverlapEmbeddingStrategy(FailsTogether, EvaluatesAhead, WalksSteps, Starts
         self._has_ddp_options = not kwargs.keys() <= _NO_DDP_OPTIONS
         self.sharding = sharding
         self.fused_optimizer = fused_optimizer
+        self.quantized_comms = resolve_quantized_comms(quantized_comms)
         self._observer = observer
         self._warned: set[tuple[str, str | None]] = set()
 
@@ -188,6 +198,7 @@ class OverlapEmbeddingStrategy(FailsTogether, EvaluatesAhead, WalksSteps, Starts
             self._run = Run(trainer, self._make_executor, evaluations)
             evaluation_loops.install(trainer, evaluations.make_executor)
             sigterm.install(trainer)
+            shortcuts.install(trainer)
             if fitting:
                 # Before super().setup(): configure_optimizers may ask for the number of steps, which sets up the data.
                 fit_loop.install(trainer, self._run.make_executor)
@@ -204,6 +215,9 @@ class OverlapEmbeddingStrategy(FailsTogether, EvaluatesAhead, WalksSteps, Starts
             self._streams = make_streams(self.root_device, side)
         if fitting:
             self._run.train_with(self._make_pipeline(self.schedule, "training_step"))
+            if self.quantized_comms is not None and self._consensus is not None:
+                warns = self.global_rank == 0
+                self._run.overflow = OverflowWatch(self.lightning_module, self._consensus, warns=warns)
 
     @override
     def stop_run(self) -> None:
@@ -211,6 +225,7 @@ class OverlapEmbeddingStrategy(FailsTogether, EvaluatesAhead, WalksSteps, Starts
         super().stop_run()
         if trainer is not None:
             sigterm.uninstall(trainer)
+            shortcuts.uninstall(trainer)
             evaluation_loops.uninstall(trainer)
             fit_loop.uninstall(trainer)
             checkpoint_links.uninstall(trainer)
@@ -227,6 +242,7 @@ class OverlapEmbeddingStrategy(FailsTogether, EvaluatesAhead, WalksSteps, Starts
                 group=self._groups.tables,
                 device=self.root_device,
                 local_world_size=self.num_processes,
+                quantized_comms=self.quantized_comms,
             )
             leave_shards_behind(self.model)
             ignored = sharded_state_names(self.model)
@@ -334,6 +350,20 @@ class OverlapEmbeddingStrategy(FailsTogether, EvaluatesAhead, WalksSteps, Starts
         assert lookup is not None
         rows = StaleRows(run.sparse, lambda: run.executor, self._groups.lookahead, self._streams, lookup.stream)
         return rows if rows.tables else None
+
+    def touched_rows(self, *, states: bool = False) -> TouchedRows | None:
+        """Return what marks the rows that this fit's updates write; None outside of a fit, and without tables.
+
+        Args:
+            states: Whether copies have the fused optimizers' states, too.
+
+        Raises:
+            ValueError: There are tables whose rows cannot be told by their number.
+        """
+        run, module = self._run, self.lightning_module
+        if run is None or run.sparse is None or module is None:
+            return None
+        return TouchedRows(module, run.sparse.order, states=states)
 
     # -- the end ------------------------------------------------------------------------------------------------
 

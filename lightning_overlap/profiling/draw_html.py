@@ -21,6 +21,7 @@ from .layout import (
     hidden_in,
     lay_out,
     shares,
+    stages_in,
     text_of,
 )
 from .report import Table, headline, tables
@@ -86,9 +87,7 @@ def _data(panel: Panel, batches: bool) -> dict[str, Any]:
                     "\n".join(filter(None, about)),
                 ]
             )
-        lanes.append(
-            {"name": lane.name, "does": shares(panel, lane), "row": first_row, "rows": lane.num_rows, "bars": bars}
-        )
+        lanes.append({"name": lane.name, "does": shares(lane), "row": first_row, "rows": lane.num_rows, "bars": bars})
         first_row += lane.num_rows
     return {
         "label": panel.label,
@@ -104,9 +103,7 @@ def _data(panel: Panel, batches: bool) -> dict[str, Any]:
 def _colors(panels: Sequence[Panel], batches: bool) -> str:
     if batches:
         return "Colours: batches."
-    spans = [bar.span for panel in panels for lane in panel.lanes for bar in lane.bars]
-    shown = [stage for stage in STAGE_COLORS if any(span.stage is stage for span in spans)]
-    return " ".join(f'<i style="background:{STAGE_COLORS[stage]}"></i>{SHORT[stage]}' for stage in shown)
+    return " ".join(f'<i style="background:{STAGE_COLORS[stage]}"></i>{SHORT[stage]}' for stage in stages_in(panels))
 
 
 def _section(panel: Panel) -> str:

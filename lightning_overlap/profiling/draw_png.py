@@ -20,6 +20,7 @@ from .layout import (
     color_of,
     lay_out,
     shares,
+    stages_in,
     text_of,
 )
 from .report import headline
@@ -122,7 +123,7 @@ def _draw(axes: Axes, panel: Panel, batches: bool) -> None:
             axes.axhspan(first_row, first_row + lane.num_rows, color="#f5f6f8", linewidth=0, zorder=-1)
         _draw_bars(axes, panel, lane, first_row, batches)
         ticks.append(first_row + lane.num_rows / 2)
-        does = shares(panel, lane)
+        does = shares(lane)
         words.append(f"{lane.name}\n{does}" if does and does != lane.name else lane.name)
         first_row += lane.num_rows
     exposed = [(begin - start, end - begin) for begin, end in panel.exposed]
@@ -159,7 +160,7 @@ def _write(axes: Axes, x: float, y: float, words: str, kind: Category) -> None:
 def _legend(panels: Sequence[Panel], batches: bool) -> list[Any]:
     from matplotlib.patches import Patch
 
-    spans = [bar.span for panel in panels for lane in panel.lanes for bar in lane.bars]
+    spans = [span for panel in panels for span in panel.spans]
     handles = []
     if batches:
         shown = sorted({span.batch for span in spans if span.batch is not None})
@@ -168,10 +169,7 @@ def _legend(panels: Sequence[Panel], batches: bool) -> list[Any]:
                 Patch(facecolor=BATCH_COLORS[batch % len(BATCH_COLORS)], label=f"batch {batch}") for batch in shown
             ]
     else:
-        stages = {span.stage for span in spans}
-        handles += [
-            Patch(facecolor=STAGE_COLORS[stage], label=SHORT[stage]) for stage in STAGE_COLORS if stage in stages
-        ]
+        handles += [Patch(facecolor=STAGE_COLORS[stage], label=SHORT[stage]) for stage in stages_in(panels)]
     kinds = {span.kind for span in spans}
     for kind, words in _WORDS.items():
         if kind in kinds:

@@ -31,7 +31,7 @@ NUM_STEPS = 3
 BATCH_COLORS = ("#3b76af", "#e8a33d", "#4f9d69", "#b07aa1", "#6fb7c9", "#8a6d3b", "#7d86c9", "#a8b545")
 """Of batch n, the n-th modulo their number: neighbours differ, and none is the red of exposed time."""
 
-STAGE_COLORS: Mapping[Stage, str] = dict(zip(Stage, BATCH_COLORS, strict=False))
+STAGE_COLORS: Mapping[Stage, str] = dict(zip(Stage, (*BATCH_COLORS, "#d18ba3"), strict=True))
 UNKNOWN_COLOR = "#b9bfc6"
 EXPOSED_COLOR = "#d62728"
 
@@ -105,6 +105,11 @@ class Panel:
     def num_rows(self) -> int:
         """Rows of all lanes."""
         return sum(lane.num_rows for lane in self.lanes)
+
+    @property
+    def spans(self) -> list[Span]:
+        """What is drawn, bar by bar."""
+        return [bar.span for lane in self.lanes for bar in lane.bars]
 
 
 def lay_out(ranks: Mapping[int | str, Sequence[Span]], *, num_steps: int, resolution: float) -> list[Panel]:
@@ -185,13 +190,14 @@ def _lane_order(name: str) -> tuple[int, list[object]]:
 
 def by_batch(panels: Iterable[Panel]) -> bool:
     """Whether to colour by batch: most of what has a stage says its batch. Else the stages give the colours."""
-    known: Counter[bool] = Counter()
-    for panel in panels:
-        for lane in panel.lanes:
-            for bar in lane.bars:
-                if bar.span.stage is not None:
-                    known[bar.span.batch is not None] += 1
-    return known[True] > known[False]
+    staged = [span for panel in panels for span in panel.spans if span.stage is not None]
+    return 2 * sum(span.batch is not None for span in staged) > len(staged)
+
+
+def stages_in(panels: Iterable[Panel]) -> list[Stage]:
+    """Return the stages that are drawn, in their order."""
+    drawn = {span.stage for panel in panels for span in panel.spans}
+    return [stage for stage in Stage if stage in drawn]
 
 
 def color_of(span: Span, *, batches: bool) -> str:
@@ -212,14 +218,14 @@ def text_of(span: Span, *, batches: bool) -> str:
     return short if span.batch is None or not batches else f"{short} {span.batch}"
 
 
-def shares(panel: Panel, lane: Lane) -> str:
+def shares(lane: Lane) -> str:
     """Return what a lane mostly does, for its label: "communication" for a stream of collectives."""
     busy: Counter[Category] = Counter()
     for bar in lane.bars:
         if bar.span.kind is not Category.WAIT:
             busy[bar.span.kind] += round(1e3 * bar.span.duration_ms)
     most = busy.most_common(1)
-    return str(most[0][0]) if most and panel.lanes and lane.name != HOST_LANE else ""
+    return str(most[0][0]) if most and lane.name != HOST_LANE else ""
 
 
 def hidden_in(panel: Panel, bar: Bar) -> float | None:

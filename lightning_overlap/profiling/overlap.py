@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from types import MappingProxyType
 
 from ..schedules import Stage
@@ -15,7 +15,7 @@ from .spans import (
     exclusive_in,
     intersection,
     intervals_of,
-    is_for_rows,
+    is_for_embeddings,
     length,
     subtract,
     union,
@@ -50,31 +50,45 @@ class BusyTime:
 
 
 @dataclass(frozen=True, slots=True)
+class Traffic:
+    """Bytes that a rank sends to others."""
+
+    sent: float = 0.0
+    saved: float = 0.0
+    """Those that it would have sent besides, in full precision."""
+
+    def __add__(self, other: Traffic) -> Traffic:
+        return Traffic(self.sent + other.sent, self.saved + other.saved)
+
+
+@dataclass(frozen=True, slots=True)
 class Breakdown:
     """Where the time of a window went, per step.
 
     Args:
         step_ms: The window's length.
-        kinds: Busy and hidden time by category; `Category.HOST` is all the time that the host was not blocked.
+        categories: Busy and hidden time by category; `Category.HOST` is all the time that the host was not blocked.
         stages: The same by stage.
         merge_wait_ms: How long the dense forward waited for embeddings.
         blocked_ms: How long the host waited, in all.
+        traffic: What this rank sent to others, by the stage that issued it, where it was counted.
     """
 
     step_ms: float
-    kinds: Mapping[Category, BusyTime]
+    categories: Mapping[Category, BusyTime]
     stages: Mapping[Stage, BusyTime]
     merge_wait_ms: float = 0.0
     blocked_ms: float = 0.0
+    traffic: Mapping[Stage, Traffic] = field(default_factory=dict)
 
     def time_of(self, kind: Category) -> BusyTime:
         """What a kind took; nothing if it was not seen."""
-        return self.kinds.get(kind, BusyTime())
+        return self.categories.get(kind, BusyTime())
 
     @property
     def bound(self) -> tuple[str, float]:
         """The busiest resource and its milliseconds: no overlap makes a step shorter than that."""
-        kind, times = max(self.kinds.items(), key=lambda item: item[1].busy_ms)
+        kind, times = max(self.categories.items(), key=lambda item: item[1].busy_ms)
         return str(kind), times.busy_ms
 
     @property
@@ -98,7 +112,7 @@ def break_down(
         window: Begin and end, milliseconds; for example from one step's beginning to the next one's.
         num_steps: Steps in the window; all times are per step.
         host_lane: The lane whose waits block the host.
-        merge_lanes: The lanes of the dense part, whose waits for rows are those at the merge.
+        merge_lanes: The lanes of the dense part, whose waits for embeddings are those at the merge.
 
     Source: the interval sweep of HolisticTraceAnalysis, which has communication alone; here each kind has its own
     cover, and inner spans take their time from outer ones.
@@ -112,8 +126,8 @@ def break_down(
     def times(of: Sequence[Interval], kind: Category) -> BusyTime:
         return BusyTime(length(of) / num_steps, length(intersection(of, covers.get(kind, ()))) / num_steps)
 
-    kinds = {kind: times(by_kind[kind], kind) for kind in (Category.DENSE, *COVERED_BY)}
-    kinds[Category.HOST] = BusyTime((window[1] - window[0] - length(blocked)) / num_steps)
+    categories = {kind: times(by_kind[kind], kind) for kind in (Category.DENSE, *COVERED_BY)}
+    categories[Category.HOST] = BusyTime((window[1] - window[0] - length(blocked)) / num_steps)
     stages: dict[Stage, BusyTime] = {}
     for stage in Stage:
         parts = [span for span in own if span.stage is stage and span.kind is not Category.WAIT]
@@ -124,10 +138,10 @@ def break_down(
             ]
             stages[stage] = BusyTime(sum(t.busy_ms for t in per_kind), sum(t.hidden_ms for t in per_kind))
     merge = union(
-        intervals_of(s for s in own if s.kind is Category.WAIT and is_for_rows(s.name) and s.lane in merge_lanes)
+        intervals_of(s for s in own if s.kind is Category.WAIT and is_for_embeddings(s.name) and s.lane in merge_lanes)
     )
     return Breakdown(
-        (window[1] - window[0]) / num_steps, kinds, stages, length(merge) / num_steps, length(blocked) / num_steps
+        (window[1] - window[0]) / num_steps, categories, stages, length(merge) / num_steps, length(blocked) / num_steps
     )
 
 
@@ -168,7 +182,10 @@ def mean(breakdowns: Sequence[Breakdown]) -> Breakdown:
 
     return Breakdown(
         sum(one.step_ms for one in breakdowns) / num,
-        {kind: over([one.kinds[kind] for one in breakdowns if kind in one.kinds]) for kind in breakdowns[0].kinds},
+        {
+            kind: over([one.categories[kind] for one in breakdowns if kind in one.categories])
+            for kind in breakdowns[0].categories
+        },
         {
             stage: over([one.stages[stage] for one in breakdowns if stage in one.stages])
             for stage in Stage
@@ -176,4 +193,12 @@ def mean(breakdowns: Sequence[Breakdown]) -> Breakdown:
         },
         sum(one.merge_wait_ms for one in breakdowns) / num,
         sum(one.blocked_ms for one in breakdowns) / num,
+        {
+            stage: Traffic(
+                sum(one.traffic.get(stage, Traffic()).sent for one in breakdowns) / num,
+                sum(one.traffic.get(stage, Traffic()).saved for one in breakdowns) / num,
+            )
+            for stage in Stage
+            if any(stage in one.traffic for one in breakdowns)
+        },
     )

@@ -6,8 +6,9 @@ no measurement makes the host wait.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from itertools import pairwise
 from typing import Any
 
@@ -15,7 +16,8 @@ from ..distributed import CONSENSUS
 from ..runtime import CudaStreams, Streams
 from ..schedules import Stage, StreamName
 from .collectives import Collective, record_collectives
-from .spans import HOST_LANE, Category, Interval, Span
+from .overlap import Traffic
+from .spans import EMBEDDINGS, HOST_LANE, Category, Interval, Span
 from .timestamps import CudaTimestamps, HostTimestamps, Record
 
 KINDS = {
@@ -37,9 +39,11 @@ class SpanRecorder:
 
     Args:
         streams: The device's streams.
+        compression: By how much codecs shrink `embeddings` and `gradients`; None where there are none.
     """
 
-    def __init__(self, streams: Streams) -> None:
+    def __init__(self, streams: Streams, compression: Mapping[str, float] | None = None) -> None:
+        self._compression = compression
         self._host = HostTimestamps()
         self._streams = streams if isinstance(streams, CudaStreams) else None
         self._device = None if self._streams is None else CudaTimestamps(self._streams.device)
@@ -50,7 +54,7 @@ class SpanRecorder:
 
     def start(self) -> None:
         """Begin to note."""
-        self._patches.enter_context(record_collectives(self.collective))
+        self._patches.enter_context(record_collectives(self.collective, self._compression))
 
     def stop(self) -> None:
         """Note no more."""
@@ -59,7 +63,7 @@ class SpanRecorder:
 
     def step(self) -> None:
         """Note that a step ends here and the next one begins."""
-        self._steps.append((self._host.mark(), None if self._device is None else self._mark()))
+        self._steps.append((self._host.mark(), None if self._device is None else self._mark(StreamName.COMPUTE)))
 
     @property
     def num_steps(self) -> int:
@@ -91,10 +95,9 @@ class SpanRecorder:
         """
         kind = KINDS[stage]
         on_device = None
-        if self._streams is not None and self._device is not None:
+        if self._device is not None:
             if kind is not Category.HOST and kind is not Category.COPY:  # a copy is marked where it is issued
-                with self._streams.on(stream):
-                    on_device = Record(kind, str(stream), str(stage), stage, batch, self._device.mark(), on_host=False)
+                on_device = Record(kind, str(stream), str(stage), stage, batch, self._mark(stream), on_host=False)
             kind = Category.HOST  # what the host does is to launch
         record = Record(kind, HOST_LANE, str(stage), stage, batch, self._host.mark())
         self._open.append((record, on_device))
@@ -106,9 +109,8 @@ class SpanRecorder:
         record, on_device = self._open.pop()
         record.end = self._host.mark()
         self._records.append(record)
-        if on_device is not None and self._streams is not None and self._device is not None:
-            with self._streams.on(StreamName(on_device.lane)):
-                on_device.end = self._device.mark()
+        if on_device is not None:
+            on_device.end = self._mark(StreamName(on_device.lane))
             self._records.append(on_device)
 
     @contextmanager
@@ -118,9 +120,8 @@ class SpanRecorder:
             yield
             return
         stage, batch = self.stage
-        record = Record(
-            Category.COPY, str(StreamName.MEMCPY), str(stage), stage, batch, self._device.mark(), on_host=False
-        )
+        lane = str(StreamName.MEMCPY)
+        record = Record(Category.COPY, lane, str(stage), stage, batch, self._device.mark(), on_host=False)
         yield
         record.end = self._device.mark()
         self._records.append(record)
@@ -132,21 +133,20 @@ class SpanRecorder:
         Args:
             batch: Number of the batch whose embeddings are waited for.
         """
-        if self._device is None or self._streams is None:
+        if self._device is None:
             yield
             return
-        record = Record(
-            Category.WAIT, str(StreamName.COMPUTE), "rows", Stage.EMBEDDING_LOOKUP, batch, self._mark(), on_host=False
-        )
+        stream, stage = StreamName.COMPUTE, Stage.EMBEDDING_LOOKUP
+        record = Record(Category.WAIT, str(stream), EMBEDDINGS, stage, batch, self._mark(stream), on_host=False)
         yield
-        record.end = self._mark()
+        record.end = self._mark(stream)
         self._records.append(record)
 
-    def _mark(self) -> Any:
-        """A point of the compute stream."""
+    def _mark(self, stream: StreamName) -> Any:
+        """A point of a device's stream."""
         assert self._device is not None
         assert self._streams is not None
-        with self._streams.on(StreamName.COMPUTE):
+        with self._streams.on(stream):
             return self._device.mark()
 
     def windows(self) -> list[Interval]:
@@ -154,13 +154,30 @@ class SpanRecorder:
         marks = [host if self._device is None else self._device.ms(device) for host, device in self._steps]
         return list(pairwise(marks))
 
+    def traffic(self, window: Interval) -> dict[Stage, Traffic]:
+        """Return what this rank sent to others in a window, by the stage that issued it."""
+        found: dict[Stage, Traffic] = {}
+        for record in self._records:
+            if record.kind is Category.COMMUNICATION and record.stage is not None and record.sent_bytes:
+                span = self._span(replace(record, end=record.start), self._shift)
+                if window[0] <= span.start_ms < window[1]:
+                    found[record.stage] = found.get(record.stage, Traffic()) + Traffic(
+                        record.sent_bytes, record.saved_bytes
+                    )
+        return found
+
     def spans(self) -> list[Span]:
         """Return what was noted; on CUDA the host's times are shifted so that the first steps begin together."""
-        shift = 0.0
-        if self._device is not None and self._steps:
-            host, device = self._steps[0]
-            shift = self._device.ms(device) - host
+        shift = self._shift
         return [self._span(record, shift) for record in self._records if record.end is not None]
+
+    @property
+    def _shift(self) -> float:
+        """What is added to times of the host."""
+        if self._device is None or not self._steps:
+            return 0.0
+        host, device = self._steps[0]
+        return self._device.ms(device) - float(host)
 
     def _span(self, record: Record, shift: float) -> Span:
         if record.on_host or self._device is None:
@@ -181,7 +198,7 @@ class SpanRecorder:
         """
         stage, batch = self.stage or (None, None)
         if stage is Stage.EMBEDDING_LOOKUP and name == "gradients":
-            name = "rows"  # which a backward may look up while it waits for gradients
+            name = EMBEDDINGS  # which a backward may look up while it waits for gradients
         on_host = on_host or self._device is None
         marks = self._host if on_host else self._device
         assert marks is not None

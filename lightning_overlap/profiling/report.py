@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from ..schedules import TRAINING_STAGES, Stage
 from ..text import aligned
 from .host_syncs import HostSync
-from .overlap import Breakdown, BusyTime, break_down, mean
+from .overlap import Breakdown, BusyTime, Traffic, break_down, mean
 from .spans import HOST_LANE, Category, Interval, Span, exclusive_in
 from .steps import Window, is_on_stream, window_of
 
@@ -59,7 +59,7 @@ def _row(name: str, times: BusyTime, share_of: Callable[[float], str], *, hides:
 
 
 def metrics(breakdown: Breakdown) -> dict[str, float]:
-    """Return what goes into a log: milliseconds per step, and fractions between 0 and 1, by name."""
+    """Return what goes into a log: milliseconds and bytes per step, and fractions between 0 and 1, by name."""
     values = {
         "step_ms": breakdown.step_ms,
         "merge_wait_ms": breakdown.merge_wait_ms,
@@ -68,7 +68,7 @@ def metrics(breakdown: Breakdown) -> dict[str, float]:
         "to_gain_ms": breakdown.to_gain_ms,
         "hidden_fraction": hideable(breakdown).hidden_fraction,
     }
-    named: dict[str, BusyTime] = {str(kind): times for kind, times in breakdown.kinds.items()}
+    named: dict[str, BusyTime] = {str(kind): times for kind, times in breakdown.categories.items()}
     named |= {str(stage): times for stage, times in breakdown.stages.items()}
     for name, times in named.items():
         if name in _NEVER_HIDDEN:
@@ -77,6 +77,9 @@ def metrics(breakdown: Breakdown) -> dict[str, float]:
             values[f"{name}/hidden_ms"] = times.hidden_ms
             values[f"{name}/exposed_ms"] = times.exposed_ms
             values[f"{name}/hidden_fraction"] = times.hidden_fraction
+    for stage, traffic in breakdown.traffic.items():
+        values[f"{stage}/sent_bytes"] = traffic.sent
+        values[f"{stage}/saved_bytes"] = traffic.saved
     return values
 
 
@@ -107,6 +110,8 @@ def closing_table(
     lines += [stage_table(over_ranks).text(), rank_table(ranks).text(), limit_sentence(over_ranks)]
     if len(ranks) > 1:
         lines.append(slowest_sentence(ranks))
+    if over_ranks.traffic:
+        lines.append(traffic_table(over_ranks.traffic).text())
     if stale_rows:
         lines.append(stale_table(stale_rows).text())
     return "\n".join([*lines, *syncs])
@@ -115,7 +120,7 @@ def closing_table(
 def stage_table(breakdown: Breakdown) -> Table:
     """Return busy, hidden and exposed time by stage, and by kind beneath."""
     named: dict[str, BusyTime] = {str(stage): times for stage, times in breakdown.stages.items()}
-    named |= {f"all {kind}": times for kind, times in breakdown.kinds.items() if kind is not Category.HOST}
+    named |= {f"all {kind}": times for kind, times in breakdown.categories.items() if kind is not Category.HOST}
     rows = [
         _row(name, times, "{:.0%}".format, hides=name.removeprefix("all ") not in _NEVER_HIDDEN, blank="")
         for name, times in named.items()
@@ -132,6 +137,17 @@ def rank_table(ranks: Sequence[Breakdown]) -> Table:
         ("rank", "step", *map(str, kinds[:-1]), "host at work", "host waiting"),
         [(str(rank), *(f"{ms:.2f}" for ms in of_rank)) for rank, of_rank in enumerate(times)],
     )
+
+
+def traffic_table(traffic: Mapping[Stage, Traffic]) -> Table:
+    """Return what a rank sends to others in a step, by stage, and what codecs save of it."""
+    total = sum(traffic.values(), Traffic())
+    named = {**{str(stage): one for stage, one in traffic.items()}, "all stages": total}
+    cells = [
+        (name, f"{one.sent / 1024:.1f}", f"{one.saved / 1024:.1f}", f"{one.saved / (one.sent + one.saved):.0%}")
+        for name, one in named.items()
+    ]
+    return Table(("KiB to other ranks in a step", "sent", "saved", "saved %"), cells)
 
 
 def stale_table(rows: Mapping[str, tuple[int, int]]) -> Table:
@@ -275,7 +291,7 @@ def headline(summary: TraceSummary) -> str:
     found = summary.breakdown
     parts = [f"{found.step_ms:.1f} ms a step" if summary.window.num_steps > 1 else f"{found.step_ms:.1f} ms"]
     for kind in (Category.COMMUNICATION, Category.LOOKUP):
-        times = found.kinds[kind]
+        times = found.categories[kind]
         if times.busy_ms:
             parts.append(f"{kind} {_percent(times.hidden_fraction)} hidden, {times.exposed_ms:.2f} ms exposed")
     parts.append(f"host blocked {_percent(found.blocked_ms / found.step_ms if found.step_ms else 0)}")
@@ -289,7 +305,7 @@ def tables(summary: TraceSummary) -> list[Table]:
     head = ("busy ms", "hidden ms", "exposed ms", "hidden")
     kinds = [
         _row(str(kind), times, _percent, hides=str(kind) not in _NEVER_HIDDEN)
-        for kind, times in found.kinds.items()
+        for kind, times in found.categories.items()
         if times.busy_ms
     ]
     stages = [
@@ -298,7 +314,7 @@ def tables(summary: TraceSummary) -> list[Table]:
     about = (
         f"{total_ms:.1f} ms, {steps} step{'s' * (steps != 1)} of {found.step_ms:.2f} ms. Busiest: {bound}, "
         f"{bound_ms:.2f} ms; perfect overlap would save {found.to_gain_ms:.2f} ms a step. "
-        f"Waited for looked-up rows: {found.merge_wait_ms:.2f} ms."
+        f"Waited for embeddings: {found.merge_wait_ms:.2f} ms."
     )
     by_stage = [Table(("stage", *head), stages)] if stages else []
     return [Table(("per step", *head), kinds, about), *by_stage, _block_table(summary)]

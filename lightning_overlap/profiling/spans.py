@@ -19,11 +19,11 @@ HOST_LANE = "host"
 """The thread that trains."""
 
 
-ALL_TO_ALLS = ("sizes", "ids", "rows", "gradients")
+ALL_TO_ALLS = ("sizes", "ids", "embeddings", "gradients")
 """What the all-to-alls of a step carry, in their order."""
 
 
-ROWS = "rows"
+EMBEDDINGS = "embeddings"
 """Name of the all-to-all of embeddings, and of a wait for it; after a colon more can follow."""
 
 
@@ -82,9 +82,9 @@ class Span:
         return self.end_ms - self.start_ms
 
 
-def is_for_rows(name: str) -> bool:
+def is_for_embeddings(name: str) -> bool:
     """Whether a span of this name is the all-to-all of embeddings, or a wait for it."""
-    return name.partition(":")[0] == ROWS
+    return name.partition(":")[0] in (EMBEDDINGS, "rows")  # the latter in files that earlier versions wrote
 
 
 def exclusive(spans: Iterable[Span]) -> list[Span]:

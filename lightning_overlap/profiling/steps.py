@@ -102,8 +102,5 @@ def steady_window(spans: Sequence[Span], num_steps: int) -> Window:
     usual = statistics.median(step.end_ms - step.start_ms for step in steps)
     runs = [steps[first : first + num_steps] for first in range(len(steps) - num_steps + 1)]
 
-    def distance(run: Sequence[Window]) -> float:
-        return sum(abs(step.end_ms - step.start_ms - usual) for step in run)
-
-    best = min(runs, key=distance)
+    best = min(runs, key=lambda run: sum(abs(step.end_ms - step.start_ms - usual) for step in run))
     return Window(best[0].start_ms, best[-1].end_ms, num_steps)

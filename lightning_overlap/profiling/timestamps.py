@@ -4,25 +4,12 @@ from __future__ import annotations
 
 import time
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
 from ..schedules import Stage
 from .spans import Category
-
-
-class Timestamps(Protocol):
-    """Points in time on a lane, read later."""
-
-    def mark(self) -> Any:
-        """Return this point of the current lane."""
-
-    def over(self, mark: Any) -> bool:
-        """Whether a point has been passed."""
-
-    def ms(self, mark: Any) -> float:
-        """Return when that was, milliseconds."""
 
 
 class HostTimestamps:
@@ -31,10 +18,6 @@ class HostTimestamps:
     def mark(self) -> float:
         """Return the time now, milliseconds."""
         return time.perf_counter() * 1e3
-
-    def over(self, mark: float) -> bool:
-        """Return True."""
-        return True
 
     def ms(self, mark: float) -> float:
         """Return the mark."""
@@ -67,6 +50,10 @@ class CudaTimestamps:
         return float(self._zero.elapsed_time(mark))
 
 
+Timestamps = HostTimestamps | CudaTimestamps
+"""Takes points in time on a lane, which are read later."""
+
+
 @dataclass(slots=True)
 class Record:
     """A span to be: begin and end are points in time that are read later.
@@ -80,6 +67,8 @@ class Record:
         start: When it began.
         end: When it ended; None before that.
         on_host: Whether the host's clock took the times, and not a device's.
+        sent_bytes: What it sends to other ranks, if it is a collective.
+        saved_bytes: What it would have sent besides, in full precision.
     """
 
     kind: Category
@@ -90,3 +79,5 @@ class Record:
     start: Any
     end: Any = None
     on_host: bool = True
+    sent_bytes: int = 0
+    saved_bytes: int = 0

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import bisect
 import re
-from collections import Counter, defaultdict, deque
+from collections import defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from operator import attrgetter
 from pathlib import Path
@@ -16,7 +16,7 @@ from typing import NamedTuple
 
 from ..schedules import Stage
 from . import trace_names as names
-from .spans import HOST_LANE, ROWS, Category, Span, intersection, subtract, union
+from .spans import EMBEDDINGS, HOST_LANE, Category, Span, intersection, subtract, union
 from .steps import is_step_mark
 from .trace_file import Event, TraceError, TraceFile, is_own, load, own_spans
 
@@ -177,7 +177,7 @@ class _Reader:
             self._add(event, Category.DENSE, lane, event.name, inside)
 
     def _annotation(self, lane: str, event: Event, around: _Context, inside: _Context) -> None:
-        name = _annotation_name(event.name)
+        name = event.name.strip("# ") or event.name
         if names.of_annotation(event.name) is None:
             if around.stage is None:
                 self._add(event, Category.HOST, lane, name, inside)
@@ -186,7 +186,7 @@ class _Reader:
         if inside.batch != around.batch or (inside.stage, inside.kind) != (around.stage, around.kind):
             detail = _where(around) if kind is Category.WAIT else ""
             if kind is Category.WAIT and inside.stage is Stage.EMBEDDING_LOOKUP:
-                name = f"{ROWS}: {name}"
+                name = f"{EMBEDDINGS}: {name}"
             self._add(event, kind, lane, name, inside, detail)
 
     def _collectives_on_host(self, events: list[Event]) -> None:
@@ -227,8 +227,11 @@ class _Reader:
 
         What ended on another stream right before the kernel began is what it waited for.
         """
-        busy = Counter({lane: sum(_dense_ms(span) for _, span in found) for lane, found in streams.items()})
-        compute = max(busy, key=lambda lane: busy[lane])
+        busy_ms = {
+            lane: sum(span.duration_ms for _, span in found if span.kind is Category.DENSE)
+            for lane, found in streams.items()
+        }
+        compute = max(busy_ms, key=lambda lane: busy_ms[lane])
         others = sorted(
             (span for lane, found in streams.items() if lane != compute for _, span in found), key=attrgetter("end_ms")
         )
@@ -244,7 +247,7 @@ class _Reader:
                     held_by = others[last]
                     name, stage, detail = f"waits for {held_by.name}", held_by.stage, f"on {held_by.lane}"
                     if stage is Stage.EMBEDDING_LOOKUP and held_by.kind is not Category.COPY:
-                        name = f"{ROWS}: {name}"
+                        name = f"{EMBEDDINGS}: {name}"
                 yield Span(waits_from, span.start_ms, Category.WAIT, compute, name, stage, span.batch, detail)
             free_us = event.end_us if free_us == float("inf") else max(free_us, event.end_us)
 
@@ -277,7 +280,7 @@ def _without_closures(events: Sequence[Event]) -> Iterator[Event]:
         event.start_us for event in events if event.category == "user_annotation" and names.is_forward(event.name)
     ]
     for event in events:
-        if names.may_be_closure(event.name):
+        if event.name.startswith("Optimizer.step#"):  # PyTorch's, around a step that calls the closure it is given
             first = bisect.bisect_left(forwards, event.start_us)
             if first < len(forwards) and forwards[first] < event.end_us:
                 continue
@@ -335,10 +338,6 @@ def _batch_at(windows: Sequence[tuple[float, float, int | None]], time_ms: float
     return windows[index][2] if index >= 0 and windows[index][1] >= time_ms else None
 
 
-def _dense_ms(span: Span) -> float:
-    return span.duration_ms if span.kind is Category.DENSE else 0.0
-
-
 def _where(context: _Context, call: str = "") -> str:
     """Say where something happened: the call, the annotation around it, the source line, and the user's above it."""
     under = f"under {context.annotation}" if context.annotation else ""
@@ -351,10 +350,6 @@ def _where(context: _Context, call: str = "") -> str:
 def _collective(name: str) -> str:
     """Return the collective that c10d's operator or gloo's event is: `c10d::alltoall_base_` is `gloo:all_to_all`."""
     return re.sub(r"[^a-z]", "", name.split(":")[-1].lower()).removesuffix("base").removesuffix("single")
-
-
-def _annotation_name(name: str) -> str:
-    return name.strip("# ") or name
 
 
 def _operator_name(name: str) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gzip
 import json
 import math
+import re
 import sys
 import zlib
 from collections.abc import Iterable, Mapping, Sequence
@@ -20,6 +21,9 @@ WRITER = "lightning_overlap timeline"
 _ADVICE = (
     "Give it a trace that torch.profiler wrote (export_chrome_trace; .json or .json.gz), or one of this package's."
 )
+_NAME = re.compile(r'("name": ")(.*?)(",\s*"(?:pid|ph|tid|ts|cat)":)')
+"""The name of an event as Kineto writes it, which escapes no quotes in names of ranges, files and functions."""
+
 _CATEGORIES = {
     *("kernel", "gpu_memcpy", "gpu_memset"),
     *("cuda_runtime", "cuda_driver", "cpu_op", "user_annotation", "python_function"),
@@ -74,10 +78,12 @@ def load(path: Path) -> TraceFile:
         TraceError: It is missing, no file, damaged, no JSON, no trace, or empty.
     """
     try:
-        content = json.loads(_text(path), object_hook=_shorten, strict=False)
+        content = _parsed(_text(path))
     except json.JSONDecodeError as err:
+        around = " ".join(err.doc[max(0, err.pos - 60) : err.pos + 40].split())
         raise TraceError(
-            f"{path} is not a trace: its JSON is broken.\n  got:  {err.msg} at line {err.lineno}, column {err.colno}\n"
+            f"{path} is not a trace: its JSON is broken.\n  got:  {err.msg} at line {err.lineno}, column {err.colno}: "
+            f"{around!r}\n"
             f"  A run that was killed while it wrote leaves such a file. {_ADVICE}"
         ) from err
     except RecursionError as err:
@@ -94,6 +100,23 @@ def load(path: Path) -> TraceFile:
             "kinds\n  Profile at least one step, with ProfilerActivity.CPU (and CUDA on a GPU) among the activities."
         )
     return TraceFile(kept, {key: value for key, value in about.items() if key != "traceEvents"})
+
+
+def _parsed(text: str) -> Any:
+    try:
+        return json.loads(text, object_hook=_shorten, strict=False)
+    except json.JSONDecodeError as err:
+        mended = _NAME.sub(lambda match: match[1] + _with_escaped_quotes(match[2]) + match[3], text)
+        if mended == text:
+            raise
+        try:
+            return json.loads(mended, object_hook=_shorten, strict=False)
+        except json.JSONDecodeError:
+            raise err from None  # its place is that in the file
+
+
+def _with_escaped_quotes(name: str) -> str:
+    return re.sub(r'\\.|"', lambda match: '\\"' if match[0] == '"' else match[0], name)
 
 
 def _text(path: Path) -> str:

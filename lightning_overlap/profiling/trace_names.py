@@ -103,12 +103,6 @@ def is_forward(name: str) -> bool:
 
 
 @cache
-def may_be_closure(name: str) -> bool:
-    """Whether PyTorch wrote this around an optimizer's step, which calls a closure if it is given one."""
-    return name.startswith("Optimizer.step#")
-
-
-@cache
 def of_operator(name: str) -> Meaning | None:
     """Return what an operator says by itself; most say nothing."""
     key = name.lower()

@@ -15,6 +15,7 @@ from .interfaces import StageTimer as StageTimer
 from .interfaces import observe_nothing as observe_nothing
 from .interfaces import timed as timed
 from .lookup_order import LookupOrder as LookupOrder
+from .profiler_ranges import is_profiled as is_profiled
 from .streams import CudaStreams as CudaStreams
 from .streams import HostStreams as HostStreams
 from .streams import Streams as Streams

@@ -1,4 +1,4 @@
-"""Updates of tables that come later than their backward: when each is made, and what it waits for."""
+"""Deferred updates of the tables: when each is issued, and which streams and events it waits for."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from .profiler_ranges import InStage
 
 
 class DeferredUpdates:
-    """The updates of a run that are still to come (`order.to_update`), each made once, the oldest first.
+    """Owns the deferred updates of a run (`order.to_update`): issues each one once, the oldest first.
 
     Args:
-        sparse: Makes them; None: there are none.
-        order: Of the stream that they are made on.
-        observer: Told of each.
-        rank: Named in errors.
+        sparse: Runs `start_update` and `embedding_update`; None for a model without tables, which has no updates.
+        order: Orders lookups and updates on the lookup stream; this class fills and empties its `to_update`.
+        observer: Called with ("issue", stage, batch) before each update.
+        rank: This process's rank, for error messages.
     """
 
     def __init__(self, sparse: SparseStages | None, order: LookupOrder, observer: Observer, rank: int) -> None:
@@ -29,11 +29,12 @@ class DeferredUpdates:
 
     def reset(self) -> None:
         """Begin a run."""
-        self._between_steps: Any = None  # event after what came between the last two steps, where updates wait
+        self._between_steps: Any = None
+        """Event on the compute stream, recorded when the last iteration began; None if no update was deferred then."""
         self.num_stepped = 0
-        """Batches whose step is over."""
+        """Batches whose optimizer step has ended."""
         self.num_updated = 0
-        """Batches whose update has been issued, or is still to come."""
+        """Batches whose tables have been updated, or whose update is deferred."""
 
     def num_before(self, index: int) -> int:
         """Return how many batches before this one have their update still to come."""
@@ -44,7 +45,11 @@ class DeferredUpdates:
         return index - min(self._to_update, default=self.num_updated)
 
     def refuse_writes(self) -> None:
-        """Raise where tables were written whose update is still to come."""
+        """Fail where the user wrote tables whose deferred update is still to come.
+
+        Raises:
+            RuntimeError: An update is still to come; the message says what to call before writing.
+        """
         if self._to_update:
             raise RuntimeError(
                 "tables were written between two steps, while an update of theirs is still to come "
@@ -53,11 +58,11 @@ class DeferredUpdates:
             )
 
     def begin_iteration(self) -> None:
-        """Say that what came between two steps has been issued."""
+        """Note that evaluations, checkpoints and callbacks between two steps have issued their work."""
         self._between_steps = self._streams.record(StreamName.COMPUTE) if self._to_update else None
 
     def start(self, inflight: InFlightBatch) -> None:
-        """Send back the gradients of a batch whose backward is over."""
+        """Start the all-to-all of the embeddings' gradients of a batch whose backward has ended."""
         assert self._sparse is not None
         # After the all-reduce of dense gradients, which is over by now: the optimizer waits for it, and these would
         # take their share of the link.
@@ -68,19 +73,20 @@ class DeferredUpdates:
         self._to_update[inflight.index] = inflight
 
     def make_all(self) -> None:
-        """Make the updates that are still to come, on all ranks alike: what follows a step finds the tables written."""
+        """Issue all deferred updates, on all ranks alike; what the compute stream runs afterwards finds them made."""
         if self._to_update:
             step = Step(Stage.EMBEDDING_UPDATE, 0, self._order.lookup)
             for index in sorted(self._to_update):
                 self.make(step, index)
 
     def make(self, step: Step, index: int, *, beside_forward: bool = False) -> None:
-        """Make the update of a batch, unless that was done already.
+        """Issue the update of one batch; does nothing if it has been issued already.
 
         Args:
-            step: Of the schedule.
-            index: Of the batch.
-            beside_forward: Whether no forward that was issued on the compute stream has read tables.
+            step: The `EMBEDDING_UPDATE` step of the schedule; its stream runs the update.
+            index: The batch.
+            beside_forward: Whether the update may overlap with the forward on the compute stream, because that forward
+                reads no table. Otherwise the update waits for all that the compute stream has been given.
         """
         inflight = self._to_update.pop(index, None)
         if inflight is None:
@@ -99,13 +105,16 @@ class DeferredUpdates:
             self._order.compute_waits_for_update()  # what comes between two steps finds it made
 
     def settle(self, timeout_s: float) -> str | None:
-        """After an error, complete the updates of batches whose step is over, and drop the others.
+        """After an error, make the updates of batches whose optimizer step has ended, and drop the others.
+
+        The tables then match the dense weights: both have had the same batches.
 
         Args:
-            timeout_s: How long to wait for gradients that are on their way.
+            timeout_s: Longest wait for gradients that other ranks have sent, seconds.
 
         Returns:
-            What is missing in the tables, or None.
+            A sentence for the error message that names the first update that is missing in the tables; None if all were
+            made.
         """
         stepped = [index for index in sorted(self._to_update) if index < self.num_stepped]
         for index in list(self._to_update):

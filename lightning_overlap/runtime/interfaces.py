@@ -14,7 +14,13 @@ Observer = Callable[[str, Stage, int], None]
 
 
 def observe_nothing(kind: str, stage: Stage, index: int) -> None:
-    """The observer of runs that nobody watches."""
+    """The observer of runs that nobody watches.
+
+    Args:
+        kind: "issue" before a stage is issued, "wait" before the host waits for other ranks.
+        stage: Which stage.
+        index: Number of the batch.
+    """
 
 
 class BatchSource(Protocol):
@@ -89,10 +95,15 @@ class SparseStages(Protocol):
         """Wait for the lookups that run in threads; start the all-to-all of what they found."""
 
     def register_backward_hook(self, inflight: InFlightBatch, stage: Stage, call: Callable[[], None]) -> bool:
-        """Have this called where the backward of a batch first waits for other ranks.
+        """Have a function called where the backward of a batch first waits for other ranks, before it writes a table.
 
-        That is before it writes a table. It may be called several times. False if nothing would call it, or where the
-        stage that it begins with had better not wait for that.
+        Args:
+            inflight: The batch; its forward has run.
+            stage: The first stage that the function issues.
+            call: Has no arguments; may be called several times in one backward.
+
+        Returns:
+            False if no backward will call it, or if that stage had better be issued before the backward.
         """
 
     def drop_lookups(self, inflight: InFlightBatch) -> None:
@@ -127,7 +138,13 @@ class StageTimer(Protocol):
     """What the executor and the sparse stages tell."""
 
     def begin(self, stage: Stage, batch: int, stream: StreamName) -> None:
-        """A stage begins; stages may begin inside others."""
+        """A stage begins; stages may begin inside others.
+
+        Args:
+            stage: Which stage.
+            batch: Number of the batch.
+            stream: The stream that it is issued on.
+        """
 
     def end(self) -> None:
         """The stage that began last has been issued."""
@@ -143,7 +160,14 @@ _NO_TIMER: AbstractContextManager[Any] = nullcontext()
 
 
 def timed(timer: StageTimer | None, stage: Stage, batch: int, stream: StreamName) -> AbstractContextManager[None]:
-    """Go around a stage, where there is a timer."""
+    """Go around a stage and time it.
+
+    Args:
+        timer: Takes the times; None: nothing is timed.
+        stage: Which stage.
+        batch: Number of the batch.
+        stream: The stream that the stage is issued on.
+    """
     return _NO_TIMER if timer is None else _timed_stage(timer, stage, batch, stream)
 
 

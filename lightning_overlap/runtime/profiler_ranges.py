@@ -15,14 +15,19 @@ from .interfaces import StageTimer
 _PROFILED_FROM_OUTSIDE = "KINETO_USE_DAEMON" in os.environ
 """Whether a daemon may start a profiler at any time, which the thread that is profiled cannot see."""
 
-_NO_MARK: AbstractContextManager[Any] = nullcontext()
+_NO_RANGE: AbstractContextManager[Any] = nullcontext()
+
+
+def is_profiled() -> bool:
+    """Whether a profiler may see this thread now."""
+    return torch._C._autograd._profiler_enabled() or _PROFILED_FROM_OUTSIDE
 
 
 def profiler_range(stage: Stage, index: int) -> AbstractContextManager[Any]:
-    """Name a stage of a batch to the profiler. A mark takes 7 us, profiler or not, so there is none without one."""
-    if torch._C._autograd._profiler_enabled() or _PROFILED_FROM_OUTSIDE:
+    """Name a stage of a batch to the profiler. A range takes 7 us, profiler or not, so there is none without one."""
+    if is_profiled():
         return torch.profiler.record_function(f"## {stage} {index} ##")
-    return _NO_MARK
+    return _NO_RANGE
 
 
 class InStage:
@@ -34,21 +39,21 @@ class InStage:
         rank: Of this process.
     """
 
-    __slots__ = ("_index", "_mark", "_rank", "_stage")
+    __slots__ = ("_index", "_range", "_rank", "_stage")
 
     def __init__(self, stage: Stage, index: int, rank: int) -> None:
         self._stage, self._index, self._rank = stage, index, rank
-        self._mark = profiler_range(stage, index)
+        self._range = profiler_range(stage, index)
 
     def __enter__(self) -> None:
-        if self._mark is not _NO_MARK:
-            self._mark.__enter__()
+        if self._range is not _NO_RANGE:
+            self._range.__enter__()
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        if self._mark is not _NO_MARK:
-            self._mark.__exit__(kind, error, trace)
+        if self._range is not _NO_RANGE:
+            self._range.__exit__(kind, error, trace)
         if isinstance(error, Exception):
             error.add_note(f"raised in stage {self._stage} of batch {self._index} on rank {self._rank}")
 
@@ -57,25 +62,31 @@ class TrainerStage:
     """What the trainer does now, until it says that it is done; it begins and ends at places far from each other."""
 
     def __init__(self) -> None:
-        self._mark: AbstractContextManager[Any] | None = None
+        self._range: AbstractContextManager[Any] | None = None
         self._timer: StageTimer | None = None
 
     def begin(self, stage: Stage, index: int, timer: StageTimer | None) -> None:
-        """Begin a stage of a batch, behind the one before."""
+        """Begin a stage of a batch, and end the one before.
+
+        Args:
+            stage: Which stage.
+            index: Number of the batch.
+            timer: Times it; None: only a profiler sees it.
+        """
         self.end()
-        stage_mark = profiler_range(stage, index)
-        if stage_mark is not _NO_MARK:
-            self._mark = stage_mark
-            stage_mark.__enter__()
+        stage_range = profiler_range(stage, index)
+        if stage_range is not _NO_RANGE:
+            self._range = stage_range
+            stage_range.__enter__()
         if timer is not None:
             self._timer = timer
             timer.begin(stage, index, StreamName.COMPUTE)
 
     def end(self) -> None:
         """End it, if there is one."""
-        if self._mark is not None:
-            stage_mark, self._mark = self._mark, None
-            stage_mark.__exit__(None, None, None)
+        if self._range is not None:
+            stage_range, self._range = self._range, None
+            stage_range.__exit__(None, None, None)
         if self._timer is not None:
             timer, self._timer = self._timer, None
             timer.end()

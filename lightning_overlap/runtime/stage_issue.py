@@ -68,9 +68,12 @@ class StageIssuer:
             self._began = self._streams.record(StreamName.COMPUTE)
 
     def issue(self, step: Step, inflight: InFlightBatch, owners: frozenset[WeightOwner]) -> None:
-        """Issue one stage of one batch on its stream; a lookup only of the tables of these owners.
+        """Issue one stage of one batch on its stream; postpone it while `discover` has not found the modules' inputs.
 
-        While it is not known which input feeds which module it waits for `discover`.
+        Args:
+            step: The stage and its stream.
+            inflight: The batch.
+            owners: Who writes the tables that a lookup reads now; other stages do not use it.
         """
         assert self._sparse is not None
         if not self._sparse.ready:
@@ -121,7 +124,13 @@ class StageIssuer:
         self._streams.record_stream(received, step.stream)
 
     def acquire(self, inflight: InFlightBatch, stream: StreamName, stage: Stage) -> None:
-        """Let `stream` wait for a stage of a batch, if that ran on another one."""
+        """Let `stream` wait for a stage of a batch, if that ran on another one.
+
+        Args:
+            inflight: The batch.
+            stream: The stream that waits.
+            stage: A stage of the batch that has been issued.
+        """
         producer, event = inflight.done[stage]
         if producer is not stream:
             self._streams.wait(stream, event)

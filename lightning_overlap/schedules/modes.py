@@ -10,14 +10,8 @@ from .schedule import Schedule, Step
 from .stages import Stage, StreamName
 
 _COPY, _SPLITS, _DATA = Stage.COPY_BATCH_TO_DEVICE, Stage.INPUT_SPLITS_DIST, Stage.INPUT_DATA_DIST
-_LOOKUP, _FORWARD, _BACKWARD, _STEP = (
-    Stage.EMBEDDING_LOOKUP,
-    Stage.DENSE_FORWARD,
-    Stage.BACKWARD,
-    Stage.OPTIMIZER_STEP,
-)
-_UPDATE = Stage.EMBEDDING_UPDATE
-_PREFETCH = Stage.PREFETCH
+_PREFETCH, _LOOKUP, _UPDATE = Stage.PREFETCH, Stage.EMBEDDING_LOOKUP, Stage.EMBEDDING_UPDATE
+_FORWARD, _BACKWARD, _STEP = Stage.DENSE_FORWARD, Stage.BACKWARD, Stage.OPTIMIZER_STEP
 _COMPUTE, _MEMCPY, _DIST, _SIDE = StreamName.COMPUTE, StreamName.MEMCPY, StreamName.DATA_DIST, StreamName.LOOKUP
 
 # Steps that fetch a batch stand below DENSE_FORWARD: a slow data loader then blocks the host while the device has
@@ -199,45 +193,3 @@ STREAMS: Mapping[str, StreamName] = MappingProxyType(
     {"current": StreamName.COMPUTE, "data_dist": StreamName.DATA_DIST, "dedicated": StreamName.LOOKUP}
 )
 """Stream policy -> the stream that lookups issued ahead of their batch run on."""
-
-
-def modes_table(modes: Mapping[str, Schedule] = MODES) -> str:
-    """Return the modes as a Markdown table, every cell read off the schedules."""
-    head = ("`pipeline=`", "what starts early", "batches in flight", "staleness", "held beyond `base` (batches)")
-    rows = [
-        (f"`{name}`", _starts_early(mode), str(mode.depth), str(mode.staleness), _held(mode))
-        for name, mode in modes.items()
-    ]
-    lines = [head, ("---",) * len(head), *rows]
-    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
-
-
-def _starts_early(mode: Schedule) -> str:
-    parts = []
-    for stage, what in ((_COPY, "copy"), (_SPLITS, "input dist"), (_PREFETCH, "prefetch"), (_LOOKUP, "lookup")):
-        row = mode.step_of(stage)
-        if row is not None and row.offset > 0:
-            parts.append(f"{what} of N+{row.offset}")
-    lookup = mode.step_of(_LOOKUP)
-    if lookup is not None and lookup.offset > 0:
-        position = mode.position(_LOOKUP)
-        before = [stage for stage in (_BACKWARD, _STEP) if position < mode.position(stage)]
-        parts[-1] += {
-            (_BACKWARD, _STEP): " before the backward of N",
-            (_STEP,): " right after the fused backward of N",
-            (): " after the optimizer step of N",
-        }[tuple(before)]
-    if mode.step_of(_UPDATE) is not None:
-        parts.append("but the update of N after the forward of N+1")
-    return ", ".join(parts) or "nothing"
-
-
-def _held(mode: Schedule) -> str:
-    ids, rows, update = mode.step_of(_DATA), mode.step_of(_LOOKUP), mode.step_of(_UPDATE)
-    amounts = (
-        (mode.max_offset, "inputs"),
-        (ids.offset if ids else 0, "received ids"),
-        (rows.offset if rows else 0, "embeddings"),
-        (-update.offset if update else 0, "gradients"),
-    )
-    return ", ".join(f"{what} of {number}" for number, what in amounts if number) or "nothing"

@@ -77,10 +77,10 @@ class Schedule:
         Raises:
             ScheduleError: The text is not `name: stage+offset/stream ...`, or the table cannot run.
         """
-        name, colon, rows = text.partition(":")
+        name, colon, steps = text.partition(":")
         if not colon or not name.strip():
             raise ScheduleError(f"expected 'name: stage+offset/stream ...', got {text!r}.")
-        return cls(name.strip(), tuple(_parse_step(name.strip(), row) for row in rows.split()))
+        return cls(name.strip(), tuple(_parse_step(name.strip(), step) for step in steps.split()))
 
     @cached_property
     def max_offset(self) -> int:
@@ -121,11 +121,11 @@ class Schedule:
         backward = self.position(Stage.BACKWARD)
         on_tables = (Stage.PREFETCH, Stage.EMBEDDING_LOOKUP, Stage.EMBEDDING_UPDATE)
         start = backward
-        for row in reversed(range(backward)):
-            if self.steps[row].stage not in (*SPARSE_STAGES, *on_tables):
+        for index in reversed(range(backward)):
+            if self.steps[index].stage not in (*SPARSE_STAGES, *on_tables):
                 break
-            if self.steps[row].stage in on_tables:
-                start = row
+            if self.steps[index].stage in on_tables:
+                start = index
         return range(start, backward)
 
     @cached_property
@@ -164,16 +164,16 @@ class Schedule:
         """
         lookup, copy = self.step_of(Stage.EMBEDDING_LOOKUP), self.step_of(Stage.COPY_BATCH_TO_DEVICE)
         assert copy is not None
-        rows = [Step(Stage.DENSE_FORWARD, 0, StreamName.COMPUTE)]
+        steps = [Step(Stage.DENSE_FORWARD, 0, StreamName.COMPUTE)]
         if lookup is None:
-            return EvaluationSchedule(self.name, (copy, *rows))
+            return EvaluationSchedule(self.name, (copy, *steps))
         offset = min(lookup.offset, 1)
         for ahead, stage in enumerate(reversed(SPARSE_STAGES)):
-            row = self.step_of(stage)
-            assert row is not None
-            rows.insert(ahead, Step(stage, offset + ahead, row.stream))
-        rows.append(Step(copy.stage, offset + len(SPARSE_STAGES), copy.stream))
-        return EvaluationSchedule(self.name, tuple(rows))
+            step = self.step_of(stage)
+            assert step is not None
+            steps.insert(ahead, Step(stage, offset + ahead, step.stream))
+        steps.append(Step(copy.stage, offset + len(SPARSE_STAGES), copy.stream))
+        return EvaluationSchedule(self.name, tuple(steps))
 
     def at(self, batch: int) -> Schedule:
         """The table to walk while a batch is trained: this one; a `SequentialSchedule` has several."""
@@ -239,48 +239,48 @@ def _parse_step(name: str, text: str) -> Step:
 
 
 def _validate(schedule: Schedule) -> None:
-    _check_rows(schedule)
-    _check_training_rows(schedule)
-    _check_sparse_rows(schedule)
+    _check_steps(schedule)
+    _check_training_steps(schedule)
+    _check_sparse_steps(schedule)
     _check_batch_order(schedule)
 
 
-def _check_rows(schedule: Schedule) -> None:
+def _check_steps(schedule: Schedule) -> None:
     if not re.fullmatch(r"[a-z][a-z0-9_]*", schedule.name):
         raise ScheduleError(f"a schedule's name is lower case letters, digits and '_', got {schedule.name!r}.")
     seen: set[Stage] = set()
     for index, step in enumerate(schedule.steps):
         if not isinstance(step, Step):
-            raise ScheduleError(f"{schedule.name!r}: row {index + 1} is {step!r}; expected a Step.")
+            raise ScheduleError(f"{schedule.name!r}: step {index + 1} is {step!r}; expected a Step.")
         lowest = -1 if step.stage is Stage.EMBEDDING_UPDATE else 0
         if step.offset < lowest:
             raise _error(
                 schedule, [index], f"{step.stage} has offset {step.offset}", f"Use an offset of {lowest} or more."
             )
         if step.stage in seen:
-            raise _error(schedule, [index], f"{step.stage} occurs twice", "Keep one row per stage.")
+            raise _error(schedule, [index], f"{step.stage} occurs twice", "Keep one step per stage.")
         seen.add(step.stage)
 
 
-def _check_training_rows(schedule: Schedule) -> None:
+def _check_training_steps(schedule: Schedule) -> None:
     for stage in (Stage.COPY_BATCH_TO_DEVICE, *schedule.training_stages):
         if schedule.step_of(stage) is None:
-            raise _error(schedule, [], f"{stage} is missing", f"Add a row Step({stage.name}, 0, ...).")
+            raise _error(schedule, [], f"{stage} is missing", f"Add Step({stage.name}, 0, ...).")
     for index, step in enumerate(schedule.steps):
         if step.stage not in TRAINING_STAGES:
             continue
         if step.offset != 0:
-            problem = f"{step.stage} (row {index + 1}) has offset {step.offset}"
+            problem = f"{step.stage} (step {index + 1}) has offset {step.offset}"
             raise _error(schedule, [index], problem, "The trainer runs it on the batch being trained: offset 0.")
         if step.stream is not StreamName.COMPUTE:
-            problem = f"{step.stage} (row {index + 1}) is on stream {step.stream}"
+            problem = f"{step.stage} (step {index + 1}) is on stream {step.stream}"
             raise _error(schedule, [index], problem, "The trainer runs it on the compute stream.")
 
 
-_ALL_SPARSE = "Give all of the sparse stages a row, or none of them."
+_ALL_SPARSE = "Give all of the sparse stages a step, or none of them."
 
 
-def _check_sparse_rows(schedule: Schedule) -> None:
+def _check_sparse_steps(schedule: Schedule) -> None:
     missing = [stage for stage in SPARSE_STAGES if schedule.step_of(stage) is None]
     update = schedule.step_of(Stage.EMBEDDING_UPDATE)
     if missing and (update is not None or len(missing) < len(SPARSE_STAGES)):
@@ -295,7 +295,7 @@ def _check_sparse_rows(schedule: Schedule) -> None:
     if between:
         # A module's own forward updates in the backward, and what comes between two steps (an evaluation, a checkpoint)
         # needs the update at once. Neither may change which updates a lookup sees.
-        problem = f"a lookup stands between backward and {update.stage} (row {position + 1})"
+        problem = f"a lookup stands between backward and {update.stage} (step {position + 1})"
         remedy = (
             f"Move {Stage.EMBEDDING_LOOKUP} above {Stage.BACKWARD} and {update.stage}-1 above it, or {update.stage}+0."
         )
@@ -324,24 +324,24 @@ def _check_prefetch(schedule: Schedule) -> None:
 
 def _check_batch_order(schedule: Schedule) -> None:
     """Each stage of a batch has to be issued after the stages that come before it in that batch's life."""
-    by_stage = sorted(enumerate(schedule.steps), key=lambda row: STAGE_ORDER[row[1].stage])
+    by_stage = sorted(enumerate(schedule.steps), key=lambda entry: STAGE_ORDER[entry[1].stage])
     for (early_index, early), (late_index, late) in itertools.pairwise(by_stage):
-        # Batch b passes row r during iteration b - offset(r): later iterations are larger, then row order counts.
+        # Batch b passes step s in iteration b - offset(s): later iterations are larger, then the order of steps counts.
         if (-early.offset, early_index) > (-late.offset, late_index):
             problem = (
-                f"{late.stage}{late.offset:+d} (row {late_index + 1}) runs before "
-                f"{early.stage}{early.offset:+d} (row {early_index + 1}) of the same batch"
+                f"{late.stage}{late.offset:+d} (step {late_index + 1}) runs before "
+                f"{early.stage}{early.offset:+d} (step {early_index + 1}) of the same batch"
             )
             remedy = (
-                f"Move {early.stage} above row {late_index + 1}, or raise its batch offset to +{late.offset + 1}."
+                f"Move {early.stage} above step {late_index + 1}, or raise its batch offset to +{late.offset + 1}."
                 if early.offset == late.offset
                 else f"Raise the offset of {early.stage} to at least +{late.offset}, or lower that of {late.stage}."
             )
             raise _error(schedule, [late_index], problem, remedy)
 
 
-def _error(schedule: Schedule, bad_rows: Iterable[int], problem: str, remedy: str) -> ScheduleError:
-    bad = set(bad_rows)
+def _error(schedule: Schedule, bad_steps: Iterable[int], problem: str, remedy: str) -> ScheduleError:
+    bad = set(bad_steps)
     width = max((len(str(step)) for step in schedule.steps), default=0)
     table = "\n".join(
         f"  {'>' if index in bad else ' '} {index + 1:2d}  {step!s:{width}s}{'   <-- here' if index in bad else ''}"

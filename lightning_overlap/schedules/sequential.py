@@ -38,7 +38,7 @@ class SequentialSchedule:
             if not schedule.has_sparse_stages:
                 raise ValueError(
                     f"{schedule.name!r} leaves input dist and lookup to the modules: batches whose lookup has begun "
-                    f"cannot be handed over to it. Take one with rows for {', '.join(map(str, SPARSE_STAGES))}."
+                    f"cannot be handed over to it. Take one with steps for {', '.join(map(str, SPARSE_STAGES))}."
                 )
         streams = {str(schedule): _lookup_stream(schedule) for _, schedule in self.parts}
         if len(set(streams.values())) > 1:

@@ -17,7 +17,7 @@ from torchrec.distributed.types import LazyAwaitable
 from ..runtime import InFlightBatch, LookupOrder, timed
 from ..schedules import Stage, StreamName
 from ..tables import without_backward, without_graph
-from .module_context import ModuleContext, autocast_of
+from .module_context import ModuleContext, autocast_of, wait_for
 from .options import SparseOptions
 from .pipelined_forward import EarlyEmbeddings, LazyEmbeddings, PipelinedForward, PipelinedForwards, only_input
 from .table_updates import TableUpdates
@@ -85,6 +85,11 @@ class Answers:
 
         Of the calls in a step the first one is served; `checkpoint()` repeats a forward in the backward, and finds
         there the embeddings that it found before.
+
+        Args:
+            pipelined: The module that is called.
+            args: Positional arguments of the call.
+            kwargs: Keyword arguments of the call.
         """
         in_backward = torch._C._current_graph_task_id() != -1
         inflight = self._in_step if in_backward else self._current
@@ -170,7 +175,7 @@ class Answers:
             self._options.observer("wait", Stage.EMBEDDING_LOOKUP, index)
             assert state.embeddings is not None
             with self._order.on_lookup(), _own_graph(self._options.trains):
-                state.received = state.embeddings.wait()
+                state.received = wait_for(state.embeddings)
             state.received_at = self._order.streams.record(self._order.lookup)
         self._order.hand_to_caller(state.received, state.received_at, index, is_first=is_first)
         return state.received

@@ -51,40 +51,47 @@ class DeferredUpdate:
     def __init__(self) -> None:
         self.note_rates: Callable[[], list[float]] | None = None
         """Returns the kernels' learning rates as they are in a backward; None where nothing moves them."""
-        self._at_rows: list[_Cut] = []
+        self._at_embeddings: list[_Cut] = []
         self._under_way: list[_Cut] = []
         self._requests: list[tuple[Request[Any], Tensor]] = []
         self._backwards: dict[int, _Backward] = {}
         self._sent: _Backward | None = None
 
     def __bool__(self) -> bool:
-        return bool(self._at_rows or self._under_way)
+        return bool(self._at_embeddings or self._under_way)
 
     def deferring(self, output_dist: OutputDist) -> OutputDist:
-        """Return an output dist whose rows are cut off."""
+        """Return an output dist whose embeddings are cut off."""
         return _DeferringDist(output_dist, self)
 
-    def call_behind_backward(self, call: Callable[[], None]) -> list[RemovableHandle]:
+    def call_after_backward(self, call: Callable[[], None]) -> list[RemovableHandle]:
         """Have this called when the backward that ends here has run all its nodes; nothing if it does not come here.
 
-        What waits for other ranks at its end comes behind: DistributedDataParallel, for the gradients it has sent.
+        What waits for other ranks at its end is called later: DistributedDataParallel, for the gradients it has sent.
         """
         engine = torch.autograd.Variable._execution_engine
-        return [cut.leaf.register_hook(lambda _: engine.queue_callback(call)) for cut in self._at_rows]
+        return [cut.leaf.register_hook(lambda _: engine.queue_callback(call)) for cut in self._at_embeddings]
 
-    def cut_rows(self, rows: Tensor) -> Tensor:
-        """Cut the graph of rows that have arrived; return what stands in their place."""
-        leaf: Tensor = rows.detach().requires_grad_()
-        self._at_rows.append(_Cut(rows, leaf))
-        leaf.register_post_accumulate_grad_hook(lambda leaf: self._arrived(rows, leaf, travels=True))
+    def cut_received(self, received: Tensor) -> Tensor:
+        """Cut the graph of embeddings that have arrived.
+
+        Args:
+            received: Output of an all-to-all, any shape, with a graph that leads to the tables.
+
+        Returns:
+            The same numbers as a leaf, where the backward of the dense part stops.
+        """
+        leaf: Tensor = received.detach().requires_grad_()
+        self._at_embeddings.append(_Cut(received, leaf))
+        leaf.register_post_accumulate_grad_hook(lambda leaf: self._arrived(received, leaf, travels=True))
         return leaf
 
     def cut_under_way(self, started: object) -> bool:
-        """Cut the graph of rows that are under way; return whether any are.
+        """Cut the graph of embeddings that are under way; return whether any are.
 
         The two halves of a TorchRec collective are joined by an empty tensor: in the backward the second half, which is
         then the first to run, starts the all-to-all of gradients and hands that tensor on to the first half, which
-        waits. Without a collective (one rank) the rows themselves are handed on.
+        waits. Without a collective (one rank) the embeddings themselves are handed on.
         """
         num_cuts = len(self._under_way)
         for part in _under_way(started):
@@ -103,7 +110,7 @@ class DeferredUpdate:
 
     def _arrived(self, graph: Tensor, leaf: Tensor, *, travels: bool) -> None:
         """Take the gradient that a backward has left at a cut."""
-        if leaf.grad is None:  # of rows that nothing depends on
+        if leaf.grad is None:  # of embeddings that nothing depends on
             return
         task = torch._C._current_graph_task_id()
         if task not in self._backwards:
@@ -124,7 +131,7 @@ class DeferredUpdate:
             self._sent = left
             if not is_last:
                 self._apply_sent(use_rates, retain_graph=True)
-        self._at_rows.clear()
+        self._at_embeddings.clear()
         return [] if self._sent is None else [gradient for _, gradient in self._sent.to_send]
 
     @property
@@ -147,14 +154,14 @@ class DeferredUpdate:
     def _apply_sent(self, use_rates: UseRates, *, retain_graph: bool) -> None:
         assert self._sent is not None
         use_rates(self._sent.rates)
-        # The second half of a collective has given its joint a gradient.
+        # The second half of a collective has given its dummy tensor a gradient.
         received = [(cut.graph, cut.leaf.grad) for cut in self._under_way if cut.leaf.grad is not None]
         _go_on([*received, *self._sent.to_apply], retain_graph=retain_graph)
         for cut in self._under_way:
             cut.leaf.grad = None
-        for request, joint in self._requests:
+        for request, dummy in self._requests:
             request.dummy_tensor = (
-                joint  # TorchRec has let go of it, and takes it for the gradient of the next backward
+                dummy  # TorchRec has let go of it, and takes it for the gradient of the next backward
             )
         self._sent = None
 
@@ -164,20 +171,20 @@ class _DeferringDist:
     dist: OutputDist
     deferred: DeferredUpdate
 
-    def __call__(self, rows: Tensor, *context: Any) -> Awaitable[Tensor]:
-        started = self.dist(rows, *context)
+    def __call__(self, embeddings: Tensor, *context: Any) -> Awaitable[Tensor]:
+        started = self.dist(embeddings, *context)
         was_cut = self.deferred.cut_under_way(started)
-        if rows.requires_grad and not was_cut:
+        if embeddings.requires_grad and not was_cut:
             raise RuntimeError(
-                f"cannot defer the update of tables whose rows come by {type(started).__name__}: no all-to-all was "
-                "found in it. Train without defer_update."
+                f"cannot defer the update of tables whose embeddings come by {type(started).__name__}: no all-to-all "
+                "was found in it. Train without defer_update."
             )
         travels = any(isinstance(part, Request) for part in _under_way(started))
         return _CutWhenReceived(started, self.deferred) if travels else started
 
 
 class _CutWhenReceived(Awaitable[Tensor]):  # type: ignore[misc]
-    """Rows under way, whose graph is cut where they arrive."""
+    """Embeddings under way, whose graph is cut where they arrive."""
 
     def __init__(self, started: Awaitable[Tensor], deferred: DeferredUpdate) -> None:
         super().__init__()
@@ -185,8 +192,8 @@ class _CutWhenReceived(Awaitable[Tensor]):  # type: ignore[misc]
         self._deferred = deferred
 
     def _wait_impl(self) -> Tensor:
-        rows: Tensor = self._started.wait()
-        return self._deferred.cut_rows(rows) if rows.requires_grad else rows
+        received: Tensor = self._started.wait()
+        return self._deferred.cut_received(received) if received.requires_grad else received
 
 
 def _under_way(started: object) -> Iterator[Request[Any] | NoWait[Any]]:
@@ -201,19 +208,19 @@ def _under_way(started: object) -> Iterator[Request[Any] | NoWait[Any]]:
             yield from _under_way(part)
 
 
-def before_gradients(rows: object, num_parts: int) -> list[Tensor] | None:
-    """Return the tensors whose gradients are computed where the backward of rows begins to wait for gradients.
+def before_gradients(embeddings: object, num_parts: int) -> list[Tensor] | None:
+    """Return the tensors whose gradients are computed where the backward of embeddings begins to wait for gradients.
 
     Args:
-        rows: What awaits them, waited for or not.
+        embeddings: Of a module, waited for or not.
         num_parts: Parts of the module that have to be among them.
 
     Returns:
         None where fewer parts are found, or no collective: then a backward may update tables without waiting.
     """
-    joints = [part.dummy_tensor for part in _under_way(rows) if isinstance(part, Request)]
-    found = [joint for joint in joints if isinstance(joint, Tensor) and joint.requires_grad]
-    return found if len(found) == len(joints) >= num_parts else None
+    dummies = [part.dummy_tensor for part in _under_way(embeddings) if isinstance(part, Request)]
+    found = [dummy for dummy in dummies if isinstance(dummy, Tensor) and dummy.requires_grad]
+    return found if len(found) == len(dummies) >= num_parts else None
 
 
 def _go_on(cut: list[tuple[Tensor, Tensor]], *, retain_graph: bool) -> None:

@@ -1,4 +1,4 @@
-"""Gradients of the dense part that are applied some steps after their own, as old as the rows of a stale lookup are."""
+"""Applies dense gradients k steps late, so that they are as old as the embeddings of a lookup with staleness k."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _STATE = "stashed_gradient_"
 
 
 class GradientStash:
-    """What each optimizer is still to apply, the oldest first.
+    """Keeps the gradients that each optimizer has yet to apply, the oldest first.
 
     Gradients are copied: DistributedDataParallel, of which TorchRec puts one around data-parallel tables, may have made
     them views of its buckets, which the next backward writes.
@@ -34,16 +34,21 @@ class GradientStash:
         return len(self._waiting.get(optimizer, ()))
 
     def exchange(self, optimizer: Optimizer, delay: int) -> None:
-        """Stash the gradients of this step; show the oldest in their place, or none if there are no more than `delay`.
+        """Stash the gradients of this step and put those of `delay` steps ago into `.grad`.
 
-        A parameter without a gradient is one that the optimizers of torch.optim leave alone, its state too.
+        In the first `delay` steps every `.grad` is None: the optimizers of torch.optim then leave the parameter and its
+        state alone.
+
+        Args:
+            optimizer: Whose parameters.
+            delay: Steps between a gradient and its application.
         """
         waiting = self._waiting.setdefault(optimizer, deque())
         waiting.append([(weight, weight.grad.clone()) for weight in _weights(optimizer) if weight.grad is not None])
         self.show_oldest(optimizer, delay)
 
     def show_oldest(self, optimizer: Optimizer, delay: int = 0) -> None:
-        """Show the oldest gradients as those of this step, or none if there are no more than `delay`."""
+        """Put the oldest gradients into `.grad`; None where no more than `delay` steps are stashed."""
         for weight in _weights(optimizer):
             weight.grad = None
         waiting = self._waiting[optimizer]
@@ -52,7 +57,7 @@ class GradientStash:
                 weight.grad = gradient
 
     def as_state(self, optimizer: Optimizer) -> dict[Tensor, dict[str, Tensor]]:
-        """Return what waits as kinds of state of the parameters."""
+        """Return the stashed gradients as optimizer state by parameter, for a checkpoint."""
         state: dict[Tensor, dict[str, Tensor]] = {}
         for index, gradients in enumerate(self._waiting.get(optimizer, ())):
             for weight, gradient in gradients:
@@ -60,7 +65,7 @@ class GradientStash:
         return state
 
     def take_from(self, optimizer: Optimizer, num: int) -> None:
-        """Take so many steps' gradients out of a loaded state; they take the place of what waited."""
+        """Move the gradients of `num` steps from a loaded optimizer state into the stash, which they replace."""
         waiting: deque[Gradients] = deque([] for _ in range(num))
         for weight in _weights(optimizer):
             for index, gradients in enumerate(waiting):
@@ -73,6 +78,6 @@ class GradientStash:
 
 
 def _weights(optimizer: Optimizer) -> Iterator[Tensor]:
-    """The parameters that a backward leaves a gradient at."""
+    """Yield the parameters that get a gradient from `backward`: all but sharded tables."""
     for group in optimizer.param_groups:
         yield from (weight for weight in group["params"] if not isinstance(weight, ShardedTensor))

@@ -28,7 +28,7 @@ from torchrec.distributed.types import Awaitable, NoWait
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from ..tables import ids_fit_32_bits, input_dists_of
-from .module_context import ModuleContext
+from .module_context import ModuleContext, wait_for
 
 MAX_RECATS = 256
 """Orders of received features kept at most: one for each sharding of each module."""
@@ -347,7 +347,7 @@ class _Received(Awaitable[KeyedJaggedTensor]):  # type: ignore[misc]
 
     def _wait_impl(self) -> KeyedJaggedTensor:
         with _lengths_known(self._lengths):
-            kjt = self._awaitable.wait()
+            kjt = wait_for(self._awaitable)
         of_lengths, of_values = self._dtypes
         kjt._lengths, kjt._values = kjt.lengths().to(of_lengths), kjt.values().to(of_values)
         return kjt

@@ -25,7 +25,7 @@ def look_up(
     *,
     defers_update: bool = False,
 ) -> None:
-    """Run the part of a module's lookup whose tables belong to `owners`; assemble the rows once all parts ran.
+    """Run the part of a module's lookup whose tables belong to `owners`; assemble the embeddings once all parts ran.
 
     A module of one owner takes TorchRec's own `compute_and_output_dist`. A mixed one is looked up in two parts,
     each after the last writer of its tables.
@@ -36,7 +36,7 @@ def look_up(
         owners: Whose tables to look up now.
         set_rates: Gives the kernels the present learning rates; None where nothing moves them. With it the update
             of this batch takes place at the rate that holds in its backward.
-        defers_update: Whether the backward stops where the rows were received, and the rest waits in `state.deferred`.
+        defers_update: Whether `loss.backward()` stops at the received embeddings, and `state.deferred` keeps the rest.
     """
     with _updates_at_present_rate(module, set_rates), _defers_update(module, state) if defers_update else nullcontext():
         _look_up(module, state, owners)
@@ -45,7 +45,13 @@ def look_up(
 def compute_fused(module: Any, state: ModuleContext, set_rates: SetRates | None = None) -> dict[int, Tensor]:
     """Run the kernels of the tables that the fused backward writes, and no collective: any thread may do so.
 
-    `start_fused` goes on with what this returns.
+    Args:
+        module: The sharded module.
+        state: The batch on its way through it.
+        set_rates: As of `look_up`.
+
+    Returns:
+        Embeddings by part, `(number of ids or bags, embedding columns of the part)`, for `start_fused`.
     """
     with _updates_at_present_rate(module, set_rates):
         return _compute(module, state, parts_to_look_up(module, state, frozenset({WeightOwner.FUSED_BACKWARD})))
@@ -54,30 +60,30 @@ def compute_fused(module: Any, state: ModuleContext, set_rates: SetRates | None 
 def start_fused(
     module: Any,
     state: ModuleContext,
-    rows: Mapping[int, Tensor],
+    embeddings: Mapping[int, Tensor],
     before_update: Callable[[Tensor], None],
     *,
     defers_update: bool = False,
 ) -> None:
-    """Start the all-to-alls of rows that `compute_fused` returned.
+    """Start the all-to-alls of embeddings that `compute_fused` returned.
 
     Args:
         module: The sharded module.
         state: The batch on its way through it.
-        rows: By part.
-        before_update: Called in the backward with the gradient of the rows, right before the tables are written.
+        embeddings: By part.
+        before_update: Called in the backward with the gradient of the embeddings, right before the tables are written.
         defers_update: As of `look_up`.
     """
-    for rows_of_part in rows.values():
-        if rows_of_part.requires_grad:
-            rows_of_part.register_hook(before_update)
+    for of_part in embeddings.values():
+        if of_part.requires_grad:
+            of_part.register_hook(before_update)
     with _defers_update(module, state) if defers_update else nullcontext():
-        _start_rows(module, state, rows)
+        _start_output_dist(module, state, embeddings)
 
 
 @contextmanager
 def _defers_update(module: Any, state: ModuleContext) -> Iterator[None]:
-    """Cut the graph of the rows of fused tables, of the lookups made meanwhile."""
+    """Cut the graph of the embeddings of fused tables, of the lookups made meanwhile."""
     owners = owners_of_parts(module)
     if WeightOwner.FUSED_BACKWARD not in owners:
         yield
@@ -103,7 +109,7 @@ def _look_up(module: Any, state: ModuleContext, owners: frozenset[WeightOwner]) 
         state.embeddings = module.compute_and_output_dist(state.context, state.dist_input)
         state.dist_input = None
         return
-    _start_rows(module, state, _compute(module, state, parts))
+    _start_output_dist(module, state, _compute(module, state, parts))
 
 
 def _compute(module: Any, state: ModuleContext, parts: list[int]) -> dict[int, Tensor]:
@@ -111,19 +117,17 @@ def _compute(module: Any, state: ModuleContext, parts: list[int]) -> dict[int, T
     lookups = module._lookups
     module._lookups = [lookup if part in parts else _NOTHING for part, lookup in enumerate(lookups)]
     try:
-        rows = module.compute(state.context, state.dist_input)
+        embeddings = module.compute(state.context, state.dist_input)
     finally:
         module._lookups = lookups
-    return {part: rows[part] for part in parts}
+    return {part: embeddings[part] for part in parts}
 
 
-def _start_rows(module: Any, state: ModuleContext, rows: Mapping[int, Tensor]) -> None:
-    """Start the all-to-alls of some parts' rows; assemble what is under way once all parts have been looked up."""
+def _start_output_dist(module: Any, state: ModuleContext, embeddings: Mapping[int, Tensor]) -> None:
+    """Start the all-to-alls of some parts' embeddings; assemble the module's output once all parts were looked up."""
     num_parts = len(owners_of_parts(module))
-    for part, rows_of_part in rows.items():
-        state.output_dist_awaitables[part] = module._output_dists[part](
-            rows_of_part, state.context.sharding_contexts[part]
-        )
+    for part, of_part in embeddings.items():
+        state.output_dist_awaitables[part] = module._output_dists[part](of_part, state.context.sharding_contexts[part])
     if len(state.output_dist_awaitables) == num_parts:
         output_dists = module._output_dists
         module._output_dists = [_already_started] * num_parts
@@ -138,7 +142,13 @@ def _start_rows(module: Any, state: ModuleContext, rows: Mapping[int, Tensor]) -
 
 
 def parts_to_look_up(module: Any, state: ModuleContext, owners: frozenset[WeightOwner]) -> list[int]:
-    """Return the parts of a module whose tables belong to `owners` and are still to be looked up."""
+    """Return the parts of a module whose tables belong to `owners` and are still to be looked up.
+
+    Args:
+        module: The sharded module.
+        state: The batch on its way through it.
+        owners: Whose tables to look up now.
+    """
     return [
         part
         for part, owner in enumerate(owners_of_parts(module))
@@ -147,7 +157,7 @@ def parts_to_look_up(module: Any, state: ModuleContext, owners: frozenset[Weight
 
 
 class _Nothing:
-    """In the place of a lookup that is not run now, and of its rows."""
+    """In the place of a lookup that is not run now, and of its embeddings."""
 
     def __call__(self, features: KeyedJaggedTensor) -> _Nothing:
         return self

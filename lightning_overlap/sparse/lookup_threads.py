@@ -14,7 +14,7 @@ from torch import Tensor
 from ..runtime import InFlightBatch
 
 
-class Rows(NamedTuple):
+class LookedUp(NamedTuple):
     """What a thread has looked up."""
 
     by_part: Mapping[int, Tensor]
@@ -28,13 +28,13 @@ class Job:
 
     module: str
     inflight: InFlightBatch
-    rows: Future[Rows]
+    result: Future[LookedUp]
 
 
 class LookupThreads:
     """Runs kernels in threads; whoever starts a collective or writes a table takes the results first.
 
-    Source: `threads_num` of DeepRec's asynchronous embedding lookup; there the threads send the rows, too.
+    Source: `threads_num` of DeepRec's asynchronous embedding lookup; there the threads send the embeddings, too.
 
     Args:
         num_threads: Modules that are looked up at the same time, at most.
@@ -44,12 +44,18 @@ class LookupThreads:
         self._pool = ThreadPoolExecutor(num_threads, thread_name_prefix="embedding_lookup")
         self._jobs: list[Job] = []
 
-    def submit(self, module: str, inflight: InFlightBatch, look_up: Callable[[], Rows]) -> None:
-        """Begin a lookup with the caller's autograd and autocast modes, which belong to a thread."""
+    def submit(self, module: str, inflight: InFlightBatch, look_up: Callable[[], LookedUp]) -> None:
+        """Begin a lookup with the caller's autograd and autocast modes, which belong to a thread.
+
+        Args:
+            module: Name of the sharded module.
+            inflight: The batch.
+            look_up: Runs the kernels, in a thread of the pool.
+        """
         grad, cast = torch.is_grad_enabled(), torch.is_autocast_enabled("cpu")
         dtype = torch.get_autocast_dtype("cpu")
 
-        def run() -> Rows:
+        def run() -> LookedUp:
             with torch.set_grad_enabled(grad), torch.autocast("cpu", dtype=dtype, enabled=cast):
                 return look_up()
 
@@ -62,13 +68,13 @@ class LookupThreads:
 
     def wait(self, *_: Any) -> None:
         """Wait until no kernel reads a table; a lookup that failed says so when it is taken. Also a tensor's hook."""
-        wait([job.rows for job in self._jobs])
+        wait([job.result for job in self._jobs])
 
     def abandon(self) -> None:
         """Wait, and forget what was looked up and what failed."""
         for job in self.take():
             with suppress(Exception):
-                job.rows.result()
+                job.result.result()
 
     def shutdown(self) -> None:
         """End the threads."""

@@ -46,7 +46,7 @@ class Mismatches:
         self._served[module] = step
         if self._thread is None:
             self._ended.clear()
-            self._thread = threading.Thread(target=self._look, name="early_rows_mismatches", daemon=True)
+            self._thread = threading.Thread(target=self._look, name="early_lookup_mismatches", daemon=True)
             self._thread.start()
 
     def all_ranks(self, module: str, step: int) -> bool:

@@ -1,4 +1,4 @@
-"""What a `SparsePipeline` is told of the run that it is part of."""
+"""Options of a `SparsePipeline`, checked when they are built."""
 
 from __future__ import annotations
 
@@ -15,20 +15,20 @@ class SparseOptions:
     """Options of the sparse stages; the defaults are those of a training on one rank.
 
     Args:
-        step: The module's method whose calls are served.
+        step: Name of the LightningModule's method in which sharded modules get early embeddings.
         trains: Whether a backward follows; lookups without one must not count for the fused optimizers.
-        observer: Told of every wait.
-        rank: Warns if 0.
-        store: Where ranks leave word for each other; needed with a group.
-        set_rates: Gives the kernels the learning rates that a schedule has now; None where nothing moves them.
-        any_rank: Asks all ranks whether one of them says so, on the host; all of them wait for the answer.
+        observer: Called with ("wait", stage, batch) before each wait for other ranks.
+        rank: This process's rank; rank 0 prints warnings.
+        store: Key-value store in which ranks compare their calls; needed with more than one rank.
+        set_rates: Copies the scheduler's learning rates to the TBE kernels; None where no scheduler moves them.
+        any_rank: Returns whether any rank passed True: an all-reduce on the host, which all ranks call.
         warned: Warnings given so far, shared by the pipelines of a run.
         num_threads: Threads that run the kernels of early lookups on a CPU; 0: the calling thread does.
-        releases: Whether a batch lets go of ids that have been sent.
+        releases: Whether the memory of a batch's ids is freed once they have been sent.
         multi_node: Whether there is a link between ranks, where bytes and ranks that are late cost most: ids then
             travel in 32 bits where all that stand for a row fit, and deferred updates wait for the backward's end.
-        fills_waits: Whether steps of the schedule may be left until a backward waits for other ranks.
-        prefetches: Whether the schedule has a step for it, so that tables in a UVM cache can be looked up early.
+        fills_waits: Whether steps of the schedule may run inside a backward, while it waits for other ranks.
+        prefetches: Whether the schedule has a `PREFETCH` step, so that tables in a UVM cache can be looked up early.
         timeout_s: How long a rank waits for one that is late.
 
     Raises:
@@ -64,6 +64,6 @@ class SparseOptions:
     def looks_up_cached(self) -> bool:
         """Whether tables in a UVM cache can be looked up early.
 
-        A rate that moves repeats a lookup in its backward, when the next batch's prefetch is in its place.
+        With `set_rates` a backward may repeat its lookup. By then the cache may hold other rows.
         """
         return self.prefetches and self.set_rates is None

@@ -18,8 +18,8 @@ from .answers import Answers
 from .freed_features import release
 from .input_dist import SizeExchange, splits_only
 from .lookup import compute_fused, look_up, parts_to_look_up, start_fused
-from .lookup_threads import LookupThreads, Rows
-from .module_context import ModuleContext
+from .lookup_threads import LookedUp, LookupThreads
+from .module_context import ModuleContext, wait_for
 from .options import SparseOptions
 from .pipelined_forward import PipelinedForwards, inputs_of
 from .table_updates import TableUpdates
@@ -171,7 +171,7 @@ class SparsePipeline:
         if self._group is None:
             for state in inflight.modules.values():
                 self._observe("wait", Stage.INPUT_SPLITS_DIST, inflight.index)
-                state.tensors_awaitable, state.splits_awaitable = state.splits_awaitable.wait(), None
+                state.tensors_awaitable, state.splits_awaitable = wait_for(state.splits_awaitable), None
         elif inflight.sizes is not None:
             self._observe("wait", Stage.INPUT_SPLITS_DIST, inflight.index)
             (names, sizes), inflight.sizes = inflight.sizes, None
@@ -200,7 +200,7 @@ class SparsePipeline:
         for state in inflight.modules.values():
             if state.dist_input is None and state.tensors_awaitable is not None:
                 self._observe("wait", Stage.INPUT_DATA_DIST, inflight.index)
-                state.dist_input, state.tensors_awaitable = state.tensors_awaitable.wait(), None
+                state.dist_input, state.tensors_awaitable = wait_for(state.tensors_awaitable), None
             received += [state.dist_input, state.context]
         return received
 
@@ -272,10 +272,10 @@ class SparsePipeline:
     ) -> None:
         state, module = inflight.modules[name], self._forwards[name].module
 
-        def look_up_in_thread() -> Rows:
+        def look_up_in_thread() -> LookedUp:
             counts = lookup_counts(module)
             found = compute_fused(module, state, set_rates)
-            return Rows(found, lookups_since(module, counts))
+            return LookedUp(found, lookups_since(module, counts))
 
         threads.submit(name, inflight, look_up_in_thread)
 
@@ -284,7 +284,7 @@ class SparsePipeline:
         if self._threads is None:
             return
         for job in self._threads.take():
-            state, found = job.inflight.modules[job.module], job.rows.result()
+            state, found = job.inflight.modules[job.module], job.result.result()
             module = self._forwards[job.module].module
             defers_update = job.inflight.defers_update
             start_fused(module, state, found.by_part, self._threads.wait, defers_update=defers_update)
@@ -294,7 +294,16 @@ class SparsePipeline:
     # -- backward and update ------------------------------------------------------------------------------------
 
     def register_backward_hook(self, inflight: InFlightBatch, stage: Stage, call: Callable[[], None]) -> bool:
-        """Have this called where the backward of a batch waits for other ranks; False if nothing would, or should."""
+        """Have a function called where the backward of a batch waits for other ranks.
+
+        Args:
+            inflight: The batch; its forward has run.
+            stage: The first stage that the function issues.
+            call: Has no arguments; may be called several times in one backward.
+
+        Returns:
+            False if no backward will call it, or if that stage had better be issued before the backward.
+        """
         return self._updates.register_hook(inflight, stage, call)
 
     def start_update(self, inflight: InFlightBatch) -> None:

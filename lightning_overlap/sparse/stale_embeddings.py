@@ -17,7 +17,7 @@ from ..tables import TABLE_TYPES, keys_in_backward, tables_in_backward
 from .pipeline import SparsePipeline
 
 ROW_BITS = 40
-"""Of a row's number, the ones above are the table's: so all tables of a rank are counted at once."""
+r"""A row is counted as `table << ROW_BITS \| row`, so that one pass counts all tables of a rank."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,7 +30,7 @@ class StaleCounts:
     work: dist.Work | None = None
     """The sum over ranks, where the host waits for it."""
     event: torch.cuda.Event | None = None
-    """Behind the copy to the host."""
+    """Recorded after the copy to the host."""
 
     @property
     def over(self) -> bool:
@@ -55,7 +55,7 @@ class StaleCounts:
 class StaleRows:
     """Counts the stale rows of single batches, globally: each rank those in its shards, from the ids it received.
 
-    Nothing makes the host wait. On CUDA a stream of its own counts, behind the lookup.
+    Nothing makes the host wait. On CUDA a stream of its own counts, after the lookup.
 
     Args:
         sparse: Looks up.
@@ -94,7 +94,7 @@ class StaleRows:
         self._sparse.keep_ids = keep
 
     def count(self) -> StaleCounts | None:
-        """Start to count the rows of the batch looked up last; all ranks call this behind the same step.
+        """Start to count the rows of the batch looked up last; all ranks call this after the same step.
 
         None where it saw every update, where the step looked up no batch, or where the ids it takes were not kept.
         """
@@ -170,9 +170,9 @@ def add_counts(counts_T2: Tensor, read_N: Tensor, unseen_M: Tensor) -> None:
     Nothing here has a size that depends on the ids, which the host would have to wait for.
 
     Args:
-        counts_T2: By table, int64.
-        read_N: Rows that were looked up, with their tables' numbers above `ROW_BITS`.
-        unseen_M: Rows of the updates that this lookup could not see.
+        counts_T2: Rows read stale and rows read, by table, `(number of tables, 2)`, int64; receives the sums.
+        read_N: Rows that were looked up, `(N,)`, int64, with their tables' numbers above `ROW_BITS`.
+        unseen_M: Rows of the updates that this lookup could not see, `(M,)`, int64, numbered likewise.
     """
     if not read_N.numel():
         return

@@ -43,8 +43,17 @@ class TableUpdates:
     # -- within a backward ------------------------------------------------------------------------------------------
 
     def register_hook(self, inflight: InFlightBatch, stage: Stage, call: Callable[[], None]) -> bool:
-        """Have this called where the backward of a batch waits for other ranks; False if nothing would, or should."""
-        for handle in self._hooks:  # some joints outlive their backward
+        """Have a function called where the backward of a batch waits for other ranks.
+
+        Args:
+            inflight: The batch; its forward has run.
+            stage: The first stage that the function issues.
+            call: Has no arguments; may be called several times in one backward.
+
+        Returns:
+            False if no backward will call it, or if that stage had better be issued before the backward.
+        """
+        for handle in self._hooks:  # some tensors outlive their backward
             handle.remove()
         self._hooks.clear()
         if not self._fills_waits or torch.is_anomaly_enabled():
@@ -61,17 +70,17 @@ class TableUpdates:
                 # embeddings gain by being on their way before the backward.
                 return False
             for state in inflight.modules.values():
-                self._hooks += state.deferred.call_behind_backward(call)
+                self._hooks += state.deferred.call_after_backward(call)
             return bool(self._hooks)
-        joints: list[torch.Tensor] = []
+        before: list[torch.Tensor] = []
         for name, state in inflight.modules.items():
             owners = owners_of_parts(self._forwards[name].module)
             found = before_gradients(state.embeddings, owners.count(WeightOwner.FUSED_BACKWARD))
             if found is None:
                 return False
-            joints += found
-        self._hooks += [joint.register_hook(lambda _: call()) for joint in joints]
-        return bool(joints)
+            before += found
+        self._hooks += [tensor.register_hook(lambda _: call()) for tensor in before]
+        return bool(before)
 
     # -- updates that come later ------------------------------------------------------------------------------------
 

@@ -53,6 +53,11 @@ def take_back(module: Any, num_lookups: list[int], order: LookupOrder) -> None:
     Some TBE optimizers count lookups, not updates (FBGEMM 1.8), and Adam corrects its bias by that count: an
     evaluation, or a lookup that is dropped, would change training, and differently so in each mode. The lookup
     stream, where early lookups count, waits for nothing here.
+
+    Args:
+        module: The sharded module.
+        num_lookups: By kernel, how many lookups to take back.
+        order: Of the stream that early lookups count on.
     """
     if any(num_lookups):
         with order.on_lookup():
@@ -91,8 +96,8 @@ class _FusedLookup:
         # Without an input that needs a gradient there would be no backward; feature processors' weights need one.
         weights = features.weights_or_none()
         anchor = weights if weights is not None and weights.requires_grad else torch.zeros((), requires_grad=True)
-        rows: Tensor = _AtPresentRate.apply(anchor, self, features)  # type: ignore[no-untyped-call]
-        return rows
+        embeddings: Tensor = _AtPresentRate.apply(anchor, self, features)  # type: ignore[no-untyped-call]
+        return embeddings
 
     def rates(self) -> list[float]:
         """The rates that the kernels have; they are kept on the host."""
@@ -101,8 +106,8 @@ class _FusedLookup:
     def run(self, features: KeyedJaggedTensor) -> tuple[Tensor, GradientEdge]:
         # A copy: TorchRec puts weights that scale gradients into what it is given, and must not do so twice.
         with torch.enable_grad():
-            rows = self.forward(copy.copy(features))
-        return rows.detach(), get_gradient_edge(rows)
+            embeddings = self.forward(copy.copy(features))
+        return embeddings.detach(), get_gradient_edge(embeddings)
 
     def run_again(self, features: KeyedJaggedTensor, counts: list[int]) -> GradientEdge:
         """Look up once more as when the iteration counts were `counts`; leave them as they are."""
@@ -135,15 +140,15 @@ def _uncount(kernels: list[SplitTableBatchedEmbeddingBagsCodegen], num_lookups: 
 
 
 class _AtPresentRate(torch.autograd.Function):
-    """Rows of fused tables whose backward, and so their update, takes the learning rate of its own time.
+    """Embedding lookup whose TBE backward uses the learning rate at backward time.
 
     FBGEMM 1.8 reads the rate in the forward and keeps it for the backward. But batch N is looked up before the
-    schedule has moved on to step N. So the graph is cut behind the rows: where the rate has changed by the time of
-    the backward, the kernels' forward runs once more on the same ids and its graph takes the gradient. The rows of
-    that are thrown away (in a stale mode they may be newer ones); the gradient by a row does not depend on them.
+    scheduler has stepped to N. So the graph is cut at the embeddings: if the rate has changed by the time of the
+    backward, the kernels' forward runs once more on the same ids and its graph takes the gradient. The embeddings of
+    that repetition are thrown away (in a stale mode they may be newer); the gradient of a row does not depend on them.
 
     On CUDA autograd runs a backward on the stream of its forward, this one too: on the lookup stream, where the
-    repeated forward and the inner backward then run in turn, behind the last update and before the next lookup.
+    repeated forward and the inner backward then run in turn, after the last update and before the next lookup.
     The inner graph has the kernels' weights for its only leaves, which accumulate nothing, so no stream is joined
     but this one. DistributedDataParallel ignores these weights, its hooks see nothing of the inner backward.
     """
@@ -153,8 +158,8 @@ class _AtPresentRate(torch.autograd.Function):
         features, ctx.weights = _with_own_weights(features)
         ctx.lookup, ctx.features = lookup, features
         ctx.counts, ctx.rates = _counts(lookup.kernels), lookup.rates()
-        rows, ctx.edge = lookup.run(features)
-        return rows
+        embeddings, ctx.edge = lookup.run(features)
+        return embeddings
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, None, None]:

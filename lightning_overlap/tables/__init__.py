@@ -14,6 +14,13 @@ from .optimizer_checks import FusedOptimizer as FusedOptimizer
 from .optimizer_checks import check_dense_optimizers as check_dense_optimizers
 from .optimizer_checks import check_fused_optimizer as check_fused_optimizer
 from .optimizer_checks import refuse_dense_owner as refuse_dense_owner
+from .overflow import OverflowWatch as OverflowWatch
+from .quantized_comms import PRECISIONS as PRECISIONS
+from .quantized_comms import QuantizedComms as QuantizedComms
+from .quantized_comms import check_quantized_comms as check_quantized_comms
+from .quantized_comms import codecs_of as codecs_of
+from .quantized_comms import compression as compression
+from .quantized_comms import resolve_quantized_comms as resolve_quantized_comms
 from .sharded_module import SetRates as SetRates
 from .sharded_module import caching_tbes as caching_tbes
 from .sharded_module import check_torchrec as check_torchrec
@@ -30,6 +37,9 @@ from .sharding import check_sharding as check_sharding
 from .sharding import make_plan as make_plan
 from .sharding import shard_tables as shard_tables
 from .sharding import sharded_state_names as sharded_state_names
+from .shards import KernelShards as KernelShards
+from .shards import TableShard as TableShard
+from .shards import kernel_shards as kernel_shards
 from .supported_modules import TABLE_TYPES as TABLE_TYPES
 from .supported_modules import hands_out_rows as hands_out_rows
 from .supported_modules import has_model_parallel_tables as has_model_parallel_tables
@@ -44,6 +54,7 @@ from .supported_modules import tables_of as tables_of
 from .supported_modules import why_never_early as why_never_early
 from .table import find_tables as find_tables
 from .table import has_tables as has_tables
+from .table import training_sharders as training_sharders
 from .write_counts import SentInput as SentInput
 from .write_counts import count_writes as count_writes
 from .write_counts import num_fused_writes as num_fused_writes

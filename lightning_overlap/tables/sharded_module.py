@@ -36,6 +36,8 @@ PRIVATE_NAMES: Mapping[str, tuple[str, ...]] = {
     "ShardedManagedCollisionEmbeddingBagCollection": ("_embedding_module", "_managed_collision_collection"),
     "ShardedManagedCollisionEmbeddingCollection": ("_embedding_module", "_managed_collision_collection"),
     "EmbeddingFusedOptimizer": ("_emb_module",),
+    "GroupedPooledEmbeddingsLookup": ("_emb_modules",),
+    "GroupedEmbeddingsLookup": ("_emb_modules",),
     "FusedKJTListSplitsAwaitable": ("_awaitables", "_splits_awaitable"),
     "NoWait": ("_obj",),
     "KJTAllToAll": ("_splits", "_stagger"),

@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torchrec.distributed.embedding_types import EmbeddingComputeKernel
+from torchrec.distributed.fbgemm_qcomm_codec import QCommsConfig
 from torchrec.distributed.model_parallel import DistributedModelParallel
 from torchrec.distributed.planner import EmbeddingShardingPlanner, ParameterConstraints, Topology
 from torchrec.distributed.types import ParameterSharding, ShardingEnv, ShardingPlan, ShardingType
@@ -21,6 +22,14 @@ from torchrec.modules.itep_embedding_modules import ITEPEmbeddingBagCollection, 
 from ..text import unknown_name_message
 from .columns import answer_in_config_order
 from .optimizer_checks import FusedOptimizer, _check_can_fuse, check_fused_optimizer
+from .quantized_comms import (
+    Codecs,
+    QuantizedComms,
+    check_plan,
+    check_quantized_comms,
+    codecs_of,
+    resolve_quantized_comms,
+)
 from .supported_modules import sharded_modules, table_modules
 from .table import Table, _some, find_tables, training_sharders
 from .write_counts import watch_tables
@@ -44,6 +53,7 @@ def shard_tables(
     group: dist.ProcessGroup,
     device: torch.device,
     local_world_size: int,
+    quantized_comms: QuantizedComms = None,
 ) -> bool:
     """Replace every TorchRec collection of a model by its sharded form, in place.
 
@@ -56,23 +66,31 @@ def shard_tables(
         group: Process group of the tables' collectives.
         device: Where the shards live.
         local_world_size: Ranks on this host.
+        quantized_comms: What embeddings and gradients are sent in.
 
     Returns:
         Whether the model has sharded modules now.
 
     Raises:
         ValueError: A table or sharding type that does not exist here, a table without a fused optimizer, an
-            optimizer that the device cannot fuse. Raised on every rank, before any table is sharded.
+            optimizer that the device cannot fuse, a precision that the device or the tables cannot be sent in, or one
+            for modules that are sharded already. Raised on every rank, before any table is sharded.
     """
     tables = find_tables(model)
+    comms = resolve_quantized_comms(quantized_comms)
+    if comms is not None:
+        _refuse_other_codecs(model, comms)
     if not tables:
         _watch(model)  # of modules that the user has sharded
         return bool(sharded_modules(model))
     _refuse_pruning(model)
     fused = check_fused_optimizer(fused_optimizer)
     check_sharding(sharding, tables, device)
+    check_quantized_comms(comms, tables, device)
+    codecs = codecs_of(comms, device)
     asked = {} if sharding is None else sharding if isinstance(sharding, Mapping) else None
-    plan = _make_plan(model, tables, sharding, fused is not None, group, device, local_world_size)
+    plan = _make_plan(model, tables, sharding, fused is not None, group, device, local_world_size, codecs)
+    check_plan(comms, plan)
     _apply_fused_optimizer(tables, plan, fused, device)
     if asked is not None:
         _warn_of_replicated_tables(tables, plan, asked)
@@ -85,7 +103,7 @@ def shard_tables(
             env=ShardingEnv.from_process_group(group),
             device=device,
             plan=plan,
-            sharders=training_sharders(),
+            sharders=training_sharders(codecs),
             init_data_parallel=False,
         )
     for alias, name in aliases.items():
@@ -100,8 +118,19 @@ def shard_tables(
     for name, fused_rates in rates.items():
         # A rank knows the rates of its own shards only, and those move with a schedule.
         model.get_submodule(name).fused_rates = fused_rates  # type: ignore[assignment]
+        model.get_submodule(name).quantized_comms = comms  # type: ignore[assignment]
     _watch(model)
     return True
+
+
+def _refuse_other_codecs(model: nn.Module, comms: QCommsConfig) -> None:
+    """Refuse modules that were sharded with other codecs: they keep those."""
+    for name, module in sharded_modules(model).items():
+        if getattr(module, "quantized_comms", None) != comms:
+            raise ValueError(
+                f"quantized_comms: {name} is sharded already, and goes on sending what it was sharded with. Give the "
+                "codecs to the sharder that made it, or make the module anew for this strategy."
+            )
 
 
 def _watch(model: nn.Module) -> None:
@@ -118,6 +147,7 @@ def make_plan(
     group: dist.ProcessGroup,
     device: torch.device,
     local_world_size: int,
+    quantized_comms: QuantizedComms = None,
 ) -> ShardingPlan:
     """Return the plan that `shard_tables` would shard a model by; all ranks of the group call this.
 
@@ -128,6 +158,7 @@ def make_plan(
         group: Process group of the tables' collectives.
         device: Where the shards would live.
         local_world_size: Ranks on this host.
+        quantized_comms: What embeddings and gradients are sent in, which the planner reckons with.
 
     Raises:
         ValueError: As `shard_tables`, or the planner has no plan.
@@ -135,7 +166,12 @@ def make_plan(
     tables = find_tables(model)
     fused = check_fused_optimizer(fused_optimizer) is not None
     check_sharding(sharding, tables, device)
-    return _make_plan(model, tables, sharding, fused, group, device, local_world_size)
+    comms = resolve_quantized_comms(quantized_comms)
+    check_quantized_comms(comms, tables, device)
+    codecs = codecs_of(comms, device)
+    plan = _make_plan(model, tables, sharding, fused, group, device, local_world_size, codecs)
+    check_plan(comms, plan)
+    return plan
 
 
 def _refuse_pruning(model: nn.Module) -> None:
@@ -157,11 +193,12 @@ def _make_plan(
     group: dist.ProcessGroup,
     device: torch.device,
     local_world_size: int,
+    codecs: Codecs | None,
 ) -> ShardingPlan:
     if isinstance(sharding, ShardingPlan):
         return sharding
     planner = _planner(sharding, tables, fused_optimizer, group, device, local_world_size)
-    return planner if isinstance(planner, ShardingPlan) else _plan_on_rank_zero(planner, model, group)
+    return planner if isinstance(planner, ShardingPlan) else _plan_on_rank_zero(planner, model, group, codecs)
 
 
 def sharded_state_names(model: nn.Module) -> set[str]:
@@ -242,12 +279,12 @@ def _min_partition(dim: int, world_size: int) -> int | None:
     return dim // world_size if dim % (4 * world_size) == 0 and world_size > 1 else None
 
 
-def _plan_on_rank_zero(planner: Any, model: nn.Module, group: dist.ProcessGroup) -> ShardingPlan:
+def _plan_on_rank_zero(planner: Any, model: nn.Module, group: dist.ProcessGroup, codecs: Codecs | None) -> ShardingPlan:
     """Plan once and tell everyone, a failure too (TorchRec's `collective_plan` leaves the other ranks waiting)."""
     outcome: list[Any] = [None]
     if group.rank() == 0:
         try:
-            outcome = [planner.plan(model, training_sharders())]
+            outcome = [planner.plan(model, training_sharders(codecs))]
         except Exception as err:  # whatever it is, the other ranks are waiting to hear of it
             outcome = [f"{type(err).__name__}: {err}"]
     dist.broadcast_object_list(outcome, src=dist.get_global_rank(group, 0), group=group)

@@ -126,11 +126,7 @@ def owners_of(module: ShardedModule[Any, Any, Any, Any]) -> list[WeightOwner]:
     trained by the dense optimizer, all others by the fused backward.
     """
     kind, tables = spec_of(module), tables_of(module)
-    shardings = (
-        tables._sharding_types
-        if isinstance(tables, ShardedEmbeddingBagCollection)
-        else list(tables._sharding_type_to_sharding)
-    )
+    shardings = sharding_types_of(tables)
     if kind is not None and kind.owner is not None:
         return [kind.owner] * len(shardings)
     dense = {
@@ -139,6 +135,13 @@ def owners_of(module: ShardedModule[Any, Any, Any, Any]) -> list[WeightOwner]:
         if parameter.compute_kernel == EmbeddingComputeKernel.DENSE.value
     }
     return [WeightOwner.DENSE_OPTIMIZER if sharding in dense else WeightOwner.FUSED_BACKWARD for sharding in shardings]
+
+
+def sharding_types_of(tables: Any) -> list[str]:
+    """Return the sharding types of a sharded collection, one for each of its lookups and output dists."""
+    if isinstance(tables, ShardedEmbeddingBagCollection):
+        return list(tables._sharding_types)
+    return list(tables._sharding_type_to_sharding)
 
 
 def ids_fit_32_bits(module: Any) -> bool:

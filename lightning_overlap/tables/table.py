@@ -13,7 +13,7 @@ from torch import nn
 from torch.distributed.optim import _apply_optimizer_in_backward  # type: ignore[attr-defined]
 from torchrec.distributed.embedding_types import BaseQuantEmbeddingSharder
 from torchrec.distributed.sharding_plan import get_default_sharders
-from torchrec.distributed.types import ModuleSharder
+from torchrec.distributed.types import ModuleSharder, QuantizedCommCodecs
 from torchrec.optim.optimizers import in_backward_optimizer_filter
 
 from .supported_modules import sharded_modules
@@ -54,9 +54,14 @@ class Table:
             _apply_optimizer_in_backward(optimizer_class, [self.parameter], dict(kwargs))
 
 
-def training_sharders() -> list[ModuleSharder[nn.Module]]:
-    """Return TorchRec's default sharders but those of quantized modules, which have nothing to train and stay whole."""
-    return [sharder for sharder in get_default_sharders() if not isinstance(sharder, BaseQuantEmbeddingSharder)]
+def training_sharders(codecs: Mapping[str, QuantizedCommCodecs] | None = None) -> list[ModuleSharder[nn.Module]]:
+    """Return TorchRec's default sharders but those of quantized modules, which have nothing to train and stay whole.
+
+    Args:
+        codecs: What embeddings and gradients are sent in, see `quantized_comms.codecs_of`; None for full precision.
+    """
+    sharders = [sharder for sharder in get_default_sharders() if not isinstance(sharder, BaseQuantEmbeddingSharder)]
+    return sharders if codecs is None else [type(sharder)(qcomm_codecs_registry=codecs) for sharder in sharders]
 
 
 def find_tables(model: nn.Module) -> list[Table]:

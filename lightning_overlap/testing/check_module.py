@@ -14,6 +14,7 @@ import torch.distributed as dist
 from lightning.pytorch import LightningDataModule
 from torch import nn
 
+from ..distributed import gather_objects
 from ..profiling import HostSync
 from ..schedules import Schedule, WeightOwner, resolve_schedule
 from .local_group import process_group
@@ -199,8 +200,7 @@ def _with_batches(setting: Setting, data: Data | Iterable[Any], num_steps: int) 
 
 def _together(verdicts: Sequence[Verdict]) -> list[Verdict]:
     """Combine the verdicts of all ranks, so that all ranks raise or none."""
-    everyone: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(everyone, [verdict.problem for verdict in verdicts])
+    everyone = gather_objects([verdict.problem for verdict in verdicts])
     if len(everyone) == 1:
         return list(verdicts)
     return [
@@ -296,7 +296,7 @@ def _served(watched: Watched, must_overlap: bool) -> Verdict:
     )
     said += "".join(f"; {name} runs in its own forward: {reason}" for name, reason in plain.items())
     problems = [
-        f"{name!r} ran in its own forward: {plain.get(name, 'its rows were not there')}"
+        f"{name!r} ran in its own forward: {plain.get(name, 'its embeddings were not there')}"
         for name, share in shares.items()
         if share < 1
     ]
@@ -315,11 +315,9 @@ def _shares(watched: Watched) -> dict[str, float]:
 
 def _same_order(watched: Watched) -> Verdict:
     law = "law 5: the same collectives in the same order on all ranks"
-    everyone: list[Any] = [None] * dist.get_world_size()
-    if len(everyone) == 1:
+    if dist.get_world_size() == 1:
         return Verdict(law, "", "one rank")
-    dist.all_gather_object(everyone, watched.collectives)
-    for at, issued in enumerate(itertools.zip_longest(*everyone)):
+    for at, issued in enumerate(itertools.zip_longest(*gather_objects(watched.collectives))):
         if len(set(issued)) > 1:
             return Verdict(law, f"number {at} is {' and '.join(map(_collective, issued))}", "")
     return Verdict(law, "", f"{len(watched.collectives)} of the main thread")

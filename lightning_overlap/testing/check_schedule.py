@@ -113,7 +113,7 @@ def check_stream_order(run: Run) -> None:
             if update.what != WeightOwner(owner) or update.module not in ("", module):
                 continue
             assert streams.is_before(update, lookup) or streams.is_before(lookup, update), (
-                f"no event orders {lookup} and {update}: the rows may be read while they are written\n{run}"
+                f"no event orders {lookup} and {update}: the tables may be read while they are written\n{run}"
             )
 
 

@@ -61,8 +61,8 @@ def cache(module: str) -> str:
     return f"the cache of {module}"
 
 
-def _rows(index: int, name: str, owner: WeightOwner, nth: int) -> str:
-    return f"rows of batch {index} ({name}, {owner.value}{'' if nth == 0 else ', own forward'})"
+def _embeddings(index: int, name: str, owner: WeightOwner, nth: int) -> str:
+    return f"embeddings of batch {index} ({name}, {owner.value}{'' if nth == 0 else ', own forward'})"
 
 
 def _sent_gradients(index: int) -> str:
@@ -70,10 +70,10 @@ def _sent_gradients(index: int) -> str:
 
 
 def _gradients(index: int) -> str:
-    return f"gradients of rows of batch {index}"
+    return f"gradients of embeddings of batch {index}"
 
 
-class _Rows(NamedTuple):
+class _Embeddings(NamedTuple):
     """Embeddings of an early lookup."""
 
     batch: int
@@ -83,7 +83,7 @@ class _Rows(NamedTuple):
     @property
     def memory(self) -> tuple[str, ...]:
         """The resource that it stands for."""
-        return (_rows(self.batch, self.module, self.owner, 0),)
+        return (_embeddings(self.batch, self.module, self.owner, 0),)
 
 
 class FakeSparse:
@@ -128,7 +128,7 @@ class FakeSparse:
         self.reads: dict[Mark, tuple[int, ...]] = {}
         self.pending: set[tuple[Stage, int, str]] = set()
         self.forwarded: set[int] = set()
-        self.held: dict[int, tuple[InFlightBatch, int]] = {}
+        self.to_update: dict[int, tuple[InFlightBatch, int]] = {}
         self.called_in_backward: dict[int, Callable[[], None]] = {}
 
     def begin(self, stage: Stage, batch: int) -> None:
@@ -270,12 +270,12 @@ class FakeSparse:
 
     def embedding_update(self, inflight: InFlightBatch) -> None:
         """Update the fused tables with the gradients that a backward has left, on the current stream."""
-        if inflight.index in self.held:  # it had a backward, and one that did not go all the way
+        if inflight.index in self.to_update:  # it had a backward, and one that did not go all the way
             self._update(inflight.index)
 
     def _update(self, index: int) -> None:
         self.begin(Stage.EMBEDDING_UPDATE, index)
-        inflight, nth = self.held.pop(index)
+        inflight, nth = self.to_update.pop(index)
         owner = WeightOwner.FUSED_BACKWARD
         self.updates[owner].append(index)
         for name, owners in self.modules.items():
@@ -315,16 +315,16 @@ class FakeSparse:
             if early:
                 assert state is not None
                 state.served = True
-                self._receive_rows(inflight.index, name)
-                rows = [_rows(inflight.index, name, owner, 0) for owner in state.owners]
-                self.streams.do(Mark(Stage.DENSE_FORWARD, inflight.index, name, nth), reads=rows)
+                self._receive_embeddings(inflight.index, name)
+                embeddings = [_embeddings(inflight.index, name, owner, 0) for owner in state.owners]
+                self.streams.do(Mark(Stage.DENSE_FORWARD, inflight.index, name, nth), reads=embeddings)
             else:
                 if self._current is not None:
                     self._current.ran_unpipelined = True
                 self.streams.wait(self.lookup_stream, self.streams.record(StreamName.COMPUTE))
                 with self.streams.on(self.lookup_stream):
-                    for held in sorted(self.held):
-                        self._update(held)
+                    for index in sorted(self.to_update):
+                        self._update(index)
                 self.streams.wait(StreamName.COMPUTE, self.streams.record(self.lookup_stream))
                 state = FakeModuleInFlight(self.modules[name], name, inflight.index)
                 for owner in self.modules[name]:
@@ -337,14 +337,18 @@ class FakeSparse:
         mark = Mark(Stage.EMBEDDING_LOOKUP, index, f"{name}/{owner.value}", nth)
         self.reads[mark] = tuple(self.updates[owner])
         fills = [cache(name)] if nth else []
-        self.streams.do(mark, reads=[*ids, table(name, owner)], writes=fills, makes=[_rows(index, name, owner, nth)])
+        self.streams.do(
+            mark, reads=[*ids, table(name, owner)], writes=fills, makes=[_embeddings(index, name, owner, nth)]
+        )
         return self.reads[mark]
 
-    def _receive_rows(self, index: int, name: str) -> None:
+    def _receive_embeddings(self, index: int, name: str) -> None:
         self._observe("wait", Stage.EMBEDDING_LOOKUP, index)
         self._complete(Stage.EMBEDDING_LOOKUP, index, name)
         self.streams.wait(StreamName.COMPUTE, self.streams.record(self.lookup_stream))
-        self.streams.record_stream([_Rows(index, name, owner) for owner in self.modules[name]], StreamName.COMPUTE)
+        self.streams.record_stream(
+            [_Embeddings(index, name, owner) for owner in self.modules[name]], StreamName.COMPUTE
+        )
 
     def backward(self, inflight: InFlightBatch) -> None:
         """Update the fused tables, each on the stream where autograd runs it: that of its lookup."""
@@ -356,7 +360,7 @@ class FakeSparse:
         calls = self.served[-sum(map(len, self.modules.values())) :]
         fused = [served for served in calls if served.owner is WeightOwner.FUSED_BACKWARD]
         if inflight.defers_update and all(served.early for served in fused):
-            self.held[inflight.index] = inflight, nth
+            self.to_update[inflight.index] = inflight, nth
             self.pending |= {(Stage.BACKWARD, inflight.index, served.module) for served in fused}
             return
         self.updates[WeightOwner.FUSED_BACKWARD].append(inflight.index)

@@ -100,18 +100,9 @@ class FakeTrainer:
         """Whether the data has ended."""
         return self._num_fetched >= self._num_batches
 
-    num_batches = float("inf")
-    num_skipped = 0
-
-    @property
-    def length_known(self) -> bool:
-        """Never: where the data ends is a matter of each run."""
-        return False
-
-    @property
-    def stop_requested(self) -> bool:
-        """Never: nobody sends it a signal."""
-        return False
+    num_batches, num_skipped = float("inf"), 0
+    length_known = False  # where the data ends is a matter of each run
+    stop_requested = False  # nobody sends it a signal
 
     def fetch(self) -> tuple[FakeBatch, int, int] | None:
         """Give the executor the next batch: the trainer is its `BatchSource`."""
@@ -229,14 +220,16 @@ def random_schedule(random: Random, max_offset: int = 3) -> Schedule:
     early = [Stage.COPY_BATCH_TO_DEVICE, *(SPARSE_STAGES if random.random() < 0.9 else ())]
     offsets = sorted((random.randint(0, max_offset) for _ in early), reverse=True)
     streams = [random.choice(list(StreamName)) for _ in early]
-    rows = [Step(*row) for row in zip(early, offsets, streams, strict=True)]
-    rows += [Step(stage, 0, StreamName.COMPUTE) for stage in TRAINING_STAGES]
-    # Any order will do in which rows of the same offset follow the life of a batch.
+    steps = [Step(*step) for step in zip(early, offsets, streams, strict=True)]
+    steps += [Step(stage, 0, StreamName.COMPUTE) for stage in TRAINING_STAGES]
+    # Any order will do in which steps of the same offset follow the life of a batch.
     order: list[Step] = []
-    while rows:
-        row = random.choice([row for row in rows if next(other for other in rows if other.offset == row.offset) is row])
-        rows.remove(row)
-        order.append(row)
+    while steps:
+        step = random.choice(
+            [step for step in steps if next(other for other in steps if other.offset == step.offset) is step]
+        )
+        steps.remove(step)
+        order.append(step)
     if len(early) > 1 and random.random() < 0.5:
         order = _with_update(random, order)
     return Schedule("random", tuple(order))
@@ -245,7 +238,7 @@ def random_schedule(random: Random, max_offset: int = 3) -> Schedule:
 def _with_update(random: Random, order: list[Step]) -> list[Step]:
     """Add a step for the update where it may stand: no lookup comes between the backward and it."""
     lookup, backward, step = (
-        next(index for index, row in enumerate(order) if row.stage is stage)
+        next(index for index, step in enumerate(order) if step.stage is stage)
         for stage in (Stage.EMBEDDING_LOOKUP, Stage.BACKWARD, Stage.OPTIMIZER_STEP)
     )
     last = len(order) if lookup < backward else lookup if lookup > step else -1

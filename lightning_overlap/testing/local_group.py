@@ -12,7 +12,7 @@ from unittest import mock
 import numpy as np
 import torch
 import torch.distributed as dist
-from lightning.fabric.plugins import ClusterEnvironment
+from lightning.fabric.plugins.environments.lightning import LightningEnvironment
 from typing_extensions import override
 
 
@@ -44,7 +44,7 @@ def process_group(accelerator: str) -> Iterator[None]:
         torch.set_rng_state(state[2])
 
 
-class ThisGroup(ClusterEnvironment):
+class ThisGroup(LightningEnvironment):
     """The processes of the default group; nothing is started, no variable of the environment is set."""
 
     def __init__(self, per_node: int) -> None:
@@ -56,36 +56,13 @@ class ThisGroup(ClusterEnvironment):
     def creates_processes_externally(self) -> bool:
         return True
 
-    @property
-    @override
-    def main_address(self) -> str:
-        return "127.0.0.1"
-
-    @property
-    @override
-    def main_port(self) -> int:
-        return 0
-
-    @staticmethod
-    @override
-    def detect() -> bool:
-        return False
-
     @override
     def world_size(self) -> int:
         return dist.get_world_size()
 
     @override
-    def set_world_size(self, size: int) -> None:
-        pass
-
-    @override
     def global_rank(self) -> int:
         return dist.get_rank()
-
-    @override
-    def set_global_rank(self, rank: int) -> None:
-        pass
 
     @override
     def local_rank(self) -> int:
@@ -94,3 +71,7 @@ class ThisGroup(ClusterEnvironment):
     @override
     def node_rank(self) -> int:
         return dist.get_rank() // self._per_node
+
+    @override
+    def teardown(self) -> None:
+        pass  # the parent's deletes a variable of the environment

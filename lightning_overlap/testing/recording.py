@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
+from ..runtime import HostStreams
 from ..schedules import EARLY_OWNERS, Schedule, Stage, StreamName, WeightOwner
 from .race_detector import Clock, Races
 
@@ -108,7 +109,7 @@ class RecordedEvent:
     """What the stream knew of all streams' work."""
 
 
-class RecordingStreams:
+class RecordingStreams(HostStreams):
     """Stands in for a device's streams: logs every call, knows what is ordered before what, raises at a race.
 
     Args:
@@ -150,10 +151,6 @@ class RecordingStreams:
             self.log.append(("wait", self[name], event))
             self._known[self[name]] |= event.over
             self._races.wait(self[name], event.clock)
-
-    def native(self, name: StreamName) -> StreamName:
-        """Return the stream's name."""
-        return self[name]
 
     def record_stream(self, value: Any, name: StreamName) -> None:
         """Let a stream use the memory of a value that was made on another one."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -25,10 +25,10 @@ def _states(module: LightningModule, optimizers: Sequence[torch.optim.Optimizer]
     names: dict[int, str] = {}
     for name, parameter in module.named_parameters():
         names[id(parameter)] = name
-        if not _is_in(name, sharded):
+        if not is_in(name, sharded):
             yield f"weight {name}", parameter
     for name, buffer in module.named_buffers():
-        if not _is_in(name, sharded):
+        if not is_in(name, sharded):
             yield f"buffer {name}", buffer
     for outer, child in sharded.items():
         for name, value in child.state_dict().items():
@@ -44,8 +44,9 @@ def _states(module: LightningModule, optimizers: Sequence[torch.optim.Optimizer]
                     yield f"optimizer state {names.get(id(weight), 'of a weight')} {kind}", value
 
 
-def _is_in(name: str, sharded: Mapping[str, Any]) -> bool:
-    return any(name.startswith(f"{outer}.") for outer in sharded)
+def is_in(name: str, modules: Iterable[str]) -> bool:
+    """Whether a weight belongs to one of these modules, by its name."""
+    return any(name.startswith(f"{outer}.") for outer in modules)
 
 
 def _locals(name: str, value: Any) -> Iterator[tuple[str, Tensor]]:

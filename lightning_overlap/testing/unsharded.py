@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import itertools
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -18,9 +19,11 @@ from torchrec.distributed.types import Awaitable, LazyAwaitable, ShardedTensor
 from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor, KeyedTensor
 from typing_extensions import override
 
+from ..distributed import gather_objects
 from ..plugin import OverlapEmbeddingStrategy
 from ..schedules import WeightOwner
 from ..tables import owners_of, sharded_modules, spec_of, tables_of
+from .state_digests import is_in
 
 State = Mapping[str, Tensor]
 """Whole weights and buffers of one module by their names in it."""
@@ -35,6 +38,31 @@ class Weights:
     all: set[str] = field(default_factory=set)
 
 
+class Changes(Callback):
+    """Notes what a fit changes."""
+
+    def __init__(self) -> None:
+        self.weights = Weights()
+        self._first: dict[str, Tensor] = {}
+
+    def _weights_of(self, module: LightningModule) -> dict[str, Tensor]:
+        return {name: weight.detach().clone() for name, weight in module.named_parameters()}
+
+    @override
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._first = self._weights_of(pl_module)
+
+    @override
+    def on_after_backward(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self.weights.with_gradient |= {name for name, weight in pl_module.named_parameters() if weight.grad is not None}
+
+    @override
+    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        last = self._weights_of(pl_module)
+        self.weights.all = set(last)
+        self.weights.changed = {name for name, value in last.items() if not torch.equal(value, self._first[name])}
+
+
 @dataclass
 class _Call:
     """A call of a sharded module in a step."""
@@ -43,7 +71,7 @@ class _Call:
     step: str
     batch: int
     given: tuple[tuple[Any, ...], dict[str, Any]]
-    rows: Any
+    embeddings: Any
     early: bool
     training: bool
     grad_enabled: bool
@@ -51,7 +79,7 @@ class _Call:
     """Which of the kept states its lookup reads, of tables that the dense optimizer or nobody writes meanwhile."""
 
 
-class Answers(Callback):
+class Answers(Changes):
     """Compares every answer of the sharded modules with that of the unsharded ones, and notes what a fit changes.
 
     The unsharded module never trains here: it gets the whole weights of all ranks that the lookup should have read.
@@ -62,10 +90,10 @@ class Answers(Callback):
     """
 
     def __init__(self, unsharded: LightningModule) -> None:
+        super().__init__()
         self.problems: dict[str, str] = {}
         self.left_out: dict[str, str] = {}
         self.num_outputs = 0
-        self.weights = Weights()
         self.updates: list[int] = []
         """The batches that a backward was for; the watch of the fit writes it."""
         self.seen: Mapping[int, tuple[int, ...]] = {}
@@ -74,21 +102,20 @@ class Answers(Callback):
         self.modules: Mapping[str, Any] = {}
         """The sharded modules, by name."""
         self._states: dict[int, dict[str, State]] = {}
-        self._first: dict[str, Tensor] = {}
         self._calls: list[_Call] = []
         self._last: dict[str, _Call] = {}
         self._batch, self._state = -1, 0
 
     # -- what the fit tells ---------------------------------------------------------------------------------------
 
-    def answered(self, name: str, step: str, given: Any, rows: Any, *, early: bool) -> None:
+    def answered(self, name: str, step: str, given: Any, embeddings: Any, *, early: bool) -> None:
         """Keep a sharded module's answer, to compare it with the unsharded module's at the end of the step.
 
         Args:
             name: Name of the module.
             step: The step that called it: `training_step` or `validation_step`.
             given: A copy of the call's arguments from before the call; None where they cannot be copied.
-            rows: The answer, perhaps still under way.
+            embeddings: The answer, perhaps still under way.
             early: Whether it came from an early lookup.
         """
         if name in self.left_out or name not in self.modules:
@@ -99,7 +126,7 @@ class Answers(Callback):
             return  # after a backward of the same step: nobody knows what a training step of its own updated since
         else:
             training, grad = self.modules[name].training, torch.is_grad_enabled()
-            self._calls.append(_Call(name, step, self._batch, given, rows, early, training, grad, self._state))
+            self._calls.append(_Call(name, step, self._batch, given, embeddings, early, training, grad, self._state))
 
     @override
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -111,15 +138,11 @@ class Answers(Callback):
             if reason is not None:
                 self.left_out[name] = reason
         self._keep(trainer)
-        self._first = self._weights_of(pl_module)
+        super().on_train_start(trainer, pl_module)
 
     @override
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
         self._batch, self._state = batch_idx, len(self.updates)
-
-    @override
-    def on_after_backward(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self.weights.with_gradient |= with_gradient(pl_module)
 
     @override
     def on_train_batch_end(
@@ -144,9 +167,7 @@ class Answers(Callback):
     @override
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._evaluate_by_hand(pl_module)
-        last = self._weights_of(pl_module)
-        self.weights.changed = {name for name, value in last.items() if not torch.equal(value, self._first[name])}
-        self.weights.all = set(last)
+        super().on_train_end(trainer, pl_module)
         self.weights = of_all_ranks(self.weights)
 
     # -- states ---------------------------------------------------------------------------------------------------
@@ -159,16 +180,17 @@ class Answers(Callback):
         ahead = [len(seen) for batch, seen in self.seen.items() if batch > self._batch]
         oldest = min([num, *ahead])
         self._states = {at: state for at, state in self._states.items() if at >= oldest}
-        with strategy.saving():  # behind the updates that are held back, and the lookups that run
+        with strategy.saving():  # after deferred updates, and the lookups that run
             self._states[num] = {name: whole_state(module) for name, module in self.modules.items()}
 
+    @override
     def _weights_of(self, module: LightningModule) -> dict[str, Tensor]:
         """Return the weights of a model: as the latest states have them those of sharded modules."""
         latest = self._states[max(self._states)]
         found = {
             name: weight.detach().clone()
             for name, weight in module.named_parameters()
-            if not _is_in(name, self.modules) and weight.requires_grad
+            if not is_in(name, self.modules) and weight.requires_grad
         }
         for outer, state in latest.items():
             names = [name for name, _ in self._unsharded.get_submodule(outer).named_parameters()]
@@ -198,19 +220,20 @@ class Answers(Callback):
                     self.problems[call.name] = f"{call.name!r} in {place}: {found}"
 
     def _problem(self, call: _Call) -> str | None:
-        rows = waited(call.rows)
-        if not call.grad_enabled and any(isinstance(part, Tensor) and part.requires_grad for _, part in parts(rows)):
-            return "its rows need a gradient, though it was called without one (torch.no_grad)"
+        embeddings = waited(call.embeddings)
+        if not call.grad_enabled and any(
+            isinstance(part, Tensor) and part.requires_grad for _, part in parts(embeddings)
+        ):
+            return "its embeddings need a gradient, though it was called without one (torch.no_grad)"
         unsharded = self._unsharded.get_submodule(call.name).train(call.training)
         unsharded.load_state_dict(self._state_of(call), strict=False)
         args, kwargs = call.given
         with torch.no_grad():
-            return first_difference(rows, unsharded(*args, **kwargs))
+            return first_difference(embeddings, unsharded(*args, **kwargs))
 
     def _evaluate_by_hand(self, module: LightningModule) -> None:
         """Call the modules in evaluation mode, as a callback may."""
-        everyone: list[Any] = [None] * dist.get_world_size()
-        dist.all_gather_object(everyone, sorted(self._last.keys() - self.left_out.keys()))
+        everyone = gather_objects(sorted(self._last.keys() - self.left_out.keys()))
         self._batch, self._state = -1, max(self._states)
         for name in sorted(set(everyone[0]).intersection(*everyone)):
             sharded = self.modules[name]
@@ -218,43 +241,15 @@ class Answers(Callback):
             given = self._last[name].given
             args, kwargs = copy.deepcopy(given)
             with torch.no_grad():
-                rows = waited(sharded.eval()(*args, **kwargs))
-            self.answered(name, "call by hand in evaluation mode", given, rows, early=False)
+                embeddings = waited(sharded.eval()(*args, **kwargs))
+            self.answered(name, "call by hand in evaluation mode", given, embeddings, early=False)
             self._compare()
             sharded.train(training)
 
 
-class Changes(Callback):
-    """Notes what a fit of an unsharded module changes."""
-
-    def __init__(self) -> None:
-        self.weights = Weights()
-        self._first: dict[str, Tensor] = {}
-
-    @override
-    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self._first = {name: weight.detach().clone() for name, weight in pl_module.named_parameters()}
-
-    @override
-    def on_after_backward(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self.weights.with_gradient |= with_gradient(pl_module)
-
-    @override
-    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        weights = dict(pl_module.named_parameters())
-        self.weights.all = set(weights)
-        self.weights.changed = {name for name in weights if not torch.equal(weights[name], self._first[name])}
-
-
-def with_gradient(module: nn.Module) -> set[str]:
-    """Return the names of weights that have a gradient now."""
-    return {name for name, weight in module.named_parameters() if weight.grad is not None}
-
-
 def of_all_ranks(weights: Weights) -> Weights:
     """Return the names that any rank has; all ranks call this."""
-    everyone: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(everyone, weights)
+    everyone = gather_objects(weights)
     return Weights(
         *(set().union(*(getattr(one, part) for one in everyone)) for part in ("with_gradient", "changed", "all"))
     )
@@ -270,7 +265,7 @@ def different_weights(sharded: Weights, unsharded: Weights, modules: Iterable[st
     """
     problems = []
     both = sharded.all & unsharded.all
-    outside = {name for name in both if not _is_in(name, modules)}
+    outside = {name for name in both if not is_in(name, modules)}
     for what, mine, theirs, names in (
         ("changed by training", sharded.changed, unsharded.changed, both),
         ("with a gradient", sharded.with_gradient, unsharded.with_gradient, outside),
@@ -354,11 +349,8 @@ def whole_state(module: nn.Module) -> State:
             state[key] = value.full_tensor().detach().clone()
         elif isinstance(value, Tensor):
             state[key] = value.detach().clone()
-    everyone: list[Any] = [own]
-    if dist.get_world_size() > 1:
-        everyone = [None] * dist.get_world_size()
-        dist.all_gather_object(everyone, own)
-    for key, offsets, part in [each for shards in everyone for each in shards]:
+    everyone = gather_objects(own) if dist.get_world_size() > 1 else [own]
+    for key, offsets, part in itertools.chain.from_iterable(everyone):
         place = tuple(slice(start, start + size) for start, size in zip(offsets, part.shape, strict=True))
         state[key][place] = part.to(state[key].device)
     return state
@@ -414,7 +406,3 @@ def _fused_tables(module: Any) -> set[str]:
 
 def _is_of(key: str, tables: set[str]) -> bool:
     return any(f".{key}.".find(f".{table}.") >= 0 for table in tables)
-
-
-def _is_in(name: str, modules: Iterable[str]) -> bool:
-    return any(name.startswith(f"{outer}.") for outer in modules)

@@ -12,7 +12,7 @@ class Verdict:
     Args:
         law: What has to hold.
         problem: What does not, or ''.
-        warned: What was seen where it holds.
+        said: What was seen where it holds.
     """
 
     law: str

@@ -58,7 +58,7 @@ class Watched:
     seen: dict[int, tuple[int, ...]] = field(default_factory=dict)
     """Batch -> the batches whose backward was over when its lookup was issued."""
     early: dict[int, dict[str, bool]] = field(default_factory=dict)
-    """Batch -> module -> whether all its calls got the rows of an early lookup."""
+    """Batch -> module -> whether all its calls got the embeddings of an early lookup."""
     plain_reasons: dict[str, str] = field(default_factory=dict)
     owners: dict[str, frozenset[WeightOwner]] = field(default_factory=dict)
     syncs: list[HostSync] = field(default_factory=list)
@@ -123,14 +123,15 @@ def fit(
     watched = Watched()
     seed_all(setting.seed)
     module = setting.make_module()
-    seed_all(setting.seed + _rank())
+    seed_all(setting.seed + dist.get_rank())
     watch = _Watch(watched, len(setting.batches), every_state=every_state, syncs=syncs)
     delay = _Delay(delays) if delays is not None else None
     strategy = _WatchedStrategy(watch, delay, races, answers, pipeline=pipeline, **setting.strategy_options)
-    more = [each for each in (delay, answers) if each is not None]
+    first = [] if strategy.checked is None else [_FollowsMemory(strategy.checked)]
+    last = [each for each in (delay, answers) if each is not None]
     if answers is not None:
         answers.updates, answers.seen = watched.updates, watched.seen
-    callbacks = [*([_FollowsMemory()] if races else ()), *setting.trainer_options.get("callbacks", ()), watch, *more]
+    callbacks = [*first, *setting.trainer_options.get("callbacks", ()), watch, *last]
     trainer = make_trainer(setting, strategy, callbacks)
     before = _patchable(trainer, module)
     loader = _Replay(setting.batches)
@@ -155,7 +156,7 @@ def fit_unsharded(setting: Setting, module: LightningModule) -> Changes:
     Callbacks of the user's own stay out: some ask for the strategy.
     """
     changes = Changes()
-    seed_all(setting.seed + _rank())
+    seed_all(setting.seed + dist.get_rank())
     device = torch.device("cpu") if setting.accelerator == "cpu" else torch.device("cuda", torch.cuda.current_device())
     options = {**_QUIET, **setting.trainer_options, "limit_val_batches": 0, "callbacks": [changes]}
     trainer = Trainer(accelerator=setting.accelerator, devices=1, strategy=SingleDeviceStrategy(device), **options)
@@ -180,16 +181,21 @@ _QUIET: dict[str, Any] = {
 
 
 def make_trainer(setting: Setting, strategy: Any, callbacks: Sequence[Callback] = ()) -> Trainer:
-    """Return a quiet Trainer over the ranks of the process group, with the setting's accelerator and options."""
+    """Return a quiet Trainer over the ranks of the process group.
+
+    Args:
+        setting: Gives the accelerator and further arguments of the Trainer.
+        strategy: What to train with.
+        callbacks: Callbacks of the fit.
+    """
     world_size = dist.get_world_size()
     per_node = int(os.environ.get("LOCAL_WORLD_SIZE", world_size))
-    options = {**_QUIET, **setting.trainer_options, "callbacks": list(callbacks)}
+    options = {**_QUIET, **setting.trainer_options, "callbacks": list(callbacks), "plugins": [ThisGroup(per_node)]}
     return Trainer(
         accelerator=setting.accelerator,
         devices=per_node,
         num_nodes=world_size // per_node,
         strategy=strategy,
-        plugins=[ThisGroup(per_node)],
         **options,
     )
 
@@ -318,27 +324,23 @@ def _fused_weights(module: Any) -> list[Tensor]:
 class _FollowsMemory(Callback):
     """Lets checked streams see all operators of the training."""
 
-    def __init__(self) -> None:
+    def __init__(self, streams: CheckedStreams) -> None:
+        self._streams = streams
         self._watching = contextlib.ExitStack()
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        assert isinstance(trainer.strategy, OverlapEmbeddingStrategy)
-        streams = trainer.strategy.streams
-        if isinstance(streams, CheckedStreams):
-            weights = {name: weight.detach() for name, weight in pl_module.named_parameters()}
-            for name, module in sharded_modules(pl_module).items():
-                weights |= {f"a table of {name} {at}": weight for at, weight in enumerate(_fused_weights(module))}
-            self._watching.enter_context(streams.watching(weights))
+        weights = {name: weight.detach() for name, weight in pl_module.named_parameters()}
+        for name, module in sharded_modules(pl_module).items():
+            weights |= {f"a table of {name} {at}": weight for at, weight in enumerate(_fused_weights(module))}
+        self._watching.enter_context(self._streams.watching(weights))
 
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        assert isinstance(trainer.strategy, OverlapEmbeddingStrategy)
-        streams = trainer.strategy.streams
-        if isinstance(streams, CheckedStreams):
-            if batch_idx % 3 == 2:
-                trainer.strategy.update_tables()  # as before an evaluation or a checkpoint; else updates may be held
-            streams.read_weights(f"a callback behind the step of batch {batch_idx}")
+        if batch_idx % 3 == 2:
+            assert isinstance(trainer.strategy, OverlapEmbeddingStrategy)
+            trainer.strategy.update_tables()  # as before an evaluation or a save: no update is left
+        self._streams.read_weights(f"a callback behind the step of batch {batch_idx}")
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._watching.close()
@@ -357,15 +359,14 @@ class _WatchedStrategy(OverlapEmbeddingStrategy):
         self._watch = watch
         self._delay = delay
         self._answers = answers
-        if races:
-            streams = CheckedStreams(self._lookup_stream)
-            self._streams = streams
-            self._observer = streams.observe
+        self.checked = CheckedStreams(self._lookup_stream) if races else None
+        if self.checked is not None:
+            self._streams, self._observer = self.checked, self.checked.observe
 
     def batch_to_device(self, batch: Any, device: torch.device | None = None, dataloader_idx: int = 0) -> Any:
         batch = super().batch_to_device(batch, device, dataloader_idx)
-        if isinstance(self._streams, CheckedStreams):
-            self._streams.take(batch)
+        if self.checked is not None:
+            self.checked.take(batch)
         return batch
 
     def _make_pipeline(self, schedule: Any, step: str) -> SparsePipeline:
@@ -376,14 +377,14 @@ class _WatchedStrategy(OverlapEmbeddingStrategy):
             given = _copied((args, kwargs)) if answers is not None else None
             around = contextlib.nullcontext() if delay is None else delay.around(pipelined.name, pipelined.module)
             with around:
-                rows = serve(pipelined, args, kwargs)
+                embeddings = serve(pipelined, args, kwargs)
             if step == "training_step":
-                watch.served(pipelined.name, isinstance(rows, EarlyEmbeddings))
+                watch.served(pipelined.name, isinstance(embeddings, EarlyEmbeddings))
                 if pipelined.unpipelined_reason is not None:
                     watch.watched.plain_reasons[pipelined.name] = pipelined.unpipelined_reason
             if answers is not None:
-                answers.answered(pipelined.name, step, given, rows, early=isinstance(rows, EarlyEmbeddings))
-            return rows
+                answers.answered(pipelined.name, step, given, embeddings, early=isinstance(embeddings, EarlyEmbeddings))
+            return embeddings
 
         if step == "training_step" or answers is not None:
             pipeline.answers.answer = call  # type: ignore[method-assign]
@@ -416,10 +417,6 @@ def _copied(given: tuple[tuple[Any, ...], dict[str, Any]]) -> Any:
 def _group_name(group: Any) -> str:
     made = dist.ProcessGroup.unbox(group)
     return f"{made.group_desc} {made.group_name}"  # names are alike on all ranks, descriptions may be of several
-
-
-def _rank() -> int:
-    return dist.get_rank()
 
 
 def seed_all(seed: int) -> None:

@@ -59,7 +59,7 @@ def test_ours_beside_plain_lightning_and_torchrec(tmp_path: Path) -> None:
         assert arm["of_base_range"][0] <= arm["of_base"] <= arm["of_base_range"][1]
         assert arm["samples_per_s"] > 0
         assert arm["peak_memory"]["resident"] > 0
-        assert {"sizes", "ids", "rows", "gradients"} <= arm["collectives"].keys()
+        assert {"sizes", "ids", "embeddings", "gradients"} <= arm["collectives"].keys()
     prefetch = arms_by_name["torchrec/prefetch"]["failure"]  # needs CUDA streams
     assert "PrefetchPipelinedForward" in prefetch
     assert f"torchrec/prefetch: does not run here: {prefetch}" in done.stdout
@@ -75,9 +75,9 @@ def test_latencies_are_put_on_top(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
     _, arms = results(tmp_path)
     for arm in arms.values():
-        # A sleep is never shorter: sizes, lengths with ids, rows, gradients one after the other, and 3 x 5 ms.
+        # A sleep is never shorter: sizes, lengths with ids, embeddings, gradients one after the other, and 3 x 5 ms.
         assert arm["step_ms_median"] >= 4 * 40 + 15
-        for name in ("sizes", "ids", "rows", "gradients"):
+        for name in ("sizes", "ids", "embeddings", "gradients"):
             assert arm["collectives"][name][1] >= 30, name
         assert arm["same_as_base"]
 

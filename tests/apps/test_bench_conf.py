@@ -55,6 +55,20 @@ def test_another_stream_makes_other_names() -> None:
     assert "semi_sync/data_dist" in config_checks.arms(bench_config("arms=[semi_sync/*]", "stream=dedicated"))
 
 
+def test_a_precision_is_part_of_a_name() -> None:
+    config = bench_config("arms=[fused_*,'*sparse_dist+fp16',base+int8]")
+    chosen = config_checks.arms(config)
+    build.check(config)
+    assert [name for name in chosen if "+" in name] == [
+        *("sparse_dist+fp16", "fused_sparse_dist+fp16", "base+int8"),
+        *("torchrec/sparse_dist+fp16", "torchrec/fused_sparse_dist+fp16"),
+    ]
+    assert set(chosen) <= bench_arms.arms(config).keys()
+    for arm, message in (("base+fp61", "unknown precision 'fp61'. Did you mean 'fp16'"), ("base+bf16", "by a CPU")):
+        with pytest.raises(ValueError, match=re.escape(message)):
+            build.check(bench_config(f"arms=[{arm}]"))
+
+
 @pytest.mark.parametrize(
     ("override", "message"),
     [

@@ -39,8 +39,8 @@ def turn(*step_ms: float, losses: tuple[bytes, ...] = (b"a", b"b"), memory_mib: 
 
 def base() -> ArmTurns:
     """Two rounds on two ranks: 100 ms of which rank 0 waits for 50, rank 1 for 40."""
-    fast = turn(90, 100, 100, busy_ms=[50.0], wire_ms=[60.0], exposed_ms=[50.0], collectives={"rows": (60, 50)})
-    slow = turn(100, 100, 110, busy_ms=[60.0], wire_ms=[52.0], exposed_ms=[40.0], collectives={"rows": (52, 40)})
+    fast = turn(90, 100, 100, busy_ms=[50.0], wire_ms=[60.0], exposed_ms=[50.0], collectives={"embeddings": (60, 50)})
+    slow = turn(100, 100, 110, busy_ms=[60.0], wire_ms=[52.0], exposed_ms=[40.0], collectives={"embeddings": (52, 40)})
     return ArmTurns("base", 0, [[fast, slow], [fast, slow]])
 
 
@@ -87,6 +87,15 @@ def test_memory_is_the_90th_percentile_over_rounds_of_the_largest_rank() -> None
     assert evaluate([arm], batch_size=None, bound=None)[0].peak_memory == {"resident": 109 * MIB}
 
 
+def test_a_precision_has_a_reference_of_its_own() -> None:
+    other = [[turn(80, losses=(b"x",))] * 2] * 2
+    arms = [base(), ArmTurns("base+fp16", 0, other), ArmTurns("mode+fp16", 0, other), ArmTurns("mode+int8", 0, other)]
+    found = evaluate(arms, batch_size=None, bound=None)
+    assert [result.same_as_base for result in found] == [True, True, True, False]
+    lines = table(found).splitlines()
+    assert [line.split("  ")[-1].strip() for line in lines[-2:]] == ["yes (base+fp16)", "no (int8)"]
+
+
 def test_one_other_bit_on_any_rank_in_any_round_is_not_the_same() -> None:
     other = base().rounds
     other[1][1] = replace(other[1][1], losses=[b"a", b"c"])
@@ -110,25 +119,25 @@ def test_the_table_has_a_row_for_each_arm_that_ran() -> None:
 
 
 def test_each_collective_is_hidden_or_exposed() -> None:
-    seen = {"rows": (40.0, 39.5), "sizes": (40.0, 3.0), "all_reduce": (1.0, 0.0)}
-    arm = ArmTurns("base", 0, [[turn(100, collectives=seen), turn(100, collectives={"rows": (40.0, 41.0)})]])
+    seen = {"embeddings": (40.0, 39.5), "sizes": (40.0, 3.0), "all_reduce": (1.0, 0.0)}
+    arm = ArmTurns("base", 0, [[turn(100, collectives=seen), turn(100, collectives={"embeddings": (40.0, 41.0)})]])
     told = collectives_table(evaluate([arm], None, None))
     assert told is not None
     head, _, row = told.splitlines()
-    assert head.split() == ["waited", "for", "sizes", "rows"]  # an all-reduce only where it is exposed
+    assert head.split() == ["waited", "for", "sizes", "embeddings"]  # an all-reduce only where it is exposed
     assert row.split() == ["base", "hidden", "exposed", "41.0", "ms"]  # of the rank that waits longest
     assert collectives_table(evaluate([ArmTurns("base", 0, [[turn(100)]])], None, None)) is None
 
 
 def test_collectives_count_in_the_step_of_their_issue_and_waits_on_their_lane() -> None:
     spans = [
-        Span(5, 25, Category.COMMUNICATION, "collectives", "rows"),
-        Span(12, 25, Category.WAIT, "host", "rows"),
-        Span(15, 40, Category.COMMUNICATION, "collectives", "rows"),
-        Span(30, 40, Category.WAIT, "host", "rows"),
+        Span(5, 25, Category.COMMUNICATION, "collectives", "embeddings"),
+        Span(12, 25, Category.WAIT, "host", "embeddings"),
+        Span(15, 40, Category.COMMUNICATION, "collectives", "embeddings"),
+        Span(30, 40, Category.WAIT, "host", "embeddings"),
         Span(21, 29, Category.WAIT, "side", "ids"),
     ]
-    assert by_name(spans, [(0, 10), (10, 20), (20, 45)], "host") == {"rows": (20, 10)}
+    assert by_name(spans, [(0, 10), (10, 20), (20, 45)], "host") == {"embeddings": (20, 10)}
 
 
 def test_files(tmp_path: Path) -> None:
@@ -137,5 +146,5 @@ def test_files(tmp_path: Path) -> None:
     content = json.loads((tmp_path / "bench.json").read_text(encoding="utf-8"))
     assert (content["ranks"], content["bound_ms"]) == (2, 60.0)
     assert [(arm["name"], arm["failure"]) for arm in content["arms"]] == [("base", None), ("peer", "TypeError: why")]
-    assert content["arms"][0]["collectives"] == {"rows": [60, 50]}
+    assert content["arms"][0]["collectives"] == {"embeddings": [60, 50]}
     assert (tmp_path / "bench.png").read_bytes().startswith(b"\x89PNG")

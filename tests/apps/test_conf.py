@@ -21,7 +21,10 @@ from lightning_overlap.apps.hydra_command import add_or_override
 from lightning_overlap.models import DLRM
 
 CONF = Path(str(files("lightning_overlap"))) / "conf"
-GROUPS = ("pipeline", "stream", "model", "data", "sharding", "trainer", "logger", "callbacks", "experiment", "bench")
+GROUPS = (
+    *("pipeline", "stream", "model", "data", "sharding", "comms", "trainer", "logger", "callbacks", "experiment"),
+    "bench",
+)
 
 
 def names(group: str) -> list[str]:
@@ -100,6 +103,25 @@ def test_sharding_reaches_the_strategy(override: str, sharding: object) -> None:
     assert build.build_strategy(config, MODES["base"], model).sharding == sharding
 
 
+@pytest.mark.parametrize("name", names("comms"))
+def test_comms_reach_the_strategy(name: str) -> None:
+    config = composed(f"comms={name}")
+    strategy = build.build_strategy(config, MODES["base"], build.build_model(config, build.build_data(config)))
+    if name == "none":
+        assert strategy.quantized_comms is None
+        return
+    assert strategy.quantized_comms is not None
+    sent = [str(getattr(strategy.quantized_comms, f"{way}_precision")) for way in ("forward", "backward")]
+    assert "_".join(dict.fromkeys(sent)) == name
+
+
+def test_a_loss_scale_is_an_option_of_comms() -> None:
+    config = composed("comms=fp16", "comms.backward_loss_scale=1024")
+    comms = build.build_comms(config)
+    assert comms is not None
+    assert (comms.forward_loss_scale, comms.backward_loss_scale) == (None, 1024)
+
+
 def test_the_record_of_a_run_holds_the_defaults_that_python_wrote() -> None:
     record = build.complete(composed("data.num_tables=3"))
     default = inspect.signature(get_object(record["data"]["_target_"])).parameters["batch_size"].default
@@ -119,6 +141,10 @@ def test_the_record_of_a_run_holds_the_defaults_that_python_wrote() -> None:
         (["data.batchsize=3"], "unknown option of data 'batchsize'. Did you mean 'batch_size'"),
         (["data.batch_size=0"], "batch_size"),
         (["model.table_rate=1"], "unknown option of model 'table_rate'"),
+        (["comms.forward=fp61"], "quantized_comms: unknown precision 'fp61'. Did you mean 'fp16'"),
+        (["comms=fp16", "comms.forwards=fp16"], "unknown option of comms 'forwards'. Did you mean 'forward'"),
+        (["comms=bf16"], "quantized_comms: bf16 (forward) cannot be sent by a CPU"),
+        (["comms=int8", "comms.backward_loss_scale=2"], "backward_loss_scale=2 does nothing"),
         (["sharding.tables.cat_9=table_wise"], "sharding: unknown table 'cat_9'"),
         (["sharding.type=row_wise"], "sharding of table 'cat_0': 'row_wise' is not possible on cpu"),
         (["sharding.tables.cat_3=row_wise"], "sharding of table 'cat_3': 'row_wise' is not possible on cpu"),

@@ -14,8 +14,8 @@ from lightning_overlap import OverlapEmbeddingStrategy
 
 from ..support.cases import ADAGRAD, MIXED, ROWWISE_ADAGRAD, SEQUENCE, TABLE_WISE, Case, TableSpec
 from ..support.ranks import RankError, Ranks
-from . import checkpoints
-from .checkpoints import EPOCH, Trained, train, whole
+from . import checkpoints, saves
+from .checkpoints import EPOCH, DenseAdam, Trained, train, whole
 
 FORMATS = ("sharded", "full")
 
@@ -126,11 +126,11 @@ def test_a_table_that_changes_its_trainer(two_ranks: Ranks, checkpoint_format: s
     for first, second in (("0 1", "0 dp"), ("0 dp", "0 1")):
         folder = str(tmp_path / first)
         saved = two_ranks.run(
-            train, ROWWISE_ADAGRAD, folder, plan=first, checkpoint_format=checkpoint_format, model_class=None or _adam()
+            train, ROWWISE_ADAGRAD, folder, plan=first, checkpoint_format=checkpoint_format, model_class=DenseAdam
         )
         path = saved[0].checkpoint
         loaded = two_ranks.run(
-            train, ROWWISE_ADAGRAD, str(tmp_path / "_"), plan=second, resume=path, model_class=_adam()
+            train, ROWWISE_ADAGRAD, str(tmp_path / "_"), plan=second, resume=path, model_class=DenseAdam
         )
         before, after = whole(saved), whole(loaded)
         assert torch.equal(after["t1"], before["t1"])
@@ -143,16 +143,12 @@ def test_a_table_that_changes_its_trainer(two_ranks: Ranks, checkpoint_format: s
             assert after["t1 momentum1"].eq(0).all()
 
 
-def _adam() -> Any:
-    return checkpoints.DenseAdam
-
-
 @pytest.mark.parametrize("checkpoint_format", FORMATS)
 def test_tables_may_be_called_anything(get_ranks: Any, checkpoint_format: str, tmp_path: Path) -> None:
     names = ("user/id", "a/b/c d", "t[0]", "t[1]", "ü [:, 0:4]")
     tables = tuple(TableSpec(name, (f"f{index}",)) for index, name in enumerate(names))
     case = Case("names", tables, optimizer=ROWWISE_ADAGRAD.optimizer)
-    kwargs: dict[str, Any] = {"plan": "dense dense cw cw cw", "model_class": _adam()}
+    kwargs: dict[str, Any] = {"plan": "dense dense cw cw cw", "model_class": DenseAdam}
     ranks = get_ranks(1)
     all_at_once = ranks.run(train, case, str(tmp_path / "a"), epochs=2, checkpoint_format=checkpoint_format, **kwargs)
     path = str(tmp_path / "a" / "epoch=0.ckpt")
@@ -172,7 +168,7 @@ def test_tables_may_be_called_anything(get_ranks: Any, checkpoint_format: str, t
 @pytest.mark.parametrize("checkpoint_format", FORMATS)
 def test_dense_kernels_of_table_wise_tables(two_ranks: Ranks, checkpoint_format: str, tmp_path: Path) -> None:
     """Each rank's Adam has state of its own tables only."""
-    kwargs: dict[str, Any] = {"plan": "dense dense", "model_class": _adam()}
+    kwargs: dict[str, Any] = {"plan": "dense dense", "model_class": DenseAdam}
     all_at_once = two_ranks.run(
         train, ROWWISE_ADAGRAD, str(tmp_path / "a"), epochs=2, checkpoint_format=checkpoint_format, **kwargs
     )
@@ -251,7 +247,7 @@ def test_model_checkpoint(two_ranks: Ranks, how: str, save_last: Any, tmp_path: 
 def test_an_asynchronous_save_holds_the_state_of_its_step(ranks: Ranks, case: Case, tmp_path: Path) -> None:
     """Though the tables are updated while it is written."""
     path = tmp_path / "a.ckpt"
-    saved = ranks.run(checkpoints.save_while_training, case, str(path))
+    saved = ranks.run(saves.save_while_training, case, str(path))
     assert not any(whole_at_once for _, whole_at_once in saved)
     before = whole([trained for trained, _ in saved])
     trained = [rank for rank, _ in saved]
@@ -263,7 +259,7 @@ def test_an_asynchronous_save_holds_the_state_of_its_step(ranks: Ranks, case: Ca
 
 
 def test_an_asynchronous_save_that_fails_is_an_error_on_every_rank(two_ranks: Ranks, tmp_path: Path) -> None:
-    for message in two_ranks.run(checkpoints.fail_while_training, str(tmp_path / "a.ckpt")):
+    for message in two_ranks.run(saves.fail_while_training, str(tmp_path / "a.ckpt")):
         assert "could not write the checkpoint" in message[0]
         assert "no space left" in message[0]
     assert not (tmp_path / "a.ckpt").exists()
@@ -274,7 +270,7 @@ def test_an_error_beside_an_asynchronous_save(get_ranks: Any, disk_is_full: bool
     """It is the one that is raised; a callback may broadcast while it is handled; the trainer is torn down."""
     ranks = get_ranks(2)
     path = tmp_path / "a.ckpt"
-    for said, notes, heard, stage in ranks.run(checkpoints.fail_beside_a_save, str(path), disk_is_full=disk_is_full):
+    for said, notes, heard, stage in ranks.run(saves.fail_beside_a_save, str(path), disk_is_full=disk_is_full):
         assert said == "the same on all ranks"
         assert heard == 0
         assert stage is None
@@ -289,19 +285,17 @@ def test_a_failure_keeps_the_old_checkpoint(two_ranks: Ranks, checkpoint_format:
     for _ in range(2):
         assert two_ranks.run(checkpoints.save_to, str(path), checkpoint_format=checkpoint_format) == ["saved"] * 2
     assert [entry.name for entry in tmp_path.iterdir()] == ["last.ckpt"]
-    for message in two_ranks.run(checkpoints.save_and_fail, str(path), checkpoint_format):
+    for message in two_ranks.run(saves.save_and_fail, str(path), checkpoint_format):
         assert message == f"could not write the checkpoint {path}: OSError: no space left"
     assert two_ranks.run(checkpoints.load_from, TABLE_WISE, str(path)) == ["loaded"] * 2
 
 
-@pytest.mark.parametrize(("checkpoint_format", "rank"), [("sharded", 1), ("full", 1)])
-def test_a_killed_rank_keeps_the_old_checkpoint(
-    get_ranks: Any, checkpoint_format: str, rank: int, tmp_path: Path
-) -> None:
+@pytest.mark.parametrize("checkpoint_format", FORMATS)
+def test_a_killed_rank_keeps_the_old_checkpoint(get_ranks: Any, checkpoint_format: str, tmp_path: Path) -> None:
     path = str(tmp_path / "last.ckpt")
     get_ranks(2).run(checkpoints.save_to, path, checkpoint_format=checkpoint_format)
     with pytest.raises(RankError):
-        get_ranks(2).run(checkpoints.kill_while_saving, path, checkpoint_format, rank)
+        get_ranks(2).run(saves.kill_while_saving, path, checkpoint_format)
     assert get_ranks(2).run(checkpoints.load_from, TABLE_WISE, path) == ["loaded"] * 2
 
 
@@ -311,9 +305,9 @@ def test_a_killed_rank_keeps_the_old_checkpoint(
 @pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="reads the peak of memory from Linux")
 def test_what_saving_holds(two_ranks: Ranks, tmp_path: Path) -> None:
     """In tables, of which each rank has three, in one kernel."""
-    for rank in two_ranks.run(checkpoints.memory_of_saving, str(tmp_path / "sharded"), "sharded"):
+    for rank in two_ranks.run(saves.memory_of_saving, str(tmp_path / "sharded"), "sharded"):
         assert rank < 1.4
-    first, second = two_ranks.run(checkpoints.memory_of_saving, str(tmp_path / "full"), "full")
+    first, second = two_ranks.run(saves.memory_of_saving, str(tmp_path / "full"), "full")
     assert first < 3.4  # those of rank 1
     assert second < 0.4
 

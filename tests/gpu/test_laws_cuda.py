@@ -11,7 +11,7 @@ import torch
 from lightning_overlap import MODES, STREAMS, Schedule, Stage
 
 from ..support import reference
-from ..support.cases import CASES, NUM_STEPS, TABLE_WISE, Case, TableSpec
+from ..support.cases import CASES, NUM_STEPS, SEQUENCE, TABLE_WISE, Case, TableSpec
 from ..support.fits import fit
 from ..support.ranks import Ranks
 
@@ -21,7 +21,11 @@ EXACT = [name for name, schedule in MODES.items() if schedule.staleness == 0]
 STALE = [name for name, schedule in MODES.items() if schedule.staleness > 0]
 ADAM = dataclasses.replace(TABLE_WISE, name="adam", optimizer=(torch.optim.Adam, {"lr": 0.5}))
 ROW_WISE = Case("row_wise", (TableSpec("t0", ("f0",)), TableSpec("rows", ("f1",), "row_wise")))
-CUDA_CASES = (*CASES, ADAM, ROW_WISE)
+SENT = tuple(
+    dataclasses.replace(case, name=f"{case.name}-{'-'.join(comms)}", comms=comms)
+    for case, comms in ((TABLE_WISE, ("fp16", "bf16")), (ROW_WISE, ("bf16", "fp16")), (SEQUENCE, ("bf16", "fp16")))
+)
+CUDA_CASES = (*CASES, ADAM, ROW_WISE, *SENT)
 
 _references: dict[tuple[str, int], list[reference.Result]] = {}
 
@@ -71,8 +75,8 @@ def test_stale_mode_equals_delayed_updates(gpus: Ranks, case: Case, pipeline: st
 def test_one_stale_lookup_shows(gpus: Ranks, stream: str) -> None:
     fused = MODES["fused_sparse_dist"]
     lookup = fused.step_of(Stage.EMBEDDING_LOOKUP)
-    rows = [step for step in fused if step.stage is not Stage.EMBEDDING_LOOKUP]
+    steps = [step for step in fused if step.stage is not Stage.EMBEDDING_LOOKUP]
     assert lookup is not None
-    rows.insert([step.stage for step in rows].index(Stage.BACKWARD), lookup)
-    for differences in _differences(gpus, TABLE_WISE, Schedule("mutated", tuple(rows)), stream):
+    steps.insert([step.stage for step in steps].index(Stage.BACKWARD), lookup)
+    for differences in _differences(gpus, TABLE_WISE, Schedule("mutated", tuple(steps)), stream):
         assert any(text.startswith("losses from step") for text in differences)

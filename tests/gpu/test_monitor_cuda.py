@@ -69,7 +69,7 @@ def test_watching_adds_no_sync_and_changes_nothing(gpus: Ranks, pipeline: str, s
         assert len(seen["accounts"]) >= 3
         for one in seen["accounts"]:
             assert one.step_ms > 0
-            assert 0 < one.kinds[Category.DENSE].busy_ms <= one.step_ms * 1.001
-            assert one.kinds[Category.LOOKUP].busy_ms > 0
-            assert all(times.hidden_ms <= times.busy_ms + 1e-6 for times in one.kinds.values())
+            assert 0 < one.categories[Category.DENSE].busy_ms <= one.step_ms * 1.001
+            assert one.categories[Category.LOOKUP].busy_ms > 0
+            assert all(times.hidden_ms <= times.busy_ms + 1e-6 for times in one.categories.values())
         assert all(device == "cuda" for _, device in seen["audited"])

@@ -1,4 +1,4 @@
-"""Learning rates that move, on CUDA: the first test of `sparse/test_optimizers.py` for each stream policy."""
+"""Learning rates that move, on CUDA: the first test of `sparse/test_update_rates.py` for each stream policy."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 
 from lightning_overlap import MODES, STREAMS
 
-from ..sparse import optimizers
+from ..sparse import update_rates
 from ..support import reference
 from ..support.cases import Case
 from ..support.ranks import Ranks
@@ -20,7 +20,7 @@ pytestmark = [pytest.mark.gpu, pytest.mark.timeout(600)]
 
 def _reference(case: Case, pipeline: str) -> reference.Result:
     torch.use_deterministic_algorithms(True, warn_only=True)
-    options = {"num_steps": optimizers.NUM_STEPS, "factor": optimizers.factor, "device_type": "cuda"}
+    options = {"num_steps": update_rates.NUM_STEPS, "factor": update_rates.factor, "device_type": "cuda"}
     if staleness := MODES[pipeline].staleness:
         return reference.train_delayed(case, reference.Delayed(staleness), **options)
     return reference.train(case, **options)
@@ -28,10 +28,10 @@ def _reference(case: Case, pipeline: str) -> reference.Result:
 
 def _fit(case: Case, pipeline: str, stream: str) -> reference.Result:
     torch.use_deterministic_algorithms(True, warn_only=True)
-    return optimizers.fit(case, pipeline, stream=stream, device_type="cuda")
+    return update_rates.fit(case, pipeline, stream=stream, device_type="cuda")
 
 
-@pytest.mark.parametrize("case", [*optimizers.CASES, ADAM], ids=lambda case: case.name)
+@pytest.mark.parametrize("case", [*update_rates.CASES, ADAM], ids=lambda case: case.name)
 @pytest.mark.parametrize("stream", STREAMS)
 @pytest.mark.parametrize("pipeline", MODES)
 def test_the_update_of_a_batch_takes_the_rate_of_its_step(

@@ -1,14 +1,12 @@
-"""The folders of the package: imports point down and go by faces, other packages' private names stay where listed."""
+"""The folders of the package: imports point down and go by faces, files stay short, paths lead somewhere."""
 
 from __future__ import annotations
 
 import ast
 import importlib
-import inspect
 import re
 import sys
-import textwrap
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from functools import cache
 from importlib import resources
 from pathlib import Path
@@ -18,19 +16,14 @@ import pytest
 
 import lightning_overlap
 from lightning_overlap.plugin import (
-    checkpoint_hooks,
     checkpoint_links,
     evaluation_loops,
-    failure_hooks,
     fetcher,
     fit_loop,
     processes,
-    run,
+    shortcuts,
     sigterm,
-    step_hooks,
-    strategy,
 )
-from lightning_overlap.tables import sharded_module
 
 PACKAGE = Path(lightning_overlap.__file__).resolve().parent
 ROOT = PACKAGE.parent
@@ -39,7 +32,7 @@ FLOORS = (
     ("schedules", "distributed", "data", "deltas"),
     ("models", "runtime"),
     ("profiling", "tables"),
-    ("sparse",),
+    ("sparse", "tracking"),
     ("checkpoint",),
     ("plugin",),
     ("callbacks",),
@@ -57,7 +50,7 @@ _NO_LIGHTNING = {"lightning", *_NO_CONFIGS}
 _NO_TORCHREC = {"torchrec", "fbgemm_gpu", *_NO_LIGHTNING}
 LEAVES_ALONE = {
     **dict.fromkeys(("distributed", "runtime", "profiling", "deltas"), _NO_TORCHREC),
-    **dict.fromkeys(("tables", "sparse", "checkpoint"), _NO_LIGHTNING),
+    **dict.fromkeys(("tables", "sparse", "tracking", "checkpoint"), _NO_LIGHTNING),
     **dict.fromkeys(("plugin", "testing"), _NO_CONFIGS),
 }
 LIGHTNING_FILES = {
@@ -67,6 +60,7 @@ LIGHTNING_FILES = {
     "sigterm": sigterm,
     "processes": processes,
     "checkpoint_links": checkpoint_links,
+    "shortcuts": shortcuts,
 }
 """The files that may use Lightning's private names; each lists them."""
 
@@ -80,8 +74,12 @@ def name_of(path: Path) -> str:
     return path.relative_to(PACKAGE).as_posix()
 
 
-def room_of(path: Path) -> str:
+def folder_of(path: Path) -> str:
     return path.relative_to(PACKAGE).with_suffix("").parts[0]
+
+
+def is_private(name: str) -> bool:
+    return name.startswith("_") and not name.startswith("__") and name != "_"
 
 
 def imports(tree: ast.AST, path: Path) -> Iterator[tuple[str, str]]:
@@ -109,29 +107,29 @@ def face_of(folder: str) -> set[str]:
 
 def complaints(source: str, path: Path) -> Iterator[str]:
     """Yield what the imports of a file do that its folder must not."""
-    room = room_of(path)
+    folder = folder_of(path)
     for module, name in imports(ast.parse(source), path):
         top, *rest = module.split(".")
         if top == "lightning_overlap":
             if not rest and name not in FLOOR:
                 continue  # `lightning_overlap` itself: its public names
             target, *inner = rest or [name]
-            if target == room:
+            if target == folder:
                 continue
-            if FLOOR[target] >= FLOOR[room]:
-                yield f"{room} imports {target}, which is not below it"
+            if FLOOR[target] >= FLOOR[folder]:
+                yield f"{folder} imports {target}, which is not below it"
             elif inner:
-                yield f"{room} imports {'.'.join([target, *inner])}, and not the face of {target}"
+                yield f"{folder} imports {'.'.join([target, *inner])}, and not the face of {target}"
             elif rest and target in FOLDERS and name not in face_of(target):
-                yield f"{room} imports {name}, which is not in the face of {target}"
+                yield f"{folder} imports {name}, which is not in the face of {target}"
             continue
-        if room == "schedules" and top not in sys.stdlib_module_names:
+        if folder == "schedules" and top not in sys.stdlib_module_names:
             yield f"schedules imports {top}, which is not of the standard library"
-        if top.replace("pytorch_lightning", "lightning") in LEAVES_ALONE.get(room, ()):
-            yield f"{room} imports {top}"
+        if top.replace("pytorch_lightning", "lightning") in LEAVES_ALONE.get(folder, ()):
+            yield f"{folder} imports {top}"
         private = any(is_private(part) for part in (*rest, name))
-        if top == "torchrec" and private and room not in TORCHREC_FOLDERS:
-            yield f"{room} imports the private {module}.{name}"
+        if top == "torchrec" and private and folder not in TORCHREC_FOLDERS:
+            yield f"{folder} imports the private {module}.{name}"
         if top in ("lightning", "pytorch_lightning") and private and path.stem not in LIGHTNING_FILES:
             yield f"{path.name} imports the private {module}.{name}"
 
@@ -165,7 +163,7 @@ def test_an_arrow_that_points_up_is_seen(file: str, source: str, complaint: str)
 
 
 def test_every_file_has_its_place() -> None:
-    assert {room_of(path) for path in SOURCES} | {"conf"} == set(FLOOR)
+    assert {folder_of(path) for path in SOURCES} | {"conf"} == set(FLOOR)
     for folder in FOLDERS:
         files = [path for path in (PACKAGE / folder).glob("*.py") if path.stem != "__init__"]
         assert len(files) <= MOST_FILES, folder
@@ -173,9 +171,10 @@ def test_every_file_has_its_place() -> None:
         assert len(ast.get_docstring(face) or "") > 60, f"{folder} does not say what it is"
 
 
-@pytest.mark.parametrize("path", SOURCES, ids=name_of)
-def test_a_file_is_read_in_one_sitting(path: Path) -> None:
-    assert len(path.read_text(encoding="utf-8").splitlines()) <= MOST_LINES
+def test_a_file_is_read_in_one_sitting() -> None:
+    files = [path for folder in (PACKAGE, ROOT / "tests", ROOT / "benchmarks") for path in folder.rglob("*.py")]
+    lines = {path.relative_to(ROOT).as_posix(): len(path.read_text(encoding="utf-8").splitlines()) for path in files}
+    assert {name: num for name, num in lines.items() if num > MOST_LINES} == {}
 
 
 def test_tests_mirror_the_package() -> None:
@@ -231,7 +230,7 @@ def test_what_the_host_sync_predictor_takes_for_reads_of_the_host_exists() -> No
     from lightning_overlap.profiling import host_syncs
 
     ours = [entry for entry in host_syncs._READERS_OF_HOST_MEMORY if "lightning_overlap" in entry[0]]
-    assert len(ours) == 3
+    assert len(ours) == 4
     for file, function in ours:
         tree = ast.parse((ROOT / file.lstrip("/")).read_text(encoding="utf-8"))
         assert not function or function in {node.name for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)}
@@ -264,192 +263,3 @@ def test_the_law_checker_knows_the_read_of_sizes() -> None:
 
 def test_the_html_page_stands_by_its_writer() -> None:
     assert resources.files("lightning_overlap.profiling").joinpath("page.html").is_file()
-
-
-# -- private names of other packages ----------------------------------------------------------------------------
-
-LISTED = {
-    "torchrec": {name for names in sharded_module.PRIVATE_NAMES.values() for name in names},
-    **{
-        file: {name for names in module.PRIVATE_NAMES.values() for name in names}
-        for file, module in LIGHTNING_FILES.items()
-    },
-}
-STANDARD_LIBRARY = {"_fields", "_replace", "_exit"}
-"""Documented, though they start with an underscore."""
-
-TORCH_PRIVATE = {
-    "_C",
-    "_apply_optimizer_in_backward",
-    "_autograd",
-    "_cdata",
-    "_current_autograd_node",
-    "_current_graph_task_id",
-    "_execution_engine",
-    "_get_default_store",
-    "_get_sequence_nr",
-    "_init_from_local_shards_and_global_metadata",
-    "_profiler_enabled",
-    "_register_backend",
-    "_schema",
-    "_sequence_nr",
-    "_set_params_and_buffers_to_ignore_for_model",
-    "_to_copy",
-}
-"""PyTorch's own; TorchRec and Lightning use them too."""
-
-
-def is_private(name: str) -> bool:
-    return name.startswith("_") and not name.startswith("__") and name != "_"
-
-
-def defined_names(tree: ast.AST) -> set[str]:
-    """Return the names that a file defines: functions, classes, variables, fields, attributes it sets."""
-    names = set()
-    for node in ast.walk(tree):
-        if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)):
-            names.add(node.name)
-        elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
-            names.add(node.id)
-        elif (
-            isinstance(node, ast.Attribute)
-            and isinstance(node.ctx, ast.Store)
-            and isinstance(node.value, ast.Name)
-            and node.value.id == "self"
-        ):
-            names.add(node.attr)
-    return names
-
-
-TREES = {path: ast.parse(path.read_text(encoding="utf-8")) for path in SOURCES}
-OURS = {name for tree in TREES.values() for name in defined_names(tree)}
-
-
-@pytest.mark.parametrize("path", SOURCES, ids=name_of)
-def test_private_names_of_others_are_listed(path: Path) -> None:
-    """A private attribute that this package does not define belongs to another one: it has to be in a list."""
-    used = {node.attr for node in ast.walk(TREES[path]) if isinstance(node, ast.Attribute) and is_private(node.attr)}
-    room = room_of(path)
-    allowed = OURS | TORCH_PRIVATE | STANDARD_LIBRARY | (LISTED["torchrec"] if room in TORCHREC_FOLDERS else set())
-    allowed |= LISTED.get(path.stem, set())
-    assert not used - allowed, f"{name_of(path)} uses {sorted(used - allowed)}: list them in PRIVATE_NAMES"
-
-
-def _listed(names: Mapping[str, tuple[str, ...]]) -> list[tuple[str, str]]:
-    return [(owner, name) for owner, listed in names.items() for name in listed]
-
-
-def _has(owner: object, name: str) -> bool:
-    """Whether a module or class has a name; instance attributes are looked for in the source of the class."""
-    if hasattr(owner, name) or name in getattr(owner, "__dataclass_fields__", ()):
-        return True
-    if not inspect.isclass(owner):
-        return False
-    return any(
-        isinstance(node, ast.Attribute) and node.attr == name and isinstance(node.ctx, ast.Store)
-        for base in owner.__mro__
-        if base.__module__.split(".")[0] in ("torchrec", "lightning")
-        for node in ast.walk(ast.parse(textwrap.dedent(inspect.getsource(base))))
-    )
-
-
-TORCHREC = {
-    "ShardedFeatureProcessedEmbeddingBagCollection": "torchrec.distributed.fp_embeddingbag",
-    "ShardedManagedCollisionEmbeddingBagCollection": "torchrec.distributed.mc_embeddingbag",
-    "ShardedManagedCollisionEmbeddingCollection": "torchrec.distributed.mc_embedding",
-    "EmbeddingFusedOptimizer": "torchrec.distributed.batched_embedding_kernel",
-    "ShardedEmbeddingBagCollection": "torchrec.distributed.embeddingbag",
-    "ShardedEmbeddingCollection": "torchrec.distributed.embedding",
-    "FusedKJTListSplitsAwaitable": "torchrec.distributed.embedding_sharding",
-    "KJTAllToAll": "torchrec.distributed.dist_data",
-    "KeyedJaggedTensor": "torchrec.sparse.jagged_tensor",
-    "KJTSplitsAllToAllMeta": "torchrec.distributed.embedding_sharding",
-    "NoWait": "torchrec.distributed.types",
-}
-LIGHTNING = {
-    "_FitLoop": "lightning.pytorch.loops.fit_loop",
-    "_TrainingEpochLoop": "lightning.pytorch.loops.training_epoch_loop",
-    "_EvaluationLoop": "lightning.pytorch.loops.evaluation_loop",
-    "_PredictionLoop": "lightning.pytorch.loops.prediction_loop",
-    "_DataLoaderIterDataFetcher": "lightning.pytorch.loops.fetchers",
-    "_MultiProcessingLauncher": "lightning.pytorch.strategies.launchers.multiprocessing",
-    "DDPStrategy": "lightning.pytorch.strategies",
-    "LightningModule": "lightning.pytorch",
-    "ModelCheckpoint": "lightning.pytorch.callbacks",
-    "ModelPruning": "lightning.pytorch.callbacks",
-    "Strategy": "lightning.pytorch.strategies.parallel",
-    "Trainer": "lightning.pytorch",
-    "CombinedLoader": "lightning.pytorch.utilities.combined_loader",
-    "_SignalConnector": "lightning.pytorch.trainer.connectors.signal_connector",
-}
-
-
-@pytest.mark.smoke
-@pytest.mark.parametrize(("owner", "name"), _listed(sharded_module.PRIVATE_NAMES))
-def test_torchrec_still_has(owner: str, name: str) -> None:
-    if owner == "SparseFeaturesDist":  # the name of several classes, one per sharding
-        from torchrec.distributed.sharding.rw_sharding import RwSparseFeaturesDist
-        from torchrec.distributed.sharding.tw_sharding import TwSparseFeaturesDist
-
-        kinds: list[Any] = [TwSparseFeaturesDist, RwSparseFeaturesDist]
-    elif owner.startswith("torchrec."):
-        kinds = [importlib.import_module(owner)]
-    else:
-        kinds = [getattr(importlib.import_module(TORCHREC[owner]), owner)]
-    for kind in kinds:
-        assert _has(kind, name), f"TorchRec's {kind.__name__} has no {name} any more; tables/sharded_module.py lists it"
-
-
-@pytest.mark.smoke
-@pytest.mark.parametrize(
-    ("file", "owner", "name"),
-    [(file, *listed) for file, module in LIGHTNING_FILES.items() for listed in _listed(module.PRIVATE_NAMES)],
-)
-def test_lightning_still_has(file: str, owner: str, name: str) -> None:
-    home = importlib.import_module(owner if owner.startswith("lightning.") else LIGHTNING[owner])
-    owner = "ParallelStrategy" if owner == "Strategy" else owner  # sets what strategies of several ranks have
-    thing = home if owner.startswith("lightning.") else getattr(home, owner)
-    assert _has(thing, name), f"Lightning's {owner} has no {name} any more; {file}.py uses it"
-
-
-def _private_names_in_lightning(cls: type) -> set[str]:
-    """Return the private names that Lightning's classes above `cls` define or set."""
-    sources = [base for base in cls.__mro__ if base.__module__.split(".")[0] == "lightning"]
-    trees = [ast.parse(textwrap.dedent(inspect.getsource(base))) for base in sources]
-    return {name for tree in trees for name in defined_names(tree) if is_private(name)}
-
-
-@pytest.mark.smoke
-@pytest.mark.parametrize(
-    "cls",
-    [
-        strategy.OverlapEmbeddingStrategy,
-        run.HasRun,
-        step_hooks.WalksSteps,
-        evaluation_loops.EvaluatesAhead,
-        checkpoint_hooks.SavesShards,
-        failure_hooks.FailsTogether,
-        processes.StartsProcesses,
-        processes.Launcher,
-        fit_loop._FitLoopMixin,
-        fit_loop._EpochLoopMixin,
-        fetcher.LookaheadFetcher,
-        evaluation_loops._EvaluationLoopMixin,
-        evaluation_loops._PredictionLoopMixin,
-        evaluation_loops.EvaluationFetcher,
-    ],
-    ids=lambda cls: cls.__name__,
-)
-def test_what_our_classes_share_with_lightnings_is_listed(cls: type) -> None:
-    """A private name that is ours in a subclass and Lightning's above it is either listed, or there by mistake."""
-    ours = {name for name in defined_names(ast.parse(inspect.getsource(cls))) if is_private(name)}
-    assert _private_names_in_lightning(cls)  # there is something to compare with
-    listed = set().union(*(LISTED[file] for file in LIGHTNING_FILES))
-    assert not ours & _private_names_in_lightning(cls) - listed
-
-
-def test_a_name_that_is_gone_is_seen() -> None:
-    from torchrec.distributed.embeddingbag import ShardedEmbeddingBagCollection
-
-    assert not _has(ShardedEmbeddingBagCollection, "_lookups_of_yore")
-    assert not _has(importlib.import_module("lightning.pytorch.loops.fit_loop"), "_FitLoopOfYore")

@@ -37,10 +37,10 @@ class _InOrder(dict[str, Any]):
         return self
 
 
-def _in_order(part: Part, rows: Any) -> _InOrder:
+def _in_order(part: Part, embeddings: Any) -> _InOrder:
     """Wait where the module is called: under the grad mode of the call, not of the first use."""
-    rows = rows.wait()
-    ordered = _InOrder((key, rows[key]) for key in part.keys)
+    embeddings = embeddings.wait()
+    ordered = _InOrder((key, embeddings[key]) for key in part.keys)
     ordered.pooled = not part.sequence
     return ordered
 
@@ -62,30 +62,30 @@ class _Loop:
         for name, state in weights.items():
             getattr(self.module, name).load_state_dict(state)
         self.optimizer = self.module.configure_optimizers()
-        self.rows: dict[tuple[int, str], Any] = {}
+        self.embeddings: dict[tuple[int, str], Any] = {}
         self.module.look_up = self._look_up
         self.num_steps = 0
 
     def train(self) -> Result:
         for _ in range(self.fit.epochs):
-            self.rows.clear()
+            self.embeddings.clear()
             for index in range(self.fit.num_batches):
                 if self.num_steps != self.fit.max_steps:
                     self._step(index)
         return collect(self.module, self.optimizer, self.module.losses)  # type: ignore[arg-type]
 
     def _look_up(self, part: Part, kjt: KeyedJaggedTensor, batch: int) -> Any:
-        early = self.rows.pop((batch, part.name), None)
+        early = self.embeddings.pop((batch, part.name), None)
         return _in_order(part, getattr(self.module, part.name)(kjt)) if early is None else early
 
     def _look_ahead(self, index: int) -> None:
         for ahead in range(index, min(index + self.staleness + 1, self.fit.num_batches)):
             inside = opened(self.fit, make_batch(self.fit, ahead, dist.get_rank()))
             for part in self.fit.parts:
-                if (ahead, part.name) not in self.rows:
+                if (ahead, part.name) not in self.embeddings:
                     with torch.set_grad_enabled(part.use != "no_grad"):
-                        rows = getattr(self.module, part.name)(inside.sparse[part.kjt])
-                        self.rows[ahead, part.name] = _in_order(part, rows)
+                        embeddings = getattr(self.module, part.name)(inside.sparse[part.kjt])
+                        self.embeddings[ahead, part.name] = _in_order(part, embeddings)
 
     def _step(self, index: int) -> None:
         fit = self.fit
@@ -116,11 +116,11 @@ class _Loop:
 
     def _validate(self) -> None:
         self.module.eval()
-        waiting, self.rows = self.rows, {}
+        waiting, self.embeddings = self.embeddings, {}
         with torch.no_grad():
             for index in range(2):
                 self.module.validation_step(make_batch(self.fit, 1000 + index, dist.get_rank()), index)
-        self.rows = waiting
+        self.embeddings = waiting
         self.module.train()
 
 

@@ -23,17 +23,11 @@ from torchrec import (
     KeyedJaggedTensor,
     PoolingType,
 )
-from torchrec.distributed.sharding_plan import (
-    column_wise,
-    construct_module_sharding_plan,
-    data_parallel,
-    row_wise,
-    table_wise,
-)
 from torchrec.distributed.types import ShardingPlan
 from torchrec.optim import RowWiseAdagrad
 from torchrec.optim.optimizers import in_backward_optimizer_filter
 
+from ..support.modules import copies, draw_weights, halves, plan_of, rows, whole
 from .random_fits import Fit, Part, Table
 
 NUM_ROWS, NUM_DENSE, BATCH_SIZE = 40, 4, 6
@@ -143,10 +137,7 @@ class Net(LightningModule):
             self.add_module(part.name, _collection(part, fit.weighted and part.kjt == "x"))
         self.bottom = nn.Linear(NUM_DENSE, 6)
         self.top = nn.Linear(6 + sum(part.width for part in fit.parts), 1)
-        generator = torch.Generator().manual_seed(fit.seed)
-        with torch.no_grad():
-            for _, weight in sorted(self.named_parameters()):
-                weight.copy_(torch.randn(weight.shape, generator=generator) * 0.5)
+        draw_weights(self, fit.seed, 0.5)
         for part in fit.parts:
             weights = {name.split(".")[-2]: weight for name, weight in getattr(self, part.name).named_parameters()}
             for table in part.tables:
@@ -171,7 +162,7 @@ class Net(LightningModule):
         return KeyedJaggedTensor(list(kjt.keys()), kjt.values(), weights, lengths=kjt.lengths())
 
     def _answer(self, part: Part, kjt: KeyedJaggedTensor, index: int, size: int) -> Tensor:
-        def rows() -> Tensor:
+        def embeddings() -> Tensor:
             with torch.no_grad() if part.use == "no_grad" else nullcontext():
                 answer = self.look_up(part, kjt, index)
             return _merged(part, answer, size)
@@ -181,11 +172,11 @@ class Net(LightningModule):
             return torch.zeros(size, part.width)
         if part.checkpoint and self.training:
             if part.checkpoint == "checkpoint":
-                return checkpoint(rows, use_reentrant=False)
+                return checkpoint(embeddings, use_reentrant=False)
             anchor = torch.zeros((), requires_grad=True)
-            return checkpoint(lambda anchor: rows() + anchor, anchor, use_reentrant=True)
-        answer = rows()
-        return answer if num == 1 else answer + 0.5 * rows()
+            return checkpoint(lambda anchor: embeddings() + anchor, anchor, use_reentrant=True)
+        answer = embeddings()
+        return answer if num == 1 else answer + 0.5 * embeddings()
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor | None:
         fit = self.fit
@@ -230,27 +221,27 @@ OPTIMIZERS: Mapping[str, tuple[Any, Mapping[str, Any]]] = {
 }
 
 
-def _merged(part: Part, rows: Any, size: int) -> Tensor:
+def _merged(part: Part, embeddings: Any, size: int) -> Tensor:
     """Return (B, E) of an answer, as the use has it."""
     if part.use == "statistic":
         with torch.no_grad():
-            _of_key(part, rows, part.keys[0], size).norm()
+            _of_key(part, embeddings, part.keys[0], size).norm()
     if part.use == "values" and not part.sequence:
-        return rows.values() * 1.0
+        return embeddings.values() * 1.0
     if part.use == "to_dict" or part.use == "values":
-        found = list((rows if part.sequence else rows.to_dict()).keys())
-        return torch.cat([_of_key(part, rows, key, size) for key in found], dim=1)
-    columns = [_of_key(part, rows, key, size) for key in part.keys]
+        found = list((embeddings if part.sequence else embeddings.to_dict()).keys())
+        return torch.cat([_of_key(part, embeddings, key, size) for key in found], dim=1)
+    columns = [_of_key(part, embeddings, key, size) for key in part.keys]
     if part.use == "part":
         columns[1:] = [torch.zeros_like(column) for column in columns[1:]]
     merged = torch.cat(columns, dim=1)
     return merged.detach() if part.use == "detached" else merged
 
 
-def _of_key(part: Part, rows: Any, key: str, size: int) -> Tensor:
+def _of_key(part: Part, embeddings: Any, key: str, size: int) -> Tensor:
     if not part.sequence:
-        return rows[key]
-    lengths, values = rows[key].lengths(), rows[key].values()
+        return embeddings[key]
+    lengths, values = embeddings[key].lengths(), embeddings[key].values()
     owner = torch.repeat_interleave(torch.arange(size), lengths)
     return torch.zeros(size, values.shape[1]).index_add(0, owner, values)
 
@@ -284,26 +275,14 @@ def _collection(part: Part, weighted: bool) -> nn.Module:
 
 
 def make_plan(fit: Fit, module: nn.Module) -> ShardingPlan:
-    size = dist.get_world_size()
-
     def place(table: Table) -> Any:
-        if table.sharding == "data_parallel":
-            return data_parallel()
-        if table.sharding == "row_wise":
-            return row_wise(compute_kernel="fused")
         if table.sharding == "column_wise":
-            return column_wise(ranks=[table.place % size, (table.place + 1) % size])
-        return table_wise(rank=table.place % size, compute_kernel="fused")
+            return halves(table.place, table.place + 1)
+        return {"data_parallel": copies, "row_wise": rows}.get(table.sharding, whole)(table.place)
 
     return ShardingPlan(
         {
-            part.name: construct_module_sharding_plan(
-                getattr(module, part.name),
-                per_param_sharding={table.name: place(table) for table in part.tables},
-                local_size=size,
-                world_size=size,
-                device_type="cpu",
-            )
+            part.name: plan_of(getattr(module, part.name), {table.name: place(table) for table in part.tables})
             for part in fit.parts
         }
     )

@@ -54,13 +54,13 @@ def test_stale_mode_between_hosts_equals_the_plain_loop_with_delayed_updates(
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 def test_the_model_shows_one_stale_lookup(ranks: Ranks, case: Case) -> None:
-    """The lookup row of the fused mode moved above the backward: every one of the tests above has to see it."""
+    """The lookup step of the fused mode moved above the backward: every one of the tests above has to see it."""
     fused = MODES["fused_sparse_dist"]
     lookup = fused.step_of(Stage.EMBEDDING_LOOKUP)
-    rows: list[Step] = [step for step in fused if step.stage is not Stage.EMBEDDING_LOOKUP]
+    steps: list[Step] = [step for step in fused if step.stage is not Stage.EMBEDDING_LOOKUP]
     assert lookup is not None
-    rows.insert([step.stage for step in rows].index(Stage.BACKWARD), lookup)
-    for differences in _differences(ranks, case, Schedule("mutated", tuple(rows))):
+    steps.insert([step.stage for step in steps].index(Stage.BACKWARD), lookup)
+    for differences in _differences(ranks, case, Schedule("mutated", tuple(steps))):
         assert any(text.startswith("losses from step") for text in differences)
     assert any(
         not torch.equal(a.losses, b.losses)

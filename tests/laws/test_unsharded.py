@@ -22,7 +22,7 @@ CASES = {
     for name, kind in KINDS.items()
     for num_ranks in (1, 2, 3)
 }
-"""Modes in turn, not each with each: what a mode does to a kind is `test_kinds.py`'s."""
+"""Modes in turn, not each with each: what a mode does to a kind is `test_supported_modules.py`'s."""
 
 
 @pytest.mark.parametrize(("num_ranks", "name"), CASES, ids=lambda value: str(value))

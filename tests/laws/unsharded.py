@@ -20,15 +20,8 @@ from torchrec import (
     PoolingType,
 )
 from torchrec.distributed.sharding_plan import (
-    column_wise,
-    construct_module_sharding_plan,
-    data_parallel,
-    get_module_to_default_sharders,
-    row_wise,
     table_wise,
 )
-from torchrec.distributed.types import ShardingPlan
-from torchrec.optim.optimizers import in_backward_optimizer_filter
 
 from lightning_overlap import MODES
 from lightning_overlap.testing.local_group import process_group
@@ -37,8 +30,17 @@ from lightning_overlap.testing.unsharded_law import computes_what_the_unsharded_
 from lightning_overlap.testing.verdict import Verdict
 from lightning_overlap.testing.watched_fit import Setting
 
-from ..sparse import kinds
-from ..sparse.kinds import NUM_ROWS, plain_ids
+from ..support import modules
+from ..support.modules import (
+    NUM_ROWS,
+    copies,
+    draw_weights,
+    halves,
+    own_parameters,
+    plain_ids,
+    plan_by_place,
+    rows,
+)
 
 # -- modules ----------------------------------------------------------------------------------------------------------
 
@@ -80,9 +82,6 @@ def weighted_ids(generator: torch.Generator) -> KeyedJaggedTensor:
 
 # -- plans ------------------------------------------------------------------------------------------------------------
 
-Place = Callable[[int], Any]
-"""Number of a table -> how it is sharded."""
-
 
 def whole(table: int) -> Any:
     """On one rank each, the last table first."""
@@ -91,16 +90,7 @@ def whole(table: int) -> Any:
 
 def columns(table: int) -> Any:
     """Table by table in two halves, the first one on the later rank, or whole."""
-    size = dist.get_world_size()
-    return column_wise(ranks=[(table + 1) % size, table % size]) if table % 2 else whole(table)
-
-
-def rows(table: int) -> Any:
-    return row_wise(compute_kernel="fused")
-
-
-def copies(table: int) -> Any:
-    return data_parallel()
+    return halves(table + 1, table) if table % 2 else whole(table)
 
 
 def copies_and_whole(table: int) -> Any:
@@ -113,23 +103,6 @@ def every_type(table: int) -> Any:
 
 
 PLACES = {place.__name__: place for place in (whole, columns, rows, copies, copies_and_whole, every_type)}
-
-
-def make_plan(module: nn.Module, place: Place) -> ShardingPlan:
-    """Shard every collection of a module; `t3` is table 3."""
-    sharders = get_module_to_default_sharders()
-    plan: dict[str, Any] = {}
-    for name, inner in module.named_modules():
-        if type(inner) in sharders and not any(name.startswith(f"{outer}.") for outer in plan):
-            tables = sharders[type(inner)].shardable_parameters(inner)
-            plan[name] = construct_module_sharding_plan(
-                inner,
-                per_param_sharding={table: place(int(table.removeprefix("t"))) for table in tables},
-                local_size=dist.get_world_size(),
-                world_size=dist.get_world_size(),
-                device_type="cpu",
-            )
-    return ShardingPlan(plan=plan)
 
 
 # -- cases ------------------------------------------------------------------------------------------------------------
@@ -152,21 +125,21 @@ KINDS = {
     "weighted_bags": Kind(weighted_bags, ("whole", "rows"), weighted_ids),
     "sequences": Kind(shared_sequences, ("whole", "columns")),
     "sequences_of_every_type": Kind(shared_sequences, ("every_type", "rows")),
-    "variable_batch": Kind(kinds.bags, ("whole", "columns"), kinds.variable_batch),
-    "feature_processors": Kind(kinds.position_weighted, ("whole", "copies_and_whole")),
-    "feature_processors_one_module": Kind(kinds.position_weighted_collection, ("whole", "rows")),
-    "fused_bags": Kind(kinds.fused_bags, ("whole", "rows"), fused_lr=None),
-    "tower": Kind(kinds.tower, ("whole", "copies")),
-    "towers": Kind(kinds.towers, ("whole", "whole")),
+    "variable_batch": Kind(modules.bags, ("whole", "columns"), modules.variable_batch),
+    "feature_processors": Kind(modules.position_weighted, ("whole", "copies_and_whole")),
+    "feature_processors_one_module": Kind(modules.position_weighted_collection, ("whole", "rows")),
+    "fused_bags": Kind(modules.fused_bags, ("whole", "rows"), fused_lr=None),
+    "tower": Kind(modules.tower, ("whole", "copies")),
+    "towers": Kind(modules.towers, ("whole", "whole")),
 }
 TORCHREC_ANSWERS_OTHERWISE = {
-    "variable_batch_sequences": Kind(kinds.sequences, ("whole", "rows"), kinds.variable_batch),
+    "variable_batch_sequences": Kind(modules.sequences, ("whole", "rows"), modules.variable_batch),
 }
 """TorchRec 1.8 gives each sample its rows, unsharded each different one; on a CPU the tables stay as they are."""
 LEFT_OUT = {
-    "managed_bags": Kind(kinds.managed_bags, ("rows", "rows"), kinds.wide_ids),
-    "managed_sequences": Kind(kinds.managed_sequences, ("rows", "rows"), kinds.wide_ids),
-    "feature_processors_with_buffers": Kind(kinds.counting, ("whole", "whole")),
+    "managed_bags": Kind(modules.managed_bags, ("rows", "rows"), modules.wide_ids),
+    "managed_sequences": Kind(modules.managed_sequences, ("rows", "rows"), modules.wide_ids),
+    "feature_processors_with_buffers": Kind(modules.counting, ("whole", "whole")),
 }
 
 
@@ -178,19 +151,18 @@ class OneModule(LightningModule):
         self.tables = kind.build()
         self.scale = nn.Parameter(torch.ones(()))
         self.unused = nn.Parameter(torch.ones(()), requires_grad=False)
-        generator = torch.Generator().manual_seed(17)
-        with torch.no_grad():
-            for _, parameter in sorted(self.tables.named_parameters()):
-                parameter.copy_(torch.randn(parameter.shape, generator=generator) * 0.4)
+        draw_weights(self.tables, 17, 0.4)
         for module in self.tables.modules():
             if kind.fused_lr is not None and isinstance(module, (EmbeddingBagCollection, EmbeddingCollection)):
                 _apply_optimizer_in_backward(torch.optim.SGD, module.parameters(), {"lr": kind.fused_lr})
 
-    def rows(self, batch: dict[str, Any]) -> Any:
+    def embeddings(self, batch: dict[str, Any]) -> Any:
         return waited(self.tables(batch["ids"]))
 
     def forward(self, batch: dict[str, Any]) -> Tensor:
-        floats = [part for _, part in parts(self.rows(batch)) if isinstance(part, Tensor) and part.is_floating_point()]
+        floats = [
+            part for _, part in parts(self.embeddings(batch)) if isinstance(part, Tensor) and part.is_floating_point()
+        ]
         weighed = [(part * torch.linspace(-1, 1, part.shape[-1])).mean() for part in floats if part.numel()]
         return self.scale * torch.stack(weighed).sum()
 
@@ -201,8 +173,7 @@ class OneModule(LightningModule):
         self(batch)
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
-        own = [p for _, p in in_backward_optimizer_filter(self.named_parameters()) if p.requires_grad]
-        return torch.optim.SGD(own, 0.5)
+        return torch.optim.SGD(own_parameters(self), 0.5)
 
 
 def make_batches(kind: Kind, num: int) -> list[dict[str, Any]]:
@@ -214,7 +185,7 @@ def check(name: str, place: str, pipeline: str, module: type[OneModule] = OneMod
     """Return what comes of law 10 for a kind of module under a plan."""
     kind = {**KINDS, **LEFT_OUT, **TORCHREC_ANSWERS_OTHERWISE}[name]
     with process_group("cpu"):
-        plan = make_plan(OneModule(kind), PLACES[place])
+        plan = plan_by_place(OneModule(kind), lambda _: PLACES[place])
         batches = make_batches(kind, 6)
         setting = Setting(lambda: module(kind), batches, None, "cpu", 0, options, {"sharding": plan})
         return computes_what_the_unsharded_computes(setting, pipeline, MODES[pipeline].staleness)
@@ -230,36 +201,36 @@ def check_all(names: list[tuple[str, str, str]]) -> list[str]:
 
 
 class CallsWithoutGradient(OneModule):
-    """A frozen teacher's rows: nothing trains the tables."""
+    """A frozen teacher's embeddings: nothing trains the tables."""
 
-    def rows(self, batch: dict[str, Any]) -> Any:
+    def embeddings(self, batch: dict[str, Any]) -> Any:
         with torch.no_grad():
-            return super().rows(batch)
+            return super().embeddings(batch)
 
 
 class LooksFirst(OneModule):
-    """Looks at the rows without a gradient, for a statistic, then trains with them."""
+    """Looks at the embeddings without a gradient, for a statistic, then trains with them."""
 
-    def rows(self, batch: dict[str, Any]) -> Any:
-        rows = self.tables(batch["ids"])
+    def embeddings(self, batch: dict[str, Any]) -> Any:
+        found = self.tables(batch["ids"])
         with torch.no_grad():
-            self.norm = rows.values().norm()
-        return waited(rows)
+            self.norm = found.values().norm()
+        return waited(found)
 
 
 class ChangesIds(OneModule):
     """Hashes ids in place."""
 
-    def rows(self, batch: dict[str, Any]) -> Any:
+    def embeddings(self, batch: dict[str, Any]) -> Any:
         batch["ids"].values().remainder_(NUM_ROWS // 2)
-        return super().rows(batch)
+        return super().embeddings(batch)
 
 
 class ReadsAsADict(OneModule):
     """Takes the answer for what an unsharded EmbeddingCollection gives."""
 
-    def rows(self, batch: dict[str, Any]) -> Any:
-        rows = self.tables(batch["ids"])
-        assert "f0@t0" in rows
-        assert len(rows) == 6
-        return {key: waited(rows[key]) for key in rows}
+    def embeddings(self, batch: dict[str, Any]) -> Any:
+        found = self.tables(batch["ids"])
+        assert "f0@t0" in found
+        assert len(found) == 6
+        return {key: waited(found[key]) for key in found}

@@ -92,8 +92,8 @@ class Evaluated(Model):
 
 
 @contextmanager
-def early_rows() -> Iterator[list[str]]:
-    """Note the step whenever rows of an early lookup are used."""
+def early_embeddings() -> Iterator[list[str]]:
+    """Note the step whenever embeddings of an early lookup are used."""
     used: list[str] = []
     original = answers.Answers._receive_embeddings
 
@@ -113,7 +113,7 @@ def validate_while_training(case: Case, pipeline: str) -> tuple[Outputs, Tensor,
     """Train with validations in the middle; return what these answered, the losses, how many used early embeddings."""
     model = Evaluated(case)
     trainer = make_trainer(_strategy(case, model, pipeline), val_check_interval=EVERY, num_sanity_val_steps=2)
-    with early_rows() as used:
+    with early_embeddings() as used:
         trainer.fit(model, datamodule=Data(case))
     return model.outputs, torch.stack(model.losses), used.count("validation_step")
 
@@ -142,7 +142,7 @@ def evaluate_alone(pipeline: str | None, entry: str, lengths: tuple[int, ...], s
     """Validate, test or predict an untrained module (None: unsharded under DDPStrategy); return all that shows."""
     model = Evaluated(TABLE_WISE, fused_optimizer=pipeline is not None)
     trainer = make_trainer(DDPStrategy() if pipeline is None else _strategy(TABLE_WISE, model, pipeline), **kwargs)
-    with early_rows() as used:
+    with early_embeddings() as used:
         results = getattr(trainer, entry)(model, datamodule=Data(TABLE_WISE, lengths, sized), **_quietly(entry))
     return model.outputs, results, len(used)
 
@@ -218,8 +218,8 @@ class _ClockedEvaluation(ClockedModel):
         self.clock.steps_ms.append(self.clock.now_ms)
         self(batch)
 
-    def dense(self, batch: Batch, rows: Any) -> Tensor:
-        loss = Model.dense(self, batch, rows)
+    def dense(self, batch: Batch, embeddings: Any) -> Tensor:
+        loss = Model.dense(self, batch, embeddings)
         self.clock.advance("forward")
         return loss
 
@@ -283,7 +283,7 @@ def terminate(entry: str, pipeline: str, rank: int) -> int:
 
 
 class _MadeInStep(Evaluated):
-    def rows(self, collection: str, batch: Batch) -> Any:
+    def embeddings(self, collection: str, batch: Batch) -> Any:
         kjt = batch.inputs["sparse"][0]
         return getattr(self, collection)(type(kjt)(keys=kjt.keys(), values=kjt.values() + 0, lengths=kjt.lengths()))
 

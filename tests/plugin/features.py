@@ -27,7 +27,7 @@ from ..support.fits import make_trainer
 
 NUM_TRAIN, NUM_EVAL = 9, 3
 OWNED_BY_TESTS = {"on_before_batch_transfer", "on_after_batch_transfer"}
-"""Hooks that a lookahead calls earlier, by its nature; test_loop.py counts them."""
+"""Hooks that a lookahead calls earlier, by its nature; test_fit_loop.py counts them."""
 
 
 def _hooks(cls: type) -> list[str]:
@@ -212,8 +212,8 @@ class Recorded(Model):
         losses = []
         for part in parts(batch):
             zeros = {f"f{i}": torch.zeros(len(part.labels), 8) for i in range(3)}
-            rows = None if part.inputs["sparse"][0] is not None else {"ebc": zeros}
-            losses.append(self(part, rows))
+            embeddings = None if part.inputs["sparse"][0] is not None else {"ebc": zeros}
+            losses.append(self(part, embeddings))
         return torch.stack(losses).sum()
 
     def _log(self, prefix: str, batch: Any, loss: Tensor) -> None:

@@ -60,11 +60,11 @@ def account_of_a_steady_step(case: Case, pipeline: str) -> dict[str, Any]:
     result = break_down(spans, recorded.recorder.windows()[-1])
     kinds = {
         str(kind): {"busy": round(times.busy_ms, 6), "hidden": round(times.hidden_ms, 6)}
-        for kind, times in result.kinds.items()
+        for kind, times in result.categories.items()
     }
     return {
         **kinds,
-        "host": round(result.kinds[Category.HOST].busy_ms, 6),
+        "host": round(result.categories[Category.HOST].busy_ms, 6),
         "step": round(result.step_ms, 6),
         "blocked": round(result.blocked_ms, 6),
         "merge": round(result.merge_wait_ms, 6),

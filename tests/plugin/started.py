@@ -29,10 +29,10 @@ from torch.utils.data import DataLoader
 
 from lightning_overlap import OverlapEmbeddingStrategy
 
-from ..sparse.kinds import KindModel
 from ..support.cases import COLUMN_WISE, MIXED, TABLE_WISE, Batches, Case, Model, make_plan
 from ..support.fits import QUIET, make_trainer
 from ..support.reference import Result, collect
+from ..tables.supported_modules import KindModel
 from .strategies import Dense
 
 ROOT = Path(__file__).resolve().parents[2]

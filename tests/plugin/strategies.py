@@ -75,8 +75,8 @@ class TablesOnly(Model):
         super().__init__(TABLE_WISE)
         self.bottom, self.top = nn.Identity(), nn.Identity()
 
-    def dense(self, batch: Any, rows: Any) -> Tensor:
-        return torch.cat([torch.clone(rows["ebc"][f"f{i}"]) for i in range(3)], dim=1).square().mean()
+    def dense(self, batch: Any, embeddings: Any) -> Tensor:
+        return torch.cat([torch.clone(embeddings["ebc"][f"f{i}"]) for i in range(3)], dim=1).square().mean()
 
     def configure_optimizers(self) -> None:
         return None
@@ -149,7 +149,7 @@ def _reduced(wrapped: DistributedDataParallel) -> set[Any]:
 
 
 def fit_twice_and_evaluate() -> tuple[Tensor, Tensor, Tensor]:
-    """Two fits of one module by two trainers, then a plain call: (losses, losses, rows of the first batch)."""
+    """Two fits of one module by two trainers, then a plain call: (losses, losses, embeddings of the first batch)."""
     model = Model(TABLE_WISE)
     first = fit_model(model, num_steps=6, sharding="table_wise")
     first_losses = torch.stack(model.losses)
@@ -158,8 +158,8 @@ def fit_twice_and_evaluate() -> tuple[Tensor, Tensor, Tensor]:
     first.fit(model, datamodule=Batches(model.case, 6))
     second_losses = torch.stack(model.losses)
     with torch.no_grad():
-        rows = model.rows("ebc", Batches(model.case, 1) and _first_batch())
-        values = torch.cat([torch.clone(rows[f"f{i}"]) for i in range(3)], dim=1)
+        embeddings = model.embeddings("ebc", Batches(model.case, 1) and _first_batch())
+        values = torch.cat([torch.clone(embeddings[f"f{i}"]) for i in range(3)], dim=1)
     return first_losses, second_losses, values
 
 
@@ -246,7 +246,7 @@ class TwoNames(Model):
         super().__init__(TABLE_WISE)
         self.again = self.ebc
 
-    def rows(self, collection: str, batch: Any) -> Any:
+    def embeddings(self, collection: str, batch: Any) -> Any:
         return self.again(batch.inputs["sparse"][0])
 
 

@@ -11,7 +11,7 @@ from ..support import traces
 from ..support.ranks import Ranks
 from . import features
 from .features import Setting
-from .test_loop import CONFIGS
+from .test_fit_loop import CONFIGS
 
 SETTINGS: dict[str, Setting] = {
     "limit_val_batches": Setting({"limit_val_batches": 2}),
@@ -113,7 +113,7 @@ def test_same_as_ddp_on_one_rank(get_ranks: Any, name: str, tmp_path: Path) -> N
 
 @pytest.mark.parametrize("config", CONFIGS)
 def test_same_hooks_as_ddp_on_one_rank(get_ranks: Any, config: str) -> None:
-    """What test_loop.py compares on two ranks."""
+    """What test_fit_loop.py compares on two ranks."""
     ranks = get_ranks(1)
     [(expected, _)], [(actual, _)] = (ranks.run(traces.trace, p, *CONFIGS[config]) for p in (None, "fused_sparse_dist"))
     assert actual == expected

@@ -13,25 +13,25 @@ from . import monitors
 
 # Forward, backward and step take 50 ms each, an all-to-all takes 40. What a mode has under way when, and what it hides:
 #
-#   base                sizes ids rows FFFFF BBBBB grads SSSSS
-#   sparse_dist         rows FFFFF BBBBB grads SSSSS            rows has the next sizes beside it, BBBBB the next ids
+#   base                sizes ids embs FFFFF BBBBB grads SSSSS
+#   sparse_dist         embs FFFFF BBBBB grads SSSSS            embs has the next sizes beside it, BBBBB the next ids
 #                       sizes      ids
 #   fused_sparse_dist   FFFFF BBBBB grads SSSSS
-#                       sizes ids         rows
-#   after_optimizer     as sparse_dist, but that rows begins before the step's end
+#                       sizes ids         embs
+#   after_optimizer     as sparse_dist, but that embs begins before the step's end
 #   semi_sync           FFFFF BBBBB grads SSSSS
-#                       sizes rows        ids
+#                       sizes embs        ids
 #   semi_sync_deferred  FFFFF BBBBB SSSSS
-#                       sizes rows  grads, ids
+#                       sizes embs  grads, ids
 #   async_lookup        as semi_sync, for batches that are further ahead
 #   prefetch            FFFFF BBBBB grads SSSSS
-#                       ids               rows, sizes
+#                       ids               embs, sizes
 BUSY_AND_HIDDEN_MS = {
     "base": (160, 0),
     "sparse_dist": (120, 40),
     "fused_sparse_dist": (160, 120),
     "fused_sparse_dist_after_optimizer": (120, 40),
-    "semi_sync": (80, 40),  # rows and sizes travel while gradients do
+    "semi_sync": (80, 40),  # embeddings and sizes travel while gradients do
     "semi_sync_deferred": (80, 80),
     "async_lookup": (80, 40),
     "prefetch": (120, 80),
@@ -49,7 +49,7 @@ def test_hidden_and_exposed_time_under_a_virtual_clock(mode: Schedule, two_ranks
         assert result["bound"] == (("communication", 160) if busy == 160 else ("dense", 150))
 
 
-def test_waits_at_the_merge_are_those_for_rows(two_ranks: Any) -> None:
+def test_waits_at_the_merge_are_those_for_embeddings(two_ranks: Any) -> None:
     waits = {name: two_ranks.run(monitors.account_of_a_steady_step, TABLE_WISE, name)[0]["merge"] for name in MODES}
     waiting = ("base", "sparse_dist", "fused_sparse_dist_after_optimizer")
     assert waits == {name: 40 if name in waiting else 0 for name in MODES}

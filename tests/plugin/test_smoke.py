@@ -15,7 +15,7 @@ from ..support.fits import fit
 from ..support.ranks import Ranks
 from . import features
 from .features import Setting
-from .test_loop import CONFIGS
+from .test_fit_loop import CONFIGS
 
 pytestmark = pytest.mark.smoke
 

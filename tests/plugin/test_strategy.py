@@ -63,7 +63,7 @@ def test_one_rank_shares_gradients_with_nobody(
 def test_gradients_and_tables_have_groups_of_their_own(
     get_ranks: Callable[..., Ranks], pipeline: str, num_nodes: int, options: dict[str, Any]
 ) -> None:
-    """Which of the two a backward sends first depends on where a step first uses its rows, which may differ by rank."""
+    """What a backward sends first depends on where a step first uses embeddings, which may differ by rank."""
     ranks = get_ranks(2, num_nodes=num_nodes)
     for seen in ranks.run(strategies.what_it_wraps, pipeline=pipeline, **options):
         assert (seen["group"], seen["gradients"]) == ("tables", "default_pg")
@@ -99,10 +99,10 @@ def test_two_nodes_of_one_rank_each(get_ranks: Callable[..., Ranks], two_ranks: 
 
 
 def test_a_second_fit_and_a_plain_call_afterwards(two_ranks: Ranks) -> None:
-    for first, second, rows in two_ranks.run(strategies.fit_twice_and_evaluate):
+    for first, second, embeddings in two_ranks.run(strategies.fit_twice_and_evaluate):
         assert len(first) == len(second) == 6
         assert not torch.equal(first, second)
-        assert rows.isfinite().all()
+        assert embeddings.isfinite().all()
 
 
 def test_fused_optimizer_argument(two_ranks: Ranks) -> None:

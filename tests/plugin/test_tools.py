@@ -90,9 +90,9 @@ def test_compiled_module(get_ranks: Callable[..., Ranks], pipeline: str, num_ran
     ("train", "num"),
     [("train", 8), ("one_min_size", 4), ("one_max_size_cycle", 6), ("one_max_size", 4), ("both_min_size", 0)],
 )
-def test_early_rows_with_several_loaders(two_ranks: Ranks, train: str, num: int) -> None:
+def test_early_embeddings_with_several_loaders(two_ranks: Ranks, train: str, num: int) -> None:
     """All batches with ids but the first, which shows which input feeds which module."""
-    assert two_ranks.run(tools.early_rows_used, train) == [num, num]
+    assert two_ranks.run(tools.early_embeddings_used, train) == [num, num]
 
 
 def test_dataloader_iter_runs_plain(ranks: Ranks) -> None:

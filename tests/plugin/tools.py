@@ -189,7 +189,7 @@ def compiled(pipeline: str) -> list[tuple[list[float], int, list[str]]]:
     return results
 
 
-def early_rows_used(train: str) -> int:
+def early_embeddings_used(train: str) -> int:
     """Return how many early lookups an epoch uses."""
     model = Recorded(fused=True)
     trainer = make_trainer(make_strategy("fused_sparse_dist", model.seen), limit_val_batches=0)

@@ -22,7 +22,7 @@ from torch.optim.swa_utils import AveragedModel, get_ema_avg_fn
 
 from lightning_overlap import OverlapEmbeddingStrategy
 
-from ..sparse.optimizers import Scheduled
+from ..sparse.update_rates import Scheduled
 from ..support.cases import ROWWISE_ADAGRAD, TABLE_WISE, Batches, Case, Model, make_plan
 from ..support.fits import make_trainer
 from ..support.reference import Result, collect

@@ -48,8 +48,8 @@ class _Traceable(torch.nn.Module):
         self.model = Model(TABLE_WISE)
 
     def forward(self, batch: _Batch) -> tuple[torch.Tensor, torch.Tensor]:
-        rows = self.model.ebc(batch.kjt)
-        merged = torch.cat([self.model.bottom(batch.dense), rows.values()], dim=1)
+        embeddings = self.model.ebc(batch.kjt)
+        merged = torch.cat([self.model.bottom(batch.dense), embeddings.values()], dim=1)
         logits = self.model.top(merged).squeeze(1)
         loss = torch.nn.functional.binary_cross_entropy_with_logits(logits, batch.labels)
         return loss, logits

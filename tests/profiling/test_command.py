@@ -9,7 +9,6 @@ import struct
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -27,8 +26,8 @@ STEP_MS = 10.0
 def steps(num: int = 6, shift_ms: float = 0.0) -> list[Span]:
     """Steps of 10 ms on two lanes.
 
-    host  forward==== wait~~ backward===            the rows of the next batch are on their way for 4 ms,
-    gloo              rows--------                  2 of them beside the backward
+    host  forward==== wait~~ backward===            the embeddings of the next batch are on their way for 4 ms,
+    gloo              embed.------                  2 of them beside the backward
     """
     spans = []
     for batch in range(num):
@@ -223,18 +222,24 @@ def test_command_tells_files_of_one_rank_apart(tmp_path: Path, capsys: pytest.Ca
 
 @pytest.mark.parametrize(
     ("content", "message"),
-    [(b"not JSON", "its JSON is broken"), (b"\x1f\x8b\x08", "damaged gzip"), (b"[]", "holds nothing to draw")],
+    [
+        (None, "does not exist"),
+        (b"not JSON", "its JSON is broken"),
+        (b"\x1f\x8b\x08", "damaged gzip"),
+        (b"[]", "holds nothing to draw"),
+    ],
 )
 def test_bad_files_are_said_without_a_traceback(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], content: bytes, message: str
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], content: bytes | None, message: str
 ) -> None:
-    (tmp_path / "t.json").write_bytes(content)
+    if content is not None:
+        (tmp_path / "t.json").write_bytes(content)
     assert main([str(tmp_path / "t.json")]) == 2
     said = capsys.readouterr()
     assert said.err.startswith(f"overlap-timeline: {tmp_path / 't.json'} ")
     assert message in said.err
     assert said.out == ""
-    assert [path.name for path in tmp_path.iterdir()] == ["t.json"]
+    assert [path.name for path in tmp_path.iterdir()] == ([] if content is None else ["t.json"])
 
 
 def test_other_bad_arguments(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -251,22 +256,7 @@ def test_other_bad_arguments(tmp_path: Path, capsys: pytest.CaptureFixture[str])
 
 
 @pytest.mark.slow
-def test_command_runs_as_a_module(tmp_path: Path) -> None:
-    def run(*arguments: str) -> Any:
-        command = [sys.executable, "-m", "lightning_overlap.profiling.command", *arguments]
-        return subprocess.run(command, capture_output=True, text=True, timeout=100, check=False)
-
-    done = run(str(tmp_path / "absent.json"))
-    assert (done.returncode, done.stdout) == (2, "")
-    assert done.stderr.startswith("overlap-timeline: ")
-    assert "Traceback" not in done.stderr
-    done = run(write(tmp_path, "t.json", {0: steps()}))
-    assert (done.returncode, done.stderr) == (0, "")
-    assert (tmp_path / "t.png").stat().st_size > 10_000
-
-
-@pytest.mark.slow
-def test_command_writes_into_a_closed_pipe(tmp_path: Path) -> None:
+def test_command_runs_as_a_module_and_writes_into_a_closed_pipe(tmp_path: Path) -> None:
     trace = write(tmp_path, "t.json", {0: steps()})
     command = [sys.executable, "-m", "lightning_overlap.profiling.command", trace]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
@@ -275,6 +265,12 @@ def test_command_writes_into_a_closed_pipe(tmp_path: Path) -> None:
         process.stdout.close()
         assert process.stderr.read() == ""
     assert process.returncode == 0
+    assert (tmp_path / "t.png").stat().st_size > 10_000
+
+
+def test_each_stage_has_a_colour_of_its_own() -> None:
+    spans = [Span(0, 1, Category.DENSE, HOST_LANE, str(stage), stage) for stage in Stage]
+    assert len({layout.color_of(span, batches=False) for span in spans}) == len(Stage)
 
 
 def test_the_command_is_installed_by_its_name() -> None:

@@ -90,16 +90,16 @@ def test_a_step_by_hand() -> None:
     )
     kept = break_down(spans, (0, 20))
     assert kept.step_ms == 20
-    assert kept.kinds[Category.DENSE] == BusyTime(12, 0)
-    assert kept.kinds[Category.COMMUNICATION] == BusyTime(9, 4 + 1 + 1)  # 3-7 dense, 14 lookup, 16 dense
-    assert kept.kinds[Category.LOOKUP] == BusyTime(2, 0)
-    assert kept.kinds[Category.COPY] == BusyTime(7, 1 + 2 + 2)  # 1 dense, 13-15 lookup, 16-18 dense
-    assert kept.kinds[Category.HOST] == BusyTime(16, 0)
+    assert kept.categories[Category.DENSE] == BusyTime(12, 0)
+    assert kept.categories[Category.COMMUNICATION] == BusyTime(9, 4 + 1 + 1)  # 3-7 dense, 14 lookup, 16 dense
+    assert kept.categories[Category.LOOKUP] == BusyTime(2, 0)
+    assert kept.categories[Category.COPY] == BusyTime(7, 1 + 2 + 2)  # 1 dense, 13-15 lookup, 16-18 dense
+    assert kept.categories[Category.HOST] == BusyTime(16, 0)
     assert kept.blocked_ms == 4
     assert kept.bound == ("host", 16)
     assert kept.to_gain_ms == 4
-    assert kept.kinds[Category.COMMUNICATION].exposed_ms == 3
-    assert kept.kinds[Category.COMMUNICATION].hidden_fraction == pytest.approx(6 / 9)
+    assert kept.categories[Category.COMMUNICATION].exposed_ms == 3
+    assert kept.categories[Category.COMMUNICATION].hidden_fraction == pytest.approx(6 / 9)
 
 
 def test_nested_spans_take_their_time_from_the_outer_one() -> None:
@@ -108,7 +108,7 @@ def test_nested_spans_take_their_time_from_the_outer_one() -> None:
     #  wait            ww       ->  DDLLLwwDDD
     outer = Span(0, 10, Category.DENSE, HOST_LANE, "forward", Stage.DENSE_FORWARD, 3)
     lookup = Span(2, 5, Category.LOOKUP, HOST_LANE, "lookup", Stage.EMBEDDING_LOOKUP, 3)
-    wait = Span(5, 7, Category.WAIT, HOST_LANE, "rows: wait()", Stage.EMBEDDING_LOOKUP, 3)
+    wait = Span(5, 7, Category.WAIT, HOST_LANE, "embeddings: wait()", Stage.EMBEDDING_LOOKUP, 3)
     cut = exclusive([wait, outer, lookup])
     assert [(s.start_ms, s.end_ms, s.kind) for s in cut] == [
         (0, 2, Category.DENSE),
@@ -117,7 +117,7 @@ def test_nested_spans_take_their_time_from_the_outer_one() -> None:
         (7, 10, Category.DENSE),
     ]
     kept = break_down([outer, lookup, wait], (0, 10))
-    assert kept.kinds[Category.DENSE].busy_ms == 5
+    assert kept.categories[Category.DENSE].busy_ms == 5
     assert kept.merge_wait_ms == kept.blocked_ms == 2
     assert kept.stages == {Stage.EMBEDDING_LOOKUP: BusyTime(3, 0), Stage.DENSE_FORWARD: BusyTime(5, 0)}
 
@@ -125,13 +125,13 @@ def test_nested_spans_take_their_time_from_the_outer_one() -> None:
 @pytest.mark.parametrize(
     ("name", "lane", "counts"),
     [
-        ("rows", HOST_LANE, True),
-        ("rows: waits for all_to_all", "stream 7", True),
-        ("rows", "stream 9", False),  # nothing dense runs there
+        ("embeddings", HOST_LANE, True),
+        ("embeddings: waits for all_to_all", "stream 7", True),
+        ("embeddings", "stream 9", False),  # nothing dense runs there
         ("ids", HOST_LANE, False),
     ],
 )
-def test_a_wait_for_rows_counts_where_the_dense_part_runs(name: str, lane: str, counts: bool) -> None:
+def test_a_wait_for_embeddings_counts_where_the_dense_part_runs(name: str, lane: str, counts: bool) -> None:
     gemms = [Span(start, end, Category.DENSE, "stream 7", "gemm") for start, end in ((0, 1), (3, 9))]
     spans = [*gemms, Span(1, 3, Category.WAIT, lane, name)]
     assert summarize(spans).breakdown.merge_wait_ms == (2 if counts else 0)
@@ -144,7 +144,7 @@ def test_collectives_stay_whole_and_count_once() -> None:
     one, two = (Span(start, start + 4, Category.COMMUNICATION, "gloo", "all_to_all") for start in (0, 2))
     host = [Span(0, 3, Category.DENSE, HOST_LANE, "forward"), Span(3, 8, Category.WAIT, HOST_LANE, "all_to_all")]
     kept = break_down([one, two, *host], (0, 8))
-    assert kept.kinds[Category.COMMUNICATION] == BusyTime(6, 3)
+    assert kept.categories[Category.COMMUNICATION] == BusyTime(6, 3)
     assert {one, two} <= set(exclusive([one, two]))
 
 
@@ -159,14 +159,14 @@ def test_beside_a_gpu_the_hosts_share_of_a_stage_is_no_busy_time() -> None:
 def test_where_the_host_computes_communication_is_exposed_while_it_waits() -> None:
     # Beside the loop's own work (h) too: that has to be done in any case. On a GPU it hides nothing.
     on_cpu = break_down(drawn(host="DDhhww  DD", s9="cccccccc  "), (0, 10))
-    assert on_cpu.kinds[Category.COMMUNICATION] == BusyTime(8, 6)
+    assert on_cpu.categories[Category.COMMUNICATION] == BusyTime(8, 6)
     on_gpu = break_down(drawn(host="  hhww    ", s7="DD      DD", s9="cccccccc  "), (0, 10))
-    assert on_gpu.kinds[Category.COMMUNICATION] == BusyTime(8, 2)
+    assert on_gpu.categories[Category.COMMUNICATION] == BusyTime(8, 2)
 
 
 def test_a_window_of_two_steps_is_accounted_per_step() -> None:
     spans = drawn(host="DDDDwwwwDDDDwwww", s9="  cccc    cccc  ")
-    assert break_down(spans, (0, 16), num_steps=2).kinds[Category.COMMUNICATION] == BusyTime(4, 2)
+    assert break_down(spans, (0, 16), num_steps=2).categories[Category.COMMUNICATION] == BusyTime(4, 2)
     assert mean([break_down(spans, (0, 8)), break_down(spans, (8, 16))]) == break_down(spans, (0, 16), num_steps=2)
     with pytest.raises(ValueError, match="no step has been measured"):
         mean([])
@@ -184,11 +184,11 @@ def test_the_sweep_equals_a_count_of_every_millisecond(spans: list[Span], start:
         hidden = [now for now in busy if any(found in cover for found, _, _ in now)]
         if kind is Category.COMMUNICATION and host_computes:
             hidden = [now for now in busy if not any((f, lane) == (Category.WAIT, HOST_LANE) for f, lane, _ in now)]
-        assert kept.kinds[kind] == BusyTime(len(busy), len(hidden)), kind
+        assert kept.categories[kind] == BusyTime(len(busy), len(hidden)), kind
     waits = [now for now in at if any(kind is Category.WAIT and lane == HOST_LANE for kind, lane, _ in now)]
     assert kept.blocked_ms == len(waits)
-    assert kept.kinds[Category.HOST].busy_ms == long - len(waits)
-    assert kept.merge_wait_ms == 0  # none of these waits is for rows
+    assert kept.categories[Category.HOST].busy_ms == long - len(waits)
+    assert kept.merge_wait_ms == 0  # none of these waits is for embeddings
     for stage, times in kept.stages.items():
         counted = (*KINDS, Category.HOST)
         per_kind = [sum(any(k is kind and s is stage for k, _, s in now) for now in at) for kind in counted]
@@ -209,7 +209,7 @@ def test_every_lane_is_covered_exactly_once(spans: list[Span]) -> None:
 @given(spans_of_any_kind, st.integers(0, END), st.integers(1, 8))
 def test_hidden_and_exposed_are_the_busy_time(spans: list[Span], start: int, long: int) -> None:
     kept = break_down(spans, (start, start + long))
-    for times in (*kept.kinds.values(), *kept.stages.values()):
+    for times in (*kept.categories.values(), *kept.stages.values()):
         assert 0 <= times.hidden_ms <= times.busy_ms
         assert times.hidden_ms + times.exposed_ms == times.busy_ms
     assert all(start <= s.start_ms < s.end_ms <= start + long for s in clip(spans, (start, start + long)))

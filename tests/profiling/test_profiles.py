@@ -19,7 +19,7 @@ from ..support.ranks import Ranks
 from . import profiles
 
 ALL_TO_ALLS = {Stage.INPUT_SPLITS_DIST: 1, Stage.INPUT_DATA_DIST: 2, Stage.EMBEDDING_LOOKUP: 1}
-"""All-to-alls of one batch of one module: sizes; lengths and ids; rows."""
+"""All-to-alls of one batch of one module: sizes; lengths and ids; embeddings."""
 
 
 def collectives(spans: list[Span], batch: int, name: str = "gloo:all_to_all") -> dict[Stage, int]:
@@ -40,20 +40,20 @@ def test_torchrecs_pipeline(two_ranks: Ranks, tmp_path: Path, capsys: pytest.Cap
         assert found == rank
         assert {span.lane for span in spans} == {HOST_LANE, "gloo"}
         assert len(find_steps(spans)) == profiles.NUM_PROFILED - 1  # the last one has no next to end it
-        # Batches 0 and 1 came before: the sizes of 3 are sent in the first step, its rows are looked up in the second.
+        # Batches 0 and 1 came before: the sizes of 3 are sent in the first step, it is looked up in the second.
         for batch in (4, 5):
             assert collectives(spans, batch) == ALL_TO_ALLS
         assert inside(spans, "start_sparse_data_dist 4").stage is Stage.INPUT_SPLITS_DIST
         waits = [span for span in spans if span.kind is Category.WAIT and span.stage is Stage.EMBEDDING_LOOKUP]
         assert {(wait.name, wait.lane, wait.batch) for wait in waits} == {
-            ("rows: EmbeddingBagCollectionAwaitable wait()", HOST_LANE, batch)
+            ("embeddings: EmbeddingBagCollectionAwaitable wait()", HOST_LANE, batch)
             for batch in range(2, 2 + profiles.NUM_PROFILED)
         }
         kept = summarize(spans).breakdown
-        # This pipeline issues the rows' all-to-all in the forward that waits for them.
-        rows = kept.stages[Stage.EMBEDDING_LOOKUP]
+        # This pipeline issues the embeddings' all-to-all in the forward that waits for them.
+        lookup = kept.stages[Stage.EMBEDDING_LOOKUP]
         assert 0 < kept.merge_wait_ms <= kept.blocked_ms < kept.step_ms
-        assert 0 < rows.exposed_ms <= rows.busy_ms
+        assert 0 < lookup.exposed_ms <= lookup.busy_ms
     assert main([str(path) for path in traces]) == 0
     said = capsys.readouterr().out
     assert "EmbeddingBagCollectionAwaitable wait()" in said
@@ -77,8 +77,8 @@ def test_our_strategy(
             assert all((span.kind, str(span.stage)) == (Category.DENSE, name) for name, span in trained.items())
             assert lookup.end_ms <= trained["dense_forward"].start_ms
         assert len(find_steps(spans)) == profiles.NUM_PROFILED - 1
-        read_rows = [span for span in spans if span.kind is Category.LOOKUP and span.batch in (2, 3)]
-        assert {span.stage for span in read_rows} == {Stage.EMBEDDING_LOOKUP}
+        looked_up = [span for span in spans if span.kind is Category.LOOKUP and span.batch in (2, 3)]
+        assert {span.stage for span in looked_up} == {Stage.EMBEDDING_LOOKUP}
     assert main([str(path) for path in traces]) == 0
-    # with Python's stacks a wait says whose line waits: the module's, where it merges the rows
+    # with Python's stacks a wait says whose line waits: the module's, where it merges the embeddings
     assert re.search(r"called from \S*support/cases\.py\(\d+\): \w+", capsys.readouterr().out)

@@ -50,12 +50,16 @@ def test_an_inner_stage_takes_its_time_from_the_outer_one(now: Now) -> None:
         (Category.DENSE, 1),
     ]
     result = break_down(recorder.spans(), recorder.windows()[0])
-    assert (result.step_ms, result.kinds[Category.DENSE].busy_ms, result.kinds[Category.LOOKUP].exposed_ms) == (
+    assert (
+        result.step_ms,
+        result.categories[Category.DENSE].busy_ms,
+        result.categories[Category.LOOKUP].exposed_ms,
+    ) == (
         20,
         11,
         5,
     )
-    assert result.kinds[Category.HOST].busy_ms == 20
+    assert result.categories[Category.HOST].busy_ms == 20
 
 
 def test_a_stage_that_raises_is_closed(now: Now) -> None:
@@ -91,7 +95,7 @@ def test_what_an_all_to_all_carries() -> None:
     import torch
 
     floats, integers = torch.ones(4, requires_grad=True), torch.ones(4, dtype=torch.int64)
-    assert all_to_all_name(floats, [2, 2], [1, 3]) == "rows"
+    assert all_to_all_name(floats, [2, 2], [1, 3]) == "embeddings"
     assert all_to_all_name(integers, [2, 2], None) == "ids"
     assert all_to_all_name(integers, None, None) == "sizes"
     seen: list[Any] = []

@@ -8,8 +8,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from torch.profiler import ProfilerActivity, profile, record_function
 
 from lightning_overlap.profiling import trace_names
 from lightning_overlap.profiling.report import summarize
@@ -164,7 +166,7 @@ def test_threads_of_a_cpu(tmp_path: Path) -> None:
         ("forward 2", HOST_LANE, Category.DENSE, Stage.DENSE_FORWARD, 2),
         ("All2All_Pooled_fwd", HOST_LANE, Category.HOST, Stage.EMBEDDING_LOOKUP, 2),
         ("[lookup]_[ebc]_[table_wise]", HOST_LANE, Category.LOOKUP, Stage.EMBEDDING_LOOKUP, 2),
-        ("rows: EmbeddingBagCollectionAwaitable wait()", HOST_LANE, Category.WAIT, Stage.EMBEDDING_LOOKUP, 2),
+        ("embeddings: EmbeddingBagCollectionAwaitable wait()", HOST_LANE, Category.WAIT, Stage.EMBEDDING_LOOKUP, 2),
         ("optimizer_step 2", HOST_LANE, Category.DENSE, Stage.OPTIMIZER_STEP, 2),
         ("aten::zeros", HOST_LANE, Category.DENSE, None, None),
     ]
@@ -257,7 +259,7 @@ def test_a_published_trace_of_torchrec() -> None:
     told = summarize(spans)
     assert told.window.end_ms - told.window.start_ms == pytest.approx(1231.5, abs=0.05)
     assert told.window.num_steps == 5
-    assert 100 * told.breakdown.kinds[Category.COMMUNICATION].hidden_fraction == pytest.approx(1.36, abs=0.005)
+    assert 100 * told.breakdown.categories[Category.COMMUNICATION].hidden_fraction == pytest.approx(1.36, abs=0.005)
     worst = told.blocks[0]
     assert worst.total_ms == pytest.approx(725.7, abs=0.05)
     assert (worst.name, worst.detail) == ("aten::copy_", "cudaMemcpyAsync under ## sparse_data_dist ##")
@@ -268,7 +270,7 @@ def test_a_published_trace_with_half_of_it_hidden() -> None:
     (rank,) = read_trace(TRACES / "trace_diff_control_control.json.gz").items()
     told = summarize(rank[1])
     assert rank[0] == 3
-    assert 100 * told.breakdown.kinds[Category.COMMUNICATION].hidden_fraction == pytest.approx(46.2, abs=0.05)
+    assert 100 * told.breakdown.categories[Category.COMMUNICATION].hidden_fraction == pytest.approx(46.2, abs=0.05)
     assert [round(block.total_ms, 1) for block in told.blocks[:2]] == [34.5, 21.4]
     assert "all2all_tw_data:wait" in told.blocks[0].detail
 
@@ -314,7 +316,7 @@ def test_what_is_written_is_read_back(
 
 
 def test_a_written_trace_is_one_for_perfetto(tmp_path: Path) -> None:
-    one = Span(1, 5, Category.COMMUNICATION, "gloo", "all_to_all", Stage.EMBEDDING_LOOKUP, 3, "rows")
+    one = Span(1, 5, Category.COMMUNICATION, "gloo", "all_to_all", Stage.EMBEDDING_LOOKUP, 3, "embeddings")
     other = Span(2, 7, Category.COMMUNICATION, "gloo", "all_reduce")
     write_trace(tmp_path / "t.json", {2: [one, other]})
     events = json.loads((tmp_path / "t.json").read_text())["traceEvents"]
@@ -328,7 +330,7 @@ def test_a_written_trace_is_one_for_perfetto(tmp_path: Path) -> None:
         (2, "gloo (2)", "communication", "all_reduce", 2000, 5000),
     ]
     args = next(e["args"] for e in events if e["name"] == "all_to_all")
-    assert (args["stage"], args["batch"], args["detail"]) == ("embedding_lookup", 3, "rows")
+    assert (args["stage"], args["batch"], args["detail"]) == ("embedding_lookup", 3, "embeddings")
 
 
 # -- bad input ----------------------------------------------------------------------------------------------------
@@ -341,7 +343,7 @@ EMPTY = {"traceEvents": [{"ph": "M", "name": "process_name", "pid": 1, "args": {
     [
         (b"lr=0.1", "its JSON is broken"),
         (b"", "its JSON is broken"),
-        (b'{"traceEvents": [{"ph": "X", "na', "its JSON is broken"),
+        (b'{"traceEvents": [{"ph": "X", "na', r"its JSON is broken.\n  got:  .* column 30: '.*\"ph\": \"X\", \"na'"),
         (gzip.compress(b"[]" * 5000)[:-30], "damaged gzip file"),
         (b"\x1f\x8bnonsense", "damaged gzip file"),
         (b"[1, 2]", "holds nothing to draw"),
@@ -364,6 +366,16 @@ def test_what_is_no_trace_is_said(tmp_path: Path, content: bytes, message: str) 
     with pytest.raises(TraceError, match=message) as err:
         read_trace(path)
     assert str(path) in str(err.value)
+
+
+@pytest.mark.parametrize("name", ['a "b".py', '"a"', '"'])
+def test_names_with_quotes_are_read(tmp_path: Path, name: str) -> None:
+    """torch 2.13 does not escape them, so that its file is no JSON."""
+    with profile(activities=[ProfilerActivity.CPU]) as profiler, record_function(name):
+        torch.ones(2).sum()
+    profiler.export_chrome_trace(str(tmp_path / "trace.json"))
+    (spans,) = read_trace(tmp_path / "trace.json").values()
+    assert name in {span.name for span in spans}
 
 
 def test_a_changed_file_of_our_own_is_said(tmp_path: Path) -> None:

@@ -34,8 +34,8 @@ TIMED_LOOKUPS = {
 _IN_STAGE = {
     Stage.INPUT_SPLITS_DIST: ("splits",),
     Stage.INPUT_DATA_DIST: ("lengths", "ids"),
-    Stage.EMBEDDING_LOOKUP: ("rows",),
-    Stage.DENSE_FORWARD: ("splits", "lengths", "ids", "rows"),
+    Stage.EMBEDDING_LOOKUP: ("embeddings",),
+    Stage.DENSE_FORWARD: ("splits", "lengths", "ids", "embeddings"),
 }
 
 
@@ -133,8 +133,8 @@ class ClockedModel(Model):
 
         return look_up
 
-    def dense(self, batch: Batch, rows: Any) -> Tensor:
-        loss = super().dense(batch, rows)
+    def dense(self, batch: Batch, embeddings: Any) -> Tensor:
+        loss = super().dense(batch, embeddings)
         self.clock.advance("forward")
         loss.register_hook(lambda grad: self.clock.advance("backward"))
         return loss

@@ -48,12 +48,12 @@ def test_evaluation_of_each_mode(mode: Schedule) -> None:
 @settings(deadline=None)
 def test_each_stage_of_each_batch_once_and_in_order(schedule: Schedule, ready: bool) -> None:
     """For any mode that is accepted: no update is made, nothing is left in flight, no more is held than it says."""
-    rows = {step.stage for step in schedule.evaluation}
+    steps = {step.stage for step in schedule.evaluation}
     for num_batches in range(2 * schedule.evaluation.depth + 1):
         run = evaluate(schedule, num_batches, ready)
         assert run.trained == list(range(num_batches))
         for batch in range(num_batches):
-            wanted = [stage for stage in Stage if stage in rows]
+            wanted = [stage for stage in Stage if stage in steps]
             if not ready and batch == 0:
                 wanted = [stage for stage in wanted if stage not in SPARSE_STAGES]
             assert run.stages[batch] == wanted, str(run)
@@ -61,7 +61,7 @@ def test_each_stage_of_each_batch_once_and_in_order(schedule: Schedule, ready: b
         assert not any(run.updates.values())
 
 
-def test_rows_come_early_for_all_but_the_batch_that_shows_the_inputs(mode: Schedule) -> None:
+def test_embeddings_come_early_for_all_but_the_batch_that_shows_the_inputs(mode: Schedule) -> None:
     run = evaluate(mode, 6, ready=False)
     assert run.served_early(0) == {False}
     for batch in range(1, 6):
@@ -69,14 +69,14 @@ def test_rows_come_early_for_all_but_the_batch_that_shows_the_inputs(mode: Sched
 
 
 def test_a_users_schedule_that_looks_up_further_ahead_evaluates_one_ahead() -> None:
-    rows = [
+    steps = [
         Step(Stage.COPY_BATCH_TO_DEVICE, 3, StreamName.MEMCPY),
         Step(Stage.INPUT_SPLITS_DIST, 3, StreamName.DATA_DIST),
         Step(Stage.INPUT_DATA_DIST, 3, StreamName.DATA_DIST),
         Step(Stage.EMBEDDING_LOOKUP, 3, StreamName.LOOKUP),
         *(step for step in MODES["base"] if step.stage is not Stage.COPY_BATCH_TO_DEVICE),
     ]
-    evaluation = Schedule("far_ahead", tuple(rows)).evaluation
+    evaluation = Schedule("far_ahead", tuple(steps)).evaluation
     lookup = evaluation.step_of(Stage.EMBEDDING_LOOKUP)
     assert lookup is not None
     assert lookup.offset == 1

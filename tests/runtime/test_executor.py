@@ -64,7 +64,7 @@ def test_a_second_epoch_is_like_the_first(mode: Schedule) -> None:
 
 
 @overlapping
-def test_rows_from_before_the_first_forward_are_caught_up_after_it_in_order(schedule: Schedule) -> None:
+def test_steps_from_before_the_first_forward_are_caught_up_after_it_in_order(schedule: Schedule) -> None:
     run = run_schedule(schedule, 2 * schedule.depth, ready=False)
     issued = [(stage, batch) for kind, stage, batch in run.timeline.events if kind == "issue"]
     assert not [stage for stage, batch in issued if batch == 0 and stage in SPARSE_STAGES]

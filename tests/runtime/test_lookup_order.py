@@ -127,9 +127,9 @@ def test_waiting_for_lookups_orders_the_compute_stream_behind_them(policy: str) 
 
 @pytest.mark.parametrize("stream", [StreamName.DATA_DIST, StreamName.MEMCPY])
 def test_a_lookup_row_on_another_stream_is_ordered_after_the_load_of_weights(stream: StreamName) -> None:
-    rows = [Step(row.stage, row.offset, stream) if row.stream is StreamName.LOOKUP else row for row in SEMI_SYNC]
+    steps = [Step(step.stage, step.offset, stream) if step.stream is StreamName.LOOKUP else step for step in SEMI_SYNC]
     streams = RecordingStreams()
-    trainer = FakeTrainer(Schedule("mine", tuple(rows)), streams=streams)
+    trainer = FakeTrainer(Schedule("mine", tuple(steps)), streams=streams)
     check_stream_order(trainer.run(9))
     trainer.executor.wait_for_lookups()
     lookups = {mark for mark in streams.before if mark.what is Stage.EMBEDDING_LOOKUP}

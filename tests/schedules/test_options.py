@@ -34,8 +34,8 @@ def test_what_is_derived_is_what_was_asked_for(staleness: int) -> None:
 
 
 @given(st.integers(1, 12), st.integers(0, 40))
-def test_rows_of_no_more_batches_than_the_staleness_are_held_ahead(staleness: int, num_batches: int) -> None:
-    """A batch holds its rows from the lookup to the backward, which updates the table."""
+def test_embeddings_of_no_more_batches_than_the_staleness_are_held_ahead(staleness: int, num_batches: int) -> None:
+    """A batch holds its embeddings from the lookup to the backward, which updates the table."""
     held: set[int] = set()
     most = 0
     for iteration, step, batch in async_lookup(staleness).issue_order(num_batches):

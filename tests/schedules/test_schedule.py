@@ -39,37 +39,37 @@ def written_before(done: dict[int, list[Stage]], batch: int) -> int:
     return sum(Stage.BACKWARD in done[before] for before in range(batch))
 
 
-def simulate(rows: tuple[Step, ...]) -> bool:
+def simulate(steps: tuple[Step, ...]) -> bool:
     """Whether a run of a table succeeds, found by running it: nothing here is shared with the validator."""
-    if not rows:
+    if not steps:
         return False
-    furthest = max(row.offset for row in rows)
+    furthest = max(step.offset for step in steps)
     num_batches = 2 * (furthest + 1) + 1
     done: dict[int, list[Stage]] = defaultdict(list)
     gone_back: set[int] = set()  # batches behind their backward, whose update has not come yet
-    updates_later = any(row.stage is Stage.EMBEDDING_UPDATE for row in rows)
-    if any(row.offset < (-1 if row.stage is Stage.EMBEDDING_UPDATE else 0) for row in rows):
+    updates_later = any(step.stage is Stage.EMBEDDING_UPDATE for step in steps)
+    if any(step.offset < (-1 if step.stage is Stage.EMBEDDING_UPDATE else 0) for step in steps):
         return False
     for iteration in range(-furthest, num_batches + 1):
-        for row in rows:
-            if row.stage in TRAINER and (row.offset != 0 or row.stream is not StreamName.COMPUTE):
+        for step in steps:
+            if step.stage in TRAINER and (step.offset != 0 or step.stream is not StreamName.COMPUTE):
                 return False  # the trainer runs these itself, on the batch being trained
-            batch = iteration + row.offset
+            batch = iteration + step.offset
             if not 0 <= batch < num_batches:
                 continue
-            needed = ALL_STAGES[: ALL_STAGES.index(row.stage)]
+            needed = ALL_STAGES[: ALL_STAGES.index(step.stage)]
             # Sparse stages may be left out altogether, so only those of this table are needed before the forward.
-            table = {other.stage for other in rows}
+            table = {other.stage for other in steps}
             if done[batch] != [stage for stage in needed if stage in table]:
                 return False
-            if row.stage is Stage.EMBEDDING_LOOKUP and Stage.PREFETCH in table and written_before(done, batch) < batch:
+            if step.stage is Stage.EMBEDDING_LOOKUP and Stage.PREFETCH in table and written_before(done, batch) < batch:
                 return False  # the kernel's backward is that of its last lookup
-            done[batch].append(row.stage)
-            if row.stage is Stage.BACKWARD and updates_later:
+            done[batch].append(step.stage)
+            if step.stage is Stage.BACKWARD and updates_later:
                 gone_back.add(batch)
-            elif row.stage is Stage.EMBEDDING_UPDATE:
+            elif step.stage is Stage.EMBEDDING_UPDATE:
                 gone_back.discard(batch)
-            elif row.stage is Stage.EMBEDDING_LOOKUP and gone_back:
+            elif step.stage is Stage.EMBEDDING_LOOKUP and gone_back:
                 return False  # it would see the update of a module that ran its own forward, and no other
         if any(stages[-1:] == [Stage.PREFETCH] for stages in done.values()):
             return False  # an evaluation that comes now would be taken for the lookup of these ids
@@ -78,50 +78,50 @@ def simulate(rows: tuple[Step, ...]) -> bool:
 
 @st.composite
 def tables(draw: st.DrawFn) -> tuple[Step, ...]:
-    """Tables that can run, and tables that almost can: rows moved, shifted, doubled, dropped."""
-    rows = list(draw(schedules).steps)
+    """Tables that can run, and tables that almost can: steps moved, shifted, doubled, dropped."""
+    steps = list(draw(schedules).steps)
     for _ in range(draw(st.integers(0, 2))):
-        index = draw(st.integers(0, len(rows) - 1))
-        row = rows[index]
+        index = draw(st.integers(0, len(steps) - 1))
+        step = steps[index]
         match draw(st.sampled_from(["move", "shift", "stream", "double", "drop"])):
             case "move":
-                rows.insert(draw(st.integers(0, len(rows) - 1)), rows.pop(index))
+                steps.insert(draw(st.integers(0, len(steps) - 1)), steps.pop(index))
             case "shift":
-                rows[index] = Step(row.stage, row.offset + draw(st.sampled_from([-1, 1])), row.stream)
+                steps[index] = Step(step.stage, step.offset + draw(st.sampled_from([-1, 1])), step.stream)
             case "stream":
-                rows[index] = Step(row.stage, row.offset, draw(st.sampled_from(StreamName)))
+                steps[index] = Step(step.stage, step.offset, draw(st.sampled_from(StreamName)))
             case "double":
-                rows.append(row)
-            case "drop" if len(rows) > 1:
-                del rows[index]
-    return tuple(rows)
+                steps.append(step)
+            case "drop" if len(steps) > 1:
+                del steps[index]
+    return tuple(steps)
 
 
 @given(tables())
-def test_a_table_is_accepted_exactly_when_its_run_succeeds(rows: tuple[Step, ...]) -> None:
+def test_a_table_is_accepted_exactly_when_its_run_succeeds(steps: tuple[Step, ...]) -> None:
     try:
-        Schedule("drawn", rows)
+        Schedule("drawn", steps)
         accepted = True
     except ScheduleError:
         accepted = False
-    assert accepted == simulate(rows), " ".join(map(str, rows))
+    assert accepted == simulate(steps), " ".join(map(str, steps))
 
 
 @given(st.lists(st.builds(Step, st.sampled_from(Stage), st.integers(0, 3), st.sampled_from(StreamName))))
-def test_a_table_of_any_rows_is_accepted_exactly_when_its_run_succeeds(rows: list[Step]) -> None:
+def test_a_table_of_any_rows_is_accepted_exactly_when_its_run_succeeds(steps: list[Step]) -> None:
     try:
-        Schedule("drawn", tuple(rows))
+        Schedule("drawn", tuple(steps))
         accepted = True
     except ScheduleError:
         accepted = False
-    assert accepted == simulate(tuple(rows)), " ".join(map(str, rows))
+    assert accepted == simulate(tuple(steps)), " ".join(map(str, steps))
 
 
 def test_the_simulation_itself_accepts_and_refuses() -> None:
-    rows = FUSED_SPARSE_DIST.steps
-    assert simulate(rows)
-    assert not simulate(rows[1:])
-    assert not simulate(tuple(reversed(rows)))
+    steps = FUSED_SPARSE_DIST.steps
+    assert simulate(steps)
+    assert not simulate(steps[1:])
+    assert not simulate(tuple(reversed(steps)))
 
 
 @given(schedules)
@@ -231,10 +231,10 @@ def test_tables_of_the_dense_optimizer_are_looked_up_after_its_step_and_before_t
 # -- what is wrong with a table --------------------------------------------------------------------------------
 
 
-def change(mode: str, *, drop: Stage | None = None, rows: dict[int, str] | None = None) -> str:
-    """Return the text of a mode with rows replaced or left out."""
+def change(mode: str, *, drop: Stage | None = None, steps: dict[int, str] | None = None) -> str:
+    """Return the text of a mode with steps replaced or left out."""
     texts = [str(step) for step in MODES[mode]]
-    for index, text in (rows or {}).items():
+    for index, text in (steps or {}).items():
         texts[index] = text
     return "mine: " + " ".join(text for text in texts if drop is None or not text.startswith(f"{drop}+"))
 
@@ -244,7 +244,7 @@ WRONG = {
         "mine: copy_batch_to_device+1/memcpy input_splits_dist+1/data_dist embedding_lookup+1/lookup "
         "dense_forward+0/compute input_data_dist+1/data_dist backward+0/compute optimizer_step+0/compute",
         """\
-'mine': embedding_lookup+1 (row 3) runs before input_data_dist+1 (row 5) of the same batch.
+'mine': embedding_lookup+1 (step 3) runs before input_data_dist+1 (step 5) of the same batch.
      1  copy_batch_to_device+1/memcpy
      2  input_splits_dist+1/data_dist
   >  3  embedding_lookup+1/lookup        <-- here
@@ -252,13 +252,13 @@ WRONG = {
      5  input_data_dist+1/data_dist
      6  backward+0/compute
      7  optimizer_step+0/compute
-  Move input_data_dist above row 3, or raise its batch offset to +2.""",
+  Move input_data_dist above step 3, or raise its batch offset to +2.""",
     ),
     "offsets_the_wrong_way": (
         "mine: copy_batch_to_device+0/compute input_splits_dist+1/data_dist input_data_dist+0/data_dist "
         "embedding_lookup+0/compute dense_forward+0/compute backward+0/compute optimizer_step+0/compute",
         """\
-'mine': input_splits_dist+1 (row 2) runs before copy_batch_to_device+0 (row 1) of the same batch.
+'mine': input_splits_dist+1 (step 2) runs before copy_batch_to_device+0 (step 1) of the same batch.
      1  copy_batch_to_device+0/compute
   >  2  input_splits_dist+1/data_dist        <-- here
      3  input_data_dist+0/data_dist
@@ -276,7 +276,7 @@ WRONG = {
      2  dense_forward+0/compute
   >  3  copy_batch_to_device+0/memcpy   <-- here
      4  backward+0/compute
-  Keep one row per stage.""",
+  Keep one step per stage.""",
     ),
     "no_backward": (
         change("base", drop=Stage.BACKWARD),
@@ -285,12 +285,12 @@ WRONG = {
      1  copy_batch_to_device+0/compute
      2  dense_forward+0/compute
      3  optimizer_step+0/compute
-  Add a row Step(BACKWARD, 0, ...).""",
+  Add Step(BACKWARD, 0, ...).""",
     ),
     "training_ahead": (
-        change("base", rows={2: "backward+1/compute"}),
+        change("base", steps={2: "backward+1/compute"}),
         """\
-'mine': backward (row 3) has offset 1.
+'mine': backward (step 3) has offset 1.
      1  copy_batch_to_device+0/compute
      2  dense_forward+0/compute
   >  3  backward+1/compute               <-- here
@@ -298,9 +298,9 @@ WRONG = {
   The trainer runs it on the batch being trained: offset 0.""",
     ),
     "training_on_another_stream": (
-        change("base", rows={2: "backward+0/lookup"}),
+        change("base", steps={2: "backward+0/lookup"}),
         """\
-'mine': backward (row 3) is on stream lookup.
+'mine': backward (step 3) is on stream lookup.
      1  copy_batch_to_device+0/compute
      2  dense_forward+0/compute
   >  3  backward+0/lookup                <-- here
@@ -317,7 +317,7 @@ WRONG = {
      4  copy_batch_to_device+2/memcpy
      5  backward+0/compute
      6  optimizer_step+0/compute
-  Give all of the sparse stages a row, or none of them.""",
+  Give all of the sparse stages a step, or none of them.""",
     ),
 }
 
@@ -330,7 +330,7 @@ def test_a_wrong_table_is_printed_with_the_bad_row_marked(text: str, message: st
 
 
 def _aligned(message: str) -> list[str]:
-    """Set the arrow where the widest row ends, so that the tables above stay readable."""
+    """Set the arrow where the widest step ends, so that the tables above stay readable."""
     lines = message.splitlines()
     width = max(len(line.partition("<--")[0].rstrip()) for line in lines[1:-1])
     return [
@@ -359,14 +359,14 @@ def test_wrong_text_is_refused(text: str, message: str) -> None:
 
 
 def test_a_row_that_is_no_step_is_refused() -> None:
-    with pytest.raises(ScheduleError, match="row 1 is 'backward'; expected a Step"):
+    with pytest.raises(ScheduleError, match="step 1 is 'backward'; expected a Step"):
         Schedule("mine", ("backward",))  # type: ignore[arg-type]
 
 
 def test_a_negative_offset_is_refused() -> None:
-    rows = tuple(Step(s.stage, -1, s.stream) if s.stage is Stage.BACKWARD else s for s in MODES["base"])
+    steps = tuple(Step(s.stage, -1, s.stream) if s.stage is Stage.BACKWARD else s for s in MODES["base"])
     with pytest.raises(ScheduleError, match="backward has offset -1"):
-        Schedule("mine", rows)
+        Schedule("mine", steps)
 
 
 def test_an_error_is_a_value_error() -> None:

@@ -10,14 +10,14 @@ import torch
 from lightning_overlap import Schedule
 
 from ..support.ranks import Ranks
-from . import callers
+from . import caller_fits
 from .callers import NUM_STEPS
 
 
-def _same_as_by_hand(ranks: Ranks, model: str, pipeline: str, reference: str = "") -> callers.Outcome:
+def _same_as_by_hand(ranks: Ranks, model: str, pipeline: str, reference: str = "") -> caller_fits.Outcome:
     """Train by the strategy and in a plain loop: equal bit for bit. Return rank 0's outcome."""
-    expected = ranks.run_once(callers.by_hand, reference or model)
-    actual = ranks.run(callers.train, model, pipeline)
+    expected = ranks.run_once(caller_fits.by_hand, reference or model)
+    actual = ranks.run(caller_fits.train, model, pipeline)
     for mine, theirs in zip(actual, expected, strict=True):
         assert mine.result.differences(theirs) == []
         assert len(mine.result.losses) == NUM_STEPS
@@ -25,8 +25,8 @@ def _same_as_by_hand(ranks: Ranks, model: str, pipeline: str, reference: str = "
     return actual[0]
 
 
-def _same_as_in(ranks: Ranks, model: str, pipeline: str, other: str) -> callers.Outcome:
-    expected, actual = (ranks.run(callers.train, model, name) for name in (other, pipeline))
+def _same_as_in(ranks: Ranks, model: str, pipeline: str, other: str) -> caller_fits.Outcome:
+    expected, actual = (ranks.run(caller_fits.train, model, name) for name in (other, pipeline))
     for mine, theirs in zip(actual, expected, strict=True):
         assert mine.result.differences(theirs.result) == []
     return actual[0]
@@ -80,9 +80,9 @@ def test_deferred_updates_are_those_of_the_same_staleness(two_ranks: Ranks, mode
 
 
 def test_a_frozen_teacher_is_not_trained_in_any_mode(two_ranks: Ranks, mode: Schedule) -> None:
-    """Rows without a graph carry no gradient, however early they were looked up."""
-    [before, *_] = two_ranks.run(callers.train, "no_grad", "base", limit_train_batches=1)
-    [after, *_] = two_ranks.run(callers.train, "no_grad", mode)
+    """Embeddings without a graph carry no gradient, however early they were looked up."""
+    [before, *_] = two_ranks.run(caller_fits.train, "no_grad", "base", limit_train_batches=1)
+    [after, *_] = two_ranks.run(caller_fits.train, "no_grad", mode)
     assert all(torch.equal(after.result.tables[name], table) for name, table in before.result.tables.items())
 
 
@@ -93,9 +93,9 @@ def test_what_calls_more_often_trains_as_in_base(two_ranks: Ranks, model: str) -
 
 
 def test_what_ran_in_its_own_forward_says_why(two_ranks: Ranks) -> None:
-    [changed] = two_ranks.run(callers.train, "hashes_in_place", "fused_sparse_dist")[0].messages
+    [changed] = two_ranks.run(caller_fits.train, "hashes_in_place", "fused_sparse_dist")[0].messages
     assert "its input was changed in place after its ids had been sent" in changed
-    [several] = two_ranks.run(callers.train, "two_tasks_at_once", "fused_sparse_dist")[0].messages
+    [several] = two_ranks.run(caller_fits.train, "two_tasks_at_once", "fused_sparse_dist")[0].messages
     assert "it was called with another input" in several
 
 
@@ -109,8 +109,8 @@ def test_a_collection_called_after_the_first_backward_is_looked_up_early(two_ran
 def test_an_error_leaves_the_dense_step_and_its_deferred_update_or_neither(
     two_ranks: Ranks, model: str, num_steps: int
 ) -> None:
-    expected = two_ranks.run(callers.train, "plain", "semi_sync", max_steps=num_steps)
-    for mine, theirs in zip(two_ranks.run(callers.train, model, "semi_sync_deferred"), expected, strict=True):
+    expected = two_ranks.run(caller_fits.train, "plain", "semi_sync", max_steps=num_steps)
+    for mine, theirs in zip(two_ranks.run(caller_fits.train, model, "semi_sync_deferred"), expected, strict=True):
         assert [name for name in mine.result.differences(theirs.result) if not name.startswith("losses")] == []
 
 
@@ -118,9 +118,9 @@ def test_an_error_leaves_the_dense_step_and_its_deferred_update_or_neither(
 @pytest.mark.parametrize("skipped", [{0: (3,), 1: (5,)}, {0: (0, 1), 1: (6, 7)}, {0: (7,), 1: (2,)}], ids=str)
 def test_each_rank_skips_its_own_batches(two_ranks: Ranks, skipped: dict[int, tuple[int, ...]], streamed: bool) -> None:
     """A batch that is None takes part in nothing: the next one stands beside the other ranks'."""
-    expected = two_ranks.run(callers.skipping, "base", skipped, streamed)
+    expected = two_ranks.run(caller_fits.skipping, "base", skipped, streamed)
     for pipeline in ("fused_sparse_dist", "semi_sync"):
-        actual = two_ranks.run(callers.skipping, pipeline, skipped, streamed)
+        actual = two_ranks.run(caller_fits.skipping, pipeline, skipped, streamed)
         for rank, ((losses, seen), (losses_of_base, _)) in enumerate(zip(actual, expected, strict=True)):
             trained = [index for index in range(NUM_STEPS) if index not in skipped[rank]]
             assert [index for index in seen if index != -1] == trained
@@ -145,7 +145,7 @@ def test_each_rank_skips_its_own_batches(two_ranks: Ranks, skipped: dict[int, tu
 def test_skipped_batches_in_a_longer_epoch(
     two_ranks: Ranks, skipped: dict[int, tuple[int, ...]], lengths: int, mode: Schedule
 ) -> None:
-    for losses, _ in two_ranks.run(callers.skipping, mode, skipped, False, 40):
+    for losses, _ in two_ranks.run(caller_fits.skipping, mode, skipped, False, 40):
         assert len(losses) == lengths
 
 
@@ -160,7 +160,7 @@ def test_the_next_lookup_sees_tables_written_at_the_end_of_a_batch(two_ranks: Ra
 
 
 def test_writes_that_begin_late_are_refused_before_anything_is_wrong(two_ranks: Ranks) -> None:
-    for message in two_ranks.run(callers.fails, "clamps_later", "fused_sparse_dist"):
+    for message in two_ranks.run(caller_fits.fails, "clamps_later", "fused_sparse_dist"):
         assert "were written between two steps, after the next batch had been looked up" in message
         assert "trainer.strategy.tables_changed()" in message
         assert "after batch 4" in message
@@ -175,10 +175,10 @@ def test_one_rank_sees_late_writes_by_itself(get_ranks: Callable[..., Ranks]) ->
 
 
 def test_writes_where_the_ids_are_gone_are_refused(get_ranks: Callable[..., Ranks]) -> None:
-    [message] = get_ranks(1).run(callers.fails, "clamps_released", "fused_sparse_dist", release_features=True)
+    [message] = get_ranks(1).run(caller_fits.fails, "clamps_released", "fused_sparse_dist", release_features=True)
     assert "Train with release_features=False" in message
 
 
 def test_writes_under_an_update_that_is_still_to_come_are_refused(two_ranks: Ranks) -> None:
-    for message in two_ranks.run(callers.fails, "clamps", "semi_sync_deferred"):
+    for message in two_ranks.run(caller_fits.fails, "clamps", "semi_sync_deferred"):
         assert "while an update of theirs is still to come" in message

@@ -42,7 +42,7 @@ def ranks() -> Iterator[list[Mismatches]]:
         yield made
         for one in made:
             one.end()
-    assert not [thread for thread in threading.enumerate() if thread.name == "early_rows_mismatches"]
+    assert not [thread for thread in threading.enumerate() if thread.name == "early_lookup_mismatches"]
 
 
 def test_all_ranks_leave_the_same_call_however_late_one_is(ranks: list[Mismatches]) -> None:

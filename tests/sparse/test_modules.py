@@ -40,7 +40,7 @@ def test_input_given_by_name(two_ranks: Ranks) -> None:
     [
         ("made_in_step", 0, "its input (KeyedJaggedTensor) is made inside training_step"),
         ("called_twice", 0, "it was called more than once in a step"),
-        # Rows that were looked up before the reason showed may still be used.
+        # What was looked up before the reason showed may still be used.
         ("called_twice_later", 5, "it was called more than once in a step"),
         ("other_ids_from_5", 4, "it was called with another input than the one in the batch"),
     ],

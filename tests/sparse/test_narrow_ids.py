@@ -19,7 +19,7 @@ from lightning_overlap.tables.supported_modules import ids_fit_32_bits
 
 from ..support import exchanges
 from ..support.ranks import Ranks
-from . import kinds
+from ..tables.supported_modules import fit, train
 
 
 @pytest.mark.parametrize(("num_nodes", "dtype"), [(1, torch.int64), (2, torch.int32)])
@@ -44,7 +44,8 @@ def test_two_hosts_train_every_kind_as_the_plain_loop(
 ) -> None:
     staleness = MODES[pipeline].staleness
     ranks = get_ranks(2, num_nodes=2)
-    pairs = zip(ranks.run(kinds.fit, name, pipeline), ranks.run(kinds.train, name, staleness), strict=True)
+    actual, expected = ranks.run(fit, name, pipeline), ranks.run(train, name, staleness)
+    pairs = zip(actual, expected, strict=True)
     assert [mine.differences(theirs) for mine, theirs in pairs] == [[], []]
 
 

@@ -53,7 +53,7 @@ def test_validation_in_the_middle_changes_nothing(two_ranks: Ranks) -> None:
 
 
 def test_an_optimizer_that_runs_backward_twice(two_ranks: Ranks) -> None:
-    """Rows looked up between the two backwards are stale: they are dropped, and the plain forward runs."""
+    """What is looked up between the two backwards is stale: it is dropped, and the plain forward runs."""
     expected = two_ranks.run(variants.run, "two_closures", "base")
     for pipeline in EARLY:
         for mine, theirs in zip(two_ranks.run(variants.run, "two_closures", pipeline), expected, strict=True):

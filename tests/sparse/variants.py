@@ -121,14 +121,14 @@ def _copy(kjt: KeyedJaggedTensor) -> KeyedJaggedTensor:
 class MadeInStep(Model):
     """Gives the module another object with the same ids."""
 
-    def rows(self, collection: str, batch: Batch) -> Any:
+    def embeddings(self, collection: str, batch: Batch) -> Any:
         return getattr(self, collection)(_copy(_kjt(batch)))
 
 
 class OtherIdsFrom5(Model):
     """From batch 5 on, changes the ids inside training_step: early embeddings would be wrong."""
 
-    def rows(self, collection: str, batch: Batch) -> Any:
+    def embeddings(self, collection: str, batch: Batch) -> Any:
         kjt, index = batch.inputs["sparse"]
         if index >= 5:
             kjt = KeyedJaggedTensor(keys=kjt.keys(), values=(kjt.values() + 1) % 100, lengths=kjt.lengths())
@@ -136,7 +136,7 @@ class OtherIdsFrom5(Model):
 
 
 class CalledTwice(Model):
-    def rows(self, collection: str, batch: Batch) -> Any:
+    def embeddings(self, collection: str, batch: Batch) -> Any:
         module = getattr(self, collection)
         first, second = module(_kjt(batch)), module(_copy(_kjt(batch)))
         return {feature: first[feature] + 0.5 * second[feature] for feature in self.case.all_features}
@@ -145,21 +145,23 @@ class CalledTwice(Model):
 class CalledTwiceLater(CalledTwice):
     """The second call comes with batch 4 only."""
 
-    def rows(self, collection: str, batch: Batch) -> Any:
+    def embeddings(self, collection: str, batch: Batch) -> Any:
         if batch.inputs["sparse"][1] == 4:
-            return super().rows(collection, batch)
-        return Model.rows(self, collection, batch)
+            return super().embeddings(collection, batch)
+        return Model.embeddings(self, collection, batch)
 
 
 class NotAlwaysCalled(Model):
     """Leaves the second collection out of every third batch."""
 
-    def forward(self, batch: Batch, rows: Any = None) -> Tensor:
-        rows = {name: self.rows(name, batch) for name in self.case.collections if not self._left_out(name, batch)}
-        for name in self.case.collections.keys() - rows.keys():
+    def forward(self, batch: Batch, embeddings: Any = None) -> Tensor:
+        embeddings = {
+            name: self.embeddings(name, batch) for name in self.case.collections if not self._left_out(name, batch)
+        }
+        for name in self.case.collections.keys() - embeddings.keys():
             dim = self.case.collections[name][0].dim
-            rows[name] = defaultdict(lambda dim=dim: torch.zeros(len(batch.labels), dim))
-        return self.dense(batch, rows)
+            embeddings[name] = defaultdict(lambda dim=dim: torch.zeros(len(batch.labels), dim))
+        return self.dense(batch, embeddings)
 
     def _left_out(self, name: str, batch: Batch) -> bool:
         return name == "second" and batch.inputs["sparse"][1] % 3 == 2
@@ -168,7 +170,7 @@ class NotAlwaysCalled(Model):
 class Keyword(Model):
     """Passes the input by name."""
 
-    def rows(self, collection: str, batch: Batch) -> Any:
+    def embeddings(self, collection: str, batch: Batch) -> Any:
         return getattr(self, collection)(features=_kjt(batch))
 
 
@@ -214,7 +216,7 @@ class StepsOverNone(Model):
 class OneRankDiffers(Model):
     """Rank 1 passes a copy in batch 3; all others what is in the batch."""
 
-    def rows(self, collection: str, batch: Batch) -> Any:
+    def embeddings(self, collection: str, batch: Batch) -> Any:
         kjt, index = batch.inputs["sparse"]
         if index == 3 and self.global_rank == 1:
             kjt = _copy(kjt)
@@ -301,11 +303,11 @@ def lookup_counts(pipeline: str, **trainer_kwargs: Any) -> list[list[int]]:
     forward = kernel.forward
 
     def counting(self: Any, *args: Any, **kwargs: Any) -> Any:
-        rows = forward(self, *args, **kwargs)
+        embeddings = forward(self, *args, **kwargs)
         counts.append([int(self.iter_cpu), int(self.iter)])
-        if rows.requires_grad:
-            rows.register_hook(lambda grad, seen=counts[-1]: trained.append(seen))
-        return rows
+        if embeddings.requires_grad:
+            embeddings.register_hook(lambda grad, seen=counts[-1]: trained.append(seen))
+        return embeddings
 
     trained: list[list[int]] = []
     plan = make_plan(ROWWISE_ADAGRAD, module, dist.get_world_size())

@@ -61,6 +61,7 @@ class Case:
         weighted: Ids carry weights.
         empty_feature: This feature has no ids in every third batch.
         optimizer: Fused optimizer class and arguments.
+        comms: Precision that embeddings and gradients are sent in, by TorchRec's codecs; None: as they are.
     """
 
     name: str
@@ -69,6 +70,7 @@ class Case:
     weighted: bool = False
     empty_feature: str | None = None
     optimizer: tuple[type[torch.optim.Optimizer], Mapping[str, Any]] = (torch.optim.SGD, {"lr": 2.0})
+    comms: tuple[str, str] | None = None
 
     @property
     def all_features(self) -> tuple[str, ...]:
@@ -122,7 +124,7 @@ class Batches(LightningDataModule):
 
 
 class Model(LightningModule):
-    """Pooled rows and a bottom MLP, merged into a top MLP."""
+    """Pooled embeddings and a bottom MLP, merged into a top MLP."""
 
     def __init__(self, case: Case, *, fused_optimizer: bool = True, device: str = "cpu") -> None:
         super().__init__()
@@ -147,34 +149,34 @@ class Model(LightningModule):
                         own = {} if table.lr is None else {"lr": table.lr}
                         _apply_optimizer_in_backward(cls, [weights[table.name]], {**kwargs, **own})
 
-    def rows(self, collection: str, batch: Batch) -> Any:
+    def embeddings(self, collection: str, batch: Batch) -> Any:
         """Look up one collection."""
         return getattr(self, collection)(batch.inputs["sparse"][0])
 
-    def dense(self, batch: Batch, rows: Mapping[str, Any]) -> Tensor:
-        """Merge looked-up rows with the dense features; return the loss."""
+    def dense(self, batch: Batch, embeddings: Mapping[str, Any]) -> Tensor:
+        """Merge looked-up embeddings with the dense features; return the loss."""
         merged = [self.bottom(batch.dense)]
         for table in self.case.tables:
             for feature in table.features:
-                merged.append(self._pool(rows[table.collection], table, feature))
+                merged.append(self._pool(embeddings[table.collection], table, feature))
         logits = self.top(torch.cat(merged, dim=1)).squeeze(1)
         return nn.functional.binary_cross_entropy_with_logits(logits, batch.labels)
 
-    def _pool(self, rows: Any, table: TableSpec, feature: str) -> Tensor:
+    def _pool(self, embeddings: Any, table: TableSpec, feature: str) -> Tensor:
         tables_of_feature = [other for other in self.case.collections[table.collection] if feature in other.features]
         key = feature if len(tables_of_feature) == 1 else f"{feature}@{table.name}"
         if not self.case.sequence:
-            return torch.clone(rows[key])
-        jagged = rows[key]
+            return torch.clone(embeddings[key])
+        jagged = embeddings[key]
         lengths = jagged.lengths()
         owner = torch.repeat_interleave(torch.arange(len(lengths), device=lengths.device), lengths)
         values = jagged.values()
         return torch.zeros(len(lengths), values.shape[1], device=values.device).index_add(0, owner, values)
 
-    def forward(self, batch: Batch, rows: Mapping[str, Any] | None = None) -> Tensor:
-        if rows is None:
-            rows = {name: self.rows(name, batch) for name in sorted(self.case.collections)}
-        return self.dense(batch, rows)
+    def forward(self, batch: Batch, embeddings: Mapping[str, Any] | None = None) -> Tensor:
+        if embeddings is None:
+            embeddings = {name: self.embeddings(name, batch) for name in sorted(self.case.collections)}
+        return self.dense(batch, embeddings)
 
     def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
         loss = self(batch)

@@ -47,7 +47,8 @@ def fit(
     """Train a case under the strategy, with the plan of the reference; `options` are the strategy's."""
     model = Model(case)
     plan = make_plan(case, model, dist.get_world_size(), device_type)
-    strategy = OverlapEmbeddingStrategy(pipeline=pipeline, stream=stream, sharding=plan, **(options or {}))
+    own = {"quantized_comms": case.comms, **(options or {})}
+    strategy = OverlapEmbeddingStrategy(pipeline=pipeline, stream=stream, sharding=plan, **own)
     trainer = make_trainer(strategy, device_type, **kwargs)
     trainer.fit(model, datamodule=Batches(case, num_steps))
     return collect(model, trainer.optimizers[0], model.losses)

@@ -11,6 +11,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
+from torchrec.distributed.embedding import EmbeddingCollectionSharder
+from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
+from torchrec.distributed.fbgemm_qcomm_codec import CommType, QCommsConfig, get_qcomm_codecs_registry
 from torchrec.distributed.model_parallel import DistributedModelParallel
 from torchrec.distributed.types import ShardedModule, ShardedTensor, ShardingEnv
 
@@ -148,13 +151,13 @@ def train_delayed(
     early = [name for name in sorted(split.collections) if not name.endswith("_dp")]
     late = [name for name in sorted(split.collections) if name.endswith("_dp")]
     batches = [_to(make_batch(case, index, rank), device) for index in range(num_steps)]
-    rows: dict[int, dict[str, Any]] = {}
+    embeddings: dict[int, dict[str, Any]] = {}
 
     def look_up(num_updates: int) -> None:
         for index in range(num_steps):
-            if seen(index) == num_updates and index not in rows:
+            if seen(index) == num_updates and index not in embeddings:
                 set_fused_rates(dmp, factor(index))  # kernels take the rate of an update with its lookup
-                rows[index] = {name: module.rows(name, batches[index]) for name in early}
+                embeddings[index] = {name: module.embeddings(name, batches[index]) for name in early}
 
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     stashed: list[list[Tensor | None]] = []
@@ -170,11 +173,11 @@ def train_delayed(
     losses = []
     for index in range(num_steps):
         look_up(index)
-        own = rows[index] | {name: module.rows(name, batches[index]) for name in late}
+        own = embeddings[index] | {name: module.embeddings(name, batches[index]) for name in late}
         optimizer.zero_grad()
         loss = dmp(batches[index], own)
         losses.append(loss.detach())
-        del rows[index]
+        del embeddings[index]
         loss.backward()
         set_rates(optimizer, factor(index))
         if waiting is None:
@@ -235,10 +238,22 @@ def _set_up(
         env=ShardingEnv.from_process_group(dist.group.WORLD),
         device=device,
         plan=make_plan(case, module, world_size, device_type),
+        sharders=_sharders(case, device),
     )
     for name, state in weights.items():
         getattr(module, name).load_state_dict(state)
     return rank, dmp, module, dense_optimizer(module), device
+
+
+def _sharders(case: Case, device: torch.device) -> list[Any] | None:
+    if case.comms is None:
+        return None
+    forward, backward = map(CommType, case.comms)
+    codecs = get_qcomm_codecs_registry(QCommsConfig(forward, backward), device=device)
+    return [
+        EmbeddingBagCollectionSharder(qcomm_codecs_registry=codecs),
+        EmbeddingCollectionSharder(qcomm_codecs_registry=codecs),
+    ]
 
 
 def _is_dp(table: Any) -> bool:

@@ -1,4 +1,4 @@
-"""The whole suite as two pytest runs at once: tests in rank processes, which wait a lot, and all others.
+"""The whole suite as two pytest runs at once: most tests in rank processes, which wait a lot, and all others.
 
 `python -m tests.support.side_by_side [ARGUMENTS OF PYTEST]` shows the first as it goes, then the second, then one
 closing line for both. It fails if either does.
@@ -14,6 +14,18 @@ import time
 from collections import Counter
 
 WIDTH = 80
+IN_SECOND_RUN = ("checkpoint",)
+"""Folders of `tests/` whose tests in rank processes are in the second run, so that both end at about the same time."""
+
+
+def is_in_first_run(folder: str, *, ranks: bool) -> bool:
+    """Whether a test is in the run with most tests in rank processes.
+
+    Args:
+        folder: Name of the folder that its file is in.
+        ranks: Whether it has rank processes.
+    """
+    return ranks and folder not in IN_SECOND_RUN
 
 
 def counts(closing_line: str) -> Counter[str]:
@@ -37,10 +49,10 @@ def main(arguments: list[str]) -> int:
     began = time.monotonic()
     pytest = [sys.executable, "-m", "pytest", *arguments]
     with tempfile.TemporaryFile("w+") as written:
-        others = subprocess.Popen([*pytest, "-m", "not ranks"], stdout=written, stderr=subprocess.STDOUT)
+        others = subprocess.Popen([*pytest, "-m", "not first_run"], stdout=written, stderr=subprocess.STDOUT)
         last = ""
         try:
-            with subprocess.Popen([*pytest, "-m", "ranks"], stdout=subprocess.PIPE, text=True) as ranks:
+            with subprocess.Popen([*pytest, "-m", "first_run"], stdout=subprocess.PIPE, text=True) as ranks:
                 assert ranks.stdout is not None
                 while part := ranks.stdout.read(1):  # the dots as they come
                     sys.stdout.write(part)

@@ -6,16 +6,16 @@ from pathlib import Path
 
 import pytest
 
-from .side_by_side import closing, counts, main
+from .side_by_side import IN_SECOND_RUN, closing, counts, is_in_first_run, main
 
 CONFTEST = """
 import pytest
 def pytest_configure(config):
-    config.addinivalue_line("markers", "ranks: in rank processes")
+    config.addinivalue_line("markers", "first_run: in rank processes")
 """
 TESTS = """
 import pytest
-@pytest.mark.ranks
+@pytest.mark.first_run
 def test_in_ranks(): assert {ranks}
 def test_alone(): assert {alone}
 def test_left_out(): pytest.skip("not here")
@@ -29,6 +29,14 @@ def test_the_counts_of_both_are_one() -> None:
     ]
     assert counts(lines[0]) == {"failed": 1, "passed": 20, "skipped": 3, "deselected": 7}
     assert closing(lines, 3725.5).strip("= ") == "1 failed, 22 passed, 3 skipped, 1 error in 3725.50s (1:02:05)"
+
+
+def test_listed_folders_have_their_ranks_in_the_second_run() -> None:
+    for folder in IN_SECOND_RUN:
+        assert list((Path(__file__).parents[1] / folder).glob("test_*.py"))
+        assert not is_in_first_run(folder, ranks=True)
+    assert is_in_first_run("sparse", ranks=True)
+    assert not is_in_first_run("sparse", ranks=False)
 
 
 @pytest.mark.slow

@@ -58,7 +58,7 @@ class ReadsItsLoss(Model):
 class MakesItsInput(Model):
     """Calls its tables with ids that nobody saw before."""
 
-    def rows(self, collection: str, batch: Batch) -> Any:
+    def embeddings(self, collection: str, batch: Batch) -> Any:
         kjt = batch.inputs["sparse"][0]
         made = KeyedJaggedTensor(kjt.keys(), kjt.values(), lengths=kjt.lengths())
         return getattr(self, collection)(made)

@@ -47,6 +47,11 @@ def test_nothing_of_the_check_is_left() -> None:
     assert set(os.environ.items()) ^ set(environment.items()) == set()
 
 
+def test_a_module_whose_embeddings_are_sent_in_fewer_bits(two_ranks: Ranks) -> None:
+    for report in two_ranks.run(checked.check, TABLE_WISE, "fused_sparse_dist", Model, quantized_comms="fp16"):
+        assert report.holds
+
+
 @pytest.mark.parametrize(
     ("name", "pipeline"), [(name, pipeline) for name, pipeline, num_ranks in rotated(KEPT) if num_ranks == 2]
 )

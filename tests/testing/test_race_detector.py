@@ -165,7 +165,7 @@ UPDATES_AFTER_THE_STEP = Schedule(
 
 FILES = (executor, stage_issue, deferred_updates, lookup_order)
 OF_REAL_STAGES = ("hand_to_compute", "hand_to_lookup", "hand_to_caller")
-"""What only the real stages ask for (`test_tensor_races.py`, `test_lookup_order.py`)."""
+"""What only the real stages ask for (`test_checked_streams.py`, `test_lookup_order.py`)."""
 
 MUTANTS = [
     (file, line, text)
@@ -178,15 +178,18 @@ MUTANTS = [
 @pytest.mark.slow
 @pytest.mark.parametrize(("file", "line"), [entry[:2] for entry in MUTANTS], ids=[entry[2] for entry in MUTANTS])
 def test_a_wait_or_hand_over_that_the_executor_leaves_out_is_caught(file: ModuleType, line: int) -> None:
-    caught = {}
     with mutants.without(file, line):
-        for schedule in (*MODES.values(), OWN_STREAMS, UPDATES_AFTER_THE_STEP):
-            try:
-                check_laws(schedule)
-                FakeTrainer(schedule).run(12, hold={4: 4}, repeat={8})
-            except RaceError as err:
-                caught[schedule.name] = str(err)
-    assert caught, "nothing needs it, or the checker is blind to what does"
+        found = any(_races(schedule) for schedule in (*MODES.values(), OWN_STREAMS, UPDATES_AFTER_THE_STEP))
+    assert found, "nothing needs it, or the checker is blind to what does"  # the first schedule that does is enough
+
+
+def _races(schedule: Schedule) -> bool:
+    try:
+        check_laws(schedule)
+        FakeTrainer(schedule).run(12, hold={4: 4}, repeat={8})
+    except RaceError:
+        return True
+    return False
 
 
 def test_there_are_mutants() -> None:
@@ -196,12 +199,12 @@ def test_there_are_mutants() -> None:
 # -- stages -----------------------------------------------------------------------------------------------------
 
 
-class TakesRowsAtOnce(FakeSparse):
+class TakesEmbeddingsAtOnce(FakeSparse):
     """Does not let the compute stream wait for the rows."""
 
-    def _receive_rows(self, index: int, name: str) -> None:
+    def _receive_embeddings(self, index: int, name: str) -> None:
         streams, self.streams = self.streams, RecordingStreams()
-        super()._receive_rows(index, name)
+        super()._receive_embeddings(index, name)
         self.streams = streams
 
 
@@ -216,7 +219,7 @@ class LooksUpOnItsOwnStream(FakeSparse):
 @pytest.mark.parametrize(
     ("sparse_type", "message"),
     [
-        (TakesRowsAtOnce, "memory of rows of batch 0 .* not handed to compute"),
+        (TakesEmbeddingsAtOnce, "memory of embeddings of batch 0 .* not handed to compute"),
         (LooksUpOnItsOwnStream, "memory of ids of batch 0 .* not handed to memcpy"),
     ],
 )

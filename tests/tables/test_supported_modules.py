@@ -12,8 +12,8 @@ from lightning_overlap import MODES, Schedule
 
 from ..support.pairs import rotated
 from ..support.ranks import RankError, Ranks
-from . import foreign, kinds
-from .kinds import CASES, NUM_STEPS, Outcome
+from . import foreign, supported_modules
+from .supported_modules import CASES, NUM_STEPS, Outcome
 
 PIPELINED = [name for name, mode in MODES.items() if mode.has_sparse_stages]
 EXACT = [name for name in PIPELINED if MODES[name].staleness == 0]
@@ -25,7 +25,7 @@ PAIRINGS = [
 
 
 def _expected(ranks: Ranks, name: str, staleness: int = 0) -> list[Outcome]:
-    return ranks.run_once(kinds.train, name, staleness)
+    return ranks.run_once(supported_modules.train, name, staleness)
 
 
 def _differences(actual: list[Outcome], expected: list[Outcome]) -> list[list[str]]:
@@ -35,7 +35,7 @@ def _differences(actual: list[Outcome], expected: list[Outcome]) -> list[list[st
 @pytest.mark.parametrize(("name", "pipeline", "num_ranks"), PAIRINGS)
 def test_same_as_the_plain_loop(get_ranks: Callable[..., Ranks], name: str, pipeline: str, num_ranks: int) -> None:
     case, staleness, ranks = CASES[name], MODES[pipeline].staleness, get_ranks(num_ranks)
-    actual = ranks.run(kinds.fit, name, pipeline)
+    actual = ranks.run(supported_modules.fit, name, pipeline)
     assert _differences(actual, _expected(ranks, name, staleness)) == [[]] * ranks.world_size
     for rank, outcome in enumerate(actual):
         if case.plain:
@@ -50,7 +50,7 @@ def test_same_as_the_plain_loop(get_ranks: Callable[..., Ranks], name: str, pipe
 @pytest.mark.parametrize("name", CASES)
 def test_every_step_counts(ranks: Ranks, name: str) -> None:
     """Guards the test above: losses move with every update, and one more step leaves other weights."""
-    expected, shorter = _expected(ranks, name), ranks.run(kinds.train, name, 0, NUM_STEPS - 1)
+    expected, shorter = _expected(ranks, name), ranks.run(supported_modules.train, name, 0, NUM_STEPS - 1)
     for whole, part in zip(expected, shorter, strict=True):
         assert len(whole.losses.unique()) == NUM_STEPS
         assert part.differences(whole)[1:]
@@ -63,7 +63,7 @@ def _fit_looked_up_before_the_step(name: str) -> Outcome:
         with mock.patch(
             "lightning_overlap.sparse.module_context.num_writes", return_value=()
         ):  # else it is left aside, and all is well
-            return kinds.fit(name, Schedule("all_before_the_step", MODES["fused_sparse_dist"].steps))
+            return supported_modules.fit(name, Schedule("all_before_the_step", MODES["fused_sparse_dist"].steps))
     finally:
         Schedule.dense_owned_lookup = original
 
@@ -82,34 +82,34 @@ def test_a_lookup_before_the_step_is_seen(ranks: Ranks, name: str) -> None:
 
 @pytest.mark.parametrize("name", ["feature_processors", "feature_processors_beside_tables", "managed_bags"])
 def test_a_rate_that_moves(ranks: Ranks, name: str) -> None:
-    """The gradient of feature processors' weights goes through the cut behind the rows, too."""
-    expected = ranks.run(kinds.train, name, rates_move=True)
+    """The gradient of feature processors' weights goes through the cut at the embeddings, too."""
+    expected = ranks.run(supported_modules.train, name, rates_move=True)
     assert all(_differences(expected, _expected(ranks, name)))
-    actual = ranks.run(kinds.fit, name, "fused_sparse_dist", rates_move=True)
+    actual = ranks.run(supported_modules.fit, name, "fused_sparse_dist", rates_move=True)
     assert _differences(actual, expected) == [[]] * ranks.world_size
 
 
 @pytest.mark.parametrize("name", ["feature_processors", "managed_bags", "managed_sequences", "variable_batch"])
 def test_validation_between_two_batches_leaves_training_alone(ranks: Ranks, name: str) -> None:
-    actual = ranks.run(kinds.fit, name, "fused_sparse_dist", limit_val_batches=3, val_check_interval=4)
+    actual = ranks.run(supported_modules.fit, name, "fused_sparse_dist", limit_val_batches=3, val_check_interval=4)
     assert _differences(actual, _expected(ranks, name)) == [[]] * ranks.world_size
 
 
 @pytest.mark.parametrize("name", ["feature_processors", "feature_processors_data_parallel", "managed_bags"])
 def test_a_checkpoint_goes_on_as_if_there_were_none(ranks: Ranks, name: str, tmp_path: Path) -> None:
-    for whole, rest in ranks.run(kinds.fit_at_once_and_in_two, name, "fused_sparse_dist", str(tmp_path)):
+    for whole, rest in ranks.run(supported_modules.fit_at_once_and_in_two, name, "fused_sparse_dist", str(tmp_path)):
         assert rest.differences(whole) == []
 
 
 def test_a_checkpoint_of_assigned_rows_is_for_as_many_ranks(get_ranks: Callable[..., Ranks], tmp_path: Path) -> None:
-    get_ranks(1).run(kinds.save_assigned_rows, str(tmp_path / "one"))
+    get_ranks(1).run(supported_modules.save_assigned_rows, str(tmp_path / "one"))
     with pytest.raises(RankError, match="managed collision modules of 1 ranks, this run has 2"):
-        get_ranks(2).run(kinds.load_assigned_rows, str(tmp_path / "one"))
+        get_ranks(2).run(supported_modules.load_assigned_rows, str(tmp_path / "one"))
 
 
 def test_assigned_rows_are_not_saved_as_one_file(two_ranks: Ranks, tmp_path: Path) -> None:
     with pytest.raises(RankError, match="checkpoint_format='full' cannot hold managed collision modules"):
-        two_ranks.run(kinds.save_assigned_rows, str(tmp_path / "one"), "full")
+        two_ranks.run(supported_modules.save_assigned_rows, str(tmp_path / "one"), "full")
 
 
 # -- modules that the strategy does not shard, or not by its own ranks --------------------------------------------

@@ -21,7 +21,7 @@ from ..support.cases import (
     TableSpec,
 )
 from ..support.ranks import Ranks
-from . import stale
+from . import stale_embeddings
 
 NUM_STEPS = 14
 ROW_WISE = Case("row_wise", (TableSpec("t0", ("f0",)), TableSpec("r0", ("f1",), "row_wise")))
@@ -31,7 +31,7 @@ OTHERS = (ROW_WISE, MIXED, SEQUENCE, WEIGHTED, EMPTY_FEATURE, SHARED_FEATURE, TW
 def _counts(ranks: Ranks, case: Case, staleness: int, step: int) -> dict[str, tuple[int, int]]:
     """Of the batch that was looked up in the step of a number; the step has that of the batch that it trained."""
     batch = step + staleness
-    return stale.count_raw_batches(case, ranks.world_size, batch, range(step, batch))
+    return stale_embeddings.count_raw_batches(case, ranks.world_size, batch, range(step, batch))
 
 
 def _expected(ranks: Ranks, case: Case, staleness: int, step: int) -> dict[str, float]:
@@ -55,7 +55,7 @@ def _check(ranks: Ranks, case: Case, staleness: int, told: list[dict[str, Any]])
 @pytest.mark.parametrize("case", [TABLE_WISE, COLUMN_WISE], ids=lambda case: case.name)
 @pytest.mark.parametrize("staleness", [1, 2, 3])
 def test_equals_a_count_with_sets(ranks: Ranks, case: Case, staleness: int) -> None:
-    told = ranks.run(stale.told, case, NUM_STEPS, pipeline="async_lookup", staleness=staleness)
+    told = ranks.run(stale_embeddings.told, case, NUM_STEPS, pipeline="async_lookup", staleness=staleness)
     _check(ranks, case, staleness, told)
     shares = [share for one in told[0]["shares"].values() for share in one.values()]
     assert 0 < min(shares) < max(shares) < 1, "neither all rows nor none, or a wrong count could look right"
@@ -64,14 +64,14 @@ def test_equals_a_count_with_sets(ranks: Ranks, case: Case, staleness: int) -> N
 @pytest.mark.parametrize("case", OTHERS, ids=lambda case: case.name)
 def test_other_tables_and_shardings(two_ranks: Ranks, case: Case) -> None:
     """Cut by rows; of the dense optimizer, which are never stale and not listed; sequences; without any ids."""
-    told = two_ranks.run(stale.told, case, NUM_STEPS, pipeline="async_lookup", staleness=2)
+    told = two_ranks.run(stale_embeddings.told, case, NUM_STEPS, pipeline="async_lookup", staleness=2)
     _check(two_ranks, case, 2, told)
     assert set(told[0]["totals"]) == {table.name for table in case.tables if table.sharding != "data_parallel"}
 
 
 @pytest.mark.parametrize("pipeline", [name for name, mode in MODES.items() if mode.staleness])
 def test_every_mode_with_a_staleness_and_the_closing_table(two_ranks: Ranks, pipeline: str) -> None:
-    told = two_ranks.run(stale.told, TABLE_WISE, NUM_STEPS, pipeline=pipeline)
+    told = two_ranks.run(stale_embeddings.told, TABLE_WISE, NUM_STEPS, pipeline=pipeline)
     _check(two_ranks, TABLE_WISE, MODES[pipeline].staleness, told)
     assert told[1]["printed"] == ""
     [head] = [line for line in told[0]["printed"].splitlines() if line.startswith("rows in the steps counted")]
@@ -83,7 +83,7 @@ def test_every_mode_with_a_staleness_and_the_closing_table(two_ranks: Ranks, pip
 
 @pytest.mark.parametrize("pipeline", [name for name, mode in MODES.items() if not mode.staleness])
 def test_an_exact_mode_has_none(two_ranks: Ranks, pipeline: str) -> None:
-    for rank in two_ranks.run(stale.told, TABLE_WISE, NUM_STEPS, pipeline=pipeline):
+    for rank in two_ranks.run(stale_embeddings.told, TABLE_WISE, NUM_STEPS, pipeline=pipeline):
         assert rank["same_losses"]
         assert rank["totals"] == {}
         assert "overlap/step_ms" in rank["names"]
@@ -93,7 +93,7 @@ def test_an_exact_mode_has_none(two_ranks: Ranks, pipeline: str) -> None:
 
 def test_only_the_stale_part_of_a_run_is_counted(two_ranks: Ranks) -> None:
     options = {"pipeline": "async_lookup", "staleness": 2, "start_batch": 5, "end_batch": 11}
-    for rank in two_ranks.run(stale.told, TABLE_WISE, 20, **options):
+    for rank in two_ranks.run(stale_embeddings.told, TABLE_WISE, 20, **options):
         assert rank["same_losses"]
         assert rank["shares"]
         for step, shares in rank["shares"].items():
@@ -102,7 +102,7 @@ def test_only_the_stale_part_of_a_run_is_counted(two_ranks: Ranks) -> None:
 
 
 def test_every_epoch_is_counted(two_ranks: Ranks) -> None:
-    told = two_ranks.run(stale.told, TABLE_WISE, 9, pipeline="async_lookup", staleness=3, epochs=3)
+    told = two_ranks.run(stale_embeddings.told, TABLE_WISE, 9, pipeline="async_lookup", staleness=3, epochs=3)
     for rank in told:
         assert rank["same_losses"]
         assert {step // 9 for step in rank["shares"]} == {0, 1, 2}
@@ -112,7 +112,7 @@ def test_every_epoch_is_counted(two_ranks: Ranks) -> None:
 
 def test_ids_are_kept_for_the_lookups_that_are_counted(two_ranks: Ranks) -> None:
     staleness, every = 2, 10
-    for held, counted in two_ranks.run(stale.held_ids, TABLE_WISE, 30, staleness, every):
+    for held, counted in two_ranks.run(stale_embeddings.held_ids, TABLE_WISE, 30, staleness, every):
         assert len(counted) == 3
         assert max(held) == staleness + 1
         for step in counted[1:]:

@@ -34,8 +34,21 @@ from torchrec.quant.embedding_modules import EmbeddingBagCollection as QuantEmbe
 from lightning_overlap.tables.supported_modules import why_never_early
 
 from ..support.fits import make_trainer
-from . import kinds
-from .kinds import BATCH_SIZE, DIM, FEATURES, MAX_LENGTH, NUM_DENSE, NUM_ROWS, NUM_STEPS, Batch, KindCase, Outcome
+from ..support.modules import BATCH_SIZE, DIM, FEATURES, MAX_LENGTH, NUM_ROWS, bags, rows, sequences, whole
+from .supported_modules import (
+    NUM_DENSE,
+    NUM_STEPS,
+    Batch,
+    Batches,
+    KindCase,
+    Outcome,
+    collect,
+    dense_optimizer,
+    make_batch,
+    pooled,
+    summed,
+    watched_strategy,
+)
 
 CPU = torch.device("cpu")
 TABLES = {"fused_params": {"learning_rate": 2.0}}
@@ -52,7 +65,7 @@ def _placed(module: nn.Module, sharder: Any, place: Callable[[int], Any], world_
     )
 
 
-def _sharded(module: nn.Module, sharder: Any, place: Callable[[int], Any] = kinds.whole) -> nn.Module:
+def _sharded(module: nn.Module, sharder: Any, place: Callable[[int], Any] = whole) -> nn.Module:
     _fill(module)
     plan = _placed(module, sharder, place, dist.get_world_size())
     sharded = sharder.shard(module, plan, ShardingEnv.from_process_group(dist.group.WORLD), CPU)
@@ -68,12 +81,16 @@ def _fill(module: nn.Module) -> None:
 
 
 def pec() -> nn.Module:
-    return _sharded(PECEmbeddingCollection(kinds.sequences(2)), PECEmbeddingCollectionSharder(**TABLES), kinds.rows)
+    return _sharded(
+        PECEmbeddingCollection(sequences(2)),
+        PECEmbeddingCollectionSharder(**TABLES),
+        rows,
+    )
 
 
 def itep_unsharded() -> nn.Module:
     pruning = GenericITEPModule(table_name_to_unpruned_hash_sizes={}, lookups=[], enable_pruning=False)
-    return ITEPEmbeddingBagCollection(kinds.bags(2), pruning)
+    return ITEPEmbeddingBagCollection(bags(2), pruning)
 
 
 def _bag_sharder() -> Any:
@@ -81,21 +98,21 @@ def _bag_sharder() -> Any:
 
 
 def pool() -> nn.Module:
-    whole = KeyedJaggedTensorPool(NUM_ROWS, dict.fromkeys(FEATURES, MAX_LENGTH), values_dtype=torch.int64, device=CPU)
+    ids = KeyedJaggedTensorPool(NUM_ROWS, dict.fromkeys(FEATURES, MAX_LENGTH), values_dtype=torch.int64, device=CPU)
     generator = torch.Generator().manual_seed(3)
     lengths = torch.randint(0, MAX_LENGTH + 1, (len(FEATURES) * NUM_ROWS,), generator=generator)
-    ids = torch.randint(0, NUM_ROWS, (int(lengths.sum()),), generator=generator)
-    whole.update(torch.arange(NUM_ROWS), KeyedJaggedTensor(keys=list(FEATURES), values=ids, lengths=lengths))
-    return whole
+    values = torch.randint(0, NUM_ROWS, (int(lengths.sum()),), generator=generator)
+    ids.update(torch.arange(NUM_ROWS), KeyedJaggedTensor(keys=list(FEATURES), values=values, lengths=lengths))
+    return ids
 
 
 def quantized() -> nn.Module:
-    whole = kinds.bags(2)
-    _fill(whole)
+    unsharded = bags(2)
+    _fill(unsharded)
     weight = quantization.PlaceholderObserver.with_args(dtype=torch.qint8)
     activation = quantization.PlaceholderObserver.with_args(dtype=torch.float)
-    whole.qconfig = QuantConfig(activation=activation, weight=weight)
-    return QuantEmbeddingBagCollection.from_float(whole)
+    unsharded.qconfig = QuantConfig(activation=activation, weight=weight)
+    return QuantEmbeddingBagCollection.from_float(unsharded)
 
 
 # -- runs -------------------------------------------------------------------------------------------------------
@@ -107,9 +124,9 @@ def _looked_up(kjt: KeyedJaggedTensor) -> Tensor:
 
 
 FOREIGN: dict[str, tuple[Callable[[], nn.Module], Callable[[Any], Tensor], int]] = {
-    "pec": (pec, kinds.summed, 2 * DIM),
+    "pec": (pec, summed, 2 * DIM),
     "pool": (pool, _looked_up, len(FEATURES)),
-    "quantized": (quantized, kinds.pooled, 2 * DIM),
+    "quantized": (quantized, pooled, 2 * DIM),
 }
 """Modules that the strategy finds sharded, or leaves whole; what makes (B, D) of their answers; D."""
 
@@ -122,7 +139,7 @@ class ForeignModel(LightningModule):
         self.losses: list[Tensor] = []
         build, self.answer, width = FOREIGN[name]
         self.foreign = build()
-        self.ebc = kinds.bags(2)
+        self.ebc = bags(2)
         _apply_optimizer_in_backward(torch.optim.SGD, self.ebc.parameters(), {"lr": 2.0})
         self.bottom = nn.Linear(NUM_DENSE, 8)
         self.top = nn.Linear(8 + 2 * DIM + width, 1)
@@ -136,8 +153,8 @@ class ForeignModel(LightningModule):
         return self.answer(self.foreign(batch.kjt))
 
     def forward(self, batch: Batch) -> Tensor:
-        rows = [self.bottom(batch.dense), kinds.pooled(self.ebc(batch.kjt)), self.merged(batch)]
-        logits = self.top(torch.cat(rows, dim=1)).squeeze(1)
+        merged = [self.bottom(batch.dense), pooled(self.ebc(batch.kjt)), self.merged(batch)]
+        logits = self.top(torch.cat(merged, dim=1)).squeeze(1)
         return nn.functional.binary_cross_entropy_with_logits(logits, batch.labels)
 
     def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
@@ -146,14 +163,14 @@ class ForeignModel(LightningModule):
         return loss
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
-        return kinds.dense_optimizer(self)
+        return dense_optimizer(self)
 
 
 def train(name: str, num_steps: int = NUM_STEPS) -> Outcome:
     """DistributedDataParallel around the dense part, in a hand-written loop."""
     model = ForeignModel(name)
     model.ebc = _sharded(model.ebc, _bag_sharder())
-    optimizer = kinds.dense_optimizer(model)
+    optimizer = dense_optimizer(model)
     inner = {key: child for key, child in model.named_modules() if isinstance(child, ShardedModule)}
     names = [key for key, _ in (*model.named_parameters(), *model.named_buffers())]
     ignored = [key for key in names if any(key.startswith(f"{outer}.") for outer in inner)]
@@ -162,11 +179,11 @@ def train(name: str, num_steps: int = NUM_STEPS) -> Outcome:
     losses = []
     for index in range(num_steps):
         optimizer.zero_grad()
-        loss = ddp(kinds.make_batch(IDS, index, dist.get_rank()))
+        loss = ddp(make_batch(IDS, index, dist.get_rank()))
         loss.backward()
         optimizer.step()
         losses.append(loss.detach())
-    return Outcome(torch.stack(losses), kinds.collect(model, optimizer))
+    return Outcome(torch.stack(losses), collect(model, optimizer))
 
 
 IDS = KindCase("foreign", {})
@@ -175,28 +192,28 @@ IDS = KindCase("foreign", {})
 def fit(name: str, pipeline: str, num_steps: int = NUM_STEPS) -> Outcome:
     """The same under the strategy."""
     model = ForeignModel(name)
-    plan = ShardingPlan({"ebc": _placed(model.ebc, _bag_sharder(), kinds.whole, dist.get_world_size())})
-    strategy, num_early = kinds.watched_strategy(pipeline, plan)
+    plan = ShardingPlan({"ebc": _placed(model.ebc, _bag_sharder(), whole, dist.get_world_size())})
+    strategy, num_early = watched_strategy(pipeline, plan)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         trainer = make_trainer(strategy)
-        trainer.fit(model, datamodule=kinds.Batches(IDS, num_steps))
+        trainer.fit(model, datamodule=Batches(IDS, num_steps))
     messages = [str(warning.message) for warning in caught if "not overlapped" in str(warning.message)]
-    return Outcome(torch.stack(model.losses), kinds.collect(model, trainer.optimizers[0]), sum(num_early), messages)
+    return Outcome(torch.stack(model.losses), collect(model, trainer.optimizers[0]), sum(num_early), messages)
 
 
 def fit_unsharded_pruning() -> None:
     """A pruning module that nobody sharded."""
     model = ForeignModel("quantized")
     model.foreign = itep_unsharded()
-    make_trainer(kinds.watched_strategy("base", None)[0]).fit(model, datamodule=kinds.Batches(IDS, 2))
+    make_trainer(watched_strategy("base", None)[0]).fit(model, datamodule=Batches(IDS, 2))
 
 
 def reasons_of_other_ranks() -> list[str | None]:
     """Tables sharded over all ranks, over this one alone, and in two dimensions."""
     world_size, rank = dist.get_world_size(), dist.get_rank()
     alone = [dist.new_group([other]) for other in range(world_size)][rank]
-    module = _sharded(kinds.bags(2), _bag_sharder())
+    module = _sharded(bags(2), _bag_sharder())
     found = [why_never_early(module, dist.group.WORLD)]
     module._env = ShardingEnv.from_process_group(alone)
     found.append(why_never_early(module, dist.group.WORLD))

@@ -156,7 +156,7 @@ class StepsByHand(ByHand, ReadsTables):
 class RecomputesItsLookup(ReadsTables):
     """Looks up again inside the backward."""
 
-    def rows(self, collection: str, batch: Any) -> Any:
+    def embeddings(self, collection: str, batch: Any) -> Any:
         kjt = batch.inputs["sparse"][0]
         keys = kjt.keys()
 
@@ -171,11 +171,11 @@ class RecomputesItsLookup(ReadsTables):
 class RecomputesAnotherLookup(RecomputesItsLookup):
     """With ids that are made in the step, so that both lookups are its own forward's."""
 
-    def rows(self, collection: str, batch: Any) -> Any:
+    def embeddings(self, collection: str, batch: Any) -> Any:
         kjt, index = batch.inputs["sparse"]
         if index >= 3:
             kjt = KeyedJaggedTensor(kjt.keys(), kjt.values(), lengths=kjt.lengths())
-        return super().rows(collection, Batch(batch.dense, {"sparse": (kjt, index)}, batch.labels))
+        return super().embeddings(collection, Batch(batch.dense, {"sparse": (kjt, index)}, batch.labels))
 
 
 USERS: dict[str, tuple[type[Model], dict[str, Any]]] = {
@@ -197,21 +197,23 @@ def test_the_users_code_finds_the_tables_written(name: str, pipeline: str, polic
 
 
 class UsesAStreamOfItsOwn(Model):
-    """Uses its rows on another stream than the one that the step began on."""
+    """Uses its embeddings on another stream than the one that the step began on."""
 
-    def dense(self, batch: Any, rows: Any) -> Tensor:
+    def dense(self, batch: Any, embeddings: Any) -> Tensor:
         streams: Any = self.trainer.strategy.streams
         streams.wait(StreamName.PREFETCH, streams.record(StreamName.COMPUTE))
         if batch.inputs["sparse"][1] == 0:  # looked up on the compute stream, where it was called
-            streams.record_stream([found.values() for found in rows.values()], StreamName.PREFETCH)
+            streams.record_stream([found.values() for found in embeddings.values()], StreamName.PREFETCH)
         with streams.on(StreamName.PREFETCH):
-            scaled = {name: {key: 2 * value for key, value in found.to_dict().items()} for name, found in rows.items()}
+            scaled = {
+                name: {key: 2 * value for key, value in found.to_dict().items()} for name, found in embeddings.items()
+            }
         streams.wait(StreamName.COMPUTE, streams.record(StreamName.PREFETCH))
         streams.record_stream(scaled, StreamName.COMPUTE)
         return super().dense(batch, scaled)
 
 
-def test_rows_are_there_on_whatever_stream_asks_for_them() -> None:
+def test_embeddings_are_there_on_whatever_stream_asks_for_them() -> None:
     train(TABLE_WISE, "fused_sparse_dist", module=UsesAStreamOfItsOwn)
 
 

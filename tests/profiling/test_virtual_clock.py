@@ -17,69 +17,69 @@ from ..support.ranks import Ranks
 from . import virtual
 
 #   ms   0        50       100      150      200      250      300
-#        |splits|ids  |rows  |forward |backward|grads |step    |        all-to-alls exposed: splits, ids, rows, grads
+#        |splits|ids  |embed.|forward |backward|grads |step    |    exposed: splits, ids, embeddings, grads
 BASE = (
-    "> splits 4,< splits 4 exposed 40,> lengths 4,> ids 4,< lengths 4 exposed 40,< ids 4,> rows 4,"
-    "< rows 4 exposed 40,forward,backward,> gradients,< gradients exposed 40,step"
+    "> splits 4,< splits 4 exposed 40,> lengths 4,> ids 4,< lengths 4 exposed 40,< ids 4,> embeddings 4,"
+    "< embeddings 4 exposed 40,forward,backward,> gradients,< gradients exposed 40,step"
 )
-#        |rows  |forward |backward|grads |step    |                     exposed: rows, grads
+#        |embed.|forward |backward|grads |step    |                     exposed: embeddings, grads
 #                 splits 5 |ids 5 ...|          assembled in the backward, while that waits for gradients
 SPARSE_DIST = (
-    "< rows 4 exposed 40,forward,< splits 5,> lengths 5,> ids 5,backward,> gradients,< lengths 5,< ids 5,"
-    "< gradients exposed 40,step,> rows 5,> splits 6"
+    "< embeddings 4 exposed 40,forward,< splits 5,> lengths 5,> ids 5,backward,> gradients,< lengths 5,< ids 5,"
+    "< gradients exposed 40,step,> embeddings 5,> splits 6"
 )
 #        |forward |backward|grads |step    |                            exposed: grads
-#         splits 5 |ids 5 ...|     |rows 5 .|
+#         splits 5 |ids 5 ...|     |emb. 5 .|
 FUSED_SPARSE_DIST = (
-    "< rows 4,forward,< splits 5,> lengths 5,> ids 5,backward,> gradients,< lengths 5,< ids 5,"
-    "< gradients exposed 40,> rows 5,step,> splits 6"
+    "< embeddings 4,forward,< splits 5,> lengths 5,> ids 5,backward,> gradients,< lengths 5,< ids 5,"
+    "< gradients exposed 40,> embeddings 5,step,> splits 6"
 )
 #        |forward |backward|grads |step    |                            exposed: grads
-#         splits 5 |ids 5 ........|rows 5 .|    they may be on the link still: waited for behind the gradients
+#         splits 5 |ids 5 ........|emb. 5 .|    they may be on the link still: waited for behind the gradients
 FUSED_SPARSE_DIST_BETWEEN_HOSTS = (
-    "< rows 4,forward,< splits 5,> lengths 5,> ids 5,backward,> gradients,< gradients exposed 40,"
-    "< lengths 5,< ids 5,> rows 5,step,> splits 6"
+    "< embeddings 4,forward,< splits 5,> lengths 5,> ids 5,backward,> gradients,< gradients exposed 40,"
+    "< lengths 5,< ids 5,> embeddings 5,step,> splits 6"
 )
-#        |rows  |forward |backward|grads |step    |                     exposed: rows (issued behind the step), grads
+#        |embed.|forward |backward|grads |step    |            exposed: embeddings (sent after the step), grads
 FUSED_AFTER_OPTIMIZER = (
-    "< rows 4 exposed 40,forward,< splits 5,> lengths 5,> ids 5,backward,> gradients,< lengths 5,< ids 5,"
-    "< gradients exposed 40,step,> rows 5,> splits 6"
+    "< embeddings 4 exposed 40,forward,< splits 5,> lengths 5,> ids 5,backward,> gradients,< lengths 5,< ids 5,"
+    "< gradients exposed 40,step,> embeddings 5,> splits 6"
 )
 #        |forward |backward|grads |step    |                            exposed: grads
-#                          |rows 5 ...........  looked up in the backward, while that waits for gradients
+#                          |emb. 5 ...........  looked up in the backward, while that waits for gradients
 #                          |splits 7 .........  likewise
 #                                |ids 6 ......  behind the gradients
 SEMI_SYNC = (
-    "< rows 4,forward,backward,> gradients,< lengths 5,< ids 5,> rows 5,> splits 7,< gradients exposed 40,"
+    "< embeddings 4,forward,backward,> gradients,< lengths 5,< ids 5,> embeddings 5,> splits 7,< gradients exposed 40,"
     "< splits 6,> lengths 6,> ids 6,step"
 )
 #        |forward |backward|step    |                                  exposed: nothing
-#                 |rows 5 .| grads 4 .......  waited for behind the next forward, behind which ids travel, too
+#                 |emb. 5 .| grads 4 .......  waited for behind the next forward, behind which ids travel, too
 #                          | splits 7 ......  beside the dense all-reduce, for which the backward waits at its end
 SEMI_SYNC_DEFERRED = (
-    "< rows 4,forward,< splits 6,> lengths 6,> ids 6,< gradients,< lengths 5,< ids 5,> rows 5,backward,> splits 7,"
-    "> gradients,step"
+    "< embeddings 4,forward,< splits 6,> lengths 6,> ids 6,< gradients,< lengths 5,< ids 5,> embeddings 5,backward,"
+    "> splits 7,> gradients,step"
 )
 #        |forward |backward|step    |                                  exposed: nothing
-#                          |rows 5 ........  looked up beside the dense all-reduce, too
+#                          |emb. 5 ........  looked up beside the dense all-reduce, too
 #                          |splits 7 ......  likewise
 #                          | grads 4 ......  waited for before that lookup
 SEMI_SYNC_DEFERRED_BETWEEN_HOSTS = (
-    "< rows 4,forward,< splits 6,> lengths 6,> ids 6,backward,< gradients,< lengths 5,< ids 5,> rows 5,> splits 7,"
-    "> gradients,step"
+    "< embeddings 4,forward,< splits 6,> lengths 6,> ids 6,backward,< gradients,< lengths 5,< ids 5,> embeddings 5,"
+    "> splits 7,> gradients,step"
 )
 #        |forward |backward|grads |step    |                            exposed: grads
 #         ids 5 ............. assembled in the backward, as a CPU's tables have no cache
-#                                  |rows 5, splits 6
+#                                  |emb. 5, splits 6
 PREFETCH = (
-    "< rows 4,forward,backward,> gradients,< lengths 5,< ids 5,< gradients exposed 40,"
-    "> splits 6,> rows 5,step,< splits 6,> lengths 6,> ids 6"
+    "< embeddings 4,forward,backward,> gradients,< lengths 5,< ids 5,< gradients exposed 40,"
+    "> splits 6,> embeddings 5,step,< splits 6,> lengths 6,> ids 6"
 )
 #        |forward |backward|grads |step    |                            exposed: grads
 #         ids 5 .. waited for above the backward
 PREFETCH_BETWEEN_HOSTS = (
-    "< rows 4,forward,< lengths 5,< ids 5,backward,> gradients,< gradients exposed 40,"
-    "> splits 6,> rows 5,step,< splits 6,> lengths 6,> ids 6"
+    "< embeddings 4,forward,< lengths 5,< ids 5,backward,> gradients,< gradients exposed 40,"
+    "> splits 6,> embeddings 5,step,< splits 6,> lengths 6,> ids 6"
 )
 
 
@@ -119,12 +119,12 @@ def test_order_of_issues_and_waits_between_hosts(
 
 
 def test_splits_of_all_modules_travel_together(two_ranks: Ranks) -> None:
-    """Two sharded modules, one all-to-all of sizes; each module its own of ids and of rows."""
+    """Two sharded modules, one all-to-all of sizes; each module its own of ids and of embeddings."""
     for log, _ in two_ranks.run(virtual.run, TWO_COLLECTIONS, "fused_sparse_dist"):
         assert [event.split()[1] for event in log if event.startswith(">")] == [
             *("lengths", "ids", "lengths", "ids"),
             *("gradients", "gradients"),
-            *("rows", "rows"),
+            *("embeddings", "embeddings"),
             "splits",
         ]
 
@@ -132,7 +132,7 @@ def test_splits_of_all_modules_travel_together(two_ranks: Ranks) -> None:
 def test_a_mixed_module_sends_its_sharded_rows_before_the_step(two_ranks: Ranks) -> None:
     """Data-parallel tables wait for the dense optimizer; the model-parallel ones beside them do not."""
     for log, steps_ms in two_ranks.run(virtual.run, MIXED, "fused_sparse_dist"):
-        assert log.index("> rows 5") < log.index("step")
+        assert log.index("> embeddings 5") < log.index("step")
         assert set(steps_ms[1:]) == {190}
 
 
@@ -142,7 +142,7 @@ def test_a_lookup_is_made_while_the_backward_waits_for_gradients(two_ranks: Rank
     for log, _ in two_ranks.run(virtual.run, TABLE_WISE, pipeline, timed_lookups=WeightOwner.FUSED_BACKWARD):
         gradients, lookup = log.index("> gradients"), log.index("model-parallel lookup")
         assert gradients < lookup < log.index("< gradients exposed 30")
-        assert log[lookup + 1].startswith("> rows")
+        assert log[lookup + 1].startswith("> embeddings")
 
 
 @pytest.mark.parametrize(
@@ -195,15 +195,15 @@ IN_TWO_MODULES = Case(
 def test_a_data_parallel_lookup_lies_inside_the_time_of_the_all_to_all(
     two_ranks: Ranks, pipeline: str, case: Case
 ) -> None:
-    """Rows travel for 40 ms; the lookup that takes 10 of them is done when 30 are left."""
+    """Embeddings travel for 40 ms; the lookup that takes 10 of them is done when 30 are left."""
     for log, steps_ms in two_ranks.run(virtual.run, case, pipeline, timed_lookups=WeightOwner.DENSE_OPTIMIZER):
         looked_up = log.index("data-parallel lookup")
-        assert log[looked_up - 1] == "> rows 5"
-        assert log[0] == "< rows 4 exposed 30"
+        assert log[looked_up - 1] == "> embeddings 5"
+        assert log[0] == "< embeddings 4 exposed 30"
         assert set(steps_ms[1:]) == {230}
 
 
 @pytest.mark.parametrize("case", [DATA_PARALLEL_FIRST, IN_TWO_MODULES], ids=lambda case: case.name)
 def test_a_data_parallel_lookup_comes_after_the_step_and_the_all_to_all_before_it(two_ranks: Ranks, case: Case) -> None:
     for log, _ in two_ranks.run(virtual.run, case, "fused_sparse_dist", timed_lookups=WeightOwner.DENSE_OPTIMIZER):
-        assert log.index("> rows 5") < log.index("step") == log.index("data-parallel lookup") - 1
+        assert log.index("> embeddings 5") < log.index("step") == log.index("data-parallel lookup") - 1

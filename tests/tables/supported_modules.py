@@ -18,151 +18,45 @@ from torch import Tensor, nn
 from torch.distributed.optim import _apply_optimizer_in_backward
 from torch.distributed.tensor import DTensor
 from torch.utils.data import DataLoader
-from torchrec import (
-    EmbeddingBagCollection,
-    EmbeddingBagConfig,
-    EmbeddingCollection,
-    EmbeddingConfig,
-    JaggedTensor,
-    KeyedJaggedTensor,
-)
+from torchrec import EmbeddingBagCollection, EmbeddingCollection, KeyedJaggedTensor
 from torchrec.distributed.embedding import ShardedEmbeddingCollection
 from torchrec.distributed.embeddingbag import ShardedEmbeddingBagCollection
 from torchrec.distributed.model_parallel import DistributedModelParallel
-from torchrec.distributed.sharding_plan import (
-    construct_module_sharding_plan,
-    data_parallel,
-    get_default_sharders,
-    get_module_to_default_sharders,
-    row_wise,
-    table_wise,
-)
+from torchrec.distributed.sharding_plan import get_default_sharders
 from torchrec.distributed.types import ShardedTensor, ShardingEnv, ShardingPlan
-from torchrec.modules.embedding_tower import EmbeddingTower, EmbeddingTowerCollection
-from torchrec.modules.feature_processor_ import PositionWeightedModule, PositionWeightedModuleCollection
-from torchrec.modules.fp_embedding_modules import FeatureProcessedEmbeddingBagCollection
-from torchrec.modules.fused_embedding_modules import FusedEmbeddingBagCollection
-from torchrec.modules.mc_embedding_modules import (
-    ManagedCollisionEmbeddingBagCollection,
-    ManagedCollisionEmbeddingCollection,
-)
-from torchrec.modules.mc_modules import (
-    DistanceLFU_EvictionPolicy,
-    ManagedCollisionCollection,
-    MCHManagedCollisionModule,
-)
-from torchrec.optim.optimizers import in_backward_optimizer_filter
 
 from lightning_overlap import OverlapEmbeddingStrategy, combined_optimizer
 
 from ..support.fits import make_trainer
+from ..support.modules import (
+    BATCH_SIZE,
+    FEATURES,
+    Placement,
+    bags,
+    copies,
+    counting,
+    draw_weights,
+    fused_bags,
+    managed_bags,
+    managed_sequences,
+    own_parameters,
+    plain_ids,
+    plan_by_place,
+    position_weighted,
+    position_weighted_collection,
+    rows,
+    sequences,
+    tower,
+    towers,
+    variable_batch,
+    whole,
+    whole_dense,
+    wide_ids,
+)
 from ..support.reference import set_fused_rates, set_rates
 
-NUM_ROWS = 40
 NUM_DENSE = 6
-BATCH_SIZE = 8
-DIM = 8
 NUM_STEPS = 14
-NUM_FEATURES = 3
-FEATURES = tuple(f"f{index}" for index in range(NUM_FEATURES))
-MAX_LENGTH = 3
-
-# -- modules ----------------------------------------------------------------------------------------------------
-
-
-def _configs(kind: type, num: int, num_rows: int = NUM_ROWS) -> list[Any]:
-    """Table `t<i>` reads feature `f<i>`."""
-    return [
-        kind(name=f"t{i}", num_embeddings=num_rows, embedding_dim=DIM, feature_names=[FEATURES[i]]) for i in range(num)
-    ]
-
-
-def bags(num: int = 3, *, weighted: bool = False) -> EmbeddingBagCollection:
-    return EmbeddingBagCollection(tables=_configs(EmbeddingBagConfig, num), is_weighted=weighted)
-
-
-def sequences(num: int = 3) -> EmbeddingCollection:
-    return EmbeddingCollection(tables=_configs(EmbeddingConfig, num))
-
-
-def position_weighted(num: int = 3) -> nn.Module:
-    processors = {FEATURES[i]: PositionWeightedModule(MAX_LENGTH) for i in range(num)}
-    return FeatureProcessedEmbeddingBagCollection(bags(num, weighted=True), processors)
-
-
-def position_weighted_collection(num: int = 3) -> nn.Module:
-    processors = PositionWeightedModuleCollection({FEATURES[i]: MAX_LENGTH for i in range(num)})
-    return FeatureProcessedEmbeddingBagCollection(bags(num, weighted=True), processors)
-
-
-class _Counting(PositionWeightedModule):
-    """Counts the batches it has seen, and weighs by that."""
-
-    def __init__(self, max_length: int) -> None:
-        super().__init__(max_length)
-        self.register_buffer("seen", torch.zeros(()))
-
-    def forward(self, features: JaggedTensor) -> JaggedTensor:
-        self.seen += 1
-        weighted = super().forward(features)
-        own = weighted.weights() / self.seen
-        return JaggedTensor(weighted.values(), lengths=weighted.lengths(), offsets=weighted.offsets(), weights=own)
-
-
-def counting(num: int = 3) -> nn.Module:
-    processors = {FEATURES[i]: _Counting(MAX_LENGTH) for i in range(num)}
-    return FeatureProcessedEmbeddingBagCollection(bags(num, weighted=True), processors)
-
-
-def _managed(configs: list[Any]) -> ManagedCollisionCollection:
-    modules = {
-        config.name: MCHManagedCollisionModule(
-            zch_size=config.num_embeddings,
-            device=torch.device("cpu"),
-            eviction_policy=DistanceLFU_EvictionPolicy(),
-            eviction_interval=2,
-            input_hash_size=10 * NUM_ROWS,
-        )
-        for config in configs
-    }
-    return ManagedCollisionCollection(managed_collision_modules=modules, embedding_configs=configs)
-
-
-def managed_bags(num: int = 2) -> nn.Module:
-    collection = bags(num)
-    return ManagedCollisionEmbeddingBagCollection(collection, _managed(collection.embedding_bag_configs()))
-
-
-def managed_sequences(num: int = 2) -> nn.Module:
-    collection = sequences(num)
-    return ManagedCollisionEmbeddingCollection(collection, _managed(collection.embedding_configs()))
-
-
-class _Sum(nn.Module):
-    """An interaction: pooled rows through a linear layer."""
-
-    def __init__(self, num: int) -> None:
-        super().__init__()
-        self.linear = nn.Linear(num * DIM, DIM)
-
-    def forward(self, rows: Any) -> Tensor:
-        return self.linear(torch.cat([rows[name] for name in FEATURES if name in rows.keys()], dim=1))  # noqa: SIM118
-
-
-def tower() -> nn.Module:
-    return EmbeddingTower(bags(2), _Sum(2))
-
-
-def towers() -> nn.Module:
-    return EmbeddingTowerCollection([EmbeddingTower(bags(2), _Sum(2)), EmbeddingTower(bags(3), _Sum(3))])
-
-
-def fused_bags() -> nn.Module:
-    return FusedEmbeddingBagCollection(
-        tables=_configs(EmbeddingBagConfig, 2),
-        optimizer_type=torch.optim.SGD,
-        optimizer_kwargs={"lr": 2.0},
-    )
 
 
 @contextmanager
@@ -187,9 +81,6 @@ def dense_kernels_without_pooling() -> Iterator[None]:
         yield
 
 
-# -- inputs -----------------------------------------------------------------------------------------------------
-
-
 @dataclass
 class Batch:
     dense: Tensor
@@ -197,46 +88,20 @@ class Batch:
     labels: Tensor
 
 
-def plain_ids(generator: torch.Generator, num_ids: int = NUM_ROWS) -> KeyedJaggedTensor:
-    """Up to `MAX_LENGTH` ids for each sample and feature."""
-    lengths = torch.randint(0, MAX_LENGTH + 1, (NUM_FEATURES * BATCH_SIZE,), generator=generator)
-    values = torch.randint(0, num_ids, (int(lengths.sum()),), generator=generator)
-    return KeyedJaggedTensor(keys=list(FEATURES), values=values, lengths=lengths)
-
-
-def wide_ids(generator: torch.Generator) -> KeyedJaggedTensor:
-    """Ids of which a table has not enough rows: a managed collision module has to choose."""
-    return plain_ids(generator, 3 * NUM_ROWS)
-
-
-def variable_batch(generator: torch.Generator) -> KeyedJaggedTensor:
-    """Of each feature only so many samples, each used by several rows of the batch (`inverse_indices`)."""
-    sizes = torch.randint(2, BATCH_SIZE + 1, (NUM_FEATURES,), generator=generator).tolist()
-    lengths = torch.randint(0, MAX_LENGTH + 1, (sum(sizes),), generator=generator)
-    indices = [torch.randint(0, size, (BATCH_SIZE,), generator=generator) for size in sizes]
-    return KeyedJaggedTensor(
-        keys=list(FEATURES),
-        values=torch.randint(0, NUM_ROWS, (int(lengths.sum()),), generator=generator),
-        lengths=lengths,
-        stride_per_key_per_rank=[[size] for size in sizes],
-        inverse_indices=(list(FEATURES), torch.stack(indices)),
-    )
-
-
 # -- answers ----------------------------------------------------------------------------------------------------
 
 
-def pooled(rows: Any) -> Tensor:
+def pooled(embeddings: Any) -> Tensor:
     """(B, D) of a KeyedTensor, by name: TorchRec orders columns by the plan."""
-    return torch.cat([rows[name] for name in FEATURES if name in rows.keys()], dim=1)  # noqa: SIM118
+    return torch.cat([embeddings[name] for name in FEATURES if name in embeddings.keys()], dim=1)  # noqa: SIM118
 
 
-def summed(rows: Any) -> Tensor:
+def summed(embeddings: Any) -> Tensor:
     """(B, D) of a dict of JaggedTensors."""
     parts = []
     for name in FEATURES:
-        if name in rows.keys():  # noqa: SIM118
-            lengths, values = rows[name].lengths(), rows[name].values()
+        if name in embeddings.keys():  # noqa: SIM118
+            lengths, values = embeddings[name].lengths(), embeddings[name].values()
             owner = torch.repeat_interleave(torch.arange(len(lengths)), lengths)
             # A variable batch has less samples of a feature; which they are does not matter here.
             parts.append(torch.zeros(BATCH_SIZE, values.shape[1]).index_add(0, owner, values))
@@ -245,35 +110,14 @@ def summed(rows: Any) -> Tensor:
 
 def first_of(answer: Callable[[Any], Tensor]) -> Callable[[Any], Tensor]:
     """Of managed collision modules, which also return remapped ids."""
-    return lambda rows: answer(rows[0])
+    return lambda embeddings: answer(embeddings[0])
 
 
 # -- cases ------------------------------------------------------------------------------------------------------
 
 
-def whole(table: int) -> Any:
-    """A table on one rank, fused."""
-    return table_wise(rank=table % dist.get_world_size(), compute_kernel="fused")
-
-
-def whole_dense(table: int) -> Any:
-    return table_wise(rank=table % dist.get_world_size(), compute_kernel="dense")
-
-
-def rows(table: int) -> Any:
-    return row_wise(compute_kernel="fused")
-
-
-def copies(table: int) -> Any:
-    return data_parallel()
-
-
 def _alternating(first: Callable[[int], Any], second: Callable[[int], Any]) -> Callable[[int], Any]:
     return lambda table: (second if table % 2 else first)(table)
-
-
-Placement = Callable[[int], Any]
-"""Number of a table -> how it is sharded."""
 
 
 @dataclass(frozen=True)
@@ -305,7 +149,7 @@ class KindCase:
     plain: bool = False
     """Whether nothing of it starts early."""
     exact_only: bool = False
-    """Whether its rows cannot be taken apart from the dense part, which a stale reference does."""
+    """Whether its embeddings cannot be taken apart from the dense part, which a stale reference does."""
 
 
 MIXED = _alternating(whole, copies)
@@ -327,8 +171,8 @@ CASES = {
         KindCase("sequences_dense_kernel", {"ec": Part(sequences, summed, MIXED_DENSE, stale=False)}),
         KindCase("variable_batch", {"ebc": Part(bags)}, variable_batch),
         KindCase("variable_batch_sequences", {"ec": Part(sequences, summed)}, variable_batch),
-        KindCase("tower", {"tower": Part(tower, lambda rows: rows)}, exact_only=True),
-        KindCase("towers", {"towers": Part(towers, lambda rows: rows)}, exact_only=True),
+        KindCase("tower", {"tower": Part(tower, lambda embeddings: embeddings)}, exact_only=True),
+        KindCase("towers", {"towers": Part(towers, lambda embeddings: embeddings)}, exact_only=True),
         KindCase("fused_bags", {"ebc": Part(fused_bags)}, fused_lr=None),
         KindCase("managed_bags", {"mc": Part(managed_bags, first_of(pooled), rows, stale=False)}, wide_ids),
         KindCase("managed_sequences", {"mc": Part(managed_sequences, first_of(summed), rows, stale=False)}, wide_ids),
@@ -382,14 +226,11 @@ class KindModel(LightningModule):
         self.case, self.rates_move = CASES[name], rates_move
         self.losses: list[Tensor] = []
         self.validated: list[Tensor] = []
-        generator = torch.Generator().manual_seed(17)
         for part_name, part in self.case.parts.items():
             self.add_module(part_name, part.build())
         self.bottom = nn.Sequential(nn.Linear(NUM_DENSE, 8), nn.ReLU())
         self.top = nn.Sequential(nn.Linear(self._width(), 16), nn.ReLU(), nn.Linear(16, 1))
-        with torch.no_grad():
-            for _, parameter in sorted(self.named_parameters()):
-                parameter.copy_(torch.randn(parameter.shape, generator=generator) * 0.4)
+        draw_weights(self, 17, 0.4)
         if self.case.fused_lr is not None:
             for module in self.modules():
                 if isinstance(module, (EmbeddingBagCollection, EmbeddingCollection)):
@@ -415,13 +256,13 @@ class KindModel(LightningModule):
     def call(self, name: str, batch: Batch) -> Any:
         return getattr(self, name)(batch.kjt)
 
-    def answers(self, batch: Batch, rows: Mapping[str, Any] | None = None) -> dict[str, Tensor]:
-        found = {name: (rows or {}).get(name) for name in self.case.parts}
+    def answers(self, batch: Batch, embeddings: Mapping[str, Any] | None = None) -> dict[str, Tensor]:
+        found = {name: (embeddings or {}).get(name) for name in self.case.parts}
         found = {name: self.call(name, batch) if row is None else row for name, row in found.items()}
-        return {name: self.case.parts[name].answer(row) for name, row in found.items()}
+        return {name: self.case.parts[name].answer(one) for name, one in found.items()}
 
-    def forward(self, batch: Batch, rows: Mapping[str, Any] | None = None) -> Tensor:
-        merged = [self.bottom(batch.dense), *self.answers(batch, rows).values()]
+    def forward(self, batch: Batch, embeddings: Mapping[str, Any] | None = None) -> Tensor:
+        merged = [self.bottom(batch.dense), *self.answers(batch, embeddings).values()]
         logits = self.top(torch.cat(merged, dim=1)).squeeze(1)
         return nn.functional.binary_cross_entropy_with_logits(logits, batch.labels)
 
@@ -459,29 +300,11 @@ def is_fused(case: KindCase, part: Part, table: int) -> bool:
 
 
 def dense_optimizer(module: nn.Module) -> torch.optim.Optimizer:
-    own = [p for _, p in in_backward_optimizer_filter(module.named_parameters()) if p.requires_grad]
-    return torch.optim.SGD(own, 0.5, momentum=0.5)
+    return torch.optim.SGD(own_parameters(module), 0.5, momentum=0.5)
 
 
 def make_plan(case: KindCase, module: KindModel) -> ShardingPlan:
-    sharders = get_module_to_default_sharders()
-    plan = {}
-    for name, inner in module.named_modules():
-        inside = any(name.startswith(f"{outer}.") for outer in plan)
-        if type(inner) not in sharders or inside:
-            continue
-        place = module.part_of(inner).place
-        if place is None:
-            continue
-        tables = sharders[type(inner)].shardable_parameters(inner)
-        plan[name] = construct_module_sharding_plan(
-            inner,
-            per_param_sharding={table: place(int(table.removeprefix("t"))) for table in tables},
-            local_size=dist.get_world_size(),
-            world_size=dist.get_world_size(),
-            device_type="cpu",
-        )
-    return ShardingPlan(plan=plan)
+    return plan_by_place(module, lambda inner: module.part_of(inner).place)
 
 
 # -- runs -------------------------------------------------------------------------------------------------------
@@ -522,18 +345,19 @@ def train(name: str, staleness: int = 0, num_steps: int = NUM_STEPS, rates_move:
         getattr(module, key).load_state_dict(tables, strict=False)
     optimizer = dense_optimizer(module)
     batches = [make_batch(case, index, dist.get_rank()) for index in range(num_steps)]
-    rows: dict[int, dict[str, Any]] = {}
+    stale = [key for key, part in case.parts.items() if part.stale]
+    embeddings: dict[int, dict[str, Any]] = {}
     losses = []
     module.on_train_epoch_start()
     for index in range(num_steps):
         for ahead in range(index, min(index + staleness + 1, num_steps)) if staleness else ():
-            if ahead not in rows:
-                rows[ahead] = {key: module.call(key, batches[ahead]) for key, part in case.parts.items() if part.stale}
+            if ahead not in embeddings:
+                embeddings[ahead] = {key: module.call(key, batches[ahead]) for key in stale}
         optimizer.zero_grad()
         if rates_move:
             set_rates(optimizer, factor(index))
             set_fused_rates(dmp, factor(index))
-        loss = dmp(batches[index], rows.pop(index, None))
+        loss = dmp(batches[index], embeddings.pop(index, None))
         loss.backward()
         optimizer.step()
         losses.append(loss.detach())

@@ -1,0 +1,150 @@
+"""From copied rows to the chunks of a part."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from ..deltas import WEIGHT, Dense, Header, Rows, encode
+from ..tables import TableShard
+from ..tracking import CopiedTable, DenseCopy, RowCopy, Window, changed_rows
+
+
+class DenseSource:
+    """What the dense optimizer writes: the dense part, and tables that it owns.
+
+    Args:
+        tensors: Of the dense part, by their names in the unsharded model.
+        tables: Shards of tables, `(rows, columns)`.
+    """
+
+    def __init__(self, tensors: dict[str, Tensor], tables: Sequence[TableShard]) -> None:
+        self._tensors = tensors
+        self._tables = {f"{number}": shard for number, shard in enumerate(tables)}
+        self._sent: dict[str, Tensor] = {}
+
+    def copy(self) -> DenseCopy:
+        """Begin to copy all of it as it is now."""
+        return DenseCopy({**self._tensors, **{key: shard.weight for key, shard in self._tables.items()}})
+
+    def entries(self, copy: DenseCopy) -> tuple[list[Rows], list[Dense]]:
+        """Return the rows of tables that have changed since the copy that was asked for last, and the dense part."""
+        values = copy.values()
+        rows = []
+        for key, shard in self._tables.items():
+            changed_N = changed_rows(values[key], self._sent.get(key))
+            self._sent[key] = values[key]
+            if len(changed_N):
+                rows.append(rows_of(shard, WEIGHT, changed_N, values[key].index_select(0, changed_N)))
+        return rows, [Dense(name, values[name]) for name in self._tensors]
+
+    def forget(self) -> None:
+        """Take everything as changed."""
+        self._sent.clear()
+
+
+class Cut:
+    """One rank's part of a cut, until all ranks are known to have written theirs.
+
+    Args:
+        header: Of its only chunk.
+        shards: That the copied tables are numbered by.
+        rows: Copied, or being copied.
+        dense: Copies of what the dense optimizer writes; None where this rank sends none of it.
+        source: Knows what was sent of that before.
+    """
+
+    def __init__(
+        self,
+        header: Header,
+        shards: Sequence[TableShard],
+        rows: RowCopy,
+        dense: DenseCopy | None,
+        source: DenseSource,
+    ) -> None:
+        self.header = header
+        self.num_rows = 0
+        self._shards, self._rows, self._dense, self._source = shards, rows, dense, source
+        self._lock = threading.Lock()
+        self._copied: list[CopiedTable] | None = None
+
+    @property
+    def step(self) -> int:
+        """Batches that had been trained."""
+        return self.header.step
+
+    def rows(self) -> list[Rows]:
+        """Wait for the copied rows, in any thread."""
+        with self._lock:
+            if self._copied is None:
+                self._copied = self._rows.tables()
+            return [rows_of(self._shards[one.shard], one.field, one.rows_N, one.values_ND) for one in self._copied]
+
+    def chunks(self) -> Iterator[tuple[str, bytes]]:
+        """Return the name and the content of its chunk."""
+        rows = self.rows()
+        of_dense, dense = ([], []) if self._dense is None else self._source.entries(self._dense)
+        self.num_rows = sum(len(entry.rows) for entry in (*rows, *of_dense) if entry.field == WEIGHT)
+        yield str(self.header.name), encode(self.header, (*rows, *of_dense), dense)
+        self._dense = None
+
+
+def base_chunks(
+    header: Header,
+    shards: Sequence[TableShard],
+    plan: Sequence[list[Window]],
+    read: Callable[[list[Window]], Iterable[CopiedTable]],
+    source: DenseSource | None,
+) -> Iterator[tuple[str, bytes]]:
+    """Return the chunks of a part with all rows of a rank, each made when it is asked for.
+
+    Args:
+        header: Of the first chunk; its numbers of chunks are set here.
+        shards: That windows are numbered by.
+        plan: The windows of each chunk.
+        read: Copies the rows of windows.
+        source: Of what the dense optimizer writes, where this rank sends that; it goes into the last chunk.
+    """
+    header = replace(header, num_chunks=len(plan) + 1)
+    for number, windows in enumerate(plan):
+        rows = [rows_of(shards[one.shard], one.field, one.rows_N, one.values_ND) for one in read(windows)]
+        chunk = replace(header, chunk=number)
+        yield str(chunk.name), encode(chunk, rows)
+    of_dense, dense = ([], []) if source is None else source.entries(source.copy())
+    chunk = replace(header, chunk=len(plan))
+    yield str(chunk.name), encode(chunk, of_dense, dense)
+
+
+def rows_of(shard: TableShard, field: str, rows_N: Tensor, values_ND: Tensor) -> Rows:
+    """Return rows of a shard, or of a state of its optimizer.
+
+    Args:
+        shard: The shard.
+        field: `WEIGHT`, or a kind of state.
+        rows_N: Numbers in the shard, `(N,)`, int64.
+        values_ND: `(N, columns)`; row-wise state has one column.
+    """
+    num_rows, num_columns = shard.shape
+    width = shard.weight.shape[1]
+    if field == WEIGHT or values_ND.shape[1] == width != 1:
+        return Rows(shard.name, field, shard.shape, shard.first_column, rows_N + shard.first_row, values_ND)
+    if width != num_columns:  # each shard of columns has a state of its own for every row
+        field = f"{field}[:, {shard.first_column}:{shard.first_column + width}]"
+    return Rows(shard.name, field, (num_rows, 1), 0, rows_N + shard.first_row, values_ND)
+
+
+def merged_rows(rows: Iterable[dict[str, Tensor]]) -> dict[str, Tensor]:
+    """Return the rows of several by table, each once.
+
+    Args:
+        rows: By table, `(N,)`, int64, on the host.
+    """
+    found: dict[str, list[Tensor]] = {}
+    for one in rows:
+        for table, numbers in one.items():
+            found.setdefault(table, []).append(numbers)
+    return {table: torch.cat(numbers).unique() for table, numbers in found.items()}

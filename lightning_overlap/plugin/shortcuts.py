@@ -1,0 +1,306 @@
+"""Leaves out of a step what Lightning does in it without effect; what has an effect stays, wherever it comes from.
+
+Logged values are kept where they are, which Lightning's `self.log` would move there each time; hooks that nobody has
+are not gone through, nor is a profiler that records nothing; a signature that was looked at is remembered. Each hook
+is looked up anew at each call, so callbacks and methods that come in the middle of a run are seen. `docs/lightning.md`
+has what could be done about it in Lightning itself. Names of Lightning that start with an underscore are listed in
+`PRIVATE_NAMES`; a test names each.
+"""
+
+from __future__ import annotations
+
+import dis
+import functools
+import inspect
+import logging
+from collections.abc import Callable, Mapping
+from contextlib import nullcontext
+from types import CodeType, FunctionType, ModuleType
+from typing import Any, cast
+
+import torch
+from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.core import module as core_module
+from lightning.pytorch.loops import evaluation_loop, prediction_loop, training_epoch_loop
+from lightning.pytorch.profilers import PassThroughProfiler, Profiler
+from lightning.pytorch.strategies import Strategy
+from lightning.pytorch.trainer import call
+from lightning.pytorch.trainer.connectors.logger_connector.result import _ResultCollection, _ResultMetric
+from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
+from torch import Tensor, nn
+from torchmetrics import Metric
+from typing_extensions import override
+
+from ..versions import check_names
+from .fit_loop import mix_in, take_out
+
+PRIVATE_NAMES: Mapping[str, tuple[str, ...]] = {
+    "lightning.pytorch.trainer.connectors.logger_connector.result": ("_ResultCollection", "_ResultMetric"),
+    "lightning.pytorch.trainer.call": ("_call_callback_hooks", "_call_lightning_module_hook", "_call_strategy_hook"),
+    "_ResultMetric": ("_computed", "_defaults", "_forward_cache"),
+    "_EvaluationLoop": ("_results",),
+    "_TrainingEpochLoop": ("_results",),
+    "LightningModule": ("_current_fx_name",),
+}
+"""What this file uses of Lightning beyond its public interface, by the module or class that has it."""
+
+# -- logged values --------------------------------------------------------------------------------------------------
+
+
+class _ResultMetricMixin(_ResultMetric):
+    @override
+    def to(self, *args: Any, **kwargs: Any) -> Any:
+        if len(args) == 1 and not kwargs and isinstance(args[0], torch.device) and _is_on(self, args[0]):
+            return self
+        return super().to(*args, **kwargs)
+
+
+def _is_on(result: _ResultMetric, device: torch.device) -> bool:
+    """Whether all that moves with a logged value is on a device already."""
+    if not _states_are_on(result, device):
+        return False
+    if result.is_tensor:
+        return True
+    metric = vars(result).get("value")
+    # A metric that is made of others, or moves in its own way, may move more than its states.
+    return (
+        isinstance(metric, Metric)
+        and (type(metric).to, type(metric)._apply) == (nn.Module.to, Metric._apply)
+        and metric.device == device
+        and _states_are_on(metric, device)
+        and not any(True for _ in (*metric.children(), *metric.parameters(), *metric.buffers()))
+    )
+
+
+def _states_are_on(metric: Metric, device: torch.device) -> bool:
+    states: list[Any] = [one for one in (metric._computed, metric._forward_cache) if one is not None]
+    for state in (*states, *(getattr(metric, name) for name in metric._defaults)):
+        for part in state if isinstance(state, list) else (state,):
+            if not (isinstance(part, Tensor) and part.device == device):
+                return False
+    return True
+
+
+class _ResultCollectionMixin(_ResultCollection):
+    @override
+    def __setitem__(self, key: str, metric: _ResultMetric) -> None:
+        if type(metric) is _ResultMetric:
+            mix_in(metric, _ResultMetricMixin)
+        super().__setitem__(key, metric)
+
+
+def _collections(trainer: Trainer) -> list[_ResultCollection]:
+    epoch_loop = trainer.fit_loop.epoch_loop
+    loops = (epoch_loop, epoch_loop.val_loop, trainer.validate_loop, trainer.test_loop)
+    return [loop._results for loop in loops]
+
+
+# -- the profiler that records nothing ------------------------------------------------------------------------------
+
+_START, _STOP = PassThroughProfiler.start, PassThroughProfiler.stop
+
+
+class _PassThroughMixin(PassThroughProfiler):
+    @override
+    def profile(self, action_name: str) -> Any:
+        return nullcontext(action_name) if _records_nothing(self) else super().profile(action_name)
+
+
+def _records_nothing(profiler: Profiler | None) -> bool:
+    cls = type(profiler)
+    if not issubclass(cls, _PassThroughMixin):
+        return False
+    own = vars(profiler)
+    return cls.start is _START and cls.stop is _STOP and "start" not in own and "stop" not in own
+
+
+# -- hooks ----------------------------------------------------------------------------------------------------------
+
+
+@functools.cache
+def _empty_hooks() -> frozenset[Callable[..., Any]]:
+    """Return the hooks of Lightning's base classes that do nothing and return None."""
+    methods = [
+        method for cls in (LightningModule, Callback, Strategy) for _, method in inspect.getmembers(cls, callable)
+    ]
+    return frozenset(method for method in methods if isinstance(method, FunctionType) and _does_nothing(method))
+
+
+_IDLE = frozenset({"RESUME", "NOP", "LOAD_CONST", "RETURN_VALUE", "RETURN_CONST"})
+
+
+def _does_nothing(function: FunctionType) -> bool:
+    code = function.__code__
+    returns_none = set(code.co_consts) <= {None, function.__doc__}
+    return returns_none and all(instruction.opname in _IDLE for instruction in dis.get_instructions(code))
+
+
+def _is_silent(trainer: Trainer) -> bool:
+    """Whether nobody watches which hooks are gone through: no profiler, no log of Lightning's at level DEBUG."""
+    return _records_nothing(trainer.profiler) and not call.log.isEnabledFor(logging.DEBUG)  # type: ignore[attr-defined]
+
+
+class _HookCalls:
+    """Calls hooks as Lightning's functions of these names do, those that do nothing left out.
+
+    Args:
+        own: Lightning's functions.
+    """
+
+    def __init__(self, own: Mapping[str, Callable[..., Any]]) -> None:
+        self._own_callbacks = own["_call_callback_hooks"]
+        self._own_module = own["_call_lightning_module_hook"]
+        self._own_strategy = own["_call_strategy_hook"]
+        self._empty = _empty_hooks()
+
+    def on_callbacks(
+        self,
+        trainer: Trainer,
+        hook_name: str,
+        *args: Any,
+        monitoring_callbacks: bool | None = None,
+        **kwargs: Any,
+    ) -> None:
+        module = trainer.lightning_module
+        if monitoring_callbacks is not None or module is None or not _is_silent(trainer):
+            self._own_callbacks(trainer, hook_name, *args, monitoring_callbacks=monitoring_callbacks, **kwargs)
+            return
+        before = module._current_fx_name
+        for callback in trainer.callbacks:  # type: ignore[attr-defined]
+            hook = getattr(callback, hook_name)
+            if getattr(hook, "__func__", None) not in self._empty and callable(hook):
+                vars(module)["_current_fx_name"] = hook_name
+                hook(trainer, module, *args, **kwargs)
+        vars(module)["_current_fx_name"] = before
+
+    def on_module(
+        self, trainer: Trainer, hook_name: str, *args: Any, pl_module: LightningModule | None = None, **kwargs: Any
+    ) -> Any:
+        module = pl_module or trainer.lightning_module
+        hook = getattr(module, hook_name, None)
+        if hook is None or not _is_silent(trainer):
+            return self._own_module(trainer, hook_name, *args, pl_module=pl_module, **kwargs)
+        return None if getattr(hook, "__func__", None) in self._empty else _call(module, hook_name, hook, args, kwargs)
+
+    def on_strategy(self, trainer: Trainer, hook_name: str, *args: Any, **kwargs: Any) -> Any:
+        module, hook = trainer.lightning_module, getattr(trainer.strategy, hook_name, None)
+        if hook is None or module is None or not _is_silent(trainer):
+            return self._own_strategy(trainer, hook_name, *args, **kwargs)
+        return None if getattr(hook, "__func__", None) in self._empty else _call(module, hook_name, hook, args, kwargs)
+
+
+def _call(module: LightningModule, hook_name: str, hook: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    if not callable(hook):
+        return None
+    # As the attribute is set, without nn.Module's search for parameters in what it is set to.
+    attributes = vars(module)
+    before = attributes["_current_fx_name"]
+    attributes["_current_fx_name"] = hook_name
+    output = hook(*args, **kwargs)
+    attributes["_current_fx_name"] = before
+    return output
+
+
+# -- signatures -----------------------------------------------------------------------------------------------------
+
+
+class _Signatures:
+    """Answers as Lightning's `is_param_in_hook_signature` does, about each function once.
+
+    Args:
+        own: Lightning's function.
+    """
+
+    def __init__(self, own: Callable[..., bool]) -> None:
+        self._own = own
+        self._known: dict[tuple[Any, ...], tuple[CodeType, bool]] = {}
+
+    def has_parameter(
+        self, hook_fx: Callable[..., Any], param: str, explicit: bool = False, min_args: int | None = None
+    ) -> bool:
+        function = getattr(hook_fx, "__func__", hook_fx)
+        if type(function) is not FunctionType or vars(function):  # a decorator says there what it wraps
+            return self._own(hook_fx, param, explicit, min_args)
+        key = function, param, explicit, min_args
+        code, answer = self._known.get(key, (None, False))
+        if code is not function.__code__:
+            answer = self._own(hook_fx, param, explicit, min_args)
+            self._known[key] = function.__code__, answer
+        return answer
+
+
+# -- all of it ------------------------------------------------------------------------------------------------------
+
+_SIGNATURE = is_param_in_hook_signature.__name__
+_ASK_FOR_SIGNATURES: tuple[ModuleType, ...] = (core_module, training_epoch_loop, evaluation_loop, prediction_loop)
+
+
+class _Replaced:
+    """Lightning's functions that are replaced while any run is on; another trainer's are called as ever."""
+
+    def __init__(self) -> None:
+        self._runs: dict[int, Any] = {}  # the profiler that each began with, which the user may replace
+        self._places: list[tuple[ModuleType, str, Any, Any]] = []
+
+    def begin(self, run: int, profiler: Any) -> None:
+        if not self._runs:
+            names = PRIVATE_NAMES["lightning.pytorch.trainer.call"]
+            hooks = _HookCalls({name: getattr(call, name) for name in names})
+            signatures = _Signatures(is_param_in_hook_signature)
+            mine: tuple[Any, ...] = (hooks.on_callbacks, hooks.on_module, hooks.on_strategy)
+            places = [
+                *((call, name, function) for name, function in zip(names, mine, strict=True)),
+                *((place, _SIGNATURE, signatures.has_parameter) for place in _ASK_FOR_SIGNATURES),
+            ]
+            for place, name, function in places:
+                own = getattr(place, name, None)
+                if type(own) is FunctionType and own.__module__.startswith("lightning."):  # not what a test put there
+                    setattr(place, name, function)
+                    self._places.append((place, name, own, function))
+        self._runs[run] = profiler
+
+    def end(self, run: int) -> Any:
+        profiler = self._runs.pop(run, None)
+        if not self._runs:
+            for place, name, own, function in self._places:
+                if getattr(place, name) == function:
+                    setattr(place, name, own)
+            self._places.clear()
+        return profiler
+
+
+_replaced = _Replaced()
+
+
+def install(trainer: Trainer) -> None:
+    """Take the shortcuts in the coming run of a trainer.
+
+    Raises:
+        ImportError: Lightning lacks a private name.
+    """
+    check_names("lightning", PRIVATE_NAMES, {"lightning.pytorch.trainer.call": call})
+    epoch_loop = trainer.fit_loop.epoch_loop
+    owners = {"_TrainingEpochLoop": epoch_loop, "_EvaluationLoop": epoch_loop.val_loop}
+    check_names("lightning", PRIVATE_NAMES, {**owners, "LightningModule": trainer.lightning_module})
+    for results in _collections(trainer):
+        mix_in(results, _ResultCollectionMixin)
+        for metric in results.values():
+            if type(metric) is _ResultMetric:
+                mix_in(metric, _ResultMetricMixin)
+    profiler = cast(Any, trainer).profiler
+    if type(profiler) is PassThroughProfiler:
+        mix_in(profiler, _PassThroughMixin)
+    _replaced.begin(id(trainer), profiler)
+
+
+def uninstall(trainer: Trainer) -> None:
+    """Give Lightning everything back."""
+    profiler = _replaced.end(id(trainer))
+    for results in _collections(trainer):
+        if isinstance(results, _ResultCollectionMixin):
+            for metric in results.values():
+                if isinstance(metric, _ResultMetricMixin):
+                    take_out(metric)
+            take_out(results)
+    if isinstance(profiler, _PassThroughMixin):
+        take_out(profiler)

@@ -1,0 +1,180 @@
+"""Watch whether gradients fit FP16 on their way between ranks, without making the host wait for a device."""
+
+from __future__ import annotations
+
+import math
+import warnings
+from collections import deque
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torchrec.distributed.types import QuantizedCommCodecs
+
+from ..distributed import GroupConsensus
+from .quantized_comms import FP16_MAX, Codec
+from .supported_modules import sharding_types_of, table_modules
+from .table import _some
+
+ASK_EVERY = 64
+"""Steps from one question to the other ranks to the next; at the beginning they ask more often."""
+
+LEAST_NORMAL = 2.0**-14
+"""The smallest number that FP16 has all its 11 bits for; below it is a ladder of steps of 2**-24."""
+
+HEADROOM = 4
+"""Doublings of the largest gradient that a proposed loss scale leaves room for."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Noted:
+    """The smallest and the largest of some gradients, on their way to the host."""
+
+    part: int
+    ends_2: Tensor
+    event: torch.cuda.Event | None
+
+
+class OverflowWatch:
+    """Warns, once for each group of tables, that FP16 cuts gradients off, or that all of them are too small for it.
+
+    A rank notes the largest gradient where it is encoded, and reads it once the device is done with it. The ranks put
+    theirs together by an all-reduce on the host, which a later step reads: all know the same.
+
+    Args:
+        model: Has sharded modules.
+        consensus: Asks all ranks.
+        warns: Whether this rank says what was found.
+    """
+
+    def __init__(self, model: nn.Module, consensus: GroupConsensus, *, warns: bool) -> None:
+        self._consensus, self._warns = consensus, warns
+        self._names: list[str] = []
+        self._codecs: list[Codec] = []
+        self._scales: list[float] = []
+        for name, dist, tables in _output_dists(model):
+            note = partial(self._note, len(self._names))
+            codecs = list(_watch(dist, note))
+            if codecs:
+                self._names.append(f"{name} ({_some(tables)})")
+                self._scales.append(codecs[0].loss_scale or 1.0)
+                self._codecs += codecs
+        self._noted: deque[_Noted] = deque()
+        self._peaks = [0.0] * len(self._names)
+        self._asked: tuple[int, Tensor, Any] | None = None
+        self._num_steps = 0
+        self._said: set[int] = set()
+
+    def _note(self, part: int, gradients: Tensor) -> None:
+        """Note the ends of gradients that are about to be encoded, float32, on the current stream."""
+        if not gradients.numel():
+            return
+        ends_2 = torch.stack(torch.aminmax(gradients.detach()))
+        event = None
+        if ends_2.is_cuda:
+            on_host = torch.empty(2, dtype=ends_2.dtype, pin_memory=True)
+            ends_2 = on_host.copy_(ends_2, non_blocking=True)
+            event = torch.cuda.Event()
+            event.record()
+        self._noted.append(_Noted(part, ends_2, event))
+
+    def _read(self) -> None:
+        """Read what the device is done with."""
+        while self._noted and (self._noted[0].event is None or self._noted[0].event.query()):
+            noted = self._noted.popleft()
+            low, high = noted.ends_2.tolist()
+            peak = max(-low, high) if math.isfinite(low) and math.isfinite(high) else math.inf
+            self._peaks[noted.part] = max(self._peaks[noted.part], peak)
+
+    def step(self) -> None:
+        """Go on by a step; all ranks call this at the same point of theirs."""
+        if not self._names:
+            return
+        self._read()
+        self._num_steps += 1
+        if self._asked is not None and self._asked[2].is_completed():
+            self._hear()
+        if self._num_steps % ASK_EVERY == 0 or self._num_steps & (self._num_steps - 1) == 0:
+            self._hear()
+            self._ask()
+
+    def finish(self) -> None:
+        """Say what the last steps have shown; all ranks call this, once training is over."""
+        if not self._names:
+            return
+        for noted in self._noted:
+            if noted.event is not None:
+                noted.event.synchronize()
+        self._read()
+        self._hear()
+        self._ask()
+        self._hear()
+
+    def stop(self) -> None:
+        """Note no more."""
+        for codec in self._codecs:
+            codec.note = None
+        self._noted.clear()
+
+    def _ask(self) -> None:
+        peaks = torch.tensor(self._peaks)
+        self._asked = self._num_steps, peaks, self._consensus.start_max(peaks)
+
+    def _hear(self) -> None:
+        """Read what the ranks have put together, and say what is new."""
+        if self._asked is None:
+            return
+        (num_steps, peaks, work), self._asked = self._asked, None
+        work.wait()
+        for part, peak in enumerate(peaks.tolist()):
+            said = _what_is_wrong(self._names[part], peak, self._scales[part], num_steps)
+            if said is not None and part not in self._said:
+                self._said.add(part)
+                if self._warns:
+                    warnings.warn(said, UserWarning, stacklevel=2)
+
+
+def _what_is_wrong(name: str, peak: float, scale: float, num_steps: int) -> str | None:
+    """Return what to say of the largest gradient so far, if anything."""
+    if not peak:
+        return None
+    sent = f"quantized_comms: the gradients of {name}, which are sent in FP16,"
+    if math.isinf(peak):
+        return f"{sent} were not finite: TorchRec's codec sends {FP16_MAX:.0f} in the place of infinity, NaN as it is."
+    proposal = math.floor(math.log2(FP16_MAX / peak)) - HEADROOM
+    remedy = (
+        f"Set backward_loss_scale=2.0**{proposal} in a QCommsConfig, or send them in another precision: "
+        "('fp16', 'fp32'), on CUDA ('fp16', 'bf16')."
+    )
+    times = "" if scale == 1 else f" (times a loss scale of {scale:.3g})"
+    if peak * scale > FP16_MAX:
+        return f"{sent} reached {peak:.3g}{times} and were cut off at {FP16_MAX:.0f}. {remedy}"
+    if num_steps >= ASK_EVERY and peak * scale < LEAST_NORMAL:
+        return (
+            f"{sent} were at most {peak:.3g}{times}: below {LEAST_NORMAL:.2g} FP16 rounds to a multiple of "
+            f"{2.0**-24:.2g}. {remedy}"
+        )
+    return None
+
+
+def _output_dists(model: nn.Module) -> Iterator[tuple[str, nn.Module, list[str]]]:
+    """Return each output dist of a model, with its module's name and its tables; the same on all ranks."""
+    for name, module in table_modules(model).items():
+        for sharding, dist in zip(sharding_types_of(module), module._output_dists, strict=True):
+            plan = module.module_sharding_plan
+            yield name, dist, [table for table, one in plan.items() if one.sharding_type == sharding]
+
+
+def _watch(dist: nn.Module, note: Any) -> Iterator[Codec]:
+    """Give an output dist codecs of its own that note gradients sent in FP16; codecs that a user gave stay."""
+    for part in dist.modules():
+        for attribute, codecs in list(vars(part).items()):
+            if not isinstance(codecs, QuantizedCommCodecs) or not isinstance(codecs.backward, Codec):
+                continue
+            if codecs.backward.quantized_dtype is torch.float16:
+                own = Codec(codecs.backward, codecs.backward.loss_scale, note)
+                setattr(part, attribute, QuantizedCommCodecs(codecs.forward, own))
+                yield own

@@ -1,0 +1,234 @@
+"""What embeddings and their gradients travel in between ranks: TorchRec's codecs, by name or by its own config."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterable, Mapping
+from types import MappingProxyType
+from typing import Any, TypeAlias
+
+import torch
+from fbgemm_gpu.quantize_comm import QuantizedCommCodec
+from torch import Tensor
+from torchrec.distributed.fbgemm_qcomm_codec import CommType, QCommsConfig, get_qcomm_codecs, get_qcomm_codecs_registry
+from torchrec.distributed.types import QuantizedCommCodecs, ShardingPlan, ShardingType
+from torchrec.modules.embedding_modules import EmbeddingCollection
+from torchrec.modules.mc_embedding_modules import ManagedCollisionEmbeddingCollection
+
+from ..text import unknown_name_message
+from .table import Table, _some
+
+QuantizedComms: TypeAlias = "str | tuple[str, str] | QCommsConfig | None"
+"""A precision for embeddings and gradients, one for each, TorchRec's config, or None for full precision."""
+
+Codecs: TypeAlias = Mapping[str, QuantizedCommCodecs]
+"""By the name of TorchRec's `CommOp`: what its sharders take."""
+
+PRECISIONS: Mapping[str, str] = MappingProxyType(
+    {
+        "fp32": "4 bytes a number, as without a codec",
+        "fp16": "2 bytes; 11 bits of a number, up to 65504",
+        "bf16": "2 bytes; 8 bits of a number of any size; CUDA only",
+        "fp8": "1.25 bytes: 32 numbers share a scale; CUDA only; EmbeddingBagCollections",
+        "int8": "1.25 bytes: 32 numbers share a scale; table- and column-wise EmbeddingBagCollections",
+        "mx4": "0.53 bytes: 32 numbers share an exponent; EmbeddingBagCollections",
+    }
+)
+"""The precisions by name."""
+
+FP16_MAX = torch.finfo(torch.float16).max
+"""The largest number that FP16 has. TorchRec's codec sends it in the place of larger ones, and of infinity."""
+
+_SCALED = (CommType.FP16, CommType.BF16)
+_CUDA_ONLY = (CommType.BF16, CommType.FP8)
+_GROUP = 32
+"""Numbers that share a scale; of FP8 by name. TorchRec's other FP8, without groups, ends at 0.9375."""
+
+_SEQUENCES = (EmbeddingCollection, ManagedCollisionEmbeddingCollection)
+_SUMMED = (ShardingType.ROW_WISE.value, ShardingType.TABLE_ROW_WISE.value, ShardingType.GRID_SHARD.value)
+"""Sharding types whose embeddings are summed on their way: by a reduce-scatter, of numbers as they are sent."""
+
+Note: TypeAlias = Callable[[Tensor], None]
+"""Called with numbers that are about to be encoded, float32, on the device."""
+
+
+class Codec(QuantizedCommCodec):  # type: ignore[misc]
+    """TorchRec's codec, whose loss scale is taken off in full precision, and which can be watched.
+
+    TorchRec 1.8 divides by the scale in the 16 bits that were sent: what the scale has kept within their range
+    leaves it again. Where both stay within it, a power of two gives the same bits either way.
+
+    Args:
+        plain: TorchRec's codec, without a loss scale.
+        loss_scale: What numbers are multiplied by before they are encoded; None: 1.
+        note: Called with all that is encoded.
+    """
+
+    def __init__(self, plain: QuantizedCommCodec, loss_scale: float | None = None, note: Note | None = None) -> None:
+        self.__dict__.update(vars(plain))
+        self.loss_scale = loss_scale
+        self.note = note
+
+    def encode(self, input_tensor: Tensor, ctx: Any = None) -> Tensor:
+        """Return numbers as they are sent.
+
+        Raises:
+            ValueError: Their number does not divide into the groups of INT8.
+        """
+        if self.note is not None:
+            self.note(input_tensor)
+        if self.loss_scale is not None:
+            input_tensor = self.loss_scale * input_tensor
+        self._check_groups(input_tensor.numel(), ctx)
+        encoded: Tensor = super().encode(input_tensor, ctx)
+        return encoded
+
+    def decode(self, input_tensor: Tensor, ctx: Any = None) -> Tensor:
+        """Return numbers as they were before `encode`, but for what was lost."""
+        decoded: Tensor = super().decode(input_tensor, ctx)
+        return decoded if self.loss_scale is None else decoded / self.loss_scale
+
+    def calc_quantized_size(self, input_len: int, ctx: Any = None) -> int:
+        """Return how many numbers so many become; raises as `encode`."""
+        self._check_groups(input_len, ctx)
+        return int(super().calc_quantized_size(input_len, ctx))
+
+    def _check_groups(self, num: int, ctx: Any) -> None:
+        if self.quantized_dtype is torch.uint8 and ctx is not None and ctx.row_dim > 0 and num % ctx.row_dim:
+            raise ValueError(
+                f"quantized_comms: this codec sends groups of {ctx.row_dim} numbers, and a batch has {num} for a rank. "
+                "Take batches of a multiple of 8 samples, the last one and those of evaluations too, or 'fp16'."
+            )
+
+
+def resolve_quantized_comms(quantized_comms: QuantizedComms) -> QCommsConfig | None:
+    """Return TorchRec's config for what a user gave; None where all is sent in full precision.
+
+    Raises:
+        ValueError: An unknown precision (the message lists the nearest names), or a loss scale that is not positive, or
+            that the precision does not take.
+        TypeError: Not a `QuantizedComms`.
+    """
+    if quantized_comms is None:
+        return None
+    if isinstance(quantized_comms, QCommsConfig):
+        config = quantized_comms
+    else:
+        names = quantized_comms
+        if isinstance(names, str):
+            names = (names, names)
+        if not isinstance(names, tuple | list) or len(names) != 2 or not all(isinstance(name, str) for name in names):
+            raise TypeError(
+                "quantized_comms is a precision, ('fp16', 'bf16') for embeddings and their gradients, TorchRec's "
+                f"QCommsConfig, or None, got {quantized_comms!r}. Precisions: {', '.join(PRECISIONS)}."
+            )
+        for name in names:
+            if name not in PRECISIONS:
+                raise ValueError(f"quantized_comms: {unknown_name_message('precision', name, PRECISIONS)}")
+        sizes = [_GROUP if name == "fp8" else None for name in names]
+        config = QCommsConfig(
+            CommType(names[0]), CommType(names[1]), fp8_quantize_dim=sizes[0], fp8_quantize_dim_bwd=sizes[1]
+        )
+    for direction, precision, scale in (
+        ("forward", config.forward_precision, config.forward_loss_scale),
+        ("backward", config.backward_precision, config.backward_loss_scale),
+    ):
+        if scale is None:
+            continue
+        if precision not in _SCALED:
+            raise ValueError(
+                f"quantized_comms: {direction}_loss_scale={scale} does nothing, as TorchRec scales fp16 and bf16 only, "
+                f"and {direction}_precision is {precision}. Leave it out."
+            )
+        if not 0 < scale < float("inf"):
+            raise ValueError(f"quantized_comms: {direction}_loss_scale is a positive number, got {scale!r}.")
+    full = config.forward_precision is config.backward_precision is CommType.FP32
+    return None if full else config
+
+
+def check_quantized_comms(config: QCommsConfig | None, tables: Iterable[Table], device: torch.device) -> None:
+    """Refuse precisions that a device lacks, or that tables cannot be sent in.
+
+    Raises:
+        ValueError: With the precision, the reason, and what to take.
+    """
+    if config is None:
+        return
+    sequences = [table.path for table in tables if issubclass(table.sharder.module_type, _SEQUENCES)]
+    for direction, precision in _precisions(config):
+        if device.type == "cpu" and precision in _CUDA_ONLY:
+            instead = ": TorchRec would send fp16 in its place" if precision is CommType.BF16 else ""
+            raise ValueError(
+                f"quantized_comms: {precision} ({direction}) cannot be sent by a CPU{instead}. Take 'fp16', or "
+                "train on CUDA."
+            )
+        if _is_grouped(config, direction, precision) and sequences:
+            raise ValueError(
+                f"quantized_comms: {precision} ({direction}) is sent in groups of numbers with one scale, which the "
+                f"embeddings of an EmbeddingCollection do not divide into: {_some(sequences)}. Take 'fp16', or 'bf16' "
+                "on CUDA."
+            )
+
+
+def check_plan(config: QCommsConfig | None, plan: ShardingPlan) -> None:
+    """Refuse INT8 for tables whose embeddings are summed on their way.
+
+    Raises:
+        ValueError: With their names.
+    """
+    for direction, precision in () if config is None else _precisions(config):
+        if precision is not CommType.INT8:
+            continue
+        modules: dict[str, Any] = plan.plan
+        summed = [
+            f"{path}.{name}"
+            for path, of_module in modules.items()
+            for name, one in of_module.items()
+            if one.sharding_type in _SUMMED
+        ]
+        if summed:
+            raise ValueError(
+                f"quantized_comms: {precision} ({direction}) cannot be summed on the way, as embeddings of row-wise "
+                f"tables are: {_some(summed)}. Take 'fp16', or shard them table- or column-wise."
+            )
+
+
+def _is_grouped(config: QCommsConfig, direction: str, precision: CommType) -> bool:
+    if precision is CommType.FP8:
+        return (config.fp8_quantize_dim if direction == "forward" else config.fp8_quantize_dim_bwd) is not None
+    return precision in (CommType.INT8, CommType.MX4)
+
+
+def _precisions(config: QCommsConfig) -> tuple[tuple[str, CommType], ...]:
+    return ("forward", config.forward_precision), ("backward", config.backward_precision)
+
+
+def codecs_of(config: QCommsConfig | None, device: torch.device) -> Codecs | None:
+    """Return the codecs for TorchRec's sharders; None for full precision.
+
+    They are TorchRec's own, but for a loss scale: see `Codec`.
+    """
+    if config is None:
+        return None
+    plain = dataclasses.replace(config, forward_loss_scale=None, backward_loss_scale=None)
+    codecs: Codecs = get_qcomm_codecs_registry(plain, device=device)
+    return {
+        name: QuantizedCommCodecs(
+            Codec(pair.forward, config.forward_loss_scale), Codec(pair.backward, config.backward_loss_scale)
+        )
+        for name, pair in codecs.items()
+    }
+
+
+def compression(config: QCommsConfig | None) -> dict[str, float]:
+    """Return by how much embeddings (`rows`) and `gradients` shrink that go by an all-to-all; 1 is not at all."""
+    if config is None:
+        return {"embeddings": 1.0, "gradients": 1.0}
+    codecs = get_qcomm_codecs(config)
+    return {"embeddings": _ratio(codecs.forward), "gradients": _ratio(codecs.backward)}
+
+
+def _ratio(codec: Any) -> float:
+    context = codec.create_context()
+    num = 32 * max(1, getattr(context, "row_dim", 1))
+    return float(4 * num / (codec.calc_quantized_size(num, context) * codec.quantized_dtype.itemsize))

@@ -1,0 +1,125 @@
+"""The shards that this rank has of each table, by the kernel that looks them up."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from fbgemm_gpu.split_table_batched_embeddings_ops_training import (
+    DenseTableBatchedEmbeddingBagsCodegen,
+    SplitTableBatchedEmbeddingBagsCodegen,
+)
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+from torchrec.distributed.embedding_types import EmbeddingComputeKernel
+from torchrec.distributed.types import ShardingType
+
+from ..schedules import WeightOwner
+from .supported_modules import TABLE_TYPES, sharded_modules, spec_of, table_modules
+
+_CONTAINER = {"ShardedEmbeddingBagCollection": "embedding_bags", "ShardedEmbeddingCollection": "embeddings"}
+
+
+@dataclass(frozen=True, slots=True)
+class TableShard:
+    """A shard of a table.
+
+    Args:
+        name: Of the whole table's weight in the `state_dict` of the unsharded model.
+        shape: Of the whole table: rows and columns.
+        first_row: Of the shard in the table.
+        first_column: Of the shard in the table.
+        weight: The shard, `(rows, columns)`, in the kernel's own memory.
+    """
+
+    name: str
+    shape: tuple[int, int]
+    first_row: int
+    first_column: int
+    weight: Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class KernelShards:
+    """The shards that one kernel looks up.
+
+    Args:
+        kernel: The kernel.
+        shards: In its order of tables.
+        table_of_feature: The number of the table of each of its features.
+        is_replicated: Whether every rank has the same shards (data-parallel tables).
+    """
+
+    kernel: nn.Module
+    shards: tuple[TableShard, ...]
+    table_of_feature: tuple[int, ...]
+    is_replicated: bool
+
+    @property
+    def is_fused(self) -> bool:
+        """Whether the kernel's backward writes its tables; else the dense optimizer does."""
+        return isinstance(self.kernel, SplitTableBatchedEmbeddingBagsCodegen)
+
+    def states(self) -> list[dict[str, Tensor]]:
+        """Return the optimizer's state of each shard by kind, `(rows, columns)` or row-wise `(rows,)`, not copied."""
+        if not isinstance(self.kernel, SplitTableBatchedEmbeddingBagsCodegen):
+            return [{} for _ in self.shards]
+        kinds = self.kernel.split_optimizer_states()
+        return [
+            {f"momentum{number}": state for number, state in enumerate(of_table, start=1)}
+            for of_table in (kinds or [[] for _ in self.shards])
+        ]
+
+    def write_back_cache(self) -> None:
+        """Write the rows of a UVM cache back to their tables, on the current stream; no device is waited for."""
+        if isinstance(self.kernel, SplitTableBatchedEmbeddingBagsCodegen):
+            self.kernel.flush()
+
+
+def kernel_shards(model: nn.Module) -> list[KernelShards]:
+    """Return the shards that this rank has of all tables of a sharded model, by kernel.
+
+    Args:
+        model: Whose names of modules begin the names of tables.
+
+    Raises:
+        ValueError: A table is of a kind whose rows cannot be told by their number: rows are assigned to ids as they
+            come, or a kernel keeps them elsewhere than in the memory of a device or host.
+    """
+    for name, module in sharded_modules(model).items():
+        kind = spec_of(module)
+        if kind is not None and kind.owner is WeightOwner.LOOKUP:
+            raise ValueError(
+                f"the rows of {name!r} ({type(module).__name__}) are assigned to ids, and evicted, as they come: their "
+                "numbers say nothing to a model that was not there. Leave it out, or use a plain collection."
+            )
+    found = []
+    for name, module in table_modules(model).items():
+        plan = module.module_sharding_plan
+        for wrapped in module._lookups:
+            lookup = wrapped.module if isinstance(wrapped, DistributedDataParallel) else wrapped
+            for group, part in zip(lookup.grouped_configs, lookup._emb_modules, strict=True):
+                tables = group.embedding_tables
+                replicated = {plan[table.name].sharding_type == ShardingType.DATA_PARALLEL.value for table in tables}
+                shards = _shards(name, module, part.emb_module, tables)
+                features = [number for number, table in enumerate(tables) for _ in table.feature_names]
+                found.append(KernelShards(part.emb_module, tuple(shards), tuple(features), replicated == {True}))
+    return found
+
+
+def _shards(name: str, module: nn.Module, kernel: Any, tables: list[Any]) -> list[TableShard]:
+    kinds = (SplitTableBatchedEmbeddingBagsCodegen, DenseTableBatchedEmbeddingBagsCodegen)
+    if not isinstance(kernel, kinds):
+        kernels = ", ".join(sorted({one.compute_kernel.value for one in tables}))
+        raise ValueError(
+            f"the tables {', '.join(table.name for table in tables)} of {name!r} have compute kernel {kernels}, whose "
+            f"rows cannot be read by their number. Shard them with {EmbeddingComputeKernel.FUSED.value}."
+        )
+    container = next(_CONTAINER[kind.__name__] for kind in TABLE_TYPES if isinstance(module, kind))
+    prefix = f"{name}.{container}" if name else container
+    shards = []
+    for table, weight in zip(tables, kernel.split_embedding_weights(), strict=True):
+        offsets = (0, 0) if table.local_metadata is None else table.local_metadata.shard_offsets
+        shape = (table.num_embeddings, table.embedding_dim)
+        shards.append(TableShard(f"{prefix}.{table.name}.weight", shape, offsets[0], offsets[1], weight))
+    return shards

@@ -1,0 +1,210 @@
+"""Copies of marked rows: in a thread on a host, on the lookup stream of a device."""
+
+from __future__ import annotations
+
+from concurrent.futures import Future
+from dataclasses import dataclass
+from typing import NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+
+from ..tables import KernelShards
+from .row_marks import DeviceMarks, HostMarks
+
+GATHERED_AT_ONCE = 1 << 17
+"""Rows of tables of several widths that are gathered by one operator: its index has 8 bytes for each value."""
+
+WEIGHT = "weight"
+"""The field of a table's own values."""
+
+
+class CopiedTable(NamedTuple):
+    """Rows of one shard, on the host.
+
+    Args:
+        shard: Number of the shard among all shards of the rank.
+        field: `WEIGHT`, or a kind of optimizer state.
+        rows_N: Numbers in the shard, int64.
+        values_ND: Their values, row-wise state with one column.
+    """
+
+    shard: int
+    field: str
+    rows_N: Tensor
+    values_ND: Tensor
+
+
+class RowCopy(Protocol):
+    """A copy that may still be under way."""
+
+    def wait_copied(self) -> None:
+        """Let whoever writes the tables next wait for it: the host where it copies, else the current stream."""
+
+    def tables(self) -> list[CopiedTable]:
+        """Wait for it on the host, in any thread, and return what was copied."""
+
+
+def copy_on_host(kernel: KernelShards, marks: HostMarks, first_shard: int, *, states: bool) -> list[CopiedTable]:
+    """Copy the marked rows of a kernel's tables; any thread may do so while nobody writes them.
+
+    Args:
+        kernel: Whose tables.
+        marks: Of rows.
+        first_shard: Number of its first shard.
+        states: Whether to copy the optimizer's state too.
+    """
+    copied = []
+    kinds: list[dict[str, Tensor]] = kernel.states() if states else [{} for _ in kernel.shards]
+    for number, (shard, rows_N, of_shard) in enumerate(zip(kernel.shards, marks.rows(), kinds, strict=True)):
+        if rows_N.numel():
+            for field, values in {WEIGHT: shard.weight, **of_shard}.items():
+                values_ND = _two_dim(values).index_select(0, rows_N)
+                copied.append(CopiedTable(first_shard + number, field, rows_N, values_ND))
+    return copied
+
+
+class HostCopy:
+    """A copy that a thread makes.
+
+    Args:
+        copying: Gives what it has copied.
+    """
+
+    def __init__(self, copying: Future[list[CopiedTable]]) -> None:
+        self._copying = copying
+
+    def wait_copied(self) -> None:
+        """Wait for the thread."""
+        self._copying.exception()
+
+    def tables(self) -> list[CopiedTable]:
+        """Wait for the thread; return what it has copied."""
+        return self._copying.result()
+
+
+@dataclass(frozen=True, slots=True)
+class _Gathered:
+    """Rows of all tables of a kernel, gathered on the device; more than there are marked."""
+
+    kernel: KernelShards
+    first_shard: int
+    first_rows: tuple[int, ...]
+    num_marked: Tensor
+    rows: Tensor
+    fields: tuple[tuple[str, Tensor, tuple[int, ...]], ...]
+    """Name, values and each table's number of columns."""
+
+
+class DeviceCopy:
+    """A copy that the current stream makes; another one then takes it to the host, in the thread that asks for it.
+
+    Args:
+        kernels: Each with its marks.
+        copying: Stream that takes copies to the host; None where all memory is the host's.
+        states: Whether to copy the optimizers' state too.
+    """
+
+    def __init__(
+        self, kernels: list[tuple[KernelShards, DeviceMarks]], copying: torch.cuda.Stream | None, *, states: bool
+    ) -> None:
+        self._copying = copying
+        self._gathered = []
+        first_shard = 0
+        for kernel, marks in kernels:
+            self._gathered.append(_gather(kernel, marks, first_shard, states=states))
+            first_shard += len(kernel.shards)
+        self._event = None if copying is None else torch.cuda.Event()
+        if self._event is not None:
+            self._event.record()
+
+    def wait_copied(self) -> None:
+        """Let the current stream wait until the rows have been gathered; the host does not wait."""
+        if self._event is not None:
+            torch.cuda.current_stream().wait_event(self._event)
+
+    def tables(self) -> list[CopiedTable]:
+        """Wait for the gathering, take what is marked to the host, and return it."""
+        if self._copying is None or self._event is None:
+            return [table for gathered in self._gathered for table in _split(gathered)]
+        with torch.cuda.device(self._copying.device), torch.cuda.stream(self._copying):
+            self._event.synchronize()  # the sizes are the host's to know now, in this thread
+            copied = [table for gathered in self._gathered for table in _split(gathered)]
+            self._copying.synchronize()
+        self._gathered.clear()
+        return copied
+
+
+def _gather(kernel: KernelShards, marks: DeviceMarks, first_shard: int, *, states: bool) -> _Gathered:
+    kernel.write_back_cache()
+    rows, num_marked = marks.take()
+    kinds = kernel.states() if states else []
+    tensors = {WEIGHT: [shard.weight for shard in kernel.shards]}
+    for of_shard in kinds:
+        for field, values in of_shard.items():
+            tensors.setdefault(field, []).append(_two_dim(values))
+    fields = tuple(
+        (field, _gather_rows(parts, marks, rows), tuple(part.shape[1] for part in parts))
+        for field, parts in tensors.items()
+    )
+    return _Gathered(kernel, first_shard, marks.first_rows, num_marked, rows, fields)
+
+
+def _gather_rows(parts: list[Tensor], marks: DeviceMarks, rows: Tensor) -> Tensor:
+    """Return the rows of several tables, `(N, widest)`, each filled up on the right.
+
+    Args:
+        parts: The tables, `(rows, columns)`, one dtype.
+        marks: Tell where each table's rows begin among those of all.
+        rows: Among those of all, `(N,)`.
+    """
+    first_rows, start, widths = marks.first_rows, parts[0], [part.shape[1] for part in parts]
+    size = start.element_size()
+    begins = [part.data_ptr() - start.data_ptr() for part in parts]
+    in_a_row = begins == [first * widths[0] * size for first in first_rows[:-1]]
+    if len(set(widths)) == 1 and in_a_row:
+        return torch.as_strided(start, (first_rows[-1], widths[0]), (widths[0], 1)).index_select(0, rows)
+    found = start.new_zeros(len(rows), max(widths))
+    for first in range(0, len(rows), GATHERED_AT_ONCE):
+        some = rows[first : first + GATHERED_AT_ONCE]
+        table = torch.searchsorted(marks.ends_T, some, right=True)
+        for number, part in enumerate(parts):
+            if not part.shape[0]:
+                continue
+            own = (table == number).unsqueeze(1)
+            values = part.index_select(0, (some - first_rows[number]).clamp(0, part.shape[0] - 1))
+            found[first : first + len(some), : part.shape[1]] = torch.where(
+                own, values, found[first : first + len(some), : part.shape[1]]
+            )
+    return found
+
+
+def _split(gathered: _Gathered) -> list[CopiedTable]:
+    """Take the marked rows of a kernel to the host; tell them by table."""
+    num_marked = int(gathered.num_marked)
+    rows = _to_host(gathered.rows[:num_marked])
+    ends = torch.searchsorted(rows, torch.tensor(gathered.first_rows)).tolist()
+    copied = []
+    for field, values, widths in gathered.fields:
+        on_host = _to_host(values[:num_marked])
+        for number, width in enumerate(widths):
+            start, end = ends[number], ends[number + 1]
+            if end > start:
+                own = rows[start:end] - gathered.first_rows[number]
+                copied.append(
+                    CopiedTable(gathered.first_shard + number, field, own, on_host[start:end, :width].contiguous())
+                )
+    return copied
+
+
+def _to_host(tensor: Tensor) -> Tensor:
+    if not tensor.is_cuda:
+        return tensor
+    host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+    host.copy_(tensor, non_blocking=True)
+    torch.cuda.current_stream().synchronize()
+    return host
+
+
+def _two_dim(values: Tensor) -> Tensor:
+    return values.unsqueeze(1) if values.dim() == 1 else values

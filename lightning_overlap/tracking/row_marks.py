@@ -1,0 +1,185 @@
+"""Marks on the rows of one kernel's tables: lists of ids on a host, flags on a device.
+
+Legend of shapes: N ids, F features, T tables, R rows of all tables of a kernel, B the batch of a feature.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import accumulate
+from typing import NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+
+SCAN_SHARE = 8
+"""Rows for each id up to which it is quicker to flag all rows of a table than to sort the ids."""
+
+
+class LookedUp(NamedTuple):
+    """What a kernel was given to look up.
+
+    Args:
+        indices_N: Rows, integer, feature by feature.
+        offsets: Where each bag begins in them, `(sum of the features' batch sizes + 1,)`, integer.
+        batch_sizes: Of each feature; None: they are alike.
+    """
+
+    indices_N: Tensor
+    offsets: Tensor
+    batch_sizes: tuple[int, ...] | None
+
+
+class RowMarks(Protocol):
+    """Marks on the rows of one kernel's tables."""
+
+    def add(self, looked_up: LookedUp) -> None:
+        """Mark the rows of a lookup."""
+
+    def add_rows(self, table: int, rows_N: Tensor) -> None:
+        """Mark rows `(N,)`, int64, on the host, of one table."""
+
+    @property
+    def most(self) -> int:
+        """How many rows may be marked, at most."""
+
+    def rows(self) -> list[Tensor]:
+        """Return the marked rows of each table, `(N,)`, int64, on the host, each once, in their order."""
+
+
+class HostMarks:
+    """Keeps the ids of lookups, and folds them where they become many: a flag for each row would have to be scanned.
+
+    Args:
+        num_rows: Of each table.
+        table_of_feature: The number of the table of each feature.
+    """
+
+    def __init__(self, num_rows: Sequence[int], table_of_feature: Sequence[int]) -> None:
+        self._num_rows, self._table_of_feature = tuple(num_rows), tuple(table_of_feature)
+        self._lookups: list[LookedUp] = []
+        self._num_ids = 0
+        self._rows: list[list[Tensor]] = [[] for _ in num_rows]
+
+    def add(self, looked_up: LookedUp) -> None:
+        """Mark the rows of a lookup; keeps its tensors, which nobody may write."""
+        self._lookups.append(looked_up)
+        self._num_ids += looked_up.indices_N.numel()
+        if self._num_ids > 2 * sum(self._num_rows):
+            self._fold()
+
+    def add_rows(self, table: int, rows_N: Tensor) -> None:
+        """Mark rows `(N,)`, int64, of one table."""
+        self._rows[table].append(rows_N)
+        self._num_ids += rows_N.numel()
+
+    @property
+    def most(self) -> int:
+        """How many rows may be marked, at most."""
+        return min(self._num_ids, sum(self._num_rows))
+
+    def _fold(self) -> None:
+        folded = self.rows()
+        self._lookups, self._rows = [], [[rows] for rows in folded]
+        self._num_ids = sum(rows.numel() for rows in folded)
+
+    def rows(self) -> list[Tensor]:
+        """Return the marked rows of each table, `(N,)`, int64, each once, in their order."""
+        ids = [list(rows) for rows in self._rows]
+        for indices_N, offsets, batch_sizes in self._lookups:
+            ends = _boundaries(len(self._table_of_feature), offsets, batch_sizes).tolist()
+            for feature, table in enumerate(self._table_of_feature):
+                ids[table].append(indices_N[ends[feature] : ends[feature + 1]])
+        return [_unique(found, num_rows) for found, num_rows in zip(ids, self._num_rows, strict=True)]
+
+
+def _boundaries(num_features: int, offsets: Tensor, batch_sizes: tuple[int, ...] | None) -> Tensor:
+    """Return where the ids of each feature begin, and the last one's end, `(F + 1,)`, without a sync."""
+    if batch_sizes is None:
+        return offsets[:: max(1, (offsets.numel() - 1) // max(1, num_features))][: num_features + 1]
+    ends = torch.tensor([0, *accumulate(batch_sizes)], pin_memory=offsets.is_cuda)
+    return offsets.index_select(0, ends.to(offsets.device, non_blocking=True))
+
+
+def _unique(ids: list[Tensor], num_rows: int) -> Tensor:
+    if not ids:
+        return torch.empty(0, dtype=torch.int64)
+    ids_N: Tensor = torch.cat([one.long() for one in ids])
+    if ids_N.numel() * SCAN_SHARE < num_rows:
+        ids_N = torch.unique(ids_N)
+        if ids_N.numel() and not 0 <= int(ids_N[0]) <= int(ids_N[-1]) < num_rows:
+            ids_N = torch.unique(_valid(ids_N, num_rows))
+        return ids_N
+    flags_R = torch.zeros(num_rows, dtype=torch.bool)
+    flags_R[_valid(ids_N, num_rows)] = True
+    return flags_R.nonzero().squeeze(1)
+
+
+def _valid(ids_N: Tensor, num_rows: Tensor | int) -> Tensor:
+    """Return the ids with those of no row as 0: a kernel that checks its bounds updates row 0 for them."""
+    return torch.where((ids_N >= 0) & (ids_N < num_rows), ids_N, 0)
+
+
+class DeviceMarks:
+    """Keeps a flag of one byte for each row. Nothing here has a size that the host would have to wait for.
+
+    Everything runs on the current stream.
+
+    Args:
+        num_rows: Of each table.
+        table_of_feature: The number of the table of each feature.
+        device: Of the flags.
+    """
+
+    def __init__(self, num_rows: Sequence[int], table_of_feature: Sequence[int], device: torch.device) -> None:
+        first = [0, *accumulate(num_rows)]
+        self.ends_T = torch.tensor(first[1:], device=device)
+        """Where the rows of each table end among those of all tables."""
+        self.first_rows = tuple(first)
+        """Where the rows of each table begin among those of all tables, and where the last one's end."""
+        self._first_F = torch.tensor([first[table] for table in table_of_feature], device=device)
+        self._num_rows_F = torch.tensor([num_rows[table] for table in table_of_feature], device=device)
+        self._flags_R = torch.zeros(first[-1], dtype=torch.bool, device=device)
+        self._num_ids = 0
+
+    def add(self, looked_up: LookedUp) -> None:
+        """Mark the rows of a lookup."""
+        indices_N, offsets, batch_sizes = looked_up
+        num_ids = indices_N.numel()
+        if not num_ids:
+            return
+        ends = _boundaries(self._first_F.numel(), offsets, batch_sizes)
+        positions_N = torch.arange(num_ids, device=indices_N.device)
+        feature_N = torch.searchsorted(ends[1:].long().contiguous(), positions_N, right=True)
+        feature_N.clamp_(max=self._first_F.numel() - 1)
+        rows_N = _valid(indices_N.long(), self._num_rows_F[feature_N]) + self._first_F[feature_N]
+        self._flags_R.index_fill_(0, rows_N, True)
+        self._num_ids += num_ids
+
+    def add_rows(self, table: int, rows_N: Tensor) -> None:
+        """Mark rows `(N,)`, int64, on the host, of one table."""
+        if rows_N.numel():
+            self._flags_R.index_fill_(0, (rows_N + self.first_rows[table]).to(self._flags_R.device), True)
+            self._num_ids += rows_N.numel()
+
+    @property
+    def most(self) -> int:
+        """How many rows may be marked, at most."""
+        return min(self._num_ids, self.first_rows[-1])
+
+    def rows(self) -> list[Tensor]:
+        """Return the marked rows of each table, `(N,)`, int64, on the host, which waits for them."""
+        flags_R = self._flags_R.cpu()
+        tables = zip(self.first_rows[:-1], self.first_rows[1:], strict=True)
+        return [flags_R[first:end].nonzero().squeeze(1) for first, end in tables]
+
+    def take(self) -> tuple[Tensor, Tensor]:
+        """Return the marked rows among those of all tables, `(most,)`, filled up with 0, and how many they are, `()`.
+
+        The marks are gone then.
+        """
+        rows = torch.nonzero_static(self._flags_R, size=self.most, fill_value=0).squeeze(1)
+        num_marked = self._flags_R.sum()
+        self._flags_R.zero_()
+        self._num_ids = 0
+        return rows, num_marked

@@ -1,0 +1,202 @@
+"""The rows that the updates of a training have written since they were last copied."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
+
+from ..runtime import CudaStreams, LookupOrder
+from ..tables import KernelShards, TableShard, kernel_shards, num_fused_writes, sharded_modules
+from .copies import WEIGHT, CopiedTable, DeviceCopy, HostCopy, RowCopy, copy_on_host
+from .row_marks import DeviceMarks, HostMarks, LookedUp
+from .windows import Window, packed, windows_of
+
+
+class TouchedRows:
+    """Marks rows as the fused backward writes them; copies what is marked, overlapped with the next forward.
+
+    A hook of each kernel sees what it looks up, and a hook of what it answers is called right before the backward that
+    updates these rows: whatever the mode, early or in a module's own forward, at once or deferred. A lookup without a
+    backward (an evaluation, a batch that is dropped) marks nothing. Tables of the dense optimizer are not seen here.
+
+    Args:
+        model: The sharded model, whose names of modules begin the names of tables.
+        order: Of the streams on which tables are read and written.
+        states: Whether to copy the fused optimizers' states too.
+
+    Attributes:
+        shards: Of all fused tables of this rank.
+        dense: Shards that the dense optimizer writes, with whether all ranks have them alike.
+
+    Raises:
+        ValueError: The model has tables whose rows cannot be told by their number.
+    """
+
+    def __init__(self, model: nn.Module, order: LookupOrder, *, states: bool = False) -> None:
+        kernels = kernel_shards(model)
+        self._modules = list(sharded_modules(model).values())
+        self._kernels = [kernel for kernel in kernels if kernel.is_fused]
+        self._order, self._states = order, states
+        self._on_device = isinstance(order.streams, CudaStreams)
+        self.shards: list[TableShard] = [shard for kernel in self._kernels for shard in kernel.shards]
+        self.dense: list[tuple[TableShard, bool]] = [
+            (shard, kernel.is_replicated) for kernel in kernels if not kernel.is_fused for shard in kernel.shards
+        ]
+        self._marks: list[Any] = [self._new_marks(kernel) for kernel in self._kernels]
+        self._copier = ThreadPoolExecutor(1, "copy of touched rows")
+        device = self.shards[0].weight.device if self.shards else torch.device("cpu")
+        self._to_host = torch.cuda.Stream(device) if self._on_device else None
+        self._copy: RowCopy | None = None
+        self._writes_before: tuple[int, ...] = ()
+        self._is_whole: bool | None = True
+        self._handles: list[RemovableHandle] = []
+
+    def _new_marks(self, kernel: KernelShards) -> HostMarks | DeviceMarks:
+        num_rows = [shard.weight.shape[0] for shard in kernel.shards]
+        if self._on_device:
+            return DeviceMarks(num_rows, kernel.table_of_feature, kernel.shards[0].weight.device)
+        return HostMarks(num_rows, kernel.table_of_feature)
+
+    # -- marking ------------------------------------------------------------------------------------------------
+
+    def attach(self) -> None:
+        """Begin to mark."""
+        for number, kernel in enumerate(self._kernels):
+            hook = self._watch(number)
+            self._handles.append(kernel.kernel.register_forward_hook(hook, with_kwargs=True))
+
+    def detach(self) -> None:
+        """Mark no more; wait for a copy that is under way on the host."""
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
+        self._copier.shutdown()
+
+    def _watch(self, kernel: int) -> Callable[..., None]:
+        def looked_up(module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], answer: Any) -> None:
+            if isinstance(answer, Tensor) and answer.requires_grad:
+                given = _looked_up(args, kwargs)
+                answer.register_hook(lambda _: self._before_update(kernel, given))
+
+        return looked_up
+
+    def _before_update(self, kernel: int, given: LookedUp) -> None:
+        """Mark the rows that the backward of a lookup is about to write; a copy of their old values comes first."""
+        self.settle()
+        self.wait_copied()  # on a device also a stream that waits for the first time
+        self._marks[kernel].add(given)
+
+    def mark(self, name: str, rows: Tensor) -> None:
+        """Mark rows of a table by their numbers in the whole table; those of other ranks are passed over.
+
+        Args:
+            name: Of the table's weight in the unsharded model.
+            rows: `(N,)`, int64, on the host.
+        """
+        for number, kernel in enumerate(self._kernels):
+            for table, shard in enumerate(kernel.shards):
+                if shard.name == name:
+                    own = rows - shard.first_row
+                    own = own[(own >= 0) & (own < shard.weight.shape[0])]
+                    self._marks[number].add_rows(table, own)
+
+    @property
+    def most(self) -> int:
+        """How many rows may be marked, at most."""
+        return sum(marks.most for marks in self._marks)
+
+    def marked(self) -> dict[str, Tensor]:
+        """Return the rows that are marked by table, `(N,)`, int64, on the host, numbered as in the whole table."""
+        found: dict[str, Tensor] = {}
+        for kernel, marks in zip(self._kernels, self._marks, strict=True):
+            for shard, rows_N in zip(kernel.shards, marks.rows(), strict=True):
+                before = found.get(shard.name, rows_N.new_empty(0))
+                found[shard.name] = torch.cat([before, rows_N + shard.first_row])
+        return found
+
+    @property
+    def num_pending(self) -> int:
+        """Batches whose step is over and whose update of the tables is still to come."""
+        return len(self._order.to_update)
+
+    # -- reading ------------------------------------------------------------------------------------------------
+
+    def copy(self) -> RowCopy:
+        """Begin to copy the marked rows as they are now, and take their marks back; `settle` tells how it went."""
+        self.wait_copied()
+        marks = self._marks
+        self._writes_before, self._is_whole = self.num_writes, None
+        if self._on_device:
+            self._order.lookup_waits()  # a module's own forward has its update on the compute stream
+            with self._order.on_lookup():
+                self._copy = DeviceCopy(
+                    list(zip(self._kernels, marks, strict=True)), self._to_host, states=self._states
+                )
+            return self._copy
+        self._marks = [self._new_marks(kernel) for kernel in self._kernels]
+        self._copy = HostCopy(self._copier.submit(self._copy_on_host, marks))
+        return self._copy
+
+    def settle(self) -> bool:
+        """Return whether nobody has written tables while the last copy was made, once it cannot happen any more.
+
+        Called right before the first update that follows, and by whoever does not wait for that: what is written
+        later finds the rows copied. A copy during which tables were written may hold rows of before and after it.
+        """
+        if self._is_whole is None:
+            self.wait_copied()
+            self._is_whole = self.num_writes == self._writes_before
+        return self._is_whole
+
+    def wait_copied(self) -> None:
+        """Let what comes next, on the host or on the current stream, wait for the last copy."""
+        if self._copy is not None:
+            self._copy.wait_copied()
+
+    def _copy_on_host(self, marks: list[HostMarks]) -> list[CopiedTable]:
+        copied, first_shard = [], 0
+        for kernel, of_kernel in zip(self._kernels, marks, strict=True):
+            copied += copy_on_host(kernel, of_kernel, first_shard, states=self._states)
+            first_shard += len(kernel.shards)
+        return copied
+
+    @property
+    def num_writes(self) -> tuple[int, ...]:
+        """How often somebody other than a fused backward has written this rank's fused tables."""
+        return tuple(write for module in self._modules for write in num_fused_writes(module))
+
+    def plan_of_all_rows(self) -> list[list[Window]]:
+        """Plan to read all rows of this rank's shards, a few megabytes at a time."""
+        windows: list[Window] = []
+        number = 0
+        for kernel in self._kernels:
+            kinds: list[dict[str, Tensor]] = kernel.states() if self._states else [{} for _ in kernel.shards]
+            for shard, of_shard in zip(kernel.shards, kinds, strict=True):
+                for field, values in {WEIGHT: shard.weight, **of_shard}.items():
+                    windows += windows_of(number, field, values)
+                number += 1
+        return packed(windows)
+
+    def read(self, windows: list[Window]) -> list[CopiedTable]:
+        """Copy rows to the host; nobody may write tables meanwhile."""
+        return [window.read() for window in windows]
+
+    def begin_base(self) -> None:
+        """Say that all rows are going to be read as they are now: the marks are gone."""
+        self.wait_copied()
+        self._marks = [self._new_marks(kernel) for kernel in self._kernels]
+        for kernel in self._kernels:
+            kernel.write_back_cache()
+
+
+def _looked_up(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> LookedUp:
+    indices = kwargs["indices"] if "indices" in kwargs else args[0]
+    offsets = kwargs["offsets"] if "offsets" in kwargs else args[1]
+    sizes = kwargs.get("batch_size_per_feature_per_rank")
+    batch_sizes = None if sizes is None else tuple(sum(of_feature) for of_feature in sizes)
+    return LookedUp(indices, offsets, batch_sizes)

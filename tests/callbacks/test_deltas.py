@@ -1,0 +1,240 @@
+"""Law 13: what a replica has applied is what the tables were at that step, bit for bit, in every mode."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch import Trainer
+from lightning.pytorch.demos.boring_classes import BoringModel
+
+from lightning_overlap import MODES
+from lightning_overlap.callbacks import EmbeddingDeltas
+from lightning_overlap.deltas import Replica, decode, parse_names
+
+from ..support.cases import Case, TableSpec
+from ..support.fits import QUIET
+from ..support.pairs import in_turn
+from ..support.ranks import RankError, Ranks
+from .delta_fits import (
+    Files,
+    KillAt,
+    LoadsTables,
+    Windows,
+    WritesTables,
+    apply_in_order,
+    differences,
+    fit_expecting,
+    fit_marking_lookups,
+    fit_with_deltas,
+)
+
+SHARDINGS = ("table_wise", "column_wise", "row_wise", "data_parallel")
+
+
+def _case(sharding: tuple[str, ...], **kwargs: object) -> Case:
+    tables = tuple(
+        TableSpec(f"t{number}", (f"f{number}", "shared"), sharding=one, dim=16 if one == "column_wise" else 8)
+        for number, one in enumerate(sharding)
+    )
+    return Case("deltas", tables, **kwargs)  # type: ignore[arg-type]
+
+
+ALL = _case(SHARDINGS)
+OTHERS = {
+    "sequences": _case(("table_wise", "row_wise"), sequence=True),
+    "weighted": _case(("column_wise", "table_wise"), weighted=True),
+    "adagrad": _case(("row_wise", "table_wise"), optimizer=(torch.optim.Adagrad, {"lr": 1.0})),
+    "empty": _case(("table_wise", "column_wise"), empty_feature="shared"),
+}
+
+
+Fit = tuple[dict[int, Windows], Windows]
+"""A rank's tables after each step of a fit, and in the end."""
+
+
+def _wrong(folder: Path, of_ranks: list[Fit], generation: int = 1) -> dict[object, object]:
+    """Every cut of a generation after which a replica is not what the tables were."""
+    after = apply_in_order(folder)
+    last = max(after)  # deferred updates are made before it, and after the end of the last step
+    found: dict[object, object] = {
+        cut: differences(tables, [seen[cut[1]] for seen, _ in of_ranks])
+        for cut, tables in after.items()
+        if cut[0] == generation and cut != last and cut[1] in of_ranks[0][0]
+    }
+    found["end"] = differences(after[last], [last for _, last in of_ranks])
+    replica = Replica(None, folder)
+    replica.update()
+    found["replica"] = [
+        name for name, table in after[last].items() if not torch.equal(replica.state_dict()[name], table)
+    ]
+    return {cut: wrong for cut, wrong in found.items() if wrong}
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2])
+@pytest.mark.parametrize("pipeline", MODES)
+def test_a_replica_equals_the_tables_after_every_step(
+    get_ranks: Callable[..., Ranks], tmp_path: Path, pipeline: str, num_ranks: int
+) -> None:
+    """With tables of every sharding."""
+    of_ranks = get_ranks(num_ranks).run(fit_with_deltas, ALL, pipeline, str(tmp_path))
+    assert _wrong(tmp_path, of_ranks) == {}
+    assert len(apply_in_order(tmp_path)) >= 8, "a sink this quick takes nearly every step's cut"
+
+
+@pytest.mark.parametrize(
+    ("name", "pipeline"), in_turn(OTHERS, ["fused_sparse_dist", "semi_sync_deferred", "base", "async_lookup"])
+)
+def test_other_kinds_of_tables(ranks: Ranks, tmp_path: Path, name: str, pipeline: str) -> None:
+    of_ranks = ranks.run(fit_with_deltas, OTHERS[name], pipeline, str(tmp_path), every_n_steps=2)
+    assert _wrong(tmp_path, of_ranks) == {}
+
+
+@pytest.mark.parametrize("pipeline", ["fused_sparse_dist", "semi_sync_deferred"])
+def test_a_slow_sink_gets_fewer_cuts_each_with_the_last_values(ranks: Ranks, tmp_path: Path, pipeline: str) -> None:
+    of_ranks = ranks.run(
+        fit_with_deltas, ALL, pipeline, str(tmp_path), num_steps=40, sink={"delay_s": 0.1}, deltas={"dense": False}
+    )
+    assert _wrong(tmp_path, of_ranks) == {}
+    assert len({name.step for name in parse_names(path.name for path in tmp_path.iterdir())}) < 30
+
+
+# -- what must not be missed ----------------------------------------------------------------------------------------
+
+
+def test_rows_marked_at_their_lookup_are_missed(ranks: Ranks, tmp_path: Path) -> None:
+    """The mutant that all of the tests above have to see."""
+    of_ranks = ranks.run(fit_marking_lookups, ALL, "semi_sync_deferred", str(tmp_path))
+    assert len(_wrong(tmp_path, of_ranks)) > 5
+
+
+@pytest.mark.parametrize("hook", ["on_train_batch_start", "on_train_batch_end"])
+def test_tables_that_the_user_writes_are_sent_whole(ranks: Ranks, tmp_path: Path, hook: str) -> None:
+    """Between two steps a copy may be under way: rows of it may be of before and after the write."""
+    writes = WritesTables(hook, every=3)
+    of_ranks = ranks.run(fit_with_deltas, ALL, "fused_sparse_dist", str(tmp_path), callbacks=(writes,), num_steps=20)
+    assert _wrong(tmp_path, of_ranks) == {}
+    assert len(apply_in_order(tmp_path)) >= 4
+
+
+def test_tables_loaded_in_mid_run_are_sent_whole(ranks: Ranks, tmp_path: Path) -> None:
+    of_ranks = ranks.run(fit_with_deltas, ALL, "semi_sync", str(tmp_path), callbacks=(LoadsTables(at=6),))
+    assert _wrong(tmp_path, of_ranks) == {}
+
+
+def test_evaluations_send_nothing(ranks: Ranks, tmp_path: Path) -> None:
+    of_ranks = ranks.run(fit_with_deltas, ALL, "fused_sparse_dist", str(tmp_path), validates=True, val_check_interval=3)
+    assert _wrong(tmp_path, of_ranks) == {}
+
+
+def test_optimizer_states_go_with_their_rows(ranks: Ranks, tmp_path: Path) -> None:
+    ranks.run(fit_with_deltas, OTHERS["adagrad"], "fused_sparse_dist", str(tmp_path), deltas={"optimizer_state": True})
+    parts = [decode(path.read_bytes()) for path in sorted(tmp_path.glob("g*.arrow"))]
+    rows = {(entry.table, entry.field): entry for part in parts for entry in part.rows}
+    assert {field for _, field in rows} == {"weight", "momentum1"}
+    for (table, field), entry in rows.items():
+        assert torch.equal(entry.rows, rows[table, "weight"].rows), field
+        assert field == "weight" or (entry.values > 0).all()
+
+
+# -- crashes and resumes --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("pipeline", "killed_at", "resumed_at", "then"),
+    [("fused_sparse_dist", 7, 4, 2), ("semi_sync_deferred", 11, 8, 2), ("async_lookup", 9, 4, 1), ("base", 6, 4, 3)],
+)
+def test_a_live_replica_ends_equal_after_a_crash(
+    get_ranks: Callable[..., Ranks], tmp_path: Path, pipeline: str, killed_at: int, resumed_at: int, then: int
+) -> None:
+    """Two ranks are killed; others, as many or not, resume from a checkpoint of before that."""
+    sent, saved = tmp_path / "sent", tmp_path / "saved"
+    kwargs = {"saves_in": str(saved), "num_steps": 14, "every_n_steps": 2, "options": {"checkpoint_format": "sharded"}}
+    with pytest.raises(RankError):
+        get_ranks(2).run(fit_with_deltas, ALL, pipeline, str(sent), callbacks=(KillAt(killed_at),), **kwargs)
+    before = apply_in_order(sent)
+    assert max(before)[1] >= killed_at - 3
+    kwargs["ckpt_path"] = str(saved / f"step={resumed_at}.ckpt")
+    of_ranks = get_ranks(then).run(fit_with_deltas, ALL, pipeline, str(sent), **kwargs)
+    assert _wrong(sent, of_ranks, generation=2) == {}
+    assert (2, resumed_at) in apply_in_order(sent)
+    first = [decode(path.read_bytes()) for path in sent.glob(f"g000002-s{resumed_at:012d}-*.arrow")]
+    assert all(not part.header.is_base for part in first), "what the sink holds tells which rows to send again"
+
+
+def test_a_timeline_that_was_left_is_corrected(ranks: Ranks, tmp_path: Path) -> None:
+    """From 4 on anew, then from a later checkpoint of the first fit: what the second one sent is void."""
+    sent, saved = tmp_path / "sent", tmp_path / "saved"
+    kwargs = {"num_steps": 12, "every_n_steps": 2}
+    ranks.run(fit_with_deltas, ALL, "semi_sync", str(sent), saves_in=str(saved), **kwargs)
+    ranks.run(fit_with_deltas, ALL, "semi_sync", str(sent), ckpt_path=str(saved / "step=4.ckpt"), max_steps=6, **kwargs)
+    of_ranks = ranks.run(fit_with_deltas, ALL, "semi_sync", str(sent), ckpt_path=str(saved / "step=8.ckpt"), **kwargs)
+    generation = max(apply_in_order(sent))[0]
+    assert _wrong(sent, of_ranks, generation) == {}
+
+
+def test_a_sink_without_memory_gets_a_base(ranks: Ranks, tmp_path: Path) -> None:
+    sent, saved = tmp_path / "sent", tmp_path / "saved"
+    ranks.run(fit_with_deltas, ALL, "semi_sync", str(sent), saves_in=str(saved), num_steps=8)
+    for path in sent.iterdir():
+        path.unlink()
+    of_ranks = ranks.run(
+        fit_with_deltas, ALL, "semi_sync", str(sent), ckpt_path=str(saved / "step=4.ckpt"), num_steps=12
+    )
+    assert _wrong(sent, of_ranks, generation=2) == {}
+
+
+# -- bad input, bad sinks -------------------------------------------------------------------------------------------
+
+
+def test_a_sink_that_fails_raises_on_all_ranks(ranks: Ranks, tmp_path: Path) -> None:
+    said = ranks.run(fit_expecting, RuntimeError, ALL, "fused_sparse_dist", str(tmp_path), sink={"fails_at": 5})
+    assert all("OSError: no space left" in one for one in said)
+
+
+def test_a_sink_that_fails_at_once_is_told_before_the_first_step(ranks: Ranks, tmp_path: Path) -> None:
+    said = ranks.run(fit_expecting, RuntimeError, ALL, "fused_sparse_dist", str(tmp_path), sink={"fails_at": 0})
+    assert all("OSError: no space left" in one for one in said)
+    assert all("steps: 0" in one for one in said)
+
+
+def test_the_parts_of_another_training_are_not_mixed_with_this_ones(ranks: Ranks, tmp_path: Path) -> None:
+    ranks.run(fit_with_deltas, ALL, "base", str(tmp_path), num_steps=2)
+    said = ranks.run(fit_expecting, ValueError, ALL, "base", str(tmp_path), num_steps=2)
+    assert all("this fit begins a training of its own" in one and "steps: 0" in one for one in said)
+
+
+def test_past_the_allowed_lag_training_stops_as_told(ranks: Ranks, tmp_path: Path) -> None:
+    kwargs = {"num_steps": 60, "sink": {"delay_s": 0.4}, "deltas": {"max_lag_steps": 3, "on_lag": "stop"}}
+    of_ranks = ranks.run(fit_with_deltas, ALL, "fused_sparse_dist", str(tmp_path), **kwargs)
+    [num_steps] = {len(seen) for seen, _ in of_ranks}
+    assert num_steps < 60
+    assert _wrong(tmp_path, of_ranks) == {}
+
+
+def test_a_lag_is_warned_of(ranks: Ranks, tmp_path: Path) -> None:
+    kwargs = {"num_steps": 30, "sink": {"delay_s": 0.4}, "deltas": {"max_lag_steps": 3}}
+    said = ranks.run(fit_expecting, UserWarning, ALL, "fused_sparse_dist", str(tmp_path), **kwargs)
+    assert "batches behind the training, more than max_lag_steps=3" in said[0]
+
+
+@pytest.mark.parametrize(
+    ("kwargs", "match"),
+    [
+        ({"every_n_steps": 0}, "every_n_steps is a number of batches, from 1 on, got 0"),
+        ({"every_n_steps": 10, "max_lag_steps": 5}, "max_lag_steps=5 is below every_n_steps=10"),
+        ({"on_lag": "wait"}, "on_lag is one of warn, stop, got 'wait'"),
+    ],
+)
+def test_arguments_are_checked(tmp_path: Path, kwargs: dict[str, Any], match: str) -> None:
+    with pytest.raises(ValueError, match=match):
+        EmbeddingDeltas(Files(str(tmp_path)), **kwargs)
+
+
+def test_another_strategy_is_refused(tmp_path: Path) -> None:
+    trainer = Trainer(accelerator="cpu", callbacks=[EmbeddingDeltas(Files(str(tmp_path)))], max_epochs=1, **QUIET)
+    with pytest.raises(ValueError, match="takes OverlapEmbeddingStrategy, which shards the tables, got SingleDevice"):
+        trainer.fit(BoringModel())

@@ -1,0 +1,189 @@
+"""Saves beside training, saves that fail, and the memory that a save takes. Functions that ranks run."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+from lightning.pytorch import Trainer
+from lightning.pytorch.callbacks import Callback
+
+from lightning_overlap import OverlapEmbeddingStrategy
+
+from ..support import cases
+from ..support.cases import TABLE_WISE, Batches, Case, Model, make_plan
+from ..support.fits import make_trainer
+from .checkpoints import EPOCH, Trained, parts_of, save_to, train
+
+# -- asynchronous saves -----------------------------------------------------------------------------------------
+
+
+class SaveAt(Callback):
+    """Saves after one step, and notes what the tables were then."""
+
+    def __init__(self, path: str, step: int) -> None:
+        self.path, self.step = path, step
+        self.parts: Any = None
+        self.whole_at_once = False
+
+    def on_train_batch_end(self, trainer: Trainer, module: Any, *args: Any) -> None:
+        if trainer.global_step == self.step:
+            self.parts = parts_of(module, trainer)
+            trainer.save_checkpoint(self.path)
+            self.whole_at_once = Path(self.path).exists()
+
+
+def save_while_training(case: Case, path: str) -> tuple[Trained, bool]:
+    """Save beside training, writing held back until the fit has gone on for some steps."""
+    import threading
+
+    from lightning_overlap.checkpoint import sharded_folder as checkpoint
+
+    trained_on = threading.Event()
+    write = checkpoint._write
+
+    def late(*args: Any) -> None:
+        trained_on.wait(30)
+        write(*args)
+
+    class GoOn(Callback):
+        def on_train_batch_end(self, trainer: Trainer, *args: Any) -> None:
+            if trainer.global_step == saver.step + 3:
+                trained_on.set()
+
+    saver = SaveAt(path, 2)
+    with mock.patch.object(checkpoint, "_write", late):
+        trained = train(case, f"{path}.others", callbacks=(saver, GoOn()), async_checkpoint=True)
+    return dataclasses.replace(trained, whole=saver.parts), saver.whole_at_once
+
+
+def fail_while_training(path: str) -> list[str]:
+    """A background save that cannot write on one rank; return what every rank reads, and when."""
+    from lightning_overlap.checkpoint import sharded_folder as checkpoint
+
+    save = checkpoint.save
+
+    def failing(*args: Any, **kwargs: Any) -> Any:
+        if dist.get_rank() == dist.get_world_size() - 1:
+            kwargs["storage_writer"] = _FullDisk(kwargs["storage_writer"].path)
+        return save(*args, **kwargs)
+
+    with mock.patch.object(checkpoint, "save", failing):
+        try:
+            train(TABLE_WISE, f"{path}.others", callbacks=(SaveAt(path, 2),), async_checkpoint=True)
+        except OSError as err:
+            return [str(err)]
+    return []
+
+
+class Broadcasts(Callback):
+    """Tells the other ranks something while an error is handled."""
+
+    heard: Any = None
+
+    def on_exception(self, trainer: Trainer, *args: Any) -> None:
+        self.heard = trainer.strategy.broadcast(trainer.global_rank)
+
+
+def fail_beside_a_save(path: str, *, disk_is_full: bool) -> tuple[str, list[str], Any, Any]:
+    """All ranks fail alike while a slow save goes on beside training; return the error, its notes, what was heard."""
+    import threading
+
+    from lightning_overlap.checkpoint import sharded_folder as checkpoint
+
+    failing = threading.Event()
+    write = checkpoint._write
+
+    def late(*args: Any) -> None:
+        if dist.get_rank() == 0:
+            failing.wait(30)
+        if disk_is_full:
+            raise OSError("no space left")
+        write(*args)
+
+    class Fails(Callback):
+        def on_train_batch_end(self, trainer: Trainer, *args: Any) -> None:
+            if trainer.global_step == 4:
+                raise ValueError("the same on all ranks")
+
+        def on_exception(self, *args: Any) -> None:
+            failing.set()
+
+    told = Broadcasts()
+    model = Model(TABLE_WISE)
+    strategy = OverlapEmbeddingStrategy(sharding="table_wise", async_checkpoint=True)
+    trainer = make_trainer(strategy, callbacks=[SaveAt(path, 2), Fails(), told])
+    with mock.patch.object(checkpoint, "_write", late):
+        try:
+            trainer.fit(model, datamodule=Batches(TABLE_WISE, EPOCH))
+        except ValueError as err:
+            return str(err), getattr(err, "__notes__", []), told.heard, trainer.state.stage
+    return "nothing", [], told.heard, trainer.state.stage
+
+
+class _FullDisk(torch.distributed.checkpoint.FileSystemWriter):
+    def write_data(self, plan: Any, planner: Any) -> Any:
+        raise OSError("no space left")
+
+
+def memory_of_saving(path: str, checkpoint_format: str) -> float:
+    """Return the peak of this process's memory while saving, beyond what it held before, in tables."""
+    case = dataclasses.replace(TABLE_WISE, tables=tuple(cases.TableSpec(f"t{i}", (f"f{i}",)) for i in range(6)))
+    num_rows = 1_200_000  # a table is more than malloc ever keeps for later
+    with mock.patch.object(cases, "NUM_ROWS", num_rows):
+        model = Model(case, device="meta")
+        plan = make_plan(case, model, dist.get_world_size())
+        trainer = make_trainer(OverlapEmbeddingStrategy(sharding=plan, checkpoint_format=checkpoint_format))
+        trainer.fit(model, datamodule=Batches(case, 1))
+    Path("/proc/self/clear_refs").write_text("5")  # sets the peak back
+    before = _memory_bytes("VmRSS")
+    trainer.save_checkpoint(path)
+    return (_memory_bytes("VmHWM") - before) / (num_rows * 8 * 4)
+
+
+def _memory_bytes(name: str) -> int:
+    [line] = [line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith(f"{name}:")]
+    return 1024 * int(line.split()[1])
+
+
+# -- failures ---------------------------------------------------------------------------------------------------
+
+
+def save_and_fail(path: str, checkpoint_format: str) -> str:
+    """Save over a checkpoint; rank 0 fails when all but the name is done."""
+    from lightning_overlap.checkpoint import full_file
+    from lightning_overlap.checkpoint import sharded_folder as checkpoint
+
+    def broken(*args: Any) -> None:
+        raise OSError("no space left")
+
+    where = full_file if checkpoint_format == "full" else checkpoint
+    with mock.patch.object(where, "atomic_replace", broken):
+        return save_to(path, checkpoint_format=checkpoint_format)
+
+
+def kill_while_saving(path: str, checkpoint_format: str) -> None:
+    """Save over a checkpoint; rank 1 is killed in the middle."""
+    import os
+    import signal
+
+    from lightning_overlap.checkpoint import full_file
+    from lightning_overlap.checkpoint import sharded_folder as checkpoint
+
+    def die(*args: Any, **kwargs: Any) -> None:
+        if dist.get_rank() == 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    where, name = (full_file, "gather") if checkpoint_format == "full" else (checkpoint, "save")
+    real = getattr(where, name)
+
+    def dying(*args: Any, **kwargs: Any) -> Any:
+        die()
+        return real(*args, **kwargs)
+
+    with mock.patch.object(where, name, dying):
+        save_to(path, checkpoint_format=checkpoint_format)

@@ -1,0 +1,302 @@
+"""A module that logs in every manner, and hooks that come in the middle of a run. Functions that ranks run."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Mapping
+from contextlib import suppress
+from pathlib import Path
+from types import MethodType
+from typing import Any
+from unittest import mock
+
+import torch
+import torchmetrics
+from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.core import module as core_module
+from lightning.pytorch.loops import evaluation_loop, prediction_loop, training_epoch_loop
+from lightning.pytorch.profilers import PassThroughProfiler
+from lightning.pytorch.trainer import call
+from lightning.pytorch.trainer.connectors.logger_connector.result import _ResultCollection, _ResultMetric
+from torch import Tensor
+from torch.utils.data import DataLoader
+from torchmetrics import Metric
+
+from lightning_overlap.plugin import shortcuts
+from lightning_overlap.plugin.fit_loop import mix_in
+
+from ..support.cases import TABLE_WISE, Batch, Batches, Model, make_batch
+from ..support.fits import make_trainer
+from .features import Notebook, make_strategy, shared_folder
+
+NUM_BATCHES = 7
+
+
+class Summed(Metric):
+    """States of both kinds: a tensor and a list."""
+
+    full_state_update = False
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.add_state("total", torch.tensor(0.0), dist_reduce_fx="sum")
+        self.add_state("seen", [], dist_reduce_fx="cat")
+
+    def update(self, value: Tensor) -> None:
+        self.total = self.total + value.sum()
+        self.seen.append(value.reshape(-1))
+
+    def compute(self) -> Tensor:
+        return self.total + torch.cat([part.reshape(-1) for part in self.seen]).max()  # synchronized, they are one
+
+
+Shown = list[tuple[str, dict[str, str]]]
+
+
+def _metrics_of(trainer: Trainer) -> list[Mapping[str, Any]]:
+    return [trainer.callback_metrics, trainer.logged_metrics, trainer.progress_bar_metrics]
+
+
+class Logs(Model):
+    """Logs what its batches determine."""
+
+    def __init__(self, fused: bool) -> None:
+        super().__init__(TABLE_WISE, fused_optimizer=fused)
+        self.fused = fused
+        self.shown: Shown = []
+        self.mean, self.summed = torchmetrics.MeanMetric(), Summed()
+        self.extremes = torchmetrics.MinMaxMetric(torchmetrics.MeanMetric())  # one made of another
+        self.several = torchmetrics.MetricCollection([torchmetrics.MaxMetric(), torchmetrics.MinMetric()])
+
+    def show(self, when: str) -> None:
+        for metrics in _metrics_of(self.trainer):
+            self.shown.append((when, {name: repr(float(value)) for name, value in sorted(metrics.items())}))
+
+    def _log_all(self, prefix: str, batch: Batch) -> None:
+        value = batch.dense.abs().mean()
+        for metric in (self.mean, self.summed, self.extremes, self.several):
+            metric.update(value)
+        self.log(prefix + "at_step", value, on_step=True, on_epoch=False, prog_bar=True)
+        self.log(prefix + "epoch", value, on_step=False, on_epoch=True)
+        self.log(prefix + "both", value, on_step=True, on_epoch=True, batch_size=3)
+        self.log(prefix + "synced", value, on_step=True, on_epoch=True, sync_dist=True)
+        self.log(prefix + "graph", value.clone().requires_grad_() * 2, on_step=True, enable_graph=True)
+        for name in ("min", "max", "sum"):
+            self.log(prefix + name, value, on_step=True, on_epoch=True, reduce_fx=name, sync_dist=True)
+        self.log(prefix + "number", 3, on_step=True, on_epoch=True)
+        self.log(prefix + "double", value.double(), on_step=True, on_epoch=True)
+        self.log_dict({prefix + "a": value, prefix + "b": self.summed}, on_step=False, on_epoch=True)
+        self.log_dict(self.several, on_step=True, on_epoch=True)
+        self.log(prefix + "mean", self.mean, on_step=True, on_epoch=True)
+        if self.trainer.training:  # an attribute's name is looked for in the module itself
+            self.extremes.compute()
+        self.log(prefix + "smallest", self.extremes.min_val.clone(), on_step=True, on_epoch=True)
+
+    def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
+        self._log_all("", batch)
+        return super().training_step(batch, batch_idx)
+
+    def validation_step(self, batch: Batch, batch_idx: int) -> None:
+        self._log_all("val_", batch)
+
+    def on_train_batch_end(self, *args: Any) -> None:
+        self.log("at_batch_end", float(args[2]), on_step=True, on_epoch=True)
+        self.show("batch")
+
+    def on_train_epoch_end(self) -> None:
+        self.log("at_epoch_end", 1.5)
+        self.show("epoch")
+
+    def on_validation_epoch_end(self) -> None:
+        self.show("validation")
+
+    def configure_optimizers(self) -> Any:
+        if self.fused:
+            return super().configure_optimizers()
+        return torch.optim.SGD(self.parameters(), 0.1)
+
+
+class Evaluated(Batches):
+    def val_dataloader(self) -> DataLoader:
+        return DataLoader(
+            [make_batch(self.case, 1000 + i, self.trainer.global_rank) for i in range(3)], batch_size=None
+        )
+
+
+def logged_in_every_manner(pipeline: str | None, folder: str) -> tuple[Shown, list[Any]]:
+    """Fit two epochs with a checkpoint in the middle of the second, and go on from it; return what was logged."""
+    path = shared_folder(folder)
+    shown: Shown = []
+    pages: list[Any] = []
+    for resume in (None, str(path / "step=10.ckpt")):
+        model, notebook = Logs(fused=pipeline is not None), Notebook()
+        trainer = make_trainer(
+            make_strategy(pipeline),
+            max_epochs=2,
+            logger=notebook,
+            log_every_n_steps=2,
+            val_check_interval=3,
+            num_sanity_val_steps=1,
+            enable_checkpointing=True,
+            default_root_dir=path,
+            callbacks=[ModelCheckpoint(path, "{step}", every_n_train_steps=5, save_top_k=-1)],
+        )
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            trainer.fit(model, datamodule=Evaluated(TABLE_WISE, NUM_BATCHES), ckpt_path=resume)
+        model.show("after")
+        shown += model.shown
+        pages += [(step, {name: repr(float(value)) for name, value in page.items()}) for step, page in notebook.pages]
+    return shown, pages
+
+
+# -- moves ----------------------------------------------------------------------------------------------------------
+
+
+def num_moves(pipeline: str | None) -> tuple[int, int]:
+    """Return how often a fit that logs twice a step moves logged values, and how many steps it has."""
+
+    class Twice(Logs):
+        def _log_all(self, prefix: str, batch: Batch) -> None:
+            value = batch.dense.mean()
+            self.mean.update(value)
+            self.log("value", value, on_step=True, on_epoch=True)
+            self.log("metric", self.mean, on_step=True, on_epoch=True)
+
+        def on_train_batch_end(self, *args: Any) -> None:
+            pass
+
+        def on_train_epoch_end(self) -> None:
+            pass
+
+    trainer = make_trainer(make_strategy(pipeline))
+    own, moves = _ResultMetric.to, []
+
+    def to(result: _ResultMetric, *args: Any, **kwargs: Any) -> _ResultMetric:
+        moves.append(args)
+        return own(result, *args, **kwargs)
+
+    with mock.patch.object(_ResultMetric, "to", to), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        trainer.fit(Twice(fused=pipeline is not None), datamodule=Batches(TABLE_WISE, NUM_BATCHES))
+    return len([args for args in moves if isinstance(args[:1], tuple) and args]), trainer.global_step
+
+
+def moved_between_devices(quick: bool) -> list[Any]:
+    """Log values that come from one device after another (one of them has no memory); return where their states are."""
+    results = _ResultCollection(training=True)
+    if quick:
+        mix_in(results, shortcuts._ResultCollectionMixin)
+    metric, where = Summed(), []
+    for device in ("cpu", "cpu", "meta", "meta"):
+        metric.to(device)
+        metric.update(torch.ones(2, device=device))
+        for name, kind in {"a": torch.mean, "b": torch.max}.items():
+            value = torch.tensor(2.0, device=device)
+            results.log("training_step", name, value, on_step=True, on_epoch=True, reduce_fx=kind, batch_size=2)
+        results.log("training_step", "metric", metric, on_step=True, on_epoch=True)
+        logged = list(results.values())
+        states = [
+            state for one in logged for name in one._defaults for state in (getattr(one, name), one._defaults[name])
+        ]
+        where.append([device, logged[-1].value.total.device.type, *(state.device.type for state in states)])
+    return where
+
+
+# -- hooks that come in the middle ------------------------------------------------------------------------------------
+
+Calls = list[tuple[str, int]]
+
+
+class Meddler(Callback):
+    """From batch to batch, gives hooks to what had none."""
+
+    def __init__(self) -> None:
+        self.calls: Calls = []
+
+    def note(self, name: str, module: LightningModule, batch_idx: int) -> Any:
+        return lambda *args, **kwargs: self.calls.append((f"{name} {module._current_fx_name}", batch_idx))
+
+    def on_train_batch_start(self, trainer: Trainer, module: LightningModule, batch: Any, batch_idx: int) -> None:
+        def note(name: str) -> Any:
+            return self.note(name, module, batch_idx)
+
+        if batch_idx == 1:
+            late = Callback()
+            late.on_before_zero_grad = note("callback's instance")  # type: ignore[method-assign]
+            late.on_train_batch_start = note("in the same hook")  # type: ignore[method-assign]
+            trainer.callbacks.append(late)  # type: ignore[attr-defined]
+        if batch_idx == 2:
+            module.on_after_backward = MethodType(note("module's instance"), module)  # type: ignore[method-assign]
+        if batch_idx == 3:
+            type(module).on_before_backward = note("module's class")  # type: ignore[method-assign]
+        if batch_idx == 4:
+            trainer.strategy.on_train_batch_start = note("strategy")  # type: ignore[method-assign]
+
+
+def hooks_that_come_late(pipeline: str | None) -> Calls:
+    """Return the calls of hooks that were not there when the fit began."""
+
+    class Meddled(Model):
+        def configure_optimizers(self) -> Any:
+            return torch.optim.SGD(self.parameters() if pipeline is None else self.top.parameters(), 0.1)
+
+        def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
+            if batch_idx == 5:
+                self.trainer.profiler.start = meddler.note("profiler", self, 5)  # type: ignore[attr-defined]
+            if batch_idx == 6:  # a step of another signature, from the next batch on
+                self.training_step = lambda batch: super(Meddled, self).training_step(batch, 7)  # type: ignore
+            return super().training_step(batch, batch_idx)
+
+    meddler = Meddler()
+    trainer = make_trainer(make_strategy(pipeline), callbacks=[meddler])
+    trainer.fit(Meddled(TABLE_WISE, fused_optimizer=pipeline is not None), datamodule=Batches(TABLE_WISE, 9))
+    # A lookahead fetches elsewhere in a step.
+    fetches = ("profiler None", "profiler backward", "profiler batch_to_device")
+    return [one for one in meddler.calls if one[0] not in fetches and "transfer" not in one[0]]
+
+
+# -- undone -----------------------------------------------------------------------------------------------------------
+
+
+def _lightning() -> list[Any]:
+    names = ("_call_callback_hooks", "_call_lightning_module_hook", "_call_strategy_hook")
+    asking = (core_module, training_epoch_loop, evaluation_loop, prediction_loop)
+    return [*(getattr(call, name) for name in names), *(place.is_param_in_hook_signature for place in asking)]  # type: ignore[attr-defined]
+
+
+def left_behind(fails: bool) -> list[str]:
+    """Return what is not Lightning's own after a fit, or after one that an error ended; and that it was not, within."""
+
+    class Ends(Callback):
+        within: list[Any]
+
+        def on_train_batch_end(self, trainer: Trainer, module: LightningModule, *args: Any) -> None:
+            self.within = _lightning()
+            assert type(trainer.profiler) is not PassThroughProfiler  # type: ignore[attr-defined]
+            if fails and args[-1] == 2:
+                raise InterruptedError
+
+    before, ends = _lightning(), Ends()
+    trainer = make_trainer(make_strategy("fused_sparse_dist"), callbacks=[ends])
+    with suppress(InterruptedError), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        trainer.fit(Logs(fused=True), datamodule=Batches(TABLE_WISE, NUM_BATCHES))
+    assert not set(before) & set(ends.within)
+    loops = (trainer.fit_loop.epoch_loop, trainer.fit_loop.epoch_loop.val_loop, trainer.validate_loop)
+    kinds = [type(loop._results) for loop in loops]
+    values = [type(one) for loop in loops for one in loop._results.values()]
+    assert values
+    found = [one.__name__ for one in _lightning() if one not in before]
+    found += [str(kind) for kind in kinds if kind is not _ResultCollection]
+    found += [str(kind) for kind in values if kind is not _ResultMetric]
+    if type(trainer.profiler) is not PassThroughProfiler:  # type: ignore[attr-defined]
+        found.append("profiler")
+    return found
+
+
+def folder_of(path: Path) -> str:
+    """Return a folder's name, as ranks take it."""
+    path.mkdir(exist_ok=True)
+    return str(path)

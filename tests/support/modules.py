@@ -1,0 +1,243 @@
+"""TorchRec modules of every kind, ids for them, and plans made of placements: set-up of several suites.
+
+Imports nothing of the package under test.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torchrec import (
+    EmbeddingBagCollection,
+    EmbeddingBagConfig,
+    EmbeddingCollection,
+    EmbeddingConfig,
+    JaggedTensor,
+    KeyedJaggedTensor,
+)
+from torchrec.distributed.sharding_plan import (
+    column_wise,
+    construct_module_sharding_plan,
+    data_parallel,
+    get_module_to_default_sharders,
+    row_wise,
+    table_wise,
+)
+from torchrec.distributed.types import ShardingPlan
+from torchrec.modules.embedding_tower import EmbeddingTower, EmbeddingTowerCollection
+from torchrec.modules.feature_processor_ import PositionWeightedModule, PositionWeightedModuleCollection
+from torchrec.modules.fp_embedding_modules import FeatureProcessedEmbeddingBagCollection
+from torchrec.modules.fused_embedding_modules import FusedEmbeddingBagCollection
+from torchrec.modules.mc_embedding_modules import (
+    ManagedCollisionEmbeddingBagCollection,
+    ManagedCollisionEmbeddingCollection,
+)
+from torchrec.modules.mc_modules import (
+    DistanceLFU_EvictionPolicy,
+    ManagedCollisionCollection,
+    MCHManagedCollisionModule,
+)
+from torchrec.optim.optimizers import in_backward_optimizer_filter
+
+NUM_ROWS = 40
+BATCH_SIZE = 8
+DIM = 8
+NUM_FEATURES = 3
+FEATURES = tuple(f"f{index}" for index in range(NUM_FEATURES))
+MAX_LENGTH = 3
+
+# -- modules ----------------------------------------------------------------------------------------------------
+
+
+def _configs(kind: type, num: int, num_rows: int = NUM_ROWS) -> list[Any]:
+    """Table `t<i>` reads feature `f<i>`."""
+    return [
+        kind(name=f"t{i}", num_embeddings=num_rows, embedding_dim=DIM, feature_names=[FEATURES[i]]) for i in range(num)
+    ]
+
+
+def bags(num: int = 3, *, weighted: bool = False) -> EmbeddingBagCollection:
+    return EmbeddingBagCollection(tables=_configs(EmbeddingBagConfig, num), is_weighted=weighted)
+
+
+def sequences(num: int = 3) -> EmbeddingCollection:
+    return EmbeddingCollection(tables=_configs(EmbeddingConfig, num))
+
+
+def position_weighted(num: int = 3) -> nn.Module:
+    processors = {FEATURES[i]: PositionWeightedModule(MAX_LENGTH) for i in range(num)}
+    return FeatureProcessedEmbeddingBagCollection(bags(num, weighted=True), processors)
+
+
+def position_weighted_collection(num: int = 3) -> nn.Module:
+    processors = PositionWeightedModuleCollection({FEATURES[i]: MAX_LENGTH for i in range(num)})
+    return FeatureProcessedEmbeddingBagCollection(bags(num, weighted=True), processors)
+
+
+class _Counting(PositionWeightedModule):
+    """Counts the batches it has seen, and weighs by that."""
+
+    def __init__(self, max_length: int) -> None:
+        super().__init__(max_length)
+        self.register_buffer("seen", torch.zeros(()))
+
+    def forward(self, features: JaggedTensor) -> JaggedTensor:
+        self.seen += 1
+        weighted = super().forward(features)
+        own = weighted.weights() / self.seen
+        return JaggedTensor(weighted.values(), lengths=weighted.lengths(), offsets=weighted.offsets(), weights=own)
+
+
+def counting(num: int = 3) -> nn.Module:
+    processors = {FEATURES[i]: _Counting(MAX_LENGTH) for i in range(num)}
+    return FeatureProcessedEmbeddingBagCollection(bags(num, weighted=True), processors)
+
+
+def _managed(configs: list[Any]) -> ManagedCollisionCollection:
+    modules = {
+        config.name: MCHManagedCollisionModule(
+            zch_size=config.num_embeddings,
+            device=torch.device("cpu"),
+            eviction_policy=DistanceLFU_EvictionPolicy(),
+            eviction_interval=2,
+            input_hash_size=10 * NUM_ROWS,
+        )
+        for config in configs
+    }
+    return ManagedCollisionCollection(managed_collision_modules=modules, embedding_configs=configs)
+
+
+def managed_bags(num: int = 2) -> nn.Module:
+    collection = bags(num)
+    return ManagedCollisionEmbeddingBagCollection(collection, _managed(collection.embedding_bag_configs()))
+
+
+def managed_sequences(num: int = 2) -> nn.Module:
+    collection = sequences(num)
+    return ManagedCollisionEmbeddingCollection(collection, _managed(collection.embedding_configs()))
+
+
+class _Sum(nn.Module):
+    """An interaction: pooled embeddings through a linear layer."""
+
+    def __init__(self, num: int) -> None:
+        super().__init__()
+        self.linear = nn.Linear(num * DIM, DIM)
+
+    def forward(self, rows: Any) -> Tensor:
+        return self.linear(torch.cat([rows[name] for name in FEATURES if name in rows.keys()], dim=1))  # noqa: SIM118
+
+
+def tower() -> nn.Module:
+    return EmbeddingTower(bags(2), _Sum(2))
+
+
+def towers() -> nn.Module:
+    return EmbeddingTowerCollection([EmbeddingTower(bags(2), _Sum(2)), EmbeddingTower(bags(3), _Sum(3))])
+
+
+def fused_bags() -> nn.Module:
+    return FusedEmbeddingBagCollection(
+        tables=_configs(EmbeddingBagConfig, 2),
+        optimizer_type=torch.optim.SGD,
+        optimizer_kwargs={"lr": 2.0},
+    )
+
+
+# -- inputs -----------------------------------------------------------------------------------------------------
+
+
+def plain_ids(generator: torch.Generator, num_ids: int = NUM_ROWS) -> KeyedJaggedTensor:
+    """Up to `MAX_LENGTH` ids for each sample and feature."""
+    lengths = torch.randint(0, MAX_LENGTH + 1, (NUM_FEATURES * BATCH_SIZE,), generator=generator)
+    values = torch.randint(0, num_ids, (int(lengths.sum()),), generator=generator)
+    return KeyedJaggedTensor(keys=list(FEATURES), values=values, lengths=lengths)
+
+
+def wide_ids(generator: torch.Generator) -> KeyedJaggedTensor:
+    """Ids of which a table has not enough rows: a managed collision module has to choose."""
+    return plain_ids(generator, 3 * NUM_ROWS)
+
+
+def variable_batch(generator: torch.Generator) -> KeyedJaggedTensor:
+    """Of each feature only so many samples, each used by several rows of the batch (`inverse_indices`)."""
+    sizes = torch.randint(2, BATCH_SIZE + 1, (NUM_FEATURES,), generator=generator).tolist()
+    lengths = torch.randint(0, MAX_LENGTH + 1, (sum(sizes),), generator=generator)
+    indices = [torch.randint(0, size, (BATCH_SIZE,), generator=generator) for size in sizes]
+    return KeyedJaggedTensor(
+        keys=list(FEATURES),
+        values=torch.randint(0, NUM_ROWS, (int(lengths.sum()),), generator=generator),
+        lengths=lengths,
+        stride_per_key_per_rank=[[size] for size in sizes],
+        inverse_indices=(list(FEATURES), torch.stack(indices)),
+    )
+
+
+# -- weights and optimizers -------------------------------------------------------------------------------------
+
+
+def draw_weights(module: nn.Module, seed: int, scale: float) -> None:
+    """Set all parameters, by name and not by the order in which modules were made."""
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for _, parameter in sorted(module.named_parameters()):
+            parameter.copy_(torch.randn(parameter.shape, generator=generator) * scale)
+
+
+def own_parameters(module: nn.Module) -> list[nn.Parameter]:
+    """Return the trained parameters that no backward updates: those of the dense optimizer."""
+    return [p for _, p in in_backward_optimizer_filter(module.named_parameters()) if p.requires_grad]
+
+
+# -- placements and plans ---------------------------------------------------------------------------------------
+
+Placement = Callable[[int], Any]
+"""Number of a table -> how it is sharded."""
+
+
+def whole(table: int) -> Any:
+    """A table on one rank, fused."""
+    return table_wise(rank=table % dist.get_world_size(), compute_kernel="fused")
+
+
+def whole_dense(table: int) -> Any:
+    return table_wise(rank=table % dist.get_world_size(), compute_kernel="dense")
+
+
+def rows(table: int) -> Any:
+    return row_wise(compute_kernel="fused")
+
+
+def copies(table: int) -> Any:
+    return data_parallel()
+
+
+def halves(first: int, second: int) -> Any:
+    """A table in two column shards, on two ranks or on one."""
+    size = dist.get_world_size()
+    return column_wise(ranks=[first % size, second % size])
+
+
+def plan_of(module: nn.Module, tables: Mapping[str, Any]) -> Any:
+    """Return the plan of one module: how each of its tables is sharded."""
+    size = dist.get_world_size()
+    return construct_module_sharding_plan(
+        module, per_param_sharding=dict(tables), local_size=size, world_size=size, device_type="cpu"
+    )
+
+
+def plan_by_place(module: nn.Module, place_of: Callable[[nn.Module], Placement | None]) -> ShardingPlan:
+    """Shard every TorchRec module inside a module, the outermost ones; `t3` is table 3, None leaves a module out."""
+    sharders = get_module_to_default_sharders()
+    plan: dict[str, Any] = {}
+    for name, inner in module.named_modules():
+        inside = any(name.startswith(f"{outer}.") for outer in plan)
+        place = None if type(inner) not in sharders or inside else place_of(inner)
+        if place is not None:
+            tables = sharders[type(inner)].shardable_parameters(inner)
+            plan[name] = plan_of(inner, {table: place(int(table.removeprefix("t"))) for table in tables})
+    return ShardingPlan(plan=plan)
