@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from itertools import groupby
 
 from .cuts import Cut, CutError, CutId, Head, as_list, as_words, group, read_head
-from .parts import PartName
+from .parts import PartName, read_header
 from .sink import DeltaSink
 
 _log = logging.getLogger(__name__)
@@ -99,6 +99,8 @@ class Chain:
             return self._first() if at is None else self._following(at)
         except CutError as err:
             start = None if at is None else self._start(newer_than=at)
+            if start is None and self._base_is_coming():
+                return None
             if start is None:
                 raise
             _log.warning("embedding deltas: begins again with the base of %s: %s", as_words(start.at), err)
@@ -117,10 +119,10 @@ class Chain:
                 if head.after is None or head.after <= at:
                     return _single(first, head)
                 problems.append(_does_not_follow(first, head, at))
-            elif first is newest and first.conflict is None:
-                waits = True
-            elif first is not by_generation[generation][-1] or first.conflict is not None:
+            elif self._is_broken(first):
                 problems.append(_lacks(first))
+            elif generation == newest.generation:
+                waits = True
             # else a crash in its first cut, which a newer generation has made good
         own = [cut for cut in by_generation.get(at[0], ()) if cut.at > at]
         if own and own[0].is_whole:
@@ -128,7 +130,7 @@ class Chain:
             if head.after is None or head.after == at:
                 return _single(own[0], head)
             problems.insert(0, _does_not_follow(own[0], head, at))
-        elif own and (len(own) > 1 or own[0].conflict is not None):
+        elif own and self._is_broken(own[0]):
             problems.insert(0, _lacks(own[0]))
         if problems and not waits:
             raise CutError("\n".join(problems))
@@ -141,11 +143,10 @@ class Chain:
         start = self._start(None)
         if start is not None:
             return start
-        by_generation, newest = self._by_generation(), self.cuts[-1]
-        if newest.missing and not newest.conflict and by_generation[newest.generation][0] is newest:
+        newest = self._by_generation()[self.cuts[-1].generation][0]
+        if not newest.is_whole and not self._is_broken(newest):
             return None  # it is being written
-        last = {cuts[-1] for cuts in by_generation.values()}  # a crash leaves those as they are
-        broken = [cut for cut in self.cuts if cut.conflict or (cut.missing and cut not in last)]
+        broken = [cut for cut in self.cuts if self._is_broken(cut)]
         raise CutError(
             f"no base of every rank is in the sink, which has {len(self.cuts)} cuts, from {as_words(self.cuts[0].at)} "
             f"to {as_words(self.cuts[-1].at)}: a replica that has nothing cannot begin. "
@@ -180,6 +181,28 @@ class Chain:
             for index in range(first, last + 1)
         )
         return Move(taken, is_base=True)
+
+    def _is_broken(self, cut: Cut) -> bool:
+        """Whether a cut will never be whole: it has a conflict, or a rank has written parts after one that it lacks.
+
+        Ranks write their parts in order, and one may be ahead of another. (One that a crash has left in parts is not
+        broken; a newer generation makes it good.)
+        """
+        if cut.conflict is not None:
+            return True
+        later = (other for other in self.cuts if other.generation == cut.generation and other.at > cut.at)
+        wrote_later = {name.rank for other in later for name in other.names}
+        return bool(cut.lacking_ranks & wrote_later)
+
+    def _base_is_coming(self) -> bool:
+        """Whether a cut that begins anew is being written: what is wrong before it does not matter then."""
+        for cut in reversed(self.cuts):
+            if cut.is_whole or self._is_broken(cut):
+                return False
+            first = cut.names[0]
+            if read_header(self.sink.read(str(first)), str(first)).is_base:
+                return True
+        return False
 
     def _by_generation(self) -> dict[int, list[Cut]]:
         return {number: list(cuts) for number, cuts in groupby(self.cuts, key=lambda cut: cut.generation)}

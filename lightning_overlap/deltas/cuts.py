@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
@@ -80,6 +81,13 @@ class Cut:
             expected = (own[0]._replace(chunk=chunk) for chunk in range(own[0].num_chunks))
             lacks += [str(name) for name in expected if name not in there]
         return tuple(lacks)
+
+    @cached_property
+    def lacking_ranks(self) -> frozenset[int]:
+        """The ranks of which a chunk is not there."""
+        num_there = Counter(name.rank for name in self.names)
+        num_chunks = {name.rank: name.num_chunks for name in self.names}
+        return frozenset(rank for rank in range(self.num_ranks) if num_there[rank] < num_chunks.get(rank, 1))
 
     @property
     def is_whole(self) -> bool:

@@ -142,6 +142,21 @@ class Training:
         self.whole = at
         self.marks.clear()
 
+    def crash_ahead(self) -> None:
+        """Crash when the first rank is two cuts ahead of the others, which have written neither."""
+        before = self.whole
+        for _ in range(2):
+            self.train(1)
+            at = (self.generation, self.step)
+            self.at_cut[at] = deepcopy(self.tables)
+            for name, data in self._part(0, base=self.whole is None):
+                self.sink.write(name, data)
+            if self.world_size == 1:
+                self.wholes.append(at)
+            self.whole = at
+        if self.world_size > 1:
+            self.whole = before
+
     def resume(self, checkpoint: Checkpoint, world_size: int, kind: int) -> None:
         """Go on from a checkpoint in a new generation; the next cut is its first."""
         parts = [name for name in map(PartName.parse, self.sink.names()) if name is not None]

@@ -73,6 +73,38 @@ def test_a_cut_that_is_being_written_is_waited_for(setup: Setup) -> None:
     setup.assert_at(1, 1)
 
 
+def test_a_rank_may_be_ahead_of_another(setup: Setup) -> None:
+    setup.cut()
+    setup.assert_at(1, 1)
+    setup.cut()
+    setup.cut()
+    late = {name: data for name, data in setup.sink.parts.items() if re.search("s0*[23]-r00001", name)}
+    setup.lose("s0*[23]-r00001")
+    assert setup.replica.update() == 0
+    setup.sink.parts |= {name: data for name, data in late.items() if "s000000000002" in name}
+    setup.assert_at(1, 2)
+    setup.sink.parts |= late
+    setup.assert_at(1, 3)
+
+
+def test_a_base_that_is_being_written_is_waited_for_where_a_part_never_came(setup: Setup) -> None:
+    setup.cut()
+    setup.assert_at(1, 1)
+    setup.cut()
+    setup.lose("s0*2-r00001")
+    setup.cut(bases=(0, 1))
+    lost = {name: data for name, data in setup.sink.parts.items() if "s000000000003-r00000" in name}
+    setup.lose("s0*3-r00000")
+    assert setup.replica.update() == 0
+    setup.sink.parts |= lost
+    setup.assert_at(1, 3)
+    setup.cut()
+    setup.lose("s0*4-r00001")
+    setup.cut()
+    setup.lose("s0*5-r00000")
+    assert "step 4 lacks g000001-s000000000004-r00001of00002-c*, and later parts" in setup.error()
+
+
 def test_a_crash_in_the_first_cut_of_all_is_made_good_by_the_next_generation(setup: Setup) -> None:
     setup.training.checkpoint()
     setup.crash()

@@ -22,6 +22,7 @@ from lightning_overlap.deltas import (
 from .histories import Crash, MemorySink, Training, assert_equal, empty_tables
 
 WORLD, KIND = st.integers(1, 4), st.integers(0, 2)
+AHEAD = 5
 SOMETIMES = st.sampled_from([True, False, False])
 
 
@@ -54,7 +55,7 @@ BEATS = st.builds(
     *[SOMETIMES] * 5,
 )
 FITS = st.builds(
-    Fit, st.lists(BEATS, max_size=6), st.one_of(st.none(), st.integers(0, 4)), st.integers(0, 9), WORLD, KIND
+    Fit, st.lists(BEATS, max_size=6), st.one_of(st.none(), st.integers(0, AHEAD)), st.integers(0, 9), WORLD, KIND
 )
 HISTORIES = st.lists(FITS, min_size=1, max_size=5)
 NAMED = (CutError, PartError, TablesError)
@@ -118,10 +119,14 @@ class Played:
                 self.live.update()
             if beat.is_late:
                 self.follower(makes=beat.updates, kept_bytes=1000 * beat.saves_after).update()
-        if fit.crashes_after is not None:
+        if fit.crashes_after == AHEAD:
+            training.crash_ahead()
+        elif fit.crashes_after is not None:
             training.train(1)
             with suppress(Crash):
                 training.cut(crash_after=fit.crashes_after)
+        if fit.kind:
+            self.live.update()
         training.resume(training.checkpoints[fit.checkpoint % len(training.checkpoints)], fit.world_size, fit.kind)
 
 
