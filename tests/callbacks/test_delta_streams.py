@@ -41,12 +41,20 @@ def test_no_race_in_any_mode(tmp_path: Path, name: str, pipeline: str, policy: s
 
 
 class MakesAnInput(Model):
-    """Makes the input of its second collection itself, which so runs in its own forward, on the compute stream."""
+    """Makes the input of a collection itself, which so runs in its own forward, on the compute stream."""
+
+    early = "ebc"
 
     def embeddings(self, collection: str, batch: Batch) -> Any:
         kjt = batch.inputs["sparse"][0]
         made = KeyedJaggedTensor(kjt.keys(), kjt.values(), lengths=kjt.lengths())
-        return getattr(self, collection)(kjt if collection == "ebc" else made)
+        return getattr(self, collection)(kjt if collection == self.early else made)
+
+
+class MakesAllInputs(MakesAnInput):
+    """Has all updates on the compute stream, while rows are gathered on the lookup stream."""
+
+    early = "none"
 
 
 def test_no_race_where_updates_are_on_two_streams(tmp_path: Path) -> None:
@@ -55,16 +63,15 @@ def test_no_race_where_updates_are_on_two_streams(tmp_path: Path) -> None:
 
 
 def test_rows_are_not_gathered_before_their_update(tmp_path: Path) -> None:
-    """In a mode whose lookups come before the backward nothing else lets the lookup stream wait for that."""
     gather = DeviceCopy.__init__
 
     def at_once(*args: Any, **kwargs: Any) -> None:
         with mock.patch.object(LookupOrder, "lookup_waits", return_value=None):
             gather(*args, **kwargs)
 
-    _train("two_collections", "semi_sync", "dedicated", tmp_path / "ordered", MakesAnInput)
+    _train("two_collections", "semi_sync", "dedicated", tmp_path / "ordered", MakesAllInputs)
     with mock.patch.object(DeviceCopy, "__init__", at_once), pytest.raises(RaceError):
-        _train("two_collections", "semi_sync", "dedicated", tmp_path / "unordered", MakesAnInput)
+        _train("two_collections", "semi_sync", "dedicated", tmp_path / "unordered", MakesAllInputs)
 
 
 @pytest.mark.parametrize("name", CASES)
