@@ -76,6 +76,18 @@ def test_a_module_is_kept_up_to_date_with_its_dense_part(training: Training) -> 
     assert all(parameter.requires_grad for parameter in module.parameters())
 
 
+def test_a_module_that_moves_is_followed(training: Training) -> None:
+    module = Model()
+    replica = Replica(module, training.sink)
+    replica.update()
+    for parameter in module.parameters():
+        parameter.data = parameter.data.clone()  # as `module.to(device)` does
+    training.train(2)
+    training.cut()
+    replica.update()
+    assert_equal(module.state_dict(), training.tables)
+
+
 def test_a_mapping_may_have_less_than_is_sent_and_more(training: Training) -> None:
     tables = {name: value for name, value in empty_tables().items() if name != TOP} | {"own": torch.ones(2)}
     replica = Replica(tables, training.sink)
