@@ -58,6 +58,7 @@ def _follow(replica: Replica, options: argparse.Namespace, stopped: threading.Ev
             server = stack.enter_context(ReplicaServer(replica, host, port))
             print(f"http://{server.host}:{server.port}/step", flush=True)
         told = None
+        print(f"following {replica.sink!r}", flush=True)
         replica.follow(options.every)
         while not stopped.wait(_WAIT_S):
             if replica.position is None:

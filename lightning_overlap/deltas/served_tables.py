@@ -35,7 +35,8 @@ class ServedTables:
     """
 
     def __init__(self, target: nn.Module | Mapping[str, Tensor] | None, optimizer_state: bool = False) -> None:
-        self._is_module = isinstance(target, nn.Module)
+        self._module = target if isinstance(target, nn.Module) else None
+        self._is_module = self._module is not None
         self._makes = target is None
         self._keeps_state = optimizer_state
         given = target.state_dict() if isinstance(target, nn.Module) else dict(target or {})
@@ -62,6 +63,8 @@ class ServedTables:
         """
         if self._makes:
             return
+        if self._module is not None:  # which may have been moved to another device since
+            self.tensors = {name: value for name, value in self._module.state_dict().items() if _is_plain(value)}
         sent = header.tables
         lacks = sorted(set(sent) - set(self.tensors))
         if lacks:

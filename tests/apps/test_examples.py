@@ -20,8 +20,14 @@ TORCHRUN = [sys.executable, "-m", "torch.distributed.run"]
     ("story", "python", "number"),
     [
         ("existing_module", [sys.executable], r"loss after 400 steps: (?P<loss>0\.\d+)"),
+        (
+            "serve_beside_training",
+            [sys.executable],
+            r"step 300: validation AUC trained (?P<auc>0\.\d+), served (?P=auc): equal\nage of the served tables",
+        ),
         ("torchrun", [*TORCHRUN, "--standalone", "--nproc-per-node", "2"], r"validation AUC: (?P<auc>0\.\d+)"),
     ],
+    ids=["existing_module", "serve_beside_training", "torchrun"],
 )
 def test_an_example_learns(story: str, python: list[str], number: str, tmp_path: Path) -> None:
     script = ROOT / "examples" / story / "train.py"

@@ -172,6 +172,7 @@ def test_the_command_serves_until_it_is_told_to_end(training: Training, tmp_path
         assert process.stdout is not None
         url = process.stdout.readline().strip().removesuffix("/step")
         assert url.startswith("http://127.0.0.1:")
+        assert process.stdout.readline() == f"following FolderSink('{tmp_path}/deltas')\n"
         assert process.stdout.readline().startswith("step 2 (generation 1)")
         training.train(1)
         training.cut()
