@@ -7,6 +7,7 @@ import time
 import uuid
 import warnings
 from contextlib import suppress
+from dataclasses import replace
 from typing import Any
 
 from lightning.pytorch import Callback, LightningModule, Trainer
@@ -19,6 +20,7 @@ from ..deltas import (
     Header,
     PartName,
     check_sink,
+    encode,
     parse_names,
     read_header,
     resolve_sink,
@@ -303,7 +305,7 @@ class EmbeddingDeltas(Callback):
         if self._answer is not None:
             state, written, is_whole = self._answer.wait()
             self._answer = None
-            self._hear(trainer, state, written)
+            self._hear(trainer, state, written, is_whole=bool(is_whole))
             if state == READY and self._is_due(self._step):
                 self._cut(is_whole=bool(is_whole))
         if self._is_due(self._step + 1):
@@ -319,11 +321,12 @@ class EmbeddingDeltas(Callback):
         state = FAILED if writer.error is not None else READY if writer.is_ready else BUSY
         self._answer = self._strategy.lowest((state, writer.written_step, not self._is_void))
 
-    def _hear(self, trainer: Trainer, state: int, written: int) -> None:
+    def _hear(self, trainer: Trainer, state: int, written: int, *, is_whole: bool) -> None:
         assert self._writer is not None
         if state == FAILED:
             self._raise_together(self._writer.error)
-        self._acknowledge(written)
+        if is_whole:  # else nothing after the void cut is applied before the base that is to come
+            self._acknowledge(written)
         behind = self._step - written
         for logger in trainer.loggers:
             values = {"deltas/steps_behind": float(behind), "deltas/bytes": float(self._writer.num_bytes)}
@@ -377,8 +380,10 @@ class EmbeddingDeltas(Callback):
         assert self._writer is not None
         if self._touched.settle():
             self._writer.submit(cut.step, cut.chunks)
-        else:
-            self._is_void = True  # all ranks begin anew with the next one; this one is never whole
+            return
+        header = replace(cut.header, is_void=True)
+        self._writer.submit(cut.step, lambda: [(str(header.name), encode(header))])
+        self._is_void = True  # all ranks send all rows with the next cut
 
     # -- the end ------------------------------------------------------------------------------------------------
 

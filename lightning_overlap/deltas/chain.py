@@ -127,6 +127,8 @@ class Chain:
         own = [cut for cut in by_generation.get(at[0], ()) if cut.at > at]
         if own and own[0].is_whole:
             head = self._head(own[0])
+            if head.is_void:
+                return self._start(newer_than=at)  # or waits for it
             if head.after is None or head.after == at:
                 return _single(own[0], head)
             problems.insert(0, _does_not_follow(own[0], head, at))
@@ -146,6 +148,8 @@ class Chain:
         newest = self._by_generation()[self.cuts[-1].generation][0]
         if not newest.is_whole and not self._is_broken(newest):
             return None  # it is being written
+        if any(cut.is_whole and self._head(cut).is_void for cut in self.cuts):
+            return None  # a base of every rank is to come
         broken = [cut for cut in self.cuts if self._is_broken(cut)]
         raise CutError(
             f"no base of every rank is in the sink, which has {len(self.cuts)} cuts, from {as_words(self.cuts[0].at)} "
@@ -160,7 +164,7 @@ class Chain:
             base_of: dict[int, int] = {}
             for index in reversed(range(len(cuts))):
                 cut = cuts[index]
-                if not cut.is_whole:
+                if not cut.is_whole or self._head(cut).is_void:
                     base_of.clear()  # what follows it was not applied to what is before it
                     continue
                 head = self._head(cut)

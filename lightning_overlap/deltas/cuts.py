@@ -107,11 +107,13 @@ class Head:
         header: Of one of its parts.
         after: The cut that it follows; None where every part is a base.
         bases: The ranks whose parts are bases.
+        is_void: Whether a rank says that the cut must not be applied.
     """
 
     header: Header
     after: CutId | None
     bases: frozenset[int]
+    is_void: bool
 
 
 def group(names: Iterable[str]) -> list[Cut]:
@@ -145,7 +147,8 @@ def read_head(sink: DeltaSink, cut: Cut) -> Head:
         followed = " and ".join(map(as_words, sorted(follows)))
         raise CutError(f"{as_words(cut.at)} does not fit together: its parts follow {followed}.")
     after = next(iter(follows), None)
-    return Head(headers[0], after, frozenset(header.rank for header in headers if header.is_base))
+    bases = frozenset(header.rank for header in headers if header.is_base)
+    return Head(headers[0], after, bases, any(header.is_void for header in headers))
 
 
 def read_parts(sink: DeltaSink, names: Iterable[PartName], head: Head) -> Iterator[tuple[Part, bytes]]:

@@ -105,6 +105,8 @@ class Header:
         global_step: Steps of the optimizers at the cut, as `Trainer.global_step`.
         time: When it was cut, in seconds since the epoch.
         tables: Name -> (rows, columns) of every table that the run sends, whether or not this chunk has rows of it.
+        is_void: Whether the cut must not be applied: somebody wrote tables while a rank copied its rows. A cut that is
+            a base of every rank follows it.
         schema: Version of all this.
     """
 
@@ -120,6 +122,7 @@ class Header:
     global_step: int
     time: float
     tables: dict[str, tuple[int, int]]
+    is_void: bool = False
     schema: int = SCHEMA
 
     @property

@@ -13,7 +13,7 @@ from lightning.pytorch.demos.boring_classes import BoringModel
 
 from lightning_overlap import MODES
 from lightning_overlap.callbacks import EmbeddingDeltas
-from lightning_overlap.deltas import Replica, decode, parse_names
+from lightning_overlap.deltas import Replica, decode, parse_names, read_header
 
 from ..support.cases import Case, TableSpec
 from ..support.fits import QUIET
@@ -27,6 +27,7 @@ from .delta_fits import (
     WritesTables,
     apply_in_order,
     differences,
+    fit_copying_slowly,
     fit_expecting,
     fit_marking_lookups,
     fit_with_deltas,
@@ -56,7 +57,7 @@ Fit = tuple[dict[int, Windows], Windows]
 """A rank's tables after each step of a fit, and in the end."""
 
 
-def _wrong(folder: Path, of_ranks: list[Fit], generation: int = 1) -> dict[object, object]:
+def wrong(folder: Path, of_ranks: list[Fit], generation: int = 1) -> dict[object, object]:
     """Every cut of a generation after which a replica is not what the tables were."""
     after = apply_in_order(folder)
     last = max(after)  # deferred updates are made before it, and after the end of the last step
@@ -71,7 +72,7 @@ def _wrong(folder: Path, of_ranks: list[Fit], generation: int = 1) -> dict[objec
     found["replica"] = [
         name for name, table in after[last].items() if not torch.equal(replica.state_dict()[name], table)
     ]
-    return {cut: wrong for cut, wrong in found.items() if wrong}
+    return {cut: differing for cut, differing in found.items() if differing}
 
 
 @pytest.mark.parametrize("num_ranks", [1, 2])
@@ -81,7 +82,7 @@ def test_a_replica_equals_the_tables_after_every_step(
 ) -> None:
     """With tables of every sharding."""
     of_ranks = get_ranks(num_ranks).run(fit_with_deltas, ALL, pipeline, str(tmp_path))
-    assert _wrong(tmp_path, of_ranks) == {}
+    assert wrong(tmp_path, of_ranks) == {}
     assert len(apply_in_order(tmp_path)) >= 8, "a sink this quick takes nearly every step's cut"
 
 
@@ -90,7 +91,7 @@ def test_a_replica_equals_the_tables_after_every_step(
 )
 def test_other_kinds_of_tables(ranks: Ranks, tmp_path: Path, name: str, pipeline: str) -> None:
     of_ranks = ranks.run(fit_with_deltas, OTHERS[name], pipeline, str(tmp_path), every_n_steps=2)
-    assert _wrong(tmp_path, of_ranks) == {}
+    assert wrong(tmp_path, of_ranks) == {}
 
 
 @pytest.mark.parametrize("pipeline", ["fused_sparse_dist", "semi_sync_deferred"])
@@ -98,7 +99,7 @@ def test_a_slow_sink_gets_fewer_cuts_each_with_the_last_values(ranks: Ranks, tmp
     of_ranks = ranks.run(
         fit_with_deltas, ALL, pipeline, str(tmp_path), num_steps=40, sink={"delay_s": 0.1}, deltas={"dense": False}
     )
-    assert _wrong(tmp_path, of_ranks) == {}
+    assert wrong(tmp_path, of_ranks) == {}
     assert len({name.step for name in parse_names(path.name for path in tmp_path.iterdir())}) < 30
 
 
@@ -108,7 +109,7 @@ def test_a_slow_sink_gets_fewer_cuts_each_with_the_last_values(ranks: Ranks, tmp
 def test_rows_marked_at_their_lookup_are_missed(ranks: Ranks, tmp_path: Path) -> None:
     """The mutant that all of the tests above have to see."""
     of_ranks = ranks.run(fit_marking_lookups, ALL, "semi_sync_deferred", str(tmp_path))
-    assert len(_wrong(tmp_path, of_ranks)) > 5
+    assert len(wrong(tmp_path, of_ranks)) > 5
 
 
 @pytest.mark.parametrize("hook", ["on_train_batch_start", "on_train_batch_end"])
@@ -116,18 +117,27 @@ def test_tables_that_the_user_writes_are_sent_whole(ranks: Ranks, tmp_path: Path
     """Between two steps a copy may be under way: rows of it may be of before and after the write."""
     writes = WritesTables(hook, every=3)
     of_ranks = ranks.run(fit_with_deltas, ALL, "fused_sparse_dist", str(tmp_path), callbacks=(writes,), num_steps=20)
-    assert _wrong(tmp_path, of_ranks) == {}
+    assert wrong(tmp_path, of_ranks) == {}
     assert len(apply_in_order(tmp_path)) >= 4
+
+
+def test_a_copy_that_a_write_has_torn_is_void(ranks: Ranks, tmp_path: Path) -> None:
+    """All ranks send all rows with the next cut, and a replica waits for it."""
+    writes = WritesTables("on_train_batch_start", every=4)
+    of_ranks = ranks.run(fit_copying_slowly, ALL, "semi_sync", str(tmp_path), callbacks=(writes,), num_steps=20)
+    assert wrong(tmp_path, of_ranks) == {}
+    headers = [read_header(path.read_bytes()) for path in tmp_path.glob("g*.arrow")]
+    assert {header.step for header in headers if header.is_void} >= {3, 7, 11}
 
 
 def test_tables_loaded_in_mid_run_are_sent_whole(ranks: Ranks, tmp_path: Path) -> None:
     of_ranks = ranks.run(fit_with_deltas, ALL, "semi_sync", str(tmp_path), callbacks=(LoadsTables(at=6),))
-    assert _wrong(tmp_path, of_ranks) == {}
+    assert wrong(tmp_path, of_ranks) == {}
 
 
 def test_evaluations_send_nothing(ranks: Ranks, tmp_path: Path) -> None:
     of_ranks = ranks.run(fit_with_deltas, ALL, "fused_sparse_dist", str(tmp_path), validates=True, val_check_interval=3)
-    assert _wrong(tmp_path, of_ranks) == {}
+    assert wrong(tmp_path, of_ranks) == {}
 
 
 def test_optimizer_states_go_with_their_rows(ranks: Ranks, tmp_path: Path) -> None:
@@ -159,7 +169,7 @@ def test_a_live_replica_ends_equal_after_a_crash(
     assert max(before)[1] >= killed_at - 3
     kwargs["ckpt_path"] = str(saved / f"step={resumed_at}.ckpt")
     of_ranks = get_ranks(then).run(fit_with_deltas, ALL, pipeline, str(sent), **kwargs)
-    assert _wrong(sent, of_ranks, generation=2) == {}
+    assert wrong(sent, of_ranks, generation=2) == {}
     assert (2, resumed_at) in apply_in_order(sent)
     first = [decode(path.read_bytes()) for path in sent.glob(f"g000002-s{resumed_at:012d}-*.arrow")]
     assert all(not part.header.is_base for part in first), "what the sink holds tells which rows to send again"
@@ -173,7 +183,7 @@ def test_a_timeline_that_was_left_is_corrected(ranks: Ranks, tmp_path: Path) -> 
     ranks.run(fit_with_deltas, ALL, "semi_sync", str(sent), ckpt_path=str(saved / "step=4.ckpt"), max_steps=6, **kwargs)
     of_ranks = ranks.run(fit_with_deltas, ALL, "semi_sync", str(sent), ckpt_path=str(saved / "step=8.ckpt"), **kwargs)
     generation = max(apply_in_order(sent))[0]
-    assert _wrong(sent, of_ranks, generation) == {}
+    assert wrong(sent, of_ranks, generation) == {}
 
 
 def test_a_sink_without_memory_gets_a_base(ranks: Ranks, tmp_path: Path) -> None:
@@ -184,7 +194,7 @@ def test_a_sink_without_memory_gets_a_base(ranks: Ranks, tmp_path: Path) -> None
     of_ranks = ranks.run(
         fit_with_deltas, ALL, "semi_sync", str(sent), ckpt_path=str(saved / "step=4.ckpt"), num_steps=12
     )
-    assert _wrong(sent, of_ranks, generation=2) == {}
+    assert wrong(sent, of_ranks, generation=2) == {}
 
 
 # -- bad input, bad sinks -------------------------------------------------------------------------------------------
@@ -212,7 +222,7 @@ def test_past_the_allowed_lag_training_stops_as_told(ranks: Ranks, tmp_path: Pat
     of_ranks = ranks.run(fit_with_deltas, ALL, "fused_sparse_dist", str(tmp_path), **kwargs)
     [num_steps] = {len(seen) for seen, _ in of_ranks}
     assert num_steps < 60
-    assert _wrong(tmp_path, of_ranks) == {}
+    assert wrong(tmp_path, of_ranks) == {}
 
 
 def test_a_lag_is_warned_of(ranks: Ranks, tmp_path: Path) -> None:
