@@ -9,6 +9,7 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor
 
+from ..runtime import LookupOrder
 from ..tables import KernelShards
 from .row_marks import DeviceMarks, HostMarks
 
@@ -97,35 +98,40 @@ class _Gathered:
 
 
 class DeviceCopy:
-    """A copy that the current stream makes; another one then takes it to the host, in the thread that asks for it.
+    """A copy that the lookup stream makes; another one then takes it to the host, in the thread that asks for it.
 
     Args:
         kernels: Each with its marks.
+        order: Of the lookup stream.
         copying: Stream that takes copies to the host; None where all memory is the host's.
         states: Whether to copy the optimizers' state too.
     """
 
     def __init__(
-        self, kernels: list[tuple[KernelShards, DeviceMarks]], copying: torch.cuda.Stream | None, *, states: bool
+        self,
+        kernels: list[tuple[KernelShards, DeviceMarks]],
+        order: LookupOrder,
+        copying: torch.cuda.Stream | None,
+        *,
+        states: bool,
     ) -> None:
-        self._copying = copying
+        self._copying, self._streams = copying, order.streams
         self._gathered = []
         first_shard = 0
-        for kernel, marks in kernels:
-            self._gathered.append(_gather(kernel, marks, first_shard, states=states))
-            first_shard += len(kernel.shards)
-        self._event = None if copying is None else torch.cuda.Event()
-        if self._event is not None:
-            self._event.record()
+        order.lookup_waits()  # a module's own forward has its update on the compute stream
+        with order.on_lookup():
+            for kernel, marks in kernels:
+                self._gathered.append(_gather(kernel, marks, first_shard, states=states))
+                first_shard += len(kernel.shards)
+        self._event = order.streams.record(order.lookup)
 
     def wait_copied(self) -> None:
         """Let the current stream wait until the rows have been gathered; the host does not wait."""
-        if self._event is not None:
-            torch.cuda.current_stream().wait_event(self._event)
+        self._streams.hand_to_caller((), self._event)
 
     def tables(self) -> list[CopiedTable]:
         """Wait for the gathering, take what is marked to the host, and return it."""
-        if self._copying is None or self._event is None:
+        if self._copying is None:
             return [table for gathered in self._gathered for table in _split(gathered)]
         with torch.cuda.device(self._copying.device), torch.cuda.stream(self._copying):
             self._event.synchronize()  # the sizes are the host's to know now, in this thread

@@ -142,6 +142,11 @@ class DeviceMarks:
         self._flags_R = torch.zeros(first[-1], dtype=torch.bool, device=device)
         self._num_ids = 0
 
+    @property
+    def tensors(self) -> list[Tensor]:
+        """All memory of the marks, which several streams use."""
+        return [self.ends_T, self._first_F, self._num_rows_F, self._flags_R]
+
     def add(self, looked_up: LookedUp) -> None:
         """Mark the rows of a lookup."""
         indices_N, offsets, batch_sizes = looked_up

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from ..runtime import CudaStreams, LookupOrder
+from ..runtime import LookupOrder
 from ..tables import KernelShards, TableShard, kernel_shards, num_fused_writes, sharded_modules
 from .copies import WEIGHT, CopiedTable, DeviceCopy, HostCopy, RowCopy, copy_on_host
 from .row_marks import DeviceMarks, HostMarks, LookedUp
@@ -42,7 +42,7 @@ class TouchedRows:
         self._modules = list(sharded_modules(model).values())
         self._kernels = [kernel for kernel in kernels if kernel.is_fused]
         self._order, self._states = order, states
-        self._on_device = isinstance(order.streams, CudaStreams)
+        self._on_device = order.streams.is_async
         self.shards: list[TableShard] = [shard for kernel in self._kernels for shard in kernel.shards]
         self.dense: list[tuple[TableShard, bool]] = [
             (shard, kernel.is_replicated) for kernel in kernels if not kernel.is_fused for shard in kernel.shards
@@ -50,7 +50,7 @@ class TouchedRows:
         self._marks: list[Any] = [self._new_marks(kernel) for kernel in self._kernels]
         self._copier = ThreadPoolExecutor(1, "copy of touched rows")
         device = self.shards[0].weight.device if self.shards else torch.device("cpu")
-        self._to_host = torch.cuda.Stream(device) if self._on_device else None
+        self._to_host = torch.cuda.Stream(device) if device.type == "cuda" else None
         self._copy: RowCopy | None = None
         self._writes_before: tuple[int, ...] = ()
         self._is_whole: bool | None = True
@@ -59,7 +59,9 @@ class TouchedRows:
     def _new_marks(self, kernel: KernelShards) -> HostMarks | DeviceMarks:
         num_rows = [shard.weight.shape[0] for shard in kernel.shards]
         if self._on_device:
-            return DeviceMarks(num_rows, kernel.table_of_feature, kernel.shards[0].weight.device)
+            marks = DeviceMarks(num_rows, kernel.table_of_feature, kernel.shards[0].weight.device)
+            self._order.hand_to_lookup(marks.tensors)
+            return marks
         return HostMarks(num_rows, kernel.table_of_feature)
 
     # -- marking ------------------------------------------------------------------------------------------------
@@ -132,11 +134,8 @@ class TouchedRows:
         marks = self._marks
         self._writes_before, self._is_whole = self.num_writes, None
         if self._on_device:
-            self._order.lookup_waits()  # a module's own forward has its update on the compute stream
-            with self._order.on_lookup():
-                self._copy = DeviceCopy(
-                    list(zip(self._kernels, marks, strict=True)), self._to_host, states=self._states
-                )
+            with_marks = list(zip(self._kernels, marks, strict=True))
+            self._copy = DeviceCopy(with_marks, self._order, self._to_host, states=self._states)
             return self._copy
         self._marks = [self._new_marks(kernel) for kernel in self._kernels]
         self._copy = HostCopy(self._copier.submit(self._copy_on_host, marks))

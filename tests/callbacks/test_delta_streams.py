@@ -1,0 +1,128 @@
+"""The order of streams on a device: what gathers rows comes after their update, and before the next one."""
+
+from __future__ import annotations
+
+import itertools
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torchrec import KeyedJaggedTensor
+
+from lightning_overlap import MODES
+from lightning_overlap.callbacks import EmbeddingDeltas
+from lightning_overlap.runtime import LookupOrder
+from lightning_overlap.testing import CheckedStreams, RaceError
+from lightning_overlap.tracking.copies import DeviceCopy, _gather_rows
+from lightning_overlap.tracking.row_marks import DeviceMarks, HostMarks, LookedUp
+
+from ..support.cases import ROWWISE_ADAGRAD, SEQUENCE, TWO_COLLECTIONS, Batch, Model
+from ..support.pairs import pairwise
+from ..testing.test_checked_streams import train
+from .delta_fits import Files, apply_in_order
+
+CASES = {case.name: case for case in (ROWWISE_ADAGRAD, SEQUENCE, TWO_COLLECTIONS)}
+POLICIES = ("current", "data_dist", "dedicated")
+
+
+def _train(name: str, pipeline: str, policy: str, folder: Path, module: type[Model] = Model) -> None:
+    deltas = EmbeddingDeltas(Files(str(folder)), 1, optimizer_state=True)
+    train(CASES[name], pipeline, policy, module, callbacks=[deltas])
+
+
+@pytest.mark.parametrize(("name", "pipeline", "policy"), pairwise(CASES, MODES, POLICIES))
+def test_no_race_in_any_mode(tmp_path: Path, name: str, pipeline: str, policy: str) -> None:
+    _train(name, pipeline, policy, tmp_path)
+    assert len(apply_in_order(tmp_path)) > 2
+
+
+class MakesAnInput(Model):
+    """Makes the input of a collection itself, which so runs in its own forward, on the compute stream."""
+
+    early = "ebc"
+
+    def embeddings(self, collection: str, batch: Batch) -> Any:
+        kjt = batch.inputs["sparse"][0]
+        made = KeyedJaggedTensor(kjt.keys(), kjt.values(), lengths=kjt.lengths())
+        return getattr(self, collection)(kjt if collection == self.early else made)
+
+
+class MakesAllInputs(MakesAnInput):
+    """Has all updates on the compute stream, while rows are gathered on the lookup stream."""
+
+    early = "none"
+
+
+def test_no_race_where_updates_are_on_two_streams(tmp_path: Path) -> None:
+    _train("two_collections", "fused_sparse_dist", "dedicated", tmp_path, MakesAnInput)
+    assert len(apply_in_order(tmp_path)) > 2
+
+
+def test_rows_are_not_gathered_before_their_update(tmp_path: Path) -> None:
+    gather = DeviceCopy.__init__
+
+    def at_once(*args: Any, **kwargs: Any) -> None:
+        with mock.patch.object(LookupOrder, "lookup_waits", return_value=None):
+            gather(*args, **kwargs)
+
+    _train("two_collections", "semi_sync", "dedicated", tmp_path / "ordered", MakesAllInputs)
+    with mock.patch.object(DeviceCopy, "__init__", at_once), pytest.raises(RaceError):
+        _train("two_collections", "semi_sync", "dedicated", tmp_path / "unordered", MakesAllInputs)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_flags_on_a_device_send_what_lists_on_a_host_do(tmp_path: Path, name: str) -> None:
+    """The same fit by way of either."""
+    _train(name, "semi_sync", "dedicated", tmp_path / "device")
+    with mock.patch.object(CheckedStreams, "is_async", False):
+        _train(name, "semi_sync", "dedicated", tmp_path / "host")
+    on_device, on_host = apply_in_order(tmp_path / "device"), apply_in_order(tmp_path / "host")
+    assert on_device[max(on_device)].keys() == on_host[max(on_host)].keys()
+    assert all(torch.equal(table, on_host[max(on_host)][key]) for key, table in on_device[max(on_device)].items())
+
+
+@given(st.data())
+def test_marks_are_the_rows_of_the_ids(data: st.DataObject) -> None:
+    """Flags and lists, whatever the tables, features, batch sizes and ids, of no row too: these count as row 0."""
+    num_rows = data.draw(st.lists(st.integers(1, 40), min_size=1, max_size=3))
+    table_of_feature = sorted(data.draw(st.lists(st.integers(0, len(num_rows) - 1), min_size=1, max_size=4)))
+    expected: list[set[int]] = [set() for _ in num_rows]
+    all_marks = [HostMarks(num_rows, table_of_feature), DeviceMarks(num_rows, table_of_feature, torch.device("cpu"))]
+    for _ in range(data.draw(st.integers(0, 6))):
+        varies = data.draw(st.booleans())
+        sizes = [data.draw(st.integers(0 if varies else 2, 3 if varies else 2)) for _ in table_of_feature]
+        bags = [[data.draw(st.lists(st.integers(-2, 45), max_size=3)) for _ in range(size)] for size in sizes]
+        for table, of_feature in zip(table_of_feature, bags, strict=True):
+            rows = [row for bag in of_feature for row in bag]
+            expected[table] |= {row if 0 <= row < num_rows[table] else 0 for row in rows}
+        flat = [bag for of_feature in bags for bag in of_feature]
+        indices = torch.tensor([row for bag in flat for row in bag], dtype=torch.int64)
+        offsets = torch.tensor([0, *itertools.accumulate(len(bag) for bag in flat)])
+        for marks in all_marks:
+            marks.add(LookedUp(indices, offsets, tuple(sizes) if varies else None))
+    for marks in all_marks:
+        assert [set(rows.tolist()) for rows in marks.rows()] == expected
+        assert [rows.tolist() for rows in marks.rows()] == [sorted(rows) for rows in expected]
+
+
+@given(st.lists(st.tuples(st.integers(1, 30), st.sampled_from([4, 8])), min_size=1, max_size=4), st.data())
+def test_rows_of_several_tables_are_gathered_at_once(shapes: list[tuple[int, int]], data: st.DataObject) -> None:
+    """Tables of one width that follow one another in memory, and any others."""
+    in_a_row = data.draw(st.booleans())
+    num_rows = [rows for rows, _ in shapes]
+    sizes = [rows * (4 if in_a_row else width) for rows, width in shapes]
+    flat = torch.randn(sum(sizes)).split(sizes)
+    parts = [one.view(rows, -1) for one, rows in zip(flat, num_rows, strict=True)]
+    if not in_a_row:
+        parts = [part.clone() for part in parts]
+    marks = DeviceMarks(num_rows, [0], torch.device("cpu"))
+    rows = torch.tensor(sorted(data.draw(st.sets(st.integers(0, sum(num_rows) - 1)))), dtype=torch.int64)
+    found = _gather_rows(parts, marks, rows)
+    for position, row in enumerate(rows.tolist()):
+        table = max(number for number, first in enumerate(marks.first_rows[:-1]) if first <= row)
+        own = parts[table][row - marks.first_rows[table]]
+        assert torch.equal(found[position, : own.numel()], own)
