@@ -156,6 +156,20 @@ def test_a_new_generation_that_is_being_written_is_waited_for(setup: Setup) -> N
     assert "the cut of generation 2, step 3 follows the cut of generation 1, step 2, which is not there" in said
 
 
+def test_a_crash_in_a_first_cut_hides_no_loss(setup: Setup) -> None:
+    setup.cut()
+    setup.assert_at(1, 1)
+    setup.cut()
+    setup.training.checkpoint()
+    setup.lose("s0*2-r00001")
+    for _ in range(2):
+        setup.training.resume(setup.training.checkpoints[0], 2, 0)
+        if setup.training.generation == 2:
+            setup.crash()
+    setup.training.cut()
+    assert "generation 3, step 2 follows the cut of generation 1, step 2, which is not there" in setup.error()
+
+
 LOSSES: dict[str, Callable[[Setup], str]] = {
     "a_part": lambda setup: "generation 1, step 3 lacks g000001-s000000000003-r00001of00002-c*, and later parts are",
     "a_chunk": lambda setup: f"generation 1, step 3 lacks {setup.lose('s0*3-r00000.*c00000')[0]}, and later parts are",
