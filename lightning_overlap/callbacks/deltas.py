@@ -249,9 +249,7 @@ class EmbeddingDeltas(Callback):
     # -- cuts ---------------------------------------------------------------------------------------------------
 
     def _header(self, after: tuple[int, int] | None) -> Header:
-        assert self._touched is not None
-        assert self._trainer is not None
-        assert self.run is not None
+        assert self._touched is not None and self._trainer is not None and self.run is not None  # noqa: PT018
         return Header(
             run=self.run,
             generation=self.generation,
