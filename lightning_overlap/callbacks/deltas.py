@@ -31,6 +31,7 @@ from ..distributed import Lowest
 from ..plugin import OverlapEmbeddingStrategy, logged_step
 from ..tables import sharded_state_names
 from ..tracking import TouchedRows
+from .agreement import Together
 from .cuts import Cut, DenseSource, base_chunks, merged_rows
 
 FAILED, BUSY, READY = range(3)
@@ -75,6 +76,8 @@ class EmbeddingDeltas(Callback):
         dense: bool = True,
         optimizer_state: bool = False,
     ) -> None:
+        if sink is None:
+            raise ValueError("EmbeddingDeltas takes a folder or a sink to send to (overlap-train: deltas.path=FOLDER).")
         if every_n_steps < 1:
             raise ValueError(f"every_n_steps is a number of batches, from 1 on, got {every_n_steps}.")
         if max_lag_steps is not None and max_lag_steps < every_n_steps:
@@ -127,14 +130,15 @@ class EmbeddingDeltas(Callback):
                 "callback out."
             )
         self._trainer, self._strategy, self._touched = trainer, strategy, touched
+        self._ranks = Together(strategy)
         self._writer = CutWriter(self._sink)
         shards = [*touched.shards, *(shard for shard, _ in touched.dense)]
         of_ranks = strategy.gather({shard.name: shard.shape for shard in shards})
         self._tables = {name: shape for of_rank in of_ranks for name, shape in of_rank.items()}
         self._dense = self._dense_source(pl_module, touched)
         self._last = self._step  # the step of the newest cut
-        self._together(lambda: check_sink(self._sink))
-        self._together(self._begin)
+        self._ranks.do(lambda: check_sink(self._sink))
+        self._ranks.do(self._begin)
         touched.attach()
 
     @property
@@ -159,33 +163,16 @@ class EmbeddingDeltas(Callback):
     def _is_first(self) -> bool:
         return self._strategy.global_rank == 0
 
-    def _together(self, do: Any) -> None:
-        """Do something on all ranks; if it fails on one, it fails on all, with the cause."""
-        error: BaseException | None = None
-        try:
-            do()
-        except Exception as err:
-            error = err
-        self._raise_together(error)
-
-    def _raise_together(self, error: BaseException | None) -> None:
-        said = self._strategy.gather(None if error is None else f"{type(error).__name__}: {error}")
-        if isinstance(error, ValueError) and len(set(said)) == 1:
-            raise error
-        causes = [f"rank {rank}: {cause}" for rank, cause in enumerate(said) if cause is not None]
-        if causes:
-            raise RuntimeError(f"embedding deltas cannot be sent. {'; '.join(causes)}") from error
-
     def _begin(self) -> None:
         """Begin a generation with a part of all rows, or of those that replicas may have otherwise."""
         assert self._touched is not None
-        names = self._on_first(lambda: [str(name) for name in parse_names(self._sink.names())])
+        names = self._ranks.ask_first(lambda: [str(name) for name in parse_names(self._sink.names())])
         known = parse_names(names)
         restored, self._restored = self._restored, None
         self.run = self.run if restored is None else restored["run"]
         self._check_run(known)
         if self.run is None:
-            self.run = self._on_first(lambda: uuid.uuid4().hex)
+            self.run = self._ranks.ask_first(lambda: uuid.uuid4().hex)
         written = max((name.generation for name in known), default=0)
         self.generation = 1 + max(written, self.generation, 0 if restored is None else restored["generation"])
         acknowledged = None if restored is None else restored["acknowledged"]
@@ -201,26 +188,12 @@ class EmbeddingDeltas(Callback):
             self._write_now(cut)
         self._last = self._step
 
-    def _on_first(self, ask: Any) -> Any:
-        """Return what rank 0 finds out; if it fails, all do."""
-        found: Any = None
-        error: Exception | None = None
-        if self._is_first:
-            try:
-                found = ask()
-            except Exception as err:
-                error = err
-        found, said = self._strategy.gather((found, None if error is None else f"{type(error).__name__}: {error}"))[0]
-        if said is not None:
-            raise RuntimeError(said) from error
-        return found
-
     def _check_run(self, known: list[PartName]) -> None:
         """Refuse a sink that has the parts of another training."""
         if not known:
             return
         newest = known[-1]
-        header: Header = self._on_first(lambda: read_header(self._sink.read(str(newest)), str(newest)))
+        header: Header = self._ranks.ask_first(lambda: read_header(self._sink.read(str(newest)), str(newest)))
         if header.run == self.run:
             return
         what = "this fit begins a training of its own" if self.run is None else f"this fit is of run {self.run}"
@@ -322,18 +295,23 @@ class EmbeddingDeltas(Callback):
     def _hear(self, trainer: Trainer, state: int, written: int, *, is_whole: bool) -> None:
         assert self._writer is not None
         if state == FAILED:
-            self._raise_together(self._writer.error)
+            self._ranks.raise_together(self._writer.error)
         if is_whole:  # else nothing after the void cut is applied before the base that is to come
             self._acknowledge(written)
         behind = self._step - written
         for logger in trainer.loggers:
-            values = {"deltas/steps_behind": float(behind), "deltas/bytes": float(self._writer.num_bytes)}
-            logger.log_metrics(values, step=logged_step(trainer))
+            logger.log_metrics(self._metrics(behind), step=logged_step(trainer))
         if self._max_lag is None or behind <= self._max_lag:
             self._is_late = False
         elif not self._is_late:
             self._is_late = True
             self._say_late(trainer, behind)
+
+    def _metrics(self, behind: int) -> dict[str, float]:
+        assert self._touched is not None and self._writer is not None  # noqa: PT018
+        waiting = self._touched.most
+        values = {"steps_behind": behind, "rows_waiting": waiting, "bytes": self._writer.num_bytes}
+        return {f"deltas/{name}": float(value) for name, value in values.items()}
 
     def _say_late(self, trainer: Trainer, behind: int) -> None:
         assert self._touched is not None
@@ -360,7 +338,7 @@ class EmbeddingDeltas(Callback):
         touched, after = self._touched, (self.generation, self._last)
         assert touched is not None
         if not is_whole:
-            self._together(lambda: self._write_base(after_all=True))
+            self._ranks.do(lambda: self._write_base(after_all=True))
         elif touched.num_writes != self._writes:
             with suppress(Exception):  # which the writer keeps: the ranks hear of it together
                 self._write_base(after_all=False)
@@ -395,12 +373,12 @@ class EmbeddingDeltas(Callback):
             self._answer = None
         self._settle()
         self._writer.wait()
-        self._raise_together(self._writer.error)
+        self._ranks.raise_together(self._writer.error)
         changed = self._touched.num_writes != self._writes
         left = self._step != self._last or bool(self._touched.most) or changed
         is_void = self._strategy.any_rank(self._is_void) or self._is_void
         if self._strategy.any_rank(left) or left or is_void:
-            self._together(lambda: self._write_last(is_base=is_void or changed, after_all=is_void))
+            self._ranks.do(lambda: self._write_last(is_base=is_void or changed, after_all=is_void))
         self._acknowledged = (self.generation, self._step)
         self._end()
 

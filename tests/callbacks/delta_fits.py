@@ -194,6 +194,18 @@ def fit_expecting(error: type[Exception], *args: Any, **kwargs: Any) -> str:
     return f"{said} steps: {len(seen.tables)}"
 
 
+def fit_managed(folder: str) -> str:
+    """Try to send the rows of a managed collision module; return the error."""
+    from tests.tables import supported_modules as kinds
+
+    case, module = kinds.CASES["managed_bags"], kinds.KindModel("managed_bags")
+    strategy = OverlapEmbeddingStrategy(sharding=kinds.make_plan(case, module))
+    trainer = make_trainer(strategy, callbacks=[EmbeddingDeltas(Files(folder))], limit_val_batches=0)
+    with pytest.raises(ValueError, match="assigned") as caught:
+        trainer.fit(module, datamodule=kinds.Batches(case, 2))
+    return str(caught.value)
+
+
 def fit_copying_slowly(*args: Any, **kwargs: Any) -> Any:
     """Train with copies of rows that take until the next forward is over, so that the user's hooks write meanwhile."""
 

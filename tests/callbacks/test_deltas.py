@@ -29,6 +29,7 @@ from .delta_fits import (
     differences,
     fit_copying_slowly,
     fit_expecting,
+    fit_managed,
     fit_marking_lookups,
     fit_with_deltas,
 )
@@ -234,6 +235,7 @@ def test_a_lag_is_warned_of(ranks: Ranks, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("kwargs", "match"),
     [
+        ({"sink": None}, r"takes a folder or a sink to send to \(overlap-train: deltas.path=FOLDER\)"),
         ({"every_n_steps": 0}, "every_n_steps is a number of batches, from 1 on, got 0"),
         ({"every_n_steps": 10, "max_lag_steps": 5}, "max_lag_steps=5 is below every_n_steps=10"),
         ({"on_lag": "wait"}, "on_lag is one of warn, stop, got 'wait'"),
@@ -241,10 +243,16 @@ def test_a_lag_is_warned_of(ranks: Ranks, tmp_path: Path) -> None:
 )
 def test_arguments_are_checked(tmp_path: Path, kwargs: dict[str, Any], match: str) -> None:
     with pytest.raises(ValueError, match=match):
-        EmbeddingDeltas(Files(str(tmp_path)), **kwargs)
+        EmbeddingDeltas(**{"sink": Files(str(tmp_path)), **kwargs})
 
 
 def test_another_strategy_is_refused(tmp_path: Path) -> None:
     trainer = Trainer(accelerator="cpu", callbacks=[EmbeddingDeltas(Files(str(tmp_path)))], max_epochs=1, **QUIET)
     with pytest.raises(ValueError, match="takes OverlapEmbeddingStrategy, which shards the tables, got SingleDevice"):
         trainer.fit(BoringModel())
+
+
+def test_rows_that_are_assigned_as_they_come_are_refused(get_ranks: Callable[..., Ranks], tmp_path: Path) -> None:
+    [said] = get_ranks(1).run(fit_managed, str(tmp_path))
+    assert "are assigned to ids, and evicted, as they come" in said
+    assert not list(tmp_path.iterdir())
