@@ -38,6 +38,7 @@ def modes(config: Config) -> list[Schedule]:
         Schedule.parse(own) if own else pipeline["name"],
         pipeline.get("staleness"),
         bool(pipeline.get("defer_update")),
+        bool(pipeline.get("frozen_window")),
     )
     others = [resolve_schedule(name) for name in config["compare"]]
     return [other for other in others if other != wanted] + [wanted]
@@ -57,6 +58,7 @@ PIPELINE_OPTIONS: Mapping[str, str] = {
     "schedule": "a table of one's own, in the place of the name's",
     "staleness": "of async_lookup, from 1 on",
     "defer_update": "true: a mode with a staleness updates tables after the next forward",
+    "frozen_window": "true: an exact mode updates tables with the optimizer step (trainer.accumulate_grad_batches)",
     "stash_gradients": "true: a mode with a staleness applies dense gradients as many steps late",
     "num_lookup_threads": "on a CPU, for the lookups of a mode with a staleness",
     "start_batch": "so many batches are trained exactly before a mode with a staleness begins",

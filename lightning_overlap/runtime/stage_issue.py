@@ -55,7 +55,7 @@ class StageIssuer:
         self._schedule = schedule
         self._prefetches = schedule.step_of(Stage.PREFETCH) is not None
         self._before = BEFORE_WITH_PREFETCH if self._prefetches else BEFORE
-        self._defers = schedule.step_of(Stage.EMBEDDING_UPDATE) is not None
+        self._defers = schedule.defers_update
 
     def reset(self) -> None:
         """Begin a run."""

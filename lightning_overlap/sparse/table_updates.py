@@ -106,9 +106,14 @@ class TableUpdates:
         for name in inflight.modules:
             self._make(name, inflight)
 
+    def drop(self, inflight: InFlightBatch) -> None:
+        """Wait for the gradients of a batch and leave the tables as they are."""
+        for state in inflight.modules.values():
+            state.deferred.drop()
+
     def make_before_forward(self, name: str) -> None:
-        """Make the updates that a module's own forward is to see: it sees all, whatever the staleness."""
-        waiting = [inflight for inflight in self._order.to_update.values() if name in inflight.modules]
+        """Make the updates that a module's own forward is to see: all that wait for no optimizer step."""
+        waiting = [inflight for inflight in self._order.due if name in inflight.modules]
         if waiting:
             self._order.lookup_waits()  # for the backward
             with self._order.on_lookup():
