@@ -275,11 +275,6 @@ class AccumulatingSchedule(Schedule):
         """None: the backward does not wait."""
         return None
 
-    @cached_property
-    def dense_owned_lookup(self) -> Step | None:
-        """None: the dense optimizer writes nothing either, so its tables are looked up with the others."""
-        return None
-
 
 def _parse_step(name: str, text: str) -> Step:
     match = _STEP_TEXT.fullmatch(text)
