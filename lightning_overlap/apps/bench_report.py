@@ -182,6 +182,13 @@ def evaluate(arms: Sequence[ArmTurns], batch_size: int | None, bound: float | No
     return results
 
 
+def _why_other(result: ArmResult) -> str:
+    """Return what makes an arm's losses other than the reference's, if it is meant to."""
+    if result.staleness:
+        return f"staleness {result.staleness}"
+    return "frozen window" if result.name.partition("/")[0].endswith("_frozen_window") else ""
+
+
 def _slowest(arm: ArmTurns, percent: float) -> float:
     return max(percentile([ms for turn in turns for ms in turn.step_ms], percent) for turns in arm.by_rank)
 
@@ -223,7 +230,7 @@ def table(results: Sequence[ArmResult]) -> str:
             or_dash(result.efficiency, "{:.0%}"),
         ]
         cells += [f"{result.peak_memory[name] / 2**20:,.0f} MiB" for name in memories]
-        same = "yes" if result.same_as_base else f"no (staleness {result.staleness})" if result.staleness else "NO"
+        same = "yes" if result.same_as_base else f"no ({_why_other(result)})" if _why_other(result) else "NO"
         rows.append([result.name, *cells, f"{result.final_loss:.9g}", same])
     return aligned(rows)
 

@@ -107,10 +107,19 @@ REFERENCE = "base"
 """The arm that the others are compared with; always trained."""
 
 
+def per_step(config: Config) -> int:
+    """Return how many batches an optimizer step has."""
+    return int(config["trainer"].get("accumulate_grad_batches") or 1)
+
+
 def our_arms(config: Config) -> dict[str, tuple[Schedule, str]]:
-    """Return every mode, as `mode` on the stream that the config names and as `mode/stream` on each other one."""
+    """Return every mode, as `mode` on the stream that the config names and as `mode/stream` on each other one.
+
+    Where gradients are accumulated, there is `fused_sparse_dist_frozen_window`, too.
+    """
     own: dict[str, tuple[Schedule, str]] = {}
-    for name, schedule in MODES.items():
+    windows = [resolve_schedule("fused_sparse_dist", frozen=True)] if per_step(config) > 1 else []
+    for name, schedule in {**MODES, **{window.name: window for window in windows}}.items():
         own[name] = (schedule, config["stream"]["name"])
         lookup = schedule.step_of(Stage.EMBEDDING_LOOKUP)
         if lookup is not None and lookup.offset > 0:
