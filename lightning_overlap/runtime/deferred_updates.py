@@ -142,11 +142,11 @@ class DeferredUpdates:
             beside_forward: Whether the update may overlap with the forward on the compute stream, because that forward
                 reads no table. Otherwise the update waits for all that the compute stream has been given.
         """
-        inflight = self._to_update.pop(index, None)
-        if inflight is None:
+        if index not in self._to_update:
             return
         assert self._sparse is not None
         self._observe("issue", step.stage, index)
+        inflight = self._to_update.pop(index)
         with InStage(step.stage, index, self._rank):
             # After its gradients, and after what read the tables on the compute stream: between two steps, or in a
             # module's own forward. Not after any other forward, which it is to overlap with.

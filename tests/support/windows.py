@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import nullcontext
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -16,17 +16,24 @@ from .cases import Case, make_batch
 from .reference import Factor, Result, collect, set_fused_rates, set_rates, set_up, split_data_parallel, to_device
 
 
-def windows_of(num_batches: int, k: int, first: int = 0) -> list[tuple[int, ...]]:
-    """Return the batches of each optimizer step of an epoch: k, at the epoch's end fewer; from a batch on."""
-    windows = [tuple(range(start, min(start + k, num_batches))) for start in range(0, num_batches, k)]
-    rest = [tuple(batch for batch in window if batch >= first) for window in windows]
-    return [window for window in rest if window]
+class Window(NamedTuple):
+    """The batches of an optimizer step."""
+
+    batches: tuple[int, ...]
+    k: int
+    """What their losses are divided by, where the window is cut short, too."""
+
+
+def windows_of(num_batches: int, k: int, first: int = 0) -> list[Window]:
+    """Return the windows of an epoch: of k batches, at its end of fewer; from a batch on."""
+    windows = [range(start, min(start + k, num_batches)) for start in range(0, num_batches, k)]
+    rest = [Window(tuple(batch for batch in window if batch >= first), k) for window in windows]
+    return [window for window in rest if window.batches]
 
 
 def train_windows(
     case: Case,
-    windows: Sequence[tuple[int, ...]],
-    k: int,
+    windows: Sequence[Window],
     *,
     factor: Factor = lambda step: 1.0,
     updates_in_backward: bool = False,
@@ -35,8 +42,7 @@ def train_windows(
 
     Args:
         case: The model and its data.
-        windows: The batches of each optimizer step.
-        k: What the losses are divided by, in a shorter window too.
+        windows: Of the training, in order.
         factor: Optimizer step -> what the learning rates are multiplied by.
         updates_in_backward: Update the tables as TorchRec does, in the backward of each batch, and look up after it.
     """
@@ -50,7 +56,7 @@ def train_windows(
     for step, window in enumerate(windows):
         set_rates(optimizer, factor(step))
         set_fused_rates(dmp, factor(step))
-        batches = [to_device(make_batch(case, index, rank), device) for index in window]
+        batches = [to_device(make_batch(case, index, rank), device) for index in window.batches]
         optimizer.zero_grad()
         found = [] if updates_in_backward else [_look_up(module, fused, batch) for batch in batches]
         for place, batch in enumerate(batches):
@@ -61,7 +67,7 @@ def train_windows(
             accumulates = isinstance(ddp, DistributedDataParallel) and place < len(batches) - 1
             with ddp.no_sync() if accumulates else nullcontext():
                 loss = dmp(batch, embeddings)
-                (loss / k).backward()
+                (loss / window.k).backward()
             losses.append(loss.detach())
             if updates_in_backward:
                 _update(*found[place][1:])
