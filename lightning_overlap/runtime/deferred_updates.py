@@ -69,18 +69,20 @@ class DeferredUpdates:
             del self._to_update[inflight.index]
             self._sparse.drop_update(inflight)
 
-    def make_for_second_forward(self) -> None:
-        """Make all updates: a second forward in one iteration sees what the first one's backward did.
+    def make_for_second_forward(self, inflight: InFlightBatch) -> None:
+        """Make all updates: a second forward of a batch sees what the first one's backward did.
 
         Raises:
-            RuntimeError: Some wait for the optimizer step, which asks for that forward.
+            RuntimeError: Some are of other batches of the optimizer step that asks for it, and come after that step.
         """
-        self.make_all()
-        if self.held:
+        if any(held.index < inflight.index for held in self.held):
             raise RuntimeError(
                 "the optimizer asks for several forwards in a step, each of which would see the update of the one "
                 "before, but with frozen_window=True updates come after the step: train without frozen_window."
             )
+        held_from, self._order.num_due = self._order.num_due, float("inf")
+        self.make_all()
+        self._order.num_due = held_from
 
     # -- updates that wait for a place in the schedule ------------------------------------------------------------
 

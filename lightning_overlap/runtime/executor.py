@@ -233,7 +233,7 @@ class Executor:
         assert current is not None, "next_batch() comes first"
         self._observe("issue", Stage.DENSE_FORWARD, current.index)
         if current.consumed:
-            self.updates.make_for_second_forward()
+            self.updates.make_for_second_forward(current)
         else:
             self.writes.check()
             if self._accumulating is not None and self._sparse is not None:
@@ -263,7 +263,7 @@ class Executor:
         if self._cursor > position:
             if stage is Stage.BACKWARD:
                 self._after_backward(current)
-                self._drop_lookups_ahead()
+                self._stages.drop_lookups(self._ahead())
             return
         self._trainer_stage.end()
         while self._cursor <= position:
@@ -447,9 +447,3 @@ class Executor:
             inflight.done[step.stage] = (step.stream, self._streams.record(step.stream))
             self._in_flight[inflight.index] = inflight
             self.num_fetched += 1
-
-    def _drop_lookups_ahead(self) -> None:
-        if self._sparse is not None:
-            for inflight in self._in_flight.values():
-                if inflight.index > self._iteration:
-                    self._sparse.drop_lookups(inflight)

@@ -114,6 +114,12 @@ class StageIssuer:
             if inflight.index > current.index:
                 self.issue(step, inflight, owners)
 
+    def drop_lookups(self, batches: list[InFlightBatch]) -> None:
+        """Forget the early results of some batches; the modules' own forward will run instead."""
+        if self._sparse is not None:
+            for inflight in batches:
+                self._sparse.drop_lookups(inflight)
+
     def receive_input(self, step: Step, inflight: InFlightBatch) -> None:
         """Assemble the received ids on the input dist's stream, and hand them to the stream of a step."""
         assert self._sparse is not None

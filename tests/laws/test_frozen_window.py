@@ -147,11 +147,15 @@ def test_tables_are_written_between_steps_only(two_ranks: Ranks, after: int, mes
 
 
 @pytest.mark.parametrize(
-    ("model", "message"),
-    [("manual", "with manual optimization"), ("asks_twice", "asks for several forwards in a step")],
+    ("model", "k", "message"),
+    [
+        ("manual", 1, "with manual optimization"),
+        ("asks_twice", 2, "asks for several forwards in a step"),
+        ("asks_twice", 1, "trained"),
+    ],
 )
-def test_what_has_no_window_is_refused(get_ranks: Callable[..., Ranks], model: str, message: str) -> None:
-    [text] = get_ranks(1).run(windows.message_of, TABLE_WISE, 1, model=model)
+def test_what_has_no_window_is_refused(get_ranks: Callable[..., Ranks], model: str, k: int, message: str) -> None:
+    [text] = get_ranks(1).run(windows.message_of, TABLE_WISE, k, model=model)
     assert message in text
 
 
