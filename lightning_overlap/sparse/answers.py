@@ -116,8 +116,8 @@ class Answers:
                     look_up_now = partial(self._look_up_when_called, pipelined.module, inflight, state)
             inflight.ran_unpipelined = True
             if self._options.holds_updates:
-                given = only_input(args, kwargs)
-                state = inflight.modules.setdefault(pipelined.name, ModuleContext(given, served=True))
+                own = ModuleContext(only_input(args, kwargs), served=True)
+                state = inflight.modules.setdefault(pipelined.name, own)
                 look_up_now = partial(self._look_up_deferring, pipelined.module, state, look_up_now)
         self._finish_lookups()
         self._updates.make_before_forward(pipelined.name)
@@ -208,22 +208,14 @@ class Answers:
         return found
 
     def _look_up_deferring(self, module: Any, state: ModuleContext, look_up_now: Callable[[], Any]) -> Any:
-        """Look up in the module's own forward, on the lookup stream, where its update is made with those of others."""
-        self._order.lookup_waits()
+        """Look up in the module's own forward, whose update is made with those of the others."""
         counts = lookup_counts(module)
-        with self._order.on_lookup(), deferring_update(module, state):
+        with deferring_update(module, state):
             found = look_up_now()
         done = lookups_since(module, counts)
         before = state.num_own_lookups or [0] * len(done)
         state.num_own_lookups = [a + b for a, b in zip(before, done, strict=True)]
-
-        def receive() -> Any:
-            with self._order.on_lookup():
-                received = found.wait()
-            self._order.hand_to_compute(received, self._order.lookup)
-            return received
-
-        return LazyEmbeddings(receive)
+        return found
 
     def _look_up_when_called(self, module: Any, inflight: InFlightBatch, state: ModuleContext) -> Any:
         """Look up ids that were sent early."""

@@ -390,9 +390,10 @@ class SparsePipeline:
             state.tensors_awaitable = None
         if state.served or not (state.output_dist_awaitables or state.embeddings is not None):
             return
-        for awaitable in [*state.output_dist_awaitables.values(), state.embeddings]:
-            if awaitable is not None:
-                awaitable.wait()
+        with self.order.on_lookup():  # their memory is this stream's
+            for awaitable in [*state.output_dist_awaitables.values(), state.embeddings]:
+                if awaitable is not None:
+                    awaitable.wait()
         take_back(module, state.num_lookups, self.order)
         state.num_lookups = []
         state.served = True

@@ -102,9 +102,15 @@ class TableUpdates:
         return True
 
     def make(self, inflight: InFlightBatch) -> None:
-        """Wait for the gradients of a batch and update the tables that were looked up early for it."""
+        """Wait for the gradients of a batch and update the tables that were looked up for it."""
+        # That of a module's own forward runs where autograd puts it: on the compute stream.
+        on_compute = any(state.num_own_lookups for state in inflight.modules.values())
+        if on_compute:
+            self._order.compute_waits()
         for name in inflight.modules:
             self._make(name, inflight)
+        if on_compute:
+            self._order.note_write()
 
     def drop(self, inflight: InFlightBatch) -> None:
         """Wait for the gradients of a batch and leave the tables as they are."""
