@@ -107,6 +107,8 @@ class DeferredUpdates:
 
     def begin_iteration(self) -> None:
         """Note that evaluations, checkpoints and callbacks between two steps have issued their work."""
+        for inflight in self._to_update.values():
+            inflight.batch = None  # trained; of what came with it only received ids are read once more
         self._between_steps = self._streams.record(StreamName.COMPUTE) if self._to_update else None
 
     def start(self, inflight: InFlightBatch) -> None:

@@ -40,16 +40,17 @@ ALL_KINDS = Case(
 class Data(Batches):
     """So many batches on each rank, with batches to validate on."""
 
-    def __init__(self, case: Case, *lengths: int, stateful: bool = False) -> None:
+    def __init__(self, case: Case, *lengths: int, stateful: bool = False, nones: tuple[int, ...] = ()) -> None:
         super().__init__(case)
-        self.lengths, self.stateful = lengths, stateful
+        self.lengths, self.stateful, self.nones = lengths, stateful, nones
 
     def train_dataloader(self) -> Any:
         rank = self.trainer.global_rank
         length = self.lengths[rank % len(self.lengths)]
         if self.stateful:
             return StatefulSized(self.case, length, rank)
-        return DataLoader([make_batch(self.case, index, rank) for index in range(length)], batch_size=None)
+        batches = [None if index in self.nones else make_batch(self.case, index, rank) for index in range(length)]
+        return DataLoader(batches, batch_size=None)
 
     def val_dataloader(self) -> DataLoader:
         rank = self.trainer.global_rank
@@ -102,6 +103,7 @@ def train(
     callbacks: tuple[Callback, ...] = (),
     ckpt_path: str | None = None,
     stateful: bool = False,
+    nones: tuple[int, ...] = (),
     **kwargs: Any,
 ) -> Result:
     """Train, k batches for each optimizer step; every warning but those of uneven ranks is an error."""
@@ -110,8 +112,9 @@ def train(
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message=".*another rank")
         warnings.filterwarnings("ignore", message=".*not overlapped")
+        warnings.filterwarnings("ignore", message=".*train_dataloader yielded None")
         warnings.filterwarnings("ignore", message=".*accumulates dense gradients only")
-        trainer.fit(module, datamodule=Data(case, *lengths, stateful=stateful), ckpt_path=ckpt_path)
+        trainer.fit(module, datamodule=Data(case, *lengths, stateful=stateful, nones=nones), ckpt_path=ckpt_path)
     return collect(module, trainer.optimizers[0], module.losses or [torch.zeros(())])
 
 

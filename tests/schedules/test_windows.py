@@ -1,4 +1,4 @@
-"""The tables of a frozen window: what `frozen_window` makes of a mode, and what is derived for batches without a step."""
+"""The tables of a frozen window: what `frozen_window` makes of a mode, and what comes of it before the step."""
 
 from __future__ import annotations
 
