@@ -77,7 +77,7 @@ def test_ranks_with_unequal_data(two_ranks: Ranks, lengths: tuple[int, int]) -> 
 
 
 def test_batches_that_are_none(two_ranks: Ranks) -> None:
-    """Lightning counts them, and steps at none of them: not at the epoch's last one, and so not for what came before."""
+    """Lightning counts them and steps at none of them: an epoch that ends with one loses what came before it."""
     actual = two_ranks.run(windows.train, TABLE_WISE, 4, lengths=(12,), nones=(1, 11))
     mine = [dataclasses.replace(result, losses=result.losses[:7]) for result in actual]
     _check(two_ranks, mine, TABLE_WISE, [Window((0, 2, 3), 4), Window((4, 5, 6, 7), 4)])
