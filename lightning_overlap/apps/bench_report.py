@@ -190,6 +190,14 @@ def _alike(arm: ArmTurns, base: ArmTurns, by_name: Mapping[str, ArmTurns]) -> Ar
     return by_name.get(f"{base.name}{plus}{precision}", base)
 
 
+def _why_other(result: ArmResult) -> str:
+    """Return what makes an arm's losses other than the reference's, if it is meant to."""
+    if result.staleness:
+        return f"staleness {result.staleness}"
+    name = result.name.partition("+")[0].partition("/")[0]
+    return "frozen window" if name.endswith("_frozen_window") else ""
+
+
 def _slowest(arm: ArmTurns, percent: float) -> float:
     return max(percentile([ms for turn in turns for ms in turn.step_ms], percent) for turns in arm.by_rank)
 
@@ -233,9 +241,8 @@ def table(results: Sequence[ArmResult]) -> str:
         cells += [f"{result.peak_memory[name] / 2**20:,.0f} MiB" for name in memories]
         precision = result.name.partition("+")[2]
         reference = f" ({base}+{precision})" if f"{base}+{precision}" in names else ""
-        same = f"yes{reference}" if result.same_as_base else f"no (staleness {result.staleness})"
-        if not (result.same_as_base or result.staleness):
-            same = f"no ({precision})" if precision and not reference else f"NO{reference}"
+        why = _why_other(result) or (precision if not reference else "")
+        same = f"yes{reference}" if result.same_as_base else f"no ({why})" if why else f"NO{reference}"
         rows.append([result.name, *cells, f"{result.final_loss:.9g}", same])
     return aligned(rows)
 

@@ -142,7 +142,9 @@ class _Bench:
 
     def _train(self, name: str, arm: Arm) -> Turn:
         config = self.config
-        meter = Meter(self.device, config["warm_up"], config["steps"], config["measured_steps"])
+        meter = Meter(
+            self.device, config["warm_up"], config["steps"], config["measured_steps"], config_checks.per_step(config)
+        )
         num_steps = config["warm_up"] + config["steps"] + config["measured_steps"] + 1 + DRAIN
         job = Job(
             config=config,

@@ -38,6 +38,7 @@ def modes(config: Config) -> list[Schedule]:
         Schedule.parse(own) if own else pipeline["name"],
         pipeline.get("staleness"),
         bool(pipeline.get("defer_update")),
+        bool(pipeline.get("frozen_window")),
     )
     others = [resolve_schedule(name) for name in config["compare"]]
     return [other for other in others if other != wanted] + [wanted]
@@ -57,6 +58,7 @@ PIPELINE_OPTIONS: Mapping[str, str] = {
     "schedule": "a table of one's own, in the place of the name's",
     "staleness": "of async_lookup, from 1 on",
     "defer_update": "true: a mode with a staleness updates tables after the next forward",
+    "frozen_window": "true: an exact mode updates tables with the optimizer step (trainer.accumulate_grad_batches)",
     "stash_gradients": "true: a mode with a staleness applies dense gradients as many steps late",
     "num_lookup_threads": "on a CPU, for the lookups of a mode with a staleness",
     "start_batch": "so many batches are trained exactly before a mode with a staleness begins",
@@ -105,13 +107,20 @@ REFERENCE = "base"
 """The arm that the others are compared with; always trained."""
 
 
+def per_step(config: Config) -> int:
+    """Return how many batches an optimizer step has."""
+    return int(config["trainer"].get("accumulate_grad_batches") or 1)
+
+
 def our_arms(config: Config) -> dict[str, tuple[Schedule, str]]:
     """Return every mode, as `mode` on the stream that the config names and as `mode/stream` on each other one.
 
-    Those that `arms` of the config asks for with a precision are there by that name, too: `mode+fp16`.
+    Where gradients are accumulated, there is `fused_sparse_dist_frozen_window`, too. Those that `arms` of the config
+    asks for with a precision are there by that name, too: `mode+fp16`.
     """
     own: dict[str, tuple[Schedule, str]] = {}
-    for name, schedule in MODES.items():
+    windows = [resolve_schedule("fused_sparse_dist", frozen=True)] if per_step(config) > 1 else []
+    for name, schedule in {**MODES, **{window.name: window for window in windows}}.items():
         own[name] = (schedule, config["stream"]["name"])
         lookup = schedule.step_of(Stage.EMBEDDING_LOOKUP)
         if lookup is not None and lookup.offset > 0:

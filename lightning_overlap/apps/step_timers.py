@@ -90,11 +90,15 @@ class Meter:
         warm_up: Steps before the timed ones.
         steps: Timed steps.
         measured: Steps to record collectives in.
+        per_optimizer_step: Batches of an optimizer step: a step's time is the mean over so many.
     """
 
-    def __init__(self, device: torch.device, warm_up: int, steps: int, measured: int) -> None:
+    def __init__(
+        self, device: torch.device, warm_up: int, steps: int, measured: int, per_optimizer_step: int = 1
+    ) -> None:
         self._device = device
         self._first, self._last = warm_up, warm_up + steps
+        self._per_optimizer_step = per_optimizer_step
         # What the first of them waits for was issued before.
         self._measured = range(self._last + 1, self._last + 2 + measured) if measured else range(0)
         self._recorder: SpanRecorder | None = None
@@ -161,8 +165,9 @@ class Meter:
         """Return what was seen."""
         synchronize(self._device)
         losses_S = torch.stack(self._losses).float().cpu()  # S steps
+        num = self._per_optimizer_step
         seen = Turn(
-            step_ms=[late - early for early, late in pairwise(map(self._clock.ms, self._marks))],
+            step_ms=[(late - early) / num for early, late in pairwise(map(self._clock.ms, self._marks[::num]))],
             window_ms=self._window_ms,
             losses=[loss.numpy().tobytes() for loss in losses_S],
             final_loss=float(losses_S[-1]),

@@ -30,7 +30,10 @@ PRIVATE_NAMES: Mapping[str, tuple[str, ...]] = {
     "lightning.pytorch.loops.optimization.automatic": ("_AutomaticOptimization",),
     "lightning.pytorch.loops.training_epoch_loop": ("_TrainingEpochLoop",),
     "_FitLoop": ("_data_fetcher", "_should_reload_train_dl", "setup_data"),
-    "_TrainingEpochLoop": ("_batches_that_stepped", "_broadcast_sigterm_tensor", "_should_check_val_fx", "advance"),
+    "_TrainingEpochLoop": (
+        *("_batches_that_stepped", "_broadcast_sigterm_tensor", "_should_accumulate", "_should_check_val_fx"),
+        "advance",
+    ),
     "Strategy": ("_layer_sync",),
     "Trainer": ("_teardown",),
     "ModelPruning": ("_parameters_to_prune",),
@@ -41,6 +44,11 @@ PRIVATE_NAMES: Mapping[str, tuple[str, ...]] = {
 def num_trained(trainer: Trainer) -> int:
     """Return how many batches a trainer has trained, over all epochs, those before a checkpoint included."""
     return trainer.fit_loop.epoch_loop.total_batch_idx + 1
+
+
+def accumulates(trainer: Trainer) -> bool:
+    """Return whether the optimizer step of the batch in training comes with a later batch."""
+    return trainer.fit_loop.epoch_loop._should_accumulate()
 
 
 class _AutomaticOptimizationMixin(_AutomaticOptimization):

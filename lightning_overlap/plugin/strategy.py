@@ -56,7 +56,7 @@ from .fetcher import LookaheadFetcher
 from .processes import StartsProcesses
 from .run import Evaluations, Run
 from .step_hooks import WalksSteps, runs_between_backward_and_step
-from .unsupported import refuse_callbacks, refuse_precision
+from .unsupported import refuse_callbacks, refuse_held_updates, refuse_precision
 
 STRATEGY_NAMES = {
     "overlap_embedding": "popen",
@@ -99,6 +99,9 @@ class OverlapEmbeddingStrategy(FailsTogether, EvaluatesAhead, WalksSteps, Starts
             the next forward, and update the tables then; the staleness stays what it is. An evaluation, a checkpoint
             and the end of an epoch find the tables up to date; a callback at the end of a batch finds them without
             that batch's update.
+        frozen_window: With `accumulate_grad_batches=k`, in an exact mode with sparse stages: update the tables with
+            the optimizer step, the k batches' updates in their order. All k lookups see the tables as of the
+            step before, so only one of k waits for an update. Without it tables are updated in every batch's backward.
         stash_gradients: In a mode of staleness k, let each step of the dense optimizers apply the gradients of k steps
             before, so that they are as old as the rows. The first k steps have none to apply; the last k steps'
             gradients are applied at the end of `fit`. A checkpoint holds those that wait.
@@ -123,8 +126,8 @@ class OverlapEmbeddingStrategy(FailsTogether, EvaluatesAhead, WalksSteps, Starts
 
     Raises:
         ValueError: Unknown mode, stream, precision or checkpoint format (the nearest names are listed), a Schedule
-            that cannot run, a `staleness`, `defer_update`, `stash_gradients`, `start_batch` or `end_batch` that the
-            mode does not take, or `async_checkpoint` with `checkpoint_format="full"`.
+            that cannot run, a `staleness`, `defer_update`, `frozen_window`, `stash_gradients`, `start_batch` or
+            `end_batch` that the mode does not take, or `async_checkpoint` with `checkpoint_format="full"`.
         TypeError: An argument of the wrong type.
     """
 
@@ -138,6 +141,7 @@ class OverlapEmbeddingStrategy(FailsTogether, EvaluatesAhead, WalksSteps, Starts
         quantized_comms: QuantizedComms = None,
         staleness: int | None = None,
         defer_update: bool = False,
+        frozen_window: bool = False,
         stash_gradients: bool = False,
         num_lookup_threads: int = 0,
         start_batch: int = 0,
@@ -149,7 +153,7 @@ class OverlapEmbeddingStrategy(FailsTogether, EvaluatesAhead, WalksSteps, Starts
         async_checkpoint: bool = False,
         **kwargs: Any,
     ) -> None:
-        self.schedule = resolve_schedule(pipeline, staleness, defer_update)
+        self.schedule = resolve_schedule(pipeline, staleness, defer_update, frozen_window)
         self._schedules = with_exact_warmup(self.schedule, start_batch, end_batch)
         self._num_lookup_threads = check_lookup_threads(num_lookup_threads, self.schedule)
         self.stream = stream
@@ -214,6 +218,8 @@ class OverlapEmbeddingStrategy(FailsTogether, EvaluatesAhead, WalksSteps, Starts
             side = self._lookup_stream if travels else StreamName.COMPUTE
             self._streams = make_streams(self.root_device, side)
         if fitting:
+            if self._holds_updates:
+                refuse_held_updates(self.lightning_module)
             self._run.train_with(self._make_pipeline(self.schedule, "training_step"))
             if self.quantized_comms is not None and self._consensus is not None:
                 warns = self.global_rank == 0
@@ -269,11 +275,15 @@ class OverlapEmbeddingStrategy(FailsTogether, EvaluatesAhead, WalksSteps, Starts
         if self.global_rank != 0:
             return
         schedulers = [c for c in trainer.callbacks if isinstance(c, GradientAccumulationScheduler)]  # type: ignore[attr-defined]
-        if trainer.accumulate_grad_batches != 1 or any(s.going_to_accumulate_grad_batches() for s in schedulers):
+        accumulates = trainer.accumulate_grad_batches != 1 or any(
+            s.going_to_accumulate_grad_batches() for s in schedulers
+        )
+        if accumulates and not self._holds_updates:
             number = f"accumulate_grad_batches={trainer.accumulate_grad_batches}"
             warnings.warn(
                 f"{type(schedulers[0]).__name__ if schedulers else number} accumulates dense gradients only: "
-                "fused tables are updated inside the backward of every batch.",
+                "fused tables are updated inside the backward of every batch. With frozen_window=True they are updated "
+                "with the optimizer step.",
                 UserWarning,
                 stacklevel=2,
             )
@@ -284,6 +294,11 @@ class OverlapEmbeddingStrategy(FailsTogether, EvaluatesAhead, WalksSteps, Starts
                 UserWarning,
                 stacklevel=2,
             )
+
+    @property
+    def _holds_updates(self) -> bool:
+        """Whether the updates of tables wait for the optimizer step."""
+        return self.schedule.accumulating is not None
 
     def _make_pipeline(self, schedule: Schedule, step: str) -> SparsePipeline:
         assert self.lightning_module is not None
@@ -302,6 +317,7 @@ class OverlapEmbeddingStrategy(FailsTogether, EvaluatesAhead, WalksSteps, Starts
             num_threads=self._num_lookup_threads if trains and self.root_device.type == "cpu" else 0,
             prefetches=schedule.step_of(Stage.PREFETCH) is not None,
             releases=self._release_features and trains,
+            holds_updates=self._holds_updates and trains,
             multi_node=self._groups.multi_node,
             any_rank=self.any_rank,
             timeout_s=self._group_timeout.total_seconds(),
@@ -325,6 +341,7 @@ class OverlapEmbeddingStrategy(FailsTogether, EvaluatesAhead, WalksSteps, Starts
             num_before=partial(fit_loop.num_trained, self._run.trainer),
             any_rank=self.any_rank,
             hooks_read_tables=runs_between_backward_and_step(self._run.trainer),
+            accumulates=partial(fit_loop.accumulates, self._run.trainer),
         )
 
     def _make_evaluation_executor(self, fetcher: LookaheadFetcher, sparse: SparsePipeline) -> Executor:

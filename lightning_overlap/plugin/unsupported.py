@@ -6,11 +6,11 @@ from collections.abc import Callable, Iterable, Mapping
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
-from lightning.pytorch import callbacks
+from lightning.pytorch import LightningModule, callbacks
 from lightning.pytorch.callbacks import BaseFinetuning, Callback, ModelPruning, StochasticWeightAveraging
 from torch import nn
 
-from ..tables import find_tables, sharded_modules
+from ..tables import find_tables, sharded_modules, why_never_held
 from . import fit_loop
 
 _TRUE = (
@@ -97,3 +97,22 @@ def refuse_callbacks(given: Iterable[Callback], model: nn.Module) -> None:
         for refusal in CALLBACKS:
             if isinstance(callback, refusal.callback) and refusal.applies(callback, model):
                 raise ValueError(f"{type(callback).__name__} cannot be used with sharded tables: {refusal.reason}.")
+
+
+def refuse_held_updates(module: LightningModule) -> None:
+    """Refuse a module whose tables cannot be updated with the optimizer step.
+
+    Raises:
+        ValueError: It steps its optimizers itself, or one of its sharded modules updates tables in their backward.
+    """
+    if not module.automatic_optimization:
+        raise ValueError(
+            "frozen_window=True: with manual optimization nobody says which backwards share an optimizer step. Use "
+            "automatic optimization with Trainer(accumulate_grad_batches=...)."
+        )
+    for name, sharded in sharded_modules(module).items():
+        reason = why_never_held(sharded)
+        if reason is not None:
+            raise ValueError(
+                f"frozen_window=True: the tables of {name!r} cannot wait for the optimizer step: {reason}."
+            )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from typing import Any
 
 from ..schedules import Stage, Step, StreamName
@@ -44,12 +45,59 @@ class DeferredUpdates:
         """Return how many updates, those of the batches right before it, a batch that is looked up now does not see."""
         return index - min(self._to_update, default=self.num_updated)
 
+    # -- updates that wait for an optimizer step ----------------------------------------------------------------
+
+    def hold(self, inflight: InFlightBatch) -> None:
+        """Let the updates from this batch on wait for `note_step`; that of a module's own forward, too."""
+        self._order.num_due = min(self._order.num_due, inflight.index)
+        inflight.defers_update = self._sparse is not None and self._sparse.can_defer_updates
+
+    def note_step(self, index: int) -> None:
+        """Say that the optimizer step of a batch has ended: no update up to it waits any longer."""
+        self.num_stepped = index + 1
+        self._order.num_due = float("inf")
+
+    @property
+    def held(self) -> list[InFlightBatch]:
+        """Batches whose update waits for an optimizer step."""
+        return [inflight for index, inflight in self._to_update.items() if index >= self._order.num_due]
+
+    def drop_held(self) -> None:
+        """Leave out the updates whose optimizer step will not come, on all ranks alike."""
+        for inflight in self.held:
+            assert self._sparse is not None
+            del self._to_update[inflight.index]
+            self._sparse.drop_update(inflight)
+
+    def make_for_second_forward(self, inflight: InFlightBatch) -> None:
+        """Make all updates: a second forward of a batch sees what the first one's backward did.
+
+        Raises:
+            RuntimeError: Some are of other batches of the optimizer step that asks for it, and come after that step.
+        """
+        if any(held.index < inflight.index for held in self.held):
+            raise RuntimeError(
+                "the optimizer asks for several forwards in a step, each of which would see the update of the one "
+                "before, but with frozen_window=True updates come after the step: train without frozen_window."
+            )
+        held_from, self._order.num_due = self._order.num_due, float("inf")
+        self.make_all()
+        self._order.num_due = held_from
+
+    # -- updates that wait for a place in the schedule ------------------------------------------------------------
+
     def refuse_writes(self) -> None:
         """Fail where the user wrote tables whose deferred update is still to come.
 
         Raises:
             RuntimeError: An update is still to come; the message says what to call before writing.
         """
+        if self.held:
+            raise RuntimeError(
+                "tables were written between two batches of one optimizer step, while updates of theirs wait for that "
+                "step (frozen_window): they would be applied on top. Write them after the step, or train without "
+                "frozen_window."
+            )
         if self._to_update:
             raise RuntimeError(
                 "tables were written between two steps, while an update of theirs is still to come "
@@ -59,6 +107,8 @@ class DeferredUpdates:
 
     def begin_iteration(self) -> None:
         """Note that evaluations, checkpoints and callbacks between two steps have issued their work."""
+        for inflight in self._to_update.values():
+            inflight.batch = None  # trained; of what came with it only received ids are read once more
         self._between_steps = self._streams.record(StreamName.COMPUTE) if self._to_update else None
 
     def start(self, inflight: InFlightBatch) -> None:
@@ -73,11 +123,19 @@ class DeferredUpdates:
         self._to_update[inflight.index] = inflight
 
     def make_all(self) -> None:
-        """Issue all deferred updates, on all ranks alike; what the compute stream runs afterwards finds them made."""
+        """Issue all updates that wait for no optimizer step, on all ranks alike.
+
+        What the compute stream runs afterwards finds them made.
+        """
         if self._to_update:
             step = Step(Stage.EMBEDDING_UPDATE, 0, self._order.lookup)
-            for index in sorted(self._to_update):
-                self.make(step, index)
+            for inflight in self._order.due:
+                self.make(step, inflight.index)
+
+    def make_up_to(self, index: int, step: Step, *, beside_forward: bool) -> None:
+        """Issue the updates of all batches up to one, as `make` does."""
+        for other in sorted(other for other in self._to_update if other <= index):
+            self.make(step, other, beside_forward=beside_forward)
 
     def make(self, step: Step, index: int, *, beside_forward: bool = False) -> None:
         """Issue the update of one batch; does nothing if it has been issued already.
@@ -88,11 +146,11 @@ class DeferredUpdates:
             beside_forward: Whether the update may overlap with the forward on the compute stream, because that forward
                 reads no table. Otherwise the update waits for all that the compute stream has been given.
         """
-        inflight = self._to_update.pop(index, None)
-        if inflight is None:
+        if index not in self._to_update:
             return
         assert self._sparse is not None
         self._observe("issue", step.stage, index)
+        inflight = self._to_update.pop(index)
         with InStage(step.stage, index, self._rank):
             # After its gradients, and after what read the tables on the compute stream: between two steps, or in a
             # module's own forward. Not after any other forward, which it is to overlap with.
@@ -117,9 +175,12 @@ class DeferredUpdates:
             made.
         """
         stepped = [index for index in sorted(self._to_update) if index < self.num_stepped]
-        for index in list(self._to_update):
-            if index not in stepped:
-                del self._to_update[index]  # neither the dense step nor the update
+        for index in [index for index in self._to_update if index not in stepped]:
+            inflight = self._to_update.pop(index)  # neither the dense step nor the update
+            with suppress(RuntimeError):  # a broken device must not hide what broke it
+                if self._sparse is not None:
+                    self._sparse.count_lookups(inflight, -1)
+        self._order.num_due = float("inf")
         try:
             batches = [self._to_update[index] for index in stepped]
             if self._sparse is not None and self._sparse.gradients_are_there(batches, timeout_s):

@@ -54,6 +54,7 @@ class Executor:
         num_before: Tells how many batches the training has had before the one that comes next.
         any_rank: Asks all ranks whether one of them says so, on the host; all of them wait for the answer.
         hooks_read_tables: Whether something of the user's runs between the backward and the end of the step.
+        accumulates: Whether the optimizer step of the batch whose forward begins comes with a later one.
     """
 
     def __init__(
@@ -70,9 +71,10 @@ class Executor:
         num_before: Callable[[], int] = lambda: 0,
         any_rank: Callable[[bool], bool] = bool,
         hooks_read_tables: bool = False,
+        accumulates: Callable[[], bool] = lambda: False,
     ) -> None:
         self._schedules = schedule
-        self._num_before = num_before
+        self._num_before, self._accumulates = num_before, accumulates
         self._first_batch = num_before()  # of this epoch, among all batches of the training
         self._source = source
         self._serving = sparse
@@ -105,10 +107,14 @@ class Executor:
 
     def _use_schedule(self, schedule: Schedule) -> None:
         """Walk this table from the next iteration on."""
+        self._last_of_window, self._accumulating = schedule, schedule.accumulating
+        self._walk(schedule)
+
+    def _walk(self, schedule: Schedule) -> None:
         self.schedule = schedule
         self._copy = next(step for step in schedule if step.stage is Stage.COPY_BATCH_TO_DEVICE)
         self._positions = {stage: schedule.position(stage) for stage in schedule.training_stages}
-        self._defers = schedule.step_of(Stage.EMBEDDING_UPDATE) is not None
+        self._defers = schedule.defers_update
         self._stages.use(schedule)
         self._backward.use(schedule)
         self._dense_owned = schedule.dense_owned_lookup
@@ -201,7 +207,7 @@ class Executor:
             self.stage_done(self.schedule.training_stages[-1])
             self._in_flight.pop(self._iteration, None)
             schedule = self._schedules.at(self._first_batch + self._iteration + 1)
-            if schedule is not self.schedule:
+            if schedule is not self._last_of_window:
                 self.updates.make_all()
                 self._use_schedule(schedule)
                 self._fill(self._iteration + 1)
@@ -227,9 +233,13 @@ class Executor:
         assert current is not None, "next_batch() comes first"
         self._observe("issue", Stage.DENSE_FORWARD, current.index)
         if current.consumed:
-            self.updates.make_all()  # a second forward in one iteration sees what the first one's backward did
+            self.updates.make_for_second_forward(current)
         else:
             self.writes.check()
+            if self._accumulating is not None and self._sparse is not None:
+                # The two tables differ below DENSE_FORWARD only.
+                self._walk(self._accumulating if self._accumulates() else self._last_of_window)
+                self.updates.hold(current)
         current.consumed = True
         self._trainer_stage.begin(Stage.DENSE_FORWARD, self._iteration, self._order.timer)
         self._in_forward = True
@@ -253,7 +263,7 @@ class Executor:
         if self._cursor > position:
             if stage is Stage.BACKWARD:
                 self._after_backward(current)
-                self._drop_lookups_ahead()
+                self._stages.drop_lookups(self._ahead())
             return
         self._trainer_stage.end()
         while self._cursor <= position:
@@ -279,6 +289,7 @@ class Executor:
     def drain(self) -> None:
         """Drop the batches that were fetched ahead; complete their collectives, on all ranks alike."""
         self.updates.make_all()
+        self.updates.drop_held()
         self._end.hear_all()
         ahead, sparse = self._ahead(), self._sparse
         self._reset()
@@ -289,7 +300,7 @@ class Executor:
 
     @contextmanager
     def without_lookups_ahead(self) -> Iterator[None]:
-        """Show the kernels' iteration counts without the lookups of batches that are still to be trained."""
+        """Show the kernels' iteration counts without the lookups of batches whose optimizer step is to come."""
         self._count_lookups_ahead(-1)
         try:
             yield
@@ -298,7 +309,7 @@ class Executor:
 
     def _count_lookups_ahead(self, times: int) -> None:
         if self._sparse is not None:
-            for inflight in self._ahead():
+            for inflight in [*self._ahead(), *self.updates.held]:
                 self._sparse.count_lookups(inflight, times)
 
     def abandon(self) -> None:
@@ -372,7 +383,8 @@ class Executor:
         elif stage is Stage.BACKWARD:
             self._after_backward(current)
         elif stage is Stage.OPTIMIZER_STEP:
-            self.updates.num_stepped = self._iteration + 1
+            if self.schedule is self._last_of_window:
+                self.updates.note_step(self._iteration)
             self._discover(current)
             # What comes between two steps (a callback's averages, clamps, norms) finds the tables written.
             self._order.compute_waits_for_update()
@@ -409,7 +421,7 @@ class Executor:
         if step.stage is Stage.EMBEDDING_UPDATE:
             current = self.current
             own_forward = current is not None and current.ran_unpipelined
-            self.updates.make(step, index, beside_forward=step.offset < 0 and not own_forward)
+            self.updates.make_up_to(index, step, beside_forward=step.offset < 0 and not own_forward)
             return
         if step.stage is Stage.COPY_BATCH_TO_DEVICE:
             self._fetch(step, index)
@@ -435,9 +447,3 @@ class Executor:
             inflight.done[step.stage] = (step.stream, self._streams.record(step.stream))
             self._in_flight[inflight.index] = inflight
             self.num_fetched += 1
-
-    def _drop_lookups_ahead(self) -> None:
-        if self._sparse is not None:
-            for inflight in self._in_flight.values():
-                if inflight.index > self._iteration:
-                    self._sparse.drop_lookups(inflight)

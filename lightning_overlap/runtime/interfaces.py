@@ -118,6 +118,9 @@ class SparseStages(Protocol):
     def embedding_update(self, inflight: InFlightBatch) -> None:
         """Wait for the gradients of a batch and update the tables."""
 
+    def drop_update(self, inflight: InFlightBatch) -> None:
+        """Wait for the gradients of a batch, leave the tables as they are, and take its lookups back."""
+
     def is_overwritten(self, batches: Iterable[InFlightBatch]) -> bool:
         """Whether somebody has written tables of this rank after they were looked up for one of these batches."""
 

@@ -30,13 +30,21 @@ class LookupOrder:
         """Told of every stage that either side issues."""
         self.to_update: dict[int, InFlightBatch] = {}
         """Batches whose update of the tables is still to come, by their number."""
+        self.num_due: float = float("inf")
+        """Updates of batches from this number on wait for an optimizer step."""
         self._written: Any = None  # event after the last write of a table on the compute stream
         self._updated: Any = None  # event after the last update of a table on the lookup stream
 
     def reset(self) -> None:
         """Begin a run: no update is to come."""
         self.to_update.clear()
+        self.num_due = float("inf")
         self._written = self._updated = None
+
+    @property
+    def due(self) -> list[InFlightBatch]:
+        """Batches whose update may be made at any time, the oldest first."""
+        return [self.to_update[index] for index in sorted(self.to_update) if index < self.num_due]
 
     def on_lookup(self) -> AbstractContextManager[Any]:
         """Make the lookup stream current."""

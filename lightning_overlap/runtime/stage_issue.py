@@ -55,7 +55,7 @@ class StageIssuer:
         self._schedule = schedule
         self._prefetches = schedule.step_of(Stage.PREFETCH) is not None
         self._before = BEFORE_WITH_PREFETCH if self._prefetches else BEFORE
-        self._defers = schedule.step_of(Stage.EMBEDDING_UPDATE) is not None
+        self._defers = schedule.defers_update
 
     def reset(self) -> None:
         """Begin a run."""
@@ -113,6 +113,12 @@ class StageIssuer:
         for step, inflight, owners in waiting:
             if inflight.index > current.index:
                 self.issue(step, inflight, owners)
+
+    def drop_lookups(self, batches: list[InFlightBatch]) -> None:
+        """Forget the early results of some batches; the modules' own forward will run instead."""
+        if self._sparse is not None:
+            for inflight in batches:
+                self._sparse.drop_lookups(inflight)
 
     def receive_input(self, step: Step, inflight: InFlightBatch) -> None:
         """Assemble the received ids on the input dist's stream, and hand them to the stream of a step."""

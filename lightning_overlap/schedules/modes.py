@@ -164,6 +164,43 @@ def defer_update(schedule: Schedule) -> Schedule:
     return Schedule(f"{schedule.name}_deferred", tuple(steps))
 
 
+def frozen_window(schedule: Schedule) -> Schedule:
+    """Return an exact mode that updates tables with the optimizer step, those of all batches of that step in order.
+
+    With gradients accumulated over k batches, no lookup of these k sees an update of another one, and each sees the
+    updates of all optimizer steps before. So within the window a lookup ahead need not wait for a backward
+    (`Schedule.accumulating`), and its ids are sent a batch earlier; only the first lookup of the next window waits.
+
+    Args:
+        schedule: A mode of staleness 0.
+
+    Raises:
+        ValueError: A mode with a staleness, without sparse stages, or that prefetches.
+    """
+    if schedule.staleness or not schedule.has_sparse_stages or schedule.step_of(_PREFETCH) is not None:
+        why = (
+            f"has a staleness of {schedule.staleness}, while a window sees all updates before it"
+            if schedule.staleness
+            else "keeps rows in a cache until their backward"
+            if schedule.has_sparse_stages
+            else "leaves the lookup to the modules"
+        )
+        raise ValueError(
+            f"frozen_window: {schedule.name!r} {why}. It is for sparse_dist, fused_sparse_dist and "
+            "fused_sparse_dist_after_optimizer."
+        )
+    lookup = schedule.step_of(_LOOKUP)
+    assert lookup is not None
+    ahead = lookup.offset > 0
+    steps = [
+        replace(step, offset=step.offset + ahead) if step.stage in (_COPY, _SPLITS, _DATA) else step
+        for step in schedule
+        if not (ahead and step is lookup)
+    ]
+    steps += [Step(_UPDATE, 0, lookup.stream), *([lookup] if ahead else [])]
+    return Schedule(f"{schedule.name}_frozen_window", tuple(steps))
+
+
 SEMI_SYNC_DEFERRED = defer_update(SEMI_SYNC)
 """`semi_sync` in which neither the embeddings nor the gradients stand on the critical path: still staleness 1."""
 

@@ -6,26 +6,31 @@ from collections.abc import Mapping
 from typing import TypeVar
 
 from ..text import unknown_name_message
-from .modes import MODES, MODES_BY_STALENESS, STREAMS, defer_update
+from .modes import MODES, MODES_BY_STALENESS, STREAMS, defer_update, frozen_window
 from .schedule import Schedule
 from .stages import StreamName
 
 _T = TypeVar("_T")
 
 
-def resolve_schedule(pipeline: str | Schedule, staleness: int | None = None, deferred: bool = False) -> Schedule:
+def resolve_schedule(
+    pipeline: str | Schedule, staleness: int | None = None, deferred: bool = False, frozen: bool = False
+) -> Schedule:
     """Return the schedule of a mode's name, or the given schedule.
 
     Args:
         pipeline: A mode's name, or a schedule.
         staleness: For the modes of `MODES_BY_STALENESS`; None for their default.
         deferred: Whether to defer the updates, see `defer_update`.
+        frozen: Whether to make them with the optimizer step, see `frozen_window`.
 
     Raises:
         ValueError: No mode has this name (the message lists the nearest names), the mode takes no staleness, or it
-            is less than 1, or the mode cannot defer its updates.
+            is less than 1, or the mode cannot defer its updates or make them with the optimizer step.
         TypeError: Neither a name nor a Schedule, or a staleness that is no number.
     """
+    if frozen:
+        return frozen_window(resolve_schedule(pipeline, staleness, deferred))
     if deferred:
         return defer_update(resolve_schedule(pipeline, staleness))
     schedule = pipeline if isinstance(pipeline, Schedule) else _named("pipeline", pipeline, MODES)

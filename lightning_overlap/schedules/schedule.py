@@ -112,6 +112,31 @@ class Schedule:
         return max(0, lookup.offset if above_backward else lookup.offset - 1)
 
     @cached_property
+    def defers_update(self) -> bool:
+        """Whether `BACKWARD` leaves the update of the tables to a later step."""
+        return self.step_of(Stage.EMBEDDING_UPDATE) is not None
+
+    @cached_property
+    def accumulating(self) -> AccumulatingSchedule | None:
+        """The table to walk for a batch whose gradients wait for the optimizer step of a later one; None: this one.
+
+        An exact table with `EMBEDDING_UPDATE` at offset 0, which stands below `OPTIMIZER_STEP`, makes the updates of
+        all batches of that step there. Before that nothing is written, so a lookup ahead does not wait for `BACKWARD`.
+        """
+        update = self.step_of(Stage.EMBEDDING_UPDATE)
+        if update is None or update.offset < 0 or self.staleness:
+            return None
+        steps = [step for step in self.steps if step is not update]
+        lookup, sent = self.step_of(Stage.EMBEDDING_LOOKUP), self.step_of(Stage.INPUT_DATA_DIST)
+        assert lookup is not None
+        assert sent is not None
+        forward = self.position(Stage.DENSE_FORWARD)
+        if lookup.offset > 0 and (sent.offset > lookup.offset or steps.index(sent) < forward):
+            steps.remove(lookup)
+            steps.insert(forward + 1, lookup)
+        return AccumulatingSchedule(self.name, tuple(steps))
+
+    @cached_property
     def fills_backward_wait(self) -> range:
         """Indices of the steps that may run inside `BACKWARD`, while autograd waits for other ranks (CPU only).
 
@@ -224,6 +249,30 @@ class EvaluationSchedule(Schedule):
     @cached_property
     def dense_owned_lookup(self) -> Step | None:
         """None: no optimizer step is on its way."""
+        return None
+
+
+class AccumulatingSchedule(Schedule):
+    """The table of a batch without an optimizer step, derived by `Schedule.accumulating`: no weight is written."""
+
+    @cached_property
+    def staleness(self) -> int:
+        """Zero: what a lookup does not see belongs to an optimizer step that is still to come."""
+        return 0
+
+    @cached_property
+    def defers_update(self) -> bool:
+        """Yes, until that step."""
+        return True
+
+    @cached_property
+    def fills_backward_wait(self) -> range:
+        """None: the backward does not wait."""
+        return range(0)
+
+    @cached_property
+    def received_in_backward(self) -> Step | None:
+        """None: the backward does not wait."""
         return None
 
 

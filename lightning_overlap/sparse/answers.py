@@ -17,6 +17,7 @@ from torchrec.distributed.types import LazyAwaitable
 from ..runtime import InFlightBatch, LookupOrder, timed
 from ..schedules import Stage, StreamName
 from ..tables import without_backward, without_graph
+from .lookup import deferring_update
 from .module_context import ModuleContext, autocast_of, wait_for
 from .options import SparseOptions
 from .pipelined_forward import EarlyEmbeddings, LazyEmbeddings, PipelinedForward, PipelinedForwards, only_input
@@ -114,6 +115,10 @@ class Answers:
                         return self._serve(inflight.index, state)
                     look_up_now = partial(self._look_up_when_called, pipelined.module, inflight, state)
             inflight.ran_unpipelined = True
+            if self._options.holds_updates:
+                own = ModuleContext(only_input(args, kwargs), served=True)
+                state = inflight.modules.setdefault(pipelined.name, own)
+                look_up_now = partial(self._look_up_deferring, pipelined.module, state, look_up_now)
         self._finish_lookups()
         self._updates.make_before_forward(pipelined.name)
         # checkpoint() drops what a forward saves and repeats it for that, on each rank for itself: no rank would find
@@ -200,6 +205,16 @@ class Answers:
         if counts is not None:
             self._order.lookup_waits()
             take_back(module, lookups_since(module, counts), self._order)
+        return found
+
+    def _look_up_deferring(self, module: Any, state: ModuleContext, look_up_now: Callable[[], Any]) -> Any:
+        """Look up in the module's own forward, whose update is made with those of the others."""
+        counts = lookup_counts(module)
+        with deferring_update(module, state):
+            found = look_up_now()
+        done = lookups_since(module, counts)
+        before = state.num_own_lookups or [0] * len(done)
+        state.num_own_lookups = [a + b for a, b in zip(before, done, strict=True)]
         return found
 
     def _look_up_when_called(self, module: Any, inflight: InFlightBatch, state: ModuleContext) -> Any:

@@ -151,6 +151,17 @@ class DeferredUpdate:
         self._under_way.clear()
         self._requests.clear()
 
+    def drop(self) -> None:
+        """Wait for the gradients that were sent, and leave the tables as they are."""
+        for request, _ in self._requests:
+            if request.req is not None:
+                request.req.wait()
+        self._backwards.clear()
+        self._sent = None
+        self._at_embeddings.clear()
+        self._under_way.clear()
+        self._requests.clear()
+
     def _apply_sent(self, use_rates: UseRates, *, retain_graph: bool) -> None:
         assert self._sent is not None
         use_rates(self._sent.rates)

@@ -38,7 +38,10 @@ def look_up(
             of this batch takes place at the rate that holds in its backward.
         defers_update: Whether `loss.backward()` stops at the received embeddings, and `state.deferred` keeps the rest.
     """
-    with _updates_at_present_rate(module, set_rates), _defers_update(module, state) if defers_update else nullcontext():
+    with (
+        _updates_at_present_rate(module, set_rates),
+        deferring_update(module, state) if defers_update else nullcontext(),
+    ):
         _look_up(module, state, owners)
 
 
@@ -77,13 +80,18 @@ def start_fused(
     for of_part in embeddings.values():
         if of_part.requires_grad:
             of_part.register_hook(before_update)
-    with _defers_update(module, state) if defers_update else nullcontext():
+    with deferring_update(module, state) if defers_update else nullcontext():
         _start_output_dist(module, state, embeddings)
 
 
 @contextmanager
-def _defers_update(module: Any, state: ModuleContext) -> Iterator[None]:
-    """Cut the graph of the embeddings of fused tables, of the lookups made meanwhile."""
+def deferring_update(module: Any, state: ModuleContext) -> Iterator[None]:
+    """Cut the graph of the embeddings of fused tables, of the lookups made meanwhile.
+
+    Args:
+        module: The sharded module.
+        state: The batch on its way through it; its `deferred` keeps what is cut off.
+    """
     owners = owners_of_parts(module)
     if WeightOwner.FUSED_BACKWARD not in owners:
         yield

@@ -58,6 +58,8 @@ class ModuleContext:
     """Event after which they are there, on the lookup's stream."""
     num_lookups: list[int] = field(default_factory=list)
     """What this batch added to the iteration count of each kernel."""
+    num_own_lookups: list[int] = field(default_factory=list)
+    """The same of the module's own forward, where its update waits for the optimizer step."""
     ids: KJTList | None = None
     """What was looked up, where somebody asked to keep it."""
 

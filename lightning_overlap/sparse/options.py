@@ -29,6 +29,8 @@ class SparseOptions:
             travel in 32 bits where all that stand for a row fit, and deferred updates wait for the backward's end.
         fills_waits: Whether steps of the schedule may run inside a backward, while it waits for other ranks.
         prefetches: Whether the schedule has a `PREFETCH` step, so that tables in a UVM cache can be looked up early.
+        holds_updates: Whether the updates of all batches of an optimizer step come with that step (`frozen_window`),
+            those of a module's own forward, too.
         timeout_s: How long a rank waits for one that is late.
 
     Raises:
@@ -48,6 +50,7 @@ class SparseOptions:
     multi_node: bool = False
     fills_waits: bool = True
     prefetches: bool = False
+    holds_updates: bool = False
     timeout_s: float = 1800
 
     def __post_init__(self) -> None:

@@ -88,8 +88,9 @@ class SparsePipeline:
 
     @property
     def can_defer_updates(self) -> bool:
-        """Whether an update can come later than its backward; on a CPU with one rank there is nothing to wait for."""
-        return self._trains and (self._group is not None or self.order.streams.is_async)
+        """Whether an update can come later than its backward; on a CPU with one rank no gradient is waited for."""
+        waits = self._group is not None or self.order.streams.is_async or self._options.holds_updates
+        return self._trains and waits
 
     def attach(self) -> None:
         """Stand in for the modules' forwards, an evaluation's before those of training."""
@@ -318,6 +319,11 @@ class SparsePipeline:
         """Wait for the gradients of a batch and update the tables that were looked up early for it."""
         self._updates.make(inflight)
 
+    def drop_update(self, inflight: InFlightBatch) -> None:
+        """Wait for the gradients of a batch, leave the tables as they are, and take its lookups back."""
+        self._updates.drop(inflight)
+        self.count_lookups(inflight, -1)
+
     # -- what is not used after all -----------------------------------------------------------------------------
 
     def is_overwritten(self, batches: Iterable[InFlightBatch]) -> bool:
@@ -365,7 +371,8 @@ class SparsePipeline:
         """Count the early lookups of a batch for the fused optimizers so many times more; -1: take them back."""
         self.finish_lookups()
         for name, state in inflight.modules.items():
-            take_back(self._forwards[name].module, [-times * num for num in state.num_lookups], self.order)
+            for num_lookups in (state.num_lookups, state.num_own_lookups):
+                take_back(self._forwards[name].module, [-times * num for num in num_lookups], self.order)
 
     def drain(self, inflight: InFlightBatch) -> None:
         """Complete every collective that was started for a batch, in the order of its stages."""
@@ -383,10 +390,12 @@ class SparsePipeline:
             state.tensors_awaitable = None
         if state.served or not (state.output_dist_awaitables or state.embeddings is not None):
             return
-        for awaitable in [*state.output_dist_awaitables.values(), state.embeddings]:
-            if awaitable is not None:
-                awaitable.wait()
+        with self.order.on_lookup():  # their memory is this stream's
+            for awaitable in [*state.output_dist_awaitables.values(), state.embeddings]:
+                if awaitable is not None:
+                    awaitable.wait()
         take_back(module, state.num_lookups, self.order)
+        state.num_lookups = []
         state.served = True
 
 

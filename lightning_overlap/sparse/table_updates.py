@@ -102,13 +102,24 @@ class TableUpdates:
         return True
 
     def make(self, inflight: InFlightBatch) -> None:
-        """Wait for the gradients of a batch and update the tables that were looked up early for it."""
+        """Wait for the gradients of a batch and update the tables that were looked up for it."""
+        # That of a module's own forward runs where autograd puts it: on the compute stream.
+        on_compute = any(state.num_own_lookups for state in inflight.modules.values())
+        if on_compute:
+            self._order.compute_waits()
         for name in inflight.modules:
             self._make(name, inflight)
+        if on_compute:
+            self._order.note_write()
+
+    def drop(self, inflight: InFlightBatch) -> None:
+        """Wait for the gradients of a batch and leave the tables as they are."""
+        for state in inflight.modules.values():
+            state.deferred.drop()
 
     def make_before_forward(self, name: str) -> None:
-        """Make the updates that a module's own forward is to see: it sees all, whatever the staleness."""
-        waiting = [inflight for inflight in self._order.to_update.values() if name in inflight.modules]
+        """Make the updates that a module's own forward is to see: all that wait for no optimizer step."""
+        waiting = [inflight for inflight in self._order.due if name in inflight.modules]
         if waiting:
             self._order.lookup_waits()  # for the backward
             with self._order.on_lookup():

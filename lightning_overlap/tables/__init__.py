@@ -52,6 +52,7 @@ from .supported_modules import spec_of as spec_of
 from .supported_modules import table_modules as table_modules
 from .supported_modules import tables_of as tables_of
 from .supported_modules import why_never_early as why_never_early
+from .supported_modules import why_never_held as why_never_held
 from .table import find_tables as find_tables
 from .table import has_tables as has_tables
 from .table import training_sharders as training_sharders

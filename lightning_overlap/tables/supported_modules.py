@@ -175,6 +175,15 @@ def why_never_early(module: Any, group: dist.ProcessGroup | None = None, *, pref
     return _why_other_ranks(module, group)
 
 
+def why_never_held(module: Any) -> str | None:
+    """Return why the updates of a module's tables cannot wait for an optimizer step, or None."""
+    kind = spec_of(module)
+    if kind is None or kind.owner is not None:
+        known = ", ".join(cls.__name__ for cls in TABLE_TYPES)
+        return f"only the updates of {known} can wait, got {type(module).__name__}"
+    return _why_cached(tables_of(module), False)
+
+
 def _why_cached(tables: Any, prefetches: bool) -> str | None:
     """Return why tables in a cache cannot be looked up early, or None. Read from the plan, the same on all ranks."""
     # A cache hands out its slots in the forward and uses them in the backward: a lookup in between may evict them,

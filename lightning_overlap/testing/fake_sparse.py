@@ -273,6 +273,11 @@ class FakeSparse:
         if inflight.index in self.to_update:  # it had a backward, and one that did not go all the way
             self._update(inflight.index)
 
+    def drop_update(self, inflight: InFlightBatch) -> None:
+        """Forget an update whose gradients have been sent."""
+        self.to_update.pop(inflight.index, None)
+        self.pending -= {(Stage.BACKWARD, inflight.index, name) for name in self.modules}
+
     def _update(self, index: int) -> None:
         self.begin(Stage.EMBEDDING_UPDATE, index)
         inflight, nth = self.to_update.pop(index)

@@ -31,6 +31,9 @@ class Tables:
             raise RuntimeError("link down")
         self.done.append(("make", inflight.index))
 
+    def count_lookups(self, inflight: InFlightBatch, times: int) -> None:
+        assert times == -1, "lookups of an update that is not made are taken back"
+
     def gradients_are_there(self, batches: Iterable[InFlightBatch], timeout_s: float) -> bool:
         return self.arrive
 

@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor
 from torchrec.distributed.embedding import EmbeddingCollectionSharder
 from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
 from torchrec.distributed.fbgemm_qcomm_codec import CommType, QCommsConfig, get_qcomm_codecs_registry
-from torchrec.distributed.model_parallel import DistributedModelParallel
+from torchrec.distributed.model_parallel import DataParallelWrapper, DistributedModelParallel
 from torchrec.distributed.types import ShardedModule, ShardedTensor, ShardingEnv
 
 from .cases import NUM_STEPS, Case, Model, dense_optimizer, make_batch, make_plan
@@ -59,10 +59,10 @@ def train(
     factor: Factor = lambda step: 1.0,
 ) -> Result:
     """Lookup, forward, backward, step, one batch after the other."""
-    rank, dmp, module, optimizer, device = _set_up(case, device_type)
+    rank, dmp, module, optimizer, device = set_up(case, device_type)
     losses = []
     for index in range(num_steps):
-        batch = _to(make_batch(case, index, rank), device)
+        batch = to_device(make_batch(case, index, rank), device)
         set_rates(optimizer, factor(index))
         set_fused_rates(dmp, factor(index))
         optimizer.zero_grad()
@@ -140,17 +140,11 @@ def train_delayed(
     With `waiting`, dense gradients are applied later, oldest first, each in a step of its own (there
     clipped to a norm of `clip`), the last ones at the end.
     """
-    split = dataclasses.replace(
-        case,
-        tables=tuple(
-            dataclasses.replace(table, collection=f"{table.collection}_dp") if _is_dp(table) else table
-            for table in case.tables
-        ),
-    )
-    rank, dmp, module, optimizer, device = _set_up(split, device_type)
+    split = split_data_parallel(case)
+    rank, dmp, module, optimizer, device = set_up(split, device_type)
     early = [name for name in sorted(split.collections) if not name.endswith("_dp")]
     late = [name for name in sorted(split.collections) if name.endswith("_dp")]
-    batches = [_to(make_batch(case, index, rank), device) for index in range(num_steps)]
+    batches = [to_device(make_batch(case, index, rank), device) for index in range(num_steps)]
     embeddings: dict[int, dict[str, Any]] = {}
 
     def look_up(num_updates: int) -> None:
@@ -191,6 +185,17 @@ def train_delayed(
     return collect(module, optimizer, losses)
 
 
+def split_data_parallel(case: Case) -> Case:
+    """Return a case whose data-parallel tables, which the dense optimizer writes, are in collections of their own."""
+    return dataclasses.replace(
+        case,
+        tables=tuple(
+            dataclasses.replace(table, collection=f"{table.collection}_dp") if _is_dp(table) else table
+            for table in case.tables
+        ),
+    )
+
+
 def set_rates(optimizer: torch.optim.Optimizer, factor: float) -> None:
     for group in optimizer.param_groups:
         group["lr"] = group.setdefault("first_lr", group["lr"]) * factor
@@ -226,8 +231,8 @@ def collect(module: Model, optimizer: torch.optim.Optimizer, losses: list[Tensor
     return Result(torch.stack(losses).cpu(), tables, dense, fused_state, dense_state)
 
 
-def _set_up(
-    case: Case, device_type: str
+def set_up(
+    case: Case, device_type: str, wrapper: DataParallelWrapper | None = None
 ) -> tuple[int, DistributedModelParallel, Model, torch.optim.Optimizer, torch.device]:
     rank, world_size = dist.get_rank(), dist.get_world_size()
     device = torch.device("cuda", rank) if device_type == "cuda" else torch.device("cpu")
@@ -239,6 +244,7 @@ def _set_up(
         device=device,
         plan=make_plan(case, module, world_size, device_type),
         sharders=_sharders(case, device),
+        data_parallel_wrapper=wrapper,
     )
     for name, state in weights.items():
         getattr(module, name).load_state_dict(state)
@@ -271,7 +277,7 @@ def _local(name: str, value: Any) -> dict[str, Tensor]:
     return {name: value.detach().cpu().clone()} if isinstance(value, Tensor) else {}
 
 
-def _to(batch: Any, device: torch.device) -> Any:
+def to_device(batch: Any, device: torch.device) -> Any:
     kjt, index = batch.inputs["sparse"]
     inputs = {"sparse": (kjt.to(device), index)}
     return dataclasses.replace(batch, dense=batch.dense.to(device), inputs=inputs, labels=batch.labels.to(device))

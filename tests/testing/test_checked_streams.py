@@ -44,10 +44,16 @@ OVERLAPPING = [name for name, mode in MODES.items() if mode.has_sparse_stages]
 
 
 def train(
-    case: Case, pipeline: str, stream: str = "dedicated", module: type[Model] = Model, **trainer_options: Any
+    case: Case,
+    pipeline: str,
+    stream: str = "dedicated",
+    module: type[Model] = Model,
+    *,
+    frozen_window: bool = False,
+    **trainer_options: Any,
 ) -> None:
     batches = [make_batch(case, index, 0) for index in range(7)]
-    options = {"sharding": plan_of(case, Model(case), 1), "stream": stream}
+    options = {"sharding": plan_of(case, Model(case), 1), "stream": stream, "frozen_window": frozen_window}
     with process_group("cpu"), warnings.catch_warnings():
         warnings.simplefilter("ignore")
         fit(Setting(lambda: module(case), batches, None, "cpu", 0, trainer_options, options), pipeline, races=True)
@@ -194,6 +200,17 @@ def test_the_users_code_finds_the_tables_written(name: str, pipeline: str, polic
     """Step or no step, in every hook that comes after a backward."""
     module, options = USERS[name]
     train(TABLE_WISE, pipeline, policy, module, **options)
+
+
+@pytest.mark.parametrize(
+    ("name", "pipeline", "policy"),
+    pairwise([*USERS], ["sparse_dist", "fused_sparse_dist"], STREAMS),
+)
+def test_no_race_in_a_frozen_window(name: str, pipeline: str, policy: str) -> None:
+    """Own forwards are looked up and updated on the lookup stream, too."""
+    module, options = USERS[name]
+    if name != "steps_by_hand":
+        train(MIXED, pipeline, policy, module, frozen_window=True, **{"accumulate_grad_batches": 3, **options})
 
 
 class UsesAStreamOfItsOwn(Model):

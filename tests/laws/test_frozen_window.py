@@ -1,0 +1,179 @@
+"""`frozen_window` equals the plain loop that looks up k batches, updates in order, and steps: bit for bit."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from lightning.pytorch.callbacks import GradientAccumulationScheduler
+
+from lightning_overlap import OverlapEmbeddingStrategy
+
+from ..sparse.update_rates import TWO_RATES, factor
+from ..support.cases import ROWWISE_ADAGRAD, SEQUENCE, TABLE_WISE, Case
+from ..support.ranks import Ranks
+from ..support.reference import Result
+from ..support.windows import Window, train_windows, windows_of
+from . import windows
+from .windows import ALL_KINDS
+
+
+def _check(ranks: Ranks, actual: list[Result], case: Case, expected: list[Window], **kwargs: Any) -> None:
+    reference = ranks.run_once(train_windows, case, expected, **kwargs)
+    found = [mine.differences(theirs) for mine, theirs in zip(actual, reference, strict=True)]
+    assert found == [[]] * ranks.world_size
+
+
+@pytest.mark.parametrize("k", [1, 4])
+@pytest.mark.parametrize("case", [ALL_KINDS, SEQUENCE, ROWWISE_ADAGRAD], ids=lambda case: case.name)
+def test_equals_the_plain_loop(ranks: Ranks, case: Case, k: int) -> None:
+    """30 batches: the last window of four has two."""
+    _check(ranks, ranks.run(windows.train, case, k), case, windows_of(30, k))
+
+
+def test_updates_in_every_backward_would_be_seen(ranks: Ranks) -> None:
+    """They are what accumulation does to the tables without the option."""
+    without = ranks.run(windows.train, ALL_KINDS, 4, options={"frozen_window": False})
+    _check(ranks, without, ALL_KINDS, windows_of(30, 4), updates_in_backward=True)
+    for mine, theirs in zip(without, ranks.run_once(train_windows, ALL_KINDS, windows_of(30, 4)), strict=True):
+        assert {"losses from step 1", "tables t0 [0, 0]"} & set(mine.differences(theirs))
+
+
+@pytest.mark.parametrize("pipeline", ["sparse_dist", "fused_sparse_dist_after_optimizer"])
+def test_other_modes(two_ranks: Ranks, pipeline: str) -> None:
+    _check(two_ranks, two_ranks.run(windows.train, ALL_KINDS, 3, pipeline=pipeline), ALL_KINDS, windows_of(30, 3))
+
+
+def test_between_hosts(get_ranks: Callable[..., Ranks]) -> None:
+    ranks = get_ranks(2, num_nodes=2)
+    _check(ranks, ranks.run(windows.train, ALL_KINDS, 4), ALL_KINDS, windows_of(30, 4))
+
+
+@pytest.mark.parametrize("case", [ALL_KINDS, SEQUENCE], ids=lambda case: case.name)
+def test_modules_that_run_their_own_forward(ranks: Ranks, case: Case) -> None:
+    """Their updates wait, too."""
+    actual = ranks.run(windows.train, case, 4, model="makes_input")
+    _check(ranks, actual, case, windows_of(30, 4))
+
+
+def test_a_window_of_every_epochs_own(two_ranks: Ranks) -> None:
+    scheduler = GradientAccumulationScheduler({0: 2, 1: 4})
+    actual = two_ranks.run(windows.train, TABLE_WISE, 1, callbacks=(scheduler,), lengths=(10,), max_epochs=3)
+    _check(two_ranks, actual, TABLE_WISE, [*windows_of(10, 2), *windows_of(10, 4), *windows_of(10, 4)])
+
+
+def test_max_steps(two_ranks: Ranks) -> None:
+    _check(two_ranks, two_ranks.run(windows.train, TABLE_WISE, 4, max_steps=5), TABLE_WISE, windows_of(20, 4))
+
+
+@pytest.mark.parametrize("lengths", [(11, 7), (6, 11)])
+def test_ranks_with_unequal_data(two_ranks: Ranks, lengths: tuple[int, int]) -> None:
+    """The last batch that all ranks have ends its window."""
+    actual = two_ranks.run(windows.train, TABLE_WISE, 4, lengths=lengths)
+    _check(two_ranks, actual, TABLE_WISE, windows_of(min(lengths), 4))
+
+
+def test_batches_that_are_none(two_ranks: Ranks) -> None:
+    """Lightning counts them and steps at none of them: an epoch that ends with one loses what came before it."""
+    actual = two_ranks.run(windows.train, TABLE_WISE, 4, lengths=(12,), nones=(1, 11))
+    mine = [dataclasses.replace(result, losses=result.losses[:7]) for result in actual]
+    _check(two_ranks, mine, TABLE_WISE, [Window((0, 2, 3), 4), Window((4, 5, 6, 7), 4)])
+
+
+def test_updates_take_the_rate_of_their_step(ranks: Ranks) -> None:
+    actual = ranks.run(windows.train, TWO_RATES, 3, model="scheduled")
+    _check(ranks, actual, TWO_RATES, windows_of(30, 3), factor=factor)
+
+
+def test_between_two_steps_tables_are_those_of_the_last_step(ranks: Ranks) -> None:
+    """An evaluation and a callback see them so, and an evaluation changes nothing."""
+    kwargs = {"val_check_interval": 3, "num_sanity_val_steps": 0}
+    for result, seen, versions in ranks.run(windows.watched, TABLE_WISE, 4, lengths=(10,), **kwargs):
+        assert [what for what, _ in seen].count("validation") == 3
+        assert versions == [step + 1 for _, step in seen]
+        assert len(result.losses) == 10
+
+
+@pytest.mark.parametrize(
+    ("stop", "rest"),
+    [
+        (8, windows_of(14, 4)),
+        # In the middle of the window of batches 4 to 7: batches 4 and 5 are in neither the tables nor the dense part.
+        (6, [*windows_of(4, 4), *windows_of(14, 4, first=6)]),
+    ],
+    ids=["border", "middle"],
+)
+def test_a_checkpoint_holds_the_last_optimizer_step(
+    ranks: Ranks, stop: int, rest: list[Window], tmp_path: Path
+) -> None:
+    kwargs = {"lengths": (14,), "stateful": True}
+    runs = ranks.run(windows.save_and_go_on, ROWWISE_ADAGRAD, 4, stop, str(tmp_path), **kwargs)
+    _check(ranks, [whole for whole, _, _ in runs], ROWWISE_ADAGRAD, windows_of(14, 4))
+    reference = ranks.run_once(train_windows, ROWWISE_ADAGRAD, rest)
+    for (_, resumed, counts), theirs in zip(runs, reference, strict=True):
+        expected = dataclasses.replace(theirs, losses=theirs.losses[-(14 - stop) :])
+        assert resumed.differences(expected) == []
+        assert set(counts) <= {stop // 4 * 4}
+
+
+def test_a_stop_in_a_window_leaves_its_batches_out(ranks: Ranks) -> None:
+    """Lightning makes no step for them: their updates are left out with it."""
+    actual = ranks.run(windows.stopped, TABLE_WISE, 4, 6)
+    reference = ranks.run_once(train_windows, TABLE_WISE, windows_of(4, 4))
+    for mine, theirs in zip(actual, reference, strict=True):
+        assert len(mine.losses) == 6
+        assert dataclasses.replace(mine, losses=mine.losses[:4]).differences(theirs) == []
+
+
+@pytest.mark.parametrize(
+    ("place", "batch"),
+    [
+        ("issue dense_forward", 6),
+        ("issue embedding_lookup", 7),
+        ("issue backward", 7),
+        ("issue embedding_update", 4),
+    ],
+)
+def test_an_error_in_a_window_leaves_all_of_its_step_or_nothing(ranks: Ranks, place: str, batch: int) -> None:
+    """The step of batches 4 to 7: made where the error comes in the middle of its updates."""
+    num = 8 if place == "issue embedding_update" else 4
+    reference = ranks.run_once(train_windows, TABLE_WISE, windows_of(num, 4))
+    runs = ranks.run(windows.failing, TABLE_WISE, 4, place, batch)
+    for (left, num_trained), theirs in zip(runs, reference, strict=True):
+        assert dataclasses.replace(left, losses=theirs.losses).differences(theirs) == []
+        assert num_trained == 6
+
+
+@pytest.mark.parametrize(("after", "message"), [(6, "between two batches of one optimizer step"), (8, "trained")])
+def test_tables_are_written_between_steps_only(two_ranks: Ranks, after: int, message: str) -> None:
+    for text in two_ranks.run(windows.writing, TABLE_WISE, 4, after):
+        assert message in text
+
+
+@pytest.mark.parametrize(
+    ("model", "k", "message"),
+    [
+        ("manual", 1, "with manual optimization"),
+        ("asks_twice", 2, "asks for several forwards in a step"),
+        ("asks_twice", 1, "trained"),
+    ],
+)
+def test_what_has_no_window_is_refused(get_ranks: Callable[..., Ranks], model: str, k: int, message: str) -> None:
+    [text] = get_ranks(1).run(windows.message_of, TABLE_WISE, k, model=model)
+    assert message in text
+
+
+@pytest.mark.parametrize(
+    ("pipeline", "message"),
+    [
+        ("base", "'base' leaves the lookup to the modules"),
+        ("prefetch", "'prefetch' keeps rows in a cache"),
+        ("semi_sync", "'semi_sync' has a staleness of 1"),
+    ],
+)
+def test_a_mode_that_cannot_is_refused(pipeline: str, message: str) -> None:
+    with pytest.raises(ValueError, match=f"frozen_window: {message}"):
+        OverlapEmbeddingStrategy(pipeline, frozen_window=True)
