@@ -42,7 +42,7 @@ def add_or_override(argument: str) -> str:
 def run_job(job: Callable[[dict[str, Any], Path], _T], composed: DictConfig) -> _T | None:
     """Call `job(config, run folder)`; what a user can mend ends the process with one line."""
     try:
-        return job(_plain(composed), Path(HydraConfig.get().runtime.output_dir))
+        return _as_rank(job, _plain(composed), Path(HydraConfig.get().runtime.output_dir))
     except launch.InterruptedRunError as err:
         _fail(str(err), err.exit_code)
     except launch.RankFailedError as err:
@@ -52,6 +52,21 @@ def run_job(job: Callable[[dict[str, Any], Path], _T], composed: DictConfig) -> 
             raise
         _fail(f"{type(err).__name__}: {err}")
     return None
+
+
+def _as_rank(job: Callable[[dict[str, Any], Path], _T], config: dict[str, Any], folder: Path) -> _T:
+    """Call a job; where it fails as a rank that a launcher started, all ranks tell the first cause, once and last."""
+    try:
+        return job(config, folder)
+    except Exception as err:
+        if not launch.under_launcher():
+            raise
+        from ..distributed import is_told_last  # the job has imported torch by now, or a wrong name has ended it
+
+        if not is_told_last(err):
+            raise
+        sys.excepthook(type(err), err, err.__traceback__)
+    raise SystemExit(1)
 
 
 def run_on_ranks(config: dict[str, Any], folder: Path, worker: str, about: str) -> None:

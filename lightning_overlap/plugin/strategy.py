@@ -181,7 +181,6 @@ class OverlapEmbeddingStrategy(FailsTogether, EvaluatesAhead, WalksSteps, Starts
             if fitting:
                 refuse_callbacks(trainer.callbacks, self.model)  # type: ignore[attr-defined]
             self.join_groups()
-            self.expect_failures()
             evaluations = Evaluations(
                 partial(self._make_pipeline, self.schedule.evaluation), self._make_evaluation_executor
             )
