@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from hydra.core.hydra_config import HydraConfig
+from hydra.errors import HydraException
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
@@ -20,6 +21,8 @@ from . import launch
 
 _OPTION = re.compile(r"(data|model|trainer|pipeline|stream|sharding|logger|callbacks|strategy|latency)\.[\w.]+=")
 _CHOICE = re.compile(r"(?P<group>\w+)=(?P<names>[\w,]+)")
+_WANTS_TRACEBACK = os.environ.get("HYDRA_FULL_ERROR") == "1"
+"""Whether the user asks for tracebacks."""
 _T = TypeVar("_T")
 
 
@@ -31,7 +34,22 @@ def main(hydra_main: Callable[[], Any]) -> None:
     sys.argv[1:] = map(add_or_override, arguments)
     if launch.under_launcher() and launch.rank() != 0:
         sys.argv += ["hydra.run.dir=.", "hydra.output_subdir=null"]  # one run folder is enough
-    hydra_main()
+    # Hydra prints a traceback for a folder that it cannot make: it hands every error on then.
+    os.environ["HYDRA_FULL_ERROR"] = "1"
+    try:
+        hydra_main()
+    except (HydraException, OmegaConfBaseException) as err:
+        if _WANTS_TRACEBACK:
+            raise
+        because = f"\n{err.__cause__}" if isinstance(err.__cause__, OmegaConfBaseException) else ""
+        _fail(f"{err}{because}")
+    except OSError as err:
+        if _WANTS_TRACEBACK:
+            raise
+        _fail(
+            f"{type(err).__name__}: {err}: the run folder cannot be written. Start the command in a folder of yours, "
+            "or give one: hydra.run.dir=/a/folder (hydra.sweep.dir=/a/folder with -m)."
+        )
 
 
 def add_or_override(argument: str) -> str:
@@ -48,7 +66,7 @@ def run_job(job: Callable[[dict[str, Any], Path], _T], composed: DictConfig) -> 
     except launch.RankFailedError as err:
         _fail(str(err))
     except (ValueError, TypeError, OSError, ImportError) as err:
-        if os.environ.get("HYDRA_FULL_ERROR") == "1":
+        if _WANTS_TRACEBACK:
             raise
         _fail(f"{type(err).__name__}: {err}")
     return None

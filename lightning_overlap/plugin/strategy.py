@@ -22,9 +22,11 @@ from typing_extensions import override
 from ..distributed import default_store
 from ..runtime import Executor, LookupOrder, Observer, make_streams, observe_nothing
 from ..schedules import (
+    ModeName,
     Schedule,
     Stage,
     StreamName,
+    StreamPolicy,
     check_lookup_threads,
     check_stash,
     resolve_schedule,
@@ -37,6 +39,7 @@ from ..tables import (
     Sharding,
     check_dense_optimizers,
     check_fused_optimizer,
+    check_sharding_types,
     has_model_parallel_tables,
     has_tables,
     leave_shards_behind,
@@ -52,7 +55,7 @@ from .fetcher import LookaheadFetcher
 from .processes import StartsProcesses
 from .run import Evaluations, Run
 from .step_hooks import WalksSteps, runs_between_backward_and_step
-from .unsupported import refuse_callbacks, refuse_precision
+from .unsupported import check_arguments, refuse_callbacks, refuse_precision
 
 STRATEGY_NAMES = {
     "overlap_embedding": "popen",
@@ -83,9 +86,10 @@ class OverlapEmbeddingStrategy(FailsTogether, EvaluatesAhead, WalksSteps, Starts
         sharding: None for TorchRec's planner; a sharding type for all tables; `{"table": "table_wise", ...}`
             (the planner decides about tables that are not named); a planner; a `ShardingPlan`. Unless told so,
             tables with a fused optimizer do not become data-parallel, where they would lose it.
-        fused_optimizer: `(class, kwargs)` or `functools.partial(class, **kwargs)`, applied in backward to the
-            tables that have no optimizer applied in backward yet. Without it the planner may leave such tables
-            whole on every rank (data-parallel), for the optimizer of `configure_optimizers`; it says so.
+        fused_optimizer: `(class, kwargs)` or `functools.partial(class, **kwargs)`, in YAML
+            `[torch.optim.SGD, {lr: 0.1}]` or `class_path:` and `init_args:`; applied in backward to the tables that
+            have no optimizer applied in backward yet. Without it the planner may leave such tables whole on every
+            rank (data-parallel), for the optimizer of `configure_optimizers`; it says so.
         staleness: Of `pipeline="async_lookup"`: how many updates, in batches, a lookup does not see; from 1 on.
         defer_update: In a mode with a staleness, overlap the all-to-all of gradients with the optimizer step and
             the next forward, and update the tables then; the staleness stays what it is. An evaluation, a checkpoint
@@ -117,13 +121,14 @@ class OverlapEmbeddingStrategy(FailsTogether, EvaluatesAhead, WalksSteps, Starts
         ValueError: Unknown mode, stream or checkpoint format (the nearest names are listed), a Schedule that cannot
             run, a `staleness`, `defer_update`, `stash_gradients`, `start_batch` or `end_batch` that the mode does not
             take, or `async_checkpoint` with `checkpoint_format="full"`.
-        TypeError: An argument of the wrong type.
+        TypeError: An argument of the wrong type, or one that neither this class nor `DDPStrategy` nor
+            DistributedDataParallel has (the nearest names are listed).
     """
 
     def __init__(
         self,
-        pipeline: str | Schedule = "fused_sparse_dist",
-        stream: str = "data_dist",
+        pipeline: ModeName | Schedule = "fused_sparse_dist",
+        stream: StreamPolicy = "data_dist",
         sharding: Sharding = None,
         fused_optimizer: FusedOptimizer | None = None,
         *,
@@ -140,6 +145,7 @@ class OverlapEmbeddingStrategy(FailsTogether, EvaluatesAhead, WalksSteps, Starts
         async_checkpoint: bool = False,
         **kwargs: Any,
     ) -> None:
+        check_arguments(type(self), kwargs)
         self.schedule = resolve_schedule(pipeline, staleness, defer_update)
         self._schedules = with_exact_warmup(self.schedule, start_batch, end_batch)
         self._num_lookup_threads = check_lookup_threads(num_lookup_threads, self.schedule)
@@ -155,7 +161,7 @@ class OverlapEmbeddingStrategy(FailsTogether, EvaluatesAhead, WalksSteps, Starts
             **kwargs,
         )
         self._has_ddp_options = not kwargs.keys() <= _NO_DDP_OPTIONS
-        self.sharding = sharding
+        self.sharding = check_sharding_types(sharding)
         self.fused_optimizer = fused_optimizer
         self._observer = observer
         self._warned: set[tuple[str, str | None]] = set()
