@@ -4,6 +4,7 @@ Lightning's private names occur in `fit_loop.py`, `fetcher.py`, `evaluation_loop
 `checkpoint_links.py`.
 """
 
+from . import first_words as first_words
 from .monitor import OverlapMonitor as OverlapMonitor
 from .strategy import OverlapEmbeddingStrategy as OverlapEmbeddingStrategy
 from .timeline import OverlapTimeline as OverlapTimeline

@@ -48,7 +48,7 @@ from ..tables import (
     sharded_modules,
     sharded_state_names,
 )
-from . import checkpoint_links, evaluation_loops, fit_loop, sigterm
+from . import checkpoint_links, evaluation_loops, first_words, fit_loop, sigterm
 from .evaluation_loops import EvaluatesAhead
 from .failure_hooks import FailsTogether
 from .fetcher import LookaheadFetcher
@@ -114,6 +114,7 @@ class OverlapEmbeddingStrategy(FailsTogether, EvaluatesAhead, WalksSteps, Starts
             Either loads whatever the format, the number of ranks and the sharding plan of the run.
         async_checkpoint: Write folders while training goes on, from a copy of this rank's shards on the host. The next
             save and the end of `fit` wait for the one under way, and raise its error.
+        calm_libraries: Keep back what TorchRec and FBGEMM are known to log and warn of about themselves.
         **kwargs: What `DDPStrategy` takes. With a `start_method` of "spawn" or "fork" (in notebooks) the process that
             starts the others gets whole tables back into its module, which stays unsharded.
 
@@ -143,6 +144,7 @@ class OverlapEmbeddingStrategy(FailsTogether, EvaluatesAhead, WalksSteps, Starts
         observer: Observer | None = None,
         checkpoint_format: str | None = None,
         async_checkpoint: bool = False,
+        calm_libraries: bool = True,
         **kwargs: Any,
     ) -> None:
         check_arguments(type(self), kwargs)
@@ -164,6 +166,7 @@ class OverlapEmbeddingStrategy(FailsTogether, EvaluatesAhead, WalksSteps, Starts
         self.sharding = check_sharding_types(sharding)
         self.fused_optimizer = fused_optimizer
         self._observer = observer
+        self._calm_libraries = calm_libraries
         self._warned: set[tuple[str, str | None]] = set()
 
     @override
@@ -183,6 +186,7 @@ class OverlapEmbeddingStrategy(FailsTogether, EvaluatesAhead, WalksSteps, Starts
         overlaps = has_tables(self.model)
         fitting = trainer.state.fn == TrainerFn.FITTING
         if overlaps:
+            first_words.calm_libraries(self._calm_libraries)
             refuse_precision(self.precision_plugin.precision)
             if fitting:
                 refuse_callbacks(trainer.callbacks, self.model)  # type: ignore[attr-defined]
@@ -208,7 +212,14 @@ class OverlapEmbeddingStrategy(FailsTogether, EvaluatesAhead, WalksSteps, Starts
             side = self._lookup_stream if travels else StreamName.COMPUTE
             self._streams = make_streams(self.root_device, side)
         if fitting:
-            self._run.train_with(self._make_pipeline(self.schedule, "training_step"))
+            sparse = self._make_pipeline(self.schedule, "training_step")
+            self._run.train_with(sparse)
+            if self.global_rank == 0:
+                schedulers = bool(self.lr_scheduler_configs)
+                words = (self.schedule, self.stream, self.world_size, self.optimizers)
+                first_words.tell_set_up(
+                    self.lightning_module, *words, scheduled=schedulers, unpipelined=sparse.unpipelined
+                )
 
     @override
     def stop_run(self) -> None:

@@ -31,6 +31,7 @@ from .sharding import check_sharding_types as check_sharding_types
 from .sharding import make_plan as make_plan
 from .sharding import shard_tables as shard_tables
 from .sharding import sharded_state_names as sharded_state_names
+from .summary import table_lines as table_lines
 from .supported_modules import TABLE_TYPES as TABLE_TYPES
 from .supported_modules import hands_out_rows as hands_out_rows
 from .supported_modules import has_model_parallel_tables as has_model_parallel_tables

@@ -89,6 +89,7 @@ def shard_tables(
         _warn_of_replicated_tables(tables, plan, asked)
     initial, aliases = _initial_weights(model, tables), _aliases(model, tables)
     trained = [table for table in tables if _is_fused(table, plan) and table.parameter.requires_grad]
+    classes = {table.path: table.fused_class for table in trained}
     rates = {table.module: {t.name: t.fused_rate for t in trained if t.module == table.module} for table in tables}
     with _local_world_size(local_world_size):
         DistributedModelParallel(
@@ -110,7 +111,10 @@ def shard_tables(
     _replicate_data_parallel(model, group)
     for name, fused_rates in rates.items():
         # A rank knows the rates of its own shards only, and those move with a schedule.
-        model.get_submodule(name).fused_rates = fused_rates  # type: ignore[assignment]
+        sharded = model.get_submodule(name)
+        sharded.fused_rates = fused_rates  # type: ignore[assignment]
+        paths = {table: f"{name}.{table}" if name else table for table in fused_rates}
+        sharded.fused_optimizers_of_tables = {t: classes[path] for t, path in paths.items()}  # type: ignore[assignment]
     _watch(model)
     return True
 

@@ -172,6 +172,36 @@ def test_said_once(two_ranks: Ranks, kwargs: dict[str, Any], word: str) -> None:
     assert second == []
 
 
+@pytest.mark.parametrize("combined", [False, True])
+def test_the_first_words_name_tables_optimizers_and_rates(two_ranks: Ranks, combined: bool) -> None:
+    seen, others = two_ranks.run(strategies.first_words, combined)
+    [block] = {text for text in seen if text.startswith("lightning_overlap: ")}
+    constant = "" if combined else ", constant: the scheduler does not move it (see combined_optimizer)"
+    owner = "DenseAndFused" if combined else "Adam"
+    assert sorted(block.splitlines()) == [
+        f"  ebc: d0, d1: data_parallel, trained by {owner} of configure_optimizers",
+        f"  ebc: t0, t1: table_wise, trained by SGD in the backward, lr 2{constant}",
+        "lightning_overlap: fused_sparse_dist, stream data_dist, 2 ranks",
+    ]
+    assert not any(text.startswith("lightning_overlap: ") for text in others)  # rank 0 speaks
+    for text in KNOWN:
+        assert not any(text in line for line in seen + others)
+
+
+def test_libraries_speak_where_they_are_asked_to(two_ranks: Ranks) -> None:
+    seen, _ = two_ranks.run(strategies.first_words, calm_libraries=False)
+    assert any("The topology was constructed directly" in text for text in seen)
+    assert any("HeuristicalStorageReservation is known" in text for text in seen)
+
+
+KNOWN = (
+    "The topology was constructed directly",
+    "HeuristicalStorageReservation",
+    "LeafSpec",
+    "Sharding spec not found",
+)
+
+
 @pytest.mark.parametrize(
     ("kwargs", "error", "text"),
     [
