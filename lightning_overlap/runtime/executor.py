@@ -27,7 +27,7 @@ from .backward_fill import BackwardFill
 from .deferred_updates import DeferredUpdates
 from .end_of_data import EndOfData
 from .inflight import InFlightBatch, abandon, latest_lookup
-from .interfaces import BatchSource, Observer, SparseStages, observe_nothing, timed
+from .interfaces import BatchSource, Observer, SparseStages, StageTimer, observe_nothing, timed
 from .lookup_order import LookupOrder
 from .profiler_ranges import InStage, TrainerStage
 from .stage_issue import StageIssuer
@@ -102,6 +102,11 @@ class Executor:
         self._backward = BackwardFill(self._sparse, self._run_left, self._receive_left)
         self._use_schedule(schedule.at(self._first_batch))
         self._reset()
+
+    @property
+    def timer(self) -> StageTimer | None:
+        """What times the stages now, if anything does."""
+        return self._order.timer
 
     def _use_schedule(self, schedule: Schedule) -> None:
         """Walk this table from the next iteration on."""
