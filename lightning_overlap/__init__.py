@@ -8,13 +8,15 @@ from .schedules import ScheduleError as ScheduleError
 from .schedules import Stage as Stage
 from .schedules import Step as Step
 from .schedules import StreamName as StreamName
-from .tables import combined_optimizer as combined_optimizer
 
 try:
+    from .callbacks import OverlapMonitor as OverlapMonitor
+    from .callbacks import OverlapTimeline as OverlapTimeline
     from .plugin import OverlapEmbeddingStrategy as OverlapEmbeddingStrategy
-    from .plugin import OverlapMonitor as OverlapMonitor
-    from .plugin import OverlapTimeline as OverlapTimeline
+    from .tables import combined_optimizer as combined_optimizer
 except ImportError as err:
+    if (missing := str(err.name).partition(".")[0]) in versions.NEEDED:
+        raise ModuleNotFoundError(versions.what_is_missing(missing), name=missing) from None
     err.add_note(versions.what_is_supported())
     raise
 

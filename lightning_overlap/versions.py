@@ -19,6 +19,23 @@ def what_is_supported() -> str:
     return f"Installed: {installed}. Supported: {supported}."
 
 
+NEEDED = ("torchrec", "fbgemm_gpu")
+"""What no dependency of the package brings along on a CPU, by the name that is imported."""
+
+
+def what_is_missing(name: str) -> str:
+    """Return a sentence on how to install what is missing.
+
+    Args:
+        name: One of `NEEDED`.
+    """
+    return (
+        f"lightning_overlap needs {name}, which is not installed. For CUDA: pip install 'lightning_overlap[cuda]'. For "
+        "a CPU: pip install 'lightning_overlap[cpu]' && pip install --no-deps torchrec==1.8.0 (torchrec itself asks for"
+        " the CUDA build of fbgemm)."
+    )
+
+
 def installed() -> dict[str, str]:
     """Return the versions of what a measurement depends on."""
     packages = ("torch", "lightning", "torchrec", "fbgemm-gpu", "fbgemm-gpu-cpu")

@@ -17,6 +17,10 @@ HIDDEN = 0.1
 """A collective counts as hidden when less than this share of its time under way was waited for."""
 
 
+MAX_SPREAD = 0.2
+"""Rounds of an arm that differ by more than this share of their median give no verdict."""
+
+
 @dataclass(frozen=True, slots=True)
 class Turn:
     """What one arm's training gave on one rank in one round.
@@ -276,6 +280,18 @@ def _hidden(times: tuple[float, float] | None) -> str:
 def failures(results: Sequence[ArmResult]) -> list[str]:
     """Return a line for each arm that does not run here."""
     return [f"{result.name}: does not run here: {result.failure}" for result in results if result.failure is not None]
+
+
+def disagreements(results: Sequence[ArmResult]) -> list[str]:
+    """Return a line for each arm whose rounds say too different things to go by their median."""
+    return [
+        f"{result.name}: the rounds disagree, from {low:.2f} to {high:.2f} of base: no verdict. Close other programs, "
+        "or raise rounds and steps."
+        for result in results
+        if result.failure is None
+        for low, high in [result.of_base_range]
+        if high - low > MAX_SPREAD * result.of_base
+    ]
 
 
 # -- what is written --------------------------------------------------------------------------------------------

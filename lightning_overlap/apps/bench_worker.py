@@ -213,7 +213,8 @@ def _report(config: Config, folder: Path, turns: list[ArmTurns], batch_size: int
         print(
             f"bound: {bound:.2f} ms: base's slowest rank if it waited for no all-to-all, or {wire}, whichever is busier"
         )
-    for part in (bench_report.collectives_table(results), "\n".join(bench_report.failures(results))):
+    notes = [*bench_report.disagreements(results), *bench_report.failures(results)]
+    for part in (bench_report.collectives_table(results), "\n".join(notes)):
         if part:
             print(f"\n{part}")
     bench_report.write(folder, results, bound, about)

@@ -19,6 +19,7 @@ from ..schedules import Schedule
 from ..tables import check_quantized_comms, check_sharding, find_tables, refuse_dense_owner, resolve_quantized_comms
 from ..text import unknown_name_message
 from .config_checks import Config, modes, switches
+from .value_types import check_types
 
 TRAINER_DEFAULTS: Mapping[str, Any] = {
     "enable_checkpointing": False,
@@ -37,7 +38,7 @@ def num_ranks(config: Config) -> int:
     """
     devices, cuda = config["trainer"].get("devices", "auto"), on_cuda(config)
     available = torch.cuda.device_count() if cuda else 1
-    if devices in ("auto", -1, "-1"):
+    if devices == "auto" or (cuda and devices in (-1, "-1")):
         num = max(available, 1)
     elif isinstance(devices, list):
         num = len(devices)
@@ -46,7 +47,10 @@ def num_ranks(config: Config) -> int:
     else:
         num = 0
     if num < 1:
-        raise ValueError(f"trainer.devices is a number of ranks, a list of devices or 'auto', got {devices!r}.")
+        raise ValueError(
+            "trainer.devices is a number of ranks from 1 on, a list of devices or 'auto' (on CUDA also -1: all), got "
+            f"{devices!r}."
+        )
     if cuda and num > available:
         raise ValueError(
             f"trainer.devices={devices!r} needs {num} CUDA devices, found {available}. Lower it, or take trainer=cpu."
@@ -160,6 +164,7 @@ def check(config: Config) -> None:
     """
     num_ranks(config)
     _check_names("trainer", config["trainer"], inspect.signature(Trainer).parameters)
+    check_types("trainer", config["trainer"], Trainer)
     data = build_data(config)
     check_files = getattr(data, "check", None)
     if check_files is not None:
@@ -220,6 +225,7 @@ def _build(where: str, node: Config) -> Any:
         raise ValueError(f"{where} has no _target_, the class or function to call, got {dict(node)}.")
     target = get_object(node["_target_"])
     _check_names(where, node, inspect.signature(target).parameters)
+    check_types(where, node, target)
     try:
         return instantiate(dict(node), _convert_="all")
     except InstantiationException as err:

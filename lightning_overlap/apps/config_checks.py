@@ -73,8 +73,17 @@ def check(config: Config) -> None:
     """Check the choices.
 
     Raises:
-        ValueError: An unknown mode or stream, a schedule that cannot run, or a precision that scales the loss.
+        ValueError: An unknown mode or stream, a schedule that cannot run, a metric that no run reports, or a precision
+            that scales the loss.
     """
+    if not isinstance(config["compare"], list):
+        raise ValueError(f"compare is a list of modes: compare=[{config['compare']}], got {config['compare']!r}.")
+    metric = str(config.get("metric", ""))
+    if metric and not metric.startswith(METRICS):
+        raise ValueError(
+            f"metric is what the model logs in its validation or test, under a name that begins with "
+            f"{' or '.join(METRICS)}, got {metric!r}. Did you mean {' or '.join(map(repr, _prefixed(metric)))}?"
+        )
     wanted = modes(config)[-1]
     with_exact_warmup(wanted, **_given(config, *SWITCHES))
     check_lookup_threads(config["pipeline"].get("num_lookup_threads") or 0, wanted)
@@ -85,6 +94,14 @@ def check(config: Config) -> None:
             "trainer.precision=16-mixed scales the loss, and fused tables would be updated with scaled gradients "
             "inside backward. Use trainer.precision=bf16-mixed, which needs no scaling."
         )
+
+
+METRICS = ("val", "test")
+"""How the names of metrics begin that a run reports."""
+
+
+def _prefixed(metric: str) -> list[str]:
+    return [f"{prefix}_{metric}" for prefix in reversed(METRICS)]
 
 
 TORCHREC_ARMS: Mapping[str, tuple[str, Mapping[str, Any]]] = {

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from hydra.core.hydra_config import HydraConfig
+from hydra.errors import HydraException
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
@@ -20,6 +21,8 @@ from . import launch
 
 _OPTION = re.compile(r"(data|model|trainer|pipeline|stream|sharding|comms|logger|callbacks|strategy|latency)\.[\w.]+=")
 _CHOICE = re.compile(r"(?P<group>\w+)=(?P<names>[\w,]+)")
+_WANTS_TRACEBACK = os.environ.get("HYDRA_FULL_ERROR") == "1"
+"""Whether the user asks for tracebacks."""
 _T = TypeVar("_T")
 
 
@@ -31,7 +34,22 @@ def main(hydra_main: Callable[[], Any]) -> None:
     sys.argv[1:] = map(add_or_override, arguments)
     if launch.under_launcher() and launch.rank() != 0:
         sys.argv += ["hydra.run.dir=.", "hydra.output_subdir=null"]  # one run folder is enough
-    hydra_main()
+    # Hydra prints a traceback for a folder that it cannot make: it hands every error on then.
+    os.environ["HYDRA_FULL_ERROR"] = "1"
+    try:
+        hydra_main()
+    except (HydraException, OmegaConfBaseException) as err:
+        if _WANTS_TRACEBACK:
+            raise
+        because = f"\n{err.__cause__}" if isinstance(err.__cause__, OmegaConfBaseException) else ""
+        _fail(f"{err}{because}")
+    except OSError as err:
+        if _WANTS_TRACEBACK:
+            raise
+        _fail(
+            f"{type(err).__name__}: {err}: the run folder cannot be written. Start the command in a folder of yours, "
+            "or give one: hydra.run.dir=/a/folder (hydra.sweep.dir=/a/folder with -m)."
+        )
 
 
 def add_or_override(argument: str) -> str:
@@ -42,16 +60,31 @@ def add_or_override(argument: str) -> str:
 def run_job(job: Callable[[dict[str, Any], Path], _T], composed: DictConfig) -> _T | None:
     """Call `job(config, run folder)`; what a user can mend ends the process with one line."""
     try:
-        return job(_plain(composed), Path(HydraConfig.get().runtime.output_dir))
+        return _as_rank(job, _plain(composed), Path(HydraConfig.get().runtime.output_dir))
     except launch.InterruptedRunError as err:
         _fail(str(err), err.exit_code)
     except launch.RankFailedError as err:
         _fail(str(err))
     except (ValueError, TypeError, OSError, ImportError) as err:
-        if os.environ.get("HYDRA_FULL_ERROR") == "1":
+        if _WANTS_TRACEBACK:
             raise
         _fail(f"{type(err).__name__}: {err}")
     return None
+
+
+def _as_rank(job: Callable[[dict[str, Any], Path], _T], config: dict[str, Any], folder: Path) -> _T:
+    """Call a job; where it fails as a rank that a launcher started, all ranks tell the first cause, once and last."""
+    try:
+        return job(config, folder)
+    except Exception as err:
+        if not launch.under_launcher():
+            raise
+        from ..distributed import is_told_last  # the job has imported torch by now, or a wrong name has ended it
+
+        if not is_told_last(err):
+            raise
+        sys.excepthook(type(err), err, err.__traceback__)
+    raise SystemExit(1)
 
 
 def run_on_ranks(config: dict[str, Any], folder: Path, worker: str, about: str) -> None:

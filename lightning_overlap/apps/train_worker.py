@@ -16,6 +16,7 @@ from omegaconf import OmegaConf
 from torch import Tensor
 
 from ..distributed import gather_objects
+from ..plugin import first_words
 from ..schedules import Schedule, Stage
 from . import build, launch, train_report
 from .config_checks import Config, modes
@@ -108,25 +109,14 @@ def calm_down() -> None:
     """Keep back what the libraries say about themselves; a progress bar and a table follow."""
     for talkative in ("lightning.pytorch", "lightning.fabric"):
         logging.getLogger(talkative).setLevel(logging.WARNING)
-    for noisy in (
-        "torchrec.distributed.planner.types",  # how the strategy is to make its topology
-        "torchrec.distributed.planner.storage_reservations",  # an estimate that tables on `meta` do not need
-        "torchrec.distributed.utils",  # caching parameters, for data-parallel tables
-        "torch.fx._symbolic_trace",  # is_fx_tracing() is deprecated, says TorchRec's own call of it
-    ):
-        logging.getLogger(noisy).setLevel(logging.ERROR)
-    # TorchRec says so of each data-parallel table, on the root logger.
-    logging.getLogger().addFilter(lambda record: "Sharding spec not found" not in str(record.msg))
     for harmless in (
-        r".isinstance\(treespec, LeafSpec\). is deprecated",
         r".*does not have many workers",
         r".*number of training batches .* is smaller than the logging interval",
-        r"fbgemm\S+ an autograd kernel was not registered",
-        r"HeuristicalStorageReservation is known to cause issues",
         r"Starting from v1\.9\.0, .tensorboardX. has been removed",
-        r".broadcast_buffers. is deprecated",
     ):
         warnings.filterwarnings("ignore", message=harmless)
+    first_words.calm_libraries()
+    logging.getLogger(first_words.LOGGER).setLevel(logging.INFO)
 
 
 def _numbers(metrics: Mapping[str, Tensor]) -> dict[str, float]:

@@ -11,6 +11,7 @@ import torch.distributed as dist
 from . import gloo_alltoall
 from .consensus import GroupConsensus
 from .failures import default_store
+from .sockets import remember_sockets
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,15 +73,16 @@ def join(timeout: timedelta, *, multi_node: bool = False) -> Groups:
         if backend == "gloo" and multi_node:
             gloo_alltoall.register()
             of_tables = gloo_alltoall.BACKEND
-        consensus, checkpoints, tables, lookahead = (
-            dist.new_group(backend=kind, timeout=timeout, group_desc=name)
-            for kind, name in (
-                ("gloo", CONSENSUS),
-                ("gloo", "checkpoints"),
-                (of_tables, "tables"),
-                (of_tables, "lookahead"),
+        with remember_sockets():
+            consensus, checkpoints, tables, lookahead = (
+                dist.new_group(backend=kind, timeout=timeout, group_desc=name)
+                for kind, name in (
+                    ("gloo", CONSENSUS),
+                    ("gloo", "checkpoints"),
+                    (of_tables, "tables"),
+                    (of_tables, "lookahead"),
+                )
             )
-        )
         _made[key] = Groups(tables, lookahead, GroupConsensus(consensus), multi_node, checkpoints)
     return _made[key]
 

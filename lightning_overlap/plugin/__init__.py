@@ -1,10 +1,10 @@
-"""The Lightning side: the strategy, its hooks and loops, and the callbacks that users add.
+"""The Lightning side: the strategy, its hooks and loops.
 
 Lightning's private names occur in `fit_loop.py`, `fetcher.py`, `evaluation_loops.py`, `sigterm.py`, `processes.py` and
 `checkpoint_links.py`.
 """
 
+from . import first_words as first_words
 from .fit_loop import logged_step as logged_step
-from .monitor import OverlapMonitor as OverlapMonitor
 from .strategy import OverlapEmbeddingStrategy as OverlapEmbeddingStrategy
-from .timeline import OverlapTimeline as OverlapTimeline
+from .timed_log import timed_log as timed_log

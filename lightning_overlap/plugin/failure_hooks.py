@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 
 from typing_extensions import override
 
-from ..distributed import FirstCause, GroupConsensus, default_store, groups
+from ..distributed import FirstCause, GroupConsensus, default_store, groups, remember_sockets, tell_last
 from . import fit_loop
 from .checkpoint_hooks import SavesShards
 
@@ -38,8 +38,11 @@ class FailsTogether(SavesShards):
         super().forget_run()
         self._first_cause, self._all_failed = None, False
 
-    def expect_failures(self) -> None:
-        """Let the ranks of the coming run leave word for each other; all of them call this."""
+    @override
+    def setup_environment(self) -> None:
+        with remember_sockets():
+            super().setup_environment()
+        # Let the ranks of the coming run leave word for each other; all of them come here.
         store = default_store()
         self._first_cause = FirstCause(store, self.global_rank) if store is not None else None
         self._all_failed = False
@@ -62,6 +65,7 @@ class FailsTogether(SavesShards):
                 exception.add_note(f"{missing}, the dense part has it: resume from a checkpoint")
         if self._first_cause is not None:
             self._first_cause.note(exception, place)
+            tell_last(exception, self._first_cause)
         self.stop_run()
         groups.forget()
         self.finish_save(exception)

@@ -26,7 +26,7 @@ from torch.utils.data import (
 )
 from typing_extensions import override
 
-from ..runtime import Executor, InFlightBatch
+from ..runtime import Executor, InFlightBatch, waiting_for_data
 from . import sigterm
 
 if TYPE_CHECKING:
@@ -317,7 +317,8 @@ class LookaheadFetcher(_DataLoaderIterDataFetcher):
     def _next_of_inner(self) -> tuple[Any, int, int] | None:
         for _ in range(2):
             if not self._inner_is_exhausted:
-                with suppress(StopIteration):
+                timer = None if self.executor is None else self.executor.order.timer
+                with suppress(StopIteration), waiting_for_data(timer):
                     return next(self.inner)
             if self.inner.fetched > 0 or self._iterated or not self._states.latest:
                 break

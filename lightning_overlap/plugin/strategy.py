@@ -22,9 +22,11 @@ from typing_extensions import override
 from ..distributed import default_store
 from ..runtime import Executor, LookupOrder, Observer, make_streams, observe_nothing
 from ..schedules import (
+    ModeName,
     Schedule,
     Stage,
     StreamName,
+    StreamPolicy,
     check_lookup_threads,
     check_stash,
     resolve_schedule,
@@ -39,6 +41,7 @@ from ..tables import (
     Sharding,
     check_dense_optimizers,
     check_fused_optimizer,
+    check_sharding_types,
     has_model_parallel_tables,
     has_tables,
     leave_shards_behind,
@@ -49,14 +52,14 @@ from ..tables import (
     sharded_state_names,
 )
 from ..tracking import TouchedRows
-from . import checkpoint_links, evaluation_loops, fit_loop, shortcuts, sigterm
+from . import checkpoint_links, evaluation_loops, first_words, fit_loop, shortcuts, sigterm
 from .evaluation_loops import EvaluatesAhead
 from .failure_hooks import FailsTogether
 from .fetcher import LookaheadFetcher
 from .processes import StartsProcesses
 from .run import Evaluations, Run
 from .step_hooks import WalksSteps, runs_between_backward_and_step
-from .unsupported import refuse_callbacks, refuse_held_updates, refuse_precision
+from .unsupported import check_arguments, refuse_callbacks, refuse_held_updates, refuse_precision
 
 STRATEGY_NAMES = {
     "overlap_embedding": "popen",
@@ -87,9 +90,10 @@ class OverlapEmbeddingStrategy(FailsTogether, EvaluatesAhead, WalksSteps, Starts
         sharding: None for TorchRec's planner; a sharding type for all tables; `{"table": "table_wise", ...}`
             (the planner decides about tables that are not named); a planner; a `ShardingPlan`. Unless told so,
             tables with a fused optimizer do not become data-parallel, where they would lose it.
-        fused_optimizer: `(class, kwargs)` or `functools.partial(class, **kwargs)`, applied in backward to the
-            tables that have no optimizer applied in backward yet. Without it the planner may leave such tables
-            whole on every rank (data-parallel), for the optimizer of `configure_optimizers`; it says so.
+        fused_optimizer: `(class, kwargs)` or `functools.partial(class, **kwargs)`, in YAML
+            `[torch.optim.SGD, {lr: 0.1}]` or `class_path:` and `init_args:`; applied in backward to the tables that
+            have no optimizer applied in backward yet. Without it the planner may leave such tables whole on every
+            rank (data-parallel), for the optimizer of `configure_optimizers`; it says so.
         quantized_comms: What embeddings and their gradients travel in between ranks: a precision ("fp16", "bf16",
             "fp8", "int8", "mx4"), one for each way (`("fp16", "bf16")`), or TorchRec's `QCommsConfig`; None: full
             precision. Losses are those of a plain loop with the same codecs. Gradients that FP16 does not fit are
@@ -121,6 +125,7 @@ class OverlapEmbeddingStrategy(FailsTogether, EvaluatesAhead, WalksSteps, Starts
             Either loads whatever the format, the number of ranks and the sharding plan of the run.
         async_checkpoint: Write folders while training goes on, from a copy of this rank's shards on the host. The next
             save and the end of `fit` wait for the one under way, and raise its error.
+        calm_libraries: Keep back what TorchRec and FBGEMM are known to log and warn of about themselves.
         **kwargs: What `DDPStrategy` takes. With a `start_method` of "spawn" or "fork" (in notebooks) the process that
             starts the others gets whole tables back into its module, which stays unsharded.
 
@@ -128,13 +133,14 @@ class OverlapEmbeddingStrategy(FailsTogether, EvaluatesAhead, WalksSteps, Starts
         ValueError: Unknown mode, stream, precision or checkpoint format (the nearest names are listed), a Schedule
             that cannot run, a `staleness`, `defer_update`, `frozen_window`, `stash_gradients`, `start_batch` or
             `end_batch` that the mode does not take, or `async_checkpoint` with `checkpoint_format="full"`.
-        TypeError: An argument of the wrong type.
+        TypeError: An argument of the wrong type, or one that neither this class nor `DDPStrategy` nor
+            DistributedDataParallel has (the nearest names are listed).
     """
 
     def __init__(
         self,
-        pipeline: str | Schedule = "fused_sparse_dist",
-        stream: str = "data_dist",
+        pipeline: ModeName | Schedule = "fused_sparse_dist",
+        stream: StreamPolicy = "data_dist",
         sharding: Sharding = None,
         fused_optimizer: FusedOptimizer | None = None,
         *,
@@ -151,8 +157,10 @@ class OverlapEmbeddingStrategy(FailsTogether, EvaluatesAhead, WalksSteps, Starts
         observer: Observer | None = None,
         checkpoint_format: str | None = None,
         async_checkpoint: bool = False,
+        calm_libraries: bool = True,
         **kwargs: Any,
     ) -> None:
+        check_arguments(type(self), kwargs)
         self.schedule = resolve_schedule(pipeline, staleness, defer_update, frozen_window)
         self._schedules = with_exact_warmup(self.schedule, start_batch, end_batch)
         self._num_lookup_threads = check_lookup_threads(num_lookup_threads, self.schedule)
@@ -168,10 +176,11 @@ class OverlapEmbeddingStrategy(FailsTogether, EvaluatesAhead, WalksSteps, Starts
             **kwargs,
         )
         self._has_ddp_options = not kwargs.keys() <= _NO_DDP_OPTIONS
-        self.sharding = sharding
+        self.sharding = check_sharding_types(sharding)
         self.fused_optimizer = fused_optimizer
         self.quantized_comms = resolve_quantized_comms(quantized_comms)
         self._observer = observer
+        self._calm_libraries = calm_libraries
         self._warned: set[tuple[str, str | None]] = set()
 
     @override
@@ -191,11 +200,11 @@ class OverlapEmbeddingStrategy(FailsTogether, EvaluatesAhead, WalksSteps, Starts
         overlaps = has_tables(self.model)
         fitting = trainer.state.fn == TrainerFn.FITTING
         if overlaps:
+            first_words.calm_libraries(self._calm_libraries)
             refuse_precision(self.precision_plugin.precision)
             if fitting:
                 refuse_callbacks(trainer.callbacks, self.model)  # type: ignore[attr-defined]
             self.join_groups()
-            self.expect_failures()
             evaluations = Evaluations(
                 partial(self._make_pipeline, self.schedule.evaluation), self._make_evaluation_executor
             )
@@ -220,10 +229,17 @@ class OverlapEmbeddingStrategy(FailsTogether, EvaluatesAhead, WalksSteps, Starts
         if fitting:
             if self._holds_updates:
                 refuse_held_updates(self.lightning_module)
-            self._run.train_with(self._make_pipeline(self.schedule, "training_step"))
+            sparse = self._make_pipeline(self.schedule, "training_step")
+            self._run.train_with(sparse)
             if self.quantized_comms is not None and self._consensus is not None:
                 warns = self.global_rank == 0
                 self._run.overflow = OverflowWatch(self.lightning_module, self._consensus, warns=warns)
+            if self.global_rank == 0:
+                schedulers = bool(self.lr_scheduler_configs)
+                words = (self.schedule, self.stream, self.world_size, self.optimizers)
+                first_words.tell_set_up(
+                    self.lightning_module, *words, scheduled=schedulers, unpipelined=sparse.unpipelined
+                )
 
     @override
     def stop_run(self) -> None:

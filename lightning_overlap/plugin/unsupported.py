@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Iterable, Mapping
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from lightning.pytorch import LightningModule, callbacks
 from lightning.pytorch.callbacks import BaseFinetuning, Callback, ModelPruning, StochasticWeightAveraging
+from lightning.pytorch.strategies import DDPStrategy
 from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 
 from ..tables import find_tables, sharded_modules, why_never_held
+from ..text import unknown_name_message
 from . import fit_loop
 
 _TRUE = (
@@ -74,6 +78,25 @@ CALLBACKS = (
         "ModelPruning(..., parameters_to_prune=[(module.top[0], 'weight'), ...])",
     ),
 )
+
+
+def check_arguments(kind: type[DDPStrategy], given: Iterable[str]) -> None:
+    """Check the names of arguments that a strategy hands on to `DDPStrategy`, and that to DistributedDataParallel.
+
+    Raises:
+        TypeError: Nobody has an argument of this name: Lightning alone says so in the middle of `fit`.
+    """
+    known: dict[str, None] = {}
+    for owner in (*kind.__mro__, DistributedDataParallel):
+        if owner is DistributedDataParallel or issubclass(owner, DDPStrategy):
+            parameters = inspect.signature(owner.__init__).parameters.values()
+            named = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
+            known |= dict.fromkeys(one.name for one in parameters if one.kind in named)
+    for name in ("self", "module", "device_ids"):
+        known.pop(name, None)
+    for name in given:
+        if name not in known:
+            raise TypeError(f"{kind.__name__}: {unknown_name_message('argument', name, known)}")
 
 
 def refuse_precision(precision: Any) -> None:

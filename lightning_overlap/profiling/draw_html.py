@@ -11,7 +11,11 @@ from pathlib import Path
 from typing import Any
 
 from .layout import (
+    BATCH_COLORS,
     EXPOSED_COLOR,
+    HEIGHTS,
+    LEGEND_COLORS,
+    LEGEND_WORDS,
     NUM_STEPS,
     SHORT,
     STAGE_COLORS,
@@ -53,6 +57,7 @@ def write_html(
         "{{title}}": html.escape(title or "Timeline"),
         "{{exposed}}": EXPOSED_COLOR,
         "{{colors}}": _colors(panels, batches),
+        "{{heights}}": json.dumps({str(kind): share for kind, share in HEIGHTS.items()}),
         "{{tables}}": "\n".join(map(_section, panels)),
         # Inside a script "</" could end it, whatever the name of a kernel may hold.
         "{{data}}": data.replace("</", "<\\/").replace("<!--", "<\\!--"),
@@ -101,9 +106,20 @@ def _data(panel: Panel, batches: bool) -> dict[str, Any]:
 
 
 def _colors(panels: Sequence[Panel], batches: bool) -> str:
+    """Return the legend: the same words and colours as in the PNG."""
+    spans = [span for panel in panels for span in panel.spans]
     if batches:
-        return "Colours: batches."
-    return " ".join(f'<i style="background:{STAGE_COLORS[stage]}"></i>{SHORT[stage]}' for stage in stages_in(panels))
+        shown = sorted({span.batch for span in spans if span.batch is not None})
+        few = shown if len(shown) <= len(BATCH_COLORS) else []
+        parts = [f'<i style="background:{BATCH_COLORS[one % len(BATCH_COLORS)]}"></i>batch {one}' for one in few]
+    else:
+        parts = [f'<i style="background:{STAGE_COLORS[stage]}"></i>{SHORT[stage]}' for stage in stages_in(panels)]
+    kinds = {span.kind for span in spans}
+    for kind, words in LEGEND_WORDS.items():
+        if kind in kinds:
+            style = f"background-color:{LEGEND_COLORS[kind]};height:{14 * HEIGHTS[kind]:.0f}px"
+            parts.append(f'<i class="{kind}" style="{style}"></i>{words}')
+    return " ".join(parts)
 
 
 def _section(panel: Panel) -> str:

@@ -10,10 +10,12 @@ from typing import TYPE_CHECKING, Any
 from .layout import (
     BATCH_COLORS,
     EXPOSED_COLOR,
+    HEIGHTS,
+    LEGEND_COLORS,
+    LEGEND_WORDS,
     NUM_STEPS,
     SHORT,
     STAGE_COLORS,
-    UNKNOWN_COLOR,
     Lane,
     Panel,
     by_batch,
@@ -39,21 +41,14 @@ _LEAST_WIDTH = 3e-4  # of the axes: half a pixel
 _CHARACTER_IN = 0.062
 """Width of a character of a bar's text."""
 
-_STYLES: Mapping[Category, tuple[float, dict[str, Any]]] = {
-    Category.DENSE: (0.84, {}),
-    Category.LOOKUP: (0.84, {"hatch": "....", "edgecolor": "white"}),
-    Category.COMMUNICATION: (0.60, {"alpha": 0.75}),
-    Category.COPY: (0.40, {}),
-    Category.HOST: (0.84, {"alpha": 0.38}),
-    Category.WAIT: (0.84, {"hatch": "/////", "facecolor": "#fff4f2", "edgecolor": EXPOSED_COLOR}),
-}
-_WORDS = {
-    Category.DENSE: "full: dense",
-    Category.LOOKUP: "dotted: lookup",
-    Category.COMMUNICATION: "lower: collective",
-    Category.COPY: "flat: copy",
-    Category.HOST: "pale: host at work",
-    Category.WAIT: "exposed wait",
+_STYLES: Mapping[Category, dict[str, Any]] = {
+    Category.DENSE: {},
+    Category.LOOKUP: {"hatch": "....", "edgecolor": "white"},
+    Category.COMMUNICATION: {"alpha": 0.75},
+    Category.COPY: {},
+    Category.HOST: {"alpha": 0.38},
+    Category.DATA: {},
+    Category.WAIT: {"hatch": "/////", "facecolor": "#fff4f2", "edgecolor": EXPOSED_COLOR},
 }
 
 
@@ -73,6 +68,13 @@ def write_png(
     """
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure as Canvas
+    from matplotlib.legend_handler import HandlerPatch
+    from matplotlib.patches import Patch, Rectangle
+
+    class AsTallAsItsBar(HandlerPatch):  # matplotlib takes long to import: only where something is drawn
+        def _create_patch(self, legend: Any, handle: Any, x: float, y: float, w: float, h: float, size: float) -> Any:
+            tall = h * float(handle.get_gid() or 0.84) / 0.84
+            return Rectangle((-x, -y + (h - tall) / 2), w, tall)
 
     drawn = dict(list(ranks.items())[:MAX_RANKS])
     panels = lay_out(drawn, num_steps=num_steps, resolution=4e-4)
@@ -100,6 +102,7 @@ def write_png(
         frameon=False,
         fontsize=8.5,
         handlelength=1.8,
+        handler_map={Patch: AsTallAsItsBar()},
     )
     canvas.savefig(path, format="png")
 
@@ -141,10 +144,10 @@ def _draw_bars(axes: Axes, panel: Panel, lane: Lane, first_row: int, batches: bo
         width = max(span.duration_ms, _LEAST_WIDTH * length_ms)
         alike[bar.row, span.kind, color_of(span, batches=batches)].append((left, width))
         words = text_of(span, batches=batches)
-        if len(words) * _CHARACTER_IN < span.duration_ms * inches_per_ms and _STYLES[span.kind][0] > 0.5:
+        if len(words) * _CHARACTER_IN < span.duration_ms * inches_per_ms and HEIGHTS[span.kind] > 0.5:
             _write(axes, left + span.duration_ms / 2, first_row + bar.row + 0.5, words, span.kind)
     for (row, kind, color), extents in alike.items():
-        share, style = _STYLES[kind]
+        share, style = HEIGHTS[kind], _STYLES[kind]
         options = {"facecolor": color, "linewidth": 0.0, **style}
         axes.broken_barh(extents, (first_row + row + 0.5 - share / 2, share), **options)
 
@@ -171,8 +174,11 @@ def _legend(panels: Sequence[Panel], batches: bool) -> list[Any]:
     else:
         handles += [Patch(facecolor=STAGE_COLORS[stage], label=SHORT[stage]) for stage in stages_in(panels)]
     kinds = {span.kind for span in spans}
-    for kind, words in _WORDS.items():
+    for kind, words in LEGEND_WORDS.items():
         if kind in kinds:
-            handles.append(Patch(**{"facecolor": UNKNOWN_COLOR, "linewidth": 0.0, **_STYLES[kind][1]}, label=words))
+            style = {name: value for name, value in _STYLES[kind].items() if name != "alpha"}
+            patch = Patch(**{"facecolor": LEGEND_COLORS[kind], "linewidth": 0.0, **style}, label=words)
+            patch.set_gid(str(HEIGHTS[kind]))
+            handles.append(patch)
     handles.append(Patch(facecolor=EXPOSED_COLOR, label="exposed collective"))
     return handles

@@ -55,6 +55,16 @@ class HostSync:
             for part, function in _READERS_OF_HOST_MEMORY
         )
 
+    @property
+    def is_the_librarys(self) -> bool:
+        """Whether no line of the user's led to it: one of this package's own reads, or of Lightning's."""
+        loops = [place for place, frame in enumerate(self.stack) if _LOOPS in frame.filename]
+        inside = self.stack[loops[-1] + 1 if loops else 0 :]
+        frames = [frame for frame in reversed(inside) if not frame.filename.startswith((_TORCH, __file__))]
+        if any(_is_users(frame.filename) for frame in frames):
+            return False
+        return bool(frames) and (frames[0].filename.startswith(_PACKAGE) or "/lightning/" in frames[0].filename)
+
     def innermost(self, keep: Callable[[str], bool]) -> str:
         """Return `file.py:line function` of the innermost call in a file that `keep` accepts, or ''."""
         for frame in reversed(self.stack):

@@ -34,6 +34,41 @@ BATCH_COLORS = ("#3b76af", "#e8a33d", "#4f9d69", "#b07aa1", "#6fb7c9", "#8a6d3b"
 STAGE_COLORS: Mapping[Stage, str] = dict(zip(Stage, (*BATCH_COLORS, "#d18ba3"), strict=True))
 UNKNOWN_COLOR = "#b9bfc6"
 EXPOSED_COLOR = "#d62728"
+DATA_COLOR = "#f2e2b8"
+"""Of waits for the data loader, which belong to no batch yet."""
+
+LEGEND_COLORS: Mapping[Category, str] = {
+    Category.DENSE: "#4a515a",
+    Category.LOOKUP: "#4a515a",
+    Category.COMMUNICATION: "#7b848e",
+    Category.COPY: "#7b848e",
+    Category.HOST: "#c3cad2",
+    Category.DATA: DATA_COLOR,
+    Category.WAIT: "#fff4f2",
+}
+"""The greys of the legends: each kind's is far from the next one's."""
+
+LEGEND_WORDS: Mapping[Category, str] = {
+    Category.DENSE: "full: dense",
+    Category.LOOKUP: "dotted: lookup",
+    Category.COMMUNICATION: "lower: collective",
+    Category.COPY: "flat: copy",
+    Category.HOST: "pale: host at work",
+    Category.DATA: "waiting for data",
+    Category.WAIT: "exposed wait",
+}
+"""What the legends of the PNG and of the page say."""
+
+HEIGHTS: Mapping[Category, float] = {
+    Category.DENSE: 0.84,
+    Category.LOOKUP: 0.84,
+    Category.COMMUNICATION: 0.60,
+    Category.COPY: 0.40,
+    Category.HOST: 0.84,
+    Category.DATA: 0.84,
+    Category.WAIT: 0.84,
+}
+"""Height of a bar as a share of its line."""
 
 SHORT: Mapping[Stage, str] = {
     Stage.COPY_BATCH_TO_DEVICE: "copy",
@@ -202,6 +237,8 @@ def stages_in(panels: Iterable[Panel]) -> list[Stage]:
 
 def color_of(span: Span, *, batches: bool) -> str:
     """Return a bar's colour."""
+    if span.kind is Category.DATA:
+        return DATA_COLOR
     if batches:
         return UNKNOWN_COLOR if span.batch is None else BATCH_COLORS[span.batch % len(BATCH_COLORS)]
     return UNKNOWN_COLOR if span.stage is None else STAGE_COLORS[span.stage]
@@ -211,6 +248,8 @@ def text_of(span: Span, *, batches: bool) -> str:
     """Return what to write on a bar: what travels or the stage, and the batch where there is one."""
     carries = span.name.partition(":")[0]
     if carries not in ALL_TO_ALLS:
+        if span.kind is Category.DATA:
+            return "data"
         if span.stage is None:
             return span.name if span.kind is not Category.WAIT else "wait"
         carries = SHORT[span.stage]

@@ -9,6 +9,7 @@ from types import MappingProxyType
 from ..schedules import Stage
 from .spans import (
     HOST_LANE,
+    LOG,
     Category,
     Interval,
     Span,
@@ -67,11 +68,14 @@ class Breakdown:
 
     Args:
         step_ms: The window's length.
-        categories: Busy and hidden time by category; `Category.HOST` is all the time that the host was not blocked.
+        categories: Busy and hidden time by category; `Category.HOST` is all the time that the host did not
+            wait.
         stages: The same by stage.
         merge_wait_ms: How long the dense forward waited for embeddings.
-        blocked_ms: How long the host waited, in all.
+        blocked_ms: How long the host waited for other ranks or the device, in all.
         traffic: What this rank sent to others, by the stage that issued it, where it was counted.
+        loop_ms: How long the host was in no stage and no call of `self.log`: Lightning's loop, callbacks, loggers.
+        log_ms: How long it was in `self.log`.
     """
 
     step_ms: float
@@ -80,6 +84,8 @@ class Breakdown:
     merge_wait_ms: float = 0.0
     blocked_ms: float = 0.0
     traffic: Mapping[Stage, Traffic] = field(default_factory=dict)
+    loop_ms: float = 0.0
+    log_ms: float = 0.0
 
     def time_of(self, kind: Category) -> BusyTime:
         """What a kind took; nothing if it was not seen."""
@@ -127,10 +133,17 @@ def break_down(
         return BusyTime(length(of) / num_steps, length(intersection(of, covers.get(kind, ()))) / num_steps)
 
     categories = {kind: times(by_kind[kind], kind) for kind in (Category.DENSE, *COVERED_BY)}
-    categories[Category.HOST] = BusyTime((window[1] - window[0] - length(blocked)) / num_steps)
+    on_host = [span for span in own if span.lane == host_lane and span.kind is not Category.COMMUNICATION]
+    for_data = union(intervals_of(span for span in on_host if span.kind is Category.DATA))
+    if for_data:
+        categories[Category.DATA] = BusyTime(length(for_data) / num_steps)
+    categories[Category.HOST] = BusyTime((window[1] - window[0] - length(blocked) - length(for_data)) / num_steps)
+    loop_ms = length(subtract([window], union(intervals_of(on_host)))) / num_steps
+    log_ms = sum(span.duration_ms for span in on_host if span.name == LOG) / num_steps
     stages: dict[Stage, BusyTime] = {}
     for stage in Stage:
-        parts = [span for span in own if span.stage is stage and span.kind is not Category.WAIT]
+        idle = (Category.WAIT, Category.DATA)
+        parts = [span for span in own if span.stage is stage and span.kind not in idle]
         if parts:
             per_kind = [
                 times(union(intervals_of(span for span in parts if span.kind is kind)), kind)
@@ -141,7 +154,13 @@ def break_down(
         intervals_of(s for s in own if s.kind is Category.WAIT and is_for_embeddings(s.name) and s.lane in merge_lanes)
     )
     return Breakdown(
-        (window[1] - window[0]) / num_steps, categories, stages, length(merge) / num_steps, length(blocked) / num_steps
+        (window[1] - window[0]) / num_steps,
+        categories,
+        stages,
+        length(merge) / num_steps,
+        length(blocked) / num_steps,
+        loop_ms=loop_ms,
+        log_ms=log_ms,
     )
 
 
@@ -184,7 +203,8 @@ def mean(breakdowns: Sequence[Breakdown]) -> Breakdown:
         sum(one.step_ms for one in breakdowns) / num,
         {
             kind: over([one.categories[kind] for one in breakdowns if kind in one.categories])
-            for kind in breakdowns[0].categories
+            for kind in Category
+            if any(kind in one.categories for one in breakdowns)
         },
         {
             stage: over([one.stages[stage] for one in breakdowns if stage in one.stages])
@@ -201,4 +221,6 @@ def mean(breakdowns: Sequence[Breakdown]) -> Breakdown:
             for stage in Stage
             if any(stage in one.traffic for one in breakdowns)
         },
+        sum(one.loop_ms for one in breakdowns) / num,
+        sum(one.log_ms for one in breakdowns) / num,
     )

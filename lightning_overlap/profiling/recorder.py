@@ -17,7 +17,7 @@ from ..runtime import CudaStreams, Streams
 from ..schedules import Stage, StreamName
 from .collectives import Collective, record_collectives
 from .overlap import Traffic
-from .spans import EMBEDDINGS, HOST_LANE, Category, Interval, Span
+from .spans import EMBEDDINGS, HOST_LANE, LOG, Category, Interval, Span
 from .timestamps import CudaTimestamps, HostTimestamps, Record
 
 KINDS = {
@@ -32,6 +32,10 @@ KINDS = {
     Stage.EMBEDDING_UPDATE: Category.DENSE,
 }
 """What a stage keeps busy, apart from its collectives."""
+
+
+DATA_LOADER = "data loader"
+"""Name of the spans of waits for it."""
 
 
 class SpanRecorder:
@@ -125,6 +129,27 @@ class SpanRecorder:
         yield
         record.end = self._device.mark()
         self._records.append(record)
+
+    @contextmanager
+    def data(self) -> Iterator[None]:
+        """Go around the wait for a batch of the data loader."""
+        with self._on_host(Category.DATA, DATA_LOADER):
+            yield
+
+    @contextmanager
+    def log(self) -> Iterator[None]:
+        """Go around a call of the module's `log`."""
+        with self._on_host(Category.HOST, LOG):
+            yield
+
+    @contextmanager
+    def _on_host(self, kind: Category, name: str) -> Iterator[None]:
+        record = Record(kind, HOST_LANE, name, None, None, self._host.mark())
+        try:
+            yield
+        finally:
+            record.end = self._host.mark()
+            self._records.append(record)
 
     @contextmanager
     def merge(self, batch: int) -> Iterator[None]:

@@ -6,8 +6,9 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from ..schedules import TRAINING_STAGES, Stage
+from ..schedules import TRAINING_STAGES, Schedule, Stage
 from ..text import aligned
+from .advice import advice
 from .host_syncs import HostSync
 from .overlap import Breakdown, BusyTime, Traffic, break_down, mean
 from .spans import HOST_LANE, Category, Interval, Span, exclusive_in
@@ -15,6 +16,9 @@ from .steps import Window, is_on_stream, window_of
 
 EVEN = 0.02
 """Ranks whose waits differ by less than this share of a step are even."""
+
+SMALL = 0.01
+"""Waits for data below this share of a step are not in the headline."""
 
 NUM_WORST = 3
 """Host syncs that are named."""
@@ -25,7 +29,9 @@ NUM_STALEST = 8
 TOP_BLOCKS = 8
 """Lines of what blocked the host; all else is added up in one."""
 
-_NEVER_HIDDEN = frozenset(map(str, (Category.DENSE, Category.HOST, Stage.DENSE_FORWARD, Stage.OPTIMIZER_STEP)))
+_NEVER_HIDDEN = frozenset(
+    map(str, (Category.DENSE, Category.HOST, Category.DATA, Stage.DENSE_FORWARD, Stage.OPTIMIZER_STEP))
+)
 """What has a busy time alone; the others are hidden by it. A backward has its collectives to hide."""
 
 Row = Sequence[str]
@@ -58,20 +64,31 @@ def _row(name: str, times: BusyTime, share_of: Callable[[float], str], *, hides:
 # -- a monitored run ----------------------------------------------------------------------------------------------
 
 
-def metrics(breakdown: Breakdown) -> dict[str, float]:
-    """Return what goes into a log: milliseconds and bytes per step, and fractions between 0 and 1, by name."""
+def metrics(breakdown: Breakdown, *, overlaps: bool = True) -> dict[str, float]:
+    """Return what goes into a log: milliseconds and bytes per step, and fractions between 0 and 1, by name.
+
+    Args:
+        breakdown: Of a step.
+        overlaps: Whether the mode starts anything early; where none does, nothing is said to be hidden.
+    """
     values = {
         "step_ms": breakdown.step_ms,
         "merge_wait_ms": breakdown.merge_wait_ms,
         "blocked_ms": breakdown.blocked_ms,
         "bound_ms": breakdown.bound[1],
         "to_gain_ms": breakdown.to_gain_ms,
-        "hidden_fraction": hideable(breakdown).hidden_fraction,
+        "data_ms": breakdown.time_of(Category.DATA).busy_ms,
+        "loop_ms": breakdown.loop_ms,
+        "log_ms": breakdown.log_ms,
     }
+    if overlaps:
+        values["hidden_fraction"] = hideable(breakdown).hidden_fraction
     named: dict[str, BusyTime] = {str(kind): times for kind, times in breakdown.categories.items()}
     named |= {str(stage): times for stage, times in breakdown.stages.items()}
     for name, times in named.items():
-        if name in _NEVER_HIDDEN:
+        if name == str(Category.DATA):
+            continue
+        if name in _NEVER_HIDDEN or not overlaps:
             values[f"{name}/busy_ms"] = times.busy_ms
         else:
             values[f"{name}/hidden_ms"] = times.hidden_ms
@@ -95,6 +112,7 @@ def closing_table(
     title: str,
     syncs: Sequence[str] = (),
     stale_rows: Mapping[str, tuple[int, int]] | None = None,
+    schedule: Schedule | None = None,
 ) -> str:
     """Return what a run says at its end.
 
@@ -104,29 +122,50 @@ def closing_table(
         title: What ran.
         syncs: Lines about host syncs.
         stale_rows: Rows read stale and rows read, by table, in a mode that has a staleness.
+        schedule: The mode, for the advice in the last line; what was hidden is left out where it starts nothing early.
     """
+    overlaps = schedule is None or schedule.depth > 1
     over_ranks = mean(ranks)
     lines = [f"Overlap: {title}; {num_steps} steps measured, {len(ranks)} ranks, ms per step"]
-    lines += [stage_table(over_ranks).text(), rank_table(ranks).text(), limit_sentence(over_ranks)]
+    lines += [stage_table(over_ranks, overlaps=overlaps).text()]
     if len(ranks) > 1:
-        lines.append(slowest_sentence(ranks))
+        lines += [rank_table(ranks).text(), limit_sentence(over_ranks), slowest_sentence(ranks)]
+    else:
+        lines.append(limit_sentence(over_ranks))
     if over_ranks.traffic:
         lines.append(traffic_table(over_ranks.traffic).text())
     if stale_rows:
         lines.append(stale_table(stale_rows).text())
-    return "\n".join([*lines, *syncs])
+    last = [] if schedule is None else [advice(min(ranks, key=lambda one: one.blocked_ms), schedule)]
+    return "\n".join([*lines, *syncs, *last])
 
 
-def stage_table(breakdown: Breakdown) -> Table:
-    """Return busy, hidden and exposed time by stage, and by kind beneath."""
+def stage_table(breakdown: Breakdown, *, overlaps: bool = True) -> Table:
+    """Return busy, hidden and exposed time by stage, and by kind beneath.
+
+    Args:
+        breakdown: Of a step.
+        overlaps: Whether the mode starts anything early; else there is no column of what was hidden.
+    """
     named: dict[str, BusyTime] = {str(stage): times for stage, times in breakdown.stages.items()}
-    named |= {f"all {kind}": times for kind, times in breakdown.categories.items() if kind is not Category.HOST}
+    others = (Category.HOST, Category.DATA)
+    named |= {f"all {kind}": times for kind, times in breakdown.categories.items() if kind not in others}
     rows = [
         _row(name, times, "{:.0%}".format, hides=name.removeprefix("all ") not in _NEVER_HIDDEN, blank="")
         for name, times in named.items()
     ]
-    rows.append(("waited at the merge", "", "", f"{breakdown.merge_wait_ms:.2f}", ""))
-    return Table(("", "busy", "hidden", "exposed", "hidden %"), rows)
+    if breakdown.merge_wait_ms:
+        rows.append(("waited at the merge", "", "", f"{breakdown.merge_wait_ms:.2f}", ""))
+    host = {
+        "waited for data": breakdown.time_of(Category.DATA).busy_ms,
+        "Lightning: loop, callbacks, loggers": breakdown.loop_ms,
+        "Lightning: self.log": breakdown.log_ms,
+    }
+    rows += [(name, f"{ms:.2f}", "", "", "") for name, ms in host.items() if ms]
+    if overlaps:
+        return Table(("", "busy", "hidden", "exposed", "hidden %"), rows)
+    rows = [(row[0], row[1] or row[3]) for row in rows]
+    return Table(("", "busy"), rows)
 
 
 def rank_table(ranks: Sequence[Breakdown]) -> Table:
@@ -163,6 +202,8 @@ def stale_table(rows: Mapping[str, tuple[int, int]]) -> Table:
 def limit_sentence(breakdown: Breakdown) -> str:
     """Say which resource limits the step, and what overlap can still gain."""
     name, bound_ms = breakdown.bound
+    if name == str(Category.DATA):
+        return f"data-bound: a step waits for data {bound_ms:.2f} of its {breakdown.step_ms:.2f} ms."
     what = f"{name}-bound"
     if name == str(Category.HOST):  # on a CPU the host does the dense part and the lookups itself
         parts = {kind: breakdown.time_of(kind).busy_ms for kind in (Category.DENSE, Category.LOOKUP, Category.COPY)}
@@ -292,8 +333,10 @@ def headline(summary: TraceSummary) -> str:
     parts = [f"{found.step_ms:.1f} ms a step" if summary.window.num_steps > 1 else f"{found.step_ms:.1f} ms"]
     for kind in (Category.COMMUNICATION, Category.LOOKUP):
         times = found.categories[kind]
-        if times.busy_ms:
+        if times.hidden_ms or (times.busy_ms and kind is Category.COMMUNICATION):
             parts.append(f"{kind} {_percent(times.hidden_fraction)} hidden, {times.exposed_ms:.2f} ms exposed")
+    if found.time_of(Category.DATA).busy_ms > SMALL * found.step_ms:
+        parts.append(f"waiting for data {_percent(found.time_of(Category.DATA).busy_ms / found.step_ms)}")
     parts.append(f"host blocked {_percent(found.blocked_ms / found.step_ms if found.step_ms else 0)}")
     return "; ".join(parts)
 

@@ -23,6 +23,10 @@ ALL_TO_ALLS = ("sizes", "ids", "embeddings", "gradients")
 """What the all-to-alls of a step carry, in their order."""
 
 
+LOG = "self.log"
+"""Name of the spans of a module's `log`."""
+
+
 EMBEDDINGS = "embeddings"
 """Name of the all-to-all of embeddings, and of a wait for it; after a colon more can follow."""
 
@@ -41,6 +45,9 @@ class Category(Enum):
 
     COPY = "copy"
     """A copy between host and device or within the device; on a CPU, fetching and staging the batch."""
+
+    DATA = "data"
+    """The host waits for the next batch of the data loader, or makes it."""
 
     WAIT = "wait"
     """A lane that has nothing to do before something else ends: exposed time."""

@@ -79,7 +79,8 @@ class Executor:
         self._source = source
         self._serving = sparse
         self._sparse = sparse if schedule.at(self._first_batch).has_sparse_stages else None
-        self._order, self._streams = order, order.streams
+        self.order = self._order = order
+        self._streams = order.streams
         self.hooks_read_tables = hooks_read_tables
         self._observe = observer or observe_nothing
         self._rank = rank

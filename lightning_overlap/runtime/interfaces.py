@@ -155,11 +155,23 @@ class StageTimer(Protocol):
     def copy(self) -> AbstractContextManager[None]:
         """Go around the copies of a batch to the device, on their stream."""
 
+    def data(self) -> AbstractContextManager[None]:
+        """Go around the wait for a batch of the data loader."""
+
     def merge(self, batch: int) -> AbstractContextManager[None]:
         """Go around the wait of the compute stream for embeddings."""
 
 
 _NO_TIMER: AbstractContextManager[Any] = nullcontext()
+
+
+def waiting_for_data(timer: StageTimer | None) -> AbstractContextManager[None]:
+    """Go around the wait for a batch of the data loader, and time it.
+
+    Args:
+        timer: Takes the times; None: nothing is timed.
+    """
+    return _NO_TIMER if timer is None else timer.data()
 
 
 def timed(timer: StageTimer | None, stage: Stage, batch: int, stream: StreamName) -> AbstractContextManager[None]:

@@ -6,6 +6,8 @@ Standard library only. A new mode is a table in `modes.py`; what `OverlapEmbeddi
 
 from .modes import MODES as MODES
 from .modes import STREAMS as STREAMS
+from .modes import ModeName as ModeName
+from .modes import StreamPolicy as StreamPolicy
 from .options import check_lookup_threads as check_lookup_threads
 from .options import check_stash as check_stash
 from .options import resolve_schedule as resolve_schedule

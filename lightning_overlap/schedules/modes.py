@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from types import MappingProxyType
+from typing import Literal, TypeAlias
 
 from .schedule import Schedule, Step
 from .stages import Stage, StreamName
@@ -207,6 +208,18 @@ SEMI_SYNC_DEFERRED = defer_update(SEMI_SYNC)
 ASYNC_LOOKUP = replace(async_lookup(DEFAULT_STALENESS), name="async_lookup")
 """`async_lookup` where no staleness is given."""
 
+ModeName: TypeAlias = Literal[
+    "base",
+    "sparse_dist",
+    "fused_sparse_dist",
+    "fused_sparse_dist_after_optimizer",
+    "prefetch",
+    "semi_sync",
+    "semi_sync_deferred",
+    "async_lookup",
+]
+"""The names of `MODES`, for editors and type checkers."""
+
 MODES: Mapping[str, Schedule] = MappingProxyType(
     {
         schedule.name: schedule
@@ -225,6 +238,9 @@ MODES: Mapping[str, Schedule] = MappingProxyType(
 
 MODES_BY_STALENESS: Mapping[str, Callable[[int], Schedule]] = MappingProxyType({ASYNC_LOOKUP.name: async_lookup})
 """The modes whose staleness is the user's choice, as functions of it."""
+
+StreamPolicy: TypeAlias = Literal["current", "data_dist", "dedicated"]
+"""The names of `STREAMS`, for editors and type checkers."""
 
 STREAMS: Mapping[str, StreamName] = MappingProxyType(
     {"current": StreamName.COMPUTE, "data_dist": StreamName.DATA_DIST, "dedicated": StreamName.LOOKUP}

@@ -87,6 +87,12 @@ class SparsePipeline:
         return {name: pipelined.module for name, pipelined in self._forwards.items()}
 
     @property
+    def unpipelined(self) -> dict[str, str]:
+        """The modules whose lookup does not start early, as far as is known, each with the reason."""
+        forwards = self._forwards.values()
+        return {one.name: one.unpipelined_reason for one in forwards if one.unpipelined_reason is not None}
+
+    @property
     def can_defer_updates(self) -> bool:
         """Whether an update can come later than its backward; on a CPU with one rank no gradient is waited for."""
         waits = self._group is not None or self.order.streams.is_async or self._options.holds_updates

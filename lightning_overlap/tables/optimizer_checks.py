@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterable, Mapping
+import importlib
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, TypeAlias
 
 import torch
@@ -13,11 +14,15 @@ from torchrec.distributed.utils import optimizer_type_to_emb_opt_type
 from torchrec.optim.keyed import CombinedOptimizer
 from torchrec.optim.optimizers import in_backward_optimizer_filter
 
+from ..text import unknown_name_message
 from .supported_modules import table_modules
 from .table import Table, _some
 
-FusedOptimizer: TypeAlias = tuple[type[torch.optim.Optimizer], Mapping[str, Any]] | functools.partial[Any]
-"""`(class, kwargs)` or `functools.partial(class, **kwargs)`."""
+FusedOptimizer: TypeAlias = (
+    tuple[type[torch.optim.Optimizer], Mapping[str, Any]] | functools.partial[Any] | Sequence[Any] | Mapping[str, Any]
+)
+"""`(class, kwargs)` or `functools.partial(class, **kwargs)`; from a config file also `["path.of.class", kwargs]`,
+`{"class_path": ..., "init_args": kwargs}` or `{"_target_": ..., **kwargs}`."""
 
 
 CPU_FUSED_OPTIMIZERS = (EmbOptimType.EXACT_SGD, EmbOptimType.EXACT_ADAGRAD, EmbOptimType.EXACT_ROWWISE_ADAGRAD)
@@ -28,27 +33,54 @@ def check_fused_optimizer(fused_optimizer: FusedOptimizer | None) -> tuple[Any, 
     """Return `(class, kwargs)` of what the user gave.
 
     Raises:
-        TypeError: Neither `(class, kwargs)` nor a `functools.partial` of an optimizer class, or arguments that the
-            class does not take.
+        TypeError: Not a `FusedOptimizer`, a class that does not exist, or arguments that it does not take.
     """
     if fused_optimizer is None:
         return None
-    if isinstance(fused_optimizer, functools.partial) and not fused_optimizer.args:
-        cls, kwargs = fused_optimizer.func, dict(fused_optimizer.keywords)
-    elif isinstance(fused_optimizer, tuple) and len(fused_optimizer) == 2 and isinstance(fused_optimizer[1], Mapping):
-        cls, kwargs = fused_optimizer[0], dict(fused_optimizer[1])
-    else:
-        cls, kwargs = None, {}
-    if not (isinstance(cls, type) and issubclass(cls, torch.optim.Optimizer)):
+    cls, kwargs = _class_and_arguments(fused_optimizer)
+    if isinstance(cls, str):
+        cls = _imported(cls)
+    if not _is_optimizer(cls):
         raise TypeError(
-            f"fused_optimizer is (class, kwargs) or functools.partial(class, **kwargs), got {fused_optimizer!r}. "
-            "For example: fused_optimizer=(torch.optim.SGD, {'lr': 0.1})."
+            "fused_optimizer is (class, kwargs) or functools.partial(class, **kwargs), in a config file "
+            "[torch.optim.SGD, {lr: 0.1}] or {class_path: torch.optim.SGD, init_args: {lr: 0.1}}, got "
+            f"{fused_optimizer!r}. For example: fused_optimizer=(torch.optim.SGD, {{'lr': 0.1}})."
         )
     try:
         cls([nn.Parameter(torch.zeros(1, 1))], **kwargs)
     except (TypeError, ValueError) as err:
         raise TypeError(f"fused_optimizer: {cls.__name__} does not take {kwargs}: {err}") from err
     return cls, kwargs
+
+
+def _class_and_arguments(given: Any) -> tuple[Any, dict[str, Any]]:
+    """Return what names the class, and its arguments; None where it is no form that is known."""
+    if isinstance(given, functools.partial) and not given.args:
+        return given.func, dict(given.keywords)
+    if isinstance(given, Mapping):
+        if given.keys() <= {"class_path", "init_args"}:
+            return given.get("class_path"), dict(given.get("init_args") or {})
+        own = {name: value for name, value in given.items() if name not in ("_target_", "_partial_", "_convert_")}
+        return given.get("_target_"), own
+    if isinstance(given, Sequence) and not isinstance(given, str) and len(given) == 2 and isinstance(given[1], Mapping):
+        return given[0], dict(given[1])
+    return None, {}
+
+
+def _imported(path: str) -> Any:
+    module, _, name = path.rpartition(".")
+    try:
+        found = importlib.import_module(module)
+        return getattr(found, name)
+    except AttributeError:
+        known = {name: None for name, kind in vars(found).items() if _is_optimizer(kind)}
+        raise TypeError(f"fused_optimizer: {unknown_name_message(f'optimizer in {module}', name, known)}") from None
+    except (ImportError, ValueError) as err:
+        raise TypeError(f"fused_optimizer: {path!r} names no class that can be imported: {err}.") from err
+
+
+def _is_optimizer(kind: Any) -> bool:
+    return isinstance(kind, type) and issubclass(kind, torch.optim.Optimizer)
 
 
 def check_dense_optimizers(model: nn.Module, optimizers: Iterable[torch.optim.Optimizer]) -> None:

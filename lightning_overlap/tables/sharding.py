@@ -7,7 +7,7 @@ import os
 import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any, TypeAlias
+from typing import Any, Literal, TypeAlias
 
 import torch
 import torch.distributed as dist
@@ -34,7 +34,18 @@ from .supported_modules import sharded_modules, table_modules
 from .table import Table, _some, find_tables, training_sharders
 from .write_counts import watch_tables
 
-Sharding: TypeAlias = "str | Mapping[str, str] | EmbeddingShardingPlanner | ShardingPlan | None"
+ShardingName: TypeAlias = Literal[
+    "data_parallel",
+    "table_wise",
+    "column_wise",
+    "row_wise",
+    "table_row_wise",
+    "table_column_wise",
+    "grid_shard",
+]
+"""The values of TorchRec's `ShardingType`, for editors and type checkers."""
+
+Sharding: TypeAlias = ShardingName | Mapping[str, ShardingName] | EmbeddingShardingPlanner | ShardingPlan | None
 """A type for all tables, a type by table name, a planner, a plan, or None for TorchRec's planner.
 
 The planner decides about tables that are not named; it keeps those with a fused optimizer model-parallel.
@@ -96,6 +107,7 @@ def shard_tables(
         _warn_of_replicated_tables(tables, plan, asked)
     initial, aliases = _initial_weights(model, tables), _aliases(model, tables)
     trained = [table for table in tables if _is_fused(table, plan) and table.parameter.requires_grad]
+    classes = {table.path: table.fused_class for table in trained}
     rates = {table.module: {t.name: t.fused_rate for t in trained if t.module == table.module} for table in tables}
     with _local_world_size(local_world_size):
         DistributedModelParallel(
@@ -117,8 +129,11 @@ def shard_tables(
     _replicate_data_parallel(model, group)
     for name, fused_rates in rates.items():
         # A rank knows the rates of its own shards only, and those move with a schedule.
-        model.get_submodule(name).fused_rates = fused_rates  # type: ignore[assignment]
-        model.get_submodule(name).quantized_comms = comms  # type: ignore[assignment]
+        sharded = model.get_submodule(name)
+        sharded.fused_rates = fused_rates  # type: ignore[assignment]
+        sharded.quantized_comms = comms  # type: ignore[assignment]
+        paths = {table: f"{name}.{table}" if name else table for table in fused_rates}
+        sharded.fused_optimizers_of_tables = {t: classes[path] for t, path in paths.items()}  # type: ignore[assignment]
     _watch(model)
     return True
 
@@ -210,6 +225,30 @@ def sharded_state_names(model: nn.Module) -> set[str]:
     return names
 
 
+def check_sharding_types(sharding: Sharding) -> Sharding:
+    """Return a sharding argument whose types exist somewhere; the tables and the device are not known yet.
+
+    Raises:
+        ValueError: A sharding type that does not exist; the message lists the nearest ones.
+        TypeError: Not a `Sharding`.
+    """
+    kinds = [sharding] if isinstance(sharding, str) else sharding.values() if isinstance(sharding, Mapping) else []
+    known = {kind.value: kind for kind in ShardingType}
+    for kind in kinds:
+        if kind not in known:
+            raise ValueError(f"sharding: {unknown_name_message('sharding type', str(kind), known)}")
+    if not (
+        sharding is None
+        or isinstance(sharding, (str, Mapping, ShardingPlan))
+        or callable(getattr(sharding, "plan", None))
+    ):
+        raise TypeError(
+            "sharding is None, a sharding type, {'table': type}, a planner or a ShardingPlan, "
+            f"got {type(sharding).__name__}: {sharding!r}."
+        )
+    return sharding
+
+
 def check_sharding(sharding: Sharding, tables: list[Table], device: torch.device) -> None:
     """Check a sharding argument against the tables of a model and a device.
 
@@ -227,13 +266,9 @@ def check_sharding(sharding: Sharding, tables: list[Table], device: torch.device
         wanted = dict.fromkeys(known, sharding)
     elif isinstance(sharding, Mapping):
         wanted = {str(name): kind for name, kind in sharding.items()}
-    elif sharding is None or isinstance(sharding, ShardingPlan) or callable(getattr(sharding, "plan", None)):
-        return
     else:
-        raise TypeError(
-            "sharding is None, a sharding type, {'table': type}, a planner or a ShardingPlan, "
-            f"got {type(sharding).__name__}: {sharding!r}."
-        )
+        check_sharding_types(sharding)
+        return
     for name, kind in wanted.items():
         if name not in known:
             raise ValueError(f"sharding: {unknown_name_message('table', name, known)}")

@@ -48,6 +48,11 @@ class Table:
         [kwargs] = getattr(self.parameter, "_optimizer_kwargs", [{}])
         return float(kwargs.get("lr", kwargs.get("learning_rate", _KERNEL_RATE)))  # TorchRec renames it
 
+    @property
+    def fused_class(self) -> str:
+        """Name of the optimizer applied in backward."""
+        return " and ".join(one.__name__ for one in getattr(self.parameter, "_optimizer_classes", []))
+
     def apply_fused_optimizer(self, optimizer_class: type[torch.optim.Optimizer], kwargs: Mapping[str, Any]) -> None:
         """Apply an optimizer in backward, if there is none yet."""
         if not self.has_fused_optimizer:

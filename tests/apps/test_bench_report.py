@@ -11,10 +11,12 @@ import pytest
 
 from lightning_overlap.apps.bench_collectives import by_name
 from lightning_overlap.apps.bench_report import (
+    ArmResult,
     ArmTurns,
     Turn,
     bound_ms,
     collectives_table,
+    disagreements,
     efficiency,
     evaluate,
     failures,
@@ -148,3 +150,11 @@ def test_files(tmp_path: Path) -> None:
     assert [(arm["name"], arm["failure"]) for arm in content["arms"]] == [("base", None), ("peer", "TypeError: why")]
     assert content["arms"][0]["collectives"] == {"embeddings": [60, 50]}
     assert (tmp_path / "bench.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_rounds_that_disagree_give_no_verdict() -> None:
+    calm = ArmResult("calm", 0, of_base=0.8, of_base_range=(0.75, 0.85))
+    wild = ArmResult("wild", 0, of_base=0.8, of_base_range=(0.7, 1.1))
+    failed = ArmResult("failed", 0, failure="not here")
+    [line] = disagreements([calm, wild, failed])
+    assert line.startswith("wild: the rounds disagree, from 0.70 to 1.10 of base: no verdict.")

@@ -19,6 +19,7 @@ from lightning_overlap import MODES, STREAMS
 from lightning_overlap.apps import build, config_checks
 from lightning_overlap.apps.hydra_command import add_or_override
 from lightning_overlap.models import DLRM
+from lightning_overlap.tables import check_fused_optimizer
 
 CONF = Path(str(files("lightning_overlap"))) / "conf"
 GROUPS = (
@@ -137,7 +138,10 @@ def test_the_record_of_a_run_holds_the_defaults_that_python_wrote() -> None:
         (["pipeline.schedule='mine: copy_batch_to_device+0/compute'"], "'mine': dense_forward is missing"),
         (["trainer.precision=16-mixed"], "Use trainer.precision=bf16-mixed"),
         (["trainer.max_stepz=3"], "unknown option of trainer 'max_stepz'. Did you mean 'max_steps'"),
-        (["trainer.devices=none"], "'auto', got 'none'"),
+        (["trainer.devices=none"], "-1: all), got 'none'"),
+        (["trainer.devices=-1"], "trainer.devices is a number of ranks from 1 on, a list of devices or 'auto'"),
+        (["compare=base"], "compare is a list of modes: compare=[base], got 'base'"),
+        (["metric=auc"], "begins with val or test, got 'auc'. Did you mean 'test_auc'"),
         (["data.batchsize=3"], "unknown option of data 'batchsize'. Did you mean 'batch_size'"),
         (["data.batch_size=0"], "batch_size"),
         (["model.table_rate=1"], "unknown option of model 'table_rate'"),
@@ -153,6 +157,28 @@ def test_the_record_of_a_run_holds_the_defaults_that_python_wrote() -> None:
 def test_bad_words_are_answered_before_a_rank_starts(overrides: list[str], message: str) -> None:
     with pytest.raises(ValueError, match=re.escape(message)):
         check(*overrides)
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("data.batch_size=abc", "data.batch_size is an integer, got 'abc'"),
+        ("data.batch_size=1.5", "data.batch_size is an integer, got 1.5"),
+        ("model.embedding_dim=wide", "model.embedding_dim is an integer, got 'wide'"),
+        ("trainer.max_epochs=many", "trainer.max_epochs is an integer or null, got 'many'"),
+        ("trainer.log_every_n_steps=often", "trainer.log_every_n_steps is an integer or null, got 'often'"),
+    ],
+)
+def test_values_of_a_wrong_type_too(override: str, message: str) -> None:
+    with pytest.raises(TypeError, match=re.escape(message)):
+        check(override)
+
+
+def test_a_fused_optimizer_in_yaml_reaches_the_strategy() -> None:
+    config = composed("data.num_tables=2", "strategy.fused_optimizer=[torch.optim.SGD,{lr: 0.25}]")
+    model = build.build_model(config, build.build_data(config))
+    made = build.build_strategy(config, MODES["base"], model)
+    assert check_fused_optimizer(made.fused_optimizer) == (torch.optim.SGD, {"lr": 0.25})
 
 
 class OwnsEverything(DLRM):

@@ -134,6 +134,22 @@ def test_names_that_do_not_exist(tmp_path: Path) -> None:
     assert "Traceback" not in done.stderr
 
 
+def test_a_folder_that_cannot_be_written(tmp_path: Path) -> None:
+    (tmp_path / "outputs").write_text("a file, as root may write any folder", encoding="utf-8")
+    done = train(tmp_path, *SMALL)
+    assert done.returncode == 1
+    assert done.stderr.startswith("error: ")
+    assert "the run folder cannot be written. Start the command in a folder of yours" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_an_option_that_no_config_has(tmp_path: Path) -> None:
+    done = train(tmp_path, "sed=3")
+    assert done.returncode == 1
+    assert done.stderr.startswith("error: Could not override 'sed'.")
+    assert "Traceback" not in done.stderr
+
+
 def test_a_data_file_that_is_missing(tmp_path: Path) -> None:
     done = train(tmp_path, "experiment=adult_income", "data.path=../nowhere/adult.data.gz")
     assert done.returncode == 1

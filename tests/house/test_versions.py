@@ -120,3 +120,15 @@ def test_a_module_of_pytorch_lightning_is_refused_by_lightning() -> None:
     assert said.startswith(
         "TypeError: You passed a `pytorch_lightning` object (LightningModule) to a `lightning.pytorch`"
     )
+
+
+@pytest.mark.parametrize("missing", ["torchrec", "fbgemm_gpu"])
+def test_a_package_that_is_missing_is_answered_with_how_to_install_it(missing: str) -> None:
+    program = f"import sys; sys.modules[{missing!r}] = None; import lightning_overlap"
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=90, check=False)
+    assert done.returncode == 1
+    *_, last = done.stderr.strip().splitlines()
+    assert last.startswith(
+        f"ModuleNotFoundError: lightning_overlap needs {missing}, which is not installed. For CUDA: "
+    )
+    assert "The above exception" not in done.stderr

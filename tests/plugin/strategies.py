@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import logging
 import time
 import warnings
 from typing import Any
@@ -22,7 +23,7 @@ from torchrec.distributed.types import ShardedModule
 from torchrec.optim import RowWiseAdagrad
 from torchrec.optim.optimizers import in_backward_optimizer_filter
 
-from lightning_overlap import OverlapEmbeddingStrategy
+from lightning_overlap import OverlapEmbeddingStrategy, combined_optimizer
 from lightning_overlap.distributed import default_store, groups
 from lightning_overlap.tables.supported_modules import sharded_modules
 
@@ -212,6 +213,46 @@ def warnings_of(trainer_kwargs: dict[str, Any], data_parallel: bool = False) -> 
         warnings.simplefilter("always")
         fit_model(model, trainer_kwargs=trainer_kwargs, sharding="table_wise")
     return [str(w.message) for w in caught if "fused" in str(w.message) or "in backward" in str(w.message)]
+
+
+class Scheduled(Model):
+    """Its scheduler moves the dense rate, and those of the fused tables if told so."""
+
+    def __init__(self, combined: bool) -> None:
+        super().__init__(MIXED)
+        self._combined = combined
+
+    def configure_optimizers(self) -> Any:
+        dense = torch.optim.Adam(p for _, p in in_backward_optimizer_filter(self.named_parameters()))
+        optimizer = combined_optimizer(self, dense) if self._combined else dense
+        return [optimizer], [torch.optim.lr_scheduler.StepLR(optimizer, 1)]
+
+
+def first_words(combined: bool = False, **options: Any) -> list[str]:
+    """Return what a fit with `MIXED` tables logs and warns of, of the known texts and our own."""
+    seen: list[str] = []
+
+    class Keep(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            seen.append(record.getMessage())
+
+    keep, model = Keep(), Scheduled(combined)
+    names = ("lightning.pytorch.lightning_overlap", "torchrec.distributed.planner.types", "torch.fx", "")
+    loggers = [logging.getLogger(name) for name in names]
+    before = [logger.level for logger in loggers]
+    for logger in loggers:
+        logger.addHandler(keep)
+        logger.setLevel(logging.INFO)
+    try:
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            sharding = {table.name: table.sharding for table in MIXED.tables}
+            fit_model(model, sharding=sharding, **options)
+    finally:
+        for logger, level in zip(loggers, before, strict=True):
+            logger.removeHandler(keep)
+            logger.setLevel(level)
+    return [*seen, *(str(w.message) for w in caught)]
 
 
 def frozen_table() -> bool:

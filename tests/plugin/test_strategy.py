@@ -2,14 +2,22 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from datetime import timedelta
-from typing import Any
+from pathlib import Path
+from typing import Any, get_args, get_type_hints
 
 import pytest
 import torch
+from lightning.pytorch.demos.boring_classes import BoringModel
+from omegaconf import OmegaConf
+from torchrec.distributed.types import ShardingType
 
-from lightning_overlap import MODES, OverlapEmbeddingStrategy
+from lightning_overlap import MODES, STREAMS, OverlapEmbeddingStrategy, Schedule
+from lightning_overlap.schedules.modes import ModeName, StreamPolicy
+from lightning_overlap.tables import check_fused_optimizer
+from lightning_overlap.tables.sharding import ShardingName
 
 from ..support.cases import TABLE_WISE
 from ..support.fits import fit
@@ -134,7 +142,7 @@ def test_registry_name(two_ranks: Ranks) -> None:
     [
         ("unknown_table", ["ValueError", "'t9'", "Did you mean 't", "Known: t0, t1, t2"]),
         ("impossible_type", ["ValueError", "'t0'", "'row_wise' is not possible on cpu", "table_wise, column_wise"]),
-        ("unknown_type", ["ValueError", "'table_wize' is not possible", "Did you mean 'table_wise'"]),
+        ("unknown_type", ["ValueError", "unknown sharding type 'table_wize'", "Did you mean 'table_wise'"]),
         ("sharding_of_wrong_type", ["TypeError", "got int: 3"]),
         ("no_fused_optimizer", ["ValueError", "ebc.t0", "fused_optimizer=(", "_apply_optimizer_in_backward"]),
         ("adam_on_cpu", ["ValueError", "Adam is fused on CUDA only", "RowWiseAdagrad"]),
@@ -164,6 +172,36 @@ def test_said_once(two_ranks: Ranks, kwargs: dict[str, Any], word: str) -> None:
     assert second == []
 
 
+@pytest.mark.parametrize("combined", [False, True])
+def test_the_first_words_name_tables_optimizers_and_rates(two_ranks: Ranks, combined: bool) -> None:
+    seen, others = two_ranks.run(strategies.first_words, combined)
+    [block] = {text for text in seen if text.startswith("lightning_overlap: ")}
+    constant = "" if combined else ", constant: the scheduler does not move it (see combined_optimizer)"
+    owner = "DenseAndFused" if combined else "Adam"
+    assert sorted(block.splitlines()) == [
+        f"  ebc: d0, d1: data_parallel, trained by {owner} of configure_optimizers",
+        f"  ebc: t0, t1: table_wise, trained by SGD in the backward, lr 2{constant}",
+        "lightning_overlap: fused_sparse_dist, stream data_dist, 2 ranks",
+    ]
+    assert not any(text.startswith("lightning_overlap: ") for text in others)  # rank 0 speaks
+    for text in KNOWN:
+        assert not any(text in line for line in seen + others)
+
+
+def test_libraries_speak_where_they_are_asked_to(two_ranks: Ranks) -> None:
+    seen, _ = two_ranks.run(strategies.first_words, calm_libraries=False)
+    assert any("The topology was constructed directly" in text for text in seen)
+    assert any("HeuristicalStorageReservation is known" in text for text in seen)
+
+
+KNOWN = (
+    "The topology was constructed directly",
+    "HeuristicalStorageReservation",
+    "LeafSpec",
+    "Sharding spec not found",
+)
+
+
 @pytest.mark.parametrize(
     ("kwargs", "error", "text"),
     [
@@ -173,11 +211,66 @@ def test_said_once(two_ranks: Ranks, kwargs: dict[str, Any], word: str) -> None:
         ({"fused_optimizer": "sgd"}, TypeError, "fused_optimizer is \\(class, kwargs\\)"),
         ({"fused_optimizer": (torch.optim.SGD, {"rate": 1})}, TypeError, "fused_optimizer: SGD does not take"),
         ({"fused_optimizer": (dict, {})}, TypeError, "fused_optimizer is \\(class, kwargs\\)"),
+        ({"fused_optimizer": ["torch.optim.SDG", {"lr": 1}]}, TypeError, "'SDG'. Did you mean 'SGD'"),
+        ({"fused_optimizer": {"class_path": "torch.nowhere.SGD"}}, TypeError, "'torch.nowhere.SGD' names no class"),
+        ({"piepline": "base"}, TypeError, "unknown argument 'piepline'. Did you mean 'pipeline'"),
+        ({"stalenes": 3}, TypeError, "unknown argument 'stalenes'. Did you mean 'staleness'"),
+        ({"find_unused_parameter": True}, TypeError, "Did you mean 'find_unused_parameters'"),  # DDP's
+        ({"proces_group_backend": "gloo"}, TypeError, "Did you mean 'process_group_backend'"),  # DDPStrategy's
+        ({"sharding": "rowwise"}, ValueError, "unknown sharding type 'rowwise'. Did you mean 'row_wise'"),
+        ({"sharding": {"t": "tablewise"}}, ValueError, "Did you mean 'table_wise'"),
+        ({"sharding": 3}, TypeError, "sharding is None, a sharding type"),
     ],
 )
 def test_refused_when_made(kwargs: dict[str, Any], error: type[Exception], text: str) -> None:
     with pytest.raises(error, match=text):
         OverlapEmbeddingStrategy(**kwargs)
+
+
+@pytest.mark.parametrize(
+    "form",
+    [
+        (torch.optim.SGD, {"lr": 0.3}),
+        functools.partial(torch.optim.SGD, lr=0.3),
+        ["torch.optim.SGD", {"lr": 0.3}],
+        {"class_path": "torch.optim.SGD", "init_args": {"lr": 0.3}},
+        {"_target_": "torch.optim.SGD", "lr": 0.3},
+        OmegaConf.create({"fused": ["torch.optim.SGD", {"lr": 0.3}]}).fused,
+    ],
+    ids=str,
+)
+def test_forms_of_a_fused_optimizer(form: Any) -> None:
+    assert check_fused_optimizer(OverlapEmbeddingStrategy(fused_optimizer=form).fused_optimizer) == (
+        torch.optim.SGD,
+        {"lr": 0.3},
+    )
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # jsonargparse of LightningCLI's own calls
+def test_lightning_cli_takes_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("jsonargparse")
+    from lightning.pytorch.cli import LightningCLI
+
+    for form in ("[torch.optim.SGD, {lr: 0.3}]", "{class_path: torch.optim.SGD, init_args: {lr: 0.3}}"):
+        (tmp_path / "config.yaml").write_text(
+            "trainer: {accelerator: cpu, logger: false, strategy: {class_path: lightning_overlap."
+            f"OverlapEmbeddingStrategy, init_args: {{pipeline: base, fused_optimizer: {form}}}}}}}\n",
+            encoding="utf-8",
+        )
+        monkeypatch.setattr("sys.argv", ["fit.py", "--config", str(tmp_path / "config.yaml")])
+        cli = LightningCLI(BoringModel, run=False, save_config_callback=None, seed_everything_default=False)
+        made = cli.trainer.strategy
+        assert isinstance(made, OverlapEmbeddingStrategy)
+        assert check_fused_optimizer(made.fused_optimizer) == (torch.optim.SGD, {"lr": 0.3})
+
+
+def test_editors_know_all_names() -> None:
+    assert set(get_args(ModeName)) == set(MODES)
+    assert set(get_args(StreamPolicy)) == set(STREAMS)
+    assert set(get_args(ShardingName)) == {kind.value for kind in ShardingType}
+    hints = get_type_hints(OverlapEmbeddingStrategy.__init__)
+    assert hints["pipeline"] == ModeName | Schedule
+    assert hints["stream"] == StreamPolicy
 
 
 def test_unknown_mode_lists_all() -> None:

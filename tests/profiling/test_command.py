@@ -14,7 +14,7 @@ import pytest
 
 from lightning_overlap.profiling import draw_html, draw_png, layout
 from lightning_overlap.profiling.command import main
-from lightning_overlap.profiling.report import Table
+from lightning_overlap.profiling.report import Table, headline, summarize
 from lightning_overlap.profiling.spans import HOST_LANE, Category, Span
 from lightning_overlap.profiling.torch_trace import read_trace
 from lightning_overlap.profiling.trace_file import write_trace
@@ -280,3 +280,29 @@ def test_the_command_is_installed_by_its_name() -> None:
         scripts = tomllib.load(file)["project"]["scripts"]
     assert scripts["overlap-timeline"] == f"{main.__module__}:{main.__name__}"
     assert read_trace.__module__ == "lightning_overlap.profiling.torch_trace"
+
+
+def test_legends_have_greys_that_differ_and_the_same_words_everywhere(tmp_path: Path) -> None:
+    def rgb(color: str) -> tuple[int, ...]:
+        return tuple(int(color[place : place + 2], 16) for place in (1, 3, 5))
+
+    greys = list(dict.fromkeys(layout.LEGEND_COLORS[kind] for kind in layout.LEGEND_WORDS))
+    for place, one in enumerate(greys):
+        for other in greys[place + 1 :]:
+            assert max(abs(mine - theirs) for mine, theirs in zip(rgb(one), rgb(other), strict=True)) >= 40
+    draw_html.write_html(tmp_path / "t.html", {0: steps()})
+    page = Page((tmp_path / "t.html").read_text(encoding="utf-8"))
+    words = " ".join("".join(part) for texts in page.texts.values() for part in texts)
+    for kind in {span.kind for span in steps()}:
+        assert layout.LEGEND_WORDS[kind] in words
+
+
+def test_what_hides_nothing_is_not_said_to_be_hidden_by_zero_percent() -> None:
+    looked_up = [
+        Span(span.end_ms, span.end_ms + 1, Category.LOOKUP, HOST_LANE, "lookup", Stage.EMBEDDING_LOOKUP, span.batch)
+        for span in steps()
+        if span.stage is Stage.BACKWARD
+    ]
+    told = headline(summarize([*steps(), *looked_up]))
+    assert "communication 50.0 % hidden" in told
+    assert "lookup" not in told

@@ -187,7 +187,13 @@ def test_the_sweep_equals_a_count_of_every_millisecond(spans: list[Span], start:
         assert kept.categories[kind] == BusyTime(len(busy), len(hidden)), kind
     waits = [now for now in at if any(kind is Category.WAIT and lane == HOST_LANE for kind, lane, _ in now)]
     assert kept.blocked_ms == len(waits)
-    assert kept.categories[Category.HOST].busy_ms == long - len(waits)
+    fetches = [now for now in at if any(kind is Category.DATA and lane == HOST_LANE for kind, lane, _ in now)]
+    assert kept.time_of(Category.DATA).busy_ms == len(fetches)
+    assert kept.categories[Category.HOST].busy_ms == long - len(waits) - len(fetches)
+    on_host = [
+        now for now in at if any(kind is not Category.COMMUNICATION and lane == HOST_LANE for kind, lane, _ in now)
+    ]
+    assert kept.loop_ms == long - len(on_host)
     assert kept.merge_wait_ms == 0  # none of these waits is for embeddings
     for stage, times in kept.stages.items():
         counted = (*KINDS, Category.HOST)

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import traceback
+from dataclasses import replace
 
 from lightning_overlap.profiling import report
 from lightning_overlap.profiling.host_syncs import HostSync
 from lightning_overlap.profiling.overlap import Breakdown, BusyTime
 from lightning_overlap.profiling.spans import Category
+from lightning_overlap.schedules.modes import MODES
 from lightning_overlap.schedules.stages import Stage
 
 
@@ -71,6 +73,57 @@ def test_closing_table() -> None:
     assert any(line.startswith("Rank 1 is the slowest") for line in lines)
     assert lines[-1] == "host syncs in a step: 0"
     assert "slowest" not in report.closing_table([one()], 4, "base")
+
+
+def test_a_mode_that_starts_nothing_early_hides_nothing() -> None:
+    base, fused = MODES["base"], MODES["fused_sparse_dist"]
+    assert "hidden" not in report.closing_table([one(), one()], 4, "base", schedule=base)
+    assert "hidden %" in report.closing_table([one(), one()], 4, "fused", schedule=fused)
+    assert not any("hidden" in name for name in report.metrics(one(), overlaps=False))
+    assert report.metrics(one(), overlaps=False)["communication/busy_ms"] == 40
+
+
+def with_host(data: float = 0.0, loop: float = 0.0, log: float = 0.0) -> Breakdown:
+    found = one(step_ms=55, communication=BusyTime(4, 3))
+    return replace(
+        found, categories={**found.categories, Category.DATA: BusyTime(data)}, loop_ms=loop, log_ms=log, blocked_ms=1
+    )
+
+
+def test_the_last_line_is_the_advice_that_gains_most() -> None:
+    def last(found: Breakdown, mode: str = "fused_sparse_dist") -> str:
+        return report.closing_table([found], 4, mode, schedule=MODES[mode]).splitlines()[-1]
+
+    expected = (
+        "waiting for data 54 of 55 ms: raise num_workers of the DataLoader. That gains at most 54 ms a step (98%)."
+    )
+    assert last(with_host(data=54)) == f"Advice: {expected}"
+    assert last(with_host(loop=20, data=1)).startswith("Advice: Lightning's loop, callbacks and loggers 20 of 55 ms")
+    assert last(with_host(log=9, loop=5)).startswith("Advice: self.log 9 of 55 ms: log fewer values")
+    assert last(with_host()).startswith("Advice: nothing to change here")
+    waits = replace(with_host(), categories={**with_host().categories, Category.COMMUNICATION: BusyTime(40, 10)})
+    assert "waiting for other ranks 30 of 55 ms: take pipeline='fused_sparse_dist', which gives the" in last(
+        waits, "base"
+    )
+    assert "take pipeline='semi_sync'" in last(waits)
+    assert "take defer_update=True" in last(waits, "semi_sync")
+    assert "shard so that less travels" in last(waits, "semi_sync_deferred")
+
+
+def test_lightnings_share_of_the_host_has_its_own_lines() -> None:
+    rows = {
+        line.split("  ")[0]: line.split()[-1] for line in report.stage_table(with_host(5, 7, 2)).text().splitlines()
+    }
+    assert rows["waited for data"] == "5.00"
+    assert rows["Lightning: loop, callbacks, loggers"] == "7.00"
+    assert rows["Lightning: self.log"] == "2.00"
+
+
+def test_reads_of_the_library_itself_are_no_lines_for_a_user() -> None:
+    own = HostSync("item", (traceback.FrameSummary(report.__file__, 3, "metrics", lookup_line=False),))
+    users = HostSync("item", (*own.stack, traceback.FrameSummary("/home/me/model.py", 3, "step", lookup_line=False)))
+    assert own.is_the_librarys
+    assert not users.is_the_librarys
 
 
 def sync(operator: str, where: str, line: int, stage: str = "dense_forward", blocked_ms: float = 0.0) -> HostSync:

@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from lightning_overlap import OverlapEmbeddingStrategy, OverlapMonitor
 
-from ..plugin.monitors import Kept
+from ..callbacks.monitors import Kept
 from ..support.cases import Batches, Case, Model, make_batch, make_plan
 from ..support.fits import make_trainer
 

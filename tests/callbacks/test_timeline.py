@@ -7,7 +7,10 @@ from pathlib import Path
 import pytest
 
 from lightning_overlap import OverlapTimeline, Schedule, Stage
+from lightning_overlap.profiling.overlap import break_down, mean
+from lightning_overlap.profiling.report import summarize
 from lightning_overlap.profiling.spans import Category
+from lightning_overlap.profiling.steps import window_of
 from lightning_overlap.profiling.torch_trace import read_trace
 
 from ..support.cases import TABLE_WISE
@@ -32,6 +35,12 @@ def test_the_steps_of_all_ranks_are_drawn(two_ranks: Ranks, mode: Schedule, tmp_
     ranks = read_trace(tmp_path / "timeline.json.gz")
     assert set(ranks) == {0, 1}
     for spans in ranks.values():
+        # The two steps that are drawn, counted as OverlapMonitor counts them: from batch end to batch end.
+        window, marks = window_of(spans), [span for span in spans if span.name.startswith("ProfilerStep#")]
+        assert [mark.name for mark in marks] == ["ProfilerStep#6", "ProfilerStep#7"]
+        assert (window.num_steps, window.interval) == (2, (marks[0].start_ms, marks[1].end_ms))
+        step_ms = summarize(spans).breakdown.step_ms
+        assert step_ms == pytest.approx(mean([break_down(spans, (m.start_ms, m.end_ms)) for m in marks]).step_ms)
         batches = {span.batch for span in spans if span.stage is Stage.BACKWARD and span.kind is Category.DENSE}
         assert batches == {5, 6, 7}, "the step before the two drawn, and these"
         carried = {span.name for span in spans if span.kind is Category.COMMUNICATION}

@@ -13,11 +13,10 @@ import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from typing_extensions import override
 
+from ..plugin import OverlapEmbeddingStrategy, logged_step, timed_log
 from ..profiling import Breakdown, HostSync, SpanRecorder, break_down, mean, record_host_syncs, report
 from ..sparse import StaleCounts, StaleRows
 from ..tables import compression
-from .fit_loop import logged_step
-from .strategy import OverlapEmbeddingStrategy
 
 NUM_WATCHED = 2
 """Steps of a measurement: what the second one uses was issued in the first."""
@@ -86,6 +85,7 @@ class OverlapMonitor(Callback):
         self._num_steps = 0
         self._next = WARM_UP
         self._recorder: SpanRecorder | None = None
+        self._logged = ExitStack()
         self._pending: list[_Pending] = []
         self._audit: ExitStack | None = None
         self._audited: list[HostSync] = []
@@ -121,18 +121,19 @@ class OverlapMonitor(Callback):
             if self._recorder.num_steps == NUM_WATCHED:
                 self._stop(trainer)
         elif self._num_steps >= self._next and not self._audit_is_due:
-            self._start()
+            self._start(pl_module)
         if self._stale is not None:
             self._stale.step(self._num_steps, not self._audit_is_due, logged_step(trainer))
         self._harvest(trainer, pl_module)
         self.own_ms += (time.perf_counter() - start) * 1e3
 
-    def _start(self) -> None:
+    def _start(self, pl_module: LightningModule) -> None:
         assert self._strategy is not None
         assert self._strategy.streams is not None
         comms = self._strategy.quantized_comms
         self._recorder = SpanRecorder(self._strategy.streams, None if comms is None else compression(comms))
         self._recorder.start()
+        self._logged.enter_context(timed_log(pl_module, self._recorder))
         self._strategy.watch(self._recorder)
         self._recorder.step()
 
@@ -140,6 +141,7 @@ class OverlapMonitor(Callback):
         assert self._recorder is not None
         assert self._strategy is not None
         self._recorder.stop()
+        self._logged.close()
         self._strategy.watch(None)
         self._plan_next()
         self._pending.append(_Pending(self._recorder, logged_step(trainer), self._strategy.num_in_flight))
@@ -160,13 +162,14 @@ class OverlapMonitor(Callback):
             result = break_down(pending.recorder.spans(), window)
             result = replace(result, traffic=pending.recorder.traffic(window))
             self.accounts.append(result)
-            values = {f"overlap/{name}": value for name, value in report.metrics(result).items()}
+            overlaps = self._overlaps
+            values = {f"overlap/{name}": value for name, value in report.metrics(result, overlaps=overlaps).items()}
             values["overlap/batches_in_flight"] = float(pending.num_in_flight)
             if self.syncs is not None:
                 values["overlap/host_syncs"] = float(len(self.syncs))
             for logger in trainer.loggers:
                 logger.log_metrics(values, step=pending.step)
-            if pl_module is not None and not trainer.barebones:
+            if overlaps and pl_module is not None and not trainer.barebones:
                 # On the host: a tensor on the device would be read back by the bar.
                 hidden = torch.tensor(values["overlap/hidden_fraction"])
                 pl_module.log("hidden", hidden, prog_bar=True, logger=False, on_step=True, on_epoch=False)
@@ -177,6 +180,11 @@ class OverlapMonitor(Callback):
             shares = {f"overlap/stale_rows/{table}": stale / read for table, (stale, read) in rows.items()}
             for logger in trainer.loggers:
                 logger.log_metrics(shares, step=step)
+
+    @property
+    def _overlaps(self) -> bool:
+        """Whether the mode starts anything early, so that something can be hidden."""
+        return self._strategy is not None and self._strategy.schedule.depth > 1
 
     # -- the audit ----------------------------------------------------------------------------------------------
 
@@ -229,6 +237,7 @@ class OverlapMonitor(Callback):
         if self._audit is not None:
             self._end_audit()
             self.syncs = None  # to be done again
+        self._logged.close()
         if self._recorder is not None:
             self._recorder.stop()
             self._recorder = None
@@ -247,8 +256,9 @@ class OverlapMonitor(Callback):
         if self._stale is not None:
             self._stale.wait()
         self._harvest(trainer, None)
+        users = [sync for sync in self.syncs or () if not sync.is_the_librarys]  # the others nobody can act on
         mine = mean(self.accounts) if self.accounts else None
-        ranks = strategy.gather((mine, report.sync_lines(self.syncs or (), strategy.root_device.type == "cuda")))
+        ranks = strategy.gather((mine, report.sync_lines(users, strategy.root_device.type == "cuda")))
         measured = [one for one, _ in ranks if one is not None]
         if not (trainer.is_global_zero and self._table):
             return
@@ -260,7 +270,10 @@ class OverlapMonitor(Callback):
             return
         title = f"{strategy.schedule.name}, stream {strategy.stream}"
         lines = ranks[0][1] if self.syncs is not None else []
-        print(report.closing_table(measured, len(self.accounts), title, lines, self.stale_rows), flush=True)
+        table = report.closing_table(
+            measured, len(self.accounts), title, lines, self.stale_rows, schedule=strategy.schedule
+        )
+        print(table, flush=True)
 
 
 class _StaleSteps:

@@ -16,15 +16,15 @@ from lightning.pytorch import Callback
 from lightning.pytorch.loggers import Logger
 
 from lightning_overlap import MODES, OverlapEmbeddingStrategy, OverlapMonitor, OverlapTimeline, Stage
-from lightning_overlap.profiling.overlap import break_down
+from lightning_overlap.profiling.overlap import break_down, mean
 from lightning_overlap.profiling.recorder import SpanRecorder
 from lightning_overlap.profiling.spans import ALL_TO_ALLS, Category
 
+from ..plugin.strategies import Dense
 from ..profiling.virtual import VirtualClock
 from ..profiling.virtual import run as run_virtual
 from ..support.cases import Batches, Case, Model, make_plan
 from ..support.fits import make_trainer
-from .strategies import Dense
 
 NUM_STEPS = 16
 
@@ -121,6 +121,42 @@ def told_by_a_run(case: Case, pipeline: str) -> dict[str, Any]:
         "progress_bar": list(trainer.progress_bar_metrics),
         "printed": printed.getvalue(),
     }
+
+
+def slow_loader(case: Case, wait_ms: float) -> tuple[float, float, float, str]:
+    """Return what a step waited for data, copied, and took, and what was printed, with a loader that takes its time."""
+
+    class Slow(Batches):
+        def train_dataloader(self) -> Any:
+            for batch in super().train_dataloader():
+                time.sleep(wait_ms / 1e3)
+                yield batch
+
+    model, monitor, printed = Model(case), OverlapMonitor(every_n_steps=4), io.StringIO()
+    strategy = OverlapEmbeddingStrategy(sharding=make_plan(case, model, dist.get_world_size()))
+    with contextlib.redirect_stdout(printed):
+        make_trainer(strategy, callbacks=[monitor]).fit(model, datamodule=Slow(case, NUM_STEPS))
+    found = monitor.accounts[0]  # the last ones may have fetched all
+    data, copy = (found.time_of(kind).busy_ms for kind in (Category.DATA, Category.COPY))
+    return data, copy, found.step_ms, printed.getvalue()
+
+
+def logs_slowly(case: Case, takes_ms: float) -> tuple[float, bool]:
+    """Return what `self.log` took in a measured step, and whether anything is left on the module."""
+
+    class Logs(Model):
+        def log(self, *args: Any, **kwargs: Any) -> None:
+            time.sleep(takes_ms / 1e3)
+            super().log(*args, **kwargs)
+
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            loss = super().training_step(batch, batch_idx)
+            self.log("loss", loss)
+            return loss
+
+    model, monitor = Logs(case), OverlapMonitor(every_n_steps=4, table=False)
+    _fit(case, "fused_sparse_dist", model, monitor)
+    return mean(monitor.accounts).log_ms, "log" in vars(model)
 
 
 def stages_seen(pipeline: str) -> list[Stage]:

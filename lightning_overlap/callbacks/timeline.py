@@ -11,7 +11,9 @@ import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from typing_extensions import override
 
+from ..plugin import OverlapEmbeddingStrategy
 from ..profiling import (
+    Category,
     Span,
     SpanRecorder,
     as_report,
@@ -22,7 +24,9 @@ from ..profiling import (
     write_png,
     write_trace,
 )
-from .strategy import OverlapEmbeddingStrategy
+
+STEPS_LANE = "steps"
+"""Where steps are marked; not drawn."""
 
 AHEAD = 1
 """Steps recorded before the first one drawn: what that one uses was sent off then."""
@@ -109,7 +113,7 @@ class OverlapTimeline(Callback):
             assert self._recorder is not None
             self._recorder.stop()
             strategy.watch(None)
-            spans = self._recorder.spans()
+            spans = [*self._recorder.spans(), *self._marks()]
         self._profiler = self._recorder = None
         ranks: dict[int, list[Span]] = dict(enumerate(strategy.gather(spans)))
         if trainer.is_global_zero:
@@ -117,6 +121,12 @@ class OverlapTimeline(Callback):
                 self._write(folder, strategy, ranks)
             except OSError as err:  # no picture is worth a training run
                 warnings.warn(f"OverlapTimeline could not write into {folder}: {err}", UserWarning, stacklevel=2)
+
+    def _marks(self) -> list[Span]:
+        """Return the steps as `OverlapMonitor` counts them: from the end of a batch to the end of the next."""
+        assert self._recorder is not None
+        windows = enumerate(self._recorder.windows()[AHEAD:], self._first + AHEAD)
+        return [Span(start, end, Category.HOST, STEPS_LANE, f"ProfilerStep#{step}") for step, (start, end) in windows]
 
     def _spans_of_profile(self, strategy: OverlapEmbeddingStrategy, folder: Path) -> list[Span]:
         """Stop the profiler, keep its trace, and read it."""

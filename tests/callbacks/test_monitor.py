@@ -67,7 +67,10 @@ def test_a_run_tells_what_was_hidden(mode: Schedule, num_ranks: int, get_ranks: 
             seen if num_ranks > 1 else seen - {Stage.EMBEDDING_UPDATE}
         )  # nothing to wait for
         for values in rank["logged"]:
-            for name in ("communication", "lookup", "copy"):
+            assert values["overlap/loop_ms"] > 0
+            if mode.depth == 1:
+                assert not any("hidden" in name for name in values)
+            for name in ("communication", "lookup", "copy") if mode.depth > 1 else ():
                 busy = values[f"overlap/{name}/hidden_ms"] + values[f"overlap/{name}/exposed_ms"]
                 assert 0 <= busy <= values["overlap/step_ms"] + 1e-6
                 assert 0 <= values[f"overlap/{name}/hidden_fraction"] <= 1
@@ -77,14 +80,33 @@ def test_a_run_tells_what_was_hidden(mode: Schedule, num_ranks: int, get_ranks: 
         # Read at the end of a step, when the batch before has had its update.
         updates_later = mode.step_of(Stage.EMBEDDING_UPDATE) is not None
         assert rank["logged"][0]["overlap/batches_in_flight"] == mode.depth - updates_later
-        assert "hidden" in rank["progress_bar"]
+        assert ("hidden" in rank["progress_bar"]) == (mode.depth > 1)
+        assert rank["logged"][0]["overlap/data_ms"] > 0  # a stage of its own; later ones may have fetched all
     table = told[0]["printed"]
     assert f"Overlap: {mode.name}" in table
     assert f"{num_ranks} ranks" in table
     assert "-bound" in table
     assert "cannot gain more than" in table
+    assert table.splitlines()[-1].startswith("Advice: ")
     assert ("slowest" in table or "even" in table) == (num_ranks > 1)
     assert all(rank["printed"] == "" for rank in told[1:])
+
+
+def test_a_slow_loader_is_waited_for_and_no_copy(two_ranks: Any) -> None:
+    for data_ms, copy_ms, step_ms, printed in two_ranks.run(monitors.slow_loader, TABLE_WISE, 30.0):
+        assert 30 <= data_ms <= step_ms
+        assert copy_ms < 15
+        if printed:
+            assert "waited for data" in printed
+            advice = printed.splitlines()[-1]
+            assert advice.startswith("Advice: waiting for data ")
+            assert "raise num_workers of the DataLoader" in advice
+
+
+def test_self_log_is_timed_in_measured_steps_alone(two_ranks: Any) -> None:
+    for log_ms, left_behind in two_ranks.run(monitors.logs_slowly, TABLE_WISE, 5.0):
+        assert log_ms >= 5
+        assert not left_behind
 
 
 def test_the_audit_names_the_users_own_line(two_ranks: Any) -> None:

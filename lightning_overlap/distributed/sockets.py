@@ -1,0 +1,55 @@
+"""The connections that gloo's groups have made: a rank that fails ends them at once, and the others fail with it.
+
+Nothing of torch closes them (2.13: `abort` and `shutdown` of gloo's groups leave them open) before the process ends.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+
+_FOLDER = "/proc/self/fd"
+_made: dict[int, str] = {}
+"""Descriptor -> what it was when it was made, as descriptors are used again."""
+
+
+@contextmanager
+def remember_sockets() -> Iterator[None]:
+    """Go around what makes a process group; only Linux tells which connections that were."""
+    before = _open_sockets()
+    yield
+    _made.update({number: name for number, name in _open_sockets().items() if before.get(number) != name})
+
+
+def end_connections(except_port: int | None) -> bool:
+    """End the connections of the groups that were made so; no group can be used after that.
+
+    Args:
+        except_port: One end of the connections that stay: the store's port.
+
+    Returns:
+        Whether there were any.
+    """
+    ended = False
+    for number in [number for number, name in _open_sockets().items() if _made.get(number) == name]:
+        with suppress(OSError), socket.socket(fileno=os.dup(number)) as one:
+            if one.family in (socket.AF_INET, socket.AF_INET6):
+                ports = one.getsockname()[1], one.getpeername()[1]  # that of one that only listens raises
+                if except_port not in ports:
+                    one.shutdown(socket.SHUT_RDWR)
+                    ended = True
+    _made.clear()
+    return ended
+
+
+def _open_sockets() -> dict[int, str]:
+    found = {}
+    with suppress(OSError):
+        for number in os.listdir(_FOLDER):
+            with suppress(OSError):
+                name = os.readlink(f"{_FOLDER}/{number}")
+                if name.startswith("socket:"):
+                    found[int(number)] = name
+    return found

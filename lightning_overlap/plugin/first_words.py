@@ -1,0 +1,88 @@
+"""What the log shows first: a short block at the start of a fit, without what TorchRec and FBGEMM say of themselves."""
+
+from __future__ import annotations
+
+import logging
+import warnings
+from collections.abc import Iterable, Mapping
+from types import MappingProxyType
+
+from torch import nn
+from torch.optim import Optimizer
+
+from ..schedules import Schedule
+from ..tables import rate_setter, table_lines
+
+LOGGER = "lightning.pytorch.lightning_overlap"
+"""Below Lightning's logger, whose handler and level it has."""
+
+KNOWN_RECORDS: Mapping[str, tuple[str, ...]] = MappingProxyType(
+    {
+        "torchrec.distributed.planner.types": ("The topology was constructed directly",),
+        "torchrec.distributed.planner.storage_reservations": ("There is a known issue with TorchRec's dense tensor",),
+        "torchrec.distributed.utils": ("caching params will be ignored",),
+        "torch.fx._symbolic_trace": ("is_fx_tracing will return true",),  # TorchRec's own call of it
+        "": ("Sharding spec not found",),  # of each data-parallel table
+    }
+)
+"""Logger -> what is in the records that are kept back: about TorchRec's own calls, nothing that a user can act on."""
+
+KNOWN_WARNINGS = (
+    r"HeuristicalStorageReservation is known to cause issues",
+    r"fbgemm\S+ an autograd kernel was not registered",
+    r".broadcast_buffers. is deprecated",
+    r".isinstance\(treespec, LeafSpec\). is deprecated",  # Lightning's own call
+)
+"""How the warnings begin that are kept back."""
+
+
+class _KeptBack(logging.Filter):
+    def __init__(self, texts: tuple[str, ...]) -> None:
+        super().__init__()
+        self._texts = texts
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        return not any(text in str(record.msg) for text in self._texts)
+
+
+_FILTERS = {name: _KeptBack(texts) for name, texts in KNOWN_RECORDS.items()}
+
+
+def calm_libraries(wanted: bool = True) -> None:
+    """Keep back `KNOWN_RECORDS` and `KNOWN_WARNINGS` in this process from now on, or let the records through again."""
+    for name, kept_back in _FILTERS.items():
+        logger = logging.getLogger(name)
+        (logger.addFilter if wanted else logger.removeFilter)(kept_back)  # adds it once
+    for message in KNOWN_WARNINGS if wanted else ():
+        warnings.filterwarnings("ignore", message=message)
+
+
+def tell_set_up(
+    model: nn.Module,
+    schedule: Schedule,
+    stream: str,
+    num_ranks: int,
+    optimizers: Iterable[Optimizer],
+    *,
+    scheduled: bool,
+    unpipelined: Mapping[str, str],
+) -> None:
+    """Log what a user has to know before the first step.
+
+    Args:
+        model: Its tables are sharded.
+        schedule: The mode.
+        stream: The policy for early lookups.
+        num_ranks: Ranks that train.
+        optimizers: Those of `configure_optimizers`.
+        scheduled: Whether a scheduler moves learning rates.
+        unpipelined: Modules whose lookup cannot start early, each with the reason.
+    """
+    optimizers = list(optimizers)
+    moved = rate_setter(optimizers) is not None
+    late = f", staleness {schedule.staleness}" if schedule.staleness else ""
+    ranks = f"{num_ranks} rank{'s' * (num_ranks != 1)}"
+    lines = [f"lightning_overlap: {schedule.name}{late}, stream {stream}, {ranks}"]
+    lines += table_lines(model, optimizers, scheduled=scheduled, moved=moved)
+    lines += [f"{name} runs unpipelined: {reason}" for name, reason in unpipelined.items()]
+    logging.getLogger(LOGGER).info("\n  ".join(lines))
