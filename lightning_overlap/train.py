@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import hydra
+from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig
 
 from .apps import config_checks, hydra_command, launch
@@ -13,7 +14,16 @@ from .apps import config_checks, hydra_command, launch
 
 def main() -> None:
     """Run the command; this is the entry point `overlap-train`."""
+    _runs.clear()
     hydra_command.main(_hydra_main)
+    if len(_runs) > 1 and launch.rank() == 0:
+        from .apps import train_report
+
+        print(f"\n{train_report.compare_runs(_runs)}", flush=True)
+
+
+_runs: list[tuple[str, Path]] = []
+"""The overrides and the folder of every run of a sweep in this process."""
 
 
 @hydra.main(version_base="1.3", config_path="pkg://lightning_overlap.conf", config_name="config")
@@ -31,6 +41,7 @@ def _job(config: dict[str, Any], folder: Path) -> float | None:
         return None
     from .apps import train_report  # numpy takes its time to import: wrong names have been answered by now
 
+    _runs.append((" ".join(HydraConfig.get().overrides.task), folder))
     return train_report.read_metric(folder)
 
 

@@ -6,12 +6,14 @@ import inspect
 import os
 from collections.abc import Mapping
 from dataclasses import fields, replace
+from importlib.util import find_spec
 from typing import Any
 
 import torch
 from hydra.errors import InstantiationException
 from hydra.utils import get_object, instantiate
 from lightning.pytorch import Callback, LightningDataModule, LightningModule, Trainer
+from lightning.pytorch.callbacks import Checkpoint, ProgressBar
 from torchrec.distributed.fbgemm_qcomm_codec import QCommsConfig
 
 from ..plugin import OverlapEmbeddingStrategy
@@ -22,7 +24,6 @@ from .config_checks import Config, modes, switches
 from .value_types import check_types
 
 TRAINER_DEFAULTS: Mapping[str, Any] = {
-    "enable_checkpointing": False,
     "enable_model_summary": False,
     "num_sanity_val_steps": 0,
     "use_distributed_sampler": False,  # the data modules deal out rows to ranks themselves
@@ -128,18 +129,44 @@ def build_trainer(
         extra_callbacks: Callbacks that come before the config's own.
         log_dir: The folder that loggers write into.
     """
-    callbacks = [_build(f"callbacks.{name}", node) for name, node in config["callbacks"].items()]
-    loggers = [
-        _build(f"logger.{name}", {"save_dir": log_dir, "name": None, "version": ""} | node)
-        for name, node in config["logger"].items()
-    ]
-    own = {"enable_progress_bar": bool(callbacks), "default_root_dir": log_dir}
+    callbacks = [_build_callback(name, node, log_dir) for name, node in config["callbacks"].items()]
+    loggers = [_build_logger(name, node, log_dir) for name, node in config["logger"].items()]
+    saves = any(isinstance(callback, Checkpoint) for callback in callbacks)
+    bars = any(isinstance(callback, ProgressBar) for callback in callbacks)
+    own = {"enable_progress_bar": bars, "default_root_dir": log_dir, "enable_checkpointing": saves}
     return Trainer(
         strategy=strategy,
         callbacks=extra_callbacks + callbacks,
         logger=loggers or False,
         **{**TRAINER_DEFAULTS, **own, **config["trainer"]},
     )
+
+
+def _build_callback(name: str, node: Config, log_dir: str) -> Any:
+    saves = str(node.get("_target_", "")).rpartition(".")[2] == "ModelCheckpoint"
+    return _build(f"callbacks.{name}", {"dirpath": f"{log_dir}/checkpoints", **node} if saves else node)
+
+
+_NEEDS: Mapping[str, tuple[str, ...]] = {
+    "TensorBoardLogger": ("tensorboard", "tensorboardX"),
+    "WandbLogger": ("wandb",),
+    "MLFlowLogger": ("mlflow",),
+    "CometLogger": ("comet_ml",),
+}
+"""What loggers of Lightning's write with: one of these packages."""
+
+
+def _build_logger(name: str, node: Config, log_dir: str) -> Any:
+    kind = str(node.get("_target_", "")).rpartition(".")[2]
+    own: dict[str, Any] = {"name": None, "version": ""} if kind in ("CSVLogger", "TensorBoardLogger") else {}
+    return _build(f"logger.{name}", {"save_dir": log_dir, **own, **node})
+
+
+def _check_loggers(config: Config) -> None:
+    for name, node in config["logger"].items():
+        packages = _NEEDS.get(str(node.get("_target_", "")).rpartition(".")[2], ())
+        if packages and not any(find_spec(package) for package in packages):
+            raise ModuleNotFoundError(f"logger={name} writes with {packages[0]}: pip install it, or take logger=csv.")
 
 
 def complete(config: Config) -> dict[str, Any]:
@@ -160,9 +187,11 @@ def check(config: Config) -> None:
         ValueError: An unknown option or table, a sharding type that the device lacks, a dense optimizer that owns fused
             tables, or malformed data files.
         OSError: Data files that are missing or may not be read.
+        ModuleNotFoundError: A logger whose package is not installed.
         TypeError: An argument of the wrong type.
     """
     num_ranks(config)
+    _check_loggers(config)
     _check_names("trainer", config["trainer"], inspect.signature(Trainer).parameters)
     check_types("trainer", config["trainer"], Trainer)
     data = build_data(config)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import fnmatch
 from collections.abc import Collection, Mapping
+from pathlib import Path
 from typing import Any
 
 from ..schedules import (
@@ -75,6 +76,7 @@ def check(config: Config) -> None:
     Raises:
         ValueError: An unknown mode or stream, a schedule that cannot run, a metric that no run reports, or a precision
             that scales the loss.
+        OSError: A checkpoint that does not exist.
     """
     if not isinstance(config["compare"], list):
         raise ValueError(f"compare is a list of modes: compare=[{config['compare']}], got {config['compare']!r}.")
@@ -84,6 +86,7 @@ def check(config: Config) -> None:
             f"metric is what the model logs in its validation or test, under a name that begins with "
             f"{' or '.join(METRICS)}, got {metric!r}. Did you mean {' or '.join(map(repr, _prefixed(metric)))}?"
         )
+    _check_task(config)
     wanted = modes(config)[-1]
     with_exact_warmup(wanted, **_given(config, *SWITCHES))
     check_lookup_threads(config["pipeline"].get("num_lookup_threads") or 0, wanted)
@@ -94,6 +97,24 @@ def check(config: Config) -> None:
             "trainer.precision=16-mixed scales the loss, and fused tables would be updated with scaled gradients "
             "inside backward. Use trainer.precision=bf16-mixed, which needs no scaling."
         )
+
+
+TASKS: Mapping[str, str] = {
+    "train": "trains, then tests",
+    "test": "tests what ckpt_path has",
+    "validate": "validates what ckpt_path has",
+}
+"""What `task` may be."""
+
+
+def _check_task(config: Config) -> None:
+    task, path = config.get("task", "train"), config.get("ckpt_path")
+    if task not in TASKS:
+        raise ValueError(unknown_name_message("task", str(task), TASKS))
+    if task != "train" and path is None:
+        raise ValueError(f"task={task} needs a checkpoint: ckpt_path=outputs/.../checkpoints/last.ckpt")
+    if path is not None and not Path(path).exists():
+        raise FileNotFoundError(f"ckpt_path: {str(path)!r} does not exist, looked up in {Path.cwd()}.")
 
 
 METRICS = ("val", "test")

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import numpy as np
 
+from ..schedules import Schedule
 from ..text import aligned, or_dash, unknown_name_message
 
 
@@ -47,6 +48,14 @@ class ModeResult:
     metrics: dict[str, float] = field(default_factory=dict)
     loss_bits: Sequence[bytes] = ()
 
+    @classmethod
+    def of_evaluation(
+        cls, schedule: Schedule, num_ranks: int, metrics: dict[str, float], peak_memory: dict[str, int]
+    ) -> ModeResult:
+        """Return the result of a run that only evaluated a checkpoint."""
+        nan = float("nan")
+        return cls(schedule.name, "-", schedule.staleness, num_ranks, [], [], nan, nan, None, "", peak_memory, metrics)
+
 
 def table(results: Sequence[ModeResult]) -> str:
     """Return the closing table: a line per quantity, a column per mode."""
@@ -56,12 +65,16 @@ def table(results: Sequence[ModeResult]) -> str:
         ("staleness", [str(result.staleness) for result in results]),
         ("ranks", [str(result.num_ranks) for result in results]),
         ("steps", [str(len(result.losses)) for result in results]),
+    ]
+    trained: list[tuple[str, list[str]]] = [
         ("samples/s", [or_dash(result.samples_per_s, "{:,.0f}") for result in results]),
         ("step time median", [f"{result.step_ms_median:.2f} ms" for result in results]),
         ("step time P90", [f"{result.step_ms_p90:.2f} ms" for result in results]),
         ("final loss", [or_dash(result.losses[-1] if result.losses else None, "{:.9g}") for result in results]),
         ("losses sha256", [result.losses_sha256[:12] for result in results]),
     ]
+    if any(result.losses for result in results):
+        rows += trained
     for name in sorted({name for result in results for name in result.metrics}):
         rows.append((name.replace("_", " "), [or_dash(result.metrics.get(name), "{:.6f}") for result in results]))
     for name in results[0].peak_memory:
@@ -88,24 +101,57 @@ def compare(results: Sequence[ModeResult]) -> tuple[str, bool]:
 
 
 def write(folder: Path, results: Sequence[ModeResult], metric: str) -> None:
-    """Write `metrics.csv` (a line per mode and step) and `summary.json` into the run folder.
+    """Write `steps.csv` (a line per mode and step) and `summary.json` into the run folder.
 
     Args:
         folder: The run folder.
         results: One for each mode, the reference first.
         metric: Name of the metric that `read_metric` returns.
     """
-    with open(folder / "metrics.csv", "w", newline="", encoding="utf-8") as file:
+    with open(folder / "steps.csv", "w", newline="", encoding="utf-8") as file:
         writer = csv.writer(file)
         writer.writerow(["mode", "step", "loss", "step_ms"])
         for result in results:
             for step, (loss, step_ms) in enumerate(zip(result.losses, result.step_ms, strict=True)):
                 writer.writerow([result.mode, step, f"{loss:.9g}", f"{step_ms:.4f}"])
     series = ("losses", "step_ms", "loss_bits")
-    modes = [{name: value for name, value in asdict(result).items() if name not in series} for result in results]
+    modes = [
+        {name: value for name, value in asdict(result).items() if name not in series}
+        | {"num_steps": len(result.losses), "final_loss": result.losses[-1] if result.losses else None}
+        for result in results
+    ]
     verdict, exact = compare(results)
     summary = {"metric": metric, "exact": exact, "verdict": verdict, "modes": modes}
     (folder / "summary.json").write_text(json.dumps(summary, indent=2) + "\n", encoding="utf-8")
+
+
+def compare_runs(runs: Sequence[tuple[str, Path]]) -> str:
+    """Return a table of a sweep's runs: what was asked for, and what came of it.
+
+    Args:
+        runs: The overrides of each, and its run folder.
+    """
+    rows = [("run", "mode", "steps", "samples/s", "step median", "final loss", "losses", "metric")]
+    digests: dict[str, str] = {}
+    for overrides, folder in runs:
+        summary = json.loads((folder / "summary.json").read_text(encoding="utf-8"))
+        for mode in summary["modes"]:
+            same = digests.setdefault(mode["losses_sha256"], f"{len(digests) + 1}") if mode["num_steps"] else "-"
+            metric = mode["metrics"].get(summary["metric"])
+            rows.append(
+                (
+                    overrides or "-",
+                    mode["mode"],
+                    str(mode["num_steps"]),
+                    or_dash(mode["samples_per_s"], "{:,.0f}"),
+                    f"{mode['step_ms_median']:.2f} ms" if mode["num_steps"] else "-",
+                    or_dash(mode["final_loss"], "{:.9g}"),
+                    same,
+                    or_dash(metric, f"{summary['metric']} {{:.6f}}"),
+                )
+            )
+    note = "losses: runs with the same number have the same losses at every step, bit for bit."
+    return f"{aligned(rows, words=(0, 1))}\n{note}"
 
 
 def read_metric(folder: Path) -> float | None:

@@ -19,7 +19,7 @@ from ..distributed import gather_objects
 from ..plugin import first_words
 from ..schedules import Schedule, Stage
 from . import build, launch, train_report
-from .config_checks import Config, modes
+from .config_checks import METRICS, Config, modes
 from .step_timers import StepTimer, peak_memory, reset_peak_memory
 
 
@@ -44,7 +44,7 @@ def run(config: Config, folder: Path) -> None:
 
 
 def train_mode(config: Config, schedule: Schedule, folder: Path) -> train_report.ModeResult:
-    """Train one mode from the config's seed, then test it.
+    """Train one mode from the config's seed or checkpoint, then test it; or evaluate a checkpoint, as `task` says.
 
     Args:
         config: The composed config.
@@ -61,13 +61,18 @@ def train_mode(config: Config, schedule: Schedule, folder: Path) -> train_report
     timer = StepTimer()
     trainer = build.build_trainer(config, strategy, [timer], str(folder / "logs" / schedule.name))
     reset_peak_memory(strategy.root_device)
-    trainer.fit(model, datamodule=data)
-    metrics = _numbers(trainer.callback_metrics)
-    trainer.test(model, datamodule=data, verbose=False)
+    metrics: dict[str, float] = {}
+    if config["task"] == "train":
+        trainer.fit(model, datamodule=data, ckpt_path=config["ckpt_path"])
+        metrics |= _numbers(trainer.callback_metrics)
+    evaluate = trainer.validate if config["task"] == "validate" else trainer.test
+    evaluate(model, datamodule=data, verbose=False, ckpt_path=None if metrics or timer.step_ms else config["ckpt_path"])
     metrics |= _numbers(trainer.callback_metrics)
 
     memory = peak_memory(strategy.root_device)
     ranks = gather_objects({"losses": timer.losses, "step_ms": timer.step_ms, "peak_memory": memory})
+    if not timer.step_ms:  # nothing was trained
+        return train_report.ModeResult.of_evaluation(schedule, trainer.world_size, metrics, memory)
     losses_RS = torch.stack([rank["losses"] for rank in ranks])  # R ranks, S steps
     bits_SR = losses_RS.T.contiguous().numpy()
     lookup = schedule.step_of(Stage.EMBEDDING_LOOKUP)
@@ -87,7 +92,7 @@ def train_mode(config: Config, schedule: Schedule, folder: Path) -> train_report
         samples_per_s=num_samples / slowest_ms * 1e3 if batch_size and slowest_ms else None,
         losses_sha256=hashlib.sha256(bits_SR.tobytes()).hexdigest(),
         peak_memory={name: max(rank["peak_memory"][name] for rank in ranks) for name in memory},
-        metrics={name: value for name, value in metrics.items() if name.startswith(("val", "test"))},
+        metrics={name: value for name, value in metrics.items() if name.startswith(METRICS)},
         loss_bits=[step.tobytes() for step in bits_SR],
     )
 

@@ -140,6 +140,8 @@ def test_the_record_of_a_run_holds_the_defaults_that_python_wrote() -> None:
         (["trainer.max_stepz=3"], "unknown option of trainer 'max_stepz'. Did you mean 'max_steps'"),
         (["trainer.devices=none"], "-1: all), got 'none'"),
         (["trainer.devices=-1"], "trainer.devices is a number of ranks from 1 on, a list of devices or 'auto'"),
+        (["task=tset"], "unknown task 'tset'. Did you mean 'test'"),
+        (["task=test"], "task=test needs a checkpoint: ckpt_path="),
         (["compare=base"], "compare is a list of modes: compare=[base], got 'base'"),
         (["metric=auc"], "begins with val or test, got 'auc'. Did you mean 'test_auc'"),
         (["data.batchsize=3"], "unknown option of data 'batchsize'. Did you mean 'batch_size'"),
@@ -194,6 +196,15 @@ def test_an_optimizer_that_owns_tables_is_answered_before_a_rank_starts() -> Non
         check(own)
     check(own, "sharding=data_parallel")
     check()
+
+
+def test_a_checkpoint_or_a_loggers_package_that_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(FileNotFoundError, match=r"ckpt_path: 'nowhere\.ckpt' does not exist"):
+        check("ckpt_path=nowhere.ckpt")
+    monkeypatch.setattr(build, "find_spec", lambda name: None)
+    for logger in ("tensorboard", "wandb"):
+        with pytest.raises(ModuleNotFoundError, match=f"logger={logger} writes with {logger}: pip install it"):
+            check(f"logger={logger}")
 
 
 def test_bad_data_files_are_answered_before_a_rank_starts(tmp_path: Path) -> None:

@@ -11,6 +11,7 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
@@ -89,7 +90,8 @@ def test_two_modes_side_by_side(tmp_path: Path) -> None:
     for name in ("samples/s", "step time median", "step time P90", "final loss", "test auc", "peak memory"):
         assert f"\n{name}" in done.stdout
     folder = run_folder(tmp_path)
-    with open(folder / "metrics.csv", encoding="utf-8") as file:
+    assert len(list(folder.rglob("metrics.csv"))) == 2  # the loggers', one for each mode, and no other
+    with open(folder / "steps.csv", encoding="utf-8") as file:
         steps = list(csv.DictReader(file))
     losses = {name: [row["loss"] for row in steps if row["mode"] == name] for name in ("base", "fused_sparse_dist")}
     assert losses["base"] == losses["fused_sparse_dist"]
@@ -107,6 +109,50 @@ def test_a_sweep_trains_each_and_takes_data_parallel_tables(tmp_path: Path) -> N
         json.loads(path.read_text(encoding="utf-8")) for path in sorted(tmp_path.glob("multirun/*/*/*/summary.json"))
     ]
     assert [summary["modes"][0]["mode"] for summary in summaries] == ["base", "semi_sync"]
+    head = done.stdout[done.stdout.rindex("\nrun  ") :].splitlines()[1:]
+    assert head[0].split() == [
+        "run",
+        "mode",
+        "steps",
+        "samples/s",
+        "step",
+        "median",
+        "final",
+        "loss",
+        "losses",
+        "metric",
+    ]
+    rows = [line.split() for line in head[2:4]]
+    assert [next(one for one in row if one.startswith("pipeline=")) for row in rows] == [
+        "pipeline=base",
+        "pipeline=semi_sync",
+    ]
+    assert all("test_auc" in row for row in rows)
+
+
+def test_a_checkpoint_is_saved_tested_and_gone_on_from(tmp_path: Path) -> None:
+    arguments = ("experiment=smoke", "logger=none")
+    saved = train(tmp_path, *arguments, "callbacks=model_checkpoint", "hydra.run.dir=first")
+    assert saved.returncode == 0, saved.stderr
+    [last] = (tmp_path / "first").rglob("last.ckpt")
+    checkpoint = f"ckpt_path={last.relative_to(tmp_path)}"
+
+    tested = train(tmp_path, *arguments, "callbacks=none", "hydra.run.dir=second", "task=test", checkpoint)
+    assert tested.returncode == 0, tested.stderr
+    aucs = [summary_of(tmp_path / run)["metrics"]["test_auc"] for run in ("first", "second")]
+    assert aucs[0] == aucs[1]
+    assert summary_of(tmp_path / "second")["num_steps"] == 0
+    assert "\nsteps " in tested.stdout
+    assert "step time" not in tested.stdout
+
+    resumed = train(tmp_path, *arguments, "callbacks=none", "hydra.run.dir=third", "trainer.max_epochs=2", checkpoint)
+    assert resumed.returncode == 0, resumed.stderr
+    assert summary_of(tmp_path / "third")["num_steps"] == 20  # of 40: the first epoch's are done
+
+
+def summary_of(folder: Path) -> dict[str, Any]:
+    modes: list[dict[str, Any]] = json.loads((folder / "summary.json").read_text(encoding="utf-8"))["modes"]
+    return modes[-1]
 
 
 def test_a_mode_with_a_staleness_tells_which_rows_were_stale(tmp_path: Path) -> None:
