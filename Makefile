@@ -18,7 +18,7 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check --no-input -qq
 AS_LOCKED := --no-deps --no-build-isolation
 
 .DELETE_ON_ERROR:
-.PHONY: help install redis-server train test check quick fuzz lint smoke smoke-older smoke-newer check-lock wheel clean
+.PHONY: help install redis-server train test check quick fuzz lint smoke smoke-older smoke-newer smoke-torch-2.14 check-lock wheel clean
 
 help:
 	@echo "make train   install once, then train the example experiment"
@@ -27,6 +27,7 @@ help:
 	@echo "make lint    ruff and mypy alone"
 	@echo "make fuzz    random fits against a loop by hand: NUM=200 of them, or SEED=17 again"
 	@echo "make smoke   a short test with the oldest and the newest Lightning and TorchRec, each in a .venv of its own"
+	@echo "make smoke-torch-2.14   the same with torch 2.14, where the index has a CPU build of it"
 	@echo "make wheel   build a wheel into dist/ and check what is inside"
 	@echo "make clean   remove .venv, builds and caches"
 
@@ -60,7 +61,7 @@ lint: $(INSTALLED)
 
 smoke: smoke-older smoke-newer
 
-smoke-older smoke-newer: smoke-%:
+smoke-older smoke-newer smoke-torch-2.14: smoke-%:
 	@$(MAKE) --no-print-directory install VENV=.venv-$* OVERLAY=requirements/$*.lock
 	.venv-$*/bin/python -m pytest -m smoke
 
@@ -73,7 +74,7 @@ wheel: $(INSTALLED)
 	$(BIN)/python requirements/check_wheel.py dist/*.whl
 
 clean:
-	rm -rf $(VENV) .venv-older .venv-newer build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) .venv-* build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
 
 # The locked packages, from nothing, so that neither an older lock nor the other variant is left behind. torch keeps its
 # dependencies (a CUDA build brings its own), held to the lock where the lock names them.

@@ -8,13 +8,17 @@ from .schedules import ScheduleError as ScheduleError
 from .schedules import Stage as Stage
 from .schedules import Step as Step
 from .schedules import StreamName as StreamName
-from .tables import combined_optimizer as combined_optimizer
 
 try:
+    versions.check_installed()
     from .plugin import OverlapEmbeddingStrategy as OverlapEmbeddingStrategy
     from .plugin import OverlapMonitor as OverlapMonitor
     from .plugin import OverlapTimeline as OverlapTimeline
+    from .tables import combined_optimizer as combined_optimizer
 except ImportError as err:
+    err.add_note(versions.what_is_supported())
+    raise
+except OSError as err:  # a library of FBGEMM's that does not load
     err.add_note(versions.what_is_supported())
     raise
 
