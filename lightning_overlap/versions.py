@@ -77,9 +77,9 @@ def check_installed() -> None:
         )
     if set(builds) == {"fbgemm-gpu"} and torch.endswith("+cpu"):
         raise ImportError(
-            f"fbgemm-gpu {builds['fbgemm-gpu']} is a build for CUDA and does not load with torch {torch}; torchrec brings"
-            " it along where it is installed without --no-deps. For a CPU: pip uninstall fbgemm-gpu && pip install "
-            f"--no-deps fbgemm-gpu-cpu=={builds['fbgemm-gpu']}"
+            f"fbgemm-gpu {builds['fbgemm-gpu']} is a build for CUDA and does not load with torch {torch}; torchrec "
+            "brings it along where it is installed without --no-deps. For a CPU: "
+            f"pip uninstall fbgemm-gpu && pip install --no-deps fbgemm-gpu-cpu=={builds['fbgemm-gpu']}"
         )
 
 
