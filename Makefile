@@ -13,20 +13,23 @@ BIN := $(VENV)/bin
 LOCKS := requirements/$(VARIANT).lock requirements/dev.lock
 LOCKED := $(VENV)/.locked-$(VARIANT)
 INSTALLED := $(VENV)/.installed-$(VARIANT)
+DOCS := $(VENV)/.docs
 PIP := $(BIN)/python -m pip --disable-pip-version-check --no-input -qq
 # Locked packages only: no dependency is resolved, and what must be built is built with the locked setuptools.
 AS_LOCKED := --no-deps --no-build-isolation
 
 .DELETE_ON_ERROR:
-.PHONY: help install redis-server train test check quick fuzz lint smoke smoke-older smoke-newer check-lock wheel clean
+.PHONY: help install redis-server train test check quick fuzz lint docs smoke smoke-older smoke-newer smoke-torch-2.14 check-lock wheel clean
 
 help:
 	@echo "make train   install once, then train the example experiment"
 	@echo "make test    install once, then lint, type-check and test"
 	@echo "make check   the same within 90 seconds: without tests in rank processes and without slow ones"
 	@echo "make lint    ruff and mypy alone"
+	@echo "make docs    build the site into site/, strictly"
 	@echo "make fuzz    random fits against a loop by hand: NUM=200 of them, or SEED=17 again"
 	@echo "make smoke   a short test with the oldest and the newest Lightning and TorchRec, each in a .venv of its own"
+	@echo "make smoke-torch-2.14   the same with torch 2.14, where the index has a CPU build of it"
 	@echo "make wheel   build a wheel into dist/ and check what is inside"
 	@echo "make clean   remove .venv, builds and caches"
 
@@ -40,7 +43,7 @@ redis-server:
 	@requirements/redis_server.sh
 
 # Two runs of pytest at once: most tests in rank processes, and all others.
-test: lint redis-server
+test: lint docs redis-server
 	OMP_NUM_THREADS=1 $(BIN)/python -m tests.support.side_by_side
 
 check: $(INSTALLED)
@@ -58,9 +61,14 @@ lint: $(INSTALLED)
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
+# Griffe reads the docstrings without importing the package; ruff, beside mkdocs, formats the signatures.
+docs: $(DOCS)
+	@PATH="$(abspath $(BIN)):$$PATH" NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
+	@echo "the site is in site/index.html"
+
 smoke: smoke-older smoke-newer
 
-smoke-older smoke-newer: smoke-%:
+smoke-older smoke-newer smoke-torch-2.14: smoke-%:
 	@$(MAKE) --no-print-directory install VENV=.venv-$* OVERLAY=requirements/$*.lock
 	.venv-$*/bin/python -m pytest -m smoke
 
@@ -73,7 +81,7 @@ wheel: $(INSTALLED)
 	$(BIN)/python requirements/check_wheel.py dist/*.whl
 
 clean:
-	rm -rf $(VENV) .venv-older .venv-newer build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) .venv-* build dist site *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
 
 # The locked packages, from nothing, so that neither an older lock nor the other variant is left behind. torch keeps its
 # dependencies (a CUDA build brings its own), held to the lock where the lock names them.
@@ -91,6 +99,13 @@ $(LOCKED): $(LOCKS) $(OVERLAY) requirements/check_lock.py
 	@$(PIP) install $(AS_LOCKED) $(addprefix -r ,$(LOCKS))
 	@$(if $(OVERLAY),$(PIP) install $(AS_LOCKED) -r $(OVERLAY))
 	@$(BIN)/python requirements/check_lock.py $(LOCKS) $(OVERLAY)
+	@touch $@
+
+$(DOCS): $(LOCKED) requirements/docs.lock
+	@rm -f $@
+	@echo "installing into $(VENV): what builds the site"
+	@$(PIP) install $(AS_LOCKED) -r requirements/docs.lock
+	@$(BIN)/python requirements/check_lock.py $(LOCKS) requirements/docs.lock $(OVERLAY)
 	@touch $@
 
 $(INSTALLED): $(LOCKED) pyproject.toml

@@ -10,6 +10,7 @@ from .schedules import Step as Step
 from .schedules import StreamName as StreamName
 
 try:
+    versions.check_installed()
     from .callbacks import OverlapMonitor as OverlapMonitor
     from .callbacks import OverlapTimeline as OverlapTimeline
     from .plugin import OverlapEmbeddingStrategy as OverlapEmbeddingStrategy
@@ -17,6 +18,9 @@ try:
 except ImportError as err:
     if (missing := str(err.name).partition(".")[0]) in versions.NEEDED:
         raise ModuleNotFoundError(versions.what_is_missing(missing), name=missing) from None
+    err.add_note(versions.what_is_supported())
+    raise
+except OSError as err:  # a library of FBGEMM's that does not load
     err.add_note(versions.what_is_supported())
     raise
 

@@ -1,22 +1,99 @@
-"""Which versions of Lightning and TorchRec the package works with, said where one of them lacks a name."""
+"""Which versions of torch, FBGEMM, TorchRec and Lightning the package works with, said where others are installed."""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 from importlib import metadata
 
 SUPPORTED: Mapping[str, str] = {"lightning": ">=2.5.2,<2.7", "torchrec": ">=1.8,<1.10"}
 """As in `pyproject.toml`; the tests run with the oldest and the newest of each."""
 
 
+@dataclass(frozen=True, slots=True)
+class Pair:
+    """Versions that go together.
+
+    Args:
+        torch: Its first two numbers.
+        fbgemm: Those of the `fbgemm-gpu` (CUDA) or `fbgemm-gpu-cpu` that is built for this torch.
+        torchrec: The TorchRec to take with it.
+        tried: What has been run with it.
+        extras: What `pip install 'lightning_overlap[...]'` takes for it, on a CPU and on CUDA.
+    """
+
+    torch: str
+    fbgemm: str
+    torchrec: str
+    tried: str
+    extras: tuple[str, str]
+
+
+PAIRS = (
+    Pair(
+        "2.14",
+        "1.9",
+        ">=1.9.2,<1.10",
+        "CPU: the tests of the laws and most others",
+        ("cpu-torch-2-14", "cuda-torch-2-14"),
+    ),
+    Pair("2.13", "1.8", ">=1.8,<1.10", "CPU: all tests", ("cpu", "cuda")),
+)
+"""Newest first. The CUDA builds have not been run; they come with the same Python code."""
+
+BUILT_FOR: Mapping[str, str] = {"1.5": "2.10", "1.6": "2.11", "1.7": "2.12", "1.8": "2.13", "1.9": "2.14"}
+"""The torch that each FBGEMM is built for, as FBGEMM's own table has it. It loads with no other."""
+
 _UNKNOWN = "of unknown version"
+_FBGEMM = ("fbgemm-gpu", "fbgemm-gpu-cpu")
+
+
+def table() -> str:
+    """Return the pairs as a Markdown table."""
+    head = ("torch", "`fbgemm-gpu-cpu` or `fbgemm-gpu`", "torchrec", "extra for CPU, for CUDA", "tried")
+    rows = [
+        (pair.torch, pair.fbgemm, f"`{pair.torchrec}`", ", ".join(f"`{extra}`" for extra in pair.extras), pair.tried)
+        for pair in PAIRS
+    ]
+    return "\n".join(f"| {' | '.join(line)} |" for line in (head, ("---",) * len(head), *rows))
+
+
+def check_installed() -> None:
+    """Raise if the installed torch and FBGEMM cannot work together; what is not installed is not looked at.
+
+    Raises:
+        ImportError: FBGEMM is built for another torch, or for CUDA while torch is not.
+    """
+    found = installed()
+    torch, builds = found.get("torch"), {name: found[name] for name in _FBGEMM if name in found}
+    if torch is None:
+        return
+    built_for = {name: BUILT_FOR.get(_two_numbers(version), _two_numbers(torch)) for name, version in builds.items()}
+    if builds and _two_numbers(torch) not in built_for.values():  # of two, nobody knows whose files are there
+        raise ImportError(
+            " and ".join(f"{name} {builds[name]} is built for torch {built}" for name, built in built_for.items())
+            + f", and does not load with torch {torch}. Install an fbgemm and a torch that go together."
+        )
+    if set(builds) == {"fbgemm-gpu"} and torch.endswith("+cpu"):
+        raise ImportError(
+            f"fbgemm-gpu {builds['fbgemm-gpu']} is a build for CUDA and does not load with torch {torch}; torchrec "
+            "brings it along where it is installed without --no-deps. For a CPU: "
+            f"pip uninstall fbgemm-gpu && pip install --no-deps fbgemm-gpu-cpu=={builds['fbgemm-gpu']}"
+        )
+
+
+def _two_numbers(version: str) -> str:
+    return ".".join(re.findall(r"\d+", version)[:2])
 
 
 def what_is_supported() -> str:
-    """Return a sentence that names the installed and the supported versions."""
-    installed = ", ".join(f"{name} {_installed(name)}" for name in SUPPORTED)
+    """Return what is installed, which versions are supported, and which go together."""
+    found = ", ".join(f"{name} {_installed(name)}" for name in (*SUPPORTED, "torch"))
+    found += "".join(f", {name} {version}" for name, version in installed().items() if name in _FBGEMM)
     supported = ", ".join(name + versions for name, versions in SUPPORTED.items())
-    return f"Installed: {installed}. Supported: {supported}."
+    pairs = "; or ".join(f"torch {pair.torch}, fbgemm {pair.fbgemm}, torchrec{pair.torchrec}" for pair in PAIRS)
+    return f"Installed: {found}. Supported: {supported}. Together: {pairs}."
 
 
 NEEDED = ("torchrec", "fbgemm_gpu")
@@ -38,7 +115,7 @@ def what_is_missing(name: str) -> str:
 
 def installed() -> dict[str, str]:
     """Return the versions of what a measurement depends on."""
-    packages = ("torch", "lightning", "torchrec", "fbgemm-gpu", "fbgemm-gpu-cpu")
+    packages = ("torch", "lightning", "torchrec", *_FBGEMM)
     known = {package: _installed(package) for package in packages}
     return {package: version for package, version in known.items() if version != _UNKNOWN}
 

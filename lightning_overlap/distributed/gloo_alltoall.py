@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from datetime import timedelta
 from typing import Any
@@ -81,6 +81,26 @@ class ReceivesFirst(dist.ProcessGroup):
     """What `torch.distributed.all_to_all_single` calls from 2.13 on; until then it is the other name."""
 
 
+_COLLECTIVES: Mapping[str, str] = {
+    name: name
+    for name in (
+        *("allreduce", "allreduce_coalesced", "broadcast", "reduce", "gather", "scatter", "alltoall", "barrier"),
+        *("allgather", "_allgather_base", "allgather_coalesced", "reduce_scatter", "_reduce_scatter_base"),
+        *("send", "recv", "recv_anysource", "gather_single"),
+    )
+} | {"all_gather_single": "_allgather_base", "reduce_scatter_single": "_reduce_scatter_base"}
+"""What a group is asked for, and gloo's older name of it: torch 2.13 and 2.14 have newer ones (`*_single`)."""
+
+
+def _hand_on(group: type, gloo: type) -> None:
+    """Let `group` call its `_gloo` for each of `_COLLECTIVES` that the class `gloo` has, by the newer name if any."""
+    for name, older in _COLLECTIVES.items():
+        for method in (name, older):
+            if hasattr(gloo, method):
+                setattr(group, name, _handed_on(method))
+                break
+
+
 def _handed_on(name: str) -> Callable[..., Any]:
     def call(self: ReceivesFirst, *args: Any, **kwargs: Any) -> Any:
         return getattr(self._gloo, name)(*args, **kwargs)
@@ -89,12 +109,7 @@ def _handed_on(name: str) -> Callable[..., Any]:
     return call
 
 
-for _name in (
-    *("allreduce", "allreduce_coalesced", "broadcast", "reduce", "gather", "scatter", "alltoall", "barrier"),
-    *("allgather", "_allgather_base", "allgather_coalesced", "reduce_scatter", "_reduce_scatter_base"),
-    *("send", "recv", "recv_anysource"),
-):
-    setattr(ReceivesFirst, _name, _handed_on(_name))
+_hand_on(ReceivesFirst, dist.ProcessGroupGloo)
 
 
 def _parts(tensor: Tensor, split_sizes: Sequence[int], size: int) -> Sequence[Tensor]:

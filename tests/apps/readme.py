@@ -24,12 +24,18 @@ def python_blocks() -> list[str]:
 
 def run() -> tuple[int, bool]:
     """Run all of it with a module that has tables; return the number of steps trained, and whether rates moved."""
-    module = Model(TABLE_WISE, fused_optimizer=False)
-    names: dict[str, Any] = {"torch": torch, "module": module, "datamodule": Batches(TABLE_WISE, 3)}
-    for block in python_blocks():
+    names: dict[str, Any] = {"torch": torch, "datamodule": Batches(TABLE_WISE, 3)}
+    first, *others = python_blocks()
+    exec(first, names)
+    module = names["module"] = _with_optimizers_of(names, fused_optimizer=False)
+    for block in others:
         exec(block.replace("devices=2", f"devices=2, max_epochs=1, {QUIET}"), names)
-    scheduled = type("Scheduled", (Model,), {"configure_optimizers": names["configure_optimizers"]})(TABLE_WISE)
     trainer = make_trainer(OverlapEmbeddingStrategy(sharding="table_wise"))
-    trainer.fit(scheduled, datamodule=Batches(TABLE_WISE, 3))
+    trainer.fit(_with_optimizers_of(names), datamodule=Batches(TABLE_WISE, 3))
     rates = [group["lr"] for group in trainer.optimizers[0].param_groups]
     return len(module.losses), rates == [1e-3 * 4 / 1000, 2.0 * 4 / 1000]
+
+
+def _with_optimizers_of(names: dict[str, Any], **options: Any) -> Model:
+    kind = type("OfTheReadme", (Model,), {"configure_optimizers": names["configure_optimizers"]})
+    return kind(TABLE_WISE, **options)

@@ -9,7 +9,7 @@ from . import readme
 
 
 def test_code_runs(two_ranks: Ranks) -> None:
-    assert len(readme.python_blocks()) == 4
+    assert len(readme.python_blocks()) == 5
     assert two_ranks.run(readme.run) == [(2, True), (2, True)]  # three batches, dealt out by Lightning's sampler
 
 

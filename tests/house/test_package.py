@@ -54,9 +54,10 @@ def test_cpu_and_cuda_locks_differ_in_fbgemm_alone() -> None:
 
 
 def test_locks_pin_each_package_once() -> None:
-    cpu, dev = read_pins("cpu.lock"), read_pins("dev.lock")
+    cpu, dev, docs = read_pins("cpu.lock"), read_pins("dev.lock"), read_pins("docs.lock")
     assert not cpu.keys() & dev.keys()
-    for lock in ("cpu.lock", "cuda.lock", "dev.lock"):
+    assert not (cpu | dev).keys() & docs.keys()
+    for lock in ("cpu.lock", "cuda.lock", "dev.lock", "docs.lock"):
         lines = (ROOT / "requirements" / lock).read_text(encoding="utf-8").splitlines()
         assert len(read_pins(lock)) == sum(bool(line) and not line.startswith("#") for line in lines), lock
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 import tomllib
@@ -11,6 +12,7 @@ from typing import Any
 
 import pytest
 from packaging.requirements import Requirement
+from packaging.specifiers import SpecifierSet
 from packaging.version import Version
 
 from lightning_overlap import OverlapEmbeddingStrategy, versions
@@ -32,6 +34,93 @@ def test_the_same_versions_are_supported_everywhere() -> None:
     stated = [Requirement(text) for text in (*project["dependencies"], *project["optional-dependencies"]["cuda"])]
     for name, supported in versions.SUPPORTED.items():
         assert [each.specifier for each in stated if each.name == name] == [Requirement(name + supported).specifier]
+
+
+def test_each_pair_is_an_extra_for_a_cpu_and_one_for_cuda() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    torch = next(each.specifier for each in map(Requirement, project["dependencies"]) if each.name == "torch")
+    for pair in versions.PAIRS:
+        for extra, build in zip(pair.extras, ("fbgemm-gpu-cpu", "fbgemm-gpu"), strict=True):
+            found = {each.name: each.specifier for each in map(Requirement, project["optional-dependencies"][extra])}
+            torchrec = found.pop("torchrec", None)
+            assert found == {"torch": SpecifierSet(f"=={pair.torch}.*"), build: SpecifierSet(f"=={pair.fbgemm}.*")}
+            assert torchrec == (None if build.endswith("cpu") else SpecifierSet(pair.torchrec))
+        assert Version(f"{pair.torch}.1") in torch
+        assert versions.BUILT_FOR[pair.fbgemm] == pair.torch
+    assert Version("2.12.1") not in torch
+    assert Version("2.15.0") not in torch
+
+
+def test_the_table_of_pairs_is_generated() -> None:
+    """After a change of the pairs: paste what `lightning_overlap.versions.table()` returns."""
+    assert versions.table() in (ROOT / "docs" / "install.md").read_text(encoding="utf-8")
+
+
+def test_fbgemm_says_the_same_of_the_torch_that_it_is_built_for() -> None:
+    fbgemm = pytest.importorskip("fbgemm_gpu")
+    theirs = re.findall(r'"(1\.\d+)": "(2\.\d+)"', Path(fbgemm.__file__).read_text(encoding="utf-8"))
+    assert theirs
+    assert {name: torch for name, torch in theirs if name in versions.BUILT_FOR}.items() <= versions.BUILT_FOR.items()
+
+
+@pytest.mark.parametrize(
+    ("found", "said"),
+    [
+        ({"torch": "2.13.0+cpu", "fbgemm-gpu-cpu": "1.8.0"}, None),
+        ({"torch": "2.13.1", "fbgemm-gpu": "1.8.0"}, None),
+        ({"torch": "2.14.1+cpu", "fbgemm-gpu-cpu": "1.9.0"}, None),
+        ({"torch": "2.11.0+cu130", "fbgemm-gpu": "1.6.0"}, None),
+        ({"torch": "2.16.0", "fbgemm-gpu": "1.11.0"}, None),  # of later ones nothing is known
+        ({"torch": "2.13.0+cpu", "fbgemm-gpu": "1.9.0", "fbgemm-gpu-cpu": "1.8.0"}, None),
+        ({"fbgemm-gpu": "1.9.0"}, None),
+        ({"torch": "2.13.0+cpu"}, None),
+        (
+            {"torch": "2.13.0+cpu", "fbgemm-gpu-cpu": "1.9.0"},
+            "fbgemm-gpu-cpu 1.9.0 is built for torch 2.14, and does not load with torch 2.13.0+cpu.",
+        ),
+        (
+            {"torch": "2.15.0", "fbgemm-gpu": "1.9.0"},
+            "fbgemm-gpu 1.9.0 is built for torch 2.14, and does not load with torch 2.15.0.",
+        ),
+        (
+            {"torch": "2.13.0+cpu", "fbgemm-gpu": "1.8.0"},
+            "pip uninstall fbgemm-gpu && pip install --no-deps fbgemm-gpu-cpu==1.8.0",
+        ),
+    ],
+    ids=lambda value: (
+        " ".join(f"{name}={version}" for name, version in value.items()) if isinstance(value, dict) else ""
+    ),
+)
+def test_what_cannot_load_is_refused(found: dict[str, str], said: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(versions, "installed", lambda: found)
+    if said is None:
+        versions.check_installed()
+        return
+    with pytest.raises(ImportError) as info:
+        versions.check_installed()
+    assert said in str(info.value)
+
+
+@pytest.mark.slow
+def test_an_import_is_refused_with_the_pairs_that_work() -> None:
+    code = """
+        from importlib import metadata
+        installed = metadata.version
+        others = {"fbgemm-gpu-cpu": "1.9.0", "torch": "2.13.0"}
+        metadata.version = lambda name: others.get(name) or installed(name)
+        import lightning_overlap
+    """
+    code = "\n".join(line.strip() for line in code.splitlines())
+    done = subprocess.run([sys.executable, "-W", "ignore", "-c", code], capture_output=True, text=True, cwd=ROOT)
+    assert done.returncode == 1
+    *_, said, note = done.stderr.strip().splitlines()
+    assert said == (
+        "ImportError: fbgemm-gpu-cpu 1.9.0 is built for torch 2.14, and does not load with torch 2.13.0. "
+        "Install an fbgemm and a torch that go together."
+    )
+    assert note.endswith(
+        "Together: torch 2.14, fbgemm 1.9, torchrec>=1.9.2,<1.10; or torch 2.13, fbgemm 1.8, torchrec>=1.8,<1.10."
+    )
 
 
 @pytest.mark.parametrize("package", versions.SUPPORTED)

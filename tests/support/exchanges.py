@@ -80,6 +80,23 @@ def others_work() -> list[Any]:
     return [total.item(), first.item(), everyone, parts.item()]
 
 
+def asked_of_gloo() -> list[str]:
+    """Gather and reduce into one tensor; return what gloo is asked for, whatever name torch has for it."""
+    group, asked = _group(), []
+
+    class Asked:
+        def __getattr__(self, name: str) -> Any:
+            asked.append(name)
+            return getattr(gloo, name)
+
+    gloo = group._gloo
+    with mock.patch.object(group, "_gloo", Asked()):
+        gathered = torch.empty(dist.get_world_size())
+        dist.all_gather_into_tensor(gathered, torch.ones(1), group=group)
+        dist.reduce_scatter_tensor(torch.empty(1), gathered, group=group)
+    return asked
+
+
 def groups_of_a_run() -> list[bool]:
     """Whether the groups of a fit are of this kind: of its tables, its input dist, its checkpoints."""
     seen = []
