@@ -24,15 +24,14 @@ from ..deltas import (
     parse_names,
     read_header,
     resolve_sink,
-    rows_in,
-    written_since,
 )
 from ..distributed import Lowest
 from ..plugin import OverlapEmbeddingStrategy, logged_step
-from ..tables import sharded_state_names
+from ..tables import fused_writes, sharded_state_names
 from ..tracking import TouchedRows
 from .agreement import Together
 from .cuts import Cut, DenseSource, base_chunks, merged_rows
+from .resume import Restored, rows_to_resend
 
 FAILED, BUSY, READY = range(3)
 """What a rank says of its writer; the lowest of all ranks counts."""
@@ -90,7 +89,8 @@ class EmbeddingDeltas(Callback):
         self._sink = resolve_sink(sink)
         self._every, self._max_lag, self._on_lag = every_n_steps, max_lag_steps, on_lag
         self._sends_dense, self._states = dense, optimizer_state
-        self._restored: dict[str, Any] | None = None
+        self._restored: Restored | None = None
+        self._acknowledged: tuple[int, int] | None = None  # what is in no later cut is in the rows of a checkpoint
         self.run: str | None = None
         """Identifies the training, over all of its resumes; None before its first fit."""
         self.generation = 0
@@ -106,12 +106,14 @@ class EmbeddingDeltas(Callback):
         self._outstanding: list[Cut] = []
         self._is_void = False
         self._is_late = False
-        self._writes: tuple[int, ...] = ()
+        self._writes = 0
 
     # -- the beginning ------------------------------------------------------------------------------------------
 
     @override
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        self._restored = self._acknowledged = None  # of an evaluation, or of a fit that never began
+        self._trainer = trainer
         if stage == "fit" and not isinstance(trainer.strategy, OverlapEmbeddingStrategy):
             raise ValueError(
                 f"EmbeddingDeltas takes OverlapEmbeddingStrategy, which shards the tables, got "
@@ -122,6 +124,7 @@ class EmbeddingDeltas(Callback):
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         strategy = trainer.strategy
         assert isinstance(strategy, OverlapEmbeddingStrategy)
+        restored, self._restored = self._restored, None
         self._forget_fit()
         touched = strategy.touched_rows(states=self._states)
         if touched is None:
@@ -138,7 +141,8 @@ class EmbeddingDeltas(Callback):
         self._dense = self._dense_source(pl_module, touched)
         self._last = self._step  # the step of the newest cut
         self._ranks.do(lambda: check_sink(self._sink))
-        self._ranks.do(self._begin)
+        self._ranks.do(lambda: self._begin(restored))
+        self._acknowledged = (self.generation, self._step)
         touched.attach()
 
     @property
@@ -163,30 +167,28 @@ class EmbeddingDeltas(Callback):
     def _is_first(self) -> bool:
         return self._strategy.global_rank == 0
 
-    def _begin(self) -> None:
+    def _begin(self, restored: Restored | None) -> None:
         """Begin a generation with a part of all rows, or of those that replicas may have otherwise."""
-        assert self._touched is not None
+        touched = self._touched
+        assert touched is not None
         names = self._ranks.ask_first(lambda: [str(name) for name in parse_names(self._sink.names())])
         known = parse_names(names)
-        restored, self._restored = self._restored, None
-        self.run = self.run if restored is None else restored["run"]
         self._check_run(known)
         if self.run is None:
             self.run = self._ranks.ask_first(lambda: uuid.uuid4().hex)
-        written = max((name.generation for name in known), default=0)
-        self.generation = 1 + max(written, self.generation, 0 if restored is None else restored["generation"])
-        acknowledged = None if restored is None else restored["acknowledged"]
-        self._acknowledged = None if acknowledged is None else (int(acknowledged[0]), int(acknowledged[1]))
-        rows = self._rows_to_resend(known, restored)
-        self._writes = self._touched.num_writes
+        self.generation = 1 + max([self.generation, *(name.generation for name in known)])
+        self._writes = touched.num_writes
+        rows, is_other = None, restored is None or restored.writes != self._writes
+        if not self._strategy.any_rank(is_other) and not is_other:
+            assert restored is not None
+            rows = rows_to_resend(self._sink, self.run, known, restored, self._tables, self._strategy)
         if rows is None:
             self._write_base(after_all=True)
         else:
+            assert restored is not None
             for table, numbers in rows.items():
-                self._touched.mark(table, numbers)
-            cut = self._make_cut(self._acknowledged)
-            self._write_now(cut)
-        self._last = self._step
+                touched.mark(table, numbers)
+            self._write_now(self._make_cut(restored.acknowledged))
 
     def _check_run(self, known: list[PartName]) -> None:
         """Refuse a sink that has the parts of another training."""
@@ -201,23 +203,6 @@ class EmbeddingDeltas(Callback):
             f"{self._sink} holds the parts of run {header.run} (generation {header.generation}, step "
             f"{header.step}), and {what}. Give it an empty place, or resume from a checkpoint of that run (ckpt_path)."
         )
-
-    def _rows_to_resend(self, known: list[PartName], restored: dict[str, Any] | None) -> dict[str, Tensor] | None:
-        """Return the rows that replicas may have otherwise than the tables are now; None: any rows."""
-        if restored is None:
-            return None
-        saved = (int(restored["generation"]), int(restored["step"]))
-        since = written_since(known, saved, self._acknowledged)
-        found: dict[str, Tensor] | None = None
-        if since is not None:
-            size = self._strategy.world_size
-            assert self.run is not None
-            with suppress(Exception):  # whoever cannot read a sink may still write all rows, or say why not
-                found = rows_in(self._sink, since[self._strategy.global_rank :: size], self.run)
-        of_ranks = self._strategy.gather(found)
-        if any(rows is None for rows in of_ranks):
-            return None
-        return merged_rows([restored["rows"], *of_ranks])
 
     # -- cuts ---------------------------------------------------------------------------------------------------
 
@@ -339,6 +324,7 @@ class EmbeddingDeltas(Callback):
         assert touched is not None
         if not is_whole:
             self._ranks.do(lambda: self._write_base(after_all=True))
+            self._acknowledged = (self.generation, self._step)
         elif touched.num_writes != self._writes:
             with suppress(Exception):  # which the writer keeps: the ranks hear of it together
                 self._write_base(after_all=False)
@@ -393,10 +379,12 @@ class EmbeddingDeltas(Callback):
 
     @override
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
+        self._acknowledged = None  # nobody knows what was left
         self._end()
 
     @override
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        self._acknowledged = None  # anybody may write tables from now on
         self._end()
 
     def _end(self) -> None:
@@ -413,15 +401,24 @@ class EmbeddingDeltas(Callback):
         """Return what a resumed training has to know; all ranks call this, as they do to save a checkpoint."""
         if self.run is None:
             return {}
-        state: dict[str, Any] = {"run": self.run, "generation": self.generation, "rows": {}}
-        state["acknowledged"] = None if self._acknowledged is None else list(self._acknowledged)
-        if self._touched is None:
-            return state | {"step": 0 if self._acknowledged is None else self._acknowledged[1]}
-        self._strategy.update_tables()
-        waiting = [entry for cut in self._outstanding for entry in cut.rows()]
-        mine = [self._touched.marked(), *({entry.table: entry.rows} for entry in waiting)]
-        return state | {"step": self._step, "rows": merged_rows(self._strategy.gather(merged_rows(mine)))}
+        acknowledged = self._acknowledged
+        state: dict[str, Any] = {"run": self.run, "generation": self.generation, "rows": {}, "whole": []}
+        if self._touched is not None:
+            self._strategy.update_tables()
+            waiting = [entry for cut in self._outstanding for entry in cut.rows()]
+            mine = merged_rows([self._touched.marked(), *({entry.table: entry.rows} for entry in waiting)])
+            whole = [shard.name for shard, _ in self._touched.dense]
+            is_changed = self._is_void or self._touched.num_writes != self._writes
+            of_ranks = self._strategy.gather((mine, whole, is_changed))
+            state["rows"] = merged_rows([rows for rows, _, _ in of_ranks])
+            state["whole"] = sorted({name for _, names, _ in of_ranks for name in names})
+            acknowledged = None if any(changed for _, _, changed in of_ranks) else acknowledged
+        return state | {"acknowledged": None if acknowledged is None else list(acknowledged)}
 
     @override
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        self._restored = dict(state_dict) or None
+        if not state_dict:
+            return
+        assert self._trainer is not None
+        self.run, self.generation = state_dict["run"], max(self.generation, int(state_dict["generation"]))
+        self._restored = Restored.of(state_dict, fused_writes(self._trainer.lightning_module))

@@ -37,6 +37,8 @@ class FolderSink:
 
     def __init__(self, path: str | os.PathLike[str], **options: Any) -> None:
         self.path = os.fspath(path)
+        if "://" not in self.path and "::" not in self.path:
+            self.path = os.path.abspath(self.path)  # a process may change its folder
         self._options = options
         self._opened: Any = None
         with self._told("open"):

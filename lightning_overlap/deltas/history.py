@@ -16,23 +16,20 @@ def parse_names(names: Iterable[str]) -> list[PartName]:
     return sorted(found for name in names if (found := PartName.parse(name)) is not None)
 
 
-def written_since(
-    names: Iterable[PartName], saved: tuple[int, int], acknowledged: tuple[int, int] | None
-) -> list[PartName] | None:
-    """Return the chunks that were written after a checkpoint, of its own generation and of later ones.
+def written_since(names: Iterable[PartName], acknowledged: tuple[int, int]) -> list[PartName] | None:
+    """Return the chunks that were written after a cut, of its own generation and of later ones.
 
     Args:
         names: Of all chunks that the sink holds.
-        saved: Generation and step of the checkpoint.
-        acknowledged: The newest cut that all ranks were known to have written when it was saved.
+        acknowledged: The newest cut that all ranks were known to have written when a checkpoint was saved.
 
     Returns:
         None where the sink does not hold that cut any more: then nobody knows what replicas have applied since.
     """
     names = list(names)
-    if acknowledged is None or all(name.cut != acknowledged for name in names):
+    if all(name.cut != acknowledged for name in names):
         return None
-    return [name for name in names if name.cut > saved]
+    return [name for name in names if name.cut > acknowledged]
 
 
 def rows_in(sink: DeltaSink, names: Iterable[PartName], run: str) -> dict[str, Tensor] | None:

@@ -127,6 +127,8 @@ class Run:
         """Leave aside what has been looked up for the batches to come; all ranks call this alike."""
         if self.executor is not None:
             self.executor.writes.tables_changed()
+        if self.sparse is not None:
+            self.sparse.order.num_told += 1
 
     def begin_evaluation(self, step: str) -> None:
         """Serve the calls of an evaluation's step, which finds the tables up to date; all ranks call this."""

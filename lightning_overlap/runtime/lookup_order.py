@@ -32,6 +32,8 @@ class LookupOrder:
         """Batches whose update of the tables is still to come, by their number."""
         self.num_due: float = float("inf")
         """Updates of batches from this number on wait for an optimizer step."""
+        self.num_told = 0
+        """How often a user has said that tables were changed."""
         self._written: Any = None  # event after the last write of a table on the compute stream
         self._updated: Any = None  # event after the last update of a table on the lookup stream
 

@@ -60,5 +60,6 @@ from .table import has_tables as has_tables
 from .table import training_sharders as training_sharders
 from .write_counts import SentInput as SentInput
 from .write_counts import count_writes as count_writes
+from .write_counts import fused_writes as fused_writes
 from .write_counts import num_fused_writes as num_fused_writes
 from .write_counts import num_writes as num_writes

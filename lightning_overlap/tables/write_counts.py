@@ -18,6 +18,7 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from ..schedules import WeightOwner
 from .sharded_module import read_once, tbes
+from .supported_modules import sharded_modules
 
 _PARTS = ("_values", "_lengths", "_weights")
 
@@ -118,6 +119,11 @@ _WEIGHTS: dict[WeightOwner, Callable[[Any], list[Tensor]]] = {
 def num_fused_writes(module: Any) -> tuple[int, ...]:
     """Return how often somebody other than a fused backward has written the weights of a module's fused tables."""
     return tuple(weight._version for weight in _fused_weights(module))
+
+
+def fused_writes(model: nn.Module) -> int:
+    """Return how often somebody other than a fused backward has written the fused tables of a sharded model."""
+    return sum(write for module in sharded_modules(model).values() for write in num_fused_writes(module))
 
 
 def num_writes(module: Any, owner: WeightOwner) -> tuple[int, ...]:

@@ -62,8 +62,11 @@ class HostMarks:
         self._rows: list[list[Tensor]] = [[] for _ in num_rows]
 
     def add(self, looked_up: LookedUp) -> None:
-        """Mark the rows of a lookup; keeps its tensors, which nobody may write."""
-        self._lookups.append(looked_up)
+        """Mark the rows of a lookup; copies its tensors, which on one rank may be a batch's that is filled anew."""
+        indices_N, offsets, batch_sizes = looked_up
+        if not indices_N.numel():  # offsets of no bags at all tell nothing of features
+            return
+        self._lookups.append(LookedUp(indices_N.clone(), offsets.clone(), batch_sizes))
         self._num_ids += looked_up.indices_N.numel()
         if self._num_ids > 2 * sum(self._num_rows):
             self._fold()

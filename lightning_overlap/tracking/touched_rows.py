@@ -52,7 +52,7 @@ class TouchedRows:
         device = self.shards[0].weight.device if self.shards else torch.device("cpu")
         self._to_host = torch.cuda.Stream(device) if device.type == "cuda" else None
         self._copy: RowCopy | None = None
-        self._writes_before: tuple[int, ...] = ()
+        self._writes_before = 0
         self._is_whole: bool | None = True
         self._handles: list[RemovableHandle] = []
 
@@ -165,9 +165,9 @@ class TouchedRows:
         return copied
 
     @property
-    def num_writes(self) -> tuple[int, ...]:
-        """How often somebody other than a fused backward has written this rank's fused tables."""
-        return tuple(write for module in self._modules for write in num_fused_writes(module))
+    def num_writes(self) -> int:
+        """How often somebody other than a fused backward has written this rank's fused tables, or said so."""
+        return sum(write for module in self._modules for write in num_fused_writes(module)) + self._order.num_told
 
     def plan_of_all_rows(self) -> list[list[Window]]:
         """Plan to read all rows of this rank's shards, a few megabytes at a time."""

@@ -221,3 +221,15 @@ def test_redis_that_is_not_installed_is_told(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setitem(sys.modules, "redis", None)
     with pytest.raises(ImportError, match=r"needs the package redis, .*pip install 'lightning_overlap\[redis\]'"):
         resolve_sink("redis://host/0")
+
+
+def test_a_relative_path_stays_where_it_was(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """`close()` lets go of the file system, and a job may have its own folder then."""
+    name = "g000001-s000000000001-r00000of00001-c00000of00001.arrow"
+    monkeypatch.chdir(tmp_path)
+    sink = FolderSink("sent")
+    sink.close()
+    (tmp_path / "job").mkdir()
+    monkeypatch.chdir(tmp_path / "job")
+    sink.write(name, b"part")
+    assert [path.name for path in (tmp_path / "sent").iterdir()] == [name]

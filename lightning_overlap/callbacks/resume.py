@@ -1,0 +1,73 @@
+"""What a resumed fit sends first: every row that replicas may have otherwise than the tables are."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..deltas import DeltaSink, PartName, rows_in, written_since
+from ..plugin import OverlapEmbeddingStrategy
+from .cuts import merged_rows
+
+
+@dataclass(frozen=True)
+class Restored:
+    """What a checkpoint says of deltas.
+
+    Args:
+        acknowledged: The newest cut that all ranks were known to have written; None where all rows have to be sent.
+        rows: That later updates had written, by table, `(N,)`, int64.
+        whole: Tables that the dense optimizer wrote: any of their rows.
+        writes: How often somebody has written this rank's fused tables, right after they were loaded.
+    """
+
+    acknowledged: tuple[int, int] | None
+    rows: Mapping[str, Tensor]
+    whole: Sequence[str]
+    writes: int
+
+    @classmethod
+    def of(cls, state: Mapping[str, Any], writes: int) -> Restored:
+        """Read the state of the callback in a checkpoint."""
+        cut = state["acknowledged"]
+        return cls(None if cut is None else (int(cut[0]), int(cut[1])), state["rows"], state["whole"], writes)
+
+
+def rows_to_resend(
+    sink: DeltaSink,
+    run: str,
+    known: Sequence[PartName],
+    restored: Restored,
+    tables: Mapping[str, tuple[int, int]],
+    strategy: OverlapEmbeddingStrategy,
+) -> dict[str, Tensor] | None:
+    """Return the rows that replicas may have otherwise than the tables are now; all ranks call this.
+
+    Args:
+        sink: Holds what was written past the checkpoint, maybe.
+        run: That its parts must be of.
+        known: The names of its chunks, alike on all ranks.
+        restored: What the checkpoint says.
+        tables: Rows and columns of each.
+        strategy: Of the fit.
+
+    Returns:
+        By table, `(N,)`, int64; None: any rows.
+    """
+    if restored.acknowledged is None:
+        return None
+    since = written_since(known, restored.acknowledged)
+    found: dict[str, Tensor] | None = None
+    if since is not None:
+        with suppress(Exception):  # whoever cannot read a sink may still write all rows, or say why not
+            found = rows_in(sink, since[strategy.global_rank :: strategy.world_size], run)
+    of_ranks = strategy.gather(found)
+    if any(rows is None for rows in of_ranks):
+        return None
+    whole = {name: torch.arange(tables[name][0]) for name in restored.whole if name in tables}
+    return merged_rows([dict(restored.rows), whole, *of_ranks])

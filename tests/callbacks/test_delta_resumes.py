@@ -1,0 +1,246 @@
+"""Law 13 through resumes: wherever a replica stopped, it ends as the tables, whatever the checkpoint was taken in."""
+
+from __future__ import annotations
+
+import contextlib
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch import Callback, LightningModule, Trainer
+from torch.utils.data import DataLoader
+from torchrec import KeyedJaggedTensor
+
+from lightning_overlap import OverlapEmbeddingStrategy
+from lightning_overlap.callbacks import EmbeddingDeltas
+from lightning_overlap.deltas import Replica, parse_names
+
+from ..support.cases import NUM_ROWS, Batches, Case, Model, TableSpec, make_batch, make_plan
+from ..support.fits import make_trainer
+from ..support.ranks import Ranks
+from .delta_fits import Files, Windows, differences, fit_with_deltas, shards_of
+
+
+def _case(*shardings: str) -> Case:
+    """Few ids a batch: two batches of 8 leave most of the rows alone."""
+    return Case("resumes", tuple(TableSpec(f"t{n}", (f"f{n}",), sharding=one) for n, one in enumerate(shardings)))
+
+
+MIXED = _case("table_wise", "row_wise", "data_parallel")
+
+
+class Small(Batches):
+    """Batches of a few ids."""
+
+    def train_dataloader(self) -> DataLoader:
+        rank = self.trainer.global_rank
+        return DataLoader([make_batch(self.case, i, rank, 4) for i in range(self.num_batches)], batch_size=None)
+
+
+class At(Callback):
+    """Does something in a hook, at a step."""
+
+    def __init__(self, hook: str, step: int, do: Callable[..., None], *args: Any) -> None:
+        setattr(self, hook, self._do)
+        self.step, self.do, self.args = step, do, args
+
+    def _do(self, trainer: Trainer, pl_module: LightningModule, *args: Any) -> None:
+        if trainer.fit_loop.epoch_loop.total_batch_idx + 1 == self.step:
+            self.do(trainer, pl_module, *self.args)
+
+
+def save(trainer: Trainer, module: LightningModule, path: str) -> None:
+    trainer.save_checkpoint(path)
+
+
+def fail(trainer: Trainer, module: LightningModule) -> None:
+    raise ZeroDivisionError
+
+
+def interrupt(trainer: Trainer, module: LightningModule) -> None:
+    raise KeyboardInterrupt
+
+
+def halve(trainer: Trainer, module: LightningModule) -> None:
+    with torch.no_grad():
+        for name, weight in module.named_parameters():
+            if "embedding" in name:
+                weight.mul_(0.5)
+    trainer.strategy.tables_changed()
+
+
+def halve_by_numpy(trainer: Trainer, module: LightningModule) -> None:
+    """No tensor counts this; `tables_changed` tells."""
+    for name, weight in module.named_parameters():
+        if "embedding" in name:
+            weight.detach().numpy()[:] *= 0.5
+    trainer.strategy.tables_changed()
+
+
+class Retrained(Model):
+    """Its dense optimizer begins anew, as it must where other tables are its own."""
+
+    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        checkpoint["optimizer_states"] = []
+
+
+def fits(folder: str, *of_fits: dict[str, Any]) -> Windows:
+    """Train several times, one after the other; return the tables in the end."""
+    for options in of_fits:
+        case = options.get("case", MIXED)
+        model = Retrained(case)
+        plan = make_plan(case, model, torch.distributed.get_world_size(), "cpu")
+        strategy = OverlapEmbeddingStrategy(pipeline=options.get("pipeline", "fused_sparse_dist"), sharding=plan)
+        sender = EmbeddingDeltas(Files(folder), options.get("every", 2))
+        callbacks = [*options.get("before", ()), sender, *options.get("after", ())]
+        trainer = make_trainer(strategy, callbacks=callbacks)
+        with contextlib.suppress(ZeroDivisionError, SystemExit, KeyboardInterrupt):
+            trainer.fit(model, datamodule=Small(case, options["steps"]), ckpt_path=options.get("ckpt_path"))
+    return shards_of(model)
+
+
+def stragglers(folder: Path, of_ranks: list[Windows], elsewhere: Path) -> dict[object, object]:
+    """Replicas that stopped at any cut and then go on, and one that begins: those that do not end as the tables."""
+    names = parse_names(path.name for path in folder.iterdir())
+    wrong: dict[object, object] = {}
+    for number, cut in enumerate([(0, 0), *sorted({name.cut for name in names})]):
+        sink = elsewhere / str(number)
+        sink.mkdir(parents=True)
+        replica = Replica(None, sink)
+        for some in ([name for name in names if name.cut <= cut], names):
+            for name in some:
+                shutil.copy(folder / str(name), sink)
+            replica.update()
+        wrong[cut] = differences(dict(replica.state_dict()), of_ranks)
+    return {cut: names for cut, names in wrong.items() if names}
+
+
+CRASHES: dict[str, Callable[[str, str], list[dict[str, Any]]]] = {
+    "tables_that_the_user_wrote_before_the_save": lambda a, b: [
+        {
+            "steps": 12,
+            "every": 3,
+            "before": [At("on_train_batch_end", step, do) for step, do in ((7, halve), (8, fail))],
+            "after": [At("on_train_batch_end", 7, save, a)],
+        },
+        {"steps": 10, "ckpt_path": a},
+    ],
+    "a_save_after_an_exception": lambda a, b: [
+        {
+            "steps": 12,
+            "every": 6,
+            "before": [At("on_train_batch_end", 10, fail)],
+            "after": [At("on_exception", 10, save, a)],
+        },
+        {"steps": 12, "ckpt_path": a},
+    ],
+    "a_save_after_an_interrupt": lambda a, b: [
+        {
+            "steps": 12,
+            "every": 6,
+            "before": [At("on_train_batch_end", 10, interrupt)],
+            "after": [At("on_exception", 10, save, a)],
+        },
+        {"steps": 12, "ckpt_path": a},
+    ],
+    "a_save_in_the_middle_of_a_step": lambda a, b: [
+        {
+            "steps": 12,
+            "pipeline": "base",
+            "after": [At("on_train_batch_start", 6, save, a), At("on_train_batch_end", 10, fail)],
+        },
+        {"steps": 8, "pipeline": "base", "ckpt_path": a},
+    ],
+    "a_resume_that_crashes_before_it_has_heard_of_its_first_cut": lambda a, b: [
+        {
+            "steps": 20,
+            "every": 4,
+            "after": [At("on_train_batch_end", 6, save, a), At("on_train_batch_end", 15, fail)],
+        },
+        {
+            "steps": 20,
+            "every": 8,
+            "ckpt_path": a,
+            "after": [At("on_train_batch_end", 7, save, b), At("on_train_batch_end", 8, fail)],
+        },
+        {"steps": 9, "ckpt_path": b},
+    ],
+    "a_base_that_was_not_known_to_be_whole": lambda a, b: [
+        {
+            "steps": 20,
+            "every": 4,
+            "after": [
+                At("on_train_batch_start", 5, halve),
+                At("on_train_batch_end", 8, save, a),
+                At("on_train_batch_end", 9, fail),
+            ],
+        },
+        {"steps": 10, "ckpt_path": a},
+    ],
+    "a_table_that_the_dense_optimizer_had": lambda a, b: [
+        {
+            "steps": 20,
+            "every": 6,
+            "pipeline": "base",
+            "after": [At("on_train_batch_end", 10, save, a), At("on_train_batch_end", 11, fail)],
+        },
+        {
+            "steps": 11,
+            "pipeline": "base",
+            "ckpt_path": a,
+            "case": _case("table_wise", "row_wise", "row_wise"),
+        },
+    ],
+    "tables_that_the_user_writes_after_they_were_loaded": lambda a, b: [
+        {"steps": 12, "every": 3, "after": [At("on_train_batch_end", 7, save, a)]},
+        {"steps": 9, "ckpt_path": a, "before": [At("on_train_start", 7, halve)]},
+    ],
+}
+
+
+@pytest.mark.parametrize("name", CRASHES)
+def test_replicas_end_equal_wherever_they_stopped(ranks: Ranks, tmp_path: Path, name: str) -> None:
+    sent = tmp_path / "sent"
+    of_ranks = ranks.run(fits, str(sent), *CRASHES[name](str(tmp_path / "a.ckpt"), str(tmp_path / "b.ckpt")))
+    assert stragglers(sent, of_ranks, tmp_path / "replicas") == {}
+
+
+def test_a_write_that_no_tensor_counts_is_sent_where_the_user_tells(ranks: Ranks, tmp_path: Path) -> None:
+    writes = (At("on_train_batch_end", 7, halve_by_numpy),)
+    of_ranks = ranks.run(fit_with_deltas, MIXED, "base", str(tmp_path / "sent"), every_n_steps=3, callbacks=writes)
+    assert stragglers(tmp_path / "sent", [last for _, last in of_ranks], tmp_path / "replicas") == {}
+
+
+# -- batches --------------------------------------------------------------------------------------------------------
+
+
+class Recycled(Batches):
+    """Fills one batch's memory anew each time; in every third, there is nothing."""
+
+    def train_dataloader(self) -> Any:
+        generator, bags = torch.Generator().manual_seed(3), torch.full((4,), 2)
+        kjt = KeyedJaggedTensor(["f0"], torch.zeros(8, dtype=torch.int64), lengths=bags)
+        for index in range(self.num_batches):
+            batch = make_batch(self.case, index, 0, 0 if index % 3 == 1 else 4)
+            if index % 3 != 1:
+                kjt.values().copy_(torch.randint(0, NUM_ROWS, (8,), generator=generator))
+                batch.inputs["sparse"] = (kjt, index)
+            yield batch
+
+
+def fit_recycled(folder: str) -> Windows:
+    case = _case("table_wise")
+    model = Model(case)
+    strategy = OverlapEmbeddingStrategy(pipeline="base", sharding=make_plan(case, model, 1, "cpu"))
+    trainer = make_trainer(strategy, callbacks=[EmbeddingDeltas(Files(folder), 3)])
+    trainer.fit(model, datamodule=Recycled(case, 10))
+    return shards_of(model)
+
+
+def test_batches_without_bags_and_memory_that_is_filled_anew(get_ranks: Callable[..., Ranks], tmp_path: Path) -> None:
+    """On one rank a kernel is given the batch's own ids."""
+    of_ranks = get_ranks(1).run(fit_recycled, str(tmp_path / "sent"))
+    assert stragglers(tmp_path / "sent", of_ranks, tmp_path / "replicas") == {}
