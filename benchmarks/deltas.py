@@ -13,6 +13,7 @@ disturb less. `cpu` is the time on the CPU of all threads of all ranks. The base
 from __future__ import annotations
 
 import argparse
+import itertools
 import logging
 import os
 import shutil
@@ -23,8 +24,8 @@ import tempfile
 import time
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass, field
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
 from typing import Any
 from unittest import mock
 
@@ -57,6 +58,9 @@ ARMS: dict[str, dict[str, Any] | None] = {
     "tracker, rows every 10": {"tracker": 10, "rows": True},
 }
 
+PARTS = ("mark", "cut", "wait", "copier", "writer")
+"""What is timed: `wait` is a part of `mark` or `cut`; the last two are other threads."""
+
 MODES = ("base", "sparse_dist", "fused_sparse_dist", "semi_sync", "semi_sync_deferred", "async_lookup")
 
 
@@ -71,7 +75,7 @@ def main() -> None:
     parser.add_argument("--ranks", type=int, nargs="+", default=[1, 2], help="numbers of CPU ranks")
     parser.add_argument("--mode", default="fused_sparse_dist", help="of the pipeline, for `cost`")
     parser.add_argument("--arms", nargs="+", choices=ARMS, default=list(ARMS), help="to measure beside no callback")
-    parser.add_argument("--folder", help="where parts go, removed after each fit; memory if the system has a disk of it")
+    parser.add_argument("--folder", help="where parts go; left out: a disk in memory, if there is one")
     options = parser.parse_args()
     options.size = options.size or {"cost": "small", "missed": "tiny"}[options.what]
     warnings.simplefilter("ignore")
@@ -88,17 +92,17 @@ def main() -> None:
 # -- the cost -----------------------------------------------------------------------------------------------------
 
 
-@dataclass
-class Hooks:
-    """Time of the thread that trains, in milliseconds, by what it does for the callback; on the clock and on the CPU."""
+class Spent:
+    """Milliseconds that parts of the callback's work take, on the clock and on the CPU, in blocks of steps."""
 
-    clock_ms: dict[str, float] = field(default_factory=dict)
-    cpu_ms: dict[str, float] = field(default_factory=dict)
+    def __init__(self) -> None:
+        self._now: dict[str, list[float]] = {}
+        self.blocks: list[dict[str, list[float]]] = []
 
-    def reset(self) -> None:
-        """Begin anew: the warm-up does not count."""
-        self.clock_ms.clear()
-        self.cpu_ms.clear()
+    def next_block(self) -> None:
+        """Begin a block; what was measured before belongs to the one before."""
+        self.blocks.append(self._now)
+        self._now = {}
 
     def timed(self, what: str, call: Callable[..., Any]) -> Callable[..., Any]:
         """Return a call whose time is added to that of `what`."""
@@ -108,33 +112,37 @@ class Hooks:
             try:
                 return call(*args, **kwargs)
             finally:
-                self.cpu_ms[what] = self.cpu_ms.get(what, 0) + (time.thread_time() - cpu) * 1e3
-                self.clock_ms[what] = self.clock_ms.get(what, 0) + (time.perf_counter() - clock) * 1e3
+                sums = self._now.setdefault(what, [0.0, 0.0])
+                sums[0] += (time.perf_counter() - clock) * 1e3
+                sums[1] += (time.thread_time() - cpu) * 1e3
 
         return timed
 
+    def per_step(self, what: str, *, on_cpu: bool) -> float:
+        """Return the median of the blocks, without what came before the first."""
+        return statistics.median(block.get(what, (0.0, 0.0))[on_cpu] / BLOCK for block in self.blocks[1:])
+
 
 @contextmanager
-def _timed_hooks(hooks: Hooks) -> Iterator[None]:
+def _timed_parts(spent: Spent) -> Iterator[None]:
     from lightning_overlap.callbacks import EmbeddingDeltas
+    from lightning_overlap.deltas import CutWriter
     from lightning_overlap.tracking import TouchedRows
 
     watch: Any = TouchedRows._watch
-    before, ends = TouchedRows._before_update, EmbeddingDeltas.on_train_batch_end
-
-    def watched(self: TouchedRows, kernel: int) -> Any:
-        return hooks.timed("mark", watch(self, kernel))
-
-    def waits(self: TouchedRows) -> Any:
-        return wait(self)
-
-    wait = hooks.timed("wait", TouchedRows.wait_copied)
-    with (
-        mock.patch.object(TouchedRows, "_watch", watched),
-        mock.patch.object(TouchedRows, "wait_copied", waits),
-        mock.patch.object(TouchedRows, "_before_update", _method(hooks.timed("mark", before))),
-        mock.patch.object(EmbeddingDeltas, "on_train_batch_end", _method(hooks.timed("cut", ends))),
-    ):
+    calls = {
+        "mark": (TouchedRows, "_before_update"),
+        "wait": (TouchedRows, "wait_copied"),
+        "cut": (EmbeddingDeltas, "on_train_batch_end"),
+        "copier": (TouchedRows, "_copy_on_host"),
+        "writer": (CutWriter, "_write"),
+    }
+    with ExitStack() as stack:
+        for what, (owner, name) in calls.items():
+            call = _method(spent.timed(what, getattr(owner, name)))
+            stack.enter_context(mock.patch.object(owner, name, call))
+        watched = _method(lambda self, kernel: spent.timed("mark", watch(self, kernel)))
+        stack.enter_context(mock.patch.object(TouchedRows, "_watch", watched))
         yield
 
 
@@ -148,10 +156,9 @@ class Measured:
 
     blocks_ms: list[float]
     """Clock, per step."""
-    cpu_ms: float
+    cpu_ms: list[float]
     """On the CPU, all threads, per step."""
-    hooks: Hooks
-    num_bytes: int = 0
+    spent: Spent
 
 
 def _measure_cost(options: argparse.Namespace) -> None:
@@ -177,24 +184,27 @@ def _measure_cost(options: argparse.Namespace) -> None:
 def _print_cost(found: dict[str, list[list[Measured]]], options: argparse.Namespace) -> None:
     num_ranks = int(os.environ["WORLD_SIZE"])
     steps_ms = {arm: [_slowest(of_ranks) for of_ranks in rounds] for arm, rounds in found.items()}
-    cpus_ms = {arm: [sum(one.cpu_ms for one in of_ranks) for of_ranks in rounds] for arm, rounds in found.items()}
-    plain_ms, plain_cpu_ms = steps_ms["no callback"], cpus_ms["no callback"]
+    cpus_ms = {
+        arm: [sum(statistics.median(one.cpu_ms) for one in of_ranks) for of_ranks in rounds]
+        for arm, rounds in found.items()
+    }
     print(f"\n{options.size}, {options.ids} ids, {options.mode}, {num_ranks} ranks; milliseconds per step")
-    print(
-        f"  {'':26s}{'step':>8s}{'ratio':>8s}  {'by round':14s}{'cpu':>8s}{'ratio':>8s}  {'by round':14s}"
-        f"{'mark':>8s}{'on cpu':>8s}{'cut':>8s}{'on cpu':>8s}{'wait':>8s}{'on cpu':>8s}"
-    )
+    heads = "".join(f"{what:>15s}" for what in PARTS)
+    print(f"  {'':26s}{'clock':>8s} {'of none':>22s}{'cpu':>8s} {'of none':>22s}{heads}")
     for arm, rounds in found.items():
-        by_clock = [mine / plain for mine, plain in zip(steps_ms[arm], plain_ms, strict=True)]
-        by_cpu = [mine / plain for mine, plain in zip(cpus_ms[arm], plain_cpu_ms, strict=True)]
-        line = f"  {arm:26s}{statistics.median(steps_ms[arm]):8.2f}{statistics.median(by_clock):8.3f}  "
-        line += f"{min(by_clock):.3f}-{max(by_clock):.3f}   {statistics.median(cpus_ms[arm]):8.2f}"
-        line += f"{statistics.median(by_cpu):8.3f}  {min(by_cpu):.3f}-{max(by_cpu):.3f}   "
-        for what in ("mark", "cut", "wait"):
-            for clock in ("clock_ms", "cpu_ms"):
-                worst = [max(getattr(one.hooks, clock).get(what, 0) for one in of_ranks) for of_ranks in rounds]
-                line += f"{statistics.median(worst) / options.steps:8.3f}"
+        line = f"  {arm:26s}"
+        for times in (steps_ms, cpus_ms):
+            ratios = [mine / plain for mine, plain in zip(times[arm], times["no callback"], strict=True)]
+            spread = f"{statistics.median(ratios):.3f} ({min(ratios):.3f}-{max(ratios):.3f})"
+            line += f"{statistics.median(times[arm]):8.2f} {spread:>22s}"
+        for what in PARTS:
+            clock_ms, cpu_ms = (_most(rounds, what, on_cpu=on_cpu) for on_cpu in (False, True))
+            line += f"{clock_ms:8.3f}/{cpu_ms:6.3f}"
         print(line)
+
+
+def _most(rounds: list[list[Measured]], what: str, *, on_cpu: bool) -> float:
+    return statistics.median(max(one.spent.per_step(what, on_cpu=on_cpu) for one in of_ranks) for of_ranks in rounds)
 
 
 def _slowest(of_ranks: list[Measured]) -> float:
@@ -207,15 +217,14 @@ def _fit_arm(arm: str, options: argparse.Namespace) -> Measured:
 
     from lightning_overlap.callbacks import EmbeddingDeltas
 
-    hooks = Hooks()
+    spent = Spent()
     clock: list[float] = []
     cpu: list[float] = []
 
     class Clock(Callback):
         def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
             if batch_idx >= WARM_UP and not (batch_idx - WARM_UP) % BLOCK:
-                if batch_idx == WARM_UP:
-                    hooks.reset()
+                spent.next_block()
                 clock.append(time.perf_counter())
                 cpu.append(time.process_time())
 
@@ -225,17 +234,20 @@ def _fit_arm(arm: str, options: argparse.Namespace) -> Measured:
     if settings is None:
         pass
     elif "tracker" in settings:
-        callbacks.append(_Tracked(settings["tracker"], hooks, rows=settings["rows"]))
+        callbacks.append(_Tracked(settings["tracker"], spent, rows=settings["rows"]))
     else:
         folder = _folder(options.folder)
         callbacks.append(EmbeddingDeltas(folder, **settings))
-    with _timed_hooks(hooks):
+    with _timed_parts(spent):
         _fit(SIZES[options.size], options.ids, options.steps + WARM_UP + 1, options.mode, callbacks)
     dist.barrier()
     if folder is not None and int(os.environ["RANK"]) == 0:
         shutil.rmtree(folder, ignore_errors=True)
-    per_step = [(late - early) * 1e3 / BLOCK for early, late in zip(clock, clock[1:], strict=False)]
-    return Measured(per_step, (cpu[-1] - cpu[0]) * 1e3 / (BLOCK * (len(cpu) - 1)), hooks)
+    return Measured(_per_step(clock), _per_step(cpu), spent)
+
+
+def _per_step(seconds: list[float]) -> list[float]:
+    return [(late - early) * 1e3 / BLOCK for early, late in itertools.pairwise(seconds)]
 
 
 def _folder(parent: str | None) -> str:
@@ -301,7 +313,7 @@ def _tables(module: Any) -> dict[str, Any]:
     }
 
 
-def _Tracked(every: int, hooks: Hooks, *, rows: bool) -> Any:
+def _Tracked(every: int, spent: Spent, *, rows: bool) -> Any:
     """Return a callback with TorchRec's tracker, which is read every so many steps."""
     from lightning.pytorch import Callback
 
@@ -310,8 +322,8 @@ def _Tracked(every: int, hooks: Hooks, *, rows: bool) -> Any:
             self.tracker = _tracker_of(pl_module)
             self.tables = _tables(pl_module)
             for module in self.tracker.tracked_modules.values():
-                module.post_lookup_tracker_fn = hooks.timed("mark", module.post_lookup_tracker_fn)
-            self.read = hooks.timed("cut", self._read)
+                module.post_lookup_tracker_fn = spent.timed("mark", module.post_lookup_tracker_fn)
+            self.read = spent.timed("cut", self._read)
 
         def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
             if not (batch_idx + 1) % every:
@@ -343,8 +355,8 @@ def _Missed(every: int) -> Any:
         def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
             if not (batch_idx + 1) % every:
                 self._compare()
-            # Where an iteration ends: in DistributedModelParallel's forward, as TorchRec has it, a batch that was looked
-            # up before belongs to the iteration before, whose ids have been read; a read in each step finds nothing then.
+            # In DistributedModelParallel's forward, where TorchRec has this, a batch that was looked up before would
+            # belong to the iteration before, whose ids have been read: a read in each step would find nothing.
             self.tracker.step()
 
         def _compare(self) -> None:
