@@ -192,12 +192,23 @@ def encode(header: Header, rows: Iterable[Rows] = (), dense: Iterable[Dense] = (
         The bytes; `decode` reads them. Rows are int64 and values raw, both little-endian as in memory.
     """
     schema = _COLUMNS.with_metadata({_HEADER: json.dumps(asdict(header)).encode()})
-    sink = io.BytesIO()
-    with pa.ipc.new_stream(sink, schema) as writer:
-        for batch in [*map(_rows_batch, rows), *map(_dense_batch, dense)]:
+    batches = [*map(_rows_batch, rows), *map(_dense_batch, dense)]
+    counter = pa.MockOutputStream()
+    _write_stream(counter, schema, batches)
+    size = counter.size()
+    # Arrow copies into memory of that size without the interpreter's lock, which the thread that trains needs: file
+    # objects of Python, and what joins bytes, hold it as long as they copy.
+    part = io.BytesIO(bytes(size + _TRAILER_SIZE))
+    with part.getbuffer() as memory:
+        _write_stream(pa.FixedSizeBufferWriter(pa.py_buffer(memory)), schema, batches)
+        memory[size:] = b"CRC32:%08x" % zlib.crc32(memory[:size])
+    return part.getvalue()
+
+
+def _write_stream(sink: Any, schema: Any, batches: Iterable[Any]) -> None:
+    with sink, pa.ipc.new_stream(sink, schema) as writer:
+        for batch in batches:
             writer.write_batch(batch)
-    sink.write(b"CRC32:%08x" % zlib.crc32(sink.getbuffer()))
-    return sink.getvalue()
 
 
 def decode(data: bytes, name: str = "part") -> Part:

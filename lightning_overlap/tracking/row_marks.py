@@ -9,11 +9,12 @@ from collections.abc import Sequence
 from itertools import accumulate
 from typing import NamedTuple, Protocol
 
+import numpy as np
 import torch
 from torch import Tensor
 
-SCAN_SHARE = 8
-"""Rows for each id up to which it is quicker to flag all rows of a table than to sort the ids."""
+FLAGGED_FROM = 2
+"""Ids for each row from which on it is quicker to flag the rows of a table than to sort the ids."""
 
 
 class LookedUp(NamedTuple):
@@ -57,6 +58,7 @@ class HostMarks:
 
     def __init__(self, num_rows: Sequence[int], table_of_feature: Sequence[int]) -> None:
         self._num_rows, self._table_of_feature = tuple(num_rows), tuple(table_of_feature)
+        self._num_all_rows = sum(num_rows)
         self._lookups: list[LookedUp] = []
         self._num_ids = 0
         self._rows: list[list[Tensor]] = [[] for _ in num_rows]
@@ -68,7 +70,7 @@ class HostMarks:
             return
         self._lookups.append(LookedUp(indices_N.clone(), offsets.clone(), batch_sizes))
         self._num_ids += looked_up.indices_N.numel()
-        if self._num_ids > 2 * sum(self._num_rows):
+        if self._num_ids > 2 * self._num_all_rows:
             self._fold()
 
     def add_rows(self, table: int, rows_N: Tensor) -> None:
@@ -79,7 +81,7 @@ class HostMarks:
     @property
     def most(self) -> int:
         """How many rows may be marked, at most."""
-        return min(self._num_ids, sum(self._num_rows))
+        return min(self._num_ids, self._num_all_rows)
 
     def _fold(self) -> None:
         folded = self.rows()
@@ -108,14 +110,22 @@ def _unique(ids: list[Tensor], num_rows: int) -> Tensor:
     if not ids:
         return torch.empty(0, dtype=torch.int64)
     ids_N: Tensor = torch.cat([one.long() for one in ids])
-    if ids_N.numel() * SCAN_SHARE < num_rows:
-        ids_N = torch.unique(ids_N)
-        if ids_N.numel() and not 0 <= int(ids_N[0]) <= int(ids_N[-1]) < num_rows:
-            ids_N = torch.unique(_valid(ids_N, num_rows))
-        return ids_N
+    if ids_N.numel() < FLAGGED_FROM * num_rows:
+        rows_N = _sorted(ids_N)
+        if rows_N.numel() and not 0 <= int(rows_N[0]) <= int(rows_N[-1]) < num_rows:
+            rows_N = _sorted(_valid(rows_N, num_rows))
+        return rows_N
     flags_R = torch.zeros(num_rows, dtype=torch.bool)
-    flags_R[_valid(ids_N, num_rows)] = True
+    flags_R.index_fill_(0, _valid(ids_N, num_rows), True)
     return flags_R.nonzero().squeeze(1)
+
+
+def _sorted(ids_N: Tensor) -> Tensor:
+    """Return each id once, in their order: NumPy sorts integers up to ten times as fast as torch does on a host."""
+    sorted_N = np.sort(ids_N.numpy())
+    is_first_N = np.ones(len(sorted_N), dtype=bool)
+    np.not_equal(sorted_N[1:], sorted_N[:-1], out=is_first_N[1:])
+    return torch.from_numpy(sorted_N[is_first_N])
 
 
 def _valid(ids_N: Tensor, num_rows: Tensor | int) -> Tensor:

@@ -82,15 +82,15 @@ class TouchedRows:
     def _watch(self, kernel: int) -> Callable[..., None]:
         def looked_up(module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], answer: Any) -> None:
             if isinstance(answer, Tensor) and answer.requires_grad:
-                given = _looked_up(args, kwargs)
-                answer.register_hook(lambda _: self._before_update(kernel, given))
+                answer.register_hook(lambda _: self._before_update(kernel, _looked_up(args, kwargs)))
 
         return looked_up
 
     def _before_update(self, kernel: int, given: LookedUp) -> None:
         """Mark the rows that the backward of a lookup is about to write; a copy of their old values comes first."""
-        self.settle()
-        self.wait_copied()  # on a device also a stream that waits for the first time
+        if self._copy is not None or self._is_whole is None:
+            self.settle()
+            self.wait_copied()  # on a device also a stream that waits for the first time
         self._marks[kernel].add(given)
 
     def mark(self, name: str, rows: Tensor) -> None:
@@ -156,6 +156,8 @@ class TouchedRows:
         """Let what comes next, on the host or on the current stream, wait for the last copy."""
         if self._copy is not None:
             self._copy.wait_copied()
+            if not self._on_device:
+                self._copy = None  # a host has waited, a device's other streams have not
 
     def _copy_on_host(self, marks: list[HostMarks]) -> list[CopiedTable]:
         copied, first_shard = [], 0
