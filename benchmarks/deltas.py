@@ -354,12 +354,12 @@ def _Missed(every: int) -> Any:
 
         def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
             if not (batch_idx + 1) % every:
-                self._compare()
+                self._compare(is_first=batch_idx < every)
             # In DistributedModelParallel's forward, where TorchRec has this, a batch that was looked up before would
             # belong to the iteration before, whose ids have been read: a read in each step would find nothing.
             self.tracker.step()
 
-        def _compare(self) -> None:
+        def _compare(self, *, is_first: bool) -> None:
             try:
                 told = self.tracker.get_unique_ids()
             except ValueError:  # torch.cat of nothing, where no batch was looked up since the last read
@@ -375,6 +375,8 @@ def _Missed(every: int) -> Any:
                 replica[found] = now[found]
                 self.before[name] = now
                 stale = (replica != now).any(1)
+                if is_first:
+                    continue  # the first read has the batches that were looked up before the first step besides
                 for place, rows in enumerate((changed, changed & ~found, changed & stale, changed & ~own)):
                     self.counts[place] += int(rows.sum())
 
