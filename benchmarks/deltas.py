@@ -26,6 +26,7 @@ import warnings
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -152,12 +153,10 @@ def _method(call: Callable[..., Any]) -> Any:
 
 @dataclass
 class Measured:
-    """Of one fit, on one rank."""
+    """Of one fit, on one rank: milliseconds per step by blocks, on the clock, and of all threads on the CPU."""
 
     blocks_ms: list[float]
-    """Clock, per step."""
     cpu_ms: list[float]
-    """On the CPU, all threads, per step."""
     spent: Spent
 
 
@@ -228,14 +227,12 @@ def _fit_arm(arm: str, options: argparse.Namespace) -> Measured:
                 clock.append(time.perf_counter())
                 cpu.append(time.process_time())
 
-    settings = ARMS[arm]
+    settings = ARMS[arm] or {}
     callbacks: list[Any] = [Clock()]
     folder = None
-    if settings is None:
-        pass
-    elif "tracker" in settings:
+    if "tracker" in settings:
         callbacks.append(_Tracked(settings["tracker"], spent, rows=settings["rows"]))
-    else:
+    elif settings:
         folder = _folder(options.folder)
         callbacks.append(EmbeddingDeltas(folder, **settings))
     with _timed_parts(spent):
@@ -291,15 +288,8 @@ def _tracker_of(module: Any) -> Any:
     from torchrec.distributed.model_tracker.model_delta_tracker import ModelDeltaTrackerTrec
     from torchrec.distributed.model_tracker.types import TrackingMode
 
-    return ModelDeltaTrackerTrec(_Wrapped(module), mode=TrackingMode.ID_ONLY)
-
-
-class _Wrapped:
-    """What the tracker asks of a model."""
-
-    def __init__(self, module: Any) -> None:
-        self.module = module
-        self.named_modules = module.named_modules
+    model: Any = SimpleNamespace(module=module, named_modules=module.named_modules)  # all that it asks of one
+    return ModelDeltaTrackerTrec(model, mode=TrackingMode.ID_ONLY)
 
 
 def _tables(module: Any) -> dict[str, Any]:
@@ -451,12 +441,9 @@ def _fit(size: Size, num_ids: int, num_steps: int, mode: str, callbacks: list[An
         devices=int(os.environ["WORLD_SIZE"]),
         max_epochs=1,
         strategy=strategy,
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
         use_distributed_sampler=False,
         callbacks=callbacks,
+        **dict.fromkeys(("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary"), False),
     )
     trainer.fit(Model(), DataLoader(batches, batch_size=None))
 
