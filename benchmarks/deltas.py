@@ -216,9 +216,7 @@ def _fit_arm(arm: str, options: argparse.Namespace) -> Measured:
 
     from lightning_overlap.callbacks import EmbeddingDeltas
 
-    spent = Spent()
-    clock: list[float] = []
-    cpu: list[float] = []
+    spent, clock, cpu = Spent(), list[float](), list[float]()
 
     class Clock(Callback):
         def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
@@ -254,8 +252,7 @@ def _folder(parent: str | None) -> str:
     if parent is None and os.path.isdir("/dev/shm"):
         parent = "/dev/shm"
     names: list[Any] = [tempfile.mkdtemp(prefix="deltas_", dir=parent) if int(os.environ["RANK"]) == 0 else None]
-    if dist.is_initialized():
-        dist.broadcast_object_list(names, 0)
+    dist.broadcast_object_list(names, 0)
     return str(names[0])
 
 
