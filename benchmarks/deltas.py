@@ -26,6 +26,7 @@ import warnings
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -152,12 +153,10 @@ def _method(call: Callable[..., Any]) -> Any:
 
 @dataclass
 class Measured:
-    """Of one fit, on one rank."""
+    """Of one fit, on one rank: milliseconds per step by blocks, on the clock, and of all threads on the CPU."""
 
     blocks_ms: list[float]
-    """Clock, per step."""
     cpu_ms: list[float]
-    """On the CPU, all threads, per step."""
     spent: Spent
 
 
@@ -217,9 +216,7 @@ def _fit_arm(arm: str, options: argparse.Namespace) -> Measured:
 
     from lightning_overlap.callbacks import EmbeddingDeltas
 
-    spent = Spent()
-    clock: list[float] = []
-    cpu: list[float] = []
+    spent, clock, cpu = Spent(), list[float](), list[float]()
 
     class Clock(Callback):
         def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
@@ -228,14 +225,12 @@ def _fit_arm(arm: str, options: argparse.Namespace) -> Measured:
                 clock.append(time.perf_counter())
                 cpu.append(time.process_time())
 
-    settings = ARMS[arm]
+    settings = ARMS[arm] or {}
     callbacks: list[Any] = [Clock()]
     folder = None
-    if settings is None:
-        pass
-    elif "tracker" in settings:
+    if "tracker" in settings:
         callbacks.append(_Tracked(settings["tracker"], spent, rows=settings["rows"]))
-    else:
+    elif settings:
         folder = _folder(options.folder)
         callbacks.append(EmbeddingDeltas(folder, **settings))
     with _timed_parts(spent):
@@ -257,8 +252,7 @@ def _folder(parent: str | None) -> str:
     if parent is None and os.path.isdir("/dev/shm"):
         parent = "/dev/shm"
     names: list[Any] = [tempfile.mkdtemp(prefix="deltas_", dir=parent) if int(os.environ["RANK"]) == 0 else None]
-    if dist.is_initialized():
-        dist.broadcast_object_list(names, 0)
+    dist.broadcast_object_list(names, 0)
     return str(names[0])
 
 
@@ -291,15 +285,8 @@ def _tracker_of(module: Any) -> Any:
     from torchrec.distributed.model_tracker.model_delta_tracker import ModelDeltaTrackerTrec
     from torchrec.distributed.model_tracker.types import TrackingMode
 
-    return ModelDeltaTrackerTrec(_Wrapped(module), mode=TrackingMode.ID_ONLY)
-
-
-class _Wrapped:
-    """What the tracker asks of a model."""
-
-    def __init__(self, module: Any) -> None:
-        self.module = module
-        self.named_modules = module.named_modules
+    model: Any = SimpleNamespace(module=module, named_modules=module.named_modules)  # all that it asks of one
+    return ModelDeltaTrackerTrec(model, mode=TrackingMode.ID_ONLY)
 
 
 def _tables(module: Any) -> dict[str, Any]:
@@ -354,12 +341,12 @@ def _Missed(every: int) -> Any:
 
         def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
             if not (batch_idx + 1) % every:
-                self._compare()
+                self._compare(is_first=batch_idx < every)
             # In DistributedModelParallel's forward, where TorchRec has this, a batch that was looked up before would
             # belong to the iteration before, whose ids have been read: a read in each step would find nothing.
             self.tracker.step()
 
-        def _compare(self) -> None:
+        def _compare(self, *, is_first: bool) -> None:
             try:
                 told = self.tracker.get_unique_ids()
             except ValueError:  # torch.cat of nothing, where no batch was looked up since the last read
@@ -375,6 +362,8 @@ def _Missed(every: int) -> Any:
                 replica[found] = now[found]
                 self.before[name] = now
                 stale = (replica != now).any(1)
+                if is_first:
+                    continue  # the first read has the batches that were looked up before the first step besides
                 for place, rows in enumerate((changed, changed & ~found, changed & stale, changed & ~own)):
                     self.counts[place] += int(rows.sum())
 
@@ -449,12 +438,9 @@ def _fit(size: Size, num_ids: int, num_steps: int, mode: str, callbacks: list[An
         devices=int(os.environ["WORLD_SIZE"]),
         max_epochs=1,
         strategy=strategy,
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
         use_distributed_sampler=False,
         callbacks=callbacks,
+        **dict.fromkeys(("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary"), False),
     )
     trainer.fit(Model(), DataLoader(batches, batch_size=None))
 
