@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import importlib
+import importlib.util
 import re
 import sys
 from collections.abc import Iterator
@@ -209,6 +210,9 @@ def resolves(spelled: str) -> bool:
     """Whether a path or a dotted name leads to a file, a folder, or a name that one of them has."""
     if spelled.endswith((".py", ".html")):
         return (ROOT / spelled.lstrip("/")).is_file()
+    prefix, _, last = spelled.rpartition(".")
+    if importlib.util.find_spec(prefix) is not None and hasattr(importlib.import_module(prefix), last):
+        return True  # also where a name of the face hides the file
     thing: Any = lightning_overlap
     for part in spelled.split(".")[1:]:
         if not hasattr(thing, part):
