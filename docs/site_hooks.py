@@ -26,7 +26,9 @@ PAGES = {
 }
 """Where a page of the repository stands in the site; those of `docs/` stand at its top."""
 
-LINK = re.compile(r"(?P<before>!?\[(?:[^\]`]|`[^`]*`)*\])\((?P<to>[^)\s]+)\)")
+LINK = re.compile(r"(?P<before>!?\[(?:[^\]`]|`[^`]*`)*\])\((?P<to>[^)\s]+)\)|`[^`\n]+`")
+"""A link, or code, in which there is none."""
+
 LOADED = re.compile(
     r"<(?:script|img|iframe|source)\b[^>]*\ssrc=[\"']?(?:https?:)?//"
     r"|<link\b[^>]*\srel=[\"']?(?:stylesheet|preload|preconnect)\b[^>]*//"
@@ -67,7 +69,7 @@ def on_post_page(output: str, page: Any, **_: Any) -> str:
 
 
 def _led(link: re.Match[str], here: str, uri: str) -> str:
-    to, _, anchor = link["to"].partition("#")
+    to, _, anchor = (link["to"] or "").partition("#")
     if "://" in to or not to:
         return link[0]
     path = posixpath.normpath(posixpath.join(here, to))

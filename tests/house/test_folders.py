@@ -214,7 +214,10 @@ def resolves(spelled: str) -> bool:
     if importlib.util.find_spec(prefix) is not None and hasattr(importlib.import_module(prefix), last):
         return True  # also where a name of the face hides the file
     thing: Any = lightning_overlap
-    for part in spelled.split(".")[1:]:
+    parts = spelled.split(".")
+    for number, part in enumerate(parts[1:], start=1):
+        if not hasattr(thing, part):  # a function may have the name of its file, which is the one that is meant then
+            thing = sys.modules.get(".".join(parts[:number]), thing)
         if not hasattr(thing, part):
             try:
                 importlib.import_module(f"{thing.__name__}.{part}")

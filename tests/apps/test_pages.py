@@ -1,0 +1,183 @@
+"""The code on every page runs as it stands there: Python in a rank, shell lines read by the program that they call."""
+
+from __future__ import annotations
+
+import importlib.util
+import itertools
+import json
+import os
+import re
+import subprocess
+import sys
+import tomllib
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hydra._internal.core_plugins.basic_sweeper import BasicSweeper
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from packaging.requirements import Requirement
+from torch.distributed.run import get_args_parser
+
+from lightning_overlap.apps import config_checks
+from lightning_overlap.deltas.command import _parser as replica_parser
+from lightning_overlap.profiling.command import main as timeline
+
+from ..profiling.test_command import steps, write
+from .pages import PAGES, ROOT, Block, blocks, commands
+from .pages import run_python as run_python_of
+from .test_conf import composed
+
+BLOCKS = [block for page in PAGES for block in blocks(page)]
+WITH_PYTHON = sorted({block.page for block in BLOCKS if block.language == "python"} - {"README.md"})  # test_readme.py
+IN_SHELL = [block for block in BLOCKS if block.language == "bash" and not block.why_not_run]
+SCRIPTS = [block for block in IN_SHELL if block.text.startswith("#!")]
+
+
+def test_every_block_says_what_it_is() -> None:
+    """```text for drawings and what a program says. Only these are not run, for the reason on the page."""
+    assert {block.language for block in BLOCKS} == {"python", "bash", "text"}
+    assert {(block.page, block.why_not_run) for block in BLOCKS if block.why_not_run} == {
+        ("docs/deltas.md", "by a broker")  # made and looked at, below
+    }
+
+
+@pytest.mark.parametrize("page", WITH_PYTHON)
+def test_python_runs(page: str, get_ranks: Any, tmp_path: Path) -> None:
+    ((names),) = get_ranks(1).run(run_python_of, page, tmp_path)
+    assert names  # something was made
+    if page == "docs/deltas.md":
+        assert {"has_served", "scores", "KafkaSink"} <= set(names)
+        assert list((tmp_path / "deltas").glob("g000001-s000000000003-*"))
+    if page == "docs/timeline.md":
+        assert {"rank0.png", "rank0.html", "spans.json.gz"} <= {path.name for path in tmp_path.iterdir()}
+
+
+# -- shell --------------------------------------------------------------------------------------------------------
+
+
+def _make(words: list[str], folder: Path) -> None:
+    subprocess.run(["make", "--dry-run", *words], cwd=ROOT, check=True, capture_output=True)
+
+
+def _pip(words: list[str], folder: Path) -> None:
+    assert words[0] in ("install", "uninstall")
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    locked = [line for lock in ROOT.glob("requirements/*.lock") for line in lock.read_text("utf-8").splitlines()]
+    for option, word in itertools.pairwise(words):
+        if option == "-r":
+            assert (ROOT / word).is_file()
+        elif option == "-e" or word.startswith("lightning_overlap["):
+            assert set(Requirement(word.replace(".", "here", 1)).extras) <= project["optional-dependencies"].keys()
+        elif not word.startswith("-"):
+            assert word in locked
+
+
+def _command(name: str) -> Callable[[list[str], Path], None]:
+    def run(words: list[str], folder: Path) -> None:
+        overrides = [word for word in words if not word.startswith("-")]
+        assert set(words) - set(overrides) <= {"-m", "--help"}
+        jobs = [overrides]
+        if "-m" in words:
+            parsed = OverridesParser.create().parse_overrides(overrides)
+            ((*jobs,),) = BasicSweeper.split_arguments(parsed, max_batch_size=None)
+            assert len(jobs) > 1
+        for job in jobs[:3]:
+            config = composed(*job, command=name)
+            config_checks.check(config) if name == "config" else config_checks.check_bench(config)
+
+    return run
+
+
+def _timeline(words: list[str], folder: Path) -> None:
+    for word in words:
+        if word.endswith(".json.gz"):
+            write(folder, word, {len(list(folder.iterdir())): steps()})
+    assert timeline(words) == 0
+    assert list(folder.rglob("*.png"))
+
+
+def _python(words: list[str], folder: Path) -> None:
+    if words[0] == "-m":
+        assert importlib.util.find_spec(words[1])
+        return
+    text = (ROOT / words[0]).read_text(encoding="utf-8")
+    assert all(f'"{word}"' in text for word in words[1:] if word.startswith("--"))
+
+
+def _torchrun(words: list[str], folder: Path) -> None:
+    options = get_args_parser().parse_args(words)
+    if options.module:
+        assert options.training_script == "lightning_overlap.train"
+        _command("config")(options.training_script_args, folder)
+    else:
+        assert (ROOT / options.training_script).is_file()
+
+
+def _curl(words: list[str], folder: Path) -> None:
+    assert words[0] == "-d"
+    assert json.loads(words[1]).keys() == {"table", "ids"}  # what tests/deltas sends to the server
+
+
+PROGRAMS: dict[str, Callable[[list[str], Path], Any]] = {
+    "make": _make,
+    "pip": _pip,
+    "overlap-train": _command("config"),
+    "overlap-bench": _command("bench"),
+    "overlap-timeline": _timeline,
+    "overlap-replica": lambda words, folder: replica_parser().parse_args(words),
+    "python": _python,
+    "torchrun": _torchrun,
+    "curl": _curl,
+}
+"""Who reads a line, without the minutes that it would take."""
+
+
+def _name(block: Block) -> str:
+    return f"{block.page}: {block.text.splitlines()[0][:40]}"
+
+
+@pytest.mark.parametrize("block", [block for block in IN_SHELL if block not in SCRIPTS], ids=_name)
+def test_shell_lines_are_understood(block: Block, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    for program, *words in commands(block.text):
+        PROGRAMS[program](words, tmp_path)
+
+
+STUBS = {
+    "scontrol": 'echo 127.0.0.1; echo "another of $3"',
+    # A task on each host of a job; here all are this one.
+    "srun": 'pids=; for node in 0 1; do SLURM_NODEID=$node "$@" & pids="$pids $!"; done; '
+    "for pid in $pids; do wait $pid || exit 1; done",
+    "torchrun": f'exec {sys.executable} -m torch.distributed.run "$@"',
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("block", SCRIPTS, ids=_name)
+def test_a_batch_script_trains_on_two_hosts(block: Block, tmp_path: Path) -> None:
+    for name, text in STUBS.items():
+        (tmp_path / name).write_text(f"#!/bin/sh\n{text}\n", encoding="utf-8")
+        (tmp_path / name).chmod(0o755)
+    (tmp_path / "job.sh").write_text(block.text.replace("29500", str(_free_port())), encoding="utf-8")
+    launchers = re.compile(r"RANK|LOCAL_|WORLD_SIZE|MASTER_|GROUP_|TORCHELASTIC")
+    environment = {name: value for name, value in os.environ.items() if not launchers.match(name)} | {
+        "PATH": f"{tmp_path}:{os.environ['PATH']}",
+        "PYTHONPATH": str(ROOT),
+        "OMP_NUM_THREADS": "1",
+        **{"SLURM_JOB_ID": "17", "SLURM_NNODES": "2", "SLURM_GPUS_ON_NODE": "1", "SLURM_JOB_NODELIST": "host[0-1]"},
+    }
+    done = subprocess.run(
+        ["bash", str(tmp_path / "job.sh")], cwd=ROOT, env=environment, capture_output=True, text=True, timeout=100
+    )
+    assert done.returncode == 0, done.stderr
+    assert re.findall(r"validation AUC: 0\.\d+", done.stdout)
+
+
+def _free_port() -> int:
+    import socket
+
+    with socket.socket() as server:
+        server.bind(("127.0.0.1", 0))
+        return int(server.getsockname()[1])
