@@ -8,7 +8,7 @@ they share.
 
 from __future__ import annotations
 
-import sys
+import inspect
 import warnings
 from functools import partial
 from typing import Any
@@ -175,7 +175,9 @@ class OverlapEmbeddingStrategy(FailsTogether, EvaluatesAhead, WalksSteps, Starts
     def __repr__(self) -> str:
         plain = f"{type(self).__name__}(pipeline={self.schedule.name!r}, stream={self.stream!r})"
         # The Trainer of the package `pytorch_lightning`, which has classes of its own, prints this as it refuses it.
-        if not sys._getframe(1).f_globals.get("__name__", "").startswith("pytorch_lightning."):
+        frame = inspect.currentframe()
+        caller = frame.f_back if frame is not None else None
+        if caller is None or not caller.f_globals.get("__name__", "").startswith("pytorch_lightning."):
             return plain
         way_out = "use lightning.pytorch.Trainer (import lightning.pytorch as pl)"
         return f"<{plain}: this is a lightning.pytorch strategy: {way_out}>"
