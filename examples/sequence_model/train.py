@@ -16,7 +16,9 @@ NUM_ITEMS, MAX_LENGTH, BATCH_SIZE = 200, 12, 128
 class NextItem(LightningModule):
     def __init__(self) -> None:
         super().__init__()
-        table = EmbeddingConfig(name="items", feature_names=["history"], num_embeddings=NUM_ITEMS, embedding_dim=32)
+        table = EmbeddingConfig(
+            name="item_table", feature_names=["history"], num_embeddings=NUM_ITEMS, embedding_dim=32
+        )
         self.items = EmbeddingCollection(tables=[table])
         self.gru = torch.nn.GRU(32, 64, batch_first=True)
         self.score = torch.nn.Linear(64, NUM_ITEMS)

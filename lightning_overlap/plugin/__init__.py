@@ -4,10 +4,7 @@ Lightning's private names occur in `fit_loop.py`, `fetcher.py`, `evaluation_loop
 `checkpoint_links.py` and `shortcuts.py`.
 """
 
-from .checkpoint_links import explain_folders
 from .fit_loop import logged_step as logged_step
 from .monitor import OverlapMonitor as OverlapMonitor
 from .strategy import OverlapEmbeddingStrategy as OverlapEmbeddingStrategy
 from .timeline import OverlapTimeline as OverlapTimeline
-
-explain_folders()

@@ -401,3 +401,4 @@ class OverlapEmbeddingStrategy(FailsTogether, EvaluatesAhead, WalksSteps, Starts
 
 
 OverlapEmbeddingStrategy.register_strategies(StrategyRegistry)
+checkpoint_links.explain_folders()
