@@ -19,6 +19,8 @@ from .full_file import load_file as load_file
 from .full_file import load_fused as load_fused
 from .full_file import table_states as table_states
 from .full_file import write_file as write_file
+from .plain_state import describe_unused as describe_unused
+from .plain_state import take_plain_state as take_plain_state
 from .sharded_folder import FULL as FULL
 from .sharded_folder import SHARDED as SHARDED
 from .sharded_folder import FolderSaver as FolderSaver

@@ -11,7 +11,7 @@ from __future__ import annotations
 import os
 import pickle
 import zipfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -148,13 +148,16 @@ def load_file(path: Path, *, weights_only: bool | None) -> dict[str, Any]:
     }
 
 
-def load_fused(checkpoint: Mapping[str, Any], model: nn.Module, group: dist.ProcessGroup | None) -> None:
+def load_fused(
+    checkpoint: Mapping[str, Any], model: nn.Module, group: dist.ProcessGroup | None, told: Collection[str] = ()
+) -> None:
     """Copy the state of fused optimizers from whole tensors into the kernels.
 
     Args:
         checkpoint: What `load_file` returned, or Lightning's `consolidate_checkpoint`; others have no such state.
         model: The sharded module.
         group: A gloo group of all ranks; None on one rank.
+        told: Tables of which it was said already that their state starts anew.
 
     Raises:
         RuntimeError: The state was saved from another model, or with another fused optimizer.
@@ -164,7 +167,7 @@ def load_fused(checkpoint: Mapping[str, Any], model: nn.Module, group: dist.Proc
         return
 
     def plan_and_fill() -> Loading:
-        loading = plan_loading(model, saved)
+        loading = plan_loading(model, saved, told)
         fill_from_whole(loading.pieces, saved)
         return loading
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import re
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, TypeAlias
@@ -75,7 +75,7 @@ def fused_state(model: nn.Module) -> dict[str, Piece]:
     return pieces
 
 
-def plan_loading(model: nn.Module, saved: Iterable[str]) -> Loading:
+def plan_loading(model: nn.Module, saved: Iterable[str], told: Collection[str] = ()) -> Loading:
     """Match the fused state of this run to what was saved.
 
     Row-wise state saved for other ranges of columns is averaged over the saved ranges that a shard overlaps, each
@@ -86,6 +86,7 @@ def plan_loading(model: nn.Module, saved: Iterable[str]) -> Loading:
     Args:
         model: The sharded model.
         saved: Names of the saved pieces.
+        told: Tables of which it was said already that their state starts anew.
 
     Returns:
         The pieces to fill in place, and what then puts them where they belong.
@@ -121,7 +122,7 @@ def plan_loading(model: nn.Module, saved: Iterable[str]) -> Loading:
             if len(sources) > 1:
                 averaged.add(base.rpartition(".")[0])
     finishers += _kernel_setters(model, pieces)
-    _warn_of_states_left_out(model, set(kinds), averaged)
+    _warn_of_states_left_out(model, set(kinds), averaged, set(told))
 
     def finish() -> None:
         for finisher in finishers:
@@ -342,10 +343,10 @@ def _set_kernel(kernel: Any, fused: Any, values: list[Tensor]) -> None:
         group["lr"] = lr
 
 
-def _warn_of_states_left_out(model: nn.Module, saved: set[str], averaged: set[str]) -> None:
+def _warn_of_states_left_out(model: nn.Module, saved: set[str], averaged: set[str], told: set[str]) -> None:
     """Warn of fused state that has no exact counterpart under this plan."""
     fused = {name for name, _, how in _tables(model) if how.compute_kernel != EmbeddingComputeKernel.DENSE.value}
-    new, dropped = sorted(fused - saved), sorted(saved - fused)
+    new, dropped = sorted(fused - saved - told), sorted(saved - fused)
     if dist.get_rank() != 0:  # every rank knows this
         new, dropped = [], []
     for names, what in (

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
@@ -22,6 +23,7 @@ from ..checkpoint import (
     by_name,
     check_folder_path,
     check_format,
+    describe_unused,
     discard,
     discard_with_leftovers,
     gather_checkpoint,
@@ -35,6 +37,7 @@ from ..checkpoint import (
     put_table_states,
     resolve_path,
     table_states,
+    take_plain_state,
     warn_of_moved_states,
     write_file,
 )
@@ -232,9 +235,19 @@ class SavesShards(HasRun):
         except RuntimeError as err:
             err.add_note("The checkpoint is of a module with other tables or another dense part than this one.")
             raise
-        assert self.lightning_module is not None
-        if self._is_fitting() and sharded_modules(self.lightning_module):
-            load_fused(checkpoint, self.lightning_module, self.checkpoint_group)
+        module = self.lightning_module
+        assert module is not None
+        if self._is_fitting() and sharded_modules(module):
+            load_fused(checkpoint, module, self.checkpoint_group, told=self._take_plain_state(checkpoint, module))
+
+    def _take_plain_state(self, checkpoint: Mapping[str, Any], module: LightningModule) -> set[str]:
+        """Take over optimizer state of a run without the strategy; return the tables whose state starts anew."""
+        assert isinstance(checkpoint, dict)
+        schedulers = [config.scheduler for config in self.lr_scheduler_configs]
+        unused = take_plain_state(checkpoint, self.optimizers, schedulers, module, self.checkpoint_group)
+        if unused and self.is_global_zero:
+            warnings.warn(describe_unused(unused), UserWarning, stacklevel=2)
+        return {table for tables in unused.values() for table in tables}
 
     @override
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:

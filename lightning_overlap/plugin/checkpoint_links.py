@@ -8,6 +8,7 @@ first, which Lightning's search for "last" finds as well.
 
 from __future__ import annotations
 
+import functools
 import os
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
@@ -16,12 +17,19 @@ from typing import Any
 
 from lightning.pytorch import Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.core import module as lightning_module
+from lightning.pytorch.core import saving
 
-from ..checkpoint import discard, lead
+from ..checkpoint import discard, is_folder, lead
 from ..versions import check_names
 
-PRIVATE_NAMES: Mapping[str, tuple[str, ...]] = {"ModelCheckpoint": ("_link_checkpoint",)}
+PRIVATE_NAMES: Mapping[str, tuple[str, ...]] = {
+    "ModelCheckpoint": ("_link_checkpoint",),
+    "lightning.pytorch.core.module": ("_load_from_checkpoint",),
+}
 """What this file uses of Lightning beyond its public interface, by the class that has it."""
+
+_OWNERS = {"ModelCheckpoint": ModelCheckpoint, "lightning.pytorch.core.module": lightning_module}
 
 WhenWhole = Callable[[Callable[[], None]], None]
 """Calls what it is given as soon as the save under way has succeeded; at once where there is none."""
@@ -34,7 +42,7 @@ def install(trainer: Trainer, on_commit: WhenWhole) -> None:
         trainer: The trainer that has the callbacks.
         on_commit: Calls what makes a link as soon as the save under way has succeeded.
     """
-    check_names("lightning", PRIVATE_NAMES, {"ModelCheckpoint": ModelCheckpoint})
+    check_names("lightning", PRIVATE_NAMES, _OWNERS)
     for callback in _linking(trainer):
         if type(callback)._link_checkpoint is ModelCheckpoint._link_checkpoint:
             callback._link_checkpoint = partial(_link, on_commit)  # type: ignore[method-assign]
@@ -86,3 +94,33 @@ def _link(on_commit: WhenWhole, trainer: Trainer, filepath: Any, linkpath: Any) 
         for bridge, _ in bridges(trainer, link):
             on_commit(partial(discard, bridge))
     trainer.strategy.barrier()
+
+
+# -- loading a folder as a file ---------------------------------------------------------------------------------
+
+
+def explain_folders() -> None:
+    """Let `Module.load_from_checkpoint` say what to do with a folder, which Lightning opens as a file.
+
+    The only thing of Lightning's that stays changed once this package is imported: the error gets a note.
+    """
+    check_names("lightning", PRIVATE_NAMES, _OWNERS)
+    if vars(lightning_module)["_load_from_checkpoint"] is saving._load_from_checkpoint:
+        lightning_module._load_from_checkpoint = _load  # type: ignore[attr-defined]
+
+
+@functools.wraps(saving._load_from_checkpoint)
+def _load(cls: Any, checkpoint_path: Any, *args: Any, **kwargs: Any) -> Any:
+    try:
+        return saving._load_from_checkpoint(cls, checkpoint_path, *args, **kwargs)
+    except IsADirectoryError as err:
+        if isinstance(checkpoint_path, (str, Path)) and is_folder(Path(checkpoint_path)):
+            err.add_note(
+                f"{checkpoint_path} is a sharded checkpoint, a folder with a file for each rank. To load it into the "
+                "unsharded module, make one file of it:\n"
+                f"  python -m lightning.pytorch.utilities.consolidate_checkpoint {checkpoint_path}\n"
+                f"  {cls.__name__}.load_from_checkpoint('{checkpoint_path}.consolidated')\n"
+                "or save with OverlapEmbeddingStrategy(checkpoint_format='full'). To go on training, give the folder "
+                "as ckpt_path= of trainer.fit, validate, test or predict."
+            )
+        raise

@@ -6,6 +6,7 @@ gives back, and whole tables: its own module is not sharded.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
@@ -30,6 +31,13 @@ PRIVATE_NAMES: Mapping[str, tuple[str, ...]] = {
     "DDPStrategy": ("_configure_launcher", "_launcher", "_lightning_module", "_model", "_optimizers", "_start_method"),
 }
 """What this file uses of Lightning beyond its public interface, by the module or class that has it."""
+
+_NOT_IN_NOTEBOOKS = (
+    "a notebook or an interactive Python has no script that {number} processes could run. For several devices take "
+    "strategy='overlap_embedding_notebook', or OverlapEmbeddingStrategy(start_method='fork', ...): it forks this "
+    "process, which must not have used CUDA, nor have trained on one device, before. devices=1 works with any "
+    "start_method; a script works with any number of devices."
+)
 
 _TABLE_OPTIMIZERS = "table_optimizers"
 """Entry of a copy's state: what is applied in backward to the tables of its module."""
@@ -65,6 +73,12 @@ class StartsProcesses(HasRun):
 
     @override
     def _configure_launcher(self) -> None:
+        if _is_interactive() and self._start_method == "popen":
+            if self.world_size == 1:
+                self._launcher = None  # Lightning's would start nobody, and is refused in notebooks
+                return
+            if self.cluster_environment is None or not self.cluster_environment.creates_processes_externally:
+                raise ValueError(_NOT_IN_NOTEBOOKS.format(number=self.world_size))
         super()._configure_launcher()
         if isinstance(self._launcher, _MultiProcessingLauncher):
             self._launcher = Launcher(self, self._start_method)  # type: ignore[arg-type]
@@ -83,6 +97,11 @@ class StartsProcesses(HasRun):
         super().setup(trainer)
         if self._parents_state is not None and self.lightning_module is not None:
             _check_same_tables(self.lightning_module, self._parents_state, self._start_method)
+
+
+def _is_interactive() -> bool:
+    """Whether this is a notebook or an interactive interpreter, as Lightning asks."""
+    return hasattr(sys, "ps1") or bool(sys.flags.interactive)
 
 
 def own_memory(module: nn.Module) -> None:

@@ -8,6 +8,7 @@ they share.
 
 from __future__ import annotations
 
+import inspect
 import warnings
 from functools import partial
 from typing import Any
@@ -185,11 +186,14 @@ class OverlapEmbeddingStrategy(FailsTogether, EvaluatesAhead, WalksSteps, Starts
 
     @override
     def __repr__(self) -> str:
+        plain = f"{type(self).__name__}(pipeline={self.schedule.name!r}, stream={self.stream!r})"
         # The Trainer of the package `pytorch_lightning`, which has classes of its own, prints this as it refuses it.
-        return (
-            f"<{type(self).__name__}(pipeline={self.schedule.name!r}, stream={self.stream!r}): this is a "
-            "lightning.pytorch strategy: use lightning.pytorch.Trainer (import lightning.pytorch as pl)>"
-        )
+        frame = inspect.currentframe()
+        caller = frame.f_back if frame is not None else None
+        if caller is None or not caller.f_globals.get("__name__", "").startswith("pytorch_lightning."):
+            return plain
+        way_out = "use lightning.pytorch.Trainer (import lightning.pytorch as pl)"
+        return f"<{plain}: this is a lightning.pytorch strategy: {way_out}>"
 
     # -- set-up -------------------------------------------------------------------------------------------------
 
@@ -430,3 +434,4 @@ class OverlapEmbeddingStrategy(FailsTogether, EvaluatesAhead, WalksSteps, Starts
 
 
 OverlapEmbeddingStrategy.register_strategies(StrategyRegistry)
+checkpoint_links.explain_folders()

@@ -126,13 +126,31 @@ def refuse_dense_owner(fused: Mapping[str, nn.Parameter], optimizers: Iterable[t
     owned = _owned(optimizers)
     twice = [name for name, parameter in fused.items() if id(parameter) in owned]
     if twice:
+        weights = {id(fused[name]) for name in twice}
+        owner = next(optimizer for optimizer in optimizers if weights & _owned([optimizer]))
         raise ValueError(
             f"configure_optimizers gave a dense optimizer the weights of fused tables: {_some(twice)}. These tables "
             "are updated inside backward. Leave them out:\n"
             "  from torchrec.optim.optimizers import in_backward_optimizer_filter\n"
             "  dense = [p for _, p in in_backward_optimizer_filter(self.named_parameters())]\n"
-            "  return torch.optim.Adam(dense)"
+            f"  return {_line_of(owner)}\n{_ADAPTIVE if 'Adam' in type(owner).__name__ else ''}"
         )
+
+
+def _line_of(optimizer: torch.optim.Optimizer) -> str:
+    """Return the line that makes such an optimizer of the dense parameters."""
+    cls = type(optimizer)
+    of_torch = cls.__module__.startswith("torch.optim")
+    lr = optimizer.defaults.get("lr")
+    rate = f", lr={lr}" if isinstance(lr, float) else ""
+    return f"{'torch.optim.' if of_torch else ''}{cls.__name__}(dense{rate})"
+
+
+_ADAPTIVE = (
+    "What trains the tables is the strategy's fused_optimizer. On CUDA it may be (torch.optim.Adam, {'lr': ...}); on a "
+    "CPU FBGEMM fuses no Adam or AdamW: take (torchrec.optim.RowWiseAdagrad, {'lr': ...}), with a rate of its own. To "
+    "keep this optimizer for tables that are whole on every rank: sharding='data_parallel', and no fused_optimizer."
+)
 
 
 def _owned(optimizers: Iterable[torch.optim.Optimizer]) -> set[int]:
@@ -146,10 +164,12 @@ def _check_can_fuse(table: Table, device: torch.device) -> None:
         except ValueError as err:
             raise ValueError(
                 f"table {table.path}: FBGEMM has no fused form of {optimizer_class.__name__}. "
-                "Take torch.optim.SGD, Adagrad or Adam, or one of torchrec.optim."
+                "Take torch.optim.SGD, Adagrad or (on CUDA) Adam, or one of torchrec.optim; in the place of AdamW, "
+                "on CUDA (torch.optim.Adam, {'lr': ...}), on a CPU (torchrec.optim.RowWiseAdagrad, {'lr': ...})."
             ) from err
         if device.type == "cpu" and kind not in CPU_FUSED_OPTIMIZERS:
             raise ValueError(
                 f"table {table.path}: {optimizer_class.__name__} is fused on CUDA only. On a CPU FBGEMM fuses "
-                "torch.optim.SGD, torch.optim.Adagrad and torchrec.optim.RowWiseAdagrad: take one of these."
+                "torch.optim.SGD, torch.optim.Adagrad and torchrec.optim.RowWiseAdagrad: take one of these (in the "
+                "place of Adam: RowWiseAdagrad, whose state is one number a row)."
             )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import os
 import re
 import subprocess
@@ -26,15 +27,27 @@ TORCHRUN = [sys.executable, "-m", "torch.distributed.run"]
             r"step 300: validation AUC trained (?P<auc>0\.\d+), served (?P=auc): equal\nage of the served tables",
         ),
         ("torchrun", [*TORCHRUN, "--standalone", "--nproc-per-node", "2"], r"validation AUC: (?P<auc>0\.\d+)"),
+        ("sequence_model", [sys.executable], r"next items found after 800 steps: (?P<hits>0\.\d+)"),
     ],
-    ids=["existing_module", "serve_beside_training", "torchrun"],
+    ids=["existing_module", "serve_beside_training", "torchrun", "sequence_model"],
 )
 def test_an_example_learns(story: str, python: list[str], number: str, tmp_path: Path) -> None:
-    script = ROOT / "examples" / story / "train.py"
-    assert f"examples/{story}/train.py" in (script.parent / "README.md").read_text(encoding="utf-8")
+    said = _run(story, "train.py", python, tmp_path)
+    found = re.search(number, said)
+    assert found, said
+    values = {name: float(value) for name, value in found.groupdict().items()}
+    assert values.get("loss", 0) < 0.6
+    assert values.get("auc", 1) > 0.6
+    assert values.get("hits", 1) > 0.35  # of at most 0.5
+
+
+def _run(story: str, name: str, python: list[str], folder: Path, *arguments: str) -> str:
+    """Run a script of an example in a folder; return what it prints."""
+    script = ROOT / "examples" / story / name
+    assert f"examples/{story}/{name}" in (script.parent / "README.md").read_text(encoding="utf-8")
     done = subprocess.run(
-        [*python, str(script)],
-        cwd=tmp_path,
+        [*python, str(script), *arguments],
+        cwd=folder,
         env=os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
         capture_output=True,
         text=True,
@@ -42,8 +55,28 @@ def test_an_example_learns(story: str, python: list[str], number: str, tmp_path:
         check=False,
     )
     assert done.returncode == 0, done.stderr
-    found = re.search(number, done.stdout)
-    assert found, done.stdout
-    values = {name: float(value) for name, value in found.groupdict().items()}
-    assert values.get("loss", 0) < 0.6
-    assert values.get("auc", 1) > 0.6
+    return done.stdout
+
+
+def test_a_project_moves_over(tmp_path: Path) -> None:
+    """Two lines change; it goes on from the old checkpoint; the plain module serves what was trained."""
+    before, after = (
+        (ROOT / "examples" / "move_over" / name).read_text(encoding="utf-8").splitlines()[4:]
+        for name in ("before.py", "after.py")
+    )
+    new = [line[2:] for line in difflib.ndiff(before, after) if line.startswith("+ ")]
+    lines = [
+        line for line in new if "import" not in line and "max_epochs" not in line and "save_checkpoint" not in line
+    ]
+    assert len(lines) == 2, lines
+    assert "_filter(self.named_parameters())" in lines[0]
+    assert "strategy=OverlapEmbeddingStrategy(" in lines[1]
+
+    said = _run("move_over", "before.py", [sys.executable], tmp_path)
+    said += _run("move_over", "after.py", [sys.executable], tmp_path, "--resume", "before.ckpt")
+    said += _run("move_over", "serve.py", [sys.executable], tmp_path)
+    found = re.search(r"epoch 1: test AUC (0\.\d+)\nepoch 2: test AUC (0\.\d+)\nserved: test AUC (0\.\d+)", said)
+    assert found, said
+    old, new_auc, served = map(float, found.groups())
+    assert 0.6 < old < new_auc
+    assert served == pytest.approx(new_auc, abs=2e-6)

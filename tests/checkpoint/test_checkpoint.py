@@ -12,7 +12,7 @@ import torch
 
 from lightning_overlap import OverlapEmbeddingStrategy
 
-from ..support.cases import ADAGRAD, MIXED, ROWWISE_ADAGRAD, SEQUENCE, TABLE_WISE, Case, TableSpec
+from ..support.cases import ADAGRAD, MIXED, ROWWISE_ADAGRAD, SEQUENCE, TABLE_WISE, Case, Model, TableSpec
 from ..support.ranks import RankError, Ranks
 from . import checkpoints, saves
 from .checkpoints import EPOCH, DenseAdam, Trained, train, whole
@@ -55,6 +55,19 @@ def test_a_full_file_serves(ranks: Ranks, get_ranks: Any, case: Case, tmp_path: 
         assert torch.equal(weights[f"ebc.embedding_bags.{table.name}.weight"], tables[table.name])
     for name, value in trained[0].result.dense.items():
         assert torch.equal(weights[name], value)
+
+
+def test_load_from_checkpoint_of_a_folder_says_what_to_do(two_ranks: Ranks, tmp_path: Path) -> None:
+    [first, *_] = two_ranks.run(train, ROWWISE_ADAGRAD, str(tmp_path))
+    with pytest.raises(IsADirectoryError) as info:
+        Model.load_from_checkpoint(first.checkpoint, case=ROWWISE_ADAGRAD)
+    [note] = info.value.__notes__
+    assert f"consolidate_checkpoint {first.checkpoint}\n  Model.load_from_checkpoint(" in note
+    assert "checkpoint_format='full'" in note
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(IsADirectoryError) as info:
+        Model.load_from_checkpoint(tmp_path / "empty", case=ROWWISE_ADAGRAD)
+    assert not hasattr(info.value, "__notes__")
 
 
 # -- other ranks, other plans -----------------------------------------------------------------------------------

@@ -178,9 +178,10 @@ def _said_by_pytorch_lightning(code: str) -> str:
     return done.stderr.strip().splitlines()[-1]
 
 
-def test_repr_says_whose_strategy_it_is() -> None:
-    assert repr(OverlapEmbeddingStrategy("semi_sync")).startswith(
-        "<OverlapEmbeddingStrategy(pipeline='semi_sync', stream='data_dist'): this is a lightning.pytorch strategy"
+def test_repr_is_plain() -> None:
+    """But where the other Trainer prints it, see below."""
+    assert repr(OverlapEmbeddingStrategy("semi_sync")) == (
+        "OverlapEmbeddingStrategy(pipeline='semi_sync', stream='data_dist')"
     )
 
 

@@ -1,0 +1,130 @@
+"""Checkpoints of runs without the strategy, and runs that go on from them. Functions that ranks run."""
+
+from __future__ import annotations
+
+import os
+import warnings
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from lightning.pytorch import Trainer
+from torch import Tensor
+from torchrec.optim.optimizers import in_backward_optimizer_filter
+
+from lightning_overlap import OverlapEmbeddingStrategy, combined_optimizer
+
+from ..support.cases import ADAGRAD, Batches, Case, Model
+from ..support.fits import QUIET, make_trainer
+from .checkpoints import parts_of
+
+EPOCH = 6
+CASE: Case = ADAGRAD
+Optimizer = tuple[str, dict[str, Any]]
+
+
+@dataclass
+class GoneOn:
+    """What a run leaves behind on one rank."""
+
+    losses: list[Tensor]
+    whole: dict[str, Any]
+    """This rank's parts of tables and of their state: (window, values)."""
+    dense: dict[str, Tensor]
+    said: list[str]
+    rates: list[float]
+
+
+class Plain(Model):
+    """Trains its tables with the optimizer of the dense part, but for those that a strategy trains in backward."""
+
+    groups = "one"
+    schedules = False
+
+    def __init__(self, optimizer: Optimizer) -> None:
+        super().__init__(CASE, fused_optimizer=False)
+        self.optimizer = optimizer
+
+    def configure_optimizers(self) -> Any:
+        name, kwargs = self.optimizer
+        named = dict(in_backward_optimizer_filter(self.named_parameters()))
+        tables = [weight for key, weight in named.items() if key.startswith("ebc.")]
+        dense = [weight for key, weight in named.items() if not key.startswith("ebc.")]
+        groups: list[Any] = [*tables, *dense]
+        if self.groups == "tables last":
+            groups = [*dense, *tables]
+        elif self.groups == "two":
+            groups = [{"params": dense}, *([{"params": tables, "lr": 0.5}] if tables else [])]
+        elif self.groups == "other order":
+            groups = [*dense[::-1], *tables]
+        optimizer = combined_optimizer(self, getattr(torch.optim, name)(groups, **kwargs))
+        if not self.schedules:
+            return optimizer
+        return [optimizer], [torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)]
+
+
+def _model(optimizer: Optimizer, groups: str, schedules: bool) -> Plain:
+    model = Plain(optimizer)
+    model.groups, model.schedules = groups, schedules
+    return model
+
+
+def train_plain(path: str, optimizer: Optimizer, groups: str = "one", schedules: bool = False) -> Any:
+    """Train two epochs under DDPStrategy; save after the first. Return losses, weights and states of the second."""
+    model = _model(optimizer, groups, schedules)
+    for epochs in (1, 2):
+        trainer = Trainer(
+            strategy="ddp",
+            accelerator="cpu",
+            devices=int(os.environ["LOCAL_WORLD_SIZE"]),
+            max_epochs=epochs,
+            **QUIET,
+        )
+        trainer.fit(model, datamodule=Batches(CASE, EPOCH), ckpt_path=path if epochs == 2 else None)
+        if epochs == 1:
+            trainer.save_checkpoint(path)
+    weights = {name: weight.detach() for name, weight in model.named_parameters()}
+    return model.losses[EPOCH:], weights
+
+
+def go_on(
+    path: str,
+    optimizer: Optimizer,
+    fused: tuple[Any, dict[str, Any]] | None,
+    groups: str = "one",
+    sharding: Any = "table_wise",
+    epochs: int = 2,
+    schedules: bool = False,
+) -> Any:
+    """Go on under the strategy; return losses, this rank's parts of tables and states, what was said, the rates."""
+    model = _model(optimizer, groups, schedules)
+    with torch.no_grad():
+        for weight in model.parameters():
+            weight.zero_()
+    strategy = OverlapEmbeddingStrategy(sharding=sharding, fused_optimizer=fused)
+    trainer = make_trainer(strategy, max_epochs=epochs)
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        try:
+            trainer.fit(model, datamodule=Batches(CASE, EPOCH), ckpt_path=path)
+        except (RuntimeError, ValueError) as err:
+            return f"{type(err).__name__}: {err}"
+    rates = [group["lr"] for group in trainer.optimizers[0].param_groups]
+    dense = {n: w.detach().clone() for n, w in model.named_parameters() if not n.startswith("ebc.")}
+    return GoneOn(model.losses, parts_of(model, trainer), dense, [str(each.message) for each in said], rates)
+
+
+def evaluate(path: str) -> list[Tensor]:
+    """Validate and test the weights of a file."""
+    answers = []
+    for function in ("validate", "test"):
+        model = _model(("SGD", {"lr": 0.1}), "one", False)
+        model.test_step = model.validation_step  # type: ignore[attr-defined]
+        data = Batches(CASE, 1)
+        data.val_dataloader = data.test_dataloader = data.train_dataloader  # type: ignore[method-assign]
+        trainer = make_trainer(
+            OverlapEmbeddingStrategy(sharding="table_wise", fused_optimizer=(torch.optim.SGD, {"lr": 1}))
+        )
+        getattr(trainer, function)(model, datamodule=data, ckpt_path=path, verbose=False)
+        answers.append(model.validated)
+    return answers

@@ -1,0 +1,95 @@
+"""Runs that go on from a checkpoint of DDPStrategy, whose optimizers number whole tables among their parameters."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torchrec.optim import RowWiseAdagrad
+
+from ..support.ranks import Ranks
+from . import plain_runs
+from .checkpoints import whole
+
+ADAGRAD = ("Adagrad", {"lr": 0.3, "eps": 1e-8})
+ADAM = ("Adam", {"lr": 0.05})
+SGD = ("SGD", {"lr": 0.3})
+FUSED_ADAGRAD = (torch.optim.Adagrad, {"lr": 0.3, "eps": 1e-8})
+
+
+def close(ours: torch.Tensor, theirs: torch.Tensor) -> bool:
+    """To the rounding of sums in another order."""
+    return torch.allclose(ours, theirs, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "fused", "groups"),
+    [
+        (ADAGRAD, FUSED_ADAGRAD, "one"),
+        (ADAGRAD, FUSED_ADAGRAD, "tables last"),
+        (SGD, (torch.optim.SGD, {"lr": 0.3}), "one"),
+        (ADAGRAD, (torch.optim.Adagrad, {"lr": 0.5, "eps": 1e-8}), "two"),
+        (ADAM, None, "one"),
+    ],
+    ids=["adagrad", "tables last", "sgd", "two groups", "adam, data-parallel"],
+)
+def test_it_goes_on_as_ddp_would(two_ranks: Ranks, optimizer: Any, fused: Any, groups: str, tmp_path: Path) -> None:
+    """Losses and tables of the next epoch, which the states have a say in."""
+    path = str(tmp_path / "ddp.ckpt")
+    expected = two_ranks.run(plain_runs.train_plain, path, optimizer, groups)
+    sharding = "table_wise" if fused else "data_parallel"
+    found = two_ranks.run(plain_runs.go_on, path, optimizer, fused, groups, sharding)
+    tables = whole(found)
+    for rank, (losses, weights) in zip(found, expected, strict=True):
+        assert len(rank.losses) == plain_runs.EPOCH
+        assert all(map(close, rank.losses, losses))
+        assert all(close(value, weights[name]) for name, value in rank.dense.items())
+        assert not any("anew" in said for said in rank.said)
+    for name in ("t0", "t1"):
+        assert close(tables[name], expected[0][1][f"ebc.embedding_bags.{name}.weight"])
+
+
+def test_what_does_not_fit_is_said(two_ranks: Ranks, tmp_path: Path) -> None:
+    """Adam's state of the tables has no place in a fused Adagrad; that of the dense part is there."""
+    path = str(tmp_path / "ddp.ckpt")
+    two_ranks.run(plain_runs.train_plain, path, ADAM)
+    first, second = two_ranks.run(plain_runs.go_on, path, ADAM, FUSED_ADAGRAD, epochs=1)
+    [said] = [said for said in first.said if "anew" in said]
+    assert "ebc.embedding_bags.t0.weight, ebc.embedding_bags.t1.weight: saved with exp_avg, exp_avg_sq" in said
+    assert "sharding='data_parallel'" in said
+    assert not any("anew" in said for said in second.said)
+    saved = torch.load(path, weights_only=True)["state_dict"]
+    assert all(torch.equal(value, saved[name]) for name, value in first.dense.items())
+    tables = whole([first, second])
+    assert torch.equal(tables["t1"], saved["ebc.embedding_bags.t1.weight"])
+    assert not tables["t1 momentum1"].any()
+
+    said = two_ranks.run(plain_runs.go_on, path, ADAM, FUSED_ADAGRAD, "other order")[0]
+    assert "they cannot be matched to those of this run" in said
+    assert "torch.load(PATH, weights_only=True)['state_dict']" in said
+    two_ranks.run(plain_runs.evaluate, path)
+
+
+@pytest.mark.parametrize(("sharding", "width"), [("table_wise", 8), ("column_wise", 4)])
+def test_row_wise_adagrad_takes_the_mean_of_adagrad(
+    two_ranks: Ranks, sharding: str, width: int, tmp_path: Path
+) -> None:
+    """Over the columns that a shard has."""
+    path = str(tmp_path / "ddp.ckpt")
+    two_ranks.run(plain_runs.train_plain, path, ADAGRAD)
+    tables = whole(two_ranks.run(plain_runs.go_on, path, ADAGRAD, (RowWiseAdagrad, {"lr": 0.3}), "one", sharding, 1))
+    sums = torch.load(path, weights_only=True)["optimizer_states"][0]["state"]
+    for position, name in enumerate(("t0", "t1")):
+        shards = sums[position]["sum"].split(width, dim=1)
+        expected = torch.cat([shard.mean(1, keepdim=True).expand(-1, width) for shard in shards], dim=1)
+        assert sums[position]["sum"].any()
+        assert torch.allclose(tables[f"{name} momentum1"], expected)
+
+
+def test_a_schedule_gets_the_groups_of_fused_rates(two_ranks: Ranks, tmp_path: Path) -> None:
+    path = str(tmp_path / "ddp.ckpt")
+    two_ranks.run(plain_runs.train_plain, path, ADAGRAD, schedules=True)
+    for rank in two_ranks.run(plain_runs.go_on, path, ADAGRAD, (torch.optim.SGD, {"lr": 0.8}), schedules=True):
+        assert rank.rates == pytest.approx([0.3 / 4, 0.8 / 2])
