@@ -21,6 +21,9 @@ from .quantized_comms import check_quantized_comms as check_quantized_comms
 from .quantized_comms import codecs_of as codecs_of
 from .quantized_comms import compression as compression
 from .quantized_comms import resolve_quantized_comms as resolve_quantized_comms
+from .replicas import follow_rates as follow_rates
+from .replicated_tables import ReplicateTables as ReplicateTables
+from .replicated_tables import check_replicate_tables as check_replicate_tables
 from .sharded_module import SetRates as SetRates
 from .sharded_module import caching_tbes as caching_tbes
 from .sharded_module import check_torchrec as check_torchrec
