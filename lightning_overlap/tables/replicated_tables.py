@@ -91,9 +91,7 @@ def tables_to_replicate(
         if name not in known:
             raise ValueError(f"replicate_tables: {unknown_name_message('table', name, known)}")
         if sharding.get(name, _DATA_PARALLEL) != _DATA_PARALLEL:
-            raise ValueError(
-                f"table {name!r} is in replicate_tables, and sharding makes it {sharding[name]}: take one."
-            )
+            raise ValueError(f"replicate_tables has {name!r}, which sharding makes {sharding[name]!r}: leave one out.")
         reason = _why_not(known[name], model, fused)
         if reason is not None:
             raise ValueError(f"replicate_tables: {known[name].path} has to stay sharded: {reason}.")
@@ -175,15 +173,19 @@ def _sharding_type(plan: ShardingPlan, table: Table) -> str | None:
 
 def _why_not(table: Table, model: nn.Module, fused: tuple[type, Mapping[str, Any]] | None) -> str | None:
     """Return why a table cannot be replicated, or None."""
-    module = model.get_submodule(table.module)
-    if type(module) not in (EmbeddingBagCollection, EmbeddingCollection):
-        return f"it belongs to a {type(module).__name__}"
+    kind = type(model.get_submodule(table.module))
+    if kind is EmbeddingCollection:
+        return "it belongs to an EmbeddingCollection, of whose data-parallel tables TorchRec makes bags on a CPU"
+    if kind is not EmbeddingBagCollection:
+        return f"it belongs to a {kind.__name__}"
     if table.parameter.dtype != torch.float32:
         return f"its weights are {table.parameter.dtype}, which the fused kernel rounds in a way of its own"
     if not table.parameter.requires_grad:
         return "it is not trained"
     optimizer = _optimizer_of(table) if table.has_fused_optimizer else fused
-    return None if optimizer is None else why_not_dense(*optimizer)
+    if optimizer is None:
+        return "it has no fused optimizer, which fused_optimizer=(torch.optim.SGD, {'lr': 0.1}) would give it"
+    return why_not_dense(*optimizer)
 
 
 def why_not_dense(optimizer_class: type, kwargs: Mapping[str, Any]) -> str | None:
@@ -204,8 +206,8 @@ def why_not_dense(optimizer_class: type, kwargs: Mapping[str, Any]) -> str | Non
 
 
 def _optimizer_of(table: Table) -> tuple[type, Mapping[str, Any]]:
-    [optimizer_class] = table.parameter._optimizer_classes  # type: ignore[attr-defined]
-    [kwargs] = table.parameter._optimizer_kwargs  # type: ignore[attr-defined]
+    [optimizer_class] = getattr(table.parameter, "_optimizer_classes", [])
+    [kwargs] = getattr(table.parameter, "_optimizer_kwargs", [])
     return optimizer_class, kwargs
 
 

@@ -120,7 +120,8 @@ def train_from(
         warnings.simplefilter("always")
         trainer.fit(model, datamodule=Batches(case, 8), ckpt_path=resume)
     said = [str(warning.message) for warning in caught if "optimizer" in str(warning.message)]
-    return collect(model, trainer.optimizers[0], model.losses), saver.best_model_path, said
+    losses = model.losses or [torch.zeros(())]
+    return collect(model, trainer.optimizers[0], losses), saver.best_model_path, said
 
 
 def load_unsharded(case: Case, path: str) -> dict[str, Tensor]:
@@ -171,6 +172,6 @@ def check_unsharded(name: str, pipeline: str) -> str:
     """Return what is wrong with a module whose tables but the first are replicated; nothing, if all is well."""
     kind = KINDS[name]
     with process_group("cpu"):
-        options = {"sharding": {"t0": "table_wise"}, "replicate_tables": ["t1", "t2", "t3"]}
+        options = {"sharding": {"t0": "table_wise"}, "replicate_tables": 1000}
         setting = Setting(lambda: OneModule(kind), make_batches(kind, 6), None, "cpu", 0, {}, options)
         return computes_what_the_unsharded_computes(setting, pipeline, MODES[pipeline].staleness).problem
