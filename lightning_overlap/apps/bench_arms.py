@@ -122,9 +122,19 @@ def _with_options(name: str, arm: Arm, job: Job) -> None:
     if precision is not None:
         config = {**config, "comms": {"forward": precision, "backward": precision}}
     if config_checks.is_replicated(name):
-        strategy = {**config["strategy"], "replicate_tables": config["data"]["batch_size"]}
-        config = {**config, "strategy": strategy}
+        config = _replicating(job, config)
     arm(replace(job, config=config))
+
+
+def _replicating(job: Job, config: Config) -> Config:
+    """Return a config in which tables with fewer rows than a batch are replicated, and the others are as they were."""
+    tables = find_tables(job.make_model())
+    small = [table.name for table in tables if table.parameter.shape[0] < getattr(job.data, "batch_size", 0)]
+    kind, named = config["sharding"].get("type"), config["sharding"].get("tables") or {}
+    kinds = {table.name: kind for table in tables if kind} | dict(named)
+    others = {name: kind for name, kind in kinds.items() if name not in small}
+    strategy = {**config["strategy"], "replicate_tables": small}
+    return {**config, "sharding": {"type": None, "tables": others}, "strategy": strategy}
 
 
 # -- with Lightning ---------------------------------------------------------------------------------------------

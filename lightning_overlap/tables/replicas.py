@@ -144,7 +144,16 @@ class ReplicaKernel(DenseTableBatchedEmbeddingBagsCodegen):  # type: ignore[misc
 
     @override
     def forward(self, *args: Any, **kwargs: Any) -> Tensor:
-        """Look up, as the dense kernel does."""
+        """Look up, as the dense kernel does.
+
+        Raises:
+            RuntimeError: Batch sizes vary by feature.
+        """
+        if kwargs.get("batch_size_per_feature_per_rank"):
+            raise RuntimeError(
+                "replicated tables got a KeyedJaggedTensor whose batch size varies by feature, and TorchRec puts no "
+                "data-parallel embeddings of such together with others. Train with replicate_tables=False."
+            )
         if not torch.is_grad_enabled():
             return super().forward(*args, **kwargs)  # type: ignore[no-any-return]
         leaf = self.weights.data.requires_grad_()

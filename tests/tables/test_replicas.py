@@ -12,7 +12,7 @@ from torch import Tensor
 
 from lightning_overlap import MODES, OverlapEmbeddingStrategy
 
-from ..support.ranks import Ranks
+from ..support.ranks import RankError, Ranks
 from ..support.reference import Result
 from . import replicas
 from .replicas import OPTIMIZERS, SMALL, case_of
@@ -212,6 +212,11 @@ def test_what_cannot_be_replicated_is_refused_by_name(
 ) -> None:
     for said in two_ranks.run(replicas.replicated_in, optimizer, replicated, None, sharding):
         assert all(word in said for word in words), said
+
+
+def test_batch_sizes_that_vary_are_refused(two_ranks: Ranks) -> None:
+    with pytest.raises(RankError, match="replicate_tables=False"):
+        two_ranks.run(replicas.check_unsharded, "variable_batch", "base")
 
 
 @pytest.mark.parametrize(("given", "error"), [(True, TypeError), ("s0", TypeError), ([1], TypeError), (-1, ValueError)])
