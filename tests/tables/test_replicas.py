@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +16,8 @@ from ..support.ranks import RankError, Ranks
 from ..support.reference import Result
 from . import replicas
 from .replicas import OPTIMIZERS, SMALL, case_of
+
+ALL = ["s0", "s1", "s2", "t0", "t1"]
 
 
 def whole(results: list[Result], part: str) -> dict[str, Tensor]:
@@ -65,10 +67,14 @@ def test_exact_modes_are_equal_bit_for_bit(two_ranks: Ranks) -> None:
         assert [mine.differences(theirs) for mine, theirs in zip(other, first, strict=True)] == [[], []]
 
 
-@pytest.mark.parametrize("pipeline", ["fused_sparse_dist", "semi_sync"])
-def test_rates_follow_the_schedule(two_ranks: Ranks, pipeline: str) -> None:
+@pytest.mark.parametrize(
+    ("pipeline", "replicated"),
+    [("semi_sync", SMALL), ("fused_sparse_dist", ALL), ("fused_sparse_dist_after_optimizer", ALL)],
+)
+def test_rates_follow_the_schedule(two_ranks: Ranks, pipeline: str, replicated: Sequence[str]) -> None:
+    """Where all tables are replicated, no kernel of another one asks for the rates of a backward."""
     case = case_of("adagrad")
-    ours = two_ranks.run(replicas.fit, case, pipeline, "Scheduled")
+    ours = two_ranks.run(replicas.fit, case, pipeline, "Scheduled", {"replicated": replicated})
     assert_close(ours, two_ranks.run(replicas.reference, case, MODES[pipeline].staleness, scheduled=True))
 
 
@@ -159,7 +165,6 @@ def test_a_checkpoint_moves(
 
 SGD = OPTIMIZERS["sgd"]
 DECAYS = (torch.optim.Adagrad, {"lr": 1.0, "weight_decay": 0.1})
-ALL = ["s0", "s1", "s2", "t0", "t1"]
 
 
 @pytest.mark.parametrize(
