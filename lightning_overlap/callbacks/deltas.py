@@ -14,6 +14,7 @@ from torch import Tensor
 from typing_extensions import override
 
 from ..deltas import (
+    WEIGHT,
     CutWriter,
     DeltaSink,
     Header,
@@ -142,7 +143,11 @@ class EmbeddingDeltas(Callback):
         return self._trainer.fit_loop.epoch_loop.total_batch_idx + 1
 
     def _dense_source(self, module: LightningModule, touched: TouchedRows) -> DenseSource:
-        tables = [shard for shard, is_replicated in touched.dense if self._is_first or not is_replicated]
+        tables = [
+            (shard, {WEIGHT: shard.weight, **states})
+            for (shard, is_replicated), states in zip(touched.dense, touched.dense_states, strict=True)
+            if self._is_first or not is_replicated
+        ]
         tensors: dict[str, Tensor] = {}
         if self._is_first and self._sends_dense:
             sharded = sharded_state_names(module)

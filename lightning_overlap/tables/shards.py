@@ -15,6 +15,7 @@ from torchrec.distributed.embedding_types import EmbeddingComputeKernel
 from torchrec.distributed.types import ShardingType
 
 from ..schedules import WeightOwner
+from .replicas import ReplicaKernel
 from .supported_modules import TABLE_TYPES, sharded_modules, spec_of, table_modules
 
 _CONTAINER = {"ShardedEmbeddingBagCollection": "embedding_bags", "ShardedEmbeddingCollection": "embeddings"}
@@ -57,11 +58,14 @@ class KernelShards:
 
     @property
     def is_fused(self) -> bool:
-        """Whether the kernel's backward writes its tables; else the dense optimizer does."""
+        """Whether the kernel's backward writes the rows that its lookup read; replicas get those of all ranks."""
         return isinstance(self.kernel, SplitTableBatchedEmbeddingBagsCodegen)
 
     def states(self) -> list[dict[str, Tensor]]:
         """Return the optimizer's state of each shard by kind, `(rows, columns)` or row-wise `(rows,)`, not copied."""
+        if isinstance(self.kernel, ReplicaKernel):
+            by_table = self.kernel.states()
+            return [by_table[shard.name.split(".")[-2]] for shard in self.shards]
         if not isinstance(self.kernel, SplitTableBatchedEmbeddingBagsCodegen):
             return [{} for _ in self.shards]
         kinds = self.kernel.split_optimizer_states()
