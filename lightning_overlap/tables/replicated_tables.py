@@ -132,17 +132,15 @@ def replicas_in(
         given: Tables that the user wants replicated.
         sharding: The sharding types that the user has named, by table; None where the plan is the user's own.
         fused_optimizer: Whether tables without a fused optimizer are going to get one.
-        world_size: Number of ranks.
+        world_size: Number of ranks; on one, tables that are given may be sharded as any.
 
     Raises:
         ValueError: The plan does not make a given table data-parallel, or makes others of its module so, which the
             dense optimizer trains.
     """
-    if world_size == 1:
-        return []
     kinds = {table.path: _sharding_type(plan, table) for table in tables}
     for table in tables:
-        if table.name in given and kinds[table.path] != _DATA_PARALLEL:
+        if table.name in given and kinds[table.path] != _DATA_PARALLEL and world_size > 1:
             raise ValueError(
                 f"table {table.path} is in replicate_tables, and the plan makes it {kinds[table.path]}: make it "
                 "data_parallel there."

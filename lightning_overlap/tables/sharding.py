@@ -98,7 +98,13 @@ def shard_tables(
     codecs = codecs_of(comms, device)
     named, num_ranks = _named(sharding, tables), group.size()
     whole = tables_to_replicate(
-        *(replicate_tables, tables, model, named or {}), batch_size=batch_size, fused=fused, world_size=num_ranks
+        replicate_tables,
+        tables,
+        model,
+        named or {},
+        batch_size=batch_size,
+        fused=fused,
+        world_size=num_ranks,
     )
     plan = _make_plan(model, tables, sharding, fused is not None, group, device, local_world_size, codecs, whole)
     check_plan(comms, plan)

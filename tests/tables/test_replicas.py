@@ -190,8 +190,9 @@ def test_a_table_with_fewer_rows_than_a_batch_is_replicated(
     assert found == [expected, expected]
 
 
-def test_one_rank_replicates_nothing(get_ranks: Callable[..., Ranks]) -> None:
-    assert get_ranks(1).run(replicas.replicated_in, SGD, ["s1"], 1000) == [[]]
+@pytest.mark.parametrize(("sharding", "expected"), [(None, []), ({"s1": "data_parallel"}, ["s1"])])
+def test_one_rank_replicates_nothing_by_itself(get_ranks: Callable[..., Ranks], sharding: Any, expected: Any) -> None:
+    assert get_ranks(1).run(replicas.replicated_in, SGD, ["s1"], 1000, sharding) == [expected]
 
 
 def test_a_fused_optimizer_of_the_strategy_counts(two_ranks: Ranks) -> None:
