@@ -19,15 +19,15 @@ class DenseSource:
 
     Args:
         tensors: Of the dense part, by their names in the unsharded model.
-        tables: Shards of tables, each with its weight `(rows, columns)` and states of its optimizer, by field.
+        tables: Shards of tables, each with the states of its optimizer that are sent too, by kind.
     """
 
     def __init__(self, tensors: dict[str, Tensor], tables: Sequence[tuple[TableShard, Mapping[str, Tensor]]]) -> None:
         self._tensors = tensors
         self._tables = {
             f"{number} {field}": (shard, field, values)
-            for number, (shard, fields) in enumerate(tables)
-            for field, values in fields.items()
+            for number, (shard, states) in enumerate(tables)
+            for field, values in {WEIGHT: shard.weight, **states}.items()
         }
         self._sent: dict[str, Tensor] = {}
 

@@ -14,7 +14,6 @@ from torch import Tensor
 from typing_extensions import override
 
 from ..deltas import (
-    WEIGHT,
     CutWriter,
     DeltaSink,
     Header,
@@ -143,10 +142,9 @@ class EmbeddingDeltas(Callback):
         return self._trainer.fit_loop.epoch_loop.total_batch_idx + 1
 
     def _dense_source(self, module: LightningModule, touched: TouchedRows) -> DenseSource:
+        of_shards = zip(touched.dense, touched.dense_states, strict=True)
         tables = [
-            (shard, {WEIGHT: shard.weight, **states})
-            for (shard, is_replicated), states in zip(touched.dense, touched.dense_states, strict=True)
-            if self._is_first or not is_replicated
+            (shard, states) for (shard, is_replicated), states in of_shards if self._is_first or not is_replicated
         ]
         tensors: dict[str, Tensor] = {}
         if self._is_first and self._sends_dense:
