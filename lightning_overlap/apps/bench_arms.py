@@ -113,12 +113,28 @@ def arms(config: Config) -> dict[str, Arm]:
     torchrec = {name: partial(_train_pipeline, *pipeline) for name, pipeline in config_checks.TORCHREC_ARMS.items()}
     peers: dict[str, Arm] = {"lightning_dmp": _train_lightning, "loop_dmp": _train_loop, **torchrec}
     plain = {**ours, **{name: peers[name.partition("+")[0]] for name in config_checks.peer_arms(config)}}
-    return {name: partial(_send_in, name.partition("+")[2], arm) if "+" in name else arm for name, arm in plain.items()}
+    return {name: partial(_with_options, name, arm) if "+" in name else arm for name, arm in plain.items()}
 
 
-def _send_in(precision: str, arm: Arm, job: Job) -> None:
-    """Train an arm with its embeddings and gradients sent in a precision."""
-    arm(replace(job, config={**job.config, "comms": {"forward": precision, "backward": precision}}))
+def _with_options(name: str, arm: Arm, job: Job) -> None:
+    """Train an arm with what stands behind the `+` of its name."""
+    precision, config = config_checks.precision_of(name), job.config
+    if precision is not None:
+        config = {**config, "comms": {"forward": precision, "backward": precision}}
+    if config_checks.is_replicated(name):
+        config = _replicating(job, config)
+    arm(replace(job, config=config))
+
+
+def _replicating(job: Job, config: Config) -> Config:
+    """Return a config in which tables with fewer rows than a batch are replicated, and the others are as they were."""
+    tables = find_tables(job.make_model())
+    small = [table.name for table in tables if table.parameter.shape[0] < getattr(job.data, "batch_size", 0)]
+    kind, named = config["sharding"].get("type"), config["sharding"].get("tables") or {}
+    kinds = {table.name: kind for table in tables if kind} | dict(named)
+    others = {name: kind for name, kind in kinds.items() if name not in small}
+    strategy = {**config["strategy"], "replicate_tables": small}
+    return {**config, "sharding": {"type": None, "tables": others}, "strategy": strategy}
 
 
 # -- with Lightning ---------------------------------------------------------------------------------------------

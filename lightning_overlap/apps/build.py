@@ -20,7 +20,7 @@ from ..plugin import OverlapEmbeddingStrategy
 from ..schedules import Schedule
 from ..tables import check_quantized_comms, check_sharding, find_tables, refuse_dense_owner, resolve_quantized_comms
 from ..text import unknown_name_message
-from .config_checks import Config, modes, switches
+from .config_checks import Config, modes, precision_of, switches
 from .value_types import check_types
 
 TRAINER_DEFAULTS: Mapping[str, Any] = {
@@ -205,8 +205,7 @@ def check(config: Config) -> None:
     check_sharding(sharding, tables, device)
     check_quantized_comms(build_comms(config), tables, device)
     for arm in config.get("arms", ()):  # of overlap-bench
-        precision = arm.partition("+")[2]
-        check_quantized_comms(resolve_quantized_comms(precision or None), tables, device)
+        check_quantized_comms(resolve_quantized_comms(precision_of(arm)), tables, device)
     _check_optimizers(model, sharding)
 
 

@@ -154,7 +154,7 @@ def our_arms(config: Config) -> dict[str, tuple[Schedule, str]]:
     """Return every mode, as `mode` on the stream that the config names and as `mode/stream` on each other one.
 
     Where gradients are accumulated, there is `fused_sparse_dist_frozen_window`, too. Those that `arms` of the config
-    asks for with a precision are there by that name, too: `mode+fp16`.
+    asks for with an option are there by that name, too: `mode+fp16`, `mode+replicated`, `mode+fp16+replicated`.
     """
     own: dict[str, tuple[Schedule, str]] = {}
     windows = [resolve_schedule("fused_sparse_dist", frozen=True)] if per_step(config) > 1 else []
@@ -164,18 +164,32 @@ def our_arms(config: Config) -> dict[str, tuple[Schedule, str]]:
         if lookup is not None and lookup.offset > 0:
             others = (stream for stream in STREAMS if stream != config["stream"]["name"])
             own |= {f"{name}/{stream}": (schedule, stream) for stream in others}
-    return own | {name: own[name.partition("+")[0]] for name in _with_precision(config, own)}
+    return own | {name: own[name.partition("+")[0]] for name in _with_options(config, own)}
 
 
 def peer_arms(config: Config) -> list[str]:
     """Return what is trained in addition to our modes; with a precision, too, where it is asked for."""
-    return [*PEER_ARMS, *_with_precision(config, PEER_ARMS)]
+    return [*PEER_ARMS, *(name for name in _with_options(config, PEER_ARMS) if not is_replicated(name))]
 
 
-def _with_precision(config: Config, known: Collection[str]) -> list[str]:
-    """Return the arms that `arms` of a config asks for as `pattern+precision`, of some that are known."""
+REPLICATED = "replicated"
+"""Behind the `+` of an arm of ours: tables with fewer rows than a batch are replicated. TorchRec has no such tables."""
+
+
+def is_replicated(arm: str) -> bool:
+    """Whether an arm replicates small tables."""
+    return REPLICATED in arm.split("+")[1:]
+
+
+def precision_of(arm: str) -> str | None:
+    """Return what an arm sends embeddings and gradients in; None: as the config has it."""
+    return "+".join(option for option in arm.split("+")[1:] if option != REPLICATED) or None
+
+
+def _with_options(config: Config, known: Collection[str]) -> list[str]:
+    """Return the arms that `arms` of a config asks for as `pattern+option`, of some that are known."""
     asked = [pattern.partition("+")[::2] for pattern in config["arms"] if "+" in pattern]
-    return [f"{name}+{precision}" for pattern, precision in asked for name in fnmatch.filter(known, pattern)]
+    return [f"{name}+{options}" for pattern, options in asked for name in fnmatch.filter(known, pattern)]
 
 
 def arms(config: Config) -> list[str]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 
 import torch
@@ -15,31 +15,36 @@ from ..tracking import CopiedTable, DenseCopy, RowCopy, Window, changed_rows
 
 
 class DenseSource:
-    """What the dense optimizer writes: the dense part, and tables that it owns.
+    """What may change in any row: the dense part, tables of the dense optimizer, and replicated ones.
 
     Args:
         tensors: Of the dense part, by their names in the unsharded model.
-        tables: Shards of tables, `(rows, columns)`.
+        tables: Shards of tables, each with the states of its optimizer that are sent too, by kind.
     """
 
-    def __init__(self, tensors: dict[str, Tensor], tables: Sequence[TableShard]) -> None:
+    def __init__(self, tensors: dict[str, Tensor], tables: Sequence[tuple[TableShard, Mapping[str, Tensor]]]) -> None:
         self._tensors = tensors
-        self._tables = {f"{number}": shard for number, shard in enumerate(tables)}
+        self._tables = {
+            f"{number} {field}": (shard, field, values)
+            for number, (shard, states) in enumerate(tables)
+            for field, values in {WEIGHT: shard.weight, **states}.items()
+        }
         self._sent: dict[str, Tensor] = {}
 
     def copy(self) -> DenseCopy:
         """Begin to copy all of it as it is now."""
-        return DenseCopy({**self._tensors, **{key: shard.weight for key, shard in self._tables.items()}})
+        return DenseCopy({**self._tensors, **{key: values for key, (_, _, values) in self._tables.items()}})
 
     def entries(self, copy: DenseCopy) -> tuple[list[Rows], list[Dense]]:
         """Return the rows of tables that have changed since the copy that was asked for last, and the dense part."""
         values = copy.values()
         rows = []
-        for key, shard in self._tables.items():
-            changed_N = changed_rows(values[key], self._sent.get(key))
-            self._sent[key] = values[key]
+        for key, (shard, field, _) in self._tables.items():
+            now = values[key].reshape(len(values[key]), -1)  # row-wise state has one column
+            changed_N = changed_rows(now, self._sent.get(key))
+            self._sent[key] = now
             if len(changed_N):
-                rows.append(rows_of(shard, WEIGHT, changed_N, values[key].index_select(0, changed_N)))
+                rows.append(rows_of(shard, field, changed_N, now.index_select(0, changed_N)))
         return rows, [Dense(name, values[name]) for name in self._tensors]
 
     def forget(self) -> None:

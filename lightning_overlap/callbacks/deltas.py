@@ -152,7 +152,10 @@ class EmbeddingDeltas(Callback):
         return self._trainer.fit_loop.epoch_loop.total_batch_idx + 1
 
     def _dense_source(self, module: LightningModule, touched: TouchedRows) -> DenseSource:
-        tables = [shard for shard, is_replicated in touched.dense if self._is_first or not is_replicated]
+        of_shards = zip(touched.dense, touched.dense_states, strict=True)
+        tables = [
+            (shard, states) for (shard, is_replicated), states in of_shards if self._is_first or not is_replicated
+        ]
         tensors: dict[str, Tensor] = {}
         if self._is_first and self._sends_dense:
             sharded = sharded_state_names(module)

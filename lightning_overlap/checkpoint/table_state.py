@@ -113,7 +113,6 @@ def plan_loading(model: nn.Module, saved: Iterable[str], told: Collection[str] =
         base, columns = _split_row_wise(key)
         sources = {} if columns is None or not local_parts(piece) else _overlapping(base, columns, saved)
         if sources:
-            assert isinstance(piece, ShardedTensor)
             # Whole rows for all columns that a rank has: small against the shards, which have as many rows.
             parts = {
                 source: pieces.setdefault(source, torch.zeros(piece.size()[0], dtype=piece.dtype)) for source in sources
@@ -233,10 +232,13 @@ def _kernels(model: nn.Module) -> Iterator[tuple[str, Any, Any]]:
                 yield f"{name}.{CombinedOptimizer.prepend_opt_key(parameter, key)}", fused, kernel
 
 
-def _row_wise(weight: ShardedTensor, state: ShardedTensor) -> list[tuple[Columns, ShardedTensor]]:
+def _row_wise(weight: Piece, state: Piece) -> list[tuple[Columns, Piece]]:
     """Split row-wise state by the columns that its shards belong to; each part has a value for every row."""
+    if not isinstance(weight, ShardedTensor):  # replicated
+        return [((0, weight.shape[1]), state)]
+    assert isinstance(state, ShardedTensor)
     metadata = weight.metadata()
-    parts = []
+    parts: list[tuple[Columns, Piece]] = []
     for columns in sorted({_columns(shard) for shard in metadata.shards_metadata}):
         shards = [shard for shard in metadata.shards_metadata if _columns(shard) == columns]
         local = {  # TorchRec lists a weight's shards and its states' shards in the same order
@@ -313,7 +315,7 @@ def _overlapping(base: str, columns: Columns, saved: set[str]) -> dict[str, int]
     return found
 
 
-def _average(target: ShardedTensor, parts: Mapping[str, Tensor], weights: Mapping[str, int]) -> None:
+def _average(target: Piece, parts: Mapping[str, Tensor], weights: Mapping[str, int]) -> None:
     """Fill row-wise state with the weighted average of states for other ranges of columns."""
     total = sum(weights.values())
     for rows, shard in local_parts(target):
@@ -345,7 +347,9 @@ def _set_kernel(kernel: Any, fused: Any, values: list[Tensor]) -> None:
 
 def _warn_of_states_left_out(model: nn.Module, saved: set[str], averaged: set[str], told: set[str]) -> None:
     """Warn of fused state that has no exact counterpart under this plan."""
-    fused = {name for name, _, how in _tables(model) if how.compute_kernel != EmbeddingComputeKernel.DENSE.value}
+    dense = EmbeddingComputeKernel.DENSE.value
+    replicas = {name for name, _, _ in _kernels(model)}
+    fused = {name for name, _, how in _tables(model) if how.compute_kernel != dense or name in replicas}
     new, dropped = sorted(fused - saved - told), sorted(saved - fused)
     if dist.get_rank() != 0:  # every rank knows this
         new, dropped = [], []

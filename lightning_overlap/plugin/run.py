@@ -12,8 +12,9 @@ from contextlib import contextmanager, nullcontext, suppress
 from typing import Any
 
 import torch.distributed as dist
-from lightning.pytorch import Trainer
+from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.strategies import DDPStrategy
+from lightning.pytorch.utilities.parsing import lightning_getattr, lightning_hasattr
 from torch.distributed.constants import default_pg_timeout
 
 from ..distributed import GroupConsensus, Lowest, OwnLowest, groups
@@ -24,6 +25,17 @@ from .fetcher import LookaheadFetcher
 
 ExecutorMaker = Callable[[LookaheadFetcher, SparsePipeline], Executor]
 """Makes an executor of the batches that a fetcher gives, whose sparse stages a pipeline does."""
+
+
+def batch_size_of(module: LightningModule | None) -> int | None:
+    """Return the `batch_size` of the data module, the module or their hyperparameters; None where there is none.
+
+    Lightning's `BatchSizeFinder` looks for it there.
+    """
+    if module is None or not lightning_hasattr(module, "batch_size"):
+        return None
+    found = lightning_getattr(module, "batch_size")
+    return found if isinstance(found, int) and found > 0 else None
 
 
 class Evaluations:

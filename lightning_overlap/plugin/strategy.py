@@ -39,10 +39,13 @@ from ..tables import (
     FusedOptimizer,
     OverflowWatch,
     QuantizedComms,
+    ReplicateTables,
     Sharding,
     check_dense_optimizers,
     check_fused_optimizer,
+    check_replicate_tables,
     check_sharding_types,
+    follow_rates,
     has_model_parallel_tables,
     has_tables,
     leave_shards_behind,
@@ -58,7 +61,7 @@ from .evaluation_loops import EvaluatesAhead
 from .failure_hooks import FailsTogether
 from .fetcher import LookaheadFetcher
 from .processes import StartsProcesses
-from .run import Evaluations, Run
+from .run import Evaluations, Run, batch_size_of
 from .step_hooks import WalksSteps, runs_between_backward_and_step
 from .unsupported import check_arguments, refuse_callbacks, refuse_held_updates, refuse_precision
 
@@ -89,8 +92,8 @@ class OverlapEmbeddingStrategy(FailsTogether, EvaluatesAhead, WalksSteps, Starts
         pipeline: A mode's name (see `lightning_overlap.MODES`) or a `Schedule`.
         stream: Where early lookups run: `current`, `data_dist` or `dedicated`.
         sharding: None for TorchRec's planner; a sharding type for all tables; `{"table": "table_wise", ...}`
-            (the planner decides about tables that are not named); a planner; a `ShardingPlan`. Unless told so,
-            tables with a fused optimizer do not become data-parallel, where they would lose it.
+            (the planner decides about tables that are not named); a planner; a `ShardingPlan`. A table with a fused
+            optimizer that is made data-parallel here, and not by `replicate_tables`, loses it.
         fused_optimizer: `(class, kwargs)` or `functools.partial(class, **kwargs)`, in YAML
             `[torch.optim.SGD, {lr: 0.1}]` or `class_path:` and `init_args:`; applied in backward to the tables that
             have no optimizer applied in backward yet. Without it the planner may leave such tables whole on every
@@ -99,6 +102,10 @@ class OverlapEmbeddingStrategy(FailsTogether, EvaluatesAhead, WalksSteps, Starts
             "fp8", "int8", "mx4"), one for each way (`("fp16", "bf16")`), or TorchRec's `QCommsConfig`; None: full
             precision. Losses are those of a plain loop with the same codecs. Gradients that FP16 does not fit are
             warned of.
+        replicate_tables: Tables that every rank holds whole, since their gradients are fewer bytes than their
+            embeddings; their fused optimizer updates them in the backward, alike on all ranks. None: of the tables
+            without a sharding type of the user's those with fewer rows than a rank's batch, where `batch_size` of the
+            data module or the module tells it; a number: those with fewer rows; names: these; False: none.
         staleness: Of `pipeline="async_lookup"`: how many updates, in batches, a lookup does not see; from 1 on.
         defer_update: In a mode with a staleness, overlap the all-to-all of gradients with the optimizer step and
             the next forward, and update the tables then; the staleness stays what it is. An evaluation, a checkpoint
@@ -146,6 +153,7 @@ class OverlapEmbeddingStrategy(FailsTogether, EvaluatesAhead, WalksSteps, Starts
         fused_optimizer: FusedOptimizer | None = None,
         *,
         quantized_comms: QuantizedComms = None,
+        replicate_tables: ReplicateTables = None,
         staleness: int | None = None,
         defer_update: bool = False,
         frozen_window: bool = False,
@@ -180,6 +188,8 @@ class OverlapEmbeddingStrategy(FailsTogether, EvaluatesAhead, WalksSteps, Starts
         self.sharding = check_sharding_types(sharding)
         self.fused_optimizer = fused_optimizer
         self.quantized_comms = resolve_quantized_comms(quantized_comms)
+        check_replicate_tables(replicate_tables)
+        self.replicate_tables = replicate_tables
         self._observer = observer
         self._calm_libraries = calm_libraries
         self._warned: set[tuple[str, str | None]] = set()
@@ -233,6 +243,7 @@ class OverlapEmbeddingStrategy(FailsTogether, EvaluatesAhead, WalksSteps, Starts
         if fitting:
             if self._holds_updates:
                 refuse_held_updates(self.lightning_module)
+            follow_rates(self.lightning_module, rate_setter(self.optimizers))
             sparse = self._make_pipeline(self.schedule, "training_step")
             self._run.train_with(sparse)
             if self.quantized_comms is not None and self._consensus is not None:
@@ -269,6 +280,8 @@ class OverlapEmbeddingStrategy(FailsTogether, EvaluatesAhead, WalksSteps, Starts
                 device=self.root_device,
                 local_world_size=self.num_processes,
                 quantized_comms=self.quantized_comms,
+                replicate_tables=self.replicate_tables,
+                batch_size=batch_size_of(self.lightning_module),
             )
             leave_shards_behind(self.model)
             ignored = sharded_state_names(self.model)

@@ -21,6 +21,7 @@ from torchrec.optim.keyed import CombinedOptimizer, KeyedOptimizer
 
 from ..schedules import WeightOwner
 from ..versions import check_names
+from .replicas import ReplicaOptimizer
 from .supported_modules import SUPPORTED_MODULES, TABLE_TYPES, owners_of, spec_of, tables_of
 
 R = TypeVar("R")
@@ -181,8 +182,10 @@ def without_backward(module: Any) -> Iterator[None]:
                 setattr(tbe, name, value)
 
 
-def kernel_of(fused_optimizer: Any) -> SplitTableBatchedEmbeddingBagsCodegen | None:
-    """Return the table-batched kernel whose state a fused optimizer shows; None for kernels of other kinds."""
+def kernel_of(fused_optimizer: Any) -> SplitTableBatchedEmbeddingBagsCodegen | ReplicaOptimizer | None:
+    """Return what keeps the counter and the rate of a fused optimizer: its kernel; None for kernels of other kinds."""
+    if isinstance(fused_optimizer, ReplicaOptimizer):
+        return fused_optimizer
     kernel = getattr(fused_optimizer, "_emb_module", None)
     return kernel if isinstance(kernel, SplitTableBatchedEmbeddingBagsCodegen) else None
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 import difflib
 import os
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any, Literal, TypeAlias
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -30,27 +30,12 @@ from .quantized_comms import (
     codecs_of,
     resolve_quantized_comms,
 )
+from .replicas import make_replicas
+from .replicated_tables import ReplicateTables, names_given, replicas_in, rule_of, tables_to_replicate
+from .sharding_argument import Sharding, check_sharding_types, named_types
 from .supported_modules import sharded_modules, table_modules
 from .table import Table, _some, find_tables, training_sharders
 from .write_counts import watch_tables
-
-ShardingName: TypeAlias = Literal[
-    "data_parallel",
-    "table_wise",
-    "column_wise",
-    "row_wise",
-    "table_row_wise",
-    "table_column_wise",
-    "grid_shard",
-]
-"""The values of TorchRec's `ShardingType`, for editors and type checkers."""
-
-Sharding: TypeAlias = ShardingName | Mapping[str, ShardingName] | EmbeddingShardingPlanner | ShardingPlan | None
-"""A type for all tables, a type by table name, a planner, a plan, or None for TorchRec's planner.
-
-The planner decides about tables that are not named; it keeps those with a fused optimizer model-parallel.
-"""
-
 
 _DATA_PARALLEL = ShardingType.DATA_PARALLEL.value
 _COLUMN_WISE = (ShardingType.COLUMN_WISE.value, ShardingType.TABLE_COLUMN_WISE.value)
@@ -65,6 +50,8 @@ def shard_tables(
     device: torch.device,
     local_world_size: int,
     quantized_comms: QuantizedComms = None,
+    replicate_tables: ReplicateTables = False,
+    batch_size: int | None = None,
 ) -> bool:
     """Replace every TorchRec collection of a model by its sharded form, in place.
 
@@ -78,6 +65,8 @@ def shard_tables(
         device: Where the shards live.
         local_world_size: Ranks on this host.
         quantized_comms: What embeddings and gradients are sent in.
+        replicate_tables: See `ReplicateTables`.
+        batch_size: Samples in a rank's batch; None where nobody knows.
 
     Returns:
         Whether the model has sharded modules now.
@@ -85,7 +74,8 @@ def shard_tables(
     Raises:
         ValueError: A table or sharding type that does not exist here, a table without a fused optimizer, an
             optimizer that the device cannot fuse, a precision that the device or the tables cannot be sent in, or one
-            for modules that are sharded already. Raised on every rank, before any table is sharded.
+            for modules that are sharded already, tables that cannot be replicated. Raised on every rank, before any
+            table is sharded.
     """
     tables = find_tables(model)
     comms = resolve_quantized_comms(quantized_comms)
@@ -99,14 +89,27 @@ def shard_tables(
     check_sharding(sharding, tables, device)
     check_quantized_comms(comms, tables, device)
     codecs = codecs_of(comms, device)
-    asked = {} if sharding is None else sharding if isinstance(sharding, Mapping) else None
-    plan = _make_plan(model, tables, sharding, fused is not None, group, device, local_world_size, codecs)
+    named, num_ranks = named_types(sharding, tables), group.size()
+    whole = tables_to_replicate(
+        replicate_tables,
+        tables,
+        model,
+        named or {},
+        batch_size=batch_size,
+        fused=fused,
+        world_size=num_ranks,
+    )
+    plan = _make_plan(model, tables, sharding, fused is not None, group, device, local_world_size, codecs, whole)
     check_plan(comms, plan)
-    _apply_fused_optimizer(tables, plan, fused, device)
-    if asked is not None:
-        _warn_of_replicated_tables(tables, plan, asked)
+    given = names_given(replicate_tables)
+    replicas = replicas_in(plan, tables, given, named, fused_optimizer=fused is not None, world_size=num_ranks)
+    in_backward = [table for table in tables if _is_fused(table, plan) or table in replicas]
+    _apply_fused_optimizer(tables, in_backward, fused, device)
+    if named is not None and not isinstance(sharding, str):
+        _warn_of_dense_tables([table for table in tables if table not in in_backward], named)
+    rules = {table.path: rule_of(table) for table in replicas}
     initial, aliases = _initial_weights(model, tables), _aliases(model, tables)
-    trained = [table for table in tables if _is_fused(table, plan) and table.parameter.requires_grad]
+    trained = [table for table in in_backward if table.parameter.requires_grad]
     classes = {table.path: table.fused_class for table in trained}
     rates = {table.module: {t.name: t.fused_rate for t in trained if t.module == table.module} for table in tables}
     with _local_world_size(local_world_size):
@@ -127,6 +130,7 @@ def shard_tables(
     for name, weights in initial.items():
         model.get_submodule(name).load_state_dict(weights, strict=False)
     _replicate_data_parallel(model, group)
+    make_replicas(model, rules)
     for name, fused_rates in rates.items():
         # A rank knows the rates of its own shards only, and those move with a schedule.
         sharded = model.get_submodule(name)
@@ -164,7 +168,7 @@ def make_plan(
     local_world_size: int,
     quantized_comms: QuantizedComms = None,
 ) -> ShardingPlan:
-    """Return the plan that `shard_tables` would shard a model by; all ranks of the group call this.
+    """Return the plan that `shard_tables` would shard a model by, without replicas; all ranks of the group call this.
 
     Args:
         model: Holds unsharded TorchRec collections anywhere below it.
@@ -184,7 +188,7 @@ def make_plan(
     comms = resolve_quantized_comms(quantized_comms)
     check_quantized_comms(comms, tables, device)
     codecs = codecs_of(comms, device)
-    plan = _make_plan(model, tables, sharding, fused, group, device, local_world_size, codecs)
+    plan = _make_plan(model, tables, sharding, fused, group, device, local_world_size, codecs, frozenset())
     check_plan(comms, plan)
     return plan
 
@@ -209,10 +213,11 @@ def _make_plan(
     device: torch.device,
     local_world_size: int,
     codecs: Codecs | None,
+    whole: Collection[str],
 ) -> ShardingPlan:
     if isinstance(sharding, ShardingPlan):
         return sharding
-    planner = _planner(sharding, tables, fused_optimizer, group, device, local_world_size)
+    planner = _planner(sharding, tables, fused_optimizer, group, device, local_world_size, whole)
     return planner if isinstance(planner, ShardingPlan) else _plan_on_rank_zero(planner, model, group, codecs)
 
 
@@ -223,30 +228,6 @@ def sharded_state_names(model: nn.Module) -> set[str]:
         names.update(module.sharded_parameter_names(name))
         names.update(buffer for buffer, _ in module.named_buffers(name))
     return names
-
-
-def check_sharding_types(sharding: Sharding) -> Sharding:
-    """Return a sharding argument whose types exist somewhere; the tables and the device are not known yet.
-
-    Raises:
-        ValueError: A sharding type that does not exist; the message lists the nearest ones.
-        TypeError: Not a `Sharding`.
-    """
-    kinds = [sharding] if isinstance(sharding, str) else sharding.values() if isinstance(sharding, Mapping) else []
-    known = {kind.value: kind for kind in ShardingType}
-    for kind in kinds:
-        if kind not in known:
-            raise ValueError(f"sharding: {unknown_name_message('sharding type', str(kind), known)}")
-    if not (
-        sharding is None
-        or isinstance(sharding, (str, Mapping, ShardingPlan))
-        or callable(getattr(sharding, "plan", None))
-    ):
-        raise TypeError(
-            "sharding is None, a sharding type, {'table': type}, a planner or a ShardingPlan, "
-            f"got {type(sharding).__name__}: {sharding!r}."
-        )
-    return sharding
 
 
 def check_sharding(sharding: Sharding, tables: list[Table], device: torch.device) -> None:
@@ -262,13 +243,8 @@ def check_sharding(sharding: Sharding, tables: list[Table], device: torch.device
         TypeError: Not a `Sharding`.
     """
     known = {table.name: table for table in tables}
-    if isinstance(sharding, str):
-        wanted = dict.fromkeys(known, sharding)
-    elif isinstance(sharding, Mapping):
-        wanted = {str(name): kind for name, kind in sharding.items()}
-    else:
-        check_sharding_types(sharding)
-        return
+    check_sharding_types(sharding)
+    wanted = named_types(sharding, tables) or {}
     for name, kind in wanted.items():
         if name not in known:
             raise ValueError(f"sharding: {unknown_name_message('table', name, known)}")
@@ -288,18 +264,19 @@ def _planner(
     group: dist.ProcessGroup,
     device: torch.device,
     local_world_size: int,
+    whole: Collection[str],
 ) -> Any:
-    if not (sharding is None or isinstance(sharding, (str, Mapping))):
+    named = named_types(sharding, tables)
+    if named is None:
         return sharding
-    named = dict.fromkeys((table.name for table in tables), sharding) if isinstance(sharding, str) else sharding or {}
     constraints = {}
     for table in tables:
-        kind = named.get(table.name)
+        kind = _DATA_PARALLEL if table.name in whole else named.get(table.name)
         if kind is not None:
             width = _min_partition(table.parameter.shape[1], group.size()) if kind in _COLUMN_WISE else None
             constraints[table.name] = ParameterConstraints(sharding_types=[kind], min_partition=width)
         elif fused_optimizer or table.has_fused_optimizer:
-            # Data-parallel tables lose their fused optimizer: the planner must not decide that on its own.
+            # The planner reckons with what a batch costs by guess: it must not decide on its own what is replicated.
             kinds = [kind for kind in table.sharder.sharding_types(device.type) if kind != _DATA_PARALLEL]
             constraints[table.name] = ParameterConstraints(sharding_types=kinds)
     topology = Topology(world_size=group.size(), local_world_size=local_world_size, compute_device=device.type)
@@ -329,10 +306,10 @@ def _plan_on_rank_zero(planner: Any, model: nn.Module, group: dist.ProcessGroup,
 
 
 def _apply_fused_optimizer(
-    tables: list[Table], plan: ShardingPlan, fused: tuple[Any, dict[str, Any]] | None, device: torch.device
+    tables: list[Table], in_backward: list[Table], fused: tuple[Any, dict[str, Any]] | None, device: torch.device
 ) -> None:
-    in_backward = [table for table in tables if _is_fused(table, plan) and table.parameter.requires_grad]
-    missing = [table for table in in_backward if not table.has_fused_optimizer]
+    trained = [table for table in in_backward if table.parameter.requires_grad]
+    missing = [table for table in trained if not table.has_fused_optimizer]
     if missing and fused is None:
         raise ValueError(
             f"no fused optimizer for {_some(table.path for table in missing)}: these tables are updated inside "
@@ -344,12 +321,12 @@ def _apply_fused_optimizer(
     if fused is not None:
         for table in missing:
             table.apply_fused_optimizer(*fused)
-    for table in tables:
-        if _is_fused(table, plan) and not table.parameter.requires_grad:
-            _freeze(table)
     for table in in_backward:
+        if not table.parameter.requires_grad:
+            _freeze(table)
+    for table in trained:
         _check_can_fuse(table, device)
-    data_parallel = [table.path for table in tables if table.has_fused_optimizer and not _is_fused(table, plan)]
+    data_parallel = [table.path for table in tables if table.has_fused_optimizer and table not in in_backward]
     if data_parallel and dist.get_rank() == 0:
         warnings.warn(
             f"{_some(data_parallel)}: sharded data-parallel, so the optimizer applied in backward does not train "
@@ -359,10 +336,10 @@ def _apply_fused_optimizer(
         )
 
 
-def _warn_of_replicated_tables(tables: list[Table], plan: ShardingPlan, asked: Mapping[str, str]) -> None:
+def _warn_of_dense_tables(whole: list[Table], asked: Mapping[str, str]) -> None:
     """Warn of tables that the planner left whole on every rank because they have no fused optimizer."""
-    whole = [table for table in tables if not _is_fused(table, plan) and table.parameter.requires_grad]
-    paths = [table.path for table in whole if table.name not in asked and not table.has_fused_optimizer]
+    trained = [table for table in whole if table.parameter.requires_grad]
+    paths = [table.path for table in trained if table.name not in asked and not table.has_fused_optimizer]
     if paths and dist.get_rank() == 0:
         warnings.warn(
             f"no fused optimizer for {_some(paths)}: the planner made these tables data-parallel. Every rank holds "

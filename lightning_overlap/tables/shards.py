@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,11 +12,18 @@ from fbgemm_gpu.split_table_batched_embeddings_ops_training import (
 )
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
 from torchrec.distributed.embedding_types import EmbeddingComputeKernel
 from torchrec.distributed.types import ShardingType
 
 from ..schedules import WeightOwner
-from .supported_modules import TABLE_TYPES, sharded_modules, spec_of, table_modules
+from .replicas import ReplicaKernel
+from .sharded_module import fused_rates
+from .supported_modules import TABLE_TYPES, sharded_modules, spec_of, table_modules, tables_of
+from .table import _some
+
+NUM_NAMED = 3
+"""Tables of one kind that are named; of more there is a number."""
 
 _CONTAINER = {"ShardedEmbeddingBagCollection": "embedding_bags", "ShardedEmbeddingCollection": "embeddings"}
 
@@ -57,11 +65,14 @@ class KernelShards:
 
     @property
     def is_fused(self) -> bool:
-        """Whether the kernel's backward writes its tables; else the dense optimizer does."""
+        """Whether the kernel's backward writes the rows that its lookup read; replicas get those of all ranks."""
         return isinstance(self.kernel, SplitTableBatchedEmbeddingBagsCodegen)
 
     def states(self) -> list[dict[str, Tensor]]:
         """Return the optimizer's state of each shard by kind, `(rows, columns)` or row-wise `(rows,)`, not copied."""
+        if isinstance(self.kernel, ReplicaKernel):
+            by_table = self.kernel.states()
+            return [by_table[shard.name.split(".")[-2]] for shard in self.shards]
         if not isinstance(self.kernel, SplitTableBatchedEmbeddingBagsCodegen):
             return [{} for _ in self.shards]
         kinds = self.kernel.split_optimizer_states()
@@ -123,3 +134,40 @@ def _shards(name: str, module: nn.Module, kernel: Any, tables: list[Any]) -> lis
         shape = (table.num_embeddings, table.embedding_dim)
         shards.append(TableShard(f"{prefix}.{table.name}.weight", shape, offsets[0], offsets[1], weight))
     return shards
+
+
+def table_lines(model: nn.Module, optimizers: Iterable[Optimizer], *, scheduled: bool, moved: bool) -> list[str]:
+    """Return a line for all tables of one module that are sharded alike and trained alike.
+
+    Args:
+        model: Its tables are sharded.
+        optimizers: Those of `configure_optimizers`.
+        scheduled: Whether a scheduler moves learning rates.
+        moved: Whether those of the fused tables are among them.
+    """
+    owner_of = {id(p): type(one).__name__ for one in optimizers for group in one.param_groups for p in group["params"]}
+    lines = []
+    for name, module in sharded_modules(model).items():
+        collection = module if spec_of(module) is None else tables_of(module)
+        plan: Mapping[str, Any] = getattr(collection, "module_sharding_plan", None) or {}
+        weights = {path.split(".")[-2]: weight for path, weight in collection.named_parameters() if "." in path}
+        rates, classes = fused_rates(module), getattr(module, "fused_optimizers_of_tables", {})
+        alike: dict[tuple[str, str], list[str]] = {}
+        for table, parameter in plan.items():
+            if parameter.compute_kernel == EmbeddingComputeKernel.DENSE.value:
+                owner = owner_of.get(id(weights.get(table)))
+                trainer = f"{owner} of configure_optimizers" if owner else "nothing (requires_grad=False)"
+            elif rates is None:
+                trainer = "the optimizer of its kernel"
+            elif table not in rates:
+                trainer = "nothing (requires_grad=False)"
+            else:
+                constant = ", constant: the scheduler does not move it (see combined_optimizer)"
+                trainer = (
+                    f"{classes.get(table, 'an optimizer')} in the backward, lr {rates[table]:g}"
+                    f"{constant if scheduled and not moved else ''}"
+                )
+            alike.setdefault((parameter.sharding_type, trainer), []).append(table)
+        for (kind, trainer), tables in alike.items():
+            lines.append(f"{name}: {_some(tables, NUM_NAMED)}: {kind}, trained by {trainer}")
+    return lines

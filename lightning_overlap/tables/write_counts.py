@@ -17,6 +17,7 @@ from torchrec.optim.optimizers import in_backward_optimizer_filter
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from ..schedules import WeightOwner
+from .replicas import replica_kernels
 from .sharded_module import read_once, tbes
 from .supported_modules import sharded_modules
 
@@ -101,7 +102,7 @@ def watch_tables(model: nn.Module) -> None:
 @read_once
 def _fused_weights(module: Any) -> list[Tensor]:
     weights = [weight for tbe in tbes(module) for weight in (tbe.weights_host, tbe.weights_dev, tbe.weights_uvm)]
-    return [weight for weight in weights if weight.numel()]
+    return [weight for weight in [*weights, *(kernel.weights for kernel in replica_kernels(module))] if weight.numel()]
 
 
 @read_once

@@ -31,7 +31,8 @@ class TouchedRows:
 
     Attributes:
         shards: Of all fused tables of this rank.
-        dense: Shards that the dense optimizer writes, with whether all ranks have them alike.
+        dense: Shards of the dense optimizer's tables and of replicas, with whether all ranks have them alike.
+        dense_states: The optimizer's state of each of these by kind, where the backward updates it.
 
     Raises:
         ValueError: The model has tables whose rows cannot be told by their number.
@@ -46,6 +47,9 @@ class TouchedRows:
         self.shards: list[TableShard] = [shard for kernel in self._kernels for shard in kernel.shards]
         self.dense: list[tuple[TableShard, bool]] = [
             (shard, kernel.is_replicated) for kernel in kernels if not kernel.is_fused for shard in kernel.shards
+        ]
+        self.dense_states: list[dict[str, Tensor]] = [
+            of_shard if states else {} for kernel in kernels if not kernel.is_fused for of_shard in kernel.states()
         ]
         self._marks: list[Any] = [self._new_marks(kernel) for kernel in self._kernels]
         self._copier = ThreadPoolExecutor(1, "copy of touched rows")

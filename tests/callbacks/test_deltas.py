@@ -152,6 +152,19 @@ def test_optimizer_states_go_with_their_rows(ranks: Ranks, tmp_path: Path) -> No
         assert field == "weight" or (entry.values > 0).all()
 
 
+@pytest.mark.parametrize("pipeline", ["fused_sparse_dist", "semi_sync_deferred"])
+def test_replicas_and_their_states_are_sent(ranks: Ranks, tmp_path: Path, pipeline: str) -> None:
+    """From the first rank, which has not looked up the rows of the others."""
+    options = {"replicate_tables": ["t3"], "fused_optimizer": (torch.optim.Adagrad, {"lr": 1.0})}
+    of_ranks = ranks.run(
+        fit_with_deltas, ALL, pipeline, str(tmp_path), options=options, deltas={"optimizer_state": True}
+    )
+    assert wrong(tmp_path, of_ranks) == {}
+    parts = [decode(path.read_bytes()) for path in sorted(tmp_path.glob("g*.arrow"))]
+    fields = {entry.field for part in parts for entry in part.rows if ".t3." in entry.table}
+    assert fields == {"weight", "momentum1"}
+
+
 # -- crashes and resumes --------------------------------------------------------------------------------------------
 
 

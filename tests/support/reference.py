@@ -167,6 +167,7 @@ def train_delayed(
     losses = []
     for index in range(num_steps):
         look_up(index)
+        set_fused_rates(dmp, factor(index))
         own = embeddings[index] | {name: module.embeddings(name, batches[index]) for name in late}
         optimizer.zero_grad()
         loss = dmp(batches[index], own)

@@ -1,0 +1,296 @@
+"""Replicas: tables that every rank holds whole and trains in the backward, as a sharded table's own optimizer would.
+
+They are TorchRec's data-parallel sharding with another writer: each backward that reaches a lookup sums the gradient
+over the ranks, and then every rank makes the same update. It is that of the fused kernel: a row without a gradient
+stays what it is, under each of the optimizers that are made here. `replicated_tables.py` says which tables have them.
+
+TorchRec's private names that this file uses are listed in `sharded_module.PRIVATE_NAMES`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from fbgemm_gpu.split_embedding_configs import EmbOptimType
+from fbgemm_gpu.split_table_batched_embeddings_ops_training import DenseTableBatchedEmbeddingBagsCodegen
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+from torchrec.distributed.comm_ops import get_gradient_division
+from torchrec.optim.fused import EmptyFusedOptimizer, FusedOptimizer
+from typing_extensions import override
+
+from .supported_modules import table_modules
+
+_IN_BACKWARD = "_in_backward_optimizers"
+"""What `in_backward_optimizer_filter` looks for."""
+
+
+@dataclass(frozen=True, slots=True)
+class Rule:
+    """The update of a replica.
+
+    Args:
+        kind: Of the optimizer.
+        rate: Learning rate at first.
+        eps: Added to the root of the state.
+    """
+
+    kind: EmbOptimType
+    rate: float
+    eps: float
+
+
+@dataclass(frozen=True, slots=True)
+class _Block:
+    """Tables of one width that follow each other in a kernel.
+
+    Args:
+        start: Of their values among all of the kernel.
+        stop: Behind them.
+        dim: Columns.
+        state: Of the optimizer: `(rows, dim)` or row-wise `(rows,)`; empty where it has none.
+    """
+
+    start: int
+    stop: int
+    dim: int
+    state: Tensor
+
+
+class ReplicaOptimizer(FusedOptimizer):  # type: ignore[misc]
+    """The optimizer of a kernel's replicas, shaped as TorchRec's fused optimizers are: `step` leaves the tables alone.
+
+    It is its own kernel too: counters and learning rates are read and set here, as in those of FBGEMM.
+
+    Args:
+        rule: The update of all its tables.
+        weights: Each table's weight by name, `(rows, columns)`, in the order of the kernel.
+        blocks: Where they lie in the kernel.
+        states: State of each weight by kind.
+    """
+
+    def __init__(
+        self,
+        rule: Rule,
+        weights: Mapping[str, Tensor],
+        blocks: list[_Block],
+        states: Mapping[Tensor, Mapping[str, Tensor]],
+    ) -> None:
+        super().__init__(weights, states, [{"params": list(weights.values()), "lr": rule.rate}])
+        self._rule, self._blocks = rule, blocks
+        self._rate = rule.rate
+        self.iter = self.iter_cpu = torch.zeros(1, dtype=torch.int64)
+        """Updates made."""
+
+    def get_learning_rate(self) -> float:
+        """Return the rate of the next update."""
+        return self._rate
+
+    def set_learning_rate(self, rate: float) -> None:
+        """Set the rate of the next update."""
+        self._rate = rate
+
+    @override
+    def step(self, closure: Any = None) -> None:
+        """Take the rate of the parameter group, nothing else: the backward has updated the tables."""
+        [group] = self.param_groups
+        self._rate = float(group["lr"])
+
+    @override
+    def zero_grad(self, set_to_none: bool = False) -> None:
+        """Take the rate of the parameter group, as TorchRec's fused optimizers do."""
+        self.step()
+
+    def update(self, weights: Tensor, gradient: Tensor) -> None:
+        """Update the tables.
+
+        Args:
+            weights: Of the kernel, flat.
+            gradient: Of the same shape, summed over the ranks.
+        """
+        self.iter += 1
+        for block in self._blocks:
+            part, of_part = weights[block.start : block.stop], gradient[block.start : block.stop]
+            if self._rule.kind is EmbOptimType.EXACT_SGD:
+                part.add_(of_part, alpha=-self._rate)
+                continue
+            part, of_part = part.view(-1, block.dim), of_part.view(-1, block.dim)
+            if self._rule.kind is EmbOptimType.EXACT_ADAGRAD:
+                block.state.addcmul_(of_part, of_part)
+                part.addcdiv_(of_part, block.state.sqrt().add_(self._rule.eps), value=-self._rate)
+            else:
+                block.state.add_(of_part.square().mean(1))
+                factor = self._rate / block.state.sqrt().add_(self._rule.eps)
+                part.addcmul_(of_part, factor.unsqueeze(1), value=-1.0)
+
+
+class ReplicaKernel(DenseTableBatchedEmbeddingBagsCodegen):  # type: ignore[misc]
+    """A dense kernel that updates its tables in the backward, alike on all ranks.
+
+    Every call has a leaf of its own, in the place of the kernel's parameter, so that two calls in a step are two
+    updates, as in a fused kernel. The sum over the ranks starts where the gradient is there, and is waited for at the
+    end of the backward, when all others that travel are under way too. Nobody counts its writes of the tables, as
+    nobody counts those of FBGEMM's kernels.
+    """
+
+    optimizers: list[ReplicaOptimizer]
+    group: dist.ProcessGroup
+    set_rates: Callable[[], None] | None
+
+    @override
+    def forward(self, *args: Any, **kwargs: Any) -> Tensor:
+        """Look up, as the dense kernel does.
+
+        Raises:
+            RuntimeError: Batch sizes vary by feature.
+        """
+        if kwargs.get("batch_size_per_feature_per_rank"):
+            raise RuntimeError(
+                "replicated tables got a KeyedJaggedTensor whose batch size varies by feature, and TorchRec puts no "
+                "data-parallel embeddings of such together with others. Train with replicate_tables=False."
+            )
+        if not torch.is_grad_enabled():
+            return super().forward(*args, **kwargs)  # type: ignore[no-any-return]
+        leaf = self.weights.data.requires_grad_()
+        leaf.register_post_accumulate_grad_hook(self._sum_gradient)
+        attributes: dict[str, Any] = self.__dict__
+        attributes["weights"] = leaf  # found before the module's parameter
+        try:
+            return super().forward(*args, **kwargs)  # type: ignore[no-any-return]
+        finally:
+            del attributes["weights"]
+
+    def states(self) -> dict[str, dict[str, Tensor]]:
+        """Return the optimizer's state by table and kind, `(rows, columns)` or row-wise `(rows,)`, not copied."""
+        return {
+            name.split(".")[-2]: {kind.rpartition(".")[2]: state for kind, state in optimizer.state[weight].items()}
+            for optimizer in self.optimizers
+            for name, weight in optimizer.params.items()
+        }
+
+    def _sum_gradient(self, leaf: Tensor) -> None:
+        """Start to sum the gradient of one call over the ranks, scaled as TorchRec scales those of sharded tables."""
+        gradient, leaf.grad = leaf.grad, None
+        assert gradient is not None
+        if get_gradient_division():
+            gradient.div_(self.group.size())
+        work = dist.all_reduce(gradient, group=self.group, async_op=True)
+        torch.autograd.Variable._execution_engine.queue_callback(partial(self._update, gradient, work))
+
+    @torch.no_grad()
+    def _update(self, gradient: Tensor, work: Any) -> None:
+        """Update the tables at the end of a backward, on the stream of its caller."""
+        work.wait()
+        if gradient.is_cuda:
+            gradient.record_stream(torch.cuda.current_stream())  # it comes from the pool of the lookup's stream
+        if self.set_rates is not None:
+            self.set_rates()
+        weights = self.weights.data
+        for optimizer in self.optimizers:
+            optimizer.update(weights, gradient)
+
+
+def make_replicas(model: nn.Module, rules: Mapping[str, Rule]) -> None:
+    """Let data-parallel tables of a sharded model be trained in the backward; all ranks call this alike.
+
+    Args:
+        model: The sharded model.
+        rules: The update of each replica, by the path of its table.
+    """
+    for name, module in table_modules(model).items():
+        prefix = f"{name}." if name else ""
+        of_module = {path[len(prefix) :]: rule for path, rule in rules.items() if path.rpartition(".")[0] == name}
+        if not of_module:
+            continue
+        parameters = dict(module.named_parameters())
+        weights = {key.split(".")[-2]: key for key in parameters}
+        for number, lookup in enumerate(module._lookups):
+            if not isinstance(lookup, DistributedDataParallel):
+                continue
+            module._lookups[number] = lookup.module  # whose gradients nobody else sums now
+            for group, part in zip(lookup.module.grouped_configs, lookup.module._emb_modules, strict=True):
+                tables = [table.name for table in group.embedding_tables]
+                kernel = part.emb_module
+                assert isinstance(kernel, DenseTableBatchedEmbeddingBagsCodegen)
+                kernel.__class__ = ReplicaKernel
+                kernel.group, kernel.set_rates = module._env.process_group, None
+                kernel.optimizers = [
+                    _optimizer(kernel, rule, [weights[t] if of_module[t] == rule else None for t in tables], parameters)
+                    for rule in dict.fromkeys(of_module[table] for table in tables)
+                ]
+                module.fused_optimizer.optimizers.extend(("", optimizer) for optimizer in kernel.optimizers)
+        for table in of_module:
+            setattr(parameters[weights[table]], _IN_BACKWARD, [EmptyFusedOptimizer()])
+
+
+def _optimizer(
+    kernel: DenseTableBatchedEmbeddingBagsCodegen,
+    rule: Rule,
+    names: Sequence[str | None],
+    parameters: Mapping[str, Tensor],
+) -> ReplicaOptimizer:
+    """Return the optimizer of some tables of a kernel.
+
+    Args:
+        kernel: Of the tables.
+        rule: Their update.
+        names: The parameter's name of each table of the kernel, None for tables that are not meant.
+        parameters: Weights by name.
+    """
+    blocks: list[_Block] = []
+    states: dict[Tensor, dict[str, Tensor]] = {}
+    flat = kernel.weights
+    for (start, stop, dim), of_block in _blocks(kernel, names):
+        rows = (stop - start) // dim
+        shape = {EmbOptimType.EXACT_SGD: (0,), EmbOptimType.EXACT_ADAGRAD: (rows, dim)}.get(rule.kind, (rows,))
+        state = torch.zeros(shape, dtype=flat.dtype, device=flat.device)
+        blocks.append(_Block(start, stop, dim, state))
+        first = 0
+        for name in of_block:
+            weight = parameters[name]
+            kind = f"{name.split('.')[-2]}.momentum1"
+            has_state = rule.kind is not EmbOptimType.EXACT_SGD
+            states[weight] = {kind: state[first : first + weight.shape[0]]} if has_state else {}
+            first += weight.shape[0]
+    weights = {name: parameters[name] for name in names if name is not None}
+    return ReplicaOptimizer(rule, weights, blocks, states)
+
+
+def _blocks(
+    kernel: DenseTableBatchedEmbeddingBagsCodegen, names: Sequence[str | None]
+) -> list[tuple[tuple[int, int, int], list[str]]]:
+    """Return (start, stop, columns) and the names of tables of one width that follow each other in a kernel."""
+    found: list[tuple[tuple[int, int, int], list[str]]] = []
+    for number, (name, (rows, dim)) in enumerate(zip(names, kernel.embedding_specs, strict=True)):
+        if name is None:
+            continue
+        start = kernel.weights_physical_offsets[number]
+        stop = start + rows * dim
+        if found and found[-1][0][1:] == (start, dim):
+            (first, _, _), others = found[-1]
+            found[-1] = ((first, stop, dim), [*others, name])
+        else:
+            found.append(((start, stop, dim), [name]))
+    return found
+
+
+def replica_kernels(module: Any) -> list[ReplicaKernel]:
+    """Return the kernels of the replicas within a module."""
+    lookups = [lookup for own in table_modules(module).values() for lookup in own._lookups]
+    return [part for lookup in lookups for part in lookup.modules() if isinstance(part, ReplicaKernel)]
+
+
+def follow_rates(model: nn.Module, set_rates: Callable[[], None] | None) -> None:
+    """Have replicas updated at the rates of their backward.
+
+    Args:
+        model: The sharded model.
+        set_rates: Gives optimizers the rates that the schedule has now; None where nothing moves them.
+    """
+    for kernel in replica_kernels(model):
+        kernel.set_rates = set_rates

@@ -1,0 +1,177 @@
+"""Fits with replicated tables, and what they are compared with. Functions that ranks run."""
+
+from __future__ import annotations
+
+import dataclasses
+import warnings
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from lightning.pytorch.callbacks import ModelCheckpoint
+from torch import Tensor
+from torchrec.optim import RowWiseAdagrad
+
+from lightning_overlap import MODES, OverlapEmbeddingStrategy, combined_optimizer
+from lightning_overlap.tables import sharded_modules
+from lightning_overlap.testing.local_group import process_group
+from lightning_overlap.testing.unsharded_law import computes_what_the_unsharded_computes
+from lightning_overlap.testing.watched_fit import Setting
+
+from ..laws.unsharded import KINDS, OneModule, make_batches
+from ..sparse.update_rates import Scheduled, factor
+from ..support.cases import Batch, Batches, ByHand, Case, Model, TableSpec, dense_optimizer
+from ..support.fits import make_trainer
+from ..support.reference import Delayed, Result, collect, train, train_delayed
+
+SMALL = ("s0", "s1", "s2")
+OPTIMIZERS: dict[str, Any] = {
+    "sgd": (torch.optim.SGD, {"lr": 2.0}),
+    "adagrad": (torch.optim.Adagrad, {"lr": 1.0, "eps": 1e-6}),
+    "rowwise": (RowWiseAdagrad, {"lr": 1.0}),
+}
+
+
+def case_of(optimizer: str, **kwargs: Any) -> Case:
+    """Two tables that are sharded, and three of two widths and two rates that the strategy replicates."""
+    tables = (
+        TableSpec("t0", ("f0",)),
+        TableSpec("s0", ("f1",)),
+        TableSpec("s1", ("f2", "f3"), dim=4),
+        TableSpec("t1", ("f3",)),
+        TableSpec("s2", ("f4",), dim=4, lr=0.7),
+    )
+    return Case(optimizer, tables, optimizer=OPTIMIZERS[optimizer], **kwargs)
+
+
+class TwoBackwards(ByHand, Model):
+    """Goes backward twice through the same embeddings: two updates."""
+
+    def training_step(self, batch: Batch, batch_idx: int) -> None:
+        optimizer = self.optimizers()
+        optimizer.zero_grad()
+        loss = super().training_step(batch, batch_idx)
+        self.manual_backward(loss, retain_graph=True)
+        self.manual_backward(0.5 * loss)
+        optimizer.step()
+
+
+class TwoCalls(Model):
+    """Calls its module twice: two updates in a step, each with a gradient of its own."""
+
+    def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
+        again = dataclasses.replace(batch, dense=-batch.dense)
+        return super().training_step(batch, batch_idx) + 0.5 * self(again)
+
+
+class Frozen(Model):
+    """Looks at its tables without a gradient in every other step."""
+
+    def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
+        with torch.no_grad():
+            seen = self.embeddings("ebc", batch)
+        if batch_idx % 2:
+            return self.dense(batch, {"ebc": seen})
+        return super().training_step(batch, batch_idx)
+
+
+MODELS: Mapping[str, type[Model]] = {cls.__name__: cls for cls in (Model, Scheduled, TwoBackwards, TwoCalls, Frozen)}
+
+
+def strategy_of(case: Case, pipeline: str, replicated: Any = SMALL, **options: Any) -> OverlapEmbeddingStrategy:
+    sharding = {table.name: "table_wise" for table in case.tables if table.name not in (replicated or ())}
+    return OverlapEmbeddingStrategy(pipeline, sharding=sharding, replicate_tables=replicated, **options)
+
+
+def fit(
+    case: Case, pipeline: str, model_class: str = "Model", options: dict[str, Any] | None = None, **kwargs: Any
+) -> Result:
+    model = MODELS[model_class](case)
+    trainer = make_trainer(strategy_of(case, pipeline, **(options or {})), **kwargs)
+    trainer.fit(model, datamodule=Batches(case))
+    return collect(model, trainer.optimizers[0], model.losses)
+
+
+def reference(case: Case, staleness: int = 0, *, scheduled: bool = False) -> Result:
+    """The hand-written loop with every table sharded; under a staleness, small ones are looked up in their turn."""
+    schedule: dict[str, Any] = {"factor": factor} if scheduled else {}
+    if not staleness:
+        return train(case, **schedule)
+    tables = tuple(dataclasses.replace(t, collection="ebc_dp") if t.name in SMALL else t for t in case.tables)
+    return train_delayed(dataclasses.replace(case, tables=tables), Delayed(staleness), **schedule)
+
+
+# -- checkpoints --------------------------------------------------------------------------------------------------
+
+
+def train_from(
+    case: Case, folder: str, *, replicated: Any, epochs: int, resume: str | None = None, **options: Any
+) -> tuple[Result, str, list[str]]:
+    """Train `epochs` in all, from a checkpoint if given; return the end, the last checkpoint, and warnings."""
+    model = Scheduled(case)
+    if resume is not None:
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.zero_()  # all has to come from the checkpoint
+    saver = ModelCheckpoint(folder, filename="{epoch}", save_top_k=-1, enable_version_counter=False)
+    strategy = strategy_of(case, "fused_sparse_dist", replicated, **options)
+    trainer = make_trainer(strategy, max_epochs=epochs, enable_checkpointing=True, callbacks=[saver])
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        trainer.fit(model, datamodule=Batches(case, 8), ckpt_path=resume)
+    said = [str(warning.message) for warning in caught if "optimizer" in str(warning.message)]
+    losses = model.losses or [torch.zeros(())]
+    return collect(model, trainer.optimizers[0], losses), saver.best_model_path, said
+
+
+def load_unsharded(case: Case, path: str) -> dict[str, Tensor]:
+    """Load a file into the plain module, as for serving."""
+    loaded = Model.load_from_checkpoint(path, case=case, weights_only=True)
+    return {name.split(".")[-2]: weight.detach() for name, weight in loaded.named_parameters() if "ebc" in name}
+
+
+# -- which tables ---------------------------------------------------------------------------------------------------
+
+
+class WithBatchSize(Batches):
+    """Says how many samples a batch has."""
+
+    def __init__(self, case: Case, batch_size: int) -> None:
+        super().__init__(case, 2)
+        self.batch_size = batch_size
+
+
+def replicated_in(
+    optimizer: Any, replicated: Any, batch_size: int | None = None, sharding: Any = None, **options: Any
+) -> list[str] | str:
+    """Return the tables that a short fit replicates, or what the user reads where that is refused."""
+    case = dataclasses.replace(case_of("sgd"), optimizer=optimizer)
+    model = Model(case, fused_optimizer=optimizer is not None)
+    data = Batches(case, 2) if batch_size is None else WithBatchSize(case, batch_size)
+    strategy = OverlapEmbeddingStrategy(sharding=sharding, replicate_tables=replicated, **options)
+    try:
+        make_trainer(strategy).fit(model, datamodule=data)
+    except (ValueError, TypeError) as err:
+        return str(err)
+    plans = [module.module_sharding_plan for module in sharded_modules(model).values()]
+    return sorted(name for plan in plans for name, one in plan.items() if one.sharding_type == "data_parallel")
+
+
+def groups_of(case: Case, replicated: Any) -> list[tuple[str, float]]:
+    """Return name and rate of each fused group of a combined optimizer."""
+    model = Model(case)
+    make_trainer(strategy_of(case, "base", replicated)).fit(model, datamodule=Batches(case, 2))
+    combined = combined_optimizer(model, dense_optimizer(model))
+    return [(group["name"], group["lr"]) for group in combined.fused_groups]
+
+
+# -- law 10 -----------------------------------------------------------------------------------------------------------
+
+
+def check_unsharded(name: str, pipeline: str) -> str:
+    """Return what is wrong with a module whose tables but the first are replicated; nothing, if all is well."""
+    kind = KINDS[name]
+    with process_group("cpu"):
+        options = {"sharding": {"t0": "table_wise"}, "replicate_tables": 1000}
+        setting = Setting(lambda: OneModule(kind), make_batches(kind, 6), None, "cpu", 0, {}, options)
+        return computes_what_the_unsharded_computes(setting, pipeline, MODES[pipeline].staleness).problem

@@ -1,0 +1,242 @@
+"""Replicated tables: trained as the sharded ones are, and alike on all ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from lightning_overlap import MODES, OverlapEmbeddingStrategy
+
+from ..support.ranks import RankError, Ranks
+from ..support.reference import Result
+from . import replicas
+from .replicas import OPTIMIZERS, SMALL, case_of
+
+ALL = ["s0", "s1", "s2", "t0", "t1"]
+
+
+def whole(results: list[Result], part: str) -> dict[str, Tensor]:
+    """Return what the ranks hold, tables whole; what several hold has to be the same bit for bit."""
+    found: dict[str, Tensor] = {}
+    for result in results:
+        for key, value in getattr(result, part).items():
+            name = key.partition(" [")[0]
+            assert torch.equal(found.setdefault(name, value), value), f"ranks differ in {name}"
+    return found
+
+
+def assert_close(ours: list[Result], theirs: list[Result]) -> None:
+    """Equal to rounding: gradients are summed in another order."""
+    for mine, other in zip(ours, theirs, strict=True):
+        torch.testing.assert_close(mine.losses, other.losses, rtol=1e-4, atol=1e-5)
+    for part in ("tables", "fused_state", "dense", "dense_state"):
+        torch.testing.assert_close(whole(ours, part), whole(theirs, part), rtol=1e-3, atol=1e-4)
+
+
+PIPELINES = {
+    "sgd": ("base", "fused_sparse_dist", "semi_sync"),
+    "adagrad": ("sparse_dist", "semi_sync_deferred"),
+    "rowwise": ("fused_sparse_dist", "semi_sync"),
+}
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "pipeline"), [(name, pipeline) for name, some in PIPELINES.items() for pipeline in some]
+)
+def test_trained_as_in_the_plain_loop_that_shards_all_tables(two_ranks: Ranks, optimizer: str, pipeline: str) -> None:
+    """Replicas are never stale."""
+    case = case_of(optimizer)
+    ours = two_ranks.run(replicas.fit, case, pipeline)
+    assert_close(ours, two_ranks.run_once(replicas.reference, case, MODES[pipeline].staleness))
+    assert set(whole(ours, "tables")) == {table.name for table in case.tables}
+    assert all(set(SMALL) <= set(result.tables) for result in ours), "every rank has them whole"
+
+
+def test_exact_modes_are_equal_bit_for_bit(two_ranks: Ranks) -> None:
+    first, *others = [
+        two_ranks.run(replicas.fit, case_of("rowwise"), pipeline)
+        for pipeline, schedule in MODES.items()
+        if not schedule.staleness
+    ]
+    for other in others:
+        assert [mine.differences(theirs) for mine, theirs in zip(other, first, strict=True)] == [[], []]
+
+
+@pytest.mark.parametrize(
+    ("pipeline", "replicated"),
+    [("semi_sync", SMALL), ("fused_sparse_dist", ALL), ("fused_sparse_dist_after_optimizer", ALL)],
+)
+def test_rates_follow_the_schedule(two_ranks: Ranks, pipeline: str, replicated: Sequence[str]) -> None:
+    """Where all tables are replicated, no kernel of another one asks for the rates of a backward."""
+    case = case_of("adagrad")
+    ours = two_ranks.run(replicas.fit, case, pipeline, "Scheduled", {"replicated": replicated})
+    assert_close(ours, two_ranks.run(replicas.reference, case, MODES[pipeline].staleness, scheduled=True))
+
+
+def test_a_combined_optimizer_shows_the_rates_of_replicas(two_ranks: Ranks) -> None:
+    groups = two_ranks.run(replicas.groups_of, case_of("sgd"), SMALL)
+    assert (
+        groups
+        == two_ranks.run(replicas.groups_of, case_of("sgd"), None)
+        == [[("fused_0.7", 0.7), ("fused_2.0", 2.0)]] * 2
+    )
+
+
+@pytest.mark.parametrize(
+    ("model", "optimizer", "kwargs"),
+    [
+        ("Model", "adagrad", {"accumulate_grad_batches": 3}),
+        ("TwoBackwards", "rowwise", {}),
+        ("TwoCalls", "adagrad", {}),
+        ("Frozen", "rowwise", {}),
+        ("Model", "rowwise", {"precision": "bf16-mixed"}),
+    ],
+)
+def test_updated_whenever_a_sharded_table_is(
+    two_ranks: Ranks, model: str, optimizer: str, kwargs: dict[str, Any]
+) -> None:
+    """In the backward of every batch, once for each call."""
+    case = case_of(optimizer)
+    sharded = two_ranks.run(replicas.fit, case, "base", model, {"replicated": None}, **kwargs)
+    assert_close(two_ranks.run(replicas.fit, case, "fused_sparse_dist", model, **kwargs), sharded)
+
+
+# -- checkpoints --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "checkpoint_format", "saved_by", "loaded_by"),
+    [
+        ("rowwise", "sharded", (2, SMALL), (2, None)),
+        ("rowwise", "full", (2, None), (2, SMALL)),
+        ("adagrad", "full", (2, SMALL), (1, None)),
+        ("adagrad", "sharded", (1, None), (2, SMALL)),
+        ("sgd", "sharded", (2, SMALL), (2, SMALL)),
+    ],
+)
+def test_a_checkpoint_moves(
+    get_ranks: Callable[..., Ranks],
+    tmp_path: Path,
+    optimizer: str,
+    checkpoint_format: str,
+    saved_by: tuple[int, Any],
+    loaded_by: tuple[int, Any],
+) -> None:
+    """What is loaded is what was saved, to the bit, and on as many ranks training goes on as it would have."""
+    case, options = case_of(optimizer), {"checkpoint_format": checkpoint_format}
+    (ranks_before, replicated_before), (ranks_after, replicated) = saved_by, loaded_by
+    before = get_ranks(ranks_before).run(
+        replicas.train_from, case, str(tmp_path / "a"), replicated=replicated_before, epochs=1, **options
+    )
+    path = before[0][1]
+    loaded = get_ranks(ranks_after).run(
+        replicas.train_from, case, str(tmp_path / "b"), replicated=replicated, epochs=1, resume=path, **options
+    )
+    for part in ("tables", "fused_state"):
+        saved = whole([result for result, *_ in before], part)
+        torch.testing.assert_close(whole([result for result, *_ in loaded], part), saved, rtol=0, atol=0)
+    assert [said for *_, said in loaded] == [[]] * ranks_after
+    if checkpoint_format == "full":
+        torch.testing.assert_close(
+            replicas.load_unsharded(case, path), whole([result for result, *_ in before], "tables"), rtol=0, atol=0
+        )
+    if ranks_before == ranks_after:
+        on, through = (
+            get_ranks(ranks_after).run(
+                replicas.train_from, case, str(tmp_path / name), replicated=own, epochs=2, resume=resume, **options
+            )
+            for name, own, resume in (("on", replicated, path), ("through", replicated_before, None))
+        )
+        for part in ("tables", "fused_state", "dense"):
+            torch.testing.assert_close(
+                whole([result for result, *_ in on], part),
+                whole([result for result, *_ in through], part),
+                rtol=1e-3,
+                atol=1e-4,
+            )
+
+
+# -- which tables ---------------------------------------------------------------------------------------------------
+
+SGD = OPTIMIZERS["sgd"]
+DECAYS = (torch.optim.Adagrad, {"lr": 1.0, "weight_decay": 0.1})
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "replicated", "batch_size", "sharding", "expected"),
+    [
+        (SGD, None, 121, None, ALL),  # of 120 rows
+        (SGD, None, 120, None, []),
+        (SGD, None, None, None, []),
+        (SGD, 121, 16, None, ALL),
+        (SGD, 120, 1000, None, []),
+        (SGD, False, 1000, None, []),
+        (SGD, ["s1"], None, None, ["s1"]),
+        (SGD, None, 1000, "table_wise", []),
+        (SGD, None, 1000, {"t0": "table_wise", "t1": "column_wise"}, list(SMALL)),
+        (SGD, ["s1"], None, {"s1": "data_parallel"}, ["s1"]),
+        (DECAYS, None, 1000, None, []),
+    ],
+)
+def test_a_table_with_fewer_rows_than_a_batch_is_replicated(
+    two_ranks: Ranks, optimizer: Any, replicated: Any, batch_size: int | None, sharding: Any, expected: list[str]
+) -> None:
+    found = two_ranks.run(replicas.replicated_in, optimizer, replicated, batch_size, sharding)
+    assert found == [expected, expected]
+
+
+@pytest.mark.parametrize(("sharding", "expected"), [(None, []), ({"s1": "data_parallel"}, ["s1"])])
+def test_one_rank_replicates_nothing_by_itself(get_ranks: Callable[..., Ranks], sharding: Any, expected: Any) -> None:
+    assert get_ranks(1).run(replicas.replicated_in, SGD, ["s1"], 1000, sharding) == [expected]
+
+
+def test_a_fused_optimizer_of_the_strategy_counts(two_ranks: Ranks) -> None:
+    found = [
+        two_ranks.run(replicas.replicated_in, None, None, 1000, fused_optimizer=optimizer)
+        for optimizer in (OPTIMIZERS["rowwise"], DECAYS)
+    ]
+    assert found == [[ALL, ALL], [[], []]]
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "replicated", "sharding", "words"),
+    [
+        (SGD, ["s9"], None, ["replicate_tables", "'s9'", "s0"]),
+        (SGD, ["s1"], "table_wise", ["'s1'", "replicate_tables", "'table_wise'"]),
+        (DECAYS, ["s1"], None, ["ebc.s1", "weight_decay"]),
+        (SGD, ["s1"], {"s0": "data_parallel"}, ["ebc.s0", "ebc.s1", "replicate all of them"]),
+        (None, ["s1"], None, ["ebc.s1", "no fused optimizer"]),
+    ],
+)
+def test_what_cannot_be_replicated_is_refused_by_name(
+    two_ranks: Ranks, optimizer: Any, replicated: Any, sharding: Any, words: list[str]
+) -> None:
+    for said in two_ranks.run(replicas.replicated_in, optimizer, replicated, None, sharding):
+        assert all(word in said for word in words), said
+
+
+def test_batch_sizes_that_vary_are_refused(two_ranks: Ranks) -> None:
+    with pytest.raises(RankError, match="replicate_tables=False"):
+        two_ranks.run(replicas.check_unsharded, "variable_batch", "base")
+
+
+@pytest.mark.parametrize(("given", "error"), [(True, TypeError), ("s0", TypeError), ([1], TypeError), (-1, ValueError)])
+def test_arguments(given: Any, error: type[Exception]) -> None:
+    with pytest.raises(error, match="replicate_tables"):
+        OverlapEmbeddingStrategy(replicate_tables=given)
+
+
+# -- law 10 -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("name", "pipeline"),
+    [("bags", "fused_sparse_dist"), ("weighted_bags", "semi_sync"), ("sequences", "base")],
+)
+def test_computes_what_the_unsharded_module_computes(get_ranks: Callable[..., Ranks], name: str, pipeline: str) -> None:
+    assert get_ranks(3).run(replicas.check_unsharded, name, pipeline) == [""] * 3
