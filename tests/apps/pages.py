@@ -106,6 +106,9 @@ def _run(block: Block, names: dict[str, Any]) -> None:
         names["has_served"] = True
     new = names.keys() - before
     if "trainer" in new:
+        if "configure_optimizers" in names:  # the module has the page's
+            kind = type("OfThePage", (Model,), {"configure_optimizers": names["configure_optimizers"]})
+            names["module"] = kind(TABLE_WISE, fused_optimizer=False)
         names["trainer"].fit(names["module"], datamodule=names["datamodule"])
     for name in sorted(new):
         if name.startswith("test_"):
@@ -134,7 +137,8 @@ def _given() -> dict[str, Any]:
 
 def _quiet(init: Any) -> Any:
     def quiet(self: Trainer, **kwargs: Any) -> None:
-        init(self, **{"max_epochs": 1, "accelerator": "cpu", "devices": 1, **QUIET, **kwargs})
+        devices = int(os.environ["LOCAL_WORLD_SIZE"])
+        init(self, **{"max_epochs": 1, "accelerator": "cpu", "devices": devices, **QUIET, **kwargs})
 
     return quiet
 
