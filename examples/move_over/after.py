@@ -68,12 +68,11 @@ def main() -> None:
     seed_everything(0, verbose=False)
     data = make_data(options.data)
     model = IncomeModel(data.table_sizes, data.num_dense)
+    strategy = OverlapEmbeddingStrategy(fused_optimizer=(torch.optim.Adagrad, {"lr": 0.05}), checkpoint_format="full")
     trainer = Trainer(
         accelerator="cpu",
         devices=2,
-        strategy=OverlapEmbeddingStrategy(
-            fused_optimizer=(torch.optim.Adagrad, {"lr": 0.05}), checkpoint_format="full"
-        ),
+        strategy=strategy,
         max_epochs=2,
         logger=False,
         enable_checkpointing=False,

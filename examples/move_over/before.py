@@ -66,10 +66,11 @@ def main() -> None:
     seed_everything(0, verbose=False)
     data = make_data(options.data)
     model = IncomeModel(data.table_sizes, data.num_dense)
+    strategy = "ddp"
     trainer = Trainer(
         accelerator="cpu",
         devices=2,
-        strategy="ddp",
+        strategy=strategy,
         max_epochs=1,
         logger=False,
         enable_checkpointing=False,

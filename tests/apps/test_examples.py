@@ -70,7 +70,7 @@ def test_a_project_moves_over(tmp_path: Path) -> None:
     ]
     assert len(lines) == 2, lines
     assert "_filter(self.named_parameters())" in lines[0]
-    assert "strategy=OverlapEmbeddingStrategy(" in lines[1]
+    assert "strategy = OverlapEmbeddingStrategy(" in lines[1]
 
     said = _run("move_over", "before.py", [sys.executable], tmp_path)
     said += _run("move_over", "after.py", [sys.executable], tmp_path, "--resume", "before.ckpt")

@@ -8,13 +8,14 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from lightning.pytorch import Trainer
 from torch import Tensor
 from torchrec.optim.optimizers import in_backward_optimizer_filter
 
 from lightning_overlap import OverlapEmbeddingStrategy, combined_optimizer
 
-from ..support.cases import ADAGRAD, Batches, Case, Model
+from ..support.cases import ADAGRAD, Batches, Case, Model, make_batch
 from ..support.fits import QUIET, make_trainer
 from .checkpoints import parts_of
 
@@ -114,8 +115,11 @@ def go_on(
     return GoneOn(model.losses, parts_of(model, trainer), dense, [str(each.message) for each in said], rates)
 
 
-def evaluate(path: str) -> list[Tensor]:
-    """Validate and test the weights of a file."""
+def evaluate(path: str) -> list[tuple[Tensor, Tensor]]:
+    """Validate and test the weights of a file; return what each answers, and the unsharded module."""
+    plain = _model(("SGD", {"lr": 0.1}), "one", False)
+    plain.load_state_dict(torch.load(path, weights_only=True)["state_dict"])
+    expected = plain(make_batch(CASE, 0, dist.get_rank())).detach()
     answers = []
     for function in ("validate", "test"):
         model = _model(("SGD", {"lr": 0.1}), "one", False)
@@ -126,5 +130,5 @@ def evaluate(path: str) -> list[Tensor]:
             OverlapEmbeddingStrategy(sharding="table_wise", fused_optimizer=(torch.optim.SGD, {"lr": 1}))
         )
         getattr(trainer, function)(model, datamodule=data, ckpt_path=path, verbose=False)
-        answers.append(model.validated)
+        answers.append((model.validated, expected))
     return answers

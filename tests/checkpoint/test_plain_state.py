@@ -69,7 +69,8 @@ def test_what_does_not_fit_is_said(two_ranks: Ranks, tmp_path: Path) -> None:
     said = two_ranks.run(plain_runs.go_on, path, ADAM, FUSED_ADAGRAD, "other order")[0]
     assert "they cannot be matched to those of this run" in said
     assert "torch.load(PATH, weights_only=True)['state_dict']" in said
-    two_ranks.run(plain_runs.evaluate, path)
+    for rank in two_ranks.run(plain_runs.evaluate, path):
+        assert [close(*answer) for answer in rank] == [True, True]
 
 
 @pytest.mark.parametrize(("sharding", "width"), [("table_wise", 8), ("column_wise", 4)])
