@@ -55,6 +55,14 @@ def test_another_stream_makes_other_names() -> None:
     assert "semi_sync/data_dist" in config_checks.arms(bench_config("arms=[semi_sync/*]", "stream=dedicated"))
 
 
+def test_arms_of_ours_can_replicate_small_tables() -> None:
+    config = bench_config("arms=['*_sync+replicated','*sparse_dist+fp16+replicated']")
+    found = set(config_checks.arms(config))
+    assert {"semi_sync+replicated", "sparse_dist+fp16+replicated"} < found
+    assert not [name for name in found if name.startswith("torchrec/")], "TorchRec has no such tables"
+    assert config_checks.precision_of("sparse_dist+fp16+replicated") == "fp16"
+
+
 def test_a_precision_is_part_of_a_name() -> None:
     config = bench_config("arms=[fused_*,'*sparse_dist+fp16',base+int8]")
     chosen = config_checks.arms(config)
