@@ -79,6 +79,11 @@ def _command(name: str) -> Callable[[list[str], Path], None]:
     def run(words: list[str], folder: Path) -> None:
         overrides = [word for word in words if not word.startswith("-")]
         assert set(words) - set(overrides) <= {"-m", "--help"}
+        for word in words:
+            if word.startswith("ckpt_path="):  # a checkpoint that a reader has
+                checkpoint = folder / word.removeprefix("ckpt_path=")
+                checkpoint.parent.mkdir(parents=True)
+                checkpoint.touch()
         jobs = [overrides]
         if "-m" in words:
             parsed = OverridesParser.create().parse_overrides(overrides)
