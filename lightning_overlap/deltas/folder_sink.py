@@ -36,7 +36,7 @@ class FolderSink:
     """
 
     def __init__(self, path: str | os.PathLike[str], **options: Any) -> None:
-        self.path = os.fspath(path)
+        self.path = self._given = os.fspath(path)
         if "://" not in self.path and "::" not in self.path:
             self.path = os.path.abspath(self.path)  # a process may change its folder
         self._options = options
@@ -45,7 +45,7 @@ class FolderSink:
             self._files()
 
     def __repr__(self) -> str:
-        return f"FolderSink({without_password(self.path)!r})"
+        return f"FolderSink({without_password(self._given)!r})"
 
     def __getstate__(self) -> dict[str, Any]:
         return self.__dict__ | {"_opened": None}

@@ -18,7 +18,7 @@ from torchrec.modules.mc_embedding_modules import ManagedCollisionEmbeddingColle
 from ..text import unknown_name_message
 from .table import Table, _some
 
-QuantizedComms: TypeAlias = "str | tuple[str, str] | QCommsConfig | None"
+QuantizedComms: TypeAlias = str | tuple[str, str] | QCommsConfig | None
 """A precision for embeddings and gradients, one for each, TorchRec's config, or None for full precision."""
 
 Codecs: TypeAlias = Mapping[str, QuantizedCommCodecs]

@@ -22,7 +22,7 @@ from ..text import unknown_name_message
 from .replicas import Rule
 from .table import Table, _some
 
-ReplicateTables: TypeAlias = "int | Sequence[str] | None"
+ReplicateTables: TypeAlias = int | Sequence[str] | None
 """Tables with fewer rows than this (False or 0: none), tables by name, or None: with fewer rows than a rank's batch."""
 
 _DATA_PARALLEL = ShardingType.DATA_PARALLEL.value

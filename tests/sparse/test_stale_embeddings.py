@@ -88,7 +88,7 @@ def test_an_exact_mode_has_none(two_ranks: Ranks, pipeline: str) -> None:
         assert rank["totals"] == {}
         assert "overlap/step_ms" in rank["names"]
         assert not any("stale" in name for name in rank["names"])
-        assert "stale" not in rank["printed"]
+        assert "read stale" not in rank["printed"]
 
 
 def test_only_the_stale_part_of_a_run_is_counted(two_ranks: Ranks) -> None:
