@@ -57,7 +57,7 @@ class FirstCause:
 
     def __init__(self, store: Store, rank: int) -> None:
         self._store = store
-        self._rank = rank
+        self.rank = rank
         self._key = f"lightning_overlap/first_cause/{next(_num_runs)}"
         self.first: Word | None = None
         """What the rank that failed first has said, once this one has failed too; None where nobody knows."""
@@ -65,7 +65,7 @@ class FirstCause:
     @property
     def is_first(self) -> bool:
         """Whether this rank failed before all others, as far as it knows."""
-        return self.first is not None and self.first.rank == self._rank
+        return self.first is not None and self.first.rank == self.rank
 
     @property
     def store_port(self) -> int | None:
@@ -87,10 +87,10 @@ class FirstCause:
             error: What this rank failed with.
             place: Where this rank was.
         """
-        mine = Word(self._rank, f"{type(error).__name__}: {error}", place, _stderr())
+        mine = Word(self.rank, f"{type(error).__name__}: {error}", place, _stderr())
         with contextlib.suppress(Exception):  # the store ends with the rank that keeps it
             self.first = Word(*json.loads(self._store.compare_set(self._key, "", json.dumps(mine))))
-            if self.first.rank != self._rank and self.first.error != mine.error:
+            if self.first.rank != self.rank and self.first.error != mine.error:
                 error.add_note(f"rank {self.first.rank} had failed {self.first.place}: {self.first.error}")
 
     def leave(self, num_ranks: int, timeout_s: float) -> None:

@@ -6,7 +6,9 @@ Ranks share a terminal. One that lost a peer would print the longest traceback, 
 from __future__ import annotations
 
 import os
+import re
 import sys
+import traceback
 from types import TracebackType
 
 import torch.distributed as dist
@@ -22,6 +24,8 @@ LEAVE_S = 3.0
 _MARK = "_lightning_overlap_cause"
 _causes: dict[int, FirstCause] = {}
 """That of the newest error, by its id, which the error carries; an error may be pickled, a store may not."""
+_PLACE = re.compile(r"rank \d+ (was|had failed) |Another rank did not answer")
+"""Notes of where a rank was and what another one said, which the first rank to fail says itself."""
 _PEER_LOST = ("Connection closed by peer", "Connection reset by peer", "Broken pipe", "/gloo/", "NCCL")
 
 
@@ -67,12 +71,24 @@ class _Hook:
             mine = f"{kind.__name__}: {error}"
             if mine != cause.first.error and not _is_consequence(error):
                 self._before(kind, error, trace)
-            elif not cause.shares_stderr:
-                first = cause.first
-                print(f"stopped: rank {first.rank} had failed {first.place}: {first.error}", file=sys.stderr)
+            else:
+                sys.stderr.write(_words_of_a_lost_rank(error, cause))
             sys.stderr.flush()
             cause.leave(1, 0.0)
             cause.wait_until_told(LEAVE_S)
+
+
+def _words_of_a_lost_rank(error: BaseException, cause: FirstCause) -> str:
+    """Return what a rank says that only lost another one: no traceback, but what nobody else knows.
+
+    Args:
+        error: Of this rank; one of its notes is the first cause.
+        cause: Knows whether the first rank prints to the same place: then the cause and the connection are left out.
+    """
+    if not cause.shares_stderr:
+        return "".join(traceback.format_exception_only(error))
+    own = [note for note in getattr(error, "__notes__", []) if not _PLACE.match(note)]
+    return "".join(f"rank {cause.rank}: {note}\n" for note in own)
 
 
 def _is_consequence(error: BaseException) -> bool:

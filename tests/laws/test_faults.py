@@ -93,7 +93,7 @@ PEER_GONE = re.compile("Connection closed by peer|Connection reset by peer|Broke
 
 def _end(log: str) -> str:
     """The last error of a log, with its notes."""
-    *_, last = re.finditer(r"^(\[rank\d\]: )?([\w.]+Error|stopped): ", log, re.MULTILINE)
+    *_, last = re.finditer(r"^(\[rank\d\]: )?[\w.]+Error: ", log, re.MULTILINE)
     return log[last.start() :]
 
 
@@ -109,7 +109,9 @@ def test_a_fault_on_one_rank_ends_the_others(forker: Forker, tmp_path: Path, pip
         raised, lost = ends[rank].log, ends[1 - rank].log
         assert f"InjectedError: {place} of batch 5" in _end(raised)
         assert f"rank {rank} was at" in _end(raised)
-        assert re.search(f"rank {rank} had failed at .* InjectedError: {place} of batch 5", _end(lost)), lost
+        assert PEER_GONE.search(_end(lost)), lost
+        if rank == 1:  # rank 0 keeps the store
+            assert re.search(f"rank 1 had failed at .* InjectedError: {place} of batch 5", _end(lost))
 
 
 @pytest.mark.slow
@@ -128,9 +130,9 @@ def test_a_rank_that_leaves_parameters_unused_ends_the_others(
     assert (waits.code, unused.code) == (1, 1)
     assert said in _end(unused.log)
     assert "rank 1 was at dense_forward of batch 5" in _end(unused.log)
-    assert re.search(
-        f"{PEER_GONE.pattern}|rank 1 had failed|Another rank did not answer within {TIMEOUT_S} s", _end(waits.log)
-    ), waits.log
+    assert re.search(f"{PEER_GONE.pattern}|Another rank did not answer within {TIMEOUT_S} s", _end(waits.log)), (
+        waits.log
+    )
 
 
 @pytest.mark.slow
@@ -172,7 +174,8 @@ def test_checkpoints_that_are_saved_on_exception(forker: Forker, tmp_path: Path,
     assert [end.code for end in failed] == [1, 1]
     assert not (tmp_path / "1" / name).exists()
     assert "InjectedError: training_step of batch 5" in _end(failed[1].log)
-    assert "no checkpoint of it was saved: other ranks did not fail there too" in _end(failed[1].log)
+    for end in failed:
+        assert "no checkpoint of it was saved: other ranks did not fail there too" in _end(end.log)
     assert "rank 1 had failed at dense_forward of batch 5: InjectedError" in _end(failed[0].log)
 
 
@@ -208,7 +211,10 @@ def test_a_fault_under_lightnings_own_launcher(tmp_path: Path) -> None:
     script = start_script(tmp_path, place="issue input_splits_dist")
     assert script.wait(timeout=100) == 1  # not 134
     log = (tmp_path / "log").read_text()
-    assert "InjectedError: issue input_splits_dist of batch 5" in _end(log)  # the other rank's, once and last
+    told = _end(log)  # rank 1's, which comes after all that rank 0 says: cause and place, each once
+    assert "InjectedError: issue input_splits_dist of batch 5" in told
+    assert "rank 1 was at input_splits_dist of batch 5" in told
+    assert log.count("InjectedError: issue input_splits_dist of batch 5") == 1
     assert _is_gone(script.pid)
 
 
