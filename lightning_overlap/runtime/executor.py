@@ -82,8 +82,7 @@ class Executor:
         self.order = self._order = order
         self._streams = order.streams
         self.hooks_read_tables = hooks_read_tables
-        self._observe = observer or observe_nothing
-        self._rank = rank
+        self._observe, self._rank = observer or observe_nothing, rank
         self._trainer_stage = TrainerStage()
         self._end = EndOfData(source, consensus, rank, schedule.depth)
         self.updates = DeferredUpdates(self._sparse, order, self._observe, rank)
@@ -238,8 +237,9 @@ class Executor:
         else:
             self.writes.check()
             if self._accumulating is not None and self._sparse is not None:
-                # The two tables differ below DENSE_FORWARD only.
-                self._walk(self._accumulating if self._accumulates() else self._last_of_window)
+                table = self._accumulating if self._accumulates() else self._last_of_window
+                if table is not self.schedule:  # they differ below DENSE_FORWARD only
+                    self._walk(table)
                 self.updates.hold(current)
         current.consumed = True
         self._trainer_stage.begin(Stage.DENSE_FORWARD, self._iteration, self._order.timer)

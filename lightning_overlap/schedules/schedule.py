@@ -226,25 +226,29 @@ class Schedule:
         ]
 
 
-class EvaluationSchedule(Schedule):
-    """The table of an evaluation, derived from a mode's by `Schedule.evaluation`: of the trainer, only the forward."""
-
-    training_stages: ClassVar[tuple[Stage, ...]] = (Stage.DENSE_FORWARD,)
+class _WithoutUpdates(Schedule):
+    """A derived table during which nobody updates tables of the fused backward."""
 
     @cached_property
     def staleness(self) -> int:
-        """Zero: no update is on its way."""
+        """Zero: there is no update that a lookup could miss."""
         return 0
 
     @cached_property
     def fills_backward_wait(self) -> range:
-        """None: there is no backward."""
+        """None: no backward waits for other ranks."""
         return range(0)
 
     @cached_property
     def received_in_backward(self) -> Step | None:
-        """None: there is no backward."""
+        """None: no backward waits for other ranks."""
         return None
+
+
+class EvaluationSchedule(_WithoutUpdates):
+    """The table of an evaluation, derived from a mode's by `Schedule.evaluation`: of the trainer, only the forward."""
+
+    training_stages: ClassVar[tuple[Stage, ...]] = (Stage.DENSE_FORWARD,)
 
     @cached_property
     def dense_owned_lookup(self) -> Step | None:
@@ -252,28 +256,13 @@ class EvaluationSchedule(Schedule):
         return None
 
 
-class AccumulatingSchedule(Schedule):
+class AccumulatingSchedule(_WithoutUpdates):
     """The table of a batch without an optimizer step, derived by `Schedule.accumulating`: no weight is written."""
 
     @cached_property
-    def staleness(self) -> int:
-        """Zero: what a lookup does not see belongs to an optimizer step that is still to come."""
-        return 0
-
-    @cached_property
     def defers_update(self) -> bool:
-        """Yes, until that step."""
+        """Yes, until the step of a later batch."""
         return True
-
-    @cached_property
-    def fills_backward_wait(self) -> range:
-        """None: the backward does not wait."""
-        return range(0)
-
-    @cached_property
-    def received_in_backward(self) -> Step | None:
-        """None: the backward does not wait."""
-        return None
 
 
 def _parse_step(name: str, text: str) -> Step:
