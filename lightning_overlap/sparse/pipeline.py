@@ -301,16 +301,7 @@ class SparsePipeline:
     # -- backward and update ------------------------------------------------------------------------------------
 
     def register_backward_hook(self, inflight: InFlightBatch, stage: Stage, call: Callable[[], None]) -> bool:
-        """Have a function called where the backward of a batch waits for other ranks.
-
-        Args:
-            inflight: The batch; its forward has run.
-            stage: The first stage that the function issues.
-            call: Has no arguments; may be called several times in one backward.
-
-        Returns:
-            False if no backward will call it, or if that stage had better be issued before the backward.
-        """
+        """Have a function called where the backward of a batch waits for other ranks: see `SparseStages`."""
         return self._updates.register_hook(inflight, stage, call)
 
     def start_update(self, inflight: InFlightBatch) -> None:

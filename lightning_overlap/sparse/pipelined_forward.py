@@ -43,7 +43,7 @@ class LazyEmbeddings(LazyGetItemMixin[str, Any], LazyAwaitable[Any]):  # type: i
         return len(self.keys())
 
     def wait(self) -> Any:
-        """Return the rows; TorchRec names the wait to the profiler, there or not, in 5 us."""
+        """Return the embeddings; TorchRec names the wait to the profiler, there or not, in 5 us."""
         return super().wait() if is_profiled() or self.callbacks else self._wait_impl()
 
     def _wait_impl(self) -> Any:

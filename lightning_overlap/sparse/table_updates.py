@@ -43,16 +43,7 @@ class TableUpdates:
     # -- within a backward ------------------------------------------------------------------------------------------
 
     def register_hook(self, inflight: InFlightBatch, stage: Stage, call: Callable[[], None]) -> bool:
-        """Have a function called where the backward of a batch waits for other ranks.
-
-        Args:
-            inflight: The batch; its forward has run.
-            stage: The first stage that the function issues.
-            call: Has no arguments; may be called several times in one backward.
-
-        Returns:
-            False if no backward will call it, or if that stage had better be issued before the backward.
-        """
+        """Have a function called where the backward of a batch waits for other ranks: see `SparseStages`."""
         for handle in self._hooks:  # some tensors outlive their backward
             handle.remove()
         self._hooks.clear()
