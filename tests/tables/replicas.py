@@ -19,8 +19,9 @@ from lightning_overlap.testing.unsharded_law import computes_what_the_unsharded_
 from lightning_overlap.testing.watched_fit import Setting
 
 from ..laws.unsharded import KINDS, OneModule, make_batches
+from ..sparse.callers import TwoBackwards
 from ..sparse.update_rates import Scheduled, factor
-from ..support.cases import Batch, Batches, ByHand, Case, Model, TableSpec, dense_optimizer
+from ..support.cases import Batch, Batches, Case, Model, TableSpec, dense_optimizer
 from ..support.fits import make_trainer
 from ..support.reference import Delayed, Result, collect, train, train_delayed
 
@@ -42,18 +43,6 @@ def case_of(optimizer: str, **kwargs: Any) -> Case:
         TableSpec("s2", ("f4",), dim=4, lr=0.7),
     )
     return Case(optimizer, tables, optimizer=OPTIMIZERS[optimizer], **kwargs)
-
-
-class TwoBackwards(ByHand, Model):
-    """Goes backward twice through the same embeddings: two updates."""
-
-    def training_step(self, batch: Batch, batch_idx: int) -> None:
-        optimizer = self.optimizers()
-        optimizer.zero_grad()
-        loss = super().training_step(batch, batch_idx)
-        self.manual_backward(loss, retain_graph=True)
-        self.manual_backward(0.5 * loss)
-        optimizer.step()
 
 
 class TwoCalls(Model):
