@@ -1,9 +1,9 @@
-"""Texts that several parts print: names that are unknown, aligned columns."""
+"""Texts that several parts print: names that are unknown, the first of many names, aligned columns."""
 
 from __future__ import annotations
 
 import difflib
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 
 
 def unknown_name_message(kind: str, name: str, known: Mapping[str, object]) -> str:
@@ -17,6 +17,13 @@ def unknown_name_message(kind: str, name: str, known: Mapping[str, object]) -> s
     nearest = difflib.get_close_matches(name, list(known), n=3, cutoff=0.4)
     hint = f" Did you mean {' or '.join(map(repr, nearest))}?" if nearest else ""
     return f"unknown {kind} {name!r}.{hint} Known: {', '.join(known)}."
+
+
+def some(names: Iterable[str], limit: int = 5) -> str:
+    """Return the first of some names, and how many more there are; nothing where there are none."""
+    names = list(names)
+    more = f" and {len(names) - limit} more" if len(names) > limit else ""
+    return ", ".join(names[:limit]) + more
 
 
 def or_dash(value: float | None, form: str) -> str:

@@ -13,7 +13,7 @@ import io
 import os
 import pickle
 import warnings
-from collections.abc import Callable, Iterable, Mapping, Set
+from collections.abc import Callable, Mapping, Set
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, TypeVar, cast
@@ -30,7 +30,7 @@ from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 
 from ..distributed import gather_objects
-from ..text import unknown_name_message
+from ..text import some, unknown_name_message
 from .atomic import atomic_replace, being_replaced, remove, sibling, twin
 from .dense_state import empty_table_states, put_table_states, take_table_states
 from .safe_metadata import SafePlanner, SafeReader
@@ -409,14 +409,14 @@ def explain_weights_only(path: Path, err: Exception) -> str:
 def _check_same_model(
     path: Path, names: Set[str], weights: Mapping[str, Piece], saved: Mapping[str, Any], strict: bool
 ) -> None:
-    missing, unexpected = _some(names - saved.keys()), _some(saved.keys() - names)
+    missing, unexpected = some(sorted(names - saved.keys())), some(sorted(saved.keys() - names))
     if strict and (missing or unexpected):
         raise RuntimeError(
             f"could not load {path} into this model. Was it saved from other tables?"
             f"{f' Missing there: {missing}.' if missing else ''}"
             f"{f' Not in this model: {unexpected}.' if unexpected else ''}"
         )
-    objects = _some(key for key in weights if key in saved and saved[key] is None)
+    objects = some(sorted(key for key in weights if key in saved and saved[key] is None))
     if objects:
         raise RuntimeError(f"could not load {path} into this model: there, {objects} are objects and not tensors.")
     _check_shapes(path, {key: value for key, value in weights.items() if key in saved}, saved)
@@ -428,8 +428,3 @@ def _check_shapes(path: Path, pieces: Mapping[str, Piece], saved: Mapping[str, A
     if other:
         listed = "; ".join(f"{key}: {there} there, {here} here" for key, (there, here) in other.items())
         raise RuntimeError(f"could not load {path} into this model. Was it saved from other tables? {listed}.")
-
-
-def _some(names: Iterable[str], limit: int = 5) -> str:
-    names = sorted(names)
-    return ", ".join(names[:limit]) + (f" and {len(names) - limit} more" if len(names) > limit else "")

@@ -23,6 +23,7 @@ from typing_extensions import override
 
 from ..checkpoint import gather
 from ..tables import apply_table_optimizers, find_tables, has_tables, sharded_modules, table_optimizers
+from ..text import some
 from .run import HasRun
 
 PRIVATE_NAMES: Mapping[str, tuple[str, ...]] = {
@@ -170,14 +171,14 @@ def _check_same_tables(module: nn.Module, of_parent: frozenset[str], start_metho
     here, there = ({key for key in keys if key.startswith(sharded)} for keys in (module.state_dict(), of_parent))
     if here != there:
         raise ValueError(
-            f"start_method={start_method!r}: the module that is trained has {_some(here - there)} and the one of the "
-            f"process that started this one has {_some(there - here)} in its place: that could not take what is "
+            f"start_method={start_method!r}: the module that is trained has {_told(here - there)} and the one of the "
+            f"process that started this one has {_told(there - here)} in its place: that could not take what is "
             f"learned. Make all tables in the module's __init__, not in setup or configure_model, {_OTHERWISE}"
         )
 
 
-def _some(keys: set[str]) -> str:
-    return ", ".join(sorted(keys)) or "nothing"
+def _told(keys: set[str]) -> str:
+    return some(sorted(keys)) or "nothing"
 
 
 _OTHERWISE = "or start a process per rank: run the script itself (start_method='popen', the default), or torchrun."

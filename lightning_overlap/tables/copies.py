@@ -7,14 +7,13 @@ import warnings
 from collections.abc import Mapping
 from typing import Any, NoReturn
 
-import torch
 from torch import nn
 
 from .supported_modules import sharded_modules
-from .table import find_tables
+from .table import AppliedOptimizer, find_tables
 
-TableOptimizers = Mapping[str, tuple[tuple[type[torch.optim.Optimizer], Mapping[str, Any]], ...]]
-"""The optimizers that are applied in backward, as class and arguments, by the path of their table."""
+TableOptimizers = Mapping[str, tuple[AppliedOptimizer, ...]]
+"""The optimizers that are applied in backward, by the path of their table."""
 
 
 class ShardsLeftBehind(nn.Module):
@@ -64,17 +63,7 @@ def table_optimizers(model: nn.Module) -> TableOptimizers:
 
     A parameter keeps it in attributes, which neither `copy.deepcopy` nor the pickler of `torch.multiprocessing` copies.
     """
-    return {
-        table.path: tuple(
-            zip(
-                getattr(table.parameter, "_optimizer_classes", ()),
-                getattr(table.parameter, "_optimizer_kwargs", ()),
-                strict=True,
-            )
-        )
-        for table in find_tables(model)
-        if table.has_fused_optimizer
-    }
+    return {table.path: table.fused_optimizers for table in find_tables(model) if table.has_fused_optimizer}
 
 
 def apply_table_optimizers(model: nn.Module, recorded: TableOptimizers) -> None:

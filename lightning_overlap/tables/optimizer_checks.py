@@ -14,9 +14,9 @@ from torchrec.distributed.utils import optimizer_type_to_emb_opt_type
 from torchrec.optim.keyed import CombinedOptimizer
 from torchrec.optim.optimizers import in_backward_optimizer_filter
 
-from ..text import unknown_name_message
+from ..text import some, unknown_name_message
 from .supported_modules import table_modules
-from .table import Table, _some
+from .table import Table
 
 FusedOptimizer: TypeAlias = (
     tuple[type[torch.optim.Optimizer], Mapping[str, Any]] | functools.partial[Any] | Sequence[Any] | Mapping[str, Any]
@@ -101,7 +101,7 @@ def check_dense_optimizers(model: nn.Module, optimizers: Iterable[torch.optim.Op
     untrained = [name for name, p in dense.items() if p.requires_grad and id(p) not in owned]
     if untrained:
         raise ValueError(
-            f"no optimizer has the weights of {_some(untrained)}. These tables are data-parallel (or have a dense "
+            f"no optimizer has the weights of {some(untrained)}. These tables are data-parallel (or have a dense "
             "kernel), so that the optimizer of configure_optimizers has to train them, not the one applied in "
             "backward. Give the strategy fused_optimizer=(torch.optim.SGD, {'lr': 0.1}), say, and sharding={'<table>': "
             "'table_wise'}, to train them in backward; or add them there; or set requires_grad=False."
@@ -129,7 +129,7 @@ def refuse_dense_owner(fused: Mapping[str, nn.Parameter], optimizers: Iterable[t
         weights = {id(fused[name]) for name in twice}
         owner = next(optimizer for optimizer in optimizers if weights & _owned([optimizer]))
         raise ValueError(
-            f"configure_optimizers gave a dense optimizer the weights of fused tables: {_some(twice)}. These tables "
+            f"configure_optimizers gave a dense optimizer the weights of fused tables: {some(twice)}. These tables "
             "are updated inside backward. Leave them out:\n"
             "  from torchrec.optim.optimizers import in_backward_optimizer_filter\n"
             "  dense = [p for _, p in in_backward_optimizer_filter(self.named_parameters())]\n"
@@ -158,7 +158,7 @@ def _owned(optimizers: Iterable[torch.optim.Optimizer]) -> set[int]:
 
 
 def _check_can_fuse(table: Table, device: torch.device) -> None:
-    for optimizer_class in getattr(table.parameter, "_optimizer_classes", []):
+    for optimizer_class, _ in table.fused_optimizers:
         try:
             kind = optimizer_type_to_emb_opt_type(optimizer_class)
         except ValueError as err:

@@ -15,9 +15,9 @@ from torch import Tensor, nn
 from torchrec.distributed.types import QuantizedCommCodecs
 
 from ..distributed import GroupConsensus
+from ..text import some
 from .quantized_comms import FP16_MAX, Codec
 from .supported_modules import sharding_types_of, table_modules
-from .table import _some
 
 ASK_EVERY = 64
 """Steps from one question to the other ranks to the next; at the beginning they ask more often."""
@@ -59,7 +59,7 @@ class OverflowWatch:
             note = partial(self._note, len(self._names))
             codecs = list(_watch(dist, note))
             if codecs:
-                self._names.append(f"{name} ({_some(tables)})")
+                self._names.append(f"{name} ({some(tables)})")
                 self._scales.append(codecs[0].loss_scale or 1.0)
                 self._codecs += codecs
         self._noted: deque[_Noted] = deque()

@@ -15,8 +15,8 @@ from torchrec.distributed.types import QuantizedCommCodecs, ShardingPlan, Shardi
 from torchrec.modules.embedding_modules import EmbeddingCollection
 from torchrec.modules.mc_embedding_modules import ManagedCollisionEmbeddingCollection
 
-from ..text import unknown_name_message
-from .table import Table, _some
+from ..text import some, unknown_name_message
+from .table import Table
 
 QuantizedComms: TypeAlias = str | tuple[str, str] | QCommsConfig | None
 """A precision for embeddings and gradients, one for each, TorchRec's config, or None for full precision."""
@@ -165,7 +165,7 @@ def check_quantized_comms(config: QCommsConfig | None, tables: Iterable[Table], 
         if _is_grouped(config, direction, precision) and sequences:
             raise ValueError(
                 f"quantized_comms: {precision} ({direction}) is sent in groups of numbers with one scale, which the "
-                f"embeddings of an EmbeddingCollection do not divide into: {_some(sequences)}. Take 'fp16', or 'bf16' "
+                f"embeddings of an EmbeddingCollection do not divide into: {some(sequences)}. Take 'fp16', or 'bf16' "
                 "on CUDA."
             )
 
@@ -189,7 +189,7 @@ def check_plan(config: QCommsConfig | None, plan: ShardingPlan) -> None:
         if summed:
             raise ValueError(
                 f"quantized_comms: {precision} ({direction}) cannot be summed on the way, as embeddings of row-wise "
-                f"tables are: {_some(summed)}. Take 'fp16', or shard them table- or column-wise."
+                f"tables are: {some(summed)}. Take 'fp16', or shard them table- or column-wise."
             )
 
 
@@ -221,7 +221,7 @@ def codecs_of(config: QCommsConfig | None, device: torch.device) -> Codecs | Non
 
 
 def compression(config: QCommsConfig | None) -> dict[str, float]:
-    """Return by how much embeddings (`rows`) and `gradients` shrink that go by an all-to-all; 1 is not at all."""
+    """Return by how much `embeddings` and `gradients` shrink that go by an all-to-all; 1 is not at all."""
     if config is None:
         return {"embeddings": 1.0, "gradients": 1.0}
     codecs = get_qcomm_codecs(config)

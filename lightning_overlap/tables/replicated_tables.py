@@ -18,9 +18,9 @@ from torchrec import EmbeddingBagCollection, EmbeddingCollection
 from torchrec.distributed.types import ShardingPlan, ShardingType
 from torchrec.distributed.utils import optimizer_type_to_emb_opt_type
 
-from ..text import unknown_name_message
+from ..text import some, unknown_name_message
 from .replicas import Rule
-from .table import Table, _some
+from .table import Table
 
 ReplicateTables: TypeAlias = int | Sequence[str] | None
 """Tables with fewer rows than this (False or 0: none), tables by name, or None: with fewer rows than a rank's batch."""
@@ -147,7 +147,8 @@ def replicas_in(
         ValueError: The plan does not make a given table data-parallel, or makes others of its module so, which the
             dense optimizer trains.
     """
-    kinds = {table.path: _sharding_type(plan, table) for table in tables}
+    plans = {table.path: table.planned(plan) for table in tables}
+    kinds = {path: None if planned is None else planned.sharding_type for path, planned in plans.items()}
     for table in tables:
         if table.name in given and kinds[table.path] != _DATA_PARALLEL and world_size > 1:
             raise ValueError(
@@ -165,17 +166,11 @@ def replicas_in(
     mixed = [table.path for table in whole if table.module in modules and table not in replicas]
     if mixed:
         raise ValueError(
-            f"{_some(mixed)}: data-parallel, for the dense optimizer to train, in one module with tables of "
-            f"replicate_tables ({_some(table.path for table in replicas)}). TorchRec looks all data-parallel tables of "
+            f"{some(mixed)}: data-parallel, for the dense optimizer to train, in one module with tables of "
+            f"replicate_tables ({some(table.path for table in replicas)}). TorchRec looks all data-parallel tables of "
             "a module up together: replicate all of them, or none."
         )
     return replicas
-
-
-def _sharding_type(plan: ShardingPlan, table: Table) -> str | None:
-    of_module: Any = plan.get_plan_for_module(table.module) or {}
-    of_table = of_module.get(table.name)
-    return None if of_table is None else of_table.sharding_type
 
 
 def _why_not(table: Table, model: nn.Module, fused: tuple[type, Mapping[str, Any]] | None) -> str | None:
@@ -189,7 +184,7 @@ def _why_not(table: Table, model: nn.Module, fused: tuple[type, Mapping[str, Any
         return f"its weights are {table.parameter.dtype}, which the fused kernel rounds in a way of its own"
     if not table.parameter.requires_grad:
         return "it is not trained"
-    optimizer = _optimizer_of(table) if table.has_fused_optimizer else fused
+    optimizer = next(iter(table.fused_optimizers), fused)
     if optimizer is None:
         return "it has no fused optimizer, which fused_optimizer=(torch.optim.SGD, {'lr': 0.1}) would give it"
     return why_not_dense(*optimizer)
@@ -212,15 +207,9 @@ def why_not_dense(optimizer_class: type, kwargs: Mapping[str, Any]) -> str | Non
     return None
 
 
-def _optimizer_of(table: Table) -> tuple[type, Mapping[str, Any]]:
-    [optimizer_class] = getattr(table.parameter, "_optimizer_classes", [])
-    [kwargs] = getattr(table.parameter, "_optimizer_kwargs", [])
-    return optimizer_class, kwargs
-
-
 def rule_of(table: Table) -> Rule:
     """Return the update of a table that has its optimizer; read before TorchRec shards the table."""
-    optimizer_class, kwargs = _optimizer_of(table)
+    [(optimizer_class, kwargs)] = table.fused_optimizers
     kind = optimizer_type_to_emb_opt_type(optimizer_class)
     assert kind is not None
     return Rule(kind, table.fused_rate, float(kwargs.get("eps", _KERNEL_EPS)))

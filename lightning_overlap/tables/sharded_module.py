@@ -25,6 +25,8 @@ from .replicas import ReplicaOptimizer
 from .supported_modules import SUPPORTED_MODULES, TABLE_TYPES, owners_of, spec_of, tables_of
 
 R = TypeVar("R")
+SetRates: TypeAlias = Callable[[], None]
+"""Gives the kernels the learning rates that the schedule has now."""
 
 PRIVATE_NAMES: Mapping[str, tuple[str, ...]] = {
     "ShardedEmbeddingBagCollection": (
@@ -188,10 +190,3 @@ def kernel_of(fused_optimizer: Any) -> SplitTableBatchedEmbeddingBagsCodegen | R
         return fused_optimizer
     kernel = getattr(fused_optimizer, "_emb_module", None)
     return kernel if isinstance(kernel, SplitTableBatchedEmbeddingBagsCodegen) else None
-
-
-# -- learning rates that move ------------------------------------------------------------------------------------
-
-
-SetRates: TypeAlias = Callable[[], None]
-"""Gives the kernels the learning rates that the schedule has now."""

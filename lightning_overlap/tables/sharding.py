@@ -16,10 +16,10 @@ from torchrec.distributed.embedding_types import EmbeddingComputeKernel
 from torchrec.distributed.fbgemm_qcomm_codec import QCommsConfig
 from torchrec.distributed.model_parallel import DistributedModelParallel
 from torchrec.distributed.planner import EmbeddingShardingPlanner, ParameterConstraints, Topology
-from torchrec.distributed.types import ParameterSharding, ShardingEnv, ShardingPlan, ShardingType
+from torchrec.distributed.types import ShardingEnv, ShardingPlan, ShardingType
 from torchrec.modules.itep_embedding_modules import ITEPEmbeddingBagCollection, ITEPEmbeddingCollection
 
-from ..text import unknown_name_message
+from ..text import some, unknown_name_message
 from .columns import answer_in_config_order
 from .optimizer_checks import FusedOptimizer, _check_can_fuse, check_fused_optimizer
 from .quantized_comms import (
@@ -34,7 +34,7 @@ from .replicas import make_replicas
 from .replicated_tables import ReplicateTables, names_given, replicas_in, rule_of, tables_to_replicate
 from .sharding_argument import Sharding, check_sharding_types, named_types
 from .supported_modules import sharded_modules, table_modules
-from .table import Table, _some, find_tables, training_sharders
+from .table import Table, find_tables, training_sharders
 from .write_counts import watch_tables
 
 _DATA_PARALLEL = ShardingType.DATA_PARALLEL.value
@@ -126,7 +126,7 @@ def shard_tables(
         setattr(model.get_submodule(parent), attribute, model.get_submodule(name))
     left_out = [table.path for table in find_tables(model)]
     if left_out:
-        raise ValueError(f"the ShardingPlan leaves out {_some(left_out)}: give every table of the model a place in it.")
+        raise ValueError(f"the ShardingPlan leaves out {some(left_out)}: give every table of the model a place in it.")
     for name, weights in initial.items():
         model.get_submodule(name).load_state_dict(weights, strict=False)
     _replicate_data_parallel(model, group)
@@ -312,7 +312,7 @@ def _apply_fused_optimizer(
     missing = [table for table in trained if not table.has_fused_optimizer]
     if missing and fused is None:
         raise ValueError(
-            f"no fused optimizer for {_some(table.path for table in missing)}: these tables are updated inside "
+            f"no fused optimizer for {some(table.path for table in missing)}: these tables are updated inside "
             "backward (TorchRec alone would train them with SGD, lr 0.01, without a word). Give one in either way:\n"
             "  OverlapEmbeddingStrategy(fused_optimizer=(torch.optim.SGD, {'lr': 0.1}))\n"
             "  from torch.distributed.optim import _apply_optimizer_in_backward  # in the module's __init__\n"
@@ -329,7 +329,7 @@ def _apply_fused_optimizer(
     data_parallel = [table.path for table in tables if table.has_fused_optimizer and table not in in_backward]
     if data_parallel and dist.get_rank() == 0:
         warnings.warn(
-            f"{_some(data_parallel)}: sharded data-parallel, so the optimizer applied in backward does not train "
+            f"{some(data_parallel)}: sharded data-parallel, so the optimizer applied in backward does not train "
             "these tables; the optimizer of configure_optimizers has to.",
             UserWarning,
             stacklevel=2,
@@ -342,7 +342,7 @@ def _warn_of_dense_tables(whole: list[Table], asked: Mapping[str, str]) -> None:
     paths = [table.path for table in trained if table.name not in asked and not table.has_fused_optimizer]
     if paths and dist.get_rank() == 0:
         warnings.warn(
-            f"no fused optimizer for {_some(paths)}: the planner made these tables data-parallel. Every rank holds "
+            f"no fused optimizer for {some(paths)}: the planner made these tables data-parallel. Every rank holds "
             "them whole, and the optimizer of configure_optimizers has to train them. To shard them, give the strategy "
             "fused_optimizer=(torch.optim.SGD, {'lr': 0.1}), say.",
             UserWarning,
@@ -364,8 +364,7 @@ def _freeze(table: Table) -> None:
 
 
 def _is_fused(table: Table, plan: ShardingPlan) -> bool:
-    module_plan: Any = plan.get_plan_for_module(table.module) or {}
-    parameter: ParameterSharding | None = module_plan.get(table.name)
+    parameter = table.planned(plan)
     return parameter is None or parameter.compute_kernel != EmbeddingComputeKernel.DENSE.value
 
 

@@ -17,10 +17,10 @@ from torchrec.distributed.embedding_types import EmbeddingComputeKernel
 from torchrec.distributed.types import ShardingType
 
 from ..schedules import WeightOwner
+from ..text import some
 from .replicas import ReplicaKernel
 from .sharded_module import fused_rates
 from .supported_modules import TABLE_TYPES, sharded_modules, spec_of, table_modules, tables_of
-from .table import _some
 
 NUM_NAMED = 3
 """Tables of one kind that are named; of more there is a number."""
@@ -169,5 +169,5 @@ def table_lines(model: nn.Module, optimizers: Iterable[Optimizer], *, scheduled:
                 )
             alike.setdefault((parameter.sharding_type, trainer), []).append(table)
         for (kind, trainer), tables in alike.items():
-            lines.append(f"{name}: {_some(tables, NUM_NAMED)}: {kind}, trained by {trainer}")
+            lines.append(f"{name}: {some(tables, NUM_NAMED)}: {kind}, trained by {trainer}")
     return lines

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from fbgemm_gpu.split_table_batched_embeddings_ops_training import SplitTableBatchedEmbeddingBagsCodegen
@@ -13,7 +13,7 @@ from torch import nn
 from torch.distributed.optim import _apply_optimizer_in_backward  # type: ignore[attr-defined]
 from torchrec.distributed.embedding_types import BaseQuantEmbeddingSharder
 from torchrec.distributed.sharding_plan import get_default_sharders
-from torchrec.distributed.types import ModuleSharder, QuantizedCommCodecs
+from torchrec.distributed.types import ModuleSharder, ParameterSharding, QuantizedCommCodecs, ShardingPlan
 from torchrec.optim.optimizers import in_backward_optimizer_filter
 
 from .supported_modules import sharded_modules
@@ -21,6 +21,9 @@ from .supported_modules import sharded_modules
 _KERNEL_RATE: float = (
     inspect.signature(SplitTableBatchedEmbeddingBagsCodegen.__init__).parameters["learning_rate"].default
 )
+
+AppliedOptimizer: TypeAlias = tuple[type[torch.optim.Optimizer], Mapping[str, Any]]
+"""An optimizer that is applied in backward: class and arguments."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,15 +46,27 @@ class Table:
         return not list(in_backward_optimizer_filter(iter([("", self.parameter)])))
 
     @property
+    def fused_optimizers(self) -> tuple[AppliedOptimizer, ...]:
+        """What was applied in backward, as the parameter's attributes have it."""
+        classes, kwargs = (getattr(self.parameter, f"_optimizer_{what}", ()) for what in ("classes", "kwargs"))
+        return tuple(zip(classes, kwargs, strict=True))
+
+    @property
     def fused_rate(self) -> float:
         """Learning rate of the optimizer applied in backward; where none is given, the kernel's own default."""
-        [kwargs] = getattr(self.parameter, "_optimizer_kwargs", [{}])
+        [kwargs] = [kwargs for _, kwargs in self.fused_optimizers] or [{}]
         return float(kwargs.get("lr", kwargs.get("learning_rate", _KERNEL_RATE)))  # TorchRec renames it
 
     @property
     def fused_class(self) -> str:
         """Name of the optimizer applied in backward."""
-        return " and ".join(one.__name__ for one in getattr(self.parameter, "_optimizer_classes", []))
+        return " and ".join(one.__name__ for one, _ in self.fused_optimizers)
+
+    def planned(self, plan: ShardingPlan) -> ParameterSharding | None:
+        """Return how a plan shards it, or None."""
+        of_module: Any = plan.get_plan_for_module(self.module) or {}
+        of_table: ParameterSharding | None = of_module.get(self.name)
+        return of_table
 
     def apply_fused_optimizer(self, optimizer_class: type[torch.optim.Optimizer], kwargs: Mapping[str, Any]) -> None:
         """Apply an optimizer in backward, if there is none yet."""
@@ -87,9 +102,3 @@ def find_tables(model: nn.Module) -> list[Table]:
 def has_tables(model: nn.Module) -> bool:
     """Whether a model has tables, sharded already or not."""
     return bool(find_tables(model) or sharded_modules(model))
-
-
-def _some(names: Iterable[str], limit: int = 5) -> str:
-    names = list(names)
-    more = f" and {len(names) - limit} more" if len(names) > limit else ""
-    return ", ".join(names[:limit]) + more

@@ -17,6 +17,7 @@ from torch import nn
 from ..distributed import gather_objects
 from ..profiling import HostSync
 from ..schedules import Schedule, WeightOwner, resolve_schedule
+from ..text import some
 from .local_group import process_group
 from .race_detector import RaceError
 from .unsharded_law import computes_what_the_unsharded_computes
@@ -226,7 +227,7 @@ def _equal(schedule: Schedule, actual: Watched, expected: Watched) -> Verdict:
             problems.append(f"the loss is {_number(mine)}, not {_number(theirs)}")
         problems += _different(actual.states.get(step, {}), expected.states.get(step, {}))
         if problems:
-            return Verdict(law, f"at step {step}: {_listed(problems)}", said)
+            return Verdict(law, f"at step {step}: {some(problems, 4)}", said)
     return Verdict(law, "", said)
 
 
@@ -285,7 +286,7 @@ def _repeatable(first: Watched, again: Watched) -> Verdict:
         if not _same(mine, theirs)
     ][:1]
     problems += [f"at the end: {name}" for name in _different(first.states[step], again.states[step])]
-    return Verdict("law 2: every run alike", _listed(problems), "two fits are the same to the bit")
+    return Verdict("law 2: every run alike", some(problems, 4), "two fits are the same to the bit")
 
 
 def _served(watched: Watched, must_overlap: bool) -> Verdict:
@@ -369,7 +370,3 @@ def _different(mine: Mapping[str, str], theirs: Mapping[str, str]) -> list[str]:
 
 def _number(loss: torch.Tensor | None) -> str:
     return "missing" if loss is None else f"{loss.mean().item():.9g}"
-
-
-def _listed(problems: Sequence[str], most: int = 4) -> str:
-    return ", ".join(problems[:most]) + (f" and {len(problems) - most} more" if len(problems) > most else "")
