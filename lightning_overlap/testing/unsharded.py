@@ -14,7 +14,6 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from torch import Tensor, nn
 from torch.distributed.optim import _apply_optimizer_in_backward  # type: ignore[attr-defined]
 from torch.distributed.tensor import DTensor
-from torchrec.distributed.embedding_types import EmbeddingComputeKernel
 from torchrec.distributed.types import Awaitable, LazyAwaitable, ShardedTensor
 from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor, KeyedTensor
 from typing_extensions import override
@@ -22,7 +21,7 @@ from typing_extensions import override
 from ..distributed import gather_objects
 from ..plugin import OverlapEmbeddingStrategy
 from ..schedules import WeightOwner
-from ..tables import owners_of, sharded_modules, spec_of, tables_of
+from ..tables import owners_of, sharded_modules, spec_of, tables_in_backward, tables_of
 from .state_digests import is_in
 
 State = Mapping[str, Tensor]
@@ -397,11 +396,8 @@ def _why_not_comparable(module: Any, unsharded: nn.Module, name: str) -> str | N
 
 def _fused_tables(module: Any) -> set[str]:
     """Return the tables of a module that the fused backward writes, as `owners_of` has it for each sharding type."""
-    if WeightOwner.FUSED_BACKWARD not in owners_of(module):
-        return set()
-    plan = tables_of(module).module_sharding_plan
-    dense = {each.sharding_type for each in plan.values() if each.compute_kernel == EmbeddingComputeKernel.DENSE.value}
-    return {table for table, each in plan.items() if each.sharding_type not in dense}
+    fused = WeightOwner.FUSED_BACKWARD in owners_of(module)
+    return set(tables_in_backward(tables_of(module))) if fused else set()
 
 
 def _is_of(key: str, tables: set[str]) -> bool:

@@ -204,13 +204,12 @@ def test_the_users_code_finds_the_tables_written(name: str, pipeline: str, polic
 
 @pytest.mark.parametrize(
     ("name", "pipeline", "policy"),
-    pairwise([*USERS], ["sparse_dist", "fused_sparse_dist"], STREAMS),
+    pairwise([name for name in USERS if name != "steps_by_hand"], ["sparse_dist", "fused_sparse_dist"], STREAMS),
 )
 def test_no_race_in_a_frozen_window(name: str, pipeline: str, policy: str) -> None:
     """Own forwards are looked up and updated on the lookup stream, too."""
     module, options = USERS[name]
-    if name != "steps_by_hand":
-        train(MIXED, pipeline, policy, module, frozen_window=True, **{"accumulate_grad_batches": 3, **options})
+    train(MIXED, pipeline, policy, module, frozen_window=True, **{"accumulate_grad_batches": 3, **options})
 
 
 class UsesAStreamOfItsOwn(Model):
