@@ -30,7 +30,7 @@ class WalksSteps(HasRun):
     for. Drives the executor of the run, and decides which of the gradients that wait an optimizer step applies.
 
     Args:
-        stash_gradients: Apply dense gradients as many steps late as the rows of the schedule are old.
+        stash_gradients: Apply dense gradients as many steps late as the staleness of the schedule.
         release_features: Warn where batches cannot give the memory of their ids back.
         copy_in_place: Take the memory of copies from the compute stream's pool.
         **kwargs: What `DDPStrategy` takes.

@@ -116,7 +116,7 @@ class OverlapEmbeddingStrategy(FailsTogether, EvaluatesAhead, WalksSteps, Starts
             the optimizer step, the k batches' updates in their order. All k lookups see the tables as of the
             step before, so only one of k waits for an update. Without it tables are updated in every batch's backward.
         stash_gradients: In a mode of staleness k, let each step of the dense optimizers apply the gradients of k steps
-            before, so that they are as old as the rows. The first k steps have none to apply; the last k steps'
+            before, so that they are as old as the embeddings. The first k steps have none to apply; the last k steps'
             gradients are applied at the end of `fit`. A checkpoint holds those that wait.
         num_lookup_threads: In a mode with a staleness, on a CPU: so many threads run the kernels of early lookups,
             overlapped with the backward, a module each; the main thread sends what they find. 0: it looks up, too.

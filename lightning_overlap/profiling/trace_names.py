@@ -45,7 +45,7 @@ _ANNOTATIONS: tuple[tuple[str, Stage, Category], ...] = (
     # Backward's collectives, before those of the forward that carry the same words.
     (r"(all2all|reducescatter|allgather|variable_batch|alltoall|reduce_scatter)\w*_bwd?\b", Stage.BACKWARD, _HOST),
     (r"alltoall_bwd_single|all2all_\w+_bwd", Stage.BACKWARD, _HOST),
-    # The lookup and the way back of the rows.
+    # The lookup, and the all-to-all of embeddings.
     (r"\[lookup\]|sparse_forward|embedding_lookup_and_pin", Stage.EMBEDDING_LOOKUP, _LOOKUP),
     (r"(sharded_module_|_)?prefetch", Stage.PREFETCH, _LOOKUP),
     (r"uvm_lookup_prefetched_rows", Stage.EMBEDDING_LOOKUP, _LOOKUP),
