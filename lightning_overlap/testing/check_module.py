@@ -25,6 +25,10 @@ from .verdict import Verdict as Verdict
 from .watched_fit import NUM_WATCHED_STEPS, Data, Delays, ModuleFactory, Setting, Watched, fit, make_trainer
 
 _SWITCHES = ("start_batch", "end_batch")
+_OF_THE_MODE = ("staleness", "defer_update", "num_lookup_threads", *_SWITCHES)
+"""Options that the reference does without: it has the same losses, or its lookups are delayed as the mode's were."""
+_WITHOUT_REFERENCE = ("frozen_window", "stash_gradients")
+"""Options that plain training, which is what the mode is compared with, has no counterpart of."""
 _SIZES = "/lightning_overlap/sparse/input_dist.py"
 """Where the one read of a step is: the sizes of what is on its way."""
 
@@ -128,13 +132,19 @@ def check_module(
     Raises:
         AssertionError: A law is broken; the message names it, the step, and the weight or module, above the report.
         TypeError: `make_module` is a module: it is sharded by the first fit, so each fit needs a new one.
-        ValueError: The data has less than two batches.
+        ValueError: The data has less than two batches, or `frozen_window` or `stash_gradients` is given.
     """
     if isinstance(make_module, nn.Module):
         raise TypeError(
             f"make_module makes a module for each fit, got a {type(make_module).__name__}: pass its class, or "
             "`lambda: MyModule(...)`."
         )
+    for name in _WITHOUT_REFERENCE:
+        if strategy_options.get(name):
+            raise ValueError(
+                f"check_module compares with plain training, which has nothing like {name}. Leave it out: the laws are "
+                "then checked of the mode without it."
+            )
     schedule = resolve_schedule(pipeline, strategy_options.get("staleness"))
     with process_group(accelerator):
         setting = Setting(
@@ -151,7 +161,7 @@ def check_module(
         again = fit(setting, pipeline, every_state=False, syncs=True)
         overlaps = schedule.has_sparse_stages
         at_least = not first.automatic or not strategy_options.keys().isdisjoint(_SWITCHES)
-        base = {name: value for name, value in strategy_options.items() if name not in ("staleness", *_SWITCHES)}
+        base = {name: value for name, value in strategy_options.items() if name not in _OF_THE_MODE}
         delays = _delays(schedule, first, as_seen=at_least) if schedule.staleness else None
         plain = fit(replace(setting, strategy_options=base), "base", delays=delays)
         race = _race(setting, pipeline) if overlaps and accelerator == "cpu" else _NOT_FOLLOWED

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+from typing import Any
 
 import pytest
 import torch
@@ -67,6 +68,17 @@ def test_modules_of_the_law_tests(two_ranks: Ranks, name: str, pipeline: str) ->
 def test_a_staleness_of_choice_and_a_switch(staleness: int) -> None:
     assert checked.check(MIXED, "async_lookup", staleness=staleness).holds
     assert checked.check(MIXED, "async_lookup", staleness=staleness, start_batch=4, end_batch=8).holds
+
+
+@pytest.mark.parametrize("options", [{"defer_update": True}, {"num_lookup_threads": 1}])
+def test_options_of_a_mode_that_plain_training_does_without(two_ranks: Ranks, options: dict[str, Any]) -> None:
+    assert all(report.holds for report in two_ranks.run(checked.check, MIXED, "semi_sync", **options))
+
+
+@pytest.mark.parametrize("option", ["frozen_window", "stash_gradients"])
+def test_options_without_a_reference_are_refused(option: str) -> None:
+    with pytest.raises(ValueError, match=f"nothing like {option}. Leave it out"):
+        check_module(lambda: Model(TABLE_WISE), [], "semi_sync", **{option: True})
 
 
 def test_the_group_that_is_there_is_used(two_ranks: Ranks) -> None:
