@@ -153,9 +153,8 @@ def per_step(config: Config) -> int:
 def our_arms(config: Config) -> dict[str, tuple[Schedule, str]]:
     """Return every mode, as `mode` on the stream that the config names and as `mode/stream` on each other one.
 
-    Where gradients are accumulated, there is `fused_sparse_dist_frozen_window`, too, which replicates no table. Those
-    that `arms` of the config asks for with an option are there by that name, too: `mode+fp16`, `mode+replicated`,
-    `mode+fp16+replicated`.
+    Where gradients are accumulated, there is `fused_sparse_dist_frozen_window`, too. Those that `arms` of the config
+    asks for with an option are there by that name, too: `mode+fp16`, `mode+replicated`, `mode+fp16+replicated`.
     """
     own: dict[str, tuple[Schedule, str]] = {}
     windows = [resolve_schedule("fused_sparse_dist", frozen=True)] if per_step(config) > 1 else []
@@ -165,8 +164,7 @@ def our_arms(config: Config) -> dict[str, tuple[Schedule, str]]:
         if lookup is not None and lookup.offset > 0:
             others = (stream for stream in STREAMS if stream != config["stream"]["name"])
             own |= {f"{name}/{stream}": (schedule, stream) for stream in others}
-    more = {name: own[name.partition("+")[0]] for name in _with_options(config, own)}
-    return own | {name: arm for name, arm in more.items() if not (is_replicated(name) and arm[0].accumulating)}
+    return own | {name: own[name.partition("+")[0]] for name in _with_options(config, own)}
 
 
 def peer_arms(config: Config) -> list[str]:

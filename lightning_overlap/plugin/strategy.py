@@ -105,8 +105,7 @@ class OverlapEmbeddingStrategy(FailsTogether, EvaluatesAhead, WalksSteps, Starts
         replicate_tables: Tables that every rank holds whole, since their gradients are fewer bytes than their
             embeddings; their fused optimizer updates them in the backward, alike on all ranks. None: of the tables
             without a sharding type of the user's those with fewer rows than a rank's batch, where `batch_size` of the
-            data module or the module tells it; a number: those with fewer rows; names: these; False, and always with
-            `frozen_window`: none.
+            data module or the module tells it; a number: those with fewer rows; names: these; False: none.
         staleness: Of `pipeline="async_lookup"`: how many updates, in batches, a lookup does not see; from 1 on.
         defer_update: In a mode with a staleness, overlap the all-to-all of gradients with the optimizer step and
             the next forward, and update the tables then; the staleness stays what it is. An evaluation, a checkpoint
@@ -189,7 +188,8 @@ class OverlapEmbeddingStrategy(FailsTogether, EvaluatesAhead, WalksSteps, Starts
         self.sharding = check_sharding_types(sharding)
         self.fused_optimizer = fused_optimizer
         self.quantized_comms = resolve_quantized_comms(quantized_comms)
-        self.replicate_tables = check_replicate_tables(replicate_tables, holds_updates=self._holds_updates)
+        check_replicate_tables(replicate_tables)
+        self.replicate_tables = replicate_tables
         self._observer = observer
         self._calm_libraries = calm_libraries
         self._warned: set[tuple[str, str | None]] = set()

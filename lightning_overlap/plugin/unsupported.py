@@ -13,7 +13,7 @@ from lightning.pytorch.strategies import DDPStrategy
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from ..tables import find_tables, replica_kernels, sharded_modules, why_never_held
+from ..tables import find_tables, sharded_modules, why_never_held
 from ..text import unknown_name_message
 from . import fit_loop
 
@@ -134,14 +134,8 @@ def refuse_held_updates(module: LightningModule) -> None:
             "automatic optimization with Trainer(accumulate_grad_batches=...)."
         )
     for name, sharded in sharded_modules(module).items():
-        reason = why_never_held(sharded) or _why_replicated(sharded)
+        reason = why_never_held(sharded)
         if reason is not None:
             raise ValueError(
                 f"frozen_window=True: the tables of {name!r} cannot wait for the optimizer step: {reason}."
             )
-
-
-def _why_replicated(sharded: nn.Module) -> str | None:
-    if not replica_kernels(sharded):
-        return None
-    return "some of them are replicated, and updated in every backward. Make the module anew, for this strategy"

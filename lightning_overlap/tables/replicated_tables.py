@@ -33,32 +33,23 @@ _RATE_NAMES = ("lr", "learning_rate")
 _KERNEL_EPS: float = inspect.signature(SplitTableBatchedEmbeddingBagsCodegen.__init__).parameters["eps"].default
 
 
-def check_replicate_tables(replicate: ReplicateTables, *, holds_updates: bool = False) -> ReplicateTables:
-    """Check the argument as far as it can be without a model, and return what it means for a run.
-
-    Args:
-        replicate: The user's argument.
-        holds_updates: Whether updates come with the optimizer step: those of replicas cannot, so there are none then.
+def check_replicate_tables(replicate: ReplicateTables) -> None:
+    """Check the argument as far as it can be without a model.
 
     Raises:
         TypeError: Neither a number of rows, nor names, nor None or False.
-        ValueError: A negative number of rows, or tables to replicate though updates come with the optimizer step.
+        ValueError: A negative number of rows.
     """
     is_names = isinstance(replicate, Sequence) and not isinstance(replicate, str)
-    is_names = is_names and all(isinstance(name, str) for name in replicate)  # type: ignore[union-attr]
-    if not is_names and (replicate is True or not (replicate is None or isinstance(replicate, int))):
+    if is_names and all(isinstance(name, str) for name in replicate):  # type: ignore[union-attr]
+        return
+    if replicate is True or not (replicate is None or isinstance(replicate, int)):
         raise TypeError(
             "replicate_tables is None (tables with fewer rows than a rank's batch), False, a number of rows, or names "
             f"of tables, got {replicate!r}."
         )
     if isinstance(replicate, int) and replicate < 0:
         raise ValueError(f"replicate_tables is a number of rows, got {replicate}. False replicates no table.")
-    if holds_updates and replicate:
-        raise ValueError(
-            f"replicate_tables={replicate!r}: replicas are updated in every backward, and with frozen_window=True "
-            "tables are updated with the optimizer step. Leave one of them out."
-        )
-    return False if holds_updates else replicate
 
 
 def names_given(replicate: ReplicateTables) -> frozenset[str]:

@@ -146,17 +146,6 @@ def replicated_in(
     return sorted(name for plan in plans for name, one in plan.items() if one.sharding_type == "data_parallel")
 
 
-def fit_again_frozen(case: Case) -> str:
-    """Return what the user reads who trains a module with replicas on, with a frozen window."""
-    model = Model(case)
-    make_trainer(strategy_of(case, "fused_sparse_dist")).fit(model, datamodule=Batches(case, 2))
-    try:
-        make_trainer(OverlapEmbeddingStrategy(frozen_window=True)).fit(model, datamodule=Batches(case, 2))
-    except ValueError as err:
-        return str(err)
-    return ""
-
-
 def groups_of(case: Case, replicated: Any) -> list[tuple[str, float]]:
     """Return name and rate of each fused group of a combined optimizer."""
     model = Model(case)

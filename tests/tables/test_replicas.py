@@ -220,13 +220,6 @@ def test_what_cannot_be_replicated_is_refused_by_name(
         assert all(word in said for word in words), said
 
 
-def test_a_frozen_window_replicates_nothing(two_ranks: Ranks) -> None:
-    """A replica is updated in every backward, and a table of a window with the optimizer step."""
-    assert two_ranks.run(replicas.replicated_in, SGD, None, 1000, frozen_window=True) == [[], []]
-    for said in two_ranks.run(replicas.fit_again_frozen, case_of("sgd")):
-        assert all(word in said for word in ("frozen_window", "'ebc'", "replicated")), said
-
-
 def test_batch_sizes_that_vary_are_refused(two_ranks: Ranks) -> None:
     with pytest.raises(RankError, match="replicate_tables=False"):
         two_ranks.run(replicas.check_unsharded, "variable_batch", "base")
@@ -236,12 +229,6 @@ def test_batch_sizes_that_vary_are_refused(two_ranks: Ranks) -> None:
 def test_arguments(given: Any, error: type[Exception]) -> None:
     with pytest.raises(error, match="replicate_tables"):
         OverlapEmbeddingStrategy(replicate_tables=given)
-
-
-@pytest.mark.parametrize("given", [["s0"], 100])
-def test_replicas_are_refused_with_a_frozen_window(given: Any) -> None:
-    with pytest.raises(ValueError, match=r"replicate_tables.*frozen_window"):
-        OverlapEmbeddingStrategy(replicate_tables=given, frozen_window=True)
 
 
 # -- law 10 -----------------------------------------------------------------------------------------------------------
