@@ -105,6 +105,7 @@ class SparsePipeline:
     def detach(self) -> None:
         """Give every module the forward back that it had before."""
         self._forwards.detach()
+        self.drop_replica_updates()
         self.answers.abandon()
         self.order.reset()
         if self._threads is not None:
@@ -329,6 +330,14 @@ class SparsePipeline:
         """Wait for the gradients of a batch, leave the tables as they are, and take its lookups back."""
         self._updates.drop(inflight)
         self.count_lookups(inflight, -1)
+
+    def update_replicas(self) -> None:
+        """Make the updates of replicated tables that have waited for an optimizer step."""
+        self._updates.update_replicas()
+
+    def drop_replica_updates(self) -> None:
+        """Leave them out: the step is not going to come."""
+        self._updates.drop_replica_updates()
 
     # -- what is not used after all -----------------------------------------------------------------------------
 

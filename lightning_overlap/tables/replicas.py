@@ -134,13 +134,15 @@ class ReplicaKernel(DenseTableBatchedEmbeddingBagsCodegen):  # type: ignore[misc
 
     Every call has a leaf of its own, in the place of the kernel's parameter, so that two calls in a step are two
     updates, as in a fused kernel. The sum over the ranks starts where the gradient is there, and is waited for at the
-    end of the backward, when all others that travel are under way too. Nobody counts its writes of the tables, as
-    nobody counts those of FBGEMM's kernels.
+    end of the backward, when all others that travel are under way too; or, where updates wait for an optimizer step,
+    right before these. Nobody counts its writes of the tables, as nobody counts those of FBGEMM's kernels.
     """
 
     optimizers: list[ReplicaOptimizer]
     group: dist.ProcessGroup
     set_rates: Callable[[], None] | None
+    held: list[tuple[Tensor, Any]] | None
+    """Sums whose update waits for an optimizer step, each with its all-reduce; None: no update waits."""
 
     @override
     def forward(self, *args: Any, **kwargs: Any) -> Tensor:
@@ -180,11 +182,25 @@ class ReplicaKernel(DenseTableBatchedEmbeddingBagsCodegen):  # type: ignore[misc
         if get_gradient_division():
             gradient.div_(self.group.size())
         work = dist.all_reduce(gradient, group=self.group, async_op=True)
+        if self.held is not None:
+            self.held.append((gradient, work))
+            return
         torch.autograd.Variable._execution_engine.queue_callback(partial(self._update, gradient, work))
+
+    def update_held(self) -> None:
+        """Make the updates that have waited for an optimizer step, in their order, on the current stream."""
+        held, self.held = self.held or [], [] if self.held is not None else None
+        for gradient, work in held:
+            self._update(gradient, work)
+
+    def drop_held(self) -> None:
+        """Leave out the updates that wait for an optimizer step, which is not going to come."""
+        if self.held is not None:
+            self.held = []
 
     @torch.no_grad()
     def _update(self, gradient: Tensor, work: Any) -> None:
-        """Update the tables at the end of a backward, on the stream of its caller."""
+        """Update the tables, on the current stream: at the end of a backward on that of its caller."""
         work.wait()
         if gradient.is_cuda:
             gradient.record_stream(torch.cuda.current_stream())  # it comes from the pool of the lookup's stream
@@ -218,7 +234,7 @@ def make_replicas(model: nn.Module, rules: Mapping[str, Rule]) -> None:
                 kernel = part.emb_module
                 assert isinstance(kernel, DenseTableBatchedEmbeddingBagsCodegen)
                 kernel.__class__ = ReplicaKernel
-                kernel.group, kernel.set_rates = module._env.process_group, None
+                kernel.group, kernel.set_rates, kernel.held = module._env.process_group, None, None
                 kernel.optimizers = [
                     _optimizer(kernel, rule, [weights[t] if of_module[t] == rule else None for t in tables], parameters)
                     for rule in dict.fromkeys(of_module[table] for table in tables)
@@ -285,12 +301,13 @@ def replica_kernels(module: Any) -> list[ReplicaKernel]:
     return [part for lookup in lookups for part in lookup.modules() if isinstance(part, ReplicaKernel)]
 
 
-def follow_rates(model: nn.Module, set_rates: Callable[[], None] | None) -> None:
-    """Have replicas updated at the rates of their backward.
+def train_replicas(model: nn.Module, set_rates: Callable[[], None] | None, *, holds_updates: bool = False) -> None:
+    """Have replicas updated at the rates of the time of their update.
 
     Args:
         model: The sharded model.
         set_rates: Gives optimizers the rates that the schedule has now; None where nothing moves them.
+        holds_updates: Whether updates wait for `update_held`, after an optimizer step, or are made in the backward.
     """
     for kernel in replica_kernels(model):
-        kernel.set_rates = set_rates
+        kernel.set_rates, kernel.held = set_rates, [] if holds_updates else None

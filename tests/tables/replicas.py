@@ -8,8 +8,10 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
+from lightning.pytorch import Callback, Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
 from torch import Tensor
+from torch.distributed.optim import _apply_optimizer_in_backward
 from torchrec.optim import RowWiseAdagrad
 
 from lightning_overlap import MODES, OverlapEmbeddingStrategy, combined_optimizer
@@ -19,8 +21,9 @@ from lightning_overlap.testing.unsharded_law import computes_what_the_unsharded_
 from lightning_overlap.testing.watched_fit import Setting
 
 from ..laws.unsharded import KINDS, OneModule, make_batches
+from ..laws.windows import Data, MakesInput
 from ..sparse.update_rates import Scheduled, factor
-from ..support.cases import Batch, Batches, ByHand, Case, Model, TableSpec, dense_optimizer
+from ..support.cases import NUM_STEPS, Batch, Batches, ByHand, Case, Model, TableSpec, dense_optimizer
 from ..support.fits import make_trainer
 from ..support.reference import Delayed, Result, collect, train, train_delayed
 
@@ -75,7 +78,9 @@ class Frozen(Model):
         return super().training_step(batch, batch_idx)
 
 
-MODELS: Mapping[str, type[Model]] = {cls.__name__: cls for cls in (Model, Scheduled, TwoBackwards, TwoCalls, Frozen)}
+MODELS: Mapping[str, type[Model]] = {
+    cls.__name__: cls for cls in (Model, Scheduled, TwoBackwards, TwoCalls, Frozen, MakesInput)
+}
 
 
 def strategy_of(case: Case, pipeline: str, replicated: Any = SMALL, **options: Any) -> OverlapEmbeddingStrategy:
@@ -87,9 +92,19 @@ def fit(
     case: Case, pipeline: str, model_class: str = "Model", options: dict[str, Any] | None = None, **kwargs: Any
 ) -> Result:
     model = MODELS[model_class](case)
-    trainer = make_trainer(strategy_of(case, pipeline, **(options or {})), **kwargs)
-    trainer.fit(model, datamodule=Batches(case))
+    trainer = make_trainer(strategy_of(case, pipeline, **(options or {})), **{"limit_val_batches": 0, **kwargs})
+    trainer.fit(model, datamodule=Data(case, NUM_STEPS))
     return collect(model, trainer.optimizers[0], model.losses)
+
+
+class Stop(Callback):
+    """Ends training after so many batches."""
+
+    def __init__(self, num_batches: int) -> None:
+        self.num_batches = num_batches
+
+    def on_train_batch_end(self, trainer: Trainer, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        trainer.should_stop = batch_idx + 1 == self.num_batches
 
 
 def reference(case: Case, staleness: int = 0, *, scheduled: bool = False) -> Result:
@@ -155,6 +170,23 @@ def replicated_in(
         return str(err)
     plans = [module.module_sharding_plan for module in sharded_modules(model).values()]
     return sorted(name for plan in plans for name, one in plan.items() if one.sharding_type == "data_parallel")
+
+
+def replicated_of_one_name(of_second: Any, replicated: Any) -> list[str] | str:
+    """Return what is replicated where two modules have a table `s0` each, or what the user reads."""
+    tables = (TableSpec("s0", ("f0",)), TableSpec("s1", ("f1",)), TableSpec("s0", ("f2",), collection="second"))
+    case = Case("of_one_name", tables)
+    model = Model(case, fused_optimizer=False)
+    for name, (cls, kwargs) in {"ebc": OPTIMIZERS["sgd"], "second": of_second}.items():
+        _apply_optimizer_in_backward(cls, getattr(model, name).parameters(), dict(kwargs))
+    try:
+        trainer = make_trainer(OverlapEmbeddingStrategy(replicate_tables=replicated))
+        trainer.fit(model, datamodule=WithBatchSize(case, 1000))
+    except ValueError as err:
+        return str(err)
+    plans = {name: module.module_sharding_plan for name, module in sharded_modules(model).items()}
+    whole = [(path, name) for path, plan in plans.items() for name, one in plan.items() if one.sharding_spec is None]
+    return sorted(f"{path}.{name}" for path, name in whole)
 
 
 def groups_of(case: Case, replicated: Any) -> list[tuple[str, float]]:
