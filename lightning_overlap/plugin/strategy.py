@@ -45,6 +45,7 @@ from ..tables import (
     check_fused_optimizer,
     check_replicate_tables,
     check_sharding_types,
+    follow_rates,
     has_model_parallel_tables,
     has_tables,
     leave_shards_behind,
@@ -53,7 +54,6 @@ from ..tables import (
     shard_tables,
     sharded_modules,
     sharded_state_names,
-    train_replicas,
 )
 from ..tracking import TouchedRows
 from . import checkpoint_links, evaluation_loops, first_words, fit_loop, shortcuts, sigterm
@@ -243,7 +243,7 @@ class OverlapEmbeddingStrategy(FailsTogether, EvaluatesAhead, WalksSteps, Starts
         if fitting:
             if self._holds_updates:
                 refuse_held_updates(self.lightning_module)
-            train_replicas(self.lightning_module, rate_setter(self.optimizers), holds_updates=self._holds_updates)
+            follow_rates(self.lightning_module, rate_setter(self.optimizers))
             sparse = self._make_pipeline(self.schedule, "training_step")
             self._run.train_with(sparse)
             if self.quantized_comms is not None and self._consensus is not None:

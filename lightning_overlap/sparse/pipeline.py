@@ -101,11 +101,12 @@ class SparsePipeline:
     def attach(self) -> None:
         """Stand in for the modules' forwards, an evaluation's before those of training."""
         self._forwards.attach(self.answers.answer)
+        self._updates.hold_replicas()
 
     def detach(self) -> None:
         """Give every module the forward back that it had before."""
         self._forwards.detach()
-        self.drop_replica_updates()
+        self._updates.release_replicas()
         self.answers.abandon()
         self.order.reset()
         if self._threads is not None:
@@ -337,7 +338,7 @@ class SparsePipeline:
 
     def drop_replica_updates(self) -> None:
         """Leave them out: the step is not going to come."""
-        self._updates.drop_replica_updates()
+        self._updates.hold_replicas()
 
     # -- what is not used after all -----------------------------------------------------------------------------
 

@@ -125,10 +125,15 @@ class TableUpdates:
         for kernel in self._holding_replicas:
             kernel.update_held()
 
-    def drop_replica_updates(self) -> None:
-        """Leave them out: the step is not going to come."""
+    def hold_replicas(self) -> None:
+        """Let the updates of replicated tables wait from now on, where others do; those that wait are left out."""
         for kernel in self._holding_replicas:
-            kernel.drop_held()
+            kernel.hold()
+
+    def release_replicas(self) -> None:
+        """Let each backward make its own again."""
+        for kernel in self._holding_replicas:
+            kernel.release()
 
     def make_before_forward(self, name: str) -> None:
         """Make the updates that a module's own forward is to see: all that wait for no optimizer step."""

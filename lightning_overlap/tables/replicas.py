@@ -187,16 +187,20 @@ class ReplicaKernel(DenseTableBatchedEmbeddingBagsCodegen):  # type: ignore[misc
             return
         torch.autograd.Variable._execution_engine.queue_callback(partial(self._update, gradient, work))
 
+    def hold(self) -> None:
+        """Let updates wait for `update_held` from now on; those that wait already are left out."""
+        self.held = []
+
     def update_held(self) -> None:
         """Make the updates that have waited for an optimizer step, in their order, on the current stream."""
-        held, self.held = self.held or [], [] if self.held is not None else None
-        for gradient, work in held:
-            self._update(gradient, work)
+        if self.held:
+            held, self.held = self.held, []
+            for gradient, work in held:
+                self._update(gradient, work)
 
-    def drop_held(self) -> None:
-        """Leave out the updates that wait for an optimizer step, which is not going to come."""
-        if self.held is not None:
-            self.held = []
+    def release(self) -> None:
+        """Let each backward make its update again; those that wait are left out."""
+        self.held = None
 
     @torch.no_grad()
     def _update(self, gradient: Tensor, work: Any) -> None:
@@ -301,13 +305,12 @@ def replica_kernels(module: Any) -> list[ReplicaKernel]:
     return [part for lookup in lookups for part in lookup.modules() if isinstance(part, ReplicaKernel)]
 
 
-def train_replicas(model: nn.Module, set_rates: Callable[[], None] | None, *, holds_updates: bool = False) -> None:
+def follow_rates(model: nn.Module, set_rates: Callable[[], None] | None) -> None:
     """Have replicas updated at the rates of the time of their update.
 
     Args:
         model: The sharded model.
         set_rates: Gives optimizers the rates that the schedule has now; None where nothing moves them.
-        holds_updates: Whether updates wait for `update_held`, after an optimizer step, or are made in the backward.
     """
     for kernel in replica_kernels(model):
-        kernel.set_rates, kernel.held = set_rates, [] if holds_updates else None
+        kernel.set_rates = set_rates

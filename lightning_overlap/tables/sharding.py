@@ -146,7 +146,9 @@ def _refuse_other_codecs(model: nn.Module, comms: QCommsConfig | None) -> None:
     for name, module in sharded_modules(model).items():
         own = getattr(module, "quantized_comms", None)
         if own != comms:
-            to_give = "codecs to the sharder that made it" if own is None else f"strategy the same codecs ({own!r})"
+            to_give = "codecs to the sharder that made it"
+            if own is not None:
+                to_give = f"strategy the same ({own.forward_precision} and, for gradients, {own.backward_precision})"
             raise ValueError(
                 f"quantized_comms: {name} is sharded already, and goes on sending what it was sharded with. Give the "
                 f"{to_give}, or make the module anew for this strategy."

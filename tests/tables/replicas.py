@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from lightning.pytorch import Callback, Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
 from torch import Tensor
@@ -23,7 +24,7 @@ from lightning_overlap.testing.watched_fit import Setting
 from ..laws.unsharded import KINDS, OneModule, make_batches
 from ..laws.windows import Data, MakesInput
 from ..sparse.update_rates import Scheduled, factor
-from ..support.cases import NUM_STEPS, Batch, Batches, ByHand, Case, Model, TableSpec, dense_optimizer
+from ..support.cases import NUM_STEPS, Batch, Batches, ByHand, Case, Model, TableSpec, dense_optimizer, make_batch
 from ..support.fits import make_trainer
 from ..support.reference import Delayed, Result, collect, train, train_delayed
 
@@ -105,6 +106,18 @@ class Stop(Callback):
 
     def on_train_batch_end(self, trainer: Trainer, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
         trainer.should_stop = batch_idx + 1 == self.num_batches
+
+
+def stopped_in_a_window(case: Case, k: int, stop: int) -> tuple[Result, list[str]]:
+    """End a fit with a frozen window after a batch; return what is left, and the tables that a backward then moves."""
+    model = Model(case)
+    strategy = strategy_of(case, "fused_sparse_dist", frozen_window=True)
+    trainer = make_trainer(strategy, accumulate_grad_batches=k, callbacks=[Stop(stop)])
+    trainer.fit(model, datamodule=Batches(case))
+    left = collect(model, trainer.optimizers[0], model.losses)
+    model(make_batch(case, 0, dist.get_rank())).backward()
+    after = collect(model, trainer.optimizers[0], model.losses).tables
+    return left, [name for name, weight in after.items() if not torch.equal(weight, left.tables[name])]
 
 
 def reference(case: Case, staleness: int = 0, *, scheduled: bool = False) -> Result:
