@@ -16,7 +16,7 @@ from torch.distributed.optim import _apply_optimizer_in_backward
 from torchrec.optim import RowWiseAdagrad
 
 from lightning_overlap import MODES, OverlapEmbeddingStrategy, combined_optimizer
-from lightning_overlap.tables import sharded_modules
+from lightning_overlap.tables import sharded_modules, table_lines
 from lightning_overlap.testing.local_group import process_group
 from lightning_overlap.testing.unsharded_law import computes_what_the_unsharded_computes
 from lightning_overlap.testing.watched_fit import Setting
@@ -208,6 +208,14 @@ def groups_of(case: Case, replicated: Any) -> list[tuple[str, float]]:
     make_trainer(strategy_of(case, "base", replicated)).fit(model, datamodule=Batches(case, 2))
     combined = combined_optimizer(model, dense_optimizer(model))
     return [(group["name"], group["lr"]) for group in combined.fused_groups]
+
+
+def lines_of(case: Case) -> list[str]:
+    """Return what the log says of the tables as a fit begins."""
+    model = Model(case)
+    trainer = make_trainer(strategy_of(case, "base"))
+    trainer.fit(model, datamodule=Batches(case, 2))
+    return table_lines(model, trainer.optimizers, scheduled=False, moved=False)
 
 
 # -- law 10 -----------------------------------------------------------------------------------------------------------

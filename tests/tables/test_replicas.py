@@ -89,6 +89,15 @@ def test_a_combined_optimizer_shows_the_rates_of_replicas(two_ranks: Ranks) -> N
     )
 
 
+def test_the_log_says_what_trains_them(two_ranks: Ranks) -> None:
+    expected = [
+        "ebc: t0, t1: table_wise, trained by SGD in the backward, lr 2",
+        "ebc: s0, s1: data_parallel, trained by SGD in the backward, lr 2",
+        "ebc: s2: data_parallel, trained by SGD in the backward, lr 0.7",
+    ]
+    assert two_ranks.run(replicas.lines_of, case_of("sgd")) == [expected] * 2
+
+
 @pytest.mark.parametrize(
     ("model", "optimizer", "kwargs"),
     [
