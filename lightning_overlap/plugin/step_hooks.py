@@ -126,7 +126,7 @@ class WalksSteps(HasRun):
         super().pre_backward(closure_loss)
         self._stage_done(Stage.DENSE_FORWARD)
         executor = self._executor
-        if executor is not None and executor.hooks_read_tables and closure_loss.requires_grad:
+        if executor is not None and closure_loss.requires_grad and executor.hooks_read_tables():
             # on_after_backward comes before this strategy's post_backward.
             engine, order = torch.autograd.Variable._execution_engine, executor.wait_for_lookups
             closure_loss.register_hook(lambda _: engine.queue_callback(order))
@@ -224,20 +224,26 @@ def _moves_batches(module: LightningModule) -> bool:
 
 def _has_own_hook(module: LightningModule, hook: str) -> bool:
     """Whether the user has a hook of this name, in the module or the data module."""
-    own = getattr(type(module), hook) is not getattr(LightningModule, hook)
     datamodule = module.trainer.datamodule  # type: ignore[attr-defined]
-    return own or (datamodule is not None and getattr(type(datamodule), hook) is not getattr(LightningDataModule, hook))
+    return _is_own(module, hook, LightningModule) or (
+        datamodule is not None and _is_own(datamodule, hook, LightningDataModule)
+    )
+
+
+def _is_own(owner: Any, hook: str, base: type) -> bool:
+    """Whether a hook is another than that of Lightning's class, in the class of its owner or in the object."""
+    return getattr(getattr(owner, hook), "__func__", None) is not getattr(base, hook)
 
 
 _BETWEEN_BACKWARD_AND_STEP = ("on_after_backward", "on_before_optimizer_step")
 
 
 def runs_between_backward_and_step(trainer: Trainer) -> bool:
-    """Whether something of the user's runs there, which may read tables."""
+    """Whether something of the user's runs there now, which may read tables."""
     module, callbacks = trainer.lightning_module, trainer.callbacks  # type: ignore[attr-defined]
     hooks = (*_BETWEEN_BACKWARD_AND_STEP, "optimizer_step", "configure_gradient_clipping")
-    return any(getattr(type(module), hook) is not getattr(LightningModule, hook) for hook in hooks) or any(
-        getattr(type(callback), hook) is not getattr(Callback, hook)
+    return any(_is_own(module, hook, LightningModule) for hook in hooks) or any(
+        _is_own(callback, hook, Callback)
         for callback in callbacks
         if getattr(callback, "reads_tables", True)  # what watches a run must not change its order
         for hook in _BETWEEN_BACKWARD_AND_STEP

@@ -373,7 +373,7 @@ class OverlapEmbeddingStrategy(FailsTogether, EvaluatesAhead, WalksSteps, Starts
             rank=self.global_rank,
             num_before=partial(fit_loop.num_trained, self._run.trainer),
             any_rank=self.any_rank,
-            hooks_read_tables=runs_between_backward_and_step(self._run.trainer),
+            hooks_read_tables=partial(runs_between_backward_and_step, self._run.trainer),
             accumulates=partial(fit_loop.accumulates, self._run.trainer),
         )
 

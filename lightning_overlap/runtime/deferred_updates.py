@@ -56,6 +56,8 @@ class DeferredUpdates:
         """Say that the optimizer step of a batch has ended: no update up to it waits any longer."""
         self.num_stepped = index + 1
         self._order.num_due = float("inf")
+        if self._sparse is not None:
+            self._sparse.update_replicas()  # at once: what the dense optimizer writes is looked up next, these with it
 
     @property
     def held(self) -> list[InFlightBatch]:
@@ -68,6 +70,8 @@ class DeferredUpdates:
             assert self._sparse is not None
             del self._to_update[inflight.index]
             self._sparse.drop_update(inflight)
+        if self._sparse is not None:
+            self._sparse.drop_replica_updates()
 
     def make_for_second_forward(self, inflight: InFlightBatch) -> None:
         """Make all updates: a second forward of a batch sees what the first one's backward did.
@@ -83,6 +87,8 @@ class DeferredUpdates:
         held_from, self._order.num_due = self._order.num_due, float("inf")
         self.make_all()
         self._order.num_due = held_from
+        if self._sparse is not None:
+            self._sparse.update_replicas()
 
     # -- updates that wait for a place in the schedule ------------------------------------------------------------
 

@@ -53,7 +53,7 @@ class Executor:
         rank: Named in errors.
         num_before: Tells how many batches the training has had before the one that comes next.
         any_rank: Asks all ranks whether one of them says so, on the host; all of them wait for the answer.
-        hooks_read_tables: Whether something of the user's runs between the backward and the end of the step.
+        hooks_read_tables: Whether something of the user's runs between this step's backward and its end.
         accumulates: Whether the optimizer step of the batch whose forward begins comes with a later one.
     """
 
@@ -70,7 +70,7 @@ class Executor:
         rank: int = 0,
         num_before: Callable[[], int] = lambda: 0,
         any_rank: Callable[[bool], bool] = bool,
-        hooks_read_tables: bool = False,
+        hooks_read_tables: Callable[[], bool] = bool,
         accumulates: Callable[[], bool] = lambda: False,
     ) -> None:
         self._schedules = schedule
@@ -81,7 +81,7 @@ class Executor:
         self._sparse = sparse if schedule.at(self._first_batch).has_sparse_stages else None
         self.order = self._order = order
         self._streams = order.streams
-        self.hooks_read_tables = hooks_read_tables
+        self.hooks_read_tables = hooks_read_tables if order.streams.is_async else bool
         self._observe, self._rank = observer or observe_nothing, rank
         self._trainer_stage = TrainerStage()
         self._end = EndOfData(source, consensus, rank, schedule.depth)

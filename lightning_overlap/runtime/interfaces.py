@@ -121,6 +121,12 @@ class SparseStages(Protocol):
     def drop_update(self, inflight: InFlightBatch) -> None:
         """Wait for the gradients of a batch, leave the tables as they are, and take its lookups back."""
 
+    def update_replicas(self) -> None:
+        """Make the updates of replicated tables that have waited for an optimizer step."""
+
+    def drop_replica_updates(self) -> None:
+        """Leave them out: the step is not going to come."""
+
     def is_overwritten(self, batches: Iterable[InFlightBatch]) -> bool:
         """Whether somebody has written tables of this rank after they were looked up for one of these batches."""
 

@@ -101,10 +101,12 @@ class SparsePipeline:
     def attach(self) -> None:
         """Stand in for the modules' forwards, an evaluation's before those of training."""
         self._forwards.attach(self.answers.answer)
+        self._updates.hold_replicas()
 
     def detach(self) -> None:
         """Give every module the forward back that it had before."""
         self._forwards.detach()
+        self._updates.release_replicas()
         self.answers.abandon()
         self.order.reset()
         if self._threads is not None:
@@ -320,6 +322,14 @@ class SparsePipeline:
         """Wait for the gradients of a batch, leave the tables as they are, and take its lookups back."""
         self._updates.drop(inflight)
         self.count_lookups(inflight, -1)
+
+    def update_replicas(self) -> None:
+        """Make the updates of replicated tables that have waited for an optimizer step."""
+        self._updates.update_replicas()
+
+    def drop_replica_updates(self) -> None:
+        """Leave them out: the step is not going to come."""
+        self._updates.hold_replicas()
 
     # -- what is not used after all -----------------------------------------------------------------------------
 

@@ -13,7 +13,7 @@ from torch.utils.hooks import RemovableHandle
 
 from ..runtime import InFlightBatch, LookupOrder
 from ..schedules import Stage, WeightOwner
-from ..tables import SetRates, owners_of_parts
+from ..tables import SetRates, owners_of_parts, replica_kernels
 from .deferred_update import before_gradients
 from .module_context import ModuleContext
 from .options import SparseOptions
@@ -39,6 +39,9 @@ class TableUpdates:
         self._multi_node = options.multi_node
         self._fills_waits = fills_waits
         self._hooks: list[RemovableHandle] = []
+        # An evaluation in the middle of a window has the same kernels, and leaves what they hold alone.
+        holding = [pipelined.module for pipelined in forwards.values()] if options.holds_updates else []
+        self._holding_replicas = [kernel for module in holding for kernel in replica_kernels(module)]
 
     # -- within a backward ------------------------------------------------------------------------------------------
 
@@ -107,6 +110,21 @@ class TableUpdates:
         """Wait for the gradients of a batch and leave the tables as they are."""
         for state in inflight.modules.values():
             state.deferred.drop()
+
+    def update_replicas(self) -> None:
+        """Make the updates of replicated tables that have waited for an optimizer step."""
+        for kernel in self._holding_replicas:
+            kernel.update_held()
+
+    def hold_replicas(self) -> None:
+        """Let the updates of replicated tables wait from now on, where others do; those that wait are left out."""
+        for kernel in self._holding_replicas:
+            kernel.hold()
+
+    def release_replicas(self) -> None:
+        """Let each backward make its own again."""
+        for kernel in self._holding_replicas:
+            kernel.release()
 
     def make_before_forward(self, name: str) -> None:
         """Make the updates that a module's own forward is to see: all that wait for no optimizer step."""

@@ -22,6 +22,7 @@ from .quantized_comms import codecs_of as codecs_of
 from .quantized_comms import compression as compression
 from .quantized_comms import resolve_quantized_comms as resolve_quantized_comms
 from .replicas import follow_rates as follow_rates
+from .replicas import replica_kernels as replica_kernels
 from .replicated_tables import ReplicateTables as ReplicateTables
 from .replicated_tables import check_replicate_tables as check_replicate_tables
 from .sharded_module import SetRates as SetRates

@@ -134,13 +134,15 @@ class ReplicaKernel(DenseTableBatchedEmbeddingBagsCodegen):  # type: ignore[misc
 
     Every call has a leaf of its own, in the place of the kernel's parameter, so that two calls in a step are two
     updates, as in a fused kernel. The sum over the ranks starts where the gradient is there, and is waited for at the
-    end of the backward, when all others that travel are under way too. Nobody counts its writes of the tables, as
-    nobody counts those of FBGEMM's kernels.
+    end of the backward, when all others that travel are under way too; or, where updates wait for an optimizer step,
+    right before these. Nobody counts its writes of the tables, as nobody counts those of FBGEMM's kernels.
     """
 
     optimizers: list[ReplicaOptimizer]
     group: dist.ProcessGroup
     set_rates: Callable[[], None] | None
+    held: list[tuple[Tensor, Any]] | None
+    """Sums whose update waits for an optimizer step, each with its all-reduce; None: no update waits."""
 
     @override
     def forward(self, *args: Any, **kwargs: Any) -> Tensor:
@@ -180,11 +182,29 @@ class ReplicaKernel(DenseTableBatchedEmbeddingBagsCodegen):  # type: ignore[misc
         if get_gradient_division():
             gradient.div_(self.group.size())
         work = dist.all_reduce(gradient, group=self.group, async_op=True)
+        if self.held is not None:
+            self.held.append((gradient, work))
+            return
         torch.autograd.Variable._execution_engine.queue_callback(partial(self._update, gradient, work))
+
+    def hold(self) -> None:
+        """Let updates wait for `update_held` from now on; those that wait already are left out."""
+        self.held = []
+
+    def update_held(self) -> None:
+        """Make the updates that have waited for an optimizer step, in their order, on the current stream."""
+        if self.held:
+            held, self.held = self.held, []
+            for gradient, work in held:
+                self._update(gradient, work)
+
+    def release(self) -> None:
+        """Let each backward make its update again; those that wait are left out."""
+        self.held = None
 
     @torch.no_grad()
     def _update(self, gradient: Tensor, work: Any) -> None:
-        """Update the tables at the end of a backward, on the stream of its caller."""
+        """Update the tables, on the current stream: at the end of a backward on that of its caller."""
         work.wait()
         if gradient.is_cuda:
             gradient.record_stream(torch.cuda.current_stream())  # it comes from the pool of the lookup's stream
@@ -218,7 +238,7 @@ def make_replicas(model: nn.Module, rules: Mapping[str, Rule]) -> None:
                 kernel = part.emb_module
                 assert isinstance(kernel, DenseTableBatchedEmbeddingBagsCodegen)
                 kernel.__class__ = ReplicaKernel
-                kernel.group, kernel.set_rates = module._env.process_group, None
+                kernel.group, kernel.set_rates, kernel.held = module._env.process_group, None, None
                 kernel.optimizers = [
                     _optimizer(kernel, rule, [weights[t] if of_module[t] == rule else None for t in tables], parameters)
                     for rule in dict.fromkeys(of_module[table] for table in tables)
@@ -286,7 +306,7 @@ def replica_kernels(module: Any) -> list[ReplicaKernel]:
 
 
 def follow_rates(model: nn.Module, set_rates: Callable[[], None] | None) -> None:
-    """Have replicas updated at the rates of their backward.
+    """Have replicas updated at the rates of the time of their update.
 
     Args:
         model: The sharded model.

@@ -70,7 +70,8 @@ def tables_to_replicate(
     """Return the names of the tables that a planner is to replicate.
 
     On one rank there is nobody to replicate for. A module with data-parallel tables of the dense optimizer keeps its
-    other tables sharded: TorchRec looks all data-parallel tables of a module up together.
+    other tables sharded: TorchRec looks all data-parallel tables of a module up together. A planner knows tables by
+    their names alone: of several modules' tables with one name all are replicated, or none.
 
     Args:
         replicate: The user's argument.
@@ -86,15 +87,18 @@ def tables_to_replicate(
             replicated.
     """
     given = names_given(replicate)
-    known = {table.name: table for table in tables}
+    known: dict[str, list[Table]] = {}
+    for table in tables:
+        known.setdefault(table.name, []).append(table)
     for name in sorted(given):
         if name not in known:
             raise ValueError(f"replicate_tables: {unknown_name_message('table', name, known)}")
         if sharding.get(name, _DATA_PARALLEL) != _DATA_PARALLEL:
             raise ValueError(f"replicate_tables has {name!r}, which sharding makes {sharding[name]!r}: leave one out.")
-        reason = _why_not(known[name], model, fused)
-        if reason is not None:
-            raise ValueError(f"replicate_tables: {known[name].path} has to stay sharded: {reason}.")
+        for table in known[name]:
+            reason = _why_not(table, model, fused)
+            if reason is not None:
+                raise ValueError(f"replicate_tables: {table.path} has to stay sharded: {reason}.")
     if world_size == 1:
         return frozenset()
     if given:
@@ -106,12 +110,13 @@ def tables_to_replicate(
         if sharding.get(table.name) == _DATA_PARALLEL or not (fused or table.has_fused_optimizer)
     }
     return frozenset(
-        table.name
-        for table in tables
-        if table.parameter.shape[0] < most
-        and table.name not in sharding
-        and table.module not in mixed
-        and _why_not(table, model, fused) is None
+        name
+        for name, of_name in known.items()
+        if name not in sharding
+        and all(
+            table.parameter.shape[0] < most and table.module not in mixed and _why_not(table, model, fused) is None
+            for table in of_name
+        )
     )
 
 

@@ -79,8 +79,7 @@ def shard_tables(
     """
     tables = find_tables(model)
     comms = resolve_quantized_comms(quantized_comms)
-    if comms is not None:
-        _refuse_other_codecs(model, comms)
+    _refuse_other_codecs(model, comms)
     if not tables:
         _watch(model)  # of modules that the user has sharded
         return bool(sharded_modules(model))
@@ -142,13 +141,17 @@ def shard_tables(
     return True
 
 
-def _refuse_other_codecs(model: nn.Module, comms: QCommsConfig) -> None:
-    """Refuse modules that were sharded with other codecs: they keep those."""
+def _refuse_other_codecs(model: nn.Module, comms: QCommsConfig | None) -> None:
+    """Refuse modules that were sharded with other codecs, or with any where none are asked for: they keep those."""
     for name, module in sharded_modules(model).items():
-        if getattr(module, "quantized_comms", None) != comms:
+        own = getattr(module, "quantized_comms", None)
+        if own != comms:
+            to_give = "codecs to the sharder that made it"
+            if own is not None:
+                to_give = f"strategy the same ({own.forward_precision} and, for gradients, {own.backward_precision})"
             raise ValueError(
                 f"quantized_comms: {name} is sharded already, and goes on sending what it was sharded with. Give the "
-                "codecs to the sharder that made it, or make the module anew for this strategy."
+                f"{to_give}, or make the module anew for this strategy."
             )
 
 

@@ -154,7 +154,8 @@ def table_lines(model: nn.Module, optimizers: Iterable[Optimizer], *, scheduled:
         rates, classes = fused_rates(module), getattr(module, "fused_optimizers_of_tables", {})
         alike: dict[tuple[str, str], list[str]] = {}
         for table, parameter in plan.items():
-            if parameter.compute_kernel == EmbeddingComputeKernel.DENSE.value:
+            is_dense = parameter.compute_kernel == EmbeddingComputeKernel.DENSE.value
+            if is_dense and table not in (rates or {}):  # replicas have a rate of their own
                 owner = owner_of.get(id(weights.get(table)))
                 trainer = f"{owner} of configure_optimizers" if owner else "nothing (requires_grad=False)"
             elif rates is None:

@@ -278,6 +278,12 @@ class FakeSparse:
         self.to_update.pop(inflight.index, None)
         self.pending -= {(Stage.BACKWARD, inflight.index, name) for name in self.modules}
 
+    def update_replicas(self) -> None:
+        """Do nothing: the fake model has no replicas."""
+
+    def drop_replica_updates(self) -> None:
+        """Do nothing, likewise."""
+
     def _update(self, index: int) -> None:
         self.begin(Stage.EMBEDDING_UPDATE, index)
         inflight, nth = self.to_update.pop(index)

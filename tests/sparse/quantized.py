@@ -72,13 +72,17 @@ def said(pipeline: str, comms: Any, factor: float = 1.0, num_steps: int = 12, as
     return Said(messages(), counts[-1])
 
 
-def fit_again(case: Case, first: Any, second: Any) -> None:
-    """Fit a module twice."""
+def fit_again(case: Case, first: Any, second: Any) -> str:
+    """Fit a module twice; return what the second fit is refused with."""
     model = Model(case)
     plan = make_plan(case, model, dist.get_world_size())
     for comms in (first, second):
         strategy = OverlapEmbeddingStrategy(sharding=plan, quantized_comms=comms)
-        make_trainer(strategy).fit(model, datamodule=Batches(case, 3))
+        try:
+            make_trainer(strategy).fit(model, datamodule=Batches(case, 3))
+        except ValueError as err:
+            return str(err)
+    return ""
 
 
 def bytes_sent(case: Case, pipeline: str, comms: Any) -> tuple[dict[str, tuple[float, float]], str]:

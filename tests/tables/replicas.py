@@ -8,20 +8,24 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
+import torch.distributed as dist
+from lightning.pytorch import Callback, Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
 from torch import Tensor
+from torch.distributed.optim import _apply_optimizer_in_backward
 from torchrec.optim import RowWiseAdagrad
 
 from lightning_overlap import MODES, OverlapEmbeddingStrategy, combined_optimizer
-from lightning_overlap.tables import sharded_modules
+from lightning_overlap.tables import sharded_modules, table_lines
 from lightning_overlap.testing.local_group import process_group
 from lightning_overlap.testing.unsharded_law import computes_what_the_unsharded_computes
 from lightning_overlap.testing.watched_fit import Setting
 
 from ..laws.unsharded import KINDS, OneModule, make_batches
+from ..laws.windows import Data, MakesInput
 from ..sparse.callers import TwoBackwards
 from ..sparse.update_rates import Scheduled, factor
-from ..support.cases import Batch, Batches, Case, Model, TableSpec, dense_optimizer
+from ..support.cases import NUM_STEPS, Batch, Batches, Case, Model, TableSpec, dense_optimizer, make_batch
 from ..support.fits import make_trainer
 from ..support.reference import Delayed, Result, collect, train, train_delayed
 
@@ -64,7 +68,9 @@ class Frozen(Model):
         return super().training_step(batch, batch_idx)
 
 
-MODELS: Mapping[str, type[Model]] = {cls.__name__: cls for cls in (Model, Scheduled, TwoBackwards, TwoCalls, Frozen)}
+MODELS: Mapping[str, type[Model]] = {
+    cls.__name__: cls for cls in (Model, Scheduled, TwoBackwards, TwoCalls, Frozen, MakesInput)
+}
 
 
 def strategy_of(case: Case, pipeline: str, replicated: Any = SMALL, **options: Any) -> OverlapEmbeddingStrategy:
@@ -76,9 +82,31 @@ def fit(
     case: Case, pipeline: str, model_class: str = "Model", options: dict[str, Any] | None = None, **kwargs: Any
 ) -> Result:
     model = MODELS[model_class](case)
-    trainer = make_trainer(strategy_of(case, pipeline, **(options or {})), **kwargs)
-    trainer.fit(model, datamodule=Batches(case))
+    trainer = make_trainer(strategy_of(case, pipeline, **(options or {})), **{"limit_val_batches": 0, **kwargs})
+    trainer.fit(model, datamodule=Data(case, NUM_STEPS))
     return collect(model, trainer.optimizers[0], model.losses)
+
+
+class Stop(Callback):
+    """Ends training after so many batches."""
+
+    def __init__(self, num_batches: int) -> None:
+        self.num_batches = num_batches
+
+    def on_train_batch_end(self, trainer: Trainer, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        trainer.should_stop = batch_idx + 1 == self.num_batches
+
+
+def stopped_in_a_window(case: Case, k: int, stop: int) -> tuple[Result, list[str]]:
+    """End a fit with a frozen window after a batch; return what is left, and the tables that a backward then moves."""
+    model = Model(case)
+    strategy = strategy_of(case, "fused_sparse_dist", frozen_window=True)
+    trainer = make_trainer(strategy, accumulate_grad_batches=k, callbacks=[Stop(stop)])
+    trainer.fit(model, datamodule=Batches(case))
+    left = collect(model, trainer.optimizers[0], model.losses)
+    model(make_batch(case, 0, dist.get_rank())).backward()
+    after = collect(model, trainer.optimizers[0], model.losses).tables
+    return left, [name for name, weight in after.items() if not torch.equal(weight, left.tables[name])]
 
 
 def reference(case: Case, staleness: int = 0, *, scheduled: bool = False) -> Result:
@@ -146,12 +174,37 @@ def replicated_in(
     return sorted(name for plan in plans for name, one in plan.items() if one.sharding_type == "data_parallel")
 
 
+def replicated_of_one_name(of_second: Any, replicated: Any) -> list[str] | str:
+    """Return what is replicated where two modules have a table `s0` each, or what the user reads."""
+    tables = (TableSpec("s0", ("f0",)), TableSpec("s1", ("f1",)), TableSpec("s0", ("f2",), collection="second"))
+    case = Case("of_one_name", tables)
+    model = Model(case, fused_optimizer=False)
+    for name, (cls, kwargs) in {"ebc": OPTIMIZERS["sgd"], "second": of_second}.items():
+        _apply_optimizer_in_backward(cls, getattr(model, name).parameters(), dict(kwargs))
+    try:
+        trainer = make_trainer(OverlapEmbeddingStrategy(replicate_tables=replicated))
+        trainer.fit(model, datamodule=WithBatchSize(case, 1000))
+    except ValueError as err:
+        return str(err)
+    plans = {name: module.module_sharding_plan for name, module in sharded_modules(model).items()}
+    whole = [(path, name) for path, plan in plans.items() for name, one in plan.items() if one.sharding_spec is None]
+    return sorted(f"{path}.{name}" for path, name in whole)
+
+
 def groups_of(case: Case, replicated: Any) -> list[tuple[str, float]]:
     """Return name and rate of each fused group of a combined optimizer."""
     model = Model(case)
     make_trainer(strategy_of(case, "base", replicated)).fit(model, datamodule=Batches(case, 2))
     combined = combined_optimizer(model, dense_optimizer(model))
     return [(group["name"], group["lr"]) for group in combined.fused_groups]
+
+
+def lines_of(case: Case) -> list[str]:
+    """Return what the log says of the tables as a fit begins."""
+    model = Model(case)
+    trainer = make_trainer(strategy_of(case, "base"))
+    trainer.fit(model, datamodule=Batches(case, 2))
+    return table_lines(model, trainer.optimizers, scheduled=False, moved=False)
 
 
 # -- law 10 -----------------------------------------------------------------------------------------------------------

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ from lightning_overlap import MODES, OverlapEmbeddingStrategy
 
 from ..support.ranks import RankError, Ranks
 from ..support.reference import Result
+from ..support.windows import train_windows, windows_of
 from . import replicas
 from .replicas import OPTIMIZERS, SMALL, case_of
 
@@ -87,6 +89,15 @@ def test_a_combined_optimizer_shows_the_rates_of_replicas(two_ranks: Ranks) -> N
     )
 
 
+def test_the_log_says_what_trains_them(two_ranks: Ranks) -> None:
+    expected = [
+        "ebc: t0, t1: table_wise, trained by SGD in the backward, lr 2",
+        "ebc: s0, s1: data_parallel, trained by SGD in the backward, lr 2",
+        "ebc: s2: data_parallel, trained by SGD in the backward, lr 0.7",
+    ]
+    assert two_ranks.run(replicas.lines_of, case_of("sgd")) == [expected] * 2
+
+
 @pytest.mark.parametrize(
     ("model", "optimizer", "kwargs"),
     [
@@ -104,6 +115,30 @@ def test_updated_whenever_a_sharded_table_is(
     case = case_of(optimizer)
     sharded = two_ranks.run(replicas.fit, case, "base", model, {"replicated": None}, **kwargs)
     assert_close(two_ranks.run(replicas.fit, case, "fused_sparse_dist", model, **kwargs), sharded)
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "pipeline", "model"),
+    [("rowwise", "fused_sparse_dist", "Model"), ("adagrad", "sparse_dist", "MakesInput"), ("sgd", "base", "Model")],
+)
+def test_a_frozen_window_holds_their_updates_too(two_ranks: Ranks, optimizer: str, pipeline: str, model: str) -> None:
+    """Also where a module runs its own forward, with validations within windows, and a last window of two batches."""
+    case, k = case_of(optimizer), 4
+    options = {"frozen_window": pipeline != "base"}
+    kwargs = {"accumulate_grad_batches": k, "val_check_interval": 3, "limit_val_batches": 2}
+    ours = two_ranks.run(replicas.fit, case, pipeline, model, options, **kwargs)
+    expected = two_ranks.run_once(train_windows, case, windows_of(30, k), updates_in_backward=pipeline == "base")
+    assert_close(ours, expected)
+
+
+def test_a_stop_in_a_frozen_window_leaves_their_updates_out(two_ranks: Ranks) -> None:
+    """Batches 4 and 5 have no optimizer step; a backward after the fit makes its own update again."""
+    case = case_of("rowwise")
+    left, moved = zip(*two_ranks.run(replicas.stopped_in_a_window, case, 4, 6), strict=True)
+    assert {len(result.losses) for result in left} == {6}
+    first_step = [dataclasses.replace(result, losses=result.losses[:4]) for result in left]
+    assert_close(first_step, two_ranks.run_once(train_windows, case, windows_of(4, 4)))
+    assert all(set(SMALL) <= set(names) for names in moved)
 
 
 # -- checkpoints --------------------------------------------------------------------------------------------------
@@ -218,6 +253,26 @@ def test_what_cannot_be_replicated_is_refused_by_name(
 ) -> None:
     for said in two_ranks.run(replicas.replicated_in, optimizer, replicated, None, sharding):
         assert all(word in said for word in words), said
+
+
+@pytest.mark.parametrize(
+    ("of_second", "replicated", "expected"),
+    [
+        (SGD, None, ["ebc.s0", "ebc.s1", "second.s0"]),
+        (DECAYS, None, ["ebc.s1"]),
+        (
+            DECAYS,
+            ["s0"],
+            "replicate_tables: second.s0 has to stay sharded: replicas are not made for Adagrad",
+        ),
+    ],
+)
+def test_tables_of_one_name_are_replicated_alike(
+    two_ranks: Ranks, of_second: Any, replicated: Any, expected: Any
+) -> None:
+    """A planner cannot tell them apart, so the one that cannot be replicated decides."""
+    for found in two_ranks.run(replicas.replicated_of_one_name, of_second, replicated):
+        assert found == expected or (isinstance(found, str) and found.startswith(expected))
 
 
 def test_batch_sizes_that_vary_are_refused(two_ranks: Ranks) -> None:

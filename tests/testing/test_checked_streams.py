@@ -11,6 +11,7 @@ from unittest import mock
 import pytest
 import torch
 import torch.utils.checkpoint
+from lightning.pytorch import Callback
 from torch import Tensor
 from torchrec import KeyedJaggedTensor
 
@@ -136,6 +137,19 @@ class ReadsTablesAfterBackward(ReadsTables):
         self.read()
 
 
+class ReadsTablesLater(ReadsTables):
+    """Has such hooks from a batch on: one of the object's own, and one of a callback that is added."""
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        if batch_idx == 2:
+            late = Callback()
+            late.on_after_backward = lambda *_: self.read()  # type: ignore[method-assign]
+            self.trainer.callbacks.append(late)  # type: ignore[attr-defined]
+        if batch_idx == 4:
+            self.trainer.callbacks.pop()  # type: ignore[attr-defined]
+            self.on_before_optimizer_step = lambda *_: self.read()  # type: ignore[method-assign]
+
+
 class SkipsSteps(ReadsTables):
     """Leaves out every other step."""
 
@@ -188,6 +202,7 @@ USERS: dict[str, tuple[type[Model], dict[str, Any]]] = {
     "reads": (ReadsTables, {}),
     "reads_accumulating": (ReadsTables, {"accumulate_grad_batches": 2}),
     "reads_after_backward": (ReadsTablesAfterBackward, {}),
+    "reads_later": (ReadsTablesLater, {}),
     "skips_steps": (SkipsSteps, {}),
     "steps_by_hand": (StepsByHand, {}),
     "recomputes_its_lookup": (RecomputesItsLookup, {}),
