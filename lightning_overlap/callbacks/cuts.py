@@ -132,14 +132,35 @@ def rows_of(shard: TableShard, field: str, rows_N: Tensor, values_ND: Tensor) ->
         field: `WEIGHT`, or a kind of state.
         rows_N: Numbers in the shard, `(N,)`, int64.
         values_ND: `(N, columns)`; row-wise state has one column.
+
+    Returns:
+        Under the same name whatever the plan is: row-wise state of a shard of columns stands in each of its columns.
     """
     num_rows, num_columns = shard.shape
     width = shard.weight.shape[1]
-    if field == WEIGHT or values_ND.shape[1] == width != 1:
-        return Rows(shard.name, field, shard.shape, shard.first_column, rows_N + shard.first_row, values_ND)
-    if width != num_columns:  # each shard of columns has a state of its own for every row
-        field = f"{field}[:, {shard.first_column}:{shard.first_column + width}]"
-    return Rows(shard.name, field, (num_rows, 1), 0, rows_N + shard.first_row, values_ND)
+    rows_N = rows_N + shard.first_row
+    if field != WEIGHT and values_ND.shape[1] == 1 != width:
+        if width == num_columns:
+            return Rows(shard.name, field, (num_rows, 1), 0, rows_N, values_ND)
+        values_ND = values_ND.expand(-1, width)  # each shard of columns has a state of its own for every row
+    return Rows(shard.name, field, shard.shape, shard.first_column, rows_N, values_ND)
+
+
+def columns_of_states(shards: Iterable[tuple[TableShard, Mapping[str, Tensor]]]) -> list[tuple[str, str, int, int]]:
+    """Return which columns share a value of row-wise state, where that is not the whole row: it goes with the plan.
+
+    Args:
+        shards: Of fused tables, each with the states of its optimizer by kind.
+
+    Returns:
+        Table, kind, first column and number of columns of each shard that has part of the columns.
+    """
+    return sorted(
+        (shard.name, field, shard.first_column, shard.weight.shape[1])
+        for shard, states in shards
+        for field, values in states.items()
+        if values.dim() == 1 and shard.weight.shape[1] != shard.shape[1]
+    )
 
 
 def merged_rows(rows: Iterable[dict[str, Tensor]]) -> dict[str, Tensor]:

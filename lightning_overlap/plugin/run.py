@@ -228,6 +228,12 @@ class HasRun(DDPStrategy):
         return self._streams
 
     @property
+    def timeout_s(self) -> float:
+        """How long a rank waits for the others in a collective, in seconds."""
+        timeout_s: float = self._group_timeout.total_seconds()
+        return timeout_s
+
+    @property
     def num_in_flight(self) -> int:
         """Batches fetched whose step is not over, or whose update of the tables is still to come."""
         return 0 if self._run is None else self._run.num_in_flight
