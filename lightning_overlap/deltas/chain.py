@@ -163,8 +163,8 @@ class Chain:
         """
         if self.fit and head.header.fit and head.header.fit != self.fit:
             raise LostError(
-                f"{as_words(head.header.name.cut)} is not of the fit that wrote {as_words(at)}, which is applied: parts "
-                "were removed from the sink, and the training was resumed from a checkpoint of before them."
+                f"{as_words(head.header.name.cut)} is not of the fit that wrote {as_words(at)}, which is applied: the "
+                "sink lost its parts, and the training was resumed from a checkpoint of before them."
             )
 
     def _first(self) -> Move | None:
