@@ -107,6 +107,7 @@ class EmbeddingDeltas(Callback):
         self._outstanding: list[Cut] = []
         self._is_void = False
         self._writes = 0
+        self._num_ended = 0  # calls of the hook since the last cut: at least as many as batches
 
     @property
     @override
@@ -276,8 +277,11 @@ class EmbeddingDeltas(Callback):
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
+        self._num_ended += 1
         if self._touched is None:
             return
+        if self._num_ended + 1 < self._every and self._answer is None and self._open is None:
+            return  # nothing is due, without a look at the trainer's counters
         self._settle()
         if self._answer is not None:
             state, written, is_whole = self._answer.wait()
@@ -285,6 +289,7 @@ class EmbeddingDeltas(Callback):
             self._hear(trainer, state, written, is_whole=bool(is_whole))
             if state == READY and self._is_due(self._step):
                 self._cut(is_whole=bool(is_whole))
+                self._num_ended = 0
         if self._is_due(self._step + 1):
             self._ask()
 

@@ -54,9 +54,11 @@ class HostMarks:
     Args:
         num_rows: Of each table.
         table_of_feature: The number of the table of each feature.
+        copies: Whether to copy the ids, which on one rank may be a batch's that is filled anew.
     """
 
-    def __init__(self, num_rows: Sequence[int], table_of_feature: Sequence[int]) -> None:
+    def __init__(self, num_rows: Sequence[int], table_of_feature: Sequence[int], *, copies: bool = True) -> None:
+        self._copies = copies
         self._num_rows, self._table_of_feature = tuple(num_rows), tuple(table_of_feature)
         self._num_all_rows = sum(num_rows)
         self._lookups: list[LookedUp] = []
@@ -64,12 +66,15 @@ class HostMarks:
         self._rows: list[list[Tensor]] = [[] for _ in num_rows]
 
     def add(self, looked_up: LookedUp) -> None:
-        """Mark the rows of a lookup; copies its tensors, which on one rank may be a batch's that is filled anew."""
+        """Mark the rows of a lookup."""
         indices_N, offsets, batch_sizes = looked_up
-        if not indices_N.numel():  # offsets of no bags at all tell nothing of features
+        num_ids = indices_N.numel()
+        if not num_ids:  # offsets of no bags at all tell nothing of features
             return
-        self._lookups.append(LookedUp(indices_N.clone(), offsets.clone(), batch_sizes))
-        self._num_ids += looked_up.indices_N.numel()
+        if self._copies:
+            looked_up = LookedUp(indices_N.clone(), offsets.clone(), batch_sizes)
+        self._lookups.append(looked_up)
+        self._num_ids += num_ids
         if self._num_ids > 2 * self._num_all_rows:
             self._fold()
 

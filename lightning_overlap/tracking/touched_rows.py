@@ -66,7 +66,7 @@ class TouchedRows:
             marks = DeviceMarks(num_rows, kernel.table_of_feature, kernel.shards[0].weight.device)
             self._order.hand_to_lookup(marks.tensors)
             return marks
-        return HostMarks(num_rows, kernel.table_of_feature)
+        return HostMarks(num_rows, kernel.table_of_feature, copies=not kernel.receives_ids)
 
     # -- marking ------------------------------------------------------------------------------------------------
 
