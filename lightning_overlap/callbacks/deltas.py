@@ -351,6 +351,21 @@ class EmbeddingDeltas(Callback):
 
     @override
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        if self._touched is None:
+            return
+        if (
+            self._strategy.has_stashed_gradients
+        ):  # whose steps come after all hooks: what is saved in one has them still
+            self._strategy.call_at_end(lambda: self._finish(steps=True))
+        else:
+            self._finish(steps=False)
+
+    def _finish(self, *, steps: bool) -> None:
+        """Write what is left of this fit.
+
+        Args:
+            steps: Whether the dense optimizer has made steps after that of the last batch.
+        """
         if self._touched is None or self._writer is None:
             return
         self._strategy.update_tables()
@@ -361,7 +376,7 @@ class EmbeddingDeltas(Callback):
         self._writer.wait()
         self._ranks.raise_together(self._writer.error)
         changed = self._touched.num_writes != self._writes
-        left = self._step != self._last or bool(self._touched.most) or changed
+        left = self._step != self._last or bool(self._touched.most) or changed or steps
         is_void = self._strategy.any_rank(self._is_void) or self._is_void
         if self._strategy.any_rank(left) or left or is_void:
             self._ranks.do(lambda: self._write_last(is_base=is_void or changed, after_all=is_void))

@@ -62,6 +62,11 @@ class Evaluations:
         self._pipeline = self._pipelines[step]
         self._pipeline.attach()
 
+    def end(self) -> None:
+        """Say that training has written its last weight."""
+        while self.at_end:
+            self.at_end.pop(0)()
+
     def make_executor(self, fetcher: LookaheadFetcher) -> Executor:
         """Make the executor of the evaluation that has begun."""
         assert self._pipeline is not None, "an evaluation begins with the strategy's hook"
@@ -105,6 +110,8 @@ class Run:
         """The executor of training, as soon as the fit loop asks for its first batch."""
         self.overflow: OverflowWatch | None = None
         """Watches gradients that are sent in fewer bits; None where none are."""
+        self.at_end: list[Callable[[], None]] = []
+        """Called once training has written its last weight."""
 
     def train_with(self, sparse: SparsePipeline) -> None:
         """Let a pipeline serve the calls of `training_step`, until the run stops."""
@@ -129,6 +136,11 @@ class Run:
         """Let a timer see the coming steps of training, or none."""
         if self.sparse is not None:
             self.sparse.order.timer = timer
+
+    def call_at_end(self, do: Callable[[], None]) -> None:
+        """Call something at the end of this fit, after all hooks and after the steps of stashed gradients."""
+        if self._run is not None:
+            self._run.at_end.append(do)
 
     def update_tables(self) -> None:
         """Make the updates of tables that a deferring schedule has left for later; all ranks call this."""
@@ -242,6 +254,11 @@ class HasRun(DDPStrategy):
         """Let a timer see the coming steps of this fit, or none."""
         if self._run is not None:
             self._run.watch(timer)
+
+    def call_at_end(self, do: Callable[[], None]) -> None:
+        """Call something at the end of this fit, after all hooks and after the steps of stashed gradients."""
+        if self._run is not None:
+            self._run.at_end.append(do)
 
     def update_tables(self) -> None:
         """Make the updates of tables that a deferring schedule has left for later; all ranks call this."""
