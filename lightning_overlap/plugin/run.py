@@ -62,11 +62,6 @@ class Evaluations:
         self._pipeline = self._pipelines[step]
         self._pipeline.attach()
 
-    def end(self) -> None:
-        """Say that training has written its last weight."""
-        while self.at_end:
-            self.at_end.pop(0)()
-
     def make_executor(self, fetcher: LookaheadFetcher) -> Executor:
         """Make the executor of the evaluation that has begun."""
         assert self._pipeline is not None, "an evaluation begins with the strategy's hook"
@@ -118,6 +113,11 @@ class Run:
         self.sparse = sparse
         sparse.attach()
 
+    def end(self) -> None:
+        """Say that training has written its last weight."""
+        while self.at_end:
+            self.at_end.pop(0)()
+
     def make_executor(self, fetcher: LookaheadFetcher) -> Executor:
         """Make the executor of training, whose batches a fetcher gives."""
         assert self.sparse is not None, "the strategy has made it in `setup`"
@@ -136,11 +136,6 @@ class Run:
         """Let a timer see the coming steps of training, or none."""
         if self.sparse is not None:
             self.sparse.order.timer = timer
-
-    def call_at_end(self, do: Callable[[], None]) -> None:
-        """Call something at the end of this fit, after all hooks and after the steps of stashed gradients."""
-        if self._run is not None:
-            self._run.at_end.append(do)
 
     def update_tables(self) -> None:
         """Make the updates of tables that a deferring schedule has left for later; all ranks call this."""
