@@ -29,6 +29,7 @@ from .delta_fits import (
     differences,
     fit_copying_slowly,
     fit_expecting,
+    fit_in_small_chunks,
     fit_managed,
     fit_marking_lookups,
     fit_warning,
@@ -134,6 +135,15 @@ def test_options_that_change_when_tables_are_written(two_ranks: Ranks, tmp_path:
     parts = [decode(path.read_bytes()) for path in sorted(tmp_path.glob("g*.arrow"))]
     senders = {part.header.rank for part in parts for entry in part.rows if ".t3." in entry.table}
     assert senders == {0}  # data-parallel, or replicated: once
+
+
+def test_a_cut_in_many_chunks(two_ranks: Ranks, tmp_path: Path) -> None:
+    of_ranks = two_ranks.run(
+        fit_in_small_chunks, OTHERS["adagrad"], "semi_sync", str(tmp_path), deltas={"optimizer_state": True}
+    )
+    assert wrong(tmp_path, of_ranks) == {}
+    names = parse_names(path.name for path in tmp_path.iterdir())
+    assert max(name.num_chunks for name in names if name.step) > 5
 
 
 # -- what must not be missed ----------------------------------------------------------------------------------------
