@@ -72,7 +72,8 @@ class HostMarks:
         if not num_ids:  # offsets of no bags at all tell nothing of features
             return
         if self._copies:
-            looked_up = LookedUp(indices_N.clone(), offsets.clone(), batch_sizes)
+            ends = _boundaries(len(self._table_of_feature), offsets, batch_sizes)  # all that is asked of offsets later
+            looked_up = LookedUp(indices_N.clone(), ends.clone(), None)
         self._lookups.append(looked_up)
         self._num_ids += num_ids
         if self._num_ids > 2 * self._num_all_rows:
