@@ -13,6 +13,9 @@ from ..deltas import WEIGHT, Dense, Header, Rows, encode
 from ..tables import TableShard
 from ..tracking import CopiedTable, DenseCopy, RowCopy, Window, changed_rows
 
+CHUNK_BYTES = 5 << 20
+"""Of a cut's rows in one chunk: more is encoded and written more slowly, out of the reach of a core's cache."""
+
 
 class DenseSource:
     """What may change in any row: the dense part, tables of the dense optimizer, and replicated ones.
@@ -56,7 +59,7 @@ class Cut:
     """One rank's part of a cut, until all ranks are known to have written theirs.
 
     Args:
-        header: Of its only chunk.
+        header: Of its first chunk; the numbers of chunks are set here.
         shards: That the copied tables are numbered by.
         rows: Copied, or being copied.
         dense: Copies of what the dense optimizer writes; None where this rank sends none of it.
@@ -72,7 +75,6 @@ class Cut:
         source: DenseSource,
     ) -> None:
         self.header = header
-        self.num_rows = 0
         self._shards, self._rows, self._dense, self._source = shards, rows, dense, source
         self._lock = threading.Lock()
         self._copied: list[CopiedTable] | None = None
@@ -90,11 +92,12 @@ class Cut:
             return [rows_of(self._shards[one.shard], one.field, one.rows_N, one.values_ND) for one in self._copied]
 
     def chunks(self) -> Iterator[tuple[str, bytes]]:
-        """Return the name and the content of its chunk."""
-        rows = self.rows()
+        """Return the name and the content of each of its chunks, made when it is asked for."""
         of_dense, dense = ([], []) if self._dense is None else self._source.entries(self._dense)
-        self.num_rows = sum(len(entry.rows) for entry in (*rows, *of_dense) if entry.field == WEIGHT)
-        yield str(self.header.name), encode(self.header, (*rows, *of_dense), dense)
+        packs = packed_rows([*self.rows(), *of_dense])
+        for number, rows in enumerate(packs):
+            chunk = replace(self.header, chunk=number, num_chunks=len(packs))
+            yield str(chunk.name), encode(chunk, rows, () if number else dense)
         self._dense = None
 
 
@@ -124,6 +127,24 @@ def base_chunks(
     yield str(chunk.name), encode(chunk, of_dense, dense)
 
 
+def packed_rows(entries: Iterable[Rows]) -> list[list[Rows]]:
+    """Divide rows into chunks of `CHUNK_BYTES`, in their order; one at least."""
+    packs: list[list[Rows]] = [[]]
+    free = CHUNK_BYTES
+    for entry in entries:
+        per_row = max(1, 8 + entry.values.shape[1] * entry.values.element_size())
+        first = 0
+        while first < len(entry.rows):
+            if free < per_row and packs[-1]:
+                packs.append([])
+                free = CHUNK_BYTES
+            end = min(len(entry.rows), first + max(1, free // per_row))
+            packs[-1].append(replace(entry, rows=entry.rows[first:end], values=entry.values[first:end]))
+            free -= (end - first) * per_row
+            first = end
+    return packs
+
+
 def rows_of(shard: TableShard, field: str, rows_N: Tensor, values_ND: Tensor) -> Rows:
     """Return rows of a shard, or of a state of its optimizer.
 
@@ -132,14 +153,35 @@ def rows_of(shard: TableShard, field: str, rows_N: Tensor, values_ND: Tensor) ->
         field: `WEIGHT`, or a kind of state.
         rows_N: Numbers in the shard, `(N,)`, int64.
         values_ND: `(N, columns)`; row-wise state has one column.
+
+    Returns:
+        Under the same name whatever the plan is: row-wise state of a shard of columns stands in each of its columns.
     """
     num_rows, num_columns = shard.shape
     width = shard.weight.shape[1]
-    if field == WEIGHT or values_ND.shape[1] == width != 1:
-        return Rows(shard.name, field, shard.shape, shard.first_column, rows_N + shard.first_row, values_ND)
-    if width != num_columns:  # each shard of columns has a state of its own for every row
-        field = f"{field}[:, {shard.first_column}:{shard.first_column + width}]"
-    return Rows(shard.name, field, (num_rows, 1), 0, rows_N + shard.first_row, values_ND)
+    rows_N = rows_N + shard.first_row
+    if field != WEIGHT and values_ND.shape[1] == 1 != width:
+        if width == num_columns:
+            return Rows(shard.name, field, (num_rows, 1), 0, rows_N, values_ND)
+        values_ND = values_ND.expand(-1, width)  # each shard of columns has a state of its own for every row
+    return Rows(shard.name, field, shard.shape, shard.first_column, rows_N, values_ND)
+
+
+def columns_of_states(shards: Iterable[tuple[TableShard, Mapping[str, Tensor]]]) -> list[tuple[str, str, int, int]]:
+    """Return which columns share a value of row-wise state, where that is not the whole row: it goes with the plan.
+
+    Args:
+        shards: Of fused tables, each with the states of its optimizer by kind.
+
+    Returns:
+        Table, kind, first column and number of columns of each shard that has part of the columns.
+    """
+    return sorted(
+        (shard.name, field, shard.first_column, shard.weight.shape[1])
+        for shard, states in shards
+        for field, values in states.items()
+        if values.dim() == 1 and shard.weight.shape[1] != shard.shape[1]
+    )
 
 
 def merged_rows(rows: Iterable[dict[str, Tensor]]) -> dict[str, Tensor]:

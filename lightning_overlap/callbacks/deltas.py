@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import time
 import uuid
-import warnings
 from contextlib import suppress
 from dataclasses import replace
 from typing import Any
@@ -19,18 +18,18 @@ from ..deltas import (
     DeltaSink,
     Header,
     PartName,
-    check_sink,
     encode,
     parse_names,
     read_header,
     resolve_sink,
 )
 from ..distributed import Lowest
-from ..plugin import OverlapEmbeddingStrategy, logged_step
+from ..plugin import OverlapEmbeddingStrategy
 from ..tables import fused_writes, sharded_state_names
 from ..tracking import TouchedRows
 from .agreement import Together
-from .cuts import Cut, DenseSource, base_chunks, merged_rows
+from .cuts import Cut, DenseSource, base_chunks, columns_of_states, merged_rows
+from .lag import LagLog
 from .resume import Restored, rows_to_resend
 
 FAILED, BUSY, READY = range(3)
@@ -38,8 +37,6 @@ FAILED, BUSY, READY = range(3)
 
 CLOSE_S = 10.0
 """How long the end of a fit that failed waits for a write that is under way."""
-
-ON_LAG = ("warn", "stop")
 
 
 class EmbeddingDeltas(Callback):
@@ -58,9 +55,13 @@ class EmbeddingDeltas(Callback):
         on_lag: Past that, `warn` once, or `stop` the training after the step.
         dense: Whether rank 0 sends the dense part with each cut: all parameters and buffers that are not sharded.
         optimizer_state: Whether rows take the state of their fused optimizer with them.
+        sink_timeout_s: How long one call of the sink may take, in seconds, a write of at most 64 MB for example; then
+            the fit ends on all ranks with an error that names the call. At most half of the strategy's `timeout`.
+        name: Of this callback in checkpoints and logs, where a Trainer has several.
 
     Raises:
-        ValueError: A number of steps below 1, a `max_lag_steps` below `every_n_steps`, or an unknown `on_lag`.
+        ValueError: A number of steps below 1, a `max_lag_steps` below `every_n_steps`, an unknown `on_lag`, or a time
+            that is not above 0.
     """
 
     reads_tables = False  # between the backward and the step: the order of a step stays as it is
@@ -74,22 +75,22 @@ class EmbeddingDeltas(Callback):
         on_lag: str = "warn",
         dense: bool = True,
         optimizer_state: bool = False,
+        sink_timeout_s: float = 300.0,
+        name: str | None = None,
     ) -> None:
         if sink is None:
             raise ValueError("EmbeddingDeltas takes a folder or a sink to send to (overlap-train: deltas.path=FOLDER).")
         if every_n_steps < 1:
             raise ValueError(f"every_n_steps is a number of batches, from 1 on, got {every_n_steps}.")
-        if max_lag_steps is not None and max_lag_steps < every_n_steps:
-            raise ValueError(
-                f"max_lag_steps={max_lag_steps} is below every_n_steps={every_n_steps}: replicas are always that many "
-                "batches behind before the next cut."
-            )
-        if on_lag not in ON_LAG:
-            raise ValueError(f"on_lag is one of {', '.join(ON_LAG)}, got {on_lag!r}.")
+        if sink_timeout_s <= 0:
+            raise ValueError(f"sink_timeout_s is a number of seconds above 0, got {sink_timeout_s}.")
         self._sink = resolve_sink(sink)
-        self._every, self._max_lag, self._on_lag = every_n_steps, max_lag_steps, on_lag
+        self._lag = LagLog(self._sink, every_n_steps, max_lag_steps, on_lag, name)
+        self._every, self._sink_timeout_s = every_n_steps, sink_timeout_s
+        self._name = name
         self._sends_dense, self._states = dense, optimizer_state
         self._restored: Restored | None = None
+        self._columns: list[tuple[str, str, int, int]] | None = None  # that share row-wise state; None: none is sent
         self._acknowledged: tuple[int, int] | None = None  # what is in no later cut is in the rows of a checkpoint
         self.run: str | None = None
         """Identifies the training, over all of its resumes; None before its first fit."""
@@ -105,8 +106,14 @@ class EmbeddingDeltas(Callback):
         self._open: Cut | None = None  # until it is known whether tables were written while it was copied
         self._outstanding: list[Cut] = []
         self._is_void = False
-        self._is_late = False
         self._writes = 0
+        self._num_ended = 0  # calls of the hook since the last cut: at least as many as batches
+
+    @property
+    @override
+    def state_key(self) -> str:
+        own = type(self).__qualname__
+        return own if self._name is None else f"{own}[{self._name}]"
 
     # -- the beginning ------------------------------------------------------------------------------------------
 
@@ -126,6 +133,7 @@ class EmbeddingDeltas(Callback):
         assert isinstance(strategy, OverlapEmbeddingStrategy)
         restored, self._restored = self._restored, None
         self._forget_fit()
+        self._lag.begin()
         touched = strategy.touched_rows(states=self._states)
         if touched is None:
             raise ValueError(
@@ -134,13 +142,15 @@ class EmbeddingDeltas(Callback):
             )
         self._trainer, self._strategy, self._touched = trainer, strategy, touched
         self._ranks = Together(strategy)
-        self._writer = CutWriter(self._sink)
+        self._writer = CutWriter(self._sink, min(self._sink_timeout_s, strategy.timeout_s / 2))
         shards = [*touched.shards, *(shard for shard, _ in touched.dense)]
-        of_ranks = strategy.gather({shard.name: shard.shape for shard in shards})
-        self._tables = {name: shape for of_rank in of_ranks for name, shape in of_rank.items()}
+        tables = strategy.gather({shard.name: shard.shape for shard in shards})
+        self._tables = {name: shape for of_rank in tables for name, shape in of_rank.items()}
         self._dense = self._dense_source(pl_module, touched)
+        of_ranks = strategy.gather(columns_of_states(zip(touched.shards, touched.shard_states, strict=True)))
+        self._columns = sorted({one for of_rank in of_ranks for one in of_rank}) if self._states else None
         self._last = self._step  # the step of the newest cut
-        self._ranks.do(lambda: check_sink(self._sink))
+        self._ranks.do(self._writer.sink.check)
         self._ranks.do(lambda: self._begin(restored))
         self._acknowledged = (self.generation, self._step)
         touched.attach()
@@ -172,19 +182,26 @@ class EmbeddingDeltas(Callback):
 
     def _begin(self, restored: Restored | None) -> None:
         """Begin a generation with a part of all rows, or of those that replicas may have otherwise."""
-        touched = self._touched
+        touched, writer = self._touched, self._writer
         assert touched is not None
-        names = self._ranks.ask_first(lambda: [str(name) for name in parse_names(self._sink.names())])
+        assert writer is not None
+        self._fit, now, names = self._ranks.ask_first(
+            lambda: (uuid.uuid4().hex, int(time.time()), [str(name) for name in parse_names(writer.sink.names())])
+        )
         known = parse_names(names)
-        self._check_run(known)
-        if self.run is None:
-            self.run = self._ranks.ask_first(lambda: uuid.uuid4().hex)
+        self._check_run(writer.sink, known)
+        self._found = max((name.cut for name in known), default=None)
         self.generation = 1 + max([self.generation, *(name.generation for name in known)])
+        if self.run is None:
+            self.run = self._fit
+        elif not known:  # the sink has lost its parts, and with them the number of the last generation
+            self.generation = max(self.generation, now)
         self._writes = touched.num_writes
-        rows, is_other = None, restored is None or restored.writes != self._writes
+        rows = None
+        is_other = restored is None or (restored.writes, restored.columns) != (self._writes, self._columns)
         if not self._strategy.any_rank(is_other) and not is_other:
             assert restored is not None
-            rows = rows_to_resend(self._sink, self.run, known, restored, self._tables, self._strategy)
+            rows = rows_to_resend(writer.sink, self.run, known, restored, self._tables, self._strategy)
         if rows is None:
             self._write_base(after_all=True)
         else:
@@ -193,12 +210,12 @@ class EmbeddingDeltas(Callback):
                 touched.mark(table, numbers)
             self._write_now(self._make_cut(restored.acknowledged))
 
-    def _check_run(self, known: list[PartName]) -> None:
+    def _check_run(self, sink: DeltaSink, known: list[PartName]) -> None:
         """Refuse a sink that has the parts of another training."""
         if not known:
             return
         newest = known[-1]
-        header: Header = self._ranks.ask_first(lambda: read_header(self._sink.read(str(newest)), str(newest)))
+        header: Header = self._ranks.ask_first(lambda: read_header(sink.read(str(newest)), str(newest)))
         if header.run == self.run:
             return
         what = "this fit begins a training of its own" if self.run is None else f"this fit is of run {self.run}"
@@ -224,6 +241,8 @@ class EmbeddingDeltas(Callback):
             global_step=self._trainer.global_step,
             time=time.time(),
             tables=self._tables,
+            fit=self._fit,
+            found=self._found,
         )
 
     def _make_cut(self, after: tuple[int, int] | None) -> Cut:
@@ -258,8 +277,11 @@ class EmbeddingDeltas(Callback):
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
+        self._num_ended += 1
         if self._touched is None:
             return
+        if self._num_ended + 1 < self._every and self._answer is None and self._open is None:
+            return  # nothing is due, without a look at the trainer's counters
         self._settle()
         if self._answer is not None:
             state, written, is_whole = self._answer.wait()
@@ -267,6 +289,7 @@ class EmbeddingDeltas(Callback):
             self._hear(trainer, state, written, is_whole=bool(is_whole))
             if state == READY and self._is_due(self._step):
                 self._cut(is_whole=bool(is_whole))
+                self._num_ended = 0
         if self._is_due(self._step + 1):
             self._ask()
 
@@ -277,43 +300,17 @@ class EmbeddingDeltas(Callback):
         """Ask all ranks, for the next step's end, whether they can cut, and what they have written."""
         writer = self._writer
         assert writer is not None
+        writer.look()
         state = FAILED if writer.error is not None else READY if writer.is_ready else BUSY
         self._answer = self._strategy.lowest((state, writer.written_step, not self._is_void))
 
     def _hear(self, trainer: Trainer, state: int, written: int, *, is_whole: bool) -> None:
-        assert self._writer is not None
+        assert self._touched is not None and self._writer is not None  # noqa: PT018
         if state == FAILED:
             self._ranks.raise_together(self._writer.error)
         if is_whole:  # else nothing after the void cut is applied before the base that is to come
             self._acknowledge(written)
-        behind = self._step - written
-        for logger in trainer.loggers:
-            logger.log_metrics(self._metrics(behind), step=logged_step(trainer))
-        if self._max_lag is None or behind <= self._max_lag:
-            self._is_late = False
-        elif not self._is_late:
-            self._is_late = True
-            self._say_late(trainer, behind)
-
-    def _metrics(self, behind: int) -> dict[str, float]:
-        assert self._touched is not None and self._writer is not None  # noqa: PT018
-        waiting = self._touched.most
-        values = {"steps_behind": behind, "rows_waiting": waiting, "bytes": self._writer.num_bytes}
-        return {f"deltas/{name}": float(value) for name, value in values.items()}
-
-    def _say_late(self, trainer: Trainer, behind: int) -> None:
-        assert self._touched is not None
-        if self._on_lag == "stop":
-            trainer.should_stop = True
-        if self._is_first:
-            stops = "Training stops (on_lag='stop')." if self._on_lag == "stop" else "Training goes on."
-            warnings.warn(
-                f"{self._sink} is {behind} batches behind the training, more than max_lag_steps="
-                f"{self._max_lag}: it takes longer to write than {self._every} batches to train. {stops} Take a larger "
-                f"every_n_steps or a faster sink; {self._touched.most} rows at most wait on this rank.",
-                UserWarning,
-                stacklevel=2,
-            )
+        self._lag.hear(trainer, self._step - written, self._touched.most, self._writer.num_bytes)
 
     def _acknowledge(self, written: int) -> None:
         """Forget the cuts that all ranks have written."""
@@ -354,6 +351,21 @@ class EmbeddingDeltas(Callback):
 
     @override
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        if self._touched is None:
+            return
+        if (
+            self._strategy.has_stashed_gradients
+        ):  # whose steps come after all hooks: what is saved in one has them still
+            self._strategy.call_at_end(lambda: self._finish(steps=True))
+        else:
+            self._finish(steps=False)
+
+    def _finish(self, *, steps: bool) -> None:
+        """Write what is left of this fit.
+
+        Args:
+            steps: Whether the dense optimizer has made steps after that of the last batch.
+        """
         if self._touched is None or self._writer is None:
             return
         self._strategy.update_tables()
@@ -364,17 +376,19 @@ class EmbeddingDeltas(Callback):
         self._writer.wait()
         self._ranks.raise_together(self._writer.error)
         changed = self._touched.num_writes != self._writes
-        left = self._step != self._last or bool(self._touched.most) or changed
+        left = self._step != self._last or bool(self._touched.most) or changed or steps
         is_void = self._strategy.any_rank(self._is_void) or self._is_void
         if self._strategy.any_rank(left) or left or is_void:
             self._ranks.do(lambda: self._write_last(is_base=is_void or changed, after_all=is_void))
         self._acknowledged = (self.generation, self._step)
+        self._ranks.do(self._writer.sink.close)
         self._end()
 
     def _write_last(self, *, is_base: bool, after_all: bool) -> None:
         after = (self.generation, self._last)
         if self._step == self._last:
             self.generation += 1  # no two cuts of a generation have the same step
+            self._found = after
         if is_base:
             self._write_base(after_all=after_all)
         else:
@@ -406,6 +420,7 @@ class EmbeddingDeltas(Callback):
             return {}
         acknowledged = self._acknowledged
         state: dict[str, Any] = {"run": self.run, "generation": self.generation, "rows": {}, "whole": []}
+        state["columns"] = self._columns
         if self._touched is not None:
             self._strategy.update_tables()
             waiting = [entry for cut in self._outstanding for entry in cut.rows()]

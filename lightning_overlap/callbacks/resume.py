@@ -23,19 +23,27 @@ class Restored:
         acknowledged: The newest cut that all ranks were known to have written; None where all rows have to be sent.
         rows: That later updates had written, by table, `(N,)`, int64.
         whole: Tables that the dense optimizer wrote: any of their rows.
+        columns: Of shards whose row-wise state was sent, see `columns_of_states`; None where no state was sent.
         writes: How often somebody has written this rank's fused tables, right after they were loaded.
     """
 
     acknowledged: tuple[int, int] | None
     rows: Mapping[str, Tensor]
     whole: Sequence[str]
+    columns: Sequence[tuple[str, str, int, int]] | None
     writes: int
 
     @classmethod
     def of(cls, state: Mapping[str, Any], writes: int) -> Restored:
         """Read the state of the callback in a checkpoint."""
-        cut = state["acknowledged"]
-        return cls(None if cut is None else (int(cut[0]), int(cut[1])), state["rows"], state["whole"], writes)
+        cut, columns = state["acknowledged"], state.get("columns")
+        return cls(
+            None if cut is None else (int(cut[0]), int(cut[1])),
+            state["rows"],
+            state["whole"],
+            None if columns is None else [tuple(one) for one in columns],
+            writes,
+        )
 
 
 def rows_to_resend(

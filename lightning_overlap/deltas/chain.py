@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import groupby
 
-from .cuts import Cut, CutError, CutId, Head, as_list, as_words, group, read_head
+from .cuts import Cut, CutError, CutId, Head, LostError, as_list, as_words, group, read_head
 from .parts import PartName, read_header
 from .sink import DeltaSink
 
@@ -54,6 +54,8 @@ class Chain:
     def __init__(self, sink: DeltaSink, run: str | None = None) -> None:
         self.sink = sink
         self.run = run
+        self.fit = ""
+        """Wrote the cut that was applied last; empty where nobody knows."""
         self.cuts: list[Cut] = []
         self._heads: dict[Cut, Head] = {}
 
@@ -81,6 +83,10 @@ class Chain:
                 f"{err.args[0]} was there and is not any more: parts are being removed from the sink."
             ) from err
 
+    def forget(self) -> None:
+        """Read all headers anew."""
+        self._heads.clear()
+
     def oldest_needed(self) -> CutId | None:
         """Return the first cut of the newest start: a replica that has nothing needs none before it.
 
@@ -98,7 +104,11 @@ class Chain:
         try:
             return self._first() if at is None else self._following(at)
         except CutError as err:
+            if isinstance(err, LostError):
+                self.forget()
             start = None if at is None else self._start(newer_than=at)
+            if start is None and isinstance(err, LostError):
+                start = self._start(None)
             if start is None and self._base_is_coming():
                 return None
             if start is None:
@@ -117,6 +127,7 @@ class Chain:
             if first.is_whole:
                 head = self._head(first)
                 if head.after is None or head.after <= at:
+                    _check_found(head, at)
                     return _single(first, head)
                 problems.append(_does_not_follow(first, head, at))
             elif self._is_broken(first):
@@ -127,6 +138,7 @@ class Chain:
         own = [cut for cut in by_generation.get(at[0], ()) if cut.at > at]
         if own and own[0].is_whole:
             head = self._head(own[0])
+            self._check_fit(head, at)
             if head.is_void:
                 return self._start(newer_than=at)  # or waits for it
             if head.after is None or head.after == at:
@@ -136,9 +148,24 @@ class Chain:
             problems.insert(0, _lacks(own[0]))
         if problems and not waits:
             raise CutError("\n".join(problems))
-        if newest.at < at and newest.is_whole:
-            self._head(newest)  # a sink that was emptied for another run: its header tells
+        if newest.at < at and newest.is_whole:  # a sink that was emptied: the header tells for whom
+            self._heads.pop(newest, None)
+            head = self._head(newest)
+            if newest.generation == at[0]:
+                self._check_fit(head, at)
         return None
+
+    def _check_fit(self, head: Head, at: CutId) -> None:
+        """Check that a cut of the generation that was applied last is of the same fit.
+
+        Raises:
+            LostError: It is not.
+        """
+        if self.fit and head.header.fit and head.header.fit != self.fit:
+            raise LostError(
+                f"{as_words(head.header.name.cut)} is not of the fit that wrote {as_words(at)}, which is applied: the "
+                "sink lost its parts, and the training was resumed from a checkpoint of before them."
+            )
 
     def _first(self) -> Move | None:
         """Return what a replica that has nothing begins with."""
@@ -228,6 +255,20 @@ class Chain:
 def _single(cut: Cut, head: Head) -> Move:
     ranks = frozenset(range(cut.num_ranks))
     return Move(((cut, head, ranks),), is_base=head.bases == ranks)
+
+
+def _check_found(head: Head, at: CutId) -> None:
+    """Check that the fit of a cut knew of all that was applied.
+
+    Raises:
+        LostError: It did not.
+    """
+    found = head.header.found
+    if head.after is not None and found is not None and at > found:
+        raise LostError(
+            f"{as_words(head.header.name.cut)} corrects what its fit found in the sink, up to {as_words(found)}; "
+            f"applied so far: {as_words(at)}, which the sink had lost."
+        )
 
 
 def _lacks(cut: Cut) -> str:

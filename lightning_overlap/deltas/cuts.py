@@ -21,6 +21,10 @@ class CutError(ValueError):
     """What a sink holds makes no tables: parts are missing, repeated, out of order, or of another run."""
 
 
+class LostError(CutError):
+    """What a replica has applied was lost in its sink: nothing there can follow it."""
+
+
 @dataclass(frozen=True)
 class Cut:
     """The names of one cut's parts.
@@ -201,7 +205,7 @@ def check_same(one: Header, other: Header) -> None:
             f"{other.name} is of the run {other.run!r}, {one.name} of the run {one.run!r}. Give each run a sink of its "
             "own."
         )
-    for what in ("tables", "num_pending", "global_step"):
+    for what in ("tables", "num_pending", "global_step", "fit", "found"):
         if getattr(one, what) != getattr(other, what):
             raise CutError(
                 f"{other.name} and {one.name} are parts of one cut and differ in {what}: {getattr(other, what)} and "

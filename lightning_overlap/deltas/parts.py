@@ -35,7 +35,7 @@ WEIGHT = "weight"
 _HEADER = b"embedding_deltas.part"
 _TRAILER = re.compile(rb"CRC32:([0-9a-f]{8})")
 _TRAILER_SIZE = len(b"CRC32:00000000")
-_NAME = re.compile(r"g(\d{6})-s(\d{12})-r(\d{5})of(\d{5})-c(\d{5})of(\d{5})\.arrow")
+_NAME = re.compile(r"g(\d{6,})-s(\d{12})-r(\d{5})of(\d{5})-c(\d{5})of(\d{5})\.arrow")
 _COLUMNS = pa.schema(
     [
         ("kind", pa.string()),
@@ -107,6 +107,10 @@ class Header:
         tables: Name -> (rows, columns) of every table that the run sends, whether or not this chunk has rows of it.
         is_void: Whether the cut must not be applied: somebody wrote tables while a rank copied its rows. A cut that is
             a base of every rank follows it.
+        fit: Identifies the fit that wrote it: a generation that two fits have written is no one timeline. Empty where
+            that is not known.
+        found: The newest cut of which its fit found a part in the sink. A replica that has applied a later one of an
+            earlier generation has rows that this fit did not know of. None: that is not known.
         schema: Version of all this.
     """
 
@@ -123,6 +127,8 @@ class Header:
     time: float
     tables: dict[str, tuple[int, int]]
     is_void: bool = False
+    fit: str = ""
+    found: tuple[int, int] | None = None
     schema: int = SCHEMA
 
     @property
@@ -286,7 +292,8 @@ def _read(data: bytes, name: str, *, rows: bool) -> tuple[Header, list[Any]]:
 def _header(written: dict[str, Any]) -> Header:
     known = {field.name for field in fields(Header)}
     kept = {key: value for key, value in written.items() if key in known}
-    kept["after"] = None if kept["after"] is None else tuple(kept["after"])
+    for cut in ("after", "found"):
+        kept[cut] = None if kept.get(cut) is None else tuple(kept[cut])
     kept["tables"] = {table: (int(shape[0]), int(shape[1])) for table, shape in kept["tables"].items()}
     return Header(**kept)
 

@@ -189,7 +189,8 @@ class Replica:
     def optimizer_state(self) -> dict[str, dict[str, Tensor]]:
         """Table -> field -> tensor, where `optimizer_state` was asked for.
 
-        Row-wise state of a column shard that does not begin at column 0 has its first column in the field's name.
+        Row-wise state is `(rows, 1)`; where shards of columns have each their own, `(rows, columns)`, alike in the
+        columns of a shard.
         """
         return self._tables.optimizer_state
 
@@ -291,6 +292,7 @@ class Replica:
                     {
                         "format": _FORMAT,
                         "run": self.run,
+                        "fit": self._chain.fit,
                         "position": tuple(position),
                         "tensors": {name: tensor.detach() for name, tensor in self._tables.tensors.items()},
                         "optimizer_state": self._tables.optimizer_state,
@@ -315,7 +317,7 @@ class Replica:
             raise ReplicaError(f"{path} is no state of a replica: give a file that `Replica.save` wrote.")
         self._tables.load(saved["tensors"], saved["optimizer_state"])
         self._position = Position(*saved["position"])
-        self._chain.run = saved["run"]
+        self._chain.run, self._chain.fit = saved["run"], saved.get("fit", "")
 
     # -- inside --------------------------------------------------------------------------------------------------------
 
@@ -344,6 +346,11 @@ class Replica:
                 if trial == _TRIALS - 1:
                     raise CutError(f"{err.args[0]} was there and is not any more: parts are being removed.") from err
                 continue
+            except CutError:  # parts may have been removed, and others written under their names
+                self._chain.forget()
+                if trial == _TRIALS - 1:
+                    raise
+                continue
             self._count_behind()
             return True
         raise AssertionError
@@ -357,7 +364,7 @@ class Replica:
         size = 0
         for head, name in move.names():
             for part, checksum in read_parts(self.sink, [name], head):
-                self._tables.check(part, str(name))
+                self._tables.check(part, str(name), begins=move.is_base)
                 if part.header.is_base and move.is_base:
                     coverage.add(part)
                 checksums[name] = checksum
@@ -369,6 +376,8 @@ class Replica:
         header = move.head.header
         with self._lock.writing():
             try:
+                if move.is_base:
+                    self._tables.begin()
                 for head, name in move.names():
                     held = kept.pop(name) if name in kept else self._again(head, name, checksums[name])
                     self._tables.write(held)
@@ -376,7 +385,7 @@ class Replica:
                 self._position, self._torn = None, err
                 raise
             self._torn = None
-            self._chain.run = header.run
+            self._chain.run, self._chain.fit = header.run, header.fit
             self._position = Position(
                 header.generation, header.step, header.num_pending, header.global_step, header.time
             )

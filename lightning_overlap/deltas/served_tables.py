@@ -88,14 +88,19 @@ class ServedTables:
                 "  Give a mapping of names to tensors to keep only those up to date that are sent."
             )
 
-    def check(self, part: Part, name: str) -> None:
+    def check(self, part: Part, name: str, *, begins: bool) -> None:
         """Check that a chunk can be written, without writing.
+
+        Args:
+            part: The chunk.
+            name: What errors call it.
+            begins: Whether it goes with a base of all ranks, before which `begin` is called.
 
         Raises:
             TablesError: It cannot.
         """
         for entry in part.rows:
-            self._check_rows(entry, part.header, name)
+            self._check_rows(entry, part.header, name, begins=begins)
         for tensor in part.dense:
             have = self.tensors.get(tensor.name)
             if have is None:
@@ -110,6 +115,10 @@ class ServedTables:
                     f"{tensor.name} is {_like(tensor.value)} in {name}, and {_like(have)} in this replica: give it the "
                     "module that is trained."
                 )
+
+    def begin(self) -> None:
+        """Forget what a base of all ranks does not overwrite: states of optimizers that are not sent any more."""
+        self.optimizer_state.clear()
 
     def write(self, part: Part) -> None:
         """Write a chunk that has been checked."""
@@ -153,7 +162,7 @@ class ServedTables:
         names = {*self.tensors, *self._not_plain}
         return {name for name in names if _TABLE.fullmatch(name)} if self._is_module else names
 
-    def _check_rows(self, entry: Rows, header: Header, name: str) -> None:
+    def _check_rows(self, entry: Rows, header: Header, name: str, *, begins: bool) -> None:
         if entry.table not in header.tables:
             raise TablesError(
                 f"{name} has rows of {entry.table}, which its header does not list: {', '.join(header.tables)}."
@@ -162,9 +171,9 @@ class ServedTables:
             return
         what = entry.table if entry.field == WEIGHT else f"{entry.table} ({entry.field})"
         last_column = entry.first_column + entry.values.shape[1]
-        fits = entry.shape == header.tables[entry.table] and entry.first_column >= 0 and last_column <= entry.shape[1]
-        if entry.field != WEIGHT:
-            fits = entry.shape[0] == header.tables[entry.table][0] and entry.values.shape[1] <= entry.shape[1]
+        shape = header.tables[entry.table]
+        shapes = (shape,) if entry.field == WEIGHT else (shape, (shape[0], 1))
+        fits = entry.shape in shapes and entry.first_column >= 0 and last_column <= entry.shape[1]
         if fits and len(entry.rows):
             fits = int(entry.rows.min()) >= 0 and int(entry.rows.max()) < entry.shape[0]
         if not fits or len(entry.rows) != len(entry.values):
@@ -172,6 +181,12 @@ class ServedTables:
                 f"{name} has rows of {what} that do not lie within its shape {header.tables[entry.table]}: "
                 f"{len(entry.rows)} rows, {tuple(entry.values.shape)} values from column {entry.first_column} on, of a "
                 f"tensor {entry.shape}."
+            )
+        state = None if begins else self.optimizer_state.get(entry.table, {}).get(entry.field)
+        if state is not None and (tuple(state.shape), state.dtype) != (entry.shape, entry.values.dtype):
+            raise TablesError(
+                f"{what} is of shape {entry.shape} and {entry.values.dtype} in {name}, and {_like(state)} in this "
+                "replica: a training that changes this sends all rows first."
             )
         have = self.tensors.get(entry.table)
         if entry.field == WEIGHT and have is not None and have.dtype != entry.values.dtype:
@@ -186,10 +201,9 @@ class ServedTables:
                 self.tensors[entry.table] = torch.zeros(entry.shape, dtype=entry.values.dtype)
             return self.tensors[entry.table]
         fields = self.optimizer_state.setdefault(entry.table, {})
-        key = state_key(entry)
-        if key not in fields:
-            fields[key] = torch.zeros(entry.shape, dtype=entry.values.dtype)
-        return fields[key]
+        if entry.field not in fields:
+            fields[entry.field] = torch.zeros(entry.shape, dtype=entry.values.dtype)
+        return fields[entry.field]
 
 
 class Coverage:
@@ -219,15 +233,8 @@ class Coverage:
                 )
 
 
-def state_key(entry: Rows) -> str:
-    """Return what a field of optimizer state is called: column shards have row-wise state each of their own."""
-    own = entry.shape[1] == 1 and entry.first_column > 0
-    return f"{entry.field}[{entry.first_column}:]" if own else entry.field
-
-
 def _write_rows(table: Tensor, entry: Rows) -> None:
-    first = entry.first_column if entry.first_column + entry.values.shape[1] <= table.shape[1] else 0
-    columns = _bits(table)[:, first : first + entry.values.shape[1]]
+    columns = _bits(table)[:, entry.first_column : entry.first_column + entry.values.shape[1]]
     with torch.no_grad():
         columns.index_copy_(0, entry.rows.to(table.device), _bits(entry.values).to(table.device))
 

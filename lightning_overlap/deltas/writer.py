@@ -6,26 +6,37 @@ import contextlib
 import threading
 from collections import deque
 from collections.abc import Callable, Iterable
+from concurrent.futures import Future
+from typing import Any, TypeVar
 
 from .sink import DeltaSink
+from .watched_sink import WatchedSink
 
 MOST_WAITING = 2
 """Cuts that are being written, or wait for it: while there are as many, no other is made."""
 
+LOOKS_EVERY_S = 0.5
+"""How often whoever waits for the sink looks whether it hangs."""
+
 Chunks = Callable[[], Iterable[tuple[str, bytes]]]
 """Makes the chunks of a part: names and contents."""
 
+T = TypeVar("T")
+
 
 class CutWriter:
-    """Writes the parts of one rank.
+    """Writes the parts of one rank. Its thread alone uses the sink; who waits for it waits for no call without limit.
 
     Args:
-        sink: Where to; used by this thread alone while cuts are under way.
+        sink: Where to.
+        timeout_s: How long one call of the sink may take, in seconds; then it counts as one that hangs, which is an
+            error.
     """
 
-    def __init__(self, sink: DeltaSink) -> None:
-        self._sink = sink
-        self._waiting: deque[tuple[int, Chunks]] = deque()
+    def __init__(self, sink: DeltaSink, timeout_s: float = float("inf")) -> None:
+        self._sink = WatchedSink(sink)
+        self._timeout_s = timeout_s
+        self._jobs: deque[tuple[bool, Callable[[], None]]] = deque()
         self._changed = threading.Condition()
         self._thread: threading.Thread | None = None
         self._ends = False
@@ -50,80 +61,173 @@ class CutWriter:
             step: Of its cut.
             chunks: Called in the thread.
         """
-        with self._changed:
-            self._waiting.append((step, chunks))
-            self.num_outstanding += 1
-            if self._thread is None:
-                self._thread = threading.Thread(target=self._run, name="embedding deltas", daemon=True)
-                self._thread.start()
-            self._changed.notify_all()
+
+        def write() -> None:
+            try:
+                self._write(step, chunks())
+            except BaseException as err:
+                self._fail(err)
+
+        self._add(write, is_cut=True)
+
+    @property
+    def sink(self) -> SinkInThread:
+        """The sink, for the thread that made this one."""
+        return SinkInThread(self.call)
+
+    def call(self, do: Callable[[WatchedSink], T]) -> T:
+        """Return what the thread gets from the sink, after the parts before it.
+
+        Args:
+            do: Given the sink.
+
+        Raises:
+            SinkError: The sink hangs.
+            BaseException: What the sink raised, or a write before.
+        """
+        answer: Future[T] = Future()
+
+        def ask() -> None:
+            try:
+                answer.set_result(do(self._sink))
+            except BaseException as err:
+                answer.set_exception(err)
+
+        self._add(ask, is_cut=False)
+        self._wait_until(answer.done)
+        if not answer.done():
+            assert self.error is not None
+            raise self.error
+        return answer.result()
 
     def write_now(self, step: int, chunks: Iterable[tuple[str, bytes]]) -> None:
-        """Write a part in the calling thread, after those before it.
+        """Write a part, after those before it, and wait for it.
 
         Args:
             step: Of its cut.
-            chunks: Names and contents.
+            chunks: Names and contents, which the calling thread makes.
 
         Raises:
+            SinkError: The sink hangs.
             BaseException: What the sink raised, now or before.
         """
         self.wait()
         if self.error is not None:
             raise self.error
         try:
-            self._write(step, chunks)
+            for name, part in chunks:
+                self.sink.write(name, part)
+                self.num_bytes += len(part)
         except BaseException as err:
             self.error = err
             raise
+        self.written_step = step
 
-    def wait(self, timeout_s: float | None = None) -> bool:
-        """Wait until everything is written, or has failed.
+    def wait(self) -> None:
+        """Wait until every part is written, or one has failed, or the sink hangs."""
+        self._wait_until(lambda: not self.num_outstanding)
 
-        Args:
-            timeout_s: How long, at most.
-
-        Returns:
-            Whether nothing is outstanding.
-        """
-        with self._changed:
-            return self._changed.wait_for(lambda: not self.num_outstanding or self.error is not None, timeout_s)
+    def look(self) -> None:
+        """Take a call of the sink that has not returned in time as an error."""
+        error = None if self.error is not None else self._sink.overdue(self._timeout_s)
+        if error is not None:
+            self._fail(error)
 
     def close(self, timeout_s: float) -> None:
-        """End: what is being written is finished within a time, what waits is dropped."""
+        """End: what is being written is finished within a time, what waits is dropped.
+
+        Args:
+            timeout_s: A sink that hangs must not keep the process: its thread is a daemon's.
+        """
         with self._changed:
+            self._drop()
             self._ends = True
-            self.num_outstanding -= len(self._waiting)
-            self._waiting.clear()
+            if self._thread is not None:
+                self._jobs.append((False, self._close_sink))
             self._changed.notify_all()
         if self._thread is not None:
-            self._thread.join(timeout_s)
-            if self._thread.is_alive():
-                return  # a sink that hangs must not keep the process; the thread is a daemon's
+            self._thread.join(0 if self._sink.overdue(self._timeout_s) else timeout_s)
+
+    def _close_sink(self) -> None:
         with contextlib.suppress(Exception):
             self._sink.close()
+
+    def _add(self, do: Callable[[], None], *, is_cut: bool) -> None:
+        with self._changed:
+            self._jobs.append((is_cut, do))
+            self.num_outstanding += is_cut
+            if self._thread is None:
+                self._thread = threading.Thread(target=self._run, name="embedding deltas", daemon=True)
+                self._thread.start()
+            self._changed.notify_all()
+
+    def _wait_until(self, is_over: Callable[[], bool]) -> None:
+        with self._changed:
+            while not self._changed.wait_for(lambda: is_over() or self.error is not None, LOOKS_EVERY_S):
+                self.look()
+
+    def _fail(self, error: BaseException) -> None:
+        with self._changed:
+            self.error = error
+            self._drop()
+            self._changed.notify_all()
+
+    def _drop(self) -> None:
+        """Forget what waits."""
+        self.num_outstanding -= sum(is_cut for is_cut, _ in self._jobs)
+        self._jobs.clear()
 
     def _run(self) -> None:
         while True:
             with self._changed:
-                self._changed.wait_for(lambda: self._waiting or self._ends)
-                if not self._waiting:
+                self._changed.wait_for(lambda: self._jobs or self._ends)
+                if not self._jobs:
                     return
-                step, chunks = self._waiting.popleft()
-            try:
-                self._write(step, chunks())
-            except BaseException as err:
-                self.error = err
+                is_cut, do = self._jobs.popleft()
+            do()
             with self._changed:
-                self.num_outstanding -= 1
-                if self.error is not None:
-                    self.num_outstanding -= len(self._waiting)
-                    self._waiting.clear()
-                    self._ends = True
+                self.num_outstanding -= is_cut
                 self._changed.notify_all()
 
     def _write(self, step: int, chunks: Iterable[tuple[str, bytes]]) -> None:
         for name, part in chunks:
             self._sink.write(name, part)
             self.num_bytes += len(part)
+            if self.error is not None:  # it came back after it had counted as one that hangs
+                return
         self.written_step = step
+
+
+class SinkInThread:
+    """A sink whose calls a thread makes, while the caller waits, but not without limit.
+
+    Args:
+        call: Lets the thread do something with the sink, and waits.
+    """
+
+    def __init__(self, call: Callable[[Callable[[WatchedSink], Any]], Any]) -> None:
+        self._call = call
+
+    def check(self) -> None:
+        """Find out whether parts can be written, as far as the sink can tell."""
+        self._call(lambda sink: sink.check())
+
+    def write(self, name: str, part: bytes) -> None:
+        """Keep a part."""
+        self._call(lambda sink: sink.write(name, part))
+
+    def names(self) -> list[str]:
+        """Return the names of all parts."""
+        return list(self._call(lambda sink: sink.names()))
+
+    def read(self, name: str) -> bytes:
+        """Return a part."""
+        return bytes(self._call(lambda sink: sink.read(name)))
+
+    def remove(self, names: Iterable[str]) -> None:
+        """Remove parts."""
+        self._call(lambda sink: sink.remove(names))
+
+    def close(self) -> None:
+        """Let go of connections."""
+        self._call(lambda sink: sink.close())

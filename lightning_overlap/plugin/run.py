@@ -105,11 +105,18 @@ class Run:
         """The executor of training, as soon as the fit loop asks for its first batch."""
         self.overflow: OverflowWatch | None = None
         """Watches gradients that are sent in fewer bits; None where none are."""
+        self.at_end: list[Callable[[], None]] = []
+        """Called once training has written its last weight."""
 
     def train_with(self, sparse: SparsePipeline) -> None:
         """Let a pipeline serve the calls of `training_step`, until the run stops."""
         self.sparse = sparse
         sparse.attach()
+
+    def end(self) -> None:
+        """Say that training has written its last weight."""
+        while self.at_end:
+            self.at_end.pop(0)()
 
     def make_executor(self, fetcher: LookaheadFetcher) -> Executor:
         """Make the executor of training, whose batches a fetcher gives."""
@@ -228,6 +235,12 @@ class HasRun(DDPStrategy):
         return self._streams
 
     @property
+    def timeout_s(self) -> float:
+        """How long a rank waits for the others in a collective, in seconds."""
+        timeout_s: float = self._group_timeout.total_seconds()
+        return timeout_s
+
+    @property
     def num_in_flight(self) -> int:
         """Batches fetched whose step is not over, or whose update of the tables is still to come."""
         return 0 if self._run is None else self._run.num_in_flight
@@ -236,6 +249,11 @@ class HasRun(DDPStrategy):
         """Let a timer see the coming steps of this fit, or none."""
         if self._run is not None:
             self._run.watch(timer)
+
+    def call_at_end(self, do: Callable[[], None]) -> None:
+        """Call something at the end of this fit, after all hooks and after the steps of stashed gradients."""
+        if self._run is not None:
+            self._run.at_end.append(do)
 
     def update_tables(self) -> None:
         """Make the updates of tables that a deferring schedule has left for later; all ranks call this."""

@@ -206,6 +206,13 @@ class WalksSteps(HasRun):
             self._run.overflow.finish()
         for optimizer in self.optimizers:
             self._apply_stashed(optimizer, partial(super().optimizer_step, optimizer))
+        if self._run is not None:
+            self._run.end()
+
+    @property
+    def has_stashed_gradients(self) -> bool:
+        """Whether gradients wait for a step of their dense optimizer, which is made at the end of `fit`."""
+        return any(self._stash.num(optimizer) for optimizer in self.optimizers)
 
     @property
     def _automatic(self) -> bool:

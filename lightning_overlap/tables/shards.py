@@ -56,12 +56,14 @@ class KernelShards:
         shards: In its order of tables.
         table_of_feature: The number of the table of each of its features.
         is_replicated: Whether every rank has the same shards (data-parallel tables).
+        receives_ids: Whether ids come from other ranks, in memory that nobody fills again; on one rank it is a batch's.
     """
 
     kernel: nn.Module
     shards: tuple[TableShard, ...]
     table_of_feature: tuple[int, ...]
     is_replicated: bool
+    receives_ids: bool
 
     @property
     def is_fused(self) -> bool:
@@ -114,7 +116,9 @@ def kernel_shards(model: nn.Module) -> list[KernelShards]:
                 replicated = {plan[table.name].sharding_type == ShardingType.DATA_PARALLEL.value for table in tables}
                 shards = _shards(name, module, part.emb_module, tables)
                 features = [number for number, table in enumerate(tables) for _ in table.feature_names]
-                found.append(KernelShards(part.emb_module, tuple(shards), tuple(features), replicated == {True}))
+                is_replicated = replicated == {True}
+                receives_ids = module._env.world_size > 1 and not is_replicated
+                found.append(KernelShards(part.emb_module, tuple(shards), tuple(features), is_replicated, receives_ids))
     return found
 
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import accumulate
-from typing import NamedTuple, Protocol
+from typing import NamedTuple, Protocol, TypeAlias
 
 import numpy as np
 import torch
@@ -15,6 +15,10 @@ from torch import Tensor
 
 FLAGGED_FROM = 2
 """Ids for each row from which on it is quicker to flag the rows of a table than to sort the ids."""
+
+
+_Ids: TypeAlias = np.ndarray[tuple[int], np.dtype[np.int64]]
+"""On a host, `(N,)`."""
 
 
 class LookedUp(NamedTuple):
@@ -54,9 +58,11 @@ class HostMarks:
     Args:
         num_rows: Of each table.
         table_of_feature: The number of the table of each feature.
+        copies: Whether to copy the ids, which on one rank may be a batch's that is filled anew.
     """
 
-    def __init__(self, num_rows: Sequence[int], table_of_feature: Sequence[int]) -> None:
+    def __init__(self, num_rows: Sequence[int], table_of_feature: Sequence[int], *, copies: bool = True) -> None:
+        self._copies = copies
         self._num_rows, self._table_of_feature = tuple(num_rows), tuple(table_of_feature)
         self._num_all_rows = sum(num_rows)
         self._lookups: list[LookedUp] = []
@@ -64,12 +70,16 @@ class HostMarks:
         self._rows: list[list[Tensor]] = [[] for _ in num_rows]
 
     def add(self, looked_up: LookedUp) -> None:
-        """Mark the rows of a lookup; copies its tensors, which on one rank may be a batch's that is filled anew."""
+        """Mark the rows of a lookup."""
         indices_N, offsets, batch_sizes = looked_up
-        if not indices_N.numel():  # offsets of no bags at all tell nothing of features
+        num_ids = indices_N.numel()
+        if not num_ids:  # offsets of no bags at all tell nothing of features
             return
-        self._lookups.append(LookedUp(indices_N.clone(), offsets.clone(), batch_sizes))
-        self._num_ids += looked_up.indices_N.numel()
+        if self._copies:
+            ends = _boundaries(len(self._table_of_feature), offsets, batch_sizes)  # all that is asked of offsets later
+            looked_up = LookedUp(indices_N.clone(), ends.clone(), None)
+        self._lookups.append(looked_up)
+        self._num_ids += num_ids
         if self._num_ids > 2 * self._num_all_rows:
             self._fold()
 
@@ -89,12 +99,18 @@ class HostMarks:
         self._num_ids = sum(rows.numel() for rows in folded)
 
     def rows(self) -> list[Tensor]:
-        """Return the marked rows of each table, `(N,)`, int64, each once, in their order."""
-        ids = [list(rows) for rows in self._rows]
+        """Return the marked rows of each table, `(N,)`, int64, each once, in their order.
+
+        NumPy cuts and joins what torch would let go of the interpreter's lock for, each time: a thread that calls this
+        would so disturb the one that trains a few hundred times.
+        """
+        ids = [[rows_N.numpy() for rows_N in rows] for rows in self._rows]
+        num_features = len(self._table_of_feature)
         for indices_N, offsets, batch_sizes in self._lookups:
-            ends = _boundaries(len(self._table_of_feature), offsets, batch_sizes).tolist()
+            on_host = indices_N.numpy()
+            ends = _boundaries_on_host(num_features, offsets.numpy(), batch_sizes)
             for feature, table in enumerate(self._table_of_feature):
-                ids[table].append(indices_N[ends[feature] : ends[feature + 1]])
+                ids[table].append(on_host[ends[feature] : ends[feature + 1]])
         return [_unique(found, num_rows) for found, num_rows in zip(ids, self._num_rows, strict=True)]
 
 
@@ -106,29 +122,44 @@ def _boundaries(num_features: int, offsets: Tensor, batch_sizes: tuple[int, ...]
     return offsets.index_select(0, ends.to(offsets.device, non_blocking=True))
 
 
-def _unique(ids: list[Tensor], num_rows: int) -> Tensor:
+def _boundaries_on_host(num_features: int, offsets: _Ids, batch_sizes: tuple[int, ...] | None) -> list[int]:
+    """Return what `_boundaries` does."""
+    if batch_sizes is None:
+        ends = offsets[:: max(1, (offsets.size - 1) // max(1, num_features))][: num_features + 1]
+    else:
+        ends = offsets[list(accumulate(batch_sizes, initial=0))]
+    found: list[int] = ends.tolist()
+    return found
+
+
+def _unique(ids: list[_Ids], num_rows: int) -> Tensor:
     if not ids:
         return torch.empty(0, dtype=torch.int64)
-    ids_N: Tensor = torch.cat([one.long() for one in ids])
-    if ids_N.numel() < FLAGGED_FROM * num_rows:
+    ids_N = np.concatenate(ids).astype(np.int64, copy=False)
+    if ids_N.size < FLAGGED_FROM * num_rows:
         rows_N = _sorted(ids_N)
-        if rows_N.numel() and not 0 <= int(rows_N[0]) <= int(rows_N[-1]) < num_rows:
-            rows_N = _sorted(_valid(rows_N, num_rows))
-        return rows_N
-    flags_R = torch.zeros(num_rows, dtype=torch.bool)
-    flags_R.index_fill_(0, _valid(ids_N, num_rows), True)
-    return flags_R.nonzero().squeeze(1)
+        if rows_N.size and not 0 <= rows_N[0] <= rows_N[-1] < num_rows:
+            rows_N = _sorted(_valid_on_host(rows_N, num_rows))
+        return torch.from_numpy(rows_N)
+    flags_R = np.zeros(num_rows, dtype=bool)
+    flags_R[_valid_on_host(ids_N, num_rows)] = True
+    return torch.from_numpy(np.flatnonzero(flags_R))
 
 
-def _sorted(ids_N: Tensor) -> Tensor:
+def _sorted(ids_N: _Ids) -> _Ids:
     """Return each id once, in their order: NumPy sorts integers up to ten times as fast as torch does on a host."""
-    sorted_N = np.sort(ids_N.numpy())
+    sorted_N = np.sort(ids_N)
     is_first_N = np.ones(len(sorted_N), dtype=bool)
     np.not_equal(sorted_N[1:], sorted_N[:-1], out=is_first_N[1:])
-    return torch.from_numpy(sorted_N[is_first_N])
+    return sorted_N[is_first_N]
 
 
-def _valid(ids_N: Tensor, num_rows: Tensor | int) -> Tensor:
+def _valid_on_host(ids_N: _Ids, num_rows: int) -> _Ids:
+    """Return the ids with those of no row as 0, see `_valid`."""
+    return np.where((ids_N >= 0) & (ids_N < num_rows), ids_N, 0)
+
+
+def _valid(ids_N: Tensor, num_rows: Tensor) -> Tensor:
     """Return the ids with those of no row as 0: a kernel that checks its bounds updates row 0 for them."""
     return torch.where((ids_N >= 0) & (ids_N < num_rows), ids_N, 0)
 

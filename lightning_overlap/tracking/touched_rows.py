@@ -66,7 +66,7 @@ class TouchedRows:
             marks = DeviceMarks(num_rows, kernel.table_of_feature, kernel.shards[0].weight.device)
             self._order.hand_to_lookup(marks.tensors)
             return marks
-        return HostMarks(num_rows, kernel.table_of_feature)
+        return HostMarks(num_rows, kernel.table_of_feature, copies=not kernel.receives_ids)
 
     # -- marking ------------------------------------------------------------------------------------------------
 
@@ -171,6 +171,13 @@ class TouchedRows:
         return copied
 
     @property
+    def shard_states(self) -> list[dict[str, Tensor]]:
+        """The optimizer's state of each of `shards` by kind, where states are asked for."""
+        if not self._states:
+            return [{} for _ in self.shards]
+        return [of_shard for kernel in self._kernels for of_shard in kernel.states()]
+
+    @property
     def num_writes(self) -> int:
         """How often somebody other than a fused backward has written this rank's fused tables, or said so."""
         return sum(write for module in self._modules for write in num_fused_writes(module)) + self._order.num_told
@@ -178,13 +185,9 @@ class TouchedRows:
     def plan_of_all_rows(self) -> list[list[Window]]:
         """Plan to read all rows of this rank's shards, a few megabytes at a time."""
         windows: list[Window] = []
-        number = 0
-        for kernel in self._kernels:
-            kinds: list[dict[str, Tensor]] = kernel.states() if self._states else [{} for _ in kernel.shards]
-            for shard, of_shard in zip(kernel.shards, kinds, strict=True):
-                for field, values in {WEIGHT: shard.weight, **of_shard}.items():
-                    windows += windows_of(number, field, values)
-                number += 1
+        for number, (shard, of_shard) in enumerate(zip(self.shards, self.shard_states, strict=True)):
+            for field, values in {WEIGHT: shard.weight, **of_shard}.items():
+                windows += windows_of(number, field, values)
         return packed(windows)
 
     def read(self, windows: list[Window]) -> list[CopiedTable]:

@@ -20,7 +20,7 @@ from torch.utils.data import DataLoader
 from torchrec.distributed.types import ShardedTensor
 
 from lightning_overlap import OverlapEmbeddingStrategy
-from lightning_overlap.callbacks import EmbeddingDeltas
+from lightning_overlap.callbacks import EmbeddingDeltas, cuts
 from lightning_overlap.deltas import PartName, decode
 from lightning_overlap.tracking import TouchedRows, touched_rows
 from lightning_overlap.tracking.copies import copy_on_host
@@ -222,6 +222,12 @@ def fit_copying_slowly(*args: Any, **kwargs: Any) -> Any:
         return copy_on_host(*args, **kwargs)
 
     with mock.patch.object(touched_rows, "copy_on_host", late):
+        return fit_with_deltas(*args, **kwargs)
+
+
+def fit_in_small_chunks(*args: Any, **kwargs: Any) -> Any:
+    """Train with cuts in chunks of a few rows."""
+    with mock.patch.object(cuts, "CHUNK_BYTES", 300):
         return fit_with_deltas(*args, **kwargs)
 
 

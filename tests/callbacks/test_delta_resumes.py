@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -13,15 +14,24 @@ import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from torch.utils.data import DataLoader
 from torchrec import KeyedJaggedTensor
+from torchrec.distributed.sharding_plan import (
+    column_wise,
+    construct_module_sharding_plan,
+    grid_shard,
+    table_row_wise,
+    table_wise,
+)
 
 from lightning_overlap import OverlapEmbeddingStrategy
 from lightning_overlap.callbacks import EmbeddingDeltas
 from lightning_overlap.deltas import Replica, parse_names
+from lightning_overlap.tables import kernel_shards
 
-from ..support.cases import NUM_ROWS, Batches, Case, Model, TableSpec, make_batch, make_plan
+from ..support.cases import NUM_ROWS, ROWWISE_ADAGRAD, Batches, Case, Model, TableSpec, make_batch, make_plan
 from ..support.fits import make_trainer
-from ..support.ranks import Ranks
-from .delta_fits import Files, Windows, differences, fit_with_deltas, shards_of
+from ..support.ranks import RankError, Ranks
+from .delta_fits import Files, KillAt, Windows, differences, fit_with_deltas, shards_of
+from .random_kills import play
 
 
 def _case(*shardings: str) -> Case:
@@ -212,6 +222,127 @@ def test_a_write_that_no_tensor_counts_is_sent_where_the_user_tells(ranks: Ranks
     writes = (At("on_train_batch_end", 7, halve_by_numpy),)
     of_ranks = ranks.run(fit_with_deltas, MIXED, "base", str(tmp_path / "sent"), every_n_steps=3, callbacks=writes)
     assert stragglers(tmp_path / "sent", [last for _, last in of_ranks], tmp_path / "replicas") == {}
+
+
+def test_a_sink_that_was_wiped_goes_on_from_an_old_checkpoint(two_ranks: Ranks, tmp_path: Path) -> None:
+    """A replica has applied the same steps of a generation that the checkpoint does not know of."""
+    sent, old = tmp_path / "sent", str(tmp_path / "old.ckpt")
+    two_ranks.run(fits, str(sent), {"steps": 8, "after": [At("on_train_batch_end", 4, save, old)]})
+    two_ranks.run(fits, str(sent), {"steps": 12, "ckpt_path": old, "before": [At("on_train_batch_end", 6, halve)]})
+    live = Replica(None, sent)
+    live.update()
+    assert live.position is not None
+    assert live.position.cut == (2, 12)
+    for path in sent.iterdir():
+        path.unlink()
+    of_ranks = two_ranks.run(fits, str(sent), {"steps": 12, "ckpt_path": old})
+    assert differences(dict(live.state_dict()), of_ranks)
+    live.update()
+    assert differences(dict(live.state_dict()), of_ranks) == []
+
+
+# -- states of optimizers, plans --------------------------------------------------------------------------------------
+
+
+def fit_with_states(folder: str, sharding: str, steps: int, **options: Any) -> tuple[Windows, Windows]:
+    """Train with row-wise state; return the tables and their states in the end, these for each column."""
+    table = TableSpec("t0", ("f0",), "table_wise" if sharding in PLANS else sharding, dim=16)
+    case = Case("states", (table, TableSpec("t1", ("f1",))), optimizer=ROWWISE_ADAGRAD.optimizer)
+    model = Model(case)
+    plan = make_plan(case, model, torch.distributed.get_world_size())
+    if sharding in PLANS:
+        generators = {"t0": PLANS[sharding](), "t1": table_wise(rank=0, compute_kernel="fused")}
+        plan.plan["ebc"] = construct_module_sharding_plan(
+            model.ebc, generators, local_size=2, world_size=2, device_type="cpu"
+        )
+    trainer = make_trainer(
+        OverlapEmbeddingStrategy(sharding=plan),
+        callbacks=[EmbeddingDeltas(Files(folder), 2, optimizer_state=True), *options.get("after", ())],
+    )
+    trainer.fit(model, datamodule=Small(case, steps), ckpt_path=options.get("ckpt_path"))
+    states: Windows = {}
+    for kernel in kernel_shards(model):
+        for shard, of_shard in zip(kernel.shards, kernel.states(), strict=True):
+            for values in of_shard.values():
+                wide = values.reshape(len(values), -1).expand(-1, shard.weight.shape[1])
+                states[shard.name, shard.first_row, shard.first_column] = wide.clone()
+    return shards_of(model), states
+
+
+def table_column_wise() -> Any:
+    """TorchRec has no function for it, but that of column-wise shards with another name."""
+    generate = column_wise(ranks=[0, 1])
+    return lambda *args: dataclasses.replace(generate(*args), sharding_type="table_column_wise")
+
+
+PLANS: dict[str, Callable[[], Any]] = {
+    "table_column_wise": table_column_wise,
+    "table_row_wise": lambda: table_row_wise(host_index=0),
+    "grid_shard": lambda: grid_shard(host_indexes=[0]),
+}
+
+
+def states_of(replica: Replica) -> dict[str, torch.Tensor]:
+    """By table, for each column."""
+    tables = replica.state_dict()
+    return {
+        name: values.expand(tables[name].shape)
+        for name, fields in replica.optimizer_state.items()
+        for values in fields.values()
+    }
+
+
+@pytest.mark.parametrize(
+    ("before", "then"),
+    [
+        ("table_wise", "column_wise"),
+        ("column_wise", "row_wise"),
+        ("row_wise", "table_row_wise"),
+        ("table_row_wise", "table_column_wise"),
+        ("table_column_wise", "grid_shard"),
+    ],
+)
+def test_states_have_their_names_under_every_plan(two_ranks: Ranks, tmp_path: Path, before: str, then: str) -> None:
+    """A live replica, and one that begins then, have the states of a training that resumes under another plan."""
+    sent, saved = tmp_path / "sent", str(tmp_path / "saved.ckpt")
+    first = two_ranks.run(fit_with_states, str(sent), before, 7, after=[At("on_train_batch_end", 4, save, saved)])
+    live = Replica(None, sent, optimizer_state=True)
+    live.update()
+    second = two_ranks.run(fit_with_states, str(sent), then, 9, ckpt_path=saved)
+    late = Replica(None, sent, optimizer_state=True)
+    for replica, of_ranks in ((live, first), (live, second), (late, second)):
+        if of_ranks is second:
+            replica.update()
+        assert {field for fields in replica.optimizer_state.values() for field in fields} == {"momentum1"}
+        assert differences(dict(replica.state_dict()), [tables for tables, _ in of_ranks]) == []
+        assert differences(states_of(replica), [states for _, states in of_ranks]) == []
+
+
+# -- numbers of ranks, kills at any step ------------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+def test_four_ranks_are_resumed_by_two(get_ranks: Callable[..., Ranks], tmp_path: Path) -> None:
+    sent, kwargs = tmp_path / "sent", {"saves_in": str(tmp_path / "saved"), "every_n_steps": 2}
+    kwargs["options"] = {"checkpoint_format": "sharded"}
+    four = get_ranks(4)
+    with pytest.raises(RankError):
+        four.run(fit_with_deltas, MIXED, "semi_sync", str(sent), callbacks=(KillAt(7),), num_steps=12, **kwargs)
+    live = Replica(None, sent)
+    live.update()
+    assert live.step is not None
+    kwargs["ckpt_path"] = str(tmp_path / "saved" / "step=4.ckpt")
+    of_ranks = get_ranks(2).run(fit_with_deltas, MIXED, "semi_sync", str(sent), num_steps=12, **kwargs)
+    live.update()
+    assert live.generation == 2
+    assert differences(dict(live.state_dict()), [last for _, last in of_ranks]) == []
+    assert stragglers(sent, [last for _, last in of_ranks], tmp_path / "replicas") == {}
+
+
+@pytest.mark.slow
+def test_kills_at_random_steps(tmp_path: Path) -> None:
+    """More of them: `python -m tests.callbacks.random_kills 20`."""
+    assert play(tmp_path, seed=1) == {}
 
 
 # -- batches --------------------------------------------------------------------------------------------------------

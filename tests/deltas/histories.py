@@ -100,6 +100,8 @@ class Training:
         self.tables = {name: torch.zeros(shape) for name, shape in SHAPES.items()} | {TOP: torch.zeros(3)}
         self.marks: Marks = set()
         self.generation, self.step = 1, 0
+        self.fit = 1
+        self.found: CutId | None = None
         self.whole: CutId | None = None
         self.at_cut: dict[CutId, dict[str, Tensor]] = {}
         self.wholes: list[CutId] = []
@@ -161,6 +163,7 @@ class Training:
         """Go on from a checkpoint in a new generation; the next cut is its first."""
         parts = [name for name in map(PartName.parse, self.sink.names()) if name is not None]
         self.generation = max([checkpoint.generation, *(name.generation for name in parts)]) + 1
+        self.fit, self.found = self.fit + 1, max((name.cut for name in parts), default=None)
         self.tables, self.step = deepcopy(checkpoint.tables), checkpoint.step
         self.marks, self.whole = set(checkpoint.marks), checkpoint.after
         self.start(world_size, kind)
@@ -199,6 +202,8 @@ class Training:
             global_step=self.step,
             time=1000.0 + self.step,
             tables=SHAPES,
+            fit=f"fit {self.fit}",
+            found=self.found,
         )
 
     def _new(self) -> float:

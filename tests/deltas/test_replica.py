@@ -78,19 +78,21 @@ def test_every_bit_is_kept(dtype: torch.dtype) -> None:
 
 
 def test_optimizer_state_is_kept_when_it_is_asked_for(training: Training) -> None:
+    """Row-wise state of shards of columns stands in all of their columns."""
     state = [
-        Rows(A, "momentum1", (7, 1), first, torch.tensor([3]), torch.tensor([[value]]))
+        Rows(A, "momentum1", (7, 4), first, torch.tensor([3]), torch.full((1, 2), value))
         for first, value in ((0, 0.5), (2, 0.25))
     ]
+    of_rows = Rows(A, "momentum2", (7, 1), 0, torch.tensor([3]), torch.tensor([[9.0]]))
     wide = Rows(B, "exp_avg", (5, 2), 1, torch.tensor([4, 0]), torch.tensor([[7.0], [8.0]]))
-    write(training, (*state, wide), dense=(Dense(TOP, torch.ones(3)),))
+    write(training, (*state, of_rows, wide), dense=(Dense(TOP, torch.ones(3)),))
     for asked in (False, True):
         replica = Replica(empty_tables(), training.sink, optimizer_state=asked)
         replica.update()
         found = replica.optimizer_state
         assert set(found) == ({A, B} if asked else set())
-    assert found[A]["momentum1"][3].item() == 0.5
-    assert found[A]["momentum1[2:]"][3].item() == 0.25
+    assert found[A]["momentum1"][3].tolist() == [0.5, 0.5, 0.25, 0.25]
+    assert found[A]["momentum2"].tolist() == [[0], [0], [0], [9], [0], [0], [0]]
     assert found[B]["exp_avg"].tolist() == [[0, 8], [0, 0], [0, 0], [0, 0], [0, 7]]
 
 

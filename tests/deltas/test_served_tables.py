@@ -77,6 +77,7 @@ BAD_ROWS: dict[str, tuple[Rows, str]] = {
     ),
     "shape": (Rows(A, "weight", (6, 4), 0, torch.tensor([0]), torch.ones(1, 4)), "of a tensor (6, 4)"),
     "table": (Rows("c", "weight", (7, 4), 0, torch.tensor([0]), torch.ones(1, 4)), "has rows of c, which its header"),
+    "state_columns": (Rows(A, "momentum", (7, 1), 2, torch.tensor([0]), torch.ones(1, 1)), "values from column 2 on"),
     "state": (Rows(A, "momentum", (9, 1), 0, torch.tensor([8]), torch.ones(1, 1)), f"rows of {A} (momentum) that do"),
 }
 
@@ -92,6 +93,26 @@ def test_rows_that_do_not_fit_are_refused(training: Training, what: str) -> None
         replica.update()
     assert str(err.value).startswith(name)
     assert_equal(replica.state_dict(), training.at_cut[1, 2])
+
+
+def test_states_of_another_shape_are_refused_until_a_base_brings_them(training: Training) -> None:
+    replica = Replica(empty_tables(), training.sink, optimizer_state=True)
+    write(training, (Rows(A, "momentum1", (7, 1), 0, torch.tensor([3]), torch.ones(1, 1)),))
+    replica.update()
+    training.whole = (training.generation, training.step)
+    wide = Rows(A, "momentum1", (7, 4), 0, torch.tensor([3]), torch.ones(1, 4))
+    name = write(training, (wide,))
+    with pytest.raises(
+        TablesError, match=r"\(momentum1\) is of shape \(7, 4\) and torch.float32 in .*, and \(7, 1\) of"
+    ):
+        replica.update()
+    training.sink.remove([name])
+    base = [
+        Rows(one, "weight", SHAPES[one], 0, torch.arange(SHAPES[one][0]), torch.ones(SHAPES[one])) for one in SHAPES
+    ]
+    write(training, (*base, wide), after=None)
+    replica.update()
+    assert replica.optimizer_state[A]["momentum1"].shape == (7, 4)
 
 
 def test_a_base_that_is_not_the_whole_table_is_refused() -> None:

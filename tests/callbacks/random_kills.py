@@ -1,0 +1,101 @@
+"""Trainings whose ranks are killed at random steps and resumed: `python -m tests.callbacks.random_kills 20`.
+
+A run has two or three fits on one or two ranks. All but the last are killed by SIGKILL, one rank of them at a random
+step, and the next one resumes from any checkpoint. A replica follows now and then, another one begins in the end; a run
+is held where both are the tables, bit for bit.
+"""
+
+from __future__ import annotations
+
+import random
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from lightning.pytorch import Trainer
+
+from lightning_overlap import MODES
+from lightning_overlap.deltas import Replica
+
+from ..support.cases import Case, TableSpec
+from ..support.ranks import RankError, Ranks
+from .delta_fits import KillAt, differences, fit_with_deltas
+
+CASE = Case(
+    "kills",
+    tuple(
+        TableSpec(f"t{number}", (f"f{number}",), sharding, dim=16 if sharding == "column_wise" else 8)
+        for number, sharding in enumerate(("table_wise", "column_wise", "row_wise", "data_parallel"))
+    ),
+)
+
+
+class KillOne(KillAt):
+    """Ends one rank's process, and leaves a file that says so."""
+
+    def __init__(self, step: int, rank: int, mark: Path) -> None:
+        super().__init__(step)
+        self.rank, self.mark = rank, mark
+
+    def on_train_batch_end(self, trainer: Trainer, *args: Any) -> None:
+        if (trainer.global_rank, trainer.fit_loop.epoch_loop.total_batch_idx + 1) == (self.rank, self.step):
+            self.mark.touch()
+            super().on_train_batch_end(trainer, *args)
+
+
+def play(folder: Path, seed: int) -> dict[str, object]:
+    """Play one run; return what is wrong, by replica."""
+    choose = random.Random(seed)
+    pipeline, every = choose.choice(list(MODES)), choose.randint(1, 3)
+    live = Replica(None, folder / "sent")
+    kwargs: dict[str, Any] = {"every_n_steps": every, "options": {"checkpoint_format": "sharded"}, "num_steps": 16}
+    at_step = 4
+    for fit in range(choose.randint(1, 2)):
+        world_size, kill_at = choose.randint(1, 2), choose.randint(at_step + 1, 14)
+        kill = KillOne(kill_at, choose.randrange(world_size), folder / f"killed {fit}")
+        ranks = Ranks(world_size)
+        try:
+            ranks.run(
+                fit_with_deltas, CASE, pipeline, str(folder / "sent"), saves_in=str(folder / str(fit)),
+                callbacks=(kill,), sink={"delay_s": choose.choice([0, 0.02])}, **kwargs,
+            )  # fmt: skip
+        except RankError:
+            if not kill.mark.exists():
+                raise
+        else:
+            return {"nobody was killed": kill_at}
+        finally:
+            ranks.close()
+        if choose.random() < 0.7:
+            live.update()
+        path = choose.choice(sorted(folder.glob("*/step=*.ckpt")))
+        at_step, kwargs["ckpt_path"] = int(path.stem.partition("=")[2]), str(path)
+        pipeline = choose.choice(list(MODES))
+    live.update()
+    ranks = Ranks(choose.randint(1, 2))
+    try:
+        of_ranks = ranks.run(fit_with_deltas, CASE, pipeline, str(folder / "sent"), **kwargs)
+    finally:
+        ranks.close()
+    begins = Replica(None, folder / "sent")
+    found: dict[str, object] = {}
+    for name, replica in (("live", live), ("begins", begins)):
+        replica.update()
+        found[name] = differences(dict(replica.state_dict()), [last for _, last in of_ranks])
+    return {name: wrong for name, wrong in found.items() if wrong}
+
+
+def main(num_runs: int, first_seed: int = 1) -> None:
+    """Play so many runs, and count those that held."""
+    num_held = 0
+    for seed in range(first_seed, first_seed + num_runs):
+        with tempfile.TemporaryDirectory() as folder:
+            wrong = play(Path(folder), seed)
+        num_held += not wrong
+        print(f"seed {seed}: {wrong or 'held'}", flush=True)
+    print(f"{num_held} of {num_runs} runs held")
+
+
+if __name__ == "__main__":
+    main(*map(int, sys.argv[1:]))
