@@ -45,6 +45,9 @@ PRIVATE_NAMES: Mapping[str, tuple[str, ...]] = {
 MAX_NONES_AT_END = 2
 """How many batches of an epoch are fetched one early, to know which one is the last where they may be None."""
 
+NUM_AT_HAND = 2
+"""How many batches a rank has at hand where lengths are not certain: so the ranks ask for every other one."""
+
 _Fetched: TypeAlias = "tuple[tuple[Any, int, int], Any]"
 """A batch with its number and its loader's, and the states of the loaders after it."""
 
@@ -143,7 +146,7 @@ class LookaheadFetcher(_DataLoaderIterDataFetcher):
         self._skipped: deque[tuple[int, int, int]] = deque()
         """Batches that are None: how many others come before it in the epoch, its number, its loader's."""
         self._real: InFlightBatch | None = None  # begun, and to be delivered after those that are None before it
-        self._buffered: _Fetched | None = None  # the batch after the one that was staged last
+        self._buffered: deque[_Fetched] = deque()  # the batches after the one that was staged last
         self._num_skipped = 0
         self._num_delivered = 0  # of those that are not None
         self._has_ended = False  # by the word of the executor, on all ranks
@@ -252,7 +255,7 @@ class LookaheadFetcher(_DataLoaderIterDataFetcher):
     @property
     def exhausted(self) -> bool:
         """Whether this rank has no batch left that all ranks have."""
-        return self._buffered is None and self._inner_is_exhausted
+        return not self._buffered and self._inner_is_exhausted
 
     @property
     def _inner_is_exhausted(self) -> bool:
@@ -288,7 +291,7 @@ class LookaheadFetcher(_DataLoaderIterDataFetcher):
         if self.executor.num_fetched == 0:
             self._is_whole = self.inner.fetched == 0
         index = self.executor.num_fetched
-        fetched, self._buffered = self._buffered or self._next_to_train(index), None
+        fetched = self._buffered.popleft() if self._buffered else self._next_to_train(index)
         if fetched is None:
             if self.length_known and self.inner.fetched < self.num_batches:
                 raise RuntimeError(
@@ -298,34 +301,33 @@ class LookaheadFetcher(_DataLoaderIterDataFetcher):
             return None
         (batch, batch_idx, dataloader_idx), states = fetched
         self._states.note(index, states, self.executor.depth)
-        if self._looks_one_further(index + 1):
-            self._buffered = self._next_to_train(index + 1)
+        for ahead in range(index + 1 + len(self._buffered), index + 1 + self._num_to_buffer):
+            if ahead < self._num_allowed and (following := self._next_to_train(ahead)) is not None:
+                self._buffered.append(following)
         return self._stage(batch, dataloader_idx), batch_idx, dataloader_idx
 
-    def _looks_one_further(self, index: int) -> bool:
-        """Whether to fetch batch `index` before it is staged, so that the ranks know more of the epoch's end."""
+    @property
+    def _num_to_buffer(self) -> int:
+        """How many batches to take from the loader before they are staged, so that the ranks know of its end."""
         if self.length_known:
-            return self.num_batches - self.inner.fetched <= MAX_NONES_AT_END
-        # Without a length the inner fetcher has one more: the ranks then ask for every other batch.
-        return self._trainer.world_size > 1 and self.inner.length is None and index < self._num_allowed
+            return int(self.num_batches - self.inner.fetched <= MAX_NONES_AT_END)
+        in_inner = self.inner.length is None  # has one, to know whether it is the last
+        return 0 if self._trainer.world_size == 1 else NUM_AT_HAND - in_inner
 
     @property
     def num_certain(self) -> int:
         """How many batches after the one fetched last will be staged in any case."""
-        if self._buffered is None or self._num_skipped > 0 or self.executor is None:
+        if not self._buffered or self._num_skipped > 0 or self.executor is None:
             return 0
-        waiting = getattr(self.inner, "batches", ())  # that the inner fetcher has taken from the loader
-        has_second = bool(waiting) and not self._is_skipped(waiting[0][0])
-        return int(min(1 + has_second, self._num_allowed - self.executor.num_fetched - 1))
+        inner: list[Any] = getattr(self.inner, "batches", [])
+        num = len(self._buffered) + bool(inner and not self._is_skipped(inner[0][0]))
+        return int(min(num, self._num_allowed - self.executor.num_fetched - 1))
 
     def _next_to_train(self, index: int) -> _Fetched | None:
-        """Fetch the batch `index`, past those that are None: each rank skips its own, as Lightning does.
-
-        The other ranks' collectives are for the next one that is none of these.
-        """
+        """Fetch the batch `index`, past those that are None: each rank skips its own, as Lightning does."""
         fetched = self._next_of_inner()
         while fetched is not None and self._is_skipped(fetched[0][0]):
-            self._skipped.append((index, *fetched[0][1:]))
+            self._skipped.append((index, fetched[0][1], fetched[0][2]))
             self._num_skipped += 1
             fetched = self._next_of_inner()
         return fetched
@@ -376,7 +378,8 @@ class LookaheadFetcher(_DataLoaderIterDataFetcher):
     def drop(self) -> None:
         """Drop the batches that were looked ahead, on all ranks alike."""
         self._peeked = False
-        self._batch = self._real = self._buffered = None
+        self._batch = self._real = None
+        self._buffered.clear()
         self._num_delivered, self._num_skipped, self._has_ended = 0, 0, False
         self._skipped.clear()
         if self.executor is not None:

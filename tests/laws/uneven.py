@@ -53,6 +53,8 @@ class Counts(Model):
         self.seen: list[Any] = []
 
     def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        if batch is None:
+            return
         last = self.trainer.fit_loop.epoch_loop.batch_progress.is_last_batch
         self.seen.append((self.current_epoch, batch_idx, batch.inputs["sparse"][1], last))
 
