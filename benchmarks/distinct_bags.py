@@ -12,11 +12,9 @@ share of each feature's is distinct. Finding them is not timed: a data loader's 
 from __future__ import annotations
 
 import argparse
-import cProfile
 import itertools
 import logging
 import os
-import pstats
 import statistics
 import time
 import warnings
@@ -43,10 +41,8 @@ class Model(LightningModule):
         self.features = [f"f{place}" for place in range(options.tables)]
         self.ebc = EmbeddingBagCollection(
             [
-                EmbeddingBagConfig(
-                    name=f"t_{name}", embedding_dim=options.dim, num_embeddings=options.rows, feature_names=[name]
-                )
-                for name in self.features
+                EmbeddingBagConfig(name=f, embedding_dim=options.dim, num_embeddings=options.rows, feature_names=[f])
+                for f in self.features
             ]
         )
         self.dense = nn.Sequential(nn.Linear(options.tables * options.dim, 256), nn.ReLU(), nn.Linear(256, 1))
@@ -88,36 +84,29 @@ def make_batch(options: argparse.Namespace, share: float, arm: str, seed: int) -
     return {**batch, "bags": KeyedJaggedTensor(features, bags_FNL.flatten(), lengths=lengths, **variable)}
 
 
-def fit(options: argparse.Namespace, share: float, arm: str, profiler: cProfile.Profile | None = None) -> Any:
+def fit(options: argparse.Namespace, share: float, arm: str) -> Any:
     """Return the time and the CPU time (all threads) of each step in milliseconds, and the losses."""
     seed_everything(1, verbose=False)
     model = Model(options)
     seed = 1000 * int(os.environ["RANK"])
     num = options.steps + WARM_UP
     batches = [make_batch(options, share, arm, seed + index % 8) for index in range(num)]
-    strategy = OverlapEmbeddingStrategy(
-        "fused_sparse_dist", sharding="table_wise", fused_optimizer=(torch.optim.SGD, {"lr": 0.1})
-    )
+    sgd = (torch.optim.SGD, {"lr": 0.1})
     trainer = Trainer(
         accelerator="cpu",
         devices=int(os.environ["LOCAL_WORLD_SIZE"]),
         num_nodes=int(os.environ["WORLD_SIZE"]) // int(os.environ["LOCAL_WORLD_SIZE"]),
         max_epochs=1,
-        strategy=strategy,
+        strategy=OverlapEmbeddingStrategy("fused_sparse_dist", sharding="table_wise", fused_optimizer=sgd),
         logger=False,
         enable_checkpointing=False,
         enable_progress_bar=False,
         enable_model_summary=False,
         use_distributed_sampler=False,
     )
-    if profiler is not None:
-        profiler.enable()
     trainer.fit(model, DataLoader(batches, batch_size=None))  # type: ignore[arg-type]
-    if profiler is not None:
-        profiler.disable()
-    steps = [
-        [(late - early) * 1e3 for early, late in zip(*two, strict=True)] for two in itertools.pairwise(model.marks)
-    ]
+    marks = itertools.pairwise(model.marks)
+    steps = [[(late - early) * 1e3 for early, late in zip(*two, strict=True)] for two in marks]
     return steps[WARM_UP:], torch.stack(model.losses)
 
 
@@ -129,7 +118,6 @@ def main() -> None:
         parser.add_argument(f"--{name}", type=int, default=default)
     parser.add_argument("--steps", type=int, default=20, help="steps per arm and round")
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--profile", action="store_true", help="print where the host's time of `distinct` goes")
     options = parser.parse_args()
     warnings.simplefilter("ignore")
     for logger in ("torchrec", "lightning.pytorch", "lightning.fabric", "torch.fx"):
@@ -148,15 +136,8 @@ def main() -> None:
             print(f"{share:g} of the bags are distinct")
             for arm, own in times.items():
                 spread = f"{statistics.median(ratios[arm]):.3f} ({min(ratios[arm]):.3f} to {max(ratios[arm]):.3f})"
-                print(
-                    f"  {arm:10s}{_median(own, 0):8.1f} ms   CPU {_median(own, 1):7.1f} ms   of all {spread}",
-                    flush=True,
-                )
-    if options.profile:
-        profiler = cProfile.Profile()
-        fit(options, options.shares[0], "distinct", profiler)
-        if dist.get_rank() == 0:
-            pstats.Stats(profiler).sort_stats("tottime").print_stats(25)
+                text = f"{arm:10s}{_median(own, 0):8.1f} ms   CPU {_median(own, 1):7.1f} ms   of all {spread}"
+                print(text, flush=True)
     dist.barrier()
 
 
