@@ -21,6 +21,7 @@ import subprocess
 import sys
 import time
 import warnings
+from collections.abc import Iterator
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -35,6 +36,8 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=5, help="rounds; the arms take turns in each")
     parser.add_argument("--arms", nargs="+", help="modes to measure beside plain; all of them if left out")
     parser.add_argument("--num-logs", type=int, default=0, help="how often the model calls self.log in a step")
+    parser.add_argument("--ranks", type=int, nargs="+", default=[1, 2], help="on how many ranks to measure the step")
+    parser.add_argument("--stream", action="store_true", help="a data loader without a length")
     parser.add_argument("--profile", action="store_true", help="print the functions that take most of a step")
     options = parser.parse_args()
     warnings.simplefilter("ignore")
@@ -44,7 +47,7 @@ def main() -> None:
         _measure_steps(options)
         return
     _measure_executor()
-    for num_ranks in (1, 2):
+    for num_ranks in options.ranks:
         launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={num_ranks}"]
         subprocess.check_call([*launcher, *sys.argv], env={**os.environ, "OMP_NUM_THREADS": "1"})
 
@@ -57,7 +60,7 @@ class _Nothing:
 
     ready = True
     exhausted = stop_requested = length_known = False
-    num_batches, num_skipped = float("inf"), 0
+    num_batches, num_skipped, num_certain = float("inf"), 0, 0
 
     def fetch(self) -> tuple[object, int, int]:
         return object(), 0, 0
@@ -108,40 +111,44 @@ def _measure_steps(options: argparse.Namespace) -> None:
     torch.set_num_threads(1)
     arms = ["plain", *(options.arms or (*MODES, WATCHED))]
     steps_ms: dict[str, list[float]] = {name: [] for name in arms}
+    cpu_ms: dict[str, list[float]] = {name: [] for name in arms}
     ratios: dict[str, list[float]] = {name: [] for name in arms}
     rank, num_ranks = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     for turn in tqdm(range(options.rounds), disable=rank != 0, desc=f"{num_ranks} ranks", leave=False):
         medians = {}
         for name in arms[turn % len(arms) :] + arms[: turn % len(arms)]:
-            times_ms = _fit(name, options.steps, options.num_logs)
+            times_ms, own_cpu_ms = _fit(name, options)
             everyone: list[Any] = [None] * num_ranks
-            dist.all_gather_object(everyone, times_ms)
-            slowest = [max(times) for times in zip(*everyone, strict=True)]
+            dist.all_gather_object(everyone, (times_ms, own_cpu_ms))
+            slowest = [max(times) for times in zip(*(times for times, _ in everyone), strict=True)]
+            cpu_ms[name].append(statistics.fmean(cpu for _, cpu in everyone))
             steps_ms[name] += slowest
             medians[name] = statistics.median(slowest)
         for name in arms:
             ratios[name].append(medians[name] / medians["plain"])
     if rank == 0:
-        print(f"{num_ranks} ranks{'':31s}median step   of plain   by round          mean")
+        print(f"{num_ranks} ranks{'':31s}median step   of plain   by round          mean          CPU of a rank")
         for name in arms:
             spread = f"{min(ratios[name]):.3f} to {max(ratios[name]):.3f}"
             step_ms, ratio = statistics.median(steps_ms[name]), statistics.median(ratios[name])
             mean_ms = statistics.fmean(steps_ms[name])
-            print(f"  {name:36s}{step_ms:7.3f} ms{ratio:10.3f}   {spread}{mean_ms:12.3f} ms")
+            own_cpu_ms = statistics.median(cpu_ms[name])
+            print(f"  {name:36s}{step_ms:7.3f} ms{ratio:10.3f}   {spread}{mean_ms:12.3f} ms{own_cpu_ms:12.3f} ms")
     if options.profile:
         profiler = cProfile.Profile()
-        _fit("fused_sparse_dist", options.steps, options.num_logs, profiler)
+        _fit("fused_sparse_dist", options, profiler)
         if rank == 0:
             pstats.Stats(profiler).sort_stats("tottime").print_stats(45)
     dist.barrier()
 
 
-def _fit(arm: str, num_steps: int, num_logs: int, profiler: cProfile.Profile | None = None) -> list[float]:
+def _fit(arm: str, options: argparse.Namespace, profiler: cProfile.Profile | None = None) -> tuple[list[float], float]:
+    """Return the milliseconds of each step, and of the CPU in all threads of this rank for a step."""
     import torch
     from lightning.pytorch import LightningModule, Trainer, seed_everything
     from lightning.pytorch.strategies import DDPStrategy
     from torch import nn
-    from torch.utils.data import DataLoader
+    from torch.utils.data import DataLoader, IterableDataset
     from torchrec import EmbeddingBagCollection, EmbeddingBagConfig, KeyedJaggedTensor
 
     from lightning_overlap import OverlapEmbeddingStrategy, OverlapMonitor
@@ -159,23 +166,31 @@ def _fit(arm: str, num_steps: int, num_logs: int, profiler: cProfile.Profile | N
             self.ebc = EmbeddingBagCollection(tables)
             self.dense = nn.Sequential(nn.Linear(16, 16), nn.ReLU(), nn.Linear(16, 1))
             self.starts: list[float] = []
+            self.cpu_s = 0.0
 
         def training_step(self, batch: dict[str, Any], batch_idx: int) -> torch.Tensor:
             self.starts.append(time.perf_counter())
-            if profiler is not None and batch_idx == WARM_UP:
-                profiler.enable()
+            if batch_idx == WARM_UP:
+                self.cpu_s = time.process_time()
+                if profiler is not None:
+                    profiler.enable()
             embeddings = self.ebc(batch["ids"]).to_dict()
             loss = self.dense(torch.cat([embeddings[name] for name in features], 1)).square().mean()
-            for number in range(num_logs):
+            for number in range(options.num_logs):
                 self.log(f"loss_{number}", loss)
             return loss
 
         def on_train_end(self) -> None:
+            self.cpu_s = time.process_time() - self.cpu_s
             if profiler is not None:
                 profiler.disable()
 
         def configure_optimizers(self) -> torch.optim.Optimizer:
             return torch.optim.SGD(self.dense.parameters(), 0.1)
+
+    class Stream(IterableDataset):
+        def __iter__(self) -> Iterator[Any]:
+            return iter(batches)
 
     seed_everything(1, verbose=False)
     model = Tiny()
@@ -188,7 +203,7 @@ def _fit(arm: str, num_steps: int, num_logs: int, profiler: cProfile.Profile | N
     lengths = torch.ones(2 * 8, dtype=torch.int64)
     batches = [
         {"ids": KeyedJaggedTensor(features, torch.randint(0, 100, (16,)), lengths=lengths)}
-        for _ in range(num_steps + WARM_UP)
+        for _ in range(options.steps + WARM_UP)
     ]
     trainer = Trainer(
         accelerator="cpu",
@@ -202,9 +217,9 @@ def _fit(arm: str, num_steps: int, num_logs: int, profiler: cProfile.Profile | N
         use_distributed_sampler=False,
         callbacks=[OverlapMonitor(audit=False, table=False)] if arm == WATCHED else [],
     )
-    trainer.fit(model, DataLoader(batches, batch_size=None))
+    trainer.fit(model, DataLoader(Stream() if options.stream else batches, batch_size=None))  # type: ignore[arg-type]
     times_ms = [(late - early) * 1e3 for early, late in itertools.pairwise(model.starts)]
-    return times_ms[WARM_UP:]
+    return times_ms[WARM_UP:], model.cpu_s / options.steps * 1e3
 
 
 def _sharded_by_hand(base: type) -> type:

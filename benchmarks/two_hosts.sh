@@ -6,6 +6,7 @@
 #
 # RATE    as tc writes rates (50mbit, 1gbit), or unlimited; default 300mbit. Of the link, in each direction.
 # PYTHON  the interpreter that has the package; default python.
+# SCRIPT  a script to run in the place of overlap-bench, with the words after -- (no arms then).
 #
 # Needs root, iproute2 and Linux's tbf qdisc. All that it makes is gone when it ends, however it ends.
 
@@ -32,7 +33,8 @@ while [ $# -gt 0 ] && [ "$1" != -- ]; do
     shift
 done
 [ $# -eq 0 ] || shift
-[ ${#arms[@]} -gt 0 ] || { usage >&2; fail "which modes? For example: $0 fused_sparse_dist semi_sync"; }
+command=("${SCRIPT:-}")
+[ -n "${SCRIPT:-}" ] || [ ${#arms[@]} -gt 0 ] || { usage >&2; fail "which modes? For example: $0 fused_sparse_dist semi_sync"; }
 if [ "$RATE" != unlimited ]; then
     [[ $RATE =~ ^([0-9]+)([kmg])bit$ ]] || fail "RATE is like 50mbit or 1gbit, or unlimited, got '$RATE'"
     declare -A zeros=([k]=000 [m]=000000 [g]=000000000)
@@ -75,15 +77,16 @@ for i in 0 1; do
 done
 
 names=$(IFS=,; echo "${arms[*]}")
+[ -n "${SCRIPT:-}" ] || command=(-m lightning_overlap.benchmark bench=two_hosts "arms=[$names]")
 for i in 0 1; do
     # As torchrun on two nodes of one rank each would.
     ip netns exec "${hosts[i]}" env \
         RANK=$i GROUP_RANK=$i LOCAL_RANK=0 WORLD_SIZE=2 LOCAL_WORLD_SIZE=1 GROUP_WORLD_SIZE=2 \
         MASTER_ADDR="${addresses[0]}" MASTER_PORT=29500 TORCHELASTIC_RUN_ID="$tag" \
         GLOO_SOCKET_IFNAME="${hosts[i]}" TP_SOCKET_IFNAME="${hosts[i]}" OMP_NUM_THREADS=1 \
-        "$PYTHON" -m lightning_overlap.benchmark bench=two_hosts "arms=[$names]" "$@" &
+        "$PYTHON" "${command[@]}" "$@" &
     pids+=($!)
 done
-echo "overlap-bench on two hosts, link $RATE in each direction"
+echo "${SCRIPT:-overlap-bench} on two hosts, link $RATE in each direction"
 wait -n || exit $?    # one that fails leaves the other one waiting
 wait "${pids[@]}"

@@ -5,6 +5,7 @@
 
 from . import groups as groups
 from .consensus import ASK_FOR_LAST as ASK_FOR_LAST
+from .consensus import MAX_INTERVAL as MAX_INTERVAL
 from .consensus import Answer as Answer
 from .consensus import Consensus as Consensus
 from .consensus import GroupConsensus as GroupConsensus

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections import OrderedDict, deque
 from collections.abc import Callable, Mapping
 from contextlib import suppress
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.loops.fetchers import _DataFetcher, _DataLoaderIterDataFetcher
@@ -44,6 +44,12 @@ PRIVATE_NAMES: Mapping[str, tuple[str, ...]] = {
 
 MAX_NONES_AT_END = 2
 """How many batches of an epoch are fetched one early, to know which one is the last where they may be None."""
+
+NUM_AT_HAND = 2
+"""How many batches a rank has at hand where lengths are not certain: so the ranks ask for every other one."""
+
+_Fetched: TypeAlias = "tuple[tuple[Any, int, int], Any]"
+"""A batch with its number and its loader's, and the states of the loaders after it."""
 
 ExecutorFactory = Callable[["LookaheadFetcher"], Executor]
 """Makes an executor of the batches that a fetcher gives."""
@@ -78,6 +84,7 @@ class LoaderStates:
         self._after: dict[int, Any] = {}
         self.latest: Any = self._read()
         """After the last batch fetched; empty where no loader has a state."""
+        self._first = self.latest  # before this epoch's batches
 
     def _read(self) -> Any:
         # Lightning takes the state of loaders that have one, and an empty list otherwise.
@@ -86,25 +93,25 @@ class LoaderStates:
     def begin_epoch(self) -> None:
         """Forget the batches of another epoch."""
         self._after.clear()
-        self.latest = self._read()
+        self._first = self.latest = self._read()
 
-    def note(self, index: int, depth: int) -> None:
-        """Remember the states after a batch that has been fetched just now.
-
-        Args:
-            index: The number of the batch in the epoch.
-            depth: Batches in flight at most; states of earlier ones are let go.
-        """
+    def read(self) -> Any:
+        """Return the states after the batch that the inner fetcher has given just now; empty where none has a state."""
         if not self.latest:
-            return  # no loader has a state: Lightning takes long to look for it
+            return self.latest  # no loader has a state: Lightning takes long to look for it
         before, self.latest = self.latest, self._read()
-        if self.latest:
-            if index == 0:
-                self._after[-1] = before
-            # Without a length the inner fetcher has fetched one batch more, to know whether it is the last.
-            self._after[index] = before if self._inner.length is None else self.latest
-            # The batch being trained may be the first of those in flight, and only be peeked at.
-            self._after.pop(index - depth - 1, None)
+        # Without a length the inner fetcher has fetched one batch more, to know whether it is the last.
+        return before if self._inner.length is None else self.latest
+
+    def note(self, index: int, states: Any, depth: int) -> None:
+        """Remember the states after a batch, as `read` gave them; those older than `depth` batches are let go."""
+        if not states:
+            return
+        if index == 0:
+            self._after[-1] = self._first
+        self._after[index] = states
+        # The batch being trained may be the first of those in flight, and only be peeked at.
+        self._after.pop(index - depth - 1, None)
 
     def after(self, index: int) -> Any:
         """Return the states after a batch in flight, or None; -1 is before the first one."""
@@ -139,7 +146,7 @@ class LookaheadFetcher(_DataLoaderIterDataFetcher):
         self._skipped: deque[tuple[int, int, int]] = deque()
         """Batches that are None: how many others come before it in the epoch, its number, its loader's."""
         self._real: InFlightBatch | None = None  # begun, and to be delivered after those that are None before it
-        self._buffered: tuple[Any, int, int] | None = None
+        self._buffered: deque[_Fetched] = deque()  # the batches after the one that was staged last
         self._num_skipped = 0
         self._num_delivered = 0  # of those that are not None
         self._has_ended = False  # by the word of the executor, on all ranks
@@ -248,7 +255,7 @@ class LookaheadFetcher(_DataLoaderIterDataFetcher):
     @property
     def exhausted(self) -> bool:
         """Whether this rank has no batch left that all ranks have."""
-        return self._buffered is None and self._inner_is_exhausted
+        return not self._buffered and self._inner_is_exhausted
 
     @property
     def _inner_is_exhausted(self) -> bool:
@@ -284,7 +291,7 @@ class LookaheadFetcher(_DataLoaderIterDataFetcher):
         if self.executor.num_fetched == 0:
             self._is_whole = self.inner.fetched == 0
         index = self.executor.num_fetched
-        fetched, self._buffered = self._buffered or self._next_to_train(index), None
+        fetched = self._buffered.popleft() if self._buffered else self._next_to_train(index)
         if fetched is None:
             if self.length_known and self.inner.fetched < self.num_batches:
                 raise RuntimeError(
@@ -292,20 +299,35 @@ class LookaheadFetcher(_DataLoaderIterDataFetcher):
                     f"length says {self.num_batches:g}. Does the dataset's __getitem__ raise StopIteration?"
                 )
             return None
-        batch, batch_idx, dataloader_idx = fetched
-        self._states.note(index, self.executor.depth)
-        if self.length_known and not self._states.latest and self.num_batches - self.inner.fetched <= MAX_NONES_AT_END:
-            self._buffered = self._next_to_train(index + 1)  # whether any is left, the last ones being None
+        (batch, batch_idx, dataloader_idx), states = fetched
+        self._states.note(index, states, self.executor.depth)
+        for ahead in range(index + 1 + len(self._buffered), index + 1 + self._num_to_buffer):
+            if ahead < self._num_allowed and (following := self._next_to_train(ahead)) is not None:
+                self._buffered.append(following)
         return self._stage(batch, dataloader_idx), batch_idx, dataloader_idx
 
-    def _next_to_train(self, index: int) -> tuple[Any, int, int] | None:
-        """Fetch the batch `index`, past those that are None: each rank skips its own, as Lightning does.
+    @property
+    def _num_to_buffer(self) -> int:
+        """How many batches to take from the loader before they are staged, so that the ranks know of its end."""
+        if self.length_known:
+            return int(self.num_batches - self.inner.fetched <= MAX_NONES_AT_END)
+        in_inner = self.inner.length is None  # has one, to know whether it is the last
+        return 0 if self._trainer.world_size == 1 else NUM_AT_HAND - in_inner
 
-        The other ranks' collectives are for the next one that is none of these.
-        """
+    @property
+    def num_certain(self) -> int:
+        """How many batches after the one fetched last will be staged in any case."""
+        if not self._buffered or self._num_skipped > 0 or self.executor is None:
+            return 0
+        inner: list[Any] = getattr(self.inner, "batches", [])
+        num = len(self._buffered) + bool(inner and not self._is_skipped(inner[0][0]))
+        return int(min(num, self._num_allowed - self.executor.num_fetched - 1))
+
+    def _next_to_train(self, index: int) -> _Fetched | None:
+        """Fetch the batch `index`, past those that are None: each rank skips its own, as Lightning does."""
         fetched = self._next_of_inner()
-        while fetched is not None and self._is_skipped(fetched[0]):
-            self._skipped.append((index, *fetched[1:]))
+        while fetched is not None and self._is_skipped(fetched[0][0]):
+            self._skipped.append((index, fetched[0][1], fetched[0][2]))
             self._num_skipped += 1
             fetched = self._next_of_inner()
         return fetched
@@ -314,12 +336,12 @@ class LookaheadFetcher(_DataLoaderIterDataFetcher):
         """Whether the loop trains no such batch."""
         return batch is None
 
-    def _next_of_inner(self) -> tuple[Any, int, int] | None:
+    def _next_of_inner(self) -> _Fetched | None:
         for _ in range(2):
             if not self._inner_is_exhausted:
                 timer = None if self.executor is None else self.executor.order.timer
                 with suppress(StopIteration), waiting_for_data(timer):
-                    return next(self.inner)
+                    return next(self.inner), self._states.read()
             if self.inner.fetched > 0 or self._iterated or not self._states.latest:
                 break
             # Resumed after an epoch's last batch: the loader's iterator goes on there, and so is at its end. Lightning
@@ -356,7 +378,8 @@ class LookaheadFetcher(_DataLoaderIterDataFetcher):
     def drop(self) -> None:
         """Drop the batches that were looked ahead, on all ranks alike."""
         self._peeked = False
-        self._batch = self._real = self._buffered = None
+        self._batch = self._real = None
+        self._buffered.clear()
         self._num_delivered, self._num_skipped, self._has_ended = 0, 0, False
         self._skipped.clear()
         if self.executor is not None:

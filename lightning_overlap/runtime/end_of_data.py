@@ -4,13 +4,18 @@ from __future__ import annotations
 
 import warnings
 
-from ..distributed import ASK_FOR_LAST, Answer, Consensus, PollInterval, StepFlags
+from ..distributed import ASK_FOR_LAST, MAX_INTERVAL, Answer, Consensus, PollInterval, StepFlags
 from .inflight import InFlightBatch
 from .interfaces import BatchSource
 
 
 class EndOfData:
-    """Asks all ranks, batch by batch, whether they have the next one too, and hears where the first of them ends.
+    """Asks all ranks whether they have the next batches too, and hears where the first of them ends.
+
+    Nothing is asked that the ranks know from an earlier answer. Where lengths are certain they ask now and then.
+    Elsewhere each says with a batch how many more it is sure to have (`BatchSource.num_certain`): they ask next for
+    the last batch that all of them are sure of, whether more come after it. Where one of them is sure of none they ask
+    for every batch. All decide by what they heard, at the same step of the schedule, and so alike.
 
     Args:
         source: Gives this rank's batches.
@@ -31,7 +36,8 @@ class EndOfData:
         """Batches that all ranks have, once that is known."""
         self.stop_agreed = False
         """Whether a rank was told to stop."""
-        self._poll_interval: PollInterval | None = None  # of asking now and then; None: for every batch
+        self._poll_interval: PollInterval | None = None  # of asking now and then; None: lengths are not certain
+        self._next_asked = 0  # where they are not: the batches before this one need no question
         self._ask_all_from: float = 0  # on, the ranks ask each other for every batch
         self._asked_now_and_then = -1  # the last batch asked for before
 
@@ -54,6 +60,10 @@ class EndOfData:
                 return  # the source holds it back; so does every rank's
             requested_interval = self._poll_interval.ask(index)
             self._asked_now_and_then = index
+        elif self._poll_interval is None:
+            if index < self._next_asked:
+                return
+            requested_interval = MAX_INTERVAL - max(1, min(self._source.num_certain, MAX_INTERVAL))
         skips = self._source.num_skipped > 0
         flags = StepFlags(
             not lacks, lacks, self._source.exhausted, self._source.stop_requested, skips, requested_interval
@@ -73,6 +83,9 @@ class EndOfData:
         self.stop_agreed |= said.stop
         if self._poll_interval is not None and index == self._asked_now_and_then:
             self._poll_interval.hear(said.requested_interval)
+        if self._poll_interval is None:
+            # One that a rank lacked may have been held back: it is asked for again.
+            self._next_asked = index if said.lacks else index + MAX_INTERVAL - said.requested_interval
         if said.skips:  # lengths do not tell any more: ask for every batch that no rank can have asked for yet
             self._ask_all_from = min(self._ask_all_from, index + self._depth + 1)
         if said.has and (said.lacks or said.last) and self.num_batches is None:

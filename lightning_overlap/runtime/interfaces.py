@@ -43,6 +43,10 @@ class BatchSource(Protocol):
         """How many batches of this epoch were None, so far."""
 
     @property
+    def num_certain(self) -> int:
+        """How many batches after the one fetched last `fetch` is sure to return, whenever it is called; 0 if unsure."""
+
+    @property
     def stop_requested(self) -> bool:
         """Whether this process was asked to end."""
 

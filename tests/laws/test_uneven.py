@@ -39,6 +39,26 @@ def test_ranks_end_together(two_ranks: Ranks, pipeline: str, lengths: tuple[int,
             assert said == []
 
 
+@pytest.mark.parametrize("pipeline", PIPELINES)
+def test_ranks_without_lengths_end_together_past_batches_that_are_none(two_ranks: Ranks, pipeline: str) -> None:
+    layouts = [
+        ((12, 12), ((), ())),
+        ((12, 12), ((4, 5, 11), ())),
+        ((9, 12), ((), (9, 10, 11))),
+        ((12, 8), ((10, 11), (0, 3, 6, 7))),
+        ((6, 9), ((), (1, 2, 4))),
+    ]
+    for lengths, nones in layouts:
+        real = [[index for index in range(lengths[rank]) if index not in nones[rank]] for rank in range(2)]
+        fewest = min(map(len, real))
+        runs = two_ranks.run(uneven.train_past_nones, pipeline, lengths, nones)
+        assert [trained for trained, _ in runs] == [one[:fewest] for one in real], (lengths, nones)
+        num_asked = {num for _, num in runs}
+        assert len(num_asked) == 1
+        if nones == ((), ()):
+            assert num_asked.pop() <= fewest / 2 + 2
+
+
 @pytest.mark.parametrize("sized", [True, False], ids=["sized", "unsized"])
 def test_validation_in_the_middle_of_uneven_epochs(two_ranks: Ranks, sized: bool) -> None:
     kwargs = {"val_check_interval": 2} if not sized else {"val_check_interval": 0.5}

@@ -8,34 +8,37 @@ import warnings
 from collections.abc import Iterator
 from typing import Any
 
+import pytest
 import torch.distributed as dist
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 from torch.utils.data import DataLoader, IterableDataset
 
 from lightning_overlap import OverlapEmbeddingStrategy
+from lightning_overlap.distributed import Answer, GroupConsensus, StepFlags
 
 from ..support.cases import TABLE_WISE, Batch, Batches, Model, make_batch, make_plan
 from ..support.fits import make_trainer
 
 
 class _Stream(IterableDataset):
-    def __init__(self, num: int, rank: int) -> None:
-        self.num, self.rank = num, rank
+    def __init__(self, num: int, rank: int, nones: tuple[int, ...] = ()) -> None:
+        self.num, self.rank, self.nones = num, rank, nones
 
-    def __iter__(self) -> Iterator[Batch]:
-        return (make_batch(TABLE_WISE, index, self.rank) for index in range(self.num))
+    def __iter__(self) -> Iterator[Batch | None]:
+        for index in range(self.num):
+            yield None if index in self.nones else make_batch(TABLE_WISE, index, self.rank)
 
 
 class Uneven(Batches):
-    """So many batches on each rank; with or without a length."""
+    """So many batches on each rank, these of them None; with or without a length."""
 
-    def __init__(self, lengths: tuple[int, ...], sized: bool) -> None:
+    def __init__(self, lengths: tuple[int, ...], sized: bool, nones: tuple[tuple[int, ...], ...] = ((), ())) -> None:
         super().__init__(TABLE_WISE)
-        self.lengths, self.sized = lengths, sized
+        self.lengths, self.sized, self.nones = lengths, sized, nones
 
     def train_dataloader(self) -> DataLoader:
         rank = self.trainer.global_rank
-        stream = _Stream(self.lengths[rank], rank)
+        stream = _Stream(self.lengths[rank], rank, self.nones[rank])
         return DataLoader(list(stream) if self.sized else stream, batch_size=None)
 
     def val_dataloader(self) -> DataLoader:
@@ -50,6 +53,8 @@ class Counts(Model):
         self.seen: list[Any] = []
 
     def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        if batch is None:
+            return
         last = self.trainer.fit_loop.epoch_loop.batch_progress.is_last_batch
         self.seen.append((self.current_epoch, batch_idx, batch.inputs["sparse"][1], last))
 
@@ -67,6 +72,24 @@ def train(pipeline: str, lengths: tuple[int, ...], sized: bool, **kwargs: Any) -
         trainer.fit(model, datamodule=Uneven(lengths, sized))
     said = [str(warning.message) for warning in caught if "another rank" in str(warning.message)]
     return model.seen, said
+
+
+def train_past_nones(pipeline: str, lengths: tuple[int, ...], nones: tuple[tuple[int, ...], ...]) -> tuple[Any, int]:
+    """One epoch without lengths; return the batches that were trained, and how often the ranks were asked."""
+    model, num_asked = Counts(), 0
+    strategy = OverlapEmbeddingStrategy(pipeline=pipeline, sharding=make_plan(TABLE_WISE, model, dist.get_world_size()))
+    ask = GroupConsensus.ask
+
+    def counted(self: GroupConsensus, flags: StepFlags) -> Answer:
+        nonlocal num_asked
+        num_asked += 1
+        return ask(self, flags)
+
+    with pytest.MonkeyPatch.context() as patch, warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        patch.setattr(GroupConsensus, "ask", counted)
+        make_trainer(strategy, limit_val_batches=0).fit(model, datamodule=Uneven(lengths, False, nones))
+    return [batch for _, _, batch, _ in (one for one in model.seen if one != "validation")], num_asked
 
 
 class Terminated(Counts):

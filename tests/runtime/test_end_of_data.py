@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from random import Random
 
 import pytest
 
-from lightning_overlap.distributed import ASK_FOR_LAST, StepFlags
+from lightning_overlap.distributed import ASK_FOR_LAST, MAX_INTERVAL, StepFlags
 from lightning_overlap.runtime.end_of_data import EndOfData
 from lightning_overlap.runtime.inflight import InFlightBatch
 from lightning_overlap.schedules.modes import FUSED_SPARSE_DIST, MODES
@@ -105,6 +107,7 @@ class Data:
     length_known: bool = False
     num_batches: float = float("inf")
     num_skipped: int = 0
+    num_certain: int = 0
     stop_requested: bool = False
 
     def fetch(self) -> None:
@@ -140,7 +143,8 @@ def test_all_ranks_end_where_the_first_of_them_does() -> None:
         end.hear(1, in_flight)
     assert (end.num_batches, list(in_flight)) == (1, [0])
     assert end.is_last(0, num_ahead=0)
-    assert others.asked == [GOES_ON, GOES_ON]
+    soon = GOES_ON._replace(requested_interval=MAX_INTERVAL - 1)  # nothing is certain of the next batch
+    assert others.asked == [soon, soon]
 
 
 def test_a_rank_that_knows_its_last_batch_ends_all_after_it() -> None:
@@ -163,6 +167,102 @@ def test_ranks_that_know_how_many_batches_they_have_ask_for_the_first_and_the_la
     assert asked[0] == 0
     assert asked[-ASK_FOR_LAST:] == list(range(20 - ASK_FOR_LAST, 20))
     assert len(asked) < 20
+
+
+class Stream:
+    """A rank's batches, some of them None, of which it has two at hand beyond the one fetched last."""
+
+    length_known, num_batches, stop_requested = False, float("inf"), False
+
+    def __init__(self, layout: Sequence[bool]) -> None:
+        self.real = [place for place, is_real in enumerate(layout) if is_real]
+        self.layout, self.num_fetched = layout, 0
+
+    @property
+    def exhausted(self) -> bool:
+        return self.num_fetched >= len(self.real)
+
+    @property
+    def num_skipped(self) -> int:
+        """Those among what has been looked at: up to the real batch after the one fetched last."""
+        looked_at = self.real[self.num_fetched] if not self.exhausted else len(self.layout)
+        return looked_at - self.num_fetched
+
+    @property
+    def num_certain(self) -> int:
+        if self.exhausted or self.num_skipped:
+            return 0
+        following = self.real[self.num_fetched] + 1
+        return 1 + (following < len(self.layout) and self.layout[following])
+
+    def fetch(self) -> None:
+        self.num_fetched += not self.exhausted
+
+
+class Rank:
+    """One of several ranks in lockstep: its n-th question goes with the n-th of each other one."""
+
+    def __init__(self, layout: Sequence[bool]) -> None:
+        self.asked: list[StepFlags] = []
+        self.all_ranks: list[Rank] = []
+        self.stream = Stream(layout)
+        self.end = EndOfData(self.stream, self, rank=0, depth=3)
+
+    def ask(self, flags: StepFlags) -> LockstepAnswer:
+        self.asked.append(flags)
+        return LockstepAnswer(self.all_ranks, len(self.asked) - 1)
+
+    def fetch_to(self, index: int) -> None:
+        """As the executor does."""
+        while self.stream.num_fetched <= index and self.end.num_batches is None:
+            before = self.stream.num_fetched
+            self.stream.fetch()
+            self.end.ask(before, lacks=self.stream.num_fetched == before)
+            if self.stream.num_fetched == before:
+                return
+
+
+@dataclass
+class LockstepAnswer:
+    all_ranks: list[Rank]
+    number: int
+
+    def wait(self) -> StepFlags:
+        said = [rank.asked[self.number] for rank in self.all_ranks]  # no rank may have asked fewer questions
+        return StepFlags(*(max(flags) for flags in zip(*said, strict=True)))
+
+
+@pytest.mark.filterwarnings("ignore:The data of another rank ended")
+@pytest.mark.parametrize(("fetched_ahead", "heard_ahead"), [(0, 0), (1, 1), (2, 1), (3, 2), (4, 4)])
+def test_ranks_without_lengths_agree_and_ask_for_every_other_batch(fetched_ahead: int, heard_ahead: int) -> None:
+    for seed in range(400):
+        draw = Random(seed)
+        share = draw.choice([1.0, 1.0, 0.9, 0.5])
+        ranks = [Rank([draw.random() < share for _ in range(draw.randint(0, 25))]) for _ in range(draw.choice([2, 3]))]
+        for rank in ranks:
+            rank.all_ranks = ranks
+        fewest = min(len(rank.stream.real) for rank in ranks)
+        if not any(rank.stream.real for rank in ranks):
+            continue  # the executor ends with the batch that it does not get
+        iteration = -fetched_ahead
+        while not all(rank.end.num_batches is not None and iteration >= rank.end.num_batches for rank in ranks):
+            for rank in ranks:
+                if heard_ahead == fetched_ahead:
+                    rank.fetch_to(iteration + fetched_ahead)
+            for rank in ranks:
+                rank.end.hear(iteration + heard_ahead, {})
+            assert len({rank.end.num_batches for rank in ranks}) == 1, seed
+            for rank in ranks:
+                if iteration >= 0 and fewest > 0:
+                    assert rank.end.is_last(iteration, 0) is (iteration + 1 == fewest), seed
+                if heard_ahead != fetched_ahead:
+                    rank.fetch_to(iteration + fetched_ahead)
+            iteration += 1
+            assert iteration <= 30, seed
+        assert {rank.end.num_batches for rank in ranks} == {fewest}, seed
+        assert len({len(rank.asked) for rank in ranks}) == 1, seed
+        if share == 1:
+            assert len(ranks[0].asked) <= fewest / 2 + 2, seed
 
 
 def test_one_rank_asks_nobody() -> None:
