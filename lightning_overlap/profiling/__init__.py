@@ -11,6 +11,7 @@ from .host_syncs import record_host_syncs as record_host_syncs
 from .overlap import Breakdown as Breakdown
 from .overlap import break_down as break_down
 from .overlap import mean as mean
+from .overlap import overlapped_by as overlapped_by
 from .recorder import SpanRecorder as SpanRecorder
 from .report import as_report as as_report
 from .report import summarize as summarize

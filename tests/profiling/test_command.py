@@ -118,7 +118,7 @@ def test_page_needs_nothing_but_itself(tmp_path: Path) -> None:
     assert page.texts["h1"] == ["A <run>"]
     assert page.texts["h2"] == ["rank 0", "rank 1"]
     cells = page.texts["td"]
-    assert cells[cells.index("communication") + 1 : cells.index("communication") + 5] == [
+    assert cells[cells.index("all communication") + 1 : cells.index("all communication") + 5] == [
         "4.00",
         "2.00",
         "2.00",
