@@ -129,7 +129,7 @@ def _colors(panels: Sequence[Panel], batches: bool) -> str:
         if kind in kinds:
             style = f"background-color:{LEGEND_COLORS[kind]};height:{14 * HEIGHTS[kind]:.0f}px"
             parts.append(f'<i class="{kind}" style="{style}"></i>{words}')
-    return " ".join(parts)
+    return " ".join(f"<span>{part}</span>" for part in parts)
 
 
 def _section(panel: Panel) -> str:

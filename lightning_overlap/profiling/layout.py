@@ -286,8 +286,11 @@ def shares(lane: Lane) -> str:
 
 
 def hidden_in(panel: Panel, bar: Bar) -> float | None:
-    """Return which share of a collective was hidden, None for all else and where the program overlaps nothing."""
-    if bar.span.kind is not Category.COMMUNICATION or not bar.span.duration_ms or not panel.summary.overlaps:
+    """Return which share of a collective was hidden, None for all else and for what the mode does not overlap."""
+    overlapped = panel.summary.overlapped
+    if overlapped is not None and bar.span.stage not in overlapped:
+        return None
+    if bar.span.kind is not Category.COMMUNICATION or not bar.span.duration_ms:
         return None
     exposed = length(intersection([(bar.span.start_ms, bar.span.end_ms)], panel.exposed))
     return max(0.0, 1 - exposed / bar.span.duration_ms)

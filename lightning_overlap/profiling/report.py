@@ -279,14 +279,18 @@ class TraceSummary:
         breakdown: Per step.
         blocks: What blocked the host, most first.
         window: What they were taken from.
-        overlaps: Whether the program starts anything early, as far as that is known; where not, nothing is said to be
-            hidden.
+        overlapped: Stages that the mode overlaps, None where that is not known; of others none is said to be hidden.
     """
 
     breakdown: Breakdown
     blocks: tuple[Block, ...]
     window: Window
-    overlaps: bool = True
+    overlapped: frozenset[Stage] | None = None
+
+    @property
+    def overlaps(self) -> bool:
+        """Whether anything can be hidden, as far as that is known."""
+        return self.overlapped is None or bool(self.overlapped)
 
     @property
     def total_ms(self) -> float:
@@ -312,7 +316,7 @@ def summarize(spans: Sequence[Span], overlapped: Collection[Stage] | None = None
         break_down(spans, window.interval, overlapped=overlapped, num_steps=window.num_steps, merge_lanes=merge_lanes),
         tuple(blocks(spans, window.interval)),
         window,
-        overlaps=overlapped is None or bool(overlapped),
+        None if overlapped is None else frozenset(overlapped),
     )
 
 
