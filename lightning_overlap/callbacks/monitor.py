@@ -99,6 +99,7 @@ class OverlapMonitor(Callback):
 
     @override
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._forget()  # what a fit before has left, where it could not say how it ended
         self._reset()
         self._strategy = trainer.strategy if isinstance(trainer.strategy, OverlapEmbeddingStrategy) else None
         if self._strategy is None or self._strategy.streams is None:
