@@ -20,6 +20,7 @@ from ..profiling import (
     overlapped_by,
     read_trace,
     summarize,
+    with_mode,
     write_html,
     write_png,
     write_trace,
@@ -125,6 +126,7 @@ class OverlapTimeline(Callback):
             spans = [*recorded, *self._marks()]
             self._recording.leave(self)
         self._profiler = self._recording = None
+        spans = with_mode(spans, overlapped_by(strategy.schedule))
         ranks: dict[int, list[Span]] = dict(enumerate(strategy.gather(spans)))
         if trainer.is_global_zero:
             try:
@@ -158,12 +160,11 @@ class OverlapTimeline(Callback):
         title = f"{strategy.schedule.name}, stream {strategy.stream}, {len(ranks)} ranks"
         shown = from_zero(ranks)
         picture, page, trace = (folder / f"timeline.{suffix}" for suffix in ("png", "html", "json.gz"))
-        overlapped = dict.fromkeys(shown, overlapped_by(strategy.schedule))
-        write_png(picture, shown, num_steps=self._num_drawn, title=title, overlapped=overlapped)
-        write_html(page, shown, num_steps=self._num_drawn, title=title, overlapped=overlapped)
+        write_png(picture, shown, num_steps=self._num_drawn, title=title)
+        write_html(page, shown, num_steps=self._num_drawn, title=title)
         write_trace(trace, ranks)
         self.files = [picture, page, trace]
-        print(as_report({rank: summarize(spans, overlapped[rank]) for rank, spans in shown.items()}))
+        print(as_report({rank: summarize(spans) for rank, spans in shown.items()}))
         print(f"Timeline: {picture}, {page}, {trace}", flush=True)
 
     def _folder(self, trainer: Trainer) -> Path:

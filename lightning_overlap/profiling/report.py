@@ -11,7 +11,7 @@ from ..text import aligned
 from .host_syncs import HostSync
 from .overlap import Breakdown, BusyTime, Traffic, break_down, mean, total
 from .spans import HOST_LANE, Category, Interval, Span, exclusive_in
-from .steps import Window, is_on_stream, window_of
+from .steps import Window, is_on_stream, noted_stages, window_of
 
 WORTHWHILE = 0.03
 """Share of a step below which a gain is not worth a change."""
@@ -303,12 +303,13 @@ def summarize(spans: Sequence[Span], overlapped: Collection[Stage] | None = None
 
     Args:
         spans: Of the rank.
-        overlapped: Stages that the mode overlaps, where it is known; see `break_down`.
+        overlapped: Stages that the mode overlaps, see `break_down`; None: those that its step marks name, if they do.
 
     Raises:
         ValueError: There are no spans.
     """
     window = window_of(spans)
+    overlapped = noted_stages(spans) if overlapped is None else overlapped
     if any(is_on_stream(span) for span in spans):  # the stage is done there; the host's part of it is to launch that
         spans = [replace(span, stage=None) if span.kind is Category.HOST and span.stage else span for span in spans]
     merge_lanes = (HOST_LANE, *{span.lane for span in spans if span.kind is Category.DENSE})
@@ -368,11 +369,7 @@ def tables(summary: TraceSummary) -> list[Table]:
         return cells if summary.overlaps else (*cells[:2], cells[3])
 
     kinds = [
-        row(
-            _OF_THE_HOST.get(kind, f"all {kind}"),
-            times,
-            hides=kind not in _OF_THE_HOST and str(kind) not in _NEVER_HIDDEN,
-        )
+        row(_OF_THE_HOST.get(kind, f"all {kind}"), times, hides=str(kind) not in _NEVER_HIDDEN)
         for kind, times in found.categories.items()
         if times.busy_ms
     ]

@@ -177,8 +177,9 @@ def test_what_is_logged_reaches_tensorboard(tmp_path: Path) -> None:
     pytest.importorskip("tensorboardX")
     done = train(tmp_path, "experiment=smoke", "callbacks=default", "logger=tensorboard")
     assert done.returncode == 0, done.stderr
-    [events] = (run_folder(tmp_path) / "logs").rglob("events.out.tfevents.*")  # of rank 0 alone
-    content = events.read_bytes()
+    events = list((run_folder(tmp_path) / "logs").rglob("events.out.tfevents.*"))
+    assert len(events) == 2  # of the fit and of the test, of rank 0 alone
+    content = b"".join(path.read_bytes() for path in events)
     for tag in (b"overlap/step_ms", b"overlap/communication/hidden_ms", b"val_auc", b"test_auc"):
         assert tag in content, tag
     assert not list(tmp_path.rglob("metrics.csv"))

@@ -8,7 +8,7 @@ import pytest
 
 from lightning_overlap import OverlapTimeline, Schedule, Stage
 from lightning_overlap.profiling.overlap import break_down, mean
-from lightning_overlap.profiling.report import summarize
+from lightning_overlap.profiling.report import headline, summarize
 from lightning_overlap.profiling.spans import Category
 from lightning_overlap.profiling.steps import window_of
 from lightning_overlap.profiling.torch_trace import read_trace
@@ -71,6 +71,8 @@ def test_timeline_and_monitor_agree_on_the_steps_drawn(mode_name: str, two_ranks
                     assert times.exposed_ms == pytest.approx(other[what].exposed_ms), what
             if mode_name == "base":
                 assert "hidden" not in said
+                written = read_trace(tmp_path / str(monitor_first) / "timeline.json.gz")
+                assert all("hidden" not in headline(summarize(spans)) for spans in written.values())
         said = ranks[0][-1]
         for words in ("embedding_lookup", "all communication", "host at work", "host blocked", "-bound", "exposed"):
             assert said.count(words) >= 2, f"both say {words}"
