@@ -23,7 +23,8 @@ import torch.distributed as dist
 
 from .. import versions
 from ..distributed import gather_objects
-from ..profiling import Span, from_zero, write_html, write_png
+from ..profiling import Span, from_zero, overlapped_by, write_html, write_png
+from ..schedules import Stage
 from ..tables import find_tables
 from . import bench_report, build, config_checks, train_worker
 from .bench_arms import Arm, Batches, Job, arms
@@ -57,7 +58,11 @@ def run(config: Config, folder: Path) -> None:
     results = bench.all_rounds()
     if dist.get_rank() == 0:
         _report(config, folder, results, getattr(bench.data, "batch_size", None), bench.all_reduce_ms)
-        _draw(folder, {name: bench.spans[name] for name in config_checks.our_arms(config) if name in bench.spans})
+        ours = config_checks.our_arms(config)
+        overlapped: dict[int | str, frozenset[Stage]] = {
+            name: overlapped_by(schedule) for name, (schedule, _) in ours.items()
+        }
+        _draw(folder, {name: bench.spans[name] for name in ours if name in bench.spans}, overlapped)
         print(f"\nrun folder: {folder}", flush=True)
     dist.barrier(bench.group)
     dist.destroy_process_group()
@@ -220,14 +225,14 @@ def _report(config: Config, folder: Path, turns: list[ArmTurns], batch_size: int
     bench_report.write(folder, results, bound, about)
 
 
-def _draw(folder: Path, arms: Mapping[int | str, list[Span]]) -> None:
+def _draw(folder: Path, arms: Mapping[int | str, list[Span]], overlapped: Mapping[int | str, frozenset[Stage]]) -> None:
     """Draw some steps of every mode beneath each other, each from its own beginning."""
     if not arms:
         return
     shown = {name: from_zero({name: spans})[name] for name, spans in arms.items()}
     title = "Some steps of rank 0"
-    write_png(folder / "timeline.png", shown, num_steps=2, title=title)
-    write_html(folder / "timeline.html", shown, num_steps=3, title=title)
+    write_png(folder / "timeline.png", shown, num_steps=2, title=title, overlapped=overlapped)
+    write_html(folder / "timeline.html", shown, num_steps=3, title=title, overlapped=overlapped)
 
 
 if __name__ == "__main__":

@@ -13,10 +13,11 @@ import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from typing_extensions import override
 
-from ..plugin import OverlapEmbeddingStrategy, logged_step, timed_log
-from ..profiling import Breakdown, HostSync, SpanRecorder, break_down, mean, record_host_syncs, report
+from ..plugin import OverlapEmbeddingStrategy, logged_step
+from ..profiling import Breakdown, HostSync, SpanRecorder, break_down, mean, overlapped_by, record_host_syncs, report
 from ..sparse import StaleCounts, StaleRows
-from ..tables import compression
+from .recording import Recording, join
+from .timeline import OverlapTimeline
 
 NUM_WATCHED = 2
 """Steps of a measurement: what the second one uses was issued in the first."""
@@ -35,13 +36,17 @@ KEPT = 25
 
 @dataclass(slots=True)
 class _Pending:
-    recorder: SpanRecorder
+    recording: Recording
+    number: int
     step: int
     num_in_flight: int
 
 
 class OverlapMonitor(Callback):
     """Measures one step in a while: what was hidden and exposed, by stage; what limits the step; who is slowest.
+
+    Hidden is what the mode has overlapped: what goes on beside other work in `base` too is not called so. The steps
+    that an `OverlapTimeline` draws are measured besides, by the same clocks.
 
     Clocks go around stages and collectives: the host's on a CPU, timing events on CUDA, which are read once they are
     over. Nothing makes the host wait. The bytes that a stage sends to other ranks are counted, and those that
@@ -84,14 +89,17 @@ class OverlapMonitor(Callback):
         self._stale: _StaleSteps | None = None
         self._num_steps = 0
         self._next = WARM_UP
-        self._recorder: SpanRecorder | None = None
-        self._logged = ExitStack()
+        self._recording: Recording | None = None
+        self._until = 0
+        self._wanted: set[int] = set()
+        self._timelines: list[OverlapTimeline] = []
         self._pending: list[_Pending] = []
         self._audit: ExitStack | None = None
         self._audited: list[HostSync] = []
 
     @override
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._forget()  # what a fit before has left, where it could not say how it ended
         self._reset()
         self._strategy = trainer.strategy if isinstance(trainer.strategy, OverlapEmbeddingStrategy) else None
         if self._strategy is None or self._strategy.streams is None:
@@ -102,6 +110,8 @@ class OverlapMonitor(Callback):
                 UserWarning,
                 stacklevel=2,
             )
+        callbacks: list[Callback] = trainer.callbacks  # type: ignore[attr-defined]
+        self._timelines = [one for one in callbacks if isinstance(one, OverlapTimeline)]
         log_every = getattr(trainer, "log_every_n_steps", 0)
         self._every = self._every_n_steps or max(log_every, NUM_WATCHED + 1)
         rows = None if self._strategy is None else self._strategy.stale_rows()
@@ -116,36 +126,38 @@ class OverlapMonitor(Callback):
             return
         start = time.perf_counter()
         self._num_steps += 1
-        if self._recorder is not None:
-            self._recorder.step()
-            if self._recorder.num_steps == NUM_WATCHED:
-                self._stop(trainer)
-        elif self._num_steps >= self._next and not self._audit_is_due:
-            self._start(pl_module)
+        number = self._num_steps
+        if self._recording is not None:
+            self._recording.step(number)
+            if number in self._wanted:
+                in_flight = self._strategy.num_in_flight
+                self._pending.append(_Pending(self._recording, number, logged_step(trainer), in_flight))
+        if self._recording is None and number >= self._next and not self._audit_is_due:
+            self._want(pl_module, range(number + NUM_WATCHED, number + NUM_WATCHED + 1))
+        for timeline in self._timelines:
+            if number == timeline.recorded.start:
+                self._want(pl_module, timeline.drawn)
+        if self._recording is not None and number >= self._until:
+            self._stop()
         if self._stale is not None:
             self._stale.step(self._num_steps, not self._audit_is_due, logged_step(trainer))
         self._harvest(trainer, pl_module)
         self.own_ms += (time.perf_counter() - start) * 1e3
 
-    def _start(self, pl_module: LightningModule) -> None:
+    def _want(self, pl_module: LightningModule, numbers: range) -> None:
+        """Record from now on, and measure the steps with these numbers."""
         assert self._strategy is not None
-        assert self._strategy.streams is not None
-        comms = self._strategy.quantized_comms
-        self._recorder = SpanRecorder(self._strategy.streams, None if comms is None else compression(comms))
-        self._recorder.start()
-        self._logged.enter_context(timed_log(pl_module, self._recorder))
-        self._strategy.watch(self._recorder)
-        self._recorder.step()
+        self._until, self._wanted = max(self._until, numbers[-1]), self._wanted | set(numbers)
+        if self._recording is None:
+            self._recording = join(self._strategy, pl_module, self)
+            self._recording.step(self._num_steps)
 
-    def _stop(self, trainer: Trainer) -> None:
-        assert self._recorder is not None
-        assert self._strategy is not None
-        self._recorder.stop()
-        self._logged.close()
-        self._strategy.watch(None)
+    def _stop(self) -> None:
+        assert self._recording is not None
+        self._recording.leave(self)
+        self._recording = None
+        self._wanted.clear()
         self._plan_next()
-        self._pending.append(_Pending(self._recorder, logged_step(trainer), self._strategy.num_in_flight))
-        self._recorder = None
 
     def _plan_next(self) -> None:
         """Choose the next step to measure: as asked for, else so that all this stays a small part of a step."""
@@ -156,11 +168,12 @@ class OverlapMonitor(Callback):
 
     def _harvest(self, trainer: Trainer, pl_module: LightningModule | None) -> None:
         """Break down the measurements that the device is done with."""
-        while self._pending and self._pending[0].recorder.over:
+        while self._pending and self._pending[0].recording.recorder.over:
             pending = self._pending.pop(0)
-            window = pending.recorder.windows()[-1]
-            result = break_down(pending.recorder.spans(), window)
-            result = replace(result, traffic=pending.recorder.traffic(window))
+            assert self._strategy is not None
+            recorder, window = pending.recording.recorder, pending.recording.window(pending.number)
+            result = break_down(recorder.spans(), window, overlapped=overlapped_by(self._strategy.schedule))
+            result = replace(result, traffic=recorder.traffic(window))
             self.accounts.append(result)
             overlaps = self._overlaps
             values = {f"overlap/{name}": value for name, value in report.metrics(result, overlaps=overlaps).items()}
@@ -194,19 +207,20 @@ class OverlapMonitor(Callback):
             return
         self._end_audit()
         # Before the first measurement: on a CPU, what that gives the progress bar would look like one more sync.
-        if self._audit_is_due and self._num_steps >= WARM_UP:
-            self._begin_audit()
+        if self._audit_is_due and self._num_steps >= WARM_UP and self._recording is None:
+            self._begin_audit(pl_module)
 
     @property
     def _audit_is_due(self) -> bool:
-        return self._audit_wanted and self.syncs is None
+        drawn = any(self._num_steps in timeline.recorded for timeline in self._timelines)  # that step is slow
+        return self._audit_wanted and self.syncs is None and not drawn
 
-    def _begin_audit(self) -> None:
+    def _begin_audit(self, pl_module: LightningModule) -> None:
         assert self._strategy is not None
-        assert self._strategy.streams is not None
-        recorder = SpanRecorder(self._strategy.streams)
+        recording = join(self._strategy, pl_module, self)
+        recorder = recording.recorder
         self._audit = ExitStack()
-        self._strategy.watch(recorder)
+        self._audit.callback(recording.leave, self)
         self._audited = self._audit.enter_context(record_host_syncs(lambda: _name(recorder)))
 
     def _end_audit(self) -> None:
@@ -214,7 +228,6 @@ class OverlapMonitor(Callback):
             assert self._strategy is not None
             self._audit.close()
             self._audit = None
-            self._strategy.watch(None)
             device = self._strategy.root_device.type
             self.syncs = [sync for sync in self._audited if sync.device == device and not sync.reads_host]
 
@@ -237,13 +250,11 @@ class OverlapMonitor(Callback):
         if self._audit is not None:
             self._end_audit()
             self.syncs = None  # to be done again
-        self._logged.close()
-        if self._recorder is not None:
-            self._recorder.stop()
-            self._recorder = None
-            self._next = self._num_steps + 1
-            if self._strategy is not None:
-                self._strategy.watch(None)
+        if self._recording is not None:
+            self._recording.leave(self)
+            self._recording = None
+            self._wanted.clear()
+            self._until, self._next = 0, self._num_steps + 1
 
     @override
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:

@@ -15,15 +15,17 @@ from ..plugin import OverlapEmbeddingStrategy
 from ..profiling import (
     Category,
     Span,
-    SpanRecorder,
     as_report,
     from_zero,
+    overlapped_by,
     read_trace,
     summarize,
+    with_mode,
     write_html,
     write_png,
     write_trace,
 )
+from .recording import Recording, join
 
 STEPS_LANE = "steps"
 """Where steps are marked; not drawn."""
@@ -52,9 +54,9 @@ class OverlapTimeline(Callback):
     def __init__(
         self, dirpath: str | Path | None = None, first_step: int = 8, num_steps: int = 3, *, with_stack: bool = False
     ) -> None:
-        if first_step < AHEAD or num_steps < 1:
+        if first_step <= AHEAD or num_steps < 1:
             raise ValueError(
-                f"first_step must be at least {AHEAD} and num_steps at least 1, got {first_step} and {num_steps}."
+                f"first_step must be at least {AHEAD + 1} and num_steps at least 1, got {first_step} and {num_steps}."
             )
         self.dirpath = dirpath
         self._first = first_step - AHEAD
@@ -64,12 +66,12 @@ class OverlapTimeline(Callback):
         self.files: list[Path] = []
         """What was written; on rank 0."""
         self._num_steps = 0
-        self._recorder: SpanRecorder | None = None
+        self._recording: Recording | None = None
         self._profiler: torch.profiler.profile | None = None
 
     @override
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self._forget(trainer)
+        self._forget()
         self._num_steps = 0
 
     @override
@@ -82,39 +84,49 @@ class OverlapTimeline(Callback):
         self._num_steps += 1
         if self._profiler is not None:
             self._profiler.step()
-        if self._recorder is not None:
-            self._recorder.step()
+        if self._recording is not None:
+            self._recording.step(self._num_steps)
         if self._num_steps == self._first:
-            self._start(strategy)
+            self._start(strategy, pl_module)
         elif self._num_steps == self._last and self._is_recording:
             self._finish(trainer, strategy)
 
     @property
-    def _is_recording(self) -> bool:
-        return self._recorder is not None or self._profiler is not None
+    def recorded(self) -> range:
+        """Numbers of the steps, from 1 on, at whose ends it takes the time."""
+        return range(self._first, self._last + 1)
 
-    def _start(self, strategy: OverlapEmbeddingStrategy) -> None:
+    @property
+    def drawn(self) -> range:
+        """Numbers of the steps that are drawn, from 1 on."""
+        return self.recorded[1 + AHEAD :]
+
+    @property
+    def _is_recording(self) -> bool:
+        return self._recording is not None or self._profiler is not None
+
+    def _start(self, strategy: OverlapEmbeddingStrategy, module: LightningModule) -> None:
         if strategy.root_device.type == "cuda":
             kinds = [torch.profiler.ProfilerActivity.CPU, torch.profiler.ProfilerActivity.CUDA]
             self._profiler = torch.profiler.profile(activities=kinds, with_stack=self._with_stack)
             self._profiler.start()
             return
-        assert strategy.streams is not None
-        self._recorder = SpanRecorder(strategy.streams)
-        self._recorder.start()
-        strategy.watch(self._recorder)
-        self._recorder.step()
+        self._recording = join(strategy, module, self)
+        self._recording.step(self._num_steps)
 
     def _finish(self, trainer: Trainer, strategy: OverlapEmbeddingStrategy) -> None:
         folder = Path(strategy.broadcast(str(self._folder(trainer))))
         if self._profiler is not None:
             spans = self._spans_of_profile(strategy, folder)
         else:
-            assert self._recorder is not None
-            self._recorder.stop()
-            strategy.watch(None)
-            spans = [*self._recorder.spans(), *self._marks()]
-        self._profiler = self._recorder = None
+            assert self._recording is not None
+            begin, _ = self._recording.window(self._first + 1)
+            _, end = self._recording.window(self._last)
+            recorded = [one for one in self._recording.recorder.spans() if one.end_ms > begin and one.start_ms < end]
+            spans = [*recorded, *self._marks()]
+            self._recording.leave(self)
+        self._profiler = self._recording = None
+        spans = with_mode(spans, overlapped_by(strategy.schedule))
         ranks: dict[int, list[Span]] = dict(enumerate(strategy.gather(spans)))
         if trainer.is_global_zero:
             try:
@@ -124,9 +136,11 @@ class OverlapTimeline(Callback):
 
     def _marks(self) -> list[Span]:
         """Return the steps as `OverlapMonitor` counts them: from the end of a batch to the end of the next."""
-        assert self._recorder is not None
-        windows = enumerate(self._recorder.windows()[AHEAD:], self._first + AHEAD)
-        return [Span(start, end, Category.HOST, STEPS_LANE, f"ProfilerStep#{step}") for step, (start, end) in windows]
+        assert self._recording is not None
+        windows = {number: self._recording.window(number) for number in self.drawn}
+        return [
+            Span(*window, Category.HOST, STEPS_LANE, f"ProfilerStep#{number - 1}") for number, window in windows.items()
+        ]
 
     def _spans_of_profile(self, strategy: OverlapEmbeddingStrategy, folder: Path) -> list[Span]:
         """Stop the profiler, keep its trace, and read it."""
@@ -166,18 +180,16 @@ class OverlapTimeline(Callback):
                 UserWarning,
                 stacklevel=2,
             )
-        self._forget(trainer)
+        self._forget()
 
     @override
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
-        self._forget(trainer)
+        self._forget()
 
-    def _forget(self, trainer: Trainer) -> None:
+    def _forget(self) -> None:
         """Give up a recording that is under way."""
         if self._profiler is not None:
             self._profiler.stop()
-        if self._recorder is not None:
-            self._recorder.stop()
-            if isinstance(trainer.strategy, OverlapEmbeddingStrategy):
-                trainer.strategy.watch(None)
-        self._profiler = self._recorder = None
+        if self._recording is not None:
+            self._recording.leave(self)
+        self._profiler = self._recording = None

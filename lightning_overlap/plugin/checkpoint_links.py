@@ -102,7 +102,9 @@ def _link(on_commit: WhenWhole, trainer: Trainer, filepath: Any, linkpath: Any) 
 def explain_folders() -> None:
     """Let `Module.load_from_checkpoint` say what to do with a folder, which Lightning opens as a file.
 
-    The only thing of Lightning's that stays changed once this package is imported: the error gets a note.
+    The only thing of Lightning's that stays changed once this package is imported: the error gets a note. A user's
+    class calls into Lightning there with no trainer, strategy or reader of this package's in the way, often in a
+    process that has none of them. Until a folder is given, the function does what Lightning's does.
     """
     check_names("lightning", PRIVATE_NAMES, _OWNERS)
     if vars(lightning_module)["_load_from_checkpoint"] is saving._load_from_checkpoint:

@@ -11,6 +11,7 @@ from .host_syncs import record_host_syncs as record_host_syncs
 from .overlap import Breakdown as Breakdown
 from .overlap import break_down as break_down
 from .overlap import mean as mean
+from .overlap import overlapped_by as overlapped_by
 from .recorder import SpanRecorder as SpanRecorder
 from .report import as_report as as_report
 from .report import summarize as summarize
@@ -20,6 +21,7 @@ from .spans import Category as Category
 from .spans import Interval as Interval
 from .spans import Span as Span
 from .spans import from_zero as from_zero
+from .steps import with_mode as with_mode
 from .timestamps import CudaTimestamps as CudaTimestamps
 from .timestamps import HostTimestamps as HostTimestamps
 from .timestamps import Timestamps as Timestamps

@@ -5,11 +5,12 @@ from __future__ import annotations
 import html
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from importlib import resources
 from pathlib import Path
 from typing import Any
 
+from ..schedules import Stage
 from .layout import (
     BATCH_COLORS,
     EXPOSED_COLOR,
@@ -17,6 +18,7 @@ from .layout import (
     LEGEND_COLORS,
     LEGEND_WORDS,
     NUM_STEPS,
+    OPACITY,
     SHORT,
     STAGE_COLORS,
     Panel,
@@ -36,7 +38,12 @@ _RESOLUTION = 2e-5
 
 
 def write_html(
-    path: Path | str, ranks: Mapping[int | str, Sequence[Span]], *, num_steps: int = NUM_STEPS, title: str = ""
+    path: Path | str,
+    ranks: Mapping[int | str, Sequence[Span]],
+    *,
+    num_steps: int = NUM_STEPS,
+    title: str = "",
+    overlapped: Mapping[int | str, Collection[Stage]] | None = None,
 ) -> None:
     """Write the page.
 
@@ -45,11 +52,13 @@ def write_html(
         ranks: The spans of each rank.
         num_steps: Steps to show.
         title: Heading of the page.
+        overlapped: The stages that each rank's mode overlaps, where they are known: what goes on beside other work in a
+            mode that overlaps nothing is not called hidden.
 
     Raises:
         ValueError: There is nothing to draw, or `num_steps` is below 1.
     """
-    panels = lay_out(ranks, num_steps=num_steps, resolution=_RESOLUTION)
+    panels = lay_out(ranks, num_steps=num_steps, resolution=_RESOLUTION, overlapped=overlapped)
     batches = by_batch(panels)
     data = json.dumps([_data(panel, batches) for panel in panels], separators=(",", ":"), ensure_ascii=True)
     template = resources.files(__package__).joinpath("page.html").read_text(encoding="utf-8")
@@ -58,6 +67,7 @@ def write_html(
         "{{exposed}}": EXPOSED_COLOR,
         "{{colors}}": _colors(panels, batches),
         "{{heights}}": json.dumps({str(kind): share for kind, share in HEIGHTS.items()}),
+        "{{opacity}}": json.dumps({str(kind): share for kind, share in OPACITY.items()}),
         "{{tables}}": "\n".join(map(_section, panels)),
         # Inside a script "</" could end it, whatever the name of a kernel may hold.
         "{{data}}": data.replace("</", "<\\/").replace("<!--", "<\\!--"),
@@ -119,7 +129,7 @@ def _colors(panels: Sequence[Panel], batches: bool) -> str:
         if kind in kinds:
             style = f"background-color:{LEGEND_COLORS[kind]};height:{14 * HEIGHTS[kind]:.0f}px"
             parts.append(f'<i class="{kind}" style="{style}"></i>{words}')
-    return " ".join(parts)
+    return " ".join(f"<span>{part}</span>" for part in parts)
 
 
 def _section(panel: Panel) -> str:

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from ..schedules import Stage
 from .layout import (
     BATCH_COLORS,
     EXPOSED_COLOR,
@@ -14,6 +15,7 @@ from .layout import (
     LEGEND_COLORS,
     LEGEND_WORDS,
     NUM_STEPS,
+    OPACITY,
     SHORT,
     STAGE_COLORS,
     Lane,
@@ -44,16 +46,21 @@ _CHARACTER_IN = 0.062
 _STYLES: Mapping[Category, dict[str, Any]] = {
     Category.DENSE: {},
     Category.LOOKUP: {"hatch": "....", "edgecolor": "white"},
-    Category.COMMUNICATION: {"alpha": 0.75},
+    Category.COMMUNICATION: {"alpha": OPACITY[Category.COMMUNICATION]},
     Category.COPY: {},
-    Category.HOST: {"alpha": 0.38},
+    Category.HOST: {"alpha": OPACITY[Category.HOST]},
     Category.DATA: {},
     Category.WAIT: {"hatch": "/////", "facecolor": "#fff4f2", "edgecolor": EXPOSED_COLOR},
 }
 
 
 def write_png(
-    path: Path | str, ranks: Mapping[int | str, Sequence[Span]], *, num_steps: int = NUM_STEPS, title: str = ""
+    path: Path | str,
+    ranks: Mapping[int | str, Sequence[Span]],
+    *,
+    num_steps: int = NUM_STEPS,
+    title: str = "",
+    overlapped: Mapping[int | str, Collection[Stage]] | None = None,
 ) -> None:
     """Draw a few steady steps: a lane per stream or thread, the ranks beneath each other.
 
@@ -62,6 +69,8 @@ def write_png(
         ranks: The spans of each rank.
         num_steps: Steps to draw.
         title: Heading of the picture; "Timeline" if empty.
+        overlapped: The stages that each rank's mode overlaps, where they are known: what goes on beside other work in a
+            mode that overlaps nothing is not called hidden.
 
     Raises:
         ValueError: There is nothing to draw, or `num_steps` is below 1.
@@ -77,7 +86,7 @@ def write_png(
             return Rectangle((-x, -y + (h - tall) / 2), w, tall)
 
     drawn = dict(list(ranks.items())[:MAX_RANKS])
-    panels = lay_out(drawn, num_steps=num_steps, resolution=4e-4)
+    panels = lay_out(drawn, num_steps=num_steps, resolution=4e-4, overlapped=overlapped)
     batches = by_batch(panels)
     heights = [_PANEL_IN + _ROW_IN * (panel.num_rows + 0.8) for panel in panels]
     height = _TOP_IN + sum(heights) + _BOTTOM_IN

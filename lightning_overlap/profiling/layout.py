@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from ..schedules import Stage
@@ -69,6 +69,9 @@ HEIGHTS: Mapping[Category, float] = {
     Category.WAIT: 0.84,
 }
 """Height of a bar as a share of its line."""
+
+OPACITY: Mapping[Category, float] = {Category.COMMUNICATION: 0.75, Category.HOST: 0.38}
+"""Of bars, where it is not 1."""
 
 SHORT: Mapping[Stage, str] = {
     Stage.COPY_BATCH_TO_DEVICE: "copy",
@@ -147,7 +150,13 @@ class Panel:
         return [bar.span for lane in self.lanes for bar in lane.bars]
 
 
-def lay_out(ranks: Mapping[int | str, Sequence[Span]], *, num_steps: int, resolution: float) -> list[Panel]:
+def lay_out(
+    ranks: Mapping[int | str, Sequence[Span]],
+    *,
+    num_steps: int,
+    resolution: float,
+    overlapped: Mapping[int | str, Collection[Stage]] | None = None,
+) -> list[Panel]:
     """Return what to draw.
 
     Ranks whose clocks agree (they are on one host) show the same moments; the others begin with their own step.
@@ -156,6 +165,8 @@ def lay_out(ranks: Mapping[int | str, Sequence[Span]], *, num_steps: int, resolu
         ranks: Spans by rank.
         num_steps: Steady steps to draw.
         resolution: Share of the drawn time below which neighbours are drawn as one.
+        overlapped: The stages that each rank's mode overlaps, where they are known: what goes on beside other work in a
+            mode that overlaps nothing is not called hidden.
 
     Raises:
         ValueError: There is nothing to draw, or `num_steps` is below 1.
@@ -168,7 +179,7 @@ def lay_out(ranks: Mapping[int | str, Sequence[Span]], *, num_steps: int, resolu
             window = steady_window(spans, num_steps)
             if panels and _share_seen(spans, panels[0].window) > _ONE_CLOCK:
                 window = panels[0].window
-            panels.append(_panel(rank, spans, window, resolution))
+            panels.append(_panel(rank, spans, window, resolution, (overlapped or {}).get(rank)))
     return panels
 
 
@@ -178,7 +189,13 @@ def _share_seen(spans: Sequence[Span], window: Window) -> float:
     return (end - start) / (window.end_ms - window.start_ms) if window.end_ms > window.start_ms else 0.0
 
 
-def _panel(rank: int | str, spans: Sequence[Span], window: Window, resolution: float) -> Panel:
+def _panel(
+    rank: int | str,
+    spans: Sequence[Span],
+    window: Window,
+    resolution: float,
+    overlapped: Collection[Stage] | None,
+) -> Panel:
     cut = exclusive_in((span for span in spans if not is_step_mark(span.name)), window.interval)
     least_ms = resolution * (window.end_ms - window.start_ms)
     lanes = []
@@ -187,7 +204,8 @@ def _panel(rank: int | str, spans: Sequence[Span], window: Window, resolution: f
         rows = [_bars(row, number, least_ms) for number, row in enumerate(on_lane)]
         lanes.append(Lane(name, len(rows), tuple(bar for row in rows for bar in row)))
     starts = [step.start_ms for step in find_steps(spans) if window.start_ms <= step.start_ms < window.end_ms]
-    return Panel(rank, summarize(spans), window, tuple(starts), tuple(lanes), tuple(_exposed(cut, window.interval)))
+    exposed = tuple(_exposed(cut, window.interval))
+    return Panel(rank, summarize(spans, overlapped), window, tuple(starts), tuple(lanes), exposed)
 
 
 def _bars(row: Sequence[Span], number: int, least_ms: float) -> list[Bar]:
@@ -268,7 +286,10 @@ def shares(lane: Lane) -> str:
 
 
 def hidden_in(panel: Panel, bar: Bar) -> float | None:
-    """Return which share of a collective was hidden, None for all else."""
+    """Return which share of a collective was hidden, None for all else and for what the mode does not overlap."""
+    overlapped = panel.summary.overlapped
+    if overlapped is not None and bar.span.stage not in overlapped:
+        return None
     if bar.span.kind is not Category.COMMUNICATION or not bar.span.duration_ms:
         return None
     exposed = length(intersection([(bar.span.start_ms, bar.span.end_ms)], panel.exposed))

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import MappingProxyType
 
-from ..schedules import Stage
+from ..schedules import Schedule, Stage
 from .spans import (
     HOST_LANE,
     LOG,
@@ -34,15 +34,22 @@ COVERED_BY: Mapping[Category, frozenset[Category]] = MappingProxyType(
 
 @dataclass(frozen=True, slots=True)
 class BusyTime:
-    """Milliseconds of one stage or kind."""
+    """Milliseconds of one stage or kind.
+
+    Args:
+        busy_ms: How long it was under way.
+        hidden_ms: How much of that the mode has overlapped with other work.
+        elsewhere_ms: How much more went on beside other work, but not by the mode's doing: by autograd's order, say.
+    """
 
     busy_ms: float = 0.0
     hidden_ms: float = 0.0
+    elsewhere_ms: float = 0.0
 
     @property
     def exposed_ms(self) -> float:
         """The busy time during which nothing ran that could hide it."""
-        return self.busy_ms - self.hidden_ms
+        return self.busy_ms - self.hidden_ms - self.elsewhere_ms
 
     @property
     def hidden_fraction(self) -> float:
@@ -103,10 +110,23 @@ class Breakdown:
         return max(0.0, self.step_ms - self.bound[1])
 
 
+def overlapped_by(schedule: Schedule) -> frozenset[Stage]:
+    """Return the stages that a mode overlaps with others: those of coming batches, and what a deferred update awaits.
+
+    Without a deferred update the backward of a batch waits for its gradients. What of their way autograd covers with
+    the rest of the backward, it covers in every mode, `base` too.
+    """
+    early = {step.stage for step in schedule.steps if step.offset > 0}
+    if schedule.step_of(Stage.EMBEDDING_UPDATE) is not None:
+        early |= {Stage.BACKWARD, Stage.EMBEDDING_UPDATE}
+    return frozenset(early)
+
+
 def break_down(
     spans: Iterable[Span],
     window: Interval,
     *,
+    overlapped: Collection[Stage] | None = None,
     num_steps: int = 1,
     host_lane: str = HOST_LANE,
     merge_lanes: Sequence[str] = (HOST_LANE, "compute"),
@@ -116,6 +136,8 @@ def break_down(
     Args:
         spans: All that was seen, also what began before the window or ended after it.
         window: Begin and end, milliseconds; for example from one step's beginning to the next one's.
+        overlapped: Stages that the mode overlaps, as `overlapped_by` gives them: time counts as hidden where it, or
+            what goes on beside it, is of such a stage. None: whatever ran, all that goes on beside other work is.
         num_steps: Steps in the window; all times are per step.
         host_lane: The lane whose waits block the host.
         merge_lanes: The lanes of the dense part, whose waits for embeddings are those at the merge.
@@ -127,10 +149,15 @@ def break_down(
     by_kind = {kind: union(intervals_of(span for span in own if span.kind is kind)) for kind in Category}
 
     covers = {kind: cover(own, window, kind, host_lane=host_lane) for kind in COVERED_BY}
+    by_mode = {} if overlapped is None else {kind: _by_mode(own, covers[kind], kind, overlapped) for kind in COVERED_BY}
     blocked = _blocked(own, host_lane)
 
     def times(of: Sequence[Interval], kind: Category) -> BusyTime:
-        return BusyTime(length(of) / num_steps, length(intersection(of, covers.get(kind, ()))) / num_steps)
+        covered = intersection(of, covers.get(kind, ()))
+        hidden = intersection(covered, by_mode[kind]) if kind in by_mode else covered
+        return BusyTime(
+            length(of) / num_steps, length(hidden) / num_steps, (length(covered) - length(hidden)) / num_steps
+        )
 
     categories = {kind: times(by_kind[kind], kind) for kind in (Category.DENSE, *COVERED_BY)}
     on_host = [span for span in own if span.lane == host_lane and span.kind is not Category.COMMUNICATION]
@@ -149,7 +176,7 @@ def break_down(
                 times(union(intervals_of(span for span in parts if span.kind is kind)), kind)
                 for kind in {span.kind for span in parts}
             ]
-            stages[stage] = BusyTime(sum(t.busy_ms for t in per_kind), sum(t.hidden_ms for t in per_kind))
+            stages[stage] = total(per_kind)
     merge = union(
         intervals_of(s for s in own if s.kind is Category.WAIT and is_for_embeddings(s.name) and s.lane in merge_lanes)
     )
@@ -182,6 +209,27 @@ def cover(own: Sequence[Span], window: Interval, kind: Category, *, host_lane: s
     return union(intervals_of(span for span in own if span.kind in COVERED_BY[kind]))
 
 
+def _by_mode(
+    own: Sequence[Span], covered: Sequence[Interval], kind: Category, overlapped: Collection[Stage]
+) -> list[Interval]:
+    """Return when time of a kind counts as hidden by the mode: where it is of an overlapped stage, or its cover is."""
+    early = [span for span in own if span.stage in overlapped and span.kind is not Category.WAIT]
+    beside = union(intervals_of(span for span in early if span.kind is not Category.COMMUNICATION))
+    return union(
+        [*intersection(union(intervals_of(span for span in early if span.kind is kind)), covered)]
+        + ([] if kind is not Category.COMMUNICATION else intersection(beside, covered))
+    )
+
+
+def total(parts: Sequence[BusyTime], num: int = 1) -> BusyTime:
+    """Return the sum of times, or the mean of so many."""
+    return BusyTime(
+        sum(part.busy_ms for part in parts) / num,
+        sum(part.hidden_ms for part in parts) / num,
+        sum(part.elsewhere_ms for part in parts) / num,
+    )
+
+
 def _blocked(own: Iterable[Span], host_lane: str) -> list[Interval]:
     return union(intervals_of(span for span in own if span.kind is Category.WAIT and span.lane == host_lane))
 
@@ -196,18 +244,15 @@ def mean(breakdowns: Sequence[Breakdown]) -> Breakdown:
         raise ValueError("the mean of no breakdowns: no step has been measured.")
     num = len(breakdowns)
 
-    def over(parts: Sequence[BusyTime]) -> BusyTime:
-        return BusyTime(sum(t.busy_ms for t in parts) / num, sum(t.hidden_ms for t in parts) / num)
-
     return Breakdown(
         sum(one.step_ms for one in breakdowns) / num,
         {
-            kind: over([one.categories[kind] for one in breakdowns if kind in one.categories])
+            kind: total([one.categories[kind] for one in breakdowns if kind in one.categories], num)
             for kind in Category
             if any(kind in one.categories for one in breakdowns)
         },
         {
-            stage: over([one.stages[stage] for one in breakdowns if stage in one.stages])
+            stage: total([one.stages[stage] for one in breakdowns if stage in one.stages], num)
             for stage in Stage
             if any(stage in one.stages for one in breakdowns)
         },

@@ -192,9 +192,19 @@ class SpanRecorder:
         return found
 
     def spans(self) -> list[Span]:
-        """Return what was noted; on CUDA the host's times are shifted so that the first steps begin together."""
+        """Return what was noted; on CUDA the host's times are shifted so that the first steps begin together.
+
+        A collective of the host that is still under way counts until the end of the last step.
+        """
         shift = self._shift
-        return [self._span(record, shift) for record in self._records if record.end is not None]
+        records = list(self._records)
+        if self._steps:
+            last = self._steps[-1][0]
+            records = [
+                replace(record, end=last) if record.end is None and record.on_host and record.start < last else record
+                for record in records
+            ]
+        return [self._span(record, shift) for record in records if record.end is not None]
 
     @property
     def _shift(self) -> float:

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from ..schedules import TRAINING_STAGES, Schedule, Stage
+from ..schedules import Schedule, Stage
 from ..text import aligned
 from .host_syncs import HostSync
-from .overlap import Breakdown, BusyTime, Traffic, break_down, mean
+from .overlap import Breakdown, BusyTime, Traffic, break_down, mean, total
 from .spans import HOST_LANE, Category, Interval, Span, exclusive_in
-from .steps import Window, is_on_stream, window_of
+from .steps import Window, is_on_stream, noted_stages, window_of
 
 WORTHWHILE = 0.03
 """Share of a step below which a gain is not worth a change."""
@@ -36,6 +36,9 @@ _NEVER_HIDDEN = frozenset(
 )
 """What has a busy time alone; the others are hidden by it. A backward has its collectives to hide."""
 
+_OF_THE_HOST = {Category.HOST: "host at work", Category.DATA: "waited for data"}
+"""Rows that are no work for others to hide."""
+
 Row = Sequence[str]
 
 
@@ -58,7 +61,7 @@ class Table:
         return f"{lines}\n{self.note}" if self.note else lines
 
 
-def _row(name: str, times: BusyTime, share_of: Callable[[float], str], *, hides: bool, blank: str = "-") -> Row:
+def _row(name: str, times: BusyTime, share_of: Callable[[float], str], *, hides: bool, blank: str = "") -> Row:
     cells = [f"{times.hidden_ms:.2f}", f"{times.exposed_ms:.2f}", share_of(times.hidden_fraction)]
     return name, f"{times.busy_ms:.2f}", *(cells if hides else [blank] * len(cells))
 
@@ -105,7 +108,7 @@ def metrics(breakdown: Breakdown, *, overlaps: bool = True) -> dict[str, float]:
 def hideable(breakdown: Breakdown) -> BusyTime:
     """Return communication, lookup and copy together."""
     parts = [breakdown.time_of(kind) for kind in (Category.COMMUNICATION, Category.LOOKUP, Category.COPY)]
-    return BusyTime(sum(part.busy_ms for part in parts), sum(part.hidden_ms for part in parts))
+    return total(parts)
 
 
 def closing_table(
@@ -150,16 +153,15 @@ def stage_table(breakdown: Breakdown, *, overlaps: bool = True) -> Table:
         overlaps: Whether the mode starts anything early; else there is no column of what was hidden.
     """
     named: dict[str, BusyTime] = {str(stage): times for stage, times in breakdown.stages.items()}
-    others = (Category.HOST, Category.DATA)
-    named |= {f"all {kind}": times for kind, times in breakdown.categories.items() if kind not in others}
+    named |= {f"all {kind}": times for kind, times in breakdown.categories.items() if kind not in _OF_THE_HOST}
     rows = [
-        _row(name, times, "{:.0%}".format, hides=name.removeprefix("all ") not in _NEVER_HIDDEN, blank="")
+        _row(name, times, "{:.0%}".format, hides=name.removeprefix("all ") not in _NEVER_HIDDEN)
         for name, times in named.items()
     ]
     if breakdown.merge_wait_ms:
-        rows.append(("waited at the merge", "", "", f"{breakdown.merge_wait_ms:.2f}", ""))
+        rows.append(("waited for embeddings", "", "", f"{breakdown.merge_wait_ms:.2f}", ""))
     host = {
-        "waited for data": breakdown.time_of(Category.DATA).busy_ms,
+        _OF_THE_HOST[Category.DATA]: breakdown.time_of(Category.DATA).busy_ms,
         "Lightning: loop, callbacks, loggers": breakdown.loop_ms,
         "Lightning: self.log": breakdown.log_ms,
     }
@@ -175,15 +177,15 @@ def rank_table(ranks: Sequence[Breakdown]) -> Table:
     kinds = (Category.DENSE, Category.LOOKUP, Category.COPY, Category.COMMUNICATION, Category.HOST)
     times = [[one.step_ms, *(one.time_of(kind).busy_ms for kind in kinds), one.blocked_ms] for one in ranks]
     return Table(
-        ("rank", "step", *map(str, kinds[:-1]), "host at work", "host waiting"),
+        ("rank", "step", *map(str, kinds[:-1]), _OF_THE_HOST[Category.HOST], "host blocked"),
         [(str(rank), *(f"{ms:.2f}" for ms in of_rank)) for rank, of_rank in enumerate(times)],
     )
 
 
 def traffic_table(traffic: Mapping[Stage, Traffic]) -> Table:
     """Return what a rank sends to others in a step, by stage, and what codecs save of it."""
-    total = sum(traffic.values(), Traffic())
-    named = {**{str(stage): one for stage, one in traffic.items()}, "all stages": total}
+    of_all = sum(traffic.values(), Traffic())
+    named = {**{str(stage): one for stage, one in traffic.items()}, "all stages": of_all}
     cells = [
         (name, f"{one.sent / 1024:.1f}", f"{one.saved / 1024:.1f}", f"{one.saved / (one.sent + one.saved):.0%}")
         for name, one in named.items()
@@ -277,11 +279,18 @@ class TraceSummary:
         breakdown: Per step.
         blocks: What blocked the host, most first.
         window: What they were taken from.
+        overlapped: Stages that the mode overlaps, None where that is not known; of others none is said to be hidden.
     """
 
     breakdown: Breakdown
     blocks: tuple[Block, ...]
     window: Window
+    overlapped: frozenset[Stage] | None = None
+
+    @property
+    def overlaps(self) -> bool:
+        """Whether anything can be hidden, as far as that is known."""
+        return self.overlapped is None or bool(self.overlapped)
 
     @property
     def total_ms(self) -> float:
@@ -289,20 +298,26 @@ class TraceSummary:
         return self.window.end_ms - self.window.start_ms
 
 
-def summarize(spans: Sequence[Span]) -> TraceSummary:
+def summarize(spans: Sequence[Span], overlapped: Collection[Stage] | None = None) -> TraceSummary:
     """Return the numbers of one rank, over all its complete steps.
+
+    Args:
+        spans: Of the rank.
+        overlapped: Stages that the mode overlaps, see `break_down`; None: those that its step marks name, if they do.
 
     Raises:
         ValueError: There are no spans.
     """
     window = window_of(spans)
+    overlapped = noted_stages(spans) if overlapped is None else overlapped
     if any(is_on_stream(span) for span in spans):  # the stage is done there; the host's part of it is to launch that
         spans = [replace(span, stage=None) if span.kind is Category.HOST and span.stage else span for span in spans]
     merge_lanes = (HOST_LANE, *{span.lane for span in spans if span.kind is Category.DENSE})
     return TraceSummary(
-        break_down(spans, window.interval, num_steps=window.num_steps, merge_lanes=merge_lanes),
+        break_down(spans, window.interval, overlapped=overlapped, num_steps=window.num_steps, merge_lanes=merge_lanes),
         tuple(blocks(spans, window.interval)),
         window,
+        None if overlapped is None else frozenset(overlapped),
     )
 
 
@@ -336,7 +351,8 @@ def headline(summary: TraceSummary) -> str:
     for kind in (Category.COMMUNICATION, Category.LOOKUP):
         times = found.categories[kind]
         if times.hidden_ms or (times.busy_ms and kind is Category.COMMUNICATION):
-            parts.append(f"{kind} {_percent(times.hidden_fraction)} hidden, {times.exposed_ms:.2f} ms exposed")
+            hidden = f"{_percent(times.hidden_fraction)} hidden, " if summary.overlaps else ""
+            parts.append(f"{kind} {hidden}{times.exposed_ms:.2f} ms exposed")
     if found.time_of(Category.DATA).busy_ms > SMALL * found.step_ms:
         parts.append(f"waiting for data {_percent(found.time_of(Category.DATA).busy_ms / found.step_ms)}")
     parts.append(f"host blocked {_percent(found.blocked_ms / found.step_ms if found.step_ms else 0)}")
@@ -346,20 +362,21 @@ def headline(summary: TraceSummary) -> str:
 def tables(summary: TraceSummary) -> list[Table]:
     """Return the tables of one rank: by kind, by stage, what blocked the host."""
     found, total_ms, steps = summary.breakdown, summary.total_ms, summary.window.num_steps
-    bound, bound_ms = found.bound
-    head = ("busy ms", "hidden ms", "exposed ms", "hidden")
+    head = ("busy ms", "hidden ms", "exposed ms", "hidden") if summary.overlaps else ("busy ms", "exposed ms")
+
+    def row(name: str, times: BusyTime, *, hides: bool) -> Row:
+        cells = _row(name, times, _percent, hides=hides, blank="-")
+        return cells if summary.overlaps else (*cells[:2], cells[3])
+
     kinds = [
-        _row(str(kind), times, _percent, hides=str(kind) not in _NEVER_HIDDEN)
+        row(_OF_THE_HOST.get(kind, f"all {kind}"), times, hides=str(kind) not in _NEVER_HIDDEN)
         for kind, times in found.categories.items()
         if times.busy_ms
     ]
-    stages = [
-        _row(str(stage), times, _percent, hides=stage not in TRAINING_STAGES) for stage, times in found.stages.items()
-    ]
+    stages = [row(str(stage), times, hides=str(stage) not in _NEVER_HIDDEN) for stage, times in found.stages.items()]
     about = (
-        f"{total_ms:.1f} ms, {steps} step{'s' * (steps != 1)} of {found.step_ms:.2f} ms. Busiest: {bound}, "
-        f"{bound_ms:.2f} ms; perfect overlap would save {found.to_gain_ms:.2f} ms a step. "
-        f"Waited for embeddings: {found.merge_wait_ms:.2f} ms."
+        f"{total_ms:.1f} ms, {steps} step{'s' * (steps != 1)} of {found.step_ms:.2f} ms. "
+        f"It waited for embeddings {found.merge_wait_ms:.2f} ms a step; {limit_sentence(found)}"
     )
     by_stage = [Table(("stage", *head), stages)] if stages else []
     return [Table(("per step", *head), kinds, about), *by_stage, _block_table(summary)]

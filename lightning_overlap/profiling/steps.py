@@ -5,13 +5,15 @@ from __future__ import annotations
 import re
 import statistics
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 
 from ..schedules import Stage
 from .spans import HOST_LANE, Category, Interval, Span
 
 _STEP_MARK = re.compile(r"ProfilerStep#\d+$")
+
+_NOTE = "overlapped: "
 
 _LEAST_MS = 1e-3  # of a window: a single event can last no time at all
 
@@ -39,6 +41,21 @@ class Window:
 def is_step_mark(name: str) -> bool:
     """Whether torch.profiler names a step so."""
     return _STEP_MARK.match(name) is not None
+
+
+def with_mode(spans: Iterable[Span], overlapped: Iterable[Stage]) -> list[Span]:
+    """Return the spans with step marks that name the stages that the mode overlaps, also in a file of them."""
+    note = _NOTE + (", ".join(sorted(map(str, overlapped))) or "nothing")
+    return [replace(span, detail=note) if is_step_mark(span.name) else span for span in spans]
+
+
+def noted_stages(spans: Iterable[Span]) -> frozenset[Stage] | None:
+    """Return the stages that step marks name; None where none does."""
+    for span in spans:
+        if is_step_mark(span.name) and span.detail.startswith(_NOTE):
+            words = span.detail.removeprefix(_NOTE).split(", ")
+            return frozenset(stage for stage in Stage if str(stage) in words)
+    return None
 
 
 def find_steps(spans: Iterable[Span]) -> list[Window]:

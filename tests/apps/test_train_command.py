@@ -173,6 +173,18 @@ def test_a_mode_with_a_staleness_tells_which_rows_were_stale(tmp_path: Path) -> 
     assert {"cat_0", "cat_2", "cat_3"} <= {line[0] for line in lines if len(line) == 4}
 
 
+def test_what_is_logged_reaches_tensorboard(tmp_path: Path) -> None:
+    pytest.importorskip("tensorboardX")
+    done = train(tmp_path, "experiment=smoke", "callbacks=default", "logger=tensorboard")
+    assert done.returncode == 0, done.stderr
+    events = list((run_folder(tmp_path) / "logs").rglob("events.out.tfevents.*"))
+    assert len(events) == 2  # of the fit and of the test, of rank 0 alone
+    content = b"".join(path.read_bytes() for path in events)
+    for tag in (b"overlap/step_ms", b"overlap/communication/hidden_ms", b"val_auc", b"test_auc"):
+        assert tag in content, tag
+    assert not list(tmp_path.rglob("metrics.csv"))
+
+
 def test_names_that_do_not_exist(tmp_path: Path) -> None:
     done = train(tmp_path, "pipeline=fused_sparse_dst")
     assert done.returncode == 2

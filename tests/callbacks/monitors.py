@@ -15,8 +15,9 @@ import torch.distributed as dist
 from lightning.pytorch import Callback
 from lightning.pytorch.loggers import Logger
 
+import lightning_overlap.callbacks.timeline as timeline_module
 from lightning_overlap import MODES, OverlapEmbeddingStrategy, OverlapMonitor, OverlapTimeline, Stage
-from lightning_overlap.profiling.overlap import break_down, mean
+from lightning_overlap.profiling.overlap import Breakdown, break_down, mean, overlapped_by
 from lightning_overlap.profiling.recorder import SpanRecorder
 from lightning_overlap.profiling.spans import ALL_TO_ALLS, Category
 
@@ -57,7 +58,7 @@ def account_of_a_steady_step(case: Case, pipeline: str) -> dict[str, Any]:
         for span in recorded.recorder.spans()
         if span.kind not in (Category.COMMUNICATION, Category.WAIT) or span.name in ALL_TO_ALLS
     ]
-    result = break_down(spans, recorded.recorder.windows()[-1])
+    result = break_down(spans, recorded.recorder.windows()[-1], overlapped=overlapped_by(MODES[pipeline]))
     kinds = {
         str(kind): {"busy": round(times.busy_ms, 6), "hidden": round(times.hidden_ms, 6)}
         for kind, times in result.categories.items()
@@ -222,6 +223,31 @@ def validates_every_other_step(case: Case) -> tuple[int, int, bool]:
     trainer.fit(model, datamodule=Validates(case, NUM_STEPS))
     left = strategy._run is not None  # with a timer
     return model.num_validations, len(monitor.accounts), left
+
+
+def measured_and_drawn(
+    case: Case, pipeline: str, folder: str, monitor_first: bool
+) -> tuple[Breakdown, Breakdown, list[int], str]:
+    """Train under both instruments; return what each says of the steps drawn, the steps measured, and what was said."""
+    model, monitor, logger, printed = Model(case), OverlapMonitor(every_n_steps=4), Kept(), io.StringIO()
+    timeline, summaries = OverlapTimeline(folder, first_step=6, num_steps=3), []
+    summarize = timeline_module.summarize
+
+    def kept(*args: Any) -> Any:
+        summaries.append(summarize(*args))
+        return summaries[-1]
+
+    strategy = OverlapEmbeddingStrategy(pipeline=pipeline, sharding=make_plan(case, model, dist.get_world_size()))
+    callbacks = [monitor, timeline] if monitor_first else [timeline, monitor]
+    functions = dist.all_to_all_single, dist.all_reduce
+    with contextlib.redirect_stdout(printed), mock.patch.object(timeline_module, "summarize", kept):
+        trainer = make_trainer(strategy, callbacks=callbacks, logger=logger)
+        trainer.fit(model, datamodule=Batches(case, NUM_STEPS))
+    assert functions == (dist.all_to_all_single, dist.all_reduce), "left in place"
+    assert "log" not in vars(model)
+    steps = [step for values, step in logger.logged if "overlap/step_ms" in values]
+    of_drawn = [account for account, step in zip(monitor.accounts, steps, strict=True) if step in (6, 7, 8)]
+    return mean(of_drawn), summaries[0].breakdown if summaries else mean(of_drawn), steps, printed.getvalue()
 
 
 def drawn(case: Case, pipeline: str, folder: str, num_steps: int = NUM_STEPS) -> dict[str, Any]:

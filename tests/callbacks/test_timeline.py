@@ -8,7 +8,7 @@ import pytest
 
 from lightning_overlap import OverlapTimeline, Schedule, Stage
 from lightning_overlap.profiling.overlap import break_down, mean
-from lightning_overlap.profiling.report import summarize
+from lightning_overlap.profiling.report import headline, summarize
 from lightning_overlap.profiling.spans import Category
 from lightning_overlap.profiling.steps import window_of
 from lightning_overlap.profiling.torch_trace import read_trace
@@ -50,6 +50,34 @@ def test_the_steps_of_all_ranks_are_drawn(two_ranks: Ranks, mode: Schedule, tmp_
         assert max(ahead) - 7 == (0 if lookup is None else lookup.offset)
 
 
+@pytest.mark.parametrize("mode_name", ["base", "fused_sparse_dist", "semi_sync_deferred"])
+def test_timeline_and_monitor_agree_on_the_steps_drawn(mode_name: str, two_ranks: Ranks, tmp_path: Path) -> None:
+    for monitor_first in (True, False):
+        ranks = two_ranks.run(
+            monitors.measured_and_drawn, TABLE_WISE, mode_name, str(tmp_path / str(monitor_first)), monitor_first
+        )
+        for measured, drawn, steps, said in ranks:
+            assert {6, 7, 8} <= set(steps), "the monitor measures what the timeline draws"
+            assert len(steps) > 3, "and more, as it was asked to"
+            assert measured.step_ms == pytest.approx(drawn.step_ms)
+            assert measured.blocked_ms == pytest.approx(drawn.blocked_ms)
+            assert measured.merge_wait_ms == pytest.approx(drawn.merge_wait_ms)
+            assert measured.log_ms == pytest.approx(drawn.log_ms)
+            for one, other in ((measured.categories, drawn.categories), (measured.stages, drawn.stages)):
+                assert set(one) == set(other)
+                for what, times in one.items():
+                    assert times.busy_ms == pytest.approx(other[what].busy_ms), what
+                    assert times.hidden_ms == pytest.approx(other[what].hidden_ms), what
+                    assert times.exposed_ms == pytest.approx(other[what].exposed_ms), what
+            if mode_name == "base":
+                assert "hidden" not in said
+                written = read_trace(tmp_path / str(monitor_first) / "timeline.json.gz")
+                assert all("hidden" not in headline(summarize(spans)) for spans in written.values())
+        said = ranks[0][-1]
+        for words in ("embedding_lookup", "all communication", "host at work", "host blocked", "-bound", "exposed"):
+            assert said.count(words) >= 2, f"both say {words}"
+
+
 def test_too_short_a_fit_is_told(two_ranks: Ranks, tmp_path: Path) -> None:
     for rank in two_ranks.run(monitors.drawn, TABLE_WISE, "base", str(tmp_path / "new"), 7):
         assert rank["warned"] == [
@@ -68,7 +96,7 @@ def test_a_folder_that_cannot_be_written_ends_no_training(two_ranks: Ranks, tmp_
     assert second["same_losses"]
 
 
-@pytest.mark.parametrize("numbers", [(0, 3), (5, 0)])
+@pytest.mark.parametrize("numbers", [(0, 3), (1, 3), (5, 0)])
 def test_numbers_that_leave_nothing_to_draw(numbers: tuple[int, int]) -> None:
     with pytest.raises(ValueError, match=f"got {numbers[0]} and {numbers[1]}"):
         OverlapTimeline(None, *numbers)

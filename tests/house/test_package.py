@@ -2,6 +2,8 @@
 
 import re
 import subprocess
+import sys
+import tomllib
 from importlib import metadata
 from importlib.resources import files
 from pathlib import Path
@@ -45,6 +47,53 @@ def test_hydra_finds_the_primary_config(tmp_path: Path, monkeypatch: pytest.Monk
     monkeypatch.chdir(tmp_path)
     with initialize_config_module("lightning_overlap.conf", version_base="1.3"):
         assert compose(config_name="config")
+
+
+OF_LIGHTNING = """
+import sys
+import lightning.pytorch, lightning.pytorch.strategies, lightning.pytorch.callbacks, lightning.pytorch.loops
+
+def seen():
+    modules = {name: module for name, module in list(sys.modules.items()) if name.split(".")[0] == "lightning"}
+    of_classes = {
+        f"{kind.__module__}.{kind.__qualname__}.{name}": id(value)
+        for module in modules.values()
+        for kind in vars(module).values()
+        if isinstance(kind, type) and kind.__module__.startswith("lightning")
+        for name, value in vars(kind).items()
+        if callable(value) or isinstance(value, (classmethod, staticmethod, property))
+    }
+    of_modules = {
+        f"{name}.{attribute}": id(value)
+        for name, module in modules.items()
+        for attribute, value in vars(module).items()
+        if callable(value)
+    }
+    return of_classes | of_modules
+
+before = seen()
+import lightning_overlap
+after = seen()
+print(sorted(name for name, what in before.items() if after.get(name) != what))
+"""
+
+
+@pytest.mark.slow
+def test_importing_it_leaves_lightning_as_it_was_but_for_one_error() -> None:
+    done = subprocess.run([sys.executable, "-c", OF_LIGHTNING], cwd=ROOT, capture_output=True, text=True, check=True)
+    assert done.stdout.splitlines()[-1] == "['lightning.pytorch.core.module._load_from_checkpoint']"
+
+
+def test_classifiers_come_once_and_say_what_the_package_says() -> None:
+    with open(ROOT / "pyproject.toml", "rb") as file:
+        project = tomllib.load(file)["project"]
+    classifiers = project["classifiers"]
+    assert classifiers == sorted(set(classifiers))
+    for kind in ("Development Status", "Intended Audience", "Operating System", "Programming Language", "Topic"):
+        assert any(one.startswith(f"{kind} :: ") for one in classifiers)
+    oldest = project["requires-python"].removeprefix(">=")
+    assert f"Programming Language :: Python :: {oldest}" in classifiers
+    assert not any(one.startswith("License ::") for one in classifiers), "license = says it, and both are refused"
 
 
 def test_cpu_and_cuda_locks_differ_in_fbgemm_alone() -> None:

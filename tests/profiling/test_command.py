@@ -118,7 +118,7 @@ def test_page_needs_nothing_but_itself(tmp_path: Path) -> None:
     assert page.texts["h1"] == ["A <run>"]
     assert page.texts["h2"] == ["rank 0", "rank 1"]
     cells = page.texts["td"]
-    assert cells[cells.index("communication") + 1 : cells.index("communication") + 5] == [
+    assert cells[cells.index("all communication") + 1 : cells.index("all communication") + 5] == [
         "4.00",
         "2.00",
         "2.00",
@@ -295,6 +295,11 @@ def test_legends_have_greys_that_differ_and_the_same_words_everywhere(tmp_path: 
     words = " ".join("".join(part) for texts in page.texts.values() for part in texts)
     for kind in {span.kind for span in steps()}:
         assert layout.LEGEND_WORDS[kind] in words
+    text = (tmp_path / "t.html").read_text(encoding="utf-8")
+    for kind in (Category.DENSE, Category.COMMUNICATION, Category.HOST):
+        assert f"background-color:{layout.LEGEND_COLORS[kind]}" in text or kind not in {span.kind for span in steps()}
+        on_page = json.loads(re.search(r"const ALPHA = (\{.*\});", text)[1]).get(str(kind), 1)  # type: ignore[index]
+        assert draw_png._STYLES[kind].get("alpha", 1) == on_page, "as pale on the page as in the picture"
 
 
 def test_what_hides_nothing_is_not_said_to_be_hidden_by_zero_percent() -> None:

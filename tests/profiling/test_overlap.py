@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lightning_overlap.profiling.overlap import COVERED_BY, BusyTime, break_down, mean
+from lightning_overlap.profiling.overlap import COVERED_BY, BusyTime, break_down, mean, overlapped_by
 from lightning_overlap.profiling.report import blocks, headline, summarize, tables
 from lightning_overlap.profiling.spans import (
     HOST_LANE,
@@ -23,6 +23,7 @@ from lightning_overlap.profiling.spans import (
     union,
 )
 from lightning_overlap.profiling.steps import Window, find_steps, steady_window, window_of
+from lightning_overlap.schedules.modes import MODES
 from lightning_overlap.schedules.stages import Stage
 
 END = 14
@@ -100,6 +101,56 @@ def test_a_step_by_hand() -> None:
     assert kept.to_gain_ms == 4
     assert kept.categories[Category.COMMUNICATION].exposed_ms == 3
     assert kept.categories[Category.COMMUNICATION].hidden_fraction == pytest.approx(6 / 9)
+
+
+def test_hidden_is_what_the_mode_overlaps() -> None:
+    #                  0         1
+    #                  0123456789012345678
+    #  host            FFFFFBBBBBBwwLLSSSww     forward, backward and step of batch 0, lookup of batch 1
+    #  ids of 1         cccc
+    #  gradients of 0          ccccccccc        autograd has 4 ms of its way, the lookup 2, the step 1
+    #  embeddings of 1                 ccccc    2 ms under the step
+    def dense(start: int, end: int, stage: Stage) -> Span:
+        return Span(start, end, Category.DENSE, HOST_LANE, str(stage), stage, 0)
+
+    def sent(start: int, end: int, stage: Stage, batch: int) -> Span:
+        return Span(start, end, Category.COMMUNICATION, "tables", str(stage), stage, batch)
+
+    spans = [
+        dense(0, 5, Stage.DENSE_FORWARD),
+        dense(5, 11, Stage.BACKWARD),
+        Span(11, 13, Category.WAIT, HOST_LANE, "gradients", Stage.BACKWARD, 0),
+        Span(13, 15, Category.LOOKUP, HOST_LANE, "lookup", Stage.EMBEDDING_LOOKUP, 1),
+        dense(15, 18, Stage.OPTIMIZER_STEP),
+        Span(18, 20, Category.WAIT, HOST_LANE, "embeddings", Stage.EMBEDDING_LOOKUP, 1),
+        sent(1, 5, Stage.INPUT_DATA_DIST, 1),
+        sent(7, 16, Stage.BACKWARD, 0),
+        sent(16, 20, Stage.EMBEDDING_LOOKUP, 1),
+    ]
+
+    def of(mode: str | None) -> tuple[BusyTime, BusyTime]:
+        overlapped = None if mode is None else overlapped_by(MODES[mode])
+        found = break_down(spans, (0, 20), overlapped=overlapped)
+        return found.categories[Category.COMMUNICATION], found.stages[Stage.INPUT_DATA_DIST]
+
+    whole, ids = of(None)
+    assert (whole, ids) == (BusyTime(17, 13), BusyTime(4, 4)), "of a program that nobody knows"
+    whole, ids = of("fused_sparse_dist")
+    assert (whole, ids) == (BusyTime(17, 4 + 2 + 2, 4 + 1), BusyTime(4, 4))
+    assert whole.exposed_ms == 4
+    whole, ids = of("base")
+    assert (whole, ids) == (BusyTime(17, 0, 13), BusyTime(4, 0, 4))
+    assert whole.exposed_ms == 4
+    assert of("semi_sync_deferred")[0] == BusyTime(17, 13)
+    assert mean([break_down(spans, (0, 20), overlapped=())] * 2).categories[Category.COMMUNICATION] == whole
+
+
+def test_what_a_mode_does_not_overlap_is_not_called_hidden() -> None:
+    spans = drawn(host="DDDDwwDD", s9=" ccccc ")
+    known, unknown = summarize(spans, overlapped_by(MODES["base"])), summarize(spans)
+    assert "hidden" not in " ".join([headline(known), *(table.text() for table in tables(known))])
+    assert "communication 2.00 ms exposed" in headline(known)
+    assert "60.0 % hidden" in headline(unknown)
 
 
 def test_nested_spans_take_their_time_from_the_outer_one() -> None:

@@ -1,0 +1,75 @@
+"""One recorder for all callbacks that watch steps of a fit: they see the same spans, and steps end at one moment."""
+
+from __future__ import annotations
+
+from contextlib import ExitStack
+from weakref import WeakKeyDictionary
+
+from lightning.pytorch import LightningModule
+
+from ..plugin import OverlapEmbeddingStrategy, timed_log
+from ..profiling import Interval, SpanRecorder
+from ..tables import compression
+
+_UNDER_WAY: WeakKeyDictionary[OverlapEmbeddingStrategy, Recording] = WeakKeyDictionary()
+"""A strategy takes one timer."""
+
+
+class Recording:
+    """Steps of a fit that are being recorded; made by `join`.
+
+    Args:
+        strategy: Runs the stages, and has streams.
+        module: The module that is trained, whose `log` is timed.
+    """
+
+    def __init__(self, strategy: OverlapEmbeddingStrategy, module: LightningModule) -> None:
+        assert strategy.streams is not None
+        comms = strategy.quantized_comms
+        self.recorder = SpanRecorder(strategy.streams, None if comms is None else compression(comms))
+        self._strategy = strategy
+        self._numbers: list[int] = []
+        self._readers: list[object] = []
+        self._patches = ExitStack()
+        self.recorder.start()
+        self._patches.enter_context(timed_log(module, self.recorder))
+        strategy.watch(self.recorder)
+
+    def step(self, number: int) -> None:
+        """Note that a step ends; of several readers that say so, the first one is heard.
+
+        Args:
+            number: Of the step in the fit, from 1 on.
+        """
+        if not self._numbers or self._numbers[-1] != number:
+            self._numbers.append(number)
+            self.recorder.step()
+
+    def window(self, number: int) -> Interval:
+        """Return begin and end of a step that was recorded from its beginning on."""
+        return self.recorder.windows()[self._numbers.index(number) - 1]
+
+    def leave(self, reader: object) -> None:
+        """Read no more; after the last reader nothing is recorded."""
+        if reader in self._readers:
+            self._readers.remove(reader)
+            if not self._readers:
+                self._patches.close()
+                self.recorder.stop()
+                self._strategy.watch(None)
+                _UNDER_WAY.pop(self._strategy, None)
+
+
+def join(strategy: OverlapEmbeddingStrategy, module: LightningModule, reader: object) -> Recording:
+    """Return the recording that is under way, else a new one.
+
+    Args:
+        strategy: Runs the stages.
+        module: The module that is trained.
+        reader: Who calls `leave` in the end.
+    """
+    recording = _UNDER_WAY.get(strategy)
+    if recording is None:
+        recording = _UNDER_WAY[strategy] = Recording(strategy, module)
+    recording._readers.append(reader)
+    return recording
