@@ -14,9 +14,11 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from typing_extensions import override
 
 from ..plugin import OverlapEmbeddingStrategy, logged_step, timed_log
-from ..profiling import Breakdown, HostSync, SpanRecorder, break_down, mean, record_host_syncs, report
+from ..profiling import Breakdown, HostSync, Price, SpanRecorder, break_down, mean, record_host_syncs, report
+from ..schedules import Schedule
 from ..sparse import StaleCounts, StaleRows
 from ..tables import compression
+from ..tuning import Costs, can_be_priced, costs_of, mean_costs, over_ranks, price_table, prices
 
 NUM_WATCHED = 2
 """Steps of a measurement: what the second one uses was issued in the first."""
@@ -38,6 +40,7 @@ class _Pending:
     recorder: SpanRecorder
     step: int
     num_in_flight: int
+    schedule: Schedule
 
 
 class OverlapMonitor(Callback):
@@ -46,9 +49,9 @@ class OverlapMonitor(Callback):
     Clocks go around stages and collectives: the host's on a CPU, timing events on CUDA, which are read once they are
     over. Nothing makes the host wait. The bytes that a stage sends to other ranks are counted, and those that
     `quantized_comms` saves; what DistributedDataParallel sends is out of sight. The values go to every logger and, as
-    `hidden`, to the progress bar; the end of `fit` prints a table. In a mode with a staleness it also counts, over all
-    ranks, which share of the rows that a step looks up an update was still to come for
-    (`overlap/stale_rows/<table>`).
+    `hidden`, to the progress bar; the end of `fit` prints a table, what a step would take in other modes, and a line of
+    advice. In a mode with a staleness it also counts, over all ranks, which share of the rows that a step looks up an
+    update was still to come for (`overlap/stale_rows/<table>`).
 
     Args:
         every_n_steps: Measure one step in so many; None: as often as the Trainer logs, or seldom enough for that to
@@ -74,7 +77,9 @@ class OverlapMonitor(Callback):
 
     def _reset(self) -> None:
         self.accounts: list[Breakdown] = []
-        """What was measured so far, one breakdown a step."""
+        """What was measured so far, one breakdown a step; with `pipeline="auto"` of the mode that trains now."""
+        self._costs: list[Costs] = []
+        self._schedule: Schedule | None = None  # of these
         self.syncs: list[HostSync] | None = None
         """The host syncs of the step that was audited; None before it."""
         self.stale_rows: dict[str, tuple[int, int]] = {}
@@ -133,6 +138,7 @@ class OverlapMonitor(Callback):
         comms = self._strategy.quantized_comms
         self._recorder = SpanRecorder(self._strategy.streams, None if comms is None else compression(comms))
         self._recorder.start()
+        self._measured = self._strategy.schedule
         self._logged.enter_context(timed_log(pl_module, self._recorder))
         self._strategy.watch(self._recorder)
         self._recorder.step()
@@ -144,7 +150,9 @@ class OverlapMonitor(Callback):
         self._logged.close()
         self._strategy.watch(None)
         self._plan_next()
-        self._pending.append(_Pending(self._recorder, logged_step(trainer), self._strategy.num_in_flight))
+        if self._strategy.schedule is self._measured:  # `pipeline="auto"` changes it
+            num_in_flight = self._strategy.num_in_flight
+            self._pending.append(_Pending(self._recorder, logged_step(trainer), num_in_flight, self._measured))
         self._recorder = None
 
     def _plan_next(self) -> None:
@@ -158,10 +166,13 @@ class OverlapMonitor(Callback):
         """Break down the measurements that the device is done with."""
         while self._pending and self._pending[0].recorder.over:
             pending = self._pending.pop(0)
-            window = pending.recorder.windows()[-1]
-            result = break_down(pending.recorder.spans(), window)
+            window, spans = pending.recorder.windows()[-1], pending.recorder.spans()
+            result = break_down(spans, window)
             result = replace(result, traffic=pending.recorder.traffic(window))
+            if pending.schedule is not self._schedule:
+                self.accounts, self._costs, self._schedule = [], [], pending.schedule
             self.accounts.append(result)
+            self._costs.append(costs_of(spans, window))
             overlaps = self._overlaps
             values = {f"overlap/{name}": value for name, value in report.metrics(result, overlaps=overlaps).items()}
             values["overlap/batches_in_flight"] = float(pending.num_in_flight)
@@ -258,8 +269,10 @@ class OverlapMonitor(Callback):
         self._harvest(trainer, None)
         users = [sync for sync in self.syncs or () if not sync.is_the_librarys]  # the others nobody can act on
         mine = mean(self.accounts) if self.accounts else None
-        ranks = strategy.gather((mine, report.sync_lines(users, strategy.root_device.type == "cuda")))
-        measured = [one for one, _ in ranks if one is not None]
+        costs = mean_costs(self._costs) if self._costs else None
+        lines = report.sync_lines(users, strategy.root_device.type == "cuda")
+        ranks = strategy.gather((mine, lines, costs, [one.step_ms for one in self.accounts]))
+        measured = [one for one, *_ in ranks if one is not None]
         if not (trainer.is_global_zero and self._table):
             return
         if len(measured) < len(ranks):
@@ -268,10 +281,18 @@ class OverlapMonitor(Callback):
                 f"more without a validation in between; training had {self._num_steps} in all."
             )
             return
-        title = f"{strategy.schedule.name}, stream {strategy.stream}"
+        schedule = self._schedule or strategy.schedule
+        title = f"{schedule.name}, stream {strategy.stream}"
         lines = ranks[0][1] if self.syncs is not None else []
+        priced: list[Price] = []
+        if len(ranks) > 1 and can_be_priced(schedule):
+            slowest = min(range(len(ranks)), key=lambda rank: measured[rank].blocked_ms)
+            costs = over_ranks([of_rank for *_, of_rank, _ in ranks], slowest)
+            shrinks = {"the same with quantized_comms='fp16'": 0.5} if strategy.quantized_comms is None else {}
+            priced = prices(schedule, costs, ranks[slowest][-1], shrinks=shrinks)
+            lines = [*lines, price_table(priced)]
         table = report.closing_table(
-            measured, len(self.accounts), title, lines, self.stale_rows, schedule=strategy.schedule
+            measured, len(self.accounts), title, lines, self.stale_rows, schedule=schedule, prices=priced
         )
         print(table, flush=True)
 

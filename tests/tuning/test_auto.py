@@ -76,8 +76,9 @@ def test_evaluations_and_ends_of_epochs_void_blocks_and_change_nothing(ranks: Ra
 
 
 def test_a_stalled_loader_voids_the_block_on_all_ranks(two_ranks: Ranks) -> None:
-    """The loader of rank 0 stalls in a block of the fastest mode, in each of its two rounds, and of no other."""
-    stalls = {8: 30.0, 16: 30.0}
+    """The loader of rank 0 stalls in both blocks of the fastest mode: batches 8 and 9, 17 and 18 are timed, and two
+    batches later ones are fetched meanwhile."""
+    stalls = {10: 30.0, 20: 30.0}
     fits = two_ranks.run(autos.train, TABLE_WISE, MS, auto=ONE_ROUND, stalls=stalls)
     _check(two_ranks, fits, two_ranks.run_once(train, TABLE_WISE), [*TWO_ROUNDS, *["fused_sparse_dist"] * 5])
 
