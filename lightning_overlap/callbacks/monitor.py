@@ -14,11 +14,12 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from typing_extensions import override
 
 from ..plugin import OverlapEmbeddingStrategy, logged_step, timed_log
-from ..profiling import Breakdown, HostSync, Price, SpanRecorder, break_down, mean, record_host_syncs, report
+from ..profiling import Breakdown, HostSync, SpanRecorder, break_down, mean, record_host_syncs, report
 from ..schedules import Schedule
 from ..sparse import StaleCounts, StaleRows
 from ..tables import compression
-from ..tuning import Costs, can_be_priced, costs_of, mean_costs, over_ranks, price_table, prices
+from ..tuning import Costs, costs_of, mean_costs, price_table
+from .advice import OfRank, price, travelling_bags
 
 NUM_WATCHED = 2
 """Steps of a measurement: what the second one uses was issued in the first."""
@@ -269,10 +270,11 @@ class OverlapMonitor(Callback):
         self._harvest(trainer, None)
         users = [sync for sync in self.syncs or () if not sync.is_the_librarys]  # the others nobody can act on
         mine = mean(self.accounts) if self.accounts else None
-        costs = mean_costs(self._costs) if self._costs else None
         lines = report.sync_lines(users, strategy.root_device.type == "cuda")
-        ranks = strategy.gather((mine, lines, costs, [one.step_ms for one in self.accounts]))
-        measured = [one for one, *_ in ranks if one is not None]
+        steps_ms = [one.step_ms for one in self.accounts]
+        costs = mean_costs(self._costs) if self._costs else None
+        ranks = strategy.gather(OfRank(mine, lines, costs, steps_ms, travelling_bags(pl_module)))
+        measured = [one.mean for one in ranks if one.mean is not None]
         if not (trainer.is_global_zero and self._table):
             return
         if len(measured) < len(ranks):
@@ -283,14 +285,9 @@ class OverlapMonitor(Callback):
             return
         schedule = self._schedule or strategy.schedule
         title = f"{schedule.name}, stream {strategy.stream}"
-        lines = ranks[0][1] if self.syncs is not None else []
-        priced: list[Price] = []
-        if len(ranks) > 1 and can_be_priced(schedule):
-            slowest = min(range(len(ranks)), key=lambda rank: measured[rank].blocked_ms)
-            costs = over_ranks([of_rank for *_, of_rank, _ in ranks], slowest)
-            shrinks = {"the same with quantized_comms='fp16'": 0.5} if strategy.quantized_comms is None else {}
-            priced = prices(schedule, costs, ranks[slowest][-1], shrinks=shrinks)
-            lines = [*lines, price_table(priced)]
+        lines = ranks[0].sync_lines if self.syncs is not None else []
+        priced = price(strategy, schedule, ranks)
+        lines += [price_table(priced)] if priced else []
         table = report.closing_table(
             measured, len(self.accounts), title, lines, self.stale_rows, schedule=schedule, prices=priced
         )

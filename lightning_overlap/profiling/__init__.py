@@ -10,6 +10,7 @@ from .host_syncs import HostSync as HostSync
 from .host_syncs import record_host_syncs as record_host_syncs
 from .overlap import Breakdown as Breakdown
 from .overlap import Price as Price
+from .overlap import Traffic as Traffic
 from .overlap import break_down as break_down
 from .overlap import mean as mean
 from .recorder import SpanRecorder as SpanRecorder

@@ -13,7 +13,10 @@ from .costs import Costs as Costs
 from .costs import costs_of as costs_of
 from .costs import mean_costs as mean_costs
 from .costs import over_ranks as over_ranks
+from .costs import shrunk as shrunk
 from .prices import can_be_priced as can_be_priced
 from .prices import price_table as price_table
 from .prices import prices as prices
+from .replication import Bags as Bags
+from .replication import with_replicas as with_replicas
 from .tuner import Tuner as Tuner

@@ -139,3 +139,12 @@ def mean_costs(found: Sequence[Costs]) -> Costs:
 
     work, wire, flight = (mean([getattr(one, kind) for one in found]) for kind in ("work", "wire", "flight"))
     return Costs(work, wire, flight, found[0].on_device)
+
+
+def shrunk(costs: Costs, share: float) -> Costs:
+    """Return the costs where embeddings and gradients keep a share of their bytes."""
+
+    def times_of(times: Mapping[str, float]) -> dict[str, float]:
+        return {name: ms * (share if name in (EMBEDDINGS, GRADIENTS) else 1) for name, ms in times.items()}
+
+    return replace(costs, wire=times_of(costs.wire), flight=times_of(costs.flight))

@@ -8,7 +8,6 @@ difference between two modes.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from statistics import median
 
 from ..profiling import Price, report
@@ -132,9 +131,9 @@ def can_be_priced(schedule: Schedule) -> bool:
 
 
 def prices(
-    measured: Schedule, costs: Costs, steps_ms: Sequence[float], *, shrinks: Mapping[str, float] | None = None
+    measured: Schedule, costs: Costs, steps_ms: Sequence[float], changed: Mapping[str, Costs] | None = None
 ) -> list[Price]:
-    """Return what a step would take in each mode, and with fewer bytes in the mode that was measured, cheapest first.
+    """Return what a step would take in each mode, and with other costs in the mode that was measured, cheapest first.
 
     Whether all-to-alls take turns on the link is not known: both is tried on the mode that was measured. Where its step
     does not tell, a price lies between both.
@@ -143,7 +142,7 @@ def prices(
         measured: The mode that the costs were measured in; first in the list.
         costs: Of its parts.
         steps_ms: The steps measured. A price may be off by their spread, and by what the walk is off in this mode.
-        shrinks: What would send fewer bytes, in words -> the share that embeddings and gradients keep.
+        changed: What would change the costs, in words -> the costs.
     """
     step_ms, spread_ms = median(steps_ms), _spread(steps_ms)
     walked = {shared: Walk(measured, costs, shared=shared).step_ms() for shared in (True, False)}
@@ -157,8 +156,7 @@ def prices(
         return Price(name, max(0.0, step_ms + (max(found) + min(found)) / 2), error_ms, schedule.staleness)
 
     others = [price(name, MODES[name], costs) for name in PRICED if MODES[name].steps != measured.steps]
-    for name, share in (shrinks or {}).items():
-        others.append(price(name, measured, _shrunk(costs, share)))
+    others += [price(name, measured, with_costs) for name, with_costs in (changed or {}).items()]
     return [price(measured.name, measured, costs), *sorted(others, key=lambda one: one.ms)]
 
 
@@ -167,13 +165,6 @@ def price_table(found: Sequence[Price]) -> str:
     rows = [(one.name, f"{one.ms:.1f}", f"{one.error_ms:.1f}", str(one.staleness)) for one in found]
     rows[0] = (f"{rows[0][0]}, as measured", *rows[0][1:])
     return report.Table(("a step would take", "ms", "+-", "staleness"), rows).text()
-
-
-def _shrunk(costs: Costs, share: float) -> Costs:
-    def shrunk(times: Mapping[str, float]) -> dict[str, float]:
-        return {name: ms * (share if name in (EMBEDDINGS, GRADIENTS) else 1) for name, ms in times.items()}
-
-    return replace(costs, wire=shrunk(costs.wire), flight=shrunk(costs.flight))
 
 
 def _spread(steps_ms: Sequence[float]) -> float:

@@ -6,8 +6,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lightning_overlap import MODES
-from lightning_overlap.tuning import Costs, over_ranks, prices
+from lightning_overlap import MODES, Stage
+from lightning_overlap.profiling import Traffic
+from lightning_overlap.tuning import Bags, Costs, over_ranks, prices, shrunk, with_replicas
 from lightning_overlap.tuning import costs as parts
 from lightning_overlap.tuning.prices import PRICED, Walk
 
@@ -58,8 +59,8 @@ def test_a_walk_takes_as_long_as_the_executor(mode: str) -> None:
 
 @pytest.mark.parametrize("measured", STEPS_MS)
 def test_one_measured_step_prices_all_modes(two_ranks: Ranks, measured: str) -> None:
-    """Of real runs under the virtual clock. What each mode would take is known to the millisecond where some all-to-alls
-    are under way together and the step shows it; else within the error that is given."""
+    """Of real runs under the virtual clock. What each mode would take is known to the millisecond where all-to-alls are
+    under way together and the step shows it; else within the error that is given."""
     ranks = two_ranks.run(virtual.costs_of_a_steady_step, TABLE_WISE, measured)
     assert [took for _, took in ranks] == [pytest.approx(STEPS_MS[measured])] * 2
     found = prices(MODES[measured], over_ranks([one for one, _ in ranks], 0), [ranks[0][1]])
@@ -92,7 +93,7 @@ def test_streams_of_a_device_work_side_by_side() -> None:
 
 def test_fewer_bytes() -> None:
     """Base waits for all four all-to-alls; FP16 halves two of them."""
-    found = prices(MODES["base"], costs(), [310, 310, 314, 302], shrinks={"FP16 between ranks": 0.5})
+    found = prices(MODES["base"], costs(), [310, 310, 314, 302], {"FP16 between ranks": shrunk(costs(), 0.5)})
     by_name = {price.name: price for price in found}
     assert by_name["FP16 between ranks"].ms == pytest.approx(310 - 40)
     assert str(by_name["FP16 between ranks"]).startswith("270 +- ")
@@ -133,3 +134,17 @@ def test_the_measured_mode_is_priced_as_measured(
     took = Walk(MODES[mode], of_parts, shared=True).step_ms()
     [first, *_] = prices(MODES[mode], of_parts, [took])
     assert (first.name, first.ms, first.error_ms) == (mode, pytest.approx(took), pytest.approx(0, abs=1e-6))
+
+
+def test_tables_that_send_more_than_an_all_reduce_would_are_replicated() -> None:
+    """Two ranks with a table of 10 columns each, 1000 samples: a rank sends 40 kB of embeddings and 40 kB of gradients.
+    An all-reduce of 100 rows sends 4 kB, one of 100,000 rows 4 MB."""
+    traffic = {Stage.EMBEDDING_LOOKUP: Traffic(40_000), Stage.BACKWARD: Traffic(40_000)}
+    tables = [Bags("small", 100, 10, 1), Bags("large", 100_000, 10, 1)]
+    found = with_replicas(tables, costs(all_to_all=40), traffic, 2)
+    assert found is not None
+    names, changed = found
+    assert names == ["small"]
+    assert (changed.wire[parts.EMBEDDINGS], changed.wire[parts.IDS]) == (20, 40)
+    assert changed.work[parts.AFTER_SENDING] == pytest.approx(80 * 4 / 80)
+    assert with_replicas(tables[1:], costs(), traffic, 2) is None
