@@ -164,7 +164,7 @@ class Tuner:
 
     def void(self, why: str) -> None:
         """Let the block under way not count: something else than training takes its time."""
-        if self._trial is not None:
+        if self._trial is not None and not self._num_left:
             self._trial.void(why)
 
     def step(self) -> None:
