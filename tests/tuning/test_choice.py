@@ -30,7 +30,7 @@ def chosen(*ms: float) -> Arm | None:
     [
         ((8.0, 9.0, 10.0, 11.0), FUSED),
         ((9.0, 8.0, 10.0, 11.0), AFTER),
-        # Within 5 %: `base` has one batch in flight, the others three; `sparse_dist` holds no embeddings of a batch ahead.
+        # Within 5 %: `base` has one batch in flight, the others three; `sparse_dist` holds no embeddings ahead.
         ((8.0, 9.0, 10.0, 8.4), BASE),
         ((8.0, 9.0, 8.4, 11.0), SPARSE),
         ((8.0, 9.0, 10.0, 8.5), FUSED),
