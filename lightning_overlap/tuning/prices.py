@@ -49,7 +49,7 @@ class Walk:
         self._schedule = schedule if schedule.has_sparse_stages else following(schedule)
         self._work, self._shared = costs.work, shared
         self._link = costs.wire if shared else costs.flight
-        self._on_device = costs.on_device
+        self._on_device = costs.on_device and schedule.has_sparse_stages  # in a forward all is on its stream
         self._free: dict[str, float] = {}
         self._link_free = 0.0
         self._there: dict[tuple[str, int], float] = {}

@@ -10,7 +10,7 @@ from lightning_overlap import MODES, Stage
 from lightning_overlap.profiling import Traffic
 from lightning_overlap.tuning import Bags, Costs, over_ranks, prices, shrunk, with_replicas
 from lightning_overlap.tuning import costs as parts
-from lightning_overlap.tuning.prices import PRICED, Walk
+from lightning_overlap.tuning.prices import PRICED, TOLD, Walk
 
 from ..support.cases import TABLE_WISE
 from ..support.ranks import Ranks
@@ -133,7 +133,8 @@ def test_the_measured_mode_is_priced_as_measured(
     of_parts = costs(forward, backward, step, lookup=lookup, update=update, all_to_all=wire)
     took = Walk(MODES[mode], of_parts, shared=True).step_ms()
     [first, *_] = prices(MODES[mode], of_parts, [took])
-    assert (first.name, first.ms, first.error_ms) == (mode, pytest.approx(took), pytest.approx(0, abs=1e-6))
+    assert (first.name, first.ms) == (mode, pytest.approx(took))
+    assert first.error_ms <= TOLD * took + 1e-6
 
 
 def test_tables_that_send_more_than_an_all_reduce_would_are_replicated() -> None:
