@@ -32,6 +32,10 @@ PRICED = tuple(name for name in MODES if name != "prefetch")
 NUM_WALKED = 24
 """Iterations of a walk; the first half of them is the fill."""
 
+OFF = 0.5
+"""Share by which the difference between two modes may be off: as seen between two hosts with a link of 300 Mbit/s,
+which all-to-alls share with the all-reduce of dense gradients."""
+
 TOLD = 0.02
 """Share of a step by which two links have to differ for it to tell them apart."""
 
@@ -152,10 +156,11 @@ def prices(
 
     def price(name: str, schedule: Schedule, with_costs: Costs) -> Price:
         found = [Walk(schedule, with_costs, shared=shared).step_ms() - walked[shared] for shared in links]
-        error_ms = spread_ms + max(off_ms[shared] for shared in links) + (max(found) - min(found)) / 2
-        return Price(name, max(0.0, step_ms + (max(found) + min(found)) / 2), error_ms, schedule.staleness)
+        gain_ms = (max(found) + min(found)) / 2
+        walk_ms = max(off_ms[shared] for shared in links) + (max(found) - min(found)) / 2 + OFF * abs(gain_ms)
+        return Price(name, max(0.0, step_ms + gain_ms), spread_ms + walk_ms, schedule.staleness)
 
-    others = [price(name, MODES[name], costs) for name in PRICED if MODES[name].steps != measured.steps]
+    others = [price(name, MODES[name], costs) for name in PRICED if name != measured.name]
     others += [price(name, measured, with_costs) for name, with_costs in (changed or {}).items()]
     return [price(measured.name, measured, costs), *sorted(others, key=lambda one: one.ms)]
 

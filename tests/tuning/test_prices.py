@@ -10,7 +10,7 @@ from lightning_overlap import MODES, Stage
 from lightning_overlap.profiling import Traffic
 from lightning_overlap.tuning import Bags, Costs, over_ranks, prices, shrunk, with_replicas
 from lightning_overlap.tuning import costs as parts
-from lightning_overlap.tuning.prices import PRICED, TOLD, Walk
+from lightning_overlap.tuning.prices import OFF, PRICED, TOLD, Walk
 
 from ..support.cases import TABLE_WISE
 from ..support.ranks import Ranks
@@ -69,7 +69,6 @@ def test_one_measured_step_prices_all_modes(two_ranks: Ranks, measured: str) -> 
     assert max(off.values()) < 0.5
     if measured in TELLING:
         assert {price.name: round(price.ms) for price in found} == STEPS_MS
-        assert max(price.error_ms for price in found) < 1
     assert {price.name for price in found if price.staleness} == {"semi_sync", "semi_sync_deferred", "async_lookup"}
 
 
@@ -104,6 +103,8 @@ def test_the_error_has_the_spread_and_what_the_walk_is_off() -> None:
     assert (first.ms, first.error_ms) == (320, 10)
     [first, *_] = prices(MODES["base"], costs(), [300.0] * 4 + [320.0] * 4)
     assert (first.ms, first.error_ms) == (310, 10)
+    fused = next(one for one in prices(MODES["base"], costs(sizes=0), [270.0]) if one.name == "fused_sparse_dist")
+    assert (fused.ms, fused.error_ms) == (190, OFF * 80)
 
 
 MS = st.floats(0, 100)
