@@ -139,6 +139,7 @@ class Tuner:
             self._clock = Clock(device)
             self._num_left = self._auto.warm_up
             self._try(modes_on(self.arm.stream))
+            self._walk(modes_on(self.arm.stream)[0])
 
     def finish(self) -> None:
         """Say so where training has ended before a choice."""
@@ -227,10 +228,11 @@ class Tuner:
             return
         why = f"none is more than {self._auto.tie:.0%} faster, and of those as fast it holds the least"
         if chosen is None:
-            chosen, why = trial.arms[0], "every block was disturbed, so nothing was compared"
-        self._trial, self.has_chosen = None, True
-        self._turn_to(chosen)
-        self._tell("\n".join([f"pipeline='auto': {chosen.mode}, stream {chosen.stream}: {why}.", *self._tried]))
+            why = "nothing was chosen, as every block was disturbed: by evaluations, saves, ends of epochs or data"
+        self._trial, self.has_chosen = None, chosen is not None
+        arm = chosen or trial.arms[0]
+        self._turn_to(arm)
+        self._tell("\n".join([f"pipeline='auto': {arm.mode}, stream {arm.stream}: {why}.", *self._tried]))
 
     # -- in a checkpoint ----------------------------------------------------------------------------------------------
 

@@ -14,7 +14,8 @@ import torch.distributed as dist
 from lightning.pytorch import Callback
 from torch.utils.data import DataLoader
 
-from lightning_overlap import OverlapEmbeddingStrategy
+from lightning_overlap import OverlapEmbeddingStrategy, Stage, StreamName
+from lightning_overlap.runtime import HostStreams
 from lightning_overlap.tuning import Auto, tuner
 
 from ..checkpoint.resumes import SaveSteps, StatefulSized
@@ -90,12 +91,15 @@ def train(
     module: Model = MODELS[model](case)
     plan = make_plan(case, module, dist.get_world_size())
     strategy = OverlapEmbeddingStrategy(auto, sharding=plan, **(options or {}))
+    tuned = strategy._tuner
+    assert tuned is not None
 
     class Clock(tuner.Clock):
         now = 0.0
 
         def mark(self) -> float:
-            of_ranks = ms[strategy.schedule.name]
+            arm = tuned.arm
+            of_ranks = ms.get(f"{arm.mode}/{arm.stream}", ms[strategy.schedule.name])
             self.now += of_ranks[rank % len(of_ranks)]
             return self.now
 
@@ -130,13 +134,48 @@ def train(
             trainer.fit(module, datamodule=data, ckpt_path=path)
     finally:
         logger.removeHandler(handler)
-    assert strategy._tuner is not None
     result = collect(module, trainer.optimizers[0], module.losses or [torch.zeros(())])
     said = [text for text in records if text.startswith("pipeline='auto'")]
-    return Fit(result, seen.modes, strategy._tuner.state_dict(), "\n".join(said))
+    return Fit(result, seen.modes, tuned.state_dict(), "\n".join(said))
 
 
 def save_and_go_on(case: Case, ms: Mapping[str, tuple[float, ...]], stop: int, folder: str) -> tuple[Fit, Fit]:
     """Train and save after a step; resume."""
     whole = train(case, ms, callbacks=(SaveSteps(folder, (stop,)),), stateful=True)
     return whole, train(case, ms, path=f"{folder}/step={stop}.ckpt", stateful=True)
+
+
+def train_on_streams(case: Case, ms: Mapping[str, tuple[float, ...]], **kwargs: Any) -> tuple[Fit, list[str]]:
+    """Train as if there were streams; return where lookups were moved to, each time with none ahead of its batch."""
+    moves: list[str] = []
+    running: list[Any] = []
+
+    class Running(Callback):
+        def on_train_start(self, trainer: Any, module: Any) -> None:
+            running.append(trainer.strategy)
+
+    def move(streams: HostStreams, stream: StreamName) -> None:
+        if running:
+            ahead = running[0]._run.executor._ahead()
+            assert len(ahead) > 1, "there are batches in flight"
+            assert not any(Stage.EMBEDDING_LOOKUP in batch.done for batch in ahead[1:])
+            assert Stage.EMBEDDING_LOOKUP in ahead[0].done or not ahead[0].consumed
+        moves.append(str(stream))
+
+    with (
+        mock.patch.object(tuner, "CudaStreams", HostStreams),
+        mock.patch.object(HostStreams, "move_lookups", move, create=True),
+    ):
+        return train(case, ms, callbacks=(Running(),), **kwargs), moves
+
+
+def train_twice(case: Case, ms: Mapping[str, tuple[float, ...]], first: int) -> list[str]:
+    """Train some batches, then again with the same strategy; return the modes of the second fit."""
+    module: Model = MODELS["plain"](case)
+    strategy = OverlapEmbeddingStrategy(QUICK, sharding=make_plan(case, module, dist.get_world_size()))
+    modes: list[str] = []
+    for num_steps in (first, 4):
+        seen = Seen()
+        make_trainer(strategy, callbacks=[seen]).fit(module, datamodule=Data(case, num_steps))
+        modes = seen.modes
+    return modes

@@ -129,6 +129,31 @@ def test_a_resumed_run_goes_on_with_the_choice(ranks: Ranks, stop: int, tmp_path
         assert told[1:] == runs[0][0].log.splitlines()[1:]
 
 
+def test_streams_are_tried_after_the_modes(two_ranks: Ranks) -> None:
+    """Between two streams one batch is trained under a table that looks nothing up ahead; lookups are moved then."""
+    ms = {**MS, "fused_sparse_dist": (4.0,), "fused_sparse_dist/dedicated": (3.0,)}
+    runs = two_ranks.run(autos.train_on_streams, TABLE_WISE, ms, num_steps=60)
+    streams = ["data_dist", "current", "dedicated", "current", "dedicated", "data_dist", "dedicated"]
+    bridged = ["sparse_dist", *["fused_sparse_dist"] * 3]
+    modes = [*TWO_ROUNDS, *["fused_sparse_dist"] * 3, *bridged * 5, "sparse_dist", *["fused_sparse_dist"] * 11]
+    names = {"data_dist": "data_dist", "current": "compute", "dedicated": "lookup"}
+    _check(two_ranks, [fit for fit, _ in runs], two_ranks.run_once(train, TABLE_WISE, num_steps=60), modes)
+    for fit, moves in runs:
+        assert moves == [names[stream] for stream in streams]
+        assert (fit.state["mode"], fit.state["stream"]) == ("fused_sparse_dist", "dedicated")
+
+
+def test_a_fit_after_one_that_ended_in_the_trial_begins_with_the_first_mode(two_ranks: Ranks) -> None:
+    assert two_ranks.run(autos.train_twice, TABLE_WISE, MS, 8) == [["fused_sparse_dist"] * 4] * 2
+
+
+def test_where_every_block_is_disturbed_nothing_is_chosen(two_ranks: Ranks) -> None:
+    fits = two_ranks.run(autos.train, TABLE_WISE, MS, auto=ONE_ROUND, val_check_interval=1)
+    _check(two_ranks, fits, two_ranks.run_once(train, TABLE_WISE), [*TWO_ROUNDS, *["fused_sparse_dist"] * 5])
+    assert fits[0].state == {}
+    assert "nothing was chosen, as every block was disturbed" in fits[0].log
+
+
 @pytest.mark.parametrize(
     ("option", "value"),
     [
