@@ -54,18 +54,19 @@ def costs_of(spans: Iterable[Span], window: Interval) -> Costs:
     spans = list(spans)
     own = exclusive_in(spans, window)
     sent = sorted((span for span in spans if span.kind is Category.COMMUNICATION), key=lambda span: span.start_ms)
+    in_window = [span for span in sent if span.start_ms >= window[0]]
     dense = [span for span in own if span.kind is Category.DENSE]
     on_device = any(span.lane != HOST_LANE for span in dense)
     waits = [span.start_ms for span in own if span.kind is Category.WAIT and span.name == EMBEDDINGS]
     merge_ms = waits[-1] if waits else window[0]
     work = dict.fromkeys([*_PART.values(), BEFORE_MERGE, AFTER_MERGE, BEFORE_SENDING, AFTER_SENDING], 0.0)
-    for span in _cut(own, [one.start_ms for one in sent]):
+    for span in _cut(own, [one.start_ms for one in in_window]):
         if span.kind in (Category.WAIT, Category.COMMUNICATION) or not _is_the_work(span, own):
             continue
         if span.kind is Category.DATA:
             work[str(Stage.COPY_BATCH_TO_DEVICE)] += span.duration_ms
         elif span.stage is not None:
-            work[_part(span, sent, merge_ms)] += span.duration_ms
+            work[_part(span, in_window, merge_ms)] += span.duration_ms
     on_host = sum(span.duration_ms for span in own if span.lane == HOST_LANE and _busies(span))
     work[LOOP] = max(0.0, window[1] - window[0] - on_host)
     return Costs(work, *_link_times(sent, window), on_device)

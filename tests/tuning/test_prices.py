@@ -63,6 +63,9 @@ def test_one_measured_step_prices_all_modes(two_ranks: Ranks, measured: str) -> 
     under way together and the step shows it; else within the error that is given."""
     ranks = two_ranks.run(virtual.costs_of_a_steady_step, TABLE_WISE, measured)
     assert [took for _, took in ranks] == [pytest.approx(STEPS_MS[measured])] * 2
+    for found_costs, _ in ranks:
+        work = {part: ms for part, ms in found_costs.work.items() if ms}
+        assert work == {parts.AFTER_MERGE: 50, parts.BEFORE_SENDING: 50, "optimizer_step": 50}
     found = prices(MODES[measured], over_ranks([one for one, _ in ranks], 0), [ranks[0][1]])
     assert found[0].name == measured
     off = {price.name: abs(price.ms - STEPS_MS[price.name]) - price.error_ms for price in found}
