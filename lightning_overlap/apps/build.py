@@ -20,7 +20,7 @@ from ..plugin import OverlapEmbeddingStrategy
 from ..schedules import Schedule
 from ..tables import check_quantized_comms, check_sharding, find_tables, refuse_dense_owner, resolve_quantized_comms
 from ..text import unknown_name_message
-from .config_checks import Config, modes, precision_of, switches
+from .config_checks import AUTO, Config, modes, precision_of, switches
 from .value_types import check_types
 
 TRAINER_DEFAULTS: Mapping[str, Any] = {
@@ -99,7 +99,8 @@ def build_strategy(config: Config, schedule: Schedule, model: LightningModule) -
     """
     stream, sharding = config["stream"]["name"], _sharding(config, model)
     options = {**switches(config, schedule), **dict(config["strategy"])}
-    return OverlapEmbeddingStrategy(schedule, stream, sharding, quantized_comms=build_comms(config), **options)
+    pipeline: Any = AUTO if schedule.name == AUTO else schedule
+    return OverlapEmbeddingStrategy(pipeline, stream, sharding, quantized_comms=build_comms(config), **options)
 
 
 def build_comms(config: Config) -> QCommsConfig | None:

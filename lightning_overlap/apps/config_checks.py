@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import fnmatch
 from collections.abc import Collection, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,10 @@ Config = Mapping[str, Any]
 """The composed config as plain containers; nothing that the command calls sees OmegaConf's."""
 
 
+AUTO = "auto"
+"""In the place of a mode's name: the strategy chooses one while it trains, and begins with `fused_sparse_dist`."""
+
+
 def modes(config: Config) -> list[Schedule]:
     """Return the schedules to train, the one asked for last.
 
@@ -35,6 +40,13 @@ def modes(config: Config) -> list[Schedule]:
         if name not in PIPELINE_OPTIONS:
             raise ValueError(unknown_name_message("option of pipeline", name, PIPELINE_OPTIONS))
     own = pipeline.get("schedule")
+    if pipeline.get("name") == AUTO and not own:
+        given = [name for name, value in pipeline.items() if value and name != "name"]
+        if given:
+            raise ValueError(
+                f"pipeline.{given[0]}={pipeline[given[0]]} belongs to a mode, and pipeline=auto chooses one."
+            )
+        return [*map(resolve_schedule, config["compare"]), replace(MODES["fused_sparse_dist"], name=AUTO)]
     wanted = resolve_schedule(
         Schedule.parse(own) if own else pipeline["name"],
         pipeline.get("staleness"),

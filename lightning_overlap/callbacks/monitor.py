@@ -15,7 +15,10 @@ from typing_extensions import override
 
 from ..plugin import OverlapEmbeddingStrategy, logged_step
 from ..profiling import Breakdown, HostSync, SpanRecorder, break_down, mean, overlapped_by, record_host_syncs, report
+from ..schedules import Schedule
 from ..sparse import StaleCounts, StaleRows
+from ..tuning import Costs, costs_of, mean_costs, price_table
+from .advice import OfRank, price, travelling_bags
 from .recording import Recording, join
 from .timeline import OverlapTimeline
 
@@ -51,9 +54,9 @@ class OverlapMonitor(Callback):
     Clocks go around stages and collectives: the host's on a CPU, timing events on CUDA, which are read once they are
     over. Nothing makes the host wait. The bytes that a stage sends to other ranks are counted, and those that
     `quantized_comms` saves; what DistributedDataParallel sends is out of sight. The values go to every logger and, as
-    `hidden`, to the progress bar; the end of `fit` prints a table. In a mode with a staleness it also counts, over all
-    ranks, which share of the rows that a step looks up an update was still to come for
-    (`overlap/stale_rows/<table>`).
+    `hidden`, to the progress bar; the end of `fit` prints a table, what a step would take in other modes, and a line of
+    advice. In a mode with a staleness it also counts, over all ranks, which share of the rows that a step looks up an
+    update was still to come for (`overlap/stale_rows/<table>`).
 
     Args:
         every_n_steps: Measure one step in so many; None: as often as the Trainer logs, or seldom enough for that to
@@ -79,7 +82,9 @@ class OverlapMonitor(Callback):
 
     def _reset(self) -> None:
         self.accounts: list[Breakdown] = []
-        """What was measured so far, one breakdown a step."""
+        """What was measured so far, one breakdown a step; with `pipeline="auto"` of the mode that trains now."""
+        self._costs: list[Costs] = []
+        self._schedule: Schedule | None = None  # of these
         self.syncs: list[HostSync] | None = None
         """The host syncs of the step that was audited; None before it."""
         self.stale_rows: dict[str, tuple[int, int]] = {}
@@ -129,7 +134,8 @@ class OverlapMonitor(Callback):
         number = self._num_steps
         if self._recording is not None:
             self._recording.step(number)
-            if number in self._wanted:
+            # `pipeline="auto"` changes the mode; a step that began under another one is none to measure.
+            if number in self._wanted and self._strategy.schedule is self._recording.schedule:
                 in_flight = self._strategy.num_in_flight
                 self._pending.append(_Pending(self._recording, number, logged_step(trainer), in_flight))
         if self._recording is None and number >= self._next and not self._audit_is_due:
@@ -170,11 +176,14 @@ class OverlapMonitor(Callback):
         """Break down the measurements that the device is done with."""
         while self._pending and self._pending[0].recording.recorder.over:
             pending = self._pending.pop(0)
-            assert self._strategy is not None
             recorder, window = pending.recording.recorder, pending.recording.window(pending.number)
-            result = break_down(recorder.spans(), window, overlapped=overlapped_by(self._strategy.schedule))
+            schedule, spans = pending.recording.schedule, recorder.spans()
+            result = break_down(spans, window, overlapped=overlapped_by(schedule))
             result = replace(result, traffic=recorder.traffic(window))
+            if schedule is not self._schedule:
+                self.accounts, self._costs, self._schedule = [], [], schedule
             self.accounts.append(result)
+            self._costs.append(costs_of(spans, window))
             overlaps = self._overlaps
             values = {f"overlap/{name}": value for name, value in report.metrics(result, overlaps=overlaps).items()}
             values["overlap/batches_in_flight"] = float(pending.num_in_flight)
@@ -269,8 +278,11 @@ class OverlapMonitor(Callback):
         self._harvest(trainer, None)
         users = [sync for sync in self.syncs or () if not sync.is_the_librarys]  # the others nobody can act on
         mine = mean(self.accounts) if self.accounts else None
-        ranks = strategy.gather((mine, report.sync_lines(users, strategy.root_device.type == "cuda")))
-        measured = [one for one, _ in ranks if one is not None]
+        lines = report.sync_lines(users, strategy.root_device.type == "cuda")
+        steps_ms = [one.step_ms for one in self.accounts]
+        costs = mean_costs(self._costs) if self._costs else None
+        ranks = strategy.gather(OfRank(mine, lines, costs, steps_ms, travelling_bags(pl_module)))
+        measured = [one.mean for one in ranks if one.mean is not None]
         if not (trainer.is_global_zero and self._table):
             return
         if len(measured) < len(ranks):
@@ -279,10 +291,13 @@ class OverlapMonitor(Callback):
                 f"more without a validation in between; training had {self._num_steps} in all."
             )
             return
-        title = f"{strategy.schedule.name}, stream {strategy.stream}"
-        lines = ranks[0][1] if self.syncs is not None else []
+        schedule = self._schedule or strategy.schedule
+        title = f"{schedule.name}, stream {strategy.stream}"
+        lines = ranks[0].sync_lines if self.syncs is not None else []
+        priced = price(strategy, schedule, ranks)
+        lines += [price_table(priced)] if priced else []
         table = report.closing_table(
-            measured, len(self.accounts), title, lines, self.stale_rows, schedule=strategy.schedule
+            measured, len(self.accounts), title, lines, self.stale_rows, schedule=schedule, prices=priced
         )
         print(table, flush=True)
 

@@ -27,6 +27,8 @@ class Recording:
         assert strategy.streams is not None
         comms = strategy.quantized_comms
         self.recorder = SpanRecorder(strategy.streams, None if comms is None else compression(comms))
+        self.schedule = strategy.schedule
+        """The mode when the recording began."""
         self._strategy = strategy
         self._numbers: list[int] = []
         self._readers: list[object] = []

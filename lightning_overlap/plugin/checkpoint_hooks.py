@@ -49,6 +49,8 @@ _LOADERS, _LOADER = "loader_states", "combined_loader"
 """Entry of a checkpoint with every rank's state of the data loaders, and Lightning's with this rank's."""
 _ASSIGNING_RANKS = "managed_collision_ranks"
 """Entry of a checkpoint: on how many ranks its managed collision modules assigned rows to ids."""
+_CHOICE = "lightning_overlap_auto"
+"""Entry of a checkpoint: what `pipeline="auto"` has chosen."""
 _NUM_STASHED = "num_stashed_gradients"
 """Entry of an optimizer's state: of how many steps it is still to apply the gradients."""
 
@@ -149,6 +151,8 @@ class SavesShards(HasRun):
                     "ids that its rank gets, which TorchRec loads from shards only. Take checkpoint_format='sharded'."
                 )
             checkpoint[_ASSIGNING_RANKS] = self.world_size
+        if self._tuner is not None and self._tuner.has_chosen:
+            checkpoint[_CHOICE] = self._tuner.state_dict()
         path, resumable = Path(filepath), "optimizer_states" in checkpoint
         if self._saved_format == FULL:
             content = gather_checkpoint(checkpoint, module, self.checkpoint_group)
@@ -238,6 +242,8 @@ class SavesShards(HasRun):
         module = self.lightning_module
         assert module is not None
         if self._is_fitting() and sharded_modules(module):
+            if self._tuner is not None:
+                self._tuner.load_state_dict(checkpoint.get(_CHOICE, {}))
             load_fused(checkpoint, module, self.checkpoint_group, told=self._take_plain_state(checkpoint, module))
 
     def _take_plain_state(self, checkpoint: Mapping[str, Any], module: LightningModule) -> set[str]:

@@ -85,4 +85,13 @@ def tell_set_up(
     lines = [f"lightning_overlap: {schedule.name}{late}, stream {stream}, {ranks}"]
     lines += table_lines(model, optimizers, scheduled=scheduled, moved=moved)
     lines += [f"{name} runs unpipelined: {reason}" for name, reason in unpipelined.items()]
-    logging.getLogger(LOGGER).info("\n  ".join(lines))
+    tell("\n  ".join(lines))
+
+
+def tell(text: str) -> None:
+    """Log a text."""
+    logging.getLogger(LOGGER).info(text)
+
+
+def tell_nothing(text: str) -> None:
+    """Leave a text to the rank that logs it."""

@@ -103,7 +103,7 @@ class _FitLoopMixin(_FitLoop):
 
     @override
     def on_advance_end(self) -> None:
-        self.trainer.strategy.update_tables()  # type: ignore[attr-defined]
+        self.trainer.strategy.end_epoch()  # type: ignore[attr-defined]
         super().on_advance_end()
         # Told in the last steps of the epoch, too late for the consensus that is asked with the batches.
         _leave_if_agreed(self.trainer)

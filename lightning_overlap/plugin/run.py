@@ -20,7 +20,9 @@ from torch.distributed.constants import default_pg_timeout
 from ..distributed import GroupConsensus, Lowest, OwnLowest, groups
 from ..runtime import Executor, StageTimer, Streams
 from ..sparse import GradientStash, SparsePipeline
-from ..tables import OverflowWatch
+from ..tables import OverflowWatch, has_model_parallel_tables
+from ..tuning import Tuner
+from . import first_words
 from .fetcher import LookaheadFetcher
 
 ExecutorMaker = Callable[[LookaheadFetcher, SparsePipeline], Executor]
@@ -107,6 +109,8 @@ class Run:
         """Watches gradients that are sent in fewer bits; None where none are."""
         self.at_end: list[Callable[[], None]] = []
         """Called once training has written its last weight."""
+        self.tuner: Tuner | None = None
+        """Tries modes, until it has chosen one; None where a mode was named."""
 
     def train_with(self, sparse: SparsePipeline) -> None:
         """Let a pipeline serve the calls of `training_step`, until the run stops."""
@@ -149,8 +153,19 @@ class Run:
         if self.sparse is not None:
             self.sparse.order.num_told += 1
 
+    def batch_over(self) -> None:
+        """Count a batch whose optimization is over."""
+        if self.tuner is not None and self.executor is not None:
+            self.tuner.step()
+
+    def disturbs(self, what: str) -> None:
+        """Say that something else than training takes its time now; all ranks call this."""
+        if self.tuner is not None:
+            self.tuner.void(what)
+
     def begin_evaluation(self, step: str) -> None:
         """Serve the calls of an evaluation's step, which finds the tables up to date; all ranks call this."""
+        self.disturbs(step)
         self.update_tables()
         self.evaluations.begin(step)
 
@@ -163,6 +178,7 @@ class Run:
     @contextmanager
     def saving(self) -> Iterator[None]:
         """Go around a save: tables and kernels are then as of the last trained batch."""
+        self.disturbs("save")
         executor = self.executor
         if executor is None:
             yield
@@ -186,13 +202,15 @@ class Run:
             self.sparse = None
         if self.overflow is not None:
             self.overflow.stop()
+        if self.tuner is not None:
+            self.tuner.stop()
 
 
 class HasRun(DDPStrategy):
     """Base of the strategy's hooks: what several of them need, and what the ranks of a run ask each other.
 
-    Owns the run that goes on (`_run`), and what outlives it: the process groups (`_groups`), the streams (`_streams`)
-    and the dense gradients that wait for their optimizer step (`_stash`).
+    Owns the run that goes on (`_run`), and what outlives it: the process groups (`_groups`), the streams (`_streams`),
+    the dense gradients that wait for their optimizer step (`_stash`) and the chosen mode (`_tuner`).
 
     Args:
         **kwargs: What `DDPStrategy` takes.
@@ -205,6 +223,8 @@ class HasRun(DDPStrategy):
     _streams: Streams | None
     """None before the tables are sharded."""
     _stash: GradientStash
+    _tuner: Tuner | None = None
+    """What `pipeline="auto"` has chosen, or is trying."""
 
     def __init__(self, **kwargs: Any) -> None:
         super().__init__(**kwargs)
@@ -215,6 +235,23 @@ class HasRun(DDPStrategy):
         """Reset all state of runs, as before the first one; a copy of the strategy starts so too."""
         self._run = self._groups = self._streams = None
         self._stash = GradientStash()
+
+    def begin_tuning(self, trainer: Trainer) -> None:
+        """Let `pipeline="auto"` try modes in the fit that begins, if nothing has been chosen yet."""
+        if self._tuner is None:
+            return
+        assert self._run is not None
+        assert self._streams is not None
+        assert self.lightning_module is not None
+        self._run.tuner = self._tuner
+        self._tuner.begin(
+            self.root_device,
+            self._streams,
+            self.gather,
+            first_words.tell if self.global_rank == 0 else first_words.tell_nothing,
+            per_step=trainer.accumulate_grad_batches,
+            moves_lookups=has_model_parallel_tables(self.lightning_module),
+        )
 
     def stop_run(self) -> None:
         """Drop what is in flight, if a run goes on, and put everything back that was put in place."""
@@ -258,6 +295,12 @@ class HasRun(DDPStrategy):
     def update_tables(self) -> None:
         """Make the updates of tables that a deferring schedule has left for later; all ranks call this."""
         if self._run is not None:
+            self._run.update_tables()
+
+    def end_epoch(self) -> None:
+        """Make the updates that are left in an epoch; all ranks call this."""
+        if self._run is not None:
+            self._run.disturbs("epoch")
             self._run.update_tables()
 
     def tables_changed(self) -> None:

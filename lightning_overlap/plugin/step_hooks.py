@@ -119,6 +119,8 @@ class WalksSteps(HasRun):
         if not self._automatic:
             # The user's own backwards and steps lie inside training_step; only now are they known to be over.
             staged.executor.stage_done(Stage.OPTIMIZER_STEP)
+            if self._run is not None:
+                self._run.batch_over()
         return output
 
     @override
@@ -161,6 +163,8 @@ class WalksSteps(HasRun):
     def end_optimization(self) -> None:
         """Say that the optimization of a batch is over, with a step of the optimizer or without."""
         self._stage_done(Stage.OPTIMIZER_STEP)
+        if self._run is not None:
+            self._run.batch_over()
 
     @property
     def _gradient_delay(self) -> int:
@@ -204,6 +208,8 @@ class WalksSteps(HasRun):
             executor.wait_for_lookups()
         if self._run is not None and self._run.overflow is not None:
             self._run.overflow.finish()
+        if self._run is not None and self._run.tuner is not None:
+            self._run.tuner.finish()
         for optimizer in self.optimizers:
             self._apply_stashed(optimizer, partial(super().optimizer_step, optimizer))
         if self._run is not None:

@@ -9,12 +9,10 @@ they share.
 from __future__ import annotations
 
 import inspect
-import warnings
 from functools import partial
 from typing import Any
 
 from lightning.pytorch import Trainer
-from lightning.pytorch.callbacks import GradientAccumulationScheduler
 from lightning.pytorch.strategies import StrategyRegistry
 from lightning.pytorch.trainer.states import TrainerFn
 from torch.nn.parallel import DistributedDataParallel
@@ -56,6 +54,7 @@ from ..tables import (
     sharded_state_names,
 )
 from ..tracking import TouchedRows
+from ..tuning import TRIED, Auto, Tuner, resolve_auto
 from . import checkpoint_links, evaluation_loops, first_words, fit_loop, shortcuts, sigterm
 from .evaluation_loops import EvaluatesAhead
 from .failure_hooks import FailsTogether
@@ -63,7 +62,13 @@ from .fetcher import LookaheadFetcher
 from .processes import StartsProcesses
 from .run import Evaluations, Run, batch_size_of
 from .step_hooks import WalksSteps, runs_between_backward_and_step
-from .unsupported import check_arguments, refuse_callbacks, refuse_held_updates, refuse_precision
+from .unsupported import (
+    check_arguments,
+    refuse_callbacks,
+    refuse_held_updates,
+    refuse_precision,
+    warn_of_ignored_options,
+)
 
 STRATEGY_NAMES = {
     "overlap_embedding": "popen",
@@ -89,7 +94,8 @@ class OverlapEmbeddingStrategy(FailsTogether, EvaluatesAhead, WalksSteps, Starts
     only where options of its are given). A module without tables trains exactly as with `DDPStrategy`.
 
     Args:
-        pipeline: A mode's name (see `lightning_overlap.MODES`) or a `Schedule`.
+        pipeline: A mode's name (see `lightning_overlap.MODES`), a `Schedule`, or "auto" (or `Auto`, its options): exact
+            modes take turns while training goes on, with the same losses, until the fastest one is chosen.
         stream: Where early lookups run: `current`, `data_dist` or `dedicated`.
         sharding: None for TorchRec's planner; a sharding type for all tables; `{"table": "table_wise", ...}`
             (the planner decides about tables that are not named); a planner; a `ShardingPlan`. A table with a fused
@@ -147,7 +153,7 @@ class OverlapEmbeddingStrategy(FailsTogether, EvaluatesAhead, WalksSteps, Starts
 
     def __init__(
         self,
-        pipeline: ModeName | Schedule = "fused_sparse_dist",
+        pipeline: ModeName | Schedule | Auto = "fused_sparse_dist",
         stream: StreamPolicy = "data_dist",
         sharding: Sharding = None,
         fused_optimizer: FusedOptimizer | None = None,
@@ -170,8 +176,13 @@ class OverlapEmbeddingStrategy(FailsTogether, EvaluatesAhead, WalksSteps, Starts
         **kwargs: Any,
     ) -> None:
         check_arguments(type(self), kwargs)
-        self.schedule = resolve_schedule(pipeline, staleness, defer_update, frozen_window)
-        self._schedules = with_exact_warmup(self.schedule, start_batch, end_batch)
+        ahead = {"staleness": staleness, "defer_update": defer_update, "frozen_window": frozen_window}
+        ahead |= {"stash_gradients": stash_gradients, "num_lookup_threads": num_lookup_threads}
+        auto = resolve_auto(pipeline, {**ahead, "start_batch": start_batch, "end_batch": end_batch})
+        self._tuner = None if auto is None else Tuner(auto, stream)
+        named = TRIED[0] if auto is not None or isinstance(pipeline, Auto) else pipeline
+        self._schedule = resolve_schedule(named, staleness, defer_update, frozen_window)
+        self._schedules = self._tuner or with_exact_warmup(self.schedule, start_batch, end_batch)
         self._num_lookup_threads = check_lookup_threads(num_lookup_threads, self.schedule)
         self.stream = stream
         self._lookup_stream = resolve_stream(stream)
@@ -205,6 +216,11 @@ class OverlapEmbeddingStrategy(FailsTogether, EvaluatesAhead, WalksSteps, Starts
         way_out = "use lightning.pytorch.Trainer (import lightning.pytorch as pl)"
         return f"<{plain}: this is a lightning.pytorch strategy: {way_out}>"
 
+    @property
+    def schedule(self) -> Schedule:
+        """The mode; with `pipeline="auto"` that of the next batch, which changes until one is chosen."""
+        return self._schedule if self._tuner is None else self._tuner.schedule
+
     # -- set-up -------------------------------------------------------------------------------------------------
 
     @override
@@ -230,7 +246,8 @@ class OverlapEmbeddingStrategy(FailsTogether, EvaluatesAhead, WalksSteps, Starts
                 # Before super().setup(): configure_optimizers may ask for the number of steps, which sets up the data.
                 fit_loop.install(trainer, self._run.make_executor)
                 checkpoint_links.install(trainer, self.on_commit)
-                self._warn_of_ignored_options(trainer)
+                if self.global_rank == 0:
+                    warn_of_ignored_options(trainer, holds_updates=self._holds_updates)
         super().setup(trainer)
         if self._run is None:
             return
@@ -246,6 +263,7 @@ class OverlapEmbeddingStrategy(FailsTogether, EvaluatesAhead, WalksSteps, Starts
             follow_rates(self.lightning_module, rate_setter(self.optimizers))
             sparse = self._make_pipeline(self.schedule, "training_step")
             self._run.train_with(sparse)
+            self.begin_tuning(trainer)
             if self.quantized_comms is not None and self._consensus is not None:
                 warns = self.global_rank == 0
                 self._run.overflow = OverflowWatch(self.lightning_module, self._consensus, warns=warns)
@@ -304,30 +322,6 @@ class OverlapEmbeddingStrategy(FailsTogether, EvaluatesAhead, WalksSteps, Starts
         assert self.lightning_module is not None
         check_dense_optimizers(self.lightning_module, self.optimizers)
 
-    def _warn_of_ignored_options(self, trainer: Trainer) -> None:
-        if self.global_rank != 0:
-            return
-        schedulers = [c for c in trainer.callbacks if isinstance(c, GradientAccumulationScheduler)]  # type: ignore[attr-defined]
-        accumulates = trainer.accumulate_grad_batches != 1 or any(
-            s.going_to_accumulate_grad_batches() for s in schedulers
-        )
-        if accumulates and not self._holds_updates:
-            number = f"accumulate_grad_batches={trainer.accumulate_grad_batches}"
-            warnings.warn(
-                f"{type(schedulers[0]).__name__ if schedulers else number} accumulates dense gradients only: "
-                "fused tables are updated inside the backward of every batch. With frozen_window=True they are updated "
-                "with the optimizer step.",
-                UserWarning,
-                stacklevel=2,
-            )
-        if trainer.gradient_clip_val:
-            warnings.warn(
-                f"gradient_clip_val={trainer.gradient_clip_val} clips dense gradients only: those of fused tables "
-                "never leave the backward kernel (FBGEMM clips them by its own fused_params).",
-                UserWarning,
-                stacklevel=2,
-            )
-
     @property
     def _holds_updates(self) -> bool:
         """Whether the updates of tables wait for the optimizer step."""
@@ -364,7 +358,7 @@ class OverlapEmbeddingStrategy(FailsTogether, EvaluatesAhead, WalksSteps, Starts
         assert self._run is not None
         return Executor(
             self._schedules,
-            fetcher,
+            fetcher if self._tuner is None else self._tuner.timed(fetcher),
             sparse,
             sparse.order,
             consensus=self._consensus,

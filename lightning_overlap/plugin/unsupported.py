@@ -3,12 +3,19 @@
 from __future__ import annotations
 
 import inspect
+import warnings
 from collections.abc import Callable, Iterable, Mapping
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
-from lightning.pytorch import LightningModule, callbacks
-from lightning.pytorch.callbacks import BaseFinetuning, Callback, ModelPruning, StochasticWeightAveraging
+from lightning.pytorch import LightningModule, Trainer, callbacks
+from lightning.pytorch.callbacks import (
+    BaseFinetuning,
+    Callback,
+    GradientAccumulationScheduler,
+    ModelPruning,
+    StochasticWeightAveraging,
+)
 from lightning.pytorch.strategies import DDPStrategy
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
@@ -139,3 +146,30 @@ def refuse_held_updates(module: LightningModule) -> None:
             raise ValueError(
                 f"frozen_window=True: the tables of {name!r} cannot wait for the optimizer step: {reason}."
             )
+
+
+def warn_of_ignored_options(trainer: Trainer, *, holds_updates: bool) -> None:
+    """Say which of the trainer's options leave the tables out.
+
+    Args:
+        trainer: The trainer that fits.
+        holds_updates: Whether tables are updated with the optimizer step.
+    """
+    schedulers = [c for c in trainer.callbacks if isinstance(c, GradientAccumulationScheduler)]  # type: ignore[attr-defined]
+    accumulates = trainer.accumulate_grad_batches != 1 or any(s.going_to_accumulate_grad_batches() for s in schedulers)
+    if accumulates and not holds_updates:
+        number = f"accumulate_grad_batches={trainer.accumulate_grad_batches}"
+        warnings.warn(
+            f"{type(schedulers[0]).__name__ if schedulers else number} accumulates dense gradients only: "
+            "fused tables are updated inside the backward of every batch. With frozen_window=True they are updated "
+            "with the optimizer step.",
+            UserWarning,
+            stacklevel=2,
+        )
+    if trainer.gradient_clip_val:
+        warnings.warn(
+            f"gradient_clip_val={trainer.gradient_clip_val} clips dense gradients only: those of fused tables "
+            "never leave the backward kernel (FBGEMM clips them by its own fused_params).",
+            UserWarning,
+            stacklevel=2,
+        )

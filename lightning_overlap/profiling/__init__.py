@@ -9,6 +9,8 @@ from .draw_png import write_png as write_png
 from .host_syncs import HostSync as HostSync
 from .host_syncs import record_host_syncs as record_host_syncs
 from .overlap import Breakdown as Breakdown
+from .overlap import Price as Price
+from .overlap import Traffic as Traffic
 from .overlap import break_down as break_down
 from .overlap import mean as mean
 from .overlap import overlapped_by as overlapped_by
@@ -20,6 +22,7 @@ from .spans import HOST_LANE as HOST_LANE
 from .spans import Category as Category
 from .spans import Interval as Interval
 from .spans import Span as Span
+from .spans import exclusive_in as exclusive_in
 from .spans import from_zero as from_zero
 from .steps import with_mode as with_mode
 from .timestamps import CudaTimestamps as CudaTimestamps

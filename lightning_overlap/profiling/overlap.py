@@ -122,6 +122,26 @@ def overlapped_by(schedule: Schedule) -> frozenset[Stage]:
     return frozenset(early)
 
 
+@dataclass(frozen=True, slots=True)
+class Price:
+    """What a step would take with something changed.
+
+    Args:
+        name: A mode, or what would be changed, in words.
+        ms: A step.
+        error_ms: How far that may be off.
+        staleness: Of the mode.
+    """
+
+    name: str
+    ms: float
+    error_ms: float
+    staleness: int = 0
+
+    def __str__(self) -> str:
+        return f"{self.ms:.3g} +- {self.error_ms:.2g} ms"
+
+
 def break_down(
     spans: Iterable[Span],
     window: Interval,

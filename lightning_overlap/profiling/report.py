@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from ..schedules import Schedule, Stage
 from ..text import aligned
 from .host_syncs import HostSync
-from .overlap import Breakdown, BusyTime, Traffic, break_down, mean, total
+from .overlap import Breakdown, BusyTime, Price, Traffic, break_down, mean, total
 from .spans import HOST_LANE, Category, Interval, Span, exclusive_in
 from .steps import Window, is_on_stream, noted_stages, window_of
 
@@ -118,6 +118,7 @@ def closing_table(
     syncs: Sequence[str] = (),
     stale_rows: Mapping[str, tuple[int, int]] | None = None,
     schedule: Schedule | None = None,
+    prices: Sequence[Price] = (),
 ) -> str:
     """Return what a run says at its end.
 
@@ -128,6 +129,7 @@ def closing_table(
         syncs: Lines about host syncs.
         stale_rows: Rows read stale and rows read, by table, in a mode that has a staleness.
         schedule: The mode, for the advice in the last line; what was hidden is left out where it starts nothing early.
+        prices: What a step would take otherwise, for that line.
     """
     overlaps = schedule is None or schedule.depth > 1
     over_ranks = mean(ranks)
@@ -141,7 +143,7 @@ def closing_table(
         lines.append(traffic_table(over_ranks.traffic).text())
     if stale_rows:
         lines.append(stale_table(stale_rows).text())
-    last = [] if schedule is None else [advice(min(ranks, key=lambda one: one.blocked_ms), schedule)]
+    last = [] if schedule is None else [advice(min(ranks, key=lambda one: one.blocked_ms), schedule, prices)]
     return "\n".join([*lines, *syncs, *last])
 
 
@@ -407,17 +409,21 @@ def _percent(fraction: float) -> str:
     return f"{percent:.2f} %" if percent < 10 else f"{percent:.1f} %"
 
 
-def advice(found: Breakdown, schedule: Schedule) -> str:
+def advice(found: Breakdown, schedule: Schedule, prices: Sequence[Price] = ()) -> str:
     """Return what to change first.
 
     Args:
         found: The mean step of the rank that the others wait for.
         schedule: What ran.
+        prices: What a step would take otherwise.
     """
     data_ms, exposed_ms = found.time_of(Category.DATA).busy_ms, found.time_of(Category.COMMUNICATION).exposed_ms
     choices = [
         (data_ms, f"waiting for data {data_ms:.3g} of {found.step_ms:.3g} ms: raise num_workers of the DataLoader"),
-        (exposed_ms, f"waiting for other ranks {exposed_ms:.3g} of {found.step_ms:.3g} ms: {_another_mode(schedule)}"),
+        (
+            exposed_ms,
+            f"waiting for other ranks {exposed_ms:.3g} of {found.step_ms:.3g} ms: {_another_mode(schedule, prices)}",
+        ),
         (
             found.log_ms,
             f"self.log {found.log_ms:.3g} of {found.step_ms:.3g} ms: log fewer values, or with on_step=False",
@@ -435,13 +441,20 @@ def advice(found: Breakdown, schedule: Schedule) -> str:
     return f"Advice: {text}. That gains at most {gain_ms:.3g} ms a step ({share})."
 
 
-def _another_mode(schedule: Schedule) -> str:
-    """Return a mode that hides more than this one."""
+def _another_mode(schedule: Schedule, prices: Sequence[Price]) -> str:
+    """Return a mode that hides more than this one, and its price."""
     lookup = schedule.step_of(Stage.EMBEDDING_LOOKUP)
     if schedule.step_of(Stage.EMBEDDING_UPDATE) is not None:
         return "raise the batch size, or shard so that less travels"
     if schedule.staleness:
-        return "take defer_update=True, which keeps the staleness"
+        return f"take defer_update=True, which keeps the staleness{_price(prices, f'{schedule.name}_deferred')}"
     if lookup is None or lookup.offset < 1:
-        return "take pipeline='fused_sparse_dist', which gives the same losses"
-    return f"take pipeline='semi_sync' if a staleness of 1 will do; {schedule.name} is exact"
+        name = "fused_sparse_dist"
+        return f"take pipeline={name!r}, which gives the same losses{_price(prices, name)}"
+    name = "semi_sync"
+    return f"take pipeline={name!r} if a staleness of 1 will do{_price(prices, name)}; {schedule.name} is exact"
+
+
+def _price(prices: Sequence[Price], name: str) -> str:
+    found = next((one for one in prices if one.name == name), None)
+    return "" if found is None else f" (a step would take about {found})"

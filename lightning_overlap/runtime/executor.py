@@ -17,7 +17,7 @@ from ..schedules import (
     EARLY_OWNERS,
     TRAINING_STAGES,
     Schedule,
-    SequentialSchedule,
+    Schedules,
     Stage,
     Step,
     StreamName,
@@ -59,7 +59,7 @@ class Executor:
 
     def __init__(
         self,
-        schedule: Schedule | SequentialSchedule,
+        schedule: Schedules,
         source: BatchSource,
         sparse: SparseStages | None,
         order: LookupOrder,

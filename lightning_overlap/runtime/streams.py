@@ -100,6 +100,21 @@ class CudaStreams:
         self._streams = own
         self._lookup = lookup
 
+    def move_lookups(self, lookup: StreamName) -> None:
+        """Let `StreamName.LOOKUP` stand for another stream from now on, after all that was issued on the one before.
+
+        No batch may be looked up whose backward is still to come: autograd would update the tables on the old stream.
+
+        Args:
+            lookup: As of `CudaStreams`.
+        """
+        if lookup is self._lookup:
+            return
+        if lookup is StreamName.LOOKUP and lookup not in self._streams:
+            self._streams[lookup] = torch.cuda.Stream(self.device, priority=-1)
+        before, self._lookup = self.record(StreamName.LOOKUP), lookup
+        self.wait(StreamName.LOOKUP, before)
+
     def __getitem__(self, name: StreamName) -> torch.cuda.Stream:
         return self._streams[self._lookup if name is StreamName.LOOKUP else name]
 

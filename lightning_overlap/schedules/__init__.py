@@ -15,6 +15,7 @@ from .options import resolve_stream as resolve_stream
 from .schedule import Schedule as Schedule
 from .schedule import ScheduleError as ScheduleError
 from .schedule import Step as Step
+from .sequential import Schedules as Schedules
 from .sequential import SequentialSchedule as SequentialSchedule
 from .sequential import with_exact_warmup as with_exact_warmup
 from .stages import BEFORE as BEFORE

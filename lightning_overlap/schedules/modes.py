@@ -217,8 +217,9 @@ ModeName: TypeAlias = Literal[
     "semi_sync",
     "semi_sync_deferred",
     "async_lookup",
+    "auto",
 ]
-"""The names of `MODES`, for editors and type checkers."""
+"""The names of `MODES` and "auto", for editors and type checkers."""
 
 MODES: Mapping[str, Schedule] = MappingProxyType(
     {

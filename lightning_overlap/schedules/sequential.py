@@ -5,10 +5,22 @@ from __future__ import annotations
 import itertools
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Protocol
 
 from .modes import FUSED_SPARSE_DIST
 from .schedule import Schedule
 from .stages import SPARSE_STAGES, Stage, StreamName
+
+
+class Schedules(Protocol):
+    """What a run walks: one schedule, or several that follow one another."""
+
+    @property
+    def depth(self) -> int:
+        """Batches in flight at once, at most."""
+
+    def at(self, batch: int) -> Schedule:
+        """The table to walk while a batch is trained; all ranks get the same one."""
 
 
 @dataclass(frozen=True)

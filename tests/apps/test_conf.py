@@ -63,7 +63,7 @@ def test_each_file_composes_and_its_options_exist(choice: str) -> None:
 
 
 def test_each_mode_and_stream_policy_has_a_file_and_a_line_of_help() -> None:
-    assert names("pipeline") == sorted(MODES)
+    assert names("pipeline") == sorted([*MODES, "auto"])
     assert names("stream") == sorted(STREAMS)
     for group in ("pipeline", "stream"):
         for name in names(group):

@@ -14,6 +14,7 @@ from lightning.pytorch.demos.boring_classes import BoringModel
 from lightning_overlap import MODES
 from lightning_overlap.callbacks import EmbeddingDeltas
 from lightning_overlap.deltas import Replica, decode, parse_names, read_header
+from lightning_overlap.tuning import Auto
 
 from ..support.cases import Case, TableSpec
 from ..support.fits import QUIET
@@ -87,6 +88,13 @@ def test_a_replica_equals_the_tables_after_every_step(
     of_ranks = get_ranks(num_ranks).run(fit_with_deltas, ALL, pipeline, str(tmp_path))
     assert wrong(tmp_path, of_ranks) == {}
     assert len(apply_in_order(tmp_path)) > 2  # how many, the machine decides
+
+
+def test_a_replica_equals_the_tables_while_modes_take_turns(two_ranks: Ranks, tmp_path: Path) -> None:
+    """`pipeline="auto"` switches every third batch."""
+    auto = Auto(warm_up=1, settle=1, block=2)
+    of_ranks = two_ranks.run(fit_with_deltas, ALL, auto, str(tmp_path), num_steps=24)
+    assert wrong(tmp_path, of_ranks) == {}
 
 
 @pytest.mark.parametrize(

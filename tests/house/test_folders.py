@@ -33,7 +33,7 @@ FLOORS = (
     ("schedules", "distributed", "data", "deltas"),
     ("models", "runtime"),
     ("profiling", "tables"),
-    ("sparse", "tracking"),
+    ("sparse", "tracking", "tuning"),
     ("checkpoint",),
     ("plugin",),
     ("callbacks",),
@@ -50,7 +50,7 @@ _NO_CONFIGS = {"hydra", "omegaconf"}
 _NO_LIGHTNING = {"lightning", *_NO_CONFIGS}
 _NO_TORCHREC = {"torchrec", "fbgemm_gpu", *_NO_LIGHTNING}
 LEAVES_ALONE = {
-    **dict.fromkeys(("distributed", "runtime", "profiling", "deltas"), _NO_TORCHREC),
+    **dict.fromkeys(("distributed", "runtime", "profiling", "deltas", "tuning"), _NO_TORCHREC),
     **dict.fromkeys(("tables", "sparse", "tracking", "checkpoint"), _NO_LIGHTNING),
     **dict.fromkeys(("plugin", "testing"), _NO_CONFIGS),
 }

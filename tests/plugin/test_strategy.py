@@ -18,6 +18,7 @@ from lightning_overlap import MODES, STREAMS, OverlapEmbeddingStrategy, Schedule
 from lightning_overlap.schedules.modes import ModeName, StreamPolicy
 from lightning_overlap.tables import check_fused_optimizer
 from lightning_overlap.tables.sharding_argument import ShardingName
+from lightning_overlap.tuning import Auto
 
 from ..support.cases import TABLE_WISE
 from ..support.fits import fit
@@ -265,11 +266,11 @@ def test_lightning_cli_takes_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
 
 
 def test_editors_know_all_names() -> None:
-    assert set(get_args(ModeName)) == set(MODES)
+    assert set(get_args(ModeName)) == {*MODES, "auto"}
     assert set(get_args(StreamPolicy)) == set(STREAMS)
     assert set(get_args(ShardingName)) == {kind.value for kind in ShardingType}
     hints = get_type_hints(OverlapEmbeddingStrategy.__init__)
-    assert hints["pipeline"] == ModeName | Schedule
+    assert hints["pipeline"] == ModeName | Schedule | Auto
     assert hints["stream"] == StreamPolicy
 
 

@@ -1,0 +1,86 @@
+"""What the monitor prices at the end of a run, from what every rank has measured."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from torch import nn
+
+from ..plugin import OverlapEmbeddingStrategy
+from ..profiling import Breakdown, Price
+from ..schedules import Schedule
+from ..tables import kernel_shards
+from ..tuning import Bags, Costs, can_be_priced, over_ranks, prices, shrunk, with_replicas
+
+FP16 = 0.5
+"""Share of their bytes that embeddings and gradients keep in FP16."""
+
+NUM_NAMED = 3
+"""Tables to replicate that are named."""
+
+
+@dataclass(frozen=True, slots=True)
+class OfRank:
+    """What one rank has measured.
+
+    Args:
+        mean: The mean step; None where none was measured.
+        sync_lines: About its host syncs.
+        costs: The mean costs of a step's parts.
+        steps_ms: The steps.
+        bags: Its shards of tables whose pooled embeddings travel.
+    """
+
+    mean: Breakdown | None
+    sync_lines: list[str]
+    costs: Costs | None
+    steps_ms: list[float]
+    bags: list[Bags]
+
+
+def travelling_bags(model: nn.Module) -> list[Bags]:
+    """Return this rank's shards of the tables whose pooled embeddings travel; empty where something else does, too."""
+    try:
+        kernels = [kernel for kernel in kernel_shards(model) if not kernel.is_replicated]
+    except ValueError:  # tables whose rows cannot be told
+        return []
+    found = []
+    for kernel in kernels:
+        for place, shard in enumerate(kernel.shards):
+            *_, container, name, _ = shard.name.split(".")
+            whole = shard.first_row == 0 and shard.weight.shape[0] == shard.shape[0]
+            if container != "embedding_bags" or not whole:
+                return []
+            columns, features = int(shard.weight.shape[1]), kernel.table_of_feature.count(place)
+            found.append(Bags(name, shard.shape[0], columns, features))
+    return found
+
+
+def price(strategy: OverlapEmbeddingStrategy, schedule: Schedule, ranks: Sequence[OfRank]) -> list[Price]:
+    """Return what a step would take with something changed, that of the mode itself first.
+
+    Args:
+        strategy: What ran.
+        schedule: The mode that was measured.
+        ranks: What each rank has measured.
+
+    Returns:
+        Nothing on one rank, where nothing travels, and in modes that cannot be priced.
+    """
+    means = [one.mean for one in ranks if one.mean is not None]
+    of_ranks = [one.costs for one in ranks if one.costs is not None]
+    if len(ranks) < 2 or len(means) < len(ranks) or not can_be_priced(schedule):
+        return []
+    slowest = min(range(len(ranks)), key=lambda rank: means[rank].blocked_ms)
+    costs, changed = over_ranks(of_ranks, slowest), {}
+    if strategy.quantized_comms is None:
+        changed["the same, quantized_comms='fp16'"] = shrunk(costs, FP16)
+        bags = [table for one in ranks for table in one.bags] if all(one.bags for one in ranks) else []
+        replicated = with_replicas(bags, costs, means[slowest].traffic, len(ranks))
+        if replicated is not None:
+            names = list(dict.fromkeys(replicated[0]))
+            more = ", ..." if len(names) > NUM_NAMED else ""
+            words = f"the same, {len(names)} tables replicated ({', '.join(names[:NUM_NAMED])}{more})"
+            changed[words] = replicated[1]
+    return prices(schedule, costs, ranks[slowest].steps_ms, changed)

@@ -1,0 +1,74 @@
+"""What can be tried in turns: exact modes as tables that can follow one another, and streams for their lookups."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from ..schedules import MODES, SPARSE_STAGES, STREAMS, Schedule, Stage, Step, StreamName
+
+TRIED = ("fused_sparse_dist", "fused_sparse_dist_after_optimizer", "sparse_dist", "base")
+"""The modes that are tried; the first one trains until then. Left out of the exact ones: `prefetch`, which is for
+tables with a cache, and for all of a run."""
+
+
+def following(schedule: Schedule) -> Schedule:
+    """Return a mode as a table that can follow other ones in a run, and be followed.
+
+    Its lookup is on the lookup stream, as theirs: one stream orders all lookups and updates of a run. A mode that
+    leaves the sparse stages to the modules gets them right before its forward, of the same batch: nothing is early.
+    """
+    if schedule.has_sparse_stages:
+        steps = [replace(step, stream=StreamName.LOOKUP) if _looks_up(step) else step for step in schedule]
+        return Schedule(schedule.name, tuple(steps))
+    sent = [Step(stage, 0, StreamName.DATA_DIST) for stage in SPARSE_STAGES[:-1]]
+    lookup = Step(Stage.EMBEDDING_LOOKUP, 0, StreamName.LOOKUP)
+    forward = schedule.position(Stage.DENSE_FORWARD)
+    return Schedule(schedule.name, (*schedule.steps[:forward], *sent, lookup, *schedule.steps[forward:]))
+
+
+def _looks_up(step: Step) -> bool:
+    return step.stage is Stage.EMBEDDING_LOOKUP
+
+
+@dataclass(frozen=True, slots=True)
+class Arm:
+    """One way to train the same numbers.
+
+    Args:
+        mode: Name of an exact mode.
+        stream: Where its early lookups run: a name of `STREAMS`.
+    """
+
+    mode: str
+    stream: str
+
+    @property
+    def schedule(self) -> Schedule:
+        """Its table."""
+        return _TABLES[self.mode]
+
+    @property
+    def held(self) -> tuple[int, int, int]:
+        """What it holds, to compare: batches in flight, embeddings of batches ahead, pools of the allocator."""
+        lookup = self.schedule.step_of(Stage.EMBEDDING_LOOKUP)
+        assert lookup is not None
+        return self.schedule.depth, lookup.offset, list(STREAMS).index(self.stream) if lookup.offset else 0
+
+
+_TABLES = {name: following(MODES[name]) for name in TRIED}
+
+BRIDGE = _TABLES["sparse_dist"]
+"""Looks up no batch ahead: after one batch of it, lookups may go on on another stream."""
+
+
+def modes_on(stream: str) -> list[Arm]:
+    """Return every mode that is tried, on one stream."""
+    return [Arm(mode, stream) for mode in TRIED]
+
+
+def streams_of(arm: Arm) -> list[Arm]:
+    """Return a mode on every stream, first as it is; alone where it looks nothing up ahead."""
+    lookup = arm.schedule.step_of(Stage.EMBEDDING_LOOKUP)
+    assert lookup is not None
+    others = [name for name in STREAMS if name != arm.stream] if lookup.offset else []
+    return [arm, *(Arm(arm.mode, stream) for stream in others)]

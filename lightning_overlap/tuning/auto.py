@@ -1,0 +1,63 @@
+"""The options of `pipeline="auto"`, and what it takes of the strategy's."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from typing import Any
+
+AUTO = "auto"
+"""In the place of a mode's name."""
+
+
+@dataclass(frozen=True, slots=True)
+class Auto:
+    """How `pipeline="auto"` tries modes: in rounds of blocks, one block for each arm, in an order that moves on by one.
+
+    Args:
+        warm_up: Batches before the first block: allocators and caches fill.
+        settle: Batches of a block that are not timed, after the switch.
+        block: Batches that are timed; rounded up to whole optimizer steps.
+        rounds: Rounds after which the arms are compared. A block is void in which somebody evaluates or saves, an epoch
+            ends, or a data loader stalls. Where an arm has fewer than two blocks left, there are more rounds,
+            at most twice as many.
+        tie: Arms that take at most this share more than the fastest one count as equal; of these the one that holds
+            the fewest batches is chosen.
+
+    Raises:
+        ValueError: A number is too small.
+    """
+
+    warm_up: int = 10
+    settle: int = 2
+    block: int = 16
+    rounds: int = 4
+    tie: float = 0.05
+
+    def __post_init__(self) -> None:
+        for field in fields(self):
+            value, lowest = getattr(self, field.name), {"warm_up": 0, "tie": 0}.get(field.name, 1)
+            if value < lowest:
+                raise ValueError(f"{field.name} of Auto is a number from {lowest} on, got {value!r}.")
+
+
+_WHY_NOT = "Auto compares modes of the same losses, bit for bit; name the mode to use it."
+
+
+def resolve_auto(pipeline: Any, refused: Mapping[str, Any]) -> Auto | None:
+    """Return how modes are tried, or None where a mode was named.
+
+    Args:
+        pipeline: The strategy's argument: "auto", an `Auto`, or anything else.
+        refused: Options of the strategy that belong to a mode, with what was given; false ones were not.
+
+    Raises:
+        ValueError: One of them was given.
+    """
+    auto = Auto() if pipeline == AUTO else pipeline
+    if not isinstance(auto, Auto):
+        return None
+    for name, value in refused.items():
+        if value:
+            raise ValueError(f"{name}={value!r} changes what a lookup sees or needs a staleness. {_WHY_NOT}")
+    return auto

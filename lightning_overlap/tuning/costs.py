@@ -1,0 +1,151 @@
+"""What the parts of a step cost, whatever the mode: the work of each, and how long each all-to-all takes the link."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import pairwise
+
+from ..profiling import ALL_TO_ALLS, HOST_LANE, Category, Interval, Span, exclusive_in
+from ..schedules import Stage
+
+BEFORE_MERGE, AFTER_MERGE = "forward until the merge", "forward from the merge on"
+BEFORE_SENDING, AFTER_SENDING = "backward until it sends gradients", "backward from then on"
+LOOP = "loop, callbacks, loggers"
+SIZES, IDS, EMBEDDINGS, GRADIENTS = ALL_TO_ALLS
+
+_PART = {
+    Stage.COPY_BATCH_TO_DEVICE: str(Stage.COPY_BATCH_TO_DEVICE),
+    Stage.INPUT_SPLITS_DIST: SIZES,
+    Stage.INPUT_DATA_DIST: IDS,
+    Stage.PREFETCH: EMBEDDINGS,
+    Stage.EMBEDDING_LOOKUP: EMBEDDINGS,
+    Stage.OPTIMIZER_STEP: str(Stage.OPTIMIZER_STEP),
+    Stage.EMBEDDING_UPDATE: str(Stage.EMBEDDING_UPDATE),
+}
+_WITHIN_FORWARD = {SIZES: IDS, IDS: EMBEDDINGS}
+"""What a module's own forward does, by the all-to-all that it sent last."""
+
+
+@dataclass(frozen=True, slots=True)
+class Costs:
+    """The parts of one step, milliseconds.
+
+    Args:
+        work: Of the host (on CUDA of the streams) by part; a sparse stage has the name of what it sends.
+        wire: Of the link by all-to-all, each alone on it.
+        flight: From the issue of an all-to-all to its end, whatever else was under way.
+        on_device: Whether the dense part runs on a device.
+    """
+
+    work: Mapping[str, float]
+    wire: Mapping[str, float]
+    flight: Mapping[str, float]
+    on_device: bool = False
+
+
+def costs_of(spans: Iterable[Span], window: Interval) -> Costs:
+    """Return what the parts of a step cost.
+
+    Args:
+        spans: All that was seen in that step and the one before.
+        window: The step: begin and end, milliseconds.
+    """
+    spans = list(spans)
+    own = exclusive_in(spans, window)
+    sent = sorted((span for span in spans if span.kind is Category.COMMUNICATION), key=lambda span: span.start_ms)
+    in_window = [span for span in sent if span.start_ms >= window[0]]
+    dense = [span for span in own if span.kind is Category.DENSE]
+    on_device = any(span.lane != HOST_LANE for span in dense)
+    waits = [span.start_ms for span in own if span.kind is Category.WAIT and span.name == EMBEDDINGS]
+    merge_ms = waits[-1] if waits else window[0]
+    work = dict.fromkeys([*_PART.values(), BEFORE_MERGE, AFTER_MERGE, BEFORE_SENDING, AFTER_SENDING], 0.0)
+    for span in _cut(own, [one.start_ms for one in in_window]):
+        if span.kind in (Category.WAIT, Category.COMMUNICATION) or not _is_the_work(span, own):
+            continue
+        if span.kind is Category.DATA:
+            work[str(Stage.COPY_BATCH_TO_DEVICE)] += span.duration_ms
+        elif span.stage is not None:
+            work[_part(span, in_window, merge_ms)] += span.duration_ms
+    on_host = sum(span.duration_ms for span in own if span.lane == HOST_LANE and _busies(span))
+    work[LOOP] = max(0.0, window[1] - window[0] - on_host)
+    return Costs(work, *_link_times(sent, window), on_device)
+
+
+def _busies(span: Span) -> bool:
+    return span.kind is not Category.COMMUNICATION and (span.stage is not None or span.kind is not Category.HOST)
+
+
+def _is_the_work(span: Span, own: Sequence[Span]) -> bool:
+    """Whether it is the stage's own part: on a device, what the host does for it is to launch that."""
+    return span.lane != HOST_LANE or not any(
+        other.stage is span.stage and other.lane != HOST_LANE and other.kind is not Category.COMMUNICATION
+        for other in own
+        if span.stage is not None
+    )
+
+
+def _cut(spans: Iterable[Span], times: Sequence[float]) -> Iterable[Span]:
+    """Cut spans at the points in time at which something was sent."""
+    for span in spans:
+        edges = [span.start_ms, *(time for time in times if span.start_ms < time < span.end_ms), span.end_ms]
+        for start, end in pairwise(edges):
+            yield replace(span, start_ms=start, end_ms=end)
+
+
+def _part(span: Span, sent: Sequence[Span], merge_ms: float) -> str:
+    assert span.stage is not None
+    before = [one.name for one in sent if one.stage is span.stage and one.start_ms <= span.start_ms]
+    if span.stage is Stage.BACKWARD:
+        return AFTER_SENDING if GRADIENTS in before else BEFORE_SENDING
+    if span.stage is not Stage.DENSE_FORWARD:
+        return _PART[span.stage]
+    inside = _WITHIN_FORWARD.get(before[-1]) if before else None
+    return inside or (BEFORE_MERGE if span.start_ms < merge_ms else AFTER_MERGE)
+
+
+def _link_times(sent: Sequence[Span], window: Interval) -> tuple[dict[str, float], dict[str, float]]:
+    """Return how long the all-to-alls that ended in a window had the link to themselves, and how long they flew."""
+    wire, flight = dict.fromkeys(ALL_TO_ALLS, 0.0), dict.fromkeys(ALL_TO_ALLS, 0.0)
+    free_ms = float("-inf")
+    for span in sent:
+        alone_ms = max(0.0, span.end_ms - max(span.start_ms, free_ms))
+        free_ms = max(free_ms, span.end_ms)
+        if span.name in wire and window[0] < span.end_ms <= window[1]:
+            wire[span.name] += alone_ms
+            flight[span.name] = max(flight[span.name], span.duration_ms)
+    return wire, flight
+
+
+def over_ranks(ranks: Sequence[Costs], slowest: int) -> Costs:
+    """Return the costs of a step of all ranks: the work of the one that the others wait for.
+
+    An all-to-all ends when every rank has issued it: the last one to do so sees it shortest.
+
+    Args:
+        ranks: The costs of each.
+        slowest: The rank that waits least.
+    """
+    wire, flight = (
+        {name: min(getattr(one, kind)[name] for one in ranks) for name in ALL_TO_ALLS} for kind in ("wire", "flight")
+    )
+    return replace(ranks[slowest], wire=wire, flight=flight)
+
+
+def mean_costs(found: Sequence[Costs]) -> Costs:
+    """Return the mean of the costs of several steps."""
+
+    def mean(of: Sequence[Mapping[str, float]]) -> dict[str, float]:
+        return {name: sum(one[name] for one in of) / len(of) for name in of[0]}
+
+    work, wire, flight = (mean([getattr(one, kind) for one in found]) for kind in ("work", "wire", "flight"))
+    return Costs(work, wire, flight, found[0].on_device)
+
+
+def shrunk(costs: Costs, share: float) -> Costs:
+    """Return the costs where embeddings and gradients keep a share of their bytes."""
+
+    def times_of(times: Mapping[str, float]) -> dict[str, float]:
+        return {name: ms * (share if name in (EMBEDDINGS, GRADIENTS) else 1) for name, ms in times.items()}
+
+    return replace(costs, wire=times_of(costs.wire), flight=times_of(costs.flight))

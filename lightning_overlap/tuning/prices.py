@@ -1,0 +1,178 @@
+"""Price modes from the costs of a step's parts: walk each mode's table with them, and see how long an iteration takes.
+
+The walk has the executor's order: a host that does all work itself on a CPU, or streams that it launches on; a link
+that every all-to-all needs. What is measured anchors it: a price is the measured step plus what the walk says of the
+difference between two modes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from statistics import median
+
+from ..profiling import Price, report
+from ..schedules import MODES, Schedule, Stage, Step, StreamName
+from .arms import following
+from .costs import (
+    AFTER_MERGE,
+    AFTER_SENDING,
+    BEFORE_MERGE,
+    BEFORE_SENDING,
+    EMBEDDINGS,
+    GRADIENTS,
+    IDS,
+    LOOP,
+    SIZES,
+    Costs,
+)
+
+PRICED = tuple(name for name in MODES if name != "prefetch")
+"""The modes that are priced; `prefetch` would need tables with a cache."""
+
+NUM_WALKED = 24
+"""Iterations of a walk; the first half of them is the fill."""
+
+OFF = 0.5
+"""Share by which the difference between two modes may be off: as seen between two hosts with a link of 300 Mbit/s,
+which all-to-alls share with the all-reduce of dense gradients."""
+
+TOLD = 0.02
+"""Share of a step by which two links have to differ for it to tell them apart."""
+
+
+class Walk:
+    """The iterations of a mode, on costs in the place of a clock.
+
+    Args:
+        schedule: The mode.
+        costs: Of a step's parts.
+        shared: Whether all-to-alls take turns on the link (few bytes a second), or each has its latency.
+    """
+
+    def __init__(self, schedule: Schedule, costs: Costs, *, shared: bool) -> None:
+        self._schedule = schedule if schedule.has_sparse_stages else following(schedule)
+        self._work, self._shared = costs.work, shared
+        self._link = costs.wire if shared else costs.flight
+        self._on_device = costs.on_device and schedule.has_sparse_stages  # in a forward all is on its stream
+        self._free: dict[str, float] = {}
+        self._link_free = 0.0
+        self._there: dict[tuple[str, int], float] = {}
+        self._updates_later = costs.work.get(str(Stage.EMBEDDING_UPDATE), 0.0) > 0
+
+    def step_ms(self) -> float:
+        """Return how long an iteration takes once the pipeline is full."""
+        ends = [self._iterate(iteration) for iteration in range(-self._schedule.max_offset, NUM_WALKED)]
+        return (ends[-1] - ends[-1 - NUM_WALKED // 2]) / (NUM_WALKED // 2)
+
+    def _iterate(self, iteration: int) -> float:
+        steps = self._schedule.steps
+        # On a CPU these run in the backward, while that waits for gradients.
+        left = () if self._on_device or self._schedule.defers_update else self._schedule.fills_backward_wait
+        for index, step in enumerate(steps):
+            if index in left or iteration + step.offset < 0:
+                continue
+            if step.stage is Stage.BACKWARD:
+                self._backward(iteration, [steps[other] for other in left])
+            else:
+                self._run(step, iteration + step.offset)
+        self._spend("host", LOOP)
+        return max(self._free.values())
+
+    def _spend(self, lane: str, part: str, not_before: float = 0.0) -> float:
+        """Do a part's work on a lane; return its end."""
+        lane = lane if self._on_device else "host"
+        end = max(self._free.get(lane, 0.0), not_before) + self._work.get(part, 0.0)
+        self._free[lane] = end
+        return end
+
+    def _send(self, name: str, batch: int, now: float) -> None:
+        start = max(now, self._link_free) if self._shared else now
+        self._there[name, batch] = end = start + self._link[name]
+        self._link_free = end
+
+    def _arrival(self, name: str, batch: int) -> float:
+        return self._there.get((name, batch), 0.0)
+
+    def _run(self, step: Step, batch: int) -> None:
+        launched = self._free.get("host", 0.0)  # a stream does nothing before the host has got there
+        if step.stage is Stage.COPY_BATCH_TO_DEVICE:
+            self._there["batch", batch] = self._spend("memcpy", str(step.stage), launched)
+        elif step.stage is Stage.INPUT_SPLITS_DIST:
+            self._send(SIZES, batch, self._spend("host", SIZES, self._arrival("batch", batch)))
+        elif step.stage is Stage.INPUT_DATA_DIST:
+            self._send(IDS, batch, self._spend("host", IDS, self._arrival(SIZES, batch)))
+        elif step.stage is Stage.EMBEDDING_LOOKUP:
+            lane = "compute" if step.stream is StreamName.COMPUTE else "lookup"
+            written = self._arrival("tables", batch - 1 - self._schedule.staleness)
+            ready = max(launched, written, self._arrival(IDS, batch))
+            self._send(EMBEDDINGS, batch, self._spend(lane, EMBEDDINGS, ready))
+        elif step.stage is Stage.DENSE_FORWARD:
+            self._spend("compute", BEFORE_MERGE, launched)
+            self._spend("compute", AFTER_MERGE, self._arrival(EMBEDDINGS, batch))
+        elif step.stage is Stage.OPTIMIZER_STEP:
+            self._spend("compute", str(step.stage), launched)
+        elif step.stage is Stage.EMBEDDING_UPDATE:
+            self._update(batch)
+
+    def _backward(self, batch: int, left: Sequence[Step]) -> None:
+        self._send(GRADIENTS, batch, self._spend("compute", BEFORE_SENDING, self._free.get("host", 0.0)))
+        for step in left:
+            self._run(step, batch + step.offset)
+        if not self._schedule.defers_update:
+            self._spend("compute", AFTER_SENDING, self._arrival(GRADIENTS, batch))
+            self._there["tables", batch] = self._spend("compute", str(Stage.EMBEDDING_UPDATE))
+        elif self._updates_later:  # as measured: what is left of a backward that leaves the update
+            self._spend("compute", AFTER_SENDING)
+
+    def _update(self, batch: int) -> None:
+        part = str(Stage.EMBEDDING_UPDATE) if self._updates_later else AFTER_SENDING
+        self._there["tables", batch] = self._spend("lookup", part, self._arrival(GRADIENTS, batch))
+
+
+def can_be_priced(schedule: Schedule) -> bool:
+    """Whether a walk knows what a mode does: not with a cache, nor where several batches share an optimizer step."""
+    return schedule.step_of(Stage.PREFETCH) is None and schedule.accumulating is None
+
+
+def prices(
+    measured: Schedule, costs: Costs, steps_ms: Sequence[float], changed: Mapping[str, Costs] | None = None
+) -> list[Price]:
+    """Return what a step would take in each mode, and with other costs in the mode that was measured, cheapest first.
+
+    Whether all-to-alls take turns on the link is not known: both is tried on the mode that was measured. Where its step
+    does not tell, a price lies between both.
+
+    Args:
+        measured: The mode that the costs were measured in; first in the list.
+        costs: Of its parts.
+        steps_ms: The steps measured. A price may be off by their spread, and by what the walk is off in this mode.
+        changed: What would change the costs, in words -> the costs.
+    """
+    step_ms, spread_ms = median(steps_ms), _spread(steps_ms)
+    walked = {shared: Walk(measured, costs, shared=shared).step_ms() for shared in (True, False)}
+    off_ms = {shared: abs(ms - step_ms) for shared, ms in walked.items()}
+    told = max(spread_ms, TOLD * step_ms)  # apart by less than that, the step does not tell which link it is
+    links = [shared for shared in walked if off_ms[shared] <= min(off_ms.values()) + told]
+
+    def price(name: str, schedule: Schedule, with_costs: Costs) -> Price:
+        found = [Walk(schedule, with_costs, shared=shared).step_ms() - walked[shared] for shared in links]
+        gain_ms = (max(found) + min(found)) / 2
+        walk_ms = max(off_ms[shared] for shared in links) + (max(found) - min(found)) / 2 + OFF * abs(gain_ms)
+        return Price(name, max(0.0, step_ms + gain_ms), spread_ms + walk_ms, schedule.staleness)
+
+    others = [price(name, MODES[name], costs) for name in PRICED if name != measured.name]
+    others += [price(name, measured, with_costs) for name, with_costs in (changed or {}).items()]
+    return [price(measured.name, measured, costs), *sorted(others, key=lambda one: one.ms)]
+
+
+def price_table(found: Sequence[Price]) -> str:
+    """Return prices for a terminal, that of the measured mode first."""
+    rows = [(one.name, f"{one.ms:.1f}", f"{one.error_ms:.1f}", str(one.staleness)) for one in found]
+    rows[0] = (f"{rows[0][0]}, as measured", *rows[0][1:])
+    return report.Table(("a step would take", "ms", "+-", "staleness"), rows).text()
+
+
+def _spread(steps_ms: Sequence[float]) -> float:
+    """Half the distance between the quartiles; of one step nothing is known."""
+    ordered, quarter = sorted(steps_ms), len(steps_ms) // 4
+    return (ordered[-1 - quarter] - ordered[quarter]) / 2

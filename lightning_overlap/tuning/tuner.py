@@ -1,0 +1,253 @@
+"""`Tuner`: tries arms while a run trains, lets all ranks choose alike, and keeps the choice."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+
+from ..profiling import CudaTimestamps, HostTimestamps
+from ..runtime import BatchSource, CudaStreams, Streams
+from ..schedules import STREAMS, Schedule
+from . import choice
+from .arms import BRIDGE, TRIED, Arm, modes_on, streams_of
+from .auto import Auto
+from .trial import Trial
+
+
+class Clock:
+    """The host's clock; on CUDA timing events of the stream that trains.
+
+    Args:
+        device: Of the training.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._marks = CudaTimestamps(device) if device.type == "cuda" else HostTimestamps()
+
+    def mark(self) -> Any:
+        """Return the time now; does not wait."""
+        return self._marks.mark()
+
+    def ms(self, mark: Any) -> float:
+        """Return when that was, milliseconds; on CUDA `wait` comes first."""
+        return float(self._marks.ms(mark))
+
+    def wait(self) -> None:
+        """Wait for the device, so that every mark can be read."""
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)
+
+
+class TimedSource:
+    """Batches of another source, and how long the host was in there: a loader that stalls shows.
+
+    Args:
+        source: Gives the batches.
+    """
+
+    def __init__(self, source: BatchSource) -> None:
+        self._source = source
+        self.waited_ms = 0.0
+
+    def __getattr__(self, name: str) -> Any:
+        """What the source has besides."""
+        return getattr(self._source, name)
+
+    def fetch(self) -> tuple[Any, int, int] | None:
+        """Return the next batch of the source."""
+        start = time.perf_counter()
+        try:
+            return self._source.fetch()
+        finally:
+            self.waited_ms += (time.perf_counter() - start) * 1e3
+
+
+def _alone(value: Any) -> list[Any]:
+    return [value]
+
+
+def _say_nothing(text: str) -> None:
+    pass
+
+
+class Tuner:
+    """Chooses a mode and a stream while a run trains. An executor walks what `at(batch)` gives, block after block.
+
+    A switch is that of `SequentialSchedule`: batches in flight stay, so the numbers are those of every exact mode.
+    Modes are tried first, on one stream; on CUDA then the streams of the mode that was chosen. The ranks tell each
+    other what they measured, once a round, and choose from the same numbers.
+
+    Args:
+        auto: How to try.
+        stream: Where early lookups run meanwhile: a name of `STREAMS`.
+    """
+
+    depth = max(arm.schedule.depth for arm in modes_on("current"))
+    """Batches in flight at once, at most."""
+
+    def __init__(self, auto: Auto, stream: str) -> None:
+        self._auto = auto
+        self.arm = Arm(TRIED[0], stream)
+        """What trains now."""
+        self.schedule = self.arm.schedule
+        """Its table; between two streams, for one batch, `BRIDGE`."""
+        self.has_chosen = False
+        self._tried: list[str] = []
+        self._trial: Trial | None = None
+        self._source: TimedSource | None = None
+        self._clock: Clock | None = None
+        self._streams: CudaStreams | None = None
+        self._gather: Callable[[Any], list[Any]] = _alone
+        self._tell: Callable[[str], None] = _say_nothing
+        self._next: Arm | None = None
+        self._num_left = 0
+
+    def at(self, batch: int) -> Schedule:
+        """The table to walk while the next batch is trained; all ranks switch after the same batch."""
+        return self.schedule
+
+    # -- a fit --------------------------------------------------------------------------------------------------------
+
+    def begin(
+        self,
+        device: torch.device,
+        streams: Streams,
+        gather: Callable[[Any], list[Any]],
+        tell: Callable[[str], None] = _say_nothing,
+        *,
+        per_step: int = 1,
+        moves_lookups: bool = True,
+    ) -> None:
+        """Begin a fit: try arms, if nothing has been chosen yet.
+
+        Args:
+            device: Of the training.
+            streams: Of that device.
+            gather: Returns every rank's value, by rank; all of them call it at the same point.
+            tell: Takes what was found, in words.
+            per_step: Batches of an optimizer step.
+            moves_lookups: Whether there are lookups that other streams could run.
+        """
+        self._gather, self._tell, self._per_step = gather, tell, per_step
+        self._streams = streams if moves_lookups and isinstance(streams, CudaStreams) else None
+        self._move_lookups(self.arm.stream)  # the streams may be of a fit before
+        if not self.has_chosen:
+            self._clock = Clock(device)
+            self._num_left = self._auto.warm_up
+            self._try(modes_on(self.arm.stream))
+            self._walk(modes_on(self.arm.stream)[0])
+
+    def finish(self) -> None:
+        """Say so where training has ended before a choice."""
+        if self._trial is not None:
+            self._tell(
+                f"pipeline='auto': nothing was chosen, training ended in round {self._trial.num_rounds + 1} of "
+                f"{self._auto.rounds} or more. Auto(block=..., rounds=...) makes them shorter or fewer."
+            )
+
+    def stop(self) -> None:
+        """End a fit: what was measured of a trial that has not come to its end is dropped."""
+        self._trial = self._source = self._clock = self._streams = None
+        self._gather, self._tell = _alone, _say_nothing
+        if self._next is not None:
+            self._walk(self._next)
+
+    def timed(self, source: BatchSource) -> BatchSource:
+        """Return a source of batches that is timed, where arms are tried."""
+        if self._trial is None:
+            return source
+        self._source = TimedSource(source)
+        return self._source
+
+    def void(self, why: str) -> None:
+        """Let the block under way not count: something else than training takes its time."""
+        if self._trial is not None and not self._num_left:
+            self._trial.void(why)
+
+    def step(self) -> None:
+        """Count a batch that has been trained; all ranks call this at the same point.
+
+        The last one of a round waits for the other ranks, and on CUDA for the device.
+        """
+        trial = self._trial
+        if self._next is not None:  # nothing has been looked up ahead meanwhile
+            self._walk(self._next)
+        elif trial is None:
+            return
+        elif self._num_left:
+            self._num_left -= 1
+        elif self._trial_step(trial):
+            if len(trial.blocks) % len(trial.arms) == 0 and trial.num_rounds >= self._auto.rounds:
+                self._compare(trial)
+            if self._trial is not None:
+                self._turn_to(self._trial.arm)
+
+    def _trial_step(self, trial: Trial) -> bool:
+        assert self._clock is not None
+        return trial.step(self._clock.mark(), 0.0 if self._source is None else self._source.waited_ms)
+
+    # -- switches -----------------------------------------------------------------------------------------------------
+
+    def _turn_to(self, arm: Arm) -> None:
+        """Let an arm train from the next batch on, or where its lookups run elsewhere from the one after that."""
+        if arm.stream == self.arm.stream:
+            self._walk(arm)
+        else:
+            self._next, self.schedule = arm, BRIDGE
+
+    def _walk(self, arm: Arm) -> None:
+        if arm.stream != self.arm.stream:
+            self._move_lookups(arm.stream)
+        self.arm, self.schedule, self._next = arm, arm.schedule, None
+
+    def _move_lookups(self, stream: str) -> None:
+        if self._streams is not None:
+            self._streams.move_lookups(STREAMS[stream])
+
+    # -- the choice ---------------------------------------------------------------------------------------------------
+
+    def _try(self, arms: Sequence[Arm]) -> None:
+        self._trial = Trial(arms, self._auto, self._per_step)
+
+    def _compare(self, trial: Trial) -> None:
+        assert self._clock is not None
+        self._clock.wait()
+        trial.read(self._clock)
+        found = choice.results(trial.arms, self._gather(trial.blocks))
+        if not choice.is_enough(found) and trial.num_rounds < 2 * self._auto.rounds:
+            return
+        chosen = choice.choose(found, self._auto.tie)
+        self._tried.append(choice.table(found, chosen))
+        streams = [] if chosen is None or self._streams is None else streams_of(chosen)
+        if len(streams) > 1 and len({arm.mode for arm in trial.arms}) > 1:
+            self._try(streams)
+            return
+        why = f"none is more than {self._auto.tie:.0%} faster, and of those as fast it holds the least"
+        if chosen is None:
+            why = "nothing was chosen, as every block was disturbed: by evaluations, saves, ends of epochs or data"
+        self._trial, self.has_chosen = None, chosen is not None
+        arm = chosen or trial.arms[0]
+        self._turn_to(arm)
+        self._tell("\n".join([f"pipeline='auto': {arm.mode}, stream {arm.stream}: {why}.", *self._tried]))
+
+    # -- in a checkpoint ----------------------------------------------------------------------------------------------
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the choice; empty before there is one."""
+        arm = self._next or self.arm
+        return {"mode": arm.mode, "stream": arm.stream, "tried": [*self._tried]} if self.has_chosen else {}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Take over a choice before the first batch of a fit; one that this version does not know is made anew."""
+        mode, stream = state.get("mode"), state.get("stream")
+        if mode not in TRIED or stream not in STREAMS:
+            return
+        self._trial, self.has_chosen, self._tried = None, True, [*state["tried"]]
+        self._walk(Arm(str(mode), str(stream)))
+        self._tell(
+            "\n".join([f"pipeline='auto': {mode}, stream {stream}, chosen before the checkpoint.", *self._tried])
+        )

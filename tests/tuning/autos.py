@@ -1,0 +1,180 @@
+"""Fits with `pipeline="auto"`, on a clock that says what each mode takes. Functions that ranks run."""
+
+from __future__ import annotations
+
+import logging
+import warnings
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+from lightning.pytorch import Callback
+from torch.utils.data import DataLoader
+
+from lightning_overlap import OverlapEmbeddingStrategy, Stage, StreamName
+from lightning_overlap.runtime import HostStreams
+from lightning_overlap.tuning import Auto, tuner
+
+from ..checkpoint.resumes import SaveSteps, StatefulSized
+from ..laws.windows import MODELS
+from ..support.cases import NUM_STEPS, Batches, Case, Model, make_batch, make_plan
+from ..support.fits import make_trainer
+from ..support.reference import Result, collect
+
+QUICK = Auto(warm_up=1, settle=1, block=2, rounds=2)
+"""Chooses after the 25th batch: 1 of warm-up, and two rounds of four blocks of three."""
+
+
+class Data(Batches):
+    """Batches of one epoch after the other, no two alike; some to validate on; loaders that know where they are."""
+
+    stateful = False
+    nones: tuple[int, ...] = ()
+
+    def train_dataloader(self) -> Any:
+        start, rank = self.trainer.current_epoch * self.num_batches, self.trainer.global_rank
+        if self.stateful:
+            return StatefulSized(self.case, self.num_batches, rank)
+        numbers = range(start, start + self.num_batches)
+        batches = [None if index in self.nones else make_batch(self.case, index, rank) for index in numbers]
+        return DataLoader(batches, batch_size=None)
+
+    def val_dataloader(self) -> DataLoader:
+        rank = self.trainer.global_rank
+        return DataLoader([make_batch(self.case, 1000 + index, rank) for index in range(2)], batch_size=None)
+
+
+@dataclass
+class Fit:
+    """What a rank saw of a fit."""
+
+    result: Result
+    modes: list[str] = field(default_factory=list)
+    """The mode of each batch."""
+    state: dict[str, Any] = field(default_factory=dict)
+    """What would be in a checkpoint at the end."""
+    log: str = ""
+
+
+class Seen(Callback):
+    """Notes the mode of each batch."""
+
+    def __init__(self) -> None:
+        self.modes: list[str] = []
+
+    def on_train_batch_start(self, trainer: Any, module: Any, batch: Any, batch_idx: int) -> None:
+        strategy = trainer.strategy
+        assert strategy._run.executor.schedule is strategy.schedule, "what trains is what the strategy says"
+        self.modes.append(strategy.schedule.name)
+
+
+def train(
+    case: Case,
+    ms: Mapping[str, tuple[float, ...]],
+    *,
+    num_steps: int = NUM_STEPS,
+    auto: Any = QUICK,
+    model: str = "plain",
+    options: Mapping[str, Any] | None = None,
+    callbacks: tuple[Callback, ...] = (),
+    path: str | None = None,
+    stateful: bool = False,
+    nones: tuple[int, ...] = (),
+    stalls: Mapping[int, float] | None = None,
+    **kwargs: Any,
+) -> Fit:
+    """Train; `ms` is what a batch takes in each mode, by rank; `stalls` what the data of a batch is waited for."""
+    rank = dist.get_rank()
+    module: Model = MODELS[model](case)
+    plan = make_plan(case, module, dist.get_world_size())
+    strategy = OverlapEmbeddingStrategy(auto, sharding=plan, **(options or {}))
+    tuned = strategy._tuner
+    assert tuned is not None
+
+    class Clock(tuner.Clock):
+        now = 0.0
+
+        def mark(self) -> float:
+            arm = tuned.arm
+            of_ranks = ms.get(f"{arm.mode}/{arm.stream}", ms[strategy.schedule.name])
+            self.now += of_ranks[rank % len(of_ranks)]
+            return self.now
+
+    class Source(tuner.TimedSource):
+        """Waits for no data but what it is told."""
+
+        num, told = 0, 0.0
+
+        def fetch(self) -> Any:
+            self.told += (stalls or {}).get(self.num, 0.0) if rank == 0 else 0.0
+            self.num += 1
+            fetched = self._source.fetch()
+            self.waited_ms = self.told
+            return fetched
+
+    seen, data = Seen(), Data(case, num_steps)
+    data.stateful, data.nones = stateful, nones
+    trainer = make_trainer(strategy, callbacks=[seen, *callbacks], num_sanity_val_steps=0, **kwargs)
+    records: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: records.append(record.getMessage())  # type: ignore[method-assign]
+    logger = logging.getLogger("lightning.pytorch.lightning_overlap")
+    logger.setLevel(logging.INFO)
+    logger.addHandler(handler)
+    try:
+        with (
+            warnings.catch_warnings(),
+            mock.patch.object(tuner, "Clock", Clock),
+            mock.patch.object(tuner, "TimedSource", Source),
+        ):
+            warnings.simplefilter("ignore")
+            trainer.fit(module, datamodule=data, ckpt_path=path)
+    finally:
+        logger.removeHandler(handler)
+    result = collect(module, trainer.optimizers[0], module.losses or [torch.zeros(())])
+    said = [text for text in records if text.startswith("pipeline='auto'")]
+    return Fit(result, seen.modes, tuned.state_dict(), "\n".join(said))
+
+
+def save_and_go_on(case: Case, ms: Mapping[str, tuple[float, ...]], stop: int, folder: str) -> tuple[Fit, Fit]:
+    """Train and save after a step; resume."""
+    whole = train(case, ms, callbacks=(SaveSteps(folder, (stop,)),), stateful=True)
+    return whole, train(case, ms, path=f"{folder}/step={stop}.ckpt", stateful=True)
+
+
+def train_on_streams(case: Case, ms: Mapping[str, tuple[float, ...]], **kwargs: Any) -> tuple[Fit, list[str]]:
+    """Train as if there were streams; return where lookups were moved to, each time with none ahead of its batch."""
+    moves: list[str] = []
+    running: list[Any] = []
+
+    class Running(Callback):
+        def on_train_start(self, trainer: Any, module: Any) -> None:
+            running.append(trainer.strategy)
+
+    def move(streams: HostStreams, stream: StreamName) -> None:
+        if running:
+            ahead = running[0]._run.executor._ahead()
+            assert len(ahead) > 1, "there are batches in flight"
+            assert not any(Stage.EMBEDDING_LOOKUP in batch.done for batch in ahead)
+        moves.append(str(stream))
+
+    with (
+        mock.patch.object(tuner, "CudaStreams", HostStreams),
+        mock.patch.object(HostStreams, "move_lookups", move, create=True),
+    ):
+        return train(case, ms, callbacks=(Running(),), **kwargs), moves
+
+
+def train_twice(case: Case, ms: Mapping[str, tuple[float, ...]], first: int) -> list[str]:
+    """Train some batches, then again with the same strategy; return the modes of the second fit."""
+    module: Model = MODELS["plain"](case)
+    strategy = OverlapEmbeddingStrategy(QUICK, sharding=make_plan(case, module, dist.get_world_size()))
+    modes: list[str] = []
+    for num_steps in (first, 4):
+        seen = Seen()
+        make_trainer(strategy, callbacks=[seen]).fit(module, datamodule=Data(case, num_steps))
+        modes = seen.modes
+    return modes

@@ -1,0 +1,183 @@
+"""`pipeline="auto"` trains as the plain loop does, bit for bit, across its switches; all ranks choose alike."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from lightning_overlap import MODES, OverlapEmbeddingStrategy
+from lightning_overlap.tuning import TRIED, Arm, Auto
+
+from ..laws.windows import ALL_KINDS
+from ..support.cases import MIXED, ROWWISE_ADAGRAD, SEQUENCE, TABLE_WISE, Case
+from ..support.ranks import Ranks
+from ..support.reference import Result, train
+from ..support.windows import train_windows, windows_of
+from . import autos
+
+MS: dict[str, tuple[float, ...]] = {
+    "fused_sparse_dist": (8.0,),
+    "fused_sparse_dist_after_optimizer": (9.0,),
+    "sparse_dist": (6.0,),
+    "base": (10.0,),
+}
+"""What a batch takes in each mode, as the clock says."""
+ROUND = ["fused_sparse_dist", "fused_sparse_dist_after_optimizer", "sparse_dist", "base"]
+ONE_ROUND = Auto(warm_up=1, settle=1, block=2, rounds=1)
+"""Too few blocks to compare: there is another round, and with its blocks no more."""
+WARM_UP = ["fused_sparse_dist"]
+TWO_ROUNDS = [*WARM_UP, *[mode for mode in [*ROUND, *ROUND[1:], *ROUND[:1]] for _ in range(3)]]
+
+
+def _check(ranks: Ranks, fits: list[autos.Fit], expected: list[Result], modes: list[str] | None = None) -> None:
+    for fit, theirs in zip(fits, expected, strict=True):
+        assert fit.result.differences(theirs) == []
+        assert fit.modes == fits[0].modes
+        if modes is not None:
+            assert fit.modes == modes
+    assert len(fits) == ranks.world_size
+
+
+@pytest.mark.parametrize("case", [ALL_KINDS, SEQUENCE, ROWWISE_ADAGRAD], ids=lambda case: case.name)
+def test_equals_the_plain_loop_across_its_switches(ranks: Ranks, case: Case) -> None:
+    fits = ranks.run(autos.train, case, MS)
+    _check(ranks, fits, ranks.run_once(train, case), [*TWO_ROUNDS, *["sparse_dist"] * 5])
+
+
+@pytest.mark.parametrize("model", ["manual", "makes_input"])
+def test_manual_optimization_and_modules_that_run_their_own_forward(two_ranks: Ranks, model: str) -> None:
+    fits = two_ranks.run(autos.train, MIXED, MS, model=model)
+    assert fits[0].modes == [*TWO_ROUNDS, *["sparse_dist"] * 5]
+    if model == "makes_input":
+        _check(two_ranks, fits, two_ranks.run_once(train, MIXED))
+
+
+def test_accumulated_gradients(ranks: Ranks) -> None:
+    """Blocks are as long as whole optimizer steps: 4 batches in the place of 2, so that nothing is chosen here."""
+    fits = ranks.run(autos.train, ALL_KINDS, MS, accumulate_grad_batches=4)
+    expected = ranks.run_once(train_windows, ALL_KINDS, windows_of(30, 4), updates_in_backward=True)
+    blocks = [mode for mode in [*ROUND, *ROUND[1:], *ROUND[:1]] for _ in range(5)]
+    _check(ranks, fits, expected, [*WARM_UP, *blocks][:30])
+    assert fits[0].state == {}
+    assert "nothing was chosen, training ended in round 2 of 2" in fits[0].log
+
+
+def test_evaluations_and_ends_of_epochs_void_blocks_and_change_nothing(ranks: Ranks) -> None:
+    """Three epochs of ten batches, an evaluation after every fifth one: both blocks of two modes are void."""
+    kwargs: dict[str, Any] = {"num_steps": 10, "max_epochs": 3, "reload_dataloaders_every_n_epochs": 1}
+    ms = {**MS, "base": (1.0,)}
+    fits = ranks.run(autos.train, ALL_KINDS, ms, auto=ONE_ROUND, val_check_interval=5, **kwargs)
+    _check(ranks, fits, ranks.run_once(train, ALL_KINDS), [*TWO_ROUNDS, *["sparse_dist"] * 5])
+    counted = [line.split()[4] for line in fits[0].log.splitlines()[3:]]
+    assert counted == ["2", "0", "2", "0"]
+
+
+def test_a_stalled_loader_voids_the_block_on_all_ranks(two_ranks: Ranks) -> None:
+    """The loader of rank 0 stalls in both blocks of the fastest mode: batches 8 and 9, 17 and 18 are timed, and two
+    batches later ones are fetched meanwhile."""
+    stalls = {10: 30.0, 20: 30.0}
+    fits = two_ranks.run(autos.train, TABLE_WISE, MS, auto=ONE_ROUND, stalls=stalls)
+    _check(two_ranks, fits, two_ranks.run_once(train, TABLE_WISE), [*TWO_ROUNDS, *["fused_sparse_dist"] * 5])
+
+
+def test_all_ranks_choose_alike_though_they_measure_different_times(two_ranks: Ranks) -> None:
+    """Each rank alone would take another mode; the slowest rank's time counts."""
+    ms = {
+        "fused_sparse_dist": (8.0, 8.0),
+        "fused_sparse_dist_after_optimizer": (3.0, 10.0),
+        "sparse_dist": (7.0, 7.0),
+        "base": (10.0, 3.0),
+    }
+    fits = two_ranks.run(autos.train, TABLE_WISE, ms)
+    _check(two_ranks, fits, two_ranks.run_once(train, TABLE_WISE), [*TWO_ROUNDS, *["sparse_dist"] * 5])
+    assert [bool(fit.log) for fit in fits] == [True, False]
+    words, _, _, *rows = fits[0].log.splitlines()
+    assert words.startswith("pipeline='auto': sparse_dist, stream data_dist: none is more than 5% faster")
+    assert [row.split() for row in rows] == [
+        ["fused_sparse_dist", "data_dist", "8.00", "0.00", "2", "3"],
+        ["fused_sparse_dist_after_optimizer", "data_dist", "10.00", "0.00", "2", "3"],
+        ["sparse_dist", "data_dist", "7.00", "0.00", "2", "3", "chosen"],
+        ["base", "data_dist", "10.00", "0.00", "2", "1"],
+    ]
+
+
+def test_batches_that_are_none_move_no_switch(two_ranks: Ranks) -> None:
+    """They are skipped by each rank, and count in no block."""
+    fits = two_ranks.run(autos.train, TABLE_WISE, MS, num_steps=32, nones=(3, 20))
+    assert fits[0].modes == fits[1].modes
+    assert fits[0].state["mode"] == "sparse_dist"
+
+
+@pytest.mark.parametrize("stop", [8, 27], ids=["in the trial", "after the choice"])
+def test_a_resumed_run_goes_on_with_the_choice(ranks: Ranks, stop: int, tmp_path: Path) -> None:
+    expected = ranks.run_once(train, ROWWISE_ADAGRAD)
+    runs = ranks.run(autos.save_and_go_on, ROWWISE_ADAGRAD, MS, stop, str(tmp_path))
+    for (whole, rest), theirs in zip(runs, expected, strict=True):
+        assert whole.result.differences(theirs) == []
+        assert rest.result.differences(dataclasses.replace(theirs, losses=theirs.losses[stop:])) == []
+        if stop == 27:
+            assert rest.modes == ["sparse_dist"] * 3
+            assert rest.state == whole.state
+        else:
+            assert rest.modes == TWO_ROUNDS[:22], "tried anew"
+    if stop == 27:
+        told = runs[0][1].log.splitlines()
+        assert told[0] == "pipeline='auto': sparse_dist, stream data_dist, chosen before the checkpoint."
+        assert told[1:] == runs[0][0].log.splitlines()[1:]
+
+
+def test_streams_are_tried_after_the_modes(two_ranks: Ranks) -> None:
+    """Between two streams one batch is trained under a table that looks nothing up ahead; lookups are moved then."""
+    ms = {**MS, "fused_sparse_dist": (4.0,), "fused_sparse_dist/dedicated": (3.0,)}
+    runs = two_ranks.run(autos.train_on_streams, TABLE_WISE, ms, num_steps=60)
+    streams = ["data_dist", "current", "dedicated", "current", "dedicated", "data_dist", "dedicated"]
+    bridged = ["sparse_dist", *["fused_sparse_dist"] * 3]
+    modes = [*TWO_ROUNDS, *["fused_sparse_dist"] * 3, *bridged * 5, "sparse_dist", *["fused_sparse_dist"] * 11]
+    names = {"data_dist": "data_dist", "current": "compute", "dedicated": "lookup"}
+    _check(two_ranks, [fit for fit, _ in runs], two_ranks.run_once(train, TABLE_WISE, num_steps=60), modes)
+    for fit, moves in runs:
+        assert moves == [names[stream] for stream in streams]
+        assert (fit.state["mode"], fit.state["stream"]) == ("fused_sparse_dist", "dedicated")
+
+
+def test_a_fit_after_one_that_ended_in_the_trial_begins_with_the_first_mode(two_ranks: Ranks) -> None:
+    assert two_ranks.run(autos.train_twice, TABLE_WISE, MS, 8) == [["fused_sparse_dist"] * 4] * 2
+
+
+def test_where_every_block_is_disturbed_nothing_is_chosen(two_ranks: Ranks) -> None:
+    fits = two_ranks.run(autos.train, TABLE_WISE, MS, auto=ONE_ROUND, val_check_interval=1)
+    _check(two_ranks, fits, two_ranks.run_once(train, TABLE_WISE), [*TWO_ROUNDS, *["fused_sparse_dist"] * 5])
+    assert fits[0].state == {}
+    assert "nothing was chosen, as every block was disturbed" in fits[0].log
+
+
+@pytest.mark.parametrize(
+    ("option", "value"),
+    [
+        ("staleness", 2),
+        ("defer_update", True),
+        ("frozen_window", True),
+        ("stash_gradients", True),
+        ("num_lookup_threads", 1),
+        ("start_batch", 5),
+        ("end_batch", 5),
+    ],
+)
+def test_options_of_a_mode_are_refused_by_name(option: str, value: Any) -> None:
+    with pytest.raises(ValueError, match=f"{option}={value!r} .* name the mode to use it"):
+        OverlapEmbeddingStrategy("auto", **{option: value})
+
+
+@pytest.mark.parametrize("option", ["settle", "block", "rounds"])
+def test_too_few_batches_are_refused(option: str) -> None:
+    with pytest.raises(ValueError, match=f"{option} of Auto is a number from 1 on, got 0"):
+        Auto(**{option: 0})
+
+
+def test_what_is_tried_is_exact() -> None:
+    """And nothing else: a staleness is never tried."""
+    assert set(TRIED) == {name for name, mode in MODES.items() if not mode.staleness} - {"prefetch"}
+    assert [Arm(mode, "current").schedule.staleness for mode in TRIED] == [0] * len(TRIED)

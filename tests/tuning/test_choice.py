@@ -1,0 +1,78 @@
+"""Which arm is chosen, from the blocks of all ranks."""
+
+from __future__ import annotations
+
+import pytest
+
+from lightning_overlap.tuning import Arm
+from lightning_overlap.tuning.arms import modes_on, streams_of
+from lightning_overlap.tuning.choice import choose, is_enough, results
+from lightning_overlap.tuning.trial import Block
+
+FUSED, AFTER, SPARSE, BASE = modes_on("data_dist")
+
+
+def blocks(*ms: float, void: tuple[int, ...] = (), data: dict[int, float] | None = None) -> list[Block]:
+    """Three blocks of each arm, in turns; those at some places void, or waiting for data."""
+    times = list(ms) * 3
+    return [
+        Block(place % len(ms), one, (data or {}).get(place, 0.0), "validation_step" if place in void else "")
+        for place, one in enumerate(times)
+    ]
+
+
+def chosen(*ms: float) -> Arm | None:
+    return choose(results((FUSED, AFTER, SPARSE, BASE), [blocks(*ms)]), 0.05)
+
+
+@pytest.mark.parametrize(
+    ("ms", "arm"),
+    [
+        ((8.0, 9.0, 10.0, 11.0), FUSED),
+        ((9.0, 8.0, 10.0, 11.0), AFTER),
+        # Within 5 %: `base` has one batch in flight, the others three; `sparse_dist` holds no embeddings ahead.
+        ((8.0, 9.0, 10.0, 8.4), BASE),
+        ((8.0, 9.0, 8.4, 11.0), SPARSE),
+        ((8.0, 9.0, 10.0, 8.5), FUSED),
+        # As much is held: the faster one.
+        ((8.0, 7.7, 10.0, 11.0), AFTER),
+        ((8.0, 8.1, 10.0, 11.0), FUSED),
+    ],
+)
+def test_the_fastest_or_what_holds_less(ms: tuple[float, ...], arm: Arm) -> None:
+    assert chosen(*ms) == arm
+
+
+def test_a_stream_that_holds_less_is_as_good() -> None:
+    arms = streams_of(FUSED)
+    assert [arm.stream for arm in arms] == ["data_dist", "current", "dedicated"]
+    assert choose(results(arms, [blocks(8.0, 8.1, 7.9)]), 0.05) == Arm("fused_sparse_dist", "current")
+    assert choose(results(arms, [blocks(8.0, 9.0, 7.0)]), 0.05) == Arm("fused_sparse_dist", "dedicated")
+    assert streams_of(BASE) == [BASE]
+    assert streams_of(SPARSE) == [SPARSE]
+
+
+def test_the_slowest_rank_counts_and_a_block_void_on_one_rank_is_void() -> None:
+    ranks = [blocks(8.0, 5.0, void=(0,)), blocks(7.0, 6.0, data={3: 1.0})]
+    fused, after = results((FUSED, AFTER), ranks)
+    assert (fused.ms, fused.num_blocks) == (8.0, 2)
+    assert (after.ms, after.num_blocks) == (6.0, 2)
+    assert is_enough([fused, after])
+
+
+def test_steady_waits_for_data_void_nothing() -> None:
+    found = results((FUSED, AFTER), [blocks(8.0, 8.0, data=dict.fromkeys(range(6), 7.0))])
+    assert [one.num_blocks for one in found] == [3, 3]
+
+
+def test_the_middle_of_blocks_and_their_spread() -> None:
+    [found] = results((FUSED,), [[Block(0, ms, 0.0) for ms in (8.0, 8.2, 7.8, 30.0, 8.1, 7.9, 8.3, 7.0)]])
+    assert found.ms == pytest.approx(8.05)
+    assert found.spread_ms == pytest.approx((8.2 - 7.9) / 2)
+
+
+def test_nothing_to_choose_from() -> None:
+    found = results((FUSED, AFTER), [blocks(8.0, 9.0, void=tuple(range(6)))])
+    assert [(one.ms, one.num_blocks) for one in found] == [(None, 0)] * 2
+    assert not is_enough(found)
+    assert choose(found, 0.05) is None

@@ -1,0 +1,155 @@
+"""Prices of modes: against steps of the executor under a virtual clock, against timelines by hand, and properties."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from lightning_overlap import MODES, Stage
+from lightning_overlap.profiling import Traffic
+from lightning_overlap.tuning import Bags, Costs, over_ranks, prices, shrunk, with_replicas
+from lightning_overlap.tuning import costs as parts
+from lightning_overlap.tuning.prices import OFF, PRICED, TOLD, Walk
+
+from ..support.cases import TABLE_WISE
+from ..support.ranks import Ranks
+from . import virtual
+
+STEPS_MS = {
+    "base": 310,
+    "sparse_dist": 230,
+    "fused_sparse_dist": 190,
+    "fused_sparse_dist_after_optimizer": 230,
+    "semi_sync": 190,
+    "semi_sync_deferred": 150,
+    "async_lookup": 190,
+}
+"""What the executor takes where each all-to-all is on its way for 40 ms, whatever else is, and the dense forward,
+backward and step take 50 ms each; the timelines are drawn in `tests/profiling/test_virtual_clock.py`."""
+
+
+TELLING = ("sparse_dist", "fused_sparse_dist", "fused_sparse_dist_after_optimizer")
+
+
+def costs(
+    forward: float = 50,
+    backward: float = 50,
+    step: float = 50,
+    *,
+    lookup: float = 0,
+    update: float = 0,
+    all_to_all: float = 40,
+    gradients: float | None = None,
+    sizes: float | None = None,
+    on_device: bool = False,
+) -> Costs:
+    work = {parts.AFTER_MERGE: forward, parts.BEFORE_SENDING: backward, "optimizer_step": step}
+    work |= {parts.EMBEDDINGS: lookup, parts.AFTER_SENDING: update}
+    link = {name: float(all_to_all) for name in (parts.SIZES, parts.IDS, parts.EMBEDDINGS, parts.GRADIENTS)}
+    link |= {} if gradients is None else {parts.GRADIENTS: gradients}
+    link |= {} if sizes is None else {parts.SIZES: sizes}
+    return Costs(work, link, link, on_device)
+
+
+@pytest.mark.parametrize("mode", STEPS_MS)
+def test_a_walk_takes_as_long_as_the_executor(mode: str) -> None:
+    assert Walk(MODES[mode], costs(), shared=False).step_ms() == STEPS_MS[mode]
+
+
+@pytest.mark.parametrize("measured", STEPS_MS)
+def test_one_measured_step_prices_all_modes(two_ranks: Ranks, measured: str) -> None:
+    """Of real runs under the virtual clock. What each mode would take is known to the millisecond where all-to-alls are
+    under way together and the step shows it; else within the error that is given."""
+    ranks = two_ranks.run(virtual.costs_of_a_steady_step, TABLE_WISE, measured)
+    assert [took for _, took in ranks] == [pytest.approx(STEPS_MS[measured])] * 2
+    for found_costs, _ in ranks:
+        work = {part: ms for part, ms in found_costs.work.items() if ms}
+        assert work == {parts.AFTER_MERGE: 50, parts.BEFORE_SENDING: 50, "optimizer_step": 50}
+    found = prices(MODES[measured], over_ranks([one for one, _ in ranks], 0), [ranks[0][1]])
+    assert found[0].name == measured
+    off = {price.name: abs(price.ms - STEPS_MS[price.name]) - price.error_ms for price in found}
+    assert max(off.values()) < 0.5
+    if measured in TELLING:
+        assert {price.name: round(price.ms) for price in found} == STEPS_MS
+    assert {price.name for price in found if price.staleness} == {"semi_sync", "semi_sync_deferred", "async_lookup"}
+
+
+def test_all_to_alls_take_turns_on_a_shared_link() -> None:
+    """fused_sparse_dist: ids from 50 to 130 ms; gradients, from 100 on, wait for them and arrive at 210. The step ends
+    at 260, and the embeddings, sent at 210, arrive at 290: the next forward waits 30 ms for them. Did they not take
+    turns, gradients would arrive at 180, and embeddings at 260."""
+    given_costs = costs(all_to_all=80, sizes=0)
+    assert Walk(MODES["fused_sparse_dist"], given_costs, shared=False).step_ms() == 260
+    assert Walk(MODES["fused_sparse_dist"], given_costs, shared=True).step_ms() == 290
+    assert Walk(MODES["base"], given_costs, shared=True).step_ms() == 150 + 3 * 80
+
+
+def test_streams_of_a_device_work_side_by_side() -> None:
+    """Lookup and update on CUDA: a lookup of 30 ms after the backward of 50 + 40 ms, beside the step of 50 ms."""
+    on_host, on_device = (costs(lookup=30, all_to_all=10, on_device=on_device) for on_device in (False, True))
+    fused = MODES["fused_sparse_dist"]
+    assert Walk(fused, on_host, shared=False).step_ms() == 150 + 30 + 10
+    assert Walk(fused, on_device, shared=False).step_ms() == 150 + 10
+
+
+def test_fewer_bytes() -> None:
+    """Base waits for all four all-to-alls; FP16 halves two of them."""
+    found = prices(MODES["base"], costs(), [310, 310, 314, 302], {"FP16 between ranks": shrunk(costs(), 0.5)})
+    by_name = {price.name: price for price in found}
+    assert by_name["FP16 between ranks"].ms == pytest.approx(310 - 40)
+    assert str(by_name["FP16 between ranks"]).startswith("270 +- ")
+
+
+def test_the_error_has_the_spread_and_what_the_walk_is_off() -> None:
+    [first, *_] = prices(MODES["base"], costs(), [320.0] * 8)
+    assert (first.ms, first.error_ms) == (320, 10)
+    [first, *_] = prices(MODES["base"], costs(), [300.0] * 4 + [320.0] * 4)
+    assert (first.ms, first.error_ms) == (310, 10)
+    fused = next(one for one in prices(MODES["base"], costs(sizes=0), [270.0]) if one.name == "fused_sparse_dist")
+    assert (fused.ms, fused.error_ms) == (190, OFF * 80)
+
+
+MS = st.floats(0, 100)
+
+
+@given(MS, MS, MS, MS, MS, MS, st.booleans(), st.sampled_from(PRICED), st.booleans())
+def test_more_overlap_is_never_priced_above_none(
+    forward: float,
+    backward: float,
+    step: float,
+    lookup: float,
+    update: float,
+    wire: float,
+    shared: bool,
+    mode: str,
+    on_device: bool,
+) -> None:
+    of_parts = costs(forward, backward, step, lookup=lookup, update=update, all_to_all=wire, on_device=on_device)
+    base = Walk(MODES["base"], of_parts, shared=shared).step_ms()
+    assert Walk(MODES[mode], of_parts, shared=shared).step_ms() <= base + 1e-6
+
+
+@given(MS, MS, MS, MS, MS, MS, st.sampled_from(PRICED))
+def test_the_measured_mode_is_priced_as_measured(
+    forward: float, backward: float, step: float, lookup: float, update: float, wire: float, mode: str
+) -> None:
+    of_parts = costs(forward, backward, step, lookup=lookup, update=update, all_to_all=wire)
+    took = Walk(MODES[mode], of_parts, shared=True).step_ms()
+    [first, *_] = prices(MODES[mode], of_parts, [took])
+    assert (first.name, first.ms) == (mode, pytest.approx(took))
+    assert first.error_ms <= TOLD * took + 1e-6
+
+
+def test_tables_that_send_more_than_an_all_reduce_would_are_replicated() -> None:
+    """Two ranks with a table of 10 columns each, 1000 samples: a rank sends 40 kB of embeddings and 40 kB of gradients.
+    An all-reduce of 100 rows sends 4 kB, one of 100,000 rows 4 MB."""
+    traffic = {Stage.EMBEDDING_LOOKUP: Traffic(40_000), Stage.BACKWARD: Traffic(40_000)}
+    tables = [Bags("small", 100, 10, 1), Bags("large", 100_000, 10, 1)]
+    found = with_replicas(tables, costs(all_to_all=40), traffic, 2)
+    assert found is not None
+    names, changed = found
+    assert names == ["small"]
+    assert (changed.wire[parts.EMBEDDINGS], changed.wire[parts.IDS]) == (20, 40)
+    assert changed.work[parts.AFTER_SENDING] == pytest.approx(80 * 4 / 80)
+    assert with_replicas(tables[1:], costs(), traffic, 2) is None
