@@ -353,9 +353,7 @@ class EmbeddingDeltas(Callback):
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if self._touched is None:
             return
-        if (
-            self._strategy.has_stashed_gradients
-        ):  # whose steps come after all hooks: what is saved in one has them still
+        if self._strategy.has_stashed_gradients:  # their steps are made after all hooks, which may save them
             self._strategy.call_at_end(lambda: self._finish(steps=True))
         else:
             self._finish(steps=False)
