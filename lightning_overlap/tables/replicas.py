@@ -87,6 +87,11 @@ class ReplicaOptimizer(FusedOptimizer):  # type: ignore[misc]
         self.iter = self.iter_cpu = torch.zeros(1, dtype=torch.int64)
         """Updates made."""
 
+    @property
+    def optimizer(self) -> EmbOptimType:
+        """Its kind, under the name that it has in FBGEMM's kernels."""
+        return self._rule.kind
+
     def get_learning_rate(self) -> float:
         """Return the rate of the next update."""
         return self._rate

@@ -96,13 +96,14 @@ def go_on(
     sharding: Any = "table_wise",
     epochs: int = 2,
     schedules: bool = False,
+    replicated: Any = False,
 ) -> Any:
     """Go on under the strategy; return losses, this rank's parts of tables and states, what was said, the rates."""
     model = _model(optimizer, groups, schedules)
     with torch.no_grad():
         for weight in model.parameters():
             weight.zero_()
-    strategy = OverlapEmbeddingStrategy(sharding=sharding, fused_optimizer=fused)
+    strategy = OverlapEmbeddingStrategy(sharding=sharding, fused_optimizer=fused, replicate_tables=replicated)
     trainer = make_trainer(strategy, max_epochs=epochs)
     with warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always")

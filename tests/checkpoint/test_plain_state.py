@@ -51,6 +51,18 @@ def test_it_goes_on_as_ddp_would(two_ranks: Ranks, optimizer: Any, fused: Any, g
         assert close(tables[name], expected[0][1][f"ebc.embedding_bags.{name}.weight"])
 
 
+def test_replicas_go_on_as_ddp_would(two_ranks: Ranks, tmp_path: Path) -> None:
+    path = str(tmp_path / "ddp.ckpt")
+    expected = two_ranks.run(plain_runs.train_plain, path, ADAGRAD, "one")
+    options = {"sharding": {"t1": "table_wise"}, "replicated": ["t0"]}
+    for rank, (losses, _) in zip(
+        two_ranks.run(plain_runs.go_on, path, ADAGRAD, FUSED_ADAGRAD, **options), expected, strict=True
+    ):
+        assert len(rank.losses) == plain_runs.EPOCH
+        assert all(map(close, rank.losses, losses))
+        assert not any("anew" in said for said in rank.said)
+
+
 def test_what_does_not_fit_is_said(two_ranks: Ranks, tmp_path: Path) -> None:
     """Adam's state of the tables has no place in a fused Adagrad; that of the dense part is there."""
     path = str(tmp_path / "ddp.ckpt")
