@@ -7,8 +7,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lightning_overlap import MODES, Stage
-from lightning_overlap.profiling import Traffic
-from lightning_overlap.tuning import Bags, Costs, over_ranks, prices, shrunk, with_replicas
+from lightning_overlap.profiling import HOST_LANE, Category, Span, Traffic
+from lightning_overlap.tuning import Bags, Costs, costs_of, over_ranks, prices, shrunk, with_replicas
 from lightning_overlap.tuning import costs as parts
 from lightning_overlap.tuning.prices import OFF, PRICED, TOLD, Walk
 
@@ -139,6 +139,23 @@ def test_the_measured_mode_is_priced_as_measured(
     [first, *_] = prices(MODES[mode], of_parts, [took])
     assert (first.name, first.ms) == (mode, pytest.approx(took))
     assert first.error_ms <= TOLD * took + 1e-6
+
+
+#   ms     0       10       20       30       40
+#   host   |forward |backward|backward|step    |
+#   link        |ids 10 .............|grads 25 ...|    both end late, as if each had the link for long
+def test_the_link_is_shared_by_bytes() -> None:
+    host = [(Stage.DENSE_FORWARD, 0, 10), (Stage.BACKWARD, 10, 30), (Stage.OPTIMIZER_STEP, 30, 40)]
+    spans = [Span(start, end, Category.DENSE, HOST_LANE, str(stage), stage, 3) for stage, start, end in host]
+    flown = [(parts.IDS, Stage.INPUT_DATA_DIST, 5, 30), (parts.GRADIENTS, Stage.BACKWARD, 20, 35)]
+    spans += [Span(start, end, Category.COMMUNICATION, "group", name, stage, 3) for name, stage, start, end in flown]
+    found = costs_of(spans, (0, 40), {parts.IDS: 1000, parts.GRADIENTS: 2000, "all_reduce": 7})
+    assert {name: ms for name, ms in found.wire.items() if ms} == {parts.IDS: 10, parts.GRADIENTS: 20}
+    assert (found.flight[parts.IDS], found.flight[parts.GRADIENTS]) == (25, 15)
+    assert {part: ms for part, ms in found.work.items() if ms} == {
+        **{parts.AFTER_MERGE: 10, parts.BEFORE_SENDING: 10, parts.AFTER_SENDING: 10, "optimizer_step": 10}
+    }
+    assert costs_of(spans, (0, 40)).wire[parts.IDS] == 25
 
 
 def test_tables_that_send_more_than_an_all_reduce_would_are_replicated() -> None:
