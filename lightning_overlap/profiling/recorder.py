@@ -191,6 +191,16 @@ class SpanRecorder:
                     )
         return found
 
+    def sent_bytes(self, window: Interval) -> dict[str, int]:
+        """Return what this rank sent to others in a window, by what carried it."""
+        found: dict[str, int] = {}
+        for record in self._records:
+            if record.kind is Category.COMMUNICATION and record.sent_bytes:
+                start_ms = self._span(replace(record, end=record.start), self._shift).start_ms
+                if window[0] <= start_ms < window[1]:
+                    found[record.name] = found.get(record.name, 0) + record.sent_bytes
+        return found
+
     def spans(self) -> list[Span]:
         """Return what was noted; on CUDA the host's times are shifted so that the first steps begin together.
 

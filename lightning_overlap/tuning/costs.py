@@ -44,12 +44,14 @@ class Costs:
     on_device: bool = False
 
 
-def costs_of(spans: Iterable[Span], window: Interval) -> Costs:
+def costs_of(spans: Iterable[Span], window: Interval, sent_bytes: Mapping[str, int] | None = None) -> Costs:
     """Return what the parts of a step cost.
 
     Args:
         spans: All that was seen in that step and the one before.
         window: The step: begin and end, milliseconds.
+        sent_bytes: What each all-to-all sent. Where several are under way, and the all-reduce of dense gradients, which
+            nobody sees, each looks as slow as all of them: so each has the share of the time that it has of the bytes.
     """
     spans = list(spans)
     own = exclusive_in(spans, window)
@@ -69,7 +71,12 @@ def costs_of(spans: Iterable[Span], window: Interval) -> Costs:
             work[_part(span, in_window, merge_ms)] += span.duration_ms
     on_host = sum(span.duration_ms for span in own if span.lane == HOST_LANE and _busies(span))
     work[LOOP] = max(0.0, window[1] - window[0] - on_host)
-    return Costs(work, *_link_times(sent, window), on_device)
+    wire, flight = _link_times(sent, window)
+    if total := sum((sent_bytes or {}).get(name, 0) for name in ALL_TO_ALLS):
+        assert sent_bytes is not None
+        link_ms = sum(wire.values())
+        wire = {name: link_ms * sent_bytes.get(name, 0) / total for name in ALL_TO_ALLS}
+    return Costs(work, wire, flight, on_device)
 
 
 def _busies(span: Span) -> bool:

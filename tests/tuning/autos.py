@@ -172,9 +172,10 @@ def train_twice(case: Case, ms: Mapping[str, tuple[float, ...]], first: int) -> 
     """Train some batches, then again with the same strategy; return the modes of the second fit."""
     module: Model = MODELS["plain"](case)
     strategy = OverlapEmbeddingStrategy(QUICK, sharding=make_plan(case, module, dist.get_world_size()))
-    modes: list[str] = []
-    for num_steps in (first, 4):
-        seen = Seen()
-        make_trainer(strategy, callbacks=[seen]).fit(module, datamodule=Data(case, num_steps))
-        modes = seen.modes
-    return modes
+    trainer = make_trainer(strategy)
+    trainer.fit(module, datamodule=Data(case, first))
+    seen = Seen()
+    trainer.callbacks.append(seen)
+    trainer.fit_loop.max_epochs = 2
+    trainer.fit(module, datamodule=Data(case, 4))
+    return seen.modes

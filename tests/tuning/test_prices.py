@@ -7,8 +7,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lightning_overlap import MODES, Stage
-from lightning_overlap.profiling import Traffic
-from lightning_overlap.tuning import Bags, Costs, over_ranks, prices, shrunk, with_replicas
+from lightning_overlap.profiling import HOST_LANE, Category, Span, Traffic
+from lightning_overlap.tuning import Bags, Costs, costs_of, over_ranks, prices, shrunk, with_replicas
 from lightning_overlap.tuning import costs as parts
 from lightning_overlap.tuning.prices import OFF, PRICED, TOLD, Walk
 
@@ -27,9 +27,6 @@ STEPS_MS = {
 }
 """What the executor takes where each all-to-all is on its way for 40 ms, whatever else is, and the dense forward,
 backward and step take 50 ms each; the timelines are drawn in `tests/profiling/test_virtual_clock.py`."""
-
-
-TELLING = ("sparse_dist", "fused_sparse_dist", "fused_sparse_dist_after_optimizer")
 
 
 def costs(
@@ -59,19 +56,19 @@ def test_a_walk_takes_as_long_as_the_executor(mode: str) -> None:
 
 @pytest.mark.parametrize("measured", STEPS_MS)
 def test_one_measured_step_prices_all_modes(two_ranks: Ranks, measured: str) -> None:
-    """Of real runs under the virtual clock. What each mode would take is known to the millisecond where all-to-alls are
-    under way together and the step shows it; else within the error that is given."""
+    """Of real runs under the virtual clock: to the millisecond for who knows the link, else within the error given."""
     ranks = two_ranks.run(virtual.costs_of_a_steady_step, TABLE_WISE, measured)
     assert [took for _, took in ranks] == [pytest.approx(STEPS_MS[measured])] * 2
     for found_costs, _ in ranks:
         work = {part: ms for part, ms in found_costs.work.items() if ms}
         assert work == {parts.AFTER_MERGE: 50, parts.BEFORE_SENDING: 50, "optimizer_step": 50}
-    found = prices(MODES[measured], over_ranks([one for one, _ in ranks], 0), [ranks[0][1]])
+    of_ranks = over_ranks([one for one, _ in ranks], 0)
+    walked = {name: Walk(MODES[name], of_ranks, shared=False).step_ms() for name in STEPS_MS}
+    assert walked == pytest.approx(STEPS_MS)
+    found = prices(MODES[measured], of_ranks, [ranks[0][1]])
     assert found[0].name == measured
     off = {price.name: abs(price.ms - STEPS_MS[price.name]) - price.error_ms for price in found}
     assert max(off.values()) < 0.5
-    if measured in TELLING:
-        assert {price.name: round(price.ms) for price in found} == STEPS_MS
     assert {price.name for price in found if price.staleness} == {"semi_sync", "semi_sync_deferred", "async_lookup"}
 
 
@@ -139,6 +136,23 @@ def test_the_measured_mode_is_priced_as_measured(
     [first, *_] = prices(MODES[mode], of_parts, [took])
     assert (first.name, first.ms) == (mode, pytest.approx(took))
     assert first.error_ms <= TOLD * took + 1e-6
+
+
+#   ms     0       10       20       30       40
+#   host   |forward |backward|backward|step    |
+#   link        |ids 10 .............|grads 25 ...|    both end late, as if each had the link for long
+def test_the_link_is_shared_by_bytes() -> None:
+    host = [(Stage.DENSE_FORWARD, 0, 10), (Stage.BACKWARD, 10, 30), (Stage.OPTIMIZER_STEP, 30, 40)]
+    spans = [Span(start, end, Category.DENSE, HOST_LANE, str(stage), stage, 3) for stage, start, end in host]
+    flown = [(parts.IDS, Stage.INPUT_DATA_DIST, 5, 30), (parts.GRADIENTS, Stage.BACKWARD, 20, 35)]
+    spans += [Span(start, end, Category.COMMUNICATION, "group", name, stage, 3) for name, stage, start, end in flown]
+    found = costs_of(spans, (0, 40), {parts.IDS: 1000, parts.GRADIENTS: 2000, "all_reduce": 7})
+    assert {name: ms for name, ms in found.wire.items() if ms} == {parts.IDS: 10, parts.GRADIENTS: 20}
+    assert (found.flight[parts.IDS], found.flight[parts.GRADIENTS]) == (25, 15)
+    assert {part: ms for part, ms in found.work.items() if ms} == {
+        **{parts.AFTER_MERGE: 10, parts.BEFORE_SENDING: 10, parts.AFTER_SENDING: 10, "optimizer_step": 10}
+    }
+    assert costs_of(spans, (0, 40)).wire[parts.IDS] == 25
 
 
 def test_tables_that_send_more_than_an_all_reduce_would_are_replicated() -> None:
