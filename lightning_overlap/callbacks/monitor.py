@@ -183,7 +183,7 @@ class OverlapMonitor(Callback):
             if schedule is not self._schedule:
                 self.accounts, self._costs, self._schedule = [], [], schedule
             self.accounts.append(result)
-            self._costs.append(costs_of(spans, window, pending.recorder.sent_bytes(window)))
+            self._costs.append(costs_of(spans, window, recorder.sent_bytes(window)))
             overlaps = self._overlaps
             values = {f"overlap/{name}": value for name, value in report.metrics(result, overlaps=overlaps).items()}
             values["overlap/batches_in_flight"] = float(pending.num_in_flight)
