@@ -14,7 +14,17 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from typing_extensions import override
 
 from ..plugin import OverlapEmbeddingStrategy, logged_step
-from ..profiling import Breakdown, HostSync, SpanRecorder, break_down, mean, overlapped_by, record_host_syncs, report
+from ..profiling import (
+    Breakdown,
+    HostSync,
+    SpanRecorder,
+    break_down,
+    mean,
+    overlapped_by,
+    record_host_syncs,
+    report,
+    sync_lines,
+)
 from ..schedules import Schedule
 from ..sparse import StaleCounts, StaleRows
 from ..tuning import Costs, costs_of, mean_costs, price_table
@@ -278,7 +288,7 @@ class OverlapMonitor(Callback):
         self._harvest(trainer, None)
         users = [sync for sync in self.syncs or () if not sync.is_the_librarys]  # the others nobody can act on
         mine = mean(self.accounts) if self.accounts else None
-        lines = report.sync_lines(users, strategy.root_device.type == "cuda")
+        lines = sync_lines(users, strategy.root_device.type == "cuda")
         steps_ms = [one.step_ms for one in self.accounts]
         costs = mean_costs(self._costs) if self._costs else None
         ranks = strategy.gather(OfRank(mine, lines, costs, steps_ms, travelling_bags(pl_module)))

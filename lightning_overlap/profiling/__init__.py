@@ -8,6 +8,7 @@ from .draw_html import write_html as write_html
 from .draw_png import write_png as write_png
 from .host_syncs import HostSync as HostSync
 from .host_syncs import record_host_syncs as record_host_syncs
+from .host_syncs import sync_lines as sync_lines
 from .overlap import Breakdown as Breakdown
 from .overlap import Price as Price
 from .overlap import Traffic as Traffic

@@ -10,7 +10,8 @@ import os
 import sysconfig
 import time
 import traceback
-from collections.abc import Callable, Iterator, Mapping
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -24,6 +25,10 @@ _OPERATORS = frozenset({"_local_scalar_dense", "nonzero", "masked_select", "_uni
 
 _METHODS: Mapping[Any, str] = {torch.Tensor.tolist: "tolist", torch.Tensor.numpy: "numpy"}
 """What PyTorch answers on a CPU without an operator, and by a copy to the host on a device."""
+
+
+NUM_WORST = 3
+"""Host syncs that are named."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -165,3 +170,18 @@ def record_host_syncs(stage: Callable[[], str] = str) -> Iterator[list[HostSync]
     found = _Found(stage)
     with _Dispatched(found), _Called(found):
         yield found.syncs
+
+
+def sync_lines(found: Sequence[HostSync], on_cuda: bool) -> list[str]:
+    """Say how many host-device syncs a step had, and name the worst: those that blocked longest, or came most often."""
+    places = Counter((sync.stage, sync.source(), sync.operator) for sync in found)
+    blocked = dict.fromkeys(places, 0.0)
+    for sync in found:
+        blocked[sync.stage, sync.source(), sync.operator] += sync.blocked_ms
+    what = "host syncs" if on_cuda else "reads that would be host syncs on CUDA"
+    lines = [f"{what} in a step: {len(found)}"]
+    for place in sorted(places, key=lambda place: (-blocked[place] if on_cuda else 0, -places[place]))[:NUM_WORST]:
+        stage, source, operator = place
+        time = f", blocked {blocked[place]:.2f} ms" if on_cuda else ""
+        lines.append(f"  {places[place]} x {source}: .{operator}() in {stage or 'the loop'}{time}")
+    return lines

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from ..schedules import Schedule, Stage
 from ..text import aligned
-from .host_syncs import HostSync
 from .overlap import Breakdown, BusyTime, Price, Traffic, break_down, mean, total
 from .spans import HOST_LANE, Category, Interval, Span, exclusive_in
 from .steps import Window, is_on_stream, noted_stages, window_of
@@ -21,9 +19,6 @@ EVEN = 0.02
 
 SMALL = 0.01
 """Waits for data below this share of a step are not in the headline."""
-
-NUM_WORST = 3
-"""Host syncs that are named."""
 
 NUM_STALEST = 8
 """Tables whose stale rows are listed."""
@@ -234,21 +229,6 @@ def slowest_sentence(ranks: Sequence[Breakdown]) -> str:
         f"Rank {slowest} is the slowest: it waits {waits[slowest]:.2f} ms a step, rank {waits.index(most)} waits "
         f"{most:.2f} ms."
     )
-
-
-def sync_lines(found: Sequence[HostSync], on_cuda: bool) -> list[str]:
-    """Say how many host-device syncs a step had, and name the worst: those that blocked longest, or came most often."""
-    places = Counter((sync.stage, sync.source(), sync.operator) for sync in found)
-    blocked = dict.fromkeys(places, 0.0)
-    for sync in found:
-        blocked[sync.stage, sync.source(), sync.operator] += sync.blocked_ms
-    what = "host syncs" if on_cuda else "reads that would be host syncs on CUDA"
-    lines = [f"{what} in a step: {len(found)}"]
-    for place in sorted(places, key=lambda place: (-blocked[place] if on_cuda else 0, -places[place]))[:NUM_WORST]:
-        stage, source, operator = place
-        time = f", blocked {blocked[place]:.2f} ms" if on_cuda else ""
-        lines.append(f"  {places[place]} x {source}: .{operator}() in {stage or 'the loop'}{time}")
-    return lines
 
 
 # -- a trace ------------------------------------------------------------------------------------------------------

@@ -6,7 +6,7 @@ import traceback
 from dataclasses import replace
 
 from lightning_overlap.profiling import report
-from lightning_overlap.profiling.host_syncs import HostSync
+from lightning_overlap.profiling.host_syncs import HostSync, sync_lines
 from lightning_overlap.profiling.overlap import Breakdown, BusyTime
 from lightning_overlap.profiling.spans import Category
 from lightning_overlap.schedules.modes import MODES
@@ -138,17 +138,17 @@ def test_the_worst_three_syncs_are_named() -> None:
         *[sync("nonzero", "/a/loss.py", 7, "backward", 1.0)] * 2,
         sync("item", "/a/other.py", 1, ""),
     ]
-    on_host = report.sync_lines(found, on_cuda=False)
+    on_host = sync_lines(found, on_cuda=False)
     assert on_host[0] == "reads that would be host syncs on CUDA in a step: 7"
     assert on_host[1] == "  3 x training_step, model.py:42: .item() in dense_forward"
     assert len(on_host) == 4
-    on_cuda = report.sync_lines(found, on_cuda=True)
+    on_cuda = sync_lines(found, on_cuda=True)
     assert on_cuda[:3] == [
         "host syncs in a step: 7",
         "  1 x training_step, model.py:50: .tolist() in dense_forward, blocked 9.00 ms",
         "  2 x training_step, loss.py:7: .nonzero() in backward, blocked 2.00 ms",
     ]
-    assert report.sync_lines([], on_cuda=False) == ["reads that would be host syncs on CUDA in a step: 0"]
+    assert sync_lines([], on_cuda=False) == ["reads that would be host syncs on CUDA in a step: 0"]
 
 
 def test_stale_rows_name_the_tables_with_the_largest_share() -> None:
