@@ -136,7 +136,7 @@ def main() -> None:
             print(f"{share:g} of the bags are distinct")
             for arm, own in times.items():
                 spread = f"{statistics.median(ratios[arm]):.3f} ({min(ratios[arm]):.3f} to {max(ratios[arm]):.3f})"
-                text = f"{arm:10s}{_median(own, 0):8.1f} ms   CPU {_median(own, 1):7.1f} ms   of all {spread}"
+                text = f"  {arm:10s}{_median(own, 0):8.1f} ms   CPU {_median(own, 1):7.1f} ms   of all {spread}"
                 print(text, flush=True)
     dist.barrier()
 
