@@ -113,7 +113,8 @@ def go_on(
             return f"{type(err).__name__}: {err}"
     rates = [group["lr"] for group in trainer.optimizers[0].param_groups]
     dense = {n: w.detach().clone() for n, w in model.named_parameters() if not n.startswith("ebc.")}
-    return GoneOn(model.losses, parts_of(model, trainer), dense, [str(each.message) for each in said], rates)
+    parts = {} if replicated else parts_of(model, trainer)  # which looks for shards
+    return GoneOn(model.losses, parts, dense, [str(each.message) for each in said], rates)
 
 
 def evaluate(path: str) -> list[tuple[Tensor, Tensor]]:
