@@ -117,7 +117,7 @@ def arms(config: Config) -> dict[str, Arm]:
 
 
 def _with_options(name: str, arm: Arm, job: Job) -> None:
-    """Train an arm with what stands behind the `+` of its name."""
+    """Train an arm with what stands after the `+` of its name."""
     precision, config = config_checks.precision_of(name), job.config
     if precision is not None:
         config = {**config, "comms": {"forward": precision, "backward": precision}}

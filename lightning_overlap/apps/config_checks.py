@@ -58,7 +58,7 @@ def modes(config: Config) -> list[Schedule]:
 
 
 def switches(config: Config, schedule: Schedule) -> dict[str, Any]:
-    """Return what the config says beside the schedule, for every mode with a staleness: see `PIPELINE_OPTIONS`."""
+    """Return what the config says besides the schedule, for every mode with a staleness: see `PIPELINE_OPTIONS`."""
     return _given(config, *SWITCHES, "num_lookup_threads", "stash_gradients") if schedule.staleness else {}
 
 
@@ -207,7 +207,7 @@ def _with_options(config: Config, known: Collection[str]) -> list[str]:
 def arms(config: Config) -> list[str]:
     """Return the names of the arms to benchmark: `arms` of the config, where `*` stands for anything.
 
-    A precision behind a `+` is checked by `build.check`.
+    A precision after a `+` is checked by `build.check`.
 
     Raises:
         ValueError: A name or pattern that fits no arm.

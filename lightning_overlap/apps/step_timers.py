@@ -82,7 +82,7 @@ class Meter:
     """Times the steps of one turn without making the host wait for the device in between.
 
     Steps `warm_up` to `warm_up + steps` are timed: on CUDA by events that are read when all is over. The device is
-    waited for before the first and behind the last of them. Then come the steps whose collectives are recorded; on
+    waited for before the first and after the last of them. Then come the steps whose collectives are recorded; on
     CUDA only where the streams are known.
 
     Args:
@@ -157,7 +157,7 @@ class Meter:
 
     @property
     def spans(self) -> list[Span]:
-        """What was recorded, if the stages were: without them there is nothing to draw the waits beside."""
+        """What was recorded, if the stages were: without them there is nothing to draw the waits against."""
         spans = [] if self._recorder is None else self._recorder.spans()
         return spans if any(span.kind is Category.DENSE for span in spans) else []
 

@@ -107,7 +107,7 @@ class SavesShards(HasRun):
         except Exception as err:
             if error is None:
                 raise
-            error.add_note(f"And the checkpoint that was being written beside training failed: {err}")
+            error.add_note(f"And the checkpoint that was being written while training went on failed: {err}")
 
     @override
     def on_train_end(self) -> None:

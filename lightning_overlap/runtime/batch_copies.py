@@ -21,7 +21,7 @@ class BatchCopies(TorchDispatchMode):
 
     The caching allocator keeps a pool for each stream. Batches that are copied on a stream of their own have a pool
     of their own, which no activation can use; in the compute stream's pool they take turns with the activations.
-    The copy then begins behind all that the compute stream was given before, which may still use that memory.
+    The copy then begins after all that the compute stream was given before, which may still use that memory.
 
     Args:
         streams: The device's streams.

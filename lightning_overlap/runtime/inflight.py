@@ -27,7 +27,7 @@ class InFlightBatch:
     batch_idx: int = 0
     dataloader_idx: int = 0
     done: dict[Stage, tuple[StreamName, Any]] = field(default_factory=dict)
-    """Stages issued so far, each with its stream and the event recorded behind it."""
+    """Stages issued so far, each with its stream and the event recorded after it."""
     modules: dict[str, Any] = field(default_factory=dict)
     """State of each pipelined module for this batch, by the module's name; the sparse stages own it."""
     sizes: Any = None

@@ -58,7 +58,7 @@ def check_lookup_threads(num_threads: int, schedule: Schedule) -> int:
     if num_threads and not schedule.staleness:
         raise ValueError(
             f"num_lookup_threads={num_threads}: {schedule.name!r} looks up after the backward, so threads have none to "
-            "run beside. They are for semi_sync and async_lookup."
+            "overlap with. They are for semi_sync and async_lookup."
         )
     return num_threads
 

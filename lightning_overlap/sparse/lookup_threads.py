@@ -1,4 +1,4 @@
-"""Worker threads for the kernels of early lookups on a CPU, where no stream runs them beside the backward."""
+"""Worker threads for the kernels of early lookups on a CPU, where no stream overlaps them with the backward."""
 
 from __future__ import annotations
 

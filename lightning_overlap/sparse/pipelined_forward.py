@@ -58,7 +58,7 @@ class EarlyEmbeddings(LazyEmbeddings):
     """Embeddings of an early lookup.
 
     TorchRec's own pipelined forwards wait where the module is called; waiting later lets a bottom MLP after the
-    call still run beside the all-to-all.
+    call still overlap with the all-to-all.
     """
 
 

@@ -104,7 +104,7 @@ def check_stream_order(run: Run) -> None:
     streams = run.streams
     for mark in streams.before:
         missing = sorted((first for first in _inputs(mark, run) if not streams.is_before(first, mark)), key=str)
-        assert not missing, f"no event orders {mark} behind {', '.join(map(str, missing))}\n{run}"
+        assert not missing, f"no event orders {mark} after {', '.join(map(str, missing))}\n{run}"
     lookups = [mark for mark in streams.before if mark.what is Stage.EMBEDDING_LOOKUP]
     updates = [mark for mark in streams.before if isinstance(mark.what, WeightOwner)]
     for lookup in lookups:

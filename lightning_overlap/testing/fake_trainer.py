@@ -182,13 +182,13 @@ class FakeTrainer:
                 self.executor.stage_done(Stage.BACKWARD)
         self.sparse.step(inflight)
         self.executor.stage_done(Stage.OPTIMIZER_STEP)
-        self.streams.do(Mark("a callback behind the step", inflight.index), reads=self._tables())
+        self.streams.do(Mark("a callback after the step", inflight.index), reads=self._tables())
         if inflight.index == self._num_batches // 2:
             self.executor.updates.make_all()  # as the strategy does
             self.streams.do(Mark("a reader of updated tables", inflight.index), reads=self._tables())
             self.executor.wait_for_lookups()  # as a module's own forward does
             caches = [cache(name) for name in self.sparse.modules]
-            self.streams.do(Mark("an evaluation behind the step", inflight.index), reads=self._tables(), writes=caches)
+            self.streams.do(Mark("an evaluation after the step", inflight.index), reads=self._tables(), writes=caches)
         return True
 
     def _tables(self) -> list[str]:

@@ -135,6 +135,6 @@ class Races:
         if self._clocks[second.stream].get(first.stream, 0) >= first.time:
             return
         raise RaceError(
-            f"no event orders {second} behind {first}: a race for {name}. Missing: streams.wait({second.stream}, "
-            f"event) with an event recorded on {first.stream} behind {first.by}"
+            f"no event orders {second} after {first}: a race for {name}. Missing: streams.wait({second.stream}, "
+            f"event) with an event recorded on {first.stream} after {first.by}"
         )

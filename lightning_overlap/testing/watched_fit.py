@@ -340,7 +340,7 @@ class _FollowsMemory(Callback):
         if batch_idx % 3 == 2:
             assert isinstance(trainer.strategy, OverlapEmbeddingStrategy)
             trainer.strategy.update_tables()  # as before an evaluation or a save: no update is left
-        self._streams.read_weights(f"a callback behind the step of batch {batch_idx}")
+        self._streams.read_weights(f"a callback after the step of batch {batch_idx}")
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._watching.close()

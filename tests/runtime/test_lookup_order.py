@@ -110,7 +110,7 @@ def test_what_the_streams_are_told_for_one_early_lookup() -> None:
         "wait lookup for data_dist",
         "wait lookup for compute",
         "do lookup embedding_lookup 2",
-        "do compute a callback behind the step 1",
+        "do compute a callback after the step 1",
     ]
 
 

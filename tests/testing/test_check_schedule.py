@@ -53,7 +53,7 @@ def test_a_stale_schedule_that_claims_to_be_exact_is_caught() -> None:
 def test_a_table_of_the_dense_optimizer_that_is_read_before_its_step_is_caught() -> None:
     schedule = ForgetsDenseOwners("mine", FUSED_SPARSE_DIST.steps)
     with pytest.raises(
-        RaceError, match=r"the update by dense_optimizer of batch 0 .* behind embedding_lookup of batch 1"
+        RaceError, match=r"the update by dense_optimizer of batch 0 .* after embedding_lookup of batch 1"
     ):
         check_laws(schedule)
     on_one_stream = FakeTrainer(schedule, streams=RecordingStreams(StreamName.COMPUTE)).run(3)
@@ -130,14 +130,14 @@ class DeafStreams(RecordingStreams):
 @pytest.mark.parametrize(
     ("waiting", "producer", "ready", "message"),
     [
-        (StreamName.DATA_DIST, StreamName.MEMCPY, True, r"input_splits_dist of batch 0 \(.* behind copy_batch"),
-        (StreamName.LOOKUP, StreamName.DATA_DIST, True, "embedding_lookup of batch 0 .* behind input_data_dist"),
-        (StreamName.COMPUTE, StreamName.MEMCPY, False, r"dense_forward of batch 0 \(.* behind copy_batch"),
+        (StreamName.DATA_DIST, StreamName.MEMCPY, True, r"input_splits_dist of batch 0 \(.* after copy_batch"),
+        (StreamName.LOOKUP, StreamName.DATA_DIST, True, "embedding_lookup of batch 0 .* after input_data_dist"),
+        (StreamName.COMPUTE, StreamName.MEMCPY, False, r"dense_forward of batch 0 \(.* after copy_batch"),
         (
             StreamName.LOOKUP,
             StreamName.COMPUTE,
             True,
-            "the update by fused_backward of batch 0 .* behind backward of batch 0",
+            "the update by fused_backward of batch 0 .* after backward of batch 0",
         ),
     ],
 )

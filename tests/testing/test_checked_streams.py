@@ -294,7 +294,7 @@ class ReadsThereWhenWritten(ReadsOnAStreamOfItsOwn):
 
 def test_a_race_of_the_users_own_hook_is_named() -> None:
     message = (
-        r"law 2: no row is read while it is written: no event orders aten\..* behind fbgemm\.split_embedding_backward"
+        r"law 2: no row is read while it is written: no event orders aten\..* after fbgemm\.split_embedding_backward"
     )
     with pytest.raises(AssertionError, match=message) as caught:
         checked.check(TABLE_WISE, "fused_sparse_dist", ReadsOnAStreamOfItsOwn, stream="dedicated")
@@ -353,7 +353,7 @@ def test_backward_runs_where_the_forward_ran_and_nobody_waits_for_its_end(stream
         streams.wait(StreamName.COMPUTE, streams.record(StreamName.LOOKUP))
         streams.record_stream(rows, StreamName.COMPUTE)
         (rows * 2).sum().backward()
-        with pytest.raises(RaceError, match=r"behind aten.sub_.Tensor .*writes on lookup\): a race for table"):
+        with pytest.raises(RaceError, match=r"after aten.sub_.Tensor .*writes on lookup\): a race for table"):
             weight + 1
         streams.wait(StreamName.COMPUTE, streams.record(StreamName.LOOKUP))
         weight + 1
