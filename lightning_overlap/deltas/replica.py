@@ -125,6 +125,9 @@ class Replica:
     def reading(self, *, after_error: bool = False) -> Iterator[Position]:
         """Hold the tables as they are; any number of threads may do so at once.
 
+        On CUDA all rows of the cut are there. A thread that reads them on a stream of its own synchronizes it before it
+        leaves: the next cut is written on the default stream, which does not wait for others.
+
         Args:
             after_error: Whether to read on where following has stopped with an error: the state is older then, but it
                 is one of the training's.
@@ -381,6 +384,7 @@ class Replica:
                 for head, name in move.names():
                     held = kept.pop(name) if name in kept else self._again(head, name, checksums[name])
                     self._tables.write(held)
+                self._tables.wait_written()
             except BaseException as err:
                 self._position, self._torn = None, err
                 raise
