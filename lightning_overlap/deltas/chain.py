@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import logging
+from bisect import bisect_right
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from itertools import groupby
 
@@ -57,26 +59,33 @@ class Chain:
         self.fit = ""
         """Wrote the cut that was applied last; empty where nobody knows."""
         self.cuts: list[Cut] = []
+        """As the sink was listed last."""
+        self._by_generation: dict[int, list[Cut]] = {}
         self._heads: dict[Cut, Head] = {}
 
-    def next(self, at: CutId | None) -> Move | None:
+    def next(self, at: CutId | None, *, lists: bool = True) -> Move | None:
         """Return what follows a state, or None where the sink has nothing yet that does.
 
         Args:
             at: The cut that was applied last; None for a replica that has nothing.
+            lists: Whether to list the sink also where the last listing has what follows.
 
         Raises:
             CutError: Parts are missing and no base leads past them; the message names them.
             PartError: A part cannot be read.
             SinkError: The sink cannot.
         """
+        if not lists:
+            with suppress(CutError, KeyError):
+                if (move := self._next(at)) is not None:
+                    return move
         # A listing is not taken at one instant: it may have a part and lack one that was written before it. And parts
         # may be pruned between the listing and the reading. Whatever is still wrong in a second listing is wrong.
-        try:
+        with suppress(CutError, KeyError):
+            self._list()
             return self._next(at)
-        except (CutError, KeyError):
-            pass
         try:
+            self._list()
             return self._next(at)
         except KeyError as err:
             raise CutError(
@@ -93,12 +102,17 @@ class Chain:
         Raises:
             PartError: A part cannot be read.
         """
-        self.cuts = group(self.sink.names())
+        self._list()
         start = self._start(None)
         return None if start is None else start.cuts[0][0].at
 
-    def _next(self, at: CutId | None) -> Move | None:
+    def _list(self) -> None:
         self.cuts = group(self.sink.names())
+        self._by_generation = {
+            number: list(cuts) for number, cuts in groupby(self.cuts, key=lambda cut: cut.generation)
+        }
+
+    def _next(self, at: CutId | None) -> Move | None:
         if not self.cuts:
             return None
         try:
@@ -118,7 +132,7 @@ class Chain:
 
     def _following(self, at: CutId) -> Move | None:
         """Return the next cut: the first of the newest generation that can follow, or the next of the same one."""
-        by_generation = self._by_generation()
+        by_generation = self._by_generation
         newest = self.cuts[-1]
         problems: list[str] = []
         waits = False
@@ -135,7 +149,8 @@ class Chain:
             elif generation == newest.generation:
                 waits = True
             # else a crash in its first cut, which a newer generation has made good
-        own = [cut for cut in by_generation.get(at[0], ()) if cut.at > at]
+        own = by_generation.get(at[0], [])
+        own = own[bisect_right(own, at, key=lambda cut: cut.at) :]
         if own and own[0].is_whole:
             head = self._head(own[0])
             self._check_fit(head, at)
@@ -172,7 +187,7 @@ class Chain:
         start = self._start(None)
         if start is not None:
             return start
-        newest = self._by_generation()[self.cuts[-1].generation][0]
+        newest = self._by_generation[self.cuts[-1].generation][0]
         if not newest.is_whole and not self._is_broken(newest):
             return None  # it is being written
         if any(cut.is_whole and self._head(cut).is_void for cut in self.cuts):
@@ -187,7 +202,7 @@ class Chain:
 
     def _start(self, newer_than: CutId | None) -> Move | None:
         """Return the newest base of every rank: one cut, or several that follow each other."""
-        for _, cuts in reversed(self._by_generation().items()):
+        for _, cuts in reversed(self._by_generation.items()):
             base_of: dict[int, int] = {}
             for index in reversed(range(len(cuts))):
                 cut = cuts[index]
@@ -234,9 +249,6 @@ class Chain:
             if read_header(self.sink.read(str(first)), str(first)).is_base:
                 return True
         return False
-
-    def _by_generation(self) -> dict[int, list[Cut]]:
-        return {number: list(cuts) for number, cuts in groupby(self.cuts, key=lambda cut: cut.generation)}
 
     def _head(self, cut: Cut) -> Head:
         head = self._heads.get(cut)
