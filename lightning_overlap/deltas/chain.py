@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 import logging
+import time
 from bisect import bisect_right
 from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 from itertools import groupby
 
-from .cuts import Cut, CutError, CutId, Head, LostError, as_list, as_words, group, read_head
+from ..text import some
+from .cuts import Cut, CutError, CutId, Head, LostError, as_words, group, read_head
 from .parts import PartName, read_header
 from .sink import DeltaSink
 
 _log = logging.getLogger(__name__)
 _MOST_HEADS = 10_000
+QUICK_S = 2.0
+"""In less no training begins again and comes to the same step: from one listing to the next one of a sink."""
 
 
 @dataclass(frozen=True)
@@ -61,6 +65,7 @@ class Chain:
         self.cuts: list[Cut] = []
         """As the sink was listed last."""
         self._by_generation: dict[int, list[Cut]] = {}
+        self._listed, self._unseen_s = time.monotonic(), 0.0
         self._heads: dict[Cut, Head] = {}
 
     def next(self, at: CutId | None, *, lists: bool = True) -> Move | None:
@@ -107,6 +112,8 @@ class Chain:
         return None if start is None else start.cuts[0][0].at
 
     def _list(self) -> None:
+        now = time.monotonic()
+        self._unseen_s, self._listed = now - self._listed, now
         self.cuts = group(self.sink.names())
         self._by_generation = {
             number: list(cuts) for number, cuts in groupby(self.cuts, key=lambda cut: cut.generation)
@@ -163,8 +170,9 @@ class Chain:
             problems.insert(0, _lacks(own[0]))
         if problems and not waits:
             raise CutError("\n".join(problems))
-        if newest.at < at and newest.is_whole:  # a sink that was emptied: the header tells for whom
-            self._heads.pop(newest, None)
+        if newest.at <= at and newest.is_whole:  # a sink that was emptied, or written again: the header tells for whom
+            if newest.at < at or self._unseen_s > QUICK_S:
+                self._heads.pop(newest, None)
             head = self._head(newest)
             if newest.generation == at[0]:
                 self._check_fit(head, at)
@@ -284,7 +292,7 @@ def _check_found(head: Head, at: CutId) -> None:
 
 
 def _lacks(cut: Cut) -> str:
-    return cut.conflict or f"{as_words(cut.at)} lacks {as_list(cut.missing)}, and later parts are there."
+    return cut.conflict or f"{as_words(cut.at)} lacks {some(cut.missing, 8)}, and later parts are there."
 
 
 def _does_not_follow(cut: Cut, head: Head, at: CutId) -> str:
