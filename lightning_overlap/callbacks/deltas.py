@@ -53,7 +53,8 @@ class EmbeddingDeltas(Callback):
         every_n_steps: Cut once in so many batches, if the one before has left.
         max_lag_steps: How many batches replicas may be behind, by what has been written; None: any number.
         on_lag: Past that, `warn` once, or `stop` the training after the step.
-        dense: Whether rank 0 sends the dense part with each cut: all parameters and buffers that are not sharded.
+        dense: Whether rank 0 sends the dense part with each cut: all parameters and buffers that are not sharded. Where
+            a run has begun to, a fit that resumes it does too: replicas would keep the old ones.
         optimizer_state: Whether rows take the state of their fused optimizer with them.
         sink_timeout_s: How long one call of the sink may take, in seconds, a write of at most 64 MB for example; then
             the fit ends on all ranks with an error that names the call. At most half of the strategy's `timeout`.
@@ -89,6 +90,7 @@ class EmbeddingDeltas(Callback):
         self._every, self._sink_timeout_s = every_n_steps, sink_timeout_s
         self._name = name
         self._sends_dense, self._states = dense, optimizer_state
+        self._run_sends_dense = False  # so does what replicas have of it
         self._restored: Restored | None = None
         self._columns: list[tuple[str, str, int, int]] | None = None  # that share row-wise state; None: none is sent
         self._acknowledged: tuple[int, int] | None = None  # what is in no later cut is in the rows of a checkpoint
@@ -132,6 +134,12 @@ class EmbeddingDeltas(Callback):
         strategy = trainer.strategy
         assert isinstance(strategy, OverlapEmbeddingStrategy)
         restored, self._restored = self._restored, None
+        if self._run_sends_dense and not self._sends_dense:
+            raise ValueError(
+                f"dense=False would leave the dense part of replicas as it is: run {self.run} has sent it so far. "
+                "Resume with dense=True, or train without this checkpoint and send to an empty place."
+            )
+        self._run_sends_dense = self._sends_dense
         self._forget_fit()
         self._lag.begin()
         touched = strategy.touched_rows(states=self._states)
@@ -418,7 +426,7 @@ class EmbeddingDeltas(Callback):
             return {}
         acknowledged = self._acknowledged
         state: dict[str, Any] = {"run": self.run, "generation": self.generation, "rows": {}, "whole": []}
-        state["columns"] = self._columns
+        state["columns"], state["dense"] = self._columns, self._run_sends_dense
         if self._touched is not None:
             self._strategy.update_tables()
             waiting = [entry for cut in self._outstanding for entry in cut.rows()]
@@ -437,4 +445,5 @@ class EmbeddingDeltas(Callback):
             return
         assert self._trainer is not None
         self.run, self.generation = state_dict["run"], max(self.generation, int(state_dict["generation"]))
+        self._run_sends_dense |= state_dict.get("dense", False)
         self._restored = Restored.of(state_dict, fused_writes(self._trainer.lightning_module))

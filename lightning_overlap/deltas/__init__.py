@@ -6,7 +6,6 @@ Needs the extra `deltas` (pyarrow), and for the sink of that name `redis`.
 from .cuts import Cut as Cut
 from .cuts import CutError as CutError
 from .cuts import group as group
-from .cuts import newest_whole as newest_whole
 from .folder_sink import FolderSink as FolderSink
 from .history import parse_names as parse_names
 from .history import rows_in as rows_in

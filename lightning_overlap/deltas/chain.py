@@ -3,16 +3,22 @@
 from __future__ import annotations
 
 import logging
+import time
+from bisect import bisect_right
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from itertools import groupby
 
-from .cuts import Cut, CutError, CutId, Head, LostError, as_list, as_words, group, read_head
+from ..text import some
+from .cuts import Cut, CutError, CutId, Head, LostError, as_words, group, read_head
 from .parts import PartName, read_header
 from .sink import DeltaSink
 
 _log = logging.getLogger(__name__)
 _MOST_HEADS = 10_000
+QUICK_S = 2.0
+"""In less no training begins again and comes to the same step: from one listing to the next one of a sink."""
 
 
 @dataclass(frozen=True)
@@ -57,26 +63,34 @@ class Chain:
         self.fit = ""
         """Wrote the cut that was applied last; empty where nobody knows."""
         self.cuts: list[Cut] = []
+        """As the sink was listed last."""
+        self._by_generation: dict[int, list[Cut]] = {}
+        self._listed, self._unseen_s = time.monotonic(), 0.0
         self._heads: dict[Cut, Head] = {}
 
-    def next(self, at: CutId | None) -> Move | None:
+    def next(self, at: CutId | None, *, lists: bool = True) -> Move | None:
         """Return what follows a state, or None where the sink has nothing yet that does.
 
         Args:
             at: The cut that was applied last; None for a replica that has nothing.
+            lists: Whether to list the sink also where the last listing has what follows.
 
         Raises:
             CutError: Parts are missing and no base leads past them; the message names them.
             PartError: A part cannot be read.
             SinkError: The sink cannot.
         """
+        if not lists:
+            with suppress(CutError, KeyError):
+                if (move := self._next(at)) is not None:
+                    return move
         # A listing is not taken at one instant: it may have a part and lack one that was written before it. And parts
         # may be pruned between the listing and the reading. Whatever is still wrong in a second listing is wrong.
-        try:
+        with suppress(CutError, KeyError):
+            self._list()
             return self._next(at)
-        except (CutError, KeyError):
-            pass
         try:
+            self._list()
             return self._next(at)
         except KeyError as err:
             raise CutError(
@@ -93,12 +107,19 @@ class Chain:
         Raises:
             PartError: A part cannot be read.
         """
-        self.cuts = group(self.sink.names())
+        self._list()
         start = self._start(None)
         return None if start is None else start.cuts[0][0].at
 
-    def _next(self, at: CutId | None) -> Move | None:
+    def _list(self) -> None:
+        now = time.monotonic()
+        self._unseen_s, self._listed = now - self._listed, now
         self.cuts = group(self.sink.names())
+        self._by_generation = {
+            number: list(cuts) for number, cuts in groupby(self.cuts, key=lambda cut: cut.generation)
+        }
+
+    def _next(self, at: CutId | None) -> Move | None:
         if not self.cuts:
             return None
         try:
@@ -118,7 +139,7 @@ class Chain:
 
     def _following(self, at: CutId) -> Move | None:
         """Return the next cut: the first of the newest generation that can follow, or the next of the same one."""
-        by_generation = self._by_generation()
+        by_generation = self._by_generation
         newest = self.cuts[-1]
         problems: list[str] = []
         waits = False
@@ -135,7 +156,8 @@ class Chain:
             elif generation == newest.generation:
                 waits = True
             # else a crash in its first cut, which a newer generation has made good
-        own = [cut for cut in by_generation.get(at[0], ()) if cut.at > at]
+        own = by_generation.get(at[0], [])
+        own = own[bisect_right(own, at, key=lambda cut: cut.at) :]
         if own and own[0].is_whole:
             head = self._head(own[0])
             self._check_fit(head, at)
@@ -148,8 +170,9 @@ class Chain:
             problems.insert(0, _lacks(own[0]))
         if problems and not waits:
             raise CutError("\n".join(problems))
-        if newest.at < at and newest.is_whole:  # a sink that was emptied: the header tells for whom
-            self._heads.pop(newest, None)
+        if newest.at <= at and newest.is_whole:  # a sink that was emptied, or written again: the header tells for whom
+            if newest.at < at or self._unseen_s > QUICK_S:
+                self._heads.pop(newest, None)
             head = self._head(newest)
             if newest.generation == at[0]:
                 self._check_fit(head, at)
@@ -172,7 +195,7 @@ class Chain:
         start = self._start(None)
         if start is not None:
             return start
-        newest = self._by_generation()[self.cuts[-1].generation][0]
+        newest = self._by_generation[self.cuts[-1].generation][0]
         if not newest.is_whole and not self._is_broken(newest):
             return None  # it is being written
         if any(cut.is_whole and self._head(cut).is_void for cut in self.cuts):
@@ -187,7 +210,7 @@ class Chain:
 
     def _start(self, newer_than: CutId | None) -> Move | None:
         """Return the newest base of every rank: one cut, or several that follow each other."""
-        for _, cuts in reversed(self._by_generation().items()):
+        for _, cuts in reversed(self._by_generation.items()):
             base_of: dict[int, int] = {}
             for index in reversed(range(len(cuts))):
                 cut = cuts[index]
@@ -235,9 +258,6 @@ class Chain:
                 return True
         return False
 
-    def _by_generation(self) -> dict[int, list[Cut]]:
-        return {number: list(cuts) for number, cuts in groupby(self.cuts, key=lambda cut: cut.generation)}
-
     def _head(self, cut: Cut) -> Head:
         head = self._heads.get(cut)
         if head is None:
@@ -272,7 +292,7 @@ def _check_found(head: Head, at: CutId) -> None:
 
 
 def _lacks(cut: Cut) -> str:
-    return cut.conflict or f"{as_words(cut.at)} lacks {as_list(cut.missing)}, and later parts are there."
+    return cut.conflict or f"{as_words(cut.at)} lacks {some(cut.missing, 8)}, and later parts are there."
 
 
 def _does_not_follow(cut: Cut, head: Head, at: CutId) -> str:

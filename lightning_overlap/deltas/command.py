@@ -111,7 +111,7 @@ def _until_signal() -> Iterator[threading.Event]:
 def _address(text: str) -> tuple[str, int]:
     host, _, port = text.rpartition(":")
     if not port.isdigit() or int(port) > 65535:
-        raise argparse.ArgumentTypeError(f"PORT or HOST:PORT, got {text!r}")
+        raise argparse.ArgumentTypeError(f"give PORT or HOST:PORT, a port from 0 to 65535, got {text!r}")
     return host or "127.0.0.1", int(port)
 
 

@@ -14,8 +14,6 @@ from .sink import DeltaSink
 CutId = tuple[int, int]
 """Generation and step: cuts follow each other in this order."""
 
-_MOST_NAMED = 8
-
 
 class CutError(ValueError):
     """What a sink holds makes no tables: parts are missing, repeated, out of order, or of another run."""
@@ -126,11 +124,6 @@ def group(names: Iterable[str]) -> list[Cut]:
     return [Cut(at, tuple(parts)) for at, parts in groupby(found, key=lambda name: name.cut)]
 
 
-def newest_whole(names: Iterable[str]) -> CutId | None:
-    """Return generation and step of the newest cut that is whole by its names, or None."""
-    return max((cut.at for cut in group(names) if cut.is_whole), default=None)
-
-
 def read_head(sink: DeltaSink, cut: Cut) -> Head:
     """Read the headers of a whole cut, from the first chunk of each part.
 
@@ -216,10 +209,3 @@ def check_same(one: Header, other: Header) -> None:
 def as_words(at: CutId | None) -> str:
     """Return what messages call a cut."""
     return "no cut" if at is None else f"the cut of generation {at[0]}, step {at[1]}"
-
-
-def as_list(names: Iterable[str]) -> str:
-    """Return names for a message: the first few, and how many more there are."""
-    listed = list(names)
-    more = len(listed) - _MOST_NAMED
-    return ", ".join(listed[:_MOST_NAMED]) + (f" and {more} more" if more > 0 else "")

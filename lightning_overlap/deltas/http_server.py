@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from ..text import unknown_name_message
 from .replica import Lag, Position, Replica, ReplicaError
 
 _MOST_BYTES = 64 << 20
@@ -88,8 +89,8 @@ class _Handler(BaseHTTPRequestHandler):
 
     def _question(self) -> tuple[str, list[int]]:
         size = int(self.headers.get("Content-Length", 0))
-        if size > _MOST_BYTES:
-            raise ValueError(f"a request has {_MOST_BYTES} bytes at most, this one {size}: ask for fewer ids at once.")
+        if not 0 <= size <= _MOST_BYTES:
+            raise ValueError(f"a request has 0 to {_MOST_BYTES} bytes, this one {size}: ask for fewer ids at once.")
         asked: Any = json.loads(self.rfile.read(size) or b"null")
         table = asked.get("table") if isinstance(asked, dict) else None
         ids = asked.get("ids") if isinstance(asked, dict) else None
@@ -99,10 +100,9 @@ class _Handler(BaseHTTPRequestHandler):
 
     def _rows(self, table: str, ids: list[int]) -> dict[str, Any]:
         with self.replica.reading() as position:
-            tables = self.replica.state_dict()
-            if table not in tables or tables[table].dim() != 2:
-                known = ", ".join(sorted(name for name, tensor in tables.items() if tensor.dim() == 2))
-                raise ValueError(f"no table is called {table!r}: {known}")
+            tables = {name: tensor for name, tensor in self.replica.state_dict().items() if tensor.dim() == 2}
+            if table not in tables:
+                raise ValueError(unknown_name_message("table", table, tables))
             wrong = [each for each in ids if not 0 <= each < len(tables[table])]
             if wrong:
                 raise ValueError(f"{table} has rows 0 to {len(tables[table]) - 1}, not {wrong[0]}")

@@ -109,8 +109,6 @@ class Replica:
         self._error: BaseException | None = None
         self._thread: threading.Thread | None = None
         self._stop = threading.Event()
-        self._newest: tuple[int, int] | None = None
-        self._parts_behind = 0
         if start is not None:
             self._load(Path(start))
 
@@ -124,6 +122,9 @@ class Replica:
     @contextmanager
     def reading(self, *, after_error: bool = False) -> Iterator[Position]:
         """Hold the tables as they are; any number of threads may do so at once.
+
+        On CUDA all rows of the cut are there. A thread that reads them on a stream of its own synchronizes it before it
+        leaves: the next cut is written on the default stream, which does not wait for others.
 
         Args:
             after_error: Whether to read on where following has stopped with an error: the state is older then, but it
@@ -174,16 +175,16 @@ class Replica:
 
     @property
     def lag(self) -> Lag:
-        """How far this is behind what the last update saw in the sink.
+        """How far this is behind the last listing of the sink.
 
         Raises:
             ReplicaError: Nothing has been applied yet, or following has stopped with an error.
         """
         self.check()
         position = self._whole()
-        newest = self._newest or position.cut
-        steps = max(newest[1] - position.step, 0) if newest > position.cut else 0
-        return Lag(steps, max(time.time() - position.time, 0.0), self._parts_behind)
+        newer = [cut for cut in self._chain.cuts if cut.is_whole and cut.at > position.cut]
+        steps = max(newer[-1].step - position.step, 0) if newer else 0
+        return Lag(steps, max(time.time() - position.time, 0.0), sum(len(cut.names) for cut in newer))
 
     @property
     def optimizer_state(self) -> dict[str, dict[str, Tensor]]:
@@ -211,7 +212,7 @@ class Replica:
         """
         with self._updating:
             count = 0
-            while self._update_once():
+            while self._update_once(lists=count == 0):
                 count += 1
             self._error = None
             return count
@@ -240,6 +241,8 @@ class Replica:
 
         Raises:
             TimeoutError: It did not come.
+            ReplicaError: Following has stopped with an error.
+            CutError, PartError, TablesError, SinkError: As of `update`, where nothing follows.
         """
         until = None if timeout is None else time.monotonic() + timeout
         while True:
@@ -333,11 +336,11 @@ class Replica:
                 return
             self._stop.wait(every_s)
 
-    def _update_once(self) -> bool:
-        """Apply the next cut, if there is one."""
+    def _update_once(self, *, lists: bool) -> bool:
+        """Apply the next cut, if there is one; list the sink first, or only where the last listing has none."""
         for trial in range(_TRIALS):
-            move = self._chain.next(None if self._position is None else self._position.cut)
-            self._count_behind()
+            at = None if self._position is None else self._position.cut
+            move = self._chain.next(at, lists=lists or trial > 0)
             if move is None:
                 return False
             try:
@@ -351,7 +354,6 @@ class Replica:
                 if trial == _TRIALS - 1:
                     raise
                 continue
-            self._count_behind()
             return True
         raise AssertionError
 
@@ -381,6 +383,7 @@ class Replica:
                 for head, name in move.names():
                     held = kept.pop(name) if name in kept else self._again(head, name, checksums[name])
                     self._tables.write(held)
+                self._tables.wait_written()
             except BaseException as err:
                 self._position, self._torn = None, err
                 raise
@@ -397,12 +400,6 @@ class Replica:
         if now != checksum:
             raise PartError(f"{name} was written anew with other content while it was being applied.")
         return part
-
-    def _count_behind(self) -> None:
-        at = None if self._position is None else self._position.cut
-        newer = [cut for cut in self._chain.cuts if cut.is_whole and (at is None or cut.at > at)]
-        self._newest = newer[-1].at if newer else at
-        self._parts_behind = sum(len(cut.names) for cut in newer)
 
     def _whole(self) -> Position:
         if self._torn is not None:

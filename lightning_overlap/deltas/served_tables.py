@@ -131,6 +131,11 @@ class ServedTables:
             elif tensor.name in self.tensors:
                 _write_bits(self.tensors[tensor.name], tensor.value)
 
+    def wait_written(self) -> None:
+        """Wait for what was written: streams of readers do not wait for the current stream of this thread."""
+        for device in {tensor.device for tensor in self.tensors.values() if tensor.is_cuda}:
+            torch.cuda.current_stream(device).synchronize()
+
     def state_dict(self) -> dict[str, Tensor]:
         """Return all tensors by name, as they are kept."""
         return dict(self.tensors)

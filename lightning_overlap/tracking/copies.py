@@ -11,6 +11,7 @@ from torch import Tensor
 
 from ..runtime import LookupOrder
 from ..tables import KernelShards
+from .dense_copies import to_host
 from .row_marks import DeviceMarks, HostMarks
 
 GATHERED_AT_ONCE = 1 << 17
@@ -136,7 +137,6 @@ class DeviceCopy:
         with torch.cuda.device(self._copying.device), torch.cuda.stream(self._copying):
             self._event.synchronize()  # the sizes are the host's to know now, in this thread
             copied = [table for gathered in self._gathered for table in _split(gathered)]
-            self._copying.synchronize()
         self._gathered.clear()
         return copied
 
@@ -188,11 +188,13 @@ def _gather_rows(parts: list[Tensor], marks: DeviceMarks, rows: Tensor) -> Tenso
 def _split(gathered: _Gathered) -> list[CopiedTable]:
     """Take the marked rows of a kernel to the host; tell them by table."""
     num_marked = int(gathered.num_marked)
-    rows = _to_host(gathered.rows[:num_marked])
+    rows = to_host(gathered.rows[:num_marked])
+    values = [to_host(of_field[:num_marked]) for _, of_field, _ in gathered.fields]
+    if gathered.rows.is_cuda:
+        torch.cuda.current_stream().synchronize()
     ends = torch.searchsorted(rows, torch.tensor(gathered.first_rows)).tolist()
     copied = []
-    for field, values, widths in gathered.fields:
-        on_host = _to_host(values[:num_marked])
+    for (field, _, widths), on_host in zip(gathered.fields, values, strict=True):
         for number, width in enumerate(widths):
             start, end = ends[number], ends[number + 1]
             if end > start:
@@ -201,15 +203,6 @@ def _split(gathered: _Gathered) -> list[CopiedTable]:
                     CopiedTable(gathered.first_shard + number, field, own, on_host[start:end, :width].contiguous())
                 )
     return copied
-
-
-def _to_host(tensor: Tensor) -> Tensor:
-    if not tensor.is_cuda:
-        return tensor
-    host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
-    host.copy_(tensor, non_blocking=True)
-    torch.cuda.current_stream().synchronize()
-    return host
 
 
 def _two_dim(values: Tensor) -> Tensor:

@@ -18,7 +18,7 @@ class DenseCopy:
     """
 
     def __init__(self, tensors: Mapping[str, Tensor]) -> None:
-        self._copies = {name: _to_host(tensor.detach()) for name, tensor in tensors.items()}
+        self._copies = {name: to_host(tensor.detach()) for name, tensor in tensors.items()}
         self._event = None
         if any(tensor.is_cuda for tensor in tensors.values()):
             self._event = torch.cuda.Event()
@@ -31,7 +31,8 @@ class DenseCopy:
         return self._copies
 
 
-def _to_host(tensor: Tensor) -> Tensor:
+def to_host(tensor: Tensor) -> Tensor:
+    """Copy a tensor; from a device to pinned memory, on the current stream, for which the caller waits."""
     if not tensor.is_cuda:
         return tensor.clone()
     host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import accumulate
-from typing import NamedTuple, Protocol, TypeAlias
+from typing import NamedTuple, TypeAlias
 
 import numpy as np
 import torch
@@ -33,23 +33,6 @@ class LookedUp(NamedTuple):
     indices_N: Tensor
     offsets: Tensor
     batch_sizes: tuple[int, ...] | None
-
-
-class RowMarks(Protocol):
-    """Marks on the rows of one kernel's tables."""
-
-    def add(self, looked_up: LookedUp) -> None:
-        """Mark the rows of a lookup."""
-
-    def add_rows(self, table: int, rows_N: Tensor) -> None:
-        """Mark rows `(N,)`, int64, on the host, of one table."""
-
-    @property
-    def most(self) -> int:
-        """How many rows may be marked, at most."""
-
-    def rows(self) -> list[Tensor]:
-        """Return the marked rows of each table, `(N,)`, int64, on the host, each once, in their order."""
 
 
 class HostMarks:

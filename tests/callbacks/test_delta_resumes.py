@@ -128,6 +128,19 @@ def stragglers(folder: Path, of_ranks: list[Windows], elsewhere: Path) -> dict[o
     return {cut: names for cut, names in wrong.items() if names}
 
 
+def saves_after(stops: Callable[..., None]) -> Callable[[str, str], list[dict[str, Any]]]:
+    """A fit that is stopped at step 10 and saved then, and one that goes on."""
+    return lambda a, b: [
+        {
+            "steps": 12,
+            "every": 6,
+            "before": [At("on_train_batch_end", 10, stops)],
+            "after": [At("on_exception", 10, save, a)],
+        },
+        {"steps": 12, "ckpt_path": a},
+    ]
+
+
 CRASHES: dict[str, Callable[[str, str], list[dict[str, Any]]]] = {
     "tables_that_the_user_wrote_before_the_save": lambda a, b: [
         {
@@ -138,24 +151,8 @@ CRASHES: dict[str, Callable[[str, str], list[dict[str, Any]]]] = {
         },
         {"steps": 10, "ckpt_path": a},
     ],
-    "a_save_after_an_exception": lambda a, b: [
-        {
-            "steps": 12,
-            "every": 6,
-            "before": [At("on_train_batch_end", 10, fail)],
-            "after": [At("on_exception", 10, save, a)],
-        },
-        {"steps": 12, "ckpt_path": a},
-    ],
-    "a_save_after_an_interrupt": lambda a, b: [
-        {
-            "steps": 12,
-            "every": 6,
-            "before": [At("on_train_batch_end", 10, interrupt)],
-            "after": [At("on_exception", 10, save, a)],
-        },
-        {"steps": 12, "ckpt_path": a},
-    ],
+    "a_save_after_an_exception": saves_after(fail),
+    "a_save_after_an_interrupt": saves_after(interrupt),
     "a_save_in_the_middle_of_a_step": lambda a, b: [
         {
             "steps": 12,

@@ -13,7 +13,8 @@ from lightning.pytorch.demos.boring_classes import BoringModel
 
 from lightning_overlap import MODES
 from lightning_overlap.callbacks import EmbeddingDeltas
-from lightning_overlap.deltas import Replica, decode, parse_names, read_header
+from lightning_overlap.deltas import WEIGHT, Replica, decode, parse_names, read_header
+from lightning_overlap.tracking import copies
 from lightning_overlap.tuning import Auto
 
 from ..support.cases import Case, TableSpec
@@ -201,6 +202,11 @@ def test_optimizer_states_go_with_their_rows(ranks: Ranks, tmp_path: Path) -> No
         assert field == "weight" or (entry.values > 0).all()
 
 
+def test_a_tables_own_values_have_one_name() -> None:
+    """Two folders call them so: the one does without pyarrow, the other without TorchRec."""
+    assert WEIGHT == copies.WEIGHT
+
+
 @pytest.mark.parametrize("pipeline", ["fused_sparse_dist", "semi_sync_deferred"])
 def test_replicas_and_their_states_are_sent(ranks: Ranks, tmp_path: Path, pipeline: str) -> None:
     """From the first rank, which has not looked up the rows of the others."""
@@ -281,6 +287,16 @@ def test_the_parts_of_another_training_are_not_mixed_with_this_ones(ranks: Ranks
     ranks.run(fit_with_deltas, ALL, "base", str(tmp_path), num_steps=2)
     said = ranks.run(fit_expecting, ValueError, ALL, "base", str(tmp_path), num_steps=2)
     assert all("this fit begins a training of its own" in one and "steps: 0" in one for one in said)
+
+
+def test_a_dense_part_that_replicas_would_keep_is_refused(two_ranks: Ranks, tmp_path: Path) -> None:
+    args, saved = (ALL, "base", str(tmp_path / "sent")), tmp_path / "saved"
+    two_ranks.run(fit_with_deltas, *args, saves_in=str(saved), num_steps=6, deltas={"dense": False})
+    kwargs = {"ckpt_path": str(saved / "step=4.ckpt"), "num_steps": 10}
+    two_ranks.run(fit_with_deltas, *args, saves_in=str(saved), **kwargs)
+    kwargs = {"ckpt_path": str(saved / "step=8.ckpt"), "num_steps": 12, "deltas": {"dense": False}}
+    said = two_ranks.run(fit_expecting, ValueError, *args, **kwargs)
+    assert all("dense=False would leave the dense part of replicas" in one and "steps: 0" in one for one in said)
 
 
 def test_past_the_allowed_lag_training_stops_as_told(ranks: Ranks, tmp_path: Path) -> None:

@@ -319,20 +319,46 @@ def test_a_listing_that_missed_a_part_is_made_again(setup: Setup, monkeypatch: p
     assert not listings
 
 
-def test_parts_that_are_pruned_while_they_are_read(setup: Setup, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_replica_that_catches_up_lists_its_sink_twice(setup: Setup, monkeypatch: pytest.MonkeyPatch) -> None:
+    """At first, and where that listing has no more; what has come meanwhile is applied too."""
+    for _ in range(6):
+        setup.cut()
+    names, listings = setup.sink.names, []
+    monkeypatch.setattr(setup.sink, "names", lambda: listings.append(setup.training.step) or names())
+    setup.assert_at(1, 6)
+    assert len(listings) == 2
+    for _ in range(4):
+        setup.cut()
+    read = setup.sink.read
+
+    def cuts_first(name: str) -> bytes:
+        monkeypatch.setattr(setup.sink, "read", read)
+        setup.cut()
+        return read(name)
+
+    monkeypatch.setattr(setup.sink, "read", cuts_first)
+    listings.clear()
+    setup.assert_at(1, 11)
+    assert listings == [10, 11, 11]
+
+
+@pytest.mark.parametrize("step", [2, 4], ids=["after_a_listing", "later"])
+def test_parts_that_are_pruned_while_they_are_read(setup: Setup, monkeypatch: pytest.MonkeyPatch, step: int) -> None:
     setup.cut()
     setup.assert_at(1, 1)
-    setup.cut()
+    for _ in range(3):
+        setup.cut()
     read = setup.sink.read
 
     def prunes_first(name: str) -> bytes:
-        monkeypatch.setattr(setup.sink, "read", read)
-        setup.cut(bases=(0, 1))
-        assert prune(setup.sink)
+        if f"s{step:012d}" in name:
+            monkeypatch.setattr(setup.sink, "read", read)
+            setup.cut(bases=(0, 1))
+            assert prune(setup.sink)
         return read(name)
 
     monkeypatch.setattr(setup.sink, "read", prunes_first)
-    setup.assert_at(1, 3)
+    setup.assert_at(1, 5)
 
 
 def test_pruning_leaves_what_replicas_and_a_resumed_training_need(setup: Setup) -> None:

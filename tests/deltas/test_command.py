@@ -140,8 +140,8 @@ def test_rows_are_looked_up(served: tuple[Training, Replica, str]) -> None:
 @pytest.mark.parametrize(
     ("path", "question", "status", "said"),
     [
-        ("/lookup", {"table": "x", "ids": [0]}, 400, f"no table is called 'x': {A}, {B}"),
-        ("/lookup", {"table": TOP, "ids": [0]}, 400, f"no table is called '{TOP}': {A}, {B}"),
+        ("/lookup", {"table": "x", "ids": [0]}, 400, f"unknown table 'x'. Known: {A}, {B}."),
+        ("/lookup", {"table": TOP, "ids": [0]}, 400, f"unknown table '{TOP}'. Did you mean '{B}' or '{A}'"),
         ("/lookup", {"table": A, "ids": [0, 7]}, 400, f"{A} has rows 0 to 6, not 7"),
         ("/lookup", {"table": A, "ids": [-1]}, 400, f"{A} has rows 0 to 6, not -1"),
         ("/lookup", {"table": A, "ids": [True]}, 400, "a request is {"),
@@ -161,6 +161,14 @@ def test_wrong_requests_are_answered(
     found, answer = ask(url + path, question)
     assert found == status
     assert answer["error"].startswith(said)
+
+
+def test_a_request_of_a_negative_size_is_answered(served: tuple[Training, Replica, str]) -> None:
+    request = urllib.request.Request(f"{served[2]}/lookup", b"{}", {"Content-Length": "-1"})
+    with pytest.raises(urllib.error.HTTPError) as caught, urllib.request.urlopen(request, timeout=20):
+        pass
+    with caught.value as err:
+        assert (err.code, json.load(err)["error"][:39]) == (400, "a request has 0 to 67108864 bytes, this")
 
 
 @pytest.mark.slow

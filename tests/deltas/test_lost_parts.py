@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from lightning_overlap.deltas import CutError, PartName, Replica, prune
+from lightning_overlap.deltas import CutError, PartName, Replica, chain, prune
 
 from .histories import CutId, Training, assert_equal
 
@@ -53,16 +53,23 @@ def test_a_replica_begins_anew_where_its_last_cuts_were_lost(training: Training,
 
 
 @pytest.mark.parametrize("num_steps", [1, 3, 4])
-def test_a_generation_that_is_written_twice_is_no_timeline(training: Training, live: Replica, num_steps: int) -> None:
-    """Behind, at and past the cut that was applied."""
+def test_a_generation_that_is_written_twice_is_no_timeline(
+    training: Training, live: Replica, num_steps: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Behind, at and past the cut that was applied; a replica has not looked for longer than it took."""
+    monkeypatch.setattr(chain, "QUICK_S", 0)
     lose(training, (2, 3), (2, 4), (2, 5))
     training.resume(training.checkpoints[0], 2, 1)
     step(training, num_steps)
     assert training.generation == 2
-    if num_steps == 3:  # the very names that were there: the next cut tells
-        live.update()
-        step(training)
     follow(training, live)
+
+
+def test_what_was_applied_is_not_read_again(training: Training, live: Replica, monkeypatch: pytest.MonkeyPatch) -> None:
+    read: list[str] = []
+    monkeypatch.setattr(training.sink, "read", read.append)
+    assert [live.update() for _ in range(3)] == [0, 0, 0]
+    assert read == []
 
 
 @pytest.mark.parametrize("lost", [(2, 5), (2, 3)])
@@ -77,11 +84,12 @@ def test_where_no_base_is_left_the_lost_cut_is_named(training: Training, live: R
     assert_equal(live.state_dict(), live.state_dict())
 
 
-def test_a_saved_replica_knows_its_fit(training: Training, live: Replica, tmp_path: object) -> None:
+@pytest.mark.parametrize("num_steps", [3, 4])
+def test_a_saved_replica_knows_its_fit(training: Training, live: Replica, tmp_path: object, num_steps: int) -> None:
     live.save(f"{tmp_path}/state")
     lose(training, (2, 3), (2, 4), (2, 5))
     training.resume(training.checkpoints[0], 2, 1)
-    step(training, 4)
+    step(training, num_steps)
     again = Replica(dict(live.state_dict()), training.sink, start=f"{tmp_path}/state")
     follow(training, again)
 
