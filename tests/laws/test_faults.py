@@ -115,20 +115,12 @@ def test_a_fault_on_one_rank_ends_the_others(forker: Forker, tmp_path: Path, pip
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("pipeline", "said"),
-    [
-        ("base", f"Timed out waiting {TIMEOUT_S}000ms"),  # it waits for the others, too
-        ("fused_sparse_dist", "parameters that were not used in producing the loss"),
-    ],
-)
-def test_a_rank_that_leaves_parameters_unused_ends_the_others(
-    forker: Forker, tmp_path: Path, pipeline: str, said: str
-) -> None:
+@pytest.mark.parametrize("pipeline", ["base", "fused_sparse_dist"])
+def test_a_rank_that_leaves_parameters_unused_ends_the_others(forker: Forker, tmp_path: Path, pipeline: str) -> None:
     """They wait for its gradients, in the group of the all-to-alls that it goes on with."""
     [[waits, unused]] = forker.run_all(tmp_path, {"place": faults.UNUSED, "batch": 4, "pipeline": pipeline})
     assert (waits.code, unused.code) == (1, 1)
-    assert said in _end(unused.log)
+    assert "parameters that were not used in producing the loss" in _end(unused.log)
     assert "rank 1 was at dense_forward of batch 5" in _end(unused.log)
     assert re.search(f"{PEER_GONE.pattern}|Another rank did not answer within {TIMEOUT_S} s", _end(waits.log)), (
         waits.log
