@@ -117,8 +117,8 @@ def test_the_table_has_a_row_for_each_arm_that_ran() -> None:
     assert [line[0].strip() for line in lines if line[0][0] != "-"] == ["arm", "base"]
     cells = [cell.strip() for cell in lines[2] if cell.strip()]
     assert cells == [
-        *("base", "100.00 ms", "110.00 ms", "9.00 ms", "1.000", "1.000-1.000", "194", "50.00 ms", "0%", "100 MiB", "0.5"),
-        "yes",
+        *("base", "100.00 ms", "110.00 ms", "9.00 ms", "1.000", "1.000-1.000"),
+        *("194", "50.00 ms", "0%", "100 MiB", "0.5", "yes"),
     ]  # fmt: skip
     assert failures(results) == ["peer: does not run here: RuntimeError: no such stream"]
 
