@@ -27,6 +27,7 @@ class Turn:
 
     Attributes:
         step_ms: Duration of each timed step, milliseconds.
+        cpu_ms: CPU time of this process in each timed step, all its threads together, milliseconds.
         window_ms: Duration of all timed steps together, to device completion.
         losses: The loss of every step, float32, as bytes.
         final_loss: The loss of the last step.
@@ -43,6 +44,7 @@ class Turn:
     losses: list[bytes]
     final_loss: float
     peak_memory: dict[str, int]
+    cpu_ms: list[float] = field(default_factory=list)
     busy_ms: list[float] = field(default_factory=list)
     wire_ms: list[float] = field(default_factory=list)
     exposed_ms: list[float] = field(default_factory=list)
@@ -80,6 +82,7 @@ class ArmResult:
         staleness: Updates that its lookups do not see, in batches.
         step_ms_median: Median step time.
         step_ms_p90: 90th percentile.
+        cpu_ms: Median CPU time of a step, milliseconds; other programs on the machine disturb it less.
         of_base: Median over rounds of this arm's median step by that of the reference in the same round.
         of_base_range: The lowest and the highest of them.
         samples_per_s: Samples per second of all ranks together.
@@ -97,6 +100,7 @@ class ArmResult:
     staleness: int
     step_ms_median: float = float("nan")
     step_ms_p90: float = float("nan")
+    cpu_ms: float | None = None
     of_base: float = float("nan")
     of_base_range: tuple[float, float] = (float("nan"), float("nan"))
     samples_per_s: float | None = None
@@ -161,12 +165,14 @@ def evaluate(arms: Sequence[ArmTurns], batch_size: int | None, bound: float | No
         slowest_ms = max(sum(turn.window_ms for turn in turns) for turns in by_rank)
         ratios = [_round_ms(mine) / _round_ms(of_base) for mine, of_base in zip(arm.rounds, base.rounds, strict=True)]
         exposed = [[ms for turn in turns for ms in turn.exposed_ms] for turns in by_rank]
+        cpu = [[ms for turn in turns for ms in turn.cpu_ms] for turns in by_rank]
         results.append(
             ArmResult(
                 name=arm.name,
                 staleness=arm.staleness,
                 step_ms_median=_slowest(arm, 50),
                 step_ms_p90=_slowest(arm, 90),
+                cpu_ms=max(map(median, cpu)) if all(cpu) else None,
                 of_base=median(ratios),
                 of_base_range=(min(ratios), max(ratios)),
                 samples_per_s=num_samples / slowest_ms * 1e3 if batch_size else None,
@@ -226,7 +232,7 @@ def _worst(arm: ArmTurns) -> dict[str, tuple[float, float]]:
 def table(results: Sequence[ArmResult]) -> str:
     """Return the table of the arms that ran, one line each."""
     memories, names, base = list(results[0].peak_memory), {result.name for result in results}, results[0].name
-    head = ["median", "P90", "of base", "(rounds)", "samples/s", "exposed", "efficiency"]
+    head = ["median", "P90", "CPU", "of base", "(rounds)", "samples/s", "exposed", "efficiency"]
     head += [f"peak {name}" for name in memories] + ["final loss", "same as base"]
     rows = [["arm", *head]]
     for result in results:
@@ -236,6 +242,7 @@ def table(results: Sequence[ArmResult]) -> str:
         cells = [
             f"{result.step_ms_median:.2f} ms",
             f"{result.step_ms_p90:.2f} ms",
+            or_dash(result.cpu_ms, "{:.2f} ms"),
             f"{result.of_base:.3f}",
             f"{low:.3f}-{high:.3f}",
             or_dash(result.samples_per_s, "{:,.0f}"),

@@ -105,6 +105,7 @@ class Meter:
         self._watched: OverlapEmbeddingStrategy | None = None
         self._clock: Timestamps = HostTimestamps()
         self._marks: list[Any] = []
+        self._cpu_marks: list[float] = []
         self._losses: list[Tensor] = []
         self._window_ms = 0.0
         self._memory: dict[str, int] = {}
@@ -126,6 +127,7 @@ class Meter:
             self._window_ms = -time.perf_counter() * 1e3
         if self._first <= step <= self._last:
             self._marks.append(self._clock.mark())
+            self._cpu_marks.append(time.process_time() * 1e3)
         if step == self._last:
             synchronize(self._device)
             self._window_ms += time.perf_counter() * 1e3
@@ -168,6 +170,7 @@ class Meter:
         num = self._per_optimizer_step
         seen = Turn(
             step_ms=[(late - early) / num for early, late in pairwise(map(self._clock.ms, self._marks[::num]))],
+            cpu_ms=[(late - early) / num for early, late in pairwise(self._cpu_marks[::num])],
             window_ms=self._window_ms,
             losses=[loss.numpy().tobytes() for loss in losses_S],
             final_loss=float(losses_S[-1]),

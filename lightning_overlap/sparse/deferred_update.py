@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from functools import partial
@@ -207,16 +208,24 @@ class _CutWhenReceived(Awaitable[Tensor]):  # type: ignore[misc]
         return self._deferred.cut_received(received) if received.requires_grad else received
 
 
-def _under_way(started: object) -> Iterator[Request[Any] | NoWait[Any]]:
+def _under_way(started: Any) -> Iterator[Request[Any] | NoWait[Any]]:
     """Find what is under way inside an awaitable."""
-    if isinstance(started, Request | NoWait):
+    kind = _kind_of(started.__class__)
+    if kind is Request:
         yield started
-    elif isinstance(started, Awaitable):
-        for part in vars(started).values():
+    elif kind is not None:
+        for part in started if kind is list else vars(started).values():
             yield from _under_way(part)
-    elif isinstance(started, list):
-        for part in started:
-            yield from _under_way(part)
+
+
+@functools.cache
+def _kind_of(cls: type) -> Any:
+    """Return how to search an object of a class: abstract classes are slow to ask, and a step has thirty objects."""
+    if issubclass(cls, Request | NoWait):
+        return Request
+    if issubclass(cls, Awaitable):
+        return Awaitable
+    return list if issubclass(cls, list) else None
 
 
 def before_gradients(embeddings: object, num_parts: int) -> list[Tensor] | None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from functools import cached_property
 from typing import Any
 
 import torch.distributed as dist
@@ -13,13 +14,21 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from ..runtime import InFlightBatch, LookupOrder, Path, resolve
 from ..schedules import Stage, StreamName, WeightOwner
-from ..tables import SentInput, caching_tbes, forget_prefetched, num_fused_writes, owners_of_parts, spec_of
+from ..tables import (
+    SentInput,
+    caching_tbes,
+    forget_prefetched,
+    has_dense_weights,
+    num_fused_writes,
+    owners_of_parts,
+    spec_of,
+)
 from .answers import Answers
 from .freed_features import release
 from .input_dist import SizeExchange, splits_only
 from .lookup import compute_fused, look_up, parts_to_look_up, start_fused
 from .lookup_threads import LookedUp, LookupThreads
-from .module_context import ModuleContext, wait_for
+from .module_context import ModuleContext
 from .options import SparseOptions
 from .pipelined_forward import PipelinedForwards, inputs_of
 from .table_updates import TableUpdates
@@ -73,11 +82,6 @@ class SparsePipeline:
             receive_input=self.receive_input,
         )
         self._num_writes_seen: list[tuple[int, ...]] = []
-        self._has_dense_tables = any(
-            WeightOwner.DENSE_OPTIMIZER in owners_of_parts(module)
-            for module in self.modules.values()
-            if spec_of(module) is not None
-        )
         self.keep_ids = False
         self.ready = False
 
@@ -85,6 +89,14 @@ class SparsePipeline:
     def modules(self) -> dict[str, ShardedModule[Any, Any, Any, Any]]:
         """The sharded modules by name."""
         return {name: pipelined.module for name, pipelined in self._forwards.items()}
+
+    @cached_property
+    def _has_dense_tables(self) -> bool:
+        return any(
+            WeightOwner.DENSE_OPTIMIZER in owners_of_parts(module) and has_dense_weights(module)
+            for module in self.modules.values()
+            if spec_of(module) is not None
+        )
 
     @property
     def unpipelined(self) -> dict[str, str]:
@@ -180,7 +192,7 @@ class SparsePipeline:
         if self._group is None:
             for state in inflight.modules.values():
                 self._observe("wait", Stage.INPUT_SPLITS_DIST, inflight.index)
-                state.tensors_awaitable, state.splits_awaitable = wait_for(state.splits_awaitable), None
+                state.tensors_awaitable, state.splits_awaitable = state.splits_awaitable.wait(), None
         elif inflight.sizes is not None:
             self._observe("wait", Stage.INPUT_SPLITS_DIST, inflight.index)
             (names, sizes), inflight.sizes = inflight.sizes, None
@@ -209,7 +221,7 @@ class SparsePipeline:
         for state in inflight.modules.values():
             if state.dist_input is None and state.tensors_awaitable is not None:
                 self._observe("wait", Stage.INPUT_DATA_DIST, inflight.index)
-                state.dist_input, state.tensors_awaitable = wait_for(state.tensors_awaitable), None
+                state.dist_input, state.tensors_awaitable = state.tensors_awaitable.wait(), None
             received += [state.dist_input, state.context]
         return received
 

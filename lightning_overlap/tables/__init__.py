@@ -66,5 +66,6 @@ from .table import training_sharders as training_sharders
 from .write_counts import SentInput as SentInput
 from .write_counts import count_writes as count_writes
 from .write_counts import fused_writes as fused_writes
+from .write_counts import has_dense_weights as has_dense_weights
 from .write_counts import num_fused_writes as num_fused_writes
 from .write_counts import num_writes as num_writes

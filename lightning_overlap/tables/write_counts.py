@@ -122,6 +122,11 @@ def num_fused_writes(module: Any) -> tuple[int, ...]:
     return tuple(weight._version for weight in _fused_weights(module))
 
 
+def has_dense_weights(module: Any) -> bool:
+    """Whether a module has weights of the dense optimizer, which `num_fused_writes` leaves out. Replicas are none."""
+    return bool(_dense_weights(module))
+
+
 def fused_writes(model: nn.Module) -> int:
     """Return how often somebody other than a fused backward has written the fused tables of a sharded model."""
     return sum(write for module in sharded_modules(model).values() for write in num_fused_writes(module))

@@ -56,6 +56,7 @@ def test_ours_beside_plain_lightning_and_torchrec(tmp_path: Path) -> None:
         assert arm["same_as_base"] == (name != "semi_sync"), name
         assert (arm["final_loss"] == arms_by_name["base"]["final_loss"]) == (name != "semi_sync")
         assert 0 < arm["step_ms_median"] <= arm["step_ms_p90"]
+        assert arm["cpu_ms"] > 0
         assert arm["of_base_range"][0] <= arm["of_base"] <= arm["of_base_range"][1]
         assert arm["samples_per_s"] > 0
         assert arm["peak_memory"]["resident"] > 0

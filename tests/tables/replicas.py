@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
+import sys
 import warnings
 from collections.abc import Mapping
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -16,6 +18,7 @@ from torch.distributed.optim import _apply_optimizer_in_backward
 from torchrec.optim import RowWiseAdagrad
 
 from lightning_overlap import MODES, OverlapEmbeddingStrategy, combined_optimizer
+from lightning_overlap.sparse import pipeline
 from lightning_overlap.tables import sharded_modules, table_lines
 from lightning_overlap.testing.local_group import process_group
 from lightning_overlap.testing.unsharded_law import computes_what_the_unsharded_computes
@@ -68,8 +71,18 @@ class Frozen(Model):
         return super().training_step(batch, batch_idx)
 
 
+class Writes(Model):
+    """Writes a small table after its first two steps: after the second one the next batch has been looked up."""
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        for name, weight in self.named_parameters():
+            if batch_idx < 2 and "s0" in name:  # sharded, another rank may have it
+                with torch.no_grad():
+                    weight.mul_(0.5)
+
+
 MODELS: Mapping[str, type[Model]] = {
-    cls.__name__: cls for cls in (Model, Scheduled, TwoBackwards, TwoCalls, Frozen, MakesInput)
+    cls.__name__: cls for cls in (Model, Scheduled, TwoBackwards, TwoCalls, Frozen, Writes, MakesInput)
 }
 
 
@@ -85,6 +98,20 @@ def fit(
     trainer = make_trainer(strategy_of(case, pipeline, **(options or {})), **{"limit_val_batches": 0, **kwargs})
     trainer.fit(model, datamodule=Data(case, NUM_STEPS))
     return collect(model, trainer.optimizers[0], model.losses)
+
+
+def num_compared(case: Case, model_class: str) -> tuple[Result, int]:
+    """Fit, and count how often the state of a batch ahead is compared with the tables between two steps."""
+    compared = 0
+    own = pipeline.ModuleContext.is_overwritten
+
+    def is_overwritten(state: Any, module: Any) -> bool:
+        nonlocal compared
+        compared += sys._getframe(1).f_code.co_filename == pipeline.__file__
+        return own(state, module)
+
+    with mock.patch.object(pipeline.ModuleContext, "is_overwritten", is_overwritten):
+        return fit(case, "fused_sparse_dist", model_class), compared
 
 
 class Stop(Callback):

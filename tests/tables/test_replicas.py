@@ -117,6 +117,17 @@ def test_updated_whenever_a_sharded_table_is(
     assert_close(two_ranks.run(replicas.fit, case, "fused_sparse_dist", model, **kwargs), sharded)
 
 
+def test_a_replica_that_is_written_between_two_steps_is_looked_up_anew(two_ranks: Ranks) -> None:
+    """As the sharded table is in the reference mode; where nobody writes, no batch ahead is compared in each step."""
+    case = case_of("rowwise")
+    (ours, compared), (_, unwritten) = (
+        zip(*two_ranks.run(replicas.num_compared, case, model), strict=True) for model in ("Writes", "Model")
+    )
+    assert_close(list(ours), two_ranks.run(replicas.fit, case, "base", "Writes", {"replicated": None}))
+    assert unwritten == (0, 0)
+    assert min(compared) > 0
+
+
 @pytest.mark.parametrize(
     ("optimizer", "pipeline", "model"),
     [("rowwise", "fused_sparse_dist", "Model"), ("adagrad", "sparse_dist", "MakesInput"), ("sgd", "base", "Model")],
