@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+import torch
 
 from ..support.pairs import pairwise
 from ..support.ranks import Ranks
@@ -57,6 +58,15 @@ def test_ranks_without_lengths_end_together_past_batches_that_are_none(two_ranks
         assert len(num_asked) == 1
         if nones == ((), ()):
             assert num_asked.pop() <= fewest / 2 + 2
+
+
+@pytest.mark.parametrize(("num_buffers", "sized"), [(1, True), (2, False)], ids=["sized", "unsized"])
+def test_loaders_that_fill_their_buffers_anew(two_ranks: Ranks, num_buffers: int, sized: bool) -> None:
+    """As many buffers as Lightning's own loop needs: batches that wait for the ranks' answers are not overwritten."""
+    expected = two_ranks.run(uneven.train_from_ring, "base", 12, sized)
+    for pipeline in ("base", "fused_sparse_dist"):
+        actual = two_ranks.run(uneven.train_from_ring, pipeline, num_buffers, sized)
+        assert all(torch.equal(mine, theirs) for mine, theirs in zip(actual, expected, strict=True))
 
 
 @pytest.mark.parametrize("sized", [True, False], ids=["sized", "unsized"])
