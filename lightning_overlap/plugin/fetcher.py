@@ -230,7 +230,7 @@ class LookaheadFetcher(_DataLoaderIterDataFetcher):
             return self._batch
         if self.executor is None:
             self.executor = self._make_executor(self)
-        self._num_allowed = self.executor.num_trained + self._num_batches_left()
+        self._num_allowed = self.executor.num_trained - (self._real is not None) + self._num_batches_left()
         if self._real is None and not self._has_ended and not self._skips(self._num_delivered):
             self._real = self.executor.next_batch()
             self._has_ended = self._real is None

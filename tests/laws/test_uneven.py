@@ -60,6 +60,13 @@ def test_ranks_without_lengths_end_together_past_batches_that_are_none(two_ranks
             assert num_asked.pop() <= fewest / 2 + 2
 
 
+def test_the_last_step_comes_after_a_batch_that_is_none_on_one_rank(two_ranks: Ranks) -> None:
+    """The ranks agree on how many batches are left, though one of them begins its epoch with none to train."""
+    nones = ((0, 3), ())
+    runs = two_ranks.run(uneven.train_past_nones, "fused_sparse_dist", (9, 6), nones, max_steps=7, max_epochs=3)
+    assert [trained for trained, _ in runs] == [[1, 2, 4, 5, 6, 7, 1], [0, 1, 2, 3, 4, 5, 0]]
+
+
 @pytest.mark.parametrize(("num_buffers", "sized"), [(1, True), (2, False)], ids=["sized", "unsized"])
 def test_loaders_that_fill_their_buffers_anew(two_ranks: Ranks, num_buffers: int, sized: bool) -> None:
     """As many buffers as Lightning's own loop needs: batches that wait for the ranks' answers are not overwritten."""

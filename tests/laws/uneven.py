@@ -77,8 +77,10 @@ def train(pipeline: str, lengths: tuple[int, ...], sized: bool, **kwargs: Any) -
     return model.seen, said
 
 
-def train_past_nones(pipeline: str, lengths: tuple[int, ...], nones: tuple[tuple[int, ...], ...]) -> tuple[Any, int]:
-    """One epoch without lengths; return the batches that were trained, and how often the ranks were asked."""
+def train_past_nones(
+    pipeline: str, lengths: tuple[int, ...], nones: tuple[tuple[int, ...], ...], **kwargs: Any
+) -> tuple[Any, int]:
+    """One epoch without lengths, or more; return the batches that were trained, and how often the ranks were asked."""
     model, num_asked = Counts(), 0
     strategy = OverlapEmbeddingStrategy(pipeline=pipeline, sharding=make_plan(TABLE_WISE, model, dist.get_world_size()))
     ask = GroupConsensus.ask
@@ -91,7 +93,7 @@ def train_past_nones(pipeline: str, lengths: tuple[int, ...], nones: tuple[tuple
     with pytest.MonkeyPatch.context() as patch, warnings.catch_warnings():
         warnings.simplefilter("ignore")
         patch.setattr(GroupConsensus, "ask", counted)
-        make_trainer(strategy, limit_val_batches=0).fit(model, datamodule=Uneven(lengths, False, nones))
+        make_trainer(strategy, limit_val_batches=0, **kwargs).fit(model, datamodule=Uneven(lengths, False, nones))
     return [batch for _, _, batch, _ in (one for one in model.seen if one != "validation")], num_asked
 
 
