@@ -26,7 +26,7 @@ from torch.utils.data import (
 )
 from typing_extensions import override
 
-from ..runtime import Executor, InFlightBatch, waiting_for_data
+from ..runtime import BatchMemory, Executor, InFlightBatch, waiting_for_data
 from . import sigterm
 
 if TYPE_CHECKING:
@@ -46,7 +46,7 @@ MAX_NONES_AT_END = 2
 """How many batches of an epoch are fetched one early, to know which one is the last where they may be None."""
 
 NUM_AT_HAND = 2
-"""How many batches a rank has at hand where lengths are not certain: so the ranks ask for every other one."""
+"""Batches at hand where lengths are not certain and buffers not filled anew: so the ranks ask for every other one."""
 
 _Fetched: TypeAlias = "tuple[tuple[Any, int, int], Any]"
 """A batch with its number and its loader's, and the states of the loaders after it."""
@@ -147,8 +147,8 @@ class LookaheadFetcher(_DataLoaderIterDataFetcher):
         """Batches that are None: how many others come before it in the epoch, its number, its loader's."""
         self._real: InFlightBatch | None = None  # begun, and to be delivered after those that are None before it
         self._buffered: deque[_Fetched] = deque()  # the batches after the one that was staged last
-        self._num_skipped = 0
-        self._num_delivered = 0  # of those that are not None
+        self._memory = BatchMemory(NUM_AT_HAND + 1)
+        self._num_skipped = self._num_delivered = 0  # batches that are None, and others
         self._has_ended = False  # by the word of the executor, on all ranks
         self._iterated = False  # since this fetcher took over
         self._num_allowed: float = 0  # batches to fetch in this epoch, by `max_steps`
@@ -230,7 +230,7 @@ class LookaheadFetcher(_DataLoaderIterDataFetcher):
             return self._batch
         if self.executor is None:
             self.executor = self._make_executor(self)
-        self._num_allowed = self.executor.num_trained + self._num_batches_left()
+        self._num_allowed = self.executor.num_trained - (self._real is not None) + self._num_batches_left()
         if self._real is None and not self._has_ended and not self._skips(self._num_delivered):
             self._real = self.executor.next_batch()
             self._has_ended = self._real is None
@@ -300,6 +300,7 @@ class LookaheadFetcher(_DataLoaderIterDataFetcher):
                 )
             return None
         (batch, batch_idx, dataloader_idx), states = fetched
+        self._memory.note(batch)
         self._states.note(index, states, self.executor.depth)
         for ahead in range(index + 1 + len(self._buffered), index + 1 + self._num_to_buffer):
             if ahead < self._num_allowed and (following := self._next_to_train(ahead)) is not None:
@@ -311,16 +312,16 @@ class LookaheadFetcher(_DataLoaderIterDataFetcher):
         """How many batches to take from the loader before they are staged, so that the ranks know of its end."""
         if self.length_known:
             return int(self.num_batches - self.inner.fetched <= MAX_NONES_AT_END)
-        in_inner = self.inner.length is None  # has one, to know whether it is the last
-        return 0 if self._trainer.world_size == 1 else NUM_AT_HAND - in_inner
+        keeps = self._trainer.world_size > 1 and self._memory.is_own
+        return NUM_AT_HAND - (self.inner.length is None) if keeps else 0  # without a length the inner one has one
 
     @property
     def num_certain(self) -> int:
         """How many batches after the one fetched last will be staged in any case."""
         if not self._buffered or self._num_skipped > 0 or self.executor is None:
             return 0
-        inner: list[Any] = getattr(self.inner, "batches", [])
-        num = len(self._buffered) + bool(inner and not self._is_skipped(inner[0][0]))
+        in_inner: list[Any] = getattr(self.inner, "batches", [])[:1]
+        num = len(self._buffered) + sum(not self._is_skipped(batch) for batch, _, _ in in_inner)
         return int(min(num, self._num_allowed - self.executor.num_fetched - 1))
 
     def _next_to_train(self, index: int) -> _Fetched | None:
@@ -377,8 +378,7 @@ class LookaheadFetcher(_DataLoaderIterDataFetcher):
 
     def drop(self) -> None:
         """Drop the batches that were looked ahead, on all ranks alike."""
-        self._peeked = False
-        self._batch = self._real = None
+        self._batch, self._real, self._peeked = None, None, False
         self._buffered.clear()
         self._num_delivered, self._num_skipped, self._has_ended = 0, 0, False
         self._skipped.clear()

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+import torch
 
 from ..support.pairs import pairwise
 from ..support.ranks import Ranks
@@ -57,6 +58,22 @@ def test_ranks_without_lengths_end_together_past_batches_that_are_none(two_ranks
         assert len(num_asked) == 1
         if nones == ((), ()):
             assert num_asked.pop() <= fewest / 2 + 2
+
+
+def test_the_last_step_comes_after_a_batch_that_is_none_on_one_rank(two_ranks: Ranks) -> None:
+    """The ranks agree on how many batches are left, though one of them begins its epoch with none to train."""
+    nones = ((0, 3), ())
+    runs = two_ranks.run(uneven.train_past_nones, "fused_sparse_dist", (9, 6), nones, max_steps=7, max_epochs=3)
+    assert [trained for trained, _ in runs] == [[1, 2, 4, 5, 6, 7, 1], [0, 1, 2, 3, 4, 5, 0]]
+
+
+@pytest.mark.parametrize(("num_buffers", "sized"), [(1, True), (2, False)], ids=["sized", "unsized"])
+def test_loaders_that_fill_their_buffers_anew(two_ranks: Ranks, num_buffers: int, sized: bool) -> None:
+    """As many buffers as Lightning's own loop needs: batches that wait for the ranks' answers are not overwritten."""
+    expected = two_ranks.run(uneven.train_from_ring, "base", 12, sized)
+    for pipeline in ("base", "fused_sparse_dist"):
+        actual = two_ranks.run(uneven.train_from_ring, pipeline, num_buffers, sized)
+        assert all(torch.equal(mine, theirs) for mine, theirs in zip(actual, expected, strict=True))
 
 
 @pytest.mark.parametrize("sized", [True, False], ids=["sized", "unsized"])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import os
 import signal
 import warnings
@@ -9,14 +10,16 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
+import torch
 import torch.distributed as dist
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 from torch.utils.data import DataLoader, IterableDataset
+from torchrec import KeyedJaggedTensor
 
 from lightning_overlap import OverlapEmbeddingStrategy
 from lightning_overlap.distributed import Answer, GroupConsensus, StepFlags
 
-from ..support.cases import TABLE_WISE, Batch, Batches, Model, make_batch, make_plan
+from ..support.cases import NUM_ROWS, TABLE_WISE, Batch, Batches, Model, make_batch, make_plan
 from ..support.fits import make_trainer
 
 
@@ -74,8 +77,10 @@ def train(pipeline: str, lengths: tuple[int, ...], sized: bool, **kwargs: Any) -
     return model.seen, said
 
 
-def train_past_nones(pipeline: str, lengths: tuple[int, ...], nones: tuple[tuple[int, ...], ...]) -> tuple[Any, int]:
-    """One epoch without lengths; return the batches that were trained, and how often the ranks were asked."""
+def train_past_nones(
+    pipeline: str, lengths: tuple[int, ...], nones: tuple[tuple[int, ...], ...], **kwargs: Any
+) -> tuple[Any, int]:
+    """One epoch without lengths, or more; return the batches that were trained, and how often the ranks were asked."""
     model, num_asked = Counts(), 0
     strategy = OverlapEmbeddingStrategy(pipeline=pipeline, sharding=make_plan(TABLE_WISE, model, dist.get_world_size()))
     ask = GroupConsensus.ask
@@ -88,8 +93,56 @@ def train_past_nones(pipeline: str, lengths: tuple[int, ...], nones: tuple[tuple
     with pytest.MonkeyPatch.context() as patch, warnings.catch_warnings():
         warnings.simplefilter("ignore")
         patch.setattr(GroupConsensus, "ask", counted)
-        make_trainer(strategy, limit_val_batches=0).fit(model, datamodule=Uneven(lengths, False, nones))
+        make_trainer(strategy, limit_val_batches=0, **kwargs).fit(model, datamodule=Uneven(lengths, False, nones))
     return [batch for _, _, batch, _ in (one for one in model.seen if one != "validation")], num_asked
+
+
+class _Ring:
+    """Fills the same buffers anew, one after the other, as readers with pinned memory do; no length."""
+
+    def __init__(self, rank: int, num_buffers: int) -> None:
+        self.rank, self.num_buffers = rank, num_buffers
+
+    def __iter__(self) -> Iterator[Batch]:
+        features, buffers = list(TABLE_WISE.all_features), []
+        for index in range(12):
+            batch = make_batch(TABLE_WISE, index, self.rank)
+            ids = torch.arange(2 * len(features) * len(batch.labels)) * (index + 1) % NUM_ROWS
+            if index < self.num_buffers:
+                buffers.append((ids, batch.dense, batch.labels))
+            ids, dense, labels = (
+                buffer.copy_(new)
+                for buffer, new in zip(buffers[index % self.num_buffers], (ids, batch.dense, batch.labels), strict=True)
+            )
+            lengths = torch.full((len(features) * len(labels),), 2)
+            yield Batch(dense, {"sparse": (KeyedJaggedTensor(features, ids, lengths=lengths), index)}, labels)
+
+
+class _SizedRing(_Ring):
+    def __len__(self) -> int:
+        return 12
+
+
+class _Ringed(Batches):
+    """Batches are copied as they are staged, as to a device."""
+
+    def __init__(self, num_buffers: int, sized: bool) -> None:
+        super().__init__(TABLE_WISE)
+        self.num_buffers, self.sized = num_buffers, sized
+
+    def train_dataloader(self) -> Any:
+        return (_SizedRing if self.sized else _Ring)(self.trainer.global_rank, self.num_buffers)
+
+    def on_before_batch_transfer(self, batch: Batch, dataloader_idx: int) -> Batch:
+        return copy.deepcopy(batch)
+
+
+def train_from_ring(pipeline: str, num_buffers: int, sized: bool) -> torch.Tensor:
+    """Return the losses of a fit whose loader has so many buffers."""
+    model = Counts()
+    strategy = OverlapEmbeddingStrategy(pipeline=pipeline, sharding=make_plan(TABLE_WISE, model, dist.get_world_size()))
+    make_trainer(strategy, limit_val_batches=0).fit(model, datamodule=_Ringed(num_buffers, sized))
+    return torch.stack(model.losses)
 
 
 class Terminated(Counts):
