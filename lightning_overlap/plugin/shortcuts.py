@@ -143,9 +143,6 @@ def _is_silent(trainer: Trainer) -> bool:
 class _HookCalls:
     """Calls hooks as Lightning's functions of these names do, those that do nothing left out.
 
-    Whether somebody watches is asked with each of the callbacks' hooks, which begin every batch and come six times in
-    it; the module's and the strategy's hooks go by the latest answer.
-
     Args:
         own: Lightning's functions.
     """
@@ -155,7 +152,6 @@ class _HookCalls:
         self._own_module = own["_call_lightning_module_hook"]
         self._own_strategy = own["_call_strategy_hook"]
         self._empty = _empty_hooks()
-        self._silent: Trainer | None = None  # the one whose callbacks were called last, where nobody watched
 
     def on_callbacks(
         self,
@@ -166,8 +162,7 @@ class _HookCalls:
         **kwargs: Any,
     ) -> None:
         module = trainer.lightning_module
-        self._silent = trainer if _is_silent(trainer) else None
-        if monitoring_callbacks is not None or module is None or self._silent is None:
+        if monitoring_callbacks is not None or module is None or not _is_silent(trainer):
             self._own_callbacks(trainer, hook_name, *args, monitoring_callbacks=monitoring_callbacks, **kwargs)
             return
         before = module._current_fx_name
@@ -183,13 +178,13 @@ class _HookCalls:
     ) -> Any:
         module = pl_module or trainer.lightning_module
         hook = getattr(module, hook_name, None)
-        if hook is None or trainer is not self._silent:
+        if hook is None or not _is_silent(trainer):
             return self._own_module(trainer, hook_name, *args, pl_module=pl_module, **kwargs)
         return None if getattr(hook, "__func__", None) in self._empty else _call(module, hook_name, hook, args, kwargs)
 
     def on_strategy(self, trainer: Trainer, hook_name: str, *args: Any, **kwargs: Any) -> Any:
         module, hook = trainer.lightning_module, getattr(trainer.strategy, hook_name, None)
-        if hook is None or module is None or trainer is not self._silent:
+        if hook is None or module is None or not _is_silent(trainer):
             return self._own_strategy(trainer, hook_name, *args, **kwargs)
         return None if getattr(hook, "__func__", None) in self._empty else _call(module, hook_name, hook, args, kwargs)
 

@@ -18,7 +18,7 @@ from ..runtime import InFlightBatch, LookupOrder, timed
 from ..schedules import Stage, StreamName
 from ..tables import without_backward, without_graph
 from .lookup import deferring_update
-from .module_context import ModuleContext, autocast_of
+from .module_context import ModuleContext, autocast_of, wait_for
 from .options import SparseOptions
 from .pipelined_forward import EarlyEmbeddings, LazyEmbeddings, PipelinedForward, PipelinedForwards, only_input
 from .table_updates import TableUpdates
@@ -180,7 +180,7 @@ class Answers:
             self._options.observer("wait", Stage.EMBEDDING_LOOKUP, index)
             assert state.embeddings is not None
             with self._order.on_lookup(), _own_graph(self._options.trains):
-                state.received = state.embeddings.wait()
+                state.received = wait_for(state.embeddings)
             state.received_at = self._order.streams.record(self._order.lookup)
         self._order.hand_to_caller(state.received, state.received_at, index, is_first=is_first)
         return state.received

@@ -28,7 +28,7 @@ from torchrec.distributed.types import Awaitable, NoWait
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from ..tables import ids_fit_32_bits, input_dists_of
-from .module_context import ModuleContext
+from .module_context import ModuleContext, wait_for
 
 MAX_RECATS = 256
 """Orders of received features kept at most: one for each sharding of each module."""
@@ -53,12 +53,12 @@ def splits_only(module: Any, group: dist.ProcessGroup | None, *, narrow: bool = 
     ]
     narrow = narrow and ids_fit_32_bits(module) and not validate_collectives_enabled()
     for all_to_all in all_to_alls:
-        vars(all_to_all)["forward"] = partial(_describe, all_to_all, group, narrow)
+        all_to_all.forward = partial(_describe, all_to_all, group, narrow)
     try:
         yield
     finally:
         for all_to_all in all_to_alls:
-            del vars(all_to_all)["forward"]
+            del all_to_all.forward
 
 
 def _describe(
@@ -346,33 +346,29 @@ class _Received(Awaitable[KeyedJaggedTensor]):  # type: ignore[misc]
         self._awaitable, self._lengths, self._dtypes = awaitable, lengths, dtypes
 
     def _wait_impl(self) -> KeyedJaggedTensor:
-        global _known_lengths
-        _known_lengths = self._lengths
-        try:
-            kjt = self._awaitable.wait()
-        finally:
-            _known_lengths = None
+        with _lengths_known(self._lengths):
+            kjt = wait_for(self._awaitable)
         of_lengths, of_values = self._dtypes
         kjt._lengths, kjt._values = kjt.lengths().to(of_lengths), kjt.values().to(of_values)
         return kjt
 
 
-_known_lengths: list[int] | None = None
-"""Of the ids that TorchRec assembles now, by feature."""
+@contextmanager
+def _lengths_known(lengths: list[int] | None) -> Iterator[None]:
+    """Have TorchRec take the lengths of the features it assembles from here, where they are of these ids."""
+    own = KeyedJaggedTensor.sync
 
-own_sync = KeyedJaggedTensor.sync
+    def sync(kjt: KeyedJaggedTensor) -> KeyedJaggedTensor:
+        fits = lengths is not None and len(lengths) == len(kjt.keys()) and sum(lengths) == kjt.values().numel()
+        if fits and kjt._length_per_key is None:
+            kjt._length_per_key = lengths
+        return own(kjt)
 
-
-def sync_with_known_lengths(kjt: KeyedJaggedTensor) -> KeyedJaggedTensor:
-    """Do what `KeyedJaggedTensor.sync` does, and take the lengths of received features from here, where they are known.
-
-    It stands there as long as modules are served: to change a class in every step has Python look all of it up anew.
-    """
-    lengths = _known_lengths
-    fits = lengths is not None and len(lengths) == len(kjt.keys()) and sum(lengths) == kjt.values().numel()
-    if fits and kjt._length_per_key is None:
-        kjt._length_per_key = lengths
-    return own_sync(kjt)
+    KeyedJaggedTensor.sync = sync
+    try:
+        yield
+    finally:
+        KeyedJaggedTensor.sync = own
 
 
 @contextmanager

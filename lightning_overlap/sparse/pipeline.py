@@ -28,7 +28,7 @@ from .freed_features import release
 from .input_dist import SizeExchange, splits_only
 from .lookup import compute_fused, look_up, parts_to_look_up, start_fused
 from .lookup_threads import LookedUp, LookupThreads
-from .module_context import ModuleContext
+from .module_context import ModuleContext, wait_for
 from .options import SparseOptions
 from .pipelined_forward import PipelinedForwards, inputs_of
 from .table_updates import TableUpdates
@@ -192,7 +192,7 @@ class SparsePipeline:
         if self._group is None:
             for state in inflight.modules.values():
                 self._observe("wait", Stage.INPUT_SPLITS_DIST, inflight.index)
-                state.tensors_awaitable, state.splits_awaitable = state.splits_awaitable.wait(), None
+                state.tensors_awaitable, state.splits_awaitable = wait_for(state.splits_awaitable), None
         elif inflight.sizes is not None:
             self._observe("wait", Stage.INPUT_SPLITS_DIST, inflight.index)
             (names, sizes), inflight.sizes = inflight.sizes, None
@@ -221,7 +221,7 @@ class SparsePipeline:
         for state in inflight.modules.values():
             if state.dist_input is None and state.tensors_awaitable is not None:
                 self._observe("wait", Stage.INPUT_DATA_DIST, inflight.index)
-                state.dist_input, state.tensors_awaitable = state.tensors_awaitable.wait(), None
+                state.dist_input, state.tensors_awaitable = wait_for(state.tensors_awaitable), None
             received += [state.dist_input, state.context]
         return received
 

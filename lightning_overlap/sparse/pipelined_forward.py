@@ -5,19 +5,15 @@ from __future__ import annotations
 import itertools
 import warnings
 from collections.abc import Callable, Container, ItemsView, Iterator, Mapping, ValuesView
-from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.autograd.profiler import record_function
-from torchrec.distributed import comm_ops, dist_data, types, utils
 from torchrec.distributed.types import LazyAwaitable, LazyGetItemMixin, ShardedModule
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from ..runtime import Path, is_profiled, leaves, resolve
 from ..tables import SentInput, check_torchrec, holds_sequences, why_never_early
-from .input_dist import own_sync, sync_with_known_lengths
 from .mismatches import Mismatches
 from .options import SparseOptions
 
@@ -46,6 +42,10 @@ class LazyEmbeddings(LazyGetItemMixin[str, Any], LazyAwaitable[Any]):  # type: i
     def __len__(self) -> int:
         return len(self.keys())
 
+    def wait(self) -> Any:
+        """Return the embeddings; TorchRec names the wait to the profiler, there or not, in 5 us."""
+        return super().wait() if is_profiled() or self.callbacks else self._wait_impl()
+
     def _wait_impl(self) -> Any:
         if _grad_mode() == self._mode:
             return self._receive()
@@ -58,7 +58,7 @@ class EarlyEmbeddings(LazyEmbeddings):
     """Embeddings of an early lookup.
 
     TorchRec's own pipelined forwards wait where the module is called; waiting later lets a bottom MLP after the
-    call still overlap with the all-to-all.
+    call still run beside the all-to-all.
     """
 
 
@@ -193,7 +193,6 @@ class PipelinedForwards(Mapping[str, PipelinedForward]):
 
     def attach(self, answer: Answer) -> None:
         """Take the place of the modules' forwards; calls get this answer."""
-        _replace(id(self))
         for pipelined in self.values():
             pipelined.attach(answer)
 
@@ -201,7 +200,6 @@ class PipelinedForwards(Mapping[str, PipelinedForward]):
         """Give every module the forward back that it had before."""
         for pipelined in self.values():
             pipelined.detach()
-        _put_back(id(self))
         if self._mismatches is not None:
             self._mismatches.end()
 
@@ -350,37 +348,3 @@ def only_input(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
     """Return the single argument of a call, or None."""
     values = [*args, *kwargs.values()]
     return values[0] if len(values) == 1 else None
-
-
-# -- TorchRec's functions that are replaced while any forwards are attached -------------------------------------------
-
-_attached: set[int] = set()
-_NO_NAME: AbstractContextManager[Any] = nullcontext()
-
-
-def _named_where_profiled(name: str, args: str | None = None) -> AbstractContextManager[Any]:
-    """Name what TorchRec does to a profiler that is there; a name takes 5 us, there or not, and a step has a dozen."""
-    return record_function(name, args) if is_profiled() else _NO_NAME
-
-
-_REPLACED: list[tuple[Any, str, Any, Any]] = [
-    *(
-        (place, "record_function", record_function, _named_where_profiled)
-        for place in (comm_ops, dist_data, types, utils)
-    ),
-    (KeyedJaggedTensor, "sync", own_sync, sync_with_known_lengths),
-]
-
-
-def _replace(attached: int) -> None:
-    _attached.add(attached)
-    for place, name, own, mine in _REPLACED:
-        if getattr(place, name, None) is own:  # not what somebody else put there
-            setattr(place, name, mine)
-
-
-def _put_back(detached: int) -> None:
-    _attached.discard(detached)
-    for place, name, own, mine in () if _attached else _REPLACED:
-        if getattr(place, name, None) is mine:
-            setattr(place, name, own)
