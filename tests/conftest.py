@@ -79,10 +79,12 @@ def _pools() -> Iterator[dict[tuple[int, str, int], Ranks]]:
 
 @pytest.fixture
 def get_ranks(_pools: dict[tuple[int, str, int], Ranks]) -> Callable[..., Ranks]:
-    """Return the rank processes of a world size, started again if an earlier test ended them."""
+    """Return the rank processes of a world size, started again if an earlier test ended them or they are worn."""
 
     def get(world_size: int, device_type: str = "cpu", num_nodes: int = 1) -> Ranks:
         key = (world_size, device_type, num_nodes)
+        if key in _pools and _pools[key].alive and _pools[key].worn:
+            _pools[key].close()
         if key not in _pools or not _pools[key].alive:
             _pools[key] = Ranks(world_size, device_type, num_nodes)
         return _pools[key]

@@ -68,7 +68,8 @@ def join(timeout: timedelta, *, multi_node: bool = False) -> Groups:
     dist.broadcast_object_list(num_failures, src=0)
     key = (world, backend, timeout, multi_node, num_failures[0])
     if key not in _made:
-        _made.clear()
+        for other in [other for other in _made if (other[0], other[-1]) != (world, num_failures[0])]:
+            del _made[other]
         of_tables: str = backend
         if backend == "gloo" and multi_node:
             gloo_alltoall.register()

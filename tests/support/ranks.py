@@ -10,12 +10,15 @@ import pickle
 import socket
 import traceback
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 # Ranks are forked from a server that has imported what takes seconds to import, and has started no thread.
 _CONTEXT = multiprocessing.get_context("forkserver")
 _CONTEXT.set_forkserver_preload(["lightning.pytorch", "torchrec", "lightning_overlap"])
 PROCESS_GROUP_TIMEOUT_S = 60
+MOST_THREADS = 100
+"""Threads of a rank above which it is worn; a fresh one has about twenty."""
 
 _ANSWERS: dict[tuple[int, str, int, bytes], list[Any]] = {}
 
@@ -53,6 +56,12 @@ class Ranks:
     def alive(self) -> bool:
         """Whether every rank still takes work."""
         return all(process.is_alive() for process in self._processes)
+
+    @property
+    def worn(self) -> bool:
+        """Whether groups of fits that failed have left many threads: gloo's look for work a hundred times a second."""
+        tasks = [Path(f"/proc/{process.pid}/task") for process in self._processes]
+        return any(sum(1 for _ in folder.iterdir()) > MOST_THREADS for folder in tasks if folder.is_dir())
 
     def run(self, function: Callable[..., Any], *args: Any, timeout_s: float = 90, **kwargs: Any) -> list[Any]:
         """Call a module-level function on every rank; return the results by rank.
