@@ -287,7 +287,7 @@ def test_an_error_beside_an_asynchronous_save(get_ranks: Any, disk_is_full: bool
         assert said == "the same on all ranks"
         assert heard == 0
         assert stage is None
-        assert any("written beside training failed: no space left" in note for note in notes) == disk_is_full
+        assert any("written while training went on failed: no space left" in note for note in notes) == disk_is_full
     assert path.exists() != disk_is_full
     ranks.close()  # a run that failed leaves process groups behind
 
