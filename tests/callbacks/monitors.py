@@ -19,7 +19,7 @@ import lightning_overlap.callbacks.timeline as timeline_module
 from lightning_overlap import MODES, OverlapEmbeddingStrategy, OverlapMonitor, OverlapTimeline, Stage
 from lightning_overlap.profiling.overlap import Breakdown, break_down, mean, overlapped_by
 from lightning_overlap.profiling.recorder import SpanRecorder
-from lightning_overlap.profiling.spans import ALL_TO_ALLS, Category
+from lightning_overlap.profiling.spans import ALL_TO_ALLS, Category, Interval, Span
 
 from ..plugin.strategies import Dense
 from ..profiling.virtual import VirtualClock
@@ -48,8 +48,8 @@ class _Recorded(Callback):
             trainer.strategy.watch(None)
 
 
-def account_of_a_steady_step(case: Case, pipeline: str) -> dict[str, Any]:
-    """Account for a step under a virtual clock, with the all-to-alls of the tables alone."""
+def steady_step(case: Case, pipeline: str) -> tuple[list[Span], Interval]:
+    """Train under a virtual clock; return the spans, of all-to-alls those of the tables alone, and one step's window."""
     clock, recorded = VirtualClock(), _Recorded(4)
     with mock.patch.object(time, "perf_counter", clock.now_s):
         run_virtual(case, pipeline, 10, clock, callbacks=[recorded])
@@ -58,7 +58,13 @@ def account_of_a_steady_step(case: Case, pipeline: str) -> dict[str, Any]:
         for span in recorded.recorder.spans()
         if span.kind not in (Category.COMMUNICATION, Category.WAIT) or span.name in ALL_TO_ALLS
     ]
-    result = break_down(spans, recorded.recorder.windows()[-1], overlapped=overlapped_by(MODES[pipeline]))
+    return spans, recorded.recorder.windows()[-1]
+
+
+def account_of_a_steady_step(case: Case, pipeline: str) -> dict[str, Any]:
+    """Account for a step under a virtual clock, with the all-to-alls of the tables alone."""
+    spans, window = steady_step(case, pipeline)
+    result = break_down(spans, window, overlapped=overlapped_by(MODES[pipeline]))
     kinds = {
         str(kind): {"busy": round(times.busy_ms, 6), "hidden": round(times.hidden_ms, 6)}
         for kind, times in result.categories.items()
