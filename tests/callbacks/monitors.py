@@ -49,7 +49,7 @@ class _Recorded(Callback):
 
 
 def steady_step(case: Case, pipeline: str) -> tuple[list[Span], Interval]:
-    """Train under a virtual clock; return the spans, of all-to-alls those of the tables alone, and one step's window."""
+    """Train under a virtual clock; return the spans, of all-to-alls the tables' alone, and the window of one step."""
     clock, recorded = VirtualClock(), _Recorded(4)
     with mock.patch.object(time, "perf_counter", clock.now_s):
         run_virtual(case, pipeline, 10, clock, callbacks=[recorded])
