@@ -8,7 +8,7 @@ from datetime import timedelta
 
 import torch.distributed as dist
 
-from . import gloo_alltoall
+from . import gloo_alltoall, gloo_device
 from .consensus import GroupConsensus
 from .failures import default_store
 from .sockets import remember_sockets
@@ -74,7 +74,10 @@ def join(timeout: timedelta, *, multi_node: bool = False) -> Groups:
         if backend == "gloo" and multi_node:
             gloo_alltoall.register()
             of_tables = gloo_alltoall.BACKEND
-        with remember_sockets():
+        # Between hosts, what arrives for several groups at once is copied by as many threads; within one, waking them
+        # costs more than that saves.
+        within_host = contextlib.nullcontext() if multi_node else gloo_device.shared_with(world)
+        with remember_sockets(), within_host:
             consensus, checkpoints, tables, lookahead = (
                 dist.new_group(backend=kind, timeout=timeout, group_desc=name)
                 for kind, name in (

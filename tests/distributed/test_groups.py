@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import sys
 from datetime import timedelta
+from pathlib import Path
 
+import pytest
+import torch
 import torch.distributed as dist
 
-from lightning_overlap.distributed import groups
+from lightning_overlap.distributed import gloo_device, groups
 
 from ..support.ranks import Ranks
 
@@ -29,3 +33,53 @@ def joined_by_turns() -> tuple[bool, bool, bool]:
 def test_runs_of_one_timeout_share_their_groups(two_ranks: Ranks) -> None:
     """A group has threads, which gloo wakes a hundred times a second for as long as the process lives."""
     assert two_ranks.run(joined_by_turns) == [(True, True, True)] * 2
+
+
+def exchanged_on_one_device() -> tuple[int, int, list[float], bool]:
+    """How many threads that receive new groups add, with a device of their own and shared, and that both work."""
+    world, timeout = dist.group.WORLD, timedelta(seconds=30)
+    assert world is not None
+    own_class = dist.distributed_c10d.ProcessGroupGloo
+
+    def num_receivers() -> int:
+        names = [(task / "comm").read_text().strip() for task in Path("/proc/self/task").iterdir()]
+        return names.count("gloo_tcp_loop")
+
+    before = num_receivers()
+    apart = [dist.new_group(backend="gloo", timeout=timeout) for _ in range(2)]
+    between = num_receivers()
+    with gloo_device.shared_with(world):
+        shared = [dist.new_group(backend="gloo", timeout=timeout) for _ in range(2)]
+    after = num_receivers()
+    ones = torch.ones(1)
+    for group in (*shared, *apart):  # all of them under way at once, on one device or on several
+        dist.all_reduce(ones, group=group)
+    sums = [float(ones)]
+    for group in apart + shared:
+        dist.destroy_process_group(group)
+    dist.all_reduce(ones)  # the device outlives the groups that borrowed it
+    sums.append(float(ones))
+    return between - before, after - between, sums, dist.distributed_c10d.ProcessGroupGloo is own_class
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="/proc tells the names of threads on Linux only")
+def test_groups_share_the_device_of_another(two_ranks: Ranks) -> None:
+    assert two_ranks.run(exchanged_on_one_device) == [(2, 0, [16.0, 32.0], True)] * 2
+
+
+def made_without_options() -> float:
+    """A torch that has no options for gloo's groups: the groups have devices of their own."""
+    world = dist.group.WORLD
+    assert world is not None
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(gloo_device, "PRIVATE_NAMES", ("_Options", "_no_such_option"))
+        with gloo_device.shared_with(world):
+            group = dist.new_group(backend="gloo", timeout=timedelta(seconds=30))
+    ones = torch.ones(1)
+    dist.all_reduce(ones, group=group)
+    dist.destroy_process_group(group)
+    return float(ones)
+
+
+def test_groups_are_made_where_torch_has_no_options(two_ranks: Ranks) -> None:
+    assert two_ranks.run(made_without_options) == [2.0, 2.0]

@@ -39,13 +39,16 @@ STANDARD_LIBRARY = {"_fields", "_replace", "_exit"}
 
 TORCH_PRIVATE = {
     "_C",
+    "_Options",
     "_apply",
     "_apply_optimizer_in_backward",
     "_autograd",
     "_cdata",
     "_current_autograd_node",
     "_current_graph_task_id",
+    "_devices",
     "_execution_engine",
+    "_get_backend",
     "_get_default_store",
     "_get_sequence_nr",
     "_init_from_local_shards_and_global_metadata",
@@ -54,6 +57,7 @@ TORCH_PRIVATE = {
     "_schema",
     "_sequence_nr",
     "_set_params_and_buffers_to_ignore_for_model",
+    "_timeout",
     "_to_copy",
 }
 """PyTorch's own; TorchRec and Lightning use them too."""

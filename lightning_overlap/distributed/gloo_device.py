@@ -1,0 +1,54 @@
+"""One device of gloo for several process groups: one thread that receives for all of them, and not one for each.
+
+torch makes a device for every group. Where the groups of a step take turns, each message then wakes a thread that has
+nothing else to do; one thread that has them all finds several messages at once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed import distributed_c10d as c10d
+
+PRIVATE_NAMES = ("_Options", "_devices", "_timeout")
+"""What torch has for this without documenting it; where it lacks one, each group has a device of its own."""
+
+
+@contextmanager
+def shared_with(group: dist.ProcessGroup) -> Iterator[None]:
+    """Let the gloo groups that are made meanwhile use the device of another group.
+
+    Args:
+        group: Has the device, where its backend for the host's memory is gloo; else the new groups share one of theirs.
+    """
+    own = dist.ProcessGroupGloo
+    options: Any = getattr(own, "_Options", None)
+    if options is None or not all(hasattr(options, name) for name in PRIVATE_NAMES[1:]):
+        yield
+        return
+    devices = _devices_of(group) or [own.create_default_device()]
+
+    class OnDevice(own):  # type: ignore[misc, valid-type]
+        def __init__(self, store: Any, rank: int, size: int, timeout: timedelta) -> None:
+            chosen: Any = options()
+            chosen._devices, chosen._timeout = devices, timeout
+            super().__init__(store, rank, size, chosen)
+
+    c10d.ProcessGroupGloo = OnDevice  # type: ignore[misc]
+    try:
+        yield
+    finally:
+        c10d.ProcessGroupGloo = own  # type: ignore[misc]
+
+
+def _devices_of(group: dist.ProcessGroup) -> list[Any]:
+    try:
+        options: Any = group._get_backend(torch.device("cpu")).options
+        return list(options._devices)
+    except (AttributeError, RuntimeError):  # another backend, or a wrapper that checks collectives
+        return []
