@@ -26,6 +26,7 @@ from lightning.pytorch.profilers import PassThroughProfiler, Profiler
 from lightning.pytorch.strategies import Strategy
 from lightning.pytorch.trainer import call
 from lightning.pytorch.trainer.connectors.logger_connector.result import _ResultCollection, _ResultMetric
+from lightning.pytorch.trainer.states import RunningStage
 from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
 from torch import Tensor, nn
 from torchmetrics import Metric
@@ -110,8 +111,21 @@ def _records_nothing(profiler: Profiler | None) -> bool:
     cls: Any = type(profiler)
     if _PassThroughMixin not in cls.__mro__:  # `issubclass` asks an abstract class's registry, at every hook
         return False
-    own = vars(profiler)
+    own = profiler.__dict__
     return cls.start is _START and cls.stop is _STOP and "start" not in own and "stop" not in own
+
+
+# -- which stage a trainer is in ------------------------------------------------------------------------------------
+
+_TRAINING = cast(property, Trainer.training)
+
+
+class _TrainerMixin(Trainer):
+    """Asked sixteen times a step. Lightning's enums compare their words in lower case; each is there once."""
+
+    @_TRAINING.getter
+    def training(self) -> bool:
+        return self.state.stage is RunningStage.TRAINING or _TRAINING.fget(self)  # type: ignore[misc]
 
 
 # -- hooks ----------------------------------------------------------------------------------------------------------
@@ -135,9 +149,12 @@ def _does_nothing(function: FunctionType) -> bool:
     return returns_none and all(instruction.opname in _IDLE for instruction in dis.get_instructions(code))
 
 
+_LOG: logging.Logger = call.log
+
+
 def _is_silent(trainer: Trainer) -> bool:
     """Whether nobody watches which hooks are gone through: no profiler, no log of Lightning's at level DEBUG."""
-    return _records_nothing(trainer.profiler) and not call.log.isEnabledFor(logging.DEBUG)  # type: ignore[attr-defined]
+    return _records_nothing(trainer.profiler) and not _LOG.isEnabledFor(logging.DEBUG)  # type: ignore[attr-defined]
 
 
 class _HookCalls:
@@ -290,6 +307,8 @@ def install(trainer: Trainer) -> None:
     profiler = cast(Any, trainer).profiler
     if type(profiler) is PassThroughProfiler:
         mix_in(profiler, _PassThroughMixin)
+    if cast(Any, type(trainer)).training is _TRAINING:  # not what a subclass says
+        mix_in(trainer, _TrainerMixin)
     _replaced.begin(id(trainer), profiler)
 
 
@@ -304,3 +323,5 @@ def uninstall(trainer: Trainer) -> None:
             take_out(results)
     if isinstance(profiler, _PassThroughMixin):
         take_out(profiler)
+    if isinstance(trainer, _TrainerMixin):
+        take_out(trainer)

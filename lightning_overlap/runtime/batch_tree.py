@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from types import BuiltinFunctionType, FunctionType, MethodType, ModuleType
 from typing import Any
 
@@ -13,14 +13,16 @@ Path = tuple[tuple[str, Any], ...]
 """Steps from a batch to a leaf: `("attr", name)` or `("item", key)`."""
 
 
-def leaves(batch: Any, is_leaf: Callable[[Any], bool]) -> Iterator[tuple[Path, Any]]:
-    """Yield every leaf of a batch with the path that leads to it, in a fixed order.
+def leaves(batch: Any, is_leaf: Callable[[Any], bool]) -> list[tuple[Path, Any]]:
+    """Return every leaf of a batch with the path that leads to it, in a fixed order.
 
     Args:
         batch: Any nesting of dataclasses, NamedTuples, tuples, lists, mappings and plain objects.
         is_leaf: Objects that are not descended into (tensors never are).
     """
-    yield from _leaves(batch, (), is_leaf, set())
+    found: list[tuple[Path, Any]] = []
+    _collect(batch, (), is_leaf, frozenset(), found)
+    return found
 
 
 def resolve(batch: Any, path: Path) -> Any:
@@ -42,15 +44,19 @@ def path_text(path: Path) -> str:
     return "batch" + "".join(f".{key}" if kind == "attr" else f"[{key!r}]" for kind, key in path)
 
 
-def _leaves(node: Any, path: Path, is_leaf: Callable[[Any], bool], seen: set[int]) -> Iterator[tuple[Path, Any]]:
+def _collect(
+    node: Any, path: Path, is_leaf: Callable[[Any], bool], above: frozenset[int], found: list[tuple[Path, Any]]
+) -> None:
     children = None if isinstance(node, torch.Tensor) or is_leaf(node) else _children(node)
     if children is None:
-        yield path, node
-        return
-    if id(node) in seen:  # an object that holds itself
-        return
-    for step, child in children:
-        yield from _leaves(child, (*path, step), is_leaf, seen | {id(node)})
+        found.append((path, node))
+    elif id(node) not in above:  # else an object that holds itself
+        above = above | {id(node)}
+        for step, child in children:
+            if isinstance(child, torch.Tensor):  # most are
+                found.append(((*path, step), child))
+            else:
+                _collect(child, (*path, step), is_leaf, above, found)
 
 
 def _children(node: Any) -> list[tuple[tuple[str, Any], Any]] | None:

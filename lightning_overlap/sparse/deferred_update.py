@@ -215,7 +215,8 @@ def _under_way(started: Any) -> Iterator[Request[Any] | NoWait[Any]]:
         yield started
     elif kind is not None:
         for part in started if kind is list else vars(started).values():
-            yield from _under_way(part)
+            if _kind_of(part.__class__) is not None:  # thirty objects a step have none
+                yield from _under_way(part)
 
 
 @functools.cache

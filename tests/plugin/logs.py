@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
 from types import MethodType
-from typing import Any
+from typing import Any, cast
 from unittest import mock
 
 import torch
@@ -275,6 +275,7 @@ def left_behind(fails: bool) -> list[str]:
         def on_train_batch_end(self, trainer: Trainer, module: LightningModule, *args: Any) -> None:
             self.within = _lightning()
             assert type(trainer.profiler) is not PassThroughProfiler  # type: ignore[attr-defined]
+            assert (type(trainer) is not Trainer, type(trainer).__name__) == (True, "Trainer")
             if fails and args[-1] == 2:
                 raise InterruptedError
 
@@ -293,7 +294,32 @@ def left_behind(fails: bool) -> list[str]:
     found += [str(kind) for kind in values if kind is not _ResultMetric]
     if type(trainer.profiler) is not PassThroughProfiler:  # type: ignore[attr-defined]
         found.append("profiler")
+    if type(trainer) is not Trainer:
+        found.append("trainer")
     return found
+
+
+class Asked(Trainer):
+    """A trainer of the user's that counts who asks it whether it trains."""
+
+    num_asked = 0
+
+    @property
+    def training(self) -> bool:  # type: ignore[override]
+        self.num_asked += 1
+        return bool(cast(property, Trainer.training).fget(self))  # type: ignore[misc]
+
+    @training.setter
+    def training(self, value: bool) -> None:
+        cast(property, Trainer.training).fset(self, value)  # type: ignore[misc]
+
+
+def asked_of_a_subclass() -> bool:
+    """Whether a trainer's own `training` is asked in each step."""
+    trainer = make_trainer(make_strategy("fused_sparse_dist"))
+    trainer.__class__ = Asked
+    trainer.fit(Logs(fused=True), datamodule=Batches(TABLE_WISE, NUM_BATCHES))
+    return bool(trainer.num_asked >= NUM_BATCHES)  # type: ignore[attr-defined]
 
 
 def folder_of(path: Path) -> str:

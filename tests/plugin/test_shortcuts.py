@@ -64,6 +64,10 @@ def test_lightning_gets_everything_back(get_ranks: Any, fails: bool) -> None:
     assert get_ranks(1).run(logs.left_behind, fails) == [[]]
 
 
+def test_a_trainer_that_says_itself_whether_it_trains_is_asked(get_ranks: Any) -> None:
+    assert get_ranks(1).run(logs.asked_of_a_subclass) == [True]
+
+
 @pytest.mark.smoke
 def test_only_hooks_that_do_nothing_are_left_out() -> None:
     names = {hook.__qualname__ for hook in shortcuts._empty_hooks()}
