@@ -1,6 +1,7 @@
 """What ranks need besides the tables' collectives: process groups, consensus on each batch, the cause of a failure.
 
-`gloo_alltoall.py` is an all-to-all for gloo between hosts that posts its receives first.
+`gloo_alltoall.py` is an all-to-all for gloo between hosts that posts its receives first; `packed_alltoall.py` is one
+all-to-all for several tensors.
 """
 
 from . import groups as groups
@@ -20,6 +21,8 @@ from .failures import default_store as default_store
 from .groups import CONSENSUS as CONSENSUS
 from .last_words import is_told_last as is_told_last
 from .last_words import tell_last as tell_last
+from .packed_alltoall import PackedExchange as PackedExchange
+from .packed_alltoall import Part as Part
 from .sockets import remember_sockets as remember_sockets
 from .wrapped_work import Issue as Issue
 from .wrapped_work import WrappedWork as WrappedWork

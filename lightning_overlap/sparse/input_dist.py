@@ -22,11 +22,12 @@ import torch.distributed as dist
 from torch import Tensor
 from torchrec.distributed import dist_data
 from torchrec.distributed.collective_utils import validate_collectives_enabled
-from torchrec.distributed.dist_data import KJTAllToAll
+from torchrec.distributed.dist_data import KJTAllToAll, KJTAllToAllTensorsAwaitable
 from torchrec.distributed.embedding_sharding import FusedKJTListSplitsAwaitable, KJTSplitsAllToAllMeta
 from torchrec.distributed.types import Awaitable, NoWait
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
+from ..distributed import PackedExchange, Part
 from ..tables import ids_fit_32_bits, input_dists_of
 from .module_context import ModuleContext, wait_for
 
@@ -227,7 +228,7 @@ class InputSizes:
     def wait(self) -> list[KnownInput]:
         """Read the sizes; start the all-to-alls of lengths, ids and weights of what all ranks have."""
         if self._tagged:
-            found, started = self._found, self._start(self._fused, None)
+            found, started = self._found, self._fused.wait()
         else:
             known = self._sizes.wait()
             found = known.found
@@ -237,24 +238,39 @@ class InputSizes:
             if any(sizes):  # without a group it starts nothing by itself
                 fused._splits_awaitable = NoWait([numbers for of_module in sizes for numbers in of_module])
             lengths = [one for one, num in zip(known.lengths, found, strict=True) if all(num)]
-            started = self._start(fused, [one for of_module in lengths for one in of_module])
+            started = self._start_packed(fused, sizes, [one for of_module in lengths for one in of_module])
         modules = iter(started)
         return [KnownInput(next(modules) if all(num) else None, max(num) > 1) for num in found]
 
-    def _start(self, fused: FusedKJTListSplitsAwaitable, lengths: list[list[int] | None] | None) -> list[Any]:
-        awaited = list(fused._awaitables)
+    def _start_packed(
+        self, fused: FusedKJTListSplitsAwaitable, sizes: list[list[list[int]]], lengths: list[list[int] | None]
+    ) -> list[Any]:
+        """Start one all-to-all of what TorchRec would send in several; it still assembles what comes."""
+        described = list(fused._awaitables)
+        metas = [one for one in described if isinstance(one, KJTSplitsAllToAllMeta)]
+        tensors = [meta.input_tensors for meta in metas]
+        for meta in metas:
+            meta.input_tensors = []  # what it would send
         with _recats_kept():
             modules: list[Any] = fused.wait()
-        if lengths is not None:
-            known = iter(lengths)
-            described = iter(awaited)
-            for module in modules:
-                module.awaitables = [
-                    _Received(awaitable, next(known), (one._input.lengths().dtype, one._input.values().dtype))
-                    if isinstance(one, KJTSplitsAllToAllMeta)
-                    else awaitable
-                    for awaitable, one in zip(module.awaitables, described, strict=False)
-                ]
+        if not metas:
+            return modules
+        received = iter([numbers for of_module in sizes for numbers in of_module])
+        parts: list[Part] = []
+        places: list[slice] = []
+        for meta, own in zip(metas, tensors, strict=True):
+            of_all = list(itertools.islice(received, len(meta.splits_tensors)))  # the last may be of no tensor: strides
+            places.append(slice(len(parts), len(parts) + len(own)))
+            parts += map(Part, own, meta.input_splits, of_all)
+        exchange = PackedExchange(parts, self._group)
+        every = iter(zip(metas, places, lengths, strict=True))
+        flat = iter(described)
+        for module in modules:
+            for number, awaitable in enumerate(module.awaitables):
+                if isinstance(next(flat), KJTSplitsAllToAllMeta):
+                    meta, place, of_features = next(every)
+                    dtypes = meta._input.lengths().dtype, meta._input.values().dtype
+                    module.awaitables[number] = _Received(awaitable, exchange, place, of_features, dtypes)
         return modules
 
 
@@ -331,21 +347,27 @@ class _Received(Awaitable[KeyedJaggedTensor]):  # type: ignore[misc]
     """The ids of one all-to-all, whose lengths by feature are known before they are there.
 
     Args:
-        awaitable: Gives them.
+        awaitable: Assembles them.
+        exchange: Brings lengths, ids and weights.
+        place: Where in it they are.
         lengths: Of each feature, summed up; None where they are not known.
         dtypes: Of lengths and of ids, as they were before they travelled.
     """
 
     def __init__(
         self,
-        awaitable: Awaitable[KeyedJaggedTensor],
+        awaitable: KJTAllToAllTensorsAwaitable,
+        exchange: PackedExchange,
+        place: slice,
         lengths: list[int] | None,
         dtypes: tuple[torch.dtype, torch.dtype],
     ) -> None:
         super().__init__()
-        self._awaitable, self._lengths, self._dtypes = awaitable, lengths, dtypes
+        self._awaitable, self._exchange, self._place = awaitable, exchange, place
+        self._lengths, self._dtypes = lengths, dtypes
 
     def _wait_impl(self) -> KeyedJaggedTensor:
+        self._awaitable._output_tensors = self._exchange.wait()[self._place]
         with _lengths_known(self._lengths):
             kjt = wait_for(self._awaitable)
         of_lengths, of_values = self._dtypes

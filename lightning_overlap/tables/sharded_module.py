@@ -44,6 +44,7 @@ PRIVATE_NAMES: Mapping[str, tuple[str, ...]] = {
     "FusedKJTListSplitsAwaitable": ("_awaitables", "_splits_awaitable"),
     "NoWait": ("_obj",),
     "KJTAllToAll": ("_splits", "_stagger"),
+    "KJTAllToAllTensorsAwaitable": ("_output_tensors",),
     "SparseFeaturesDist": ("_dist",),
     "KeyedJaggedTensor": ("_length_per_key", "_lengths", "_values", "_weights"),
     "KJTSplitsAllToAllMeta": ("_input",),

@@ -124,6 +124,7 @@ TORCHREC = {
     "ShardedEmbeddingCollection": "torchrec.distributed.embedding",
     "FusedKJTListSplitsAwaitable": "torchrec.distributed.embedding_sharding",
     "KJTAllToAll": "torchrec.distributed.dist_data",
+    "KJTAllToAllTensorsAwaitable": "torchrec.distributed.dist_data",
     "KeyedJaggedTensor": "torchrec.sparse.jagged_tensor",
     "KJTSplitsAllToAllMeta": "torchrec.distributed.embedding_sharding",
     "NoWait": "torchrec.distributed.types",

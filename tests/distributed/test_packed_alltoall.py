@@ -1,0 +1,89 @@
+"""Lengths, ids and weights of all modules travel in one all-to-all, and arrive as if each had one of its own."""
+
+from __future__ import annotations
+
+import inspect
+from collections import Counter
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from lightning_overlap import OverlapEmbeddingStrategy
+from lightning_overlap.distributed import PackedExchange, Part
+
+from ..support.cases import TWO_COLLECTIONS, WEIGHTED, Batches, Case, Model, make_plan
+from ..support.fits import make_trainer
+from ..support.ranks import Ranks
+
+DTYPES = (torch.int64, torch.int32, torch.float32, torch.float16, torch.bool)
+Shape = tuple[torch.dtype, tuple[int, ...], list[list[int]]]
+"""Of a part: its dtype, the shape of a row, and rows from rank i to rank j."""
+
+rows = st.lists(st.lists(st.integers(0, 5), min_size=2, max_size=2), min_size=2, max_size=2)
+shapes = st.lists(st.tuples(st.sampled_from(DTYPES), st.sampled_from([(), (3,), (2, 2)]), rows), min_size=1, max_size=5)
+
+
+def packed_and_apart(exchanges: list[list[Shape]]) -> list[tuple[list[Tensor], list[Tensor]]]:
+    """Send the parts of each exchange in one all-to-all, and each in one of its own."""
+    rank, group = dist.get_rank(), dist.group.WORLD
+    assert group is not None
+    results = []
+    for number, exchange in enumerate(exchanges):
+        torch.manual_seed(2 * number + rank)
+        parts = []
+        for dtype, shape, sent in exchange:
+            tensor = torch.randint(0, 100, (sum(sent[rank]), *shape)).to(dtype)
+            parts.append(Part(tensor, sent[rank], [row[rank] for row in sent]))
+        packed = PackedExchange(parts, group)
+        apart = [part.tensor.new_empty((sum(part.received), *part.tensor.shape[1:])) for part in parts]
+        for part, received in zip(parts, apart, strict=True):
+            dist.all_to_all_single(received, part.tensor, part.received, part.sent)
+        results.append((packed.wait(), apart))
+        assert packed.wait() is packed.wait()  # the modules of one exchange wait by turns
+    return results
+
+
+def test_what_is_packed_arrives_as_if_sent_apart(two_ranks: Ranks) -> None:
+    exchanges: list[list[Shape]] = [[(torch.int64, (), [[0, 0], [0, 0]])]]
+
+    @given(st.lists(shapes, max_size=10))
+    @settings(max_examples=25)
+    def collect(drawn: list[list[Shape]]) -> None:
+        exchanges.extend(drawn)
+
+    collect()
+    for results in two_ranks.run(packed_and_apart, exchanges):
+        for packed, apart in results:
+            assert [one.dtype for one in packed] == [one.dtype for one in apart]
+            assert all(map(torch.equal, packed, apart))
+
+
+def all_to_alls_of_a_run(case: Case) -> Counter[str]:
+    """Train; return how many all-to-alls of sizes and of ids were begun."""
+    begun: Counter[str] = Counter()
+    real = dist.all_to_all_single
+
+    def all_to_all_single(*args: Any, **kwargs: Any) -> Any:
+        given_now = inspect.signature(real).bind(*args, **kwargs).arguments
+        if given_now["group"].group_desc == "lookahead":
+            begun["sizes" if given_now.get("input_split_sizes") is None else "ids"] += 1
+        return real(*args, **kwargs)
+
+    model = Model(case)
+    strategy = OverlapEmbeddingStrategy(sharding=make_plan(case, model, dist.get_world_size()))
+    with mock.patch.object(dist, "all_to_all_single", all_to_all_single):
+        make_trainer(strategy).fit(model, datamodule=Batches(case, 6))
+    return begun
+
+
+@pytest.mark.parametrize("case", [TWO_COLLECTIONS, WEIGHTED], ids=lambda case: case.name)
+def test_a_batch_has_one_all_to_all_of_ids(two_ranks: Ranks, case: Case) -> None:
+    begun = two_ranks.run(all_to_alls_of_a_run, case)
+    assert begun[0] == begun[1]
+    assert begun[0]["ids"] == begun[0]["sizes"] > 0
