@@ -78,6 +78,6 @@ def _unit(parts: Sequence[Part]) -> tuple[torch.dtype, int]:
     """Return the widest integer in which every row is whole, and its bytes: NCCL counts what it sends up to 2**31."""
     return next(
         (unit, unit.itemsize)
-        for unit in (torch.int64, torch.int32, torch.uint8)
+        for unit in (torch.int64, torch.int32, torch.int8)
         if all(part.row_bytes % unit.itemsize == 0 for part in parts)
     )

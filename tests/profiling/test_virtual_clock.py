@@ -25,24 +25,24 @@ BASE = (
 #        |embed.|forward |backward|grads |step    |                     exposed: embeddings, grads
 #                 splits 5 |ids 5 ...|          assembled in the backward, while that waits for gradients
 SPARSE_DIST = (
-    "< embeddings 4 exposed 40,forward,< splits 5,> lengths 5,> ids 5,backward,> gradients,< lengths 5,< ids 5,"
+    "< embeddings 4 exposed 40,forward,< splits 5,> ids 5,backward,> gradients,< ids 5,"
     "< gradients exposed 40,step,> embeddings 5,> splits 6"
 )
 #        |forward |backward|grads |step    |                            exposed: grads
 #         splits 5 |ids 5 ...|     |emb. 5 .|
 FUSED_SPARSE_DIST = (
-    "< embeddings 4,forward,< splits 5,> lengths 5,> ids 5,backward,> gradients,< lengths 5,< ids 5,"
+    "< embeddings 4,forward,< splits 5,> ids 5,backward,> gradients,< ids 5,"
     "< gradients exposed 40,> embeddings 5,step,> splits 6"
 )
 #        |forward |backward|grads |step    |                            exposed: grads
 #         splits 5 |ids 5 ........|emb. 5 .|    they may be on the link still: waited for behind the gradients
 FUSED_SPARSE_DIST_BETWEEN_HOSTS = (
-    "< embeddings 4,forward,< splits 5,> lengths 5,> ids 5,backward,> gradients,< gradients exposed 40,"
-    "< lengths 5,< ids 5,> embeddings 5,step,> splits 6"
+    "< embeddings 4,forward,< splits 5,> ids 5,backward,> gradients,< gradients exposed 40,"
+    "< ids 5,> embeddings 5,step,> splits 6"
 )
 #        |embed.|forward |backward|grads |step    |            exposed: embeddings (sent after the step), grads
 FUSED_AFTER_OPTIMIZER = (
-    "< embeddings 4 exposed 40,forward,< splits 5,> lengths 5,> ids 5,backward,> gradients,< lengths 5,< ids 5,"
+    "< embeddings 4 exposed 40,forward,< splits 5,> ids 5,backward,> gradients,< ids 5,"
     "< gradients exposed 40,step,> embeddings 5,> splits 6"
 )
 #        |forward |backward|grads |step    |                            exposed: grads
@@ -50,36 +50,34 @@ FUSED_AFTER_OPTIMIZER = (
 #                          |splits 7 .........  likewise
 #                                |ids 6 ......  behind the gradients
 SEMI_SYNC = (
-    "< embeddings 4,forward,backward,> gradients,< lengths 5,< ids 5,> embeddings 5,> splits 7,< gradients exposed 40,"
-    "< splits 6,> lengths 6,> ids 6,step"
+    "< embeddings 4,forward,backward,> gradients,< ids 5,> embeddings 5,> splits 7,< gradients exposed 40,"
+    "< splits 6,> ids 6,step"
 )
 #        |forward |backward|step    |                                  exposed: nothing
 #                 |emb. 5 .| grads 4 .......  waited for behind the next forward, behind which ids travel, too
 #                          | splits 7 ......  beside the dense all-reduce, for which the backward waits at its end
 SEMI_SYNC_DEFERRED = (
-    "< embeddings 4,forward,< splits 6,> lengths 6,> ids 6,< gradients,< lengths 5,< ids 5,> embeddings 5,backward,"
-    "> splits 7,> gradients,step"
+    "< embeddings 4,forward,< splits 6,> ids 6,< gradients,< ids 5,> embeddings 5,backward,> splits 7,> gradients,step"
 )
 #        |forward |backward|step    |                                  exposed: nothing
 #                          |emb. 5 ........  looked up beside the dense all-reduce, too
 #                          |splits 7 ......  likewise
 #                          | grads 4 ......  waited for before that lookup
 SEMI_SYNC_DEFERRED_BETWEEN_HOSTS = (
-    "< embeddings 4,forward,< splits 6,> lengths 6,> ids 6,backward,< gradients,< lengths 5,< ids 5,> embeddings 5,"
-    "> splits 7,> gradients,step"
+    "< embeddings 4,forward,< splits 6,> ids 6,backward,< gradients,< ids 5,> embeddings 5,> splits 7,> gradients,step"
 )
 #        |forward |backward|grads |step    |                            exposed: grads
 #         ids 5 ............. assembled in the backward, as a CPU's tables have no cache
 #                                  |emb. 5, splits 6
 PREFETCH = (
-    "< embeddings 4,forward,backward,> gradients,< lengths 5,< ids 5,< gradients exposed 40,"
-    "> splits 6,> embeddings 5,step,< splits 6,> lengths 6,> ids 6"
+    "< embeddings 4,forward,backward,> gradients,< ids 5,< gradients exposed 40,"
+    "> splits 6,> embeddings 5,step,< splits 6,> ids 6"
 )
 #        |forward |backward|grads |step    |                            exposed: grads
 #         ids 5 .. waited for above the backward
 PREFETCH_BETWEEN_HOSTS = (
-    "< embeddings 4,forward,< lengths 5,< ids 5,backward,> gradients,< gradients exposed 40,"
-    "> splits 6,> embeddings 5,step,< splits 6,> lengths 6,> ids 6"
+    "< embeddings 4,forward,< ids 5,backward,> gradients,< gradients exposed 40,"
+    "> splits 6,> embeddings 5,step,< splits 6,> ids 6"
 )
 
 
@@ -118,11 +116,11 @@ def test_order_of_issues_and_waits_between_hosts(
         assert set(steps_ms[1:]) == {step_ms}
 
 
-def test_splits_of_all_modules_travel_together(two_ranks: Ranks) -> None:
-    """Two sharded modules, one all-to-all of sizes; each module its own of ids and of embeddings."""
+def test_splits_and_ids_of_all_modules_travel_together(two_ranks: Ranks) -> None:
+    """Two sharded modules, one all-to-all of sizes and one of ids; each module its own of embeddings."""
     for log, _ in two_ranks.run(virtual.run, TWO_COLLECTIONS, "fused_sparse_dist"):
         assert [event.split()[1] for event in log if event.startswith(">")] == [
-            *("lengths", "ids", "lengths", "ids"),
+            "ids",
             *("gradients", "gradients"),
             *("embeddings", "embeddings"),
             "splits",

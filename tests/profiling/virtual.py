@@ -33,7 +33,7 @@ TIMED_LOOKUPS = {
 }
 _IN_STAGE = {
     Stage.INPUT_SPLITS_DIST: ("splits",),
-    Stage.INPUT_DATA_DIST: ("lengths", "ids"),
+    Stage.INPUT_DATA_DIST: ("ids",),
     Stage.EMBEDDING_LOOKUP: ("embeddings",),
     Stage.DENSE_FORWARD: ("splits", "lengths", "ids", "embeddings"),
 }
