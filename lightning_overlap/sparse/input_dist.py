@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
+from types import ModuleType
 from typing import Any, NamedTuple, TypeAlias
 
 import torch
@@ -25,6 +26,7 @@ from torchrec.distributed.collective_utils import validate_collectives_enabled
 from torchrec.distributed.dist_data import KJTAllToAll, KJTAllToAllTensorsAwaitable
 from torchrec.distributed.embedding_sharding import FusedKJTListSplitsAwaitable, KJTSplitsAllToAllMeta
 from torchrec.distributed.types import Awaitable, NoWait
+from torchrec.sparse import jagged_tensor
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from ..distributed import PackedExchange, Part
@@ -375,36 +377,46 @@ class _Received(Awaitable[KeyedJaggedTensor]):  # type: ignore[misc]
         return kjt
 
 
-@contextmanager
-def _lengths_known(lengths: list[int] | None) -> Iterator[None]:
+class _Replaced:
+    """Has TorchRec call another function in the place of one of its own. Where it lacks that, it does as it does.
+
+    Args:
+        place: The module of TorchRec's that has it, and calls it.
+        name: Its name there.
+        function: Called with TorchRec's own first.
+    """
+
+    __slots__ = ("_function", "_name", "_own", "_place")
+
+    def __init__(self, place: ModuleType, name: str, function: Callable[..., Any]) -> None:
+        self._place, self._name, self._function = place, name, function
+        self._own = getattr(place, name, None)
+
+    def __enter__(self) -> None:
+        if self._own is not None:
+            setattr(self._place, self._name, partial(self._function, self._own))
+
+    def __exit__(self, *_: object) -> None:
+        if self._own is not None:
+            setattr(self._place, self._name, self._own)
+
+
+def _lengths_known(lengths: list[int] | None) -> _Replaced:
     """Have TorchRec take the lengths of the features it assembles from here, where they are of these ids."""
-    own = KeyedJaggedTensor.sync
 
-    def sync(kjt: KeyedJaggedTensor) -> KeyedJaggedTensor:
-        fits = lengths is not None and len(lengths) == len(kjt.keys()) and sum(lengths) == kjt.values().numel()
-        if fits and kjt._length_per_key is None:
-            kjt._length_per_key = lengths
-        return own(kjt)
+    def length_per_key(own: Callable[..., list[int]], *args: Any, **of_kjt: Any) -> list[int]:
+        if lengths is None or args or of_kjt["length_per_key"] is not None:
+            return own(*args, **of_kjt)
+        if len(lengths) == len(of_kjt["keys"]) and sum(lengths) == of_kjt["values"].numel():
+            return lengths
+        return own(*args, **of_kjt)
 
-    KeyedJaggedTensor.sync = sync
-    try:
-        yield
-    finally:
-        KeyedJaggedTensor.sync = own
+    return _Replaced(jagged_tensor, "_maybe_compute_length_per_key", length_per_key)
 
 
-@contextmanager
-def _recats_kept() -> Iterator[None]:
+def _recats_kept() -> _Replaced:
     """Let TorchRec take the order of received features from a memory: it would copy the same one in every step."""
-    own = getattr(dist_data, "_get_recat", None)
-    if own is None:  # then it copies
-        yield
-        return
-    dist_data._get_recat = partial(_kept_recat, own)
-    try:
-        yield
-    finally:
-        dist_data._get_recat = own
+    return _Replaced(dist_data, "_get_recat", _kept_recat)
 
 
 def _kept_recat(

@@ -49,6 +49,7 @@ PRIVATE_NAMES: Mapping[str, tuple[str, ...]] = {
     "KeyedJaggedTensor": ("_length_per_key", "_lengths", "_values", "_weights"),
     "KJTSplitsAllToAllMeta": ("_input",),
     "torchrec.distributed.dist_data": ("_get_recat",),
+    "torchrec.sparse.jagged_tensor": ("_maybe_compute_length_per_key",),
 }
 """Private attributes of TorchRec that this package reads, by the object that has them."""
 
