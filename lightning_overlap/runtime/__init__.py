@@ -18,6 +18,7 @@ from .interfaces import observe_nothing as observe_nothing
 from .interfaces import timed as timed
 from .interfaces import waiting_for_data as waiting_for_data
 from .lookup_order import LookupOrder as LookupOrder
+from .profiler_ranges import RangesLeftOut as RangesLeftOut
 from .profiler_ranges import is_profiled as is_profiled
 from .streams import CudaStreams as CudaStreams
 from .streams import HostStreams as HostStreams

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
-from types import TracebackType
+from types import ModuleType, TracebackType
 from typing import Any
 
 import torch
@@ -28,6 +29,42 @@ def profiler_range(stage: Stage, index: int) -> AbstractContextManager[Any]:
     if is_profiled():
         return torch.profiler.record_function(f"## {stage} {index} ##")
     return _NO_RANGE
+
+
+class RangesLeftOut:
+    """Leaves out the ranges of another package while no profiler sees them: it has a dozen in a step.
+
+    Args:
+        modules: Python modules that call a `record_function` of their own names, as `torch.autograd.profiler` has it.
+    """
+
+    def __init__(self, modules: Sequence[ModuleType]) -> None:
+        self._modules = modules
+        self._replaced: list[tuple[ModuleType, Any, Any]] = []
+        self._users: set[int] = set()
+
+    def begin(self, user: object) -> None:
+        """Leave them out until this user's `end`."""
+        if not self._users:
+            for module in self._modules:
+                own = vars(module).get("record_function")
+                if own is torch.autograd.profiler.record_function:  # not what somebody else has put there
+                    module.record_function = _range_if_profiled  # type: ignore[attr-defined]
+                    self._replaced.append((module, own, _range_if_profiled))
+        self._users.add(id(user))
+
+    def end(self, user: object) -> None:
+        """Put them back, if there is no other user."""
+        self._users.discard(id(user))
+        if not self._users:
+            for module, own, ours in self._replaced:
+                if vars(module).get("record_function") is ours:
+                    module.record_function = own  # type: ignore[attr-defined]
+            self._replaced.clear()
+
+
+def _range_if_profiled(name: str, args: str | None = None) -> AbstractContextManager[Any]:
+    return torch.autograd.profiler.record_function(name, args) if is_profiled() else _NO_RANGE
 
 
 class InStage:

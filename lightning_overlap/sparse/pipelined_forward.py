@@ -9,15 +9,18 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torchrec.distributed import comm_ops, types, utils
 from torchrec.distributed.types import LazyAwaitable, LazyGetItemMixin, ShardedModule
+from torchrec.sparse import jagged_tensor
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
-from ..runtime import Path, is_profiled, leaves, resolve
+from ..runtime import Path, RangesLeftOut, is_profiled, leaves, resolve
 from ..tables import SentInput, check_torchrec, holds_sequences, why_never_early
 from .mismatches import Mismatches
 from .options import SparseOptions
 
 _num_made = itertools.count()
+_RANGES = RangesLeftOut([comm_ops, types, utils, jagged_tensor])
 
 
 class LazyEmbeddings(LazyGetItemMixin[str, Any], LazyAwaitable[Any]):  # type: ignore[misc]
@@ -195,11 +198,13 @@ class PipelinedForwards(Mapping[str, PipelinedForward]):
         """Take the place of the modules' forwards; calls get this answer."""
         for pipelined in self.values():
             pipelined.attach(answer)
+        _RANGES.begin(self)
 
     def detach(self) -> None:
         """Give every module the forward back that it had before."""
         for pipelined in self.values():
             pipelined.detach()
+        _RANGES.end(self)
         if self._mismatches is not None:
             self._mismatches.end()
 
