@@ -6,12 +6,14 @@ Legend of shapes: N ids, F features, T tables, R rows of all tables of a kernel,
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import accumulate
+from itertools import accumulate, chain
 from typing import NamedTuple, TypeAlias
 
 import numpy as np
 import torch
 from torch import Tensor
+
+from .kept_memory import KeptIds
 
 FLAGGED_FROM = 2
 """Ids for each row from which on it is quicker to flag the rows of a table than to sort the ids."""
@@ -45,23 +47,23 @@ class HostMarks:
     """
 
     def __init__(self, num_rows: Sequence[int], table_of_feature: Sequence[int], *, copies: bool = True) -> None:
-        self._copies = copies
+        self._copies, self._kept = copies, KeptIds()
         self._num_rows, self._table_of_feature = tuple(num_rows), tuple(table_of_feature)
         self._num_all_rows = sum(num_rows)
         self._lookups: list[LookedUp] = []
+        self._copied: list[tuple[_Ids, list[int]]] = []  # ids, and where each feature's begin and the last one's end
         self._num_ids = 0
         self._rows: list[list[Tensor]] = [[] for _ in num_rows]
 
     def add(self, looked_up: LookedUp) -> None:
         """Mark the rows of a lookup."""
-        indices_N, offsets, batch_sizes = looked_up
-        num_ids = indices_N.numel()
+        num_ids = looked_up.indices_N.numel()
         if not num_ids:  # offsets of no bags at all tell nothing of features
             return
         if self._copies:
-            ends = _boundaries(len(self._table_of_feature), offsets, batch_sizes)  # all that is asked of offsets later
-            looked_up = LookedUp(indices_N.clone(), ends.clone(), None)
-        self._lookups.append(looked_up)
+            self._copied.append((self._kept.copy(looked_up.indices_N.numpy()), self._ends(looked_up)))
+        else:
+            self._lookups.append(looked_up)
         self._num_ids += num_ids
         if self._num_ids > 2 * self._num_all_rows:
             self._fold()
@@ -77,8 +79,8 @@ class HostMarks:
         return min(self._num_ids, self._num_all_rows)
 
     def _fold(self) -> None:
-        folded = self.rows()
-        self._lookups, self._rows = [], [[rows] for rows in folded]
+        folded = self.take()
+        self._rows = [[rows] for rows in folded]
         self._num_ids = sum(rows.numel() for rows in folded)
 
     def rows(self) -> list[Tensor]:
@@ -88,13 +90,24 @@ class HostMarks:
         would so disturb the one that trains a few hundred times.
         """
         ids = [[rows_N.numpy() for rows_N in rows] for rows in self._rows]
-        num_features = len(self._table_of_feature)
-        for indices_N, offsets, batch_sizes in self._lookups:
-            on_host = indices_N.numpy()
-            ends = _boundaries_on_host(num_features, offsets.numpy(), batch_sizes)
+        given = ((looked_up.indices_N.numpy(), self._ends(looked_up)) for looked_up in self._lookups)
+        for ids_N, ends in chain(given, self._copied):
             for feature, table in enumerate(self._table_of_feature):
-                ids[table].append(on_host[ends[feature] : ends[feature + 1]])
+                ids[table].append(ids_N[ends[feature] : ends[feature + 1]])
         return [_unique(found, num_rows) for found, num_rows in zip(ids, self._num_rows, strict=True)]
+
+    def take(self) -> list[Tensor]:
+        """Return what `rows` does; the marks are gone then, and their memory is kept for those to come."""
+        rows = self.rows()
+        self._rows = [[] for _ in self._num_rows]
+        self._lookups.clear()
+        self._copied.clear()
+        self._kept.forget()
+        self._num_ids = 0
+        return rows
+
+    def _ends(self, looked_up: LookedUp) -> list[int]:
+        return _boundaries_on_host(len(self._table_of_feature), looked_up.offsets.numpy(), looked_up.batch_sizes)
 
 
 def _boundaries(num_features: int, offsets: Tensor, batch_sizes: tuple[int, ...] | None) -> Tensor:
@@ -118,20 +131,20 @@ def _boundaries_on_host(num_features: int, offsets: _Ids, batch_sizes: tuple[int
 def _unique(ids: list[_Ids], num_rows: int) -> Tensor:
     if not ids:
         return torch.empty(0, dtype=torch.int64)
-    ids_N = np.concatenate(ids).astype(np.int64, copy=False)
+    ids_N = np.concatenate(ids)
     if ids_N.size < FLAGGED_FROM * num_rows:
         rows_N = _sorted(ids_N)
         if rows_N.size and not 0 <= rows_N[0] <= rows_N[-1] < num_rows:
             rows_N = _sorted(_valid_on_host(rows_N, num_rows))
-        return torch.from_numpy(rows_N)
+        return torch.from_numpy(rows_N.astype(np.int64, copy=False))
     flags_R = np.zeros(num_rows, dtype=bool)
     flags_R[_valid_on_host(ids_N, num_rows)] = True
     return torch.from_numpy(np.flatnonzero(flags_R))
 
 
-def _sorted(ids_N: _Ids) -> _Ids:
-    """Return each id once, in their order: NumPy sorts integers up to ten times as fast as torch does on a host."""
-    sorted_N = np.sort(ids_N)
+def _sorted(sorted_N: _Ids) -> _Ids:
+    """Sort ids in place; return each once. NumPy sorts integers up to ten times as fast as torch does on a host."""
+    sorted_N.sort()
     is_first_N = np.ones(len(sorted_N), dtype=bool)
     np.not_equal(sorted_N[1:], sorted_N[:-1], out=is_first_N[1:])
     return sorted_N[is_first_N]
