@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections import deque
 from math import prod
-from typing import TypeAlias
 
 import numpy as np
 import torch
@@ -15,12 +14,6 @@ ALIGNED_TO = 64
 
 LARGER = 4
 """Memory that is so many times as large as what is asked for is let go of."""
-
-FIRST_IDS = 1 << 14
-"""Room for ids that are kept, at first."""
-
-_Ids: TypeAlias = np.ndarray[tuple[int], np.dtype[np.int64]]
-"""On a host, `(N,)`."""
 
 
 class LentMemory:
@@ -77,31 +70,3 @@ class KeptMemory:
 def taken_by(shape: tuple[int, ...], dtype: torch.dtype) -> int:
     """Return how many bytes of lent memory a tensor takes."""
     return -(-prod(shape) * dtype.itemsize // ALIGNED_TO) * ALIGNED_TO
-
-
-class KeptIds:
-    """Copies ids into memory that is used again once they are forgotten."""
-
-    def __init__(self) -> None:
-        self._blocks: list[_Ids] = []
-        self._block = self._first = 0  # where the next ids go
-
-    def copy(self, ids_N: np.ndarray[tuple[int], np.dtype[np.signedinteger]]) -> _Ids:
-        """Return a copy of ids."""
-        end = self._first + ids_N.size
-        while self._block == len(self._blocks) or end > self._blocks[self._block].size:
-            if self._block == len(self._blocks):
-                so_far = sum(block.size for block in self._blocks)
-                self._blocks.append(np.empty(max(ids_N.size, so_far, FIRST_IDS), dtype=np.int64))
-            else:
-                self._block += 1
-            self._first, end = 0, ids_N.size
-        copied = self._blocks[self._block][self._first : end]
-        copied[:] = ids_N
-        self._first = end
-        return copied
-
-    def forget(self) -> None:
-        """Use the memory again, as much as was used since the last time; more is let go of."""
-        del self._blocks[self._block + 1 :]
-        self._block = self._first = 0

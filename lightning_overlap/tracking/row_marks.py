@@ -6,14 +6,12 @@ Legend of shapes: N ids, F features, T tables, R rows of all tables of a kernel,
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import accumulate, chain
+from itertools import accumulate
 from typing import NamedTuple, TypeAlias
 
 import numpy as np
 import torch
 from torch import Tensor
-
-from .kept_memory import KeptIds
 
 FLAGGED_FROM = 2
 """Ids for each row from which on it is quicker to flag the rows of a table than to sort the ids."""
@@ -47,31 +45,36 @@ class HostMarks:
     """
 
     def __init__(self, num_rows: Sequence[int], table_of_feature: Sequence[int], *, copies: bool = True) -> None:
-        self._copies, self._kept = copies, KeptIds()
+        self._copies = copies
         self._num_rows, self._table_of_feature = tuple(num_rows), tuple(table_of_feature)
         self._num_all_rows = sum(num_rows)
-        self._lookups: list[LookedUp] = []
-        self._copied: list[tuple[_Ids, list[int]]] = []  # ids, and where each feature's begin and the last one's end
-        self._num_ids = 0
+        # numbers of ids, ids, offsets (None: they follow the ids), batch sizes
+        self._lookups: list[tuple[int, Tensor, Tensor | None, tuple[int, ...] | None]] = []
+        self._num_ids = self._num_kept = 0
         self._rows: list[list[Tensor]] = [[] for _ in num_rows]
 
     def add(self, looked_up: LookedUp) -> None:
         """Mark the rows of a lookup."""
-        num_ids = looked_up.indices_N.numel()
+        indices_N, offsets, batch_sizes = looked_up
+        num_ids = indices_N.numel()
         if not num_ids:  # offsets of no bags at all tell nothing of features
             return
-        if self._copies:
-            self._copied.append((self._kept.copy(looked_up.indices_N.numpy()), self._ends(looked_up)))
+        if self._copies:  # by one operator: between two steps the code of each more leaves the caches
+            kept_N = torch.cat((indices_N, offsets))
+            self._lookups.append((num_ids, kept_N, None, batch_sizes))
+            self._num_kept += kept_N.numel()
         else:
-            self._lookups.append(looked_up)
+            self._lookups.append((num_ids, indices_N, offsets, batch_sizes))
+            self._num_kept += num_ids
         self._num_ids += num_ids
-        if self._num_ids > 2 * self._num_all_rows:
+        if self._num_kept > 2 * self._num_all_rows:
             self._fold()
 
     def add_rows(self, table: int, rows_N: Tensor) -> None:
         """Mark rows `(N,)`, int64, of one table."""
         self._rows[table].append(rows_N)
         self._num_ids += rows_N.numel()
+        self._num_kept += rows_N.numel()
 
     @property
     def most(self) -> int:
@@ -81,7 +84,7 @@ class HostMarks:
     def _fold(self) -> None:
         folded = self.take()
         self._rows = [[rows] for rows in folded]
-        self._num_ids = sum(rows.numel() for rows in folded)
+        self._num_ids = self._num_kept = sum(rows.numel() for rows in folded)
 
     def rows(self) -> list[Tensor]:
         """Return the marked rows of each table, `(N,)`, int64, each once, in their order.
@@ -90,24 +93,22 @@ class HostMarks:
         would so disturb the one that trains a few hundred times.
         """
         ids = [[rows_N.numpy() for rows_N in rows] for rows in self._rows]
-        given = ((looked_up.indices_N.numpy(), self._ends(looked_up)) for looked_up in self._lookups)
-        for ids_N, ends in chain(given, self._copied):
+        num_features = len(self._table_of_feature)
+        for num_ids, kept_N, offsets, batch_sizes in self._lookups:
+            ids_N = kept_N.numpy()
+            on_host = ids_N[num_ids:] if offsets is None else offsets.numpy()
+            ends = _boundaries_on_host(num_features, on_host, batch_sizes)
             for feature, table in enumerate(self._table_of_feature):
                 ids[table].append(ids_N[ends[feature] : ends[feature + 1]])
         return [_unique(found, num_rows) for found, num_rows in zip(ids, self._num_rows, strict=True)]
 
     def take(self) -> list[Tensor]:
-        """Return what `rows` does; the marks are gone then, and their memory is kept for those to come."""
+        """Return what `rows` does; the marks are gone then."""
         rows = self.rows()
         self._rows = [[] for _ in self._num_rows]
         self._lookups.clear()
-        self._copied.clear()
-        self._kept.forget()
-        self._num_ids = 0
+        self._num_ids = self._num_kept = 0
         return rows
-
-    def _ends(self, looked_up: LookedUp) -> list[int]:
-        return _boundaries_on_host(len(self._table_of_feature), looked_up.offsets.numpy(), looked_up.batch_sizes)
 
 
 def _boundaries(num_features: int, offsets: Tensor, batch_sizes: tuple[int, ...] | None) -> Tensor:

@@ -88,8 +88,9 @@ class TouchedRows:
 
     def _watch(self, kernel: int) -> Callable[..., None]:
         def looked_up(module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], answer: Any) -> None:
-            if isinstance(answer, Tensor) and answer.requires_grad:
-                answer.register_hook(lambda _: self._before_update(kernel, _looked_up(args, kwargs)))
+            node = answer.grad_fn if isinstance(answer, Tensor) else None
+            if node is not None:
+                node.register_prehook(lambda _: self._before_update(kernel, _looked_up(args, kwargs)))
 
         return looked_up
 
