@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import json
 import re
-import zlib
 from collections.abc import Iterable
 from dataclasses import dataclass, fields
 from functools import lru_cache
@@ -25,6 +24,11 @@ except ImportError as err:
     raise ImportError(
         f"embedding deltas need pyarrow, which cannot be imported ({err}): pip install 'lightning_overlap[deltas]'"
     ) from err
+
+try:
+    from isal.isal_zlib import crc32  # zlib's, at the speed of memory
+except ImportError:
+    from zlib import crc32
 
 from .arrow_stream import END, BatchForm, Piece, joined
 
@@ -217,7 +221,7 @@ def encode_pieces(header: Header, rows: Iterable[Rows] = (), dense: Iterable[Den
     pieces.append(END)
     checksum = 0
     for piece in pieces:
-        checksum = zlib.crc32(piece, checksum)
+        checksum = crc32(piece, checksum)
     return [*pieces, b"CRC32:%08x" % checksum]
 
 
@@ -274,7 +278,7 @@ def _read(data: bytes, name: str, *, rows: bool) -> tuple[Header, list[Any]]:
     # Arrow trusts what it reads: a wrong length in it ends the process. So nothing that is torn gets that far.
     trailer = _TRAILER.fullmatch(data[-_TRAILER_SIZE:])
     content = memoryview(data)[:-_TRAILER_SIZE]
-    if trailer is None or zlib.crc32(content) != int(trailer[1], 16):
+    if trailer is None or crc32(content) != int(trailer[1], 16):
         raise PartError(
             f"{name} is torn, or no part of embedding deltas: its checksum is {'wrong' if trailer else 'missing'}."
         )

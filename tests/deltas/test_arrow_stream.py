@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import importlib
 import io
 import os
+import sys
 import zlib
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pyarrow as pa
@@ -15,7 +18,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lightning_overlap.deltas import CutWriter, Dense, FolderSink, Header, Rows, encode, encode_pieces
+from lightning_overlap import deltas
+from lightning_overlap.deltas import CutWriter, Dense, FolderSink, Header, Rows, encode, encode_pieces, parts
 
 HEADER = Header(
     run="run",
@@ -129,3 +133,24 @@ def test_a_write_of_ones_own_is_called(tmp_path: Path, kind: Callable[[Path], Fo
     writer.close(1)
     assert (tmp_path / NAME).read_bytes() == expected
     assert writer.num_bytes == len(expected)
+
+
+def test_isal_makes_the_checksums_where_it_is_installed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It makes those of zlib; here it is a stand-in."""
+    sizes: list[int] = []
+
+    def crc32(data: Any, value: int = 0) -> int:
+        sizes.append(len(data))
+        return zlib.crc32(data, value)
+
+    stand_in = ModuleType("isal.isal_zlib")
+    monkeypatch.setattr(stand_in, "crc32", crc32, raising=False)
+    monkeypatch.setitem(sys.modules, "isal", ModuleType("isal"))
+    monkeypatch.setitem(sys.modules, stand_in.__name__, stand_in)
+    monkeypatch.delitem(sys.modules, parts.__name__)
+    with monkeypatch.context() as patched:
+        patched.setattr(deltas, "parts", parts)  # which the import sets
+        anew = importlib.import_module(parts.__name__)
+    rows = [Rows("table", "weight", (100, 3), 0, torch.arange(4), torch.rand(4, 3))]
+    assert anew.encode(HEADER, rows) == encode(HEADER, rows)
+    assert sum(sizes) == len(encode(HEADER, rows)) - 14
