@@ -75,7 +75,8 @@ class Cut:
         source: DenseSource,
     ) -> None:
         self.header = header
-        self._shards, self._rows, self._dense, self._source = shards, rows, dense, source
+        self._shards, self._dense, self._source = shards, dense, source
+        self._rows: RowCopy | None = rows  # until they are written
         self._lock = threading.Lock()
         self._entries: list[Rows] | None = None
 
@@ -102,6 +103,7 @@ class Cut:
     def _wait(self) -> list[Rows]:
         with self._lock:
             if self._entries is None:
+                assert self._rows is not None
                 self._entries = [
                     rows_of(self._shards[one.shard], one.field, one.rows_N, one.values_ND)
                     for one in self._rows.tables()
@@ -112,8 +114,10 @@ class Cut:
         """Let the next cut have the memory of the values."""
         with self._lock:
             assert self._entries is not None
+            assert self._rows is not None
             self._entries = [replace(entry, values=entry.values.new_empty(0, 0)) for entry in self._entries]
-        self._rows.give_back()
+            self._rows.give_back()
+            self._rows = None
 
 
 def base_chunks(
