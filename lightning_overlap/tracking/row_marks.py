@@ -53,8 +53,8 @@ class HostMarks:
         self._num_ids = self._num_kept = 0
         self._rows: list[list[Tensor]] = [[] for _ in num_rows]
 
-    def add(self, looked_up: LookedUp) -> None:
-        """Mark the rows of a lookup."""
+    def add(self, looked_up: tuple[Tensor, Tensor, tuple[int, ...] | None]) -> None:
+        """Mark the rows of a lookup, given as in `LookedUp`."""
         indices_N, offsets, batch_sizes = looked_up
         num_ids = indices_N.numel()
         if not num_ids:  # offsets of no bags at all tell nothing of features
@@ -188,8 +188,8 @@ class DeviceMarks:
         """All memory of the marks, which several streams use."""
         return [self.ends_T, self._first_F, self._num_rows_F, self._flags_R]
 
-    def add(self, looked_up: LookedUp) -> None:
-        """Mark the rows of a lookup."""
+    def add(self, looked_up: tuple[Tensor, Tensor, tuple[int, ...] | None]) -> None:
+        """Mark the rows of a lookup, given as in `LookedUp`."""
         indices_N, offsets, batch_sizes = looked_up
         num_ids = indices_N.numel()
         if not num_ids:

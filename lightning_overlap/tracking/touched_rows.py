@@ -14,7 +14,7 @@ from ..runtime import LookupOrder
 from ..tables import KernelShards, TableShard, kernel_shards, num_fused_writes, sharded_modules
 from .copies import WEIGHT, CopiedTable, DeviceCopy, HostCopy, RowCopy, bytes_on_host, copy_on_host
 from .kept_memory import KeptMemory, LentMemory
-from .row_marks import DeviceMarks, HostMarks, LookedUp
+from .row_marks import DeviceMarks, HostMarks
 from .windows import Window, packed, windows_of
 
 
@@ -90,16 +90,20 @@ class TouchedRows:
         def looked_up(module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], answer: Any) -> None:
             node = answer.grad_fn if isinstance(answer, Tensor) else None
             if node is not None:
-                node.register_prehook(lambda _: self._before_update(kernel, _looked_up(args, kwargs)))
+                node.register_prehook(lambda _: self._before_update(kernel, args, kwargs))
 
         return looked_up
 
-    def _before_update(self, kernel: int, given: LookedUp) -> None:
+    def _before_update(self, kernel: int, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
         """Mark the rows that the backward of a lookup is about to write; a copy of their old values comes first."""
         if self._copy is not None or self._is_whole is None:
             self.settle()
             self.wait_copied()  # on a device also a stream that waits for the first time
-        self._marks[kernel].add(given)
+        indices = kwargs["indices"] if "indices" in kwargs else args[0]
+        offsets = kwargs["offsets"] if "offsets" in kwargs else args[1]
+        sizes = kwargs.get("batch_size_per_feature_per_rank")
+        batch_sizes = None if sizes is None else tuple(sum(of_feature) for of_feature in sizes)
+        self._marks[kernel].add((indices, offsets, batch_sizes))
 
     def mark(self, name: str, rows: Tensor) -> None:
         """Mark rows of a table by their numbers in the whole table; those of other ranks are passed over.
@@ -209,11 +213,3 @@ class TouchedRows:
         self._marks = [self._new_marks(kernel) for kernel in self._kernels]
         for kernel in self._kernels:
             kernel.write_back_cache()
-
-
-def _looked_up(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> LookedUp:
-    indices = kwargs["indices"] if "indices" in kwargs else args[0]
-    offsets = kwargs["offsets"] if "offsets" in kwargs else args[1]
-    sizes = kwargs.get("batch_size_per_feature_per_rank")
-    batch_sizes = None if sizes is None else tuple(sum(of_feature) for of_feature in sizes)
-    return LookedUp(indices, offsets, batch_sizes)
