@@ -113,9 +113,10 @@ class Spent:
             try:
                 return call(*args, **kwargs)
             finally:
+                cpu, clock = time.thread_time() - cpu, time.perf_counter() - clock
                 sums = self._now.setdefault(what, [0.0, 0.0])
-                sums[0] += (time.perf_counter() - clock) * 1e3
-                sums[1] += (time.thread_time() - cpu) * 1e3
+                sums[0] += clock * 1e3
+                sums[1] += cpu * 1e3
 
         return timed
 

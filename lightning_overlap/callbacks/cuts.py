@@ -9,7 +9,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from ..deltas import WEIGHT, Dense, Header, Rows, encode
+from ..deltas import WEIGHT, Dense, Header, Piece, Rows, encode_pieces
 from ..tables import TableShard
 from ..tracking import CopiedTable, DenseCopy, RowCopy, Window, changed_rows
 
@@ -75,30 +75,49 @@ class Cut:
         source: DenseSource,
     ) -> None:
         self.header = header
-        self._shards, self._rows, self._dense, self._source = shards, rows, dense, source
+        self._shards, self._dense, self._source = shards, dense, source
+        self._rows: RowCopy | None = rows  # until they are written
         self._lock = threading.Lock()
-        self._copied: list[CopiedTable] | None = None
+        self._entries: list[Rows] | None = None
 
     @property
     def step(self) -> int:
         """Batches that had been trained."""
         return self.header.step
 
-    def rows(self) -> list[Rows]:
-        """Wait for the copied rows, in any thread."""
-        with self._lock:
-            if self._copied is None:
-                self._copied = self._rows.tables()
-            return [rows_of(self._shards[one.shard], one.field, one.rows_N, one.values_ND) for one in self._copied]
+    def numbers(self) -> list[dict[str, Tensor]]:
+        """Wait for the copied rows, in any thread; return their numbers by table, also once they are written."""
+        return [{entry.table: entry.rows} for entry in self._wait()]
 
-    def chunks(self) -> Iterator[tuple[str, bytes]]:
-        """Return the name and the content of each of its chunks, made when it is asked for."""
+    def chunks(self) -> Iterator[tuple[str, list[Piece]]]:
+        """Return the name and the content of each of its chunks, made when it is asked for; once."""
         of_dense, dense = ([], []) if self._dense is None else self._source.entries(self._dense)
-        packs = packed_rows([*self.rows(), *of_dense])
+        packs = packed_rows([*self._wait(), *of_dense])
         for number, rows in enumerate(packs):
             chunk = replace(self.header, chunk=number, num_chunks=len(packs))
-            yield str(chunk.name), encode(chunk, rows, () if number else dense)
+            yield str(chunk.name), encode_pieces(chunk, rows, () if number else dense)
         self._dense = None
+        packs.clear()
+        self._let_go()
+
+    def _wait(self) -> list[Rows]:
+        with self._lock:
+            if self._entries is None:
+                assert self._rows is not None
+                self._entries = [
+                    rows_of(self._shards[one.shard], one.field, one.rows_N, one.values_ND)
+                    for one in self._rows.tables()
+                ]
+            return self._entries
+
+    def _let_go(self) -> None:
+        """Let the next cut have the memory of the values."""
+        with self._lock:
+            assert self._entries is not None
+            assert self._rows is not None
+            self._entries = [replace(entry, values=entry.values.new_empty(0, 0)) for entry in self._entries]
+            self._rows.give_back()
+            self._rows = None
 
 
 def base_chunks(
@@ -107,7 +126,7 @@ def base_chunks(
     plan: Sequence[list[Window]],
     read: Callable[[list[Window]], Iterable[CopiedTable]],
     source: DenseSource | None,
-) -> Iterator[tuple[str, bytes]]:
+) -> Iterator[tuple[str, list[Piece]]]:
     """Return the chunks of a part with all rows of a rank, each made when it is asked for.
 
     Args:
@@ -121,10 +140,10 @@ def base_chunks(
     for number, windows in enumerate(plan):
         rows = [rows_of(shards[one.shard], one.field, one.rows_N, one.values_ND) for one in read(windows)]
         chunk = replace(header, chunk=number)
-        yield str(chunk.name), encode(chunk, rows)
+        yield str(chunk.name), encode_pieces(chunk, rows)
     of_dense, dense = ([], []) if source is None else source.entries(source.copy())
     chunk = replace(header, chunk=len(plan))
-    yield str(chunk.name), encode(chunk, of_dense, dense)
+    yield str(chunk.name), encode_pieces(chunk, of_dense, dense)
 
 
 def packed_rows(entries: Iterable[Rows]) -> list[list[Rows]]:
@@ -159,7 +178,7 @@ def rows_of(shard: TableShard, field: str, rows_N: Tensor, values_ND: Tensor) ->
     """
     num_rows, num_columns = shard.shape
     width = shard.weight.shape[1]
-    rows_N = rows_N + shard.first_row
+    rows_N = rows_N + shard.first_row if shard.first_row else rows_N
     if field != WEIGHT and values_ND.shape[1] == 1 != width:
         if width == num_columns:
             return Rows(shard.name, field, (num_rows, 1), 0, rows_N, values_ND)

@@ -429,8 +429,8 @@ class EmbeddingDeltas(Callback):
         state["columns"], state["dense"] = self._columns, self._run_sends_dense
         if self._touched is not None:
             self._strategy.update_tables()
-            waiting = [entry for cut in self._outstanding for entry in cut.rows()]
-            mine = merged_rows([self._touched.marked(), *({entry.table: entry.rows} for entry in waiting)])
+            waiting = [rows for cut in self._outstanding for rows in cut.numbers()]
+            mine = merged_rows([self._touched.marked(), *waiting])
             whole = [shard.name for shard, _ in self._touched.dense]
             is_changed = self._is_void or self._touched.num_writes != self._writes
             of_ranks = self._strategy.gather((mine, whole, is_changed))

@@ -3,6 +3,8 @@
 Needs the extra `deltas` (pyarrow), and for the sink of that name `redis`.
 """
 
+from .arrow_stream import Piece as Piece
+from .chain import prune as prune
 from .cuts import Cut as Cut
 from .cuts import CutError as CutError
 from .cuts import group as group
@@ -21,8 +23,8 @@ from .parts import PartName as PartName
 from .parts import Rows as Rows
 from .parts import decode as decode
 from .parts import encode as encode
+from .parts import encode_pieces as encode_pieces
 from .parts import read_header as read_header
-from .pruning import prune as prune
 from .redis_sink import RedisSink as RedisSink
 from .replica import Lag as Lag
 from .replica import Position as Position

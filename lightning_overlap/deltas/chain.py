@@ -1,8 +1,9 @@
-"""Which cut comes next: the order of cuts, through lost parts, crashes, resumed trainings and bases."""
+"""Which cut comes next, through lost parts, crashes, resumed trainings and bases; and what nobody needs any more."""
 
 from __future__ import annotations
 
 import logging
+import os
 import time
 from bisect import bisect_right
 from collections.abc import Iterator
@@ -13,7 +14,7 @@ from itertools import groupby
 from ..text import some
 from .cuts import Cut, CutError, CutId, Head, LostError, as_words, group, read_head
 from .parts import PartName, read_header
-from .sink import DeltaSink
+from .sink import DeltaSink, resolve_sink
 
 _log = logging.getLogger(__name__)
 _MOST_HEADS = 10_000
@@ -297,3 +298,28 @@ def _lacks(cut: Cut) -> str:
 
 def _does_not_follow(cut: Cut, head: Head, at: CutId) -> str:
     return f"{as_words(cut.at)} follows {as_words(head.after)}, which is not there; applied so far: {as_words(at)}."
+
+
+def prune(sink: str | os.PathLike[str] | DeltaSink) -> list[str]:
+    """Remove the parts that no replica needs any more: those older than the newest base of all ranks.
+
+    Replicas that are further behind go on from that base, and so does a training that resumes: a base has every row.
+
+    Args:
+        sink: A sink, or its address.
+
+    Returns:
+        The names of the parts that were removed, oldest first; none where no base of all ranks is there.
+
+    Raises:
+        PartError: A part that has to be read is torn.
+        SinkError: The sink cannot be read or written.
+    """
+    sink = resolve_sink(sink)
+    needed = Chain(sink).oldest_needed()
+    if needed is None:
+        return []
+    parsed = ((PartName.parse(name), name) for name in sorted(sink.names()))
+    old = [name for part, name in parsed if part is not None and part.cut < needed]
+    sink.remove(old)
+    return old

@@ -8,12 +8,11 @@ next, and its first cut corrects whatever earlier generations wrote past that ch
 
 from __future__ import annotations
 
-import io
 import json
 import re
-import zlib
-from collections.abc import Iterable, Sequence
-from dataclasses import asdict, dataclass, fields
+from collections.abc import Iterable
+from dataclasses import dataclass, fields
+from functools import lru_cache
 from typing import Any, NamedTuple
 
 import torch
@@ -25,6 +24,13 @@ except ImportError as err:
     raise ImportError(
         f"embedding deltas need pyarrow, which cannot be imported ({err}): pip install 'lightning_overlap[deltas]'"
     ) from err
+
+try:
+    from isal.isal_zlib import crc32  # zlib's, at the speed of memory
+except ImportError:
+    from zlib import crc32
+
+from .arrow_stream import END, BatchForm, Piece, joined
 
 SCHEMA = 1
 """Version of what is written; a reader refuses any other."""
@@ -184,6 +190,9 @@ class Part(NamedTuple):
     dense: list[Dense]
 
 
+_FIELDS = tuple(field.name for field in fields(Header))
+
+
 def encode(header: Header, rows: Iterable[Rows] = (), dense: Iterable[Dense] = ()) -> bytes:
     """Return a chunk in its Arrow IPC form: an IPC stream with one record batch for each table's rows or tensor.
 
@@ -197,24 +206,23 @@ def encode(header: Header, rows: Iterable[Rows] = (), dense: Iterable[Dense] = (
     Returns:
         The bytes; `decode` reads them. Rows are int64 and values raw, both little-endian as in memory.
     """
-    schema = _COLUMNS.with_metadata({_HEADER: json.dumps(asdict(header)).encode()})
-    batches = [*map(_rows_batch, rows), *map(_dense_batch, dense)]
-    counter = pa.MockOutputStream()
-    _write_stream(counter, schema, batches)
-    size = counter.size()
-    # Arrow copies into memory of that size without the interpreter's lock, which the thread that trains needs: file
-    # objects of Python, and what joins bytes, hold it as long as they copy.
-    part = io.BytesIO(bytes(size + _TRAILER_SIZE))
-    with part.getbuffer() as memory:
-        _write_stream(pa.FixedSizeBufferWriter(pa.py_buffer(memory)), schema, batches)
-        memory[size:] = b"CRC32:%08x" % zlib.crc32(memory[:size])
-    return part.getvalue()
+    return joined(encode_pieces(header, rows, dense))
 
 
-def _write_stream(sink: Any, schema: Any, batches: Iterable[Any]) -> None:
-    with sink, pa.ipc.new_stream(sink, schema) as writer:
-        for batch in batches:
-            writer.write_batch(batch)
+def encode_pieces(header: Header, rows: Iterable[Rows] = (), dense: Iterable[Dense] = ()) -> list[Piece]:
+    """Return what `encode` does in pieces: the bytes of rows and values are views of the tensors given."""
+    written = {name: getattr(header, name) for name in _FIELDS}
+    schema = _COLUMNS.with_metadata({_HEADER: json.dumps(written).encode()})
+    pieces: list[Piece] = [schema.serialize().to_pybytes()]
+    for entry in rows:
+        pieces += _rows_pieces(entry)
+    for tensor in dense:
+        pieces += _dense_pieces(tensor)
+    pieces.append(END)
+    checksum = 0
+    for piece in pieces:
+        checksum = crc32(piece, checksum)
+    return [*pieces, b"CRC32:%08x" % checksum]
 
 
 def decode(data: bytes, name: str = "part") -> Part:
@@ -270,7 +278,7 @@ def _read(data: bytes, name: str, *, rows: bool) -> tuple[Header, list[Any]]:
     # Arrow trusts what it reads: a wrong length in it ends the process. So nothing that is torn gets that far.
     trailer = _TRAILER.fullmatch(data[-_TRAILER_SIZE:])
     content = memoryview(data)[:-_TRAILER_SIZE]
-    if trailer is None or zlib.crc32(content) != int(trailer[1], 16):
+    if trailer is None or crc32(content) != int(trailer[1], 16):
         raise PartError(
             f"{name} is torn, or no part of embedding deltas: its checksum is {'wrong' if trailer else 'missing'}."
         )
@@ -298,54 +306,31 @@ def _header(written: dict[str, Any]) -> Header:
     return Header(**kept)
 
 
-def _rows_batch(entry: Rows) -> Any:
-    values = entry.values.contiguous()
-    return _batch(
-        _ROWS,
-        entry.table,
-        entry.field,
-        values,
-        entry.shape,
-        entry.first_column,
-        values.shape[1],
-        entry.rows.contiguous(),
-    )
+def _rows_pieces(entry: Rows) -> list[Piece]:
+    dtype, width = _name(entry.values.dtype), entry.values.shape[1]
+    form = _form(_ROWS, entry.table, entry.field, dtype, tuple(entry.shape), entry.first_column, width)
+    return form.pieces(_bytes(entry.rows), _bytes(entry.values))
 
 
-def _dense_batch(entry: Dense) -> Any:
-    return _batch(_DENSE, entry.name, WEIGHT, entry.value.contiguous(), tuple(entry.value.shape), 0, 0, None)
+def _dense_pieces(entry: Dense) -> list[Piece]:
+    form = _form(_DENSE, entry.name, WEIGHT, _name(entry.value.dtype), tuple(entry.value.shape), 0, 0)
+    return form.pieces(memoryview(b""), _bytes(entry.value))
 
 
-def _batch(
-    kind: str,
-    name: str,
-    field: str,
-    values: Tensor,
-    shape: Sequence[int],
-    first_column: int,
-    num_columns: int,
-    rows: Tensor | None,
-) -> Any:
-    numbers = torch.empty(0, dtype=torch.int64) if rows is None else rows
-    columns = [
-        pa.array([kind]),
-        pa.array([name]),
-        pa.array([field]),
-        pa.array([str(values.dtype).removeprefix("torch.")]),
-        pa.array([list(shape)], pa.list_(pa.int64())),
-        pa.array([first_column]),
-        pa.array([num_columns]),
-        _binary(numbers),
-        _binary(values),
-    ]
-    return pa.record_batch(columns, schema=_COLUMNS)
+@lru_cache(maxsize=1024)  # alike in every cut; Arrow takes longer to make one than the values take to be written
+def _form(*description: Any) -> BatchForm:
+    columns = [pa.array([value], column.type) for value, column in zip(description, _COLUMNS, strict=False)]
+    nothing = pa.array([b""], pa.large_binary())
+    return BatchForm(pa.RecordBatch.from_arrays([*columns, nothing, nothing], schema=_COLUMNS))
 
 
-def _binary(tensor: Tensor) -> Any:
-    """Return an array of one element, the bytes of a tensor, which are not copied."""
-    data = pa.py_buffer(tensor.reshape(-1).view(torch.uint8).numpy())
-    offsets = pa.py_buffer(torch.tensor([0, data.size]).numpy())
-    return pa.Array.from_buffers(pa.large_binary(), 1, [None, offsets, data])
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def _bytes(tensor: Tensor) -> memoryview:
+    content: Any = tensor.contiguous().reshape(-1).view(torch.uint8).numpy()
+    return memoryview(content)
 
 
 def _tensor(buffer: Any, dtype: torch.dtype) -> Tensor:

@@ -21,6 +21,9 @@ class DeltaSink(Protocol):
     return no names: every fit then begins with a base.
 
     A sink may have a method `check()` too, which raises a `SinkError` where nothing could be written: see `check_sink`.
+    One that writes to files may have `write_pieces(name, pieces)`, which does what `write` does for the bytes of all
+    pieces, one after the other (`bytes` or `memoryview`). It is called instead, as `write` would need a copy of them;
+    when it returns, their memory may be written again.
     """
 
     def write(self, name: str, part: bytes) -> None:
@@ -86,6 +89,14 @@ def check_sink(sink: DeltaSink) -> None:
         check()
     else:
         list(sink.names())
+
+
+def takes_pieces(sink: DeltaSink) -> bool:
+    """Return whether a sink has `write_pieces`, and no `write` of its own that a class below has put before it."""
+    if "write" in getattr(sink, "__dict__", ()):
+        return False
+    first = (vars(kind) for kind in type(sink).__mro__ if "write" in vars(kind) or "write_pieces" in vars(kind))
+    return "write_pieces" in next(first, ())
 
 
 def without_password(address: str) -> str:

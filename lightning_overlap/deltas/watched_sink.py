@@ -6,7 +6,8 @@ import time
 from collections.abc import Callable, Iterable
 from typing import Any
 
-from .sink import DeltaSink, SinkError, check_sink
+from .arrow_stream import Piece, joined
+from .sink import DeltaSink, SinkError, check_sink, takes_pieces
 
 
 class WatchedSink:
@@ -17,7 +18,7 @@ class WatchedSink:
     """
 
     def __init__(self, sink: DeltaSink) -> None:
-        self._sink = sink
+        self._sink, self._takes_pieces = sink, takes_pieces(sink)
         self._call: tuple[str, float] | None = None
 
     def __str__(self) -> str:
@@ -27,9 +28,15 @@ class WatchedSink:
         """Find out whether parts can be written, as far as the sink can tell."""
         self._timed("check", lambda: check_sink(self._sink))
 
-    def write(self, name: str, part: bytes) -> None:
-        """Keep a part."""
-        self._timed(f"write of {name}", lambda: self._sink.write(name, part))
+    def write(self, name: str, part: bytes | list[Piece]) -> None:
+        """Keep a part, which may come in pieces."""
+        if isinstance(part, bytes):
+            self._timed(f"write of {name}", lambda: self._sink.write(name, part))
+        elif self._takes_pieces:
+            sink: Any = self._sink
+            self._timed(f"write of {name}", lambda: sink.write_pieces(name, part))
+        else:
+            self.write(name, joined(part))
 
     def names(self) -> list[str]:
         """Return the names of all parts."""

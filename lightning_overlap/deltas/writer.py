@@ -7,8 +7,9 @@ import threading
 from collections import deque
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future
-from typing import Any, TypeVar
+from typing import Any, TypeAlias, TypeVar
 
+from .arrow_stream import Piece, num_bytes
 from .sink import DeltaSink
 from .watched_sink import WatchedSink
 
@@ -18,7 +19,10 @@ MOST_WAITING = 2
 LOOKS_EVERY_S = 0.5
 """How often whoever waits for the sink looks whether it hangs."""
 
-Chunks = Callable[[], Iterable[tuple[str, bytes]]]
+Content: TypeAlias = bytes | list[Piece]
+"""Of a chunk."""
+
+Chunks: TypeAlias = Callable[[], Iterable[tuple[str, Content]]]
 """Makes the chunks of a part: names and contents."""
 
 T = TypeVar("T")
@@ -100,7 +104,7 @@ class CutWriter:
             raise self.error
         return answer.result()
 
-    def write_now(self, step: int, chunks: Iterable[tuple[str, bytes]]) -> None:
+    def write_now(self, step: int, chunks: Iterable[tuple[str, Content]]) -> None:
         """Write a part, after those before it, and wait for it.
 
         Args:
@@ -117,7 +121,7 @@ class CutWriter:
         try:
             for name, part in chunks:
                 self.sink.write(name, part)
-                self.num_bytes += len(part)
+                self.num_bytes += len(part) if isinstance(part, bytes) else num_bytes(part)
         except BaseException as err:
             self.error = err
             raise
@@ -189,10 +193,10 @@ class CutWriter:
                 self.num_outstanding -= is_cut
                 self._changed.notify_all()
 
-    def _write(self, step: int, chunks: Iterable[tuple[str, bytes]]) -> None:
+    def _write(self, step: int, chunks: Iterable[tuple[str, Content]]) -> None:
         for name, part in chunks:
             self._sink.write(name, part)
-            self.num_bytes += len(part)
+            self.num_bytes += len(part) if isinstance(part, bytes) else num_bytes(part)
             if self.error is not None:  # it came back after it had counted as one that hangs
                 return
         self.written_step = step
@@ -212,7 +216,7 @@ class SinkInThread:
         """Find out whether parts can be written, as far as the sink can tell."""
         self._call(lambda sink: sink.check())
 
-    def write(self, name: str, part: bytes) -> None:
+    def write(self, name: str, part: Content) -> None:
         """Keep a part."""
         self._call(lambda sink: sink.write(name, part))
 

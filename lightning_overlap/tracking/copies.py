@@ -12,7 +12,8 @@ from torch import Tensor
 from ..runtime import LookupOrder
 from ..tables import KernelShards
 from .dense_copies import to_host
-from .row_marks import DeviceMarks, HostMarks
+from .kept_memory import LentMemory, taken_by
+from .row_marks import DeviceMarks
 
 GATHERED_AT_ONCE = 1 << 17
 """Rows of tables of several widths that are gathered by one operator: its index has 8 bytes for each value."""
@@ -46,34 +47,57 @@ class RowCopy(Protocol):
     def tables(self) -> list[CopiedTable]:
         """Wait for it on the host, in any thread, and return what was copied."""
 
+    def give_back(self) -> None:
+        """Say that nobody reads the values any more: their memory may be written. The rows' numbers stay."""
 
-def copy_on_host(kernel: KernelShards, marks: HostMarks, first_shard: int, *, states: bool) -> list[CopiedTable]:
-    """Copy the marked rows of a kernel's tables; any thread may do so while nobody writes them.
+
+def copy_on_host(
+    kernel: KernelShards, rows: list[Tensor], first_shard: int, memory: LentMemory, *, states: bool
+) -> list[CopiedTable]:
+    """Copy rows of a kernel's tables; any thread may do so while nobody writes them.
 
     Args:
         kernel: Whose tables.
-        marks: Of rows.
+        rows: Of each of its shards, `(N,)`, int64.
         first_shard: Number of its first shard.
+        memory: Takes the values.
         states: Whether to copy the optimizer's state too.
     """
     copied = []
-    kinds: list[dict[str, Tensor]] = kernel.states() if states else [{} for _ in kernel.shards]
-    for number, (shard, rows_N, of_shard) in enumerate(zip(kernel.shards, marks.rows(), kinds, strict=True)):
-        if rows_N.numel():
-            for field, values in {WEIGHT: shard.weight, **of_shard}.items():
-                values_ND = _two_dim(values).index_select(0, rows_N)
-                copied.append(CopiedTable(first_shard + number, field, rows_N, values_ND))
+    for number, (rows_N, fields) in enumerate(zip(rows, _fields(kernel, states=states), strict=True)):
+        for field, values in fields.items() if rows_N.numel() else ():
+            values_ND = memory.empty((len(rows_N), values.shape[1]), values.dtype)
+            torch.index_select(values, 0, rows_N, out=values_ND)
+            copied.append(CopiedTable(first_shard + number, field, rows_N, values_ND))
     return copied
+
+
+def bytes_on_host(kernel: KernelShards, rows: list[Tensor], *, states: bool) -> int:
+    """Return how much memory `copy_on_host` takes."""
+    return sum(
+        taken_by((len(rows_N), values.shape[1]), values.dtype)
+        for rows_N, fields in zip(rows, _fields(kernel, states=states), strict=True)
+        for values in fields.values()
+    )
+
+
+def _fields(kernel: KernelShards, *, states: bool) -> list[dict[str, Tensor]]:
+    """Return the values and the states of each shard, `(rows, columns)`."""
+    kinds: list[dict[str, Tensor]] = kernel.states() if states else [{} for _ in kernel.shards]
+    return [
+        {field: _two_dim(values.detach()) for field, values in {WEIGHT: shard.weight, **of_shard}.items()}
+        for shard, of_shard in zip(kernel.shards, kinds, strict=True)
+    ]
 
 
 class HostCopy:
     """A copy that a thread makes.
 
     Args:
-        copying: Gives what it has copied.
+        copying: Gives what it has copied, and the memory of the values.
     """
 
-    def __init__(self, copying: Future[list[CopiedTable]]) -> None:
+    def __init__(self, copying: Future[tuple[list[CopiedTable], LentMemory]]) -> None:
         self._copying = copying
 
     def wait_copied(self) -> None:
@@ -82,7 +106,12 @@ class HostCopy:
 
     def tables(self) -> list[CopiedTable]:
         """Wait for the thread; return what it has copied."""
-        return self._copying.result()
+        return self._copying.result()[0]
+
+    def give_back(self) -> None:
+        """Say that nobody reads the values any more."""
+        if self._copying.exception() is None:
+            self._copying.result()[1].give_back()
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,6 +168,9 @@ class DeviceCopy:
             copied = [table for gathered in self._gathered for table in _split(gathered)]
         self._gathered.clear()
         return copied
+
+    def give_back(self) -> None:
+        """Do nothing: pinned memory goes back to torch when nobody holds the values."""
 
 
 def _gather(kernel: KernelShards, marks: DeviceMarks, first_shard: int, *, states: bool) -> _Gathered:

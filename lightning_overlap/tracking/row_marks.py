@@ -48,28 +48,33 @@ class HostMarks:
         self._copies = copies
         self._num_rows, self._table_of_feature = tuple(num_rows), tuple(table_of_feature)
         self._num_all_rows = sum(num_rows)
-        self._lookups: list[LookedUp] = []
-        self._num_ids = 0
+        # numbers of ids, ids, offsets (None: they follow the ids), batch sizes
+        self._lookups: list[tuple[int, Tensor, Tensor | None, tuple[int, ...] | None]] = []
+        self._num_ids = self._num_kept = 0
         self._rows: list[list[Tensor]] = [[] for _ in num_rows]
 
-    def add(self, looked_up: LookedUp) -> None:
-        """Mark the rows of a lookup."""
+    def add(self, looked_up: tuple[Tensor, Tensor, tuple[int, ...] | None]) -> None:
+        """Mark the rows of a lookup, given as in `LookedUp`."""
         indices_N, offsets, batch_sizes = looked_up
         num_ids = indices_N.numel()
         if not num_ids:  # offsets of no bags at all tell nothing of features
             return
-        if self._copies:
-            ends = _boundaries(len(self._table_of_feature), offsets, batch_sizes)  # all that is asked of offsets later
-            looked_up = LookedUp(indices_N.clone(), ends.clone(), None)
-        self._lookups.append(looked_up)
+        if self._copies:  # by one operator: between two steps the code of each more leaves the caches
+            kept_N = torch.cat((indices_N, offsets))
+            self._lookups.append((num_ids, kept_N, None, batch_sizes))
+            self._num_kept += kept_N.numel()
+        else:
+            self._lookups.append((num_ids, indices_N, offsets, batch_sizes))
+            self._num_kept += num_ids
         self._num_ids += num_ids
-        if self._num_ids > 2 * self._num_all_rows:
+        if self._num_kept > 2 * self._num_all_rows:
             self._fold()
 
     def add_rows(self, table: int, rows_N: Tensor) -> None:
         """Mark rows `(N,)`, int64, of one table."""
         self._rows[table].append(rows_N)
         self._num_ids += rows_N.numel()
+        self._num_kept += rows_N.numel()
 
     @property
     def most(self) -> int:
@@ -77,9 +82,9 @@ class HostMarks:
         return min(self._num_ids, self._num_all_rows)
 
     def _fold(self) -> None:
-        folded = self.rows()
-        self._lookups, self._rows = [], [[rows] for rows in folded]
-        self._num_ids = sum(rows.numel() for rows in folded)
+        folded = self.take()
+        self._rows = [[rows] for rows in folded]
+        self._num_ids = self._num_kept = sum(rows.numel() for rows in folded)
 
     def rows(self) -> list[Tensor]:
         """Return the marked rows of each table, `(N,)`, int64, each once, in their order.
@@ -89,12 +94,21 @@ class HostMarks:
         """
         ids = [[rows_N.numpy() for rows_N in rows] for rows in self._rows]
         num_features = len(self._table_of_feature)
-        for indices_N, offsets, batch_sizes in self._lookups:
-            on_host = indices_N.numpy()
-            ends = _boundaries_on_host(num_features, offsets.numpy(), batch_sizes)
+        for num_ids, kept_N, offsets, batch_sizes in self._lookups:
+            ids_N = kept_N.numpy()
+            on_host = ids_N[num_ids:] if offsets is None else offsets.numpy()
+            ends = _boundaries_on_host(num_features, on_host, batch_sizes)
             for feature, table in enumerate(self._table_of_feature):
-                ids[table].append(on_host[ends[feature] : ends[feature + 1]])
+                ids[table].append(ids_N[ends[feature] : ends[feature + 1]])
         return [_unique(found, num_rows) for found, num_rows in zip(ids, self._num_rows, strict=True)]
+
+    def take(self) -> list[Tensor]:
+        """Return what `rows` does; the marks are gone then."""
+        rows = self.rows()
+        self._rows = [[] for _ in self._num_rows]
+        self._lookups.clear()
+        self._num_ids = self._num_kept = 0
+        return rows
 
 
 def _boundaries(num_features: int, offsets: Tensor, batch_sizes: tuple[int, ...] | None) -> Tensor:
@@ -118,20 +132,20 @@ def _boundaries_on_host(num_features: int, offsets: _Ids, batch_sizes: tuple[int
 def _unique(ids: list[_Ids], num_rows: int) -> Tensor:
     if not ids:
         return torch.empty(0, dtype=torch.int64)
-    ids_N = np.concatenate(ids).astype(np.int64, copy=False)
+    ids_N = np.concatenate(ids)
     if ids_N.size < FLAGGED_FROM * num_rows:
         rows_N = _sorted(ids_N)
         if rows_N.size and not 0 <= rows_N[0] <= rows_N[-1] < num_rows:
             rows_N = _sorted(_valid_on_host(rows_N, num_rows))
-        return torch.from_numpy(rows_N)
+        return torch.from_numpy(rows_N.astype(np.int64, copy=False))
     flags_R = np.zeros(num_rows, dtype=bool)
     flags_R[_valid_on_host(ids_N, num_rows)] = True
     return torch.from_numpy(np.flatnonzero(flags_R))
 
 
-def _sorted(ids_N: _Ids) -> _Ids:
-    """Return each id once, in their order: NumPy sorts integers up to ten times as fast as torch does on a host."""
-    sorted_N = np.sort(ids_N)
+def _sorted(sorted_N: _Ids) -> _Ids:
+    """Sort ids in place; return each once. NumPy sorts integers up to ten times as fast as torch does on a host."""
+    sorted_N.sort()
     is_first_N = np.ones(len(sorted_N), dtype=bool)
     np.not_equal(sorted_N[1:], sorted_N[:-1], out=is_first_N[1:])
     return sorted_N[is_first_N]
@@ -174,8 +188,8 @@ class DeviceMarks:
         """All memory of the marks, which several streams use."""
         return [self.ends_T, self._first_F, self._num_rows_F, self._flags_R]
 
-    def add(self, looked_up: LookedUp) -> None:
-        """Mark the rows of a lookup."""
+    def add(self, looked_up: tuple[Tensor, Tensor, tuple[int, ...] | None]) -> None:
+        """Mark the rows of a lookup, given as in `LookedUp`."""
         indices_N, offsets, batch_sizes = looked_up
         num_ids = indices_N.numel()
         if not num_ids:

@@ -12,8 +12,9 @@ from torch.utils.hooks import RemovableHandle
 
 from ..runtime import LookupOrder
 from ..tables import KernelShards, TableShard, kernel_shards, num_fused_writes, sharded_modules
-from .copies import WEIGHT, CopiedTable, DeviceCopy, HostCopy, RowCopy, copy_on_host
-from .row_marks import DeviceMarks, HostMarks, LookedUp
+from .copies import WEIGHT, CopiedTable, DeviceCopy, HostCopy, RowCopy, bytes_on_host, copy_on_host
+from .kept_memory import KeptMemory, LentMemory
+from .row_marks import DeviceMarks, HostMarks
 from .windows import Window, packed, windows_of
 
 
@@ -52,6 +53,8 @@ class TouchedRows:
             of_shard if states else {} for kernel in kernels if not kernel.is_fused for of_shard in kernel.states()
         ]
         self._marks: list[Any] = [self._new_marks(kernel) for kernel in self._kernels]
+        self._spare_marks: list[Any] | None = None
+        self._kept = KeptMemory()
         self._copier = ThreadPoolExecutor(1, "copy of touched rows")
         device = self.shards[0].weight.device if self.shards else torch.device("cpu")
         self._to_host = torch.cuda.Stream(device) if device.type == "cuda" else None
@@ -85,17 +88,22 @@ class TouchedRows:
 
     def _watch(self, kernel: int) -> Callable[..., None]:
         def looked_up(module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], answer: Any) -> None:
-            if isinstance(answer, Tensor) and answer.requires_grad:
-                answer.register_hook(lambda _: self._before_update(kernel, _looked_up(args, kwargs)))
+            node = answer.grad_fn if isinstance(answer, Tensor) else None
+            if node is not None:
+                node.register_prehook(lambda _: self._before_update(kernel, args, kwargs))
 
         return looked_up
 
-    def _before_update(self, kernel: int, given: LookedUp) -> None:
+    def _before_update(self, kernel: int, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
         """Mark the rows that the backward of a lookup is about to write; a copy of their old values comes first."""
         if self._copy is not None or self._is_whole is None:
             self.settle()
             self.wait_copied()  # on a device also a stream that waits for the first time
-        self._marks[kernel].add(given)
+        indices = kwargs["indices"] if "indices" in kwargs else args[0]
+        offsets = kwargs["offsets"] if "offsets" in kwargs else args[1]
+        sizes = kwargs.get("batch_size_per_feature_per_rank")
+        batch_sizes = None if sizes is None else tuple(sum(of_feature) for of_feature in sizes)
+        self._marks[kernel].add((indices, offsets, batch_sizes))
 
     def mark(self, name: str, rows: Tensor) -> None:
         """Mark rows of a table by their numbers in the whole table; those of other ranks are passed over.
@@ -141,7 +149,9 @@ class TouchedRows:
             with_marks = list(zip(self._kernels, marks, strict=True))
             self._copy = DeviceCopy(with_marks, self._order, self._to_host, states=self._states)
             return self._copy
-        self._marks = [self._new_marks(kernel) for kernel in self._kernels]
+        spare = self._spare_marks  # of the copy before, which is over
+        self._marks = [self._new_marks(kernel) for kernel in self._kernels] if spare is None else spare
+        self._spare_marks = marks
         self._copy = HostCopy(self._copier.submit(self._copy_on_host, marks))
         return self._copy
 
@@ -163,12 +173,15 @@ class TouchedRows:
             if not self._on_device:
                 self._copy = None  # a host has waited, a device's other streams have not
 
-    def _copy_on_host(self, marks: list[HostMarks]) -> list[CopiedTable]:
+    def _copy_on_host(self, marks: list[HostMarks]) -> tuple[list[CopiedTable], LentMemory]:
+        rows = [of_kernel.take() for of_kernel in marks]
+        of_kernels = list(zip(self._kernels, rows, strict=True))
+        memory = self._kept.lend(sum(bytes_on_host(*of_kernel, states=self._states) for of_kernel in of_kernels))
         copied, first_shard = [], 0
-        for kernel, of_kernel in zip(self._kernels, marks, strict=True):
-            copied += copy_on_host(kernel, of_kernel, first_shard, states=self._states)
+        for kernel, of_kernel in of_kernels:
+            copied += copy_on_host(kernel, of_kernel, first_shard, memory, states=self._states)
             first_shard += len(kernel.shards)
-        return copied
+        return copied, memory
 
     @property
     def shard_states(self) -> list[dict[str, Tensor]]:
@@ -200,11 +213,3 @@ class TouchedRows:
         self._marks = [self._new_marks(kernel) for kernel in self._kernels]
         for kernel in self._kernels:
             kernel.write_back_cache()
-
-
-def _looked_up(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> LookedUp:
-    indices = kwargs["indices"] if "indices" in kwargs else args[0]
-    offsets = kwargs["offsets"] if "offsets" in kwargs else args[1]
-    sizes = kwargs.get("batch_size_per_feature_per_rank")
-    batch_sizes = None if sizes is None else tuple(sum(of_feature) for of_feature in sizes)
-    return LookedUp(indices, offsets, batch_sizes)

@@ -1,0 +1,103 @@
+"""Copies of rows take turns in memory that is kept: nobody writes it while a sink reads, and it does not grow."""
+
+from __future__ import annotations
+
+import time
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import torch
+
+from lightning_overlap.deltas import PartError, Piece, parse_names
+from lightning_overlap.tracking.copies import HostCopy
+from lightning_overlap.tracking.kept_memory import KeptMemory
+from lightning_overlap.tracking.row_marks import HostMarks, LookedUp
+
+from ..support.ranks import Ranks
+from .delta_fits import Files, fit_with_deltas
+from .test_deltas import ALL, wrong
+
+
+def fit_in_pieces(*args: Any, **kwargs: Any) -> Any:
+    """Train with a sink that reads the memory of the values, and only after a while."""
+
+    def write_pieces(self: Files, name: str, pieces: list[Piece]) -> None:
+        time.sleep(0.02)
+        self.write(name, b"".join(pieces))
+
+    with mock.patch.object(Files, "write_pieces", write_pieces, create=True):
+        return fit_with_deltas(*args, **kwargs)
+
+
+def fit_giving_back_early(*args: Any, **kwargs: Any) -> Any:
+    """Train so that the next cut may have the memory before this one is written."""
+    tables = HostCopy.tables
+
+    def early(self: HostCopy) -> Any:
+        copied = tables(self)
+        self.give_back()
+        return copied
+
+    with mock.patch.object(HostCopy, "tables", early):
+        return fit_in_pieces(*args, **kwargs)
+
+
+def test_a_sink_reads_values_that_nobody_writes(ranks: Ranks, tmp_path: Path) -> None:
+    of_ranks = ranks.run(fit_in_pieces, ALL, "fused_sparse_dist", str(tmp_path), num_steps=30)
+    assert wrong(tmp_path, of_ranks) == {}
+    assert len({name.step for name in parse_names(path.name for path in tmp_path.iterdir())}) > 3
+
+
+def test_memory_that_is_given_back_early_is_noticed(ranks: Ranks, tmp_path: Path) -> None:
+    """By the checksum, where it is written after that was made."""
+    of_ranks = ranks.run(fit_giving_back_early, ALL, "fused_sparse_dist", str(tmp_path), num_steps=30)
+    with suppress(PartError):
+        assert wrong(tmp_path, of_ranks) != {}
+
+
+def test_one_piece_of_memory_is_kept_at_most() -> None:
+    kept = KeptMemory()
+    first, second = kept.lend(1000), kept.lend(1000)
+    place = first.empty((10,), torch.float32).data_ptr()
+    second.give_back()
+    first.give_back()
+    first.give_back()  # is the same as once
+    again, other = kept.lend(1000), kept.lend(1000)
+    assert again.empty((10,), torch.float32).data_ptr() == place
+    assert other.empty((10,), torch.float32).data_ptr() != place
+    assert not kept._at_rest
+
+
+def test_memory_fits_what_is_asked_for() -> None:
+    kept = KeptMemory()
+    for num_bytes in (1000, 100_000, 1000):
+        memory = kept.lend(num_bytes)
+        assert memory._content is not None
+        assert num_bytes <= memory._content.numel() <= 4 * num_bytes
+        memory.give_back()
+
+
+def test_tensors_in_lent_memory_are_apart() -> None:
+    memory = KeptMemory().lend(1000)
+    shapes = {(3, 5): torch.float16, (7,): torch.float64, (0, 4): torch.float32, (2, 2): torch.int8}
+    tensors = [memory.empty(shape, dtype) for shape, dtype in shapes.items()]
+    for number, tensor in enumerate(tensors):
+        tensor.fill_(number)
+    assert [tensor.unique().tolist() for tensor in tensors] == [[0], [1], [], [3]]
+    assert [(tuple(tensor.shape), tensor.dtype) for tensor in tensors] == list(shapes.items())
+
+
+def test_marks_without_cuts_take_bounded_memory() -> None:
+    """Ids of one rank are copied, and their offsets beside them: also of bags that are empty for the most part."""
+    marks = HostMarks([50], [0])
+    for step in range(40):
+        offsets = torch.zeros(31, dtype=torch.int64)
+        offsets[-1] = 1
+        marks.add(LookedUp(torch.tensor([step]), offsets, None))
+        assert sum(lookup[1].numel() for lookup in marks._lookups) + sum(map(len, marks._rows[0])) <= 2 * 50
+    assert marks.rows()[0].tolist() == list(range(40))
+    assert marks.most == 40
+    assert marks.take()[0].tolist() == list(range(40))
+    assert (marks.most, marks.rows()[0].tolist()) == (0, [])
