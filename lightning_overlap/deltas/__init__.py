@@ -1,6 +1,6 @@
 """Updated rows on their way to served models: parts and their form, sinks that keep them, replicas that apply them.
 
-Needs the extra `deltas` (pyarrow), and for the sink of that name `redis`.
+Needs the extra `deltas` (pyarrow, and isal for quicker checksums), and for the sink of that name `redis`.
 """
 
 from .arrow_stream import Piece as Piece
