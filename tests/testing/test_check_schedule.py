@@ -19,8 +19,9 @@ from lightning_overlap.testing import (
     check_in_flight,
     check_laws,
     check_staleness,
-    run_schedule,
 )
+
+from ..support.schedules import run_schedule
 
 
 def moved(schedule: Schedule, stage: Stage, above: Stage) -> tuple[Step, ...]:

@@ -22,10 +22,10 @@ from lightning_overlap.testing import (
     Races,
     RecordingStreams,
     check_laws,
-    random_schedule,
 )
 
 from ..support import mutants
+from ..support.schedules import random_schedule
 
 COMPUTE, SIDE, THIRD = StreamName.COMPUTE, StreamName.DATA_DIST, StreamName.LOOKUP
 random_schedules = st.randoms(use_true_random=False).map(random_schedule)
