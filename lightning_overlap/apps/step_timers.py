@@ -16,7 +16,7 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from torch import Tensor
 
 from ..plugin import OverlapEmbeddingStrategy
-from ..profiling import HOST_LANE, Category, CudaTimestamps, HostTimestamps, Span, SpanRecorder, Timestamps, break_down
+from ..profiling import HOST_LANE, Category, HostTimestamps, Span, SpanRecorder, Timestamps, break_down, timestamps_of
 from ..runtime import HostStreams, Streams
 from ..schedules import StreamName
 from .bench_collectives import by_name
@@ -122,8 +122,7 @@ class Meter:
         if step == self._first:
             synchronize(self._device)
             reset_peak_memory(self._device)
-            if self._device.type == "cuda":
-                self._clock = CudaTimestamps(self._device)
+            self._clock = timestamps_of(self._device)
             self._window_ms = -time.perf_counter() * 1e3
         if self._first <= step <= self._last:
             self._marks.append(self._clock.mark())

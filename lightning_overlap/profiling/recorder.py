@@ -6,8 +6,9 @@ no measurement makes the host wait.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import replace
 from itertools import pairwise
 from typing import Any
@@ -130,17 +131,13 @@ class SpanRecorder:
         record.end = self._device.mark()
         self._records.append(record)
 
-    @contextmanager
-    def data(self) -> Iterator[None]:
+    def data(self) -> AbstractContextManager[None]:
         """Go around the wait for a batch of the data loader."""
-        with self._on_host(Category.DATA, DATA_LOADER):
-            yield
+        return self._on_host(Category.DATA, DATA_LOADER)
 
-    @contextmanager
-    def log(self) -> Iterator[None]:
+    def log(self) -> AbstractContextManager[None]:
         """Go around a call of the module's `log`."""
-        with self._on_host(Category.HOST, LOG):
-            yield
+        return self._on_host(Category.HOST, LOG)
 
     @contextmanager
     def _on_host(self, kind: Category, name: str) -> Iterator[None]:
@@ -182,24 +179,22 @@ class SpanRecorder:
     def traffic(self, window: Interval) -> dict[Stage, Traffic]:
         """Return what this rank sent to others in a window, by the stage that issued it."""
         found: dict[Stage, Traffic] = {}
-        for record in self._records:
-            if record.kind is Category.COMMUNICATION and record.stage is not None and record.sent_bytes:
-                span = self._span(replace(record, end=record.start), self._shift)
-                if window[0] <= span.start_ms < window[1]:
-                    found[record.stage] = found.get(record.stage, Traffic()) + Traffic(
-                        record.sent_bytes, record.saved_bytes
-                    )
+        for record in self._sent_in(window):
+            if record.stage is not None:
+                more = Traffic(record.sent_bytes, record.saved_bytes)
+                found[record.stage] = found.get(record.stage, Traffic()) + more
         return found
 
     def sent_bytes(self, window: Interval) -> dict[str, int]:
         """Return what this rank sent to others in a window, by what carried it."""
-        found: dict[str, int] = {}
+        return dict(sum((Counter({one.name: one.sent_bytes}) for one in self._sent_in(window)), Counter[str]()))
+
+    def _sent_in(self, window: Interval) -> Iterator[Record]:
         for record in self._records:
             if record.kind is Category.COMMUNICATION and record.sent_bytes:
                 start_ms = self._span(replace(record, end=record.start), self._shift).start_ms
                 if window[0] <= start_ms < window[1]:
-                    found[record.name] = found.get(record.name, 0) + record.sent_bytes
-        return found
+                    yield record
 
     def spans(self) -> list[Span]:
         """Return what was noted; on CUDA the host's times are shifted so that the first steps begin together.
