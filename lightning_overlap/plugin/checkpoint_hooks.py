@@ -41,6 +41,7 @@ from ..checkpoint import (
     warn_of_moved_states,
     write_file,
 )
+from ..distributed import gather_objects
 from ..tables import hands_out_rows, has_tables, sharded_modules
 from . import checkpoint_links
 from .run import HasRun
@@ -274,10 +275,7 @@ class SavesShards(HasRun):
 def _gather_loader_states(checkpoint: dict[str, Any], group: dist.ProcessGroup | None) -> None:
     """Add every rank's state of the data loaders: rank 0 alone writes what is not sharded."""
     state = _fit_loop(checkpoint).get(_LOADER)
-    states = [state]
-    if group is not None:
-        states = [None] * group.size()
-        dist.all_gather_object(states, state, group=group)
+    states = [state] if group is None else gather_objects(state, group)
     if any(states):
         checkpoint[_LOADERS] = states
 

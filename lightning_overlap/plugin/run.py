@@ -21,7 +21,7 @@ from ..distributed import GroupConsensus, Lowest, OwnLowest, groups
 from ..runtime import Executor, StageTimer, Streams
 from ..sparse import GradientStash, SparsePipeline
 from ..tables import OverflowWatch, has_model_parallel_tables
-from ..tuning import Tuner
+from ..tuning import Tuner, say_nothing
 from . import first_words
 from .fetcher import LookaheadFetcher
 
@@ -248,7 +248,7 @@ class HasRun(DDPStrategy):
             self.root_device,
             self._streams,
             self.gather,
-            first_words.tell if self.global_rank == 0 else first_words.tell_nothing,
+            first_words.tell if self.global_rank == 0 else say_nothing,
             per_step=trainer.accumulate_grad_batches,
             moves_lookups=has_model_parallel_tables(self.lightning_module),
         )

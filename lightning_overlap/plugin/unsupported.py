@@ -21,7 +21,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from ..tables import find_tables, sharded_modules, why_never_held
-from ..text import unknown_name_message
+from ..text import SCALES_LOSS, unknown_name_message
 from . import fit_loop
 
 _TRUE = (
@@ -30,8 +30,7 @@ _TRUE = (
 )
 PRECISIONS: Mapping[str, str] = MappingProxyType(
     {
-        "16-mixed": "scales the loss, and fused tables would be updated with scaled gradients inside backward. Use "
-        "precision='bf16-mixed', which needs no scaling",
+        "16-mixed": SCALES_LOSS.format(instead="precision='bf16-mixed'"),
         "16-true": f"{_TRUE}. Use precision='bf16-mixed'",
         "bf16-true": f"{_TRUE}. Use precision='bf16-mixed'",
         "64-true": f"{_TRUE}. Use precision='32-true', and .double() on the dense modules that need it",

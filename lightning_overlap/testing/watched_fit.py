@@ -213,17 +213,30 @@ class _Replay:
         return map(copy.deepcopy, self._batches)
 
 
-class _Watch(Callback):
+class _Closes(Callback):
+    """Owns contexts that end with the fit."""
+
+    def __init__(self) -> None:
+        self._open = contextlib.ExitStack()
+
+    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._open.close()
+
+    def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
+        self._open.close()
+
+
+class _Watch(_Closes):
     """Notes in `watched` what a fit does: its losses, states, early lookups and host syncs."""
 
     reads_tables = False  # in its hook after the backward
 
     def __init__(self, watched: Watched, num_steps: int, *, every_state: bool, syncs: bool) -> None:
+        super().__init__()
         self.watched = watched
         self._num_steps = num_steps
         self._every_state = every_state
         self._first = max(1, num_steps // 2) if syncs else num_steps
-        self._syncs = contextlib.ExitStack()
         self.batch = -1
 
     def observe(self, kind: str, stage: Stage, batch: int) -> None:
@@ -242,9 +255,9 @@ class _Watch(Callback):
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
         if batch_idx == self._first + NUM_WATCHED_STEPS:
-            self._syncs.close()
+            self._open.close()
         if batch_idx == self._first:
-            self.watched.syncs = self._syncs.enter_context(record_host_syncs())
+            self.watched.syncs = self._open.enter_context(record_host_syncs())
         self.batch = batch_idx
         self.watched.batches.append(batch_idx)
 
@@ -261,12 +274,6 @@ class _Watch(Callback):
             assert isinstance(strategy, OverlapEmbeddingStrategy)
             with strategy.saving():  # kernels count lookups: without those that are ahead
                 self.watched.states[batch_idx] = digests(pl_module, trainer.optimizers)
-
-    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self._syncs.close()
-
-    def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
-        self._syncs.close()
 
 
 class _Delay(Callback):
@@ -321,18 +328,18 @@ def _fused_weights(module: Any) -> list[Tensor]:
     return [weight for kernel in tbes(module) for weight in kernel.split_embedding_weights()]
 
 
-class _FollowsMemory(Callback):
+class _FollowsMemory(_Closes):
     """Lets checked streams see all operators of the training."""
 
     def __init__(self, streams: CheckedStreams) -> None:
+        super().__init__()
         self._streams = streams
-        self._watching = contextlib.ExitStack()
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         weights = {name: weight.detach() for name, weight in pl_module.named_parameters()}
         for name, module in sharded_modules(pl_module).items():
             weights |= {f"a table of {name} {at}": weight for at, weight in enumerate(_fused_weights(module))}
-        self._watching.enter_context(self._streams.watching(weights))
+        self._open.enter_context(self._streams.watching(weights))
 
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
@@ -341,12 +348,6 @@ class _FollowsMemory(Callback):
             assert isinstance(trainer.strategy, OverlapEmbeddingStrategy)
             trainer.strategy.update_tables()  # as before an evaluation or a save: no update is left
         self._streams.read_weights(f"a callback after the step of batch {batch_idx}")
-
-    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self._watching.close()
-
-    def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
-        self._watching.close()
 
 
 class _WatchedStrategy(OverlapEmbeddingStrategy):

@@ -45,8 +45,8 @@ def _alone(value: Any) -> list[Any]:
     return [value]
 
 
-def _say_nothing(text: str) -> None:
-    pass
+def say_nothing(text: str) -> None:
+    """Leave a text to the rank that logs it."""
 
 
 class Tuner:
@@ -77,7 +77,7 @@ class Tuner:
         self._clock: Timestamps | None = None
         self._streams: CudaStreams | None = None
         self._gather: Callable[[Any], list[Any]] = _alone
-        self._tell: Callable[[str], None] = _say_nothing
+        self._tell: Callable[[str], None] = say_nothing
         self._next: Arm | None = None
         self._num_left = 0
 
@@ -92,7 +92,7 @@ class Tuner:
         device: torch.device,
         streams: Streams,
         gather: Callable[[Any], list[Any]],
-        tell: Callable[[str], None] = _say_nothing,
+        tell: Callable[[str], None] = say_nothing,
         *,
         per_step: int = 1,
         moves_lookups: bool = True,
@@ -127,7 +127,7 @@ class Tuner:
     def stop(self) -> None:
         """End a fit: what was measured of a trial that has not come to its end is dropped."""
         self._trial = self._source = self._clock = self._streams = None
-        self._gather, self._tell = _alone, _say_nothing
+        self._gather, self._tell = _alone, say_nothing
         if self._next is not None:
             self._walk(self._next)
 
