@@ -25,14 +25,12 @@ from ..plugin import OverlapEmbeddingStrategy
 from ..profiling import HostSync, record_host_syncs
 from ..schedules import Stage, WeightOwner
 from ..sparse import EarlyEmbeddings, SparsePipeline
-from ..tables import owners_of, sharded_modules, tbes
+from ..tables import owners_of, sharded_modules
 from .checked_streams import CheckedStreams
+from .delayed_lookups import DelayedLookups, Delays, fused_weights
 from .local_group import ThisGroup
 from .state_digests import digests
 from .unsharded import Answers, Changes
-
-Delays = Mapping[int, tuple[int, frozenset[str]]]
-"""Batch -> how many updates its lookup sees, and in which modules; all others see every update."""
 
 ModuleFactory = Callable[[], LightningModule]
 Data = LightningDataModule | Sequence[Any]
@@ -67,6 +65,10 @@ class Watched:
     left: list[str] = field(default_factory=list)
     """What was not put back at the end."""
     automatic: bool = True
+    most_in_flight: int = 0
+    """Batches fetched and not done with, at most."""
+    depth: int = 0
+    """Of the schedules that were walked."""
 
     def modules_early_in(self, batch: int) -> frozenset[str]:
         """Return the modules that answered with early embeddings for a batch."""
@@ -125,8 +127,10 @@ def fit(
     module = setting.make_module()
     seed_all(setting.seed + dist.get_rank())
     watch = _Watch(watched, len(setting.batches), every_state=every_state, syncs=syncs)
-    delay = _Delay(delays) if delays is not None else None
+    delay = DelayedLookups(delays) if delays is not None else None
     strategy = _WatchedStrategy(watch, delay, races, answers, pipeline=pipeline, **setting.strategy_options)
+    watch.num_in_flight = lambda: strategy.num_in_flight
+    watched.depth = strategy.depth
     first = [] if strategy.checked is None else [_FollowsMemory(strategy.checked)]
     last = [each for each in (delay, answers) if each is not None]
     if answers is not None:
@@ -238,9 +242,11 @@ class _Watch(_Closes):
         self._every_state = every_state
         self._first = max(1, num_steps // 2) if syncs else num_steps
         self.batch = -1
+        self.num_in_flight: Callable[[], int] = int
 
     def observe(self, kind: str, stage: Stage, batch: int) -> None:
         """Take an event of the executor."""
+        self.watched.most_in_flight = max(self.watched.most_in_flight, self.num_in_flight())
         if (kind, stage) == ("issue", Stage.EMBEDDING_LOOKUP):
             self.watched.seen.setdefault(batch, tuple(self.watched.updates))
 
@@ -276,58 +282,6 @@ class _Watch(_Closes):
                 self.watched.states[batch_idx] = digests(pl_module, trainer.optimizers)
 
 
-class _Delay(Callback):
-    """Lets lookups of a plain fit read the fused tables as they were some updates ago."""
-
-    def __init__(self, delays: Delays) -> None:
-        self._delays = delays
-        self._weights: dict[int, dict[str, list[Tensor]]] = {}
-        self._num_updates = 0
-        self._batch = 0
-
-    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self._keep(pl_module)
-
-    def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
-        self._batch = batch_idx
-
-    def on_after_backward(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self._num_updates += 1
-        self._keep(pl_module)
-
-    def _keep(self, module: LightningModule) -> None:
-        """Keep the tables of now, as long as a batch to come wants them."""
-        wanted = {num for batch, (num, _) in self._delays.items() if batch >= self._batch}
-        self._weights = {num: weights for num, weights in self._weights.items() if num in wanted}
-        if self._num_updates in wanted:
-            self._weights[self._num_updates] = {
-                name: [weight.detach().clone() for weight in _fused_weights(sharded)]
-                for name, sharded in sharded_modules(module).items()
-            }
-
-    @contextlib.contextmanager
-    def around(self, name: str, module: Any) -> Iterator[None]:
-        """Go around the lookup of a module for the present batch."""
-        num_updates, names = self._delays.get(self._batch, (0, frozenset()))
-        if name not in names:
-            yield
-            return
-        weights = _fused_weights(module)
-        now = [weight.detach().clone() for weight in weights]
-        # `.data`: the kernel's backward writes today's weights, and autograd is not to mind that they were others.
-        for weight, value in zip(weights, self._weights[num_updates][name], strict=True):
-            weight.data.copy_(value)
-        try:
-            yield
-        finally:
-            for weight, value in zip(weights, now, strict=True):
-                weight.data.copy_(value)
-
-
-def _fused_weights(module: Any) -> list[Tensor]:
-    return [weight for kernel in tbes(module) for weight in kernel.split_embedding_weights()]
-
-
 class _FollowsMemory(_Closes):
     """Lets checked streams see all operators of the training."""
 
@@ -338,7 +292,7 @@ class _FollowsMemory(_Closes):
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         weights = {name: weight.detach() for name, weight in pl_module.named_parameters()}
         for name, module in sharded_modules(pl_module).items():
-            weights |= {f"a table of {name} {at}": weight for at, weight in enumerate(_fused_weights(module))}
+            weights |= {f"a table of {name} {at}": weight for at, weight in enumerate(fused_weights(module))}
         self._open.enter_context(self._streams.watching(weights))
 
     def on_train_batch_end(
@@ -354,7 +308,7 @@ class _WatchedStrategy(OverlapEmbeddingStrategy):
     """Tells a watch who was served early, keeps the answers, and delays the lookups of a reference."""
 
     def __init__(
-        self, watch: _Watch, delay: _Delay | None, races: bool, answers: Answers | None, **kwargs: Any
+        self, watch: _Watch, delay: DelayedLookups | None, races: bool, answers: Answers | None, **kwargs: Any
     ) -> None:
         super().__init__(observer=watch.observe, **kwargs)
         self._watch = watch
@@ -363,6 +317,11 @@ class _WatchedStrategy(OverlapEmbeddingStrategy):
         self.checked = CheckedStreams(self._lookup_stream) if races else None
         if self.checked is not None:
             self._streams, self._observer = self.checked, self.checked.observe
+
+    @property
+    def depth(self) -> int:
+        """Batches in flight at once, at most."""
+        return self._schedules.depth
 
     def batch_to_device(self, batch: Any, device: torch.device | None = None, dataloader_idx: int = 0) -> Any:
         batch = super().batch_to_device(batch, device, dataloader_idx)

@@ -11,8 +11,9 @@ from hypothesis import strategies as st
 
 from lightning_overlap.schedules.modes import MODES
 from lightning_overlap.schedules.stages import EARLY_OWNERS, StreamName, WeightOwner
-from lightning_overlap.testing import Mark, RecordedEvent, RecordingStreams
+from lightning_overlap.testing.race_detector import RecordedEvent
 
+from ..support.fakes import Mark, RecordingStreams
 from ..support.schedules import random_schedule
 
 FUSED, DENSE = WeightOwner.FUSED_BACKWARD, WeightOwner.DENSE_OPTIMIZER

@@ -14,14 +14,8 @@ from lightning_overlap.runtime.inflight import InFlightBatch
 from lightning_overlap.schedules.modes import FUSED_SPARSE_DIST, MODES
 from lightning_overlap.schedules.schedule import Schedule
 from lightning_overlap.schedules.stages import Stage
-from lightning_overlap.testing import (
-    FakeTrainer,
-    InjectedError,
-    check_in_flight,
-    check_stages,
-    check_staleness,
-)
 
+from ..support.fakes import FakeTrainer, InjectedError, check_in_flight, check_stages, check_staleness
 from ..support.schedules import run_schedule
 from .setups import FUSED, overlapping
 

@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 from lightning_overlap.schedules.modes import FUSED_SPARSE_DIST
 from lightning_overlap.schedules.schedule import Schedule
 from lightning_overlap.schedules.stages import SPARSE_STAGES, TRAINING_STAGES, Stage
-from lightning_overlap.testing import (
+
+from ..support.fakes import (
     FakeTrainer,
     InjectedError,
     Run,
@@ -21,7 +22,6 @@ from lightning_overlap.testing import (
     check_stages,
     check_staleness,
 )
-
 from ..support.schedules import run_schedule
 from .setups import FUSED, ONE_FUSED, overlapping, random_schedules
 

@@ -11,8 +11,10 @@ from lightning_overlap.runtime.lookup_order import LookupOrder
 from lightning_overlap.schedules.modes import FUSED_SPARSE_DIST, SEMI_SYNC, STREAMS
 from lightning_overlap.schedules.schedule import Schedule, Step
 from lightning_overlap.schedules.stages import Stage, StreamName, WeightOwner
-from lightning_overlap.testing import FakeTrainer, Mark, RaceError, RecordedEvent, RecordingStreams, Run
+from lightning_overlap.testing import RaceError
+from lightning_overlap.testing.race_detector import RecordedEvent
 
+from ..support.fakes import FakeTrainer, Mark, RecordingStreams, Run
 from .setups import ONE_MIXED, LoggedStreams, overlapping
 
 

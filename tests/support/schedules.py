@@ -7,7 +7,8 @@ from typing import Any
 
 from lightning_overlap.schedules.schedule import Schedule, Step
 from lightning_overlap.schedules.stages import SPARSE_STAGES, TRAINING_STAGES, Stage, StreamName
-from lightning_overlap.testing import FakeTrainer, Run
+
+from .fakes import FakeTrainer, Run
 
 
 def run_schedule(schedule: Schedule, num_batches: int, *, ready: bool = True, **options: Any) -> Run:

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
-from ..schedules import EARLY_OWNERS, Schedule, Stage, StreamName, WeightOwner
-from .race_detector import RacingStreams
+from lightning_overlap.schedules import EARLY_OWNERS, Schedule, Stage, StreamName, WeightOwner
+from lightning_overlap.testing.race_detector import RacingStreams
 
 FAKE_MODULES: Mapping[str, frozenset[WeightOwner]] = MappingProxyType(
     {

@@ -7,8 +7,9 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-from ..runtime import InFlightBatch, Observer
-from ..schedules import EARLY_OWNERS, SPARSE_STAGES, Stage, StreamName, WeightOwner
+from lightning_overlap.runtime import InFlightBatch, Observer
+from lightning_overlap.schedules import EARLY_OWNERS, SPARSE_STAGES, Stage, StreamName, WeightOwner
+
 from .recording import FAKE_MODULES, Mark, RecordingStreams, memory_of
 
 

@@ -6,8 +6,9 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from weakref import WeakSet
 
-from ..runtime import Executor, LookupOrder
-from ..schedules import Schedule, Stage, StreamName, WeightOwner
+from lightning_overlap.runtime import Executor, LookupOrder
+from lightning_overlap.schedules import Schedule, Stage, StreamName, WeightOwner
+
 from .fake_sparse import FakeSparse, Served, cache, table
 from .recording import FAKE_MODULES, LOADED_WEIGHTS, FakeBatch, Mark, RecordingStreams, Timeline
 
