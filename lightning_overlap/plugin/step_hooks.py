@@ -72,7 +72,7 @@ class WalksSteps(HasRun):
             if (
                 device.type == "cuda"
                 and self.lightning_module is not None
-                and not _moves_batches(self.lightning_module)
+                and not _has_own_hook(self.lightning_module, "transfer_batch_to_device")
             ):
                 batch = _start_copies(batch, device)
             hooked = self._streams is not None and self._after_transfer
@@ -228,11 +228,6 @@ class WalksSteps(HasRun):
         executor = self._executor
         if executor is not None:
             executor.stage_done(stage)
-
-
-def _moves_batches(module: LightningModule) -> bool:
-    """Whether the user has an own transfer_batch_to_device, in the module or the data module."""
-    return _has_own_hook(module, "transfer_batch_to_device")
 
 
 def _has_own_hook(module: LightningModule, hook: str) -> bool:
