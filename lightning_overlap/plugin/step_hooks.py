@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 from torchrec.streamable import Pipelineable
 from typing_extensions import override
 
-from ..runtime import BatchCopies, CudaStreams, Executor
+from ..runtime import BatchCopies, CudaStreams
 from ..schedules import Stage, StreamName
 from ..sparse import keyed_jagged_tensors, note_lengths
 from ..tables import count_writes
@@ -55,11 +55,6 @@ class WalksSteps(HasRun):
     def forget_run(self) -> None:
         super().forget_run()
         self._transferred = None
-
-    @property
-    def _executor(self) -> Executor | None:
-        """The executor of training; None before its first batch, and outside of a fit."""
-        return None if self._run is None else self._run.executor
 
     @override
     def batch_to_device(self, batch: Any, device: torch.device | None = None, dataloader_idx: int = 0) -> Any:
