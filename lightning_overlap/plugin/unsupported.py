@@ -48,14 +48,6 @@ class CallbackRefusal(NamedTuple):
     reason: str
 
 
-def _always(callback: Callback, model: nn.Module) -> bool:
-    return True
-
-
-def _freezes_tables(callback: Callback, model: nn.Module) -> bool:
-    return any(not table.parameter.requires_grad for table in find_tables(model))
-
-
 def _prunes_tables(callback: ModelPruning, model: nn.Module) -> bool:
     weights = {id(table.parameter) for table in find_tables(model)}
     weights |= {id(weight) for module in sharded_modules(model).values() for weight in module.parameters()}
@@ -69,10 +61,10 @@ _AVERAGES = (
 )
 _AVERAGING = (StochasticWeightAveraging, getattr(callbacks, "WeightAveraging", StochasticWeightAveraging))  # 2.6 has it
 CALLBACKS = (
-    *(CallbackRefusal(kind, _always, _AVERAGES) for kind in _AVERAGING),
+    *(CallbackRefusal(kind, lambda *_: True, _AVERAGES) for kind in _AVERAGING),
     CallbackRefusal(
         BaseFinetuning,
-        _freezes_tables,
+        lambda _, model: any(not table.parameter.requires_grad for table in find_tables(model)),
         "it has frozen tables, and once they are sharded it cannot unfreeze them: a fused update does not look at "
         "requires_grad. Leave the tables out of what it freezes; to hold them still for a while, schedule their "
         "learning rate with combined_optimizer",
