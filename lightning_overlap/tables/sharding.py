@@ -5,9 +5,9 @@ from __future__ import annotations
 import difflib
 import os
 import warnings
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
-from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -117,8 +117,7 @@ def shard_tables(
     trained = [table for table in in_backward if table.parameter.requires_grad]
     classes = {table.path: table.fused_class for table in trained}
     rates = {table.module: {t.name: t.fused_rate for t in trained if t.module == table.module} for table in tables}
-    # TorchRec asks how many ranks share a host; Lightning's own launcher does not set the variable.
-    with mock.patch.dict(os.environ, LOCAL_WORLD_SIZE=str(local_world_size)):
+    with _local_world_size(local_world_size):
         DistributedModelParallel(
             module=model,
             env=ShardingEnv.from_process_group(group),
@@ -391,3 +390,21 @@ def _replicate_data_parallel(model: nn.Module, group: dist.ProcessGroup) -> None
         for name, parameter in module.named_parameters():
             if kinds.get(name.split(".")[-2]) == _DATA_PARALLEL:
                 dist.broadcast(parameter.data, src=source, group=group)
+
+
+@contextmanager
+def _local_world_size(local_world_size: int) -> Iterator[None]:
+    """Tell TorchRec how many ranks share a host; Lightning's own launcher does not set the variable.
+
+    Nothing else of the environment is written, as `mock.patch.dict` would: threads of gloo and NCCL may be reading it.
+    """
+    name = "LOCAL_WORLD_SIZE"
+    before = os.environ.get(name)
+    os.environ[name] = str(local_world_size)
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ[name]
+        else:
+            os.environ[name] = before
