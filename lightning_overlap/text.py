@@ -5,6 +5,12 @@ from __future__ import annotations
 import difflib
 from collections.abc import Collection, Iterable, Mapping, Sequence
 
+SCALES_LOSS = (
+    "scales the loss, and fused tables would be updated with scaled gradients inside backward. Use {instead}, which "
+    "needs no scaling"
+)
+"""Why the precision `16-mixed` is refused, by the strategy and by the command before it has imported torch."""
+
 
 def unknown_name_message(kind: str, name: str, known: Mapping[str, object]) -> str:
     """Return the message for a name that is unknown; it offers the nearest known names first.

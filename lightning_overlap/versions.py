@@ -49,16 +49,6 @@ _UNKNOWN = "of unknown version"
 _FBGEMM = ("fbgemm-gpu", "fbgemm-gpu-cpu")
 
 
-def table() -> str:
-    """Return the pairs as a Markdown table."""
-    head = ("torch", "`fbgemm-gpu-cpu` or `fbgemm-gpu`", "torchrec", "extra for CPU, for CUDA", "tried")
-    rows = [
-        (pair.torch, pair.fbgemm, f"`{pair.torchrec}`", ", ".join(f"`{extra}`" for extra in pair.extras), pair.tried)
-        for pair in PAIRS
-    ]
-    return "\n".join(f"| {' | '.join(line)} |" for line in (head, ("---",) * len(head), *rows))
-
-
 def check_installed() -> None:
     """Raise if the installed torch and FBGEMM cannot work together; what is not installed is not looked at.
 

@@ -19,7 +19,7 @@ from ..schedules import (
     resolve_stream,
     with_exact_warmup,
 )
-from ..text import unknown_name_message
+from ..text import SCALES_LOSS, unknown_name_message
 
 Config = Mapping[str, Any]
 """The composed config as plain containers; nothing that the command calls sees OmegaConf's."""
@@ -94,9 +94,10 @@ def check(config: Config) -> None:
         raise ValueError(f"compare is a list of modes: compare=[{config['compare']}], got {config['compare']!r}.")
     metric = str(config.get("metric", ""))
     if metric and not metric.startswith(METRICS):
+        names = " or ".join(repr(f"{prefix}_{metric}") for prefix in reversed(METRICS))
         raise ValueError(
             f"metric is what the model logs in its validation or test, under a name that begins with "
-            f"{' or '.join(METRICS)}, got {metric!r}. Did you mean {' or '.join(map(repr, _prefixed(metric)))}?"
+            f"{' or '.join(METRICS)}, got {metric!r}. Did you mean {names}?"
         )
     _check_task(config)
     wanted = modes(config)[-1]
@@ -105,10 +106,7 @@ def check(config: Config) -> None:
     check_stash(bool(config["pipeline"].get("stash_gradients")), wanted)
     resolve_stream(config["stream"]["name"])
     if str(config["trainer"].get("precision")) in ("16-mixed", "16"):
-        raise ValueError(
-            "trainer.precision=16-mixed scales the loss, and fused tables would be updated with scaled gradients "
-            "inside backward. Use trainer.precision=bf16-mixed, which needs no scaling."
-        )
+        raise ValueError(f"trainer.precision=16-mixed {SCALES_LOSS.format(instead='trainer.precision=bf16-mixed')}.")
 
 
 TASKS: Mapping[str, str] = {
@@ -131,10 +129,6 @@ def _check_task(config: Config) -> None:
 
 METRICS = ("val", "test")
 """How the names of metrics begin that a run reports."""
-
-
-def _prefixed(metric: str) -> list[str]:
-    return [f"{prefix}_{metric}" for prefix in reversed(METRICS)]
 
 
 TORCHREC_ARMS: Mapping[str, tuple[str, Mapping[str, Any]]] = {

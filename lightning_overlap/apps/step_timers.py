@@ -14,9 +14,10 @@ from typing import Any
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from torch import Tensor
+from typing_extensions import override
 
 from ..plugin import OverlapEmbeddingStrategy
-from ..profiling import HOST_LANE, Category, CudaTimestamps, HostTimestamps, Span, SpanRecorder, Timestamps, break_down
+from ..profiling import HOST_LANE, Category, HostTimestamps, Span, SpanRecorder, Timestamps, break_down, timestamps_of
 from ..runtime import HostStreams, Streams
 from ..schedules import StreamName
 from .bench_collectives import by_name
@@ -40,39 +41,31 @@ class StepTimer(Callback):
         """Losses by step, float32, on the host."""
         return torch.stack(self._losses).float().cpu() if self._losses else torch.empty(0)
 
+    @override
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Start with an idle device."""
         synchronize(pl_module.device)
 
+    @override
     def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Start the clock."""
         self._last = time.perf_counter()
 
+    @override
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        """Read the clock and keep the loss.
-
-        Args:
-            trainer: Not used.
-            pl_module: Not used.
-            outputs: What `training_step` returned: a loss `()`, or a mapping with one under `loss`.
-            batch: Not used.
-            batch_idx: Not used.
-        """
         now = time.perf_counter()
         self.step_ms.append((now - self._last) * 1e3)
         self._last = now
         loss = outputs.get("loss") if isinstance(outputs, Mapping) else outputs
         self._losses.append(loss.detach() if isinstance(loss, Tensor) else torch.tensor(float("nan")))
 
+    @override
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Start the clock anew."""
         self._last = time.perf_counter()
 
+    @override
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Charge what the device still had to do to the last step."""
-        if self.step_ms and pl_module.device.type == "cuda":
+        if self.step_ms:  # the last step is charged with what the device still has to do
             start = time.perf_counter()
             synchronize(pl_module.device)
             self.step_ms[-1] += (time.perf_counter() - start) * 1e3
@@ -122,8 +115,7 @@ class Meter:
         if step == self._first:
             synchronize(self._device)
             reset_peak_memory(self._device)
-            if self._device.type == "cuda":
-                self._clock = CudaTimestamps(self._device)
+            self._clock = timestamps_of(self._device)
             self._window_ms = -time.perf_counter() * 1e3
         if self._first <= step <= self._last:
             self._marks.append(self._clock.mark())

@@ -13,18 +13,9 @@ import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from typing_extensions import override
 
+from .. import profiling
 from ..plugin import OverlapEmbeddingStrategy, logged_step
-from ..profiling import (
-    Breakdown,
-    HostSync,
-    SpanRecorder,
-    break_down,
-    mean,
-    overlapped_by,
-    record_host_syncs,
-    report,
-    sync_lines,
-)
+from ..profiling import Breakdown, HostSync, SpanRecorder, report
 from ..schedules import Schedule
 from ..sparse import StaleCounts, StaleRows
 from ..tuning import Costs, costs_of, mean_costs, price_table
@@ -178,7 +169,7 @@ class OverlapMonitor(Callback):
     def _plan_next(self) -> None:
         """Choose the next step to measure: as asked for, else so that all this stays a small part of a step."""
         cost_ms = self.own_ms / max(1, len(self.accounts))
-        step_ms = mean(self.accounts).step_ms if self.accounts else float("inf")
+        step_ms = profiling.mean(self.accounts).step_ms if self.accounts else float("inf")
         enough = 0 if self._every_n_steps else math.ceil(cost_ms / (MAX_COST * step_ms))
         self._next = self._num_steps + max(self._every, enough) - NUM_WATCHED
 
@@ -188,7 +179,7 @@ class OverlapMonitor(Callback):
             pending = self._pending.pop(0)
             recorder, window = pending.recording.recorder, pending.recording.window(pending.number)
             schedule, spans = pending.recording.schedule, recorder.spans()
-            result = break_down(spans, window, overlapped=overlapped_by(schedule))
+            result = profiling.break_down(spans, window, overlapped=profiling.overlapped_by(schedule))
             result = replace(result, traffic=recorder.traffic(window))
             if schedule is not self._schedule:
                 self.accounts, self._costs, self._schedule = [], [], schedule
@@ -240,7 +231,7 @@ class OverlapMonitor(Callback):
         recorder = recording.recorder
         self._audit = ExitStack()
         self._audit.callback(recording.leave, self)
-        self._audited = self._audit.enter_context(record_host_syncs(lambda: _name(recorder)))
+        self._audited = self._audit.enter_context(profiling.record_host_syncs(lambda: _name(recorder)))
 
     def _end_audit(self) -> None:
         if self._audit is not None:
@@ -287,8 +278,8 @@ class OverlapMonitor(Callback):
             self._stale.wait()
         self._harvest(trainer, None)
         users = [sync for sync in self.syncs or () if not sync.is_the_librarys]  # the others nobody can act on
-        mine = mean(self.accounts) if self.accounts else None
-        lines = sync_lines(users, strategy.root_device.type == "cuda")
+        mine = profiling.mean(self.accounts) if self.accounts else None
+        lines = profiling.sync_lines(users, strategy.root_device.type == "cuda")
         steps_ms = [one.step_ms for one in self.accounts]
         costs = mean_costs(self._costs) if self._costs else None
         ranks = strategy.gather(OfRank(mine, lines, costs, steps_ms, travelling_bags(pl_module)))

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from contextlib import ExitStack
+from typing import Any
+from unittest import mock
 from weakref import WeakKeyDictionary
 
 from lightning.pytorch import LightningModule
 
-from ..plugin import OverlapEmbeddingStrategy, timed_log
+from ..plugin import OverlapEmbeddingStrategy
 from ..profiling import Interval, SpanRecorder
 from ..tables import compression
 
@@ -34,7 +36,13 @@ class Recording:
         self._readers: list[object] = []
         self._patches = ExitStack()
         self.recorder.start()
-        self._patches.enter_context(timed_log(module, self.recorder))
+        log = module.log
+
+        def timed(*args: Any, **kwargs: Any) -> None:
+            with self.recorder.log():
+                log(*args, **kwargs)
+
+        self._patches.enter_context(mock.patch.object(module, "log", timed))  # log_dict calls it too
         strategy.watch(self.recorder)
 
     def step(self, number: int) -> None:

@@ -11,20 +11,9 @@ import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from typing_extensions import override
 
+from .. import profiling
 from ..plugin import OverlapEmbeddingStrategy
-from ..profiling import (
-    Category,
-    Span,
-    as_report,
-    from_zero,
-    overlapped_by,
-    read_trace,
-    summarize,
-    with_mode,
-    write_html,
-    write_png,
-    write_trace,
-)
+from ..profiling import Category, Span
 from .recording import Recording, join
 
 STEPS_LANE = "steps"
@@ -126,7 +115,7 @@ class OverlapTimeline(Callback):
             spans = [*recorded, *self._marks()]
             self._recording.leave(self)
         self._profiler = self._recording = None
-        spans = with_mode(spans, overlapped_by(strategy.schedule))
+        spans = profiling.with_mode(spans, profiling.overlapped_by(strategy.schedule))
         ranks: dict[int, list[Span]] = dict(enumerate(strategy.gather(spans)))
         if trainer.is_global_zero:
             try:
@@ -153,18 +142,18 @@ class OverlapTimeline(Callback):
             written = Path(scratch) / path.name
             self._profiler.export_chrome_trace(str(written))
             path.write_bytes(written.read_bytes())
-        return next(iter(read_trace(path).values()))
+        return next(iter(profiling.read_trace(path).values()))
 
     def _write(self, folder: Path, strategy: OverlapEmbeddingStrategy, ranks: dict[int, list[Span]]) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         title = f"{strategy.schedule.name}, stream {strategy.stream}, {len(ranks)} ranks"
-        shown = from_zero(ranks)
+        shown = profiling.from_zero(ranks)
         picture, page, trace = (folder / f"timeline.{suffix}" for suffix in ("png", "html", "json.gz"))
-        write_png(picture, shown, num_steps=self._num_drawn, title=title)
-        write_html(page, shown, num_steps=self._num_drawn, title=title)
-        write_trace(trace, ranks)
+        profiling.write_png(picture, shown, num_steps=self._num_drawn, title=title)
+        profiling.write_html(page, shown, num_steps=self._num_drawn, title=title)
+        profiling.write_trace(trace, ranks)
         self.files = [picture, page, trace]
-        print(as_report({rank: summarize(spans) for rank, spans in shown.items()}))
+        print(profiling.as_report({rank: profiling.summarize(spans) for rank, spans in shown.items()}))
         print(f"Timeline: {picture}, {page}, {trace}", flush=True)
 
     def _folder(self, trainer: Trainer) -> Path:

@@ -138,7 +138,10 @@ class FolderSaver:
             _write(state, buffer.getbuffer(), path, self._group, also)
             return
         # torch.distributed.checkpoint.async_save would leave the last step, taking the name, to somebody who waits.
-        state = {part: {key: _staged(value) for key, value in values.items()} for part, values in state.items()}
+        state = {
+            part: {key: on_host(value) if isinstance(value, Tensor) else value for key, value in values.items()}
+            for part, values in state.items()
+        }
         self._executor = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
         self._under_way = [self._executor.submit(_write, state, buffer.getbuffer(), path, self._group, also)]
 
@@ -167,10 +170,6 @@ class FolderSaver:
             executor.shutdown()
         for done in under_way:
             done.result()
-
-
-def _staged(value: Any) -> Any:
-    return on_host(value) if isinstance(value, Tensor) else value
 
 
 def _is_rank_zero(group: dist.ProcessGroup | None) -> bool:

@@ -16,7 +16,7 @@ from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, BinaryIO, cast
+from typing import Any
 
 import numpy as np
 import torch
@@ -163,11 +163,6 @@ def resolve_paths(paths: str | Path | Sequence[str | Path]) -> list[Path]:
     return found
 
 
-def open_raw(path: Path) -> BinaryIO:
-    """The file's plain bytes, decompressed when its name ends in `.gz`."""
-    return cast("BinaryIO", gzip.open(path, "rb")) if path.suffix == ".gz" else open(path, "rb")
-
-
 def read_lines(paths: Sequence[Path]) -> Iterator[tuple[Path, int, bytes]]:
     """`(file, line number from 1, line without its end)` for the lines of all files; empty lines are no rows.
 
@@ -176,7 +171,7 @@ def read_lines(paths: Sequence[Path]) -> Iterator[tuple[Path, int, bytes]]:
     """
     for path in paths:
         number = 0
-        with open_raw(path) as file:
+        with gzip.open(path) if path.suffix == ".gz" else open(path, "rb") as file:
             try:
                 for number, raw in enumerate(file, start=1):
                     if line := raw.rstrip(b"\r\n"):

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -24,7 +24,7 @@ _HIDDEN_MODEL = len(_SPLITS)  # the seed stream of the hidden model, after those
 _DENSE_STD, _SPARSE_STD, _BASE_LOGIT = 1.0, 1.5, -1.0
 
 
-@dataclass(frozen=True)
+@dataclass
 class ClickModel:
     """The hidden truth: how ids are drawn, and a logistic model over dense features and ids that draws the labels.
 
@@ -43,18 +43,14 @@ class ClickModel:
     pooling: float
     zipf_skew: float
     seed: int
-    _rows_F: NDArray[np.int64] = field(init=False, repr=False)
-    _strides_F: NDArray[np.int64] = field(init=False, repr=False)
-    _dense_weights_D: NDArray[np.float64] = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
         """Fix the hidden weights."""
         weights_D = np.random.default_rng([self.seed, _HIDDEN_MODEL]).standard_normal(self.num_dense)
-        weights_D *= _DENSE_STD / max(float(np.linalg.norm(weights_D)), 1e-12)
+        self._dense_weights_D = weights_D * (_DENSE_STD / max(float(np.linalg.norm(weights_D)), 1e-12))
         sizes = list(self.table_sizes.values())
-        object.__setattr__(self, "_rows_F", np.array(sizes, dtype=np.int64))
-        object.__setattr__(self, "_strides_F", np.array([_coprime_stride(rows) for rows in sizes], dtype=np.int64))
-        object.__setattr__(self, "_dense_weights_D", weights_D)
+        self._rows_F = np.array(sizes, dtype=np.int64)
+        self._strides_F = np.array([_coprime_stride(rows) for rows in sizes], dtype=np.int64)
 
     def draw(self, batch_size: int, *stream: int) -> RecBatch:
         """A batch of `batch_size` samples; the same `stream` of numbers (split, rank, epoch, index) gives the same."""
@@ -112,6 +108,7 @@ def _coprime_stride(num_rows: int) -> int:
     return stride
 
 
+@dataclass(eq=False)
 class SyntheticBatches(Dataset[RecBatch]):
     """Batches of one split on one rank, by key; the training split has other batches in each epoch.
 
@@ -123,22 +120,21 @@ class SyntheticBatches(Dataset[RecBatch]):
         rank: The rank of this process.
     """
 
-    def __init__(self, model: ClickModel, split: str, batch_size: int, num_batches: int, rank: int) -> None:
-        self._model = model
-        self._split = _SPLITS.index(split)
-        self._batch_size = batch_size
-        self._num_batches = num_batches
-        self._rank = rank
+    model: ClickModel
+    split: str
+    batch_size: int
+    num_batches: int
+    rank: int
 
     def __len__(self) -> int:
         """Batches per epoch."""
-        return self._num_batches
+        return self.num_batches
 
     def __getitem__(self, key: int | tuple[int, int]) -> RecBatch:
         """The batch of `(epoch, index)`."""
         epoch, index = key_of(key)
-        drawn_epoch = epoch if self._split == _SPLITS.index("train") else 0
-        return self._model.draw(self._batch_size, self._split, self._rank, drawn_epoch, index)
+        drawn_epoch = epoch if self.split == "train" else 0
+        return self.model.draw(self.batch_size, _SPLITS.index(self.split), self.rank, drawn_epoch, index)
 
 
 class SyntheticDataModule(RecDataModule):

@@ -7,4 +7,3 @@ Lightning's private names occur in `fit_loop.py`, `fetcher.py`, `evaluation_loop
 from . import first_words as first_words
 from .fit_loop import logged_step as logged_step
 from .strategy import OverlapEmbeddingStrategy as OverlapEmbeddingStrategy
-from .timed_log import timed_log as timed_log

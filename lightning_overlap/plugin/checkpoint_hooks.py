@@ -15,32 +15,9 @@ from lightning.pytorch.trainer.states import TrainerFn
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from ..checkpoint import (
-    FULL,
-    SHARDED,
-    FolderSaver,
-    add_by_name,
-    by_name,
-    check_folder_path,
-    check_format,
-    describe_unused,
-    discard,
-    discard_with_leftovers,
-    gather_checkpoint,
-    is_folder,
-    lead,
-    links_to,
-    load_by_name,
-    load_file,
-    load_folder,
-    load_fused,
-    put_table_states,
-    resolve_path,
-    table_states,
-    take_plain_state,
-    warn_of_moved_states,
-    write_file,
-)
+from .. import checkpoint as checkpoints
+from ..checkpoint import FULL, SHARDED, FolderSaver
+from ..distributed import gather_objects
 from ..tables import hands_out_rows, has_tables, sharded_modules
 from . import checkpoint_links
 from .run import HasRun
@@ -71,7 +48,7 @@ class SavesShards(HasRun):
     """
 
     def __init__(self, *, checkpoint_format: str | None = None, async_checkpoint: bool = False, **kwargs: Any) -> None:
-        check_format(checkpoint_format, async_checkpoint)
+        checkpoints.check_format(checkpoint_format, async_checkpoint)
         super().__init__(**kwargs)
         self.checkpoint_format = checkpoint_format
         self.async_checkpoint = async_checkpoint
@@ -126,9 +103,9 @@ class SavesShards(HasRun):
         module = self.lightning_module
         if module is None or not sharded_modules(module):
             return state
-        named = by_name(optimizer, state, module)
+        named = checkpoints.by_name(optimizer, state, module)
         if self._stash.num(optimizer) and "state" in named:
-            add_by_name(named, optimizer, self._stash.as_state(optimizer), module)
+            checkpoints.add_by_name(named, optimizer, self._stash.as_state(optimizer), module)
             named[_NUM_STASHED] = self._stash.num(optimizer)
         return named
 
@@ -155,15 +132,15 @@ class SavesShards(HasRun):
             checkpoint[_CHOICE] = self._tuner.state_dict()
         path, resumable = Path(filepath), "optimizer_states" in checkpoint
         if self._saved_format == FULL:
-            content = gather_checkpoint(checkpoint, module, self.checkpoint_group)
+            content = checkpoints.gather_checkpoint(checkpoint, module, self.checkpoint_group)
             if _is_plain_file(filepath, storage_options, self.checkpoint_io):
                 first = self._first_last(path) if resumable else None
-                write_file(content, path, self.checkpoint_group, also=first)
+                checkpoints.write_file(content, path, self.checkpoint_group, also=first)
                 self._take_newest(path, resumable)
             else:
                 super().save_checkpoint(content or {}, filepath, storage_options)
             return
-        check_folder_path(filepath, storage_options)
+        checkpoints.check_folder_path(filepath, storage_options)
         asynchronous = self.async_checkpoint and self._running_trainer is not None  # else nobody would wait for it
         first = self._first_last(path) if resumable else None
         self._folder_saver.save(checkpoint, path, module, asynchronous=asynchronous, also=first)
@@ -182,9 +159,9 @@ class SavesShards(HasRun):
         self._newest = path  # whole, as soon as `on_commit` does something
         for bridge, is_last in checkpoint_links.bridges(self._running_trainer, path) if self.is_global_zero else []:
             if is_last:
-                self.on_commit(partial(discard, bridge))
+                self.on_commit(partial(checkpoints.discard, bridge))
             elif resumable:
-                self.on_commit(partial(lead, bridge, path))
+                self.on_commit(partial(checkpoints.lead, bridge, path))
 
     @property
     def _saved_format(self) -> str:
@@ -207,16 +184,18 @@ class SavesShards(HasRun):
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
         self._folder_saver.wait()
         checkpoint_path = self.broadcast(checkpoint_path)
-        if not (_is_plain_file(checkpoint_path, None, self.checkpoint_io) or is_folder(Path(checkpoint_path))):
+        if not (
+            _is_plain_file(checkpoint_path, None, self.checkpoint_io) or checkpoints.is_folder(Path(checkpoint_path))
+        ):
             # Lightning 2.5 has no such argument.
             checkpoint = super().load_checkpoint(checkpoint_path, *([] if weights_only is None else [weights_only]))
             return _take_loader_state(checkpoint, self.checkpoint_group)
-        path = resolve_path(Path(checkpoint_path))
-        if not is_folder(path):
-            return _take_loader_state(load_file(path, weights_only=weights_only), self.checkpoint_group)
+        path = checkpoints.resolve_path(Path(checkpoint_path))
+        if not checkpoints.is_folder(path):
+            return _take_loader_state(checkpoints.load_file(path, weights_only=weights_only), self.checkpoint_group)
         module = self.lightning_module
         assert module is not None
-        checkpoint = load_folder(
+        checkpoint = checkpoints.load_folder(
             path,
             module,
             self.checkpoint_group,
@@ -244,15 +223,17 @@ class SavesShards(HasRun):
         if self._is_fitting() and sharded_modules(module):
             if self._tuner is not None:
                 self._tuner.load_state_dict(checkpoint.get(_CHOICE, {}))
-            load_fused(checkpoint, module, self.checkpoint_group, told=self._take_plain_state(checkpoint, module))
+            checkpoints.load_fused(
+                checkpoint, module, self.checkpoint_group, told=self._take_plain_state(checkpoint, module)
+            )
 
     def _take_plain_state(self, checkpoint: Mapping[str, Any], module: LightningModule) -> set[str]:
         """Take over optimizer state of a run without the strategy; return the tables whose state starts anew."""
         assert isinstance(checkpoint, dict)
         schedulers = [config.scheduler for config in self.lr_scheduler_configs]
-        unused = take_plain_state(checkpoint, self.optimizers, schedulers, module, self.checkpoint_group)
+        unused = checkpoints.take_plain_state(checkpoint, self.optimizers, schedulers, module, self.checkpoint_group)
         if unused and self.is_global_zero:
-            warnings.warn(describe_unused(unused), UserWarning, stacklevel=2)
+            warnings.warn(checkpoints.describe_unused(unused), UserWarning, stacklevel=2)
         return {table for tables in unused.values() for table in tables}
 
     @override
@@ -260,12 +241,12 @@ class SavesShards(HasRun):
         module = self.lightning_module
         assert module is not None
         states = checkpoint["optimizer_states"]
-        put_table_states(table_states(checkpoint, module), states)
-        moved = [load_by_name(*pair, module) for pair in zip(self.optimizers, states, strict=False)]
+        checkpoints.put_table_states(checkpoints.table_states(checkpoint, module), states)
+        moved = [checkpoints.load_by_name(*pair, module) for pair in zip(self.optimizers, states, strict=False)]
         for optimizer, state in zip(self.optimizers, states, strict=False):
             self._stash.take_from(optimizer, state.get(_NUM_STASHED, 0))
         if self.is_global_zero:
-            warn_of_moved_states({table for tables in moved for table in tables})
+            checkpoints.warn_of_moved_states({table for tables in moved for table in tables})
 
     def _is_fitting(self) -> bool:
         return self.lightning_module is not None and self.lightning_module.trainer.state.fn == TrainerFn.FITTING
@@ -274,10 +255,7 @@ class SavesShards(HasRun):
 def _gather_loader_states(checkpoint: dict[str, Any], group: dist.ProcessGroup | None) -> None:
     """Add every rank's state of the data loaders: rank 0 alone writes what is not sharded."""
     state = _fit_loop(checkpoint).get(_LOADER)
-    states = [state]
-    if group is not None:
-        states = [None] * group.size()
-        dist.all_gather_object(states, state, group=group)
+    states = [state] if group is None else gather_objects(state, group)
     if any(states):
         checkpoint[_LOADERS] = states
 
@@ -305,9 +283,9 @@ def _remove(path: Path, newest: Path | None, stems: set[str]) -> None:
         stems: How the names of such links begin.
     """
     if newest is not None and newest != path:
-        for link in links_to(path, stems):
-            lead(link, newest)
-    discard_with_leftovers(path)
+        for link in checkpoints.links_to(path, stems):
+            checkpoints.lead(link, newest)
+    checkpoints.discard_with_leftovers(path)
 
 
 def _is_plain_file(path: Any, storage_options: Any, checkpoint_io: Any) -> bool:

@@ -6,8 +6,7 @@ underscore are listed in `PRIVATE_NAMES`; a test names each.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
@@ -168,20 +167,23 @@ class _LookaheadMixin:
     _data_fetcher: _DataFetcher | None
     trainer: Trainer
 
-    def _look_ahead(self, arguments: Callable[[Any, int, int], tuple[Any, ...]]) -> None:
+    def _step_arguments(self, batch: Any, batch_idx: int, dataloader_idx: int) -> tuple[Any, ...]:
+        raise NotImplementedError
+
+    def reset(self) -> None:
         """Take over the fetcher. A module that takes `dataloader_iter` does its own fetching."""
+        super().reset()  # type: ignore[misc]
         fetcher = self._data_fetcher
         if type(fetcher) is _PrefetchDataFetcher:
-            self._data_fetcher = EvaluationFetcher(fetcher, self.trainer, self._make_executor, arguments)
+            self._data_fetcher = EvaluationFetcher(fetcher, self.trainer, self._make_executor, self._step_arguments)
 
-    @contextmanager
-    def _stock_fetcher(self) -> Iterator[None]:
-        """Show Lightning its own fetcher: what it asks of the user depends on the kind."""
+    def _verify_dataloader_idx_requirement(self) -> None:
+        """Show Lightning its own fetcher meanwhile: what it asks of the user depends on the kind."""
         fetcher = self._data_fetcher
         if isinstance(fetcher, EvaluationFetcher):
             self._data_fetcher = fetcher.inner
         try:
-            yield
+            super()._verify_dataloader_idx_requirement()  # type: ignore[misc]
         finally:
             self._data_fetcher = fetcher
 
@@ -195,10 +197,6 @@ class _LookaheadMixin:
 
 class _EvaluationLoopMixin(_LookaheadMixin, _EvaluationLoop):
     @override
-    def reset(self) -> None:
-        super().reset()
-        self._look_ahead(self._step_arguments)
-
     def _step_arguments(self, batch: Any, batch_idx: int, dataloader_idx: int) -> tuple[Any, ...]:
         several = self._is_sequential and self.num_dataloaders > 1
         kwargs = self._build_kwargs(batch, batch_idx, dataloader_idx if several else None)
@@ -210,18 +208,9 @@ class _EvaluationLoopMixin(_LookaheadMixin, _EvaluationLoop):
         super()._evaluation_step(*args)
         self._stop_together()
 
-    @override
-    def _verify_dataloader_idx_requirement(self) -> None:
-        with self._stock_fetcher():
-            super()._verify_dataloader_idx_requirement()
-
 
 class _PredictionLoopMixin(_LookaheadMixin, _PredictionLoop):
     @override
-    def reset(self) -> None:
-        super().reset()
-        self._look_ahead(self._step_arguments)
-
     def _step_arguments(self, batch: Any, batch_idx: int, dataloader_idx: int) -> tuple[Any, ...]:
         kwargs = self._build_kwargs(batch, batch_idx, dataloader_idx if self.num_dataloaders > 1 else None)
         return self._build_step_args_from_hook_kwargs(kwargs, "predict_step")
@@ -238,11 +227,6 @@ class _PredictionLoopMixin(_LookaheadMixin, _PredictionLoop):
         finally:
             self._return_predictions = returned
         self._stop_together()
-
-    @override
-    def _verify_dataloader_idx_requirement(self) -> None:
-        with self._stock_fetcher():
-            super()._verify_dataloader_idx_requirement()
 
 
 def _loops(trainer: Trainer) -> list[tuple[Any, type[_LookaheadMixin]]]:

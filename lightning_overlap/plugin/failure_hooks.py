@@ -50,7 +50,7 @@ class FailsTogether(SavesShards):
     @override
     def on_exception(self, exception: BaseException) -> None:
         super().on_exception(exception)
-        executor = None if self._run is None else self._run.executor
+        executor = self._executor
         place = "outside of training" if executor is None else executor.place
         if groups.timed_out(exception):
             waited_s = self._group_timeout.total_seconds()
@@ -97,7 +97,7 @@ class FailsTogether(SavesShards):
             return
         # Those that wait for this rank fail when the group's time is up: that is not together.
         timeout_s = min(SAVE_TIMEOUT_S, self._group_timeout.total_seconds() / 2)
-        executor = None if self._run is None else self._run.executor
+        executor = self._executor
         place = "" if executor is None else f"{executor.place} of {executor.num_fetched}"
         self._all_failed = self._first_cause.all_failed(self.world_size, place, timeout_s)
         if not self._all_failed:

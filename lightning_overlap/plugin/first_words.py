@@ -91,7 +91,3 @@ def tell_set_up(
 def tell(text: str) -> None:
     """Log a text."""
     logging.getLogger(LOGGER).info(text)
-
-
-def tell_nothing(text: str) -> None:
-    """Leave a text to the rank that logs it."""

@@ -8,7 +8,7 @@ it in `stop_run`; the hooks (`step_hooks.py`, `evaluation_loops.py`, `checkpoint
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext, suppress
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import torch.distributed as dist
@@ -21,7 +21,7 @@ from ..distributed import GroupConsensus, Lowest, OwnLowest, groups
 from ..runtime import Executor, StageTimer, Streams
 from ..sparse import GradientStash, SparsePipeline
 from ..tables import OverflowWatch, has_model_parallel_tables
-from ..tuning import Tuner
+from ..tuning import Tuner, say_nothing
 from . import first_words
 from .fetcher import LookaheadFetcher
 
@@ -128,30 +128,10 @@ class Run:
         self.executor = self._make_executor(fetcher, self.sparse)
         return self.executor
 
-    @property
-    def num_in_flight(self) -> int:
-        """Batches fetched whose step is not over, or whose update of the tables is still to come."""
-        executor = self.executor
-        if executor is None:
-            return 0
-        return executor.num_ahead + (executor.current is not None) + executor.num_to_update
-
-    def watch(self, timer: StageTimer | None) -> None:
-        """Let a timer see the coming steps of training, or none."""
-        if self.sparse is not None:
-            self.sparse.order.timer = timer
-
     def update_tables(self) -> None:
         """Make the updates of tables that a deferring schedule has left for later; all ranks call this."""
         if self.executor is not None:
             self.executor.updates.make_all()
-
-    def tables_changed(self) -> None:
-        """Leave aside what has been looked up for the batches to come; all ranks call this alike."""
-        if self.executor is not None:
-            self.executor.writes.tables_changed()
-        if self.sparse is not None:
-            self.sparse.order.num_told += 1
 
     def batch_over(self) -> None:
         """Count a batch whose optimization is over."""
@@ -174,20 +154,6 @@ class Run:
         self.evaluations.end()
         if self.executor is not None:
             self.executor.writes.ask()
-
-    @contextmanager
-    def saving(self) -> Iterator[None]:
-        """Go around a save: tables and kernels are then as of the last trained batch."""
-        self.disturbs("save")
-        executor = self.executor
-        if executor is None:
-            yield
-            return
-        executor.updates.make_all()
-        with executor.without_lookups_ahead():
-            executor.wait_for_lookups()
-            executor.writes.ask()
-            yield
 
     def stop(self) -> None:
         """Drop what is in flight, without a collective, and give the modules their own forwards back."""
@@ -248,7 +214,7 @@ class HasRun(DDPStrategy):
             self.root_device,
             self._streams,
             self.gather,
-            first_words.tell if self.global_rank == 0 else first_words.tell_nothing,
+            first_words.tell if self.global_rank == 0 else say_nothing,
             per_step=trainer.accumulate_grad_batches,
             moves_lookups=has_model_parallel_tables(self.lightning_module),
         )
@@ -263,6 +229,11 @@ class HasRun(DDPStrategy):
     def _running_trainer(self) -> Trainer | None:
         """The trainer whose fit or evaluation goes on; at its end somebody waits for a save that is under way."""
         return None if self._run is None else self._run.trainer
+
+    @property
+    def _executor(self) -> Executor | None:
+        """The executor of training; None before its first batch, and outside of a fit."""
+        return None if self._run is None else self._run.executor
 
     # -- for callbacks and loops --------------------------------------------------------------------------------
 
@@ -280,12 +251,15 @@ class HasRun(DDPStrategy):
     @property
     def num_in_flight(self) -> int:
         """Batches fetched whose step is not over, or whose update of the tables is still to come."""
-        return 0 if self._run is None else self._run.num_in_flight
+        executor = self._executor
+        if executor is None:
+            return 0
+        return executor.num_ahead + (executor.current is not None) + executor.num_to_update
 
     def watch(self, timer: StageTimer | None) -> None:
         """Let a timer see the coming steps of this fit, or none."""
-        if self._run is not None:
-            self._run.watch(timer)
+        if self._run is not None and self._run.sparse is not None:
+            self._run.sparse.order.timer = timer
 
     def call_at_end(self, do: Callable[[], None]) -> None:
         """Call something at the end of this fit, after all hooks and after the steps of stashed gradients."""
@@ -308,13 +282,24 @@ class HasRun(DDPStrategy):
 
         What has been looked up for the batches to come is left aside; they are looked up anew in their own step.
         """
-        if self._run is not None:
-            self._run.tables_changed()
+        if self._executor is not None:
+            self._executor.writes.tables_changed()
+        if self._run is not None and self._run.sparse is not None:
+            self._run.sparse.order.num_told += 1
 
     @contextmanager
     def saving(self) -> Iterator[None]:
         """Go around a save: tables and kernels are then as of the last trained batch."""
-        with nullcontext() if self._run is None else self._run.saving():
+        if self._run is not None:
+            self._run.disturbs("save")
+        executor = self._executor
+        if executor is None:
+            yield
+            return
+        executor.updates.make_all()
+        with executor.without_lookups_ahead():
+            executor.wait_for_lookups()
+            executor.writes.ask()
             yield
 
     # -- what ranks tell each other -----------------------------------------------------------------------------

@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 from torchrec.streamable import Pipelineable
 from typing_extensions import override
 
-from ..runtime import BatchCopies, CudaStreams, Executor
+from ..runtime import BatchCopies, CudaStreams
 from ..schedules import Stage, StreamName
 from ..sparse import keyed_jagged_tensors, note_lengths
 from ..tables import count_writes
@@ -56,11 +56,6 @@ class WalksSteps(HasRun):
         super().forget_run()
         self._transferred = None
 
-    @property
-    def _executor(self) -> Executor | None:
-        """The executor of training; None before its first batch, and outside of a fit."""
-        return None if self._run is None else self._run.executor
-
     @override
     def batch_to_device(self, batch: Any, device: torch.device | None = None, dataloader_idx: int = 0) -> Any:
         device = device or self.root_device
@@ -72,7 +67,7 @@ class WalksSteps(HasRun):
             if (
                 device.type == "cuda"
                 and self.lightning_module is not None
-                and not _moves_batches(self.lightning_module)
+                and not _has_own_hook(self.lightning_module, "transfer_batch_to_device")
             ):
                 batch = _start_copies(batch, device)
             hooked = self._streams is not None and self._after_transfer
@@ -228,11 +223,6 @@ class WalksSteps(HasRun):
         executor = self._executor
         if executor is not None:
             executor.stage_done(stage)
-
-
-def _moves_batches(module: LightningModule) -> bool:
-    """Whether the user has an own transfer_batch_to_device, in the module or the data module."""
-    return _has_own_hook(module, "transfer_batch_to_device")
 
 
 def _has_own_hook(module: LightningModule, hook: str) -> bool:

@@ -18,6 +18,7 @@ from lightning.pytorch.trainer.states import TrainerFn
 from torch.nn.parallel import DistributedDataParallel
 from typing_extensions import override
 
+from .. import tables
 from ..distributed import default_store
 from ..runtime import Executor, LookupOrder, Observer, make_streams, observe_nothing
 from ..schedules import (
@@ -33,26 +34,7 @@ from ..schedules import (
     with_exact_warmup,
 )
 from ..sparse import SparseOptions, SparsePipeline, StaleRows
-from ..tables import (
-    FusedOptimizer,
-    OverflowWatch,
-    QuantizedComms,
-    ReplicateTables,
-    Sharding,
-    check_dense_optimizers,
-    check_fused_optimizer,
-    check_replicate_tables,
-    check_sharding_types,
-    follow_rates,
-    has_model_parallel_tables,
-    has_tables,
-    leave_shards_behind,
-    rate_setter,
-    resolve_quantized_comms,
-    shard_tables,
-    sharded_modules,
-    sharded_state_names,
-)
+from ..tables import FusedOptimizer, OverflowWatch, QuantizedComms, ReplicateTables, Sharding
 from ..tracking import TouchedRows
 from ..tuning import TRIED, Auto, Tuner, resolve_auto
 from . import checkpoint_links, evaluation_loops, first_words, fit_loop, shortcuts, sigterm
@@ -186,7 +168,7 @@ class OverlapEmbeddingStrategy(FailsTogether, EvaluatesAhead, WalksSteps, Starts
         self._num_lookup_threads = check_lookup_threads(num_lookup_threads, self.schedule)
         self.stream = stream
         self._lookup_stream = resolve_stream(stream)
-        check_fused_optimizer(fused_optimizer)
+        tables.check_fused_optimizer(fused_optimizer)
         super().__init__(
             checkpoint_format=checkpoint_format,
             async_checkpoint=async_checkpoint,
@@ -196,10 +178,10 @@ class OverlapEmbeddingStrategy(FailsTogether, EvaluatesAhead, WalksSteps, Starts
             **kwargs,
         )
         self._has_ddp_options = not kwargs.keys() <= _NO_DDP_OPTIONS
-        self.sharding = check_sharding_types(sharding)
+        self.sharding = tables.check_sharding_types(sharding)
         self.fused_optimizer = fused_optimizer
-        self.quantized_comms = resolve_quantized_comms(quantized_comms)
-        check_replicate_tables(replicate_tables)
+        self.quantized_comms = tables.resolve_quantized_comms(quantized_comms)
+        tables.check_replicate_tables(replicate_tables)
         self.replicate_tables = replicate_tables
         self._observer = observer
         self._calm_libraries = calm_libraries
@@ -227,7 +209,7 @@ class OverlapEmbeddingStrategy(FailsTogether, EvaluatesAhead, WalksSteps, Starts
     def setup(self, trainer: Trainer) -> None:
         assert self.model is not None
         self.stop_run()  # where a callback raised in its on_exception, nobody has done so
-        overlaps = has_tables(self.model)
+        overlaps = tables.has_tables(self.model)
         fitting = trainer.state.fn == TrainerFn.FITTING
         if overlaps:
             first_words.calm_libraries(self._calm_libraries)
@@ -254,13 +236,13 @@ class OverlapEmbeddingStrategy(FailsTogether, EvaluatesAhead, WalksSteps, Starts
         assert self.lightning_module is not None
         if self._streams is None:
             # Data-parallel lookups alone have no all-to-all to hide behind: another stream would only cost.
-            travels = has_model_parallel_tables(self.lightning_module)
+            travels = tables.has_model_parallel_tables(self.lightning_module)
             side = self._lookup_stream if travels else StreamName.COMPUTE
             self._streams = make_streams(self.root_device, side)
         if fitting:
             if self._holds_updates:
                 refuse_held_updates(self.lightning_module)
-            follow_rates(self.lightning_module, rate_setter(self.optimizers))
+            tables.follow_rates(self.lightning_module, tables.rate_setter(self.optimizers))
             sparse = self._make_pipeline(self.schedule, "training_step")
             self._run.train_with(sparse)
             self.begin_tuning(trainer)
@@ -290,7 +272,7 @@ class OverlapEmbeddingStrategy(FailsTogether, EvaluatesAhead, WalksSteps, Starts
         assert self.model is not None
         # Tables first, each shard straight to its rank: whole tables may not fit on any one device.
         if self._groups is not None:
-            shard_tables(
+            tables.shard_tables(
                 self.model,
                 sharding=self.sharding,
                 fused_optimizer=self.fused_optimizer,
@@ -301,8 +283,8 @@ class OverlapEmbeddingStrategy(FailsTogether, EvaluatesAhead, WalksSteps, Starts
                 replicate_tables=self.replicate_tables,
                 batch_size=batch_size_of(self.lightning_module),
             )
-            leave_shards_behind(self.model)
-            ignored = sharded_state_names(self.model)
+            tables.leave_shards_behind(self.model)
+            ignored = tables.sharded_state_names(self.model)
             DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(self.model, ignored)
         super().model_to_device()
 
@@ -311,7 +293,7 @@ class OverlapEmbeddingStrategy(FailsTogether, EvaluatesAhead, WalksSteps, Starts
         assert self.model is not None
         if self._groups is not None and self.world_size == 1 and not self._has_ddp_options:
             return  # nobody to share gradients with: they are what they would be, in less time
-        ignored = sharded_state_names(self.model)
+        ignored = tables.sharded_state_names(self.model)
         if not any(p.requires_grad for name, p in self.model.named_parameters() if name not in ignored):
             return
         super().configure_ddp()
@@ -320,7 +302,7 @@ class OverlapEmbeddingStrategy(FailsTogether, EvaluatesAhead, WalksSteps, Starts
     def setup_optimizers(self, trainer: Trainer) -> None:
         super().setup_optimizers(trainer)
         assert self.lightning_module is not None
-        check_dense_optimizers(self.lightning_module, self.optimizers)
+        tables.check_dense_optimizers(self.lightning_module, self.optimizers)
 
     @property
     def _holds_updates(self) -> bool:
@@ -339,7 +321,7 @@ class OverlapEmbeddingStrategy(FailsTogether, EvaluatesAhead, WalksSteps, Starts
             observer=self._observer if trains and self._observer is not None else observe_nothing,
             rank=self.global_rank,
             store=default_store(),
-            set_rates=rate_setter(self.optimizers) if trains else None,
+            set_rates=tables.rate_setter(self.optimizers) if trains else None,
             warned=self._warned,
             num_threads=self._num_lookup_threads if trains and self.root_device.type == "cpu" else 0,
             prefetches=schedule.step_of(Stage.PREFETCH) is not None,
@@ -352,7 +334,7 @@ class OverlapEmbeddingStrategy(FailsTogether, EvaluatesAhead, WalksSteps, Starts
             fills_waits=trains and self.lightning_module.automatic_optimization,
         )
         order = LookupOrder(self._streams, StreamName.COMPUTE if lookup is None else lookup.stream)
-        return SparsePipeline(sharded_modules(self.lightning_module), self._groups.lookahead, order, options)
+        return SparsePipeline(tables.sharded_modules(self.lightning_module), self._groups.lookahead, order, options)
 
     def _make_executor(self, fetcher: LookaheadFetcher, sparse: SparsePipeline) -> Executor:
         assert self._run is not None
@@ -416,7 +398,9 @@ class OverlapEmbeddingStrategy(FailsTogether, EvaluatesAhead, WalksSteps, Starts
         self.stop_run()
         module = self.lightning_module
         # What is on meta cannot be moved to a CPU either: the error would hide the one that came before sharding.
-        if module is None or not (sharded_modules(module) or any(weight.is_meta for weight in module.parameters())):
+        if module is None or not (
+            tables.sharded_modules(module) or any(weight.is_meta for weight in module.parameters())
+        ):
             super().teardown()
             return
         # As FSDPStrategy: shards stay where they are, for a later fit, validate, test or predict.

@@ -21,7 +21,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from ..tables import find_tables, sharded_modules, why_never_held
-from ..text import unknown_name_message
+from ..text import SCALES_LOSS, unknown_name_message
 from . import fit_loop
 
 _TRUE = (
@@ -30,8 +30,7 @@ _TRUE = (
 )
 PRECISIONS: Mapping[str, str] = MappingProxyType(
     {
-        "16-mixed": "scales the loss, and fused tables would be updated with scaled gradients inside backward. Use "
-        "precision='bf16-mixed', which needs no scaling",
+        "16-mixed": SCALES_LOSS.format(instead="precision='bf16-mixed'"),
         "16-true": f"{_TRUE}. Use precision='bf16-mixed'",
         "bf16-true": f"{_TRUE}. Use precision='bf16-mixed'",
         "64-true": f"{_TRUE}. Use precision='32-true', and .double() on the dense modules that need it",
@@ -49,14 +48,6 @@ class CallbackRefusal(NamedTuple):
     reason: str
 
 
-def _always(callback: Callback, model: nn.Module) -> bool:
-    return True
-
-
-def _freezes_tables(callback: Callback, model: nn.Module) -> bool:
-    return any(not table.parameter.requires_grad for table in find_tables(model))
-
-
 def _prunes_tables(callback: ModelPruning, model: nn.Module) -> bool:
     weights = {id(table.parameter) for table in find_tables(model)}
     weights |= {id(weight) for module in sharded_modules(model).values() for weight in module.parameters()}
@@ -70,10 +61,10 @@ _AVERAGES = (
 )
 _AVERAGING = (StochasticWeightAveraging, getattr(callbacks, "WeightAveraging", StochasticWeightAveraging))  # 2.6 has it
 CALLBACKS = (
-    *(CallbackRefusal(kind, _always, _AVERAGES) for kind in _AVERAGING),
+    *(CallbackRefusal(kind, lambda *_: True, _AVERAGES) for kind in _AVERAGING),
     CallbackRefusal(
         BaseFinetuning,
-        _freezes_tables,
+        lambda _, model: any(not table.parameter.requires_grad for table in find_tables(model)),
         "it has frozen tables, and once they are sharded it cannot unfreeze them: a fused update does not look at "
         "requires_grad. Leave the tables out of what it freezes; to hold them still for a while, schedule their "
         "learning rate with combined_optimizer",

@@ -26,8 +26,8 @@ from .spans import Span as Span
 from .spans import exclusive_in as exclusive_in
 from .spans import from_zero as from_zero
 from .steps import with_mode as with_mode
-from .timestamps import CudaTimestamps as CudaTimestamps
 from .timestamps import HostTimestamps as HostTimestamps
 from .timestamps import Timestamps as Timestamps
+from .timestamps import timestamps_of as timestamps_of
 from .torch_trace import read_trace as read_trace
 from .trace_file import write_trace as write_trace

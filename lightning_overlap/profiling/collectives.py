@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, suppress
+from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
@@ -13,65 +13,50 @@ import torch.distributed as dist
 from torch import Tensor
 from typing_extensions import override
 
-from ..distributed import Issue, WrappedWork, wrap_collectives
+from ..distributed import WrappedWork
 from .spans import EMBEDDINGS, Category
 from .timestamps import Record, Timestamps
 
 
-class Collective:
-    """Times one collective: how long it is under way, and how long a lane waits for it.
+class TimedWork(WrappedWork):
+    """A collective under way that notes when it ends, and how long a lane waits for it.
 
     Args:
+        work: The collective.
         flight: The record of its time under way; receives its end here.
         marks: Takes the timestamps: the host's for gloo, the current stream's otherwise.
         records: Receives a record for each wait.
-        lane: The lane that waits, or a function that returns it when the wait begins.
+        lane: Returns the lane that waits, when the wait begins.
     """
 
-    def __init__(self, flight: Record, marks: Timestamps, records: list[Record], lane: str | Callable[[], str]) -> None:
+    def __init__(
+        self, work: dist.Work, flight: Record, marks: Timestamps, records: list[Record], lane: Callable[[], str]
+    ) -> None:
+        super().__init__(work)
         self._flight, self._marks, self._records, self._lane = flight, marks, records, lane
+        if flight.on_host:  # a thread of this process runs it (gloo), and not the device
 
-    @property
-    def on_host(self) -> bool:
-        """Whether a thread of this process runs it (gloo), and not the device."""
-        return self._flight.on_host
+            def ended(_: Any) -> None:
+                flight.end = time.perf_counter() * 1e3
 
-    def count(self, sent: int, saved_share: float) -> None:
-        """Note the bytes that it sends to other ranks, and how many a codec has saved for each of them."""
-        self._flight.sent_bytes, self._flight.saved_bytes = sent, int(sent * saved_share)
+            with suppress(RuntimeError):  # gloo's reduce-scatter has no future: then the wait for it tells
+                work.get_future().add_done_callback(ended)
 
-    def completed(self) -> None:
-        """Note the end, from the thread that ran the collective."""
-        self._flight.end = time.perf_counter() * 1e3
-
-    @contextmanager
-    def waiting(self) -> Iterator[None]:
-        """Go around a wait for it: on a CPU the host stands still, on CUDA the current stream does.
+    @override
+    def wait(self, timeout: Any = None) -> bool:
+        """Wait for it: on a CPU the host stands still, on CUDA the current stream does.
 
         When a collective on CUDA ends nobody is told before its wait. Issued late, that makes the time under way
         too long; what was waited is right in any case.
         """
         flight = self._flight
-        lane = self._lane if isinstance(self._lane, str) else self._lane()
-        wait = replace(flight, kind=Category.WAIT, lane=lane, start=self._marks.mark(), end=None)
-        yield
+        wait = replace(flight, kind=Category.WAIT, lane=self._lane(), start=self._marks.mark(), end=None)
+        done = super().wait(timeout)
         wait.end = self._marks.mark()
         if flight.end is None:
             flight.end = wait.end
         self._records.append(wait)
-
-
-class _TimedWork(WrappedWork):
-    """A collective under way, timed."""
-
-    def __init__(self, work: dist.Work, timer: Collective) -> None:
-        super().__init__(work)
-        self._timer = timer
-
-    @override
-    def wait(self, timeout: Any = None) -> bool:
-        with self._timer.waiting():
-            return super().wait(timeout)
+        return done
 
 
 def sent_bytes(name: str, call: Mapping[str, Any]) -> int:
@@ -122,37 +107,3 @@ def all_to_all_name(sent: Tensor, *splits: Any) -> str:
     if sent.is_floating_point() or sent.dtype is torch.uint8:
         return "gradients" if torch._C._current_graph_task_id() != -1 else EMBEDDINGS
     return "sizes" if all(split is None for split in splits) else "ids"
-
-
-def record_collectives(
-    make_timer: Callable[[str, str, bool], Collective], compression: Mapping[str, float] | None = None
-) -> AbstractContextManager[None]:
-    """Time the collectives that this process issues through `torch.distributed`.
-
-    DistributedDataParallel issues its all-reduce from C++, out of sight: it counts as part of the backward.
-
-    Args:
-        make_timer: Called for each with its name, its group's description, and whether it sends memory of the host.
-        compression: By how much codecs shrink `embeddings` and `gradients`; None where there are none.
-    """
-
-    def timed(name: str, call: dict[str, Any], issue: Issue) -> dist.Work | None:
-        sent = call.get("input", call.get("input_tensor", call.get("tensor")))
-        function = name
-        if name == "all_to_all_single":
-            assert isinstance(sent, Tensor)
-            name = all_to_all_name(sent, call.get("input_split_sizes"), call.get("output_split_sizes"))
-        group = call.get("group")
-        on_host = isinstance(sent, Tensor) and sent.device.type == "cpu"
-        timer = make_timer(name, "default" if group is None else str(group.group_desc), on_host)
-        share = 0.0 if compression is None else saved_share(name, sent, compression)
-        timer.count(sent_bytes(function, call), share)
-        work = issue()
-        if work is None:
-            return None
-        if timer.on_host:
-            with suppress(RuntimeError):  # gloo's reduce-scatter has no future: then the wait for it tells
-                work.get_future().add_done_callback(lambda _: timer.completed())
-        return _TimedWork(work, timer)
-
-    return wrap_collectives(timed)

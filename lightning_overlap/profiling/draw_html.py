@@ -11,25 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from ..schedules import Stage
-from .layout import (
-    BATCH_COLORS,
-    EXPOSED_COLOR,
-    HEIGHTS,
-    LEGEND_COLORS,
-    LEGEND_WORDS,
-    NUM_STEPS,
-    OPACITY,
-    SHORT,
-    STAGE_COLORS,
-    Panel,
-    by_batch,
-    color_of,
-    hidden_in,
-    lay_out,
-    shares,
-    stages_in,
-    text_of,
-)
+from . import layout
+from .layout import LOOKS, NUM_STEPS, Panel
 from .report import Table, headline, tables
 from .spans import Span
 
@@ -58,16 +41,16 @@ def write_html(
     Raises:
         ValueError: There is nothing to draw, or `num_steps` is below 1.
     """
-    panels = lay_out(ranks, num_steps=num_steps, resolution=_RESOLUTION, overlapped=overlapped)
-    batches = by_batch(panels)
+    panels = layout.lay_out(ranks, num_steps=num_steps, resolution=_RESOLUTION, overlapped=overlapped)
+    batches = layout.by_batch(panels)
     data = json.dumps([_data(panel, batches) for panel in panels], separators=(",", ":"), ensure_ascii=True)
     template = resources.files(__package__).joinpath("page.html").read_text(encoding="utf-8")
     parts = {
         "{{title}}": html.escape(title or "Timeline"),
-        "{{exposed}}": EXPOSED_COLOR,
-        "{{colors}}": _colors(panels, batches),
-        "{{heights}}": json.dumps({str(kind): share for kind, share in HEIGHTS.items()}),
-        "{{opacity}}": json.dumps({str(kind): share for kind, share in OPACITY.items()}),
+        "{{exposed}}": layout.EXPOSED_COLOR,
+        "{{colors}}": _legend(panels, batches),
+        "{{heights}}": json.dumps({str(kind): look.height for kind, look in LOOKS.items()}),
+        "{{opacity}}": json.dumps({str(kind): look.opacity for kind, look in LOOKS.items()}),
         "{{tables}}": "\n".join(map(_section, panels)),
         # Inside a script "</" could end it, whatever the name of a kernel may hold.
         "{{data}}": data.replace("</", "<\\/").replace("<!--", "<\\!--"),
@@ -82,7 +65,7 @@ def _data(panel: Panel, batches: bool) -> dict[str, Any]:
     for lane in panel.lanes:
         bars = []
         for bar in lane.bars:
-            span, hidden = bar.span, hidden_in(panel, bar)
+            span, hidden = bar.span, layout.hidden_in(panel, bar)
             about = [span.name if bar.count == 1 else f"{span.name} and {bar.count - 1} more"]
             about.append(
                 " ".join(filter(None, (str(span.stage or ""), "" if span.batch is None else f"batch {span.batch}")))
@@ -97,12 +80,14 @@ def _data(panel: Panel, batches: bool) -> dict[str, Any]:
                     round(span.end_ms - start, 5),
                     bar.row,
                     span.kind.value,
-                    color_of(span, batches=batches),
-                    text_of(span, batches=batches),
+                    layout.color_of(span, batches=batches),
+                    layout.text_of(span, batches=batches),
                     "\n".join(filter(None, about)),
                 ]
             )
-        lanes.append({"name": lane.name, "does": shares(lane), "row": first_row, "rows": lane.num_rows, "bars": bars})
+        lanes.append(
+            {"name": lane.name, "does": layout.shares(lane), "row": first_row, "rows": lane.num_rows, "bars": bars}
+        )
         first_row += lane.num_rows
     return {
         "label": panel.label,
@@ -115,20 +100,13 @@ def _data(panel: Panel, batches: bool) -> dict[str, Any]:
     }
 
 
-def _colors(panels: Sequence[Panel], batches: bool) -> str:
+def _legend(panels: Sequence[Panel], batches: bool) -> str:
     """Return the legend: the same words and colours as in the PNG."""
-    spans = [span for panel in panels for span in panel.spans]
-    if batches:
-        shown = sorted({span.batch for span in spans if span.batch is not None})
-        few = shown if len(shown) <= len(BATCH_COLORS) else []
-        parts = [f'<i style="background:{BATCH_COLORS[one % len(BATCH_COLORS)]}"></i>batch {one}' for one in few]
-    else:
-        parts = [f'<i style="background:{STAGE_COLORS[stage]}"></i>{SHORT[stage]}' for stage in stages_in(panels)]
-    kinds = {span.kind for span in spans}
-    for kind, words in LEGEND_WORDS.items():
-        if kind in kinds:
-            style = f"background-color:{LEGEND_COLORS[kind]};height:{14 * HEIGHTS[kind]:.0f}px"
-            parts.append(f'<i class="{kind}" style="{style}"></i>{words}')
+    colors, kinds = layout.legend(panels, batches=batches)
+    parts = [f'<i style="background:{color}"></i>{words}' for color, words in colors]
+    for kind in kinds:
+        style = f"background-color:{LOOKS[kind].color};height:{14 * LOOKS[kind].height:.0f}px"
+        parts.append(f'<i class="{kind}" style="{style}"></i>{LOOKS[kind].words}')
     return " ".join(f"<span>{part}</span>" for part in parts)
 
 

@@ -8,25 +8,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..schedules import Stage
-from .layout import (
-    BATCH_COLORS,
-    EXPOSED_COLOR,
-    HEIGHTS,
-    LEGEND_COLORS,
-    LEGEND_WORDS,
-    NUM_STEPS,
-    OPACITY,
-    SHORT,
-    STAGE_COLORS,
-    Lane,
-    Panel,
-    by_batch,
-    color_of,
-    lay_out,
-    shares,
-    stages_in,
-    text_of,
-)
+from . import layout
+from .layout import EXPOSED_COLOR, LOOKS, NUM_STEPS, Lane, Panel
 from .report import headline
 from .spans import Category, Span
 
@@ -44,14 +27,10 @@ _CHARACTER_IN = 0.062
 """Width of a character of a bar's text."""
 
 _STYLES: Mapping[Category, dict[str, Any]] = {
-    Category.DENSE: {},
     Category.LOOKUP: {"hatch": "....", "edgecolor": "white"},
-    Category.COMMUNICATION: {"alpha": OPACITY[Category.COMMUNICATION]},
-    Category.COPY: {},
-    Category.HOST: {"alpha": OPACITY[Category.HOST]},
-    Category.DATA: {},
-    Category.WAIT: {"hatch": "/////", "facecolor": "#fff4f2", "edgecolor": EXPOSED_COLOR},
+    Category.WAIT: {"hatch": "/////", "facecolor": LOOKS[Category.WAIT].color, "edgecolor": EXPOSED_COLOR},
 }
+"""What matplotlib draws besides the colour of a bar."""
 
 
 def write_png(
@@ -86,8 +65,8 @@ def write_png(
             return Rectangle((-x, -y + (h - tall) / 2), w, tall)
 
     drawn = dict(list(ranks.items())[:MAX_RANKS])
-    panels = lay_out(drawn, num_steps=num_steps, resolution=4e-4, overlapped=overlapped)
-    batches = by_batch(panels)
+    panels = layout.lay_out(drawn, num_steps=num_steps, resolution=4e-4, overlapped=overlapped)
+    batches = layout.by_batch(panels)
     heights = [_PANEL_IN + _ROW_IN * (panel.num_rows + 0.8) for panel in panels]
     height = _TOP_IN + sum(heights) + _BOTTOM_IN
     canvas = Canvas(figsize=(_WIDTH_IN, height), dpi=_DPI, facecolor="white")
@@ -135,7 +114,7 @@ def _draw(axes: Axes, panel: Panel, batches: bool) -> None:
             axes.axhspan(first_row, first_row + lane.num_rows, color="#f5f6f8", linewidth=0, zorder=-1)
         _draw_bars(axes, panel, lane, first_row, batches)
         ticks.append(first_row + lane.num_rows / 2)
-        does = shares(lane)
+        does = layout.shares(lane)
         words.append(f"{lane.name}\n{does}" if does and does != lane.name else lane.name)
         first_row += lane.num_rows
     exposed = [(begin - start, end - begin) for begin, end in panel.exposed]
@@ -151,13 +130,13 @@ def _draw_bars(axes: Axes, panel: Panel, lane: Lane, first_row: int, batches: bo
     for bar in lane.bars:
         span, left = bar.span, bar.span.start_ms - panel.window.start_ms
         width = max(span.duration_ms, _LEAST_WIDTH * length_ms)
-        alike[bar.row, span.kind, color_of(span, batches=batches)].append((left, width))
-        words = text_of(span, batches=batches)
-        if len(words) * _CHARACTER_IN < span.duration_ms * inches_per_ms and HEIGHTS[span.kind] > 0.5:
+        alike[bar.row, span.kind, layout.color_of(span, batches=batches)].append((left, width))
+        words = layout.text_of(span, batches=batches)
+        if len(words) * _CHARACTER_IN < span.duration_ms * inches_per_ms and LOOKS[span.kind].height > 0.5:
             _write(axes, left + span.duration_ms / 2, first_row + bar.row + 0.5, words, span.kind)
     for (row, kind, color), extents in alike.items():
-        share, style = HEIGHTS[kind], _STYLES[kind]
-        options = {"facecolor": color, "linewidth": 0.0, **style}
+        share = LOOKS[kind].height
+        options = {"facecolor": color, "linewidth": 0.0, "alpha": LOOKS[kind].opacity, **_STYLES.get(kind, {})}
         axes.broken_barh(extents, (first_row + row + 0.5 - share / 2, share), **options)
 
 
@@ -172,22 +151,12 @@ def _write(axes: Axes, x: float, y: float, words: str, kind: Category) -> None:
 def _legend(panels: Sequence[Panel], batches: bool) -> list[Any]:
     from matplotlib.patches import Patch
 
-    spans = [span for panel in panels for span in panel.spans]
-    handles = []
-    if batches:
-        shown = sorted({span.batch for span in spans if span.batch is not None})
-        if len(shown) <= len(BATCH_COLORS):
-            handles += [
-                Patch(facecolor=BATCH_COLORS[batch % len(BATCH_COLORS)], label=f"batch {batch}") for batch in shown
-            ]
-    else:
-        handles += [Patch(facecolor=STAGE_COLORS[stage], label=SHORT[stage]) for stage in stages_in(panels)]
-    kinds = {span.kind for span in spans}
-    for kind, words in LEGEND_WORDS.items():
-        if kind in kinds:
-            style = {name: value for name, value in _STYLES[kind].items() if name != "alpha"}
-            patch = Patch(**{"facecolor": LEGEND_COLORS[kind], "linewidth": 0.0, **style}, label=words)
-            patch.set_gid(str(HEIGHTS[kind]))
-            handles.append(patch)
+    colors, kinds = layout.legend(panels, batches=batches)
+    handles = [Patch(facecolor=color, label=words) for color, words in colors]
+    for kind in kinds:
+        style = {"facecolor": LOOKS[kind].color, "linewidth": 0.0, **_STYLES.get(kind, {})}
+        patch = Patch(**style, label=LOOKS[kind].words)
+        patch.set_gid(str(LOOKS[kind].height))
+        handles.append(patch)
     handles.append(Patch(facecolor=EXPOSED_COLOR, label="exposed collective"))
     return handles

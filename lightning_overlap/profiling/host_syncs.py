@@ -63,9 +63,7 @@ class HostSync:
     @property
     def is_the_librarys(self) -> bool:
         """Whether no line of the user's led to it: one of this package's own reads, or of Lightning's."""
-        loops = [place for place, frame in enumerate(self.stack) if _LOOPS in frame.filename]
-        inside = self.stack[loops[-1] + 1 if loops else 0 :]
-        frames = [frame for frame in reversed(inside) if not frame.filename.startswith((_TORCH, __file__))]
+        frames = self._frames
         if any(_is_users(frame.filename) for frame in frames):
             return False
         return bool(frames) and (frames[0].filename.startswith(_PACKAGE) or "/lightning/" in frames[0].filename)
@@ -79,12 +77,16 @@ class HostSync:
 
     def source(self) -> str:
         """Return the user's line it came from: `training_step, model.py:42`; else the innermost one outside PyTorch."""
+        own = [frame for frame in self._frames if _is_users(frame.filename)]
+        frame = next(iter(own or self._frames), None)
+        return "" if frame is None else f"{frame.name}, {frame.filename.rsplit('/', 1)[-1]}:{frame.lineno}"
+
+    @property
+    def _frames(self) -> list[traceback.FrameSummary]:
+        """The calls within Lightning's loops and outside PyTorch, innermost first."""
         loops = [place for place, frame in enumerate(self.stack) if _LOOPS in frame.filename]
         inside = self.stack[loops[-1] + 1 if loops else 0 :]  # what called the trainer is not where it came from
-        frames = [frame for frame in reversed(inside) if not frame.filename.startswith((_TORCH, __file__))]
-        own = [frame for frame in frames if _is_users(frame.filename)]
-        frame = next(iter(own or frames), None)
-        return "" if frame is None else f"{frame.name}, {frame.filename.rsplit('/', 1)[-1]}:{frame.lineno}"
+        return [frame for frame in reversed(inside) if not frame.filename.startswith((_TORCH, __file__))]
 
 
 _READERS_OF_HOST_MEMORY = (

@@ -6,6 +6,7 @@ import re
 from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 from ..schedules import Stage
 from .overlap import cover
@@ -37,41 +38,28 @@ EXPOSED_COLOR = "#d62728"
 DATA_COLOR = "#f2e2b8"
 """Of waits for the data loader, which belong to no batch yet."""
 
-LEGEND_COLORS: Mapping[Category, str] = {
-    Category.DENSE: "#4a515a",
-    Category.LOOKUP: "#4a515a",
-    Category.COMMUNICATION: "#7b848e",
-    Category.COPY: "#7b848e",
-    Category.HOST: "#c3cad2",
-    Category.DATA: DATA_COLOR,
-    Category.WAIT: "#fff4f2",
-}
-"""The greys of the legends: each kind's is far from the next one's."""
 
-LEGEND_WORDS: Mapping[Category, str] = {
-    Category.DENSE: "full: dense",
-    Category.LOOKUP: "dotted: lookup",
-    Category.COMMUNICATION: "lower: collective",
-    Category.COPY: "flat: copy",
-    Category.HOST: "pale: host at work",
-    Category.DATA: "waiting for data",
-    Category.WAIT: "exposed wait",
-}
-"""What the legends of the PNG and of the page say."""
+class Look(NamedTuple):
+    """How a category is drawn, in the PNG and on the page."""
 
-HEIGHTS: Mapping[Category, float] = {
-    Category.DENSE: 0.84,
-    Category.LOOKUP: 0.84,
-    Category.COMMUNICATION: 0.60,
-    Category.COPY: 0.40,
-    Category.HOST: 0.84,
-    Category.DATA: 0.84,
-    Category.WAIT: 0.84,
-}
-"""Height of a bar as a share of its line."""
+    color: str
+    """In the legend: each category's grey is far from the next one's."""
+    words: str
+    """In the legend."""
+    height: float = 0.84
+    """Of a bar, as a share of its line."""
+    opacity: float = 1.0
 
-OPACITY: Mapping[Category, float] = {Category.COMMUNICATION: 0.75, Category.HOST: 0.38}
-"""Of bars, where it is not 1."""
+
+LOOKS: Mapping[Category, Look] = {
+    Category.DENSE: Look("#4a515a", "full: dense"),
+    Category.LOOKUP: Look("#4a515a", "dotted: lookup"),
+    Category.COMMUNICATION: Look("#7b848e", "lower: collective", 0.60, 0.75),
+    Category.COPY: Look("#7b848e", "flat: copy", 0.40),
+    Category.HOST: Look("#c3cad2", "pale: host at work", opacity=0.38),
+    Category.DATA: Look(DATA_COLOR, "waiting for data"),
+    Category.WAIT: Look("#fff4f2", "exposed wait"),
+}
 
 SHORT: Mapping[Stage, str] = {
     Stage.COPY_BATCH_TO_DEVICE: "copy",
@@ -247,10 +235,23 @@ def by_batch(panels: Iterable[Panel]) -> bool:
     return 2 * sum(span.batch is not None for span in staged) > len(staged)
 
 
-def stages_in(panels: Iterable[Panel]) -> list[Stage]:
-    """Return the stages that are drawn, in their order."""
-    drawn = {span.stage for panel in panels for span in panel.spans}
-    return [stage for stage in Stage if stage in drawn]
+def legend(panels: Iterable[Panel], *, batches: bool) -> tuple[list[tuple[str, str]], list[Category]]:
+    """Return what the legend shows: colours with what each stands for, and the categories that are drawn.
+
+    Args:
+        panels: What is drawn.
+        batches: Whether batches have the colours, and not stages; more batches than colours are not listed.
+    """
+    spans = [span for panel in panels for span in panel.spans]
+    if batches:
+        shown = sorted({span.batch for span in spans if span.batch is not None})
+        colors = [(BATCH_COLORS[one % len(BATCH_COLORS)], f"batch {one}") for one in shown]
+        colors = colors if len(colors) <= len(BATCH_COLORS) else []
+    else:
+        drawn = {span.stage for span in spans}
+        colors = [(STAGE_COLORS[stage], SHORT[stage]) for stage in Stage if stage in drawn]
+    kinds = {span.kind for span in spans}
+    return colors, [kind for kind in LOOKS if kind in kinds]
 
 
 def color_of(span: Span, *, batches: bool) -> str:

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
+from functools import reduce
+from operator import add
 from types import MappingProxyType
+from typing import Any
 
 from ..schedules import Schedule, Stage
 from .spans import (
@@ -56,6 +59,14 @@ class BusyTime:
         """Share of the busy time that was hidden; 1 where there was none."""
         return self.hidden_ms / self.busy_ms if self.busy_ms else 1.0
 
+    def __add__(self, other: BusyTime) -> BusyTime:
+        return BusyTime(
+            self.busy_ms + other.busy_ms, self.hidden_ms + other.hidden_ms, self.elsewhere_ms + other.elsewhere_ms
+        )
+
+    def __truediv__(self, num: int) -> BusyTime:
+        return BusyTime(self.busy_ms / num, self.hidden_ms / num, self.elsewhere_ms / num)
+
 
 @dataclass(frozen=True, slots=True)
 class Traffic:
@@ -67,6 +78,9 @@ class Traffic:
 
     def __add__(self, other: Traffic) -> Traffic:
         return Traffic(self.sent + other.sent, self.saved + other.saved)
+
+    def __truediv__(self, num: int) -> Traffic:
+        return Traffic(self.sent / num, self.saved / num)
 
 
 @dataclass(frozen=True, slots=True)
@@ -175,9 +189,7 @@ def break_down(
     def times(of: Sequence[Interval], kind: Category) -> BusyTime:
         covered = intersection(of, covers.get(kind, ()))
         hidden = intersection(covered, by_mode[kind]) if kind in by_mode else covered
-        return BusyTime(
-            length(of) / num_steps, length(hidden) / num_steps, (length(covered) - length(hidden)) / num_steps
-        )
+        return BusyTime(length(of), length(hidden), length(covered) - length(hidden)) / num_steps
 
     categories = {kind: times(by_kind[kind], kind) for kind in (Category.DENSE, *COVERED_BY)}
     on_host = [span for span in own if span.lane == host_lane and span.kind is not Category.COMMUNICATION]
@@ -196,7 +208,7 @@ def break_down(
                 times(union(intervals_of(span for span in parts if span.kind is kind)), kind)
                 for kind in {span.kind for span in parts}
             ]
-            stages[stage] = total(per_kind)
+            stages[stage] = sum(per_kind, BusyTime())
     merge = union(
         intervals_of(s for s in own if s.kind is Category.WAIT and is_for_embeddings(s.name) and s.lane in merge_lanes)
     )
@@ -241,15 +253,6 @@ def _by_mode(
     )
 
 
-def total(parts: Sequence[BusyTime], num: int = 1) -> BusyTime:
-    """Return the sum of times, or the mean of so many."""
-    return BusyTime(
-        sum(part.busy_ms for part in parts) / num,
-        sum(part.hidden_ms for part in parts) / num,
-        sum(part.elsewhere_ms for part in parts) / num,
-    )
-
-
 def _blocked(own: Iterable[Span], host_lane: str) -> list[Interval]:
     return union(intervals_of(span for span in own if span.kind is Category.WAIT and span.lane == host_lane))
 
@@ -264,28 +267,11 @@ def mean(breakdowns: Sequence[Breakdown]) -> Breakdown:
         raise ValueError("the mean of no breakdowns: no step has been measured.")
     num = len(breakdowns)
 
-    return Breakdown(
-        sum(one.step_ms for one in breakdowns) / num,
-        {
-            kind: total([one.categories[kind] for one in breakdowns if kind in one.categories], num)
-            for kind in Category
-            if any(kind in one.categories for one in breakdowns)
-        },
-        {
-            stage: total([one.stages[stage] for one in breakdowns if stage in one.stages], num)
-            for stage in Stage
-            if any(stage in one.stages for one in breakdowns)
-        },
-        sum(one.merge_wait_ms for one in breakdowns) / num,
-        sum(one.blocked_ms for one in breakdowns) / num,
-        {
-            stage: Traffic(
-                sum(one.traffic.get(stage, Traffic()).sent for one in breakdowns) / num,
-                sum(one.traffic.get(stage, Traffic()).saved for one in breakdowns) / num,
-            )
-            for stage in Stage
-            if any(stage in one.traffic for one in breakdowns)
-        },
-        sum(one.loop_ms for one in breakdowns) / num,
-        sum(one.log_ms for one in breakdowns) / num,
-    )
+    def mean_of(name: str) -> Any:
+        values = [getattr(one, name) for one in breakdowns]
+        if not isinstance(values[0], Mapping):
+            return sum(values) / num
+        keys = [key for key in (*Category, *Stage) if any(key in value for value in values)]
+        return {key: reduce(add, [value[key] for value in values if key in value]) / num for key in keys}
+
+    return Breakdown(*(mean_of(field.name) for field in fields(Breakdown)))

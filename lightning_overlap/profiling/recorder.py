@@ -6,16 +6,20 @@ no measurement makes the host wait.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import replace
 from itertools import pairwise
 from typing import Any
 
-from ..distributed import CONSENSUS
+import torch.distributed as dist
+from torch import Tensor
+
+from ..distributed import CONSENSUS, Issue, wrap_collectives
 from ..runtime import CudaStreams, Streams
 from ..schedules import Stage, StreamName
-from .collectives import Collective, record_collectives
+from .collectives import TimedWork, all_to_all_name, saved_share, sent_bytes
 from .overlap import Traffic
 from .spans import EMBEDDINGS, HOST_LANE, LOG, Category, Interval, Span
 from .timestamps import CudaTimestamps, HostTimestamps, Record
@@ -57,8 +61,11 @@ class SpanRecorder:
         self._patches = ExitStack()
 
     def start(self) -> None:
-        """Begin to note."""
-        self._patches.enter_context(record_collectives(self.collective, self._compression))
+        """Begin to note; collectives are those that this process issues through `torch.distributed`.
+
+        DistributedDataParallel issues its all-reduce from C++, out of sight: it counts as part of the backward.
+        """
+        self._patches.enter_context(wrap_collectives(self._timed))
 
     def stop(self) -> None:
         """Note no more."""
@@ -130,17 +137,13 @@ class SpanRecorder:
         record.end = self._device.mark()
         self._records.append(record)
 
-    @contextmanager
-    def data(self) -> Iterator[None]:
+    def data(self) -> AbstractContextManager[None]:
         """Go around the wait for a batch of the data loader."""
-        with self._on_host(Category.DATA, DATA_LOADER):
-            yield
+        return self._on_host(Category.DATA, DATA_LOADER)
 
-    @contextmanager
-    def log(self) -> Iterator[None]:
+    def log(self) -> AbstractContextManager[None]:
         """Go around a call of the module's `log`."""
-        with self._on_host(Category.HOST, LOG):
-            yield
+        return self._on_host(Category.HOST, LOG)
 
     @contextmanager
     def _on_host(self, kind: Category, name: str) -> Iterator[None]:
@@ -182,24 +185,22 @@ class SpanRecorder:
     def traffic(self, window: Interval) -> dict[Stage, Traffic]:
         """Return what this rank sent to others in a window, by the stage that issued it."""
         found: dict[Stage, Traffic] = {}
-        for record in self._records:
-            if record.kind is Category.COMMUNICATION and record.stage is not None and record.sent_bytes:
-                span = self._span(replace(record, end=record.start), self._shift)
-                if window[0] <= span.start_ms < window[1]:
-                    found[record.stage] = found.get(record.stage, Traffic()) + Traffic(
-                        record.sent_bytes, record.saved_bytes
-                    )
+        for record in self._sent_in(window):
+            if record.stage is not None:
+                more = Traffic(record.sent_bytes, record.saved_bytes)
+                found[record.stage] = found.get(record.stage, Traffic()) + more
         return found
 
     def sent_bytes(self, window: Interval) -> dict[str, int]:
         """Return what this rank sent to others in a window, by what carried it."""
-        found: dict[str, int] = {}
+        return dict(sum((Counter({one.name: one.sent_bytes}) for one in self._sent_in(window)), Counter[str]()))
+
+    def _sent_in(self, window: Interval) -> Iterator[Record]:
         for record in self._records:
             if record.kind is Category.COMMUNICATION and record.sent_bytes:
                 start_ms = self._span(replace(record, end=record.start), self._shift).start_ms
                 if window[0] <= start_ms < window[1]:
-                    found[record.name] = found.get(record.name, 0) + record.sent_bytes
-        return found
+                    yield record
 
     def spans(self) -> list[Span]:
         """Return what was noted; on CUDA the host's times are shifted so that the first steps begin together.
@@ -233,26 +234,30 @@ class SpanRecorder:
 
     # -- collectives --------------------------------------------------------------------------------------------
 
-    def collective(self, name: str, group: str, on_host: bool) -> Collective:
-        """Return the timer of a collective that is about to be issued.
-
-        Args:
-            name: What it carries, or the name of its function.
-            group: Description of its process group.
-            on_host: Whether it sends memory of the host, by gloo.
-        """
+    def _timed(self, name: str, call: dict[str, Any], issue: Issue) -> dist.Work | None:
+        """Issue a collective, timed; its record names what it carries, or its function."""
+        sent = call.get("input", call.get("input_tensor", call.get("tensor")))
+        on_host = self._device is None or (isinstance(sent, Tensor) and sent.device.type == "cpu")
+        num_bytes = sent_bytes(name, call)
+        if name == "all_to_all_single":
+            assert isinstance(sent, Tensor)
+            name = all_to_all_name(sent, call.get("input_split_sizes"), call.get("output_split_sizes"))
+        share = 0.0 if self._compression is None else saved_share(name, sent, self._compression)
         stage, batch = self.stage or (None, None)
         if stage is Stage.EMBEDDING_LOOKUP and name == "gradients":
             name = EMBEDDINGS  # which a backward may look up while it waits for gradients
-        on_host = on_host or self._device is None
         marks = self._host if on_host else self._device
         assert marks is not None
+        group = "default" if call.get("group") is None else str(call["group"].group_desc)
         flight = Record(Category.COMMUNICATION, f"{group} group", name, stage, batch, marks.mark(), on_host=on_host)
+        flight.sent_bytes, flight.saved_bytes = num_bytes, int(num_bytes * share)
         if group == CONSENSUS:
             flight.name = group  # no data: under way until the other ranks have asked too, which makes nobody wait
         else:
             self._records.append(flight)
-        return Collective(flight, marks, self._records, HOST_LANE if on_host else self._lane_now)
+        work = issue()
+        lane = self._lane_now if not on_host else lambda: HOST_LANE
+        return None if work is None else TimedWork(work, flight, marks, self._records, lane)
 
     def _lane_now(self) -> str:
         assert self._streams is not None

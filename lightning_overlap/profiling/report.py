@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 
 from ..schedules import Schedule, Stage
 from ..text import aligned
-from .overlap import Breakdown, BusyTime, Price, Traffic, break_down, mean, total
+from .overlap import Breakdown, BusyTime, Price, Traffic, break_down, mean
 from .spans import HOST_LANE, Category, Interval, Span, exclusive_in
 from .steps import Window, is_on_stream, noted_stages, window_of
 
@@ -103,7 +103,7 @@ def metrics(breakdown: Breakdown, *, overlaps: bool = True) -> dict[str, float]:
 def hideable(breakdown: Breakdown) -> BusyTime:
     """Return communication, lookup and copy together."""
     parts = [breakdown.time_of(kind) for kind in (Category.COMMUNICATION, Category.LOOKUP, Category.COPY)]
-    return total(parts)
+    return sum(parts, BusyTime())
 
 
 def closing_table(

@@ -23,6 +23,9 @@ class HostTimestamps:
         """Return the mark."""
         return mark
 
+    def wait(self) -> None:
+        """Do nothing: every mark can be read."""
+
 
 class CudaTimestamps:
     """Points in time of the current CUDA stream, by timing events.
@@ -49,9 +52,18 @@ class CudaTimestamps:
         """Return when that was, counted from the first mark."""
         return float(self._zero.elapsed_time(mark))
 
+    def wait(self) -> None:
+        """Wait for the device, so that every mark can be read."""
+        torch.cuda.synchronize(self._device)
+
 
 Timestamps = HostTimestamps | CudaTimestamps
 """Takes points in time on a lane, which are read later."""
+
+
+def timestamps_of(device: torch.device) -> Timestamps:
+    """Return the clock of a device's work: timing events on CUDA, the host's clock on a CPU."""
+    return CudaTimestamps(device) if device.type == "cuda" else HostTimestamps()
 
 
 @dataclass(slots=True)

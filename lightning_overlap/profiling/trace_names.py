@@ -4,21 +4,15 @@ from __future__ import annotations
 
 import re
 import sys
-from dataclasses import dataclass
 from functools import cache
+from typing import NamedTuple
 
 from ..schedules import Stage
 from .spans import Category
 
 
-@dataclass(frozen=True, slots=True)
-class Meaning:
-    """What a name says.
-
-    Args:
-        stage: The stage that the name belongs to.
-        kind: What the thread does meanwhile, where the computing is done on a CPU.
-    """
+class Meaning(NamedTuple):
+    """What a name says: its stage, and what the thread does meanwhile, where the computing is done on a CPU."""
 
     stage: Stage
     kind: Category
@@ -78,13 +72,8 @@ _COLLECTIVE_KERNEL = re.compile(r"nccl|rccl", re.IGNORECASE)
 _BLOCKING_CALL = re.compile(r"(cuda|hip)(Device|Stream|Event)Synchronize|(cuda|hip)Memcpy|cuMemcpy|cu\w+Synchronize")
 _INTERPRETER = {"torch", *sys.stdlib_module_names}
 _LIBRARIES = {
-    "torchrec",
-    "fbgemm_gpu",
-    "lightning",
-    "lightning_fabric",
-    "lightning_utilities",
-    "pytorch_lightning",
-    "torchmetrics",
+    *("torchrec", "fbgemm_gpu", "torchmetrics"),
+    *("lightning", "lightning_fabric", "lightning_utilities", "pytorch_lightning"),
 }
 
 

@@ -86,8 +86,6 @@ def shard_tables(
     _refuse_pruning(model)
     fused = check_fused_optimizer(fused_optimizer)
     check_sharding(sharding, tables, device)
-    check_quantized_comms(comms, tables, device)
-    codecs = codecs_of(comms, device)
     named, num_ranks = named_types(sharding, tables), group.size()
     whole = tables_to_replicate(
         replicate_tables,
@@ -98,8 +96,16 @@ def shard_tables(
         fused=fused,
         world_size=num_ranks,
     )
-    plan = _make_plan(model, tables, sharding, fused is not None, group, device, local_world_size, codecs, whole)
-    check_plan(comms, plan)
+    plan = make_plan(
+        model,
+        sharding=sharding,
+        fused_optimizer=fused_optimizer,
+        group=group,
+        device=device,
+        local_world_size=local_world_size,
+        quantized_comms=comms,
+        whole=whole,
+    )
     given = names_given(replicate_tables)
     replicas = replicas_in(plan, tables, given, named, fused_optimizer=fused is not None, world_size=num_ranks)
     in_backward = [table for table in tables if _is_fused(table, plan) or table in replicas]
@@ -117,7 +123,7 @@ def shard_tables(
             env=ShardingEnv.from_process_group(group),
             device=device,
             plan=plan,
-            sharders=training_sharders(codecs),
+            sharders=training_sharders(codecs_of(comms, device)),
             init_data_parallel=False,
         )
     for alias, name in aliases.items():
@@ -170,8 +176,9 @@ def make_plan(
     device: torch.device,
     local_world_size: int,
     quantized_comms: QuantizedComms = None,
+    whole: Collection[str] = (),
 ) -> ShardingPlan:
-    """Return the plan that `shard_tables` would shard a model by, without replicas; all ranks of the group call this.
+    """Return the plan that `shard_tables` shards a model by; all ranks of the group call this.
 
     Args:
         model: Holds unsharded TorchRec collections anywhere below it.
@@ -181,17 +188,21 @@ def make_plan(
         device: Where the shards would live.
         local_world_size: Ranks on this host.
         quantized_comms: What embeddings and gradients are sent in, which the planner reckons with.
+        whole: Tables that a planner is to replicate, by name.
 
     Raises:
         ValueError: As `shard_tables`, or the planner has no plan.
     """
     tables = find_tables(model)
-    fused = check_fused_optimizer(fused_optimizer) is not None
     check_sharding(sharding, tables, device)
     comms = resolve_quantized_comms(quantized_comms)
     check_quantized_comms(comms, tables, device)
-    codecs = codecs_of(comms, device)
-    plan = _make_plan(model, tables, sharding, fused, group, device, local_world_size, codecs, frozenset())
+    if isinstance(sharding, ShardingPlan):
+        plan = sharding
+    else:
+        fused = check_fused_optimizer(fused_optimizer) is not None
+        planner = _planner(sharding, tables, fused, group, device, local_world_size, whole)
+        plan = _plan_on_rank_zero(planner, model, group, codecs_of(comms, device))
     check_plan(comms, plan)
     return plan
 
@@ -205,23 +216,6 @@ def _refuse_pruning(model: nn.Module) -> None:
                 "sharders, which the strategy takes, would shard the tables inside it only. Shard it in "
                 f"configure_model, with the {type(module).__name__}Sharder of torchrec.distributed.itep_embeddingbag."
             )
-
-
-def _make_plan(
-    model: nn.Module,
-    tables: list[Table],
-    sharding: Sharding,
-    fused_optimizer: bool,
-    group: dist.ProcessGroup,
-    device: torch.device,
-    local_world_size: int,
-    codecs: Codecs | None,
-    whole: Collection[str],
-) -> ShardingPlan:
-    if isinstance(sharding, ShardingPlan):
-        return sharding
-    planner = _planner(sharding, tables, fused_optimizer, group, device, local_world_size, whole)
-    return planner if isinstance(planner, ShardingPlan) else _plan_on_rank_zero(planner, model, group, codecs)
 
 
 def sharded_state_names(model: nn.Module) -> set[str]:
@@ -400,7 +394,10 @@ def _replicate_data_parallel(model: nn.Module, group: dist.ProcessGroup) -> None
 
 @contextmanager
 def _local_world_size(local_world_size: int) -> Iterator[None]:
-    """Tell TorchRec how many ranks share a host; Lightning's own launcher does not set the variable."""
+    """Tell TorchRec how many ranks share a host; Lightning's own launcher does not set the variable.
+
+    Nothing else of the environment is written, as `mock.patch.dict` would: threads of gloo and NCCL may be reading it.
+    """
     name = "LOCAL_WORLD_SIZE"
     before = os.environ.get(name)
     os.environ[name] = str(local_world_size)

@@ -18,11 +18,12 @@ from ..distributed import gather_objects
 from ..profiling import HostSync
 from ..schedules import Schedule, WeightOwner, resolve_schedule
 from ..text import some
+from .delayed_lookups import Delays
 from .local_group import process_group
 from .race_detector import RaceError
 from .unsharded_law import computes_what_the_unsharded_computes
 from .verdict import Verdict as Verdict
-from .watched_fit import NUM_WATCHED_STEPS, Data, Delays, ModuleFactory, Setting, Watched, fit, make_trainer
+from .watched_fit import NUM_WATCHED_STEPS, Data, ModuleFactory, Setting, Watched, fit, make_trainer
 
 _SWITCHES = ("start_batch", "end_batch")
 _OF_THE_MODE = ("staleness", "defer_update", "num_lookup_threads", *_SWITCHES)
@@ -103,7 +104,7 @@ def check_module(
       memory nothing ordered after its last use on another stream, in the package or in your own hooks, is named.
     - Modules are served from early lookups, from the second batch on.
     - All ranks issue the same collectives on the same groups, in the same order.
-    - Nothing stays patched or in flight after the fit.
+    - No more batches are in flight than the mode's depth, and nothing stays patched or in flight after the fit.
     - Each batch was trained once, in order.
     - A step makes the host wait once, for the sizes of what is on its way.
     - The strategy does not change what the module computes: every answer of a sharded module, in training and in
@@ -174,6 +175,7 @@ def check_module(
                 race,
                 _served(first, must_overlap and overlaps),
                 _same_order(first),
+                _in_flight(first),
                 Verdict("nothing left patched or in flight", "; ".join(first.left), "all put back"),
                 _each_batch_once(first, len(setting.batches)),
                 _host_syncs(again, syncs, max_host_syncs),
@@ -339,6 +341,12 @@ def _collective(issued: tuple[int, str, str] | None) -> str:
         return "missing"
     batch, name, group = issued
     return f"{name} of group {group!r} at batch {batch}"
+
+
+def _in_flight(watched: Watched) -> Verdict:
+    most = watched.most_in_flight
+    problem = "" if most <= watched.depth else f"{most} batches in flight, the depth is {watched.depth}"
+    return Verdict("law 6: no more batches in flight than the depth", problem, f"{most} at once")
 
 
 def _each_batch_once(watched: Watched, num_batches: int) -> Verdict:

@@ -16,11 +16,11 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from ..runtime import leaves
 from ..schedules import Stage, StreamName
-from .race_detector import Clock, Races
+from .race_detector import RacingStreams
 from .stream_tracing import FollowedStreams, tensors_of
 
 
-class CheckedStreams(FollowedStreams):
+class CheckedStreams(RacingStreams, FollowedStreams):
     """Streams of a run on one rank that raise a `RaceError` where an operator uses what nothing ordered.
 
     Autograd runs a node after all that its backward has run so far, and hands gradients over itself; at its end no
@@ -32,31 +32,14 @@ class CheckedStreams(FollowedStreams):
 
     def __init__(self, lookup: StreamName = StreamName.LOOKUP) -> None:
         super().__init__(lookup)
-        self._races = Races()
         self._memory = _Memory()
         self._ran_in_backward: set[StreamName] = set()
         self._weights: list[str] = []
         self._doing = "start"
 
-    def record(self, name: StreamName) -> Clock:
-        """Return an event that marks all work issued on a stream so far."""
-        return self._races.event(self[name])
-
-    def wait(self, name: StreamName, event: Clock | None) -> None:
-        """Order later work on a stream after an event."""
-        if event is not None:
-            self._races.wait(self[name], event)
-
-    def record_stream(self, value: Any, name: StreamName) -> None:
-        """Let a stream use the memory of all tensors of a nested value."""
-        tensors = [leaf for _, leaf in leaves(value, lambda node: False) if isinstance(leaf, Tensor)]
-        self._races.record_stream(map(self._memory.name, tensors), self[name])
-
-    def hand_to_caller(self, value: Any, event: Clock) -> None:
-        """Let the compute stream and the current one use the memory of a value from an event on."""
-        for name in (StreamName.COMPUTE, self._current):
-            self.wait(name, event)
-            self.record_stream(value, name)
+    def memory_of(self, value: Any) -> Iterable[str]:
+        """Return the names of the storages of all tensors, of any shape, in a nested value."""
+        return [self._memory.name(leaf) for _, leaf in leaves(value, lambda node: False) if isinstance(leaf, Tensor)]
 
     def observe(self, kind: str, stage: Stage, batch: int) -> None:
         """Remember the last event of the executor, which errors name as their place: an `Observer`.

@@ -10,10 +10,12 @@ Source: the happens-before order of Lamport (1978) in vector clocks, and the las
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
+from ..runtime import HostStreams
 from ..schedules import StreamName
 
 Clock = Mapping[StreamName, int]
@@ -138,3 +140,82 @@ class Races:
             f"no event orders {second} after {first}: a race for {name}. Missing: streams.wait({second.stream}, "
             f"event) with an event recorded on {first.stream} after {first.by}"
         )
+
+
+# -- streams --------------------------------------------------------------------------------------------------------
+
+
+class RecordedEvent(NamedTuple):
+    """An event of a stream, and how far that stream could look back."""
+
+    stream: StreamName
+    clock: Clock
+
+
+class SimulatedStreams(HostStreams):
+    """All work runs on the calling thread, and counts as work of the stream that would be current on a device.
+
+    Args:
+        lookup: The stream that `StreamName.LOOKUP` stands for, as a stream policy says.
+    """
+
+    is_async = True  # as on the device that it stands for
+
+    def __init__(self, lookup: StreamName = StreamName.LOOKUP) -> None:
+        self._lookup = lookup
+        self._current = StreamName.COMPUTE
+
+    def __getitem__(self, name: StreamName) -> StreamName:
+        return self._lookup if name is StreamName.LOOKUP else name
+
+    @contextmanager
+    def on(self, name: StreamName) -> Iterator[None]:
+        """Make a stream current."""
+        previous = self._current
+        self._switch(self[name])
+        try:
+            yield
+        finally:
+            self._switch(previous)
+
+    def _switch(self, stream: StreamName) -> None:
+        self._current = stream
+
+
+class RacingStreams(SimulatedStreams):
+    """Streams whose waits and hand-overs count for `Races`; subclasses say what work there is.
+
+    Args:
+        lookup: The stream that `StreamName.LOOKUP` stands for, as a stream policy says.
+    """
+
+    def __init__(self, lookup: StreamName = StreamName.LOOKUP) -> None:
+        super().__init__(lookup)
+        self._races = Races()
+
+    def memory_of(self, value: Any) -> Iterable[str]:
+        """Return the resources of a value, nested or not; subclasses say how.
+
+        Raises:
+            NotImplementedError: The subclass does not define it.
+        """
+        raise NotImplementedError
+
+    def record(self, name: StreamName) -> RecordedEvent:
+        """Return an event that marks all work issued on a stream so far."""
+        return RecordedEvent(self[name], self._races.event(self[name]))
+
+    def wait(self, name: StreamName, event: RecordedEvent | None) -> None:
+        """Order later work on a stream after an event."""
+        if event is not None:
+            self._races.wait(self[name], event.clock)
+
+    def record_stream(self, value: Any, name: StreamName) -> None:
+        """Let a stream use the memory of a value that was made on another one."""
+        self._races.record_stream(self.memory_of(value), self[name])
+
+    def hand_to_caller(self, value: Any, event: RecordedEvent) -> None:
+        """Let the compute stream and the current one use a value from an event on."""
+        for name in dict.fromkeys((StreamName.COMPUTE, self._current)):
+            self.wait(name, event)
+            self.record_stream(value, name)

@@ -11,41 +11,23 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from ..runtime import HostStreams
 from ..schedules import StreamName
+from .race_detector import SimulatedStreams
 
 
-class FollowedStreams(HostStreams):
-    """All work runs on the calling thread; each operator counts as work of the stream that would be current.
-
-    Autograd runs a node on the stream of its forward.
+class FollowedStreams(SimulatedStreams):
+    """Each operator counts as work of the stream that would be current; autograd runs a node on that of its forward.
 
     Args:
         lookup: The stream that `StreamName.LOOKUP` stands for, as a stream policy says.
     """
 
-    is_async = True  # as on the device that it stands for
-
     def __init__(self, lookup: StreamName = StreamName.LOOKUP) -> None:
-        self._lookup = lookup
-        self._current = StreamName.COMPUTE
+        super().__init__(lookup)
         self._since: list[tuple[int, StreamName]] = [(0, StreamName.COMPUTE)]  # autograd's numbering -> stream
 
-    def __getitem__(self, name: StreamName) -> StreamName:
-        return self._lookup if name is StreamName.LOOKUP else name
-
-    @contextmanager
-    def on(self, name: StreamName) -> Iterator[None]:
-        """Make a stream current."""
-        previous = self._current
-        self._switch(self[name])
-        try:
-            yield
-        finally:
-            self._switch(previous)
-
     def _switch(self, stream: StreamName) -> None:
-        self._current = stream
+        super()._switch(stream)
         self._since.append((_sequence_number(), stream))
 
     @contextmanager

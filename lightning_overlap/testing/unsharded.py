@@ -12,7 +12,6 @@ import torch
 import torch.distributed as dist
 from lightning.pytorch import Callback, LightningModule, Trainer
 from torch import Tensor, nn
-from torch.distributed.optim import _apply_optimizer_in_backward  # type: ignore[attr-defined]
 from torch.distributed.tensor import DTensor
 from torchrec.distributed.types import Awaitable, LazyAwaitable, ShardedTensor
 from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor, KeyedTensor
@@ -21,7 +20,15 @@ from typing_extensions import override
 from ..distributed import gather_objects
 from ..plugin import OverlapEmbeddingStrategy
 from ..schedules import WeightOwner
-from ..tables import owners_of, sharded_modules, spec_of, tables_in_backward, tables_of
+from ..tables import (
+    apply_table_optimizers,
+    owners_of,
+    sharded_modules,
+    spec_of,
+    table_optimizers,
+    tables_in_backward,
+    tables_of,
+)
 from .state_digests import is_in
 
 State = Mapping[str, Tensor]
@@ -362,18 +369,13 @@ def materialize(module: nn.Module, names: Iterable[str]) -> None:
             child = module.get_submodule(name)
         except AttributeError:  # none of the unsharded module: left out, with the reason
             continue
-        before = dict(child.named_parameters())
-        if not any(weight.is_meta for weight in before.values()):
+        if not any(weight.is_meta for weight in child.parameters()):
             continue
+        applied = table_optimizers(child)
         child.to_empty(device="cpu")
-        for key, weight in child.named_parameters():
+        for weight in child.parameters():
             nn.init.normal_(weight, std=0.1)
-            classes, kwargs = (
-                getattr(before[key], "_optimizer_classes", []),
-                getattr(before[key], "_optimizer_kwargs", []),
-            )
-            for cls, each in zip(classes, kwargs, strict=True):
-                _apply_optimizer_in_backward(cls, [weight], each)
+        apply_table_optimizers(child, applied)
 
 
 def _why_not_comparable(module: Any, unsharded: nn.Module, name: str) -> str | None:

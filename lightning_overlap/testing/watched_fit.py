@@ -25,14 +25,12 @@ from ..plugin import OverlapEmbeddingStrategy
 from ..profiling import HostSync, record_host_syncs
 from ..schedules import Stage, WeightOwner
 from ..sparse import EarlyEmbeddings, SparsePipeline
-from ..tables import owners_of, sharded_modules, tbes
+from ..tables import owners_of, sharded_modules
 from .checked_streams import CheckedStreams
+from .delayed_lookups import DelayedLookups, Delays, fused_weights
 from .local_group import ThisGroup
 from .state_digests import digests
 from .unsharded import Answers, Changes
-
-Delays = Mapping[int, tuple[int, frozenset[str]]]
-"""Batch -> how many updates its lookup sees, and in which modules; all others see every update."""
 
 ModuleFactory = Callable[[], LightningModule]
 Data = LightningDataModule | Sequence[Any]
@@ -67,6 +65,10 @@ class Watched:
     left: list[str] = field(default_factory=list)
     """What was not put back at the end."""
     automatic: bool = True
+    most_in_flight: int = 0
+    """Batches fetched and not done with, at most."""
+    depth: int = 0
+    """Of the schedules that were walked."""
 
     def modules_early_in(self, batch: int) -> frozenset[str]:
         """Return the modules that answered with early embeddings for a batch."""
@@ -125,8 +127,10 @@ def fit(
     module = setting.make_module()
     seed_all(setting.seed + dist.get_rank())
     watch = _Watch(watched, len(setting.batches), every_state=every_state, syncs=syncs)
-    delay = _Delay(delays) if delays is not None else None
+    delay = DelayedLookups(delays) if delays is not None else None
     strategy = _WatchedStrategy(watch, delay, races, answers, pipeline=pipeline, **setting.strategy_options)
+    watch.num_in_flight = lambda: strategy.num_in_flight
+    watched.depth = strategy.depth
     first = [] if strategy.checked is None else [_FollowsMemory(strategy.checked)]
     last = [each for each in (delay, answers) if each is not None]
     if answers is not None:
@@ -213,21 +217,36 @@ class _Replay:
         return map(copy.deepcopy, self._batches)
 
 
-class _Watch(Callback):
+class _Closes(Callback):
+    """Owns contexts that end with the fit."""
+
+    def __init__(self) -> None:
+        self._open = contextlib.ExitStack()
+
+    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._open.close()
+
+    def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
+        self._open.close()
+
+
+class _Watch(_Closes):
     """Notes in `watched` what a fit does: its losses, states, early lookups and host syncs."""
 
     reads_tables = False  # in its hook after the backward
 
     def __init__(self, watched: Watched, num_steps: int, *, every_state: bool, syncs: bool) -> None:
+        super().__init__()
         self.watched = watched
         self._num_steps = num_steps
         self._every_state = every_state
         self._first = max(1, num_steps // 2) if syncs else num_steps
-        self._syncs = contextlib.ExitStack()
         self.batch = -1
+        self.num_in_flight: Callable[[], int] = int
 
     def observe(self, kind: str, stage: Stage, batch: int) -> None:
         """Take an event of the executor."""
+        self.watched.most_in_flight = max(self.watched.most_in_flight, self.num_in_flight())
         if (kind, stage) == ("issue", Stage.EMBEDDING_LOOKUP):
             self.watched.seen.setdefault(batch, tuple(self.watched.updates))
 
@@ -242,9 +261,9 @@ class _Watch(Callback):
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
         if batch_idx == self._first + NUM_WATCHED_STEPS:
-            self._syncs.close()
+            self._open.close()
         if batch_idx == self._first:
-            self.watched.syncs = self._syncs.enter_context(record_host_syncs())
+            self.watched.syncs = self._open.enter_context(record_host_syncs())
         self.batch = batch_idx
         self.watched.batches.append(batch_idx)
 
@@ -262,77 +281,19 @@ class _Watch(Callback):
             with strategy.saving():  # kernels count lookups: without those that are ahead
                 self.watched.states[batch_idx] = digests(pl_module, trainer.optimizers)
 
-    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self._syncs.close()
 
-    def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
-        self._syncs.close()
-
-
-class _Delay(Callback):
-    """Lets lookups of a plain fit read the fused tables as they were some updates ago."""
-
-    def __init__(self, delays: Delays) -> None:
-        self._delays = delays
-        self._weights: dict[int, dict[str, list[Tensor]]] = {}
-        self._num_updates = 0
-        self._batch = 0
-
-    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self._keep(pl_module)
-
-    def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
-        self._batch = batch_idx
-
-    def on_after_backward(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self._num_updates += 1
-        self._keep(pl_module)
-
-    def _keep(self, module: LightningModule) -> None:
-        """Keep the tables of now, as long as a batch to come wants them."""
-        wanted = {num for batch, (num, _) in self._delays.items() if batch >= self._batch}
-        self._weights = {num: weights for num, weights in self._weights.items() if num in wanted}
-        if self._num_updates in wanted:
-            self._weights[self._num_updates] = {
-                name: [weight.detach().clone() for weight in _fused_weights(sharded)]
-                for name, sharded in sharded_modules(module).items()
-            }
-
-    @contextlib.contextmanager
-    def around(self, name: str, module: Any) -> Iterator[None]:
-        """Go around the lookup of a module for the present batch."""
-        num_updates, names = self._delays.get(self._batch, (0, frozenset()))
-        if name not in names:
-            yield
-            return
-        weights = _fused_weights(module)
-        now = [weight.detach().clone() for weight in weights]
-        # `.data`: the kernel's backward writes today's weights, and autograd is not to mind that they were others.
-        for weight, value in zip(weights, self._weights[num_updates][name], strict=True):
-            weight.data.copy_(value)
-        try:
-            yield
-        finally:
-            for weight, value in zip(weights, now, strict=True):
-                weight.data.copy_(value)
-
-
-def _fused_weights(module: Any) -> list[Tensor]:
-    return [weight for kernel in tbes(module) for weight in kernel.split_embedding_weights()]
-
-
-class _FollowsMemory(Callback):
+class _FollowsMemory(_Closes):
     """Lets checked streams see all operators of the training."""
 
     def __init__(self, streams: CheckedStreams) -> None:
+        super().__init__()
         self._streams = streams
-        self._watching = contextlib.ExitStack()
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         weights = {name: weight.detach() for name, weight in pl_module.named_parameters()}
         for name, module in sharded_modules(pl_module).items():
-            weights |= {f"a table of {name} {at}": weight for at, weight in enumerate(_fused_weights(module))}
-        self._watching.enter_context(self._streams.watching(weights))
+            weights |= {f"a table of {name} {at}": weight for at, weight in enumerate(fused_weights(module))}
+        self._open.enter_context(self._streams.watching(weights))
 
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
@@ -342,18 +303,12 @@ class _FollowsMemory(Callback):
             trainer.strategy.update_tables()  # as before an evaluation or a save: no update is left
         self._streams.read_weights(f"a callback after the step of batch {batch_idx}")
 
-    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self._watching.close()
-
-    def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
-        self._watching.close()
-
 
 class _WatchedStrategy(OverlapEmbeddingStrategy):
     """Tells a watch who was served early, keeps the answers, and delays the lookups of a reference."""
 
     def __init__(
-        self, watch: _Watch, delay: _Delay | None, races: bool, answers: Answers | None, **kwargs: Any
+        self, watch: _Watch, delay: DelayedLookups | None, races: bool, answers: Answers | None, **kwargs: Any
     ) -> None:
         super().__init__(observer=watch.observe, **kwargs)
         self._watch = watch
@@ -362,6 +317,11 @@ class _WatchedStrategy(OverlapEmbeddingStrategy):
         self.checked = CheckedStreams(self._lookup_stream) if races else None
         if self.checked is not None:
             self._streams, self._observer = self.checked, self.checked.observe
+
+    @property
+    def depth(self) -> int:
+        """Batches in flight at once, at most."""
+        return self._schedules.depth
 
     def batch_to_device(self, batch: Any, device: torch.device | None = None, dataloader_idx: int = 0) -> Any:
         batch = super().batch_to_device(batch, device, dataloader_idx)

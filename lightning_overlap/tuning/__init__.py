@@ -20,3 +20,4 @@ from .prices import prices as prices
 from .replication import Bags as Bags
 from .replication import with_replicas as with_replicas
 from .tuner import Tuner as Tuner
+from .tuner import say_nothing as say_nothing

@@ -18,16 +18,13 @@ def following(schedule: Schedule) -> Schedule:
     leaves the sparse stages to the modules gets them right before its forward, of the same batch: nothing is early.
     """
     if schedule.has_sparse_stages:
-        steps = [replace(step, stream=StreamName.LOOKUP) if _looks_up(step) else step for step in schedule]
+        lookup = schedule.step_of(Stage.EMBEDDING_LOOKUP)
+        steps = [replace(step, stream=StreamName.LOOKUP) if step is lookup else step for step in schedule]
         return Schedule(schedule.name, tuple(steps))
     sent = [Step(stage, 0, StreamName.DATA_DIST) for stage in SPARSE_STAGES[:-1]]
     lookup = Step(Stage.EMBEDDING_LOOKUP, 0, StreamName.LOOKUP)
     forward = schedule.position(Stage.DENSE_FORWARD)
     return Schedule(schedule.name, (*schedule.steps[:forward], *sent, lookup, *schedule.steps[forward:]))
-
-
-def _looks_up(step: Step) -> bool:
-    return step.stage is Stage.EMBEDDING_LOOKUP
 
 
 @dataclass(frozen=True, slots=True)

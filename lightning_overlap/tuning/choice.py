@@ -47,15 +47,17 @@ def results(arms: Sequence[Arm], ranks: Sequence[Sequence[Block]]) -> list[Resul
         stalled = any(block.data_ms - waits > STALLED * block.ms for block, waits in zip(of_ranks, usual, strict=True))
         if not stalled and not any(block.void for block in of_ranks):
             found[of_ranks[0].arm].append(max(block.ms for block in of_ranks))
-    return [Result(arm, *_middle(found[number]), len(found[number])) for number, arm in enumerate(arms)]
+    times = [found[number] for number in range(len(arms))]
+    return [
+        Result(arm, median(ms) if ms else None, spread(ms) if ms else None, len(ms))
+        for arm, ms in zip(arms, times, strict=True)
+    ]
 
 
-def _middle(times: list[float]) -> tuple[float | None, float | None]:
-    if not times:
-        return None, None
-    ordered = sorted(times)
-    quarter = len(ordered) // 4
-    return median(ordered), (ordered[-1 - quarter] - ordered[quarter]) / 2
+def spread(times: Sequence[float]) -> float:
+    """Return half the distance between the quartiles; of one time nothing is known, so 0."""
+    ordered, quarter = sorted(times), len(times) // 4
+    return (ordered[-1 - quarter] - ordered[quarter]) / 2
 
 
 def is_enough(found: Sequence[Result]) -> bool:

@@ -13,6 +13,7 @@ from statistics import median
 from ..profiling import Price, report
 from ..schedules import MODES, Schedule, Stage, Step, StreamName
 from .arms import following
+from .choice import spread
 from .costs import (
     AFTER_MERGE,
     AFTER_SENDING,
@@ -148,7 +149,7 @@ def prices(
         steps_ms: The steps measured. A price may be off by their spread, and by what the walk is off in this mode.
         changed: What would change the costs, in words -> the costs.
     """
-    step_ms, spread_ms = median(steps_ms), _spread(steps_ms)
+    step_ms, spread_ms = median(steps_ms), spread(steps_ms)
     walked = {shared: Walk(measured, costs, shared=shared).step_ms() for shared in (True, False)}
     off_ms = {shared: abs(ms - step_ms) for shared, ms in walked.items()}
     told = max(spread_ms, TOLD * step_ms)  # apart by less than that, the step does not tell which link it is
@@ -170,9 +171,3 @@ def price_table(found: Sequence[Price]) -> str:
     rows = [(one.name, f"{one.ms:.1f}", f"{one.error_ms:.1f}", str(one.staleness)) for one in found]
     rows[0] = (f"{rows[0][0]}, as measured", *rows[0][1:])
     return report.Table(("a step would take", "ms", "+-", "staleness"), rows).text()
-
-
-def _spread(steps_ms: Sequence[float]) -> float:
-    """Half the distance between the quartiles; of one step nothing is known."""
-    ordered, quarter = sorted(steps_ms), len(steps_ms) // 4
-    return (ordered[-1 - quarter] - ordered[quarter]) / 2

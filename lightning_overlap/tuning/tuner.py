@@ -8,38 +8,13 @@ from typing import Any
 
 import torch
 
-from ..profiling import CudaTimestamps, HostTimestamps
+from ..profiling import Timestamps, timestamps_of
 from ..runtime import BatchSource, CudaStreams, Streams
 from ..schedules import STREAMS, Schedule
 from . import choice
 from .arms import BRIDGE, TRIED, Arm, modes_on, streams_of
 from .auto import Auto
 from .trial import Trial
-
-
-class Clock:
-    """The host's clock; on CUDA timing events of the stream that trains.
-
-    Args:
-        device: Of the training.
-    """
-
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
-        self._marks = CudaTimestamps(device) if device.type == "cuda" else HostTimestamps()
-
-    def mark(self) -> Any:
-        """Return the time now; does not wait."""
-        return self._marks.mark()
-
-    def ms(self, mark: Any) -> float:
-        """Return when that was, milliseconds; on CUDA `wait` comes first."""
-        return float(self._marks.ms(mark))
-
-    def wait(self) -> None:
-        """Wait for the device, so that every mark can be read."""
-        if self._device.type == "cuda":
-            torch.cuda.synchronize(self._device)
 
 
 class TimedSource:
@@ -70,8 +45,8 @@ def _alone(value: Any) -> list[Any]:
     return [value]
 
 
-def _say_nothing(text: str) -> None:
-    pass
+def say_nothing(text: str) -> None:
+    """Leave a text to the rank that logs it."""
 
 
 class Tuner:
@@ -99,10 +74,10 @@ class Tuner:
         self._tried: list[str] = []
         self._trial: Trial | None = None
         self._source: TimedSource | None = None
-        self._clock: Clock | None = None
+        self._clock: Timestamps | None = None
         self._streams: CudaStreams | None = None
         self._gather: Callable[[Any], list[Any]] = _alone
-        self._tell: Callable[[str], None] = _say_nothing
+        self._tell: Callable[[str], None] = say_nothing
         self._next: Arm | None = None
         self._num_left = 0
 
@@ -117,7 +92,7 @@ class Tuner:
         device: torch.device,
         streams: Streams,
         gather: Callable[[Any], list[Any]],
-        tell: Callable[[str], None] = _say_nothing,
+        tell: Callable[[str], None] = say_nothing,
         *,
         per_step: int = 1,
         moves_lookups: bool = True,
@@ -136,7 +111,7 @@ class Tuner:
         self._streams = streams if moves_lookups and isinstance(streams, CudaStreams) else None
         self._move_lookups(self.arm.stream)  # the streams may be of a fit before
         if not self.has_chosen:
-            self._clock = Clock(device)
+            self._clock = timestamps_of(device)
             self._num_left = self._auto.warm_up
             self._try(modes_on(self.arm.stream))
             self._walk(modes_on(self.arm.stream)[0])
@@ -152,7 +127,7 @@ class Tuner:
     def stop(self) -> None:
         """End a fit: what was measured of a trial that has not come to its end is dropped."""
         self._trial = self._source = self._clock = self._streams = None
-        self._gather, self._tell = _alone, _say_nothing
+        self._gather, self._tell = _alone, say_nothing
         if self._next is not None:
             self._walk(self._next)
 
@@ -173,22 +148,18 @@ class Tuner:
 
         The last one of a round waits for the other ranks, and on CUDA for the device.
         """
-        trial = self._trial
+        trial, clock = self._trial, self._clock
         if self._next is not None:  # nothing has been looked up ahead meanwhile
             self._walk(self._next)
-        elif trial is None:
+        elif trial is None or clock is None:
             return
         elif self._num_left:
             self._num_left -= 1
-        elif self._trial_step(trial):
+        elif trial.step(clock.mark(), 0.0 if self._source is None else self._source.waited_ms):
             if len(trial.blocks) % len(trial.arms) == 0 and trial.num_rounds >= self._auto.rounds:
                 self._compare(trial)
             if self._trial is not None:
                 self._turn_to(self._trial.arm)
-
-    def _trial_step(self, trial: Trial) -> bool:
-        assert self._clock is not None
-        return trial.step(self._clock.mark(), 0.0 if self._source is None else self._source.waited_ms)
 
     # -- switches -----------------------------------------------------------------------------------------------------
 

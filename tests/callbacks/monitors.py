@@ -237,7 +237,7 @@ def measured_and_drawn(
     """Train under both instruments; return what each says of the steps drawn, the steps measured, and what was said."""
     model, monitor, logger, printed = Model(case), OverlapMonitor(every_n_steps=4), Kept(), io.StringIO()
     timeline, summaries = OverlapTimeline(folder, first_step=6, num_steps=3), []
-    summarize = timeline_module.summarize
+    summarize = timeline_module.profiling.summarize
 
     def kept(*args: Any) -> Any:
         summaries.append(summarize(*args))
@@ -246,7 +246,7 @@ def measured_and_drawn(
     strategy = OverlapEmbeddingStrategy(pipeline=pipeline, sharding=make_plan(case, model, dist.get_world_size()))
     callbacks = [monitor, timeline] if monitor_first else [timeline, monitor]
     functions = dist.all_to_all_single, dist.all_reduce
-    with contextlib.redirect_stdout(printed), mock.patch.object(timeline_module, "summarize", kept):
+    with contextlib.redirect_stdout(printed), mock.patch.object(timeline_module.profiling, "summarize", kept):
         trainer = make_trainer(strategy, callbacks=callbacks, logger=logger)
         trainer.fit(model, datamodule=Batches(case, NUM_STEPS))
     assert functions == (dist.all_to_all_single, dist.all_reduce), "left in place"

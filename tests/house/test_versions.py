@@ -52,8 +52,14 @@ def test_each_pair_is_an_extra_for_a_cpu_and_one_for_cuda() -> None:
 
 
 def test_the_table_of_pairs_is_generated() -> None:
-    """After a change of the pairs: paste what `lightning_overlap.versions.table()` returns."""
-    assert versions.table() in (ROOT / "docs" / "install.md").read_text(encoding="utf-8")
+    """After a change of the pairs: paste what the assertion shows."""
+    head = ("torch", "`fbgemm-gpu-cpu` or `fbgemm-gpu`", "torchrec", "extra for CPU, for CUDA", "tried")
+    rows = [
+        (pair.torch, pair.fbgemm, f"`{pair.torchrec}`", ", ".join(f"`{extra}`" for extra in pair.extras), pair.tried)
+        for pair in versions.PAIRS
+    ]
+    table = "\n".join(f"| {' | '.join(line)} |" for line in (head, ("---",) * len(head), *rows))
+    assert table in (ROOT / "docs" / "install.md").read_text(encoding="utf-8")
 
 
 def test_fbgemm_says_the_same_of_the_torch_that_it_is_built_for() -> None:

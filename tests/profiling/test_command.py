@@ -286,7 +286,7 @@ def test_legends_have_greys_that_differ_and_the_same_words_everywhere(tmp_path: 
     def rgb(color: str) -> tuple[int, ...]:
         return tuple(int(color[place : place + 2], 16) for place in (1, 3, 5))
 
-    greys = list(dict.fromkeys(layout.LEGEND_COLORS[kind] for kind in layout.LEGEND_WORDS))
+    greys = list(dict.fromkeys(look.color for look in layout.LOOKS.values()))
     for place, one in enumerate(greys):
         for other in greys[place + 1 :]:
             assert max(abs(mine - theirs) for mine, theirs in zip(rgb(one), rgb(other), strict=True)) >= 40
@@ -294,12 +294,12 @@ def test_legends_have_greys_that_differ_and_the_same_words_everywhere(tmp_path: 
     page = Page((tmp_path / "t.html").read_text(encoding="utf-8"))
     words = " ".join("".join(part) for texts in page.texts.values() for part in texts)
     for kind in {span.kind for span in steps()}:
-        assert layout.LEGEND_WORDS[kind] in words
+        assert layout.LOOKS[kind].words in words
     text = (tmp_path / "t.html").read_text(encoding="utf-8")
     for kind in (Category.DENSE, Category.COMMUNICATION, Category.HOST):
-        assert f"background-color:{layout.LEGEND_COLORS[kind]}" in text or kind not in {span.kind for span in steps()}
+        assert f"background-color:{layout.LOOKS[kind].color}" in text or kind not in {span.kind for span in steps()}
         on_page = json.loads(re.search(r"const ALPHA = (\{.*\});", text)[1]).get(str(kind), 1)  # type: ignore[index]
-        assert draw_png._STYLES[kind].get("alpha", 1) == on_page, "as pale on the page as in the picture"
+        assert layout.LOOKS[kind].opacity == on_page, "as pale on the page as in the picture"
 
 
 def test_what_hides_nothing_is_not_said_to_be_hidden_by_zero_percent() -> None:

@@ -10,8 +10,8 @@ from lightning_overlap.runtime.inflight import InFlightBatch
 from lightning_overlap.schedules.modes import MODES, SEMI_SYNC
 from lightning_overlap.schedules.schedule import Schedule
 from lightning_overlap.schedules.stages import Stage
-from lightning_overlap.testing import FakeSparse, FakeTrainer, check_stages, check_staleness
 
+from ..support.fakes import FakeSparse, FakeTrainer, check_stages, check_staleness
 from .setups import FUSED, ONE_FUSED, OVERLAPPING
 
 

@@ -9,7 +9,9 @@ from hypothesis import strategies as st
 from lightning_overlap.schedules.modes import MODES
 from lightning_overlap.schedules.schedule import Schedule, Step
 from lightning_overlap.schedules.stages import SPARSE_STAGES, Stage, StreamName
-from lightning_overlap.testing import FakeTrainer, Run, random_schedule
+
+from ..support.fakes import FakeTrainer, Run
+from ..support.schedules import random_schedule
 
 schedules = st.randoms(use_true_random=False).map(random_schedule)
 

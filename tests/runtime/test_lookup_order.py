@@ -11,14 +11,16 @@ from lightning_overlap.runtime.lookup_order import LookupOrder
 from lightning_overlap.schedules.modes import FUSED_SPARSE_DIST, SEMI_SYNC, STREAMS
 from lightning_overlap.schedules.schedule import Schedule, Step
 from lightning_overlap.schedules.stages import Stage, StreamName, WeightOwner
-from lightning_overlap.testing import FakeTrainer, RecordedEvent, RecordingStreams, Run, check_stream_order
+from lightning_overlap.testing import RaceError
+from lightning_overlap.testing.race_detector import RecordedEvent
 
-from .setups import FUSED, ONE_MIXED, overlapping
+from ..support.fakes import FakeTrainer, Mark, RecordingStreams, Run
+from .setups import ONE_MIXED, LoggedStreams, overlapping
 
 
 def logged(schedule: Schedule, policy: str, modules: Mapping[str, frozenset[WeightOwner]]) -> tuple[Run, list[str]]:
     """Return a run and what its streams were told, as text."""
-    streams = RecordingStreams(STREAMS[policy])
+    streams = LoggedStreams(STREAMS[policy])
     run = FakeTrainer(schedule, modules=modules, streams=streams).run(4)
     return run, [" ".join(_text(entry)) for entry in streams.log]
 
@@ -38,8 +40,7 @@ def _text(entry: tuple[str, StreamName, Any]) -> tuple[str, ...]:
 
 @pytest.mark.parametrize("policy", STREAMS)
 def test_order_of_streams_under_each_policy(mode: Schedule, policy: str) -> None:
-    streams = RecordingStreams(STREAMS[policy])
-    check_stream_order(FakeTrainer(mode, streams=streams).run(2 * mode.depth + 1))
+    FakeTrainer(mode, streams=RecordingStreams(STREAMS[policy])).run(2 * mode.depth + 1)  # raises at a race
 
 
 @pytest.mark.parametrize("policy", STREAMS)
@@ -86,7 +87,7 @@ def test_batch_and_received_input_are_handed_to_the_streams_that_read_them(sched
     ],
 )
 def test_what_the_streams_are_told_by_each_order(call: Callable[[LookupOrder], Any], told: list[str]) -> None:
-    streams = RecordingStreams()
+    streams = LoggedStreams()
     call(LookupOrder(streams, StreamName.LOOKUP))
     assert [" ".join(_text(entry)) for entry in streams.log] == told
 
@@ -114,23 +115,28 @@ def test_what_the_streams_are_told_for_one_early_lookup() -> None:
     ]
 
 
+def writes_tables(trainer: FakeTrainer) -> None:
+    """Write all tables on the compute stream: a race with every lookup and update that this comes not after."""
+    trainer.streams.do(Mark("a write of the user's", 99), writes=trainer.tables)
+
+
 @pytest.mark.parametrize("policy", STREAMS)
 def test_waiting_for_lookups_orders_the_compute_stream_behind_them(policy: str) -> None:
-    streams = RecordingStreams(STREAMS[policy])
-    trainer = FakeTrainer(FUSED_SPARSE_DIST, streams=streams)
-    trainer.run(4)
+    trainer = FakeTrainer(FUSED_SPARSE_DIST, streams=RecordingStreams(STREAMS[policy]))
+    trainer.run(9, stop_after=4)
     trainer.executor.wait_for_lookups()
-    for mark in list(streams.before):
-        if mark.what in (Stage.EMBEDDING_LOOKUP, FUSED):
-            assert mark in streams.record(StreamName.COMPUTE).over
+    writes_tables(trainer)
 
 
 @pytest.mark.parametrize("stream", [StreamName.DATA_DIST, StreamName.MEMCPY])
 def test_a_lookup_row_on_another_stream_is_ordered_after_the_load_of_weights(stream: StreamName) -> None:
     steps = [Step(step.stage, step.offset, stream) if step.stream is StreamName.LOOKUP else step for step in SEMI_SYNC]
-    streams = RecordingStreams()
-    trainer = FakeTrainer(Schedule("mine", tuple(steps)), streams=streams)
-    check_stream_order(trainer.run(9))
-    trainer.executor.wait_for_lookups()
-    lookups = {mark for mark in streams.before if mark.what is Stage.EMBEDDING_LOOKUP}
-    assert lookups <= streams.record(StreamName.COMPUTE).over
+    trainer = FakeTrainer(Schedule("mine", tuple(steps)))
+    for waits in (False, True):
+        trainer.run(9, stop_after=4)
+        if waits:
+            trainer.executor.wait_for_lookups()
+            writes_tables(trainer)
+        else:
+            with pytest.raises(RaceError, match="after embedding_lookup of batch"):
+                writes_tables(trainer)

@@ -10,8 +10,8 @@ import pytest
 from lightning_overlap.schedules.modes import MODES
 from lightning_overlap.schedules.schedule import Schedule
 from lightning_overlap.schedules.stages import WeightOwner
-from lightning_overlap.testing import FakeTrainer, Timeline
 
+from ..support.fakes import FakeTrainer, Timeline
 from .setups import ONE_FUSED, ONE_MIXED
 
 # -- timelines: C copy, S splits dist, D data dist, L lookup, F forward, B backward, O optimizer step -----------

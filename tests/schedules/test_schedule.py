@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 from lightning_overlap.schedules.modes import FUSED_SPARSE_DIST, MODES
 from lightning_overlap.schedules.schedule import Schedule, ScheduleError, Step
 from lightning_overlap.schedules.stages import Stage, StreamName
-from lightning_overlap.testing import random_schedule
+
+from ..support.schedules import random_schedule
 
 LIFE_OF_A_BATCH = (
     Stage.COPY_BATCH_TO_DEVICE,

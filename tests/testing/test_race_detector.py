@@ -15,17 +15,12 @@ from lightning_overlap.runtime.inflight import InFlightBatch
 from lightning_overlap.schedules.modes import MODES, STREAMS
 from lightning_overlap.schedules.schedule import Schedule, Step
 from lightning_overlap.schedules.stages import Stage, StreamName
-from lightning_overlap.testing import (
-    FakeSparse,
-    FakeTrainer,
-    RaceError,
-    Races,
-    RecordingStreams,
-    check_laws,
-    random_schedule,
-)
+from lightning_overlap.testing import RaceError
+from lightning_overlap.testing.race_detector import Races
 
 from ..support import mutants
+from ..support.fakes import FakeSparse, FakeTrainer, RecordingStreams, check_laws
+from ..support.schedules import random_schedule
 
 COMPUTE, SIDE, THIRD = StreamName.COMPUTE, StreamName.DATA_DIST, StreamName.LOOKUP
 random_schedules = st.randoms(use_true_random=False).map(random_schedule)

@@ -15,6 +15,7 @@ from lightning.pytorch import Callback
 from torch.utils.data import DataLoader
 
 from lightning_overlap import OverlapEmbeddingStrategy, Stage, StreamName
+from lightning_overlap.profiling import HostTimestamps
 from lightning_overlap.runtime import HostStreams
 from lightning_overlap.tuning import Auto, tuner
 
@@ -94,7 +95,7 @@ def train(
     tuned = strategy._tuner
     assert tuned is not None
 
-    class Clock(tuner.Clock):
+    class Clock(HostTimestamps):
         now = 0.0
 
         def mark(self) -> float:
@@ -127,7 +128,7 @@ def train(
     try:
         with (
             warnings.catch_warnings(),
-            mock.patch.object(tuner, "Clock", Clock),
+            mock.patch.object(tuner, "timestamps_of", return_value=Clock()),
             mock.patch.object(tuner, "TimedSource", Source),
         ):
             warnings.simplefilter("ignore")

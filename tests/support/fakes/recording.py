@@ -1,16 +1,14 @@
-"""Record a fake run: the timeline of its stages, and streams that know what is ordered before what."""
+"""Record a fake run: the timeline of its stages, and streams that are told what each piece of work uses."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
-from ..runtime import HostStreams
-from ..schedules import EARLY_OWNERS, Schedule, Stage, StreamName, WeightOwner
-from .race_detector import Clock, Races
+from lightning_overlap.schedules import EARLY_OWNERS, Schedule, Stage, StreamName, WeightOwner
+from lightning_overlap.testing.race_detector import RacingStreams
 
 FAKE_MODULES: Mapping[str, frozenset[WeightOwner]] = MappingProxyType(
     {
@@ -85,8 +83,6 @@ class Mark(NamedTuple):
     what: Stage | WeightOwner | str | None
     batch: int
     module: str = ""
-    nth: int = 0
-    """Counts the forwards and backwards of one step; of lookups, 0 is the early one."""
 
     def __str__(self) -> str:
         if self == LOADED_WEIGHTS:
@@ -99,73 +95,12 @@ LOADED_WEIGHTS = Mark(None, -1)
 """What the compute stream did to the tables before a run: a checkpoint was loaded, weights were initialized."""
 
 
-@dataclass(frozen=True, slots=True)
-class RecordedEvent:
-    """A stream event, and the work that is over once it is."""
-
-    stream: StreamName
-    over: frozenset[Mark]
-    clock: Clock
-    """What the stream knew of all streams' work."""
-
-
-class RecordingStreams(HostStreams):
-    """Stands in for a device's streams: logs every call, knows what is ordered before what, raises at a race.
+class RecordingStreams(RacingStreams):
+    """Stands in for a device's streams where the work is fake: raises at a race.
 
     Args:
         lookup: The stream that `StreamName.LOOKUP` stands for, as a stream policy says.
     """
-
-    is_async = True
-
-    def __init__(self, lookup: StreamName = StreamName.LOOKUP) -> None:
-        self.log: list[tuple[str, StreamName, Any]] = []
-        self.before: dict[Mark, frozenset[Mark]] = {}
-        self._races = Races()
-        self._lookup = lookup
-        self._current = StreamName.COMPUTE
-        self._known: dict[StreamName, frozenset[Mark]] = dict.fromkeys(StreamName, frozenset())
-
-    def __getitem__(self, name: StreamName) -> StreamName:
-        return self._lookup if name is StreamName.LOOKUP else name
-
-    @contextmanager
-    def on(self, name: StreamName) -> Iterator[None]:
-        """Make a stream current."""
-        previous, self._current = self._current, self[name]
-        self.log.append(("on", self._current, None))
-        try:
-            yield
-        finally:
-            self._current = previous
-
-    def record(self, name: StreamName) -> RecordedEvent:
-        """Return an event that knows all work issued on a stream so far."""
-        event = RecordedEvent(self[name], self._known[self[name]], self._races.event(self[name]))
-        self.log.append(("record", self[name], event))
-        return event
-
-    def wait(self, name: StreamName, event: RecordedEvent | None) -> None:
-        """Order later work on a stream after an event."""
-        if event is not None:
-            self.log.append(("wait", self[name], event))
-            self._known[self[name]] |= event.over
-            self._races.wait(self[name], event.clock)
-
-    def record_stream(self, value: Any, name: StreamName) -> None:
-        """Let a stream use the memory of a value that was made on another one."""
-        self._races.record_stream(memory_of(value), self[name])
-        text = f"batch {value.index}" if isinstance(value, FakeBatch) else "input"  # a log must not keep a batch alive
-        self.log.append(("record_stream", self[name], text))
-
-    def hand_to_caller(self, value: Any, event: Any) -> None:
-        """Let the compute stream use a value from an event on."""
-        self.wait(StreamName.COMPUTE, event)
-        self.record_stream(value, StreamName.COMPUTE)
-
-    def begin_step(self) -> None:
-        """Log the begin of a step."""
-        self.log.append(("begin_step", StreamName.COMPUTE, None))
 
     def do(
         self, mark: Mark, *, reads: Iterable[str] = (), writes: Iterable[str] = (), makes: Iterable[str] = ()
@@ -181,14 +116,11 @@ class RecordingStreams(HostStreams):
         Raises:
             RaceError: An earlier piece of work used one of them, and nothing orders this one after it.
         """
-        self.log.append(("do", self._current, mark))
-        self.before[mark] = self._known[self._current]
-        self._known[self._current] |= {mark}
         self._races.do(str(mark), self._current, reads=reads, writes=writes, makes=makes)
 
-    def is_before(self, first: Mark, second: Mark) -> bool:
-        """Whether streams and events let `second` start only after `first`."""
-        return first in self.before[second]
+    def memory_of(self, value: Any) -> list[str]:
+        """Return the resources of fake values, nested in lists."""
+        return memory_of(value)
 
 
 @dataclass(eq=False)

@@ -7,8 +7,9 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-from ..runtime import InFlightBatch, Observer
-from ..schedules import EARLY_OWNERS, SPARSE_STAGES, Stage, StreamName, WeightOwner
+from lightning_overlap.runtime import InFlightBatch, Observer
+from lightning_overlap.schedules import EARLY_OWNERS, SPARSE_STAGES, Stage, StreamName, WeightOwner
+
 from .recording import FAKE_MODULES, Mark, RecordingStreams, memory_of
 
 
@@ -25,6 +26,7 @@ class FakeModuleInFlight:
     batch: int = -1
     last: Stage = Stage.INPUT_SPLITS_DIST
     received: bool = False
+    prefetched: bool = False
     served: bool = False
     seen: dict[WeightOwner, tuple[int, ...]] = field(default_factory=dict)
 
@@ -61,8 +63,12 @@ def cache(module: str) -> str:
     return f"the cache of {module}"
 
 
-def _embeddings(index: int, name: str, owner: WeightOwner, nth: int) -> str:
-    return f"embeddings of batch {index} ({name}, {owner.value}{'' if nth == 0 else ', own forward'})"
+def _embeddings(index: int, name: str, owner: WeightOwner, early: bool = True) -> str:
+    return f"embeddings of batch {index} ({name}, {owner.value}{'' if early else ', own forward'})"
+
+
+def _prefetched(index: int, name: str) -> str:
+    return f"the rows of batch {index} in the cache of {name}"
 
 
 def _sent_gradients(index: int) -> str:
@@ -83,7 +89,7 @@ class _Embeddings(NamedTuple):
     @property
     def memory(self) -> tuple[str, ...]:
         """The resource that it stands for."""
-        return (_embeddings(self.batch, self.module, self.owner, 0),)
+        return (_embeddings(self.batch, self.module, self.owner),)
 
 
 class FakeSparse:
@@ -118,17 +124,20 @@ class FakeSparse:
         self.fail_at: tuple[Stage, int] | None = None
         self._observe = observer or (lambda kind, stage, index: None)
         self._current: InFlightBatch | None = None
+        self._num_runs = 0
         self.clear()
 
     def clear(self) -> None:
         """Start over with tables that had no update."""
+        self._num_runs += 1
+        self.loaded = f"the tables as loaded before run {self._num_runs}"
+        """The resource that the load writes, for prefetches, which may overlap with updates of the tables."""
         self.updates: dict[WeightOwner, list[int]] = {owner: [] for owner in EARLY_OWNERS}
         self.stages: dict[int, list[Stage]] = {}
         self.served: list[Served] = []
-        self.reads: dict[Mark, tuple[int, ...]] = {}
         self.pending: set[tuple[Stage, int, str]] = set()
         self.forwarded: set[int] = set()
-        self.to_update: dict[int, tuple[InFlightBatch, int]] = {}
+        self.to_update: dict[int, InFlightBatch] = {}
         self.called_in_backward: dict[int, Callable[[], None]] = {}
 
     def begin(self, stage: Stage, batch: int) -> None:
@@ -211,7 +220,9 @@ class FakeSparse:
         for name, state in inflight.modules.items():
             assert state.received, f"the prefetch of batch {inflight.index} comes before its input"
             assert not state.seen, f"the prefetch of batch {inflight.index} comes after its lookup"
-            self.streams.do(Mark(Stage.PREFETCH, inflight.index, name), reads=memory_of(state), writes=[cache(name)])
+            state.prefetched = True
+            reads, writes = [self.loaded, *state.memory], [cache(name), _prefetched(inflight.index, name)]
+            self.streams.do(Mark(Stage.PREFETCH, inflight.index, name), reads=reads, writes=writes)
 
     def forget_prefetched(self) -> None:
         """Do nothing: the fake tables have no cache."""
@@ -227,7 +238,8 @@ class FakeSparse:
             assert state.received, f"the lookup of batch {inflight.index} comes before its input"
             for owner in sorted(state.owners & owners, key=str):
                 assert owner not in state.seen, f"tables of {owner} looked up twice for batch {inflight.index}"
-                state.seen[owner] = self._read(inflight.index, name, owner, nth=0, ids=state.memory)
+                uses = [*state.memory, *([_prefetched(inflight.index, name)] if state.prefetched else [])]
+                state.seen[owner] = self._read(inflight.index, name, owner, uses)
             if state.looked_up:
                 self.pending.add((Stage.EMBEDDING_LOOKUP, inflight.index, name))
 
@@ -286,7 +298,7 @@ class FakeSparse:
 
     def _update(self, index: int) -> None:
         self.begin(Stage.EMBEDDING_UPDATE, index)
-        inflight, nth = self.to_update.pop(index)
+        inflight = self.to_update.pop(index)
         owner = WeightOwner.FUSED_BACKWARD
         self.updates[owner].append(index)
         for name, owners in self.modules.items():
@@ -294,7 +306,7 @@ class FakeSparse:
                 self._observe("wait", Stage.EMBEDDING_UPDATE, index)
                 self._complete(Stage.BACKWARD, index, name)
                 reads = [_sent_gradients(index), *memory_of(inflight.modules[name])]
-                self.streams.do(Mark(owner, index, name, nth), reads=reads, writes=[table(name, owner)])
+                self.streams.do(Mark(owner, index, name), reads=reads, writes=[table(name, owner)])
 
     def is_overwritten(self, batches: Iterable[InFlightBatch]) -> bool:
         """Whether somebody has written tables: nobody does here."""
@@ -318,8 +330,7 @@ class FakeSparse:
         """Do what `training_step` does: call every module once."""
         self.begin(Stage.DENSE_FORWARD, inflight.index)
         self.forwarded.add(inflight.index)
-        nth = self._nth(Stage.DENSE_FORWARD, inflight)
-        self.streams.do(Mark(Stage.DENSE_FORWARD, inflight.index, nth=nth), reads=memory_of(inflight.batch))
+        self.streams.do(Mark(Stage.DENSE_FORWARD, inflight.index), reads=memory_of(inflight.batch))
         for name in self.modules:
             state = inflight.modules.get(name)
             early = self._current is not None and state is not None and state.looked_up and not state.served
@@ -327,8 +338,8 @@ class FakeSparse:
                 assert state is not None
                 state.served = True
                 self._receive_embeddings(inflight.index, name)
-                embeddings = [_embeddings(inflight.index, name, owner, 0) for owner in state.owners]
-                self.streams.do(Mark(Stage.DENSE_FORWARD, inflight.index, name, nth), reads=embeddings)
+                embeddings = [_embeddings(inflight.index, name, owner) for owner in state.owners]
+                self.streams.do(Mark(Stage.DENSE_FORWARD, inflight.index, name), reads=embeddings)
             else:
                 if self._current is not None:
                     self._current.ran_unpipelined = True
@@ -340,18 +351,21 @@ class FakeSparse:
                 state = FakeModuleInFlight(self.modules[name], name, inflight.index)
                 for owner in self.modules[name]:
                     ids = memory_of(inflight.batch)
-                    state.seen[owner] = self._read(inflight.index, name, owner, nth=1 + nth, ids=ids)
+                    state.seen[owner] = self._read(inflight.index, name, owner, ids, early=False)
             for owner, saw in state.seen.items():
                 self.served.append(Served(inflight.index, name, owner, early, saw))
 
-    def _read(self, index: int, name: str, owner: WeightOwner, nth: int, ids: Iterable[str]) -> tuple[int, ...]:
-        mark = Mark(Stage.EMBEDDING_LOOKUP, index, f"{name}/{owner.value}", nth)
-        self.reads[mark] = tuple(self.updates[owner])
-        fills = [cache(name)] if nth else []
+    def _read(
+        self, index: int, name: str, owner: WeightOwner, uses: Iterable[str], *, early: bool = True
+    ) -> tuple[int, ...]:
+        """Look up; return the updates that the tables have."""
         self.streams.do(
-            mark, reads=[*ids, table(name, owner)], writes=fills, makes=[_embeddings(index, name, owner, nth)]
+            Mark(Stage.EMBEDDING_LOOKUP, index, f"{name}/{owner.value}"),
+            reads=[*uses, table(name, owner)],
+            writes=[] if early else [cache(name)],
+            makes=[_embeddings(index, name, owner, early)],
         )
-        return self.reads[mark]
+        return tuple(self.updates[owner])
 
     def _receive_embeddings(self, index: int, name: str) -> None:
         self._observe("wait", Stage.EMBEDDING_LOOKUP, index)
@@ -364,14 +378,13 @@ class FakeSparse:
     def backward(self, inflight: InFlightBatch) -> None:
         """Update the fused tables, each on the stream where autograd runs it: that of its lookup."""
         self.begin(Stage.BACKWARD, inflight.index)
-        nth = self._nth(Stage.BACKWARD, inflight)
-        self.streams.do(Mark(Stage.BACKWARD, inflight.index, nth=nth), writes=[_gradients(inflight.index)])
+        self.streams.do(Mark(Stage.BACKWARD, inflight.index), writes=[_gradients(inflight.index)])
         if (call := self.called_in_backward.get(inflight.index)) is not None:
             call()
         calls = self.served[-sum(map(len, self.modules.values())) :]
         fused = [served for served in calls if served.owner is WeightOwner.FUSED_BACKWARD]
         if inflight.defers_update and all(served.early for served in fused):
-            self.to_update[inflight.index] = inflight, nth
+            self.to_update[inflight.index] = inflight
             self.pending |= {(Stage.BACKWARD, inflight.index, served.module) for served in fused}
             return
         self.updates[WeightOwner.FUSED_BACKWARD].append(inflight.index)
@@ -380,7 +393,7 @@ class FakeSparse:
             with self.streams.on(self.lookup_stream if served.early else StreamName.COMPUTE):
                 state = inflight.modules[served.module] if served.early else None
                 self.streams.do(
-                    Mark(WeightOwner.FUSED_BACKWARD, inflight.index, served.module, nth),
+                    Mark(WeightOwner.FUSED_BACKWARD, inflight.index, served.module),
                     reads=[_gradients(inflight.index), *memory_of(state)],
                     writes=[table(served.module, served.owner)],
                 )
@@ -392,9 +405,6 @@ class FakeSparse:
         owner = WeightOwner.DENSE_OPTIMIZER
         tables = [table(name, owner) for name, owners in self.modules.items() if owner in owners]
         self.streams.do(Mark(owner, inflight.index), writes=tables)
-
-    def _nth(self, stage: Stage, inflight: InFlightBatch) -> int:
-        return self.stages[inflight.index].count(stage) - 1
 
     def _complete(self, stage: Stage, index: int, name: str) -> None:
         assert (stage, index, name) in self.pending, f"waited for {stage} of batch {index}, which is not in flight"

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
-from random import Random
-from typing import Any
 from weakref import WeakSet
 
-from ..runtime import Executor, LookupOrder
-from ..schedules import SPARSE_STAGES, TRAINING_STAGES, Schedule, Stage, Step, StreamName, WeightOwner
+from lightning_overlap.runtime import Executor, LookupOrder
+from lightning_overlap.schedules import Schedule, Stage, StreamName, WeightOwner
+
 from .fake_sparse import FakeSparse, Served, cache, table
 from .recording import FAKE_MODULES, LOADED_WEIGHTS, FakeBatch, Mark, RecordingStreams, Timeline
 
@@ -26,8 +25,6 @@ class Run:
     """Every answer of a module to a `training_step`."""
     updates: dict[WeightOwner, list[int]]
     """Batches whose update the tables have, oldest first."""
-    reads: dict[Mark, tuple[int, ...]]
-    """Every lookup, early or in a module's own forward, with the batches whose update it saw."""
     streams: RecordingStreams
     trained: list[int] = field(default_factory=list)
     """Batches in the order they were trained."""
@@ -145,13 +142,10 @@ class FakeTrainer:
         self.timeline = Timeline(self.schedule)
         self._num_batches, self._hold = num_batches, {} if hold is None else hold
         self._num_fetched = self._num_begun = self._max_in_flight = 0
-        self.streams.before.clear()
         self.executor.wait_for_lookups()  # as the strategy does at the end of a run
-        self.streams.do(LOADED_WEIGHTS, writes=self._tables())
         sparse = self.sparse
-        run = Run(
-            self.schedule, self.timeline, sparse.stages, sparse.served, sparse.updates, sparse.reads, self.streams
-        )
+        self.streams.do(LOADED_WEIGHTS, writes=[*self.tables, sparse.loaded])
+        run = Run(self.schedule, self.timeline, sparse.stages, sparse.served, sparse.updates, self.streams)
         try:
             while stop_after is None or len(run.trained) < stop_after:
                 self._num_begun += 1
@@ -182,72 +176,22 @@ class FakeTrainer:
                 self.executor.stage_done(Stage.BACKWARD)
         self.sparse.step(inflight)
         self.executor.stage_done(Stage.OPTIMIZER_STEP)
-        self.streams.do(Mark("a callback after the step", inflight.index), reads=self._tables())
+        self.streams.do(Mark("a callback after the step", inflight.index), reads=self.tables)
         if inflight.index == self._num_batches // 2:
             self.executor.updates.make_all()  # as the strategy does
-            self.streams.do(Mark("a reader of updated tables", inflight.index), reads=self._tables())
+            self.streams.do(Mark("a reader of updated tables", inflight.index), reads=self.tables)
             self.executor.wait_for_lookups()  # as a module's own forward does
             caches = [cache(name) for name in self.sparse.modules]
-            self.streams.do(Mark("an evaluation after the step", inflight.index), reads=self._tables(), writes=caches)
+            self.streams.do(Mark("an evaluation after the step", inflight.index), reads=self.tables, writes=caches)
         return True
 
-    def _tables(self) -> list[str]:
+    @property
+    def tables(self) -> list[str]:
+        """The resources of all tables."""
         return [table(name, owner) for name, owners in self.sparse.modules.items() for owner in owners]
 
     def _observe(self, kind: str, stage: Stage, batch: int) -> None:
         self.timeline.record(kind, stage, batch)
-
-
-def run_schedule(schedule: Schedule, num_batches: int, *, ready: bool = True, **options: Any) -> Run:
-    """Train fake batches under a schedule.
-
-    Args:
-        schedule: The table to walk.
-        num_batches: Batches that the source has.
-        ready: Whether the modules' inputs are known from the start, not only after the first forward.
-        **options: Those of `FakeTrainer.run`.
-    """
-    return FakeTrainer(schedule, ready=ready).run(num_batches, **options)
-
-
-def random_schedule(random: Random, max_offset: int = 3) -> Schedule:
-    """Return a schedule that can run: random order of steps, offsets and streams.
-
-    Args:
-        random: Where chance comes from; with Hypothesis, `st.randoms().map(random_schedule)`.
-        max_offset: Largest batch offset of a step.
-    """
-    early = [Stage.COPY_BATCH_TO_DEVICE, *(SPARSE_STAGES if random.random() < 0.9 else ())]
-    offsets = sorted((random.randint(0, max_offset) for _ in early), reverse=True)
-    streams = [random.choice(list(StreamName)) for _ in early]
-    steps = [Step(*step) for step in zip(early, offsets, streams, strict=True)]
-    steps += [Step(stage, 0, StreamName.COMPUTE) for stage in TRAINING_STAGES]
-    # Any order will do in which steps of the same offset follow the life of a batch.
-    order: list[Step] = []
-    while steps:
-        step = random.choice(
-            [step for step in steps if next(other for other in steps if other.offset == step.offset) is step]
-        )
-        steps.remove(step)
-        order.append(step)
-    if len(early) > 1 and random.random() < 0.5:
-        order = _with_update(random, order)
-    return Schedule("random", tuple(order))
-
-
-def _with_update(random: Random, order: list[Step]) -> list[Step]:
-    """Add a step for the update where it may stand: no lookup comes between the backward and it."""
-    lookup, backward, step = (
-        next(index for index, step in enumerate(order) if step.stage is stage)
-        for stage in (Stage.EMBEDDING_LOOKUP, Stage.BACKWARD, Stage.OPTIMIZER_STEP)
-    )
-    last = len(order) if lookup < backward else lookup if lookup > step else -1
-    places = [(0, index) for index in range(step + 1, last + 1)]
-    places += [(-1, index) for index in range(lookup + 1)] if lookup < backward else []
-    if not places:
-        return order
-    offset, index = random.choice(places)
-    return [*order[:index], Step(Stage.EMBEDDING_UPDATE, offset, order[lookup].stream), *order[index:]]
 
 
 def _short(pending: Collection[tuple[Stage, int, str]]) -> str:

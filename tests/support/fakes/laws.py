@@ -1,0 +1,111 @@
+"""The laws of a schedule: `check_laws(my_schedule)` runs it over fake batches."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from lightning_overlap.runtime import Executor
+from lightning_overlap.schedules import SPARSE_STAGES, STAGE_ORDER, Schedule, Stage, StreamName, WeightOwner
+
+from .fake_trainer import FakeTrainer, Run
+from .recording import FAKE_MODULES, RecordingStreams
+
+
+def check_laws(schedule: Schedule, *, executor_type: type[Executor] = Executor) -> None:
+    """Check that a schedule does what it says, over 0 to 2 x depth fake batches.
+
+    It runs them a second time as on a CPU, where a lookup right above the backward runs while that waits for gradients.
+
+    1. Each stage of each batch runs once, in order.
+    2. No more batches are in flight than the schedule's depth.
+    3. The lookup of batch N sees the updates of batches 0 to N - 1 - staleness and no others; tables of the dense
+       optimizer are always seen fresh.
+    4. Streams and events order every lookup against every update of what it reads, and every stage after the one
+       before it, under every stream that the lookup may stand for. No two streams use the same memory, one of them
+       writing, without an event that orders them, nor memory of another stream that was not handed to them. Every fake
+       run checks that as it goes.
+
+    Args:
+        schedule: A schedule of yours.
+        executor_type: A subclass of the executor to try.
+
+    Raises:
+        AssertionError: A law is broken; the message, or a note, has the schedule and a drawing of the run. A race of
+            streams is a `RaceError`.
+    """
+    for num_batches in range(2 * schedule.depth + 1):
+        for ready in (True, False):
+            for left_from in ((), tuple(Stage), (Stage.INPUT_SPLITS_DIST,)):
+                trainer = FakeTrainer(schedule, ready=ready, executor_type=executor_type, left_from=left_from)
+                run = trainer.run(num_batches)
+                check_stages(run, num_batches, ready=ready)
+                check_in_flight(run)
+                check_staleness(run)
+    for lookup in (StreamName.COMPUTE, StreamName.DATA_DIST, StreamName.LOOKUP):
+        for ready in (True, False):
+            for modules in (FAKE_MODULES, *({name: owners} for name, owners in FAKE_MODULES.items())):
+                streams = RecordingStreams(lookup)
+                trainer = FakeTrainer(
+                    schedule, modules=modules, ready=ready, streams=streams, executor_type=executor_type
+                )
+                for _ in range(2):  # a second run: on weights that were loaded anew
+                    trainer.run(2 * schedule.depth + 1)
+
+
+def check_stages(run: Run, num_batches: int, *, ready: bool = True) -> None:
+    """Check law 1: each stage of each batch ran once, in order.
+
+    Args:
+        run: What a fake training did.
+        num_batches: How many batches its source had.
+        ready: Whether the modules' inputs were known from the start; if not, the first batch runs unpipelined.
+
+    Raises:
+        AssertionError: A batch is missing, or had other stages; with a drawing of the run.
+    """
+    assert run.trained == list(range(num_batches)), f"trained {run.trained} of {num_batches} batches\n{run}"
+    for batch in range(num_batches):
+        all_early = run.schedule.has_sparse_stages and (ready or batch > 0)
+        expected = [
+            stage
+            for stage in sorted((step.stage for step in run.schedule), key=STAGE_ORDER.__getitem__)
+            if all_early or stage not in (*SPARSE_STAGES, Stage.PREFETCH, Stage.EMBEDDING_UPDATE)
+        ]
+        # A batch may be looked up in two parts, by the owners of the tables; FakeSparse checks that they are two.
+        done = [stage for stage, previous in _with_previous(run.stages[batch]) if stage is not previous]
+        assert done == expected, f"batch {batch} had {_names(done)}, expected {_names(expected)}\n{run}"
+        assert run.served_early(batch) == {all_early}, (
+            f"batch {batch} {'was not served from early lookups alone' if all_early else 'was served early'}\n{run}"
+        )
+
+
+def check_in_flight(run: Run) -> None:
+    """Check law 2: no more batches in flight than the schedule's depth.
+
+    Raises:
+        AssertionError: There were more; with a drawing of the run.
+    """
+    assert run.max_in_flight <= run.schedule.depth, (
+        f"{run.max_in_flight} batches in flight, the depth is {run.schedule.depth}\n{run}"
+    )
+
+
+def check_staleness(run: Run) -> None:
+    """Check law 3, for a run in which every batch was looked up early or came before discovery."""
+    for served in run.served:
+        staleness = run.schedule.staleness if served.owner is WeightOwner.FUSED_BACKWARD else 0
+        expected = tuple(batch for batch in run.updates[served.owner] if batch < served.batch - staleness)
+        assert served.saw == expected, (
+            f"the lookup of batch {served.batch} in tables of {served.owner.value} saw the updates of batches "
+            f"{list(served.saw)}, with staleness {staleness} it should see {list(expected)}\n{run}"
+        )
+
+
+def _with_previous(stages: Sequence[Stage]) -> list[tuple[Stage, Stage | None]]:
+    """Pair each stage with the one before it where that was a part of the same lookup."""
+    parts = (None, *stages)
+    return [(now, last if last is Stage.EMBEDDING_LOOKUP else None) for last, now in zip(parts, stages, strict=False)]
+
+
+def _names(stages: Sequence[Stage]) -> str:
+    return " ".join(map(str, stages)) or "nothing"

@@ -1,0 +1,63 @@
+"""Random schedules, and fake runs of a schedule in one call."""
+
+from __future__ import annotations
+
+from random import Random
+from typing import Any
+
+from lightning_overlap.schedules.schedule import Schedule, Step
+from lightning_overlap.schedules.stages import SPARSE_STAGES, TRAINING_STAGES, Stage, StreamName
+
+from .fakes import FakeTrainer, Run
+
+
+def run_schedule(schedule: Schedule, num_batches: int, *, ready: bool = True, **options: Any) -> Run:
+    """Train fake batches under a schedule.
+
+    Args:
+        schedule: The table to walk.
+        num_batches: Batches that the source has.
+        ready: Whether the modules' inputs are known from the start, not only after the first forward.
+        **options: Those of `FakeTrainer.run`.
+    """
+    return FakeTrainer(schedule, ready=ready).run(num_batches, **options)
+
+
+def random_schedule(random: Random, max_offset: int = 3) -> Schedule:
+    """Return a schedule that can run: random order of steps, offsets and streams.
+
+    Args:
+        random: Where chance comes from; with Hypothesis, `st.randoms().map(random_schedule)`.
+        max_offset: Largest batch offset of a step.
+    """
+    early = [Stage.COPY_BATCH_TO_DEVICE, *(SPARSE_STAGES if random.random() < 0.9 else ())]
+    offsets = sorted((random.randint(0, max_offset) for _ in early), reverse=True)
+    streams = [random.choice(list(StreamName)) for _ in early]
+    steps = [Step(*step) for step in zip(early, offsets, streams, strict=True)]
+    steps += [Step(stage, 0, StreamName.COMPUTE) for stage in TRAINING_STAGES]
+    # Any order will do in which steps of the same offset follow the life of a batch.
+    order: list[Step] = []
+    while steps:
+        step = random.choice(
+            [step for step in steps if next(other for other in steps if other.offset == step.offset) is step]
+        )
+        steps.remove(step)
+        order.append(step)
+    if len(early) > 1 and random.random() < 0.5:
+        order = _with_update(random, order)
+    return Schedule("random", tuple(order))
+
+
+def _with_update(random: Random, order: list[Step]) -> list[Step]:
+    """Add a step for the update where it may stand: no lookup comes between the backward and it."""
+    lookup, backward, step = (
+        next(index for index, step in enumerate(order) if step.stage is stage)
+        for stage in (Stage.EMBEDDING_LOOKUP, Stage.BACKWARD, Stage.OPTIMIZER_STEP)
+    )
+    last = len(order) if lookup < backward else lookup if lookup > step else -1
+    places = [(0, index) for index in range(step + 1, last + 1)]
+    places += [(-1, index) for index in range(lookup + 1)] if lookup < backward else []
+    if not places:
+        return order
+    offset, index = random.choice(places)
+    return [*order[:index], Step(Stage.EMBEDDING_UPDATE, offset, order[lookup].stream), *order[index:]]
