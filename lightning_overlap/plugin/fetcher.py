@@ -16,14 +16,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.loops.fetchers import _DataFetcher, _DataLoaderIterDataFetcher
 from lightning.pytorch.loops.training_epoch_loop import _TrainingEpochLoop
-from torch.utils.data import (
-    BatchSampler,
-    DataLoader,
-    DistributedSampler,
-    IterableDataset,
-    RandomSampler,
-    SequentialSampler,
-)
+from torch.utils.data import DataLoader, default_collate, default_convert
 from typing_extensions import override
 
 from ..runtime import BatchMemory, Executor, InFlightBatch, waiting_for_data
@@ -46,7 +39,7 @@ MAX_NONES_AT_END = 2
 """How many batches of an epoch are fetched one early, to know which one is the last where they may be None."""
 
 NUM_AT_HAND = 2
-"""Batches at hand where lengths are not certain and buffers not filled anew: so the ranks ask for every other one."""
+"""Batches at hand where lengths are not certain and memory is not filled anew: so the ranks ask for every other one."""
 
 _Fetched: TypeAlias = "tuple[tuple[Any, int, int], Any]"
 """A batch with its number and its loader's, and the states of the loaders after it."""
@@ -147,7 +140,8 @@ class LookaheadFetcher(_DataLoaderIterDataFetcher):
         """Batches that are None: how many others come before it in the epoch, its number, its loader's."""
         self._real: InFlightBatch | None = None  # begun, and to be delivered after those that are None before it
         self._buffered: deque[_Fetched] = deque()  # the batches after the one that was staged last
-        self._memory = BatchMemory(NUM_AT_HAND + 1)
+        self._memory = BatchMemory(trainer.strategy.root_device.type, is_own=_keep_their_data(inner.combined_loader))
+        self._own_those_of_inner()
         self._num_skipped = self._num_delivered = 0  # batches that are None, and others
         self._has_ended = False  # by the word of the executor, on all ranks
         self._iterated = False  # since this fetcher took over
@@ -207,7 +201,9 @@ class LookaheadFetcher(_DataLoaderIterDataFetcher):
     def __iter__(self) -> LookaheadFetcher:
         self.drop()
         self._iterated = True
+        self._memory.begin_epoch()
         iter(self.inner)
+        self._own_those_of_inner()
         self._states.begin_epoch()
         self.done = self.inner.done
         return self
@@ -300,12 +296,12 @@ class LookaheadFetcher(_DataLoaderIterDataFetcher):
                 )
             return None
         (batch, batch_idx, dataloader_idx), states = fetched
-        self._memory.note(batch)
         self._states.note(index, states, self.executor.depth)
+        staged = self._stage(batch, dataloader_idx)  # what comes next may fill its memory anew
         for ahead in range(index + 1 + len(self._buffered), index + 1 + self._num_to_buffer):
             if ahead < self._num_allowed and (following := self._next_to_train(ahead)) is not None:
                 self._buffered.append(following)
-        return self._stage(batch, dataloader_idx), batch_idx, dataloader_idx
+        return staged, batch_idx, dataloader_idx
 
     @property
     def _num_to_buffer(self) -> int:
@@ -342,14 +338,29 @@ class LookaheadFetcher(_DataLoaderIterDataFetcher):
             if not self._inner_is_exhausted:
                 timer = None if self.executor is None else self.executor.order.timer
                 with suppress(StopIteration), waiting_for_data(timer):
-                    return next(self.inner), self._states.read()
+                    fetched = next(self.inner)
+                    return self._own(fetched), self._states.read()
             if self.inner.fetched > 0 or self._iterated or not self._states.latest:
                 break
             # Resumed after an epoch's last batch: the loader's iterator goes on there, and so is at its end. Lightning
             # has begun the next epoch, for which it takes a new iterator only where it has not resumed.
             self._iterated = True
             iter(self.inner)
+            self._own_those_of_inner()
         return None
+
+    def _own(self, fetched: Any) -> Any:
+        """Return what the inner fetcher has given, with memory of its own, before the loader is asked for more."""
+        if self.inner.length is None:  # it has fetched one more, and had given its last one memory before
+            self._own_those_of_inner()
+            return fetched
+        batch, batch_idx, dataloader_idx = fetched
+        return self._memory.own(batch), batch_idx, dataloader_idx
+
+    def _own_those_of_inner(self) -> None:
+        """Give the batches that the inner fetcher has fetched just now, and holds, memory of their own."""
+        held: list[Any] = getattr(self.inner, "batches", [])
+        held[:] = [(self._memory.own(batch), batch_idx, dataloader_idx) for batch, batch_idx, dataloader_idx in held]
 
     @property
     def trained_state(self) -> Any:
@@ -406,20 +417,6 @@ class LookaheadFetcher(_DataLoaderIterDataFetcher):
         return (loop.max_steps - loop.global_step) * trainer.accumulate_grad_batches - done_of_step
 
 
-class NoneFetcher(_DataFetcher):
-    """Hands a None batch through, so that the loop warns and skips as it always does."""
-
-    def __init__(self, fetcher: LookaheadFetcher) -> None:
-        super().__init__()
-        self._fetcher = fetcher
-
-    @override
-    def __next__(self) -> Any:
-        next(self._fetcher)
-        self.done = self._fetcher.done
-        return None, self._fetcher._batch_idx, self._fetcher._dataloader_idx
-
-
 def stage_batch(trainer: Trainer, batch: Any, dataloader_idx: int) -> Any:
     """Do what Lightning's loops do with a batch before its step: convert, transfer hooks, copy to the device.
 
@@ -439,12 +436,14 @@ def stage_batch(trainer: Trainer, batch: Any, dataloader_idx: int) -> Any:
         return strategy.batch_to_device(batch, dataloader_idx=dataloader_idx)
 
 
-def has_known_length(combined_loader: CombinedLoader) -> bool:
-    """Whether no loader can end before its length, as an iterable dataset, a sampler or a loader of the user's may."""
+def _keep_their_data(combined_loader: CombinedLoader) -> bool:
+    """Whether all loaders give what a list holds, or copies of it: memory that nobody fills anew."""
     return all(
         type(loader) is DataLoader
-        and not isinstance(loader.dataset, IterableDataset)
-        and type(loader.sampler) in (RandomSampler, SequentialSampler, DistributedSampler)
-        and type(loader.batch_sampler) in (BatchSampler, type(None))
+        and type(loader.dataset) in _HOLDERS
+        and loader.collate_fn in (default_collate, default_convert)
         for loader in combined_loader.flattened
     )
+
+
+_HOLDERS: tuple[type, ...] = (list, tuple)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Mapping
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 from lightning.pytorch import Trainer
 from lightning.pytorch.callbacks import ModelPruning
@@ -17,12 +17,23 @@ from lightning.pytorch.loops.fit_loop import _FitLoop
 from lightning.pytorch.loops.optimization.automatic import _AutomaticOptimization
 from lightning.pytorch.loops.training_epoch_loop import _TrainingEpochLoop
 from lightning.pytorch.strategies import DDPStrategy
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    DistributedSampler,
+    IterableDataset,
+    RandomSampler,
+    SequentialSampler,
+)
 from typing_extensions import override
 
 from ..versions import check_names
 from . import fetcher as fetchers
 from . import sigterm
-from .fetcher import ExecutorFactory, LookaheadFetcher, NoneFetcher, has_known_length
+from .fetcher import ExecutorFactory, LookaheadFetcher
+
+if TYPE_CHECKING:
+    from lightning.pytorch.utilities.combined_loader import CombinedLoader
 
 PRIVATE_NAMES: Mapping[str, tuple[str, ...]] = {
     "lightning.pytorch.loops.fetchers": ("_DataFetcher", "_PrefetchDataFetcher"),
@@ -51,6 +62,20 @@ def accumulates(trainer: Trainer) -> bool:
     return trainer.fit_loop.epoch_loop._should_accumulate()
 
 
+class _NoneFetcher(_DataFetcher):
+    """Hands a None batch through, so that the loop warns and skips as it always does."""
+
+    def __init__(self, fetcher: LookaheadFetcher) -> None:
+        super().__init__()
+        self._fetcher = fetcher
+
+    @override
+    def __next__(self) -> Any:
+        next(self._fetcher)
+        self.done = self._fetcher.done
+        return None, self._fetcher._batch_idx, self._fetcher._dataloader_idx
+
+
 class _AutomaticOptimizationMixin(_AutomaticOptimization):
     @override
     def run(self, *args: Any, **kwargs: Any) -> Any:
@@ -77,7 +102,7 @@ class _FitLoopMixin(_FitLoop):
         """Take the length of the shortest rank's epoch, where Lightning takes each rank's own."""
         own, strategy = self.max_batches, self.trainer.strategy
         fetcher.num_batches = strategy.shortest_epoch(own)  # type: ignore[attr-defined]
-        knows = has_known_length(fetcher.combined_loader)
+        knows = _has_known_length(fetcher.combined_loader)
         any_does_not = strategy.any_rank(not knows)  # type: ignore[attr-defined]
         fetcher.lengths_known = knows and not any_does_not
         if fetcher.num_batches == own:
@@ -141,7 +166,7 @@ class _EpochLoopMixin(_TrainingEpochLoop):
         assert fetcher.executor is not None
         if fetcher.executor.stop_agreed:
             sigterm.leave(self.trainer)
-        return NoneFetcher(fetcher) if batch is None else fetcher
+        return _NoneFetcher(fetcher) if batch is None else fetcher
 
     def _broadcast_sigterm_tensor(self) -> None:
         """Do nothing: the ranks have agreed on it with the batch, without a broadcast and a read per step."""
@@ -155,6 +180,17 @@ class _EpochLoopMixin(_TrainingEpochLoop):
             # It is time to validate by the clock of this rank: one that validates alone waits for the others forever.
             decision = self.trainer.strategy.broadcast(decision)
         return decision
+
+
+def _has_known_length(combined_loader: CombinedLoader) -> bool:
+    """Whether no loader can end before its length, as an iterable dataset, a sampler or a loader of the user's may."""
+    return all(
+        type(loader) is DataLoader
+        and not isinstance(loader.dataset, IterableDataset)
+        and type(loader.sampler) in (RandomSampler, SequentialSampler, DistributedSampler)
+        and type(loader.batch_sampler) in (BatchSampler, type(None))
+        for loader in combined_loader.flattened
+    )
 
 
 def _leave_if_agreed(trainer: Trainer) -> None:
