@@ -20,6 +20,7 @@ from .failures import default_store as default_store
 from .groups import CONSENSUS as CONSENSUS
 from .last_words import is_told_last as is_told_last
 from .last_words import tell_last as tell_last
+from .skipped_batches import SkippedBatches as SkippedBatches
 from .sockets import remember_sockets as remember_sockets
 from .wrapped_work import Issue as Issue
 from .wrapped_work import WrappedWork as WrappedWork

@@ -16,10 +16,10 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.loops.fetchers import _DataFetcher, _DataLoaderIterDataFetcher
 from lightning.pytorch.loops.training_epoch_loop import _TrainingEpochLoop
-from torch.utils.data import DataLoader, default_collate, default_convert
 from typing_extensions import override
 
-from ..runtime import BatchMemory, Executor, InFlightBatch, waiting_for_data
+from ..distributed import ASK_FOR_LAST, SkippedBatches
+from ..runtime import BatchMemory, Executor, InFlightBatch, keeps_its_data, waiting_for_data
 from . import sigterm
 
 if TYPE_CHECKING:
@@ -34,9 +34,6 @@ PRIVATE_NAMES: Mapping[str, tuple[str, ...]] = {
     "CombinedLoader": ("_state_dicts",),
 }
 """What this file uses of Lightning beyond its public interface, by the module or class that has it."""
-
-MAX_NONES_AT_END = 2
-"""How many batches of an epoch are fetched one early, to know which one is the last where they may be None."""
 
 NUM_AT_HAND = 2
 """Batches at hand where lengths are not certain and memory is not filled anew: so the ranks ask for every other one."""
@@ -138,9 +135,11 @@ class LookaheadFetcher(_DataLoaderIterDataFetcher):
         self._peeked = False
         self._skipped: deque[tuple[int, int, int]] = deque()
         """Batches that are None: how many others come before it in the epoch, its number, its loader's."""
+        self.told: SkippedBatches | None = None  # to the other ranks of a fit
         self._real: InFlightBatch | None = None  # begun, and to be delivered after those that are None before it
         self._buffered: deque[_Fetched] = deque()  # the batches after the one that was staged last
-        self._memory = BatchMemory(trainer.strategy.root_device.type, is_own=_keep_their_data(inner.combined_loader))
+        is_own = all(map(keeps_its_data, inner.combined_loader.flattened))
+        self._memory = BatchMemory(trainer.strategy.root_device.type, is_own=is_own)
         self._own_those_of_inner()
         self._num_skipped = self._num_delivered = 0  # batches that are None, and others
         self._has_ended = False  # by the word of the executor, on all ranks
@@ -202,6 +201,8 @@ class LookaheadFetcher(_DataLoaderIterDataFetcher):
         self.drop()
         self._iterated = True
         self._memory.begin_epoch()
+        if self.told is not None:
+            self.told.begin_epoch()
         iter(self.inner)
         self._own_those_of_inner()
         self._states.begin_epoch()
@@ -213,7 +214,7 @@ class LookaheadFetcher(_DataLoaderIterDataFetcher):
         self.peek()
         self._peeked = False
         assert self.executor is not None
-        self.done = self.executor.is_last and self._real is None and not self._skipped
+        self.done = self.executor.is_last and self._real is None and not self._skips
         return StagedBatch(self._arguments(), self.executor)
 
     def peek(self) -> Any:
@@ -227,10 +228,10 @@ class LookaheadFetcher(_DataLoaderIterDataFetcher):
         if self.executor is None:
             self.executor = self._make_executor(self)
         self._num_allowed = self.executor.num_trained - (self._real is not None) + self._num_batches_left()
-        if self._real is None and not self._has_ended and not self._skips(self._num_delivered):
+        if self._real is None and not self._has_ended and not self._skips:
             self._real = self.executor.next_batch()
             self._has_ended = self._real is None
-        if self._skips(self._num_delivered):
+        if self._skips:
             _, batch_idx, self._dataloader_idx = self._skipped.popleft()
             self._batch, self._batch_idx = None, self._number(InFlightBatch(-1, None, batch_idx))
         elif self._real is not None:
@@ -244,9 +245,10 @@ class LookaheadFetcher(_DataLoaderIterDataFetcher):
         self._peeked = True
         return self._batch
 
-    def _skips(self, num_delivered: int) -> bool:
-        """Whether a batch that is None comes next, once so many others have been delivered."""
-        return bool(self._skipped) and (self._has_ended or self._skipped[0][0] <= num_delivered)
+    @property
+    def _skips(self) -> bool:
+        """Whether a batch that is None comes next; one that lies past the last batch of all ranks never does."""
+        return bool(self._skipped) and self._skipped[0][0] <= self._num_delivered
 
     @property
     def exhausted(self) -> bool:
@@ -266,6 +268,12 @@ class LookaheadFetcher(_DataLoaderIterDataFetcher):
     def num_skipped(self) -> int:
         """How many batches of this epoch were None, so far."""
         return self._num_skipped
+
+    def check_skipped(self, *, over_epochs: bool) -> None:
+        """Check that all ranks come to a validation here; see `SkippedBatches.check`."""
+        if self.told is not None:
+            num_skipped = self._num_skipped - len(self._skipped)
+            self.told.check(self._num_delivered, num_skipped, at_skipped=self._batch is None, over_epochs=over_epochs)
 
     @property
     def stop_requested(self) -> bool:
@@ -307,7 +315,8 @@ class LookaheadFetcher(_DataLoaderIterDataFetcher):
     def _num_to_buffer(self) -> int:
         """How many batches to take from the loader before they are staged, so that the ranks know of its end."""
         if self.length_known:
-            return int(self.num_batches - self.inner.fetched <= MAX_NONES_AT_END)
+            # To know which of the last ones that the ranks ask for is the last: some may be None.
+            return int(self.num_batches - self.inner.fetched <= ASK_FOR_LAST)
         keeps = self._trainer.world_size > 1 and self._memory.is_own
         return NUM_AT_HAND - (self.inner.length is None) if keeps else 0  # without a length the inner one has one
 
@@ -326,6 +335,8 @@ class LookaheadFetcher(_DataLoaderIterDataFetcher):
         while fetched is not None and self._is_skipped(fetched[0][0]):
             self._skipped.append((index, fetched[0][1], fetched[0][2]))
             self._num_skipped += 1
+            if self.told is not None:
+                self.told.note(index)
             fetched = self._next_of_inner()
         return fetched
 
@@ -391,6 +402,8 @@ class LookaheadFetcher(_DataLoaderIterDataFetcher):
         """Drop the batches that were looked ahead, on all ranks alike."""
         self._batch, self._real, self._peeked = None, None, False
         self._buffered.clear()
+        if self.told is not None:
+            self.told.forget(len(self._skipped))
         self._num_delivered, self._num_skipped, self._has_ended = 0, 0, False
         self._skipped.clear()
         if self.executor is not None:
@@ -434,16 +447,3 @@ def stage_batch(trainer: Trainer, batch: Any, dataloader_idx: int) -> Any:
     strategy = trainer.strategy
     with trainer.profiler.profile(f"[Strategy]{type(strategy).__name__}.batch_to_device"):  # type: ignore[attr-defined]
         return strategy.batch_to_device(batch, dataloader_idx=dataloader_idx)
-
-
-def _keep_their_data(combined_loader: CombinedLoader) -> bool:
-    """Whether all loaders give what a list holds, or copies of it: memory that nobody fills anew."""
-    return all(
-        type(loader) is DataLoader
-        and type(loader.dataset) in _HOLDERS
-        and loader.collate_fn in (default_collate, default_convert)
-        for loader in combined_loader.flattened
-    )
-
-
-_HOLDERS: tuple[type, ...] = (list, tuple)

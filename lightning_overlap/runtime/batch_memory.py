@@ -12,6 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils.data import DataLoader, default_collate, default_convert
 
 from .batch_tree import with_leaves
 
@@ -133,3 +134,15 @@ def _array_gone(array: np.ndarray[Any, Any]) -> _IsGone:
         return _never
     reference = weakref.ref(owner)
     return lambda: reference() is None
+
+
+_HOLDERS: tuple[type, ...] = (list, tuple)
+
+
+def keeps_its_data(loader: Any) -> bool:
+    """Whether a loader gives what a list holds, or copies of it: memory that nobody fills anew."""
+    return (
+        type(loader) is DataLoader
+        and type(loader.dataset) in _HOLDERS
+        and loader.collate_fn in (default_collate, default_convert)
+    )
