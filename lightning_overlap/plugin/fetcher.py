@@ -297,11 +297,6 @@ class LookaheadFetcher(_DataLoaderIterDataFetcher):
         index = self.executor.num_fetched
         fetched = self._buffered.popleft() if self._buffered else self._next_to_train(index)
         if fetched is None:
-            if self.length_known and self.inner.fetched < self.num_batches:
-                raise RuntimeError(
-                    f"rank {self._trainer.global_rank}: the data loader ended after {self.inner.fetched} batches, its "
-                    f"length says {self.num_batches:g}. Does the dataset's __getitem__ raise StopIteration?"
-                )
             return None
         (batch, batch_idx, dataloader_idx), states = fetched
         self._states.note(index, states, self.executor.depth)
@@ -358,6 +353,11 @@ class LookaheadFetcher(_DataLoaderIterDataFetcher):
             self._iterated = True
             iter(self.inner)
             self._own_those_of_inner()
+        if self.length_known and self.inner.fetched < self.num_batches:
+            raise RuntimeError(
+                f"rank {self._trainer.global_rank}: the data loader ended after {self.inner.fetched} batches, its "
+                f"length says {self.num_batches:g}. Does the dataset's __getitem__ raise StopIteration?"
+            )
         return None
 
     def _own(self, fetched: Any) -> Any:

@@ -72,7 +72,7 @@ SKIPPED = {
     "other_numbers": ((9, 6), ((4,), (1, 4))),
     "other_places": ((9, 9), ((2,), (5,))),
     "the_last": ((9, 9), ((5, 6, 7, 8), ())),
-    "many_last": ((20, 20), (tuple(range(3, 20)), ())),
+    "many_last": ((40, 40), ((5, *range(28, 40)), ())),
     "past_the_end_of_another": ((8, 8), ((4,), (0, 1, 2, 4, 6, 7))),
 }
 """Lengths, and the batches of each rank that are None."""
@@ -89,6 +89,13 @@ def test_ranks_that_skip_other_batches_validate_together(
     fewest = min(map(len, real))
     seen = two_ranks.run(uneven.train_and_validate_past_nones, pipeline, lengths, nones, sized, timeout_s=30)
     assert seen == [[*one[:fewest], "validation"] * 2 for one in real]
+
+
+def test_a_rank_that_has_hardly_anything_to_train_says_so(two_ranks: Ranks) -> None:
+    """The ranks ask each other now and then, where they know how many batches there are."""
+    args = ("fused_sparse_dist", (20, 20), (tuple(range(3, 20)), ()), True)
+    with pytest.raises(RankError, match="rank 0 has only 3 batches to train of the 20"):
+        two_ranks.run(uneven.train_and_validate_past_nones, *args, timeout_s=30)
 
 
 def test_limited_ranks_that_skip_other_batches_validate_together(two_ranks: Ranks) -> None:
