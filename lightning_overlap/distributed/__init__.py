@@ -23,6 +23,7 @@ from .last_words import is_told_last as is_told_last
 from .last_words import tell_last as tell_last
 from .packed_alltoall import PackedExchange as PackedExchange
 from .packed_alltoall import Part as Part
+from .skipped_batches import SkippedBatches as SkippedBatches
 from .sockets import remember_sockets as remember_sockets
 from .wrapped_work import Issue as Issue
 from .wrapped_work import WrappedWork as WrappedWork

@@ -125,15 +125,16 @@ class PollInterval:
             interval = max(1, min(2 * self._interval, MAX_INTERVAL, int(ASK_EVERY_S / max(per_batch_s, 1e-6))))
         return MAX_INTERVAL - interval
 
-    def hear(self, requested_interval: int) -> None:
-        """Set the next batch to ask for: the shortest interval that any rank wants.
+    def hear(self, requested_interval: int, num_batches: float = float("inf")) -> None:
+        """Set the next batch to ask for: the shortest interval that any rank wants, half of what is left at most.
 
         Args:
             requested_interval: The largest value that `ask` returned on any rank.
+            num_batches: Batches of the epoch. A rank that skips some of those left ends before the others.
         """
         assert self._asked is not None
         self._interval = MAX_INTERVAL - requested_interval
-        self._next = self._asked[0] + self._interval
+        self._next = self._asked[0] + max(1, min(self._interval, (num_batches - self._asked[0]) // 2))
 
 
 ASK_FOR_LAST = 8

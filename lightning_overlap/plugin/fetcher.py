@@ -16,17 +16,10 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.loops.fetchers import _DataFetcher, _DataLoaderIterDataFetcher
 from lightning.pytorch.loops.training_epoch_loop import _TrainingEpochLoop
-from torch.utils.data import (
-    BatchSampler,
-    DataLoader,
-    DistributedSampler,
-    IterableDataset,
-    RandomSampler,
-    SequentialSampler,
-)
 from typing_extensions import override
 
-from ..runtime import BatchMemory, Executor, InFlightBatch, waiting_for_data
+from ..distributed import ASK_FOR_LAST, SkippedBatches
+from ..runtime import BatchMemory, Executor, InFlightBatch, keeps_its_data, waiting_for_data
 from . import sigterm
 
 if TYPE_CHECKING:
@@ -42,11 +35,8 @@ PRIVATE_NAMES: Mapping[str, tuple[str, ...]] = {
 }
 """What this file uses of Lightning beyond its public interface, by the module or class that has it."""
 
-MAX_NONES_AT_END = 2
-"""How many batches of an epoch are fetched one early, to know which one is the last where they may be None."""
-
 NUM_AT_HAND = 2
-"""Batches at hand where lengths are not certain and buffers not filled anew: so the ranks ask for every other one."""
+"""Batches at hand where lengths are not certain and memory is not filled anew: so the ranks ask for every other one."""
 
 _Fetched: TypeAlias = "tuple[tuple[Any, int, int], Any]"
 """A batch with its number and its loader's, and the states of the loaders after it."""
@@ -145,9 +135,12 @@ class LookaheadFetcher(_DataLoaderIterDataFetcher):
         self._peeked = False
         self._skipped: deque[tuple[int, int, int]] = deque()
         """Batches that are None: how many others come before it in the epoch, its number, its loader's."""
+        self.told: SkippedBatches | None = None  # to the other ranks of a fit
         self._real: InFlightBatch | None = None  # begun, and to be delivered after those that are None before it
         self._buffered: deque[_Fetched] = deque()  # the batches after the one that was staged last
-        self._memory = BatchMemory(NUM_AT_HAND + 1)
+        is_own = all(map(keeps_its_data, inner.combined_loader.flattened))
+        self._memory = BatchMemory(trainer.strategy.root_device.type, is_own=is_own)
+        self._own_those_of_inner()
         self._num_skipped = self._num_delivered = 0  # batches that are None, and others
         self._has_ended = False  # by the word of the executor, on all ranks
         self._iterated = False  # since this fetcher took over
@@ -207,7 +200,11 @@ class LookaheadFetcher(_DataLoaderIterDataFetcher):
     def __iter__(self) -> LookaheadFetcher:
         self.drop()
         self._iterated = True
+        self._memory.begin_epoch()
+        if self.told is not None:
+            self.told.begin_epoch()
         iter(self.inner)
+        self._own_those_of_inner()
         self._states.begin_epoch()
         self.done = self.inner.done
         return self
@@ -217,7 +214,7 @@ class LookaheadFetcher(_DataLoaderIterDataFetcher):
         self.peek()
         self._peeked = False
         assert self.executor is not None
-        self.done = self.executor.is_last and self._real is None and not self._skipped
+        self.done = self.executor.is_last and self._real is None and not self._skips
         return StagedBatch(self._arguments(), self.executor)
 
     def peek(self) -> Any:
@@ -231,10 +228,10 @@ class LookaheadFetcher(_DataLoaderIterDataFetcher):
         if self.executor is None:
             self.executor = self._make_executor(self)
         self._num_allowed = self.executor.num_trained - (self._real is not None) + self._num_batches_left()
-        if self._real is None and not self._has_ended and not self._skips(self._num_delivered):
+        if self._real is None and not self._has_ended and not self._skips:
             self._real = self.executor.next_batch()
             self._has_ended = self._real is None
-        if self._skips(self._num_delivered):
+        if self._skips:
             _, batch_idx, self._dataloader_idx = self._skipped.popleft()
             self._batch, self._batch_idx = None, self._number(InFlightBatch(-1, None, batch_idx))
         elif self._real is not None:
@@ -248,9 +245,10 @@ class LookaheadFetcher(_DataLoaderIterDataFetcher):
         self._peeked = True
         return self._batch
 
-    def _skips(self, num_delivered: int) -> bool:
-        """Whether a batch that is None comes next, once so many others have been delivered."""
-        return bool(self._skipped) and (self._has_ended or self._skipped[0][0] <= num_delivered)
+    @property
+    def _skips(self) -> bool:
+        """Whether a batch that is None comes next; one that lies past the last batch of all ranks never does."""
+        return bool(self._skipped) and self._skipped[0][0] <= self._num_delivered
 
     @property
     def exhausted(self) -> bool:
@@ -270,6 +268,12 @@ class LookaheadFetcher(_DataLoaderIterDataFetcher):
     def num_skipped(self) -> int:
         """How many batches of this epoch were None, so far."""
         return self._num_skipped
+
+    def check_skipped(self, *, over_epochs: bool) -> None:
+        """Check that all ranks come to a validation here; see `SkippedBatches.check`."""
+        if self.told is not None:
+            num_skipped = self._num_skipped - len(self._skipped)
+            self.told.check(self._num_delivered, num_skipped, at_skipped=self._batch is None, over_epochs=over_epochs)
 
     @property
     def stop_requested(self) -> bool:
@@ -293,25 +297,21 @@ class LookaheadFetcher(_DataLoaderIterDataFetcher):
         index = self.executor.num_fetched
         fetched = self._buffered.popleft() if self._buffered else self._next_to_train(index)
         if fetched is None:
-            if self.length_known and self.inner.fetched < self.num_batches:
-                raise RuntimeError(
-                    f"rank {self._trainer.global_rank}: the data loader ended after {self.inner.fetched} batches, its "
-                    f"length says {self.num_batches:g}. Does the dataset's __getitem__ raise StopIteration?"
-                )
             return None
         (batch, batch_idx, dataloader_idx), states = fetched
-        self._memory.note(batch)
         self._states.note(index, states, self.executor.depth)
+        staged = self._stage(batch, dataloader_idx)  # what comes next may fill its memory anew
         for ahead in range(index + 1 + len(self._buffered), index + 1 + self._num_to_buffer):
             if ahead < self._num_allowed and (following := self._next_to_train(ahead)) is not None:
                 self._buffered.append(following)
-        return self._stage(batch, dataloader_idx), batch_idx, dataloader_idx
+        return staged, batch_idx, dataloader_idx
 
     @property
     def _num_to_buffer(self) -> int:
         """How many batches to take from the loader before they are staged, so that the ranks know of its end."""
         if self.length_known:
-            return int(self.num_batches - self.inner.fetched <= MAX_NONES_AT_END)
+            # To know which of the last ones that the ranks ask for is the last: some may be None.
+            return int(self.num_batches - self.inner.fetched <= ASK_FOR_LAST)
         keeps = self._trainer.world_size > 1 and self._memory.is_own
         return NUM_AT_HAND - (self.inner.length is None) if keeps else 0  # without a length the inner one has one
 
@@ -330,6 +330,8 @@ class LookaheadFetcher(_DataLoaderIterDataFetcher):
         while fetched is not None and self._is_skipped(fetched[0][0]):
             self._skipped.append((index, fetched[0][1], fetched[0][2]))
             self._num_skipped += 1
+            if self.told is not None:
+                self.told.note(index)
             fetched = self._next_of_inner()
         return fetched
 
@@ -342,14 +344,34 @@ class LookaheadFetcher(_DataLoaderIterDataFetcher):
             if not self._inner_is_exhausted:
                 timer = None if self.executor is None else self.executor.order.timer
                 with suppress(StopIteration), waiting_for_data(timer):
-                    return next(self.inner), self._states.read()
+                    fetched = next(self.inner)
+                    return self._own(fetched), self._states.read()
             if self.inner.fetched > 0 or self._iterated or not self._states.latest:
                 break
             # Resumed after an epoch's last batch: the loader's iterator goes on there, and so is at its end. Lightning
             # has begun the next epoch, for which it takes a new iterator only where it has not resumed.
             self._iterated = True
             iter(self.inner)
+            self._own_those_of_inner()
+        if self.length_known and self.inner.fetched < self.num_batches:
+            raise RuntimeError(
+                f"rank {self._trainer.global_rank}: the data loader ended after {self.inner.fetched} batches, its "
+                f"length says {self.num_batches:g}. Does the dataset's __getitem__ raise StopIteration?"
+            )
         return None
+
+    def _own(self, fetched: Any) -> Any:
+        """Return what the inner fetcher has given, with memory of its own, before the loader is asked for more."""
+        if self.inner.length is None:  # it has fetched one more, and had given its last one memory before
+            self._own_those_of_inner()
+            return fetched
+        batch, batch_idx, dataloader_idx = fetched
+        return self._memory.own(batch), batch_idx, dataloader_idx
+
+    def _own_those_of_inner(self) -> None:
+        """Give the batches that the inner fetcher has fetched just now, and holds, memory of their own."""
+        held: list[Any] = getattr(self.inner, "batches", [])
+        held[:] = [(self._memory.own(batch), batch_idx, dataloader_idx) for batch, batch_idx, dataloader_idx in held]
 
     @property
     def trained_state(self) -> Any:
@@ -380,6 +402,8 @@ class LookaheadFetcher(_DataLoaderIterDataFetcher):
         """Drop the batches that were looked ahead, on all ranks alike."""
         self._batch, self._real, self._peeked = None, None, False
         self._buffered.clear()
+        if self.told is not None:
+            self.told.forget(len(self._skipped))
         self._num_delivered, self._num_skipped, self._has_ended = 0, 0, False
         self._skipped.clear()
         if self.executor is not None:
@@ -406,20 +430,6 @@ class LookaheadFetcher(_DataLoaderIterDataFetcher):
         return (loop.max_steps - loop.global_step) * trainer.accumulate_grad_batches - done_of_step
 
 
-class NoneFetcher(_DataFetcher):
-    """Hands a None batch through, so that the loop warns and skips as it always does."""
-
-    def __init__(self, fetcher: LookaheadFetcher) -> None:
-        super().__init__()
-        self._fetcher = fetcher
-
-    @override
-    def __next__(self) -> Any:
-        next(self._fetcher)
-        self.done = self._fetcher.done
-        return None, self._fetcher._batch_idx, self._fetcher._dataloader_idx
-
-
 def stage_batch(trainer: Trainer, batch: Any, dataloader_idx: int) -> Any:
     """Do what Lightning's loops do with a batch before its step: convert, transfer hooks, copy to the device.
 
@@ -437,14 +447,3 @@ def stage_batch(trainer: Trainer, batch: Any, dataloader_idx: int) -> Any:
     strategy = trainer.strategy
     with trainer.profiler.profile(f"[Strategy]{type(strategy).__name__}.batch_to_device"):  # type: ignore[attr-defined]
         return strategy.batch_to_device(batch, dataloader_idx=dataloader_idx)
-
-
-def has_known_length(combined_loader: CombinedLoader) -> bool:
-    """Whether no loader can end before its length, as an iterable dataset, a sampler or a loader of the user's may."""
-    return all(
-        type(loader) is DataLoader
-        and not isinstance(loader.dataset, IterableDataset)
-        and type(loader.sampler) in (RandomSampler, SequentialSampler, DistributedSampler)
-        and type(loader.batch_sampler) in (BatchSampler, type(None))
-        for loader in combined_loader.flattened
-    )

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Mapping
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 from lightning.pytorch import Trainer
 from lightning.pytorch.callbacks import ModelPruning
@@ -17,22 +17,33 @@ from lightning.pytorch.loops.fit_loop import _FitLoop
 from lightning.pytorch.loops.optimization.automatic import _AutomaticOptimization
 from lightning.pytorch.loops.training_epoch_loop import _TrainingEpochLoop
 from lightning.pytorch.strategies import DDPStrategy
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    DistributedSampler,
+    IterableDataset,
+    RandomSampler,
+    SequentialSampler,
+)
 from typing_extensions import override
 
 from ..versions import check_names
 from . import fetcher as fetchers
 from . import sigterm
-from .fetcher import ExecutorFactory, LookaheadFetcher, NoneFetcher, has_known_length
+from .fetcher import ExecutorFactory, LookaheadFetcher
+
+if TYPE_CHECKING:
+    from lightning.pytorch.utilities.combined_loader import CombinedLoader
 
 PRIVATE_NAMES: Mapping[str, tuple[str, ...]] = {
     "lightning.pytorch.loops.fetchers": ("_DataFetcher", "_PrefetchDataFetcher"),
     "lightning.pytorch.loops.fit_loop": ("_FitLoop",),
     "lightning.pytorch.loops.optimization.automatic": ("_AutomaticOptimization",),
     "lightning.pytorch.loops.training_epoch_loop": ("_TrainingEpochLoop",),
-    "_FitLoop": ("_data_fetcher", "_should_reload_train_dl", "setup_data"),
+    "_FitLoop": ("_can_stop_early", "_data_fetcher", "_should_reload_train_dl", "setup_data"),
     "_TrainingEpochLoop": (
-        *("_batches_that_stepped", "_broadcast_sigterm_tensor", "_should_accumulate", "_should_check_val_fx"),
-        "advance",
+        *("_batches_that_stepped", "_broadcast_sigterm_tensor", "_should_accumulate"),
+        *("_num_ready_batches_reached", "_should_check_val_epoch", "_should_check_val_fx", "advance"),
     ),
     "Strategy": ("_layer_sync",),
     "Trainer": ("_teardown",),
@@ -49,6 +60,20 @@ def num_trained(trainer: Trainer) -> int:
 def accumulates(trainer: Trainer) -> bool:
     """Return whether the optimizer step of the batch in training comes with a later batch."""
     return trainer.fit_loop.epoch_loop._should_accumulate()
+
+
+class _NoneFetcher(_DataFetcher):
+    """Hands a None batch through, so that the loop warns and skips as it always does."""
+
+    def __init__(self, fetcher: LookaheadFetcher) -> None:
+        super().__init__()
+        self._fetcher = fetcher
+
+    @override
+    def __next__(self) -> Any:
+        next(self._fetcher)
+        self.done = self._fetcher.done
+        return None, self._fetcher._batch_idx, self._fetcher._dataloader_idx
 
 
 class _AutomaticOptimizationMixin(_AutomaticOptimization):
@@ -77,9 +102,10 @@ class _FitLoopMixin(_FitLoop):
         """Take the length of the shortest rank's epoch, where Lightning takes each rank's own."""
         own, strategy = self.max_batches, self.trainer.strategy
         fetcher.num_batches = strategy.shortest_epoch(own)  # type: ignore[attr-defined]
-        knows = has_known_length(fetcher.combined_loader)
+        knows = _has_known_length(fetcher.combined_loader)
         any_does_not = strategy.any_rank(not knows)  # type: ignore[attr-defined]
         fetcher.lengths_known = knows and not any_does_not
+        fetcher.told = strategy.skipped_batches()  # type: ignore[attr-defined]
         if fetcher.num_batches == own:
             return
         warnings.warn(
@@ -137,11 +163,28 @@ class _EpochLoopMixin(_TrainingEpochLoop):
             if self.restarting:
                 # Stopped in the validation after an epoch's last batch: the stock loop has that left to run.
                 return fetcher
+            self._end_late(fetcher)
             raise
         assert fetcher.executor is not None
         if fetcher.executor.stop_agreed:
             sigterm.leave(self.trainer)
-        return NoneFetcher(fetcher) if batch is None else fetcher
+        return _NoneFetcher(fetcher) if batch is None else fetcher
+
+    def _end_late(self, fetcher: LookaheadFetcher) -> None:
+        """Do what the last batch of an epoch is due for, where no rank knew it was: some had only None left after it.
+
+        They have counted these, and may have come to the length of their loader.
+        """
+        if self.batch_progress.is_last_batch or fetcher.told is None or not fetcher.told.is_any:
+            return
+        counted = self._num_ready_batches_reached()
+        self.batch_progress.is_last_batch = True
+        if not counted:
+            self.update_lr_schedulers("epoch", update_plateau_schedulers=False)
+        if self._should_check_val_fx(fetcher):
+            self.trainer.validating = True
+            self.val_loop.run()
+            self.trainer.training = True
 
     def _broadcast_sigterm_tensor(self) -> None:
         """Do nothing: the ranks have agreed on it with the batch, without a broadcast and a read per step."""
@@ -154,7 +197,32 @@ class _EpochLoopMixin(_TrainingEpochLoop):
         if self.trainer.val_check_batch is None:
             # It is time to validate by the clock of this rank: one that validates alone waits for the others forever.
             decision = self.trainer.strategy.broadcast(decision)
+        elif self.trainer.world_size > 1 and isinstance(data_fetcher, LookaheadFetcher) and not self.restarting:
+            decision = self._validates_with_all(data_fetcher, decision)
         return decision
+
+    def _validates_with_all(self, fetcher: LookaheadFetcher, decision: bool) -> bool:
+        """Return the decision of all ranks, each of which counts the batches that it alone has skipped, too."""
+        trainer = self.trainer
+        if not self._should_check_val_epoch() or (trainer.should_stop and trainer.fit_loop._can_stop_early):
+            return decision
+        by_epoch = trainer.check_val_every_n_epoch is not None
+        if by_epoch and trainer.val_check_batch in (float("inf"), trainer.num_training_batches):
+            return self.batch_progress.is_last_batch  # all ranks know that one
+        if decision:
+            fetcher.check_skipped(over_epochs=not by_epoch)
+        return decision
+
+
+def _has_known_length(combined_loader: CombinedLoader) -> bool:
+    """Whether no loader can end before its length, as an iterable dataset, a sampler or a loader of the user's may."""
+    return all(
+        type(loader) is DataLoader
+        and not isinstance(loader.dataset, IterableDataset)
+        and type(loader.sampler) in (RandomSampler, SequentialSampler, DistributedSampler)
+        and type(loader.batch_sampler) in (BatchSampler, type(None))
+        for loader in combined_loader.flattened
+    )
 
 
 def _leave_if_agreed(trainer: Trainer) -> None:

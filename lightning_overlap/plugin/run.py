@@ -17,7 +17,7 @@ from lightning.pytorch.strategies import DDPStrategy
 from lightning.pytorch.utilities.parsing import lightning_getattr, lightning_hasattr
 from torch.distributed.constants import default_pg_timeout
 
-from ..distributed import GroupConsensus, Lowest, OwnLowest, groups
+from ..distributed import GroupConsensus, Lowest, OwnLowest, SkippedBatches, default_store, groups
 from ..runtime import Executor, StageTimer, Streams
 from ..sparse import GradientStash, SparsePipeline
 from ..tables import OverflowWatch, has_model_parallel_tables
@@ -111,6 +111,8 @@ class Run:
         """Called once training has written its last weight."""
         self.tuner: Tuner | None = None
         """Tries modes, until it has chosen one; None where a mode was named."""
+        self.skipped: SkippedBatches | None = None
+        """What the ranks tell each other of batches that are None; None on one rank."""
 
     def train_with(self, sparse: SparsePipeline) -> None:
         """Let a pipeline serve the calls of `training_step`, until the run stops."""
@@ -320,6 +322,15 @@ class HasRun(DDPStrategy):
     def shortest_epoch(self, num_batches: float) -> float:
         """Return the fewest batches that any rank has in an epoch; `inf` where no loader has a length."""
         return num_batches if self._consensus is None else self._consensus.shortest(num_batches)
+
+    def skipped_batches(self) -> SkippedBatches | None:
+        """Return what the ranks of this fit tell each other of skipped batches; None on one. All ranks call this."""
+        run, store = self._run, default_store()
+        if run is None or store is None or self.world_size == 1:
+            return None
+        run.skipped = run.skipped or SkippedBatches(store, self.global_rank, self.world_size)
+        run.skipped.begin_epoch()
+        return run.skipped
 
     def gather(self, value: Any) -> list[Any]:
         """Return every rank's value, by rank, on the host; anything that can be pickled. All ranks call this."""

@@ -6,6 +6,7 @@ executor and the sparse stages share, streams among it, is a `LookupOrder`.
 
 from .batch_copies import BatchCopies as BatchCopies
 from .batch_memory import BatchMemory as BatchMemory
+from .batch_memory import keeps_its_data as keeps_its_data
 from .batch_tree import Path as Path
 from .batch_tree import leaves as leaves
 from .batch_tree import resolve as resolve

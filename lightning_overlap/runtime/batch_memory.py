@@ -1,51 +1,148 @@
-"""Whether a data loader gives each batch memory of its own: several are kept then before they are copied."""
+"""Batches that stay what they are while their loader goes on: copies, of one that may fill its memory anew."""
 
 from __future__ import annotations
 
+import warnings
+import weakref
+from collections import deque
+from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils.data import DataLoader, default_collate, default_convert
 
-from .batch_tree import leaves
+from .batch_tree import with_leaves
+
+NUM_SEEN = 3
+"""After so many batches, one after the other, whose memory a loader has let go of, it is trusted."""
+
+NUM_TRIES = 16
+"""A loader that is not trusted after so many batches of an epoch is not looked at any more."""
+
+NUM_KEPT = 2
+"""How many batches later a loader has to have let go of one: a generator still has it in a variable at the next one."""
+
+_IsGone = Callable[[], bool]
 
 
 class BatchMemory:
-    """Compares the memory of a loader's first batches. One that fills the same buffers anew overwrites what is kept.
+    """Copies batches as a loader gives them, until the loader is seen to give each one memory of its own.
+
+    A batch in flight is overwritten by a loader that fills the same buffers anew while it makes a later one. Only a
+    loader that still has the memory can do that: a reader with one or several buffers, one that fills a chunk and gives
+    views of it, one whose arrays belong to NumPy. So of the first batches of each epoch a copy is used and the batch
+    itself let go: where its memory is freed with it, the loader has none to fill anew. Where it is not (a loader that
+    keeps all its data, too) every batch is copied. What is on another device than the one that trains is left alone:
+    its transfer is a copy.
 
     Args:
-        num: How many batches, one after the other, have to be in memory of their own.
+        device_type: Where batches are trained. Tensors that are there already are copied, and arrays.
+        is_own: Whether the loader is known never to fill its memory anew.
     """
 
-    def __init__(self, num: int) -> None:
-        self._num_left = num
-        self._kept: list[Any] = []  # so that nobody else gets their memory
-        self._seen: set[int] = set()
-        self._is_shared = False
+    def __init__(self, device_type: str, *, is_own: bool = False) -> None:
+        self._device_type = device_type
+        self._is_trusted = self._is_known = is_own
+        self._gone: deque[list[_IsGone]] = deque()
+        self._num_seen = self._num_tries = 0
+        self._has_failed = False
+
+    def begin_epoch(self) -> None:
+        """Look at the loader again: it may be another one now."""
+        self._is_trusted = self._is_known
+        self._gone.clear()
+        self._num_seen = self._num_tries = 0
 
     @property
     def is_own(self) -> bool:
-        """Whether so many batches have come, each in memory of its own."""
-        return self._num_left == 0 and not self._is_shared
+        """Whether batches may be kept, before they are transferred, while the loader makes others."""
+        return self._is_trusted or (self._device_type == "cpu" and not self._has_failed)
 
-    def note(self, batch: Any) -> None:
-        """Take notice of a batch as the loader has given it."""
-        if self._num_left == 0:
-            return
-        self._num_left -= 1
-        parts = [batch, *(leaf for _, leaf in leaves(batch, lambda _: False))]
-        places = {place for part in parts if (place := _place(part)) is not None} | {id(batch)}
-        self._is_shared |= not places.isdisjoint(self._seen)
-        self._seen |= places
-        self._kept += parts
-        if self._num_left == 0:
-            self._kept.clear()
-            self._seen.clear()
+    def own(self, batch: Any) -> Any:
+        """Return a batch that the loader has just given, or a copy of it."""
+        if self._is_trusted:
+            return batch
+        if len(self._gone) == NUM_KEPT:
+            self._num_seen = self._num_seen + 1 if all(is_gone() for is_gone in self._gone.popleft()) else 0
+            if self._num_seen == NUM_SEEN:
+                self._is_trusted = True
+                self._gone.clear()
+                return batch
+        found: list[_IsGone] = []
+        looks = self._num_tries < NUM_TRIES
+
+        def copy(leaf: Any) -> Any:
+            if isinstance(leaf, np.ndarray):
+                if looks:
+                    found.append(_array_gone(leaf))
+                return leaf.copy()
+            if not isinstance(leaf, Tensor):
+                return leaf
+            if looks:
+                found.append(_tensor_gone(leaf))
+            if leaf.device.type != self._device_type or leaf.requires_grad:
+                return leaf
+            own = leaf.clone()
+            if leaf.__dict__:
+                vars(own).update(vars(leaf))
+            return own
+
+        try:
+            copied = with_leaves(batch, copy)
+        except Exception as error:
+            self._warn(batch, error)
+            return batch
+        if found:
+            self._num_tries += 1
+            self._gone.append(found)
+        return copied
+
+    def _warn(self, batch: Any, error: Exception) -> None:
+        if not self._has_failed:
+            self._has_failed = True
+            warnings.warn(
+                f"Batches of the type {type(batch).__name__} cannot be copied ({type(error).__name__}: {error}). "
+                "Several are in flight at a time: the data loader must not fill the memory of one anew for another.",
+                UserWarning,
+                stacklevel=2,
+            )
 
 
-def _place(part: Any) -> int | None:
-    """Return where the memory of a tensor or an array begins; None for what has none."""
-    if isinstance(part, Tensor):
-        return part.data_ptr() or None if part.layout is torch.strided else id(part)
-    interface = getattr(part, "__array_interface__", None)
-    return interface["data"][0] if isinstance(interface, dict) else None
+def _never() -> bool:
+    return False
+
+
+def _tensor_gone(tensor: Tensor) -> _IsGone:
+    """Return what says whether the memory of a tensor has been freed."""
+    if tensor.layout is not torch.strided or tensor.is_meta:
+        return _never
+    storage = tensor.untyped_storage()
+    # Memory that PyTorch has not allocated (an array's) has an owner that nobody can see; what worker processes have
+    # sent belongs to the tensor.
+    return StorageWeakRef(storage).expired if storage.resizable() or storage.is_shared() else _never
+
+
+def _array_gone(array: np.ndarray[Any, Any]) -> _IsGone:
+    """Return what says whether the memory of an array has been freed."""
+    owner: Any = array
+    while isinstance(owner, np.ndarray) and owner.base is not None:
+        owner = owner.base
+    if not isinstance(owner, np.ndarray) or not owner.flags.owndata:
+        return _never
+    reference = weakref.ref(owner)
+    return lambda: reference() is None
+
+
+_HOLDERS: tuple[type, ...] = (list, tuple)
+
+
+def keeps_its_data(loader: Any) -> bool:
+    """Whether a loader gives what a list holds, or copies of it: memory that nobody fills anew."""
+    return (
+        type(loader) is DataLoader
+        and type(loader.dataset) in _HOLDERS
+        and loader.collate_fn in (default_collate, default_convert)
+    )

@@ -48,7 +48,11 @@ class EndOfData:
         return self.num_batches == index + 1
 
     def ask(self, index: int, *, lacks: bool) -> None:
-        """Say whether this rank has a batch, and ask for what the others have to say."""
+        """Say whether this rank has a batch, and ask for what the others have to say.
+
+        Raises:
+            RuntimeError: This rank has none left, and the others cannot know it: most of the last ones are None.
+        """
         if self._consensus is None:
             return
         if index == 0:
@@ -56,6 +60,12 @@ class EndOfData:
             self._ask_all_from = max(0, self._source.num_batches - ASK_FOR_LAST)
         requested_interval = 0
         if self._poll_interval is not None and index < self._ask_all_from:
+            if lacks and self._source.exhausted:
+                raise RuntimeError(
+                    f"rank {self._rank} has only {index} batches to train of the {self._source.num_batches:g} that its "
+                    "loader says: most of the last ones are None. The other ranks have more, and would wait for it. "
+                    "Drop samples in place of whole batches, or give the loader no length."
+                )
             if lacks or not self._poll_interval.due(index):
                 return  # the source holds it back; so does every rank's
             requested_interval = self._poll_interval.ask(index)
@@ -82,7 +92,7 @@ class EndOfData:
         said = answer.wait()
         self.stop_agreed |= said.stop
         if self._poll_interval is not None and index == self._asked_now_and_then:
-            self._poll_interval.hear(said.requested_interval)
+            self._poll_interval.hear(said.requested_interval, self._source.num_batches)
         if self._poll_interval is None:
             # One that a rank lacked may have been held back: it is asked for again.
             self._next_asked = index if said.lacks else index + MAX_INTERVAL - said.requested_interval

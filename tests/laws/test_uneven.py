@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from ..support.pairs import pairwise
-from ..support.ranks import Ranks
+from ..support.ranks import RankError, Ranks
 from . import uneven
 
 PIPELINES = ["base", "sparse_dist", "fused_sparse_dist", "semi_sync"]
@@ -65,6 +65,73 @@ def test_the_last_step_comes_after_a_batch_that_is_none_on_one_rank(two_ranks: R
     nones = ((0, 3), ())
     runs = two_ranks.run(uneven.train_past_nones, "fused_sparse_dist", (9, 6), nones, max_steps=7, max_epochs=3)
     assert [trained for trained, _ in runs] == [[1, 2, 4, 5, 6, 7, 1], [0, 1, 2, 3, 4, 5, 0]]
+
+
+SKIPPED = {
+    "by_one": ((9, 9), ((2,), ())),
+    "other_numbers": ((9, 6), ((4,), (1, 4))),
+    "other_places": ((9, 9), ((2,), (5,))),
+    "the_last": ((9, 9), ((5, 6, 7, 8), ())),
+    "many_last": ((40, 40), ((5, *range(28, 40)), ())),
+    "past_the_end_of_another": ((8, 8), ((4,), (0, 1, 2, 4, 6, 7))),
+}
+"""Lengths, and the batches of each rank that are None."""
+
+
+@pytest.mark.parametrize(("pipeline", "name", "sized"), pairwise([*PIPELINES, "auto"], SKIPPED, [True, False]))
+def test_ranks_that_skip_other_batches_validate_together(
+    two_ranks: Ranks, pipeline: str, name: str, sized: bool
+) -> None:
+    """At the end of their epoch, which no rank's count of batches tells the others."""
+    lengths, nones = SKIPPED[name]
+    shortest = min(lengths) if sized else max(lengths)
+    real = [[index for index in range(min(lengths[rank], shortest)) if index not in nones[rank]] for rank in range(2)]
+    fewest = min(map(len, real))
+    seen = two_ranks.run(uneven.train_and_validate_past_nones, pipeline, lengths, nones, sized, timeout_s=30)
+    assert seen == [[*one[:fewest], "validation"] * 2 for one in real]
+
+
+def test_a_rank_that_has_hardly_anything_to_train_says_so(two_ranks: Ranks) -> None:
+    """The ranks ask each other now and then, where they know how many batches there are."""
+    args = ("fused_sparse_dist", (20, 20), (tuple(range(3, 20)), ()), True)
+    with pytest.raises(RankError, match="rank 0 has only 3 batches to train of the 20"):
+        two_ranks.run(uneven.train_and_validate_past_nones, *args, timeout_s=30)
+
+
+def test_limited_ranks_that_skip_other_batches_validate_together(two_ranks: Ranks) -> None:
+    for pipeline in PIPELINES:
+        args = (pipeline, (13, 11), ((2,), (0, 1, 2)), False)
+        seen = two_ranks.run(uneven.train_and_validate_past_nones, *args, limit_train_batches=4, timeout_s=30)
+        assert seen == [[0, "validation"] * 2, [3, "validation"] * 2]
+
+
+@pytest.mark.parametrize(("pipeline", "sized"), [(one, sized) for one in PIPELINES[::2] for sized in (True, False)])
+def test_ranks_that_skip_alike_validate_as_lightning_counts(two_ranks: Ranks, pipeline: str, sized: bool) -> None:
+    """A batch that is None is one of the interval, also where it is another one on each rank."""
+    run, lengths = uneven.train_and_validate_past_nones, (10, 10)
+    v = "validation"
+    expected = [0, 1, v, 4, 5, 6, 7, v, 8, 9]
+    assert two_ranks.run(run, pipeline, lengths, ((2, 3), (2, 3)), sized, val_check_interval=4) == [expected * 2] * 2
+    over = {"val_check_interval": 4, "check_val_every_n_epoch": None}
+    over_epochs = [0, 1, v, 4, 5, 6, 7, v, 8, 9, 0, 1, v, 4, 5, v, 6, 7, 8, 9, v]
+    assert two_ranks.run(run, pipeline, lengths, ((2, 3), (2, 3)), sized, **over) == [over_epochs] * 2
+    first, second = two_ranks.run(run, pipeline, lengths, ((1,), (0,)), sized, val_check_interval=4, max_epochs=1)
+    assert first == [0, 2, 3, v, 4, 5, 6, 7, v, 8, 9]
+    assert second == [1, *first[1:]]
+
+
+@pytest.mark.parametrize(
+    ("pipeline", "sized", "nones"), pairwise(PIPELINES[::2], [True, False], [((2,), (5,)), ((3,), ()), ((), (1, 2))])
+)
+def test_ranks_that_skip_others_are_told_before_a_validation(
+    two_ranks: Ranks, pipeline: str, sized: bool, nones: tuple[tuple[int, ...], ...]
+) -> None:
+    """With plain DDP they wait for each other, at a broadcast that Lightning makes with each batch."""
+    args = (pipeline, (10, 10), nones, sized)
+    rank, num = (1, 2) if nones[1] == (1, 2) else (0, 1)
+    said = f"rank {rank} comes to a validation after {4 - num} batches of an epoch and {num} that are None, "
+    with pytest.raises(RankError, match=f"{said}rank {1 - rank} has skipped 0 by then"):
+        two_ranks.run(uneven.train_and_validate_past_nones, *args, val_check_interval=4, timeout_s=30)
 
 
 @pytest.mark.parametrize(("num_buffers", "sized"), [(1, True), (2, False)], ids=["sized", "unsized"])

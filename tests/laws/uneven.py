@@ -17,7 +17,7 @@ from torch.utils.data import DataLoader, IterableDataset
 from torchrec import KeyedJaggedTensor
 
 from lightning_overlap import OverlapEmbeddingStrategy
-from lightning_overlap.distributed import Answer, GroupConsensus, StepFlags
+from lightning_overlap.distributed import Answer, GroupConsensus, StepFlags, skipped_batches
 
 from ..support.cases import NUM_ROWS, TABLE_WISE, Batch, Batches, Model, make_batch, make_plan
 from ..support.fits import make_trainer
@@ -95,6 +95,20 @@ def train_past_nones(
         patch.setattr(GroupConsensus, "ask", counted)
         make_trainer(strategy, limit_val_batches=0, **kwargs).fit(model, datamodule=Uneven(lengths, False, nones))
     return [batch for _, _, batch, _ in (one for one in model.seen if one != "validation")], num_asked
+
+
+def train_and_validate_past_nones(
+    pipeline: str, lengths: tuple[int, ...], nones: tuple[tuple[int, ...], ...], sized: bool, **kwargs: Any
+) -> list[Any]:
+    """Two epochs; return the batches that were trained, and where it was validated."""
+    model = Counts()
+    strategy = OverlapEmbeddingStrategy(pipeline=pipeline, sharding=make_plan(TABLE_WISE, model, dist.get_world_size()))
+    with pytest.MonkeyPatch.context() as patch, warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        patch.setattr(skipped_batches, "WAIT_S", 1)
+        trainer = make_trainer(strategy, **{"max_epochs": 2, "num_sanity_val_steps": 0, **kwargs})
+        trainer.fit(model, datamodule=Uneven(lengths, sized, nones))
+    return [one if one == "validation" else one[2] for one in model.seen]
 
 
 class _Ring:

@@ -1,0 +1,103 @@
+"""Which batches each rank has skipped, told through the store: ranks that skip others come to a validation apart."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import time
+
+from .failures import Store
+
+WAIT_S = 60.0
+"""How long a rank waits for another one that may still be about to fetch the same batch that is None."""
+
+_num_runs = itertools.count()
+
+
+class SkippedBatches:
+    """Tells all ranks which batches of a fit this one has skipped, and asks for theirs.
+
+    A rank that skips nothing tells nothing, so this costs a fit without such batches one look at the store for each
+    validation. No collective is asked: the ranks may not be at the same one.
+
+    Args:
+        store: Of all ranks.
+        rank: The rank of this process.
+        num_ranks: How many there are. Every rank makes as many of these, in the same order.
+    """
+
+    def __init__(self, store: Store, rank: int, num_ranks: int) -> None:
+        self._store, self._rank, self._num_ranks = store, rank, num_ranks
+        self._key = f"lightning_overlap/skipped/{next(_num_runs)}"
+        self._epoch = 0
+        self._mine: list[tuple[int, int]] = []
+
+    def begin_epoch(self) -> None:
+        """Count the batches of an epoch; all ranks call this alike."""
+        self._epoch += 1
+
+    def note(self, num_before: int) -> None:
+        """Tell the others of a batch that is skipped, before this rank takes part in the next one that is not.
+
+        Args:
+            num_before: Other batches of the epoch before it.
+        """
+        self._mine.append((self._epoch, num_before))
+        self._tell()
+
+    def forget(self, num: int) -> None:
+        """Take back the last ones, which the epoch does not come to."""
+        if num:
+            del self._mine[-num:]
+            self._tell()
+
+    def _tell(self) -> None:
+        self._store.set(f"{self._key}/{self._rank}", json.dumps(self._mine))
+        self._store.add(f"{self._key}/num", 1)
+
+    @property
+    def is_any(self) -> bool:
+        """Whether a rank has skipped a batch."""
+        return bool(self._store.add(f"{self._key}/num", 0))
+
+    def check(self, num_before: int, num_skipped: int, *, at_skipped: bool, over_epochs: bool) -> None:
+        """Check that all ranks come to a validation after the same step, where its interval counts skipped batches.
+
+        Args:
+            num_before: Other batches of the epoch that this rank has trained.
+            num_skipped: Batches of the epoch that it has skipped among them.
+            at_skipped: Whether the validation comes right after one of these.
+            over_epochs: Whether those of earlier epochs count.
+
+        Raises:
+            RuntimeError: Another rank has skipped fewer, or more, so that it validates after another step.
+        """
+        if not self.is_any:
+            return
+        earlier = sum(epoch < self._epoch for epoch, _ in self._mine) if over_epochs else 0
+        mine, deadline = earlier + num_skipped, time.monotonic() + WAIT_S
+        for rank in range(self._num_ranks):
+            while True:
+                theirs = self._of(rank, over_epochs)
+                fewest, most = (sum(place < num_before + late for place in theirs) for late in (0, 1))
+                if (fewest < mine <= most) if at_skipped else fewest == mine:
+                    break
+                # All ranks have fetched what this one has trained. What comes next one of them may not know yet.
+                if not at_skipped or fewest >= mine or time.monotonic() > deadline:
+                    raise RuntimeError(
+                        f"rank {self._rank} comes to a validation after {num_before} batches of an epoch and {mine} "
+                        f"that are None, rank {rank} has skipped {most if at_skipped else fewest} by then: it would "
+                        "validate after another batch, and each wait for the other. Let all ranks skip alike (drop "
+                        "samples in place of whole batches), or validate at the end of epochs (val_check_interval=1.0)."
+                    )
+                time.sleep(0.01)
+
+    def _of(self, rank: int, over_epochs: bool) -> list[int]:
+        """How many others come before each batch that a rank skips: those of this epoch, and before them of earlier."""
+        key = f"{self._key}/{rank}"
+        told: list[tuple[int, int]] = json.loads(self._store.get(key)) if self._store.check([key]) else []
+        return [
+            num_before if epoch == self._epoch else -1
+            for epoch, num_before in told
+            if epoch == self._epoch or (over_epochs and epoch < self._epoch)
+        ]
