@@ -7,7 +7,7 @@ have the same LightningModule, batches, sharding plan and ranks.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -18,6 +18,7 @@ import torch.distributed as dist
 from lightning.pytorch import Callback, LightningDataModule, LightningModule, Trainer, seed_everything
 from lightning.pytorch.strategies import DDPStrategy
 from torch import Tensor, nn
+from torch.utils.data import DataLoader
 from torchrec.distributed.model_parallel import DistributedModelParallel
 from torchrec.distributed.train_pipeline import train_pipelines
 from torchrec.distributed.types import ShardingEnv
@@ -30,25 +31,14 @@ from . import build, config_checks
 from .config_checks import Config
 
 
-class Batches:
-    """A loader of a number of batches: a few, handed out over and over.
+def loader_of(batches: Sequence[Any], num_batches: int) -> DataLoader[Any]:
+    """Return a loader of a few batches, handed out over and over.
 
     Args:
         batches: At least one.
         num_batches: How many to hand out.
     """
-
-    def __init__(self, batches: Sequence[Any], num_batches: int) -> None:
-        self._batches = batches
-        self._num_batches = num_batches
-
-    def __len__(self) -> int:
-        """Batches in all."""
-        return self._num_batches
-
-    def __iter__(self) -> Iterator[Any]:
-        """Hand out batches, from the first one on."""
-        return (self._batches[index % len(self._batches)] for index in range(self._num_batches))
+    return DataLoader([batches[index % len(batches)] for index in range(num_batches)], batch_size=None)  # type: ignore[arg-type]
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,7 +57,7 @@ class Job:
 
     config: Config
     data: LightningDataModule
-    batches: Batches
+    batches: DataLoader[Any]
     device: torch.device
     after_step: Callable[[Tensor, OverlapEmbeddingStrategy | None], None]
     log_dir: Path

@@ -27,7 +27,7 @@ from ..profiling import Span, from_zero, overlapped_by, write_html, write_png
 from ..schedules import Stage
 from ..tables import find_tables
 from . import bench_report, build, config_checks, train_worker
-from .bench_arms import Arm, Batches, Job, arms
+from .bench_arms import Arm, Job, arms, loader_of
 from .bench_collectives import late_all_to_alls
 from .bench_report import ArmTurns, Turn
 from .config_checks import Config
@@ -154,7 +154,7 @@ class _Bench:
         job = Job(
             config=config,
             data=self.data,
-            batches=Batches(self.batches, num_steps),
+            batches=loader_of(self.batches, num_steps),
             device=self.device,
             after_step=meter.after_step,
             log_dir=self.folder,
