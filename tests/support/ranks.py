@@ -11,6 +11,7 @@ import socket
 import sys
 import traceback
 from collections.abc import Callable
+from multiprocessing import resource_tracker
 from pathlib import Path
 from typing import Any
 
@@ -46,10 +47,11 @@ class Ranks:
         for rank in range(world_size):
             ours, theirs = multiprocessing.Pipe()  # when this end goes, a rank ends
             with theirs:
-                arguments = ((rank, world_size, num_nodes), port, device_type, theirs.fileno())
+                files = [theirs.fileno(), resource_tracker.getfd()]
+                arguments = ((rank, world_size, num_nodes), port, device_type, *files)
                 program = f"from {__name__} import serve; serve(*{arguments!r})"
                 command = [sys.executable, "-c", program]
-                process = interpreters.Popen(command, cwd=ROOT, pass_fds=[theirs.fileno()], launches=False)
+                process = interpreters.Popen(command, cwd=ROOT, pass_fds=files, launches=False)
             ours.send_bytes(bytes(multiprocessing.current_process().authkey))  # for tensors, which go by shared memory
             self._pipes.append(ours)
             self._processes.append(process)
@@ -112,8 +114,9 @@ class Ranks:
             process.wait()
 
 
-def serve(place: tuple[int, int, int], port: int, device_type: str, file: int) -> None:
+def serve(place: tuple[int, int, int], port: int, device_type: str, file: int, tracker: int) -> None:
     """Be a rank: call what comes through the pipe with this file number, until it ends."""
+    resource_tracker._resource_tracker._fd = tracker  # type: ignore[attr-defined]  # as `spawn` does: one for all
     pipe = multiprocessing.connection.Connection(file)
     multiprocessing.current_process().authkey = pipe.recv_bytes()
     rank, world_size, num_nodes = place
