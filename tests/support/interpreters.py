@@ -246,7 +246,7 @@ def _server_of_this_process() -> _Server:
         environment = os.environ | {"PYTHONPATH": str(ROOT)}
         with theirs:
             process = subprocess.Popen(
-                [sys.executable, "-W", "ignore", "-c", SERVER, str(theirs.fileno())],
+                [sys.executable, "-c", SERVER, str(theirs.fileno())],
                 cwd=ROOT,
                 env=environment,
                 stdin=subprocess.DEVNULL,
