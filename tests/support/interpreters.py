@@ -46,7 +46,7 @@ PRELOADED = (
     *("lightning.pytorch", "torchrec", "lightning_overlap", "lightning_overlap.apps.build", "hydra", "omegaconf"),
     *("torch.distributed.launcher.api", "torch.distributed.elastic.multiprocessing", "tensordict", "numpy"),
     *("lightning_overlap.data", "lightning_overlap.models", "matplotlib.figure"),
-    *("tests.support.fits", "tests.support.reference", "tests.support.traces"),
+    *("tests.support.fits", "tests.support.reference", "tests.support.traces", "tests.laws.faults"),
 )
 SERVER = "from tests.support.interpreters import main; main()"
 _PR_SET_CHILD_SUBREAPER = 36
