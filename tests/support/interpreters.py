@@ -38,9 +38,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-import torch
-
 ROOT = Path(__file__).resolve().parents[2]
 PRELOADED = (
     *("lightning.pytorch", "torchrec", "lightning_overlap", "lightning_overlap.apps.build", "hydra", "omegaconf"),
@@ -101,6 +98,9 @@ class _Program:
 
     def run(self) -> None:
         """Run it as an interpreter does."""
+        import numpy as np
+        import torch
+
         os.chdir(self.folder)
         os.environ.clear()
         os.environ.update(self.environment)
@@ -212,6 +212,11 @@ def _fork_or_execute(popen: Any, args: Any, *rest: Any) -> None:
         _servers[os.getpid()].start(popen, args, rest)
     else:
         _execute(popen, args, *rest)
+
+
+def start_anew() -> None:
+    """Let `subprocess` start interpreters anew here, if this process was forked itself."""
+    subprocess.Popen._execute_child = _execute  # type: ignore[attr-defined]
 
 
 def _parse(arguments: Sequence[Any]) -> tuple[list[str], list[str]]:
