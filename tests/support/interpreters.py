@@ -93,6 +93,7 @@ class _Program:
                 return theirs
             theirs.close()
             _servers[os.getpid()] = _Server(ours)
+            atexit.register(ours.close)
             subprocess.Popen._execute_child = _fork_or_execute  # type: ignore[attr-defined]
         return None
 

@@ -51,10 +51,8 @@ def closing(lines: list[str], seconds: float) -> str:
 def main(arguments: list[str]) -> int:
     """Run both, and return 0 if both passed."""
     began = time.monotonic()
-    own = [
-        "-W",
-        "ignore:Module already imported:pytest.PytestAssertRewriteWarning",
-    ]  # plugins, which assert nothing here
+    # Of hydra's plugin, which asserts nothing.
+    own = ["-W", "ignore:Module already imported:pytest.PytestAssertRewriteWarning"]
     pytest = [sys.executable, "-m", "pytest", *own, *arguments]
     with tempfile.TemporaryFile("w+") as written:
         others = interpreters.Popen([*pytest, "-m", "not first_run"], stdout=written, stderr=subprocess.STDOUT)
