@@ -18,7 +18,7 @@ from collections import Counter
 from . import interpreters
 
 WIDTH = 80
-IN_SECOND_RUN = ("checkpoint",)
+IN_SECOND_RUN = ("callbacks", "checkpoint", "testing")
 """Folders of `tests/` whose tests in rank processes are in the second run, so that both end at about the same time."""
 
 
