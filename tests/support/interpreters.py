@@ -74,7 +74,9 @@ class _Program:
         """
         first = max([*self.numbers, *files]) + 1
         moved = [fcntl.fcntl(file, fcntl.F_DUPFD, first) for file in files]
-        os.closerange(3, first)
+        for number in {int(name) for name in os.listdir("/proc/self/fd")} - {0, 1, 2, *moved}:
+            with contextlib.suppress(OSError):  # the folder itself
+                os.close(number)
         for file, number in zip(moved, self.numbers, strict=True):
             os.dup2(file, number)
             os.close(file)
@@ -266,6 +268,7 @@ def _server_of_this_process() -> _Server:
 
 def _end(owner: int, link: socket.socket, process: subprocess.Popen[bytes]) -> None:
     if os.getpid() == owner:
+        link.shutdown(socket.SHUT_RDWR)  # though a process that was forked here may have it, too
         link.close()
         process.wait()
 
