@@ -43,7 +43,8 @@ redis-server:
 	@requirements/redis_server.sh
 
 # Two runs of pytest at once: most tests in rank processes, and all others.
-test: lint docs redis-server
+test: $(INSTALLED)
+	@$(MAKE) --no-print-directory -j3 lint docs redis-server
 	OMP_NUM_THREADS=1 $(BIN)/python -m tests.support.side_by_side
 
 check: $(INSTALLED)

@@ -16,9 +16,11 @@ from hypothesis import settings
 from lightning_overlap.schedules.modes import MODES
 from lightning_overlap.schedules.schedule import Schedule
 
+from .support import interpreters
 from .support.ranks import Ranks
 from .support.side_by_side import is_in_first_run
 
+interpreters.start_anew()  # one of two runs side by side
 settings.register_profile("no_deadline", deadline=None)  # no test asserts a time: a busy machine has none to promise
 settings.load_profile("no_deadline")
 

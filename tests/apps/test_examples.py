@@ -1,4 +1,7 @@
-"""The examples run as their READMEs say, on two CPU processes."""
+"""The examples run as their READMEs say, on two CPU processes.
+
+A script and one of torchrun's are interpreters that import everything, as are their ranks; the others are forked.
+"""
 
 from __future__ import annotations
 
@@ -7,9 +10,13 @@ import os
 import re
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
+
+from ..support import interpreters
 
 pytestmark = pytest.mark.slow
 
@@ -32,7 +39,8 @@ TORCHRUN = [sys.executable, "-m", "torch.distributed.run"]
     ids=["existing_module", "serve_beside_training", "torchrun", "sequence_model"],
 )
 def test_an_example_learns(story: str, python: list[str], number: str, tmp_path: Path) -> None:
-    said = _run(story, "train.py", python, tmp_path)
+    run = subprocess.run if story in ("existing_module", "torchrun") else interpreters.run
+    said = _run(story, "train.py", python, tmp_path, run=run)
     found = re.search(number, said)
     assert found, said
     values = {name: float(value) for name, value in found.groupdict().items()}
@@ -41,18 +49,24 @@ def test_an_example_learns(story: str, python: list[str], number: str, tmp_path:
     assert values.get("hits", 1) > 0.35  # of at most 0.5
 
 
-def _run(story: str, name: str, python: list[str], folder: Path, *arguments: str) -> str:
+def _run(
+    story: str,
+    name: str,
+    python: list[str],
+    folder: Path,
+    *arguments: str,
+    run: Callable[..., Any] = interpreters.run,
+) -> str:
     """Run a script of an example in a folder; return what it prints."""
     script = ROOT / "examples" / story / name
     assert f"examples/{story}/{name}" in (script.parent / "README.md").read_text(encoding="utf-8")
-    done = subprocess.run(
+    done: subprocess.CompletedProcess[str] = run(
         [*python, str(script), *arguments],
         cwd=folder,
         env=os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
         capture_output=True,
         text=True,
         timeout=90,
-        check=False,
     )
     assert done.returncode == 0, done.stderr
     return done.stdout

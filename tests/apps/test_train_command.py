@@ -1,7 +1,11 @@
-"""`overlap-train` as a user meets it: a subprocess, started in another folder, that leaves no rank behind."""
+"""`overlap-train` as a user meets it: a process, started in another folder, that leaves no rank behind.
+
+Those marked as started anew are interpreters that import everything, as are their ranks; all others are forked.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import csv
 import json
 import os
@@ -15,6 +19,8 @@ from typing import Any
 
 import pytest
 import yaml
+
+from ..support import interpreters
 
 pytestmark = pytest.mark.slow
 
@@ -40,27 +46,30 @@ def environment(**more: str) -> dict[str, str]:
     return inherited | {"PYTHONPATH": str(ROOT)} | more
 
 
-def train(folder: Path, *arguments: str, **variables: str) -> subprocess.CompletedProcess[str]:
+def train(
+    folder: Path, *arguments: str, run: Callable[..., Any] = interpreters.run, **variables: str
+) -> subprocess.CompletedProcess[str]:
     """Run the command in `folder` and check that no rank outlives it."""
-    done = subprocess.run(
+    done: subprocess.CompletedProcess[str] = run(
         [*COMMAND, *arguments],
         cwd=folder,
         env=environment(**variables),
         capture_output=True,
         text=True,
         timeout=90,
-        check=False,
     )
     assert not ranks_of(folder)
     return done
 
 
-def ranks_of(folder: Path) -> list[str]:
-    """Command lines of the ranks whose run folder is below `folder`."""
-    listing = subprocess.run(["ps", "-ewwo", "args"], capture_output=True, text=True, check=True).stdout
-    return [
-        line for line in listing.splitlines() if "lightning_overlap.apps.train_worker" in line and str(folder) in line
-    ]
+def ranks_of(folder: Path, command: int | None = None) -> list[int]:
+    """Process ids of what runs in `folder`, but for the command itself: its ranks."""
+    found = []
+    for process in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):  # one that has ended
+            if (process / "cwd").readlink() == folder and int(process.name) != command:
+                found.append(int(process.name))
+    return found
 
 
 def wait_until(reached: Callable[[], bool]) -> None:
@@ -76,9 +85,8 @@ def run_folder(folder: Path) -> Path:
 
 
 def test_two_modes_side_by_side(tmp_path: Path) -> None:
-    done = train(
-        tmp_path, "experiment=smoke", "compare=[base]", "data.batch_size=32", "sharding.tables.cat_1=column_wise"
-    )
+    arguments = ("experiment=smoke", "compare=[base]", "data.batch_size=32", "sharding.tables.cat_1=column_wise")
+    done = train(tmp_path, *arguments, run=subprocess.run)  # started anew
     assert done.returncode == 0, done.stderr
     assert "Epoch 0: 100%" in done.stdout + done.stderr  # the progress bar
     lines = [line.split() for line in done.stdout.splitlines()]
@@ -236,7 +244,8 @@ def test_a_rank_that_fails_ends_all_with_its_own_message(tmp_path: Path) -> None
 @pytest.mark.parametrize(("signum", "exit_code"), [(signal.SIGTERM, 143), (signal.SIGKILL, -9)])
 def test_a_command_that_is_stopped_leaves_no_rank(tmp_path: Path, signum: signal.Signals, exit_code: int) -> None:
     arguments = ["data.num_batches=100000", "data.batch_size=16", "logger=none"]
-    with subprocess.Popen(
+    start = interpreters.Popen if signum == signal.SIGTERM else subprocess.Popen  # started anew: it takes its time
+    with start(
         [*COMMAND, *arguments], cwd=tmp_path, env=environment(), stdout=subprocess.PIPE, stderr=subprocess.PIPE
     ) as command:
         try:
@@ -245,7 +254,7 @@ def test_a_command_that_is_stopped_leaves_no_rank(tmp_path: Path, signum: signal
             if signum == signal.SIGTERM:  # in the middle of an epoch
                 wait_until(lambda: b"20/100000" in os.read(command.stdout.fileno(), 65536))
             else:  # while the ranks start
-                wait_until(lambda: len(ranks_of(tmp_path)) == 2)
+                wait_until(lambda: len(ranks_of(tmp_path, command.pid)) == 2)
             command.send_signal(signum)
             assert command.wait(timeout=30) == exit_code
             wait_until(lambda: not ranks_of(tmp_path))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
 import sys
 import textwrap
 from pathlib import Path
@@ -11,6 +10,8 @@ from pathlib import Path
 import pytest
 
 import lightning_overlap
+
+from ..support import interpreters
 
 RUNNER = Path(lightning_overlap.__file__).resolve().parents[1] / "benchmarks" / "lightning_suite.py"
 
@@ -68,13 +69,12 @@ def test_the_arms_are_compared_test_by_test(tmp_path: Path) -> None:
     (folder / "test_fake.py").write_text(textwrap.dedent(CHECKOUT), encoding="utf-8")
     (folder / "test_cannot_be_imported.py").write_text("import a_package_that_is_not_there", encoding="utf-8")
     arguments = ["--lightning", str(tmp_path), "--json", str(tmp_path / "results.json"), "--jobs", "2"]
-    ran = subprocess.run(
+    ran = interpreters.run(
         [sys.executable, str(RUNNER), *arguments, "--together", "--test-timeout", "5"],
         cwd=tmp_path,
         capture_output=True,
         text=True,
         timeout=110,
-        check=False,
     )
     assert ran.returncode == 1, ran.stderr
     found = [line.partition("::")[2] for line in ran.stdout.splitlines() if line.startswith("FINDING: ")]

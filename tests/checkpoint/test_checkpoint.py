@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -12,6 +11,7 @@ import torch
 
 from lightning_overlap import OverlapEmbeddingStrategy
 
+from ..support import interpreters
 from ..support.cases import ADAGRAD, MIXED, ROWWISE_ADAGRAD, SEQUENCE, TABLE_WISE, Case, Model, TableSpec
 from ..support.ranks import RankError, Ranks
 from . import checkpoints, saves
@@ -227,7 +227,7 @@ def test_lightnings_consolidate_command(two_ranks: Ranks, get_ranks: Any, tmp_pa
     all_at_once = two_ranks.run(train, ROWWISE_ADAGRAD, str(tmp_path / "a"), epochs=2)
     path = str(tmp_path / "a" / "epoch=0.ckpt")
     command = [sys.executable, "-m", "lightning.pytorch.utilities.consolidate_checkpoint", path]
-    subprocess.run(command, check=True, capture_output=True, timeout=60)
+    assert interpreters.run(command, capture_output=True, timeout=60).returncode == 0
     [weights] = get_ranks(1).run(checkpoints.load_unsharded, ROWWISE_ADAGRAD, f"{path}.consolidated")
     assert weights["ebc.embedding_bags.t1.weight"].shape == (120, 8)
     resumed = two_ranks.run(train, ROWWISE_ADAGRAD, str(tmp_path / "b"), epochs=2, resume=f"{path}.consolidated")

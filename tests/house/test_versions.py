@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import subprocess
 import sys
@@ -175,13 +176,36 @@ def test_a_sharded_module_without_a_name_is_told(monkeypatch: pytest.MonkeyPatch
 # -- pytorch_lightning has classes of its own, with the same names ------------------------------------------------
 
 
-def _said_by_pytorch_lightning(code: str) -> str:
-    """Run code in a process of its own, where both packages are imported; return the end of what it says."""
-    lines = ["import lightning.pytorch as new, pytorch_lightning as old", "import lightning_overlap as overlap", code]
-    command = [sys.executable, "-W", "ignore", "-c", "\n".join(lines)]
+BOTH = """
+import json, traceback
+import lightning.pytorch as new, pytorch_lightning as old
+import lightning_overlap as overlap
+
+def said(function):
+    try:
+        function()
+    except Exception as err:
+        return traceback.format_exception(err)[-1].strip().splitlines()[-1]
+
+def fit():
+    new.Trainer(accelerator="cpu", devices=1, strategy="overlap_embedding", logger=False).fit(old.LightningModule())
+
+print(json.dumps({
+    "strategy": said(lambda: old.Trainer(strategy=overlap.OverlapEmbeddingStrategy())),
+    "name": said(lambda: old.Trainer(strategy="overlap_embedding")),
+    "module": said(fit),
+}))
+"""
+
+
+@pytest.fixture(scope="module")
+def said() -> dict[str, str]:
+    """Ends of messages in a process of its own, where both packages are imported."""
+    command = [sys.executable, "-W", "ignore", "-c", BOTH]
     done = subprocess.run(command, capture_output=True, text=True, timeout=100, cwd=ROOT)
-    assert done.returncode == 1, done.stdout + done.stderr
-    return done.stderr.strip().splitlines()[-1]
+    assert done.returncode == 0, done.stdout + done.stderr
+    answers: dict[str, str] = json.loads(done.stdout.splitlines()[-1])
+    return answers
 
 
 def test_repr_is_plain() -> None:
@@ -192,28 +216,23 @@ def test_repr_is_plain() -> None:
 
 
 @pytest.mark.slow
-def test_pytorch_lightning_trainer_names_the_right_one() -> None:
-    said = _said_by_pytorch_lightning("old.Trainer(strategy=overlap.OverlapEmbeddingStrategy())")
-    assert said.startswith("ValueError: You selected an invalid strategy name")
+def test_pytorch_lightning_trainer_names_the_right_one(said: dict[str, str]) -> None:
+    told = said["strategy"]
+    assert told.startswith("ValueError: You selected an invalid strategy name")
     assert (
-        "this is a lightning.pytorch strategy: use lightning.pytorch.Trainer (import lightning.pytorch as pl)" in said
+        "this is a lightning.pytorch strategy: use lightning.pytorch.Trainer (import lightning.pytorch as pl)" in told
     )
 
 
 @pytest.mark.slow
-def test_pytorch_lightning_trainer_does_not_know_the_name() -> None:
-    said = _said_by_pytorch_lightning("old.Trainer(strategy='overlap_embedding')")
-    assert "invalid strategy name: `strategy='overlap_embedding'`" in said
-    assert "`pytorch_lightning.strategies.Strategy`" in said
+def test_pytorch_lightning_trainer_does_not_know_the_name(said: dict[str, str]) -> None:
+    assert "invalid strategy name: `strategy='overlap_embedding'`" in said["name"]
+    assert "`pytorch_lightning.strategies.Strategy`" in said["name"]
 
 
 @pytest.mark.slow
-def test_a_module_of_pytorch_lightning_is_refused_by_lightning() -> None:
-    said = _said_by_pytorch_lightning(
-        "trainer = new.Trainer(accelerator='cpu', devices=1, strategy='overlap_embedding', logger=False)\n"
-        "trainer.fit(old.LightningModule())"
-    )
-    assert said.startswith(
+def test_a_module_of_pytorch_lightning_is_refused_by_lightning(said: dict[str, str]) -> None:
+    assert said["module"].startswith(
         "TypeError: You passed a `pytorch_lightning` object (LightningModule) to a `lightning.pytorch`"
     )
 

@@ -1,13 +1,7 @@
-"""Runs of two rank processes that meet a fault and end as processes of a user's do: exit codes, logs, checkpoints.
-
-`python -m tests.laws.fault_runs` is a process that has imported everything and forks both ranks of one run after the
-other. It reads lines of JSON, `[folder, [run, ...]]` with the arguments of `run`, and answers each with the exit codes.
-Rank r of run n writes to folder/n/log_r.
-"""
+"""Runs of two rank processes that meet a fault and end as processes of a user's do: exit codes, logs, checkpoints."""
 
 from __future__ import annotations
 
-import gc
 import json
 import os
 import signal
@@ -27,6 +21,7 @@ from lightning.pytorch.strategies import DDPStrategy
 from lightning_overlap import OverlapEmbeddingStrategy
 
 from ..checkpoint.resumes import StatefulBatches
+from ..support import interpreters
 from ..support.cases import ROWWISE_ADAGRAD
 from ..support.fits import QUIET
 from ..support.ranks import _free_port
@@ -91,100 +86,62 @@ class Ended:
     log: str
 
 
-class Forker:
-    """The process that forks ranks: started with the first runs, since its imports take seconds."""
+def run_all(folder: Path, *runs: dict[str, Any]) -> list[list[Ended]]:
+    """Do runs with arguments of `run` one after the other; return how each rank of each ended.
 
-    def __init__(self) -> None:
-        self._process: subprocess.Popen[str] | None = None
-
-    def run_all(self, folder: Path, *runs: dict[str, Any]) -> list[list[Ended]]:
-        """Do the runs one after the other in processes of their own; return how each rank of each ended."""
-        if self._process is None or self._process.poll() is not None:
-            command = [sys.executable, "-m", __name__]
-            self._process = subprocess.Popen(
-                command, cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-            )
-        assert self._process.stdin is not None
-        assert self._process.stdout is not None
-        print(json.dumps([str(folder), runs]), file=self._process.stdin, flush=True)
-        ends = json.loads(self._process.stdout.readline())
-        return [
-            [Ended(code, (folder / str(num) / f"log_{rank}").read_text()) for rank, code in enumerate(run)]
-            for num, run in enumerate(ends)
-        ]
-
-    def end(self) -> None:
-        """End the process, and what it has forked that still runs."""
-        if self._process is not None:
-            with self._process:
-                self._process.communicate(timeout=30)
+    Rank r of run n writes to folder/n/log_r.
+    """
+    ends = []
+    for num, arguments in enumerate(runs):
+        place = folder / str(num)
+        place.mkdir()
+        codes = _wait(_start_ranks(place, arguments))
+        ends.append([Ended(code, (place / f"log_{rank}").read_text()) for rank, code in enumerate(codes)])
+    return ends
 
 
-def start_script(folder: Path, **arguments: Any) -> subprocess.Popen[bytes]:
-    """Start a run as a user does, `python script`: Lightning starts the second rank. Both write to FOLDER/log."""
-    patient = {"folder": str(folder), "timeout_s": 40, **arguments}  # the ranks start one after the other
-    command = [sys.executable, "-m", __name__, "--script", json.dumps(patient)]
-    with (folder / "log").open("wb") as log:
-        return subprocess.Popen(command, cwd=ROOT, stdout=log, stderr=log, start_new_session=True)
+def _start_ranks(place: Path, arguments: dict[str, Any]) -> list[interpreters.Popen]:
+    port = _free_port()
+    command = [sys.executable, "-m", __name__, json.dumps({"folder": str(place), **arguments})]
+    processes = []
+    for rank in range(2):
+        variables = {
+            "RANK": str(rank),
+            "LOCAL_RANK": str(rank),
+            "WORLD_SIZE": "2",
+            "LOCAL_WORLD_SIZE": "2",
+            "GROUP_RANK": "0",
+            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": str(port),
+            "TORCHELASTIC_RUN_ID": "tests",
+        }
+        with (place / f"log_{rank}").open("wb") as log:
+            options = {"cwd": ROOT, "env": os.environ | variables, "stdout": log, "stderr": log}
+            processes.append(interpreters.Popen(command, launches=False, **options))
+    return processes
 
 
-def main() -> None:
-    gc.collect()
-    gc.freeze()  # an interpreter that ends would copy every page of what it shares with its parent
-    while line := sys.stdin.readline():
-        folder, runs = json.loads(line)
-        ends = []
-        for num, arguments in enumerate(runs):
-            place = Path(folder) / str(num)
-            place.mkdir()
-            port = _free_port()
-            pids = []
-            for rank in range(2):
-                if (pid := os.fork()) == 0:
-                    _become(rank, port, place / f"log_{rank}")
-                    run(**{"folder": str(place), **arguments})
-                    return  # ends as a script does: the interpreter frees what it has
-                pids.append(pid)
-            ends.append(_wait(pids))
-        print(json.dumps(ends), flush=True)
-
-
-def _become(rank: int, port: int, log: Path) -> None:
-    file = os.open(log, os.O_CREAT | os.O_WRONLY)
-    os.dup2(file, 1)
-    os.dup2(file, 2)
-    os.environ.update(
-        RANK=str(rank),
-        LOCAL_RANK=str(rank),
-        WORLD_SIZE="2",
-        LOCAL_WORLD_SIZE="2",
-        GROUP_RANK="0",
-        MASTER_ADDR="127.0.0.1",
-        MASTER_PORT=str(port),
-        TORCHELASTIC_RUN_ID="tests",
-    )
-
-
-def _wait(pids: list[int]) -> list[int]:
+def _wait(ranks: list[interpreters.Popen]) -> list[int]:
     """Wait for the ranks; return exit codes (negative: the signal). One that hangs is killed by SIGALRM."""
     deadline = time.monotonic() + 7 * TIMEOUT_S
-    codes: dict[int, int] = {}
-    while len(codes) < len(pids):
-        for pid in set(pids) - set(codes):
-            ended, status = os.waitpid(pid, os.WNOHANG)
-            if ended:
-                codes[pid] = os.waitstatus_to_exitcode(status)
-            elif time.monotonic() > deadline:
-                os.kill(pid, signal.SIGALRM)
+    while any(rank.poll() is None for rank in ranks):
+        if time.monotonic() > deadline:
+            for rank in ranks:
+                rank.send_signal(signal.SIGALRM)
         time.sleep(0.02)
-    return [codes[pid] for pid in pids]
+    return [rank.wait() for rank in ranks]
+
+
+def start_script(folder: Path, start: type[subprocess.Popen[bytes]], **arguments: Any) -> subprocess.Popen[bytes]:
+    """Start a run as a user does, `python script`: Lightning starts the second rank. Both write to FOLDER/log."""
+    patient = {"folder": str(folder), "timeout_s": 40, **arguments}  # the ranks start one after the other
+    command = [sys.executable, "-m", __name__, json.dumps(patient)]
+    with (folder / "log").open("wb") as log:
+        return start(command, cwd=ROOT, stdout=log, stderr=log, start_new_session=True)
 
 
 if __name__ == "__main__":
     # As in a terminal: a shell's background job ignores Ctrl-C, and all that it starts does, the tests' ranks too.
     signal.signal(signal.SIGINT, signal.default_int_handler)
-    if sys.argv[1:2] == ["--script"]:  # by itself, as a user's script; Lightning starts the second rank
-        os.environ["RANK"] = os.environ.get("LOCAL_RANK", "0")  # for the fault
-        run(**json.loads(sys.argv[2]))
-    else:
-        main()
+    os.environ["RANK"] = os.environ.get("LOCAL_RANK", "0")  # for the fault, where Lightning starts a rank
+    run(**json.loads(sys.argv[1]))

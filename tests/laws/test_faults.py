@@ -6,6 +6,7 @@ import contextlib
 import os
 import re
 import signal
+import subprocess
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -16,13 +17,13 @@ import torch
 
 from lightning_overlap import MODES
 
-from ..support import reference
+from ..support import interpreters, reference
 from ..support.cases import MIXED
 from ..support.pairs import HELD, in_turn
 from ..support.ranks import Ranks
 from ..support.reference import Delayed
 from . import faults
-from .fault_runs import TIMEOUT_S, Forker, start_script
+from .fault_runs import TIMEOUT_S, run_all, start_script
 from .faults import NUM_BATCHES, Fault
 
 BATCHES = {"first": 0, "second": 1, "middle": NUM_BATCHES // 2, "last": NUM_BATCHES - 1}
@@ -80,14 +81,6 @@ def test_a_fault_of_the_user_on_all_ranks(two_ranks: Ranks, pipeline: str, whose
     _check(two_ranks, pipeline, list(getattr(faults, whose)))
 
 
-@pytest.fixture(scope="module")
-def forker() -> Iterator[Forker]:
-    """What forks the ranks of a run that ends as a user's does."""
-    found = Forker()
-    yield found
-    found.end()
-
-
 PEER_GONE = re.compile("Connection closed by peer|Connection reset by peer|Broken pipe")
 
 
@@ -100,11 +93,11 @@ def _end(log: str) -> str:
 @pytest.mark.slow
 @pytest.mark.parametrize("rank", [0, 1])
 @pytest.mark.parametrize("pipeline", ["fused_sparse_dist", "semi_sync"])
-def test_a_fault_on_one_rank_ends_the_others(forker: Forker, tmp_path: Path, pipeline: str, rank: int) -> None:
+def test_a_fault_on_one_rank_ends_the_others(tmp_path: Path, pipeline: str, rank: int) -> None:
     """Each process ends with exit code 1, not with SIGABRT; the others read who failed first, where its store lives."""
     places = ["issue input_splits_dist", "issue input_data_dist", "issue embedding_lookup", "issue backward"]
     runs = [{"place": place, "ranks": [rank], "pipeline": pipeline} for place in places]
-    for place, ends in zip(places, forker.run_all(tmp_path, *runs), strict=True):
+    for place, ends in zip(places, run_all(tmp_path, *runs), strict=True):
         assert [end.code for end in ends] == [1, 1], ends
         raised, lost = ends[rank].log, ends[1 - rank].log
         assert f"InjectedError: {place} of batch 5" in _end(raised)
@@ -116,9 +109,9 @@ def test_a_fault_on_one_rank_ends_the_others(forker: Forker, tmp_path: Path, pip
 
 @pytest.mark.slow
 @pytest.mark.parametrize("pipeline", ["base", "fused_sparse_dist"])
-def test_a_rank_that_leaves_parameters_unused_ends_the_others(forker: Forker, tmp_path: Path, pipeline: str) -> None:
+def test_a_rank_that_leaves_parameters_unused_ends_the_others(tmp_path: Path, pipeline: str) -> None:
     """They wait for its gradients, in the group of the all-to-alls that it goes on with."""
-    [[waits, unused]] = forker.run_all(tmp_path, {"place": faults.UNUSED, "batch": 4, "pipeline": pipeline})
+    [[waits, unused]] = run_all(tmp_path, {"place": faults.UNUSED, "batch": 4, "pipeline": pipeline})
     assert (waits.code, unused.code) == (1, 1)
     assert "parameters that were not used in producing the loss" in _end(unused.log)
     assert "rank 1 was at dense_forward of batch 5" in _end(unused.log)
@@ -128,8 +121,8 @@ def test_a_rank_that_leaves_parameters_unused_ends_the_others(forker: Forker, tm
 
 
 @pytest.mark.slow
-def test_a_rank_that_fails_and_stays_is_waited_for_no_longer_than_the_timeout(forker: Forker, tmp_path: Path) -> None:
-    [[lost, hung]] = forker.run_all(tmp_path, {"place": "training_step", "callback": "hangs"})
+def test_a_rank_that_fails_and_stays_is_waited_for_no_longer_than_the_timeout(tmp_path: Path) -> None:
+    [[lost, hung]] = run_all(tmp_path, {"place": "training_step", "callback": "hangs"})
     assert (lost.code, hung.code) == (1, 1)
     assert f"Another rank did not answer within {TIMEOUT_S} s" in _end(lost.log)
     assert "raised in stage input_data_dist of batch 6" in _end(lost.log)
@@ -137,12 +130,12 @@ def test_a_rank_that_fails_and_stays_is_waited_for_no_longer_than_the_timeout(fo
 
 
 @pytest.mark.slow
-def test_a_killed_rank_ends_the_others_and_the_last_checkpoint_resumes(forker: Forker, tmp_path: Path) -> None:
+def test_a_killed_rank_ends_the_others_and_the_last_checkpoint_resumes(tmp_path: Path) -> None:
     """Bit for bit as if nothing had been."""
     last = "step=4.ckpt"
     killed = {"place": "training_step", "signum": signal.SIGKILL}
     runs = [{}, killed, {"resume": str(tmp_path / "1" / last)}]
-    whole, ends, resumed = forker.run_all(tmp_path, *runs)
+    whole, ends, resumed = run_all(tmp_path, *runs)
     assert [[end.code for end in run] for run in (whole, ends, resumed)] == [[0, 0], [1, -signal.SIGKILL], [0, 0]]
     assert PEER_GONE.search(_end(ends[0].log))
     for rank in range(2):
@@ -153,9 +146,9 @@ def test_a_killed_rank_ends_the_others_and_the_last_checkpoint_resumes(forker: F
 
 @pytest.mark.slow
 @pytest.mark.parametrize("callback", ["on_exception", "save_on_exception"])
-def test_checkpoints_that_are_saved_on_exception(forker: Forker, tmp_path: Path, callback: str) -> None:
+def test_checkpoints_that_are_saved_on_exception(tmp_path: Path, callback: str) -> None:
     """Where all ranks fail, all save; where one does, it says that it could not and ends with its own error."""
-    terminated, failed = forker.run_all(
+    terminated, failed = run_all(
         tmp_path,
         {"place": "training_step", "callback": callback, "signum": signal.SIGTERM},
         {"place": "training_step", "callback": callback},
@@ -172,9 +165,9 @@ def test_checkpoints_that_are_saved_on_exception(forker: Forker, tmp_path: Path,
 
 
 @pytest.mark.slow
-def test_ctrl_c(forker: Forker, tmp_path: Path) -> None:
+def test_ctrl_c(tmp_path: Path) -> None:
     """As a terminal sends it, to all ranks; and to one alone."""
-    both, one = forker.run_all(
+    both, one = run_all(
         tmp_path,
         {"place": "training_step", "signum": signal.SIGINT, "ranks": [0, 1]},
         {"place": "training_step", "signum": signal.SIGINT},
@@ -200,7 +193,7 @@ def _is_gone(group: int) -> bool:
 @pytest.mark.slow
 def test_a_fault_under_lightnings_own_launcher(tmp_path: Path) -> None:
     """Rank 0 started the others and is what the shell waits for: its exit code and its last words count."""
-    script = start_script(tmp_path, place="issue input_splits_dist")
+    script = start_script(tmp_path, subprocess.Popen, place="issue input_splits_dist")
     assert script.wait(timeout=100) == 1  # not 134
     log = (tmp_path / "log").read_text()
     told = _end(log)  # rank 1's, which comes after all that rank 0 says: cause and place, each once
@@ -212,7 +205,7 @@ def test_a_fault_under_lightnings_own_launcher(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_ctrl_c_twice_in_a_terminal(tmp_path: Path) -> None:
-    script = start_script(tmp_path, place="training_step", signum=signal.SIGINT, group=True)
+    script = start_script(tmp_path, interpreters.Popen, place="training_step", signum=signal.SIGINT, group=True)
     while script.poll() is None and "Detected KeyboardInterrupt" not in (tmp_path / "log").read_text():
         time.sleep(0.01)
     with contextlib.suppress(ProcessLookupError):

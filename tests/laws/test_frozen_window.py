@@ -13,7 +13,7 @@ from lightning.pytorch.callbacks import GradientAccumulationScheduler
 from lightning_overlap import OverlapEmbeddingStrategy
 
 from ..sparse.update_rates import TWO_RATES, factor
-from ..support.cases import ROWWISE_ADAGRAD, SEQUENCE, TABLE_WISE, Case
+from ..support.cases import NUM_STEPS, ROWWISE_ADAGRAD, SEQUENCE, TABLE_WISE, Case
 from ..support.ranks import Ranks
 from ..support.reference import Result
 from ..support.windows import Window, train_windows, windows_of
@@ -30,33 +30,35 @@ def _check(ranks: Ranks, actual: list[Result], case: Case, expected: list[Window
 @pytest.mark.parametrize("k", [1, 4])
 @pytest.mark.parametrize("case", [ALL_KINDS, SEQUENCE, ROWWISE_ADAGRAD], ids=lambda case: case.name)
 def test_equals_the_plain_loop(ranks: Ranks, case: Case, k: int) -> None:
-    """30 batches: the last window of four has two."""
-    _check(ranks, ranks.run(windows.train, case, k), case, windows_of(30, k))
+    """The last window of four has two batches."""
+    _check(ranks, ranks.run(windows.train, case, k), case, windows_of(NUM_STEPS, k))
 
 
 def test_updates_in_every_backward_would_be_seen(ranks: Ranks) -> None:
     """They are what accumulation does to the tables without the option."""
     without = ranks.run(windows.train, ALL_KINDS, 4, options={"frozen_window": False})
-    _check(ranks, without, ALL_KINDS, windows_of(30, 4), updates_in_backward=True)
-    for mine, theirs in zip(without, ranks.run_once(train_windows, ALL_KINDS, windows_of(30, 4)), strict=True):
+    _check(ranks, without, ALL_KINDS, windows_of(NUM_STEPS, 4), updates_in_backward=True)
+    for mine, theirs in zip(without, ranks.run_once(train_windows, ALL_KINDS, windows_of(NUM_STEPS, 4)), strict=True):
         assert {"losses from step 1", "tables t0 [0, 0]"} & set(mine.differences(theirs))
 
 
 @pytest.mark.parametrize("pipeline", ["sparse_dist", "fused_sparse_dist_after_optimizer"])
 def test_other_modes(two_ranks: Ranks, pipeline: str) -> None:
-    _check(two_ranks, two_ranks.run(windows.train, ALL_KINDS, 3, pipeline=pipeline), ALL_KINDS, windows_of(30, 3))
+    _check(
+        two_ranks, two_ranks.run(windows.train, ALL_KINDS, 3, pipeline=pipeline), ALL_KINDS, windows_of(NUM_STEPS, 3)
+    )
 
 
 def test_between_hosts(get_ranks: Callable[..., Ranks]) -> None:
     ranks = get_ranks(2, num_nodes=2)
-    _check(ranks, ranks.run(windows.train, ALL_KINDS, 4), ALL_KINDS, windows_of(30, 4))
+    _check(ranks, ranks.run(windows.train, ALL_KINDS, 4), ALL_KINDS, windows_of(NUM_STEPS, 4))
 
 
 @pytest.mark.parametrize("case", [ALL_KINDS, SEQUENCE], ids=lambda case: case.name)
 def test_modules_that_run_their_own_forward(ranks: Ranks, case: Case) -> None:
     """Their updates wait, too."""
     actual = ranks.run(windows.train, case, 4, model="makes_input")
-    _check(ranks, actual, case, windows_of(30, 4))
+    _check(ranks, actual, case, windows_of(NUM_STEPS, 4))
 
 
 def test_a_window_of_every_epochs_own(two_ranks: Ranks) -> None:
@@ -66,7 +68,7 @@ def test_a_window_of_every_epochs_own(two_ranks: Ranks) -> None:
 
 
 def test_max_steps(two_ranks: Ranks) -> None:
-    _check(two_ranks, two_ranks.run(windows.train, TABLE_WISE, 4, max_steps=5), TABLE_WISE, windows_of(20, 4))
+    _check(two_ranks, two_ranks.run(windows.train, TABLE_WISE, 4, max_steps=4), TABLE_WISE, windows_of(16, 4))
 
 
 @pytest.mark.parametrize("lengths", [(11, 7), (6, 11)])
@@ -85,7 +87,7 @@ def test_batches_that_are_none(two_ranks: Ranks) -> None:
 
 def test_updates_take_the_rate_of_their_step(ranks: Ranks) -> None:
     actual = ranks.run(windows.train, TWO_RATES, 3, model="scheduled")
-    _check(ranks, actual, TWO_RATES, windows_of(30, 3), factor=factor)
+    _check(ranks, actual, TWO_RATES, windows_of(NUM_STEPS, 3), factor=factor)
 
 
 def test_between_two_steps_tables_are_those_of_the_last_step(ranks: Ranks) -> None:

@@ -93,6 +93,7 @@ def test_a_data_parallel_table_looked_up_before_the_step_is_seen(ranks: Ranks) -
 
 def test_the_reference_trains(ranks: Ranks) -> None:
     """Guards the tests above: losses move, and move differently with every update."""
-    losses = _expected(ranks, TABLE_WISE)[0].losses
-    assert len(losses.unique()) == NUM_STEPS
+    num_steps = 30
+    losses = ranks.run_once(reference.train, TABLE_WISE, num_steps=num_steps)[0].losses
+    assert len(losses.unique()) == num_steps
     assert losses[-5:].mean() < losses[:5].mean()

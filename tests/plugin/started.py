@@ -10,7 +10,6 @@ import copy
 import os
 import pickle
 import signal
-import subprocess
 import sys
 import warnings
 from pathlib import Path
@@ -29,6 +28,7 @@ from torch.utils.data import DataLoader
 
 from lightning_overlap import OverlapEmbeddingStrategy
 
+from ..support import interpreters
 from ..support.cases import COLUMN_WISE, MIXED, TABLE_WISE, Batches, Case, Model, make_plan
 from ..support.fits import QUIET, make_trainer
 from ..support.reference import Result, collect
@@ -94,7 +94,7 @@ def run_script(folder: Path) -> dict[str, Any]:
     command = [sys.executable, "-m", __name__, str(folder)]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     with (folder / "log").open("wb") as log:
-        process = subprocess.Popen(command, cwd=ROOT, env=environment, stdout=log, stderr=log, start_new_session=True)
+        process = interpreters.Popen(command, cwd=ROOT, env=environment, stdout=log, stderr=log, start_new_session=True)
     try:
         code = process.wait(110)
     finally:

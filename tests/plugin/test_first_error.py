@@ -1,13 +1,20 @@
-"""The error that came first is printed once, and last, whichever way the ranks were started."""
+"""The error that came first is printed once, and last, whichever way the ranks were started.
+
+A script and torchrun are interpreters that import everything once each, as are their ranks; the others are forked.
+"""
 
 from __future__ import annotations
 
 import os
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
+
+from ..support import interpreters
 
 pytestmark = pytest.mark.slow
 
@@ -63,7 +70,8 @@ REFUSED = "ValueError: StochasticWeightAveraging cannot be used with sharded tab
 def test_the_cause_comes_once_and_last(tmp_path: Path, launcher: tuple[str, ...], way: str, cause: str) -> None:
     script = tmp_path / "script.py"
     script.write_text(SCRIPT, encoding="utf-8")
-    told = _run([*launcher, str(script), way])
+    run = interpreters.run if launcher or way != "data of rank 1" else subprocess.run
+    told = _run(run, [*launcher, str(script), way])
     assert told.count(cause) == 1
     errors = [line for line in told.splitlines() if "Error: " in line]
     assert cause in errors[-1]
@@ -73,22 +81,21 @@ def test_the_cause_comes_once_and_last(tmp_path: Path, launcher: tuple[str, ...]
 def test_so_does_the_command_under_torchrun(tmp_path: Path) -> None:
     folder = f"hydra.run.dir={tmp_path}"
     command = ["-m", "lightning_overlap.train", "experiment=smoke", "trainer.precision=16-true", "callbacks=none"]
-    told = _run([*TORCHRUN, *command, "logger=none", folder])
+    told = _run(subprocess.run, [*TORCHRUN, *command, "logger=none", folder])
     assert told.count("ValueError: precision='16-true' converts the module's weights") == 1
     assert "meta tensor" not in told
 
 
-def _run(arguments: list[str]) -> str:
+def _run(run: Callable[..., Any], arguments: list[str]) -> str:
     launchers = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_ERROR_FILE")
     variables = {name: value for name, value in os.environ.items() if name not in launchers}
-    done = subprocess.run(
+    done: subprocess.CompletedProcess[str] = run(
         [sys.executable, *arguments],
         env=variables | {"PYTHONPATH": str(ROOT)},
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
         timeout=100,
-        check=False,
     )
     assert done.returncode == 1
     return done.stdout

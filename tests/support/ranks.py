@@ -8,14 +8,16 @@ import multiprocessing.connection
 import os
 import pickle
 import socket
+import sys
 import traceback
 from collections.abc import Callable
+from multiprocessing import resource_tracker
 from pathlib import Path
 from typing import Any
 
-# Ranks are forked from a server that has imported what takes seconds to import, and has started no thread.
-_CONTEXT = multiprocessing.get_context("forkserver")
-_CONTEXT.set_forkserver_preload(["lightning.pytorch", "torchrec", "lightning_overlap"])
+from . import interpreters
+
+ROOT = Path(__file__).resolve().parents[2]
 PROCESS_GROUP_TIMEOUT_S = 60
 MOST_THREADS = 100
 """Threads of a rank above which it is worn; a fresh one has about twenty."""
@@ -43,19 +45,21 @@ class Ranks:
         self._pipes: list[multiprocessing.connection.Connection] = []
         self._processes = []
         for rank in range(world_size):
-            ours, theirs = _CONTEXT.Pipe()
-            # Not daemonic: data loaders have workers of their own. When this end of the pipe goes, a rank ends.
-            place = (rank, world_size, num_nodes)
-            process = _CONTEXT.Process(target=_serve, args=(place, port, device_type, theirs))
-            process.start()
-            theirs.close()
+            ours, theirs = multiprocessing.Pipe()  # when this end goes, a rank ends
+            with theirs:
+                files = [theirs.fileno(), resource_tracker.getfd()]
+                arguments = ((rank, world_size, num_nodes), port, device_type, *files)
+                program = f"from {__name__} import serve; serve(*{arguments!r})"
+                command = [sys.executable, "-c", program]
+                process = interpreters.Popen(command, cwd=ROOT, pass_fds=files, launches=False)
+            ours.send_bytes(bytes(multiprocessing.current_process().authkey))  # for tensors, which go by shared memory
             self._pipes.append(ours)
             self._processes.append(process)
 
     @property
     def alive(self) -> bool:
         """Whether every rank still takes work."""
-        return all(process.is_alive() for process in self._processes)
+        return all(process.poll() is None for process in self._processes)
 
     @property
     def worn(self) -> bool:
@@ -107,12 +111,14 @@ class Ranks:
         for process in self._processes:
             process.kill()
         for process in self._processes:
-            process.join()
+            process.wait()
 
 
-def _serve(
-    place: tuple[int, int, int], port: int, device_type: str, pipe: multiprocessing.connection.Connection
-) -> None:
+def serve(place: tuple[int, int, int], port: int, device_type: str, file: int, tracker: int) -> None:
+    """Be a rank: call what comes through the pipe with this file number, until it ends."""
+    resource_tracker._resource_tracker._fd = tracker  # type: ignore[attr-defined]  # as `spawn` does: one for all
+    pipe = multiprocessing.connection.Connection(file)
+    multiprocessing.current_process().authkey = pipe.recv_bytes()
     rank, world_size, num_nodes = place
     ranks_per_node = world_size // num_nodes
     # As torchrun would: Lightning then starts no processes of its own.
@@ -144,7 +150,7 @@ def _serve(
         try:
             function, args, kwargs = pipe.recv()
         except EOFError:
-            return
+            os._exit(0)
         try:
             answer = (True, function(*args, **kwargs))
         except BaseException:

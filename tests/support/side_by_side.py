@@ -1,5 +1,7 @@
 """The whole suite as two pytest runs at once: most tests in rank processes, which wait a lot, and all others.
 
+Both are forked from one process that has imported everything, as all that they fork in turn.
+
 `python -m tests.support.side_by_side [ARGUMENTS OF PYTEST]` shows the first as it goes, then the second, then one
 closing line for both. It fails if either does.
 """
@@ -13,8 +15,10 @@ import tempfile
 import time
 from collections import Counter
 
+from . import interpreters
+
 WIDTH = 80
-IN_SECOND_RUN = ("checkpoint",)
+IN_SECOND_RUN = ("callbacks", "checkpoint", "testing")
 """Folders of `tests/` whose tests in rank processes are in the second run, so that both end at about the same time."""
 
 
@@ -47,12 +51,14 @@ def closing(lines: list[str], seconds: float) -> str:
 def main(arguments: list[str]) -> int:
     """Run both, and return 0 if both passed."""
     began = time.monotonic()
-    pytest = [sys.executable, "-m", "pytest", *arguments]
+    # Of hydra's plugin, which asserts nothing.
+    own = ["-W", "ignore:Module already imported:pytest.PytestAssertRewriteWarning"]
+    pytest = [sys.executable, "-m", "pytest", *own, *arguments]
     with tempfile.TemporaryFile("w+") as written:
-        others = subprocess.Popen([*pytest, "-m", "not first_run"], stdout=written, stderr=subprocess.STDOUT)
+        others = interpreters.Popen([*pytest, "-m", "not first_run"], stdout=written, stderr=subprocess.STDOUT)
         last = ""
         try:
-            with subprocess.Popen([*pytest, "-m", "first_run"], stdout=subprocess.PIPE, text=True) as ranks:
+            with interpreters.Popen([*pytest, "-m", "first_run"], stdout=subprocess.PIPE, text=True) as ranks:
                 assert ranks.stdout is not None
                 while part := ranks.stdout.read(1):  # the dots as they come
                     sys.stdout.write(part)

@@ -42,8 +42,9 @@ def test_listed_folders_have_their_ranks_in_the_second_run() -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize(("ranks", "alone"), [(True, True), (False, True), (True, False)])
 def test_either_that_fails_fails_both(
-    ranks: bool, alone: bool, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+    ranks: bool, alone: bool, tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setenv("PYTEST_DISABLE_PLUGIN_AUTOLOAD", "1")  # they take longer to import than all else here
     (tmp_path / "conftest.py").write_text(CONFTEST, encoding="utf-8")
     (tmp_path / "test_some.py").write_text(TESTS.format(ranks=ranks, alone=alone), encoding="utf-8")
     code = main([str(tmp_path), "--rootdir", str(tmp_path), "-c", "/dev/null", "-p", "no:cacheprovider"])

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from lightning_overlap import MODES, OverlapEmbeddingStrategy
 
+from ..support.cases import NUM_STEPS
 from ..support.ranks import RankError, Ranks
 from ..support.reference import Result
 from ..support.windows import train_windows, windows_of
@@ -138,7 +139,7 @@ def test_a_frozen_window_holds_their_updates_too(two_ranks: Ranks, optimizer: st
     options = {"frozen_window": pipeline != "base"}
     kwargs = {"accumulate_grad_batches": k, "val_check_interval": 3, "limit_val_batches": 2}
     ours = two_ranks.run(replicas.fit, case, pipeline, model, options, **kwargs)
-    expected = two_ranks.run_once(train_windows, case, windows_of(30, k), updates_in_backward=pipeline == "base")
+    expected = two_ranks.run_once(train_windows, case, windows_of(NUM_STEPS, k), updates_in_backward=pipeline == "base")
     assert_close(ours, expected)
 
 

@@ -21,10 +21,12 @@ from lightning_overlap.tuning import Auto, tuner
 
 from ..checkpoint.resumes import SaveSteps, StatefulSized
 from ..laws.windows import MODELS
-from ..support.cases import NUM_STEPS, Batches, Case, Model, make_batch, make_plan
+from ..support.cases import Batches, Case, Model, make_batch, make_plan
 from ..support.fits import make_trainer
 from ..support.reference import Result, collect
 
+NUM_STEPS = 30
+"""Batches of a fit: enough for some blocks after all modes have been tried."""
 QUICK = Auto(warm_up=1, settle=1, block=2, rounds=2)
 """Chooses after the 25th batch: 1 of warm-up, and two rounds of four blocks of three."""
 

@@ -17,6 +17,7 @@ from ..support.ranks import Ranks
 from ..support.reference import Result, train
 from ..support.windows import train_windows, windows_of
 from . import autos
+from .autos import NUM_STEPS
 
 MS: dict[str, tuple[float, ...]] = {
     "fused_sparse_dist": (8.0,),
@@ -32,6 +33,10 @@ WARM_UP = ["fused_sparse_dist"]
 TWO_ROUNDS = [*WARM_UP, *[mode for mode in [*ROUND, *ROUND[1:], *ROUND[:1]] for _ in range(3)]]
 
 
+def _trained(ranks: Ranks, case: Case) -> list[Result]:
+    return ranks.run_once(train, case, num_steps=NUM_STEPS)
+
+
 def _check(ranks: Ranks, fits: list[autos.Fit], expected: list[Result], modes: list[str] | None = None) -> None:
     for fit, theirs in zip(fits, expected, strict=True):
         assert fit.result.differences(theirs) == []
@@ -44,7 +49,7 @@ def _check(ranks: Ranks, fits: list[autos.Fit], expected: list[Result], modes: l
 @pytest.mark.parametrize("case", [ALL_KINDS, SEQUENCE, ROWWISE_ADAGRAD], ids=lambda case: case.name)
 def test_equals_the_plain_loop_across_its_switches(ranks: Ranks, case: Case) -> None:
     fits = ranks.run(autos.train, case, MS)
-    _check(ranks, fits, ranks.run_once(train, case), [*TWO_ROUNDS, *["sparse_dist"] * 5])
+    _check(ranks, fits, _trained(ranks, case), [*TWO_ROUNDS, *["sparse_dist"] * 5])
 
 
 @pytest.mark.parametrize("model", ["manual", "makes_input"])
@@ -52,15 +57,15 @@ def test_manual_optimization_and_modules_that_run_their_own_forward(two_ranks: R
     fits = two_ranks.run(autos.train, MIXED, MS, model=model)
     assert fits[0].modes == [*TWO_ROUNDS, *["sparse_dist"] * 5]
     if model == "makes_input":
-        _check(two_ranks, fits, two_ranks.run_once(train, MIXED))
+        _check(two_ranks, fits, _trained(two_ranks, MIXED))
 
 
 def test_accumulated_gradients(ranks: Ranks) -> None:
     """Blocks are as long as whole optimizer steps: 4 batches in the place of 2, so that nothing is chosen here."""
     fits = ranks.run(autos.train, ALL_KINDS, MS, accumulate_grad_batches=4)
-    expected = ranks.run_once(train_windows, ALL_KINDS, windows_of(30, 4), updates_in_backward=True)
+    expected = ranks.run_once(train_windows, ALL_KINDS, windows_of(NUM_STEPS, 4), updates_in_backward=True)
     blocks = [mode for mode in [*ROUND, *ROUND[1:], *ROUND[:1]] for _ in range(5)]
-    _check(ranks, fits, expected, [*WARM_UP, *blocks][:30])
+    _check(ranks, fits, expected, [*WARM_UP, *blocks][:NUM_STEPS])
     assert fits[0].state == {}
     assert "nothing was chosen, training ended in round 2 of 2" in fits[0].log
 
@@ -70,7 +75,7 @@ def test_evaluations_and_ends_of_epochs_void_blocks_and_change_nothing(ranks: Ra
     kwargs: dict[str, Any] = {"num_steps": 10, "max_epochs": 3, "reload_dataloaders_every_n_epochs": 1}
     ms = {**MS, "base": (1.0,)}
     fits = ranks.run(autos.train, ALL_KINDS, ms, auto=ONE_ROUND, val_check_interval=5, **kwargs)
-    _check(ranks, fits, ranks.run_once(train, ALL_KINDS), [*TWO_ROUNDS, *["sparse_dist"] * 5])
+    _check(ranks, fits, _trained(ranks, ALL_KINDS), [*TWO_ROUNDS, *["sparse_dist"] * 5])
     counted = [line.split()[4] for line in fits[0].log.splitlines()[3:]]
     assert counted == ["2", "0", "2", "0"]
 
@@ -80,7 +85,12 @@ def test_a_stalled_loader_voids_the_block_on_all_ranks(two_ranks: Ranks) -> None
     batches later ones are fetched meanwhile."""
     stalls = {10: 30.0, 20: 30.0}
     fits = two_ranks.run(autos.train, TABLE_WISE, MS, auto=ONE_ROUND, stalls=stalls)
-    _check(two_ranks, fits, two_ranks.run_once(train, TABLE_WISE), [*TWO_ROUNDS, *["fused_sparse_dist"] * 5])
+    _check(
+        two_ranks,
+        fits,
+        _trained(two_ranks, TABLE_WISE),
+        [*TWO_ROUNDS, *["fused_sparse_dist"] * 5],
+    )
 
 
 def test_all_ranks_choose_alike_though_they_measure_different_times(two_ranks: Ranks) -> None:
@@ -92,7 +102,7 @@ def test_all_ranks_choose_alike_though_they_measure_different_times(two_ranks: R
         "base": (10.0, 3.0),
     }
     fits = two_ranks.run(autos.train, TABLE_WISE, ms)
-    _check(two_ranks, fits, two_ranks.run_once(train, TABLE_WISE), [*TWO_ROUNDS, *["sparse_dist"] * 5])
+    _check(two_ranks, fits, _trained(two_ranks, TABLE_WISE), [*TWO_ROUNDS, *["sparse_dist"] * 5])
     assert [bool(fit.log) for fit in fits] == [True, False]
     words, _, _, *rows = fits[0].log.splitlines()
     assert words.startswith("pipeline='auto': sparse_dist, stream data_dist: none is more than 5% faster")
@@ -113,7 +123,7 @@ def test_batches_that_are_none_move_no_switch(two_ranks: Ranks) -> None:
 
 @pytest.mark.parametrize("stop", [8, 27], ids=["in the trial", "after the choice"])
 def test_a_resumed_run_goes_on_with_the_choice(ranks: Ranks, stop: int, tmp_path: Path) -> None:
-    expected = ranks.run_once(train, ROWWISE_ADAGRAD)
+    expected = _trained(ranks, ROWWISE_ADAGRAD)
     runs = ranks.run(autos.save_and_go_on, ROWWISE_ADAGRAD, MS, stop, str(tmp_path))
     for (whole, rest), theirs in zip(runs, expected, strict=True):
         assert whole.result.differences(theirs) == []
@@ -149,7 +159,12 @@ def test_a_fit_after_one_that_ended_in_the_trial_begins_with_the_first_mode(two_
 
 def test_where_every_block_is_disturbed_nothing_is_chosen(two_ranks: Ranks) -> None:
     fits = two_ranks.run(autos.train, TABLE_WISE, MS, auto=ONE_ROUND, val_check_interval=1)
-    _check(two_ranks, fits, two_ranks.run_once(train, TABLE_WISE), [*TWO_ROUNDS, *["fused_sparse_dist"] * 5])
+    _check(
+        two_ranks,
+        fits,
+        _trained(two_ranks, TABLE_WISE),
+        [*TWO_ROUNDS, *["fused_sparse_dist"] * 5],
+    )
     assert fits[0].state == {}
     assert "nothing was chosen, as every block was disturbed" in fits[0].log
 

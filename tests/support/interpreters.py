@@ -1,0 +1,334 @@
+"""Python programs as processes that are forked from one which has imported torch, TorchRec and Lightning.
+
+An interpreter that imports them anew takes four seconds of a CPU. `Popen` and `run` here are those of `subprocess`, and
+what they start is a process of its own: with its own arguments, environment, folder, files and signals, it is the child
+of whoever started it, is waited for and killed as any child, runs as `__main__` and ends as an interpreter does. What
+such a program starts with `subprocess` (torchrun its ranks, Lightning the other ranks of a script) is forked likewise.
+
+It differs from an interpreter that is started in what it has imported already, and in hash seeds, which all share. So
+of each kind of command one test at least takes `subprocess` itself.
+
+How: a server S forks M, M forks the program and ends. The kernel hands a process whose parent ends to its nearest
+ancestor that asked for orphans, which the client of S, an ancestor of S, does for so long. A program has a server of
+its own, forked before it does anything.
+"""
+
+from __future__ import annotations
+
+import atexit
+import builtins
+import contextlib
+import ctypes
+import fcntl
+import gc
+import importlib
+import os
+import pickle
+import runpy
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+import types
+import warnings
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[2]
+PRELOADED = (
+    *("lightning.pytorch", "torchrec", "lightning_overlap", "lightning_overlap.apps.build", "hydra", "omegaconf"),
+    *("torch.distributed.launcher.api", "torch.distributed.elastic.multiprocessing", "tensordict", "numpy"),
+    *("lightning_overlap.data", "lightning_overlap.models", "matplotlib.figure"),
+    *("tests.support.fits", "tests.support.reference", "tests.support.traces", "tests.laws.faults"),
+)
+SERVER = "from tests.support.interpreters import main; main()"
+_PR_SET_CHILD_SUBREAPER = 36
+_HIGH = 200
+"""Received files are put from here on, out of the way of the numbers that they get."""
+
+
+@dataclass
+class _Program:
+    arguments: list[str]
+    """Those of an interpreter: `-m module ...`, `-c code ...`, `script ...`, after `-u` and `-W` if any."""
+    environment: dict[str, str]
+    folder: str
+    numbers: list[int]
+    """Of the files that go along."""
+    group: int
+    """The process group to join; 0: a session of its own."""
+    ignored: list[int]
+    """Signals."""
+    launches: bool
+    """Whether it gets a server of its own."""
+
+    def become(self, files: list[int]) -> socket.socket | None:
+        """Make this process the program's, short of running it.
+
+        Returns:
+            In the process that is to be the program's server, its link.
+        """
+        first = max([*self.numbers, *files]) + 1
+        moved = [fcntl.fcntl(file, fcntl.F_DUPFD, first) for file in files]
+        for number in {int(name) for name in os.listdir("/proc/self/fd")} - {0, 1, 2, *moved}:
+            with contextlib.suppress(OSError):  # the folder itself
+                os.close(number)
+        for file, number in zip(moved, self.numbers, strict=True):
+            os.dup2(file, number)
+            os.close(file)
+        if self.group:
+            os.setpgid(0, self.group)
+        else:
+            os.setsid()
+        if self.launches:
+            ours, theirs = socket.socketpair()
+            if os.fork() == 0:
+                ours.close()
+                nothing = os.open(os.devnull, os.O_RDWR)
+                for number in self.numbers:  # else who reads what the program writes would wait for the server, too
+                    os.dup2(nothing, number)
+                os.setpgid(0, 0)
+                return theirs
+            theirs.close()
+            _servers[os.getpid()] = _Server(ours)
+            atexit.register(ours.close)
+            subprocess.Popen._execute_child = _fork_or_execute  # type: ignore[attr-defined]
+        return None
+
+    def run(self) -> None:
+        """Run it as an interpreter does."""
+        import numpy as np
+        import torch
+
+        os.chdir(self.folder)
+        os.environ.clear()
+        os.environ.update(self.environment)
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT):
+            usual = signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL
+            signal.signal(number, signal.SIG_IGN if number in self.ignored else usual)
+        np.random.seed()
+        torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS") or os.cpu_count() or 1))
+        options, (kind, *arguments) = _parse(self.arguments)
+        unbuffered = "-u" in options or bool(os.environ.get("PYTHONUNBUFFERED"))
+        sys.stdout.reconfigure(line_buffering=False, write_through=unbuffered)  # type: ignore[union-attr]
+        sys.orig_argv[:] = [sys.executable, *self.arguments]
+        for option in options:
+            if option.startswith("-W"):
+                sys.warnoptions.append(option[2:])
+                warnings._setoption(option[2:])  # type: ignore[attr-defined]
+        module = sys.modules["__main__"] = types.ModuleType("__main__")
+        module.__builtins__ = builtins  # type: ignore[attr-defined]
+        first = {"-m": self.folder, "-c": ""}.get(kind, str(Path(kind).resolve().parent))
+        sys.path[:] = [first, *filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep)), *_INSTALLED]
+        importlib.invalidate_caches()
+        if kind == "-m":
+            sys.argv[:] = ["-m", *arguments[1:]]
+            runpy._run_module_as_main(arguments[0])  # type: ignore[attr-defined]
+        elif kind == "-c":
+            sys.argv[:] = ["-c", *arguments[1:]]
+            exec(compile(arguments[0], "<string>", "exec"), vars(module))
+        else:
+            sys.argv[:] = [kind, *arguments]
+            module.__file__ = kind
+            exec(compile(Path(kind).read_bytes(), kind, "exec"), vars(module))
+
+
+class Popen(subprocess.Popen):  # type: ignore[type-arg]
+    """`subprocess.Popen` of `[sys.executable, ...]`, forked from the server of this process.
+
+    Args:
+        arguments: The command.
+        launches: Whether what the program starts with `subprocess` is forked, too.
+        options: Those of `subprocess.Popen`.
+    """
+
+    def __init__(self, arguments: Sequence[Any], *, launches: bool = True, **options: Any) -> None:
+        assert arguments[0] == sys.executable, arguments
+        self._launches = launches
+        super().__init__(arguments, **options)
+
+    def _execute_child(self, args: Any, *rest: Any) -> None:
+        _server_of_this_process().start(self, args, rest, self._launches)
+
+
+def run(arguments: Sequence[Any], *, timeout: float, **options: Any) -> subprocess.CompletedProcess[Any]:
+    """`subprocess.run` of `[sys.executable, ...]`: without an exit code that is checked."""
+    if options.pop("capture_output", False):
+        options |= {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    with Popen(arguments, **options) as process:
+        try:
+            out, err = process.communicate(timeout=timeout)
+        except BaseException:
+            process.kill()
+            raise
+        return subprocess.CompletedProcess(process.args, process.returncode, out, err)
+
+
+# -- the client -----------------------------------------------------------------------------------------------------
+
+
+class _Server:
+    """A server that is a descendant of this process, seen from this process."""
+
+    def __init__(self, link: socket.socket) -> None:
+        self._link = link
+        self._lock = threading.Lock()
+
+    def start(self, popen: Any, args: Sequence[Any], rest: Sequence[Any], launches: bool = False) -> None:
+        """Do what `subprocess.Popen._execute_child` does, with its arguments."""
+        _, preexec, _, pass_fds, cwd, env, _, _, shell, *pipes = rest[:15]
+        p2cread, _, _, c2pwrite, _, errwrite = pipes
+        *_, new_session, process_group = rest[15:]
+        assert preexec is None
+        assert not shell
+        assert process_group == -1
+        standard = [p2cread, c2pwrite, errwrite]
+        files = [number if file == -1 else file for number, file in enumerate(standard)] + list(pass_fds)
+        program = _Program(
+            arguments=[os.fsdecode(arg) for arg in args[1:]],
+            environment=dict(os.environ if env is None else env),
+            folder=os.getcwd() if cwd is None else os.path.abspath(os.fsdecode(cwd)),
+            numbers=[0, 1, 2, *pass_fds],
+            group=0 if new_session else os.getpgrp(),
+            ignored=[number for number in signal.valid_signals() if signal.getsignal(number) == signal.SIG_IGN],
+            launches=launches,
+        )
+        with self._lock, _taking_orphans():
+            _send(self._link, program, files)
+            answer = _receive(self._link)
+        assert answer is not None, "the server of interpreters has ended"
+        popen.pid, _ = answer
+        popen._child_created = True
+        popen._close_pipe_fds(*pipes)
+
+
+_execute = subprocess.Popen._execute_child  # type: ignore[attr-defined]
+
+
+def _fork_or_execute(popen: Any, args: Any, *rest: Any) -> None:
+    """Be `subprocess.Popen._execute_child` of a program: fork what it starts of Python."""
+    if isinstance(args, list | tuple) and args[0] == sys.executable and _parse(args[1:])[1] and rest[1] is None:
+        _servers[os.getpid()].start(popen, args, rest)
+    else:
+        _execute(popen, args, *rest)
+
+
+def start_anew() -> None:
+    """Let `subprocess` start interpreters anew here, if this process was forked itself."""
+    subprocess.Popen._execute_child = _execute  # type: ignore[attr-defined]
+
+
+def _parse(arguments: Sequence[Any]) -> tuple[list[str], list[str]]:
+    """Return an interpreter's options, `-W` as `-Wignore`, and the arguments from `-m`, `-c` or the script on.
+
+    The latter are empty where there are others, or where there is nothing to run.
+    """
+    options, left = [], [os.fsdecode(os.fspath(arg) if not isinstance(arg, str) else arg) for arg in arguments]
+    while left and left[0] in ("-u", "-W"):
+        option = left.pop(0)
+        options.append(option + (left.pop(0) if option == "-W" else ""))
+    return options, [] if left and left[0][0] == "-" and left[0] not in ("-m", "-c") else left
+
+
+@contextlib.contextmanager
+def _taking_orphans() -> Iterator[None]:
+    prctl = ctypes.CDLL(None).prctl
+    prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+    try:
+        yield
+    finally:
+        prctl(_PR_SET_CHILD_SUBREAPER, 0, 0, 0, 0)
+
+
+_servers: dict[int, _Server] = {}
+"""Of this process, by its id: a process that was forked from it has none yet."""
+
+
+def _server_of_this_process() -> _Server:
+    if os.getpid() not in _servers:
+        ours, theirs = socket.socketpair()
+        environment = os.environ | {"PYTHONPATH": str(ROOT)}
+        with theirs:
+            process = subprocess.Popen(
+                [sys.executable, "-c", SERVER, str(theirs.fileno())],
+                cwd=ROOT,
+                env=environment,
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.DEVNULL,
+                pass_fds=[theirs.fileno()],
+            )
+        _servers[os.getpid()] = _Server(ours)
+        atexit.register(_end, os.getpid(), ours, process)
+    return _servers[os.getpid()]
+
+
+def _end(owner: int, link: socket.socket, process: subprocess.Popen[bytes]) -> None:
+    if os.getpid() == owner:
+        link.shutdown(socket.SHUT_RDWR)  # though a process that was forked here may have it, too
+        link.close()
+        process.wait()
+
+
+def _send(link: socket.socket, content: Any, files: Sequence[int] = ()) -> None:
+    data = pickle.dumps(content)
+    socket.send_fds(link, [len(data).to_bytes(8, "little")], list(files))
+    link.sendall(data)
+
+
+def _receive(link: socket.socket) -> tuple[Any, list[int]] | None:
+    head, files, _, _ = socket.recv_fds(link, 8, 250)
+    if not head:
+        return None
+    length, data = int.from_bytes(head, "little"), b""
+    while len(data) < length:
+        data += link.recv(length - len(data))
+    return pickle.loads(data), files
+
+
+# -- the server -----------------------------------------------------------------------------------------------------
+
+_INSTALLED: list[str] = []
+"""What `sys.path` has beside a program's own folder and PYTHONPATH."""
+
+
+def main() -> None:
+    """Be a server; in each forked process, the program."""
+    show, warnings.showwarning = warnings.showwarning, lambda *args, **kwargs: None
+    for name in PRELOADED:
+        importlib.import_module(name)
+    warnings.showwarning = show
+    own = {"", str(ROOT), *os.environ["PYTHONPATH"].split(os.pathsep)}
+    _INSTALLED.extend(path for path in sys.path if path not in own)
+    link: socket.socket | None = socket.socket(fileno=int(sys.argv[1]))
+    os.setpgid(0, 0)  # Ctrl-C in a terminal is not for it
+    gc.collect()
+    gc.freeze()  # an interpreter that ends, or collects, would copy every page of what it shares with its parent
+    while link is not None:
+        program, files = _serve(link)
+        link = program.become(files)
+    program.run()
+
+
+def _serve(link: socket.socket) -> tuple[_Program, list[int]]:
+    """Fork processes while there is a client; return in each of them."""
+    while (received := _receive(link)) is not None:
+        program, files = received
+        reader, writer = os.pipe()
+        if (middle := os.fork()) == 0:
+            me = os.getpid()
+            if pid := os.fork():
+                os.write(writer, pid.to_bytes(8, "little"))
+                os._exit(0)
+            while os.getppid() == me:
+                time.sleep(0.001)
+            link.detach()  # closed by number, with all others
+            return program, files
+        os.waitpid(middle, 0)
+        _send(link, int.from_bytes(os.read(reader, 8), "little"))
+        for file in (reader, writer, *files):
+            os.close(file)
+    os._exit(0)
