@@ -31,10 +31,14 @@ def shared_with(group: dist.ProcessGroup) -> Iterator[None]:
     if options is None or not all(hasattr(options, name) for name in PRIVATE_NAMES[1:]):
         yield
         return
-    devices = _devices_of(group) or [own.create_default_device()]
+    devices = _devices_of(group)
 
     class OnDevice(own):  # type: ignore[misc, valid-type]
         def __init__(self, store: Any, rank: int, size: int, timeout: timedelta) -> None:
+            if not devices:  # the first one makes it as torch does, which goes by the environment
+                super().__init__(store, rank, size, timeout=timeout)
+                devices.extend(self.options._devices)
+                return
             chosen: Any = options()
             chosen._devices, chosen._timeout = devices, timeout
             super().__init__(store, rank, size, chosen)

@@ -35,15 +35,17 @@ def test_runs_of_one_timeout_share_their_groups(two_ranks: Ranks) -> None:
     assert two_ranks.run(joined_by_turns) == [(True, True, True)] * 2
 
 
+def num_receivers() -> int:
+    """Return how many threads of this process receive for gloo."""
+    names = [(task / "comm").read_text().strip() for task in Path("/proc/self/task").iterdir()]
+    return names.count("gloo_tcp_loop")
+
+
 def exchanged_on_one_device() -> tuple[int, int, list[float], bool]:
     """How many threads that receive new groups add, with a device of their own and shared, and that both work."""
     world, timeout = dist.group.WORLD, timedelta(seconds=30)
     assert world is not None
     own_class = dist.distributed_c10d.ProcessGroupGloo
-
-    def num_receivers() -> int:
-        names = [(task / "comm").read_text().strip() for task in Path("/proc/self/task").iterdir()]
-        return names.count("gloo_tcp_loop")
 
     before = num_receivers()
     apart = [dist.new_group(backend="gloo", timeout=timeout) for _ in range(2)]
@@ -65,6 +67,34 @@ def exchanged_on_one_device() -> tuple[int, int, list[float], bool]:
 @pytest.mark.skipif(sys.platform != "linux", reason="/proc tells the names of threads on Linux only")
 def test_groups_share_the_device_of_another(two_ranks: Ranks) -> None:
     assert two_ranks.run(exchanged_on_one_device) == [(2, 0, [16.0, 32.0], True)] * 2
+
+
+def made_where_the_default_is_another() -> tuple[int, float]:
+    """Groups of gloo where the default one is not (NCCL's, say): how many threads that receive three of them add."""
+
+    class Nccl:
+        def _get_backend(self, device: torch.device) -> None:
+            raise RuntimeError(f"no backend for {device}")
+
+    def num_receivers() -> int:
+        return [(task / "comm").read_text().strip() for task in Path("/proc/self/task").iterdir()].count(
+            "gloo_tcp_loop"
+        )
+
+    before = num_receivers()
+    with gloo_device.shared_with(Nccl()):  # type: ignore[arg-type]
+        groups_made = [dist.new_group(backend="gloo", timeout=timedelta(seconds=30)) for _ in range(3)]
+    added = num_receivers() - before
+    ones = torch.ones(1)
+    for group in groups_made:
+        dist.all_reduce(ones, group=group)
+        dist.destroy_process_group(group)
+    return added, float(ones)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="/proc tells the names of threads on Linux only")
+def test_groups_share_the_device_of_the_first_where_the_default_has_none(two_ranks: Ranks) -> None:
+    assert two_ranks.run(made_where_the_default_is_another) == [(1, 8.0)] * 2
 
 
 def made_without_options() -> float:
