@@ -19,7 +19,9 @@ from ..support.ranks import Ranks
 from . import profiles
 
 ALL_TO_ALLS = {Stage.INPUT_SPLITS_DIST: 1, Stage.INPUT_DATA_DIST: 2, Stage.EMBEDDING_LOOKUP: 1}
-"""All-to-alls of one batch of one module: sizes; lengths and ids; embeddings."""
+"""All-to-alls of one batch of one module in TorchRec's pipeline: sizes; lengths and ids; embeddings."""
+PACKED = {**ALL_TO_ALLS, Stage.INPUT_DATA_DIST: 1}
+"""In ours: lengths and ids in one."""
 
 
 def collectives(spans: list[Span], batch: int, name: str = "gloo:all_to_all") -> dict[Stage, int]:
@@ -69,7 +71,7 @@ def test_our_strategy(
     for path in traces:
         (spans,) = read_trace(path).values()
         for batch in (2, 3):
-            assert collectives(spans, batch, name) == ALL_TO_ALLS  # one receive, from the other rank, in each
+            assert collectives(spans, batch, name) == PACKED  # one receive, from the other rank, in each
             # looked up before its own step, where the annotation says so
             lookup = inside(spans, f"embedding_lookup {batch}")
             assert (lookup.stage, lookup.batch, lookup.lane) == (Stage.EMBEDDING_LOOKUP, batch, HOST_LANE)
