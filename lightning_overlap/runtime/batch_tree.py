@@ -89,7 +89,7 @@ class _Copy:
         parts = _parts(node)
         if parts is None:
             new = self._change(node)
-            self._points_back |= isinstance(node, weakref.ref)
+            self._points_back |= type(node) is weakref.ref
         else:
             self._open.add(id(node))
             others = [
@@ -104,7 +104,7 @@ class _Copy:
 
     def _new_end(self, child: Any) -> Any:
         """Return what a part of a copied object is to be: where it refers to one above it, to the copy of that."""
-        if isinstance(child, weakref.ref):
+        if type(child) is weakref.ref:
             _, new = self._memo.get(id(end := child()), (end, end))
             return child if new is end else weakref.ref(new)
         return self._memo.get(id(child), (child, child))[1]
