@@ -78,17 +78,14 @@ class BatchMemory:
             if isinstance(leaf, np.ndarray):
                 if looks:
                     found.append(_array_gone(leaf))
-                return leaf.copy()
+                return _with_attributes(leaf.copy(), leaf)
             if not isinstance(leaf, Tensor):
                 return leaf
             if looks:
                 found.append(_tensor_gone(leaf))
             if leaf.device.type != self._device_type or leaf.requires_grad:
                 return leaf
-            own = leaf.clone()
-            if leaf.__dict__:
-                vars(own).update(vars(leaf))
-            return own
+            return _with_attributes(leaf.clone(), leaf)
 
         try:
             copied = with_leaves(batch, copy)
@@ -109,6 +106,13 @@ class BatchMemory:
                 UserWarning,
                 stacklevel=2,
             )
+
+
+def _with_attributes(own: Any, leaf: Any) -> Any:
+    """Give a copy what somebody has set on a tensor or an array; one that is made of others has its own already."""
+    for name, value in getattr(leaf, "__dict__", {}).items():
+        vars(own).setdefault(name, value)
+    return own
 
 
 def _never() -> bool:

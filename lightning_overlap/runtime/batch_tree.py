@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import weakref
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache
 from types import BuiltinFunctionType, FunctionType, MethodType, ModuleType
 from typing import Any
 
+import numpy as np
 import torch
 from torch.utils.data import DataLoader, Dataset
 
@@ -51,35 +54,75 @@ def with_leaves(batch: Any, change: Callable[[Any], Any]) -> Any:
     """Return a batch with other leaves; what holds none of them stays the object that it was.
 
     Args:
-        batch: As for `leaves`; nothing of it is changed.
+        batch: As for `leaves`; nothing of it is changed. Arrays are leaves here, and of an object all attributes count.
         change: Returns what takes the place of a leaf, or the leaf itself. It is asked once for each object, and not
             for numbers and strings.
 
     Raises:
         TypeError: An object with such a leaf below it cannot be copied, or not changed.
     """
-    return _with_leaves(batch, change, {})
+    return _Copy(change).of_batch(batch)
 
 
-def _with_leaves(node: Any, change: Callable[[Any], Any], memo: dict[int, tuple[Any, Any]]) -> Any:
-    if id(node) in memo:
-        return memo[id(node)][1]
-    memo[id(node)] = node, node  # an object that holds itself
-    children = None if isinstance(node, torch.Tensor) else _children(node)
-    if children is None:
-        new = change(node)
-    else:
-        others = [
-            (step, new)
-            for step, child in children
-            if type(child) not in _ATOMS and (new := _with_leaves(child, change, memo)) is not child
-        ]
-        new = _with_children(node, others) if others else node
-    memo[id(node)] = node, new
-    return new
+class _Copy:
+    """One batch with other leaves."""
+
+    def __init__(self, change: Callable[[Any], Any]) -> None:
+        self._change = change
+        self._memo: dict[int, tuple[Any, Any]] = {}
+        self._open: set[int] = set()  # nodes above the one that is visited
+        self._points_back = False
+
+    def of_batch(self, batch: Any) -> Any:
+        new_batch = self._of(batch)
+        if self._points_back:
+            for node, new_node in list(self._memo.values()):
+                if new_node is not node and not isinstance(node, (*_LEAVES, tuple)):
+                    _change_parts(new_node, [(step, self._new_end(child)) for step, child in _parts(new_node) or ()])
+        return new_batch
+
+    def _of(self, node: Any) -> Any:
+        if id(node) in self._memo:
+            self._points_back |= id(node) in self._open
+            return self._memo[id(node)][1]
+        self._memo[id(node)] = node, node
+        parts = _parts(node)
+        if parts is None:
+            new = self._change(node)
+            self._points_back |= type(node) is weakref.ref
+        else:
+            self._open.add(id(node))
+            others = [
+                (step, new)
+                for step, child in parts
+                if type(child) not in _ATOMS and (new := self._of(child)) is not child
+            ]
+            new = _with_parts(node, others) if others else node
+            self._open.remove(id(node))
+        self._memo[id(node)] = node, new
+        return new
+
+    def _new_end(self, child: Any) -> Any:
+        """Return what a part of a copied object is to be: where it refers to one above it, to the copy of that."""
+        if type(child) is weakref.ref:
+            _, new = self._memo.get(id(end := child()), (end, end))
+            return child if new is end else weakref.ref(new)
+        return self._memo.get(id(child), (child, child))[1]
 
 
-def _with_children(node: Any, changed: list[tuple[tuple[str, Any], Any]]) -> Any:
+def _parts(node: Any) -> list[tuple[tuple[str, Any], Any]] | None:
+    """Return all that an object holds itself: what a mapping of a user's own shows as items is in its attributes."""
+    if type(node) in _ATOMS or isinstance(node, _LEAVES):
+        return None
+    if isinstance(node, tuple):
+        return _children(node)
+    attributes = [] if isinstance(node, _NOT_SEARCHED) else _attributes(node)
+    if isinstance(node, _CONTAINERS) or not attributes:
+        return [*attributes, *(_children(node) or ())] or None if isinstance(node, (Mapping, Sequence)) else None
+    return attributes
+
+
+def _with_parts(node: Any, changed: list[tuple[tuple[str, Any], Any]]) -> Any:
     if isinstance(node, tuple):
         children = list(node)
         for (kind, key), new in changed:
@@ -88,12 +131,18 @@ def _with_children(node: Any, changed: list[tuple[tuple[str, Any], Any]]) -> Any
     new_node = copy.copy(node)
     if new_node is node:
         raise TypeError(f"a copy of {type(node).__name__} is the object itself")
-    for (kind, key), new in changed:
-        if kind == "attr":
-            object.__setattr__(new_node, key, new)  # a frozen dataclass, too
-        else:
-            new_node[key] = new
+    _change_parts(new_node, changed)
     return new_node
+
+
+def _change_parts(new_node: Any, changed: list[tuple[tuple[str, Any], Any]]) -> None:
+    for (kind, key), new in changed:
+        if kind == "item":
+            new_node[key] = new
+        elif key in getattr(new_node, "__dict__", ()):
+            vars(new_node)[key] = new
+        else:
+            object.__setattr__(new_node, key, new)  # a frozen dataclass, too
 
 
 def _collect(
@@ -124,10 +173,14 @@ def _children(node: Any) -> list[tuple[tuple[str, Any], Any]] | None:
         return None
     if dataclasses.is_dataclass(node):
         return [(("attr", field.name), getattr(node, field.name)) for field in dataclasses.fields(node)]
+    return _attributes(node) or None
+
+
+def _attributes(node: Any) -> list[tuple[tuple[str, Any], Any]]:
     names = [name for name in _slots(type(node)) if hasattr(node, name)]  # type: ignore[arg-type]
     if hasattr(node, "__dict__"):
         names += vars(node)
-    return [(("attr", name), getattr(node, name)) for name in names] if names else None
+    return [(("attr", name), getattr(node, name)) for name in names]
 
 
 _NOT_SEARCHED = (
@@ -135,12 +188,21 @@ _NOT_SEARCHED = (
     *(torch.nn.Module, Dataset, DataLoader),
 )
 
+_LEAVES = (torch.Tensor, np.ndarray)
+_CONTAINERS = (dict, list, deque)
+
 _ATOMS = frozenset((type(None), bool, int, float, str, bytes))
 
 
 @lru_cache(maxsize=256)
 def _slots(cls: type) -> list[str]:
     """Return the names of a class's slots, those of its bases included."""
-    own = [vars(base).get("__slots__", ()) for base in cls.__mro__]
-    names = [name for slots in own for name in ((slots,) if isinstance(slots, str) else slots)]
-    return [name for name in names if not name.startswith("__")]
+    found = []
+    for base in cls.__mro__:
+        slots = vars(base).get("__slots__", ())
+        for name in (slots,) if isinstance(slots, str) else slots:
+            if not name.startswith("__"):
+                found.append(name)
+            elif not name.endswith("__"):
+                found.append(f"_{base.__name__.lstrip('_')}{name}")  # as Python keeps a private name
+    return found

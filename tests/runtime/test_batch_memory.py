@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import weakref
 from collections import OrderedDict
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, MutableMapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any, NamedTuple
@@ -172,6 +173,118 @@ def test_every_kind_of_batch_is_copied() -> None:
     assert type(own["packed"]) is PackedSequence
     assert own["array"].tolist() == [0, 1, 2]
     assert own["data"] is data  # what a batch merely refers to is not copied
+
+
+class OwnMapping(MutableMapping):
+    """Keeps its items in an attribute, which `copy.copy` shares."""
+
+    def __init__(self, **items: Any) -> None:
+        self._items = items
+
+    def __getitem__(self, key: str) -> Any:
+        return self._items[key]
+
+    def __setitem__(self, key: str, value: Any) -> None:
+        self._items[key] = value
+
+    def __delitem__(self, key: str) -> None:
+        del self._items[key]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._items)
+
+    def __len__(self) -> int:
+        return len(self._items)
+
+
+class OwnSequence(Sequence):
+    def __init__(self, *items: Any) -> None:
+        self._items = list(items)
+
+    def __getitem__(self, index: Any) -> Any:
+        return self._items[index]
+
+    def __len__(self) -> int:
+        return len(self._items)
+
+
+class WithMore(dict):
+    pass
+
+
+@dataclass
+class Derived:
+    x: Tensor
+
+    def __post_init__(self) -> None:
+        self.more = self.x.clone()
+
+
+class Private:
+    __slots__ = ("__x",)
+
+    def __init__(self, x: Tensor) -> None:
+        self.__x = x
+
+    @property
+    def x(self) -> Tensor:
+        return self.__x
+
+
+class Noted(np.ndarray):
+    """An array with attributes."""
+
+
+class Graph:
+    """Its storage knows it, as in a graph library's batches."""
+
+    def __init__(self, x: Tensor) -> None:
+        self.x = x
+        self.storage = OwnMapping(x=x)
+        self.storage.parent, self.storage.weak_parent = self, weakref.ref(self)  # type: ignore[attr-defined]
+
+
+def _derived() -> Any:
+    batch = WithMore(x=torch.zeros(2))
+    batch.more = torch.zeros(2)  # type: ignore[attr-defined]
+    return batch
+
+
+def _noted() -> Any:
+    array = np.zeros(2).view(Noted)
+    array.note = "kept"  # type: ignore[attr-defined]
+    return array
+
+
+OF_A_USERS_OWN: dict[str, tuple[Callable[[], Any], Callable[[Any], list[Any]]]] = {
+    "mapping": (lambda: OwnMapping(x=torch.zeros(2)), lambda batch: [batch["x"]]),
+    "sequence": (lambda: OwnSequence(torch.zeros(2)), lambda batch: [batch[0]]),
+    "dict_with_attributes": (_derived, lambda batch: [batch["x"], batch.more]),
+    "not_a_field": (lambda: Derived(torch.zeros(2)), lambda batch: [batch.x, batch.more]),
+    "private_slot": (lambda: Private(torch.zeros(2)), lambda batch: [batch.x]),
+    "array_with_attributes": (_noted, lambda batch: [batch]),
+    "masked_array": (lambda: np.ma.array(np.zeros(2)), lambda batch: [batch]),
+    "jagged": (
+        lambda: torch.nested.nested_tensor([torch.zeros(2), torch.zeros(1)], layout=torch.jagged),
+        lambda batch: [batch.values()],
+    ),
+    "knows_its_parent": (
+        lambda: Graph(torch.zeros(2)),
+        lambda batch: [batch.x, batch.storage["x"], batch.storage.parent.x, batch.storage.weak_parent().x],
+    ),
+}
+
+
+@pytest.mark.parametrize("name", OF_A_USERS_OWN)
+def test_a_class_of_a_users_own_is_copied_and_not_changed(name: str) -> None:
+    make, parts_of = OF_A_USERS_OWN[name]
+    batch = make()
+    own = BatchMemory("cpu").own(batch)
+    assert type(own) is type(batch)
+    for part in parts_of(batch):  # which would be the copies, had they taken their places there
+        part[:] = 1
+    assert not any(part.sum() for part in parts_of(own))
+    assert getattr(own, "note", None) == getattr(batch, "note", None)
 
 
 def test_a_copy_of_a_view_is_of_the_view_alone() -> None:
