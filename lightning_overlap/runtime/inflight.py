@@ -30,6 +30,8 @@ class InFlightBatch:
     """Stages issued so far, each with its stream and the event recorded after it."""
     modules: dict[str, Any] = field(default_factory=dict)
     """State of each pipelined module for this batch, by the module's name; the sparse stages own it."""
+    missing: frozenset[str] = frozenset()
+    """Modules whose input the batches of some ranks have and others' lack, once the sizes are known."""
     sizes: Any = None
     """The exchange of split sizes of all modules, while it is under way; the sparse stages own it."""
     defers_update: bool = False

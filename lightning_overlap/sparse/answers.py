@@ -51,7 +51,7 @@ class Answers:
         self._finish_lookups, self._receive_input = finish_lookups, receive_input
         self._current: InFlightBatch | None = None  # whose step runs
         self._in_step: InFlightBatch | None = None  # the same until its backward is over
-        self._num_steps = 0
+        self.num_steps = 0
 
     @property
     def ran_unpipelined(self) -> bool:
@@ -63,7 +63,7 @@ class Answers:
         self._forwards.forget_calls()
         self._forwards.forget_answers()
         self._current = self._in_step = inflight
-        self._num_steps += 1
+        self.num_steps += 1
 
     def end(self) -> None:
         """End the step; its backward may follow."""
@@ -109,11 +109,13 @@ class Answers:
                     if reason is None:
                         return self._serve(inflight.index, state)
                 elif self._all_ranks_take_early(pipelined, inflight, reason):
-                    state.served, state.served_in = True, self._num_steps
-                    self._forwards.served(pipelined, self._num_steps)
+                    state.served, state.served_in = True, self.num_steps
+                    self._forwards.served(pipelined, self.num_steps)
                     if state.embeddings is not None:
                         return self._serve(inflight.index, state)
                     look_up_now = partial(self._look_up_when_called, pipelined.module, inflight, state)
+            elif pipelined.name in inflight.missing and not in_backward:
+                self._forwards.all_ranks_call(pipelined, self.num_steps, inflight.index)
             inflight.ran_unpipelined = True
             if self._options.holds_updates:
                 own = ModuleContext(only_input(args, kwargs), served=True)
@@ -135,7 +137,7 @@ class Answers:
     # -- early or not -----------------------------------------------------------------------------------------------
 
     def _was_served_now(self, state: ModuleContext) -> bool:
-        return state.served_in == self._num_steps
+        return state.served_in == self.num_steps
 
     def _why_not_early(
         self, pipelined: PipelinedForward, state: ModuleContext, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -160,7 +162,7 @@ class Answers:
             if self._options.any_rank(reason is not None):
                 reason = reason or "another rank called it with another input of the batch"
         elif reason is not None:
-            self._forwards.all_ranks_run_unpipelined(pipelined, self._num_steps, inflight.index, reason)
+            self._forwards.all_ranks_run_unpipelined(pipelined, self.num_steps, inflight.index, reason)
         if reason is not None:
             self._forwards.run_unpipelined(pipelined, reason)
         return reason is None

@@ -152,6 +152,8 @@ class KnownInput(NamedTuple):
 
     data: Any
     """Awaits the ids, lengths and weights; None where a rank has no such input: then nothing of it is sent."""
+    is_missing: bool
+    """Whether some ranks' batches have such an input and others' have not."""
     is_ambiguous: bool
     """Whether the batch of any rank has several KeyedJaggedTensors that could be it."""
 
@@ -242,7 +244,9 @@ class InputSizes:
             lengths = [one for one, num in zip(known.lengths, found, strict=True) if all(num)]
             started = self._start_packed(fused, sizes, [one for of_module in lengths for one in of_module])
         modules = iter(started)
-        return [KnownInput(next(modules) if all(num) else None, max(num) > 1) for num in found]
+        return [
+            KnownInput(next(modules) if all(num) else None, min(num) == 0 < max(num), max(num) > 1) for num in found
+        ]
 
     def _start_packed(
         self, fused: FusedKJTListSplitsAwaitable, sizes: list[list[list[int]]], lengths: list[list[int] | None]

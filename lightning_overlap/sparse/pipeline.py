@@ -134,7 +134,7 @@ class SparsePipeline:
         finally:
             self.answers.end()
         if self.ready:
-            self._forwards.check_calls(inflight.modules)
+            self._forwards.check_calls(inflight.modules, self.answers.num_steps)
             self._forwards.forget_calls()
         for name, state in inflight.modules.items():
             self._leave_aside(self._forwards[name].module, state)
@@ -199,6 +199,7 @@ class SparsePipeline:
             for name, known in zip(names, sizes.wait(), strict=True):
                 if known.data is None:
                     inflight.modules.pop(name, None)
+                    inflight.missing |= {name} if known.is_missing else set()
                     continue
                 state = inflight.modules[name]
                 state.tensors_awaitable, state.splits_awaitable = known.data, None

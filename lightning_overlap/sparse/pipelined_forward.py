@@ -279,11 +279,37 @@ class PipelinedForwards(Mapping[str, PipelinedForward]):
             f"change inputs before {self._step} (on_after_batch_transfer), or use pipeline='base'."
         )
 
-    def check_calls(self, begun: Container[str]) -> None:
-        """Give up modules that a step did not call once; `begun` are those whose stages began for its batch."""
+    def all_ranks_call(self, pipelined: PipelinedForward, step: int, index: int) -> None:
+        """Make sure that all ranks call a module of which nothing was looked up early, as one of them had no input.
+
+        Args:
+            pipelined: The module that this rank calls.
+            step: Number of the step in this run.
+            index: Of its batch in the epoch.
+
+        Raises:
+            RuntimeError: Another rank goes through the step without it: this rank's forward would wait for it.
+        """
+        if self._mismatches is None or self._mismatches.all_ranks(pipelined.name, step):
+            return
+        raise RuntimeError(
+            f"rank {self._rank} calls {pipelined.name!r} in {self._step} of batch {index}, another rank does not: its "
+            "batch has no input for it. All ranks call a sharded module, or none does: give it an empty "
+            "KeyedJaggedTensor (lengths of zero) where there are no ids."
+        )
+
+    def check_calls(self, begun: Container[str], step: int) -> None:
+        """Give up modules that a step did not call once.
+
+        Args:
+            begun: Modules whose stages began for its batch.
+            step: Number of the step in this run.
+        """
         for pipelined in self.values():
             if not pipelined.early:
                 continue
+            if not pipelined.calls:
+                self.served(pipelined, step)  # who waits for this rank's call waits in vain
             if len(pipelined.calls) > 1:
                 self.run_unpipelined(pipelined, "it was called more than once in a step")
             elif not pipelined.calls and pipelined.name in begun:

@@ -72,6 +72,23 @@ def test_a_call_that_differs_on_one_rank_is_an_error_not_a_hang(two_ranks: Ranks
         two_ranks.run(variants.one_rank_differs)
 
 
+def test_a_rank_without_an_input_that_makes_one_trains_as_in_base(two_ranks: Ranks) -> None:
+    actual, expected = (
+        two_ranks.run(variants.one_rank_lacks_an_input, pipeline, makes_input=True)
+        for pipeline in ("fused_sparse_dist", "base")
+    )
+    assert all(map(torch.equal, actual, expected))
+
+
+@pytest.mark.parametrize("pipeline", ["fused_sparse_dist", "semi_sync"])
+def test_a_rank_that_lacks_an_input_is_an_error_not_a_hang(two_ranks: Ranks, pipeline: str) -> None:
+    """The other one's forward would wait for it."""
+    with pytest.raises(
+        RankError, match=r"rank 0 calls 'second' in training_step of batch 4, another rank does not: its batch has no"
+    ):
+        two_ranks.run(variants.one_rank_lacks_an_input, pipeline, makes_input=False)
+
+
 def test_cached_tables_run_plain(get_ranks: Callable[..., Ranks]) -> None:
     [(reason, _, _)] = get_ranks(1).run(variants.reasons_of_cached_tables)
     assert reason == "its tables have compute kernel fused_uvm_caching, which keeps rows in a cache"

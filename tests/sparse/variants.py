@@ -326,6 +326,50 @@ def one_rank_differs() -> None:
     make_trainer(strategy).fit(module, datamodule=Batches(TABLE_WISE, NUM_STEPS))
 
 
+class Parted(Batches):
+    """Batches with an input for each collection; rank 1's batch 4 has none for the second one."""
+
+    def train_dataloader(self) -> DataLoader:
+        def parted(index: int) -> Batch:
+            batch = make_batch(self.case, index, self.trainer.global_rank)
+            lacks = (index, self.trainer.global_rank) == (4, 1)
+            return Batch(
+                batch.dense, {"ebc": _kjt(batch), "second": None if lacks else _copy(_kjt(batch))}, batch.labels
+            )
+
+        return DataLoader([parted(index) for index in range(self.num_batches)], batch_size=None)
+
+
+class TakesParts(Model):
+    """Gives each collection its own input; where there is none, leaves it out or makes one without ids."""
+
+    makes_input: bool
+
+    def forward(self, batch: Batch, embeddings: Any = None) -> Tensor:
+        embeddings = {}
+        for name, tables in self.case.collections.items():
+            kjt = batch.inputs[name]
+            if kjt is None and self.makes_input:
+                keys, size = list(self.case.all_features), len(batch.labels)
+                lengths = torch.zeros(len(keys) * size, dtype=torch.int64)
+                kjt = KeyedJaggedTensor(keys, torch.empty(0, dtype=torch.int64), lengths=lengths)
+            if kjt is None:
+                embeddings[name] = defaultdict(lambda dim=tables[0].dim: torch.zeros(len(batch.labels), dim))
+            else:
+                embeddings[name] = getattr(self, name)(kjt)
+        return self.dense(batch, embeddings)
+
+
+def one_rank_lacks_an_input(pipeline: str, makes_input: bool) -> Tensor:
+    """Train where the batch of one rank has no input for a module; return the losses."""
+    module = TakesParts(TWO_COLLECTIONS)
+    module.makes_input = makes_input
+    plan = make_plan(TWO_COLLECTIONS, module, dist.get_world_size())
+    strategy = OverlapEmbeddingStrategy(pipeline=pipeline, sharding=plan)
+    make_trainer(strategy).fit(module, datamodule=Parted(TWO_COLLECTIONS, NUM_STEPS))
+    return torch.stack(module.losses)
+
+
 def reasons_of_cached_tables() -> list[str | None]:
     """Why tables in a UVM cache do not start early. FBGEMM has it on CUDA only, so the plan says it afterwards."""
     model = Model(TABLE_WISE)
