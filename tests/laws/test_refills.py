@@ -11,7 +11,7 @@ import torch
 from lightning_overlap import MODES
 
 from ..support import reference
-from ..support.pairs import pairwise
+from ..support.pairs import pairwise, rotated
 from ..support.ranks import Ranks
 from ..support.reference import Delayed
 from ..support.windows import train_windows, windows_of
@@ -30,7 +30,7 @@ def _differences(actual: list[reference.Result], expected: list[reference.Result
     return [mine.differences(theirs) for mine, theirs in zip(actual, expected, strict=True)]
 
 
-@pytest.mark.parametrize(("kind", "pipeline", "num_ranks"), pairwise(KINDS, [*MODES, "auto"], [2, 1]), ids=str)
+@pytest.mark.parametrize(("kind", "pipeline", "num_ranks"), rotated(KINDS, [*MODES, "auto"]), ids=str)
 def test_every_mode_equals_the_plain_loop(
     get_ranks: Callable[..., Ranks], kind: Kind, pipeline: str, num_ranks: int
 ) -> None:

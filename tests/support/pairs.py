@@ -15,12 +15,12 @@ HELD = ("fused_sparse_dist", "semi_sync")
 class Pairing(NamedTuple):
     """One test of many."""
 
-    name: str
+    name: Any
     pipeline: str
     num_ranks: int
 
 
-def rotated(names: Iterable[str], modes: Iterable[str] = MODES) -> list[Pairing]:
+def rotated(names: Iterable[Any], modes: Iterable[str] = MODES) -> list[Pairing]:
     """Give each case the modes of `HELD` on two ranks, and others in rotation: by its place in the list, not by chance.
 
     On two ranks a case meets one mode besides those held, on one rank one of all; more than one where there are fewer
