@@ -12,7 +12,7 @@ import torch
 
 from lightning_overlap.deltas import PartError, Piece, parse_names
 from lightning_overlap.tracking.copies import HostCopy
-from lightning_overlap.tracking.kept_memory import KeptMemory
+from lightning_overlap.tracking.kept_memory import KeptMemory, LentMemory
 from lightning_overlap.tracking.row_marks import HostMarks, LookedUp
 
 from ..support.ranks import Ranks
@@ -21,13 +21,22 @@ from .test_deltas import ALL, wrong
 
 
 def fit_in_pieces(*args: Any, **kwargs: Any) -> Any:
-    """Train with a sink that reads the memory of the values, and only after a while."""
+    """Train with a sink that reads the memory of the values, and only after a while; who gives it back, writes it."""
+    give_back = LentMemory.give_back
 
     def write_pieces(self: Files, name: str, pieces: list[Piece]) -> None:
         time.sleep(0.02)
         self.write(name, b"".join(pieces))
 
-    with mock.patch.object(Files, "write_pieces", write_pieces, create=True):
+    def written_by_the_next(self: LentMemory) -> None:
+        if self._content is not None:
+            self._content.fill_(255)
+        give_back(self)
+
+    with (
+        mock.patch.object(Files, "write_pieces", write_pieces, create=True),
+        mock.patch.object(LentMemory, "give_back", written_by_the_next),
+    ):
         return fit_with_deltas(*args, **kwargs)
 
 
