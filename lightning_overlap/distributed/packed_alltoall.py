@@ -40,7 +40,6 @@ class PackedExchange:
 
     def __init__(self, parts: Sequence[Part], group: dist.ProcessGroup) -> None:
         self._parts = [(part.tensor.dtype, part.tensor.shape[1:]) for part in parts]
-        self._num_ranks = group.size()
         unit, unit_bytes = _unit(parts)
         widths = [part.row_bytes // unit_bytes for part in parts]
         sent = [[rows * width for rows in part.sent] for part, width in zip(parts, widths, strict=True)]
