@@ -39,7 +39,7 @@ STATIONS = {
     "iteration N-2": [
         Station(
             "copy_batch_to_device",
-            "after the forward of N-2",
+            "before the forward of N-2",
             {
                 "runtime": (
                     "runtime/executor.py",
@@ -47,17 +47,17 @@ STATIONS = {
                 ),
                 "plugin": ("plugin/fetcher.py", "DataLoader, transfer hooks,\ncopy to the device"),
             },
-        )
-    ],
-    "iteration N-1": [
+        ),
         Station(
             "input_splits_dist",
-            "before the forward of N-1",
+            "after the forward of N-2",
             {
                 "runtime": ("runtime/executor.py", "hears whether all ranks have N:\nruntime/end_of_data.py"),
-                "sparse": ("sparse/input_dist.py", "starts the all-to-all of sizes,\none for all modules"),
+                "sparse": ("sparse/input_sizes.py", "sizes of all modules' inputs; they\nleave with the ids of N-1"),
             },
         ),
+    ],
+    "iteration N-1": [
         Station(
             "input_data_dist",
             "after the forward of N-1",
@@ -65,7 +65,7 @@ STATIONS = {
                 "runtime": ("runtime/executor.py", "issues the step on the data_dist\nstream: runtime/streams.py"),
                 "sparse": (
                     "sparse/input_dist.py",
-                    "reads the sizes on the host, starts\nthe all-to-alls of lengths and ids",
+                    "reads the sizes of N on the host, starts\nits ids' all-to-all with the sizes of N+1",
                 ),
             },
         ),

@@ -36,9 +36,10 @@ class PackedExchange:
     Args:
         parts: At least one; of the same dtypes and in the same order on all ranks, on one device.
         group: The process group.
+        even: Whether every rank is known to send as many rows to each; the same on all ranks.
     """
 
-    def __init__(self, parts: Sequence[Part], group: dist.ProcessGroup) -> None:
+    def __init__(self, parts: Sequence[Part], group: dist.ProcessGroup, *, even: bool = False) -> None:
         self._parts = [(part.tensor.dtype, part.tensor.shape[1:]) for part in parts]
         unit, unit_bytes = _unit(parts)
         widths = [part.row_bytes // unit_bytes for part in parts]
@@ -52,16 +53,23 @@ class PackedExchange:
         self._sizes = [size for of_rank in zip(*came, strict=True) for size in of_rank]
         from_ranks, to_ranks = ([sum(of_rank) for of_rank in zip(*sizes, strict=True)] for sizes in (came, sent))
         self._came = self._packed.new_empty(sum(from_ranks))
-        self._work = dist.all_to_all_single(self._came, self._packed, from_ranks, to_ranks, group, async_op=True)
-        self._received: list[Tensor] | None = None
+        output_splits, input_splits = (None, None) if even else (from_ranks, to_ranks)
+        self._work = dist.all_to_all_single(self._came, self._packed, output_splits, input_splits, group, async_op=True)
+        self._received: list[Tensor | None] = []
 
-    def wait(self) -> list[Tensor]:
-        """Return what has come of each part, `(sum(received), ...)`, contiguous.
+    def take(self, place: slice) -> list[Tensor]:
+        """Wait, and hand over what has come of some parts, each once: nothing of it is kept.
+
+        Args:
+            place: Of these parts among all.
+
+        Returns:
+            What has come of each, `(sum(received), ...)`, contiguous.
 
         Raises:
             RuntimeError: A rank is gone, or the group's time is over.
         """
-        if self._received is None:
+        if not self._received:
             assert self._work is not None
             self._work.wait()
             pieces = self._came.split(self._sizes)
@@ -70,7 +78,9 @@ class PackedExchange:
                 for number, (dtype, shape) in enumerate(self._parts)
             ]
             del self._packed, self._came
-        return self._received
+        taken = [part for part in self._received[place] if part is not None]
+        self._received[place] = [None] * len(taken)
+        return taken
 
 
 def _unit(parts: Sequence[Part]) -> tuple[torch.dtype, int]:

@@ -46,9 +46,9 @@ SPARSE_DIST = Schedule(
 FUSED_SPARSE_DIST = Schedule(
     "fused_sparse_dist",
     (
-        Step(_SPLITS, 1, _DIST),
+        Step(_COPY, 2, _MEMCPY),  # the ranks ask each other whether all have it, and hear that after the forward
         Step(_FORWARD, 0, _COMPUTE),
-        Step(_COPY, 2, _MEMCPY),
+        Step(_SPLITS, 2, _DIST),  # these sizes travel with the ids that are sent next
         Step(_DATA, 1, _DIST),
         Step(_BACKWARD, 0, _COMPUTE),  # writes the tables
         Step(_LOOKUP, 1, _SIDE),  # so from here on batch N+1 may read them, while the dense optimizer steps
@@ -60,9 +60,9 @@ FUSED_SPARSE_DIST = Schedule(
 FUSED_SPARSE_DIST_AFTER_OPTIMIZER = Schedule(
     "fused_sparse_dist_after_optimizer",
     (
-        Step(_SPLITS, 1, _DIST),
+        Step(_COPY, 2, _MEMCPY),  # the ranks ask each other whether all have it, and hear that after the forward
         Step(_FORWARD, 0, _COMPUTE),
-        Step(_COPY, 2, _MEMCPY),
+        Step(_SPLITS, 2, _DIST),  # these sizes travel with the ids that are sent next
         Step(_DATA, 1, _DIST),
         Step(_BACKWARD, 0, _COMPUTE),
         Step(_STEP, 0, _COMPUTE),

@@ -1,6 +1,7 @@
-"""The exchange of sizes in front of the input dist: one all-to-all for all modules, and one read of it on the host.
+"""The exchange of sizes before the input dist: one for all modules, and one read of it on the host.
 
-And what then travels: between hosts ids in half their bytes.
+And what then travels: lengths, ids and weights of all modules in one all-to-all, between hosts in half their bytes.
+The sizes of the batch after it travel with them, where they are known by then.
 
 TorchRec 1.8 reads what it sends back from the device, for an overflow check, and later the lengths of what it received,
 feature by feature, which makes the host wait until the ids are there. Here the sizes go to the device in one copy from
@@ -13,10 +14,9 @@ import functools
 import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from functools import partial
 from types import ModuleType
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -31,6 +31,7 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from ..distributed import PackedExchange, Part
 from ..tables import ids_fit_32_bits, input_dists_of
+from .input_sizes import Form, ModuleInput, Sizes, form_of, metas_of
 from .module_context import ModuleContext, wait_for
 
 MAX_RECATS = 256
@@ -99,54 +100,6 @@ def _narrowed(kjt: KeyedJaggedTensor) -> list[Tensor]:
     return list(tensors.values())
 
 
-class PartForm(NamedTuple):
-    """The shape of what one all-to-all of ids adds to the exchange of sizes; the same on all ranks."""
-
-    num_sizes: int
-    splits: tuple[int, ...]
-    """Features that go to each rank."""
-    with_lengths: bool
-    """Whether the lengths of these features travel with the sizes."""
-
-    @property
-    def width(self) -> int:
-        """Numbers that go to each rank."""
-        return self.num_sizes + (max(self.splits) if self.with_lengths else 0)
-
-
-Form: TypeAlias = tuple[PartForm, ...]
-"""Of a module's input: one for each of its all-to-alls."""
-
-
-def form_of(request: Any) -> Form:
-    """Return the form of what a module's `input_dist` returned under `splits_only`."""
-    return tuple(
-        PartForm(len(meta.splits_tensors), tuple(meta.splits), not meta._input.variable_stride_per_key())
-        for meta in _metas(request)
-    )
-
-
-def _metas(request: Any) -> list[KJTSplitsAllToAllMeta]:
-    return [one for one in request.awaitables if isinstance(one, KJTSplitsAllToAllMeta)]
-
-
-@dataclass(frozen=True, slots=True)
-class ModuleInput:
-    """One module's part in the exchange of sizes of one batch.
-
-    Args:
-        form: Of its input, the same on all ranks.
-        request: What its `input_dist` returned under `splits_only`; None where this rank's batch has no such input.
-        context: The module's for this batch.
-        num_found: How many KeyedJaggedTensors of this rank's batch could be its input.
-    """
-
-    form: Form
-    request: Any = None
-    context: Any = None
-    num_found: int = 0
-
-
 class KnownInput(NamedTuple):
     """What the ranks know of one module's input once the sizes are there."""
 
@@ -168,11 +121,18 @@ class SizeExchange:
     def __init__(self, group: dist.ProcessGroup) -> None:
         self._group = group
         self._forms: dict[str, Form] = {}
+        self._waiting: list[InputSizes] = []
+
+    def forget(self) -> None:
+        """Let go of sizes that nobody is going to read."""
+        self._waiting.clear()
 
     def start(
         self, taking_part: list[str], modules: dict[str, ModuleContext], num_found: Mapping[str, int]
     ) -> tuple[list[str], InputSizes] | None:
-        """Start the all-to-all of sizes of these modules, whether or not this rank's batch has their inputs.
+        """Start the exchange of sizes of these modules, whether or not this rank's batch has their inputs.
+
+        They leave at once, or with the ids of an earlier batch if these have not been sent yet.
 
         Args:
             taking_part: The modules, the same on all ranks.
@@ -196,7 +156,7 @@ class SizeExchange:
             else ModuleInput(self._forms[name])
             for name in names
         ]
-        return (names, InputSizes(inputs, self._group)) if names else None
+        return (names, InputSizes(inputs, self._group, self._waiting)) if names else None
 
     def _agree_on_forms(self, described: Mapping[str, Form]) -> None:
         """Learn the forms of the modules' inputs from the ranks that have them in their first batch."""
@@ -213,19 +173,25 @@ class InputSizes:
     Args:
         inputs: By module, in an order that is the same on all ranks.
         group: The process group.
+        waiting: The sizes of batches whose ids have not been sent; the same on all ranks. These are among them until
+            they are read. If there are earlier ones, these travel with the ids of that batch, not in an all-to-all of
+            their own.
     """
 
-    def __init__(self, inputs: Sequence[ModuleInput], group: dist.ProcessGroup) -> None:
-        self._inputs, self._group = inputs, group
+    def __init__(self, inputs: Sequence[ModuleInput], group: dist.ProcessGroup, waiting: list[InputSizes]) -> None:
+        self._inputs, self._group, self._waiting = inputs, group, waiting
         self._tagged = validate_collectives_enabled()  # a debugging aid of TorchRec's: its tags travel with the sizes
         if not self._tagged:
-            self._sizes = _Sizes(inputs, group)
+            self._sizes = Sizes(inputs, group)
+            if not waiting:
+                self._sizes.send()
+            waiting.append(self)
             return
         everyone: list[Any] = [None] * group.size()
         dist.all_gather_object(everyone, [one.num_found for one in inputs], group=group)
         self._found = list(zip(*everyone, strict=True))
         kept = [one for one, found in zip(inputs, self._found, strict=True) if all(found)]
-        for meta in (meta for one in kept for meta in _metas(one.request)):
+        for meta in (meta for one in kept for meta in metas_of(one.request)):
             meta.splits_tensors = [torch.tensor(sizes, device=meta.device) for sizes in meta.splits_tensors]
         self._fused = FusedKJTListSplitsAwaitable([one.request for one in kept], [one.context for one in kept], group)
 
@@ -234,6 +200,8 @@ class InputSizes:
         if self._tagged:
             found, started = self._found, self._fused.wait()
         else:
+            if self in self._waiting:
+                self._waiting.remove(self)
             known = self._sizes.wait()
             found = known.found
             kept = [one for one, num in zip(self._inputs, found, strict=True) if all(num)]
@@ -268,7 +236,10 @@ class InputSizes:
             of_all = list(itertools.islice(received, len(meta.splits_tensors)))  # the last may be of no tensor: strides
             places.append(slice(len(parts), len(parts) + len(own)))
             parts += map(Part, own, meta.input_splits, of_all)
-        exchange = PackedExchange(parts, self._group)
+        with_them = [one._sizes for one in self._waiting if not one._sizes.is_sent]
+        exchange = PackedExchange([*parts, *(one.part() for one in with_them)], self._group)
+        for number, later in enumerate(with_them, len(parts)):
+            later.travel_with(exchange, number)
         every = iter(zip(metas, places, lengths, strict=True))
         flat = iter(described)
         for module in modules:
@@ -278,75 +249,6 @@ class InputSizes:
                     dtypes = meta._input.lengths().dtype, meta._input.values().dtype
                     module.awaitables[number] = _Received(awaitable, exchange, place, of_features, dtypes)
         return modules
-
-
-class _KnownSizes(NamedTuple):
-    """By module."""
-
-    found: list[tuple[int, ...]]
-    """How many inputs each rank's batch has for it."""
-    sizes: list[list[list[int]]]
-    """What every rank sends to this one, by tensor."""
-    lengths: list[list[list[int] | None]]
-    """Of what this rank receives by each all-to-all, the sum of each feature's lengths; None: they do not travel."""
-
-
-class _Sizes:
-    """One all-to-all of sizes, and of the lengths of features.
-
-    A row for each destination: of each module how many inputs this rank has for it, then of each of its all-to-alls to
-    come the sizes of what is sent there, then the length of each of the features that it gets, filled up to the largest
-    number of features that a rank has: so rows are of one width, on ranks that lack an input too.
-    """
-
-    def __init__(self, inputs: Sequence[ModuleInput], group: dist.ProcessGroup) -> None:
-        self._rank = group.rank()
-        self._forms = [one.form for one in inputs]
-        rows: list[list[int]] = [[] for _ in range(group.size())]
-        nccl = "nccl" in str(dist.get_backend(group))
-        device = torch.device("cuda", torch.cuda.current_device()) if nccl else torch.device("cpu")
-        for one in inputs:
-            for row in rows:
-                row.append(one.num_found)
-            if not one.num_found:
-                for row in rows:
-                    row += [0] * sum(part.width for part in one.form)
-                continue
-            for part, meta in zip(one.form, _metas(one.request), strict=True):
-                _add(rows, part, meta)
-        on_host = torch.tensor(rows, dtype=torch.int64, pin_memory=device.type == "cuda")
-        sent = on_host.to(device, non_blocking=True)
-        self._received = torch.empty_like(sent)
-        self._work = dist.all_to_all_single(self._received, sent, group=group, async_op=True)
-
-    def wait(self) -> _KnownSizes:
-        """Read what was received: the one read of the step."""
-        assert self._work is not None
-        self._work.wait()
-        rows: list[list[int]] = self._received.tolist()
-        columns = iter(zip(*rows, strict=True))
-        known = _KnownSizes([], [], [])
-        for form in self._forms:
-            known.found.append(next(columns))
-            known.sizes.append([])
-            known.lengths.append([])
-            for part in form:
-                known.sizes[-1] += [list(column) for column in itertools.islice(columns, part.num_sizes)]
-                filled = list(itertools.islice(columns, part.width - part.num_sizes))
-                mine = [sum(column) for column in filled[: part.splits[self._rank]]]
-                known.lengths[-1].append(mine if part.with_lengths else None)
-        return known
-
-
-def _add(rows: list[list[int]], part: PartForm, meta: KJTSplitsAllToAllMeta) -> None:
-    """Add the sizes and the lengths of one all-to-all of ids to what goes to each rank."""
-    lengths = meta._input.length_per_key() if part.with_lengths else []
-    first = 0
-    for destination, num_features in enumerate(part.splits):
-        own = lengths[first : first + num_features]
-        sizes = [sizes[destination] for sizes in meta.splits_tensors]
-        rows[destination] += sizes + own + [0] * (part.width - len(sizes) - len(own))
-        first += num_features
 
 
 class _Received(Awaitable[KeyedJaggedTensor]):  # type: ignore[misc]
@@ -373,7 +275,7 @@ class _Received(Awaitable[KeyedJaggedTensor]):  # type: ignore[misc]
         self._lengths, self._dtypes = lengths, dtypes
 
     def _wait_impl(self) -> KeyedJaggedTensor:
-        self._awaitable._output_tensors = self._exchange.wait()[self._place]
+        self._awaitable._output_tensors = self._exchange.take(self._place)
         with _lengths_known(self._lengths):
             kjt = wait_for(self._awaitable)
         of_lengths, of_values = self._dtypes

@@ -26,8 +26,7 @@ from ..tables import (
 from .answers import Answers
 from .freed_features import release
 from .input_dist import SizeExchange, splits_only
-from .lookup import compute_fused, look_up, parts_to_look_up, start_fused
-from .lookup_threads import LookedUp, LookupThreads
+from .lookup import LookedUp, LookupThreads, compute_fused, look_up, parts_to_look_up, start_fused
 from .module_context import ModuleContext, wait_for
 from .options import SparseOptions
 from .pipelined_forward import PipelinedForwards, inputs_of
@@ -65,8 +64,7 @@ class SparsePipeline:
         self._group = group
         self._options = options
         self._observe = options.observer
-        self._trains = options.trains
-        self._releases = options.releases
+        self._trains, self._releases = options.trains, options.releases
         self._threads = LookupThreads(options.num_threads) if options.num_threads else None
         self._forwards = PipelinedForwards(modules, group, options)
         self._sizes = None if group is None else SizeExchange(group)
@@ -82,8 +80,7 @@ class SparsePipeline:
             receive_input=self.receive_input,
         )
         self._num_writes_seen: list[tuple[int, ...]] = []
-        self.keep_ids = False
-        self.ready = False
+        self.keep_ids = self.ready = False
 
     @property
     def modules(self) -> dict[str, ShardedModule[Any, Any, Any, Any]]:
@@ -101,8 +98,9 @@ class SparsePipeline:
     @property
     def unpipelined(self) -> dict[str, str]:
         """The modules whose lookup does not start early, as far as is known, each with the reason."""
-        forwards = self._forwards.values()
-        return {one.name: one.unpipelined_reason for one in forwards if one.unpipelined_reason is not None}
+        return {
+            one.name: one.unpipelined_reason for one in self._forwards.values() if one.unpipelined_reason is not None
+        }
 
     @property
     def can_defer_updates(self) -> bool:
@@ -120,6 +118,8 @@ class SparsePipeline:
         self._forwards.detach()
         self._updates.release_replicas()
         self.answers.abandon()
+        if self._sizes is not None:
+            self._sizes.forget()
         self.order.reset()
         if self._threads is not None:
             self._threads.abandon()

@@ -30,7 +30,7 @@ _OF_THE_MODE = ("staleness", "defer_update", "num_lookup_threads", *_SWITCHES)
 """Options that the reference does without: it has the same losses, or its lookups are delayed as the mode's were."""
 _WITHOUT_REFERENCE = ("frozen_window", "stash_gradients")
 """Options that plain training, which is what the mode is compared with, has no counterpart of."""
-_SIZES = "/lightning_overlap/sparse/input_dist.py"
+_SIZES = "/lightning_overlap/sparse/input_sizes.py"
 """Where the one read of a step is: the sizes of what is on its way."""
 
 

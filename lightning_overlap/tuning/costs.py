@@ -121,6 +121,8 @@ def _link_times(sent: Sequence[Span], window: Interval) -> tuple[dict[str, float
         if span.name in wire and window[0] < span.end_ms <= window[1]:
             wire[span.name] += alone_ms
             flight[span.name] = max(flight[span.name], span.duration_ms)
+    if not flight[SIZES]:  # they travelled with ids; alone they take no longer than anything else does
+        flight[SIZES] = min((ms for ms in flight.values() if ms), default=0.0)
     return wire, flight
 
 

@@ -56,4 +56,4 @@ def test_ours_is_the_read_of_sizes(gpus: Ranks, pipeline: str, stream: str) -> N
         assert not [file for file in files if "/lightning/" in file or "/torchrec/" in file]
         ours = [file for file in files if "/lightning_overlap/" in file]
         assert len(ours) == (syncs_per_step := int(gpus.world_size > 1)) * NUM, (syncs_per_step, files)
-        assert all(file.endswith("input_dist.py") for file in ours)
+        assert all(file.endswith("input_sizes.py") for file in ours)

@@ -19,7 +19,7 @@ from . import syncs
 
 CASES = {case.name: case for case in (TABLE_WISE, MIXED, SEQUENCE, TWO_COLLECTIONS)}
 EARLY = [name for name, mode in MODES.items() if mode.has_sparse_stages]
-SIZES = "tolist: input_dist.py wait"
+SIZES = "tolist: input_sizes.py wait"
 
 ON_THE_HOST = {
     "_local_scalar_dense: module.py backward": "FBGEMM's CPU kernel of data-parallel tables, in C++",

@@ -29,30 +29,23 @@ SPARSE_DIST = (
     "< gradients exposed 40,step,> embeddings 5,> splits 6"
 )
 #        |forward |backward|grads |step    |                            exposed: grads
-#         splits 5 |ids 5 ...|     |emb. 5 .|
+#                  |ids 5 ...|     |emb. 5 .|    with the ids the sizes of batch 6
 FUSED_SPARSE_DIST = (
-    "< embeddings 4,forward,< splits 5,> ids 5,backward,> gradients,< ids 5,"
-    "< gradients exposed 40,> embeddings 5,step,> splits 6"
+    "< embeddings 4,forward,> ids 5,backward,> gradients,< ids 5,< gradients exposed 40,> embeddings 5,step"
 )
 #        |forward |backward|grads |step    |                            exposed: grads
-#         splits 5 |ids 5 ........|emb. 5 .|    they may be on the link still: waited for behind the gradients
+#                  |ids 5 ........|emb. 5 .|    they may be on the link still: waited for after the gradients
 FUSED_SPARSE_DIST_BETWEEN_HOSTS = (
-    "< embeddings 4,forward,< splits 5,> ids 5,backward,> gradients,< gradients exposed 40,"
-    "< ids 5,> embeddings 5,step,> splits 6"
+    "< embeddings 4,forward,> ids 5,backward,> gradients,< gradients exposed 40,< ids 5,> embeddings 5,step"
 )
 #        |embed.|forward |backward|grads |step    |            exposed: embeddings (sent after the step), grads
 FUSED_AFTER_OPTIMIZER = (
-    "< embeddings 4 exposed 40,forward,< splits 5,> ids 5,backward,> gradients,< ids 5,"
-    "< gradients exposed 40,step,> embeddings 5,> splits 6"
+    "< embeddings 4 exposed 40,forward,> ids 5,backward,> gradients,< ids 5,< gradients exposed 40,step,> embeddings 5"
 )
 #        |forward |backward|grads |step    |                            exposed: grads
 #                          |emb. 5 ...........  looked up in the backward, while that waits for gradients
-#                          |splits 7 .........  likewise
-#                                |ids 6 ......  behind the gradients
-SEMI_SYNC = (
-    "< embeddings 4,forward,backward,> gradients,< ids 5,> embeddings 5,> splits 7,< gradients exposed 40,"
-    "< splits 6,> ids 6,step"
-)
+#                                |ids 6 ......  after the gradients, with the sizes of batch 7
+SEMI_SYNC = "< embeddings 4,forward,backward,> gradients,< ids 5,> embeddings 5,< gradients exposed 40,> ids 6,step"
 #        |forward |backward|step    |                                  exposed: nothing
 #                 |emb. 5 .| grads 4 .......  waited for behind the next forward, behind which ids travel, too
 #                          | splits 7 ......  beside the dense all-reduce, for which the backward waits at its end
@@ -117,13 +110,12 @@ def test_order_of_issues_and_waits_between_hosts(
 
 
 def test_splits_and_ids_of_all_modules_travel_together(two_ranks: Ranks) -> None:
-    """Two sharded modules, one all-to-all of sizes and one of ids; each module its own of embeddings."""
+    """Two sharded modules, one all-to-all of ids and of the next sizes; each module its own of embeddings."""
     for log, _ in two_ranks.run(virtual.run, TWO_COLLECTIONS, "fused_sparse_dist"):
         assert [event.split()[1] for event in log if event.startswith(">")] == [
             "ids",
             *("gradients", "gradients"),
             *("embeddings", "embeddings"),
-            "splits",
         ]
 
 

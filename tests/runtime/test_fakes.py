@@ -101,7 +101,7 @@ class DrainsNothing(Executor):
 def test_an_executor_that_breaks_a_law_is_caught(executor_type: type[Executor], message: str) -> None:
     with pytest.raises(AssertionError, match=message) as caught:
         check_laws(FUSED_SPARSE_DIST, executor_type=executor_type)
-    assert "fused_sparse_dist: input_splits_dist+1/data_dist" in str(caught.value)
+    assert "fused_sparse_dist: copy_batch_to_device+2/memcpy" in str(caught.value)
     assert "memcpy     |C0" in str(caught.value)
 
 

@@ -38,22 +38,22 @@ data_dist  |   S0    D0          S1          D1                S2       D2
 host waits |            S0    D0       L0       S1          D1       L1    S2          D2    L2""",
     ),
     "fused_sparse_dist": Expected(
-        "C0 S0 C1 D0 L0 S1 F0 C2 D1 B0 L1 O0 S2 F1 D2 B1 L2 O1 F2 B2 O2",
+        "C0 S0 C1 S1 D0 L0 C2 F0 S2 D1 B0 L1 O0 F1 D2 B1 L2 O1 F2 B2 O2",
         """\
-compute    |                        F0             B0       O0    F1          B1       O1 F2    B2 O2
-memcpy     |C0    C1                      C2
-data_dist  |   S0    D0          S1          D1                S2       D2
-lookup     |               L0                         L1                         L2
-host waits |            S0    D0       L0       S1       D1          L1    S2       D2       L2""",
+compute    |                           F0             B0       O0 F1          B1       O1 F2    B2 O2
+memcpy     |C0    C1                C2
+data_dist  |   S0    S1 D0                   S2 D1                      D2
+lookup     |                  L0                         L1                      L2
+host waits |               S0    D0       L0       S1       D1       L1    S2       D2       L2""",
     ),
     "fused_sparse_dist_after_optimizer": Expected(
-        "C0 S0 C1 D0 L0 S1 F0 C2 D1 B0 O0 L1 S2 F1 D2 B1 O1 L2 F2 B2 O2",
+        "C0 S0 C1 S1 D0 L0 C2 F0 S2 D1 B0 O0 L1 F1 D2 B1 O1 L2 F2 B2 O2",
         """\
-compute    |                        F0             B0 O0          F1          B1 O1       F2    B2 O2
-memcpy     |C0    C1                      C2
-data_dist  |   S0    D0          S1          D1                S2       D2
-lookup     |               L0                            L1                         L2
-host waits |            S0    D0       L0       S1          D1       L1    S2          D2    L2""",
+compute    |                           F0             B0 O0       F1          B1 O1       F2    B2 O2
+memcpy     |C0    C1                C2
+data_dist  |   S0    S1 D0                   S2 D1                      D2
+lookup     |                  L0                            L1                      L2
+host waits |               S0    D0       L0       S1          D1    L1    S2          D2    L2""",
     ),
     "prefetch": Expected(
         "C0 S0 D0 C1 P0 S1 L0 D1 F0 C2 P1 B0 S2 L1 O0 D2 F1 P2 B1 L2 O1 F2 B2 O2",
@@ -79,13 +79,13 @@ host waits |               S0       D0       S1    L0    D1       S2       L1   
 # Tables of the dense optimizer are looked up in a second part, after its step.
 MIXED_TIMELINES: dict[str, Expected] = {
     "fused_sparse_dist": Expected(
-        "C0 S0 C1 D0 L0 L0 S1 F0 C2 D1 B0 L1 O0 L1 S2 F1 D2 B1 L2 O1 L2 F2 B2 O2",
+        "C0 S0 C1 S1 D0 L0 L0 C2 F0 S2 D1 B0 L1 O0 L1 F1 D2 B1 L2 O1 L2 F2 B2 O2",
         """\
-compute    |                           F0             B0       O0       F1          B1       O1    F2    B2 O2
-memcpy     |C0    C1                         C2
-data_dist  |   S0    D0             S1          D1                   S2       D2
-lookup     |               L0    L0                      L1       L1                   L2       L2
-host waits |            S0    D0          L0       S1       D1             L1    S2       D2          L2""",
+compute    |                              F0             B0       O0    F1          B1       O1    F2    B2 O2
+memcpy     |C0    C1                   C2
+data_dist  |   S0    S1 D0                      S2 D1                         D2
+lookup     |                  L0    L0                      L1       L1                L2       L2
+host waits |               S0    D0          L0       S1       D1          L1    S2       D2          L2""",
     ),
     "semi_sync": Expected(
         "C0 S0 C1 S1 D0 C2 L0 S2 D1 L0 F0 L1 B0 D2 O0 L1 F1 L2 B1 O1 L2 F2 B2 O2",

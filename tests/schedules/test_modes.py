@@ -59,30 +59,30 @@ ISSUES: dict[str, dict[int, str]] = {
         2: "L2 S3 F2 D3 B2 O2",
         3: "L3 F3 B3 O3",
     },
-    # iteration | -2 | -1          | 0                    | 1                    | 2                 | 3
-    # memcpy    | C0 |    C1       |       C2             |       C3             |                   |
-    # data_dist |    | S0    D0    | S1       D1          | S2       D2          | S3    D3          |
-    # lookup    |    |          L0 |                L1    |                L2    |             L3    |
-    # compute   |    |             |    F0       B0    O0 |    F1       B1    O1 |    F2    B2    O2 | F3 B3 O3
+    # iteration | -2    | -1          | 0                    | 1                    | 2              | 3
+    # memcpy    | C0    | C1          | C2                   | C3                   |                |
+    # data_dist |    S0 |    S1 D0    |       S2 D1          |       S3 D2          |    D3          |
+    # lookup    |       |          L0 |                L1    |                L2    |          L3    |
+    # compute   |       |             |    F0       B0    O0 |    F1       B1    O1 | F2    B2    O2 | F3 B3 O3
     "fused_sparse_dist": {
-        -2: "C0",
-        -1: "S0 C1 D0 L0",
-        0: "S1 F0 C2 D1 B0 L1 O0",
-        1: "S2 F1 C3 D2 B1 L2 O1",
-        2: "S3 F2 D3 B2 L3 O2",
+        -2: "C0 S0",
+        -1: "C1 S1 D0 L0",
+        0: "C2 F0 S2 D1 B0 L1 O0",
+        1: "C3 F1 S3 D2 B1 L2 O1",
+        2: "F2 D3 B2 L3 O2",
         3: "F3 B3 O3",
     },
-    # iteration | -2 | -1          | 0                    | 1                    | 2                 | 3
-    # memcpy    | C0 |    C1       |       C2             |       C3             |                   |
-    # data_dist |    | S0    D0    | S1       D1          | S2       D2          | S3    D3          |
-    # lookup    |    |          L0 |                   L1 |                   L2 |                L3 |
-    # compute   |    |             |    F0       B0 O0    |    F1       B1 O1    |    F2    B2 O2    | F3 B3 O3
+    # iteration | -2    | -1          | 0                    | 1                    | 2              | 3
+    # memcpy    | C0    | C1          | C2                   | C3                   |                |
+    # data_dist |    S0 |    S1 D0    |       S2 D1          |       S3 D2          |    D3          |
+    # lookup    |       |          L0 |                   L1 |                   L2 |             L3 |
+    # compute   |       |             |    F0       B0 O0    |    F1       B1 O1    | F2    B2 O2    | F3 B3 O3
     "fused_sparse_dist_after_optimizer": {
-        -2: "C0",
-        -1: "S0 C1 D0 L0",
-        0: "S1 F0 C2 D1 B0 O0 L1",
-        1: "S2 F1 C3 D2 B1 O1 L2",
-        2: "S3 F2 D3 B2 O2 L3",
+        -2: "C0 S0",
+        -1: "C1 S1 D0 L0",
+        0: "C2 F0 S2 D1 B0 O0 L1",
+        1: "C3 F1 S3 D2 B1 O1 L2",
+        2: "F2 D3 B2 O2 L3",
         3: "F3 B3 O3",
     },
     # iteration | -2    | -1             | 0                       | 1                       | 2                 | 3

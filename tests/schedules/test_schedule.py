@@ -137,7 +137,7 @@ def test_text_of_every_mode_round_trips(mode: Schedule) -> None:
 
 def test_the_text_form_is_stable() -> None:
     assert str(FUSED_SPARSE_DIST) == (
-        "fused_sparse_dist: input_splits_dist+1/data_dist dense_forward+0/compute copy_batch_to_device+2/memcpy "
+        "fused_sparse_dist: copy_batch_to_device+2/memcpy dense_forward+0/compute input_splits_dist+2/data_dist "
         "input_data_dist+1/data_dist backward+0/compute embedding_lookup+1/lookup optimizer_step+0/compute"
     )
 
@@ -155,20 +155,20 @@ def test_issue_order_is_what_a_run_from_the_fill_to_the_drain_issues(schedule: S
 
 
 def test_issue_order_of_a_short_run() -> None:
-    #  iteration |     -2    |     -1           |    0           |   1
-    #  memcpy    | C0        | C1               |                |
-    #  data_dist |           | S0    D0         | S1    D1       |
-    #  lookup    |           |          L0      |          L1    |
-    #  compute   |           |                  |    F0    B0 O0 |   F1 B1 O1
+    #  iteration | -2    | -1          | 0              | 1
+    #  memcpy    | C0    | C1          |                |
+    #  data_dist |    S0 |    S1 D0    |    D1          |
+    #  lookup    |       |          L0 |          L1    |
+    #  compute   |       |             | F0    B0    O0 | F1 B1 O1
     order = [(iteration, step.stage, batch) for iteration, step, batch in FUSED_SPARSE_DIST.issue_order(2)]
     copy, splits, data, lookup, forward, backward, step = WITHOUT_PREFETCH
     assert order == [
         (-2, copy, 0),
-        (-1, splits, 0),
+        (-2, splits, 0),
         (-1, copy, 1),
+        (-1, splits, 1),
         (-1, data, 0),
         (-1, lookup, 0),
-        (0, splits, 1),
         (0, forward, 0),
         (0, data, 1),
         (0, backward, 0),

@@ -21,11 +21,11 @@ TABLES = {
         " copy_batch_to_device+2/memcpy input_data_dist+1/data_dist backward+0/compute optimizer_step+0/compute",
     ),
     "fused_sparse_dist": (
-        "input_splits_dist+2/data_dist dense_forward+0/compute copy_batch_to_device+3/memcpy"
+        "copy_batch_to_device+3/memcpy dense_forward+0/compute input_splits_dist+3/data_dist"
         " input_data_dist+2/data_dist backward+0/compute optimizer_step+0/compute embedding_update+0/lookup"
         " embedding_lookup+1/lookup",
-        "input_splits_dist+2/data_dist dense_forward+0/compute embedding_lookup+1/lookup"
-        " copy_batch_to_device+3/memcpy input_data_dist+2/data_dist backward+0/compute optimizer_step+0/compute",
+        "copy_batch_to_device+3/memcpy dense_forward+0/compute embedding_lookup+1/lookup"
+        " input_splits_dist+3/data_dist input_data_dist+2/data_dist backward+0/compute optimizer_step+0/compute",
     ),
 }
 

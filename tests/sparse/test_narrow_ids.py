@@ -26,8 +26,12 @@ from ..tables.supported_modules import fit, train
 def test_ids_and_lengths_are_narrow_between_hosts(
     get_ranks: Callable[..., Ranks], num_nodes: int, dtype: torch.dtype
 ) -> None:
-    sent, looked_up = zip(*get_ranks(2, num_nodes=num_nodes).run(exchanges.dtypes_of_a_run), strict=True)
-    assert sent == ({"sizes": {torch.int64}, "ids": {dtype}},) * 2
+    """The sizes of batch 1 travel alone, those of every later one with the ids of the batch before it.
+
+    Batch 0 shows which input feeds which module, and is not looked up early.
+    """
+    sent, looked_up = zip(*get_ranks(2, num_nodes=num_nodes).run(exchanges.dtypes_of_a_run, 6), strict=True)
+    assert sent == ([torch.int64, *[dtype] * 5],) * 2
     assert looked_up == ({torch.int64},) * 2
 
 

@@ -112,17 +112,16 @@ def groups_of_a_run() -> list[bool]:
     return [isinstance(group, ReceivesFirst) for group in (joined.tables, joined.lookahead, joined.checkpoints)]
 
 
-def dtypes_of_a_run() -> tuple[dict[str, set[torch.dtype]], set[torch.dtype]]:
-    """Train; return the dtypes of what the input dist of coming batches sends, and of the ids and lengths looked up."""
-    sent: dict[str, set[torch.dtype]] = {}
+def dtypes_of_a_run(num_batches: int) -> tuple[list[torch.dtype], set[torch.dtype]]:
+    """Train; return the dtype of each all-to-all of the input dist, and those of the ids and lengths looked up."""
+    sent: list[torch.dtype] = []
     looked_up: set[torch.dtype] = set()
     real = dist.all_to_all_single
 
     def all_to_all_single(*args: Any, **kwargs: Any) -> Any:
         given = inspect.signature(real).bind(*args, **kwargs).arguments
         if given["group"].group_desc == "lookahead":
-            name = "sizes" if given.get("input_split_sizes") is None else "ids"
-            sent.setdefault(name, set()).add(given["input"].dtype)
+            sent.append(given["input"].dtype)
         return real(*args, **kwargs)
 
     class Looks(Model):
@@ -137,7 +136,7 @@ def dtypes_of_a_run() -> tuple[dict[str, set[torch.dtype]], set[torch.dtype]]:
     model = Looks(TABLE_WISE)
     strategy = OverlapEmbeddingStrategy(sharding=make_plan(TABLE_WISE, model, dist.get_world_size()))
     with mock.patch.object(dist, "all_to_all_single", all_to_all_single):
-        make_trainer(strategy).fit(model, datamodule=Batches(TABLE_WISE, 6))
+        make_trainer(strategy).fit(model, datamodule=Batches(TABLE_WISE, num_batches))
     return sent, looked_up
 
 

@@ -1,0 +1,152 @@
+"""What the ranks tell each other before ids travel: how many there are of each tensor, and of each feature."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple, TypeAlias
+
+import torch
+import torch.distributed as dist
+from torchrec.distributed.embedding_sharding import KJTSplitsAllToAllMeta
+
+from ..distributed import PackedExchange, Part
+
+
+class PartForm(NamedTuple):
+    """The shape of what one all-to-all of ids adds to the exchange of sizes; the same on all ranks."""
+
+    num_sizes: int
+    splits: tuple[int, ...]
+    """Features that go to each rank."""
+    with_lengths: bool
+    """Whether the lengths of these features travel with the sizes."""
+
+    @property
+    def width(self) -> int:
+        """Numbers that go to each rank."""
+        return self.num_sizes + (max(self.splits) if self.with_lengths else 0)
+
+
+Form: TypeAlias = tuple[PartForm, ...]
+"""Of a module's input: one for each of its all-to-alls."""
+
+
+def form_of(request: Any) -> Form:
+    """Return the form of what a module's `input_dist` returned under `splits_only`."""
+    return tuple(
+        PartForm(len(meta.splits_tensors), tuple(meta.splits), not meta._input.variable_stride_per_key())
+        for meta in metas_of(request)
+    )
+
+
+def metas_of(request: Any) -> list[KJTSplitsAllToAllMeta]:
+    """Return the all-to-alls that a module's `input_dist` described under `splits_only`."""
+    return [one for one in request.awaitables if isinstance(one, KJTSplitsAllToAllMeta)]
+
+
+@dataclass(frozen=True, slots=True)
+class ModuleInput:
+    """One module's part in the exchange of sizes of one batch.
+
+    Args:
+        form: Of its input, the same on all ranks.
+        request: What its `input_dist` returned under `splits_only`; None where this rank's batch has no such input.
+        context: The module's for this batch.
+        num_found: How many KeyedJaggedTensors of this rank's batch could be its input.
+    """
+
+    form: Form
+    request: Any = None
+    context: Any = None
+    num_found: int = 0
+
+
+class KnownSizes(NamedTuple):
+    """By module."""
+
+    found: list[tuple[int, ...]]
+    """How many inputs each rank's batch has for it."""
+    sizes: list[list[list[int]]]
+    """What every rank sends to this one, by tensor."""
+    lengths: list[list[list[int] | None]]
+    """Of what this rank receives by each all-to-all, the sum of each feature's lengths; None: they do not travel."""
+
+
+class Sizes:
+    """The sizes of what a batch is going to send, and the lengths of its features, for every rank.
+
+    A row for each destination: of each module how many inputs this rank has for it, then of each of its all-to-alls to
+    come the sizes of what is sent there, then the length of each of the features that it gets, filled up to the largest
+    number of features that a rank has: so rows are of one width, on ranks that lack an input too.
+    """
+
+    def __init__(self, inputs: Sequence[ModuleInput], group: dist.ProcessGroup) -> None:
+        self._group = group
+        self._forms = [one.form for one in inputs]
+        self._rows = rows = [[] for _ in range(group.size())]  # type: list[list[int]]
+        self._exchange: PackedExchange | None = None
+        self._number = 0
+        for one in inputs:
+            for row in rows:
+                row.append(one.num_found)
+            if not one.num_found:
+                for row in rows:
+                    row += [0] * sum(part.width for part in one.form)
+                continue
+            for part, meta in zip(one.form, metas_of(one.request), strict=True):
+                _add(rows, part, meta)
+
+    @property
+    def is_sent(self) -> bool:
+        """Whether they are on their way."""
+        return self._exchange is not None
+
+    def part(self) -> Part:
+        """Return them as they travel."""
+        nccl = "nccl" in str(dist.get_backend(self._group))
+        device = torch.device("cuda", torch.cuda.current_device()) if nccl else torch.device("cpu")
+        on_host = torch.tensor(self._rows, dtype=torch.int64, pin_memory=nccl)
+        one_each = [1] * self._group.size()
+        return Part(on_host.to(device, non_blocking=True), one_each, one_each)
+
+    def send(self) -> None:
+        """Send them in an all-to-all of their own."""
+        self.travel_with(PackedExchange([self.part()], self._group, even=True), 0)
+
+    def travel_with(self, exchange: PackedExchange, number: int) -> None:
+        """Say which part of which exchange they are."""
+        self._exchange, self._number = exchange, number
+
+    def wait(self) -> KnownSizes:
+        """Read what was received: the one read of the step."""
+        if self._exchange is None:  # nothing else has been sent since
+            self.send()
+        assert self._exchange is not None
+        [received] = self._exchange.take(slice(self._number, self._number + 1))
+        rows: list[list[int]] = received.tolist()
+        rank = self._group.rank()
+        columns = iter(zip(*rows, strict=True))
+        known = KnownSizes([], [], [])
+        for form in self._forms:
+            known.found.append(next(columns))
+            known.sizes.append([])
+            known.lengths.append([])
+            for part in form:
+                known.sizes[-1] += [list(column) for column in itertools.islice(columns, part.num_sizes)]
+                filled = list(itertools.islice(columns, part.width - part.num_sizes))
+                mine = [sum(column) for column in filled[: part.splits[rank]]]
+                known.lengths[-1].append(mine if part.with_lengths else None)
+        return known
+
+
+def _add(rows: list[list[int]], part: PartForm, meta: KJTSplitsAllToAllMeta) -> None:
+    """Add the sizes and the lengths of one all-to-all of ids to what goes to each rank."""
+    lengths = meta._input.length_per_key() if part.with_lengths else []
+    first = 0
+    for destination, num_features in enumerate(part.splits):
+        own = lengths[first : first + num_features]
+        sizes = [sizes[destination] for sizes in meta.splits_tensors]
+        rows[destination] += sizes + own + [0] * (part.width - len(sizes) - len(own))
+        first += num_features
