@@ -13,7 +13,7 @@ from itertools import groupby
 
 from ..text import some
 from .cuts import Cut, CutError, CutId, Head, LostError, as_words, group, read_head
-from .parts import PartName, read_header
+from .parts import PartName, parse_names, read_header
 from .sink import DeltaSink, resolve_sink
 
 _log = logging.getLogger(__name__)
@@ -319,7 +319,6 @@ def prune(sink: str | os.PathLike[str] | DeltaSink) -> list[str]:
     needed = Chain(sink).oldest_needed()
     if needed is None:
         return []
-    parsed = ((PartName.parse(name), name) for name in sorted(sink.names()))
-    old = [name for part, name in parsed if part is not None and part.cut < needed]
+    old = [str(name) for name in parse_names(sink.names()) if name.cut < needed]
     sink.remove(old)
     return old

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from itertools import groupby
 
-from .parts import Header, Part, PartError, PartName, decode, read_header
+from .parts import Header, Part, PartError, PartName, decode, parse_names, read_header
 from .sink import DeltaSink
 
 CutId = tuple[int, int]
@@ -120,8 +120,7 @@ class Head:
 
 def group(names: Iterable[str]) -> list[Cut]:
     """Return the cuts to which the names in a sink belong, in order; other names are left out."""
-    found = sorted({parsed for parsed in map(PartName.parse, names) if parsed is not None})
-    return [Cut(at, tuple(parts)) for at, parts in groupby(found, key=lambda name: name.cut)]
+    return [Cut(at, tuple(parts)) for at, parts in groupby(parse_names(set(names)), key=lambda name: name.cut)]
 
 
 def read_head(sink: DeltaSink, cut: Cut) -> Head:

@@ -84,7 +84,7 @@ class FolderSink:
             except FileNotFoundError:
                 return []
             names = (str(path).rstrip("/").rpartition("/")[2] for path in map(_posix, found))
-            return sorted(name for name in names if PartName.parse(name) is not None)
+            return sorted(filter(PartName.parse, names))
 
     def read(self, name: str) -> bytes:
         """Return a part.

@@ -90,6 +90,11 @@ class PartName(NamedTuple):
         return self.generation, self.step
 
 
+def parse_names(names: Iterable[str]) -> list[PartName]:
+    """Return the names that are those of chunks, sorted."""
+    return sorted(filter(None, map(PartName.parse, names)))
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Header:
     """What every chunk says of itself.

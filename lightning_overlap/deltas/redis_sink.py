@@ -76,7 +76,7 @@ class RedisSink:
         """Return the names of all parts, sorted; a name that was written twice comes once."""
         with self._told("read"):
             found = {name for _, name in self._entries()}
-        return sorted(name for name in found if PartName.parse(name) is not None)
+        return sorted(filter(PartName.parse, found))
 
     def read(self, name: str) -> bytes:
         """Return a part.
