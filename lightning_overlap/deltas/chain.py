@@ -9,7 +9,7 @@ from bisect import bisect_right
 from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass
-from itertools import groupby
+from itertools import chain, groupby
 
 from ..text import some
 from .cuts import Cut, CutError, CutId, Head, LostError, as_words, group, read_head
@@ -247,7 +247,7 @@ class Chain:
             return True
         later = (other for other in self.cuts if other.generation == cut.generation and other.at > cut.at)
         wrote_later = {name.rank for other in later for name in other.names}
-        return bool(cut.lacking_ranks & wrote_later)
+        return bool(cut.missing.keys() & wrote_later)
 
     def _base_is_coming(self) -> bool:
         """Whether a cut that begins anew is being written: what is wrong before it does not matter then."""
@@ -293,7 +293,8 @@ def _check_found(head: Head, at: CutId) -> None:
 
 
 def _lacks(cut: Cut) -> str:
-    return cut.conflict or f"{as_words(cut.at)} lacks {some(cut.missing, 8)}, and later parts are there."
+    lacks = some(chain.from_iterable(cut.missing.values()), 8)
+    return cut.conflict or f"{as_words(cut.at)} lacks {lacks}, and later parts are there."
 
 
 def _does_not_follow(cut: Cut, head: Head, at: CutId) -> str:

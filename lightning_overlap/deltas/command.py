@@ -11,10 +11,8 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from .http_server import ReplicaServer
-from .replica import Replica, ReplicaError
+from .replica import Replica, ReplicaError, save_whole
 
 BAD_INPUT = 2
 """Exit code for a sink or a file that cannot be used."""
@@ -79,11 +77,8 @@ def _write(replica: Replica, options: argparse.Namespace) -> None:
     if options.state is not None:
         replica.save(options.state)
     if options.save is not None:
-        options.save.parent.mkdir(parents=True, exist_ok=True)
-        unfinished = options.save.with_name(f"{options.save.name}.unfinished")
         with replica.reading(after_error=True) as position:
-            torch.save({name: tensor.detach() for name, tensor in replica.state_dict().items()}, unfinished)
-        unfinished.replace(options.save)
+            save_whole({name: tensor.detach() for name, tensor in replica.state_dict().items()}, options.save)
         print(f"{options.save}: step {position.step}", flush=True)
 
 

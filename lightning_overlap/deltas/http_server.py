@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import threading
+from collections.abc import Callable
 from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
@@ -11,7 +12,7 @@ from typing import Any
 import torch
 
 from ..text import unknown_name_message
-from .replica import Lag, Position, Replica, ReplicaError
+from .replica import Replica, ReplicaError
 
 _MOST_BYTES = 64 << 20
 
@@ -59,33 +60,37 @@ class _Handler(BaseHTTPRequestHandler):
     replica: Replica
 
     def do_GET(self) -> None:
-        if self.path != "/step":
-            self._answer(HTTPStatus.NOT_FOUND, {"error": f"GET /step or POST /lookup, not GET {self.path}"})
-            return
-        try:
-            lag = self.replica.lag
-            with self.replica.reading() as position:
-                tables = {name: list(tensor.shape) for name, tensor in self.replica.state_dict().items()}
-        except ReplicaError as err:
-            self._answer(HTTPStatus.SERVICE_UNAVAILABLE, {"error": str(err)})
-            return
-        told = {"run": self.replica.run, **_fields(position), "lag": _fields(lag), "tables": tables}
-        self._answer(HTTPStatus.OK, told)
+        self._respond("/step", self._step)
 
     def do_POST(self) -> None:
-        if self.path != "/lookup":
-            self._answer(HTTPStatus.NOT_FOUND, {"error": f"GET /step or POST /lookup, not POST {self.path}"})
-            return
-        try:
-            table, ids = self._question()
-            self._answer(HTTPStatus.OK, self._rows(table, ids))
-        except ReplicaError as err:
-            self._answer(HTTPStatus.SERVICE_UNAVAILABLE, {"error": str(err)})
-        except ValueError as err:
-            self._answer(HTTPStatus.BAD_REQUEST, {"error": str(err)})
+        self._respond("/lookup", self._rows)
 
     def log_message(self, format: str, *args: object) -> None:
         """Keep quiet: a line for each request is of no use."""
+
+    def _respond(self, path: str, answer: Callable[[], dict[str, Any]]) -> None:
+        try:
+            if self.path == path:
+                status, content = HTTPStatus.OK, answer()
+            else:
+                status = HTTPStatus.NOT_FOUND
+                content = {"error": f"GET /step or POST /lookup, not {self.command} {self.path}"}
+        except ReplicaError as err:
+            status, content = HTTPStatus.SERVICE_UNAVAILABLE, {"error": str(err)}
+        except ValueError as err:
+            status, content = HTTPStatus.BAD_REQUEST, {"error": str(err)}
+        data = json.dumps(content).encode()
+        self.send_response(status)
+        self.send_header("Content-Type", "application/json")
+        self.send_header("Content-Length", str(len(data)))
+        self.end_headers()
+        self.wfile.write(data)
+
+    def _step(self) -> dict[str, Any]:
+        lag = self.replica.lag
+        with self.replica.reading() as position:
+            tables = {name: list(tensor.shape) for name, tensor in self.replica.state_dict().items()}
+        return {"run": self.replica.run, **position._asdict(), "lag": lag._asdict(), "tables": tables}
 
     def _question(self) -> tuple[str, list[int]]:
         size = int(self.headers.get("Content-Length", 0))
@@ -98,7 +103,8 @@ class _Handler(BaseHTTPRequestHandler):
             raise ValueError('a request is {"table": name, "ids": [whole numbers]}')
         return table, ids
 
-    def _rows(self, table: str, ids: list[int]) -> dict[str, Any]:
+    def _rows(self) -> dict[str, Any]:
+        table, ids = self._question()
         with self.replica.reading() as position:
             tables = {name: tensor for name, tensor in self.replica.state_dict().items() if tensor.dim() == 2}
             if table not in tables:
@@ -108,15 +114,3 @@ class _Handler(BaseHTTPRequestHandler):
                 raise ValueError(f"{table} has rows 0 to {len(tables[table]) - 1}, not {wrong[0]}")
             found = tables[table].detach()[torch.tensor(ids, dtype=torch.int64, device=tables[table].device)]
             return {"generation": position.generation, "step": position.step, "rows": found.cpu().tolist()}
-
-    def _answer(self, status: HTTPStatus, content: dict[str, Any]) -> None:
-        data = json.dumps(content).encode()
-        self.send_response(status)
-        self.send_header("Content-Type", "application/json")
-        self.send_header("Content-Length", str(len(data)))
-        self.end_headers()
-        self.wfile.write(data)
-
-
-def _fields(value: Position | Lag) -> dict[str, Any]:
-    return dict(zip(value._fields, value, strict=True))
