@@ -71,6 +71,8 @@ class BatchForm:
 
 def joined(pieces: Sequence[Piece]) -> bytes:
     """Return the bytes of pieces, copied without the interpreter's lock, which the thread that trains needs."""
+    if len(pieces) == 1 and isinstance(pieces[0], bytes):
+        return pieces[0]
     whole = io.BytesIO(bytes(num_bytes(pieces)))
     with whole.getbuffer() as memory:
         first = 0

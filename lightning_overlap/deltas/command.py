@@ -9,7 +9,6 @@ import threading
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from typing import Any
 
 from .http_server import ReplicaServer
 from .replica import Replica, ReplicaError, save_whole
@@ -59,14 +58,19 @@ def _follow(replica: Replica, options: argparse.Namespace, stopped: threading.Ev
         print(f"following {replica.sink!r}", flush=True)
         replica.follow(options.every)
         while not stopped.wait(_WAIT_S):
-            if replica.position is None:
+            position = replica.position
+            if position is None:
                 replica.check()
                 continue
-            lag, position = replica.lag, replica.position
-            if position is not None and position.cut != told:
+            lag = replica.lag
+            if position.cut != told:
                 told = position.cut
-                print(_line(position, lag), flush=True)
-            if options.until is not None and position is not None and position.step >= options.until:
+                print(
+                    f"step {position.step} (generation {position.generation}), {lag.seconds:.1f} s old, {lag.steps} "
+                    f"steps and {lag.parts} parts behind",
+                    flush=True,
+                )
+            if options.until is not None and position.step >= options.until:
                 return
 
 
@@ -80,13 +84,6 @@ def _write(replica: Replica, options: argparse.Namespace) -> None:
         with replica.reading(after_error=True) as position:
             save_whole({name: tensor.detach() for name, tensor in replica.state_dict().items()}, options.save)
         print(f"{options.save}: step {position.step}", flush=True)
-
-
-def _line(position: Any, lag: Any) -> str:
-    return (
-        f"step {position.step} (generation {position.generation}), {lag.seconds:.1f} s old, "
-        f"{lag.steps} steps and {lag.parts} parts behind"
-    )
 
 
 @contextmanager

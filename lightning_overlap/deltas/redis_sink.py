@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from typing import Any
 from urllib.parse import parse_qsl, urlencode, urlsplit, urlunsplit
 
 from .parts import PartName
-from .sink import SinkError, without_password
+from .sink import told, without_password
 
 _NAME = b"name"
 _KEY = "embedding_deltas"
@@ -43,7 +43,7 @@ class RedisSink:
         self._options = {"socket_timeout": _WAIT_S, "socket_connect_timeout": _WAIT_S} | options
         self._opened: Any = None
         with self._told("open"):
-            self._redis()
+            self._client()
         self.close()
 
     def __repr__(self) -> str:
@@ -59,7 +59,7 @@ class RedisSink:
             SinkError: The server cannot be reached or does not let this write.
         """
         beside = f"{{{self.key}}}:check"
-        with self._told("write to"), self._redis().pipeline(transaction=True) as pipe:
+        with self._told("write to"), self._client().pipeline(transaction=True) as pipe:
             pipe.xlen(self.key)
             pipe.xadd(beside, {_NAME: b"check"})
             pipe.delete(beside)
@@ -67,7 +67,7 @@ class RedisSink:
 
     def write(self, name: str, part: bytes) -> None:
         """Keep a part, and its name in the stream."""
-        with self._told("write to"), self._redis().pipeline(transaction=True) as pipe:
+        with self._told("write to"), self._client().pipeline(transaction=True) as pipe:
             pipe.set(self._part(name), part)
             pipe.xadd(self.key, {_NAME: name})
             pipe.execute()
@@ -85,7 +85,7 @@ class RedisSink:
             KeyError: There is none of that name.
         """
         with self._told("read"):
-            part = self._redis().get(self._part(name))
+            part = self._client().get(self._part(name))
         if part is None:
             raise KeyError(name)
         return bytes(part)
@@ -97,7 +97,7 @@ class RedisSink:
             for entry, name in self._entries():
                 entries.setdefault(name, []).append(entry)
             for name in names:
-                with self._redis().pipeline(transaction=True) as pipe:
+                with self._client().pipeline(transaction=True) as pipe:
                     pipe.unlink(self._part(name))
                     if name in entries:
                         pipe.xdel(self.key, *entries[name])
@@ -109,16 +109,9 @@ class RedisSink:
             self._opened.close()
             self._opened = None
 
-    def _redis(self) -> Any:
+    def _client(self) -> Any:
         if self._opened is None:
-            try:
-                import redis
-            except ImportError as err:
-                raise ImportError(
-                    f"a sink in Redis needs the package redis, which cannot be imported ({err}): "
-                    "pip install 'lightning_overlap[redis]'"
-                ) from err
-            self._opened = redis.Redis.from_url(self.url, **self._options)
+            self._opened = _redis().Redis.from_url(self.url, **self._options)
         return self._opened
 
     def _part(self, name: str) -> str:
@@ -127,25 +120,26 @@ class RedisSink:
     def _entries(self) -> Iterator[tuple[bytes, str]]:
         start = b"-"
         while True:
-            page = self._redis().xrange(self.key, min=start, count=_PAGE)
+            page = self._client().xrange(self.key, min=start, count=_PAGE)
             yield from ((entry, fields[_NAME].decode()) for entry, fields in page if _NAME in fields)
             if len(page) < _PAGE:
                 return
             start = b"(" + page[-1][0]
 
-    @contextmanager
-    def _told(self, what: str) -> Iterator[None]:
-        try:
-            yield
-        except ImportError:
-            raise
-        except Exception as err:
-            import redis
+    def _told(self, what: str) -> AbstractContextManager[None]:
+        return told(
+            f"cannot {what} the stream {self.key!r} of embedding deltas at {without_password(self.url)}",
+            "Start the server, or give its address and password: redis://user:password@host:port/0.",
+            *(_redis().RedisError, OSError, ValueError),
+        )
 
-            if not isinstance(err, (redis.RedisError, OSError, ValueError)):
-                raise
-            reason = without_password(str(err)) or type(err).__name__
-            raise SinkError(
-                f"cannot {what} the stream {self.key!r} of embedding deltas at {without_password(self.url)}: {reason}. "
-                "Start the server, or give its address and password: redis://user:password@host:port/0."
-            ) from err
+
+def _redis() -> Any:
+    try:
+        import redis
+    except ImportError as err:
+        raise ImportError(
+            f"a sink in Redis needs the package redis, which cannot be imported ({err}): "
+            "pip install 'lightning_overlap[redis]'"
+        ) from err
+    return redis
