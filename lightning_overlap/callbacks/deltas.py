@@ -151,7 +151,7 @@ class EmbeddingDeltas(Callback):
         self._trainer, self._strategy, self._touched = trainer, strategy, touched
         self._ranks = Together(strategy)
         self._writer = CutWriter(self._sink, min(self._sink_timeout_s, strategy.timeout_s / 2))
-        shards = [*touched.shards, *(shard for shard, _ in touched.dense)]
+        shards = [*touched.shards, *(shard for shard, *_ in touched.dense)]
         tables = strategy.gather({shard.name: shard.shape for shard in shards})
         self._tables = {name: shape for of_rank in tables for name, shape in of_rank.items()}
         self._dense = self._dense_source(pl_module, touched)
@@ -170,9 +170,8 @@ class EmbeddingDeltas(Callback):
         return self._trainer.fit_loop.epoch_loop.total_batch_idx + 1
 
     def _dense_source(self, module: LightningModule, touched: TouchedRows) -> DenseSource:
-        of_shards = zip(touched.dense, touched.dense_states, strict=True)
         tables = [
-            (shard, states) for (shard, is_replicated), states in of_shards if self._is_first or not is_replicated
+            (shard, states) for shard, is_replicated, states in touched.dense if self._is_first or not is_replicated
         ]
         tensors: dict[str, Tensor] = {}
         if self._is_first and self._sends_dense:
@@ -274,7 +273,7 @@ class EmbeddingDeltas(Callback):
         touched.begin_base()
         self._dense.forget()
         self._writes = touched.num_writes
-        chunks = base_chunks(self._header(None), touched.shards, touched.plan_of_all_rows(), touched.read, self._dense)
+        chunks = base_chunks(self._header(None), touched.shards, touched.plan_of_all_rows(), self._dense)
         writer.write_now(self._step, chunks)
         if after_all:
             self._outstanding.clear()
@@ -430,7 +429,7 @@ class EmbeddingDeltas(Callback):
             self._strategy.update_tables()
             waiting = [rows for cut in self._outstanding for rows in cut.numbers()]
             mine = merged_rows([self._touched.marked(), *waiting])
-            whole = [shard.name for shard, _ in self._touched.dense]
+            whole = [shard.name for shard, *_ in self._touched.dense]
             is_changed = self._is_void or self._touched.num_writes != self._writes
             of_ranks = self._strategy.gather((mine, whole, is_changed))
             state["rows"] = merged_rows([rows for rows, _, _ in of_ranks])

@@ -10,5 +10,3 @@ from .dense_copies import DenseCopy as DenseCopy
 from .dense_copies import changed_rows as changed_rows
 from .touched_rows import TouchedRows as TouchedRows
 from .windows import Window as Window
-from .windows import packed as packed
-from .windows import windows_of as windows_of

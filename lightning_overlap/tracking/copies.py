@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from concurrent.futures import Future
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol
+from typing import NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
@@ -12,7 +12,7 @@ from torch import Tensor
 from ..runtime import LookupOrder
 from ..tables import KernelShards
 from .dense_copies import to_host
-from .kept_memory import LentMemory, taken_by
+from .kept_memory import KeptMemory, LentMemory, taken_by
 from .row_marks import DeviceMarks
 
 GATHERED_AT_ONCE = 1 << 17
@@ -38,51 +38,8 @@ class CopiedTable(NamedTuple):
     values_ND: Tensor
 
 
-class RowCopy(Protocol):
-    """A copy that may still be under way."""
-
-    def wait_copied(self) -> None:
-        """Let whoever writes the tables next wait for it: the host where it copies, else the current stream."""
-
-    def tables(self) -> list[CopiedTable]:
-        """Wait for it on the host, in any thread, and return what was copied."""
-
-    def give_back(self) -> None:
-        """Say that nobody reads the values any more: their memory may be written. The rows' numbers stay."""
-
-
-def copy_on_host(
-    kernel: KernelShards, rows: list[Tensor], first_shard: int, memory: LentMemory, *, states: bool
-) -> list[CopiedTable]:
-    """Copy rows of a kernel's tables; any thread may do so while nobody writes them.
-
-    Args:
-        kernel: Whose tables.
-        rows: Of each of its shards, `(N,)`, int64.
-        first_shard: Number of its first shard.
-        memory: Takes the values.
-        states: Whether to copy the optimizer's state too.
-    """
-    copied = []
-    for number, (rows_N, fields) in enumerate(zip(rows, _fields(kernel, states=states), strict=True)):
-        for field, values in fields.items() if rows_N.numel() else ():
-            values_ND = memory.empty((len(rows_N), values.shape[1]), values.dtype)
-            torch.index_select(values, 0, rows_N, out=values_ND)
-            copied.append(CopiedTable(first_shard + number, field, rows_N, values_ND))
-    return copied
-
-
-def bytes_on_host(kernel: KernelShards, rows: list[Tensor], *, states: bool) -> int:
-    """Return how much memory `copy_on_host` takes."""
-    return sum(
-        taken_by((len(rows_N), values.shape[1]), values.dtype)
-        for rows_N, fields in zip(rows, _fields(kernel, states=states), strict=True)
-        for values in fields.values()
-    )
-
-
-def _fields(kernel: KernelShards, *, states: bool) -> list[dict[str, Tensor]]:
-    """Return the values and the states of each shard, `(rows, columns)`."""
+def fields_of(kernel: KernelShards, *, states: bool) -> list[dict[str, Tensor]]:
+    """Return the values of each shard and, where asked for, its optimizer's states by kind, each `(rows, columns)`."""
     kinds: list[dict[str, Tensor]] = kernel.states() if states else [{} for _ in kernel.shards]
     return [
         {field: _two_dim(values.detach()) for field, values in {WEIGHT: shard.weight, **of_shard}.items()}
@@ -90,26 +47,54 @@ def _fields(kernel: KernelShards, *, states: bool) -> list[dict[str, Tensor]]:
     ]
 
 
+def copy_on_host(
+    shards: list[dict[str, Tensor]], rows: list[Tensor], kept: KeptMemory
+) -> tuple[list[CopiedTable], LentMemory]:
+    """Copy rows of tables; any thread may do so while nobody writes them.
+
+    Args:
+        shards: The fields of each shard of the rank.
+        rows: Of each of them, `(N,)`, int64.
+        kept: Lends memory for the values.
+
+    Returns:
+        What was copied, and the memory of its values.
+    """
+    wanted = [
+        (number, field, rows_N, values)
+        for number, (rows_N, fields) in enumerate(zip(rows, shards, strict=True))
+        for field, values in fields.items()
+        if rows_N.numel()
+    ]
+    memory = kept.lend(sum(taken_by((len(rows_N), values.shape[1]), values.dtype) for *_, rows_N, values in wanted))
+    copied = []
+    for number, field, rows_N, values in wanted:
+        values_ND = memory.empty((len(rows_N), values.shape[1]), values.dtype)
+        torch.index_select(values, 0, rows_N, out=values_ND)
+        copied.append(CopiedTable(number, field, rows_N, values_ND))
+    return copied, memory
+
+
 class HostCopy:
     """A copy that a thread makes.
 
     Args:
-        copying: Gives what it has copied, and the memory of the values.
+        copying: Of `copy_on_host`.
     """
 
     def __init__(self, copying: Future[tuple[list[CopiedTable], LentMemory]]) -> None:
         self._copying = copying
 
     def wait_copied(self) -> None:
-        """Wait for the thread."""
+        """Let the host wait for it."""
         self._copying.exception()
 
     def tables(self) -> list[CopiedTable]:
-        """Wait for the thread; return what it has copied."""
+        """Wait for it on the host, in any thread, and return what was copied."""
         return self._copying.result()[0]
 
     def give_back(self) -> None:
-        """Say that nobody reads the values any more."""
+        """Say that nobody reads the values any more: their memory may be written. The rows' numbers stay."""
         if self._copying.exception() is None:
             self._copying.result()[1].give_back()
 
@@ -118,12 +103,11 @@ class HostCopy:
 class _Gathered:
     """Rows of all tables of a kernel, gathered on the device; more than there are marked."""
 
-    kernel: KernelShards
     first_shard: int
     first_rows: tuple[int, ...]
     num_marked: Tensor
     rows: Tensor
-    fields: tuple[tuple[str, Tensor, tuple[int, ...]], ...]
+    fields: list[tuple[str, Tensor, tuple[int, ...]]]
     """Name, values and each table's number of columns."""
 
 
@@ -173,19 +157,18 @@ class DeviceCopy:
         """Do nothing: pinned memory goes back to torch when nobody holds the values."""
 
 
+RowCopy: TypeAlias = HostCopy | DeviceCopy
+"""A copy that may still be under way."""
+
+
 def _gather(kernel: KernelShards, marks: DeviceMarks, first_shard: int, *, states: bool) -> _Gathered:
     kernel.write_back_cache()
     rows, num_marked = marks.take()
-    kinds = kernel.states() if states else []
-    tensors = {WEIGHT: [shard.weight for shard in kernel.shards]}
-    for of_shard in kinds:
-        for field, values in of_shard.items():
-            tensors.setdefault(field, []).append(_two_dim(values))
-    fields = tuple(
-        (field, _gather_rows(parts, marks, rows), tuple(part.shape[1] for part in parts))
-        for field, parts in tensors.items()
-    )
-    return _Gathered(kernel, first_shard, marks.first_rows, num_marked, rows, fields)
+    shards, fields = fields_of(kernel, states=states), []
+    for field in shards[0]:
+        parts = [of_shard[field] for of_shard in shards]
+        fields.append((field, _gather_rows(parts, marks, rows), tuple(part.shape[1] for part in parts)))
+    return _Gathered(first_shard, marks.first_rows, num_marked, rows, fields)
 
 
 def _gather_rows(parts: list[Tensor], marks: DeviceMarks, rows: Tensor) -> Tensor:

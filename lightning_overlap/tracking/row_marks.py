@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import accumulate
-from typing import NamedTuple, TypeAlias
+from typing import TypeAlias
 
 import numpy as np
 import torch
@@ -19,20 +19,6 @@ FLAGGED_FROM = 2
 
 _Ids: TypeAlias = np.ndarray[tuple[int], np.dtype[np.int64]]
 """On a host, `(N,)`."""
-
-
-class LookedUp(NamedTuple):
-    """What a kernel was given to look up.
-
-    Args:
-        indices_N: Rows, integer, feature by feature.
-        offsets: Where each bag begins in them, `(sum of the features' batch sizes + 1,)`, integer.
-        batch_sizes: Of each feature; None: they are alike.
-    """
-
-    indices_N: Tensor
-    offsets: Tensor
-    batch_sizes: tuple[int, ...] | None
 
 
 class HostMarks:
@@ -53,9 +39,14 @@ class HostMarks:
         self._num_ids = self._num_kept = 0
         self._rows: list[list[Tensor]] = [[] for _ in num_rows]
 
-    def add(self, looked_up: tuple[Tensor, Tensor, tuple[int, ...] | None]) -> None:
-        """Mark the rows of a lookup, given as in `LookedUp`."""
-        indices_N, offsets, batch_sizes = looked_up
+    def add(self, indices_N: Tensor, offsets: Tensor, batch_sizes: tuple[int, ...] | None) -> None:
+        """Mark the rows of a lookup.
+
+        Args:
+            indices_N: Rows, integer, feature by feature.
+            offsets: Where each bag begins in them, `(sum of the features' batch sizes + 1,)`, integer.
+            batch_sizes: Of each feature; None: they are alike.
+        """
         num_ids = indices_N.numel()
         if not num_ids:  # offsets of no bags at all tell nothing of features
             return
@@ -97,7 +88,7 @@ class HostMarks:
         for num_ids, kept_N, offsets, batch_sizes in self._lookups:
             ids_N = kept_N.numpy()
             on_host = ids_N[num_ids:] if offsets is None else offsets.numpy()
-            ends = _boundaries_on_host(num_features, on_host, batch_sizes)
+            ends = on_host[_boundaries(num_features, on_host.size, batch_sizes)].tolist()
             for feature, table in enumerate(self._table_of_feature):
                 ids[table].append(ids_N[ends[feature] : ends[feature + 1]])
         return [_unique(found, num_rows) for found, num_rows in zip(ids, self._num_rows, strict=True)]
@@ -111,22 +102,12 @@ class HostMarks:
         return rows
 
 
-def _boundaries(num_features: int, offsets: Tensor, batch_sizes: tuple[int, ...] | None) -> Tensor:
-    """Return where the ids of each feature begin, and the last one's end, `(F + 1,)`, without a sync."""
-    if batch_sizes is None:
-        return offsets[:: max(1, (offsets.numel() - 1) // max(1, num_features))][: num_features + 1]
-    ends = torch.tensor([0, *accumulate(batch_sizes)], pin_memory=offsets.is_cuda)
-    return offsets.index_select(0, ends.to(offsets.device, non_blocking=True))
-
-
-def _boundaries_on_host(num_features: int, offsets: _Ids, batch_sizes: tuple[int, ...] | None) -> list[int]:
-    """Return what `_boundaries` does."""
-    if batch_sizes is None:
-        ends = offsets[:: max(1, (offsets.size - 1) // max(1, num_features))][: num_features + 1]
-    else:
-        ends = offsets[list(accumulate(batch_sizes, initial=0))]
-    found: list[int] = ends.tolist()
-    return found
+def _boundaries(num_features: int, num_offsets: int, batch_sizes: tuple[int, ...] | None) -> slice | list[int]:
+    """Return at which offsets the ids of each feature begin, and the last one's end: F + 1 of them."""
+    if batch_sizes is not None:
+        return [0, *accumulate(batch_sizes)]
+    batch_size = max(1, (num_offsets - 1) // max(1, num_features))
+    return slice(0, num_features * batch_size + 1, batch_size)
 
 
 def _unique(ids: list[_Ids], num_rows: int) -> Tensor:
@@ -188,13 +169,17 @@ class DeviceMarks:
         """All memory of the marks, which several streams use."""
         return [self.ends_T, self._first_F, self._num_rows_F, self._flags_R]
 
-    def add(self, looked_up: tuple[Tensor, Tensor, tuple[int, ...] | None]) -> None:
-        """Mark the rows of a lookup, given as in `LookedUp`."""
-        indices_N, offsets, batch_sizes = looked_up
+    def add(self, indices_N: Tensor, offsets: Tensor, batch_sizes: tuple[int, ...] | None) -> None:
+        """Mark the rows of a lookup, given as to `HostMarks`."""
         num_ids = indices_N.numel()
         if not num_ids:
             return
-        ends = _boundaries(self._first_F.numel(), offsets, batch_sizes)
+        places = _boundaries(self._first_F.numel(), offsets.numel(), batch_sizes)
+        if isinstance(places, slice):
+            ends = offsets[places]
+        else:
+            on_host = torch.tensor(places, pin_memory=offsets.is_cuda)
+            ends = offsets.index_select(0, on_host.to(offsets.device, non_blocking=True))
         positions_N = torch.arange(num_ids, device=indices_N.device)
         feature_N = torch.searchsorted(ends[1:].long().contiguous(), positions_N, right=True)
         feature_N.clamp_(max=self._first_F.numel() - 1)

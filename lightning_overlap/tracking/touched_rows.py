@@ -12,7 +12,7 @@ from torch.utils.hooks import RemovableHandle
 
 from ..runtime import LookupOrder
 from ..tables import KernelShards, TableShard, kernel_shards, num_fused_writes, sharded_modules
-from .copies import WEIGHT, CopiedTable, DeviceCopy, HostCopy, RowCopy, bytes_on_host, copy_on_host
+from .copies import CopiedTable, DeviceCopy, HostCopy, RowCopy, copy_on_host, fields_of
 from .kept_memory import KeptMemory, LentMemory
 from .row_marks import DeviceMarks, HostMarks
 from .windows import Window, packed, windows_of
@@ -32,8 +32,8 @@ class TouchedRows:
 
     Attributes:
         shards: Of all fused tables of this rank.
-        dense: Shards of the dense optimizer's tables and of replicas, with whether all ranks have them alike.
-        dense_states: The optimizer's state of each of these by kind, where the backward updates it.
+        dense: Shards of the dense optimizer's tables and of replicas, each with whether all ranks have it alike, and
+            with its optimizer's state by kind, where states are asked for and the backward updates them.
 
     Raises:
         ValueError: The model has tables whose rows cannot be told by their number.
@@ -46,11 +46,11 @@ class TouchedRows:
         self._order, self._states = order, states
         self._on_device = order.streams.is_async
         self.shards: list[TableShard] = [shard for kernel in self._kernels for shard in kernel.shards]
-        self.dense: list[tuple[TableShard, bool]] = [
-            (shard, kernel.is_replicated) for kernel in kernels if not kernel.is_fused for shard in kernel.shards
-        ]
-        self.dense_states: list[dict[str, Tensor]] = [
-            of_shard if states else {} for kernel in kernels if not kernel.is_fused for of_shard in kernel.states()
+        self.dense: list[tuple[TableShard, bool, dict[str, Tensor]]] = [
+            (shard, kernel.is_replicated, of_shard if states else {})
+            for kernel in kernels
+            if not kernel.is_fused
+            for shard, of_shard in zip(kernel.shards, kernel.states(), strict=True)
         ]
         self._marks: list[Any] = [self._new_marks(kernel) for kernel in self._kernels]
         self._spare_marks: list[Any] | None = None
@@ -103,7 +103,7 @@ class TouchedRows:
         offsets = kwargs["offsets"] if "offsets" in kwargs else args[1]
         sizes = kwargs.get("batch_size_per_feature_per_rank")
         batch_sizes = None if sizes is None else tuple(sum(of_feature) for of_feature in sizes)
-        self._marks[kernel].add((indices, offsets, batch_sizes))
+        self._marks[kernel].add(indices, offsets, batch_sizes)
 
     def mark(self, name: str, rows: Tensor) -> None:
         """Mark rows of a table by their numbers in the whole table; those of other ranks are passed over.
@@ -174,14 +174,11 @@ class TouchedRows:
                 self._copy = None  # a host has waited, a device's other streams have not
 
     def _copy_on_host(self, marks: list[HostMarks]) -> tuple[list[CopiedTable], LentMemory]:
-        rows = [of_kernel.take() for of_kernel in marks]
-        of_kernels = list(zip(self._kernels, rows, strict=True))
-        memory = self._kept.lend(sum(bytes_on_host(*of_kernel, states=self._states) for of_kernel in of_kernels))
-        copied, first_shard = [], 0
-        for kernel, of_kernel in of_kernels:
-            copied += copy_on_host(kernel, of_kernel, first_shard, memory, states=self._states)
-            first_shard += len(kernel.shards)
-        return copied, memory
+        rows = [rows_N for of_kernel in marks for rows_N in of_kernel.take()]
+        return copy_on_host(self._fields(), rows, self._kept)
+
+    def _fields(self) -> list[dict[str, Tensor]]:
+        return [of_shard for kernel in self._kernels for of_shard in fields_of(kernel, states=self._states)]
 
     @property
     def shard_states(self) -> list[dict[str, Tensor]]:
@@ -197,15 +194,8 @@ class TouchedRows:
 
     def plan_of_all_rows(self) -> list[list[Window]]:
         """Plan to read all rows of this rank's shards, a few megabytes at a time."""
-        windows: list[Window] = []
-        for number, (shard, of_shard) in enumerate(zip(self.shards, self.shard_states, strict=True)):
-            for field, values in {WEIGHT: shard.weight, **of_shard}.items():
-                windows += windows_of(number, field, values)
-        return packed(windows)
-
-    def read(self, windows: list[Window]) -> list[CopiedTable]:
-        """Copy rows to the host; nobody may write tables meanwhile."""
-        return [window.read() for window in windows]
+        fields = [(number, *one) for number, of_shard in enumerate(self._fields()) for one in of_shard.items()]
+        return packed(window for of_field in fields for window in windows_of(*of_field))
 
     def begin_base(self) -> None:
         """Say that all rows are going to be read as they are now: the marks are gone."""

@@ -13,7 +13,7 @@ import torch
 from lightning_overlap.deltas import PartError, Piece, parse_names
 from lightning_overlap.tracking.copies import HostCopy
 from lightning_overlap.tracking.kept_memory import KeptMemory, LentMemory
-from lightning_overlap.tracking.row_marks import HostMarks, LookedUp
+from lightning_overlap.tracking.row_marks import HostMarks
 
 from ..support.ranks import Ranks
 from .delta_fits import Files, fit_with_deltas
@@ -104,7 +104,7 @@ def test_marks_without_cuts_take_bounded_memory() -> None:
     for step in range(40):
         offsets = torch.zeros(31, dtype=torch.int64)
         offsets[-1] = 1
-        marks.add(LookedUp(torch.tensor([step]), offsets, None))
+        marks.add(torch.tensor([step]), offsets, None)
         assert sum(lookup[1].numel() for lookup in marks._lookups) + sum(map(len, marks._rows[0])) <= 2 * 50
     assert marks.rows()[0].tolist() == list(range(40))
     assert marks.most == 40
