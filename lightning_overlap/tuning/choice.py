@@ -42,15 +42,14 @@ def results(arms: Sequence[Arm], ranks: Sequence[Sequence[Block]]) -> list[Resul
         ranks: The blocks of every rank, as many on each and of the same arms.
     """
     usual = [median(block.data_ms for block in blocks) for blocks in ranks]
-    found: dict[int, list[float]] = {number: [] for number in range(len(arms))}
+    found: list[list[float]] = [[] for _ in arms]
     for of_ranks in zip(*ranks, strict=True):
         stalled = any(block.data_ms - waits > STALLED * block.ms for block, waits in zip(of_ranks, usual, strict=True))
         if not stalled and not any(block.void for block in of_ranks):
             found[of_ranks[0].arm].append(max(block.ms for block in of_ranks))
-    times = [found[number] for number in range(len(arms))]
     return [
         Result(arm, median(ms) if ms else None, spread(ms) if ms else None, len(ms))
-        for arm, ms in zip(arms, times, strict=True)
+        for arm, ms in zip(arms, found, strict=True)
     ]
 
 

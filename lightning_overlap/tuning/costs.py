@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
+from statistics import fmean
 
 from ..profiling import ALL_TO_ALLS, HOST_LANE, Category, Interval, Span, exclusive_in
 from ..schedules import Stage
@@ -133,26 +134,24 @@ def over_ranks(ranks: Sequence[Costs], slowest: int) -> Costs:
         ranks: The costs of each.
         slowest: The rank that waits least.
     """
-    wire, flight = (
-        {name: min(getattr(one, kind)[name] for one in ranks) for name in ALL_TO_ALLS} for kind in ("wire", "flight")
-    )
-    return replace(ranks[slowest], wire=wire, flight=flight)
+    return replace(ranks[slowest], wire=_each(min, ranks, "wire"), flight=_each(min, ranks, "flight"))
 
 
 def mean_costs(found: Sequence[Costs]) -> Costs:
     """Return the mean of the costs of several steps."""
-
-    def mean(of: Sequence[Mapping[str, float]]) -> dict[str, float]:
-        return {name: sum(one[name] for one in of) / len(of) for name in of[0]}
-
-    work, wire, flight = (mean([getattr(one, kind) for one in found]) for kind in ("work", "wire", "flight"))
+    work, wire, flight = (_each(fmean, found, kind) for kind in ("work", "wire", "flight"))
     return Costs(work, wire, flight, found[0].on_device)
+
+
+def _each(of: Callable[[list[float]], float], found: Sequence[Costs], kind: str) -> dict[str, float]:
+    times = [getattr(one, kind) for one in found]
+    return {name: of([one[name] for one in times]) for name in times[0]}
 
 
 def shrunk(costs: Costs, share: float) -> Costs:
     """Return the costs where embeddings and gradients keep a share of their bytes."""
-
-    def times_of(times: Mapping[str, float]) -> dict[str, float]:
-        return {name: ms * (share if name in (EMBEDDINGS, GRADIENTS) else 1) for name, ms in times.items()}
-
-    return replace(costs, wire=times_of(costs.wire), flight=times_of(costs.flight))
+    kept = {EMBEDDINGS: share, GRADIENTS: share}
+    wire, flight = (
+        {name: ms * kept.get(name, 1) for name, ms in times.items()} for times in (costs.wire, costs.flight)
+    )
+    return replace(costs, wire=wire, flight=flight)

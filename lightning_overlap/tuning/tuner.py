@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -41,10 +41,6 @@ class TimedSource:
             self.waited_ms += (time.perf_counter() - start) * 1e3
 
 
-def _alone(value: Any) -> list[Any]:
-    return [value]
-
-
 def say_nothing(text: str) -> None:
     """Leave a text to the rank that logs it."""
 
@@ -76,8 +72,6 @@ class Tuner:
         self._source: TimedSource | None = None
         self._clock: Timestamps | None = None
         self._streams: CudaStreams | None = None
-        self._gather: Callable[[Any], list[Any]] = _alone
-        self._tell: Callable[[str], None] = say_nothing
         self._next: Arm | None = None
         self._num_left = 0
 
@@ -92,7 +86,7 @@ class Tuner:
         device: torch.device,
         streams: Streams,
         gather: Callable[[Any], list[Any]],
-        tell: Callable[[str], None] = say_nothing,
+        tell: Callable[[str], None],
         *,
         per_step: int = 1,
         moves_lookups: bool = True,
@@ -113,8 +107,8 @@ class Tuner:
         if not self.has_chosen:
             self._clock = timestamps_of(device)
             self._num_left = self._auto.warm_up
-            self._try(modes_on(self.arm.stream))
-            self._walk(modes_on(self.arm.stream)[0])
+            self._trial = Trial(modes_on(self.arm.stream), self._auto, per_step)
+            self._walk(self._trial.arm)
 
     def finish(self) -> None:
         """Say so where training has ended before a choice."""
@@ -127,7 +121,6 @@ class Tuner:
     def stop(self) -> None:
         """End a fit: what was measured of a trial that has not come to its end is dropped."""
         self._trial = self._source = self._clock = self._streams = None
-        self._gather, self._tell = _alone, say_nothing
         if self._next is not None:
             self._walk(self._next)
 
@@ -181,9 +174,6 @@ class Tuner:
 
     # -- the choice ---------------------------------------------------------------------------------------------------
 
-    def _try(self, arms: Sequence[Arm]) -> None:
-        self._trial = Trial(arms, self._auto, self._per_step)
-
     def _compare(self, trial: Trial) -> None:
         assert self._clock is not None
         self._clock.wait()
@@ -195,7 +185,7 @@ class Tuner:
         self._tried.append(choice.table(found, chosen))
         streams = [] if chosen is None or self._streams is None else streams_of(chosen)
         if len(streams) > 1 and len({arm.mode for arm in trial.arms}) > 1:
-            self._try(streams)
+            self._trial = Trial(streams, self._auto, self._per_step)
             return
         why = f"none is more than {self._auto.tie:.0%} faster, and of those as fast it holds the least"
         if chosen is None:
