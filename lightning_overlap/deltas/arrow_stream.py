@@ -36,19 +36,15 @@ class BatchForm:
     def __init__(self, batch: Any) -> None:
         message = batch.serialize().to_pybytes()
         _, size = _PREFIX.unpack_from(message)
-        metadata = message[_PREFIX.size : _PREFIX.size + size]
-        table = _u32(metadata, 0)
-        self._body_length = _field(metadata, table, _BODY_LENGTH)
-        header = _followed(metadata, _field(metadata, table, _HEADER))
-        buffers = _followed(metadata, _field(metadata, header, _BUFFERS))
+        table = _followed(message, _PREFIX.size)
+        self._body_length = _field(message, table, _BODY_LENGTH)
+        header = _followed(message, _field(message, table, _HEADER))
+        buffers = _followed(message, _field(message, header, _BUFFERS))
         # of each of the two columns: validity, offsets, bytes; all others come before them
-        self._last = buffers + 4 + _OFFSETS.size * (_u32(metadata, buffers) - 6)
-        self._first, _ = _OFFSETS.unpack_from(metadata, self._last + _OFFSETS.size)
-        body = message[_PREFIX.size + size :]
-        self._metadata = message[: _PREFIX.size] + metadata
-        self._body = body[: self._first]
-        self._last += _PREFIX.size
-        self._body_length += _PREFIX.size
+        self._last = buffers + 4 + _OFFSETS.size * (_u32(message, buffers) - 6)
+        self._first, _ = _OFFSETS.unpack_from(message, self._last + _OFFSETS.size)
+        end = _PREFIX.size + size
+        self._metadata, self._body = message[:end], message[end : end + self._first]
 
     def pieces(self, one: memoryview, other: memoryview) -> list[Piece]:
         """Return a batch.

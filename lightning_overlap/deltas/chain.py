@@ -6,7 +6,7 @@ import logging
 import os
 import time
 from bisect import bisect_right
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence, Set
 from contextlib import suppress
 from dataclasses import dataclass
 from itertools import chain, groupby
@@ -31,7 +31,7 @@ class Move:
         is_base: Whether a replica needs nothing before it: every rank's parts begin with a base.
     """
 
-    cuts: tuple[tuple[Cut, Head, frozenset[int]], ...]
+    cuts: Sequence[tuple[Cut, Head, Set[int]]]
     is_base: bool
 
     @property
@@ -116,9 +116,7 @@ class Chain:
         now = time.monotonic()
         self._unseen_s, self._listed = now - self._listed, now
         self.cuts = group(self.sink.names())
-        self._by_generation = {
-            number: list(cuts) for number, cuts in groupby(self.cuts, key=lambda cut: cut.generation)
-        }
+        self._by_generation = {number: [*cuts] for number, cuts in groupby(self.cuts, key=lambda cut: cut.generation)}
 
     def _next(self, at: CutId | None) -> Move | None:
         if not self.cuts:
@@ -140,12 +138,12 @@ class Chain:
 
     def _following(self, at: CutId) -> Move | None:
         """Return the next cut: the first of the newest generation that can follow, or the next of the same one."""
-        by_generation = self._by_generation
         newest = self.cuts[-1]
         problems: list[str] = []
         waits = False
-        for generation in sorted((number for number in by_generation if number > at[0]), reverse=True):
-            first = by_generation[generation][0]
+        for generation, (first, *_) in reversed(self._by_generation.items()):
+            if generation <= at[0]:
+                break
             if first.is_whole:
                 head = self._head(first)
                 if head.after is None or head.after <= at:
@@ -157,7 +155,7 @@ class Chain:
             elif generation == newest.generation:
                 waits = True
             # else a crash in its first cut, which a newer generation has made good
-        own = by_generation.get(at[0], [])
+        own = self._by_generation.get(at[0], [])
         own = own[bisect_right(own, at, key=lambda cut: cut.at) :]
         if own and own[0].is_whole:
             head = self._head(own[0])
@@ -180,11 +178,7 @@ class Chain:
         return None
 
     def _check_fit(self, head: Head, at: CutId) -> None:
-        """Check that a cut of the generation that was applied last is of the same fit.
-
-        Raises:
-            LostError: It is not.
-        """
+        """Check that a cut of the generation that was applied last is of the same fit."""
         if self.fit and head.header.fit and head.header.fit != self.fit:
             raise LostError(
                 f"{as_words(head.header.name.cut)} is not of the fit that wrote {as_words(at)}, which is applied: the "
@@ -193,8 +187,7 @@ class Chain:
 
     def _first(self) -> Move | None:
         """Return what a replica that has nothing begins with."""
-        start = self._start(None)
-        if start is not None:
+        if (start := self._start(None)) is not None:
             return start
         newest = self._by_generation[self.cuts[-1].generation][0]
         if not newest.is_whole and not self._is_broken(newest):
@@ -226,16 +219,12 @@ class Chain:
                 for rank in head.bases:
                     base_of.setdefault(rank, index)
                 if len(base_of) == cut.num_ranks:
-                    return self._from_bases(cuts, base_of)
+                    taken = [
+                        (cuts[place], self._head(cuts[place]), {rank for rank in base_of if base_of[rank] <= place})
+                        for place in range(index, max(base_of.values()) + 1)
+                    ]
+                    return Move(taken, is_base=True)
         return None
-
-    def _from_bases(self, cuts: list[Cut], base_of: dict[int, int]) -> Move:
-        first, last = min(base_of.values()), max(base_of.values())
-        taken = tuple(
-            (cuts[index], self._head(cuts[index]), frozenset(rank for rank in base_of if base_of[rank] <= index))
-            for index in range(first, last + 1)
-        )
-        return Move(taken, is_base=True)
 
     def _is_broken(self, cut: Cut) -> bool:
         """Whether a cut will never be whole: it has a conflict, or a rank has written parts after one that it lacks.
@@ -274,16 +263,12 @@ class Chain:
 
 
 def _single(cut: Cut, head: Head) -> Move:
-    ranks = frozenset(range(cut.num_ranks))
-    return Move(((cut, head, ranks),), is_base=head.bases == ranks)
+    ranks = set(range(cut.num_ranks))
+    return Move([(cut, head, ranks)], is_base=head.bases == ranks)
 
 
 def _check_found(head: Head, at: CutId) -> None:
-    """Check that the fit of a cut knew of all that was applied.
-
-    Raises:
-        LostError: It did not.
-    """
+    """Check that the fit of a cut knew of all that was applied."""
     found = head.header.found
     if head.after is not None and found is not None and at > found:
         raise LostError(

@@ -17,7 +17,7 @@ from .replica import Replica, ReplicaError
 _MOST_BYTES = 64 << 20
 
 
-class ReplicaServer:
+class ReplicaServer(ThreadingHTTPServer):
     """Answers requests from a replica's tables, each from one step, until it is closed.
 
     `GET /step` tells run, generation, step, lag and the tables' shapes. `POST /lookup` takes `{"table": name,
@@ -33,31 +33,26 @@ class ReplicaServer:
         OSError: The port cannot be had.
     """
 
+    daemon_threads = True
+
     def __init__(self, replica: Replica, host: str = "127.0.0.1", port: int = 0) -> None:
-        handler = type("Handler", (_Handler,), {"replica": replica})
-        self._server = ThreadingHTTPServer((host, port), handler)
-        self._server.daemon_threads = True
-        self.host, self.port = host, int(self._server.server_address[1])
-        self._thread = threading.Thread(
-            target=self._server.serve_forever, args=(0.1,), name="replica server", daemon=True
-        )
+        super().__init__((host, port), _Handler)
+        self.replica, self.host, self.port = replica, host, self.server_port
+        self._thread = threading.Thread(target=self.serve_forever, args=(0.1,), name="replica server", daemon=True)
         self._thread.start()
 
     def close(self) -> None:
         """Stop listening."""
-        self._server.shutdown()
+        self.shutdown()
         self._thread.join()
-        self._server.server_close()
-
-    def __enter__(self) -> ReplicaServer:
-        return self
+        self.server_close()
 
     def __exit__(self, *_: object) -> None:
         self.close()
 
 
 class _Handler(BaseHTTPRequestHandler):
-    replica: Replica
+    server: ReplicaServer
 
     def do_GET(self) -> None:
         self._respond("/step", self._step)
@@ -87,10 +82,10 @@ class _Handler(BaseHTTPRequestHandler):
         self.wfile.write(data)
 
     def _step(self) -> dict[str, Any]:
-        lag = self.replica.lag
-        with self.replica.reading() as position:
-            tables = {name: list(tensor.shape) for name, tensor in self.replica.state_dict().items()}
-        return {"run": self.replica.run, **position._asdict(), "lag": lag._asdict(), "tables": tables}
+        lag = self.server.replica.lag
+        with self.server.replica.reading() as position:
+            tables = {name: list(tensor.shape) for name, tensor in self.server.replica.state_dict().items()}
+        return {"run": self.server.replica.run, **position._asdict(), "lag": lag._asdict(), "tables": tables}
 
     def _question(self) -> tuple[str, list[int]]:
         size = int(self.headers.get("Content-Length", 0))
@@ -105,8 +100,8 @@ class _Handler(BaseHTTPRequestHandler):
 
     def _rows(self) -> dict[str, Any]:
         table, ids = self._question()
-        with self.replica.reading() as position:
-            tables = {name: tensor for name, tensor in self.replica.state_dict().items() if tensor.dim() == 2}
+        with self.server.replica.reading() as position:
+            tables = {name: tensor for name, tensor in self.server.replica.state_dict().items() if tensor.dim() == 2}
             if table not in tables:
                 raise ValueError(unknown_name_message("table", table, tables))
             wrong = [each for each in ids if not 0 <= each < len(tables[table])]
