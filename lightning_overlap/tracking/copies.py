@@ -12,7 +12,7 @@ from torch import Tensor
 from ..runtime import LookupOrder
 from ..tables import KernelShards
 from .dense_copies import to_host
-from .kept_memory import KeptMemory, LentMemory, taken_by
+from .kept_memory import KeptMemory
 from .row_marks import DeviceMarks
 
 GATHERED_AT_ONCE = 1 << 17
@@ -49,7 +49,7 @@ def fields_of(kernel: KernelShards, *, states: bool) -> list[dict[str, Tensor]]:
 
 def copy_on_host(
     shards: list[dict[str, Tensor]], rows: list[Tensor], kept: KeptMemory
-) -> tuple[list[CopiedTable], LentMemory]:
+) -> tuple[list[CopiedTable], Tensor]:
     """Copy rows of tables; any thread may do so while nobody writes them.
 
     Args:
@@ -66,10 +66,9 @@ def copy_on_host(
         for field, values in fields.items()
         if rows_N.numel()
     ]
-    memory = kept.lend(sum(taken_by((len(rows_N), values.shape[1]), values.dtype) for *_, rows_N, values in wanted))
+    lent, memory = kept.lend([((len(rows_N), values.shape[1]), values.dtype) for *_, rows_N, values in wanted])
     copied = []
-    for number, field, rows_N, values in wanted:
-        values_ND = memory.empty((len(rows_N), values.shape[1]), values.dtype)
+    for (number, field, rows_N, values), values_ND in zip(wanted, lent, strict=True):
         torch.index_select(values, 0, rows_N, out=values_ND)
         copied.append(CopiedTable(number, field, rows_N, values_ND))
     return copied, memory
@@ -80,10 +79,11 @@ class HostCopy:
 
     Args:
         copying: Of `copy_on_host`.
+        kept: Gets the memory back.
     """
 
-    def __init__(self, copying: Future[tuple[list[CopiedTable], LentMemory]]) -> None:
-        self._copying = copying
+    def __init__(self, copying: Future[tuple[list[CopiedTable], Tensor]], kept: KeptMemory) -> None:
+        self._copying, self._kept = copying, kept
 
     def wait_copied(self) -> None:
         """Let the host wait for it."""
@@ -96,7 +96,7 @@ class HostCopy:
     def give_back(self) -> None:
         """Say that nobody reads the values any more: their memory may be written. The rows' numbers stay."""
         if self._copying.exception() is None:
-            self._copying.result()[1].give_back()
+            self._kept.give_back(self._copying.result()[1])
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,7 +13,7 @@ from torch.utils.hooks import RemovableHandle
 from ..runtime import LookupOrder
 from ..tables import KernelShards, TableShard, kernel_shards, num_fused_writes, sharded_modules
 from .copies import CopiedTable, DeviceCopy, HostCopy, RowCopy, copy_on_host, fields_of
-from .kept_memory import KeptMemory, LentMemory
+from .kept_memory import KeptMemory
 from .row_marks import DeviceMarks, HostMarks
 from .windows import Window, packed, windows_of
 
@@ -152,7 +152,7 @@ class TouchedRows:
         spare = self._spare_marks  # of the copy before, which is over
         self._marks = [self._new_marks(kernel) for kernel in self._kernels] if spare is None else spare
         self._spare_marks = marks
-        self._copy = HostCopy(self._copier.submit(self._copy_on_host, marks))
+        self._copy = HostCopy(self._copier.submit(self._copy_on_host, marks), self._kept)
         return self._copy
 
     def settle(self) -> bool:
@@ -173,7 +173,7 @@ class TouchedRows:
             if not self._on_device:
                 self._copy = None  # a host has waited, a device's other streams have not
 
-    def _copy_on_host(self, marks: list[HostMarks]) -> tuple[list[CopiedTable], LentMemory]:
+    def _copy_on_host(self, marks: list[HostMarks]) -> tuple[list[CopiedTable], Tensor]:
         rows = [rows_N for of_kernel in marks for rows_N in of_kernel.take()]
         return copy_on_host(self._fields(), rows, self._kept)
 
