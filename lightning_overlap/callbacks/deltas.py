@@ -270,10 +270,10 @@ class EmbeddingDeltas(Callback):
         assert touched is not None
         assert writer is not None
         writer.wait()
-        touched.begin_base()
+        plan = touched.begin_base()
         self._dense.forget()
         self._writes = touched.num_writes
-        chunks = base_chunks(self._header(None), touched.shards, touched.plan_of_all_rows(), self._dense)
+        chunks = base_chunks(self._header(None), touched.shards, plan, self._dense)
         writer.write_now(self._step, chunks)
         if after_all:
             self._outstanding.clear()

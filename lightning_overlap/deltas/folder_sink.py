@@ -45,16 +45,11 @@ class FolderSink:
         self.path = self._given = os.fspath(path)
         if "://" not in self.path and "::" not in self.path:
             self.path = os.path.abspath(self.path)  # a process may change its folder
-        self._options = options
-        self._opened: Any = None
         with self._told("open"):
-            self._files()
+            self._files, self._root = fsspec.core.url_to_fs(self.path, use_listings_cache=False, **options)
 
     def __repr__(self) -> str:
         return f"FolderSink({without_password(self._given)!r})"
-
-    def __getstate__(self) -> dict[str, Any]:
-        return self.__dict__ | {"_opened": None}
 
     def check(self) -> None:
         """Make the folder, and write and remove a file.
@@ -65,7 +60,7 @@ class FolderSink:
         with self._told("write to"):
             name = f".{uuid.uuid4().hex}.check"
             self._write(name, [b"check"])
-            self._files().rm_file(self._file(name))
+            self._files.rm_file(self._file(name))
 
     def write(self, name: str, part: bytes) -> None:
         """Keep a part; on a local disk it has reached the disk when this returns."""
@@ -79,10 +74,9 @@ class FolderSink:
     def names(self) -> list[str]:
         """Return the names of all parts; none where the folder is not there."""
         with self._told("read"):
-            files = self._files()
-            files.invalidate_cache(self._root)
+            self._files.invalidate_cache(self._root)
             try:
-                found = files.ls(self._root, detail=False)
+                found = self._files.ls(self._root, detail=False)
             except FileNotFoundError:
                 return []
             return sorted(filter(PartName.parse, (path.rstrip("/").rpartition("/")[2] for path in found)))
@@ -95,7 +89,7 @@ class FolderSink:
         """
         with self._told("read"):
             try:
-                return bytes(self._files().cat_file(self._file(name)))
+                return bytes(self._files.cat_file(self._file(name)))
             except FileNotFoundError:
                 raise KeyError(name) from None
 
@@ -104,22 +98,16 @@ class FolderSink:
         with self._told("remove parts of"):
             for name in names:
                 with suppress(FileNotFoundError):
-                    self._files().rm_file(self._file(name))
+                    self._files.rm_file(self._file(name))
 
     def close(self) -> None:
-        """Let go of the file system."""
-        self._opened = None
-
-    def _files(self) -> Any:
-        if self._opened is None:
-            self._opened, self._root = fsspec.core.url_to_fs(self.path, use_listings_cache=False, **self._options)
-        return self._opened
+        """Do nothing: fsspec keeps its file systems."""
 
     def _file(self, name: str) -> str:
         return f"{self._root.rstrip('/')}/{name}"
 
     def _write(self, name: str, pieces: Sequence[Piece]) -> None:
-        files, path = self._files(), self._file(name)
+        files, path = self._files, self._file(name)
         files.makedirs(self._root, exist_ok=True)
         protocols = {files.protocol} if isinstance(files.protocol, str) else set(files.protocol)
         if protocols & _WHOLE_PUTS:

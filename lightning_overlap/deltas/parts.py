@@ -256,15 +256,7 @@ def decode(data: bytes, name: str = "part") -> Part:
 
 
 def read_header(data: bytes, name: str = "part") -> Header:
-    """Read what a chunk says of itself.
-
-    Args:
-        data: What `encode` returned.
-        name: What errors call it.
-
-    Raises:
-        PartError: It is torn, of another schema, or no part.
-    """
+    """Read what a chunk says of itself; the arguments and the errors are those of `decode`."""
     return _read(data, name, rows=False)[0]
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from concurrent.futures import Future
-from dataclasses import dataclass
 from typing import NamedTuple, TypeAlias
 
 import torch
@@ -99,18 +98,6 @@ class HostCopy:
             self._kept.give_back(self._copying.result()[1])
 
 
-@dataclass(frozen=True, slots=True)
-class _Gathered:
-    """Rows of all tables of a kernel, gathered on the device; more than there are marked."""
-
-    first_shard: int
-    first_rows: tuple[int, ...]
-    num_marked: Tensor
-    rows: Tensor
-    fields: list[tuple[str, Tensor, tuple[int, ...]]]
-    """Name, values and each table's number of columns."""
-
-
 class DeviceCopy:
     """A copy that the lookup stream makes; another one then takes it to the host, in the thread that asks for it.
 
@@ -130,12 +117,12 @@ class DeviceCopy:
         states: bool,
     ) -> None:
         self._copying, self._streams = copying, order.streams
-        self._gathered = []
+        self._gathered: list[_Gathered] = []
         first_shard = 0
         order.lookup_waits()  # a module's own forward has its update on the compute stream
         with order.on_lookup():
             for kernel, marks in kernels:
-                self._gathered.append(_gather(kernel, marks, first_shard, states=states))
+                self._gathered.append(_Gathered(kernel, marks, first_shard, states=states))
                 first_shard += len(kernel.shards)
         self._event = order.streams.record(order.lookup)
 
@@ -146,10 +133,10 @@ class DeviceCopy:
     def tables(self) -> list[CopiedTable]:
         """Wait for the gathering, take what is marked to the host, and return it."""
         if self._copying is None:
-            return [table for gathered in self._gathered for table in _split(gathered)]
+            return [table for gathered in self._gathered for table in gathered.split()]
         with torch.cuda.device(self._copying.device), torch.cuda.stream(self._copying):
             self._event.synchronize()  # the sizes are the host's to know now, in this thread
-            copied = [table for gathered in self._gathered for table in _split(gathered)]
+            copied = [table for gathered in self._gathered for table in gathered.split()]
         self._gathered.clear()
         return copied
 
@@ -161,14 +148,34 @@ RowCopy: TypeAlias = HostCopy | DeviceCopy
 """A copy that may still be under way."""
 
 
-def _gather(kernel: KernelShards, marks: DeviceMarks, first_shard: int, *, states: bool) -> _Gathered:
-    kernel.write_back_cache()
-    rows, num_marked = marks.take()
-    shards, fields = fields_of(kernel, states=states), []
-    for field in shards[0]:
-        parts = [of_shard[field] for of_shard in shards]
-        fields.append((field, _gather_rows(parts, marks, rows), tuple(part.shape[1] for part in parts)))
-    return _Gathered(first_shard, marks.first_rows, num_marked, rows, fields)
+class _Gathered:
+    """Rows of all tables of a kernel, gathered on the device; more than there are marked."""
+
+    def __init__(self, kernel: KernelShards, marks: DeviceMarks, first_shard: int, *, states: bool) -> None:
+        kernel.write_back_cache()
+        self._first_shard, self._first_rows = first_shard, marks.first_rows
+        self._rows, self._num_marked = marks.take()
+        shards = fields_of(kernel, states=states)
+        tables = {field: [of_shard[field] for of_shard in shards] for field in shards[0]}
+        self._widths = {field: [table.shape[1] for table in of_field] for field, of_field in tables.items()}
+        self._values = {field: _gather_rows(of_field, marks, self._rows) for field, of_field in tables.items()}
+
+    def split(self) -> list[CopiedTable]:
+        """Take what is marked to the host; tell it by table."""
+        num_marked = int(self._num_marked)
+        rows = to_host(self._rows[:num_marked])
+        values = {field: to_host(of_field[:num_marked]) for field, of_field in self._values.items()}
+        if self._rows.is_cuda:
+            torch.cuda.current_stream().synchronize()
+        ends = torch.searchsorted(rows, torch.tensor(self._first_rows)).tolist()
+        copied = []
+        for field, of_field in values.items():
+            for number, width in enumerate(self._widths[field]):
+                start, end = ends[number], ends[number + 1]
+                if end > start:
+                    rows_N, values_ND = rows[start:end] - self._first_rows[number], of_field[start:end, :width]
+                    copied.append(CopiedTable(self._first_shard + number, field, rows_N, values_ND.contiguous()))
+        return copied
 
 
 def _gather_rows(parts: list[Tensor], marks: DeviceMarks, rows: Tensor) -> Tensor:
@@ -194,30 +201,9 @@ def _gather_rows(parts: list[Tensor], marks: DeviceMarks, rows: Tensor) -> Tenso
                 continue
             own = (table == number).unsqueeze(1)
             values = part.index_select(0, (some - first_rows[number]).clamp(0, part.shape[0] - 1))
-            found[first : first + len(some), : part.shape[1]] = torch.where(
-                own, values, found[first : first + len(some), : part.shape[1]]
-            )
+            place = found[first : first + len(some), : part.shape[1]]
+            place.copy_(torch.where(own, values, place))
     return found
-
-
-def _split(gathered: _Gathered) -> list[CopiedTable]:
-    """Take the marked rows of a kernel to the host; tell them by table."""
-    num_marked = int(gathered.num_marked)
-    rows = to_host(gathered.rows[:num_marked])
-    values = [to_host(of_field[:num_marked]) for _, of_field, _ in gathered.fields]
-    if gathered.rows.is_cuda:
-        torch.cuda.current_stream().synchronize()
-    ends = torch.searchsorted(rows, torch.tensor(gathered.first_rows)).tolist()
-    copied = []
-    for (field, _, widths), on_host in zip(gathered.fields, values, strict=True):
-        for number, width in enumerate(widths):
-            start, end = ends[number], ends[number + 1]
-            if end > start:
-                own = rows[start:end] - gathered.first_rows[number]
-                copied.append(
-                    CopiedTable(gathered.first_shard + number, field, own, on_host[start:end, :width].contiguous())
-                )
-    return copied
 
 
 def _two_dim(values: Tensor) -> Tensor:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import accumulate
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import numpy as np
 import torch
@@ -117,10 +117,10 @@ def _unique(ids: list[_Ids], num_rows: int) -> Tensor:
     if ids_N.size < FLAGGED_FROM * num_rows:
         rows_N = _sorted(ids_N)
         if rows_N.size and not 0 <= rows_N[0] <= rows_N[-1] < num_rows:
-            rows_N = _sorted(_valid_on_host(rows_N, num_rows))
+            rows_N = _sorted(_valid(rows_N, num_rows))
         return torch.from_numpy(rows_N.astype(np.int64, copy=False))
     flags_R = np.zeros(num_rows, dtype=bool)
-    flags_R[_valid_on_host(ids_N, num_rows)] = True
+    flags_R[_valid(ids_N, num_rows)] = True
     return torch.from_numpy(np.flatnonzero(flags_R))
 
 
@@ -132,14 +132,9 @@ def _sorted(sorted_N: _Ids) -> _Ids:
     return sorted_N[is_first_N]
 
 
-def _valid_on_host(ids_N: _Ids, num_rows: int) -> _Ids:
-    """Return the ids with those of no row as 0, see `_valid`."""
-    return np.where((ids_N >= 0) & (ids_N < num_rows), ids_N, 0)
-
-
-def _valid(ids_N: Tensor, num_rows: Tensor) -> Tensor:
+def _valid(ids_N: Any, num_rows: Any) -> Any:
     """Return the ids with those of no row as 0: a kernel that checks its bounds updates row 0 for them."""
-    return torch.where((ids_N >= 0) & (ids_N < num_rows), ids_N, 0)
+    return ids_N * ((ids_N >= 0) & (ids_N < num_rows))
 
 
 class DeviceMarks:

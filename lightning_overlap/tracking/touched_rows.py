@@ -11,11 +11,11 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from ..runtime import LookupOrder
-from ..tables import KernelShards, TableShard, kernel_shards, num_fused_writes, sharded_modules
+from ..tables import TableShard, kernel_shards, num_fused_writes, sharded_modules
 from .copies import CopiedTable, DeviceCopy, HostCopy, RowCopy, copy_on_host, fields_of
 from .kept_memory import KeptMemory
 from .row_marks import DeviceMarks, HostMarks
-from .windows import Window, packed, windows_of
+from .windows import Window, packs_of
 
 
 class TouchedRows:
@@ -52,7 +52,7 @@ class TouchedRows:
             if not kernel.is_fused
             for shard, of_shard in zip(kernel.shards, kernel.states(), strict=True)
         ]
-        self._marks: list[Any] = [self._new_marks(kernel) for kernel in self._kernels]
+        self._marks = self._new_marks()
         self._spare_marks: list[Any] | None = None
         self._kept = KeptMemory()
         self._copier = ThreadPoolExecutor(1, "copy of touched rows")
@@ -63,13 +63,17 @@ class TouchedRows:
         self._is_whole: bool | None = True
         self._handles: list[RemovableHandle] = []
 
-    def _new_marks(self, kernel: KernelShards) -> HostMarks | DeviceMarks:
-        num_rows = [shard.weight.shape[0] for shard in kernel.shards]
-        if self._on_device:
-            marks = DeviceMarks(num_rows, kernel.table_of_feature, kernel.shards[0].weight.device)
-            self._order.hand_to_lookup(marks.tensors)
-            return marks
-        return HostMarks(num_rows, kernel.table_of_feature, copies=not kernel.receives_ids)
+    def _new_marks(self) -> list[Any]:
+        found: list[DeviceMarks | HostMarks] = []
+        for kernel in self._kernels:
+            num_rows = [shard.weight.shape[0] for shard in kernel.shards]
+            if self._on_device:
+                marks = DeviceMarks(num_rows, kernel.table_of_feature, kernel.shards[0].weight.device)
+                self._order.hand_to_lookup(marks.tensors)
+                found.append(marks)
+            else:
+                found.append(HostMarks(num_rows, kernel.table_of_feature, copies=not kernel.receives_ids))
+        return found
 
     # -- marking ------------------------------------------------------------------------------------------------
 
@@ -149,9 +153,8 @@ class TouchedRows:
             with_marks = list(zip(self._kernels, marks, strict=True))
             self._copy = DeviceCopy(with_marks, self._order, self._to_host, states=self._states)
             return self._copy
-        spare = self._spare_marks  # of the copy before, which is over
-        self._marks = [self._new_marks(kernel) for kernel in self._kernels] if spare is None else spare
-        self._spare_marks = marks
+        # the spare ones are of the copy before, which is over
+        self._marks, self._spare_marks = self._spare_marks or self._new_marks(), marks
         self._copy = HostCopy(self._copier.submit(self._copy_on_host, marks), self._kept)
         return self._copy
 
@@ -192,14 +195,13 @@ class TouchedRows:
         """How often somebody other than a fused backward has written this rank's fused tables, or said so."""
         return sum(write for module in self._modules for write in num_fused_writes(module)) + self._order.num_told
 
-    def plan_of_all_rows(self) -> list[list[Window]]:
-        """Plan to read all rows of this rank's shards, a few megabytes at a time."""
-        fields = [(number, *one) for number, of_shard in enumerate(self._fields()) for one in of_shard.items()]
-        return packed(window for of_field in fields for window in windows_of(*of_field))
+    def begin_base(self) -> list[list[Window]]:
+        """Return all rows of this rank's shards, a few megabytes at a time, to be read as they are now.
 
-    def begin_base(self) -> None:
-        """Say that all rows are going to be read as they are now: the marks are gone."""
+        The marks are gone.
+        """
         self.wait_copied()
-        self._marks = [self._new_marks(kernel) for kernel in self._kernels]
+        self._marks = self._new_marks()
         for kernel in self._kernels:
             kernel.write_back_cache()
+        return packs_of(self._fields())

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Mapping
 from typing import NamedTuple
 
 import torch
@@ -35,27 +35,22 @@ class Window(NamedTuple):
         return CopiedTable(self.shard, self.field, rows_N, self.values_ND.to("cpu", copy=True))
 
 
-def windows_of(shard: int, field: str, values_RD: Tensor) -> Iterator[Window]:
-    """Divide a shard, or a state of its optimizer, into windows of `CHUNK_BYTES` at most.
+def packs_of(shards: Iterable[Mapping[str, Tensor]]) -> list[list[Window]]:
+    """Divide shards into windows, and put these together, in their order, as long as they take `CHUNK_BYTES` at most.
 
     Args:
-        shard: Its number.
-        field: `WEIGHT`, or a kind of optimizer state.
-        values_RD: `(rows, columns)`, on any device.
+        shards: The values and states of each shard by field, each `(rows, columns)`, on any device.
     """
-    at_once = max(1, CHUNK_BYTES // (values_RD.shape[1] * values_RD.element_size()))
-    for first in range(0, len(values_RD), at_once):
-        yield Window(shard, field, first, values_RD[first : first + at_once])
-
-
-def packed(windows: Iterable[Window]) -> list[list[Window]]:
-    """Put windows together, in their order, as long as they take `CHUNK_BYTES` at most."""
     packs: list[list[Window]] = []
     free = 0
-    for window in windows:
-        if not packs or window.values_ND.nbytes > free:
-            packs.append([])
-            free = CHUNK_BYTES
-        packs[-1].append(window)
-        free -= window.values_ND.nbytes
+    for number, fields in enumerate(shards):
+        for field, values_RD in fields.items():
+            at_once = max(1, CHUNK_BYTES // (values_RD.shape[1] * values_RD.element_size()))
+            for first in range(0, len(values_RD), at_once):
+                window = Window(number, field, first, values_RD[first : first + at_once])
+                if not packs or window.values_ND.nbytes > free:
+                    packs.append([])
+                    free = CHUNK_BYTES
+                packs[-1].append(window)
+                free -= window.values_ND.nbytes
     return packs
