@@ -5,9 +5,7 @@ Needs the extra `deltas` (pyarrow, and isal for quicker checksums), and for the 
 
 from .arrow_stream import Piece as Piece
 from .chain import prune as prune
-from .cuts import Cut as Cut
 from .cuts import CutError as CutError
-from .cuts import group as group
 from .folder_sink import FolderSink as FolderSink
 from .http_server import ReplicaServer as ReplicaServer
 from .parts import SCHEMA as SCHEMA

@@ -14,6 +14,9 @@ CutId = tuple[int, int]
 """Generation and step: cuts follow each other in this order."""
 
 
+_TWO_TRAININGS = "two trainings have written into this sink. Give each run a sink of its own."
+
+
 class CutError(ValueError):
     """What a sink holds makes no tables: parts are missing, repeated, out of order, or of another run."""
 
@@ -55,18 +58,12 @@ class Cut:
         worlds = sorted({name.world_size for name in self.names})
         if len(worlds) > 1:
             ranks = " and of ".join(f"{world} ranks" for world in worlds)
-            return (
-                f"{as_words(self.at)} has parts of {ranks}: two trainings have written into this sink. Give each run a "
-                "sink of its own."
-            )
+            return f"{as_words(self.at)} has parts of {ranks}: {_TWO_TRAININGS}"
         for rank, names in groupby(self.names, key=lambda name: name.rank):
             counts = sorted({name.num_chunks for name in names})
             if len(counts) > 1:
                 chunks = " and of ".join(f"{count} chunks" for count in counts)
-                return (
-                    f"{as_words(self.at)} has the part of rank {rank} twice, of {chunks}: two trainings have written "
-                    "into this sink. Give each run a sink of its own."
-                )
+                return f"{as_words(self.at)} has the part of rank {rank} twice, of {chunks}: {_TWO_TRAININGS}"
         return None
 
     @cached_property
@@ -169,8 +166,8 @@ def _check_belongs(header: Header, name: PartName, first: Header) -> None:
         own, others = getattr(header, what), getattr(first, what)
         if own != others:
             raise CutError(
-                f"{name} and {first.name} are parts of one cut and differ in {what}: {own} and {others}. Two trainings "
-                "have written into this sink: give each run a sink of its own."
+                f"{name} and {first.name} are parts of one cut and differ in {what} ({own} and {others}): "
+                f"{_TWO_TRAININGS}"
             )
 
 

@@ -65,16 +65,9 @@ class CutWriter:
 
         Args:
             step: Of its cut.
-            chunks: Makes them; called in the thread.
+            chunks: Makes them, in the thread.
         """
-
-        def write() -> None:
-            try:
-                self._write(step, chunks(), self._timed)
-            except BaseException as err:
-                self._fail(err)
-
-        self._add(write, is_cut=True)
+        self._add(partial(self._write, step, chunks, self._timed), is_cut=True)
 
     def write_now(self, step: int, chunks: Chunks) -> None:
         """Write a part, after those before it, and wait for it.
@@ -88,13 +81,10 @@ class CutWriter:
             BaseException: What the sink raised, now or before.
         """
         self.wait()
+        if self.error is None:
+            self._write(step, lambda: chunks, self._ask)
         if self.error is not None:
             raise self.error
-        try:
-            self._write(step, chunks, self._ask)
-        except BaseException as err:
-            self.error = err
-            raise
 
     def wait(self) -> None:
         """Wait until every part is written, or one has failed, or the sink hangs."""
@@ -174,13 +164,16 @@ class CutWriter:
         call = self._call
         return None if call is None or time.monotonic() - call[1] < self._timeout_s else call[0]
 
-    def _write(self, step: int, chunks: Chunks, call: Callable[[str, Callable[[], None]], None]) -> None:
-        for name, pieces in chunks:
-            call(f"write of {name}", partial(self._keep, name, pieces))
-            self.num_bytes += num_bytes(pieces)
-            if self.error is not None:  # it came back after it had counted as one that hangs
-                return
-        self.written_step = step
+    def _write(self, step: int, chunks: Callable[[], Chunks], call: Callable[[str, Callable[[], None]], None]) -> None:
+        try:
+            for name, pieces in chunks():
+                call(f"write of {name}", partial(self._keep, name, pieces))
+                self.num_bytes += num_bytes(pieces)
+                if self.error is not None:  # it came back after it had counted as one that hangs
+                    return
+            self.written_step = step
+        except BaseException as err:
+            self._fail(err)
 
     def _add(self, do: Callable[[], None], *, is_cut: bool) -> None:
         with self._changed:

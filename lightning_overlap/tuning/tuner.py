@@ -178,7 +178,7 @@ class Tuner:
         assert self._clock is not None
         self._clock.wait()
         trial.read(self._clock)
-        found = choice.results(trial.arms, self._gather(trial.blocks))
+        found = choice.times_of(trial.arms, self._gather(trial.blocks))
         if not choice.is_enough(found) and trial.num_rounds < 2 * self._auto.rounds:
             return
         chosen = choice.choose(found, self._auto.tie)
