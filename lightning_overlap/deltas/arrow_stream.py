@@ -47,12 +47,7 @@ class BatchForm:
         self._metadata, self._body = message[:end], message[end : end + self._first]
 
     def pieces(self, one: memoryview, other: memoryview) -> list[Piece]:
-        """Return a batch.
-
-        Args:
-            one: The bytes of the last column but one.
-            other: Those of the last column.
-        """
+        """Return a batch with the bytes of its last column but one, and of the last one."""
         message = bytearray(self._metadata)
         at, place = self._first, self._last
         for column in (one, other):

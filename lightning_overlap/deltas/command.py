@@ -20,14 +20,7 @@ _WAIT_S = 0.1
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command; this is the entry point `overlap-replica`.
-
-    Args:
-        arguments: The arguments of the command line; None for those of this process.
-
-    Returns:
-        The exit code: 0, or 2 with one message on stderr.
-    """
+    """Run `overlap-replica` with some arguments, or those of this process; return 0, or 2 after a message on stderr."""
     options = _parser().parse_args(arguments)
     try:
         start = options.state if options.state is not None and options.state.exists() else None

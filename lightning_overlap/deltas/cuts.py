@@ -132,12 +132,7 @@ def read_head(sink: DeltaSink, cut: Cut) -> Head:
 
 
 def part_of(data: bytes, name: PartName, head: Head) -> Part:
-    """Read a chunk of a cut.
-
-    Args:
-        data: What the sink has under its name.
-        name: Its name.
-        head: What the cut's first chunks say; this one must say the same.
+    """Read a chunk of a cut, whose first chunks say what is in `head`.
 
     Raises:
         PartError: It is torn, of another schema, or no part.

@@ -212,15 +212,7 @@ def num_values(part: Part) -> Counter[str]:
 
 
 def check_whole(header: Header, num_found: Mapping[str, int]) -> None:
-    """Check that bases are whole tables.
-
-    Args:
-        header: Of one of them.
-        num_found: How many values all of them have, by table.
-
-    Raises:
-        TablesError: One is not whole.
-    """
+    """Raise a `TablesError` unless bases, one of which has this header, have all values of each table."""
     for table, shape in header.tables.items():
         if num_found.get(table, 0) != prod(shape):
             raise TablesError(

@@ -49,15 +49,12 @@ def fields_of(kernel: KernelShards, *, states: bool) -> list[dict[str, Tensor]]:
 def copy_on_host(
     shards: list[dict[str, Tensor]], rows: list[Tensor], kept: KeptMemory
 ) -> tuple[list[CopiedTable], Tensor]:
-    """Copy rows of tables; any thread may do so while nobody writes them.
+    """Return copies of rows, and the memory of their values; any thread may do so while nobody writes the tables.
 
     Args:
         shards: The fields of each shard of the rank.
         rows: Of each of them, `(N,)`, int64.
-        kept: Lends memory for the values.
-
-    Returns:
-        What was copied, and the memory of its values.
+        kept: Lends the memory.
     """
     wanted = [
         (number, field, rows_N, values)
@@ -74,12 +71,7 @@ def copy_on_host(
 
 
 class HostCopy:
-    """A copy that a thread makes.
-
-    Args:
-        copying: Of `copy_on_host`.
-        kept: Gets the memory back.
-    """
+    """A copy that a thread makes, by `copy_on_host`, into kept memory."""
 
     def __init__(self, copying: Future[tuple[list[CopiedTable], Tensor]], kept: KeptMemory) -> None:
         self._copying, self._kept = copying, kept

@@ -138,14 +138,9 @@ def _valid(ids_N: Any, num_rows: Any) -> Any:
 
 
 class DeviceMarks:
-    """Keeps a flag of one byte for each row. Nothing here has a size that the host would have to wait for.
+    """Keeps a flag of one byte for each row of the tables of `HostMarks`, on a device.
 
-    Everything runs on the current stream.
-
-    Args:
-        num_rows: Of each table.
-        table_of_feature: The number of the table of each feature.
-        device: Of the flags.
+    Everything runs on the current stream, and nothing has a size that the host would have to wait for.
     """
 
     def __init__(self, num_rows: Sequence[int], table_of_feature: Sequence[int], device: torch.device) -> None:

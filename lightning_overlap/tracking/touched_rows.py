@@ -150,8 +150,8 @@ class TouchedRows:
         marks = self._marks
         self._writes_before, self._is_whole = self.num_writes, None
         if self._on_device:
-            with_marks = list(zip(self._kernels, marks, strict=True))
-            self._copy = DeviceCopy(with_marks, self._order, self._to_host, states=self._states)
+            kernels = list(zip(self._kernels, marks, strict=True))
+            self._copy = DeviceCopy(kernels, self._order, self._to_host, states=self._states)
             return self._copy
         # the spare ones are of the copy before, which is over
         self._marks, self._spare_marks = self._spare_marks or self._new_marks(), marks

@@ -58,8 +58,7 @@ def costs_of(spans: Iterable[Span], window: Interval, sent_bytes: Mapping[str, i
     own = exclusive_in(spans, window)
     sent = sorted((span for span in spans if span.kind is Category.COMMUNICATION), key=lambda span: span.start_ms)
     in_window = [span for span in sent if span.start_ms >= window[0]]
-    dense = [span for span in own if span.kind is Category.DENSE]
-    on_device = any(span.lane != HOST_LANE for span in dense)
+    on_device = any(span.kind is Category.DENSE and span.lane != HOST_LANE for span in own)
     waits = [span.start_ms for span in own if span.kind is Category.WAIT and span.name == EMBEDDINGS]
     merge_ms = waits[-1] if waits else window[0]
     work = dict.fromkeys([*_PART.values(), BEFORE_MERGE, AFTER_MERGE, BEFORE_SENDING, AFTER_SENDING], 0.0)
@@ -70,18 +69,14 @@ def costs_of(spans: Iterable[Span], window: Interval, sent_bytes: Mapping[str, i
             work[str(Stage.COPY_BATCH_TO_DEVICE)] += span.duration_ms
         elif span.stage is not None:
             work[_part(span, in_window, merge_ms)] += span.duration_ms
-    on_host = sum(span.duration_ms for span in own if span.lane == HOST_LANE and _busies(span))
+    hosts = [span for span in own if span.lane == HOST_LANE and span.kind is not Category.COMMUNICATION]
+    on_host = sum(span.duration_ms for span in hosts if span.stage is not None or span.kind is not Category.HOST)
     work[LOOP] = max(0.0, window[1] - window[0] - on_host)
     wire, flight = _link_times(sent, window)
-    if total := sum((sent_bytes or {}).get(name, 0) for name in ALL_TO_ALLS):
-        assert sent_bytes is not None
-        link_ms = sum(wire.values())
-        wire = {name: link_ms * sent_bytes.get(name, 0) / total for name in ALL_TO_ALLS}
+    of_bytes = {name: (sent_bytes or {}).get(name, 0) for name in ALL_TO_ALLS}
+    if total := sum(of_bytes.values()):
+        wire = {name: sum(wire.values()) * num_bytes / total for name, num_bytes in of_bytes.items()}
     return Costs(work, wire, flight, on_device)
-
-
-def _busies(span: Span) -> bool:
-    return span.kind is not Category.COMMUNICATION and (span.stage is not None or span.kind is not Category.HOST)
 
 
 def _is_the_work(span: Span, own: Sequence[Span]) -> bool:

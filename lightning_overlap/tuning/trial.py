@@ -66,14 +66,11 @@ class Trial:
         self._void = self._void or why
 
     def step(self, mark: Any, data_ms: float) -> bool:
-        """Count a batch that has been trained.
+        """Count a batch that has been trained by now; return whether its block is over.
 
         Args:
             mark: The time.
             data_ms: What the data loader was waited for, in all.
-
-        Returns:
-            Whether its block is over.
         """
         self._num += 1
         if self._num == self._settle:
