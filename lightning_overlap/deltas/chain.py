@@ -6,7 +6,7 @@ import logging
 import os
 import time
 from bisect import bisect_right
-from collections.abc import Iterator, Sequence, Set
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from itertools import chain, groupby
@@ -27,27 +27,17 @@ class Move:
     """What brings a replica to a newer state: one cut, or for one that begins, the cuts from its ranks' bases on.
 
     Args:
-        cuts: In order, each with the ranks whose parts are to be applied.
+        chunks: What is to be applied, in order: each with what its cut says.
         is_base: Whether a replica needs nothing before it: every rank's parts begin with a base.
     """
 
-    cuts: Sequence[tuple[Cut, Head, Set[int]]]
+    chunks: Sequence[tuple[Head, PartName]]
     is_base: bool
-
-    @property
-    def at(self) -> CutId:
-        """Where it leads."""
-        return self.cuts[-1][0].at
 
     @property
     def head(self) -> Head:
         """What the last of its cuts says."""
-        return self.cuts[-1][1]
-
-    def names(self) -> Iterator[tuple[Head, PartName]]:
-        """Yield the names of its chunks in order, each with what its cut says."""
-        for cut, head, ranks in self.cuts:
-            yield from ((head, name) for name in cut.names if name.rank in ranks)
+        return self.chunks[-1][0]
 
 
 class Chain:
@@ -110,7 +100,7 @@ class Chain:
         """
         self._list()
         start = self._start(None)
-        return None if start is None else start.cuts[0][0].at
+        return None if start is None else start.chunks[0][1].cut
 
     def _list(self) -> None:
         now = time.monotonic()
@@ -133,7 +123,9 @@ class Chain:
                 return None
             if start is None:
                 raise
-            _log.warning("embedding deltas: begins again with the base of %s: %s", as_words(start.at), err)
+            _log.warning(
+                "embedding deltas: begins again with the base of %s: %s", as_words(start.head.header.name.cut), err
+            )
             return start
 
     def _following(self, at: CutId) -> Move | None:
@@ -219,11 +211,14 @@ class Chain:
                 for rank in head.bases:
                     base_of.setdefault(rank, index)
                 if len(base_of) == cut.num_ranks:
-                    taken = [
-                        (cuts[place], self._head(cuts[place]), {rank for rank in base_of if base_of[rank] <= place})
-                        for place in range(index, max(base_of.values()) + 1)
+                    last = max(base_of.values())
+                    chunks = [
+                        (self._head(taken), name)
+                        for place, taken in enumerate(cuts[index : last + 1], index)
+                        for name in taken.names
+                        if base_of.get(name.rank, last + 1) <= place
                     ]
-                    return Move(taken, is_base=True)
+                    return Move(chunks, is_base=True)
         return None
 
     def _is_broken(self, cut: Cut) -> bool:
@@ -263,8 +258,7 @@ class Chain:
 
 
 def _single(cut: Cut, head: Head) -> Move:
-    ranks = set(range(cut.num_ranks))
-    return Move([(cut, head, ranks)], is_base=head.bases == ranks)
+    return Move([(head, name) for name in cut.names], is_base=len(head.bases) == cut.num_ranks)
 
 
 def _check_found(head: Head, at: CutId) -> None:

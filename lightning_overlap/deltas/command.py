@@ -83,8 +83,7 @@ def _write(replica: Replica, options: argparse.Namespace) -> None:
 def _until_signal() -> Iterator[threading.Event]:
     """Give an event that Ctrl-C and SIGTERM set, where signals may be handled at all."""
     stopped = threading.Event()
-    handled = threading.current_thread() is threading.main_thread()
-    numbers = (signal.SIGINT, signal.SIGTERM) if handled else ()
+    numbers = (signal.SIGINT, signal.SIGTERM) if threading.current_thread() is threading.main_thread() else ()
     before = {number: signal.signal(number, lambda *_: stopped.set()) for number in numbers}
     try:
         yield stopped

@@ -271,16 +271,14 @@ def _read(data: bytes, name: str, *, rows: bool) -> tuple[Header, list[Any]]:
     try:
         with pa.ipc.open_stream(pa.py_buffer(content)) as reader:
             written = json.loads((reader.schema.metadata or {})[_HEADER])
-            if written.get("schema") != SCHEMA:
-                raise PartError(
-                    f"{name} is of schema {written.get('schema')!r}, this version reads schema {SCHEMA}: read it with "
-                    "the version of lightning_overlap that wrote it."
-                )
-            return _header(written), list(reader) if rows else []
-    except PartError:
-        raise
+            if written.get("schema") == SCHEMA:
+                return _header(written), list(reader) if rows else []
     except (pa.ArrowException, OSError, KeyError, TypeError, ValueError) as err:
         raise PartError(f"{name} is no part of embedding deltas: {type(err).__name__}: {err}") from err
+    raise PartError(
+        f"{name} is of schema {written.get('schema')!r}, this version reads schema {SCHEMA}: read it with the version "
+        "of lightning_overlap that wrote it."
+    )
 
 
 def _header(written: dict[str, Any]) -> Header:

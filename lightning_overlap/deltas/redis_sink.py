@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager
 from typing import Any
-from urllib.parse import parse_qsl, urlencode, urlsplit, urlunsplit
+from urllib.parse import parse_qsl, urlencode
 
 from .parts import PartName
 from .sink import told, without_password
@@ -34,12 +34,11 @@ class RedisSink:
     """
 
     def __init__(self, url: str, key: str | None = None, **options: Any) -> None:
-        parts = urlsplit(url)
-        query = dict(parse_qsl(parts.query))
+        self.url, _, asked = url.partition("?")
+        query = dict(parse_qsl(asked))
         self.key = key or query.pop("key", None) or _KEY
-        self.url = urlunsplit(parts._replace(query=urlencode(query)))
-        if not parts.netloc and self.url.startswith("unix:/") and not self.url.startswith("unix://"):
-            self.url = "unix://" + self.url.removeprefix("unix:")  # urlunsplit leaves out an empty host
+        if query:
+            self.url += f"?{urlencode(query)}"
         self._options = {"socket_timeout": _WAIT_S, "socket_connect_timeout": _WAIT_S} | options
         self._opened: Any = None
         with self._told("open"):

@@ -241,7 +241,7 @@ class Replica:
             ReplicaError: Following has stopped with an error.
             CutError, PartError, TablesError, SinkError: As of `update`, where nothing follows.
         """
-        until = None if timeout is None else time.monotonic() + timeout
+        until = time.monotonic() + (float("inf") if timeout is None else timeout)
         while True:
             follows = self._thread is not None and self._thread.is_alive()
             if not follows:
@@ -250,7 +250,7 @@ class Replica:
             with self._applied:
                 if self.position is not None and self.position.step >= step:
                     return self.position
-                left = 0.05 if until is None else until - time.monotonic()
+                left = until - time.monotonic()
                 if left <= 0:
                     raise TimeoutError(
                         f"step {step} was not there after {timeout:g} s; applied: "
@@ -344,7 +344,7 @@ class Replica:
         kept: dict[PartName, Part] = {}
         checksums: dict[PartName, bytes] = {}
         covered, size = Counter[str](), 0
-        for head, name in move.names():
+        for head, name in move.chunks:
             data = self.sink.read(str(name))
             part = part_of(data, name, head)
             self._tables.check(part, str(name), begins=move.is_base)
@@ -360,7 +360,7 @@ class Replica:
             try:
                 if move.is_base:
                     self._tables.begin()
-                for head, name in move.names():
+                for head, name in move.chunks:
                     part = kept.pop(name) if name in kept else self._again(head, name, checksums[name])
                     self._tables.write(part)
                 self._tables.wait_written()

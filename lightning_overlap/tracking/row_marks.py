@@ -59,7 +59,8 @@ class HostMarks:
             self._num_kept += num_ids
         self._num_ids += num_ids
         if self._num_kept > 2 * self._num_all_rows:
-            self._fold()
+            self._rows = [[rows_N] for rows_N in self.take()]
+            self._num_ids = self._num_kept = sum(rows_N.numel() for [rows_N] in self._rows)
 
     def add_rows(self, table: int, rows_N: Tensor) -> None:
         """Mark rows `(N,)`, int64, of one table."""
@@ -71,11 +72,6 @@ class HostMarks:
     def most(self) -> int:
         """How many rows may be marked, at most."""
         return min(self._num_ids, self._num_all_rows)
-
-    def _fold(self) -> None:
-        folded = self.take()
-        self._rows = [[rows] for rows in folded]
-        self._num_ids = self._num_kept = sum(rows.numel() for rows in folded)
 
     def rows(self) -> list[Tensor]:
         """Return the marked rows of each table, `(N,)`, int64, each once, in their order.

@@ -79,15 +79,15 @@ class TouchedRows:
 
     def attach(self) -> None:
         """Begin to mark."""
-        for number, kernel in enumerate(self._kernels):
-            hook = self._watch(number)
-            self._handles.append(kernel.kernel.register_forward_hook(hook, with_kwargs=True))
+        self._handles = [
+            kernel.kernel.register_forward_hook(self._watch(number), with_kwargs=True)
+            for number, kernel in enumerate(self._kernels)
+        ]
 
     def detach(self) -> None:
         """Mark no more; wait for a copy that is under way on the host."""
         for handle in self._handles:
             handle.remove()
-        self._handles.clear()
         self._copier.shutdown()
 
     def _watch(self, kernel: int) -> Callable[..., None]:
