@@ -41,16 +41,12 @@ class Move:
 
 
 class Chain:
-    """Finds the next cut in a sink.
+    """Finds the next cut in a sink."""
 
-    Args:
-        sink: Whose parts.
-        run: The training that they must be of; None takes that of the first cut.
-    """
-
-    def __init__(self, sink: DeltaSink, run: str | None = None) -> None:
+    def __init__(self, sink: DeltaSink) -> None:
         self.sink = sink
-        self.run = run
+        self.run: str | None = None
+        """The training that parts must be of; None takes that of the first cut."""
         self.fit = ""
         """Wrote the cut that was applied last; empty where nobody knows."""
         self.cuts: list[Cut] = []
@@ -93,11 +89,7 @@ class Chain:
         self._heads.clear()
 
     def oldest_needed(self) -> CutId | None:
-        """Return the first cut of the newest start: a replica that has nothing needs none before it.
-
-        Raises:
-            PartError: A part cannot be read.
-        """
+        """Return the first cut of the newest start: a replica that has nothing needs none before it."""
         self._list()
         start = self._start(None)
         return None if start is None else start.chunks[0][1].cut
@@ -123,9 +115,8 @@ class Chain:
                 return None
             if start is None:
                 raise
-            _log.warning(
-                "embedding deltas: begins again with the base of %s: %s", as_words(start.head.header.name.cut), err
-            )
+            base = as_words(start.head.header.name.cut)
+            _log.warning("embedding deltas: begins again with the base of %s: %s", base, err)
             return start
 
     def _following(self, at: CutId) -> Move | None:
@@ -196,7 +187,7 @@ class Chain:
 
     def _start(self, newer_than: CutId | None) -> Move | None:
         """Return the newest base of every rank: one cut, or several that follow each other."""
-        for _, cuts in reversed(self._by_generation.items()):
+        for cuts in reversed(self._by_generation.values()):
             base_of: dict[int, int] = {}
             for index in reversed(range(len(cuts))):
                 cut = cuts[index]

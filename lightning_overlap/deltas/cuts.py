@@ -132,12 +132,7 @@ def read_head(sink: DeltaSink, cut: Cut) -> Head:
 
 
 def part_of(data: bytes, name: PartName, head: Head) -> Part:
-    """Read a chunk of a cut, whose first chunks say what is in `head`.
-
-    Raises:
-        PartError: It is torn, of another schema, or no part.
-        CutError: It does not belong to this cut.
-    """
+    """Read a chunk of a cut, whose first chunks say what is in `head`; errors are those of `read_head`."""
     part = decode(data, str(name))
     _check_belongs(part.header, name, head.header)
     if part.header.is_base != (name.rank in head.bases) or part.header.after not in (None, head.after):

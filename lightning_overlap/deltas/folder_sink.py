@@ -52,11 +52,7 @@ class FolderSink:
         return f"FolderSink({without_password(self._given)!r})"
 
     def check(self) -> None:
-        """Make the folder, and write and remove a file.
-
-        Raises:
-            SinkError: That cannot be done.
-        """
+        """Make the folder, and write and remove a file."""
         with self._told("write to"):
             name = f".{uuid.uuid4().hex}.check"
             self._write(name, [b"check"])
@@ -82,11 +78,7 @@ class FolderSink:
             return sorted(filter(PartName.parse, (path.rstrip("/").rpartition("/")[2] for path in found)))
 
     def read(self, name: str) -> bytes:
-        """Return a part.
-
-        Raises:
-            KeyError: There is none of that name.
-        """
+        """Return a part."""
         with self._told("read"):
             try:
                 return bytes(self._files.cat_file(self._file(name)))

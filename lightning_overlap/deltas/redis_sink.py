@@ -52,11 +52,7 @@ class RedisSink:
         return self.__dict__ | {"_opened": None}
 
     def check(self) -> None:
-        """Ask the server, and write and remove an entry of a stream beside.
-
-        Raises:
-            SinkError: The server cannot be reached or does not let this write.
-        """
+        """Ask the server, and write and remove an entry of a stream beside."""
         beside = f"{{{self.key}}}:check"
         with self._told("write to"), self._client().pipeline(transaction=True) as pipe:
             pipe.xlen(self.key)
@@ -78,11 +74,7 @@ class RedisSink:
         return sorted(filter(PartName.parse, found))
 
     def read(self, name: str) -> bytes:
-        """Return a part.
-
-        Raises:
-            KeyError: There is none of that name.
-        """
+        """Return a part."""
         with self._told("read"):
             part = self._client().get(self._part(name))
         if part is None:

@@ -54,11 +54,7 @@ class ServedTables:
             )
 
     def check_header(self, header: Header) -> None:
-        """Check that the tables of a run are these.
-
-        Raises:
-            TablesError: They are not; the message names those that differ.
-        """
+        """Raise a `TablesError` that names those that differ unless the tables of a run are these."""
         if self._makes:
             return
         if self._module is not None:  # which may have been moved to another device since
@@ -87,15 +83,12 @@ class ServedTables:
             )
 
     def check(self, part: Part, name: str, *, begins: bool) -> None:
-        """Check that a chunk can be written, without writing.
+        """Raise a `TablesError` unless a chunk can be written, without writing.
 
         Args:
             part: The chunk.
             name: What errors call it.
             begins: Whether it goes with a base of all ranks, before which `begin` is called.
-
-        Raises:
-            TablesError: It cannot.
         """
         for entry in part.rows:
             self._check_rows(entry, part.header, name, begins=begins)

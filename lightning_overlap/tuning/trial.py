@@ -30,10 +30,7 @@ class Block:
 class Trial:
     """Rounds of blocks, one for each arm; round r begins with arm r, so that no arm always follows the same one.
 
-    Args:
-        arms: What is tried.
-        auto: How long blocks are.
-        per_step: Batches of an optimizer step.
+    A block has whole optimizer steps, of `per_step` batches each.
     """
 
     def __init__(self, arms: Sequence[Arm], auto: Auto, per_step: int = 1) -> None:
