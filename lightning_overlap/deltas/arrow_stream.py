@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import io
 import struct
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -64,7 +64,7 @@ def joined(pieces: Sequence[Piece]) -> bytes:
     """Return the bytes of pieces, copied without the interpreter's lock, which the thread that trains needs."""
     if len(pieces) == 1 and isinstance(pieces[0], bytes):
         return pieces[0]
-    whole = io.BytesIO(bytes(num_bytes(pieces)))
+    whole = io.BytesIO(bytes(sum(map(len, pieces))))
     with whole.getbuffer() as memory:
         first = 0
         for piece in pieces:
@@ -72,11 +72,6 @@ def joined(pieces: Sequence[Piece]) -> bytes:
             np.frombuffer(memory[first:end], np.uint8)[:] = np.frombuffer(piece, np.uint8)
             first = end
     return whole.getvalue()
-
-
-def num_bytes(pieces: Iterable[Piece]) -> int:
-    """Return how many bytes pieces have."""
-    return sum(map(len, pieces))
 
 
 def _aligned(size: int) -> int:

@@ -11,7 +11,7 @@ from concurrent.futures import Future
 from functools import partial
 from typing import Any, TypeAlias, TypeVar
 
-from .arrow_stream import Piece, joined, num_bytes
+from .arrow_stream import Piece, joined
 from .sink import DeltaSink, SinkError, check_sink, takes_pieces
 
 MOST_WAITING = 2
@@ -168,7 +168,7 @@ class CutWriter:
         try:
             for name, pieces in chunks():
                 call(f"write of {name}", partial(self._keep, name, pieces))
-                self.num_bytes += num_bytes(pieces)
+                self.num_bytes += sum(map(len, pieces))
                 if self.error is not None:  # it came back after it had counted as one that hangs
                     return
             self.written_step = step

@@ -16,7 +16,6 @@ from torch import Tensor
 FLAGGED_FROM = 2
 """Ids for each row from which on it is quicker to flag the rows of a table than to sort the ids."""
 
-
 _Ids: TypeAlias = np.ndarray[tuple[int], np.dtype[np.int64]]
 """On a host, `(N,)`."""
 

@@ -35,10 +35,9 @@ class TimedSource:
     def fetch(self) -> tuple[Any, int, int] | None:
         """Return the next batch of the source."""
         start = time.perf_counter()
-        try:
-            return self._source.fetch()
-        finally:
-            self.waited_ms += (time.perf_counter() - start) * 1e3
+        fetched = self._source.fetch()
+        self.waited_ms += (time.perf_counter() - start) * 1e3
+        return fetched
 
 
 def say_nothing(text: str) -> None:
