@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 
 import torch
@@ -11,7 +11,7 @@ from torch import Tensor
 
 from ..deltas import WEIGHT, Dense, Header, Piece, Rows, encode_pieces
 from ..tables import TableShard
-from ..tracking import CopiedTable, DenseCopy, RowCopy, Window, changed_rows
+from ..tracking import DenseCopy, RowCopy, Window, changed_rows
 
 CHUNK_BYTES = 5 << 20
 """Of a cut's rows in one chunk: more is encoded and written more slowly, out of the reach of a core's cache."""
@@ -124,7 +124,6 @@ def base_chunks(
     header: Header,
     shards: Sequence[TableShard],
     plan: Sequence[list[Window]],
-    read: Callable[[list[Window]], Iterable[CopiedTable]],
     source: DenseSource | None,
 ) -> Iterator[tuple[str, list[Piece]]]:
     """Return the chunks of a part with all rows of a rank, each made when it is asked for.
@@ -133,12 +132,14 @@ def base_chunks(
         header: Of the first chunk; its numbers of chunks are set here.
         shards: That windows are numbered by.
         plan: The windows of each chunk.
-        read: Copies the rows of windows.
         source: Of what the dense optimizer writes, where this rank sends that; it goes into the last chunk.
     """
     header = replace(header, num_chunks=len(plan) + 1)
     for number, windows in enumerate(plan):
-        rows = [rows_of(shards[one.shard], one.field, one.rows_N, one.values_ND) for one in read(windows)]
+        rows = [
+            rows_of(shards[one.shard], one.field, one.rows_N, one.values_ND)
+            for one in (window.read() for window in windows)
+        ]
         chunk = replace(header, chunk=number)
         yield str(chunk.name), encode_pieces(chunk, rows)
     of_dense, dense = ([], []) if source is None else source.entries(source.copy())

@@ -18,7 +18,7 @@ from ..deltas import (
     DeltaSink,
     Header,
     PartName,
-    encode,
+    encode_pieces,
     parse_names,
     read_header,
     resolve_sink,
@@ -151,14 +151,14 @@ class EmbeddingDeltas(Callback):
         self._trainer, self._strategy, self._touched = trainer, strategy, touched
         self._ranks = Together(strategy)
         self._writer = CutWriter(self._sink, min(self._sink_timeout_s, strategy.timeout_s / 2))
-        shards = [*touched.shards, *(shard for shard, _ in touched.dense)]
+        shards = [*touched.shards, *(shard for shard, *_ in touched.dense)]
         tables = strategy.gather({shard.name: shard.shape for shard in shards})
         self._tables = {name: shape for of_rank in tables for name, shape in of_rank.items()}
         self._dense = self._dense_source(pl_module, touched)
         of_ranks = strategy.gather(columns_of_states(zip(touched.shards, touched.shard_states, strict=True)))
         self._columns = sorted({one for of_rank in of_ranks for one in of_rank}) if self._states else None
         self._last = self._step  # the step of the newest cut
-        self._ranks.do(self._writer.sink.check)
+        self._ranks.do(self._writer.check)
         self._ranks.do(lambda: self._begin(restored))
         self._acknowledged = (self.generation, self._step)
         touched.attach()
@@ -170,9 +170,8 @@ class EmbeddingDeltas(Callback):
         return self._trainer.fit_loop.epoch_loop.total_batch_idx + 1
 
     def _dense_source(self, module: LightningModule, touched: TouchedRows) -> DenseSource:
-        of_shards = zip(touched.dense, touched.dense_states, strict=True)
         tables = [
-            (shard, states) for (shard, is_replicated), states in of_shards if self._is_first or not is_replicated
+            (shard, states) for shard, is_replicated, states in touched.dense if self._is_first or not is_replicated
         ]
         tensors: dict[str, Tensor] = {}
         if self._is_first and self._sends_dense:
@@ -193,11 +192,10 @@ class EmbeddingDeltas(Callback):
         touched, writer = self._touched, self._writer
         assert touched is not None
         assert writer is not None
-        self._fit, now, names = self._ranks.ask_first(
-            lambda: (uuid.uuid4().hex, int(time.time()), [str(name) for name in parse_names(writer.sink.names())])
+        self._fit, now, known = self._ranks.ask_first(
+            lambda: (uuid.uuid4().hex, int(time.time()), parse_names(writer.names()))
         )
-        known = parse_names(names)
-        self._check_run(writer.sink, known)
+        self._check_run(writer, known)
         self._found = max((name.cut for name in known), default=None)
         self.generation = 1 + max([self.generation, *(name.generation for name in known)])
         if self.run is None:
@@ -209,7 +207,7 @@ class EmbeddingDeltas(Callback):
         is_other = restored is None or (restored.writes, restored.columns) != (self._writes, self._columns)
         if not self._strategy.any_rank(is_other) and not is_other:
             assert restored is not None
-            rows = rows_to_resend(writer.sink, self.run, known, restored, self._tables, self._strategy)
+            rows = rows_to_resend(writer, self.run, known, restored, self._tables, self._strategy)
         if rows is None:
             self._write_base(after_all=True)
         else:
@@ -218,12 +216,12 @@ class EmbeddingDeltas(Callback):
                 touched.mark(table, numbers)
             self._write_now(self._make_cut(restored.acknowledged))
 
-    def _check_run(self, sink: DeltaSink, known: list[PartName]) -> None:
+    def _check_run(self, writer: CutWriter, known: list[PartName]) -> None:
         """Refuse a sink that has the parts of another training."""
         if not known:
             return
         newest = known[-1]
-        header: Header = self._ranks.ask_first(lambda: read_header(sink.read(str(newest)), str(newest)))
+        header: Header = self._ranks.ask_first(lambda: read_header(writer.read(str(newest)), str(newest)))
         if header.run == self.run:
             return
         what = "this fit begins a training of its own" if self.run is None else f"this fit is of run {self.run}"
@@ -272,10 +270,10 @@ class EmbeddingDeltas(Callback):
         assert touched is not None
         assert writer is not None
         writer.wait()
-        touched.begin_base()
+        plan = touched.begin_base()
         self._dense.forget()
         self._writes = touched.num_writes
-        chunks = base_chunks(self._header(None), touched.shards, touched.plan_of_all_rows(), touched.read, self._dense)
+        chunks = base_chunks(self._header(None), touched.shards, plan, self._dense)
         writer.write_now(self._step, chunks)
         if after_all:
             self._outstanding.clear()
@@ -352,7 +350,7 @@ class EmbeddingDeltas(Callback):
             self._writer.submit(cut.step, cut.chunks)
             return
         header = replace(cut.header, is_void=True)
-        self._writer.submit(cut.step, lambda: [(str(header.name), encode(header))])
+        self._writer.submit(cut.step, lambda: [(str(header.name), encode_pieces(header))])
         self._is_void = True  # all ranks send all rows with the next cut
 
     # -- the end ------------------------------------------------------------------------------------------------
@@ -387,7 +385,7 @@ class EmbeddingDeltas(Callback):
         if self._strategy.any_rank(left) or left or is_void:
             self._ranks.do(lambda: self._write_last(is_base=is_void or changed, after_all=is_void))
         self._acknowledged = (self.generation, self._step)
-        self._ranks.do(self._writer.sink.close)
+        self._ranks.do(self._writer.close_sink)
         self._end()
 
     def _write_last(self, *, is_base: bool, after_all: bool) -> None:
@@ -431,7 +429,7 @@ class EmbeddingDeltas(Callback):
             self._strategy.update_tables()
             waiting = [rows for cut in self._outstanding for rows in cut.numbers()]
             mine = merged_rows([self._touched.marked(), *waiting])
-            whole = [shard.name for shard, _ in self._touched.dense]
+            whole = [shard.name for shard, *_ in self._touched.dense]
             is_changed = self._is_void or self._touched.num_writes != self._writes
             of_ranks = self._strategy.gather((mine, whole, is_changed))
             state["rows"] = merged_rows([rows for rows, _, _ in of_ranks])

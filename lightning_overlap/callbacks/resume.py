@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..deltas import DeltaSink, PartName, rows_in, written_since
+from ..deltas import WEIGHT, CutWriter, PartError, PartName, decode
 from ..plugin import OverlapEmbeddingStrategy
 from .cuts import merged_rows
 
@@ -47,7 +47,7 @@ class Restored:
 
 
 def rows_to_resend(
-    sink: DeltaSink,
+    writer: CutWriter,
     run: str,
     known: Sequence[PartName],
     restored: Restored,
@@ -57,7 +57,7 @@ def rows_to_resend(
     """Return the rows that replicas may have otherwise than the tables are now; all ranks call this.
 
     Args:
-        sink: Holds what was written past the checkpoint, maybe.
+        writer: Of a sink that holds what was written past the checkpoint, maybe.
         run: That its parts must be of.
         known: The names of its chunks, alike on all ranks.
         restored: What the checkpoint says.
@@ -67,15 +67,23 @@ def rows_to_resend(
     Returns:
         By table, `(N,)`, int64; None: any rows.
     """
-    if restored.acknowledged is None:
-        return None
-    since = written_since(known, restored.acknowledged)
+    acknowledged = restored.acknowledged
+    if acknowledged is None or all(name.cut != acknowledged for name in known):
+        return None  # a sink that does not hold that cut any more does not tell what replicas have applied since
+    since = [name for name in known if name.cut > acknowledged]
     found: dict[str, Tensor] | None = None
-    if since is not None:
-        with suppress(Exception):  # whoever cannot read a sink may still write all rows, or say why not
-            found = rows_in(sink, since[strategy.global_rank :: strategy.world_size], run)
+    with suppress(Exception):  # whoever cannot read a sink may still write all rows, or say why not
+        found = merged_rows(_sent_rows(writer, since[strategy.global_rank :: strategy.world_size], run))
     of_ranks = strategy.gather(found)
     if any(rows is None for rows in of_ranks):
         return None
     whole = {name: torch.arange(tables[name][0]) for name in restored.whole if name in tables}
     return merged_rows([dict(restored.rows), whole, *of_ranks])
+
+
+def _sent_rows(writer: CutWriter, names: Iterable[PartName], run: str) -> Iterator[dict[str, Tensor]]:
+    for name in names:
+        part = decode(writer.read(str(name)), str(name))
+        if part.header.run != run:
+            raise PartError(f"{name} is of the run {part.header.run!r}, this fit is of the run {run!r}.")
+        yield from ({rows.table: rows.rows} for rows in part.rows if rows.field == WEIGHT)

@@ -5,13 +5,8 @@ Needs the extra `deltas` (pyarrow, and isal for quicker checksums), and for the 
 
 from .arrow_stream import Piece as Piece
 from .chain import prune as prune
-from .cuts import Cut as Cut
 from .cuts import CutError as CutError
-from .cuts import group as group
 from .folder_sink import FolderSink as FolderSink
-from .history import parse_names as parse_names
-from .history import rows_in as rows_in
-from .history import written_since as written_since
 from .http_server import ReplicaServer as ReplicaServer
 from .parts import SCHEMA as SCHEMA
 from .parts import WEIGHT as WEIGHT
@@ -24,6 +19,7 @@ from .parts import Rows as Rows
 from .parts import decode as decode
 from .parts import encode as encode
 from .parts import encode_pieces as encode_pieces
+from .parts import parse_names as parse_names
 from .parts import read_header as read_header
 from .redis_sink import RedisSink as RedisSink
 from .replica import Lag as Lag

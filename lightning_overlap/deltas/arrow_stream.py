@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import io
 import struct
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -36,27 +36,18 @@ class BatchForm:
     def __init__(self, batch: Any) -> None:
         message = batch.serialize().to_pybytes()
         _, size = _PREFIX.unpack_from(message)
-        metadata = message[_PREFIX.size : _PREFIX.size + size]
-        table = _u32(metadata, 0)
-        self._body_length = _field(metadata, table, _BODY_LENGTH)
-        header = _followed(metadata, _field(metadata, table, _HEADER))
-        buffers = _followed(metadata, _field(metadata, header, _BUFFERS))
+        table = _followed(message, _PREFIX.size)
+        self._body_length = _field(message, table, _BODY_LENGTH)
+        header = _followed(message, _field(message, table, _HEADER))
+        buffers = _followed(message, _field(message, header, _BUFFERS))
         # of each of the two columns: validity, offsets, bytes; all others come before them
-        self._last = buffers + 4 + _OFFSETS.size * (_u32(metadata, buffers) - 6)
-        self._first, _ = _OFFSETS.unpack_from(metadata, self._last + _OFFSETS.size)
-        body = message[_PREFIX.size + size :]
-        self._metadata = message[: _PREFIX.size] + metadata
-        self._body = body[: self._first]
-        self._last += _PREFIX.size
-        self._body_length += _PREFIX.size
+        self._last = buffers + 4 + _OFFSETS.size * (_u32(message, buffers) - 6)
+        self._first, _ = _OFFSETS.unpack_from(message, self._last + _OFFSETS.size)
+        end = _PREFIX.size + size
+        self._metadata, self._body = message[:end], message[end : end + self._first]
 
     def pieces(self, one: memoryview, other: memoryview) -> list[Piece]:
-        """Return a batch.
-
-        Args:
-            one: The bytes of the last column but one.
-            other: Those of the last column.
-        """
+        """Return a batch with the bytes of its last column but one, and of the last one."""
         message = bytearray(self._metadata)
         at, place = self._first, self._last
         for column in (one, other):
@@ -71,7 +62,9 @@ class BatchForm:
 
 def joined(pieces: Sequence[Piece]) -> bytes:
     """Return the bytes of pieces, copied without the interpreter's lock, which the thread that trains needs."""
-    whole = io.BytesIO(bytes(num_bytes(pieces)))
+    if len(pieces) == 1 and isinstance(pieces[0], bytes):
+        return pieces[0]
+    whole = io.BytesIO(bytes(sum(map(len, pieces))))
     with whole.getbuffer() as memory:
         first = 0
         for piece in pieces:
@@ -79,11 +72,6 @@ def joined(pieces: Sequence[Piece]) -> bytes:
             np.frombuffer(memory[first:end], np.uint8)[:] = np.frombuffer(piece, np.uint8)
             first = end
     return whole.getvalue()
-
-
-def num_bytes(pieces: Iterable[Piece]) -> int:
-    """Return how many bytes pieces have."""
-    return sum(map(len, pieces))
 
 
 def _aligned(size: int) -> int:

@@ -6,14 +6,14 @@ import logging
 import os
 import time
 from bisect import bisect_right
-from collections.abc import Iterator
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from itertools import groupby
+from itertools import chain, groupby
 
 from ..text import some
 from .cuts import Cut, CutError, CutId, Head, LostError, as_words, group, read_head
-from .parts import PartName, read_header
+from .parts import PartName, parse_names, read_header
 from .sink import DeltaSink, resolve_sink
 
 _log = logging.getLogger(__name__)
@@ -27,40 +27,26 @@ class Move:
     """What brings a replica to a newer state: one cut, or for one that begins, the cuts from its ranks' bases on.
 
     Args:
-        cuts: In order, each with the ranks whose parts are to be applied.
+        chunks: What is to be applied, in order: each with what its cut says.
         is_base: Whether a replica needs nothing before it: every rank's parts begin with a base.
     """
 
-    cuts: tuple[tuple[Cut, Head, frozenset[int]], ...]
+    chunks: Sequence[tuple[Head, PartName]]
     is_base: bool
-
-    @property
-    def at(self) -> CutId:
-        """Where it leads."""
-        return self.cuts[-1][0].at
 
     @property
     def head(self) -> Head:
         """What the last of its cuts says."""
-        return self.cuts[-1][1]
-
-    def names(self) -> Iterator[tuple[Head, PartName]]:
-        """Yield the names of its chunks in order, each with what its cut says."""
-        for cut, head, ranks in self.cuts:
-            yield from ((head, name) for name in cut.names if name.rank in ranks)
+        return self.chunks[-1][0]
 
 
 class Chain:
-    """Finds the next cut in a sink.
+    """Finds the next cut in a sink."""
 
-    Args:
-        sink: Whose parts.
-        run: The training that they must be of; None takes that of the first cut.
-    """
-
-    def __init__(self, sink: DeltaSink, run: str | None = None) -> None:
+    def __init__(self, sink: DeltaSink) -> None:
         self.sink = sink
-        self.run = run
+        self.run: str | None = None
+        """The training that parts must be of; None takes that of the first cut."""
         self.fit = ""
         """Wrote the cut that was applied last; empty where nobody knows."""
         self.cuts: list[Cut] = []
@@ -103,22 +89,16 @@ class Chain:
         self._heads.clear()
 
     def oldest_needed(self) -> CutId | None:
-        """Return the first cut of the newest start: a replica that has nothing needs none before it.
-
-        Raises:
-            PartError: A part cannot be read.
-        """
+        """Return the first cut of the newest start: a replica that has nothing needs none before it."""
         self._list()
         start = self._start(None)
-        return None if start is None else start.cuts[0][0].at
+        return None if start is None else start.chunks[0][1].cut
 
     def _list(self) -> None:
         now = time.monotonic()
         self._unseen_s, self._listed = now - self._listed, now
         self.cuts = group(self.sink.names())
-        self._by_generation = {
-            number: list(cuts) for number, cuts in groupby(self.cuts, key=lambda cut: cut.generation)
-        }
+        self._by_generation = {number: [*cuts] for number, cuts in groupby(self.cuts, key=lambda cut: cut.generation)}
 
     def _next(self, at: CutId | None) -> Move | None:
         if not self.cuts:
@@ -135,17 +115,18 @@ class Chain:
                 return None
             if start is None:
                 raise
-            _log.warning("embedding deltas: begins again with the base of %s: %s", as_words(start.at), err)
+            base = as_words(start.head.header.name.cut)
+            _log.warning("embedding deltas: begins again with the base of %s: %s", base, err)
             return start
 
     def _following(self, at: CutId) -> Move | None:
         """Return the next cut: the first of the newest generation that can follow, or the next of the same one."""
-        by_generation = self._by_generation
         newest = self.cuts[-1]
         problems: list[str] = []
         waits = False
-        for generation in sorted((number for number in by_generation if number > at[0]), reverse=True):
-            first = by_generation[generation][0]
+        for generation, (first, *_) in reversed(self._by_generation.items()):
+            if generation <= at[0]:
+                break
             if first.is_whole:
                 head = self._head(first)
                 if head.after is None or head.after <= at:
@@ -157,7 +138,7 @@ class Chain:
             elif generation == newest.generation:
                 waits = True
             # else a crash in its first cut, which a newer generation has made good
-        own = by_generation.get(at[0], [])
+        own = self._by_generation.get(at[0], [])
         own = own[bisect_right(own, at, key=lambda cut: cut.at) :]
         if own and own[0].is_whole:
             head = self._head(own[0])
@@ -180,11 +161,7 @@ class Chain:
         return None
 
     def _check_fit(self, head: Head, at: CutId) -> None:
-        """Check that a cut of the generation that was applied last is of the same fit.
-
-        Raises:
-            LostError: It is not.
-        """
+        """Check that a cut of the generation that was applied last is of the same fit."""
         if self.fit and head.header.fit and head.header.fit != self.fit:
             raise LostError(
                 f"{as_words(head.header.name.cut)} is not of the fit that wrote {as_words(at)}, which is applied: the "
@@ -193,8 +170,7 @@ class Chain:
 
     def _first(self) -> Move | None:
         """Return what a replica that has nothing begins with."""
-        start = self._start(None)
-        if start is not None:
+        if (start := self._start(None)) is not None:
             return start
         newest = self._by_generation[self.cuts[-1].generation][0]
         if not newest.is_whole and not self._is_broken(newest):
@@ -211,7 +187,7 @@ class Chain:
 
     def _start(self, newer_than: CutId | None) -> Move | None:
         """Return the newest base of every rank: one cut, or several that follow each other."""
-        for _, cuts in reversed(self._by_generation.items()):
+        for cuts in reversed(self._by_generation.values()):
             base_of: dict[int, int] = {}
             for index in reversed(range(len(cuts))):
                 cut = cuts[index]
@@ -226,16 +202,15 @@ class Chain:
                 for rank in head.bases:
                     base_of.setdefault(rank, index)
                 if len(base_of) == cut.num_ranks:
-                    return self._from_bases(cuts, base_of)
+                    last = max(base_of.values())
+                    chunks = [
+                        (self._head(taken), name)
+                        for place, taken in enumerate(cuts[index : last + 1], index)
+                        for name in taken.names
+                        if base_of.get(name.rank, last + 1) <= place
+                    ]
+                    return Move(chunks, is_base=True)
         return None
-
-    def _from_bases(self, cuts: list[Cut], base_of: dict[int, int]) -> Move:
-        first, last = min(base_of.values()), max(base_of.values())
-        taken = tuple(
-            (cuts[index], self._head(cuts[index]), frozenset(rank for rank in base_of if base_of[rank] <= index))
-            for index in range(first, last + 1)
-        )
-        return Move(taken, is_base=True)
 
     def _is_broken(self, cut: Cut) -> bool:
         """Whether a cut will never be whole: it has a conflict, or a rank has written parts after one that it lacks.
@@ -247,7 +222,7 @@ class Chain:
             return True
         later = (other for other in self.cuts if other.generation == cut.generation and other.at > cut.at)
         wrote_later = {name.rank for other in later for name in other.names}
-        return bool(cut.lacking_ranks & wrote_later)
+        return bool(cut.missing.keys() & wrote_later)
 
     def _base_is_coming(self) -> bool:
         """Whether a cut that begins anew is being written: what is wrong before it does not matter then."""
@@ -274,16 +249,11 @@ class Chain:
 
 
 def _single(cut: Cut, head: Head) -> Move:
-    ranks = frozenset(range(cut.num_ranks))
-    return Move(((cut, head, ranks),), is_base=head.bases == ranks)
+    return Move([(head, name) for name in cut.names], is_base=len(head.bases) == cut.num_ranks)
 
 
 def _check_found(head: Head, at: CutId) -> None:
-    """Check that the fit of a cut knew of all that was applied.
-
-    Raises:
-        LostError: It did not.
-    """
+    """Check that the fit of a cut knew of all that was applied."""
     found = head.header.found
     if head.after is not None and found is not None and at > found:
         raise LostError(
@@ -293,7 +263,8 @@ def _check_found(head: Head, at: CutId) -> None:
 
 
 def _lacks(cut: Cut) -> str:
-    return cut.conflict or f"{as_words(cut.at)} lacks {some(cut.missing, 8)}, and later parts are there."
+    lacks = some(chain.from_iterable(cut.missing.values()), 8)
+    return cut.conflict or f"{as_words(cut.at)} lacks {lacks}, and later parts are there."
 
 
 def _does_not_follow(cut: Cut, head: Head, at: CutId) -> str:
@@ -319,7 +290,6 @@ def prune(sink: str | os.PathLike[str] | DeltaSink) -> list[str]:
     needed = Chain(sink).oldest_needed()
     if needed is None:
         return []
-    parsed = ((PartName.parse(name), name) for name in sorted(sink.names()))
-    old = [name for part, name in parsed if part is not None and part.cut < needed]
+    old = [str(name) for name in parse_names(sink.names()) if name.cut < needed]
     sink.remove(old)
     return old

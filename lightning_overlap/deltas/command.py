@@ -9,12 +9,9 @@ import threading
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from typing import Any
-
-import torch
 
 from .http_server import ReplicaServer
-from .replica import Replica, ReplicaError
+from .replica import Replica, ReplicaError, save_whole
 
 BAD_INPUT = 2
 """Exit code for a sink or a file that cannot be used."""
@@ -23,14 +20,7 @@ _WAIT_S = 0.1
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command; this is the entry point `overlap-replica`.
-
-    Args:
-        arguments: The arguments of the command line; None for those of this process.
-
-    Returns:
-        The exit code: 0, or 2 with one message on stderr.
-    """
+    """Run `overlap-replica` with some arguments, or those of this process; return 0, or 2 after a message on stderr."""
     options = _parser().parse_args(arguments)
     try:
         start = options.state if options.state is not None and options.state.exists() else None
@@ -61,14 +51,19 @@ def _follow(replica: Replica, options: argparse.Namespace, stopped: threading.Ev
         print(f"following {replica.sink!r}", flush=True)
         replica.follow(options.every)
         while not stopped.wait(_WAIT_S):
-            if replica.position is None:
+            position = replica.position
+            if position is None:
                 replica.check()
                 continue
-            lag, position = replica.lag, replica.position
-            if position is not None and position.cut != told:
+            lag = replica.lag
+            if position.cut != told:
                 told = position.cut
-                print(_line(position, lag), flush=True)
-            if options.until is not None and position is not None and position.step >= options.until:
+                print(
+                    f"step {position.step} (generation {position.generation}), {lag.seconds:.1f} s old, {lag.steps} "
+                    f"steps and {lag.parts} parts behind",
+                    flush=True,
+                )
+            if options.until is not None and position.step >= options.until:
                 return
 
 
@@ -79,27 +74,16 @@ def _write(replica: Replica, options: argparse.Namespace) -> None:
     if options.state is not None:
         replica.save(options.state)
     if options.save is not None:
-        options.save.parent.mkdir(parents=True, exist_ok=True)
-        unfinished = options.save.with_name(f"{options.save.name}.unfinished")
         with replica.reading(after_error=True) as position:
-            torch.save({name: tensor.detach() for name, tensor in replica.state_dict().items()}, unfinished)
-        unfinished.replace(options.save)
+            save_whole({name: tensor.detach() for name, tensor in replica.state_dict().items()}, options.save)
         print(f"{options.save}: step {position.step}", flush=True)
-
-
-def _line(position: Any, lag: Any) -> str:
-    return (
-        f"step {position.step} (generation {position.generation}), {lag.seconds:.1f} s old, "
-        f"{lag.steps} steps and {lag.parts} parts behind"
-    )
 
 
 @contextmanager
 def _until_signal() -> Iterator[threading.Event]:
     """Give an event that Ctrl-C and SIGTERM set, where signals may be handled at all."""
     stopped = threading.Event()
-    handled = threading.current_thread() is threading.main_thread()
-    numbers = (signal.SIGINT, signal.SIGTERM) if handled else ()
+    numbers = (signal.SIGINT, signal.SIGTERM) if threading.current_thread() is threading.main_thread() else ()
     before = {number: signal.signal(number, lambda *_: stopped.set()) for number in numbers}
     try:
         yield stopped

@@ -5,8 +5,8 @@ from __future__ import annotations
 import os
 import uuid
 from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Iterable, Sequence
+from contextlib import AbstractContextManager, suppress
 from itertools import islice
 from typing import Any
 
@@ -15,7 +15,7 @@ from fsspec.implementations.local import LocalFileSystem
 
 from .arrow_stream import Piece, joined
 from .parts import PartName
-from .sink import SinkError, without_password
+from .sink import told, without_password
 
 MOST_PIECES = 1000
 """Written by one call of the system, which takes 1024 on Linux."""
@@ -45,25 +45,18 @@ class FolderSink:
         self.path = self._given = os.fspath(path)
         if "://" not in self.path and "::" not in self.path:
             self.path = os.path.abspath(self.path)  # a process may change its folder
-        self._options = options
-        self._opened: Any = None
         with self._told("open"):
-            self._files()
+            self._files, self._root = fsspec.core.url_to_fs(self.path, use_listings_cache=False, **options)
 
     def __repr__(self) -> str:
         return f"FolderSink({without_password(self._given)!r})"
 
-    def __getstate__(self) -> dict[str, Any]:
-        return self.__dict__ | {"_opened": None}
-
     def check(self) -> None:
-        """Make the folder, and write and remove a file.
-
-        Raises:
-            SinkError: That cannot be done.
-        """
+        """Make the folder, and write and remove a file."""
         with self._told("write to"):
-            self._write(f".{uuid.uuid4().hex}.check", [b"check"])
+            name = f".{uuid.uuid4().hex}.check"
+            self._write(name, [b"check"])
+            self._files.rm_file(self._file(name))
 
     def write(self, name: str, part: bytes) -> None:
         """Keep a part; on a local disk it has reached the disk when this returns."""
@@ -77,24 +70,18 @@ class FolderSink:
     def names(self) -> list[str]:
         """Return the names of all parts; none where the folder is not there."""
         with self._told("read"):
-            files = self._files()
-            files.invalidate_cache(self._root)
+            self._files.invalidate_cache(self._root)
             try:
-                found = files.ls(self._root, detail=False)
+                found = self._files.ls(self._root, detail=False)
             except FileNotFoundError:
                 return []
-            names = (str(path).rstrip("/").rpartition("/")[2] for path in map(_posix, found))
-            return sorted(name for name in names if PartName.parse(name) is not None)
+            return sorted(filter(PartName.parse, (path.rstrip("/").rpartition("/")[2] for path in found)))
 
     def read(self, name: str) -> bytes:
-        """Return a part.
-
-        Raises:
-            KeyError: There is none of that name.
-        """
+        """Return a part."""
         with self._told("read"):
             try:
-                return bytes(self._files().cat_file(self._file(name)))
+                return bytes(self._files.cat_file(self._file(name)))
             except FileNotFoundError:
                 raise KeyError(name) from None
 
@@ -103,71 +90,41 @@ class FolderSink:
         with self._told("remove parts of"):
             for name in names:
                 with suppress(FileNotFoundError):
-                    self._files().rm_file(self._file(name))
+                    self._files.rm_file(self._file(name))
 
     def close(self) -> None:
-        """Let go of the file system."""
-        self._opened = None
-
-    def _files(self) -> Any:
-        if self._opened is None:
-            self._opened, self._root = fsspec.core.url_to_fs(self.path, use_listings_cache=False, **self._options)
-        return self._opened
+        """Do nothing: fsspec keeps its file systems."""
 
     def _file(self, name: str) -> str:
         return f"{self._root.rstrip('/')}/{name}"
 
     def _write(self, name: str, pieces: Sequence[Piece]) -> None:
-        files = self._files()
+        files, path = self._files, self._file(name)
         files.makedirs(self._root, exist_ok=True)
-        checks = PartName.parse(name) is None
         protocols = {files.protocol} if isinstance(files.protocol, str) else set(files.protocol)
         if protocols & _WHOLE_PUTS:
-            files.pipe_file(self._file(name), _whole(pieces))
-        else:
-            unfinished = self._file(name if checks else f".{name}.{uuid.uuid4().hex}.unfinished")
-            try:
-                if isinstance(files, LocalFileSystem):
-                    _write_to_disk(unfinished, pieces)
-                else:
-                    files.pipe_file(unfinished, _whole(pieces))
-                if not checks:
-                    self._take_name(files, unfinished, name)
-            except BaseException:
-                with suppress(Exception):
-                    files.rm_file(unfinished)
-                raise
-        if checks:
-            files.rm_file(self._file(name))
-
-    def _take_name(self, files: Any, unfinished: str, name: str) -> None:
-        if not isinstance(files, LocalFileSystem):
-            files.mv(unfinished, self._file(name))
+            files.pipe_file(path, joined(pieces))
             return
-        os.replace(unfinished, self._file(name))
-        with suppress(OSError):  # some file systems do not open folders
-            folder = os.open(self._root, os.O_RDONLY)
-            try:
-                os.fsync(folder)
-            finally:
-                os.close(folder)
-
-    @contextmanager
-    def _told(self, what: str) -> Iterator[None]:
+        unfinished = self._file(f".{name}.{uuid.uuid4().hex}.unfinished")
         try:
-            yield
-        except SinkError:
+            if isinstance(files, LocalFileSystem):
+                _write_to_disk(unfinished, pieces)
+                os.replace(unfinished, path)
+                _sync_folder(self._root)
+            else:
+                files.pipe_file(unfinished, joined(pieces))
+                files.mv(unfinished, path)
+        except BaseException:
+            with suppress(Exception):
+                files.rm_file(unfinished)
             raise
-        except (OSError, ValueError) as err:
-            reason = getattr(err, "strerror", None) or without_password(str(err)) or type(err).__name__
-            raise SinkError(
-                f"cannot {what} the folder of embedding deltas {without_password(self.path)!r}: {reason}. "
-                "Give a folder that exists or can be made, with the right to write in it."
-            ) from err
 
-
-def _whole(pieces: Sequence[Piece]) -> bytes:
-    return pieces[0] if len(pieces) == 1 and isinstance(pieces[0], bytes) else joined(pieces)
+    def _told(self, what: str) -> AbstractContextManager[None]:
+        return told(
+            f"cannot {what} the folder of embedding deltas {without_password(self.path)!r}",
+            "Give a folder that exists or can be made, with the right to write in it.",
+            *(OSError, ValueError),
+        )
 
 
 def _write_to_disk(path: str, pieces: Sequence[Piece]) -> None:
@@ -182,5 +139,10 @@ def _write_to_disk(path: str, pieces: Sequence[Piece]) -> None:
         os.fsync(file.fileno())
 
 
-def _posix(path: Any) -> str:
-    return str(path).replace(os.sep, "/")
+def _sync_folder(path: str) -> None:
+    with suppress(OSError):  # some file systems do not open folders
+        folder = os.open(path, os.O_RDONLY)
+        try:
+            os.fsync(folder)
+        finally:
+            os.close(folder)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import threading
+from collections.abc import Callable
 from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
@@ -11,12 +12,12 @@ from typing import Any
 import torch
 
 from ..text import unknown_name_message
-from .replica import Lag, Position, Replica, ReplicaError
+from .replica import Replica, ReplicaError
 
 _MOST_BYTES = 64 << 20
 
 
-class ReplicaServer:
+class ReplicaServer(ThreadingHTTPServer):
     """Answers requests from a replica's tables, each from one step, until it is closed.
 
     `GET /step` tells run, generation, step, lag and the tables' shapes. `POST /lookup` takes `{"table": name,
@@ -32,60 +33,59 @@ class ReplicaServer:
         OSError: The port cannot be had.
     """
 
+    daemon_threads = True
+
     def __init__(self, replica: Replica, host: str = "127.0.0.1", port: int = 0) -> None:
-        handler = type("Handler", (_Handler,), {"replica": replica})
-        self._server = ThreadingHTTPServer((host, port), handler)
-        self._server.daemon_threads = True
-        self.host, self.port = host, int(self._server.server_address[1])
-        self._thread = threading.Thread(
-            target=self._server.serve_forever, args=(0.1,), name="replica server", daemon=True
-        )
+        super().__init__((host, port), _Handler)
+        self.replica, self.host, self.port = replica, host, self.server_port
+        self._thread = threading.Thread(target=self.serve_forever, args=(0.1,), name="replica server", daemon=True)
         self._thread.start()
 
     def close(self) -> None:
         """Stop listening."""
-        self._server.shutdown()
+        self.shutdown()
         self._thread.join()
-        self._server.server_close()
-
-    def __enter__(self) -> ReplicaServer:
-        return self
+        self.server_close()
 
     def __exit__(self, *_: object) -> None:
         self.close()
 
 
 class _Handler(BaseHTTPRequestHandler):
-    replica: Replica
+    server: ReplicaServer
 
     def do_GET(self) -> None:
-        if self.path != "/step":
-            self._answer(HTTPStatus.NOT_FOUND, {"error": f"GET /step or POST /lookup, not GET {self.path}"})
-            return
-        try:
-            lag = self.replica.lag
-            with self.replica.reading() as position:
-                tables = {name: list(tensor.shape) for name, tensor in self.replica.state_dict().items()}
-        except ReplicaError as err:
-            self._answer(HTTPStatus.SERVICE_UNAVAILABLE, {"error": str(err)})
-            return
-        told = {"run": self.replica.run, **_fields(position), "lag": _fields(lag), "tables": tables}
-        self._answer(HTTPStatus.OK, told)
+        self._respond("/step", self._step)
 
     def do_POST(self) -> None:
-        if self.path != "/lookup":
-            self._answer(HTTPStatus.NOT_FOUND, {"error": f"GET /step or POST /lookup, not POST {self.path}"})
-            return
-        try:
-            table, ids = self._question()
-            self._answer(HTTPStatus.OK, self._rows(table, ids))
-        except ReplicaError as err:
-            self._answer(HTTPStatus.SERVICE_UNAVAILABLE, {"error": str(err)})
-        except ValueError as err:
-            self._answer(HTTPStatus.BAD_REQUEST, {"error": str(err)})
+        self._respond("/lookup", self._rows)
 
     def log_message(self, format: str, *args: object) -> None:
         """Keep quiet: a line for each request is of no use."""
+
+    def _respond(self, path: str, answer: Callable[[], dict[str, Any]]) -> None:
+        try:
+            if self.path == path:
+                status, content = HTTPStatus.OK, answer()
+            else:
+                status = HTTPStatus.NOT_FOUND
+                content = {"error": f"GET /step or POST /lookup, not {self.command} {self.path}"}
+        except ReplicaError as err:
+            status, content = HTTPStatus.SERVICE_UNAVAILABLE, {"error": str(err)}
+        except ValueError as err:
+            status, content = HTTPStatus.BAD_REQUEST, {"error": str(err)}
+        data = json.dumps(content).encode()
+        self.send_response(status)
+        self.send_header("Content-Type", "application/json")
+        self.send_header("Content-Length", str(len(data)))
+        self.end_headers()
+        self.wfile.write(data)
+
+    def _step(self) -> dict[str, Any]:
+        lag = self.server.replica.lag
+        with self.server.replica.reading() as position:
+            tables = {name: list(tensor.shape) for name, tensor in self.server.replica.state_dict().items()}
+        return {"run": self.server.replica.run, **position._asdict(), "lag": lag._asdict(), "tables": tables}
 
     def _question(self) -> tuple[str, list[int]]:
         size = int(self.headers.get("Content-Length", 0))
@@ -98,9 +98,10 @@ class _Handler(BaseHTTPRequestHandler):
             raise ValueError('a request is {"table": name, "ids": [whole numbers]}')
         return table, ids
 
-    def _rows(self, table: str, ids: list[int]) -> dict[str, Any]:
-        with self.replica.reading() as position:
-            tables = {name: tensor for name, tensor in self.replica.state_dict().items() if tensor.dim() == 2}
+    def _rows(self) -> dict[str, Any]:
+        table, ids = self._question()
+        with self.server.replica.reading() as position:
+            tables = {name: tensor for name, tensor in self.server.replica.state_dict().items() if tensor.dim() == 2}
             if table not in tables:
                 raise ValueError(unknown_name_message("table", table, tables))
             wrong = [each for each in ids if not 0 <= each < len(tables[table])]
@@ -108,15 +109,3 @@ class _Handler(BaseHTTPRequestHandler):
                 raise ValueError(f"{table} has rows 0 to {len(tables[table]) - 1}, not {wrong[0]}")
             found = tables[table].detach()[torch.tensor(ids, dtype=torch.int64, device=tables[table].device)]
             return {"generation": position.generation, "step": position.step, "rows": found.cpu().tolist()}
-
-    def _answer(self, status: HTTPStatus, content: dict[str, Any]) -> None:
-        data = json.dumps(content).encode()
-        self.send_response(status)
-        self.send_header("Content-Type", "application/json")
-        self.send_header("Content-Length", str(len(data)))
-        self.end_headers()
-        self.wfile.write(data)
-
-
-def _fields(value: Position | Lag) -> dict[str, Any]:
-    return dict(zip(value._fields, value, strict=True))

@@ -11,7 +11,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterable
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, NamedTuple
 
@@ -38,9 +38,11 @@ SCHEMA = 1
 WEIGHT = "weight"
 """The field of a table's own values; other fields are of its optimizer's state (`momentum1`, ...)."""
 
+TRAILER_SIZE = len(b"CRC32:00000000")
+"""Bytes at the end of a chunk: the checksum of all that is before them."""
+
 _HEADER = b"embedding_deltas.part"
 _TRAILER = re.compile(rb"CRC32:([0-9a-f]{8})")
-_TRAILER_SIZE = len(b"CRC32:00000000")
 _NAME = re.compile(r"g(\d{6,})-s(\d{12})-r(\d{5})of(\d{5})-c(\d{5})of(\d{5})\.arrow")
 _COLUMNS = pa.schema(
     [
@@ -55,7 +57,6 @@ _COLUMNS = pa.schema(
         ("values", pa.large_binary()),
     ]
 )
-_ROWS, _DENSE = "rows", "dense"
 
 
 class PartError(ValueError):
@@ -90,7 +91,12 @@ class PartName(NamedTuple):
         return self.generation, self.step
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+def parse_names(names: Iterable[str]) -> list[PartName]:
+    """Return the names that are those of chunks, sorted."""
+    return sorted(filter(None, map(PartName.parse, names)))
+
+
+@dataclass(frozen=True, kw_only=True)
 class Header:
     """What every chunk says of itself.
 
@@ -190,9 +196,6 @@ class Part(NamedTuple):
     dense: list[Dense]
 
 
-_FIELDS = tuple(field.name for field in fields(Header))
-
-
 def encode(header: Header, rows: Iterable[Rows] = (), dense: Iterable[Dense] = ()) -> bytes:
     """Return a chunk in its Arrow IPC form: an IPC stream with one record batch for each table's rows or tensor.
 
@@ -211,13 +214,13 @@ def encode(header: Header, rows: Iterable[Rows] = (), dense: Iterable[Dense] = (
 
 def encode_pieces(header: Header, rows: Iterable[Rows] = (), dense: Iterable[Dense] = ()) -> list[Piece]:
     """Return what `encode` does in pieces: the bytes of rows and values are views of the tensors given."""
-    written = {name: getattr(header, name) for name in _FIELDS}
-    schema = _COLUMNS.with_metadata({_HEADER: json.dumps(written).encode()})
+    schema = _COLUMNS.with_metadata({_HEADER: json.dumps(vars(header)).encode()})
     pieces: list[Piece] = [schema.serialize().to_pybytes()]
-    for entry in rows:
-        pieces += _rows_pieces(entry)
+    for one in rows:
+        columns = (one.first_column, one.values.shape[1])
+        pieces += _entry("rows", one.table, one.field, one.shape, columns, one.rows, one.values)
     for tensor in dense:
-        pieces += _dense_pieces(tensor)
+        pieces += _entry("dense", tensor.name, WEIGHT, tensor.value.shape, (0, 0), torch.empty(0), tensor.value)
     pieces.append(END)
     checksum = 0
     for piece in pieces:
@@ -243,41 +246,24 @@ def decode(data: bytes, name: str = "part") -> Part:
         if not isinstance(dtype, torch.dtype):
             raise PartError(f"{name}: an entry has the dtype {entry.get('dtype')!r}, which this torch does not have.")
         values = _tensor(batch.column("values")[0].as_buffer(), dtype)
-        if entry["kind"] == _DENSE:
+        if entry["kind"] == "dense":
             found.dense.append(Dense(entry["name"], values.reshape(entry["shape"])))
             continue
         numbers = _tensor(batch.column("rows")[0].as_buffer(), torch.int64)
-        shape = (int(entry["shape"][0]), int(entry["shape"][1]))
-        found.rows.append(
-            Rows(
-                entry["name"],
-                entry["field"],
-                shape,
-                int(entry["first_column"]),
-                numbers,
-                values.reshape(len(numbers), int(entry["num_columns"])),
-            )
-        )
+        shape, values = tuple(entry["shape"]), values.reshape(len(numbers), entry["num_columns"])
+        found.rows.append(Rows(entry["name"], entry["field"], shape, entry["first_column"], numbers, values))
     return found
 
 
 def read_header(data: bytes, name: str = "part") -> Header:
-    """Read what a chunk says of itself.
-
-    Args:
-        data: What `encode` returned.
-        name: What errors call it.
-
-    Raises:
-        PartError: It is torn, of another schema, or no part.
-    """
+    """Read what a chunk says of itself; the arguments and the errors are those of `decode`."""
     return _read(data, name, rows=False)[0]
 
 
 def _read(data: bytes, name: str, *, rows: bool) -> tuple[Header, list[Any]]:
     # Arrow trusts what it reads: a wrong length in it ends the process. So nothing that is torn gets that far.
-    trailer = _TRAILER.fullmatch(data[-_TRAILER_SIZE:])
-    content = memoryview(data)[:-_TRAILER_SIZE]
+    trailer = _TRAILER.fullmatch(data[-TRAILER_SIZE:])
+    content = memoryview(data)[:-TRAILER_SIZE]
     if trailer is None or crc32(content) != int(trailer[1], 16):
         raise PartError(
             f"{name} is torn, or no part of embedding deltas: its checksum is {'wrong' if trailer else 'missing'}."
@@ -285,36 +271,29 @@ def _read(data: bytes, name: str, *, rows: bool) -> tuple[Header, list[Any]]:
     try:
         with pa.ipc.open_stream(pa.py_buffer(content)) as reader:
             written = json.loads((reader.schema.metadata or {})[_HEADER])
-            if written.get("schema") != SCHEMA:
-                raise PartError(
-                    f"{name} is of schema {written.get('schema')!r}, this version reads schema {SCHEMA}: read it with "
-                    "the version of lightning_overlap that wrote it."
-                )
-            return _header(written), list(reader) if rows else []
-    except PartError:
-        raise
+            if written.get("schema") == SCHEMA:
+                return _header(written), list(reader) if rows else []
     except (pa.ArrowException, OSError, KeyError, TypeError, ValueError) as err:
         raise PartError(f"{name} is no part of embedding deltas: {type(err).__name__}: {err}") from err
+    raise PartError(
+        f"{name} is of schema {written.get('schema')!r}, this version reads schema {SCHEMA}: read it with the version "
+        "of lightning_overlap that wrote it."
+    )
 
 
 def _header(written: dict[str, Any]) -> Header:
-    known = {field.name for field in fields(Header)}
-    kept = {key: value for key, value in written.items() if key in known}
+    kept = {key: value for key, value in written.items() if key in Header.__dataclass_fields__}
     for cut in ("after", "found"):
         kept[cut] = None if kept.get(cut) is None else tuple(kept[cut])
     kept["tables"] = {table: (int(shape[0]), int(shape[1])) for table, shape in kept["tables"].items()}
     return Header(**kept)
 
 
-def _rows_pieces(entry: Rows) -> list[Piece]:
-    dtype, width = _name(entry.values.dtype), entry.values.shape[1]
-    form = _form(_ROWS, entry.table, entry.field, dtype, tuple(entry.shape), entry.first_column, width)
-    return form.pieces(_bytes(entry.rows), _bytes(entry.values))
-
-
-def _dense_pieces(entry: Dense) -> list[Piece]:
-    form = _form(_DENSE, entry.name, WEIGHT, _name(entry.value.dtype), tuple(entry.value.shape), 0, 0)
-    return form.pieces(memoryview(b""), _bytes(entry.value))
+def _entry(
+    kind: str, name: str, field: str, shape: Iterable[int], columns: tuple[int, int], rows: Tensor, values: Tensor
+) -> list[Piece]:
+    form = _form(kind, name, field, str(values.dtype).removeprefix("torch."), tuple(shape), *columns)
+    return form.pieces(_bytes(rows), _bytes(values))
 
 
 @lru_cache(maxsize=1024)  # alike in every cut; Arrow takes longer to make one than the values take to be written
@@ -322,10 +301,6 @@ def _form(*description: Any) -> BatchForm:
     columns = [pa.array([value], column.type) for value, column in zip(description, _COLUMNS, strict=False)]
     nothing = pa.array([b""], pa.large_binary())
     return BatchForm(pa.RecordBatch.from_arrays([*columns, nothing, nothing], schema=_COLUMNS))
-
-
-def _name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
 
 
 def _bytes(tensor: Tensor) -> memoryview:

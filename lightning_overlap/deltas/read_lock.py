@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import threading
+from collections import Counter
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 
 
 class ReadLock:
@@ -14,23 +15,17 @@ class ReadLock:
     """
 
     def __init__(self) -> None:
+        self._gate = threading.RLock()  # held by who writes or waits for readers to leave; new readers come through it
         self._changed = threading.Condition()
-        self._readers: dict[int, int] = {}
+        self._readers = Counter[int]()
         self._writer: int | None = None
-        self._depth = 0
-        self._writers_waiting = 0
 
     @contextmanager
     def reading(self) -> Iterator[None]:
         """Hold it for reading."""
         own = threading.get_ident()
-        with self._changed:
-            self._changed.wait_for(
-                lambda: (
-                    self._writer == own or own in self._readers or (self._writer is None and not self._writers_waiting)
-                )
-            )
-            self._readers[own] = self._readers.get(own, 0) + 1
+        with nullcontext() if own in self._readers else self._gate, self._changed:
+            self._readers[own] += 1
         try:
             yield
         finally:
@@ -48,22 +43,13 @@ class ReadLock:
             RuntimeError: This thread holds it for reading: it would wait for itself.
         """
         own = threading.get_ident()
-        with self._changed:
-            if self._writer != own:
-                if own in self._readers:
-                    raise RuntimeError("a thread that reads a replica cannot write it: leave `reading()` first.")
-                self._writers_waiting += 1
-                try:
-                    self._changed.wait_for(lambda: self._writer is None and not self._readers)
-                finally:
-                    self._writers_waiting -= 1
-                self._writer = own
-            self._depth += 1
-        try:
-            yield
-        finally:
+        if own in self._readers and self._writer != own:
+            raise RuntimeError("a thread that reads a replica cannot write it: leave `reading()` first.")
+        with self._gate:
             with self._changed:
-                self._depth -= 1
-                if not self._depth:
-                    self._writer = None
-                self._changed.notify_all()
+                self._changed.wait_for(lambda: not self._readers.keys() - {own})
+            before, self._writer = self._writer, own
+            try:
+                yield
+            finally:
+                self._writer = before

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from typing import Any
-from urllib.parse import parse_qsl, urlencode, urlsplit, urlunsplit
+from urllib.parse import parse_qsl, urlencode
 
 from .parts import PartName
-from .sink import SinkError, without_password
+from .sink import told, without_password
 
 _NAME = b"name"
 _KEY = "embedding_deltas"
@@ -34,16 +34,15 @@ class RedisSink:
     """
 
     def __init__(self, url: str, key: str | None = None, **options: Any) -> None:
-        parts = urlsplit(url)
-        query = dict(parse_qsl(parts.query))
+        self.url, _, asked = url.partition("?")
+        query = dict(parse_qsl(asked))
         self.key = key or query.pop("key", None) or _KEY
-        self.url = urlunsplit(parts._replace(query=urlencode(query)))
-        if not parts.netloc and self.url.startswith("unix:/") and not self.url.startswith("unix://"):
-            self.url = "unix://" + self.url.removeprefix("unix:")  # urlunsplit leaves out an empty host
+        if query:
+            self.url += f"?{urlencode(query)}"
         self._options = {"socket_timeout": _WAIT_S, "socket_connect_timeout": _WAIT_S} | options
         self._opened: Any = None
         with self._told("open"):
-            self._redis()
+            self._client()
         self.close()
 
     def __repr__(self) -> str:
@@ -53,13 +52,9 @@ class RedisSink:
         return self.__dict__ | {"_opened": None}
 
     def check(self) -> None:
-        """Ask the server, and write and remove an entry of a stream beside.
-
-        Raises:
-            SinkError: The server cannot be reached or does not let this write.
-        """
+        """Ask the server, and write and remove an entry of a stream beside."""
         beside = f"{{{self.key}}}:check"
-        with self._told("write to"), self._redis().pipeline(transaction=True) as pipe:
+        with self._told("write to"), self._client().pipeline(transaction=True) as pipe:
             pipe.xlen(self.key)
             pipe.xadd(beside, {_NAME: b"check"})
             pipe.delete(beside)
@@ -67,7 +62,7 @@ class RedisSink:
 
     def write(self, name: str, part: bytes) -> None:
         """Keep a part, and its name in the stream."""
-        with self._told("write to"), self._redis().pipeline(transaction=True) as pipe:
+        with self._told("write to"), self._client().pipeline(transaction=True) as pipe:
             pipe.set(self._part(name), part)
             pipe.xadd(self.key, {_NAME: name})
             pipe.execute()
@@ -76,16 +71,12 @@ class RedisSink:
         """Return the names of all parts, sorted; a name that was written twice comes once."""
         with self._told("read"):
             found = {name for _, name in self._entries()}
-        return sorted(name for name in found if PartName.parse(name) is not None)
+        return sorted(filter(PartName.parse, found))
 
     def read(self, name: str) -> bytes:
-        """Return a part.
-
-        Raises:
-            KeyError: There is none of that name.
-        """
+        """Return a part."""
         with self._told("read"):
-            part = self._redis().get(self._part(name))
+            part = self._client().get(self._part(name))
         if part is None:
             raise KeyError(name)
         return bytes(part)
@@ -97,7 +88,7 @@ class RedisSink:
             for entry, name in self._entries():
                 entries.setdefault(name, []).append(entry)
             for name in names:
-                with self._redis().pipeline(transaction=True) as pipe:
+                with self._client().pipeline(transaction=True) as pipe:
                     pipe.unlink(self._part(name))
                     if name in entries:
                         pipe.xdel(self.key, *entries[name])
@@ -109,16 +100,9 @@ class RedisSink:
             self._opened.close()
             self._opened = None
 
-    def _redis(self) -> Any:
+    def _client(self) -> Any:
         if self._opened is None:
-            try:
-                import redis
-            except ImportError as err:
-                raise ImportError(
-                    f"a sink in Redis needs the package redis, which cannot be imported ({err}): "
-                    "pip install 'lightning_overlap[redis]'"
-                ) from err
-            self._opened = redis.Redis.from_url(self.url, **self._options)
+            self._opened = _redis().Redis.from_url(self.url, **self._options)
         return self._opened
 
     def _part(self, name: str) -> str:
@@ -127,25 +111,26 @@ class RedisSink:
     def _entries(self) -> Iterator[tuple[bytes, str]]:
         start = b"-"
         while True:
-            page = self._redis().xrange(self.key, min=start, count=_PAGE)
+            page = self._client().xrange(self.key, min=start, count=_PAGE)
             yield from ((entry, fields[_NAME].decode()) for entry, fields in page if _NAME in fields)
             if len(page) < _PAGE:
                 return
             start = b"(" + page[-1][0]
 
-    @contextmanager
-    def _told(self, what: str) -> Iterator[None]:
-        try:
-            yield
-        except ImportError:
-            raise
-        except Exception as err:
-            import redis
+    def _told(self, what: str) -> AbstractContextManager[None]:
+        return told(
+            f"cannot {what} the stream {self.key!r} of embedding deltas at {without_password(self.url)}",
+            "Start the server, or give its address and password: redis://user:password@host:port/0.",
+            *(_redis().RedisError, OSError, ValueError),
+        )
 
-            if not isinstance(err, (redis.RedisError, OSError, ValueError)):
-                raise
-            reason = without_password(str(err)) or type(err).__name__
-            raise SinkError(
-                f"cannot {what} the stream {self.key!r} of embedding deltas at {without_password(self.url)}: {reason}. "
-                "Start the server, or give its address and password: redis://user:password@host:port/0."
-            ) from err
+
+def _redis() -> Any:
+    try:
+        import redis
+    except ImportError as err:
+        raise ImportError(
+            f"a sink in Redis needs the package redis, which cannot be imported ({err}): "
+            "pip install 'lightning_overlap[redis]'"
+        ) from err
+    return redis

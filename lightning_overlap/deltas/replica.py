@@ -7,6 +7,7 @@ import os
 import threading
 import time
 import uuid
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
@@ -16,10 +17,10 @@ import torch
 from torch import Tensor, nn
 
 from .chain import Chain, Move
-from .cuts import CutError, Head, as_words, read_parts
-from .parts import Part, PartError, PartName
+from .cuts import CutError, Head, as_words, part_of
+from .parts import TRAILER_SIZE, Part, PartError, PartName
 from .read_lock import ReadLock
-from .served_tables import Coverage, ServedTables
+from .served_tables import ServedTables, check_whole, num_values
 from .sink import DeltaSink, resolve_sink
 
 _log = logging.getLogger(__name__)
@@ -104,7 +105,8 @@ class Replica:
         self._lock = ReadLock()
         self._updating = threading.Lock()
         self._applied = threading.Condition()
-        self._position: Position | None = None
+        self.position: Position | None = None
+        """What is applied; None for nothing."""
         self._torn: BaseException | None = None
         self._error: BaseException | None = None
         self._thread: threading.Thread | None = None
@@ -154,11 +156,6 @@ class Replica:
             ) from self._error
 
     @property
-    def position(self) -> Position | None:
-        """What is applied; None for nothing."""
-        return None if self._torn else self._position
-
-    @property
     def step(self) -> int | None:
         """Batches that had been trained at the cut that is applied; None while nothing is."""
         return None if self.position is None else self.position.step
@@ -197,7 +194,7 @@ class Replica:
 
     def state_dict(self) -> dict[str, Tensor]:
         """Return tables and dense tensors by their names in the LightningModule's `state_dict`; no copies."""
-        return self._tables.state_dict()
+        return dict(self._tables.tensors)
 
     # -- how it follows ------------------------------------------------------------------------------------------------
 
@@ -244,7 +241,7 @@ class Replica:
             ReplicaError: Following has stopped with an error.
             CutError, PartError, TablesError, SinkError: As of `update`, where nothing follows.
         """
-        until = None if timeout is None else time.monotonic() + timeout
+        until = time.monotonic() + (float("inf") if timeout is None else timeout)
         while True:
             follows = self._thread is not None and self._thread.is_alive()
             if not follows:
@@ -253,7 +250,7 @@ class Replica:
             with self._applied:
                 if self.position is not None and self.position.step >= step:
                     return self.position
-                left = 0.05 if until is None else until - time.monotonic()
+                left = until - time.monotonic()
                 if left <= 0:
                     raise TimeoutError(
                         f"step {step} was not there after {timeout:g} s; applied: "
@@ -286,40 +283,28 @@ class Replica:
         Raises:
             ReplicaError: Nothing has been applied yet.
         """
-        target = Path(path)
-        unfinished = target.with_name(f"{target.name}.{uuid.uuid4().hex}.unfinished")
-        target.parent.mkdir(parents=True, exist_ok=True)
-        try:
-            with self.reading(after_error=True) as position, open(unfinished, "xb") as file:
-                torch.save(
-                    {
-                        "format": _FORMAT,
-                        "run": self.run,
-                        "fit": self._chain.fit,
-                        "position": tuple(position),
-                        "tensors": {name: tensor.detach() for name, tensor in self._tables.tensors.items()},
-                        "optimizer_state": self._tables.optimizer_state,
-                    },
-                    file,
-                )
-                file.flush()
-                os.fsync(file.fileno())
-            unfinished.replace(target)
-        finally:
-            unfinished.unlink(missing_ok=True)
+        with self.reading(after_error=True) as position:
+            content = {
+                "format": _FORMAT,
+                "run": self.run,
+                "fit": self._chain.fit,
+                "position": tuple(position),
+                "tensors": {name: tensor.detach() for name, tensor in self._tables.tensors.items()},
+                "optimizer_state": self._tables.optimizer_state,
+            }
+            save_whole(content, Path(path))
 
     def _load(self, path: Path) -> None:
         try:
             saved: Any = torch.load(path, map_location="cpu", weights_only=True)
-            found = isinstance(saved, dict) and saved.get("format") == _FORMAT
         except OSError:
             raise
         except Exception as err:  # torch.load and pickle have errors of many kinds for what is no such file
             raise ReplicaError(f"{path} is no state of a replica: {type(err).__name__}: {err}") from err
-        if not found:
+        if not isinstance(saved, dict) or saved.get("format") != _FORMAT:
             raise ReplicaError(f"{path} is no state of a replica: give a file that `Replica.save` wrote.")
         self._tables.load(saved["tensors"], saved["optimizer_state"])
-        self._position = Position(*saved["position"])
+        self.position = Position(*saved["position"])
         self._chain.run, self._chain.fit = saved["run"], saved.get("fit", "")
 
     # -- inside --------------------------------------------------------------------------------------------------------
@@ -339,65 +324,59 @@ class Replica:
     def _update_once(self, *, lists: bool) -> bool:
         """Apply the next cut, if there is one; list the sink first, or only where the last listing has none."""
         for trial in range(_TRIALS):
-            at = None if self._position is None else self._position.cut
-            move = self._chain.next(at, lists=lists or trial > 0)
+            move = self._chain.next(self.position and self.position.cut, lists=lists or trial > 0)
             if move is None:
                 return False
             try:
                 self._apply(move)
+                return True
             except KeyError as err:  # parts are being pruned: there is a newer base then
-                if trial == _TRIALS - 1:
-                    raise CutError(f"{err.args[0]} was there and is not any more: parts are being removed.") from err
-                continue
-            except CutError:  # parts may have been removed, and others written under their names
+                problem = CutError(f"{err.args[0]} was there and is not any more: parts are being removed.")
+            except CutError as err:  # parts may have been removed, and others written under their names
                 self._chain.forget()
-                if trial == _TRIALS - 1:
-                    raise
-                continue
-            return True
-        raise AssertionError
+                problem = err
+        raise problem
 
     def _apply(self, move: Move) -> None:
         """Read and check all chunks, then write them while nobody reads."""
+        header = move.head.header
+        self._tables.check_header(header)
         kept: dict[PartName, Part] = {}
         checksums: dict[PartName, bytes] = {}
-        self._tables.check_header(move.head.header)
-        coverage = Coverage()
-        size = 0
-        for head, name in move.names():
-            for part, checksum in read_parts(self.sink, [name], head):
-                self._tables.check(part, str(name), begins=move.is_base)
-                if part.header.is_base and move.is_base:
-                    coverage.add(part)
-                checksums[name] = checksum
-                size += _bytes_of(part)
-                if size <= self._kept_bytes:
-                    kept[name] = part
+        covered, size = Counter[str](), 0
+        for head, name in move.chunks:
+            data = self.sink.read(str(name))
+            part = part_of(data, name, head)
+            self._tables.check(part, str(name), begins=move.is_base)
+            if part.header.is_base and move.is_base:
+                covered += num_values(part)
+            checksums[name] = data[-TRAILER_SIZE:]
+            size += len(data)
+            if size <= self._kept_bytes:
+                kept[name] = part
         if move.is_base:
-            coverage.check(move.head.header)
-        header = move.head.header
+            check_whole(header, covered)
         with self._lock.writing():
             try:
                 if move.is_base:
                     self._tables.begin()
-                for head, name in move.names():
-                    held = kept.pop(name) if name in kept else self._again(head, name, checksums[name])
-                    self._tables.write(held)
+                for head, name in move.chunks:
+                    part = kept.pop(name) if name in kept else self._again(head, name, checksums[name])
+                    self._tables.write(part)
                 self._tables.wait_written()
             except BaseException as err:
-                self._position, self._torn = None, err
+                self.position, self._torn = None, err
                 raise
             self._torn = None
             self._chain.run, self._chain.fit = header.run, header.fit
-            self._position = Position(
-                header.generation, header.step, header.num_pending, header.global_step, header.time
-            )
+            self.position = Position(*(getattr(header, what) for what in Position._fields))
         with self._applied:
             self._applied.notify_all()
 
     def _again(self, head: Head, name: PartName, checksum: bytes) -> Part:
-        [(part, now)] = read_parts(self.sink, [name], head)
-        if now != checksum:
+        data = self.sink.read(str(name))
+        part = part_of(data, name, head)
+        if data[-TRAILER_SIZE:] != checksum:
             raise PartError(f"{name} was written anew with other content while it was being applied.")
         return part
 
@@ -407,13 +386,22 @@ class Replica:
                 "the last update ended while rows were being written, so the tables are of no step: update() begins "
                 "again with the newest base."
             ) from self._torn
-        if self._position is None:
+        if self.position is None:
             raise ReplicaError(
                 f"nothing has been applied yet from {self.sink!r}: call update(), or follow() and wait()."
             )
-        return self._position
+        return self.position
 
 
-def _bytes_of(part: Part) -> int:
-    rows = sum(entry.values.nbytes + entry.rows.nbytes for entry in part.rows)
-    return rows + sum(entry.value.nbytes for entry in part.dense)
+def save_whole(content: Any, path: Path) -> None:
+    """Write a file for `torch.load`, which is whole at any time; its folder is made."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    unfinished = path.with_name(f"{path.name}.{uuid.uuid4().hex}.unfinished")
+    try:
+        with open(unfinished, "xb") as file:
+            torch.save(content, file)
+            file.flush()
+            os.fsync(file.fileno())
+        unfinished.replace(path)
+    finally:
+        unfinished.unlink(missing_ok=True)

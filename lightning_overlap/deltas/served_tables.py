@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Mapping
 from math import prod
 from typing import Any
@@ -36,18 +37,15 @@ class ServedTables:
 
     def __init__(self, target: nn.Module | Mapping[str, Tensor] | None, optimizer_state: bool = False) -> None:
         self._module = target if isinstance(target, nn.Module) else None
-        self._is_module = self._module is not None
         self._makes = target is None
         self._keeps_state = optimizer_state
         given = target.state_dict() if isinstance(target, nn.Module) else dict(target or {})
-        self.tensors: dict[str, Tensor] = {name: value for name, value in given.items() if _is_plain(value)}
+        self.tensors = _plain(given)
         self.optimizer_state: dict[str, dict[str, Tensor]] = {}
-        sharded = sorted(set(given) - set(self.tensors)) if not self._makes else []
-        if sharded and not self._is_module:
-            raise TablesError(
-                f"a replica writes plain tensors.\n  got: {sharded[0]}, a {type(given[sharded[0]]).__name__}"
-            )
-        self._not_plain = frozenset(sharded)
+        self._not_plain = given.keys() - self.tensors.keys()
+        if self._not_plain and self._module is None:
+            name = min(self._not_plain)
+            raise TablesError(f"a replica writes plain tensors.\n  got: {name}, a {type(given[name]).__name__}")
         on_meta = [name for name, value in self.tensors.items() if value.is_meta]
         if on_meta:
             raise TablesError(
@@ -56,17 +54,13 @@ class ServedTables:
             )
 
     def check_header(self, header: Header) -> None:
-        """Check that the tables of a run are these.
-
-        Raises:
-            TablesError: They are not; the message names those that differ.
-        """
+        """Raise a `TablesError` that names those that differ unless the tables of a run are these."""
         if self._makes:
             return
         if self._module is not None:  # which may have been moved to another device since
-            self.tensors = {name: value for name, value in self._module.state_dict().items() if _is_plain(value)}
+            self.tensors = _plain(self._module.state_dict())
         sent = header.tables
-        lacks = sorted(set(sent) - set(self.tensors))
+        lacks = sorted(sent.keys() - self.tensors.keys())
         if lacks:
             whole = " (it is sharded or quantized: give the unsharded module)" if self._not_plain & set(lacks) else ""
             raise TablesError(
@@ -80,7 +74,7 @@ class ServedTables:
                     f"{name} has the shape {tuple(shape)} in the run {header.run!r}, and "
                     f"{tuple(self.tensors[name].shape)} in this replica: give it the same tables."
                 )
-        unsent = sorted(self._tables() - set(sent)) if self._is_module else []
+        unsent = sorted(self._tables() - sent.keys()) if self._module is not None else []
         if unsent:
             raise TablesError(
                 f"the module has tables that the run {header.run!r} does not send, and that would keep their first "
@@ -89,22 +83,19 @@ class ServedTables:
             )
 
     def check(self, part: Part, name: str, *, begins: bool) -> None:
-        """Check that a chunk can be written, without writing.
+        """Raise a `TablesError` unless a chunk can be written, without writing.
 
         Args:
             part: The chunk.
             name: What errors call it.
             begins: Whether it goes with a base of all ranks, before which `begin` is called.
-
-        Raises:
-            TablesError: It cannot.
         """
         for entry in part.rows:
             self._check_rows(entry, part.header, name, begins=begins)
         for tensor in part.dense:
             have = self.tensors.get(tensor.name)
             if have is None:
-                if self._is_module:
+                if self._module is not None:
                     raise TablesError(
                         f"{name} has a dense tensor {tensor.name} that the module does not have: give the "
                         "LightningModule that is trained, or a mapping of tables."
@@ -120,6 +111,7 @@ class ServedTables:
         """Forget what a base of all ranks does not overwrite: states of optimizers that are not sent any more."""
         self.optimizer_state.clear()
 
+    @torch.no_grad()
     def write(self, part: Part) -> None:
         """Write a chunk that has been checked."""
         for entry in part.rows:
@@ -129,25 +121,22 @@ class ServedTables:
             if self._makes:
                 self.tensors[tensor.name] = tensor.value
             elif tensor.name in self.tensors:
-                _write_bits(self.tensors[tensor.name], tensor.value)
+                self.tensors[tensor.name].copy_(tensor.value)
 
     def wait_written(self) -> None:
         """Wait for what was written: streams of readers do not wait for the current stream of this thread."""
         for device in {tensor.device for tensor in self.tensors.values() if tensor.is_cuda}:
             torch.cuda.current_stream(device).synchronize()
 
-    def state_dict(self) -> dict[str, Tensor]:
-        """Return all tensors by name, as they are kept."""
-        return dict(self.tensors)
-
-    def load(self, tensors: Mapping[str, Tensor], optimizer_state: Mapping[str, Mapping[str, Tensor]]) -> None:
-        """Write whole tensors, those of `state_dict` in an earlier process.
+    @torch.no_grad()
+    def load(self, tensors: Mapping[str, Tensor], optimizer_state: dict[str, dict[str, Tensor]]) -> None:
+        """Write whole tensors, those of an earlier process.
 
         Raises:
             TablesError: They are not the same tensors.
         """
         if self._makes:
-            self.tensors = {name: value.clone() for name, value in tensors.items()}
+            self.tensors = {name: torch.empty_like(value) for name, value in tensors.items()}
         for name, value in tensors.items():
             have = self.tensors.get(name)
             if have is None or (have.shape, have.dtype) != (value.shape, value.dtype):
@@ -156,16 +145,13 @@ class ServedTables:
                     "same tables."
                 )
         for name, value in tensors.items():
-            _write_bits(self.tensors[name], value)
+            self.tensors[name].copy_(value)
         if self._keeps_state:
-            self.optimizer_state = {
-                table: {field: value.clone() for field, value in fields.items()}
-                for table, fields in optimizer_state.items()
-            }
+            self.optimizer_state = optimizer_state
 
     def _tables(self) -> set[str]:
-        names = {*self.tensors, *self._not_plain}
-        return {name for name in names if _TABLE.fullmatch(name)} if self._is_module else names
+        names = self.tensors.keys() | self._not_plain
+        return names if self._module is None else set(filter(_TABLE.fullmatch, names))
 
     def _check_rows(self, entry: Rows, header: Header, name: str, *, begins: bool) -> None:
         if entry.table not in header.tables:
@@ -201,52 +187,37 @@ class ServedTables:
             )
 
     def _tensor_of(self, entry: Rows) -> Tensor:
+        is_weight = entry.field == WEIGHT
+        tensors = self.tensors if is_weight else self.optimizer_state.setdefault(entry.table, {})
+        name = entry.table if is_weight else entry.field
+        if name not in tensors:
+            tensors[name] = torch.zeros(entry.shape, dtype=entry.values.dtype)
+        return tensors[name]
+
+
+def num_values(part: Part) -> Counter[str]:
+    """Return how many values of each table a chunk has."""
+    found = Counter[str]()
+    for entry in part.rows:
         if entry.field == WEIGHT:
-            if self._makes and entry.table not in self.tensors:
-                self.tensors[entry.table] = torch.zeros(entry.shape, dtype=entry.values.dtype)
-            return self.tensors[entry.table]
-        fields = self.optimizer_state.setdefault(entry.table, {})
-        if entry.field not in fields:
-            fields[entry.field] = torch.zeros(entry.shape, dtype=entry.values.dtype)
-        return fields[entry.field]
+            found[entry.table] += entry.values.numel()
+    return found
 
 
-class Coverage:
-    """Counts the values of bases, to find out whether they are whole tables."""
-
-    def __init__(self) -> None:
-        self._found: dict[str, int] = {}
-
-    def add(self, part: Part) -> None:
-        """Count a chunk of a base."""
-        for entry in part.rows:
-            if entry.field == WEIGHT:
-                self._found[entry.table] = self._found.get(entry.table, 0) + entry.values.numel()
-
-    def check(self, header: Header) -> None:
-        """Check that every table is whole.
-
-        Raises:
-            TablesError: One is not.
-        """
-        for table, shape in header.tables.items():
-            found = self._found.get(table, 0)
-            if found != prod(shape):
-                raise TablesError(
-                    f"the bases of generation {header.generation}, step {header.step} have {found} values of {table}, "
-                    f"which has {prod(shape)}: the training wrote them wrongly, or their parts are not of one training."
-                )
+def check_whole(header: Header, num_found: Mapping[str, int]) -> None:
+    """Raise a `TablesError` unless bases, one of which has this header, have all values of each table."""
+    for table, shape in header.tables.items():
+        if num_found.get(table, 0) != prod(shape):
+            raise TablesError(
+                f"the bases of generation {header.generation}, step {header.step} have {num_found.get(table, 0)} "
+                f"values of {table}, which has {prod(shape)}: the training wrote them wrongly, or their parts are not "
+                "of one training."
+            )
 
 
 def _write_rows(table: Tensor, entry: Rows) -> None:
     columns = _bits(table)[:, entry.first_column : entry.first_column + entry.values.shape[1]]
-    with torch.no_grad():
-        columns.index_copy_(0, entry.rows.to(table.device), _bits(entry.values).to(table.device))
-
-
-def _write_bits(target: Tensor, value: Tensor) -> None:
-    with torch.no_grad():
-        target.copy_(value)
+    columns.index_copy_(0, entry.rows.to(table.device), _bits(entry.values).to(table.device))
 
 
 def _bits(tensor: Tensor) -> Tensor:
@@ -255,8 +226,10 @@ def _bits(tensor: Tensor) -> Tensor:
     return tensor.detach().view(_SAME_SIZE[size]) if size in _SAME_SIZE else tensor.detach()
 
 
-def _is_plain(value: Any) -> bool:
-    return type(value) in (Tensor, nn.Parameter) and not value.is_quantized
+def _plain(given: Mapping[str, Any]) -> dict[str, Tensor]:
+    return {
+        name: value for name, value in given.items() if type(value) in (Tensor, nn.Parameter) and not value.is_quantized
+    }
 
 
 def _like(value: Tensor | None) -> str:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from typing import Any, Protocol, runtime_checkable
 
 
@@ -97,6 +98,18 @@ def takes_pieces(sink: DeltaSink) -> bool:
         return False
     first = (vars(kind) for kind in type(sink).__mro__ if "write" in vars(kind) or "write_pieces" in vars(kind))
     return "write_pieces" in next(first, ())
+
+
+@contextmanager
+def told(problem: str, advice: str, *kinds: type[Exception]) -> Iterator[None]:
+    """Raise errors of some kinds as a `SinkError` that says what is wrong, without passwords, and what to do."""
+    try:
+        yield
+    except SinkError:
+        raise
+    except kinds as err:
+        reason = getattr(err, "strerror", None) or without_password(str(err)) or type(err).__name__
+        raise SinkError(f"{problem}: {reason}. {advice}") from err
 
 
 def without_password(address: str) -> str:

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import contextlib
 import threading
+import time
 from collections import deque
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future
+from functools import partial
 from typing import Any, TypeAlias, TypeVar
 
-from .arrow_stream import Piece, num_bytes
-from .sink import DeltaSink
-from .watched_sink import WatchedSink
+from .arrow_stream import Piece, joined
+from .sink import DeltaSink, SinkError, check_sink, takes_pieces
 
 MOST_WAITING = 2
 """Cuts that are being written, or wait for it: while there are as many, no other is made."""
@@ -19,11 +20,8 @@ MOST_WAITING = 2
 LOOKS_EVERY_S = 0.5
 """How often whoever waits for the sink looks whether it hangs."""
 
-Content: TypeAlias = bytes | list[Piece]
-"""Of a chunk."""
-
-Chunks: TypeAlias = Callable[[], Iterable[tuple[str, Content]]]
-"""Makes the chunks of a part: names and contents."""
+Chunks: TypeAlias = Iterable[tuple[str, list[Piece]]]
+"""Names and contents of the chunks of a part."""
 
 T = TypeVar("T")
 
@@ -38,9 +36,13 @@ class CutWriter:
     """
 
     def __init__(self, sink: DeltaSink, timeout_s: float = float("inf")) -> None:
-        self._sink = WatchedSink(sink)
-        self._timeout_s = timeout_s
-        self._jobs: deque[tuple[bool, Callable[[], None]]] = deque()
+        self._sink, self._timeout_s = sink, timeout_s
+        with_pieces: Any = sink
+        self._keep: Callable[[str, list[Piece]], None] = (
+            with_pieces.write_pieces if takes_pieces(sink) else lambda name, pieces: sink.write(name, joined(pieces))
+        )
+        self._call: tuple[str, float] | None = None  # of the sink, under way, and since when
+        self._jobs: deque[tuple[bool, Callable[[], None]]] = deque()  # whether each writes a cut
         self._changed = threading.Condition()
         self._thread: threading.Thread | None = None
         self._ends = False
@@ -58,74 +60,31 @@ class CutWriter:
         """Whether it would take another cut."""
         return self.num_outstanding < MOST_WAITING
 
-    def submit(self, step: int, chunks: Chunks) -> None:
+    def submit(self, step: int, chunks: Callable[[], Chunks]) -> None:
         """Write a part after those before it.
 
         Args:
             step: Of its cut.
-            chunks: Called in the thread.
+            chunks: Makes them, in the thread.
         """
+        self._add(partial(self._write, step, chunks, self._timed), is_cut=True)
 
-        def write() -> None:
-            try:
-                self._write(step, chunks())
-            except BaseException as err:
-                self._fail(err)
-
-        self._add(write, is_cut=True)
-
-    @property
-    def sink(self) -> SinkInThread:
-        """The sink, for the thread that made this one."""
-        return SinkInThread(self.call)
-
-    def call(self, do: Callable[[WatchedSink], T]) -> T:
-        """Return what the thread gets from the sink, after the parts before it.
-
-        Args:
-            do: Given the sink.
-
-        Raises:
-            SinkError: The sink hangs.
-            BaseException: What the sink raised, or a write before.
-        """
-        answer: Future[T] = Future()
-
-        def ask() -> None:
-            try:
-                answer.set_result(do(self._sink))
-            except BaseException as err:
-                answer.set_exception(err)
-
-        self._add(ask, is_cut=False)
-        self._wait_until(answer.done)
-        if not answer.done():
-            assert self.error is not None
-            raise self.error
-        return answer.result()
-
-    def write_now(self, step: int, chunks: Iterable[tuple[str, Content]]) -> None:
+    def write_now(self, step: int, chunks: Chunks) -> None:
         """Write a part, after those before it, and wait for it.
 
         Args:
             step: Of its cut.
-            chunks: Names and contents, which the calling thread makes.
+            chunks: The calling thread makes them.
 
         Raises:
             SinkError: The sink hangs.
             BaseException: What the sink raised, now or before.
         """
         self.wait()
+        if self.error is None:
+            self._write(step, lambda: chunks, self._ask)
         if self.error is not None:
             raise self.error
-        try:
-            for name, part in chunks:
-                self.sink.write(name, part)
-                self.num_bytes += len(part) if isinstance(part, bytes) else num_bytes(part)
-        except BaseException as err:
-            self.error = err
-            raise
-        self.written_step = step
 
     def wait(self) -> None:
         """Wait until every part is written, or one has failed, or the sink hangs."""
@@ -133,9 +92,13 @@ class CutWriter:
 
     def look(self) -> None:
         """Take a call of the sink that has not returned in time as an error."""
-        error = None if self.error is not None else self._sink.overdue(self._timeout_s)
-        if error is not None:
-            self._fail(error)
+        if self.error is None and (call := self._overdue()) is not None:
+            self._fail(
+                SinkError(
+                    f"{self._sink} hangs: its {call} has not returned for {self._timeout_s:g} s. Find out why, or give "
+                    "it longer (EmbeddingDeltas(sink_timeout_s=...), which the strategy's timeout= bounds)."
+                )
+            )
 
     def close(self, timeout_s: float) -> None:
         """End: what is being written is finished within a time, what waits is dropped.
@@ -147,14 +110,70 @@ class CutWriter:
             self._drop()
             self._ends = True
             if self._thread is not None:
-                self._jobs.append((False, self._close_sink))
+                self._jobs.append((False, self._close_quietly))
             self._changed.notify_all()
         if self._thread is not None:
-            self._thread.join(0 if self._sink.overdue(self._timeout_s) else timeout_s)
+            self._thread.join(0 if self._overdue() else timeout_s)
 
-    def _close_sink(self) -> None:
-        with contextlib.suppress(Exception):
-            self._sink.close()
+    # -- calls of the sink, after the parts before them: each raises what the sink does, or that it hangs -------------
+
+    def check(self) -> None:
+        """Find out whether parts can be written, as far as the sink can tell."""
+        self._ask("check", lambda: check_sink(self._sink))
+
+    def names(self) -> list[str]:
+        """Return the names of all parts."""
+        return self._ask("names", lambda: list(self._sink.names()))
+
+    def read(self, name: str) -> bytes:
+        """Return a part."""
+        return self._ask(f"read of {name}", lambda: self._sink.read(name))
+
+    def close_sink(self) -> None:
+        """Let go of the sink's connections."""
+        self._ask("close", self._sink.close)
+
+    # -- inside --------------------------------------------------------------------------------------------------------
+
+    def _ask(self, what: str, do: Callable[[], T]) -> T:
+        """Return what the thread gets from a call of the sink."""
+        answer: Future[T] = Future()
+
+        def ask() -> None:
+            try:
+                answer.set_result(self._timed(what, do))
+            except BaseException as err:
+                answer.set_exception(err)
+
+        self._add(ask, is_cut=False)
+        self._wait_until(answer.done)
+        if not answer.done():
+            assert self.error is not None
+            raise self.error
+        return answer.result()
+
+    def _timed(self, what: str, do: Callable[[], T]) -> T:
+        self._call = what, time.monotonic()
+        try:
+            return do()
+        finally:
+            self._call = None
+
+    def _overdue(self) -> str | None:
+        """Return the call of the sink that has not returned in time."""
+        call = self._call
+        return None if call is None or time.monotonic() - call[1] < self._timeout_s else call[0]
+
+    def _write(self, step: int, chunks: Callable[[], Chunks], call: Callable[[str, Callable[[], None]], None]) -> None:
+        try:
+            for name, pieces in chunks():
+                call(f"write of {name}", partial(self._keep, name, pieces))
+                self.num_bytes += sum(map(len, pieces))
+                if self.error is not None:  # it came back after it had counted as one that hangs
+                    return
+            self.written_step = step
+        except BaseException as err:
+            self._fail(err)
 
     def _add(self, do: Callable[[], None], *, is_cut: bool) -> None:
         with self._changed:
@@ -193,45 +212,6 @@ class CutWriter:
                 self.num_outstanding -= is_cut
                 self._changed.notify_all()
 
-    def _write(self, step: int, chunks: Iterable[tuple[str, Content]]) -> None:
-        for name, part in chunks:
-            self._sink.write(name, part)
-            self.num_bytes += len(part) if isinstance(part, bytes) else num_bytes(part)
-            if self.error is not None:  # it came back after it had counted as one that hangs
-                return
-        self.written_step = step
-
-
-class SinkInThread:
-    """A sink whose calls a thread makes, while the caller waits, but not without limit.
-
-    Args:
-        call: Lets the thread do something with the sink, and waits.
-    """
-
-    def __init__(self, call: Callable[[Callable[[WatchedSink], Any]], Any]) -> None:
-        self._call = call
-
-    def check(self) -> None:
-        """Find out whether parts can be written, as far as the sink can tell."""
-        self._call(lambda sink: sink.check())
-
-    def write(self, name: str, part: Content) -> None:
-        """Keep a part."""
-        self._call(lambda sink: sink.write(name, part))
-
-    def names(self) -> list[str]:
-        """Return the names of all parts."""
-        return list(self._call(lambda sink: sink.names()))
-
-    def read(self, name: str) -> bytes:
-        """Return a part."""
-        return bytes(self._call(lambda sink: sink.read(name)))
-
-    def remove(self, names: Iterable[str]) -> None:
-        """Remove parts."""
-        self._call(lambda sink: sink.remove(names))
-
-    def close(self) -> None:
-        """Let go of connections."""
-        self._call(lambda sink: sink.close())
+    def _close_quietly(self) -> None:
+        with contextlib.suppress(Exception):
+            self._timed("close", self._sink.close)

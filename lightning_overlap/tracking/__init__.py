@@ -4,11 +4,8 @@ A row is marked when its update is made, a deferred one's too, and never when it
 updates, and some are dropped.
 """
 
-from .copies import CopiedTable as CopiedTable
 from .copies import RowCopy as RowCopy
 from .dense_copies import DenseCopy as DenseCopy
 from .dense_copies import changed_rows as changed_rows
 from .touched_rows import TouchedRows as TouchedRows
 from .windows import Window as Window
-from .windows import packed as packed
-from .windows import windows_of as windows_of

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from concurrent.futures import Future
-from dataclasses import dataclass
-from typing import NamedTuple, Protocol
+from typing import NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
@@ -12,7 +11,7 @@ from torch import Tensor
 from ..runtime import LookupOrder
 from ..tables import KernelShards
 from .dense_copies import to_host
-from .kept_memory import LentMemory, taken_by
+from .kept_memory import KeptMemory
 from .row_marks import DeviceMarks
 
 GATHERED_AT_ONCE = 1 << 17
@@ -38,51 +37,8 @@ class CopiedTable(NamedTuple):
     values_ND: Tensor
 
 
-class RowCopy(Protocol):
-    """A copy that may still be under way."""
-
-    def wait_copied(self) -> None:
-        """Let whoever writes the tables next wait for it: the host where it copies, else the current stream."""
-
-    def tables(self) -> list[CopiedTable]:
-        """Wait for it on the host, in any thread, and return what was copied."""
-
-    def give_back(self) -> None:
-        """Say that nobody reads the values any more: their memory may be written. The rows' numbers stay."""
-
-
-def copy_on_host(
-    kernel: KernelShards, rows: list[Tensor], first_shard: int, memory: LentMemory, *, states: bool
-) -> list[CopiedTable]:
-    """Copy rows of a kernel's tables; any thread may do so while nobody writes them.
-
-    Args:
-        kernel: Whose tables.
-        rows: Of each of its shards, `(N,)`, int64.
-        first_shard: Number of its first shard.
-        memory: Takes the values.
-        states: Whether to copy the optimizer's state too.
-    """
-    copied = []
-    for number, (rows_N, fields) in enumerate(zip(rows, _fields(kernel, states=states), strict=True)):
-        for field, values in fields.items() if rows_N.numel() else ():
-            values_ND = memory.empty((len(rows_N), values.shape[1]), values.dtype)
-            torch.index_select(values, 0, rows_N, out=values_ND)
-            copied.append(CopiedTable(first_shard + number, field, rows_N, values_ND))
-    return copied
-
-
-def bytes_on_host(kernel: KernelShards, rows: list[Tensor], *, states: bool) -> int:
-    """Return how much memory `copy_on_host` takes."""
-    return sum(
-        taken_by((len(rows_N), values.shape[1]), values.dtype)
-        for rows_N, fields in zip(rows, _fields(kernel, states=states), strict=True)
-        for values in fields.values()
-    )
-
-
-def _fields(kernel: KernelShards, *, states: bool) -> list[dict[str, Tensor]]:
-    """Return the values and the states of each shard, `(rows, columns)`."""
+def fields_of(kernel: KernelShards, *, states: bool) -> list[dict[str, Tensor]]:
+    """Return the values of each shard and, where asked for, its optimizer's states by kind, each `(rows, columns)`."""
     kinds: list[dict[str, Tensor]] = kernel.states() if states else [{} for _ in kernel.shards]
     return [
         {field: _two_dim(values.detach()) for field, values in {WEIGHT: shard.weight, **of_shard}.items()}
@@ -90,41 +46,48 @@ def _fields(kernel: KernelShards, *, states: bool) -> list[dict[str, Tensor]]:
     ]
 
 
-class HostCopy:
-    """A copy that a thread makes.
+def copy_on_host(
+    shards: list[dict[str, Tensor]], rows: list[Tensor], kept: KeptMemory
+) -> tuple[list[CopiedTable], Tensor]:
+    """Return copies of rows, and the memory of their values; any thread may do so while nobody writes the tables.
 
     Args:
-        copying: Gives what it has copied, and the memory of the values.
+        shards: The fields of each shard of the rank.
+        rows: Of each of them, `(N,)`, int64.
+        kept: Lends the memory.
     """
+    wanted = [
+        (number, field, rows_N, values)
+        for number, (rows_N, fields) in enumerate(zip(rows, shards, strict=True))
+        for field, values in fields.items()
+        if rows_N.numel()
+    ]
+    lent, memory = kept.lend([((len(rows_N), values.shape[1]), values.dtype) for *_, rows_N, values in wanted])
+    copied = []
+    for (number, field, rows_N, values), values_ND in zip(wanted, lent, strict=True):
+        torch.index_select(values, 0, rows_N, out=values_ND)
+        copied.append(CopiedTable(number, field, rows_N, values_ND))
+    return copied, memory
 
-    def __init__(self, copying: Future[tuple[list[CopiedTable], LentMemory]]) -> None:
-        self._copying = copying
+
+class HostCopy:
+    """A copy that a thread makes, by `copy_on_host`, into kept memory."""
+
+    def __init__(self, copying: Future[tuple[list[CopiedTable], Tensor]], kept: KeptMemory) -> None:
+        self._copying, self._kept = copying, kept
 
     def wait_copied(self) -> None:
-        """Wait for the thread."""
+        """Let the host wait for it."""
         self._copying.exception()
 
     def tables(self) -> list[CopiedTable]:
-        """Wait for the thread; return what it has copied."""
+        """Wait for it on the host, in any thread, and return what was copied."""
         return self._copying.result()[0]
 
     def give_back(self) -> None:
-        """Say that nobody reads the values any more."""
+        """Say that nobody reads the values any more: their memory may be written. The rows' numbers stay."""
         if self._copying.exception() is None:
-            self._copying.result()[1].give_back()
-
-
-@dataclass(frozen=True, slots=True)
-class _Gathered:
-    """Rows of all tables of a kernel, gathered on the device; more than there are marked."""
-
-    kernel: KernelShards
-    first_shard: int
-    first_rows: tuple[int, ...]
-    num_marked: Tensor
-    rows: Tensor
-    fields: tuple[tuple[str, Tensor, tuple[int, ...]], ...]
-    """Name, values and each table's number of columns."""
+            self._kept.give_back(self._copying.result()[1])
 
 
 class DeviceCopy:
@@ -146,12 +109,12 @@ class DeviceCopy:
         states: bool,
     ) -> None:
         self._copying, self._streams = copying, order.streams
-        self._gathered = []
+        self._gathered: list[_Gathered] = []
         first_shard = 0
         order.lookup_waits()  # a module's own forward has its update on the compute stream
         with order.on_lookup():
             for kernel, marks in kernels:
-                self._gathered.append(_gather(kernel, marks, first_shard, states=states))
+                self._gathered.append(_Gathered(kernel, marks, first_shard, states=states))
                 first_shard += len(kernel.shards)
         self._event = order.streams.record(order.lookup)
 
@@ -162,10 +125,10 @@ class DeviceCopy:
     def tables(self) -> list[CopiedTable]:
         """Wait for the gathering, take what is marked to the host, and return it."""
         if self._copying is None:
-            return [table for gathered in self._gathered for table in _split(gathered)]
+            return [table for gathered in self._gathered for table in gathered.split()]
         with torch.cuda.device(self._copying.device), torch.cuda.stream(self._copying):
             self._event.synchronize()  # the sizes are the host's to know now, in this thread
-            copied = [table for gathered in self._gathered for table in _split(gathered)]
+            copied = [table for gathered in self._gathered for table in gathered.split()]
         self._gathered.clear()
         return copied
 
@@ -173,19 +136,38 @@ class DeviceCopy:
         """Do nothing: pinned memory goes back to torch when nobody holds the values."""
 
 
-def _gather(kernel: KernelShards, marks: DeviceMarks, first_shard: int, *, states: bool) -> _Gathered:
-    kernel.write_back_cache()
-    rows, num_marked = marks.take()
-    kinds = kernel.states() if states else []
-    tensors = {WEIGHT: [shard.weight for shard in kernel.shards]}
-    for of_shard in kinds:
-        for field, values in of_shard.items():
-            tensors.setdefault(field, []).append(_two_dim(values))
-    fields = tuple(
-        (field, _gather_rows(parts, marks, rows), tuple(part.shape[1] for part in parts))
-        for field, parts in tensors.items()
-    )
-    return _Gathered(kernel, first_shard, marks.first_rows, num_marked, rows, fields)
+RowCopy: TypeAlias = HostCopy | DeviceCopy
+"""A copy that may still be under way."""
+
+
+class _Gathered:
+    """Rows of all tables of a kernel, gathered on the device; more than there are marked."""
+
+    def __init__(self, kernel: KernelShards, marks: DeviceMarks, first_shard: int, *, states: bool) -> None:
+        kernel.write_back_cache()
+        self._first_shard, self._first_rows = first_shard, marks.first_rows
+        self._rows, self._num_marked = marks.take()
+        shards = fields_of(kernel, states=states)
+        tables = {field: [of_shard[field] for of_shard in shards] for field in shards[0]}
+        self._widths = {field: [table.shape[1] for table in of_field] for field, of_field in tables.items()}
+        self._values = {field: _gather_rows(of_field, marks, self._rows) for field, of_field in tables.items()}
+
+    def split(self) -> list[CopiedTable]:
+        """Take what is marked to the host; tell it by table."""
+        num_marked = int(self._num_marked)
+        rows = to_host(self._rows[:num_marked])
+        values = {field: to_host(of_field[:num_marked]) for field, of_field in self._values.items()}
+        if self._rows.is_cuda:
+            torch.cuda.current_stream().synchronize()
+        ends = torch.searchsorted(rows, torch.tensor(self._first_rows)).tolist()
+        copied = []
+        for field, of_field in values.items():
+            for number, width in enumerate(self._widths[field]):
+                start, end = ends[number], ends[number + 1]
+                if end > start:
+                    rows_N, values_ND = rows[start:end] - self._first_rows[number], of_field[start:end, :width]
+                    copied.append(CopiedTable(self._first_shard + number, field, rows_N, values_ND.contiguous()))
+        return copied
 
 
 def _gather_rows(parts: list[Tensor], marks: DeviceMarks, rows: Tensor) -> Tensor:
@@ -211,30 +193,9 @@ def _gather_rows(parts: list[Tensor], marks: DeviceMarks, rows: Tensor) -> Tenso
                 continue
             own = (table == number).unsqueeze(1)
             values = part.index_select(0, (some - first_rows[number]).clamp(0, part.shape[0] - 1))
-            found[first : first + len(some), : part.shape[1]] = torch.where(
-                own, values, found[first : first + len(some), : part.shape[1]]
-            )
+            place = found[first : first + len(some), : part.shape[1]]
+            place.copy_(torch.where(own, values, place))
     return found
-
-
-def _split(gathered: _Gathered) -> list[CopiedTable]:
-    """Take the marked rows of a kernel to the host; tell them by table."""
-    num_marked = int(gathered.num_marked)
-    rows = to_host(gathered.rows[:num_marked])
-    values = [to_host(of_field[:num_marked]) for _, of_field, _ in gathered.fields]
-    if gathered.rows.is_cuda:
-        torch.cuda.current_stream().synchronize()
-    ends = torch.searchsorted(rows, torch.tensor(gathered.first_rows)).tolist()
-    copied = []
-    for (field, _, widths), on_host in zip(gathered.fields, values, strict=True):
-        for number, width in enumerate(widths):
-            start, end = ends[number], ends[number + 1]
-            if end > start:
-                own = rows[start:end] - gathered.first_rows[number]
-                copied.append(
-                    CopiedTable(gathered.first_shard + number, field, own, on_host[start:end, :width].contiguous())
-                )
-    return copied
 
 
 def _two_dim(values: Tensor) -> Tensor:

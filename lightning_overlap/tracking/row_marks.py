@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import accumulate
-from typing import NamedTuple, TypeAlias
+from typing import Any, TypeAlias
 
 import numpy as np
 import torch
@@ -16,23 +16,8 @@ from torch import Tensor
 FLAGGED_FROM = 2
 """Ids for each row from which on it is quicker to flag the rows of a table than to sort the ids."""
 
-
 _Ids: TypeAlias = np.ndarray[tuple[int], np.dtype[np.int64]]
 """On a host, `(N,)`."""
-
-
-class LookedUp(NamedTuple):
-    """What a kernel was given to look up.
-
-    Args:
-        indices_N: Rows, integer, feature by feature.
-        offsets: Where each bag begins in them, `(sum of the features' batch sizes + 1,)`, integer.
-        batch_sizes: Of each feature; None: they are alike.
-    """
-
-    indices_N: Tensor
-    offsets: Tensor
-    batch_sizes: tuple[int, ...] | None
 
 
 class HostMarks:
@@ -53,9 +38,14 @@ class HostMarks:
         self._num_ids = self._num_kept = 0
         self._rows: list[list[Tensor]] = [[] for _ in num_rows]
 
-    def add(self, looked_up: tuple[Tensor, Tensor, tuple[int, ...] | None]) -> None:
-        """Mark the rows of a lookup, given as in `LookedUp`."""
-        indices_N, offsets, batch_sizes = looked_up
+    def add(self, indices_N: Tensor, offsets: Tensor, batch_sizes: tuple[int, ...] | None) -> None:
+        """Mark the rows of a lookup.
+
+        Args:
+            indices_N: Rows, integer, feature by feature.
+            offsets: Where each bag begins in them, `(sum of the features' batch sizes + 1,)`, integer.
+            batch_sizes: Of each feature; None: they are alike.
+        """
         num_ids = indices_N.numel()
         if not num_ids:  # offsets of no bags at all tell nothing of features
             return
@@ -68,7 +58,8 @@ class HostMarks:
             self._num_kept += num_ids
         self._num_ids += num_ids
         if self._num_kept > 2 * self._num_all_rows:
-            self._fold()
+            self._rows = [[rows_N] for rows_N in self.take()]
+            self._num_ids = self._num_kept = sum(rows_N.numel() for [rows_N] in self._rows)
 
     def add_rows(self, table: int, rows_N: Tensor) -> None:
         """Mark rows `(N,)`, int64, of one table."""
@@ -81,11 +72,6 @@ class HostMarks:
         """How many rows may be marked, at most."""
         return min(self._num_ids, self._num_all_rows)
 
-    def _fold(self) -> None:
-        folded = self.take()
-        self._rows = [[rows] for rows in folded]
-        self._num_ids = self._num_kept = sum(rows.numel() for rows in folded)
-
     def rows(self) -> list[Tensor]:
         """Return the marked rows of each table, `(N,)`, int64, each once, in their order.
 
@@ -97,7 +83,7 @@ class HostMarks:
         for num_ids, kept_N, offsets, batch_sizes in self._lookups:
             ids_N = kept_N.numpy()
             on_host = ids_N[num_ids:] if offsets is None else offsets.numpy()
-            ends = _boundaries_on_host(num_features, on_host, batch_sizes)
+            ends = on_host[_boundaries(num_features, on_host.size, batch_sizes)].tolist()
             for feature, table in enumerate(self._table_of_feature):
                 ids[table].append(ids_N[ends[feature] : ends[feature + 1]])
         return [_unique(found, num_rows) for found, num_rows in zip(ids, self._num_rows, strict=True)]
@@ -111,22 +97,12 @@ class HostMarks:
         return rows
 
 
-def _boundaries(num_features: int, offsets: Tensor, batch_sizes: tuple[int, ...] | None) -> Tensor:
-    """Return where the ids of each feature begin, and the last one's end, `(F + 1,)`, without a sync."""
-    if batch_sizes is None:
-        return offsets[:: max(1, (offsets.numel() - 1) // max(1, num_features))][: num_features + 1]
-    ends = torch.tensor([0, *accumulate(batch_sizes)], pin_memory=offsets.is_cuda)
-    return offsets.index_select(0, ends.to(offsets.device, non_blocking=True))
-
-
-def _boundaries_on_host(num_features: int, offsets: _Ids, batch_sizes: tuple[int, ...] | None) -> list[int]:
-    """Return what `_boundaries` does."""
-    if batch_sizes is None:
-        ends = offsets[:: max(1, (offsets.size - 1) // max(1, num_features))][: num_features + 1]
-    else:
-        ends = offsets[list(accumulate(batch_sizes, initial=0))]
-    found: list[int] = ends.tolist()
-    return found
+def _boundaries(num_features: int, num_offsets: int, batch_sizes: tuple[int, ...] | None) -> slice | list[int]:
+    """Return at which offsets the ids of each feature begin, and the last one's end: F + 1 of them."""
+    if batch_sizes is not None:
+        return [0, *accumulate(batch_sizes)]
+    batch_size = max(1, (num_offsets - 1) // max(1, num_features))
+    return slice(0, num_features * batch_size + 1, batch_size)
 
 
 def _unique(ids: list[_Ids], num_rows: int) -> Tensor:
@@ -136,10 +112,10 @@ def _unique(ids: list[_Ids], num_rows: int) -> Tensor:
     if ids_N.size < FLAGGED_FROM * num_rows:
         rows_N = _sorted(ids_N)
         if rows_N.size and not 0 <= rows_N[0] <= rows_N[-1] < num_rows:
-            rows_N = _sorted(_valid_on_host(rows_N, num_rows))
+            rows_N = _sorted(_valid(rows_N, num_rows))
         return torch.from_numpy(rows_N.astype(np.int64, copy=False))
     flags_R = np.zeros(num_rows, dtype=bool)
-    flags_R[_valid_on_host(ids_N, num_rows)] = True
+    flags_R[_valid(ids_N, num_rows)] = True
     return torch.from_numpy(np.flatnonzero(flags_R))
 
 
@@ -151,25 +127,15 @@ def _sorted(sorted_N: _Ids) -> _Ids:
     return sorted_N[is_first_N]
 
 
-def _valid_on_host(ids_N: _Ids, num_rows: int) -> _Ids:
-    """Return the ids with those of no row as 0, see `_valid`."""
-    return np.where((ids_N >= 0) & (ids_N < num_rows), ids_N, 0)
-
-
-def _valid(ids_N: Tensor, num_rows: Tensor) -> Tensor:
+def _valid(ids_N: Any, num_rows: Any) -> Any:
     """Return the ids with those of no row as 0: a kernel that checks its bounds updates row 0 for them."""
-    return torch.where((ids_N >= 0) & (ids_N < num_rows), ids_N, 0)
+    return ids_N * ((ids_N >= 0) & (ids_N < num_rows))
 
 
 class DeviceMarks:
-    """Keeps a flag of one byte for each row. Nothing here has a size that the host would have to wait for.
+    """Keeps a flag of one byte for each row of the tables of `HostMarks`, on a device.
 
-    Everything runs on the current stream.
-
-    Args:
-        num_rows: Of each table.
-        table_of_feature: The number of the table of each feature.
-        device: Of the flags.
+    Everything runs on the current stream, and nothing has a size that the host would have to wait for.
     """
 
     def __init__(self, num_rows: Sequence[int], table_of_feature: Sequence[int], device: torch.device) -> None:
@@ -188,13 +154,17 @@ class DeviceMarks:
         """All memory of the marks, which several streams use."""
         return [self.ends_T, self._first_F, self._num_rows_F, self._flags_R]
 
-    def add(self, looked_up: tuple[Tensor, Tensor, tuple[int, ...] | None]) -> None:
-        """Mark the rows of a lookup, given as in `LookedUp`."""
-        indices_N, offsets, batch_sizes = looked_up
+    def add(self, indices_N: Tensor, offsets: Tensor, batch_sizes: tuple[int, ...] | None) -> None:
+        """Mark the rows of a lookup, given as to `HostMarks`."""
         num_ids = indices_N.numel()
         if not num_ids:
             return
-        ends = _boundaries(self._first_F.numel(), offsets, batch_sizes)
+        places = _boundaries(self._first_F.numel(), offsets.numel(), batch_sizes)
+        if isinstance(places, slice):
+            ends = offsets[places]
+        else:
+            on_host = torch.tensor(places, pin_memory=offsets.is_cuda)
+            ends = offsets.index_select(0, on_host.to(offsets.device, non_blocking=True))
         positions_N = torch.arange(num_ids, device=indices_N.device)
         feature_N = torch.searchsorted(ends[1:].long().contiguous(), positions_N, right=True)
         feature_N.clamp_(max=self._first_F.numel() - 1)

@@ -11,11 +11,11 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from ..runtime import LookupOrder
-from ..tables import KernelShards, TableShard, kernel_shards, num_fused_writes, sharded_modules
-from .copies import WEIGHT, CopiedTable, DeviceCopy, HostCopy, RowCopy, bytes_on_host, copy_on_host
-from .kept_memory import KeptMemory, LentMemory
+from ..tables import TableShard, kernel_shards, num_fused_writes, sharded_modules
+from .copies import CopiedTable, DeviceCopy, HostCopy, RowCopy, copy_on_host, fields_of
+from .kept_memory import KeptMemory
 from .row_marks import DeviceMarks, HostMarks
-from .windows import Window, packed, windows_of
+from .windows import Window, packs_of
 
 
 class TouchedRows:
@@ -32,8 +32,8 @@ class TouchedRows:
 
     Attributes:
         shards: Of all fused tables of this rank.
-        dense: Shards of the dense optimizer's tables and of replicas, with whether all ranks have them alike.
-        dense_states: The optimizer's state of each of these by kind, where the backward updates it.
+        dense: Shards of the dense optimizer's tables and of replicas, each with whether all ranks have it alike, and
+            with its optimizer's state by kind, where states are asked for and the backward updates them.
 
     Raises:
         ValueError: The model has tables whose rows cannot be told by their number.
@@ -46,13 +46,13 @@ class TouchedRows:
         self._order, self._states = order, states
         self._on_device = order.streams.is_async
         self.shards: list[TableShard] = [shard for kernel in self._kernels for shard in kernel.shards]
-        self.dense: list[tuple[TableShard, bool]] = [
-            (shard, kernel.is_replicated) for kernel in kernels if not kernel.is_fused for shard in kernel.shards
+        self.dense: list[tuple[TableShard, bool, dict[str, Tensor]]] = [
+            (shard, kernel.is_replicated, of_shard if states else {})
+            for kernel in kernels
+            if not kernel.is_fused
+            for shard, of_shard in zip(kernel.shards, kernel.states(), strict=True)
         ]
-        self.dense_states: list[dict[str, Tensor]] = [
-            of_shard if states else {} for kernel in kernels if not kernel.is_fused for of_shard in kernel.states()
-        ]
-        self._marks: list[Any] = [self._new_marks(kernel) for kernel in self._kernels]
+        self._marks = self._new_marks()
         self._spare_marks: list[Any] | None = None
         self._kept = KeptMemory()
         self._copier = ThreadPoolExecutor(1, "copy of touched rows")
@@ -63,27 +63,31 @@ class TouchedRows:
         self._is_whole: bool | None = True
         self._handles: list[RemovableHandle] = []
 
-    def _new_marks(self, kernel: KernelShards) -> HostMarks | DeviceMarks:
-        num_rows = [shard.weight.shape[0] for shard in kernel.shards]
-        if self._on_device:
-            marks = DeviceMarks(num_rows, kernel.table_of_feature, kernel.shards[0].weight.device)
-            self._order.hand_to_lookup(marks.tensors)
-            return marks
-        return HostMarks(num_rows, kernel.table_of_feature, copies=not kernel.receives_ids)
+    def _new_marks(self) -> list[Any]:
+        found: list[DeviceMarks | HostMarks] = []
+        for kernel in self._kernels:
+            num_rows = [shard.weight.shape[0] for shard in kernel.shards]
+            if self._on_device:
+                marks = DeviceMarks(num_rows, kernel.table_of_feature, kernel.shards[0].weight.device)
+                self._order.hand_to_lookup(marks.tensors)
+                found.append(marks)
+            else:
+                found.append(HostMarks(num_rows, kernel.table_of_feature, copies=not kernel.receives_ids))
+        return found
 
     # -- marking ------------------------------------------------------------------------------------------------
 
     def attach(self) -> None:
         """Begin to mark."""
-        for number, kernel in enumerate(self._kernels):
-            hook = self._watch(number)
-            self._handles.append(kernel.kernel.register_forward_hook(hook, with_kwargs=True))
+        self._handles = [
+            kernel.kernel.register_forward_hook(self._watch(number), with_kwargs=True)
+            for number, kernel in enumerate(self._kernels)
+        ]
 
     def detach(self) -> None:
         """Mark no more; wait for a copy that is under way on the host."""
         for handle in self._handles:
             handle.remove()
-        self._handles.clear()
         self._copier.shutdown()
 
     def _watch(self, kernel: int) -> Callable[..., None]:
@@ -103,7 +107,7 @@ class TouchedRows:
         offsets = kwargs["offsets"] if "offsets" in kwargs else args[1]
         sizes = kwargs.get("batch_size_per_feature_per_rank")
         batch_sizes = None if sizes is None else tuple(sum(of_feature) for of_feature in sizes)
-        self._marks[kernel].add((indices, offsets, batch_sizes))
+        self._marks[kernel].add(indices, offsets, batch_sizes)
 
     def mark(self, name: str, rows: Tensor) -> None:
         """Mark rows of a table by their numbers in the whole table; those of other ranks are passed over.
@@ -146,13 +150,12 @@ class TouchedRows:
         marks = self._marks
         self._writes_before, self._is_whole = self.num_writes, None
         if self._on_device:
-            with_marks = list(zip(self._kernels, marks, strict=True))
-            self._copy = DeviceCopy(with_marks, self._order, self._to_host, states=self._states)
+            kernels = list(zip(self._kernels, marks, strict=True))
+            self._copy = DeviceCopy(kernels, self._order, self._to_host, states=self._states)
             return self._copy
-        spare = self._spare_marks  # of the copy before, which is over
-        self._marks = [self._new_marks(kernel) for kernel in self._kernels] if spare is None else spare
-        self._spare_marks = marks
-        self._copy = HostCopy(self._copier.submit(self._copy_on_host, marks))
+        # the spare ones are of the copy before, which is over
+        self._marks, self._spare_marks = self._spare_marks or self._new_marks(), marks
+        self._copy = HostCopy(self._copier.submit(self._copy_on_host, marks), self._kept)
         return self._copy
 
     def settle(self) -> bool:
@@ -173,15 +176,12 @@ class TouchedRows:
             if not self._on_device:
                 self._copy = None  # a host has waited, a device's other streams have not
 
-    def _copy_on_host(self, marks: list[HostMarks]) -> tuple[list[CopiedTable], LentMemory]:
-        rows = [of_kernel.take() for of_kernel in marks]
-        of_kernels = list(zip(self._kernels, rows, strict=True))
-        memory = self._kept.lend(sum(bytes_on_host(*of_kernel, states=self._states) for of_kernel in of_kernels))
-        copied, first_shard = [], 0
-        for kernel, of_kernel in of_kernels:
-            copied += copy_on_host(kernel, of_kernel, first_shard, memory, states=self._states)
-            first_shard += len(kernel.shards)
-        return copied, memory
+    def _copy_on_host(self, marks: list[HostMarks]) -> tuple[list[CopiedTable], Tensor]:
+        rows = [rows_N for of_kernel in marks for rows_N in of_kernel.take()]
+        return copy_on_host(self._fields(), rows, self._kept)
+
+    def _fields(self) -> list[dict[str, Tensor]]:
+        return [of_shard for kernel in self._kernels for of_shard in fields_of(kernel, states=self._states)]
 
     @property
     def shard_states(self) -> list[dict[str, Tensor]]:
@@ -195,21 +195,13 @@ class TouchedRows:
         """How often somebody other than a fused backward has written this rank's fused tables, or said so."""
         return sum(write for module in self._modules for write in num_fused_writes(module)) + self._order.num_told
 
-    def plan_of_all_rows(self) -> list[list[Window]]:
-        """Plan to read all rows of this rank's shards, a few megabytes at a time."""
-        windows: list[Window] = []
-        for number, (shard, of_shard) in enumerate(zip(self.shards, self.shard_states, strict=True)):
-            for field, values in {WEIGHT: shard.weight, **of_shard}.items():
-                windows += windows_of(number, field, values)
-        return packed(windows)
+    def begin_base(self) -> list[list[Window]]:
+        """Return all rows of this rank's shards, a few megabytes at a time, to be read as they are now.
 
-    def read(self, windows: list[Window]) -> list[CopiedTable]:
-        """Copy rows to the host; nobody may write tables meanwhile."""
-        return [window.read() for window in windows]
-
-    def begin_base(self) -> None:
-        """Say that all rows are going to be read as they are now: the marks are gone."""
+        The marks are gone.
+        """
         self.wait_copied()
-        self._marks = [self._new_marks(kernel) for kernel in self._kernels]
+        self._marks = self._new_marks()
         for kernel in self._kernels:
             kernel.write_back_cache()
+        return packs_of(self._fields())

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Mapping
 from typing import NamedTuple
 
 import torch
@@ -15,57 +15,42 @@ CHUNK_BYTES = 64 << 20
 
 
 class Window(NamedTuple):
-    """Some rows of one shard.
+    """Some rows of one shard that follow one another.
 
     Args:
         shard: Number of the shard among all shards of the rank.
         field: `WEIGHT`, or a kind of optimizer state.
-        values: Of the shard, `(rows, columns)` or `(rows,)`, on any device.
-        first: Of the rows.
-        num_rows: How many.
+        first: Number of the first row in the shard.
+        values_ND: A view of the shard, `(rows, columns)`, on any device.
     """
 
     shard: int
     field: str
-    values: Tensor
     first: int
-    num_rows: int
-
-    @property
-    def num_bytes(self) -> int:
-        """How much memory the rows take."""
-        per_row = self.values.shape[1] if self.values.dim() > 1 else 1
-        return self.num_rows * per_row * self.values.element_size()
+    values_ND: Tensor
 
     def read(self) -> CopiedTable:
-        """Copy the rows to the host."""
-        some = self.values.detach()[self.first : self.first + self.num_rows].to("cpu", copy=True)
-        rows = torch.arange(self.first, self.first + self.num_rows)
-        return CopiedTable(self.shard, self.field, rows, some.unsqueeze(1) if some.dim() == 1 else some)
+        """Copy the rows to the host; nobody may write them meanwhile."""
+        rows_N = torch.arange(self.first, self.first + len(self.values_ND))
+        return CopiedTable(self.shard, self.field, rows_N, self.values_ND.to("cpu", copy=True))
 
 
-def windows_of(shard: int, field: str, values: Tensor) -> Iterator[Window]:
-    """Divide a shard, or a state of its optimizer, into windows of `CHUNK_BYTES` at most.
+def packs_of(shards: Iterable[Mapping[str, Tensor]]) -> list[list[Window]]:
+    """Divide shards into windows, and put these together, in their order, as long as they take `CHUNK_BYTES` at most.
 
     Args:
-        shard: Its number.
-        field: `WEIGHT`, or a kind of optimizer state.
-        values: `(rows, columns)` or `(rows,)`, on any device.
+        shards: The values and states of each shard by field, each `(rows, columns)`, on any device.
     """
-    per_row = values.element_size() * (values.shape[1] if values.dim() > 1 else 1)
-    at_once = max(1, CHUNK_BYTES // per_row)
-    for first in range(0, values.shape[0], at_once):
-        yield Window(shard, field, values, first, min(at_once, values.shape[0] - first))
-
-
-def packed(windows: Iterable[Window]) -> list[list[Window]]:
-    """Put windows together, in their order, as long as they take `CHUNK_BYTES` at most."""
     packs: list[list[Window]] = []
     free = 0
-    for window in windows:
-        if not packs or window.num_bytes > free:
-            packs.append([])
-            free = CHUNK_BYTES
-        packs[-1].append(window)
-        free -= window.num_bytes
+    for number, fields in enumerate(shards):
+        for field, values_RD in fields.items():
+            at_once = max(1, CHUNK_BYTES // (values_RD.shape[1] * values_RD.element_size()))
+            for first in range(0, len(values_RD), at_once):
+                window = Window(number, field, first, values_RD[first : first + at_once])
+                if not packs or window.values_ND.nbytes > free:
+                    packs.append([])
+                    free = CHUNK_BYTES
+                packs[-1].append(window)
+                free -= window.values_ND.nbytes
     return packs

@@ -6,7 +6,6 @@ the tables of modes with the costs that `costs.py` reads off a measured step.
 
 from .arms import TRIED as TRIED
 from .arms import Arm as Arm
-from .arms import following as following
 from .auto import Auto as Auto
 from .auto import resolve_auto as resolve_auto
 from .costs import Costs as Costs

@@ -45,11 +45,14 @@ class Arm:
         return _TABLES[self.mode]
 
     @property
+    def ahead(self) -> int:
+        """How many batches ahead it looks rows up."""
+        return self.schedule.steps[self.schedule.position(Stage.EMBEDDING_LOOKUP)].offset
+
+    @property
     def held(self) -> tuple[int, int, int]:
         """What it holds, to compare: batches in flight, embeddings of batches ahead, pools of the allocator."""
-        lookup = self.schedule.step_of(Stage.EMBEDDING_LOOKUP)
-        assert lookup is not None
-        return self.schedule.depth, lookup.offset, list(STREAMS).index(self.stream) if lookup.offset else 0
+        return self.schedule.depth, self.ahead, list(STREAMS).index(self.stream) if self.ahead else 0
 
 
 _TABLES = {name: following(MODES[name]) for name in TRIED}
@@ -65,7 +68,5 @@ def modes_on(stream: str) -> list[Arm]:
 
 def streams_of(arm: Arm) -> list[Arm]:
     """Return a mode on every stream, first as it is; alone where it looks nothing up ahead."""
-    lookup = arm.schedule.step_of(Stage.EMBEDDING_LOOKUP)
-    assert lookup is not None
-    others = [name for name in STREAMS if name != arm.stream] if lookup.offset else []
+    others = [name for name in STREAMS if name != arm.stream] if arm.ahead else []
     return [arm, *(Arm(arm.mode, stream) for stream in others)]

@@ -6,9 +6,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Any
 
-AUTO = "auto"
-"""In the place of a mode's name."""
-
 
 @dataclass(frozen=True, slots=True)
 class Auto:
@@ -41,9 +38,6 @@ class Auto:
                 raise ValueError(f"{field.name} of Auto is a number from {lowest} on, got {value!r}.")
 
 
-_WHY_NOT = "Auto compares modes of the same losses, bit for bit; name the mode to use it."
-
-
 def resolve_auto(pipeline: Any, refused: Mapping[str, Any]) -> Auto | None:
     """Return how modes are tried, or None where a mode was named.
 
@@ -54,10 +48,13 @@ def resolve_auto(pipeline: Any, refused: Mapping[str, Any]) -> Auto | None:
     Raises:
         ValueError: One of them was given.
     """
-    auto = Auto() if pipeline == AUTO else pipeline
+    auto = Auto() if pipeline == "auto" else pipeline
     if not isinstance(auto, Auto):
         return None
     for name, value in refused.items():
         if value:
-            raise ValueError(f"{name}={value!r} changes what a lookup sees or needs a staleness. {_WHY_NOT}")
+            raise ValueError(
+                f"{name}={value!r} changes what a lookup sees or needs a staleness. Auto compares modes of the same "
+                "losses, bit for bit; name the mode to use it."
+            )
     return auto

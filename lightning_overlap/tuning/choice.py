@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
 from statistics import median
 
-from ..text import aligned, or_dash
+from ..text import aligned
 from .arms import Arm
 from .trial import Block
 
@@ -17,41 +16,20 @@ FEWEST = 2
 """Blocks of an arm that count, at least."""
 
 
-@dataclass(frozen=True, slots=True)
-class Result:
-    """What an arm took.
-
-    Args:
-        arm: Which.
-        ms: A batch, the median of its blocks, each that of the slowest rank; None where none counts.
-        spread_ms: Half the distance between the quartiles of its blocks.
-        num_blocks: Those that count.
-    """
-
-    arm: Arm
-    ms: float | None
-    spread_ms: float | None
-    num_blocks: int
-
-
-def results(arms: Sequence[Arm], ranks: Sequence[Sequence[Block]]) -> list[Result]:
-    """Return what each arm took, in the order of the arms.
+def times_of(arms: Sequence[Arm], ranks: Sequence[Sequence[Block]]) -> dict[Arm, list[float]]:
+    """Return what a batch took in the blocks of each arm that count, milliseconds, each that of the slowest rank.
 
     Args:
         arms: What was tried.
         ranks: The blocks of every rank, as many on each and of the same arms.
     """
     usual = [median(block.data_ms for block in blocks) for blocks in ranks]
-    found: dict[int, list[float]] = {number: [] for number in range(len(arms))}
+    found: dict[Arm, list[float]] = {arm: [] for arm in arms}
     for of_ranks in zip(*ranks, strict=True):
         stalled = any(block.data_ms - waits > STALLED * block.ms for block, waits in zip(of_ranks, usual, strict=True))
         if not stalled and not any(block.void for block in of_ranks):
-            found[of_ranks[0].arm].append(max(block.ms for block in of_ranks))
-    times = [found[number] for number in range(len(arms))]
-    return [
-        Result(arm, median(ms) if ms else None, spread(ms) if ms else None, len(ms))
-        for arm, ms in zip(arms, times, strict=True)
-    ]
+            found[arms[of_ranks[0].arm]].append(max(block.ms for block in of_ranks))
+    return found
 
 
 def spread(times: Sequence[float]) -> float:
@@ -60,33 +38,30 @@ def spread(times: Sequence[float]) -> float:
     return (ordered[-1 - quarter] - ordered[quarter]) / 2
 
 
-def is_enough(found: Sequence[Result]) -> bool:
+def is_enough(found: Mapping[Arm, Sequence[float]]) -> bool:
     """Whether every arm has blocks that count."""
-    return all(result.num_blocks >= FEWEST for result in found)
+    return all(len(times) >= FEWEST for times in found.values())
 
 
-def choose(found: Sequence[Result], tie: float) -> Arm | None:
+def choose(found: Mapping[Arm, Sequence[float]], tie: float) -> Arm | None:
     """Return the fastest arm, or among those as fast the one that holds least; None where nothing counts.
 
     Args:
-        found: What each arm took.
+        found: What a batch took in the blocks of each arm, of which the median counts.
         tie: Share of the fastest one's time up to which others are as fast.
     """
-    measured = {one.arm: one.ms for one in found if one.ms is not None and one.num_blocks >= FEWEST}
+    measured = {arm: median(times) for arm, times in found.items() if len(times) >= FEWEST}
     if not measured:
         return None
     limit_ms = min(measured.values()) * (1 + tie)
     return min((arm for arm, ms in measured.items() if ms <= limit_ms), key=lambda arm: (arm.held, measured[arm]))
 
 
-def table(found: Sequence[Result], chosen: Arm | None) -> str:
+def table(found: Mapping[Arm, Sequence[float]], chosen: Arm | None) -> str:
     """Return what each arm took, for the log."""
-    rows = [
-        (
-            *(one.arm.mode, one.arm.stream, or_dash(one.ms, "{:.2f}"), or_dash(one.spread_ms, "{:.2f}")),
-            *(str(one.num_blocks), str(one.arm.schedule.depth), "chosen" if one.arm == chosen else ""),
-        )
-        for one in found
-    ]
-    head = ("mode", "stream", "ms per batch", "+-", "blocks", "batches in flight", "")
-    return aligned([head, *rows], words=(0, 1, 6))
+    rows = [("mode", "stream", "ms per batch", "+-", "blocks", "batches in flight", "")]
+    for arm, times in found.items():
+        took = (f"{median(times):.2f}", f"{spread(times):.2f}") if times else ("-", "-")
+        is_chosen = "chosen" if arm == chosen else ""
+        rows.append((arm.mode, arm.stream, *took, str(len(times)), str(arm.schedule.depth), is_chosen))
+    return aligned(rows, words=(0, 1, 6))

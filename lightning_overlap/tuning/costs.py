@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
+from statistics import fmean
 
 from ..profiling import ALL_TO_ALLS, HOST_LANE, Category, Interval, Span, exclusive_in
 from ..schedules import Stage
@@ -57,8 +58,7 @@ def costs_of(spans: Iterable[Span], window: Interval, sent_bytes: Mapping[str, i
     own = exclusive_in(spans, window)
     sent = sorted((span for span in spans if span.kind is Category.COMMUNICATION), key=lambda span: span.start_ms)
     in_window = [span for span in sent if span.start_ms >= window[0]]
-    dense = [span for span in own if span.kind is Category.DENSE]
-    on_device = any(span.lane != HOST_LANE for span in dense)
+    on_device = any(span.kind is Category.DENSE and span.lane != HOST_LANE for span in own)
     waits = [span.start_ms for span in own if span.kind is Category.WAIT and span.name == EMBEDDINGS]
     merge_ms = waits[-1] if waits else window[0]
     work = dict.fromkeys([*_PART.values(), BEFORE_MERGE, AFTER_MERGE, BEFORE_SENDING, AFTER_SENDING], 0.0)
@@ -69,18 +69,14 @@ def costs_of(spans: Iterable[Span], window: Interval, sent_bytes: Mapping[str, i
             work[str(Stage.COPY_BATCH_TO_DEVICE)] += span.duration_ms
         elif span.stage is not None:
             work[_part(span, in_window, merge_ms)] += span.duration_ms
-    on_host = sum(span.duration_ms for span in own if span.lane == HOST_LANE and _busies(span))
+    hosts = [span for span in own if span.lane == HOST_LANE and span.kind is not Category.COMMUNICATION]
+    on_host = sum(span.duration_ms for span in hosts if span.stage is not None or span.kind is not Category.HOST)
     work[LOOP] = max(0.0, window[1] - window[0] - on_host)
     wire, flight = _link_times(sent, window)
-    if total := sum((sent_bytes or {}).get(name, 0) for name in ALL_TO_ALLS):
-        assert sent_bytes is not None
-        link_ms = sum(wire.values())
-        wire = {name: link_ms * sent_bytes.get(name, 0) / total for name in ALL_TO_ALLS}
+    of_bytes = {name: (sent_bytes or {}).get(name, 0) for name in ALL_TO_ALLS}
+    if total := sum(of_bytes.values()):
+        wire = {name: sum(wire.values()) * num_bytes / total for name, num_bytes in of_bytes.items()}
     return Costs(work, wire, flight, on_device)
-
-
-def _busies(span: Span) -> bool:
-    return span.kind is not Category.COMMUNICATION and (span.stage is not None or span.kind is not Category.HOST)
 
 
 def _is_the_work(span: Span, own: Sequence[Span]) -> bool:
@@ -135,26 +131,24 @@ def over_ranks(ranks: Sequence[Costs], slowest: int) -> Costs:
         ranks: The costs of each.
         slowest: The rank that waits least.
     """
-    wire, flight = (
-        {name: min(getattr(one, kind)[name] for one in ranks) for name in ALL_TO_ALLS} for kind in ("wire", "flight")
-    )
-    return replace(ranks[slowest], wire=wire, flight=flight)
+    return replace(ranks[slowest], wire=_each(min, ranks, "wire"), flight=_each(min, ranks, "flight"))
 
 
 def mean_costs(found: Sequence[Costs]) -> Costs:
     """Return the mean of the costs of several steps."""
-
-    def mean(of: Sequence[Mapping[str, float]]) -> dict[str, float]:
-        return {name: sum(one[name] for one in of) / len(of) for name in of[0]}
-
-    work, wire, flight = (mean([getattr(one, kind) for one in found]) for kind in ("work", "wire", "flight"))
+    work, wire, flight = (_each(fmean, found, kind) for kind in ("work", "wire", "flight"))
     return Costs(work, wire, flight, found[0].on_device)
+
+
+def _each(of: Callable[[list[float]], float], found: Sequence[Costs], kind: str) -> dict[str, float]:
+    times = [getattr(one, kind) for one in found]
+    return {name: of([one[name] for one in times]) for name in times[0]}
 
 
 def shrunk(costs: Costs, share: float) -> Costs:
     """Return the costs where embeddings and gradients keep a share of their bytes."""
-
-    def times_of(times: Mapping[str, float]) -> dict[str, float]:
-        return {name: ms * (share if name in (EMBEDDINGS, GRADIENTS) else 1) for name, ms in times.items()}
-
-    return replace(costs, wire=times_of(costs.wire), flight=times_of(costs.flight))
+    kept = {EMBEDDINGS: share, GRADIENTS: share}
+    wire, flight = (
+        {name: ms * kept.get(name, 1) for name, ms in times.items()} for times in (costs.wire, costs.flight)
+    )
+    return replace(costs, wire=wire, flight=flight)

@@ -7,6 +7,7 @@ difference between two modes.
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from statistics import median
 
@@ -55,9 +56,9 @@ class Walk:
         self._work, self._shared = costs.work, shared
         self._link = costs.wire if shared else costs.flight
         self._on_device = costs.on_device and schedule.has_sparse_stages  # in a forward all is on its stream
-        self._free: dict[str, float] = {}
+        self._free: defaultdict[str, float] = defaultdict(float)  # of the lanes
         self._link_free = 0.0
-        self._there: dict[tuple[str, int], float] = {}
+        self._there: defaultdict[tuple[str, int], float] = defaultdict(float)
         self._updates_later = costs.work.get(str(Stage.EMBEDDING_UPDATE), 0.0) > 0
 
     def step_ms(self) -> float:
@@ -82,52 +83,45 @@ class Walk:
     def _spend(self, lane: str, part: str, not_before: float = 0.0) -> float:
         """Do a part's work on a lane; return its end."""
         lane = lane if self._on_device else "host"
-        end = max(self._free.get(lane, 0.0), not_before) + self._work.get(part, 0.0)
-        self._free[lane] = end
-        return end
+        self._free[lane] = max(self._free[lane], not_before) + self._work.get(part, 0.0)
+        return self._free[lane]
 
     def _send(self, name: str, batch: int, now: float) -> None:
         start = max(now, self._link_free) if self._shared else now
         self._there[name, batch] = end = start + self._link[name]
         self._link_free = end
 
-    def _arrival(self, name: str, batch: int) -> float:
-        return self._there.get((name, batch), 0.0)
-
     def _run(self, step: Step, batch: int) -> None:
-        launched = self._free.get("host", 0.0)  # a stream does nothing before the host has got there
+        launched = self._free["host"]  # a stream does nothing before the host has got there
         if step.stage is Stage.COPY_BATCH_TO_DEVICE:
             self._there["batch", batch] = self._spend("memcpy", str(step.stage), launched)
         elif step.stage is Stage.INPUT_SPLITS_DIST:
-            self._send(SIZES, batch, self._spend("host", SIZES, self._arrival("batch", batch)))
+            self._send(SIZES, batch, self._spend("host", SIZES, self._there["batch", batch]))
         elif step.stage is Stage.INPUT_DATA_DIST:
-            self._send(IDS, batch, self._spend("host", IDS, self._arrival(SIZES, batch)))
+            self._send(IDS, batch, self._spend("host", IDS, self._there[SIZES, batch]))
         elif step.stage is Stage.EMBEDDING_LOOKUP:
             lane = "compute" if step.stream is StreamName.COMPUTE else "lookup"
-            written = self._arrival("tables", batch - 1 - self._schedule.staleness)
-            ready = max(launched, written, self._arrival(IDS, batch))
+            written = self._there["tables", batch - 1 - self._schedule.staleness]
+            ready = max(launched, written, self._there[IDS, batch])
             self._send(EMBEDDINGS, batch, self._spend(lane, EMBEDDINGS, ready))
         elif step.stage is Stage.DENSE_FORWARD:
             self._spend("compute", BEFORE_MERGE, launched)
-            self._spend("compute", AFTER_MERGE, self._arrival(EMBEDDINGS, batch))
+            self._spend("compute", AFTER_MERGE, self._there[EMBEDDINGS, batch])
         elif step.stage is Stage.OPTIMIZER_STEP:
             self._spend("compute", str(step.stage), launched)
         elif step.stage is Stage.EMBEDDING_UPDATE:
-            self._update(batch)
+            part = str(step.stage) if self._updates_later else AFTER_SENDING
+            self._there["tables", batch] = self._spend("lookup", part, self._there[GRADIENTS, batch])
 
     def _backward(self, batch: int, left: Sequence[Step]) -> None:
-        self._send(GRADIENTS, batch, self._spend("compute", BEFORE_SENDING, self._free.get("host", 0.0)))
+        self._send(GRADIENTS, batch, self._spend("compute", BEFORE_SENDING, self._free["host"]))
         for step in left:
             self._run(step, batch + step.offset)
         if not self._schedule.defers_update:
-            self._spend("compute", AFTER_SENDING, self._arrival(GRADIENTS, batch))
+            self._spend("compute", AFTER_SENDING, self._there[GRADIENTS, batch])
             self._there["tables", batch] = self._spend("compute", str(Stage.EMBEDDING_UPDATE))
         elif self._updates_later:  # as measured: what is left of a backward that leaves the update
             self._spend("compute", AFTER_SENDING)
-
-    def _update(self, batch: int) -> None:
-        part = str(Stage.EMBEDDING_UPDATE) if self._updates_later else AFTER_SENDING
-        self._there["tables", batch] = self._spend("lookup", part, self._arrival(GRADIENTS, batch))
 
 
 def can_be_priced(schedule: Schedule) -> bool:

@@ -14,14 +14,7 @@ NUMBER_BYTES = 4
 
 @dataclass(frozen=True, slots=True)
 class Bags:
-    """A table whose pooled embeddings travel.
-
-    Args:
-        name: Of the table.
-        num_rows: Rows.
-        num_columns: Columns, on all ranks.
-        num_features: Features that it pools, each of which sends a row for a sample.
-    """
+    """A table whose pooled embeddings travel: columns on all ranks, and features that each send a row for a sample."""
 
     name: str
     num_rows: int

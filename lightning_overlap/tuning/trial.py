@@ -30,10 +30,7 @@ class Block:
 class Trial:
     """Rounds of blocks, one for each arm; round r begins with arm r, so that no arm always follows the same one.
 
-    Args:
-        arms: What is tried.
-        auto: How long blocks are.
-        per_step: Batches of an optimizer step.
+    A block has whole optimizer steps, of `per_step` batches each.
     """
 
     def __init__(self, arms: Sequence[Arm], auto: Auto, per_step: int = 1) -> None:
@@ -66,14 +63,11 @@ class Trial:
         self._void = self._void or why
 
     def step(self, mark: Any, data_ms: float) -> bool:
-        """Count a batch that has been trained.
+        """Count a batch that has been trained by now; return whether its block is over.
 
         Args:
             mark: The time.
             data_ms: What the data loader was waited for, in all.
-
-        Returns:
-            Whether its block is over.
         """
         self._num += 1
         if self._num == self._settle:

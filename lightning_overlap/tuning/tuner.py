@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -35,14 +35,9 @@ class TimedSource:
     def fetch(self) -> tuple[Any, int, int] | None:
         """Return the next batch of the source."""
         start = time.perf_counter()
-        try:
-            return self._source.fetch()
-        finally:
-            self.waited_ms += (time.perf_counter() - start) * 1e3
-
-
-def _alone(value: Any) -> list[Any]:
-    return [value]
+        fetched = self._source.fetch()
+        self.waited_ms += (time.perf_counter() - start) * 1e3
+        return fetched
 
 
 def say_nothing(text: str) -> None:
@@ -76,8 +71,6 @@ class Tuner:
         self._source: TimedSource | None = None
         self._clock: Timestamps | None = None
         self._streams: CudaStreams | None = None
-        self._gather: Callable[[Any], list[Any]] = _alone
-        self._tell: Callable[[str], None] = say_nothing
         self._next: Arm | None = None
         self._num_left = 0
 
@@ -92,7 +85,7 @@ class Tuner:
         device: torch.device,
         streams: Streams,
         gather: Callable[[Any], list[Any]],
-        tell: Callable[[str], None] = say_nothing,
+        tell: Callable[[str], None],
         *,
         per_step: int = 1,
         moves_lookups: bool = True,
@@ -113,8 +106,8 @@ class Tuner:
         if not self.has_chosen:
             self._clock = timestamps_of(device)
             self._num_left = self._auto.warm_up
-            self._try(modes_on(self.arm.stream))
-            self._walk(modes_on(self.arm.stream)[0])
+            self._trial = Trial(modes_on(self.arm.stream), self._auto, per_step)
+            self._walk(self._trial.arm)
 
     def finish(self) -> None:
         """Say so where training has ended before a choice."""
@@ -127,7 +120,6 @@ class Tuner:
     def stop(self) -> None:
         """End a fit: what was measured of a trial that has not come to its end is dropped."""
         self._trial = self._source = self._clock = self._streams = None
-        self._gather, self._tell = _alone, say_nothing
         if self._next is not None:
             self._walk(self._next)
 
@@ -181,21 +173,18 @@ class Tuner:
 
     # -- the choice ---------------------------------------------------------------------------------------------------
 
-    def _try(self, arms: Sequence[Arm]) -> None:
-        self._trial = Trial(arms, self._auto, self._per_step)
-
     def _compare(self, trial: Trial) -> None:
         assert self._clock is not None
         self._clock.wait()
         trial.read(self._clock)
-        found = choice.results(trial.arms, self._gather(trial.blocks))
+        found = choice.times_of(trial.arms, self._gather(trial.blocks))
         if not choice.is_enough(found) and trial.num_rounds < 2 * self._auto.rounds:
             return
         chosen = choice.choose(found, self._auto.tie)
         self._tried.append(choice.table(found, chosen))
         streams = [] if chosen is None or self._streams is None else streams_of(chosen)
         if len(streams) > 1 and len({arm.mode for arm in trial.arms}) > 1:
-            self._try(streams)
+            self._trial = Trial(streams, self._auto, self._per_step)
             return
         why = f"none is more than {self._auto.tie:.0%} faster, and of those as fast it holds the least"
         if chosen is None:

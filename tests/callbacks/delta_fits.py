@@ -24,7 +24,6 @@ from lightning_overlap.callbacks import EmbeddingDeltas, cuts
 from lightning_overlap.deltas import PartName, decode
 from lightning_overlap.tracking import TouchedRows, touched_rows
 from lightning_overlap.tracking.copies import copy_on_host
-from lightning_overlap.tracking.row_marks import LookedUp
 from tests.support.cases import Batches, Case, Model, make_batch, make_plan
 from tests.support.fits import make_trainer
 
@@ -237,7 +236,7 @@ def fit_marking_lookups(*args: Any, **kwargs: Any) -> Any:
     def watch(self: TouchedRows, kernel: int) -> Any:
         def looked_up(module: Any, args: Any, kwargs: Any, answer: Any) -> None:
             if answer.requires_grad:
-                self._marks[kernel].add(LookedUp(kwargs["indices"].clone(), kwargs["offsets"], None))
+                self._marks[kernel].add(kwargs["indices"].clone(), kwargs["offsets"], None)
                 answer.register_hook(lambda _: self.wait_copied())
 
         return looked_up

@@ -12,8 +12,8 @@ import torch
 
 from lightning_overlap.deltas import PartError, Piece, parse_names
 from lightning_overlap.tracking.copies import HostCopy
-from lightning_overlap.tracking.kept_memory import KeptMemory, LentMemory
-from lightning_overlap.tracking.row_marks import HostMarks, LookedUp
+from lightning_overlap.tracking.kept_memory import KeptMemory
+from lightning_overlap.tracking.row_marks import HostMarks
 
 from ..support.ranks import Ranks
 from .delta_fits import Files, fit_with_deltas
@@ -22,20 +22,19 @@ from .test_deltas import ALL, wrong
 
 def fit_in_pieces(*args: Any, **kwargs: Any) -> Any:
     """Train with a sink that reads the memory of the values, and only after a while; who gives it back, writes it."""
-    give_back = LentMemory.give_back
+    give_back = KeptMemory.give_back
 
     def write_pieces(self: Files, name: str, pieces: list[Piece]) -> None:
         time.sleep(0.02)
         self.write(name, b"".join(pieces))
 
-    def written_by_the_next(self: LentMemory) -> None:
-        if self._content is not None:
-            self._content.fill_(255)
-        give_back(self)
+    def written_by_the_next(self: KeptMemory, memory: torch.Tensor) -> None:
+        memory.fill_(255)
+        give_back(self, memory)
 
     with (
         mock.patch.object(Files, "write_pieces", write_pieces, create=True),
-        mock.patch.object(LentMemory, "give_back", written_by_the_next),
+        mock.patch.object(KeptMemory, "give_back", written_by_the_next),
     ):
         return fit_with_deltas(*args, **kwargs)
 
@@ -66,36 +65,36 @@ def test_memory_that_is_given_back_early_is_noticed(ranks: Ranks, tmp_path: Path
         assert wrong(tmp_path, of_ranks) != {}
 
 
+def lent(kept: KeptMemory, num_bytes: int) -> torch.Tensor:
+    _, memory = kept.lend([((num_bytes,), torch.uint8)])
+    return memory
+
+
 def test_one_piece_of_memory_is_kept_at_most() -> None:
     kept = KeptMemory()
-    first, second = kept.lend(1000), kept.lend(1000)
-    place = first.empty((10,), torch.float32).data_ptr()
-    second.give_back()
-    first.give_back()
-    first.give_back()  # is the same as once
-    again, other = kept.lend(1000), kept.lend(1000)
-    assert again.empty((10,), torch.float32).data_ptr() == place
-    assert other.empty((10,), torch.float32).data_ptr() != place
+    first, second = lent(kept, 1000), lent(kept, 1000)
+    kept.give_back(second)
+    kept.give_back(first)
+    assert lent(kept, 1000).data_ptr() == first.data_ptr()
+    assert lent(kept, 1000).data_ptr() not in (first.data_ptr(), second.data_ptr())
     assert not kept._at_rest
 
 
 def test_memory_fits_what_is_asked_for() -> None:
     kept = KeptMemory()
     for num_bytes in (1000, 100_000, 1000):
-        memory = kept.lend(num_bytes)
-        assert memory._content is not None
-        assert num_bytes <= memory._content.numel() <= 4 * num_bytes
-        memory.give_back()
+        memory = lent(kept, num_bytes)
+        assert num_bytes <= memory.numel() <= 4 * num_bytes
+        kept.give_back(memory)
 
 
 def test_tensors_in_lent_memory_are_apart() -> None:
-    memory = KeptMemory().lend(1000)
-    shapes = {(3, 5): torch.float16, (7,): torch.float64, (0, 4): torch.float32, (2, 2): torch.int8}
-    tensors = [memory.empty(shape, dtype) for shape, dtype in shapes.items()]
+    wanted = [((3, 5), torch.float16), ((7,), torch.float64), ((0, 4), torch.float32), ((2, 2), torch.int8)]
+    tensors, _ = KeptMemory().lend(wanted)
     for number, tensor in enumerate(tensors):
         tensor.fill_(number)
     assert [tensor.unique().tolist() for tensor in tensors] == [[0], [1], [], [3]]
-    assert [(tuple(tensor.shape), tensor.dtype) for tensor in tensors] == list(shapes.items())
+    assert [(tuple(tensor.shape), tensor.dtype) for tensor in tensors] == wanted
 
 
 def test_marks_without_cuts_take_bounded_memory() -> None:
@@ -104,7 +103,7 @@ def test_marks_without_cuts_take_bounded_memory() -> None:
     for step in range(40):
         offsets = torch.zeros(31, dtype=torch.int64)
         offsets[-1] = 1
-        marks.add(LookedUp(torch.tensor([step]), offsets, None))
+        marks.add(torch.tensor([step]), offsets, None)
         assert sum(lookup[1].numel() for lookup in marks._lookups) + sum(map(len, marks._rows[0])) <= 2 * 50
     assert marks.rows()[0].tolist() == list(range(40))
     assert marks.most == 40

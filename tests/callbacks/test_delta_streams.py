@@ -18,7 +18,7 @@ from lightning_overlap.callbacks import EmbeddingDeltas
 from lightning_overlap.runtime import LookupOrder
 from lightning_overlap.testing import CheckedStreams, RaceError
 from lightning_overlap.tracking.copies import DeviceCopy, _gather_rows
-from lightning_overlap.tracking.row_marks import DeviceMarks, HostMarks, LookedUp
+from lightning_overlap.tracking.row_marks import DeviceMarks, HostMarks
 
 from ..support.cases import ROWWISE_ADAGRAD, SEQUENCE, TWO_COLLECTIONS, Batch, Model
 from ..support.pairs import pairwise
@@ -103,7 +103,7 @@ def test_marks_are_the_rows_of_the_ids(data: st.DataObject) -> None:
         indices = torch.tensor([row for bag in flat for row in bag], dtype=torch.int64)
         offsets = torch.tensor([0, *itertools.accumulate(len(bag) for bag in flat)])
         for marks in all_marks:
-            marks.add(LookedUp(indices, offsets, tuple(sizes) if varies else None))
+            marks.add(indices, offsets, tuple(sizes) if varies else None)
     for marks in all_marks:
         assert [set(rows.tolist()) for rows in marks.rows()] == expected
         assert [rows.tolist() for rows in marks.rows()] == [sorted(rows) for rows in expected]

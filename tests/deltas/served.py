@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import torch
@@ -33,7 +34,6 @@ def write(training: Training, rows: tuple[Rows, ...] = (), dense: tuple[Dense, .
     """Write a cut of one rank by hand."""
     training.step += 1
     training.start(1, 0)
-    said = training.header()
-    changed = type(said)(**{name: getattr(said, name) for name in said.__slots__} | header)
+    changed = dataclasses.replace(training.header(), **header)
     training.sink.write(str(changed.name), encode(changed, rows, dense))
     return str(changed.name)

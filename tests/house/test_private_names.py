@@ -34,7 +34,7 @@ LISTED = {
         for file, module in LIGHTNING_FILES.items()
     },
 }
-STANDARD_LIBRARY = {"_fields", "_replace", "_exit"}
+STANDARD_LIBRARY = {"_asdict", "_fields", "_replace", "_exit"}
 """Documented, though they start with an underscore."""
 
 TORCH_PRIVATE = {
