@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 
@@ -42,11 +43,11 @@ def with_replicas(
     width = sum(table.num_columns * table.num_features for table in tables)
     if Stage.EMBEDDING_LOOKUP not in traffic or not (sent and link_ms and width):
         return None
-    share = {table.name: table.num_columns * table.num_features / width for table in tables}
-    reduced = {
-        table.name: 2 * (num_ranks - 1) / num_ranks * table.num_rows * table.num_columns * NUMBER_BYTES
-        for table in tables
-    }
+    share: dict[str, float] = defaultdict(float)  # column-wise shards have the name of their table
+    reduced: dict[str, float] = defaultdict(float)
+    for table in tables:
+        share[table.name] += table.num_columns * table.num_features / width
+        reduced[table.name] += 2 * (num_ranks - 1) / num_ranks * table.num_rows * table.num_columns * NUMBER_BYTES
     chosen = [name for name in share if reduced[name] < share[name] * sent]
     if not chosen:
         return None

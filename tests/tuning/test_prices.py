@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -167,3 +169,5 @@ def test_tables_that_send_more_than_an_all_reduce_would_are_replicated() -> None
     assert (changed.wire[parts.EMBEDDINGS], changed.wire[parts.IDS]) == (20, 40)
     assert changed.work[parts.AFTER_SENDING] == pytest.approx(80 * 4 / 80)
     assert with_replicas(tables[1:], costs(), traffic, 2) is None
+    halves = [replace(tables[0], num_columns=tables[0].num_columns // 2)] * 2  # column-wise, one on each rank
+    assert with_replicas([*halves, *tables[1:]], costs(all_to_all=40), traffic, 2) == found
