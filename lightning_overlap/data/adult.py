@@ -7,15 +7,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import lru_cache, partial
 from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
-from torch.utils.data import Dataset
 
-from .batch import RecBatch, RecDataModule, check_at_least, collate_batch, key_of
+from .batch import Batches, RecBatch, RecDataModule, check_at_least, collate_batch
 from .criteo import BadRows, check_files, read_lines, resolve_paths
 
 COLUMNS = (
@@ -120,34 +119,15 @@ class AdultRows:
         """Number of rows `N`."""
         return len(self.labels_N)
 
-
-class AdultBatches(Dataset[RecBatch]):
-    """One rank's batches of a split, one id per bag.
-
-    Args:
-        rows: The split.
-        parts_of: Gives for an epoch the numbers of the rows of each batch.
-    """
-
-    def __init__(self, rows: AdultRows, parts_of: Callable[[int], Sequence[NDArray[np.int64]]]) -> None:
-        self._rows, self._parts_of = rows, parts_of
-        self._epoch, self._parts = 0, parts_of(0)
-
-    def __len__(self) -> int:
-        """Batches per epoch."""
-        return len(self._parts)
-
-    def __getitem__(self, key: int | tuple[int, int]) -> RecBatch:
-        """The batch of `(epoch, index)`."""
-        epoch, index = key_of(key)
-        if self._epoch != epoch:
-            self._epoch, self._parts = epoch, self._parts_of(epoch)
-        rows, index_B = self._rows, self._parts[index]
+    def batch(self, parts_of: Callable[[int], Sequence[NDArray[np.int64]]], epoch: int, index: int) -> RecBatch:
+        """A batch with one id per bag; `parts_of` gives the numbers of the rows of each batch of an epoch."""
+        index_B = parts_of(epoch)[index]
         lengths_FB = np.ones((len(TABLE_SIZES), len(index_B)), dtype=np.int64)
-        values_V = rows.ids_FN[:, index_B].reshape(-1)
-        return collate_batch(list(TABLE_SIZES), rows.dense_ND[index_B], values_V, lengths_FB, rows.labels_N[index_B])
+        values_V = self.ids_FN[:, index_B].reshape(-1)
+        return collate_batch(list(TABLE_SIZES), self.dense_ND[index_B], values_V, lengths_FB, self.labels_N[index_B])
 
 
+@lru_cache(maxsize=1)
 def shuffled(
     num_rows: int, batch_size: int, rank: int, world_size: int, epoch: int, *, seed: int
 ) -> Sequence[NDArray[np.int64]]:
@@ -160,6 +140,7 @@ def shuffled(
     return list(order.reshape(num_batches, world_size, batch_size)[:, rank])
 
 
+@lru_cache(maxsize=2)
 def held_out(num_rows: int, batch_size: int, rank: int, world_size: int, epoch: int) -> Sequence[NDArray[np.int64]]:
     """Cut the rows into parts that are equal but for one row, the same number for every rank; return those of one.
 
@@ -257,7 +238,7 @@ class AdultDataModule(RecDataModule):
         scale_D = np.maximum(std_D, np.float32(1e-6))
         return {split: replace(those, dense_ND=(those.dense_ND - mean_D) / scale_D) for split, those in rows.items()}
 
-    def _batches(self, split: str) -> AdultBatches:
+    def _batches(self, split: str) -> Batches:
         if self._splits is None:
             raise RuntimeError(
                 "The data has not been read yet.\n  got: a loader was asked for before setup()\n"
@@ -265,4 +246,5 @@ class AdultDataModule(RecDataModule):
             )
         rows = self._splits[split]
         deal = partial(shuffled, seed=self.seed) if split == "train" else held_out
-        return AdultBatches(rows, partial(deal, len(rows), self.batch_size, self.rank, self.world_size))
+        parts_of = partial(deal, len(rows), self.batch_size, self.rank, self.world_size)
+        return Batches(len(parts_of(0)), partial(rows.batch, parts_of), anew=split == "train")
