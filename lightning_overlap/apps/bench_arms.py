@@ -6,9 +6,10 @@ have the same LightningModule, batches, sharding plan and ranks.
 
 from __future__ import annotations
 
+import os
 import time
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -31,16 +32,6 @@ from . import build, config_checks
 from .config_checks import Config
 
 
-def loader_of(batches: Sequence[Any], num_batches: int) -> DataLoader[Any]:
-    """Return a loader of a few batches, handed out over and over.
-
-    Args:
-        batches: At least one.
-        num_batches: How many to hand out.
-    """
-    return DataLoader([batches[index % len(batches)] for index in range(num_batches)], batch_size=None)  # type: ignore[arg-type]
-
-
 @dataclass(frozen=True, slots=True)
 class Job:
     """What every arm is to train.
@@ -52,7 +43,6 @@ class Job:
         device: The device of this rank.
         after_step: Called after every step with its loss, and with the strategy where it is ours.
         log_dir: Where a Trainer may write.
-        local_world_size: Ranks on this host.
     """
 
     config: Config
@@ -61,14 +51,12 @@ class Job:
     device: torch.device
     after_step: Callable[[Tensor, OverlapEmbeddingStrategy | None], None]
     log_dir: Path
-    local_world_size: int
-    latency: Mapping[str, float] = field(default_factory=dict)
 
     def make_model(self) -> LightningModule:
         """Return the model, from the seed."""
         seed_everything(self.config["seed"], verbose=False)
         model = build.build_model(self.config, self.data)
-        return slowed_down(model, self.latency) if self.latency else model
+        return slowed_down(model, self.config["latency"]) if self.config["latency"] else model
 
     def make_dmp(self, model: nn.Module, unsharded: LightningModule) -> DistributedModelParallel:
         """Return a model as TorchRec shards it, by our strategy's plan; the rest is in DistributedDataParallel."""
@@ -81,7 +69,7 @@ class Job:
             fused_optimizer=strategy.fused_optimizer,
             group=group,
             device=self.device,
-            local_world_size=self.local_world_size,
+            local_world_size=int(os.environ.get("LOCAL_WORLD_SIZE", dist.get_world_size())),
             quantized_comms=strategy.quantized_comms,
         )
         sharders = training_sharders(codecs_of(build.build_comms(self.config), self.device))

@@ -9,9 +9,10 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+import numpy as np
+
 from ..profiling import ALL_TO_ALLS
 from ..text import aligned, or_dash
-from .train_report import percentile
 
 HIDDEN = 0.1
 """A collective counts as hidden when less than this share of its time under way was waited for."""
@@ -124,11 +125,8 @@ def bound_ms(base: ArmTurns, all_reduce_ms: float = 0.0) -> float | None:
         base: The turns of the reference.
         all_reduce_ms: What the dense gradients' all-reduce takes by itself.
     """
-    if not all(turn.busy_ms for turns in base.rounds for turn in turns) or not base.rounds:
-        return None
-    busy = max(median(ms for turn in turns for ms in turn.busy_ms) for turns in base.by_rank)
-    wire = min(median(ms for turn in turns for ms in turn.wire_ms) for turns in base.by_rank)
-    return max(busy, wire + all_reduce_ms)
+    busy, wire = _by_rank(base, "busy_ms"), _by_rank(base, "wire_ms")
+    return max(*busy, min(wire) + all_reduce_ms) if busy and wire else None
 
 
 def efficiency(base_ms: float, arm_ms: float, bound: float | None) -> float | None:
@@ -154,34 +152,32 @@ def evaluate(arms: Sequence[ArmTurns], batch_size: int | None, bound: float | No
     """
     base = arms[0]
     by_name = {arm.name: arm for arm in arms}
-    base_ms = _slowest(base, 50)
+    base_ms = max(_by_rank(base, "step_ms"))
     results = []
     for arm in arms:
         if arm.failure is not None:
             results.append(ArmResult(arm.name, arm.staleness, failure=arm.failure))
             continue
-        by_rank = arm.by_rank
+        by_rank, arm_ms = arm.by_rank, max(_by_rank(arm, "step_ms"))
         num_samples = sum(len(turn.step_ms) for turns in by_rank for turn in turns) * (batch_size or 0)
         slowest_ms = max(sum(turn.window_ms for turn in turns) for turns in by_rank)
         ratios = [_round_ms(mine) / _round_ms(of_base) for mine, of_base in zip(arm.rounds, base.rounds, strict=True)]
-        exposed = [[ms for turn in turns for ms in turn.exposed_ms] for turns in by_rank]
-        cpu = [[ms for turn in turns for ms in turn.cpu_ms] for turns in by_rank]
         results.append(
             ArmResult(
                 name=arm.name,
                 staleness=arm.staleness,
-                step_ms_median=_slowest(arm, 50),
-                step_ms_p90=_slowest(arm, 90),
-                cpu_ms=max(map(median, cpu)) if all(cpu) else None,
+                step_ms_median=arm_ms,
+                step_ms_p90=max(_by_rank(arm, "step_ms", 90)),
+                cpu_ms=max(_by_rank(arm, "cpu_ms"), default=None),
                 of_base=median(ratios),
                 of_base_range=(min(ratios), max(ratios)),
                 samples_per_s=num_samples / slowest_ms * 1e3 if batch_size else None,
                 peak_memory={
-                    name: int(max(percentile([turn.peak_memory[name] for turn in turns], 90) for turns in by_rank))
+                    name: int(max(np.percentile([turn.peak_memory[name] for turn in turns], 90) for turns in by_rank))
                     for name in arm.rounds[0][0].peak_memory
                 },
-                exposed_ms=max(map(median, exposed)) if all(exposed) else None,
-                efficiency=efficiency(base_ms, _slowest(arm, 50), bound),
+                exposed_ms=max(_by_rank(arm, "exposed_ms"), default=None),
+                efficiency=efficiency(base_ms, arm_ms, bound),
                 final_loss=sum(turn.final_loss for turn in arm.rounds[0]) / len(by_rank),
                 same_as_base=all(
                     turn.losses == of_base.losses
@@ -208,8 +204,10 @@ def _why_other(result: ArmResult) -> str:
     return "frozen window" if name.endswith("_frozen_window") else ""
 
 
-def _slowest(arm: ArmTurns, percent: float) -> float:
-    return max(percentile([ms for turn in turns for ms in turn.step_ms], percent) for turns in arm.by_rank)
+def _by_rank(arm: ArmTurns, what: str, percent: float = 50) -> list[float]:
+    """Return a percentile over all rounds for each rank; nothing where one of them has not seen it."""
+    ranks = [[ms for turn in turns for ms in getattr(turn, what)] for turns in arm.by_rank]
+    return [float(np.percentile(ms, percent)) for ms in ranks] if all(ranks) else []
 
 
 def _round_ms(turns: Sequence[Turn]) -> float:

@@ -9,9 +9,8 @@ import os
 import sys
 import time
 import traceback
-import warnings
 from collections.abc import Mapping
-from contextlib import ExitStack, suppress
+from contextlib import nullcontext, suppress
 from datetime import timedelta
 from pathlib import Path
 from statistics import median
@@ -20,18 +19,19 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.utils.data import DataLoader
 
 from .. import versions
 from ..distributed import gather_objects
-from ..profiling import Span, from_zero, overlapped_by, write_html, write_png
+from ..profiling import Span, from_zero, overlapped_by, timestamps_of, write_html, write_png
 from ..schedules import Stage
 from ..tables import find_tables
 from . import bench_report, build, config_checks, train_worker
-from .bench_arms import Arm, Job, arms, loader_of
+from .bench_arms import Arm, Job, arms
 from .bench_collectives import late_all_to_alls
 from .bench_report import ArmTurns, Turn
 from .config_checks import Config
-from .step_timers import Meter, synchronize
+from .step_timers import Meter
 
 TIMEOUT = timedelta(minutes=5)
 """Of a collective of the arms: one that hangs must not hold up the rest for long."""
@@ -45,15 +45,9 @@ _STALE = ("torchrec/semi_sync",)
 
 def run(config: Config, folder: Path) -> None:
     """Train every arm in every round on this rank; rank 0 prints and writes the report."""
-    train_worker.calm_down()
-    for harmless in (
-        ".*trying to .self.log\\(\\). but the .self.trainer.",
-        "You defined a .validation_step. but have no",
-    ):
-        warnings.filterwarnings("ignore", message=harmless)
+    logs_outside_of_a_trainer = ".*trying to .self.log\\(\\). but the .self.trainer."
+    train_worker.prepare(config, logs_outside_of_a_trainer, "You defined a .validation_step. but have no")
     device = _join(config)
-    if (num_threads := config["threads_per_rank"] or (1 if device.type == "cpu" else None)) is not None:
-        torch.set_num_threads(num_threads)
     bench = _Bench(config, folder, device)
     results = bench.all_rounds()
     if dist.get_rank() == 0:
@@ -85,7 +79,6 @@ class _Bench:
         self.group = group
         self.data = build.build_data(config)
         self.batches = _make_batches(self.data, config["num_batches"], pin=device.type == "cuda")
-        self.latency: Mapping[str, float] = config["latency"] or {}
         self.spans: dict[int | str, list[Span]] = {}
         """Of each mode's last turn, on this rank."""
         self.all_reduce_ms = self._time_all_reduce()
@@ -97,13 +90,13 @@ class _Bench:
         num = sum(one.numel() for one in model.parameters() if one.requires_grad and id(one) not in tables)
         if not num or dist.get_world_size() == 1:
             return 0.0
-        times_ms = []
+        clock, times_ms = timestamps_of(self.device), []
         for _ in range(rounds):
             gradients = torch.zeros(num, device=self.device)
             dist.barrier(group=self.group)
             start = time.perf_counter()
             dist.all_reduce(gradients)
-            synchronize(self.device)
+            clock.wait()
             times_ms.append((time.perf_counter() - start) * 1e3)
         return median(times_ms)
 
@@ -147,24 +140,14 @@ class _Bench:
 
     def _train(self, name: str, arm: Arm) -> Turn:
         config = self.config
-        meter = Meter(
-            self.device, config["warm_up"], config["steps"], config["measured_steps"], config_checks.per_step(config)
-        )
-        num_steps = config["warm_up"] + config["steps"] + config["measured_steps"] + 1 + DRAIN
-        job = Job(
-            config=config,
-            data=self.data,
-            batches=loader_of(self.batches, num_steps),
-            device=self.device,
-            after_step=meter.after_step,
-            log_dir=self.folder,
-            local_world_size=int(os.environ.get("LOCAL_WORLD_SIZE", dist.get_world_size())),
-            latency=self.latency,
-        )
+        warm_up, steps, measured = config["warm_up"], config["steps"], config["measured_steps"]
+        meter = Meter(self.device, warm_up, steps, measured, config_checks.per_step(config))
+        batches = list(itertools.islice(itertools.cycle(self.batches), warm_up + steps + measured + 1 + DRAIN))
+        loader: DataLoader[Any] = DataLoader(batches, batch_size=None)  # type: ignore[arg-type]
+        job = Job(config, self.data, loader, self.device, meter.after_step, self.folder)
+        latency_ms = (config["latency"] or {}).get("all_to_all_ms", 0.0)
         try:
-            with ExitStack() as stack:
-                if latency_ms := self.latency.get("all_to_all_ms", 0.0):
-                    stack.enter_context(late_all_to_alls(latency_ms))
+            with late_all_to_alls(latency_ms) if latency_ms else nullcontext():
                 arm(job)
             turn = meter.turn()
             if meter.spans:
@@ -172,7 +155,6 @@ class _Bench:
             return turn
         finally:
             meter.close()
-            del job
             _free(self.device)
 
 

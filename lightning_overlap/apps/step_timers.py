@@ -17,7 +17,7 @@ from torch import Tensor
 from typing_extensions import override
 
 from ..plugin import OverlapEmbeddingStrategy
-from ..profiling import HOST_LANE, Category, HostTimestamps, Span, SpanRecorder, Timestamps, break_down, timestamps_of
+from ..profiling import HOST_LANE, Category, Span, SpanRecorder, break_down, timestamps_of
 from ..runtime import HostStreams, Streams
 from ..schedules import StreamName
 from .bench_collectives import by_name
@@ -43,7 +43,7 @@ class StepTimer(Callback):
 
     @override
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        synchronize(pl_module.device)
+        timestamps_of(pl_module.device).wait()
 
     @override
     def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -67,7 +67,7 @@ class StepTimer(Callback):
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if self.step_ms:  # the last step is charged with what the device still has to do
             start = time.perf_counter()
-            synchronize(pl_module.device)
+            timestamps_of(pl_module.device).wait()
             self.step_ms[-1] += (time.perf_counter() - start) * 1e3
 
 
@@ -96,7 +96,7 @@ class Meter:
         self._measured = range(self._last + 1, self._last + 2 + measured) if measured else range(0)
         self._recorder: SpanRecorder | None = None
         self._watched: OverlapEmbeddingStrategy | None = None
-        self._clock: Timestamps = HostTimestamps()
+        self._clock = timestamps_of(device)
         self._marks: list[Any] = []
         self._cpu_marks: list[float] = []
         self._losses: list[Tensor] = []
@@ -113,15 +113,15 @@ class Meter:
         self._losses.append(loss.detach())
         step = len(self._losses)
         if step == self._first:
-            synchronize(self._device)
-            reset_peak_memory(self._device)
             self._clock = timestamps_of(self._device)
+            self._clock.wait()
+            reset_peak_memory(self._device)
             self._window_ms = -time.perf_counter() * 1e3
         if self._first <= step <= self._last:
             self._marks.append(self._clock.mark())
             self._cpu_marks.append(time.process_time() * 1e3)
         if step == self._last:
-            synchronize(self._device)
+            self._clock.wait()
             self._window_ms += time.perf_counter() * 1e3
             self._memory = peak_memory(self._device)
             self._start_recording(strategy)
@@ -157,7 +157,7 @@ class Meter:
 
     def turn(self) -> Turn:
         """Return what was seen."""
-        synchronize(self._device)
+        self._clock.wait()
         losses_S = torch.stack(self._losses).float().cpu()  # S steps
         num = self._per_optimizer_step
         seen = Turn(
@@ -180,12 +180,6 @@ class Meter:
             "exposed_ms": [one.blocked_ms for one in breakdowns],
             "collectives": by_name(spans, steps, lane),
         }
-
-
-def synchronize(device: torch.device) -> None:
-    """Wait until a device has done all it was given; a CPU has."""
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
 
 
 def reset_peak_memory(device: torch.device) -> None:

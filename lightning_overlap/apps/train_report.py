@@ -5,32 +5,29 @@ from __future__ import annotations
 import csv
 import json
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
-import numpy as np
-
-from ..schedules import Schedule
 from ..text import aligned, or_dash, unknown_name_message
 
 
 @dataclass(frozen=True, slots=True)
 class ModeResult:
-    """What one mode's training gave, over all ranks.
+    """What one mode's training gave, over all ranks; without losses it was only evaluated.
 
     Attributes:
         mode: The schedule's name.
         stream: The stream policy, or '-' in a mode without an early lookup.
         staleness: The staleness of the schedule, in batches.
         num_ranks: Ranks that trained.
+        peak_memory: Of the largest rank; the name says which memory, the number is in bytes.
+        metrics: Validation and test metrics.
         losses: Mean over ranks, by step.
         step_ms: Rank 0's time per step.
         step_ms_median: Median step of the slowest rank, milliseconds.
         step_ms_p90: 90th percentile of the slowest rank, milliseconds.
         samples_per_s: All ranks together, without the first step; None if the batch size is not known.
         losses_sha256: Digest of all ranks' losses, in float32.
-        peak_memory: Of the largest rank; the name says which memory, the number is in bytes.
-        metrics: Validation and test metrics.
         loss_bits: Every rank's losses, by step, to compare modes by.
     """
 
@@ -38,23 +35,15 @@ class ModeResult:
     stream: str
     staleness: int
     num_ranks: int
-    losses: list[float]
-    step_ms: list[float]
-    step_ms_median: float
-    step_ms_p90: float
-    samples_per_s: float | None
-    losses_sha256: str
     peak_memory: dict[str, int]
-    metrics: dict[str, float] = field(default_factory=dict)
+    metrics: dict[str, float]
+    losses: Sequence[float] = ()
+    step_ms: Sequence[float] = ()
+    step_ms_median: float = float("nan")
+    step_ms_p90: float = float("nan")
+    samples_per_s: float | None = None
+    losses_sha256: str = ""
     loss_bits: Sequence[bytes] = ()
-
-    @classmethod
-    def of_evaluation(
-        cls, schedule: Schedule, num_ranks: int, metrics: dict[str, float], peak_memory: dict[str, int]
-    ) -> ModeResult:
-        """Return the result of a run that only evaluated a checkpoint."""
-        nan = float("nan")
-        return cls(schedule.name, "-", schedule.staleness, num_ranks, [], [], nan, nan, None, "", peak_memory, metrics)
 
 
 def table(results: Sequence[ModeResult]) -> str:
@@ -167,11 +156,6 @@ def read_metric(folder: Path) -> float | None:
     if metrics and name not in metrics:
         raise ValueError(unknown_name_message("metric", name, metrics))
     return float(metrics[name]) if metrics else None
-
-
-def percentile(values: Sequence[float], percent: float) -> float:
-    """Return a percentile; NaN if there are no values."""
-    return float(np.percentile(values, percent)) if values else float("nan")
 
 
 def _first_difference(one: Sequence[bytes], other: Sequence[bytes]) -> int | None:
