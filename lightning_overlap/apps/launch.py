@@ -3,19 +3,19 @@
 from __future__ import annotations
 
 import atexit
-import contextlib
 import ctypes
 import json
 import logging
 import os
 import signal
 import sys
-import tempfile
 import time
 import traceback
 import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
+from contextlib import ExitStack
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -23,8 +23,6 @@ if TYPE_CHECKING:
 
 SHUTDOWN_S = 5
 """Between asking the other ranks to stop and killing them."""
-
-_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
 
 
 class RankFailedError(RuntimeError):
@@ -66,7 +64,11 @@ def run_ranks(num_ranks: int, module: str, folder: Path) -> None:
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
-    with tempfile.TemporaryDirectory(prefix="overlap_train_") as scratch:
+    with ExitStack() as stack:
+        for signum in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT):  # the launcher replaces handlers
+            stack.callback(signal.signal, signum, signal.getsignal(signum))
+        stack.callback(logging.disable, logging.root.manager.disable)
+        logging.disable(logging.CRITICAL)  # of the launcher: the ranks and the caller report errors themselves
         config = LaunchConfig(
             min_nodes=1,
             max_nodes=1,
@@ -76,12 +78,11 @@ def run_ranks(num_ranks: int, module: str, folder: Path) -> None:
             rdzv_endpoint="localhost:0",
             local_addr="localhost",
             max_restarts=0,
-            logs_specs=DefaultLogsSpecs(log_dir=scratch),
+            logs_specs=DefaultLogsSpecs(stack.enter_context(TemporaryDirectory(prefix="overlap_train_"))),
             shutdown_timeout=SHUTDOWN_S,
         )
         try:
-            with _quiet(), _restored_signals():
-                elastic_launch(config, sys.executable)("-m", module, str(folder), os.getpid())
+            elastic_launch(config, sys.executable)("-m", module, str(folder), os.getpid())
         except ChildFailedError as err:
             raise RankFailedError(_first_failure(folder, err)) from None
         except SignalException as err:
@@ -131,14 +132,10 @@ def end_with(parent: int) -> None:
 def write_failure(folder: Path, error: BaseException) -> None:
     """Leave this rank's error where `run_ranks` looks for it."""
     (folder / "errors").mkdir(exist_ok=True, parents=True)
-    failure = {
-        "time": time.time(),
-        "rank": rank(),
-        "message": f"{type(error).__name__}: {error}",
-        "traceback": "".join(traceback.format_exception(error)),
-    }
+    failure = {"time": time.time(), "rank": rank(), "message": f"{type(error).__name__}: {error}"}
     (folder / "errors" / f"rank_{rank()}.json").write_text(json.dumps(failure), encoding="utf-8")
-    (folder / "errors" / f"rank_{rank()}.txt").write_text(str(failure["traceback"]), encoding="utf-8")
+    told = "".join(traceback.format_exception(error))
+    (folder / "errors" / f"rank_{rank()}.txt").write_text(told, encoding="utf-8")
 
 
 def _first_failure(folder: Path, err: ChildFailedError) -> str:
@@ -155,25 +152,3 @@ def _first_failure(folder: Path, err: ChildFailedError) -> str:
     written = [json.loads(path.read_text(encoding="utf-8")) for path in errors.values()]
     first = min(written, key=lambda failure: float(failure["time"]))
     return f"rank {first['rank']}: {first['message']}\n  traceback: {folder / 'errors'}/rank_{first['rank']}.txt"
-
-
-@contextlib.contextmanager
-def _quiet() -> Iterator[None]:
-    """Silence the launcher's log lines: the ranks and the caller report errors themselves."""
-    before = logging.root.manager.disable
-    logging.disable(logging.CRITICAL)
-    try:
-        yield
-    finally:
-        logging.disable(before)
-
-
-@contextlib.contextmanager
-def _restored_signals() -> Iterator[None]:
-    """Put back the handlers that the launcher replaces."""
-    before = {signum: signal.getsignal(signum) for signum in _SIGNALS}
-    try:
-        yield
-    finally:
-        for signum, handler in before.items():
-            signal.signal(signum, handler)
