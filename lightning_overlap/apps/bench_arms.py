@@ -202,29 +202,19 @@ class Network(nn.Module):
 class _Rest(nn.Module):
     """A module's `training_step` on embeddings that were looked up outside of it."""
 
-    _module: LightningModule
-
     def __init__(self, module: LightningModule, path: str) -> None:
         super().__init__()
-        object.__setattr__(self, "_module", module)  # not a child: the tracer goes into modules with tables below
+        self._held = (module,)  # not a child: the tracer goes into modules with tables below
         self._path = path
 
     def forward(self, embeddings: Any, batch: Any) -> Any:
-        collection = getattr(self._module, self._path)
-        setattr(self._module, self._path, _Given(embeddings))
+        (module,) = self._held
+        children: dict[str, Any] = module._modules
+        collection, children[self._path] = children[self._path], lambda _: embeddings
         try:
-            return self._module.training_step(batch, 0)
+            return module.training_step(batch, 0)
         finally:
-            setattr(self._module, self._path, collection)
-
-
-class _Given(nn.Module):
-    def __init__(self, embeddings: Any) -> None:
-        super().__init__()
-        self._embeddings = embeddings
-
-    def forward(self, *_: Any) -> Any:
-        return self._embeddings
+            children[self._path] = collection
 
 
 def _make_network(job: Job) -> tuple[DistributedModelParallel, torch.optim.Optimizer]:
@@ -259,12 +249,7 @@ def _train_pipeline(pipeline_class: str, options: Mapping[str, Any], job: Job) -
 
 
 def slowed_down(model: LightningModule, latency: Mapping[str, float]) -> LightningModule:
-    """Let the dense forward, backward and step of a module sleep.
-
-    Args:
-        model: Changed in place.
-        latency: `forward_ms`, `backward_ms`, `step_ms`.
-    """
+    """Let the dense forward, backward and step of a module sleep, by `forward_ms`, `backward_ms` and `step_ms`."""
     forward_s, backward_s, step_s = (latency.get(f"{part}_ms", 0.0) / 1e3 for part in ("forward", "backward", "step"))
 
     class Slow(type(model)):  # type: ignore[misc]

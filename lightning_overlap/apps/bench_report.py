@@ -119,37 +119,21 @@ def bound_ms(base: ArmTurns, all_reduce_ms: float = 0.0) -> float | None:
 
     The slowest rank when it never waits, or the wire, whichever is busier. How long the wire is busy, the rank that
     issues last says: to the others a collective seems longer, by what they wait for that rank. The all-reduce of dense
-    gradients is out of sight of the clocks and takes its time of the wire as well.
-
-    Args:
-        base: The turns of the reference.
-        all_reduce_ms: What the dense gradients' all-reduce takes by itself.
+    gradients is out of sight of the clocks and takes its time of the wire as well. None where nothing was measured.
     """
     busy, wire = _by_rank(base, "busy_ms"), _by_rank(base, "wire_ms")
     return max(*busy, min(wire) + all_reduce_ms) if busy and wire else None
 
 
 def efficiency(base_ms: float, arm_ms: float, bound: float | None) -> float | None:
-    """Return the share of the possible gain that an arm has; None where that gain is below a hundredth of a step.
-
-    Args:
-        base_ms: Median step of the reference, milliseconds.
-        arm_ms: Median step of the arm, milliseconds.
-        bound: What no step is shorter than, milliseconds, if known.
-    """
+    """Return the share of the possible gain that an arm has; None where that gain is below a hundredth of a step."""
     if bound is None or base_ms - bound < 0.01 * base_ms:
         return None
     return (base_ms - arm_ms) / (base_ms - bound)
 
 
 def evaluate(arms: Sequence[ArmTurns], batch_size: int | None, bound: float | None) -> list[ArmResult]:
-    """Return the statistics of every arm; the first one is the reference.
-
-    Args:
-        arms: With the same number of rounds and ranks, but for those that failed.
-        batch_size: Samples per step and rank, if known.
-        bound: What no step is shorter than, if known.
-    """
+    """Return the statistics of every arm; the first is the reference. All that ran have as many rounds and ranks."""
     base = arms[0]
     by_name = {arm.name: arm for arm in arms}
     base_ms = max(_by_rank(base, "step_ms"))
@@ -303,27 +287,14 @@ def disagreements(results: Sequence[ArmResult]) -> list[str]:
 
 
 def write(folder: Path, results: Sequence[ArmResult], bound: float | None, about: Mapping[str, Any]) -> None:
-    """Write `bench.json` and `bench.png` into the run folder.
-
-    Args:
-        folder: The run folder.
-        results: One for each arm, the reference first.
-        bound: What no step is shorter than, milliseconds, if known.
-        about: What ran, for the JSON: versions, model, number of ranks.
-    """
+    """Write `bench.json`, with what is said about the run, and `bench.png` into the run folder."""
     content = {**about, "bound_ms": bound, "arms": [asdict(result) for result in results]}
     (folder / "bench.json").write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
     draw(folder / "bench.png", results, bound)
 
 
 def draw(path: Path, results: Sequence[ArmResult], bound: float | None) -> None:
-    """Draw the median step of every arm, its exposed part, its P90, and the bound.
-
-    Args:
-        path: Where the PNG is written.
-        results: One for each arm; those that failed are left out.
-        bound: What no step is shorter than, milliseconds, if known.
-    """
+    """Draw the median step of every arm that ran, its exposed part, its P90, and the bound."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 

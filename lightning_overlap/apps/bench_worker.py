@@ -24,7 +24,7 @@ from torch.utils.data import DataLoader
 from .. import versions
 from ..distributed import gather_objects
 from ..profiling import Span, from_zero, overlapped_by, timestamps_of, write_html, write_png
-from ..schedules import Stage
+from ..schedules import Schedule
 from ..tables import find_tables
 from . import bench_report, build, config_checks, train_worker
 from .bench_arms import Arm, Job, arms
@@ -52,11 +52,7 @@ def run(config: Config, folder: Path) -> None:
     results = bench.all_rounds()
     if dist.get_rank() == 0:
         _report(config, folder, results, getattr(bench.data, "batch_size", None), bench.all_reduce_ms)
-        ours = config_checks.our_arms(config)
-        overlapped: dict[int | str, frozenset[Stage]] = {
-            name: overlapped_by(schedule) for name, (schedule, _) in ours.items()
-        }
-        _draw(folder, {name: bench.spans[name] for name in ours if name in bench.spans}, overlapped)
+        _draw(folder, bench.spans, {name: schedule for name, (schedule, _) in config_checks.our_arms(config).items()})
         print(f"\nrun folder: {folder}", flush=True)
     dist.barrier(bench.group)
     dist.destroy_process_group()
@@ -79,7 +75,7 @@ class _Bench:
         self.group = group
         self.data = build.build_data(config)
         self.batches = _make_batches(self.data, config["num_batches"], pin=device.type == "cuda")
-        self.spans: dict[int | str, list[Span]] = {}
+        self.spans: dict[str, list[Span]] = {}
         """Of each mode's last turn, on this rank."""
         self.all_reduce_ms = self._time_all_reduce()
         """What the all-reduce of dense gradients takes by itself."""
@@ -207,14 +203,15 @@ def _report(config: Config, folder: Path, turns: list[ArmTurns], batch_size: int
     bench_report.write(folder, results, bound, about)
 
 
-def _draw(folder: Path, arms: Mapping[int | str, list[Span]], overlapped: Mapping[int | str, frozenset[Stage]]) -> None:
+def _draw(folder: Path, spans: Mapping[str, list[Span]], schedules: Mapping[str, Schedule]) -> None:
     """Draw some steps of every mode beneath each other, each from its own beginning."""
-    if not arms:
-        return
-    shown = {name: from_zero({name: spans})[name] for name, spans in arms.items()}
-    title = "Some steps of rank 0"
-    write_png(folder / "timeline.png", shown, num_steps=2, title=title, overlapped=overlapped)
-    write_html(folder / "timeline.html", shown, num_steps=3, title=title, overlapped=overlapped)
+    names: list[int | str] = [name for name in schedules if name in spans]
+    if names:
+        shown = {name: from_zero({name: spans[str(name)]})[name] for name in names}
+        overlapped = {name: overlapped_by(schedules[str(name)]) for name in names}
+        title = "Some steps of rank 0"
+        write_png(folder / "timeline.png", shown, num_steps=2, title=title, overlapped=overlapped)
+        write_html(folder / "timeline.html", shown, num_steps=3, title=title, overlapped=overlapped)
 
 
 if __name__ == "__main__":

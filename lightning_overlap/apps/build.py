@@ -69,11 +69,7 @@ def build_data(config: Config) -> LightningDataModule:
 
 
 def build_model(config: Config, data: LightningDataModule) -> LightningModule:
-    """Return the model that the config's `model` names.
-
-    Args:
-        config: The composed config.
-        data: Gives the model its `table_sizes` and `num_dense`, where the model takes them.
+    """Return the model that the config's `model` names, with `table_sizes` and `num_dense` of the data if taken.
 
     Raises:
         TypeError: It makes something else than a LightningModule.
@@ -85,13 +81,7 @@ def build_model(config: Config, data: LightningDataModule) -> LightningModule:
 
 
 def build_strategy(config: Config, schedule: Schedule, model: LightningModule) -> OverlapEmbeddingStrategy:
-    """Return the strategy for one mode.
-
-    Args:
-        config: The composed config: stream, sharding, comms, and the options of strategy and pipeline.
-        schedule: The mode.
-        model: The unsharded model, whose tables the sharding is checked against.
-    """
+    """Return the strategy for one mode; the sharding is checked against the tables of the unsharded model."""
     stream, sharding = config["stream"]["name"], _sharding(config, model)
     options = {**switches(config, schedule), **dict(config["strategy"])}
     pipeline: Any = AUTO if schedule.name == AUTO else schedule
@@ -117,14 +107,7 @@ def build_comms(config: Config) -> QCommsConfig | None:
 def build_trainer(
     config: Config, strategy: OverlapEmbeddingStrategy, extra_callbacks: list[Callback], log_dir: str
 ) -> Trainer:
-    """Return the trainer, with the callbacks and loggers that the config names.
-
-    Args:
-        config: The composed config.
-        strategy: The strategy that `build_strategy` returned.
-        extra_callbacks: Callbacks that come before the config's own.
-        log_dir: The folder that loggers write into.
-    """
+    """Return the trainer, with some callbacks, then those of the config, and its loggers, which write into a folder."""
     callbacks = [_build_callback(name, node, log_dir) for name, node in config["callbacks"].items()]
     loggers = [_build_logger(name, node, log_dir) for name, node in config["logger"].items()]
     saves = any(isinstance(callback, Checkpoint) for callback in callbacks)

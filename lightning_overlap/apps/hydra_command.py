@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Sequence
 from importlib import import_module
 from importlib.resources import files
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, NoReturn, TypeVar
 
 from hydra.core.hydra_config import HydraConfig
 from hydra.errors import HydraException
@@ -57,34 +57,27 @@ def add_or_override(argument: str) -> str:
     return f"++{argument}" if _OPTION.match(argument) else argument
 
 
-def run_job(job: Callable[[dict[str, Any], Path], _T], composed: DictConfig) -> _T | None:
-    """Call `job(config, run folder)`; what a user can mend ends the process with one line."""
+def run_job(job: Callable[[dict[str, Any], Path], _T], composed: DictConfig) -> _T:
+    """Call `job(config, run folder)`; what a user can mend ends the process with one line.
+
+    Where it fails as a rank that a launcher started, all ranks tell the first cause, once and last.
+    """
     try:
-        return _as_rank(job, _plain(composed), Path(HydraConfig.get().runtime.output_dir))
+        return job(_plain(composed), Path(HydraConfig.get().runtime.output_dir))
     except launch.InterruptedRunError as err:
         _fail(str(err), err.exit_code)
     except launch.RankFailedError as err:
         _fail(str(err))
-    except (ValueError, TypeError, OSError, ImportError) as err:
-        if _WANTS_TRACEBACK:
+    except Exception as err:
+        if launch.under_launcher():
+            from ..distributed import is_told_last  # torch is imported by now, or a wrong name has ended the job
+
+            if is_told_last(err):
+                sys.excepthook(type(err), err, err.__traceback__)
+                raise SystemExit(1) from None
+        if _WANTS_TRACEBACK or not isinstance(err, ValueError | TypeError | OSError | ImportError):
             raise
         _fail(f"{type(err).__name__}: {err}")
-    return None
-
-
-def _as_rank(job: Callable[[dict[str, Any], Path], _T], config: dict[str, Any], folder: Path) -> _T:
-    """Call a job; where it fails as a rank that a launcher started, all ranks tell the first cause, once and last."""
-    try:
-        return job(config, folder)
-    except Exception as err:
-        if not launch.under_launcher():
-            raise
-        from ..distributed import is_told_last  # the job has imported torch by now, or a wrong name has ended it
-
-        if not is_told_last(err):
-            raise
-        sys.excepthook(type(err), err, err.__traceback__)
-    raise SystemExit(1)
 
 
 def run_on_ranks(config: dict[str, Any], folder: Path, worker: str, about: str) -> None:
@@ -95,10 +88,6 @@ def run_on_ranks(config: dict[str, Any], folder: Path, worker: str, about: str) 
         folder: The run folder.
         worker: The file in `apps` with what a rank does, `run(config, folder)`.
         about: The end of the line that says what runs, where this process starts the ranks.
-
-    Raises:
-        RankFailedError: A rank failed.
-        InterruptedRunError: A signal ended the run.
     """
     from . import build, train_worker  # torch takes seconds to import: wrong names have been answered by now
 
@@ -155,6 +144,6 @@ def _config_dirs(arguments: Sequence[str]) -> Iterator[str]:
             yield value if equals else "".join(arguments[place + 1 : place + 2])
 
 
-def _fail(message: str, exit_code: int = 1) -> None:
+def _fail(message: str, exit_code: int = 1) -> NoReturn:
     print(f"error: {message}", file=sys.stderr, flush=True)
     raise SystemExit(exit_code)

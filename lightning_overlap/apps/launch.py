@@ -48,12 +48,7 @@ def rank() -> int:
 
 
 def run_ranks(num_ranks: int, module: str, folder: Path) -> None:
-    """Run `python -m module folder parent_pid` on every rank, as torchrun does, until all have ended.
-
-    Args:
-        num_ranks: How many processes to start on this host.
-        module: Dotted name of the module that each rank runs.
-        folder: The run folder, in which ranks leave their errors.
+    """Run `python -m module folder parent_pid` on every rank of this host, as torchrun does, until all have ended.
 
     Raises:
         RankFailedError: A rank failed. All others have been ended.
@@ -90,13 +85,7 @@ def run_ranks(num_ranks: int, module: str, folder: Path) -> None:
 
 
 def run_as_rank(train: Callable[[], None], folder: Path, parent: int) -> None:
-    """Run a rank's work; leave its error where `run_ranks` looks for it.
-
-    Args:
-        train: The work of this rank.
-        folder: The run folder.
-        parent: Process id of the command that started this rank; the rank ends when the command does.
-    """
+    """Run a rank's work, no longer than the command that started it; leave its error where `run_ranks` looks for it."""
     end_with(parent)
     atexit.register(_leave)  # runs after all that is registered later: a logger's last words, say
     try:
@@ -117,15 +106,11 @@ def _leave() -> None:
 
 
 def end_with(parent: int) -> None:
-    """Let the kernel end this process when its parent dies, even of SIGKILL (Linux only).
-
-    Args:
-        parent: The parent's process id: it may have died while this process was starting.
-    """
+    """Let the kernel end this process when its parent dies, even of SIGKILL (Linux only)."""
     if sys.platform == "linux":
         pr_set_pdeathsig = 1
         ctypes.CDLL(None).prctl(pr_set_pdeathsig, signal.SIGKILL)
-        if os.getppid() != parent:
+        if os.getppid() != parent:  # it has died while this process was starting
             os.kill(os.getpid(), signal.SIGKILL)
 
 

@@ -6,7 +6,6 @@ import resource
 import sys
 import time
 from collections.abc import Mapping
-from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -104,12 +103,7 @@ class Meter:
         self._memory: dict[str, int] = {}
 
     def after_step(self, loss: Tensor, strategy: OverlapEmbeddingStrategy | None = None) -> None:
-        """Note the end of a step.
-
-        Args:
-            loss: Loss of the step, `()`, on the device; it is read after the run.
-            strategy: The strategy that trained it; None for a loop or a strategy that is not this package's.
-        """
+        """Note the end of a step: its loss, which is read after the run, and what trained it, if that is ours."""
         self._losses.append(loss.detach())
         step = len(self._losses)
         if step == self._first:
@@ -131,14 +125,13 @@ class Meter:
             self.close()
 
     def _start_recording(self, strategy: OverlapEmbeddingStrategy | None) -> None:
-        streams: Streams | None = None if strategy is None else strategy.streams
-        if self._device.type == "cpu":
-            streams = HostStreams()
+        streams: Streams | None = HostStreams()
+        if self._device.type != "cpu":
+            streams = None if strategy is None else strategy.streams
         if self._measured and streams is not None:
-            self._recorder = SpanRecorder(streams)
+            self._recorder, self._watched = SpanRecorder(streams), strategy
             self._recorder.start()
             if strategy is not None:
-                self._watched = strategy
                 strategy.watch(self._recorder)
 
     def close(self) -> None:
@@ -160,19 +153,21 @@ class Meter:
         self._clock.wait()
         losses_S = torch.stack(self._losses).float().cpu()  # S steps
         num = self._per_optimizer_step
-        seen = Turn(
+        return Turn(
             step_ms=[(late - early) / num for early, late in pairwise(map(self._clock.ms, self._marks[::num]))],
             cpu_ms=[(late - early) / num for early, late in pairwise(self._cpu_marks[::num])],
             window_ms=self._window_ms,
             losses=[loss.numpy().tobytes() for loss in losses_S],
             final_loss=float(losses_S[-1]),
             peak_memory=self._memory,
+            **self._waits(),
         )
-        return seen if self._recorder is None else replace(seen, **self._waits(self._recorder))
 
-    def _waits(self, recorder: SpanRecorder) -> dict[str, Any]:
+    def _waits(self) -> dict[str, Any]:
+        if self._recorder is None:
+            return {}
         lane = HOST_LANE if self._device.type == "cpu" else str(StreamName.COMPUTE)
-        spans, steps = recorder.spans(), recorder.windows()
+        spans, steps = self._recorder.spans(), self._recorder.windows()
         breakdowns = [break_down(spans, step, host_lane=lane) for step in steps]
         return {
             "busy_ms": [one.step_ms - one.blocked_ms for one in breakdowns],

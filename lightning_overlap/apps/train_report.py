@@ -73,11 +73,7 @@ def table(results: Sequence[ModeResult]) -> str:
 
 
 def compare(results: Sequence[ModeResult]) -> tuple[str, bool]:
-    """Say whether all modes had the losses of the first, bit for bit on every rank.
-
-    Returns:
-        The line to print, and whether every exact mode kept the promise.
-    """
+    """Say whether all modes had the losses of the first, bit for bit on every rank, and whether all exact ones had."""
     reference, differing, kept = results[0], [], True
     for result in results[1:]:
         step = _first_difference(reference.loss_bits, result.loss_bits)
@@ -90,13 +86,7 @@ def compare(results: Sequence[ModeResult]) -> tuple[str, bool]:
 
 
 def write(folder: Path, results: Sequence[ModeResult], metric: str) -> None:
-    """Write `steps.csv` (a line per mode and step) and `summary.json` into the run folder.
-
-    Args:
-        folder: The run folder.
-        results: One for each mode, the reference first.
-        metric: Name of the metric that `read_metric` returns.
-    """
+    """Write `steps.csv` (a line per mode and step) and `summary.json`, which names the metric that a sweep is told."""
     with open(folder / "steps.csv", "w", newline="", encoding="utf-8") as file:
         writer = csv.writer(file)
         writer.writerow(["mode", "step", "loss", "step_ms"])
@@ -115,11 +105,7 @@ def write(folder: Path, results: Sequence[ModeResult], metric: str) -> None:
 
 
 def compare_runs(runs: Sequence[tuple[str, Path]]) -> str:
-    """Return a table of a sweep's runs: what was asked for, and what came of it.
-
-    Args:
-        runs: The overrides of each, and its run folder.
-    """
+    """Return a table of a sweep's runs, from the overrides and the run folder of each."""
     rows = [("run", "mode", "steps", "samples/s", "step median", "final loss", "losses", "metric")]
     digests: dict[str, str] = {}
     for overrides, folder in runs:

@@ -45,13 +45,7 @@ def run(config: Config, folder: Path) -> None:
 def train_mode(config: Config, schedule: Schedule, folder: Path) -> train_report.ModeResult:
     """Train one mode from the config's seed or checkpoint, then test it; or evaluate a checkpoint, as `task` says.
 
-    Args:
-        config: The composed config.
-        schedule: The mode.
-        folder: The run folder; loggers write below it.
-
-    Returns:
-        Losses, step times and metrics over all ranks; the same on every rank.
+    The result is over all ranks, and the same on every rank.
     """
     seed_everything(config["seed"], verbose=False)
     data = build.build_data(config)
@@ -114,12 +108,7 @@ def read_config(folder: Path) -> dict[str, Any]:
 
 
 def prepare(config: Config, *harmless: str) -> None:
-    """Set this rank's threads, and keep back what the libraries say about themselves: a bar and a table follow.
-
-    Args:
-        config: Of the command.
-        *harmless: Patterns of more warnings that say nothing to the user.
-    """
+    """Set this rank's threads, and keep back what the libraries say about themselves, with some warnings more."""
     if (num_threads := config["threads_per_rank"] or (None if build.on_cuda(config) else 1)) is not None:
         torch.set_num_threads(num_threads)
     for talkative in ("lightning.pytorch", "lightning.fabric"):

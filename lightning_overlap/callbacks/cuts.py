@@ -165,16 +165,15 @@ def packed_rows(entries: Iterable[Rows]) -> list[list[Rows]]:
 
 
 def rows_of(shard: TableShard, field: str, rows_N: Tensor, values_ND: Tensor) -> Rows:
-    """Return rows of a shard, or of a state of its optimizer.
+    """Return rows of a shard, or of a state of its optimizer, under the same name whatever the plan is.
+
+    Row-wise state, of one column, of a shard of columns stands in each of its columns.
 
     Args:
         shard: The shard.
         field: `WEIGHT`, or a kind of state.
         rows_N: Numbers in the shard, `(N,)`, int64.
-        values_ND: `(N, columns)`; row-wise state has one column.
-
-    Returns:
-        Under the same name whatever the plan is: row-wise state of a shard of columns stands in each of its columns.
+        values_ND: `(N, columns)`.
     """
     num_rows, num_columns = shard.shape
     width = shard.weight.shape[1]
@@ -189,11 +188,7 @@ def rows_of(shard: TableShard, field: str, rows_N: Tensor, values_ND: Tensor) ->
 def columns_of_states(shards: Iterable[tuple[TableShard, Mapping[str, Tensor]]]) -> list[tuple[str, str, int, int]]:
     """Return which columns share a value of row-wise state, where that is not the whole row: it goes with the plan.
 
-    Args:
-        shards: Of fused tables, each with the states of its optimizer by kind.
-
-    Returns:
-        Table, kind, first column and number of columns of each shard that has part of the columns.
+    Table, kind, first column and number of columns of each shard of a fused table that has part of the columns.
     """
     return sorted(
         (shard.name, field, shard.first_column, shard.weight.shape[1])
@@ -204,11 +199,7 @@ def columns_of_states(shards: Iterable[tuple[TableShard, Mapping[str, Tensor]]])
 
 
 def merged_rows(rows: Iterable[dict[str, Tensor]]) -> dict[str, Tensor]:
-    """Return the rows of several by table, each once.
-
-    Args:
-        rows: By table, `(N,)`, int64, on the host.
-    """
+    """Return the rows of several by table, each once; `(N,)`, int64, on the host."""
     found: dict[str, list[Tensor]] = {}
     for one in rows:
         for table, numbers in one.items():

@@ -15,7 +15,7 @@ from typing_extensions import override
 
 from .. import profiling
 from ..plugin import OverlapEmbeddingStrategy, logged_step
-from ..profiling import Breakdown, HostSync, SpanRecorder, report
+from ..profiling import Breakdown, HostSync, report
 from ..schedules import Schedule
 from ..sparse import StaleCounts, StaleRows
 from ..tuning import Costs, costs_of, mean_costs, price_table
@@ -29,10 +29,8 @@ NUM_WATCHED = 2
 WARM_UP = 3
 """Steps before the first measurement: the schedule fills, allocators and caches warm up."""
 
-
 MAX_COST = 0.005
 """Share of the time that measuring may take, where the user leaves the choice."""
-
 
 KEPT = 25
 """Where the user leaves the choice, the ids of no more than one step in so many are kept, to count stale rows."""
@@ -185,7 +183,7 @@ class OverlapMonitor(Callback):
                 self.accounts, self._costs, self._schedule = [], [], schedule
             self.accounts.append(result)
             self._costs.append(costs_of(spans, window, recorder.sent_bytes(window)))
-            overlaps = self._overlaps
+            overlaps = self._strategy is not None and self._strategy.schedule.depth > 1  # something can be hidden
             values = {f"overlap/{name}": value for name, value in report.metrics(result, overlaps=overlaps).items()}
             values["overlap/batches_in_flight"] = float(pending.num_in_flight)
             if self.syncs is not None:
@@ -203,11 +201,6 @@ class OverlapMonitor(Callback):
             shares = {f"overlap/stale_rows/{table}": stale / read for table, (stale, read) in rows.items()}
             for logger in trainer.loggers:
                 logger.log_metrics(shares, step=step)
-
-    @property
-    def _overlaps(self) -> bool:
-        """Whether the mode starts anything early, so that something can be hidden."""
-        return self._strategy is not None and self._strategy.schedule.depth > 1
 
     # -- the audit ----------------------------------------------------------------------------------------------
 
@@ -228,10 +221,14 @@ class OverlapMonitor(Callback):
     def _begin_audit(self, pl_module: LightningModule) -> None:
         assert self._strategy is not None
         recording = join(self._strategy, pl_module, self)
-        recorder = recording.recorder
+
+        def stage_now() -> str:
+            stage = recording.recorder.stage
+            return "" if stage is None else str(stage[0])
+
         self._audit = ExitStack()
         self._audit.callback(recording.leave, self)
-        self._audited = self._audit.enter_context(profiling.record_host_syncs(lambda: _name(recorder)))
+        self._audited = self._audit.enter_context(profiling.record_host_syncs(stage_now))
 
     def _end_audit(self) -> None:
         if self._audit is not None:
@@ -306,10 +303,7 @@ class OverlapMonitor(Callback):
 class _StaleSteps:
     """Chooses the steps whose stale rows are counted, on all ranks the same ones.
 
-    Args:
-        rows: Counts.
-        every: Steps from one to the next; None leaves the choice.
-        at_least: How many it leaves out at least then.
+    One in `every`; None leaves the choice, but for `at_least` steps from one to the next.
     """
 
     def __init__(self, rows: StaleRows, every: int | None, at_least: int) -> None:
@@ -319,12 +313,9 @@ class _StaleSteps:
         self._pending: list[tuple[StaleCounts, int]] = []
 
     def step(self, num_steps: int, may_count: bool, logged: int) -> None:
-        """Count the stale rows of a step that is over, if its turn has come.
+        """Count the stale rows of a step that is over, if its turn has come and it may be counted.
 
-        Args:
-            num_steps: Its number in the fit, from 1 on.
-            may_count: Whether it may be counted.
-            logged: What the loggers call it.
+        It is number `num_steps` of the fit, and the loggers call it `logged`.
         """
         if num_steps >= self._next and may_count:
             counts = self._rows.count()
@@ -346,7 +337,3 @@ class _StaleSteps:
         """Wait for those under way."""
         for counts, _ in self._pending:
             counts.wait()
-
-
-def _name(recorder: SpanRecorder) -> str:
-    return "" if recorder.stage is None else str(recorder.stage[0])

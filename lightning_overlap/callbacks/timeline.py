@@ -77,7 +77,7 @@ class OverlapTimeline(Callback):
             self._recording.step(self._num_steps)
         if self._num_steps == self._first:
             self._start(strategy, pl_module)
-        elif self._num_steps == self._last and self._is_recording:
+        elif self._num_steps == self._last and (self._recording or self._profiler) is not None:
             self._finish(trainer, strategy)
 
     @property
@@ -89,10 +89,6 @@ class OverlapTimeline(Callback):
     def drawn(self) -> range:
         """Numbers of the steps that are drawn, from 1 on."""
         return self.recorded[1 + AHEAD :]
-
-    @property
-    def _is_recording(self) -> bool:
-        return self._recording is not None or self._profiler is not None
 
     def _start(self, strategy: OverlapEmbeddingStrategy, module: LightningModule) -> None:
         if strategy.root_device.type == "cuda":
