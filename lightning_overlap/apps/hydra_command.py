@@ -1,18 +1,17 @@
-"""What the Hydra commands share: wrong names are answered before anything is imported, errors in one line."""
+"""What the Hydra commands share: wrong names are answered before torch is imported, errors in one line."""
 
 from __future__ import annotations
 
 import os
 import re
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable
 from importlib import import_module
-from importlib.resources import files
 from pathlib import Path
 from typing import Any, NoReturn, TypeVar
 
 from hydra.core.hydra_config import HydraConfig
-from hydra.errors import HydraException
+from hydra.errors import HydraException, MissingConfigException
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
@@ -20,7 +19,6 @@ from ..text import unknown_name_message
 from . import launch
 
 _OPTION = re.compile(r"(data|model|trainer|pipeline|stream|sharding|comms|logger|callbacks|strategy|latency)\.[\w.]+=")
-_CHOICE = re.compile(r"(?P<group>\w+)=(?P<names>[\w,]+)")
 _WANTS_TRACEBACK = os.environ.get("HYDRA_FULL_ERROR") == "1"
 """Whether the user asks for tracebacks."""
 _T = TypeVar("_T")
@@ -28,10 +26,7 @@ _T = TypeVar("_T")
 
 def main(hydra_main: Callable[[], Any]) -> None:
     """Run a Hydra command with the arguments of this process."""
-    arguments = sys.argv[1:]
-    for message in _unknown_choices(arguments):
-        _fail(message, exit_code=2)
-    sys.argv[1:] = map(add_or_override, arguments)
+    sys.argv[1:] = map(add_or_override, sys.argv[1:])
     if launch.under_launcher() and launch.rank() != 0:
         sys.argv += ["hydra.run.dir=.", "hydra.output_subdir=null"]  # one run folder is enough
     # Hydra prints a traceback for a folder that it cannot make: it hands every error on then.
@@ -39,6 +34,9 @@ def main(hydra_main: Callable[[], Any]) -> None:
     try:
         hydra_main()
     except (HydraException, OmegaConfBaseException) as err:
+        if isinstance(err, MissingConfigException) and err.options:
+            group, _, name = str(err.missing_cfg_file).rpartition("/")
+            _fail(unknown_name_message(group, name, dict.fromkeys(err.options)), exit_code=2)
         if _WANTS_TRACEBACK:
             raise
         because = f"\n{err.__cause__}" if isinstance(err.__cause__, OmegaConfBaseException) else ""
@@ -117,31 +115,6 @@ def _plain(composed: DictConfig) -> dict[str, Any]:
         raise ValueError(f"{str(err).splitlines()[0]}. Give it on the command line: {err.full_key}=...") from err
     assert isinstance(plain, dict)
     return {str(name): value for name, value in plain.items()}
-
-
-def _unknown_choices(arguments: Sequence[str]) -> Iterator[str]:
-    """Say which `group=name` names no config file, with the nearest names; Hydra alone lists all of them."""
-    own = [Path(folder) for folder in _config_dirs(arguments)]
-    for argument in arguments:
-        choice = _CHOICE.fullmatch(argument)
-        folders = [folder / choice["group"] for folder in (files("lightning_overlap") / "conf", *own)] if choice else []
-        known = {
-            file.name.removesuffix(".yaml"): file
-            for folder in folders
-            if folder.is_dir()
-            for file in sorted(folder.iterdir(), key=lambda file: file.name)
-            if file.name.endswith(".yaml")
-        }
-        for name in choice["names"].split(",") if choice and known else ():
-            if name not in known and name != "null":
-                yield unknown_name_message(choice["group"] if choice else "", name, known)
-
-
-def _config_dirs(arguments: Sequence[str]) -> Iterator[str]:
-    for place, argument in enumerate(arguments):
-        flag, equals, value = argument.partition("=")
-        if flag in ("--config-dir", "-cd"):
-            yield value if equals else "".join(arguments[place + 1 : place + 2])
 
 
 def _fail(message: str, exit_code: int = 1) -> NoReturn:
