@@ -9,7 +9,7 @@ SCALES_LOSS = (
     "scales the loss, and fused tables would be updated with scaled gradients inside backward. Use {instead}, which "
     "needs no scaling"
 )
-"""Why the precision `16-mixed` is refused, by the strategy and by the command before it has imported torch."""
+"""Why the precision `16-mixed` is refused, by the strategy and by the command before a rank starts."""
 
 
 def unknown_name_message(kind: str, name: str, known: Mapping[str, object]) -> str:

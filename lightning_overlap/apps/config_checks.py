@@ -1,4 +1,4 @@
-"""What a config chooses by name: modes, stream, precision, arms. Checked without torch, which is slow to import."""
+"""What a config chooses by name: modes, stream, precision, arms."""
 
 from __future__ import annotations
 
@@ -8,17 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from ..schedules import (
-    MODES,
-    STREAMS,
-    Schedule,
-    Stage,
-    check_lookup_threads,
-    check_stash,
-    resolve_schedule,
-    resolve_stream,
-    with_exact_warmup,
-)
+from ..schedules import MODES, STREAMS, Schedule, Stage, resolve_schedule
 from ..text import SCALES_LOSS, unknown_name_message
 
 Config = Mapping[str, Any]
@@ -58,11 +48,10 @@ def modes(config: Config) -> list[Schedule]:
 
 
 def switches(config: Config, schedule: Schedule) -> dict[str, Any]:
-    """Return what the config says besides the schedule, for every mode with a staleness: see `PIPELINE_OPTIONS`."""
-    return _given(config, *SWITCHES, "num_lookup_threads", "stash_gradients") if schedule.staleness else {}
-
-
-def _given(config: Config, *names: str) -> dict[str, Any]:
+    """Return what the config says besides the schedule: for the mode asked for, and any other with a staleness."""
+    if not schedule.staleness and schedule != modes(config)[-1]:
+        return {}
+    names = ("start_batch", "end_batch", "num_lookup_threads", "stash_gradients")
     return {name: value for name in names if (value := config["pipeline"].get(name)) is not None}
 
 
@@ -79,14 +68,12 @@ PIPELINE_OPTIONS: Mapping[str, str] = {
 }
 """What `pipeline` may set."""
 
-SWITCHES = ("start_batch", "end_batch")
-
 
 def check(config: Config) -> None:
-    """Check the choices.
+    """Check the choices; `build.check` does so with what the strategy and the trainer take.
 
     Raises:
-        ValueError: An unknown mode or stream, a schedule that cannot run, a metric that no run reports, or a precision
+        ValueError: An unknown mode, a schedule that cannot run, a metric that no run reports, or a precision
             that scales the loss.
         OSError: A checkpoint that does not exist.
     """
@@ -100,11 +87,7 @@ def check(config: Config) -> None:
             f"{' or '.join(METRICS)}, got {metric!r}. Did you mean {names}?"
         )
     _check_task(config)
-    wanted = modes(config)[-1]
-    with_exact_warmup(wanted, **_given(config, *SWITCHES))
-    check_lookup_threads(config["pipeline"].get("num_lookup_threads") or 0, wanted)
-    check_stash(bool(config["pipeline"].get("stash_gradients")), wanted)
-    resolve_stream(config["stream"]["name"])
+    modes(config)
     if str(config["trainer"].get("precision")) in ("16-mixed", "16"):
         raise ValueError(f"trainer.precision=16-mixed {SCALES_LOSS.format(instead='trainer.precision=bf16-mixed')}.")
 

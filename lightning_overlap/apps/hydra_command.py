@@ -1,4 +1,4 @@
-"""What the Hydra commands share: wrong names are answered before torch is imported, errors in one line."""
+"""What the Hydra commands share: options that no config file names, a run on all ranks, errors in one line."""
 
 from __future__ import annotations
 
@@ -15,8 +15,9 @@ from hydra.errors import HydraException, MissingConfigException
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
+from ..distributed import is_told_last
 from ..text import unknown_name_message
-from . import launch
+from . import build, launch, train_worker
 
 _OPTION = re.compile(r"(data|model|trainer|pipeline|stream|sharding|comms|logger|callbacks|strategy|latency)\.[\w.]+=")
 _WANTS_TRACEBACK = os.environ.get("HYDRA_FULL_ERROR") == "1"
@@ -67,12 +68,9 @@ def run_job(job: Callable[[dict[str, Any], Path], _T], composed: DictConfig) -> 
     except launch.RankFailedError as err:
         _fail(str(err))
     except Exception as err:
-        if launch.under_launcher():
-            from ..distributed import is_told_last  # torch is imported by now, or a wrong name has ended the job
-
-            if is_told_last(err):
-                sys.excepthook(type(err), err, err.__traceback__)
-                raise SystemExit(1) from None
+        if launch.under_launcher() and is_told_last(err):
+            sys.excepthook(type(err), err, err.__traceback__)
+            raise SystemExit(1) from None
         if _WANTS_TRACEBACK or not isinstance(err, ValueError | TypeError | OSError | ImportError):
             raise
         _fail(f"{type(err).__name__}: {err}")
@@ -87,8 +85,6 @@ def run_on_ranks(config: dict[str, Any], folder: Path, worker: str, about: str) 
         worker: The file in `apps` with what a rank does, `run(config, folder)`.
         about: The end of the line that says what runs, where this process starts the ranks.
     """
-    from . import build, train_worker  # torch takes seconds to import: wrong names have been answered by now
-
     build.check(config)
     config = build.complete(config)
     if launch.rank() == 0:

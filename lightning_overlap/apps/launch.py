@@ -16,10 +16,10 @@ from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:
-    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 SHUTDOWN_S = 5
 """Between asking the other ranks to stop and killing them."""
@@ -54,11 +54,6 @@ def run_ranks(num_ranks: int, module: str, folder: Path) -> None:
         RankFailedError: A rank failed. All others have been ended.
         InterruptedRunError: A signal asked this process to stop. All ranks have been ended.
     """
-    # Not at the top: the command asks this file who it is before it can spend seconds on importing torch.
-    from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException
-    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
-    from torch.distributed.launcher.api import LaunchConfig, elastic_launch
-
     with ExitStack() as stack:
         for signum in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT):  # the launcher replaces handlers
             stack.callback(signal.signal, signum, signal.getsignal(signum))
