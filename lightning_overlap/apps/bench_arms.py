@@ -34,22 +34,14 @@ from .config_checks import Config
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """What every arm is to train.
-
-    Args:
-        config: The benchmark's config.
-        data: Describes the tables.
-        batches: The batches to train, each once.
-        device: The device of this rank.
-        after_step: Called after every step with its loss, and with the strategy where it is ours.
-        log_dir: Where a Trainer may write.
-    """
+    """What every arm is to train: the batches, each once, with a model for the tables of the data."""
 
     config: Config
     data: LightningDataModule
     batches: DataLoader[Any]
     device: torch.device
     after_step: Callable[[Tensor, OverlapEmbeddingStrategy | None], None]
+    """Called after every step with its loss, and with the strategy where it is ours."""
     log_dir: Path
 
     def make_model(self) -> LightningModule:
@@ -175,13 +167,10 @@ class Network(nn.Module):
     """A LightningModule as TorchRec's pipelines want a model: `forward(batch)` gives the losses and an output.
 
     They trace the code that calls the sharded collection, so that call stands here; what the module's `training_step`
-    does with the embeddings is not traced.
-
-    Args:
-        module: Has one collection of tables, which its `training_step` calls once, with `batch.sparse`.
+    does with the embeddings is not traced. It calls its one collection of tables once, with `batch.sparse`.
 
     Raises:
-        ValueError: It has none, or several.
+        ValueError: The module has no collection of tables, or several.
     """
 
     def __init__(self, module: LightningModule) -> None:

@@ -24,48 +24,39 @@ MAX_SPREAD = 0.2
 
 @dataclass(frozen=True, slots=True)
 class Turn:
-    """What one arm's training gave on one rank in one round.
-
-    Attributes:
-        step_ms: Duration of each timed step, milliseconds.
-        cpu_ms: CPU time of this process in each timed step, all its threads together, milliseconds.
-        window_ms: Duration of all timed steps together, to device completion.
-        losses: The loss of every step, float32, as bytes.
-        final_loss: The loss of the last step.
-        peak_memory: In the timed steps; the name says which memory, the number is in bytes.
-        busy_ms: By measured step, how long the dense part's lane (the host; on CUDA the compute stream) did not wait
-            for collectives; empty where that cannot be seen.
-        wire_ms: By measured step, how long any collective was under way.
-        exposed_ms: By measured step, how long that lane waited for collectives.
-        collectives: Which -> milliseconds per step under way, and waited for.
-    """
+    """What one arm's training gave on one rank in one round."""
 
     step_ms: list[float]
+    """Of each timed step."""
     window_ms: float
+    """All timed steps together, to device completion."""
     losses: list[bytes]
+    """The loss of every step, float32."""
     final_loss: float
     peak_memory: dict[str, int]
+    """In the timed steps; the name says which memory, the number is in bytes."""
     cpu_ms: list[float] = field(default_factory=list)
+    """CPU time of this process in each timed step, all its threads together."""
     busy_ms: list[float] = field(default_factory=list)
+    """By measured step, how long the dense part's lane (the host; on CUDA the compute stream) did not wait for
+    collectives; empty where that cannot be seen."""
     wire_ms: list[float] = field(default_factory=list)
+    """By measured step, how long any collective was under way."""
     exposed_ms: list[float] = field(default_factory=list)
+    """By measured step, how long that lane waited for collectives."""
     collectives: dict[str, tuple[float, float]] = field(default_factory=dict)
+    """Which -> milliseconds per step under way, and waited for."""
 
 
 @dataclass(slots=True)
 class ArmTurns:
-    """All turns of one arm, or why it has none.
-
-    Attributes:
-        name: Name of the arm.
-        staleness: Updates that its lookups do not see, in batches.
-        rounds: For each round, one turn per rank.
-        failure: Why it does not run here.
-    """
+    """All turns of one arm, or why it does not run here."""
 
     name: str
     staleness: int
+    """Updates that its lookups do not see, in batches."""
     rounds: list[list[Turn]] = field(default_factory=list)
+    """For each round, one turn per rank."""
     failure: str | None = None
 
     @property
@@ -76,42 +67,35 @@ class ArmTurns:
 
 @dataclass(frozen=True, slots=True)
 class ArmResult:
-    """The statistics of one arm. Each is of the slowest, or the largest, rank, over the steps of all rounds.
-
-    Attributes:
-        name: Name of the arm.
-        staleness: Updates that its lookups do not see, in batches.
-        step_ms_median: Median step time.
-        step_ms_p90: 90th percentile.
-        cpu_ms: Median CPU time of a step, milliseconds; other programs on the machine disturb it less.
-        of_base: Median over rounds of this arm's median step by that of the reference in the same round.
-        of_base_range: The lowest and the highest of them.
-        samples_per_s: Samples per second of all ranks together.
-        peak_memory: 90th percentile over rounds; name -> bytes.
-        exposed_ms: What the dense part waited for collectives in a measured step, median.
-        efficiency: (base - this) / (base - bound), by median step times; None where nothing is to be gained.
-        final_loss: Mean over ranks.
-        same_as_base: Whether every rank's loss is the reference's at every step and in every round, bit for bit. An arm
-            `mode+fp16` is compared with `base+fp16`, if that ran.
-        collectives: Which -> milliseconds per step under way, and waited for.
-        failure: Why it does not run here; the rest then says nothing.
-    """
+    """The statistics of one arm. Each is of the slowest, or the largest, rank, over the steps of all rounds."""
 
     name: str
     staleness: int
     step_ms_median: float = float("nan")
     step_ms_p90: float = float("nan")
     cpu_ms: float | None = None
+    """Median CPU time of a step; other programs on the machine disturb it less."""
     of_base: float = float("nan")
+    """Median over rounds of this arm's median step by that of the reference in the same round."""
     of_base_range: tuple[float, float] = (float("nan"), float("nan"))
+    """The lowest and the highest of them."""
     samples_per_s: float | None = None
+    """Of all ranks together."""
     peak_memory: dict[str, int] = field(default_factory=dict)
+    """90th percentile over rounds; name -> bytes."""
     exposed_ms: float | None = None
+    """What the dense part waited for collectives in a measured step, median."""
     efficiency: float | None = None
+    """(base - this) / (base - bound), by median step times; None where nothing is to be gained."""
     final_loss: float = float("nan")
+    """Mean over ranks."""
     same_as_base: bool = False
+    """Whether every rank's loss is the reference's at every step and in every round, bit for bit. An arm `mode+fp16` is
+    compared with `base+fp16`, if that ran."""
     collectives: dict[str, tuple[float, float]] = field(default_factory=dict)
+    """Which -> milliseconds per step under way, and waited for."""
     failure: str | None = None
+    """Why it does not run here; the rest then says nothing."""
 
 
 def bound_ms(base: ArmTurns, all_reduce_ms: float = 0.0) -> float | None:

@@ -74,20 +74,11 @@ class Meter:
     """Times the steps of one turn without making the host wait for the device in between.
 
     Steps `warm_up` to `warm_up + steps` are timed: on CUDA by events that are read when all is over. The device is
-    waited for before the first and after the last of them. Then come the steps whose collectives are recorded; on
-    CUDA only where the streams are known.
-
-    Args:
-        device: Of this rank.
-        warm_up: Steps before the timed ones.
-        steps: Timed steps.
-        measured: Steps to record collectives in.
-        per_optimizer_step: Batches of an optimizer step: a step's time is the mean over so many.
+    waited for before the first and after the last of them. Then come `measured` steps whose collectives are recorded;
+    on CUDA only where the streams are known. A step's time is the mean over the batches of an optimizer step.
     """
 
-    def __init__(
-        self, device: torch.device, warm_up: int, steps: int, measured: int, per_optimizer_step: int = 1
-    ) -> None:
+    def __init__(self, device: torch.device, warm_up: int, steps: int, measured: int, per_optimizer_step: int) -> None:
         self._device = device
         self._first, self._last = warm_up, warm_up + steps
         self._per_optimizer_step = per_optimizer_step

@@ -13,37 +13,30 @@ from ..text import aligned, or_dash, unknown_name_message
 
 @dataclass(frozen=True, slots=True)
 class ModeResult:
-    """What one mode's training gave, over all ranks; without losses it was only evaluated.
-
-    Attributes:
-        mode: The schedule's name.
-        stream: The stream policy, or '-' in a mode without an early lookup.
-        staleness: The staleness of the schedule, in batches.
-        num_ranks: Ranks that trained.
-        peak_memory: Of the largest rank; the name says which memory, the number is in bytes.
-        metrics: Validation and test metrics.
-        losses: Mean over ranks, by step.
-        step_ms: Rank 0's time per step.
-        step_ms_median: Median step of the slowest rank, milliseconds.
-        step_ms_p90: 90th percentile of the slowest rank, milliseconds.
-        samples_per_s: All ranks together, without the first step; None if the batch size is not known.
-        losses_sha256: Digest of all ranks' losses, in float32.
-        loss_bits: Every rank's losses, by step, to compare modes by.
-    """
+    """What one mode's training gave, over all ranks; without losses it was only evaluated."""
 
     mode: str
     stream: str
+    """The stream policy, or '-' in a mode without an early lookup."""
     staleness: int
     num_ranks: int
     peak_memory: dict[str, int]
+    """Of the largest rank; the name says which memory, the number is in bytes."""
     metrics: dict[str, float]
+    """Validation and test metrics."""
     losses: Sequence[float] = ()
+    """Mean over ranks, by step."""
     step_ms: Sequence[float] = ()
+    """Rank 0's time per step."""
     step_ms_median: float = float("nan")
+    """Of the slowest rank, as the next."""
     step_ms_p90: float = float("nan")
     samples_per_s: float | None = None
+    """All ranks together, without the first step; None if the batch size is not known."""
     losses_sha256: str = ""
+    """Digest of all ranks' losses, in float32."""
     loss_bits: Sequence[bytes] = ()
+    """Every rank's losses, by step, to compare modes by."""
 
 
 def table(results: Sequence[ModeResult]) -> str:

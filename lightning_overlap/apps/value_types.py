@@ -13,12 +13,7 @@ from .config_checks import Config
 
 
 def check_arguments(where: str, node: Config, target: Callable[..., Any]) -> None:
-    """Check a group of a config; what an annotation says beyond plain types is left to the callee.
-
-    Args:
-        where: Name of the group.
-        node: Its values.
-        target: The class or function that takes them.
+    """Check a group of a config, called `where`; what an annotation says beyond plain types is left to the callee.
 
     Raises:
         ValueError: A name that it does not take.
