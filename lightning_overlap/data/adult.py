@@ -91,13 +91,7 @@ def parse_row(line: bytes) -> AdultRow:
 
 @dataclass(frozen=True)
 class AdultRows:
-    """Rows of one split.
-
-    Attributes:
-        dense_ND: float32; in `NUMERICAL`'s order.
-        ids_FN: int64, in `TABLE_SIZES`'s order.
-        labels_N: float32.
-    """
+    """Rows of one split, with columns in the order of `NUMERICAL` and `TABLE_SIZES`."""
 
     dense_ND: NDArray[np.float32]
     ids_FN: NDArray[np.int64]
@@ -190,13 +184,7 @@ class AdultDataModule(RecDataModule):
         self._splits: dict[str, AdultRows] | None = None
 
     def check(self) -> None:
-        """Raise now if the path does not exist, may not be read, or a first row does not parse.
-
-        Raises:
-            FileNotFoundError: The path stands for no file.
-            PermissionError: The file may not be read.
-            ValueError: The file is empty, is not the gzip its name says, or begins with a bad row.
-        """
+        """Raise now, as `check_files` does, if the file cannot be read or begins with a bad row."""
         check_files(self.path, parse_row, "the original adult.data")
 
     def setup(self, stage: str) -> None:

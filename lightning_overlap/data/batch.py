@@ -64,10 +64,7 @@ def collate_batch(
     lengths_FB: NDArray[Any],
     labels_B: NDArray[Any],
 ) -> RecBatch:
-    """A batch from arrays on the host, with the KJT synced there.
-
-    `KeyedJaggedTensor.sync` computes the lengths per key once, from host memory; `KJT.to` keeps them, so that nobody
-    reads them back from the device.
+    """A batch from arrays on the host. The lengths per key are computed there, so that nobody reads them back later.
 
     Args:
         features: Names of the `F` sparse features, in the order of `lengths_FB`.
@@ -106,11 +103,7 @@ def collate_batch(
 
 
 def stable_hash(values: NDArray[np.uint64], salt: NDArray[np.uint64]) -> NDArray[np.uint64]:
-    """64 well-mixed bits per value, the same on every machine and in every run.
-
-    Args:
-        values: uint64, any shape.
-        salt: uint64, broadcast against `values`; other salts give unrelated hashes.
+    """64 well-mixed bits per value, the same on every machine and in every run; other salts give unrelated hashes.
 
     Source: the SplitMix64 generator and its finalizer (Steele, Lea, Flood, OOPSLA 2014).
     """
@@ -147,14 +140,9 @@ class EpochSampler(DistributedSampler[Any]):
 
     A `DistributedSampler` by type, because that is how Lightning knows that a loader is sharded already and leaves it
     alone. The epoch travels in the key, so it also reaches worker processes that outlive an epoch.
-
-    Args:
-        dataset: One rank's batches; its length is the number of batches per epoch.
-        rank: The rank of this process.
-        world_size: Number of ranks.
     """
 
-    def __init__(self, dataset: Dataset[RecBatch], rank: int = 0, world_size: int = 1) -> None:
+    def __init__(self, dataset: Dataset[RecBatch], rank: int, world_size: int) -> None:
         super().__init__(dataset, num_replicas=world_size, rank=rank, shuffle=False)
         self.num_samples = len(dataset)  # type: ignore[arg-type]  # all of them are this rank's
         self._start = 0
@@ -291,10 +279,6 @@ class RecDataModule(LightningDataModule):
 
 def check_at_least(lowest: int, **arguments: float) -> None:
     """Check that no argument is below a limit.
-
-    Args:
-        lowest: The limit.
-        **arguments: Name -> value of each argument.
 
     Raises:
         ValueError: An argument is below it; the first one is named.

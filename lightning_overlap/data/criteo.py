@@ -47,16 +47,10 @@ class BadRowRateError(ValueError):
 
 
 class BadRows:
-    """Counts the bad rows that one reader leaves out, logs the first few, and stops at too many.
-
-    Args:
-        max_rate: Largest share of bad rows that is let pass.
-    """
+    """Counts the bad rows that one reader leaves out, logs the first few, and stops at too many."""
 
     def __init__(self, max_rate: float) -> None:
-        self.max_rate = max_rate
-        self.num_rows = 0
-        self.num_bad = 0
+        self.max_rate, self.num_rows, self.num_bad = max_rate, 0, 0
         self._first = ""
 
     def report(self, place: str, reason: str) -> None:
@@ -184,12 +178,7 @@ def read_lines(paths: Sequence[Path]) -> Iterator[tuple[Path, int, bytes]]:
 
 
 def check_files(paths: str | Path | Sequence[str | Path], check_row: Callable[[bytes], object], expected: str) -> None:
-    """Check that files can be read and begin with a good row.
-
-    Args:
-        paths: As `resolve_paths` takes them.
-        check_row: Raises a ValueError for a bad row.
-        expected: What the files should be, for the message.
+    """Check that files can be read and begin with a row for which `check_row` raises no ValueError.
 
     Raises:
         FileNotFoundError: A path stands for no file.
@@ -215,23 +204,16 @@ class CriteoStream(IterableDataset[RecBatch]):
     DataLoader asks them, so the number of processes does not change the batches. The last incomplete group is dropped,
     so that all ranks have equally many batches. A bad row keeps its place in the count and leaves its batch one row
     shorter; a batch without any good row is an error.
-
-    Args:
-        paths: Files, read one after the other.
-        table_sizes: Rows of the 26 tables.
-        batch_size: Rows per batch.
-        rank: The rank of this process.
-        world_size: Number of ranks.
-        kept: Whether group i belongs to this split, at place i modulo its length.
-        max_bad_row_rate: See `CriteoDataModule`.
     """
 
     paths: Sequence[Path]
+    """Read one after the other."""
     table_sizes: dict[str, int]
     batch_size: int
     rank: int = 0
     world_size: int = 1
     kept: Sequence[bool] = (True,)
+    """Whether group i belongs to this split, at place i modulo its length."""
     max_bad_row_rate: float = 0.01
 
     def __post_init__(self) -> None:
@@ -347,13 +329,7 @@ class CriteoDataModule(RecDataModule):
         self.max_bad_row_rate = max_bad_row_rate
 
     def check(self) -> None:
-        """Raise now if a path does not exist, may not be read, or a file's first row does not parse.
-
-        Raises:
-            FileNotFoundError: A path stands for no file.
-            PermissionError: A file may not be read.
-            ValueError: A file is empty, is not the gzip its name says, or begins with a bad row.
-        """
+        """Raise now, as `check_files` does, if the files cannot be read or begin with a bad row."""
         for given in self.paths.values():
             if given is not None:
                 check_files(

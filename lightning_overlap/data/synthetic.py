@@ -28,14 +28,8 @@ _DENSE_STD, _SPARSE_STD, _BASE_LOGIT = 1.0, 1.5, -1.0
 class ClickModel:
     """The hidden truth: how ids are drawn, and a logistic model over dense features and ids that draws the labels.
 
-    An id's hidden weight is a hash of table and id, so that tables of any size cost no memory.
-
-    Attributes:
-        table_sizes: Rows of each table, by feature name.
-        num_dense: Dense features per sample.
-        pooling: Mean bag length.
-        zipf_skew: Exponent `s`: the k-th most frequent id has a probability near `k ** -s`; 0 is uniform.
-        seed: Seeds the hidden weights and every draw.
+    An id's hidden weight is a hash of table and id, so that tables of any size cost no memory. The k-th most frequent
+    id has a probability near `k ** -zipf_skew`. The rest is as `SyntheticDataModule` says.
     """
 
     table_sizes: dict[str, int]
