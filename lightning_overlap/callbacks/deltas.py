@@ -13,16 +13,7 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from torch import Tensor
 from typing_extensions import override
 
-from ..deltas import (
-    CutWriter,
-    DeltaSink,
-    Header,
-    PartName,
-    encode,
-    parse_names,
-    read_header,
-    resolve_sink,
-)
+from ..deltas import CutWriter, DeltaSink, Header, PartName, encode, parse_names, read_header, resolve_sink
 from ..distributed import Lowest
 from ..plugin import OverlapEmbeddingStrategy
 from ..tables import fused_writes, sharded_state_names
@@ -255,7 +246,7 @@ class EmbeddingDeltas(Callback):
 
     def _make_cut(self, after: tuple[int, int] | None) -> Cut:
         copied = self._touched.copy()
-        return Cut(self._header(after), self._touched.shards, copied, self._dense.copy(), self._dense)
+        return Cut(self._header(after), self._touched.shards, copied, self._dense)
 
     def _write_now(self, cut: Cut) -> None:
         self._writer.write_now(cut.step, cut.chunks())
@@ -271,8 +262,7 @@ class EmbeddingDeltas(Callback):
         touched.begin_base()
         self._dense.forget()
         self._writes = touched.num_writes
-        chunks = base_chunks(self._header(None), touched.shards, touched.plan_of_all_rows(), touched.read, self._dense)
-        self._writer.write_now(self._step, chunks)
+        self._writer.write_now(self._step, base_chunks(self._header(None), touched, self._dense))
         if after_all:
             self._outstanding.clear()
             self._is_void = False

@@ -17,21 +17,18 @@ from .cuts import merged_rows
 
 @dataclass(frozen=True)
 class Restored:
-    """What a checkpoint says of deltas.
-
-    Args:
-        acknowledged: The newest cut that all ranks were known to have written; None where all rows have to be sent.
-        rows: That later updates had written, by table, `(N,)`, int64.
-        whole: Tables that the dense optimizer wrote: any of their rows.
-        columns: Of shards whose row-wise state was sent, see `columns_of_states`; None where no state was sent.
-        writes: How often somebody has written this rank's fused tables, right after they were loaded.
-    """
+    """What a checkpoint says of deltas."""
 
     acknowledged: tuple[int, int] | None
+    """The newest cut that all ranks were known to have written; None where all rows have to be sent."""
     rows: Mapping[str, Tensor]
+    """That later updates had written, by table, `(N,)`, int64."""
     whole: Sequence[str]
+    """Tables that the dense optimizer wrote: any of their rows."""
     columns: Sequence[tuple[str, str, int, int]] | None
+    """Of shards whose row-wise state was sent, see `columns_of_states`; None where no state was sent."""
     writes: int
+    """How often somebody has written this rank's fused tables, right after they were loaded."""
 
     @classmethod
     def of(cls, state: Mapping[str, Any], writes: int) -> Restored:
