@@ -279,17 +279,17 @@ def write(folder: Path, results: Sequence[ArmResult], bound: float | None, about
 
 def draw(path: Path, results: Sequence[ArmResult], bound: float | None) -> None:
     """Draw the median step of every arm that ran, its exposed part, its P90, and the bound."""
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
     ran = [result for result in reversed(results) if result.failure is None]
     places = range(len(ran))
     medians, exposed = [r.step_ms_median for r in ran], [r.exposed_ms or 0.0 for r in ran]
     figure = Figure(figsize=(9, 1.2 + 0.34 * len(ran)), layout="constrained")
-    FigureCanvasAgg(figure)
     axes = figure.subplots()
     late = [max(0.0, r.step_ms_p90 - r.step_ms_median) for r in ran]
-    axes.barh(places, medians, color="#9db8d2", xerr=[[0.0] * len(ran), late], ecolor="#555555", label="step, to P90")
+    axes.barh(
+        range(len(ran)), medians, color="#9db8d2", xerr=[[0.0] * len(ran), late], ecolor="#555555", label="step, to P90"
+    )
     axes.barh(places, exposed, left=[m - e for m, e in zip(medians, exposed, strict=True)], color="#c8553d",
               label="of it, waiting for collectives")  # fmt: skip
     if bound is not None:

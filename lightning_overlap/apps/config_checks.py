@@ -18,6 +18,14 @@ Config = Mapping[str, Any]
 AUTO = "auto"
 """In the place of a mode's name: the strategy chooses one while it trains, and begins with `fused_sparse_dist`."""
 
+SWITCHES = ("start_batch", "end_batch", "num_lookup_threads", "stash_gradients")
+"""What `pipeline` may set besides the schedule; `overlap-train --help` says what each does."""
+PIPELINE_OPTIONS = ("name", "schedule", "staleness", "defer_update", "frozen_window", *SWITCHES)
+LATENCIES = ("all_to_all_ms", "forward_ms", "backward_ms", "step_ms")
+TASKS = ("train", "test", "validate")
+METRICS = ("val", "test")
+"""How the names of metrics begin that a run reports."""
+
 
 def modes(config: Config) -> list[Schedule]:
     """Return the schedules to train, the one asked for last.
@@ -27,8 +35,7 @@ def modes(config: Config) -> list[Schedule]:
     """
     pipeline = config["pipeline"]
     for name in pipeline:
-        if name not in PIPELINE_OPTIONS:
-            raise ValueError(unknown_name_message("option of pipeline", name, PIPELINE_OPTIONS))
+        _check_known("option of pipeline", name, PIPELINE_OPTIONS)
     own = pipeline.get("schedule")
     if pipeline.get("name") == AUTO and not own:
         given = [name for name, value in pipeline.items() if value and name != "name"]
@@ -51,22 +58,7 @@ def switches(config: Config, schedule: Schedule) -> dict[str, Any]:
     """Return what the config says besides the schedule: for the mode asked for, and any other with a staleness."""
     if not schedule.staleness and schedule != modes(config)[-1]:
         return {}
-    names = ("start_batch", "end_batch", "num_lookup_threads", "stash_gradients")
-    return {name: value for name in names if (value := config["pipeline"].get(name)) is not None}
-
-
-PIPELINE_OPTIONS: Mapping[str, str] = {
-    "name": "the mode",
-    "schedule": "a table of one's own, in the place of the name's",
-    "staleness": "of async_lookup, from 1 on",
-    "defer_update": "true: a mode with a staleness updates tables after the next forward",
-    "frozen_window": "true: an exact mode updates tables with the optimizer step (trainer.accumulate_grad_batches)",
-    "stash_gradients": "true: a mode with a staleness applies dense gradients as many steps late",
-    "num_lookup_threads": "on a CPU, for the lookups of a mode with a staleness",
-    "start_batch": "so many batches are trained exactly before a mode with a staleness begins",
-    "end_batch": "from this batch on exactly again",
-}
-"""What `pipeline` may set."""
+    return {name: value for name in SWITCHES if (value := config["pipeline"].get(name)) is not None}
 
 
 def check(config: Config) -> None:
@@ -92,26 +84,13 @@ def check(config: Config) -> None:
         raise ValueError(f"trainer.precision=16-mixed {SCALES_LOSS.format(instead='trainer.precision=bf16-mixed')}.")
 
 
-TASKS: Mapping[str, str] = {
-    "train": "trains, then tests",
-    "test": "tests what ckpt_path has",
-    "validate": "validates what ckpt_path has",
-}
-"""What `task` may be."""
-
-
 def _check_task(config: Config) -> None:
     task, path = config.get("task", "train"), config.get("ckpt_path")
-    if task not in TASKS:
-        raise ValueError(unknown_name_message("task", str(task), TASKS))
+    _check_known("task", task, TASKS)
     if task != "train" and path is None:
         raise ValueError(f"task={task} needs a checkpoint: ckpt_path=outputs/.../checkpoints/last.ckpt")
     if path is not None and not Path(path).exists():
         raise FileNotFoundError(f"ckpt_path: {str(path)!r} does not exist, looked up in {Path.cwd()}.")
-
-
-METRICS = ("val", "test")
-"""How the names of metrics begin that a run reports."""
 
 
 TORCHREC_ARMS: Mapping[str, tuple[str, Mapping[str, Any]]] = {
@@ -212,16 +191,11 @@ def check_bench(config: Config) -> None:
         if not isinstance(value, int) or value < lowest:
             raise ValueError(f"{name} is a number from {lowest} on, got {value!r}.")
     for name, value in (config["latency"] or {}).items():
-        if name not in LATENCIES:
-            raise ValueError(unknown_name_message("latency", name, LATENCIES))
+        _check_known("latency", name, LATENCIES)
         if not isinstance(value, int | float) or value < 0:
             raise ValueError(f"latency.{name} is in milliseconds, got {value!r}.")
 
 
-LATENCIES: Mapping[str, str] = {
-    "all_to_all_ms": "an all-to-all ends no earlier than this after its issue",
-    "forward_ms": "the dense forward sleeps so long",
-    "backward_ms": "the dense backward sleeps so long",
-    "step_ms": "the dense optimizer's step sleeps so long",
-}
-"""What `latency` may set."""
+def _check_known(kind: str, name: str, known: Collection[str]) -> None:
+    if name not in known:
+        raise ValueError(unknown_name_message(kind, str(name), dict.fromkeys(known)))

@@ -8,7 +8,7 @@ import sys
 from collections.abc import Callable
 from importlib import import_module
 from pathlib import Path
-from typing import Any, NoReturn, TypeVar
+from typing import Any, NoReturn, TypeVar, cast
 
 from hydra.core.hydra_config import HydraConfig
 from hydra.errors import HydraException, MissingConfigException
@@ -106,11 +106,9 @@ def _plain(composed: DictConfig) -> dict[str, Any]:
         ValueError: A value that has to be given is missing, or an interpolation fails.
     """
     try:
-        plain = OmegaConf.to_container(composed, resolve=True, throw_on_missing=True)
+        return cast("dict[str, Any]", OmegaConf.to_container(composed, resolve=True, throw_on_missing=True))
     except OmegaConfBaseException as err:
         raise ValueError(f"{str(err).splitlines()[0]}. Give it on the command line: {err.full_key}=...") from err
-    assert isinstance(plain, dict)
-    return {str(name): value for name, value in plain.items()}
 
 
 def _fail(message: str, exit_code: int = 1) -> NoReturn:

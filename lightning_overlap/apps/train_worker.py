@@ -9,7 +9,7 @@ import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -102,9 +102,7 @@ def write_config(config: Config, folder: Path) -> None:
 
 def read_config(folder: Path) -> dict[str, Any]:
     """Read what `write_config` wrote."""
-    config = OmegaConf.to_container(OmegaConf.load(folder / "config.yaml"))
-    assert isinstance(config, dict)
-    return {str(name): value for name, value in config.items()}
+    return cast("dict[str, Any]", OmegaConf.to_container(OmegaConf.load(folder / "config.yaml")))
 
 
 def prepare(config: Config, *harmless: str) -> None:

@@ -5,9 +5,10 @@ from __future__ import annotations
 import math
 import time
 import warnings
+from collections.abc import Iterable
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
-from typing import Any
+from dataclasses import replace
+from typing import Any, NamedTuple
 
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
@@ -36,8 +37,7 @@ KEPT = 25
 """Where the user leaves the choice, the ids of no more than one step in so many are kept, to count stale rows."""
 
 
-@dataclass(slots=True)
-class _Pending:
+class _Pending(NamedTuple):
     recording: Recording
     number: int
     step: int
@@ -94,7 +94,6 @@ class OverlapMonitor(Callback):
         self._num_steps = 0
         self._next = WARM_UP
         self._recording: Recording | None = None
-        self._until = 0
         self._wanted: set[int] = set()
         self._timelines: list[OverlapTimeline] = []
         self._pending: list[_Pending] = []
@@ -138,21 +137,21 @@ class OverlapMonitor(Callback):
                 in_flight = self._strategy.num_in_flight
                 self._pending.append(_Pending(self._recording, number, logged_step(trainer), in_flight))
         if self._recording is None and number >= self._next and not self._audit_is_due:
-            self._want(pl_module, range(number + NUM_WATCHED, number + NUM_WATCHED + 1))
+            self._want(pl_module, [number + NUM_WATCHED])
         for timeline in self._timelines:
             if number == timeline.recorded.start:
                 self._want(pl_module, timeline.drawn)
-        if self._recording is not None and number >= self._until:
+        if self._recording is not None and number >= max(self._wanted):
             self._stop()
         if self._stale is not None:
             self._stale.step(self._num_steps, not self._audit_is_due, logged_step(trainer))
         self._harvest(trainer, pl_module)
         self.own_ms += (time.perf_counter() - start) * 1e3
 
-    def _want(self, pl_module: LightningModule, numbers: range) -> None:
+    def _want(self, pl_module: LightningModule, numbers: Iterable[int]) -> None:
         """Record from now on, and measure the steps with these numbers."""
         assert self._strategy is not None
-        self._until, self._wanted = max(self._until, numbers[-1]), self._wanted | set(numbers)
+        self._wanted |= set(numbers)
         if self._recording is None:
             self._recording = join(self._strategy, pl_module, self)
             self._recording.step(self._num_steps)
@@ -261,7 +260,7 @@ class OverlapMonitor(Callback):
             self._recording.leave(self)
             self._recording = None
             self._wanted.clear()
-            self._until, self._next = 0, self._num_steps + 1
+            self._next = self._num_steps + 1
 
     @override
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
