@@ -82,7 +82,8 @@ def build_model(config: Config, data: LightningDataModule) -> LightningModule:
 
 def build_strategy(config: Config, schedule: Schedule, model: LightningModule) -> OverlapEmbeddingStrategy:
     """Return the strategy for one mode; the sharding is checked against the tables of the unsharded model."""
-    stream, sharding = config["stream"]["name"], _sharding(config, model)
+    stream, kind, named = config["stream"]["name"], config["sharding"].get("type"), config["sharding"].get("tables")
+    sharding = {table.name: kind for table in find_tables(model) if kind} | dict(named) if named else kind or None
     options = {**switches(config, schedule), **dict(config["strategy"])}
     pipeline: Any = AUTO if schedule.name == AUTO else schedule
     return OverlapEmbeddingStrategy(pipeline, stream, sharding, quantized_comms=build_comms(config), **options)
@@ -175,22 +176,20 @@ def check(config: Config) -> None:
     if hasattr(data, "check"):
         data.check()
     model = build_model(config, data)
-    build_strategy(config, modes(config)[-1], model)
-    sharding = _sharding(config, model)
+    strategy = build_strategy(config, modes(config)[-1], model)
     tables, device = find_tables(model), torch.device("cuda" if on_cuda(config) else "cpu")
-    check_sharding(sharding, tables, device)
-    check_quantized_comms(build_comms(config), tables, device)
+    check_sharding(strategy.sharding, tables, device)
+    check_quantized_comms(strategy.quantized_comms, tables, device)
     for arm in config.get("arms", ()):  # of overlap-bench
         check_quantized_comms(resolve_quantized_comms(precision_of(arm)), tables, device)
-    _check_optimizers(model, sharding)
+    _check_optimizers(model, tables, strategy.sharding)
 
 
-def _check_optimizers(model: LightningModule, sharding: str | Mapping[str, str] | None) -> None:
+def _check_optimizers(model: LightningModule, tables: Any, sharding: Any) -> None:
     """See on a model that is then thrown away whether its dense optimizer takes fused tables.
 
     Left to the ranks: a planner's choice, and a configure_optimizers that needs a trainer.
     """
-    tables = find_tables(model)
     kinds = sharding if isinstance(sharding, Mapping) else {table.name: sharding for table in tables}
     fused = [table for table in tables if kinds.get(table.name) not in (None, "data_parallel")]
     for table in fused:
@@ -208,13 +207,6 @@ def optimizers_in(made: Any) -> list[torch.optim.Optimizer]:
         return [made]
     parts = made.values() if isinstance(made, Mapping) else made if isinstance(made, list | tuple) else ()
     return [optimizer for part in parts for optimizer in optimizers_in(part)]
-
-
-def _sharding(config: Config, model: LightningModule) -> str | dict[str, str] | None:
-    kind, named = config["sharding"].get("type"), config["sharding"].get("tables")
-    if not named:
-        return str(kind) if kind else None
-    return {table.name: kind for table in find_tables(model) if kind} | dict(named)
 
 
 def on_cuda(config: Config) -> bool:

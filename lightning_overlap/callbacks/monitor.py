@@ -104,8 +104,8 @@ class OverlapMonitor(Callback):
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._forget()  # what a fit before has left, where it could not say how it ended
         self._reset()
-        self._strategy = trainer.strategy if isinstance(trainer.strategy, OverlapEmbeddingStrategy) else None
-        if self._strategy is None or self._strategy.streams is None:
+        strategy = self._strategy = trainer.strategy if isinstance(trainer.strategy, OverlapEmbeddingStrategy) else None
+        if strategy is None or strategy.streams is None:
             self._strategy = None
             warnings.warn(
                 f"OverlapMonitor has nothing to measure: {type(trainer.strategy).__name__} runs no sparse pipeline "
@@ -113,11 +113,12 @@ class OverlapMonitor(Callback):
                 UserWarning,
                 stacklevel=2,
             )
+            return
         callbacks: list[Callback] = trainer.callbacks  # type: ignore[attr-defined]
         self._timelines = [one for one in callbacks if isinstance(one, OverlapTimeline)]
         log_every = getattr(trainer, "log_every_n_steps", 0)
         self._every = self._every_n_steps or max(log_every, NUM_WATCHED + 1)
-        rows = None if self._strategy is None else self._strategy.stale_rows()
+        rows = strategy.stale_rows()
         if rows is not None:
             self._stale = _StaleSteps(rows, self._every_n_steps, log_every)
 
@@ -157,14 +158,8 @@ class OverlapMonitor(Callback):
             self._recording.step(self._num_steps)
 
     def _stop(self) -> None:
-        assert self._recording is not None
-        self._recording.leave(self)
-        self._recording = None
-        self._wanted.clear()
-        self._plan_next()
-
-    def _plan_next(self) -> None:
-        """Choose the next step to measure: as asked for, else so that all this stays a small part of a step."""
+        """End a recording, and choose the next step to measure: as asked for, else so that all this costs little."""
+        self._leave()
         cost_ms = self.own_ms / max(1, len(self.accounts))
         step_ms = profiling.mean(self.accounts).step_ms if self.accounts else float("inf")
         enough = 0 if self._every_n_steps else math.ceil(cost_ms / (MAX_COST * step_ms))
@@ -233,8 +228,7 @@ class OverlapMonitor(Callback):
         if self._audit is not None:
             assert self._strategy is not None
             self._audit.close()
-            self._audit = None
-            device = self._strategy.root_device.type
+            self._audit, device = None, self._strategy.root_device.type
             self.syncs = [sync for sync in self._audited if sync.device == device and not sync.reads_host]
 
     # -- the end ------------------------------------------------------------------------------------------------
@@ -257,10 +251,14 @@ class OverlapMonitor(Callback):
             self._end_audit()
             self.syncs = None  # to be done again
         if self._recording is not None:
-            self._recording.leave(self)
-            self._recording = None
-            self._wanted.clear()
+            self._leave()
             self._next = self._num_steps + 1
+
+    def _leave(self) -> None:
+        assert self._recording is not None
+        self._recording.leave(self)
+        self._recording = None
+        self._wanted.clear()
 
     @override
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
