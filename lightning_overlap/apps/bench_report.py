@@ -17,7 +17,6 @@ from ..text import aligned, or_dash
 HIDDEN = 0.1
 """A collective counts as hidden when less than this share of its time under way was waited for."""
 
-
 MAX_SPREAD = 0.2
 """Rounds of an arm that differ by more than this share of their median give no verdict."""
 

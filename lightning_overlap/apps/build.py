@@ -96,7 +96,7 @@ def build_comms(config: Config) -> QCommsConfig | None:
         ValueError: An unknown option or precision, or a loss scale that the precision does not take.
     """
     comms = dict(config.get("comms") or {})
-    known = dict.fromkeys(["forward", "backward", *(field.name for field in fields(QCommsConfig))])
+    known = ["forward", "backward", *(field.name for field in fields(QCommsConfig))]
     for name in comms:
         if name not in known:
             raise ValueError(unknown_name_message("option of comms", name, known))

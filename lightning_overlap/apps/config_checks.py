@@ -14,7 +14,6 @@ from ..text import SCALES_LOSS, unknown_name_message
 Config = Mapping[str, Any]
 """The composed config as plain containers; nothing that the command calls sees OmegaConf's."""
 
-
 AUTO = "auto"
 """In the place of a mode's name: the strategy chooses one while it trains, and begins with `fused_sparse_dist`."""
 
@@ -173,7 +172,7 @@ def arms(config: Config) -> list[str]:
     for pattern in config["arms"]:
         fits = [name for name in fnmatch.filter(known, pattern) if name.count("+") == pattern.count("+")]
         if not fits:
-            raise ValueError(unknown_name_message("arm", pattern, dict.fromkeys(known)))
+            raise ValueError(unknown_name_message("arm", pattern, known))
         chosen.update(fits)
     return [name for name in known if name in chosen]
 
@@ -198,4 +197,4 @@ def check_bench(config: Config) -> None:
 
 def _check_known(kind: str, name: str, known: Collection[str]) -> None:
     if name not in known:
-        raise ValueError(unknown_name_message(kind, str(name), dict.fromkeys(known)))
+        raise ValueError(unknown_name_message(kind, str(name), known))

@@ -37,7 +37,7 @@ def main(hydra_main: Callable[[], Any]) -> None:
     except (HydraException, OmegaConfBaseException) as err:
         if isinstance(err, MissingConfigException) and err.options:
             group, _, name = str(err.missing_cfg_file).rpartition("/")
-            _fail(unknown_name_message(group, name, dict.fromkeys(err.options)), exit_code=2)
+            _fail(unknown_name_message(group, name, err.options), exit_code=2)
         if _WANTS_TRACEBACK:
             raise
         because = f"\n{err.__cause__}" if isinstance(err.__cause__, OmegaConfBaseException) else ""
@@ -79,11 +79,7 @@ def run_job(job: Callable[[dict[str, Any], Path], _T], composed: DictConfig) -> 
 def run_on_ranks(config: dict[str, Any], folder: Path, worker: str, about: str) -> None:
     """Check a config and run it on every rank: under a launcher this process is one of them, else it starts them.
 
-    Args:
-        config: The composed config.
-        folder: The run folder.
-        worker: The file in `apps` with what a rank does, `run(config, folder)`.
-        about: The end of the line that says what runs, where this process starts the ranks.
+    The worker is the file in `apps` with what a rank does, `run(config, folder)`; `about` ends a line on what runs.
     """
     build.check(config)
     config = build.complete(config)

@@ -48,15 +48,14 @@ def table(results: Sequence[ModeResult]) -> str:
         ("ranks", [str(result.num_ranks) for result in results]),
         ("steps", [str(len(result.losses)) for result in results]),
     ]
-    trained: list[tuple[str, list[str]]] = [
-        ("samples/s", [or_dash(result.samples_per_s, "{:,.0f}") for result in results]),
-        ("step time median", [f"{result.step_ms_median:.2f} ms" for result in results]),
-        ("step time P90", [f"{result.step_ms_p90:.2f} ms" for result in results]),
-        ("final loss", [or_dash(result.losses[-1] if result.losses else None, "{:.9g}") for result in results]),
-        ("losses sha256", [result.losses_sha256[:12] for result in results]),
-    ]
     if any(result.losses for result in results):
-        rows += trained
+        rows += [
+            ("samples/s", [or_dash(result.samples_per_s, "{:,.0f}") for result in results]),
+            ("step time median", [f"{result.step_ms_median:.2f} ms" for result in results]),
+            ("step time P90", [f"{result.step_ms_p90:.2f} ms" for result in results]),
+            ("final loss", [or_dash(result.losses[-1] if result.losses else None, "{:.9g}") for result in results]),
+            ("losses sha256", [result.losses_sha256[:12] for result in results]),
+        ]
     for name in sorted({name for result in results for name in result.metrics}):
         rows.append((name.replace("_", " "), [or_dash(result.metrics.get(name), "{:.6f}") for result in results]))
     for name in results[0].peak_memory:

@@ -71,11 +71,6 @@ class Cut:
         self._lock = threading.Lock()
         self._entries: list[Rows] | None = None
 
-    @property
-    def step(self) -> int:
-        """Batches that had been trained."""
-        return self.header.step
-
     def numbers(self) -> list[dict[str, Tensor]]:
         """Wait for the copied rows, in any thread; return their numbers by table, also once they are written."""
         return [{entry.table: entry.rows} for entry in self._wait()]

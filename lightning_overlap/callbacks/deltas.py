@@ -163,12 +163,10 @@ class EmbeddingDeltas(Callback):
         return self._trainer.fit_loop.epoch_loop.total_batch_idx + 1
 
     def _dense_source(self, module: LightningModule, touched: TouchedRows) -> DenseSource:
-        of_shards = zip(touched.dense, touched.dense_states, strict=True)
-        tables = [
-            (shard, states) for (shard, is_replicated), states in of_shards if self._is_first or not is_replicated
-        ]
+        is_first, of_shards = self._strategy.global_rank == 0, zip(touched.dense, touched.dense_states, strict=True)
+        tables = [(shard, states) for (shard, is_replicated), states in of_shards if is_first or not is_replicated]
         tensors: dict[str, Tensor] = {}
-        if self._is_first and self._sends_dense:
+        if is_first and self._sends_dense:
             sharded = sharded_state_names(module)
             tensors = {
                 name: value
@@ -176,10 +174,6 @@ class EmbeddingDeltas(Callback):
                 if isinstance(value, Tensor) and name not in sharded
             }
         return DenseSource(tensors, tables)
-
-    @property
-    def _is_first(self) -> bool:
-        return self._strategy.global_rank == 0
 
     def _begin(self, restored: Restored | None) -> None:
         """Begin a generation with a part of all rows, or of those that replicas may have otherwise."""
@@ -249,14 +243,10 @@ class EmbeddingDeltas(Callback):
         return Cut(self._header(after), self._touched.shards, copied, self._dense)
 
     def _write_now(self, cut: Cut) -> None:
-        self._writer.write_now(cut.step, cut.chunks())
+        self._writer.write_now(cut.header.step, cut.chunks())
 
     def _write_base(self, *, after_all: bool) -> None:
-        """Write all rows of this rank; training waits for it.
-
-        Args:
-            after_all: Whether all ranks do, so that replicas need nothing that was written before.
-        """
+        """Write all rows of this rank; training waits. After those of all ranks replicas need nothing from before."""
         touched = self._touched
         self._writer.wait()
         touched.begin_base()
@@ -300,15 +290,11 @@ class EmbeddingDeltas(Callback):
     def _hear(self, trainer: Trainer, state: int, written: int, *, is_whole: bool) -> None:
         if state == FAILED:
             self._ranks.raise_together(self._writer.error)
-        if is_whole:  # else nothing after the void cut is applied before the base that is to come
-            self._acknowledge(written)
-        self._lag.hear(trainer, self._step - written, self._touched.most, self._writer.num_bytes)
-
-    def _acknowledge(self, written: int) -> None:
-        """Forget the cuts that all ranks have written."""
-        if written >= 0:
+        # Of a void cut and what follows it nothing is applied before the base that is to come.
+        if is_whole and written >= 0:
             self._acknowledged = (self.generation, written)
-            self._outstanding = [cut for cut in self._outstanding if cut.step > written]
+            self._outstanding = [cut for cut in self._outstanding if cut.header.step > written]
+        self._lag.hear(trainer, self._step - written, self._touched.most, self._writer.num_bytes)
 
     def _cut(self, *, is_whole: bool) -> None:
         """Make a cut, as all ranks do."""
@@ -329,10 +315,10 @@ class EmbeddingDeltas(Callback):
         if cut is None:
             return
         if self._touched.settle():
-            self._writer.submit(cut.step, cut.chunks)
+            self._writer.submit(cut.header.step, cut.chunks)
             return
         header = replace(cut.header, is_void=True)
-        self._writer.submit(cut.step, lambda: [(str(header.name), encode(header))])
+        self._writer.submit(cut.header.step, lambda: [(str(header.name), encode(header))])
         self._is_void = True  # all ranks send all rows with the next cut
 
     # -- the end ------------------------------------------------------------------------------------------------
@@ -347,11 +333,7 @@ class EmbeddingDeltas(Callback):
             self._finish(steps=False)
 
     def _finish(self, *, steps: bool) -> None:
-        """Write what is left of this fit.
-
-        Args:
-            steps: Whether the dense optimizer has made steps after that of the last batch.
-        """
+        """Write what is left of this fit, also if the dense optimizer has made `steps` after the last batch."""
         if not self._is_sending:
             return
         self._strategy.update_tables()

@@ -42,11 +42,7 @@ class LagLog:
     def hear(self, trainer: Trainer, behind: int, num_waiting: int, num_bytes: int) -> None:
         """Log, and warn once each time that the lag becomes more than is allowed.
 
-        Args:
-            trainer: Of the fit.
-            behind: Batches, of the slowest rank.
-            num_waiting: Rows of this rank that are marked, at most.
-            num_bytes: Written by this rank so far.
+        The slowest rank is `behind` batches; `num_waiting` rows of this rank are marked, and `num_bytes` written.
         """
         values = {"steps_behind": behind, "rows_waiting": num_waiting, "bytes": num_bytes}
         metrics = {f"{self._prefix}/{what}": float(value) for what, value in values.items()}

@@ -53,13 +53,7 @@ def rows_to_resend(
 ) -> dict[str, Tensor] | None:
     """Return the rows that replicas may have otherwise than the tables are now; all ranks call this.
 
-    Args:
-        sink: Holds what was written past the checkpoint, maybe.
-        run: That its parts must be of.
-        known: The names of its chunks, alike on all ranks.
-        restored: What the checkpoint says.
-        tables: Rows and columns of each.
-        strategy: Of the fit.
+    The sink may hold more parts of the run than the checkpoint knows of: their names are alike on all ranks.
 
     Returns:
         By table, `(N,)`, int64; None: any rows.

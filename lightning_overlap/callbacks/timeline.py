@@ -100,7 +100,8 @@ class OverlapTimeline(Callback):
         self._recording.step(self._num_steps)
 
     def _finish(self, trainer: Trainer, strategy: OverlapEmbeddingStrategy) -> None:
-        folder = Path(strategy.broadcast(str(self._folder(trainer))))
+        log_dir = trainer.logger.log_dir if trainer.logger is not None else None
+        folder = Path(strategy.broadcast(str(self.dirpath or log_dir or trainer.default_root_dir)))
         if self._profiler is not None:
             spans = self._spans_of_profile(strategy, folder)
         else:
@@ -151,10 +152,6 @@ class OverlapTimeline(Callback):
         self.files = [picture, page, trace]
         print(profiling.as_report({rank: profiling.summarize(spans) for rank, spans in shown.items()}))
         print(f"Timeline: {picture}, {page}, {trace}", flush=True)
-
-    def _folder(self, trainer: Trainer) -> Path:
-        log_dir = trainer.logger.log_dir if trainer.logger is not None else None
-        return Path(self.dirpath or log_dir or trainer.default_root_dir)
 
     @override
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:

@@ -114,13 +114,7 @@ def stable_hash(values: NDArray[np.uint64], salt: NDArray[np.uint64]) -> NDArray
 
 
 class Batches(Dataset[RecBatch]):
-    """One rank's batches of a split, each made when it is asked for.
-
-    Args:
-        num_batches: Batches per epoch.
-        make: Gives the batch of an epoch and an index.
-        anew: Whether each epoch has batches of its own; else all are epoch 0.
-    """
+    """One rank's batches of a split: `make` gives that of an epoch and an index, always of epoch 0 if not `anew`."""
 
     def __init__(self, num_batches: int, make: Callable[[int, int], RecBatch], *, anew: bool) -> None:
         self._num_batches, self._make, self._anew = num_batches, make, anew

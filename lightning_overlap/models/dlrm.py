@@ -92,12 +92,7 @@ class NormalizedEntropy(Metric):
             self.add_state(name, torch.zeros((), dtype=torch.float64), dist_reduce_fx="sum")
 
     def update(self, logits: Tensor, labels: Tensor) -> None:
-        """Add a batch.
-
-        Args:
-            logits: Logits of clicks, `(B,)`, any float dtype.
-            labels: 1 for a click, else 0, `(B,)`, any float dtype.
-        """
+        """Add a batch; the arguments are as `BinnedAUC`'s."""
         loss = nn.functional.binary_cross_entropy_with_logits(logits.float(), labels.float(), reduction="sum")
         self.log_loss += loss.double()
         self.num_clicks += labels.sum().double()
