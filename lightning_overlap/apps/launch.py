@@ -81,7 +81,11 @@ def run_ranks(num_ranks: int, module: str, folder: Path) -> None:
 
 def run_as_rank(train: Callable[[], None], folder: Path, parent: int) -> None:
     """Run a rank's work, no longer than the command that started it; leave its error where `run_ranks` looks for it."""
-    end_with(parent)
+    if sys.platform == "linux":  # where the kernel ends a process when its parent dies, even of SIGKILL
+        pr_set_pdeathsig = 1
+        ctypes.CDLL(None).prctl(pr_set_pdeathsig, signal.SIGKILL)
+        if os.getppid() != parent:  # it has died while this process was starting
+            os.kill(os.getpid(), signal.SIGKILL)
     atexit.register(_leave)  # runs after all that is registered later: a logger's last words, say
     try:
         train()
@@ -98,15 +102,6 @@ def _leave() -> None:
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(0)
-
-
-def end_with(parent: int) -> None:
-    """Let the kernel end this process when its parent dies, even of SIGKILL (Linux only)."""
-    if sys.platform == "linux":
-        pr_set_pdeathsig = 1
-        ctypes.CDLL(None).prctl(pr_set_pdeathsig, signal.SIGKILL)
-        if os.getppid() != parent:  # it has died while this process was starting
-            os.kill(os.getpid(), signal.SIGKILL)
 
 
 def write_failure(folder: Path, error: BaseException) -> None:

@@ -6,6 +6,7 @@ import resource
 import sys
 import time
 from collections.abc import Mapping
+from contextlib import suppress
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -173,10 +174,8 @@ def reset_peak_memory(device: torch.device) -> None:
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
         return
-    try:
+    with suppress(OSError):  # no such file or right here: the peak is then that of the whole process
         Path("/proc/self/clear_refs").write_text("5")  # sets the peak to what is resident now; see proc(5)
-    except OSError:
-        return  # no such file or right here: the peak is then that of the whole process
 
 
 def peak_memory(device: torch.device) -> dict[str, int]:

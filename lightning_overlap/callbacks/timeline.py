@@ -109,7 +109,12 @@ class OverlapTimeline(Callback):
             begin, _ = self._recording.window(self._first + 1)
             _, end = self._recording.window(self._last)
             recorded = [one for one in self._recording.recorder.spans() if one.end_ms > begin and one.start_ms < end]
-            spans = [*recorded, *self._marks()]
+            # As `OverlapMonitor` counts steps: from the end of a batch to the end of the next.
+            windows = {number: self._recording.window(number) for number in self.drawn}
+            spans = recorded + [
+                Span(*window, Category.HOST, STEPS_LANE, f"ProfilerStep#{number - 1}")
+                for number, window in windows.items()
+            ]
             self._recording.leave(self)
         self._profiler = self._recording = None
         spans = profiling.with_mode(spans, profiling.overlapped_by(strategy.schedule))
@@ -119,14 +124,6 @@ class OverlapTimeline(Callback):
                 self._write(folder, strategy, ranks)
             except OSError as err:  # no picture is worth a training run
                 warnings.warn(f"OverlapTimeline could not write into {folder}: {err}", UserWarning, stacklevel=2)
-
-    def _marks(self) -> list[Span]:
-        """Return the steps as `OverlapMonitor` counts them: from the end of a batch to the end of the next."""
-        assert self._recording is not None
-        windows = {number: self._recording.window(number) for number in self.drawn}
-        return [
-            Span(*window, Category.HOST, STEPS_LANE, f"ProfilerStep#{number - 1}") for number, window in windows.items()
-        ]
 
     def _spans_of_profile(self, strategy: OverlapEmbeddingStrategy, folder: Path) -> list[Span]:
         """Stop the profiler, keep its trace, and read it."""
