@@ -39,9 +39,6 @@ TIMEOUT = timedelta(minutes=5)
 DRAIN = 4
 """Steps at the end that do not count: a pipeline that runs empty has less to do."""
 
-_STALE = ("torchrec/semi_sync",)
-"""Arms other than our modes whose lookups are one batch stale."""
-
 
 def run(config: Config, folder: Path) -> None:
     """Train every arm in every round on this rank; rank 0 prints and writes the report."""
@@ -101,11 +98,9 @@ class _Bench:
 
         known = arms(self.config)
         ours = config_checks.our_arms(self.config)
-        results = {
-            name: ArmTurns(name, ours[name][0].staleness if name in ours else int(name.partition("+")[0] in _STALE))
-            for name in config_checks.arms(self.config)
-        }
-        names, num_rounds = list(results), self.config["rounds"]
+        stale = {name: schedule.staleness for name, (schedule, _) in ours.items()} | {"torchrec/semi_sync": 1}
+        names, num_rounds = config_checks.arms(self.config), self.config["rounds"]
+        results = {name: ArmTurns(name, stale.get(name.partition("+")[0], 0)) for name in names}
         bar = tqdm(total=len(names) * num_rounds, disable=dist.get_rank() != 0, desc="overlap-bench", unit="turn")
         with bar:
             for number in range(num_rounds):

@@ -77,19 +77,15 @@ def check(config: Config) -> None:
             f"metric is what the model logs in its validation or test, under a name that begins with "
             f"{' or '.join(METRICS)}, got {metric!r}. Did you mean {names}?"
         )
-    _check_task(config)
-    modes(config)
-    if str(config["trainer"].get("precision")) in ("16-mixed", "16"):
-        raise ValueError(f"trainer.precision=16-mixed {SCALES_LOSS.format(instead='trainer.precision=bf16-mixed')}.")
-
-
-def _check_task(config: Config) -> None:
     task, path = config.get("task", "train"), config.get("ckpt_path")
     _check_known("task", task, TASKS)
     if task != "train" and path is None:
         raise ValueError(f"task={task} needs a checkpoint: ckpt_path=outputs/.../checkpoints/last.ckpt")
     if path is not None and not Path(path).exists():
         raise FileNotFoundError(f"ckpt_path: {str(path)!r} does not exist, looked up in {Path.cwd()}.")
+    modes(config)
+    if str(config["trainer"].get("precision")) in ("16-mixed", "16"):
+        raise ValueError(f"trainer.precision=16-mixed {SCALES_LOSS.format(instead='trainer.precision=bf16-mixed')}.")
 
 
 TORCHREC_ARMS: Mapping[str, tuple[str, Mapping[str, Any]]] = {

@@ -21,9 +21,6 @@ from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalEx
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
-SHUTDOWN_S = 5
-"""Between asking the other ranks to stop and killing them."""
-
 
 class RankFailedError(RuntimeError):
     """A rank failed; the message is the first failure's."""
@@ -69,7 +66,7 @@ def run_ranks(num_ranks: int, module: str, folder: Path) -> None:
             local_addr="localhost",
             max_restarts=0,
             logs_specs=DefaultLogsSpecs(stack.enter_context(TemporaryDirectory(prefix="overlap_train_"))),
-            shutdown_timeout=SHUTDOWN_S,
+            shutdown_timeout=5,  # seconds between asking the other ranks to stop and killing them
         )
         try:
             elastic_launch(config, sys.executable)("-m", module, str(folder), os.getpid())
