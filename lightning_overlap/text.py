@@ -3,24 +3,19 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Sequence
 
 SCALES_LOSS = (
     "scales the loss, and fused tables would be updated with scaled gradients inside backward. Use {instead}, which "
     "needs no scaling"
 )
-"""Why the precision `16-mixed` is refused, by the strategy and by the command before it has imported torch."""
+"""Why the precision `16-mixed` is refused, by the strategy and by the command before a rank starts."""
 
 
-def unknown_name_message(kind: str, name: str, known: Mapping[str, object]) -> str:
-    """Return the message for a name that is unknown; it offers the nearest known names first.
-
-    Args:
-        kind: What is named, for the message: "table", "mode".
-        name: The name the user gave.
-        known: All valid names; the values are not read.
-    """
-    nearest = difflib.get_close_matches(name, list(known), n=3, cutoff=0.4)
+def unknown_name_message(kind: str, name: str, known: Iterable[str]) -> str:
+    """Return the message for a name of a kind ("table", "mode") that is not known; it offers the nearest ones first."""
+    known = list(known)
+    nearest = difflib.get_close_matches(name, known, n=3, cutoff=0.4)
     hint = f" Did you mean {' or '.join(map(repr, nearest))}?" if nearest else ""
     return f"unknown {kind} {name!r}.{hint} Known: {', '.join(known)}."
 

@@ -9,7 +9,7 @@ import hydra
 from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig
 
-from .apps import config_checks, hydra_command, launch
+from .apps import config_checks, hydra_command, launch, train_report
 
 
 def main() -> None:
@@ -17,8 +17,6 @@ def main() -> None:
     _runs.clear()
     hydra_command.main(_hydra_main)
     if len(_runs) > 1 and launch.rank() == 0:
-        from .apps import train_report
-
         print(f"\n{train_report.compare_runs(_runs)}", flush=True)
 
 
@@ -39,8 +37,6 @@ def _job(config: dict[str, Any], folder: Path) -> float | None:
     hydra_command.run_on_ranks(config, folder, "train_worker", about)
     if launch.under_launcher() and launch.rank() != 0:
         return None
-    from .apps import train_report  # numpy takes its time to import: wrong names have been answered by now
-
     _runs.append((" ".join(HydraConfig.get().overrides.task), folder))
     return train_report.read_metric(folder)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from importlib import metadata
 
@@ -45,7 +46,6 @@ PAIRS = (
 BUILT_FOR: Mapping[str, str] = {"1.5": "2.10", "1.6": "2.11", "1.7": "2.12", "1.8": "2.13", "1.9": "2.14"}
 """The torch that each FBGEMM is built for, as FBGEMM's own table has it. It loads with no other."""
 
-_UNKNOWN = "of unknown version"
 _FBGEMM = ("fbgemm-gpu", "fbgemm-gpu-cpu")
 
 
@@ -79,8 +79,7 @@ def _two_numbers(version: str) -> str:
 
 def what_is_supported() -> str:
     """Return what is installed, which versions are supported, and which go together."""
-    found = ", ".join(f"{name} {_installed(name)}" for name in (*SUPPORTED, "torch"))
-    found += "".join(f", {name} {version}" for name, version in installed().items() if name in _FBGEMM)
+    found = ", ".join(f"{name} {version}" for name, version in installed().items())
     supported = ", ".join(name + versions for name, versions in SUPPORTED.items())
     pairs = "; or ".join(f"torch {pair.torch}, fbgemm {pair.fbgemm}, torchrec{pair.torchrec}" for pair in PAIRS)
     return f"Installed: {found}. Supported: {supported}. Together: {pairs}."
@@ -91,11 +90,7 @@ NEEDED = ("torchrec", "fbgemm_gpu")
 
 
 def what_is_missing(name: str) -> str:
-    """Return a sentence on how to install what is missing.
-
-    Args:
-        name: One of `NEEDED`.
-    """
+    """Return a sentence on how to install one of `NEEDED`."""
     return (
         f"lightning_overlap needs {name}, which is not installed. For CUDA: pip install 'lightning_overlap[cuda]'. For "
         "a CPU: pip install 'lightning_overlap[cpu]' && pip install --no-deps torchrec==1.8.0 (torchrec itself asks for"
@@ -105,9 +100,11 @@ def what_is_missing(name: str) -> str:
 
 def installed() -> dict[str, str]:
     """Return the versions of what a measurement depends on."""
-    packages = ("torch", "lightning", "torchrec", *_FBGEMM)
-    known = {package: _installed(package) for package in packages}
-    return {package: version for package, version in known.items() if version != _UNKNOWN}
+    found = {}
+    for package in (*SUPPORTED, "torch", *_FBGEMM):
+        with suppress(metadata.PackageNotFoundError):
+            found[package] = metadata.version(package)
+    return found
 
 
 def check_names(package: str, names: Mapping[str, Iterable[str]], owners: Mapping[str, object]) -> None:
@@ -121,18 +118,11 @@ def check_names(package: str, names: Mapping[str, Iterable[str]], owners: Mappin
     Raises:
         ImportError: An object lacks a name.
     """
+    version = installed().get(package, "of unknown version")
     for owner, thing in owners.items():
         for name in names[owner]:
             # The class first: a property may not have an answer yet.
             if not (hasattr(type(thing), name) or hasattr(thing, name)):
                 raise ImportError(
-                    f"{package} {_installed(package)} lacks {owner}.{name}, which lightning_overlap needs. "
-                    f"{what_is_supported()}"
+                    f"{package} {version} lacks {owner}.{name}, which lightning_overlap needs. {what_is_supported()}"
                 )
-
-
-def _installed(package: str) -> str:
-    try:
-        return metadata.version(package)
-    except metadata.PackageNotFoundError:
-        return _UNKNOWN

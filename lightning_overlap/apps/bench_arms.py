@@ -6,9 +6,10 @@ have the same LightningModule, batches, sharding plan and ranks.
 
 from __future__ import annotations
 
+import os
 import time
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -31,44 +32,23 @@ from . import build, config_checks
 from .config_checks import Config
 
 
-def loader_of(batches: Sequence[Any], num_batches: int) -> DataLoader[Any]:
-    """Return a loader of a few batches, handed out over and over.
-
-    Args:
-        batches: At least one.
-        num_batches: How many to hand out.
-    """
-    return DataLoader([batches[index % len(batches)] for index in range(num_batches)], batch_size=None)  # type: ignore[arg-type]
-
-
 @dataclass(frozen=True, slots=True)
 class Job:
-    """What every arm is to train.
-
-    Args:
-        config: The benchmark's config.
-        data: Describes the tables.
-        batches: The batches to train, each once.
-        device: The device of this rank.
-        after_step: Called after every step with its loss, and with the strategy where it is ours.
-        log_dir: Where a Trainer may write.
-        local_world_size: Ranks on this host.
-    """
+    """What every arm is to train: the batches, each once, with a model for the tables of the data."""
 
     config: Config
     data: LightningDataModule
     batches: DataLoader[Any]
     device: torch.device
     after_step: Callable[[Tensor, OverlapEmbeddingStrategy | None], None]
+    """Called after every step with its loss, and with the strategy where it is ours."""
     log_dir: Path
-    local_world_size: int
-    latency: Mapping[str, float] = field(default_factory=dict)
 
     def make_model(self) -> LightningModule:
         """Return the model, from the seed."""
         seed_everything(self.config["seed"], verbose=False)
         model = build.build_model(self.config, self.data)
-        return slowed_down(model, self.latency) if self.latency else model
+        return slowed_down(model, self.config["latency"]) if self.config["latency"] else model
 
     def make_dmp(self, model: nn.Module, unsharded: LightningModule) -> DistributedModelParallel:
         """Return a model as TorchRec shards it, by our strategy's plan; the rest is in DistributedDataParallel."""
@@ -81,7 +61,7 @@ class Job:
             fused_optimizer=strategy.fused_optimizer,
             group=group,
             device=self.device,
-            local_world_size=self.local_world_size,
+            local_world_size=int(os.environ.get("LOCAL_WORLD_SIZE", dist.get_world_size())),
             quantized_comms=strategy.quantized_comms,
         )
         sharders = training_sharders(codecs_of(build.build_comms(self.config), self.device))
@@ -187,13 +167,10 @@ class Network(nn.Module):
     """A LightningModule as TorchRec's pipelines want a model: `forward(batch)` gives the losses and an output.
 
     They trace the code that calls the sharded collection, so that call stands here; what the module's `training_step`
-    does with the embeddings is not traced.
-
-    Args:
-        module: Has one collection of tables, which its `training_step` calls once, with `batch.sparse`.
+    does with the embeddings is not traced. It calls its one collection of tables once, with `batch.sparse`.
 
     Raises:
-        ValueError: It has none, or several.
+        ValueError: The module has no collection of tables, or several.
     """
 
     def __init__(self, module: LightningModule) -> None:
@@ -214,29 +191,19 @@ class Network(nn.Module):
 class _Rest(nn.Module):
     """A module's `training_step` on embeddings that were looked up outside of it."""
 
-    _module: LightningModule
-
     def __init__(self, module: LightningModule, path: str) -> None:
         super().__init__()
-        object.__setattr__(self, "_module", module)  # not a child: the tracer goes into modules with tables below
+        self._held = (module,)  # not a child: the tracer goes into modules with tables below
         self._path = path
 
     def forward(self, embeddings: Any, batch: Any) -> Any:
-        collection = getattr(self._module, self._path)
-        setattr(self._module, self._path, _Given(embeddings))
+        (module,) = self._held
+        children: dict[str, Any] = module._modules
+        collection, children[self._path] = children[self._path], lambda _: embeddings
         try:
-            return self._module.training_step(batch, 0)
+            return module.training_step(batch, 0)
         finally:
-            setattr(self._module, self._path, collection)
-
-
-class _Given(nn.Module):
-    def __init__(self, embeddings: Any) -> None:
-        super().__init__()
-        self._embeddings = embeddings
-
-    def forward(self, *_: Any) -> Any:
-        return self._embeddings
+            children[self._path] = collection
 
 
 def _make_network(job: Job) -> tuple[DistributedModelParallel, torch.optim.Optimizer]:
@@ -271,12 +238,7 @@ def _train_pipeline(pipeline_class: str, options: Mapping[str, Any], job: Job) -
 
 
 def slowed_down(model: LightningModule, latency: Mapping[str, float]) -> LightningModule:
-    """Let the dense forward, backward and step of a module sleep.
-
-    Args:
-        model: Changed in place.
-        latency: `forward_ms`, `backward_ms`, `step_ms`.
-    """
+    """Let the dense forward, backward and step of a module sleep, by `forward_ms`, `backward_ms` and `step_ms`."""
     forward_s, backward_s, step_s = (latency.get(f"{part}_ms", 0.0) / 1e3 for part in ("forward", "backward", "step"))
 
     class Slow(type(model)):  # type: ignore[misc]

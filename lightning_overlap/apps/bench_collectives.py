@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager
 from statistics import median
 from typing import Any
 
 import torch.distributed as dist
+from torch.futures import Future
 from typing_extensions import override
 
 from ..distributed import Issue, WrappedWork, wrap_collectives
@@ -44,36 +45,25 @@ class _Late(WrappedWork):
 
     @override
     def get_future(self) -> Any:
-        return _LateFuture(super().get_future(), self)
+        late: Future[None] = Future()
+
+        def tell(_: Any) -> None:
+            timer = threading.Timer(self.left_s, late.set_result, (None,))
+            timer.daemon = True
+            timer.start()
+
+        super().get_future().add_done_callback(tell)
+        return late
 
     @property
     def left_s(self) -> float:
         return max(0.0, self._over_s - time.perf_counter())
 
 
-class _LateFuture:
-    """Future of a late collective: its callbacks run when the set time is over."""
-
-    def __init__(self, future: Any, late: _Late) -> None:
-        self._future, self._late = future, late
-
-    def add_done_callback(self, callback: Callable[[Any], None]) -> None:
-        def tell(future: Any) -> None:
-            timer = threading.Timer(self._late.left_s, callback, (future,))
-            timer.daemon = True
-            timer.start()
-
-        self._future.add_done_callback(tell)
-
-
 def by_name(spans: Iterable[Span], steps: Sequence[Interval], lane: str) -> dict[str, tuple[float, float]]:
     """Return which collective -> milliseconds per step that it was under way, and that a lane waited for it.
 
-    Args:
-        spans: What was recorded.
-        steps: Begin and end of each. The numbers are medians over them; a collective counts in the step of its issue, a
-            wait where it began.
-        lane: The one that the dense part runs on.
+    The numbers are medians over steps; a collective counts in the step of its issue, a wait where it began.
     """
     seen = [
         span

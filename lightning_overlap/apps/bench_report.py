@@ -9,13 +9,13 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+import numpy as np
+
 from ..profiling import ALL_TO_ALLS
 from ..text import aligned, or_dash
-from .train_report import percentile
 
 HIDDEN = 0.1
 """A collective counts as hidden when less than this share of its time under way was waited for."""
-
 
 MAX_SPREAD = 0.2
 """Rounds of an arm that differ by more than this share of their median give no verdict."""
@@ -23,48 +23,39 @@ MAX_SPREAD = 0.2
 
 @dataclass(frozen=True, slots=True)
 class Turn:
-    """What one arm's training gave on one rank in one round.
-
-    Attributes:
-        step_ms: Duration of each timed step, milliseconds.
-        cpu_ms: CPU time of this process in each timed step, all its threads together, milliseconds.
-        window_ms: Duration of all timed steps together, to device completion.
-        losses: The loss of every step, float32, as bytes.
-        final_loss: The loss of the last step.
-        peak_memory: In the timed steps; the name says which memory, the number is in bytes.
-        busy_ms: By measured step, how long the dense part's lane (the host; on CUDA the compute stream) did not wait
-            for collectives; empty where that cannot be seen.
-        wire_ms: By measured step, how long any collective was under way.
-        exposed_ms: By measured step, how long that lane waited for collectives.
-        collectives: Which -> milliseconds per step under way, and waited for.
-    """
+    """What one arm's training gave on one rank in one round."""
 
     step_ms: list[float]
+    """Of each timed step."""
     window_ms: float
+    """All timed steps together, to device completion."""
     losses: list[bytes]
+    """The loss of every step, float32."""
     final_loss: float
     peak_memory: dict[str, int]
+    """In the timed steps; the name says which memory, the number is in bytes."""
     cpu_ms: list[float] = field(default_factory=list)
+    """CPU time of this process in each timed step, all its threads together."""
     busy_ms: list[float] = field(default_factory=list)
+    """By measured step, how long the dense part's lane (the host; on CUDA the compute stream) did not wait for
+    collectives; empty where that cannot be seen."""
     wire_ms: list[float] = field(default_factory=list)
+    """By measured step, how long any collective was under way."""
     exposed_ms: list[float] = field(default_factory=list)
+    """By measured step, how long that lane waited for collectives."""
     collectives: dict[str, tuple[float, float]] = field(default_factory=dict)
+    """Which -> milliseconds per step under way, and waited for."""
 
 
 @dataclass(slots=True)
 class ArmTurns:
-    """All turns of one arm, or why it has none.
-
-    Attributes:
-        name: Name of the arm.
-        staleness: Updates that its lookups do not see, in batches.
-        rounds: For each round, one turn per rank.
-        failure: Why it does not run here.
-    """
+    """All turns of one arm, or why it does not run here."""
 
     name: str
     staleness: int
+    """Updates that its lookups do not see, in batches."""
     rounds: list[list[Turn]] = field(default_factory=list)
+    """For each round, one turn per rank."""
     failure: str | None = None
 
     @property
@@ -75,42 +66,35 @@ class ArmTurns:
 
 @dataclass(frozen=True, slots=True)
 class ArmResult:
-    """The statistics of one arm. Each is of the slowest, or the largest, rank, over the steps of all rounds.
-
-    Attributes:
-        name: Name of the arm.
-        staleness: Updates that its lookups do not see, in batches.
-        step_ms_median: Median step time.
-        step_ms_p90: 90th percentile.
-        cpu_ms: Median CPU time of a step, milliseconds; other programs on the machine disturb it less.
-        of_base: Median over rounds of this arm's median step by that of the reference in the same round.
-        of_base_range: The lowest and the highest of them.
-        samples_per_s: Samples per second of all ranks together.
-        peak_memory: 90th percentile over rounds; name -> bytes.
-        exposed_ms: What the dense part waited for collectives in a measured step, median.
-        efficiency: (base - this) / (base - bound), by median step times; None where nothing is to be gained.
-        final_loss: Mean over ranks.
-        same_as_base: Whether every rank's loss is the reference's at every step and in every round, bit for bit. An arm
-            `mode+fp16` is compared with `base+fp16`, if that ran.
-        collectives: Which -> milliseconds per step under way, and waited for.
-        failure: Why it does not run here; the rest then says nothing.
-    """
+    """The statistics of one arm. Each is of the slowest, or the largest, rank, over the steps of all rounds."""
 
     name: str
     staleness: int
     step_ms_median: float = float("nan")
     step_ms_p90: float = float("nan")
     cpu_ms: float | None = None
+    """Median CPU time of a step; other programs on the machine disturb it less."""
     of_base: float = float("nan")
+    """Median over rounds of this arm's median step by that of the reference in the same round."""
     of_base_range: tuple[float, float] = (float("nan"), float("nan"))
+    """The lowest and the highest of them."""
     samples_per_s: float | None = None
+    """Of all ranks together."""
     peak_memory: dict[str, int] = field(default_factory=dict)
+    """90th percentile over rounds; name -> bytes."""
     exposed_ms: float | None = None
+    """What the dense part waited for collectives in a measured step, median."""
     efficiency: float | None = None
+    """(base - this) / (base - bound), by median step times; None where nothing is to be gained."""
     final_loss: float = float("nan")
+    """Mean over ranks."""
     same_as_base: bool = False
+    """Whether every rank's loss is the reference's at every step and in every round, bit for bit. An arm `mode+fp16` is
+    compared with `base+fp16`, if that ran."""
     collectives: dict[str, tuple[float, float]] = field(default_factory=dict)
+    """Which -> milliseconds per step under way, and waited for."""
     failure: str | None = None
+    """Why it does not run here; the rest then says nothing."""
 
 
 def bound_ms(base: ArmTurns, all_reduce_ms: float = 0.0) -> float | None:
@@ -118,70 +102,49 @@ def bound_ms(base: ArmTurns, all_reduce_ms: float = 0.0) -> float | None:
 
     The slowest rank when it never waits, or the wire, whichever is busier. How long the wire is busy, the rank that
     issues last says: to the others a collective seems longer, by what they wait for that rank. The all-reduce of dense
-    gradients is out of sight of the clocks and takes its time of the wire as well.
-
-    Args:
-        base: The turns of the reference.
-        all_reduce_ms: What the dense gradients' all-reduce takes by itself.
+    gradients is out of sight of the clocks and takes its time of the wire as well. None where nothing was measured.
     """
-    if not all(turn.busy_ms for turns in base.rounds for turn in turns) or not base.rounds:
-        return None
-    busy = max(median(ms for turn in turns for ms in turn.busy_ms) for turns in base.by_rank)
-    wire = min(median(ms for turn in turns for ms in turn.wire_ms) for turns in base.by_rank)
-    return max(busy, wire + all_reduce_ms)
+    busy, wire = _by_rank(base, "busy_ms"), _by_rank(base, "wire_ms")
+    return max(*busy, min(wire) + all_reduce_ms) if busy and wire else None
 
 
 def efficiency(base_ms: float, arm_ms: float, bound: float | None) -> float | None:
-    """Return the share of the possible gain that an arm has; None where that gain is below a hundredth of a step.
-
-    Args:
-        base_ms: Median step of the reference, milliseconds.
-        arm_ms: Median step of the arm, milliseconds.
-        bound: What no step is shorter than, milliseconds, if known.
-    """
+    """Return the share of the possible gain that an arm has; None where that gain is below a hundredth of a step."""
     if bound is None or base_ms - bound < 0.01 * base_ms:
         return None
     return (base_ms - arm_ms) / (base_ms - bound)
 
 
 def evaluate(arms: Sequence[ArmTurns], batch_size: int | None, bound: float | None) -> list[ArmResult]:
-    """Return the statistics of every arm; the first one is the reference.
-
-    Args:
-        arms: With the same number of rounds and ranks, but for those that failed.
-        batch_size: Samples per step and rank, if known.
-        bound: What no step is shorter than, if known.
-    """
+    """Return the statistics of every arm; the first is the reference. All that ran have as many rounds and ranks."""
     base = arms[0]
     by_name = {arm.name: arm for arm in arms}
-    base_ms = _slowest(base, 50)
+    base_ms = max(_by_rank(base, "step_ms"))
     results = []
     for arm in arms:
         if arm.failure is not None:
             results.append(ArmResult(arm.name, arm.staleness, failure=arm.failure))
             continue
-        by_rank = arm.by_rank
+        by_rank, arm_ms = arm.by_rank, max(_by_rank(arm, "step_ms"))
         num_samples = sum(len(turn.step_ms) for turns in by_rank for turn in turns) * (batch_size or 0)
         slowest_ms = max(sum(turn.window_ms for turn in turns) for turns in by_rank)
         ratios = [_round_ms(mine) / _round_ms(of_base) for mine, of_base in zip(arm.rounds, base.rounds, strict=True)]
-        exposed = [[ms for turn in turns for ms in turn.exposed_ms] for turns in by_rank]
-        cpu = [[ms for turn in turns for ms in turn.cpu_ms] for turns in by_rank]
         results.append(
             ArmResult(
                 name=arm.name,
                 staleness=arm.staleness,
-                step_ms_median=_slowest(arm, 50),
-                step_ms_p90=_slowest(arm, 90),
-                cpu_ms=max(map(median, cpu)) if all(cpu) else None,
+                step_ms_median=arm_ms,
+                step_ms_p90=max(_by_rank(arm, "step_ms", 90)),
+                cpu_ms=max(_by_rank(arm, "cpu_ms"), default=None),
                 of_base=median(ratios),
                 of_base_range=(min(ratios), max(ratios)),
                 samples_per_s=num_samples / slowest_ms * 1e3 if batch_size else None,
                 peak_memory={
-                    name: int(max(percentile([turn.peak_memory[name] for turn in turns], 90) for turns in by_rank))
+                    name: int(max(np.percentile([turn.peak_memory[name] for turn in turns], 90) for turns in by_rank))
                     for name in arm.rounds[0][0].peak_memory
                 },
-                exposed_ms=max(map(median, exposed)) if all(exposed) else None,
-                efficiency=efficiency(base_ms, _slowest(arm, 50), bound),
+                exposed_ms=max(_by_rank(arm, "exposed_ms"), default=None),
+                efficiency=efficiency(base_ms, arm_ms, bound),
                 final_loss=sum(turn.final_loss for turn in arm.rounds[0]) / len(by_rank),
                 same_as_base=all(
                     turn.losses == of_base.losses
@@ -208,8 +171,10 @@ def _why_other(result: ArmResult) -> str:
     return "frozen window" if name.endswith("_frozen_window") else ""
 
 
-def _slowest(arm: ArmTurns, percent: float) -> float:
-    return max(percentile([ms for turn in turns for ms in turn.step_ms], percent) for turns in arm.by_rank)
+def _by_rank(arm: ArmTurns, what: str, percent: float = 50) -> list[float]:
+    """Return a percentile over all rounds for each rank; nothing where one of them has not seen it."""
+    ranks = [[ms for turn in turns for ms in getattr(turn, what)] for turns in arm.by_rank]
+    return [float(np.percentile(ms, percent)) for ms in ranks] if all(ranks) else []
 
 
 def _round_ms(turns: Sequence[Turn]) -> float:
@@ -305,38 +270,25 @@ def disagreements(results: Sequence[ArmResult]) -> list[str]:
 
 
 def write(folder: Path, results: Sequence[ArmResult], bound: float | None, about: Mapping[str, Any]) -> None:
-    """Write `bench.json` and `bench.png` into the run folder.
-
-    Args:
-        folder: The run folder.
-        results: One for each arm, the reference first.
-        bound: What no step is shorter than, milliseconds, if known.
-        about: What ran, for the JSON: versions, model, number of ranks.
-    """
+    """Write `bench.json`, with what is said about the run, and `bench.png` into the run folder."""
     content = {**about, "bound_ms": bound, "arms": [asdict(result) for result in results]}
     (folder / "bench.json").write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
     draw(folder / "bench.png", results, bound)
 
 
 def draw(path: Path, results: Sequence[ArmResult], bound: float | None) -> None:
-    """Draw the median step of every arm, its exposed part, its P90, and the bound.
-
-    Args:
-        path: Where the PNG is written.
-        results: One for each arm; those that failed are left out.
-        bound: What no step is shorter than, milliseconds, if known.
-    """
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    """Draw the median step of every arm that ran, its exposed part, its P90, and the bound."""
     from matplotlib.figure import Figure
 
     ran = [result for result in reversed(results) if result.failure is None]
     places = range(len(ran))
     medians, exposed = [r.step_ms_median for r in ran], [r.exposed_ms or 0.0 for r in ran]
     figure = Figure(figsize=(9, 1.2 + 0.34 * len(ran)), layout="constrained")
-    FigureCanvasAgg(figure)
     axes = figure.subplots()
     late = [max(0.0, r.step_ms_p90 - r.step_ms_median) for r in ran]
-    axes.barh(places, medians, color="#9db8d2", xerr=[[0.0] * len(ran), late], ecolor="#555555", label="step, to P90")
+    axes.barh(
+        range(len(ran)), medians, color="#9db8d2", xerr=[[0.0] * len(ran), late], ecolor="#555555", label="step, to P90"
+    )
     axes.barh(places, exposed, left=[m - e for m, e in zip(medians, exposed, strict=True)], color="#c8553d",
               label="of it, waiting for collectives")  # fmt: skip
     if bound is not None:

@@ -9,9 +9,8 @@ import os
 import sys
 import time
 import traceback
-import warnings
 from collections.abc import Mapping
-from contextlib import ExitStack, suppress
+from contextlib import nullcontext, suppress
 from datetime import timedelta
 from pathlib import Path
 from statistics import median
@@ -20,18 +19,19 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.utils.data import DataLoader
 
 from .. import versions
 from ..distributed import gather_objects
-from ..profiling import Span, from_zero, overlapped_by, write_html, write_png
-from ..schedules import Stage
+from ..profiling import Span, from_zero, overlapped_by, timestamps_of, write_html, write_png
+from ..schedules import Schedule
 from ..tables import find_tables
 from . import bench_report, build, config_checks, train_worker
-from .bench_arms import Arm, Job, arms, loader_of
+from .bench_arms import Arm, Job, arms
 from .bench_collectives import late_all_to_alls
 from .bench_report import ArmTurns, Turn
 from .config_checks import Config
-from .step_timers import Meter, synchronize
+from .step_timers import Meter
 
 TIMEOUT = timedelta(minutes=5)
 """Of a collective of the arms: one that hangs must not hold up the rest for long."""
@@ -39,30 +39,17 @@ TIMEOUT = timedelta(minutes=5)
 DRAIN = 4
 """Steps at the end that do not count: a pipeline that runs empty has less to do."""
 
-_STALE = ("torchrec/semi_sync",)
-"""Arms other than our modes whose lookups are one batch stale."""
-
 
 def run(config: Config, folder: Path) -> None:
     """Train every arm in every round on this rank; rank 0 prints and writes the report."""
-    train_worker.calm_down()
-    for harmless in (
-        ".*trying to .self.log\\(\\). but the .self.trainer.",
-        "You defined a .validation_step. but have no",
-    ):
-        warnings.filterwarnings("ignore", message=harmless)
+    logs_outside_of_a_trainer = ".*trying to .self.log\\(\\). but the .self.trainer."
+    train_worker.prepare(config, logs_outside_of_a_trainer, "You defined a .validation_step. but have no")
     device = _join(config)
-    if (num_threads := config["threads_per_rank"] or (1 if device.type == "cpu" else None)) is not None:
-        torch.set_num_threads(num_threads)
     bench = _Bench(config, folder, device)
     results = bench.all_rounds()
     if dist.get_rank() == 0:
         _report(config, folder, results, getattr(bench.data, "batch_size", None), bench.all_reduce_ms)
-        ours = config_checks.our_arms(config)
-        overlapped: dict[int | str, frozenset[Stage]] = {
-            name: overlapped_by(schedule) for name, (schedule, _) in ours.items()
-        }
-        _draw(folder, {name: bench.spans[name] for name in ours if name in bench.spans}, overlapped)
+        _draw(folder, bench.spans, {name: schedule for name, (schedule, _) in config_checks.our_arms(config).items()})
         print(f"\nrun folder: {folder}", flush=True)
     dist.barrier(bench.group)
     dist.destroy_process_group()
@@ -85,8 +72,7 @@ class _Bench:
         self.group = group
         self.data = build.build_data(config)
         self.batches = _make_batches(self.data, config["num_batches"], pin=device.type == "cuda")
-        self.latency: Mapping[str, float] = config["latency"] or {}
-        self.spans: dict[int | str, list[Span]] = {}
+        self.spans: dict[str, list[Span]] = {}
         """Of each mode's last turn, on this rank."""
         self.all_reduce_ms = self._time_all_reduce()
         """What the all-reduce of dense gradients takes by itself."""
@@ -97,13 +83,13 @@ class _Bench:
         num = sum(one.numel() for one in model.parameters() if one.requires_grad and id(one) not in tables)
         if not num or dist.get_world_size() == 1:
             return 0.0
-        times_ms = []
+        clock, times_ms = timestamps_of(self.device), []
         for _ in range(rounds):
             gradients = torch.zeros(num, device=self.device)
             dist.barrier(group=self.group)
             start = time.perf_counter()
             dist.all_reduce(gradients)
-            synchronize(self.device)
+            clock.wait()
             times_ms.append((time.perf_counter() - start) * 1e3)
         return median(times_ms)
 
@@ -112,11 +98,9 @@ class _Bench:
 
         known = arms(self.config)
         ours = config_checks.our_arms(self.config)
-        results = {
-            name: ArmTurns(name, ours[name][0].staleness if name in ours else int(name.partition("+")[0] in _STALE))
-            for name in config_checks.arms(self.config)
-        }
-        names, num_rounds = list(results), self.config["rounds"]
+        stale = {name: schedule.staleness for name, (schedule, _) in ours.items()} | {"torchrec/semi_sync": 1}
+        names, num_rounds = config_checks.arms(self.config), self.config["rounds"]
+        results = {name: ArmTurns(name, stale.get(name.partition("+")[0], 0)) for name in names}
         bar = tqdm(total=len(names) * num_rounds, disable=dist.get_rank() != 0, desc="overlap-bench", unit="turn")
         with bar:
             for number in range(num_rounds):
@@ -147,24 +131,14 @@ class _Bench:
 
     def _train(self, name: str, arm: Arm) -> Turn:
         config = self.config
-        meter = Meter(
-            self.device, config["warm_up"], config["steps"], config["measured_steps"], config_checks.per_step(config)
-        )
-        num_steps = config["warm_up"] + config["steps"] + config["measured_steps"] + 1 + DRAIN
-        job = Job(
-            config=config,
-            data=self.data,
-            batches=loader_of(self.batches, num_steps),
-            device=self.device,
-            after_step=meter.after_step,
-            log_dir=self.folder,
-            local_world_size=int(os.environ.get("LOCAL_WORLD_SIZE", dist.get_world_size())),
-            latency=self.latency,
-        )
+        warm_up, steps, measured = config["warm_up"], config["steps"], config["measured_steps"]
+        meter = Meter(self.device, warm_up, steps, measured, config_checks.per_step(config))
+        batches = list(itertools.islice(itertools.cycle(self.batches), warm_up + steps + measured + 1 + DRAIN))
+        loader: DataLoader[Any] = DataLoader(batches, batch_size=None)  # type: ignore[arg-type]
+        job = Job(config, self.data, loader, self.device, meter.after_step, self.folder)
+        latency_ms = (config["latency"] or {}).get("all_to_all_ms", 0.0)
         try:
-            with ExitStack() as stack:
-                if latency_ms := self.latency.get("all_to_all_ms", 0.0):
-                    stack.enter_context(late_all_to_alls(latency_ms))
+            with late_all_to_alls(latency_ms) if latency_ms else nullcontext():
                 arm(job)
             turn = meter.turn()
             if meter.spans:
@@ -172,7 +146,6 @@ class _Bench:
             return turn
         finally:
             meter.close()
-            del job
             _free(self.device)
 
 
@@ -225,14 +198,15 @@ def _report(config: Config, folder: Path, turns: list[ArmTurns], batch_size: int
     bench_report.write(folder, results, bound, about)
 
 
-def _draw(folder: Path, arms: Mapping[int | str, list[Span]], overlapped: Mapping[int | str, frozenset[Stage]]) -> None:
+def _draw(folder: Path, spans: Mapping[str, list[Span]], schedules: Mapping[str, Schedule]) -> None:
     """Draw some steps of every mode beneath each other, each from its own beginning."""
-    if not arms:
-        return
-    shown = {name: from_zero({name: spans})[name] for name, spans in arms.items()}
-    title = "Some steps of rank 0"
-    write_png(folder / "timeline.png", shown, num_steps=2, title=title, overlapped=overlapped)
-    write_html(folder / "timeline.html", shown, num_steps=3, title=title, overlapped=overlapped)
+    names: list[int | str] = [name for name in schedules if name in spans]
+    if names:
+        shown = {name: from_zero({name: spans[str(name)]})[name] for name in names}
+        overlapped = {name: overlapped_by(schedules[str(name)]) for name in names}
+        title = "Some steps of rank 0"
+        write_png(folder / "timeline.png", shown, num_steps=2, title=title, overlapped=overlapped)
+        write_html(folder / "timeline.html", shown, num_steps=3, title=title, overlapped=overlapped)
 
 
 if __name__ == "__main__":

@@ -7,7 +7,7 @@ import os
 from collections.abc import Mapping
 from dataclasses import fields, replace
 from importlib.util import find_spec
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from hydra.errors import InstantiationException
@@ -21,7 +21,9 @@ from ..schedules import Schedule
 from ..tables import check_quantized_comms, check_sharding, find_tables, refuse_dense_owner, resolve_quantized_comms
 from ..text import unknown_name_message
 from .config_checks import AUTO, Config, modes, precision_of, switches
-from .value_types import check_types
+from .value_types import check_arguments
+
+_T = TypeVar("_T")
 
 TRAINER_DEFAULTS: Mapping[str, Any] = {
     "enable_model_summary": False,
@@ -38,15 +40,13 @@ def num_ranks(config: Config) -> int:
         ValueError: Not a number of devices, or more CUDA devices than there are.
     """
     devices, cuda = config["trainer"].get("devices", "auto"), on_cuda(config)
-    available = torch.cuda.device_count() if cuda else 1
+    available, num = torch.cuda.device_count() if cuda else 1, 0
     if devices == "auto" or (cuda and devices in (-1, "-1")):
         num = max(available, 1)
     elif isinstance(devices, list):
         num = len(devices)
     elif isinstance(devices, int) or (isinstance(devices, str) and devices.isdecimal()):
         num = int(devices)
-    else:
-        num = 0
     if num < 1:
         raise ValueError(
             "trainer.devices is a number of ranks from 1 on, a list of devices or 'auto' (on CUDA also -1: all), got "
@@ -65,39 +65,25 @@ def build_data(config: Config) -> LightningDataModule:
     Raises:
         TypeError: It makes something else.
     """
-    data = _build("data", config["data"])
-    if not isinstance(data, LightningDataModule):
-        raise TypeError(f"data._target_ must make a LightningDataModule, got {type(data).__name__}.")
-    return data
+    return _build("data", config["data"], LightningDataModule)
 
 
 def build_model(config: Config, data: LightningDataModule) -> LightningModule:
-    """Return the model that the config's `model` names.
-
-    Args:
-        config: The composed config.
-        data: Gives the model its `table_sizes` and `num_dense`, where the model takes them.
+    """Return the model that the config's `model` names, with `table_sizes` and `num_dense` of the data if taken.
 
     Raises:
         TypeError: It makes something else than a LightningModule.
     """
     from_data = {name: getattr(data, name) for name in ("table_sizes", "num_dense") if hasattr(data, name)}
     taken = inspect.signature(get_object(config["model"]["_target_"])).parameters
-    model = _build("model", {name: value for name, value in from_data.items() if name in taken} | config["model"])
-    if not isinstance(model, LightningModule):
-        raise TypeError(f"model._target_ must make a LightningModule, got {type(model).__name__}.")
-    return model
+    node = {name: value for name, value in from_data.items() if name in taken} | config["model"]
+    return _build("model", node, LightningModule)
 
 
 def build_strategy(config: Config, schedule: Schedule, model: LightningModule) -> OverlapEmbeddingStrategy:
-    """Return the strategy for one mode.
-
-    Args:
-        config: The composed config: stream, sharding, comms, and the options of strategy and pipeline.
-        schedule: The mode.
-        model: The unsharded model, whose tables the sharding is checked against.
-    """
-    stream, sharding = config["stream"]["name"], _sharding(config, model)
+    """Return the strategy for one mode; the sharding is checked against the tables of the unsharded model."""
+    stream, kind, named = config["stream"]["name"], config["sharding"].get("type"), config["sharding"].get("tables")
+    sharding = {table.name: kind for table in find_tables(model) if kind} | dict(named) if named else kind or None
     options = {**switches(config, schedule), **dict(config["strategy"])}
     pipeline: Any = AUTO if schedule.name == AUTO else schedule
     return OverlapEmbeddingStrategy(pipeline, stream, sharding, quantized_comms=build_comms(config), **options)
@@ -110,7 +96,7 @@ def build_comms(config: Config) -> QCommsConfig | None:
         ValueError: An unknown option or precision, or a loss scale that the precision does not take.
     """
     comms = dict(config.get("comms") or {})
-    known = dict.fromkeys(["forward", "backward", *(field.name for field in fields(QCommsConfig))])
+    known = ["forward", "backward", *(field.name for field in fields(QCommsConfig))]
     for name in comms:
         if name not in known:
             raise ValueError(unknown_name_message("option of comms", name, known))
@@ -122,14 +108,7 @@ def build_comms(config: Config) -> QCommsConfig | None:
 def build_trainer(
     config: Config, strategy: OverlapEmbeddingStrategy, extra_callbacks: list[Callback], log_dir: str
 ) -> Trainer:
-    """Return the trainer, with the callbacks and loggers that the config names.
-
-    Args:
-        config: The composed config.
-        strategy: The strategy that `build_strategy` returned.
-        extra_callbacks: Callbacks that come before the config's own.
-        log_dir: The folder that loggers write into.
-    """
+    """Return the trainer, with some callbacks, then those of the config, and its loggers, which write into a folder."""
     callbacks = [_build_callback(name, node, log_dir) for name, node in config["callbacks"].items()]
     loggers = [_build_logger(name, node, log_dir) for name, node in config["logger"].items()]
     saves = any(isinstance(callback, Checkpoint) for callback in callbacks)
@@ -144,8 +123,13 @@ def build_trainer(
 
 
 def _build_callback(name: str, node: Config, log_dir: str) -> Any:
-    saves = str(node.get("_target_", "")).rpartition(".")[2] == "ModelCheckpoint"
-    return _build(f"callbacks.{name}", {"dirpath": f"{log_dir}/checkpoints", **node} if saves else node)
+    own = {"dirpath": f"{log_dir}/checkpoints"} if _target_name(node) == "ModelCheckpoint" else {}
+    return _build(f"callbacks.{name}", {**own, **node}, object)
+
+
+def _build_logger(name: str, node: Config, log_dir: str) -> Any:
+    own = {"name": None, "version": ""} if _target_name(node) in ("CSVLogger", "TensorBoardLogger") else {}
+    return _build(f"logger.{name}", {"save_dir": log_dir, **own, **node}, object)
 
 
 _NEEDS: Mapping[str, tuple[str, ...]] = {
@@ -157,15 +141,9 @@ _NEEDS: Mapping[str, tuple[str, ...]] = {
 """What loggers of Lightning's write with: one of these packages."""
 
 
-def _build_logger(name: str, node: Config, log_dir: str) -> Any:
-    kind = str(node.get("_target_", "")).rpartition(".")[2]
-    own: dict[str, Any] = {"name": None, "version": ""} if kind in ("CSVLogger", "TensorBoardLogger") else {}
-    return _build(f"logger.{name}", {"save_dir": log_dir, **own, **node})
-
-
 def _check_loggers(config: Config) -> None:
     for name, node in config["logger"].items():
-        packages = _NEEDS.get(str(node.get("_target_", "")).rpartition(".")[2], ())
+        packages = _NEEDS.get(_target_name(node), ())
         if packages and not any(find_spec(package) for package in packages):
             raise ModuleNotFoundError(f"logger={name} writes with {packages[0]}: pip install it, or take logger=csv.")
 
@@ -193,29 +171,25 @@ def check(config: Config) -> None:
     """
     num_ranks(config)
     _check_loggers(config)
-    _check_names("trainer", config["trainer"], inspect.signature(Trainer).parameters)
-    check_types("trainer", config["trainer"], Trainer)
+    check_arguments("trainer", config["trainer"], Trainer)
     data = build_data(config)
-    check_files = getattr(data, "check", None)
-    if check_files is not None:
-        check_files()
+    if hasattr(data, "check"):
+        data.check()
     model = build_model(config, data)
-    build_strategy(config, modes(config)[-1], model)
-    sharding = _sharding(config, model)
+    strategy = build_strategy(config, modes(config)[-1], model)
     tables, device = find_tables(model), torch.device("cuda" if on_cuda(config) else "cpu")
-    check_sharding(sharding, tables, device)
-    check_quantized_comms(build_comms(config), tables, device)
+    check_sharding(strategy.sharding, tables, device)
+    check_quantized_comms(strategy.quantized_comms, tables, device)
     for arm in config.get("arms", ()):  # of overlap-bench
         check_quantized_comms(resolve_quantized_comms(precision_of(arm)), tables, device)
-    _check_optimizers(model, sharding)
+    _check_optimizers(model, tables, strategy.sharding)
 
 
-def _check_optimizers(model: LightningModule, sharding: str | Mapping[str, str] | None) -> None:
+def _check_optimizers(model: LightningModule, tables: Any, sharding: Any) -> None:
     """See on a model that is then thrown away whether its dense optimizer takes fused tables.
 
     Left to the ranks: a planner's choice, and a configure_optimizers that needs a trainer.
     """
-    tables = find_tables(model)
     kinds = sharding if isinstance(sharding, Mapping) else {table.name: sharding for table in tables}
     fused = [table for table in tables if kinds.get(table.name) not in (None, "data_parallel")]
     for table in fused:
@@ -235,40 +209,30 @@ def optimizers_in(made: Any) -> list[torch.optim.Optimizer]:
     return [optimizer for part in parts for optimizer in optimizers_in(part)]
 
 
-def _sharding(config: Config, model: LightningModule) -> str | dict[str, str] | None:
-    kind, named = config["sharding"].get("type"), config["sharding"].get("tables")
-    if not named:
-        return str(kind) if kind else None
-    return {table.name: kind for table in find_tables(model) if kind} | dict(named)
-
-
 def on_cuda(config: Config) -> bool:
     """Whether the trainer would take CUDA devices."""
     accelerator = config["trainer"].get("accelerator", "auto")
     return accelerator in ("cuda", "gpu") or (accelerator == "auto" and torch.cuda.is_available())
 
 
-def _build(where: str, node: Config) -> Any:
+def _build(where: str, node: Config, kind: type[_T]) -> _T:
     """Instantiate what `_target_` names; its own error reaches the caller as it is."""
     if "_target_" not in node:
         raise ValueError(f"{where} has no _target_, the class or function to call, got {dict(node)}.")
-    target = get_object(node["_target_"])
-    _check_names(where, node, inspect.signature(target).parameters)
-    check_types(where, node, target)
+    check_arguments(where, node, get_object(node["_target_"]))
     try:
-        return instantiate(dict(node), _convert_="all")
+        made = instantiate(dict(node), _convert_="all")
     except InstantiationException as err:
         if err.__cause__ is not None:
             raise err.__cause__ from None
         raise
+    if not isinstance(made, kind):
+        raise TypeError(f"{where}._target_ must make a {kind.__name__}, got {type(made).__name__}.")
+    return made
 
 
-def _check_names(where: str, node: Config, parameters: Mapping[str, inspect.Parameter]) -> None:
-    if any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in parameters.values()):
-        return
-    for name in node:
-        if name not in parameters and not (name.startswith("_") and name.endswith("_")):
-            raise ValueError(unknown_name_message(f"option of {where}", name, parameters))
+def _target_name(node: Config) -> str:
+    return str(node.get("_target_", "")).rpartition(".")[2]
 
 
 def _plain(value: Any) -> Any:

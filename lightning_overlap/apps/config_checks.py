@@ -1,4 +1,4 @@
-"""What a config chooses by name: modes, stream, precision, arms. Checked without torch, which is slow to import."""
+"""What a config chooses by name: modes, stream, precision, arms."""
 
 from __future__ import annotations
 
@@ -8,25 +8,22 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from ..schedules import (
-    MODES,
-    STREAMS,
-    Schedule,
-    Stage,
-    check_lookup_threads,
-    check_stash,
-    resolve_schedule,
-    resolve_stream,
-    with_exact_warmup,
-)
+from ..schedules import MODES, STREAMS, Schedule, Stage, resolve_schedule
 from ..text import SCALES_LOSS, unknown_name_message
 
 Config = Mapping[str, Any]
 """The composed config as plain containers; nothing that the command calls sees OmegaConf's."""
 
-
 AUTO = "auto"
 """In the place of a mode's name: the strategy chooses one while it trains, and begins with `fused_sparse_dist`."""
+
+SWITCHES = ("start_batch", "end_batch", "num_lookup_threads", "stash_gradients")
+"""What `pipeline` may set besides the schedule; `overlap-train --help` says what each does."""
+PIPELINE_OPTIONS = ("name", "schedule", "staleness", "defer_update", "frozen_window", *SWITCHES)
+LATENCIES = ("all_to_all_ms", "forward_ms", "backward_ms", "step_ms")
+TASKS = ("train", "test", "validate")
+METRICS = ("val", "test")
+"""How the names of metrics begin that a run reports."""
 
 
 def modes(config: Config) -> list[Schedule]:
@@ -37,8 +34,7 @@ def modes(config: Config) -> list[Schedule]:
     """
     pipeline = config["pipeline"]
     for name in pipeline:
-        if name not in PIPELINE_OPTIONS:
-            raise ValueError(unknown_name_message("option of pipeline", name, PIPELINE_OPTIONS))
+        _check_known("option of pipeline", name, PIPELINE_OPTIONS)
     own = pipeline.get("schedule")
     if pipeline.get("name") == AUTO and not own:
         given = [name for name, value in pipeline.items() if value and name != "name"]
@@ -58,35 +54,17 @@ def modes(config: Config) -> list[Schedule]:
 
 
 def switches(config: Config, schedule: Schedule) -> dict[str, Any]:
-    """Return what the config says besides the schedule, for every mode with a staleness: see `PIPELINE_OPTIONS`."""
-    return _given(config, *SWITCHES, "num_lookup_threads", "stash_gradients") if schedule.staleness else {}
-
-
-def _given(config: Config, *names: str) -> dict[str, Any]:
-    return {name: value for name in names if (value := config["pipeline"].get(name)) is not None}
-
-
-PIPELINE_OPTIONS: Mapping[str, str] = {
-    "name": "the mode",
-    "schedule": "a table of one's own, in the place of the name's",
-    "staleness": "of async_lookup, from 1 on",
-    "defer_update": "true: a mode with a staleness updates tables after the next forward",
-    "frozen_window": "true: an exact mode updates tables with the optimizer step (trainer.accumulate_grad_batches)",
-    "stash_gradients": "true: a mode with a staleness applies dense gradients as many steps late",
-    "num_lookup_threads": "on a CPU, for the lookups of a mode with a staleness",
-    "start_batch": "so many batches are trained exactly before a mode with a staleness begins",
-    "end_batch": "from this batch on exactly again",
-}
-"""What `pipeline` may set."""
-
-SWITCHES = ("start_batch", "end_batch")
+    """Return what the config says besides the schedule: for the mode asked for, and any other with a staleness."""
+    if not schedule.staleness and schedule != modes(config)[-1]:
+        return {}
+    return {name: value for name in SWITCHES if (value := config["pipeline"].get(name)) is not None}
 
 
 def check(config: Config) -> None:
-    """Check the choices.
+    """Check the choices; `build.check` does so with what the strategy and the trainer take.
 
     Raises:
-        ValueError: An unknown mode or stream, a schedule that cannot run, a metric that no run reports, or a precision
+        ValueError: An unknown mode, a schedule that cannot run, a metric that no run reports, or a precision
             that scales the loss.
         OSError: A checkpoint that does not exist.
     """
@@ -99,36 +77,15 @@ def check(config: Config) -> None:
             f"metric is what the model logs in its validation or test, under a name that begins with "
             f"{' or '.join(METRICS)}, got {metric!r}. Did you mean {names}?"
         )
-    _check_task(config)
-    wanted = modes(config)[-1]
-    with_exact_warmup(wanted, **_given(config, *SWITCHES))
-    check_lookup_threads(config["pipeline"].get("num_lookup_threads") or 0, wanted)
-    check_stash(bool(config["pipeline"].get("stash_gradients")), wanted)
-    resolve_stream(config["stream"]["name"])
-    if str(config["trainer"].get("precision")) in ("16-mixed", "16"):
-        raise ValueError(f"trainer.precision=16-mixed {SCALES_LOSS.format(instead='trainer.precision=bf16-mixed')}.")
-
-
-TASKS: Mapping[str, str] = {
-    "train": "trains, then tests",
-    "test": "tests what ckpt_path has",
-    "validate": "validates what ckpt_path has",
-}
-"""What `task` may be."""
-
-
-def _check_task(config: Config) -> None:
     task, path = config.get("task", "train"), config.get("ckpt_path")
-    if task not in TASKS:
-        raise ValueError(unknown_name_message("task", str(task), TASKS))
+    _check_known("task", task, TASKS)
     if task != "train" and path is None:
         raise ValueError(f"task={task} needs a checkpoint: ckpt_path=outputs/.../checkpoints/last.ckpt")
     if path is not None and not Path(path).exists():
         raise FileNotFoundError(f"ckpt_path: {str(path)!r} does not exist, looked up in {Path.cwd()}.")
-
-
-METRICS = ("val", "test")
-"""How the names of metrics begin that a run reports."""
+    modes(config)
+    if str(config["trainer"].get("precision")) in ("16-mixed", "16"):
+        raise ValueError(f"trainer.precision=16-mixed {SCALES_LOSS.format(instead='trainer.precision=bf16-mixed')}.")
 
 
 TORCHREC_ARMS: Mapping[str, tuple[str, Mapping[str, Any]]] = {
@@ -211,7 +168,7 @@ def arms(config: Config) -> list[str]:
     for pattern in config["arms"]:
         fits = [name for name in fnmatch.filter(known, pattern) if name.count("+") == pattern.count("+")]
         if not fits:
-            raise ValueError(unknown_name_message("arm", pattern, dict.fromkeys(known)))
+            raise ValueError(unknown_name_message("arm", pattern, known))
         chosen.update(fits)
     return [name for name in known if name in chosen]
 
@@ -229,16 +186,11 @@ def check_bench(config: Config) -> None:
         if not isinstance(value, int) or value < lowest:
             raise ValueError(f"{name} is a number from {lowest} on, got {value!r}.")
     for name, value in (config["latency"] or {}).items():
-        if name not in LATENCIES:
-            raise ValueError(unknown_name_message("latency", name, LATENCIES))
+        _check_known("latency", name, LATENCIES)
         if not isinstance(value, int | float) or value < 0:
             raise ValueError(f"latency.{name} is in milliseconds, got {value!r}.")
 
 
-LATENCIES: Mapping[str, str] = {
-    "all_to_all_ms": "an all-to-all ends no earlier than this after its issue",
-    "forward_ms": "the dense forward sleeps so long",
-    "backward_ms": "the dense backward sleeps so long",
-    "step_ms": "the dense optimizer's step sleeps so long",
-}
-"""What `latency` may set."""
+def _check_known(kind: str, name: str, known: Collection[str]) -> None:
+    if name not in known:
+        raise ValueError(unknown_name_message(kind, str(name), known))

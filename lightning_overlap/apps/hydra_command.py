@@ -1,26 +1,25 @@
-"""What the Hydra commands share: wrong names are answered before anything is imported, errors in one line."""
+"""What the Hydra commands share: options that no config file names, a run on all ranks, errors in one line."""
 
 from __future__ import annotations
 
 import os
 import re
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable
 from importlib import import_module
-from importlib.resources import files
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, NoReturn, TypeVar, cast
 
 from hydra.core.hydra_config import HydraConfig
-from hydra.errors import HydraException
+from hydra.errors import HydraException, MissingConfigException
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
+from ..distributed import is_told_last
 from ..text import unknown_name_message
-from . import launch
+from . import build, launch, train_worker
 
 _OPTION = re.compile(r"(data|model|trainer|pipeline|stream|sharding|comms|logger|callbacks|strategy|latency)\.[\w.]+=")
-_CHOICE = re.compile(r"(?P<group>\w+)=(?P<names>[\w,]+)")
 _WANTS_TRACEBACK = os.environ.get("HYDRA_FULL_ERROR") == "1"
 """Whether the user asks for tracebacks."""
 _T = TypeVar("_T")
@@ -28,10 +27,7 @@ _T = TypeVar("_T")
 
 def main(hydra_main: Callable[[], Any]) -> None:
     """Run a Hydra command with the arguments of this process."""
-    arguments = sys.argv[1:]
-    for message in _unknown_choices(arguments):
-        _fail(message, exit_code=2)
-    sys.argv[1:] = map(add_or_override, arguments)
+    sys.argv[1:] = map(add_or_override, sys.argv[1:])
     if launch.under_launcher() and launch.rank() != 0:
         sys.argv += ["hydra.run.dir=.", "hydra.output_subdir=null"]  # one run folder is enough
     # Hydra prints a traceback for a folder that it cannot make: it hands every error on then.
@@ -39,6 +35,9 @@ def main(hydra_main: Callable[[], Any]) -> None:
     try:
         hydra_main()
     except (HydraException, OmegaConfBaseException) as err:
+        if isinstance(err, MissingConfigException) and err.options:
+            group, _, name = str(err.missing_cfg_file).rpartition("/")
+            _fail(unknown_name_message(group, name, err.options), exit_code=2)
         if _WANTS_TRACEBACK:
             raise
         because = f"\n{err.__cause__}" if isinstance(err.__cause__, OmegaConfBaseException) else ""
@@ -57,51 +56,31 @@ def add_or_override(argument: str) -> str:
     return f"++{argument}" if _OPTION.match(argument) else argument
 
 
-def run_job(job: Callable[[dict[str, Any], Path], _T], composed: DictConfig) -> _T | None:
-    """Call `job(config, run folder)`; what a user can mend ends the process with one line."""
+def run_job(job: Callable[[dict[str, Any], Path], _T], composed: DictConfig) -> _T:
+    """Call `job(config, run folder)`; what a user can mend ends the process with one line.
+
+    Where it fails as a rank that a launcher started, all ranks tell the first cause, once and last.
+    """
     try:
-        return _as_rank(job, _plain(composed), Path(HydraConfig.get().runtime.output_dir))
+        return job(_plain(composed), Path(HydraConfig.get().runtime.output_dir))
     except launch.InterruptedRunError as err:
         _fail(str(err), err.exit_code)
     except launch.RankFailedError as err:
         _fail(str(err))
-    except (ValueError, TypeError, OSError, ImportError) as err:
-        if _WANTS_TRACEBACK:
+    except Exception as err:
+        if launch.under_launcher() and is_told_last(err):
+            sys.excepthook(type(err), err, err.__traceback__)
+            raise SystemExit(1) from None
+        if _WANTS_TRACEBACK or not isinstance(err, ValueError | TypeError | OSError | ImportError):
             raise
         _fail(f"{type(err).__name__}: {err}")
-    return None
-
-
-def _as_rank(job: Callable[[dict[str, Any], Path], _T], config: dict[str, Any], folder: Path) -> _T:
-    """Call a job; where it fails as a rank that a launcher started, all ranks tell the first cause, once and last."""
-    try:
-        return job(config, folder)
-    except Exception as err:
-        if not launch.under_launcher():
-            raise
-        from ..distributed import is_told_last  # the job has imported torch by now, or a wrong name has ended it
-
-        if not is_told_last(err):
-            raise
-        sys.excepthook(type(err), err, err.__traceback__)
-    raise SystemExit(1)
 
 
 def run_on_ranks(config: dict[str, Any], folder: Path, worker: str, about: str) -> None:
     """Check a config and run it on every rank: under a launcher this process is one of them, else it starts them.
 
-    Args:
-        config: The composed config.
-        folder: The run folder.
-        worker: The file in `apps` with what a rank does, `run(config, folder)`.
-        about: The end of the line that says what runs, where this process starts the ranks.
-
-    Raises:
-        RankFailedError: A rank failed.
-        InterruptedRunError: A signal ended the run.
+    The worker is the file in `apps` with what a rank does, `run(config, folder)`; `about` ends a line on what runs.
     """
-    from . import build, train_worker  # torch takes seconds to import: wrong names have been answered by now
-
     build.check(config)
     config = build.complete(config)
     if launch.rank() == 0:
@@ -123,38 +102,11 @@ def _plain(composed: DictConfig) -> dict[str, Any]:
         ValueError: A value that has to be given is missing, or an interpolation fails.
     """
     try:
-        plain = OmegaConf.to_container(composed, resolve=True, throw_on_missing=True)
+        return cast("dict[str, Any]", OmegaConf.to_container(composed, resolve=True, throw_on_missing=True))
     except OmegaConfBaseException as err:
         raise ValueError(f"{str(err).splitlines()[0]}. Give it on the command line: {err.full_key}=...") from err
-    assert isinstance(plain, dict)
-    return {str(name): value for name, value in plain.items()}
 
 
-def _unknown_choices(arguments: Sequence[str]) -> Iterator[str]:
-    """Say which `group=name` names no config file, with the nearest names; Hydra alone lists all of them."""
-    own = [Path(folder) for folder in _config_dirs(arguments)]
-    for argument in arguments:
-        choice = _CHOICE.fullmatch(argument)
-        folders = [folder / choice["group"] for folder in (files("lightning_overlap") / "conf", *own)] if choice else []
-        known = {
-            file.name.removesuffix(".yaml"): file
-            for folder in folders
-            if folder.is_dir()
-            for file in sorted(folder.iterdir(), key=lambda file: file.name)
-            if file.name.endswith(".yaml")
-        }
-        for name in choice["names"].split(",") if choice and known else ():
-            if name not in known and name != "null":
-                yield unknown_name_message(choice["group"] if choice else "", name, known)
-
-
-def _config_dirs(arguments: Sequence[str]) -> Iterator[str]:
-    for place, argument in enumerate(arguments):
-        flag, equals, value = argument.partition("=")
-        if flag in ("--config-dir", "-cd"):
-            yield value if equals else "".join(arguments[place + 1 : place + 2])
-
-
-def _fail(message: str, exit_code: int = 1) -> None:
+def _fail(message: str, exit_code: int = 1) -> NoReturn:
     print(f"error: {message}", file=sys.stderr, flush=True)
     raise SystemExit(exit_code)

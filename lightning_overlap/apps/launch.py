@@ -3,28 +3,23 @@
 from __future__ import annotations
 
 import atexit
-import contextlib
 import ctypes
 import json
 import logging
 import os
 import signal
 import sys
-import tempfile
 import time
 import traceback
 import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
+from contextlib import ExitStack
 from pathlib import Path
-from typing import TYPE_CHECKING
+from tempfile import TemporaryDirectory
 
-if TYPE_CHECKING:
-    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
-
-SHUTDOWN_S = 5
-"""Between asking the other ranks to stop and killing them."""
-
-_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
+from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 
 class RankFailedError(RuntimeError):
@@ -50,23 +45,17 @@ def rank() -> int:
 
 
 def run_ranks(num_ranks: int, module: str, folder: Path) -> None:
-    """Run `python -m module folder parent_pid` on every rank, as torchrun does, until all have ended.
-
-    Args:
-        num_ranks: How many processes to start on this host.
-        module: Dotted name of the module that each rank runs.
-        folder: The run folder, in which ranks leave their errors.
+    """Run `python -m module folder parent_pid` on every rank of this host, as torchrun does, until all have ended.
 
     Raises:
         RankFailedError: A rank failed. All others have been ended.
         InterruptedRunError: A signal asked this process to stop. All ranks have been ended.
     """
-    # Not at the top: the command asks this file who it is before it can spend seconds on importing torch.
-    from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException
-    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
-    from torch.distributed.launcher.api import LaunchConfig, elastic_launch
-
-    with tempfile.TemporaryDirectory(prefix="overlap_train_") as scratch:
+    with ExitStack() as stack:
+        for signum in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT):  # the launcher replaces handlers
+            stack.callback(signal.signal, signum, signal.getsignal(signum))
+        stack.callback(logging.disable, logging.root.manager.disable)
+        logging.disable(logging.CRITICAL)  # of the launcher: the ranks and the caller report errors themselves
         config = LaunchConfig(
             min_nodes=1,
             max_nodes=1,
@@ -76,12 +65,11 @@ def run_ranks(num_ranks: int, module: str, folder: Path) -> None:
             rdzv_endpoint="localhost:0",
             local_addr="localhost",
             max_restarts=0,
-            logs_specs=DefaultLogsSpecs(log_dir=scratch),
-            shutdown_timeout=SHUTDOWN_S,
+            logs_specs=DefaultLogsSpecs(stack.enter_context(TemporaryDirectory(prefix="overlap_train_"))),
+            shutdown_timeout=5,  # seconds between asking the other ranks to stop and killing them
         )
         try:
-            with _quiet(), _restored_signals():
-                elastic_launch(config, sys.executable)("-m", module, str(folder), os.getpid())
+            elastic_launch(config, sys.executable)("-m", module, str(folder), os.getpid())
         except ChildFailedError as err:
             raise RankFailedError(_first_failure(folder, err)) from None
         except SignalException as err:
@@ -89,14 +77,12 @@ def run_ranks(num_ranks: int, module: str, folder: Path) -> None:
 
 
 def run_as_rank(train: Callable[[], None], folder: Path, parent: int) -> None:
-    """Run a rank's work; leave its error where `run_ranks` looks for it.
-
-    Args:
-        train: The work of this rank.
-        folder: The run folder.
-        parent: Process id of the command that started this rank; the rank ends when the command does.
-    """
-    end_with(parent)
+    """Run a rank's work, no longer than the command that started it; leave its error where `run_ranks` looks for it."""
+    if sys.platform == "linux":  # where the kernel ends a process when its parent dies, even of SIGKILL
+        pr_set_pdeathsig = 1
+        ctypes.CDLL(None).prctl(pr_set_pdeathsig, signal.SIGKILL)
+        if os.getppid() != parent:  # it has died while this process was starting
+            os.kill(os.getpid(), signal.SIGKILL)
     atexit.register(_leave)  # runs after all that is registered later: a logger's last words, say
     try:
         train()
@@ -115,30 +101,13 @@ def _leave() -> None:
     os._exit(0)
 
 
-def end_with(parent: int) -> None:
-    """Let the kernel end this process when its parent dies, even of SIGKILL (Linux only).
-
-    Args:
-        parent: The parent's process id: it may have died while this process was starting.
-    """
-    if sys.platform == "linux":
-        pr_set_pdeathsig = 1
-        ctypes.CDLL(None).prctl(pr_set_pdeathsig, signal.SIGKILL)
-        if os.getppid() != parent:
-            os.kill(os.getpid(), signal.SIGKILL)
-
-
 def write_failure(folder: Path, error: BaseException) -> None:
     """Leave this rank's error where `run_ranks` looks for it."""
     (folder / "errors").mkdir(exist_ok=True, parents=True)
-    failure = {
-        "time": time.time(),
-        "rank": rank(),
-        "message": f"{type(error).__name__}: {error}",
-        "traceback": "".join(traceback.format_exception(error)),
-    }
+    failure = {"time": time.time(), "rank": rank(), "message": f"{type(error).__name__}: {error}"}
     (folder / "errors" / f"rank_{rank()}.json").write_text(json.dumps(failure), encoding="utf-8")
-    (folder / "errors" / f"rank_{rank()}.txt").write_text(str(failure["traceback"]), encoding="utf-8")
+    told = "".join(traceback.format_exception(error))
+    (folder / "errors" / f"rank_{rank()}.txt").write_text(told, encoding="utf-8")
 
 
 def _first_failure(folder: Path, err: ChildFailedError) -> str:
@@ -155,25 +124,3 @@ def _first_failure(folder: Path, err: ChildFailedError) -> str:
     written = [json.loads(path.read_text(encoding="utf-8")) for path in errors.values()]
     first = min(written, key=lambda failure: float(failure["time"]))
     return f"rank {first['rank']}: {first['message']}\n  traceback: {folder / 'errors'}/rank_{first['rank']}.txt"
-
-
-@contextlib.contextmanager
-def _quiet() -> Iterator[None]:
-    """Silence the launcher's log lines: the ranks and the caller report errors themselves."""
-    before = logging.root.manager.disable
-    logging.disable(logging.CRITICAL)
-    try:
-        yield
-    finally:
-        logging.disable(before)
-
-
-@contextlib.contextmanager
-def _restored_signals() -> Iterator[None]:
-    """Put back the handlers that the launcher replaces."""
-    before = {signum: signal.getsignal(signum) for signum in _SIGNALS}
-    try:
-        yield
-    finally:
-        for signum, handler in before.items():
-            signal.signal(signum, handler)

@@ -6,7 +6,7 @@ import resource
 import sys
 import time
 from collections.abc import Mapping
-from dataclasses import replace
+from contextlib import suppress
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -17,7 +17,7 @@ from torch import Tensor
 from typing_extensions import override
 
 from ..plugin import OverlapEmbeddingStrategy
-from ..profiling import HOST_LANE, Category, HostTimestamps, Span, SpanRecorder, Timestamps, break_down, timestamps_of
+from ..profiling import HOST_LANE, Category, Span, SpanRecorder, break_down, timestamps_of
 from ..runtime import HostStreams, Streams
 from ..schedules import StreamName
 from .bench_collectives import by_name
@@ -43,7 +43,7 @@ class StepTimer(Callback):
 
     @override
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        synchronize(pl_module.device)
+        timestamps_of(pl_module.device).wait()
 
     @override
     def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -67,7 +67,7 @@ class StepTimer(Callback):
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if self.step_ms:  # the last step is charged with what the device still has to do
             start = time.perf_counter()
-            synchronize(pl_module.device)
+            timestamps_of(pl_module.device).wait()
             self.step_ms[-1] += (time.perf_counter() - start) * 1e3
 
 
@@ -75,20 +75,11 @@ class Meter:
     """Times the steps of one turn without making the host wait for the device in between.
 
     Steps `warm_up` to `warm_up + steps` are timed: on CUDA by events that are read when all is over. The device is
-    waited for before the first and after the last of them. Then come the steps whose collectives are recorded; on
-    CUDA only where the streams are known.
-
-    Args:
-        device: Of this rank.
-        warm_up: Steps before the timed ones.
-        steps: Timed steps.
-        measured: Steps to record collectives in.
-        per_optimizer_step: Batches of an optimizer step: a step's time is the mean over so many.
+    waited for before the first and after the last of them. Then come `measured` steps whose collectives are recorded;
+    on CUDA only where the streams are known. A step's time is the mean over the batches of an optimizer step.
     """
 
-    def __init__(
-        self, device: torch.device, warm_up: int, steps: int, measured: int, per_optimizer_step: int = 1
-    ) -> None:
+    def __init__(self, device: torch.device, warm_up: int, steps: int, measured: int, per_optimizer_step: int) -> None:
         self._device = device
         self._first, self._last = warm_up, warm_up + steps
         self._per_optimizer_step = per_optimizer_step
@@ -96,7 +87,7 @@ class Meter:
         self._measured = range(self._last + 1, self._last + 2 + measured) if measured else range(0)
         self._recorder: SpanRecorder | None = None
         self._watched: OverlapEmbeddingStrategy | None = None
-        self._clock: Timestamps = HostTimestamps()
+        self._clock = timestamps_of(device)
         self._marks: list[Any] = []
         self._cpu_marks: list[float] = []
         self._losses: list[Tensor] = []
@@ -104,24 +95,19 @@ class Meter:
         self._memory: dict[str, int] = {}
 
     def after_step(self, loss: Tensor, strategy: OverlapEmbeddingStrategy | None = None) -> None:
-        """Note the end of a step.
-
-        Args:
-            loss: Loss of the step, `()`, on the device; it is read after the run.
-            strategy: The strategy that trained it; None for a loop or a strategy that is not this package's.
-        """
+        """Note the end of a step: its loss, which is read after the run, and what trained it, if that is ours."""
         self._losses.append(loss.detach())
         step = len(self._losses)
         if step == self._first:
-            synchronize(self._device)
-            reset_peak_memory(self._device)
             self._clock = timestamps_of(self._device)
+            self._clock.wait()
+            reset_peak_memory(self._device)
             self._window_ms = -time.perf_counter() * 1e3
         if self._first <= step <= self._last:
             self._marks.append(self._clock.mark())
             self._cpu_marks.append(time.process_time() * 1e3)
         if step == self._last:
-            synchronize(self._device)
+            self._clock.wait()
             self._window_ms += time.perf_counter() * 1e3
             self._memory = peak_memory(self._device)
             self._start_recording(strategy)
@@ -131,14 +117,13 @@ class Meter:
             self.close()
 
     def _start_recording(self, strategy: OverlapEmbeddingStrategy | None) -> None:
-        streams: Streams | None = None if strategy is None else strategy.streams
-        if self._device.type == "cpu":
-            streams = HostStreams()
+        streams: Streams | None = HostStreams()
+        if self._device.type != "cpu":
+            streams = None if strategy is None else strategy.streams
         if self._measured and streams is not None:
-            self._recorder = SpanRecorder(streams)
+            self._recorder, self._watched = SpanRecorder(streams), strategy
             self._recorder.start()
             if strategy is not None:
-                self._watched = strategy
                 strategy.watch(self._recorder)
 
     def close(self) -> None:
@@ -157,22 +142,24 @@ class Meter:
 
     def turn(self) -> Turn:
         """Return what was seen."""
-        synchronize(self._device)
+        self._clock.wait()
         losses_S = torch.stack(self._losses).float().cpu()  # S steps
         num = self._per_optimizer_step
-        seen = Turn(
+        return Turn(
             step_ms=[(late - early) / num for early, late in pairwise(map(self._clock.ms, self._marks[::num]))],
             cpu_ms=[(late - early) / num for early, late in pairwise(self._cpu_marks[::num])],
             window_ms=self._window_ms,
             losses=[loss.numpy().tobytes() for loss in losses_S],
             final_loss=float(losses_S[-1]),
             peak_memory=self._memory,
+            **self._waits(),
         )
-        return seen if self._recorder is None else replace(seen, **self._waits(self._recorder))
 
-    def _waits(self, recorder: SpanRecorder) -> dict[str, Any]:
+    def _waits(self) -> dict[str, Any]:
+        if self._recorder is None:
+            return {}
         lane = HOST_LANE if self._device.type == "cpu" else str(StreamName.COMPUTE)
-        spans, steps = recorder.spans(), recorder.windows()
+        spans, steps = self._recorder.spans(), self._recorder.windows()
         breakdowns = [break_down(spans, step, host_lane=lane) for step in steps]
         return {
             "busy_ms": [one.step_ms - one.blocked_ms for one in breakdowns],
@@ -182,21 +169,13 @@ class Meter:
         }
 
 
-def synchronize(device: torch.device) -> None:
-    """Wait until a device has done all it was given; a CPU has."""
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-
-
 def reset_peak_memory(device: torch.device) -> None:
     """Have `peak_memory` begin anew, where the system lets it."""
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
         return
-    try:
+    with suppress(OSError):  # no such file or right here: the peak is then that of the whole process
         Path("/proc/self/clear_refs").write_text("5")  # sets the peak to what is resident now; see proc(5)
-    except OSError:
-        return  # no such file or right here: the peak is then that of the whole process
 
 
 def peak_memory(device: torch.device) -> dict[str, int]:

@@ -5,56 +5,38 @@ from __future__ import annotations
 import csv
 import json
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
-import numpy as np
-
-from ..schedules import Schedule
 from ..text import aligned, or_dash, unknown_name_message
 
 
 @dataclass(frozen=True, slots=True)
 class ModeResult:
-    """What one mode's training gave, over all ranks.
-
-    Attributes:
-        mode: The schedule's name.
-        stream: The stream policy, or '-' in a mode without an early lookup.
-        staleness: The staleness of the schedule, in batches.
-        num_ranks: Ranks that trained.
-        losses: Mean over ranks, by step.
-        step_ms: Rank 0's time per step.
-        step_ms_median: Median step of the slowest rank, milliseconds.
-        step_ms_p90: 90th percentile of the slowest rank, milliseconds.
-        samples_per_s: All ranks together, without the first step; None if the batch size is not known.
-        losses_sha256: Digest of all ranks' losses, in float32.
-        peak_memory: Of the largest rank; the name says which memory, the number is in bytes.
-        metrics: Validation and test metrics.
-        loss_bits: Every rank's losses, by step, to compare modes by.
-    """
+    """What one mode's training gave, over all ranks; without losses it was only evaluated."""
 
     mode: str
     stream: str
+    """The stream policy, or '-' in a mode without an early lookup."""
     staleness: int
     num_ranks: int
-    losses: list[float]
-    step_ms: list[float]
-    step_ms_median: float
-    step_ms_p90: float
-    samples_per_s: float | None
-    losses_sha256: str
     peak_memory: dict[str, int]
-    metrics: dict[str, float] = field(default_factory=dict)
+    """Of the largest rank; the name says which memory, the number is in bytes."""
+    metrics: dict[str, float]
+    """Validation and test metrics."""
+    losses: Sequence[float] = ()
+    """Mean over ranks, by step."""
+    step_ms: Sequence[float] = ()
+    """Rank 0's time per step."""
+    step_ms_median: float = float("nan")
+    """Of the slowest rank, as the next."""
+    step_ms_p90: float = float("nan")
+    samples_per_s: float | None = None
+    """All ranks together, without the first step; None if the batch size is not known."""
+    losses_sha256: str = ""
+    """Digest of all ranks' losses, in float32."""
     loss_bits: Sequence[bytes] = ()
-
-    @classmethod
-    def of_evaluation(
-        cls, schedule: Schedule, num_ranks: int, metrics: dict[str, float], peak_memory: dict[str, int]
-    ) -> ModeResult:
-        """Return the result of a run that only evaluated a checkpoint."""
-        nan = float("nan")
-        return cls(schedule.name, "-", schedule.staleness, num_ranks, [], [], nan, nan, None, "", peak_memory, metrics)
+    """Every rank's losses, by step, to compare modes by."""
 
 
 def table(results: Sequence[ModeResult]) -> str:
@@ -66,15 +48,14 @@ def table(results: Sequence[ModeResult]) -> str:
         ("ranks", [str(result.num_ranks) for result in results]),
         ("steps", [str(len(result.losses)) for result in results]),
     ]
-    trained: list[tuple[str, list[str]]] = [
-        ("samples/s", [or_dash(result.samples_per_s, "{:,.0f}") for result in results]),
-        ("step time median", [f"{result.step_ms_median:.2f} ms" for result in results]),
-        ("step time P90", [f"{result.step_ms_p90:.2f} ms" for result in results]),
-        ("final loss", [or_dash(result.losses[-1] if result.losses else None, "{:.9g}") for result in results]),
-        ("losses sha256", [result.losses_sha256[:12] for result in results]),
-    ]
     if any(result.losses for result in results):
-        rows += trained
+        rows += [
+            ("samples/s", [or_dash(result.samples_per_s, "{:,.0f}") for result in results]),
+            ("step time median", [f"{result.step_ms_median:.2f} ms" for result in results]),
+            ("step time P90", [f"{result.step_ms_p90:.2f} ms" for result in results]),
+            ("final loss", [or_dash(result.losses[-1] if result.losses else None, "{:.9g}") for result in results]),
+            ("losses sha256", [result.losses_sha256[:12] for result in results]),
+        ]
     for name in sorted({name for result in results for name in result.metrics}):
         rows.append((name.replace("_", " "), [or_dash(result.metrics.get(name), "{:.6f}") for result in results]))
     for name in results[0].peak_memory:
@@ -84,11 +65,7 @@ def table(results: Sequence[ModeResult]) -> str:
 
 
 def compare(results: Sequence[ModeResult]) -> tuple[str, bool]:
-    """Say whether all modes had the losses of the first, bit for bit on every rank.
-
-    Returns:
-        The line to print, and whether every exact mode kept the promise.
-    """
+    """Say whether all modes had the losses of the first, bit for bit on every rank, and whether all exact ones had."""
     reference, differing, kept = results[0], [], True
     for result in results[1:]:
         step = _first_difference(reference.loss_bits, result.loss_bits)
@@ -101,13 +78,7 @@ def compare(results: Sequence[ModeResult]) -> tuple[str, bool]:
 
 
 def write(folder: Path, results: Sequence[ModeResult], metric: str) -> None:
-    """Write `steps.csv` (a line per mode and step) and `summary.json` into the run folder.
-
-    Args:
-        folder: The run folder.
-        results: One for each mode, the reference first.
-        metric: Name of the metric that `read_metric` returns.
-    """
+    """Write `steps.csv` (a line per mode and step) and `summary.json`, which names the metric that a sweep is told."""
     with open(folder / "steps.csv", "w", newline="", encoding="utf-8") as file:
         writer = csv.writer(file)
         writer.writerow(["mode", "step", "loss", "step_ms"])
@@ -126,11 +97,7 @@ def write(folder: Path, results: Sequence[ModeResult], metric: str) -> None:
 
 
 def compare_runs(runs: Sequence[tuple[str, Path]]) -> str:
-    """Return a table of a sweep's runs: what was asked for, and what came of it.
-
-    Args:
-        runs: The overrides of each, and its run folder.
-    """
+    """Return a table of a sweep's runs, from the overrides and the run folder of each."""
     rows = [("run", "mode", "steps", "samples/s", "step median", "final loss", "losses", "metric")]
     digests: dict[str, str] = {}
     for overrides, folder in runs:
@@ -167,11 +134,6 @@ def read_metric(folder: Path) -> float | None:
     if metrics and name not in metrics:
         raise ValueError(unknown_name_message("metric", name, metrics))
     return float(metrics[name]) if metrics else None
-
-
-def percentile(values: Sequence[float], percent: float) -> float:
-    """Return a percentile; NaN if there are no values."""
-    return float(np.percentile(values, percent)) if values else float("nan")
 
 
 def _first_difference(one: Sequence[bytes], other: Sequence[bytes]) -> int | None:

@@ -7,9 +7,11 @@ import logging
 import sys
 import warnings
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
+import numpy as np
 import torch
 from lightning.pytorch import seed_everything
 from omegaconf import OmegaConf
@@ -25,10 +27,7 @@ from .step_timers import StepTimer, peak_memory, reset_peak_memory
 
 def run(config: Config, folder: Path) -> None:
     """Train, validate and test every mode on this rank; rank 0 prints and writes the report."""
-    calm_down()
-    on_cpu = config["trainer"].get("accelerator") == "cpu"
-    if (num_threads := config["threads_per_rank"] or (1 if on_cpu else None)) is not None:
-        torch.set_num_threads(num_threads)
+    prepare(config)
     schedules = modes(config)
     results = []
     for place, schedule in enumerate(schedules, start=1):
@@ -46,13 +45,7 @@ def run(config: Config, folder: Path) -> None:
 def train_mode(config: Config, schedule: Schedule, folder: Path) -> train_report.ModeResult:
     """Train one mode from the config's seed or checkpoint, then test it; or evaluate a checkpoint, as `task` says.
 
-    Args:
-        config: The composed config.
-        schedule: The mode.
-        folder: The run folder; loggers write below it.
-
-    Returns:
-        Losses, step times and metrics over all ranks; the same on every rank.
+    The result is over all ranks, and the same on every rank.
     """
     seed_everything(config["seed"], verbose=False)
     data = build.build_data(config)
@@ -71,28 +64,32 @@ def train_mode(config: Config, schedule: Schedule, folder: Path) -> train_report
 
     memory = peak_memory(strategy.root_device)
     ranks = gather_objects({"losses": timer.losses, "step_ms": timer.step_ms, "peak_memory": memory})
+    result = train_report.ModeResult(
+        mode=schedule.name,
+        stream="-",
+        staleness=schedule.staleness,
+        num_ranks=trainer.world_size,
+        peak_memory={name: max(rank["peak_memory"][name] for rank in ranks) for name in memory},
+        metrics=metrics,
+    )
     if not timer.step_ms:  # nothing was trained
-        return train_report.ModeResult.of_evaluation(schedule, trainer.world_size, metrics, memory)
+        return result
     losses_RS = torch.stack([rank["losses"] for rank in ranks])  # R ranks, S steps
     bits_SR = losses_RS.T.contiguous().numpy()
     lookup = schedule.step_of(Stage.EMBEDDING_LOOKUP)
-    looks_ahead = lookup is not None and lookup.offset > 0
     batch_size = getattr(data, "batch_size", None)
     slowest_ms = max(sum(rank["step_ms"][1:]) for rank in ranks)
     num_samples = (len(timer.step_ms) - 1) * trainer.world_size * (batch_size or 0)
-    return train_report.ModeResult(
-        mode=schedule.name,
-        stream=config["stream"]["name"] if looks_ahead else "-",
-        staleness=schedule.staleness,
-        num_ranks=trainer.world_size,
+    return replace(
+        result,
+        stream=config["stream"]["name"] if lookup is not None and lookup.offset > 0 else "-",
+        metrics={name: value for name, value in metrics.items() if name.startswith(METRICS)},
         losses=losses_RS.double().mean(dim=0).tolist(),
         step_ms=timer.step_ms,
-        step_ms_median=max(train_report.percentile(rank["step_ms"], 50) for rank in ranks),
-        step_ms_p90=max(train_report.percentile(rank["step_ms"], 90) for rank in ranks),
+        step_ms_median=max(float(np.median(rank["step_ms"])) for rank in ranks),
+        step_ms_p90=max(float(np.percentile(rank["step_ms"], 90)) for rank in ranks),
         samples_per_s=num_samples / slowest_ms * 1e3 if batch_size and slowest_ms else None,
         losses_sha256=hashlib.sha256(bits_SR.tobytes()).hexdigest(),
-        peak_memory={name: max(rank["peak_memory"][name] for rank in ranks) for name in memory},
-        metrics={name: value for name, value in metrics.items() if name.startswith(METRICS)},
         loss_bits=[step.tobytes() for step in bits_SR],
     )
 
@@ -105,21 +102,22 @@ def write_config(config: Config, folder: Path) -> None:
 
 def read_config(folder: Path) -> dict[str, Any]:
     """Read what `write_config` wrote."""
-    config = OmegaConf.to_container(OmegaConf.load(folder / "config.yaml"))
-    assert isinstance(config, dict)
-    return {str(name): value for name, value in config.items()}
+    return cast("dict[str, Any]", OmegaConf.to_container(OmegaConf.load(folder / "config.yaml")))
 
 
-def calm_down() -> None:
-    """Keep back what the libraries say about themselves; a progress bar and a table follow."""
+def prepare(config: Config, *harmless: str) -> None:
+    """Set this rank's threads, and keep back what the libraries say about themselves, with some warnings more."""
+    if (num_threads := config["threads_per_rank"] or (None if build.on_cuda(config) else 1)) is not None:
+        torch.set_num_threads(num_threads)
     for talkative in ("lightning.pytorch", "lightning.fabric"):
         logging.getLogger(talkative).setLevel(logging.WARNING)
-    for harmless in (
+    for pattern in (
+        *harmless,
         r".*does not have many workers",
         r".*number of training batches .* is smaller than the logging interval",
         r"Starting from v1\.9\.0, .tensorboardX. has been removed",
     ):
-        warnings.filterwarnings("ignore", message=harmless)
+        warnings.filterwarnings("ignore", message=pattern)
     first_words.calm_libraries()
     logging.getLogger(first_words.LOGGER).setLevel(logging.INFO)
 

@@ -1,26 +1,29 @@
-"""Check the types of a config's values against the annotations of what takes them."""
+"""Check names and types of a config's values against the signature of what takes them."""
 
 from __future__ import annotations
 
+import inspect
 import types
 import typing
 from collections.abc import Callable, Mapping
 from typing import Any, Literal, Union
 
+from ..text import unknown_name_message
 from .config_checks import Config
 
 
-def check_types(where: str, node: Config, target: Callable[..., Any]) -> None:
-    """Check the plain values of a group; what an annotation says beyond plain types is left to the callee.
-
-    Args:
-        where: Name of the group.
-        node: Its values.
-        target: The class or function that takes them.
+def check_arguments(where: str, node: Config, target: Callable[..., Any]) -> None:
+    """Check a group of a config, called `where`; what an annotation says beyond plain types is left to the callee.
 
     Raises:
+        ValueError: A name that it does not take.
         TypeError: A value is of another type.
     """
+    parameters = inspect.signature(target).parameters
+    takes_any = any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in parameters.values())
+    for name in () if takes_any else node:
+        if name not in parameters and not (name.startswith("_") and name.endswith("_")):
+            raise ValueError(unknown_name_message(f"option of {where}", name, parameters))
     try:
         hints = typing.get_type_hints(vars(target).get("__init__", target) if isinstance(target, type) else target)
     except Exception:  # a name that is imported for type checkers alone

@@ -22,21 +22,16 @@ NUM_NAMED = 3
 
 @dataclass(frozen=True, slots=True)
 class OfRank:
-    """What one rank has measured.
-
-    Args:
-        mean: The mean step; None where none was measured.
-        sync_lines: About its host syncs.
-        costs: The mean costs of a step's parts.
-        steps_ms: The steps.
-        bags: Its shards of tables whose pooled embeddings travel.
-    """
+    """What one rank has measured; no mean and no costs where that is nothing."""
 
     mean: Breakdown | None
     sync_lines: list[str]
+    """About its host syncs."""
     costs: Costs | None
+    """The mean costs of a step's parts."""
     steps_ms: list[float]
     bags: list[Bags]
+    """Its shards of tables whose pooled embeddings travel."""
 
 
 def travelling_bags(model: nn.Module) -> list[Bags]:
@@ -60,13 +55,7 @@ def travelling_bags(model: nn.Module) -> list[Bags]:
 def price(strategy: OverlapEmbeddingStrategy, schedule: Schedule, ranks: Sequence[OfRank]) -> list[Price]:
     """Return what a step would take with something changed, that of the mode itself first.
 
-    Args:
-        strategy: What ran.
-        schedule: The mode that was measured.
-        ranks: What each rank has measured.
-
-    Returns:
-        Nothing on one rank, where nothing travels, and in modes that cannot be priced.
+    Nothing on one rank, where nothing travels, and in modes that cannot be priced.
     """
     means = [one.mean for one in ranks if one.mean is not None]
     of_ranks = [one.costs for one in ranks if one.costs is not None]

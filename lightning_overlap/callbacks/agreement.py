@@ -9,25 +9,13 @@ from ..plugin import OverlapEmbeddingStrategy
 
 
 class Together:
-    """Lets all ranks of a strategy fail alike; all of them call each method at the same point.
-
-    Args:
-        strategy: Knows the ranks.
-    """
+    """Lets all ranks of a strategy fail alike; all of them call each method at the same point."""
 
     def __init__(self, strategy: OverlapEmbeddingStrategy) -> None:
         self._strategy = strategy
 
     def do(self, do: Callable[[], None]) -> None:
-        """Do something on all ranks; if it fails on one, it fails on all, with the cause.
-
-        Args:
-            do: Must not wait for other ranks after something that may fail on one alone.
-
-        Raises:
-            RuntimeError: It failed, on whatever rank.
-            ValueError: It raised the same one on all ranks.
-        """
+        """Do something that waits for no rank after what may fail on one alone; raise as `raise_together` does."""
         error: Exception | None = None
         try:
             do()
@@ -38,14 +26,11 @@ class Together:
     def raise_together(self, error: BaseException | None) -> None:
         """Raise if any rank has an error.
 
-        Args:
-            error: This rank's.
-
         Raises:
             RuntimeError: With the error of each rank that has one.
             ValueError: This rank's, where all ranks have the same.
         """
-        said = self._strategy.gather(None if error is None else f"{type(error).__name__}: {error}")
+        said = self._strategy.gather(_words(error))
         if isinstance(error, ValueError) and len(set(said)) == 1:
             raise error
         causes = [f"rank {rank}: {cause}" for rank, cause in enumerate(said) if cause is not None]
@@ -55,9 +40,6 @@ class Together:
 
     def ask_first(self, ask: Callable[[], Any]) -> Any:
         """Return what rank 0 finds out, anything that can be pickled.
-
-        Args:
-            ask: Called on rank 0.
 
         Raises:
             RuntimeError: It failed there, on all ranks.
@@ -69,7 +51,11 @@ class Together:
                 found = ask()
             except Exception as err:
                 error = err
-        found, said = self._strategy.gather((found, None if error is None else f"{type(error).__name__}: {error}"))[0]
+        found, said = self._strategy.gather((found, _words(error)))[0]
         if said is not None:
             raise RuntimeError(said) from error
         return found
+
+
+def _words(error: BaseException | None) -> str | None:
+    return None if error is None else f"{type(error).__name__}: {error}"

@@ -11,18 +11,16 @@ from torch import Tensor
 
 from ..deltas import WEIGHT, Dense, Header, Piece, Rows, encode_pieces
 from ..tables import TableShard
-from ..tracking import DenseCopy, RowCopy, Window, changed_rows
+from ..tracking import CopiedTable, DenseCopy, RowCopy, Window, changed_rows
 
 CHUNK_BYTES = 5 << 20
 """Of a cut's rows in one chunk: more is encoded and written more slowly, out of the reach of a core's cache."""
 
 
 class DenseSource:
-    """What may change in any row: the dense part, tables of the dense optimizer, and replicated ones.
+    """What may change in any row: the dense part, by names in the unsharded model, and shards of tables.
 
-    Args:
-        tensors: Of the dense part, by their names in the unsharded model.
-        tables: Shards of tables, each with the states of its optimizer that are sent too, by kind.
+    The tables are those of the dense optimizer, and replicated ones, each with the states that are sent too, by kind.
     """
 
     def __init__(self, tensors: dict[str, Tensor], tables: Sequence[tuple[TableShard, Mapping[str, Tensor]]]) -> None:
@@ -62,28 +60,16 @@ class Cut:
         header: Of its first chunk; the numbers of chunks are set here.
         shards: That the copied tables are numbered by.
         rows: Copied, or being copied.
-        dense: Copies of what the dense optimizer writes; None where this rank sends none of it.
-        source: Knows what was sent of that before.
+        source: Of what the dense optimizer writes; copied here.
     """
 
-    def __init__(
-        self,
-        header: Header,
-        shards: Sequence[TableShard],
-        rows: RowCopy,
-        dense: DenseCopy | None,
-        source: DenseSource,
-    ) -> None:
+    def __init__(self, header: Header, shards: Sequence[TableShard], rows: RowCopy, source: DenseSource) -> None:
         self.header = header
-        self._shards, self._dense, self._source = shards, dense, source
+        self._shards, self._source = shards, source
         self._rows: RowCopy | None = rows  # until they are written
+        self._dense: DenseCopy | None = source.copy()  # likewise
         self._lock = threading.Lock()
         self._entries: list[Rows] | None = None
-
-    @property
-    def step(self) -> int:
-        """Batches that had been trained."""
-        return self.header.step
 
     def numbers(self) -> list[dict[str, Tensor]]:
         """Wait for the copied rows, in any thread; return their numbers by table, also once they are written."""
@@ -91,7 +77,8 @@ class Cut:
 
     def chunks(self) -> Iterator[tuple[str, list[Piece]]]:
         """Return the name and the content of each of its chunks, made when it is asked for; once."""
-        of_dense, dense = ([], []) if self._dense is None else self._source.entries(self._dense)
+        assert self._dense is not None
+        of_dense, dense = self._source.entries(self._dense)
         packs = packed_rows([*self._wait(), *of_dense])
         for number, rows in enumerate(packs):
             chunk = replace(self.header, chunk=number, num_chunks=len(packs))
@@ -104,10 +91,7 @@ class Cut:
         with self._lock:
             if self._entries is None:
                 assert self._rows is not None
-                self._entries = [
-                    rows_of(self._shards[one.shard], one.field, one.rows_N, one.values_ND)
-                    for one in self._rows.tables()
-                ]
+                self._entries = _all_rows_of(self._shards, self._rows.tables())
             return self._entries
 
     def _let_go(self) -> None:
@@ -121,30 +105,19 @@ class Cut:
 
 
 def base_chunks(
-    header: Header,
-    shards: Sequence[TableShard],
-    plan: Sequence[list[Window]],
-    source: DenseSource | None,
+    header: Header, shards: Sequence[TableShard], plan: Sequence[list[Window]], source: DenseSource
 ) -> Iterator[tuple[str, list[Piece]]]:
     """Return the chunks of a part with all rows of a rank, each made when it is asked for.
 
-    Args:
-        header: Of the first chunk; its numbers of chunks are set here.
-        shards: That windows are numbered by.
-        plan: The windows of each chunk.
-        source: Of what the dense optimizer writes, where this rank sends that; it goes into the last chunk.
+    What the dense optimizer writes goes into the last one. The header is of the first; its numbers of chunks are set
+    here. The plan has the windows of each chunk, by the number of their shard.
     """
     header = replace(header, num_chunks=len(plan) + 1)
     for number, windows in enumerate(plan):
-        rows = [
-            rows_of(shards[one.shard], one.field, one.rows_N, one.values_ND)
-            for one in (window.read() for window in windows)
-        ]
         chunk = replace(header, chunk=number)
-        yield str(chunk.name), encode_pieces(chunk, rows)
-    of_dense, dense = ([], []) if source is None else source.entries(source.copy())
+        yield str(chunk.name), encode_pieces(chunk, _all_rows_of(shards, (window.read() for window in windows)))
     chunk = replace(header, chunk=len(plan))
-    yield str(chunk.name), encode_pieces(chunk, of_dense, dense)
+    yield str(chunk.name), encode_pieces(chunk, *source.entries(source.copy()))
 
 
 def packed_rows(entries: Iterable[Rows]) -> list[list[Rows]]:
@@ -165,17 +138,20 @@ def packed_rows(entries: Iterable[Rows]) -> list[list[Rows]]:
     return packs
 
 
+def _all_rows_of(shards: Sequence[TableShard], tables: Iterable[CopiedTable]) -> list[Rows]:
+    return [rows_of(shards[one.shard], one.field, one.rows_N, one.values_ND) for one in tables]
+
+
 def rows_of(shard: TableShard, field: str, rows_N: Tensor, values_ND: Tensor) -> Rows:
-    """Return rows of a shard, or of a state of its optimizer.
+    """Return rows of a shard, or of a state of its optimizer, under the same name whatever the plan is.
+
+    Row-wise state, of one column, of a shard of columns stands in each of its columns.
 
     Args:
         shard: The shard.
         field: `WEIGHT`, or a kind of state.
         rows_N: Numbers in the shard, `(N,)`, int64.
-        values_ND: `(N, columns)`; row-wise state has one column.
-
-    Returns:
-        Under the same name whatever the plan is: row-wise state of a shard of columns stands in each of its columns.
+        values_ND: `(N, columns)`.
     """
     num_rows, num_columns = shard.shape
     width = shard.weight.shape[1]
@@ -190,11 +166,7 @@ def rows_of(shard: TableShard, field: str, rows_N: Tensor, values_ND: Tensor) ->
 def columns_of_states(shards: Iterable[tuple[TableShard, Mapping[str, Tensor]]]) -> list[tuple[str, str, int, int]]:
     """Return which columns share a value of row-wise state, where that is not the whole row: it goes with the plan.
 
-    Args:
-        shards: Of fused tables, each with the states of its optimizer by kind.
-
-    Returns:
-        Table, kind, first column and number of columns of each shard that has part of the columns.
+    Table, kind, first column and number of columns of each shard of a fused table that has part of the columns.
     """
     return sorted(
         (shard.name, field, shard.first_column, shard.weight.shape[1])
@@ -205,11 +177,7 @@ def columns_of_states(shards: Iterable[tuple[TableShard, Mapping[str, Tensor]]])
 
 
 def merged_rows(rows: Iterable[dict[str, Tensor]]) -> dict[str, Tensor]:
-    """Return the rows of several by table, each once.
-
-    Args:
-        rows: By table, `(N,)`, int64, on the host.
-    """
+    """Return the rows of several by table, each once; `(N,)`, int64, on the host."""
     found: dict[str, list[Tensor]] = {}
     for one in rows:
         for table, numbers in one.items():

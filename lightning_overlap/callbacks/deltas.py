@@ -66,6 +66,10 @@ class EmbeddingDeltas(Callback):
     """
 
     reads_tables = False  # between the backward and the step: the order of a step stays as it is
+    _trainer: Trainer
+    _strategy: OverlapEmbeddingStrategy
+    _touched: TouchedRows
+    _writer: CutWriter
 
     def __init__(
         self,
@@ -101,9 +105,7 @@ class EmbeddingDeltas(Callback):
         self._forget_fit()
 
     def _forget_fit(self) -> None:
-        self._touched: TouchedRows | None = None
-        self._writer: CutWriter | None = None
-        self._trainer: Trainer | None = None
+        self._is_sending = False
         self._answer: Lowest | None = None
         self._open: Cut | None = None  # until it is known whether tables were written while it was copied
         self._outstanding: list[Cut] = []
@@ -151,6 +153,7 @@ class EmbeddingDeltas(Callback):
         self._trainer, self._strategy, self._touched = trainer, strategy, touched
         self._ranks = Together(strategy)
         self._writer = CutWriter(self._sink, min(self._sink_timeout_s, strategy.timeout_s / 2))
+        self._is_sending = True
         shards = [*touched.shards, *(shard for shard, *_ in touched.dense)]
         tables = strategy.gather({shard.name: shard.shape for shard in shards})
         self._tables = {name: shape for of_rank in tables for name, shape in of_rank.items()}
@@ -166,15 +169,13 @@ class EmbeddingDeltas(Callback):
     @property
     def _step(self) -> int:
         """Batches trained so far."""
-        assert self._trainer is not None
         return self._trainer.fit_loop.epoch_loop.total_batch_idx + 1
 
     def _dense_source(self, module: LightningModule, touched: TouchedRows) -> DenseSource:
-        tables = [
-            (shard, states) for shard, is_replicated, states in touched.dense if self._is_first or not is_replicated
-        ]
+        is_first = self._strategy.global_rank == 0
+        tables = [(shard, states) for shard, is_replicated, states in touched.dense if is_first or not is_replicated]
         tensors: dict[str, Tensor] = {}
-        if self._is_first and self._sends_dense:
+        if is_first and self._sends_dense:
             sharded = sharded_state_names(module)
             tensors = {
                 name: value
@@ -183,15 +184,9 @@ class EmbeddingDeltas(Callback):
             }
         return DenseSource(tensors, tables)
 
-    @property
-    def _is_first(self) -> bool:
-        return self._strategy.global_rank == 0
-
     def _begin(self, restored: Restored | None) -> None:
         """Begin a generation with a part of all rows, or of those that replicas may have otherwise."""
-        touched, writer = self._touched, self._writer
-        assert touched is not None
-        assert writer is not None
+        writer = self._writer
         self._fit, now, known = self._ranks.ask_first(
             lambda: (uuid.uuid4().hex, int(time.time()), parse_names(writer.names()))
         )
@@ -202,7 +197,7 @@ class EmbeddingDeltas(Callback):
             self.run = self._fit
         elif not known:  # the sink has lost its parts, and with them the number of the last generation
             self.generation = max(self.generation, now)
-        self._writes = touched.num_writes
+        self._writes = self._touched.num_writes
         rows = None
         is_other = restored is None or (restored.writes, restored.columns) != (self._writes, self._columns)
         if not self._strategy.any_rank(is_other) and not is_other:
@@ -213,7 +208,7 @@ class EmbeddingDeltas(Callback):
         else:
             assert restored is not None
             for table, numbers in rows.items():
-                touched.mark(table, numbers)
+                self._touched.mark(table, numbers)
             self._write_now(self._make_cut(restored.acknowledged))
 
     def _check_run(self, writer: CutWriter, known: list[PartName]) -> None:
@@ -233,7 +228,7 @@ class EmbeddingDeltas(Callback):
     # -- cuts ---------------------------------------------------------------------------------------------------
 
     def _header(self, after: tuple[int, int] | None) -> Header:
-        assert self._touched is not None and self._trainer is not None and self.run is not None  # noqa: PT018
+        assert self.run is not None
         return Header(
             run=self.run,
             generation=self.generation,
@@ -252,29 +247,20 @@ class EmbeddingDeltas(Callback):
         )
 
     def _make_cut(self, after: tuple[int, int] | None) -> Cut:
-        assert self._touched is not None
         copied = self._touched.copy()
-        return Cut(self._header(after), self._touched.shards, copied, self._dense.copy(), self._dense)
+        return Cut(self._header(after), self._touched.shards, copied, self._dense)
 
     def _write_now(self, cut: Cut) -> None:
-        assert self._writer is not None
-        self._writer.write_now(cut.step, cut.chunks())
+        self._writer.write_now(cut.header.step, cut.chunks())
 
     def _write_base(self, *, after_all: bool) -> None:
-        """Write all rows of this rank; training waits for it.
-
-        Args:
-            after_all: Whether all ranks do, so that replicas need nothing that was written before.
-        """
-        touched, writer = self._touched, self._writer
-        assert touched is not None
-        assert writer is not None
-        writer.wait()
-        plan = touched.begin_base()
+        """Write all rows of this rank; training waits. After those of all ranks replicas need nothing from before."""
+        self._writer.wait()
+        plan = self._touched.begin_base()
         self._dense.forget()
-        self._writes = touched.num_writes
-        chunks = base_chunks(self._header(None), touched.shards, plan, self._dense)
-        writer.write_now(self._step, chunks)
+        self._writes = self._touched.num_writes
+        chunks = base_chunks(self._header(None), self._touched.shards, plan, self._dense)
+        self._writer.write_now(self._step, chunks)
         if after_all:
             self._outstanding.clear()
             self._is_void = False
@@ -284,7 +270,7 @@ class EmbeddingDeltas(Callback):
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         self._num_ended += 1
-        if self._touched is None:
+        if not self._is_sending:
             return
         if self._num_ended + 1 < self._every and self._answer is None and self._open is None:
             return  # nothing is due, without a look at the trainer's counters
@@ -305,37 +291,29 @@ class EmbeddingDeltas(Callback):
     def _ask(self) -> None:
         """Ask all ranks, for the next step's end, whether they can cut, and what they have written."""
         writer = self._writer
-        assert writer is not None
         writer.look()
         state = FAILED if writer.error is not None else READY if writer.is_ready else BUSY
         self._answer = self._strategy.lowest((state, writer.written_step, not self._is_void))
 
     def _hear(self, trainer: Trainer, state: int, written: int, *, is_whole: bool) -> None:
-        assert self._touched is not None and self._writer is not None  # noqa: PT018
         if state == FAILED:
             self._ranks.raise_together(self._writer.error)
-        if is_whole:  # else nothing after the void cut is applied before the base that is to come
-            self._acknowledge(written)
-        self._lag.hear(trainer, self._step - written, self._touched.most, self._writer.num_bytes)
-
-    def _acknowledge(self, written: int) -> None:
-        """Forget the cuts that all ranks have written."""
-        if written >= 0:
+        # Of a void cut and what follows it nothing is applied before the base that is to come.
+        if is_whole and written >= 0:
             self._acknowledged = (self.generation, written)
-            self._outstanding = [cut for cut in self._outstanding if cut.step > written]
+            self._outstanding = [cut for cut in self._outstanding if cut.header.step > written]
+        self._lag.hear(trainer, self._step - written, self._touched.most, self._writer.num_bytes)
 
     def _cut(self, *, is_whole: bool) -> None:
         """Make a cut, as all ranks do."""
-        touched, after = self._touched, (self.generation, self._last)
-        assert touched is not None
         if not is_whole:
             self._ranks.do(lambda: self._write_base(after_all=True))
             self._acknowledged = (self.generation, self._step)
-        elif touched.num_writes != self._writes:
+        elif self._touched.num_writes != self._writes:
             with suppress(Exception):  # which the writer keeps: the ranks hear of it together
                 self._write_base(after_all=False)
         else:
-            self._open = self._make_cut(after)
+            self._open = self._make_cut((self.generation, self._last))
             self._outstanding.append(self._open)
         self._last = self._step
 
@@ -344,20 +322,18 @@ class EmbeddingDeltas(Callback):
         cut, self._open = self._open, None
         if cut is None:
             return
-        assert self._touched is not None
-        assert self._writer is not None
         if self._touched.settle():
-            self._writer.submit(cut.step, cut.chunks)
+            self._writer.submit(cut.header.step, cut.chunks)
             return
         header = replace(cut.header, is_void=True)
-        self._writer.submit(cut.step, lambda: [(str(header.name), encode_pieces(header))])
+        self._writer.submit(cut.header.step, lambda: [(str(header.name), encode_pieces(header))])
         self._is_void = True  # all ranks send all rows with the next cut
 
     # -- the end ------------------------------------------------------------------------------------------------
 
     @override
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        if self._touched is None:
+        if not self._is_sending:
             return
         if self._strategy.has_stashed_gradients:  # their steps are made after all hooks, which may save them
             self._strategy.call_at_end(lambda: self._finish(steps=True))
@@ -365,12 +341,8 @@ class EmbeddingDeltas(Callback):
             self._finish(steps=False)
 
     def _finish(self, *, steps: bool) -> None:
-        """Write what is left of this fit.
-
-        Args:
-            steps: Whether the dense optimizer has made steps after that of the last batch.
-        """
-        if self._touched is None or self._writer is None:
+        """Write what is left of this fit, also if the dense optimizer has made `steps` after the last batch."""
+        if not self._is_sending:
             return
         self._strategy.update_tables()
         if self._answer is not None:
@@ -409,9 +381,8 @@ class EmbeddingDeltas(Callback):
         self._end()
 
     def _end(self) -> None:
-        if self._touched is not None:
+        if self._is_sending:
             self._touched.detach()
-        if self._writer is not None:
             self._writer.close(CLOSE_S)
         self._forget_fit()
 
@@ -425,7 +396,7 @@ class EmbeddingDeltas(Callback):
         acknowledged = self._acknowledged
         state: dict[str, Any] = {"run": self.run, "generation": self.generation, "rows": {}, "whole": []}
         state["columns"], state["dense"] = self._columns, self._run_sends_dense
-        if self._touched is not None:
+        if self._is_sending:
             self._strategy.update_tables()
             waiting = [rows for cut in self._outstanding for rows in cut.numbers()]
             mine = merged_rows([self._touched.marked(), *waiting])
@@ -441,7 +412,6 @@ class EmbeddingDeltas(Callback):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         if not state_dict:
             return
-        assert self._trainer is not None
         self.run, self.generation = state_dict["run"], max(self.generation, int(state_dict["generation"]))
         self._run_sends_dense |= state_dict.get("dense", False)
         self._restored = Restored.of(state_dict, fused_writes(self._trainer.lightning_module))

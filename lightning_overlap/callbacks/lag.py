@@ -15,12 +15,7 @@ ON_LAG = ("warn", "stop")
 class LagLog:
     """Logs the lag of a sink; past what is allowed it warns, or stops the training.
 
-    Args:
-        sink: Named in the warning.
-        every_n_steps: Batches from one cut to the next.
-        max_lag_steps: Batches that are allowed; None: any number.
-        on_lag: One of `ON_LAG`.
-        name: That metrics have in their names; None: they have none.
+    The arguments are those of `EmbeddingDeltas`.
 
     Raises:
         ValueError: A `max_lag_steps` below `every_n_steps`, or an unknown `on_lag`.
@@ -47,29 +42,23 @@ class LagLog:
     def hear(self, trainer: Trainer, behind: int, num_waiting: int, num_bytes: int) -> None:
         """Log, and warn once each time that the lag becomes more than is allowed.
 
-        Args:
-            trainer: Of the fit.
-            behind: Batches, of the slowest rank.
-            num_waiting: Rows of this rank that are marked, at most.
-            num_bytes: Written by this rank so far.
+        The slowest rank is `behind` batches; `num_waiting` rows of this rank are marked, and `num_bytes` written.
         """
         values = {"steps_behind": behind, "rows_waiting": num_waiting, "bytes": num_bytes}
         metrics = {f"{self._prefix}/{what}": float(value) for what, value in values.items()}
         for logger in trainer.loggers:
             logger.log_metrics(metrics, step=logged_step(trainer))
         was_late, self._is_late = self._is_late, self._most is not None and behind > self._most
-        if self._is_late and not was_late:
-            if self._stops:
-                trainer.should_stop = True
-            if trainer.is_global_zero:
-                self._warn(behind, num_waiting)
-
-    def _warn(self, behind: int, num_waiting: int) -> None:
-        stops = "Training stops (on_lag='stop')." if self._stops else "Training goes on."
-        warnings.warn(
-            f"{self._sink} is {behind} batches behind the training, more than max_lag_steps="
-            f"{self._most}: it takes longer to write than {self._every} batches to train. {stops} Take a larger "
-            f"every_n_steps or a faster sink; {num_waiting} rows at most wait on this rank.",
-            UserWarning,
-            stacklevel=2,
-        )
+        if was_late or not self._is_late:
+            return
+        if self._stops:
+            trainer.should_stop = True
+        if trainer.is_global_zero:
+            stops = "Training stops (on_lag='stop')." if self._stops else "Training goes on."
+            warnings.warn(
+                f"{self._sink} is {behind} batches behind the training, more than max_lag_steps="
+                f"{self._most}: it takes longer to write than {self._every} batches to train. {stops} Take a larger "
+                f"every_n_steps or a faster sink; {num_waiting} rows at most wait on this rank.",
+                UserWarning,
+                stacklevel=2,
+            )

@@ -5,9 +5,10 @@ from __future__ import annotations
 import math
 import time
 import warnings
+from collections.abc import Iterable
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
-from typing import Any
+from dataclasses import replace
+from typing import Any, NamedTuple
 
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
@@ -15,7 +16,7 @@ from typing_extensions import override
 
 from .. import profiling
 from ..plugin import OverlapEmbeddingStrategy, logged_step
-from ..profiling import Breakdown, HostSync, SpanRecorder, report
+from ..profiling import Breakdown, HostSync, report
 from ..schedules import Schedule
 from ..sparse import StaleCounts, StaleRows
 from ..tuning import Costs, costs_of, mean_costs, price_table
@@ -29,17 +30,14 @@ NUM_WATCHED = 2
 WARM_UP = 3
 """Steps before the first measurement: the schedule fills, allocators and caches warm up."""
 
-
 MAX_COST = 0.005
 """Share of the time that measuring may take, where the user leaves the choice."""
-
 
 KEPT = 25
 """Where the user leaves the choice, the ids of no more than one step in so many are kept, to count stale rows."""
 
 
-@dataclass(slots=True)
-class _Pending:
+class _Pending(NamedTuple):
     recording: Recording
     number: int
     step: int
@@ -96,7 +94,6 @@ class OverlapMonitor(Callback):
         self._num_steps = 0
         self._next = WARM_UP
         self._recording: Recording | None = None
-        self._until = 0
         self._wanted: set[int] = set()
         self._timelines: list[OverlapTimeline] = []
         self._pending: list[_Pending] = []
@@ -107,8 +104,8 @@ class OverlapMonitor(Callback):
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._forget()  # what a fit before has left, where it could not say how it ended
         self._reset()
-        self._strategy = trainer.strategy if isinstance(trainer.strategy, OverlapEmbeddingStrategy) else None
-        if self._strategy is None or self._strategy.streams is None:
+        strategy = self._strategy = trainer.strategy if isinstance(trainer.strategy, OverlapEmbeddingStrategy) else None
+        if strategy is None or strategy.streams is None:
             self._strategy = None
             warnings.warn(
                 f"OverlapMonitor has nothing to measure: {type(trainer.strategy).__name__} runs no sparse pipeline "
@@ -116,11 +113,12 @@ class OverlapMonitor(Callback):
                 UserWarning,
                 stacklevel=2,
             )
+            return
         callbacks: list[Callback] = trainer.callbacks  # type: ignore[attr-defined]
         self._timelines = [one for one in callbacks if isinstance(one, OverlapTimeline)]
         log_every = getattr(trainer, "log_every_n_steps", 0)
         self._every = self._every_n_steps or max(log_every, NUM_WATCHED + 1)
-        rows = None if self._strategy is None else self._strategy.stale_rows()
+        rows = strategy.stale_rows()
         if rows is not None:
             self._stale = _StaleSteps(rows, self._every_n_steps, log_every)
 
@@ -140,34 +138,28 @@ class OverlapMonitor(Callback):
                 in_flight = self._strategy.num_in_flight
                 self._pending.append(_Pending(self._recording, number, logged_step(trainer), in_flight))
         if self._recording is None and number >= self._next and not self._audit_is_due:
-            self._want(pl_module, range(number + NUM_WATCHED, number + NUM_WATCHED + 1))
+            self._want(pl_module, [number + NUM_WATCHED])
         for timeline in self._timelines:
             if number == timeline.recorded.start:
                 self._want(pl_module, timeline.drawn)
-        if self._recording is not None and number >= self._until:
+        if self._recording is not None and number >= max(self._wanted):
             self._stop()
         if self._stale is not None:
             self._stale.step(self._num_steps, not self._audit_is_due, logged_step(trainer))
         self._harvest(trainer, pl_module)
         self.own_ms += (time.perf_counter() - start) * 1e3
 
-    def _want(self, pl_module: LightningModule, numbers: range) -> None:
+    def _want(self, pl_module: LightningModule, numbers: Iterable[int]) -> None:
         """Record from now on, and measure the steps with these numbers."""
         assert self._strategy is not None
-        self._until, self._wanted = max(self._until, numbers[-1]), self._wanted | set(numbers)
+        self._wanted |= set(numbers)
         if self._recording is None:
             self._recording = join(self._strategy, pl_module, self)
             self._recording.step(self._num_steps)
 
     def _stop(self) -> None:
-        assert self._recording is not None
-        self._recording.leave(self)
-        self._recording = None
-        self._wanted.clear()
-        self._plan_next()
-
-    def _plan_next(self) -> None:
-        """Choose the next step to measure: as asked for, else so that all this stays a small part of a step."""
+        """End a recording, and choose the next step to measure: as asked for, else so that all this costs little."""
+        self._leave()
         cost_ms = self.own_ms / max(1, len(self.accounts))
         step_ms = profiling.mean(self.accounts).step_ms if self.accounts else float("inf")
         enough = 0 if self._every_n_steps else math.ceil(cost_ms / (MAX_COST * step_ms))
@@ -185,7 +177,7 @@ class OverlapMonitor(Callback):
                 self.accounts, self._costs, self._schedule = [], [], schedule
             self.accounts.append(result)
             self._costs.append(costs_of(spans, window, recorder.sent_bytes(window)))
-            overlaps = self._overlaps
+            overlaps = self._strategy is not None and self._strategy.schedule.depth > 1  # something can be hidden
             values = {f"overlap/{name}": value for name, value in report.metrics(result, overlaps=overlaps).items()}
             values["overlap/batches_in_flight"] = float(pending.num_in_flight)
             if self.syncs is not None:
@@ -203,11 +195,6 @@ class OverlapMonitor(Callback):
             shares = {f"overlap/stale_rows/{table}": stale / read for table, (stale, read) in rows.items()}
             for logger in trainer.loggers:
                 logger.log_metrics(shares, step=step)
-
-    @property
-    def _overlaps(self) -> bool:
-        """Whether the mode starts anything early, so that something can be hidden."""
-        return self._strategy is not None and self._strategy.schedule.depth > 1
 
     # -- the audit ----------------------------------------------------------------------------------------------
 
@@ -228,17 +215,20 @@ class OverlapMonitor(Callback):
     def _begin_audit(self, pl_module: LightningModule) -> None:
         assert self._strategy is not None
         recording = join(self._strategy, pl_module, self)
-        recorder = recording.recorder
+
+        def stage_now() -> str:
+            stage = recording.recorder.stage
+            return "" if stage is None else str(stage[0])
+
         self._audit = ExitStack()
         self._audit.callback(recording.leave, self)
-        self._audited = self._audit.enter_context(profiling.record_host_syncs(lambda: _name(recorder)))
+        self._audited = self._audit.enter_context(profiling.record_host_syncs(stage_now))
 
     def _end_audit(self) -> None:
         if self._audit is not None:
             assert self._strategy is not None
             self._audit.close()
-            self._audit = None
-            device = self._strategy.root_device.type
+            self._audit, device = None, self._strategy.root_device.type
             self.syncs = [sync for sync in self._audited if sync.device == device and not sync.reads_host]
 
     # -- the end ------------------------------------------------------------------------------------------------
@@ -261,10 +251,14 @@ class OverlapMonitor(Callback):
             self._end_audit()
             self.syncs = None  # to be done again
         if self._recording is not None:
-            self._recording.leave(self)
-            self._recording = None
-            self._wanted.clear()
-            self._until, self._next = 0, self._num_steps + 1
+            self._leave()
+            self._next = self._num_steps + 1
+
+    def _leave(self) -> None:
+        assert self._recording is not None
+        self._recording.leave(self)
+        self._recording = None
+        self._wanted.clear()
 
     @override
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -306,10 +300,7 @@ class OverlapMonitor(Callback):
 class _StaleSteps:
     """Chooses the steps whose stale rows are counted, on all ranks the same ones.
 
-    Args:
-        rows: Counts.
-        every: Steps from one to the next; None leaves the choice.
-        at_least: How many it leaves out at least then.
+    One in `every`; None leaves the choice, but for `at_least` steps from one to the next.
     """
 
     def __init__(self, rows: StaleRows, every: int | None, at_least: int) -> None:
@@ -319,12 +310,9 @@ class _StaleSteps:
         self._pending: list[tuple[StaleCounts, int]] = []
 
     def step(self, num_steps: int, may_count: bool, logged: int) -> None:
-        """Count the stale rows of a step that is over, if its turn has come.
+        """Count the stale rows of a step that is over, if its turn has come and it may be counted.
 
-        Args:
-            num_steps: Its number in the fit, from 1 on.
-            may_count: Whether it may be counted.
-            logged: What the loggers call it.
+        It is number `num_steps` of the fit, and the loggers call it `logged`.
         """
         if num_steps >= self._next and may_count:
             counts = self._rows.count()
@@ -346,7 +334,3 @@ class _StaleSteps:
         """Wait for those under way."""
         for counts, _ in self._pending:
             counts.wait()
-
-
-def _name(recorder: SpanRecorder) -> str:
-    return "" if recorder.stage is None else str(recorder.stage[0])

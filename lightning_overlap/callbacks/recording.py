@@ -18,12 +18,7 @@ _UNDER_WAY: WeakKeyDictionary[OverlapEmbeddingStrategy, Recording] = WeakKeyDict
 
 
 class Recording:
-    """Steps of a fit that are being recorded; made by `join`.
-
-    Args:
-        strategy: Runs the stages, and has streams.
-        module: The module that is trained, whose `log` is timed.
-    """
+    """Steps of a fit that are being recorded, and what its module logs; made by `join`."""
 
     def __init__(self, strategy: OverlapEmbeddingStrategy, module: LightningModule) -> None:
         assert strategy.streams is not None
@@ -46,11 +41,7 @@ class Recording:
         strategy.watch(self.recorder)
 
     def step(self, number: int) -> None:
-        """Note that a step ends; of several readers that say so, the first one is heard.
-
-        Args:
-            number: Of the step in the fit, from 1 on.
-        """
+        """Note that a step, counted from 1 on, ends; of several readers that say so, the first one is heard."""
         if not self._numbers or self._numbers[-1] != number:
             self._numbers.append(number)
             self.recorder.step()
@@ -71,13 +62,7 @@ class Recording:
 
 
 def join(strategy: OverlapEmbeddingStrategy, module: LightningModule, reader: object) -> Recording:
-    """Return the recording that is under way, else a new one.
-
-    Args:
-        strategy: Runs the stages.
-        module: The module that is trained.
-        reader: Who calls `leave` in the end.
-    """
+    """Return the recording that is under way, else a new one; the reader calls `leave` in the end."""
     recording = _UNDER_WAY.get(strategy)
     if recording is None:
         recording = _UNDER_WAY[strategy] = Recording(strategy, module)

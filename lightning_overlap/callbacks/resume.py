@@ -17,21 +17,18 @@ from .cuts import merged_rows
 
 @dataclass(frozen=True)
 class Restored:
-    """What a checkpoint says of deltas.
-
-    Args:
-        acknowledged: The newest cut that all ranks were known to have written; None where all rows have to be sent.
-        rows: That later updates had written, by table, `(N,)`, int64.
-        whole: Tables that the dense optimizer wrote: any of their rows.
-        columns: Of shards whose row-wise state was sent, see `columns_of_states`; None where no state was sent.
-        writes: How often somebody has written this rank's fused tables, right after they were loaded.
-    """
+    """What a checkpoint says of deltas."""
 
     acknowledged: tuple[int, int] | None
+    """The newest cut that all ranks were known to have written; None where all rows have to be sent."""
     rows: Mapping[str, Tensor]
+    """That later updates had written, by table, `(N,)`, int64."""
     whole: Sequence[str]
+    """Tables that the dense optimizer wrote: any of their rows."""
     columns: Sequence[tuple[str, str, int, int]] | None
+    """Of shards whose row-wise state was sent, see `columns_of_states`; None where no state was sent."""
     writes: int
+    """How often somebody has written this rank's fused tables, right after they were loaded."""
 
     @classmethod
     def of(cls, state: Mapping[str, Any], writes: int) -> Restored:
@@ -56,13 +53,7 @@ def rows_to_resend(
 ) -> dict[str, Tensor] | None:
     """Return the rows that replicas may have otherwise than the tables are now; all ranks call this.
 
-    Args:
-        writer: Of a sink that holds what was written past the checkpoint, maybe.
-        run: That its parts must be of.
-        known: The names of its chunks, alike on all ranks.
-        restored: What the checkpoint says.
-        tables: Rows and columns of each.
-        strategy: Of the fit.
+    The sink may hold more parts of the run than the checkpoint knows of: their names are alike on all ranks.
 
     Returns:
         By table, `(N,)`, int64; None: any rows.

@@ -77,7 +77,7 @@ class OverlapTimeline(Callback):
             self._recording.step(self._num_steps)
         if self._num_steps == self._first:
             self._start(strategy, pl_module)
-        elif self._num_steps == self._last and self._is_recording:
+        elif self._num_steps == self._last and (self._recording or self._profiler) is not None:
             self._finish(trainer, strategy)
 
     @property
@@ -90,10 +90,6 @@ class OverlapTimeline(Callback):
         """Numbers of the steps that are drawn, from 1 on."""
         return self.recorded[1 + AHEAD :]
 
-    @property
-    def _is_recording(self) -> bool:
-        return self._recording is not None or self._profiler is not None
-
     def _start(self, strategy: OverlapEmbeddingStrategy, module: LightningModule) -> None:
         if strategy.root_device.type == "cuda":
             kinds = [torch.profiler.ProfilerActivity.CPU, torch.profiler.ProfilerActivity.CUDA]
@@ -104,7 +100,8 @@ class OverlapTimeline(Callback):
         self._recording.step(self._num_steps)
 
     def _finish(self, trainer: Trainer, strategy: OverlapEmbeddingStrategy) -> None:
-        folder = Path(strategy.broadcast(str(self._folder(trainer))))
+        log_dir = trainer.logger.log_dir if trainer.logger is not None else None
+        folder = Path(strategy.broadcast(str(self.dirpath or log_dir or trainer.default_root_dir)))
         if self._profiler is not None:
             spans = self._spans_of_profile(strategy, folder)
         else:
@@ -112,7 +109,12 @@ class OverlapTimeline(Callback):
             begin, _ = self._recording.window(self._first + 1)
             _, end = self._recording.window(self._last)
             recorded = [one for one in self._recording.recorder.spans() if one.end_ms > begin and one.start_ms < end]
-            spans = [*recorded, *self._marks()]
+            # As `OverlapMonitor` counts steps: from the end of a batch to the end of the next.
+            windows = {number: self._recording.window(number) for number in self.drawn}
+            spans = recorded + [
+                Span(*window, Category.HOST, STEPS_LANE, f"ProfilerStep#{number - 1}")
+                for number, window in windows.items()
+            ]
             self._recording.leave(self)
         self._profiler = self._recording = None
         spans = profiling.with_mode(spans, profiling.overlapped_by(strategy.schedule))
@@ -122,14 +124,6 @@ class OverlapTimeline(Callback):
                 self._write(folder, strategy, ranks)
             except OSError as err:  # no picture is worth a training run
                 warnings.warn(f"OverlapTimeline could not write into {folder}: {err}", UserWarning, stacklevel=2)
-
-    def _marks(self) -> list[Span]:
-        """Return the steps as `OverlapMonitor` counts them: from the end of a batch to the end of the next."""
-        assert self._recording is not None
-        windows = {number: self._recording.window(number) for number in self.drawn}
-        return [
-            Span(*window, Category.HOST, STEPS_LANE, f"ProfilerStep#{number - 1}") for number, window in windows.items()
-        ]
 
     def _spans_of_profile(self, strategy: OverlapEmbeddingStrategy, folder: Path) -> list[Span]:
         """Stop the profiler, keep its trace, and read it."""
@@ -155,10 +149,6 @@ class OverlapTimeline(Callback):
         self.files = [picture, page, trace]
         print(profiling.as_report({rank: profiling.summarize(spans) for rank, spans in shown.items()}))
         print(f"Timeline: {picture}, {page}, {trace}", flush=True)
-
-    def _folder(self, trainer: Trainer) -> Path:
-        log_dir = trainer.logger.log_dir if trainer.logger is not None else None
-        return Path(self.dirpath or log_dir or trainer.default_root_dir)
 
     @override
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:

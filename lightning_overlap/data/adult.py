@@ -5,16 +5,17 @@ Shape suffixes: N rows of a split, B rows of a batch, D dense features (6), F sp
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import lru_cache, partial
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
-from torch.utils.data import Dataset
 
-from .batch import RecBatch, RecDataModule, check_at_least, collate_batch, key_of
-from .criteo import BadRows, check_readable, read_lines, resolve_paths
+from .batch import Batches, RecBatch, RecDataModule, check_at_least, collate_batch
+from .criteo import BadRows, check_files, read_lines, resolve_paths
 
 COLUMNS = (
     *("age", "workclass", "fnlwgt", "education", "education-num", "marital-status", "occupation", "relationship"),
@@ -50,19 +51,15 @@ CATEGORY_IDS = {
 TABLE_SIZES = {name: len(ids) for name, ids in CATEGORY_IDS.items()} | {name: b[2] for name, b in BUCKETS.items()}
 
 
-@dataclass(frozen=True)
-class AdultRow:
-    """One parsed row.
-
-    Attributes:
-        label: 1 for an income above 50K, else 0.
-        numbers: The six numerical columns, in the order of `NUMERICAL`.
-        ids: The ten ids, in the order of `TABLE_SIZES`.
-    """
+class AdultRow(NamedTuple):
+    """One parsed row."""
 
     label: int
+    """1 for an income above 50K, else 0."""
     numbers: tuple[int, ...]
+    """The six numerical columns, in the order of `NUMERICAL`."""
     ids: tuple[int, ...]
+    """The ten ids, in the order of `TABLE_SIZES`."""
 
 
 def parse_row(line: bytes) -> AdultRow:
@@ -94,13 +91,7 @@ def parse_row(line: bytes) -> AdultRow:
 
 @dataclass(frozen=True)
 class AdultRows:
-    """Rows of one split.
-
-    Attributes:
-        dense_ND: float32; in `NUMERICAL`'s order, not yet standardised.
-        ids_FN: int64, in `TABLE_SIZES`'s order.
-        labels_N: float32.
-    """
+    """Rows of one split, with columns in the order of `NUMERICAL` and `TABLE_SIZES`."""
 
     dense_ND: NDArray[np.float32]
     ids_FN: NDArray[np.int64]
@@ -122,80 +113,36 @@ class AdultRows:
         """Number of rows `N`."""
         return len(self.labels_N)
 
-    def standardised(self, mean_D: NDArray[np.float32], std_D: NDArray[np.float32]) -> AdultRows:
-        """The same rows with dense columns shifted and scaled by statistics that may be another split's."""
-        dense_ND = (self.dense_ND - mean_D) / np.maximum(std_D, np.float32(1e-6))
-        return AdultRows(dense_ND.astype(np.float32), self.ids_FN, self.labels_N)
-
-    def batch(self, index_B: NDArray[np.int64]) -> RecBatch:
-        """The batch of these rows, one id per bag."""
+    def batch(self, parts_of: Callable[[int], Sequence[NDArray[np.int64]]], epoch: int, index: int) -> RecBatch:
+        """A batch with one id per bag; `parts_of` gives the numbers of the rows of each batch of an epoch."""
+        index_B = parts_of(epoch)[index]
         lengths_FB = np.ones((len(TABLE_SIZES), len(index_B)), dtype=np.int64)
         values_V = self.ids_FN[:, index_B].reshape(-1)
         return collate_batch(list(TABLE_SIZES), self.dense_ND[index_B], values_V, lengths_FB, self.labels_N[index_B])
 
 
-@dataclass(eq=False)
-class ShuffledBatches(Dataset[RecBatch]):
-    """Training batches of one rank: each epoch deals out all rows anew, the same number of full batches to every rank.
+@lru_cache(maxsize=1)
+def shuffled(
+    num_rows: int, batch_size: int, rank: int, world_size: int, epoch: int, *, seed: int
+) -> Sequence[NDArray[np.int64]]:
+    """Deal out all rows anew, the same number of full batches to every rank; return those of one.
 
     Up to `world_size * batch_size - 1` rows per epoch are left over and dropped, other rows in each epoch.
-
-    Args:
-        rows: The training split.
-        batch_size: Rows per batch and rank.
-        rank: The rank of this process.
-        world_size: Number of ranks.
-        seed: Seeds the order of the rows, together with the epoch.
     """
-
-    rows: AdultRows
-    batch_size: int
-    rank: int
-    world_size: int
-    seed: int
-
-    def __post_init__(self) -> None:
-        self._order: tuple[int, NDArray[np.int64]] = (-1, np.empty(0, dtype=np.int64))
-
-    def __len__(self) -> int:
-        """Batches per epoch."""
-        return len(self.rows) // (self.world_size * self.batch_size)
-
-    def __getitem__(self, key: int | tuple[int, int]) -> RecBatch:
-        """The batch of `(epoch, index)`."""
-        epoch, index = key_of(key)
-        if self._order[0] != epoch:
-            self._order = (epoch, np.random.default_rng([self.seed, epoch]).permutation(len(self.rows)))
-        first = (index * self.world_size + self.rank) * self.batch_size
-        return self.rows.batch(self._order[1][first : first + self.batch_size])
+    num_batches = num_rows // (world_size * batch_size)
+    order = np.random.default_rng([seed, epoch]).permutation(num_rows)[: num_batches * world_size * batch_size]
+    return list(order.reshape(num_batches, world_size, batch_size)[:, rank])
 
 
-class HeldOutBatches(Dataset[RecBatch]):
-    """Evaluation batches of one rank: over all ranks every row exactly once, and every rank the same number of batches.
+@lru_cache(maxsize=2)
+def held_out(num_rows: int, batch_size: int, rank: int, world_size: int, epoch: int) -> Sequence[NDArray[np.int64]]:
+    """Cut the rows into parts that are equal but for one row, the same number for every rank; return those of one.
 
-    The rows are cut into parts that are equal but for one row and have at most `batch_size` rows. (Where that would
-    leave a part empty, which takes a very small `batch_size`, there are fewer and larger parts.)
-
-    Args:
-        rows: The validation or test split.
-        batch_size: Rows per batch and rank, at most.
-        rank: The rank of this process.
-        world_size: Number of ranks.
+    They are the same in every epoch and have at most `batch_size` rows. (Where that would leave a part empty, which
+    takes a very small `batch_size`, there are fewer and larger parts.)
     """
-
-    def __init__(self, rows: AdultRows, batch_size: int, rank: int, world_size: int) -> None:
-        num_batches = max(1, min(-(-len(rows) // (world_size * batch_size)), len(rows) // world_size))
-        parts = np.array_split(np.arange(len(rows)), num_batches * world_size)
-        self._rows = rows
-        self._parts = parts[rank::world_size]
-
-    def __len__(self) -> int:
-        """Number of batches."""
-        return len(self._parts)
-
-    def __getitem__(self, key: int | tuple[int, int]) -> RecBatch:
-        """The batch of `(epoch, index)`, the same in every epoch."""
-        return self._rows.batch(self._parts[key_of(key)[1]])
+    num_batches = max(1, min(-(-num_rows // (world_size * batch_size)), num_rows // world_size))
+    return np.array_split(np.arange(num_rows), num_batches * world_size)[rank::world_size]
 
 
 class AdultDataModule(RecDataModule):
@@ -204,7 +151,7 @@ class AdultDataModule(RecDataModule):
     By row number from 0, counted over all non-empty lines: `row % 5 == 4` is the test set, `row % 20 == 3` the
     validation set, the rest is trained on and alone gives the mean and deviation of the numerical columns. '?' has an
     id of its own, `MISSING_ID`. Training drops the rows after the last batch that all ranks share (see
-    `ShuffledBatches`); evaluation covers each row exactly once (see `HeldOutBatches`).
+    `shuffled`); evaluation covers each row exactly once (see `held_out`).
 
     A bad row (another number of fields, a value that is not known, a number that does not parse) is left out, counted
     and logged as in `CriteoDataModule`.
@@ -237,22 +184,8 @@ class AdultDataModule(RecDataModule):
         self._splits: dict[str, AdultRows] | None = None
 
     def check(self) -> None:
-        """Raise now if the path does not exist, may not be read, or the first row does not parse.
-
-        Raises:
-            FileNotFoundError: The path stands for no file.
-            PermissionError: The file may not be read.
-            ValueError: The file is empty, is not the gzip its name says, or begins with a bad row.
-        """
-        files = resolve_paths(self.path)
-        check_readable(files)
-        first = next(read_lines(files), None)
-        if first is None:
-            raise ValueError(f"{files[0]}:1: the file has no rows\n  Pass the original adult.data.")
-        try:
-            parse_row(first[2])
-        except ValueError as err:
-            raise ValueError(f"{first[0]}:{first[1]}: {err}\n  Pass the original adult.data.") from err
+        """Raise now, as `check_files` does, if the file cannot be read or begins with a bad row."""
+        check_files(self.path, parse_row, "the original adult.data")
 
     def setup(self, stage: str) -> None:
         """Read the file, once, on every rank.
@@ -290,15 +223,16 @@ class AdultDataModule(RecDataModule):
             return rows
         mean_D = rows["train"].dense_ND.mean(axis=0, dtype=np.float64).astype(np.float32)
         std_D = rows["train"].dense_ND.std(axis=0, dtype=np.float64).astype(np.float32)
-        return {split: those.standardised(mean_D, std_D) for split, those in rows.items()}
+        scale_D = np.maximum(std_D, np.float32(1e-6))
+        return {split: replace(those, dense_ND=(those.dense_ND - mean_D) / scale_D) for split, those in rows.items()}
 
-    def _batches(self, split: str) -> Dataset[RecBatch]:
+    def _batches(self, split: str) -> Batches:
         if self._splits is None:
             raise RuntimeError(
                 "The data has not been read yet.\n  got: a loader was asked for before setup()\n"
                 "  Call datamodule.setup('fit') first; a Trainer does."
             )
         rows = self._splits[split]
-        if split == "train":
-            return ShuffledBatches(rows, self.batch_size, self.rank, self.world_size, self.seed)
-        return HeldOutBatches(rows, self.batch_size, self.rank, self.world_size)
+        deal = partial(shuffled, seed=self.seed) if split == "train" else held_out
+        parts_of = partial(deal, len(rows), self.batch_size, self.rank, self.world_size)
+        return Batches(len(parts_of(0)), partial(rows.batch, parts_of), anew=split == "train")

@@ -64,10 +64,7 @@ def collate_batch(
     lengths_FB: NDArray[Any],
     labels_B: NDArray[Any],
 ) -> RecBatch:
-    """A batch from arrays on the host, with the KJT synced there.
-
-    `KeyedJaggedTensor.sync` computes the lengths per key once, from host memory; `KJT.to` keeps them, so that nobody
-    reads them back from the device.
+    """A batch from arrays on the host. The lengths per key are computed there, so that nobody reads them back later.
 
     Args:
         features: Names of the `F` sparse features, in the order of `lengths_FB`.
@@ -106,11 +103,7 @@ def collate_batch(
 
 
 def stable_hash(values: NDArray[np.uint64], salt: NDArray[np.uint64]) -> NDArray[np.uint64]:
-    """64 well-mixed bits per value, the same on every machine and in every run.
-
-    Args:
-        values: uint64, any shape.
-        salt: uint64, broadcast against `values`; other salts give unrelated hashes.
+    """64 well-mixed bits per value, the same on every machine and in every run; other salts give unrelated hashes.
 
     Source: the SplitMix64 generator and its finalizer (Steele, Lea, Flood, OOPSLA 2014).
     """
@@ -120,21 +113,32 @@ def stable_hash(values: NDArray[np.uint64], salt: NDArray[np.uint64]) -> NDArray
     return cast("NDArray[np.uint64]", mixed ^ (mixed >> np.uint64(31)))
 
 
+class Batches(Dataset[RecBatch]):
+    """One rank's batches of a split: `make` gives that of an epoch and an index, always of epoch 0 if not `anew`."""
+
+    def __init__(self, num_batches: int, make: Callable[[int, int], RecBatch], *, anew: bool) -> None:
+        self._num_batches, self._make, self._anew = num_batches, make, anew
+
+    def __len__(self) -> int:
+        """Batches per epoch."""
+        return self._num_batches
+
+    def __getitem__(self, key: int | tuple[int, int]) -> RecBatch:
+        """The batch of `(epoch, index)`; a bare index, from a sampler of somebody else, means epoch 0."""
+        epoch, index = key if isinstance(key, tuple) else (0, key)
+        return self._make(epoch if self._anew else 0, index)
+
+
 class EpochSampler(DistributedSampler[Any]):
     """The keys `(epoch, 0), (epoch, 1), ...` of one rank's batches, for a dataset whose items are whole batches.
 
     A `DistributedSampler` by type, because that is how Lightning knows that a loader is sharded already and leaves it
     alone. The epoch travels in the key, so it also reaches worker processes that outlive an epoch.
-
-    Args:
-        dataset: One rank's batches; its length is the number of batches per epoch.
-        rank: The rank of this process.
-        world_size: Number of ranks.
     """
 
-    def __init__(self, dataset: Dataset[RecBatch], rank: int = 0, world_size: int = 1) -> None:
+    def __init__(self, dataset: Dataset[RecBatch], rank: int, world_size: int) -> None:
         super().__init__(dataset, num_replicas=world_size, rank=rank, shuffle=False)
-        self._num_batches = len(dataset)  # type: ignore[arg-type]
+        self.num_samples = len(dataset)  # type: ignore[arg-type]  # all of them are this rank's
         self._start = 0
 
     def start_at(self, batch_index: int) -> None:
@@ -143,11 +147,7 @@ class EpochSampler(DistributedSampler[Any]):
 
     def __iter__(self) -> Iterator[tuple[int, int]]:
         """Keys of this epoch's batches."""
-        return iter([(self.epoch, index) for index in range(self._start, self._num_batches)])
-
-    def __len__(self) -> int:
-        """Batches per epoch on this rank."""
-        return self._num_batches
+        return iter([(self.epoch, index) for index in range(self._start, self.num_samples)])
 
 
 class BatchLoader(DataLoader[RecBatch]):
@@ -158,24 +158,21 @@ class BatchLoader(DataLoader[RecBatch]):
 
     Args:
         *args: As for `DataLoader`.
-        epoch_of: Gives the running epoch; None stands for an epoch that is always 0.
+        epoch_of: Gives the running epoch.
         **kwargs: As for `DataLoader`.
     """
 
-    def __init__(self, *args: Any, epoch_of: Callable[[], int] | None = None, **kwargs: Any) -> None:
+    def __init__(self, *args: Any, epoch_of: Callable[[], int] = lambda: 0, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self.epoch_of = epoch_of
         self._num_handed_out = 0
         self._resume: tuple[int, int] | None = None
 
-    def _epoch(self) -> int:
-        return 0 if self.epoch_of is None else self.epoch_of()
-
     def __iter__(self) -> Iterator[RecBatch]:  # type: ignore[override]
         """The batches of one epoch, on this rank."""
         # A generator, so that a resume is used up by the first batch that is asked for and not by a bare `iter()`.
         resume, self._resume = self._resume, None
-        start = resume[1] if resume is not None and resume[0] == self._epoch() else 0
+        start = resume[1] if resume is not None and resume[0] == self.epoch_of() else 0
         source = self.dataset if isinstance(self.dataset, IterableDataset) else self.sampler
         start_at = getattr(source, "start_at", None)  # of what can leave out the first batches of an epoch
         if start_at is not None:
@@ -188,7 +185,7 @@ class BatchLoader(DataLoader[RecBatch]):
 
     def state_dict(self) -> dict[str, int]:
         """The running epoch and how many of its batches were handed out."""
-        return {"epoch": self._epoch(), "num_batches": self._num_handed_out}
+        return {"epoch": self.epoch_of(), "num_batches": self._num_handed_out}
 
     def load_state_dict(self, state_dict: Mapping[str, int]) -> None:
         """Go on after the batches that `state_dict` counts."""
@@ -274,17 +271,8 @@ class RecDataModule(LightningDataModule):
         return self._loader("test")
 
 
-def key_of(key: int | tuple[int, int]) -> tuple[int, int]:
-    """`(epoch, index)` of a dataset key; a bare index, from a sampler of somebody else, means epoch 0."""
-    return key if isinstance(key, tuple) else (0, key)
-
-
 def check_at_least(lowest: int, **arguments: float) -> None:
     """Check that no argument is below a limit.
-
-    Args:
-        lowest: The limit.
-        **arguments: Name -> value of each argument.
 
     Raises:
         ValueError: An argument is below it; the first one is named.

@@ -9,11 +9,10 @@ import glob
 import gzip
 import itertools
 import logging
-import os
 import re
 import zlib
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -31,7 +30,12 @@ MIN_ROWS_JUDGED = 1000
 """Rows that one reader has seen before it judges the rate of bad rows; the end of the data is judged anyway."""
 
 _NUM_BAD_ROWS_LOGGED = 5
-_INTEGER, _HEX = re.compile(rb"(-?[0-9]{1,18})?"), re.compile(rb"([0-9a-fA-F]{1,16})?")
+_FORMS = (
+    (rb"[01]", "0 or 1"),
+    *[(rb"(-?[0-9]{1,18})?", "an integer of at most 18 digits or empty")] * len(DENSE_NAMES),
+    *[(rb"[0-9a-fA-F]{0,16}", "a hexadecimal number of at most 16 digits or empty")] * len(CATEGORY_NAMES),
+)
+"""Pattern and description of each field."""
 _ROW = re.compile(rb"[01](?:\t-?[0-9]{1,18}+|\t){13}+(?:\t[0-9a-fA-F]{0,16}+){26}+")  # possessive: twice as fast
 _SALTS_F = np.arange(len(CATEGORY_NAMES), dtype=np.uint64)
 
@@ -43,16 +47,10 @@ class BadRowRateError(ValueError):
 
 
 class BadRows:
-    """Counts the bad rows that one reader leaves out, logs the first few, and stops at too many.
-
-    Args:
-        max_rate: Largest share of bad rows that is let pass.
-    """
+    """Counts the bad rows that one reader leaves out, logs the first few, and stops at too many."""
 
     def __init__(self, max_rate: float) -> None:
-        self.max_rate = max_rate
-        self.num_rows = 0
-        self.num_bad = 0
+        self.max_rate, self.num_rows, self.num_bad = max_rate, 0, 0
         self._first = ""
 
     def report(self, place: str, reason: str) -> None:
@@ -83,25 +81,20 @@ class BadRows:
         )
 
 
-def why_bad(line: bytes) -> str | None:
-    """Return what is wrong with a raw Criteo row and what was got, or None for a good one.
+def check_row(line: bytes) -> None:
+    """Check a raw Criteo row.
 
     Raises:
-        AssertionError: The pattern for whole rows refuses one whose fields are all good: an error of this file.
+        ValueError: Says which field is wrong and what was got.
     """
     if _ROW.fullmatch(line):
-        return None
+        return
     fields = line.split(b"\t")
     if len(fields) != NUM_FIELDS:
-        return f"expected {NUM_FIELDS} tab-separated fields, got {len(fields)}: {_shown(line)}"
-    if fields[0] not in (b"0", b"1"):
-        return f"the label must be 0 or 1, got {_shown(fields[0])}"
-    for name, got in zip(DENSE_NAMES, fields[1:14], strict=True):
-        if not _INTEGER.fullmatch(got):
-            return f"{name} must be an integer of at most 18 digits or empty, got {_shown(got)}"
-    for name, got in zip(CATEGORY_NAMES, fields[14:], strict=True):
-        if not _HEX.fullmatch(got):
-            return f"{name} must be a hexadecimal number of at most 16 digits or empty, got {_shown(got)}"
+        raise ValueError(f"expected {NUM_FIELDS} tab-separated fields, got {len(fields)}: {_shown(line)}")
+    for name, (form, what), got in zip(("the label", *DENSE_NAMES, *CATEGORY_NAMES), _FORMS, fields, strict=True):
+        if not re.fullmatch(form, got):
+            raise ValueError(f"{name} must be {what}, got {_shown(got)}")
     raise AssertionError(f"no field of {line!r} is bad, yet the row is")
 
 
@@ -117,7 +110,7 @@ def parse_rows(lines: Sequence[bytes], table_sizes: dict[str, int]) -> RecBatch:
     `stable_hash(value, column) mod rows`; a missing category becomes an empty bag.
 
     Args:
-        lines: Rows for which `why_bad` is None.
+        lines: Rows that `check_row` lets pass.
         table_sizes: Rows of the 26 tables, in the order of the columns.
     """
     flat = b"\t".join(lines).split(b"\t")
@@ -145,16 +138,17 @@ def resolve_paths(paths: str | Path | Sequence[str | Path]) -> list[Path]:
     found: list[Path] = []
     for path in [paths] if isinstance(paths, str | Path) else paths:
         if Path(path).is_dir():
-            files = sorted(p for p in Path(path).iterdir() if p.is_file() and not p.name.startswith("."))
-            what = "is a folder without files"
+            stands_for = [p for p in Path(path).iterdir() if not p.name.startswith(".")]
+            why_none = "is a folder without files"
         elif Path(path).exists():
-            files, what = [Path(path)], ""
+            stands_for, why_none = [Path(path)], "is not a file"
         else:
-            files = sorted(Path(p) for p in glob.glob(str(path), recursive=True) if Path(p).is_file())
-            what = "matches no file" if glob.has_magic(str(path)) else "does not exist"
+            stands_for = [Path(p) for p in glob.glob(str(path), recursive=True)]
+            why_none = "matches no file" if glob.has_magic(str(path)) else "does not exist"
+        files = sorted(p for p in stands_for if p.is_file())
         if not files:
             raise FileNotFoundError(
-                f"'{path}' {what}.\n  got: '{path}', looked up in {Path.cwd()}\n"
+                f"'{path}' {why_none}.\n  got: '{path}', looked up in {Path.cwd()}\n"
                 "  Pass the path of a .tsv or .gz file, a glob or a folder of such files."
             )
         found += files
@@ -183,40 +177,22 @@ def read_lines(paths: Sequence[Path]) -> Iterator[tuple[Path, int, bytes]]:
                 ) from err
 
 
-def check_readable(paths: Sequence[Path]) -> None:
-    """Check that each path is a file that this process may read.
+def check_files(paths: str | Path | Sequence[str | Path], check_row: Callable[[bytes], object], expected: str) -> None:
+    """Check that files can be read and begin with a row for which `check_row` raises no ValueError.
 
     Raises:
-        FileNotFoundError: A path is no file.
-        PermissionError: A file may not be read by this user.
+        FileNotFoundError: A path stands for no file.
+        PermissionError: A file may not be read.
+        ValueError: A file is empty, is not the gzip its name says, or begins with a bad row.
     """
-    for path in paths:
-        if not path.is_file():
-            raise FileNotFoundError(f"'{path}' is not a file.\n  got: '{path}'\n  Pass a file, a glob or a folder.")
-        if not os.access(path, os.R_OK):
-            raise PermissionError(f"'{path}' may not be read by this user.\n  got: '{path}'\n  Grant read access.")
-
-
-@dataclass(frozen=True)
-class GroupChoice:
-    """Which batch-groups belong to a split: those whose index modulo `every` is kept.
-
-    A batch-group is one batch for each rank: `world_size * batch_size` consecutive rows.
-
-    Attributes:
-        every: Period of the choice.
-        remainders: The remainders that are kept.
-    """
-
-    every: int
-    remainders: frozenset[int]
-
-    def __contains__(self, group: int) -> bool:
-        """Whether this group belongs to the split."""
-        return group % self.every in self.remainders
-
-
-EVERY_GROUP = GroupChoice(1, frozenset({0}))
+    for file in resolve_paths(paths):
+        _, number, line = next(read_lines([file]), (file, 1, None))
+        try:
+            if line is None:
+                raise ValueError("the file has no rows")
+            check_row(line)
+        except ValueError as err:
+            raise ValueError(f"{file}:{number}: {err}\n  Pass {expected}.") from err
 
 
 @dataclass(eq=False)
@@ -228,23 +204,16 @@ class CriteoStream(IterableDataset[RecBatch]):
     DataLoader asks them, so the number of processes does not change the batches. The last incomplete group is dropped,
     so that all ranks have equally many batches. A bad row keeps its place in the count and leaves its batch one row
     shorter; a batch without any good row is an error.
-
-    Args:
-        paths: Files, read one after the other.
-        table_sizes: Rows of the 26 tables.
-        batch_size: Rows per batch.
-        rank: The rank of this process.
-        world_size: Number of ranks.
-        groups: The groups of this split.
-        max_bad_row_rate: See `CriteoDataModule`.
     """
 
     paths: Sequence[Path]
+    """Read one after the other."""
     table_sizes: dict[str, int]
     batch_size: int
     rank: int = 0
     world_size: int = 1
-    groups: GroupChoice = EVERY_GROUP
+    kept: Sequence[bool] = (True,)
+    """Whether group i belongs to this split, at place i modulo its length."""
     max_bad_row_rate: float = 0.01
 
     def __post_init__(self) -> None:
@@ -265,35 +234,36 @@ class CriteoStream(IterableDataset[RecBatch]):
         bad_rows = BadRows(self.max_bad_row_rate)
         lines = read_lines(self.paths)
         group_size = self.world_size * self.batch_size
-        num_seen = 0  # complete groups of this split so far
-        for group in itertools.count():
-            mine = group in self.groups and num_seen >= start and (num_seen - start) % num_workers == worker_id
+        num_rows, num_seen = 0, 0  # complete groups of this split so far
+        for is_kept in itertools.cycle(self.kept):
+            mine = is_kept and num_seen >= start and (num_seen - start) % num_workers == worker_id
             first = self.rank * self.batch_size if mine else group_size
-            num_skipped = _skip(lines, first)
+            num_lines = _skip(lines, first)
             taken = list(itertools.islice(lines, self.batch_size)) if mine else []
-            num_lines = num_skipped + len(taken) + _skip(lines, group_size - first - len(taken))
+            num_lines += len(taken) + _skip(lines, group_size - first - len(taken))
+            num_rows += num_lines
             if num_lines < group_size:
                 break
-            num_seen += group in self.groups
+            num_seen += is_kept
             if taken:
                 yield parse_rows(self._good(taken, bad_rows), self.table_sizes)
         bad_rows.judge(at_end=True)
         if num_seen == 0:
             raise ValueError(
                 f"The data has no complete batch-group for this split: {self.world_size} ranks x {self.batch_size} "
-                f"rows = {group_size} rows.\n  got: {group * group_size + num_lines} rows in "
-                f"{', '.join(map(str, self.paths))}\n  Lower batch_size, give more rows, or a path of the split's own."
+                f"rows = {group_size} rows.\n  got: {num_rows} rows in {', '.join(map(str, self.paths))}\n"
+                "  Lower batch_size, give more rows, or a path of the split's own."
             )
 
     def _good(self, taken: Sequence[tuple[Path, int, bytes]], bad_rows: BadRows) -> list[bytes]:
         good = []
         bad_rows.num_rows += len(taken)
         for path, number, line in taken:
-            reason = why_bad(line)
-            if reason is None:
+            try:
+                check_row(line)
                 good.append(line)
-            else:
-                bad_rows.report(f"{path}:{number}", reason)
+            except ValueError as err:
+                bad_rows.report(f"{path}:{number}", str(err))
         bad_rows.judge()
         if not good:
             path, number, _ = taken[-1]
@@ -359,49 +329,35 @@ class CriteoDataModule(RecDataModule):
         self.max_bad_row_rate = max_bad_row_rate
 
     def check(self) -> None:
-        """Raise now if a path does not exist, may not be read, or a file's first row does not parse.
-
-        Raises:
-            FileNotFoundError: A path stands for no file.
-            PermissionError: A file may not be read.
-            ValueError: A file is empty, is not the gzip its name says, or begins with a bad row.
-        """
+        """Raise now, as `check_files` does, if the files cannot be read or begin with a bad row."""
         for given in self.paths.values():
-            files = resolve_paths(given) if given is not None else []
-            check_readable(files)
-            for file in files:
-                first = next(read_lines([file]), None)
-                reason = "the file has no rows" if first is None else why_bad(first[2])
-                if reason is not None:
-                    raise ValueError(
-                        f"{file}:{first[1] if first else 1}: {reason}\n"
-                        "  Pass Criteo's raw rows: label, 13 integers, 26 hexadecimal categories, tab separated."
-                    )
+            if given is not None:
+                check_files(
+                    given, check_row, "Criteo's raw rows: label, 13 integers, 26 hexadecimal categories, tab separated"
+                )
 
     def setup(self, stage: str) -> None:
         """Check the files on every rank."""
         self.check()
 
-    def _groups_of(self, split: str) -> GroupChoice:
-        every = self.holdout_every
-        held = {name: every - 1 - place for place, name in enumerate(("val", "test")) if self.paths[name] is None}
-        if self.paths[split] is None:
-            return GroupChoice(every, frozenset({held[split]}))
-        if split != "train" or every == 0 or not held:
-            return EVERY_GROUP
-        return GroupChoice(every, frozenset(range(every)) - frozenset(held.values()))
-
     def _batches(self, split: str) -> CriteoStream | None:
-        own = self.paths[split]
+        own, groups = self.paths[split], range(self.holdout_every)
         path = own if own is not None else self.paths["train"]
-        if path is None or (own is None and self.holdout_every == 0):
+        if path is None or (own is None and not groups):
             return None
+        last = len(groups) - 1
+        held = {name: place for name, place in (("val", last), ("test", last - 1)) if self.paths[name] is None}
+        kept = [True]
+        if own is None:
+            kept = [group == held[split] for group in groups]
+        elif split == "train" and groups:
+            kept = [group not in held.values() for group in groups]
         return CriteoStream(
             resolve_paths(path),
             self.table_sizes,
             self.batch_size,
             self.rank,
             self.world_size,
-            self._groups_of(split),
+            kept,
             self.max_bad_row_rate,
         )

@@ -8,13 +8,13 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
-from torch.utils.data import Dataset
 
-from .batch import RecBatch, RecDataModule, check_at_least, collate_batch, key_of, stable_hash, table_rows
+from .batch import Batches, RecBatch, RecDataModule, check_at_least, collate_batch, stable_hash, table_rows
 
 EMPTY_BAG_RATE = 0.05
 """Share of bags that are empty on purpose; a Poisson draw of 0 adds more."""
@@ -28,14 +28,8 @@ _DENSE_STD, _SPARSE_STD, _BASE_LOGIT = 1.0, 1.5, -1.0
 class ClickModel:
     """The hidden truth: how ids are drawn, and a logistic model over dense features and ids that draws the labels.
 
-    An id's hidden weight is a hash of table and id, so that tables of any size cost no memory.
-
-    Attributes:
-        table_sizes: Rows of each table, by feature name.
-        num_dense: Dense features per sample.
-        pooling: Mean bag length.
-        zipf_skew: Exponent `s`: the k-th most frequent id has a probability near `k ** -s`; 0 is uniform.
-        seed: Seeds the hidden weights and every draw.
+    An id's hidden weight is a hash of table and id, so that tables of any size cost no memory. The k-th most frequent
+    id has a probability near `k ** -zipf_skew`. The rest is as `SyntheticDataModule` says.
     """
 
     table_sizes: dict[str, int]
@@ -108,35 +102,6 @@ def _coprime_stride(num_rows: int) -> int:
     return stride
 
 
-@dataclass(eq=False)
-class SyntheticBatches(Dataset[RecBatch]):
-    """Batches of one split on one rank, by key; the training split has other batches in each epoch.
-
-    Args:
-        model: Draws the batches.
-        split: "train", "val" or "test".
-        batch_size: Samples per batch.
-        num_batches: Batches per epoch.
-        rank: The rank of this process.
-    """
-
-    model: ClickModel
-    split: str
-    batch_size: int
-    num_batches: int
-    rank: int
-
-    def __len__(self) -> int:
-        """Batches per epoch."""
-        return self.num_batches
-
-    def __getitem__(self, key: int | tuple[int, int]) -> RecBatch:
-        """The batch of `(epoch, index)`."""
-        epoch, index = key_of(key)
-        drawn_epoch = epoch if self.split == "train" else 0
-        return self.model.draw(self.batch_size, _SPLITS.index(self.split), self.rank, drawn_epoch, index)
-
-
 class SyntheticDataModule(RecDataModule):
     """Clicks with Zipf ids, bags of several ids (some empty) and a label that a DLRM can learn.
 
@@ -189,6 +154,7 @@ class SyntheticDataModule(RecDataModule):
         self.num_dense = num_dense
         self.num_batches = {"train": num_batches, "val": num_val_batches, "test": num_test_batches}
 
-    def _batches(self, split: str) -> SyntheticBatches | None:
+    def _batches(self, split: str) -> Batches | None:
+        draw = partial(self.model.draw, self.batch_size, _SPLITS.index(split), self.rank)
         num_batches = self.num_batches[split]
-        return SyntheticBatches(self.model, split, self.batch_size, num_batches, self.rank) if num_batches else None
+        return Batches(num_batches, draw, anew=split == "train") if num_batches else None

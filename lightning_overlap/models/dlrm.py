@@ -92,12 +92,7 @@ class NormalizedEntropy(Metric):
             self.add_state(name, torch.zeros((), dtype=torch.float64), dist_reduce_fx="sum")
 
     def update(self, logits: Tensor, labels: Tensor) -> None:
-        """Add a batch.
-
-        Args:
-            logits: Logits of clicks, `(B,)`, any float dtype.
-            labels: 1 for a click, else 0, `(B,)`, any float dtype.
-        """
+        """Add a batch; the arguments are as `BinnedAUC`'s."""
         loss = nn.functional.binary_cross_entropy_with_logits(logits.float(), labels.float(), reduction="sum")
         self.log_loss += loss.double()
         self.num_clicks += labels.sum().double()
@@ -131,6 +126,8 @@ class DLRM(LightningModule):
     Raises:
         ValueError: An argument makes no model.
     """
+
+    dense_optimizer: type[torch.optim.Adam | torch.optim.SGD] = torch.optim.Adam
 
     def __init__(
         self,
@@ -210,27 +207,27 @@ class DLRM(LightningModule):
 
     def validation_step(self, batch: RecBatch, batch_idx: int) -> None:
         """Count the batch into `val_auc`, `val_ne` and `val_loss`."""
-        self._evaluate("val", self.val_auc, self.val_ne, batch)
+        self._evaluate("val", batch)
 
     def test_step(self, batch: RecBatch, batch_idx: int) -> None:
         """Count the batch into `test_auc`, `test_ne` and `test_loss`."""
-        self._evaluate("test", self.test_auc, self.test_ne, batch)
+        self._evaluate("test", batch)
 
     def predict_step(self, batch: RecBatch, batch_idx: int) -> Tensor:
         """Click probabilities, `(B,)`."""
         return torch.sigmoid(self(batch))
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
-        """Adam over what no backward updates: the dense layers, and tables without a fused optimizer."""
+        """Return an optimizer of what no backward updates: the dense layers, and tables without a fused optimizer."""
         dense = dict(in_backward_optimizer_filter(self.named_parameters()))
-        return torch.optim.Adam(dense.values(), lr=self.learning_rate)
+        return self.dense_optimizer(dense.values(), lr=self.learning_rate)
 
-    def _evaluate(self, split: str, auc: BinnedAUC, ne: NormalizedEntropy, batch: RecBatch) -> None:
+    def _evaluate(self, split: str, batch: RecBatch) -> None:
         logits_B = self(batch)
-        auc.update(logits_B, batch.labels)
-        ne.update(logits_B, batch.labels)
-        self.log(f"{split}_auc", auc, on_step=False, on_epoch=True, batch_size=len(batch))
-        self.log(f"{split}_ne", ne, on_step=False, on_epoch=True, batch_size=len(batch))
+        for name in (f"{split}_auc", f"{split}_ne"):
+            metric = getattr(self, name)
+            metric.update(logits_B, batch.labels)
+            self.log(name, metric, on_step=False, on_epoch=True, batch_size=len(batch))
         loss = self._loss(logits_B, batch)
         self.log(f"{split}_loss", loss, on_step=False, on_epoch=True, sync_dist=True, batch_size=len(batch))
 

@@ -9,7 +9,6 @@ from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
-from torchrec.optim.optimizers import in_backward_optimizer_filter
 
 from ..data import RecBatch
 from .dlrm import DLRM, mlp
@@ -36,6 +35,8 @@ class SparseNN(DLRM):
 
     Source: TorchRec 1.8, `torchrec.distributed.test_utils.test_model`.
     """
+
+    dense_optimizer = torch.optim.SGD
 
     def __init__(
         self,
@@ -71,8 +72,3 @@ class SparseNN(DLRM):
         rows_BE = torch.cat([pooled[name] for name in self.features], dim=1)
         logits_B1: Tensor = self.top(torch.cat([batch.dense.to(rows_BE.dtype), rows_BE], dim=1))
         return logits_B1.squeeze(1).float()
-
-    def configure_optimizers(self) -> torch.optim.Optimizer:
-        """SGD over what no backward updates: the dense layers, and tables without a fused optimizer."""
-        dense = dict(in_backward_optimizer_filter(self.named_parameters()))
-        return torch.optim.SGD(dense.values(), lr=self.learning_rate)

@@ -4,6 +4,7 @@ A row is marked when its update is made, a deferred one's too, and never when it
 updates, and some are dropped.
 """
 
+from .copies import CopiedTable as CopiedTable
 from .copies import RowCopy as RowCopy
 from .dense_copies import DenseCopy as DenseCopy
 from .dense_copies import changed_rows as changed_rows
