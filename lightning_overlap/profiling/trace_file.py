@@ -97,7 +97,7 @@ def load(path: Path) -> TraceFile:
     if not kept:
         raise TraceError(
             f"{path} holds nothing to draw: no kernel, operator or annotation.\n  got:  {len(events)} entries of other "
-            "kinds\n  Profile at least one step, with ProfilerActivity.CPU (and CUDA on a GPU) among the activities."
+            "kinds\n  Profile at least one step, with ProfilerActivity.CPU and CUDA among the activities."
         )
     return TraceFile(kept, {key: value for key, value in about.items() if key != "traceEvents"})
 
