@@ -10,21 +10,21 @@ from typing import NamedTuple
 
 from ..schedules import Stage
 from .overlap import cover
-from .report import TraceSummary, label, summarize
+from .report import TraceSummary, summarize
 from .spans import (
     ALL_TO_ALLS,
     HOST_LANE,
     Category,
     Interval,
     Span,
+    covered,
     exclusive_in,
     intersection,
     length,
     rows_of,
     subtract,
-    union,
 )
-from .steps import Window, find_steps, is_step_mark, steady_window
+from .steps import find_steps, is_step_mark, steady_window
 
 NUM_STEPS = 3
 """Steps that are drawn, where nobody says how many."""
@@ -117,15 +117,15 @@ class Panel:
 
     rank: int | str
     summary: TraceSummary
-    window: Window
+    window: Interval
     steps: tuple[float, ...]
     lanes: tuple[Lane, ...]
     exposed: tuple[Interval, ...]
 
     @property
-    def label(self) -> str:
-        """What to call it."""
-        return label(self.rank)
+    def length_ms(self) -> float:
+        """How much time is drawn."""
+        return self.window[1] - self.window[0]
 
     @property
     def num_rows(self) -> int:
@@ -171,29 +171,24 @@ def lay_out(
     return panels
 
 
-def _share_seen(spans: Sequence[Span], window: Window) -> float:
-    start = max(window.start_ms, min(span.start_ms for span in spans))
-    end = min(window.end_ms, max(span.end_ms for span in spans))
-    return (end - start) / (window.end_ms - window.start_ms) if window.end_ms > window.start_ms else 0.0
+def _share_seen(spans: Sequence[Span], window: Interval) -> float:
+    seen = min(span.start_ms for span in spans), max(span.end_ms for span in spans)
+    return length(intersection([seen], [window])) / length([window])
 
 
 def _panel(
-    rank: int | str,
-    spans: Sequence[Span],
-    window: Window,
-    resolution: float,
-    overlapped: Collection[Stage] | None,
+    rank: int | str, spans: Sequence[Span], window: Interval, resolution: float, overlapped: Collection[Stage] | None
 ) -> Panel:
-    cut = exclusive_in((span for span in spans if not is_step_mark(span.name)), window.interval)
-    least_ms = resolution * (window.end_ms - window.start_ms)
+    cut = exclusive_in((span for span in spans if not is_step_mark(span.name)), window)
     lanes = []
     for name in sorted({span.lane for span in cut}, key=_lane_order):
-        on_lane = rows_of(span for span in cut if span.lane == name)
-        rows = [_bars(row, number, least_ms) for number, row in enumerate(on_lane)]
-        lanes.append(Lane(name, len(rows), tuple(bar for row in rows for bar in row)))
-    starts = [step.start_ms for step in find_steps(spans) if window.start_ms <= step.start_ms < window.end_ms]
-    exposed = tuple(_exposed(cut, window.interval))
-    return Panel(rank, summarize(spans, overlapped), window, tuple(starts), tuple(lanes), exposed)
+        rows = rows_of(span for span in cut if span.lane == name)
+        bars = [bar for number, row in enumerate(rows) for bar in _bars(row, number, resolution * length([window]))]
+        lanes.append(Lane(name, len(rows), tuple(bars)))
+    starts = tuple(start for start, _ in find_steps(spans) if window[0] <= start < window[1])
+    under_way = covered(span for span in cut if span.kind is Category.COMMUNICATION)
+    exposed = tuple(subtract(under_way, cover(cut, window, Category.COMMUNICATION)))
+    return Panel(rank, summarize(spans, overlapped), window, starts, tuple(lanes), exposed)
 
 
 def _bars(row: Sequence[Span], number: int, least_ms: float) -> list[Bar]:
@@ -201,7 +196,7 @@ def _bars(row: Sequence[Span], number: int, least_ms: float) -> list[Bar]:
     longest_ms = 0.0
     for span in row:
         last = bars[-1] if bars else None
-        if last is not None and _same(last.span, span) and span.start_ms - last.span.end_ms <= least_ms:
+        if last is not None and _alike(last.span) == _alike(span) and span.start_ms - last.span.end_ms <= least_ms:
             named = span if span.duration_ms > longest_ms else last.span
             longest_ms = max(longest_ms, span.duration_ms)
             joined = replace(named, start_ms=last.span.start_ms, end_ms=span.end_ms)
@@ -212,13 +207,8 @@ def _bars(row: Sequence[Span], number: int, least_ms: float) -> list[Bar]:
     return bars
 
 
-def _same(one: Span, other: Span) -> bool:
-    return (one.kind, one.stage, one.batch) == (other.kind, other.stage, other.batch)
-
-
-def _exposed(spans: Sequence[Span], window: Interval) -> list[Interval]:
-    under_way = union((span.start_ms, span.end_ms) for span in spans if span.kind is Category.COMMUNICATION)
-    return subtract(under_way, cover(spans, window, Category.COMMUNICATION))
+def _alike(span: Span) -> tuple[object, ...]:
+    return span.kind, span.stage, span.batch
 
 
 def _lane_order(name: str) -> tuple[int, list[object]]:

@@ -9,7 +9,7 @@ from ..schedules import Schedule, Stage
 from ..text import aligned
 from .overlap import Breakdown, BusyTime, Price, Traffic, break_down, mean
 from .spans import HOST_LANE, Category, Interval, Span, exclusive_in
-from .steps import Window, is_on_stream, noted_stages, window_of
+from .steps import is_on_stream, noted_stages, window_of
 
 WORTHWHILE = 0.03
 """Share of a step below which a gain is not worth a change."""
@@ -260,13 +260,13 @@ class TraceSummary:
     Args:
         breakdown: Per step.
         blocks: What blocked the host, most first.
-        window: What they were taken from.
+        num_steps: Steps that they were taken from.
         overlapped: Stages that the mode overlaps, None where that is not known; of others none is said to be hidden.
     """
 
     breakdown: Breakdown
     blocks: tuple[Block, ...]
-    window: Window
+    num_steps: int
     overlapped: frozenset[Stage] | None = None
 
     @property
@@ -276,8 +276,8 @@ class TraceSummary:
 
     @property
     def total_ms(self) -> float:
-        """Length of the window."""
-        return self.window.end_ms - self.window.start_ms
+        """Length of all steps."""
+        return self.breakdown.step_ms * self.num_steps
 
 
 def summarize(spans: Sequence[Span], overlapped: Collection[Stage] | None = None) -> TraceSummary:
@@ -290,15 +290,15 @@ def summarize(spans: Sequence[Span], overlapped: Collection[Stage] | None = None
     Raises:
         ValueError: There are no spans.
     """
-    window = window_of(spans)
+    window, num_steps = window_of(spans)
     overlapped = noted_stages(spans) if overlapped is None else overlapped
     if any(is_on_stream(span) for span in spans):  # the stage is done there; the host's part of it is to launch that
         spans = [replace(span, stage=None) if span.kind is Category.HOST and span.stage else span for span in spans]
     merge_lanes = (HOST_LANE, *{span.lane for span in spans if span.kind is Category.DENSE})
     return TraceSummary(
-        break_down(spans, window.interval, overlapped=overlapped, num_steps=window.num_steps, merge_lanes=merge_lanes),
-        tuple(blocks(spans, window.interval)),
-        window,
+        break_down(spans, window, overlapped=overlapped, num_steps=num_steps, merge_lanes=merge_lanes),
+        tuple(blocks(spans, window)),
+        num_steps,
         None if overlapped is None else frozenset(overlapped),
     )
 
@@ -329,7 +329,7 @@ def label(rank: int | str) -> str:
 def headline(summary: TraceSummary) -> str:
     """Return the one line that says how well it overlaps."""
     found = summary.breakdown
-    parts = [f"{found.step_ms:.1f} ms a step" if summary.window.num_steps > 1 else f"{found.step_ms:.1f} ms"]
+    parts = [f"{found.step_ms:.1f} ms a step" if summary.num_steps > 1 else f"{found.step_ms:.1f} ms"]
     for kind in (Category.COMMUNICATION, Category.LOOKUP):
         times = found.categories[kind]
         if times.hidden_ms or (times.busy_ms and kind is Category.COMMUNICATION):
@@ -343,7 +343,7 @@ def headline(summary: TraceSummary) -> str:
 
 def tables(summary: TraceSummary) -> list[Table]:
     """Return the tables of one rank: by kind, by stage, what blocked the host."""
-    found, total_ms, steps = summary.breakdown, summary.total_ms, summary.window.num_steps
+    found, steps = summary.breakdown, summary.num_steps
     head = ("busy ms", "hidden ms", "exposed ms", "hidden") if summary.overlaps else ("busy ms", "exposed ms")
 
     def row(name: str, times: BusyTime, *, hides: bool) -> Row:
@@ -357,7 +357,7 @@ def tables(summary: TraceSummary) -> list[Table]:
     ]
     stages = [row(str(stage), times, hides=str(stage) not in _NEVER_HIDDEN) for stage, times in found.stages.items()]
     about = (
-        f"{total_ms:.1f} ms, {steps} step{'s' * (steps != 1)} of {found.step_ms:.2f} ms. "
+        f"{summary.total_ms:.1f} ms, {steps} step{'s' * (steps != 1)} of {found.step_ms:.2f} ms. "
         f"It waited for embeddings {found.merge_wait_ms:.2f} ms a step; {limit_sentence(found)}"
     )
     by_stage = [Table(("stage", *head), stages)] if stages else []
@@ -365,20 +365,24 @@ def tables(summary: TraceSummary) -> list[Table]:
 
 
 def _block_table(summary: TraceSummary) -> Table:
-    def row(name: str, ms: float, count: int, where: str) -> Row:
-        return name, f"{ms:.1f}", share(ms), str(count), where
-
     def share(ms: float) -> str:
         return _percent(ms / summary.total_ms if summary.total_ms else 0)
 
-    top, rest = summary.blocks[:TOP_BLOCKS], summary.blocks[TOP_BLOCKS:]
-    rows = [
-        row(one.name, one.total_ms, one.count, f"{one.detail} ({one.stage})".lstrip() if one.stage else one.detail)
-        for one in top
-    ]
+    shown, rest = list(summary.blocks[:TOP_BLOCKS]), summary.blocks[TOP_BLOCKS:]
     if rest:
-        rows.append(row(f"{len(rest)} others", sum(one.total_ms for one in rest), sum(one.count for one in rest), ""))
-    blocked_ms = summary.breakdown.blocked_ms * summary.window.num_steps
+        total_ms, count = sum(one.total_ms for one in rest), sum(one.count for one in rest)
+        shown.append(Block(f"{len(rest)} others", None, "", total_ms, count))
+    rows = [
+        (
+            one.name,
+            f"{one.total_ms:.1f}",
+            share(one.total_ms),
+            str(one.count),
+            f"{one.detail} ({one.stage})".lstrip() if one.stage else one.detail,
+        )
+        for one in shown
+    ]
+    blocked_ms = summary.breakdown.blocked_ms * summary.num_steps
     about = f"Host blocked {blocked_ms:.1f} of {summary.total_ms:.1f} ms ({share(blocked_ms)})."
     return Table(("host blocked by", "ms", "of window", "times", "where"), rows, about)
 

@@ -174,6 +174,11 @@ def union(intervals: Iterable[Interval]) -> list[Interval]:
     return merged
 
 
+def covered(spans: Iterable[Span]) -> list[Interval]:
+    """Return the time of all of these spans, as `union` does."""
+    return union((span.start_ms, span.end_ms) for span in spans)
+
+
 def intersection(one: Sequence[Interval], other: Sequence[Interval]) -> list[Interval]:
     """Return the time that is in both; each must be disjoint and in order, as `union` gives them."""
     both: list[Interval] = []
@@ -221,8 +226,3 @@ def rows_of(spans: Iterable[Span], *, nested: bool = False) -> list[list[Span]]:
 def length(intervals: Iterable[Interval]) -> float:
     """Return the time that disjoint intervals cover, milliseconds."""
     return sum(end - start for start, end in intervals)
-
-
-def intervals_of(spans: Iterable[Span]) -> Iterable[Interval]:
-    """Return begin and end of each span."""
-    return ((span.start_ms, span.end_ms) for span in spans)
