@@ -80,16 +80,12 @@ _ONE_CLOCK = 0.8
 
 @dataclass(frozen=True, slots=True)
 class Bar:
-    """Spans of one batch, stage and kind that are too near to each other to be told apart.
-
-    Args:
-        span: The longest one of them, with their begin and end.
-        row: The row of its lane, from 0 at the top.
-        count: How many they are.
-    """
+    """Spans of one batch, stage and kind that are too near to each other to be told apart."""
 
     span: Span
+    """The longest one of them, with their begin and end."""
     row: int
+    """The row of its lane, from 0 at the top."""
     count: int = 1
 
 
@@ -153,8 +149,7 @@ def lay_out(
         ranks: Spans by rank.
         num_steps: Steady steps to draw.
         resolution: Share of the drawn time below which neighbours are drawn as one.
-        overlapped: The stages that each rank's mode overlaps, where they are known: what goes on beside other work in a
-            mode that overlaps nothing is not called hidden.
+        overlapped: As of `write_png`.
 
     Raises:
         ValueError: There is nothing to draw, or `num_steps` is below 1.
@@ -228,9 +223,7 @@ def by_batch(panels: Iterable[Panel]) -> bool:
 def legend(panels: Iterable[Panel], *, batches: bool) -> tuple[list[tuple[str, str]], list[Category]]:
     """Return what the legend shows: colours with what each stands for, and the categories that are drawn.
 
-    Args:
-        panels: What is drawn.
-        batches: Whether batches have the colours, and not stages; more batches than colours are not listed.
+    Batches or stages have the colours; more batches than colours are not listed.
     """
     spans = [span for panel in panels for span in panel.spans]
     if batches:
@@ -270,10 +263,9 @@ def shares(lane: Lane) -> str:
     """Return what a lane mostly does, for its label: "communication" for a stream of collectives."""
     busy: Counter[Category] = Counter()
     for bar in lane.bars:
-        if bar.span.kind is not Category.WAIT:
+        if bar.span.kind is not Category.WAIT and lane.name != HOST_LANE:
             busy[bar.span.kind] += round(1e3 * bar.span.duration_ms)
-    most = busy.most_common(1)
-    return str(most[0][0]) if most and lane.name != HOST_LANE else ""
+    return "".join(str(kind) for kind, _ in busy.most_common(1))
 
 
 def hidden_in(panel: Panel, bar: Bar) -> float | None:

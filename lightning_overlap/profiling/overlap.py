@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, fields
 from functools import reduce
 from operator import add
 from types import MappingProxyType
-from typing import Any
+from typing import Any, Self
 
 from ..schedules import Schedule, Stage
 from .spans import (
@@ -34,8 +34,20 @@ COVERED_BY: Mapping[Category, frozenset[Category]] = MappingProxyType(
 """What hides a kind: time of these on other lanes. Nothing hides dense work: the rest overlaps with it."""
 
 
+class _Sums:
+    """Numbers that are added and divided field by field."""
+
+    __slots__: tuple[str, ...] = ()
+
+    def __add__(self, other: Self) -> Self:
+        return type(self)(*(getattr(self, name) + getattr(other, name) for name in self.__slots__))
+
+    def __truediv__(self, num: int) -> Self:
+        return type(self)(*(getattr(self, name) / num for name in self.__slots__))
+
+
 @dataclass(frozen=True, slots=True)
-class BusyTime:
+class BusyTime(_Sums):
     """Milliseconds of one stage or kind.
 
     Args:
@@ -58,28 +70,14 @@ class BusyTime:
         """Share of the busy time that was hidden; 1 where there was none."""
         return self.hidden_ms / self.busy_ms if self.busy_ms else 1.0
 
-    def __add__(self, other: BusyTime) -> BusyTime:
-        return BusyTime(
-            self.busy_ms + other.busy_ms, self.hidden_ms + other.hidden_ms, self.elsewhere_ms + other.elsewhere_ms
-        )
-
-    def __truediv__(self, num: int) -> BusyTime:
-        return BusyTime(self.busy_ms / num, self.hidden_ms / num, self.elsewhere_ms / num)
-
 
 @dataclass(frozen=True, slots=True)
-class Traffic:
+class Traffic(_Sums):
     """Bytes that a rank sends to others."""
 
     sent: float = 0.0
     saved: float = 0.0
     """Those that it would have sent besides, in full precision."""
-
-    def __add__(self, other: Traffic) -> Traffic:
-        return Traffic(self.sent + other.sent, self.saved + other.saved)
-
-    def __truediv__(self, num: int) -> Traffic:
-        return Traffic(self.sent / num, self.saved / num)
 
 
 @dataclass(frozen=True, slots=True)
@@ -229,13 +227,7 @@ def cover(own: Sequence[Span], window: Interval, kind: Category, *, host_lane: s
     """Return the intervals in which a category of work is hidden.
 
     Where the host does the dense part itself, as on a CPU (its lane has dense spans), all that it does has to be done:
-    communication is hidden while the host does not wait.
-
-    Args:
-        own: What `exclusive_in` gives of a window.
-        window: Begin and end, milliseconds.
-        kind: What may be hidden.
-        host_lane: See `break_down`.
+    communication is hidden while the host does not wait. `own` is what `exclusive_in` gives of the window.
     """
     host_computes = any(span.kind is Category.DENSE and span.lane == host_lane for span in own)
     if kind is Category.COMMUNICATION and host_computes:

@@ -88,13 +88,7 @@ class SpanRecorder:
         return record.stage, record.batch
 
     def begin(self, stage: Stage, batch: int, stream: StreamName) -> None:
-        """Note that a stage begins; stages may begin inside others.
-
-        Args:
-            stage: The stage.
-            batch: Number of the batch that it is for.
-            stream: The stream that its device work runs on.
-        """
+        """Note that a stage of a batch begins, whose device work runs on a stream; stages may begin inside others."""
         kind = KINDS[stage]
         on_device = None
         if self._device is not None:
@@ -131,11 +125,7 @@ class SpanRecorder:
         return self._around(Category.HOST, HOST_LANE, LOG)
 
     def merge(self, batch: int) -> AbstractContextManager[None]:
-        """Go around the wait of the compute stream for embeddings; on a CPU the collective's own wait is recorded.
-
-        Args:
-            batch: Number of the batch whose embeddings are waited for.
-        """
+        """Go around the compute stream's wait for a batch's embeddings; on a CPU the collective's own is recorded."""
         if self._device is None:
             return nullcontext()
         compute = StreamName.COMPUTE

@@ -82,7 +82,8 @@ def metrics(breakdown: Breakdown, *, overlaps: bool = True) -> dict[str, float]:
         "log_ms": breakdown.log_ms,
     }
     if overlaps:
-        values["hidden_fraction"] = hideable(breakdown).hidden_fraction
+        parts = (Category.COMMUNICATION, Category.LOOKUP, Category.COPY)
+        values["hidden_fraction"] = sum(map(breakdown.time_of, parts), BusyTime()).hidden_fraction
     named: dict[str, BusyTime] = {str(kind): times for kind, times in breakdown.categories.items()}
     named |= {str(stage): times for stage, times in breakdown.stages.items()}
     for name, times in named.items():
@@ -98,12 +99,6 @@ def metrics(breakdown: Breakdown, *, overlaps: bool = True) -> dict[str, float]:
         values[f"{stage}/sent_bytes"] = traffic.sent
         values[f"{stage}/saved_bytes"] = traffic.saved
     return values
-
-
-def hideable(breakdown: Breakdown) -> BusyTime:
-    """Return communication, lookup and copy together."""
-    parts = [breakdown.time_of(kind) for kind in (Category.COMMUNICATION, Category.LOOKUP, Category.COPY)]
-    return sum(parts, BusyTime())
 
 
 def closing_table(
@@ -143,12 +138,7 @@ def closing_table(
 
 
 def stage_table(breakdown: Breakdown, *, overlaps: bool = True) -> Table:
-    """Return busy, hidden and exposed time by stage, and by kind beneath.
-
-    Args:
-        breakdown: Of a step.
-        overlaps: Whether the mode starts anything early; else there is no column of what was hidden.
-    """
+    """Return busy, hidden and exposed time by stage, and by kind beneath; busy time alone if nothing overlaps."""
     named: dict[str, BusyTime] = {str(stage): times for stage, times in breakdown.stages.items()}
     named |= {f"all {kind}": times for kind, times in breakdown.categories.items() if kind not in _OF_THE_HOST}
     rows = [
@@ -236,15 +226,7 @@ def slowest_sentence(ranks: Sequence[Breakdown]) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Block:
-    """What the host waited for at one place of the program.
-
-    Args:
-        name: The operator, call or awaitable that waited.
-        stage: Its stage.
-        detail: The call, the annotation around it, and the source line, as far as the trace has them.
-        total_ms: In all.
-        count: How often.
-    """
+    """What the host waited for at one place of the program, which the name and detail of its spans tell."""
 
     name: str
     stage: Stage | None
@@ -394,13 +376,7 @@ def _percent(fraction: float) -> str:
 
 
 def advice(found: Breakdown, schedule: Schedule, prices: Sequence[Price] = ()) -> str:
-    """Return what to change first.
-
-    Args:
-        found: The mean step of the rank that the others wait for.
-        schedule: What ran.
-        prices: What a step would take otherwise.
-    """
+    """Return what to change first, by the mean step of the rank that the others wait for."""
     data_ms, exposed_ms = found.time_of(Category.DATA).busy_ms, found.time_of(Category.COMMUNICATION).exposed_ms
     choices = [
         (data_ms, f"waiting for data {data_ms:.3g} of {found.step_ms:.3g} ms: raise num_workers of the DataLoader"),

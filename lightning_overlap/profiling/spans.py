@@ -13,18 +13,14 @@ from ..schedules import Stage
 Interval = tuple[float, float]
 """Begin and end, milliseconds."""
 
-
 HOST_LANE = "host"
 """The thread that trains."""
-
 
 ALL_TO_ALLS = ("sizes", "ids", "embeddings", "gradients")
 """What the all-to-alls of a step carry, in their order."""
 
-
 LOG = "self.log"
 """Name of the spans of a module's `log`."""
-
 
 EMBEDDINGS = "embeddings"
 """Name of the all-to-all of embeddings, and of a wait for it; after a colon more can follow."""
@@ -207,20 +203,20 @@ def rows_of(spans: Iterable[Span], *, nested: bool = False) -> list[list[Span]]:
         spans: The spans of one lane.
         nested: Allow a span on the line of another one that it lies within.
     """
-    rows: list[list[Span]] = []
-    under_way: list[list[Span]] = []
+    rows: list[tuple[list[Span], list[Span]]] = []  # what is on it, and what of that is under way
     for span in sorted(spans, key=lambda span: (span.start_ms, -span.end_ms)):
-        for stack in under_way:
-            while stack and stack[-1].end_ms <= span.start_ms:
-                stack.pop()
-        fits = (not stack or (nested and span.end_ms <= stack[-1].end_ms) for stack in under_way)
-        number = next((number for number, fit in enumerate(fits) if fit), len(rows))
-        if number == len(rows):
-            rows.append([])
-            under_way.append([])
-        rows[number].append(span)
-        under_way[number].append(span)
-    return rows
+        line = next((line for line in rows if _has_room(line[1], span, nested)), None)
+        if line is None:
+            rows.append(line := ([], []))
+        for spans_of_line in line:
+            spans_of_line.append(span)
+    return [row for row, _ in rows]
+
+
+def _has_room(under_way: list[Span], span: Span, nested: bool) -> bool:
+    while under_way and under_way[-1].end_ms <= span.start_ms:
+        under_way.pop()
+    return not under_way or (nested and span.end_ms <= under_way[-1].end_ms)
 
 
 def length(intervals: Iterable[Interval]) -> float:

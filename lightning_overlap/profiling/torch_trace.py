@@ -86,11 +86,6 @@ class _Context(NamedTuple):
         )
 
 
-class _Launch(NamedTuple):
-    end_us: float
-    context: _Context
-
-
 class _Reader:
     """Makes spans of one file's events."""
 
@@ -101,7 +96,7 @@ class _Reader:
         base_us = float(base) / 1e3 if isinstance(base, (int, float, str)) and str(base).isdigit() else 0.0
         self._first_us = first_us
         self._midnight_ms = (first_us % _DAY_US + base_us % _DAY_US) % _DAY_US / 1e3
-        self._launches: dict[object, _Launch] = {}
+        self._launches: dict[object, tuple[float, _Context]] = {}  # correlation -> when the call ended, and its context
         self._spans: list[Span] = []
 
     def spans(self) -> list[Span]:
@@ -130,7 +125,7 @@ class _Reader:
 
     def _on_host(self, lane: str, event: Event, around: _Context, inside: _Context) -> None:
         if event.category in _RUNTIME:
-            self._launches[event.args.get("correlation")] = _Launch(event.end_us, around)
+            self._launches[event.args.get("correlation")] = event.end_us, around
             self._blocked(lane, event, around)
         elif event.category == "cpu_op":
             if lane != HOST_LANE and inside.stage is not around.stage:  # autograd issues kernels
@@ -150,17 +145,18 @@ class _Reader:
 
     def _on_device(self, events: list[Event]) -> None:
         devices = {event.args.get("device") for event in events}
-        backwards = sorted(
-            (span.start_ms, span.end_ms, span.batch)
+        backwards = [
+            span
             for span in self._spans
             if span.stage is Stage.BACKWARD and span.lane == HOST_LANE and span.batch is not None
-        )
+        ]
         streams: defaultdict[str, list[tuple[Event, Span]]] = defaultdict(list)
         for event in sorted(events, key=attrgetter("start_us")):
-            launch = self._launches.get(event.args.get("correlation"))
-            context = _Context() if launch is None else launch.context
-            if launch is not None and context.stage is Stage.BACKWARD and context.batch is None:
-                context = context._replace(batch=_batch_at(backwards, self._ms(launch.end_us)))
+            launched_us, context = self._launch_of(event)
+            if context.stage is Stage.BACKWARD and context.batch is None:
+                at_ms = self._ms(launched_us)
+                around = (span.batch for span in backwards if span.start_ms <= at_ms <= span.end_ms)
+                context = context._replace(batch=next(around, None))
             kind = names.kind_of_kernel(event.name) if event.category == "kernel" else Category.COPY
             lane = f"stream {event.args.get('stream', event.tid)}"
             if len(devices) > 1:
@@ -170,25 +166,27 @@ class _Reader:
             streams[lane].append((event, self._spans[-1]))
         self._spans += list(self._waits_of_kernels(streams))
 
+    def _launch_of(self, event: Event) -> tuple[float, _Context]:
+        return self._launches.get(event.args.get("correlation"), (float("inf"), _Context()))
+
     def _waits_of_kernels(self, streams: Mapping[str, Sequence[tuple[Event, Span]]]) -> Iterator[Span]:
         """Kernels of the compute stream that were launched in time and still did not start: an event held them.
 
         What ended on another stream right before the kernel began is what it waited for.
         """
-        busy_ms = {
-            lane: sum(span.duration_ms for _, span in found if span.kind is Category.DENSE)
-            for lane, found in streams.items()
-        }
-        compute = max(busy_ms, key=lambda lane: busy_ms[lane])
+        compute = max(
+            streams,
+            key=lambda lane: sum(span.duration_ms for _, span in streams[lane] if span.kind is Category.DENSE),
+        )
         others = sorted(
             (span for lane, found in streams.items() if lane != compute for _, span in found), key=attrgetter("end_ms")
         )
         ends = [span.end_ms for span in others]
-        free_us = float("inf")
-        for event, span in streams[compute]:
-            launch = self._launches.get(event.args.get("correlation"))
-            if launch is not None and event.start_us - max(free_us, launch.end_us) > QUEUED_US:
-                waits_from = self._ms(max(free_us, launch.end_us))
+        free_us = streams[compute][0][0].end_us
+        for event, span in streams[compute][1:]:
+            could_us = max(free_us, self._launch_of(event)[0])
+            if event.start_us - could_us > QUEUED_US:
+                waits_from = self._ms(could_us)
                 last = bisect.bisect_right(ends, span.start_ms + 1e-3) - 1
                 name, stage, detail = f"{span.name} waits in the queue", None, ""
                 if last >= 0 and ends[last] > max(waits_from, span.start_ms - RELEASED_MS):
@@ -197,18 +195,15 @@ class _Reader:
                     if stage is Stage.EMBEDDING_LOOKUP and held_by.kind is not Category.COPY:
                         name = f"{EMBEDDINGS}: {name}"
                 yield Span(waits_from, span.start_ms, Category.WAIT, compute, name, stage, span.batch, detail)
-            free_us = event.end_us if free_us == float("inf") else max(free_us, event.end_us)
+            free_us = max(free_us, event.end_us)
 
 
 def _lanes(threads: Mapping[tuple[object, object], list[Event]]) -> dict[str, list[Event]]:
     """Name the host's threads; the one with the most annotations trains."""
 
-    def marks(events: Iterable[Event]) -> tuple[int, int]:
-        known = sum(
-            event.category == "user_annotation" and (event.name.startswith("##") or is_step_mark(event.name))
-            for event in events
-        )
-        return known, sum(1 for _ in events)
+    def marks(events: Sequence[Event]) -> tuple[int, int]:
+        ranges = [event.name for event in events if event.category == "user_annotation"]
+        return sum(name.startswith("##") or is_step_mark(name) for name in ranges), len(events)
 
     if not threads:
         return {}
@@ -222,19 +217,19 @@ def _lanes(threads: Mapping[tuple[object, object], list[Event]]) -> dict[str, li
     return lanes
 
 
-def _without_closures(events: Sequence[Event]) -> Iterator[Event]:
+def _without_closures(events: Sequence[Event]) -> list[Event]:
     """Drop optimizer steps with a forward inside: Lightning passes forward and backward to them as a closure."""
     forwards = [
         event.start_us
         for event in events
         if event.category == "user_annotation" and names.of_annotation(event.name) is Stage.DENSE_FORWARD
     ]
-    for event in events:
-        if event.name.startswith("Optimizer.step#"):  # PyTorch's, around a step that calls the closure it is given
-            first = bisect.bisect_left(forwards, event.start_us)
-            if first < len(forwards) and forwards[first] < event.end_us:
-                continue
-        yield event
+    return [
+        event
+        for event in events
+        if not event.name.startswith("Optimizer.step#")  # PyTorch's, around a step that calls the closure it is given
+        or not any(event.start_us <= start_us < event.end_us for start_us in forwards)
+    ]
 
 
 def _nest(events: Iterable[Event]) -> Iterator[tuple[Event, _Context, _Context]]:
@@ -261,11 +256,6 @@ def _nest(events: Iterable[Event]) -> Iterator[tuple[Event, _Context, _Context]]
         inside = around if is_step_mark(event.name) else around.inside(event)
         yield event, around, inside
         stack.append((event.end_us, inside))
-
-
-def _batch_at(windows: Sequence[tuple[float, float, int | None]], time_ms: float) -> int | None:
-    index = bisect.bisect_right(windows, time_ms, key=lambda window: window[0]) - 1
-    return windows[index][2] if index >= 0 and windows[index][1] >= time_ms else None
 
 
 def _where(context: _Context, call: str = "") -> str:

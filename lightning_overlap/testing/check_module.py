@@ -365,7 +365,7 @@ def _syncs_of_users(watched: Watched) -> dict[str, float]:
 
 
 def _reads_sizes(sync: HostSync) -> bool:
-    return bool(sync.innermost(lambda file: file.endswith(_SIZES)))
+    return any(frame.filename.endswith(_SIZES) for frame in sync.stack)
 
 
 def _host_syncs(watched: Watched, others: Mapping[str, float], max_host_syncs: float | None) -> Verdict:
