@@ -26,13 +26,12 @@ NUM_STALEST = 8
 TOP_BLOCKS = 8
 """Lines of what blocked the host; all else is added up in one."""
 
-_NEVER_HIDDEN = frozenset(
-    map(str, (Category.DENSE, Category.HOST, Category.DATA, Stage.DENSE_FORWARD, Stage.OPTIMIZER_STEP))
-)
-"""What has a busy time alone; the others are hidden by it. A backward has its collectives to hide."""
-
 _OF_THE_HOST = {Category.HOST: "host at work", Category.DATA: "waited for data"}
 """Rows that are no work for others to hide."""
+
+_KINDS = (Category.DENSE, Category.HOST, Category.DATA, Stage.DENSE_FORWARD, Stage.OPTIMIZER_STEP)
+_NEVER_HIDDEN = frozenset({*map(str, _KINDS), *_OF_THE_HOST.values()})
+"""What has a busy time alone; the others are hidden by it. A backward has its collectives to hide."""
 
 Row = Sequence[str]
 
@@ -56,9 +55,15 @@ class Table:
         return f"{lines}\n{self.note}" if self.note else lines
 
 
-def _row(name: str, times: BusyTime, share_of: Callable[[float], str], *, hides: bool, blank: str = "") -> Row:
-    cells = [f"{times.hidden_ms:.2f}", f"{times.exposed_ms:.2f}", share_of(times.hidden_fraction)]
-    return name, f"{times.busy_ms:.2f}", *(cells if hides else [blank] * len(cells))
+def _rows(named: Mapping[str, BusyTime], share_of: Callable[[float], str], blank: str = "") -> list[Row]:
+    """Return busy, hidden and exposed time and the hidden share by name; blanks for what nothing hides."""
+
+    def cells(name: str, times: BusyTime) -> Row:
+        if name.removeprefix("all ") in _NEVER_HIDDEN:
+            return [blank] * 3
+        return [f"{times.hidden_ms:.2f}", f"{times.exposed_ms:.2f}", share_of(times.hidden_fraction)]
+
+    return [(name, f"{times.busy_ms:.2f}", *cells(name, times)) for name, times in named.items()]
 
 
 # -- a monitored run ----------------------------------------------------------------------------------------------
@@ -141,10 +146,7 @@ def stage_table(breakdown: Breakdown, *, overlaps: bool = True) -> Table:
     """Return busy, hidden and exposed time by stage, and by kind beneath; busy time alone if nothing overlaps."""
     named: dict[str, BusyTime] = {str(stage): times for stage, times in breakdown.stages.items()}
     named |= {f"all {kind}": times for kind, times in breakdown.categories.items() if kind not in _OF_THE_HOST}
-    rows = [
-        _row(name, times, "{:.0%}".format, hides=name.removeprefix("all ") not in _NEVER_HIDDEN)
-        for name, times in named.items()
-    ]
+    rows = _rows(named, "{:.0%}".format)
     if breakdown.merge_wait_ms:
         rows.append(("waited for embeddings", "", "", f"{breakdown.merge_wait_ms:.2f}", ""))
     host = {
@@ -328,22 +330,18 @@ def tables(summary: TraceSummary) -> list[Table]:
     found, steps = summary.breakdown, summary.num_steps
     head = ("busy ms", "hidden ms", "exposed ms", "hidden") if summary.overlaps else ("busy ms", "exposed ms")
 
-    def row(name: str, times: BusyTime, *, hides: bool) -> Row:
-        cells = _row(name, times, _percent, hides=hides, blank="-")
-        return cells if summary.overlaps else (*cells[:2], cells[3])
+    def rows(named: Mapping[str, BusyTime]) -> list[Row]:
+        cells = _rows(named, _percent, blank="-")
+        return cells if summary.overlaps else [(*row[:2], row[3]) for row in cells]
 
-    kinds = [
-        row(_OF_THE_HOST.get(kind, f"all {kind}"), times, hides=str(kind) not in _NEVER_HIDDEN)
-        for kind, times in found.categories.items()
-        if times.busy_ms
-    ]
-    stages = [row(str(stage), times, hides=str(stage) not in _NEVER_HIDDEN) for stage, times in found.stages.items()]
+    kinds = {_OF_THE_HOST.get(kind, f"all {kind}"): times for kind, times in found.categories.items() if times.busy_ms}
+    stages = rows({str(stage): times for stage, times in found.stages.items()})
     about = (
         f"{summary.total_ms:.1f} ms, {steps} step{'s' * (steps != 1)} of {found.step_ms:.2f} ms. "
         f"It waited for embeddings {found.merge_wait_ms:.2f} ms a step; {limit_sentence(found)}"
     )
     by_stage = [Table(("stage", *head), stages)] if stages else []
-    return [Table(("per step", *head), kinds, about), *by_stage, _block_table(summary)]
+    return [Table(("per step", *head), rows(kinds), about), *by_stage, _block_table(summary)]
 
 
 def _block_table(summary: TraceSummary) -> Table:
