@@ -187,19 +187,18 @@ def _panel(
 
 
 def _bars(row: Sequence[Span], number: int, least_ms: float) -> list[Bar]:
-    bars: list[Bar] = []
-    longest_ms = 0.0
+    runs: list[list[Span]] = []
     for span in row:
-        last = bars[-1] if bars else None
-        if last is not None and _alike(last.span) == _alike(span) and span.start_ms - last.span.end_ms <= least_ms:
-            named = span if span.duration_ms > longest_ms else last.span
-            longest_ms = max(longest_ms, span.duration_ms)
-            joined = replace(named, start_ms=last.span.start_ms, end_ms=span.end_ms)
-            bars[-1] = Bar(joined, number, last.count + 1)
+        last = runs[-1][-1] if runs else None
+        if last is not None and _alike(last) == _alike(span) and span.start_ms - last.end_ms <= least_ms:
+            runs[-1].append(span)
         else:
-            bars.append(Bar(span, number))
-            longest_ms = span.duration_ms
-    return bars
+            runs.append([span])
+    longest = [max(run, key=lambda span: span.duration_ms) for run in runs]
+    return [
+        Bar(replace(span, start_ms=run[0].start_ms, end_ms=run[-1].end_ms), number, len(run))
+        for span, run in zip(longest, runs, strict=True)
+    ]
 
 
 def _alike(span: Span) -> tuple[object, ...]:
