@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import replace
@@ -15,7 +14,7 @@ from typing_extensions import override
 
 from ..distributed import WrappedWork
 from .spans import EMBEDDINGS, Category
-from .timestamps import Record, Timestamps
+from .timestamps import Record
 
 
 class TimedWork(WrappedWork):
@@ -24,23 +23,16 @@ class TimedWork(WrappedWork):
     Args:
         work: The collective.
         flight: The record of its time under way; receives its end here.
-        marks: Takes the timestamps: the host's for gloo, the current stream's otherwise.
         records: Receives a record for each wait.
         lane: Returns the lane that waits, when the wait begins.
     """
 
-    def __init__(
-        self, work: dist.Work, flight: Record, marks: Timestamps, records: list[Record], lane: Callable[[], str]
-    ) -> None:
+    def __init__(self, work: dist.Work, flight: Record, records: list[Record], lane: Callable[[], str]) -> None:
         super().__init__(work)
-        self._flight, self._marks, self._records, self._lane = flight, marks, records, lane
-        if flight.on_host:  # a thread of this process runs it (gloo), and not the device
-
-            def ended(_: Any) -> None:
-                flight.end = time.perf_counter() * 1e3
-
+        self._flight, self._records, self._lane = flight, records, lane
+        if flight.is_on_host:  # a thread of this process runs it (gloo), and not the device
             with suppress(RuntimeError):  # gloo's reduce-scatter has no future: then the wait for it tells
-                work.get_future().add_done_callback(ended)
+                work.get_future().add_done_callback(lambda _: setattr(flight, "end", flight.clock.mark()))
 
     @override
     def wait(self, timeout: Any = None) -> bool:
@@ -50,9 +42,9 @@ class TimedWork(WrappedWork):
         too long; what was waited is right in any case.
         """
         flight = self._flight
-        wait = replace(flight, kind=Category.WAIT, lane=self._lane(), start=self._marks.mark(), end=None)
+        wait = replace(flight, kind=Category.WAIT, lane=self._lane(), start=flight.clock.mark(), end=None)
         done = super().wait(timeout)
-        wait.end = self._marks.mark()
+        wait.end = flight.clock.mark()
         if flight.end is None:
             flight.end = wait.end
         self._records.append(wait)

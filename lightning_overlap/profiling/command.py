@@ -6,6 +6,7 @@ import argparse
 import os
 import sys
 from collections.abc import Sequence
+from operator import itemgetter
 from pathlib import Path
 
 from .draw_html import write_html
@@ -32,12 +33,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = _parser().parse_args(arguments)
     try:
         ranks = read_all(options.files)
-        png, page = _targets(options.files, options.out)
+        base = _target(options.files[0], options.out)
+        png, page = (base.with_name(f"{base.name}.{kind}") for kind in ("png", "html"))
         title = options.title or ", ".join(path.name for path in options.files)
         write_png(png, ranks, num_steps=options.steps, title=title)
         write_html(page, ranks, num_steps=options.steps, title=title)
-    except (TraceError, OSError) as err:
-        print(f"overlap-timeline: {_message(err)}", file=sys.stderr)
+    except TraceError as err:
+        print(f"overlap-timeline: {err}", file=sys.stderr)
+        return BAD_INPUT
+    except OSError as err:
+        advice = "Give a folder that you may write to with --out."
+        print(f"overlap-timeline: cannot write {err.filename}: {err.strerror}. {advice}", file=sys.stderr)
         return BAD_INPUT
     report = as_report({rank: summarize(spans) for rank, spans in ranks.items()})
     try:
@@ -53,40 +59,24 @@ def read_all(paths: Sequence[Path]) -> dict[int | str, list[Span]]:
     Raises:
         TraceError: One of them is no trace.
     """
-    read = [(path, read_trace(path)) for path in paths]
-    found = [rank for _, ranks in read for rank in ranks]
+    read = [(rank, path, spans) for path in paths for rank, spans in read_trace(path).items()]
+    found = [rank for rank, _, _ in read]
     twice = {rank for rank in found if found.count(rank) > 1}
-    named: dict[int | str, list[Span]] = {}
-    for path, ranks in read:
-        for rank, spans in ranks.items():
-            key = f"{path} rank {rank}" if rank in twice else rank
-            number = 1
-            while key in named:
-                number += 1
-                key = f"{path} rank {rank} ({number})"
-            named[key] = spans
-    return dict(named if twice else sorted(named.items(), key=lambda item: int(item[0])))
+    if not twice:
+        read.sort(key=itemgetter(0))
+    return {f"{path} rank {rank}" if rank in twice else rank: spans for rank, path, spans in read}
 
 
-def _targets(paths: Sequence[Path], out: Path | None) -> tuple[Path, Path]:
-    """Return the paths of the picture and the page: next to the first trace, or as `--out` says."""
-    first = paths[0]
+def _target(first: Path, out: Path | None) -> Path:
+    """Return the path of the picture and the page, without a suffix: next to the first trace, or as `--out` says."""
     stem = first.name.removesuffix(".gz").removesuffix(".json") or first.name
     if out is None:
-        base = first.with_name(stem)
-    elif out.suffix in (".png", ".html"):
-        base = out.with_suffix("")
-        base.parent.mkdir(parents=True, exist_ok=True)
-    else:
-        out.mkdir(parents=True, exist_ok=True)
-        base = out / stem
-    return base.with_name(f"{base.name}.png"), base.with_name(f"{base.name}.html")
-
-
-def _message(err: TraceError | OSError) -> str:
-    if isinstance(err, TraceError):
-        return str(err)
-    return f"cannot write {err.filename}: {err.strerror}. Give a folder that you may write to with --out."
+        return first.with_name(stem)
+    if out.suffix in (".png", ".html"):
+        out.parent.mkdir(parents=True, exist_ok=True)
+        return out.with_suffix("")
+    out.mkdir(parents=True, exist_ok=True)
+    return out / stem
 
 
 def _at_least_one(text: str) -> int:

@@ -13,7 +13,7 @@ from typing import Any
 from ..schedules import Stage
 from . import layout
 from .layout import LOOKS, NUM_STEPS, Panel
-from .report import Table, headline, tables
+from .report import Table, headline, label, tables
 from .spans import Span
 
 _RESOLUTION = 2e-5
@@ -60,20 +60,19 @@ def write_html(
 
 
 def _data(panel: Panel, batches: bool) -> dict[str, Any]:
-    start = panel.window.start_ms
+    start, _ = panel.window
     lanes, first_row = [], 0
     for lane in panel.lanes:
         bars = []
         for bar in lane.bars:
             span, hidden = bar.span, layout.hidden_in(panel, bar)
-            about = [span.name if bar.count == 1 else f"{span.name} and {bar.count - 1} more"]
-            about.append(
-                " ".join(filter(None, (str(span.stage or ""), "" if span.batch is None else f"batch {span.batch}")))
+            said = "" if hidden is None else f", {100 * hidden:.0f} % hidden"
+            about = (
+                span.name if bar.count == 1 else f"{span.name} and {bar.count - 1} more",
+                f"{span.stage or ''} {'' if span.batch is None else f'batch {span.batch}'}".strip(),
+                f"{span.kind}, {span.duration_ms:.3f} ms{said}",
+                span.detail,
             )
-            about.append(
-                f"{span.kind}, {span.duration_ms:.3f} ms" + ("" if hidden is None else f", {100 * hidden:.0f} % hidden")
-            )
-            about.append(span.detail)
             bars.append(
                 [
                     round(span.start_ms - start, 5),
@@ -90,9 +89,9 @@ def _data(panel: Panel, batches: bool) -> dict[str, Any]:
         )
         first_row += lane.num_rows
     return {
-        "label": panel.label,
+        "label": label(panel.rank),
         "headline": headline(panel.summary),
-        "length": panel.window.end_ms - start,
+        "length": panel.length_ms,
         "rows": first_row,
         "steps": [round(step - start, 5) for step in panel.steps],
         "lanes": lanes,
@@ -112,7 +111,7 @@ def _legend(panels: Sequence[Panel], batches: bool) -> str:
 
 def _section(panel: Panel) -> str:
     parts = "\n".join(map(_table, tables(panel.summary)))
-    return f"<section><h2>{html.escape(panel.label)}</h2>\n{parts}\n</section>"
+    return f"<section><h2>{html.escape(label(panel.rank))}</h2>\n{parts}\n</section>"
 
 
 def _table(table: Table) -> str:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from ..schedules import Stage
 from . import layout
 from .layout import EXPOSED_COLOR, LOOKS, NUM_STEPS, Lane, Panel
-from .report import headline
+from .report import headline, label
 from .spans import Category, Span
 
 if TYPE_CHECKING:
@@ -80,7 +80,7 @@ def write_png(
     canvas.text(0.012, 1 - 0.24 / height, title or "Timeline", fontsize=13, fontweight="bold", va="center")
     left_out = len(ranks) - len(drawn)
     note = f"; {left_out} more ranks are not drawn" if left_out else ""
-    about = "figures: mean of all steps of the trace" if panels[0].summary.window.num_steps > 1 else ""
+    about = "figures: mean of all steps of the trace" if panels[0].summary.num_steps > 1 else ""
     canvas.text(_RIGHT, 1 - 0.24 / height, about + note, fontsize=8.5, color="#666666", ha="right", va="center")
     canvas.legend(
         handles=_legend(panels, batches),
@@ -96,11 +96,10 @@ def write_png(
 
 
 def _draw(axes: Axes, panel: Panel, batches: bool) -> None:
-    start = panel.window.start_ms
-    length_ms = panel.window.end_ms - start
-    axes.set_xlim(0, length_ms)
+    start, _ = panel.window
+    axes.set_xlim(0, panel.length_ms)
     axes.set_ylim(panel.num_rows + 0.8, 0)
-    axes.set_title(f"{panel.label}: {headline(panel.summary)}", loc="left", fontsize=9.5, pad=5)
+    axes.set_title(f"{label(panel.rank)}: {headline(panel.summary)}", loc="left", fontsize=9.5, pad=5)
     axes.set_xlabel("ms", fontsize=8, loc="right", labelpad=-9)
     axes.tick_params(axis="x", labelsize=8, length=2)
     axes.tick_params(axis="y", labelsize=8.5, length=0)
@@ -124,12 +123,11 @@ def _draw(axes: Axes, panel: Panel, batches: bool) -> None:
 
 
 def _draw_bars(axes: Axes, panel: Panel, lane: Lane, first_row: int, batches: bool) -> None:
-    length_ms = panel.window.end_ms - panel.window.start_ms
-    inches_per_ms = _WIDTH_IN * (_RIGHT - _LEFT) / length_ms
+    inches_per_ms = _WIDTH_IN * (_RIGHT - _LEFT) / panel.length_ms
     alike: defaultdict[tuple[int, Category, str], list[tuple[float, float]]] = defaultdict(list)
     for bar in lane.bars:
-        span, left = bar.span, bar.span.start_ms - panel.window.start_ms
-        width = max(span.duration_ms, _LEAST_WIDTH * length_ms)
+        span, left = bar.span, bar.span.start_ms - panel.window[0]
+        width = max(span.duration_ms, _LEAST_WIDTH * panel.length_ms)
         alike[bar.row, span.kind, layout.color_of(span, batches=batches)].append((left, width))
         words = layout.text_of(span, batches=batches)
         if len(words) * _CHARACTER_IN < span.duration_ms * inches_per_ms and LOOKS[span.kind].height > 0.5:

@@ -68,13 +68,6 @@ class HostSync:
             return False
         return bool(frames) and (frames[0].filename.startswith(_PACKAGE) or "/lightning/" in frames[0].filename)
 
-    def innermost(self, keep: Callable[[str], bool]) -> str:
-        """Return `file.py:line function` of the innermost call in a file that `keep` accepts, or ''."""
-        for frame in reversed(self.stack):
-            if keep(frame.filename):
-                return f"{frame.filename.rsplit('/', 1)[-1]}:{frame.lineno} {frame.name}"
-        return ""
-
     def source(self) -> str:
         """Return the user's line it came from: `training_step, model.py:42`; else the innermost one outside PyTorch."""
         own = [frame for frame in self._frames if _is_users(frame.filename)]
@@ -117,48 +110,30 @@ def _is_masked(args: tuple[Any, ...]) -> bool:
     return any(isinstance(index, torch.Tensor) and index.dtype in (torch.bool, torch.uint8) for index in indices)
 
 
-class _Found:
-    """Where the modes note what they see."""
-
-    def __init__(self, stage: Callable[[], str]) -> None:
-        self.syncs: list[HostSync] = []
-        self._stage = stage
-
-    def run(self, operator: str, func: Any, args: tuple[Any, ...], kwargs: Any) -> Any:
-        """Run what syncs, and note it."""
-        stack = tuple(traceback.extract_stack()[:-2])
-        start = time.perf_counter()
-        result = func(*args, **(kwargs or {}))
-        blocked_ms = (time.perf_counter() - start) * 1e3
-        self.syncs.append(HostSync(operator, stack, self._stage(), blocked_ms, _device_of(args)))
-        return result
-
-
-def _device_of(args: tuple[Any, ...]) -> str:
-    devices = {arg.device.type for arg in args if isinstance(arg, torch.Tensor)}
-    return next(iter(devices - {"cpu"}), "cpu")
+_Run = Callable[[str, Any, tuple[Any, ...], Any], Any]
+"""Runs what syncs, and notes it: the operator's name, the function, its arguments."""
 
 
 class _Dispatched(TorchDispatchMode):
-    def __init__(self, found: _Found) -> None:
+    def __init__(self, run: _Run) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self._found = found
+        self._run = run
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         name = func.overloadpacket.__name__
         if name in _OPERATORS or (name.startswith("index") and _is_masked(args)):
-            return self._found.run(name, func, args, kwargs)
+            return self._run(name, func, args, kwargs)
         return func(*args, **(kwargs or {}))
 
 
 class _Called(TorchFunctionMode):
-    def __init__(self, found: _Found) -> None:
+    def __init__(self, run: _Run) -> None:
         super().__init__()
-        self._found = found
+        self._run = run
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func in _METHODS:
-            return self._found.run(_METHODS[func], func, args, kwargs)
+            return self._run(_METHODS[func], func, args, kwargs)
         return func(*args, **(kwargs or {}))
 
 
@@ -169,9 +144,19 @@ def record_host_syncs(stage: Callable[[], str] = str) -> Iterator[list[HostSync]
     Args:
         stage: Asked at each sync in which stage of the step it is.
     """
-    found = _Found(stage)
-    with _Dispatched(found), _Called(found):
-        yield found.syncs
+    found: list[HostSync] = []
+
+    def run(operator: str, func: Any, args: tuple[Any, ...], kwargs: Any) -> Any:
+        stack = tuple(traceback.extract_stack()[:-2])
+        start = time.perf_counter()
+        result = func(*args, **(kwargs or {}))
+        blocked_ms = (time.perf_counter() - start) * 1e3
+        devices = {arg.device.type for arg in args if isinstance(arg, torch.Tensor)} - {"cpu"}
+        found.append(HostSync(operator, stack, stage(), blocked_ms, next(iter(devices), "cpu")))
+        return result
+
+    with _Dispatched(run), _Called(run):
+        yield found
 
 
 def sync_lines(found: Sequence[HostSync], on_cuda: bool) -> list[str]:

@@ -10,21 +10,21 @@ from typing import NamedTuple
 
 from ..schedules import Stage
 from .overlap import cover
-from .report import TraceSummary, label, summarize
+from .report import TraceSummary, summarize
 from .spans import (
     ALL_TO_ALLS,
     HOST_LANE,
     Category,
     Interval,
     Span,
+    covered,
     exclusive_in,
     intersection,
     length,
     rows_of,
     subtract,
-    union,
 )
-from .steps import Window, find_steps, is_step_mark, steady_window
+from .steps import find_steps, is_step_mark, steady_window
 
 NUM_STEPS = 3
 """Steps that are drawn, where nobody says how many."""
@@ -80,16 +80,12 @@ _ONE_CLOCK = 0.8
 
 @dataclass(frozen=True, slots=True)
 class Bar:
-    """Spans of one batch, stage and kind that are too near to each other to be told apart.
-
-    Args:
-        span: The longest one of them, with their begin and end.
-        row: The row of its lane, from 0 at the top.
-        count: How many they are.
-    """
+    """Spans of one batch, stage and kind that are too near to each other to be told apart."""
 
     span: Span
+    """The longest one of them, with their begin and end."""
     row: int
+    """The row of its lane, from 0 at the top."""
     count: int = 1
 
 
@@ -117,15 +113,15 @@ class Panel:
 
     rank: int | str
     summary: TraceSummary
-    window: Window
+    window: Interval
     steps: tuple[float, ...]
     lanes: tuple[Lane, ...]
     exposed: tuple[Interval, ...]
 
     @property
-    def label(self) -> str:
-        """What to call it."""
-        return label(self.rank)
+    def length_ms(self) -> float:
+        """How much time is drawn."""
+        return self.window[1] - self.window[0]
 
     @property
     def num_rows(self) -> int:
@@ -153,8 +149,7 @@ def lay_out(
         ranks: Spans by rank.
         num_steps: Steady steps to draw.
         resolution: Share of the drawn time below which neighbours are drawn as one.
-        overlapped: The stages that each rank's mode overlaps, where they are known: what goes on beside other work in a
-            mode that overlaps nothing is not called hidden.
+        overlapped: As of `write_png`.
 
     Raises:
         ValueError: There is nothing to draw, or `num_steps` is below 1.
@@ -171,54 +166,43 @@ def lay_out(
     return panels
 
 
-def _share_seen(spans: Sequence[Span], window: Window) -> float:
-    start = max(window.start_ms, min(span.start_ms for span in spans))
-    end = min(window.end_ms, max(span.end_ms for span in spans))
-    return (end - start) / (window.end_ms - window.start_ms) if window.end_ms > window.start_ms else 0.0
+def _share_seen(spans: Sequence[Span], window: Interval) -> float:
+    seen = min(span.start_ms for span in spans), max(span.end_ms for span in spans)
+    return length(intersection([seen], [window])) / length([window])
 
 
 def _panel(
-    rank: int | str,
-    spans: Sequence[Span],
-    window: Window,
-    resolution: float,
-    overlapped: Collection[Stage] | None,
+    rank: int | str, spans: Sequence[Span], window: Interval, resolution: float, overlapped: Collection[Stage] | None
 ) -> Panel:
-    cut = exclusive_in((span for span in spans if not is_step_mark(span.name)), window.interval)
-    least_ms = resolution * (window.end_ms - window.start_ms)
+    cut = exclusive_in((span for span in spans if not is_step_mark(span.name)), window)
     lanes = []
     for name in sorted({span.lane for span in cut}, key=_lane_order):
-        on_lane = rows_of(span for span in cut if span.lane == name)
-        rows = [_bars(row, number, least_ms) for number, row in enumerate(on_lane)]
-        lanes.append(Lane(name, len(rows), tuple(bar for row in rows for bar in row)))
-    starts = [step.start_ms for step in find_steps(spans) if window.start_ms <= step.start_ms < window.end_ms]
-    exposed = tuple(_exposed(cut, window.interval))
-    return Panel(rank, summarize(spans, overlapped), window, tuple(starts), tuple(lanes), exposed)
+        rows = rows_of(span for span in cut if span.lane == name)
+        bars = [bar for number, row in enumerate(rows) for bar in _bars(row, number, resolution * length([window]))]
+        lanes.append(Lane(name, len(rows), tuple(bars)))
+    starts = tuple(start for start, _ in find_steps(spans) if window[0] <= start < window[1])
+    under_way = covered(span for span in cut if span.kind is Category.COMMUNICATION)
+    exposed = tuple(subtract(under_way, cover(cut, window, Category.COMMUNICATION)))
+    return Panel(rank, summarize(spans, overlapped), window, starts, tuple(lanes), exposed)
 
 
 def _bars(row: Sequence[Span], number: int, least_ms: float) -> list[Bar]:
-    bars: list[Bar] = []
-    longest_ms = 0.0
+    runs: list[list[Span]] = []
     for span in row:
-        last = bars[-1] if bars else None
-        if last is not None and _same(last.span, span) and span.start_ms - last.span.end_ms <= least_ms:
-            named = span if span.duration_ms > longest_ms else last.span
-            longest_ms = max(longest_ms, span.duration_ms)
-            joined = replace(named, start_ms=last.span.start_ms, end_ms=span.end_ms)
-            bars[-1] = Bar(joined, number, last.count + 1)
+        last = runs[-1][-1] if runs else None
+        if last is not None and _alike(last) == _alike(span) and span.start_ms - last.end_ms <= least_ms:
+            runs[-1].append(span)
         else:
-            bars.append(Bar(span, number))
-            longest_ms = span.duration_ms
-    return bars
+            runs.append([span])
+    longest = [max(run, key=lambda span: span.duration_ms) for run in runs]
+    return [
+        Bar(replace(span, start_ms=run[0].start_ms, end_ms=run[-1].end_ms), number, len(run))
+        for span, run in zip(longest, runs, strict=True)
+    ]
 
 
-def _same(one: Span, other: Span) -> bool:
-    return (one.kind, one.stage, one.batch) == (other.kind, other.stage, other.batch)
-
-
-def _exposed(spans: Sequence[Span], window: Interval) -> list[Interval]:
-    under_way = union((span.start_ms, span.end_ms) for span in spans if span.kind is Category.COMMUNICATION)
-    return subtract(under_way, cover(spans, window, Category.COMMUNICATION))
+def _alike(span: Span) -> tuple[object, ...]:
+    return span.kind, span.stage, span.batch
 
 
 def _lane_order(name: str) -> tuple[int, list[object]]:
@@ -238,9 +222,7 @@ def by_batch(panels: Iterable[Panel]) -> bool:
 def legend(panels: Iterable[Panel], *, batches: bool) -> tuple[list[tuple[str, str]], list[Category]]:
     """Return what the legend shows: colours with what each stands for, and the categories that are drawn.
 
-    Args:
-        panels: What is drawn.
-        batches: Whether batches have the colours, and not stages; more batches than colours are not listed.
+    Batches or stages have the colours; more batches than colours are not listed.
     """
     spans = [span for panel in panels for span in panel.spans]
     if batches:
@@ -280,10 +262,9 @@ def shares(lane: Lane) -> str:
     """Return what a lane mostly does, for its label: "communication" for a stream of collectives."""
     busy: Counter[Category] = Counter()
     for bar in lane.bars:
-        if bar.span.kind is not Category.WAIT:
+        if bar.span.kind is not Category.WAIT and lane.name != HOST_LANE:
             busy[bar.span.kind] += round(1e3 * bar.span.duration_ms)
-    most = busy.most_common(1)
-    return str(most[0][0]) if most and lane.name != HOST_LANE else ""
+    return "".join(str(kind) for kind, _ in busy.most_common(1))
 
 
 def hidden_in(panel: Panel, bar: Bar) -> float | None:

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, fields
 from functools import reduce
 from operator import add
 from types import MappingProxyType
-from typing import Any
+from typing import Any, Self
 
 from ..schedules import Schedule, Stage
 from .spans import (
@@ -16,13 +16,12 @@ from .spans import (
     Category,
     Interval,
     Span,
+    covered,
     exclusive_in,
     intersection,
-    intervals_of,
     is_for_embeddings,
     length,
     subtract,
-    union,
 )
 
 COVERED_BY: Mapping[Category, frozenset[Category]] = MappingProxyType(
@@ -35,8 +34,20 @@ COVERED_BY: Mapping[Category, frozenset[Category]] = MappingProxyType(
 """What hides a kind: time of these on other lanes. Nothing hides dense work: the rest overlaps with it."""
 
 
+class _Sums:
+    """Numbers that are added and divided field by field."""
+
+    __slots__: tuple[str, ...] = ()
+
+    def __add__(self, other: Self) -> Self:
+        return type(self)(*(getattr(self, name) + getattr(other, name) for name in self.__slots__))
+
+    def __truediv__(self, num: int) -> Self:
+        return type(self)(*(getattr(self, name) / num for name in self.__slots__))
+
+
 @dataclass(frozen=True, slots=True)
-class BusyTime:
+class BusyTime(_Sums):
     """Milliseconds of one stage or kind.
 
     Args:
@@ -59,28 +70,14 @@ class BusyTime:
         """Share of the busy time that was hidden; 1 where there was none."""
         return self.hidden_ms / self.busy_ms if self.busy_ms else 1.0
 
-    def __add__(self, other: BusyTime) -> BusyTime:
-        return BusyTime(
-            self.busy_ms + other.busy_ms, self.hidden_ms + other.hidden_ms, self.elsewhere_ms + other.elsewhere_ms
-        )
-
-    def __truediv__(self, num: int) -> BusyTime:
-        return BusyTime(self.busy_ms / num, self.hidden_ms / num, self.elsewhere_ms / num)
-
 
 @dataclass(frozen=True, slots=True)
-class Traffic:
+class Traffic(_Sums):
     """Bytes that a rank sends to others."""
 
     sent: float = 0.0
     saved: float = 0.0
     """Those that it would have sent besides, in full precision."""
-
-    def __add__(self, other: Traffic) -> Traffic:
-        return Traffic(self.sent + other.sent, self.saved + other.saved)
-
-    def __truediv__(self, num: int) -> Traffic:
-        return Traffic(self.sent / num, self.saved / num)
 
 
 @dataclass(frozen=True, slots=True)
@@ -180,24 +177,28 @@ def break_down(
     cover, and inner spans take their time from outer ones.
     """
     own = exclusive_in(spans, window)
-    by_kind = {kind: union(intervals_of(span for span in own if span.kind is kind)) for kind in Category}
+    by_kind = {kind: covered(span for span in own if span.kind is kind) for kind in Category}
 
     covers = {kind: cover(own, window, kind, host_lane=host_lane) for kind in COVERED_BY}
-    by_mode = {} if overlapped is None else {kind: _by_mode(own, covers[kind], kind, overlapped) for kind in COVERED_BY}
+    early = [span for span in own if span.stage in (overlapped or ()) and span.kind is not Category.WAIT]
+    by_mode = {  # of communication, also where what goes on beside it is of an overlapped stage
+        kind: covered(span for span in early if kind is Category.COMMUNICATION or span.kind is kind)
+        for kind in COVERED_BY
+    }
     blocked = _blocked(own, host_lane)
 
     def times(of: Sequence[Interval], kind: Category) -> BusyTime:
-        covered = intersection(of, covers.get(kind, ()))
-        hidden = intersection(covered, by_mode[kind]) if kind in by_mode else covered
-        return BusyTime(length(of), length(hidden), length(covered) - length(hidden)) / num_steps
+        beside = intersection(of, covers.get(kind, ()))
+        hidden = beside if overlapped is None else intersection(beside, by_mode.get(kind, ()))
+        return BusyTime(length(of), length(hidden), length(beside) - length(hidden)) / num_steps
 
     categories = {kind: times(by_kind[kind], kind) for kind in (Category.DENSE, *COVERED_BY)}
     on_host = [span for span in own if span.lane == host_lane and span.kind is not Category.COMMUNICATION]
-    for_data = union(intervals_of(span for span in on_host if span.kind is Category.DATA))
+    for_data = covered(span for span in on_host if span.kind is Category.DATA)
     if for_data:
         categories[Category.DATA] = BusyTime(length(for_data) / num_steps)
     categories[Category.HOST] = BusyTime((window[1] - window[0] - length(blocked) - length(for_data)) / num_steps)
-    loop_ms = length(subtract([window], union(intervals_of(on_host)))) / num_steps
+    loop_ms = length(subtract([window], covered(on_host))) / num_steps
     log_ms = sum(span.duration_ms for span in on_host if span.name == LOG) / num_steps
     stages: dict[Stage, BusyTime] = {}
     for stage in Stage:
@@ -205,13 +206,12 @@ def break_down(
         parts = [span for span in own if span.stage is stage and span.kind not in idle]
         if parts:
             per_kind = [
-                times(union(intervals_of(span for span in parts if span.kind is kind)), kind)
+                times(covered(span for span in parts if span.kind is kind), kind)
                 for kind in {span.kind for span in parts}
             ]
             stages[stage] = sum(per_kind, BusyTime())
-    merge = union(
-        intervals_of(s for s in own if s.kind is Category.WAIT and is_for_embeddings(s.name) and s.lane in merge_lanes)
-    )
+    waits = [span for span in own if span.kind is Category.WAIT and span.lane in merge_lanes]
+    merge = covered(span for span in waits if is_for_embeddings(span.name))
     return Breakdown(
         (window[1] - window[0]) / num_steps,
         categories,
@@ -227,34 +227,16 @@ def cover(own: Sequence[Span], window: Interval, kind: Category, *, host_lane: s
     """Return the intervals in which a category of work is hidden.
 
     Where the host does the dense part itself, as on a CPU (its lane has dense spans), all that it does has to be done:
-    communication is hidden while the host does not wait.
-
-    Args:
-        own: What `exclusive_in` gives of a window.
-        window: Begin and end, milliseconds.
-        kind: What may be hidden.
-        host_lane: See `break_down`.
+    communication is hidden while the host does not wait. `own` is what `exclusive_in` gives of the window.
     """
     host_computes = any(span.kind is Category.DENSE and span.lane == host_lane for span in own)
     if kind is Category.COMMUNICATION and host_computes:
         return subtract([window], _blocked(own, host_lane))
-    return union(intervals_of(span for span in own if span.kind in COVERED_BY[kind]))
-
-
-def _by_mode(
-    own: Sequence[Span], covered: Sequence[Interval], kind: Category, overlapped: Collection[Stage]
-) -> list[Interval]:
-    """Return when time of a kind counts as hidden by the mode: where it is of an overlapped stage, or its cover is."""
-    early = [span for span in own if span.stage in overlapped and span.kind is not Category.WAIT]
-    beside = union(intervals_of(span for span in early if span.kind is not Category.COMMUNICATION))
-    return union(
-        [*intersection(union(intervals_of(span for span in early if span.kind is kind)), covered)]
-        + ([] if kind is not Category.COMMUNICATION else intersection(beside, covered))
-    )
+    return covered(span for span in own if span.kind in COVERED_BY[kind])
 
 
 def _blocked(own: Iterable[Span], host_lane: str) -> list[Interval]:
-    return union(intervals_of(span for span in own if span.kind is Category.WAIT and span.lane == host_lane))
+    return covered(span for span in own if span.kind is Category.WAIT and span.lane == host_lane)
 
 
 def mean(breakdowns: Sequence[Breakdown]) -> Breakdown:

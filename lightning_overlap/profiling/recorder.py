@@ -7,8 +7,8 @@ no measurement makes the host wait.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import replace
 from itertools import pairwise
 from typing import Any
@@ -36,10 +36,6 @@ KINDS = {
     Stage.EMBEDDING_UPDATE: Category.DENSE,
 }
 """What a stage keeps busy, apart from its collectives."""
-
-
-DATA_LOADER = "data loader"
-"""Name of the spans of waits for it."""
 
 
 class SpanRecorder:
@@ -77,40 +73,29 @@ class SpanRecorder:
         self._steps.append((self._host.mark(), None if self._device is None else self._mark(StreamName.COMPUTE)))
 
     @property
-    def num_steps(self) -> int:
-        """Steps that ended since the first `step`."""
-        return max(0, len(self._steps) - 1)
-
-    @property
     def over(self) -> bool:
         """Whether the device has done all that was noted; does not wait."""
-        return self._device is None or not self._steps or self._device.over(self._steps[-1][1])
+        return self._device is None or not self._steps or bool(self._steps[-1][1].query())
 
     @property
     def stage(self) -> tuple[Stage, int] | None:
         """The stage that began last and has not ended, with its batch."""
         if not self._open:
             return None
-        record, _ = self._open[-1]
+        record = self._open[-1][0]
         assert record.stage is not None
         assert record.batch is not None
         return record.stage, record.batch
 
     def begin(self, stage: Stage, batch: int, stream: StreamName) -> None:
-        """Note that a stage begins; stages may begin inside others.
-
-        Args:
-            stage: The stage.
-            batch: Number of the batch that it is for.
-            stream: The stream that its device work runs on.
-        """
+        """Note that a stage of a batch begins, whose device work runs on a stream; stages may begin inside others."""
         kind = KINDS[stage]
         on_device = None
         if self._device is not None:
             if kind is not Category.HOST and kind is not Category.COPY:  # a copy is marked where it is issued
-                on_device = Record(kind, str(stream), str(stage), stage, batch, self._mark(stream), on_host=False)
+                on_device = Record(kind, str(stream), str(stage), stage, batch, self._device, self._mark(stream))
             kind = Category.HOST  # what the host does is to launch
-        record = Record(kind, HOST_LANE, str(stage), stage, batch, self._host.mark())
+        record = Record(kind, HOST_LANE, str(stage), stage, batch, self._host, self._host.mark())
         self._open.append((record, on_device))
 
     def end(self) -> None:
@@ -124,51 +109,49 @@ class SpanRecorder:
             on_device.end = self._mark(StreamName(on_device.lane))
             self._records.append(on_device)
 
-    @contextmanager
-    def copy(self) -> Iterator[None]:
+    def copy(self) -> AbstractContextManager[None]:
         """Go around the copies of a batch to the device, on their stream."""
         if self._device is None or self.stage is None:
-            yield
-            return
+            return nullcontext()
         stage, batch = self.stage
-        lane = str(StreamName.MEMCPY)
-        record = Record(Category.COPY, lane, str(stage), stage, batch, self._device.mark(), on_host=False)
-        yield
-        record.end = self._device.mark()
-        self._records.append(record)
+        return self._around(Category.COPY, str(StreamName.MEMCPY), str(stage), stage, batch, self._device.mark)
 
     def data(self) -> AbstractContextManager[None]:
         """Go around the wait for a batch of the data loader."""
-        return self._on_host(Category.DATA, DATA_LOADER)
+        return self._around(Category.DATA, HOST_LANE, "data loader")
 
     def log(self) -> AbstractContextManager[None]:
         """Go around a call of the module's `log`."""
-        return self._on_host(Category.HOST, LOG)
+        return self._around(Category.HOST, HOST_LANE, LOG)
+
+    def merge(self, batch: int) -> AbstractContextManager[None]:
+        """Go around the compute stream's wait for a batch's embeddings; on a CPU the collective's own is recorded."""
+        if self._device is None:
+            return nullcontext()
+        compute = StreamName.COMPUTE
+        of = (Category.WAIT, str(compute), EMBEDDINGS, Stage.EMBEDDING_LOOKUP, batch)
+        return self._around(*of, lambda: self._mark(compute))
 
     @contextmanager
-    def _on_host(self, kind: Category, name: str) -> Iterator[None]:
-        record = Record(kind, HOST_LANE, name, None, None, self._host.mark())
+    def _around(
+        self,
+        kind: Category,
+        lane: str,
+        name: str,
+        stage: Stage | None = None,
+        batch: int | None = None,
+        on_device: Callable[[], Any] | None = None,
+    ) -> Iterator[None]:
+        """Record what happens inside, by marks of the device if it makes some, else by the host's clock."""
+        mark = on_device or self._host.mark
+        clock = self._host if on_device is None else self._device
+        assert clock is not None
+        record = Record(kind, lane, name, stage, batch, clock, mark())
         try:
             yield
         finally:
-            record.end = self._host.mark()
+            record.end = mark()
             self._records.append(record)
-
-    @contextmanager
-    def merge(self, batch: int) -> Iterator[None]:
-        """Go around the wait of the compute stream for embeddings; on a CPU the collective's own wait is recorded.
-
-        Args:
-            batch: Number of the batch whose embeddings are waited for.
-        """
-        if self._device is None:
-            yield
-            return
-        stream, stage = StreamName.COMPUTE, Stage.EMBEDDING_LOOKUP
-        record = Record(Category.WAIT, str(stream), EMBEDDINGS, stage, batch, self._mark(stream), on_host=False)
-        yield
-        record.end = self._mark(stream)
-        self._records.append(record)
 
     def _mark(self, stream: StreamName) -> Any:
         """A point of a device's stream."""
@@ -196,41 +179,30 @@ class SpanRecorder:
         return dict(sum((Counter({one.name: one.sent_bytes}) for one in self._sent_in(window)), Counter[str]()))
 
     def _sent_in(self, window: Interval) -> Iterator[Record]:
+        self._align()
         for record in self._records:
-            if record.kind is Category.COMMUNICATION and record.sent_bytes:
-                start_ms = self._span(replace(record, end=record.start), self._shift).start_ms
-                if window[0] <= start_ms < window[1]:
-                    yield record
+            sends = record.kind is Category.COMMUNICATION and record.sent_bytes
+            if sends and window[0] <= record.start_ms < window[1]:
+                yield record
 
     def spans(self) -> list[Span]:
         """Return what was noted; on CUDA the host's times are shifted so that the first steps begin together.
 
         A collective of the host that is still under way counts until the end of the last step.
         """
-        shift = self._shift
-        records = list(self._records)
-        if self._steps:
-            last = self._steps[-1][0]
-            records = [
-                replace(record, end=last) if record.end is None and record.on_host and record.start < last else record
-                for record in records
-            ]
-        return [self._span(record, shift) for record in records if record.end is not None]
+        self._align()
+        last = self._steps[-1][0] if self._steps else float("-inf")
+        return [
+            (record if record.end is not None else replace(record, end=last)).span()
+            for record in list(self._records)
+            if record.end is not None or (record.is_on_host and record.start < last)
+        ]
 
-    @property
-    def _shift(self) -> float:
-        """What is added to times of the host."""
-        if self._device is None or not self._steps:
-            return 0.0
-        host, device = self._steps[0]
-        return self._device.ms(device) - float(host)
-
-    def _span(self, record: Record, shift: float) -> Span:
-        if record.on_host or self._device is None:
-            start, end = record.start + shift, record.end + shift
-        else:
-            start, end = self._device.ms(record.start), self._device.ms(record.end)
-        return Span(start, max(start, end), record.kind, record.lane, record.name, record.stage, record.batch)
+    def _align(self) -> None:
+        """Shift the host's clock so that the first step begins when it does on the device."""
+        if self._device is not None and self._steps:
+            host, device = self._steps[0]
+            self._host.shift_ms = self._device.ms(device) - host
 
     # -- collectives --------------------------------------------------------------------------------------------
 
@@ -246,10 +218,10 @@ class SpanRecorder:
         stage, batch = self.stage or (None, None)
         if stage is Stage.EMBEDDING_LOOKUP and name == "gradients":
             name = EMBEDDINGS  # which a backward may look up while it waits for gradients
-        marks = self._host if on_host else self._device
-        assert marks is not None
+        clock = self._host if on_host else self._device
+        assert clock is not None
         group = "default" if call.get("group") is None else str(call["group"].group_desc)
-        flight = Record(Category.COMMUNICATION, f"{group} group", name, stage, batch, marks.mark(), on_host=on_host)
+        flight = Record(Category.COMMUNICATION, f"{group} group", name, stage, batch, clock, clock.mark())
         flight.sent_bytes, flight.saved_bytes = num_bytes, int(num_bytes * share)
         if group == CONSENSUS:
             flight.name = group  # no data: under way until the other ranks have asked too, which makes nobody wait
@@ -257,7 +229,7 @@ class SpanRecorder:
             self._records.append(flight)
         work = issue()
         lane = self._lane_now if not on_host else lambda: HOST_LANE
-        return None if work is None else TimedWork(work, flight, marks, self._records, lane)
+        return None if work is None else TimedWork(work, flight, self._records, lane)
 
     def _lane_now(self) -> str:
         assert self._streams is not None

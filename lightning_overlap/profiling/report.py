@@ -9,7 +9,7 @@ from ..schedules import Schedule, Stage
 from ..text import aligned
 from .overlap import Breakdown, BusyTime, Price, Traffic, break_down, mean
 from .spans import HOST_LANE, Category, Interval, Span, exclusive_in
-from .steps import Window, is_on_stream, noted_stages, window_of
+from .steps import is_on_stream, noted_stages, window_of
 
 WORTHWHILE = 0.03
 """Share of a step below which a gain is not worth a change."""
@@ -26,13 +26,12 @@ NUM_STALEST = 8
 TOP_BLOCKS = 8
 """Lines of what blocked the host; all else is added up in one."""
 
-_NEVER_HIDDEN = frozenset(
-    map(str, (Category.DENSE, Category.HOST, Category.DATA, Stage.DENSE_FORWARD, Stage.OPTIMIZER_STEP))
-)
-"""What has a busy time alone; the others are hidden by it. A backward has its collectives to hide."""
-
 _OF_THE_HOST = {Category.HOST: "host at work", Category.DATA: "waited for data"}
 """Rows that are no work for others to hide."""
+
+_KINDS = (Category.DENSE, Category.HOST, Category.DATA, Stage.DENSE_FORWARD, Stage.OPTIMIZER_STEP)
+_NEVER_HIDDEN = frozenset({*map(str, _KINDS), *_OF_THE_HOST.values()})
+"""What has a busy time alone; the others are hidden by it. A backward has its collectives to hide."""
 
 Row = Sequence[str]
 
@@ -56,9 +55,15 @@ class Table:
         return f"{lines}\n{self.note}" if self.note else lines
 
 
-def _row(name: str, times: BusyTime, share_of: Callable[[float], str], *, hides: bool, blank: str = "") -> Row:
-    cells = [f"{times.hidden_ms:.2f}", f"{times.exposed_ms:.2f}", share_of(times.hidden_fraction)]
-    return name, f"{times.busy_ms:.2f}", *(cells if hides else [blank] * len(cells))
+def _rows(named: Mapping[str, BusyTime], share_of: Callable[[float], str], blank: str = "") -> list[Row]:
+    """Return busy, hidden and exposed time and the hidden share by name; blanks for what nothing hides."""
+
+    def cells(name: str, times: BusyTime) -> Row:
+        if name.removeprefix("all ") in _NEVER_HIDDEN:
+            return [blank] * 3
+        return [f"{times.hidden_ms:.2f}", f"{times.exposed_ms:.2f}", share_of(times.hidden_fraction)]
+
+    return [(name, f"{times.busy_ms:.2f}", *cells(name, times)) for name, times in named.items()]
 
 
 # -- a monitored run ----------------------------------------------------------------------------------------------
@@ -82,7 +87,8 @@ def metrics(breakdown: Breakdown, *, overlaps: bool = True) -> dict[str, float]:
         "log_ms": breakdown.log_ms,
     }
     if overlaps:
-        values["hidden_fraction"] = hideable(breakdown).hidden_fraction
+        parts = (Category.COMMUNICATION, Category.LOOKUP, Category.COPY)
+        values["hidden_fraction"] = sum(map(breakdown.time_of, parts), BusyTime()).hidden_fraction
     named: dict[str, BusyTime] = {str(kind): times for kind, times in breakdown.categories.items()}
     named |= {str(stage): times for stage, times in breakdown.stages.items()}
     for name, times in named.items():
@@ -98,12 +104,6 @@ def metrics(breakdown: Breakdown, *, overlaps: bool = True) -> dict[str, float]:
         values[f"{stage}/sent_bytes"] = traffic.sent
         values[f"{stage}/saved_bytes"] = traffic.saved
     return values
-
-
-def hideable(breakdown: Breakdown) -> BusyTime:
-    """Return communication, lookup and copy together."""
-    parts = [breakdown.time_of(kind) for kind in (Category.COMMUNICATION, Category.LOOKUP, Category.COPY)]
-    return sum(parts, BusyTime())
 
 
 def closing_table(
@@ -143,18 +143,10 @@ def closing_table(
 
 
 def stage_table(breakdown: Breakdown, *, overlaps: bool = True) -> Table:
-    """Return busy, hidden and exposed time by stage, and by kind beneath.
-
-    Args:
-        breakdown: Of a step.
-        overlaps: Whether the mode starts anything early; else there is no column of what was hidden.
-    """
+    """Return busy, hidden and exposed time by stage, and by kind beneath; busy time alone if nothing overlaps."""
     named: dict[str, BusyTime] = {str(stage): times for stage, times in breakdown.stages.items()}
     named |= {f"all {kind}": times for kind, times in breakdown.categories.items() if kind not in _OF_THE_HOST}
-    rows = [
-        _row(name, times, "{:.0%}".format, hides=name.removeprefix("all ") not in _NEVER_HIDDEN)
-        for name, times in named.items()
-    ]
+    rows = _rows(named, "{:.0%}".format)
     if breakdown.merge_wait_ms:
         rows.append(("waited for embeddings", "", "", f"{breakdown.merge_wait_ms:.2f}", ""))
     host = {
@@ -236,15 +228,7 @@ def slowest_sentence(ranks: Sequence[Breakdown]) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Block:
-    """What the host waited for at one place of the program.
-
-    Args:
-        name: The operator, call or awaitable that waited.
-        stage: Its stage.
-        detail: The call, the annotation around it, and the source line, as far as the trace has them.
-        total_ms: In all.
-        count: How often.
-    """
+    """What the host waited for at one place of the program, which the name and detail of its spans tell."""
 
     name: str
     stage: Stage | None
@@ -260,13 +244,13 @@ class TraceSummary:
     Args:
         breakdown: Per step.
         blocks: What blocked the host, most first.
-        window: What they were taken from.
+        num_steps: Steps that they were taken from.
         overlapped: Stages that the mode overlaps, None where that is not known; of others none is said to be hidden.
     """
 
     breakdown: Breakdown
     blocks: tuple[Block, ...]
-    window: Window
+    num_steps: int
     overlapped: frozenset[Stage] | None = None
 
     @property
@@ -276,8 +260,8 @@ class TraceSummary:
 
     @property
     def total_ms(self) -> float:
-        """Length of the window."""
-        return self.window.end_ms - self.window.start_ms
+        """Length of all steps."""
+        return self.breakdown.step_ms * self.num_steps
 
 
 def summarize(spans: Sequence[Span], overlapped: Collection[Stage] | None = None) -> TraceSummary:
@@ -290,15 +274,15 @@ def summarize(spans: Sequence[Span], overlapped: Collection[Stage] | None = None
     Raises:
         ValueError: There are no spans.
     """
-    window = window_of(spans)
+    window, num_steps = window_of(spans)
     overlapped = noted_stages(spans) if overlapped is None else overlapped
     if any(is_on_stream(span) for span in spans):  # the stage is done there; the host's part of it is to launch that
         spans = [replace(span, stage=None) if span.kind is Category.HOST and span.stage else span for span in spans]
     merge_lanes = (HOST_LANE, *{span.lane for span in spans if span.kind is Category.DENSE})
     return TraceSummary(
-        break_down(spans, window.interval, overlapped=overlapped, num_steps=window.num_steps, merge_lanes=merge_lanes),
-        tuple(blocks(spans, window.interval)),
-        window,
+        break_down(spans, window, overlapped=overlapped, num_steps=num_steps, merge_lanes=merge_lanes),
+        tuple(blocks(spans, window)),
+        num_steps,
         None if overlapped is None else frozenset(overlapped),
     )
 
@@ -329,7 +313,7 @@ def label(rank: int | str) -> str:
 def headline(summary: TraceSummary) -> str:
     """Return the one line that says how well it overlaps."""
     found = summary.breakdown
-    parts = [f"{found.step_ms:.1f} ms a step" if summary.window.num_steps > 1 else f"{found.step_ms:.1f} ms"]
+    parts = [f"{found.step_ms:.1f} ms a step" if summary.num_steps > 1 else f"{found.step_ms:.1f} ms"]
     for kind in (Category.COMMUNICATION, Category.LOOKUP):
         times = found.categories[kind]
         if times.hidden_ms or (times.busy_ms and kind is Category.COMMUNICATION):
@@ -343,42 +327,42 @@ def headline(summary: TraceSummary) -> str:
 
 def tables(summary: TraceSummary) -> list[Table]:
     """Return the tables of one rank: by kind, by stage, what blocked the host."""
-    found, total_ms, steps = summary.breakdown, summary.total_ms, summary.window.num_steps
+    found, steps = summary.breakdown, summary.num_steps
     head = ("busy ms", "hidden ms", "exposed ms", "hidden") if summary.overlaps else ("busy ms", "exposed ms")
 
-    def row(name: str, times: BusyTime, *, hides: bool) -> Row:
-        cells = _row(name, times, _percent, hides=hides, blank="-")
-        return cells if summary.overlaps else (*cells[:2], cells[3])
+    def rows(named: Mapping[str, BusyTime]) -> list[Row]:
+        cells = _rows(named, _percent, blank="-")
+        return cells if summary.overlaps else [(*row[:2], row[3]) for row in cells]
 
-    kinds = [
-        row(_OF_THE_HOST.get(kind, f"all {kind}"), times, hides=str(kind) not in _NEVER_HIDDEN)
-        for kind, times in found.categories.items()
-        if times.busy_ms
-    ]
-    stages = [row(str(stage), times, hides=str(stage) not in _NEVER_HIDDEN) for stage, times in found.stages.items()]
+    kinds = {_OF_THE_HOST.get(kind, f"all {kind}"): times for kind, times in found.categories.items() if times.busy_ms}
+    stages = rows({str(stage): times for stage, times in found.stages.items()})
     about = (
-        f"{total_ms:.1f} ms, {steps} step{'s' * (steps != 1)} of {found.step_ms:.2f} ms. "
+        f"{summary.total_ms:.1f} ms, {steps} step{'s' * (steps != 1)} of {found.step_ms:.2f} ms. "
         f"It waited for embeddings {found.merge_wait_ms:.2f} ms a step; {limit_sentence(found)}"
     )
     by_stage = [Table(("stage", *head), stages)] if stages else []
-    return [Table(("per step", *head), kinds, about), *by_stage, _block_table(summary)]
+    return [Table(("per step", *head), rows(kinds), about), *by_stage, _block_table(summary)]
 
 
 def _block_table(summary: TraceSummary) -> Table:
-    def row(name: str, ms: float, count: int, where: str) -> Row:
-        return name, f"{ms:.1f}", share(ms), str(count), where
-
     def share(ms: float) -> str:
         return _percent(ms / summary.total_ms if summary.total_ms else 0)
 
-    top, rest = summary.blocks[:TOP_BLOCKS], summary.blocks[TOP_BLOCKS:]
-    rows = [
-        row(one.name, one.total_ms, one.count, f"{one.detail} ({one.stage})".lstrip() if one.stage else one.detail)
-        for one in top
-    ]
+    shown, rest = list(summary.blocks[:TOP_BLOCKS]), summary.blocks[TOP_BLOCKS:]
     if rest:
-        rows.append(row(f"{len(rest)} others", sum(one.total_ms for one in rest), sum(one.count for one in rest), ""))
-    blocked_ms = summary.breakdown.blocked_ms * summary.window.num_steps
+        total_ms, count = sum(one.total_ms for one in rest), sum(one.count for one in rest)
+        shown.append(Block(f"{len(rest)} others", None, "", total_ms, count))
+    rows = [
+        (
+            one.name,
+            f"{one.total_ms:.1f}",
+            share(one.total_ms),
+            str(one.count),
+            f"{one.detail} ({one.stage})".lstrip() if one.stage else one.detail,
+        )
+        for one in shown
+    ]
+    blocked_ms = summary.breakdown.blocked_ms * summary.num_steps
     about = f"Host blocked {blocked_ms:.1f} of {summary.total_ms:.1f} ms ({share(blocked_ms)})."
     return Table(("host blocked by", "ms", "of window", "times", "where"), rows, about)
 
@@ -390,13 +374,7 @@ def _percent(fraction: float) -> str:
 
 
 def advice(found: Breakdown, schedule: Schedule, prices: Sequence[Price] = ()) -> str:
-    """Return what to change first.
-
-    Args:
-        found: The mean step of the rank that the others wait for.
-        schedule: What ran.
-        prices: What a step would take otherwise.
-    """
+    """Return what to change first, by the mean step of the rank that the others wait for."""
     data_ms, exposed_ms = found.time_of(Category.DATA).busy_ms, found.time_of(Category.COMMUNICATION).exposed_ms
     choices = [
         (data_ms, f"waiting for data {data_ms:.3g} of {found.step_ms:.3g} ms: raise num_workers of the DataLoader"),

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import heapq
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import Enum
-from itertools import islice, pairwise
+from itertools import chain
 from typing import Any
 
 from ..schedules import Stage
@@ -14,18 +13,14 @@ from ..schedules import Stage
 Interval = tuple[float, float]
 """Begin and end, milliseconds."""
 
-
 HOST_LANE = "host"
 """The thread that trains."""
-
 
 ALL_TO_ALLS = ("sizes", "ids", "embeddings", "gradients")
 """What the all-to-alls of a step carry, in their order."""
 
-
 LOG = "self.log"
 """Name of the spans of a module's `log`."""
-
 
 EMBEDDINGS = "embeddings"
 """Name of the all-to-all of embeddings, and of a wait for it; after a colon more can follow."""
@@ -104,11 +99,30 @@ def exclusive(spans: Iterable[Span]) -> list[Span]:
     for span in spans:
         if span.kind is Category.COMMUNICATION:
             cut.append(span)
-        else:
+        elif span.duration_ms > 0:
             lanes.setdefault(span.lane, []).append(span)
     for lane in lanes.values():
         cut += _exclusive_on_lane(lane)
     return sorted(cut, key=lambda span: (span.start_ms, span.end_ms))
+
+
+def _exclusive_on_lane(spans: Iterable[Span]) -> Iterator[Span]:
+    under_way: list[Span] = []  # in the order of their begins; of two that began together the shorter is the later one
+    done_ms = 0.0
+    ordered: list[Span | None] = [*sorted(spans, key=lambda span: (span.start_ms, -span.end_ms)), None]
+    for coming in ordered:
+        until = float("inf") if coming is None else coming.start_ms
+        while under_way and done_ms < until:
+            last = under_way[-1]
+            if last.end_ms <= until:
+                under_way.pop()
+            end_ms = min(last.end_ms, until)
+            if end_ms > done_ms:
+                yield _part(last, done_ms, end_ms)
+                done_ms = end_ms
+        if coming is not None:
+            under_way.append(coming)
+            done_ms = coming.start_ms
 
 
 def exclusive_in(spans: Iterable[Span], window: Interval) -> list[Span]:
@@ -121,40 +135,19 @@ def exclusive_in(spans: Iterable[Span], window: Interval) -> list[Span]:
     return clip(exclusive(span for span in spans if span.end_ms > start and span.start_ms < end), window)
 
 
-def _exclusive_on_lane(spans: list[Span]) -> list[Span]:
-    spans = sorted(spans, key=lambda span: (span.start_ms, -span.end_ms))
-    edges = sorted({edge for span in spans for edge in (span.start_ms, span.end_ms)})
-    pieces: list[tuple[float, float, Span]] = []
-    under_way: list[tuple[float, int, Span]] = []  # the last begun first; of two that began together, the shorter
-    coming = 0
-    for start, end in pairwise(edges):
-        while coming < len(spans) and spans[coming].start_ms <= start:
-            heapq.heappush(under_way, (-spans[coming].start_ms, -coming, spans[coming]))
-            coming += 1
-        while under_way and under_way[0][2].end_ms <= start:
-            heapq.heappop(under_way)
-        if not under_way:
-            continue
-        top = under_way[0][2]
-        if pieces and pieces[-1][2] is top and pieces[-1][1] == start:
-            start = pieces.pop()[0]
-        pieces.append((start, end, top))
-    return [
-        span if (start, end) == (span.start_ms, span.end_ms) else replace(span, start_ms=start, end_ms=end)
-        for start, end, span in pieces
-    ]
-
-
 def clip(spans: Iterable[Span], window: Interval) -> list[Span]:
     """Return the parts of spans that lie in a window."""
     start, end = window
     return [
-        span
-        if start <= span.start_ms and span.end_ms <= end
-        else replace(span, start_ms=max(start, span.start_ms), end_ms=min(end, span.end_ms))
+        _part(span, max(start, span.start_ms), min(end, span.end_ms))
         for span in spans
         if span.end_ms > start and span.start_ms < end
     ]
+
+
+def _part(span: Span, start_ms: float, end_ms: float) -> Span:
+    is_whole = (start_ms, end_ms) == (span.start_ms, span.end_ms)
+    return span if is_whole else replace(span, start_ms=start_ms, end_ms=end_ms)
 
 
 def from_zero(ranks: Mapping[Any, Sequence[Span]]) -> dict[Any, list[Span]]:
@@ -177,6 +170,11 @@ def union(intervals: Iterable[Interval]) -> list[Interval]:
     return merged
 
 
+def covered(spans: Iterable[Span]) -> list[Interval]:
+    """Return the time of all of these spans, as `union` does."""
+    return union((span.start_ms, span.end_ms) for span in spans)
+
+
 def intersection(one: Sequence[Interval], other: Sequence[Interval]) -> list[Interval]:
     """Return the time that is in both; each must be disjoint and in order, as `union` gives them."""
     both: list[Interval] = []
@@ -194,20 +192,8 @@ def intersection(one: Sequence[Interval], other: Sequence[Interval]) -> list[Int
 
 def subtract(one: Sequence[Interval], other: Sequence[Interval]) -> list[Interval]:
     """Return the time that is in one and not in the other; each must be disjoint and in order."""
-    left: list[Interval] = []
-    first = 0
-    for start, end in one:
-        while first < len(other) and other[first][1] <= start:
-            first += 1
-        for gone_from, gone_to in islice(other, first, None):
-            if gone_from >= end:
-                break
-            if gone_from > start:
-                left.append((start, gone_from))
-            start = max(start, gone_to)
-        if start < end:
-            left.append((start, end))
-    return left
+    edges = [float("-inf"), *chain.from_iterable(other), float("inf")]
+    return intersection(one, list(zip(edges[::2], edges[1::2], strict=True)))
 
 
 def rows_of(spans: Iterable[Span], *, nested: bool = False) -> list[list[Span]]:
@@ -217,27 +203,22 @@ def rows_of(spans: Iterable[Span], *, nested: bool = False) -> list[list[Span]]:
         spans: The spans of one lane.
         nested: Allow a span on the line of another one that it lies within.
     """
-    rows: list[list[Span]] = []
-    under_way: list[list[Span]] = []
+    rows: list[tuple[list[Span], list[Span]]] = []  # what is on it, and what of that is under way
     for span in sorted(spans, key=lambda span: (span.start_ms, -span.end_ms)):
-        for stack in under_way:
-            while stack and stack[-1].end_ms <= span.start_ms:
-                stack.pop()
-        fits = (not stack or (nested and span.end_ms <= stack[-1].end_ms) for stack in under_way)
-        number = next((number for number, fit in enumerate(fits) if fit), len(rows))
-        if number == len(rows):
-            rows.append([])
-            under_way.append([])
-        rows[number].append(span)
-        under_way[number].append(span)
-    return rows
+        line = next((line for line in rows if _has_room(line[1], span, nested)), None)
+        if line is None:
+            rows.append(line := ([], []))
+        for spans_of_line in line:
+            spans_of_line.append(span)
+    return [row for row, _ in rows]
+
+
+def _has_room(under_way: list[Span], span: Span, nested: bool) -> bool:
+    while under_way and under_way[-1].end_ms <= span.start_ms:
+        under_way.pop()
+    return not under_way or (nested and span.end_ms <= under_way[-1].end_ms)
 
 
 def length(intervals: Iterable[Interval]) -> float:
     """Return the time that disjoint intervals cover, milliseconds."""
     return sum(end - start for start, end in intervals)
-
-
-def intervals_of(spans: Iterable[Span]) -> Iterable[Interval]:
-    """Return begin and end of each span."""
-    return ((span.start_ms, span.end_ms) for span in spans)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 import statistics
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from itertools import pairwise
 
 from ..schedules import Stage
@@ -16,26 +16,6 @@ _STEP_MARK = re.compile(r"ProfilerStep#\d+$")
 _NOTE = "overlapped: "
 
 _LEAST_MS = 1e-3  # of a window: a single event can last no time at all
-
-
-@dataclass(frozen=True, slots=True)
-class Window:
-    """A part of a timeline.
-
-    Args:
-        start_ms: Begin of the window.
-        end_ms: End of the window.
-        num_steps: Steps in it.
-    """
-
-    start_ms: float
-    end_ms: float
-    num_steps: int = 1
-
-    @property
-    def interval(self) -> Interval:
-        """Begin and end."""
-        return self.start_ms, self.end_ms
 
 
 def is_step_mark(name: str) -> bool:
@@ -58,13 +38,12 @@ def noted_stages(spans: Iterable[Span]) -> frozenset[Stage] | None:
     return None
 
 
-def find_steps(spans: Iterable[Span]) -> list[Window]:
+def find_steps(spans: Iterable[Span]) -> list[Interval]:
     """Return the steps of a timeline: torch.profiler's marks, else from one dense forward to the next, else none."""
     spans = list(spans)
-    marked = [span for span in spans if is_step_mark(span.name)]
+    marked = [(span.start_ms, span.end_ms) for span in spans if is_step_mark(span.name)]
     if marked:
-        marked.sort(key=lambda span: span.start_ms)
-        return [Window(span.start_ms, span.end_ms) for span in marked]
+        return sorted(marked)
     forwards = [span for span in spans if span.stage is Stage.DENSE_FORWARD and span.kind is not Category.COMMUNICATION]
     forwards = [span for span in forwards if span.lane == HOST_LANE] or forwards
     starts: dict[object, float] = {}
@@ -74,11 +53,11 @@ def find_steps(spans: Iterable[Span]) -> list[Window]:
             continue
         outermost_end = max(outermost_end, span.end_ms)
         starts.setdefault(("start", span.start_ms) if span.batch is None else span.batch, span.start_ms)
-    return [Window(start, end) for start, end in pairwise(sorted(starts.values()))]
+    return list(pairwise(sorted(starts.values())))
 
 
-def window_of(spans: Sequence[Span]) -> Window:
-    """Return what the numbers of a timeline are taken from.
+def window_of(spans: Sequence[Span]) -> tuple[Interval, int]:
+    """Return what the numbers of a timeline are taken from, and how many steps that is.
 
     With torch.profiler's step marks that is all that a GPU's streams did, as they run later than the host's marks, and
     without a GPU from the first mark to the last. Without marks it is from the first step's begin to the last one's
@@ -93,10 +72,10 @@ def window_of(spans: Sequence[Span]) -> Window:
     on_gpu = [span for span in spans if is_on_stream(span) and span.kind is not Category.WAIT]
     marked = any(is_step_mark(span.name) for span in spans)
     if steps and not (marked and on_gpu):
-        return Window(steps[0].start_ms, steps[-1].end_ms, len(steps))
+        return (steps[0][0], steps[-1][1]), len(steps)
     found = on_gpu or spans
     start, end = min(span.start_ms for span in found), max(span.end_ms for span in found)
-    return Window(start, max(end, start + _LEAST_MS), max(1, len(steps)))
+    return (start, max(end, start + _LEAST_MS)), max(1, len(steps))
 
 
 def is_on_stream(span: Span) -> bool:
@@ -104,7 +83,7 @@ def is_on_stream(span: Span) -> bool:
     return "stream " in span.lane
 
 
-def steady_window(spans: Sequence[Span], num_steps: int) -> Window:
+def steady_window(spans: Sequence[Span], num_steps: int) -> Interval:
     """Return so many consecutive steps to draw: of all such runs the one whose steps are nearest to the median.
 
     Raises:
@@ -114,10 +93,9 @@ def steady_window(spans: Sequence[Span], num_steps: int) -> Window:
         raise ValueError(f"the number of steps to draw has to be at least 1, got {num_steps}.")
     steps = find_steps(spans)
     if not steps:
-        return window_of(spans)
+        return window_of(spans)[0]
     num_steps = min(num_steps, len(steps))
-    usual = statistics.median(step.end_ms - step.start_ms for step in steps)
+    usual = statistics.median(end - start for start, end in steps)
     runs = [steps[first : first + num_steps] for first in range(len(steps) - num_steps + 1)]
-
-    best = min(runs, key=lambda run: sum(abs(step.end_ms - step.start_ms - usual) for step in run))
-    return Window(best[0].start_ms, best[-1].end_ms, num_steps)
+    best = min(runs, key=lambda run: sum(abs(end - start - usual) for start, end in run))
+    return best[0][0], best[-1][1]

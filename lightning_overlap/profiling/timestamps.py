@@ -9,19 +9,22 @@ from typing import Any
 import torch
 
 from ..schedules import Stage
-from .spans import Category
+from .spans import Category, Span
 
 
 class HostTimestamps:
     """Points in time of the calling thread."""
+
+    shift_ms = 0.0
+    """What is added to them, to be compared with another clock's."""
 
     def mark(self) -> float:
         """Return the time now, milliseconds."""
         return time.perf_counter() * 1e3
 
     def ms(self, mark: float) -> float:
-        """Return the mark."""
-        return mark
+        """Return the mark, shifted."""
+        return mark + self.shift_ms
 
     def wait(self) -> None:
         """Do nothing: every mark can be read."""
@@ -43,10 +46,6 @@ class CudaTimestamps:
         event = torch.cuda.Event(enable_timing=True)
         event.record(torch.cuda.current_stream(self._device))
         return event
-
-    def over(self, mark: torch.cuda.Event) -> bool:
-        """Whether the device has come past an event; does not wait."""
-        return bool(mark.query())
 
     def ms(self, mark: torch.cuda.Event) -> float:
         """Return when that was, counted from the first mark."""
@@ -71,14 +70,10 @@ class Record:
     """A span to be: begin and end are points in time that are read later.
 
     Attributes:
-        kind: What it is.
-        lane: The stream or thread it runs on.
-        name: What to call it.
-        stage: The stage it belongs to, if any.
-        batch: The batch it is for, if any.
+        kind: As of a `Span`, like the next four.
+        clock: Takes its times.
         start: When it began.
         end: When it ended; None before that.
-        on_host: Whether the host's clock took the times, and not a device's.
         sent_bytes: What it sends to other ranks, if it is a collective.
         saved_bytes: What it would have sent besides, in full precision.
     """
@@ -88,8 +83,24 @@ class Record:
     name: str
     stage: Stage | None
     batch: int | None
+    clock: Timestamps
     start: Any
     end: Any = None
-    on_host: bool = True
     sent_bytes: int = 0
     saved_bytes: int = 0
+
+    @property
+    def is_on_host(self) -> bool:
+        """Whether the host's clock takes its times, and not a device's."""
+        return isinstance(self.clock, HostTimestamps)
+
+    @property
+    def start_ms(self) -> float:
+        """When it began, milliseconds."""
+        return self.clock.ms(self.start)
+
+    def span(self) -> Span:
+        """Return the span of a record that has ended."""
+        start_ms = self.start_ms
+        end_ms = max(start_ms, self.clock.ms(self.end))
+        return Span(start_ms, end_ms, self.kind, self.lane, self.name, self.stage, self.batch)

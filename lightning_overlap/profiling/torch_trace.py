@@ -1,22 +1,22 @@
 """Read a trace of torch.profiler (Kineto): what ran on each GPU stream and host thread, for which stage and batch.
 
 A kernel belongs to the annotation in which it was launched: kernel -> correlation -> launch -> innermost `## ... ##`
-of the launching thread. Without a GPU, what the threads did is read from annotations, operators and gloo's events.
+of the launching thread. What a rank without a GPU does, the recorder of this package notes (`recorder.py`).
 """
 
 from __future__ import annotations
 
 import bisect
 import re
-from collections import defaultdict, deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from operator import attrgetter
 from pathlib import Path
 from typing import NamedTuple
 
 from ..schedules import Stage
 from . import trace_names as names
-from .spans import EMBEDDINGS, HOST_LANE, Category, Span, intersection, subtract, union
+from .spans import EMBEDDINGS, HOST_LANE, Category, Span
 from .steps import is_step_mark
 from .trace_file import Event, TraceError, TraceFile, is_own, load, own_spans
 
@@ -31,19 +31,18 @@ QUEUED_US = 10
 
 _ON_DEVICE = ("kernel", "gpu_memcpy", "gpu_memset")
 _RUNTIME = ("cuda_runtime", "cuda_driver")
-_RECEIVE, _SEND = "gloo:recv", "gloo:send"
 _DAY_US = 86400e6
 
 
 def read_trace(path: Path | str) -> dict[int, list[Span]]:
     """Return the spans of a trace by rank, in order of time.
 
-    Lanes are "host" (the thread that trains), "autograd", "thread N", "stream N" (a GPU's) and "gloo" (its threads).
-    Times are milliseconds since midnight, so that traces of one host share their clock. A rank that the file does not
-    name is 0.
+    Lanes are "host" (the thread that trains), "autograd", "thread N" and "stream N" (a GPU's). Times are milliseconds
+    since midnight, so that traces of one host share their clock. A rank that the file does not name is 0.
 
     Args:
-        path: JSON or gzipped JSON, by torch.profiler or by `write_trace`, which gives its spans back as they were.
+        path: JSON or gzipped JSON, by torch.profiler of a run on a GPU, or by `write_trace`, which gives its spans back
+            as they were.
 
     Raises:
         TraceError: It is no such file; the message says what it is.
@@ -51,22 +50,22 @@ def read_trace(path: Path | str) -> dict[int, list[Span]]:
     file = load(Path(path))
     if is_own(file):
         return own_spans(file)
+    if not any(event.category in _ON_DEVICE for event in file.events):
+        found = Counter(event.category for event in file.events).most_common()
+        raise TraceError(
+            f"{path} holds no work of a GPU.\n  got:  {', '.join(f'{num} {kind}' for kind, num in found)}\n"
+            "  A run on a CPU is drawn by the callback OverlapTimeline (overlap-train callbacks=timeline), whose trace "
+            "is read here. On a GPU, profile with ProfilerActivity.CUDA among the activities."
+        )
     info = file.about.get("distributedInfo")
     rank = info.get("rank") if isinstance(info, dict) else None
-    spans = _Reader(file).spans()
-    if not spans:
-        raise TraceError(
-            f"{path} holds nothing to draw: no annotation, no operator on the host, no kernel.\n"
-            f"  got:  {len(file.events)} events of other kinds\n  Profile at least one training step."
-        )
-    return {rank if isinstance(rank, int) else 0: spans}
+    return {rank if isinstance(rank, int) else 0: _Reader(file).spans()}
 
 
 class _Context(NamedTuple):
     """What a moment of a thread is under, from the innermost of each kind."""
 
     stage: Stage | None = None
-    kind: Category | None = None
     batch: int | None = None
     annotation: str = ""
     operator: str = ""
@@ -76,26 +75,15 @@ class _Context(NamedTuple):
     def inside(self, event: Event) -> _Context:
         """Return the context of what runs inside an event."""
         if event.category == "cpu_op":
-            meaning = names.of_operator(event.name)
-            if meaning is None:
-                return self._replace(operator=event.name)
-            return self._replace(operator=event.name, stage=meaning.stage, kind=meaning.kind)
-        meaning = names.of_annotation(event.name)
-        batch = names.batch_of(event.name)
-        return _Context(
-            self.stage if meaning is None else meaning.stage,
-            self.kind if meaning is None else meaning.kind,
-            self.batch if batch is None else batch,
-            names.without_batch(event.name) if meaning is not None or event.name.startswith("##") else self.annotation,
-            "",
-            self.source,
-            self.caller,
+            return self._replace(operator=event.name, stage=names.of_operator(event.name) or self.stage)
+        stage, batch = names.of_annotation(event.name), names.batch_of(event.name)
+        is_known = stage is not None or event.name.startswith("##")
+        return self._replace(
+            stage=stage or self.stage,
+            batch=self.batch if batch is None else batch,
+            annotation=names.without_batch(event.name) if is_known else self.annotation,
+            operator="",
         )
-
-
-class _Launch(NamedTuple):
-    end_us: float
-    context: _Context
 
 
 class _Reader:
@@ -108,34 +96,22 @@ class _Reader:
         base_us = float(base) / 1e3 if isinstance(base, (int, float, str)) and str(base).isdigit() else 0.0
         self._first_us = first_us
         self._midnight_ms = (first_us % _DAY_US + base_us % _DAY_US) % _DAY_US / 1e3
-        self._has_gpu = any(event.category in _ON_DEVICE for event in file.events)
-        self._launches: dict[object, _Launch] = {}
-        self._issued: defaultdict[str, deque[tuple[float, _Context]]] = defaultdict(deque)
+        self._launches: dict[object, tuple[float, _Context]] = {}  # correlation -> when the call ended, and its context
         self._spans: list[Span] = []
 
     def spans(self) -> list[Span]:
         threads: defaultdict[tuple[object, object], list[Event]] = defaultdict(list)
-        on_device, collectives = [], []
+        on_device = []
         for event in self._events:
             if event.category in _ON_DEVICE:
                 on_device.append(event)
-            elif event.category == "user_annotation" and event.name.startswith("gloo:"):
-                if event.name == _RECEIVE:  # made by the thread that issues, until it has waited
-                    posted = event._replace(category="cpu_op", name="c10d::recv_", end_us=event.start_us)
-                    threads[event.pid, event.tid].append(posted)
-                if event.name != _SEND:  # goes with a receive
-                    collectives.append(event)
-            else:
+            elif not event.name.startswith("gloo:"):  # the ranks' host asks something; no step waits for that
                 threads[event.pid, event.tid].append(event)
         for lane, events in _lanes(threads).items():
             events.sort(key=lambda event: (event.start_us, -event.end_us))
             for event, around, inside in _nest(_without_closures(events)):
                 self._on_host(lane, event, around, inside)
-        self._collectives_on_host(collectives)
-        if self._has_gpu:
-            self._on_device(on_device)
-        else:
-            self._spans += _waits_for_gradients(self._spans, threads.values(), self._ms)
+        self._on_device(on_device)
         return sorted(self._spans, key=attrgetter("start_ms", "end_ms"))
 
     def _ms(self, time_us: float) -> float:
@@ -149,17 +125,14 @@ class _Reader:
 
     def _on_host(self, lane: str, event: Event, around: _Context, inside: _Context) -> None:
         if event.category in _RUNTIME:
-            self._launches[event.args.get("correlation")] = _Launch(event.end_us, around)
+            self._launches[event.args.get("correlation")] = event.end_us, around
             self._blocked(lane, event, around)
         elif event.category == "cpu_op":
-            if event.name.startswith("c10d::"):
-                self._issued[_collective(event.name)].append((event.start_us, around))
-            elif not self._has_gpu:
-                self._operator(lane, event, around, inside)
-            elif lane != HOST_LANE and (inside.stage, inside.kind) != (around.stage, around.kind):
-                self._add(event, Category.HOST, lane, _operator_name(event.name), inside)  # autograd issues kernels
-        elif event.category == "user_annotation":
-            self._annotation(lane, event, around, inside)
+            if lane != HOST_LANE and inside.stage is not around.stage:  # autograd issues kernels
+                name = event.name.removeprefix("autograd::engine::evaluate_function: ")
+                self._add(event, Category.HOST, lane, name, inside)
+        elif around.stage is None or (inside.stage, inside.batch) != (around.stage, around.batch):
+            self._add(event, Category.HOST, lane, event.name.strip("# ") or event.name, inside)
 
     def _blocked(self, lane: str, event: Event, context: _Context) -> None:
         if event.end_us - event.start_us < BLOCKED_US or not names.is_blocking(event.name):
@@ -168,51 +141,22 @@ class _Reader:
             return  # the profiler's own, when it ends
         self._add(event, Category.WAIT, lane, context.operator or event.name, context, _where(context, event.name))
 
-    def _operator(self, lane: str, event: Event, around: _Context, inside: _Context) -> None:
-        """Without a GPU the computing is done here: by the operators that nothing else stands for."""
-        if (inside.stage, inside.kind) != (around.stage, around.kind):
-            assert inside.kind is not None
-            self._add(event, inside.kind, lane, _operator_name(event.name), inside, _where(around))
-        elif around.stage is None and not around.operator:
-            self._add(event, Category.DENSE, lane, event.name, inside)
-
-    def _annotation(self, lane: str, event: Event, around: _Context, inside: _Context) -> None:
-        name = event.name.strip("# ") or event.name
-        if names.of_annotation(event.name) is None:
-            if around.stage is None:
-                self._add(event, Category.HOST, lane, name, inside)
-            return
-        kind = inside.kind if inside.kind is not None and not self._has_gpu else Category.HOST
-        if inside.batch != around.batch or (inside.stage, inside.kind) != (around.stage, around.kind):
-            detail = _where(around) if kind is Category.WAIT else ""
-            if kind is Category.WAIT and inside.stage is Stage.EMBEDDING_LOOKUP:
-                name = f"{EMBEDDINGS}: {name}"
-            self._add(event, kind, lane, name, inside, detail)
-
-    def _collectives_on_host(self, events: list[Event]) -> None:
-        """Gloo's threads run collectives in the order of their issue, and do not say for whom."""
-        for event in sorted(events, key=attrgetter("start_us")):
-            issued = self._issued[_collective(event.name)]
-            context = _Context()
-            if issued and issued[0][0] <= event.end_us:
-                context = issued.popleft()[1]
-            self._add(event, Category.COMMUNICATION, "gloo", event.name, context, _where(context))
-
     # -- the GPU's streams ------------------------------------------------------------------------------------------
 
     def _on_device(self, events: list[Event]) -> None:
         devices = {event.args.get("device") for event in events}
-        backwards = sorted(
-            (span.start_ms, span.end_ms, span.batch)
+        backwards = [
+            span
             for span in self._spans
             if span.stage is Stage.BACKWARD and span.lane == HOST_LANE and span.batch is not None
-        )
+        ]
         streams: defaultdict[str, list[tuple[Event, Span]]] = defaultdict(list)
         for event in sorted(events, key=attrgetter("start_us")):
-            launch = self._launches.get(event.args.get("correlation"))
-            context = _Context() if launch is None else launch.context
-            if launch is not None and context.stage is Stage.BACKWARD and context.batch is None:
-                context = context._replace(batch=_batch_at(backwards, self._ms(launch.end_us)))
+            launched_us, context = self._launch_of(event)
+            if context.stage is Stage.BACKWARD and context.batch is None:
+                at_ms = self._ms(launched_us)
+                around = (span.batch for span in backwards if span.start_ms <= at_ms <= span.end_ms)
+                context = context._replace(batch=next(around, None))
             kind = names.kind_of_kernel(event.name) if event.category == "kernel" else Category.COPY
             lane = f"stream {event.args.get('stream', event.tid)}"
             if len(devices) > 1:
@@ -222,25 +166,27 @@ class _Reader:
             streams[lane].append((event, self._spans[-1]))
         self._spans += list(self._waits_of_kernels(streams))
 
+    def _launch_of(self, event: Event) -> tuple[float, _Context]:
+        return self._launches.get(event.args.get("correlation"), (float("inf"), _Context()))
+
     def _waits_of_kernels(self, streams: Mapping[str, Sequence[tuple[Event, Span]]]) -> Iterator[Span]:
         """Kernels of the compute stream that were launched in time and still did not start: an event held them.
 
         What ended on another stream right before the kernel began is what it waited for.
         """
-        busy_ms = {
-            lane: sum(span.duration_ms for _, span in found if span.kind is Category.DENSE)
-            for lane, found in streams.items()
-        }
-        compute = max(busy_ms, key=lambda lane: busy_ms[lane])
+        compute = max(
+            streams,
+            key=lambda lane: sum(span.duration_ms for _, span in streams[lane] if span.kind is Category.DENSE),
+        )
         others = sorted(
             (span for lane, found in streams.items() if lane != compute for _, span in found), key=attrgetter("end_ms")
         )
         ends = [span.end_ms for span in others]
-        free_us = float("inf")
-        for event, span in streams[compute]:
-            launch = self._launches.get(event.args.get("correlation"))
-            if launch is not None and event.start_us - max(free_us, launch.end_us) > QUEUED_US:
-                waits_from = self._ms(max(free_us, launch.end_us))
+        free_us = streams[compute][0][0].end_us
+        for event, span in streams[compute][1:]:
+            could_us = max(free_us, self._launch_of(event)[0])
+            if event.start_us - could_us > QUEUED_US:
+                waits_from = self._ms(could_us)
                 last = bisect.bisect_right(ends, span.start_ms + 1e-3) - 1
                 name, stage, detail = f"{span.name} waits in the queue", None, ""
                 if last >= 0 and ends[last] > max(waits_from, span.start_ms - RELEASED_MS):
@@ -249,18 +195,15 @@ class _Reader:
                     if stage is Stage.EMBEDDING_LOOKUP and held_by.kind is not Category.COPY:
                         name = f"{EMBEDDINGS}: {name}"
                 yield Span(waits_from, span.start_ms, Category.WAIT, compute, name, stage, span.batch, detail)
-            free_us = event.end_us if free_us == float("inf") else max(free_us, event.end_us)
+            free_us = max(free_us, event.end_us)
 
 
 def _lanes(threads: Mapping[tuple[object, object], list[Event]]) -> dict[str, list[Event]]:
     """Name the host's threads; the one with the most annotations trains."""
 
-    def marks(events: Iterable[Event]) -> tuple[int, int]:
-        known = sum(
-            event.category == "user_annotation" and (event.name.startswith("##") or is_step_mark(event.name))
-            for event in events
-        )
-        return known, sum(1 for _ in events)
+    def marks(events: Sequence[Event]) -> tuple[int, int]:
+        ranges = [event.name for event in events if event.category == "user_annotation"]
+        return sum(name.startswith("##") or is_step_mark(name) for name in ranges), len(events)
 
     if not threads:
         return {}
@@ -274,17 +217,19 @@ def _lanes(threads: Mapping[tuple[object, object], list[Event]]) -> dict[str, li
     return lanes
 
 
-def _without_closures(events: Sequence[Event]) -> Iterator[Event]:
+def _without_closures(events: Sequence[Event]) -> list[Event]:
     """Drop optimizer steps with a forward inside: Lightning passes forward and backward to them as a closure."""
     forwards = [
-        event.start_us for event in events if event.category == "user_annotation" and names.is_forward(event.name)
+        event.start_us
+        for event in events
+        if event.category == "user_annotation" and names.of_annotation(event.name) is Stage.DENSE_FORWARD
     ]
-    for event in events:
-        if event.name.startswith("Optimizer.step#"):  # PyTorch's, around a step that calls the closure it is given
-            first = bisect.bisect_left(forwards, event.start_us)
-            if first < len(forwards) and forwards[first] < event.end_us:
-                continue
-        yield event
+    return [
+        event
+        for event in events
+        if not event.name.startswith("Optimizer.step#")  # PyTorch's, around a step that calls the closure it is given
+        or not any(event.start_us <= start_us < event.end_us for start_us in forwards)
+    ]
 
 
 def _nest(events: Iterable[Event]) -> Iterator[tuple[Event, _Context, _Context]]:
@@ -313,31 +258,6 @@ def _nest(events: Iterable[Event]) -> Iterator[tuple[Event, _Context, _Context]]
         stack.append((event.end_us, inside))
 
 
-def _waits_for_gradients(
-    spans: Sequence[Span], threads: Iterable[Sequence[Event]], to_ms: Callable[[float], float]
-) -> list[Span]:
-    """Return the pauses of autograd's engine while a collective was under way: it waited for that one.
-
-    Without one to wait for it runs operators without a pause.
-    """
-    ran = union((to_ms(e.start_us), to_ms(e.end_us)) for events in threads for e in events if e.category == "cpu_op")
-    under_way = union((span.start_ms, span.end_ms) for span in spans if span.kind is Category.COMMUNICATION)
-    found = []
-    for span in spans:
-        if span.stage is Stage.BACKWARD and span.kind is Category.DENSE and span.name.startswith("backward"):
-            pauses = subtract([(span.start_ms, span.end_ms)], ran)
-            for start, end in intersection(pauses, under_way):
-                if (end - start) * 1e3 >= BLOCKED_US:
-                    name = "wait for gradients"
-                    found.append(Span(start, end, Category.WAIT, span.lane, name, Stage.BACKWARD, span.batch))
-    return found
-
-
-def _batch_at(windows: Sequence[tuple[float, float, int | None]], time_ms: float) -> int | None:
-    index = bisect.bisect_right(windows, time_ms, key=lambda window: window[0]) - 1
-    return windows[index][2] if index >= 0 and windows[index][1] >= time_ms else None
-
-
 def _where(context: _Context, call: str = "") -> str:
     """Say where something happened: the call, the annotation around it, the source line, and the user's above it."""
     under = f"under {context.annotation}" if context.annotation else ""
@@ -345,15 +265,6 @@ def _where(context: _Context, call: str = "") -> str:
     if context.caller and context.caller != context.source:
         at += f", called from {context.caller}"
     return " ".join(filter(None, (call, under, at)))
-
-
-def _collective(name: str) -> str:
-    """Return the collective that c10d's operator or gloo's event is: `c10d::alltoall_base_` is `gloo:all_to_all`."""
-    return re.sub(r"[^a-z]", "", name.split(":")[-1].lower()).removesuffix("base").removesuffix("single")
-
-
-def _operator_name(name: str) -> str:
-    return name.removeprefix("autograd::engine::evaluate_function: ")
 
 
 def _kernel_name(name: str) -> str:

@@ -36,34 +36,23 @@ class TraceError(ValueError):
 
 
 class Event(NamedTuple):
-    """A complete event of a trace.
-
-    Args:
-        category: For example "kernel" or "cpu_op"; a `Category` in the files of this package.
-        name: What the event is called.
-        pid: Process, or the device's number.
-        tid: Thread or stream.
-        start_us: Begin, microseconds of the trace's clock.
-        end_us: End, microseconds.
-        args: What was noted with it, so far as it is used here.
-    """
+    """A complete event of a trace, in microseconds of its clock."""
 
     category: str
+    """For example "kernel" or "cpu_op"; a `Category` in the files of this package."""
     name: str
     pid: Any
+    """Process, or the device's number."""
     tid: Any
+    """Thread or stream."""
     start_us: float
     end_us: float
     args: Mapping[str, Any]
+    """Those of `_ARGS`."""
 
 
 class TraceFile(NamedTuple):
-    """What a file holds.
-
-    Args:
-        events: Its complete events of known categories, in the file's order.
-        about: The rest of its top level.
-    """
+    """Complete events of known categories, in the file's order, and the rest of the file's top level."""
 
     events: list[Event]
     about: Mapping[str, Any]
@@ -97,7 +86,7 @@ def load(path: Path) -> TraceFile:
     if not kept:
         raise TraceError(
             f"{path} holds nothing to draw: no kernel, operator or annotation.\n  got:  {len(events)} entries of other "
-            "kinds\n  Profile at least one step, with ProfilerActivity.CPU (and CUDA on a GPU) among the activities."
+            "kinds\n  Profile at least one step, with ProfilerActivity.CPU and CUDA among the activities."
         )
     return TraceFile(kept, {key: value for key, value in about.items() if key != "traceEvents"})
 
@@ -213,28 +202,23 @@ def write_trace(path: Path | str, ranks: Mapping[int, Iterable[Span]]) -> None:
 
 
 def _events_of(rank: int, spans: Sequence[Span]) -> Iterable[dict[str, Any]]:
-    yield _name("process", rank, 0, f"rank {rank}")
-    yield {"ph": "M", "name": "process_sort_index", "pid": rank, "tid": 0, "args": {"sort_index": rank}}
+    def about(what: str, tid: int, **args: Any) -> dict[str, Any]:
+        return {"ph": "M", "name": what, "pid": rank, "tid": tid, "args": args}
+
+    yield about("process_name", 0, name=f"rank {rank}")
+    yield about("process_sort_index", 0, sort_index=rank)
     tid = 0
     for lane in dict.fromkeys(span.lane for span in spans):
         # Viewers nest what is on one row. What overlaps without nesting goes on a row of its own.
         for number, row in enumerate(rows_of([span for span in spans if span.lane == lane], nested=True)):
             tid += 1
-            yield _name("thread", rank, tid, lane if number == 0 else f"{lane} ({number + 1})")
-            yield {"ph": "M", "name": "thread_sort_index", "pid": rank, "tid": tid, "args": {"sort_index": tid}}
+            yield about("thread_name", tid, name=lane if number == 0 else f"{lane} ({number + 1})")
+            yield about("thread_sort_index", tid, sort_index=tid)
             for span in row:
-                args: dict[str, Any] = {"lane": lane, "start_ms": span.start_ms, "end_ms": span.end_ms}
-                if span.stage is not None:
-                    args["stage"] = span.stage.value
-                if span.batch is not None:
-                    args["batch"] = span.batch
-                if span.detail:
-                    args["detail"] = span.detail
+                args = {"lane": lane, "start_ms": span.start_ms, "end_ms": span.end_ms}
+                known = {"stage": span.stage and span.stage.value, "batch": span.batch, "detail": span.detail or None}
                 yield {
                     **{"ph": "X", "cat": span.kind.value, "name": span.name, "pid": rank, "tid": tid},
-                    **{"ts": span.start_ms * 1e3, "dur": span.duration_ms * 1e3, "args": args},
+                    **{"ts": span.start_ms * 1e3, "dur": span.duration_ms * 1e3},
+                    "args": args | {name: value for name, value in known.items() if value is not None},
                 }
-
-
-def _name(what: str, pid: int, tid: int, name: str) -> dict[str, Any]:
-    return {"ph": "M", "name": f"{what}_name", "pid": pid, "tid": tid, "args": {"name": name}}

@@ -4,62 +4,47 @@ from __future__ import annotations
 
 import re
 import sys
+from collections.abc import Iterable
 from functools import cache
-from typing import NamedTuple
 
 from ..schedules import Stage
 from .spans import Category
 
-
-class Meaning(NamedTuple):
-    """What a name says: its stage, and what the thread does meanwhile, where the computing is done on a CPU."""
-
-    stage: Stage
-    kind: Category
-
-
-_HOST, _WAIT, _LOOKUP = Category.HOST, Category.WAIT, Category.LOOKUP
-_ANNOTATIONS: tuple[tuple[str, Stage, Category], ...] = (
+_ANNOTATIONS: tuple[tuple[str, Stage], ...] = (
     # The awaitables: TorchRec names its wait() after the class.
-    (r"(splitsalltoall|(fused)?kjt\w*splits)awaitable wait\(\)", Stage.INPUT_SPLITS_DIST, _WAIT),
-    (r"(fused)?kjt\w*awaitable wait\(\)", Stage.INPUT_DATA_DIST, _WAIT),
-    (r"all2all_tw_data:wait|all2all_data:\w*_wait", Stage.INPUT_DATA_DIST, _WAIT),
-    (r"(\w+awaitable|request|earlyrows|(early|lazy)embeddings) wait\(\)", Stage.EMBEDDING_LOOKUP, _WAIT),
-    (r"forward:wait_all2all", Stage.EMBEDDING_LOOKUP, _WAIT),
+    (r"(splitsalltoall|(fused)?kjt\w*splits)awaitable wait\(\)", Stage.INPUT_SPLITS_DIST),
+    (r"(fused)?kjt\w*awaitable wait\(\)|all2all_tw_data:wait|all2all_data:\w*_wait", Stage.INPUT_DATA_DIST),
+    (r"(\w+awaitable|request|earlyrows|(early|lazy)embeddings) wait\(\)", Stage.EMBEDDING_LOOKUP),
+    (r"forward:wait_all2all", Stage.EMBEDDING_LOOKUP),
     # Copies.
-    (r"(inplace_)?copy_(batch_)?to_(gpu|device)|copy_batch", Stage.COPY_BATCH_TO_DEVICE, Category.COPY),
-    (r"next_batch|load[ _]batch", Stage.COPY_BATCH_TO_DEVICE, Category.COPY),
-    (r"wait_for_batch|enumerate\(dataloader\)", Stage.COPY_BATCH_TO_DEVICE, Category.COPY),
+    (r"(inplace_)?copy_(batch_)?to_(gpu|device)|copy_batch", Stage.COPY_BATCH_TO_DEVICE),
+    (r"next_batch|load[ _]batch|wait_for_batch|enumerate\(dataloader\)", Stage.COPY_BATCH_TO_DEVICE),
     # The input dist. What belongs to one half of it comes before the names of the whole.
-    (r"all2all_data:kjt splits|\[splits_dist\]|input_splits_dist", Stage.INPUT_SPLITS_DIST, _HOST),
-    (r"(start_)?sparse_data_dist|all2all_\w+:init", Stage.INPUT_SPLITS_DIST, _HOST),
-    (r"all2all_\w+:|input_data_dist|wait_sparse_data_dist", Stage.INPUT_DATA_DIST, _HOST),
-    (r"dist_init:recat|runtime_forward_assemble_kjt", Stage.INPUT_DATA_DIST, _HOST),
-    (r"permute_id_(score_)?list_features", Stage.INPUT_SPLITS_DIST, _HOST),
+    (r"all2all_data:kjt splits|\[splits_dist\]|input_splits_dist", Stage.INPUT_SPLITS_DIST),
+    (r"(start_)?sparse_data_dist|all2all_\w+:init|permute_id_(score_)?list_features", Stage.INPUT_SPLITS_DIST),
+    (r"all2all_\w+:|input_data_dist|wait_sparse_data_dist", Stage.INPUT_DATA_DIST),
+    (r"dist_init:recat|runtime_forward_assemble_kjt", Stage.INPUT_DATA_DIST),
     # Backward's collectives, before those of the forward that carry the same words.
-    (r"(all2all|reducescatter|allgather|variable_batch|alltoall|reduce_scatter)\w*_bwd?\b", Stage.BACKWARD, _HOST),
-    (r"alltoall_bwd_single|all2all_\w+_bwd", Stage.BACKWARD, _HOST),
+    (r"(all2all|reducescatter|allgather|variable_batch|alltoall|reduce_scatter)\w*_bwd?\b", Stage.BACKWARD),
+    (r"alltoall_bwd_single|all2all_\w+_bwd", Stage.BACKWARD),
     # The lookup, and the all-to-all of embeddings.
-    (r"\[lookup\]|sparse_forward|embedding_lookup_and_pin", Stage.EMBEDDING_LOOKUP, _LOOKUP),
-    (r"(sharded_module_|_)?prefetch", Stage.PREFETCH, _LOOKUP),
-    (r"uvm_lookup_prefetched_rows", Stage.EMBEDDING_LOOKUP, _LOOKUP),
-    (r"(start_)?embedding_lookup|\[output_dist\]", Stage.EMBEDDING_LOOKUP, _HOST),
-    (r"(all2all|reducescatter|allgather|variable_batch|alltoall|reduce_scatter)", Stage.EMBEDDING_LOOKUP, _HOST),
-    (r"embedding_update", Stage.EMBEDDING_UPDATE, Category.DENSE),
+    (r"(sharded_module_|_)?prefetch", Stage.PREFETCH),
+    (r"\[lookup\]|sparse_forward|(start_)?embedding_lookup|uvm_lookup_prefetched_rows", Stage.EMBEDDING_LOOKUP),
+    (r"\[output_dist\]|all2all|reducescatter|allgather|variable_batch|alltoall", Stage.EMBEDDING_LOOKUP),
+    (r"reduce_scatter", Stage.EMBEDDING_LOOKUP),
+    (r"embedding_update", Stage.EMBEDDING_UPDATE),
     # The dense part.
-    (r"emb_backward|backward", Stage.BACKWARD, Category.DENSE),
-    (r"optimizer_step|optimizer( \d+)?$|optimizer\.step#", Stage.OPTIMIZER_STEP, Category.DENSE),
-    (r"dense_forward|forward|distributeddataparallel\.forward", Stage.DENSE_FORWARD, Category.DENSE),
+    (r"emb_backward|backward", Stage.BACKWARD),
+    (r"optimizer_step|optimizer( \d+)?$|optimizer\.step#", Stage.OPTIMIZER_STEP),
+    (r"dense_forward|forward|distributeddataparallel\.forward", Stage.DENSE_FORWARD),
 )  # fmt: skip
-_OPERATORS: tuple[tuple[str, Stage, Category], ...] = (
+_OPERATORS: tuple[tuple[str, Stage], ...] = (
     # TorchRec's backward of an all-to-all's request waits for the gradients on their way.
-    (r"autograd::engine::\w+: (all2all|reducescatter|allgather|variable)\w*reqback", Stage.BACKWARD, _WAIT),
-    (r"autograd::engine::evaluate_function", Stage.BACKWARD, Category.DENSE),
-    (r"fbgemm::(split_embedding_codegen_lookup|dense_embedding_codegen_lookup)", Stage.EMBEDDING_LOOKUP, _LOOKUP),
-    (r"fbgemm::(lxu_cache_(populate|lookup)|bounds_check_indices)", Stage.EMBEDDING_LOOKUP, _LOOKUP),
+    (r"autograd::engine::evaluate_function", Stage.BACKWARD),
+    (r"autograd::engine::\w+: (all2all|reducescatter|allgather|variable)\w*reqback", Stage.BACKWARD),
+    (r"fbgemm::(split_embedding_codegen_lookup|dense_embedding_codegen_lookup)", Stage.EMBEDDING_LOOKUP),
+    (r"fbgemm::(lxu_cache_(populate|lookup)|bounds_check_indices)", Stage.EMBEDDING_LOOKUP),
 )  # fmt: skip
-_ANNOTATION = [(re.compile(pattern), Meaning(stage, kind)) for pattern, stage, kind in _ANNOTATIONS]
-_OPERATOR = [(re.compile(pattern), Meaning(stage, kind)) for pattern, stage, kind in _OPERATORS]
 
 _BATCH = re.compile(r"## .*?[\s:](\d+)(?: on CPU)? ##$")
 _SPARSE_KERNEL = re.compile(
@@ -78,24 +63,19 @@ _LIBRARIES = {
 
 
 @cache
-def of_annotation(name: str) -> Meaning | None:
-    """Return what an annotation (`## forward 3 ##`) says, None for one that nobody knows."""
-    key = name.strip("# ").lower()
-    return next((meaning for pattern, meaning in _ANNOTATION if pattern.match(key)), None)
+def of_annotation(name: str) -> Stage | None:
+    """Return the stage that an annotation (`## forward 3 ##`) is of, None for one that nobody knows."""
+    return _first(_ANNOTATIONS, name.strip("# "))
 
 
 @cache
-def is_forward(name: str) -> bool:
-    """Whether an annotation is of the dense forward."""
-    meaning = of_annotation(name)
-    return meaning is not None and meaning.stage is Stage.DENSE_FORWARD
+def of_operator(name: str) -> Stage | None:
+    """Return the stage that an operator says by itself; most say nothing."""
+    return _first(_OPERATORS, name)
 
 
-@cache
-def of_operator(name: str) -> Meaning | None:
-    """Return what an operator says by itself; most say nothing."""
-    key = name.lower()
-    return next((meaning for pattern, meaning in _OPERATOR if pattern.match(key)), None)
+def _first(patterns: Iterable[tuple[str, Stage]], name: str) -> Stage | None:
+    return next((stage for pattern, stage in patterns if re.match(pattern, name.lower())), None)
 
 
 @cache
@@ -118,7 +98,7 @@ def kind_of_kernel(name: str) -> Category:
     if _COLLECTIVE_KERNEL.match(name):
         return Category.COMMUNICATION
     if _SPARSE_KERNEL.search(name):
-        return Category.DENSE if _TABLE_UPDATE.search(name) else _LOOKUP
+        return Category.DENSE if _TABLE_UPDATE.search(name) else Category.LOOKUP
     return Category.DENSE
 
 

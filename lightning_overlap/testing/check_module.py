@@ -171,7 +171,7 @@ def check_module(
             [
                 _equal(schedule, first, plain),
                 _staleness(schedule, first, at_least=at_least),
-                _repeatable(first, again),
+                Verdict("law 2: every run alike", _first_difference(again, first), "two fits are the same to the bit"),
                 race,
                 _served(first, must_overlap and overlaps),
                 _same_order(first),
@@ -233,14 +233,20 @@ def _equal(schedule: Schedule, actual: Watched, expected: Watched) -> Verdict:
     reference = "base" if schedule.staleness == 0 else f"plain training with updates delayed by {schedule.staleness}"
     law = f"law 1: equal to {reference}, bit for bit"
     said = f"{len(actual.losses)} losses, {len(actual.states[max(actual.states)])} weights and states"
-    for step, (mine, theirs) in enumerate(itertools.zip_longest(actual.losses, expected.losses)):
+    return Verdict(law, _first_difference(actual, expected), said)
+
+
+def _first_difference(mine: Watched, theirs: Watched) -> str:
+    """Say at which step the losses, or the states that both have, differ first."""
+    for step, (one, other) in enumerate(itertools.zip_longest(mine.losses, theirs.losses)):
         problems = []
-        if mine is None or theirs is None or not _same(mine, theirs):
-            problems.append(f"the loss is {_number(mine)}, not {_number(theirs)}")
-        problems += _different(actual.states.get(step, {}), expected.states.get(step, {}))
+        if one is None or other is None or not _same(one, other):
+            problems.append(f"the loss is {_number(one)}, not {_number(other)}")
+        if step in mine.states and step in theirs.states:
+            problems += _different(mine.states[step], theirs.states[step])
         if problems:
-            return Verdict(law, f"at step {step}: {some(problems, 4)}", said)
-    return Verdict(law, "", said)
+            return f"at step {step}: {some(problems, 4)}"
+    return ""
 
 
 def _updates_to_see(schedule: Schedule, watched: Watched, batch: int) -> tuple[int, ...]:
@@ -288,17 +294,6 @@ def _race(setting: Setting, pipeline: str | Schedule) -> Verdict:
     except RaceError as err:
         return Verdict(_NO_RACE, str(err), "")
     return Verdict(_NO_RACE, "", "streams order every operator of a further fit")
-
-
-def _repeatable(first: Watched, again: Watched) -> Verdict:
-    step = max(again.states)
-    problems = [
-        f"at step {step}: the loss is {_number(theirs)}, then {_number(mine)}"
-        for step, (mine, theirs) in enumerate(zip(again.losses, first.losses, strict=False))
-        if not _same(mine, theirs)
-    ][:1]
-    problems += [f"at the end: {name}" for name in _different(first.states[step], again.states[step])]
-    return Verdict("law 2: every run alike", some(problems, 4), "two fits are the same to the bit")
 
 
 def _served(watched: Watched, must_overlap: bool) -> Verdict:
@@ -365,7 +360,7 @@ def _syncs_of_users(watched: Watched) -> dict[str, float]:
 
 
 def _reads_sizes(sync: HostSync) -> bool:
-    return bool(sync.innermost(lambda file: file.endswith(_SIZES)))
+    return any(frame.filename.endswith(_SIZES) for frame in sync.stack)
 
 
 def _host_syncs(watched: Watched, others: Mapping[str, float], max_host_syncs: float | None) -> Verdict:

@@ -34,11 +34,11 @@ def check_laws(schedule: Schedule) -> None:
     data = SyntheticDataModule(
         *(len(_SHARDING), 50), num_dense=2, batch_size=8, num_batches=num_steps, num_val_batches=2, num_test_batches=0
     )
+
+    def make_model() -> DLRM:
+        return DLRM(data.table_sizes, data.num_dense, 4, (4,), (4,), fused_optimizer="sgd", table_learning_rate=1.0)
+
     for stream in STREAMS:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # the data-parallel table loses its fused optimizer, as is meant here
-            check_module(lambda: _model(data), data, schedule, num_steps=num_steps, stream=stream, sharding=_SHARDING)
-
-
-def _model(data: SyntheticDataModule) -> DLRM:
-    return DLRM(data.table_sizes, data.num_dense, 4, (4,), (4,), fused_optimizer="sgd", table_learning_rate=1.0)
+            check_module(make_model, data, schedule, num_steps=num_steps, stream=stream, sharding=_SHARDING)

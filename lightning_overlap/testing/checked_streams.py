@@ -27,7 +27,7 @@ class CheckedStreams(RacingStreams, FollowedStreams):
     stream waits for another.
 
     Args:
-        lookup: The stream that `StreamName.LOOKUP` stands for, as a stream policy says.
+        lookup: As of `SimulatedStreams`.
     """
 
     def __init__(self, lookup: StreamName = StreamName.LOOKUP) -> None:
@@ -39,16 +39,10 @@ class CheckedStreams(RacingStreams, FollowedStreams):
 
     def memory_of(self, value: Any) -> Iterable[str]:
         """Return the names of the storages of all tensors, of any shape, in a nested value."""
-        return [self._memory.name(leaf) for _, leaf in leaves(value, lambda node: False) if isinstance(leaf, Tensor)]
+        return map(self._memory.name, _all_tensors(value))
 
     def observe(self, kind: str, stage: Stage, batch: int) -> None:
-        """Remember the last event of the executor, which errors name as their place: an `Observer`.
-
-        Args:
-            kind: "issue" or "wait".
-            stage: The stage that is issued or waited for.
-            batch: Number of its batch.
-        """
+        """Remember the last event of the executor, which errors name as their place: an `Observer`."""
         self._doing = f"{kind} of {stage} of batch {batch}"
 
     @contextmanager
@@ -65,8 +59,7 @@ class CheckedStreams(RacingStreams, FollowedStreams):
 
     def take(self, batch: Any) -> None:
         """Take a batch that was copied to the device on the current stream: its tensors are new memory there."""
-        tensors = [leaf for _, leaf in leaves(batch, lambda node: False) if isinstance(leaf, Tensor)]
-        names = [self._memory.name(tensor, "a tensor of a batch", anew=True) for tensor in tensors]
+        names = [self._memory.name(tensor, "a tensor of a batch", anew=True) for tensor in _all_tensors(batch)]
         self._races.do(f"the copy of a batch after the {self._doing}", self._current, makes=names)
 
     def read_weights(self, by: str) -> None:
@@ -76,18 +69,15 @@ class CheckedStreams(RacingStreams, FollowedStreams):
     def ran(self, func: Any, args: Iterable[Any], result: Any) -> None:
         """Check the memory that an operator has read, written and made.
 
-        Args:
-            func: The ATen operator.
-            args: Its arguments, in the order of its schema.
-            result: What it returned.
-
         Raises:
             RaceError: Nothing orders it after an earlier use of the same memory on another stream.
         """
         stream, in_backward = self.stream_of_operator()
-        given = list(_given(func, args))
-        reads = [self._memory.name(tensor) for tensor, writes in given if not writes]
-        writes = [self._memory.name(tensor) for tensor, writes in given if writes]
+        reads: list[str] = []
+        writes: list[str] = []
+        for argument, value in zip(func._schema.arguments, args, strict=False):
+            is_written = argument.alias_info is not None and argument.alias_info.is_write
+            (writes if is_written else reads).extend(map(self._memory.name, tensors_of(value)))
         used = {*reads, *writes}
         made = [self._memory.name(tensor, str(func)) for tensor in tensors_of(result)]
         if in_backward:
@@ -125,9 +115,5 @@ class _Memory:
         return known[1]
 
 
-def _given(func: Any, args: Iterable[Any]) -> Iterator[tuple[Tensor, bool]]:
-    """Yield the tensors that an operator takes, each with whether it writes it."""
-    for argument, value in zip(func._schema.arguments, args, strict=False):
-        writes = argument.alias_info is not None and argument.alias_info.is_write
-        for tensor in tensors_of(value):
-            yield tensor, writes
+def _all_tensors(value: Any) -> list[Tensor]:
+    return [leaf for _, leaf in leaves(value, lambda node: False) if isinstance(leaf, Tensor)]

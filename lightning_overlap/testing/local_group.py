@@ -22,26 +22,19 @@ def process_group(accelerator: str) -> Iterator[None]:
 
     Random state, log levels and the environment are put back.
     """
-    state = random.getstate(), np.random.get_state(), torch.get_rng_state()
-    loggers = [logging.getLogger(name) for name in ("lightning.pytorch", "lightning.fabric", "torchrec")]
-    levels = [logger.level for logger in loggers]
-    made = not dist.is_initialized()
-    if made:
-        store = dist.HashStore()  # type: ignore[attr-defined]
-        dist.init_process_group("gloo" if accelerator == "cpu" else "nccl", store=store, rank=0, world_size=1)
-    for logger in loggers:
-        logger.setLevel(logging.ERROR)
-    try:
-        with mock.patch.dict(os.environ):  # Lightning sets OMP_NUM_THREADS
-            yield
-    finally:
-        for logger, level in zip(loggers, levels, strict=True):
-            logger.setLevel(level)
-        if made:
-            dist.destroy_process_group()
-        random.setstate(state[0])
-        np.random.set_state(state[1])
-        torch.set_rng_state(state[2])
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(mock.patch.dict(os.environ))  # Lightning sets OMP_NUM_THREADS
+        stack.enter_context(torch.random.fork_rng(devices=[]))
+        stack.callback(random.setstate, random.getstate())
+        stack.callback(np.random.set_state, np.random.get_state())
+        if not dist.is_initialized():
+            store = dist.HashStore()  # type: ignore[attr-defined]
+            dist.init_process_group("gloo" if accelerator == "cpu" else "nccl", store=store, rank=0, world_size=1)
+            stack.callback(dist.destroy_process_group)
+        for logger in map(logging.getLogger, ("lightning.pytorch", "lightning.fabric", "torchrec")):
+            stack.callback(logger.setLevel, logger.level)
+            logger.setLevel(logging.ERROR)
+        yield
 
 
 class ThisGroup(LightningEnvironment):

@@ -100,15 +100,14 @@ class Races:
             RaceError: Nothing orders it after an earlier access of the same resource, one of both a write; or the
                 memory is another stream's and was not handed over.
         """
-        self._clocks[stream][stream] += 1
-        time = self._clocks[stream][stream]
+        time = self._clocks[stream][stream] = self._clocks[stream][stream] + 1
+        read, write = (Access(by, writes, stream, time) for writes in (False, True))
         for name in reads:
-            self._use(name, Access(by, False, stream, time))
+            self._use(name, read)
         for name in writes:
-            self._use(name, Access(by, True, stream, time))
+            self._use(name, write)
         for name in makes:
-            access = Access(by, True, stream, time)
-            self._resources[name] = _Resource(access, made=access)
+            self._resources[name] = _Resource(write, made=write)
 
     def _use(self, name: str, access: Access) -> None:
         resource = self._resources.setdefault(name, _Resource())
@@ -183,22 +182,14 @@ class SimulatedStreams(HostStreams):
 
 
 class RacingStreams(SimulatedStreams):
-    """Streams whose waits and hand-overs count for `Races`; subclasses say what work there is.
-
-    Args:
-        lookup: The stream that `StreamName.LOOKUP` stands for, as a stream policy says.
-    """
+    """Streams whose waits and hand-overs count for `Races`; subclasses say what work there is."""
 
     def __init__(self, lookup: StreamName = StreamName.LOOKUP) -> None:
         super().__init__(lookup)
         self._races = Races()
 
     def memory_of(self, value: Any) -> Iterable[str]:
-        """Return the resources of a value, nested or not; subclasses say how.
-
-        Raises:
-            NotImplementedError: The subclass does not define it.
-        """
+        """Return the resources of a value, nested or not; subclasses say how."""
         raise NotImplementedError
 
     def record(self, name: StreamName) -> RecordedEvent:

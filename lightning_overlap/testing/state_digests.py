@@ -22,14 +22,11 @@ def digests(module: LightningModule, optimizers: Sequence[torch.optim.Optimizer]
 
 def _states(module: LightningModule, optimizers: Sequence[torch.optim.Optimizer]) -> Iterator[tuple[str, Tensor]]:
     sharded = sharded_modules(module)
-    names: dict[int, str] = {}
-    for name, parameter in module.named_parameters():
-        names[id(parameter)] = name
-        if not is_in(name, sharded):
-            yield f"weight {name}", parameter
-    for name, buffer in module.named_buffers():
-        if not is_in(name, sharded):
-            yield f"buffer {name}", buffer
+    names = {id(parameter): name for name, parameter in module.named_parameters()}
+    for what, tensors in (("weight", module.named_parameters()), ("buffer", module.named_buffers())):
+        for name, tensor in tensors:
+            if not is_in(name, sharded):
+                yield f"{what} {name}", tensor
     for outer, child in sharded.items():
         for name, value in child.state_dict().items():
             yield from _locals(f"table {outer}.{name}", value)

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import bisect
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -16,11 +16,7 @@ from .race_detector import SimulatedStreams
 
 
 class FollowedStreams(SimulatedStreams):
-    """Each operator counts as work of the stream that would be current; autograd runs a node on that of its forward.
-
-    Args:
-        lookup: The stream that `StreamName.LOOKUP` stands for, as a stream policy says.
-    """
+    """Each operator counts as work of the stream that would be current; autograd runs a node on that of its forward."""
 
     def __init__(self, lookup: StreamName = StreamName.LOOKUP) -> None:
         super().__init__(lookup)
@@ -30,11 +26,9 @@ class FollowedStreams(SimulatedStreams):
         super()._switch(stream)
         self._since.append((_sequence_number(), stream))
 
-    @contextmanager
-    def following(self) -> Iterator[None]:
+    def following(self) -> AbstractContextManager[Any]:
         """Follow all operators of the calling thread."""
-        with _Operators(self):
-            yield
+        return Operators(self.ran)
 
     def ran(self, func: Any, args: Iterable[Any], result: Any) -> None:
         """Take note of an operator that has run and is no view; subclasses say how.
@@ -43,9 +37,6 @@ class FollowedStreams(SimulatedStreams):
             func: The ATen operator.
             args: Its arguments, in the order of its schema.
             result: What it returned.
-
-        Raises:
-            NotImplementedError: The subclass does not define it.
         """
         raise NotImplementedError
 
@@ -61,18 +52,23 @@ class FollowedStreams(SimulatedStreams):
         return self._since[at][1], True
 
 
-class _Operators(TorchDispatchMode):
-    def __init__(self, streams: FollowedStreams) -> None:
+class Operators(TorchDispatchMode):
+    """Tells of every operator of the calling thread that has run and is no view.
+
+    Args:
+        ran: Called with the operator, its arguments in the order of its schema, and its result.
+    """
+
+    def __init__(self, ran: Callable[[Any, list[Any], Any], None]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self._streams = streams
+        self._ran = ran
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         result = func(*args, **kwargs)
         if not func.is_view:
             named = [argument.name for argument in func._schema.arguments]
-            in_order = [*args, *(kwargs.get(name) for name in named[len(args) :])]
-            self._streams.ran(func, in_order, result)
+            self._ran(func, [*args, *(kwargs.get(name) for name in named[len(args) :])], result)
         return result
 
 
@@ -82,11 +78,7 @@ def _sequence_number() -> int:
 
 
 def tensors_of(value: Any) -> Iterator[Tensor]:
-    """Yield the tensors of more than one element, of any shape, in a value; smaller ones count as the host's.
-
-    Args:
-        value: An argument or a result of an operator: a tensor, or lists and tuples with tensors in them.
-    """
+    """Yield the tensors of more than one element in a tensor, list or tuple; smaller ones count as the host's."""
     if isinstance(value, Tensor):
         if value.numel() > 1:
             yield value

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import itertools
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -35,20 +35,17 @@ State = Mapping[str, Tensor]
 """Whole weights and buffers of one module by their names in it."""
 
 
-@dataclass
-class Weights:
-    """Names of a model's weights, of all ranks together."""
+Weights = dict[str, set[str]]
+"""Names of weights by what a fit does with them; under `ALL` those of the whole model."""
 
-    with_gradient: set[str] = field(default_factory=set)
-    changed: set[str] = field(default_factory=set)
-    all: set[str] = field(default_factory=set)
+CHANGED, WITH_GRADIENT, ALL = "changed by training", "with a gradient", "all"
 
 
 class Changes(Callback):
     """Notes what a fit changes."""
 
     def __init__(self) -> None:
-        self.weights = Weights()
+        self.weights: Weights = {CHANGED: set(), WITH_GRADIENT: set(), ALL: set()}
         self._first: dict[str, Tensor] = {}
 
     def _weights_of(self, module: LightningModule) -> dict[str, Tensor]:
@@ -60,13 +57,15 @@ class Changes(Callback):
 
     @override
     def on_after_backward(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self.weights.with_gradient |= {name for name, weight in pl_module.named_parameters() if weight.grad is not None}
+        self.weights[WITH_GRADIENT] |= {
+            name for name, weight in pl_module.named_parameters() if weight.grad is not None
+        }
 
     @override
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         last = self._weights_of(pl_module)
-        self.weights.all = set(last)
-        self.weights.changed = {name for name, value in last.items() if not torch.equal(value, self._first[name])}
+        self.weights[ALL] = set(last)
+        self.weights[CHANGED] = {name for name, value in last.items() if not torch.equal(value, self._first[name])}
 
 
 @dataclass
@@ -159,15 +158,7 @@ class Answers(Changes):
         self._state = len(self.updates)
 
     @override
-    def on_validation_batch_end(
-        self,
-        trainer: Trainer,
-        pl_module: LightningModule,
-        outputs: Any,
-        batch: Any,
-        batch_idx: int,
-        dataloader_idx: int = 0,
-    ) -> None:
+    def on_validation_batch_end(self, *args: Any, **kwargs: Any) -> None:
         self._compare()
 
     @override
@@ -256,9 +247,7 @@ class Answers(Changes):
 def of_all_ranks(weights: Weights) -> Weights:
     """Return the names that any rank has; all ranks call this."""
     everyone = gather_objects(weights)
-    return Weights(
-        *(set().union(*(getattr(one, part) for one in everyone)) for part in ("with_gradient", "changed", "all"))
-    )
+    return {what: set().union(*(one[what] for one in everyone)) for what in weights}
 
 
 def different_weights(sharded: Weights, unsharded: Weights, modules: Iterable[str]) -> list[str]:
@@ -270,12 +259,10 @@ def different_weights(sharded: Weights, unsharded: Weights, modules: Iterable[st
         modules: Names of the sharded modules; gradients of their tables, which the kernel has, are not compared.
     """
     problems = []
-    both = sharded.all & unsharded.all
+    both = sharded[ALL] & unsharded[ALL]
     outside = {name for name in both if not is_in(name, modules)}
-    for what, mine, theirs, names in (
-        ("changed by training", sharded.changed, unsharded.changed, both),
-        ("with a gradient", sharded.with_gradient, unsharded.with_gradient, outside),
-    ):
+    for what, names in ((CHANGED, both), (WITH_GRADIENT, outside)):
+        mine, theirs = sharded[what], unsharded[what]
         more, less = sorted((mine - theirs) & names), sorted((theirs - mine) & names)
         problems += [f"{', '.join(more)}: {what} sharded, not unsharded"] if more else []
         problems += [f"{', '.join(less)}: {what} unsharded, not sharded"] if less else []
@@ -343,12 +330,11 @@ def first_difference(mine: Any, theirs: Any) -> str | None:
 
 def whole_state(module: nn.Module) -> State:
     """Return the state of a sharded module by the unsharded one's names, each tensor whole; all ranks call this."""
-    own: list[tuple[str, tuple[int, ...], Tensor]] = []
+    own: list[tuple[str, list[int], Tensor]] = []
     state: dict[str, Tensor] = {}
     for key, value in module.state_dict().items():
         if isinstance(value, ShardedTensor):
-            shards = value.local_shards()
-            own += [(key, tuple(each.metadata.shard_offsets), each.tensor.detach().clone()) for each in shards]
+            own += [(key, one.metadata.shard_offsets, one.tensor.detach().clone()) for one in value.local_shards()]
             whole = value.metadata()
             state[key] = torch.zeros(tuple(whole.size), dtype=whole.tensor_properties.dtype)
         elif isinstance(value, DTensor):
@@ -403,4 +389,4 @@ def _fused_tables(module: Any) -> set[str]:
 
 
 def _is_of(key: str, tables: set[str]) -> bool:
-    return any(f".{key}.".find(f".{table}.") >= 0 for table in tables)
+    return any(f".{table}." in f".{key}." for table in tables)

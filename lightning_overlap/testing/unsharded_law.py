@@ -9,7 +9,7 @@ from lightning.pytorch import LightningModule
 
 from ..distributed import gather_objects
 from ..tables import check_fused_optimizer, find_tables
-from .unsharded import Answers, Weights, different_weights, materialize, of_all_ranks
+from .unsharded import ALL, Answers, Weights, different_weights, materialize, of_all_ranks
 from .verdict import Verdict
 from .watched_fit import Setting, fit, fit_unsharded, seed_all
 
@@ -45,11 +45,11 @@ def computes_what_the_unsharded_computes(setting: Setting, pipeline: Any, stalen
     fit(short, pipeline, every_state=False, answers=answers)
     left_out = dict(answers.left_out)
     problems = list(answers.problems.values())
-    if isinstance(weights, Weights):
+    if not isinstance(weights, str):
         problems += different_weights(answers.weights, weights, answers.modules)
     else:
         left_out["the weights that training changes"] = weights
-    said = f"{answers.num_outputs} outputs, {len(answers.weights.all)} weights"
+    said = f"{answers.num_outputs} outputs, {len(answers.weights[ALL])} weights"
     said += "".join(f"; left out: {name} ({reason})" for name, reason in left_out.items())
     return Verdict(_LAW, "; ".join(problems), said)
 

@@ -8,7 +8,7 @@ import os
 import random
 import signal
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 from unittest import mock
@@ -19,7 +19,6 @@ import torch.distributed as dist
 from lightning.pytorch import Callback, LightningDataModule, LightningModule, Trainer
 from lightning.pytorch.strategies import SingleDeviceStrategy
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from ..plugin import OverlapEmbeddingStrategy
 from ..profiling import HostSync, record_host_syncs
@@ -30,6 +29,7 @@ from .checked_streams import CheckedStreams
 from .delayed_lookups import DelayedLookups, Delays, fused_weights
 from .local_group import ThisGroup
 from .state_digests import digests
+from .stream_tracing import Operators
 from .unsharded import Answers, Changes
 
 ModuleFactory = Callable[[], LightningModule]
@@ -130,7 +130,7 @@ def fit(
     delay = DelayedLookups(delays) if delays is not None else None
     strategy = _WatchedStrategy(watch, delay, races, answers, pipeline=pipeline, **setting.strategy_options)
     watch.num_in_flight = lambda: strategy.num_in_flight
-    watched.depth = strategy.depth
+    watched.depth = strategy._schedules.depth
     first = [] if strategy.checked is None else [_FollowsMemory(strategy.checked)]
     last = [each for each in (delay, answers) if each is not None]
     if answers is not None:
@@ -143,7 +143,7 @@ def fit(
         stack.enter_context(warnings.catch_warnings())
         for text in _SAID_ELSEWHERE:
             warnings.filterwarnings("ignore", message=text)
-        stack.enter_context(_Collectives(watch))
+        stack.enter_context(Operators(watch.ran))
         validates = answers is not None and type(module).validation_step is not LightningModule.validation_step
         _fit_on(trainer, module, setting, loader, _Replay(setting.batches[:2]) if validates else None)
     after = _patchable(trainer, module)
@@ -185,13 +185,7 @@ _QUIET: dict[str, Any] = {
 
 
 def make_trainer(setting: Setting, strategy: Any, callbacks: Sequence[Callback] = ()) -> Trainer:
-    """Return a quiet Trainer over the ranks of the process group.
-
-    Args:
-        setting: Gives the accelerator and further arguments of the Trainer.
-        strategy: What to train with.
-        callbacks: Callbacks of the fit.
-    """
+    """Return a quiet Trainer over the ranks of the process group."""
     world_size = dist.get_world_size()
     per_node = int(os.environ.get("LOCAL_WORLD_SIZE", world_size))
     options = {**_QUIET, **setting.trainer_options, "callbacks": list(callbacks), "plugins": [ThisGroup(per_node)]}
@@ -254,6 +248,12 @@ class _Watch(_Closes):
         """Take the answer to a call of a sharded module in a training step."""
         modules = self.watched.early.setdefault(self.batch, {})
         modules[name] = modules.get(name, True) and early
+
+    def ran(self, func: Any, args: Iterable[Any], result: Any) -> None:
+        """Take a collective of this thread, of which autograd's backward on a CPU is part."""
+        if func.namespace == "c10d":
+            group = next((_group_name(arg) for arg in args if isinstance(arg, torch.ScriptObject)), "")
+            self.watched.collectives.append((self.batch, func.overloadpacket.__name__, group))
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         modules = sharded_modules(pl_module)
@@ -318,11 +318,6 @@ class _WatchedStrategy(OverlapEmbeddingStrategy):
         if self.checked is not None:
             self._streams, self._observer = self.checked, self.checked.observe
 
-    @property
-    def depth(self) -> int:
-        """Batches in flight at once, at most."""
-        return self._schedules.depth
-
     def batch_to_device(self, batch: Any, device: torch.device | None = None, dataloader_idx: int = 0) -> Any:
         batch = super().batch_to_device(batch, device, dataloader_idx)
         if self.checked is not None:
@@ -349,21 +344,6 @@ class _WatchedStrategy(OverlapEmbeddingStrategy):
         if step == "training_step" or answers is not None:
             pipeline.answers.answer = call  # type: ignore[method-assign]
         return pipeline
-
-
-class _Collectives(TorchDispatchMode):
-    """Notes the collectives of the calling thread; autograd's backward on a CPU is part of it."""
-
-    def __init__(self, watch: _Watch) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self._watch = watch
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func.namespace == "c10d":
-            group = next((_group_name(arg) for arg in args if isinstance(arg, torch.ScriptObject)), "")
-            name = func.overloadpacket.__name__
-            self._watch.watched.collectives.append((self._watch.batch, name, group))
-        return func(*args, **(kwargs or {}))
 
 
 def _copied(given: tuple[tuple[Any, ...], dict[str, Any]]) -> Any:

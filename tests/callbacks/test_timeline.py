@@ -36,9 +36,9 @@ def test_the_steps_of_all_ranks_are_drawn(two_ranks: Ranks, mode: Schedule, tmp_
     assert set(ranks) == {0, 1}
     for spans in ranks.values():
         # The two steps that are drawn, counted as OverlapMonitor counts them: from batch end to batch end.
-        window, marks = window_of(spans), [span for span in spans if span.name.startswith("ProfilerStep#")]
+        marks = [span for span in spans if span.name.startswith("ProfilerStep#")]
         assert [mark.name for mark in marks] == ["ProfilerStep#6", "ProfilerStep#7"]
-        assert (window.num_steps, window.interval) == (2, (marks[0].start_ms, marks[1].end_ms))
+        assert window_of(spans) == ((marks[0].start_ms, marks[1].end_ms), 2)
         step_ms = summarize(spans).breakdown.step_ms
         assert step_ms == pytest.approx(mean([break_down(spans, (m.start_ms, m.end_ms)) for m in marks]).step_ms)
         batches = {span.batch for span in spans if span.stage is Stage.BACKWARD and span.kind is Category.DENSE}

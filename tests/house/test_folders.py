@@ -252,12 +252,11 @@ def test_the_host_sync_predictor_knows_all_folders_for_this_packages() -> None:
 
 def test_the_trace_reader_knows_the_wait_for_early_embeddings() -> None:
     """TorchRec names the range of an awaitable's wait after its class."""
-    from lightning_overlap.profiling import Category, trace_names
+    from lightning_overlap.profiling import trace_names
     from lightning_overlap.schedules import Stage
     from lightning_overlap.sparse.pipelined_forward import EarlyEmbeddings
 
-    meaning = trace_names.of_annotation(f"## {EarlyEmbeddings.__name__} wait() ##")
-    assert meaning == trace_names.Meaning(Stage.EMBEDDING_LOOKUP, Category.WAIT)
+    assert trace_names.of_annotation(f"## {EarlyEmbeddings.__name__} wait() ##") is Stage.EMBEDDING_LOOKUP
 
 
 def test_the_law_checker_knows_the_read_of_sizes() -> None:

@@ -10,7 +10,7 @@ import torch
 from torchrec import JaggedTensor, KeyedTensor
 
 from lightning_overlap import MODES
-from lightning_overlap.testing.unsharded import Weights, different_weights, first_difference
+from lightning_overlap.testing.unsharded import ALL, CHANGED, WITH_GRADIENT, different_weights, first_difference
 
 from ..support.ranks import Ranks
 from . import unsharded
@@ -83,7 +83,8 @@ def test_what_differs_is_named() -> None:
 
 def test_weights_that_only_one_trains_are_named() -> None:
     names = {"ebc.t0", "top", "bottom"}
-    sharded, unsharded_ = Weights({"top"}, {"ebc.t0", "top"}, names), Weights({"top", "bottom"}, {"top"}, names)
+    sharded = {WITH_GRADIENT: {"top"}, CHANGED: {"ebc.t0", "top"}, ALL: names}
+    unsharded_ = {WITH_GRADIENT: {"top", "bottom"}, CHANGED: {"top"}, ALL: names}
     assert different_weights(sharded, unsharded_, ["ebc"]) == [
         "ebc.t0: changed by training sharded, not unsharded",
         "bottom: with a gradient unsharded, not sharded",

@@ -1,8 +1,7 @@
-"""Steps under torch.profiler, of TorchRec's pipeline in a hand-written loop and of our strategy. Run by ranks."""
+"""Steps of TorchRec's pipeline in a hand-written loop, under torch.profiler. Run by ranks."""
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -14,10 +13,7 @@ from torchrec.distributed.train_pipeline import TrainPipelineSparseDist
 from torchrec.distributed.types import ShardingEnv
 from torchrec.streamable import Pipelineable
 
-from lightning_overlap import OverlapEmbeddingStrategy
-
-from ..support.cases import TABLE_WISE, Batch, Batches, Model, dense_optimizer, make_batch, make_plan
-from ..support.fits import make_trainer
+from ..support.cases import TABLE_WISE, Batch, Model, dense_optimizer, make_batch, make_plan
 
 NUM_PROFILED = 5
 
@@ -59,13 +55,6 @@ def _batches(first: int, num: int) -> Iterator[_Batch]:
     return (_Batch(make_batch(TABLE_WISE, index, dist.get_rank())) for index in range(first, first + num))
 
 
-@contextlib.contextmanager
-def _profiled(folder: Path, with_stack: bool = False) -> Iterator[profile]:
-    with profile(activities=[ProfilerActivity.CPU], with_stack=with_stack) as profiler:
-        yield profiler
-    profiler.export_chrome_trace(str(folder / f"rank{dist.get_rank()}.json.gz"))
-
-
 def torchrec_pipeline(folder: Path) -> None:
     """Profile TorchRec's TrainPipelineSparseDist in a hand-written loop."""
     module = _Traceable()
@@ -78,15 +67,7 @@ def torchrec_pipeline(folder: Path) -> None:
     batches = _batches(0, 2 + NUM_PROFILED + 2)
     for _ in range(2):
         pipeline.progress(batches)
-    with _profiled(folder):
+    with profile(activities=[ProfilerActivity.CPU]) as profiler:
         for _ in range(NUM_PROFILED):
             pipeline.progress(batches)
-
-
-def strategy(folder: Path, pipeline: str) -> None:
-    """Profile a fit with our strategy."""
-    model = Model(TABLE_WISE)
-    plan = make_plan(TABLE_WISE, model, dist.get_world_size())
-    trainer = make_trainer(OverlapEmbeddingStrategy(pipeline=pipeline, sharding=plan))
-    with _profiled(folder, with_stack=True):
-        trainer.fit(model, datamodule=Batches(TABLE_WISE, NUM_PROFILED))
+    profiler.export_chrome_trace(str(folder / f"rank{dist.get_rank()}.json.gz"))

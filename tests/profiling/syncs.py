@@ -10,7 +10,7 @@ from lightning.pytorch import Callback
 from lightning.pytorch.strategies import DDPStrategy
 
 from lightning_overlap import OverlapEmbeddingStrategy
-from lightning_overlap.profiling.host_syncs import record_host_syncs
+from lightning_overlap.profiling.host_syncs import HostSync, record_host_syncs
 
 from ..support.cases import TABLE_WISE, Batches, Case, Model, make_plan
 from ..support.fits import make_trainer
@@ -51,7 +51,12 @@ def of_steps(case: Case, pipeline: str | None, reads_its_loss: bool = False, **k
     trainer = make_trainer(strategy, callbacks=[watch], **kwargs)
     trainer.fit(model, datamodule=Batches(case, FIRST + NUM + 4))
     read = [sync for sync in watch.found if not sync.reads_host]
-    return [f"{sync.operator}: {sync.innermost(_is_python_of_somebody)}" for sync in read]
+    return [f"{sync.operator}: {_innermost(sync)}" for sync in read]
+
+
+def _innermost(sync: HostSync) -> str:
+    frame = next(frame for frame in reversed(sync.stack) if _is_python_of_somebody(frame.filename))
+    return f"{frame.filename.rsplit('/', 1)[-1]}:{frame.lineno} {frame.name}"
 
 
 def broadcasts_on_the_default_group(**kwargs: Any) -> int:
