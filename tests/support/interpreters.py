@@ -43,6 +43,7 @@ PRELOADED = (
     *("lightning.pytorch", "torchrec", "lightning_overlap", "lightning_overlap.apps.build", "hydra", "omegaconf"),
     *("torch.distributed.launcher.api", "torch.distributed.elastic.multiprocessing", "tensordict", "numpy"),
     *("lightning_overlap.data", "lightning_overlap.models", "matplotlib.figure"),
+    *("pytest", "hypothesis"),
     *("tests.support.fits", "tests.support.reference", "tests.support.traces", "tests.laws.faults"),
 )
 SERVER = "from tests.support.interpreters import main; main()"
@@ -54,7 +55,7 @@ _HIGH = 200
 @dataclass
 class _Program:
     arguments: list[str]
-    """Those of an interpreter: `-m module ...`, `-c code ...`, `script ...`, after `-u` and `-W` if any."""
+    """Those of an interpreter: `-m module ...`, `-c code ...`, `script ...`, after `-u`, `-B` and `-W` if any."""
     environment: dict[str, str]
     folder: str
     numbers: list[int]
@@ -114,6 +115,7 @@ class _Program:
         torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS") or os.cpu_count() or 1))
         options, (kind, *arguments) = _parse(self.arguments)
         unbuffered = "-u" in options or bool(os.environ.get("PYTHONUNBUFFERED"))
+        sys.dont_write_bytecode = "-B" in options or bool(os.environ.get("PYTHONDONTWRITEBYTECODE"))
         sys.stdout.reconfigure(line_buffering=False, write_through=unbuffered)  # type: ignore[union-attr]
         sys.orig_argv[:] = [sys.executable, *self.arguments]
         for option in options:
@@ -228,7 +230,7 @@ def _parse(arguments: Sequence[Any]) -> tuple[list[str], list[str]]:
     The latter are empty where there are others, or where there is nothing to run.
     """
     options, left = [], [os.fsdecode(os.fspath(arg) if not isinstance(arg, str) else arg) for arg in arguments]
-    while left and left[0] in ("-u", "-W"):
+    while left and left[0] in ("-u", "-B", "-W"):
         option = left.pop(0)
         options.append(option + (left.pop(0) if option == "-W" else ""))
     return options, [] if left and left[0][0] == "-" and left[0] not in ("-m", "-c") else left

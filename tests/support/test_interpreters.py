@@ -32,6 +32,7 @@ print(json.dumps({
     "parent": os.getppid(),
     "leads": os.getsid(0) == os.getpid(),
     "warnings": sys.warnoptions,
+    "writes_no_bytecode": sys.dont_write_bytecode,
     "modules": "torch" in globals(),
     "said": said,
     "files": len(os.listdir("/proc/self/fd")),
@@ -49,7 +50,7 @@ def test_a_program_finds_the_same(
     (tmp_path / "some").mkdir()
     (tmp_path / "some" / "program.py").write_text(PROGRAM, encoding="utf-8")
     arguments = {"-c": ["-c", PROGRAM], "-m": ["-m", "some.program"], "script": ["some/program.py"]}[kind]
-    command = [sys.executable, "-u", "-W", "ignore", *arguments, "an", "--argument"]
+    command = [sys.executable, "-u", "-B", "-W", "ignore", *arguments, "an", "--argument"]
     monkeypatch.setenv("NOT_GIVEN", "of this process")
     variables = {"GIVEN": "1", "PYTHONPATH": "/a/folder:/another", "PATH": os.environ["PATH"]}
     (tmp_path / "words").write_text("words", encoding="utf-8")
