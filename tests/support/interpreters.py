@@ -21,8 +21,10 @@ import builtins
 import contextlib
 import ctypes
 import fcntl
+import functools
 import gc
 import importlib
+import importlib.metadata
 import os
 import pickle
 import runpy
@@ -300,6 +302,8 @@ _INSTALLED: list[str] = []
 
 def main() -> None:
     """Be a server; in each forked process, the program."""
+    # Lightning asks for each Trainer what is installed.
+    importlib.metadata.entry_points = functools.cache(importlib.metadata.entry_points)
     show, warnings.showwarning = warnings.showwarning, lambda *args, **kwargs: None
     for name in PRELOADED:
         importlib.import_module(name)
