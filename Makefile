@@ -45,10 +45,11 @@ redis-server:
 	@requirements/redis_server.sh
 
 # Lint and the site go on beside the tests; what they say is told when they are done, and once more at the end if they
-# have failed.
+# have failed. (With MAKE itself in it, `make -n` would run the line.)
+test: CHECKS = $(MAKE) --no-print-directory -j2 lint docs
 test:
 	@$(MAKE) --no-print-directory -j3 $(INSTALLED) $(DOCS) redis-server
-	@{ $(MAKE) --no-print-directory -j2 lint docs >$(SAID) 2>&1; code=$$?; cat $(SAID); exit $$code; } & checks=$$!; \
+	@{ $(CHECKS) >$(SAID) 2>&1; code=$$?; cat $(SAID); exit $$code; } & checks=$$!; \
 	OMP_NUM_THREADS=1 $(BIN)/python -m tests.support.side_by_side; tests=$$?; \
 	wait $$checks || { cat $(SAID); echo "lint or docs failed: see above"; exit 1; }; \
 	exit $$tests
