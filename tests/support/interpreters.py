@@ -36,6 +36,7 @@ import threading
 import time
 import types
 import warnings
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -312,6 +313,8 @@ def main() -> None:
     _INSTALLED.extend(path for path in sys.path if path not in own)
     link: socket.socket | None = socket.socket(fileno=int(sys.argv[1]))
     os.setpgid(0, 0)  # Ctrl-C in a terminal is not for it
+    for shared in list(weakref.finalize._registry):  # type: ignore[attr-defined]
+        shared.atexit = False  # of what all share: tens of milliseconds for each program
     gc.collect()
     gc.freeze()  # an interpreter that ends, or collects, would copy every page of what it shares with its parent
     while link is not None:

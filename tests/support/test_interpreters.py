@@ -75,6 +75,7 @@ ENDS = [
     f"{THREAD}; import atexit; atexit.register(print, 'end'); print('main'); 1 / 0",
     "import os; kept = os.fdopen(os.dup(1), 'w'); kept.write('words')",
     "import os\nclass Last:\n  def __del__(self): os.write(1, b'last')\nlast = Last()\ndef use(): print(last)",
+    "import weakref\nclass Last: pass\nlast = Last()\nweakref.finalize(last, print, 'last')",
     "import sys; sys.stdout.close()",
 ]
 
