@@ -14,9 +14,11 @@ LOCKS := requirements/$(VARIANT).lock requirements/dev.lock
 LOCKED := $(VENV)/.locked-$(VARIANT)
 INSTALLED := $(VENV)/.installed-$(VARIANT)
 DOCS := $(VENV)/.docs
+SAID := $(VENV)/.said-by-lint-and-docs
 PIP := $(BIN)/python -m pip --disable-pip-version-check --no-input -qq
 # Locked packages only: no dependency is resolved, and what must be built is built with the locked setuptools.
 AS_LOCKED := --no-deps --no-build-isolation
+UNCOMPILED := --no-compile
 
 .DELETE_ON_ERROR:
 .PHONY: help install redis-server train test check quick fuzz lint docs smoke smoke-older smoke-newer smoke-torch-2.14 check-lock wheel clean
@@ -42,10 +44,15 @@ train: $(INSTALLED)
 redis-server:
 	@requirements/redis_server.sh
 
-# Two runs of pytest at once: most tests in rank processes, and all others.
-test: $(INSTALLED)
-	@$(MAKE) --no-print-directory -j3 lint docs redis-server
-	OMP_NUM_THREADS=1 $(BIN)/python -m tests.support.side_by_side
+# Lint and the site go on beside the tests; what they say is told when they are done, and once more at the end if they
+# have failed. (With MAKE itself in it, `make -n` would run the line.)
+test: CHECKS = $(MAKE) --no-print-directory -j2 lint docs
+test:
+	@$(MAKE) --no-print-directory -j3 $(INSTALLED) $(DOCS) redis-server
+	@{ $(CHECKS) >$(SAID) 2>&1; code=$$?; cat $(SAID); exit $$code; } & checks=$$!; \
+	OMP_NUM_THREADS=1 $(BIN)/python -m tests.support.side_by_side; tests=$$?; \
+	wait $$checks || { cat $(SAID); echo "lint or docs failed: see above"; exit 1; }; \
+	exit $$tests
 
 check: $(INSTALLED)
 	@$(MAKE) --no-print-directory -j2 lint quick
@@ -85,7 +92,8 @@ clean:
 	rm -rf $(VENV) .venv-* build dist site *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
 
 # The locked packages, from nothing, so that neither an older lock nor the other variant is left behind. torch keeps its
-# dependencies (a CUDA build brings its own), held to the lock where the lock names them.
+# dependencies (a CUDA build brings its own), held to the lock where the lock names them. Two pips at once, as no package
+# is in two locks; then all CPUs compile what has not been, but for tests. A file in the syntax of a newer Python stays.
 $(LOCKED): $(LOCKS) $(OVERLAY) requirements/check_lock.py
 	@[ -n "$(PYTHON)" ] && "$(PYTHON)" -c 'import ensurepip, sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null || { \
 		echo "lightning_overlap needs Python 3.11 or newer with its venv module; '$(or $(PYTHON),python3)' is not one."; \
@@ -94,10 +102,13 @@ $(LOCKED): $(LOCKS) $(OVERLAY) requirements/check_lock.py
 	@echo "installing into $(VENV) (once, about a minute): a new environment with $$("$(PYTHON)" --version)"
 	@"$(PYTHON)" -m venv --clear $(VENV)
 	@$(PIP) install --no-deps $$(grep -hE '^(setuptools|wheel)==' $(LOCKS))
-	@echo "installing into $(VENV): torch"
-	@$(PIP) install --constraint requirements/$(VARIANT).lock $$(grep '^torch==' requirements/$(VARIANT).lock)
-	@echo "installing into $(VENV): the packages of $(LOCKS)"
-	@$(PIP) install $(AS_LOCKED) $(addprefix -r ,$(LOCKS))
+	@echo "installing into $(VENV): torch and the packages of $(LOCKS)"
+	@{ $(PIP) install $(UNCOMPILED) --no-warn-conflicts --constraint requirements/$(VARIANT).lock \
+			$$(grep '^torch==' requirements/$(VARIANT).lock) \
+		&& $(PIP) install $(UNCOMPILED) $(AS_LOCKED) -r requirements/$(VARIANT).lock; } & variant=$$!; \
+	$(PIP) install $(UNCOMPILED) $(AS_LOCKED) -r requirements/dev.lock; dev=$$?; \
+	wait $$variant && exit $$dev
+	@$(BIN)/python -m compileall -qq -j 0 -x '/tests/|/torch/testing/_internal/' $(VENV)/lib || true
 	@$(if $(OVERLAY),$(PIP) install $(AS_LOCKED) -r $(OVERLAY))
 	@$(BIN)/python requirements/check_lock.py $(LOCKS) $(OVERLAY)
 	@touch $@

@@ -65,13 +65,11 @@ def test_the_parent_goes_on(two_ranks: Ranks, found: dict[str, Any]) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.first_run  # where the other tests of the script are
 def test_optimizers_of_tables_go_along_with_a_copied_module(found: dict[str, Any]) -> None:
     assert found["fork"]["own_optimizers"] == [[torch.optim.SGD]] * len(started.COPIES)
 
 
 @pytest.mark.slow
-@pytest.mark.first_run  # where the other tests of the script are
 def test_a_module_without_tables_is_given_back_as_with_ddp(found: dict[str, Any]) -> None:
     (theirs, metrics), (ours, our_metrics) = found["dense"]
     assert metrics.keys() == our_metrics.keys()
@@ -80,7 +78,6 @@ def test_a_module_without_tables_is_given_back_as_with_ddp(found: dict[str, Any]
 
 
 @pytest.mark.slow
-@pytest.mark.first_run  # where the other tests of the script are
 def test_a_fault_on_one_rank_ends_the_fit(found: dict[str, Any]) -> None:
     """And this process goes on, with the fits that come after it in the script."""
     assert found["fault"].startswith("ProcessRaisedException:")
@@ -88,7 +85,6 @@ def test_a_fault_on_one_rank_ends_the_fit(found: dict[str, Any]) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.first_run  # where the other tests of the script are
 def test_tables_that_the_parent_has_not_are_refused(found: dict[str, Any]) -> None:
     assert "ebc.embedding_bags.t0.weight, " in found["made_later"]
     assert "Make all tables in the module's __init__" in found["made_later"]

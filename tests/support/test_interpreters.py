@@ -32,6 +32,7 @@ print(json.dumps({
     "parent": os.getppid(),
     "leads": os.getsid(0) == os.getpid(),
     "warnings": sys.warnoptions,
+    "writes_no_bytecode": sys.dont_write_bytecode,
     "modules": "torch" in globals(),
     "said": said,
     "files": len(os.listdir("/proc/self/fd")),
@@ -49,7 +50,7 @@ def test_a_program_finds_the_same(
     (tmp_path / "some").mkdir()
     (tmp_path / "some" / "program.py").write_text(PROGRAM, encoding="utf-8")
     arguments = {"-c": ["-c", PROGRAM], "-m": ["-m", "some.program"], "script": ["some/program.py"]}[kind]
-    command = [sys.executable, "-u", "-W", "ignore", *arguments, "an", "--argument"]
+    command = [sys.executable, "-u", "-B", "-W", "ignore", *arguments, "an", "--argument"]
     monkeypatch.setenv("NOT_GIVEN", "of this process")
     variables = {"GIVEN": "1", "PYTHONPATH": "/a/folder:/another", "PATH": os.environ["PATH"]}
     (tmp_path / "words").write_text("words", encoding="utf-8")
@@ -67,13 +68,23 @@ def test_a_program_finds_the_same(
     assert (forked.returncode, forked.stderr) == (anew.returncode, anew.stderr) == (3, "")
 
 
+THREAD = "import threading, time; threading.Thread(target=lambda: (time.sleep(0.1), print('thread'))).start()"
+ENDS = [
+    *("1 / 0", "import os, signal; os.kill(os.getpid(), signal.SIGINT)", "import os; os.abort()", "pass"),
+    *("raise SystemExit(300)", "raise SystemExit(-1)", "raise SystemExit('some words')", "raise SystemExit"),
+    f"{THREAD}; import atexit; atexit.register(print, 'end'); print('main'); 1 / 0",
+    "import os; kept = os.fdopen(os.dup(1), 'w'); kept.write('words')",
+    "import os\nclass Last:\n  def __del__(self): os.write(1, b'last')\nlast = Last()\ndef use(): print(last)",
+    "import weakref\nclass Last: pass\nlast = Last()\nweakref.finalize(last, print, 'last')",
+    "import sys; sys.stdout.close()",
+]
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "end", ["1 / 0", "import os, signal; os.kill(os.getpid(), signal.SIGINT)", "import os; os.abort()", "pass"]
-)
+@pytest.mark.parametrize("end", ENDS)
 def test_it_ends_the_same(end: str) -> None:
     anew, forked = (run([sys.executable, "-c", end], capture_output=True, timeout=60, text=True) for run in WAYS)
-    assert forked.returncode == anew.returncode
+    assert (forked.returncode, forked.stdout) == (anew.returncode, anew.stdout)
     assert forked.stderr.splitlines()[-1:] == anew.stderr.splitlines()[-1:]
 
 
