@@ -10,7 +10,7 @@ from torch.optim import Optimizer
 from torchrec.optim.keyed import KeyedOptimizer
 from typing_extensions import override
 
-from .sharded_module import SetRates, fused_optimizers, fused_rates
+from .sharded_module import SetRates, fused_optimizers, trained_in_backward
 from .supported_modules import sharded_modules
 
 _GROUP_NAME = "fused"
@@ -140,18 +140,18 @@ def combined_optimizer(module: nn.Module, dense: Optimizer) -> DenseAndFused:
         )
     by_rate: dict[float, list[KeyedOptimizer]] = {}
     for name, sharded in sharded_modules(module).items():
-        rates = fused_rates(sharded)
-        if rates is None:
+        trained = trained_in_backward(sharded)
+        if trained is None:
             raise ValueError(
                 f"{name} was not sharded by OverlapEmbeddingStrategy: its fused tables' rates are unknown."
             )
-        for rate in rates.values():
+        for _, rate in trained.values():
             by_rate.setdefault(rate, [])
         for optimizer in fused_optimizers(sharded):
             # All tables of one kernel have one rate; frozen ones have none.
             table = next(iter(optimizer.params)).split(".")[-2]
-            if table in rates:
-                by_rate[rates[table]].append(optimizer)
+            if table in trained:
+                by_rate[trained[table][1]].append(optimizer)
     return DenseAndFused(dense, dict(sorted(by_rate.items())))
 
 

@@ -157,19 +157,21 @@ def _owned(optimizers: Iterable[torch.optim.Optimizer]) -> set[int]:
     return {id(p) for optimizer in optimizers for group in optimizer.param_groups for p in group["params"]}
 
 
-def _check_can_fuse(table: Table, device: torch.device) -> None:
-    for optimizer_class, _ in table.fused_optimizers:
-        try:
-            kind = optimizer_type_to_emb_opt_type(optimizer_class)
-        except ValueError as err:
-            raise ValueError(
-                f"table {table.path}: FBGEMM has no fused form of {optimizer_class.__name__}. "
-                "Take torch.optim.SGD, Adagrad or (on CUDA) Adam, or one of torchrec.optim; in the place of AdamW, "
-                "on CUDA (torch.optim.Adam, {'lr': ...}), on a CPU (torchrec.optim.RowWiseAdagrad, {'lr': ...})."
-            ) from err
-        if device.type == "cpu" and kind not in CPU_FUSED_OPTIMIZERS:
-            raise ValueError(
-                f"table {table.path}: {optimizer_class.__name__} is fused on CUDA only. On a CPU FBGEMM fuses "
-                "torch.optim.SGD, torch.optim.Adagrad and torchrec.optim.RowWiseAdagrad: take one of these (in the "
-                "place of Adam: RowWiseAdagrad, whose state is one number a row)."
-            )
+def check_can_fuse(table: Table, device: torch.device) -> None:
+    """Refuse an optimizer applied in backward that FBGEMM does not fuse on a device."""
+    assert table.fused_optimizer is not None
+    optimizer_class, _ = table.fused_optimizer
+    try:
+        kind = optimizer_type_to_emb_opt_type(optimizer_class)
+    except ValueError as err:
+        raise ValueError(
+            f"table {table.path}: FBGEMM has no fused form of {optimizer_class.__name__}. "
+            "Take torch.optim.SGD, Adagrad or (on CUDA) Adam, or one of torchrec.optim; in the place of AdamW, "
+            "on CUDA (torch.optim.Adam, {'lr': ...}), on a CPU (torchrec.optim.RowWiseAdagrad, {'lr': ...})."
+        ) from err
+    if device.type == "cpu" and kind not in CPU_FUSED_OPTIMIZERS:
+        raise ValueError(
+            f"table {table.path}: {optimizer_class.__name__} is fused on CUDA only. On a CPU FBGEMM fuses "
+            "torch.optim.SGD, torch.optim.Adagrad and torchrec.optim.RowWiseAdagrad: take one of these (in the "
+            "place of Adam: RowWiseAdagrad, whose state is one number a row)."
+        )

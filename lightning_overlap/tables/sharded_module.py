@@ -113,13 +113,12 @@ def keys_in_backward(module: Any) -> list[tuple[int, int, str]]:
     return found
 
 
-def fused_rates(module: ShardedModule[Any, Any, Any, Any]) -> dict[str, float] | None:
-    """Return the learning rate that each table trained in backward began with; None if another sharded the module.
+def trained_in_backward(module: nn.Module) -> dict[str, tuple[str, float]] | None:
+    """Return class name and first learning rate of the fused optimizers by table; None if another sharded the module.
 
     The same on all ranks, and still what it was when a schedule has moved the kernels' own rates.
     """
-    rates: dict[str, float] | None = getattr(module, "fused_rates", None)
-    return rates
+    return getattr(module, "trained_in_backward", None)
 
 
 def fused_optimizers(module: ShardedModule[Any, Any, Any, Any]) -> list[KeyedOptimizer]:

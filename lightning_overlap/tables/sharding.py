@@ -21,20 +21,13 @@ from torchrec.modules.itep_embedding_modules import ITEPEmbeddingBagCollection, 
 
 from ..text import some, unknown_name_message
 from .columns import answer_in_config_order
-from .optimizer_checks import FusedOptimizer, _check_can_fuse, check_fused_optimizer
-from .quantized_comms import (
-    Codecs,
-    QuantizedComms,
-    check_plan,
-    check_quantized_comms,
-    codecs_of,
-    resolve_quantized_comms,
-)
+from .optimizer_checks import FusedOptimizer, check_can_fuse, check_fused_optimizer
+from .quantized_comms import Codecs, check_plan, check_quantized_comms, codecs_of
 from .replicas import make_replicas
-from .replicated_tables import ReplicateTables, names_given, replicas_in, rule_of, tables_to_replicate
+from .replicated_tables import ReplicateTables, replicas_in, rule_of, tables_to_replicate
 from .sharding_argument import Sharding, check_sharding_types, named_types
 from .supported_modules import sharded_modules, table_modules
-from .table import Table, find_tables, training_sharders
+from .table import Table, find_tables, rate_of, training_sharders
 from .write_counts import watch_tables
 
 _DATA_PARALLEL = ShardingType.DATA_PARALLEL.value
@@ -49,10 +42,10 @@ def shard_tables(
     group: dist.ProcessGroup,
     device: torch.device,
     local_world_size: int,
-    quantized_comms: QuantizedComms = None,
-    replicate_tables: ReplicateTables = False,
-    batch_size: int | None = None,
-) -> bool:
+    quantized_comms: QCommsConfig | None,
+    replicate_tables: ReplicateTables,
+    batch_size: int | None,
+) -> None:
     """Replace every TorchRec collection of a model by its sharded form, in place.
 
     Weights that the tables have keep their values; tables on `meta` come to life as shards only.
@@ -68,9 +61,6 @@ def shard_tables(
         replicate_tables: See `ReplicateTables`.
         batch_size: Samples in a rank's batch; None where nobody knows.
 
-    Returns:
-        Whether the model has sharded modules now.
-
     Raises:
         ValueError: A table or sharding type that does not exist here, a table without a fused optimizer, an
             optimizer that the device cannot fuse, a precision that the device or the tables cannot be sent in, or one
@@ -78,23 +68,14 @@ def shard_tables(
             table is sharded.
     """
     tables = find_tables(model)
-    comms = resolve_quantized_comms(quantized_comms)
-    _refuse_other_codecs(model, comms)
+    _refuse_other_codecs(model, quantized_comms)
     if not tables:
         _watch(model)  # of modules that the user has sharded
-        return bool(sharded_modules(model))
+        return
     _refuse_pruning(model)
-    fused = check_fused_optimizer(fused_optimizer)
-    check_sharding(sharding, tables, device)
-    named, num_ranks = named_types(sharding, tables), group.size()
+    fused, named, num_ranks = check_fused_optimizer(fused_optimizer), named_types(sharding, tables), group.size()
     whole = tables_to_replicate(
-        replicate_tables,
-        tables,
-        model,
-        named or {},
-        batch_size=batch_size,
-        fused=fused,
-        world_size=num_ranks,
+        replicate_tables, tables, model, named, batch_size=batch_size, fused=fused, world_size=num_ranks
     )
     plan = make_plan(
         model,
@@ -103,27 +84,29 @@ def shard_tables(
         group=group,
         device=device,
         local_world_size=local_world_size,
-        quantized_comms=comms,
-        whole=whole,
+        quantized_comms=quantized_comms,
+        whole=whole if num_ranks > 1 else (),
     )
-    given = names_given(replicate_tables)
-    replicas = replicas_in(plan, tables, given, named, fused_optimizer=fused is not None, world_size=num_ranks)
+    replicas = replicas_in(plan, tables, whole, num_ranks)
     in_backward = [table for table in tables if _is_fused(table, plan) or table in replicas]
     _apply_fused_optimizer(tables, in_backward, fused, device)
     if named is not None and not isinstance(sharding, str):
         _warn_of_dense_tables([table for table in tables if table not in in_backward], named)
     rules = {table.path: rule_of(table) for table in replicas}
     initial, aliases = _initial_weights(model, tables), _aliases(model, tables)
-    trained = [table for table in in_backward if table.parameter.requires_grad]
-    classes = {table.path: table.fused_class for table in trained}
-    rates = {table.module: {t.name: t.fused_rate for t in trained if t.module == table.module} for table in tables}
+    # A rank knows the rates of its own shards only, and those move with a schedule.
+    trained: dict[str, dict[str, tuple[str, float]]] = {table.module: {} for table in tables}
+    for table in in_backward:
+        if table.fused_optimizer is not None and table.parameter.requires_grad:
+            optimizer_class, kwargs = table.fused_optimizer
+            trained[table.module][table.name] = optimizer_class.__name__, rate_of(kwargs)
     with _local_world_size(local_world_size):
         DistributedModelParallel(
             module=model,
             env=ShardingEnv.from_process_group(group),
             device=device,
             plan=plan,
-            sharders=training_sharders(codecs_of(comms, device)),
+            sharders=training_sharders(codecs_of(quantized_comms, device)),
             init_data_parallel=False,
         )
     for alias, name in aliases.items():
@@ -136,15 +119,10 @@ def shard_tables(
         model.get_submodule(name).load_state_dict(weights, strict=False)
     _replicate_data_parallel(model, group)
     make_replicas(model, rules)
-    for name, fused_rates in rates.items():
-        # A rank knows the rates of its own shards only, and those move with a schedule.
-        sharded = model.get_submodule(name)
-        sharded.fused_rates = fused_rates  # type: ignore[assignment]
-        sharded.quantized_comms = comms  # type: ignore[assignment]
-        paths = {table: f"{name}.{table}" if name else table for table in fused_rates}
-        sharded.fused_optimizers_of_tables = {t: classes[path] for t, path in paths.items()}  # type: ignore[assignment]
+    for name, of_module in trained.items():
+        sharded: Any = model.get_submodule(name)
+        sharded.trained_in_backward, sharded.quantized_comms = of_module, quantized_comms
     _watch(model)
-    return True
 
 
 def _refuse_other_codecs(model: nn.Module, comms: QCommsConfig | None) -> None:
@@ -175,7 +153,7 @@ def make_plan(
     group: dist.ProcessGroup,
     device: torch.device,
     local_world_size: int,
-    quantized_comms: QuantizedComms = None,
+    quantized_comms: QCommsConfig | None,
     whole: Collection[str] = (),
 ) -> ShardingPlan:
     """Return the plan that `shard_tables` shards a model by; all ranks of the group call this.
@@ -195,15 +173,18 @@ def make_plan(
     """
     tables = find_tables(model)
     check_sharding(sharding, tables, device)
-    comms = resolve_quantized_comms(quantized_comms)
-    check_quantized_comms(comms, tables, device)
-    if isinstance(sharding, ShardingPlan):
-        plan = sharding
-    else:
-        fused = check_fused_optimizer(fused_optimizer) is not None
-        planner = _planner(sharding, tables, fused, group, device, local_world_size, whole)
-        plan = _plan_on_rank_zero(planner, model, group, codecs_of(comms, device))
-    check_plan(comms, plan)
+    check_quantized_comms(quantized_comms, tables, device)
+    plan: Any = sharding
+    if not isinstance(sharding, ShardingPlan):
+        planner: Any = sharding
+        named = named_types(sharding, tables)
+        if named is not None:
+            kinds = {**named, **dict.fromkeys(whole, _DATA_PARALLEL)}
+            constraints = _constraints(kinds, tables, check_fused_optimizer(fused_optimizer) is not None, group, device)
+            topology = Topology(group.size(), device.type, local_world_size=local_world_size)
+            planner = EmbeddingShardingPlanner(topology=topology, constraints=constraints, debug=False)
+        plan = _plan_on_rank_zero(planner, model, group, codecs_of(quantized_comms, device))
+    check_plan(quantized_comms, plan)
     return plan
 
 
@@ -254,30 +235,25 @@ def check_sharding(sharding: Sharding, tables: list[Table], device: torch.device
             )
 
 
-def _planner(
-    sharding: Sharding,
+def _constraints(
+    kinds: Mapping[str, str],
     tables: list[Table],
     fused_optimizer: bool,
     group: dist.ProcessGroup,
     device: torch.device,
-    local_world_size: int,
-    whole: Collection[str],
-) -> Any:
-    named = named_types(sharding, tables)
-    if named is None:
-        return sharding
+) -> dict[str, ParameterConstraints]:
+    """Return what holds a planner to the sharding types of some tables, and keeps it from replicating others."""
     constraints = {}
     for table in tables:
-        kind = _DATA_PARALLEL if table.name in whole else named.get(table.name)
+        kind = kinds.get(table.name)
         if kind is not None:
             width = _min_partition(table.parameter.shape[1], group.size()) if kind in _COLUMN_WISE else None
             constraints[table.name] = ParameterConstraints(sharding_types=[kind], min_partition=width)
-        elif fused_optimizer or table.has_fused_optimizer:
+        elif fused_optimizer or table.fused_optimizer:
             # The planner reckons with what a batch costs by guess: it must not decide on its own what is replicated.
-            kinds = [kind for kind in table.sharder.sharding_types(device.type) if kind != _DATA_PARALLEL]
-            constraints[table.name] = ParameterConstraints(sharding_types=kinds)
-    topology = Topology(world_size=group.size(), local_world_size=local_world_size, compute_device=device.type)
-    return EmbeddingShardingPlanner(topology=topology, constraints=constraints, debug=False)
+            sharded = [kind for kind in table.sharder.sharding_types(device.type) if kind != _DATA_PARALLEL]
+            constraints[table.name] = ParameterConstraints(sharding_types=sharded)
+    return constraints
 
 
 def _min_partition(dim: int, world_size: int) -> int | None:
@@ -306,7 +282,7 @@ def _apply_fused_optimizer(
     tables: list[Table], in_backward: list[Table], fused: tuple[Any, dict[str, Any]] | None, device: torch.device
 ) -> None:
     trained = [table for table in in_backward if table.parameter.requires_grad]
-    missing = [table for table in trained if not table.has_fused_optimizer]
+    missing = [table for table in trained if table.fused_optimizer is None]
     if missing and fused is None:
         raise ValueError(
             f"no fused optimizer for {some(table.path for table in missing)}: these tables are updated inside "
@@ -322,8 +298,8 @@ def _apply_fused_optimizer(
         if not table.parameter.requires_grad:
             _freeze(table)
     for table in trained:
-        _check_can_fuse(table, device)
-    data_parallel = [table.path for table in tables if table.has_fused_optimizer and table not in in_backward]
+        check_can_fuse(table, device)
+    data_parallel = [table.path for table in tables if table.fused_optimizer and table not in in_backward]
     if data_parallel and dist.get_rank() == 0:
         warnings.warn(
             f"{some(data_parallel)}: sharded data-parallel, so the optimizer applied in backward does not train "
@@ -336,7 +312,7 @@ def _apply_fused_optimizer(
 def _warn_of_dense_tables(whole: list[Table], asked: Mapping[str, str]) -> None:
     """Warn of tables that the planner left whole on every rank because they have no fused optimizer."""
     trained = [table for table in whole if table.parameter.requires_grad]
-    paths = [table.path for table in trained if table.name not in asked and not table.has_fused_optimizer]
+    paths = [table.path for table in trained if table.name not in asked and not table.fused_optimizer]
     if paths and dist.get_rank() == 0:
         warnings.warn(
             f"no fused optimizer for {some(paths)}: the planner made these tables data-parallel. Every rank holds "
@@ -349,7 +325,7 @@ def _warn_of_dense_tables(whole: list[Table], asked: Mapping[str, str]) -> None:
 
 def _freeze(table: Table) -> None:
     """Keep a table that needs no gradient as it is: the fused kernel updates whatever it is given."""
-    if table.has_fused_optimizer:
+    if table.fused_optimizer is not None:
         raise ValueError(
             f"table {table.path} has requires_grad=False and an optimizer applied in backward, which would train it. "
             "Leave one of them out."

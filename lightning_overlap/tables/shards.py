@@ -19,7 +19,7 @@ from torchrec.distributed.types import ShardingType
 from ..schedules import WeightOwner
 from ..text import some
 from .replicas import ReplicaKernel
-from .sharded_module import fused_rates
+from .sharded_module import trained_in_backward
 from .supported_modules import TABLE_TYPES, sharded_modules, spec_of, table_modules, tables_of
 
 NUM_NAMED = 3
@@ -155,23 +155,21 @@ def table_lines(model: nn.Module, optimizers: Iterable[Optimizer], *, scheduled:
         collection = module if spec_of(module) is None else tables_of(module)
         plan: Mapping[str, Any] = getattr(collection, "module_sharding_plan", None) or {}
         weights = {path.split(".")[-2]: weight for path, weight in collection.named_parameters() if "." in path}
-        rates, classes = fused_rates(module), getattr(module, "fused_optimizers_of_tables", {})
+        fused = trained_in_backward(module)
         alike: dict[tuple[str, str], list[str]] = {}
         for table, parameter in plan.items():
             is_dense = parameter.compute_kernel == EmbeddingComputeKernel.DENSE.value
-            if is_dense and table not in (rates or {}):  # replicas have a rate of their own
+            if is_dense and table not in (fused or {}):  # replicas have a rate of their own
                 owner = owner_of.get(id(weights.get(table)))
                 trainer = f"{owner} of configure_optimizers" if owner else "nothing (requires_grad=False)"
-            elif rates is None:
+            elif fused is None:
                 trainer = "the optimizer of its kernel"
-            elif table not in rates:
+            elif table not in fused:
                 trainer = "nothing (requires_grad=False)"
             else:
+                kind, rate = fused[table]
                 constant = ", constant: the scheduler does not move it (see combined_optimizer)"
-                trainer = (
-                    f"{classes.get(table, 'an optimizer')} in the backward, lr {rates[table]:g}"
-                    f"{constant if scheduled and not moved else ''}"
-                )
+                trainer = f"{kind} in the backward, lr {rate:g}{constant if scheduled and not moved else ''}"
             alike.setdefault((parameter.sharding_type, trainer), []).append(table)
         for (kind, trainer), tables in alike.items():
             lines.append(f"{name}: {some(tables, NUM_NAMED)}: {kind}, trained by {trainer}")
