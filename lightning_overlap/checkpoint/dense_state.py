@@ -9,6 +9,7 @@ from __future__ import annotations
 import itertools
 import warnings
 from collections.abc import Mapping
+from functools import partial
 from typing import Any
 
 import torch
@@ -16,7 +17,7 @@ from torch import Tensor, nn
 from torchrec.distributed.types import ShardedTensor
 from torchrec.optim.keyed import KeyedOptimizer
 
-from .table_state import Piece, dense_kernel_tables, empty_like, local_parts, split_like, table_weights
+from .table_state import Piece, dense_kernel_tables, local_parts, map_shards, split_like, table_weights
 
 State = dict[str, Any]
 
@@ -173,7 +174,8 @@ def empty_table_states(saved: Mapping[str, tuple[torch.Size, torch.dtype]], mode
     for key, (size, dtype) in saved.items():
         weight = weights.get(split_table_key(key)[1])
         if weight is not None:
-            pieces[key] = torch.zeros(size, dtype=dtype) if len(size) == 0 else empty_like(weight, dtype)
+            empty = partial(torch.zeros_like, dtype=dtype)
+            pieces[key] = map_shards(weight, empty) if len(size) else torch.zeros(size, dtype=dtype)
     return pieces
 
 

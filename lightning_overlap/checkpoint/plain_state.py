@@ -22,8 +22,8 @@ from .sharded_folder import FUSED, TABLE_OPTIMIZERS
 from .table_state import (
     _KERNEL_KINDS,
     ITERATION,
+    StateKey,
     _kernels,
-    _split_row_wise,
     fused_state,
     table_weights,
 )
@@ -218,17 +218,16 @@ def _as_fused(
     for name, state in states.items():
         now, there = optimizer_of.get(name, "no fused optimizer"), _tensors(state)
         wanted = sorted(key for key in keys if key.startswith(f"{name}."))
-        source_of = {key: _SOURCES.get(now, {}).get(_split_row_wise(key)[0].rpartition(".")[2]) for key in wanted}
+        source_of = {key: _SOURCES.get(now, {}).get(StateKey.parse(key).kind) for key in wanted}
         if now not in _SOURCES or set(source_of.values()) != there.keys():
             if there:
                 kinds, now = ", ".join(sorted(there)), now.removeprefix("EXACT_")
                 unused.setdefault(f"saved with {kinds}, which {now} of this run does not take", []).append(name)
             continue
         for key, source in source_of.items():
-            columns = _split_row_wise(key)[1]
-            value = there[str(source)]
+            columns, value = StateKey.parse(key).columns, there[str(source)]
             # Row-wise optimizers keep the mean over the columns: of sums and running means it is the same, to rounding.
-            taken[key] = value if columns is None else value[:, columns[0] : columns[0] + columns[1]].mean(1)
+            taken[key] = value if columns is None else value[:, slice(*columns)].mean(1)
         taken |= {f"{name}.{kind}": numbers[f"{name}.{kind}"] for kind in _KERNEL_KINDS}
         taken[f"{name}.{ITERATION}"] = torch.full_like(numbers[f"{name}.{ITERATION}"], int(state.get("step", 0)))
     return taken, unused
