@@ -9,7 +9,6 @@ is not copied. No device holds anything more. Loading maps the file into memory,
 from __future__ import annotations
 
 import os
-import pickle
 import zipfile
 from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
@@ -23,7 +22,7 @@ from torch import Tensor, nn
 from ..distributed import gather_objects
 from .atomic import atomic_replace, remove, sibling, twin
 from .dense_state import empty_table_states
-from .sharded_folder import FUSED, MODEL, TABLE_OPTIMIZERS, explain_weights_only, on_rank_zero, take_state, together
+from .sharded_folder import FUSED, MODEL, TABLE_OPTIMIZERS, on_rank_zero, read_file, take_state, together
 from .table_state import Loading, Piece, fill_from_whole, local_parts, plan_loading
 
 _Chunk = tuple[int, tuple[slice, ...]]
@@ -77,10 +76,9 @@ def gather(pieces: Mapping[str, Any], group: dist.ProcessGroup | None) -> Iterat
             if owner == 0:
                 into.copy_(next(part for place, part in parts if place == window))
                 continue
-            received = into if into.is_contiguous() else torch.empty_like(into, memory_format=torch.contiguous_format)
+            received = into if into.is_contiguous() else torch.empty(into.shape, dtype=dtype)
             dist.recv(received, group_src=owner, group=group)
-            if received is not into:
-                into.copy_(received)
+            into.copy_(received)
         yield key, whole
 
 
@@ -135,12 +133,7 @@ def load_file(path: Path, *, weights_only: bool | None) -> dict[str, Any]:
     Raises:
         RuntimeError: The file holds objects that `weights_only` does not allow; the message says how to trust them.
     """
-    try:
-        checkpoint: dict[str, Any] = torch.load(
-            path, map_location="cpu", weights_only=weights_only, mmap=zipfile.is_zipfile(path)
-        )
-    except pickle.UnpicklingError as err:
-        raise RuntimeError(explain_weights_only(path, err)) from err
+    checkpoint = read_file(path, weights_only=weights_only, mmap=zipfile.is_zipfile(path))
     copied_later = ("state_dict", FUSED, TABLE_OPTIMIZERS)
     return {
         key: value if key in copied_later else apply_to_collection(value, Tensor, Tensor.clone)

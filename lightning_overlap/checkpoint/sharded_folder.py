@@ -179,11 +179,7 @@ def _is_rank_zero(group: dist.ProcessGroup | None) -> bool:
 def _write(
     state: dict[str, Any], rest: memoryview, path: Path, group: dist.ProcessGroup | None, also: Path | None = None
 ) -> None:
-    """Write a folder next to `path`, then let it take the name; before, a second name, if any.
-
-    Raises:
-        OSError: A rank could not write, or is gone.
-    """
+    """Write a folder next to `path`, then let it take the name; before, a second name, if any."""
     unfinished = sibling(path, "unfinished")
 
     def begin() -> None:
@@ -240,26 +236,32 @@ def _is_alone_on_host(tensor: Tensor) -> bool:
 
 
 def on_rank_zero(action: Callable[[], None], path: Path, group: dist.ProcessGroup | None) -> None:
-    """Run an action on rank 0 and tell all ranks of its error, for which they would else wait.
-
-    Args:
-        action: Writes, on rank 0 only.
-        path: The checkpoint that it writes, for the message.
-        group: A gloo group of all ranks, which all call this; None on one rank.
+    """Let rank 0 write a checkpoint, and all ranks, which all call this, hear of its error.
 
     Raises:
-        OSError: The action failed on rank 0; raised on every rank.
+        OSError: The action failed on rank 0, or rank 0 is gone.
     """
-    error = [None]
-    if _is_rank_zero(group):
-        try:
-            action()
-        except Exception as err:  # the other ranks are waiting to hear of it
-            error = [f"{type(err).__name__}: {err}"]  # type: ignore[list-item]
-    if group is not None:
-        dist.broadcast_object_list(error, group_src=0, group=group)
-    if error[0] is not None:
-        raise OSError(f"could not write the checkpoint {path}: {error[0]}")
+    try:
+        together(action if _is_rank_zero(group) else lambda: None, group)
+    except RuntimeError as err:
+        raise OSError(f"could not write the checkpoint {path}: {err}") from err
+
+
+def together(action: Callable[[], T], group: dist.ProcessGroup | None) -> T:
+    """Run something on every rank, and let all of them fail if one does: the others would wait for it.
+
+    Raises:
+        RuntimeError: What was raised on one rank, of whatever kind.
+    """
+    result, error, cause = None, None, None
+    try:
+        result = action()
+    except Exception as err:
+        error, cause = str(err) if isinstance(err, RuntimeError) else f"{type(err).__name__}: {err}", err
+    for message in [error] if group is None else gather_objects(error, group):
+        if message is not None:
+            raise RuntimeError(message) from cause
+    return cast(T, result)
 
 
 # -- loading ----------------------------------------------------------------------------------------------------
@@ -321,7 +323,7 @@ def load_folder(
     saved = _saved(path)
     state_dict = model.state_dict()  # its tensors are the module's own memory: filling them loads the module
     weights = {key: value for key, value in state_dict.items() if isinstance(value, Tensor)}
-    rest = _load_rest(path, weights_only)
+    rest = read_file(path / METADATA_NAME, weights_only=weights_only)
     objects = state_dict.keys() - weights.keys()  # of get_extra_state; a dict of them is saved entry by entry
     there = {name: next((key for key in objects if name.startswith(f"{key}.")), name) for name in saved[MODEL]}
     saved[MODEL] = {there[name]: value for name, value in saved[MODEL].items()}
@@ -329,7 +331,13 @@ def load_folder(
     state: dict[str, Any] = {MODEL: {key: value for key, value in state_dict.items() if key in saved[MODEL]}}
     loading = Loading({}, lambda: None)
     if with_optimizers and "optimizer_states" in rest:
-        loading = together(lambda: _plan_optimizers(path, model, saved[FUSED]), group)
+
+        def plan() -> Loading:
+            planned = plan_loading(model, saved[FUSED])
+            _check_shapes(path, planned.pieces, saved[FUSED])
+            return planned
+
+        loading = together(plan, group)
         tables = empty_table_states(saved[TABLE_OPTIMIZERS], model)
         state |= {FUSED: loading.pieces, TABLE_OPTIMIZERS: tables}
     state = {part: values for part, values in state.items() if values}
@@ -346,31 +354,8 @@ def _load(state: dict[str, Any], path: Path, weights_only: bool | None, group: d
     except CheckpointException as err:  # on every rank
         untrusted = [error for error, _ in err.failures.values() if isinstance(error, pickle.UnpicklingError)]
         if untrusted:
-            raise RuntimeError(explain_weights_only(path, untrusted[0])) from err
+            raise _untrusted(path, untrusted[0]) from err
         raise RuntimeError(f"could not load the checkpoint {path}: {_listed_failures(err)}") from err
-
-
-def _plan_optimizers(path: Path, model: nn.Module, saved: Mapping[str, Any]) -> Loading:
-    loading = plan_loading(model, saved)
-    _check_shapes(path, loading.pieces, saved)
-    return loading
-
-
-def together(action: Callable[[], T], group: dist.ProcessGroup | None) -> T:
-    """Run something on every rank, and let all of them fail if one does: the others would wait for it.
-
-    Raises:
-        RuntimeError: What one rank raised.
-    """
-    result, error = None, None
-    try:
-        result = action()
-    except RuntimeError as err:
-        error = str(err)
-    for message in [error] if group is None else gather_objects(error, group):
-        if message is not None:
-            raise RuntimeError(message)
-    return cast(T, result)
 
 
 def _saved(path: Path) -> dict[str, dict[str, tuple[torch.Size, torch.dtype]]]:
@@ -387,17 +372,17 @@ def _saved(path: Path) -> dict[str, dict[str, tuple[torch.Size, torch.dtype]]]:
     return found
 
 
-def _load_rest(path: Path, weights_only: bool | None) -> dict[str, Any]:
+def read_file(path: Path, *, weights_only: bool | None, mmap: bool = False) -> dict[str, Any]:
+    """Return what `torch.load` reads on the host, or say how a file with objects other than tensors is loaded."""
     try:
-        rest: dict[str, Any] = torch.load(path / METADATA_NAME, map_location="cpu", weights_only=weights_only)
+        content: dict[str, Any] = torch.load(path, map_location="cpu", weights_only=weights_only, mmap=mmap)
     except pickle.UnpicklingError as err:
-        raise RuntimeError(explain_weights_only(path, err)) from err
-    return rest
+        raise _untrusted(path, err) from err
+    return content
 
 
-def explain_weights_only(path: Path, err: Exception) -> str:
-    """Say how a checkpoint with objects other than tensors is loaded."""
-    return (
+def _untrusted(path: Path, err: Exception) -> RuntimeError:
+    return RuntimeError(
         f"{path} holds objects that are not loaded unless you trust it: {str(err).splitlines()[0]} "
         "Lightning 2.6 does not pass the weights_only of trainer.fit() and the like on to a strategy that loads after "
         "sharding: allow the classes with torch.serialization.add_safe_globals([...]), or set "
