@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterable, Mapping
-from types import MappingProxyType
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, TypeAlias
 
 import torch
@@ -24,16 +23,14 @@ QuantizedComms: TypeAlias = str | tuple[str, str] | QCommsConfig | None
 Codecs: TypeAlias = Mapping[str, QuantizedCommCodecs]
 """By the name of TorchRec's `CommOp`: what its sharders take."""
 
-PRECISIONS: Mapping[str, str] = MappingProxyType(
-    {
-        "fp32": "4 bytes a number, as without a codec",
-        "fp16": "2 bytes; 11 bits of a number, up to 65504",
-        "bf16": "2 bytes; 8 bits of a number of any size; CUDA only",
-        "fp8": "1.25 bytes: 32 numbers share a scale; CUDA only; EmbeddingBagCollections",
-        "int8": "1.25 bytes: 32 numbers share a scale; table- and column-wise EmbeddingBagCollections",
-        "mx4": "0.53 bytes: 32 numbers share an exponent; EmbeddingBagCollections",
-    }
-)
+PRECISIONS: Mapping[str, str] = {
+    "fp32": "4 bytes a number, as without a codec",
+    "fp16": "2 bytes; 11 bits of a number, up to 65504",
+    "bf16": "2 bytes; 8 bits of a number of any size; CUDA only",
+    "fp8": "1.25 bytes: 32 numbers share a scale; CUDA only; EmbeddingBagCollections",
+    "int8": "1.25 bytes: 32 numbers share a scale; table- and column-wise EmbeddingBagCollections",
+    "mx4": "0.53 bytes: 32 numbers share an exponent; EmbeddingBagCollections",
+}
 """The precisions by name."""
 
 FP16_MAX = torch.finfo(torch.float16).max
@@ -41,6 +38,7 @@ FP16_MAX = torch.finfo(torch.float16).max
 
 _SCALED = (CommType.FP16, CommType.BF16)
 _CUDA_ONLY = (CommType.BF16, CommType.FP8)
+_GROUPED = (CommType.INT8, CommType.MX4)
 _GROUP = 32
 """Numbers that share a scale; of FP8 by name. TorchRec's other FP8, without groups, ends at 0.9375."""
 
@@ -126,13 +124,8 @@ def resolve_quantized_comms(quantized_comms: QuantizedComms) -> QCommsConfig | N
             if name not in PRECISIONS:
                 raise ValueError(f"quantized_comms: {unknown_name_message('precision', name, PRECISIONS)}")
         sizes = [_GROUP if name == "fp8" else None for name in names]
-        config = QCommsConfig(
-            CommType(names[0]), CommType(names[1]), fp8_quantize_dim=sizes[0], fp8_quantize_dim_bwd=sizes[1]
-        )
-    for direction, precision, scale in (
-        ("forward", config.forward_precision, config.forward_loss_scale),
-        ("backward", config.backward_precision, config.backward_loss_scale),
-    ):
+        config = QCommsConfig(*map(CommType, names), fp8_quantize_dim=sizes[0], fp8_quantize_dim_bwd=sizes[1])
+    for direction, precision, scale, _ in _directions(config):
         if scale is None:
             continue
         if precision not in _SCALED:
@@ -155,14 +148,14 @@ def check_quantized_comms(config: QCommsConfig | None, tables: Iterable[Table], 
     if config is None:
         return
     sequences = [table.path for table in tables if issubclass(table.sharder.module_type, _SEQUENCES)]
-    for direction, precision in _precisions(config):
+    for direction, precision, _, fp8_group in _directions(config):
         if device.type == "cpu" and precision in _CUDA_ONLY:
             instead = ": TorchRec would send fp16 in its place" if precision is CommType.BF16 else ""
             raise ValueError(
                 f"quantized_comms: {precision} ({direction}) cannot be sent by a CPU{instead}. Take 'fp16', or "
                 "train on CUDA."
             )
-        if _is_grouped(config, direction, precision) and sequences:
+        if sequences and (precision in _GROUPED or (precision is CommType.FP8 and fp8_group is not None)):
             raise ValueError(
                 f"quantized_comms: {precision} ({direction}) is sent in groups of numbers with one scale, which the "
                 f"embeddings of an EmbeddingCollection do not divide into: {some(sequences)}. Take 'fp16', or 'bf16' "
@@ -176,7 +169,7 @@ def check_plan(config: QCommsConfig | None, plan: ShardingPlan) -> None:
     Raises:
         ValueError: With their names.
     """
-    for direction, precision in () if config is None else _precisions(config):
+    for direction, precision, *_ in () if config is None else _directions(config):
         if precision is not CommType.INT8:
             continue
         modules: dict[str, Any] = plan.plan
@@ -193,14 +186,10 @@ def check_plan(config: QCommsConfig | None, plan: ShardingPlan) -> None:
             )
 
 
-def _is_grouped(config: QCommsConfig, direction: str, precision: CommType) -> bool:
-    if precision is CommType.FP8:
-        return (config.fp8_quantize_dim if direction == "forward" else config.fp8_quantize_dim_bwd) is not None
-    return precision in (CommType.INT8, CommType.MX4)
-
-
-def _precisions(config: QCommsConfig) -> tuple[tuple[str, CommType], ...]:
-    return ("forward", config.forward_precision), ("backward", config.backward_precision)
+def _directions(config: QCommsConfig) -> Iterator[tuple[str, CommType, float | None, int | None]]:
+    """Yield each direction's name, precision, loss scale, and group of FP8."""
+    yield "forward", config.forward_precision, config.forward_loss_scale, config.fp8_quantize_dim
+    yield "backward", config.backward_precision, config.backward_loss_scale, config.fp8_quantize_dim_bwd
 
 
 def codecs_of(config: QCommsConfig | None, device: torch.device) -> Codecs | None:
@@ -222,9 +211,7 @@ def codecs_of(config: QCommsConfig | None, device: torch.device) -> Codecs | Non
 
 def compression(config: QCommsConfig | None) -> dict[str, float]:
     """Return by how much `embeddings` and `gradients` shrink that go by an all-to-all; 1 is not at all."""
-    if config is None:
-        return {"embeddings": 1.0, "gradients": 1.0}
-    codecs = get_qcomm_codecs(config)
+    codecs = get_qcomm_codecs(config or QCommsConfig())
     return {"embeddings": _ratio(codecs.forward), "gradients": _ratio(codecs.backward)}
 
 

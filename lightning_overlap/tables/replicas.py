@@ -10,9 +10,8 @@ TorchRec's private names that this file uses are listed in `sharded_module.PRIVA
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -30,30 +29,18 @@ _IN_BACKWARD = "_in_backward_optimizers"
 """What `in_backward_optimizer_filter` looks for."""
 
 
-@dataclass(frozen=True, slots=True)
-class Rule:
-    """The update of a replica.
-
-    Args:
-        kind: Of the optimizer.
-        rate: Learning rate at first.
-        eps: Added to the root of the state.
-    """
+class Rule(NamedTuple):
+    """The update of a replica: kind of optimizer, learning rate at first, what is added to the root of the state."""
 
     kind: EmbOptimType
     rate: float
     eps: float
 
 
-@dataclass(frozen=True, slots=True)
-class _Block:
-    """Tables of one width that follow each other in a kernel.
+class _Block(NamedTuple):
+    """Tables of one width that follow each other in a kernel: where their values are, how wide, their state.
 
-    Args:
-        start: Of their values among all of the kernel.
-        stop: Behind them.
-        dim: Columns.
-        state: Of the optimizer: `(rows, dim)` or row-wise `(rows,)`; empty where it has none.
+    The state of the optimizer is `(rows, dim)`, row-wise `(rows,)`, or `(rows, 0)` where it has none.
     """
 
     start: int
@@ -259,49 +246,26 @@ def _optimizer(
     names: Sequence[str | None],
     parameters: Mapping[str, Tensor],
 ) -> ReplicaOptimizer:
-    """Return the optimizer of some tables of a kernel.
-
-    Args:
-        kernel: Of the tables.
-        rule: Their update.
-        names: The parameter's name of each table of the kernel, None for tables that are not meant.
-        parameters: Weights by name.
-    """
-    blocks: list[_Block] = []
-    states: dict[Tensor, dict[str, Tensor]] = {}
-    flat = kernel.weights
-    for (start, stop, dim), of_block in _blocks(kernel, names):
-        rows = (stop - start) // dim
-        shape = {EmbOptimType.EXACT_SGD: (0,), EmbOptimType.EXACT_ADAGRAD: (rows, dim)}.get(rule.kind, (rows,))
-        state = torch.zeros(shape, dtype=flat.dtype, device=flat.device)
-        blocks.append(_Block(start, stop, dim, state))
-        first = 0
-        for name in of_block:
-            weight = parameters[name]
-            kind = f"{name.split('.')[-2]}.momentum1"
-            has_state = rule.kind is not EmbOptimType.EXACT_SGD
-            states[weight] = {kind: state[first : first + weight.shape[0]]} if has_state else {}
-            first += weight.shape[0]
-    weights = {name: parameters[name] for name in names if name is not None}
-    return ReplicaOptimizer(rule, weights, blocks, states)
-
-
-def _blocks(
-    kernel: DenseTableBatchedEmbeddingBagsCodegen, names: Sequence[str | None]
-) -> list[tuple[tuple[int, int, int], list[str]]]:
-    """Return (start, stop, columns) and the names of tables of one width that follow each other in a kernel."""
-    found: list[tuple[tuple[int, int, int], list[str]]] = []
-    for number, (name, (rows, dim)) in enumerate(zip(names, kernel.embedding_specs, strict=True)):
+    """Return the optimizer of those tables of a kernel that have a name, that of their parameter."""
+    runs: list[tuple[int, int, list[str]]] = []  # each with its end, its width, its tables
+    for start, name, (rows, dim) in zip(kernel.weights_physical_offsets, names, kernel.embedding_specs, strict=False):
         if name is None:
             continue
-        start = kernel.weights_physical_offsets[number]
-        stop = start + rows * dim
-        if found and found[-1][0][1:] == (start, dim):
-            (first, _, _), others = found[-1]
-            found[-1] = ((first, stop, dim), [*others, name])
-        else:
-            found.append(((start, stop, dim), [name]))
-    return found
+        follows = bool(runs) and runs[-1][:2] == (start, dim)
+        others = runs.pop()[2] if follows else []
+        runs.append((start + rows * dim, dim, [*others, name]))
+    blocks: list[_Block] = []
+    states: dict[Tensor, dict[str, Tensor]] = {}
+    for stop, dim, of_run in runs:
+        rows_of = [parameters[name].shape[0] for name in of_run]
+        width = {EmbOptimType.EXACT_SGD: (0,), EmbOptimType.EXACT_ADAGRAD: (dim,)}.get(rule.kind, ())
+        state = kernel.weights.new_zeros(sum(rows_of), *width)
+        blocks.append(_Block(stop - sum(rows_of) * dim, stop, dim, state))
+        for name, of_table in zip(of_run, state.split(rows_of), strict=True):
+            kind = f"{name.split('.')[-2]}.momentum1"
+            states[parameters[name]] = {kind: of_table} if of_table.numel() else {}
+    weights = {name: parameters[name] for name in names if name is not None}
+    return ReplicaOptimizer(rule, weights, blocks, states)
 
 
 def replica_kernels(module: Any) -> list[ReplicaKernel]:
