@@ -20,12 +20,7 @@ from ..schedules import WeightOwner
 from ..text import some
 from .replicas import ReplicaKernel
 from .sharded_module import trained_in_backward
-from .supported_modules import TABLE_TYPES, sharded_modules, spec_of, table_modules, tables_of
-
-NUM_NAMED = 3
-"""Tables of one kind that are named; of more there is a number."""
-
-_CONTAINER = {"ShardedEmbeddingBagCollection": "embedding_bags", "ShardedEmbeddingCollection": "embeddings"}
+from .supported_modules import sharded_modules, spec_of, table_modules, tables_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,12 +104,13 @@ def kernel_shards(model: nn.Module) -> list[KernelShards]:
     found = []
     for name, module in table_modules(model).items():
         plan = module.module_sharding_plan
+        paths = {path.split(".")[-2]: path for path, _ in module.named_parameters(name)}
         for wrapped in module._lookups:
             lookup = wrapped.module if isinstance(wrapped, DistributedDataParallel) else wrapped
             for group, part in zip(lookup.grouped_configs, lookup._emb_modules, strict=True):
                 tables = group.embedding_tables
                 replicated = {plan[table.name].sharding_type == ShardingType.DATA_PARALLEL.value for table in tables}
-                shards = _shards(name, module, part.emb_module, tables)
+                shards = _shards(name, paths, part.emb_module, tables)
                 features = [number for number, table in enumerate(tables) for _ in table.feature_names]
                 is_replicated = replicated == {True}
                 receives_ids = module._env.world_size > 1 and not is_replicated
@@ -122,21 +118,18 @@ def kernel_shards(model: nn.Module) -> list[KernelShards]:
     return found
 
 
-def _shards(name: str, module: nn.Module, kernel: Any, tables: list[Any]) -> list[TableShard]:
-    kinds = (SplitTableBatchedEmbeddingBagsCodegen, DenseTableBatchedEmbeddingBagsCodegen)
-    if not isinstance(kernel, kinds):
+def _shards(name: str, paths: Mapping[str, str], kernel: Any, tables: list[Any]) -> list[TableShard]:
+    if not isinstance(kernel, SplitTableBatchedEmbeddingBagsCodegen | DenseTableBatchedEmbeddingBagsCodegen):
         kernels = ", ".join(sorted({one.compute_kernel.value for one in tables}))
         raise ValueError(
             f"the tables {', '.join(table.name for table in tables)} of {name!r} have compute kernel {kernels}, whose "
             f"rows cannot be read by their number. Shard them with {EmbeddingComputeKernel.FUSED.value}."
         )
-    container = next(_CONTAINER[kind.__name__] for kind in TABLE_TYPES if isinstance(module, kind))
-    prefix = f"{name}.{container}" if name else container
     shards = []
     for table, weight in zip(tables, kernel.split_embedding_weights(), strict=True):
         offsets = (0, 0) if table.local_metadata is None else table.local_metadata.shard_offsets
         shape = (table.num_embeddings, table.embedding_dim)
-        shards.append(TableShard(f"{prefix}.{table.name}.weight", shape, offsets[0], offsets[1], weight))
+        shards.append(TableShard(paths[table.name], shape, offsets[0], offsets[1], weight))
     return shards
 
 
@@ -172,5 +165,5 @@ def table_lines(model: nn.Module, optimizers: Iterable[Optimizer], *, scheduled:
                 trainer = f"{kind} in the backward, lr {rate:g}{constant if scheduled and not moved else ''}"
             alike.setdefault((parameter.sharding_type, trainer), []).append(table)
         for (kind, trainer), tables in alike.items():
-            lines.append(f"{name}: {some(tables, NUM_NAMED)}: {kind}, trained by {trainer}")
+            lines.append(f"{name}: {some(tables, 3)}: {kind}, trained by {trainer}")
     return lines
