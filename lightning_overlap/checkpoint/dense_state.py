@@ -127,13 +127,7 @@ def warn_of_moved_states(tables: set[str]) -> None:
 
 
 def table_key(index: int, name: str, kind: str) -> str:
-    """Return the name under which one kind of state of one parameter is saved; `split_table_key` takes it apart.
-
-    Args:
-        index: Number of the optimizer among those of `configure_optimizers`.
-        name: Name of the parameter, any string.
-        kind: Kind of state, `exp_avg` for example.
-    """
+    """Return the name of one kind of state of a parameter of an optimizer, given by number; see `split_table_key`."""
     return f"{index}/{name}/{kind.replace('%', '%25').replace('/', '%2F')}"
 
 
@@ -145,10 +139,10 @@ def split_table_key(key: str) -> tuple[int, str, str]:
 
 
 def take_table_states(states: list[State], model: nn.Module, *, are_whole: bool = False) -> dict[str, Piece]:
-    """Move the state of tables that are sharded with a dense kernel out of `by_name` states.
+    """Move the state of tables that are sharded with a dense kernel out of `by_name` states, in place.
 
     Args:
-        states: What `by_name` returned for each optimizer; changed in place.
+        states: Those of each optimizer.
         model: The sharded module.
         are_whole: Whether the states are those of whole tables, and stay so; else they are of this rank's shards.
 

@@ -21,9 +21,9 @@ from torch import Tensor, nn
 
 from ..distributed import gather_objects
 from .atomic import atomic_replace, remove, sibling, twin
-from .dense_state import empty_table_states
-from .sharded_folder import FUSED, MODEL, TABLE_OPTIMIZERS, on_rank_zero, read_file, take_state, together
-from .table_state import Loading, Piece, fill_from_whole, local_parts, plan_loading
+from .dense_state import empty_table_states, put_table_states
+from .sharded_folder import FUSED, MODEL, TABLE_OPTIMIZERS, is_rank_zero, on_rank_zero, read_file, take_state, together
+from .table_state import Loading, fill_from_whole, local_parts, plan_loading
 
 _Chunk = tuple[int, tuple[slice, ...]]
 """A rank, and what it has of a tensor."""
@@ -41,7 +41,7 @@ def gather_checkpoint(
     """
     state = take_state(checkpoint, model)
     gathered = {part: dict(gather(state.get(part, {}), group)) for part in (MODEL, FUSED, TABLE_OPTIMIZERS)}
-    if group is not None and group.rank() != 0:
+    if not is_rank_zero(group):
         return None
     others = {key: value for key, value in state[MODEL].items() if not isinstance(value, Tensor)}
     state_dict = {key: (gathered[MODEL] | others)[key] for key in state[MODEL]}
@@ -167,9 +167,9 @@ def load_fused(
     together(plan_and_fill, group).finish()
 
 
-def table_states(checkpoint: Mapping[str, Any], model: nn.Module) -> dict[str, Piece]:
-    """Return this rank's part of the dense optimizers' state of tables."""
+def load_table_states(checkpoint: Mapping[str, Any], model: nn.Module) -> None:
+    """Put this rank's part of the dense optimizers' state of tables into the states that are `by_name`."""
     saved = checkpoint.get(TABLE_OPTIMIZERS, {})
     pieces = empty_table_states({key: (value.shape, value.dtype) for key, value in saved.items()}, model)
     fill_from_whole(pieces, saved)
-    return pieces
+    put_table_states(pieces, checkpoint["optimizer_states"])

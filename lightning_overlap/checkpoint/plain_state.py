@@ -9,6 +9,7 @@ that has the same.
 from __future__ import annotations
 
 import itertools
+import warnings
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -18,7 +19,7 @@ from torch import Tensor, nn
 
 from ..distributed import gather_objects
 from .dense_state import State, is_by_name, names_of, take_table_states
-from .sharded_folder import FUSED, TABLE_OPTIMIZERS
+from .sharded_folder import FUSED, TABLE_OPTIMIZERS, is_rank_zero
 from .table_state import (
     _KERNEL_KINDS,
     ITERATION,
@@ -37,11 +38,6 @@ _SOURCES: Mapping[str, Mapping[str, str]] = {
 }
 """FBGEMM's optimizer -> kind of its state -> the kind that `torch.optim`'s optimizer of this name has for it."""
 
-_WEIGHTS_ALONE = (
-    "Give configure_optimizers the dense parameters in the order of then, or go on from the weights alone: "
-    "module.load_state_dict(torch.load(PATH, weights_only=True)['state_dict']), and fit without ckpt_path."
-)
-
 
 def take_plain_state(
     checkpoint: dict[str, Any],
@@ -49,10 +45,11 @@ def take_plain_state(
     schedulers: Sequence[Any],
     model: nn.Module,
     group: dist.ProcessGroup | None,
-) -> dict[str, list[str]]:
+) -> set[str]:
     """Give the optimizer state of a checkpoint names, and its tables' state the form of fused optimizers, in place.
 
-    Does nothing to checkpoints that runs with the strategy have saved. All ranks call this.
+    Does nothing to checkpoints that runs with the strategy have saved. All ranks call this; rank 0 warns of what has no
+    place in this run.
 
     Args:
         checkpoint: What was read: `state_dict`, `optimizer_states`, `lr_schedulers`.
@@ -62,14 +59,14 @@ def take_plain_state(
         group: A gloo group of all ranks; None on one rank.
 
     Returns:
-        What is not used: the kinds of state, and the fused optimizer that has no place for them -> names of tables.
+        Names of the tables whose state is not used.
 
     Raises:
         RuntimeError: The parameters that the saved optimizers had cannot be told.
     """
     states = checkpoint.get("optimizer_states") or []
     if all(map(is_by_name, states)):
-        return {}
+        return set()
     if len(states) != len(optimizers):
         raise _unknown(f"it has the state of {len(states)} optimizers, this run has {len(optimizers)}")
     tables = table_weights(model)
@@ -94,24 +91,26 @@ def take_plain_state(
     checkpoint["optimizer_states"] = named
     checkpoint[TABLE_OPTIMIZERS] = take_table_states(named, model, are_whole=True)
     checkpoint[FUSED], unused = _as_fused(of_fused, model, group)
-    return unused
-
-
-def describe_unused(unused: Mapping[str, Sequence[str]]) -> str:
-    """Return what a user reads of state that has no place."""
-    lines = [f"{', '.join(sorted(tables))}: {what}" for what, tables in unused.items()]
-    return (
-        "the checkpoint is of a run without this strategy, and not all of its optimizer state has a place here. "
-        f"{'; '.join(lines)}. The weights are loaded, the optimizer state of these tables starts anew. To go on with "
-        "the optimizer that they had, give the strategy the fused form of it (on a CPU there are SGD, Adagrad and "
-        "RowWiseAdagrad), or sharding='data_parallel' and no fused_optimizer: configure_optimizers then trains them."
-    )
+    if unused and is_rank_zero(group):
+        lines = [f"{', '.join(sorted(names))}: {what}" for what, names in unused.items()]
+        warnings.warn(
+            "the checkpoint is of a run without this strategy, and not all of its optimizer state has a place here. "
+            f"{'; '.join(lines)}. The weights are loaded, the optimizer state of these tables starts anew. To go on "
+            "with the optimizer that they had, give the strategy the fused form of it (on a CPU there are SGD, Adagrad "
+            "and RowWiseAdagrad), or sharding='data_parallel' and no fused_optimizer: configure_optimizers then trains "
+            "them.",
+            UserWarning,
+            stacklevel=2,
+        )
+    return {name for names in unused.values() for name in names}
 
 
 def _unknown(why: str) -> RuntimeError:
     return RuntimeError(
         "the checkpoint is of a run without this strategy, whose optimizers number their parameters, and they cannot "
-        f"be matched to those of this run: {why}. {_WEIGHTS_ALONE}"
+        f"be matched to those of this run: {why}. Give configure_optimizers the dense parameters in the order of then, "
+        "or go on from the weights alone: module.load_state_dict(torch.load(PATH, weights_only=True)['state_dict']), "
+        "and fit without ckpt_path."
     )
 
 

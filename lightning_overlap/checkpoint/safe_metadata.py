@@ -26,6 +26,7 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 from torch.distributed.checkpoint.planner import ReadItem
+from typing_extensions import override
 
 _LIST_NAME = ".metadata"
 _METADATA, _FILES = "torch.distributed.checkpoint.metadata", "torch.distributed.checkpoint.filesystem"
@@ -53,12 +54,8 @@ _VALUES: Mapping[tuple[str, str], Any] = {
 class SafeReader(FileSystemReader):
     """Reads a folder; whatever its `.metadata` holds, nothing of it is executed."""
 
+    @override
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
-        """Return the list of what is in the folder.
-
-        Raises:
-            RuntimeError: It is something else, or damaged.
-        """
         path = PurePath(self.path) / _LIST_NAME
         with open(path, "rb") as file:
             try:
@@ -74,18 +71,14 @@ class SafeReader(FileSystemReader):
 
 
 class SafePlanner(DefaultLoadPlanner):
-    """Loads objects as `torch.load` does, and not, as its parent, whatever they execute.
-
-    Args:
-        weights_only: As `torch.load` takes it.
-    """
+    """Loads objects as `torch.load` does with its `weights_only`, and not, as its parent, whatever they execute."""
 
     def __init__(self, weights_only: bool | None) -> None:
         super().__init__()
         self._weights_only = weights_only
 
+    @override
     def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
-        """Read an object with `torch.load` and put it into the state that is loaded."""
         *path, last = self.mappings[read_item.dest_index.fqn]
         target: Any = self.original_state_dict
         for key in path:

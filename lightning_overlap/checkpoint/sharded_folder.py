@@ -28,6 +28,7 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.checkpoint.planner import WriteItem
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
+from typing_extensions import override
 
 from ..distributed import gather_objects
 from ..text import some, unknown_name_message
@@ -132,7 +133,7 @@ class FolderSaver:
         self.wait()
         state = take_state(checkpoint, model)
         buffer = io.BytesIO()
-        if _is_rank_zero(self._group):
+        if is_rank_zero(self._group):
             torch.save(checkpoint, buffer)
         if not asynchronous:
             _write(state, buffer.getbuffer(), path, self._group, also)
@@ -172,12 +173,13 @@ class FolderSaver:
             done.result()
 
 
-def _is_rank_zero(group: dist.ProcessGroup | None) -> bool:
+def is_rank_zero(group: dist.ProcessGroup | None) -> bool:
+    """Whether this is the first rank of a group, or the only one."""
     return group is None or group.rank() == 0
 
 
 def _write(
-    state: dict[str, Any], rest: memoryview, path: Path, group: dist.ProcessGroup | None, also: Path | None = None
+    state: dict[str, Any], rest: memoryview, path: Path, group: dist.ProcessGroup | None, also: Path | None
 ) -> None:
     """Write a folder next to `path`, then let it take the name; before, a second name, if any."""
     unfinished = sibling(path, "unfinished")
@@ -220,8 +222,8 @@ class _OneCopy(DefaultSavePlanner):
 
     _copy: Tensor | None = None
 
+    @override
     def resolve_data(self, write_item: WriteItem) -> Tensor | io.BytesIO:
-        """Return the tensor of an item, on the host in a memory of its own size, or its bytes."""
         if self._copy is not None:
             self._copy.untyped_storage().resize_(0)
             self._copy = None
@@ -242,7 +244,7 @@ def on_rank_zero(action: Callable[[], None], path: Path, group: dist.ProcessGrou
         OSError: The action failed on rank 0, or rank 0 is gone.
     """
     try:
-        together(action if _is_rank_zero(group) else lambda: None, group)
+        together(action if is_rank_zero(group) else lambda: None, group)
     except RuntimeError as err:
         raise OSError(f"could not write the checkpoint {path}: {err}") from err
 

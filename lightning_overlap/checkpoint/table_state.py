@@ -114,9 +114,6 @@ def plan_loading(model: nn.Module, saved: Iterable[str], told: Collection[str] =
         saved: Names of the saved pieces.
         told: Tables of which it was said already that their state starts anew.
 
-    Returns:
-        The pieces to fill in place, and what then puts them where they belong.
-
     Raises:
         RuntimeError: A table was saved with the state of another fused optimizer.
     """
@@ -168,10 +165,6 @@ def plan_loading(model: nn.Module, saved: Iterable[str], told: Collection[str] =
 def fill_from_whole(pieces: Mapping[str, Piece], whole: Mapping[str, Tensor]) -> None:
     """Copy this rank's part of whole tensors into pieces, in place.
 
-    Args:
-        pieces: Name -> piece to fill, on any device.
-        whole: Name -> tensor `(num_embeddings, ...)`, of the shape of the whole piece, on the host.
-
     Raises:
         RuntimeError: A whole tensor has another shape than its piece.
     """
@@ -205,12 +198,7 @@ def on_host(piece: Piece) -> Piece:
 
 
 def split_like(weight: ShardedTensor, stacked: Tensor) -> ShardedTensor:
-    """Return a tensor that is sharded as a table's weight is.
-
-    Args:
-        weight: The table's weight, `(num_embeddings, embedding_dim)`.
-        stacked: This rank's shards, concatenated along dimension 0 in the order of `weight.local_shards()`.
-    """
+    """Return a tensor sharded as a weight is, of this rank's shards, one below the other in the weight's order."""
     rest = stacked.detach()
     local = {}
     for shard in weight.local_shards():
@@ -219,10 +207,7 @@ def split_like(weight: ShardedTensor, stacked: Tensor) -> ShardedTensor:
 
 
 def dense_kernel_tables(model: nn.Module) -> dict[str, ShardedTensor]:
-    """Return the weights of tables that a dense optimizer trains in shards: name -> `(num_embeddings, embedding_dim)`.
-
-    Each rank's optimizer then has state of its own shards only.
-    """
+    """Return the weights of tables of whose shards each rank's dense optimizer trains its own, by name."""
     return {
         name: value
         for name, value, how in _tables(model)

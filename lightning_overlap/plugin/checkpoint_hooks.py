@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
@@ -223,25 +222,17 @@ class SavesShards(HasRun):
         if self._is_fitting() and sharded_modules(module):
             if self._tuner is not None:
                 self._tuner.load_state_dict(checkpoint.get(_CHOICE, {}))
-            checkpoints.load_fused(
-                checkpoint, module, self.checkpoint_group, told=self._take_plain_state(checkpoint, module)
-            )
-
-    def _take_plain_state(self, checkpoint: Mapping[str, Any], module: LightningModule) -> set[str]:
-        """Take over optimizer state of a run without the strategy; return the tables whose state starts anew."""
-        assert isinstance(checkpoint, dict)
-        schedulers = [config.scheduler for config in self.lr_scheduler_configs]
-        unused = checkpoints.take_plain_state(checkpoint, self.optimizers, schedulers, module, self.checkpoint_group)
-        if unused and self.is_global_zero:
-            warnings.warn(checkpoints.describe_unused(unused), UserWarning, stacklevel=2)
-        return {table for tables in unused.values() for table in tables}
+            assert isinstance(checkpoint, dict)
+            schedulers = [config.scheduler for config in self.lr_scheduler_configs]
+            anew = checkpoints.take_plain_state(checkpoint, self.optimizers, schedulers, module, self.checkpoint_group)
+            checkpoints.load_fused(checkpoint, module, self.checkpoint_group, told=anew)
 
     @override
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
         module = self.lightning_module
         assert module is not None
         states = checkpoint["optimizer_states"]
-        checkpoints.put_table_states(checkpoints.table_states(checkpoint, module), states)
+        checkpoints.load_table_states(checkpoint, module)
         moved = [checkpoints.load_by_name(*pair, module) for pair in zip(self.optimizers, states, strict=False)]
         for optimizer, state in zip(self.optimizers, states, strict=False):
             self._stash.take_from(optimizer, state.get(_NUM_STASHED, 0))

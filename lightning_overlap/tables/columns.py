@@ -19,6 +19,7 @@ from torch.utils._pytree import register_pytree_node, tree_map_only
 from torchrec.distributed.embeddingbag import ShardedEmbeddingBagCollection
 from torchrec.modules.embedding_modules import get_embedding_names_by_table
 from torchrec.sparse.jagged_tensor import KeyedTensor
+from typing_extensions import override
 
 from .supported_modules import table_modules
 
@@ -45,8 +46,8 @@ class ConfigOrderKeyedTensor(KeyedTensor):  # type: ignore[misc]
         self._in_plan_order = in_plan_order
         self._in_order: Tensor | None = None
 
+    @override
     def values(self) -> Tensor:
-        """Return the columns in the order of `keys()`, `(B, sum of dims)`."""
         if self._in_order is None:
             columns = self.to_dict()
             # The caller may look at the values without a gradient first, and train on them afterwards.
@@ -59,19 +60,19 @@ class ConfigOrderKeyedTensor(KeyedTensor):  # type: ignore[misc]
         column: Tensor = self._in_plan_order[key]
         return column
 
+    @override
     def to_dict(self) -> dict[str, Tensor]:
-        """Return the columns by key, each `(B, dim)`, in the order of `keys()`."""
         columns = self._in_plan_order.to_dict()
         return {key: columns[key] for key in self.keys()}
 
+    @override
     def record_stream(self, stream: torch.cuda.streams.Stream) -> None:
-        """Tell the caching allocator that a stream reads the columns."""
         self._in_plan_order.record_stream(stream)
         if self._in_order is not None:
             self._in_order.record_stream(stream)
 
+    @override
     def to(self, device: torch.device, non_blocking: bool = False) -> KeyedTensor:
-        """Return a copy of the columns on a device, `(B, sum of dims)`, in the order of `keys()`."""
         values = self.values().to(device, non_blocking=non_blocking)
         return KeyedTensor(self.keys(), self.length_per_key(), values, self.key_dim())
 

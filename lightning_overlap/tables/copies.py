@@ -8,28 +8,21 @@ from collections.abc import Mapping
 from typing import Any, NoReturn
 
 from torch import nn
+from typing_extensions import override
 
 from .supported_modules import sharded_modules
 from .table import AppliedOptimizer, find_tables
 
 
 class ShardsLeftBehind(nn.Module):
-    """Takes the place of a sharded module in a copy: shards stay with their process and its group of ranks.
-
-    Args:
-        kind: Name of the class of the sharded module, for the error.
-    """
+    """Takes the place of a sharded module, of a `kind`, in a copy: shards stay with their process and its ranks."""
 
     def __init__(self, kind: str) -> None:
         super().__init__()
         self.kind = kind
 
+    @override
     def forward(self, *_: Any, **__: Any) -> NoReturn:
-        """Say that there is nothing to look up.
-
-        Raises:
-            RuntimeError: Always.
-        """
         raise RuntimeError(
             f"this module is a copy, in which nothing stands in the place of a {self.kind}: shards stay with their "
             "process. Make the module anew, and load a checkpoint of the one that was copied."

@@ -13,6 +13,7 @@ from torchrec.distributed.fbgemm_qcomm_codec import CommType, QCommsConfig, get_
 from torchrec.distributed.types import QuantizedCommCodecs, ShardingPlan, ShardingType
 from torchrec.modules.embedding_modules import EmbeddingCollection
 from torchrec.modules.mc_embedding_modules import ManagedCollisionEmbeddingCollection
+from typing_extensions import override
 
 from ..text import some, unknown_name_message
 from .table import Table
@@ -67,12 +68,8 @@ class Codec(QuantizedCommCodec):  # type: ignore[misc]
         self.loss_scale = loss_scale
         self.note = note
 
+    @override
     def encode(self, input_tensor: Tensor, ctx: Any = None) -> Tensor:
-        """Return numbers as they are sent.
-
-        Raises:
-            ValueError: Their number does not divide into the groups of INT8.
-        """
         if self.note is not None:
             self.note(input_tensor)
         if self.loss_scale is not None:
@@ -81,13 +78,13 @@ class Codec(QuantizedCommCodec):  # type: ignore[misc]
         encoded: Tensor = super().encode(input_tensor, ctx)
         return encoded
 
+    @override
     def decode(self, input_tensor: Tensor, ctx: Any = None) -> Tensor:
-        """Return numbers as they were before `encode`, but for what was lost."""
         decoded: Tensor = super().decode(input_tensor, ctx)
         return decoded if self.loss_scale is None else decoded / self.loss_scale
 
+    @override
     def calc_quantized_size(self, input_len: int, ctx: Any = None) -> int:
-        """Return how many numbers so many become; raises as `encode`."""
         self._check_groups(input_len, ctx)
         return int(super().calc_quantized_size(input_len, ctx))
 

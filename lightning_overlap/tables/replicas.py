@@ -99,12 +99,7 @@ class ReplicaOptimizer(FusedOptimizer):  # type: ignore[misc]
         self.step()
 
     def update(self, weights: Tensor, gradient: Tensor) -> None:
-        """Update the tables.
-
-        Args:
-            weights: Of the kernel, flat.
-            gradient: Of the same shape, summed over the ranks.
-        """
+        """Update the tables in a kernel's flat weights, given the gradient of these, summed over the ranks."""
         self.iter += 1
         for block in self._blocks:
             part, of_part = weights[block.start : block.stop], gradient[block.start : block.stop]
@@ -138,11 +133,6 @@ class ReplicaKernel(DenseTableBatchedEmbeddingBagsCodegen):  # type: ignore[misc
 
     @override
     def forward(self, *args: Any, **kwargs: Any) -> Tensor:
-        """Look up, as the dense kernel does.
-
-        Raises:
-            RuntimeError: Batch sizes vary by feature.
-        """
         if kwargs.get("batch_size_per_feature_per_rank"):
             raise RuntimeError(
                 "replicated tables got a KeyedJaggedTensor whose batch size varies by feature, and TorchRec puts no "
@@ -208,11 +198,9 @@ class ReplicaKernel(DenseTableBatchedEmbeddingBagsCodegen):  # type: ignore[misc
 
 
 def make_replicas(model: nn.Module, rules: Mapping[str, Rule]) -> None:
-    """Let data-parallel tables of a sharded model be trained in the backward; all ranks call this alike.
+    """Let data-parallel tables of a sharded model be trained in the backward, each by the rule that its path has.
 
-    Args:
-        model: The sharded model.
-        rules: The update of each replica, by the path of its table.
+    All ranks call this alike.
     """
     for name, module in table_modules(model).items():
         prefix = f"{name}." if name else ""
@@ -275,11 +263,6 @@ def replica_kernels(module: Any) -> list[ReplicaKernel]:
 
 
 def follow_rates(model: nn.Module, set_rates: Callable[[], None] | None) -> None:
-    """Have replicas updated at the rates of the time of their update.
-
-    Args:
-        model: The sharded model.
-        set_rates: Gives optimizers the rates that the schedule has now; None where nothing moves them.
-    """
+    """Have replicas updated at the rates that `set_rates` gives at the time; None: nothing moves them."""
     for kernel in replica_kernels(model):
         kernel.set_rates = set_rates

@@ -67,7 +67,7 @@ def tables_to_replicate(
     Args:
         replicate: The user's argument.
         tables: All tables of the unsharded model.
-        model: The unsharded model.
+        model: That model.
         sharding: See `named_types`; the tables named there are left alone.
         batch_size: Samples in a rank's batch; None where nobody knows.
         fused: What tables without a fused optimizer are going to get.
@@ -113,11 +113,8 @@ def tables_to_replicate(
 def replicas_in(plan: ShardingPlan, tables: list[Table], names: Collection[str], world_size: int) -> list[Table]:
     """Return the tables of a plan that are trained as replicas, the same on all ranks.
 
-    Args:
-        plan: Of the whole model.
-        tables: All tables of the unsharded model.
-        names: What `tables_to_replicate` returned.
-        world_size: Number of ranks; on one, the tables may be sharded as any.
+    Of `tables`, all of the unsharded model, they are those in `names` that `tables_to_replicate` returned; on one rank
+    the plan may shard these as any.
 
     Raises:
         ValueError: The plan does not make such a table data-parallel, or makes others of its module so, which the
