@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import io
 import pickle
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import PurePath
 from typing import Any, NoReturn
 
@@ -87,11 +87,11 @@ class SafePlanner(DefaultLoadPlanner):
 
 
 class _Record:
-    """Something of the list: what it was made with, and its state."""
+    """Something of the list: its state, and not what it was made with."""
 
-    def __init__(self, *args: Any) -> None:
-        self.args = args
-        self.state: Any = None
+    state: Any = None
+
+    def __init__(self, *_: Any) -> None: ...
 
     def __setstate__(self, state: Any) -> None:
         self.state = state
@@ -111,20 +111,18 @@ class _Unpickler(pickle.Unpickler):
 
 
 def _metadata(record: Any) -> Metadata:
-    fields = _fields(record, Metadata)
-    entries = {
-        _of_type(name, str): _entry(entry) for name, entry in _of_type(fields["state_dict_metadata"], dict).items()
-    }
-    places = {_index(index): _place(place) for index, place in _of_type(fields["storage_data"], dict).items()}
+    fields = _state(record, Metadata)
+    entries = {_of_type(name, str): _entry(entry) for name, entry in fields["state_dict_metadata"].items()}
+    places = {_index(index): _place(place) for index, place in fields["storage_data"].items()}
     return Metadata(state_dict_metadata=entries, storage_data=places, version=fields.get("version"))
 
 
 def _entry(record: Any) -> TensorStorageMetadata | BytesStorageMetadata:
     if type(record).__name__ == BytesStorageMetadata.__name__:
         return BytesStorageMetadata()
-    fields = _fields(record, TensorStorageMetadata)
-    dtype, *_ = _fields(fields["properties"], TensorProperties, tuple)
-    chunks = [_fields(chunk, ChunkStorageMetadata) for chunk in fields["chunks"]]
+    fields = _state(record, TensorStorageMetadata)
+    dtype, *_ = _state(fields["properties"], TensorProperties)
+    chunks = [_state(chunk, ChunkStorageMetadata) for chunk in fields["chunks"]]
     return TensorStorageMetadata(
         TensorProperties(dtype=_of_type(dtype, torch.dtype)),
         torch.Size(fields["size"]),
@@ -133,25 +131,24 @@ def _entry(record: Any) -> TensorStorageMetadata | BytesStorageMetadata:
 
 
 def _index(record: Any) -> MetadataIndex:
-    fields = _fields(record, MetadataIndex)
+    fields = _state(record, MetadataIndex)
     offset = fields.get("offset")
-    return MetadataIndex(
-        _of_type(fields["fqn"], str), None if offset is None else torch.Size(offset), fields.get("index")
-    )
+    offset = None if offset is None else torch.Size(offset)
+    return MetadataIndex(_of_type(fields["fqn"], str), offset, fields.get("index"))
 
 
 def _place(record: Any) -> _StorageInfo:
-    fields = _fields(record, _StorageInfo)
+    fields = _state(record, _StorageInfo)
     name = _of_type(fields["relative_path"], str)
     if PurePath(name).name != name or fields.get("transform_descriptors"):
         _refuse(f"a tensor in {name!r}")
     return _StorageInfo(name, _of_type(fields["offset"], int), _of_type(fields["length"], int))
 
 
-def _fields(record: Any, kind: type, of: Callable[..., Any] = dict) -> Any:
+def _state(record: Any, kind: type) -> Any:
     if not isinstance(record, _Record) or type(record).__name__ != kind.__name__:
         _refuse(f"{type(record).__name__} in the place of {kind.__name__}")
-    return of(record.state or ())
+    return record.state
 
 
 def _of_type(value: Any, kind: Any) -> Any:

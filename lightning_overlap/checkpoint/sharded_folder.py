@@ -13,7 +13,7 @@ import io
 import os
 import pickle
 import warnings
-from collections.abc import Callable, Mapping, Set
+from collections.abc import Callable, Iterable, Mapping, Set
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, TypeVar, cast
@@ -35,7 +35,7 @@ from ..text import some, unknown_name_message
 from .atomic import atomic_replace, being_replaced, remove, sibling, twin
 from .dense_state import empty_table_states, put_table_states, take_table_states
 from .safe_metadata import SafePlanner, SafeReader
-from .table_state import Loading, Piece, fused_state, on_host, plan_loading
+from .table_state import Loading, fused_state, on_host, plan_loading
 
 T = TypeVar("T")
 
@@ -204,13 +204,15 @@ def _write(
         save(state, storage_writer=writer, planner=_OneCopy(), process_group=group, no_dist=group is None)
         on_rank_zero(finish, path, group)
     except CheckpointException as err:  # every rank hears of it
-        raise OSError(f"could not write the checkpoint {path}: {_listed_failures(err)}") from err
+        raise OSError(f"could not write the checkpoint {path}: {_failures(err)}") from err
     except RuntimeError as err:  # another rank does not answer
         raise OSError(f"could not write the checkpoint {path}: {err}") from err
 
 
-def _listed_failures(err: CheckpointException) -> str:
-    return "; ".join(f"rank {rank}: {type(error).__name__}: {error}" for rank, (error, _) in err.failures.items())
+def _failures(err: CheckpointException) -> str:
+    """Return what has failed, each with one of the ranks where it has."""
+    ranks = {f"{type(error).__name__}: {error}": rank for rank, (error, _) in err.failures.items()}
+    return "; ".join(f"rank {rank}: {error}" for error, rank in ranks.items())
 
 
 class _OneCopy(DefaultSavePlanner):
@@ -333,13 +335,7 @@ def load_folder(
     state: dict[str, Any] = {MODEL: {key: value for key, value in state_dict.items() if key in saved[MODEL]}}
     loading = Loading({}, lambda: None)
     if with_optimizers and "optimizer_states" in rest:
-
-        def plan() -> Loading:
-            planned = plan_loading(model, saved[FUSED])
-            _check_shapes(path, planned.pieces, saved[FUSED])
-            return planned
-
-        loading = together(plan, group)
+        loading = together(lambda: plan_loading(model, saved[FUSED]), group)
         tables = empty_table_states(saved[TABLE_OPTIMIZERS], model)
         state |= {FUSED: loading.pieces, TABLE_OPTIMIZERS: tables}
     state = {part: values for part, values in state.items() if values}
@@ -357,7 +353,9 @@ def _load(state: dict[str, Any], path: Path, weights_only: bool | None, group: d
         untrusted = [error for error, _ in err.failures.values() if isinstance(error, pickle.UnpicklingError)]
         if untrusted:
             raise _untrusted(path, untrusted[0]) from err
-        raise RuntimeError(f"could not load the checkpoint {path}: {_listed_failures(err)}") from err
+        raise RuntimeError(
+            f"could not load {path} into this model: {_failures(err)}. Was it saved from other tables?"
+        ) from err
 
 
 def _saved(path: Path) -> dict[str, dict[str, tuple[torch.Size, torch.dtype]]]:
@@ -393,7 +391,7 @@ def _untrusted(path: Path, err: Exception) -> RuntimeError:
 
 
 def _check_same_model(
-    path: Path, names: Set[str], weights: Mapping[str, Piece], saved: Mapping[str, Any], strict: bool
+    path: Path, names: Set[str], weights: Iterable[str], saved: Mapping[str, Any], strict: bool
 ) -> None:
     missing, unexpected = some(sorted(names - saved.keys())), some(sorted(saved.keys() - names))
     if strict and (missing or unexpected):
@@ -405,12 +403,3 @@ def _check_same_model(
     objects = some(sorted(key for key in weights if key in saved and saved[key] is None))
     if objects:
         raise RuntimeError(f"could not load {path} into this model: there, {objects} are objects and not tensors.")
-    _check_shapes(path, {key: value for key, value in weights.items() if key in saved}, saved)
-
-
-def _check_shapes(path: Path, pieces: Mapping[str, Piece], saved: Mapping[str, Any]) -> None:
-    sizes = {key: (tuple(saved[key][0]), tuple(piece.size())) for key, piece in pieces.items()}
-    other = {key: pair for key, pair in sizes.items() if pair[0] != pair[1]}
-    if other:
-        listed = "; ".join(f"{key}: {there} there, {here} here" for key, (there, here) in other.items())
-        raise RuntimeError(f"could not load {path} into this model. Was it saved from other tables? {listed}.")

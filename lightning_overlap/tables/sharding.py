@@ -30,7 +30,7 @@ from .supported_modules import sharded_modules, table_modules
 from .table import Table, find_tables, rate_of, training_sharders
 from .write_counts import watch_tables
 
-_DATA_PARALLEL = ShardingType.DATA_PARALLEL.value
+_DATA_PARALLEL, _DENSE_KERNEL = ShardingType.DATA_PARALLEL.value, EmbeddingComputeKernel.DENSE.value
 _COLUMN_WISE = (ShardingType.COLUMN_WISE.value, ShardingType.TABLE_COLUMN_WISE.value)
 
 
@@ -88,7 +88,8 @@ def shard_tables(
         whole=whole if num_ranks > 1 else (),
     )
     replicas = replicas_in(plan, tables, whole, num_ranks)
-    in_backward = [table for table in tables if _is_fused(table, plan) or table in replicas]
+    dense = {table.path for table in tables if (how := table.planned(plan)) and how.compute_kernel == _DENSE_KERNEL}
+    in_backward = [table for table in tables if table.path not in dense or table in replicas]
     _apply_fused_optimizer(tables, in_backward, fused, device)
     if named is not None and not isinstance(sharding, str):
         _warn_of_dense_tables([table for table in tables if table not in in_backward], named)
@@ -247,21 +248,15 @@ def _constraints(
     for table in tables:
         kind = kinds.get(table.name)
         if kind is not None:
-            width = _min_partition(table.parameter.shape[1], group.size()) if kind in _COLUMN_WISE else None
+            # A shard for each rank, where the columns divide: FBGEMM wants widths that are multiples of 4.
+            dim, num = table.parameter.shape[1], group.size()
+            width = dim // num if kind in _COLUMN_WISE and num > 1 and dim % (4 * num) == 0 else None
             constraints[table.name] = ParameterConstraints(sharding_types=[kind], min_partition=width)
         elif fused_optimizer or table.fused_optimizer:
             # The planner reckons with what a batch costs by guess: it must not decide on its own what is replicated.
             sharded = [kind for kind in table.sharder.sharding_types(device.type) if kind != _DATA_PARALLEL]
             constraints[table.name] = ParameterConstraints(sharding_types=sharded)
     return constraints
-
-
-def _min_partition(dim: int, world_size: int) -> int | None:
-    """Columns per shard that give each rank one; None (the planner's own minimum) if they do not divide.
-
-    TBE wants widths that are multiples of 4.
-    """
-    return dim // world_size if dim % (4 * world_size) == 0 and world_size > 1 else None
 
 
 def _plan_on_rank_zero(planner: Any, model: nn.Module, group: dist.ProcessGroup, codecs: Codecs | None) -> ShardingPlan:
@@ -334,11 +329,6 @@ def _freeze(table: Table) -> None:
     # The weight decay, which changes nothing, keeps it out of the kernel of a table whose rate only begins at zero.
     table.apply_fused_optimizer(torch.optim.SGD, {"lr": 0.0, "weight_decay": 0.0})
     table.parameter.requires_grad_(False)
-
-
-def _is_fused(table: Table, plan: ShardingPlan) -> bool:
-    parameter = table.planned(plan)
-    return parameter is None or parameter.compute_kernel != EmbeddingComputeKernel.DENSE.value
 
 
 def _initial_weights(model: nn.Module, tables: list[Table]) -> dict[str, dict[str, nn.Parameter]]:

@@ -60,7 +60,9 @@ SUPPORTED_MODULES: Mapping[type, ModuleSpec] = {
 }
 """Sharded modules of which some stage can start early; every other one runs its own forward."""
 
-_KERNELS_WITHOUT_CACHE = (EmbeddingComputeKernel.DENSE, EmbeddingComputeKernel.FUSED, EmbeddingComputeKernel.FUSED_UVM)
+_WITHOUT_CACHE = {
+    *(EmbeddingComputeKernel.DENSE.value, EmbeddingComputeKernel.FUSED.value, EmbeddingComputeKernel.FUSED_UVM.value)
+}
 
 
 def spec_of(module: nn.Module) -> ModuleSpec | None:
@@ -189,8 +191,7 @@ def _why_cached(tables: Any, prefetches: bool) -> str | None:
     # A cache hands out its slots in the forward and uses them in the backward: a lookup in between may evict them,
     # but for the slots that a prefetch has locked.
     plan = tables.module_sharding_plan
-    names = {kernel.value for kernel in _KERNELS_WITHOUT_CACHE}
-    cached = {table: parameter for table, parameter in plan.items() if parameter.compute_kernel not in names}
+    cached = {table: parameter for table, parameter in plan.items() if parameter.compute_kernel not in _WITHOUT_CACHE}
     if not cached:
         return None
     kernels = {parameter.compute_kernel for parameter in cached.values()}
