@@ -25,9 +25,6 @@ from .dense_state import empty_table_states, put_table_states
 from .sharded_folder import FUSED, MODEL, TABLE_OPTIMIZERS, is_rank_zero, on_rank_zero, read_file, take_state, together
 from .table_state import Loading, fill_from_whole, local_parts, plan_loading
 
-_Chunk = tuple[int, tuple[slice, ...]]
-"""A rank, and what it has of a tensor."""
-
 
 def gather_checkpoint(
     checkpoint: dict[str, Any], model: nn.Module, group: dist.ProcessGroup | None
@@ -82,9 +79,9 @@ def gather(pieces: Mapping[str, Any], group: dist.ProcessGroup | None) -> Iterat
         yield key, whole
 
 
-def _distinct(key: str, everyone: list[dict[str, Any]]) -> list[_Chunk]:
-    """Return who gives which part of a tensor: what several ranks have comes from the first."""
-    chunks: list[_Chunk] = []
+def _distinct(key: str, everyone: list[dict[str, Any]]) -> list[tuple[int, tuple[slice, ...]]]:
+    """Return which rank gives which part of a tensor: what several ranks have comes from the first."""
+    chunks: list[tuple[int, tuple[slice, ...]]] = []
     for rank, theirs in enumerate(everyone):
         for window in theirs[key][2] if key in theirs else []:
             is_empty = any(part.start == part.stop for part in window)

@@ -20,14 +20,7 @@ from torch import Tensor, nn
 from ..distributed import gather_objects
 from .dense_state import State, is_by_name, names_of, take_table_states
 from .sharded_folder import FUSED, TABLE_OPTIMIZERS, is_rank_zero
-from .table_state import (
-    _KERNEL_KINDS,
-    ITERATION,
-    StateKey,
-    _kernels,
-    fused_state,
-    table_weights,
-)
+from .table_state import _KERNEL_KINDS, ITERATION, StateKey, _kernels, fused_state, table_weights
 
 _SOURCES: Mapping[str, Mapping[str, str]] = {
     "EXACT_SGD": {},

@@ -15,7 +15,6 @@ from .optimizer_checks import check_dense_optimizers as check_dense_optimizers
 from .optimizer_checks import check_fused_optimizer as check_fused_optimizer
 from .optimizer_checks import refuse_dense_owner as refuse_dense_owner
 from .overflow import OverflowWatch as OverflowWatch
-from .quantized_comms import PRECISIONS as PRECISIONS
 from .quantized_comms import QuantizedComms as QuantizedComms
 from .quantized_comms import check_quantized_comms as check_quantized_comms
 from .quantized_comms import codecs_of as codecs_of
@@ -32,7 +31,6 @@ from .sharded_module import forget_prefetched as forget_prefetched
 from .sharded_module import kernel_of as kernel_of
 from .sharded_module import keys_in_backward as keys_in_backward
 from .sharded_module import owners_of_parts as owners_of_parts
-from .sharded_module import tables_in_backward as tables_in_backward
 from .sharded_module import tbes as tbes
 from .sharded_module import tbes_within as tbes_within
 from .sharded_module import without_backward as without_backward
@@ -57,6 +55,7 @@ from .supported_modules import owners_of as owners_of
 from .supported_modules import sharded_modules as sharded_modules
 from .supported_modules import spec_of as spec_of
 from .supported_modules import table_modules as table_modules
+from .supported_modules import tables_in_backward as tables_in_backward
 from .supported_modules import tables_of as tables_of
 from .supported_modules import why_never_early as why_never_early
 from .supported_modules import why_never_held as why_never_held

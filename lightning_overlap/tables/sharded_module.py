@@ -15,7 +15,6 @@ from weakref import WeakKeyDictionary
 import torch
 from fbgemm_gpu.split_table_batched_embeddings_ops_training import SplitTableBatchedEmbeddingBagsCodegen
 from torch import nn
-from torchrec.distributed.embedding_types import EmbeddingComputeKernel
 from torchrec.distributed.types import ShardedModule
 from torchrec.optim.keyed import CombinedOptimizer, KeyedOptimizer
 
@@ -83,13 +82,6 @@ def read_once(read: Callable[[Any], list[R]]) -> Callable[[Any], list[R]]:
 
 
 owners_of_parts = read_once(owners_of)
-
-
-def tables_in_backward(module: ShardedModule[Any, Any, Any, Any]) -> list[str]:
-    """Return the names of the tables whose lookups the fused backward owns (`owners_of`), on all ranks alike."""
-    plan = module.module_sharding_plan
-    dense = {one.sharding_type for one in plan.values() if one.compute_kernel == EmbeddingComputeKernel.DENSE.value}
-    return [name for name, one in plan.items() if one.sharding_type not in dense]
 
 
 @read_once

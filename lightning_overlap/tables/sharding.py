@@ -237,11 +237,7 @@ def check_sharding(sharding: Sharding, tables: list[Table], device: torch.device
 
 
 def _constraints(
-    kinds: Mapping[str, str],
-    tables: list[Table],
-    fused_optimizer: bool,
-    group: dist.ProcessGroup,
-    device: torch.device,
+    kinds: Mapping[str, str], tables: list[Table], fused_optimizer: bool, group: dist.ProcessGroup, device: torch.device
 ) -> dict[str, ParameterConstraints]:
     """Return what holds a planner to the sharding types of some tables, and keeps it from replicating others."""
     constraints = {}

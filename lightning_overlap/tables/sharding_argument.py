@@ -12,13 +12,7 @@ from ..text import unknown_name_message
 from .table import Table
 
 ShardingName: TypeAlias = Literal[
-    "data_parallel",
-    "table_wise",
-    "column_wise",
-    "row_wise",
-    "table_row_wise",
-    "table_column_wise",
-    "grid_shard",
+    "data_parallel", "table_wise", "column_wise", "row_wise", "table_row_wise", "table_column_wise", "grid_shard"
 ]
 """The values of TorchRec's `ShardingType`, for editors and type checkers."""
 

@@ -49,10 +49,7 @@ SUPPORTED_MODULES: Mapping[type, ModuleSpec] = {
     ShardedEmbeddingCollection: ModuleSpec(),
     # The position weights belong to the dense optimizer, the tables to it or to the backward, which is over by then.
     ShardedFeatureProcessedEmbeddingBagCollection: ModuleSpec(
-        "_embedding_bag_collection",
-        "_embedding_bag_collection",
-        WeightOwner.DENSE_OPTIMIZER,
-        "_feature_processors",
+        "_embedding_bag_collection", "_embedding_bag_collection", WeightOwner.DENSE_OPTIMIZER, "_feature_processors"
     ),
     # The lookup hands out rows to new ids and counts what it sees.
     ShardedManagedCollisionEmbeddingBagCollection: _MANAGED_COLLISION,
@@ -131,12 +128,15 @@ def owners_of(module: ShardedModule[Any, Any, Any, Any]) -> list[WeightOwner]:
     shardings = sharding_types_of(tables)
     if kind is not None and kind.owner is not None:
         return [kind.owner] * len(shardings)
-    dense = {
-        parameter.sharding_type
-        for parameter in tables.module_sharding_plan.values()
-        if parameter.compute_kernel == EmbeddingComputeKernel.DENSE.value
-    }
-    return [WeightOwner.DENSE_OPTIMIZER if sharding in dense else WeightOwner.FUSED_BACKWARD for sharding in shardings]
+    fused = {tables.module_sharding_plan[name].sharding_type for name in tables_in_backward(tables)}
+    return [WeightOwner.FUSED_BACKWARD if sharding in fused else WeightOwner.DENSE_OPTIMIZER for sharding in shardings]
+
+
+def tables_in_backward(module: ShardedModule[Any, Any, Any, Any]) -> list[str]:
+    """Return the names of the tables whose lookups the fused backward owns (`owners_of`), on all ranks alike."""
+    plan = module.module_sharding_plan
+    dense = {one.sharding_type for one in plan.values() if one.compute_kernel == EmbeddingComputeKernel.DENSE.value}
+    return [name for name, one in plan.items() if one.sharding_type not in dense]
 
 
 def sharding_types_of(tables: Any) -> list[str]:
