@@ -32,12 +32,14 @@ def being_replaced(path: Path) -> Path:
     return path.with_name(f"{path.stem}.old{path.suffix}")
 
 
-def atomic_replace(unfinished: Path, path: Path) -> None:
+def atomic_replace(unfinished: Path, path: Path, also: Path | None = None) -> None:
     """Give something whole its name, in the place of what has it, of whatever kind each is.
 
     At any moment the new one or the old one is there under `path`, or, where names cannot be swapped, the old one under
-    `being_replaced(path)`.
+    `being_replaced(path)`. Before that it gets the name `also`, if one is given, where there are hard links.
     """
+    if also is not None:
+        _twin(unfinished, also)
     if _is_real_folder(unfinished):
         _sync(unfinished)
     if not os.path.lexists(path) or not (_is_real_folder(path) or _is_real_folder(unfinished)):
@@ -52,7 +54,7 @@ def atomic_replace(unfinished: Path, path: Path) -> None:
     remove(sibling(path, "old"))  # what an earlier release left where it was interrupted
 
 
-def twin(path: Path, name: Path) -> None:
+def _twin(path: Path, name: Path) -> None:
     """Give a whole checkpoint a second name, that of a folder or file which shares its files with the first one."""
     new = sibling(name, "unfinished")
     remove(new)

@@ -20,7 +20,7 @@ from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor, nn
 
 from ..distributed import gather_objects
-from .atomic import atomic_replace, remove, sibling, twin
+from .atomic import atomic_replace, remove, sibling
 from .dense_state import empty_table_states, put_table_states
 from .sharded_folder import FUSED, MODEL, TABLE_OPTIMIZERS, is_rank_zero, on_rank_zero, read_file, take_state, together
 from .table_state import Loading, fill_from_whole, local_parts, plan_loading
@@ -113,9 +113,7 @@ def write_file(
             torch.save(content, file)
             file.flush()
             os.fsync(file.fileno())
-        if also is not None:
-            twin(unfinished, also)
-        atomic_replace(unfinished, path)
+        atomic_replace(unfinished, path, also)
 
     on_rank_zero(write, path, group)
 

@@ -32,7 +32,7 @@ from typing_extensions import override
 
 from ..distributed import gather_objects
 from ..text import some, unknown_name_message
-from .atomic import atomic_replace, being_replaced, remove, sibling, twin
+from .atomic import atomic_replace, being_replaced, remove, sibling
 from .dense_state import empty_table_states, put_table_states, take_table_states
 from .safe_metadata import SafePlanner, SafeReader
 from .table_state import Loading, fused_state, on_host, plan_loading
@@ -193,9 +193,7 @@ def _write(
             file.write(rest)
             file.flush()
             os.fsync(file.fileno())
-        if also is not None:
-            twin(unfinished, also)
-        atomic_replace(unfinished, path)
+        atomic_replace(unfinished, path, also)
 
     try:
         on_rank_zero(begin, path, group)

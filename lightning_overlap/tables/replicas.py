@@ -69,15 +69,11 @@ class ReplicaOptimizer(FusedOptimizer):  # type: ignore[misc]
         states: Mapping[Tensor, Mapping[str, Tensor]],
     ) -> None:
         super().__init__(weights, states, [{"params": list(weights.values()), "lr": rule.rate}])
-        self._rule, self._blocks = rule, blocks
-        self._rate = rule.rate
+        self._blocks, self._rate, self._eps = blocks, rule.rate, rule.eps
+        self.optimizer = rule.kind
+        """Its kind, under the name that it has in FBGEMM's kernels."""
         self.iter = self.iter_cpu = torch.zeros(1, dtype=torch.int64)
         """Updates made."""
-
-    @property
-    def optimizer(self) -> EmbOptimType:
-        """Its kind, under the name that it has in FBGEMM's kernels."""
-        return self._rule.kind
 
     def get_learning_rate(self) -> float:
         """Return the rate of the next update."""
@@ -103,16 +99,16 @@ class ReplicaOptimizer(FusedOptimizer):  # type: ignore[misc]
         self.iter += 1
         for block in self._blocks:
             part, of_part = weights[block.start : block.stop], gradient[block.start : block.stop]
-            if self._rule.kind is EmbOptimType.EXACT_SGD:
+            if self.optimizer is EmbOptimType.EXACT_SGD:
                 part.add_(of_part, alpha=-self._rate)
                 continue
             part, of_part = part.view(-1, block.dim), of_part.view(-1, block.dim)
-            if self._rule.kind is EmbOptimType.EXACT_ADAGRAD:
+            if self.optimizer is EmbOptimType.EXACT_ADAGRAD:
                 block.state.addcmul_(of_part, of_part)
-                part.addcdiv_(of_part, block.state.sqrt().add_(self._rule.eps), value=-self._rate)
+                part.addcdiv_(of_part, block.state.sqrt().add_(self._eps), value=-self._rate)
             else:
                 block.state.add_(of_part.square().mean(1))
-                factor = self._rate / block.state.sqrt().add_(self._rule.eps)
+                factor = self._rate / block.state.sqrt().add_(self._eps)
                 part.addcmul_(of_part, factor.unsqueeze(1), value=-1.0)
 
 
