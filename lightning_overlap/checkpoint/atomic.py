@@ -10,7 +10,6 @@ it. So a crash leaves nothing that would have to be repaired before the next run
 from __future__ import annotations
 
 import ctypes
-import functools
 import os
 import shutil
 import sys
@@ -94,10 +93,8 @@ def discard(path: Path) -> None:
     if _is_real_folder(path):
         removed = sibling(path, "removed")
         remove(removed)
-        path.rename(removed)
-        remove(removed)
-    else:
-        path.unlink(missing_ok=True)
+        path = path.rename(removed)
+    remove(path)
 
 
 def discard_with_leftovers(path: Path) -> None:
@@ -118,21 +115,9 @@ def remove(path: Path) -> None:
 
 def exchange(one: Path, other: Path) -> bool:
     """Swap two names at one instant; return whether the file system has done so."""
-    renameat2 = _renameat2()
-    if renameat2 is None:
-        return False
+    renameat2: Any = getattr(ctypes.CDLL(None), "renameat2", None) if sys.platform == "linux" else None
     paths = (_AT_FDCWD, os.fsencode(one), _AT_FDCWD, os.fsencode(other))
-    return bool(renameat2(*paths, _RENAME_EXCHANGE) == 0)
-
-
-@functools.cache
-def _renameat2() -> Any:
-    if sys.platform != "linux":
-        return None
-    function = getattr(ctypes.CDLL(None), "renameat2", None)
-    if function is not None:
-        function.argtypes = (ctypes.c_int, ctypes.c_char_p, ctypes.c_int, ctypes.c_char_p, ctypes.c_uint)
-    return function
+    return renameat2 is not None and renameat2(*paths, _RENAME_EXCHANGE) == 0
 
 
 def _is_real_folder(path: Path) -> bool:

@@ -313,20 +313,19 @@ def _warn_of_states_left_out(model: nn.Module, saved: set[str], averaged: set[st
     dense = EmbeddingComputeKernel.DENSE.value
     replicas = {name for name, _, _ in _kernels(model)}
     fused = {name for name, _, how in _tables(model) if how.compute_kernel != dense or name in replicas}
-    new, dropped = sorted(fused - saved - told), sorted(saved - fused)
-    if dist.get_rank() != 0:  # every rank knows this
-        new, dropped = [], []
-    for names, what in (
-        (new, "the checkpoint has no fused optimizer state of these tables; theirs starts anew"),
-        (dropped, "the dense optimizer trains these tables now; the fused optimizer state saved for them is not used"),
-        (
-            sorted(averaged),
-            "saved in other column shards; each row's fused optimizer state is the average over them, so that "
-            "training goes on close to, and not exactly as without the change",
-        ),
-    ):
+
+    def warn(names: set[str], what: str) -> None:
         if names:
-            warnings.warn(f"{', '.join(names)}: {what}.", UserWarning, stacklevel=2)
+            warnings.warn(f"{', '.join(sorted(names))}: {what}.", UserWarning, stacklevel=3)
+
+    if dist.get_rank() == 0:  # every rank knows of these
+        warn(fused - saved - told, "the checkpoint has no fused optimizer state of these tables; theirs starts anew")
+        warn(saved - fused, "the dense optimizer trains these tables now; the fused state saved for them is not used")
+    warn(
+        averaged,
+        "saved in other column shards; each row's fused optimizer state is the average over them, so that training "
+        "goes on close to, and not exactly as without the change",
+    )
 
 
 def _listed(kinds: set[str]) -> str:
