@@ -142,10 +142,8 @@ def check_quantized_comms(config: QCommsConfig | None, tables: Iterable[Table], 
     Raises:
         ValueError: With the precision, the reason, and what to take.
     """
-    if config is None:
-        return
     sequences = [table.path for table in tables if issubclass(table.sharder.module_type, _SEQUENCES)]
-    for direction, precision, _, fp8_group in _directions(config):
+    for direction, precision, _, fp8_group in _directions(config or QCommsConfig()):
         if device.type == "cpu" and precision in _CUDA_ONLY:
             instead = ": TorchRec would send fp16 in its place" if precision is CommType.BF16 else ""
             raise ValueError(
@@ -166,7 +164,7 @@ def check_plan(config: QCommsConfig | None, plan: ShardingPlan) -> None:
     Raises:
         ValueError: With their names.
     """
-    for direction, precision, *_ in () if config is None else _directions(config):
+    for direction, precision, *_ in _directions(config or QCommsConfig()):
         if precision is not CommType.INT8:
             continue
         modules: dict[str, Any] = plan.plan

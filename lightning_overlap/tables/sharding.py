@@ -90,8 +90,8 @@ def shard_tables(
     replicas = replicas_in(plan, tables, whole, num_ranks)
     dense = {table.path for table in tables if (how := table.planned(plan)) and how.compute_kernel == _DENSE_KERNEL}
     in_backward = [table for table in tables if table.path not in dense or table in replicas]
-    _apply_fused_optimizer(tables, in_backward, fused, device)
-    if named is not None and not isinstance(sharding, str):
+    _apply_fused_optimizer(in_backward, fused, device)
+    if dist.get_rank() == 0:
         _warn_of_dense_tables([table for table in tables if table not in in_backward], named)
     rules = {table.path: rule_of(table) for table in replicas}
     initial, aliases = _initial_weights(model, tables), _aliases(model, tables)
@@ -270,7 +270,7 @@ def _plan_on_rank_zero(planner: Any, model: nn.Module, group: dist.ProcessGroup,
 
 
 def _apply_fused_optimizer(
-    tables: list[Table], in_backward: list[Table], fused: tuple[Any, dict[str, Any]] | None, device: torch.device
+    in_backward: list[Table], fused: tuple[Any, dict[str, Any]] | None, device: torch.device
 ) -> None:
     trained = [table for table in in_backward if table.parameter.requires_grad]
     missing = [table for table in trained if table.fused_optimizer is None]
@@ -290,23 +290,23 @@ def _apply_fused_optimizer(
             _freeze(table)
     for table in trained:
         check_can_fuse(table, device)
-    data_parallel = [table.path for table in tables if table.fused_optimizer and table not in in_backward]
-    if data_parallel and dist.get_rank() == 0:
+
+
+def _warn_of_dense_tables(dense: list[Table], asked: Mapping[str, str] | None) -> None:
+    """Warn of tables that their fused optimizer does not train, and of those that a planner left whole without one."""
+    data_parallel = some(table.path for table in dense if table.fused_optimizer)
+    if data_parallel:
         warnings.warn(
-            f"{some(data_parallel)}: sharded data-parallel, so the optimizer applied in backward does not train "
+            f"{data_parallel}: sharded data-parallel, so the optimizer applied in backward does not train "
             "these tables; the optimizer of configure_optimizers has to.",
             UserWarning,
             stacklevel=2,
         )
-
-
-def _warn_of_dense_tables(whole: list[Table], asked: Mapping[str, str]) -> None:
-    """Warn of tables that the planner left whole on every rank because they have no fused optimizer."""
-    trained = [table for table in whole if table.parameter.requires_grad]
-    paths = [table.path for table in trained if table.name not in asked and not table.fused_optimizer]
-    if paths and dist.get_rank() == 0:
+    trained = [table for table in dense if table.parameter.requires_grad and not table.fused_optimizer]
+    left_whole = some(table.path for table in trained if asked is not None and table.name not in asked)
+    if left_whole:
         warnings.warn(
-            f"no fused optimizer for {some(paths)}: the planner made these tables data-parallel. Every rank holds "
+            f"no fused optimizer for {left_whole}: the planner made these tables data-parallel. Every rank holds "
             "them whole, and the optimizer of configure_optimizers has to train them. To shard them, give the strategy "
             "fused_optimizer=(torch.optim.SGD, {'lr': 0.1}), say.",
             UserWarning,
