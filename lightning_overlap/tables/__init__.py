@@ -8,7 +8,6 @@ from .columns import without_graph as without_graph
 from .combined_optimizer import combined_optimizer as combined_optimizer
 from .combined_optimizer import rate_setter as rate_setter
 from .copies import apply_table_optimizers as apply_table_optimizers
-from .copies import leave_shards_behind as leave_shards_behind
 from .copies import table_optimizers as table_optimizers
 from .optimizer_checks import FusedOptimizer as FusedOptimizer
 from .optimizer_checks import check_dense_optimizers as check_dense_optimizers
@@ -34,13 +33,12 @@ from .sharded_module import owners_of_parts as owners_of_parts
 from .sharded_module import tbes as tbes
 from .sharded_module import tbes_within as tbes_within
 from .sharded_module import without_backward as without_backward
+from .sharding import Sharding as Sharding
 from .sharding import check_sharding as check_sharding
+from .sharding import check_sharding_types as check_sharding_types
 from .sharding import make_plan as make_plan
 from .sharding import shard_tables as shard_tables
 from .sharding import sharded_state_names as sharded_state_names
-from .sharding_argument import Sharding as Sharding
-from .sharding_argument import ShardingName as ShardingName
-from .sharding_argument import check_sharding_types as check_sharding_types
 from .shards import KernelShards as KernelShards
 from .shards import TableShard as TableShard
 from .shards import kernel_shards as kernel_shards

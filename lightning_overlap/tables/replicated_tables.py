@@ -68,7 +68,7 @@ def tables_to_replicate(
         replicate: The user's argument.
         tables: All tables of the unsharded model.
         model: That model.
-        sharding: See `named_types`; the tables named there are left alone.
+        sharding: The types that the user has named, by table, which are left alone; None where the plan is the user's.
         batch_size: Samples in a rank's batch; None where nobody knows.
         fused: What tables without a fused optimizer are going to get.
         world_size: Number of ranks.

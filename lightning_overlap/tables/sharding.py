@@ -1,13 +1,12 @@
-"""Shard the tables of a model in place: plan, fused optimizers, checks that speak before training starts."""
+"""Shard the tables of a model in place: the user's argument, the plan, checks that speak before training starts."""
 
 from __future__ import annotations
 
 import difflib
 import os
-import warnings
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, Literal, TypeAlias
 
 import torch
 import torch.distributed as dist
@@ -21,17 +20,29 @@ from torchrec.modules.itep_embedding_modules import ITEPEmbeddingBagCollection, 
 
 from ..text import some, unknown_name_message
 from .columns import answer_in_config_order
-from .optimizer_checks import FusedOptimizer, check_can_fuse, check_fused_optimizer
+from .copies import leave_shards_behind
+from .optimizer_checks import FusedOptimizer, apply_fused_optimizer, check_fused_optimizer, warn_of_dense_tables
 from .quantized_comms import Codecs, check_plan, check_quantized_comms, codecs_of
 from .replicas import make_replicas
 from .replicated_tables import ReplicateTables, replicas_in, rule_of, tables_to_replicate
-from .sharding_argument import Sharding, check_sharding_types, named_types
 from .supported_modules import sharded_modules, table_modules
 from .table import Table, find_tables, rate_of, training_sharders
 from .write_counts import watch_tables
 
 _DATA_PARALLEL, _DENSE_KERNEL = ShardingType.DATA_PARALLEL.value, EmbeddingComputeKernel.DENSE.value
 _COLUMN_WISE = (ShardingType.COLUMN_WISE.value, ShardingType.TABLE_COLUMN_WISE.value)
+
+ShardingName: TypeAlias = Literal[
+    "data_parallel", "table_wise", "column_wise", "row_wise", "table_row_wise", "table_column_wise", "grid_shard"
+]
+"""The values of TorchRec's `ShardingType`, for editors and type checkers."""
+
+Sharding: TypeAlias = ShardingName | Mapping[str, ShardingName] | EmbeddingShardingPlanner | ShardingPlan | None
+"""A type for all tables, a type by table name, a planner, a plan, or None for TorchRec's planner.
+
+The planner decides about tables that are not named; of those with a fused optimizer only the replicated ones become
+data-parallel.
+"""
 
 
 def shard_tables(
@@ -73,7 +84,7 @@ def shard_tables(
         _watch(model)  # of modules that the user has sharded
         return
     _refuse_pruning(model)
-    fused, named, num_ranks = check_fused_optimizer(fused_optimizer), named_types(sharding, tables), group.size()
+    fused, named, num_ranks = check_fused_optimizer(fused_optimizer), _named_types(sharding, tables), group.size()
     whole = tables_to_replicate(
         replicate_tables, tables, model, named, batch_size=batch_size, fused=fused, world_size=num_ranks
     )
@@ -90,9 +101,9 @@ def shard_tables(
     replicas = replicas_in(plan, tables, whole, num_ranks)
     dense = {table.path for table in tables if (how := table.planned(plan)) and how.compute_kernel == _DENSE_KERNEL}
     in_backward = [table for table in tables if table.path not in dense or table in replicas]
-    _apply_fused_optimizer(in_backward, fused, device)
+    apply_fused_optimizer(in_backward, fused, device)
     if dist.get_rank() == 0:
-        _warn_of_dense_tables([table for table in tables if table not in in_backward], named)
+        warn_of_dense_tables([table for table in tables if table not in in_backward], named)
     rules = {table.path: rule_of(table) for table in replicas}
     initial, aliases = _initial_weights(model, tables), _aliases(model, tables)
     # A rank knows the rates of its own shards only, and those move with a schedule.
@@ -141,8 +152,9 @@ def _refuse_other_codecs(model: nn.Module, comms: QCommsConfig | None) -> None:
 
 
 def _watch(model: nn.Module) -> None:
-    """Let sharded modules answer in the order of their configs, and let writes to their tables be counted."""
+    """Let modules answer in the order of their configs, be copied, and have writes to their tables counted."""
     answer_in_config_order(model)
+    leave_shards_behind(model)
     watch_tables(model)
 
 
@@ -178,7 +190,7 @@ def make_plan(
     plan: Any = sharding
     if not isinstance(sharding, ShardingPlan):
         planner: Any = sharding
-        named = named_types(sharding, tables)
+        named = _named_types(sharding, tables)
         if named is not None:
             kinds = {**named, **dict.fromkeys(whole, _DATA_PARALLEL)}
             constraints = _constraints(kinds, tables, check_fused_optimizer(fused_optimizer) is not None, group, device)
@@ -209,6 +221,30 @@ def sharded_state_names(model: nn.Module) -> set[str]:
     return names
 
 
+def check_sharding_types(sharding: Sharding) -> Sharding:
+    """Return a sharding argument whose types exist somewhere; the tables and the device are not known yet.
+
+    Raises:
+        ValueError: A sharding type that does not exist; the message lists the nearest ones.
+        TypeError: Not a `Sharding`.
+    """
+    kinds = [sharding] if isinstance(sharding, str) else sharding.values() if isinstance(sharding, Mapping) else []
+    known = {kind.value: kind for kind in ShardingType}
+    for kind in kinds:
+        if kind not in known:
+            raise ValueError(f"sharding: {unknown_name_message('sharding type', str(kind), known)}")
+    if not (
+        sharding is None
+        or isinstance(sharding, (str, Mapping, ShardingPlan))
+        or callable(getattr(sharding, "plan", None))
+    ):
+        raise TypeError(
+            "sharding is None, a sharding type, {'table': type}, a planner or a ShardingPlan, "
+            f"got {type(sharding).__name__}: {sharding!r}."
+        )
+    return sharding
+
+
 def check_sharding(sharding: Sharding, tables: list[Table], device: torch.device) -> None:
     """Check a sharding argument against the tables of a model and a device.
 
@@ -223,7 +259,7 @@ def check_sharding(sharding: Sharding, tables: list[Table], device: torch.device
     """
     known = {table.name: table for table in tables}
     check_sharding_types(sharding)
-    wanted = named_types(sharding, tables) or {}
+    wanted = _named_types(sharding, tables) or {}
     for name, kind in wanted.items():
         if name not in known:
             raise ValueError(f"sharding: {unknown_name_message('table', name, known)}")
@@ -234,6 +270,15 @@ def check_sharding(sharding: Sharding, tables: list[Table], device: torch.device
                 f"sharding of table {name!r}: {kind!r} is not possible on {device.type}. "
                 f"{f'Did you mean {nearest[0]!r}? ' if nearest else ''}Possible there: {', '.join(possible)}."
             )
+
+
+def _named_types(sharding: Sharding, tables: list[Table]) -> dict[str, str] | None:
+    """Return the sharding types that the user has named, by table; None where the plan or planner is the user's."""
+    if isinstance(sharding, str):
+        return dict.fromkeys((table.name for table in tables), sharding)
+    if isinstance(sharding, Mapping):
+        return {str(name): kind for name, kind in sharding.items()}
+    return {} if sharding is None else None
 
 
 def _constraints(
@@ -267,64 +312,6 @@ def _plan_on_rank_zero(planner: Any, model: nn.Module, group: dist.ProcessGroup,
     if not isinstance(outcome[0], ShardingPlan):
         raise ValueError(f"no sharding plan for this model on {group.size()} ranks. The planner said: {outcome[0]}")
     return outcome[0]
-
-
-def _apply_fused_optimizer(
-    in_backward: list[Table], fused: tuple[Any, dict[str, Any]] | None, device: torch.device
-) -> None:
-    trained = [table for table in in_backward if table.parameter.requires_grad]
-    missing = [table for table in trained if table.fused_optimizer is None]
-    if missing and fused is None:
-        raise ValueError(
-            f"no fused optimizer for {some(table.path for table in missing)}: these tables are updated inside "
-            "backward (TorchRec alone would train them with SGD, lr 0.01, without a word). Give one in either way:\n"
-            "  OverlapEmbeddingStrategy(fused_optimizer=(torch.optim.SGD, {'lr': 0.1}))\n"
-            "  from torch.distributed.optim import _apply_optimizer_in_backward  # in the module's __init__\n"
-            "  _apply_optimizer_in_backward(torch.optim.SGD, self.ebc.parameters(), {'lr': 0.1})"
-        )
-    if fused is not None:
-        for table in missing:
-            table.apply_fused_optimizer(*fused)
-    for table in in_backward:
-        if not table.parameter.requires_grad:
-            _freeze(table)
-    for table in trained:
-        check_can_fuse(table, device)
-
-
-def _warn_of_dense_tables(dense: list[Table], asked: Mapping[str, str] | None) -> None:
-    """Warn of tables that their fused optimizer does not train, and of those that a planner left whole without one."""
-    data_parallel = some(table.path for table in dense if table.fused_optimizer)
-    if data_parallel:
-        warnings.warn(
-            f"{data_parallel}: sharded data-parallel, so the optimizer applied in backward does not train "
-            "these tables; the optimizer of configure_optimizers has to.",
-            UserWarning,
-            stacklevel=2,
-        )
-    trained = [table for table in dense if table.parameter.requires_grad and not table.fused_optimizer]
-    left_whole = some(table.path for table in trained if asked is not None and table.name not in asked)
-    if left_whole:
-        warnings.warn(
-            f"no fused optimizer for {left_whole}: the planner made these tables data-parallel. Every rank holds "
-            "them whole, and the optimizer of configure_optimizers has to train them. To shard them, give the strategy "
-            "fused_optimizer=(torch.optim.SGD, {'lr': 0.1}), say.",
-            UserWarning,
-            stacklevel=2,
-        )
-
-
-def _freeze(table: Table) -> None:
-    """Keep a table that needs no gradient as it is: the fused kernel updates whatever it is given."""
-    if table.fused_optimizer is not None:
-        raise ValueError(
-            f"table {table.path} has requires_grad=False and an optimizer applied in backward, which would train it. "
-            "Leave one of them out."
-        )
-    table.parameter.requires_grad_(True)
-    # The weight decay, which changes nothing, keeps it out of the kernel of a table whose rate only begins at zero.
-    table.apply_fused_optimizer(torch.optim.SGD, {"lr": 0.0, "weight_decay": 0.0})
-    table.parameter.requires_grad_(False)
 
 
 def _initial_weights(model: nn.Module, tables: list[Table]) -> dict[str, dict[str, nn.Parameter]]:
