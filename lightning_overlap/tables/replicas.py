@@ -52,13 +52,8 @@ class _Block(NamedTuple):
 class ReplicaOptimizer(FusedOptimizer):  # type: ignore[misc]
     """The optimizer of a kernel's replicas, shaped as TorchRec's fused optimizers are: `step` leaves the tables alone.
 
-    It is its own kernel too: counters and learning rates are read and set here, as in those of FBGEMM.
-
-    Args:
-        rule: The update of all its tables.
-        weights: Each table's weight by name, `(rows, columns)`, in the order of the kernel.
-        blocks: Where they lie in the kernel.
-        states: State of each weight by kind.
+    It is its own kernel too: counters and learning rates are read and set here, as in those of FBGEMM. Weights, by
+    name, and blocks are in the order of the kernel; states are by weight and kind.
     """
 
     def __init__(

@@ -162,9 +162,6 @@ def without_backward(module: Any) -> Iterator[None]:
     """Go around a lookup that no backward follows.
 
     It locks no rows of a cache, and the kernels go on with the lookup before it, whose backward is still to come.
-
-    Args:
-        module: A sharded module.
     """
     kernels = [tbe for tbe in caching_tbes(module) if tbe.prefetch_pipeline]
     kept = [[getattr(tbe, name) for name in _LAST_LOOKUP] for tbe in kernels]

@@ -171,15 +171,7 @@ def make_plan(
 ) -> ShardingPlan:
     """Return the plan that `shard_tables` shards a model by; all ranks of the group call this.
 
-    Args:
-        model: Holds unsharded TorchRec collections anywhere below it.
-        sharding: See `Sharding`.
-        fused_optimizer: The optimizer for tables that have none applied in backward yet.
-        group: Process group of the tables' collectives.
-        device: Where the shards would live.
-        local_world_size: Ranks on this host.
-        quantized_comms: What embeddings and gradients are sent in, which the planner reckons with.
-        whole: Tables that a planner is to replicate, by name.
+    The arguments are those of `shard_tables`, and `whole`, the names of tables that a planner is to replicate.
 
     Raises:
         ValueError: As `shard_tables`, or the planner has no plan.
@@ -246,12 +238,7 @@ def check_sharding_types(sharding: Sharding) -> Sharding:
 
 
 def check_sharding(sharding: Sharding, tables: list[Table], device: torch.device) -> None:
-    """Check a sharding argument against the tables of a model and a device.
-
-    Args:
-        sharding: The user's argument.
-        tables: All tables of the unsharded model.
-        device: Where the shards are to live; the possible sharding types depend on it.
+    """Check a sharding argument against all tables of an unsharded model and the device of their shards.
 
     Raises:
         ValueError: A table that the model does not have, or a sharding type that the device lacks.

@@ -5,7 +5,7 @@ TorchRec's private names that this file uses are listed in `sharded_module.PRIVA
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -92,10 +92,14 @@ def _part(module: Any, which: str) -> Any:
 
 def sharded_modules(model: nn.Module) -> dict[str, ShardedModule[Any, Any, Any, Any]]:
     """Return the outermost sharded modules of a model by name, each once: what the model calls."""
-    found: dict[str, ShardedModule[Any, Any, Any, Any]] = {}
+    return outermost(model, lambda module: isinstance(module, ShardedModule))
+
+
+def outermost(model: nn.Module, is_wanted: Callable[[nn.Module], bool]) -> dict[str, Any]:
+    """Return the modules of a model that are wanted and not inside another such one, by name, each once."""
+    found: dict[str, nn.Module] = {}
     for name, module in model.named_modules():
-        inside = any(name.startswith(f"{outer}.") for outer in found)
-        if isinstance(module, ShardedModule) and not inside:
+        if is_wanted(module) and not any(name.startswith(f"{outer}.") for outer in found):
             found[name] = module
     return found
 

@@ -15,7 +15,7 @@ from torchrec.distributed.embedding_types import BaseQuantEmbeddingSharder
 from torchrec.distributed.sharding_plan import get_default_sharders
 from torchrec.distributed.types import ModuleSharder, ParameterSharding, QuantizedCommCodecs, ShardingPlan
 
-from .supported_modules import sharded_modules
+from .supported_modules import outermost, sharded_modules
 
 _KERNEL_ARGUMENTS = inspect.signature(SplitTableBatchedEmbeddingBagsCodegen.__init__).parameters
 KERNEL_RATE, KERNEL_EPS = (float(_KERNEL_ARGUMENTS[name].default) for name in ("learning_rate", "eps"))
@@ -74,16 +74,12 @@ def rate_of(kwargs: Mapping[str, Any]) -> float:
 def find_tables(model: nn.Module) -> list[Table]:
     """Return every table of the model's unsharded TorchRec collections."""
     sharders = {sharder.module_type: sharder for sharder in training_sharders()}
-    tables: list[Table] = []
-    inside: list[str] = []
-    for name, module in model.named_modules():
-        sharder = sharders.get(type(module))
-        if sharder is None or any(name.startswith(f"{outer}.") for outer in inside):
-            continue
-        inside.append(name)
-        parameters = sharder.shardable_parameters(module)
-        tables += [Table(table, name, parameter, sharder) for table, parameter in parameters.items()]
-    return tables
+    collections = outermost(model, lambda module: type(module) in sharders)
+    return [
+        Table(table, name, parameter, sharders[type(module)])
+        for name, module in collections.items()
+        for table, parameter in sharders[type(module)].shardable_parameters(module).items()
+    ]
 
 
 def has_tables(model: nn.Module) -> bool:
