@@ -188,16 +188,13 @@ class ReplicaKernel(DenseTableBatchedEmbeddingBagsCodegen):  # type: ignore[misc
             optimizer.update(weights, gradient)
 
 
-def make_replicas(model: nn.Module, rules: Mapping[str, Rule]) -> None:
-    """Let data-parallel tables of a sharded model be trained in the backward, each by the rule that its path has.
+def make_replicas(model: nn.Module, rules: Mapping[str, Mapping[str, Rule]]) -> None:
+    """Let data-parallel tables of a sharded model be trained in the backward, by the rules of each module's tables.
 
     All ranks call this alike.
     """
-    for name, module in table_modules(model).items():
-        prefix = f"{name}." if name else ""
-        of_module = {path[len(prefix) :]: rule for path, rule in rules.items() if path.rpartition(".")[0] == name}
-        if not of_module:
-            continue
+    for name, of_module in rules.items():
+        module: Any = model.get_submodule(name)
         parameters = dict(module.named_parameters())
         weights = {key.split(".")[-2]: key for key in parameters}
         for number, lookup in enumerate(module._lookups):

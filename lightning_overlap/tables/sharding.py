@@ -23,7 +23,7 @@ from .columns import answer_in_config_order
 from .copies import leave_shards_behind
 from .optimizer_checks import FusedOptimizer, apply_fused_optimizer, check_fused_optimizer, warn_of_dense_tables
 from .quantized_comms import Codecs, check_plan, check_quantized_comms, codecs_of
-from .replicas import make_replicas
+from .replicas import Rule, make_replicas
 from .replicated_tables import ReplicateTables, replicas_in, rule_of, tables_to_replicate
 from .supported_modules import sharded_modules, table_modules
 from .table import Table, find_tables, rate_of, training_sharders
@@ -104,7 +104,9 @@ def shard_tables(
     apply_fused_optimizer(in_backward, fused, device)
     if dist.get_rank() == 0:
         warn_of_dense_tables([table for table in tables if table not in in_backward], named)
-    rules = {table.path: rule_of(table) for table in replicas}
+    rules: dict[str, dict[str, Rule]] = {}
+    for table in replicas:
+        rules.setdefault(table.module, {})[table.name] = rule_of(table)
     initial, aliases = _initial_weights(model, tables), _aliases(model, tables)
     # A rank knows the rates of its own shards only, and those move with a schedule.
     trained: dict[str, dict[str, tuple[str, float]]] = {table.module: {} for table in tables}
