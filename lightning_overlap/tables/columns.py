@@ -3,8 +3,6 @@
 TorchRec puts the embeddings of a sharded collection in the order of its sharding plan, so the same columns stand
 elsewhere under another plan or on another number of ranks. A model that was trained on `ebc(kjt).values()` would then
 read other columns after a resume, or where the unsharded module runs.
-
-TorchRec's private names that this file uses are listed in `sharded_module.PRIVATE_NAMES`.
 """
 
 from __future__ import annotations

@@ -166,23 +166,21 @@ def apply_fused_optimizer(
     Raises:
         ValueError: There is none, or the device cannot fuse it, or a table has one and no gradient.
     """
-    trained = [table for table in in_backward if table.parameter.requires_grad]
-    missing = [table for table in trained if table.fused_optimizer is None]
+    missing = some(t.path for t in in_backward if t.parameter.requires_grad and t.fused_optimizer is None)
     if missing and fused is None:
         raise ValueError(
-            f"no fused optimizer for {some(table.path for table in missing)}: these tables are updated inside "
+            f"no fused optimizer for {missing}: these tables are updated inside "
             "backward (TorchRec alone would train them with SGD, lr 0.01, without a word). Give one in either way:\n"
             "  OverlapEmbeddingStrategy(fused_optimizer=(torch.optim.SGD, {'lr': 0.1}))\n"
             "  from torch.distributed.optim import _apply_optimizer_in_backward  # in the module's __init__\n"
             "  _apply_optimizer_in_backward(torch.optim.SGD, self.ebc.parameters(), {'lr': 0.1})"
         )
-    if fused is not None:
-        for table in missing:
-            table.apply_fused_optimizer(*fused)
     for table in in_backward:
         if not table.parameter.requires_grad:
             _freeze(table)
-    for table in trained:
+            continue
+        if fused is not None:
+            table.apply_fused_optimizer(*fused)
         _check_can_fuse(table, device)
 
 

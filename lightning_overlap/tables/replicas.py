@@ -3,8 +3,6 @@
 They are TorchRec's data-parallel sharding with another writer: each backward that reaches a lookup sums the gradient
 over the ranks, and then every rank makes the same update. It is that of the fused kernel: a row without a gradient
 stays what it is, under each of the optimizers that are made here. `replicated_tables.py` says which tables have them.
-
-TorchRec's private names that this file uses are listed in `sharded_module.PRIVATE_NAMES`.
 """
 
 from __future__ import annotations

@@ -1,7 +1,4 @@
-"""The kinds of sharded modules: where each keeps its tables, and who writes what its lookup reads.
-
-TorchRec's private names that this file uses are listed in `sharded_module.PRIVATE_NAMES`.
-"""
+"""The kinds of sharded modules: where each keeps its tables, and who writes what its lookup reads."""
 
 from __future__ import annotations
 
