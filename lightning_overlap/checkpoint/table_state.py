@@ -162,18 +162,33 @@ def plan_loading(model: nn.Module, saved: Iterable[str], told: Collection[str] =
     return Loading(pieces, finish)
 
 
-def fill_from_whole(pieces: Mapping[str, Piece], whole: Mapping[str, Tensor]) -> None:
-    """Copy this rank's part of whole tensors into pieces, in place.
+def check_tables(model: nn.Module, weights: Mapping[str, Any]) -> None:
+    """Refuse whole weights of other tables, of which TorchRec would load as many rows and columns as there are here.
 
     Raises:
-        RuntimeError: A whole tensor has another shape than its piece.
+        RuntimeError: One has another shape than the table.
     """
+    tables = {name: value for name, value, _ in _tables(model) if isinstance(weights.get(name), Tensor)}
+    _check_shapes(tables, weights)
+
+
+def _check_shapes(pieces: Mapping[str, Piece], whole: Mapping[str, Tensor]) -> None:
     for key, piece in pieces.items():
         if tuple(piece.size()) != tuple(whole[key].shape):
             raise RuntimeError(
                 f"{key} was saved with shape {tuple(whole[key].shape)}, this model has {tuple(piece.size())}. "
                 "Was the checkpoint saved from other tables?"
             )
+
+
+def fill_from_whole(pieces: Mapping[str, Piece], whole: Mapping[str, Tensor]) -> None:
+    """Copy this rank's part of whole tensors into pieces, in place.
+
+    Raises:
+        RuntimeError: A whole tensor has another shape than its piece.
+    """
+    _check_shapes(pieces, whole)
+    for key, piece in pieces.items():
         for window, part in local_parts(piece):
             part.copy_(whole[key][window])
 

@@ -212,13 +212,14 @@ class SavesShards(HasRun):
                 f"the checkpoint has managed collision modules of {num_ranks} ranks, this run has {self.world_size}: "
                 "the ids would be looked up in shards that did not assign their rows. Load it on as many ranks."
             )
+        module = self.lightning_module
+        assert module is not None
         try:
+            checkpoints.check_tables(module, checkpoint["state_dict"])
             super().load_model_state_dict(checkpoint, strict)
         except RuntimeError as err:
             err.add_note("The checkpoint is of a module with other tables or another dense part than this one.")
             raise
-        module = self.lightning_module
-        assert module is not None
         if self._is_fitting() and sharded_modules(module):
             if self._tuner is not None:
                 self._tuner.load_state_dict(checkpoint.get(_CHOICE, {}))
