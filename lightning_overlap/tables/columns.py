@@ -119,8 +119,6 @@ def _ordered(answer: Any, names: list[str]) -> Any:
 
 
 def _put_in_order(names: list[str], columns: Any) -> Any:
-    if list(columns.keys()) == names:
-        return columns
     if isinstance(columns, KeyedTensor):
-        return ConfigOrderKeyedTensor(columns, names)
-    return {name: columns[name] for name in names}
+        return columns if columns.keys() == names else ConfigOrderKeyedTensor(columns, names)
+    return columns if list(columns) == names else {name: columns[name] for name in names}

@@ -24,8 +24,7 @@ class DenseAndFused(Optimizer):
     Its parameter groups are those of the dense optimizer and then one for each learning rate that fused tables began
     with. Such a group has no parameters: the tables are updated inside backward, and `step` is the dense
     optimizer's. Learning-rate schedulers, monitors and checkpoints see all of them alike, on all ranks the same.
-    Of a fused group's entries only `lr` has an effect; the others are there because schedulers and monitors expect
-    every group to have them.
+    Of a fused group's entries only `lr` has an effect.
 
     Args:
         dense: Trains everything but the fused tables.
