@@ -24,15 +24,8 @@ QuantizedComms: TypeAlias = str | tuple[str, str] | QCommsConfig | None
 Codecs: TypeAlias = Mapping[str, QuantizedCommCodecs]
 """By the name of TorchRec's `CommOp`: what its sharders take."""
 
-PRECISIONS: Mapping[str, str] = {
-    "fp32": "4 bytes a number, as without a codec",
-    "fp16": "2 bytes; 11 bits of a number, up to 65504",
-    "bf16": "2 bytes; 8 bits of a number of any size; CUDA only",
-    "fp8": "1.25 bytes: 32 numbers share a scale; CUDA only; EmbeddingBagCollections",
-    "int8": "1.25 bytes: 32 numbers share a scale; table- and column-wise EmbeddingBagCollections",
-    "mx4": "0.53 bytes: 32 numbers share an exponent; EmbeddingBagCollections",
-}
-"""The precisions by name."""
+PRECISIONS = {precision.value: precision for precision in CommType}
+"""The precisions by name; `docs/communication.md` has what each takes and where."""
 
 FP16_MAX = torch.finfo(torch.float16).max
 """The largest number that FP16 has. TorchRec's codec sends it in the place of larger ones, and of infinity."""

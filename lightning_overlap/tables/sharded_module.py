@@ -16,7 +16,7 @@ import torch
 from fbgemm_gpu.split_table_batched_embeddings_ops_training import SplitTableBatchedEmbeddingBagsCodegen
 from torch import nn
 from torchrec.distributed.types import ShardedModule
-from torchrec.optim.keyed import CombinedOptimizer, KeyedOptimizer
+from torchrec.optim.keyed import KeyedOptimizer
 
 from ..schedules import WeightOwner
 from ..versions import check_names
@@ -115,14 +115,7 @@ def trained_in_backward(module: nn.Module) -> dict[str, tuple[str, float]] | Non
 
 def fused_optimizers(module: ShardedModule[Any, Any, Any, Any]) -> list[KeyedOptimizer]:
     """Return the fused optimizers of a module's kernels on this rank, one each; none where it has no shard."""
-    found: list[KeyedOptimizer] = []
-    waiting: list[KeyedOptimizer] = [tables_of(module).fused_optimizer]
-    for optimizer in waiting:
-        if isinstance(optimizer, CombinedOptimizer):
-            waiting += [member for _, member in optimizer.optimizers]
-        else:
-            found.append(optimizer)
-    return found
+    return [optimizer for _, optimizer in tables_of(module).fused_optimizer.optimizers]
 
 
 @read_once
