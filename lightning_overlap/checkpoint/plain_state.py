@@ -107,9 +107,6 @@ def _unknown(why: str) -> RuntimeError:
     )
 
 
-# -- which parameters the saved optimizer had -------------------------------------------------------------------
-
-
 def _dense_names(optimizer: torch.optim.Optimizer, model: nn.Module) -> list[list[str]]:
     """Return the names of the dense parameters of each group; a fused group of `combined_optimizer` is left out."""
     named = names_of(optimizer, model)
@@ -180,9 +177,6 @@ def _fit(names: Sequence[str], states: Sequence[State], weights: Mapping[str, An
 def _tensors(state: State) -> dict[str, Tensor]:
     """Return what of a parameter's state has the parameter's shape."""
     return {kind: value for kind, value in state.items() if isinstance(value, Tensor) and value.dim()}
-
-
-# -- into the form of runs with the strategy --------------------------------------------------------------------
 
 
 def _fit_lists(saved: State, current: Mapping[str, Any], kept: Sequence[int], num_saved: int) -> None:

@@ -238,11 +238,7 @@ def _is_alone_on_host(tensor: Tensor) -> bool:
 
 
 def on_rank_zero(action: Callable[[], None], path: Path, group: dist.ProcessGroup | None) -> None:
-    """Let rank 0 write a checkpoint, and all ranks, which all call this, hear of its error.
-
-    Raises:
-        OSError: The action failed on rank 0, or rank 0 is gone.
-    """
+    """Let rank 0 write a checkpoint, and raise an OSError on all ranks, which all call this, if it fails or is gone."""
     try:
         together(action if is_rank_zero(group) else lambda: None, group)
     except RuntimeError as err:
@@ -250,11 +246,7 @@ def on_rank_zero(action: Callable[[], None], path: Path, group: dist.ProcessGrou
 
 
 def together(action: Callable[[], T], group: dist.ProcessGroup | None) -> T:
-    """Run something on every rank, and let all of them fail if one does: the others would wait for it.
-
-    Raises:
-        RuntimeError: What was raised on one rank, of whatever kind.
-    """
+    """Run something on every rank, and raise on all of them what one raises: the others would wait for it."""
     result, error, cause = None, None, None
     try:
         result = action()

@@ -52,11 +52,7 @@ class StateKey(NamedTuple):
 
     @classmethod
     def parse(cls, name: str) -> StateKey:
-        """Take a name apart; `str` puts it together again.
-
-        Raises:
-            RuntimeError: It is none.
-        """
+        """Take a name apart; `str` puts it together again."""
         found = _NAME.fullmatch(name)
         if found is None:
             raise RuntimeError(f"the checkpoint has {name!r} among the states of fused optimizers. Load another one.")
@@ -163,11 +159,7 @@ def plan_loading(model: nn.Module, saved: Iterable[str], told: Collection[str] =
 
 
 def check_tables(model: nn.Module, weights: Mapping[str, Any]) -> None:
-    """Refuse whole weights of other tables, of which TorchRec would load as many rows and columns as there are here.
-
-    Raises:
-        RuntimeError: One has another shape than the table.
-    """
+    """Refuse whole weights of other tables, of which TorchRec would load as many rows and columns as there are here."""
     tables = {name: value for name, value, _ in _tables(model) if isinstance(weights.get(name), Tensor)}
     _check_shapes(tables, weights)
 
@@ -182,11 +174,7 @@ def _check_shapes(pieces: Mapping[str, Piece], whole: Mapping[str, Tensor]) -> N
 
 
 def fill_from_whole(pieces: Mapping[str, Piece], whole: Mapping[str, Tensor]) -> None:
-    """Copy this rank's part of whole tensors into pieces, in place.
-
-    Raises:
-        RuntimeError: A whole tensor has another shape than its piece.
-    """
+    """Copy this rank's part of whole tensors into pieces of the same shape as a whole, in place."""
     _check_shapes(pieces, whole)
     for key, piece in pieces.items():
         for window, part in local_parts(piece):

@@ -130,11 +130,7 @@ def resolve_quantized_comms(quantized_comms: QuantizedComms) -> QCommsConfig | N
 
 
 def check_quantized_comms(config: QCommsConfig | None, tables: Iterable[Table], device: torch.device) -> None:
-    """Refuse precisions that a device lacks, or that tables cannot be sent in.
-
-    Raises:
-        ValueError: With the precision, the reason, and what to take.
-    """
+    """Refuse, with a ValueError, precisions that a device lacks, or that tables cannot be sent in."""
     sequences = [table.path for table in tables if issubclass(table.sharder.module_type, _SEQUENCES)]
     for direction, precision, _, fp8_group in _directions(config or QCommsConfig()):
         if device.type == "cpu" and precision in _CUDA_ONLY:
@@ -152,11 +148,7 @@ def check_quantized_comms(config: QCommsConfig | None, tables: Iterable[Table], 
 
 
 def check_plan(config: QCommsConfig | None, plan: ShardingPlan) -> None:
-    """Refuse INT8 for tables whose embeddings are summed on their way.
-
-    Raises:
-        ValueError: With their names.
-    """
+    """Refuse INT8 for tables whose embeddings are summed on their way."""
     for direction, precision, *_ in _directions(config or QCommsConfig()):
         if precision is not CommType.INT8:
             continue
