@@ -139,15 +139,9 @@ def split_table_key(key: str) -> tuple[int, str, str]:
 
 
 def take_table_states(states: list[State], model: nn.Module, *, are_whole: bool = False) -> dict[str, Piece]:
-    """Move the state of tables that are sharded with a dense kernel out of `by_name` states, in place.
+    """Move the state of tables that are sharded with a dense kernel out of each optimizer's `by_name` state, in place.
 
-    Args:
-        states: Those of each optimizer.
-        model: The sharded module.
-        are_whole: Whether the states are those of whole tables, and stay so; else they are of this rank's shards.
-
-    Returns:
-        The pieces, under the names of `table_key`.
+    The pieces have the names of `table_key`. States of whole tables stay whole; others are of this rank's shards.
     """
     weights = dense_kernel_tables(model)
     pieces: dict[str, Piece] = {}

@@ -98,17 +98,12 @@ def fused_state(model: nn.Module) -> dict[str, Piece]:
 
 
 def plan_loading(model: nn.Module, saved: Iterable[str], told: Collection[str] = ()) -> Loading:
-    """Match the fused state of this run to what was saved.
+    """Match the fused state of this run to the names of what was saved; of tables in `told` nothing need be said.
 
     Row-wise state saved for other ranges of columns is averaged over the saved ranges that a shard overlaps, each
     weighted by the columns they share. A part of one saved range thus gets that range's state. For RowWiseAdagrad,
     whose state sums up mean squares of gradients, the average over column shards is what the whole row would have
     summed up from the same gradients; for a part of a range nobody can know.
-
-    Args:
-        model: The sharded model.
-        saved: Names of the saved pieces.
-        told: Tables of which it was said already that their state starts anew.
 
     Raises:
         RuntimeError: A table was saved with the state of another fused optimizer.

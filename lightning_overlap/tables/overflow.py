@@ -162,6 +162,7 @@ def _watch(dist: nn.Module, note: Any) -> Iterator[Codec]:
             if not isinstance(codecs, QuantizedCommCodecs) or not isinstance(codecs.backward, Codec):
                 continue
             if codecs.backward.quantized_dtype is torch.float16:
-                own = Codec(codecs.backward, codecs.backward.loss_scale, note)
+                own = Codec(codecs.backward, codecs.backward.loss_scale)
+                own.note = note
                 setattr(part, attribute, QuantizedCommCodecs(codecs.forward, own))
                 yield own

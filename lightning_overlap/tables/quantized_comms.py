@@ -40,9 +40,6 @@ _SEQUENCES = (EmbeddingCollection, ManagedCollisionEmbeddingCollection)
 _SUMMED = (ShardingType.ROW_WISE.value, ShardingType.TABLE_ROW_WISE.value, ShardingType.GRID_SHARD.value)
 """Sharding types whose embeddings are summed on their way: by a reduce-scatter, of numbers as they are sent."""
 
-Note: TypeAlias = Callable[[Tensor], None]
-"""Called with numbers that are about to be encoded, float32, on the device."""
-
 
 class Codec(QuantizedCommCodec):  # type: ignore[misc]
     """TorchRec's codec, whose loss scale is taken off in full precision, and which can be watched.
@@ -50,16 +47,14 @@ class Codec(QuantizedCommCodec):  # type: ignore[misc]
     TorchRec 1.8 divides by the scale in the 16 bits that were sent: what the scale has kept within their range
     leaves it again. Where both stay within it, a power of two gives the same bits either way.
 
-    Args:
-        plain: TorchRec's codec, without a loss scale.
-        loss_scale: What numbers are multiplied by before they are encoded; None: 1.
-        note: Called with all that is encoded.
+    `plain` is TorchRec's codec, without a loss scale; `note` is called with all that is to be encoded.
     """
 
-    def __init__(self, plain: QuantizedCommCodec, loss_scale: float | None = None, note: Note | None = None) -> None:
+    note: Callable[[Tensor], None] | None = None
+
+    def __init__(self, plain: QuantizedCommCodec, loss_scale: float | None = None) -> None:
         self.__dict__.update(vars(plain))
         self.loss_scale = loss_scale
-        self.note = note
 
     @override
     def encode(self, input_tensor: Tensor, ctx: Any = None) -> Tensor:

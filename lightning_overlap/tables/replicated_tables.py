@@ -64,14 +64,8 @@ def tables_to_replicate(
     data-parallel tables of a module up together. A planner knows tables by their names alone: of several modules'
     tables with one name all are replicated, or none.
 
-    Args:
-        replicate: The user's argument.
-        tables: All tables of the unsharded model.
-        model: That model.
-        sharding: The types that the user has named, by table, which are left alone; None where the plan is the user's.
-        batch_size: Samples in a rank's batch; None where nobody knows.
-        fused: What tables without a fused optimizer are going to get.
-        world_size: Number of ranks.
+    `tables` are all of the unsharded `model`. `sharding` has the types that the user has named, by table; these tables
+    are left alone; it is None where the plan is the user's. Tables without a fused optimizer are going to get `fused`.
 
     Raises:
         ValueError: A table that the user has named does not exist, is named with another sharding type, or cannot be

@@ -46,11 +46,7 @@ class SentInput:
         self._parts = [part for part in self._parts if part[0] == "_lengths"]
 
     def is_unchanged(self, kjt: KeyedJaggedTensor) -> bool:
-        """Whether an input still holds the tensors that were sent, and nobody has written them since.
-
-        Args:
-            kjt: The input as it is now: values `(sum(lengths),)`, lengths `(F * B,)`.
-        """
+        """Whether an input still holds the tensors that were sent, and nobody has written them since."""
         for name, part, version in self._parts:
             now = getattr(kjt, name)
             if now is not part() or _version(now) != version:
