@@ -14,17 +14,9 @@ from pathlib import PurePath
 from typing import Any, NoReturn
 
 import torch
+from torch.distributed.checkpoint import metadata as dcp
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.filesystem import FileSystemReader, _StorageInfo
-from torch.distributed.checkpoint.metadata import (
-    BytesStorageMetadata,
-    ChunkStorageMetadata,
-    Metadata,
-    MetadataIndex,
-    StorageMeta,
-    TensorProperties,
-    TensorStorageMetadata,
-)
 from torch.distributed.checkpoint.planner import ReadItem
 from typing_extensions import override
 
@@ -55,7 +47,7 @@ class SafeReader(FileSystemReader):
     """Reads a folder; whatever its `.metadata` holds, nothing of it is executed."""
 
     @override
-    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
+    def read_metadata(self, *args: Any, **kwargs: Any) -> dcp.Metadata:
         path = PurePath(self.path) / _LIST_NAME
         with open(path, "rb") as file:
             try:
@@ -66,7 +58,7 @@ class SafeReader(FileSystemReader):
                     f"{type(err).__name__}: {err}. Load another checkpoint, or copy this one anew from where it was "
                     "saved."
                 ) from err
-        metadata.storage_meta = StorageMeta(load_id=self.load_id)
+        metadata.storage_meta = dcp.StorageMeta(load_id=self.load_id)
         return metadata
 
 
@@ -110,31 +102,31 @@ class _Unpickler(pickle.Unpickler):
         raise pickle.UnpicklingError(f"it names {module}.{name}")
 
 
-def _metadata(record: Any) -> Metadata:
-    fields = _state(record, Metadata)
+def _metadata(record: Any) -> dcp.Metadata:
+    fields = _state(record, dcp.Metadata)
     entries = {_of_type(name, str): _entry(entry) for name, entry in fields["state_dict_metadata"].items()}
     places = {_index(index): _place(place) for index, place in fields["storage_data"].items()}
-    return Metadata(state_dict_metadata=entries, storage_data=places, version=fields.get("version"))
+    return dcp.Metadata(state_dict_metadata=entries, storage_data=places, version=fields.get("version"))
 
 
-def _entry(record: Any) -> TensorStorageMetadata | BytesStorageMetadata:
-    if type(record).__name__ == BytesStorageMetadata.__name__:
-        return BytesStorageMetadata()
-    fields = _state(record, TensorStorageMetadata)
-    dtype, *_ = _state(fields["properties"], TensorProperties)
-    chunks = [_state(chunk, ChunkStorageMetadata) for chunk in fields["chunks"]]
-    return TensorStorageMetadata(
-        TensorProperties(dtype=_of_type(dtype, torch.dtype)),
+def _entry(record: Any) -> dcp.TensorStorageMetadata | dcp.BytesStorageMetadata:
+    if type(record).__name__ == dcp.BytesStorageMetadata.__name__:
+        return dcp.BytesStorageMetadata()
+    fields = _state(record, dcp.TensorStorageMetadata)
+    dtype, *_ = _state(fields["properties"], dcp.TensorProperties)
+    chunks = [_state(chunk, dcp.ChunkStorageMetadata) for chunk in fields["chunks"]]
+    return dcp.TensorStorageMetadata(
+        dcp.TensorProperties(dtype=_of_type(dtype, torch.dtype)),
         torch.Size(fields["size"]),
-        [ChunkStorageMetadata(torch.Size(chunk["offsets"]), torch.Size(chunk["sizes"])) for chunk in chunks],
+        [dcp.ChunkStorageMetadata(torch.Size(chunk["offsets"]), torch.Size(chunk["sizes"])) for chunk in chunks],
     )
 
 
-def _index(record: Any) -> MetadataIndex:
-    fields = _state(record, MetadataIndex)
+def _index(record: Any) -> dcp.MetadataIndex:
+    fields = _state(record, dcp.MetadataIndex)
     offset = fields.get("offset")
     offset = None if offset is None else torch.Size(offset)
-    return MetadataIndex(_of_type(fields["fqn"], str), offset, fields.get("index"))
+    return dcp.MetadataIndex(_of_type(fields["fqn"], str), offset, fields.get("index"))
 
 
 def _place(record: Any) -> _StorageInfo:
