@@ -17,9 +17,6 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-_AT_FDCWD, _RENAME_EXCHANGE = -100, 2
-"""Of Linux: paths begin at the working directory; the two names are swapped."""
-
 
 def sibling(path: Path, what: str) -> Path:
     """Return a name next to a checkpoint that no search for checkpoints finds: for what is not, or no longer, one."""
@@ -116,8 +113,9 @@ def remove(path: Path) -> None:
 def exchange(one: Path, other: Path) -> bool:
     """Swap two names at one instant; return whether the file system has done so."""
     renameat2: Any = getattr(ctypes.CDLL(None), "renameat2", None) if sys.platform == "linux" else None
-    paths = (_AT_FDCWD, os.fsencode(one), _AT_FDCWD, os.fsencode(other))
-    return renameat2 is not None and renameat2(*paths, _RENAME_EXCHANGE) == 0
+    at_working_directory, swap = -100, 2  # AT_FDCWD and RENAME_EXCHANGE of Linux
+    paths = (at_working_directory, os.fsencode(one), at_working_directory, os.fsencode(other))
+    return renameat2 is not None and renameat2(*paths, swap) == 0
 
 
 def _is_real_folder(path: Path) -> bool:

@@ -20,8 +20,7 @@ from torch.distributed.checkpoint.filesystem import FileSystemReader, _StorageIn
 from torch.distributed.checkpoint.planner import ReadItem
 from typing_extensions import override
 
-_LIST_NAME = ".metadata"
-_METADATA, _FILES = "torch.distributed.checkpoint.metadata", "torch.distributed.checkpoint.filesystem"
+_METADATA, _FILES = dcp.__name__, FileSystemReader.__module__
 _RECORDS = frozenset(
     {
         *((_METADATA, name) for name in ("Metadata", "MetadataIndex", "StorageMeta", "TensorProperties")),
@@ -48,7 +47,7 @@ class SafeReader(FileSystemReader):
 
     @override
     def read_metadata(self, *args: Any, **kwargs: Any) -> dcp.Metadata:
-        path = PurePath(self.path) / _LIST_NAME
+        path = PurePath(self.path) / ".metadata"
         with open(path, "rb") as file:
             try:
                 metadata = _metadata(_Unpickler(file).load())

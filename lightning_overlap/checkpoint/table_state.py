@@ -11,7 +11,6 @@ from __future__ import annotations
 import re
 import warnings
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
-from dataclasses import dataclass
 from typing import Any, NamedTuple, TypeAlias
 
 import torch
@@ -63,8 +62,7 @@ class StateKey(NamedTuple):
         return f"{self.weight}.{self.kind}" + ("" if self.columns is None else "[:, {}:{}]".format(*self.columns))
 
 
-@dataclass(frozen=True, slots=True)
-class Loading:
+class Loading(NamedTuple):
     """The pieces to fill with saved state, and `finish`, which is called once they are filled."""
 
     pieces: dict[str, Piece]

@@ -13,7 +13,6 @@ from typing_extensions import override
 from .sharded_module import SetRates, fused_optimizers, trained_in_backward
 from .supported_modules import sharded_modules
 
-_GROUP_NAME = "fused"
 _EXPECTED = ("momentum", "betas", "weight_decay")
 """Entries other than `lr` that schedulers (cycled momentum) and monitors look for in every group."""
 
@@ -39,7 +38,7 @@ class DenseAndFused(Optimizer):
                 "params": [],
                 **{key: value for key, value in dense.defaults.items() if key in _EXPECTED},
                 "lr": rate,
-                "name": _GROUP_NAME if len(fused) == 1 else f"{_GROUP_NAME}_{rate}",
+                "name": "fused" if len(fused) == 1 else f"fused_{rate}",
             }
             for rate in fused
         ]

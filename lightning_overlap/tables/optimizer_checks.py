@@ -25,7 +25,6 @@ FusedOptimizer: TypeAlias = (
 """`(class, kwargs)` or `functools.partial(class, **kwargs)`; from a config file also `["path.of.class", kwargs]`,
 `{"class_path": ..., "init_args": kwargs}` or `{"_target_": ..., **kwargs}`."""
 
-
 CPU_FUSED_OPTIMIZERS = (EmbOptimType.EXACT_SGD, EmbOptimType.EXACT_ADAGRAD, EmbOptimType.EXACT_ROWWISE_ADAGRAD)
 """What FBGEMM 1.8 fuses on a CPU (`split_table_batched_embeddings_ops_training`); the others run on CUDA only."""
 

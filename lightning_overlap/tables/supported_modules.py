@@ -54,9 +54,7 @@ SUPPORTED_MODULES: Mapping[type, ModuleSpec] = {
 }
 """Sharded modules of which some stage can start early; every other one runs its own forward."""
 
-_WITHOUT_CACHE = {
-    *(EmbeddingComputeKernel.DENSE.value, EmbeddingComputeKernel.FUSED.value, EmbeddingComputeKernel.FUSED_UVM.value)
-}
+_WITHOUT_CACHE = {EmbeddingComputeKernel[name].value for name in ("DENSE", "FUSED", "FUSED_UVM")}
 
 
 def spec_of(module: nn.Module) -> ModuleSpec | None:
