@@ -8,7 +8,6 @@ from .atomic import discard as discard
 from .atomic import discard_with_leftovers as discard_with_leftovers
 from .atomic import lead as lead
 from .atomic import links_to as links_to
-from .dense_state import add_by_name as add_by_name
 from .dense_state import by_name as by_name
 from .dense_state import load_by_name as load_by_name
 from .dense_state import warn_of_moved_states as warn_of_moved_states

@@ -22,42 +22,35 @@ from .table_state import Piece, dense_kernel_tables, local_parts, map_shards, sp
 State = dict[str, Any]
 
 
-def by_name(optimizer: torch.optim.Optimizer, state: Mapping[str, Any], model: nn.Module) -> State:
+def by_name(
+    optimizer: torch.optim.Optimizer,
+    state: Mapping[str, Any],
+    model: nn.Module,
+    more: Mapping[Tensor, Mapping[str, Tensor]],
+) -> State:
     """Return an optimizer's state with parameter names in the place of positions.
 
     Args:
         optimizer: The optimizer; TorchRec's keyed ones too.
         state: Its `state_dict()`; empty where another rank has it.
         model: The module with the parameters' names.
+        more: Further kinds of state, by parameter: tensors of any shape.
     """
     if isinstance(optimizer, KeyedOptimizer):  # whose state_dict leaves the groups out
         state = {"state": optimizer.state, "param_groups": optimizer.param_groups}
     if "param_groups" not in state:
         return dict(state)
     name_of: dict[Any, str | None] = {}
-    groups = []
-    for names, group in zip(names_of(optimizer, model), state["param_groups"], strict=True):
+    further: dict[str, Mapping[str, Tensor]] = {}
+    groups, saved_groups = [], state["param_groups"]
+    for names, group, own in zip(names_of(optimizer, model), saved_groups, optimizer.param_groups, strict=True):
         name_of.update(zip(group["params"], names, strict=True))
-        groups.append({**group, "params": [name for name in names if name is not None]})
+        named = [(name, weight) for name, weight in zip(names, own["params"], strict=True) if name is not None]
+        groups.append({**group, "params": [name for name, _ in named]})
+        further |= {name: more[weight] for name, weight in named if weight in more}
     states = {name_of[key]: value for key, value in state["state"].items() if name_of.get(key) is not None}
+    states |= {name: {**states.get(name, {}), **kinds} for name, kinds in further.items()}
     return {**state, "state": states, "param_groups": groups}
-
-
-def add_by_name(
-    state: State, optimizer: torch.optim.Optimizer, more: Mapping[Tensor, Mapping[str, Tensor]], model: nn.Module
-) -> None:
-    """Add further kinds of state to what `by_name` returned, in place.
-
-    Args:
-        state: Receives them, under the parameters' names.
-        optimizer: The optimizer that `state` is of.
-        more: Parameter -> kind -> tensor of any shape; parameters of other optimizers are passed over.
-        model: The module with the parameters' names.
-    """
-    for names, group in zip(names_of(optimizer, model), optimizer.param_groups, strict=True):
-        for name, parameter in zip(names, group["params"], strict=True):
-            if name is not None and parameter in more:
-                state["state"][name] = {**state["state"].get(name, {}), **more[parameter]}
 
 
 def load_by_name(optimizer: torch.optim.Optimizer, saved: Mapping[str, Any], model: nn.Module) -> list[str]:

@@ -20,7 +20,7 @@ from torch.distributed.checkpoint.filesystem import FileSystemReader, _StorageIn
 from torch.distributed.checkpoint.planner import ReadItem
 from typing_extensions import override
 
-_METADATA, _FILES = dcp.__name__, FileSystemReader.__module__
+_METADATA, _FILES = dcp.__name__, _StorageInfo.__module__
 _RECORDS = frozenset(
     {
         *((_METADATA, name) for name in ("Metadata", "MetadataIndex", "StorageMeta", "TensorProperties")),

@@ -102,9 +102,8 @@ class SavesShards(HasRun):
         module = self.lightning_module
         if module is None or not sharded_modules(module):
             return state
-        named = checkpoints.by_name(optimizer, state, module)
+        named = checkpoints.by_name(optimizer, state, module, self._stash.as_state(optimizer))
         if self._stash.num(optimizer) and "state" in named:
-            checkpoints.add_by_name(named, optimizer, self._stash.as_state(optimizer), module)
             named[_NUM_STASHED] = self._stash.num(optimizer)
         return named
 
