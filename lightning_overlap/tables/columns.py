@@ -55,8 +55,7 @@ class ConfigOrderKeyedTensor(KeyedTensor):  # type: ignore[misc]
         return self._in_order
 
     def __getitem__(self, key: str) -> Tensor:
-        column: Tensor = self._in_plan_order[key]
-        return column
+        return self._in_plan_order[key]  # type: ignore[no-any-return]
 
     @override
     def to_dict(self) -> dict[str, Tensor]:

@@ -248,8 +248,7 @@ def check_sharding(sharding: Sharding, tables: list[Table], device: torch.device
     """
     known = {table.name: table for table in tables}
     check_sharding_types(sharding)
-    wanted = _named_types(sharding, tables) or {}
-    for name, kind in wanted.items():
+    for name, kind in (_named_types(sharding, tables) or {}).items():
         if name not in known:
             raise ValueError(f"sharding: {unknown_name_message('table', name, known)}")
         possible = known[name].sharder.sharding_types(device.type)

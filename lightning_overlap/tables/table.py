@@ -46,9 +46,8 @@ class Table:
 
     def planned(self, plan: ShardingPlan) -> ParameterSharding | None:
         """Return how a plan shards it, or None."""
-        of_module: Any = plan.get_plan_for_module(self.module) or {}
-        of_table: ParameterSharding | None = of_module.get(self.name)
-        return of_table
+        of_module: dict[str, ParameterSharding] = plan.get_plan_for_module(self.module) or {}
+        return of_module.get(self.name)
 
     def apply_fused_optimizer(self, optimizer_class: type[torch.optim.Optimizer], kwargs: Mapping[str, Any]) -> None:
         """Apply an optimizer in backward, if there is none yet."""
