@@ -21,17 +21,15 @@ from torch.distributed.checkpoint.planner import ReadItem
 from typing_extensions import override
 
 _METADATA, _FILES = dcp.__name__, _StorageInfo.__module__
-_RECORDS = frozenset(
-    {
-        *((_METADATA, name) for name in ("Metadata", "MetadataIndex", "StorageMeta", "TensorProperties")),
-        *((_METADATA, name) for name in ("TensorStorageMetadata", "BytesStorageMetadata", "ChunkStorageMetadata")),
-        (_METADATA, "_MEM_FORMAT_ENCODING"),
-        (_FILES, "_StorageInfo"),
-        ("torch.serialization", "_get_layout"),
-        ("builtins", "getattr"),  # by which some versions of Python write enums
-        *((module, name) for module in ("pathlib", "pathlib._local") for name in ("PosixPath", "WindowsPath")),
-    }
-)
+_RECORDS = {
+    *((_METADATA, name) for name in ("Metadata", "MetadataIndex", "StorageMeta", "TensorProperties")),
+    *((_METADATA, name) for name in ("TensorStorageMetadata", "BytesStorageMetadata", "ChunkStorageMetadata")),
+    (_METADATA, "_MEM_FORMAT_ENCODING"),
+    (_FILES, "_StorageInfo"),
+    ("torch.serialization", "_get_layout"),
+    ("builtins", "getattr"),  # by which some versions of Python write enums
+    *((module, name) for module in ("pathlib", "pathlib._local") for name in ("PosixPath", "WindowsPath")),
+}
 """What a list of tensors may name, by module; each name means a record."""
 
 _VALUES: Mapping[tuple[str, str], Any] = {
