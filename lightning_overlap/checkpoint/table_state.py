@@ -296,7 +296,7 @@ def kinds_by_weight(keys: Iterable[StateKey]) -> dict[str, set[str]]:
 def overlapping(key: StateKey, saved: Iterable[StateKey]) -> dict[str, int]:
     """Return the saved parts of a row-wise state that have columns in common with a range, and how many."""
     found = {}
-    for other in sorted(other for other in saved if other[:2] == key[:2]):
+    for other in sorted((other for other in saved if other[:2] == key[:2]), key=str):
         if key.columns and other.columns:
             common = min(other.columns[1], key.columns[1]) - max(other.columns[0], key.columns[0])
             if common > 0:
