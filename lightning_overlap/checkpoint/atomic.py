@@ -10,16 +10,12 @@ it. So a crash leaves nothing that would have to be repaired before the next run
 from __future__ import annotations
 
 import ctypes
-import functools
 import os
 import shutil
 import sys
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
-
-_AT_FDCWD, _RENAME_EXCHANGE = -100, 2
-"""Of Linux: paths begin at the working directory; the two names are swapped."""
 
 
 def sibling(path: Path, what: str) -> Path:
@@ -32,12 +28,14 @@ def being_replaced(path: Path) -> Path:
     return path.with_name(f"{path.stem}.old{path.suffix}")
 
 
-def atomic_replace(unfinished: Path, path: Path) -> None:
+def atomic_replace(unfinished: Path, path: Path, also: Path | None = None) -> None:
     """Give something whole its name, in the place of what has it, of whatever kind each is.
 
     At any moment the new one or the old one is there under `path`, or, where names cannot be swapped, the old one under
-    `being_replaced(path)`.
+    `being_replaced(path)`. Before that it gets the name `also`, if one is given, where there are hard links.
     """
+    if also is not None:
+        _twin(unfinished, also)
     if _is_real_folder(unfinished):
         _sync(unfinished)
     if not os.path.lexists(path) or not (_is_real_folder(path) or _is_real_folder(unfinished)):
@@ -52,7 +50,7 @@ def atomic_replace(unfinished: Path, path: Path) -> None:
     remove(sibling(path, "old"))  # what an earlier release left where it was interrupted
 
 
-def twin(path: Path, name: Path) -> None:
+def _twin(path: Path, name: Path) -> None:
     """Give a whole checkpoint a second name, that of a folder or file which shares its files with the first one."""
     new = sibling(name, "unfinished")
     remove(new)
@@ -92,10 +90,8 @@ def discard(path: Path) -> None:
     if _is_real_folder(path):
         removed = sibling(path, "removed")
         remove(removed)
-        path.rename(removed)
-        remove(removed)
-    else:
-        path.unlink(missing_ok=True)
+        path = path.rename(removed)
+    remove(path)
 
 
 def discard_with_leftovers(path: Path) -> None:
@@ -116,21 +112,10 @@ def remove(path: Path) -> None:
 
 def exchange(one: Path, other: Path) -> bool:
     """Swap two names at one instant; return whether the file system has done so."""
-    renameat2 = _renameat2()
-    if renameat2 is None:
-        return False
-    paths = (_AT_FDCWD, os.fsencode(one), _AT_FDCWD, os.fsencode(other))
-    return bool(renameat2(*paths, _RENAME_EXCHANGE) == 0)
-
-
-@functools.cache
-def _renameat2() -> Any:
-    if sys.platform != "linux":
-        return None
-    function = getattr(ctypes.CDLL(None), "renameat2", None)
-    if function is not None:
-        function.argtypes = (ctypes.c_int, ctypes.c_char_p, ctypes.c_int, ctypes.c_char_p, ctypes.c_uint)
-    return function
+    renameat2: Any = getattr(ctypes.CDLL(None), "renameat2", None) if sys.platform == "linux" else None
+    at_working_directory, swap = -100, 2  # AT_FDCWD and RENAME_EXCHANGE of Linux
+    paths = (at_working_directory, os.fsencode(one), at_working_directory, os.fsencode(other))
+    return renameat2 is not None and renameat2(*paths, swap) == 0
 
 
 def _is_real_folder(path: Path) -> bool:

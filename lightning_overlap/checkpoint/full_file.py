@@ -9,7 +9,6 @@ is not copied. No device holds anything more. Loading maps the file into memory,
 from __future__ import annotations
 
 import os
-import pickle
 import zipfile
 from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
@@ -21,13 +20,10 @@ from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor, nn
 
 from ..distributed import gather_objects
-from .atomic import atomic_replace, remove, sibling, twin
-from .dense_state import empty_table_states
-from .sharded_folder import FUSED, MODEL, TABLE_OPTIMIZERS, explain_weights_only, on_rank_zero, take_state, together
-from .table_state import Loading, Piece, fill_from_whole, local_parts, plan_loading
-
-_Chunk = tuple[int, tuple[slice, ...]]
-"""A rank, and what it has of a tensor."""
+from .atomic import atomic_replace, remove, sibling
+from .dense_state import empty_table_states, put_table_states
+from .sharded_folder import FUSED, MODEL, TABLE_OPTIMIZERS, is_rank_zero, on_rank_zero, read_file, take_state, together
+from .table_state import Loading, fill_from_whole, local_parts, plan_loading
 
 
 def gather_checkpoint(
@@ -42,7 +38,7 @@ def gather_checkpoint(
     """
     state = take_state(checkpoint, model)
     gathered = {part: dict(gather(state.get(part, {}), group)) for part in (MODEL, FUSED, TABLE_OPTIMIZERS)}
-    if group is not None and group.rank() != 0:
+    if not is_rank_zero(group):
         return None
     others = {key: value for key, value in state[MODEL].items() if not isinstance(value, Tensor)}
     state_dict = {key: (gathered[MODEL] | others)[key] for key in state[MODEL]}
@@ -77,16 +73,15 @@ def gather(pieces: Mapping[str, Any], group: dist.ProcessGroup | None) -> Iterat
             if owner == 0:
                 into.copy_(next(part for place, part in parts if place == window))
                 continue
-            received = into if into.is_contiguous() else torch.empty_like(into, memory_format=torch.contiguous_format)
+            received = into if into.is_contiguous() else torch.empty(into.shape, dtype=dtype)
             dist.recv(received, group_src=owner, group=group)
-            if received is not into:
-                into.copy_(received)
+            into.copy_(received)
         yield key, whole
 
 
-def _distinct(key: str, everyone: list[dict[str, Any]]) -> list[_Chunk]:
-    """Return who gives which part of a tensor: what several ranks have comes from the first."""
-    chunks: list[_Chunk] = []
+def _distinct(key: str, everyone: list[dict[str, Any]]) -> list[tuple[int, tuple[slice, ...]]]:
+    """Return which rank gives which part of a tensor: what several ranks have comes from the first."""
+    chunks: list[tuple[int, tuple[slice, ...]]] = []
     for rank, theirs in enumerate(everyone):
         for window in theirs[key][2] if key in theirs else []:
             is_empty = any(part.start == part.stop for part in window)
@@ -118,9 +113,7 @@ def write_file(
             torch.save(content, file)
             file.flush()
             os.fsync(file.fileno())
-        if also is not None:
-            twin(unfinished, also)
-        atomic_replace(unfinished, path)
+        atomic_replace(unfinished, path, also)
 
     on_rank_zero(write, path, group)
 
@@ -135,12 +128,7 @@ def load_file(path: Path, *, weights_only: bool | None) -> dict[str, Any]:
     Raises:
         RuntimeError: The file holds objects that `weights_only` does not allow; the message says how to trust them.
     """
-    try:
-        checkpoint: dict[str, Any] = torch.load(
-            path, map_location="cpu", weights_only=weights_only, mmap=zipfile.is_zipfile(path)
-        )
-    except pickle.UnpicklingError as err:
-        raise RuntimeError(explain_weights_only(path, err)) from err
+    checkpoint = read_file(path, weights_only=weights_only, mmap=zipfile.is_zipfile(path))
     copied_later = ("state_dict", FUSED, TABLE_OPTIMIZERS)
     return {
         key: value if key in copied_later else apply_to_collection(value, Tensor, Tensor.clone)
@@ -174,9 +162,9 @@ def load_fused(
     together(plan_and_fill, group).finish()
 
 
-def table_states(checkpoint: Mapping[str, Any], model: nn.Module) -> dict[str, Piece]:
-    """Return this rank's part of the dense optimizers' state of tables."""
+def load_table_states(checkpoint: Mapping[str, Any], model: nn.Module) -> None:
+    """Put this rank's part of the dense optimizers' state of tables into the states that are `by_name`."""
     saved = checkpoint.get(TABLE_OPTIMIZERS, {})
     pieces = empty_table_states({key: (value.shape, value.dtype) for key, value in saved.items()}, model)
     fill_from_whole(pieces, saved)
-    return pieces
+    put_table_states(pieces, checkpoint["optimizer_states"])

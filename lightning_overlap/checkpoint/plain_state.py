@@ -9,6 +9,7 @@ that has the same.
 from __future__ import annotations
 
 import itertools
+import warnings
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -17,17 +18,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from ..distributed import gather_objects
-from .dense_state import State, _Names, table_key
-from .sharded_folder import FUSED, TABLE_OPTIMIZERS
-from .table_state import (
-    _KERNEL_KINDS,
-    ITERATION,
-    _kernels,
-    _split_row_wise,
-    dense_kernel_tables,
-    fused_state,
-    table_weights,
-)
+from .dense_state import State, is_by_name, names_of, take_table_states
+from .sharded_folder import FUSED, TABLE_OPTIMIZERS, is_rank_zero
+from .table_state import _KERNEL_KINDS, ITERATION, StateKey, _kernels, fused_state, table_weights
 
 _SOURCES: Mapping[str, Mapping[str, str]] = {
     "EXACT_SGD": {},
@@ -38,11 +31,6 @@ _SOURCES: Mapping[str, Mapping[str, str]] = {
 }
 """FBGEMM's optimizer -> kind of its state -> the kind that `torch.optim`'s optimizer of this name has for it."""
 
-_WEIGHTS_ALONE = (
-    "Give configure_optimizers the dense parameters in the order of then, or go on from the weights alone: "
-    "module.load_state_dict(torch.load(PATH, weights_only=True)['state_dict']), and fit without ckpt_path."
-)
-
 
 def take_plain_state(
     checkpoint: dict[str, Any],
@@ -50,10 +38,11 @@ def take_plain_state(
     schedulers: Sequence[Any],
     model: nn.Module,
     group: dist.ProcessGroup | None,
-) -> dict[str, list[str]]:
+) -> set[str]:
     """Give the optimizer state of a checkpoint names, and its tables' state the form of fused optimizers, in place.
 
-    Does nothing to checkpoints that runs with the strategy have saved. All ranks call this.
+    Does nothing to checkpoints that runs with the strategy have saved. All ranks call this; rank 0 warns of what has no
+    place in this run.
 
     Args:
         checkpoint: What was read: `state_dict`, `optimizer_states`, `lr_schedulers`.
@@ -63,117 +52,112 @@ def take_plain_state(
         group: A gloo group of all ranks; None on one rank.
 
     Returns:
-        What is not used: the kinds of state, and the fused optimizer that has no place for them -> names of tables.
+        Names of the tables whose state is not used.
 
     Raises:
         RuntimeError: The parameters that the saved optimizers had cannot be told.
     """
     states = checkpoint.get("optimizer_states") or []
-    if not any(isinstance(key, int) for state in states for key in _positions(state)):
-        return {}
+    if all(map(is_by_name, states)):
+        return set()
     if len(states) != len(optimizers):
         raise _unknown(f"it has the state of {len(states)} optimizers, this run has {len(optimizers)}")
-    owned = {name for optimizer in optimizers for names in _names(optimizer, model) for name in names}
+    tables = table_weights(model)
+    mine = [_dense_names(optimizer, model) for optimizer in optimizers]
     weights = {name: value for name, value in checkpoint["state_dict"].items() if isinstance(value, Tensor)}
-    free = [name for name in weights if name in table_weights(model) - owned]
+    owned = {name for groups in mine for names in groups for name in names}
+    free = [name for name in weights if name in tables - owned]
     of_fused: dict[str, State] = {}
-    named = []
-    for optimizer, state in zip(optimizers, states, strict=True):
-        kept, matched = _match(optimizer, state, weights, free, model)
-        named.append(_by_name(optimizer, state, kept, matched, model))
-        for names, saved in matched:
-            of_fused |= {name: values for name, values in zip(names, saved, strict=True) if name in free}
+    named: list[State] = []
+    for optimizer, groups, state in zip(optimizers, mine, states, strict=True):
+        kept, found = _match(optimizer, groups, state, weights, free, tables)
+        new_groups = [{**state["param_groups"][at], "params": names} for at, names in zip(kept, groups, strict=True)]
+        for new_group in new_groups:
+            new_group.pop("param_names", None)
+        new_groups += [{**fused, "params": []} for fused in getattr(optimizer, "fused_groups", [])]
+        of_run = {name: values for name, values in found.items() if name in owned and values}
+        named.append({**state, "state": of_run, "param_groups": new_groups})
+        of_fused |= {name: values for name, values in found.items() if name in free}
         for scheduler, lists in zip(schedulers, checkpoint.get("lr_schedulers", []), strict=False):
             if getattr(scheduler, "optimizer", None) is optimizer:
                 _fit_lists(lists, scheduler.state_dict(), kept, len(state["param_groups"]))
     checkpoint["optimizer_states"] = named
-    checkpoint[TABLE_OPTIMIZERS] = _take_dense_kernels(named, model)
+    checkpoint[TABLE_OPTIMIZERS] = take_table_states(named, model, are_whole=True)
     checkpoint[FUSED], unused = _as_fused(of_fused, model, group)
-    return unused
-
-
-def describe_unused(unused: Mapping[str, Sequence[str]]) -> str:
-    """Return what a user reads of state that has no place."""
-    lines = [f"{', '.join(sorted(tables))}: {what}" for what, tables in unused.items()]
-    return (
-        "the checkpoint is of a run without this strategy, and not all of its optimizer state has a place here. "
-        f"{'; '.join(lines)}. The weights are loaded, the optimizer state of these tables starts anew. To go on with "
-        "the optimizer that they had, give the strategy the fused form of it (on a CPU there are SGD, Adagrad and "
-        "RowWiseAdagrad), or sharding='data_parallel' and no fused_optimizer: configure_optimizers then trains them."
-    )
-
-
-def _positions(state: Mapping[str, Any]) -> list[Any]:
-    return [key for group in state.get("param_groups", []) for key in group["params"]]
+    if unused and is_rank_zero(group):
+        lines = [f"{', '.join(sorted(names))}: {what}" for what, names in unused.items()]
+        warnings.warn(
+            "the checkpoint is of a run without this strategy, and not all of its optimizer state has a place here. "
+            f"{'; '.join(lines)}. The weights are loaded, the optimizer state of these tables starts anew. To go on "
+            "with the optimizer that they had, give the strategy the fused form of it (on a CPU there are SGD, Adagrad "
+            "and RowWiseAdagrad), or sharding='data_parallel' and no fused_optimizer: configure_optimizers then trains "
+            "them.",
+            UserWarning,
+            stacklevel=2,
+        )
+    return {name for names in unused.values() for name in names}
 
 
 def _unknown(why: str) -> RuntimeError:
     return RuntimeError(
         "the checkpoint is of a run without this strategy, whose optimizers number their parameters, and they cannot "
-        f"be matched to those of this run: {why}. {_WEIGHTS_ALONE}"
+        f"be matched to those of this run: {why}. Give configure_optimizers the dense parameters in the order of then, "
+        "or go on from the weights alone: module.load_state_dict(torch.load(PATH, weights_only=True)['state_dict']), "
+        "and fit without ckpt_path."
     )
 
 
-# -- which parameters the saved optimizer had -------------------------------------------------------------------
-
-_Matched = list[tuple[list[str], list[State]]]
-"""For each saved parameter group, the names of its parameters and their states."""
-
-
-def _names(optimizer: torch.optim.Optimizer, model: nn.Module) -> list[list[str]]:
+def _dense_names(optimizer: torch.optim.Optimizer, model: nn.Module) -> list[list[str]]:
     """Return the names of the dense parameters of each group; a fused group of `combined_optimizer` is left out."""
-    names = _Names(model)
-    num_dense = len(optimizer.param_groups) - len(getattr(optimizer, "fused_groups", []))
-    groups = [names.of(group["params"], index) for index, group in enumerate(optimizer.param_groups[:num_dense])]
-    return [[name for name in group if name is not None] for group in groups]
+    named = names_of(optimizer, model)
+    num_dense = len(named) - len(getattr(optimizer, "fused_groups", []))
+    return [[name for name in names if name is not None] for names in named[:num_dense]]
 
 
 def _match(
     optimizer: torch.optim.Optimizer,
+    mine: list[list[str]],
     state: Mapping[str, Any],
     weights: Mapping[str, Tensor],
-    free: Sequence[str],
-    model: nn.Module,
-) -> tuple[list[int], _Matched]:
-    """Return which saved groups this run's dense groups are, in their order, and what each saved group has."""
-    mine = _names(optimizer, model)
-    tables = table_weights(model)
-    saved = state["param_groups"]
-    sizes = [len(group["params"]) for group in saved]
-    found: dict[tuple[Any, ...], tuple[list[int], _Matched]] = {}
-    for kept in itertools.combinations(range(len(saved)), len(mine)):
-        of_run = {index: mine[kept.index(index)] if index in kept else [] for index in range(len(saved))}
-        more = [index for index in range(len(saved)) if sizes[index] > len(of_run[index])]
-        fewer = [index for index in range(len(saved)) if sizes[index] < len(of_run[index])]
-        if fewer or len(more) > 1 or (more and sizes[more[0]] != len(of_run[more[0]]) + len(free)):
+    free: list[str],
+    tables: set[str],
+) -> tuple[list[int], dict[str, State]]:
+    """Return which saved groups this run's dense groups are, in their order, and each saved parameter's state by name.
+
+    The tables in `free` were in one of the saved groups, or in none: with others, or in a group of their own.
+    """
+    saved = [[state["state"].get(key, {}) for key in group["params"]] for group in state["param_groups"]]
+    has_own_group = len(saved) == len(mine) + 1
+    fitting: dict[Any, tuple[list[int], dict[str, State]]] = {}
+    for place in (None, *range(len(saved) if free else 0)):
+        of_run = mine if place is None or not has_own_group else [*mine[:place], [], *mine[place:]]
+        more = [free if index == place else [] for index in range(len(of_run))]
+        if [len(states) for states in saved] != [len(a) + len(b) for a, b in zip(of_run, more, strict=True)]:
             continue
-        choices = [_orders(of_run[i], free if i in more else [], tables, list(weights)) for i in range(len(saved))]
+        kept = [index for index in range(len(saved)) if index != place or not has_own_group]
+        choices = [_orders(*names, tables, list(weights)) for names in zip(of_run, more, strict=True)]
         for orders in itertools.product(*choices):
-            states = [[state["state"].get(key, {}) for key in group["params"]] for group in saved]
-            matched = list(zip(orders, states, strict=True))
-            if all(_fit(names, values, weights, tables) for names, values in matched):
-                where = {
-                    n: id(s) for names, values in matched for n, s in zip(names, values, strict=True) if _tensors(s)
-                }
-                found[(kept, *sorted(where.items()))] = (list(kept), matched)
-    if len(found) != 1:
+            matched = list(zip(orders, saved, strict=True))
+            if all(_fit(names, states, weights, tables) for names, states in matched):
+                found = {name: s for names, states in matched for name, s in zip(names, states, strict=True)}
+                where = sorted((name, id(one)) for name, one in found.items() if _tensors(one))
+                fitting[tuple(kept), tuple(where)] = kept, found
+    if len(fitting) != 1:
         of_tables = f" and {len(free)} tables that are trained in backward" if free else ""
         raise _unknown(
-            f"it has parameter groups of {sizes} parameters, {type(optimizer).__name__} of this run has groups of "
-            f"{[len(names) for names in mine]}{of_tables}, and {'several orders' if found else 'no order'} of them "
-            f"{'fit' if found else 'fits'} the sizes and shapes"
+            f"it has parameter groups of {[len(states) for states in saved]} parameters, {type(optimizer).__name__} of "
+            f"this run has groups of {[len(names) for names in mine]}{of_tables}, and "
+            f"{'several orders' if fitting else 'no order'} of them {'fit' if fitting else 'fits'} the sizes and shapes"
         )
-    return next(iter(found.values()))
+    return next(iter(fitting.values()))
 
 
-def _orders(mine: list[str], free: Sequence[str], tables: set[str], weights: list[str]) -> list[list[str]]:
+def _orders(mine: list[str], free: list[str], tables: set[str], weights: list[str]) -> list[list[str]]:
     """Return the orders in which a saved group may have had its parameters: the module's, or tables first or last."""
     dense = [name for name in mine if name not in tables]
-    of_tables = sorted({*(name for name in mine if name in tables), *free}, key=weights.index)
+    of_tables = sorted({*mine, *free} & tables, key=weights.index)
     if not of_tables:
         return [mine]
-    if not dense:
-        return [of_tables]
     orders = [[*of_tables, *dense], [*dense, *of_tables]]
     if dense == sorted(dense, key=weights.index):
         orders.insert(0, sorted([*dense, *of_tables], key=weights.index))
@@ -195,47 +179,12 @@ def _tensors(state: State) -> dict[str, Tensor]:
     return {kind: value for kind, value in state.items() if isinstance(value, Tensor) and value.dim()}
 
 
-# -- into the form of runs with the strategy --------------------------------------------------------------------
-
-
-def _by_name(
-    optimizer: torch.optim.Optimizer,
-    state: Mapping[str, Any],
-    kept: Sequence[int],
-    matched: _Matched,
-    model: nn.Module,
-) -> State:
-    """Return the state as `dense_state.by_name` would, for the parameters that the optimizer has in this run."""
-    mine = _names(optimizer, model)
-    groups = [
-        {**{key: value for key, value in state["param_groups"][index].items() if key != "param_names"}, "params": names}
-        for index, names in zip(kept, mine, strict=True)
-    ]
-    groups += [{**group, "params": []} for group in getattr(optimizer, "fused_groups", [])]
-    owned = {name for names in mine for name in names}
-    found = {name: values for names, saved in matched for name, values in zip(names, saved, strict=True)}
-    states = {name: dict(values) for name, values in found.items() if name in owned and values}
-    return {**state, "state": states, "param_groups": groups}
-
-
 def _fit_lists(saved: State, current: Mapping[str, Any], kept: Sequence[int], num_saved: int) -> None:
     """Let a scheduler's lists with an entry for each group have those of this run's groups, in place."""
     for key, value in saved.items():
         here = current.get(key)
         if isinstance(value, list) and isinstance(here, list) and len(value) == num_saved:
             saved[key] = [value[index] for index in kept] + here[len(kept) :]
-
-
-def _take_dense_kernels(named: Sequence[State], model: nn.Module) -> dict[str, Tensor]:
-    """Move the state of tables that a dense optimizer trains in shards out of named states, whole."""
-    taken: dict[str, Tensor] = {}
-    tables = dense_kernel_tables(model)
-    for index, state in enumerate(named):
-        for name in [name for name in state["state"] if name in tables]:
-            for kind, value in state["state"].pop(name).items():
-                if value is not None:
-                    taken[table_key(index, name, kind)] = torch.as_tensor(value)
-    return taken
 
 
 def _as_fused(
@@ -253,26 +202,18 @@ def _as_fused(
     taken: dict[str, Tensor] = {}
     unused: dict[str, list[str]] = {}
     for name, state in states.items():
-        sources = _SOURCES.get(optimizer_of.get(name, ""))
-        there = _tensors(state)
+        now, there = optimizer_of.get(name, "no fused optimizer"), _tensors(state)
         wanted = sorted(key for key in keys if key.startswith(f"{name}."))
-        source_of = {key: (sources or {}).get(_split_row_wise(key)[0].rpartition(".")[2]) for key in wanted}
-        used = {source for source in source_of.values() if source is not None}
-        if sources is None or not set(source_of.values()) <= there.keys() or there.keys() - used:
+        source_of = {key: _SOURCES.get(now, {}).get(StateKey.parse(key).kind) for key in wanted}
+        if now not in _SOURCES or set(source_of.values()) != there.keys():
             if there:
-                kinds, now = (
-                    ", ".join(sorted(there)),
-                    optimizer_of.get(name, "no fused optimizer").removeprefix("EXACT_"),
-                )
+                kinds, now = ", ".join(sorted(there)), now.removeprefix("EXACT_")
                 unused.setdefault(f"saved with {kinds}, which {now} of this run does not take", []).append(name)
             continue
         for key, source in source_of.items():
-            columns = _split_row_wise(key)[1]
-            value = there[str(source)]
+            columns, value = StateKey.parse(key).columns, there[str(source)]
             # Row-wise optimizers keep the mean over the columns: of sums and running means it is the same, to rounding.
-            taken[key] = value if columns is None else value[:, columns[0] : columns[0] + columns[1]].mean(1)
+            taken[key] = value if columns is None else value[:, slice(*columns)].mean(1)
         taken |= {f"{name}.{kind}": numbers[f"{name}.{kind}"] for kind in _KERNEL_KINDS}
-        taken[f"{name}.{ITERATION}"] = torch.tensor(
-            [int(state.get("step", 0))], dtype=numbers[f"{name}.{ITERATION}"].dtype
-        )
+        taken[f"{name}.{ITERATION}"] = torch.full_like(numbers[f"{name}.{ITERATION}"], int(state.get("step", 0)))
     return taken, unused

@@ -9,37 +9,27 @@ from __future__ import annotations
 
 import io
 import pickle
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import PurePath
 from typing import Any, NoReturn
 
 import torch
+from torch.distributed.checkpoint import metadata as dcp
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.filesystem import FileSystemReader, _StorageInfo
-from torch.distributed.checkpoint.metadata import (
-    BytesStorageMetadata,
-    ChunkStorageMetadata,
-    Metadata,
-    MetadataIndex,
-    StorageMeta,
-    TensorProperties,
-    TensorStorageMetadata,
-)
 from torch.distributed.checkpoint.planner import ReadItem
+from typing_extensions import override
 
-_LIST_NAME = ".metadata"
-_METADATA, _FILES = "torch.distributed.checkpoint.metadata", "torch.distributed.checkpoint.filesystem"
-_RECORDS = frozenset(
-    {
-        *((_METADATA, name) for name in ("Metadata", "MetadataIndex", "StorageMeta", "TensorProperties")),
-        *((_METADATA, name) for name in ("TensorStorageMetadata", "BytesStorageMetadata", "ChunkStorageMetadata")),
-        (_METADATA, "_MEM_FORMAT_ENCODING"),
-        (_FILES, "_StorageInfo"),
-        ("torch.serialization", "_get_layout"),
-        ("builtins", "getattr"),  # by which some versions of Python write enums
-        *((module, name) for module in ("pathlib", "pathlib._local") for name in ("PosixPath", "WindowsPath")),
-    }
-)
+_METADATA, _FILES = dcp.__name__, _StorageInfo.__module__
+_RECORDS = {
+    *((_METADATA, name) for name in ("Metadata", "MetadataIndex", "StorageMeta", "TensorProperties")),
+    *((_METADATA, name) for name in ("TensorStorageMetadata", "BytesStorageMetadata", "ChunkStorageMetadata")),
+    (_METADATA, "_MEM_FORMAT_ENCODING"),
+    (_FILES, "_StorageInfo"),
+    ("torch.serialization", "_get_layout"),
+    ("builtins", "getattr"),  # by which some versions of Python write enums
+    *((module, name) for module in ("pathlib", "pathlib._local") for name in ("PosixPath", "WindowsPath")),
+}
 """What a list of tensors may name, by module; each name means a record."""
 
 _VALUES: Mapping[tuple[str, str], Any] = {
@@ -53,13 +43,9 @@ _VALUES: Mapping[tuple[str, str], Any] = {
 class SafeReader(FileSystemReader):
     """Reads a folder; whatever its `.metadata` holds, nothing of it is executed."""
 
-    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
-        """Return the list of what is in the folder.
-
-        Raises:
-            RuntimeError: It is something else, or damaged.
-        """
-        path = PurePath(self.path) / _LIST_NAME
+    @override
+    def read_metadata(self, *args: Any, **kwargs: Any) -> dcp.Metadata:
+        path = PurePath(self.path) / ".metadata"
         with open(path, "rb") as file:
             try:
                 metadata = _metadata(_Unpickler(file).load())
@@ -69,23 +55,19 @@ class SafeReader(FileSystemReader):
                     f"{type(err).__name__}: {err}. Load another checkpoint, or copy this one anew from where it was "
                     "saved."
                 ) from err
-        metadata.storage_meta = StorageMeta(load_id=self.load_id)
+        metadata.storage_meta = dcp.StorageMeta(load_id=self.load_id)
         return metadata
 
 
 class SafePlanner(DefaultLoadPlanner):
-    """Loads objects as `torch.load` does, and not, as its parent, whatever they execute.
-
-    Args:
-        weights_only: As `torch.load` takes it.
-    """
+    """Loads objects as `torch.load` does with its `weights_only`, and not, as its parent, whatever they execute."""
 
     def __init__(self, weights_only: bool | None) -> None:
         super().__init__()
         self._weights_only = weights_only
 
+    @override
     def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
-        """Read an object with `torch.load` and put it into the state that is loaded."""
         *path, last = self.mappings[read_item.dest_index.fqn]
         target: Any = self.original_state_dict
         for key in path:
@@ -94,11 +76,11 @@ class SafePlanner(DefaultLoadPlanner):
 
 
 class _Record:
-    """Something of the list: what it was made with, and its state."""
+    """Something of the list: its state, and not what it was made with."""
 
-    def __init__(self, *args: Any) -> None:
-        self.args = args
-        self.state: Any = None
+    state: Any = None
+
+    def __init__(self, *_: Any) -> None: ...
 
     def __setstate__(self, state: Any) -> None:
         self.state = state
@@ -117,48 +99,45 @@ class _Unpickler(pickle.Unpickler):
         raise pickle.UnpicklingError(f"it names {module}.{name}")
 
 
-def _metadata(record: Any) -> Metadata:
-    fields = _fields(record, Metadata)
-    entries = {
-        _of_type(name, str): _entry(entry) for name, entry in _of_type(fields["state_dict_metadata"], dict).items()
-    }
-    places = {_index(index): _place(place) for index, place in _of_type(fields["storage_data"], dict).items()}
-    return Metadata(state_dict_metadata=entries, storage_data=places, version=fields.get("version"))
+def _metadata(record: Any) -> dcp.Metadata:
+    fields = _state(record, dcp.Metadata)
+    entries = {_of_type(name, str): _entry(entry) for name, entry in fields["state_dict_metadata"].items()}
+    places = {_index(index): _place(place) for index, place in fields["storage_data"].items()}
+    return dcp.Metadata(state_dict_metadata=entries, storage_data=places, version=fields.get("version"))
 
 
-def _entry(record: Any) -> TensorStorageMetadata | BytesStorageMetadata:
-    if type(record).__name__ == BytesStorageMetadata.__name__:
-        return BytesStorageMetadata()
-    fields = _fields(record, TensorStorageMetadata)
-    dtype, *_ = _fields(fields["properties"], TensorProperties, tuple)
-    chunks = [_fields(chunk, ChunkStorageMetadata) for chunk in fields["chunks"]]
-    return TensorStorageMetadata(
-        TensorProperties(dtype=_of_type(dtype, torch.dtype)),
+def _entry(record: Any) -> dcp.TensorStorageMetadata | dcp.BytesStorageMetadata:
+    if type(record).__name__ == dcp.BytesStorageMetadata.__name__:
+        return dcp.BytesStorageMetadata()
+    fields = _state(record, dcp.TensorStorageMetadata)
+    dtype, *_ = _state(fields["properties"], dcp.TensorProperties)
+    chunks = [_state(chunk, dcp.ChunkStorageMetadata) for chunk in fields["chunks"]]
+    return dcp.TensorStorageMetadata(
+        dcp.TensorProperties(dtype=_of_type(dtype, torch.dtype)),
         torch.Size(fields["size"]),
-        [ChunkStorageMetadata(torch.Size(chunk["offsets"]), torch.Size(chunk["sizes"])) for chunk in chunks],
+        [dcp.ChunkStorageMetadata(torch.Size(chunk["offsets"]), torch.Size(chunk["sizes"])) for chunk in chunks],
     )
 
 
-def _index(record: Any) -> MetadataIndex:
-    fields = _fields(record, MetadataIndex)
+def _index(record: Any) -> dcp.MetadataIndex:
+    fields = _state(record, dcp.MetadataIndex)
     offset = fields.get("offset")
-    return MetadataIndex(
-        _of_type(fields["fqn"], str), None if offset is None else torch.Size(offset), fields.get("index")
-    )
+    offset = None if offset is None else torch.Size(offset)
+    return dcp.MetadataIndex(_of_type(fields["fqn"], str), offset, fields.get("index"))
 
 
 def _place(record: Any) -> _StorageInfo:
-    fields = _fields(record, _StorageInfo)
+    fields = _state(record, _StorageInfo)
     name = _of_type(fields["relative_path"], str)
     if PurePath(name).name != name or fields.get("transform_descriptors"):
         _refuse(f"a tensor in {name!r}")
     return _StorageInfo(name, _of_type(fields["offset"], int), _of_type(fields["length"], int))
 
 
-def _fields(record: Any, kind: type, of: Callable[..., Any] = dict) -> Any:
+def _state(record: Any, kind: type) -> Any:
     if not isinstance(record, _Record) or type(record).__name__ != kind.__name__:
         _refuse(f"{type(record).__name__} in the place of {kind.__name__}")
-    return of(record.state or ())
+    return record.state
 
 
 def _of_type(value: Any, kind: Any) -> Any:

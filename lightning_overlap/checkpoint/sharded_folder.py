@@ -13,7 +13,7 @@ import io
 import os
 import pickle
 import warnings
-from collections.abc import Callable, Mapping, Set
+from collections.abc import Callable, Iterable, Mapping, Set
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, TypeVar, cast
@@ -28,13 +28,14 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.checkpoint.planner import WriteItem
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
+from typing_extensions import override
 
 from ..distributed import gather_objects
 from ..text import some, unknown_name_message
-from .atomic import atomic_replace, being_replaced, remove, sibling, twin
+from .atomic import atomic_replace, being_replaced, remove, sibling
 from .dense_state import empty_table_states, put_table_states, take_table_states
 from .safe_metadata import SafePlanner, SafeReader
-from .table_state import Loading, Piece, fused_state, on_host, plan_loading
+from .table_state import Loading, fused_state, on_host, plan_loading
 
 T = TypeVar("T")
 
@@ -132,7 +133,7 @@ class FolderSaver:
         self.wait()
         state = take_state(checkpoint, model)
         buffer = io.BytesIO()
-        if _is_rank_zero(self._group):
+        if is_rank_zero(self._group):
             torch.save(checkpoint, buffer)
         if not asynchronous:
             _write(state, buffer.getbuffer(), path, self._group, also)
@@ -172,18 +173,15 @@ class FolderSaver:
             done.result()
 
 
-def _is_rank_zero(group: dist.ProcessGroup | None) -> bool:
+def is_rank_zero(group: dist.ProcessGroup | None) -> bool:
+    """Whether this is the first rank of a group, or the only one."""
     return group is None or group.rank() == 0
 
 
 def _write(
-    state: dict[str, Any], rest: memoryview, path: Path, group: dist.ProcessGroup | None, also: Path | None = None
+    state: dict[str, Any], rest: memoryview, path: Path, group: dist.ProcessGroup | None, also: Path | None
 ) -> None:
-    """Write a folder next to `path`, then let it take the name; before, a second name, if any.
-
-    Raises:
-        OSError: A rank could not write, or is gone.
-    """
+    """Write a folder next to `path`, then let it take the name; before, a second name, if any."""
     unfinished = sibling(path, "unfinished")
 
     def begin() -> None:
@@ -195,9 +193,7 @@ def _write(
             file.write(rest)
             file.flush()
             os.fsync(file.fileno())
-        if also is not None:
-            twin(unfinished, also)
-        atomic_replace(unfinished, path)
+        atomic_replace(unfinished, path, also)
 
     try:
         on_rank_zero(begin, path, group)
@@ -206,13 +202,15 @@ def _write(
         save(state, storage_writer=writer, planner=_OneCopy(), process_group=group, no_dist=group is None)
         on_rank_zero(finish, path, group)
     except CheckpointException as err:  # every rank hears of it
-        raise OSError(f"could not write the checkpoint {path}: {_listed_failures(err)}") from err
+        raise OSError(f"could not write the checkpoint {path}: {_failures(err)}") from err
     except RuntimeError as err:  # another rank does not answer
         raise OSError(f"could not write the checkpoint {path}: {err}") from err
 
 
-def _listed_failures(err: CheckpointException) -> str:
-    return "; ".join(f"rank {rank}: {type(error).__name__}: {error}" for rank, (error, _) in err.failures.items())
+def _failures(err: CheckpointException) -> str:
+    """Return what has failed, each with one of the ranks where it has."""
+    ranks = {f"{type(error).__name__}: {error}": rank for rank, (error, _) in err.failures.items()}
+    return "; ".join(f"rank {rank}: {error}" for error, rank in ranks.items())
 
 
 class _OneCopy(DefaultSavePlanner):
@@ -224,8 +222,8 @@ class _OneCopy(DefaultSavePlanner):
 
     _copy: Tensor | None = None
 
+    @override
     def resolve_data(self, write_item: WriteItem) -> Tensor | io.BytesIO:
-        """Return the tensor of an item, on the host in a memory of its own size, or its bytes."""
         if self._copy is not None:
             self._copy.untyped_storage().resize_(0)
             self._copy = None
@@ -240,26 +238,24 @@ def _is_alone_on_host(tensor: Tensor) -> bool:
 
 
 def on_rank_zero(action: Callable[[], None], path: Path, group: dist.ProcessGroup | None) -> None:
-    """Run an action on rank 0 and tell all ranks of its error, for which they would else wait.
+    """Let rank 0 write a checkpoint, and raise an OSError on all ranks, which all call this, if it fails or is gone."""
+    try:
+        together(action if is_rank_zero(group) else lambda: None, group)
+    except RuntimeError as err:
+        raise OSError(f"could not write the checkpoint {path}: {err}") from err
 
-    Args:
-        action: Writes, on rank 0 only.
-        path: The checkpoint that it writes, for the message.
-        group: A gloo group of all ranks, which all call this; None on one rank.
 
-    Raises:
-        OSError: The action failed on rank 0; raised on every rank.
-    """
-    error = [None]
-    if _is_rank_zero(group):
-        try:
-            action()
-        except Exception as err:  # the other ranks are waiting to hear of it
-            error = [f"{type(err).__name__}: {err}"]  # type: ignore[list-item]
-    if group is not None:
-        dist.broadcast_object_list(error, group_src=0, group=group)
-    if error[0] is not None:
-        raise OSError(f"could not write the checkpoint {path}: {error[0]}")
+def together(action: Callable[[], T], group: dist.ProcessGroup | None) -> T:
+    """Run something on every rank, and raise on all of them what one raises: the others would wait for it."""
+    result, error, cause = None, None, None
+    try:
+        result = action()
+    except Exception as err:
+        error, cause = str(err) if isinstance(err, RuntimeError) else f"{type(err).__name__}: {err}", err
+    for message in [error] if group is None else gather_objects(error, group):
+        if message is not None:
+            raise RuntimeError(message) from cause
+    return cast(T, result)
 
 
 # -- loading ----------------------------------------------------------------------------------------------------
@@ -321,7 +317,7 @@ def load_folder(
     saved = _saved(path)
     state_dict = model.state_dict()  # its tensors are the module's own memory: filling them loads the module
     weights = {key: value for key, value in state_dict.items() if isinstance(value, Tensor)}
-    rest = _load_rest(path, weights_only)
+    rest = read_file(path / METADATA_NAME, weights_only=weights_only)
     objects = state_dict.keys() - weights.keys()  # of get_extra_state; a dict of them is saved entry by entry
     there = {name: next((key for key in objects if name.startswith(f"{key}.")), name) for name in saved[MODEL]}
     saved[MODEL] = {there[name]: value for name, value in saved[MODEL].items()}
@@ -329,7 +325,7 @@ def load_folder(
     state: dict[str, Any] = {MODEL: {key: value for key, value in state_dict.items() if key in saved[MODEL]}}
     loading = Loading({}, lambda: None)
     if with_optimizers and "optimizer_states" in rest:
-        loading = together(lambda: _plan_optimizers(path, model, saved[FUSED]), group)
+        loading = together(lambda: plan_loading(model, saved[FUSED]), group)
         tables = empty_table_states(saved[TABLE_OPTIMIZERS], model)
         state |= {FUSED: loading.pieces, TABLE_OPTIMIZERS: tables}
     state = {part: values for part, values in state.items() if values}
@@ -346,31 +342,10 @@ def _load(state: dict[str, Any], path: Path, weights_only: bool | None, group: d
     except CheckpointException as err:  # on every rank
         untrusted = [error for error, _ in err.failures.values() if isinstance(error, pickle.UnpicklingError)]
         if untrusted:
-            raise RuntimeError(explain_weights_only(path, untrusted[0])) from err
-        raise RuntimeError(f"could not load the checkpoint {path}: {_listed_failures(err)}") from err
-
-
-def _plan_optimizers(path: Path, model: nn.Module, saved: Mapping[str, Any]) -> Loading:
-    loading = plan_loading(model, saved)
-    _check_shapes(path, loading.pieces, saved)
-    return loading
-
-
-def together(action: Callable[[], T], group: dist.ProcessGroup | None) -> T:
-    """Run something on every rank, and let all of them fail if one does: the others would wait for it.
-
-    Raises:
-        RuntimeError: What one rank raised.
-    """
-    result, error = None, None
-    try:
-        result = action()
-    except RuntimeError as err:
-        error = str(err)
-    for message in [error] if group is None else gather_objects(error, group):
-        if message is not None:
-            raise RuntimeError(message)
-    return cast(T, result)
+            raise _untrusted(path, untrusted[0]) from err
+        raise RuntimeError(
+            f"could not load {path} into this model: {_failures(err)}. Was it saved from other tables?"
+        ) from err
 
 
 def _saved(path: Path) -> dict[str, dict[str, tuple[torch.Size, torch.dtype]]]:
@@ -387,17 +362,17 @@ def _saved(path: Path) -> dict[str, dict[str, tuple[torch.Size, torch.dtype]]]:
     return found
 
 
-def _load_rest(path: Path, weights_only: bool | None) -> dict[str, Any]:
+def read_file(path: Path, *, weights_only: bool | None, mmap: bool = False) -> dict[str, Any]:
+    """Return what `torch.load` reads on the host, or say how a file with objects other than tensors is loaded."""
     try:
-        rest: dict[str, Any] = torch.load(path / METADATA_NAME, map_location="cpu", weights_only=weights_only)
+        content: dict[str, Any] = torch.load(path, map_location="cpu", weights_only=weights_only, mmap=mmap)
     except pickle.UnpicklingError as err:
-        raise RuntimeError(explain_weights_only(path, err)) from err
-    return rest
+        raise _untrusted(path, err) from err
+    return content
 
 
-def explain_weights_only(path: Path, err: Exception) -> str:
-    """Say how a checkpoint with objects other than tensors is loaded."""
-    return (
+def _untrusted(path: Path, err: Exception) -> RuntimeError:
+    return RuntimeError(
         f"{path} holds objects that are not loaded unless you trust it: {str(err).splitlines()[0]} "
         "Lightning 2.6 does not pass the weights_only of trainer.fit() and the like on to a strategy that loads after "
         "sharding: allow the classes with torch.serialization.add_safe_globals([...]), or set "
@@ -406,7 +381,7 @@ def explain_weights_only(path: Path, err: Exception) -> str:
 
 
 def _check_same_model(
-    path: Path, names: Set[str], weights: Mapping[str, Piece], saved: Mapping[str, Any], strict: bool
+    path: Path, names: Set[str], weights: Iterable[str], saved: Mapping[str, Any], strict: bool
 ) -> None:
     missing, unexpected = some(sorted(names - saved.keys())), some(sorted(saved.keys() - names))
     if strict and (missing or unexpected):
@@ -418,12 +393,3 @@ def _check_same_model(
     objects = some(sorted(key for key in weights if key in saved and saved[key] is None))
     if objects:
         raise RuntimeError(f"could not load {path} into this model: there, {objects} are objects and not tensors.")
-    _check_shapes(path, {key: value for key, value in weights.items() if key in saved}, saved)
-
-
-def _check_shapes(path: Path, pieces: Mapping[str, Piece], saved: Mapping[str, Any]) -> None:
-    sizes = {key: (tuple(saved[key][0]), tuple(piece.size())) for key, piece in pieces.items()}
-    other = {key: pair for key, pair in sizes.items() if pair[0] != pair[1]}
-    if other:
-        listed = "; ".join(f"{key}: {there} there, {here} here" for key, (there, here) in other.items())
-        raise RuntimeError(f"could not load {path} into this model. Was it saved from other tables? {listed}.")

@@ -11,9 +11,7 @@ from __future__ import annotations
 import re
 import warnings
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
-from dataclasses import dataclass
-from functools import partial
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 import torch.distributed as dist
@@ -36,16 +34,35 @@ Piece: TypeAlias = Tensor | ShardedTensor
 """A tensor that is the same on all ranks that have it, or one of which each rank has some shards."""
 
 Columns: TypeAlias = tuple[int, int]
-"""First column and number of columns."""
+"""The first column, and the one behind the last."""
 
 ITERATION, LR, APPLIED_LR = "iteration", "lr", "applied_lr"
 _KERNEL_KINDS = (ITERATION, LR, APPLIED_LR)
-_KEY = re.compile(r"(?P<base>(?P<weight>.*)\.(?P<kind>[^.\[]+))(?:\[:, (?P<start>\d+):(?P<stop>\d+)\])?", re.DOTALL)
-"""Of a weight whose name may hold anything, but ends in `.weight` or the like."""
+_NAME = re.compile(r"(?P<weight>.*)\.(?P<kind>[^.\[]+)(?:\[:, (?P<start>\d+):(?P<stop>\d+)\])?", re.DOTALL)
+"""Of a piece; that of the weight may hold anything, but ends in `.weight` or the like."""
 
 
-@dataclass(frozen=True, slots=True)
-class Loading:
+class StateKey(NamedTuple):
+    """What the name of a piece of fused state says: of which weight, of what kind, row-wise state of which columns."""
+
+    weight: str
+    kind: str
+    columns: Columns | None = None
+
+    @classmethod
+    def parse(cls, name: str) -> StateKey:
+        """Take a name apart; `str` puts it together again."""
+        found = _NAME.fullmatch(name)
+        if found is None:
+            raise RuntimeError(f"the checkpoint has {name!r} among the states of fused optimizers. Load another one.")
+        columns = None if found["start"] is None else (int(found["start"]), int(found["stop"]))
+        return cls(found["weight"], found["kind"], columns)
+
+    def __str__(self) -> str:
+        return f"{self.weight}.{self.kind}" + ("" if self.columns is None else "[:, {}:{}]".format(*self.columns))
+
+
+class Loading(NamedTuple):
     """The pieces to fill with saved state, and `finish`, which is called once they are filled."""
 
     pieces: dict[str, Piece]
@@ -62,12 +79,15 @@ def fused_state(model: nn.Module) -> dict[str, Piece]:
     for name, sharded in table_modules(model).items():
         optimizer = sharded.fused_optimizer
         for parameter, weight in optimizer.params.items():
-            for kind, value in _states(optimizer, weight):
-                key = f"{name}.{parameter}.{kind}"
+            for path, value in optimizer.state.get(weight, {}).items():
+                if path.endswith(".iter"):  # a kernel's own counter, saved as ITERATION
+                    continue
+                key = StateKey(f"{name}.{parameter}", path.rpartition(".")[2])
                 if value.dim() == 1:
-                    pieces.update({_row_wise_key(key, columns): part for columns, part in _row_wise(weight, value)})
+                    parts = _row_wise(weight, value)
+                    pieces |= {str(key._replace(columns=columns)): part for columns, part in parts}
                 else:
-                    pieces[key] = value
+                    pieces[str(key)] = value
     for weight_name, fused, kernel in _kernels(model):
         pieces[f"{weight_name}.{ITERATION}"] = kernel.iter_cpu.detach().clone().reshape(1)
         for kind, lr in ((LR, fused.param_groups[0]["lr"]), (APPLIED_LR, kernel.get_learning_rate())):
@@ -76,76 +96,80 @@ def fused_state(model: nn.Module) -> dict[str, Piece]:
 
 
 def plan_loading(model: nn.Module, saved: Iterable[str], told: Collection[str] = ()) -> Loading:
-    """Match the fused state of this run to what was saved.
+    """Match the fused state of this run to the names of what was saved; of tables in `told` nothing need be said.
 
     Row-wise state saved for other ranges of columns is averaged over the saved ranges that a shard overlaps, each
     weighted by the columns they share. A part of one saved range thus gets that range's state. For RowWiseAdagrad,
     whose state sums up mean squares of gradients, the average over column shards is what the whole row would have
     summed up from the same gradients; for a part of a range nobody can know.
 
-    Args:
-        model: The sharded model.
-        saved: Names of the saved pieces.
-        told: Tables of which it was said already that their state starts anew.
-
-    Returns:
-        The pieces to fill in place, and what then puts them where they belong.
-
     Raises:
         RuntimeError: A table was saved with the state of another fused optimizer.
     """
-    saved = set(saved)
-    kinds = _kinds(saved)
+    keys = {name: StateKey.parse(name) for name in saved}
+    kinds = kinds_by_weight(keys.values())
     pieces: dict[str, Piece] = {}
-    finishers: list[Callable[[], None]] = []
+    averages: list[tuple[Piece, dict[str, int]]] = []
     averaged = set()
     mine = fused_state(model)
-    for weight, wanted in _kinds(mine).items():
+    for weight, wanted in kinds_by_weight(map(StateKey.parse, mine)).items():
         if kinds.get(weight, wanted) != wanted:
             raise RuntimeError(
                 f"the fused optimizer of {weight} was saved with {_listed(kinds[weight])}, this run's has "
                 f"{_listed(wanted)}: load with the fused optimizer that the checkpoint was saved with."
             )
-    for key, piece in mine.items():
-        if key in saved:
-            pieces[key] = piece
+    for name, piece in mine.items():
+        if name in keys:
+            pieces[name] = piece
             continue
-        base, columns = _split_row_wise(key)
-        sources = {} if columns is None or not local_parts(piece) else _overlapping(base, columns, saved)
+        key = StateKey.parse(name)
+        sources = overlapping(key, keys.values()) if local_parts(piece) else {}
         if sources:
             # Whole rows for all columns that a rank has: small against the shards, which have as many rows.
-            parts = {
-                source: pieces.setdefault(source, torch.zeros(piece.size()[0], dtype=piece.dtype)) for source in sources
-            }
-            finishers.append(partial(_average, piece, parts, sources))
+            for source in sources:
+                pieces.setdefault(source, torch.zeros(piece.size()[0], dtype=piece.dtype))
+            averages.append((piece, sources))
             if len(sources) > 1:
-                averaged.add(base.rpartition(".")[0])
-    finishers += _kernel_setters(model, pieces)
+                averaged.add(key.weight)
     _warn_of_states_left_out(model, set(kinds), averaged, set(told))
 
     def finish() -> None:
-        for finisher in finishers:
-            finisher()
+        for piece, sources in averages:
+            total = sum(sources.values())
+            for rows, shard in local_parts(piece):
+                parts = [pieces[source][rows].double() * (share / total) for source, share in sources.items()]
+                shard.copy_(torch.stack(parts).sum(0))
+        for weight, fused, kernel in _kernels(model):
+            if f"{weight}.{ITERATION}" in pieces:
+                iteration, lr, applied_lr = (pieces[f"{weight}.{kind}"].item() for kind in _KERNEL_KINDS)
+                kernel.iter.fill_(iteration)
+                kernel.iter_cpu.fill_(iteration)
+                kernel.set_learning_rate(applied_lr)
+                for group in fused.param_groups:
+                    group["lr"] = lr
 
     return Loading(pieces, finish)
 
 
-def fill_from_whole(pieces: Mapping[str, Piece], whole: Mapping[str, Tensor]) -> None:
-    """Copy this rank's part of whole tensors into pieces, in place.
+def check_tables(model: nn.Module, weights: Mapping[str, Any]) -> None:
+    """Refuse whole weights of other tables, of which TorchRec would load as many rows and columns as there are here."""
+    tables = {name: value for name, value, _ in _tables(model) if isinstance(weights.get(name), Tensor)}
+    _check_shapes(tables, weights)
 
-    Args:
-        pieces: Name -> piece to fill, on any device.
-        whole: Name -> tensor `(num_embeddings, ...)`, of the shape of the whole piece, on the host.
 
-    Raises:
-        RuntimeError: A whole tensor has another shape than its piece.
-    """
+def _check_shapes(pieces: Mapping[str, Piece], whole: Mapping[str, Tensor]) -> None:
     for key, piece in pieces.items():
         if tuple(piece.size()) != tuple(whole[key].shape):
             raise RuntimeError(
                 f"{key} was saved with shape {tuple(whole[key].shape)}, this model has {tuple(piece.size())}. "
                 "Was the checkpoint saved from other tables?"
             )
+
+
+def fill_from_whole(pieces: Mapping[str, Piece], whole: Mapping[str, Tensor]) -> None:
+    """Copy this rank's part of whole tensors into pieces of the same shape as a whole, in place."""
+    _check_shapes(pieces, whole)
+    for key, piece in pieces.items():
         for window, part in local_parts(piece):
             part.copy_(whole[key][window])
 
@@ -153,12 +177,11 @@ def fill_from_whole(pieces: Mapping[str, Piece], whole: Mapping[str, Tensor]) ->
 def local_parts(piece: Piece) -> list[tuple[tuple[slice, ...], Tensor]]:
     """Return what this rank has of a piece, by shard: the slices of the whole tensor, and the tensor that is there."""
     if isinstance(piece, ShardedTensor):
-        return [(window(shard.metadata), shard.tensor.detach()) for shard in piece.local_shards()]
+        return [(_window(shard.metadata), shard.tensor.detach()) for shard in piece.local_shards()]
     return [(tuple(slice(0, size) for size in piece.shape), piece.detach())]
 
 
-def window(metadata: ShardMetadata) -> tuple[slice, ...]:
-    """Return where in the whole tensor a shard is."""
+def _window(metadata: ShardMetadata) -> tuple[slice, ...]:
     bounds = zip(metadata.shard_offsets, metadata.shard_sizes, strict=True)
     return tuple(slice(offset, offset + size) for offset, size in bounds)
 
@@ -167,16 +190,11 @@ def on_host(piece: Piece) -> Piece:
     """Return a copy on the host that shares no memory with the piece."""
     if not isinstance(piece, ShardedTensor):
         return piece.detach().to("cpu", copy=True)
-    return _map_shards(piece, lambda shard: shard.to("cpu", copy=True))
+    return map_shards(piece, lambda shard: shard.to("cpu", copy=True))
 
 
 def split_like(weight: ShardedTensor, stacked: Tensor) -> ShardedTensor:
-    """Return a tensor that is sharded as a table's weight is.
-
-    Args:
-        weight: The table's weight, `(num_embeddings, embedding_dim)`.
-        stacked: This rank's shards, concatenated along dimension 0 in the order of `weight.local_shards()`.
-    """
+    """Return a tensor sharded as a weight is, of this rank's shards, one below the other in the weight's order."""
     rest = stacked.detach()
     local = {}
     for shard in weight.local_shards():
@@ -184,16 +202,8 @@ def split_like(weight: ShardedTensor, stacked: Tensor) -> ShardedTensor:
     return _sharded(weight.metadata(), local)
 
 
-def empty_like(weight: ShardedTensor, dtype: torch.dtype) -> ShardedTensor:
-    """Return zeros sharded as a table's weight is, `(num_embeddings, embedding_dim)`."""
-    return _map_shards(weight, lambda shard: torch.zeros_like(shard, dtype=dtype))
-
-
 def dense_kernel_tables(model: nn.Module) -> dict[str, ShardedTensor]:
-    """Return the weights of tables that a dense optimizer trains in shards: name -> `(num_embeddings, embedding_dim)`.
-
-    Each rank's optimizer then has state of its own shards only.
-    """
+    """Return the weights of tables of whose shards each rank's dense optimizer trains its own, by name."""
     return {
         name: value
         for name, value, how in _tables(model)
@@ -215,12 +225,6 @@ def _tables(model: nn.Module) -> Iterator[tuple[str, Any, ParameterSharding]]:
             how = sharded.module_sharding_plan.get(key.split(".")[-2])
             if how is not None:
                 yield f"{name}.{key}", value, how
-
-
-def _states(optimizer: Any, weight: Any) -> list[tuple[str, Any]]:
-    states = optimizer.state.get(weight, {})
-    # A kernel's own counter may appear among the states; it is saved as ITERATION.
-    return [(kind.rpartition(".")[2], value) for kind, value in states.items() if not kind.endswith(".iter")]
 
 
 def _kernels(model: nn.Module) -> Iterator[tuple[str, Any, Any]]:
@@ -253,7 +257,7 @@ def _row_wise(weight: Piece, state: Piece) -> list[tuple[Columns, Piece]]:
 
 
 def _columns(shard: ShardMetadata) -> Columns:
-    return shard.shard_offsets[1], shard.shard_sizes[1]
+    return shard.shard_offsets[1], shard.shard_offsets[1] + shard.shard_sizes[1]
 
 
 def _sharded(metadata: ShardedTensorMetadata, local: Mapping[tuple[int, ...], Tensor]) -> ShardedTensor:
@@ -273,76 +277,31 @@ def _sharded(metadata: ShardedTensorMetadata, local: Mapping[tuple[int, ...], Te
     )
 
 
-def _map_shards(piece: ShardedTensor, change: Callable[[Tensor], Tensor]) -> ShardedTensor:
+def map_shards(piece: ShardedTensor, change: Callable[[Tensor], Tensor]) -> ShardedTensor:
+    """Return what a function makes of each of this rank's shards, sharded alike."""
     local = {tuple(shard.metadata.shard_offsets): change(shard.tensor.detach()) for shard in piece.local_shards()}
     return _sharded(piece.metadata(), local)
 
 
-def _row_wise_key(key: str, columns: Columns) -> str:
-    return f"{key}[:, {columns[0]}:{columns[0] + columns[1]}]"
-
-
-def _split_row_wise(key: str) -> tuple[str, Columns | None]:
-    found = _KEY.fullmatch(key)
-    if found is None or found["start"] is None:
-        return key, None
-    start = int(found["start"])
-    return found["base"], (start, int(found["stop"]) - start)
-
-
-def _kinds(keys: Iterable[str]) -> dict[str, set[str]]:
+def kinds_by_weight(keys: Iterable[StateKey]) -> dict[str, set[str]]:
     """Return the kinds of state of each weight; row-wise kinds are marked, whatever their columns."""
     kinds: dict[str, set[str]] = {}
     for key in keys:
-        found = _KEY.fullmatch(key)
-        if found is None:
-            raise RuntimeError(f"the checkpoint has {key!r} among the states of fused optimizers. Load another one.")
-        of_weight = kinds.setdefault(found["weight"], set())
-        if found["kind"] not in _KERNEL_KINDS:
-            of_weight.add(found["kind"] if found["start"] is None else f"{found['kind']} (row-wise)")
+        of_weight = kinds.setdefault(key.weight, set())
+        if key.kind not in _KERNEL_KINDS:
+            of_weight.add(key.kind if key.columns is None else f"{key.kind} (row-wise)")
     return kinds
 
 
-def _overlapping(base: str, columns: Columns, saved: set[str]) -> dict[str, int]:
+def overlapping(key: StateKey, saved: Iterable[StateKey]) -> dict[str, int]:
     """Return the saved parts of a row-wise state that have columns in common with a range, and how many."""
     found = {}
-    for key in sorted(key for key in saved if key.startswith(f"{base}[")):
-        of, theirs = _split_row_wise(key)
-        if of == base and theirs is not None:
-            common = min(sum(theirs), sum(columns)) - max(theirs[0], columns[0])
+    for other in sorted((other for other in saved if other[:2] == key[:2]), key=str):
+        if key.columns and other.columns:
+            common = min(other.columns[1], key.columns[1]) - max(other.columns[0], key.columns[0])
             if common > 0:
-                found[key] = common
+                found[str(other)] = common
     return found
-
-
-def _average(target: Piece, parts: Mapping[str, Tensor], weights: Mapping[str, int]) -> None:
-    """Fill row-wise state with the weighted average of states for other ranges of columns."""
-    total = sum(weights.values())
-    for rows, shard in local_parts(target):
-        if len(parts) == 1:
-            [whole] = parts.values()
-            shard.copy_(whole[rows])
-        else:
-            shard.copy_(torch.stack([parts[key][rows].double() * (weights[key] / total) for key in parts]).sum(0))
-
-
-def _kernel_setters(model: nn.Module, pieces: Mapping[str, Piece]) -> list[Callable[[], None]]:
-    """Return what gives the kernels and optimizers their counters and learning rates, once these are loaded."""
-    return [
-        partial(_set_kernel, kernel, fused, [pieces[f"{weight_name}.{kind}"] for kind in _KERNEL_KINDS])
-        for weight_name, fused, kernel in _kernels(model)
-        if f"{weight_name}.{ITERATION}" in pieces
-    ]
-
-
-def _set_kernel(kernel: Any, fused: Any, values: list[Tensor]) -> None:
-    iteration, lr, applied_lr = (value.item() for value in values)
-    with torch.no_grad():
-        kernel.iter.fill_(iteration)
-        kernel.iter_cpu.fill_(iteration)
-    kernel.set_learning_rate(applied_lr)
-    for group in fused.param_groups:
-        group["lr"] = lr
 
 
 def _warn_of_states_left_out(model: nn.Module, saved: set[str], averaged: set[str], told: set[str]) -> None:
@@ -350,20 +309,19 @@ def _warn_of_states_left_out(model: nn.Module, saved: set[str], averaged: set[st
     dense = EmbeddingComputeKernel.DENSE.value
     replicas = {name for name, _, _ in _kernels(model)}
     fused = {name for name, _, how in _tables(model) if how.compute_kernel != dense or name in replicas}
-    new, dropped = sorted(fused - saved - told), sorted(saved - fused)
-    if dist.get_rank() != 0:  # every rank knows this
-        new, dropped = [], []
-    for names, what in (
-        (new, "the checkpoint has no fused optimizer state of these tables; theirs starts anew"),
-        (dropped, "the dense optimizer trains these tables now; the fused optimizer state saved for them is not used"),
-        (
-            sorted(averaged),
-            "saved in other column shards; each row's fused optimizer state is the average over them, so that "
-            "training goes on close to, and not exactly as without the change",
-        ),
-    ):
+
+    def warn(names: set[str], what: str) -> None:
         if names:
-            warnings.warn(f"{', '.join(names)}: {what}.", UserWarning, stacklevel=2)
+            warnings.warn(f"{', '.join(sorted(names))}: {what}.", UserWarning, stacklevel=3)
+
+    if dist.get_rank() == 0:  # every rank knows of these
+        warn(fused - saved - told, "the checkpoint has no fused optimizer state of these tables; theirs starts anew")
+        warn(saved - fused, "the dense optimizer trains these tables now; the fused state saved for them is not used")
+    warn(
+        averaged,
+        "saved in other column shards; each row's fused optimizer state is the average over them, so that training "
+        "goes on close to, and not exactly as without the change",
+    )
 
 
 def _listed(kinds: set[str]) -> str:

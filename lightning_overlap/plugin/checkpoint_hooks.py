@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
@@ -103,9 +102,8 @@ class SavesShards(HasRun):
         module = self.lightning_module
         if module is None or not sharded_modules(module):
             return state
-        named = checkpoints.by_name(optimizer, state, module)
+        named = checkpoints.by_name(optimizer, state, module, self._stash.as_state(optimizer))
         if self._stash.num(optimizer) and "state" in named:
-            checkpoints.add_by_name(named, optimizer, self._stash.as_state(optimizer), module)
             named[_NUM_STASHED] = self._stash.num(optimizer)
         return named
 
@@ -213,35 +211,28 @@ class SavesShards(HasRun):
                 f"the checkpoint has managed collision modules of {num_ranks} ranks, this run has {self.world_size}: "
                 "the ids would be looked up in shards that did not assign their rows. Load it on as many ranks."
             )
+        module = self.lightning_module
+        assert module is not None
         try:
+            checkpoints.check_tables(module, checkpoint["state_dict"])
             super().load_model_state_dict(checkpoint, strict)
         except RuntimeError as err:
             err.add_note("The checkpoint is of a module with other tables or another dense part than this one.")
             raise
-        module = self.lightning_module
-        assert module is not None
         if self._is_fitting() and sharded_modules(module):
             if self._tuner is not None:
                 self._tuner.load_state_dict(checkpoint.get(_CHOICE, {}))
-            checkpoints.load_fused(
-                checkpoint, module, self.checkpoint_group, told=self._take_plain_state(checkpoint, module)
-            )
-
-    def _take_plain_state(self, checkpoint: Mapping[str, Any], module: LightningModule) -> set[str]:
-        """Take over optimizer state of a run without the strategy; return the tables whose state starts anew."""
-        assert isinstance(checkpoint, dict)
-        schedulers = [config.scheduler for config in self.lr_scheduler_configs]
-        unused = checkpoints.take_plain_state(checkpoint, self.optimizers, schedulers, module, self.checkpoint_group)
-        if unused and self.is_global_zero:
-            warnings.warn(checkpoints.describe_unused(unused), UserWarning, stacklevel=2)
-        return {table for tables in unused.values() for table in tables}
+            assert isinstance(checkpoint, dict)
+            schedulers = [config.scheduler for config in self.lr_scheduler_configs]
+            anew = checkpoints.take_plain_state(checkpoint, self.optimizers, schedulers, module, self.checkpoint_group)
+            checkpoints.load_fused(checkpoint, module, self.checkpoint_group, told=anew)
 
     @override
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
         module = self.lightning_module
         assert module is not None
         states = checkpoint["optimizer_states"]
-        checkpoints.put_table_states(checkpoints.table_states(checkpoint, module), states)
+        checkpoints.load_table_states(checkpoint, module)
         moved = [checkpoints.load_by_name(*pair, module) for pair in zip(self.optimizers, states, strict=False)]
         for optimizer, state in zip(self.optimizers, states, strict=False):
             self._stash.take_from(optimizer, state.get(_NUM_STASHED, 0))

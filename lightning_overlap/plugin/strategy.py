@@ -283,7 +283,6 @@ class OverlapEmbeddingStrategy(FailsTogether, EvaluatesAhead, WalksSteps, Starts
                 replicate_tables=self.replicate_tables,
                 batch_size=batch_size_of(self.lightning_module),
             )
-            tables.leave_shards_behind(self.model)
             ignored = tables.sharded_state_names(self.model)
             DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(self.model, ignored)
         super().model_to_device()

@@ -3,24 +3,21 @@
 TorchRec puts the embeddings of a sharded collection in the order of its sharding plan, so the same columns stand
 elsewhere under another plan or on another number of ranks. A model that was trained on `ebc(kjt).values()` would then
 read other columns after a resume, or where the unsharded module runs.
-
-TorchRec's private names that this file uses are listed in `sharded_module.PRIVATE_NAMES`.
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import register_pytree_node
-from torchrec.distributed.embedding import ShardedEmbeddingCollection
+from torch.utils._pytree import register_pytree_node, tree_map_only
 from torchrec.distributed.embeddingbag import ShardedEmbeddingBagCollection
 from torchrec.modules.embedding_modules import get_embedding_names_by_table
 from torchrec.sparse.jagged_tensor import KeyedTensor
+from typing_extensions import override
 
 from .supported_modules import table_modules
 
@@ -47,8 +44,8 @@ class ConfigOrderKeyedTensor(KeyedTensor):  # type: ignore[misc]
         self._in_plan_order = in_plan_order
         self._in_order: Tensor | None = None
 
+    @override
     def values(self) -> Tensor:
-        """Return the columns in the order of `keys()`, `(B, sum of dims)`."""
         if self._in_order is None:
             columns = self.to_dict()
             # The caller may look at the values without a gradient first, and train on them afterwards.
@@ -58,76 +55,35 @@ class ConfigOrderKeyedTensor(KeyedTensor):  # type: ignore[misc]
         return self._in_order
 
     def __getitem__(self, key: str) -> Tensor:
-        column: Tensor = self._in_plan_order[key]
-        return column
+        return self._in_plan_order[key]  # type: ignore[no-any-return]
 
+    @override
     def to_dict(self) -> dict[str, Tensor]:
-        """Return the columns by key, each `(B, dim)`, in the order of `keys()`."""
         columns = self._in_plan_order.to_dict()
         return {key: columns[key] for key in self.keys()}
 
-    def detach(self) -> ConfigOrderKeyedTensor:
-        """Return the same columns, `(B, sum of dims)`, without a graph."""
-        return ConfigOrderKeyedTensor(_detached(self._in_plan_order), self.keys())
-
+    @override
     def record_stream(self, stream: torch.cuda.streams.Stream) -> None:
-        """Tell the caching allocator that a stream reads the columns."""
         self._in_plan_order.record_stream(stream)
         if self._in_order is not None:
             self._in_order.record_stream(stream)
 
+    @override
     def to(self, device: torch.device, non_blocking: bool = False) -> KeyedTensor:
-        """Return a copy of the columns on a device, `(B, sum of dims)`, in the order of `keys()`."""
-        return KeyedTensor(
-            keys=self.keys(),
-            length_per_key=self.length_per_key(),
-            values=self.values().to(device, non_blocking=non_blocking),
-            key_dim=self.key_dim(),
-        )
+        values = self.values().to(device, non_blocking=non_blocking)
+        return KeyedTensor(self.keys(), self.length_per_key(), values, self.key_dim())
 
 
-def _flatten(columns: ConfigOrderKeyedTensor) -> tuple[list[Tensor], tuple[list[str], list[int]]]:
-    return [columns.values()], (columns.keys(), columns.length_per_key())
-
-
-def _unflatten(values: Any, context: Any) -> KeyedTensor:
-    [ordered] = values
-    return KeyedTensor(*context, ordered)
-
-
-register_pytree_node(ConfigOrderKeyedTensor, _flatten, _unflatten)
-
-
-def _detached(columns: KeyedTensor) -> KeyedTensor:
-    return KeyedTensor(columns.keys(), columns.length_per_key(), columns.values().detach(), columns.key_dim())
+register_pytree_node(
+    ConfigOrderKeyedTensor,
+    lambda columns: ([columns.values()], (columns.keys(), columns.length_per_key())),
+    lambda values, context: KeyedTensor(*context, *values),
+)
 
 
 def without_graph(answer: Any) -> Any:
-    """Return a collection's answer detached from its graph.
-
-    Args:
-        answer: Tensors, KeyedTensors and JaggedTensors of any shape, nested in dicts and tuples or not; anything else
-            is returned as it is.
-    """
-    if isinstance(answer, ConfigOrderKeyedTensor):
-        return answer.detach()
-    if isinstance(answer, KeyedTensor):
-        return _detached(answer)
-    if isinstance(answer, dict):
-        return {key: without_graph(value) for key, value in answer.items()}
-    if isinstance(answer, tuple):
-        return tuple(without_graph(value) for value in answer)
-    if isinstance(answer, Tensor):
-        return answer.detach()
-    if hasattr(answer, "weights_or_none") and hasattr(answer, "lengths"):  # a JaggedTensor
-        weights = answer.weights_or_none()
-        return type(answer)(
-            values=answer.values().detach(),
-            lengths=answer.lengths_or_none(),
-            offsets=answer.offsets_or_none(),
-            weights=None if weights is None else weights.detach(),
-        )
-    return answer
+    """Return a collection's answer, of tensors of any shape, KeyedTensors or JaggedTensors, detached from its graph."""
+    return tree_map_only(Tensor, Tensor.detach, answer)
 
 
 def answer_in_config_order(model: nn.Module) -> None:
@@ -138,44 +94,30 @@ def answer_in_config_order(model: nn.Module) -> None:
         bags = isinstance(module, ShardedEmbeddingBagCollection)
         configs = module._embedding_bag_configs if bags else module._embedding_configs
         cls: Any = type(module)
-        module.__class__ = _in_order(cls, _BagsInOrder if bags else _SequencesInOrder)
+        module.__class__ = _in_order(cls)
         module.names_in_order = [name for names in get_embedding_names_by_table(configs) for name in names]
 
 
 @functools.cache
-def _in_order(cls: Any, mixin: type) -> type:
+def _in_order(cls: Any) -> type:
     """Return a class of the same name that answers in order; one for all modules of a class."""
-    return type(cls.__name__, (mixin, cls), {"__module__": cls.__module__})
+
+    def output_dist(self: Any, *args: Any, **kwargs: Any) -> Any:
+        return _ordered(cls.output_dist(self, *args, **kwargs), self.names_in_order)
+
+    def compute_and_output_dist(self: Any, *args: Any, **kwargs: Any) -> Any:
+        return _ordered(cls.compute_and_output_dist(self, *args, **kwargs), self.names_in_order)
+
+    methods = {"output_dist": output_dist, "compute_and_output_dist": compute_and_output_dist}
+    return type(cls.__name__, (cls,), {"__module__": cls.__module__, **methods})
 
 
-class _BagsInOrder(ShardedEmbeddingBagCollection):  # type: ignore[misc]
-    names_in_order: list[str]
-
-    def output_dist(self, *args: Any, **kwargs: Any) -> Any:
-        return _ordered(super().output_dist(*args, **kwargs), _order_bags, self.names_in_order)
-
-    def compute_and_output_dist(self, *args: Any, **kwargs: Any) -> Any:
-        return _ordered(super().compute_and_output_dist(*args, **kwargs), _order_bags, self.names_in_order)
-
-
-class _SequencesInOrder(ShardedEmbeddingCollection):  # type: ignore[misc]
-    names_in_order: list[str]
-
-    def output_dist(self, *args: Any, **kwargs: Any) -> Any:
-        return _ordered(super().output_dist(*args, **kwargs), _order_sequences, self.names_in_order)
-
-    def compute_and_output_dist(self, *args: Any, **kwargs: Any) -> Any:
-        return _ordered(super().compute_and_output_dist(*args, **kwargs), _order_sequences, self.names_in_order)
-
-
-def _ordered(answer: Any, put_in_order: Callable[[list[str], Any], Any], names: list[str]) -> Any:
-    answer.callbacks.append(partial(put_in_order, names))
+def _ordered(answer: Any, names: list[str]) -> Any:
+    answer.callbacks.append(partial(_put_in_order, names))
     return answer
 
 
-def _order_bags(names: list[str], columns: KeyedTensor) -> KeyedTensor:
-    return columns if columns.keys() == names else ConfigOrderKeyedTensor(columns, names)
-
-
-def _order_sequences(names: list[str], sequences: dict[str, Any]) -> dict[str, Any]:
-    return sequences if list(sequences) == names else {name: sequences[name] for name in names}
+def _put_in_order(names: list[str], columns: Any) -> Any:
+    if isinstance(columns, KeyedTensor):
+        return columns if columns.keys() == names else ConfigOrderKeyedTensor(columns, names)
+    return columns if list(columns) == names else {name: columns[name] for name in names}

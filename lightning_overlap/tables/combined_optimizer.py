@@ -10,10 +10,9 @@ from torch.optim import Optimizer
 from torchrec.optim.keyed import KeyedOptimizer
 from typing_extensions import override
 
-from .sharded_module import SetRates, fused_optimizers, fused_rates
+from .sharded_module import SetRates, fused_optimizers, trained_in_backward
 from .supported_modules import sharded_modules
 
-_GROUP_NAME = "fused"
 _EXPECTED = ("momentum", "betas", "weight_decay")
 """Entries other than `lr` that schedulers (cycled momentum) and monitors look for in every group."""
 
@@ -24,8 +23,7 @@ class DenseAndFused(Optimizer):
     Its parameter groups are those of the dense optimizer and then one for each learning rate that fused tables began
     with. Such a group has no parameters: the tables are updated inside backward, and `step` is the dense
     optimizer's. Learning-rate schedulers, monitors and checkpoints see all of them alike, on all ranks the same.
-    Of a fused group's entries only `lr` has an effect; the others are there because schedulers and monitors expect
-    every group to have them.
+    Of a fused group's entries only `lr` has an effect.
 
     Args:
         dense: Trains everything but the fused tables.
@@ -40,7 +38,7 @@ class DenseAndFused(Optimizer):
                 "params": [],
                 **{key: value for key, value in dense.defaults.items() if key in _EXPECTED},
                 "lr": rate,
-                "name": _GROUP_NAME if len(fused) == 1 else f"{_GROUP_NAME}_{rate}",
+                "name": "fused" if len(fused) == 1 else f"fused_{rate}",
             }
             for rate in fused
         ]
@@ -140,18 +138,18 @@ def combined_optimizer(module: nn.Module, dense: Optimizer) -> DenseAndFused:
         )
     by_rate: dict[float, list[KeyedOptimizer]] = {}
     for name, sharded in sharded_modules(module).items():
-        rates = fused_rates(sharded)
-        if rates is None:
+        trained = trained_in_backward(sharded)
+        if trained is None:
             raise ValueError(
                 f"{name} was not sharded by OverlapEmbeddingStrategy: its fused tables' rates are unknown."
             )
-        for rate in rates.values():
+        for _, rate in trained.values():
             by_rate.setdefault(rate, [])
         for optimizer in fused_optimizers(sharded):
             # All tables of one kernel have one rate; frozen ones have none.
             table = next(iter(optimizer.params)).split(".")[-2]
-            if table in rates:
-                by_rate[rates[table]].append(optimizer)
+            if table in trained:
+                by_rate[trained[table][1]].append(optimizer)
     return DenseAndFused(dense, dict(sorted(by_rate.items())))
 
 

@@ -8,31 +8,21 @@ from collections.abc import Mapping
 from typing import Any, NoReturn
 
 from torch import nn
+from typing_extensions import override
 
 from .supported_modules import sharded_modules
 from .table import AppliedOptimizer, find_tables
 
-TableOptimizers = Mapping[str, tuple[AppliedOptimizer, ...]]
-"""The optimizers that are applied in backward, by the path of their table."""
-
 
 class ShardsLeftBehind(nn.Module):
-    """Takes the place of a sharded module in a copy: shards stay with their process and its group of ranks.
-
-    Args:
-        kind: Name of the class of the sharded module, for the error.
-    """
+    """Takes the place of a sharded module, of a `kind`, in a copy: shards stay with their process and its ranks."""
 
     def __init__(self, kind: str) -> None:
         super().__init__()
         self.kind = kind
 
+    @override
     def forward(self, *_: Any, **__: Any) -> NoReturn:
-        """Say that there is nothing to look up.
-
-        Raises:
-            RuntimeError: Always.
-        """
         raise RuntimeError(
             f"this module is a copy, in which nothing stands in the place of a {self.kind}: shards stay with their "
             "process. Make the module anew, and load a checkpoint of the one that was copied."
@@ -58,16 +48,16 @@ def _left_behind(module: nn.Module) -> tuple[type[ShardsLeftBehind], tuple[str]]
     return ShardsLeftBehind, (type(module).__name__,)
 
 
-def table_optimizers(model: nn.Module) -> TableOptimizers:
-    """Return what is applied in backward to the tables of an unsharded model.
+def table_optimizers(model: nn.Module) -> dict[str, AppliedOptimizer]:
+    """Return what is applied in backward to the tables of an unsharded model, by their paths.
 
     A parameter keeps it in attributes, which neither `copy.deepcopy` nor the pickler of `torch.multiprocessing` copies.
     """
-    return {table.path: table.fused_optimizers for table in find_tables(model) if table.has_fused_optimizer}
+    return {table.path: table.fused_optimizer for table in find_tables(model) if table.fused_optimizer}
 
 
-def apply_table_optimizers(model: nn.Module, recorded: TableOptimizers) -> None:
+def apply_table_optimizers(model: nn.Module, recorded: Mapping[str, AppliedOptimizer]) -> None:
     """Apply to the tables of a copy what was applied to those of the original, where the copy has lost it."""
     for table in find_tables(model):
-        for optimizer_class, kwargs in recorded.get(table.path, ()):
-            table.apply_fused_optimizer(optimizer_class, kwargs)
+        if table.path in recorded:
+            table.apply_fused_optimizer(*recorded[table.path])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import importlib
+import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, TypeAlias
 
@@ -23,7 +24,6 @@ FusedOptimizer: TypeAlias = (
 )
 """`(class, kwargs)` or `functools.partial(class, **kwargs)`; from a config file also `["path.of.class", kwargs]`,
 `{"class_path": ..., "init_args": kwargs}` or `{"_target_": ..., **kwargs}`."""
-
 
 CPU_FUSED_OPTIMIZERS = (EmbOptimType.EXACT_SGD, EmbOptimType.EXACT_ADAGRAD, EmbOptimType.EXACT_ROWWISE_ADAGRAD)
 """What FBGEMM 1.8 fuses on a CPU (`split_table_batched_embeddings_ops_training`); the others run on CUDA only."""
@@ -157,19 +157,81 @@ def _owned(optimizers: Iterable[torch.optim.Optimizer]) -> set[int]:
     return {id(p) for optimizer in optimizers for group in optimizer.param_groups for p in group["params"]}
 
 
+def apply_fused_optimizer(
+    in_backward: list[Table], fused: tuple[Any, dict[str, Any]] | None, device: torch.device
+) -> None:
+    """Give tables that the backward is to train their optimizer, where they have none, and freeze those of no gradient.
+
+    Raises:
+        ValueError: There is none, or the device cannot fuse it, or a table has one and no gradient.
+    """
+    missing = some(t.path for t in in_backward if t.parameter.requires_grad and t.fused_optimizer is None)
+    if missing and fused is None:
+        raise ValueError(
+            f"no fused optimizer for {missing}: these tables are updated inside "
+            "backward (TorchRec alone would train them with SGD, lr 0.01, without a word). Give one in either way:\n"
+            "  OverlapEmbeddingStrategy(fused_optimizer=(torch.optim.SGD, {'lr': 0.1}))\n"
+            "  from torch.distributed.optim import _apply_optimizer_in_backward  # in the module's __init__\n"
+            "  _apply_optimizer_in_backward(torch.optim.SGD, self.ebc.parameters(), {'lr': 0.1})"
+        )
+    for table in in_backward:
+        if not table.parameter.requires_grad:
+            _freeze(table)
+            continue
+        if fused is not None:
+            table.apply_fused_optimizer(*fused)
+        _check_can_fuse(table, device)
+
+
+def _freeze(table: Table) -> None:
+    """Keep a table that needs no gradient as it is: the fused kernel updates whatever it is given."""
+    if table.fused_optimizer is not None:
+        raise ValueError(
+            f"table {table.path} has requires_grad=False and an optimizer applied in backward, which would train it. "
+            "Leave one of them out."
+        )
+    table.parameter.requires_grad_(True)
+    # The weight decay, which changes nothing, keeps it out of the kernel of a table whose rate only begins at zero.
+    table.apply_fused_optimizer(torch.optim.SGD, {"lr": 0.0, "weight_decay": 0.0})
+    table.parameter.requires_grad_(False)
+
+
 def _check_can_fuse(table: Table, device: torch.device) -> None:
-    for optimizer_class, _ in table.fused_optimizers:
-        try:
-            kind = optimizer_type_to_emb_opt_type(optimizer_class)
-        except ValueError as err:
-            raise ValueError(
-                f"table {table.path}: FBGEMM has no fused form of {optimizer_class.__name__}. "
-                "Take torch.optim.SGD, Adagrad or (on CUDA) Adam, or one of torchrec.optim; in the place of AdamW, "
-                "on CUDA (torch.optim.Adam, {'lr': ...}), on a CPU (torchrec.optim.RowWiseAdagrad, {'lr': ...})."
-            ) from err
-        if device.type == "cpu" and kind not in CPU_FUSED_OPTIMIZERS:
-            raise ValueError(
-                f"table {table.path}: {optimizer_class.__name__} is fused on CUDA only. On a CPU FBGEMM fuses "
-                "torch.optim.SGD, torch.optim.Adagrad and torchrec.optim.RowWiseAdagrad: take one of these (in the "
-                "place of Adam: RowWiseAdagrad, whose state is one number a row)."
-            )
+    assert table.fused_optimizer is not None
+    optimizer_class, _ = table.fused_optimizer
+    try:
+        kind = optimizer_type_to_emb_opt_type(optimizer_class)
+    except ValueError as err:
+        raise ValueError(
+            f"table {table.path}: FBGEMM has no fused form of {optimizer_class.__name__}. "
+            "Take torch.optim.SGD, Adagrad or (on CUDA) Adam, or one of torchrec.optim; in the place of AdamW, "
+            "on CUDA (torch.optim.Adam, {'lr': ...}), on a CPU (torchrec.optim.RowWiseAdagrad, {'lr': ...})."
+        ) from err
+    if device.type == "cpu" and kind not in CPU_FUSED_OPTIMIZERS:
+        raise ValueError(
+            f"table {table.path}: {optimizer_class.__name__} is fused on CUDA only. On a CPU FBGEMM fuses "
+            "torch.optim.SGD, torch.optim.Adagrad and torchrec.optim.RowWiseAdagrad: take one of these (in the "
+            "place of Adam: RowWiseAdagrad, whose state is one number a row)."
+        )
+
+
+def warn_of_dense_tables(dense: list[Table], asked: Mapping[str, str] | None) -> None:
+    """Warn of tables that their fused optimizer does not train, and of those that a planner left whole without one."""
+    data_parallel = some(table.path for table in dense if table.fused_optimizer)
+    if data_parallel:
+        warnings.warn(
+            f"{data_parallel}: sharded data-parallel, so the optimizer applied in backward does not train "
+            "these tables; the optimizer of configure_optimizers has to.",
+            UserWarning,
+            stacklevel=2,
+        )
+    trained = [table for table in dense if table.parameter.requires_grad and not table.fused_optimizer]
+    left_whole = some(table.path for table in trained if asked is not None and table.name not in asked)
+    if left_whole:
+        warnings.warn(
+            f"no fused optimizer for {left_whole}: the planner made these tables data-parallel. Every rank holds "
+            "them whole, and the optimizer of configure_optimizers has to train them. To shard them, give the strategy "
+            "fused_optimizer=(torch.optim.SGD, {'lr': 0.1}), say.",
+            UserWarning,
+            stacklevel=2,
+        )

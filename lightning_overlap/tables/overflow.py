@@ -6,7 +6,6 @@ import math
 import warnings
 from collections import deque
 from collections.abc import Iterator
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -29,15 +28,6 @@ HEADROOM = 4
 """Doublings of the largest gradient that a proposed loss scale leaves room for."""
 
 
-@dataclass(frozen=True, slots=True)
-class _Noted:
-    """The smallest and the largest of some gradients, on their way to the host."""
-
-    part: int
-    ends_2: Tensor
-    event: torch.cuda.Event | None
-
-
 class OverflowWatch:
     """Warns, once for each group of tables, that FP16 cuts gradients off, or that all of them are too small for it.
 
@@ -55,14 +45,16 @@ class OverflowWatch:
         self._names: list[str] = []
         self._codecs: list[Codec] = []
         self._scales: list[float] = []
-        for name, dist, tables in _output_dists(model):
-            note = partial(self._note, len(self._names))
-            codecs = list(_watch(dist, note))
-            if codecs:
-                self._names.append(f"{name} ({some(tables)})")
-                self._scales.append(codecs[0].loss_scale or 1.0)
-                self._codecs += codecs
-        self._noted: deque[_Noted] = deque()
+        for name, module in table_modules(model).items():
+            for sharding, dist in zip(sharding_types_of(module), module._output_dists, strict=True):
+                codecs = list(_watch(dist, partial(self._note, len(self._names))))
+                if codecs:
+                    plan = module.module_sharding_plan.items()
+                    self._names.append(f"{name} ({some(t for t, one in plan if one.sharding_type == sharding)})")
+                    self._scales.append(codecs[0].loss_scale or 1.0)
+                    self._codecs += codecs
+        # Group of tables, smallest and largest of its gradients, when they are on the host.
+        self._noted: deque[tuple[int, Tensor, torch.cuda.Event | None]] = deque()
         self._peaks = [0.0] * len(self._names)
         self._asked: tuple[int, Tensor, Any] | None = None
         self._num_steps = 0
@@ -79,15 +71,18 @@ class OverflowWatch:
             ends_2 = on_host.copy_(ends_2, non_blocking=True)
             event = torch.cuda.Event()
             event.record()
-        self._noted.append(_Noted(part, ends_2, event))
+        self._noted.append((part, ends_2, event))
 
     def _read(self) -> None:
         """Read what the device is done with."""
-        while self._noted and (self._noted[0].event is None or self._noted[0].event.query()):
-            noted = self._noted.popleft()
-            low, high = noted.ends_2.tolist()
+        while self._noted:
+            part, ends_2, event = self._noted[0]
+            if event is not None and not event.query():
+                break
+            self._noted.popleft()
+            low, high = ends_2.tolist()
             peak = max(-low, high) if math.isfinite(low) and math.isfinite(high) else math.inf
-            self._peaks[noted.part] = max(self._peaks[noted.part], peak)
+            self._peaks[part] = max(self._peaks[part], peak)
 
     def step(self) -> None:
         """Go on by a step; all ranks call this at the same point of theirs."""
@@ -105,9 +100,9 @@ class OverflowWatch:
         """Say what the last steps have shown; all ranks call this, once training is over."""
         if not self._names:
             return
-        for noted in self._noted:
-            if noted.event is not None:
-                noted.event.synchronize()
+        for *_, event in self._noted:
+            if event is not None:
+                event.synchronize()
         self._read()
         self._hear()
         self._ask()
@@ -160,14 +155,6 @@ def _what_is_wrong(name: str, peak: float, scale: float, num_steps: int) -> str 
     return None
 
 
-def _output_dists(model: nn.Module) -> Iterator[tuple[str, nn.Module, list[str]]]:
-    """Return each output dist of a model, with its module's name and its tables; the same on all ranks."""
-    for name, module in table_modules(model).items():
-        for sharding, dist in zip(sharding_types_of(module), module._output_dists, strict=True):
-            plan = module.module_sharding_plan
-            yield name, dist, [table for table, one in plan.items() if one.sharding_type == sharding]
-
-
 def _watch(dist: nn.Module, note: Any) -> Iterator[Codec]:
     """Give an output dist codecs of its own that note gradients sent in FP16; codecs that a user gave stay."""
     for part in dist.modules():
@@ -175,6 +162,7 @@ def _watch(dist: nn.Module, note: Any) -> Iterator[Codec]:
             if not isinstance(codecs, QuantizedCommCodecs) or not isinstance(codecs.backward, Codec):
                 continue
             if codecs.backward.quantized_dtype is torch.float16:
-                own = Codec(codecs.backward, codecs.backward.loss_scale, note)
+                own = Codec(codecs.backward, codecs.backward.loss_scale)
+                own.note = note
                 setattr(part, attribute, QuantizedCommCodecs(codecs.forward, own))
                 yield own

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterable, Mapping
-from types import MappingProxyType
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, TypeAlias
 
 import torch
@@ -14,6 +13,7 @@ from torchrec.distributed.fbgemm_qcomm_codec import CommType, QCommsConfig, get_
 from torchrec.distributed.types import QuantizedCommCodecs, ShardingPlan, ShardingType
 from torchrec.modules.embedding_modules import EmbeddingCollection
 from torchrec.modules.mc_embedding_modules import ManagedCollisionEmbeddingCollection
+from typing_extensions import override
 
 from ..text import some, unknown_name_message
 from .table import Table
@@ -24,32 +24,21 @@ QuantizedComms: TypeAlias = str | tuple[str, str] | QCommsConfig | None
 Codecs: TypeAlias = Mapping[str, QuantizedCommCodecs]
 """By the name of TorchRec's `CommOp`: what its sharders take."""
 
-PRECISIONS: Mapping[str, str] = MappingProxyType(
-    {
-        "fp32": "4 bytes a number, as without a codec",
-        "fp16": "2 bytes; 11 bits of a number, up to 65504",
-        "bf16": "2 bytes; 8 bits of a number of any size; CUDA only",
-        "fp8": "1.25 bytes: 32 numbers share a scale; CUDA only; EmbeddingBagCollections",
-        "int8": "1.25 bytes: 32 numbers share a scale; table- and column-wise EmbeddingBagCollections",
-        "mx4": "0.53 bytes: 32 numbers share an exponent; EmbeddingBagCollections",
-    }
-)
-"""The precisions by name."""
+PRECISIONS = {precision.value: precision for precision in CommType}
+"""The precisions by name; `docs/communication.md` has what each takes and where."""
 
 FP16_MAX = torch.finfo(torch.float16).max
 """The largest number that FP16 has. TorchRec's codec sends it in the place of larger ones, and of infinity."""
 
 _SCALED = (CommType.FP16, CommType.BF16)
 _CUDA_ONLY = (CommType.BF16, CommType.FP8)
+_GROUPED = (CommType.INT8, CommType.MX4)
 _GROUP = 32
 """Numbers that share a scale; of FP8 by name. TorchRec's other FP8, without groups, ends at 0.9375."""
 
 _SEQUENCES = (EmbeddingCollection, ManagedCollisionEmbeddingCollection)
 _SUMMED = (ShardingType.ROW_WISE.value, ShardingType.TABLE_ROW_WISE.value, ShardingType.GRID_SHARD.value)
 """Sharding types whose embeddings are summed on their way: by a reduce-scatter, of numbers as they are sent."""
-
-Note: TypeAlias = Callable[[Tensor], None]
-"""Called with numbers that are about to be encoded, float32, on the device."""
 
 
 class Codec(QuantizedCommCodec):  # type: ignore[misc]
@@ -58,23 +47,17 @@ class Codec(QuantizedCommCodec):  # type: ignore[misc]
     TorchRec 1.8 divides by the scale in the 16 bits that were sent: what the scale has kept within their range
     leaves it again. Where both stay within it, a power of two gives the same bits either way.
 
-    Args:
-        plain: TorchRec's codec, without a loss scale.
-        loss_scale: What numbers are multiplied by before they are encoded; None: 1.
-        note: Called with all that is encoded.
+    `plain` is TorchRec's codec, without a loss scale; `note` is called with all that is to be encoded.
     """
 
-    def __init__(self, plain: QuantizedCommCodec, loss_scale: float | None = None, note: Note | None = None) -> None:
+    note: Callable[[Tensor], None] | None = None
+
+    def __init__(self, plain: QuantizedCommCodec, loss_scale: float | None = None) -> None:
         self.__dict__.update(vars(plain))
         self.loss_scale = loss_scale
-        self.note = note
 
+    @override
     def encode(self, input_tensor: Tensor, ctx: Any = None) -> Tensor:
-        """Return numbers as they are sent.
-
-        Raises:
-            ValueError: Their number does not divide into the groups of INT8.
-        """
         if self.note is not None:
             self.note(input_tensor)
         if self.loss_scale is not None:
@@ -83,13 +66,13 @@ class Codec(QuantizedCommCodec):  # type: ignore[misc]
         encoded: Tensor = super().encode(input_tensor, ctx)
         return encoded
 
+    @override
     def decode(self, input_tensor: Tensor, ctx: Any = None) -> Tensor:
-        """Return numbers as they were before `encode`, but for what was lost."""
         decoded: Tensor = super().decode(input_tensor, ctx)
         return decoded if self.loss_scale is None else decoded / self.loss_scale
 
+    @override
     def calc_quantized_size(self, input_len: int, ctx: Any = None) -> int:
-        """Return how many numbers so many become; raises as `encode`."""
         self._check_groups(input_len, ctx)
         return int(super().calc_quantized_size(input_len, ctx))
 
@@ -126,13 +109,8 @@ def resolve_quantized_comms(quantized_comms: QuantizedComms) -> QCommsConfig | N
             if name not in PRECISIONS:
                 raise ValueError(f"quantized_comms: {unknown_name_message('precision', name, PRECISIONS)}")
         sizes = [_GROUP if name == "fp8" else None for name in names]
-        config = QCommsConfig(
-            CommType(names[0]), CommType(names[1]), fp8_quantize_dim=sizes[0], fp8_quantize_dim_bwd=sizes[1]
-        )
-    for direction, precision, scale in (
-        ("forward", config.forward_precision, config.forward_loss_scale),
-        ("backward", config.backward_precision, config.backward_loss_scale),
-    ):
+        config = QCommsConfig(*map(CommType, names), fp8_quantize_dim=sizes[0], fp8_quantize_dim_bwd=sizes[1])
+    for direction, precision, scale, _ in _directions(config):
         if scale is None:
             continue
         if precision not in _SCALED:
@@ -147,22 +125,16 @@ def resolve_quantized_comms(quantized_comms: QuantizedComms) -> QCommsConfig | N
 
 
 def check_quantized_comms(config: QCommsConfig | None, tables: Iterable[Table], device: torch.device) -> None:
-    """Refuse precisions that a device lacks, or that tables cannot be sent in.
-
-    Raises:
-        ValueError: With the precision, the reason, and what to take.
-    """
-    if config is None:
-        return
+    """Refuse, with a ValueError, precisions that a device lacks, or that tables cannot be sent in."""
     sequences = [table.path for table in tables if issubclass(table.sharder.module_type, _SEQUENCES)]
-    for direction, precision in _precisions(config):
+    for direction, precision, _, fp8_group in _directions(config or QCommsConfig()):
         if device.type == "cpu" and precision in _CUDA_ONLY:
             instead = ": TorchRec would send fp16 in its place" if precision is CommType.BF16 else ""
             raise ValueError(
                 f"quantized_comms: {precision} ({direction}) cannot be sent by a CPU{instead}. Take 'fp16', or "
                 "train on CUDA."
             )
-        if _is_grouped(config, direction, precision) and sequences:
+        if sequences and (precision in _GROUPED or (precision is CommType.FP8 and fp8_group is not None)):
             raise ValueError(
                 f"quantized_comms: {precision} ({direction}) is sent in groups of numbers with one scale, which the "
                 f"embeddings of an EmbeddingCollection do not divide into: {some(sequences)}. Take 'fp16', or 'bf16' "
@@ -171,12 +143,8 @@ def check_quantized_comms(config: QCommsConfig | None, tables: Iterable[Table], 
 
 
 def check_plan(config: QCommsConfig | None, plan: ShardingPlan) -> None:
-    """Refuse INT8 for tables whose embeddings are summed on their way.
-
-    Raises:
-        ValueError: With their names.
-    """
-    for direction, precision in () if config is None else _precisions(config):
+    """Refuse INT8 for tables whose embeddings are summed on their way."""
+    for direction, precision, *_ in _directions(config or QCommsConfig()):
         if precision is not CommType.INT8:
             continue
         modules: dict[str, Any] = plan.plan
@@ -193,14 +161,10 @@ def check_plan(config: QCommsConfig | None, plan: ShardingPlan) -> None:
             )
 
 
-def _is_grouped(config: QCommsConfig, direction: str, precision: CommType) -> bool:
-    if precision is CommType.FP8:
-        return (config.fp8_quantize_dim if direction == "forward" else config.fp8_quantize_dim_bwd) is not None
-    return precision in (CommType.INT8, CommType.MX4)
-
-
-def _precisions(config: QCommsConfig) -> tuple[tuple[str, CommType], ...]:
-    return ("forward", config.forward_precision), ("backward", config.backward_precision)
+def _directions(config: QCommsConfig) -> Iterator[tuple[str, CommType, float | None, int | None]]:
+    """Yield each direction's name, precision, loss scale, and group of FP8."""
+    yield "forward", config.forward_precision, config.forward_loss_scale, config.fp8_quantize_dim
+    yield "backward", config.backward_precision, config.backward_loss_scale, config.fp8_quantize_dim_bwd
 
 
 def codecs_of(config: QCommsConfig | None, device: torch.device) -> Codecs | None:
@@ -222,9 +186,7 @@ def codecs_of(config: QCommsConfig | None, device: torch.device) -> Codecs | Non
 
 def compression(config: QCommsConfig | None) -> dict[str, float]:
     """Return by how much `embeddings` and `gradients` shrink that go by an all-to-all; 1 is not at all."""
-    if config is None:
-        return {"embeddings": 1.0, "gradients": 1.0}
-    codecs = get_qcomm_codecs(config)
+    codecs = get_qcomm_codecs(config or QCommsConfig())
     return {"embeddings": _ratio(codecs.forward), "gradients": _ratio(codecs.backward)}
 
 

@@ -3,16 +3,13 @@
 They are TorchRec's data-parallel sharding with another writer: each backward that reaches a lookup sums the gradient
 over the ranks, and then every rank makes the same update. It is that of the fused kernel: a row without a gradient
 stays what it is, under each of the optimizers that are made here. `replicated_tables.py` says which tables have them.
-
-TorchRec's private names that this file uses are listed in `sharded_module.PRIVATE_NAMES`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -30,30 +27,18 @@ _IN_BACKWARD = "_in_backward_optimizers"
 """What `in_backward_optimizer_filter` looks for."""
 
 
-@dataclass(frozen=True, slots=True)
-class Rule:
-    """The update of a replica.
-
-    Args:
-        kind: Of the optimizer.
-        rate: Learning rate at first.
-        eps: Added to the root of the state.
-    """
+class Rule(NamedTuple):
+    """The update of a replica: kind of optimizer, learning rate at first, what is added to the root of the state."""
 
     kind: EmbOptimType
     rate: float
     eps: float
 
 
-@dataclass(frozen=True, slots=True)
-class _Block:
-    """Tables of one width that follow each other in a kernel.
+class _Block(NamedTuple):
+    """Tables of one width that follow each other in a kernel: where their values are, how wide, their state.
 
-    Args:
-        start: Of their values among all of the kernel.
-        stop: Behind them.
-        dim: Columns.
-        state: Of the optimizer: `(rows, dim)` or row-wise `(rows,)`; empty where it has none.
+    The state of the optimizer is `(rows, dim)`, row-wise `(rows,)`, or `(rows, 0)` where it has none.
     """
 
     start: int
@@ -65,13 +50,8 @@ class _Block:
 class ReplicaOptimizer(FusedOptimizer):  # type: ignore[misc]
     """The optimizer of a kernel's replicas, shaped as TorchRec's fused optimizers are: `step` leaves the tables alone.
 
-    It is its own kernel too: counters and learning rates are read and set here, as in those of FBGEMM.
-
-    Args:
-        rule: The update of all its tables.
-        weights: Each table's weight by name, `(rows, columns)`, in the order of the kernel.
-        blocks: Where they lie in the kernel.
-        states: State of each weight by kind.
+    It is its own kernel too: counters and learning rates are read and set here, as in those of FBGEMM. Weights, by
+    name, and blocks are in the order of the kernel; states are by weight and kind.
     """
 
     def __init__(
@@ -82,15 +62,11 @@ class ReplicaOptimizer(FusedOptimizer):  # type: ignore[misc]
         states: Mapping[Tensor, Mapping[str, Tensor]],
     ) -> None:
         super().__init__(weights, states, [{"params": list(weights.values()), "lr": rule.rate}])
-        self._rule, self._blocks = rule, blocks
-        self._rate = rule.rate
+        self._blocks, self._rate, self._eps = blocks, rule.rate, rule.eps
+        self.optimizer = rule.kind
+        """Its kind, under the name that it has in FBGEMM's kernels."""
         self.iter = self.iter_cpu = torch.zeros(1, dtype=torch.int64)
         """Updates made."""
-
-    @property
-    def optimizer(self) -> EmbOptimType:
-        """Its kind, under the name that it has in FBGEMM's kernels."""
-        return self._rule.kind
 
     def get_learning_rate(self) -> float:
         """Return the rate of the next update."""
@@ -112,25 +88,20 @@ class ReplicaOptimizer(FusedOptimizer):  # type: ignore[misc]
         self.step()
 
     def update(self, weights: Tensor, gradient: Tensor) -> None:
-        """Update the tables.
-
-        Args:
-            weights: Of the kernel, flat.
-            gradient: Of the same shape, summed over the ranks.
-        """
+        """Update the tables in a kernel's flat weights, given the gradient of these, summed over the ranks."""
         self.iter += 1
         for block in self._blocks:
             part, of_part = weights[block.start : block.stop], gradient[block.start : block.stop]
-            if self._rule.kind is EmbOptimType.EXACT_SGD:
+            if self.optimizer is EmbOptimType.EXACT_SGD:
                 part.add_(of_part, alpha=-self._rate)
                 continue
             part, of_part = part.view(-1, block.dim), of_part.view(-1, block.dim)
-            if self._rule.kind is EmbOptimType.EXACT_ADAGRAD:
+            if self.optimizer is EmbOptimType.EXACT_ADAGRAD:
                 block.state.addcmul_(of_part, of_part)
-                part.addcdiv_(of_part, block.state.sqrt().add_(self._rule.eps), value=-self._rate)
+                part.addcdiv_(of_part, block.state.sqrt().add_(self._eps), value=-self._rate)
             else:
                 block.state.add_(of_part.square().mean(1))
-                factor = self._rate / block.state.sqrt().add_(self._rule.eps)
+                factor = self._rate / block.state.sqrt().add_(self._eps)
                 part.addcmul_(of_part, factor.unsqueeze(1), value=-1.0)
 
 
@@ -151,11 +122,6 @@ class ReplicaKernel(DenseTableBatchedEmbeddingBagsCodegen):  # type: ignore[misc
 
     @override
     def forward(self, *args: Any, **kwargs: Any) -> Tensor:
-        """Look up, as the dense kernel does.
-
-        Raises:
-            RuntimeError: Batch sizes vary by feature.
-        """
         if kwargs.get("batch_size_per_feature_per_rank"):
             raise RuntimeError(
                 "replicated tables got a KeyedJaggedTensor whose batch size varies by feature, and TorchRec puts no "
@@ -220,18 +186,13 @@ class ReplicaKernel(DenseTableBatchedEmbeddingBagsCodegen):  # type: ignore[misc
             optimizer.update(weights, gradient)
 
 
-def make_replicas(model: nn.Module, rules: Mapping[str, Rule]) -> None:
-    """Let data-parallel tables of a sharded model be trained in the backward; all ranks call this alike.
+def make_replicas(model: nn.Module, rules: Mapping[str, Mapping[str, Rule]]) -> None:
+    """Let data-parallel tables of a sharded model be trained in the backward, by the rules of each module's tables.
 
-    Args:
-        model: The sharded model.
-        rules: The update of each replica, by the path of its table.
+    All ranks call this alike.
     """
-    for name, module in table_modules(model).items():
-        prefix = f"{name}." if name else ""
-        of_module = {path[len(prefix) :]: rule for path, rule in rules.items() if path.rpartition(".")[0] == name}
-        if not of_module:
-            continue
+    for name, of_module in rules.items():
+        module: Any = model.get_submodule(name)
         parameters = dict(module.named_parameters())
         weights = {key.split(".")[-2]: key for key in parameters}
         for number, lookup in enumerate(module._lookups):
@@ -259,49 +220,26 @@ def _optimizer(
     names: Sequence[str | None],
     parameters: Mapping[str, Tensor],
 ) -> ReplicaOptimizer:
-    """Return the optimizer of some tables of a kernel.
-
-    Args:
-        kernel: Of the tables.
-        rule: Their update.
-        names: The parameter's name of each table of the kernel, None for tables that are not meant.
-        parameters: Weights by name.
-    """
-    blocks: list[_Block] = []
-    states: dict[Tensor, dict[str, Tensor]] = {}
-    flat = kernel.weights
-    for (start, stop, dim), of_block in _blocks(kernel, names):
-        rows = (stop - start) // dim
-        shape = {EmbOptimType.EXACT_SGD: (0,), EmbOptimType.EXACT_ADAGRAD: (rows, dim)}.get(rule.kind, (rows,))
-        state = torch.zeros(shape, dtype=flat.dtype, device=flat.device)
-        blocks.append(_Block(start, stop, dim, state))
-        first = 0
-        for name in of_block:
-            weight = parameters[name]
-            kind = f"{name.split('.')[-2]}.momentum1"
-            has_state = rule.kind is not EmbOptimType.EXACT_SGD
-            states[weight] = {kind: state[first : first + weight.shape[0]]} if has_state else {}
-            first += weight.shape[0]
-    weights = {name: parameters[name] for name in names if name is not None}
-    return ReplicaOptimizer(rule, weights, blocks, states)
-
-
-def _blocks(
-    kernel: DenseTableBatchedEmbeddingBagsCodegen, names: Sequence[str | None]
-) -> list[tuple[tuple[int, int, int], list[str]]]:
-    """Return (start, stop, columns) and the names of tables of one width that follow each other in a kernel."""
-    found: list[tuple[tuple[int, int, int], list[str]]] = []
-    for number, (name, (rows, dim)) in enumerate(zip(names, kernel.embedding_specs, strict=True)):
+    """Return the optimizer of those tables of a kernel that have a name, that of their parameter."""
+    runs: list[tuple[int, int, list[str]]] = []  # each with its end, its width, its tables
+    for start, name, (rows, dim) in zip(kernel.weights_physical_offsets, names, kernel.embedding_specs, strict=False):
         if name is None:
             continue
-        start = kernel.weights_physical_offsets[number]
-        stop = start + rows * dim
-        if found and found[-1][0][1:] == (start, dim):
-            (first, _, _), others = found[-1]
-            found[-1] = ((first, stop, dim), [*others, name])
-        else:
-            found.append(((start, stop, dim), [name]))
-    return found
+        follows = bool(runs) and runs[-1][:2] == (start, dim)
+        others = runs.pop()[2] if follows else []
+        runs.append((start + rows * dim, dim, [*others, name]))
+    blocks: list[_Block] = []
+    states: dict[Tensor, dict[str, Tensor]] = {}
+    for stop, dim, of_run in runs:
+        rows_of = [parameters[name].shape[0] for name in of_run]
+        width = {EmbOptimType.EXACT_SGD: (0,), EmbOptimType.EXACT_ADAGRAD: (dim,)}.get(rule.kind, ())
+        state = kernel.weights.new_zeros(sum(rows_of), *width)
+        blocks.append(_Block(stop - sum(rows_of) * dim, stop, dim, state))
+        for name, of_table in zip(of_run, state.split(rows_of), strict=True):
+            kind = f"{name.split('.')[-2]}.momentum1"
+            states[parameters[name]] = {kind: of_table} if of_table.numel() else {}
+    weights = {name: parameters[name] for name in names if name is not None}
+    return ReplicaOptimizer(rule, weights, blocks, states)
 
 
 def replica_kernels(module: Any) -> list[ReplicaKernel]:
@@ -311,11 +249,6 @@ def replica_kernels(module: Any) -> list[ReplicaKernel]:
 
 
 def follow_rates(model: nn.Module, set_rates: Callable[[], None] | None) -> None:
-    """Have replicas updated at the rates of the time of their update.
-
-    Args:
-        model: The sharded model.
-        set_rates: Gives optimizers the rates that the schedule has now; None where nothing moves them.
-    """
+    """Have replicas updated at the rates that `set_rates` gives at the time; None: nothing moves them."""
     for kernel in replica_kernels(model):
         kernel.set_rates = set_rates

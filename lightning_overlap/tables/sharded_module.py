@@ -15,9 +15,8 @@ from weakref import WeakKeyDictionary
 import torch
 from fbgemm_gpu.split_table_batched_embeddings_ops_training import SplitTableBatchedEmbeddingBagsCodegen
 from torch import nn
-from torchrec.distributed.embedding_types import EmbeddingComputeKernel
 from torchrec.distributed.types import ShardedModule
-from torchrec.optim.keyed import CombinedOptimizer, KeyedOptimizer
+from torchrec.optim.keyed import KeyedOptimizer
 
 from ..schedules import WeightOwner
 from ..versions import check_names
@@ -85,13 +84,6 @@ def read_once(read: Callable[[Any], list[R]]) -> Callable[[Any], list[R]]:
 owners_of_parts = read_once(owners_of)
 
 
-def tables_in_backward(module: ShardedModule[Any, Any, Any, Any]) -> list[str]:
-    """Return the names of the tables whose lookups the fused backward owns (`owners_of`), on all ranks alike."""
-    plan = module.module_sharding_plan
-    dense = {one.sharding_type for one in plan.values() if one.compute_kernel == EmbeddingComputeKernel.DENSE.value}
-    return [name for name, one in plan.items() if one.sharding_type not in dense]
-
-
 @read_once
 def keys_in_backward(module: Any) -> list[tuple[int, int, str]]:
     """Return where each fused table of this rank stands in the received ids: (sharding, key within it, table's name).
@@ -113,25 +105,17 @@ def keys_in_backward(module: Any) -> list[tuple[int, int, str]]:
     return found
 
 
-def fused_rates(module: ShardedModule[Any, Any, Any, Any]) -> dict[str, float] | None:
-    """Return the learning rate that each table trained in backward began with; None if another sharded the module.
+def trained_in_backward(module: nn.Module) -> dict[str, tuple[str, float]] | None:
+    """Return class name and first learning rate of the fused optimizers by table; None if another sharded the module.
 
     The same on all ranks, and still what it was when a schedule has moved the kernels' own rates.
     """
-    rates: dict[str, float] | None = getattr(module, "fused_rates", None)
-    return rates
+    return getattr(module, "trained_in_backward", None)
 
 
 def fused_optimizers(module: ShardedModule[Any, Any, Any, Any]) -> list[KeyedOptimizer]:
     """Return the fused optimizers of a module's kernels on this rank, one each; none where it has no shard."""
-    found: list[KeyedOptimizer] = []
-    waiting: list[KeyedOptimizer] = [tables_of(module).fused_optimizer]
-    for optimizer in waiting:
-        if isinstance(optimizer, CombinedOptimizer):
-            waiting += [member for _, member in optimizer.optimizers]
-        else:
-            found.append(optimizer)
-    return found
+    return [optimizer for _, optimizer in tables_of(module).fused_optimizer.optimizers]
 
 
 @read_once
@@ -171,9 +155,6 @@ def without_backward(module: Any) -> Iterator[None]:
     """Go around a lookup that no backward follows.
 
     It locks no rows of a cache, and the kernels go on with the lookup before it, whose backward is still to come.
-
-    Args:
-        module: A sharded module.
     """
     kernels = [tbe for tbe in caching_tbes(module) if tbe.prefetch_pipeline]
     kept = [[getattr(tbe, name) for name in _LAST_LOOKUP] for tbe in kernels]

@@ -1,13 +1,12 @@
-"""Shard the tables of a model in place: plan, fused optimizers, checks that speak before training starts."""
+"""Shard the tables of a model in place: the user's argument, the plan, checks that speak before training starts."""
 
 from __future__ import annotations
 
 import difflib
 import os
-import warnings
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, Literal, TypeAlias
 
 import torch
 import torch.distributed as dist
@@ -21,24 +20,29 @@ from torchrec.modules.itep_embedding_modules import ITEPEmbeddingBagCollection, 
 
 from ..text import some, unknown_name_message
 from .columns import answer_in_config_order
-from .optimizer_checks import FusedOptimizer, _check_can_fuse, check_fused_optimizer
-from .quantized_comms import (
-    Codecs,
-    QuantizedComms,
-    check_plan,
-    check_quantized_comms,
-    codecs_of,
-    resolve_quantized_comms,
-)
-from .replicas import make_replicas
-from .replicated_tables import ReplicateTables, names_given, replicas_in, rule_of, tables_to_replicate
-from .sharding_argument import Sharding, check_sharding_types, named_types
+from .copies import leave_shards_behind
+from .optimizer_checks import FusedOptimizer, apply_fused_optimizer, check_fused_optimizer, warn_of_dense_tables
+from .quantized_comms import Codecs, check_plan, check_quantized_comms, codecs_of
+from .replicas import Rule, make_replicas
+from .replicated_tables import ReplicateTables, replicas_in, rule_of, tables_to_replicate
 from .supported_modules import sharded_modules, table_modules
-from .table import Table, find_tables, training_sharders
+from .table import Table, find_tables, rate_of, training_sharders
 from .write_counts import watch_tables
 
-_DATA_PARALLEL = ShardingType.DATA_PARALLEL.value
+_DATA_PARALLEL, _DENSE_KERNEL = ShardingType.DATA_PARALLEL.value, EmbeddingComputeKernel.DENSE.value
 _COLUMN_WISE = (ShardingType.COLUMN_WISE.value, ShardingType.TABLE_COLUMN_WISE.value)
+
+ShardingName: TypeAlias = Literal[
+    "data_parallel", "table_wise", "column_wise", "row_wise", "table_row_wise", "table_column_wise", "grid_shard"
+]
+"""The values of TorchRec's `ShardingType`, for editors and type checkers."""
+
+Sharding: TypeAlias = ShardingName | Mapping[str, ShardingName] | EmbeddingShardingPlanner | ShardingPlan | None
+"""A type for all tables, a type by table name, a planner, a plan, or None for TorchRec's planner.
+
+The planner decides about tables that are not named; of those with a fused optimizer only the replicated ones become
+data-parallel.
+"""
 
 
 def shard_tables(
@@ -49,10 +53,10 @@ def shard_tables(
     group: dist.ProcessGroup,
     device: torch.device,
     local_world_size: int,
-    quantized_comms: QuantizedComms = None,
-    replicate_tables: ReplicateTables = False,
-    batch_size: int | None = None,
-) -> bool:
+    quantized_comms: QCommsConfig | None,
+    replicate_tables: ReplicateTables,
+    batch_size: int | None,
+) -> None:
     """Replace every TorchRec collection of a model by its sharded form, in place.
 
     Weights that the tables have keep their values; tables on `meta` come to life as shards only.
@@ -68,9 +72,6 @@ def shard_tables(
         replicate_tables: See `ReplicateTables`.
         batch_size: Samples in a rank's batch; None where nobody knows.
 
-    Returns:
-        Whether the model has sharded modules now.
-
     Raises:
         ValueError: A table or sharding type that does not exist here, a table without a fused optimizer, an
             optimizer that the device cannot fuse, a precision that the device or the tables cannot be sent in, or one
@@ -78,23 +79,14 @@ def shard_tables(
             table is sharded.
     """
     tables = find_tables(model)
-    comms = resolve_quantized_comms(quantized_comms)
-    _refuse_other_codecs(model, comms)
+    _refuse_other_codecs(model, quantized_comms)
     if not tables:
         _watch(model)  # of modules that the user has sharded
-        return bool(sharded_modules(model))
+        return
     _refuse_pruning(model)
-    fused = check_fused_optimizer(fused_optimizer)
-    check_sharding(sharding, tables, device)
-    named, num_ranks = named_types(sharding, tables), group.size()
+    fused, named, num_ranks = check_fused_optimizer(fused_optimizer), _named_types(sharding, tables), group.size()
     whole = tables_to_replicate(
-        replicate_tables,
-        tables,
-        model,
-        named or {},
-        batch_size=batch_size,
-        fused=fused,
-        world_size=num_ranks,
+        replicate_tables, tables, model, named, batch_size=batch_size, fused=fused, world_size=num_ranks
     )
     plan = make_plan(
         model,
@@ -103,27 +95,32 @@ def shard_tables(
         group=group,
         device=device,
         local_world_size=local_world_size,
-        quantized_comms=comms,
-        whole=whole,
+        quantized_comms=quantized_comms,
+        whole=whole if num_ranks > 1 else (),
     )
-    given = names_given(replicate_tables)
-    replicas = replicas_in(plan, tables, given, named, fused_optimizer=fused is not None, world_size=num_ranks)
-    in_backward = [table for table in tables if _is_fused(table, plan) or table in replicas]
-    _apply_fused_optimizer(tables, in_backward, fused, device)
-    if named is not None and not isinstance(sharding, str):
-        _warn_of_dense_tables([table for table in tables if table not in in_backward], named)
-    rules = {table.path: rule_of(table) for table in replicas}
+    replicas = replicas_in(plan, tables, whole, num_ranks)
+    dense = {table.path for table in tables if (how := table.planned(plan)) and how.compute_kernel == _DENSE_KERNEL}
+    in_backward = [table for table in tables if table.path not in dense or table in replicas]
+    apply_fused_optimizer(in_backward, fused, device)
+    if dist.get_rank() == 0:
+        warn_of_dense_tables([table for table in tables if table not in in_backward], named)
+    rules: dict[str, dict[str, Rule]] = {}
+    for table in replicas:
+        rules.setdefault(table.module, {})[table.name] = rule_of(table)
     initial, aliases = _initial_weights(model, tables), _aliases(model, tables)
-    trained = [table for table in in_backward if table.parameter.requires_grad]
-    classes = {table.path: table.fused_class for table in trained}
-    rates = {table.module: {t.name: t.fused_rate for t in trained if t.module == table.module} for table in tables}
+    # A rank knows the rates of its own shards only, and those move with a schedule.
+    trained: dict[str, dict[str, tuple[str, float]]] = {table.module: {} for table in tables}
+    for table in in_backward:
+        if table.fused_optimizer is not None and table.parameter.requires_grad:
+            optimizer_class, kwargs = table.fused_optimizer
+            trained[table.module][table.name] = optimizer_class.__name__, rate_of(kwargs)
     with _local_world_size(local_world_size):
         DistributedModelParallel(
             module=model,
             env=ShardingEnv.from_process_group(group),
             device=device,
             plan=plan,
-            sharders=training_sharders(codecs_of(comms, device)),
+            sharders=training_sharders(codecs_of(quantized_comms, device)),
             init_data_parallel=False,
         )
     for alias, name in aliases.items():
@@ -136,15 +133,10 @@ def shard_tables(
         model.get_submodule(name).load_state_dict(weights, strict=False)
     _replicate_data_parallel(model, group)
     make_replicas(model, rules)
-    for name, fused_rates in rates.items():
-        # A rank knows the rates of its own shards only, and those move with a schedule.
-        sharded = model.get_submodule(name)
-        sharded.fused_rates = fused_rates  # type: ignore[assignment]
-        sharded.quantized_comms = comms  # type: ignore[assignment]
-        paths = {table: f"{name}.{table}" if name else table for table in fused_rates}
-        sharded.fused_optimizers_of_tables = {t: classes[path] for t, path in paths.items()}  # type: ignore[assignment]
+    for name, of_module in trained.items():
+        sharded: Any = model.get_submodule(name)
+        sharded.trained_in_backward, sharded.quantized_comms = of_module, quantized_comms
     _watch(model)
-    return True
 
 
 def _refuse_other_codecs(model: nn.Module, comms: QCommsConfig | None) -> None:
@@ -162,8 +154,9 @@ def _refuse_other_codecs(model: nn.Module, comms: QCommsConfig | None) -> None:
 
 
 def _watch(model: nn.Module) -> None:
-    """Let sharded modules answer in the order of their configs, and let writes to their tables be counted."""
+    """Let modules answer in the order of their configs, be copied, and have writes to their tables counted."""
     answer_in_config_order(model)
+    leave_shards_behind(model)
     watch_tables(model)
 
 
@@ -175,35 +168,30 @@ def make_plan(
     group: dist.ProcessGroup,
     device: torch.device,
     local_world_size: int,
-    quantized_comms: QuantizedComms = None,
+    quantized_comms: QCommsConfig | None,
     whole: Collection[str] = (),
 ) -> ShardingPlan:
     """Return the plan that `shard_tables` shards a model by; all ranks of the group call this.
 
-    Args:
-        model: Holds unsharded TorchRec collections anywhere below it.
-        sharding: See `Sharding`.
-        fused_optimizer: The optimizer for tables that have none applied in backward yet.
-        group: Process group of the tables' collectives.
-        device: Where the shards would live.
-        local_world_size: Ranks on this host.
-        quantized_comms: What embeddings and gradients are sent in, which the planner reckons with.
-        whole: Tables that a planner is to replicate, by name.
+    The arguments are those of `shard_tables`, and `whole`, the names of tables that a planner is to replicate.
 
     Raises:
         ValueError: As `shard_tables`, or the planner has no plan.
     """
     tables = find_tables(model)
     check_sharding(sharding, tables, device)
-    comms = resolve_quantized_comms(quantized_comms)
-    check_quantized_comms(comms, tables, device)
-    if isinstance(sharding, ShardingPlan):
-        plan = sharding
-    else:
-        fused = check_fused_optimizer(fused_optimizer) is not None
-        planner = _planner(sharding, tables, fused, group, device, local_world_size, whole)
-        plan = _plan_on_rank_zero(planner, model, group, codecs_of(comms, device))
-    check_plan(comms, plan)
+    check_quantized_comms(quantized_comms, tables, device)
+    plan: Any = sharding
+    if not isinstance(sharding, ShardingPlan):
+        planner: Any = sharding
+        named = _named_types(sharding, tables)
+        if named is not None:
+            kinds = {**named, **dict.fromkeys(whole, _DATA_PARALLEL)}
+            constraints = _constraints(kinds, tables, check_fused_optimizer(fused_optimizer) is not None, group, device)
+            topology = Topology(group.size(), device.type, local_world_size=local_world_size)
+            planner = EmbeddingShardingPlanner(topology=topology, constraints=constraints, debug=False)
+        plan = _plan_on_rank_zero(planner, model, group, codecs_of(quantized_comms, device))
+    check_plan(quantized_comms, plan)
     return plan
 
 
@@ -227,13 +215,32 @@ def sharded_state_names(model: nn.Module) -> set[str]:
     return names
 
 
-def check_sharding(sharding: Sharding, tables: list[Table], device: torch.device) -> None:
-    """Check a sharding argument against the tables of a model and a device.
+def check_sharding_types(sharding: Sharding) -> Sharding:
+    """Return a sharding argument whose types exist somewhere; the tables and the device are not known yet.
 
-    Args:
-        sharding: The user's argument.
-        tables: All tables of the unsharded model.
-        device: Where the shards are to live; the possible sharding types depend on it.
+    Raises:
+        ValueError: A sharding type that does not exist; the message lists the nearest ones.
+        TypeError: Not a `Sharding`.
+    """
+    kinds = [sharding] if isinstance(sharding, str) else sharding.values() if isinstance(sharding, Mapping) else []
+    known = {kind.value: kind for kind in ShardingType}
+    for kind in kinds:
+        if kind not in known:
+            raise ValueError(f"sharding: {unknown_name_message('sharding type', str(kind), known)}")
+    if not (
+        sharding is None
+        or isinstance(sharding, (str, Mapping, ShardingPlan))
+        or callable(getattr(sharding, "plan", None))
+    ):
+        raise TypeError(
+            "sharding is None, a sharding type, {'table': type}, a planner or a ShardingPlan, "
+            f"got {type(sharding).__name__}: {sharding!r}."
+        )
+    return sharding
+
+
+def check_sharding(sharding: Sharding, tables: list[Table], device: torch.device) -> None:
+    """Check a sharding argument against all tables of an unsharded model and the device of their shards.
 
     Raises:
         ValueError: A table that the model does not have, or a sharding type that the device lacks.
@@ -241,8 +248,7 @@ def check_sharding(sharding: Sharding, tables: list[Table], device: torch.device
     """
     known = {table.name: table for table in tables}
     check_sharding_types(sharding)
-    wanted = named_types(sharding, tables) or {}
-    for name, kind in wanted.items():
+    for name, kind in (_named_types(sharding, tables) or {}).items():
         if name not in known:
             raise ValueError(f"sharding: {unknown_name_message('table', name, known)}")
         possible = known[name].sharder.sharding_types(device.type)
@@ -254,38 +260,32 @@ def check_sharding(sharding: Sharding, tables: list[Table], device: torch.device
             )
 
 
-def _planner(
-    sharding: Sharding,
-    tables: list[Table],
-    fused_optimizer: bool,
-    group: dist.ProcessGroup,
-    device: torch.device,
-    local_world_size: int,
-    whole: Collection[str],
-) -> Any:
-    named = named_types(sharding, tables)
-    if named is None:
-        return sharding
+def _named_types(sharding: Sharding, tables: list[Table]) -> dict[str, str] | None:
+    """Return the sharding types that the user has named, by table; None where the plan or planner is the user's."""
+    if isinstance(sharding, str):
+        return dict.fromkeys((table.name for table in tables), sharding)
+    if isinstance(sharding, Mapping):
+        return {str(name): kind for name, kind in sharding.items()}
+    return {} if sharding is None else None
+
+
+def _constraints(
+    kinds: Mapping[str, str], tables: list[Table], fused_optimizer: bool, group: dist.ProcessGroup, device: torch.device
+) -> dict[str, ParameterConstraints]:
+    """Return what holds a planner to the sharding types of some tables, and keeps it from replicating others."""
     constraints = {}
     for table in tables:
-        kind = _DATA_PARALLEL if table.name in whole else named.get(table.name)
+        kind = kinds.get(table.name)
         if kind is not None:
-            width = _min_partition(table.parameter.shape[1], group.size()) if kind in _COLUMN_WISE else None
+            # A shard for each rank, where the columns divide: FBGEMM wants widths that are multiples of 4.
+            dim, num = table.parameter.shape[1], group.size()
+            width = dim // num if kind in _COLUMN_WISE and num > 1 and dim % (4 * num) == 0 else None
             constraints[table.name] = ParameterConstraints(sharding_types=[kind], min_partition=width)
-        elif fused_optimizer or table.has_fused_optimizer:
+        elif fused_optimizer or table.fused_optimizer:
             # The planner reckons with what a batch costs by guess: it must not decide on its own what is replicated.
-            kinds = [kind for kind in table.sharder.sharding_types(device.type) if kind != _DATA_PARALLEL]
-            constraints[table.name] = ParameterConstraints(sharding_types=kinds)
-    topology = Topology(world_size=group.size(), local_world_size=local_world_size, compute_device=device.type)
-    return EmbeddingShardingPlanner(topology=topology, constraints=constraints, debug=False)
-
-
-def _min_partition(dim: int, world_size: int) -> int | None:
-    """Columns per shard that give each rank one; None (the planner's own minimum) if they do not divide.
-
-    TBE wants widths that are multiples of 4.
-    """
-    return dim // world_size if dim % (4 * world_size) == 0 and world_size > 1 else None
+            sharded = [kind for kind in table.sharder.sharding_types(device.type) if kind != _DATA_PARALLEL]
+            constraints[table.name] = ParameterConstraints(sharding_types=sharded)
+    return constraints
 
 
 def _plan_on_rank_zero(planner: Any, model: nn.Module, group: dist.ProcessGroup, codecs: Codecs | None) -> ShardingPlan:
@@ -300,69 +300,6 @@ def _plan_on_rank_zero(planner: Any, model: nn.Module, group: dist.ProcessGroup,
     if not isinstance(outcome[0], ShardingPlan):
         raise ValueError(f"no sharding plan for this model on {group.size()} ranks. The planner said: {outcome[0]}")
     return outcome[0]
-
-
-def _apply_fused_optimizer(
-    tables: list[Table], in_backward: list[Table], fused: tuple[Any, dict[str, Any]] | None, device: torch.device
-) -> None:
-    trained = [table for table in in_backward if table.parameter.requires_grad]
-    missing = [table for table in trained if not table.has_fused_optimizer]
-    if missing and fused is None:
-        raise ValueError(
-            f"no fused optimizer for {some(table.path for table in missing)}: these tables are updated inside "
-            "backward (TorchRec alone would train them with SGD, lr 0.01, without a word). Give one in either way:\n"
-            "  OverlapEmbeddingStrategy(fused_optimizer=(torch.optim.SGD, {'lr': 0.1}))\n"
-            "  from torch.distributed.optim import _apply_optimizer_in_backward  # in the module's __init__\n"
-            "  _apply_optimizer_in_backward(torch.optim.SGD, self.ebc.parameters(), {'lr': 0.1})"
-        )
-    if fused is not None:
-        for table in missing:
-            table.apply_fused_optimizer(*fused)
-    for table in in_backward:
-        if not table.parameter.requires_grad:
-            _freeze(table)
-    for table in trained:
-        _check_can_fuse(table, device)
-    data_parallel = [table.path for table in tables if table.has_fused_optimizer and table not in in_backward]
-    if data_parallel and dist.get_rank() == 0:
-        warnings.warn(
-            f"{some(data_parallel)}: sharded data-parallel, so the optimizer applied in backward does not train "
-            "these tables; the optimizer of configure_optimizers has to.",
-            UserWarning,
-            stacklevel=2,
-        )
-
-
-def _warn_of_dense_tables(whole: list[Table], asked: Mapping[str, str]) -> None:
-    """Warn of tables that the planner left whole on every rank because they have no fused optimizer."""
-    trained = [table for table in whole if table.parameter.requires_grad]
-    paths = [table.path for table in trained if table.name not in asked and not table.has_fused_optimizer]
-    if paths and dist.get_rank() == 0:
-        warnings.warn(
-            f"no fused optimizer for {some(paths)}: the planner made these tables data-parallel. Every rank holds "
-            "them whole, and the optimizer of configure_optimizers has to train them. To shard them, give the strategy "
-            "fused_optimizer=(torch.optim.SGD, {'lr': 0.1}), say.",
-            UserWarning,
-            stacklevel=2,
-        )
-
-
-def _freeze(table: Table) -> None:
-    """Keep a table that needs no gradient as it is: the fused kernel updates whatever it is given."""
-    if table.has_fused_optimizer:
-        raise ValueError(
-            f"table {table.path} has requires_grad=False and an optimizer applied in backward, which would train it. "
-            "Leave one of them out."
-        )
-    table.parameter.requires_grad_(True)
-    # The weight decay, which changes nothing, keeps it out of the kernel of a table whose rate only begins at zero.
-    table.apply_fused_optimizer(torch.optim.SGD, {"lr": 0.0, "weight_decay": 0.0})
-    table.parameter.requires_grad_(False)
-
-
-def _is_fused(table: Table, plan: ShardingPlan) -> bool:
-    parameter = table.planned(plan)
-    return parameter is None or parameter.compute_kernel != EmbeddingComputeKernel.DENSE.value
 
 
 def _initial_weights(model: nn.Module, tables: list[Table]) -> dict[str, dict[str, nn.Parameter]]:

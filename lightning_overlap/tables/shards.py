@@ -19,13 +19,8 @@ from torchrec.distributed.types import ShardingType
 from ..schedules import WeightOwner
 from ..text import some
 from .replicas import ReplicaKernel
-from .sharded_module import fused_rates
-from .supported_modules import TABLE_TYPES, sharded_modules, spec_of, table_modules, tables_of
-
-NUM_NAMED = 3
-"""Tables of one kind that are named; of more there is a number."""
-
-_CONTAINER = {"ShardedEmbeddingBagCollection": "embedding_bags", "ShardedEmbeddingCollection": "embeddings"}
+from .sharded_module import trained_in_backward
+from .supported_modules import sharded_modules, spec_of, table_modules, tables_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,12 +104,13 @@ def kernel_shards(model: nn.Module) -> list[KernelShards]:
     found = []
     for name, module in table_modules(model).items():
         plan = module.module_sharding_plan
+        paths = {path.split(".")[-2]: path for path, _ in module.named_parameters(name)}
         for wrapped in module._lookups:
             lookup = wrapped.module if isinstance(wrapped, DistributedDataParallel) else wrapped
             for group, part in zip(lookup.grouped_configs, lookup._emb_modules, strict=True):
                 tables = group.embedding_tables
                 replicated = {plan[table.name].sharding_type == ShardingType.DATA_PARALLEL.value for table in tables}
-                shards = _shards(name, module, part.emb_module, tables)
+                shards = _shards(name, paths, part.emb_module, tables)
                 features = [number for number, table in enumerate(tables) for _ in table.feature_names]
                 is_replicated = replicated == {True}
                 receives_ids = module._env.world_size > 1 and not is_replicated
@@ -122,21 +118,18 @@ def kernel_shards(model: nn.Module) -> list[KernelShards]:
     return found
 
 
-def _shards(name: str, module: nn.Module, kernel: Any, tables: list[Any]) -> list[TableShard]:
-    kinds = (SplitTableBatchedEmbeddingBagsCodegen, DenseTableBatchedEmbeddingBagsCodegen)
-    if not isinstance(kernel, kinds):
+def _shards(name: str, paths: Mapping[str, str], kernel: Any, tables: list[Any]) -> list[TableShard]:
+    if not isinstance(kernel, SplitTableBatchedEmbeddingBagsCodegen | DenseTableBatchedEmbeddingBagsCodegen):
         kernels = ", ".join(sorted({one.compute_kernel.value for one in tables}))
         raise ValueError(
             f"the tables {', '.join(table.name for table in tables)} of {name!r} have compute kernel {kernels}, whose "
             f"rows cannot be read by their number. Shard them with {EmbeddingComputeKernel.FUSED.value}."
         )
-    container = next(_CONTAINER[kind.__name__] for kind in TABLE_TYPES if isinstance(module, kind))
-    prefix = f"{name}.{container}" if name else container
     shards = []
     for table, weight in zip(tables, kernel.split_embedding_weights(), strict=True):
         offsets = (0, 0) if table.local_metadata is None else table.local_metadata.shard_offsets
         shape = (table.num_embeddings, table.embedding_dim)
-        shards.append(TableShard(f"{prefix}.{table.name}.weight", shape, offsets[0], offsets[1], weight))
+        shards.append(TableShard(paths[table.name], shape, offsets[0], offsets[1], weight))
     return shards
 
 
@@ -155,24 +148,22 @@ def table_lines(model: nn.Module, optimizers: Iterable[Optimizer], *, scheduled:
         collection = module if spec_of(module) is None else tables_of(module)
         plan: Mapping[str, Any] = getattr(collection, "module_sharding_plan", None) or {}
         weights = {path.split(".")[-2]: weight for path, weight in collection.named_parameters() if "." in path}
-        rates, classes = fused_rates(module), getattr(module, "fused_optimizers_of_tables", {})
+        fused = trained_in_backward(module)
         alike: dict[tuple[str, str], list[str]] = {}
         for table, parameter in plan.items():
             is_dense = parameter.compute_kernel == EmbeddingComputeKernel.DENSE.value
-            if is_dense and table not in (rates or {}):  # replicas have a rate of their own
+            if is_dense and table not in (fused or {}):  # replicas have a rate of their own
                 owner = owner_of.get(id(weights.get(table)))
                 trainer = f"{owner} of configure_optimizers" if owner else "nothing (requires_grad=False)"
-            elif rates is None:
+            elif fused is None:
                 trainer = "the optimizer of its kernel"
-            elif table not in rates:
+            elif table not in fused:
                 trainer = "nothing (requires_grad=False)"
             else:
+                kind, rate = fused[table]
                 constant = ", constant: the scheduler does not move it (see combined_optimizer)"
-                trainer = (
-                    f"{classes.get(table, 'an optimizer')} in the backward, lr {rates[table]:g}"
-                    f"{constant if scheduled and not moved else ''}"
-                )
+                trainer = f"{kind} in the backward, lr {rate:g}{constant if scheduled and not moved else ''}"
             alike.setdefault((parameter.sharding_type, trainer), []).append(table)
         for (kind, trainer), tables in alike.items():
-            lines.append(f"{name}: {some(tables, NUM_NAMED)}: {kind}, trained by {trainer}")
+            lines.append(f"{name}: {some(tables, 3)}: {kind}, trained by {trainer}")
     return lines

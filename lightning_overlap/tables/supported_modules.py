@@ -1,11 +1,8 @@
-"""The kinds of sharded modules: where each keeps its tables, and who writes what its lookup reads.
-
-TorchRec's private names that this file uses are listed in `sharded_module.PRIVATE_NAMES`.
-"""
+"""The kinds of sharded modules: where each keeps its tables, and who writes what its lookup reads."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -49,10 +46,7 @@ SUPPORTED_MODULES: Mapping[type, ModuleSpec] = {
     ShardedEmbeddingCollection: ModuleSpec(),
     # The position weights belong to the dense optimizer, the tables to it or to the backward, which is over by then.
     ShardedFeatureProcessedEmbeddingBagCollection: ModuleSpec(
-        "_embedding_bag_collection",
-        "_embedding_bag_collection",
-        WeightOwner.DENSE_OPTIMIZER,
-        "_feature_processors",
+        "_embedding_bag_collection", "_embedding_bag_collection", WeightOwner.DENSE_OPTIMIZER, "_feature_processors"
     ),
     # The lookup hands out rows to new ids and counts what it sees.
     ShardedManagedCollisionEmbeddingBagCollection: _MANAGED_COLLISION,
@@ -60,7 +54,7 @@ SUPPORTED_MODULES: Mapping[type, ModuleSpec] = {
 }
 """Sharded modules of which some stage can start early; every other one runs its own forward."""
 
-_KERNELS_WITHOUT_CACHE = (EmbeddingComputeKernel.DENSE, EmbeddingComputeKernel.FUSED, EmbeddingComputeKernel.FUSED_UVM)
+_WITHOUT_CACHE = {EmbeddingComputeKernel[name].value for name in ("DENSE", "FUSED", "FUSED_UVM")}
 
 
 def spec_of(module: nn.Module) -> ModuleSpec | None:
@@ -93,10 +87,14 @@ def _part(module: Any, which: str) -> Any:
 
 def sharded_modules(model: nn.Module) -> dict[str, ShardedModule[Any, Any, Any, Any]]:
     """Return the outermost sharded modules of a model by name, each once: what the model calls."""
-    found: dict[str, ShardedModule[Any, Any, Any, Any]] = {}
+    return outermost(model, lambda module: isinstance(module, ShardedModule))
+
+
+def outermost(model: nn.Module, is_wanted: Callable[[nn.Module], bool]) -> dict[str, Any]:
+    """Return the modules of a model that are wanted and not inside another such one, by name, each once."""
+    found: dict[str, nn.Module] = {}
     for name, module in model.named_modules():
-        inside = any(name.startswith(f"{outer}.") for outer in found)
-        if isinstance(module, ShardedModule) and not inside:
+        if is_wanted(module) and not any(name.startswith(f"{outer}.") for outer in found):
             found[name] = module
     return found
 
@@ -129,12 +127,15 @@ def owners_of(module: ShardedModule[Any, Any, Any, Any]) -> list[WeightOwner]:
     shardings = sharding_types_of(tables)
     if kind is not None and kind.owner is not None:
         return [kind.owner] * len(shardings)
-    dense = {
-        parameter.sharding_type
-        for parameter in tables.module_sharding_plan.values()
-        if parameter.compute_kernel == EmbeddingComputeKernel.DENSE.value
-    }
-    return [WeightOwner.DENSE_OPTIMIZER if sharding in dense else WeightOwner.FUSED_BACKWARD for sharding in shardings]
+    fused = {tables.module_sharding_plan[name].sharding_type for name in tables_in_backward(tables)}
+    return [WeightOwner.FUSED_BACKWARD if sharding in fused else WeightOwner.DENSE_OPTIMIZER for sharding in shardings]
+
+
+def tables_in_backward(module: ShardedModule[Any, Any, Any, Any]) -> list[str]:
+    """Return the names of the tables whose lookups the fused backward owns (`owners_of`), on all ranks alike."""
+    plan = module.module_sharding_plan
+    dense = {one.sharding_type for one in plan.values() if one.compute_kernel == EmbeddingComputeKernel.DENSE.value}
+    return [name for name, one in plan.items() if one.sharding_type not in dense]
 
 
 def sharding_types_of(tables: Any) -> list[str]:
@@ -189,8 +190,7 @@ def _why_cached(tables: Any, prefetches: bool) -> str | None:
     # A cache hands out its slots in the forward and uses them in the backward: a lookup in between may evict them,
     # but for the slots that a prefetch has locked.
     plan = tables.module_sharding_plan
-    names = {kernel.value for kernel in _KERNELS_WITHOUT_CACHE}
-    cached = {table: parameter for table, parameter in plan.items() if parameter.compute_kernel not in names}
+    cached = {table: parameter for table, parameter in plan.items() if parameter.compute_kernel not in _WITHOUT_CACHE}
     if not cached:
         return None
     kernels = {parameter.compute_kernel for parameter in cached.values()}

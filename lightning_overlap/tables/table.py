@@ -14,13 +14,11 @@ from torch.distributed.optim import _apply_optimizer_in_backward  # type: ignore
 from torchrec.distributed.embedding_types import BaseQuantEmbeddingSharder
 from torchrec.distributed.sharding_plan import get_default_sharders
 from torchrec.distributed.types import ModuleSharder, ParameterSharding, QuantizedCommCodecs, ShardingPlan
-from torchrec.optim.optimizers import in_backward_optimizer_filter
 
-from .supported_modules import sharded_modules
+from .supported_modules import outermost, sharded_modules
 
-_KERNEL_RATE: float = (
-    inspect.signature(SplitTableBatchedEmbeddingBagsCodegen.__init__).parameters["learning_rate"].default
-)
+_KERNEL_ARGUMENTS = inspect.signature(SplitTableBatchedEmbeddingBagsCodegen.__init__).parameters
+KERNEL_RATE, KERNEL_EPS = (float(_KERNEL_ARGUMENTS[name].default) for name in ("learning_rate", "eps"))
 
 AppliedOptimizer: TypeAlias = tuple[type[torch.optim.Optimizer], Mapping[str, Any]]
 """An optimizer that is applied in backward: class and arguments."""
@@ -41,36 +39,19 @@ class Table:
         return f"{self.module}.{self.name}" if self.module else self.name
 
     @property
-    def has_fused_optimizer(self) -> bool:
-        """Whether an optimizer was applied in backward."""
-        return not list(in_backward_optimizer_filter(iter([("", self.parameter)])))
-
-    @property
-    def fused_optimizers(self) -> tuple[AppliedOptimizer, ...]:
-        """What was applied in backward, as the parameter's attributes have it."""
+    def fused_optimizer(self) -> AppliedOptimizer | None:
+        """What was applied in backward, if anything; of several, which TorchRec refuses, the first."""
         classes, kwargs = (getattr(self.parameter, f"_optimizer_{what}", ()) for what in ("classes", "kwargs"))
-        return tuple(zip(classes, kwargs, strict=True))
-
-    @property
-    def fused_rate(self) -> float:
-        """Learning rate of the optimizer applied in backward; where none is given, the kernel's own default."""
-        [kwargs] = [kwargs for _, kwargs in self.fused_optimizers] or [{}]
-        return float(kwargs.get("lr", kwargs.get("learning_rate", _KERNEL_RATE)))  # TorchRec renames it
-
-    @property
-    def fused_class(self) -> str:
-        """Name of the optimizer applied in backward."""
-        return " and ".join(one.__name__ for one, _ in self.fused_optimizers)
+        return next(zip(classes, kwargs, strict=True), None)
 
     def planned(self, plan: ShardingPlan) -> ParameterSharding | None:
         """Return how a plan shards it, or None."""
-        of_module: Any = plan.get_plan_for_module(self.module) or {}
-        of_table: ParameterSharding | None = of_module.get(self.name)
-        return of_table
+        of_module: dict[str, ParameterSharding] = plan.get_plan_for_module(self.module) or {}
+        return of_module.get(self.name)
 
     def apply_fused_optimizer(self, optimizer_class: type[torch.optim.Optimizer], kwargs: Mapping[str, Any]) -> None:
         """Apply an optimizer in backward, if there is none yet."""
-        if not self.has_fused_optimizer:
+        if self.fused_optimizer is None:
             _apply_optimizer_in_backward(optimizer_class, [self.parameter], dict(kwargs))
 
 
@@ -84,19 +65,20 @@ def training_sharders(codecs: Mapping[str, QuantizedCommCodecs] | None = None) -
     return sharders if codecs is None else [type(sharder)(qcomm_codecs_registry=codecs) for sharder in sharders]
 
 
+def rate_of(kwargs: Mapping[str, Any]) -> float:
+    """Return the learning rate among a fused optimizer's arguments; where none is given, the kernel's own default."""
+    return float(kwargs.get("lr", kwargs.get("learning_rate", KERNEL_RATE)))  # TorchRec renames it
+
+
 def find_tables(model: nn.Module) -> list[Table]:
     """Return every table of the model's unsharded TorchRec collections."""
     sharders = {sharder.module_type: sharder for sharder in training_sharders()}
-    tables: list[Table] = []
-    inside: list[str] = []
-    for name, module in model.named_modules():
-        sharder = sharders.get(type(module))
-        if sharder is None or any(name.startswith(f"{outer}.") for outer in inside):
-            continue
-        inside.append(name)
-        parameters = sharder.shardable_parameters(module)
-        tables += [Table(table, name, parameter, sharder) for table, parameter in parameters.items()]
-    return tables
+    collections = outermost(model, lambda module: type(module) in sharders)
+    return [
+        Table(table, name, parameter, sharders[type(module)])
+        for name, module in collections.items()
+        for table, parameter in sharders[type(module)].shardable_parameters(module).items()
+    ]
 
 
 def has_tables(model: nn.Module) -> bool:

@@ -7,7 +7,7 @@ updates of the tables, so what the count of a table shows is what somebody else 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -46,11 +46,7 @@ class SentInput:
         self._parts = [part for part in self._parts if part[0] == "_lengths"]
 
     def is_unchanged(self, kjt: KeyedJaggedTensor) -> bool:
-        """Whether an input still holds the tensors that were sent, and nobody has written them since.
-
-        Args:
-            kjt: The input as it is now: values `(sum(lengths),)`, lengths `(F * B,)`.
-        """
+        """Whether an input still holds the tensors that were sent, and nobody has written them since."""
         for name, part, version in self._parts:
             now = getattr(kjt, name)
             if now is not part() or _version(now) != version:
@@ -110,13 +106,6 @@ def _dense_weights(module: Any) -> list[Tensor]:
     return [weight for _, weight in in_backward_optimizer_filter(module.named_parameters())]
 
 
-_WEIGHTS: dict[WeightOwner, Callable[[Any], list[Tensor]]] = {
-    WeightOwner.FUSED_BACKWARD: _fused_weights,
-    WeightOwner.DENSE_OPTIMIZER: lambda module: [*_fused_weights(module), *_dense_weights(module)],
-    WeightOwner.LOOKUP: lambda module: [],
-}
-
-
 def num_fused_writes(module: Any) -> tuple[int, ...]:
     """Return how often somebody other than a fused backward has written the weights of a module's fused tables."""
     return tuple(weight._version for weight in _fused_weights(module))
@@ -139,4 +128,7 @@ def num_writes(module: Any, owner: WeightOwner) -> tuple[int, ...]:
         module: A sharded module.
         owner: The last writer of the tables that were looked up. The dense optimizer has written its own before that.
     """
-    return tuple(weight._version for weight in _WEIGHTS[owner](module))
+    if owner is WeightOwner.LOOKUP:
+        return ()
+    dense = _dense_weights(module) if owner is WeightOwner.DENSE_OPTIMIZER else []
+    return (*num_fused_writes(module), *(weight._version for weight in dense))

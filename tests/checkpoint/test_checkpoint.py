@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import sys
 from pathlib import Path
 from typing import Any
@@ -359,6 +360,10 @@ def test_loading_what_is_something_else(two_ranks: Ranks, tmp_path: Path) -> Non
         assert "ebc.embedding_bags.t2.weight" in load(checkpoint_format, ROWWISE_ADAGRAD)
         fused = checkpoints.dataclasses.replace(TABLE_WISE, optimizer=ADAGRAD.optimizer)
         assert "was saved with no state, this run's has momentum1" in load(checkpoint_format, fused)
+        narrow = tuple(checkpoints.dataclasses.replace(table, dim=4) for table in TABLE_WISE.tables)
+        said = load(checkpoint_format, checkpoints.dataclasses.replace(TABLE_WISE, tables=narrow))
+        assert re.search(r"\b8.*\b4.*Was (it|the checkpoint) saved from other tables", said)
+        assert re.search(r"ebc\.embedding_bags\.t\d\.weight", said)
 
 
 def test_a_crash_between_the_two_renames(two_ranks: Ranks, tmp_path: Path) -> None:

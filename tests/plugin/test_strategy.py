@@ -17,7 +17,7 @@ from torchrec.distributed.types import ShardingType
 from lightning_overlap import MODES, STREAMS, OverlapEmbeddingStrategy, Schedule
 from lightning_overlap.schedules.modes import ModeName, StreamPolicy
 from lightning_overlap.tables import check_fused_optimizer
-from lightning_overlap.tables.sharding_argument import ShardingName
+from lightning_overlap.tables.sharding import ShardingName
 from lightning_overlap.tuning import Auto
 
 from ..support.cases import TABLE_WISE
