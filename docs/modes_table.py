@@ -23,7 +23,8 @@ def _starts_early(mode: Schedule) -> str:
     parts = []
     for stage, what in (
         (Stage.COPY_BATCH_TO_DEVICE, "copy"),
-        (Stage.INPUT_SPLITS_DIST, "input dist"),
+        (Stage.INPUT_SPLITS_DIST, "sizes"),
+        (Stage.INPUT_DATA_DIST, "ids"),
         (Stage.PREFETCH, "prefetch"),
         (Stage.EMBEDDING_LOOKUP, "lookup"),
     ):
