@@ -16,11 +16,11 @@ from . import monitors
 #   base                sizes ids embs FFFFF BBBBB grads SSSSS
 #   sparse_dist         embs FFFFF BBBBB grads SSSSS            embs has the next sizes beside it, BBBBB the next ids
 #                       sizes      ids
-#   fused_sparse_dist   FFFFF BBBBB grads SSSSS
-#                       sizes ids         embs
-#   after_optimizer     as sparse_dist, but that embs begins before the step's end
-#   semi_sync           FFFFF BBBBB grads SSSSS
-#                       sizes embs        ids
+#   fused_sparse_dist   FFFFF BBBBB grads SSSSS                 the next sizes travel with ids
+#                             ids         embs
+#   after_optimizer     as sparse_dist, but that embs begins before the step's end, and the next sizes travel with ids
+#   semi_sync           FFFFF BBBBB grads SSSSS                 the next sizes travel with ids
+#                             embs        ids
 #   semi_sync_deferred  FFFFF BBBBB SSSSS
 #                       sizes embs  grads, ids
 #   async_lookup        as semi_sync, for batches that are further ahead
@@ -29,9 +29,9 @@ from . import monitors
 BUSY_AND_HIDDEN_MS = {
     "base": (160, 0),
     "sparse_dist": (120, 40),
-    "fused_sparse_dist": (160, 120),
+    "fused_sparse_dist": (120, 80),
     "fused_sparse_dist_after_optimizer": (120, 40),
-    "semi_sync": (80, 40),  # embeddings and sizes travel while gradients do
+    "semi_sync": (80, 40),  # embeddings travel while gradients do
     "semi_sync_deferred": (80, 80),
     "async_lookup": (80, 40),
     "prefetch": (120, 80),

@@ -30,7 +30,7 @@ def test_every_kind_of_table_trains_the_same(case: Case, ranks: Ranks) -> None:
     assert [mine.differences(theirs) for mine, theirs in zip(actual, expected, strict=True)] == [[]] * ranks.world_size
 
 
-@pytest.mark.parametrize(("pipeline", "held", "released"), [("fused_sparse_dist", 3, 1), ("async_lookup", 4, 1)])
+@pytest.mark.parametrize(("pipeline", "held", "released"), [("fused_sparse_dist", 3, 2), ("async_lookup", 4, 1)])
 def test_ids_are_in_memory_until_they_are_sent(two_ranks: Ranks, pipeline: str, held: int, released: int) -> None:
     """As a step begins: without it the ids of every batch in flight, with it of those that are not sent yet."""
     for by_step in two_ranks.run(freed_features.alive, TABLE_WISE, pipeline, False):

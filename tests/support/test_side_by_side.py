@@ -62,7 +62,12 @@ def test_ctrl_c_ends_all(tmp_path: Path) -> None:
     program = [sys.executable, "-m", "tests.support.side_by_side", *command(tmp_path)]
     options = {"cwd": interpreters.ROOT, "start_new_session": True, "stdout": subprocess.PIPE, "text": True}
     variables = os.environ | {"PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}
-    with interpreters.Popen(program, env=variables, **options) as process:
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # who starts tests in the background ignores it
+    try:
+        process = interpreters.Popen(program, env=variables, **options)
+    finally:
+        signal.signal(signal.SIGINT, before)
+    with process:
         while not began.exists():
             time.sleep(0.02)
         os.killpg(process.pid, signal.SIGINT)
