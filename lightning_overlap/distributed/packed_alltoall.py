@@ -53,8 +53,11 @@ class PackedExchange:
         self._sizes = [size for of_rank in zip(*came, strict=True) for size in of_rank]
         from_ranks, to_ranks = ([sum(of_rank) for of_rank in zip(*sizes, strict=True)] for sizes in (came, sent))
         self._came = self._packed.new_empty(sum(from_ranks))
+        self._stream = torch.cuda.current_stream(self._came.device) if self._came.is_cuda else None
         output_splits, input_splits = (None, None) if even else (from_ranks, to_ranks)
-        self._work = dist.all_to_all_single(self._came, self._packed, output_splits, input_splits, group, async_op=True)
+        self._work: dist.Work | None = dist.all_to_all_single(
+            self._came, self._packed, output_splits, input_splits, group, async_op=True
+        )
         self._received: list[Tensor | None] = []
 
     def take(self, place: slice) -> list[Tensor]:
@@ -64,23 +67,36 @@ class PackedExchange:
             place: Of these parts among all.
 
         Returns:
-            What has come of each, `(sum(received), ...)`, contiguous.
+            What has come of each, `(sum(received), ...)`, contiguous, for the stream that is current.
 
         Raises:
             RuntimeError: A rank is gone, or the group's time is over.
         """
-        if not self._received:
-            assert self._work is not None
+        if self._work is not None:
             self._work.wait()
+            self._hand_to_current_stream(self._packed, self._came)
             pieces = self._came.split(self._sizes)
             self._received = [
                 torch.cat(pieces[number :: len(self._parts)]).view(dtype).view(-1, *shape)
                 for number, (dtype, shape) in enumerate(self._parts)
             ]
+            self._work = None  # which keeps what travelled, too
             del self._packed, self._came
         taken = [part for part in self._received[place] if part is not None]
         self._received[place] = [None] * len(taken)
+        self._hand_to_current_stream(*taken)
         return taken
+
+    def _hand_to_current_stream(self, *tensors: Tensor) -> None:
+        """Let it use what the stream before it has made: ids and sizes of one exchange may be asked for on two."""
+        if self._stream is None:
+            return
+        current = torch.cuda.current_stream(self._stream.device)
+        if current != self._stream:
+            current.wait_stream(self._stream)
+            for tensor in tensors:
+                tensor.record_stream(current)
+            self._stream = current
 
 
 def _unit(parts: Sequence[Part]) -> tuple[torch.dtype, int]:

@@ -15,8 +15,8 @@ _PREFETCH, _LOOKUP, _UPDATE = Stage.PREFETCH, Stage.EMBEDDING_LOOKUP, Stage.EMBE
 _FORWARD, _BACKWARD, _STEP = Stage.DENSE_FORWARD, Stage.BACKWARD, Stage.OPTIMIZER_STEP
 _COMPUTE, _MEMCPY, _DIST, _SIDE = StreamName.COMPUTE, StreamName.MEMCPY, StreamName.DATA_DIST, StreamName.LOOKUP
 
-# Steps that fetch a batch stand below DENSE_FORWARD: a slow data loader then blocks the host while the device has
-# the forward queued, and never delays an all-to-all that could have been on its way.
+# Where a step that fetches a batch stands below DENSE_FORWARD, a slow data loader blocks the host while the device has
+# the forward queued. The fused modes fetch above it, while the device has the backward and the step before it queued.
 
 BASE = Schedule(
     "base",

@@ -237,7 +237,8 @@ class InputSizes:
             places.append(slice(len(parts), len(parts) + len(own)))
             parts += map(Part, own, meta.input_splits, of_all)
         with_them = [one._sizes for one in self._waiting if not one._sizes.is_sent]
-        exchange = PackedExchange([*parts, *(one.part() for one in with_them)], self._group)
+        device = parts[0].tensor.device  # the host's group may send what is on a GPU
+        exchange = PackedExchange([*parts, *(one.part(device) for one in with_them)], self._group)
         for number, later in enumerate(with_them, len(parts)):
             later.travel_with(exchange, number)
         every = iter(zip(metas, places, lengths, strict=True))

@@ -103,17 +103,17 @@ class Sizes:
         """Whether they are on their way."""
         return self._exchange is not None
 
-    def part(self) -> Part:
-        """Return them as they travel."""
-        nccl = "nccl" in str(dist.get_backend(self._group))
-        device = torch.device("cuda", torch.cuda.current_device()) if nccl else torch.device("cpu")
-        on_host = torch.tensor(self._rows, dtype=torch.int64, pin_memory=nccl)
+    def part(self, device: torch.device) -> Part:
+        """Return them as they travel: on the device of the ids that they travel with."""
+        on_host = torch.tensor(self._rows, dtype=torch.int64, pin_memory=device.type == "cuda")
         one_each = [1] * self._group.size()
         return Part(on_host.to(device, non_blocking=True), one_each, one_each)
 
     def send(self) -> None:
         """Send them in an all-to-all of their own."""
-        self.travel_with(PackedExchange([self.part()], self._group, even=True), 0)
+        nccl = "nccl" in str(dist.get_backend(self._group))
+        device = torch.device("cuda", torch.cuda.current_device()) if nccl else torch.device("cpu")
+        self.travel_with(PackedExchange([self.part(device)], self._group, even=True), 0)
 
     def travel_with(self, exchange: PackedExchange, number: int) -> None:
         """Say which part of which exchange they are."""

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
+import torch.distributed as dist
+from torch import Tensor
 from torchrec import KeyedJaggedTensor
 
 from lightning_overlap import StreamName
+from lightning_overlap.distributed import PackedExchange, Part
 from lightning_overlap.runtime.streams import CudaStreams, make_streams
 from lightning_overlap.schedules.modes import STREAMS
 
@@ -66,3 +71,33 @@ def test_memory_handed_over_is_not_used_again_too_early() -> None:
             torch.full((1 << 16,), 0, device=device)
         wrong += int(total.item() != 7 * (1 << 16))
     assert wrong == 0
+
+
+class _Over:
+    """An all-to-all of a single rank, which needs no group."""
+
+    def wait(self) -> None:
+        pass
+
+
+def _to_itself(received: Tensor, sent: Tensor, *args: Any, **kwargs: Any) -> _Over:
+    received.copy_(sent)
+    return _Over()
+
+
+def test_sizes_are_read_on_another_stream_than_the_ids_that_they_came_with(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As where the ids' module was not called: its step lets go of them on the compute stream, after its own work."""
+    monkeypatch.setattr(dist, "all_to_all_single", _to_itself)
+    ids, sizes = (torch.arange(1, num + 1, device="cuda") for num in (1 << 16, 1))
+    group: Any = None
+    exchange = PackedExchange([Part(ids, [len(ids)], [len(ids)]), Part(sizes, [1], [1])], group)
+    torch.cuda.synchronize()
+    of_ids, of_sizes = torch.cuda.Stream(), torch.cuda.Stream()
+    with torch.cuda.stream(of_ids):
+        torch.cuda._sleep(BUSY_CYCLES)
+        [taken] = exchange.take(slice(1))
+    with torch.cuda.stream(of_sizes):
+        [seen] = exchange.take(slice(1, 2))
+        assert seen.tolist() == [1]
+    of_ids.synchronize()
+    assert torch.equal(taken, ids)
