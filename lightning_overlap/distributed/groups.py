@@ -9,7 +9,7 @@ from datetime import timedelta
 import torch.distributed as dist
 
 from . import gloo_alltoall, gloo_device
-from .consensus import GroupConsensus
+from .consensus import Consensus
 from .failures import default_store
 from .sockets import remember_sockets
 
@@ -27,7 +27,7 @@ class Groups:
     lookahead: dist.ProcessGroup | None = None
     """The input dist of coming batches."""
 
-    consensus: GroupConsensus | None = None
+    consensus: Consensus | None = None
     """What the ranks have to know of each other at every step, on the host."""
 
     multi_node: bool = False
@@ -87,7 +87,7 @@ def join(timeout: timedelta, *, multi_node: bool = False) -> Groups:
                     (of_tables, "lookahead"),
                 )
             )
-        _made[key] = Groups(tables, lookahead, GroupConsensus(consensus), multi_node, checkpoints)
+        _made[key] = Groups(tables, lookahead, Consensus(consensus), multi_node, checkpoints)
     return _made[key]
 
 

@@ -245,8 +245,7 @@ class SavesShards(HasRun):
 
 def _gather_loader_states(checkpoint: dict[str, Any], group: dist.ProcessGroup | None) -> None:
     """Add every rank's state of the data loaders: rank 0 alone writes what is not sharded."""
-    state = _fit_loop(checkpoint).get(_LOADER)
-    states = [state] if group is None else gather_objects(state, group)
+    states = gather_objects(_fit_loop(checkpoint).get(_LOADER), group)
     if any(states):
         checkpoint[_LOADERS] = states
 

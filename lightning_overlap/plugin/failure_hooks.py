@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 
 from typing_extensions import override
 
-from ..distributed import FirstCause, GroupConsensus, default_store, groups, remember_sockets, tell_last
+from ..distributed import Consensus, FirstCause, default_store, groups, remember_sockets, tell_last
 from . import fit_loop
 from .checkpoint_hooks import SavesShards
 
@@ -82,7 +82,7 @@ class FailsTogether(SavesShards):
         group = self._consensus
         if self._interrupted and self.checkpoint_group is not None:
             self.finish_save(sys.exception())  # a thread uses its group until then
-            group = GroupConsensus(self.checkpoint_group)  # in the other one, questions may be under way
+            group = Consensus(self.checkpoint_group)  # in the other one, questions may be under way
         broadcast = super().broadcast if group is None else group.broadcast
         return self._first_error_first("a broadcast that followed it failed", partial(broadcast, obj, src))
 

@@ -101,10 +101,9 @@ class _FitLoopMixin(_FitLoop):
     def _end_together(self, fetcher: LookaheadFetcher) -> None:
         """Take the length of the shortest rank's epoch, where Lightning takes each rank's own."""
         own, strategy = self.max_batches, self.trainer.strategy
-        fetcher.num_batches = strategy.shortest_epoch(own)  # type: ignore[attr-defined]
         knows = _has_known_length(fetcher.combined_loader)
-        any_does_not = strategy.any_rank(not knows)  # type: ignore[attr-defined]
-        fetcher.lengths_known = knows and not any_does_not
+        lengths, known = zip(*strategy.gather((own, knows)), strict=True)  # type: ignore[attr-defined]
+        fetcher.num_batches, fetcher.lengths_known = min(lengths), all(known)
         fetcher.told = strategy.skipped_batches()  # type: ignore[attr-defined]
         if fetcher.num_batches == own:
             return

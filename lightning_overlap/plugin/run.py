@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
+from functools import partial
 from typing import Any
 
 import torch.distributed as dist
@@ -17,7 +18,7 @@ from lightning.pytorch.strategies import DDPStrategy
 from lightning.pytorch.utilities.parsing import lightning_getattr, lightning_hasattr
 from torch.distributed.constants import default_pg_timeout
 
-from ..distributed import GroupConsensus, Lowest, OwnLowest, SkippedBatches, default_store, groups
+from ..distributed import Consensus, Lowest, SkippedBatches, default_store, groups
 from ..runtime import Executor, StageTimer, Streams
 from ..sparse import GradientStash, SparsePipeline
 from ..tables import OverflowWatch, has_model_parallel_tables
@@ -316,12 +317,8 @@ class HasRun(DDPStrategy):
         return None if self._groups is None else self._groups.checkpoints
 
     @property
-    def _consensus(self) -> GroupConsensus | None:
+    def _consensus(self) -> Consensus | None:
         return None if self._groups is None else self._groups.consensus
-
-    def shortest_epoch(self, num_batches: float) -> float:
-        """Return the fewest batches that any rank has in an epoch; `inf` where no loader has a length."""
-        return num_batches if self._consensus is None else self._consensus.shortest(num_batches)
 
     def skipped_batches(self) -> SkippedBatches | None:
         """Return what the ranks of this fit tell each other of skipped batches; None on one. All ranks call this."""
@@ -338,8 +335,8 @@ class HasRun(DDPStrategy):
 
     def lowest(self, numbers: Sequence[int]) -> Lowest:
         """Start to look for the lowest of each number over all ranks; all of them call this at the same point."""
-        return OwnLowest(numbers) if self._consensus is None else self._consensus.lowest(numbers)
+        return partial(list, numbers) if self._consensus is None else self._consensus.lowest(numbers)
 
     def any_rank(self, flag: bool) -> bool:
         """Whether any rank says so; all of them wait for each other."""
-        return self._consensus is not None and self._consensus.any(flag)
+        return flag if self._consensus is None else self._consensus.any(flag)
