@@ -26,9 +26,6 @@ from ..tuning import Tuner, say_nothing
 from . import first_words
 from .fetcher import LookaheadFetcher
 
-ExecutorMaker = Callable[[LookaheadFetcher, SparsePipeline], Executor]
-"""Makes an executor of the batches that a fetcher gives, whose sparse stages a pipeline does."""
-
 
 def batch_size_of(module: LightningModule | None) -> int | None:
     """Return the `batch_size` of the data module, the module or their hyperparameters; None where there is none.
@@ -41,71 +38,34 @@ def batch_size_of(module: LightningModule | None) -> int | None:
     return found if isinstance(found, int) and found > 0 else None
 
 
-class Evaluations:
-    """The evaluations of a run: for each step a pipeline of its own, which training's does not see.
-
-    Owns these pipelines and the executor of the evaluation that goes on.
-
-    Args:
-        make_pipeline: Makes the pipeline of a step (`validation_step`, ...), when it first runs.
-        make_executor: Makes the executor of one evaluation.
-    """
-
-    def __init__(self, make_pipeline: Callable[[str], SparsePipeline], make_executor: ExecutorMaker) -> None:
-        self._make_pipeline = make_pipeline
-        self._make_executor = make_executor
-        self._pipelines: dict[str, SparsePipeline] = {}
-        self._pipeline: SparsePipeline | None = None
-        self._executor: Executor | None = None
-
-    def begin(self, step: str) -> None:
-        """Serve the calls of a step; what is in flight for training waits as it is."""
-        if step not in self._pipelines:
-            self._pipelines[step] = self._make_pipeline(step)
-        self._pipeline = self._pipelines[step]
-        self._pipeline.attach()
-
-    def make_executor(self, fetcher: LookaheadFetcher) -> Executor:
-        """Make the executor of the evaluation that has begun."""
-        assert self._pipeline is not None, "an evaluation begins with the strategy's hook"
-        self._executor = self._make_executor(fetcher, self._pipeline)
-        return self._executor
-
-    def end(self) -> None:
-        """Complete what was started for batches that are not evaluated, on all ranks alike."""
-        if self._executor is not None:
-            self._executor.drain()
-        self.abandon()
-
-    def abandon(self) -> None:
-        """Drop everything in flight at once, without a collective."""
-        if self._executor is not None:
-            self._executor.abandon()
-            self._executor = None
-        if self._pipeline is not None:
-            self._pipeline.detach()
-            self._pipeline = None
-
-
 class Run:
     """One fit, validate, test or predict of a module with tables.
 
-    Owns the pipeline and the executor of training; a run that does not fit has neither.
+    Owns the pipeline and the executor of training, which a run that does not fit lacks, and those of the evaluation
+    that goes on: each evaluation step has a pipeline of its own, which training's does not see.
 
     Args:
         trainer: The trainer that runs.
-        make_executor: Makes the executor of training.
-        evaluations: The evaluations of this run, those within a fit too.
+        make_executor: Makes the executor of training or of one evaluation.
+        make_pipeline: Makes the pipeline of an evaluation's step (`validation_step`, ...), when it first runs.
     """
 
-    def __init__(self, trainer: Trainer, make_executor: ExecutorMaker, evaluations: Evaluations) -> None:
+    def __init__(
+        self,
+        trainer: Trainer,
+        make_executor: Callable[[LookaheadFetcher, SparsePipeline], Executor],
+        make_pipeline: Callable[[str], SparsePipeline],
+    ) -> None:
         self.trainer = trainer
-        self.evaluations = evaluations
         self._make_executor = make_executor
+        self._make_pipeline = make_pipeline
         self.sparse: SparsePipeline | None = None
         """The pipeline of training, as soon as the tables are sharded."""
         self.executor: Executor | None = None
         """The executor of training, as soon as the fit loop asks for its first batch."""
+        self._pipelines: dict[str, SparsePipeline] = {}
+        self._evaluating: SparsePipeline | None = None
+        self._evaluator: Executor | None = None
         self.overflow: OverflowWatch | None = None
         """Watches gradients that are sent in fewer bits; None where none are."""
         self.at_end: list[Callable[[], None]] = []
@@ -131,6 +91,12 @@ class Run:
         self.executor = self._make_executor(fetcher, self.sparse)
         return self.executor
 
+    def make_evaluator(self, fetcher: LookaheadFetcher) -> Executor:
+        """Make the executor of the evaluation that has begun."""
+        assert self._evaluating is not None, "an evaluation begins with the strategy's hook"
+        self._evaluator = self._make_executor(fetcher, self._evaluating)
+        return self._evaluator
+
     def update_tables(self) -> None:
         """Make the updates of tables that a deferring schedule has left for later; all ranks call this."""
         if self.executor is not None:
@@ -150,13 +116,30 @@ class Run:
         """Serve the calls of an evaluation's step, which finds the tables up to date; all ranks call this."""
         self.disturbs(step)
         self.update_tables()
-        self.evaluations.begin(step)
+        if step not in self._pipelines:
+            self._pipelines[step] = self._make_pipeline(step)
+        self._evaluating = self._pipelines[step]
+        self._evaluating.attach()
 
     def end_evaluation(self) -> None:
-        """Complete an evaluation, and let the ranks ask each other whether it has written tables."""
-        self.evaluations.end()
+        """Complete what was started for batches that are not evaluated, on all ranks alike.
+
+        The ranks then ask each other whether the evaluation has written tables.
+        """
+        if self._evaluator is not None:
+            self._evaluator.drain()
+        self._abandon_evaluation()
         if self.executor is not None:
             self.executor.writes.ask()
+
+    def _abandon_evaluation(self) -> None:
+        """Drop everything in flight at once, without a collective."""
+        if self._evaluator is not None:
+            self._evaluator.abandon()
+            self._evaluator = None
+        if self._evaluating is not None:
+            self._evaluating.detach()
+            self._evaluating = None
 
     def stop(self) -> None:
         """Drop what is in flight, without a collective, and give the modules their own forwards back."""
@@ -165,7 +148,7 @@ class Run:
                 self.executor.wait_for_lookups()
             self.executor.abandon()
             self.executor = None
-        self.evaluations.abandon()
+        self._abandon_evaluation()
         if self.sparse is not None:
             self.sparse.detach()
             self.sparse = None

@@ -42,7 +42,7 @@ from .evaluation_loops import EvaluatesAhead
 from .failure_hooks import FailsTogether
 from .fetcher import LookaheadFetcher
 from .processes import StartsProcesses
-from .run import Evaluations, Run, batch_size_of
+from .run import Run, batch_size_of
 from .step_hooks import WalksSteps, runs_between_backward_and_step
 from .unsupported import (
     check_arguments,
@@ -217,11 +217,8 @@ class OverlapEmbeddingStrategy(FailsTogether, EvaluatesAhead, WalksSteps, Starts
             if fitting:
                 refuse_callbacks(trainer.callbacks, self.model)  # type: ignore[attr-defined]
             self.join_groups()
-            evaluations = Evaluations(
-                partial(self._make_pipeline, self.schedule.evaluation), self._make_evaluation_executor
-            )
-            self._run = Run(trainer, self._make_executor, evaluations)
-            evaluation_loops.install(trainer, evaluations.make_executor)
+            self._run = Run(trainer, self._make_executor, partial(self._make_pipeline, self.schedule.evaluation))
+            evaluation_loops.install(trainer, self._run.make_evaluator)
             sigterm.install(trainer)
             shortcuts.install(trainer)
             if fitting:
@@ -337,31 +334,20 @@ class OverlapEmbeddingStrategy(FailsTogether, EvaluatesAhead, WalksSteps, Starts
 
     def _make_executor(self, fetcher: LookaheadFetcher, sparse: SparsePipeline) -> Executor:
         assert self._run is not None
-        return Executor(
+        make = partial(Executor, consensus=self._consensus, rank=self.global_rank, any_rank=self.any_rank)
+        if sparse is not self._run.sparse:
+            context = self.precision_plugin.val_step_context
+            return make(self.schedule.evaluation, fetcher, sparse, sparse.order, lookup_context=context)
+        return make(
             self._schedules,
             fetcher if self._tuner is None else self._tuner.timed(fetcher),
             sparse,
             sparse.order,
-            consensus=self._consensus,
             lookup_context=self.precision_plugin.train_step_context,
             observer=self._observer,
-            rank=self.global_rank,
             num_before=partial(fit_loop.num_trained, self._run.trainer),
-            any_rank=self.any_rank,
             hooks_read_tables=partial(runs_between_backward_and_step, self._run.trainer),
             accumulates=partial(fit_loop.accumulates, self._run.trainer),
-        )
-
-    def _make_evaluation_executor(self, fetcher: LookaheadFetcher, sparse: SparsePipeline) -> Executor:
-        return Executor(
-            self.schedule.evaluation,
-            fetcher,
-            sparse,
-            sparse.order,
-            consensus=self._consensus,
-            lookup_context=self.precision_plugin.val_step_context,
-            rank=self.global_rank,
-            any_rank=self.any_rank,
         )
 
     def stale_rows(self) -> StaleRows | None:
