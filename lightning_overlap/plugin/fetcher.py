@@ -108,6 +108,11 @@ class LoaderStates:
         return self._after.get(index)
 
 
+def _of_inner(name: str) -> Any:
+    """Return what the loop reads and writes on its fetcher, and belongs to the inner one."""
+    return property(lambda self: getattr(self.inner, name), lambda self, value: setattr(self.inner, name, value))
+
+
 class LookaheadFetcher(_DataLoaderIterDataFetcher):
     """Gives the loop staged batches, and the executor the batches to stage.
 
@@ -126,9 +131,10 @@ class LookaheadFetcher(_DataLoaderIterDataFetcher):
 
     def __init__(self, inner: _DataFetcher, trainer: Trainer, make_executor: ExecutorFactory) -> None:
         self.inner = inner
-        profilers = inner._start_profiler, inner._stop_profiler  # an evaluation loop has set them already
-        super().__init__()
-        inner._start_profiler, inner._stop_profiler = profilers
+        kept = {name: getattr(inner, name) for name in ("fetched", "length", "_start_profiler", "_stop_profiler")}
+        super().__init__()  # sets them back, but the inner one is running already
+        for name, value in kept.items():
+            setattr(inner, name, value)
         self._trainer = trainer
         self._make_executor = make_executor
         self.executor: Executor | None = None
@@ -151,41 +157,10 @@ class LookaheadFetcher(_DataLoaderIterDataFetcher):
         self._states = LoaderStates(inner, kept=self._keeps_states)
         self.done = inner.done
 
-    # The loop reads and writes these on its fetcher; they belong to the inner one, which is already running when
-    # the base class's constructor would set `fetched` and `length` back.
-    @property
-    def fetched(self) -> int:
-        """Batches taken from the loader in this epoch."""
-        return self.inner.fetched
-
-    @fetched.setter
-    def fetched(self, value: int) -> None:
-        self.inner.fetched = value or self.inner.fetched
-
-    @property
-    def length(self) -> int | None:
-        """Batches of an epoch, None if the loader does not know."""
-        return self.inner.length
-
-    @length.setter
-    def length(self, value: int | None) -> None:
-        self.inner.length = self.inner.length if value is None else value
-
-    @property
-    def _start_profiler(self) -> Callable[[], None]:
-        return self.inner._start_profiler
-
-    @_start_profiler.setter
-    def _start_profiler(self, value: Callable[[], None]) -> None:
-        self.inner._start_profiler = value
-
-    @property
-    def _stop_profiler(self) -> Callable[[], None]:
-        return self.inner._stop_profiler
-
-    @_stop_profiler.setter
-    def _stop_profiler(self, value: Callable[[], None]) -> None:
-        self.inner._stop_profiler = value
+    fetched = _of_inner("fetched")
+    length = _of_inner("length")
+    _start_profiler = _of_inner("_start_profiler")
+    _stop_profiler = _of_inner("_stop_profiler")
 
     @property
     @override
