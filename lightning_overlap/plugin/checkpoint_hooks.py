@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -37,11 +37,6 @@ class SavesShards(HasRun):
     Owns the saver that writes folders while training goes on (`_folder_saver`) and the path of the newest checkpoint
     (`_newest`).
 
-    Args:
-        checkpoint_format: `sharded`, `full`, or None: sharded above one rank or with `async_checkpoint`.
-        async_checkpoint: Write folders in a thread, while training goes on.
-        **kwargs: What `DDPStrategy` takes.
-
     Raises:
         ValueError: An unknown format, or `async_checkpoint` with `checkpoint_format="full"`.
     """
@@ -64,10 +59,6 @@ class SavesShards(HasRun):
         super().join_groups()
         if self._groups is not before:
             self._folder_saver = FolderSaver(self.checkpoint_group)
-
-    def on_commit(self, action: Callable[[], None]) -> None:
-        """Do something now, or as soon as the save under way has succeeded, on this rank."""
-        self._folder_saver.on_commit(action)
 
     def finish_save(self, error: BaseException | None = None) -> None:
         """Wait for the save that is under way in a thread, if there is one.
@@ -129,19 +120,17 @@ class SavesShards(HasRun):
         if self._tuner is not None and self._tuner.has_chosen:
             checkpoint[_CHOICE] = self._tuner.state_dict()
         path, resumable = Path(filepath), "optimizer_states" in checkpoint
+        first = self._first_last(path) if resumable else None
         if self._saved_format == FULL:
             content = checkpoints.gather_checkpoint(checkpoint, module, self.checkpoint_group)
-            if _is_plain_file(filepath, storage_options, self.checkpoint_io):
-                first = self._first_last(path) if resumable else None
-                checkpoints.write_file(content, path, self.checkpoint_group, also=first)
-                self._take_newest(path, resumable)
-            else:
+            if not _is_plain_file(filepath, storage_options, self.checkpoint_io):
                 super().save_checkpoint(content or {}, filepath, storage_options)
-            return
-        checkpoints.check_folder_path(filepath, storage_options)
-        asynchronous = self.async_checkpoint and self._running_trainer is not None  # else nobody would wait for it
-        first = self._first_last(path) if resumable else None
-        self._folder_saver.save(checkpoint, path, module, asynchronous=asynchronous, also=first)
+                return
+            checkpoints.write_file(content, path, self.checkpoint_group, also=first)
+        else:
+            checkpoints.check_folder_path(filepath, storage_options)
+            asynchronous = self.async_checkpoint and self._running_trainer is not None  # else nobody would wait for it
+            self._folder_saver.save(checkpoint, path, module, asynchronous=asynchronous, also=first)
         self._take_newest(path, resumable)
 
     def _first_last(self, path: Path) -> Path | None:
@@ -154,12 +143,12 @@ class SavesShards(HasRun):
 
     def _take_newest(self, path: Path, resumable: bool) -> None:
         """Let "last" find what was saved, as soon as it is whole; on rank 0."""
-        self._newest = path  # whole, as soon as `on_commit` does something
+        self._newest = path  # whole, as soon as the saver does something
         for bridge, is_last in checkpoint_links.bridges(self._running_trainer, path) if self.is_global_zero else []:
             if is_last:
-                self.on_commit(partial(checkpoints.discard, bridge))
+                self._folder_saver.on_commit(partial(checkpoints.discard, bridge))
             elif resumable:
-                self.on_commit(partial(checkpoints.lead, bridge, path))
+                self._folder_saver.on_commit(partial(checkpoints.lead, bridge, path))
 
     @property
     def _saved_format(self) -> str:

@@ -7,7 +7,6 @@ underscore are listed in `PRIVATE_NAMES`; a test names each.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from functools import partial
 from typing import Any
 
 from lightning.pytorch import Trainer
@@ -49,10 +48,10 @@ PRIVATE_NAMES: Mapping[str, tuple[str, ...]] = {
 """What this file uses of Lightning beyond its public interface, by the module or class that has it."""
 
 
-def run_step(step: Callable[..., Any], *args: Any) -> Any:
+def _run_step(step: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """Run the user's step of an evaluation, with early embeddings if its batch was looked ahead."""
     if not (args and isinstance(args[0], StagedBatch)):
-        return step(*args)
+        return step(*args, **kwargs)
     [staged] = args
     with staged.executor.forward():
         output = step(*staged.arguments)
@@ -68,15 +67,15 @@ class EvaluatesAhead(HasRun):
 
     @override
     def validation_step(self, *args: Any, **kwargs: Any) -> Any:
-        return run_step(partial(super().validation_step, **kwargs), *args)
+        return _run_step(super().validation_step, *args, **kwargs)
 
     @override
     def test_step(self, *args: Any, **kwargs: Any) -> Any:
-        return run_step(partial(super().test_step, **kwargs), *args)
+        return _run_step(super().test_step, *args, **kwargs)
 
     @override
     def predict_step(self, *args: Any, **kwargs: Any) -> Any:
-        return run_step(partial(super().predict_step, **kwargs), *args)
+        return _run_step(super().predict_step, *args, **kwargs)
 
     @override
     def on_validation_start(self) -> None:
@@ -118,14 +117,7 @@ class EvaluatesAhead(HasRun):
 
 
 class EvaluationFetcher(LookaheadFetcher):
-    """Gives an evaluation loop staged batches, numbered as its loader numbers them.
-
-    Args:
-        inner: The stock fetcher.
-        trainer: The trainer that evaluates.
-        make_executor: Makes the executor, when the first batch is asked for.
-        arguments: Returns the arguments of the user's step for (batch, batch_idx, dataloader_idx).
-    """
+    """Gives an evaluation loop staged batches, numbered as its loader numbers them."""
 
     _keeps_states = False  # no checkpoint holds the position of an evaluation
 
@@ -134,10 +126,10 @@ class EvaluationFetcher(LookaheadFetcher):
         inner: _DataFetcher,
         trainer: Trainer,
         make_executor: ExecutorFactory,
-        arguments: Callable[[Any, int, int], tuple[Any, ...]],
+        step_arguments: Callable[[Any, int, int], tuple[Any, ...]],
     ) -> None:
         super().__init__(inner, trainer, make_executor)
-        self._step_arguments = arguments
+        self._step_arguments = step_arguments
 
     @override
     def _arguments(self) -> tuple[Any, ...]:

@@ -80,6 +80,16 @@ class Run:
         self.sparse = sparse
         sparse.attach()
 
+    def finish(self) -> None:
+        """Complete what training has started, on all ranks alike."""
+        if self.executor is not None:
+            self.executor.drain()
+            self.executor.wait_for_lookups()
+        if self.overflow is not None:
+            self.overflow.finish()
+        if self.tuner is not None:
+            self.tuner.finish()
+
     def end(self) -> None:
         """Say that training has written its last weight."""
         while self.at_end:
@@ -101,11 +111,6 @@ class Run:
         """Make the updates of tables that a deferring schedule has left for later; all ranks call this."""
         if self.executor is not None:
             self.executor.updates.make_all()
-
-    def batch_over(self) -> None:
-        """Count a batch whose optimization is over."""
-        if self.tuner is not None and self.executor is not None:
-            self.tuner.step()
 
     def disturbs(self, what: str) -> None:
         """Say that something else than training takes its time now; all ranks call this."""
@@ -163,9 +168,6 @@ class HasRun(DDPStrategy):
 
     Owns the run that goes on (`_run`), and what outlives it: the process groups (`_groups`), the streams (`_streams`),
     the dense gradients that wait for their optimizer step (`_stash`) and the chosen mode (`_tuner`).
-
-    Args:
-        **kwargs: What `DDPStrategy` takes.
     """
 
     _run: Run | None

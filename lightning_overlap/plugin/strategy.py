@@ -224,7 +224,7 @@ class OverlapEmbeddingStrategy(FailsTogether, EvaluatesAhead, WalksSteps, Starts
             if fitting:
                 # Before super().setup(): configure_optimizers may ask for the number of steps, which sets up the data.
                 fit_loop.install(trainer, self._run.make_executor)
-                checkpoint_links.install(trainer, self.on_commit)
+                checkpoint_links.install(trainer, self._folder_saver.on_commit)
                 if self.global_rank == 0:
                     warn_of_ignored_options(trainer, holds_updates=self._holds_updates)
         super().setup(trainer)
