@@ -37,11 +37,7 @@ class SkippedBatches:
         self._epoch += 1
 
     def note(self, num_before: int) -> None:
-        """Tell the others of a batch that is skipped, before this rank takes part in the next one that is not.
-
-        Args:
-            num_before: Other batches of the epoch before it.
-        """
+        """Tell the others of a batch that is skipped after so many others, before this rank takes part in the next."""
         self._mine.append((self._epoch, num_before))
         self._tell()
 

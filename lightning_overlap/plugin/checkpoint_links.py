@@ -36,12 +36,7 @@ WhenWhole = Callable[[Callable[[], None]], None]
 
 
 def install(trainer: Trainer, on_commit: WhenWhole) -> None:
-    """Let the callbacks of a trainer link when what the link leads to is whole; classes of the user's do as they like.
-
-    Args:
-        trainer: The trainer that has the callbacks.
-        on_commit: Calls what makes a link as soon as the save under way has succeeded.
-    """
+    """Let callbacks link when what the link leads to is whole; classes of the user's do as they like."""
     check_names("lightning", PRIVATE_NAMES, _OWNERS)
     for callback in _linking(trainer):
         if type(callback)._link_checkpoint is ModelCheckpoint._link_checkpoint:

@@ -1,7 +1,6 @@
 """Lightning's evaluation loops with a lookahead: `validate`, `test`, `predict`, and validation inside a fit.
 
-As in `fit_loop.py` the live loop objects get a class that mixes in what changes. Names of Lightning that start with an
-underscore are listed in `PRIVATE_NAMES`; a test names each.
+As in `fit_loop.py` the live loop objects get a class that mixes in what changes.
 """
 
 from __future__ import annotations

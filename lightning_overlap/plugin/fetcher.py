@@ -2,8 +2,7 @@
 
 It stands in the place of Lightning's own, whose iterator it goes on with: it stages each batch when the executor asks
 for one, skips batches that are None, and keeps the states of the data loaders for checkpoints. `evaluation_loops.py`
-has a subclass for evaluations. Names of Lightning that start with an underscore are listed in `PRIVATE_NAMES`; a test
-names each.
+has a subclass for evaluations.
 """
 
 from __future__ import annotations
@@ -46,16 +45,10 @@ ExecutorFactory = Callable[["LookaheadFetcher"], Executor]
 
 
 class StagedBatch:
-    """What a loop passes to the strategy's step in the place of the batch.
-
-    Args:
-        arguments: What the user's step is called with; the batch is among them.
-        executor: The executor that has staged the batch.
-    """
+    """What a loop passes to the strategy's step in the place of the batch: the arguments of the user's step."""
 
     def __init__(self, arguments: tuple[Any, ...], executor: Executor) -> None:
-        self.arguments = arguments
-        self.executor = executor
+        self.arguments, self.executor = arguments, executor
 
 
 class LoaderStates:
@@ -118,12 +111,8 @@ class LookaheadFetcher(_DataLoaderIterDataFetcher):
 
     It takes over a stock fetcher whose iterator is already running. As a subclass of the `dataloader_iter`
     fetcher it tells the loop to leave the batch transfer to it. It owns the executor of its epochs, the batches that
-    are None until their turn comes, and what it knows of the epoch's end.
-
-    Args:
-        inner: The stock fetcher.
-        trainer: The trainer that fits.
-        make_executor: Makes the executor, when the first batch is asked for.
+    are None until their turn comes, and what it knows of the epoch's end. The executor is made when the first batch is
+    asked for.
     """
 
     _keeps_states = True
@@ -147,7 +136,7 @@ class LookaheadFetcher(_DataLoaderIterDataFetcher):
         is_own = all(map(keeps_its_data, inner.combined_loader.flattened))
         self._memory = BatchMemory(trainer.strategy.root_device.type, is_own=is_own)
         self._own_those_of_inner()
-        self._num_skipped = self._num_delivered = 0  # batches that are None, and others
+        self.num_skipped = self._num_delivered = 0  # batches of this epoch that are None, and others
         self._has_ended = False  # by the word of the executor, on all ranks
         self._iterated = False  # since this fetcher took over
         self._num_allowed: float = 0  # batches to fetch in this epoch, by `max_steps`
@@ -239,15 +228,10 @@ class LookaheadFetcher(_DataLoaderIterDataFetcher):
         """Whether every rank is known to have as many batches in this epoch; not where it is resumed in the middle."""
         return self.lengths_known and self._is_whole
 
-    @property
-    def num_skipped(self) -> int:
-        """How many batches of this epoch were None, so far."""
-        return self._num_skipped
-
     def check_skipped(self, *, over_epochs: bool) -> None:
         """Check that all ranks come to a validation here; see `SkippedBatches.check`."""
         if self.told is not None:
-            num_skipped = self._num_skipped - len(self._skipped)
+            num_skipped = self.num_skipped - len(self._skipped)
             self.told.check(self._num_delivered, num_skipped, at_skipped=self._batch is None, over_epochs=over_epochs)
 
     @property
@@ -293,7 +277,7 @@ class LookaheadFetcher(_DataLoaderIterDataFetcher):
     @property
     def num_certain(self) -> int:
         """How many batches after the one fetched last will be staged in any case."""
-        if not self._buffered or self._num_skipped > 0 or self.executor is None:
+        if not self._buffered or self.num_skipped > 0 or self.executor is None:
             return 0
         in_inner: list[Any] = getattr(self.inner, "batches", [])[:1]
         num = len(self._buffered) + sum(not self._is_skipped(batch) for batch, _, _ in in_inner)
@@ -304,7 +288,7 @@ class LookaheadFetcher(_DataLoaderIterDataFetcher):
         fetched = self._next_of_inner()
         while fetched is not None and self._is_skipped(fetched[0][0]):
             self._skipped.append((index, fetched[0][1], fetched[0][2]))
-            self._num_skipped += 1
+            self.num_skipped += 1
             if self.told is not None:
                 self.told.note(index)
             fetched = self._next_of_inner()
@@ -379,7 +363,7 @@ class LookaheadFetcher(_DataLoaderIterDataFetcher):
         self._buffered.clear()
         if self.told is not None:
             self.told.forget(len(self._skipped))
-        self._num_delivered, self._num_skipped, self._has_ended = 0, 0, False
+        self._num_delivered, self.num_skipped, self._has_ended = 0, 0, False
         self._skipped.clear()
         if self.executor is not None:
             self.executor.drain()
@@ -406,16 +390,7 @@ class LookaheadFetcher(_DataLoaderIterDataFetcher):
 
 
 def stage_batch(trainer: Trainer, batch: Any, dataloader_idx: int) -> Any:
-    """Do what Lightning's loops do with a batch before its step: convert, transfer hooks, copy to the device.
-
-    Args:
-        trainer: The trainer of the module and the strategy that have the hooks.
-        batch: As the data loader gave it.
-        dataloader_idx: The number of its loader, for the hooks.
-
-    Returns:
-        The batch on the device, or on its way there.
-    """
+    """Do what Lightning's loops do with a batch before its step: convert, transfer hooks, copy to the device."""
     module: LightningModule = trainer.lightning_module
     batch = trainer.precision_plugin.convert_input(batch)
     batch = module._on_before_batch_transfer(batch, dataloader_idx=dataloader_idx)

@@ -67,17 +67,7 @@ def tell_set_up(
     scheduled: bool,
     unpipelined: Mapping[str, str],
 ) -> None:
-    """Log what a user has to know before the first step.
-
-    Args:
-        model: Its tables are sharded.
-        schedule: The mode.
-        stream: The policy for early lookups.
-        num_ranks: Ranks that train.
-        optimizers: Those of `configure_optimizers`.
-        scheduled: Whether a scheduler moves learning rates.
-        unpipelined: Modules whose lookup cannot start early, each with the reason.
-    """
+    """Log what a user has to know before the first step; `unpipelined` has modules and the reason of each."""
     optimizers = list(optimizers)
     moved = rate_setter(optimizers) is not None
     late = f", staleness {schedule.staleness}" if schedule.staleness else ""

@@ -1,7 +1,7 @@
 """Lightning's fit loop with a lookahead: the loops keep their class names, states and checkpoints.
 
 The live loop objects get a class that mixes in what changes; no loop method is copied. `fetcher.py` has the fetcher
-that they get. Names of Lightning that start with an underscore are listed in `PRIVATE_NAMES`; a test names each.
+that they get.
 """
 
 from __future__ import annotations
@@ -230,36 +230,20 @@ def _leave_if_agreed(trainer: Trainer) -> None:
         sigterm.leave(trainer)
 
 
-def check_lightning(trainer: Trainer) -> None:
-    """Check that the installed Lightning has the private names that this file and the fetcher use.
-
-    Args:
-        trainer: The trainer whose live objects are looked at.
+def install(trainer: Trainer, make_executor: ExecutorFactory) -> None:
+    """Give the trainer's live fit loop the lookahead.
 
     Raises:
-        ImportError: One is missing; with its name, the installed and the supported versions.
+        ImportError: Lightning lacks a private name.
     """
     epoch_loop = trainer.fit_loop.epoch_loop
     owners = {"Strategy": trainer.strategy, "_FitLoop": trainer.fit_loop, "_TrainingEpochLoop": epoch_loop}
     check_names("lightning", PRIVATE_NAMES, owners)
     owners = {"LightningModule": trainer.lightning_module, "_TrainingEpochLoop": epoch_loop}
     check_names("lightning", fetchers.PRIVATE_NAMES, owners)
-
-
-def install(trainer: Trainer, make_executor: ExecutorFactory) -> None:
-    """Give the trainer's live fit loop the lookahead.
-
-    Args:
-        trainer: The trainer that fits.
-        make_executor: Makes the executor of a fetcher, when its first batch is asked for.
-
-    Raises:
-        ImportError: Lightning lacks a private name.
-    """
-    check_lightning(trainer)
     mix_in(trainer.fit_loop, _FitLoopMixin)
-    mix_in(trainer.fit_loop.epoch_loop, _EpochLoopMixin)
-    mix_in(trainer.fit_loop.epoch_loop.automatic_optimization, _AutomaticOptimizationMixin)
+    mix_in(epoch_loop, _EpochLoopMixin)
+    mix_in(epoch_loop.automatic_optimization, _AutomaticOptimizationMixin)
     cast(_FitLoopMixin, trainer.fit_loop)._make_executor = make_executor
 
 

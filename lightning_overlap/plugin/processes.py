@@ -116,12 +116,7 @@ def own_memory(module: nn.Module) -> None:
 
 
 class Launcher(_MultiProcessingLauncher):
-    """Lightning's launcher by `spawn`, `fork` or `forkserver`, for sharded tables too.
-
-    Args:
-        strategy: The strategy that starts processes.
-        start_method: `spawn`, `fork` or `forkserver`.
-    """
+    """Lightning's launcher by `spawn`, `fork` or `forkserver`, for sharded tables too."""
 
     _strategy: StartsProcesses
 

@@ -3,8 +3,7 @@
 Logged values are kept where they are, which Lightning's `self.log` would move there each time; hooks that nobody has
 are not gone through, nor is a profiler that records nothing; a signature that was looked at is remembered. Each hook
 is looked up anew at each call, so callbacks and methods that come in the middle of a run are seen. `docs/lightning.md`
-has what could be done about it in Lightning itself. Names of Lightning that start with an underscore are listed in
-`PRIVATE_NAMES`; a test names each.
+has what could be done about it in Lightning itself.
 """
 
 from __future__ import annotations

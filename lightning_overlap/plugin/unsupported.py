@@ -140,12 +140,7 @@ def refuse_held_updates(module: LightningModule) -> None:
 
 
 def warn_of_ignored_options(trainer: Trainer, *, holds_updates: bool) -> None:
-    """Say which of the trainer's options leave the tables out.
-
-    Args:
-        trainer: The trainer that fits.
-        holds_updates: Whether tables are updated with the optimizer step.
-    """
+    """Say which of the trainer's options leave the tables out."""
     schedulers = [c for c in trainer.callbacks if isinstance(c, GradientAccumulationScheduler)]  # type: ignore[attr-defined]
     accumulates = trainer.accumulate_grad_batches != 1 or any(s.going_to_accumulate_grad_batches() for s in schedulers)
     if accumulates and not holds_updates:
