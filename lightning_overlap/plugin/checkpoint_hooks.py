@@ -176,20 +176,19 @@ class SavesShards(HasRun):
         ):
             # Lightning 2.5 has no such argument.
             checkpoint = super().load_checkpoint(checkpoint_path, *([] if weights_only is None else [weights_only]))
-            return _take_loader_state(checkpoint, self.checkpoint_group)
-        path = checkpoints.resolve_path(Path(checkpoint_path))
-        if not checkpoints.is_folder(path):
-            return _take_loader_state(checkpoints.load_file(path, weights_only=weights_only), self.checkpoint_group)
-        module = self.lightning_module
-        assert module is not None
-        checkpoint = checkpoints.load_folder(
-            path,
-            module,
-            self.checkpoint_group,
-            weights_only=weights_only,
-            strict=module.strict_loading,
-            with_optimizers=self._is_fitting(),
-        )
+        elif not checkpoints.is_folder(path := checkpoints.resolve_path(Path(checkpoint_path))):
+            checkpoint = checkpoints.load_file(path, weights_only=weights_only)
+        else:
+            module = self.lightning_module
+            assert module is not None
+            checkpoint = checkpoints.load_folder(
+                path,
+                module,
+                self.checkpoint_group,
+                weights_only=weights_only,
+                strict=module.strict_loading,
+                with_optimizers=self._is_fitting(),
+            )
         return _take_loader_state(checkpoint, self.checkpoint_group)
 
     @override

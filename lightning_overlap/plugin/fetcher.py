@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections import OrderedDict, deque
 from collections.abc import Callable, Mapping
 from contextlib import suppress
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import Any, TypeAlias
 
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.loops.fetchers import _DataFetcher, _DataLoaderIterDataFetcher
@@ -20,9 +20,6 @@ from typing_extensions import override
 from ..distributed import ASK_FOR_LAST, SkippedBatches
 from ..runtime import BatchMemory, Executor, InFlightBatch, keeps_its_data, waiting_for_data
 from . import sigterm
-
-if TYPE_CHECKING:
-    from lightning.pytorch.utilities.combined_loader import CombinedLoader
 
 PRIVATE_NAMES: Mapping[str, tuple[str, ...]] = {
     "lightning.pytorch.loops.fetchers": ("_DataFetcher", "_DataLoaderIterDataFetcher"),
@@ -150,15 +147,7 @@ class LookaheadFetcher(_DataLoaderIterDataFetcher):
     length = _of_inner("length")
     _start_profiler = _of_inner("_start_profiler")
     _stop_profiler = _of_inner("_stop_profiler")
-
-    @property
-    @override
-    def combined_loader(self) -> CombinedLoader:
-        return self.inner.combined_loader
-
-    @override
-    def setup(self, combined_loader: CombinedLoader) -> None:
-        self.inner.setup(combined_loader)
+    combined_loader = _of_inner("combined_loader")
 
     @override
     def __iter__(self) -> LookaheadFetcher:
@@ -340,12 +329,6 @@ class LookaheadFetcher(_DataLoaderIterDataFetcher):
         # A batch that is only peeked at is not trained, nor is one that waits for the end of others that are None.
         num_waiting = self._real is not None or (self._peeked and self._batch is not None)
         return self._states.after(self.executor.current.index - num_waiting)
-
-    @override
-    def reset(self) -> None:
-        self.drop()
-        self.inner.reset()
-        self.done = self.inner.done
 
     @override
     def teardown(self) -> None:

@@ -21,9 +21,8 @@ from torch.distributed.constants import default_pg_timeout
 from ..distributed import Consensus, Lowest, SkippedBatches, default_store, groups
 from ..runtime import Executor, StageTimer, Streams
 from ..sparse import GradientStash, SparsePipeline
-from ..tables import OverflowWatch, has_model_parallel_tables
-from ..tuning import Tuner, say_nothing
-from . import first_words
+from ..tables import OverflowWatch
+from ..tuning import Tuner
 from .fetcher import LookaheadFetcher
 
 
@@ -189,23 +188,6 @@ class HasRun(DDPStrategy):
         """Reset all state of runs, as before the first one; a copy of the strategy starts so too."""
         self._run = self._groups = self._streams = None
         self._stash = GradientStash()
-
-    def begin_tuning(self, trainer: Trainer) -> None:
-        """Let `pipeline="auto"` try modes in the fit that begins, if nothing has been chosen yet."""
-        if self._tuner is None:
-            return
-        assert self._run is not None
-        assert self._streams is not None
-        assert self.lightning_module is not None
-        self._run.tuner = self._tuner
-        self._tuner.begin(
-            self.root_device,
-            self._streams,
-            self.gather,
-            first_words.tell if self.global_rank == 0 else say_nothing,
-            per_step=trainer.accumulate_grad_batches,
-            moves_lookups=has_model_parallel_tables(self.lightning_module),
-        )
 
     def stop_run(self) -> None:
         """Drop what is in flight, if a run goes on, and put everything back that was put in place."""

@@ -36,7 +36,7 @@ from ..schedules import (
 from ..sparse import SparseOptions, SparsePipeline, StaleRows
 from ..tables import FusedOptimizer, OverflowWatch, QuantizedComms, ReplicateTables, Sharding
 from ..tracking import TouchedRows
-from ..tuning import TRIED, Auto, Tuner, resolve_auto
+from ..tuning import TRIED, Auto, Tuner, resolve_auto, say_nothing
 from . import checkpoint_links, evaluation_loops, first_words, fit_loop, shortcuts, sigterm
 from .evaluation_loops import EvaluatesAhead
 from .failure_hooks import FailsTogether
@@ -231,9 +231,9 @@ class OverlapEmbeddingStrategy(FailsTogether, EvaluatesAhead, WalksSteps, Starts
         if self._run is None:
             return
         assert self.lightning_module is not None
+        travels = tables.has_model_parallel_tables(self.lightning_module)
         if self._streams is None:
             # Data-parallel lookups alone have no all-to-all to hide behind: another stream would only cost.
-            travels = tables.has_model_parallel_tables(self.lightning_module)
             side = self._lookup_stream if travels else StreamName.COMPUTE
             self._streams = make_streams(self.root_device, side)
         if fitting:
@@ -242,7 +242,13 @@ class OverlapEmbeddingStrategy(FailsTogether, EvaluatesAhead, WalksSteps, Starts
             tables.follow_rates(self.lightning_module, tables.rate_setter(self.optimizers))
             sparse = self._make_pipeline(self.schedule, "training_step")
             self._run.train_with(sparse)
-            self.begin_tuning(trainer)
+            if self._tuner is not None:
+                self._run.tuner = self._tuner
+                tell = first_words.tell if self.global_rank == 0 else say_nothing
+                every = trainer.accumulate_grad_batches
+                self._tuner.begin(
+                    self.root_device, self._streams, self.gather, tell, per_step=every, moves_lookups=travels
+                )
             if self.quantized_comms is not None and self._consensus is not None:
                 warns = self.global_rank == 0
                 self._run.overflow = OverflowWatch(self.lightning_module, self._consensus, warns=warns)

@@ -5,8 +5,7 @@ from __future__ import annotations
 import inspect
 import warnings
 from collections.abc import Callable, Iterable, Mapping
-from types import MappingProxyType
-from typing import Any, NamedTuple
+from typing import Any
 
 from lightning.pytorch import LightningModule, Trainer, callbacks
 from lightning.pytorch.callbacks import (
@@ -28,24 +27,13 @@ _TRUE = (
     "converts the module's weights, but sharded tables keep the data_type of their configs: rows and dense weights "
     "would differ in type"
 )
-PRECISIONS: Mapping[str, str] = MappingProxyType(
-    {
-        "16-mixed": SCALES_LOSS.format(instead="precision='bf16-mixed'"),
-        "16-true": f"{_TRUE}. Use precision='bf16-mixed'",
-        "bf16-true": f"{_TRUE}. Use precision='bf16-mixed'",
-        "64-true": f"{_TRUE}. Use precision='32-true', and .double() on the dense modules that need it",
-    }
-)
+PRECISIONS: Mapping[str, str] = {
+    "16-mixed": SCALES_LOSS.format(instead="precision='bf16-mixed'"),
+    "16-true": f"{_TRUE}. Use precision='bf16-mixed'",
+    "bf16-true": f"{_TRUE}. Use precision='bf16-mixed'",
+    "64-true": f"{_TRUE}. Use precision='32-true', and .double() on the dense modules that need it",
+}
 """Lightning's name of a precision -> why not. On a CPU Lightning turns 16-mixed into bf16-mixed before it gets here."""
-
-
-class CallbackRefusal(NamedTuple):
-    """When a callback is refused, and why."""
-
-    callback: type[Callback]
-    applies: Callable[[Any, nn.Module], bool]
-    """Whether this callback would go wrong with this model."""
-    reason: str
 
 
 def _prunes_tables(callback: ModelPruning, model: nn.Module) -> bool:
@@ -60,22 +48,23 @@ _AVERAGES = (
     "in on_fit_start and call its update_parameters(module.top) in on_train_batch_end"
 )
 _AVERAGING = (StochasticWeightAveraging, getattr(callbacks, "WeightAveraging", StochasticWeightAveraging))  # 2.6 has it
-CALLBACKS = (
-    *(CallbackRefusal(kind, lambda *_: True, _AVERAGES) for kind in _AVERAGING),
-    CallbackRefusal(
+CALLBACKS: tuple[tuple[type[Callback], Callable[[Any, nn.Module], bool], str], ...] = (
+    *((kind, lambda *_: True, _AVERAGES) for kind in _AVERAGING),
+    (
         BaseFinetuning,
         lambda _, model: any(not table.parameter.requires_grad for table in find_tables(model)),
         "it has frozen tables, and once they are sharded it cannot unfreeze them: a fused update does not look at "
         "requires_grad. Leave the tables out of what it freezes; to hold them still for a while, schedule their "
         "learning rate with combined_optimizer",
     ),
-    CallbackRefusal(
+    (
         ModelPruning,
         _prunes_tables,
         "it would prune the weights that the tables had before they were sharded. Name the dense weights: "
         "ModelPruning(..., parameters_to_prune=[(module.top[0], 'weight'), ...])",
     ),
 )
+"""Callback, whether it would go wrong with a model, and why."""
 
 
 def check_arguments(kind: type[DDPStrategy], given: Iterable[str]) -> None:
@@ -115,9 +104,9 @@ def refuse_callbacks(given: Iterable[Callback], model: nn.Module) -> None:
         ValueError: One of `CALLBACKS` would.
     """
     for callback in given:
-        for refusal in CALLBACKS:
-            if isinstance(callback, refusal.callback) and refusal.applies(callback, model):
-                raise ValueError(f"{type(callback).__name__} cannot be used with sharded tables: {refusal.reason}.")
+        for kind, applies, reason in CALLBACKS:
+            if isinstance(callback, kind) and applies(callback, model):
+                raise ValueError(f"{type(callback).__name__} cannot be used with sharded tables: {reason}.")
 
 
 def refuse_held_updates(module: LightningModule) -> None:
