@@ -30,9 +30,6 @@ class Groups:
     consensus: Consensus | None = None
     """What the ranks have to know of each other at every step, on the host."""
 
-    multi_node: bool = False
-    """Whether there is a link between ranks, on which bytes count."""
-
     checkpoints: dist.ProcessGroup | None = None
     """Saving, which may go on in a thread during training, so no other collective may get in between; on the host."""
 
@@ -87,7 +84,7 @@ def join(timeout: timedelta, *, multi_node: bool = False) -> Groups:
                     (of_tables, "lookahead"),
                 )
             )
-        _made[key] = Groups(tables, lookahead, Consensus(consensus), multi_node, checkpoints)
+        _made[key] = Groups(tables, lookahead, Consensus(consensus), checkpoints)
     return _made[key]
 
 

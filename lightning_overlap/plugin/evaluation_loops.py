@@ -22,27 +22,13 @@ from .fetcher import ExecutorFactory, LookaheadFetcher, StagedBatch, stage_batch
 from .fit_loop import mix_in, take_out
 from .run import HasRun
 
+_OF_BOTH = ["_build_kwargs", "_build_step_args_from_hook_kwargs", "_data_fetcher", "_verify_dataloader_idx_requirement"]
 PRIVATE_NAMES: Mapping[str, tuple[str, ...]] = {
     "lightning.pytorch.loops.evaluation_loop": ("_EvaluationLoop",),
     "lightning.pytorch.loops.prediction_loop": ("_PredictionLoop",),
     "lightning.pytorch.loops.fetchers": ("_DataFetcher", "_PrefetchDataFetcher"),
-    "_EvaluationLoop": (
-        "_build_kwargs",
-        "_build_step_args_from_hook_kwargs",
-        "_data_fetcher",
-        "_evaluation_step",
-        "_is_sequential",
-        "_verify_dataloader_idx_requirement",
-    ),
-    "_PredictionLoop": (
-        "_build_kwargs",
-        "_build_step_args_from_hook_kwargs",
-        "_data_fetcher",
-        "_predict_step",
-        "_return_predictions",
-        "_store_data_for_prediction_writer",
-        "_verify_dataloader_idx_requirement",
-    ),
+    "_EvaluationLoop": (*_OF_BOTH, "_evaluation_step", "_is_sequential"),
+    "_PredictionLoop": (*_OF_BOTH, "_predict_step", "_return_predictions", "_store_data_for_prediction_writer"),
 }
 """What this file uses of Lightning beyond its public interface, by the module or class that has it."""
 
@@ -236,11 +222,8 @@ def install(trainer: Trainer, make_executor: ExecutorFactory) -> None:
 
 
 def uninstall(trainer: Trainer) -> None:
-    """Give the loops their own classes back; in-flight work of a fetcher that is still there is dropped."""
+    """Give the loops their own classes back."""
     for loop, mixin in _loops(trainer):
         if isinstance(loop, mixin):
-            fetcher = loop._data_fetcher
-            if isinstance(fetcher, EvaluationFetcher) and fetcher.executor is not None:
-                fetcher.executor.abandon()
             del loop._make_executor
             take_out(loop)

@@ -30,13 +30,11 @@ class FailsTogether(SavesShards):
     all of them failed in the same place (`_all_failed`).
     """
 
-    _first_cause: FirstCause | None
-    _all_failed: bool
-
     @override
     def forget_run(self) -> None:
         super().forget_run()
-        self._first_cause, self._all_failed = None, False
+        self._first_cause: FirstCause | None = None
+        self._all_failed = False
 
     @override
     def setup_environment(self) -> None:

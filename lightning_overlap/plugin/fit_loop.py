@@ -17,14 +17,7 @@ from lightning.pytorch.loops.fit_loop import _FitLoop
 from lightning.pytorch.loops.optimization.automatic import _AutomaticOptimization
 from lightning.pytorch.loops.training_epoch_loop import _TrainingEpochLoop
 from lightning.pytorch.strategies import DDPStrategy
-from torch.utils.data import (
-    BatchSampler,
-    DataLoader,
-    DistributedSampler,
-    IterableDataset,
-    RandomSampler,
-    SequentialSampler,
-)
+from torch.utils import data
 from typing_extensions import override
 
 from ..versions import check_names
@@ -216,10 +209,10 @@ class _EpochLoopMixin(_TrainingEpochLoop):
 def _has_known_length(combined_loader: CombinedLoader) -> bool:
     """Whether no loader can end before its length, as an iterable dataset, a sampler or a loader of the user's may."""
     return all(
-        type(loader) is DataLoader
-        and not isinstance(loader.dataset, IterableDataset)
-        and type(loader.sampler) in (RandomSampler, SequentialSampler, DistributedSampler)
-        and type(loader.batch_sampler) in (BatchSampler, type(None))
+        type(loader) is data.DataLoader
+        and not isinstance(loader.dataset, data.IterableDataset)
+        and type(loader.sampler) in (data.RandomSampler, data.SequentialSampler, data.DistributedSampler)
+        and type(loader.batch_sampler) in (data.BatchSampler, type(None))
         for loader in combined_loader.flattened
     )
 
@@ -248,15 +241,12 @@ def install(trainer: Trainer, make_executor: ExecutorFactory) -> None:
 
 
 def uninstall(trainer: Trainer) -> None:
-    """Give the loops their own classes back; in-flight work of a fetcher that is still there is dropped."""
+    """Give the loops their own classes back."""
     loop = trainer.fit_loop
     if not isinstance(loop, _FitLoopMixin):
         return
     fetcher = loop._data_fetcher
-    if isinstance(fetcher, LookaheadFetcher):
-        if fetcher.executor is not None:
-            fetcher.executor.abandon()
-    elif fetcher is not None and fetcher.iterator is None:
+    if fetcher is not None and not isinstance(fetcher, LookaheadFetcher) and fetcher.iterator is None:
         # The loader could not be iterated. Lightning would ask it for its length on the way out and raise once more,
         # in the place of the loader's own error.
         loop._data_fetcher = None

@@ -30,8 +30,6 @@ class WalksSteps(HasRun):
     for. Drives the executor of the run, and decides which of the gradients that wait an optimizer step applies.
     """
 
-    _transferred: Any
-
     def __init__(
         self,
         *,
@@ -48,7 +46,7 @@ class WalksSteps(HasRun):
     @override
     def forget_run(self) -> None:
         super().forget_run()
-        self._transferred = None
+        self._transferred: Any = None
 
     @override
     def batch_to_device(self, batch: Any, device: torch.device | None = None, dataloader_idx: int = 0) -> Any:

@@ -329,7 +329,7 @@ class OverlapEmbeddingStrategy(FailsTogether, EvaluatesAhead, WalksSteps, Starts
             prefetches=schedule.step_of(Stage.PREFETCH) is not None,
             releases=self._release_features and trains,
             holds_updates=self._holds_updates and trains,
-            multi_node=self._groups.multi_node,
+            multi_node=self.world_size > self.num_processes,
             any_rank=self.any_rank,
             timeout_s=self._group_timeout.total_seconds(),
             # With manual optimization there may be several backwards, of which nobody says what each of them writes.

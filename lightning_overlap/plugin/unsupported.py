@@ -7,14 +7,7 @@ import warnings
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
-from lightning.pytorch import LightningModule, Trainer, callbacks
-from lightning.pytorch.callbacks import (
-    BaseFinetuning,
-    Callback,
-    GradientAccumulationScheduler,
-    ModelPruning,
-    StochasticWeightAveraging,
-)
+from lightning.pytorch import Callback, LightningModule, Trainer, callbacks
 from lightning.pytorch.strategies import DDPStrategy
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
@@ -36,7 +29,7 @@ PRECISIONS: Mapping[str, str] = {
 """Lightning's name of a precision -> why not. On a CPU Lightning turns 16-mixed into bf16-mixed before it gets here."""
 
 
-def _prunes_tables(callback: ModelPruning, model: nn.Module) -> bool:
+def _prunes_tables(callback: callbacks.ModelPruning, model: nn.Module) -> bool:
     weights = {id(table.parameter) for table in find_tables(model)}
     weights |= {id(weight) for module in sharded_modules(model).values() for weight in module.parameters()}
     return any(id(weight) in weights for weight in fit_loop.pruned_weights(callback))
@@ -47,18 +40,21 @@ _AVERAGES = (
     "Average the dense modules alone: in a callback of your own, make torch.optim.swa_utils.AveragedModel(module.top) "
     "in on_fit_start and call its update_parameters(module.top) in on_train_batch_end"
 )
-_AVERAGING = (StochasticWeightAveraging, getattr(callbacks, "WeightAveraging", StochasticWeightAveraging))  # 2.6 has it
+_AVERAGING = (
+    callbacks.StochasticWeightAveraging,
+    getattr(callbacks, "WeightAveraging", callbacks.StochasticWeightAveraging),
+)  # 2.6 has it
 CALLBACKS: tuple[tuple[type[Callback], Callable[[Any, nn.Module], bool], str], ...] = (
     *((kind, lambda *_: True, _AVERAGES) for kind in _AVERAGING),
     (
-        BaseFinetuning,
+        callbacks.BaseFinetuning,
         lambda _, model: any(not table.parameter.requires_grad for table in find_tables(model)),
         "it has frozen tables, and once they are sharded it cannot unfreeze them: a fused update does not look at "
         "requires_grad. Leave the tables out of what it freezes; to hold them still for a while, schedule their "
         "learning rate with combined_optimizer",
     ),
     (
-        ModelPruning,
+        callbacks.ModelPruning,
         _prunes_tables,
         "it would prune the weights that the tables had before they were sharded. Name the dense weights: "
         "ModelPruning(..., parameters_to_prune=[(module.top[0], 'weight'), ...])",
@@ -130,7 +126,7 @@ def refuse_held_updates(module: LightningModule) -> None:
 
 def warn_of_ignored_options(trainer: Trainer, *, holds_updates: bool) -> None:
     """Say which of the trainer's options leave the tables out."""
-    schedulers = [c for c in trainer.callbacks if isinstance(c, GradientAccumulationScheduler)]  # type: ignore[attr-defined]
+    schedulers = [c for c in trainer.callbacks if isinstance(c, callbacks.GradientAccumulationScheduler)]  # type: ignore[attr-defined]
     accumulates = trainer.accumulate_grad_batches != 1 or any(s.going_to_accumulate_grad_batches() for s in schedulers)
     if accumulates and not holds_updates:
         number = f"accumulate_grad_batches={trainer.accumulate_grad_batches}"
