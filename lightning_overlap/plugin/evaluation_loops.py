@@ -106,20 +106,6 @@ class EvaluationFetcher(LookaheadFetcher):
 
     _keeps_states = False  # no checkpoint holds the position of an evaluation
 
-    def __init__(
-        self,
-        inner: _DataFetcher,
-        trainer: Trainer,
-        make_executor: ExecutorFactory,
-        step_arguments: Callable[[Any, int, int], tuple[Any, ...]],
-    ) -> None:
-        super().__init__(inner, trainer, make_executor)
-        self._step_arguments = step_arguments
-
-    @override
-    def _arguments(self) -> tuple[Any, ...]:
-        return self._step_arguments(self._batch, self._batch_idx, self._dataloader_idx)
-
     @override
     def _number(self, inflight: InFlightBatch) -> int:
         return inflight.batch_idx

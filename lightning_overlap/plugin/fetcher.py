@@ -7,7 +7,7 @@ has a subclass for evaluations.
 
 from __future__ import annotations
 
-from collections import OrderedDict, deque
+from collections import deque
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from typing import Any, TypeAlias
@@ -24,7 +24,6 @@ from . import sigterm
 PRIVATE_NAMES: Mapping[str, tuple[str, ...]] = {
     "lightning.pytorch.loops.fetchers": ("_DataFetcher", "_DataLoaderIterDataFetcher"),
     "lightning.pytorch.loops.training_epoch_loop": ("_TrainingEpochLoop",),
-    "_TrainingEpochLoop": ("_build_kwargs",),
     "_DataLoaderIterDataFetcher": ("_batch", "_batch_idx", "_dataloader_idx", "_start_profiler", "_stop_profiler"),
     "LightningModule": ("_on_before_batch_transfer",),
     "CombinedLoader": ("_state_dicts",),
@@ -39,6 +38,9 @@ _Fetched: TypeAlias = "tuple[tuple[Any, int, int], Any]"
 
 ExecutorFactory = Callable[["LookaheadFetcher"], Executor]
 """Makes an executor of the batches that a fetcher gives."""
+
+StepArguments = Callable[[Any, int, int], tuple[Any, ...]]
+"""Returns the arguments of the user's step for a batch, its number and its loader's."""
 
 
 class StagedBatch:
@@ -115,14 +117,16 @@ class LookaheadFetcher(_DataLoaderIterDataFetcher):
     _keeps_states = True
     """Whether checkpoints hold the states of these loaders."""
 
-    def __init__(self, inner: _DataFetcher, trainer: Trainer, make_executor: ExecutorFactory) -> None:
+    def __init__(
+        self, inner: _DataFetcher, trainer: Trainer, make_executor: ExecutorFactory, step_arguments: StepArguments
+    ) -> None:
         self.inner = inner
         kept = {name: getattr(inner, name) for name in ("fetched", "length", "_start_profiler", "_stop_profiler")}
         super().__init__()  # sets them back, but the inner one is running already
         for name, value in kept.items():
             setattr(inner, name, value)
         self._trainer = trainer
-        self._make_executor = make_executor
+        self._make_executor, self._step_arguments = make_executor, step_arguments
         self.executor: Executor | None = None
         self._peeked = False
         self._skipped: deque[tuple[int, int, int]] = deque()
@@ -168,7 +172,8 @@ class LookaheadFetcher(_DataLoaderIterDataFetcher):
         self._peeked = False
         assert self.executor is not None
         self.done = self.executor.is_last and self._real is None and not self._skips
-        return StagedBatch(self._arguments(), self.executor)
+        arguments = self._step_arguments(self._batch, self._batch_idx, self._dataloader_idx)
+        return StagedBatch(arguments, self.executor)
 
     def peek(self) -> Any:
         """Return the batch that `next` is going to deliver.
@@ -350,10 +355,6 @@ class LookaheadFetcher(_DataLoaderIterDataFetcher):
         self._skipped.clear()
         if self.executor is not None:
             self.executor.drain()
-
-    def _arguments(self) -> tuple[Any, ...]:
-        """The arguments of the user's step for the batch that is delivered."""
-        return tuple(self._epoch_loop._build_kwargs(OrderedDict(), self._batch, self._batch_idx).values())
 
     def _number(self, inflight: InFlightBatch) -> int:
         """The `batch_idx` of the batch that is delivered next."""

@@ -7,6 +7,7 @@ that they get.
 from __future__ import annotations
 
 import warnings
+from collections import OrderedDict
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, cast
 
@@ -35,7 +36,7 @@ PRIVATE_NAMES: Mapping[str, tuple[str, ...]] = {
     "lightning.pytorch.loops.training_epoch_loop": ("_TrainingEpochLoop",),
     "_FitLoop": ("_can_stop_early", "_data_fetcher", "_should_reload_train_dl", "setup_data"),
     "_TrainingEpochLoop": (
-        *("_batches_that_stepped", "_broadcast_sigterm_tensor", "_should_accumulate"),
+        *("_batches_that_stepped", "_broadcast_sigterm_tensor", "_build_kwargs", "_should_accumulate"),
         *("_num_ready_batches_reached", "_should_check_val_epoch", "_should_check_val_fx", "advance"),
     ),
     "Strategy": ("_layer_sync",),
@@ -88,8 +89,12 @@ class _FitLoopMixin(_FitLoop):
         super().setup_data()
         # A module that takes `dataloader_iter` does its own fetching and runs without lookahead.
         if type(self._data_fetcher) is _PrefetchDataFetcher:
-            self._data_fetcher = LookaheadFetcher(self._data_fetcher, self.trainer, self._make_executor)
-            self._end_together(self._data_fetcher)
+            fetcher = LookaheadFetcher(self._data_fetcher, self.trainer, self._make_executor, self._step_arguments)
+            self._data_fetcher = fetcher
+            self._end_together(fetcher)
+
+    def _step_arguments(self, batch: Any, batch_idx: int, dataloader_idx: int) -> tuple[Any, ...]:
+        return tuple(self.epoch_loop._build_kwargs(OrderedDict(), batch, batch_idx).values())
 
     def _end_together(self, fetcher: LookaheadFetcher) -> None:
         """Take the length of the shortest rank's epoch, where Lightning takes each rank's own."""
@@ -232,8 +237,7 @@ def install(trainer: Trainer, make_executor: ExecutorFactory) -> None:
     epoch_loop = trainer.fit_loop.epoch_loop
     owners = {"Strategy": trainer.strategy, "_FitLoop": trainer.fit_loop, "_TrainingEpochLoop": epoch_loop}
     check_names("lightning", PRIVATE_NAMES, owners)
-    owners = {"LightningModule": trainer.lightning_module, "_TrainingEpochLoop": epoch_loop}
-    check_names("lightning", fetchers.PRIVATE_NAMES, owners)
+    check_names("lightning", fetchers.PRIVATE_NAMES, {"LightningModule": trainer.lightning_module})
     mix_in(trainer.fit_loop, _FitLoopMixin)
     mix_in(epoch_loop, _EpochLoopMixin)
     mix_in(epoch_loop.automatic_optimization, _AutomaticOptimizationMixin)

@@ -74,7 +74,8 @@ class StartsProcesses(HasRun):
 
     @override
     def _configure_launcher(self) -> None:
-        if _is_interactive() and self._start_method == "popen":
+        is_interactive = hasattr(sys, "ps1") or sys.flags.interactive  # as Lightning asks
+        if is_interactive and self._start_method == "popen":
             if self.world_size == 1:
                 self._launcher = None  # Lightning's would start nobody, and is refused in notebooks
                 return
@@ -98,11 +99,6 @@ class StartsProcesses(HasRun):
         super().setup(trainer)
         if self._parents_state is not None and self.lightning_module is not None:
             _check_same_tables(self.lightning_module, self._parents_state, self._start_method)
-
-
-def _is_interactive() -> bool:
-    """Whether this is a notebook or an interactive interpreter, as Lightning asks."""
-    return hasattr(sys, "ps1") or bool(sys.flags.interactive)
 
 
 def own_memory(module: nn.Module) -> None:

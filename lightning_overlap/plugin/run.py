@@ -74,11 +74,6 @@ class Run:
         self.skipped: SkippedBatches | None = None
         """What the ranks tell each other of batches that are None; None on one rank."""
 
-    def train_with(self, sparse: SparsePipeline) -> None:
-        """Let a pipeline serve the calls of `training_step`, until the run stops."""
-        self.sparse = sparse
-        sparse.attach()
-
     def finish(self) -> None:
         """Complete what training has started, on all ranks alike."""
         if self.executor is not None:

@@ -57,7 +57,8 @@ class WalksSteps(HasRun):
         timer = None if run is None or run.sparse is None else run.sparse.order.timer
         with contextlib.nullcontext() if timer is None else timer.copy(), self._placing_copies(device):
             if device.type == "cuda" and not _has_own_hook(self.lightning_module, "transfer_batch_to_device"):
-                batch = _start_copies(batch, device)
+                # Lightning passes non_blocking to tensors only: the host would wait for the others.
+                batch = apply_to_collection(batch, Pipelineable, lambda part: part.to(device, non_blocking=True))
             streams = self._streams if _has_own_hook(self.lightning_module, "on_after_batch_transfer") else None
             if streams is not None:
                 # The hook may read what training_step writes; the copies themselves wait for nothing.
@@ -227,8 +228,3 @@ def runs_between_backward_and_step(trainer: Trainer) -> bool:
         if getattr(callback, "reads_tables", True)  # what watches a run must not change its order
         for hook in _BETWEEN_BACKWARD_AND_STEP
     )
-
-
-def _start_copies(batch: Any, device: torch.device) -> Any:
-    """Start the copies that Lightning would make with the host waiting: it passes non_blocking to tensors only."""
-    return apply_to_collection(batch, Pipelineable, lambda part: part.to(device, non_blocking=True))

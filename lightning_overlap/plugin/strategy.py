@@ -240,8 +240,8 @@ class OverlapEmbeddingStrategy(FailsTogether, EvaluatesAhead, WalksSteps, Starts
             if self._holds_updates:
                 refuse_held_updates(self.lightning_module)
             tables.follow_rates(self.lightning_module, tables.rate_setter(self.optimizers))
-            sparse = self._make_pipeline(self.schedule, "training_step")
-            self._run.train_with(sparse)
+            self._run.sparse = sparse = self._make_pipeline(self.schedule, "training_step")
+            sparse.attach()
             if self._tuner is not None:
                 self._run.tuner = self._tuner
                 tell = first_words.tell if self.global_rank == 0 else say_nothing
