@@ -50,11 +50,7 @@ def _stderr() -> str:
 class FirstCause:
     """Lets a rank that fails because it lost another one say why that one failed.
 
-    Every rank makes as many of these, in the same order.
-
-    Args:
-        store: Where the first rank that fails leaves word.
-        rank: The rank of this process, named in its word.
+    Every rank makes as many of these, in the same order. The first rank that fails leaves word in the store.
     """
 
     def __init__(self, store: Store, rank: int) -> None:
@@ -83,12 +79,7 @@ class FirstCause:
         return self.first is not None and self.first.stderr == _stderr()
 
     def note(self, error: BaseException, place: str) -> None:
-        """Leave word of the error, or, where another rank did so before, add its word to the error. Never raises.
-
-        Args:
-            error: What this rank failed with.
-            place: Where this rank was.
-        """
+        """Leave word of the error, or, where another rank did so before, add its word to the error. Never raises."""
         mine = Word(self.rank, f"{type(error).__name__}: {error}", place, _stderr())
         with contextlib.suppress(Exception):  # the store ends with the rank that keeps it
             self.first = Word(*json.loads(self._store.compare_set(self._key, "", json.dumps(mine))))

@@ -27,11 +27,6 @@ class ReceivesFirst(dist.ProcessGroup):
 
     Everything else is handed on to gloo, from here and not by the base class: that holds Python's lock meanwhile, for
     which a thread of gloo's may wait that holds its own. All ranks issue the all-to-alls of a group in the same order.
-
-    Args:
-        gloo: Makes every collective, an all-to-all as its receives and sends.
-        rank: The rank of this process.
-        size: Number of ranks.
     """
 
     def __init__(self, gloo: dist.ProcessGroupGloo, rank: int, size: int) -> None:

@@ -253,13 +253,7 @@ def _fit_loop(checkpoint: dict[str, Any]) -> dict[str, Any]:
 
 
 def _remove(path: Path, newest: Path | None, stems: set[str]) -> None:
-    """Remove a checkpoint, and let the "last" links that lead to it lead to the newest one from now on.
-
-    Args:
-        path: What to remove.
-        newest: The newest checkpoint that is whole, if there is one.
-        stems: How the names of such links begin.
-    """
+    """Remove a checkpoint, and let the "last" links (names by their stems) that lead to it lead to the newest one."""
     if newest is not None and newest != path:
         for link in checkpoints.links_to(path, stems):
             checkpoints.lead(link, newest)

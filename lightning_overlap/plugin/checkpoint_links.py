@@ -57,12 +57,7 @@ def stems(trainer: Trainer | None) -> set[str]:
 def bridges(trainer: Trainer | None, path: Path) -> list[tuple[Path, bool]]:
     """Return the links that "last" finds in the place of a last checkpoint that is not whole yet.
 
-    Args:
-        trainer: The trainer that has the callbacks; None: there are none.
-        path: What is being saved.
-
-    Returns:
-        For each callback that saves in this folder: the link, and whether `path` is a last checkpoint itself.
+    For each callback that saves where `path` is being saved, with whether `path` is a last checkpoint itself.
     """
     found = {}
     for callback in _keeping_last(trainer):

@@ -103,15 +103,7 @@ class FailsTogether(SavesShards):
             raise self._torn_down(first)
 
     def _first_error_first(self, what: str, action: Callable[[], T]) -> T:
-        """Do something; while a run's error is handled, turn what that raises into a note of it, and raise that one.
-
-        Args:
-            what: What has failed where the action does, for the note.
-            action: What to do.
-
-        Raises:
-            BaseException: The run's error, where the action has failed while it is handled.
-        """
+        """Do something; while a run's error is handled, turn what that raises into a note of it, and raise that one."""
         first = sys.exception() if self._interrupted else None
         try:
             return action()

@@ -9,7 +9,7 @@ from __future__ import annotations
 import warnings
 from collections import OrderedDict
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, cast
 
 from lightning.pytorch import Trainer
 from lightning.pytorch.callbacks import ModelPruning
@@ -18,6 +18,7 @@ from lightning.pytorch.loops.fit_loop import _FitLoop
 from lightning.pytorch.loops.optimization.automatic import _AutomaticOptimization
 from lightning.pytorch.loops.training_epoch_loop import _TrainingEpochLoop
 from lightning.pytorch.strategies import DDPStrategy
+from lightning.pytorch.utilities import CombinedLoader
 from torch.utils import data
 from typing_extensions import override
 
@@ -25,9 +26,6 @@ from ..versions import check_names
 from . import fetcher as fetchers
 from . import sigterm
 from .fetcher import ExecutorFactory, LookaheadFetcher
-
-if TYPE_CHECKING:
-    from lightning.pytorch.utilities.combined_loader import CombinedLoader
 
 PRIVATE_NAMES: Mapping[str, tuple[str, ...]] = {
     "lightning.pytorch.loops.fetchers": ("_DataFetcher", "_PrefetchDataFetcher"),
@@ -229,11 +227,7 @@ def _leave_if_agreed(trainer: Trainer) -> None:
 
 
 def install(trainer: Trainer, make_executor: ExecutorFactory) -> None:
-    """Give the trainer's live fit loop the lookahead.
-
-    Raises:
-        ImportError: Lightning lacks a private name.
-    """
+    """Give the trainer's live fit loop the lookahead."""
     epoch_loop = trainer.fit_loop.epoch_loop
     owners = {"Strategy": trainer.strategy, "_FitLoop": trainer.fit_loop, "_TrainingEpochLoop": epoch_loop}
     check_names("lightning", PRIVATE_NAMES, owners)

@@ -1,8 +1,7 @@
 """What the hooks of a strategy share: the run that goes on, and what outlives it.
 
-A run is one fit, validate, test or predict of a module with tables. The strategy makes its `Run` in `setup` and drops
-it in `stop_run`; the hooks (`step_hooks.py`, `evaluation_loops.py`, `checkpoint_hooks.py`, `failure_hooks.py`,
-`processes.py`) are given it as `_run` and set nothing of each other's.
+The strategy makes its `Run` in `setup` and drops it in `stop_run`; the hooks are given it as `_run` and set nothing of
+each other's.
 """
 
 from __future__ import annotations

@@ -260,11 +260,7 @@ def _put_functions_back() -> None:
 
 
 def install(trainer: Trainer) -> None:
-    """Take the shortcuts in the coming run of a trainer.
-
-    Raises:
-        ImportError: Lightning lacks a private name.
-    """
+    """Take the shortcuts in the coming run of a trainer."""
     check_names("lightning", PRIVATE_NAMES, {"lightning.pytorch.trainer.call": call})
     epoch_loop = trainer.fit_loop.epoch_loop
     owners = {"_TrainingEpochLoop": epoch_loop, "_EvaluationLoop": epoch_loop.val_loop}
