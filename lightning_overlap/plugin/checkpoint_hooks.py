@@ -36,17 +36,11 @@ class SavesShards(HasRun):
 
     Owns the saver that writes folders while training goes on (`_folder_saver`) and the path of the newest checkpoint
     (`_newest`).
-
-    Raises:
-        ValueError: An unknown format, or `async_checkpoint` with `checkpoint_format="full"`.
     """
 
-    def __init__(self, *, checkpoint_format: str | None = None, async_checkpoint: bool = False, **kwargs: Any) -> None:
-        checkpoints.check_format(checkpoint_format, async_checkpoint)
-        super().__init__(**kwargs)
-        self.checkpoint_format = checkpoint_format
-        self.async_checkpoint = async_checkpoint
-        self._newest: Path | None = None
+    checkpoint_format: str | None
+    async_checkpoint: bool
+    _newest: Path | None = None
 
     @override
     def forget_run(self) -> None:

@@ -14,7 +14,6 @@ from lightning.pytorch.loops.fetchers import _DataFetcher, _PrefetchDataFetcher
 from lightning.pytorch.loops.prediction_loop import _PredictionLoop
 from typing_extensions import override
 
-from ..runtime import InFlightBatch
 from ..schedules import Stage
 from ..versions import check_names
 from . import sigterm
@@ -107,8 +106,8 @@ class EvaluationFetcher(LookaheadFetcher):
     _keeps_states = False  # no checkpoint holds the position of an evaluation
 
     @override
-    def _number(self, inflight: InFlightBatch) -> int:
-        return inflight.batch_idx
+    def _number(self, number: int) -> int:
+        return number
 
     @override
     def _stage(self, batch: Any, dataloader_idx: int) -> Any:

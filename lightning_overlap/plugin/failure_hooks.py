@@ -51,10 +51,9 @@ class FailsTogether(SavesShards):
         executor = self._executor
         place = "outside of training" if executor is None else executor.place
         if groups.timed_out(exception):
-            waited_s = self._group_timeout.total_seconds()
             exception.add_note(
-                f"Another rank did not answer within {waited_s:g} s: see what it said last. If it only takes longer, "
-                "pass a longer timeout= to the strategy."
+                f"Another rank did not answer within {self.timeout_s:g} s: see what it said last. If it only takes "
+                "longer, pass a longer timeout= to the strategy."
             )
         if executor is not None:
             exception.add_note(f"rank {self.global_rank} was {place}")
@@ -94,7 +93,7 @@ class FailsTogether(SavesShards):
         if first is None or self._first_cause is None or self._all_failed or not self._interrupted:
             return
         # Those that wait for this rank fail when the group's time is up: that is not together.
-        timeout_s = min(SAVE_TIMEOUT_S, self._group_timeout.total_seconds() / 2)
+        timeout_s = min(SAVE_TIMEOUT_S, self.timeout_s / 2)
         executor = self._executor
         place = "" if executor is None else f"{executor.place} of {executor.num_fetched}"
         self._all_failed = self._first_cause.all_failed(self.world_size, place, timeout_s)

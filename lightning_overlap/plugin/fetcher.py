@@ -191,12 +191,12 @@ class LookaheadFetcher(_DataLoaderIterDataFetcher):
             self._has_ended = self._real is None
         if self._skips:
             _, batch_idx, self._dataloader_idx = self._skipped.popleft()
-            self._batch, self._batch_idx = None, self._number(InFlightBatch(-1, None, batch_idx))
+            self._batch, self._batch_idx = None, self._number(batch_idx)
         elif self._real is not None:
             inflight, self._real = self._real, None
             self._num_delivered += 1
             self._batch, self._dataloader_idx = inflight.batch, inflight.dataloader_idx
-            self._batch_idx = self._number(inflight)
+            self._batch_idx = self._number(inflight.batch_idx)
         else:
             self.done = True
             raise StopIteration
@@ -279,13 +279,11 @@ class LookaheadFetcher(_DataLoaderIterDataFetcher):
 
     def _next_to_train(self, index: int) -> _Fetched | None:
         """Fetch the batch `index`, past those that are None: each rank skips its own, as Lightning does."""
-        fetched = self._next_of_inner()
-        while fetched is not None and self._is_skipped(fetched[0][0]):
+        while (fetched := self._next_of_inner()) is not None and self._is_skipped(fetched[0][0]):
             self._skipped.append((index, fetched[0][1], fetched[0][2]))
             self.num_skipped += 1
             if self.told is not None:
                 self.told.note(index)
-            fetched = self._next_of_inner()
         return fetched
 
     def _is_skipped(self, batch: Any) -> bool:
@@ -298,7 +296,11 @@ class LookaheadFetcher(_DataLoaderIterDataFetcher):
                 timer = None if self.executor is None else self.executor.order.timer
                 with suppress(StopIteration), waiting_for_data(timer):
                     fetched = next(self.inner)
-                    return self._own(fetched), self._states.read()
+                    if self.inner.length is None:  # it has fetched one more, and had given this one memory before
+                        self._own_those_of_inner()
+                    else:
+                        fetched = (self._memory.own(fetched[0]), *fetched[1:])
+                    return fetched, self._states.read()
             if self.inner.fetched > 0 or self._iterated or not self._states.latest:
                 break
             # Resumed after an epoch's last batch: the loader's iterator goes on there, and so is at its end. Lightning
@@ -313,16 +315,8 @@ class LookaheadFetcher(_DataLoaderIterDataFetcher):
             )
         return None
 
-    def _own(self, fetched: Any) -> Any:
-        """Return what the inner fetcher has given, with memory of its own, before the loader is asked for more."""
-        if self.inner.length is None:  # it has fetched one more, and had given its last one memory before
-            self._own_those_of_inner()
-            return fetched
-        batch, batch_idx, dataloader_idx = fetched
-        return self._memory.own(batch), batch_idx, dataloader_idx
-
     def _own_those_of_inner(self) -> None:
-        """Give the batches that the inner fetcher has fetched just now, and holds, memory of their own."""
+        """Give the batches that the inner fetcher holds memory of their own, before the loader is asked for more."""
         held: list[Any] = getattr(self.inner, "batches", [])
         held[:] = [(self._memory.own(batch), batch_idx, dataloader_idx) for batch, batch_idx, dataloader_idx in held]
 
@@ -356,8 +350,8 @@ class LookaheadFetcher(_DataLoaderIterDataFetcher):
         if self.executor is not None:
             self.executor.drain()
 
-    def _number(self, inflight: InFlightBatch) -> int:
-        """The `batch_idx` of the batch that is delivered next."""
+    def _number(self, number: int) -> int:
+        """The `batch_idx` of the batch that is delivered next, whose number among those of its loader this is."""
         return self._epoch_loop.batch_idx + 1
 
     def _stage(self, batch: Any, dataloader_idx: int) -> Any:

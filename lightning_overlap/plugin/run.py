@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
+from datetime import timedelta
 from functools import partial
 from typing import Any
 
@@ -175,7 +176,7 @@ class HasRun(DDPStrategy):
 
     def __init__(self, **kwargs: Any) -> None:
         super().__init__(**kwargs)
-        self._group_timeout = kwargs.get("timeout", default_pg_timeout)
+        self._group_timeout: timedelta = kwargs.get("timeout", default_pg_timeout)
         self.forget_run()
 
     def forget_run(self) -> None:
@@ -209,8 +210,7 @@ class HasRun(DDPStrategy):
     @property
     def timeout_s(self) -> float:
         """How long a rank waits for the others in a collective, in seconds."""
-        timeout_s: float = self._group_timeout.total_seconds()
-        return timeout_s
+        return self._group_timeout.total_seconds()
 
     @property
     def num_in_flight(self) -> int:

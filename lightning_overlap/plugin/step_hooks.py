@@ -30,18 +30,9 @@ class WalksSteps(HasRun):
     for. Drives the executor of the run, and decides which of the gradients that wait an optimizer step applies.
     """
 
-    def __init__(
-        self,
-        *,
-        stash_gradients: bool = False,
-        release_features: bool = False,
-        copy_in_place: bool = False,
-        **kwargs: Any,
-    ) -> None:
-        super().__init__(**kwargs)
-        self._stash_gradients = stash_gradients
-        self._release_features = release_features
-        self._copy_in_place = copy_in_place
+    _stash_gradients: bool
+    _release_features: bool
+    _copy_in_place: bool
 
     @override
     def forget_run(self) -> None:

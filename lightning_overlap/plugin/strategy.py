@@ -18,6 +18,7 @@ from lightning.pytorch.trainer.states import TrainerFn
 from torch.nn.parallel import DistributedDataParallel
 from typing_extensions import override
 
+from .. import checkpoint as checkpoints
 from .. import tables
 from ..distributed import default_store
 from ..runtime import Executor, LookupOrder, Observer, make_streams, observe_nothing
@@ -169,14 +170,11 @@ class OverlapEmbeddingStrategy(FailsTogether, EvaluatesAhead, WalksSteps, Starts
         self.stream = stream
         self._lookup_stream = resolve_stream(stream)
         tables.check_fused_optimizer(fused_optimizer)
-        super().__init__(
-            checkpoint_format=checkpoint_format,
-            async_checkpoint=async_checkpoint,
-            stash_gradients=check_stash(stash_gradients, self.schedule),
-            release_features=release_features,
-            copy_in_place=copy_in_place,
-            **kwargs,
-        )
+        self._stash_gradients = check_stash(stash_gradients, self.schedule)
+        self._release_features, self._copy_in_place = release_features, copy_in_place
+        checkpoints.check_format(checkpoint_format, async_checkpoint)
+        self.checkpoint_format, self.async_checkpoint = checkpoint_format, async_checkpoint
+        super().__init__(**kwargs)
         self._has_ddp_options = not kwargs.keys() <= _NO_DDP_OPTIONS
         self.sharding = tables.check_sharding_types(sharding)
         self.fused_optimizer = fused_optimizer
@@ -331,7 +329,7 @@ class OverlapEmbeddingStrategy(FailsTogether, EvaluatesAhead, WalksSteps, Starts
             holds_updates=self._holds_updates and trains,
             multi_node=self.world_size > self.num_processes,
             any_rank=self.any_rank,
-            timeout_s=self._group_timeout.total_seconds(),
+            timeout_s=self.timeout_s,
             # With manual optimization there may be several backwards, of which nobody says what each of them writes.
             fills_waits=trains and self.lightning_module.automatic_optimization,
         )
