@@ -78,11 +78,7 @@ class PollInterval:
     def ask(self, index: int) -> int:
         """Note that the ranks are asked about a batch; none is due again before `hear`.
 
-        Args:
-            index: Number of the batch.
-
-        Returns:
-            `MAX_INTERVAL - interval` for the interval that this rank wants, 0 to `MAX_INTERVAL - 1`.
+        Returns `MAX_INTERVAL - interval` for the interval that this rank wants, 0 to `MAX_INTERVAL - 1`.
         """
         now, asked = time.monotonic(), self._asked
         self._asked = index, now

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 from dataclasses import dataclass
 from datetime import timedelta
+from functools import partial
 
 import torch.distributed as dist
 
@@ -75,15 +76,11 @@ def join(timeout: timedelta, *, multi_node: bool = False) -> Groups:
         # costs more than that saves.
         within_host = contextlib.nullcontext() if multi_node else gloo_device.shared_with(world)
         with remember_sockets(), within_host:
-            consensus, checkpoints, tables, lookahead = (
-                dist.new_group(backend=kind, timeout=timeout, group_desc=name)
-                for kind, name in (
-                    ("gloo", CONSENSUS),
-                    ("gloo", "checkpoints"),
-                    (of_tables, "tables"),
-                    (of_tables, "lookahead"),
-                )
-            )
+            make = partial(dist.new_group, timeout=timeout)
+            consensus = make(backend="gloo", group_desc=CONSENSUS)
+            checkpoints = make(backend="gloo", group_desc="checkpoints")
+            tables = make(backend=of_tables, group_desc="tables")
+            lookahead = make(backend=of_tables, group_desc="lookahead")
         _made[key] = Groups(tables, lookahead, Consensus(consensus), checkpoints)
     return _made[key]
 

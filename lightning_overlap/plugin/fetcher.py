@@ -61,12 +61,8 @@ class LoaderStates:
     """
 
     def __init__(self, inner: _DataFetcher, *, kept: bool) -> None:
-        self._inner = inner
-        self._kept = kept
-        self._after: dict[int, Any] = {}
-        self.latest: Any = self._read()
-        """After the last batch fetched; empty where no loader has a state."""
-        self._first = self.latest  # before this epoch's batches
+        self._inner, self._kept = inner, kept
+        self.begin_epoch()
 
     def _read(self) -> Any:
         # Lightning takes the state of loaders that have one, and an empty list otherwise.
@@ -74,8 +70,10 @@ class LoaderStates:
 
     def begin_epoch(self) -> None:
         """Forget the batches of another epoch."""
-        self._after.clear()
-        self._first = self.latest = self._read()
+        self.latest: Any = self._read()
+        """After the last batch fetched; empty where no loader has a state."""
+        self.after: dict[int, Any] = {-1: self.latest}
+        """After each batch in flight; -1 is before the first one."""
 
     def read(self) -> Any:
         """Return the states after the batch that the inner fetcher has given just now; empty where none has a state."""
@@ -89,15 +87,9 @@ class LoaderStates:
         """Remember the states after a batch, as `read` gave them; those older than `depth` batches are let go."""
         if not states:
             return
-        if index == 0:
-            self._after[-1] = self._first
-        self._after[index] = states
+        self.after[index] = states
         # The batch being trained may be the first of those in flight, and only be peeked at.
-        self._after.pop(index - depth - 1, None)
-
-    def after(self, index: int) -> Any:
-        """Return the states after a batch in flight, or None; -1 is before the first one."""
-        return self._after.get(index)
+        self.after.pop(index - depth - 1, None)
 
 
 def _of_inner(name: str) -> Any:
@@ -327,7 +319,7 @@ class LookaheadFetcher(_DataLoaderIterDataFetcher):
             return self._states.latest or None
         # A batch that is only peeked at is not trained, nor is one that waits for the end of others that are None.
         num_waiting = self._real is not None or (self._peeked and self._batch is not None)
-        return self._states.after(self.executor.current.index - num_waiting)
+        return self._states.after.get(self.executor.current.index - num_waiting) or None
 
     @override
     def teardown(self) -> None:
