@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -146,12 +147,10 @@ class WalksSteps(HasRun):
         Raises:
             RuntimeError: As it is called, where the optimizer calls it several times in a step.
         """
-        num_calls = 0
+        calls = itertools.count()
 
         def exchange() -> Any:
-            nonlocal num_calls
-            num_calls += 1
-            if num_calls > 1:
+            if next(calls) > 0:
                 raise RuntimeError(
                     f"{type(optimizer).__name__} asks for its gradients several times in a step, so they cannot be "
                     "those of an earlier one: train without stash_gradients."
