@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+from ..distributed import together
 from ..plugin import OverlapEmbeddingStrategy
 
 
@@ -30,7 +31,7 @@ class Together:
             RuntimeError: With the error of each rank that has one.
             ValueError: This rank's, where all ranks have the same.
         """
-        said = self._strategy.gather(_words(error))
+        said = self._strategy.gather(None if error is None else f"{type(error).__name__}: {error}")
         if isinstance(error, ValueError) and len(set(said)) == 1:
             raise error
         causes = [f"rank {rank}: {cause}" for rank, cause in enumerate(said) if cause is not None]
@@ -44,18 +45,6 @@ class Together:
         Raises:
             RuntimeError: It failed there, on all ranks.
         """
-        found: Any = None
-        error: Exception | None = None
-        if self._strategy.global_rank == 0:
-            try:
-                found = ask()
-            except Exception as err:
-                error = err
-        found, said = self._strategy.gather((found, _words(error)))[0]
-        if said is not None:
-            raise RuntimeError(said) from error
-        return found
-
-
-def _words(error: BaseException | None) -> str | None:
-    return None if error is None else f"{type(error).__name__}: {error}"
+        gather = self._strategy.gather
+        found = together(ask if self._strategy.global_rank == 0 else lambda: None, gather)
+        return gather(found)[0]

@@ -200,7 +200,7 @@ class EmbeddingDeltas(Callback):
         self._writes = self._touched.num_writes
         rows = None
         is_other = restored is None or (restored.writes, restored.columns) != (self._writes, self._columns)
-        if not self._strategy.any_rank(is_other) and not is_other:
+        if not self._strategy.any_rank(is_other):
             assert restored is not None
             rows = rows_to_resend(writer, self.run, known, restored, self._tables, self._strategy)
         if rows is None:
@@ -276,7 +276,7 @@ class EmbeddingDeltas(Callback):
             return  # nothing is due, without a look at the trainer's counters
         self._settle()
         if self._answer is not None:
-            state, written, is_whole = self._answer.wait()
+            state, written, is_whole = self._answer()
             self._answer = None
             self._hear(trainer, state, written, is_whole=bool(is_whole))
             if state == READY and self._is_due(self._step):
@@ -346,15 +346,15 @@ class EmbeddingDeltas(Callback):
             return
         self._strategy.update_tables()
         if self._answer is not None:
-            self._answer.wait()
+            self._answer()
             self._answer = None
         self._settle()
         self._writer.wait()
         self._ranks.raise_together(self._writer.error)
         changed = self._touched.num_writes != self._writes
         left = self._step != self._last or bool(self._touched.most) or changed or steps
-        is_void = self._strategy.any_rank(self._is_void) or self._is_void
-        if self._strategy.any_rank(left) or left or is_void:
+        is_void = self._strategy.any_rank(self._is_void)
+        if self._strategy.any_rank(left) or is_void:
             self._ranks.do(lambda: self._write_last(is_base=is_void or changed, after_all=is_void))
         self._acknowledged = (self.generation, self._step)
         self._ranks.do(self._writer.close_sink)

@@ -11,6 +11,7 @@ from __future__ import annotations
 import os
 import zipfile
 from collections.abc import Collection, Iterator, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,10 +20,10 @@ import torch.distributed as dist
 from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor, nn
 
-from ..distributed import gather_objects
+from ..distributed import gather_objects, together
 from .atomic import atomic_replace, remove, sibling
 from .dense_state import empty_table_states, put_table_states
-from .sharded_folder import FUSED, MODEL, TABLE_OPTIMIZERS, is_rank_zero, on_rank_zero, read_file, take_state, together
+from .sharded_folder import FUSED, MODEL, TABLE_OPTIMIZERS, is_rank_zero, on_rank_zero, read_file, take_state
 from .table_state import Loading, fill_from_whole, local_parts, plan_loading
 
 
@@ -54,7 +55,7 @@ def gather(pieces: Mapping[str, Any], group: dist.ProcessGroup | None) -> Iterat
         key: (tuple(piece.size()), piece.dtype, [window for window, _ in local_parts(piece)])
         for key, piece in tensors.items()
     }
-    everyone = [mine] if group is None else gather_objects(mine, group)
+    everyone = gather_objects(mine, group)
     for key in sorted({key for theirs in everyone for key in theirs}):
         size, dtype, _ = next(theirs[key] for theirs in everyone if key in theirs)
         chunks = _distinct(key, everyone)
@@ -159,7 +160,7 @@ def load_fused(
         fill_from_whole(loading.pieces, saved)
         return loading
 
-    together(plan_and_fill, group).finish()
+    together(plan_and_fill, partial(gather_objects, group=group)).finish()
 
 
 def load_table_states(checkpoint: Mapping[str, Any], model: nn.Module) -> None:

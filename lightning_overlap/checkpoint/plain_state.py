@@ -195,7 +195,7 @@ def _as_fused(
     numbers = {key: value for key, value in mine.items() if key.rpartition(".")[2] in _KERNEL_KINDS}
     kernels = {name: kernel.optimizer.name for name, _, kernel in _kernels(model)}
     own = (mine.keys() - numbers.keys(), numbers, kernels)
-    everyone = [own] if group is None else gather_objects(own, group)
+    everyone = gather_objects(own, group)
     keys = {key for theirs, _, _ in everyone for key in theirs}
     numbers = {key: value for _, theirs, _ in everyone for key, value in theirs.items()}
     optimizer_of = {name: optimizer for _, _, theirs in everyone for name, optimizer in theirs.items()}

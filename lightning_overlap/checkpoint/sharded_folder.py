@@ -15,8 +15,9 @@ import pickle
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Set
 from concurrent.futures import Future, ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
-from typing import Any, TypeVar, cast
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -30,14 +31,12 @@ from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 from typing_extensions import override
 
-from ..distributed import gather_objects
+from ..distributed import gather_objects, together
 from ..text import some, unknown_name_message
 from .atomic import atomic_replace, being_replaced, remove, sibling
 from .dense_state import empty_table_states, put_table_states, take_table_states
 from .safe_metadata import SafePlanner, SafeReader
 from .table_state import Loading, fused_state, on_host, plan_loading
-
-T = TypeVar("T")
 
 METADATA_NAME = "meta.pt"
 """The file that marks a checkpoint folder and holds what is not sharded: loops, callbacks, dense optimizers."""
@@ -240,22 +239,9 @@ def _is_alone_on_host(tensor: Tensor) -> bool:
 def on_rank_zero(action: Callable[[], None], path: Path, group: dist.ProcessGroup | None) -> None:
     """Let rank 0 write a checkpoint, and raise an OSError on all ranks, which all call this, if it fails or is gone."""
     try:
-        together(action if is_rank_zero(group) else lambda: None, group)
+        together(action if is_rank_zero(group) else lambda: None, partial(gather_objects, group=group))
     except RuntimeError as err:
         raise OSError(f"could not write the checkpoint {path}: {err}") from err
-
-
-def together(action: Callable[[], T], group: dist.ProcessGroup | None) -> T:
-    """Run something on every rank, and raise on all of them what one raises: the others would wait for it."""
-    result, error, cause = None, None, None
-    try:
-        result = action()
-    except Exception as err:
-        error, cause = str(err) if isinstance(err, RuntimeError) else f"{type(err).__name__}: {err}", err
-    for message in [error] if group is None else gather_objects(error, group):
-        if message is not None:
-            raise RuntimeError(message) from cause
-    return cast(T, result)
 
 
 # -- loading ----------------------------------------------------------------------------------------------------
@@ -325,7 +311,7 @@ def load_folder(
     state: dict[str, Any] = {MODEL: {key: value for key, value in state_dict.items() if key in saved[MODEL]}}
     loading = Loading({}, lambda: None)
     if with_optimizers and "optimizer_states" in rest:
-        loading = together(lambda: plan_loading(model, saved[FUSED]), group)
+        loading = together(lambda: plan_loading(model, saved[FUSED]), partial(gather_objects, group=group))
         tables = empty_table_states(saved[TABLE_OPTIMIZERS], model)
         state |= {FUSED: loading.pieces, TABLE_OPTIMIZERS: tables}
     state = {part: values for part, values in state.items() if values}

@@ -9,12 +9,11 @@ from .consensus import ASK_FOR_LAST as ASK_FOR_LAST
 from .consensus import MAX_INTERVAL as MAX_INTERVAL
 from .consensus import Answer as Answer
 from .consensus import Consensus as Consensus
-from .consensus import GroupConsensus as GroupConsensus
 from .consensus import Lowest as Lowest
-from .consensus import OwnLowest as OwnLowest
 from .consensus import PollInterval as PollInterval
 from .consensus import StepFlags as StepFlags
 from .consensus import gather_objects as gather_objects
+from .consensus import together as together
 from .failures import FirstCause as FirstCause
 from .failures import Store as Store
 from .failures import default_store as default_store

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, TypeVar, cast
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+
+T = TypeVar("T")
 
 
 class StepFlags(NamedTuple):
@@ -34,58 +36,24 @@ class StepFlags(NamedTuple):
     """How soon it wants to be asked again, see `PollInterval`; as an answer, the most of any rank."""
 
 
-class Answer(Protocol):
+@dataclass(frozen=True, slots=True)
+class Answer:
     """An answer that may still be on its way."""
+
+    flags: Tensor
+    """Of all ranks, one after the other."""
+    work: dist.Work
 
     def wait(self) -> StepFlags:
         """Return what any rank said."""
-
-
-class Consensus(Protocol):
-    """Asks all ranks."""
-
-    def ask(self, flags: StepFlags) -> Answer:
-        """Send this rank's flags and ask for those of all ranks; every rank asks as often and in the same order."""
-
-
-class Lowest(Protocol):
-    """The lowest of all ranks' numbers, which may still be on their way."""
-
-    def wait(self) -> list[int]:
-        """Return the lowest of each."""
-
-
-@dataclass(frozen=True, slots=True)
-class _AllLowest:
-    numbers: Tensor
-    work: dist.Work
-
-    def wait(self) -> list[int]:
-        self.work.wait()
-        return list(self.numbers.tolist())
-
-
-@dataclass(frozen=True, slots=True)
-class OwnLowest:
-    """The numbers of the only rank."""
-
-    numbers: Sequence[int]
-
-    def wait(self) -> list[int]:
-        """Return them."""
-        return list(self.numbers)
-
-
-@dataclass(frozen=True, slots=True)
-class _AllSaid:
-    flags: Tensor  # (ranks * number of flags)
-    work: dist.Work
-
-    def wait(self) -> StepFlags:
         self.work.wait()
         *said, requested_interval = self.flags.view(-1, len(StepFlags._fields)).amax(0).tolist()
         has, lacks, last, stop, skips = map(bool, said)
         return StepFlags(has, lacks, last, stop, skips, requested_interval)
+
+
+Lowest = Callable[[], list[int]]
+"""Waits for the lowest of all ranks' numbers, and returns the lowest of each."""
 
 
 class PollInterval:
@@ -110,11 +78,7 @@ class PollInterval:
     def ask(self, index: int) -> int:
         """Note that the ranks are asked about a batch; none is due again before `hear`.
 
-        Args:
-            index: Number of the batch.
-
-        Returns:
-            `MAX_INTERVAL - interval` for the interval that this rank wants, 0 to `MAX_INTERVAL - 1`.
+        Returns `MAX_INTERVAL - interval` for the interval that this rank wants, 0 to `MAX_INTERVAL - 1`.
         """
         now, asked = time.monotonic(), self._asked
         self._asked = index, now
@@ -150,7 +114,7 @@ Ranks send `MAX_INTERVAL - interval` as uint8, so that the largest of all ranks'
 """
 
 
-class GroupConsensus:
+class Consensus:
     """Asks all ranks by an all-to-all of six bytes on the host: the host waits for it a step later, no device does.
 
     gloo sends them to each rank at once; its all-reduce passes them on around a ring, twice, which takes half as much
@@ -164,18 +128,23 @@ class GroupConsensus:
         self._group = group
 
     def ask(self, flags: StepFlags) -> Answer:
-        """Start the all-to-all."""
+        """Send this rank's flags and ask for those of all ranks; every rank asks as often and in the same order."""
         sent = torch.tensor(flags * self._group.size(), dtype=torch.uint8)
         received = torch.empty_like(sent)
         # Not by `torch.distributed`: who times or delays the all-to-alls of embeddings there means none of these.
-        return _AllSaid(received, self._group.alltoall_base(received, sent, [], []))
+        return Answer(received, self._group.alltoall_base(received, sent, [], []))
 
     def lowest(self, numbers: Sequence[int]) -> Lowest:
         """Start to look for the lowest of each of some numbers over all ranks; the host waits for them later."""
         tensor = torch.tensor(numbers, dtype=torch.int64)
-        work = dist.all_reduce(tensor, dist.ReduceOp.MIN, group=self._group, async_op=True)
-        assert work is not None
-        return _AllLowest(tensor, work)
+        work = self.start(tensor, dist.ReduceOp.MIN)
+
+        def wait() -> list[int]:
+            work.wait()
+            lowest: list[int] = tensor.tolist()
+            return lowest
+
+        return wait
 
     def broadcast(self, value: Any, src: int) -> Any:
         """Return the value of rank `src`, anything that can be pickled; it is sent between hosts' memories only."""
@@ -190,24 +159,41 @@ class GroupConsensus:
     def any(self, flag: bool) -> bool:
         """Return whether the flag is set on any rank; all ranks wait for the answer."""
         tensor = torch.tensor(flag, dtype=torch.uint8)
-        dist.all_reduce(tensor, dist.ReduceOp.MAX, group=self._group)
+        self.start(tensor, dist.ReduceOp.MAX).wait()
         return bool(tensor)
 
-    def start_max(self, values: Tensor) -> dist.Work:
-        """Start to give a tensor on the host the largest value of any rank, in each place; all ranks call this."""
-        work: dist.Work | None = dist.all_reduce(values, dist.ReduceOp.MAX, group=self._group, async_op=True)
+    def start(self, values: Tensor, op: dist.ReduceOp.RedOpType) -> dist.Work:
+        """Start to give a tensor on the host what `op` makes of all ranks' values, in each place."""
+        work: dist.Work | None = dist.all_reduce(values, op, group=self._group, async_op=True)
         assert work is not None
         return work
-
-    def shortest(self, num_batches: float) -> float:
-        """Return the fewest batches that any rank has; `inf` is a loader without a length."""
-        tensor = torch.tensor(num_batches, dtype=torch.float64)
-        dist.all_reduce(tensor, dist.ReduceOp.MIN, group=self._group)
-        return float(tensor)
 
 
 def gather_objects(value: Any, group: dist.ProcessGroup | None = None) -> list[Any]:
     """Return the values of all ranks of a group, None for the default one: anything that can be pickled."""
+    if not dist.is_initialized() or dist.get_world_size(group) == 1:
+        return [value]
     values: list[Any] = [None] * dist.get_world_size(group)
     dist.all_gather_object(values, value, group=group)
     return values
+
+
+def together(action: Callable[[], T], gather: Callable[[Any], list[Any]]) -> T:
+    """Run something on every rank, and raise on all of them what one raises: the others would wait for it.
+
+    Args:
+        action: What to do; it waits for no rank after what may fail on one alone.
+        gather: Returns the values of all ranks, which all call this.
+
+    Raises:
+        RuntimeError: In the words of the first rank that has failed.
+    """
+    result, error, cause = None, None, None
+    try:
+        result = action()
+    except Exception as err:
+        error, cause = str(err) if isinstance(err, RuntimeError) else f"{type(err).__name__}: {err}", err
+    for message in gather(error):
+        if message is not None:
+            raise RuntimeError(message) from cause
+    return cast(T, result)

@@ -50,9 +50,7 @@ def _stderr() -> str:
 class FirstCause:
     """Lets a rank that fails because it lost another one say why that one failed.
 
-    Args:
-        store: Where the first rank that fails leaves word; every rank makes as many of these, in the same order.
-        rank: The rank of this process, named in its word.
+    Every rank makes as many of these, in the same order. The first rank that fails leaves word in the store.
     """
 
     def __init__(self, store: Store, rank: int) -> None:
@@ -81,12 +79,7 @@ class FirstCause:
         return self.first is not None and self.first.stderr == _stderr()
 
     def note(self, error: BaseException, place: str) -> None:
-        """Leave word of the error, or, where another rank did so before, add its word to the error. Never raises.
-
-        Args:
-            error: What this rank failed with.
-            place: Where this rank was.
-        """
+        """Leave word of the error, or, where another rank did so before, add its word to the error. Never raises."""
         mine = Word(self.rank, f"{type(error).__name__}: {error}", place, _stderr())
         with contextlib.suppress(Exception):  # the store ends with the rank that keeps it
             self.first = Word(*json.loads(self._store.compare_set(self._key, "", json.dumps(mine))))
@@ -94,18 +87,9 @@ class FirstCause:
                 error.add_note(f"rank {self.first.rank} had failed {self.first.place}: {self.first.error}")
 
     def leave(self, num_ranks: int, timeout_s: float) -> None:
-        """Say that this rank is about to end; the first one to fail then waits for the others. Never raises.
-
-        Args:
-            num_ranks: How many there are.
-            timeout_s: How long to wait at most, in seconds.
-        """
+        """Say that this rank is about to end; the first one to fail then waits for so many. Never raises."""
         with contextlib.suppress(Exception):
-            num_gone = self._store.add(f"{self._key}/gone", 1)
-            deadline = time.monotonic() + timeout_s
-            while self.is_first and num_gone < num_ranks and time.monotonic() < deadline:
-                time.sleep(0.01)
-                num_gone = self._store.add(f"{self._key}/gone", 0)
+            self._all_come(f"{self._key}/gone", num_ranks if self.is_first else 1, timeout_s)
 
     def told(self) -> None:
         """Say that the first cause has been told. Never raises."""
@@ -118,22 +102,19 @@ class FirstCause:
             self._store.wait([f"{self._key}/told"], timedelta(seconds=timeout_s))
 
     def all_failed(self, num_ranks: int, place: str, timeout_s: float) -> bool:
-        """Whether all ranks come here from the same place within a time: then they may save together. Never raises.
-
-        Args:
-            num_ranks: How many there are.
-            place: Where this rank was.
-            timeout_s: How long to wait for the others, in seconds.
-        """
-        deadline = time.monotonic() + timeout_s
+        """Whether all ranks come here from the same place within a time: then they may save together. Never raises."""
         verdict = "alone"
         with contextlib.suppress(Exception):
-            here = f"{self._key}/here {place}"
-            num_here = self._store.add(here, 1)
-            while num_here < num_ranks and time.monotonic() < deadline:
-                time.sleep(0.01)
-                num_here = self._store.add(here, 0)
             # The first one to know decides for all: another one's time may be up at this very moment.
-            mine = "together" if num_here >= num_ranks else "alone"
+            mine = "together" if self._all_come(f"{self._key}/here {place}", num_ranks, timeout_s) else "alone"
             verdict = self._store.compare_set(f"{self._key}/verdict", "", mine).decode()
         return verdict == "together"
+
+    def _all_come(self, key: str, num_ranks: int, timeout_s: float) -> bool:
+        """Count this rank, and wait until so many have come, or so many seconds; whether they have."""
+        deadline = time.monotonic() + timeout_s
+        num_here = self._store.add(key, 1)
+        while num_here < num_ranks and time.monotonic() < deadline:
+            time.sleep(0.01)
+            num_here = self._store.add(key, 0)
+        return num_here >= num_ranks

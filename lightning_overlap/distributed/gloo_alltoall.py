@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from datetime import timedelta
 from typing import Any
@@ -27,11 +27,6 @@ class ReceivesFirst(dist.ProcessGroup):
 
     Everything else is handed on to gloo, from here and not by the base class: that holds Python's lock meanwhile, for
     which a thread of gloo's may wait that holds its own. All ranks issue the all-to-alls of a group in the same order.
-
-    Args:
-        gloo: Makes every collective, an all-to-all as its receives and sends.
-        rank: The rank of this process.
-        size: Number of ranks.
     """
 
     def __init__(self, gloo: dist.ProcessGroupGloo, rank: int, size: int) -> None:
@@ -81,32 +76,25 @@ class ReceivesFirst(dist.ProcessGroup):
     """What `torch.distributed.all_to_all_single` calls from 2.13 on; until then it is the other name."""
 
 
-_COLLECTIVES: Mapping[str, str] = {
-    name: name
-    for name in (
-        *("allreduce", "allreduce_coalesced", "broadcast", "reduce", "gather", "scatter", "alltoall", "barrier"),
-        *("allgather", "_allgather_base", "allgather_coalesced", "reduce_scatter", "_reduce_scatter_base"),
-        *("send", "recv", "recv_anysource", "gather_single"),
-    )
-} | {"all_gather_single": "_allgather_base", "reduce_scatter_single": "_reduce_scatter_base"}
-"""What a group is asked for, and gloo's older name of it: torch 2.13 and 2.14 have newer ones (`*_single`)."""
+_COLLECTIVES = (
+    *("allreduce", "allreduce_coalesced", "broadcast", "reduce", "gather", "scatter", "alltoall", "barrier"),
+    *("allgather", "_allgather_base", "allgather_coalesced", "reduce_scatter", "_reduce_scatter_base"),
+    *("send", "recv", "recv_anysource", "gather_single"),
+)
+_OLDER = {"all_gather_single": "_allgather_base", "reduce_scatter_single": "_reduce_scatter_base"}
+"""What a group is asked for by torch 2.13 and 2.14, and gloo's older name of it."""
 
 
 def _hand_on(group: type, gloo: type) -> None:
-    """Let `group` call its `_gloo` for each of `_COLLECTIVES` that the class `gloo` has, by the newer name if any."""
-    for name, older in _COLLECTIVES.items():
-        for method in (name, older):
-            if hasattr(gloo, method):
-                setattr(group, name, _handed_on(method))
-                break
+    """Let `group` call its `_gloo` for each collective that the class `gloo` has, by the newer name if any."""
+    for name in (*_COLLECTIVES, *_OLDER):
+        method = name if hasattr(gloo, name) else _OLDER.get(name, name)
+        if hasattr(gloo, method):
+            setattr(group, name, _handed_on(method))
 
 
 def _handed_on(name: str) -> Callable[..., Any]:
-    def call(self: ReceivesFirst, *args: Any, **kwargs: Any) -> Any:
-        return getattr(self._gloo, name)(*args, **kwargs)
-
-    call.__name__ = name
-    return call
+    return lambda self, *args, **kwargs: getattr(self._gloo, name)(*args, **kwargs)
 
 
 _hand_on(ReceivesFirst, dist.ProcessGroupGloo)

@@ -5,11 +5,12 @@ from __future__ import annotations
 import contextlib
 from dataclasses import dataclass
 from datetime import timedelta
+from functools import partial
 
 import torch.distributed as dist
 
 from . import gloo_alltoall, gloo_device
-from .consensus import GroupConsensus
+from .consensus import Consensus
 from .failures import default_store
 from .sockets import remember_sockets
 
@@ -27,11 +28,8 @@ class Groups:
     lookahead: dist.ProcessGroup | None = None
     """The input dist of coming batches."""
 
-    consensus: GroupConsensus | None = None
+    consensus: Consensus | None = None
     """What the ranks have to know of each other at every step, on the host."""
-
-    multi_node: bool = False
-    """Whether there is a link between ranks, on which bytes count."""
 
     checkpoints: dist.ProcessGroup | None = None
     """Saving, which may go on in a thread during training, so no other collective may get in between; on the host."""
@@ -78,16 +76,12 @@ def join(timeout: timedelta, *, multi_node: bool = False) -> Groups:
         # costs more than that saves.
         within_host = contextlib.nullcontext() if multi_node else gloo_device.shared_with(world)
         with remember_sockets(), within_host:
-            consensus, checkpoints, tables, lookahead = (
-                dist.new_group(backend=kind, timeout=timeout, group_desc=name)
-                for kind, name in (
-                    ("gloo", CONSENSUS),
-                    ("gloo", "checkpoints"),
-                    (of_tables, "tables"),
-                    (of_tables, "lookahead"),
-                )
-            )
-        _made[key] = Groups(tables, lookahead, GroupConsensus(consensus), multi_node, checkpoints)
+            make = partial(dist.new_group, timeout=timeout)
+            consensus = make(backend="gloo", group_desc=CONSENSUS)
+            checkpoints = make(backend="gloo", group_desc="checkpoints")
+            tables = make(backend=of_tables, group_desc="tables")
+            lookahead = make(backend=of_tables, group_desc="lookahead")
+        _made[key] = Groups(tables, lookahead, Consensus(consensus), checkpoints)
     return _made[key]
 
 

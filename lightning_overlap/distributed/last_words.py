@@ -30,12 +30,7 @@ _PEER_LOST = ("Connection closed by peer", "Connection reset by peer", "Broken p
 
 
 def tell_last(error: BaseException, cause: FirstCause) -> None:
-    """Let the process, if it ends with this error, wait for its turn to print it, or leave that to another rank.
-
-    Args:
-        error: What this rank failed with, as `cause` has noted it.
-        cause: Knows which rank failed first.
-    """
+    """Let the process, if it ends with this error, wait for its turn to print it, or leave that to another rank."""
     if dist.is_initialized() and dist.get_world_size() > 1:
         _causes.clear()
         _causes[id(cause)] = cause
@@ -81,9 +76,7 @@ class _Hook:
 def _words_of_a_lost_rank(error: BaseException, cause: FirstCause) -> str:
     """Return what a rank says that only lost another one: no traceback, but what nobody else knows.
 
-    Args:
-        error: Of this rank; one of its notes is the first cause.
-        cause: Knows whether the first rank prints to the same place: then the cause and the connection are left out.
+    Where the first rank prints to the same place, the cause and the connection are left out.
     """
     if not cause.shares_stderr:
         return "".join(traceback.format_exception_only(error))

@@ -18,12 +18,8 @@ class SkippedBatches:
     """Tells all ranks which batches of a fit this one has skipped, and asks for theirs.
 
     A rank that skips nothing tells nothing, so this costs a fit without such batches one look at the store for each
-    validation. No collective is asked: the ranks may not be at the same one.
-
-    Args:
-        store: Of all ranks.
-        rank: The rank of this process.
-        num_ranks: How many there are. Every rank makes as many of these, in the same order.
+    validation. No collective is asked: the ranks may not be at the same one. Every rank makes as many of these, in the
+    same order.
     """
 
     def __init__(self, store: Store, rank: int, num_ranks: int) -> None:
@@ -37,11 +33,7 @@ class SkippedBatches:
         self._epoch += 1
 
     def note(self, num_before: int) -> None:
-        """Tell the others of a batch that is skipped, before this rank takes part in the next one that is not.
-
-        Args:
-            num_before: Other batches of the epoch before it.
-        """
+        """Tell the others of a batch that is skipped after so many others, before this rank takes part in the next."""
         self._mine.append((self._epoch, num_before))
         self._tell()
 

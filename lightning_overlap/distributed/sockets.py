@@ -24,13 +24,9 @@ def remember_sockets() -> Iterator[None]:
 
 
 def end_connections(except_port: int | None) -> bool:
-    """End the connections of the groups that were made so; no group can be used after that.
+    """End the connections of the groups that were made so, but those of a port; whether there were any.
 
-    Args:
-        except_port: One end of the connections that stay: the store's port.
-
-    Returns:
-        Whether there were any.
+    No group can be used after that.
     """
     ended = False
     for number in [number for number, name in _open_sockets().items() if _made.get(number) == name]:

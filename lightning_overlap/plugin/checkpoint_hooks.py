@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -36,22 +36,11 @@ class SavesShards(HasRun):
 
     Owns the saver that writes folders while training goes on (`_folder_saver`) and the path of the newest checkpoint
     (`_newest`).
-
-    Args:
-        checkpoint_format: `sharded`, `full`, or None: sharded above one rank or with `async_checkpoint`.
-        async_checkpoint: Write folders in a thread, while training goes on.
-        **kwargs: What `DDPStrategy` takes.
-
-    Raises:
-        ValueError: An unknown format, or `async_checkpoint` with `checkpoint_format="full"`.
     """
 
-    def __init__(self, *, checkpoint_format: str | None = None, async_checkpoint: bool = False, **kwargs: Any) -> None:
-        checkpoints.check_format(checkpoint_format, async_checkpoint)
-        super().__init__(**kwargs)
-        self.checkpoint_format = checkpoint_format
-        self.async_checkpoint = async_checkpoint
-        self._newest: Path | None = None
+    checkpoint_format: str | None
+    async_checkpoint: bool
+    _newest: Path | None = None
 
     @override
     def forget_run(self) -> None:
@@ -64,10 +53,6 @@ class SavesShards(HasRun):
         super().join_groups()
         if self._groups is not before:
             self._folder_saver = FolderSaver(self.checkpoint_group)
-
-    def on_commit(self, action: Callable[[], None]) -> None:
-        """Do something now, or as soon as the save under way has succeeded, on this rank."""
-        self._folder_saver.on_commit(action)
 
     def finish_save(self, error: BaseException | None = None) -> None:
         """Wait for the save that is under way in a thread, if there is one.
@@ -129,19 +114,17 @@ class SavesShards(HasRun):
         if self._tuner is not None and self._tuner.has_chosen:
             checkpoint[_CHOICE] = self._tuner.state_dict()
         path, resumable = Path(filepath), "optimizer_states" in checkpoint
+        first = self._first_last(path) if resumable else None
         if self._saved_format == FULL:
             content = checkpoints.gather_checkpoint(checkpoint, module, self.checkpoint_group)
-            if _is_plain_file(filepath, storage_options, self.checkpoint_io):
-                first = self._first_last(path) if resumable else None
-                checkpoints.write_file(content, path, self.checkpoint_group, also=first)
-                self._take_newest(path, resumable)
-            else:
+            if not _is_plain_file(filepath, storage_options, self.checkpoint_io):
                 super().save_checkpoint(content or {}, filepath, storage_options)
-            return
-        checkpoints.check_folder_path(filepath, storage_options)
-        asynchronous = self.async_checkpoint and self._running_trainer is not None  # else nobody would wait for it
-        first = self._first_last(path) if resumable else None
-        self._folder_saver.save(checkpoint, path, module, asynchronous=asynchronous, also=first)
+                return
+            checkpoints.write_file(content, path, self.checkpoint_group, also=first)
+        else:
+            checkpoints.check_folder_path(filepath, storage_options)
+            asynchronous = self.async_checkpoint and self._running_trainer is not None  # else nobody would wait for it
+            self._folder_saver.save(checkpoint, path, module, asynchronous=asynchronous, also=first)
         self._take_newest(path, resumable)
 
     def _first_last(self, path: Path) -> Path | None:
@@ -154,12 +137,12 @@ class SavesShards(HasRun):
 
     def _take_newest(self, path: Path, resumable: bool) -> None:
         """Let "last" find what was saved, as soon as it is whole; on rank 0."""
-        self._newest = path  # whole, as soon as `on_commit` does something
+        self._newest = path  # whole, as soon as the saver does something
         for bridge, is_last in checkpoint_links.bridges(self._running_trainer, path) if self.is_global_zero else []:
             if is_last:
-                self.on_commit(partial(checkpoints.discard, bridge))
+                self._folder_saver.on_commit(partial(checkpoints.discard, bridge))
             elif resumable:
-                self.on_commit(partial(checkpoints.lead, bridge, path))
+                self._folder_saver.on_commit(partial(checkpoints.lead, bridge, path))
 
     @property
     def _saved_format(self) -> str:
@@ -187,20 +170,19 @@ class SavesShards(HasRun):
         ):
             # Lightning 2.5 has no such argument.
             checkpoint = super().load_checkpoint(checkpoint_path, *([] if weights_only is None else [weights_only]))
-            return _take_loader_state(checkpoint, self.checkpoint_group)
-        path = checkpoints.resolve_path(Path(checkpoint_path))
-        if not checkpoints.is_folder(path):
-            return _take_loader_state(checkpoints.load_file(path, weights_only=weights_only), self.checkpoint_group)
-        module = self.lightning_module
-        assert module is not None
-        checkpoint = checkpoints.load_folder(
-            path,
-            module,
-            self.checkpoint_group,
-            weights_only=weights_only,
-            strict=module.strict_loading,
-            with_optimizers=self._is_fitting(),
-        )
+        elif not checkpoints.is_folder(path := checkpoints.resolve_path(Path(checkpoint_path))):
+            checkpoint = checkpoints.load_file(path, weights_only=weights_only)
+        else:
+            module = self.lightning_module
+            assert module is not None
+            checkpoint = checkpoints.load_folder(
+                path,
+                module,
+                self.checkpoint_group,
+                weights_only=weights_only,
+                strict=module.strict_loading,
+                with_optimizers=self._is_fitting(),
+            )
         return _take_loader_state(checkpoint, self.checkpoint_group)
 
     @override
@@ -245,8 +227,7 @@ class SavesShards(HasRun):
 
 def _gather_loader_states(checkpoint: dict[str, Any], group: dist.ProcessGroup | None) -> None:
     """Add every rank's state of the data loaders: rank 0 alone writes what is not sharded."""
-    state = _fit_loop(checkpoint).get(_LOADER)
-    states = [state] if group is None else gather_objects(state, group)
+    states = gather_objects(_fit_loop(checkpoint).get(_LOADER), group)
     if any(states):
         checkpoint[_LOADERS] = states
 
@@ -266,13 +247,7 @@ def _fit_loop(checkpoint: dict[str, Any]) -> dict[str, Any]:
 
 
 def _remove(path: Path, newest: Path | None, stems: set[str]) -> None:
-    """Remove a checkpoint, and let the "last" links that lead to it lead to the newest one from now on.
-
-    Args:
-        path: What to remove.
-        newest: The newest checkpoint that is whole, if there is one.
-        stems: How the names of such links begin.
-    """
+    """Remove a checkpoint, and let the "last" links (names by their stems) that lead to it lead to the newest one."""
     if newest is not None and newest != path:
         for link in checkpoints.links_to(path, stems):
             checkpoints.lead(link, newest)

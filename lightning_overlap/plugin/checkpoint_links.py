@@ -29,20 +29,12 @@ PRIVATE_NAMES: Mapping[str, tuple[str, ...]] = {
 }
 """What this file uses of Lightning beyond its public interface, by the class that has it."""
 
-_OWNERS = {"ModelCheckpoint": ModelCheckpoint, "lightning.pytorch.core.module": lightning_module}
-
 WhenWhole = Callable[[Callable[[], None]], None]
 """Calls what it is given as soon as the save under way has succeeded; at once where there is none."""
 
 
 def install(trainer: Trainer, on_commit: WhenWhole) -> None:
-    """Let the callbacks of a trainer link when what the link leads to is whole; classes of the user's do as they like.
-
-    Args:
-        trainer: The trainer that has the callbacks.
-        on_commit: Calls what makes a link as soon as the save under way has succeeded.
-    """
-    check_names("lightning", PRIVATE_NAMES, _OWNERS)
+    """Let callbacks link when what the link leads to is whole; classes of the user's do as they like."""
     for callback in _linking(trainer):
         if type(callback)._link_checkpoint is ModelCheckpoint._link_checkpoint:
             callback._link_checkpoint = partial(_link, on_commit)  # type: ignore[method-assign]
@@ -62,12 +54,7 @@ def stems(trainer: Trainer | None) -> set[str]:
 def bridges(trainer: Trainer | None, path: Path) -> list[tuple[Path, bool]]:
     """Return the links that "last" finds in the place of a last checkpoint that is not whole yet.
 
-    Args:
-        trainer: The trainer that has the callbacks; None: there are none.
-        path: What is being saved.
-
-    Returns:
-        For each callback that saves in this folder: the link, and whether `path` is a last checkpoint itself.
+    For each callback that saves where `path` is being saved, with whether `path` is a last checkpoint itself.
     """
     found = {}
     for callback in _keeping_last(trainer):
@@ -106,7 +93,8 @@ def explain_folders() -> None:
     class calls into Lightning there with no trainer, strategy or reader of this package's in the way, often in a
     process that has none of them. Until a folder is given, the function does what Lightning's does.
     """
-    check_names("lightning", PRIVATE_NAMES, _OWNERS)
+    owners = {"ModelCheckpoint": ModelCheckpoint, "lightning.pytorch.core.module": lightning_module}
+    check_names("lightning", PRIVATE_NAMES, owners)
     if vars(lightning_module)["_load_from_checkpoint"] is saving._load_from_checkpoint:
         lightning_module._load_from_checkpoint = _load  # type: ignore[attr-defined]
 

@@ -1,13 +1,11 @@
 """Lightning's evaluation loops with a lookahead: `validate`, `test`, `predict`, and validation inside a fit.
 
-As in `fit_loop.py` the live loop objects get a class that mixes in what changes. Names of Lightning that start with an
-underscore are listed in `PRIVATE_NAMES`; a test names each.
+As in `fit_loop.py` the live loop objects get a class that mixes in what changes.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from functools import partial
 from typing import Any
 
 from lightning.pytorch import Trainer
@@ -16,7 +14,6 @@ from lightning.pytorch.loops.fetchers import _DataFetcher, _PrefetchDataFetcher
 from lightning.pytorch.loops.prediction_loop import _PredictionLoop
 from typing_extensions import override
 
-from ..runtime import InFlightBatch
 from ..schedules import Stage
 from ..versions import check_names
 from . import sigterm
@@ -24,35 +21,21 @@ from .fetcher import ExecutorFactory, LookaheadFetcher, StagedBatch, stage_batch
 from .fit_loop import mix_in, take_out
 from .run import HasRun
 
+_OF_BOTH = ["_build_kwargs", "_build_step_args_from_hook_kwargs", "_data_fetcher", "_verify_dataloader_idx_requirement"]
 PRIVATE_NAMES: Mapping[str, tuple[str, ...]] = {
     "lightning.pytorch.loops.evaluation_loop": ("_EvaluationLoop",),
     "lightning.pytorch.loops.prediction_loop": ("_PredictionLoop",),
     "lightning.pytorch.loops.fetchers": ("_DataFetcher", "_PrefetchDataFetcher"),
-    "_EvaluationLoop": (
-        "_build_kwargs",
-        "_build_step_args_from_hook_kwargs",
-        "_data_fetcher",
-        "_evaluation_step",
-        "_is_sequential",
-        "_verify_dataloader_idx_requirement",
-    ),
-    "_PredictionLoop": (
-        "_build_kwargs",
-        "_build_step_args_from_hook_kwargs",
-        "_data_fetcher",
-        "_predict_step",
-        "_return_predictions",
-        "_store_data_for_prediction_writer",
-        "_verify_dataloader_idx_requirement",
-    ),
+    "_EvaluationLoop": (*_OF_BOTH, "_evaluation_step", "_is_sequential"),
+    "_PredictionLoop": (*_OF_BOTH, "_predict_step", "_return_predictions", "_store_data_for_prediction_writer"),
 }
 """What this file uses of Lightning beyond its public interface, by the module or class that has it."""
 
 
-def run_step(step: Callable[..., Any], *args: Any) -> Any:
+def _run_step(step: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """Run the user's step of an evaluation, with early embeddings if its batch was looked ahead."""
     if not (args and isinstance(args[0], StagedBatch)):
-        return step(*args)
+        return step(*args, **kwargs)
     [staged] = args
     with staged.executor.forward():
         output = step(*staged.arguments)
@@ -68,15 +51,15 @@ class EvaluatesAhead(HasRun):
 
     @override
     def validation_step(self, *args: Any, **kwargs: Any) -> Any:
-        return run_step(partial(super().validation_step, **kwargs), *args)
+        return _run_step(super().validation_step, *args, **kwargs)
 
     @override
     def test_step(self, *args: Any, **kwargs: Any) -> Any:
-        return run_step(partial(super().test_step, **kwargs), *args)
+        return _run_step(super().test_step, *args, **kwargs)
 
     @override
     def predict_step(self, *args: Any, **kwargs: Any) -> Any:
-        return run_step(partial(super().predict_step, **kwargs), *args)
+        return _run_step(super().predict_step, *args, **kwargs)
 
     @override
     def on_validation_start(self) -> None:
@@ -118,34 +101,13 @@ class EvaluatesAhead(HasRun):
 
 
 class EvaluationFetcher(LookaheadFetcher):
-    """Gives an evaluation loop staged batches, numbered as its loader numbers them.
-
-    Args:
-        inner: The stock fetcher.
-        trainer: The trainer that evaluates.
-        make_executor: Makes the executor, when the first batch is asked for.
-        arguments: Returns the arguments of the user's step for (batch, batch_idx, dataloader_idx).
-    """
+    """Gives an evaluation loop staged batches, numbered as its loader numbers them."""
 
     _keeps_states = False  # no checkpoint holds the position of an evaluation
 
-    def __init__(
-        self,
-        inner: _DataFetcher,
-        trainer: Trainer,
-        make_executor: ExecutorFactory,
-        arguments: Callable[[Any, int, int], tuple[Any, ...]],
-    ) -> None:
-        super().__init__(inner, trainer, make_executor)
-        self._step_arguments = arguments
-
     @override
-    def _arguments(self) -> tuple[Any, ...]:
-        return self._step_arguments(self._batch, self._batch_idx, self._dataloader_idx)
-
-    @override
-    def _number(self, inflight: InFlightBatch) -> int:
-        return inflight.batch_idx
+    def _number(self, number: int) -> int:
+        return number
 
     @override
     def _stage(self, batch: Any, dataloader_idx: int) -> Any:
@@ -245,11 +207,8 @@ def install(trainer: Trainer, make_executor: ExecutorFactory) -> None:
 
 
 def uninstall(trainer: Trainer) -> None:
-    """Give the loops their own classes back; in-flight work of a fetcher that is still there is dropped."""
+    """Give the loops their own classes back."""
     for loop, mixin in _loops(trainer):
         if isinstance(loop, mixin):
-            fetcher = loop._data_fetcher
-            if isinstance(fetcher, EvaluationFetcher) and fetcher.executor is not None:
-                fetcher.executor.abandon()
             del loop._make_executor
             take_out(loop)

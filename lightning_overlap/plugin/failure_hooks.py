@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 
 from typing_extensions import override
 
-from ..distributed import FirstCause, GroupConsensus, default_store, groups, remember_sockets, tell_last
+from ..distributed import Consensus, FirstCause, default_store, groups, remember_sockets, tell_last
 from . import fit_loop
 from .checkpoint_hooks import SavesShards
 
@@ -30,13 +30,11 @@ class FailsTogether(SavesShards):
     all of them failed in the same place (`_all_failed`).
     """
 
-    _first_cause: FirstCause | None
-    _all_failed: bool
-
     @override
     def forget_run(self) -> None:
         super().forget_run()
-        self._first_cause, self._all_failed = None, False
+        self._first_cause: FirstCause | None = None
+        self._all_failed = False
 
     @override
     def setup_environment(self) -> None:
@@ -53,10 +51,9 @@ class FailsTogether(SavesShards):
         executor = self._executor
         place = "outside of training" if executor is None else executor.place
         if groups.timed_out(exception):
-            waited_s = self._group_timeout.total_seconds()
             exception.add_note(
-                f"Another rank did not answer within {waited_s:g} s: see what it said last. If it only takes longer, "
-                "pass a longer timeout= to the strategy."
+                f"Another rank did not answer within {self.timeout_s:g} s: see what it said last. If it only takes "
+                "longer, pass a longer timeout= to the strategy."
             )
         if executor is not None:
             exception.add_note(f"rank {self.global_rank} was {place}")
@@ -82,7 +79,7 @@ class FailsTogether(SavesShards):
         group = self._consensus
         if self._interrupted and self.checkpoint_group is not None:
             self.finish_save(sys.exception())  # a thread uses its group until then
-            group = GroupConsensus(self.checkpoint_group)  # in the other one, questions may be under way
+            group = Consensus(self.checkpoint_group)  # in the other one, questions may be under way
         broadcast = super().broadcast if group is None else group.broadcast
         return self._first_error_first("a broadcast that followed it failed", partial(broadcast, obj, src))
 
@@ -96,7 +93,7 @@ class FailsTogether(SavesShards):
         if first is None or self._first_cause is None or self._all_failed or not self._interrupted:
             return
         # Those that wait for this rank fail when the group's time is up: that is not together.
-        timeout_s = min(SAVE_TIMEOUT_S, self._group_timeout.total_seconds() / 2)
+        timeout_s = min(SAVE_TIMEOUT_S, self.timeout_s / 2)
         executor = self._executor
         place = "" if executor is None else f"{executor.place} of {executor.num_fetched}"
         self._all_failed = self._first_cause.all_failed(self.world_size, place, timeout_s)
@@ -105,15 +102,7 @@ class FailsTogether(SavesShards):
             raise self._torn_down(first)
 
     def _first_error_first(self, what: str, action: Callable[[], T]) -> T:
-        """Do something; while a run's error is handled, turn what that raises into a note of it, and raise that one.
-
-        Args:
-            what: What has failed where the action does, for the note.
-            action: What to do.
-
-        Raises:
-            BaseException: The run's error, where the action has failed while it is handled.
-        """
+        """Do something; while a run's error is handled, turn what that raises into a note of it, and raise that one."""
         first = sys.exception() if self._interrupted else None
         try:
             return action()

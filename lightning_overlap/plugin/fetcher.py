@@ -2,16 +2,15 @@
 
 It stands in the place of Lightning's own, whose iterator it goes on with: it stages each batch when the executor asks
 for one, skips batches that are None, and keeps the states of the data loaders for checkpoints. `evaluation_loops.py`
-has a subclass for evaluations. Names of Lightning that start with an underscore are listed in `PRIVATE_NAMES`; a test
-names each.
+has a subclass for evaluations.
 """
 
 from __future__ import annotations
 
-from collections import OrderedDict, deque
+from collections import deque
 from collections.abc import Callable, Mapping
 from contextlib import suppress
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import Any, TypeAlias
 
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.loops.fetchers import _DataFetcher, _DataLoaderIterDataFetcher
@@ -22,13 +21,9 @@ from ..distributed import ASK_FOR_LAST, SkippedBatches
 from ..runtime import BatchMemory, Executor, InFlightBatch, keeps_its_data, waiting_for_data
 from . import sigterm
 
-if TYPE_CHECKING:
-    from lightning.pytorch.utilities.combined_loader import CombinedLoader
-
 PRIVATE_NAMES: Mapping[str, tuple[str, ...]] = {
     "lightning.pytorch.loops.fetchers": ("_DataFetcher", "_DataLoaderIterDataFetcher"),
     "lightning.pytorch.loops.training_epoch_loop": ("_TrainingEpochLoop",),
-    "_TrainingEpochLoop": ("_build_kwargs",),
     "_DataLoaderIterDataFetcher": ("_batch", "_batch_idx", "_dataloader_idx", "_start_profiler", "_stop_profiler"),
     "LightningModule": ("_on_before_batch_transfer",),
     "CombinedLoader": ("_state_dicts",),
@@ -44,18 +39,15 @@ _Fetched: TypeAlias = "tuple[tuple[Any, int, int], Any]"
 ExecutorFactory = Callable[["LookaheadFetcher"], Executor]
 """Makes an executor of the batches that a fetcher gives."""
 
+StepArguments = Callable[[Any, int, int], tuple[Any, ...]]
+"""Returns the arguments of the user's step for a batch, its number and its loader's."""
+
 
 class StagedBatch:
-    """What a loop passes to the strategy's step in the place of the batch.
-
-    Args:
-        arguments: What the user's step is called with; the batch is among them.
-        executor: The executor that has staged the batch.
-    """
+    """What a loop passes to the strategy's step in the place of the batch: the arguments of the user's step."""
 
     def __init__(self, arguments: tuple[Any, ...], executor: Executor) -> None:
-        self.arguments = arguments
-        self.executor = executor
+        self.arguments, self.executor = arguments, executor
 
 
 class LoaderStates:
@@ -69,12 +61,8 @@ class LoaderStates:
     """
 
     def __init__(self, inner: _DataFetcher, *, kept: bool) -> None:
-        self._inner = inner
-        self._kept = kept
-        self._after: dict[int, Any] = {}
-        self.latest: Any = self._read()
-        """After the last batch fetched; empty where no loader has a state."""
-        self._first = self.latest  # before this epoch's batches
+        self._inner, self._kept = inner, kept
+        self.begin_epoch()
 
     def _read(self) -> Any:
         # Lightning takes the state of loaders that have one, and an empty list otherwise.
@@ -82,8 +70,10 @@ class LoaderStates:
 
     def begin_epoch(self) -> None:
         """Forget the batches of another epoch."""
-        self._after.clear()
-        self._first = self.latest = self._read()
+        self.latest: Any = self._read()
+        """After the last batch fetched; empty where no loader has a state."""
+        self.after: dict[int, Any] = {-1: self.latest}
+        """After each batch in flight; -1 is before the first one."""
 
     def read(self) -> Any:
         """Return the states after the batch that the inner fetcher has given just now; empty where none has a state."""
@@ -97,15 +87,14 @@ class LoaderStates:
         """Remember the states after a batch, as `read` gave them; those older than `depth` batches are let go."""
         if not states:
             return
-        if index == 0:
-            self._after[-1] = self._first
-        self._after[index] = states
+        self.after[index] = states
         # The batch being trained may be the first of those in flight, and only be peeked at.
-        self._after.pop(index - depth - 1, None)
+        self.after.pop(index - depth - 1, None)
 
-    def after(self, index: int) -> Any:
-        """Return the states after a batch in flight, or None; -1 is before the first one."""
-        return self._after.get(index)
+
+def _of_inner(name: str) -> Any:
+    """Return what the loop reads and writes on its fetcher, and belongs to the inner one."""
+    return property(lambda self: getattr(self.inner, name), lambda self, value: setattr(self.inner, name, value))
 
 
 class LookaheadFetcher(_DataLoaderIterDataFetcher):
@@ -113,24 +102,23 @@ class LookaheadFetcher(_DataLoaderIterDataFetcher):
 
     It takes over a stock fetcher whose iterator is already running. As a subclass of the `dataloader_iter`
     fetcher it tells the loop to leave the batch transfer to it. It owns the executor of its epochs, the batches that
-    are None until their turn comes, and what it knows of the epoch's end.
-
-    Args:
-        inner: The stock fetcher.
-        trainer: The trainer that fits.
-        make_executor: Makes the executor, when the first batch is asked for.
+    are None until their turn comes, and what it knows of the epoch's end. The executor is made when the first batch is
+    asked for.
     """
 
     _keeps_states = True
     """Whether checkpoints hold the states of these loaders."""
 
-    def __init__(self, inner: _DataFetcher, trainer: Trainer, make_executor: ExecutorFactory) -> None:
+    def __init__(
+        self, inner: _DataFetcher, trainer: Trainer, make_executor: ExecutorFactory, step_arguments: StepArguments
+    ) -> None:
         self.inner = inner
-        profilers = inner._start_profiler, inner._stop_profiler  # an evaluation loop has set them already
-        super().__init__()
-        inner._start_profiler, inner._stop_profiler = profilers
+        kept = {name: getattr(inner, name) for name in ("fetched", "length", "_start_profiler", "_stop_profiler")}
+        super().__init__()  # sets them back, but the inner one is running already
+        for name, value in kept.items():
+            setattr(inner, name, value)
         self._trainer = trainer
-        self._make_executor = make_executor
+        self._make_executor, self._step_arguments = make_executor, step_arguments
         self.executor: Executor | None = None
         self._peeked = False
         self._skipped: deque[tuple[int, int, int]] = deque()
@@ -141,7 +129,7 @@ class LookaheadFetcher(_DataLoaderIterDataFetcher):
         is_own = all(map(keeps_its_data, inner.combined_loader.flattened))
         self._memory = BatchMemory(trainer.strategy.root_device.type, is_own=is_own)
         self._own_those_of_inner()
-        self._num_skipped = self._num_delivered = 0  # batches that are None, and others
+        self.num_skipped = self._num_delivered = 0  # batches of this epoch that are None, and others
         self._has_ended = False  # by the word of the executor, on all ranks
         self._iterated = False  # since this fetcher took over
         self._num_allowed: float = 0  # batches to fetch in this epoch, by `max_steps`
@@ -151,50 +139,11 @@ class LookaheadFetcher(_DataLoaderIterDataFetcher):
         self._states = LoaderStates(inner, kept=self._keeps_states)
         self.done = inner.done
 
-    # The loop reads and writes these on its fetcher; they belong to the inner one, which is already running when
-    # the base class's constructor would set `fetched` and `length` back.
-    @property
-    def fetched(self) -> int:
-        """Batches taken from the loader in this epoch."""
-        return self.inner.fetched
-
-    @fetched.setter
-    def fetched(self, value: int) -> None:
-        self.inner.fetched = value or self.inner.fetched
-
-    @property
-    def length(self) -> int | None:
-        """Batches of an epoch, None if the loader does not know."""
-        return self.inner.length
-
-    @length.setter
-    def length(self, value: int | None) -> None:
-        self.inner.length = self.inner.length if value is None else value
-
-    @property
-    def _start_profiler(self) -> Callable[[], None]:
-        return self.inner._start_profiler
-
-    @_start_profiler.setter
-    def _start_profiler(self, value: Callable[[], None]) -> None:
-        self.inner._start_profiler = value
-
-    @property
-    def _stop_profiler(self) -> Callable[[], None]:
-        return self.inner._stop_profiler
-
-    @_stop_profiler.setter
-    def _stop_profiler(self, value: Callable[[], None]) -> None:
-        self.inner._stop_profiler = value
-
-    @property
-    @override
-    def combined_loader(self) -> CombinedLoader:
-        return self.inner.combined_loader
-
-    @override
-    def setup(self, combined_loader: CombinedLoader) -> None:
-        self.inner.setup(combined_loader)
+    fetched = _of_inner("fetched")
+    length = _of_inner("length")
+    _start_profiler = _of_inner("_start_profiler")
+    _stop_profiler = _of_inner("_stop_profiler")
+    combined_loader = _of_inner("combined_loader")
 
     @override
     def __iter__(self) -> LookaheadFetcher:
@@ -215,7 +164,8 @@ class LookaheadFetcher(_DataLoaderIterDataFetcher):
         self._peeked = False
         assert self.executor is not None
         self.done = self.executor.is_last and self._real is None and not self._skips
-        return StagedBatch(self._arguments(), self.executor)
+        arguments = self._step_arguments(self._batch, self._batch_idx, self._dataloader_idx)
+        return StagedBatch(arguments, self.executor)
 
     def peek(self) -> Any:
         """Return the batch that `next` is going to deliver.
@@ -233,12 +183,12 @@ class LookaheadFetcher(_DataLoaderIterDataFetcher):
             self._has_ended = self._real is None
         if self._skips:
             _, batch_idx, self._dataloader_idx = self._skipped.popleft()
-            self._batch, self._batch_idx = None, self._number(InFlightBatch(-1, None, batch_idx))
+            self._batch, self._batch_idx = None, self._number(batch_idx)
         elif self._real is not None:
             inflight, self._real = self._real, None
             self._num_delivered += 1
             self._batch, self._dataloader_idx = inflight.batch, inflight.dataloader_idx
-            self._batch_idx = self._number(inflight)
+            self._batch_idx = self._number(inflight.batch_idx)
         else:
             self.done = True
             raise StopIteration
@@ -264,15 +214,10 @@ class LookaheadFetcher(_DataLoaderIterDataFetcher):
         """Whether every rank is known to have as many batches in this epoch; not where it is resumed in the middle."""
         return self.lengths_known and self._is_whole
 
-    @property
-    def num_skipped(self) -> int:
-        """How many batches of this epoch were None, so far."""
-        return self._num_skipped
-
     def check_skipped(self, *, over_epochs: bool) -> None:
         """Check that all ranks come to a validation here; see `SkippedBatches.check`."""
         if self.told is not None:
-            num_skipped = self._num_skipped - len(self._skipped)
+            num_skipped = self.num_skipped - len(self._skipped)
             self.told.check(self._num_delivered, num_skipped, at_skipped=self._batch is None, over_epochs=over_epochs)
 
     @property
@@ -318,7 +263,7 @@ class LookaheadFetcher(_DataLoaderIterDataFetcher):
     @property
     def num_certain(self) -> int:
         """How many batches after the one fetched last will be staged in any case."""
-        if not self._buffered or self._num_skipped > 0 or self.executor is None:
+        if not self._buffered or self.num_skipped > 0 or self.executor is None:
             return 0
         in_inner: list[Any] = getattr(self.inner, "batches", [])[:1]
         num = len(self._buffered) + sum(not self._is_skipped(batch) for batch, _, _ in in_inner)
@@ -326,13 +271,11 @@ class LookaheadFetcher(_DataLoaderIterDataFetcher):
 
     def _next_to_train(self, index: int) -> _Fetched | None:
         """Fetch the batch `index`, past those that are None: each rank skips its own, as Lightning does."""
-        fetched = self._next_of_inner()
-        while fetched is not None and self._is_skipped(fetched[0][0]):
+        while (fetched := self._next_of_inner()) is not None and self._is_skipped(fetched[0][0]):
             self._skipped.append((index, fetched[0][1], fetched[0][2]))
-            self._num_skipped += 1
+            self.num_skipped += 1
             if self.told is not None:
                 self.told.note(index)
-            fetched = self._next_of_inner()
         return fetched
 
     def _is_skipped(self, batch: Any) -> bool:
@@ -345,7 +288,11 @@ class LookaheadFetcher(_DataLoaderIterDataFetcher):
                 timer = None if self.executor is None else self.executor.order.timer
                 with suppress(StopIteration), waiting_for_data(timer):
                     fetched = next(self.inner)
-                    return self._own(fetched), self._states.read()
+                    if self.inner.length is None:  # it has fetched one more, and had given this one memory before
+                        self._own_those_of_inner()
+                    else:
+                        fetched = (self._memory.own(fetched[0]), *fetched[1:])
+                    return fetched, self._states.read()
             if self.inner.fetched > 0 or self._iterated or not self._states.latest:
                 break
             # Resumed after an epoch's last batch: the loader's iterator goes on there, and so is at its end. Lightning
@@ -360,16 +307,8 @@ class LookaheadFetcher(_DataLoaderIterDataFetcher):
             )
         return None
 
-    def _own(self, fetched: Any) -> Any:
-        """Return what the inner fetcher has given, with memory of its own, before the loader is asked for more."""
-        if self.inner.length is None:  # it has fetched one more, and had given its last one memory before
-            self._own_those_of_inner()
-            return fetched
-        batch, batch_idx, dataloader_idx = fetched
-        return self._memory.own(batch), batch_idx, dataloader_idx
-
     def _own_those_of_inner(self) -> None:
-        """Give the batches that the inner fetcher has fetched just now, and holds, memory of their own."""
+        """Give the batches that the inner fetcher holds memory of their own, before the loader is asked for more."""
         held: list[Any] = getattr(self.inner, "batches", [])
         held[:] = [(self._memory.own(batch), batch_idx, dataloader_idx) for batch, batch_idx, dataloader_idx in held]
 
@@ -380,13 +319,7 @@ class LookaheadFetcher(_DataLoaderIterDataFetcher):
             return self._states.latest or None
         # A batch that is only peeked at is not trained, nor is one that waits for the end of others that are None.
         num_waiting = self._real is not None or (self._peeked and self._batch is not None)
-        return self._states.after(self.executor.current.index - num_waiting)
-
-    @override
-    def reset(self) -> None:
-        self.drop()
-        self.inner.reset()
-        self.done = self.inner.done
+        return self._states.after.get(self.executor.current.index - num_waiting) or None
 
     @override
     def teardown(self) -> None:
@@ -404,17 +337,13 @@ class LookaheadFetcher(_DataLoaderIterDataFetcher):
         self._buffered.clear()
         if self.told is not None:
             self.told.forget(len(self._skipped))
-        self._num_delivered, self._num_skipped, self._has_ended = 0, 0, False
+        self._num_delivered, self.num_skipped, self._has_ended = 0, 0, False
         self._skipped.clear()
         if self.executor is not None:
             self.executor.drain()
 
-    def _arguments(self) -> tuple[Any, ...]:
-        """The arguments of the user's step for the batch that is delivered."""
-        return tuple(self._epoch_loop._build_kwargs(OrderedDict(), self._batch, self._batch_idx).values())
-
-    def _number(self, inflight: InFlightBatch) -> int:
-        """The `batch_idx` of the batch that is delivered next."""
+    def _number(self, number: int) -> int:
+        """The `batch_idx` of the batch that is delivered next, whose number among those of its loader this is."""
         return self._epoch_loop.batch_idx + 1
 
     def _stage(self, batch: Any, dataloader_idx: int) -> Any:
@@ -431,16 +360,7 @@ class LookaheadFetcher(_DataLoaderIterDataFetcher):
 
 
 def stage_batch(trainer: Trainer, batch: Any, dataloader_idx: int) -> Any:
-    """Do what Lightning's loops do with a batch before its step: convert, transfer hooks, copy to the device.
-
-    Args:
-        trainer: The trainer of the module and the strategy that have the hooks.
-        batch: As the data loader gave it.
-        dataloader_idx: The number of its loader, for the hooks.
-
-    Returns:
-        The batch on the device, or on its way there.
-    """
+    """Do what Lightning's loops do with a batch before its step: convert, transfer hooks, copy to the device."""
     module: LightningModule = trainer.lightning_module
     batch = trainer.precision_plugin.convert_input(batch)
     batch = module._on_before_batch_transfer(batch, dataloader_idx=dataloader_idx)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import warnings
 from collections.abc import Iterable, Mapping
-from types import MappingProxyType
+from functools import partial
 
 from torch import nn
 from torch.optim import Optimizer
@@ -16,15 +16,13 @@ from ..tables import rate_setter, table_lines
 LOGGER = "lightning.pytorch.lightning_overlap"
 """Below Lightning's logger, whose handler and level it has."""
 
-KNOWN_RECORDS: Mapping[str, tuple[str, ...]] = MappingProxyType(
-    {
-        "torchrec.distributed.planner.types": ("The topology was constructed directly",),
-        "torchrec.distributed.planner.storage_reservations": ("There is a known issue with TorchRec's dense tensor",),
-        "torchrec.distributed.utils": ("caching params will be ignored",),
-        "torch.fx._symbolic_trace": ("is_fx_tracing will return true",),  # TorchRec's own call of it
-        "": ("Sharding spec not found",),  # of each data-parallel table
-    }
-)
+KNOWN_RECORDS: Mapping[str, str] = {
+    "torchrec.distributed.planner.types": "The topology was constructed directly",
+    "torchrec.distributed.planner.storage_reservations": "There is a known issue with TorchRec's dense tensor",
+    "torchrec.distributed.utils": "caching params will be ignored",
+    "torch.fx._symbolic_trace": "is_fx_tracing will return true",  # TorchRec's own call of it
+    "": "Sharding spec not found",  # of each data-parallel table
+}
 """Logger -> what is in the records that are kept back: about TorchRec's own calls, nothing that a user can act on."""
 
 KNOWN_WARNINGS = (
@@ -36,16 +34,11 @@ KNOWN_WARNINGS = (
 """How the warnings begin that are kept back."""
 
 
-class _KeptBack(logging.Filter):
-    def __init__(self, texts: tuple[str, ...]) -> None:
-        super().__init__()
-        self._texts = texts
-
-    def filter(self, record: logging.LogRecord) -> bool:
-        return not any(text in str(record.msg) for text in self._texts)
+def _lets_through(text: str, record: logging.LogRecord) -> bool:
+    return text not in str(record.msg)
 
 
-_FILTERS = {name: _KeptBack(texts) for name, texts in KNOWN_RECORDS.items()}
+_FILTERS = {name: partial(_lets_through, text) for name, text in KNOWN_RECORDS.items()}
 
 
 def calm_libraries(wanted: bool = True) -> None:
@@ -67,17 +60,7 @@ def tell_set_up(
     scheduled: bool,
     unpipelined: Mapping[str, str],
 ) -> None:
-    """Log what a user has to know before the first step.
-
-    Args:
-        model: Its tables are sharded.
-        schedule: The mode.
-        stream: The policy for early lookups.
-        num_ranks: Ranks that train.
-        optimizers: Those of `configure_optimizers`.
-        scheduled: Whether a scheduler moves learning rates.
-        unpipelined: Modules whose lookup cannot start early, each with the reason.
-    """
+    """Log what a user has to know before the first step; `unpipelined` has modules and the reason of each."""
     optimizers = list(optimizers)
     moved = rate_setter(optimizers) is not None
     late = f", staleness {schedule.staleness}" if schedule.staleness else ""

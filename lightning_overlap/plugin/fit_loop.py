@@ -1,14 +1,15 @@
 """Lightning's fit loop with a lookahead: the loops keep their class names, states and checkpoints.
 
 The live loop objects get a class that mixes in what changes; no loop method is copied. `fetcher.py` has the fetcher
-that they get. Names of Lightning that start with an underscore are listed in `PRIVATE_NAMES`; a test names each.
+that they get.
 """
 
 from __future__ import annotations
 
 import warnings
+from collections import OrderedDict
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, cast
 
 from lightning.pytorch import Trainer
 from lightning.pytorch.callbacks import ModelPruning
@@ -17,23 +18,14 @@ from lightning.pytorch.loops.fit_loop import _FitLoop
 from lightning.pytorch.loops.optimization.automatic import _AutomaticOptimization
 from lightning.pytorch.loops.training_epoch_loop import _TrainingEpochLoop
 from lightning.pytorch.strategies import DDPStrategy
-from torch.utils.data import (
-    BatchSampler,
-    DataLoader,
-    DistributedSampler,
-    IterableDataset,
-    RandomSampler,
-    SequentialSampler,
-)
+from lightning.pytorch.utilities import CombinedLoader
+from torch.utils import data
 from typing_extensions import override
 
 from ..versions import check_names
 from . import fetcher as fetchers
 from . import sigterm
 from .fetcher import ExecutorFactory, LookaheadFetcher
-
-if TYPE_CHECKING:
-    from lightning.pytorch.utilities.combined_loader import CombinedLoader
 
 PRIVATE_NAMES: Mapping[str, tuple[str, ...]] = {
     "lightning.pytorch.loops.fetchers": ("_DataFetcher", "_PrefetchDataFetcher"),
@@ -42,7 +34,7 @@ PRIVATE_NAMES: Mapping[str, tuple[str, ...]] = {
     "lightning.pytorch.loops.training_epoch_loop": ("_TrainingEpochLoop",),
     "_FitLoop": ("_can_stop_early", "_data_fetcher", "_should_reload_train_dl", "setup_data"),
     "_TrainingEpochLoop": (
-        *("_batches_that_stepped", "_broadcast_sigterm_tensor", "_should_accumulate"),
+        *("_batches_that_stepped", "_broadcast_sigterm_tensor", "_build_kwargs", "_should_accumulate"),
         *("_num_ready_batches_reached", "_should_check_val_epoch", "_should_check_val_fx", "advance"),
     ),
     "Strategy": ("_layer_sync",),
@@ -95,16 +87,19 @@ class _FitLoopMixin(_FitLoop):
         super().setup_data()
         # A module that takes `dataloader_iter` does its own fetching and runs without lookahead.
         if type(self._data_fetcher) is _PrefetchDataFetcher:
-            self._data_fetcher = LookaheadFetcher(self._data_fetcher, self.trainer, self._make_executor)
-            self._end_together(self._data_fetcher)
+            fetcher = LookaheadFetcher(self._data_fetcher, self.trainer, self._make_executor, self._step_arguments)
+            self._data_fetcher = fetcher
+            self._end_together(fetcher)
+
+    def _step_arguments(self, batch: Any, batch_idx: int, dataloader_idx: int) -> tuple[Any, ...]:
+        return tuple(self.epoch_loop._build_kwargs(OrderedDict(), batch, batch_idx).values())
 
     def _end_together(self, fetcher: LookaheadFetcher) -> None:
         """Take the length of the shortest rank's epoch, where Lightning takes each rank's own."""
         own, strategy = self.max_batches, self.trainer.strategy
-        fetcher.num_batches = strategy.shortest_epoch(own)  # type: ignore[attr-defined]
         knows = _has_known_length(fetcher.combined_loader)
-        any_does_not = strategy.any_rank(not knows)  # type: ignore[attr-defined]
-        fetcher.lengths_known = knows and not any_does_not
+        lengths, known = zip(*strategy.gather((own, knows)), strict=True)  # type: ignore[attr-defined]
+        fetcher.num_batches, fetcher.lengths_known = min(lengths), all(known)
         fetcher.told = strategy.skipped_batches()  # type: ignore[attr-defined]
         if fetcher.num_batches == own:
             return
@@ -217,10 +212,10 @@ class _EpochLoopMixin(_TrainingEpochLoop):
 def _has_known_length(combined_loader: CombinedLoader) -> bool:
     """Whether no loader can end before its length, as an iterable dataset, a sampler or a loader of the user's may."""
     return all(
-        type(loader) is DataLoader
-        and not isinstance(loader.dataset, IterableDataset)
-        and type(loader.sampler) in (RandomSampler, SequentialSampler, DistributedSampler)
-        and type(loader.batch_sampler) in (BatchSampler, type(None))
+        type(loader) is data.DataLoader
+        and not isinstance(loader.dataset, data.IterableDataset)
+        and type(loader.sampler) in (data.RandomSampler, data.SequentialSampler, data.DistributedSampler)
+        and type(loader.batch_sampler) in (data.BatchSampler, type(None))
         for loader in combined_loader.flattened
     )
 
@@ -231,49 +226,25 @@ def _leave_if_agreed(trainer: Trainer) -> None:
         sigterm.leave(trainer)
 
 
-def check_lightning(trainer: Trainer) -> None:
-    """Check that the installed Lightning has the private names that this file and the fetcher use.
-
-    Args:
-        trainer: The trainer whose live objects are looked at.
-
-    Raises:
-        ImportError: One is missing; with its name, the installed and the supported versions.
-    """
+def install(trainer: Trainer, make_executor: ExecutorFactory) -> None:
+    """Give the trainer's live fit loop the lookahead."""
     epoch_loop = trainer.fit_loop.epoch_loop
     owners = {"Strategy": trainer.strategy, "_FitLoop": trainer.fit_loop, "_TrainingEpochLoop": epoch_loop}
     check_names("lightning", PRIVATE_NAMES, owners)
-    owners = {"LightningModule": trainer.lightning_module, "_TrainingEpochLoop": epoch_loop}
-    check_names("lightning", fetchers.PRIVATE_NAMES, owners)
-
-
-def install(trainer: Trainer, make_executor: ExecutorFactory) -> None:
-    """Give the trainer's live fit loop the lookahead.
-
-    Args:
-        trainer: The trainer that fits.
-        make_executor: Makes the executor of a fetcher, when its first batch is asked for.
-
-    Raises:
-        ImportError: Lightning lacks a private name.
-    """
-    check_lightning(trainer)
+    check_names("lightning", fetchers.PRIVATE_NAMES, {"LightningModule": trainer.lightning_module})
     mix_in(trainer.fit_loop, _FitLoopMixin)
-    mix_in(trainer.fit_loop.epoch_loop, _EpochLoopMixin)
-    mix_in(trainer.fit_loop.epoch_loop.automatic_optimization, _AutomaticOptimizationMixin)
+    mix_in(epoch_loop, _EpochLoopMixin)
+    mix_in(epoch_loop.automatic_optimization, _AutomaticOptimizationMixin)
     cast(_FitLoopMixin, trainer.fit_loop)._make_executor = make_executor
 
 
 def uninstall(trainer: Trainer) -> None:
-    """Give the loops their own classes back; in-flight work of a fetcher that is still there is dropped."""
+    """Give the loops their own classes back."""
     loop = trainer.fit_loop
     if not isinstance(loop, _FitLoopMixin):
         return
     fetcher = loop._data_fetcher
-    if isinstance(fetcher, LookaheadFetcher):
-        if fetcher.executor is not None:
-            fetcher.executor.abandon()
-    elif fetcher is not None and fetcher.iterator is None:
+    if fetcher is not None and not isinstance(fetcher, LookaheadFetcher) and fetcher.iterator is None:
         # The loader could not be iterated. Lightning would ask it for its length on the way out and raise once more,
         # in the place of the loader's own error.
         loop._data_fetcher = None

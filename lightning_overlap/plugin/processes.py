@@ -74,7 +74,8 @@ class StartsProcesses(HasRun):
 
     @override
     def _configure_launcher(self) -> None:
-        if _is_interactive() and self._start_method == "popen":
+        is_interactive = hasattr(sys, "ps1") or sys.flags.interactive  # as Lightning asks
+        if is_interactive and self._start_method == "popen":
             if self.world_size == 1:
                 self._launcher = None  # Lightning's would start nobody, and is refused in notebooks
                 return
@@ -100,11 +101,6 @@ class StartsProcesses(HasRun):
             _check_same_tables(self.lightning_module, self._parents_state, self._start_method)
 
 
-def _is_interactive() -> bool:
-    """Whether this is a notebook or an interactive interpreter, as Lightning asks."""
-    return hasattr(sys, "ps1") or bool(sys.flags.interactive)
-
-
 def own_memory(module: nn.Module) -> None:
     """Give a started process tensors of its own, where it has those of the parent, which all ranks would write.
 
@@ -116,12 +112,7 @@ def own_memory(module: nn.Module) -> None:
 
 
 class Launcher(_MultiProcessingLauncher):
-    """Lightning's launcher by `spawn`, `fork` or `forkserver`, for sharded tables too.
-
-    Args:
-        strategy: The strategy that starts processes.
-        start_method: `spawn`, `fork` or `forkserver`.
-    """
+    """Lightning's launcher by `spawn`, `fork` or `forkserver`, for sharded tables too."""
 
     _strategy: StartsProcesses
 

@@ -1,14 +1,15 @@
 """What the hooks of a strategy share: the run that goes on, and what outlives it.
 
-A run is one fit, validate, test or predict of a module with tables. The strategy makes its `Run` in `setup` and drops
-it in `stop_run`; the hooks (`step_hooks.py`, `evaluation_loops.py`, `checkpoint_hooks.py`, `failure_hooks.py`,
-`processes.py`) are given it as `_run` and set nothing of each other's.
+The strategy makes its `Run` in `setup` and drops it in `stop_run`; the hooks are given it as `_run` and set nothing of
+each other's.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
+from datetime import timedelta
+from functools import partial
 from typing import Any
 
 import torch.distributed as dist
@@ -17,16 +18,12 @@ from lightning.pytorch.strategies import DDPStrategy
 from lightning.pytorch.utilities.parsing import lightning_getattr, lightning_hasattr
 from torch.distributed.constants import default_pg_timeout
 
-from ..distributed import GroupConsensus, Lowest, OwnLowest, SkippedBatches, default_store, groups
+from ..distributed import Consensus, Lowest, SkippedBatches, default_store, groups
 from ..runtime import Executor, StageTimer, Streams
 from ..sparse import GradientStash, SparsePipeline
-from ..tables import OverflowWatch, has_model_parallel_tables
-from ..tuning import Tuner, say_nothing
-from . import first_words
+from ..tables import OverflowWatch
+from ..tuning import Tuner
 from .fetcher import LookaheadFetcher
-
-ExecutorMaker = Callable[[LookaheadFetcher, SparsePipeline], Executor]
-"""Makes an executor of the batches that a fetcher gives, whose sparse stages a pipeline does."""
 
 
 def batch_size_of(module: LightningModule | None) -> int | None:
@@ -40,71 +37,34 @@ def batch_size_of(module: LightningModule | None) -> int | None:
     return found if isinstance(found, int) and found > 0 else None
 
 
-class Evaluations:
-    """The evaluations of a run: for each step a pipeline of its own, which training's does not see.
-
-    Owns these pipelines and the executor of the evaluation that goes on.
-
-    Args:
-        make_pipeline: Makes the pipeline of a step (`validation_step`, ...), when it first runs.
-        make_executor: Makes the executor of one evaluation.
-    """
-
-    def __init__(self, make_pipeline: Callable[[str], SparsePipeline], make_executor: ExecutorMaker) -> None:
-        self._make_pipeline = make_pipeline
-        self._make_executor = make_executor
-        self._pipelines: dict[str, SparsePipeline] = {}
-        self._pipeline: SparsePipeline | None = None
-        self._executor: Executor | None = None
-
-    def begin(self, step: str) -> None:
-        """Serve the calls of a step; what is in flight for training waits as it is."""
-        if step not in self._pipelines:
-            self._pipelines[step] = self._make_pipeline(step)
-        self._pipeline = self._pipelines[step]
-        self._pipeline.attach()
-
-    def make_executor(self, fetcher: LookaheadFetcher) -> Executor:
-        """Make the executor of the evaluation that has begun."""
-        assert self._pipeline is not None, "an evaluation begins with the strategy's hook"
-        self._executor = self._make_executor(fetcher, self._pipeline)
-        return self._executor
-
-    def end(self) -> None:
-        """Complete what was started for batches that are not evaluated, on all ranks alike."""
-        if self._executor is not None:
-            self._executor.drain()
-        self.abandon()
-
-    def abandon(self) -> None:
-        """Drop everything in flight at once, without a collective."""
-        if self._executor is not None:
-            self._executor.abandon()
-            self._executor = None
-        if self._pipeline is not None:
-            self._pipeline.detach()
-            self._pipeline = None
-
-
 class Run:
     """One fit, validate, test or predict of a module with tables.
 
-    Owns the pipeline and the executor of training; a run that does not fit has neither.
+    Owns the pipeline and the executor of training, which a run that does not fit lacks, and those of the evaluation
+    that goes on: each evaluation step has a pipeline of its own, which training's does not see.
 
     Args:
         trainer: The trainer that runs.
-        make_executor: Makes the executor of training.
-        evaluations: The evaluations of this run, those within a fit too.
+        make_executor: Makes the executor of training or of one evaluation.
+        make_pipeline: Makes the pipeline of an evaluation's step (`validation_step`, ...), when it first runs.
     """
 
-    def __init__(self, trainer: Trainer, make_executor: ExecutorMaker, evaluations: Evaluations) -> None:
+    def __init__(
+        self,
+        trainer: Trainer,
+        make_executor: Callable[[LookaheadFetcher, SparsePipeline], Executor],
+        make_pipeline: Callable[[str], SparsePipeline],
+    ) -> None:
         self.trainer = trainer
-        self.evaluations = evaluations
         self._make_executor = make_executor
+        self._make_pipeline = make_pipeline
         self.sparse: SparsePipeline | None = None
         """The pipeline of training, as soon as the tables are sharded."""
         self.executor: Executor | None = None
         """The executor of training, as soon as the fit loop asks for its first batch."""
+        self._pipelines: dict[str, SparsePipeline] = {}
+        self._evaluating: SparsePipeline | None = None
+        self._evaluator: Executor | None = None
         self.overflow: OverflowWatch | None = None
         """Watches gradients that are sent in fewer bits; None where none are."""
         self.at_end: list[Callable[[], None]] = []
@@ -114,10 +74,15 @@ class Run:
         self.skipped: SkippedBatches | None = None
         """What the ranks tell each other of batches that are None; None on one rank."""
 
-    def train_with(self, sparse: SparsePipeline) -> None:
-        """Let a pipeline serve the calls of `training_step`, until the run stops."""
-        self.sparse = sparse
-        sparse.attach()
+    def finish(self) -> None:
+        """Complete what training has started, on all ranks alike."""
+        if self.executor is not None:
+            self.executor.drain()
+            self.executor.wait_for_lookups()
+        if self.overflow is not None:
+            self.overflow.finish()
+        if self.tuner is not None:
+            self.tuner.finish()
 
     def end(self) -> None:
         """Say that training has written its last weight."""
@@ -130,15 +95,16 @@ class Run:
         self.executor = self._make_executor(fetcher, self.sparse)
         return self.executor
 
+    def make_evaluator(self, fetcher: LookaheadFetcher) -> Executor:
+        """Make the executor of the evaluation that has begun."""
+        assert self._evaluating is not None, "an evaluation begins with the strategy's hook"
+        self._evaluator = self._make_executor(fetcher, self._evaluating)
+        return self._evaluator
+
     def update_tables(self) -> None:
         """Make the updates of tables that a deferring schedule has left for later; all ranks call this."""
         if self.executor is not None:
             self.executor.updates.make_all()
-
-    def batch_over(self) -> None:
-        """Count a batch whose optimization is over."""
-        if self.tuner is not None and self.executor is not None:
-            self.tuner.step()
 
     def disturbs(self, what: str) -> None:
         """Say that something else than training takes its time now; all ranks call this."""
@@ -149,13 +115,30 @@ class Run:
         """Serve the calls of an evaluation's step, which finds the tables up to date; all ranks call this."""
         self.disturbs(step)
         self.update_tables()
-        self.evaluations.begin(step)
+        if step not in self._pipelines:
+            self._pipelines[step] = self._make_pipeline(step)
+        self._evaluating = self._pipelines[step]
+        self._evaluating.attach()
 
     def end_evaluation(self) -> None:
-        """Complete an evaluation, and let the ranks ask each other whether it has written tables."""
-        self.evaluations.end()
+        """Complete what was started for batches that are not evaluated, on all ranks alike.
+
+        The ranks then ask each other whether the evaluation has written tables.
+        """
+        if self._evaluator is not None:
+            self._evaluator.drain()
+        self._abandon_evaluation()
         if self.executor is not None:
             self.executor.writes.ask()
+
+    def _abandon_evaluation(self) -> None:
+        """Drop everything in flight at once, without a collective."""
+        if self._evaluator is not None:
+            self._evaluator.abandon()
+            self._evaluator = None
+        if self._evaluating is not None:
+            self._evaluating.detach()
+            self._evaluating = None
 
     def stop(self) -> None:
         """Drop what is in flight, without a collective, and give the modules their own forwards back."""
@@ -164,7 +147,7 @@ class Run:
                 self.executor.wait_for_lookups()
             self.executor.abandon()
             self.executor = None
-        self.evaluations.abandon()
+        self._abandon_evaluation()
         if self.sparse is not None:
             self.sparse.detach()
             self.sparse = None
@@ -179,9 +162,6 @@ class HasRun(DDPStrategy):
 
     Owns the run that goes on (`_run`), and what outlives it: the process groups (`_groups`), the streams (`_streams`),
     the dense gradients that wait for their optimizer step (`_stash`) and the chosen mode (`_tuner`).
-
-    Args:
-        **kwargs: What `DDPStrategy` takes.
     """
 
     _run: Run | None
@@ -196,30 +176,13 @@ class HasRun(DDPStrategy):
 
     def __init__(self, **kwargs: Any) -> None:
         super().__init__(**kwargs)
-        self._group_timeout = kwargs.get("timeout", default_pg_timeout)
+        self._group_timeout: timedelta = kwargs.get("timeout", default_pg_timeout)
         self.forget_run()
 
     def forget_run(self) -> None:
         """Reset all state of runs, as before the first one; a copy of the strategy starts so too."""
         self._run = self._groups = self._streams = None
         self._stash = GradientStash()
-
-    def begin_tuning(self, trainer: Trainer) -> None:
-        """Let `pipeline="auto"` try modes in the fit that begins, if nothing has been chosen yet."""
-        if self._tuner is None:
-            return
-        assert self._run is not None
-        assert self._streams is not None
-        assert self.lightning_module is not None
-        self._run.tuner = self._tuner
-        self._tuner.begin(
-            self.root_device,
-            self._streams,
-            self.gather,
-            first_words.tell if self.global_rank == 0 else say_nothing,
-            per_step=trainer.accumulate_grad_batches,
-            moves_lookups=has_model_parallel_tables(self.lightning_module),
-        )
 
     def stop_run(self) -> None:
         """Drop what is in flight, if a run goes on, and put everything back that was put in place."""
@@ -247,8 +210,7 @@ class HasRun(DDPStrategy):
     @property
     def timeout_s(self) -> float:
         """How long a rank waits for the others in a collective, in seconds."""
-        timeout_s: float = self._group_timeout.total_seconds()
-        return timeout_s
+        return self._group_timeout.total_seconds()
 
     @property
     def num_in_flight(self) -> int:
@@ -316,12 +278,8 @@ class HasRun(DDPStrategy):
         return None if self._groups is None else self._groups.checkpoints
 
     @property
-    def _consensus(self) -> GroupConsensus | None:
+    def _consensus(self) -> Consensus | None:
         return None if self._groups is None else self._groups.consensus
-
-    def shortest_epoch(self, num_batches: float) -> float:
-        """Return the fewest batches that any rank has in an epoch; `inf` where no loader has a length."""
-        return num_batches if self._consensus is None else self._consensus.shortest(num_batches)
 
     def skipped_batches(self) -> SkippedBatches | None:
         """Return what the ranks of this fit tell each other of skipped batches; None on one. All ranks call this."""
@@ -338,8 +296,8 @@ class HasRun(DDPStrategy):
 
     def lowest(self, numbers: Sequence[int]) -> Lowest:
         """Start to look for the lowest of each number over all ranks; all of them call this at the same point."""
-        return OwnLowest(numbers) if self._consensus is None else self._consensus.lowest(numbers)
+        return partial(list, numbers) if self._consensus is None else self._consensus.lowest(numbers)
 
     def any_rank(self, flag: bool) -> bool:
         """Whether any rank says so; all of them wait for each other."""
-        return self._consensus is not None and self._consensus.any(flag)
+        return flag if self._consensus is None else self._consensus.any(flag)

@@ -3,8 +3,7 @@
 Logged values are kept where they are, which Lightning's `self.log` would move there each time; hooks that nobody has
 are not gone through, nor is a profiler that records nothing; a signature that was looked at is remembered. Each hook
 is looked up anew at each call, so callbacks and methods that come in the middle of a run are seen. `docs/lightning.md`
-has what could be done about it in Lightning itself. Names of Lightning that start with an underscore are listed in
-`PRIVATE_NAMES`; a test names each.
+has what could be done about it in Lightning itself.
 """
 
 from __future__ import annotations
@@ -157,57 +156,46 @@ def _is_silent(trainer: Trainer) -> bool:
     return _records_nothing(trainer.profiler) and not _LOG.isEnabledFor(logging.DEBUG)  # type: ignore[attr-defined]
 
 
-class _HookCalls:
-    """Calls hooks as Lightning's functions of these names do, those that do nothing left out.
+_own_hooks = {name: getattr(call, name) for name in PRIVATE_NAMES["lightning.pytorch.trainer.call"]}
 
-    Args:
-        own: Lightning's functions.
-    """
 
-    def __init__(self, own: Mapping[str, Callable[..., Any]]) -> None:
-        self._own_callbacks = own["_call_callback_hooks"]
-        self._own_module = own["_call_lightning_module_hook"]
-        self._own_strategy = own["_call_strategy_hook"]
-        self._empty = _empty_hooks()
+def _call_callback_hooks(
+    trainer: Trainer, hook_name: str, *args: Any, monitoring_callbacks: bool | None = None, **kwargs: Any
+) -> None:
+    module = trainer.lightning_module
+    if monitoring_callbacks is not None or module is None or not _is_silent(trainer):
+        own = _own_hooks["_call_callback_hooks"]
+        own(trainer, hook_name, *args, monitoring_callbacks=monitoring_callbacks, **kwargs)
+        return
+    empty, before = _empty_hooks(), module._current_fx_name
+    for callback in trainer.callbacks:  # type: ignore[attr-defined]
+        hook = getattr(callback, hook_name)
+        if getattr(hook, "__func__", None) not in empty and callable(hook):
+            vars(module)["_current_fx_name"] = hook_name
+            hook(trainer, module, *args, **kwargs)
+    vars(module)["_current_fx_name"] = before
 
-    def on_callbacks(
-        self,
-        trainer: Trainer,
-        hook_name: str,
-        *args: Any,
-        monitoring_callbacks: bool | None = None,
-        **kwargs: Any,
-    ) -> None:
-        module = trainer.lightning_module
-        if monitoring_callbacks is not None or module is None or not _is_silent(trainer):
-            self._own_callbacks(trainer, hook_name, *args, monitoring_callbacks=monitoring_callbacks, **kwargs)
-            return
-        before = module._current_fx_name
-        for callback in trainer.callbacks:  # type: ignore[attr-defined]
-            hook = getattr(callback, hook_name)
-            if getattr(hook, "__func__", None) not in self._empty and callable(hook):
-                vars(module)["_current_fx_name"] = hook_name
-                hook(trainer, module, *args, **kwargs)
-        vars(module)["_current_fx_name"] = before
 
-    def on_module(
-        self, trainer: Trainer, hook_name: str, *args: Any, pl_module: LightningModule | None = None, **kwargs: Any
-    ) -> Any:
-        module = pl_module or trainer.lightning_module
-        hook = getattr(module, hook_name, None)
-        if hook is None or not _is_silent(trainer):
-            return self._own_module(trainer, hook_name, *args, pl_module=pl_module, **kwargs)
-        return None if getattr(hook, "__func__", None) in self._empty else _call(module, hook_name, hook, args, kwargs)
+def _call_lightning_module_hook(
+    trainer: Trainer, hook_name: str, *args: Any, pl_module: LightningModule | None = None, **kwargs: Any
+) -> Any:
+    module = pl_module or trainer.lightning_module
+    hook = getattr(module, hook_name, None)
+    if hook is None or not _is_silent(trainer):
+        own = _own_hooks["_call_lightning_module_hook"]
+        return own(trainer, hook_name, *args, pl_module=pl_module, **kwargs)
+    return _call(module, hook_name, hook, args, kwargs)
 
-    def on_strategy(self, trainer: Trainer, hook_name: str, *args: Any, **kwargs: Any) -> Any:
-        module, hook = trainer.lightning_module, getattr(trainer.strategy, hook_name, None)
-        if hook is None or module is None or not _is_silent(trainer):
-            return self._own_strategy(trainer, hook_name, *args, **kwargs)
-        return None if getattr(hook, "__func__", None) in self._empty else _call(module, hook_name, hook, args, kwargs)
+
+def _call_strategy_hook(trainer: Trainer, hook_name: str, *args: Any, **kwargs: Any) -> Any:
+    module, hook = trainer.lightning_module, getattr(trainer.strategy, hook_name, None)
+    if hook is None or module is None or not _is_silent(trainer):
+        return _own_hooks["_call_strategy_hook"](trainer, hook_name, *args, **kwargs)
+    return _call(module, hook_name, hook, args, kwargs)
 
 
 def _call(module: LightningModule, hook_name: str, hook: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    if not callable(hook):
+    if getattr(hook, "__func__", None) in _empty_hooks() or not callable(hook):
         return None
     # As the attribute is set, without nn.Module's search for parameters in what it is set to.
     attributes = vars(module)
@@ -220,81 +208,59 @@ def _call(module: LightningModule, hook_name: str, hook: Any, args: tuple[Any, .
 
 # -- signatures -----------------------------------------------------------------------------------------------------
 
+_known_signatures: dict[tuple[Any, ...], tuple[CodeType, bool]] = {}
 
-class _Signatures:
-    """Answers as Lightning's `is_param_in_hook_signature` does, about each function once.
 
-    Args:
-        own: Lightning's function.
-    """
-
-    def __init__(self, own: Callable[..., bool]) -> None:
-        self._own = own
-        self._known: dict[tuple[Any, ...], tuple[CodeType, bool]] = {}
-
-    def has_parameter(
-        self, hook_fx: Callable[..., Any], param: str, explicit: bool = False, min_args: int | None = None
-    ) -> bool:
-        function = getattr(hook_fx, "__func__", hook_fx)
-        if type(function) is not FunctionType or vars(function):  # a decorator says there what it wraps
-            return self._own(hook_fx, param, explicit, min_args)
-        key = function, param, explicit, min_args
-        code, answer = self._known.get(key, (None, False))
-        if code is not function.__code__:
-            answer = self._own(hook_fx, param, explicit, min_args)
-            self._known[key] = function.__code__, answer
-        return answer
+def _has_parameter(
+    hook_fx: Callable[..., Any], param: str, explicit: bool = False, min_args: int | None = None
+) -> bool:
+    """Answer as Lightning's `is_param_in_hook_signature` does, about each function once."""
+    function = getattr(hook_fx, "__func__", hook_fx)
+    if type(function) is not FunctionType or vars(function):  # a decorator says there what it wraps
+        return is_param_in_hook_signature(hook_fx, param, explicit, min_args)
+    key = function, param, explicit, min_args
+    code, answer = _known_signatures.get(key, (None, False))
+    if code is not function.__code__:
+        answer = is_param_in_hook_signature(hook_fx, param, explicit, min_args)
+        _known_signatures[key] = function.__code__, answer
+    return answer
 
 
 # -- all of it ------------------------------------------------------------------------------------------------------
 
-_SIGNATURE = is_param_in_hook_signature.__name__
-_ASK_FOR_SIGNATURES: tuple[ModuleType, ...] = (core_module, training_epoch_loop, evaluation_loop, prediction_loop)
+_REPLACEMENTS: tuple[tuple[ModuleType, str, Callable[..., Any]], ...] = (
+    *((call, own.__name__, own) for own in (_call_callback_hooks, _call_lightning_module_hook, _call_strategy_hook)),
+    *(
+        (place, is_param_in_hook_signature.__name__, _has_parameter)
+        for place in (core_module, training_epoch_loop, evaluation_loop, prediction_loop)
+    ),
+)
+"""Where a function of Lightning's is, its name there, and what takes its place while any run is on."""
+_replaced: list[tuple[ModuleType, str, Callable[..., Any]]] = []
+"""Where that has been done, and Lightning's own function."""
+_profilers: dict[int, Any] = {}
+"""By the id of each trainer that runs: the profiler that it began with, which the user may replace."""
 
 
-class _Replaced:
-    """Lightning's functions that are replaced while any run is on; another trainer's are called as ever."""
-
-    def __init__(self) -> None:
-        self._runs: dict[int, Any] = {}  # the profiler that each began with, which the user may replace
-        self._places: list[tuple[ModuleType, str, Any, Any]] = []
-
-    def begin(self, run: int, profiler: Any) -> None:
-        if not self._runs:
-            names = PRIVATE_NAMES["lightning.pytorch.trainer.call"]
-            hooks = _HookCalls({name: getattr(call, name) for name in names})
-            signatures = _Signatures(is_param_in_hook_signature)
-            mine: tuple[Any, ...] = (hooks.on_callbacks, hooks.on_module, hooks.on_strategy)
-            places = [
-                *((call, name, function) for name, function in zip(names, mine, strict=True)),
-                *((place, _SIGNATURE, signatures.has_parameter) for place in _ASK_FOR_SIGNATURES),
-            ]
-            for place, name, function in places:
-                own = getattr(place, name, None)
-                if type(own) is FunctionType and own.__module__.startswith("lightning."):  # not what a test put there
-                    setattr(place, name, function)
-                    self._places.append((place, name, own, function))
-        self._runs[run] = profiler
-
-    def end(self, run: int) -> Any:
-        profiler = self._runs.pop(run, None)
-        if not self._runs:
-            for place, name, own, function in self._places:
-                if getattr(place, name) == function:
-                    setattr(place, name, own)
-            self._places.clear()
-        return profiler
+def _replace_functions() -> None:
+    for place, name, function in _REPLACEMENTS:
+        own = getattr(place, name, None)
+        if type(own) is FunctionType and own.__module__.startswith("lightning."):  # not what a test put there
+            setattr(place, name, function)
+            _replaced.append((place, name, own))
 
 
-_replaced = _Replaced()
+def _put_functions_back() -> None:
+    mine = [function for _, _, function in _REPLACEMENTS]
+    for place, name, own in _replaced:
+        if getattr(place, name) in mine:
+            setattr(place, name, own)
+    _replaced.clear()
+    _known_signatures.clear()
 
 
 def install(trainer: Trainer) -> None:
-    """Take the shortcuts in the coming run of a trainer.
-
-    Raises:
-        ImportError: Lightning lacks a private name.
-    """
+    """Take the shortcuts in the coming run of a trainer."""
     check_names("lightning", PRIVATE_NAMES, {"lightning.pytorch.trainer.call": call})
     epoch_loop = trainer.fit_loop.epoch_loop
     owners = {"_TrainingEpochLoop": epoch_loop, "_EvaluationLoop": epoch_loop.val_loop}
@@ -309,12 +275,16 @@ def install(trainer: Trainer) -> None:
         mix_in(profiler, _PassThroughMixin)
     if cast(Any, type(trainer)).training is _TRAINING:  # not what a subclass says
         mix_in(trainer, _TrainerMixin)
-    _replaced.begin(id(trainer), profiler)
+    if not _profilers:
+        _replace_functions()
+    _profilers[id(trainer)] = profiler
 
 
 def uninstall(trainer: Trainer) -> None:
     """Give Lightning everything back."""
-    profiler = _replaced.end(id(trainer))
+    profiler = _profilers.pop(id(trainer), None)
+    if not _profilers:
+        _put_functions_back()
     for results in _collections(trainer):
         if isinstance(results, _ResultCollectionMixin):
             for metric in results.values():

@@ -26,9 +26,6 @@ class Sigterm:
     """Stands in the place of Lightning's handler of SIGTERM while several ranks are at work.
 
     Owns whether this process has received one (`heard`).
-
-    Args:
-        trainer: The trainer; its launcher may have started other processes on this host, which are told too.
     """
 
     def __init__(self, trainer: Trainer) -> None:
@@ -46,9 +43,6 @@ def install(trainer: Trainer) -> None:
     """Take the place of the handler of SIGTERM, where there are several ranks.
 
     One rank alone leaves whenever it likes, as with Lightning.
-
-    Raises:
-        ImportError: Lightning lacks a private name.
     """
     check_names("lightning", PRIVATE_NAMES, {"Trainer": trainer})
     connector = trainer._signal_connector
@@ -69,10 +63,6 @@ def heard(trainer: Trainer) -> bool:
 
 
 def leave(trainer: Trainer) -> None:
-    """Leave, as all ranks do now.
-
-    Raises:
-        SIGTERMException: Always; Lightning ends the run in its usual way.
-    """
+    """Leave, as all ranks do now: Lightning ends the run in its usual way."""
     trainer._signal_connector.received_sigterm = True
     raise SIGTERMException

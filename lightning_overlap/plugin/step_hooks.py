@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -28,33 +29,16 @@ class WalksSteps(HasRun):
 
     Owns the event after the last transfer hook of the user's (`_transferred`), which the next `training_step` waits
     for. Drives the executor of the run, and decides which of the gradients that wait an optimizer step applies.
-
-    Args:
-        stash_gradients: Apply dense gradients as many steps late as the staleness of the schedule.
-        release_features: Warn where batches cannot give the memory of their ids back.
-        copy_in_place: Take the memory of copies from the compute stream's pool.
-        **kwargs: What `DDPStrategy` takes.
     """
 
-    _transferred: Any
-
-    def __init__(
-        self,
-        *,
-        stash_gradients: bool = False,
-        release_features: bool = False,
-        copy_in_place: bool = False,
-        **kwargs: Any,
-    ) -> None:
-        super().__init__(**kwargs)
-        self._stash_gradients = stash_gradients
-        self._release_features = release_features
-        self._copy_in_place = copy_in_place
+    _stash_gradients: bool
+    _release_features: bool
+    _copy_in_place: bool
 
     @override
     def forget_run(self) -> None:
         super().forget_run()
-        self._transferred = None
+        self._transferred: Any = None
 
     @override
     def batch_to_device(self, batch: Any, device: torch.device | None = None, dataloader_idx: int = 0) -> Any:
@@ -64,33 +48,24 @@ class WalksSteps(HasRun):
         run = self._run
         timer = None if run is None or run.sparse is None else run.sparse.order.timer
         with contextlib.nullcontext() if timer is None else timer.copy(), self._placing_copies(device):
-            if (
-                device.type == "cuda"
-                and self.lightning_module is not None
-                and not _has_own_hook(self.lightning_module, "transfer_batch_to_device")
-            ):
-                batch = _start_copies(batch, device)
-            hooked = self._streams is not None and self._after_transfer
-            if hooked and self._streams is not None:
+            if device.type == "cuda" and not _has_own_hook(self.lightning_module, "transfer_batch_to_device"):
+                # Lightning passes non_blocking to tensors only: the host would wait for the others.
+                batch = apply_to_collection(batch, Pipelineable, lambda part: part.to(device, non_blocking=True))
+            streams = self._streams if _has_own_hook(self.lightning_module, "on_after_batch_transfer") else None
+            if streams is not None:
                 # The hook may read what training_step writes; the copies themselves wait for nothing.
-                self._streams.wait(StreamName.MEMCPY, self._streams.record(StreamName.COMPUTE))
+                streams.wait(StreamName.MEMCPY, streams.record(StreamName.COMPUTE))
             batch = super().batch_to_device(batch, device, dataloader_idx)
             if torch.is_inference_mode_enabled():
                 count_writes(keyed_jagged_tensors(batch))
-            if hooked and self._streams is not None:
-                self._transferred = self._streams.record(StreamName.MEMCPY)
+            if streams is not None:
+                self._transferred = streams.record(StreamName.MEMCPY)
         if self._release_features and run is not None and run.sparse is not None:
             moved = keyed_jagged_tensors(batch)
             if any(kjt is own for kjt in moved for own in loaded):
                 reason = "no copy of them is made, so the data loader's own objects would lose their values"
                 run.sparse.keep_features(f"the batch's KeyedJaggedTensors are on {device} already and {reason}")
         return batch
-
-    @property
-    def _after_transfer(self) -> bool:
-        """Whether the user has a hook that runs after the copies of a batch, on their stream."""
-        module = self.lightning_module
-        return module is not None and _has_own_hook(module, "on_after_batch_transfer")
 
     def _placing_copies(self, device: torch.device) -> contextlib.AbstractContextManager[Any]:
         """Take the memory of copies from the compute stream's pool, where another stream makes them."""
@@ -113,9 +88,7 @@ class WalksSteps(HasRun):
             output = super().training_step(*staged.arguments)
         if not self._automatic:
             # The user's own backwards and steps lie inside training_step; only now are they known to be over.
-            staged.executor.stage_done(Stage.OPTIMIZER_STEP)
-            if self._run is not None:
-                self._run.batch_over()
+            self.end_optimization()
         return output
 
     @override
@@ -158,8 +131,9 @@ class WalksSteps(HasRun):
     def end_optimization(self) -> None:
         """Say that the optimization of a batch is over, with a step of the optimizer or without."""
         self._stage_done(Stage.OPTIMIZER_STEP)
-        if self._run is not None:
-            self._run.batch_over()
+        run = self._run
+        if run is not None and run.tuner is not None and run.executor is not None:
+            run.tuner.step()
 
     @property
     def _gradient_delay(self) -> int:
@@ -173,12 +147,10 @@ class WalksSteps(HasRun):
         Raises:
             RuntimeError: As it is called, where the optimizer calls it several times in a step.
         """
-        num_calls = 0
+        calls = itertools.count()
 
         def exchange() -> Any:
-            nonlocal num_calls
-            num_calls += 1
-            if num_calls > 1:
+            if next(calls) > 0:
                 raise RuntimeError(
                     f"{type(optimizer).__name__} asks for its gradients several times in a step, so they cannot be "
                     "those of an earlier one: train without stash_gradients."
@@ -197,14 +169,8 @@ class WalksSteps(HasRun):
     @override
     def on_train_end(self) -> None:
         super().on_train_end()
-        executor = self._executor
-        if executor is not None:
-            executor.drain()
-            executor.wait_for_lookups()
-        if self._run is not None and self._run.overflow is not None:
-            self._run.overflow.finish()
-        if self._run is not None and self._run.tuner is not None:
-            self._run.tuner.finish()
+        if self._run is not None:
+            self._run.finish()
         for optimizer in self.optimizers:
             self._apply_stashed(optimizer, partial(super().optimizer_step, optimizer))
         if self._run is not None:
@@ -220,13 +186,14 @@ class WalksSteps(HasRun):
         return self.lightning_module is not None and self.lightning_module.automatic_optimization
 
     def _stage_done(self, stage: Stage) -> None:
-        executor = self._executor
-        if executor is not None:
+        if (executor := self._executor) is not None:
             executor.stage_done(stage)
 
 
-def _has_own_hook(module: LightningModule, hook: str) -> bool:
+def _has_own_hook(module: LightningModule | None, hook: str) -> bool:
     """Whether the user has a hook of this name, in the module or the data module."""
+    if module is None:
+        return False
     datamodule = module.trainer.datamodule  # type: ignore[attr-defined]
     return _is_own(module, hook, LightningModule) or (
         datamodule is not None and _is_own(datamodule, hook, LightningDataModule)
@@ -251,8 +218,3 @@ def runs_between_backward_and_step(trainer: Trainer) -> bool:
         if getattr(callback, "reads_tables", True)  # what watches a run must not change its order
         for hook in _BETWEEN_BACKWARD_AND_STEP
     )
-
-
-def _start_copies(batch: Any, device: torch.device) -> Any:
-    """Start the copies that Lightning would make with the host waiting: it passes non_blocking to tensors only."""
-    return apply_to_collection(batch, Pipelineable, lambda part: part.to(device, non_blocking=True))

@@ -18,6 +18,7 @@ from lightning.pytorch.trainer.states import TrainerFn
 from torch.nn.parallel import DistributedDataParallel
 from typing_extensions import override
 
+from .. import checkpoint as checkpoints
 from .. import tables
 from ..distributed import default_store
 from ..runtime import Executor, LookupOrder, Observer, make_streams, observe_nothing
@@ -36,13 +37,13 @@ from ..schedules import (
 from ..sparse import SparseOptions, SparsePipeline, StaleRows
 from ..tables import FusedOptimizer, OverflowWatch, QuantizedComms, ReplicateTables, Sharding
 from ..tracking import TouchedRows
-from ..tuning import TRIED, Auto, Tuner, resolve_auto
+from ..tuning import TRIED, Auto, Tuner, resolve_auto, say_nothing
 from . import checkpoint_links, evaluation_loops, first_words, fit_loop, shortcuts, sigterm
 from .evaluation_loops import EvaluatesAhead
 from .failure_hooks import FailsTogether
 from .fetcher import LookaheadFetcher
 from .processes import StartsProcesses
-from .run import Evaluations, Run, batch_size_of
+from .run import Run, batch_size_of
 from .step_hooks import WalksSteps, runs_between_backward_and_step
 from .unsupported import (
     check_arguments,
@@ -169,14 +170,11 @@ class OverlapEmbeddingStrategy(FailsTogether, EvaluatesAhead, WalksSteps, Starts
         self.stream = stream
         self._lookup_stream = resolve_stream(stream)
         tables.check_fused_optimizer(fused_optimizer)
-        super().__init__(
-            checkpoint_format=checkpoint_format,
-            async_checkpoint=async_checkpoint,
-            stash_gradients=check_stash(stash_gradients, self.schedule),
-            release_features=release_features,
-            copy_in_place=copy_in_place,
-            **kwargs,
-        )
+        self._stash_gradients = check_stash(stash_gradients, self.schedule)
+        self._release_features, self._copy_in_place = release_features, copy_in_place
+        checkpoints.check_format(checkpoint_format, async_checkpoint)
+        self.checkpoint_format, self.async_checkpoint = checkpoint_format, async_checkpoint
+        super().__init__(**kwargs)
         self._has_ddp_options = not kwargs.keys() <= _NO_DDP_OPTIONS
         self.sharding = tables.check_sharding_types(sharding)
         self.fused_optimizer = fused_optimizer
@@ -217,35 +215,38 @@ class OverlapEmbeddingStrategy(FailsTogether, EvaluatesAhead, WalksSteps, Starts
             if fitting:
                 refuse_callbacks(trainer.callbacks, self.model)  # type: ignore[attr-defined]
             self.join_groups()
-            evaluations = Evaluations(
-                partial(self._make_pipeline, self.schedule.evaluation), self._make_evaluation_executor
-            )
-            self._run = Run(trainer, self._make_executor, evaluations)
-            evaluation_loops.install(trainer, evaluations.make_executor)
+            self._run = Run(trainer, self._make_executor, partial(self._make_pipeline, self.schedule.evaluation))
+            evaluation_loops.install(trainer, self._run.make_evaluator)
             sigterm.install(trainer)
             shortcuts.install(trainer)
             if fitting:
                 # Before super().setup(): configure_optimizers may ask for the number of steps, which sets up the data.
                 fit_loop.install(trainer, self._run.make_executor)
-                checkpoint_links.install(trainer, self.on_commit)
+                checkpoint_links.install(trainer, self._folder_saver.on_commit)
                 if self.global_rank == 0:
                     warn_of_ignored_options(trainer, holds_updates=self._holds_updates)
         super().setup(trainer)
         if self._run is None:
             return
         assert self.lightning_module is not None
+        travels = tables.has_model_parallel_tables(self.lightning_module)
         if self._streams is None:
             # Data-parallel lookups alone have no all-to-all to hide behind: another stream would only cost.
-            travels = tables.has_model_parallel_tables(self.lightning_module)
             side = self._lookup_stream if travels else StreamName.COMPUTE
             self._streams = make_streams(self.root_device, side)
         if fitting:
             if self._holds_updates:
                 refuse_held_updates(self.lightning_module)
             tables.follow_rates(self.lightning_module, tables.rate_setter(self.optimizers))
-            sparse = self._make_pipeline(self.schedule, "training_step")
-            self._run.train_with(sparse)
-            self.begin_tuning(trainer)
+            self._run.sparse = sparse = self._make_pipeline(self.schedule, "training_step")
+            sparse.attach()
+            if self._tuner is not None:
+                self._run.tuner = self._tuner
+                tell = first_words.tell if self.global_rank == 0 else say_nothing
+                every = trainer.accumulate_grad_batches
+                self._tuner.begin(
+                    self.root_device, self._streams, self.gather, tell, per_step=every, moves_lookups=travels
+                )
             if self.quantized_comms is not None and self._consensus is not None:
                 warns = self.global_rank == 0
                 self._run.overflow = OverflowWatch(self.lightning_module, self._consensus, warns=warns)
@@ -326,9 +327,9 @@ class OverlapEmbeddingStrategy(FailsTogether, EvaluatesAhead, WalksSteps, Starts
             prefetches=schedule.step_of(Stage.PREFETCH) is not None,
             releases=self._release_features and trains,
             holds_updates=self._holds_updates and trains,
-            multi_node=self._groups.multi_node,
+            multi_node=self.world_size > self.num_processes,
             any_rank=self.any_rank,
-            timeout_s=self._group_timeout.total_seconds(),
+            timeout_s=self.timeout_s,
             # With manual optimization there may be several backwards, of which nobody says what each of them writes.
             fills_waits=trains and self.lightning_module.automatic_optimization,
         )
@@ -337,31 +338,20 @@ class OverlapEmbeddingStrategy(FailsTogether, EvaluatesAhead, WalksSteps, Starts
 
     def _make_executor(self, fetcher: LookaheadFetcher, sparse: SparsePipeline) -> Executor:
         assert self._run is not None
-        return Executor(
+        make = partial(Executor, consensus=self._consensus, rank=self.global_rank, any_rank=self.any_rank)
+        if sparse is not self._run.sparse:
+            context = self.precision_plugin.val_step_context
+            return make(self.schedule.evaluation, fetcher, sparse, sparse.order, lookup_context=context)
+        return make(
             self._schedules,
             fetcher if self._tuner is None else self._tuner.timed(fetcher),
             sparse,
             sparse.order,
-            consensus=self._consensus,
             lookup_context=self.precision_plugin.train_step_context,
             observer=self._observer,
-            rank=self.global_rank,
             num_before=partial(fit_loop.num_trained, self._run.trainer),
-            any_rank=self.any_rank,
             hooks_read_tables=partial(runs_between_backward_and_step, self._run.trainer),
             accumulates=partial(fit_loop.accumulates, self._run.trainer),
-        )
-
-    def _make_evaluation_executor(self, fetcher: LookaheadFetcher, sparse: SparsePipeline) -> Executor:
-        return Executor(
-            self.schedule.evaluation,
-            fetcher,
-            sparse,
-            sparse.order,
-            consensus=self._consensus,
-            lookup_context=self.precision_plugin.val_step_context,
-            rank=self.global_rank,
-            any_rank=self.any_rank,
         )
 
     def stale_rows(self) -> StaleRows | None:

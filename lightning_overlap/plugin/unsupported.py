@@ -5,17 +5,9 @@ from __future__ import annotations
 import inspect
 import warnings
 from collections.abc import Callable, Iterable, Mapping
-from types import MappingProxyType
-from typing import Any, NamedTuple
+from typing import Any
 
-from lightning.pytorch import LightningModule, Trainer, callbacks
-from lightning.pytorch.callbacks import (
-    BaseFinetuning,
-    Callback,
-    GradientAccumulationScheduler,
-    ModelPruning,
-    StochasticWeightAveraging,
-)
+from lightning.pytorch import Callback, LightningModule, Trainer, callbacks
 from lightning.pytorch.strategies import DDPStrategy
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
@@ -28,27 +20,16 @@ _TRUE = (
     "converts the module's weights, but sharded tables keep the data_type of their configs: rows and dense weights "
     "would differ in type"
 )
-PRECISIONS: Mapping[str, str] = MappingProxyType(
-    {
-        "16-mixed": SCALES_LOSS.format(instead="precision='bf16-mixed'"),
-        "16-true": f"{_TRUE}. Use precision='bf16-mixed'",
-        "bf16-true": f"{_TRUE}. Use precision='bf16-mixed'",
-        "64-true": f"{_TRUE}. Use precision='32-true', and .double() on the dense modules that need it",
-    }
-)
+PRECISIONS: Mapping[str, str] = {
+    "16-mixed": SCALES_LOSS.format(instead="precision='bf16-mixed'"),
+    "16-true": f"{_TRUE}. Use precision='bf16-mixed'",
+    "bf16-true": f"{_TRUE}. Use precision='bf16-mixed'",
+    "64-true": f"{_TRUE}. Use precision='32-true', and .double() on the dense modules that need it",
+}
 """Lightning's name of a precision -> why not. On a CPU Lightning turns 16-mixed into bf16-mixed before it gets here."""
 
 
-class CallbackRefusal(NamedTuple):
-    """When a callback is refused, and why."""
-
-    callback: type[Callback]
-    applies: Callable[[Any, nn.Module], bool]
-    """Whether this callback would go wrong with this model."""
-    reason: str
-
-
-def _prunes_tables(callback: ModelPruning, model: nn.Module) -> bool:
+def _prunes_tables(callback: callbacks.ModelPruning, model: nn.Module) -> bool:
     weights = {id(table.parameter) for table in find_tables(model)}
     weights |= {id(weight) for module in sharded_modules(model).values() for weight in module.parameters()}
     return any(id(weight) in weights for weight in fit_loop.pruned_weights(callback))
@@ -59,23 +40,27 @@ _AVERAGES = (
     "Average the dense modules alone: in a callback of your own, make torch.optim.swa_utils.AveragedModel(module.top) "
     "in on_fit_start and call its update_parameters(module.top) in on_train_batch_end"
 )
-_AVERAGING = (StochasticWeightAveraging, getattr(callbacks, "WeightAveraging", StochasticWeightAveraging))  # 2.6 has it
-CALLBACKS = (
-    *(CallbackRefusal(kind, lambda *_: True, _AVERAGES) for kind in _AVERAGING),
-    CallbackRefusal(
-        BaseFinetuning,
+_AVERAGING = (
+    callbacks.StochasticWeightAveraging,
+    getattr(callbacks, "WeightAveraging", callbacks.StochasticWeightAveraging),
+)  # 2.6 has it
+CALLBACKS: tuple[tuple[type[Callback], Callable[[Any, nn.Module], bool], str], ...] = (
+    *((kind, lambda *_: True, _AVERAGES) for kind in _AVERAGING),
+    (
+        callbacks.BaseFinetuning,
         lambda _, model: any(not table.parameter.requires_grad for table in find_tables(model)),
         "it has frozen tables, and once they are sharded it cannot unfreeze them: a fused update does not look at "
         "requires_grad. Leave the tables out of what it freezes; to hold them still for a while, schedule their "
         "learning rate with combined_optimizer",
     ),
-    CallbackRefusal(
-        ModelPruning,
+    (
+        callbacks.ModelPruning,
         _prunes_tables,
         "it would prune the weights that the tables had before they were sharded. Name the dense weights: "
         "ModelPruning(..., parameters_to_prune=[(module.top[0], 'weight'), ...])",
     ),
 )
+"""Callback, whether it would go wrong with a model, and why."""
 
 
 def check_arguments(kind: type[DDPStrategy], given: Iterable[str]) -> None:
@@ -115,9 +100,9 @@ def refuse_callbacks(given: Iterable[Callback], model: nn.Module) -> None:
         ValueError: One of `CALLBACKS` would.
     """
     for callback in given:
-        for refusal in CALLBACKS:
-            if isinstance(callback, refusal.callback) and refusal.applies(callback, model):
-                raise ValueError(f"{type(callback).__name__} cannot be used with sharded tables: {refusal.reason}.")
+        for kind, applies, reason in CALLBACKS:
+            if isinstance(callback, kind) and applies(callback, model):
+                raise ValueError(f"{type(callback).__name__} cannot be used with sharded tables: {reason}.")
 
 
 def refuse_held_updates(module: LightningModule) -> None:
@@ -140,13 +125,8 @@ def refuse_held_updates(module: LightningModule) -> None:
 
 
 def warn_of_ignored_options(trainer: Trainer, *, holds_updates: bool) -> None:
-    """Say which of the trainer's options leave the tables out.
-
-    Args:
-        trainer: The trainer that fits.
-        holds_updates: Whether tables are updated with the optimizer step.
-    """
-    schedulers = [c for c in trainer.callbacks if isinstance(c, GradientAccumulationScheduler)]  # type: ignore[attr-defined]
+    """Say which of the trainer's options leave the tables out."""
+    schedulers = [c for c in trainer.callbacks if isinstance(c, callbacks.GradientAccumulationScheduler)]  # type: ignore[attr-defined]
     accumulates = trainer.accumulate_grad_batches != 1 or any(s.going_to_accumulate_grad_batches() for s in schedulers)
     if accumulates and not holds_updates:
         number = f"accumulate_grad_batches={trainer.accumulate_grad_batches}"

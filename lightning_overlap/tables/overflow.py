@@ -11,9 +11,10 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed import ReduceOp
 from torchrec.distributed.types import QuantizedCommCodecs
 
-from ..distributed import GroupConsensus
+from ..distributed import Consensus
 from ..text import some
 from .quantized_comms import FP16_MAX, Codec
 from .supported_modules import sharding_types_of, table_modules
@@ -40,7 +41,7 @@ class OverflowWatch:
         warns: Whether this rank says what was found.
     """
 
-    def __init__(self, model: nn.Module, consensus: GroupConsensus, *, warns: bool) -> None:
+    def __init__(self, model: nn.Module, consensus: Consensus, *, warns: bool) -> None:
         self._consensus, self._warns = consensus, warns
         self._names: list[str] = []
         self._codecs: list[Codec] = []
@@ -116,7 +117,7 @@ class OverflowWatch:
 
     def _ask(self) -> None:
         peaks = torch.tensor(self._peaks)
-        self._asked = self._num_steps, peaks, self._consensus.start_max(peaks)
+        self._asked = self._num_steps, peaks, self._consensus.start(peaks, ReduceOp.MAX)
 
     def _hear(self) -> None:
         """Read what the ranks have put together, and say what is new."""

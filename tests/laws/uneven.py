@@ -17,7 +17,7 @@ from torch.utils.data import DataLoader, IterableDataset
 from torchrec import KeyedJaggedTensor
 
 from lightning_overlap import OverlapEmbeddingStrategy
-from lightning_overlap.distributed import Answer, GroupConsensus, StepFlags, skipped_batches
+from lightning_overlap.distributed import Answer, Consensus, StepFlags, skipped_batches
 
 from ..support.cases import NUM_ROWS, TABLE_WISE, Batch, Batches, Model, make_batch, make_plan
 from ..support.fits import make_trainer
@@ -83,16 +83,16 @@ def train_past_nones(
     """One epoch without lengths, or more; return the batches that were trained, and how often the ranks were asked."""
     model, num_asked = Counts(), 0
     strategy = OverlapEmbeddingStrategy(pipeline=pipeline, sharding=make_plan(TABLE_WISE, model, dist.get_world_size()))
-    ask = GroupConsensus.ask
+    ask = Consensus.ask
 
-    def counted(self: GroupConsensus, flags: StepFlags) -> Answer:
+    def counted(self: Consensus, flags: StepFlags) -> Answer:
         nonlocal num_asked
         num_asked += 1
         return ask(self, flags)
 
     with pytest.MonkeyPatch.context() as patch, warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        patch.setattr(GroupConsensus, "ask", counted)
+        patch.setattr(Consensus, "ask", counted)
         make_trainer(strategy, limit_val_batches=0, **kwargs).fit(model, datamodule=Uneven(lengths, False, nones))
     return [batch for _, _, batch, _ in (one for one in model.seen if one != "validation")], num_asked
 
