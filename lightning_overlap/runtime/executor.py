@@ -31,7 +31,7 @@ from .interfaces import BatchSource, Observer, SparseStages, observe_nothing, ti
 from .lookup_order import LookupOrder
 from .profiler_ranges import InStage, TrainerStage
 from .stage_issue import StageIssuer
-from .streams import HostStreams
+from .streams import CudaStreams
 from .table_writes import NUM_ASKS, TableWrites
 
 
@@ -320,7 +320,7 @@ class Executor:
             if self._sparse is not None:
                 self._sparse.forget_prefetched()
         # NCCL's collectives hold no memory that Python owns, and a device's memory has to come back at once.
-        on_host = isinstance(self._streams, HostStreams)
+        on_host = not isinstance(self._streams, CudaStreams)
         batches = [*self._in_flight.values(), *self._order.to_update.values()]
         abandon([*self._end.answers.values(), *(batches if on_host else ())])
         self._reset()
