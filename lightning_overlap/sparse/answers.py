@@ -115,7 +115,7 @@ class Answers:
                         return self._serve(inflight.index, state)
                     look_up_now = partial(self._look_up_when_called, pipelined.module, inflight, state)
             elif pipelined.name in inflight.missing and not in_backward:
-                self._forwards.all_ranks_call(pipelined, self.num_steps, inflight.index)
+                self._forwards.check_all_ranks_call(pipelined, self.num_steps, inflight.index)
             inflight.ran_unpipelined = True
             if self._options.holds_updates:
                 own = ModuleContext(only_input(args, kwargs), served=True)

@@ -79,6 +79,12 @@ class SparsePipeline:
             finish_lookups=self.finish_lookups,
             receive_input=self.receive_input,
         )
+        # What a backward leaves behind, and what a step asks of it.
+        self.register_backward_hook = self._updates.register_hook
+        self.start_update, self.embedding_update = self._updates.start, self._updates.make
+        self.gradients_are_there = self._updates.gradients_are_there
+        self.update_replicas, self.drop_replica_updates = self._updates.update_replicas, self._updates.hold_replicas
+        self.forget_received = self.answers.forget
         self._num_writes_seen: list[tuple[int, ...]] = []
         self.keep_ids = self.ready = False
 
@@ -126,7 +132,10 @@ class SparsePipeline:
 
     @contextmanager
     def forward(self, inflight: InFlightBatch) -> Iterator[None]:
-        """Serve early embeddings while the step of one batch runs."""
+        """Serve early embeddings while the step of one batch runs.
+
+        Where a module runs its own forward for it instead, `inflight.ran_unpipelined` says so.
+        """
         self.finish_lookups()
         self.answers.begin(inflight)
         try:
@@ -138,10 +147,6 @@ class SparsePipeline:
             self._forwards.forget_calls()
         for name, state in inflight.modules.items():
             self._leave_aside(self._forwards[name].module, state)
-
-    def forget_received(self, inflight: InFlightBatch) -> None:
-        """Let go of the embeddings of a batch whose backward is over."""
-        self.answers.forget(inflight)
 
     # -- which input feeds which module -------------------------------------------------------------------------
 
@@ -313,38 +318,13 @@ class SparsePipeline:
             state.num_lookups = found.num_lookups
             state.note_lookup(module, frozenset({WeightOwner.FUSED_BACKWARD}))
 
-    # -- backward and update ------------------------------------------------------------------------------------
-
-    def register_backward_hook(self, inflight: InFlightBatch, stage: Stage, call: Callable[[], None]) -> bool:
-        """Have a function called where the backward of a batch waits for other ranks: see `SparseStages`."""
-        return self._updates.register_hook(inflight, stage, call)
-
-    def start_update(self, inflight: InFlightBatch) -> None:
-        """Send back the gradients of a batch whose tables are still to be updated."""
-        self._updates.start(inflight)
-
-    def gradients_are_there(self, batches: Iterable[InFlightBatch], timeout_s: float) -> bool:
-        """Whether the gradients of these batches' updates arrive within a time."""
-        return self._updates.gradients_are_there(batches, timeout_s)
-
-    def embedding_update(self, inflight: InFlightBatch) -> None:
-        """Wait for the gradients of a batch and update the tables that were looked up early for it."""
-        self._updates.make(inflight)
+    # -- what is not used after all -----------------------------------------------------------------------------
 
     def drop_update(self, inflight: InFlightBatch) -> None:
         """Wait for the gradients of a batch, leave the tables as they are, and take its lookups back."""
-        self._updates.drop(inflight)
+        for state in inflight.modules.values():
+            state.deferred.drop()
         self.count_lookups(inflight, -1)
-
-    def update_replicas(self) -> None:
-        """Make the updates of replicated tables that have waited for an optimizer step."""
-        self._updates.update_replicas()
-
-    def drop_replica_updates(self) -> None:
-        """Leave them out: the step is not going to come."""
-        self._updates.hold_replicas()
-
-    # -- what is not used after all -----------------------------------------------------------------------------
 
     def is_overwritten(self, batches: Iterable[InFlightBatch]) -> bool:
         """Whether somebody has written tables of this rank after they were looked up for one of these batches."""

@@ -46,7 +46,16 @@ class TableUpdates:
     # -- within a backward ------------------------------------------------------------------------------------------
 
     def register_hook(self, inflight: InFlightBatch, stage: Stage, call: Callable[[], None]) -> bool:
-        """Have a function called where the backward of a batch waits for other ranks: see `SparseStages`."""
+        """Have a function called where the backward of a batch first waits for other ranks, before it writes a table.
+
+        Args:
+            inflight: The batch; its forward has run.
+            stage: The first stage that the function issues.
+            call: May be called several times in one backward.
+
+        Returns:
+            False if no backward will call it, or if that stage had better be issued before the backward.
+        """
         for handle in self._hooks:  # some tensors outlive their backward
             handle.remove()
         self._hooks.clear()
@@ -105,11 +114,6 @@ class TableUpdates:
             self._make(name, inflight)
         if on_compute:
             self._order.note_write()
-
-    def drop(self, inflight: InFlightBatch) -> None:
-        """Wait for the gradients of a batch and leave the tables as they are."""
-        for state in inflight.modules.values():
-            state.deferred.drop()
 
     def update_replicas(self) -> None:
         """Make the updates of replicated tables that have waited for an optimizer step."""
