@@ -133,36 +133,33 @@ class DeferredUpdates:
 
         What the compute stream runs afterwards finds them made.
         """
-        if self._to_update:
-            step = Step(Stage.EMBEDDING_UPDATE, 0, self._order.lookup)
-            for inflight in self._order.due:
-                self.make(step, inflight.index)
+        step = Step(Stage.EMBEDDING_UPDATE, 0, self._order.lookup)
+        for inflight in self._order.due:
+            self._make(step, inflight)
 
     def make_up_to(self, index: int, step: Step, *, beside_forward: bool) -> None:
-        """Issue the updates of all batches up to one, as `make` does."""
-        for other in sorted(other for other in self._to_update if other <= index):
-            self.make(step, other, beside_forward=beside_forward)
-
-    def make(self, step: Step, index: int, *, beside_forward: bool = False) -> None:
-        """Issue the update of one batch; does nothing if it has been issued already.
+        """Issue the updates of all batches up to one.
 
         Args:
-            step: The `EMBEDDING_UPDATE` step of the schedule; its stream runs the update.
             index: The batch.
-            beside_forward: Whether the update may overlap with the forward on the compute stream, because that forward
-                reads no table. Otherwise the update waits for all that the compute stream has been given.
+            step: The `EMBEDDING_UPDATE` step of the schedule; its stream runs the updates.
+            beside_forward: Whether they may overlap with the forward on the compute stream, because that forward
+                reads no table. Otherwise they wait for all that the compute stream has been given.
         """
-        if index not in self._to_update:
-            return
-        assert self._sparse is not None
+        for other in sorted(other for other in self._to_update if other <= index):
+            self._make(step, self._to_update[other], beside_forward=beside_forward)
+
+    def _make(self, step: Step, inflight: InFlightBatch, *, beside_forward: bool = False) -> None:
+        index = inflight.index
+        del self._to_update[index]
         self._observe("issue", step.stage, index)
-        inflight = self._to_update.pop(index)
         with InStage(step.stage, index, self._rank):
             # After its gradients, and after what read the tables on the compute stream: between two steps, or in a
             # module's own forward. Not after any other forward, which it is to overlap with.
             after = self._between_steps if beside_forward else self._streams.record(StreamName.COMPUTE)
             self._streams.wait(step.stream, after)
             with self._streams.on(step.stream), timed(self._order.timer, step.stage, index, step.stream):
+                assert self._sparse is not None
                 self._sparse.embedding_update(inflight)
         self._order.note_update()
         if step.offset == 0:

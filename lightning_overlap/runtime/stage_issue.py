@@ -6,7 +6,7 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import Any
 
-from ..schedules import BEFORE, BEFORE_WITH_PREFETCH, Schedule, Stage, Step, StreamName, WeightOwner
+from ..schedules import Schedule, Stage, Step, StreamName, WeightOwner
 from .deferred_updates import DeferredUpdates
 from .inflight import InFlightBatch
 from .interfaces import Observer, SparseStages, timed
@@ -48,14 +48,8 @@ class StageIssuer:
                 Stage.INPUT_DATA_DIST: sparse.input_data_dist,
                 Stage.PREFETCH: sparse.prefetch,
             }
+        self.schedule: Schedule  # as which stages are placed; the executor says it before anything is issued
         self.reset()
-
-    def use(self, schedule: Schedule) -> None:
-        """Issue stages as this schedule places them."""
-        self._schedule = schedule
-        self._prefetches = schedule.step_of(Stage.PREFETCH) is not None
-        self._before = BEFORE_WITH_PREFETCH if self._prefetches else BEFORE
-        self._defers = schedule.defers_update
 
     def reset(self) -> None:
         """Begin a run."""
@@ -64,7 +58,7 @@ class StageIssuer:
 
     def begin_iteration(self) -> None:
         """Say that all before an iteration has been issued on the compute stream."""
-        if self._prefetches:
+        if self.schedule.prefetches:
             self._began = self._streams.record(StreamName.COMPUTE)
 
     def issue(self, step: Step, inflight: InFlightBatch, owners: frozenset[WeightOwner]) -> None:
@@ -84,11 +78,9 @@ class StageIssuer:
                 return
         elif step.stage in inflight.done:  # by the schedule before this one
             return
-        previous = self._before[step.stage]
+        previous = self.schedule.stage_before(step.stage)
         if previous not in inflight.done:  # the batch came later than its earlier steps
-            earlier = self._schedule.step_of(previous)
-            assert earlier is not None
-            self.issue(earlier, inflight, owners)
+            self.issue(self.schedule[previous], inflight, owners)
         self._observe("issue", step.stage, inflight.index)
         with InStage(step.stage, inflight.index, self._rank):
             if step.stage in (Stage.PREFETCH, Stage.EMBEDDING_LOOKUP):
@@ -160,6 +152,6 @@ class StageIssuer:
             self._streams.wait(step.stream, self._streams.record(StreamName.COMPUTE))
         if WeightOwner.FUSED_BACKWARD in owners:
             inflight.num_unseen = self._updates.num_unseen_by(inflight.index)
-            inflight.defers_update = self._defers and self._sparse.can_defer_updates
+            inflight.defers_update = self.schedule.defers_update and self._sparse.can_defer_updates
         with self._grad_mode(), self._lookup_context():
             self._sparse.embedding_lookup(inflight, owners)

@@ -22,7 +22,7 @@ from .module_context import ModuleContext, autocast_of, wait_for
 from .options import SparseOptions
 from .pipelined_forward import EarlyEmbeddings, LazyEmbeddings, PipelinedForward, PipelinedForwards, only_input
 from .table_updates import TableUpdates
-from .update_rates import lookup_counts, lookups_since, take_back
+from .update_rates import added, lookup_counts, lookups_since, take_back
 
 
 class Answers:
@@ -86,11 +86,6 @@ class Answers:
 
         Of the calls in a step the first one is served; `checkpoint()` repeats a forward in the backward, and finds
         there the embeddings that it found before.
-
-        Args:
-            pipelined: The module that is called.
-            args: Positional arguments of the call.
-            kwargs: Keyword arguments of the call.
         """
         in_backward = torch._C._current_graph_task_id() != -1
         inflight = self._in_step if in_backward else self._current
@@ -102,7 +97,7 @@ class Answers:
                 pipelined.calls.append((args, kwargs))
             state = inflight.modules.get(pipelined.name)
             if state is not None and (
-                not state.served or (in_backward and state.embeddings is not None and self._was_served_now(state))
+                not state.served or (in_backward and state.embeddings is not None and state.served_in == self.num_steps)
             ):
                 reason = self._why_not_early(pipelined, state, args, kwargs)
                 if state.served:
@@ -135,9 +130,6 @@ class Answers:
         return answer
 
     # -- early or not -----------------------------------------------------------------------------------------------
-
-    def _was_served_now(self, state: ModuleContext) -> bool:
-        return state.served_in == self.num_steps
 
     def _why_not_early(
         self, pipelined: PipelinedForward, state: ModuleContext, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -215,8 +207,7 @@ class Answers:
         with deferring_update(module, state):
             found = look_up_now()
         done = lookups_since(module, counts)
-        before = state.num_own_lookups or [0] * len(done)
-        state.num_own_lookups = [a + b for a, b in zip(before, done, strict=True)]
+        state.num_own_lookups = added(state.num_own_lookups, done)
         return found
 
     def _look_up_when_called(self, module: Any, inflight: InFlightBatch, state: ModuleContext) -> Any:

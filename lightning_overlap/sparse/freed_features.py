@@ -41,19 +41,13 @@ class FreedTensor:
         cls._refuse(None)  # type: ignore[arg-type]
 
 
-def release(kjt: KeyedJaggedTensor) -> int:
+def release(kjt: KeyedJaggedTensor) -> None:
     """Let go of a KeyedJaggedTensor's values and weights; its keys, lengths and offsets stay.
 
     Nothing is written: what else holds these tensors, such as an all-to-all under way, keeps them. On CUDA the
     caching allocator waits for the streams that they were recorded on.
-
-    Returns:
-        The bytes that it held.
     """
-    num_bytes = 0
     for name in ("_values", "_weights"):
         tensor = getattr(kjt, name)
         if isinstance(tensor, torch.Tensor):
-            num_bytes += tensor.nbytes
             setattr(kjt, name, FreedTensor(tensor))
-    return num_bytes

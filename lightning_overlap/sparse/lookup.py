@@ -28,7 +28,7 @@ def look_up(
     *,
     defers_update: bool = False,
 ) -> None:
-    """Run the part of a module's lookup whose tables belong to `owners`; assemble the embeddings once all parts ran.
+    """Look up the tables of a module that belong to `owners`; assemble the embeddings once all were looked up.
 
     A module of one owner takes TorchRec's own `compute_and_output_dist`. A mixed one is looked up in two parts,
     each after the last writer of its tables.
@@ -41,20 +41,20 @@ def look_up(
             of this batch takes place at the rate that holds in its backward.
         defers_update: Whether `loss.backward()` stops at the received embeddings, and `state.deferred` keeps the rest.
     """
+    parts = parts_to_look_up(module, state, owners)
     with (
         _updates_at_present_rate(module, set_rates),
         deferring_update(module, state) if defers_update else nullcontext(),
     ):
-        _look_up(module, state, owners)
+        if len(parts) == len(owners_of_parts(module)):
+            state.embeddings = module.compute_and_output_dist(state.context, state.dist_input)
+            state.dist_input = None
+        else:
+            _start_output_dist(module, state, _compute(module, state, parts))
 
 
 def compute_fused(module: Any, state: ModuleContext, set_rates: SetRates | None = None) -> dict[int, Tensor]:
     """Run the kernels of the tables that the fused backward writes, and no collective: any thread may do so.
-
-    Args:
-        module: The sharded module.
-        state: The batch on its way through it.
-        set_rates: As of `look_up`.
 
     Returns:
         Embeddings by part, `(number of ids or bags, embedding columns of the part)`, for `start_fused`.
@@ -71,15 +71,7 @@ def start_fused(
     *,
     defers_update: bool = False,
 ) -> None:
-    """Start the all-to-alls of embeddings that `compute_fused` returned.
-
-    Args:
-        module: The sharded module.
-        state: The batch on its way through it.
-        embeddings: By part.
-        before_update: Called in the backward with the gradient of the embeddings, right before the tables are written.
-        defers_update: As of `look_up`.
-    """
+    """Start the all-to-alls of embeddings that `compute_fused` returned; right before their update call a function."""
     for of_part in embeddings.values():
         if of_part.requires_grad:
             of_part.register_hook(before_update)
@@ -89,12 +81,7 @@ def start_fused(
 
 @contextmanager
 def deferring_update(module: Any, state: ModuleContext) -> Iterator[None]:
-    """Cut the graph of the embeddings of fused tables, of the lookups made meanwhile.
-
-    Args:
-        module: The sharded module.
-        state: The batch on its way through it; its `deferred` keeps what is cut off.
-    """
+    """Cut the graph of embeddings of fused tables that are looked up meanwhile; `state.deferred` keeps the rest."""
     owners = owners_of_parts(module)
     if WeightOwner.FUSED_BACKWARD not in owners:
         yield
@@ -108,19 +95,6 @@ def deferring_update(module: Any, state: ModuleContext) -> Iterator[None]:
         yield
     finally:
         module._output_dists = dists
-
-
-def _look_up(module: Any, state: ModuleContext, owners: frozenset[WeightOwner]) -> None:
-    assert state.dist_input is not None
-    parts = parts_to_look_up(module, state, owners)
-    num_parts = len(owners_of_parts(module))
-    if not parts:
-        return
-    if len(parts) == num_parts:
-        state.embeddings = module.compute_and_output_dist(state.context, state.dist_input)
-        state.dist_input = None
-        return
-    _start_output_dist(module, state, _compute(module, state, parts))
 
 
 def _compute(module: Any, state: ModuleContext, parts: list[int]) -> dict[int, Tensor]:
@@ -153,13 +127,7 @@ def _start_output_dist(module: Any, state: ModuleContext, embeddings: Mapping[in
 
 
 def parts_to_look_up(module: Any, state: ModuleContext, owners: frozenset[WeightOwner]) -> list[int]:
-    """Return the parts of a module whose tables belong to `owners` and are still to be looked up.
-
-    Args:
-        module: The sharded module.
-        state: The batch on its way through it.
-        owners: Whose tables to look up now.
-    """
+    """Return the parts of a module whose tables belong to `owners` and are still to be looked up."""
     return [
         part
         for part, owner in enumerate(owners_of_parts(module))
@@ -218,13 +186,7 @@ class LookupThreads:
         self._jobs: list[Job] = []
 
     def submit(self, module: str, inflight: InFlightBatch, look_up: Callable[[], LookedUp]) -> None:
-        """Begin a lookup with the caller's autograd and autocast modes, which belong to a thread.
-
-        Args:
-            module: Name of the sharded module.
-            inflight: The batch.
-            look_up: Runs the kernels, in a thread of the pool.
-        """
+        """Begin a module's lookup, in the caller's autograd and autocast modes, which belong to a thread."""
         grad, cast = torch.is_grad_enabled(), torch.is_autocast_enabled("cpu")
         dtype = torch.get_autocast_dtype("cpu")
 
@@ -248,8 +210,3 @@ class LookupThreads:
         for job in self.take():
             with suppress(Exception):
                 job.result.result()
-
-    def shutdown(self) -> None:
-        """End the threads."""
-        self.abandon()
-        self._pool.shutdown()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any
 
 import torch.distributed as dist
@@ -31,7 +31,7 @@ from .module_context import ModuleContext, wait_for
 from .options import SparseOptions
 from .pipelined_forward import PipelinedForwards, inputs_of
 from .table_updates import TableUpdates
-from .update_rates import lookup_counts, lookups_since, take_back
+from .update_rates import added, lookup_counts, lookups_since, take_back
 
 MAX_OVERWRITTEN = 3
 """How often early lookups are left aside because tables were written, before nothing is looked up early any more."""
@@ -281,7 +281,7 @@ class SparsePipeline:
                 state.ids = state.dist_input
             set_rates = self._updates.rates_of(module, state)
             if self._threads is not None and WeightOwner.FUSED_BACKWARD in owners:
-                self._begin_in_thread(self._threads, name, inflight, set_rates)
+                self._threads.submit(name, inflight, partial(_look_up_in_thread, module, state, set_rates))
                 if self.answers.ran_unpipelined:  # that backward writes tables without asking for lookups first
                     self.finish_lookups()
                 continue
@@ -292,19 +292,7 @@ class SparsePipeline:
             if not self._trains:
                 take_back(module, done, self.order)
                 continue
-            state.num_lookups = [a + b for a, b in zip(state.num_lookups or [0] * len(done), done, strict=True)]
-
-    def _begin_in_thread(
-        self, threads: LookupThreads, name: str, inflight: InFlightBatch, set_rates: Callable[[], None] | None
-    ) -> None:
-        state, module = inflight.modules[name], self._forwards[name].module
-
-        def look_up_in_thread() -> LookedUp:
-            counts = lookup_counts(module)
-            found = compute_fused(module, state, set_rates)
-            return LookedUp(found, lookups_since(module, counts))
-
-        threads.submit(name, inflight, look_up_in_thread)
+            state.num_lookups = added(state.num_lookups, done)
 
     def finish_lookups(self) -> None:
         """Wait for the lookups that run in threads; start the all-to-all of what they found, in their order."""
@@ -397,6 +385,12 @@ class SparsePipeline:
         take_back(module, state.num_lookups, self.order)
         state.num_lookups = []
         state.served = True
+
+
+def _look_up_in_thread(module: Any, state: ModuleContext, set_rates: Callable[[], None] | None) -> LookedUp:
+    counts = lookup_counts(module)
+    found = compute_fused(module, state, set_rates)
+    return LookedUp(found, lookups_since(module, counts))
 
 
 def keyed_jagged_tensors(batch: Any) -> list[KeyedJaggedTensor]:
