@@ -13,14 +13,7 @@ from .profiler_ranges import InStage
 
 
 class DeferredUpdates:
-    """Owns the deferred updates of a run (`order.to_update`): issues each one once, the oldest first.
-
-    Args:
-        sparse: Runs `start_update` and `embedding_update`; None for a model without tables, which has no updates.
-        order: Orders lookups and updates on the lookup stream; this class fills and empties its `to_update`.
-        observer: Called with ("issue", stage, batch) before each update.
-        rank: This process's rank, for error messages.
-    """
+    """Owns the deferred updates of a run (`order.to_update`): issues each one once, the oldest first."""
 
     def __init__(self, sparse: SparseStages | None, order: LookupOrder, observer: Observer, rank: int) -> None:
         self._sparse, self._order, self._streams = sparse, order, order.streams

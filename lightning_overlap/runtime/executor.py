@@ -7,7 +7,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
 from functools import partial
 from typing import Any
 
@@ -20,7 +20,7 @@ from .end_of_data import EndOfData
 from .inflight import InFlightBatch, abandon
 from .interfaces import BatchSource, Observer, SparseStages, observe_nothing, timed
 from .lookup_order import LookupOrder
-from .profiler_ranges import InStage, TrainerStage
+from .profiler_ranges import InStage, is_profiled, profiler_range
 from .stage_issue import StageIssuer
 from .streams import CudaStreams
 from .table_writes import NUM_ASKS, TableWrites
@@ -74,7 +74,7 @@ class Executor:
         self._streams = order.streams
         self.hooks_read_tables = hooks_read_tables if order.streams.is_async else bool
         self._observe, self._rank = observer or observe_nothing, rank
-        self._trainer_stage = TrainerStage()
+        self._trainer_stage = ExitStack()  # what the trainer does now: it begins and ends at places far from each other
         self._end = EndOfData(source, consensus, rank, schedule.depth)
         self.updates = DeferredUpdates(self._sparse, order, self._observe, rank)
         trains = Stage.BACKWARD in schedule.at(self._first_batch).training_stages
@@ -107,7 +107,7 @@ class Executor:
         self._first_owners = EARLY_OWNERS if self._dense_owned is None else frozenset({WeightOwner.FUSED_BACKWARD})
 
     def _reset(self) -> None:
-        self._trainer_stage.end()
+        self._trainer_stage.close()
         self._iteration = -1
         self._cursor = len(self.schedule.steps)  # the step of the schedule that comes next
         self.in_flight: dict[int, InFlightBatch] = {}
@@ -224,14 +224,14 @@ class Executor:
                     self._walk(table)
                 self.updates.hold(current)
         current.consumed = True
-        self._trainer_stage.begin(Stage.DENSE_FORWARD, self._iteration, self._order.timer)
+        self._begin_trainer_stage(Stage.DENSE_FORWARD)
         self._in_forward = True
         try:
             with nullcontext() if self._serving is None else self._serving.forward(current):
                 yield
         finally:
             self._in_forward = False
-            self._trainer_stage.end()
+            self._trainer_stage.close()
 
     def stage_done(self, stage: Stage) -> None:
         """Say that the trainer has done a stage of the current batch; run the steps up to its next one.
@@ -244,26 +244,34 @@ class Executor:
             return
         position = self.schedule.position(stage)
         if self._cursor > position:
-            if stage is Stage.BACKWARD:
-                self._after_backward(current)
-                self._stages.drop_lookups(self._ahead())
+            if stage is Stage.BACKWARD and self._sparse is not None:
+                self._after_backward(current, self._sparse)
+                for inflight in self._ahead():
+                    self._sparse.drop_lookups(inflight)
             return
-        self._trainer_stage.end()
+        self._trainer_stage.close()
         while self._cursor <= position:
-            passed = self.schedule.steps[self._cursor].stage
-            if passed not in TRAINING_STAGES:  # left to a backward that has not waited
-                self._run(self.schedule.steps[self._cursor], self._first_owners)
+            step = self.schedule.steps[self._cursor]
+            if step.stage not in TRAINING_STAGES:  # left to a backward that has not waited
+                self._run(step, self._first_owners)
                 self._cursor += 1
                 continue
-            self._after_stage(passed, current)
+            self._after_stage(step.stage, current)
             self._cursor += 1
             self._run_steps()
-            if passed is Stage.DENSE_FORWARD and current.ran_unpipelined and self._sparse is not None:
+            if step.stage is Stage.DENSE_FORWARD and current.ran_unpipelined and self._sparse is not None:
                 # The backward to come writes tables on the compute stream: not before early lookups have read them.
                 self.wait_for_lookups()
         if stage is not self.schedule.training_stages[-1]:
-            following = TRAINING_STAGES[TRAINING_STAGES.index(stage) + 1]
-            self._trainer_stage.begin(following, self._iteration, self._order.timer)
+            self._begin_trainer_stage(TRAINING_STAGES[TRAINING_STAGES.index(stage) + 1])
+
+    def _begin_trainer_stage(self, stage: Stage) -> None:
+        """Name what the trainer does from now on to a profiler and a timer."""
+        self._trainer_stage.close()
+        if is_profiled():
+            self._trainer_stage.enter_context(profiler_range(stage, self._iteration))
+        if self._order.timer is not None:
+            self._trainer_stage.enter_context(timed(self._order.timer, stage, self._iteration, StreamName.COMPUTE))
 
     def wait_for_lookups(self) -> None:
         """Let the compute stream wait for everything on the lookup stream: reads and writes of tables."""
@@ -373,22 +381,20 @@ class Executor:
             self._observe("issue", stage, self._iteration)
         if self._sparse is None:
             return
-        if stage is Stage.DENSE_FORWARD:
-            self._discover(current)
-        elif stage is Stage.BACKWARD:
-            self._after_backward(current)
-        elif stage is Stage.OPTIMIZER_STEP:
-            if self.schedule is self._last_of_window:
-                self.updates.note_step(self._iteration)
-            self._discover(current)
+        if stage is Stage.BACKWARD:
+            self._after_backward(current, self._sparse)
+            return
+        if stage is Stage.OPTIMIZER_STEP and self.schedule is self._last_of_window:
+            self.updates.note_step(self._iteration)
+        if current.consumed and not self._in_forward:
+            self._stages.discover(current)
+        if stage is Stage.OPTIMIZER_STEP:
             # What comes between two steps (a callback's averages, clamps, norms) finds the tables written.
             self._order.compute_waits_for_update()
             self._run_deferred_lookup()
 
-    def _after_backward(self, current: InFlightBatch) -> None:
-        if self._sparse is None:
-            return
-        self._sparse.finish_lookups()
+    def _after_backward(self, current: InFlightBatch, sparse: SparseStages) -> None:
+        sparse.finish_lookups()
         if current.ran_unpipelined:
             # The TBE backward of that module ran on the compute stream: the next lookup has to wait for it.
             self._order.note_write()
@@ -398,12 +404,8 @@ class Executor:
             self.updates.start(current)
             if not self.schedule.defers_update:
                 self.updates.make_all()  # looked up under the table before this one
-        self._sparse.forget_received(current)
+        sparse.forget_received(current)
         self._order.note_update()
-
-    def _discover(self, current: InFlightBatch) -> None:
-        if current.consumed and not self._in_forward:
-            self._stages.discover(current)
 
     def _run_deferred_lookup(self) -> None:
         if self._dense_owned is not None:

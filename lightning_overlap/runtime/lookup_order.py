@@ -88,11 +88,7 @@ class LookupOrder:
     def hand_to_caller(self, value: Any, event: Any, batch: int, *, is_first: bool) -> None:
         """Let whoever asks for embeddings use them from an event on.
 
-        Args:
-            value: The embeddings.
-            event: After which they are there.
-            batch: Their batch.
-            is_first: Whether nobody has asked for them before: the timer is told of the first wait.
+        Where nobody has asked for those of this batch before, the timer is told of the wait.
         """
         with self.timer.merge(batch) if is_first and self.timer is not None else nullcontext():
             self.streams.hand_to_caller(value, event)

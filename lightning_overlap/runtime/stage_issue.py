@@ -17,14 +17,7 @@ from .profiler_ranges import InStage
 class StageIssuer:
     """Issues the sparse stages of batches, each after all that it reads.
 
-    Args:
-        sparse: Does them; None: the schedule has none.
-        order: Of the streams.
-        updates: Those still to come, which a lookup does not see.
-        current: Returns the batch being trained.
-        lookup_contexts: Entered around every lookup: grad mode, autocast.
-        observer: Told of every issue.
-        rank: Named in errors.
+    `lookup_contexts` are entered around every lookup: grad mode, autocast.
     """
 
     def __init__(
@@ -41,13 +34,6 @@ class StageIssuer:
         self._current = current
         self._grad_mode, self._lookup_context = lookup_contexts
         self._observe, self._rank = observer, rank
-        self._run: dict[Stage, Callable[[InFlightBatch], None]] = {}
-        if sparse is not None:
-            self._run = {
-                Stage.INPUT_SPLITS_DIST: sparse.input_splits_dist,
-                Stage.INPUT_DATA_DIST: sparse.input_data_dist,
-                Stage.PREFETCH: sparse.prefetch,
-            }
         self.schedule: Schedule  # as which stages are placed; the executor says it before anything is issued
         self.reset()
 
@@ -64,10 +50,7 @@ class StageIssuer:
     def issue(self, step: Step, inflight: InFlightBatch, owners: frozenset[WeightOwner]) -> None:
         """Issue one stage of one batch on its stream; postpone it while `discover` has not found the modules' inputs.
 
-        Args:
-            step: The stage and its stream.
-            inflight: The batch.
-            owners: Who writes the tables that a lookup reads now; other stages do not use it.
+        `owners` are those who write the tables that a lookup reads now; other stages do not use them.
         """
         assert self._sparse is not None
         if not self._sparse.ready:
@@ -94,23 +77,18 @@ class StageIssuer:
                 if step.stage is Stage.EMBEDDING_LOOKUP:
                     self._look_up(step, inflight, owners)
                 else:
-                    self._run[step.stage](inflight)
+                    getattr(self._sparse, step.stage.value)(inflight)
         inflight.done[step.stage] = (step.stream, self._streams.record(step.stream))
 
     def discover(self, current: InFlightBatch) -> None:
         """Learn from a forward of the current batch which input feeds which module; issue what waited for that."""
-        if self._sparse is None or self._sparse.ready or not self._sparse.discover(current):
+        assert self._sparse is not None
+        if self._sparse.ready or not self._sparse.discover(current):
             return
         waiting, self._waiting = self._waiting, []
         for step, inflight, owners in waiting:
             if inflight.index > current.index:
                 self.issue(step, inflight, owners)
-
-    def drop_lookups(self, batches: list[InFlightBatch]) -> None:
-        """Forget the early results of some batches; the modules' own forward will run instead."""
-        if self._sparse is not None:
-            for inflight in batches:
-                self._sparse.drop_lookups(inflight)
 
     def receive_input(self, step: Step, inflight: InFlightBatch) -> None:
         """Assemble the received ids on the input dist's stream, and hand them to the stream of a step."""
@@ -122,13 +100,7 @@ class StageIssuer:
         self._streams.record_stream(received, step.stream)
 
     def acquire(self, inflight: InFlightBatch, stream: StreamName, stage: Stage) -> None:
-        """Let `stream` wait for a stage of a batch, if that ran on another one.
-
-        Args:
-            inflight: The batch.
-            stream: The stream that waits.
-            stage: A stage of the batch that has been issued.
-        """
+        """Let `stream` wait for a stage of a batch, if that ran on another one."""
         producer, event = inflight.done[stage]
         if producer is not stream:
             self._streams.wait(stream, event)

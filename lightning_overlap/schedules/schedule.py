@@ -95,13 +95,9 @@ class Schedule:
         return max(step.offset for step in self.steps)
 
     @cached_property
-    def _min_offset(self) -> int:
-        return min(step.offset for step in self.steps)
-
-    @property
     def depth(self) -> int:
         """Batches in flight at once: looked ahead, being trained, and waiting for their update."""
-        return self.max_offset + 1 - self._min_offset
+        return self.max_offset + 1 - min(step.offset for step in self.steps)
 
     @cached_property
     def has_sparse_stages(self) -> bool:
@@ -227,19 +223,6 @@ class Schedule:
     def position(self, stage: Stage) -> int:
         """Return the index of the step of a stage that the table has."""
         return self._positions[stage]
-
-    def issue_order(self, num_batches: int) -> list[tuple[int, Step, int]]:
-        """List `(iteration, index of the step, batch)` for a run over `num_batches` batches, fill and drain included.
-
-        The fill runs the table from iteration `-max_offset` and skips batches below 0 and steps of the trainer;
-        the drain skips batches past the end, and makes the updates that are left.
-        """
-        return [
-            (iteration, step, iteration + step.offset)
-            for iteration in range(-self.max_offset, num_batches - self._min_offset)
-            for step in self.steps
-            if 0 <= iteration + step.offset < num_batches
-        ]
 
 
 class _WithoutUpdates(Schedule):

@@ -26,16 +26,7 @@ from .update_rates import added, lookup_counts, lookups_since, take_back
 
 
 class Answers:
-    """Answers the calls of all sharded modules of a model.
-
-    Args:
-        forwards: Stand in for the modules' own.
-        order: Of the streams.
-        updates: Those that a module's own forward is to see.
-        options: Of the run.
-        finish_lookups: Waits for lookups in threads and starts what follows them.
-        receive_input: Waits for the received ids of a batch and returns them.
-    """
+    """Answers the calls of all sharded modules of a model."""
 
     def __init__(
         self,

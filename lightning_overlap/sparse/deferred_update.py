@@ -148,8 +148,7 @@ class DeferredUpdate:
     def apply(self, use_rates: UseRates) -> None:
         """Wait for the gradients and update the tables.
 
-        Args:
-            use_rates: Called with the kernels' learning rates of the backward that is applied, before it is.
+        `use_rates` is called with the learning rates of the backward that is applied, before it is.
         """
         self.send(use_rates)
         if self._sent is not None:

@@ -10,11 +10,7 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 
 class FreedTensor:
-    """What stands where a KeyedJaggedTensor had its values or weights: a device and a type, and no numbers.
-
-    Args:
-        tensor: The values or weights, `(number of ids,)`, whose memory is given back.
-    """
+    """What stands where a KeyedJaggedTensor had its values or weights: a device and a type, and no numbers."""
 
     def __init__(self, tensor: Tensor) -> None:
         self.device, self.dtype, self.is_cuda = tensor.device, tensor.dtype, tensor.is_cuda

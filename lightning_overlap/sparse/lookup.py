@@ -176,9 +176,6 @@ class LookupThreads:
     """Runs kernels in threads; whoever starts a collective or writes a table takes the results first.
 
     Source: `threads_num` of DeepRec's asynchronous embedding lookup; there the threads send the embeddings, too.
-
-    Args:
-        num_threads: Modules that are looked up at the same time, at most.
     """
 
     def __init__(self, num_threads: int) -> None:

@@ -76,11 +76,7 @@ Answer = Callable[["PipelinedForward", tuple[Any, ...], dict[str, Any]], Any]
 class PipelinedForward:
     """What callers of a sharded module get while the strategy is at work.
 
-    Args:
-        name: The module's, in the model.
-        module: Whose place it takes.
-        group: Process group of the input dist; None on one rank.
-        prefetches: Whether a stage fetches rows into a cache, so that tables in a UVM cache can be looked up early.
+    `prefetches` says whether a stage fetches rows into a cache, so that tables in a UVM cache can be looked up early.
     """
 
     def __init__(
@@ -150,13 +146,7 @@ class PipelinedForward:
 
 
 class PipelinedForwards(dict[str, PipelinedForward]):
-    """The pipelined forward of each sharded module of a model, by the module's name.
-
-    Args:
-        modules: Sharded modules by their name in the model.
-        group: Process group of the input dist; None on one rank.
-        options: Of the run.
-    """
+    """The pipelined forward of each sharded module of a model, by the module's name."""
 
     def __init__(
         self,
@@ -244,12 +234,6 @@ class PipelinedForwards(dict[str, PipelinedForward]):
 
         They cannot be asked by a collective, since those that take the early embeddings issue none here.
 
-        Args:
-            pipelined: Of the module.
-            step: Number of the step in this run.
-            index: Of its batch in the epoch.
-            reason: Why this rank does.
-
         Raises:
             RuntimeError: They do not: this rank's forward would wait for them, or mix up with what they send.
         """
@@ -279,9 +263,7 @@ class PipelinedForwards(dict[str, PipelinedForward]):
     def check_calls(self, begun: Container[str], step: int) -> None:
         """Give up modules that a step did not call once.
 
-        Args:
-            begun: Modules whose stages began for its batch.
-            step: Number of the step in this run.
+        `begun` are the modules whose stages began for its batch.
         """
         for pipelined in self.values():
             if not pipelined.early:

@@ -24,11 +24,7 @@ from .update_rates import kernel_rates, set_kernel_rates
 class TableUpdates:
     """Updates the tables of batches whose backward stopped where their embeddings were received.
 
-    Args:
-        forwards: Know the modules.
-        order: Of the streams; knows which updates are still to come.
-        options: Of the run.
-        fills_waits: Whether a backward can be asked to run something while it waits for other ranks.
+    `fills_waits` says whether a backward can be asked to run something while it waits for other ranks.
     """
 
     def __init__(

@@ -62,11 +62,6 @@ def take_back(module: Any, num_lookups: list[int], order: LookupOrder) -> None:
     Some TBE optimizers count lookups, not updates (FBGEMM 1.8), and Adam corrects its bias by that count: an
     evaluation, or a lookup that is dropped, would change training, and differently so in each mode. The lookup
     stream, where early lookups count, waits for nothing here.
-
-    Args:
-        module: The sharded module.
-        num_lookups: By kernel, how many lookups to take back.
-        order: Of the stream that early lookups count on.
     """
     if any(num_lookups):
         with order.on_lookup():
