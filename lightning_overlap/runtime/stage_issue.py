@@ -83,8 +83,9 @@ class StageIssuer:
     def discover(self, current: InFlightBatch) -> None:
         """Learn from a forward of the current batch which input feeds which module; issue what waited for that."""
         assert self._sparse is not None
-        if self._sparse.ready or not self._sparse.discover(current):
+        if self._sparse.ready:
             return
+        self._sparse.discover(current)
         waiting, self._waiting = self._waiting, []
         for step, inflight, owners in waiting:
             if inflight.index > current.index:

@@ -48,9 +48,6 @@ class Streams:
 
 _NOTHING: AbstractContextManager[Any] = nullcontext()
 
-_OWN = (StreamName.MEMCPY, StreamName.DATA_DIST, StreamName.PREFETCH)
-"""The streams that are made whatever the lookup's is."""
-
 
 class CudaStreams(Streams):
     """CUDA streams, made once and kept for the whole run.
@@ -69,11 +66,11 @@ class CudaStreams(Streams):
     def __init__(self, device: torch.device, lookup: StreamName) -> None:
         self.device = device
         # High priority as in TorchRec 1.8: short copies and all-to-alls must not queue behind dense kernels.
-        own = {name: torch.cuda.Stream(device, priority=-1) for name in _OWN}
-        if lookup is StreamName.LOOKUP:
-            own[StreamName.LOOKUP] = torch.cuda.Stream(device, priority=-1)
-        own[StreamName.COMPUTE] = torch.cuda.current_stream(device)
-        self._streams = own
+        own = dict.fromkeys((StreamName.MEMCPY, StreamName.DATA_DIST, StreamName.PREFETCH, lookup))
+        self._streams: dict[StreamName, torch.cuda.Stream] = {
+            name: torch.cuda.Stream(device, priority=-1) for name in own if name is not StreamName.COMPUTE
+        }
+        self._streams[StreamName.COMPUTE] = torch.cuda.current_stream(device)
         self._lookup = lookup
 
     def move_lookups(self, lookup: StreamName) -> None:

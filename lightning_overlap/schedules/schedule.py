@@ -226,22 +226,11 @@ class Schedule:
 
 
 class _WithoutUpdates(Schedule):
-    """A derived table during which nobody updates tables of the fused backward."""
+    """A derived table during which nobody updates tables of the fused backward: no lookup misses one, none waits."""
 
-    @cached_property
-    def staleness(self) -> int:
-        """Zero: there is no update that a lookup could miss."""
-        return 0
-
-    @cached_property
-    def fills_backward_wait(self) -> range:
-        """None: no backward waits for other ranks."""
-        return range(0)
-
-    @cached_property
-    def received_in_backward(self) -> Step | None:
-        """None: no backward waits for other ranks."""
-        return None
+    staleness = 0
+    fills_backward_wait = range(0)
+    received_in_backward = None
 
 
 class EvaluationSchedule(_WithoutUpdates):
@@ -249,19 +238,13 @@ class EvaluationSchedule(_WithoutUpdates):
 
     training_stages: ClassVar[tuple[Stage, ...]] = (Stage.DENSE_FORWARD,)
 
-    @cached_property
-    def dense_owned_lookup(self) -> Step | None:
-        """None: no optimizer step is on its way."""
-        return None
+    dense_owned_lookup = None  # no optimizer step is on its way
 
 
 class AccumulatingSchedule(_WithoutUpdates):
     """The table of a batch without an optimizer step, derived by `Schedule.accumulating`: no weight is written."""
 
-    @cached_property
-    def defers_update(self) -> bool:
-        """Yes, until the step of a later batch."""
-        return True
+    defers_update = True  # until the step of a later batch
 
 
 def _parse_step(name: str, text: str) -> Step:

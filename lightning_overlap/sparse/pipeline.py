@@ -150,15 +150,14 @@ class SparsePipeline:
 
     # -- which input feeds which module -------------------------------------------------------------------------
 
-    def discover(self, inflight: InFlightBatch) -> bool:
-        """Find the inputs of the modules' calls in the staged batch, by identity. True when done."""
+    def discover(self, inflight: InFlightBatch) -> None:
+        """Find the inputs of the modules' calls in the staged batch, by identity: the stages are ready from then on."""
         self._forwards.discover(inflight.batch)
         self.ready = True
         made_inside = [pipelined.name for pipelined in self._forwards.values() if pipelined.path is None]
         if made_inside:
             names = ", ".join(map(repr, made_inside))
             self.keep_features(f"{self._options.step} makes the input of {names} itself, of what may have to stay")
-        return True
 
     def keep_features(self, reason: str) -> None:
         """Release no ids from now on."""

@@ -152,20 +152,20 @@ class TableUpdates:
         """
         if self._set_rates is None:
             return None
-        state.deferred.note_rates = partial(self._present_rates, module)
-        return partial(self._set_rates_of, module, state)
+        set_present = self._set_rates
 
-    def _set_rates_of(self, module: Any, state: ModuleContext) -> None:
-        assert self._set_rates is not None
-        if state.rates is None:
-            self._set_rates()
-        else:
-            set_kernel_rates(module, state.rates)
+        def present() -> list[float]:
+            set_present()
+            return kernel_rates(module)
 
-    def _present_rates(self, module: Any) -> list[float]:
-        assert self._set_rates is not None
-        self._set_rates()
-        return kernel_rates(module)
+        def set_those_of_batch() -> None:
+            if state.rates is None:
+                set_present()
+            else:
+                set_kernel_rates(module, state.rates)
+
+        state.deferred.note_rates = present
+        return set_those_of_batch
 
     def _use_rates(self, module: Any, state: ModuleContext, rates: list[float] | None) -> None:
         """Give the kernels the learning rates of the backward whose update comes now."""
