@@ -30,10 +30,6 @@ class DeferredUpdates:
         self.num_updated = 0
         """Batches whose tables have been updated, or whose update is deferred."""
 
-    def num_before(self, index: int) -> int:
-        """Return how many batches before this one have their update still to come."""
-        return sum(other < index for other in self._to_update)
-
     def num_unseen_by(self, index: int) -> int:
         """Return how many updates, those of the batches right before it, a batch that is looked up now does not see."""
         return index - min(self._to_update, default=self.num_updated)

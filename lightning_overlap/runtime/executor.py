@@ -161,7 +161,7 @@ class Executor:
     @property
     def num_to_update(self) -> int:
         """Batches before the current one whose update is still to come."""
-        return self.updates.num_before(self._iteration)
+        return sum(index < self._iteration for index in self._order.to_update)
 
     @property
     def is_last(self) -> bool:

@@ -84,22 +84,17 @@ class SparseStages(Protocol):
 
 
 class StageTimer(Protocol):
-    """What the executor and the sparse stages tell."""
+    """What the executor and the sparse stages tell; `profiling.SpanRecorder` writes it down.
 
-    def begin(self, stage: Stage, batch: int, stream: StreamName) -> None:
-        """A stage of a batch begins on a stream, perhaps inside another stage."""
+    A stage may begin inside another one: `end` is of the one that began last. `copy`, `data` and `merge` go around the
+    copies of a batch to the device, the wait for the data loader, and that of the compute stream for embeddings.
+    """
 
-    def end(self) -> None:
-        """The stage that began last has been issued."""
-
-    def copy(self) -> AbstractContextManager[None]:
-        """Go around the copies of a batch to the device, on their stream."""
-
-    def data(self) -> AbstractContextManager[None]:
-        """Go around the wait for a batch of the data loader."""
-
-    def merge(self, batch: int) -> AbstractContextManager[None]:
-        """Go around the wait of the compute stream for embeddings."""
+    def begin(self, stage: Stage, batch: int, stream: StreamName) -> None: ...
+    def end(self) -> None: ...
+    def copy(self) -> AbstractContextManager[None]: ...
+    def data(self) -> AbstractContextManager[None]: ...
+    def merge(self, batch: int) -> AbstractContextManager[None]: ...
 
 
 _NO_TIMER: AbstractContextManager[Any] = nullcontext()

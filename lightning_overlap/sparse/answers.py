@@ -51,8 +51,7 @@ class Answers:
 
     def begin(self, inflight: InFlightBatch) -> None:
         """Begin the step of a batch."""
-        self._forwards.forget_calls()
-        self._forwards.forget_answers()
+        self._forwards.begin_step()
         self._current = self._in_step = inflight
         self.num_steps += 1
 

@@ -144,7 +144,6 @@ class SparsePipeline:
             self.answers.end()
         if self.ready:
             self._forwards.check_calls(inflight.modules, self.answers.num_steps)
-            self._forwards.forget_calls()
         for name, state in inflight.modules.items():
             self._leave_aside(self._forwards[name].module, state)
 

@@ -190,10 +190,11 @@ class PipelinedForwards(dict[str, PipelinedForward]):
         for pipelined in self.values():
             pipelined.forget_answers()
 
-    def forget_calls(self) -> None:
-        """Begin a step."""
+    def begin_step(self) -> None:
+        """Let go of the calls and the answers of the step before."""
         for pipelined in self.values():
             pipelined.calls.clear()
+            pipelined.forget_answers()
 
     def discover(self, batch: Any) -> None:
         """Find the inputs of the modules' calls in the staged batch, by identity.
@@ -213,7 +214,7 @@ class PipelinedForwards(dict[str, PipelinedForward]):
                 self.run_unpipelined(pipelined, reason)
             self._warn_of_untrained_sequences(pipelined)
             pipelined.takes_part = pipelined.early
-        self.forget_calls()
+            pipelined.calls.clear()
 
     def _agree(self, found: dict[str, tuple[Path | None, str | None]]) -> dict[str, tuple[Path | None, str | None]]:
         if self._group is None:
@@ -261,18 +262,20 @@ class PipelinedForwards(dict[str, PipelinedForward]):
         return self._mismatches is None or self._mismatches.all_ranks(pipelined.name, step)
 
     def check_calls(self, begun: Container[str], step: int) -> None:
-        """Give up modules that a step did not call once.
+        """Give up modules that a step did not call once; let go of its calls.
 
         `begun` are the modules whose stages began for its batch.
         """
         for pipelined in self.values():
+            num_calls = len(pipelined.calls)
+            pipelined.calls.clear()
             if not pipelined.early:
                 continue
-            if not pipelined.calls:
+            if not num_calls:
                 self.served(pipelined, step)  # who waits for this rank's call waits in vain
-            if len(pipelined.calls) > 1:
+            if num_calls > 1:
                 self.run_unpipelined(pipelined, "it was called more than once in a step")
-            elif not pipelined.calls and pipelined.name in begun:
+            elif not num_calls and pipelined.name in begun:
                 self.run_unpipelined(pipelined, "it was not called for a batch that has its input")
 
     def run_unpipelined(self, pipelined: PipelinedForward, reason: str) -> None:
