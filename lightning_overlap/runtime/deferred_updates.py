@@ -7,7 +7,7 @@ from typing import Any
 
 from ..schedules import Stage, Step, StreamName
 from .inflight import InFlightBatch
-from .interfaces import Observer, SparseStages, timed
+from .interfaces import Observer, SparseStages
 from .lookup_order import LookupOrder
 from .profiler_ranges import InStage
 
@@ -112,8 +112,7 @@ class DeferredUpdates:
         # After the all-reduce of dense gradients, which is over by now: the optimizer waits for it, and these would
         # take their share of the link.
         self._order.lookup_waits()
-        stream = self._order.lookup
-        with self._order.on_lookup(), timed(self._order.timer, Stage.BACKWARD, inflight.index, stream):
+        with self._order.on(Stage.BACKWARD, inflight.index, self._order.lookup):
             self._sparse.start_update(inflight)
         self._to_update[inflight.index] = inflight
 
@@ -147,7 +146,7 @@ class DeferredUpdates:
             # module's own forward. Not after any other forward, which it is to overlap with.
             after = self._between_steps if beside_forward else self._streams.record(StreamName.COMPUTE)
             self._streams.wait(step.stream, after)
-            with self._streams.on(step.stream), timed(self._order.timer, step.stage, index, step.stream):
+            with self._order.on(step.stage, index, step.stream):
                 assert self._sparse is not None
                 self._sparse.embedding_update(inflight)
         self._order.note_update()

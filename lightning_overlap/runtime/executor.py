@@ -432,8 +432,7 @@ class Executor:
         while self.num_fetched <= index and (self._end.num_batches is None or self.num_fetched < self._end.num_batches):
             with (
                 InStage(step.stage, self.num_fetched, self._rank),
-                self._streams.on(step.stream),
-                timed(self._order.timer, step.stage, self.num_fetched, step.stream),
+                self._order.on(step.stage, self.num_fetched, step.stream),
             ):
                 fetched = self._source.fetch()
             self._end.ask(self.num_fetched, lacks=fetched is None)

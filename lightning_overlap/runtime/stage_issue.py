@@ -9,7 +9,7 @@ from typing import Any
 from ..schedules import Schedule, Stage, Step, StreamName, WeightOwner
 from .deferred_updates import DeferredUpdates
 from .inflight import InFlightBatch
-from .interfaces import Observer, SparseStages, timed
+from .interfaces import Observer, SparseStages
 from .lookup_order import LookupOrder
 from .profiler_ranges import InStage
 
@@ -73,7 +73,7 @@ class StageIssuer:
             self.acquire(inflight, step.stream, previous)
             if step.stage is not Stage.EMBEDDING_LOOKUP and inflight.done[previous][0] is not step.stream:
                 self._streams.record_stream(inflight.batch, step.stream)  # the ids are sent from the batch's own memory
-            with self._streams.on(step.stream), timed(self._order.timer, step.stage, inflight.index, step.stream):
+            with self._order.on(step.stage, inflight.index, step.stream):
                 if step.stage is Stage.EMBEDDING_LOOKUP:
                     self._look_up(step, inflight, owners)
                 else:
@@ -95,7 +95,7 @@ class StageIssuer:
         """Assemble the received ids on the input dist's stream, and hand them to the stream of a step."""
         assert self._sparse is not None
         stream, _ = inflight.done[Stage.INPUT_DATA_DIST]
-        with self._streams.on(stream), timed(self._order.timer, Stage.INPUT_DATA_DIST, inflight.index, stream):
+        with self._order.on(Stage.INPUT_DATA_DIST, inflight.index, stream):
             received = self._sparse.receive_input(inflight)
         inflight.done[Stage.INPUT_DATA_DIST] = (stream, self._streams.record(stream))
         self._streams.record_stream(received, step.stream)
