@@ -18,34 +18,25 @@ def observe_nothing(kind: str, stage: Stage, index: int) -> None:
 
 
 class BatchSource(Protocol):
-    """Where batches come from."""
+    """Where batches come from; `plugin.LookaheadFetcher` takes them from Lightning's loaders.
+
+    Every rank's epoch has `num_batches`, those that are None among them, `inf` if that is not known. `length_known`
+    says whether all ranks are known to have as many, so that only the last one has to be agreed on.
+    """
 
     @property
-    def exhausted(self) -> bool:
-        """Whether it is known that no batch is left."""
-
+    def exhausted(self) -> bool: ...
     @property
-    def length_known(self) -> bool:
-        """Whether every rank is known to have as many batches, so that only the last one has to be agreed on."""
-
+    def length_known(self) -> bool: ...
     @property
-    def num_batches(self) -> float:
-        """How many batches every rank's epoch has, those that are None among them; `inf` if that is not known."""
-
+    def num_batches(self) -> float: ...
     @property
-    def num_skipped(self) -> int:
-        """How many batches of this epoch were None, so far."""
-
+    def num_skipped(self) -> int: ...
     @property
-    def num_certain(self) -> int:
-        """How many batches after the one fetched last `fetch` is sure to return, whenever it is called; 0 if unsure."""
-
+    def num_certain(self) -> int: ...
     @property
-    def stop_requested(self) -> bool:
-        """Whether this process was asked to end."""
-
-    def fetch(self) -> tuple[Any, int, int] | None:
-        """Return the next staged `(batch, batch_idx, dataloader_idx)`, or None where there is none (yet)."""
+    def stop_requested(self) -> bool: ...
+    def fetch(self) -> tuple[Any, int, int] | None: ...
 
 
 class SparseStages(Protocol):
