@@ -139,8 +139,8 @@ class DeferredUpdates:
 
     def _make(self, step: Step, inflight: InFlightBatch, *, beside_forward: bool = False) -> None:
         index = inflight.index
-        del self._to_update[index]
         self._observe("issue", step.stage, index)
+        del self._to_update[index]
         with InStage(step.stage, index, self._rank):
             # After its gradients, and after what read the tables on the compute stream: between two steps, or in a
             # module's own forward. Not after any other forward, which it is to overlap with.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -111,7 +112,7 @@ class StaleRows:
             self._cuda.wait_event(self._streams.record(self._lookup_stream))
             for kjts in itertools.chain.from_iterable(known.values()):
                 kjts.record_stream(self._cuda)
-        with torch.cuda.stream(self._cuda), torch.no_grad():
+        with nullcontext() if self._cuda is None else torch.cuda.stream(self._cuda), torch.no_grad():
             batch.counted = self._sum_up(self._count(known))
         counts: StaleCounts = batch.counted  # held by the batch too: a fit that fails lets go of it with the batch
         return counts
