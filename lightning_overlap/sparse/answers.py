@@ -98,14 +98,14 @@ class Answers:
                     self._forwards.served(pipelined, self.num_steps)
                     if state.embeddings is not None:
                         return self._serve(inflight.index, state)
-                    look_up_now = partial(self._look_up_when_called, pipelined.module, inflight, state)
+                    look_up_now = partial(self._look_up_when_called, inflight, state)
             elif pipelined.name in inflight.missing and not in_backward:
                 self._forwards.check_all_ranks_call(pipelined, self.num_steps, inflight.index)
             inflight.ran_unpipelined = True
             if self._options.holds_updates:
-                own = ModuleContext(only_input(args, kwargs), served=True)
+                own = ModuleContext(pipelined.module, only_input(args, kwargs), served=True)
                 state = inflight.modules.setdefault(pipelined.name, own)
-                look_up_now = partial(self._look_up_deferring, pipelined.module, state, look_up_now)
+                look_up_now = partial(self._look_up_deferring, state, look_up_now)
         self._finish_lookups()
         self._updates.make_before_forward(pipelined.name)
         # checkpoint() drops what a forward saves and repeats it for that, on each rank for itself: no rank would find
@@ -134,7 +134,7 @@ class Answers:
             return f"{self._options.step} called it with gradients enabled"
         if state.embeddings is not None and state.autocast != autocast_of(pipelined.module, state.kjt):
             return f"it was called under another autocast than that of {self._options.step}"
-        if state.is_overwritten(pipelined.module):
+        if state.is_overwritten():
             return "its tables were written after it had been looked up"
         return None
 
@@ -191,23 +191,23 @@ class Answers:
             take_back(module, lookups_since(module, counts), self._order)
         return found
 
-    def _look_up_deferring(self, module: Any, state: ModuleContext, look_up_now: Callable[[], Any]) -> Any:
+    def _look_up_deferring(self, state: ModuleContext, look_up_now: Callable[[], Any]) -> Any:
         """Look up in the module's own forward, whose update is made with those of the others."""
-        counts = lookup_counts(module)
-        with deferring_update(module, state):
+        counts = lookup_counts(state.module)
+        with deferring_update(state):
             found = look_up_now()
-        done = lookups_since(module, counts)
+        done = lookups_since(state.module, counts)
         state.num_own_lookups = added(state.num_own_lookups, done)
         return found
 
-    def _look_up_when_called(self, module: Any, inflight: InFlightBatch, state: ModuleContext) -> Any:
+    def _look_up_when_called(self, inflight: InFlightBatch, state: ModuleContext) -> Any:
         """Look up ids that were sent early."""
         stream, _ = inflight.done[Stage.INPUT_DATA_DIST]
         with self._order.streams.on(stream):
             received = self._receive_input(inflight)
         self._order.hand_to_compute(received, stream)
         dist_input, state.dist_input = state.dist_input, None
-        return module.compute_and_output_dist(state.context, dist_input)
+        return state.module.compute_and_output_dist(state.context, dist_input)
 
 
 # -- the caller's modes ---------------------------------------------------------------------------------------------

@@ -144,8 +144,8 @@ class SparsePipeline:
             self.answers.end()
         if self.ready:
             self._forwards.check_calls(inflight.modules, self.answers.num_steps)
-        for name, state in inflight.modules.items():
-            self._leave_aside(self._forwards[name].module, state)
+        for state in inflight.modules.values():
+            self._leave_aside(state)
 
     # -- which input feeds which module -------------------------------------------------------------------------
 
@@ -181,7 +181,9 @@ class SparsePipeline:
             if kjt is None or pipelined.keys != frozenset(kjt.keys()):
                 continue
             num_found[pipelined.name] = sum(pipelined.keys == frozenset(other.keys()) for _, other in several)
-            state = inflight.modules[pipelined.name] = ModuleContext(kjt, pipelined.module.create_context())
+            state = inflight.modules[pipelined.name] = ModuleContext(
+                pipelined.module, kjt, pipelined.module.create_context()
+            )
             sent = _shared(kjt)  # TorchRec may hand on the very object that it is given, and give it other weights
             with splits_only(pipelined.module, self._group, narrow=self._options.multi_node):
                 state.splits_awaitable = pipelined.module.input_dist(state.context, sent)
@@ -238,13 +240,12 @@ class SparsePipeline:
 
         Source: `prefetch_embeddings`, TorchRec 1.8.
         """
-        for name, state in inflight.modules.items():
-            module = self._forwards[name].module
-            if not caching_tbes(module):
+        for state in inflight.modules.values():
+            if not caching_tbes(state.module):
                 continue
             assert state.dist_input is not None, f"the prefetch of batch {inflight.index} comes before its input"
             stream = self.order.streams.native(self.order.lookup)  # that reads the prefetched rows, both ways
-            module.prefetch(state.dist_input, forward_stream=stream, ctx=state.context)
+            state.module.prefetch(state.dist_input, forward_stream=stream, ctx=state.context)
 
     def forget_prefetched(self) -> None:
         """Drop what was prefetched and not looked up; a later lookup would be taken for that of these ids."""
@@ -254,10 +255,7 @@ class SparsePipeline:
 
     def has_lookup(self, inflight: InFlightBatch, owners: frozenset[WeightOwner]) -> bool:
         """Whether a module has tables of these owners still to look up."""
-        return any(
-            state.embeddings is None and parts_to_look_up(self._forwards[name].module, state, owners)
-            for name, state in inflight.modules.items()
-        )
+        return any(state.embeddings is None and parts_to_look_up(state, owners) for state in inflight.modules.values())
 
     def embedding_lookup(self, inflight: InFlightBatch, owners: frozenset[WeightOwner]) -> None:
         """Look up the tables of these owners and start the all-to-all of their embeddings.
@@ -271,21 +269,21 @@ class SparsePipeline:
                 self._look_up(inflight, frozenset({owner}))
 
     def _look_up(self, inflight: InFlightBatch, owners: frozenset[WeightOwner]) -> None:
-        for name, state in inflight.modules.items():
-            module = self._forwards[name].module
-            if state.embeddings is not None or state.dist_input is None or not parts_to_look_up(module, state, owners):
+        for state in inflight.modules.values():
+            module = state.module
+            if state.embeddings is not None or state.dist_input is None or not parts_to_look_up(state, owners):
                 continue
             if self.keep_ids:
                 state.ids = state.dist_input
-            set_rates = self._updates.rates_of(module, state)
+            set_rates = self._updates.rates_of(state)
             if self._threads is not None and WeightOwner.FUSED_BACKWARD in owners:
-                self._threads.submit(name, inflight, partial(_look_up_in_thread, module, state, set_rates))
+                self._threads.submit(state, inflight, partial(_look_up_in_thread, state, set_rates))
                 if self.answers.ran_unpipelined:  # that backward writes tables without asking for lookups first
                     self.finish_lookups()
                 continue
             counts = lookup_counts(module)
-            look_up(module, state, owners, set_rates, defers_update=inflight.defers_update)
-            state.note_lookup(module, owners)
+            look_up(state, owners, set_rates, defers_update=inflight.defers_update)
+            state.note_lookup(owners)
             done = lookups_since(module, counts)
             if not self._trains:
                 take_back(module, done, self.order)
@@ -297,12 +295,10 @@ class SparsePipeline:
         if self._threads is None:
             return
         for job in self._threads.take():
-            state, found = job.inflight.modules[job.module], job.result.result()
-            module = self._forwards[job.module].module
-            defers_update = job.inflight.defers_update
-            start_fused(module, state, found.by_part, self._threads.wait, defers_update=defers_update)
+            state, found = job.state, job.result.result()
+            start_fused(state, found.by_part, self._threads.wait, defers_update=job.inflight.defers_update)
             state.num_lookups = found.num_lookups
-            state.note_lookup(module, frozenset({WeightOwner.FUSED_BACKWARD}))
+            state.note_lookup(frozenset({WeightOwner.FUSED_BACKWARD}))
 
     # -- what is not used after all -----------------------------------------------------------------------------
 
@@ -321,10 +317,7 @@ class SparsePipeline:
             return False
         self._num_writes_seen = num_writes
         return any(
-            state.is_overwritten(self._forwards[name].module)
-            for inflight in batches
-            for name, state in inflight.modules.items()
-            if not state.served
+            state.is_overwritten() for inflight in batches for state in inflight.modules.values() if not state.served
         )
 
     def leave_overwritten(self, batches: Iterable[InFlightBatch]) -> None:
@@ -350,15 +343,15 @@ class SparsePipeline:
         self.finish_lookups()
         for name, state in list(inflight.modules.items()):
             if state.embeddings is not None or state.output_dist_awaitables:
-                self._leave_aside(self._forwards[name].module, state)
+                self._leave_aside(state)
                 del inflight.modules[name]
 
     def count_lookups(self, inflight: InFlightBatch, times: int) -> None:
         """Count the early lookups of a batch for the fused optimizers so many times more; -1: take them back."""
         self.finish_lookups()
-        for name, state in inflight.modules.items():
+        for state in inflight.modules.values():
             for num_lookups in (state.num_lookups, state.num_own_lookups):
-                take_back(self._forwards[name].module, [-times * num for num in num_lookups], self.order)
+                take_back(state.module, [-times * num for num in num_lookups], self.order)
 
     def drain(self, inflight: InFlightBatch) -> None:
         """Complete every collective that was started for a batch, in the order of its stages."""
@@ -366,10 +359,10 @@ class SparsePipeline:
         if inflight.sizes is not None or any(state.splits_awaitable is not None for state in inflight.modules.values()):
             self.input_data_dist(inflight)
         self.receive_input(inflight)
-        for name, state in inflight.modules.items():
-            self._leave_aside(self._forwards[name].module, state)
+        for state in inflight.modules.values():
+            self._leave_aside(state)
 
-    def _leave_aside(self, module: Any, state: ModuleContext) -> None:
+    def _leave_aside(self, state: ModuleContext) -> None:
         """Wait for the all-to-alls of embeddings that nobody is going to use, and take their lookup back."""
         if state.tensors_awaitable is not None:  # ids for a lookup where the module is called, which it was not
             state.tensors_awaitable.wait()
@@ -380,15 +373,15 @@ class SparsePipeline:
             for awaitable in [*state.output_dist_awaitables.values(), state.embeddings]:
                 if awaitable is not None:
                     awaitable.wait()
-        take_back(module, state.num_lookups, self.order)
+        take_back(state.module, state.num_lookups, self.order)
         state.num_lookups = []
         state.served = True
 
 
-def _look_up_in_thread(module: Any, state: ModuleContext, set_rates: Callable[[], None] | None) -> LookedUp:
-    counts = lookup_counts(module)
-    found = compute_fused(module, state, set_rates)
-    return LookedUp(found, lookups_since(module, counts))
+def _look_up_in_thread(state: ModuleContext, set_rates: Callable[[], None] | None) -> LookedUp:
+    counts = lookup_counts(state.module)
+    found = compute_fused(state, set_rates)
+    return LookedUp(found, lookups_since(state.module, counts))
 
 
 def keyed_jagged_tensors(batch: Any) -> list[KeyedJaggedTensor]:
