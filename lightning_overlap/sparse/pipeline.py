@@ -181,12 +181,11 @@ class SparsePipeline:
             if kjt is None or pipelined.keys != frozenset(kjt.keys()):
                 continue
             num_found[pipelined.name] = sum(pipelined.keys == frozenset(other.keys()) for _, other in several)
-            state = inflight.modules[pipelined.name] = ModuleContext(
-                pipelined.module, kjt, pipelined.module.create_context()
-            )
+            module = pipelined.module
+            state = inflight.modules[pipelined.name] = ModuleContext(module, kjt, module.create_context())
             sent = _shared(kjt)  # TorchRec may hand on the very object that it is given, and give it other weights
-            with splits_only(pipelined.module, self._group, narrow=self._options.multi_node):
-                state.splits_awaitable = pipelined.module.input_dist(state.context, sent)
+            with splits_only(module, self._group, narrow=self._options.multi_node):
+                state.splits_awaitable = module.input_dist(state.context, sent)
             state.sent = SentInput(kjt)
         if self._sizes is not None and taking_part:
             names = [pipelined.name for pipelined in taking_part]

@@ -149,17 +149,17 @@ class TableUpdates:
         """
         if self._set_rates is None:
             return None
-        set_present = self._set_rates
+        set_present, module = self._set_rates, state.module
 
-        def present() -> list[float]:
+        def present() -> list[float]:  # which `state` holds: it must not hold `state`
             set_present()
-            return kernel_rates(state.module)
+            return kernel_rates(module)
 
         def set_those_of_batch() -> None:
             if state.rates is None:
                 set_present()
             else:
-                set_kernel_rates(state.module, state.rates)
+                set_kernel_rates(module, state.rates)
 
         state.deferred.note_rates = present
         return set_those_of_batch
