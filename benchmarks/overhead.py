@@ -79,14 +79,14 @@ def _measure_executor(num_steps: int = 5000) -> None:
     from lightning_overlap import MODES, Stage, StreamName
     from lightning_overlap.runtime.executor import Executor
     from lightning_overlap.runtime.lookup_order import LookupOrder
-    from lightning_overlap.runtime.streams import HostStreams
+    from lightning_overlap.runtime.streams import Streams
 
     print("the executor alone, microseconds per step (median of 5 runs)")
     for name, schedule in MODES.items():
         runs = []
         for _ in range(5):
             nothing: Any = _Nothing()
-            executor = Executor(schedule, nothing, nothing, LookupOrder(HostStreams(), StreamName.LOOKUP))
+            executor = Executor(schedule, nothing, nothing, LookupOrder(Streams(), StreamName.LOOKUP))
             start = time.perf_counter()
             for _ in range(num_steps):
                 executor.next_batch()

@@ -111,7 +111,7 @@ STATIONS = {
             "writes the fused tables",
             {
                 "plugin": ("plugin/step_hooks.py", "pre_backward(), post_backward()\naround loss.backward()"),
-                "runtime": ("runtime/backward_fill.py", "steps that run while autograd\nwaits for other ranks (CPU)"),
+                "runtime": ("runtime/executor.py", "steps that run while autograd\nwaits for other ranks (CPU)"),
                 "sparse": (
                     "sparse/update_rates.py",
                     "the TBE backward applies the fused\noptimizer at this step's rate",

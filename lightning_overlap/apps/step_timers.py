@@ -18,7 +18,7 @@ from typing_extensions import override
 
 from ..plugin import OverlapEmbeddingStrategy
 from ..profiling import HOST_LANE, Category, Span, SpanRecorder, break_down, timestamps_of
-from ..runtime import HostStreams, Streams
+from ..runtime import Streams
 from ..schedules import StreamName
 from .bench_collectives import by_name
 from .bench_report import Turn
@@ -117,7 +117,7 @@ class Meter:
             self.close()
 
     def _start_recording(self, strategy: OverlapEmbeddingStrategy | None) -> None:
-        streams: Streams | None = HostStreams()
+        streams: Streams | None = Streams()
         if self._device.type != "cpu":
             streams = None if strategy is None else strategy.streams
         if self._measured and streams is not None:

@@ -22,6 +22,5 @@ from .lookup_order import LookupOrder as LookupOrder
 from .profiler_ranges import RangesLeftOut as RangesLeftOut
 from .profiler_ranges import is_profiled as is_profiled
 from .streams import CudaStreams as CudaStreams
-from .streams import HostStreams as HostStreams
 from .streams import Streams as Streams
 from .streams import make_streams as make_streams

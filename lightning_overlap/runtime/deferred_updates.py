@@ -7,20 +7,13 @@ from typing import Any
 
 from ..schedules import Stage, Step, StreamName
 from .inflight import InFlightBatch
-from .interfaces import Observer, SparseStages, timed
+from .interfaces import Observer, SparseStages
 from .lookup_order import LookupOrder
 from .profiler_ranges import InStage
 
 
 class DeferredUpdates:
-    """Owns the deferred updates of a run (`order.to_update`): issues each one once, the oldest first.
-
-    Args:
-        sparse: Runs `start_update` and `embedding_update`; None for a model without tables, which has no updates.
-        order: Orders lookups and updates on the lookup stream; this class fills and empties its `to_update`.
-        observer: Called with ("issue", stage, batch) before each update.
-        rank: This process's rank, for error messages.
-    """
+    """Owns the deferred updates of a run (`order.to_update`): issues each one once, the oldest first."""
 
     def __init__(self, sparse: SparseStages | None, order: LookupOrder, observer: Observer, rank: int) -> None:
         self._sparse, self._order, self._streams = sparse, order, order.streams
@@ -36,10 +29,6 @@ class DeferredUpdates:
         """Batches whose optimizer step has ended."""
         self.num_updated = 0
         """Batches whose tables have been updated, or whose update is deferred."""
-
-    def num_before(self, index: int) -> int:
-        """Return how many batches before this one have their update still to come."""
-        return sum(other < index for other in self._to_update)
 
     def num_unseen_by(self, index: int) -> int:
         """Return how many updates, those of the batches right before it, a batch that is looked up now does not see."""
@@ -123,8 +112,7 @@ class DeferredUpdates:
         # After the all-reduce of dense gradients, which is over by now: the optimizer waits for it, and these would
         # take their share of the link.
         self._order.lookup_waits()
-        stream = self._order.lookup
-        with self._order.on_lookup(), timed(self._order.timer, Stage.BACKWARD, inflight.index, stream):
+        with self._order.on(Stage.BACKWARD, inflight.index, self._order.lookup):
             self._sparse.start_update(inflight)
         self._to_update[inflight.index] = inflight
 
@@ -133,36 +121,33 @@ class DeferredUpdates:
 
         What the compute stream runs afterwards finds them made.
         """
-        if self._to_update:
-            step = Step(Stage.EMBEDDING_UPDATE, 0, self._order.lookup)
-            for inflight in self._order.due:
-                self.make(step, inflight.index)
+        step = Step(Stage.EMBEDDING_UPDATE, 0, self._order.lookup)
+        for inflight in self._order.due:
+            self._make(step, inflight)
 
     def make_up_to(self, index: int, step: Step, *, beside_forward: bool) -> None:
-        """Issue the updates of all batches up to one, as `make` does."""
-        for other in sorted(other for other in self._to_update if other <= index):
-            self.make(step, other, beside_forward=beside_forward)
-
-    def make(self, step: Step, index: int, *, beside_forward: bool = False) -> None:
-        """Issue the update of one batch; does nothing if it has been issued already.
+        """Issue the updates of all batches up to one.
 
         Args:
-            step: The `EMBEDDING_UPDATE` step of the schedule; its stream runs the update.
             index: The batch.
-            beside_forward: Whether the update may overlap with the forward on the compute stream, because that forward
-                reads no table. Otherwise the update waits for all that the compute stream has been given.
+            step: The `EMBEDDING_UPDATE` step of the schedule; its stream runs the updates.
+            beside_forward: Whether they may overlap with the forward on the compute stream, because that forward
+                reads no table. Otherwise they wait for all that the compute stream has been given.
         """
-        if index not in self._to_update:
-            return
-        assert self._sparse is not None
+        for other in sorted(other for other in self._to_update if other <= index):
+            self._make(step, self._to_update[other], beside_forward=beside_forward)
+
+    def _make(self, step: Step, inflight: InFlightBatch, *, beside_forward: bool = False) -> None:
+        index = inflight.index
         self._observe("issue", step.stage, index)
-        inflight = self._to_update.pop(index)
+        del self._to_update[index]
         with InStage(step.stage, index, self._rank):
             # After its gradients, and after what read the tables on the compute stream: between two steps, or in a
             # module's own forward. Not after any other forward, which it is to overlap with.
             after = self._between_steps if beside_forward else self._streams.record(StreamName.COMPUTE)
             self._streams.wait(step.stream, after)
-            with self._streams.on(step.stream), timed(self._order.timer, step.stage, index, step.stream):
+            with self._order.on(step.stage, index, step.stream):
+                assert self._sparse is not None
                 self._sparse.embedding_update(inflight)
         self._order.note_update()
         if step.offset == 0:

@@ -16,12 +16,6 @@ class EndOfData:
     Elsewhere each says with a batch how many more it is sure to have (`BatchSource.num_certain`): they ask next for
     the last batch that all of them are sure of, whether more come after it. Where one of them is sure of none they ask
     for every batch. All decide by what they heard, at the same step of the schedule, and so alike.
-
-    Args:
-        source: Gives this rank's batches.
-        consensus: Asks the ranks; None on one rank.
-        rank: Named in warnings.
-        depth: Batches in flight at once, at most.
     """
 
     def __init__(self, source: BatchSource, consensus: Consensus | None, rank: int, depth: int) -> None:

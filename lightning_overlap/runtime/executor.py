@@ -7,31 +7,22 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
+from functools import partial
 from typing import Any
 
 import torch
 
 from ..distributed import Consensus
-from ..schedules import (
-    EARLY_OWNERS,
-    TRAINING_STAGES,
-    Schedule,
-    Schedules,
-    Stage,
-    Step,
-    StreamName,
-    WeightOwner,
-)
-from .backward_fill import BackwardFill
+from ..schedules import EARLY_OWNERS, TRAINING_STAGES, Schedule, Schedules, Stage, Step, StreamName, WeightOwner
 from .deferred_updates import DeferredUpdates
 from .end_of_data import EndOfData
-from .inflight import InFlightBatch, abandon, latest_lookup
+from .inflight import InFlightBatch, abandon
 from .interfaces import BatchSource, Observer, SparseStages, observe_nothing, timed
 from .lookup_order import LookupOrder
-from .profiler_ranges import InStage, TrainerStage
+from .profiler_ranges import InStage, is_profiled, profiler_range
 from .stage_issue import StageIssuer
-from .streams import HostStreams
+from .streams import CudaStreams
 from .table_writes import NUM_ASKS, TableWrites
 
 
@@ -83,7 +74,7 @@ class Executor:
         self._streams = order.streams
         self.hooks_read_tables = hooks_read_tables if order.streams.is_async else bool
         self._observe, self._rank = observer or observe_nothing, rank
-        self._trainer_stage = TrainerStage()
+        self._trainer_stage = ExitStack()  # what the trainer does now: it begins and ends at places far from each other
         self._end = EndOfData(source, consensus, rank, schedule.depth)
         self.updates = DeferredUpdates(self._sparse, order, self._observe, rank)
         trains = Stage.BACKWARD in schedule.at(self._first_batch).training_stages
@@ -101,7 +92,6 @@ class Executor:
         self._stages = StageIssuer(
             self._sparse, order, self.updates, lambda: self.current, contexts, self._observe, rank
         )
-        self._backward = BackwardFill(self._sparse, self._run_left, self._receive_left)
         self._use_schedule(schedule.at(self._first_batch))
         self._reset()
 
@@ -111,20 +101,17 @@ class Executor:
         self._walk(schedule)
 
     def _walk(self, schedule: Schedule) -> None:
-        self.schedule = schedule
-        self._copy = next(step for step in schedule if step.stage is Stage.COPY_BATCH_TO_DEVICE)
-        self._positions = {stage: schedule.position(stage) for stage in schedule.training_stages}
-        self._defers = schedule.defers_update
-        self._stages.use(schedule)
-        self._backward.use(schedule)
+        self.schedule = self._stages.schedule = schedule
+        self._left = schedule.fills_backward_wait
         self._dense_owned = schedule.dense_owned_lookup
         self._first_owners = EARLY_OWNERS if self._dense_owned is None else frozenset({WeightOwner.FUSED_BACKWARD})
 
     def _reset(self) -> None:
-        self._trainer_stage.end()
+        self._trainer_stage.close()
         self._iteration = -1
         self._cursor = len(self.schedule.steps)  # the step of the schedule that comes next
-        self._in_flight: dict[int, InFlightBatch] = {}
+        self.in_flight: dict[int, InFlightBatch] = {}
+        """The batches in flight by number."""
         self.num_fetched = 0
         self._in_forward = False  # of the user's step, which with manual optimization is all of it
         self._order.reset()
@@ -138,7 +125,7 @@ class Executor:
     @property
     def current(self) -> InFlightBatch | None:
         """The batch being trained."""
-        return self._in_flight.get(self._iteration)
+        return self.in_flight.get(self._iteration)
 
     @property
     def num_trained(self) -> int:
@@ -169,17 +156,12 @@ class Executor:
     @property
     def num_ahead(self) -> int:
         """Batches fetched but not yet handed to the trainer."""
-        return sum(index > self._iteration for index in self._in_flight)
+        return sum(index > self._iteration for index in self.in_flight)
 
     @property
     def num_to_update(self) -> int:
         """Batches before the current one whose update is still to come."""
-        return self.updates.num_before(self._iteration)
-
-    @property
-    def latest_lookup(self) -> tuple[InFlightBatch, list[InFlightBatch]] | None:
-        """The batch that was looked up last, with those whose updates it did not see; see `inflight.latest_lookup`."""
-        return latest_lookup(self._in_flight)
+        return sum(index < self._iteration for index in self._order.to_update)
 
     @property
     def is_last(self) -> bool:
@@ -193,7 +175,7 @@ class Executor:
 
     def _ahead(self) -> list[InFlightBatch]:
         """Return the batches in flight whose forward has not begun."""
-        return [batch for batch in self._in_flight.values() if batch.index > self._iteration or not batch.consumed]
+        return [batch for batch in self.in_flight.values() if batch.index > self._iteration or not batch.consumed]
 
     # -- what the trainer tells it ----------------------------------------------------------------------------------
 
@@ -205,7 +187,7 @@ class Executor:
             self._begin_epoch()
         else:
             self.stage_done(self.schedule.training_stages[-1])
-            self._in_flight.pop(self._iteration, None)
+            self.in_flight.pop(self._iteration, None)
             schedule = self._schedules.at(self._first_batch + self._iteration + 1)
             if schedule is not self._last_of_window:
                 self.updates.make_all()
@@ -218,8 +200,8 @@ class Executor:
         self.updates.begin_iteration()
         self._run_steps()
         if self.current is None and self._iteration not in self._end.answers:  # asked once, answered once
-            self._fetch(self._copy, self._iteration)
-        self._end.hear(self._iteration, self._in_flight)
+            self._fetch(self.schedule[Stage.COPY_BATCH_TO_DEVICE], self._iteration)
+        self._end.hear(self._iteration, self.in_flight)
         current = self.current
         if current is not None:
             self._stages.acquire(current, StreamName.COMPUTE, Stage.COPY_BATCH_TO_DEVICE)
@@ -242,14 +224,14 @@ class Executor:
                     self._walk(table)
                 self.updates.hold(current)
         current.consumed = True
-        self._trainer_stage.begin(Stage.DENSE_FORWARD, self._iteration, self._order.timer)
+        self._begin_trainer_stage(Stage.DENSE_FORWARD)
         self._in_forward = True
         try:
             with nullcontext() if self._serving is None else self._serving.forward(current):
                 yield
         finally:
             self._in_forward = False
-            self._trainer_stage.end()
+            self._trainer_stage.close()
 
     def stage_done(self, stage: Stage) -> None:
         """Say that the trainer has done a stage of the current batch; run the steps up to its next one.
@@ -260,28 +242,36 @@ class Executor:
         current = self.current
         if current is None:
             return
-        position = self._positions[stage]
+        position = self.schedule.position(stage)
         if self._cursor > position:
-            if stage is Stage.BACKWARD:
-                self._after_backward(current)
-                self._stages.drop_lookups(self._ahead())
+            if stage is Stage.BACKWARD and self._sparse is not None:
+                self._after_backward(current, self._sparse)
+                for inflight in self._ahead():
+                    self._sparse.drop_lookups(inflight)
             return
-        self._trainer_stage.end()
+        self._trainer_stage.close()
         while self._cursor <= position:
-            passed = self.schedule.steps[self._cursor].stage
-            if passed not in TRAINING_STAGES:  # left to a backward that has not waited
-                self._run(self.schedule.steps[self._cursor], self._first_owners)
+            step = self.schedule.steps[self._cursor]
+            if step.stage not in TRAINING_STAGES:  # left to a backward that has not waited
+                self._run(step, self._first_owners)
                 self._cursor += 1
                 continue
-            self._after_stage(passed, current)
+            self._after_stage(step.stage, current)
             self._cursor += 1
             self._run_steps()
-            if passed is Stage.DENSE_FORWARD and current.ran_unpipelined and self._sparse is not None:
+            if step.stage is Stage.DENSE_FORWARD and current.ran_unpipelined and self._sparse is not None:
                 # The backward to come writes tables on the compute stream: not before early lookups have read them.
                 self.wait_for_lookups()
         if stage is not self.schedule.training_stages[-1]:
-            following = TRAINING_STAGES[TRAINING_STAGES.index(stage) + 1]
-            self._trainer_stage.begin(following, self._iteration, self._order.timer)
+            self._begin_trainer_stage(TRAINING_STAGES[TRAINING_STAGES.index(stage) + 1])
+
+    def _begin_trainer_stage(self, stage: Stage) -> None:
+        """Name what the trainer does from now on to a profiler and a timer."""
+        self._trainer_stage.close()
+        if is_profiled():
+            self._trainer_stage.enter_context(profiler_range(stage, self._iteration))
+        if self._order.timer is not None:
+            self._trainer_stage.enter_context(timed(self._order.timer, stage, self._iteration, StreamName.COMPUTE))
 
     def wait_for_lookups(self) -> None:
         """Let the compute stream wait for everything on the lookup stream: reads and writes of tables."""
@@ -320,8 +310,8 @@ class Executor:
             if self._sparse is not None:
                 self._sparse.forget_prefetched()
         # NCCL's collectives hold no memory that Python owns, and a device's memory has to come back at once.
-        on_host = isinstance(self._streams, HostStreams)
-        batches = [*self._in_flight.values(), *self._order.to_update.values()]
+        on_host = not isinstance(self._streams, CudaStreams)
+        batches = [*self.in_flight.values(), *self._order.to_update.values()]
         abandon([*self._end.answers.values(), *(batches if on_host else ())])
         self._reset()
 
@@ -348,27 +338,39 @@ class Executor:
         self._iteration = start - 1
 
     def _run_steps(self) -> None:
-        """Run the steps from the cursor to the next one of the trainer."""
-        steps, fill = self.schedule.steps, self._backward
-        while self._cursor < len(steps) and steps[self._cursor].stage not in TRAINING_STAGES:
-            if self._cursor in fill.left and fill.leave(steps[self._cursor].stage, self.current):
+        """Run the steps from the cursor to the next one of the trainer, but those that the backward is going to run."""
+        steps = self.schedule.steps
+        while self._cursor < len(steps) and (step := steps[self._cursor]).stage not in TRAINING_STAGES:
+            if self._cursor in self._left and self._leave_to_backward(step.stage, self._run_left):
                 return
-            self._run(steps[self._cursor], self._first_owners)
+            self._run(step, self._first_owners)
             self._cursor += 1
-        if fill.received is not None and self._cursor == self._positions[Stage.BACKWARD]:
-            fill.leave_receiving(self.current)
+        received = self.schedule.received_in_backward
+        if received is not None and self._cursor == self.schedule.position(Stage.BACKWARD):
+            self._leave_to_backward(Stage.INPUT_DATA_DIST, partial(self._receive_left, received))
+
+    def _leave_to_backward(self, stage: Stage, call: Callable[[int], None]) -> bool:
+        """Leave what begins with a stage to the backward of the current batch; False if that will not call it.
+
+        On a CPU, where a backward waits for other ranks on the host itself.
+        """
+        current = self.current
+        # A backward of a module's own forward may write tables before it waits.
+        if self._sparse is None or current is None or not self._sparse.ready or current.ran_unpipelined:
+            return False
+        return self._sparse.register_backward_hook(current, stage, partial(call, current.index))
 
     def _run_left(self, index: int) -> None:
         """Run the steps that were left to the backward of a batch."""
         if self._iteration == index:
             with torch.enable_grad():  # a backward has turned it off
-                while self._cursor in self._backward.left:
+                while self._cursor in self._left:
                     self._run(self.schedule.steps[self._cursor], self._first_owners)
                     self._cursor += 1
 
     def _receive_left(self, lookup: Step, index: int) -> None:
         """Assemble the ids of the next lookup, in the backward of a batch."""
-        inflight = self._in_flight.get(index + lookup.offset)
+        inflight = self.in_flight.get(index + lookup.offset)
         if self._iteration == index and inflight is not None and Stage.INPUT_DATA_DIST in inflight.done:
             with InStage(Stage.INPUT_DATA_DIST, inflight.index, self._rank):
                 self._stages.receive_input(lookup, inflight)
@@ -379,22 +381,20 @@ class Executor:
             self._observe("issue", stage, self._iteration)
         if self._sparse is None:
             return
-        if stage is Stage.DENSE_FORWARD:
-            self._discover(current)
-        elif stage is Stage.BACKWARD:
-            self._after_backward(current)
-        elif stage is Stage.OPTIMIZER_STEP:
-            if self.schedule is self._last_of_window:
-                self.updates.note_step(self._iteration)
-            self._discover(current)
+        if stage is Stage.BACKWARD:
+            self._after_backward(current, self._sparse)
+            return
+        if stage is Stage.OPTIMIZER_STEP and self.schedule is self._last_of_window:
+            self.updates.note_step(self._iteration)
+        if current.consumed and not self._in_forward:
+            self._stages.discover(current)
+        if stage is Stage.OPTIMIZER_STEP:
             # What comes between two steps (a callback's averages, clamps, norms) finds the tables written.
             self._order.compute_waits_for_update()
             self._run_deferred_lookup()
 
-    def _after_backward(self, current: InFlightBatch) -> None:
-        if self._sparse is None:
-            return
-        self._sparse.finish_lookups()
+    def _after_backward(self, current: InFlightBatch, sparse: SparseStages) -> None:
+        sparse.finish_lookups()
         if current.ran_unpipelined:
             # The TBE backward of that module ran on the compute stream: the next lookup has to wait for it.
             self._order.note_write()
@@ -402,14 +402,10 @@ class Executor:
         self.updates.num_updated = self._iteration + 1
         if current.defers_update:
             self.updates.start(current)
-            if not self._defers:
+            if not self.schedule.defers_update:
                 self.updates.make_all()  # looked up under the table before this one
-        self._sparse.forget_received(current)
+        sparse.forget_received(current)
         self._order.note_update()
-
-    def _discover(self, current: InFlightBatch) -> None:
-        if current.consumed and not self._in_forward:
-            self._stages.discover(current)
 
     def _run_deferred_lookup(self) -> None:
         if self._dense_owned is not None:
@@ -427,17 +423,16 @@ class Executor:
         if step.stage is Stage.COPY_BATCH_TO_DEVICE:
             self._fetch(step, index)
             return
-        self._end.hear(index, self._in_flight)
-        if index in self._in_flight and self._sparse is not None:
-            self._stages.issue(step, self._in_flight[index], owners)
+        self._end.hear(index, self.in_flight)
+        if index in self.in_flight and self._sparse is not None:
+            self._stages.issue(step, self.in_flight[index], owners)
 
     def _fetch(self, step: Step, index: int) -> None:
         # A source may hold back a batch that looks like it is not going to be trained: then this catches up.
         while self.num_fetched <= index and (self._end.num_batches is None or self.num_fetched < self._end.num_batches):
             with (
                 InStage(step.stage, self.num_fetched, self._rank),
-                self._streams.on(step.stream),
-                timed(self._order.timer, step.stage, self.num_fetched, step.stream),
+                self._order.on(step.stage, self.num_fetched, step.stream),
             ):
                 fetched = self._source.fetch()
             self._end.ask(self.num_fetched, lacks=fetched is None)
@@ -446,5 +441,5 @@ class Executor:
             self._observe("issue", step.stage, self.num_fetched)
             inflight = InFlightBatch(self.num_fetched, *fetched)
             inflight.done[step.stage] = (step.stream, self._streams.record(step.stream))
-            self._in_flight[inflight.index] = inflight
+            self.in_flight[inflight.index] = inflight
             self.num_fetched += 1

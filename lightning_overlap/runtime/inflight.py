@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import atexit
 import ctypes
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -44,20 +44,6 @@ class InFlightBatch:
     """Updates, those of the batches right before it, that the lookup of its fused tables did not see."""
     counted: Any = None
     """The count of its stale rows, which may be under way."""
-
-
-def latest_lookup(in_flight: Mapping[int, InFlightBatch]) -> tuple[InFlightBatch, list[InFlightBatch]] | None:
-    """Return the batch that was looked up last, with those whose updates it did not see.
-
-    None where it saw all of them, or where one of these batches is over. The same on all ranks.
-    """
-    done = [batch for batch in in_flight.values() if Stage.EMBEDDING_LOOKUP in batch.done]
-    if not done:
-        return None
-    latest = max(done, key=lambda batch: batch.index)
-    unseen = [in_flight.get(index) for index in range(latest.index - latest.num_unseen, latest.index)]
-    known = [batch for batch in unseen if batch is not None]
-    return (latest, known) if known and len(known) == len(unseen) else None
 
 
 _abandoned: list[object] = []

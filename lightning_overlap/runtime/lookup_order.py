@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
-from ..schedules import StreamName
+from ..schedules import Stage, StreamName
 from .inflight import InFlightBatch
-from .interfaces import StageTimer
+from .interfaces import StageTimer, timed
 from .streams import Streams
 
 
@@ -47,6 +48,11 @@ class LookupOrder:
     def due(self) -> list[InFlightBatch]:
         """Batches whose update may be made at any time, the oldest first."""
         return [self.to_update[index] for index in sorted(self.to_update) if index < self.num_due]
+
+    def on(self, stage: Stage, batch: int, stream: StreamName) -> AbstractContextManager[Any]:
+        """Make a stream current for a stage of a batch, and time the stage."""
+        on = self.streams.on(stream)
+        return on if self.timer is None else _timed_on(on, timed(self.timer, stage, batch, stream))
 
     def on_lookup(self) -> AbstractContextManager[Any]:
         """Make the lookup stream current."""
@@ -88,11 +94,13 @@ class LookupOrder:
     def hand_to_caller(self, value: Any, event: Any, batch: int, *, is_first: bool) -> None:
         """Let whoever asks for embeddings use them from an event on.
 
-        Args:
-            value: The embeddings.
-            event: After which they are there.
-            batch: Their batch.
-            is_first: Whether nobody has asked for them before: the timer is told of the first wait.
+        Where nobody has asked for those of this batch before, the timer is told of the wait.
         """
         with self.timer.merge(batch) if is_first and self.timer is not None else nullcontext():
             self.streams.hand_to_caller(value, event)
+
+
+@contextmanager
+def _timed_on(on: AbstractContextManager[Any], time: AbstractContextManager[Any]) -> Iterator[None]:
+    with on, time:
+        yield

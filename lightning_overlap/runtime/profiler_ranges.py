@@ -10,8 +10,7 @@ from typing import Any
 
 import torch
 
-from ..schedules import Stage, StreamName
-from .interfaces import StageTimer
+from ..schedules import Stage
 
 _PROFILED_FROM_OUTSIDE = "KINETO_USE_DAEMON" in os.environ
 """Whether a daemon may start a profiler at any time, which the thread that is profiled cannot see."""
@@ -68,13 +67,7 @@ def _range_if_profiled(name: str, args: str | None = None) -> AbstractContextMan
 
 
 class InStage:
-    """Goes around a stage of a batch: names it to the profiler and in any error.
-
-    Args:
-        stage: Which.
-        index: Of the batch.
-        rank: Of this process.
-    """
+    """Goes around a stage of a batch: names it to the profiler and in any error."""
 
     __slots__ = ("_index", "_range", "_rank", "_stage")
 
@@ -83,47 +76,11 @@ class InStage:
         self._range = profiler_range(stage, index)
 
     def __enter__(self) -> None:
-        if self._range is not _NO_RANGE:
-            self._range.__enter__()
+        self._range.__enter__()
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        if self._range is not _NO_RANGE:
-            self._range.__exit__(kind, error, trace)
+        self._range.__exit__(kind, error, trace)
         if isinstance(error, Exception):
             error.add_note(f"raised in stage {self._stage} of batch {self._index} on rank {self._rank}")
-
-
-class TrainerStage:
-    """What the trainer does now, until it says that it is done; it begins and ends at places far from each other."""
-
-    def __init__(self) -> None:
-        self._range: AbstractContextManager[Any] | None = None
-        self._timer: StageTimer | None = None
-
-    def begin(self, stage: Stage, index: int, timer: StageTimer | None) -> None:
-        """Begin a stage of a batch, and end the one before.
-
-        Args:
-            stage: Which stage.
-            index: Number of the batch.
-            timer: Times it; None: only a profiler sees it.
-        """
-        self.end()
-        stage_range = profiler_range(stage, index)
-        if stage_range is not _NO_RANGE:
-            self._range = stage_range
-            stage_range.__enter__()
-        if timer is not None:
-            self._timer = timer
-            timer.begin(stage, index, StreamName.COMPUTE)
-
-    def end(self) -> None:
-        """End it, if there is one."""
-        if self._range is not None:
-            stage_range, self._range = self._range, None
-            stage_range.__exit__(None, None, None)
-        if self._timer is not None:
-            timer, self._timer = self._timer, None
-            timer.end()

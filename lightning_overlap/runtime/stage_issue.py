@@ -6,10 +6,10 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import Any
 
-from ..schedules import BEFORE, BEFORE_WITH_PREFETCH, Schedule, Stage, Step, StreamName, WeightOwner
+from ..schedules import Schedule, Stage, Step, StreamName, WeightOwner
 from .deferred_updates import DeferredUpdates
 from .inflight import InFlightBatch
-from .interfaces import Observer, SparseStages, timed
+from .interfaces import Observer, SparseStages
 from .lookup_order import LookupOrder
 from .profiler_ranges import InStage
 
@@ -17,14 +17,7 @@ from .profiler_ranges import InStage
 class StageIssuer:
     """Issues the sparse stages of batches, each after all that it reads.
 
-    Args:
-        sparse: Does them; None: the schedule has none.
-        order: Of the streams.
-        updates: Those still to come, which a lookup does not see.
-        current: Returns the batch being trained.
-        lookup_contexts: Entered around every lookup: grad mode, autocast.
-        observer: Told of every issue.
-        rank: Named in errors.
+    `lookup_contexts` are entered around every lookup: grad mode, autocast.
     """
 
     def __init__(
@@ -41,21 +34,8 @@ class StageIssuer:
         self._current = current
         self._grad_mode, self._lookup_context = lookup_contexts
         self._observe, self._rank = observer, rank
-        self._run: dict[Stage, Callable[[InFlightBatch], None]] = {}
-        if sparse is not None:
-            self._run = {
-                Stage.INPUT_SPLITS_DIST: sparse.input_splits_dist,
-                Stage.INPUT_DATA_DIST: sparse.input_data_dist,
-                Stage.PREFETCH: sparse.prefetch,
-            }
+        self.schedule: Schedule  # as which stages are placed; the executor says it before anything is issued
         self.reset()
-
-    def use(self, schedule: Schedule) -> None:
-        """Issue stages as this schedule places them."""
-        self._schedule = schedule
-        self._prefetches = schedule.step_of(Stage.PREFETCH) is not None
-        self._before = BEFORE_WITH_PREFETCH if self._prefetches else BEFORE
-        self._defers = schedule.defers_update
 
     def reset(self) -> None:
         """Begin a run."""
@@ -64,16 +44,13 @@ class StageIssuer:
 
     def begin_iteration(self) -> None:
         """Say that all before an iteration has been issued on the compute stream."""
-        if self._prefetches:
+        if self.schedule.prefetches:
             self._began = self._streams.record(StreamName.COMPUTE)
 
     def issue(self, step: Step, inflight: InFlightBatch, owners: frozenset[WeightOwner]) -> None:
         """Issue one stage of one batch on its stream; postpone it while `discover` has not found the modules' inputs.
 
-        Args:
-            step: The stage and its stream.
-            inflight: The batch.
-            owners: Who writes the tables that a lookup reads now; other stages do not use it.
+        `owners` are those who write the tables that a lookup reads now; other stages do not use them.
         """
         assert self._sparse is not None
         if not self._sparse.ready:
@@ -84,11 +61,9 @@ class StageIssuer:
                 return
         elif step.stage in inflight.done:  # by the schedule before this one
             return
-        previous = self._before[step.stage]
+        previous = self.schedule.stage_before(step.stage)
         if previous not in inflight.done:  # the batch came later than its earlier steps
-            earlier = self._schedule.step_of(previous)
-            assert earlier is not None
-            self.issue(earlier, inflight, owners)
+            self.issue(self.schedule[previous], inflight, owners)
         self._observe("issue", step.stage, inflight.index)
         with InStage(step.stage, inflight.index, self._rank):
             if step.stage in (Stage.PREFETCH, Stage.EMBEDDING_LOOKUP):
@@ -98,45 +73,35 @@ class StageIssuer:
             self.acquire(inflight, step.stream, previous)
             if step.stage is not Stage.EMBEDDING_LOOKUP and inflight.done[previous][0] is not step.stream:
                 self._streams.record_stream(inflight.batch, step.stream)  # the ids are sent from the batch's own memory
-            with self._streams.on(step.stream), timed(self._order.timer, step.stage, inflight.index, step.stream):
+            with self._order.on(step.stage, inflight.index, step.stream):
                 if step.stage is Stage.EMBEDDING_LOOKUP:
                     self._look_up(step, inflight, owners)
                 else:
-                    self._run[step.stage](inflight)
+                    getattr(self._sparse, step.stage.value)(inflight)
         inflight.done[step.stage] = (step.stream, self._streams.record(step.stream))
 
     def discover(self, current: InFlightBatch) -> None:
         """Learn from a forward of the current batch which input feeds which module; issue what waited for that."""
-        if self._sparse is None or self._sparse.ready or not self._sparse.discover(current):
+        assert self._sparse is not None
+        if self._sparse.ready:
             return
+        self._sparse.discover(current)
         waiting, self._waiting = self._waiting, []
         for step, inflight, owners in waiting:
             if inflight.index > current.index:
                 self.issue(step, inflight, owners)
 
-    def drop_lookups(self, batches: list[InFlightBatch]) -> None:
-        """Forget the early results of some batches; the modules' own forward will run instead."""
-        if self._sparse is not None:
-            for inflight in batches:
-                self._sparse.drop_lookups(inflight)
-
     def receive_input(self, step: Step, inflight: InFlightBatch) -> None:
         """Assemble the received ids on the input dist's stream, and hand them to the stream of a step."""
         assert self._sparse is not None
         stream, _ = inflight.done[Stage.INPUT_DATA_DIST]
-        with self._streams.on(stream), timed(self._order.timer, Stage.INPUT_DATA_DIST, inflight.index, stream):
+        with self._order.on(Stage.INPUT_DATA_DIST, inflight.index, stream):
             received = self._sparse.receive_input(inflight)
         inflight.done[Stage.INPUT_DATA_DIST] = (stream, self._streams.record(stream))
         self._streams.record_stream(received, step.stream)
 
     def acquire(self, inflight: InFlightBatch, stream: StreamName, stage: Stage) -> None:
-        """Let `stream` wait for a stage of a batch, if that ran on another one.
-
-        Args:
-            inflight: The batch.
-            stream: The stream that waits.
-            stage: A stage of the batch that has been issued.
-        """
+        """Let `stream` wait for a stage of a batch, if that ran on another one."""
         producer, event = inflight.done[stage]
         if producer is not stream:
             self._streams.wait(stream, event)
@@ -160,6 +125,6 @@ class StageIssuer:
             self._streams.wait(step.stream, self._streams.record(StreamName.COMPUTE))
         if WeightOwner.FUSED_BACKWARD in owners:
             inflight.num_unseen = self._updates.num_unseen_by(inflight.index)
-            inflight.defers_update = self._defers and self._sparse.can_defer_updates
+            inflight.defers_update = self.schedule.defers_update and self._sparse.can_defer_updates
         with self._grad_mode(), self._lookup_context():
             self._sparse.embedding_lookup(inflight, owners)

@@ -1,82 +1,55 @@
-"""Streams and events: CUDA's, and a stand-in of the same interface for a CPU."""
+"""Streams and events: CUDA's, and what stands in for them on a CPU."""
 
 from __future__ import annotations
 
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any, Protocol
+from typing import Any
 
 import torch
+from typing_extensions import override
 
 from ..schedules import StreamName
 from .batch_tree import leaves
 
 
-class Streams(Protocol):
-    """What the executor asks of a device. An event marks all that a stream was given so far."""
+class Streams:
+    """What the executor asks of a device; here of a CPU, where program order is all the order there is.
 
-    is_async: bool
+    Every stream is the calling thread, and an event, which marks all that a stream was given so far, is None.
+    """
+
+    is_async = False
     """Whether the host only launches work and goes on; else it does all work itself, and waits for every collective."""
 
     def on(self, name: StreamName) -> AbstractContextManager[Any]:
         """Make a stream current."""
+        return _NOTHING
 
     def record(self, name: StreamName) -> Any:
         """Return an event that marks all work issued on a stream so far."""
+        return None
 
     def wait(self, name: StreamName, event: Any) -> None:
         """Let later work on a stream start only after an event; does not block the host."""
 
     def record_stream(self, value: Any, name: StreamName) -> None:
-        """Tell the caching allocator that a stream reads these tensors, made on another one."""
+        """Tell the caching allocator that a stream reads these tensors, nested or not, made on another one."""
 
     def hand_to_caller(self, value: Any, event: Any) -> None:
-        """Let the compute stream, and the stream that is current, use a value from an event on."""
+        """Let the compute stream, and the current one, which may be the user's, use a value from an event on."""
 
     def begin_step(self) -> None:
         """Take the current stream as the compute stream."""
 
     def native(self, name: StreamName) -> Any:
         """Return the device's own stream; None where there is none."""
+        return None
 
 
 _NOTHING: AbstractContextManager[Any] = nullcontext()
 
 
-class HostStreams:
-    """The CPU form: every stream is the calling thread, so program order is all the order there is."""
-
-    is_async = False
-
-    def on(self, name: StreamName) -> AbstractContextManager[Any]:
-        """Do nothing."""
-        return _NOTHING
-
-    def record(self, name: StreamName) -> Any:
-        """Return an event that is already over."""
-        return None
-
-    def wait(self, name: StreamName, event: Any) -> None:
-        """Do nothing."""
-
-    def record_stream(self, value: Any, name: StreamName) -> None:
-        """Do nothing."""
-
-    def hand_to_caller(self, value: Any, event: Any) -> None:
-        """Do nothing."""
-
-    def begin_step(self) -> None:
-        """Do nothing."""
-
-    def native(self, name: StreamName) -> Any:
-        """Return None."""
-        return None
-
-
-_OWN = (StreamName.MEMCPY, StreamName.DATA_DIST, StreamName.PREFETCH)
-"""The streams that are made whatever the lookup's is."""
-
-
-class CudaStreams:
+class CudaStreams(Streams):
     """CUDA streams, made once and kept for the whole run.
 
     One lookup stream serves the run: autograd runs the TBE backward on the stream of its forward, and so the
@@ -93,11 +66,11 @@ class CudaStreams:
     def __init__(self, device: torch.device, lookup: StreamName) -> None:
         self.device = device
         # High priority as in TorchRec 1.8: short copies and all-to-alls must not queue behind dense kernels.
-        own = {name: torch.cuda.Stream(device, priority=-1) for name in _OWN}
-        if lookup is StreamName.LOOKUP:
-            own[StreamName.LOOKUP] = torch.cuda.Stream(device, priority=-1)
-        own[StreamName.COMPUTE] = torch.cuda.current_stream(device)
-        self._streams = own
+        own = dict.fromkeys((StreamName.MEMCPY, StreamName.DATA_DIST, StreamName.PREFETCH, lookup))
+        self._streams: dict[StreamName, torch.cuda.Stream] = {
+            name: torch.cuda.Stream(device, priority=-1) for name in own if name is not StreamName.COMPUTE
+        }
+        self._streams[StreamName.COMPUTE] = torch.cuda.current_stream(device)
         self._lookup = lookup
 
     def move_lookups(self, lookup: StreamName) -> None:
@@ -118,8 +91,8 @@ class CudaStreams:
     def __getitem__(self, name: StreamName) -> torch.cuda.Stream:
         return self._streams[self._lookup if name is StreamName.LOOKUP else name]
 
+    @override
     def on(self, name: StreamName) -> AbstractContextManager[Any]:
-        """Make a stream current."""
         return torch.cuda.stream(self[name])
 
     def current(self) -> StreamName:
@@ -127,34 +100,34 @@ class CudaStreams:
         current = torch.cuda.current_stream(self.device)
         return next((name for name, stream in self._streams.items() if stream == current), StreamName.COMPUTE)
 
+    @override
     def record(self, name: StreamName) -> torch.cuda.Event:
-        """Return an event that marks all work issued on a stream so far."""
         event = torch.cuda.Event()
         event.record(self[name])
         return event
 
+    @override
     def wait(self, name: StreamName, event: torch.cuda.Event | None) -> None:
-        """Let later work on a stream start only after an event."""
         if event is not None:
             self[name].wait_event(event)
 
+    @override
     def record_stream(self, value: Any, name: StreamName) -> None:
-        """Record every device tensor of a nested value on a stream."""
         _record_stream(value, self[name])
 
+    @override
     def hand_to_caller(self, value: Any, event: torch.cuda.Event) -> None:
-        """Let the compute stream and the current one, which may be a stream of the user's, wait for an event."""
         compute, current = self[StreamName.COMPUTE], torch.cuda.current_stream(self.device)
         for stream in (compute,) if current == compute else (compute, current):
             stream.wait_event(event)
             _record_stream(value, stream)
 
+    @override
     def native(self, name: StreamName) -> torch.cuda.Stream:
-        """Return a stream."""
         return self[name]
 
+    @override
     def begin_step(self) -> None:
-        """Take the current stream as the compute stream."""
         self._streams[StreamName.COMPUTE] = torch.cuda.current_stream(self.device)
 
 
@@ -173,4 +146,4 @@ def _on_device(leaf: Any) -> bool:
 
 def make_streams(device: torch.device, lookup: StreamName) -> Streams:
     """Return the streams of a device, with early lookups on the stream that a policy chose."""
-    return CudaStreams(device, lookup) if device.type == "cuda" else HostStreams()
+    return CudaStreams(device, lookup) if device.type == "cuda" else Streams()

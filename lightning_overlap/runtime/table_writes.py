@@ -19,14 +19,8 @@ A callback that does so usually does it from the first step on. To ask always wo
 class TableWrites:
     """Leaves early lookups aside, on all ranks alike, where somebody has written what they read.
 
-    Args:
-        sparse: Knows what was written; None: nothing is looked up early.
-        order: Of the streams.
-        updates: Those still to come: tables that wait for one must not be written.
-        ahead: Returns the batches that may have been looked up and whose step has not begun.
-        any_rank: Asks all ranks whether one of them says so; None on one rank.
-        rank: Named in errors.
-        num_asks: Batches before which the ranks ask each other, from the first on.
+    `ahead` returns the batches that may have been looked up and whose step has not begun. `any_rank` asks all ranks
+    whether one of them says so (None on one rank): before the first `num_asks` batches, and where `ask` was called.
     """
 
     def __init__(

@@ -18,8 +18,6 @@ from .schedule import Step as Step
 from .sequential import Schedules as Schedules
 from .sequential import SequentialSchedule as SequentialSchedule
 from .sequential import with_exact_warmup as with_exact_warmup
-from .stages import BEFORE as BEFORE
-from .stages import BEFORE_WITH_PREFETCH as BEFORE_WITH_PREFETCH
 from .stages import EARLY_OWNERS as EARLY_OWNERS
 from .stages import SPARSE_STAGES as SPARSE_STAGES
 from .stages import STAGE_ORDER as STAGE_ORDER

@@ -178,7 +178,7 @@ def frozen_window(schedule: Schedule) -> Schedule:
     Raises:
         ValueError: A mode with a staleness, without sparse stages, or that prefetches.
     """
-    if schedule.staleness or not schedule.has_sparse_stages or schedule.step_of(_PREFETCH) is not None:
+    if schedule.staleness or not schedule.has_sparse_stages or schedule.prefetches:
         why = (
             f"has a staleness of {schedule.staleness}, while a window sees all updates before it"
             if schedule.staleness
@@ -190,8 +190,7 @@ def frozen_window(schedule: Schedule) -> Schedule:
             f"frozen_window: {schedule.name!r} {why}. It is for sparse_dist, fused_sparse_dist and "
             "fused_sparse_dist_after_optimizer."
         )
-    lookup = schedule.step_of(_LOOKUP)
-    assert lookup is not None
+    lookup = schedule[_LOOKUP]
     ahead = lookup.offset > 0
     steps = [
         replace(step, offset=step.offset + ahead) if step.stage in (_COPY, _SPLITS, _DATA) else step

@@ -15,6 +15,13 @@ from typing import ClassVar
 
 from .stages import SPARSE_STAGES, STAGE_ORDER, TRAINING_STAGES, Stage, StreamName
 
+_BEFORE = {
+    Stage.INPUT_SPLITS_DIST: Stage.COPY_BATCH_TO_DEVICE,
+    Stage.INPUT_DATA_DIST: Stage.INPUT_SPLITS_DIST,
+    Stage.PREFETCH: Stage.INPUT_DATA_DIST,
+    Stage.EMBEDDING_LOOKUP: Stage.INPUT_DATA_DIST,
+}
+
 
 class ScheduleError(ValueError):
     """A schedule that cannot run; the message prints the table with the offending step marked."""
@@ -88,18 +95,23 @@ class Schedule:
         return max(step.offset for step in self.steps)
 
     @cached_property
-    def _min_offset(self) -> int:
-        return min(step.offset for step in self.steps)
-
-    @property
     def depth(self) -> int:
         """Batches in flight at once: looked ahead, being trained, and waiting for their update."""
-        return self.max_offset + 1 - self._min_offset
+        return self.max_offset + 1 - min(step.offset for step in self.steps)
 
     @cached_property
     def has_sparse_stages(self) -> bool:
         """Whether the table places the input dist and the lookup (otherwise the modules' own forward does it)."""
         return any(step.stage in SPARSE_STAGES for step in self.steps)
+
+    @cached_property
+    def prefetches(self) -> bool:
+        """Whether the table has a step for the cache of tables in UVM."""
+        return self.step_of(Stage.PREFETCH) is not None
+
+    def stage_before(self, stage: Stage) -> Stage:
+        """Return the stage whose result a sparse stage takes."""
+        return Stage.PREFETCH if self.prefetches and stage is Stage.EMBEDDING_LOOKUP else _BEFORE[stage]
 
     @cached_property
     def staleness(self) -> int:
@@ -127,9 +139,7 @@ class Schedule:
         if update is None or update.offset < 0 or self.staleness:
             return None
         steps = [step for step in self.steps if step is not update]
-        lookup, sent = self.step_of(Stage.EMBEDDING_LOOKUP), self.step_of(Stage.INPUT_DATA_DIST)
-        assert lookup is not None
-        assert sent is not None
+        lookup, sent = self[Stage.EMBEDDING_LOOKUP], self[Stage.INPUT_DATA_DIST]
         forward = self.position(Stage.DENSE_FORWARD)
         if lookup.offset > 0 and (sent.offset > lookup.offset or steps.index(sent) < forward):
             steps.remove(lookup)
@@ -156,11 +166,9 @@ class Schedule:
     @cached_property
     def received_in_backward(self) -> Step | None:
         """The lookup that comes next after `BACKWARD`: its ids may be assembled while that waits for other ranks."""
-        lookup, sent = self.step_of(Stage.EMBEDDING_LOOKUP), self.step_of(Stage.INPUT_DATA_DIST)
-        if (
-            lookup is None or sent is None or self.step_of(Stage.PREFETCH) is not None
-        ):  # or a prefetch has assembled them
+        if not self.has_sparse_stages or self.prefetches:  # which has assembled them
             return None
+        lookup, sent = self[Stage.EMBEDDING_LOOKUP], self[Stage.INPUT_DATA_DIST]
         backward = self.position(Stage.BACKWARD)
         offset = lookup.offset + (self.position(lookup.stage) < backward)
         under_way = sent.offset - (self.position(sent.stage) > backward) >= offset > 0
@@ -187,16 +195,13 @@ class Schedule:
         Nothing writes a table meanwhile, so a lookup can overlap with the forward only. Every stage stands above
         it and is one batch ahead of the stage that waits for it: each all-to-all then travels during a whole forward.
         """
-        lookup, copy = self.step_of(Stage.EMBEDDING_LOOKUP), self.step_of(Stage.COPY_BATCH_TO_DEVICE)
-        assert copy is not None
+        lookup, copy = self.step_of(Stage.EMBEDDING_LOOKUP), self[Stage.COPY_BATCH_TO_DEVICE]
         steps = [Step(Stage.DENSE_FORWARD, 0, StreamName.COMPUTE)]
         if lookup is None:
             return EvaluationSchedule(self.name, (copy, *steps))
         offset = min(lookup.offset, 1)
         for ahead, stage in enumerate(reversed(SPARSE_STAGES)):
-            step = self.step_of(stage)
-            assert step is not None
-            steps.insert(ahead, Step(stage, offset + ahead, step.stream))
+            steps.insert(ahead, Step(stage, offset + ahead, self[stage].stream))
         steps.append(Step(copy.stage, offset + len(SPARSE_STAGES), copy.stream))
         return EvaluationSchedule(self.name, tuple(steps))
 
@@ -204,45 +209,28 @@ class Schedule:
         """The table to walk while a batch is trained: this one; a `SequentialSchedule` has several."""
         return self
 
+    @cached_property
+    def _positions(self) -> dict[Stage, int]:
+        return {step.stage: index for index, step in enumerate(self.steps)}
+
+    def __getitem__(self, stage: Stage) -> Step:
+        return self.steps[self._positions[stage]]
+
     def step_of(self, stage: Stage) -> Step | None:
         """Return the step of a stage, or None."""
-        return next((step for step in self.steps if step.stage is stage), None)
+        return self[stage] if stage in self._positions else None
 
     def position(self, stage: Stage) -> int:
         """Return the index of the step of a stage that the table has."""
-        return next(index for index, step in enumerate(self.steps) if step.stage is stage)
-
-    def issue_order(self, num_batches: int) -> list[tuple[int, Step, int]]:
-        """List `(iteration, index of the step, batch)` for a run over `num_batches` batches, fill and drain included.
-
-        The fill runs the table from iteration `-max_offset` and skips batches below 0 and steps of the trainer;
-        the drain skips batches past the end, and makes the updates that are left.
-        """
-        return [
-            (iteration, step, iteration + step.offset)
-            for iteration in range(-self.max_offset, num_batches - self._min_offset)
-            for step in self.steps
-            if 0 <= iteration + step.offset < num_batches
-        ]
+        return self._positions[stage]
 
 
 class _WithoutUpdates(Schedule):
-    """A derived table during which nobody updates tables of the fused backward."""
+    """A derived table during which nobody updates tables of the fused backward: no lookup misses one, none waits."""
 
-    @cached_property
-    def staleness(self) -> int:
-        """Zero: there is no update that a lookup could miss."""
-        return 0
-
-    @cached_property
-    def fills_backward_wait(self) -> range:
-        """None: no backward waits for other ranks."""
-        return range(0)
-
-    @cached_property
-    def received_in_backward(self) -> Step | None:
-        """None: no backward waits for other ranks."""
-        return None
+    staleness = 0
+    fills_backward_wait = range(0)
+    received_in_backward = None
 
 
 class EvaluationSchedule(_WithoutUpdates):
@@ -250,19 +238,13 @@ class EvaluationSchedule(_WithoutUpdates):
 
     training_stages: ClassVar[tuple[Stage, ...]] = (Stage.DENSE_FORWARD,)
 
-    @cached_property
-    def dense_owned_lookup(self) -> Step | None:
-        """None: no optimizer step is on its way."""
-        return None
+    dense_owned_lookup = None  # no optimizer step is on its way
 
 
 class AccumulatingSchedule(_WithoutUpdates):
     """The table of a batch without an optimizer step, derived by `Schedule.accumulating`: no weight is written."""
 
-    @cached_property
-    def defers_update(self) -> bool:
-        """Yes, until the step of a later batch."""
-        return True
+    defers_update = True  # until the step of a later batch
 
 
 def _parse_step(name: str, text: str) -> Step:

@@ -9,7 +9,7 @@ from typing import Protocol
 
 from .modes import FUSED_SPARSE_DIST
 from .schedule import Schedule
-from .stages import SPARSE_STAGES, Stage, StreamName
+from .stages import SPARSE_STAGES, Stage
 
 
 class Schedules(Protocol):
@@ -52,9 +52,9 @@ class SequentialSchedule:
                     f"{schedule.name!r} leaves input dist and lookup to the modules: batches whose lookup has begun "
                     f"cannot be handed over to it. Take one with steps for {', '.join(map(str, SPARSE_STAGES))}."
                 )
-        streams = {str(schedule): _lookup_stream(schedule) for _, schedule in self.parts}
+        streams = {schedule: schedule[Stage.EMBEDDING_LOOKUP].stream for _, schedule in self.parts}
         if len(set(streams.values())) > 1:
-            listed = ", ".join(f"{text.partition(':')[0]!r} on {stream}" for text, stream in streams.items())
+            listed = ", ".join(f"{schedule.name!r} on {stream}" for schedule, stream in streams.items())
             raise ValueError(f"one stream orders all lookups and updates of a run, got {listed}.")
 
     def at(self, batch: int) -> Schedule:
@@ -101,8 +101,3 @@ def with_exact_warmup(
     if end_batch is not None:
         parts.append((end_batch, FUSED_SPARSE_DIST))
     return SequentialSchedule(tuple(parts))
-
-
-def _lookup_stream(schedule: Schedule) -> StreamName | None:
-    lookup = schedule.step_of(Stage.EMBEDDING_LOOKUP)
-    return None if lookup is None else lookup.stream

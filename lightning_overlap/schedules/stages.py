@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from enum import Enum
 
 
@@ -90,20 +89,6 @@ SPARSE_STAGES = (Stage.INPUT_SPLITS_DIST, Stage.INPUT_DATA_DIST, Stage.EMBEDDING
 
 TRAINING_STAGES = (Stage.DENSE_FORWARD, Stage.BACKWARD, Stage.OPTIMIZER_STEP)
 """Stages that the trainer runs, on the batch being trained; a schedule only says what runs around them."""
-
-BEFORE: Mapping[Stage, Stage] = {
-    Stage.INPUT_SPLITS_DIST: Stage.COPY_BATCH_TO_DEVICE,
-    Stage.INPUT_DATA_DIST: Stage.INPUT_SPLITS_DIST,
-    Stage.EMBEDDING_LOOKUP: Stage.INPUT_DATA_DIST,
-}
-"""The stage whose result a sparse stage takes."""
-
-BEFORE_WITH_PREFETCH: Mapping[Stage, Stage] = {
-    **BEFORE,
-    Stage.PREFETCH: Stage.INPUT_DATA_DIST,
-    Stage.EMBEDDING_LOOKUP: Stage.PREFETCH,
-}
-"""The same in a schedule that prefetches."""
 
 STAGE_ORDER: dict[Stage, int] = {stage: position for position, stage in enumerate(Stage)}
 """Position of each stage in the life of one batch."""

@@ -22,20 +22,11 @@ from .module_context import ModuleContext, autocast_of, wait_for
 from .options import SparseOptions
 from .pipelined_forward import EarlyEmbeddings, LazyEmbeddings, PipelinedForward, PipelinedForwards, only_input
 from .table_updates import TableUpdates
-from .update_rates import lookup_counts, lookups_since, take_back
+from .update_rates import added, lookup_counts, lookups_since, take_back
 
 
 class Answers:
-    """Answers the calls of all sharded modules of a model.
-
-    Args:
-        forwards: Stand in for the modules' own.
-        order: Of the streams.
-        updates: Those that a module's own forward is to see.
-        options: Of the run.
-        finish_lookups: Waits for lookups in threads and starts what follows them.
-        receive_input: Waits for the received ids of a batch and returns them.
-    """
+    """Answers the calls of all sharded modules of a model."""
 
     def __init__(
         self,
@@ -60,8 +51,7 @@ class Answers:
 
     def begin(self, inflight: InFlightBatch) -> None:
         """Begin the step of a batch."""
-        self._forwards.forget_calls()
-        self._forwards.forget_answers()
+        self._forwards.begin_step()
         self._current = self._in_step = inflight
         self.num_steps += 1
 
@@ -86,11 +76,6 @@ class Answers:
 
         Of the calls in a step the first one is served; `checkpoint()` repeats a forward in the backward, and finds
         there the embeddings that it found before.
-
-        Args:
-            pipelined: The module that is called.
-            args: Positional arguments of the call.
-            kwargs: Keyword arguments of the call.
         """
         in_backward = torch._C._current_graph_task_id() != -1
         inflight = self._in_step if in_backward else self._current
@@ -102,7 +87,7 @@ class Answers:
                 pipelined.calls.append((args, kwargs))
             state = inflight.modules.get(pipelined.name)
             if state is not None and (
-                not state.served or (in_backward and state.embeddings is not None and self._was_served_now(state))
+                not state.served or (in_backward and state.embeddings is not None and state.served_in == self.num_steps)
             ):
                 reason = self._why_not_early(pipelined, state, args, kwargs)
                 if state.served:
@@ -113,14 +98,14 @@ class Answers:
                     self._forwards.served(pipelined, self.num_steps)
                     if state.embeddings is not None:
                         return self._serve(inflight.index, state)
-                    look_up_now = partial(self._look_up_when_called, pipelined.module, inflight, state)
+                    look_up_now = partial(self._look_up_when_called, inflight, state)
             elif pipelined.name in inflight.missing and not in_backward:
-                self._forwards.all_ranks_call(pipelined, self.num_steps, inflight.index)
+                self._forwards.check_all_ranks_call(pipelined, self.num_steps, inflight.index)
             inflight.ran_unpipelined = True
             if self._options.holds_updates:
-                own = ModuleContext(only_input(args, kwargs), served=True)
+                own = ModuleContext(pipelined.module, only_input(args, kwargs), served=True)
                 state = inflight.modules.setdefault(pipelined.name, own)
-                look_up_now = partial(self._look_up_deferring, pipelined.module, state, look_up_now)
+                look_up_now = partial(self._look_up_deferring, state, look_up_now)
         self._finish_lookups()
         self._updates.make_before_forward(pipelined.name)
         # checkpoint() drops what a forward saves and repeats it for that, on each rank for itself: no rank would find
@@ -136,9 +121,6 @@ class Answers:
 
     # -- early or not -----------------------------------------------------------------------------------------------
 
-    def _was_served_now(self, state: ModuleContext) -> bool:
-        return state.served_in == self.num_steps
-
     def _why_not_early(
         self, pipelined: PipelinedForward, state: ModuleContext, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> str | None:
@@ -152,7 +134,7 @@ class Answers:
             return f"{self._options.step} called it with gradients enabled"
         if state.embeddings is not None and state.autocast != autocast_of(pipelined.module, state.kjt):
             return f"it was called under another autocast than that of {self._options.step}"
-        if state.is_overwritten(pipelined.module):
+        if state.is_overwritten():
             return "its tables were written after it had been looked up"
         return None
 
@@ -209,24 +191,23 @@ class Answers:
             take_back(module, lookups_since(module, counts), self._order)
         return found
 
-    def _look_up_deferring(self, module: Any, state: ModuleContext, look_up_now: Callable[[], Any]) -> Any:
+    def _look_up_deferring(self, state: ModuleContext, look_up_now: Callable[[], Any]) -> Any:
         """Look up in the module's own forward, whose update is made with those of the others."""
-        counts = lookup_counts(module)
-        with deferring_update(module, state):
+        counts = lookup_counts(state.module)
+        with deferring_update(state):
             found = look_up_now()
-        done = lookups_since(module, counts)
-        before = state.num_own_lookups or [0] * len(done)
-        state.num_own_lookups = [a + b for a, b in zip(before, done, strict=True)]
+        done = lookups_since(state.module, counts)
+        state.num_own_lookups = added(state.num_own_lookups, done)
         return found
 
-    def _look_up_when_called(self, module: Any, inflight: InFlightBatch, state: ModuleContext) -> Any:
+    def _look_up_when_called(self, inflight: InFlightBatch, state: ModuleContext) -> Any:
         """Look up ids that were sent early."""
         stream, _ = inflight.done[Stage.INPUT_DATA_DIST]
         with self._order.streams.on(stream):
             received = self._receive_input(inflight)
         self._order.hand_to_compute(received, stream)
         dist_input, state.dist_input = state.dist_input, None
-        return module.compute_and_output_dist(state.context, dist_input)
+        return state.module.compute_and_output_dist(state.context, dist_input)
 
 
 # -- the caller's modes ---------------------------------------------------------------------------------------------

@@ -63,7 +63,19 @@ class DeferredUpdate:
 
     def deferring(self, output_dist: OutputDist) -> OutputDist:
         """Return an output dist whose embeddings are cut off."""
-        return _DeferringDist(output_dist, self)
+
+        def start(embeddings: Tensor, *context: Any) -> Awaitable[Tensor]:
+            started = output_dist(embeddings, *context)
+            was_cut = self.cut_under_way(started)
+            if embeddings.requires_grad and not was_cut:
+                raise RuntimeError(
+                    f"cannot defer the update of tables whose embeddings come by {type(started).__name__}: no "
+                    "all-to-all was found in it. Train without defer_update."
+                )
+            travels = any(isinstance(part, Request) for part in _under_way(started))
+            return _CutWhenReceived(started, self) if travels else started
+
+        return start
 
     def call_after_backward(self, call: Callable[[], None]) -> list[RemovableHandle]:
         """Have this called when the backward that ends here has run all its nodes; nothing if it does not come here.
@@ -74,14 +86,7 @@ class DeferredUpdate:
         return [cut.leaf.register_hook(lambda _: engine.queue_callback(call)) for cut in self._at_embeddings]
 
     def cut_received(self, received: Tensor) -> Tensor:
-        """Cut the graph of embeddings that have arrived.
-
-        Args:
-            received: Output of an all-to-all, any shape, with a graph that leads to the tables.
-
-        Returns:
-            The same numbers as a leaf, where the backward of the dense part stops.
-        """
+        """Return embeddings that have arrived, of any shape, as a leaf, where the backward of the dense part stops."""
         leaf: Tensor = received.detach().requires_grad_()
         self._at_embeddings.append(_Cut(received, leaf))
         leaf.register_post_accumulate_grad_hook(lambda leaf: self._arrived(received, leaf, travels=True))
@@ -143,8 +148,7 @@ class DeferredUpdate:
     def apply(self, use_rates: UseRates) -> None:
         """Wait for the gradients and update the tables.
 
-        Args:
-            use_rates: Called with the kernels' learning rates of the backward that is applied, before it is.
+        `use_rates` is called with the learning rates of the backward that is applied, before it is.
         """
         self.send(use_rates)
         if self._sent is not None:
@@ -172,27 +176,9 @@ class DeferredUpdate:
         for cut in self._under_way:
             cut.leaf.grad = None
         for request, dummy in self._requests:
-            request.dummy_tensor = (
-                dummy  # TorchRec has let go of it, and takes it for the gradient of the next backward
-            )
+            # TorchRec has let go of it, and takes it for the gradient of the next backward.
+            request.dummy_tensor = dummy
         self._sent = None
-
-
-@dataclass(frozen=True, slots=True)
-class _DeferringDist:
-    dist: OutputDist
-    deferred: DeferredUpdate
-
-    def __call__(self, embeddings: Tensor, *context: Any) -> Awaitable[Tensor]:
-        started = self.dist(embeddings, *context)
-        was_cut = self.deferred.cut_under_way(started)
-        if embeddings.requires_grad and not was_cut:
-            raise RuntimeError(
-                f"cannot defer the update of tables whose embeddings come by {type(started).__name__}: no all-to-all "
-                "was found in it. Train without defer_update."
-            )
-        travels = any(isinstance(part, Request) for part in _under_way(started))
-        return _CutWhenReceived(started, self.deferred) if travels else started
 
 
 class _CutWhenReceived(Awaitable[Tensor]):  # type: ignore[misc]

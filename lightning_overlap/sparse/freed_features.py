@@ -10,11 +10,7 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 
 class FreedTensor:
-    """What stands where a KeyedJaggedTensor had its values or weights: a device and a type, and no numbers.
-
-    Args:
-        tensor: The values or weights, `(number of ids,)`, whose memory is given back.
-    """
+    """What stands where a KeyedJaggedTensor had its values or weights: a device and a type, and no numbers."""
 
     def __init__(self, tensor: Tensor) -> None:
         self.device, self.dtype, self.is_cuda = tensor.device, tensor.dtype, tensor.is_cuda
@@ -41,19 +37,13 @@ class FreedTensor:
         cls._refuse(None)  # type: ignore[arg-type]
 
 
-def release(kjt: KeyedJaggedTensor) -> int:
+def release(kjt: KeyedJaggedTensor) -> None:
     """Let go of a KeyedJaggedTensor's values and weights; its keys, lengths and offsets stay.
 
     Nothing is written: what else holds these tensors, such as an all-to-all under way, keeps them. On CUDA the
     caching allocator waits for the streams that they were recorded on.
-
-    Returns:
-        The bytes that it held.
     """
-    num_bytes = 0
     for name in ("_values", "_weights"):
         tensor = getattr(kjt, name)
         if isinstance(tensor, torch.Tensor):
-            num_bytes += tensor.nbytes
             setattr(kjt, name, FreedTensor(tensor))
-    return num_bytes

@@ -21,80 +21,65 @@ from .update_rates import _updates_at_present_rate
 
 
 def look_up(
-    module: Any,
     state: ModuleContext,
     owners: frozenset[WeightOwner],
     set_rates: SetRates | None = None,
     *,
     defers_update: bool = False,
 ) -> None:
-    """Run the part of a module's lookup whose tables belong to `owners`; assemble the embeddings once all parts ran.
+    """Look up the tables of a module that belong to `owners`; assemble the embeddings once all were looked up.
 
     A module of one owner takes TorchRec's own `compute_and_output_dist`. A mixed one is looked up in two parts,
     each after the last writer of its tables.
 
     Args:
-        module: The sharded module.
-        state: The batch on its way through it.
+        state: The batch on its way through the module.
         owners: Whose tables to look up now.
         set_rates: Gives the kernels the present learning rates; None where nothing moves them. With it the update
             of this batch takes place at the rate that holds in its backward.
         defers_update: Whether `loss.backward()` stops at the received embeddings, and `state.deferred` keeps the rest.
     """
+    parts = parts_to_look_up(state, owners)
     with (
-        _updates_at_present_rate(module, set_rates),
-        deferring_update(module, state) if defers_update else nullcontext(),
+        _updates_at_present_rate(state.module, set_rates),
+        deferring_update(state) if defers_update else nullcontext(),
     ):
-        _look_up(module, state, owners)
+        if len(parts) == len(owners_of_parts(state.module)):
+            state.embeddings = state.module.compute_and_output_dist(state.context, state.dist_input)
+            state.dist_input = None
+        else:
+            _start_output_dist(state, _compute(state, parts))
 
 
-def compute_fused(module: Any, state: ModuleContext, set_rates: SetRates | None = None) -> dict[int, Tensor]:
+def compute_fused(state: ModuleContext, set_rates: SetRates | None = None) -> dict[int, Tensor]:
     """Run the kernels of the tables that the fused backward writes, and no collective: any thread may do so.
-
-    Args:
-        module: The sharded module.
-        state: The batch on its way through it.
-        set_rates: As of `look_up`.
 
     Returns:
         Embeddings by part, `(number of ids or bags, embedding columns of the part)`, for `start_fused`.
     """
-    with _updates_at_present_rate(module, set_rates):
-        return _compute(module, state, parts_to_look_up(module, state, frozenset({WeightOwner.FUSED_BACKWARD})))
+    with _updates_at_present_rate(state.module, set_rates):
+        return _compute(state, parts_to_look_up(state, frozenset({WeightOwner.FUSED_BACKWARD})))
 
 
 def start_fused(
-    module: Any,
     state: ModuleContext,
     embeddings: Mapping[int, Tensor],
     before_update: Callable[[Tensor], None],
     *,
     defers_update: bool = False,
 ) -> None:
-    """Start the all-to-alls of embeddings that `compute_fused` returned.
-
-    Args:
-        module: The sharded module.
-        state: The batch on its way through it.
-        embeddings: By part.
-        before_update: Called in the backward with the gradient of the embeddings, right before the tables are written.
-        defers_update: As of `look_up`.
-    """
+    """Start the all-to-alls of embeddings that `compute_fused` returned; right before their update call a function."""
     for of_part in embeddings.values():
         if of_part.requires_grad:
             of_part.register_hook(before_update)
-    with deferring_update(module, state) if defers_update else nullcontext():
-        _start_output_dist(module, state, embeddings)
+    with deferring_update(state) if defers_update else nullcontext():
+        _start_output_dist(state, embeddings)
 
 
 @contextmanager
-def deferring_update(module: Any, state: ModuleContext) -> Iterator[None]:
-    """Cut the graph of the embeddings of fused tables, of the lookups made meanwhile.
-
-    Args:
-        module: The sharded module.
-        state: The batch on its way through it; its `deferred` keeps what is cut off.
-    """
+def deferring_update(state: ModuleContext) -> Iterator[None]:
+    """Cut the graph of embeddings of fused tables that are looked up meanwhile; `state.deferred` keeps the rest."""
+    module = state.module
     owners = owners_of_parts(module)
     if WeightOwner.FUSED_BACKWARD not in owners:
         yield
@@ -110,21 +95,9 @@ def deferring_update(module: Any, state: ModuleContext) -> Iterator[None]:
         module._output_dists = dists
 
 
-def _look_up(module: Any, state: ModuleContext, owners: frozenset[WeightOwner]) -> None:
-    assert state.dist_input is not None
-    parts = parts_to_look_up(module, state, owners)
-    num_parts = len(owners_of_parts(module))
-    if not parts:
-        return
-    if len(parts) == num_parts:
-        state.embeddings = module.compute_and_output_dist(state.context, state.dist_input)
-        state.dist_input = None
-        return
-    _start_output_dist(module, state, _compute(module, state, parts))
-
-
-def _compute(module: Any, state: ModuleContext, parts: list[int]) -> dict[int, Tensor]:
+def _compute(state: ModuleContext, parts: list[int]) -> dict[int, Tensor]:
     """Run the kernels of some parts."""
+    module = state.module
     lookups = module._lookups
     module._lookups = [lookup if part in parts else _NOTHING for part, lookup in enumerate(lookups)]
     try:
@@ -134,8 +107,9 @@ def _compute(module: Any, state: ModuleContext, parts: list[int]) -> dict[int, T
     return {part: embeddings[part] for part in parts}
 
 
-def _start_output_dist(module: Any, state: ModuleContext, embeddings: Mapping[int, Tensor]) -> None:
+def _start_output_dist(state: ModuleContext, embeddings: Mapping[int, Tensor]) -> None:
     """Start the all-to-alls of some parts' embeddings; assemble the module's output once all parts were looked up."""
+    module = state.module
     num_parts = len(owners_of_parts(module))
     for part, of_part in embeddings.items():
         state.output_dist_awaitables[part] = module._output_dists[part](of_part, state.context.sharding_contexts[part])
@@ -152,17 +126,11 @@ def _start_output_dist(module: Any, state: ModuleContext, embeddings: Mapping[in
         state.dist_input = None
 
 
-def parts_to_look_up(module: Any, state: ModuleContext, owners: frozenset[WeightOwner]) -> list[int]:
-    """Return the parts of a module whose tables belong to `owners` and are still to be looked up.
-
-    Args:
-        module: The sharded module.
-        state: The batch on its way through it.
-        owners: Whose tables to look up now.
-    """
+def parts_to_look_up(state: ModuleContext, owners: frozenset[WeightOwner]) -> list[int]:
+    """Return the parts of a module whose tables belong to `owners` and are still to be looked up."""
     return [
         part
-        for part, owner in enumerate(owners_of_parts(module))
+        for part, owner in enumerate(owners_of_parts(state.module))
         if owner in owners and part not in state.output_dist_awaitables
     ]
 
@@ -199,7 +167,7 @@ class LookedUp(NamedTuple):
 class Job:
     """One module's lookup under way."""
 
-    module: str
+    state: ModuleContext
     inflight: InFlightBatch
     result: Future[LookedUp]
 
@@ -208,23 +176,14 @@ class LookupThreads:
     """Runs kernels in threads; whoever starts a collective or writes a table takes the results first.
 
     Source: `threads_num` of DeepRec's asynchronous embedding lookup; there the threads send the embeddings, too.
-
-    Args:
-        num_threads: Modules that are looked up at the same time, at most.
     """
 
     def __init__(self, num_threads: int) -> None:
         self._pool = ThreadPoolExecutor(num_threads, thread_name_prefix="embedding_lookup")
         self._jobs: list[Job] = []
 
-    def submit(self, module: str, inflight: InFlightBatch, look_up: Callable[[], LookedUp]) -> None:
-        """Begin a lookup with the caller's autograd and autocast modes, which belong to a thread.
-
-        Args:
-            module: Name of the sharded module.
-            inflight: The batch.
-            look_up: Runs the kernels, in a thread of the pool.
-        """
+    def submit(self, state: ModuleContext, inflight: InFlightBatch, look_up: Callable[[], LookedUp]) -> None:
+        """Begin a module's lookup, in the caller's autograd and autocast modes, which belong to a thread."""
         grad, cast = torch.is_grad_enabled(), torch.is_autocast_enabled("cpu")
         dtype = torch.get_autocast_dtype("cpu")
 
@@ -232,7 +191,7 @@ class LookupThreads:
             with torch.set_grad_enabled(grad), torch.autocast("cpu", dtype=dtype, enabled=cast):
                 return look_up()
 
-        self._jobs.append(Job(module, inflight, self._pool.submit(run)))
+        self._jobs.append(Job(state, inflight, self._pool.submit(run)))
 
     def take(self) -> list[Job]:
         """Return the lookups under way, in the order of their begin."""
@@ -248,8 +207,3 @@ class LookupThreads:
         for job in self.take():
             with suppress(Exception):
                 job.result.result()
-
-    def shutdown(self) -> None:
-        """End the threads."""
-        self.abandon()
-        self._pool.shutdown()

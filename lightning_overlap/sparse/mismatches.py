@@ -20,11 +20,7 @@ LOOK_EVERY_S = 1.0
 class Mismatches:
     """The calls of this run's modules that some rank cannot serve from early embeddings.
 
-    Args:
-        store: Where ranks leave word for each other.
-        key: Of this run in the store, the same on all ranks.
-        num_ranks: How many there are.
-        timeout_s: How long a rank waits for one that is late.
+    Word is left in the store under a key of this run, the same on all ranks.
     """
 
     def __init__(self, store: Store, key: str, num_ranks: int, timeout_s: float) -> None:

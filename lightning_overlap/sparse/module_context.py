@@ -23,8 +23,10 @@ class ModuleContext:
     Source: `TrainPipelineContext`, TorchRec 1.8, whose words the first fields have.
     """
 
+    module: Any
+    """The sharded module."""
     kjt: KeyedJaggedTensor
-    """The module's input in the batch."""
+    """Its input in the batch."""
     context: Any = None
     """TorchRec's own, of this module and batch."""
     splits_awaitable: Any = None
@@ -63,14 +65,14 @@ class ModuleContext:
     ids: KJTList | None = None
     """What was looked up, where somebody asked to keep it."""
 
-    def note_lookup(self, module: Any, owners: frozenset[WeightOwner]) -> None:
+    def note_lookup(self, owners: frozenset[WeightOwner]) -> None:
         """Note what an early lookup of the tables of these owners rests on."""
-        self.num_writes |= {owner: num_writes(module, owner) for owner in owners}
-        self.autocast = autocast_of(module, self.kjt)
+        self.num_writes |= {owner: num_writes(self.module, owner) for owner in owners}
+        self.autocast = autocast_of(self.module, self.kjt)
 
-    def is_overwritten(self, module: Any) -> bool:
+    def is_overwritten(self) -> bool:
         """Whether somebody has written tables of this rank since they were looked up."""
-        return any(num_writes(module, owner) != before for owner, before in self.num_writes.items())
+        return any(num_writes(self.module, owner) != before for owner, before in self.num_writes.items())
 
 
 def wait_for(awaitable: Awaitable[Any]) -> Any:

@@ -34,7 +34,7 @@ class SparseOptions:
         timeout_s: How long a rank waits for one that is late.
 
     Raises:
-        ValueError: A negative number of threads, no time, no step, or an option of training where nothing trains.
+        ValueError: No time to wait.
     """
 
     step: str = "training_step"
@@ -54,14 +54,8 @@ class SparseOptions:
     timeout_s: float = 1800
 
     def __post_init__(self) -> None:
-        if not self.step:
-            raise ValueError("step is the name of the module's method whose calls are served, got ''.")
-        if self.num_threads < 0:
-            raise ValueError(f"num_threads is a number of threads, got {self.num_threads}.")
         if self.timeout_s <= 0:
             raise ValueError(f"timeout_s is a time to wait for other ranks, got {self.timeout_s}.")
-        if not self.trains and (self.num_threads or self.releases or self.set_rates is not None):
-            raise ValueError(f"num_threads, releases and set_rates are for training, and {self.step} does not train.")
 
     @property
     def looks_up_cached(self) -> bool:

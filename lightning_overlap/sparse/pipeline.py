@@ -5,7 +5,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any
 
 import torch.distributed as dist
@@ -31,7 +31,7 @@ from .module_context import ModuleContext, wait_for
 from .options import SparseOptions
 from .pipelined_forward import PipelinedForwards, inputs_of
 from .table_updates import TableUpdates
-from .update_rates import lookup_counts, lookups_since, take_back
+from .update_rates import added, lookup_counts, lookups_since, take_back
 
 MAX_OVERWRITTEN = 3
 """How often early lookups are left aside because tables were written, before nothing is looked up early any more."""
@@ -79,6 +79,12 @@ class SparsePipeline:
             finish_lookups=self.finish_lookups,
             receive_input=self.receive_input,
         )
+        # What a backward leaves behind, and what a step asks of it.
+        self.register_backward_hook = self._updates.register_hook
+        self.start_update, self.embedding_update = self._updates.start, self._updates.make
+        self.gradients_are_there = self._updates.gradients_are_there
+        self.update_replicas, self.drop_replica_updates = self._updates.update_replicas, self._updates.hold_replicas
+        self.forget_received = self.answers.forget
         self._num_writes_seen: list[tuple[int, ...]] = []
         self.keep_ids = self.ready = False
 
@@ -126,7 +132,10 @@ class SparsePipeline:
 
     @contextmanager
     def forward(self, inflight: InFlightBatch) -> Iterator[None]:
-        """Serve early embeddings while the step of one batch runs."""
+        """Serve early embeddings while the step of one batch runs.
+
+        Where a module runs its own forward for it instead, `inflight.ran_unpipelined` says so.
+        """
         self.finish_lookups()
         self.answers.begin(inflight)
         try:
@@ -135,25 +144,19 @@ class SparsePipeline:
             self.answers.end()
         if self.ready:
             self._forwards.check_calls(inflight.modules, self.answers.num_steps)
-            self._forwards.forget_calls()
-        for name, state in inflight.modules.items():
-            self._leave_aside(self._forwards[name].module, state)
-
-    def forget_received(self, inflight: InFlightBatch) -> None:
-        """Let go of the embeddings of a batch whose backward is over."""
-        self.answers.forget(inflight)
+        for state in inflight.modules.values():
+            self._leave_aside(state)
 
     # -- which input feeds which module -------------------------------------------------------------------------
 
-    def discover(self, inflight: InFlightBatch) -> bool:
-        """Find the inputs of the modules' calls in the staged batch, by identity. True when done."""
+    def discover(self, inflight: InFlightBatch) -> None:
+        """Find the inputs of the modules' calls in the staged batch, by identity: the stages are ready from then on."""
         self._forwards.discover(inflight.batch)
         self.ready = True
         made_inside = [pipelined.name for pipelined in self._forwards.values() if pipelined.path is None]
         if made_inside:
             names = ", ".join(map(repr, made_inside))
             self.keep_features(f"{self._options.step} makes the input of {names} itself, of what may have to stay")
-        return True
 
     def keep_features(self, reason: str) -> None:
         """Release no ids from now on."""
@@ -178,10 +181,11 @@ class SparsePipeline:
             if kjt is None or pipelined.keys != frozenset(kjt.keys()):
                 continue
             num_found[pipelined.name] = sum(pipelined.keys == frozenset(other.keys()) for _, other in several)
-            state = inflight.modules[pipelined.name] = ModuleContext(kjt, pipelined.module.create_context())
+            module = pipelined.module
+            state = inflight.modules[pipelined.name] = ModuleContext(module, kjt, module.create_context())
             sent = _shared(kjt)  # TorchRec may hand on the very object that it is given, and give it other weights
-            with splits_only(pipelined.module, self._group, narrow=self._options.multi_node):
-                state.splits_awaitable = pipelined.module.input_dist(state.context, sent)
+            with splits_only(module, self._group, narrow=self._options.multi_node):
+                state.splits_awaitable = module.input_dist(state.context, sent)
             state.sent = SentInput(kjt)
         if self._sizes is not None and taking_part:
             names = [pipelined.name for pipelined in taking_part]
@@ -235,13 +239,12 @@ class SparsePipeline:
 
         Source: `prefetch_embeddings`, TorchRec 1.8.
         """
-        for name, state in inflight.modules.items():
-            module = self._forwards[name].module
-            if not caching_tbes(module):
+        for state in inflight.modules.values():
+            if not caching_tbes(state.module):
                 continue
             assert state.dist_input is not None, f"the prefetch of batch {inflight.index} comes before its input"
             stream = self.order.streams.native(self.order.lookup)  # that reads the prefetched rows, both ways
-            module.prefetch(state.dist_input, forward_stream=stream, ctx=state.context)
+            state.module.prefetch(state.dist_input, forward_stream=stream, ctx=state.context)
 
     def forget_prefetched(self) -> None:
         """Drop what was prefetched and not looked up; a later lookup would be taken for that of these ids."""
@@ -251,10 +254,7 @@ class SparsePipeline:
 
     def has_lookup(self, inflight: InFlightBatch, owners: frozenset[WeightOwner]) -> bool:
         """Whether a module has tables of these owners still to look up."""
-        return any(
-            state.embeddings is None and parts_to_look_up(self._forwards[name].module, state, owners)
-            for name, state in inflight.modules.items()
-        )
+        return any(state.embeddings is None and parts_to_look_up(state, owners) for state in inflight.modules.values())
 
     def embedding_lookup(self, inflight: InFlightBatch, owners: frozenset[WeightOwner]) -> None:
         """Look up the tables of these owners and start the all-to-all of their embeddings.
@@ -268,83 +268,44 @@ class SparsePipeline:
                 self._look_up(inflight, frozenset({owner}))
 
     def _look_up(self, inflight: InFlightBatch, owners: frozenset[WeightOwner]) -> None:
-        for name, state in inflight.modules.items():
-            module = self._forwards[name].module
-            if state.embeddings is not None or state.dist_input is None or not parts_to_look_up(module, state, owners):
+        for state in inflight.modules.values():
+            module = state.module
+            if state.embeddings is not None or state.dist_input is None or not parts_to_look_up(state, owners):
                 continue
             if self.keep_ids:
                 state.ids = state.dist_input
-            set_rates = self._updates.rates_of(module, state)
+            set_rates = self._updates.rates_of(state)
             if self._threads is not None and WeightOwner.FUSED_BACKWARD in owners:
-                self._begin_in_thread(self._threads, name, inflight, set_rates)
+                self._threads.submit(state, inflight, partial(_look_up_in_thread, state, set_rates))
                 if self.answers.ran_unpipelined:  # that backward writes tables without asking for lookups first
                     self.finish_lookups()
                 continue
             counts = lookup_counts(module)
-            look_up(module, state, owners, set_rates, defers_update=inflight.defers_update)
-            state.note_lookup(module, owners)
+            look_up(state, owners, set_rates, defers_update=inflight.defers_update)
+            state.note_lookup(owners)
             done = lookups_since(module, counts)
             if not self._trains:
                 take_back(module, done, self.order)
                 continue
-            state.num_lookups = [a + b for a, b in zip(state.num_lookups or [0] * len(done), done, strict=True)]
-
-    def _begin_in_thread(
-        self, threads: LookupThreads, name: str, inflight: InFlightBatch, set_rates: Callable[[], None] | None
-    ) -> None:
-        state, module = inflight.modules[name], self._forwards[name].module
-
-        def look_up_in_thread() -> LookedUp:
-            counts = lookup_counts(module)
-            found = compute_fused(module, state, set_rates)
-            return LookedUp(found, lookups_since(module, counts))
-
-        threads.submit(name, inflight, look_up_in_thread)
+            state.num_lookups = added(state.num_lookups, done)
 
     def finish_lookups(self) -> None:
         """Wait for the lookups that run in threads; start the all-to-all of what they found, in their order."""
         if self._threads is None:
             return
         for job in self._threads.take():
-            state, found = job.inflight.modules[job.module], job.result.result()
-            module = self._forwards[job.module].module
-            defers_update = job.inflight.defers_update
-            start_fused(module, state, found.by_part, self._threads.wait, defers_update=defers_update)
+            state, found = job.state, job.result.result()
+            start_fused(state, found.by_part, self._threads.wait, defers_update=job.inflight.defers_update)
             state.num_lookups = found.num_lookups
-            state.note_lookup(module, frozenset({WeightOwner.FUSED_BACKWARD}))
+            state.note_lookup(frozenset({WeightOwner.FUSED_BACKWARD}))
 
-    # -- backward and update ------------------------------------------------------------------------------------
-
-    def register_backward_hook(self, inflight: InFlightBatch, stage: Stage, call: Callable[[], None]) -> bool:
-        """Have a function called where the backward of a batch waits for other ranks: see `SparseStages`."""
-        return self._updates.register_hook(inflight, stage, call)
-
-    def start_update(self, inflight: InFlightBatch) -> None:
-        """Send back the gradients of a batch whose tables are still to be updated."""
-        self._updates.start(inflight)
-
-    def gradients_are_there(self, batches: Iterable[InFlightBatch], timeout_s: float) -> bool:
-        """Whether the gradients of these batches' updates arrive within a time."""
-        return self._updates.gradients_are_there(batches, timeout_s)
-
-    def embedding_update(self, inflight: InFlightBatch) -> None:
-        """Wait for the gradients of a batch and update the tables that were looked up early for it."""
-        self._updates.make(inflight)
+    # -- what is not used after all -----------------------------------------------------------------------------
 
     def drop_update(self, inflight: InFlightBatch) -> None:
         """Wait for the gradients of a batch, leave the tables as they are, and take its lookups back."""
-        self._updates.drop(inflight)
+        for state in inflight.modules.values():
+            state.deferred.drop()
         self.count_lookups(inflight, -1)
-
-    def update_replicas(self) -> None:
-        """Make the updates of replicated tables that have waited for an optimizer step."""
-        self._updates.update_replicas()
-
-    def drop_replica_updates(self) -> None:
-        """Leave them out: the step is not going to come."""
-        self._updates.hold_replicas()
-
-    # -- what is not used after all -----------------------------------------------------------------------------
 
     def is_overwritten(self, batches: Iterable[InFlightBatch]) -> bool:
         """Whether somebody has written tables of this rank after they were looked up for one of these batches."""
@@ -355,10 +316,7 @@ class SparsePipeline:
             return False
         self._num_writes_seen = num_writes
         return any(
-            state.is_overwritten(self._forwards[name].module)
-            for inflight in batches
-            for name, state in inflight.modules.items()
-            if not state.served
+            state.is_overwritten() for inflight in batches for state in inflight.modules.values() if not state.served
         )
 
     def leave_overwritten(self, batches: Iterable[InFlightBatch]) -> None:
@@ -384,15 +342,15 @@ class SparsePipeline:
         self.finish_lookups()
         for name, state in list(inflight.modules.items()):
             if state.embeddings is not None or state.output_dist_awaitables:
-                self._leave_aside(self._forwards[name].module, state)
+                self._leave_aside(state)
                 del inflight.modules[name]
 
     def count_lookups(self, inflight: InFlightBatch, times: int) -> None:
         """Count the early lookups of a batch for the fused optimizers so many times more; -1: take them back."""
         self.finish_lookups()
-        for name, state in inflight.modules.items():
+        for state in inflight.modules.values():
             for num_lookups in (state.num_lookups, state.num_own_lookups):
-                take_back(self._forwards[name].module, [-times * num for num in num_lookups], self.order)
+                take_back(state.module, [-times * num for num in num_lookups], self.order)
 
     def drain(self, inflight: InFlightBatch) -> None:
         """Complete every collective that was started for a batch, in the order of its stages."""
@@ -400,10 +358,10 @@ class SparsePipeline:
         if inflight.sizes is not None or any(state.splits_awaitable is not None for state in inflight.modules.values()):
             self.input_data_dist(inflight)
         self.receive_input(inflight)
-        for name, state in inflight.modules.items():
-            self._leave_aside(self._forwards[name].module, state)
+        for state in inflight.modules.values():
+            self._leave_aside(state)
 
-    def _leave_aside(self, module: Any, state: ModuleContext) -> None:
+    def _leave_aside(self, state: ModuleContext) -> None:
         """Wait for the all-to-alls of embeddings that nobody is going to use, and take their lookup back."""
         if state.tensors_awaitable is not None:  # ids for a lookup where the module is called, which it was not
             state.tensors_awaitable.wait()
@@ -414,9 +372,15 @@ class SparsePipeline:
             for awaitable in [*state.output_dist_awaitables.values(), state.embeddings]:
                 if awaitable is not None:
                     awaitable.wait()
-        take_back(module, state.num_lookups, self.order)
+        take_back(state.module, state.num_lookups, self.order)
         state.num_lookups = []
         state.served = True
+
+
+def _look_up_in_thread(state: ModuleContext, set_rates: Callable[[], None] | None) -> LookedUp:
+    counts = lookup_counts(state.module)
+    found = compute_fused(state, set_rates)
+    return LookedUp(found, lookups_since(state.module, counts))
 
 
 def keyed_jagged_tensors(batch: Any) -> list[KeyedJaggedTensor]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import warnings
-from collections.abc import Callable, Container, ItemsView, Iterator, Mapping, ValuesView
+from collections.abc import Callable, Container, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -76,11 +76,7 @@ Answer = Callable[["PipelinedForward", tuple[Any, ...], dict[str, Any]], Any]
 class PipelinedForward:
     """What callers of a sharded module get while the strategy is at work.
 
-    Args:
-        name: The module's, in the model.
-        module: Whose place it takes.
-        group: Process group of the input dist; None on one rank.
-        prefetches: Whether a stage fetches rows into a cache, so that tables in a UVM cache can be looked up early.
+    `prefetches` says whether a stage fetches rows into a cache, so that tables in a UVM cache can be looked up early.
     """
 
     def __init__(
@@ -149,14 +145,8 @@ class PipelinedForward:
         return self.path is not None and self.unpipelined_reason is None
 
 
-class PipelinedForwards(Mapping[str, PipelinedForward]):
-    """The pipelined forward of each sharded module of a model, by the module's name.
-
-    Args:
-        modules: Sharded modules by their name in the model.
-        group: Process group of the input dist; None on one rank.
-        options: Of the run.
-    """
+class PipelinedForwards(dict[str, PipelinedForward]):
+    """The pipelined forward of each sharded module of a model, by the module's name."""
 
     def __init__(
         self,
@@ -164,9 +154,9 @@ class PipelinedForwards(Mapping[str, PipelinedForward]):
         group: dist.ProcessGroup | None,
         options: SparseOptions,
     ) -> None:
-        self._by_name = {
-            name: PipelinedForward(name, module, group, options.looks_up_cached) for name, module in modules.items()
-        }
+        super().__init__(
+            (name, PipelinedForward(name, module, group, options.looks_up_cached)) for name, module in modules.items()
+        )
         self._group = group
         self._step, self._rank, self._warned = options.step, options.rank, options.warned
         key = f"lightning_overlap/{next(_num_made)}"  # all ranks make as many
@@ -175,24 +165,6 @@ class PipelinedForwards(Mapping[str, PipelinedForward]):
             if group is None or options.store is None
             else Mismatches(options.store, key, group.size(), options.timeout_s)
         )
-
-    def __getitem__(self, name: str) -> PipelinedForward:
-        return self._by_name[name]
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._by_name)
-
-    def __len__(self) -> int:
-        return len(self._by_name)
-
-    # A step goes through them a dozen times: these views are quicker than those that Mapping makes of the above.
-    def values(self) -> ValuesView[PipelinedForward]:
-        """Return the pipelined forwards."""
-        return self._by_name.values()
-
-    def items(self) -> ItemsView[str, PipelinedForward]:
-        """Return the pipelined forwards by name."""
-        return self._by_name.items()
 
     def attach(self, answer: Answer) -> None:
         """Take the place of the modules' forwards; calls get this answer."""
@@ -218,10 +190,11 @@ class PipelinedForwards(Mapping[str, PipelinedForward]):
         for pipelined in self.values():
             pipelined.forget_answers()
 
-    def forget_calls(self) -> None:
-        """Begin a step."""
+    def begin_step(self) -> None:
+        """Let go of the calls and the answers of the step before."""
         for pipelined in self.values():
             pipelined.calls.clear()
+            pipelined.forget_answers()
 
     def discover(self, batch: Any) -> None:
         """Find the inputs of the modules' calls in the staged batch, by identity.
@@ -241,7 +214,7 @@ class PipelinedForwards(Mapping[str, PipelinedForward]):
                 self.run_unpipelined(pipelined, reason)
             self._warn_of_untrained_sequences(pipelined)
             pipelined.takes_part = pipelined.early
-        self.forget_calls()
+            pipelined.calls.clear()
 
     def _agree(self, found: dict[str, tuple[Path | None, str | None]]) -> dict[str, tuple[Path | None, str | None]]:
         if self._group is None:
@@ -262,57 +235,47 @@ class PipelinedForwards(Mapping[str, PipelinedForward]):
 
         They cannot be asked by a collective, since those that take the early embeddings issue none here.
 
-        Args:
-            pipelined: Of the module.
-            step: Number of the step in this run.
-            index: Of its batch in the epoch.
-            reason: Why this rank does.
-
         Raises:
             RuntimeError: They do not: this rank's forward would wait for them, or mix up with what they send.
         """
-        if self._mismatches is None or self._mismatches.all_ranks(pipelined.name, step):
-            return
-        raise RuntimeError(
-            f"rank {self._rank}: the early embeddings of {pipelined.name!r} are not those of batch {index}'s call in "
-            f"{self._step}: {reason}. Other ranks called it with theirs. Early embeddings need the same on all ranks: "
-            f"change inputs before {self._step} (on_after_batch_transfer), or use pipeline='base'."
-        )
+        if not self._all_ranks_call(pipelined, step):
+            raise RuntimeError(
+                f"rank {self._rank}: the early embeddings of {pipelined.name!r} are not those of batch {index}'s call "
+                f"in {self._step}: {reason}. Other ranks called it with theirs. Early embeddings need the same on all "
+                f"ranks: change inputs before {self._step} (on_after_batch_transfer), or use pipeline='base'."
+            )
 
-    def all_ranks_call(self, pipelined: PipelinedForward, step: int, index: int) -> None:
+    def check_all_ranks_call(self, pipelined: PipelinedForward, step: int, index: int) -> None:
         """Make sure that all ranks call a module of which nothing was looked up early, as one of them had no input.
-
-        Args:
-            pipelined: The module that this rank calls.
-            step: Number of the step in this run.
-            index: Of its batch in the epoch.
 
         Raises:
             RuntimeError: Another rank goes through the step without it: this rank's forward would wait for it.
         """
-        if self._mismatches is None or self._mismatches.all_ranks(pipelined.name, step):
-            return
-        raise RuntimeError(
-            f"rank {self._rank} calls {pipelined.name!r} in {self._step} of batch {index}, another rank does not: its "
-            "batch has no input for it. All ranks call a sharded module, or none does: give it an empty "
-            "KeyedJaggedTensor (lengths of zero) where there are no ids."
-        )
+        if not self._all_ranks_call(pipelined, step):
+            raise RuntimeError(
+                f"rank {self._rank} calls {pipelined.name!r} in {self._step} of batch {index}, another rank does not: "
+                "its batch has no input for it. All ranks call a sharded module, or none does: give it an empty "
+                "KeyedJaggedTensor (lengths of zero) where there are no ids."
+            )
+
+    def _all_ranks_call(self, pipelined: PipelinedForward, step: int) -> bool:
+        return self._mismatches is None or self._mismatches.all_ranks(pipelined.name, step)
 
     def check_calls(self, begun: Container[str], step: int) -> None:
-        """Give up modules that a step did not call once.
+        """Give up modules that a step did not call once; let go of its calls.
 
-        Args:
-            begun: Modules whose stages began for its batch.
-            step: Number of the step in this run.
+        `begun` are the modules whose stages began for its batch.
         """
         for pipelined in self.values():
+            num_calls = len(pipelined.calls)
+            pipelined.calls.clear()
             if not pipelined.early:
                 continue
-            if not pipelined.calls:
+            if not num_calls:
                 self.served(pipelined, step)  # who waits for this rank's call waits in vain
-            if len(pipelined.calls) > 1:
+            if num_calls > 1:
                 self.run_unpipelined(pipelined, "it was called more than once in a step")
-            elif not pipelined.calls and pipelined.name in begun:
+            elif not num_calls and pipelined.name in begun:
                 self.run_unpipelined(pipelined, "it was not called for a batch that has its input")
 
     def run_unpipelined(self, pipelined: PipelinedForward, reason: str) -> None:

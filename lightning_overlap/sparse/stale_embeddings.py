@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ..runtime import CudaStreams, Executor, InFlightBatch, Streams
-from ..schedules import StreamName
+from ..schedules import Stage, StreamName
 from ..tables import TABLE_TYPES, keys_in_backward, tables_in_backward
 from .pipeline import SparsePipeline
 
@@ -99,25 +100,22 @@ class StaleRows:
         None where it saw every update, where the step looked up no batch, or where the ids it takes were not kept.
         """
         executor = self._executor()
-        found = None if executor is None else executor.latest_lookup
-        if found is None:
+        batches = [] if executor is None else _looked_up_last(executor.in_flight)
+        if not batches:
             return None
-        batch, unseen = found
-        ids = {name: _ids_of(name, [batch, *unseen]) for name in self._modules if name in batch.modules}
-        known = {name: batches for name, batches in ids.items() if batches is not None}
+        batch = batches[0]
+        ids = {name: _ids_of(name, batches) for name in self._modules if name in batch.modules}
+        known = {name: kjts for name, kjts in ids.items() if kjts is not None}
         if not known or len(known) < len(ids):
             return None
         if self._cuda is not None:
             self._cuda.wait_event(self._streams.record(self._lookup_stream))
-            for kjts in (kjts for batches in known.values() for kjts in batches):
+            for kjts in itertools.chain.from_iterable(known.values()):
                 kjts.record_stream(self._cuda)
-        with self._on_own_stream(), torch.no_grad():
+        with nullcontext() if self._cuda is None else torch.cuda.stream(self._cuda), torch.no_grad():
             batch.counted = self._sum_up(self._count(known))
         counts: StaleCounts = batch.counted  # held by the batch too: a fit that fails lets go of it with the batch
         return counts
-
-    def _on_own_stream(self) -> AbstractContextManager[Any]:
-        return nullcontext() if self._cuda is None else torch.cuda.stream(self._cuda)
 
     def _count(self, ids: Mapping[str, Sequence[Any]]) -> Tensor:
         device = "cpu" if self._cuda is None else self._cuda.device
@@ -143,6 +141,18 @@ class StaleRows:
         event = torch.cuda.Event()
         event.record(self._cuda)
         return StaleCounts(self.tables, on_host, event=event)
+
+
+def _looked_up_last(in_flight: Mapping[int, InFlightBatch]) -> list[InFlightBatch]:
+    """Return the batch that was looked up last, and those whose updates it did not see, on all ranks alike.
+
+    Nothing where it saw all of them, or where one of these batches is over.
+    """
+    latest = max((index for index, batch in in_flight.items() if Stage.EMBEDDING_LOOKUP in batch.done), default=None)
+    if latest is None or not (num_unseen := in_flight[latest].num_unseen):
+        return []
+    numbers = [latest, *range(latest - num_unseen, latest)]
+    return [in_flight[index] for index in numbers] if all(index in in_flight for index in numbers) else []
 
 
 def _ids_of(name: str, batches: Sequence[InFlightBatch]) -> list[Any] | None:

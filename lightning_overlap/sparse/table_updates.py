@@ -6,7 +6,6 @@ import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from functools import partial
-from typing import Any
 
 import torch
 from torch.utils.hooks import RemovableHandle
@@ -24,11 +23,7 @@ from .update_rates import kernel_rates, set_kernel_rates
 class TableUpdates:
     """Updates the tables of batches whose backward stopped where their embeddings were received.
 
-    Args:
-        forwards: Know the modules.
-        order: Of the streams; knows which updates are still to come.
-        options: Of the run.
-        fills_waits: Whether a backward can be asked to run something while it waits for other ranks.
+    `fills_waits` says whether a backward can be asked to run something while it waits for other ranks.
     """
 
     def __init__(
@@ -46,7 +41,16 @@ class TableUpdates:
     # -- within a backward ------------------------------------------------------------------------------------------
 
     def register_hook(self, inflight: InFlightBatch, stage: Stage, call: Callable[[], None]) -> bool:
-        """Have a function called where the backward of a batch waits for other ranks: see `SparseStages`."""
+        """Have a function called where the backward of a batch first waits for other ranks, before it writes a table.
+
+        Args:
+            inflight: The batch; its forward has run.
+            stage: The first stage that the function issues.
+            call: May be called several times in one backward.
+
+        Returns:
+            False if no backward will call it, or if that stage had better be issued before the backward.
+        """
         for handle in self._hooks:  # some tensors outlive their backward
             handle.remove()
         self._hooks.clear()
@@ -67,8 +71,8 @@ class TableUpdates:
                 self._hooks += state.deferred.call_after_backward(call)
             return bool(self._hooks)
         before: list[torch.Tensor] = []
-        for name, state in inflight.modules.items():
-            owners = owners_of_parts(self._forwards[name].module)
+        for state in inflight.modules.values():
+            owners = owners_of_parts(state.module)
             found = before_gradients(state.embeddings, owners.count(WeightOwner.FUSED_BACKWARD))
             if found is None:
                 return False
@@ -80,10 +84,9 @@ class TableUpdates:
 
     def start(self, inflight: InFlightBatch) -> None:
         """Send back the gradients of a batch whose tables are still to be updated."""
-        for name, state in inflight.modules.items():
-            use_rates = partial(self._use_rates, self._forwards[name].module, state)
-            with self._restoring_rates(name, state):
-                self._order.hand_to_lookup(state.deferred.send(use_rates))
+        for state in inflight.modules.values():
+            with self._restoring_rates(state):
+                self._order.hand_to_lookup(state.deferred.send(partial(_use_rates, state)))
 
     def gradients_are_there(self, batches: Iterable[InFlightBatch], timeout_s: float) -> bool:
         """Whether the gradients of these batches' updates arrive within a time."""
@@ -101,15 +104,10 @@ class TableUpdates:
         on_compute = any(state.num_own_lookups for state in inflight.modules.values())
         if on_compute:
             self._order.compute_waits()
-        for name in inflight.modules:
-            self._make(name, inflight)
+        for state in inflight.modules.values():
+            self._make(state, inflight.index)
         if on_compute:
             self._order.note_write()
-
-    def drop(self, inflight: InFlightBatch) -> None:
-        """Wait for the gradients of a batch and leave the tables as they are."""
-        for state in inflight.modules.values():
-            state.deferred.drop()
 
     def update_replicas(self) -> None:
         """Make the updates of replicated tables that have waited for an optimizer step."""
@@ -133,56 +131,55 @@ class TableUpdates:
             self._order.lookup_waits()  # for the backward
             with self._order.on_lookup():
                 for inflight in waiting:
-                    self._make(name, inflight)
+                    self._make(inflight.modules[name], inflight.index)
 
-    def _make(self, name: str, inflight: InFlightBatch) -> None:
-        state, module = inflight.modules[name], self._forwards[name].module
+    def _make(self, state: ModuleContext, index: int) -> None:
         if not state.deferred:
             return
-        self._observe("wait", Stage.EMBEDDING_UPDATE, inflight.index)
-        with self._restoring_rates(name, state):
-            state.deferred.apply(partial(self._use_rates, module, state))
+        self._observe("wait", Stage.EMBEDDING_UPDATE, index)
+        with self._restoring_rates(state):
+            state.deferred.apply(partial(_use_rates, state))
 
     # -- learning rates ---------------------------------------------------------------------------------------------
 
-    def rates_of(self, module: Any, state: ModuleContext) -> SetRates | None:
+    def rates_of(self, state: ModuleContext) -> SetRates | None:
         """Return what gives the kernels the rates of a batch's update; None where nothing moves them.
 
         These are the rates that the batch was trained at, or, before that, those that the schedule has now.
         """
         if self._set_rates is None:
             return None
-        state.deferred.note_rates = partial(self._present_rates, module)
-        return partial(self._set_rates_of, module, state)
+        set_present, module = self._set_rates, state.module
 
-    def _set_rates_of(self, module: Any, state: ModuleContext) -> None:
-        assert self._set_rates is not None
-        if state.rates is None:
-            self._set_rates()
-        else:
-            set_kernel_rates(module, state.rates)
+        def present() -> list[float]:  # which `state` holds: it must not hold `state`
+            set_present()
+            return kernel_rates(module)
 
-    def _present_rates(self, module: Any) -> list[float]:
-        assert self._set_rates is not None
-        self._set_rates()
-        return kernel_rates(module)
+        def set_those_of_batch() -> None:
+            if state.rates is None:
+                set_present()
+            else:
+                set_kernel_rates(module, state.rates)
 
-    def _use_rates(self, module: Any, state: ModuleContext, rates: list[float] | None) -> None:
-        """Give the kernels the learning rates of the backward whose update comes now."""
-        state.rates = rates
-        if rates is not None:
-            set_kernel_rates(module, rates)
+        state.deferred.note_rates = present
+        return set_those_of_batch
 
     @contextmanager
-    def _restoring_rates(self, name: str, state: ModuleContext) -> Iterator[None]:
+    def _restoring_rates(self, state: ModuleContext) -> Iterator[None]:
         """Give the kernels their present rates back after an update at those of its own backward."""
         if self._set_rates is None:
             yield
             return
-        module = self._forwards[name].module
-        present = kernel_rates(module)
+        present = kernel_rates(state.module)
         try:
             yield
         finally:
             state.rates = None
-            set_kernel_rates(module, present)
+            set_kernel_rates(state.module, present)
+
+
+def _use_rates(state: ModuleContext, rates: list[float] | None) -> None:
+    """Give the kernels the learning rates of the backward whose update comes now."""
+    state.rates = rates
+    if rates is not None:
+        set_kernel_rates(state.module, rates)

@@ -20,7 +20,11 @@ from ..tables import SetRates, tables_of, tbes, tbes_within
 
 def kernel_rates(module: Any) -> list[float]:
     """Return the learning rate of each kernel, which is kept on the host."""
-    return [tbe.get_learning_rate() for tbe in tbes(module)]
+    return _rates(tbes(module))
+
+
+def _rates(kernels: list[SplitTableBatchedEmbeddingBagsCodegen]) -> list[float]:
+    return [tbe.get_learning_rate() for tbe in kernels]
 
 
 def set_kernel_rates(module: Any, rates: list[float]) -> None:
@@ -43,6 +47,11 @@ def lookups_since(module: Any, counts: list[int]) -> list[int]:
     return _differences(lookup_counts(module), counts)
 
 
+def added(before: list[int], done: list[int]) -> list[int]:
+    """Return what each kernel has counted in all; `before` is empty at first."""
+    return [a + b for a, b in zip(before, done, strict=True)] if before else done
+
+
 def _differences(now: list[int], before: list[int]) -> list[int]:
     return [a - b for a, b in zip(now, before, strict=True)]
 
@@ -53,11 +62,6 @@ def take_back(module: Any, num_lookups: list[int], order: LookupOrder) -> None:
     Some TBE optimizers count lookups, not updates (FBGEMM 1.8), and Adam corrects its bias by that count: an
     evaluation, or a lookup that is dropped, would change training, and differently so in each mode. The lookup
     stream, where early lookups count, waits for nothing here.
-
-    Args:
-        module: The sharded module.
-        num_lookups: By kernel, how many lookups to take back.
-        order: Of the stream that early lookups count on.
     """
     if any(num_lookups):
         with order.on_lookup():
@@ -98,10 +102,6 @@ class _FusedLookup:
         anchor = weights if weights is not None and weights.requires_grad else torch.zeros((), requires_grad=True)
         embeddings: Tensor = _AtPresentRate.apply(anchor, self, features)  # type: ignore[no-untyped-call]
         return embeddings
-
-    def rates(self) -> list[float]:
-        """The rates that the kernels have; they are kept on the host."""
-        return [tbe.get_learning_rate() for tbe in self.kernels]
 
     def run(self, features: KeyedJaggedTensor) -> tuple[Tensor, GradientEdge]:
         # A copy: TorchRec puts weights that scale gradients into what it is given, and must not do so twice.
@@ -157,7 +157,7 @@ class _AtPresentRate(torch.autograd.Function):
     def forward(ctx: Any, anchor: Tensor, lookup: _FusedLookup, features: KeyedJaggedTensor) -> Tensor:
         features, ctx.weights = _with_own_weights(features)
         ctx.lookup, ctx.features = lookup, features
-        ctx.counts, ctx.rates = _counts(lookup.kernels), lookup.rates()
+        ctx.counts, ctx.rates = _counts(lookup.kernels), _rates(lookup.kernels)
         embeddings, ctx.edge = lookup.run(features)
         return embeddings
 
@@ -166,7 +166,7 @@ class _AtPresentRate(torch.autograd.Function):
         lookup: _FusedLookup = ctx.lookup
         edge, ctx.edge = ctx.edge, None  # a second backward (retain_graph=True) finds the first one's graph used up
         lookup.set_rates()
-        if edge is None or lookup.rates() != ctx.rates:
+        if edge is None or _rates(lookup.kernels) != ctx.rates:
             edge = lookup.run_again(ctx.features, ctx.counts)
         torch.autograd.backward(edge, grad)
         if ctx.weights is None:

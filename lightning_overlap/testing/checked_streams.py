@@ -1,6 +1,6 @@
 """Find races between streams in a real run on a CPU: simulated streams that see every operator and its memory.
 
-All work runs on the calling thread, as with `HostStreams`, but each operator counts as work of the stream that would be
+All work runs on the calling thread, as with `Streams`, but each operator counts as work of the stream that would be
 current on a device, reads and writes by its schema the memory of its tensors, and allocates that of its results. So a
 race shows in every run, whether or not it would have gone wrong on some device.
 """

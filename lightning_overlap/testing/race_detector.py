@@ -15,7 +15,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-from ..runtime import HostStreams
+from ..runtime import Streams
 from ..schedules import StreamName
 
 Clock = Mapping[StreamName, int]
@@ -151,7 +151,7 @@ class RecordedEvent(NamedTuple):
     clock: Clock
 
 
-class SimulatedStreams(HostStreams):
+class SimulatedStreams(Streams):
     """All work runs on the calling thread, and counts as work of the stream that would be current on a device.
 
     Args:

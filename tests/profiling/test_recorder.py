@@ -12,7 +12,7 @@ from lightning_overlap.profiling.overlap import break_down
 from lightning_overlap.profiling.recorder import SpanRecorder
 from lightning_overlap.profiling.spans import Category, exclusive
 from lightning_overlap.runtime.interfaces import timed
-from lightning_overlap.runtime.streams import HostStreams
+from lightning_overlap.runtime.streams import Streams
 from lightning_overlap.schedules.stages import Stage, StreamName
 
 
@@ -32,7 +32,7 @@ def now(monkeypatch: pytest.MonkeyPatch) -> Now:
 
 
 def test_an_inner_stage_takes_its_time_from_the_outer_one(now: Now) -> None:
-    recorder = SpanRecorder(HostStreams())
+    recorder = SpanRecorder(Streams())
     recorder.step()
     with timed(recorder, Stage.DENSE_FORWARD, 3, StreamName.COMPUTE):
         now.ms += 10
@@ -63,7 +63,7 @@ def test_an_inner_stage_takes_its_time_from_the_outer_one(now: Now) -> None:
 
 
 def test_a_stage_that_raises_is_closed(now: Now) -> None:
-    recorder = SpanRecorder(HostStreams())
+    recorder = SpanRecorder(Streams())
     with pytest.raises(RuntimeError), timed(recorder, Stage.EMBEDDING_LOOKUP, 0, StreamName.LOOKUP):
         raise RuntimeError
     assert recorder.stage is None
@@ -71,14 +71,14 @@ def test_a_stage_that_raises_is_closed(now: Now) -> None:
 
 
 def test_a_stage_that_began_before_the_recorder_is_left_out(now: Now) -> None:
-    recorder = SpanRecorder(HostStreams())
+    recorder = SpanRecorder(Streams())
     recorder.end()
     assert recorder.spans() == []
 
 
 def test_functions_of_torch_distributed_come_back() -> None:
     before = dist.all_to_all_single, dist.all_reduce
-    recorder = SpanRecorder(HostStreams())
+    recorder = SpanRecorder(Streams())
     recorder.start()
     assert dist.all_to_all_single is not before[0]
     recorder.stop()

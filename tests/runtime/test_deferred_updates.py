@@ -11,7 +11,7 @@ from lightning_overlap.runtime.deferred_updates import DeferredUpdates
 from lightning_overlap.runtime.inflight import InFlightBatch
 from lightning_overlap.runtime.interfaces import observe_nothing
 from lightning_overlap.runtime.lookup_order import LookupOrder
-from lightning_overlap.runtime.streams import HostStreams
+from lightning_overlap.runtime.streams import Streams
 from lightning_overlap.schedules.stages import StreamName
 
 
@@ -45,15 +45,14 @@ def tables() -> Any:
 
 @pytest.fixture
 def updates(tables: Any) -> DeferredUpdates:
-    updates = DeferredUpdates(tables, LookupOrder(HostStreams(), StreamName.LOOKUP), observe_nothing, 0)
+    updates = DeferredUpdates(tables, LookupOrder(Streams(), StreamName.LOOKUP), observe_nothing, 0)
     for index in (4, 3):
         updates.start(InFlightBatch(index, None))
     return updates
 
 
 def test_each_is_made_once_and_the_oldest_first(updates: DeferredUpdates, tables: Tables) -> None:
-    assert [updates.num_before(4), updates.num_before(5)] == [1, 2]
-    assert updates.num_unseen_by(5) == 2
+    assert [updates.num_unseen_by(4), updates.num_unseen_by(5)] == [1, 2]
     updates.make_all()
     updates.make_all()
     assert tables.done == [("start", 4), ("start", 3), ("make", 3), ("make", 4)]

@@ -22,7 +22,7 @@ from ..support.fakes import (
     check_stages,
     check_staleness,
 )
-from ..support.schedules import run_schedule
+from ..support.schedules import issue_order, run_schedule
 from .setups import FUSED, ONE_FUSED, overlapping, random_schedules
 
 # -- laws -------------------------------------------------------------------------------------------------------
@@ -71,7 +71,7 @@ def test_steps_from_before_the_first_forward_are_caught_up_after_it_in_order(sch
     caught_up = [(stage, batch) for stage, batch in issued[forward:backward] if stage in SPARSE_STAGES]
     would_be = [
         (step.stage, batch)
-        for iteration, step, batch in schedule.issue_order(2 * schedule.depth)
+        for iteration, step, batch in issue_order(schedule, 2 * schedule.depth)
         if batch > 0
         and step.stage in SPARSE_STAGES
         and (iteration, schedule.position(step.stage)) < (0, schedule.position(Stage.BACKWARD))

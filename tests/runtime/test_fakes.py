@@ -67,10 +67,10 @@ class NeverLooksUpDeferred(Executor):
 
 
 class ForgetsDiscovered(Executor):
-    def _discover(self, current: InFlightBatch) -> None:
+    def _after_stage(self, stage: Stage, current: InFlightBatch) -> None:
         if self._sparse is not None and not self._sparse.ready:
             self._stages._waiting.clear()
-        super()._discover(current)
+        super()._after_stage(stage, current)
 
 
 class FetchesTwiceAsMany(Executor):

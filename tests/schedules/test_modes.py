@@ -12,13 +12,15 @@ from lightning_overlap.schedules.options import resolve_schedule, resolve_stream
 from lightning_overlap.schedules.schedule import Schedule, Step
 from lightning_overlap.schedules.stages import Stage, StreamName
 
+from ..support.schedules import issue_order
+
 LETTERS = dict(zip(Stage, "CSDPLFBOU", strict=True))
 
 
 def issues(schedule: Schedule, num_batches: int) -> dict[int, str]:
     """Return what each iteration issues, short: `S1` is the input splits dist of batch 1."""
     listed: dict[int, list[str]] = defaultdict(list)
-    for iteration, step, batch in schedule.issue_order(num_batches):
+    for iteration, step, batch in issue_order(schedule, num_batches):
         listed[iteration].append(f"{LETTERS[step.stage]}{batch}")
     return {iteration: " ".join(issued) for iteration, issued in listed.items()}
 

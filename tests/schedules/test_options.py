@@ -24,6 +24,8 @@ from lightning_overlap.schedules.schedule import Schedule, Step
 from lightning_overlap.schedules.sequential import SequentialSchedule, with_exact_warmup
 from lightning_overlap.schedules.stages import Stage, StreamName
 
+from ..support.schedules import issue_order
+
 
 @given(st.integers(1, 40))
 def test_what_is_derived_is_what_was_asked_for(staleness: int) -> None:
@@ -38,7 +40,7 @@ def test_embeddings_of_no_more_batches_than_the_staleness_are_held_ahead(stalene
     """A batch holds its embeddings from the lookup to the backward, which updates the table."""
     held: set[int] = set()
     most = 0
-    for iteration, step, batch in async_lookup(staleness).issue_order(num_batches):
+    for iteration, step, batch in issue_order(async_lookup(staleness), num_batches):
         if step.stage is Stage.EMBEDDING_LOOKUP:
             held.add(batch)
         elif step.stage is Stage.BACKWARD:

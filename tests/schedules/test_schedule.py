@@ -13,7 +13,7 @@ from lightning_overlap.schedules.modes import FUSED_SPARSE_DIST, MODES
 from lightning_overlap.schedules.schedule import Schedule, ScheduleError, Step
 from lightning_overlap.schedules.stages import Stage, StreamName
 
-from ..support.schedules import random_schedule
+from ..support.schedules import issue_order, random_schedule
 
 LIFE_OF_A_BATCH = (
     Stage.COPY_BATCH_TO_DEVICE,
@@ -145,7 +145,7 @@ def test_the_text_form_is_stable() -> None:
 @given(schedules)
 def test_issue_order_is_what_a_run_from_the_fill_to_the_drain_issues(schedule: Schedule) -> None:
     for num_batches in range(2 * schedule.depth + 1):
-        order = schedule.issue_order(num_batches)
+        order = issue_order(schedule, num_batches)
         for batch in range(num_batches):
             stages = [step.stage for _, step, index in order if index == batch]
             assert tuple(stages) in LIVES
@@ -160,7 +160,7 @@ def test_issue_order_of_a_short_run() -> None:
     #  data_dist |    S0 |    S1 D0    |    D1          |
     #  lookup    |       |          L0 |          L1    |
     #  compute   |       |             | F0    B0    O0 | F1 B1 O1
-    order = [(iteration, step.stage, batch) for iteration, step, batch in FUSED_SPARSE_DIST.issue_order(2)]
+    order = [(iteration, step.stage, batch) for iteration, step, batch in issue_order(FUSED_SPARSE_DIST, 2)]
     copy, splits, data, lookup, forward, backward, step = WITHOUT_PREFETCH
     assert order == [
         (-2, copy, 0),
@@ -186,7 +186,7 @@ def simulated_staleness(schedule: Schedule) -> int:
         return 0
     written: set[int] = set()
     batch = 4 * schedule.depth
-    for _, step, index in schedule.issue_order(batch + 1):
+    for _, step, index in issue_order(schedule, batch + 1):
         if step.stage is (
             Stage.BACKWARD if schedule.step_of(Stage.EMBEDDING_UPDATE) is None else Stage.EMBEDDING_UPDATE
         ):
@@ -200,7 +200,7 @@ def simulated_staleness(schedule: Schedule) -> int:
 def test_staleness_and_depth_are_those_of_a_run(schedule: Schedule) -> None:
     assert schedule.staleness == simulated_staleness(schedule)
     fetched, num_done, most = 0, 0, 0
-    for _, step, _ in schedule.issue_order(4 * schedule.depth):
+    for _, step, _ in issue_order(schedule, 4 * schedule.depth):
         fetched += step.stage is Stage.COPY_BATCH_TO_DEVICE
         most = max(most, fetched - num_done)
         num_done += step.stage is Stage.OPTIMIZER_STEP

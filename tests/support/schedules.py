@@ -11,6 +11,20 @@ from lightning_overlap.schedules.stages import SPARSE_STAGES, TRAINING_STAGES, S
 from .fakes import FakeTrainer, Run
 
 
+def issue_order(schedule: Schedule, num_batches: int) -> list[tuple[int, Step, int]]:
+    """List `(iteration, step, batch)` for a run over so many batches, fill and drain included.
+
+    The fill runs the table from iteration `-max_offset` and skips batches below 0 and steps of the trainer; the drain
+    skips batches past the end, and makes the updates that are left.
+    """
+    return [
+        (iteration, step, iteration + step.offset)
+        for iteration in range(-schedule.max_offset, num_batches + schedule.depth)
+        for step in schedule.steps
+        if 0 <= iteration + step.offset < num_batches
+    ]
+
+
 def run_schedule(schedule: Schedule, num_batches: int, *, ready: bool = True, **options: Any) -> Run:
     """Train fake batches under a schedule.
 

@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader
 
 from lightning_overlap import OverlapEmbeddingStrategy, Stage, StreamName
 from lightning_overlap.profiling import HostTimestamps
-from lightning_overlap.runtime import HostStreams
+from lightning_overlap.runtime import Streams
 from lightning_overlap.tuning import Auto, tuner
 
 from ..checkpoint.resumes import SaveSteps, StatefulSized
@@ -157,7 +157,7 @@ def train_on_streams(case: Case, ms: Mapping[str, tuple[float, ...]], **kwargs: 
         def on_train_start(self, trainer: Any, module: Any) -> None:
             running.append(trainer.strategy)
 
-    def move(streams: HostStreams, stream: StreamName) -> None:
+    def move(streams: Streams, stream: StreamName) -> None:
         if running:
             ahead = running[0]._run.executor._ahead()
             assert len(ahead) > 1, "there are batches in flight"
@@ -165,8 +165,8 @@ def train_on_streams(case: Case, ms: Mapping[str, tuple[float, ...]], **kwargs: 
         moves.append(str(stream))
 
     with (
-        mock.patch.object(tuner, "CudaStreams", HostStreams),
-        mock.patch.object(HostStreams, "move_lookups", move, create=True),
+        mock.patch.object(tuner, "CudaStreams", Streams),
+        mock.patch.object(Streams, "move_lookups", move, create=True),
     ):
         return train(case, ms, callbacks=(Running(),), **kwargs), moves
 

@@ -158,12 +158,11 @@ class FakeSparse:
 
     can_defer_updates = True
 
-    def discover(self, inflight: InFlightBatch) -> bool:
+    def discover(self, inflight: InFlightBatch) -> None:
         """Learn the modules' inputs from a forward that was just run."""
         assert not self.ready, "discovery after it is known which input feeds which module"
         assert inflight.index in self.forwarded, f"discovery from batch {inflight.index}, which had no forward"
         self.ready = True
-        return True
 
     @contextmanager
     def forward(self, inflight: InFlightBatch) -> Iterator[None]:
