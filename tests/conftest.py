@@ -18,9 +18,9 @@ from lightning_overlap.schedules.schedule import Schedule
 
 from .support import interpreters
 from .support.ranks import Ranks
+from .support.side_by_side import is_in_first_run
 
-if "PYTEST_XDIST_WORKER" in os.environ:  # of tests/support/side_by_side.py, which forks it
-    interpreters.start_anew()
+interpreters.start_anew()  # one of two runs side by side
 settings.register_profile("no_deadline", deadline=None)  # no test asserts a time: a busy machine has none to promise
 settings.load_profile("no_deadline")
 
@@ -107,9 +107,12 @@ def two_ranks(get_ranks: Callable[..., Ranks]) -> Ranks:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Mark the tests that have rank processes; skip `gpu` ones where there is no CUDA device."""
+    """Mark the tests that have rank processes, and their run; skip `gpu` ones where there is no CUDA device."""
     for item in items:
-        if "get_ranks" in getattr(item, "fixturenames", ()):
+        ranks = "get_ranks" in getattr(item, "fixturenames", ())
+        if ranks:
             item.add_marker(pytest.mark.ranks)
+        if is_in_first_run(item.path.parent.name, ranks=ranks):
+            item.add_marker(pytest.mark.first_run)
         if item.get_closest_marker("gpu") and not torch.cuda.is_available():
             item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))

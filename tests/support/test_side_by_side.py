@@ -1,78 +1,54 @@
-"""Several processes that share the files of tests are, to who started them, one run of pytest."""
+"""Two runs of pytest at once end with one closing line, and fail if either does."""
 
 from __future__ import annotations
 
-import os
-import signal
-import subprocess
-import sys
-import time
 from pathlib import Path
 
 import pytest
 
-from . import interpreters
-from .side_by_side import main
+from .side_by_side import IN_SECOND_RUN, closing, counts, is_in_first_run, main
 
-FIRST = """
-import os, sys, time
-def test_of_the_first_file(): assert {first}
+CONFTEST = """
+import pytest
+def pytest_configure(config):
+    config.addinivalue_line("markers", "first_run: in rank processes")
 """
-SECOND = """
-import pytest, sys
-def test_is_forked(): assert "torchrec" in sys.modules
+TESTS = """
+import pytest
+@pytest.mark.first_run
+def test_in_ranks(): assert {ranks}
+def test_alone(): assert {alone}
 def test_left_out(): pytest.skip("not here")
 """
 
 
-def command(folder: Path) -> list[str]:
-    return [str(folder), "--rootdir", str(folder), "-c", "/dev/null", "-p", "no:cacheprovider", "-p", "xdist.plugin"]
+def test_the_counts_of_both_are_one() -> None:
+    lines = [
+        "= 1 failed, 20 passed, 3 skipped, 7 deselected in 61.20s (0:01:01) =",
+        "==== 2 passed, 1 error, 24 deselected in 1s ====",
+    ]
+    assert counts(lines[0]) == {"failed": 1, "passed": 20, "skipped": 3, "deselected": 7}
+    assert closing(lines, 3725.5).strip("= ") == "1 failed, 22 passed, 3 skipped, 1 error in 3725.50s (1:02:05)"
+
+
+def test_listed_folders_have_their_ranks_in_the_second_run() -> None:
+    for folder in IN_SECOND_RUN:
+        assert list((Path(__file__).parents[1] / folder).glob("test_*.py"))
+        assert not is_in_first_run(folder, ranks=True)
+    assert is_in_first_run("sparse", ranks=True)
+    assert not is_in_first_run("sparse", ranks=False)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("first", "code", "closing"),
-    [
-        ("True", 0, "2 passed, 1 skipped in"),
-        ("False", 1, "1 failed, 1 passed, 1 skipped in"),
-        ("os._exit(3)", 1, "1 failed, 1 passed, 1 skipped in"),
-    ],
-    ids=["all pass", "one fails", "one ends its process"],
-)
-def test_one_closing_line_and_one_exit_code(
-    first: str,
-    code: int,
-    closing: str,
-    tmp_path: Path,
-    capfd: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
+@pytest.mark.parametrize(("ranks", "alone"), [(True, True), (False, True), (True, False)])
+def test_either_that_fails_fails_both(
+    ranks: bool, alone: bool, tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("PYTEST_DISABLE_PLUGIN_AUTOLOAD", "1")  # they take longer to import than all else here
-    (tmp_path / "test_first.py").write_text(FIRST.format(first=first), encoding="utf-8")
-    (tmp_path / "test_second.py").write_text(SECOND, encoding="utf-8")
-    assert main(command(tmp_path)) == code
-    assert capfd.readouterr().out.splitlines()[-1].strip("= ").startswith(closing)
-
-
-@pytest.mark.slow
-def test_ctrl_c_ends_all(tmp_path: Path) -> None:
-    began = tmp_path / "began"
-    slow = f"import pathlib, time\ndef test_slow(): pathlib.Path({str(began)!r}).touch(); time.sleep(100)"
-    (tmp_path / "test_slow.py").write_text(slow, encoding="utf-8")
-    program = [sys.executable, "-m", "tests.support.side_by_side", *command(tmp_path)]
-    options = {"cwd": interpreters.ROOT, "start_new_session": True, "stdout": subprocess.PIPE, "text": True}
-    variables = os.environ | {"PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # who starts tests in the background ignores it
-    try:
-        process = interpreters.Popen(program, env=variables, **options)
-    finally:
-        signal.signal(signal.SIGINT, before)
-    with process:
-        while not began.exists():
-            time.sleep(0.02)
-        os.killpg(process.pid, signal.SIGINT)
-        told, _ = process.communicate(timeout=60)
-    assert process.returncode == pytest.ExitCode.INTERRUPTED
-    assert told.splitlines()[-1].strip("= ").startswith("no tests ran in")
-    with pytest.raises(ProcessLookupError):
-        os.killpg(process.pid, 0)
+    (tmp_path / "conftest.py").write_text(CONFTEST, encoding="utf-8")
+    (tmp_path / "test_some.py").write_text(TESTS.format(ranks=ranks, alone=alone), encoding="utf-8")
+    code = main([str(tmp_path), "--rootdir", str(tmp_path), "-c", "/dev/null", "-p", "no:cacheprovider"])
+    assert (code == 0) == (ranks and alone)
+    last = capfd.readouterr().out.splitlines()[-1]
+    expected = "2 passed, 1 skipped in" if ranks and alone else "1 failed, 1 passed, 1 skipped in"
+    assert last.strip("= ").startswith(expected)
