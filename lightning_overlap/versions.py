@@ -118,11 +118,11 @@ def check_names(package: str, names: Mapping[str, Iterable[str]], owners: Mappin
     Raises:
         ImportError: An object lacks a name.
     """
-    version = installed().get(package, "of unknown version")
     for owner, thing in owners.items():
         for name in names[owner]:
             # The class first: a property may not have an answer yet.
             if not (hasattr(type(thing), name) or hasattr(thing, name)):
+                version = installed().get(package, "of unknown version")  # here alone: it reads many files
                 raise ImportError(
                     f"{package} {version} lacks {owner}.{name}, which lightning_overlap needs. {what_is_supported()}"
                 )
