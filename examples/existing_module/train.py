@@ -42,7 +42,7 @@ class Clicks(torch.utils.data.Dataset):
 if __name__ == "__main__":
     strategy = OverlapEmbeddingStrategy(fused_optimizer=(torch.optim.SGD, {"lr": 5.0}))
     trainer = Trainer(
-        accelerator="cpu", devices=2, strategy=strategy, max_epochs=2, logger=False, enable_checkpointing=False
+        accelerator="cpu", devices=2, strategy=strategy, max_epochs=1, logger=False, enable_checkpointing=False
     )
     # batch_size=None: an item is a batch already. Lightning gives each of the two processes every other one.
     trainer.fit(ClickModel(), torch.utils.data.DataLoader(Clicks(), batch_size=None))

@@ -59,7 +59,7 @@ if __name__ == "__main__":
         sharding="table_wise", fused_optimizer=(torchrec.optim.RowWiseAdagrad, {"lr": 0.1})
     )
     trainer = Trainer(
-        accelerator="cpu", devices=2, strategy=strategy, max_epochs=2, logger=False, enable_checkpointing=False
+        accelerator="cpu", devices=2, strategy=strategy, max_epochs=1, logger=False, enable_checkpointing=False
     )
     trainer.fit(NextItem(), torch.utils.data.DataLoader(Histories(), batch_size=None))
     if trainer.is_global_zero:

@@ -23,7 +23,7 @@ from lightning_overlap.deltas import Replica
 from lightning_overlap.models import DLRM
 from lightning_overlap.models.dlrm import BinnedAUC
 
-NUM_RANKS, NUM_STEPS, CUT_EVERY, VALIDATE_EVERY = 2, 300, 10, 50
+NUM_RANKS, NUM_STEPS, CUT_EVERY, VALIDATE_EVERY = 2, 150, 10, 50
 
 
 def make(data_path: str | None, **model_options: Any) -> tuple[Any, DLRM]:

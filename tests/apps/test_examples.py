@@ -27,14 +27,14 @@ TORCHRUN = [sys.executable, "-m", "torch.distributed.run"]
 @pytest.mark.parametrize(
     ("story", "python", "number"),
     [
-        ("existing_module", [sys.executable], r"loss after 400 steps: (?P<loss>0\.\d+)"),
+        ("existing_module", [sys.executable], r"loss after 200 steps: (?P<loss>0\.\d+)"),
         (
             "serve_beside_training",
             [sys.executable],
-            r"step 300: validation AUC trained (?P<auc>0\.\d+), served (?P=auc): equal\nage of the served tables",
+            r"step 150: validation AUC trained (?P<auc>0\.\d+), served (?P=auc): equal\nage of the served tables",
         ),
         ("torchrun", [*TORCHRUN, "--standalone", "--nproc-per-node", "2"], r"validation AUC: (?P<auc>0\.\d+)"),
-        ("sequence_model", [sys.executable], r"next items found after 800 steps: (?P<hits>0\.\d+)"),
+        ("sequence_model", [sys.executable], r"next items found after 400 steps: (?P<hits>0\.\d+)"),
     ],
     ids=["existing_module", "serve_beside_training", "torchrun", "sequence_model"],
 )

@@ -78,11 +78,11 @@ DATA = (
     Fault("__getitem__", 0),
     Fault("__getitem__", 4),
     Fault("collate", 1),
-    Fault("worker", 0),
     Fault("on_before_batch_transfer", 4),
     Fault("transfer_batch_to_device", 0),
     Fault("on_after_batch_transfer", 5),
 )
+WORKER = (Fault("worker", 0),)  # a loader's process, which dies
 HOOKS = (
     Fault("on_train_batch_start", 3),
     Fault("training_step", 0),

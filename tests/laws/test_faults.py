@@ -75,9 +75,14 @@ def test_a_fault_in_a_stage_of_all_ranks(two_ranks: Ranks, pipeline: str, which:
     _check(two_ranks, pipeline, [Fault(place, batch) for place, batch in batch_of.items()])
 
 
-@pytest.mark.parametrize("pipeline", ["base", "fused_sparse_dist", "semi_sync"])
-@pytest.mark.parametrize("whose", ["DATA", "HOOKS"])
-def test_a_fault_of_the_user_on_all_ranks(two_ranks: Ranks, pipeline: str, whose: str) -> None:
+@pytest.mark.parametrize(
+    ("whose", "pipeline"),
+    [
+        *((whose, pipeline) for whose in ("DATA", "HOOKS") for pipeline in ("base", "fused_sparse_dist", "semi_sync")),
+        ("WORKER", "fused_sparse_dist"),
+    ],
+)
+def test_a_fault_of_the_user_on_all_ranks(two_ranks: Ranks, whose: str, pipeline: str) -> None:
     _check(two_ranks, pipeline, list(getattr(faults, whose)))
 
 
