@@ -18,9 +18,9 @@ from lightning_overlap.schedules.schedule import Schedule
 
 from .support import interpreters
 from .support.ranks import Ranks
-from .support.side_by_side import is_in_first_run
+from .support.side_by_side import run_of
 
-interpreters.start_anew()  # one of two runs side by side
+interpreters.start_anew()  # one of three runs side by side
 settings.register_profile("no_deadline", deadline=None)  # no test asserts a time: a busy machine has none to promise
 settings.load_profile("no_deadline")
 
@@ -112,7 +112,6 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         ranks = "get_ranks" in getattr(item, "fixturenames", ())
         if ranks:
             item.add_marker(pytest.mark.ranks)
-        if is_in_first_run(item.path.parent.name, ranks=ranks):
-            item.add_marker(pytest.mark.first_run)
+        item.add_marker(run_of(item.path.parent.name, ranks=ranks))
         if item.get_closest_marker("gpu") and not torch.cuda.is_available():
             item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))

@@ -1,9 +1,9 @@
-"""The whole suite as two pytest runs at once: most tests in rank processes, which wait a lot, and all others.
+"""The whole suite as three pytest runs at once, which wait at different times: rank processes, programs, all others.
 
-Both are forked from one process that has imported everything, as all that they fork in turn.
+All are forked from one process that has imported everything, as all that they fork in turn.
 
-`python -m tests.support.side_by_side [ARGUMENTS OF PYTEST]` shows the first as it goes, then the second, then one
-closing line for both. It fails if either does.
+`python -m tests.support.side_by_side [ARGUMENTS OF PYTEST]` shows the first as it goes, then the others, then one
+closing line for all. It fails if any does.
 """
 
 from __future__ import annotations
@@ -14,22 +14,29 @@ import sys
 import tempfile
 import time
 from collections import Counter
+from contextlib import ExitStack
 
 from . import interpreters
 
 WIDTH = 80
-IN_SECOND_RUN = ("callbacks", "checkpoint", "testing")
-"""Folders of `tests/` whose tests in rank processes are in the second run, so that both end at about the same time."""
+RUNS = ("first_run", "second_run", "third_run")
+"""Their markers: most tests in rank processes; most that start programs; all others."""
+RANKS_IN_THIRD_RUN = ("callbacks", "checkpoint", "profiling", "tables", "testing", "tuning")
+"""Folders of `tests/` whose tests in rank processes are in the third run, so that all end at about the same time."""
+PROGRAMS = ("apps", "benchmarks", "house", "laws", "plugin", "support")
+"""Folders of `tests/` whose tests, where they have no rank processes, mostly start programs."""
 
 
-def is_in_first_run(folder: str, *, ranks: bool) -> bool:
-    """Whether a test is in the run with most tests in rank processes.
+def run_of(folder: str, *, ranks: bool) -> str:
+    """Return the marker of the run that a test is in.
 
     Args:
         folder: Name of the folder that its file is in.
         ranks: Whether it has rank processes.
     """
-    return ranks and folder not in IN_SECOND_RUN
+    if ranks:
+        return RUNS[2] if folder in RANKS_IN_THIRD_RUN else RUNS[0]
+    return RUNS[1] if folder in PROGRAMS else RUNS[2]
 
 
 def counts(closing_line: str) -> Counter[str]:
@@ -41,7 +48,7 @@ def counts(closing_line: str) -> Counter[str]:
 def closing(lines: list[str], seconds: float) -> str:
     """The closing line of several runs that were one."""
     total: Counter[str] = sum((counts(line) for line in lines), Counter())
-    del total["deselected"]  # each run leaves the other's tests out
+    del total["deselected"]  # each run leaves the others' tests out
     order = ["failed", "passed", "skipped", "xfailed", "xpassed", "warning", "error"]
     told = ", ".join(f"{total[word]} {word}" for word in order if total[word])
     clock = f"{int(seconds) // 3600}:{int(seconds) // 60 % 60:02}:{int(seconds) % 60:02}"
@@ -49,31 +56,36 @@ def closing(lines: list[str], seconds: float) -> str:
 
 
 def main(arguments: list[str]) -> int:
-    """Run both, and return 0 if both passed."""
+    """Run all, and return 0 if all passed."""
     began = time.monotonic()
     # Of hydra's plugin, which asserts nothing.
     own = ["-W", "ignore:Module already imported:pytest.PytestAssertRewriteWarning"]
-    pytest = [sys.executable, "-m", "pytest", *own, *arguments]
-    with tempfile.TemporaryFile("w+") as written:
-        others = interpreters.Popen([*pytest, "-m", "not first_run"], stdout=written, stderr=subprocess.STDOUT)
+    pytest = [sys.executable, "-m", "pytest", *own, *arguments, "-m"]
+    with ExitStack() as stack:
+        others = []
+        for run in RUNS[1:]:
+            written = stack.enter_context(tempfile.TemporaryFile("w+"))
+            process = interpreters.Popen([*pytest, run], stdout=written, stderr=subprocess.STDOUT)
+            stack.callback(process.wait)
+            stack.callback(process.terminate)  # Ctrl-C ends all
+            others.append((process, written))
         last = ""
-        try:
-            with interpreters.Popen([*pytest, "-m", "first_run"], stdout=subprocess.PIPE, text=True) as ranks:
-                assert ranks.stdout is not None
-                while part := ranks.stdout.read(1):  # the dots as they come
-                    sys.stdout.write(part)
-                    sys.stdout.flush()
-                    last = "" if last.endswith("\n") else last
-                    last += part
-            code = others.wait()
-        finally:
-            others.terminate()  # Ctrl-C ends both
-            others.wait()
-        written.seek(0)
-        text = written.read()
-    print(text, end="")
-    print(closing([last, text.rstrip().rpartition("\n")[2]], time.monotonic() - began))
-    return ranks.returncode or code
+        with interpreters.Popen([*pytest, RUNS[0]], stdout=subprocess.PIPE, text=True) as first:
+            assert first.stdout is not None
+            while part := first.stdout.read(1):  # the dots as they come
+                sys.stdout.write(part)
+                sys.stdout.flush()
+                last = "" if last.endswith("\n") else last
+                last += part
+        codes, lines = [first.returncode], [last]
+        for process, written in others:
+            codes.append(process.wait())
+            written.seek(0)
+            text = written.read()
+            print(text, end="")
+            lines.append(text.rstrip().rpartition("\n")[2])
+    print(closing(lines, time.monotonic() - began))
+    return max(map(abs, codes))
 
 
 if __name__ == "__main__":

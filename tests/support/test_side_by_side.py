@@ -1,4 +1,4 @@
-"""Two runs of pytest at once end with one closing line, and fail if either does."""
+"""Three runs of pytest at once end with one closing line, and fail if any does."""
 
 from __future__ import annotations
 
@@ -6,23 +6,28 @@ from pathlib import Path
 
 import pytest
 
-from .side_by_side import IN_SECOND_RUN, closing, counts, is_in_first_run, main
+from .side_by_side import PROGRAMS, RANKS_IN_THIRD_RUN, closing, counts, main, run_of
 
 CONFTEST = """
 import pytest
 def pytest_configure(config):
-    config.addinivalue_line("markers", "first_run: in rank processes")
+    for run in ("first_run", "second_run", "third_run"):
+        config.addinivalue_line("markers", run)
 """
 TESTS = """
 import pytest
 @pytest.mark.first_run
-def test_in_ranks(): assert {ranks}
-def test_alone(): assert {alone}
+def test_in_ranks(): assert {0}
+@pytest.mark.second_run
+def test_of_programs(): assert {1}
+@pytest.mark.third_run
+def test_alone(): assert {2}
+@pytest.mark.third_run
 def test_left_out(): pytest.skip("not here")
 """
 
 
-def test_the_counts_of_both_are_one() -> None:
+def test_the_counts_of_all_are_one() -> None:
     lines = [
         "= 1 failed, 20 passed, 3 skipped, 7 deselected in 61.20s (0:01:01) =",
         "==== 2 passed, 1 error, 24 deselected in 1s ====",
@@ -31,24 +36,23 @@ def test_the_counts_of_both_are_one() -> None:
     assert closing(lines, 3725.5).strip("= ") == "1 failed, 22 passed, 3 skipped, 1 error in 3725.50s (1:02:05)"
 
 
-def test_listed_folders_have_their_ranks_in_the_second_run() -> None:
-    for folder in IN_SECOND_RUN:
+def test_each_test_is_in_one_run() -> None:
+    for folder in (*RANKS_IN_THIRD_RUN, *PROGRAMS):
         assert list((Path(__file__).parents[1] / folder).glob("test_*.py"))
-        assert not is_in_first_run(folder, ranks=True)
-    assert is_in_first_run("sparse", ranks=True)
-    assert not is_in_first_run("sparse", ranks=False)
+    assert [run_of(folder, ranks=True) for folder in ("laws", "tables")] == ["first_run", "third_run"]
+    assert [run_of(folder, ranks=False) for folder in ("laws", "tables")] == ["second_run", "third_run"]
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("ranks", "alone"), [(True, True), (False, True), (True, False)])
-def test_either_that_fails_fails_both(
-    ranks: bool, alone: bool, tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("fails", [None, 0, 1, 2])
+def test_any_that_fails_fails_all(
+    fails: int | None, tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("PYTEST_DISABLE_PLUGIN_AUTOLOAD", "1")  # they take longer to import than all else here
     (tmp_path / "conftest.py").write_text(CONFTEST, encoding="utf-8")
-    (tmp_path / "test_some.py").write_text(TESTS.format(ranks=ranks, alone=alone), encoding="utf-8")
+    (tmp_path / "test_some.py").write_text(TESTS.format(*(run != fails for run in range(3))), encoding="utf-8")
     code = main([str(tmp_path), "--rootdir", str(tmp_path), "-c", "/dev/null", "-p", "no:cacheprovider"])
-    assert (code == 0) == (ranks and alone)
+    assert (code == 0) == (fails is None)
     last = capfd.readouterr().out.splitlines()[-1]
-    expected = "2 passed, 1 skipped in" if ranks and alone else "1 failed, 1 passed, 1 skipped in"
+    expected = "3 passed, 1 skipped in" if fails is None else "1 failed, 2 passed, 1 skipped in"
     assert last.strip("= ").startswith(expected)
