@@ -65,7 +65,7 @@ class Job:
             local_world_size=int(os.environ.get("LOCAL_WORLD_SIZE", dist.get_world_size())),
             quantized_comms=strategy.quantized_comms,
         )
-        sharders = training_sharders(codecs_of(build.build_comms(self.config), self.device))
+        sharders = training_sharders(codecs_of(strategy.quantized_comms, self.device))
         torch.manual_seed(self.config["seed"])  # tables draw their weights as they are sharded
         return DistributedModelParallel(model, device=self.device, plan=plan, sharders=sharders)
 

@@ -140,8 +140,8 @@ def _worst(arm: ArmTurns) -> dict[str, tuple[float, float]]:
     worst: dict[str, tuple[float, float]] = {}
     for name in arm.rounds[0][0].collectives:
         pairs = [[turn.collectives[name] for turn in turns if name in turn.collectives] for turns in arm.by_rank]
-        medians = [(median(busy for busy, _ in of), median(waited for _, waited in of)) for of in pairs if of]
-        worst[name] = max(medians, key=lambda pair: pair[1])
+        busy_ms, waited_ms = max((np.median(of, axis=0).tolist() for of in pairs if of), key=lambda pair: pair[1])
+        worst[name] = busy_ms, waited_ms
     return worst
 
 
@@ -201,20 +201,15 @@ def _hidden(times: tuple[float, float] | None) -> str:
     return "hidden" if waited < max(HIDDEN * busy, 0.05) else f"exposed {waited:.1f} ms"
 
 
-def failures(arms: Sequence[ArmTurns]) -> list[str]:
-    """Return a line for each arm that does not run here."""
-    return [f"{arm.name}: does not run here: {arm.failure}" for arm in arms if arm.failure is not None]
-
-
-def disagreements(results: Sequence[ArmResult]) -> list[str]:
-    """Return a line for each arm whose rounds say too different things to go by their median."""
+def notes(arms: Sequence[ArmTurns], results: Sequence[ArmResult]) -> list[str]:
+    """Return a line for each arm whose rounds say too different things to go by their median, or that does not run."""
     return [
         f"{result.name}: the rounds disagree, from {low:.2f} to {high:.2f} of base: no verdict. Close other programs, "
         "or raise rounds and steps."
         for result in results
         for low, high in [result.of_base_range]
         if high - low > MAX_SPREAD * result.of_base
-    ]
+    ] + [f"{arm.name}: does not run here: {arm.failure}" for arm in arms if arm.failure is not None]
 
 
 # -- what is written --------------------------------------------------------------------------------------------

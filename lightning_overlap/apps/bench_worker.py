@@ -144,8 +144,7 @@ class _Bench:
             wire = f"the wire with all all-to-alls and the dense all-reduce ({self.all_reduce_ms:.2f} ms)"
             unwaiting = "base's slowest rank if it waited for no all-to-all"
             print(f"bound: {bound:.2f} ms: {unwaiting}, or {wire}, whichever is busier")
-        notes = [*bench_report.disagreements(results), *bench_report.failures(turns)]
-        for part in (bench_report.collectives_table(results), "\n".join(notes)):
+        for part in (bench_report.collectives_table(results), "\n".join(bench_report.notes(turns, results))):
             if part:
                 print(f"\n{part}")
         about = {

@@ -90,14 +90,12 @@ def build_trainer(
         "CSVLogger": {"name": None, "version": ""},  # right into the folder, as the next
         "TensorBoardLogger": {"name": None, "version": ""},
     }
-    callbacks: list[Any] = [
-        _build(f"callbacks.{name}", {**own.get(_target_name(node), {}), **node}, object)
-        for name, node in config["callbacks"].items()
-    ]
-    loggers: list[Any] = [
-        _build(f"logger.{name}", {"save_dir": log_dir, **own.get(_target_name(node), {}), **node}, object)
-        for name, node in config["logger"].items()
-    ]
+
+    def built(group: str, **shared: Any) -> list[Any]:
+        nodes = {name: {**shared, **own.get(_target_name(node), {}), **node} for name, node in config[group].items()}
+        return [_build(f"{group}.{name}", node, object) for name, node in nodes.items()]
+
+    callbacks, loggers = built("callbacks"), built("logger", save_dir=log_dir)
     saves = any(isinstance(callback, Checkpoint) for callback in callbacks)
     bars = any(isinstance(callback, ProgressBar) for callback in callbacks)
     enabled = {"enable_progress_bar": bars, "enable_checkpointing": saves, "default_root_dir": log_dir}

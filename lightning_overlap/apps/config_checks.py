@@ -22,7 +22,7 @@ AUTO = "auto"
 
 SWITCHES = ("start_batch", "end_batch", "num_lookup_threads", "stash_gradients")
 """What `pipeline` may set besides the schedule; `overlap-train --help` says what each does."""
-PIPELINE_OPTIONS = ("name", "schedule", "staleness", "defer_update", "frozen_window", *SWITCHES)
+MODE_OPTIONS = ("staleness", "defer_update", "frozen_window")
 LATENCIES = ("all_to_all_ms", "forward_ms", "backward_ms", "step_ms")
 TASKS = ("train", "test", "validate")
 METRICS = ("val", "test")
@@ -33,22 +33,16 @@ def modes(config: Config) -> list[Schedule]:
     """Return the schedules to train, the one asked for last."""
     pipeline = config["pipeline"]
     for name in pipeline:
-        check_known("option of pipeline", name, PIPELINE_OPTIONS)
-    own = pipeline.get("schedule")
+        check_known("option of pipeline", name, ("name", "schedule", *MODE_OPTIONS, *SWITCHES))
+    own, others = pipeline.get("schedule"), [resolve_schedule(name) for name in config["compare"]]
     if pipeline.get("name") == AUTO and not own:
-        given = [name for name, value in pipeline.items() if value and name != "name"]
-        if given:
-            raise ValueError(
-                f"pipeline.{given[0]}={pipeline[given[0]]} belongs to a mode, and pipeline=auto chooses one."
-            )
-        return [*map(resolve_schedule, config["compare"]), replace(MODES["fused_sparse_dist"], name=AUTO)]
+        return [*others, replace(MODES["fused_sparse_dist"], name=AUTO)]
     wanted = resolve_schedule(
         Schedule.parse(own) if own else pipeline["name"],
         pipeline.get("staleness"),
         bool(pipeline.get("defer_update")),
         bool(pipeline.get("frozen_window")),
     )
-    others = [resolve_schedule(name) for name in config["compare"]]
     return [other for other in others if other != wanted] + [wanted]
 
 
@@ -56,7 +50,8 @@ def switches(config: Config, schedule: Schedule) -> dict[str, Any]:
     """Return what the config says besides the schedule: for the mode asked for, and any other with a staleness."""
     if not schedule.staleness and schedule != modes(config)[-1]:
         return {}
-    return {name: value for name in SWITCHES if (value := config["pipeline"].get(name)) is not None}
+    names = MODE_OPTIONS + SWITCHES if schedule.name == AUTO else SWITCHES  # the strategy refuses them with "auto"
+    return {name: value for name in names if (value := config["pipeline"].get(name)) is not None}
 
 
 def check(config: Config) -> None:
@@ -190,15 +185,10 @@ def check_arguments(where: str, node: Config, target: Callable[..., Any]) -> Non
     except Exception:  # a name that is imported for type checkers alone
         return
     for name, value in node.items():
-        choices = _choices(hints.get(name, Any))
+        hint = hints.get(name, Any)
+        choices = typing.get_args(hint) if typing.get_origin(hint) in (Union, types.UnionType) else (hint,)
         if not any(_fits(value, choice) for choice in choices):
             raise TypeError(f"{where}.{name} is {' or '.join(map(_words, choices))}, got {value!r}.")
-
-
-def _choices(hint: Any) -> list[Any]:
-    """Take a union apart."""
-    is_union = typing.get_origin(hint) in (Union, types.UnionType)
-    return [choice for one in typing.get_args(hint) for choice in _choices(one)] if is_union else [hint]
 
 
 _PLAIN = {bool: "true or false", int: "an integer", float: "a number", str: "a text", type(None): "null"}

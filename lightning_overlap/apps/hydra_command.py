@@ -59,9 +59,11 @@ def run_job(job: Callable[[dict[str, Any], Path], float | None], composed: DictC
     Where it fails as a rank that a launcher started, all ranks tell the first cause, once and last.
     """
     try:
-        config = _plain(composed)
+        config = cast("dict[str, Any]", OmegaConf.to_container(composed, resolve=True, throw_on_missing=True))
         config_checks.check(config)
         return job(config, Path(HydraConfig.get().runtime.output_dir))
+    except OmegaConfBaseException as err:
+        _fail(f"{str(err).splitlines()[0]}. Give it on the command line: {err.full_key}=...")
     except launch.RunEndedError as err:
         _fail(str(err), err.exit_code)
     except Exception as err:
@@ -90,14 +92,6 @@ def run_on_ranks(config: dict[str, Any], folder: Path, worker: str, about: str) 
     model, data = (config[group]["_target_"].rpartition(".")[2] for group in ("model", "data"))
     print(f"overlap-{worker.removesuffix('_worker')}: {model} on {data}, {num_ranks} ranks, {about}", flush=True)
     launch.run_ranks(num_ranks, worker, folder)
-
-
-def _plain(composed: DictConfig) -> dict[str, Any]:
-    """The config as plain containers, with all that has to be given."""
-    try:
-        return cast("dict[str, Any]", OmegaConf.to_container(composed, resolve=True, throw_on_missing=True))
-    except OmegaConfBaseException as err:
-        raise ValueError(f"{str(err).splitlines()[0]}. Give it on the command line: {err.full_key}=...") from err
 
 
 def _fail(message: str, exit_code: int = 1) -> NoReturn:

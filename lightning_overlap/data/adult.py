@@ -147,20 +147,20 @@ class AdultDataModule(RecDataModule):
         self.path = path
         self.seed = seed
         self.max_bad_row_rate = max_bad_row_rate
-        self._splits: dict[str, AdultRows] | None = None
+        self._splits: dict[str, AdultRows] = {}
 
     def check(self) -> None:
         """Raise now if the file cannot be read or begins with a bad row: before any process is launched."""
         check_files(self.path, parse_row, "the original adult.data")
 
     def setup(self, stage: str) -> None:
-        """Read the file, once, on every rank.
+        """Read the file, once, on every rank; a loader does so where nobody has.
 
         Raises:
             BadRowRateError: Too many rows are bad.
             ValueError: There are too few rows for one batch on each rank.
         """
-        if self._splits is None:
+        if not self._splits:
             self.check()
             self._splits = self._read()
         for split, rows in self._splits.items():
@@ -192,11 +192,7 @@ class AdultDataModule(RecDataModule):
         }
 
     def _batches(self, split: str) -> Batches:
-        if self._splits is None:
-            raise RuntimeError(
-                "The data has not been read yet.\n  got: a loader was asked for before setup()\n"
-                "  Call datamodule.setup('fit') first; a Trainer does."
-            )
+        self.setup(split)
         rows = self._splits[split]
         seed = self.seed if split == "train" else None
         deal = partial(dealt_out, len(rows.labels_N), self.batch_size, self.rank, self.world_size, seed)

@@ -30,9 +30,9 @@ MIN_ROWS_JUDGED = 1000
 
 _NUM_BAD_ROWS_LOGGED = 5
 _FORMS = (
-    (rb"[01]", "0 or 1"),
-    *[(rb"(-?[0-9]{1,18})?", "an integer of at most 18 digits or empty")] * len(DENSE_NAMES),
-    *[(rb"[0-9a-fA-F]{0,16}", "a hexadecimal number of at most 16 digits or empty")] * len(CATEGORY_NAMES),
+    (r"[01]", "0 or 1"),
+    *[(r"(-?[0-9]{1,18})?", "an integer of at most 18 digits or empty")] * len(DENSE_NAMES),
+    *[(r"[0-9a-fA-F]{0,16}", "a hexadecimal number of at most 16 digits or empty")] * len(CATEGORY_NAMES),
 )
 """Pattern and description of each field."""
 _ROW = re.compile(rb"[01](?:\t-?[0-9]{1,18}+|\t){13}+(?:\t[0-9a-fA-F]{0,16}+){26}+")  # possessive: twice as fast
@@ -92,18 +92,14 @@ def check_row(line: bytes) -> bytes:
     """Return a raw Criteo row that is good, or raise a ValueError that says which field is wrong and what was got."""
     if _ROW.fullmatch(line):
         return line
-    fields = line.split(b"\t")
+    text = line.decode("utf-8", "backslashreplace")
+    fields = text.split("\t")
     if len(fields) != NUM_FIELDS:
-        raise ValueError(f"expected {NUM_FIELDS} tab-separated fields, got {len(fields)}: {_shown(line)}")
+        raise ValueError(f"expected {NUM_FIELDS} tab-separated fields, got {len(fields)}: {text[:60]!r}")
     for name, (form, what), got in zip(("the label", *DENSE_NAMES, *CATEGORY_NAMES), _FORMS, fields, strict=True):
         if not re.fullmatch(form, got):
-            raise ValueError(f"{name} must be {what}, got {_shown(got)}")
+            raise ValueError(f"{name} must be {what}, got {got[:60]!r}")
     raise AssertionError(f"no field of {line!r} is bad, yet the row is")
-
-
-def _shown(got: bytes) -> str:
-    text = got.decode("utf-8", "backslashreplace")
-    return repr(text if len(text) <= 60 else text[:57] + "...")
 
 
 def parse_rows(lines: Sequence[bytes], table_sizes: dict[str, int]) -> RecBatch:

@@ -49,12 +49,7 @@ class BinnedAUC(Metric):
             self.add_state(name, torch.zeros(self.num_bins, dtype=torch.int64), dist_reduce_fx="sum")
 
     def update(self, logits: Tensor, labels: Tensor) -> None:
-        """Count a batch.
-
-        Args:
-            logits: Logits of clicks, `(B,)`, any float dtype.
-            labels: 1 for a click, else 0, `(B,)`, any float dtype.
-        """
+        """Count a batch of logits, `(B,)`, and of labels, 1 for a click, else 0, `(B,)`; both of any float dtype."""
         bins_B = ((logits.float() + 16) * (self.num_bins / 32)).long().clamp(0, self.num_bins - 1)
         clicks_B = labels.long()
         self.num_clicks.scatter_add_(0, bins_B, clicks_B)
@@ -155,7 +150,13 @@ class DLRM(LightningModule):
             )
         table_sizes = {str(name): int(num_rows) for name, num_rows in table_sizes.items()}
         bottom_layers, top_layers = [int(width) for width in bottom_layers], [int(width) for width in top_layers]
-        self.save_hyperparameters(ignore=["table_device"])  # the arguments, as they are by now
+        self.save_hyperparameters(
+            {
+                **{"table_sizes": table_sizes, "num_dense": num_dense, "embedding_dim": embedding_dim},
+                **{"bottom_layers": bottom_layers, "top_layers": top_layers, "learning_rate": learning_rate},
+                **{"fused_optimizer": fused_optimizer, "table_learning_rate": table_learning_rate},
+            }
+        )
         self.features = list(table_sizes)
         self.learning_rate = learning_rate
         tables = [_table(name, num_rows, embedding_dim) for name, num_rows in table_sizes.items()]

@@ -14,9 +14,8 @@ from lightning_overlap.apps.bench_report import (
     Turn,
     bound_ms,
     collectives_table,
-    disagreements,
     evaluate,
-    failures,
+    notes,
     table,
     write,
 )
@@ -104,7 +103,7 @@ def test_the_table_has_a_row_for_each_arm_that_ran() -> None:
         *("base", "100.00 ms", "110.00 ms", "9.00 ms", "1.000", "1.000-1.000"),
         *("194", "50.00 ms", "100 MiB", "0.5", "yes"),
     ]  # fmt: skip
-    assert failures(arms) == ["peer: does not run here: RuntimeError: no such stream"]
+    assert notes(arms, results) == ["peer: does not run here: RuntimeError: no such stream"]
 
 
 def test_each_collective_is_hidden_or_exposed() -> None:
@@ -142,5 +141,5 @@ def test_rounds_that_disagree_give_no_verdict() -> None:
     [result] = evaluate([base()], None)
     calm = replace(result, name="calm", of_base=0.8, of_base_range=(0.75, 0.85))
     wild = replace(result, name="wild", of_base=0.8, of_base_range=(0.7, 1.1))
-    [line] = disagreements([calm, wild])
+    [line] = notes([], [calm, wild])
     assert line.startswith("wild: the rounds disagree, from 0.70 to 1.10 of base: no verdict.")

@@ -210,9 +210,9 @@ def test_too_few_rows_for_the_ranks_say_what_batch_size_would_do(tmp_path):
         module_of(path, 0, 2, batch_size=16)
 
 
-def test_a_loader_before_setup_is_refused(tmp_path):
-    with pytest.raises(RuntimeError, match=r"Call datamodule\.setup"):
-        AdultDataModule(tmp_path / "adult.data").train_dataloader()
+def test_a_loader_before_setup_reads_the_file(tmp_path):
+    data = AdultDataModule(write(tmp_path / "adult.data", [numbered(n) for n in range(100)]), batch_size=5)
+    assert [n for batch in data.test_dataloader() for n in numbers_of(batch, train_rows(100))] == list(range(4, 100, 5))
 
 
 # --- the real file ---
