@@ -41,8 +41,7 @@ class Job:
     data: LightningDataModule
     batches: DataLoader[Any]
     device: torch.device
-    after_step: Callable[[Tensor, OverlapEmbeddingStrategy | None], None]
-    """Called after every step with its loss, and with the strategy where it is ours."""
+    after_step: Callable[[Tensor, OverlapEmbeddingStrategy | None], None]  # gets each loss, and a strategy of ours
     log_dir: Path
 
     def make_model(self) -> LightningModule:
@@ -159,8 +158,7 @@ class Network(nn.Module):
         paths = sorted({table.module for table in find_tables(module)})
         if len(paths) != 1 or "." in paths[0]:
             raise ValueError(f"TorchRec's pipelines are run on one collection at the top of the module, got {paths}.")
-        self.module = module
-        self.path = paths[0]
+        self.module, self.path = module, paths[0]
         self.rest = _Rest(module, paths[0])
 
     def forward(self, batch: Any) -> tuple[Tensor, Tensor]:

@@ -30,7 +30,6 @@ class Turn:
     """
 
     step_ms: list[float]  # of each timed step
-    window_ms: float  # all timed steps together, to device completion
     losses: bytes  # of every step, float32
     final_loss: float
     peak_memory: dict[str, int]  # in the timed steps; name -> bytes
@@ -95,8 +94,7 @@ def evaluate(arms: Sequence[ArmTurns], batch_size: int | None) -> list[ArmResult
         if arm.failure is not None:
             continue
         by_rank = arm.by_rank
-        num_samples = sum(len(turn.step_ms) for turns in by_rank for turn in turns) * (batch_size or 0)
-        slowest_ms = max(sum(turn.window_ms for turn in turns) for turns in by_rank)
+        slowest_ms = max(float(np.mean([turn.step_ms for turn in turns])) for turns in by_rank)
         ratios = [_round_ms(mine) / _round_ms(of_base) for mine, of_base in zip(arm.rounds, base.rounds, strict=True)]
         alike = by_name.get(f"{base.name}+{arm.name.partition('+')[2]}", base)
         results.append(
@@ -108,7 +106,7 @@ def evaluate(arms: Sequence[ArmTurns], batch_size: int | None) -> list[ArmResult
                 cpu_ms=max(_by_rank(arm, "cpu_ms"), default=None),
                 of_base=median(ratios),
                 of_base_range=(min(ratios), max(ratios)),
-                samples_per_s=num_samples / slowest_ms * 1e3 if batch_size else None,
+                samples_per_s=len(by_rank) * batch_size / slowest_ms * 1e3 if batch_size else None,
                 peak_memory={
                     name: int(max(np.percentile([turn.peak_memory[name] for turn in turns], 90) for turns in by_rank))
                     for name in arm.rounds[0][0].peak_memory
@@ -210,9 +208,6 @@ def notes(arms: Sequence[ArmTurns], results: Sequence[ArmResult]) -> list[str]:
         for low, high in [result.of_base_range]
         if high - low > MAX_SPREAD * result.of_base
     ] + [f"{arm.name}: does not run here: {arm.failure}" for arm in arms if arm.failure is not None]
-
-
-# -- what is written --------------------------------------------------------------------------------------------
 
 
 def write(

@@ -6,7 +6,6 @@ import ctypes
 import gc
 import itertools
 import os
-import sys
 import time
 import traceback
 from contextlib import suppress
@@ -19,6 +18,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch.utils.data import DataLoader
+from tqdm import tqdm  # type: ignore[import-untyped]
 
 from .. import versions
 from ..distributed import gather_objects
@@ -69,10 +69,8 @@ class _Bench:
         # On the host, before any clock starts.
         batches = list(itertools.islice(self.data.train_dataloader(), config["num_batches"]))
         self.batches = [batch.pin_memory() for batch in batches] if device.type == "cuda" else batches
-        self.spans: dict[str, list[Span]] = {}
-        """Of each mode's last turn, on this rank."""
-        self.all_reduce_ms = self._time_all_reduce()
-        """What the all-reduce of dense gradients takes by itself."""
+        self.spans: dict[str, list[Span]] = {}  # of each mode's last turn, on this rank
+        self.all_reduce_ms = self._time_all_reduce()  # of dense gradients, by itself
 
     def _time_all_reduce(self, rounds: int = 5) -> float:
         model = build.build_model(self.config, self.data)
@@ -91,19 +89,15 @@ class _Bench:
         return median(times_ms)
 
     def all_rounds(self) -> list[ArmTurns]:
-        from tqdm import tqdm  # type: ignore[import-untyped]
-
         stale = {name: schedule.staleness for name, (schedule, _) in self.ours.items()} | {"torchrec/semi_sync": 1}
         arms = [ArmTurns(name, stale.get(_plain(name), 0)) for name in config_checks.arms(self.config)]
-        num_rounds = self.config["rounds"]
-        with tqdm(total=len(arms) * num_rounds, disable=dist.get_rank() != 0, desc="overlap-bench", unit="turn") as bar:
-            for number in range(num_rounds):
-                shift = number % len(arms)
-                for arm in arms[shift:] + arms[:shift]:
-                    bar.set_postfix_str(arm.name)
-                    if arm.failure is None:
-                        self._take_turn(arm)
-                    bar.update()
+        shifts = [number % len(arms) for number in range(self.config["rounds"])]
+        in_turn = [arm for shift in shifts for arm in arms[shift:] + arms[:shift]]
+        bar = tqdm(in_turn, disable=dist.get_rank() != 0, desc="overlap-bench", unit="turn")
+        for arm in bar:
+            bar.set_postfix_str(arm.name)
+            if arm.failure is None:
+                self._take_turn(arm)
         return arms
 
     def _take_turn(self, arm: ArmTurns) -> None:
@@ -127,9 +121,9 @@ class _Bench:
         job = Job(self.config, self.data, loader, self.device, meter.after_step, self.folder)
         try:
             train(name, job)
-            turn = meter.turn()
-            if meter.spans:
-                self.spans[name] = meter.spans
+            turn, spans = meter.turn()
+            if spans:
+                self.spans[name] = spans
             return turn
         finally:
             meter.close()
@@ -177,7 +171,7 @@ def _free(device: torch.device) -> None:
     gc.collect()
     if device.type == "cuda":
         torch.cuda.empty_cache()
-    elif sys.platform == "linux":
+    else:
         with suppress(AttributeError):  # another C library than glibc
             ctypes.CDLL(None).malloc_trim(0)
 

@@ -116,16 +116,12 @@ _NEEDS: Mapping[str, tuple[str, ...]] = {
 """What loggers of Lightning's write with: one of these packages."""
 
 
-_IN_YAML = (str, int, float, tuple, list, dict, type(None))
-"""Types of defaults that YAML can write."""
-
-
 def complete(config: Config) -> dict[str, Any]:
     """Return the config with the defaults of the data module and the model filled in: a record of what runs."""
-    filled = dict(config)
+    filled, in_yaml = dict(config), (str, int, float, tuple, list, dict, type(None))
     for group in ("data", "model"):
         parameters = inspect.signature(get_object(config[group]["_target_"])).parameters.values()
-        defaults = {p.name: p.default for p in parameters if isinstance(p.default, _IN_YAML)}
+        defaults = {p.name: p.default for p in parameters if isinstance(p.default, in_yaml)}
         filled[group] = {**defaults, **config[group]}
     filled["trainer"] = {**TRAINER_DEFAULTS, **config["trainer"]}
     return filled

@@ -23,8 +23,6 @@ AUTO = "auto"
 SWITCHES = ("start_batch", "end_batch", "num_lookup_threads", "stash_gradients")
 """What `pipeline` may set besides the schedule; `overlap-train --help` says what each does."""
 MODE_OPTIONS = ("staleness", "defer_update", "frozen_window")
-LATENCIES = ("all_to_all_ms", "forward_ms", "backward_ms", "step_ms")
-TASKS = ("train", "test", "validate")
 METRICS = ("val", "test")
 """How the names of metrics begin that a run reports."""
 
@@ -65,7 +63,7 @@ def check(config: Config) -> None:
             f"{metric!r}. Did you mean 'test_{metric}' or 'val_{metric}'?"
         )
     task, path = config.get("task", "train"), config.get("ckpt_path")
-    check_known("task", task, TASKS)
+    check_known("task", task, ("train", "test", "validate"))
     if task != "train" and path is None:
         raise ValueError(f"task={task} needs a checkpoint: ckpt_path=outputs/.../checkpoints/last.ckpt")
     if path is not None and not Path(path).exists():
@@ -84,7 +82,7 @@ def _check_bench(config: Config) -> None:
         if not isinstance(value, int) or value < lowest:
             raise ValueError(f"{name} is a number from {lowest} on, got {value!r}.")
     for name, value in (config["latency"] or {}).items():
-        check_known("latency", name, LATENCIES)
+        check_known("latency", name, ("all_to_all_ms", "forward_ms", "backward_ms", "step_ms"))
         if not isinstance(value, int | float) or value < 0:
             raise ValueError(f"latency.{name} is in milliseconds, got {value!r}.")
 
@@ -112,9 +110,6 @@ DistributedModelParallel."""
 PEER_ARMS = ("lightning_dmp", *BY_HAND)
 """What the benchmark trains in addition to our modes; the first is DistributedModelParallel in a Trainer."""
 
-REFERENCE = "base"
-"""The arm that the others are compared with; always trained."""
-
 
 def per_step(config: Config) -> int:
     """Return how many batches an optimizer step has."""
@@ -136,14 +131,10 @@ def our_arms(config: Config) -> dict[str, tuple[Schedule, str]]:
     return own
 
 
-REPLICATED = "replicated"
-"""Behind the `+` of an arm of ours: tables with fewer rows than a batch are replicated. TorchRec has no such tables."""
-
-
 def options_of(arm: str) -> tuple[str | None, bool]:
-    """Return what an arm sends embeddings and gradients in, None: as the config has it; and if it is `REPLICATED`."""
+    """Return what an arm sends in, None: as the config has it; and if it replicates tables, as TorchRec cannot."""
     options = arm.split("+")[1:]
-    return "+".join(option for option in options if option != REPLICATED) or None, REPLICATED in options
+    return "+".join(option for option in options if option != "replicated") or None, "replicated" in options
 
 
 def arms(config: Config) -> list[str]:
@@ -153,7 +144,7 @@ def arms(config: Config) -> list[str]:
     `build.check`.
     """
     known = [*our_arms(config), *PEER_ARMS]
-    chosen = {REFERENCE: None}
+    chosen = {"base": None}  # what all others are compared with
     for pattern in config["arms"]:
         plain, plus, options = pattern.partition("+")
         names = set(known) - set(PEER_ARMS if options_of(pattern)[1] else ())

@@ -21,7 +21,6 @@ from . import build, config_checks, launch
 
 _OPTION = re.compile(r"(data|model|trainer|pipeline|stream|sharding|comms|logger|callbacks|strategy|latency)\.[\w.]+=")
 _WANTS_TRACEBACK = os.environ.get("HYDRA_FULL_ERROR") == "1"
-"""Whether the user asks for tracebacks."""
 
 
 def main(hydra_main: Callable[[], Any]) -> None:

@@ -84,13 +84,11 @@ class Meter:
         self._measured = range(self._last + 1, self._last + 2 + measured) if measured else range(0)
         self._recorder: SpanRecorder | None = None
         self._recording = ExitStack()
-        self.close = self._recording.close
-        """Stops recording, also where training failed."""
+        self.close = self._recording.close  # stops it, also where training failed
         self._clock = timestamps_of(device)
         self._marks: list[Any] = []
         self._cpu_marks: list[float] = []
         self._losses: list[Tensor] = []
-        self._window_ms = 0.0
         self._memory: dict[str, int] = {}
 
     def after_step(self, loss: Tensor, strategy: OverlapEmbeddingStrategy | None = None) -> None:
@@ -100,13 +98,11 @@ class Meter:
         if step == self._first:
             self._clock.wait()
             reset_peak_memory(self._device)
-            self._window_ms = -time.perf_counter() * 1e3
         if self._first <= step <= self._last:
             self._marks.append(self._clock.mark())
             self._cpu_marks.append(time.process_time() * 1e3)
         if step == self._last:
             self._clock.wait()
-            self._window_ms += time.perf_counter() * 1e3
             self._memory = peak_memory(self._device)
             if self._measured:
                 self._start_recording(strategy)
@@ -125,39 +121,25 @@ class Meter:
             strategy.watch(self._recorder)
             self._recording.callback(strategy.watch, None)
 
-    @property
-    def spans(self) -> list[Span]:
-        """What was recorded, if the stages were: without them there is nothing to draw the waits against."""
-        spans = [] if self._recorder is None else self._recorder.spans()
-        return spans if any(span.kind is Category.DENSE for span in spans) else []
-
-    def turn(self) -> Turn:
-        """Return what was seen."""
+    def turn(self) -> tuple[Turn, list[Span]]:
+        """Return what was seen, and the spans to draw: none without stages to draw the waits against."""
         self._clock.wait()
         losses_S = torch.stack(self._losses).float().cpu()  # S steps
-        num = self._per_optimizer_step
-        return Turn(
+        num, lane = self._per_optimizer_step, HOST_LANE if self._device.type == "cpu" else str(StreamName.COMPUTE)
+        spans, steps = ([], []) if self._recorder is None else (self._recorder.spans(), self._recorder.windows())
+        breakdowns = [break_down(spans, step, host_lane=lane) for step in steps]
+        turn = Turn(
             step_ms=[(late - early) / num for early, late in pairwise(map(self._clock.ms, self._marks[::num]))],
             cpu_ms=[(late - early) / num for early, late in pairwise(self._cpu_marks[::num])],
-            window_ms=self._window_ms,
             losses=losses_S.numpy().tobytes(),
             final_loss=float(losses_S[-1]),
             peak_memory=self._memory,
-            **self._waits(),
+            busy_ms=[one.step_ms - one.blocked_ms for one in breakdowns],
+            wire_ms=[one.categories[Category.COMMUNICATION].busy_ms for one in breakdowns],
+            exposed_ms=[one.blocked_ms for one in breakdowns],
+            collectives=by_name(spans, steps, lane),
         )
-
-    def _waits(self) -> dict[str, Any]:
-        if self._recorder is None:
-            return {}
-        lane = HOST_LANE if self._device.type == "cpu" else str(StreamName.COMPUTE)
-        spans, steps = self._recorder.spans(), self._recorder.windows()
-        breakdowns = [break_down(spans, step, host_lane=lane) for step in steps]
-        return {
-            "busy_ms": [one.step_ms - one.blocked_ms for one in breakdowns],
-            "wire_ms": [one.categories[Category.COMMUNICATION].busy_ms for one in breakdowns],
-            "exposed_ms": [one.blocked_ms for one in breakdowns],
-            "collectives": by_name(spans, steps, lane),
-        }
+        return turn, spans if any(span.kind is Category.DENSE for span in spans) else []
 
 
 def by_name(spans: Sequence[Span], steps: Sequence[Interval], lane: str) -> dict[str, tuple[float, float]]:

@@ -31,16 +31,11 @@ _FORMS = {
 
 @dataclass(frozen=True, slots=True)
 class ModeResult:
-    """What one mode's training gave, over all ranks; without losses it was only evaluated.
+    """What one mode's training gave, over all ranks; without losses it was only evaluated."""
 
-    Shape suffixes: R ranks, S steps.
-    """
-
-    summary: Mapping[str, Any]
-    """What the tables and `summary.json` say of it; None where nothing was trained."""
-    losses_RS: NDArray[np.float32]
-    step_ms: Sequence[float]
-    """Rank 0's time per step."""
+    summary: Mapping[str, Any]  # as in `summary.json`; None where nothing was trained
+    losses_RS: NDArray[np.float32]  # R ranks, S steps
+    step_ms: Sequence[float]  # rank 0's
 
 
 def table(results: Sequence[ModeResult]) -> str:

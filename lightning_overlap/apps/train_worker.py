@@ -38,10 +38,7 @@ def run(config: Config, folder: Path) -> None:
 
 
 def train_mode(config: Config, schedule: Schedule, folder: Path) -> train_report.ModeResult:
-    """Train one mode from the config's seed or checkpoint, then test it; or evaluate a checkpoint, as `task` says.
-
-    The result is over all ranks, and the same on every rank.
-    """
+    """Train one mode from the config's seed or checkpoint, then test it; or evaluate a checkpoint, as `task` says."""
     seed_everything(config["seed"], verbose=False)
     data = build.build_data(config)
     model = build.build_model(config, data)

@@ -132,10 +132,10 @@ class EpochSampler(DistributedSampler[Any]):
     def __init__(self, dataset: Batches, rank: int, world_size: int) -> None:
         super().__init__(dataset, num_replicas=world_size, rank=rank, shuffle=False)
         self.num_samples = len(dataset)  # all of them are this rank's
-        self.start = torch.zeros((), dtype=torch.int64)  # the batch at which the next iteration begins
+        self.first_batch = torch.zeros((), dtype=torch.int64)  # of the next iteration
 
     def __iter__(self) -> Iterator[tuple[int, int]]:
-        return iter([(self.epoch, index) for index in range(int(self.start), self.num_samples)])
+        return iter([(self.epoch, index) for index in range(int(self.first_batch), self.num_samples)])
 
 
 class BatchLoader(DataLoader[RecBatch]):
@@ -161,8 +161,8 @@ class BatchLoader(DataLoader[RecBatch]):
         start = self._num_handed_out if self._resumed_epoch == self.epoch_of() else 0
         self._resumed_epoch = None
         for source in (self.dataset, self.sampler):
-            if hasattr(source, "start"):  # can leave out the first batches of an epoch
-                source.start.fill_(start)
+            if hasattr(source, "first_batch"):  # can leave out those before it
+                source.first_batch.fill_(start)
         self._num_handed_out = start
         for batch in super().__iter__():
             self._num_handed_out += 1
@@ -191,7 +191,7 @@ class RecDataModule(LightningDataModule):
     """
 
     table_sizes: dict[str, int]
-    """Rows of each embedding table, by feature name: one table per feature."""
+    """Rows of each embedding table, by feature name, in the order of the KJT's keys: one table per feature."""
     num_dense: int
     """Dense features per sample, `D`."""
 
@@ -202,11 +202,6 @@ class RecDataModule(LightningDataModule):
         self.batch_size = batch_size
         self.num_workers = num_workers
         self.persistent_workers = persistent_workers
-
-    @property
-    def features(self) -> list[str]:
-        """Names of the sparse features, in the order of the KJT's keys."""
-        return list(self.table_sizes)
 
     @property
     def rank(self) -> int:

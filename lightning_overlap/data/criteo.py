@@ -185,25 +185,22 @@ class CriteoStream(IterableDataset[RecBatch]):
     shorter; a batch without any good row is an error.
     """
 
-    paths: Sequence[Path]
-    """Read one after the other."""
+    paths: Sequence[Path]  # read one after the other
     table_sizes: dict[str, int]
     batch_size: int
     rank: int = 0
     world_size: int = 1
-    kept: Sequence[bool] = (True,)
-    """Whether group i belongs to this split, at place i modulo its length."""
+    kept: Sequence[bool] = (True,)  # whether group i belongs to this split, at place i modulo its length
     max_bad_row_rate: float = 0.01
 
     def __post_init__(self) -> None:
-        # The batch at which the next iteration begins: in shared memory, as loader processes that outlive an epoch hold
-        # a copy of this object, and must see a restart.
-        self.start = torch.zeros((), dtype=torch.int64).share_memory_()
+        # Of the next iteration; in shared memory, as loader processes that outlive an epoch hold a copy of this object.
+        self.first_batch = torch.zeros((), dtype=torch.int64).share_memory_()
 
     def __iter__(self) -> Iterator[RecBatch]:
         worker = get_worker_info()
         worker_id, num_workers = (worker.id, worker.num_workers) if worker is not None else (0, 1)
-        return self._batches(int(self.start), worker_id, num_workers)
+        return self._batches(int(self.first_batch), worker_id, num_workers)
 
     def _batches(self, start: int, worker_id: int, num_workers: int) -> Iterator[RecBatch]:
         bad_rows = BadRows(self.max_bad_row_rate)

@@ -13,6 +13,7 @@ from functools import partial
 import torch
 from lightning.pytorch import LightningModule
 from torch import Tensor, nn
+from torch.nn.functional import binary_cross_entropy_with_logits
 from torchmetrics import Metric
 from torchrec.modules.embedding_configs import EmbeddingBagConfig
 from torchrec.modules.embedding_modules import EmbeddingBagCollection
@@ -83,7 +84,7 @@ class NormalizedEntropy(Metric):
 
     def update(self, logits: Tensor, labels: Tensor) -> None:
         """Add a batch; the arguments are as `BinnedAUC`'s."""
-        loss = nn.functional.binary_cross_entropy_with_logits(logits.float(), labels.float(), reduction="sum")
+        loss = binary_cross_entropy_with_logits(logits.float(), labels.float(), reduction="sum")
         self.log_loss += loss.double()
         self.num_clicks += labels.sum().double()
         self.num_samples += labels.numel()
@@ -199,7 +200,7 @@ class DLRM(LightningModule):
 
     def training_step(self, batch: RecBatch, batch_idx: int) -> Tensor:
         """Return the mean binary cross entropy of a batch, `()` float32."""
-        loss = self._loss(self(batch), batch)
+        loss = binary_cross_entropy_with_logits(self(batch), batch.labels)
         self.log("train_loss", loss, batch_size=len(batch))
         return loss
 
@@ -226,12 +227,8 @@ class DLRM(LightningModule):
             metric = getattr(self, name)
             metric.update(logits_B, batch.labels)
             self.log(name, metric, on_step=False, on_epoch=True, batch_size=len(batch))
-        loss = self._loss(logits_B, batch)
+        loss = binary_cross_entropy_with_logits(logits_B, batch.labels)
         self.log(f"{split}_loss", loss, on_step=False, on_epoch=True, sync_dist=True, batch_size=len(batch))
-
-    @staticmethod
-    def _loss(logits_B: Tensor, batch: RecBatch) -> Tensor:
-        return nn.functional.binary_cross_entropy_with_logits(logits_B, batch.labels)
 
 
 def _table(name: str, num_rows: int, embedding_dim: int) -> EmbeddingBagConfig:

@@ -28,7 +28,6 @@ MIB = 2**20
 def turn(*step_ms: float, losses: bytes = b"ab", memory_mib: int = 100, **more: object) -> Turn:
     made = Turn(
         step_ms=list(step_ms),
-        window_ms=sum(step_ms),
         losses=losses,
         final_loss=0.5,
         peak_memory={"resident": memory_mib * MIB},

@@ -93,7 +93,7 @@ def test_ids_are_rows_of_their_table_for_any_tables(rows, skew, pooling, seed):
         len(rows), rows, batch_size=16, num_batches=1, zipf_skew=skew, pooling=pooling, seed=seed, num_dense=2
     )
     (batch,) = data.train_dataloader()
-    assert batch.sparse.keys() == data.features
+    assert batch.sparse.keys() == list(data.table_sizes)
     for feature, num_rows in data.table_sizes.items():
         ids = batch.sparse[feature].values()
         assert bool(((ids >= 0) & (ids < num_rows)).all())
