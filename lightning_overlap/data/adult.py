@@ -116,8 +116,8 @@ class AdultDataModule(RecDataModule):
 
     By row number from 0, counted over all non-empty lines: `row % 5 == 4` is the test set, `row % 20 == 3` the
     validation set, the rest is trained on and alone gives the mean and deviation of the numerical columns. '?' has an
-    id of its own, `MISSING_ID`. Training drops the rows after the last batch that all ranks share;
-    evaluation covers each row exactly once (see `dealt_out`).
+    id of its own, `MISSING_ID`. Training drops the rows after the last batch that all ranks share; evaluation covers
+    each row exactly once (see `dealt_out`).
 
     A bad row (another number of fields, a value that is not known, a number that does not parse) is left out, counted
     and logged as in `CriteoDataModule`.

@@ -15,7 +15,7 @@ import torch
 from lightning.pytorch import LightningDataModule
 from numpy.typing import NDArray
 from torch import Tensor
-from torch.utils.data import DataLoader, Dataset, DistributedSampler
+from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDataset
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 from torchrec.streamable import Pipelineable
 
@@ -129,9 +129,9 @@ class EpochSampler(DistributedSampler[Any]):
     alone. The epoch travels in the key, so it also reaches worker processes that outlive an epoch.
     """
 
-    def __init__(self, dataset: Batches, rank: int, world_size: int) -> None:
+    def __init__(self, dataset: Dataset[RecBatch], rank: int, world_size: int) -> None:
         super().__init__(dataset, num_replicas=world_size, rank=rank, shuffle=False)
-        self.num_samples = len(dataset)  # all of them are this rank's
+        self.num_samples = len(dataset)  # type: ignore[arg-type]  # all of them are this rank's
         self.first_batch = torch.zeros((), dtype=torch.int64)  # of the next iteration
 
     def __iter__(self) -> Iterator[tuple[int, int]]:
@@ -224,10 +224,11 @@ class RecDataModule(LightningDataModule):
         dataset = self._batches(split)
         if dataset is None:
             return []
+        streamed = isinstance(dataset, IterableDataset)
         return BatchLoader(
             dataset,
             batch_size=None,
-            sampler=EpochSampler(dataset, self.rank, self.world_size) if isinstance(dataset, Batches) else None,
+            sampler=None if streamed else EpochSampler(dataset, self.rank, self.world_size),
             num_workers=self.num_workers,
             pin_memory=torch.cuda.is_available(),
             persistent_workers=self.persistent_workers and self.num_workers > 0,
