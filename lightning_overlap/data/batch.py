@@ -224,11 +224,10 @@ class RecDataModule(LightningDataModule):
         dataset = self._batches(split)
         if dataset is None:
             return []
-        streamed = isinstance(dataset, IterableDataset)
         return BatchLoader(
             dataset,
             batch_size=None,
-            sampler=None if streamed else EpochSampler(dataset, self.rank, self.world_size),
+            sampler=None if isinstance(dataset, IterableDataset) else EpochSampler(dataset, self.rank, self.world_size),
             num_workers=self.num_workers,
             pin_memory=torch.cuda.is_available(),
             persistent_workers=self.persistent_workers and self.num_workers > 0,
