@@ -22,7 +22,6 @@ def _hydra_main(composed: DictConfig) -> None:
 
 
 def _job(config: dict[str, Any], folder: Path) -> None:
-    config_checks.check_bench(config)
     about = f"{len(config_checks.arms(config))} arms, {config['rounds']} rounds of {config['steps']} steps"
     hydra_command.run_on_ranks(config, folder, "bench_worker", about)
 

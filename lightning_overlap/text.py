@@ -27,8 +27,8 @@ def some(names: Iterable[str], limit: int = 5) -> str:
     return ", ".join(names[:limit]) + more
 
 
-def or_dash(value: float | None, form: str) -> str:
-    """Return a number in a form of `str.format`, a dash where there is none."""
+def or_dash(value: object, form: str) -> str:
+    """Return a value in a form of `str.format`, a dash for None."""
     return "-" if value is None else form.format(value)
 
 

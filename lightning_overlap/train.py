@@ -30,7 +30,6 @@ def _hydra_main(composed: DictConfig) -> float | None:
 
 
 def _job(config: dict[str, Any], folder: Path) -> float | None:
-    config_checks.check(config)
     modes = ", ".join(schedule.name for schedule in config_checks.modes(config))
     sharding = config["sharding"].get("type") or "planner"
     about = f"pipeline {modes}, stream {config['stream']['name']}, sharding {sharding}"

@@ -7,10 +7,11 @@ have the same LightningModule, batches, sharding plan and ranks.
 from __future__ import annotations
 
 import os
+import threading
 import time
 from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,14 +20,14 @@ import torch.distributed as dist
 from lightning.pytorch import Callback, LightningDataModule, LightningModule, Trainer, seed_everything
 from lightning.pytorch.strategies import DDPStrategy
 from torch import Tensor, nn
+from torch.futures import Future
 from torch.utils.data import DataLoader
 from torchrec.distributed.model_parallel import DistributedModelParallel
 from torchrec.distributed.train_pipeline import train_pipelines
-from torchrec.distributed.types import ShardingEnv
 from typing_extensions import override
 
+from ..distributed import Issue, WrappedWork, wrap_collectives
 from ..plugin import OverlapEmbeddingStrategy
-from ..schedules import Schedule
 from ..tables import codecs_of, find_tables, make_plan, training_sharders
 from . import build, config_checks
 from .config_checks import Config
@@ -40,8 +41,7 @@ class Job:
     data: LightningDataModule
     batches: DataLoader[Any]
     device: torch.device
-    after_step: Callable[[Tensor, OverlapEmbeddingStrategy | None], None]
-    """Called after every step with its loss, and with the strategy where it is ours."""
+    after_step: Callable[[Tensor, OverlapEmbeddingStrategy | None], None]  # gets each loss, and a strategy of ours
     log_dir: Path
 
     def make_model(self) -> LightningModule:
@@ -64,47 +64,40 @@ class Job:
             local_world_size=int(os.environ.get("LOCAL_WORLD_SIZE", dist.get_world_size())),
             quantized_comms=strategy.quantized_comms,
         )
-        sharders = training_sharders(codecs_of(build.build_comms(self.config), self.device))
+        sharders = training_sharders(codecs_of(strategy.quantized_comms, self.device))
         torch.manual_seed(self.config["seed"])  # tables draw their weights as they are sharded
-        env = ShardingEnv.from_process_group(group)
-        return DistributedModelParallel(model, env=env, device=self.device, plan=plan, sharders=sharders)
+        return DistributedModelParallel(model, device=self.device, plan=plan, sharders=sharders)
 
 
-Arm = Callable[[Job], None]
-"""Trains all batches of a job on this rank."""
-
-
-def arms(config: Config) -> dict[str, Arm]:
-    """Return every arm by its name; the names are those of `config_checks`."""
-    ours: dict[str, Arm] = {
-        name: partial(_train_mode, schedule, stream)
-        for name, (schedule, stream) in config_checks.our_arms(config).items()
-    }
-    torchrec = {name: partial(_train_pipeline, *pipeline) for name, pipeline in config_checks.TORCHREC_ARMS.items()}
-    peers: dict[str, Arm] = {"lightning_dmp": _train_lightning, "loop_dmp": _train_loop, **torchrec}
-    plain = {**ours, **{name: peers[name.partition("+")[0]] for name in config_checks.peer_arms(config)}}
-    return {name: partial(_with_options, name, arm) if "+" in name else arm for name, arm in plain.items()}
-
-
-def _with_options(name: str, arm: Arm, job: Job) -> None:
-    """Train an arm with what stands after the `+` of its name."""
-    precision, config = config_checks.precision_of(name), job.config
+def train(name: str, job: Job) -> None:
+    """Train all batches of a job on this rank, as the arm of this name does; see `config_checks.arms`."""
+    plain, (precision, replicated) = name.partition("+")[0], config_checks.options_of(name)
+    config = dict(job.config)
     if precision is not None:
-        config = {**config, "comms": {"forward": precision, "backward": precision}}
-    if config_checks.is_replicated(name):
-        config = _replicating(job, config)
-    arm(replace(job, config=config))
+        config["comms"] = {"forward": precision, "backward": precision}
+    if replicated:
+        config |= _replicating(job)
+    schedule, stream = config_checks.our_arms(config).get(plain, (None, config["stream"]["name"]))
+    config["stream"] = {"name": stream}
+    job = replace(job, config=config)
+    with late_all_to_alls(config["latency"]):
+        if schedule is not None:
+            model = job.make_model()
+            _fit(job, model, build.build_strategy(config, schedule, model))
+        elif plain == "lightning_dmp":
+            _fit(job, job.make_model(), _DMPStrategy(job))
+        else:
+            _train_by_hand(job, *config_checks.BY_HAND[plain])
 
 
-def _replicating(job: Job, config: Config) -> Config:
-    """Return a config in which tables with fewer rows than a batch are replicated, and the others are as they were."""
-    tables = find_tables(job.make_model())
+def _replicating(job: Job) -> Config:
+    """Return what to change so that tables with fewer rows than a batch are replicated, and the others as they were."""
+    tables, sharding = find_tables(job.make_model()), job.config["sharding"]
     small = [table.name for table in tables if table.parameter.shape[0] < getattr(job.data, "batch_size", 0)]
-    kind, named = config["sharding"].get("type"), config["sharding"].get("tables") or {}
-    kinds = {table.name: kind for table in tables if kind} | dict(named)
-    others = {name: kind for name, kind in kinds.items() if name not in small}
-    strategy = {**config["strategy"], "replicate_tables": small}
-    return {**config, "sharding": {"type": None, "tables": others}, "strategy": strategy}
+    kinds = {table.name: sharding.get("type") for table in tables if sharding.get("type")}
+    others = {name: kind for name, kind in (kinds | (sharding.get("tables") or {})).items() if name not in small}
+    strategy = {**job.config["strategy"], "replicate_tables": small}
+    return {"sharding": {"type": None, "tables": others}, "strategy": strategy}
 
 
 # -- with Lightning ---------------------------------------------------------------------------------------------
@@ -127,12 +120,6 @@ class _AfterStep(Callback):
         self._job.after_step(loss, strategy if isinstance(strategy, OverlapEmbeddingStrategy) else None)
 
 
-def _train_mode(schedule: Schedule, stream: str, job: Job) -> None:
-    model = job.make_model()
-    config = {**job.config, "stream": {"name": stream}}
-    _fit(job, model, build.build_strategy(config, schedule, model))
-
-
 class _DMPStrategy(DDPStrategy):
     """Lightning with DistributedModelParallel in the place of DistributedDataParallel, and nothing else."""
 
@@ -151,10 +138,6 @@ class _DMPStrategy(DDPStrategy):
         self.model = self._job.make_dmp(module, module)
 
 
-def _train_lightning(job: Job) -> None:
-    _fit(job, job.make_model(), _DMPStrategy(job))
-
-
 def _fit(job: Job, model: LightningModule, strategy: Any) -> None:
     trainer = build.build_trainer(job.config, strategy, [_AfterStep(job)], str(job.log_dir))
     trainer.fit(model, train_dataloaders=job.batches)
@@ -168,9 +151,6 @@ class Network(nn.Module):
 
     They trace the code that calls the sharded collection, so that call stands here; what the module's `training_step`
     does with the embeddings is not traced. It calls its one collection of tables once, with `batch.sparse`.
-
-    Raises:
-        ValueError: The module has no collection of tables, or several.
     """
 
     def __init__(self, module: LightningModule) -> None:
@@ -178,8 +158,7 @@ class Network(nn.Module):
         paths = sorted({table.module for table in find_tables(module)})
         if len(paths) != 1 or "." in paths[0]:
             raise ValueError(f"TorchRec's pipelines are run on one collection at the top of the module, got {paths}.")
-        self.module = module
-        self.path = paths[0]
+        self.module, self.path = module, paths[0]
         self.rest = _Rest(module, paths[0])
 
     def forward(self, batch: Any) -> tuple[Tensor, Tensor]:
@@ -206,17 +185,20 @@ class _Rest(nn.Module):
             children[self._path] = collection
 
 
-def _make_network(job: Job) -> tuple[DistributedModelParallel, torch.optim.Optimizer]:
+def _train_by_hand(job: Job, pipeline_class: str, options: Mapping[str, Any]) -> None:
+    """Train by one of TorchRec's pipelines, or without any."""
     model = job.make_model()
-    dmp = job.make_dmp(Network(model), model)
+    dmp = job.make_dmp(Network(model), model).train()
     made = build.optimizers_in(model.configure_optimizers())
     if len(made) != 1:
         raise ValueError(f"a hand-written loop steps one dense optimizer, configure_optimizers made {len(made)}.")
-    return dmp.train(), made[0]
-
-
-def _train_loop(job: Job) -> None:
-    dmp, optimizer = _make_network(job)
+    [optimizer] = made
+    if pipeline_class:
+        pipeline = getattr(train_pipelines, pipeline_class)(dmp, optimizer, job.device, **options)
+        batches = iter(job.batches)
+        for _ in range(len(job.batches)):
+            job.after_step(pipeline.progress(batches), None)
+        return
     for batch in job.batches:
         staged = batch.to(job.device, non_blocking=True)
         optimizer.zero_grad()
@@ -226,15 +208,53 @@ def _train_loop(job: Job) -> None:
         job.after_step(output, None)
 
 
-def _train_pipeline(pipeline_class: str, options: Mapping[str, Any], job: Job) -> None:
-    dmp, optimizer = _make_network(job)
-    pipeline = getattr(train_pipelines, pipeline_class)(dmp, optimizer, job.device, **options)
-    batches = iter(job.batches)
-    for _ in range(len(job.batches)):
-        job.after_step(pipeline.progress(batches), None)
+# -- all-to-alls and a dense part of a set length, on a CPU -------------------------------------------------------
 
 
-# -- a dense part of a set length -------------------------------------------------------------------------------
+def late_all_to_alls(latency: Mapping[str, float] | None) -> AbstractContextManager[None]:
+    """Have every all-to-all of this process end no earlier than `all_to_all_ms` after its issue; the host waits."""
+    latency_ms = (latency or {}).get("all_to_all_ms")
+    if not latency_ms:
+        return nullcontext()
+
+    def late(name: str, call: dict[str, Any], issue: Issue) -> dist.Work | None:
+        work = issue()
+        return None if work is None else _Late(work, latency_ms / 1e3)
+
+    return wrap_collectives(late, ["all_to_all_single"])
+
+
+class _Late(WrappedWork):
+    """A collective under way that is over no earlier than a set time after its issue."""
+
+    def __init__(self, work: dist.Work, latency_s: float) -> None:
+        super().__init__(work)
+        self._over_s = time.perf_counter() + latency_s
+
+    @override
+    def wait(self, timeout: Any = None) -> bool:
+        time.sleep(self.left_s)
+        return super().wait(timeout)
+
+    @override
+    def is_completed(self) -> bool:
+        return not self.left_s and super().is_completed()
+
+    @override
+    def get_future(self) -> Any:
+        late: Future[None] = Future()
+
+        def tell(_: Any) -> None:
+            timer = threading.Timer(self.left_s, late.set_result, (None,))
+            timer.daemon = True
+            timer.start()
+
+        super().get_future().add_done_callback(tell)
+        return late
+
+    @property
+    def left_s(self) -> float:
+        return max(0.0, self._over_s - time.perf_counter())
 
 
 def slowed_down(model: LightningModule, latency: Mapping[str, float]) -> LightningModule:

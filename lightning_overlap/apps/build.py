@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-import os
 from collections.abc import Mapping
 from dataclasses import fields, replace
 from importlib.util import find_spec
@@ -12,16 +11,16 @@ from typing import Any, TypeVar
 import torch
 from hydra.errors import InstantiationException
 from hydra.utils import get_object, instantiate
+from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch import Callback, LightningDataModule, LightningModule, Trainer
+from lightning.pytorch.accelerators import CPUAccelerator, CUDAAccelerator
 from lightning.pytorch.callbacks import Checkpoint, ProgressBar
 from torchrec.distributed.fbgemm_qcomm_codec import QCommsConfig
 
 from ..plugin import OverlapEmbeddingStrategy
 from ..schedules import Schedule
 from ..tables import check_quantized_comms, check_sharding, find_tables, refuse_dense_owner, resolve_quantized_comms
-from ..text import unknown_name_message
-from .config_checks import AUTO, Config, modes, precision_of, switches
-from .value_types import check_arguments
+from .config_checks import AUTO, Config, check_arguments, check_known, modes, options_of, switches
 
 _T = TypeVar("_T")
 
@@ -34,46 +33,29 @@ TRAINER_DEFAULTS: Mapping[str, Any] = {
 
 
 def num_ranks(config: Config) -> int:
-    """Return how many ranks `trainer.devices` asks for on this host.
-
-    Raises:
-        ValueError: Not a number of devices, or more CUDA devices than there are.
-    """
+    """Return how many ranks `trainer.devices` asks for on this host."""
     devices, cuda = config["trainer"].get("devices", "auto"), on_cuda(config)
-    available, num = torch.cuda.device_count() if cuda else 1, 0
-    if devices == "auto" or (cuda and devices in (-1, "-1")):
-        num = max(available, 1)
-    elif isinstance(devices, list):
-        num = len(devices)
-    elif isinstance(devices, int) or (isinstance(devices, str) and devices.isdecimal()):
-        num = int(devices)
-    if num < 1:
+    accelerator = CUDAAccelerator if cuda else CPUAccelerator
+    try:
+        found = accelerator.auto_device_count() if devices == "auto" else accelerator.parse_devices(devices)
+    except (TypeError, ValueError, MisconfigurationException):
+        found = None
+    if not found:
+        hint = f" There are {torch.cuda.device_count()} CUDA devices: lower it, or take trainer=cpu." if cuda else ""
         raise ValueError(
             "trainer.devices is a number of ranks from 1 on, a list of devices or 'auto' (on CUDA also -1: all), got "
-            f"{devices!r}."
+            f"{devices!r}.{hint}"
         )
-    if cuda and num > available:
-        raise ValueError(
-            f"trainer.devices={devices!r} needs {num} CUDA devices, found {available}. Lower it, or take trainer=cpu."
-        )
-    return num
+    return found if isinstance(found, int) else len(found)
 
 
 def build_data(config: Config) -> LightningDataModule:
-    """Return the data module that the config's `data` names.
-
-    Raises:
-        TypeError: It makes something else.
-    """
+    """Return the data module that the config's `data` names."""
     return _build("data", config["data"], LightningDataModule)
 
 
 def build_model(config: Config, data: LightningDataModule) -> LightningModule:
-    """Return the model that the config's `model` names, with `table_sizes` and `num_dense` of the data if taken.
-
-    Raises:
-        TypeError: It makes something else than a LightningModule.
-    """
+    """Return the model that the config's `model` names, with `table_sizes` and `num_dense` of the data if taken."""
     from_data = {name: getattr(data, name) for name in ("table_sizes", "num_dense") if hasattr(data, name)}
     taken = inspect.signature(get_object(config["model"]["_target_"])).parameters
     node = {name: value for name, value in from_data.items() if name in taken} | config["model"]
@@ -90,16 +72,10 @@ def build_strategy(config: Config, schedule: Schedule, model: LightningModule) -
 
 
 def build_comms(config: Config) -> QCommsConfig | None:
-    """Return what embeddings and gradients are sent in; None for full precision.
-
-    Raises:
-        ValueError: An unknown option or precision, or a loss scale that the precision does not take.
-    """
+    """Return what embeddings and gradients are sent in; None for full precision."""
     comms = dict(config.get("comms") or {})
-    known = ["forward", "backward", *(field.name for field in fields(QCommsConfig))]
     for name in comms:
-        if name not in known:
-            raise ValueError(unknown_name_message("option of comms", name, known))
+        check_known("option of comms", name, ["forward", "backward", *(field.name for field in fields(QCommsConfig))])
     forward, backward = comms.pop("forward", None) or "fp32", comms.pop("backward", None) or "fp32"
     resolved = resolve_quantized_comms((forward, backward)) or QCommsConfig()
     return resolve_quantized_comms(replace(resolved, **comms))
@@ -109,27 +85,26 @@ def build_trainer(
     config: Config, strategy: OverlapEmbeddingStrategy, extra_callbacks: list[Callback], log_dir: str
 ) -> Trainer:
     """Return the trainer, with some callbacks, then those of the config, and its loggers, which write into a folder."""
-    callbacks = [_build_callback(name, node, log_dir) for name, node in config["callbacks"].items()]
-    loggers = [_build_logger(name, node, log_dir) for name, node in config["logger"].items()]
+    own: Mapping[str, Config] = {
+        "ModelCheckpoint": {"dirpath": f"{log_dir}/checkpoints"},
+        "CSVLogger": {"name": None, "version": ""},  # right into the folder, as the next
+        "TensorBoardLogger": {"name": None, "version": ""},
+    }
+
+    def built(group: str, **shared: Any) -> list[Any]:
+        nodes = {name: {**shared, **own.get(_target_name(node), {}), **node} for name, node in config[group].items()}
+        return [_build(f"{group}.{name}", node, object) for name, node in nodes.items()]
+
+    callbacks, loggers = built("callbacks"), built("logger", save_dir=log_dir)
     saves = any(isinstance(callback, Checkpoint) for callback in callbacks)
     bars = any(isinstance(callback, ProgressBar) for callback in callbacks)
-    own = {"enable_progress_bar": bars, "default_root_dir": log_dir, "enable_checkpointing": saves}
+    enabled = {"enable_progress_bar": bars, "enable_checkpointing": saves, "default_root_dir": log_dir}
     return Trainer(
         strategy=strategy,
         callbacks=extra_callbacks + callbacks,
         logger=loggers or False,
-        **{**TRAINER_DEFAULTS, **own, **config["trainer"]},
+        **{**TRAINER_DEFAULTS, **enabled, **config["trainer"]},
     )
-
-
-def _build_callback(name: str, node: Config, log_dir: str) -> Any:
-    own = {"dirpath": f"{log_dir}/checkpoints"} if _target_name(node) == "ModelCheckpoint" else {}
-    return _build(f"callbacks.{name}", {**own, **node}, object)
-
-
-def _build_logger(name: str, node: Config, log_dir: str) -> Any:
-    own = {"name": None, "version": ""} if _target_name(node) in ("CSVLogger", "TensorBoardLogger") else {}
-    return _build(f"logger.{name}", {"save_dir": log_dir, **own, **node}, object)
 
 
 _NEEDS: Mapping[str, tuple[str, ...]] = {
@@ -141,36 +116,24 @@ _NEEDS: Mapping[str, tuple[str, ...]] = {
 """What loggers of Lightning's write with: one of these packages."""
 
 
-def _check_loggers(config: Config) -> None:
-    for name, node in config["logger"].items():
-        packages = _NEEDS.get(_target_name(node), ())
-        if packages and not any(find_spec(package) for package in packages):
-            raise ModuleNotFoundError(f"logger={name} writes with {packages[0]}: pip install it, or take logger=csv.")
-
-
 def complete(config: Config) -> dict[str, Any]:
     """Return the config with the defaults of the data module and the model filled in: a record of what runs."""
-    filled = dict(config)
+    filled, in_yaml = dict(config), (str, int, float, tuple, list, dict, type(None))
     for group in ("data", "model"):
         parameters = inspect.signature(get_object(config[group]["_target_"])).parameters.values()
-        defaults = {p.name: _plain(p.default) for p in parameters if p.default is not inspect.Parameter.empty}
-        filled[group] = config[group] | {name: defaults[name] for name in defaults if name not in config[group]}
+        defaults = {p.name: p.default for p in parameters if isinstance(p.default, in_yaml)}
+        filled[group] = {**defaults, **config[group]}
     filled["trainer"] = {**TRAINER_DEFAULTS, **config["trainer"]}
     return filled
 
 
 def check(config: Config) -> None:
-    """Check what can be known before a rank starts, beyond `config_checks.check`.
-
-    Raises:
-        ValueError: An unknown option or table, a sharding type that the device lacks, a dense optimizer that owns fused
-            tables, or malformed data files.
-        OSError: Data files that are missing or may not be read.
-        ModuleNotFoundError: A logger whose package is not installed.
-        TypeError: An argument of the wrong type.
-    """
+    """Raise where data, model, strategy, trainer or loggers cannot be made of what a config says."""
     num_ranks(config)
-    _check_loggers(config)
+    for name, node in config["logger"].items():
+        packages = _NEEDS.get(_target_name(node), ())
+        if packages and not any(find_spec(package) for package in packages):
+            raise ModuleNotFoundError(f"logger={name} writes with {packages[0]}: pip install it, or take logger=csv.")
     check_arguments("trainer", config["trainer"], Trainer)
     data = build_data(config)
     if hasattr(data, "check"):
@@ -181,7 +144,7 @@ def check(config: Config) -> None:
     check_sharding(strategy.sharding, tables, device)
     check_quantized_comms(strategy.quantized_comms, tables, device)
     for arm in config.get("arms", ()):  # of overlap-bench
-        check_quantized_comms(resolve_quantized_comms(precision_of(arm)), tables, device)
+        check_quantized_comms(resolve_quantized_comms(options_of(arm)[0]), tables, device)
     _check_optimizers(model, tables, strategy.sharding)
 
 
@@ -233,10 +196,3 @@ def _build(where: str, node: Config, kind: type[_T]) -> _T:
 
 def _target_name(node: Config) -> str:
     return str(node.get("_target_", "")).rpartition(".")[2]
-
-
-def _plain(value: Any) -> Any:
-    """A default as YAML can write it."""
-    if isinstance(value, tuple):
-        return list(value)
-    return value if isinstance(value, str | int | float | list | dict | None) else os.fspath(value)

@@ -8,7 +8,7 @@ import sys
 from collections.abc import Callable
 from importlib import import_module
 from pathlib import Path
-from typing import Any, NoReturn, TypeVar, cast
+from typing import Any, NoReturn, cast
 
 from hydra.core.hydra_config import HydraConfig
 from hydra.errors import HydraException, MissingConfigException
@@ -17,12 +17,10 @@ from omegaconf.errors import OmegaConfBaseException
 
 from ..distributed import is_told_last
 from ..text import unknown_name_message
-from . import build, launch, train_worker
+from . import build, config_checks, launch
 
 _OPTION = re.compile(r"(data|model|trainer|pipeline|stream|sharding|comms|logger|callbacks|strategy|latency)\.[\w.]+=")
 _WANTS_TRACEBACK = os.environ.get("HYDRA_FULL_ERROR") == "1"
-"""Whether the user asks for tracebacks."""
-_T = TypeVar("_T")
 
 
 def main(hydra_main: Callable[[], Any]) -> None:
@@ -34,21 +32,19 @@ def main(hydra_main: Callable[[], Any]) -> None:
     os.environ["HYDRA_FULL_ERROR"] = "1"
     try:
         hydra_main()
-    except (HydraException, OmegaConfBaseException) as err:
+    except (HydraException, OmegaConfBaseException, OSError) as err:
         if isinstance(err, MissingConfigException) and err.options:
             group, _, name = str(err.missing_cfg_file).rpartition("/")
             _fail(unknown_name_message(group, name, err.options), exit_code=2)
         if _WANTS_TRACEBACK:
             raise
+        if isinstance(err, OSError):
+            _fail(
+                f"{type(err).__name__}: {err}: the run folder cannot be written. Start the command in a folder of "
+                "yours, or give one: hydra.run.dir=/a/folder (hydra.sweep.dir=/a/folder with -m)."
+            )
         because = f"\n{err.__cause__}" if isinstance(err.__cause__, OmegaConfBaseException) else ""
         _fail(f"{err}{because}")
-    except OSError as err:
-        if _WANTS_TRACEBACK:
-            raise
-        _fail(
-            f"{type(err).__name__}: {err}: the run folder cannot be written. Start the command in a folder of yours, "
-            "or give one: hydra.run.dir=/a/folder (hydra.sweep.dir=/a/folder with -m)."
-        )
 
 
 def add_or_override(argument: str) -> str:
@@ -56,17 +52,19 @@ def add_or_override(argument: str) -> str:
     return f"++{argument}" if _OPTION.match(argument) else argument
 
 
-def run_job(job: Callable[[dict[str, Any], Path], _T], composed: DictConfig) -> _T:
-    """Call `job(config, run folder)`; what a user can mend ends the process with one line.
+def run_job(job: Callable[[dict[str, Any], Path], float | None], composed: DictConfig) -> float | None:
+    """Check the config and call `job(config, run folder)`; what a user can mend ends the process with one line.
 
     Where it fails as a rank that a launcher started, all ranks tell the first cause, once and last.
     """
     try:
-        return job(_plain(composed), Path(HydraConfig.get().runtime.output_dir))
-    except launch.InterruptedRunError as err:
+        config = cast("dict[str, Any]", OmegaConf.to_container(composed, resolve=True, throw_on_missing=True))
+        config_checks.check(config)
+        return job(config, Path(HydraConfig.get().runtime.output_dir))
+    except OmegaConfBaseException as err:
+        _fail(f"{str(err).splitlines()[0]}. Give it on the command line: {err.full_key}=...")
+    except launch.RunEndedError as err:
         _fail(str(err), err.exit_code)
-    except launch.RankFailedError as err:
-        _fail(str(err))
     except Exception as err:
         if launch.under_launcher() and is_told_last(err):
             sys.excepthook(type(err), err, err.__traceback__)
@@ -77,34 +75,22 @@ def run_job(job: Callable[[dict[str, Any], Path], _T], composed: DictConfig) -> 
 
 
 def run_on_ranks(config: dict[str, Any], folder: Path, worker: str, about: str) -> None:
-    """Check a config and run it on every rank: under a launcher this process is one of them, else it starts them.
+    """Run a config on every rank: under a launcher this process is one of them, else it starts them.
 
     The worker is the file in `apps` with what a rank does, `run(config, folder)`; `about` ends a line on what runs.
     """
     build.check(config)
     config = build.complete(config)
     if launch.rank() == 0:
-        train_worker.write_config(config, folder)
-    module = f"{__package__}.{worker}"
+        folder.mkdir(parents=True, exist_ok=True)
+        OmegaConf.save(OmegaConf.create(config), folder / "config.yaml")  # resolved; the ranks run from this file
     if launch.under_launcher():
-        import_module(module).run(config, folder)
+        import_module(f".{worker}", __package__).run(config, folder)
         return
     num_ranks = build.num_ranks(config)
     model, data = (config[group]["_target_"].rpartition(".")[2] for group in ("model", "data"))
     print(f"overlap-{worker.removesuffix('_worker')}: {model} on {data}, {num_ranks} ranks, {about}", flush=True)
-    launch.run_ranks(num_ranks, module, folder)
-
-
-def _plain(composed: DictConfig) -> dict[str, Any]:
-    """The config as plain containers.
-
-    Raises:
-        ValueError: A value that has to be given is missing, or an interpolation fails.
-    """
-    try:
-        return cast("dict[str, Any]", OmegaConf.to_container(composed, resolve=True, throw_on_missing=True))
-    except OmegaConfBaseException as err:
-        raise ValueError(f"{str(err).splitlines()[0]}. Give it on the command line: {err.full_key}=...") from err
+    launch.run_ranks(num_ranks, worker, folder)
 
 
 def _fail(message: str, exit_code: int = 1) -> NoReturn:

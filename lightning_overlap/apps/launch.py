@@ -12,26 +12,23 @@ import sys
 import time
 import traceback
 import uuid
-from collections.abc import Callable
 from contextlib import ExitStack
+from importlib import import_module
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
+from omegaconf import OmegaConf
 from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 
-class RankFailedError(RuntimeError):
-    """A rank failed; the message is the first failure's."""
+class RunEndedError(RuntimeError):
+    """A rank failed, or a signal ended the run; `exit_code` is what a shell expects then."""
 
-
-class InterruptedRunError(RuntimeError):
-    """A signal ended the run; `exit_code` is what a shell expects then."""
-
-    def __init__(self, signum: int) -> None:
-        super().__init__(f"stopped by {signal.Signals(signum).name}")
-        self.exit_code = 128 + signum
+    def __init__(self, message: str, exit_code: int = 1) -> None:
+        super().__init__(message)
+        self.exit_code = exit_code
 
 
 def under_launcher() -> bool:
@@ -44,12 +41,11 @@ def rank() -> int:
     return int(os.environ.get("RANK", os.environ.get("SLURM_PROCID", "0")))
 
 
-def run_ranks(num_ranks: int, module: str, folder: Path) -> None:
-    """Run `python -m module folder parent_pid` on every rank of this host, as torchrun does, until all have ended.
+def run_ranks(num_ranks: int, worker: str, folder: Path) -> None:
+    """Run the worker, a file of `apps`, on every rank of this host, as torchrun does, until all have ended.
 
     Raises:
-        RankFailedError: A rank failed. All others have been ended.
-        InterruptedRunError: A signal asked this process to stop. All ranks have been ended.
+        RunEndedError: A rank failed, or a signal asked this process to stop. All ranks have been ended.
     """
     with ExitStack() as stack:
         for signum in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT):  # the launcher replaces handlers
@@ -69,15 +65,16 @@ def run_ranks(num_ranks: int, module: str, folder: Path) -> None:
             shutdown_timeout=5,  # seconds between asking the other ranks to stop and killing them
         )
         try:
-            elastic_launch(config, sys.executable)("-m", module, str(folder), os.getpid())
+            elastic_launch(config, sys.executable)("-m", __name__, worker, str(folder), os.getpid())
         except ChildFailedError as err:
-            raise RankFailedError(_first_failure(folder, err)) from None
+            raise RunEndedError(_first_failure(folder, err)) from None
         except SignalException as err:
-            raise InterruptedRunError(err.sigval) from None
+            raise RunEndedError(f"stopped by {signal.Signals(err.sigval).name}", 128 + err.sigval) from None
 
 
-def run_as_rank(train: Callable[[], None], folder: Path, parent: int) -> None:
+def main() -> None:
     """Run a rank's work, no longer than the command that started it; leave its error where `run_ranks` looks for it."""
+    worker, folder, parent = sys.argv[1], Path(sys.argv[2]), int(sys.argv[3])
     if sys.platform == "linux":  # where the kernel ends a process when its parent dies, even of SIGKILL
         pr_set_pdeathsig = 1
         ctypes.CDLL(None).prctl(pr_set_pdeathsig, signal.SIGKILL)
@@ -85,7 +82,8 @@ def run_as_rank(train: Callable[[], None], folder: Path, parent: int) -> None:
             os.kill(os.getpid(), signal.SIGKILL)
     atexit.register(_leave)  # runs after all that is registered later: a logger's last words, say
     try:
-        train()
+        config = OmegaConf.to_container(OmegaConf.load(folder / "config.yaml"))
+        import_module(f".{worker}", __package__).run(config, folder)
     except BaseException as err:  # also SystemExit: Lightning turns Ctrl-C into it
         write_failure(folder, err)
         # Leave at once: the other ranks wait in a collective that this one never joins, and so would a clean exit.
@@ -103,24 +101,29 @@ def _leave() -> None:
 
 def write_failure(folder: Path, error: BaseException) -> None:
     """Leave this rank's error where `run_ranks` looks for it."""
-    (folder / "errors").mkdir(exist_ok=True, parents=True)
-    failure = {"time": time.time(), "rank": rank(), "message": f"{type(error).__name__}: {error}"}
-    (folder / "errors" / f"rank_{rank()}.json").write_text(json.dumps(failure), encoding="utf-8")
-    told = "".join(traceback.format_exception(error))
-    (folder / "errors" / f"rank_{rank()}.txt").write_text(told, encoding="utf-8")
+    errors, failure = folder / "errors", {"time": time.time(), "message": f"{type(error).__name__}: {error}"}
+    errors.mkdir(exist_ok=True, parents=True)
+    (errors / f"rank_{rank()}.json").write_text(json.dumps(failure), encoding="utf-8")
+    (errors / f"rank_{rank()}.txt").write_text("".join(traceback.format_exception(error)), encoding="utf-8")
 
 
 def _first_failure(folder: Path, err: ChildFailedError) -> str:
     """Describe the first cause: a rank that lost its peer, or was told to stop, failed later than that peer."""
-    errors = {int(path.stem.removeprefix("rank_")): path for path in (folder / "errors").glob("rank_*.json")}
-    silent = {number: failure for number, failure in err.failures.items() if number not in errors}
+    written = {
+        int(path.stem.removeprefix("rank_")): json.loads(path.read_text(encoding="utf-8"))
+        for path in (folder / "errors").glob("rank_*.json")
+    }
+    silent = {number: failure for number, failure in err.failures.items() if number not in written}
     # SIGTERM is what the launcher sends the others once one has failed.
     unasked = {number: failure for number, failure in silent.items() if failure.exitcode != -signal.SIGTERM}
-    silent = unasked if errors or unasked else silent
+    silent = unasked if written or unasked else silent
     if silent:  # killed, or ended in the middle of native code: the others' errors follow from it
         number, failure = min(silent.items(), key=lambda item: item[1].exitcode)
         how = f"killed by {failure.signal_name()}" if failure.exitcode < 0 else f"exit code {failure.exitcode}"
         return f"rank {number}: {how}"
-    written = [json.loads(path.read_text(encoding="utf-8")) for path in errors.values()]
-    first = min(written, key=lambda failure: float(failure["time"]))
-    return f"rank {first['rank']}: {first['message']}\n  traceback: {folder / 'errors'}/rank_{first['rank']}.txt"
+    first = min(written, key=lambda number: float(written[number]["time"]))
+    return f"rank {first}: {written[first]['message']}\n  traceback: {folder / 'errors'}/rank_{first}.txt"
+
+
+if __name__ == "__main__":
+    main()

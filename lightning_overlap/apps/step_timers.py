@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import resource
-import sys
 import time
-from collections.abc import Mapping
-from contextlib import suppress
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack, suppress
 from itertools import pairwise
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 import torch
@@ -17,11 +17,11 @@ from torch import Tensor
 from typing_extensions import override
 
 from ..plugin import OverlapEmbeddingStrategy
-from ..profiling import HOST_LANE, Category, Span, SpanRecorder, break_down, timestamps_of
+from ..profiling import HOST_LANE, Category, Interval, Span, SpanRecorder, break_down, timestamps_of
 from ..runtime import Streams
 from ..schedules import StreamName
-from .bench_collectives import by_name
 from .bench_report import Turn
+from .config_checks import Config, per_step
 
 
 class StepTimer(Callback):
@@ -46,22 +46,20 @@ class StepTimer(Callback):
         timestamps_of(pl_module.device).wait()
 
     @override
-    def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+    def on_train_epoch_start(self, *_: Any) -> None:
         self._last = time.perf_counter()
 
     @override
-    def on_train_batch_end(
-        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
-    ) -> None:
+    def on_validation_end(self, *_: Any) -> None:
+        self._last = time.perf_counter()
+
+    @override
+    def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, outputs: Any, *_: Any) -> None:
         now = time.perf_counter()
         self.step_ms.append((now - self._last) * 1e3)
         self._last = now
         loss = outputs.get("loss") if isinstance(outputs, Mapping) else outputs
         self._losses.append(loss.detach() if isinstance(loss, Tensor) else torch.tensor(float("nan")))
-
-    @override
-    def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self._last = time.perf_counter()
 
     @override
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -75,23 +73,22 @@ class Meter:
     """Times the steps of one turn without making the host wait for the device in between.
 
     Steps `warm_up` to `warm_up + steps` are timed: on CUDA by events that are read when all is over. The device is
-    waited for before the first and after the last of them. Then come `measured` steps whose collectives are recorded;
+    waited for before the first and after the last of them. Then come `measured_steps` whose collectives are recorded;
     on CUDA only where the streams are known. A step's time is the mean over the batches of an optimizer step.
     """
 
-    def __init__(self, device: torch.device, warm_up: int, steps: int, measured: int, per_optimizer_step: int) -> None:
-        self._device = device
-        self._first, self._last = warm_up, warm_up + steps
-        self._per_optimizer_step = per_optimizer_step
-        # What the first of them waits for was issued before.
+    def __init__(self, device: torch.device, config: Config) -> None:
+        self._device, self._per_optimizer_step, measured = device, per_step(config), config["measured_steps"]
+        self._first, self._last = config["warm_up"], config["warm_up"] + config["steps"]
+        # What the first measured step waits for was issued before it.
         self._measured = range(self._last + 1, self._last + 2 + measured) if measured else range(0)
         self._recorder: SpanRecorder | None = None
-        self._watched: OverlapEmbeddingStrategy | None = None
+        self._recording = ExitStack()
+        self.close = self._recording.close  # stops it, also where training failed
         self._clock = timestamps_of(device)
         self._marks: list[Any] = []
         self._cpu_marks: list[float] = []
         self._losses: list[Tensor] = []
-        self._window_ms = 0.0
         self._memory: dict[str, int] = {}
 
     def after_step(self, loss: Tensor, strategy: OverlapEmbeddingStrategy | None = None) -> None:
@@ -99,74 +96,66 @@ class Meter:
         self._losses.append(loss.detach())
         step = len(self._losses)
         if step == self._first:
-            self._clock = timestamps_of(self._device)
             self._clock.wait()
             reset_peak_memory(self._device)
-            self._window_ms = -time.perf_counter() * 1e3
         if self._first <= step <= self._last:
             self._marks.append(self._clock.mark())
             self._cpu_marks.append(time.process_time() * 1e3)
         if step == self._last:
             self._clock.wait()
-            self._window_ms += time.perf_counter() * 1e3
             self._memory = peak_memory(self._device)
-            self._start_recording(strategy)
+            if self._measured:
+                self._start_recording(strategy)
         if self._recorder is not None and step in self._measured:
             self._recorder.step()
-        if self._measured and step == self._measured[-1]:
-            self.close()
+            if step == self._measured[-1]:
+                self.close()
 
     def _start_recording(self, strategy: OverlapEmbeddingStrategy | None) -> None:
-        streams: Streams | None = Streams()
-        if self._device.type != "cpu":
-            streams = None if strategy is None else strategy.streams
-        if self._measured and streams is not None:
-            self._recorder, self._watched = SpanRecorder(streams), strategy
+        streams = Streams() if self._device.type == "cpu" else None if strategy is None else strategy.streams
+        if streams is not None:
+            self._recorder = SpanRecorder(streams)
             self._recorder.start()
-            if strategy is not None:
-                strategy.watch(self._recorder)
+            self._recording.callback(self._recorder.stop)
+        if self._recorder is not None and strategy is not None:
+            strategy.watch(self._recorder)
+            self._recording.callback(strategy.watch, None)
 
-    def close(self) -> None:
-        """Stop recording, also where training failed."""
-        if self._recorder is not None:
-            self._recorder.stop()
-        if self._watched is not None:
-            self._watched.watch(None)
-            self._watched = None
-
-    @property
-    def spans(self) -> list[Span]:
-        """What was recorded, if the stages were: without them there is nothing to draw the waits against."""
-        spans = [] if self._recorder is None else self._recorder.spans()
-        return spans if any(span.kind is Category.DENSE for span in spans) else []
-
-    def turn(self) -> Turn:
-        """Return what was seen."""
+    def turn(self) -> tuple[Turn, list[Span]]:
+        """Return what was seen, and the spans to draw: none without stages to draw the waits against."""
         self._clock.wait()
         losses_S = torch.stack(self._losses).float().cpu()  # S steps
-        num = self._per_optimizer_step
-        return Turn(
+        num, lane = self._per_optimizer_step, HOST_LANE if self._device.type == "cpu" else str(StreamName.COMPUTE)
+        spans, steps = ([], []) if self._recorder is None else (self._recorder.spans(), self._recorder.windows())
+        breakdowns = [break_down(spans, step, host_lane=lane) for step in steps]
+        turn = Turn(
             step_ms=[(late - early) / num for early, late in pairwise(map(self._clock.ms, self._marks[::num]))],
             cpu_ms=[(late - early) / num for early, late in pairwise(self._cpu_marks[::num])],
-            window_ms=self._window_ms,
-            losses=[loss.numpy().tobytes() for loss in losses_S],
+            losses=losses_S.numpy().tobytes(),
             final_loss=float(losses_S[-1]),
             peak_memory=self._memory,
-            **self._waits(),
+            busy_ms=[one.step_ms - one.blocked_ms for one in breakdowns],
+            wire_ms=[one.categories[Category.COMMUNICATION].busy_ms for one in breakdowns],
+            exposed_ms=[one.blocked_ms for one in breakdowns],
+            collectives=by_name(spans, steps, lane),
         )
+        return turn, spans if any(span.kind is Category.DENSE for span in spans) else []
 
-    def _waits(self) -> dict[str, Any]:
-        if self._recorder is None:
-            return {}
-        lane = HOST_LANE if self._device.type == "cpu" else str(StreamName.COMPUTE)
-        spans, steps = self._recorder.spans(), self._recorder.windows()
-        breakdowns = [break_down(spans, step, host_lane=lane) for step in steps]
-        return {
-            "busy_ms": [one.step_ms - one.blocked_ms for one in breakdowns],
-            "wire_ms": [one.categories[Category.COMMUNICATION].busy_ms for one in breakdowns],
-            "exposed_ms": [one.blocked_ms for one in breakdowns],
-            "collectives": by_name(spans, steps, lane),
-        }
+
+def by_name(spans: Sequence[Span], steps: Sequence[Interval], lane: str) -> dict[str, tuple[float, float]]:
+    """Return which collective -> milliseconds per step that it was under way, and that a lane waited for it.
+
+    The numbers are medians over steps; a collective counts in the step of its issue, a wait where it began.
+    """
+    under_way = [span for span in spans if span.kind is Category.COMMUNICATION]
+    waits = [span for span in spans if span.kind is Category.WAIT and span.lane == lane]
+
+    def typical(name: str, seen: list[Span]) -> float:
+        times = [(span.start_ms, span.duration_ms) for span in seen if span.name == name]
+        return median(sum(ms for start, ms in times if begin <= start < end) for begin, end in steps)
+
+    names = dict.fromkeys(span.name for span in under_way + waits)
+    return {name: (typical(name, under_way), typical(name, waits)) for name in names}
 
 
 def reset_peak_memory(device: torch.device) -> None:
@@ -185,5 +174,4 @@ def peak_memory(device: torch.device) -> dict[str, int]:
             "allocated": torch.cuda.max_memory_allocated(device),
             "reserved": torch.cuda.max_memory_reserved(device),
         }
-    unit = 1 if sys.platform == "darwin" else 1024
-    return {"resident": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit}
+    return {"resident": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024}

@@ -4,77 +4,75 @@ from __future__ import annotations
 
 import csv
 import json
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
 
 from ..text import aligned, or_dash, unknown_name_message
+
+_FORMS = {
+    "mode": ("mode", "{}"),
+    "stream": ("stream", "{}"),
+    "staleness": ("staleness", "{}"),
+    "num_ranks": ("ranks", "{}"),
+    "num_steps": ("steps", "{}"),
+    "samples_per_s": ("samples/s", "{:,.0f}"),
+    "step_ms_median": ("step time median", "{:.2f} ms"),
+    "step_ms_p90": ("step time P90", "{:.2f} ms"),
+    "final_loss": ("final loss", "{:.9g}"),
+    "losses_sha256": ("losses sha256", "{:.12}"),
+}
+"""Name in a summary -> title and form in a table."""
 
 
 @dataclass(frozen=True, slots=True)
 class ModeResult:
     """What one mode's training gave, over all ranks; without losses it was only evaluated."""
 
-    mode: str
-    stream: str
-    """The stream policy, or '-' in a mode without an early lookup."""
-    staleness: int
-    num_ranks: int
-    peak_memory: dict[str, int]
-    """Of the largest rank; the name says which memory, the number is in bytes."""
-    metrics: dict[str, float]
-    """Validation and test metrics."""
-    losses: Sequence[float] = ()
-    """Mean over ranks, by step."""
-    step_ms: Sequence[float] = ()
-    """Rank 0's time per step."""
-    step_ms_median: float = float("nan")
-    """Of the slowest rank, as the next."""
-    step_ms_p90: float = float("nan")
-    samples_per_s: float | None = None
-    """All ranks together, without the first step; None if the batch size is not known."""
-    losses_sha256: str = ""
-    """Digest of all ranks' losses, in float32."""
-    loss_bits: Sequence[bytes] = ()
-    """Every rank's losses, by step, to compare modes by."""
+    summary: Mapping[str, Any]  # as in `summary.json`; None where nothing was trained
+    losses_RS: NDArray[np.float32]  # R ranks, S steps
+    step_ms: Sequence[float]  # rank 0's
 
 
 def table(results: Sequence[ModeResult]) -> str:
     """Return the closing table: a line per quantity, a column per mode."""
-    rows: list[tuple[str, list[str]]] = [
-        ("mode", [result.mode for result in results]),
-        ("stream", [result.stream for result in results]),
-        ("staleness", [str(result.staleness) for result in results]),
-        ("ranks", [str(result.num_ranks) for result in results]),
-        ("steps", [str(len(result.losses)) for result in results]),
+    modes = [result.summary for result in results]
+    rows = [
+        [title, *(or_dash(mode[name], form) for mode in modes)]
+        for name, (title, form) in _FORMS.items()
+        if any(mode[name] is not None for mode in modes)
     ]
-    if any(result.losses for result in results):
-        rows += [
-            ("samples/s", [or_dash(result.samples_per_s, "{:,.0f}") for result in results]),
-            ("step time median", [f"{result.step_ms_median:.2f} ms" for result in results]),
-            ("step time P90", [f"{result.step_ms_p90:.2f} ms" for result in results]),
-            ("final loss", [or_dash(result.losses[-1] if result.losses else None, "{:.9g}") for result in results]),
-            ("losses sha256", [result.losses_sha256[:12] for result in results]),
-        ]
-    for name in sorted({name for result in results for name in result.metrics}):
-        rows.append((name.replace("_", " "), [or_dash(result.metrics.get(name), "{:.6f}") for result in results]))
-    for name in results[0].peak_memory:
-        values = [f"{result.peak_memory[name] / 2**20:,.0f} MiB" for result in results]
-        rows.append((f"peak memory, {name}", values))
-    return aligned([(name, *cells) for name, cells in rows])
+    for name in sorted({name for mode in modes for name in mode["metrics"]}):
+        rows.append([name.replace("_", " "), *(or_dash(mode["metrics"].get(name), "{:.6f}") for mode in modes)])
+    for name in modes[0]["peak_memory"]:
+        rows.append([f"peak memory, {name}", *(f"{mode['peak_memory'][name] / 2**20:,.0f} MiB" for mode in modes)])
+    return aligned(rows)
 
 
 def compare(results: Sequence[ModeResult]) -> tuple[str, bool]:
     """Say whether all modes had the losses of the first, bit for bit on every rank, and whether all exact ones had."""
     reference, differing, kept = results[0], [], True
     for result in results[1:]:
-        step = _first_difference(reference.loss_bits, result.loss_bits)
+        step = _first_difference(reference.losses_RS, result.losses_RS)
         if step is not None:
-            kept = kept and bool(result.staleness or reference.staleness)
+            mode, staleness = result.summary["mode"], result.summary["staleness"]
+            kept = kept and bool(staleness or reference.summary["staleness"])
             differing.append(
-                f"{result.mode} (staleness {result.staleness}) differs from {reference.mode} from step {step} on"
+                f"{mode} (staleness {staleness}) differs from {reference.summary['mode']} from step {step} on"
             )
     return f"losses identical: {'no; ' + '; '.join(differing) if differing else 'yes'}", kept
+
+
+def _first_difference(one_RS: NDArray[np.float32], other_RS: NDArray[np.float32]) -> int | None:
+    num = min(one_RS.shape[1], other_RS.shape[1])
+    differs_S = (one_RS[:, :num].view(np.int32) != other_RS[:, :num].view(np.int32)).any(axis=0)
+    if differs_S.any():
+        return int(differs_S.argmax())
+    return None if one_RS.shape == other_RS.shape else num
 
 
 def write(folder: Path, results: Sequence[ModeResult], metric: str) -> None:
@@ -83,40 +81,26 @@ def write(folder: Path, results: Sequence[ModeResult], metric: str) -> None:
         writer = csv.writer(file)
         writer.writerow(["mode", "step", "loss", "step_ms"])
         for result in results:
-            for step, (loss, step_ms) in enumerate(zip(result.losses, result.step_ms, strict=True)):
-                writer.writerow([result.mode, step, f"{loss:.9g}", f"{step_ms:.4f}"])
-    series = ("losses", "step_ms", "loss_bits")
-    modes = [
-        {name: value for name, value in asdict(result).items() if name not in series}
-        | {"num_steps": len(result.losses), "final_loss": result.losses[-1] if result.losses else None}
-        for result in results
-    ]
+            losses_S = result.losses_RS.mean(axis=0, dtype=np.float64)
+            for step, (loss, step_ms) in enumerate(zip(losses_S, result.step_ms, strict=True)):
+                writer.writerow([result.summary["mode"], step, f"{loss:.9g}", f"{step_ms:.4f}"])
     verdict, exact = compare(results)
-    summary = {"metric": metric, "exact": exact, "verdict": verdict, "modes": modes}
+    summary = {"metric": metric, "exact": exact, "verdict": verdict, "modes": [result.summary for result in results]}
     (folder / "summary.json").write_text(json.dumps(summary, indent=2) + "\n", encoding="utf-8")
 
 
 def compare_runs(runs: Sequence[tuple[str, Path]]) -> str:
     """Return a table of a sweep's runs, from the overrides and the run folder of each."""
-    rows = [("run", "mode", "steps", "samples/s", "step median", "final loss", "losses", "metric")]
-    digests: dict[str, str] = {}
+    rows = [["run", "mode", "steps", "samples/s", "step median", "final loss", "losses", "metric"]]
+    digests: dict[str, int] = {}
     for overrides, folder in runs:
         summary = json.loads((folder / "summary.json").read_text(encoding="utf-8"))
         for mode in summary["modes"]:
-            same = digests.setdefault(mode["losses_sha256"], f"{len(digests) + 1}") if mode["num_steps"] else "-"
-            metric = mode["metrics"].get(summary["metric"])
-            rows.append(
-                (
-                    overrides or "-",
-                    mode["mode"],
-                    str(mode["num_steps"]),
-                    or_dash(mode["samples_per_s"], "{:,.0f}"),
-                    f"{mode['step_ms_median']:.2f} ms" if mode["num_steps"] else "-",
-                    or_dash(mode["final_loss"], "{:.9g}"),
-                    same,
-                    or_dash(metric, f"{summary['metric']} {{:.6f}}"),
-                )
-            )
+            names = ("mode", "num_steps", "samples_per_s", "step_ms_median", "final_loss")
+            cells = [or_dash(mode[name], _FORMS[name][1]) for name in names]
+            same = digests.setdefault(mode["losses_sha256"], len(digests) + 1) if mode["num_steps"] else None
+            metric = or_dash(mode["metrics"].get(summary["metric"]), f"{summary['metric']} {{:.6f}}")
+            rows.append([overrides or "-", *cells, or_dash(same, "{}"), metric])
     note = "losses: runs with the same number have the same losses at every step, bit for bit."
     return f"{aligned(rows, words=(0, 1))}\n{note}"
 
@@ -134,8 +118,3 @@ def read_metric(folder: Path) -> float | None:
     if metrics and name not in metrics:
         raise ValueError(unknown_name_message("metric", name, metrics))
     return float(metrics[name]) if metrics else None
-
-
-def _first_difference(one: Sequence[bytes], other: Sequence[bytes]) -> int | None:
-    steps = [step for step, (mine, yours) in enumerate(zip(one, other, strict=False)) if mine != yours]
-    return steps[0] if steps else None if len(one) == len(other) else min(len(one), len(other))

@@ -6,10 +6,9 @@ Shape suffixes: N rows of a split, B rows of a batch, D dense features (6), F sp
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import lru_cache, partial
 from pathlib import Path
-from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -51,22 +50,10 @@ CATEGORY_IDS = {
 TABLE_SIZES = {name: len(ids) for name, ids in CATEGORY_IDS.items()} | {name: b[2] for name, b in BUCKETS.items()}
 
 
-class AdultRow(NamedTuple):
-    """One parsed row."""
+def parse_row(line: bytes) -> list[int]:
+    """What a raw line holds: the label (1 above 50K), six numbers as in `NUMERICAL`, ten ids as in `TABLE_SIZES`.
 
-    label: int
-    """1 for an income above 50K, else 0."""
-    numbers: tuple[int, ...]
-    """The six numerical columns, in the order of `NUMERICAL`."""
-    ids: tuple[int, ...]
-    """The ten ids, in the order of `TABLE_SIZES`."""
-
-
-def parse_row(line: bytes) -> AdultRow:
-    """The row that a raw line holds; a label may end in a dot, as in the original `adult.test`.
-
-    Raises:
-        ValueError: Says which field is wrong and what was got.
+    A label may end in a dot, as in the original `adult.test`. A ValueError says which field is wrong and what was got.
     """
     fields = [field.strip() for field in line.decode("utf-8", "backslashreplace").split(",")]
     if len(fields) != len(COLUMNS):
@@ -81,68 +68,47 @@ def parse_row(line: bytes) -> AdultRow:
     for name, known in CATEGORY_IDS.items():
         if row[name] not in known:
             raise ValueError(f"{name} must be '?' or one of the {len(known) - 1} known values, got {row[name]!r}")
-    buckets = [min(int(row[column]) // width, number - 1) for column, width, number in BUCKETS.values()]
-    return AdultRow(
-        label=int(income == ">50K"),
-        numbers=tuple(int(row[name]) for name in NUMERICAL),
-        ids=(*(known[row[name]] for name, known in CATEGORY_IDS.items()), *buckets),
-    )
+    return [
+        int(income == ">50K"),
+        *(int(row[name]) for name in NUMERICAL),
+        *(known[row[name]] for name, known in CATEGORY_IDS.items()),
+        *(min(int(row[column]) // width, number - 1) for column, width, number in BUCKETS.values()),
+    ]
 
 
 @dataclass(frozen=True)
 class AdultRows:
-    """Rows of one split, with columns in the order of `NUMERICAL` and `TABLE_SIZES`."""
+    """Rows of one split, and how they are dealt out to the ranks in batches of one id per bag."""
 
     dense_ND: NDArray[np.float32]
-    ids_FN: NDArray[np.int64]
-    labels_N: NDArray[np.float32]
+    ids_NF: NDArray[np.int64]
+    labels_N: NDArray[np.int64]
 
-    @staticmethod
-    def of(rows: Sequence[AdultRow]) -> AdultRows:
-        """The rows as arrays; the capital columns, which are 0 or large, enter as `log1p`."""
-        numbers_ND = np.array([row.numbers for row in rows], dtype=np.float64).reshape(-1, len(NUMERICAL))
-        capital = [NUMERICAL.index("capital-gain"), NUMERICAL.index("capital-loss")]
-        numbers_ND[:, capital] = np.log1p(numbers_ND[:, capital])
-        return AdultRows(
-            dense_ND=numbers_ND.astype(np.float32),
-            ids_FN=np.array([row.ids for row in rows], dtype=np.int64).reshape(-1, len(TABLE_SIZES)).T,
-            labels_N=np.array([row.label for row in rows], dtype=np.float32),
+    def batch(self, deal: Callable[..., Sequence[NDArray[np.int64]]], epoch: int, index: int) -> RecBatch:
+        """A batch; `deal` gives the numbers of the rows of each batch of an epoch."""
+        rows_B = deal(epoch)[index]
+        ids_FB = self.ids_NF[rows_B].T
+        return collate_batch(
+            list(TABLE_SIZES), self.dense_ND[rows_B], ids_FB.reshape(-1), np.ones_like(ids_FB), self.labels_N[rows_B]
         )
 
-    def __len__(self) -> int:
-        """Number of rows `N`."""
-        return len(self.labels_N)
 
-    def batch(self, parts_of: Callable[[int], Sequence[NDArray[np.int64]]], epoch: int, index: int) -> RecBatch:
-        """A batch with one id per bag; `parts_of` gives the numbers of the rows of each batch of an epoch."""
-        index_B = parts_of(epoch)[index]
-        lengths_FB = np.ones((len(TABLE_SIZES), len(index_B)), dtype=np.int64)
-        values_V = self.ids_FN[:, index_B].reshape(-1)
-        return collate_batch(list(TABLE_SIZES), self.dense_ND[index_B], values_V, lengths_FB, self.labels_N[index_B])
-
-
-@lru_cache(maxsize=1)
-def shuffled(
-    num_rows: int, batch_size: int, rank: int, world_size: int, epoch: int, *, seed: int
+@lru_cache(maxsize=4)
+def dealt_out(
+    num_rows: int, batch_size: int, rank: int, world_size: int, seed: int | None, epoch: int
 ) -> Sequence[NDArray[np.int64]]:
-    """Deal out all rows anew, the same number of full batches to every rank; return those of one.
+    """Return the rows of each batch of a rank, for as many batches on every rank.
 
-    Up to `world_size * batch_size - 1` rows per epoch are left over and dropped, other rows in each epoch.
+    With a seed all rows are dealt out anew in each epoch, in full batches; the up to `world_size * batch_size - 1` rows
+    that are left over are dropped. Without one each row comes exactly once, in batches that are equal but for one row
+    and of at most `batch_size` rows, or in fewer and larger ones where a very small `batch_size` would leave one empty.
     """
+    if seed is None:
+        num_batches = max(1, min(-(-num_rows // (world_size * batch_size)), num_rows // world_size))
+        return np.array_split(np.arange(num_rows), num_batches * world_size)[rank::world_size]
     num_batches = num_rows // (world_size * batch_size)
     order = np.random.default_rng([seed, epoch]).permutation(num_rows)[: num_batches * world_size * batch_size]
     return list(order.reshape(num_batches, world_size, batch_size)[:, rank])
-
-
-@lru_cache(maxsize=2)
-def held_out(num_rows: int, batch_size: int, rank: int, world_size: int, epoch: int) -> Sequence[NDArray[np.int64]]:
-    """Cut the rows into parts that are equal but for one row, the same number for every rank; return those of one.
-
-    They are the same in every epoch and have at most `batch_size` rows. (Where that would leave a part empty, which
-    takes a very small `batch_size`, there are fewer and larger parts.)
-    """
-    num_batches = max(1, min(-(-num_rows // (world_size * batch_size)), num_rows // world_size))
-    return np.array_split(np.arange(num_rows), num_batches * world_size)[rank::world_size]
 
 
 class AdultDataModule(RecDataModule):
@@ -150,8 +116,8 @@ class AdultDataModule(RecDataModule):
 
     By row number from 0, counted over all non-empty lines: `row % 5 == 4` is the test set, `row % 20 == 3` the
     validation set, the rest is trained on and alone gives the mean and deviation of the numerical columns. '?' has an
-    id of its own, `MISSING_ID`. Training drops the rows after the last batch that all ranks share (see
-    `shuffled`); evaluation covers each row exactly once (see `held_out`).
+    id of its own, `MISSING_ID`. Training drops the rows after the last batch that all ranks share; evaluation covers
+    each row exactly once (see `dealt_out`).
 
     A bad row (another number of fields, a value that is not known, a number that does not parse) is left out, counted
     and logged as in `CriteoDataModule`.
@@ -181,58 +147,53 @@ class AdultDataModule(RecDataModule):
         self.path = path
         self.seed = seed
         self.max_bad_row_rate = max_bad_row_rate
-        self._splits: dict[str, AdultRows] | None = None
+        self._splits: dict[str, AdultRows] = {}
 
     def check(self) -> None:
-        """Raise now, as `check_files` does, if the file cannot be read or begins with a bad row."""
+        """Raise now if the file cannot be read or begins with a bad row: before any process is launched."""
         check_files(self.path, parse_row, "the original adult.data")
 
     def setup(self, stage: str) -> None:
-        """Read the file, once, on every rank.
+        """Read the file, once, on every rank; a loader does so where nobody has.
 
         Raises:
             BadRowRateError: Too many rows are bad.
             ValueError: There are too few rows for one batch on each rank.
         """
-        if self._splits is None:
+        if not self._splits:
             self.check()
             self._splits = self._read()
         for split, rows in self._splits.items():
             needed = self.world_size * (self.batch_size if split == "train" else 1)
-            if len(rows) < needed:
+            if len(rows.labels_N) < needed:
                 raise ValueError(
                     f"The {split} set is too small for one batch on each of {self.world_size} ranks.\n"
-                    f"  got: {len(rows)} rows, batch_size={self.batch_size}\n  Lower batch_size to "
-                    f"{max(1, len(rows) // self.world_size)} or less, or give more rows."
+                    f"  got: {len(rows.labels_N)} rows, batch_size={self.batch_size}\n  Lower batch_size to "
+                    f"{max(1, len(rows.labels_N) // self.world_size)} or less, or give more rows."
                 )
 
     def _read(self) -> dict[str, AdultRows]:
         bad_rows = BadRows(self.max_bad_row_rate)
-        parsed: dict[str, list[AdultRow]] = {"train": [], "val": [], "test": []}
-        for number, (path, line_number, line) in enumerate(read_lines(resolve_paths(self.path))):
-            split = "test" if number % 5 == 4 else "val" if number % 20 == 3 else "train"
-            bad_rows.num_rows += 1
-            try:
-                parsed[split].append(parse_row(line))
-            except ValueError as err:
-                bad_rows.report(f"{path}:{line_number}", str(err))
-                bad_rows.judge()
+        good = bad_rows.good(list(read_lines(resolve_paths(self.path))), parse_row)
         bad_rows.judge(at_end=True)
-        rows = {split: AdultRows.of(those) for split, those in parsed.items()}
-        if len(rows["train"]) == 0:
-            return rows
-        mean_D = rows["train"].dense_ND.mean(axis=0, dtype=np.float64).astype(np.float32)
-        std_D = rows["train"].dense_ND.std(axis=0, dtype=np.float64).astype(np.float32)
-        scale_D = np.maximum(std_D, np.float32(1e-6))
-        return {split: replace(those, dense_ND=(those.dense_ND - mean_D) / scale_D) for split, those in rows.items()}
+        number_N, rows_NC = np.array([number for number, _ in good]), np.array([row for _, row in good])
+        labels_N, numbers_ND, ids_NF = np.split(rows_NC, [1, 1 + len(NUMERICAL)], axis=1)
+        dense_ND = numbers_ND.astype(np.float64)
+        capital = [NUMERICAL.index("capital-gain"), NUMERICAL.index("capital-loss")]  # 0 or large
+        dense_ND[:, capital] = np.log1p(dense_ND[:, capital])
+        dense_ND = dense_ND.astype(np.float32)
+        test_N, val_N = number_N % 5 == 4, number_N % 20 == 3
+        train_N = ~(test_N | val_N)
+        mean_D, std_D = (of(dense_ND[train_N], axis=0, dtype=np.float64).astype(np.float32) for of in (np.mean, np.std))
+        dense_ND = (dense_ND - mean_D) / np.maximum(std_D, np.float32(1e-6))
+        return {
+            split: AdultRows(dense_ND[those_N], ids_NF[those_N], labels_N[those_N, 0])
+            for split, those_N in (("train", train_N), ("val", val_N), ("test", test_N))
+        }
 
     def _batches(self, split: str) -> Batches:
-        if self._splits is None:
-            raise RuntimeError(
-                "The data has not been read yet.\n  got: a loader was asked for before setup()\n"
-                "  Call datamodule.setup('fit') first; a Trainer does."
-            )
+        self.setup(split)
         rows = self._splits[split]
-        deal = partial(shuffled, seed=self.seed) if split == "train" else held_out
-        parts_of = partial(deal, len(rows), self.batch_size, self.rank, self.world_size)
-        return Batches(len(parts_of(0)), partial(rows.batch, parts_of), anew=split == "train")
+        seed = self.seed if split == "train" else None
+        deal = partial(dealt_out, len(rows.labels_N), self.batch_size, self.rank, self.world_size, seed)
+        return Batches(len(deal(0)), partial(rows.batch, deal), anew=split == "train")

@@ -38,23 +38,21 @@ class RecBatch(Pipelineable):  # type: ignore[misc]  # untyped in TorchRec
         """The number of samples `B`, known without a host-device sync."""
         return self.labels.shape[0]
 
+    def _parts(self) -> tuple[Any, Any, Any]:
+        return self.dense, self.sparse, self.labels
+
     def to(self, device: torch.device, non_blocking: bool = False) -> RecBatch:
         """A batch on `device`; the lengths per key, known on the host, go along and are not read back."""
-        return RecBatch(
-            dense=self.dense.to(device=device, non_blocking=non_blocking),
-            sparse=self.sparse.to(device=torch.device(device), non_blocking=non_blocking),
-            labels=self.labels.to(device=device, non_blocking=non_blocking),
-        )
+        return RecBatch(*(part.to(torch.device(device), non_blocking=non_blocking) for part in self._parts()))
 
     def pin_memory(self) -> RecBatch:
         """The same batch in page-locked host memory, from where a copy to the device need not block."""
-        return RecBatch(self.dense.pin_memory(), self.sparse.pin_memory(), self.labels.pin_memory())
+        return RecBatch(*(part.pin_memory() for part in self._parts()))
 
     def record_stream(self, stream: torch.Stream) -> None:
         """Tell the caching allocator that `stream` reads these tensors, so that none is reused too early."""
-        self.dense.record_stream(stream)
-        self.sparse.record_stream(stream)
-        self.labels.record_stream(stream)
+        for part in self._parts():
+            part.record_stream(stream)
 
 
 def collate_batch(
@@ -76,18 +74,14 @@ def collate_batch(
     Raises:
         ValueError: The shapes do not belong together.
     """
-    num_features, batch_size = len(features), len(labels_B)
-    got = f"dense {dense_BD.shape}, values {values_V.shape}, lengths {lengths_FB.shape}, labels {labels_B.shape}"
-    if lengths_FB.shape != (num_features, batch_size) or len(dense_BD) != batch_size:
+    num_features, batch_size, num_values = len(features), len(labels_B), int(lengths_FB.sum())
+    fits = lengths_FB.shape == (num_features, batch_size) and len(dense_BD) == batch_size
+    if not fits or len(values_V) != num_values:
         raise ValueError(
-            f"A batch of {batch_size} labels and {num_features} features needs lengths of shape "
-            f"({num_features}, {batch_size}) and {batch_size} dense rows.\n  got: {got}\n"
-            "  Pass one row of lengths per feature and one dense row per label."
-        )
-    if int(lengths_FB.sum()) != len(values_V):
-        raise ValueError(
-            f"The lengths sum to {int(lengths_FB.sum())}, but there are {len(values_V)} values.\n  got: {got}\n"
-            "  Pass exactly as many ids as the bags hold."
+            f"A batch of {batch_size} labels and {num_features} features needs lengths of shape ({num_features}, "
+            f"{batch_size}), {batch_size} dense rows and as many values as the lengths sum to, {num_values}.\n"
+            f"  got: dense {dense_BD.shape}, values {values_V.shape}, lengths {lengths_FB.shape}\n"
+            "  Pass one row of lengths per feature, one dense row per label, and exactly the ids that the bags hold."
         )
     sparse = KeyedJaggedTensor(
         keys=list(features),
@@ -120,7 +114,6 @@ class Batches(Dataset[RecBatch]):
         self._num_batches, self._make, self._anew = num_batches, make, anew
 
     def __len__(self) -> int:
-        """Batches per epoch."""
         return self._num_batches
 
     def __getitem__(self, key: int | tuple[int, int]) -> RecBatch:
@@ -139,15 +132,10 @@ class EpochSampler(DistributedSampler[Any]):
     def __init__(self, dataset: Dataset[RecBatch], rank: int, world_size: int) -> None:
         super().__init__(dataset, num_replicas=world_size, rank=rank, shuffle=False)
         self.num_samples = len(dataset)  # type: ignore[arg-type]  # all of them are this rank's
-        self._start = 0
-
-    def start_at(self, batch_index: int) -> None:
-        """Let the next iteration begin at this batch of the epoch."""
-        self._start = batch_index
+        self.first_batch = torch.zeros((), dtype=torch.int64)  # of the next iteration
 
     def __iter__(self) -> Iterator[tuple[int, int]]:
-        """Keys of this epoch's batches."""
-        return iter([(self.epoch, index) for index in range(self._start, self.num_samples)])
+        return iter([(self.epoch, index) for index in range(int(self.first_batch), self.num_samples)])
 
 
 class BatchLoader(DataLoader[RecBatch]):
@@ -166,17 +154,15 @@ class BatchLoader(DataLoader[RecBatch]):
         super().__init__(*args, **kwargs)
         self.epoch_of = epoch_of
         self._num_handed_out = 0
-        self._resume: tuple[int, int] | None = None
+        self._resumed_epoch: int | None = None
 
     def __iter__(self) -> Iterator[RecBatch]:  # type: ignore[override]
-        """The batches of one epoch, on this rank."""
         # A generator, so that a resume is used up by the first batch that is asked for and not by a bare `iter()`.
-        resume, self._resume = self._resume, None
-        start = resume[1] if resume is not None and resume[0] == self.epoch_of() else 0
-        source = self.dataset if isinstance(self.dataset, IterableDataset) else self.sampler
-        start_at = getattr(source, "start_at", None)  # of what can leave out the first batches of an epoch
-        if start_at is not None:
-            start_at(start)
+        start = self._num_handed_out if self._resumed_epoch == self.epoch_of() else 0
+        self._resumed_epoch = None
+        for source in (self.dataset, self.sampler):
+            if hasattr(source, "first_batch"):  # can leave out those before it
+                source.first_batch.fill_(start)
         self._num_handed_out = start
         for batch in super().__iter__():
             self._num_handed_out += 1
@@ -189,8 +175,7 @@ class BatchLoader(DataLoader[RecBatch]):
 
     def load_state_dict(self, state_dict: Mapping[str, int]) -> None:
         """Go on after the batches that `state_dict` counts."""
-        self._resume = (state_dict["epoch"], state_dict["num_batches"])
-        self._num_handed_out = state_dict["num_batches"]
+        self._resumed_epoch, self._num_handed_out = state_dict["epoch"], state_dict["num_batches"]
 
 
 class RecDataModule(LightningDataModule):
@@ -206,7 +191,7 @@ class RecDataModule(LightningDataModule):
     """
 
     table_sizes: dict[str, int]
-    """Rows of each embedding table, by feature name: one table per feature."""
+    """Rows of each embedding table, by feature name, in the order of the KJT's keys: one table per feature."""
     num_dense: int
     """Dense features per sample, `D`."""
 
@@ -219,11 +204,6 @@ class RecDataModule(LightningDataModule):
         self.persistent_workers = persistent_workers
 
     @property
-    def features(self) -> list[str]:
-        """Names of the sparse features, in the order of the KJT's keys."""
-        return list(self.table_sizes)
-
-    @property
     def rank(self) -> int:
         """The trainer's global rank, or 0."""
         return self.trainer.global_rank if self.trainer is not None else 0
@@ -232,9 +212,6 @@ class RecDataModule(LightningDataModule):
     def world_size(self) -> int:
         """The trainer's number of ranks, or 1."""
         return self.trainer.world_size if self.trainer is not None else 1
-
-    def check(self) -> None:
-        """Raise a clear error now if the data cannot be read; cheap, and meant for before any process is launched."""
 
     def _epoch(self) -> int:
         return self.trainer.current_epoch if self.trainer is not None else 0
@@ -247,11 +224,10 @@ class RecDataModule(LightningDataModule):
         dataset = self._batches(split)
         if dataset is None:
             return []
-        streamed = isinstance(dataset, IterableDataset)
         return BatchLoader(
             dataset,
             batch_size=None,
-            sampler=None if streamed else EpochSampler(dataset, self.rank, self.world_size),
+            sampler=None if isinstance(dataset, IterableDataset) else EpochSampler(dataset, self.rank, self.world_size),
             num_workers=self.num_workers,
             pin_memory=torch.cuda.is_available(),
             persistent_workers=self.persistent_workers and self.num_workers > 0,
@@ -272,27 +248,20 @@ class RecDataModule(LightningDataModule):
 
 
 def check_at_least(lowest: int, **arguments: float) -> None:
-    """Check that no argument is below a limit.
-
-    Raises:
-        ValueError: An argument is below it; the first one is named.
-    """
+    """Raise a ValueError that names the first argument below a limit."""
     for name, got in arguments.items():
         if got < lowest:
             raise ValueError(f"{name} must be at least {lowest}.\n  got: {name}={got}\n  Raise it to {lowest} or more.")
 
 
 def table_rows(rows_per_table: int | Sequence[int], features: Sequence[str]) -> dict[str, int]:
-    """Rows of each feature's table, from one number for all or one per feature.
-
-    Raises:
-        ValueError: Another number of sizes than features, or a table without rows.
-    """
+    """Rows of each feature's table, at least one, from one number for all or one per feature."""
     rows = [rows_per_table] * len(features) if isinstance(rows_per_table, int) else [int(r) for r in rows_per_table]
     if len(rows) != len(features):
         raise ValueError(
             f"rows_per_table needs one number, or one for each of the {len(features)} tables.\n"
             f"  got: {len(rows)} numbers: {rows}\n  Pass {len(features)} numbers, or one for all tables."
         )
-    check_at_least(1, **{f"rows_per_table[{name}]": num_rows for name, num_rows in zip(features, rows, strict=True)})
-    return dict(zip(features, rows, strict=True))
+    sizes = dict(zip(features, rows, strict=True))
+    check_at_least(1, **{f"rows_per_table[{name}]": num_rows for name, num_rows in sizes.items()})
+    return sizes

@@ -11,11 +11,10 @@ import itertools
 import logging
 import re
 import zlib
-from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TypeVar
 
 import numpy as np
 import torch
@@ -31,15 +30,19 @@ MIN_ROWS_JUDGED = 1000
 
 _NUM_BAD_ROWS_LOGGED = 5
 _FORMS = (
-    (rb"[01]", "0 or 1"),
-    *[(rb"(-?[0-9]{1,18})?", "an integer of at most 18 digits or empty")] * len(DENSE_NAMES),
-    *[(rb"[0-9a-fA-F]{0,16}", "a hexadecimal number of at most 16 digits or empty")] * len(CATEGORY_NAMES),
+    (r"[01]", "0 or 1"),
+    *[(r"(-?[0-9]{1,18})?", "an integer of at most 18 digits or empty")] * len(DENSE_NAMES),
+    *[(r"[0-9a-fA-F]{0,16}", "a hexadecimal number of at most 16 digits or empty")] * len(CATEGORY_NAMES),
 )
 """Pattern and description of each field."""
 _ROW = re.compile(rb"[01](?:\t-?[0-9]{1,18}+|\t){13}+(?:\t[0-9a-fA-F]{0,16}+){26}+")  # possessive: twice as fast
 _SALTS_F = np.arange(len(CATEGORY_NAMES), dtype=np.uint64)
 
 _log = logging.getLogger(__name__)
+_T = TypeVar("_T")
+
+Line = tuple[Path, int, bytes]
+"""File, line number from 1 on, and the line without its end."""
 
 
 class BadRowRateError(ValueError):
@@ -53,21 +56,25 @@ class BadRows:
         self.max_rate, self.num_rows, self.num_bad = max_rate, 0, 0
         self._first = ""
 
-    def report(self, place: str, reason: str) -> None:
-        """Count one bad row; `place` is `file:line`, `reason` says what was wrong and what was got."""
-        self.num_bad += 1
-        self._first = self._first or f"{place}: {reason}"
-        if self.num_bad <= _NUM_BAD_ROWS_LOGGED:
-            _log.warning("bad row left out: %s: %s", place, reason)
-        if self.num_bad == _NUM_BAD_ROWS_LOGGED:
-            _log.warning("further bad rows are counted, not logged")
+    def good(self, lines: Sequence[Line], parse: Callable[[bytes], _T]) -> list[tuple[int, _T]]:
+        """Place among some lines, and what `parse` returns, of each for which it raises no ValueError."""
+        self.num_rows += len(lines)
+        good = []
+        for place, (path, number, line) in enumerate(lines):
+            try:
+                good.append((place, parse(line)))
+            except ValueError as err:
+                self.num_bad += 1
+                self._first = self._first or f"{path}:{number}: {err}"
+                if self.num_bad <= _NUM_BAD_ROWS_LOGGED:
+                    _log.warning("bad row left out: %s:%d: %s", path, number, err)
+                if self.num_bad == _NUM_BAD_ROWS_LOGGED:
+                    _log.warning("further bad rows are counted, not logged")
+        self.judge()
+        return good
 
     def judge(self, at_end: bool = False) -> None:
-        """Raise if the rate is too high, once `MIN_ROWS_JUDGED` rows were read or at the end, which logs a total.
-
-        Raises:
-            BadRowRateError: Names the first bad row and the rate.
-        """
+        """Raise if the rate is too high, once `MIN_ROWS_JUDGED` rows were read or at the end, which logs a total."""
         if (at_end or self.num_rows >= MIN_ROWS_JUDGED) and self.num_bad > self.max_rate * self.num_rows:
             raise self.error(f"more than max_bad_row_rate={self.max_rate:g} allows")
         if at_end and self.num_bad:
@@ -81,37 +88,25 @@ class BadRows:
         )
 
 
-def check_row(line: bytes) -> None:
-    """Check a raw Criteo row.
-
-    Raises:
-        ValueError: Says which field is wrong and what was got.
-    """
+def check_row(line: bytes) -> bytes:
+    """Return a raw Criteo row that is good, or raise a ValueError that says which field is wrong and what was got."""
     if _ROW.fullmatch(line):
-        return
-    fields = line.split(b"\t")
+        return line
+    text = line.decode("utf-8", "backslashreplace")
+    fields = text.split("\t")
     if len(fields) != NUM_FIELDS:
-        raise ValueError(f"expected {NUM_FIELDS} tab-separated fields, got {len(fields)}: {_shown(line)}")
+        raise ValueError(f"expected {NUM_FIELDS} tab-separated fields, got {len(fields)}: {text[:60]!r}")
     for name, (form, what), got in zip(("the label", *DENSE_NAMES, *CATEGORY_NAMES), _FORMS, fields, strict=True):
         if not re.fullmatch(form, got):
-            raise ValueError(f"{name} must be {what}, got {_shown(got)}")
+            raise ValueError(f"{name} must be {what}, got {got[:60]!r}")
     raise AssertionError(f"no field of {line!r} is bad, yet the row is")
 
 
-def _shown(got: bytes) -> str:
-    text = got.decode("utf-8", "backslashreplace")
-    return repr(text if len(text) <= 60 else text[:57] + "...")
-
-
 def parse_rows(lines: Sequence[bytes], table_sizes: dict[str, int]) -> RecBatch:
-    """A batch from good rows.
+    """A batch from rows that `check_row` lets pass, and the rows of the 26 tables.
 
     Dense features are `log1p(max(x, 0))`; a missing integer becomes 0, as x = 0 does. A category becomes one id,
     `stable_hash(value, column) mod rows`; a missing category becomes an empty bag.
-
-    Args:
-        lines: Rows that `check_row` lets pass.
-        table_sizes: Rows of the 26 tables, in the order of the columns.
     """
     flat = b"\t".join(lines).split(b"\t")
     labels_B = np.array([field == b"1" for field in flat[::NUM_FIELDS]], dtype=np.float32)
@@ -130,25 +125,19 @@ def parse_rows(lines: Sequence[bytes], table_sizes: dict[str, int]) -> RecBatch:
 
 
 def resolve_paths(paths: str | Path | Sequence[str | Path]) -> list[Path]:
-    """The files that one path, glob or folder, or several of them, stand for; a folder stands for its visible files.
-
-    Raises:
-        FileNotFoundError: One of them stands for no file.
-    """
+    """The files that one path, glob or folder, or several of them, stand for; a folder stands for its visible files."""
     found: list[Path] = []
     for path in [paths] if isinstance(paths, str | Path) else paths:
         if Path(path).is_dir():
-            stands_for = [p for p in Path(path).iterdir() if not p.name.startswith(".")]
-            why_none = "is a folder without files"
-        elif Path(path).exists():
-            stands_for, why_none = [Path(path)], "is not a file"
+            stands_for, why = [str(p) for p in Path(path).glob("[!.]*")], "is a folder without files"
+        elif glob.has_magic(str(path)) and not Path(path).exists():
+            stands_for, why = glob.glob(str(path), recursive=True), "matches no file"
         else:
-            stands_for = [Path(p) for p in glob.glob(str(path), recursive=True)]
-            why_none = "matches no file" if glob.has_magic(str(path)) else "does not exist"
-        files = sorted(p for p in stands_for if p.is_file())
+            stands_for, why = [str(path)], "does not exist, or is no file"
+        files = sorted(p for p in map(Path, stands_for) if p.is_file())
         if not files:
             raise FileNotFoundError(
-                f"'{path}' {why_none}.\n  got: '{path}', looked up in {Path.cwd()}\n"
+                f"'{path}' {why}.\n  got: '{path}', looked up in {Path.cwd()}\n"
                 "  Pass the path of a .tsv or .gz file, a glob or a folder of such files."
             )
         found += files
@@ -157,12 +146,8 @@ def resolve_paths(paths: str | Path | Sequence[str | Path]) -> list[Path]:
     return found
 
 
-def read_lines(paths: Sequence[Path]) -> Iterator[tuple[Path, int, bytes]]:
-    """`(file, line number from 1, line without its end)` for the lines of all files; empty lines are no rows.
-
-    Raises:
-        ValueError: A file ends in the middle of its compressed stream, or is not gzip at all.
-    """
+def read_lines(paths: Sequence[Path]) -> Iterator[Line]:
+    """The lines of all files, plain or `.gz`; empty lines are no rows."""
     for path in paths:
         number = 0
         with gzip.open(path) if path.suffix == ".gz" else open(path, "rb") as file:
@@ -178,13 +163,7 @@ def read_lines(paths: Sequence[Path]) -> Iterator[tuple[Path, int, bytes]]:
 
 
 def check_files(paths: str | Path | Sequence[str | Path], check_row: Callable[[bytes], object], expected: str) -> None:
-    """Check that files can be read and begin with a row for which `check_row` raises no ValueError.
-
-    Raises:
-        FileNotFoundError: A path stands for no file.
-        PermissionError: A file may not be read.
-        ValueError: A file is empty, is not the gzip its name says, or begins with a bad row.
-    """
+    """Raise if a file cannot be read, is empty, or begins with a row for which `check_row` raises a ValueError."""
     for file in resolve_paths(paths):
         _, number, line = next(read_lines([file]), (file, 1, None))
         try:
@@ -206,29 +185,22 @@ class CriteoStream(IterableDataset[RecBatch]):
     shorter; a batch without any good row is an error.
     """
 
-    paths: Sequence[Path]
-    """Read one after the other."""
+    paths: Sequence[Path]  # read one after the other
     table_sizes: dict[str, int]
     batch_size: int
     rank: int = 0
     world_size: int = 1
-    kept: Sequence[bool] = (True,)
-    """Whether group i belongs to this split, at place i modulo its length."""
+    kept: Sequence[bool] = (True,)  # whether group i belongs to this split, at place i modulo its length
     max_bad_row_rate: float = 0.01
 
     def __post_init__(self) -> None:
-        # In shared memory: loader processes that outlive an epoch hold a copy of this object, and must see a restart.
-        self._start = torch.zeros((), dtype=torch.int64).share_memory_()
-
-    def start_at(self, batch_index: int) -> None:
-        """Let the next iteration begin at this batch of the split."""
-        self._start.fill_(batch_index)
+        # Of the next iteration; in shared memory, as loader processes that outlive an epoch hold a copy of this object.
+        self.first_batch = torch.zeros((), dtype=torch.int64).share_memory_()
 
     def __iter__(self) -> Iterator[RecBatch]:
-        """The batches of this rank and, in a loader process, of this process."""
         worker = get_worker_info()
         worker_id, num_workers = (worker.id, worker.num_workers) if worker is not None else (0, 1)
-        return self._batches(int(self._start), worker_id, num_workers)
+        return self._batches(int(self.first_batch), worker_id, num_workers)
 
     def _batches(self, start: int, worker_id: int, num_workers: int) -> Iterator[RecBatch]:
         bad_rows = BadRows(self.max_bad_row_rate)
@@ -237,16 +209,20 @@ class CriteoStream(IterableDataset[RecBatch]):
         num_rows, num_seen = 0, 0  # complete groups of this split so far
         for is_kept in itertools.cycle(self.kept):
             mine = is_kept and num_seen >= start and (num_seen - start) % num_workers == worker_id
-            first = self.rank * self.batch_size if mine else group_size
-            num_lines = _skip(lines, first)
-            taken = list(itertools.islice(lines, self.batch_size)) if mine else []
-            num_lines += len(taken) + _skip(lines, group_size - first - len(taken))
+            group = itertools.islice(lines, group_size)
+            num_lines = sum(1 for _ in itertools.islice(group, self.rank * self.batch_size if mine else group_size))
+            taken = list(itertools.islice(group, self.batch_size))
+            num_lines += len(taken) + sum(1 for _ in group)
             num_rows += num_lines
             if num_lines < group_size:
                 break
             num_seen += is_kept
             if taken:
-                yield parse_rows(self._good(taken, bad_rows), self.table_sizes)
+                good = [line for _, line in bad_rows.good(taken, check_row)]
+                if not good:
+                    path, number, _ = taken[-1]
+                    raise bad_rows.error(f"and of the batch that ends at {path}:{number} not one row is good")
+                yield parse_rows(good, self.table_sizes)
         bad_rows.judge(at_end=True)
         if num_seen == 0:
             raise ValueError(
@@ -254,28 +230,6 @@ class CriteoStream(IterableDataset[RecBatch]):
                 f"rows = {group_size} rows.\n  got: {num_rows} rows in {', '.join(map(str, self.paths))}\n"
                 "  Lower batch_size, give more rows, or a path of the split's own."
             )
-
-    def _good(self, taken: Sequence[tuple[Path, int, bytes]], bad_rows: BadRows) -> list[bytes]:
-        good = []
-        bad_rows.num_rows += len(taken)
-        for path, number, line in taken:
-            try:
-                check_row(line)
-                good.append(line)
-            except ValueError as err:
-                bad_rows.report(f"{path}:{number}", str(err))
-        bad_rows.judge()
-        if not good:
-            path, number, _ = taken[-1]
-            raise bad_rows.error(f"and of the batch that ends at {path}:{number} not one row is good")
-        return good
-
-
-def _skip(lines: Iterator[Any], num_lines: int) -> int:
-    """Drop up to `num_lines` lines; gives how many there were."""
-    counter = itertools.count()
-    deque(zip(itertools.islice(lines, num_lines), counter, strict=False), maxlen=0)
-    return next(counter)
 
 
 class CriteoDataModule(RecDataModule):
@@ -318,46 +272,33 @@ class CriteoDataModule(RecDataModule):
         persistent_workers: bool = True,
     ) -> None:
         super().__init__(batch_size, num_workers, persistent_workers)
-        num_held = (val_path is None) + (test_path is None)
-        if holdout_every != 0 and num_held:
-            check_at_least(num_held + 1, holdout_every=holdout_every)
+        given = {"train": path, "val": val_path, "test": test_path}
+        self.paths = {split: paths for split, paths in given.items() if paths is not None}
+        if holdout_every != 0 and len(self.paths) < 3:
+            check_at_least(4 - len(self.paths), holdout_every=holdout_every)
         check_at_least(0, holdout_every=holdout_every, max_bad_row_rate=max_bad_row_rate)
         self.table_sizes = table_rows(rows_per_table, CATEGORY_NAMES)
         self.num_dense = len(DENSE_NAMES)
-        self.paths = {"train": path, "val": val_path, "test": test_path}
         self.holdout_every = holdout_every
         self.max_bad_row_rate = max_bad_row_rate
 
     def check(self) -> None:
-        """Raise now, as `check_files` does, if the files cannot be read or begin with a bad row."""
-        for given in self.paths.values():
-            if given is not None:
-                check_files(
-                    given, check_row, "Criteo's raw rows: label, 13 integers, 26 hexadecimal categories, tab separated"
-                )
+        """Raise now if a file cannot be read or begins with a bad row: before any process is launched."""
+        expected = "Criteo's raw rows: label, 13 integers, 26 hexadecimal categories, tab separated"
+        for path in self.paths.values():
+            check_files(path, check_row, expected)
 
     def setup(self, stage: str) -> None:
         """Check the files on every rank."""
         self.check()
 
     def _batches(self, split: str) -> CriteoStream | None:
-        own, groups = self.paths[split], range(self.holdout_every)
-        path = own if own is not None else self.paths["train"]
-        if path is None or (own is None and not groups):
+        every = self.holdout_every
+        if split not in self.paths and not every:
             return None
-        last = len(groups) - 1
-        held = {name: place for name, place in (("val", last), ("test", last - 1)) if self.paths[name] is None}
-        kept = [True]
-        if own is None:
-            kept = [group == held[split] for group in groups]
-        elif split == "train" and groups:
-            kept = [group not in held.values() for group in groups]
-        return CriteoStream(
-            resolve_paths(path),
-            self.table_sizes,
-            self.batch_size,
-            self.rank,
-            self.world_size,
-            kept,
-            self.max_bad_row_rate,
-        )
+        held = {place: name for place, name in ((every - 1, "val"), (every - 2, "test")) if name not in self.paths}
+        whole = split != "train" and split in self.paths
+        kept = [whole or held.get(group, "train") == split for group in range(every or 1)]
+        place = self.batch_size, self.rank, self.world_size
+        paths = resolve_paths(self.paths.get(split, self.paths["train"]))
+        return CriteoStream(paths, self.table_sizes, *place, kept, self.max_bad_row_rate)

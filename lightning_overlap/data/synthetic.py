@@ -5,6 +5,7 @@ Shape suffixes: B batch size per rank, D dense features, F sparse features, V id
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -39,7 +40,6 @@ class ClickModel:
     seed: int
 
     def __post_init__(self) -> None:
-        """Fix the hidden weights."""
         weights_D = np.random.default_rng([self.seed, _HIDDEN_MODEL]).standard_normal(self.num_dense)
         self._dense_weights_D = weights_D * (_DENSE_STD / max(float(np.linalg.norm(weights_D)), 1e-12))
         sizes = list(self.table_sizes.values())
@@ -62,13 +62,9 @@ class ClickModel:
     def logits(
         self, dense_BD: NDArray[Any], feature_V: NDArray[Any], values_V: NDArray[Any], lengths_FB: NDArray[Any]
     ) -> NDArray[np.float64]:
-        """Return the true log odds of a click, `(B,)`; with them as predictions the AUC is the best that can be had.
+        """Return the true log odds of a click; with them as predictions the AUC is the best that can be had.
 
-        Args:
-            dense_BD: Dense features, `(B, D)`.
-            feature_V: Number of the feature that each id belongs to, `(V,)`.
-            values_V: Ids, `(V,)`, feature by feature, then sample by sample.
-            lengths_FB: Ids per feature and sample, `(F, B)`; V is their sum.
+        The ids are ordered feature by feature, then sample by sample; `feature_V` is the number of each one's feature.
         """
         num_features, batch_size = lengths_FB.shape
         bits_V = stable_hash(values_V.astype(np.uint64), feature_V.astype(np.uint64) + np.uint64(self.seed << 16))
@@ -85,10 +81,10 @@ class ClickModel:
         """
         rows_V = self._rows_F[feature_V]
         uniform_V = rng.random(len(feature_V))
-        if abs(self.zipf_skew - 1) < 1e-6:
+        power = 1 - self.zipf_skew
+        if abs(power) < 1e-6:
             place_V = np.exp(uniform_V * np.log(rows_V + 1.0))
         else:
-            power = 1 - self.zipf_skew
             place_V = (uniform_V * ((rows_V + 1.0) ** power - 1) + 1) ** (1 / power)
         rank_V = np.clip(place_V.astype(np.int64) - 1, 0, rows_V - 1)
         return np.asarray(rank_V * self._strides_F[feature_V] % rows_V, dtype=np.int64)
@@ -96,10 +92,8 @@ class ClickModel:
 
 def _coprime_stride(num_rows: int) -> int:
     """A stride near the golden section of the table that visits each row once."""
-    stride = max(1, int(num_rows * 0.6180339887))
-    while math.gcd(stride, num_rows) != 1:
-        stride += 1
-    return stride
+    strides = itertools.count(max(1, int(num_rows * 0.6180339887)))
+    return next(stride for stride in strides if math.gcd(stride, num_rows) == 1)
 
 
 class SyntheticDataModule(RecDataModule):
@@ -143,14 +137,8 @@ class SyntheticDataModule(RecDataModule):
         check_at_least(1, num_tables=num_tables, num_dense=num_dense, num_batches=num_batches)
         check_at_least(0, num_val_batches=num_val_batches, num_test_batches=num_test_batches)
         check_at_least(0, pooling=pooling, zipf_skew=zipf_skew, seed=seed)
-        self.model = ClickModel(
-            table_sizes=table_rows(rows_per_table, [f"cat_{index}" for index in range(num_tables)]),
-            num_dense=num_dense,
-            pooling=pooling,
-            zipf_skew=zipf_skew,
-            seed=seed,
-        )
-        self.table_sizes = dict(self.model.table_sizes)
+        self.table_sizes = table_rows(rows_per_table, [f"cat_{index}" for index in range(num_tables)])
+        self.model = ClickModel(self.table_sizes, num_dense, pooling, zipf_skew, seed)
         self.num_dense = num_dense
         self.num_batches = {"train": num_batches, "val": num_val_batches, "test": num_test_batches}
 

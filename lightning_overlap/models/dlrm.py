@@ -13,12 +13,12 @@ from functools import partial
 import torch
 from lightning.pytorch import LightningModule
 from torch import Tensor, nn
+from torch.nn.functional import binary_cross_entropy_with_logits
 from torchmetrics import Metric
 from torchrec.modules.embedding_configs import EmbeddingBagConfig
 from torchrec.modules.embedding_modules import EmbeddingBagCollection
 from torchrec.optim import RowWiseAdagrad, apply_optimizer_in_backward
 from torchrec.optim.optimizers import in_backward_optimizer_filter
-from torchrec.sparse.jagged_tensor import KeyedTensor
 
 from ..data import RecBatch
 
@@ -41,8 +41,6 @@ class BinnedAUC(Metric):
     """Bins between the logits -16 and 16; logits outside fall into the outermost."""
 
     full_state_update = False
-    is_differentiable = False
-    higher_is_better = True
     num_clicks: Tensor
     num_others: Tensor
 
@@ -52,12 +50,7 @@ class BinnedAUC(Metric):
             self.add_state(name, torch.zeros(self.num_bins, dtype=torch.int64), dist_reduce_fx="sum")
 
     def update(self, logits: Tensor, labels: Tensor) -> None:
-        """Count a batch.
-
-        Args:
-            logits: Logits of clicks, `(B,)`, any float dtype.
-            labels: 1 for a click, else 0, `(B,)`, any float dtype.
-        """
+        """Count a batch of logits, `(B,)`, and of labels, 1 for a click, else 0, `(B,)`; both of any float dtype."""
         bins_B = ((logits.float() + 16) * (self.num_bins / 32)).long().clamp(0, self.num_bins - 1)
         clicks_B = labels.long()
         self.num_clicks.scatter_add_(0, bins_B, clicks_B)
@@ -80,8 +73,6 @@ class NormalizedEntropy(Metric):
     """
 
     full_state_update = False
-    is_differentiable = False
-    higher_is_better = False
     log_loss: Tensor
     num_clicks: Tensor
     num_samples: Tensor
@@ -93,7 +84,7 @@ class NormalizedEntropy(Metric):
 
     def update(self, logits: Tensor, labels: Tensor) -> None:
         """Add a batch; the arguments are as `BinnedAUC`'s."""
-        loss = nn.functional.binary_cross_entropy_with_logits(logits.float(), labels.float(), reduction="sum")
+        loss = binary_cross_entropy_with_logits(logits.float(), labels.float(), reduction="sum")
         self.log_loss += loss.double()
         self.num_clicks += labels.sum().double()
         self.num_samples += labels.numel()
@@ -142,48 +133,56 @@ class DLRM(LightningModule):
         table_device: str | torch.device = "meta",
     ) -> None:
         super().__init__()
-        _check_sizes(table_sizes, num_dense, embedding_dim)
-        _check_optimizer(fused_optimizer, table_learning_rate)
+        if not table_sizes or min(table_sizes.values()) < 1 or num_dense < 1 or embedding_dim < 1:
+            raise ValueError(
+                "DLRM needs at least one table, one row in each, one dense feature and one embedding column.\n"
+                f"  got: table_sizes={dict(table_sizes)}, num_dense={num_dense}, embedding_dim={embedding_dim}\n"
+                "  Pass the data module's own: DLRM(data.table_sizes, data.num_dense, ...)."
+            )
+        if fused_optimizer is not None and fused_optimizer not in FUSED_OPTIMIZERS:
+            raise ValueError(
+                f"fused_optimizer is not one that this model knows.\n  got: {fused_optimizer!r}\n"
+                f"  Pass one of {', '.join(FUSED_OPTIMIZERS)}, or None and the strategy's own fused_optimizer."
+            )
+        if fused_optimizer is not None and table_learning_rate is None:
+            raise ValueError(
+                f"fused_optimizer needs a table_learning_rate.\n  got: fused_optimizer={fused_optimizer!r}, "
+                "table_learning_rate=None\n  Pass table_learning_rate, for example 0.05."
+            )
+        table_sizes = {str(name): int(num_rows) for name, num_rows in table_sizes.items()}
+        bottom_layers, top_layers = [int(width) for width in bottom_layers], [int(width) for width in top_layers]
         self.save_hyperparameters(
             {
-                "table_sizes": {str(name): int(num_rows) for name, num_rows in table_sizes.items()},
-                "num_dense": num_dense,
-                "embedding_dim": embedding_dim,
-                "bottom_layers": [int(width) for width in bottom_layers],
-                "top_layers": [int(width) for width in top_layers],
-                "learning_rate": learning_rate,
-                "fused_optimizer": fused_optimizer,
-                "table_learning_rate": table_learning_rate,
+                **{"table_sizes": table_sizes, "num_dense": num_dense, "embedding_dim": embedding_dim},
+                **{"bottom_layers": bottom_layers, "top_layers": top_layers, "learning_rate": learning_rate},
+                **{"fused_optimizer": fused_optimizer, "table_learning_rate": table_learning_rate},
             }
         )
         self.features = list(table_sizes)
         self.learning_rate = learning_rate
-        self.ebc = EmbeddingBagCollection(
-            tables=[_table(name, num_rows, embedding_dim) for name, num_rows in table_sizes.items()],
-            device=torch.device(table_device),
-        )
-        bottom_widths = list(bottom_layers)
-        if bottom_widths[-1:] != [embedding_dim]:
-            bottom_widths.append(embedding_dim)
+        tables = [_table(name, num_rows, embedding_dim) for name, num_rows in table_sizes.items()]
+        self.ebc = EmbeddingBagCollection(tables, device=torch.device(table_device))
+        added = [] if bottom_layers[-1:] == [embedding_dim] else [embedding_dim]
         num_vectors = len(self.features) + 1
         num_inputs = embedding_dim + num_vectors * (num_vectors - 1) // 2
-        self.bottom = mlp(num_dense, bottom_widths)
-        self.top = nn.Sequential(mlp(num_inputs, list(top_layers)), nn.Linear([num_inputs, *top_layers][-1], 1))
+        self.bottom = mlp(num_dense, bottom_layers + added)
+        self.top = nn.Sequential(mlp(num_inputs, top_layers), nn.Linear([num_inputs, *top_layers][-1], 1))
         self._pairs: Tensor | None = None  # no buffer: DDP broadcasts buffers at every forward
         self.val_auc, self.val_ne = BinnedAUC(), NormalizedEntropy()
         self.test_auc, self.test_ne = BinnedAUC(), NormalizedEntropy()
         if table_learning_rate is not None:
-            _update_in_backward(self.ebc, fused_optimizer or "rowwise_adagrad", table_learning_rate)
+            fused = FUSED_OPTIMIZERS[fused_optimizer or "rowwise_adagrad"]
+            with warnings.catch_warnings():
+                # TorchRec's public helper points to a private one of PyTorch, which it calls itself.
+                warnings.filterwarnings("ignore", message="This API is deprecated", category=DeprecationWarning)
+                apply_optimizer_in_backward(fused, self.ebc.parameters(), {"lr": table_learning_rate})
 
     def forward(self, batch: RecBatch) -> Tensor:
         """Logits of a click, `(B,)`, float32."""
         # Tables first: a sharded lookup is lazy, and the bottom MLP runs while its all-to-all is under way.
         pooled = self.ebc(batch.sparse)
         dense_BE = self.bottom(batch.dense)
-        return self._interact(dense_BE, pooled)
-
-    def _interact(self, dense_BE: Tensor, pooled: KeyedTensor) -> Tensor:
-        # By name: a sharded collection orders its keys by the sharding, not as the tables were given.
+        # By name: a collection that was sharded by something else may order its keys by the sharding.
         by_feature = pooled.to_dict()
         vectors_BFE = torch.stack([dense_BE, *(by_feature[name].to(dense_BE.dtype) for name in self.features)], dim=1)
         dots_BFF = torch.bmm(vectors_BFE, vectors_BFE.transpose(1, 2))
@@ -192,7 +191,7 @@ class DLRM(LightningModule):
         return logits_B1.squeeze(1).float()
 
     def _pair_index(self, dots_BFF: Tensor) -> Tensor:
-        """Places of the strictly lower triangle in a flattened `(F, F)`, on the device of `dots_BFF`."""
+        """Places of the strictly lower triangle in a flattened `(F + 1, F + 1)`, on the device of `dots_BFF`."""
         if self._pairs is None or self._pairs.device != dots_BFF.device:
             num_vectors = dots_BFF.shape[1]
             row, column = torch.tril_indices(num_vectors, num_vectors, offset=-1)
@@ -201,7 +200,7 @@ class DLRM(LightningModule):
 
     def training_step(self, batch: RecBatch, batch_idx: int) -> Tensor:
         """Return the mean binary cross entropy of a batch, `()` float32."""
-        loss = self._loss(self(batch), batch)
+        loss = binary_cross_entropy_with_logits(self(batch), batch.labels)
         self.log("train_loss", loss, batch_size=len(batch))
         return loss
 
@@ -228,12 +227,8 @@ class DLRM(LightningModule):
             metric = getattr(self, name)
             metric.update(logits_B, batch.labels)
             self.log(name, metric, on_step=False, on_epoch=True, batch_size=len(batch))
-        loss = self._loss(logits_B, batch)
+        loss = binary_cross_entropy_with_logits(logits_B, batch.labels)
         self.log(f"{split}_loss", loss, on_step=False, on_epoch=True, sync_dist=True, batch_size=len(batch))
-
-    @staticmethod
-    def _loss(logits_B: Tensor, batch: RecBatch) -> Tensor:
-        return nn.functional.binary_cross_entropy_with_logits(logits_B, batch.labels)
 
 
 def _table(name: str, num_rows: int, embedding_dim: int) -> EmbeddingBagConfig:
@@ -254,32 +249,3 @@ def mlp(num_inputs: int, widths: Sequence[int]) -> nn.Sequential:
     for width_in, width_out in zip([num_inputs, *widths], widths, strict=False):
         layers += [nn.Linear(width_in, width_out), nn.ReLU()]
     return nn.Sequential(*layers)
-
-
-def _update_in_backward(ebc: EmbeddingBagCollection, optimizer: str, learning_rate: float) -> None:
-    with warnings.catch_warnings():
-        # TorchRec's public helper points to a private one of PyTorch, which it calls itself.
-        warnings.filterwarnings("ignore", message="This API is deprecated", category=DeprecationWarning)
-        apply_optimizer_in_backward(FUSED_OPTIMIZERS[optimizer], ebc.parameters(), {"lr": learning_rate})
-
-
-def _check_sizes(table_sizes: Mapping[str, int], num_dense: int, embedding_dim: int) -> None:
-    if not table_sizes or min(table_sizes.values()) < 1 or num_dense < 1 or embedding_dim < 1:
-        raise ValueError(
-            "DLRM needs at least one table, one row in each, one dense feature and one embedding column.\n"
-            f"  got: table_sizes={dict(table_sizes)}, num_dense={num_dense}, embedding_dim={embedding_dim}\n"
-            "  Pass the data module's own: DLRM(data.table_sizes, data.num_dense, ...)."
-        )
-
-
-def _check_optimizer(fused_optimizer: str | None, table_learning_rate: float | None) -> None:
-    if fused_optimizer is not None and fused_optimizer not in FUSED_OPTIMIZERS:
-        raise ValueError(
-            f"fused_optimizer is not one that this model knows.\n  got: {fused_optimizer!r}\n"
-            f"  Pass one of {', '.join(FUSED_OPTIMIZERS)}, or None and the strategy's own fused_optimizer."
-        )
-    if fused_optimizer is not None and table_learning_rate is None:
-        raise ValueError(
-            f"fused_optimizer needs a table_learning_rate.\n  got: fused_optimizer={fused_optimizer!r}, "
-            "table_learning_rate=None\n  Pass table_learning_rate, for example 0.05."
-        )

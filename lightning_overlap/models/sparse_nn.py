@@ -26,9 +26,7 @@ class SparseNN(DLRM):
         embedding_dim: Columns of every table.
         over_layers: Widths of the over arch's hidden layers; the last layer, to one logit, comes on top.
         learning_rate: Of SGD on the dense parameters, and on tables that nothing updates in the backward.
-        fused_optimizer: As `DLRM`'s.
-        table_learning_rate: As `DLRM`'s.
-        table_device: As `DLRM`'s.
+        fused_optimizer, table_learning_rate, table_device: As `DLRM`'s.
 
     Raises:
         ValueError: An argument makes no model.

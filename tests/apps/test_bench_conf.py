@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import inspect
 import re
 import subprocess
 from pathlib import Path
 
 import pytest
+from torchrec.distributed.train_pipeline import train_pipelines
 
 from lightning_overlap import MODES, STREAMS
-from lightning_overlap.apps import bench_arms, build, config_checks
+from lightning_overlap.apps import build, config_checks
 
 from .test_conf import CONF, composed, names
 
@@ -23,14 +25,14 @@ def bench_config(*overrides: str) -> dict[str, object]:
 @pytest.mark.parametrize("bench", [name for name in names("bench") if name != "sparse_nn"])
 def test_each_bench_can_run_here(bench: str) -> None:
     config = bench_config(f"bench={bench}")
-    config_checks.check_bench(config)
+    config_checks.check(config)
     build.check(config)
-    assert config_checks.arms(config)[0] == config_checks.REFERENCE
+    assert config_checks.arms(config)[0] == "base"
 
 
 def test_the_gpu_bench_is_of_the_scale_that_it_is_named_for() -> None:
     config = bench_config("bench=sparse_nn", "trainer=cpu")
-    config_checks.check_bench(config)
+    config_checks.check(config)
     model = build.build_model(config, build.build_data(config))
     assert type(model).__name__ == "SparseNN"
     assert sum(weight.numel() for weight in model.ebc.parameters()) * 4 == 200 * 100_000 * 512 * 4
@@ -38,7 +40,9 @@ def test_the_gpu_bench_is_of_the_scale_that_it_is_named_for() -> None:
 
 def test_every_name_has_an_arm_and_every_arm_a_name() -> None:
     config = bench_config("arms=['*']")
-    assert config_checks.arms(config) == list(bench_arms.arms(config))
+    assert config_checks.arms(config) == [*config_checks.our_arms(config), *config_checks.PEER_ARMS]
+    for pipeline, options in list(config_checks.BY_HAND.values())[1:]:
+        assert options.keys() <= inspect.signature(getattr(train_pipelines, pipeline)).parameters.keys()
     ahead = [name for name in config_checks.arms(config) if name.partition("/")[0] == "semi_sync"]
     assert ahead == ["semi_sync", *(f"semi_sync/{stream}" for stream in STREAMS if stream != "data_dist")]
     assert [name for name in config_checks.arms(config) if name in MODES] == list(MODES)
@@ -60,7 +64,7 @@ def test_arms_of_ours_can_replicate_small_tables() -> None:
     found = set(config_checks.arms(config))
     assert {"semi_sync+replicated", "sparse_dist+fp16+replicated"} < found
     assert not [name for name in found if name.startswith("torchrec/")], "TorchRec has no such tables"
-    assert config_checks.precision_of("sparse_dist+fp16+replicated") == "fp16"
+    assert config_checks.options_of("sparse_dist+fp16+replicated") == ("fp16", True)
 
 
 def test_a_precision_is_part_of_a_name() -> None:
@@ -68,10 +72,9 @@ def test_a_precision_is_part_of_a_name() -> None:
     chosen = config_checks.arms(config)
     build.check(config)
     assert [name for name in chosen if "+" in name] == [
-        *("sparse_dist+fp16", "fused_sparse_dist+fp16", "base+int8"),
-        *("torchrec/sparse_dist+fp16", "torchrec/fused_sparse_dist+fp16"),
+        *("sparse_dist+fp16", "fused_sparse_dist+fp16"),
+        *("torchrec/sparse_dist+fp16", "torchrec/fused_sparse_dist+fp16", "base+int8"),
     ]
-    assert set(chosen) <= bench_arms.arms(config).keys()
     for arm, message in (("base+fp61", "unknown precision 'fp61'. Did you mean 'fp16'"), ("base+bf16", "by a CPU")):
         with pytest.raises(ValueError, match=re.escape(message)):
             build.check(bench_config(f"arms=[{arm}]"))
@@ -90,7 +93,7 @@ def test_a_precision_is_part_of_a_name() -> None:
 )
 def test_bad_words_are_answered_before_a_rank_starts(override: str, message: str) -> None:
     with pytest.raises(ValueError, match=re.escape(message)):
-        config_checks.check_bench(bench_config("bench=virtual_latency", override))
+        config_checks.check(bench_config("bench=virtual_latency", override))
 
 
 def run_two_hosts(*arguments: str, **variables: str) -> subprocess.CompletedProcess[str]:

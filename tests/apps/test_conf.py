@@ -136,6 +136,7 @@ def test_the_record_of_a_run_holds_the_defaults_that_python_wrote() -> None:
         (["stream.name=dedicatd"], "unknown stream 'dedicatd'. Did you mean 'dedicated'"),
         (["compare=[bas]"], "unknown pipeline 'bas'. Did you mean 'base'"),
         (["pipeline.schedule='mine: copy_batch_to_device+0/compute'"], "'mine': dense_forward is missing"),
+        (["pipeline=auto", "pipeline.staleness=3"], "staleness=3 changes what a lookup sees or needs"),
         (["trainer.precision=16-mixed"], "Use trainer.precision=bf16-mixed"),
         (["trainer.max_stepz=3"], "unknown option of trainer 'max_stepz'. Did you mean 'max_steps'"),
         (["trainer.devices=none"], "-1: all), got 'none'"),

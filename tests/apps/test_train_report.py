@@ -2,30 +2,22 @@
 
 from __future__ import annotations
 
-import struct
+from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from lightning_overlap.apps import train_report
 
 
 def result(mode: str, losses: list[float], staleness: int = 0) -> train_report.ModeResult:
-    return train_report.ModeResult(
-        mode=mode,
-        stream="-",
-        staleness=staleness,
-        num_ranks=1,
-        losses=losses,
-        step_ms=[1.0] * len(losses),
-        step_ms_median=1.0,
-        step_ms_p90=1.0,
-        samples_per_s=None,
-        losses_sha256="0" * 64,
-        peak_memory={"resident": 2**20},
-        metrics={"test_auc": 0.75},
-        loss_bits=[struct.pack("f", loss) for loss in losses],
-    )
+    summary = {
+        **{"mode": mode, "stream": "-", "staleness": staleness, "num_ranks": 1, "num_steps": len(losses)},
+        **{"step_ms_median": 1.0, "step_ms_p90": 1.0, "samples_per_s": None, "losses_sha256": "0" * 64},
+        **{"final_loss": losses[-1], "peak_memory": {"resident": 2**20}, "metrics": {"test_auc": 0.75}},
+    }
+    return train_report.ModeResult(summary, np.array([losses], dtype=np.float32), [1.0] * len(losses))
 
 
 @pytest.mark.parametrize(
@@ -61,6 +53,13 @@ def test_a_sweep_is_told_the_metric_or_why_not(tmp_path: Path) -> None:
     train_report.write(tmp_path, [result("one", [0.5]), result("two", [0.25])], "test_auc")
     with pytest.raises(ValueError, match="differs from one from step 0 on"):
         train_report.read_metric(tmp_path)
+
+
+def test_another_rank_or_the_sign_of_a_zero_is_another_loss() -> None:
+    one, other = result("one", [0.0, 0.5]), result("two", [-0.0, 0.5])
+    assert not train_report.compare([one, other])[1]
+    ranks = [np.array([[0.5], [last]], dtype=np.float32) for last in (0.5, 0.25)]
+    assert not train_report.compare([replace(one, losses_RS=losses) for losses in ranks])[1]
 
 
 def test_the_table_is_aligned() -> None:
