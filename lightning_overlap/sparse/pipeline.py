@@ -303,8 +303,9 @@ class SparsePipeline:
 
     def drop_update(self, inflight: InFlightBatch) -> None:
         """Wait for the gradients of a batch, leave the tables as they are, and take its lookups back."""
-        for state in inflight.modules.values():
-            state.deferred.drop()
+        with self.order.on_lookup():  # their memory is this stream's
+            for state in inflight.modules.values():
+                state.deferred.drop()
         self.count_lookups(inflight, -1)
 
     def is_overwritten(self, batches: Iterable[InFlightBatch]) -> bool:
