@@ -357,6 +357,8 @@ class SparsePipeline:
         """Complete every collective that was started for a batch, in the order of its stages."""
         self.finish_lookups()
         if inflight.sizes is not None or any(state.splits_awaitable is not None for state in inflight.modules.values()):
+            streams = self.order.streams  # what is sent from here was made on the input dist's
+            streams.wait(StreamName.COMPUTE, streams.record(StreamName.DATA_DIST))
             self.input_data_dist(inflight)
         self.receive_input(inflight)
         for state in inflight.modules.values():

@@ -1,4 +1,4 @@
-"""An update that is left out: its gradients arrive in memory of the lookup stream."""
+"""What is not used after all, on a device: which stream waits for what is under way."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 from lightning_overlap.sparse.pipeline import SparsePipeline
 
 
-def test_its_gradients_are_waited_for_where_their_memory_is_from() -> None:
+def test_gradients_that_are_left_out_are_waited_for_where_their_memory_is_from() -> None:
     """On another stream it would be given to other work before they have arrived."""
     log: list[str] = []
 
@@ -27,3 +27,15 @@ def test_its_gradients_are_waited_for_where_their_memory_is_from() -> None:
     inflight: Any = SimpleNamespace(modules={"ebc": SimpleNamespace(deferred=deferred)})
     pipeline.drop_update(inflight)
     assert log == ["on the lookup stream", "dropped", "elsewhere", "counted -1"]
+
+
+def test_sizes_and_ids_are_sent_after_what_the_input_dists_stream_has_made() -> None:
+    """Otherwise ranks would be sent lengths that are not there yet, and assemble ids by them."""
+    log: list[str] = []
+    pipeline: Any = object.__new__(SparsePipeline)
+    streams = SimpleNamespace(record=lambda name: name, wait=lambda name, event: log.append(f"{name} after {event}"))
+    pipeline.order, pipeline._threads = SimpleNamespace(streams=streams), None
+    pipeline.input_data_dist = lambda inflight: log.append("sent")
+    pipeline.receive_input = lambda inflight: log.append("received")
+    pipeline.drain(SimpleNamespace(modules={}, sizes="under way"))
+    assert log == ["compute after data_dist", "sent", "received"]
