@@ -87,7 +87,7 @@ class BatchMemory:
                 return leaf
             if leaf.device.type == self._device_type:
                 return _with_attributes(leaf.clone(), leaf)
-            if leaf.is_pinned():
+            if leaf.layout is torch.strided and leaf.is_pinned():
                 return _with_attributes(torch.empty_like(leaf, pin_memory=True).copy_(leaf), leaf)
             return leaf
 
