@@ -14,31 +14,20 @@ SUPPORTED: Mapping[str, str] = {"lightning": ">=2.5.2,<2.7", "torchrec": ">=1.8,
 
 @dataclass(frozen=True, slots=True)
 class Pair:
-    """Versions that go together.
-
-    Args:
-        torch: Its first two numbers.
-        fbgemm: Those of the `fbgemm-gpu` (CUDA) or `fbgemm-gpu-cpu` that is built for this torch.
-        torchrec: The TorchRec to take with it.
-        tried: What has been run with it.
-        extras: What `pip install 'lightning_overlap[...]'` takes for it, on a CPU and on CUDA.
-    """
+    """Versions that go together: of torch and of the fbgemm built for it the first two numbers."""
 
     torch: str
     fbgemm: str
     torchrec: str
     tried: str
+    """What has been run with it."""
     extras: tuple[str, str]
+    """What `pip install 'lightning_overlap[...]'` takes for it, on a CPU and on CUDA."""
 
 
+_TORCH_2_14 = "cpu-torch-2-14", "cuda-torch-2-14"
 PAIRS = (
-    Pair(
-        "2.14",
-        "1.9",
-        ">=1.9.2,<1.10",
-        "CPU: the tests of the laws and most others",
-        ("cpu-torch-2-14", "cuda-torch-2-14"),
-    ),
+    Pair("2.14", "1.9", ">=1.9.2,<1.10", "CPU: the tests of the laws and most others", _TORCH_2_14),
     Pair("2.13", "1.8", ">=1.8,<1.10", "CPU: all tests", ("cpu", "cuda")),
 )
 """Newest first. The CUDA builds have not been run; they come with the same Python code."""
@@ -110,10 +99,7 @@ def installed() -> dict[str, str]:
 def check_names(package: str, names: Mapping[str, Iterable[str]], owners: Mapping[str, object]) -> None:
     """Raise if a package lacks a private name that is used of it.
 
-    Args:
-        package: Whose names they are.
-        names: Names by the class that has them.
-        owners: A live object, or the class itself, for each class to look at.
+    The names are listed by the class that has them; for each class to look at there is a live object, or itself.
 
     Raises:
         ImportError: An object lacks a name.

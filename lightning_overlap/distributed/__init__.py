@@ -17,9 +17,10 @@ from .consensus import together as together
 from .failures import FirstCause as FirstCause
 from .failures import Store as Store
 from .failures import default_store as default_store
+from .failures import is_told_last as is_told_last
+from .failures import tell_last as tell_last
+from .failures import timed_out as timed_out
 from .groups import CONSENSUS as CONSENSUS
-from .last_words import is_told_last as is_told_last
-from .last_words import tell_last as tell_last
 from .packed_alltoall import PackedExchange as PackedExchange
 from .packed_alltoall import Part as Part
 from .skipped_batches import SkippedBatches as SkippedBatches

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Any, NamedTuple, TypeVar, cast
 
 import torch
@@ -19,29 +18,22 @@ class StepFlags(NamedTuple):
 
     has: bool
     """It has this batch."""
-
     lacks: bool
     """It has no such batch, now or ever."""
-
     last: bool
     """It has no batch after this one."""
-
     stop: bool
     """It was told to stop (SIGTERM)."""
-
     skips: bool = False
     """It has skipped a batch that is None, so that it has fewer than its loader says."""
-
     requested_interval: int = 0
     """How soon it wants to be asked again, see `PollInterval`; as an answer, the most of any rank."""
 
 
-@dataclass(frozen=True, slots=True)
-class Answer:
-    """An answer that may still be on its way."""
+class Answer(NamedTuple):
+    """An answer that may still be on its way: the flags of all ranks, one after the other."""
 
     flags: Tensor
-    """Of all ranks, one after the other."""
     work: dist.Work
 
     def wait(self) -> StepFlags:
@@ -60,10 +52,8 @@ class PollInterval:
     """Decides for which batches the ranks ask each other, where all of them know how many batches they have.
 
     They ask for the first batch, for the last ones, and now and then for one in between, so that they hear of a rank
-    that was told to stop or that has skipped a batch; after that they ask for every batch.
-    An ask costs two cores a good part of a millisecond, in threads that wake each other, as much as a small model's
-    forward. All ranks ask for the same batches: they decide by batch numbers and by answers, which all of them have.
-    An interval is at most twice the one before it.
+    that was told to stop or that has skipped a batch; after that they ask for every batch. An ask costs as much as a
+    small model's forward. All decide alike, by batch numbers and by answers. An interval is at most twice the last one.
     """
 
     def __init__(self) -> None:
@@ -90,11 +80,9 @@ class PollInterval:
         return MAX_INTERVAL - interval
 
     def hear(self, requested_interval: int, num_batches: float = float("inf")) -> None:
-        """Set the next batch to ask for: the shortest interval that any rank wants, half of what is left at most.
+        """Set the next batch to ask for, by the largest value that `ask` returned on any rank.
 
-        Args:
-            requested_interval: The largest value that `ask` returned on any rank.
-            num_batches: Batches of the epoch. A rank that skips some of those left ends before the others.
+        It comes after half of the epoch's batches that are left, at most: a rank that skips some ends earlier.
         """
         assert self._asked is not None
         self._interval = MAX_INTERVAL - requested_interval
@@ -118,10 +106,7 @@ class Consensus:
     """Asks all ranks by an all-to-all of six bytes on the host: the host waits for it a step later, no device does.
 
     gloo sends them to each rank at once; its all-reduce passes them on around a ring, twice, which takes half as much
-    of the CPU again on two ranks and longer on more.
-
-    Args:
-        group: A gloo group of all ranks, for this alone.
+    of the CPU again on two ranks and longer on more. The group is a gloo group of all ranks, for this alone.
     """
 
     def __init__(self, group: dist.ProcessGroup) -> None:
@@ -158,9 +143,8 @@ class Consensus:
 
     def any(self, flag: bool) -> bool:
         """Return whether the flag is set on any rank; all ranks wait for the answer."""
-        tensor = torch.tensor(flag, dtype=torch.uint8)
-        self.start(tensor, dist.ReduceOp.MAX).wait()
-        return bool(tensor)
+        [unset_on_all] = self.lowest([not flag])()
+        return not unset_on_all
 
     def start(self, values: Tensor, op: dist.ReduceOp.RedOpType) -> dist.Work:
         """Start to give a tensor on the host what `op` makes of all ranks' values, in each place."""
@@ -181,9 +165,7 @@ def gather_objects(value: Any, group: dist.ProcessGroup | None = None) -> list[A
 def together(action: Callable[[], T], gather: Callable[[Any], list[Any]]) -> T:
     """Run something on every rank, and raise on all of them what one raises: the others would wait for it.
 
-    Args:
-        action: What to do; it waits for no rank after what may fail on one alone.
-        gather: Returns the values of all ranks, which all call this.
+    `action` waits for no rank after what may fail on one alone; `gather` returns the values of all ranks.
 
     Raises:
         RuntimeError: In the words of the first rank that has failed.

@@ -1,4 +1,8 @@
-"""How ranks that fail tell each other why, through the store: no collective can be trusted then."""
+"""How ranks that fail tell each other why, through the store, as no collective can be trusted then, and who prints it.
+
+Ranks share a terminal: the error that came first is printed once, after all that the other ranks print. One that lost a
+peer would print the longest traceback, and the last one, about a connection.
+"""
 
 from __future__ import annotations
 
@@ -6,15 +10,32 @@ import contextlib
 import itertools
 import json
 import os
+import re
 import socket
 import sys
 import time
+import traceback
 from datetime import timedelta
+from types import TracebackType
 from typing import NamedTuple
 
 import torch.distributed as dist
 from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]  # as public as `dist.Store`
 from torch.distributed import Store as Store  # type: ignore[attr-defined]
+from torch.distributed.elastic.multiprocessing.errors import get_error_handler
+
+from .sockets import end_connections
+
+LEAVE_S = 3.0
+"""How long the rank that failed first waits for the others' last words; they wait as long for its own."""
+
+_MARK = "_lightning_overlap_cause"
+_causes: dict[int, FirstCause] = {}
+"""That of the newest error, by its id, which the error carries; an error may be pickled, a store may not."""
+_PLACE = re.compile(r"rank \d+ (was|had failed) |Another rank did not answer")
+"""Notes of where a rank was and what another one said, which the first rank to fail says itself."""
+_PEER_LOST = ("Connection closed by peer", "Connection reset by peer", "Broken pipe", "/gloo/", "NCCL")
+_num_runs = itertools.count()
 
 
 def default_store() -> Store | None:
@@ -24,22 +45,18 @@ def default_store() -> Store | None:
     return dist.distributed_c10d._get_default_store()
 
 
-_num_runs = itertools.count()
-
-
 class Word(NamedTuple):
-    """What a rank that fails leaves for the others."""
+    """What a rank that fails leaves for the others: type and message of its error, and where it was."""
 
     rank: int
     error: str
-    """Type and message."""
     place: str
-    """Where the rank was."""
     stderr: str
-    """Where the rank's errors go: the same for ranks that share a terminal, a pipe or a file."""
+    """Where its errors go, see `_stderr`."""
 
 
 def _stderr() -> str:
+    """Return the same for ranks that share a terminal, a pipe or a file."""
     try:
         file = os.fstat(sys.stderr.fileno())
     except (OSError, ValueError, AttributeError):  # a stream of Python's own, in notebooks
@@ -118,3 +135,77 @@ class FirstCause:
             time.sleep(0.01)
             num_here = self._store.add(key, 0)
         return num_here >= num_ranks
+
+
+def timed_out(error: BaseException) -> bool:
+    """Whether a collective of gloo failed because another rank did not answer in time.
+
+    Of several that are under way at once, one is said to have timed out, the others that their pair was closed for it.
+    """
+    return any(said in str(error) for said in ("Timed out waiting", "Application timeout caused pair closure"))
+
+
+# -- last words -----------------------------------------------------------------------------------------------------
+
+
+def tell_last(error: BaseException, cause: FirstCause) -> None:
+    """Let the process, if it ends with this error, wait for its turn to print it, or leave that to another rank."""
+    if dist.is_initialized() and dist.get_world_size() > 1:
+        _causes.clear()
+        _causes[id(cause)] = cause
+        vars(error)[_MARK] = id(cause)
+        if not isinstance(sys.excepthook, _Hook):
+            sys.excepthook = _Hook()
+
+
+def is_told_last(error: BaseException) -> bool:
+    """Whether `sys.excepthook`, given this error, waits for its turn."""
+    return vars(error).get(_MARK) in _causes
+
+
+class _Hook:
+    """What Python calls with an error that nobody caught."""
+
+    def __init__(self) -> None:
+        self._before = sys.excepthook
+
+    def __call__(self, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+        cause = _causes.get(vars(error).get(_MARK, 0))
+        if cause is None or cause.first is None:
+            self._before(kind, error, trace)
+        elif cause.is_first:
+            # Ranks that wait for this one fail now, and have their say, and not when it has ended.
+            others_notice = end_connections(cause.store_port)
+            cause.leave(dist.get_world_size() if others_notice and dist.is_initialized() else 1, LEAVE_S)
+            if not _torchrun_prints(error):
+                self._before(kind, error, trace)
+            sys.stderr.flush()
+            cause.told()
+        else:
+            if f"{kind.__name__}: {error}" != cause.first.error and not _is_of_a_lost_peer(error):
+                self._before(kind, error, trace)
+            elif cause.shares_stderr:  # where the first rank says all but what only this one knows
+                own = [note for note in getattr(error, "__notes__", []) if not _PLACE.match(note)]
+                sys.stderr.write("".join(f"rank {cause.rank}: {note}\n" for note in own))
+            else:
+                sys.stderr.write("".join(traceback.format_exception_only(error)))
+            sys.stderr.flush()
+            cause.leave(1, 0.0)
+            cause.wait_until_told(LEAVE_S)
+
+
+def _is_of_a_lost_peer(error: BaseException) -> bool:
+    said_of_it = isinstance(error, RuntimeError | SystemExit) and any(said in str(error) for said in _PEER_LOST)
+    return said_of_it or timed_out(error)
+
+
+def _torchrun_prints(error: BaseException) -> bool:
+    """Leave the error to torchrun, which prints the first one at its end; not if it will start the ranks anew."""
+    if "TORCHELASTIC_ERROR_FILE" not in os.environ:
+        return False
+    try:
+        raise error
+    except BaseException as err:
+        get_error_handler().record_exception(err)
+    restarts, done = (int(os.environ.get(f"TORCHELASTIC_{name}", "0")) for name in ("MAX_RESTARTS", "RESTART_COUNT"))
+    return done >= restarts

@@ -46,21 +46,15 @@ class ReceivesFirst(dist.ProcessGroup):
         input_split_sizes: Sequence[int],
         opts: Any = None,
     ) -> dist.Work:
-        """Begin an all-to-all.
+        """Begin an all-to-all of contiguous tensors of the host, in whatever way `opts` asks for it.
 
-        Args:
-            output: Receives the data, `(sum(output_split_sizes), ...)`, contiguous, on the host.
-            input: The data to send, `(sum(input_split_sizes), ...)`, contiguous, on the host.
-            output_split_sizes: Elements of dimension 0 from each rank; none for equal parts.
-            input_split_sizes: Elements of dimension 0 to each rank; none for equal parts.
-            opts: Not read: the all-to-all is always asynchronous.
-
-        Returns:
-            The work under way; `wait()` returns when all data has come and gone.
+        Split sizes are elements of dimension 0 from and to each rank; none for equal parts.
         """
         me, size = self.rank(), self.size()
-        received = _parts(output, output_split_sizes, size)
-        sent = _parts(input, input_split_sizes, size)
+        received, sent = (
+            tensor.detach().split(list(split_sizes) or [len(tensor) // size] * size)
+            for tensor, split_sizes in ((output, output_split_sizes), (input, input_split_sizes))
+        )
         # A tag for each: of two sends of one tag, one that gloo goes on with as the other rank gets ready, and one that
         # is posted just then, nobody says which is first.
         tag, self._num = self._num, (self._num + 1) % (1 << 31)
@@ -87,30 +81,23 @@ _OLDER = {"all_gather_single": "_allgather_base", "reduce_scatter_single": "_red
 
 def _hand_on(group: type, gloo: type) -> None:
     """Let `group` call its `_gloo` for each collective that the class `gloo` has, by the newer name if any."""
+
+    def handed_on(name: str) -> Callable[..., Any]:
+        return lambda self, *args, **kwargs: getattr(self._gloo, name)(*args, **kwargs)
+
     for name in (*_COLLECTIVES, *_OLDER):
         method = name if hasattr(gloo, name) else _OLDER.get(name, name)
         if hasattr(gloo, method):
-            setattr(group, name, _handed_on(method))
-
-
-def _handed_on(name: str) -> Callable[..., Any]:
-    return lambda self, *args, **kwargs: getattr(self._gloo, name)(*args, **kwargs)
+            setattr(group, name, handed_on(method))
 
 
 _hand_on(ReceivesFirst, dist.ProcessGroupGloo)
 
 
-def _parts(tensor: Tensor, split_sizes: Sequence[int], size: int) -> Sequence[Tensor]:
-    parts: Sequence[Tensor] = tensor.detach().split(list(split_sizes) or [len(tensor) // size] * size)
-    return parts
-
-
 class Exchange(dist.Work):
-    """The receives and sends of one all-to-all, under way.
+    """The receives and sends of one all-to-all, under way; gloo allows a single wait for each.
 
-    Args:
-        works: One for each; gloo allows a single wait for each.
-        tensors: Input and output of the all-to-all, any shape; kept alive as long as this object.
+    It keeps the all-to-all's input and output alive.
     """
 
     def __init__(self, works: list[dist.Work], tensors: tuple[Tensor, Tensor]) -> None:
@@ -121,10 +108,7 @@ class Exchange(dist.Work):
         self._error: RuntimeError | None = None
 
     def wait(self, timeout: timedelta | None = None) -> bool:
-        """Let the host wait until all data has come and gone.
-
-        Args:
-            timeout: How long to wait for each receive and send; None for the group's own timeout.
+        """Let the host wait until all data has come and gone, for each receive and send as long as a timeout says.
 
         Raises:
             RuntimeError: A rank is gone, or the time is over; raised again for every later wait.
@@ -146,35 +130,24 @@ class Exchange(dist.Work):
         """Whether a wait is over; before, gloo does not tell."""
         return not self._works
 
-    def is_success(self) -> bool:
-        """Whether they were waited for, and none has failed."""
-        return not self._works and self._error is None
-
-    def get_future(self) -> Any:
-        """Return an object whose `add_done_callback` calls back at the end."""
-        return _End(self)
-
-
-class _End:
-    def __init__(self, exchange: Exchange) -> None:
-        self._exchange = exchange
-
-    def add_done_callback(self, callback: Callable[[Any], None]) -> None:
-        """Call back from a thread that waits for the end; a failure is raised by `wait`, not here."""
+    def get_future(self) -> torch.futures.Future[None]:
+        """Return what is done at the end, by a thread that waits for it; a failure is raised by `wait`, not there."""
+        future: torch.futures.Future[None] = torch.futures.Future()
 
         def wait() -> None:
             with suppress(RuntimeError):
-                self._exchange.wait()
-            callback(self)
+                self.wait()
+            future.set_result(None)
 
         threading.Thread(target=wait, daemon=True, name="end of an all-to-all").start()
-
-
-def _create(store: Any, rank: int, size: int, timeout: timedelta) -> dist.ProcessGroup:
-    return ReceivesFirst(dist.ProcessGroupGloo(store, rank, size, timeout=timeout), rank, size)
+        return future
 
 
 def register() -> None:
     """Make the backend known to `torch.distributed`, once."""
+
+    def create(store: Any, rank: int, size: int, timeout: timedelta) -> dist.ProcessGroup:
+        return ReceivesFirst(dist.ProcessGroupGloo(store, rank, size, timeout=timeout), rank, size)
+
     if BACKEND not in dist.Backend.backend_list:
-        dist.Backend.register_backend(BACKEND, _create, devices=["cpu"])
+        dist.Backend.register_backend(BACKEND, create, devices=["cpu"])

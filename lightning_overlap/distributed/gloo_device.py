@@ -7,7 +7,7 @@ nothing else to do; one thread that has them all finds several messages at once.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from datetime import timedelta
 from typing import Any
 
@@ -21,17 +21,15 @@ PRIVATE_NAMES = ("_Options", "_devices", "_timeout")
 
 @contextmanager
 def shared_with(group: dist.ProcessGroup) -> Iterator[None]:
-    """Let the gloo groups that are made meanwhile use the device of another group.
-
-    Args:
-        group: Has the device, where its backend for the host's memory is gloo; else the new groups share one of theirs.
-    """
+    """Let the gloo groups that are made meanwhile use the device of another group, or one of theirs if it has none."""
     own = dist.ProcessGroupGloo
     options: Any = getattr(own, "_Options", None)
     if options is None or not all(hasattr(options, name) for name in PRIVATE_NAMES[1:]):
         yield
         return
-    devices = _devices_of(group)
+    devices: list[Any] = []
+    with suppress(AttributeError, RuntimeError):  # another backend, or a wrapper that checks collectives
+        devices.extend(group._get_backend(torch.device("cpu")).options._devices)  # type: ignore[attr-defined]
 
     class OnDevice(own):  # type: ignore[misc, valid-type]
         def __init__(self, store: Any, rank: int, size: int, timeout: timedelta) -> None:
@@ -48,11 +46,3 @@ def shared_with(group: dist.ProcessGroup) -> Iterator[None]:
         yield
     finally:
         c10d.ProcessGroupGloo = own  # type: ignore[misc]
-
-
-def _devices_of(group: dist.ProcessGroup) -> list[Any]:
-    try:
-        options: Any = group._get_backend(torch.device("cpu")).options
-        return list(options._devices)
-    except (AttributeError, RuntimeError):  # another backend, or a wrapper that checks collectives
-        return []

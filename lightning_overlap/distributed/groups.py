@@ -24,13 +24,10 @@ class Groups:
 
     In which order a backward sends both depends on where a step first uses its embeddings, which may differ by rank.
     """
-
     lookahead: dist.ProcessGroup | None = None
     """The input dist of coming batches."""
-
     consensus: Consensus | None = None
     """What the ranks have to know of each other at every step, on the host."""
-
     checkpoints: dist.ProcessGroup | None = None
     """Saving, which may go on in a thread during training, so no other collective may get in between; on the host."""
 
@@ -39,21 +36,16 @@ CONSENSUS = "consensus"
 """Name of the group in which nothing travels but what the ranks have to know of each other."""
 
 _FAILURES = "lightning_overlap/failures"
-_Key = tuple[dist.ProcessGroup, str, timedelta, bool, int]
-_made: dict[_Key, Groups] = {}
+_made: dict[tuple[dist.ProcessGroup, str, timedelta, bool, int], Groups] = {}
 
 
 def join(timeout: timedelta, *, multi_node: bool = False) -> Groups:
     """Return the groups of this process; every rank calls this at the same point, after a barrier.
 
     A group has threads or communicators of its own, which stay as long as the process, and sharded modules keep
-    theirs: so the runs of a process share them. A run issues its collectives in the same order on all ranks and
-    leaves none under way. After one that failed on any rank, all make new ones.
-
-    Args:
-        timeout: How long a collective may wait for another rank before it fails.
-        multi_node: Whether there is a link between ranks, whose two directions are worth using at once. Within a
-            host gloo's own all-to-all is quicker: its threads make the system calls, and not the one that trains.
+    theirs: so the runs of a process share them. After one that failed on any rank, all make new ones. Between several
+    hosts gloo uses both directions of a link at once; within one its own all-to-all is quicker, whose threads make the
+    system calls, and not the one that trains.
     """
     world, store = dist.group.WORLD, default_store()
     assert world is not None
@@ -94,11 +86,3 @@ def forget() -> None:
         store = default_store()
         if store is not None:
             store.add(_FAILURES, 1)
-
-
-def timed_out(error: BaseException) -> bool:
-    """Whether a collective of gloo failed because another rank did not answer in time.
-
-    Of several that are under way at once, one is said to have timed out, the others that their pair was closed for it.
-    """
-    return any(said in str(error) for said in ("Timed out waiting", "Application timeout caused pair closure"))

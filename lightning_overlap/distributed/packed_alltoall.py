@@ -15,34 +15,27 @@ from torch import Tensor
 
 
 class Part(NamedTuple):
-    """One tensor that travels."""
+    """One tensor that travels, `(sum(sent), ...)`, of any dtype, and how many rows go to and come from each rank."""
 
     tensor: Tensor
-    """To send, `(sum(sent), ...)`, any dtype."""
     sent: list[int]
-    """Rows of it to each rank."""
     received: list[int]
-    """Rows from each rank."""
-
-    @property
-    def row_bytes(self) -> int:
-        """Bytes of one row."""
-        return self.tensor.element_size() * prod(self.tensor.shape[1:])
 
 
 class PackedExchange:
     """The one all-to-all of several tensors, under way from the beginning.
 
-    Args:
-        parts: At least one; of the same dtypes and in the same order on all ranks, on one device.
-        group: The process group.
-        even: Whether every rank is known to send as many rows to each; the same on all ranks.
+    The parts, one at least, are of the same dtypes and in the same order on all ranks, on one device. `even` says, on
+    all ranks alike, that every rank is known to send as many rows to each.
     """
 
     def __init__(self, parts: Sequence[Part], group: dist.ProcessGroup, *, even: bool = False) -> None:
         self._parts = [(part.tensor.dtype, part.tensor.shape[1:]) for part in parts]
-        unit, unit_bytes = _unit(parts)
-        widths = [part.row_bytes // unit_bytes for part in parts]
+        row_bytes = [part.tensor.element_size() * prod(part.tensor.shape[1:]) for part in parts]
+        # The widest integer in which every row is whole: NCCL counts what it sends up to 2**31.
+        units = (torch.int64, torch.int32, torch.int8)
+        unit = next(unit for unit in units if not any(size % unit.itemsize for size in row_bytes))
+        widths = [size // unit.itemsize for size in row_bytes]
         sent = [[rows * width for rows in part.sent] for part, width in zip(parts, widths, strict=True)]
         came = [[rows * width for rows in part.received] for part, width in zip(parts, widths, strict=True)]
         pieces = [
@@ -61,13 +54,10 @@ class PackedExchange:
         self._received: list[Tensor | None] = []
 
     def take(self, place: slice) -> list[Tensor]:
-        """Wait, and hand over what has come of some parts, each once: nothing of it is kept.
-
-        Args:
-            place: Of these parts among all.
+        """Wait, and hand over what has come of the parts at a place, each once: nothing of it is kept.
 
         Returns:
-            What has come of each, `(sum(received), ...)`, contiguous, for the stream that is current.
+            Of each `(sum(received), ...)`, contiguous, for the stream that is current.
 
         Raises:
             RuntimeError: A rank is gone, or the group's time is over.
@@ -97,12 +87,3 @@ class PackedExchange:
             for tensor in tensors:
                 tensor.record_stream(current)
             self._stream = current
-
-
-def _unit(parts: Sequence[Part]) -> tuple[torch.dtype, int]:
-    """Return the widest integer in which every row is whole, and its bytes: NCCL counts what it sends up to 2**31."""
-    return next(
-        (unit, unit.itemsize)
-        for unit in (torch.int64, torch.int32, torch.int8)
-        if all(part.row_bytes % unit.itemsize == 0 for part in parts)
-    )

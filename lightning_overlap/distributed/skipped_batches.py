@@ -17,9 +17,8 @@ _num_runs = itertools.count()
 class SkippedBatches:
     """Tells all ranks which batches of a fit this one has skipped, and asks for theirs.
 
-    A rank that skips nothing tells nothing, so this costs a fit without such batches one look at the store for each
-    validation. No collective is asked: the ranks may not be at the same one. Every rank makes as many of these, in the
-    same order.
+    Without such batches that is one look at the store for each validation. No collective is asked: the ranks may not be
+    at the same one. Every rank makes as many of these, in the same order.
     """
 
     def __init__(self, store: Store, rank: int, num_ranks: int) -> None:
@@ -55,11 +54,8 @@ class SkippedBatches:
     def check(self, num_before: int, num_skipped: int, *, at_skipped: bool, over_epochs: bool) -> None:
         """Check that all ranks come to a validation after the same step, where its interval counts skipped batches.
 
-        Args:
-            num_before: Other batches of the epoch that this rank has trained.
-            num_skipped: Batches of the epoch that it has skipped among them.
-            at_skipped: Whether the validation comes right after one of these.
-            over_epochs: Whether those of earlier epochs count.
+        This rank has trained `num_before` batches of the epoch, and skipped `num_skipped` among them; `at_skipped`: the
+        last one. `over_epochs`: those of earlier epochs count, too.
 
         Raises:
             RuntimeError: Another rank has skipped fewer, or more, so that it validates after another step.
@@ -88,8 +84,5 @@ class SkippedBatches:
         """How many others come before each batch that a rank skips: those of this epoch, and before them of earlier."""
         key = f"{self._key}/{rank}"
         told: list[tuple[int, int]] = json.loads(self._store.get(key)) if self._store.check([key]) else []
-        return [
-            num_before if epoch == self._epoch else -1
-            for epoch, num_before in told
-            if epoch == self._epoch or (over_epochs and epoch < self._epoch)
-        ]
+        earlier = [-1 for epoch, _ in told if over_epochs and epoch < self._epoch]
+        return earlier + [num_before for epoch, num_before in told if epoch == self._epoch]

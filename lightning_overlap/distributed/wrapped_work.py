@@ -14,7 +14,6 @@ from typing_extensions import override
 
 COLLECTIVES = ("all_to_all_single", "all_reduce", "reduce_scatter", "reduce_scatter_tensor", "all_gather_into_tensor")
 """Functions of `torch.distributed` that can be wrapped."""
-
 _SIGNATURES = {name: inspect.signature(getattr(dist, name)) for name in COLLECTIVES}
 
 Issue = Callable[[], dist.Work | None]
@@ -37,10 +36,6 @@ class WrappedWork(dist.Work):
         return bool(self._work.is_completed())
 
     @override
-    def is_success(self) -> bool:
-        return bool(self._work.is_success())
-
-    @override
     def get_future(self) -> Any:
         return self._work.get_future()
 
@@ -49,12 +44,10 @@ class WrappedWork(dist.Work):
 def wrap_collectives(
     wrap: Callable[[str, dict[str, Any], Issue], dist.Work | None], names: Sequence[str] = COLLECTIVES
 ) -> Iterator[None]:
-    """Have the collectives that this process issues through `torch.distributed` wrapped.
+    """Have some of `COLLECTIVES`, as this process issues them through `torch.distributed`, wrapped.
 
-    Args:
-        wrap: Given the function's name, its arguments by name, and what issues it; returns what the caller gets. All
-            are issued asynchronously: who asked for another kind waits for what `wrap` returns.
-        names: Some of `COLLECTIVES`.
+    `wrap` is given the function's name, its arguments by name, and what issues it, asynchronously: it returns what the
+    caller gets, or, where the caller asked for another kind, waits for.
     """
 
     def call(name: str, real: Callable[..., Any], *args: Any, **kwargs: Any) -> dist.Work | None:

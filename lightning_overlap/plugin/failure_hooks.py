@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 
 from typing_extensions import override
 
-from ..distributed import Consensus, FirstCause, default_store, groups, remember_sockets, tell_last
+from ..distributed import Consensus, FirstCause, default_store, groups, remember_sockets, tell_last, timed_out
 from . import fit_loop
 from .checkpoint_hooks import SavesShards
 
@@ -50,7 +50,7 @@ class FailsTogether(SavesShards):
         super().on_exception(exception)
         executor = self._executor
         place = "outside of training" if executor is None else executor.place
-        if groups.timed_out(exception):
+        if timed_out(exception):
             exception.add_note(
                 f"Another rank did not answer within {self.timeout_s:g} s: see what it said last. If it only takes "
                 "longer, pass a longer timeout= to the strategy."

@@ -50,7 +50,9 @@ class WalksSteps(HasRun):
         with contextlib.nullcontext() if timer is None else timer.copy(), self._placing_copies(device):
             if device.type == "cuda" and not _has_own_hook(self.lightning_module, "transfer_batch_to_device"):
                 # Lightning passes non_blocking to tensors only: the host would wait for the others.
-                batch = apply_to_collection(batch, Pipelineable, lambda part: part.to(device, non_blocking=True))
+                batch = apply_to_collection(
+                    batch, Pipelineable, lambda part: part.to(device, non_blocking=True), allow_frozen=True
+                )
             streams = self._streams if _has_own_hook(self.lightning_module, "on_after_batch_transfer") else None
             if streams is not None:
                 # The hook may read what training_step writes; the copies themselves wait for nothing.

@@ -37,7 +37,7 @@ from ..schedules import (
 from ..sparse import SparseOptions, SparsePipeline, StaleRows
 from ..tables import FusedOptimizer, OverflowWatch, QuantizedComms, ReplicateTables, Sharding
 from ..tracking import TouchedRows
-from ..tuning import TRIED, Auto, Tuner, resolve_auto, say_nothing
+from ..tuning import TRIED, Auto, Tuner, resolve_auto
 from . import checkpoint_links, evaluation_loops, first_words, fit_loop, shortcuts, sigterm
 from .evaluation_loops import EvaluatesAhead
 from .failure_hooks import FailsTogether
@@ -242,7 +242,7 @@ class OverlapEmbeddingStrategy(FailsTogether, EvaluatesAhead, WalksSteps, Starts
             sparse.attach()
             if self._tuner is not None:
                 self._run.tuner = self._tuner
-                tell = first_words.tell if self.global_rank == 0 else say_nothing
+                tell = first_words.tell if self.global_rank == 0 else (lambda text: None)
                 every = trainer.accumulate_grad_batches
                 self._tuner.begin(
                     self.root_device, self._streams, self.gather, tell, per_step=every, moves_lookups=travels

@@ -74,8 +74,12 @@ class SpanRecorder:
 
     @property
     def over(self) -> bool:
-        """Whether the device has done all that was noted; does not wait."""
-        return self._device is None or not self._steps or bool(self._steps[-1][1].query())
+        """Whether the device has done all that was noted, on every stream; does not wait."""
+        if self._device is None or not self._steps:
+            return True
+        records = [record for record in list(self._records) if not record.is_on_host]
+        marks = [record.start if record.end is None else record.end for record in records]
+        return all(mark.query() for mark in (self._steps[-1][1], *marks))
 
     @property
     def stage(self) -> tuple[Stage, int] | None:

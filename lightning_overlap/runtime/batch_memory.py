@@ -36,10 +36,10 @@ class BatchMemory:
     views of it, one whose arrays belong to NumPy. So of the first batches of each epoch a copy is used and the batch
     itself let go: where its memory is freed with it, the loader has none to fill anew. Where it is not (a loader that
     keeps all its data, too) every batch is copied. What is on another device than the one that trains is left alone:
-    its transfer is a copy.
+    its transfer is a copy, but that of pinned memory, which goes on while the loader makes the next batch.
 
     Args:
-        device_type: Where batches are trained. Tensors that are there already are copied, and arrays.
+        device_type: Where batches are trained. Tensors that are there already are copied, pinned ones, and arrays.
         is_own: Whether the loader is known never to fill its memory anew.
     """
 
@@ -83,9 +83,13 @@ class BatchMemory:
                 return leaf
             if looks:
                 found.append(_tensor_gone(leaf))
-            if leaf.device.type != self._device_type or leaf.requires_grad:
+            if leaf.requires_grad:
                 return leaf
-            return _with_attributes(leaf.clone(), leaf)
+            if leaf.device.type == self._device_type:
+                return _with_attributes(leaf.clone(), leaf)
+            if leaf.layout is torch.strided and leaf.is_pinned():
+                return _with_attributes(torch.empty_like(leaf, pin_memory=True).copy_(leaf), leaf)
+            return leaf
 
         try:
             copied = with_leaves(batch, copy)

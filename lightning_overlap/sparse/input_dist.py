@@ -5,7 +5,8 @@ The sizes of the batch after it travel with them, where they are known by then.
 
 TorchRec 1.8 reads what it sends back from the device, for an overflow check, and later the lengths of what it received,
 feature by feature, which makes the host wait until the ids are there. Here the sizes go to the device in one copy from
-pinned memory, and the lengths of the features travel with them: the host knows both from its one read.
+pinned memory, and the lengths of the features travel with them: the host knows both from its one read. What a device
+alone knows, how many ids of a row-wise table go to each rank, it adds itself, and the host reads it with the rest.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from ..distributed import PackedExchange, Part
 from ..tables import ids_fit_32_bits, input_dists_of
-from .input_sizes import Form, ModuleInput, Sizes, form_of, metas_of
+from .input_sizes import Form, ModuleInput, Sizes, form_of, is_counted_on_device, metas_of
 from .module_context import ModuleContext, wait_for
 
 MAX_RECATS = 256
@@ -72,7 +73,11 @@ def _describe(
     splits, device = all_to_all._splits, kjt.device()
     first = sum(splits[: group.rank()])
     with torch.no_grad():
-        input_splits = kjt.dist_splits(splits)
+        if is_counted_on_device(kjt) and not validate_collectives_enabled():
+            known = [kjt.stride() * num for num in splits]
+            input_splits = [known if label == "lengths" else [0] * group.size() for label in kjt.dist_labels()]
+        else:
+            input_splits = kjt.dist_splits(splits)
         sizes = list(input_splits)
         if not kjt.variable_stride_per_key():
             sizes.append([kjt.stride()] * group.size())

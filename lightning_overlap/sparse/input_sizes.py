@@ -9,7 +9,10 @@ from typing import Any, NamedTuple, TypeAlias
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 from torchrec.distributed.embedding_sharding import KJTSplitsAllToAllMeta
+from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from ..distributed import PackedExchange, Part
 
@@ -46,6 +49,16 @@ def metas_of(request: Any) -> list[KJTSplitsAllToAllMeta]:
     return [one for one in request.awaitables if isinstance(one, KJTSplitsAllToAllMeta)]
 
 
+def is_counted_on_device(kjt: KeyedJaggedTensor) -> bool:
+    """Whether only the device knows the lengths of features: it has cut them up by the ids (row-wise tables)."""
+    return is_device(kjt.device()) and kjt._length_per_key is None and not kjt.variable_stride_per_key()
+
+
+def is_device(device: torch.device) -> bool:
+    """Whether the host waits where it reads memory of this device."""
+    return device.type != "cpu"
+
+
 @dataclass(frozen=True, slots=True)
 class ModuleInput:
     """One module's part in the exchange of sizes of one batch.
@@ -61,6 +74,35 @@ class ModuleInput:
     request: Any = None
     context: Any = None
     num_found: int = 0
+
+
+class _Counted(NamedTuple):
+    """What the device adds to the sizes of one all-to-all: lengths of features, and their sums, the numbers of ids."""
+
+    column: int
+    """Where the numbers of this all-to-all begin in a row."""
+    part: PartForm
+    meta: KJTSplitsAllToAllMeta
+
+    @property
+    def of_ids(self) -> range:
+        """Which of the sizes are numbers of ids: those of ids and of their weights, between lengths and batch size."""
+        return range(1, self.part.num_sizes - 1)
+
+    def add_to(self, rows: Tensor) -> None:
+        """Add it to the rows on the device, on the current stream."""
+        kjt, splits = self.meta._input, self.part.splits
+        lengths = kjt.lengths().view(len(kjt.keys()), kjt.stride()).sum(1)
+        even = len(set(splits)) == 1
+        by_rank = lengths.view(len(splits), -1) if even else pad_sequence(lengths.split(splits), batch_first=True)
+        first = self.column + self.part.num_sizes
+        rows[:, first : first + by_rank.shape[1]] = by_rank
+        rows[:, self.column + 1 : first - 1] = by_rank.sum(1, keepdim=True)
+
+    def tell(self, sent: Sequence[Sequence[int]]) -> None:
+        """Tell TorchRec how many ids go to each rank, from the rows that were sent."""
+        for number in self.of_ids:
+            self.meta.input_splits[number] = [row[self.column + number] for row in sent]
 
 
 class KnownSizes(NamedTuple):
@@ -88,6 +130,8 @@ class Sizes:
         self._rows = rows = [[] for _ in range(group.size())]  # type: list[list[int]]
         self._exchange: PackedExchange | None = None
         self._number = 0
+        self._counted: list[_Counted] = []
+        self._sent: Tensor | None = None  # where some of it was counted on the device
         for one in inputs:
             for row in rows:
                 row.append(one.num_found)
@@ -96,6 +140,8 @@ class Sizes:
                     row += [0] * sum(part.width for part in one.form)
                 continue
             for part, meta in zip(one.form, metas_of(one.request), strict=True):
+                if is_counted_on_device(meta._input):
+                    self._counted.append(_Counted(len(rows[0]), part, meta))
                 _add(rows, part, meta)
 
     @property
@@ -107,7 +153,11 @@ class Sizes:
         """Return them as they travel: on the device of the ids that they travel with."""
         on_host = torch.tensor(self._rows, dtype=torch.int64, pin_memory=device.type == "cuda")
         one_each = [1] * self._group.size()
-        return Part(on_host.to(device, non_blocking=True), one_each, one_each)
+        rows = on_host.to(device, non_blocking=True)
+        for counted in self._counted:
+            counted.add_to(rows)
+            self._sent = rows
+        return Part(rows, one_each, one_each)
 
     def send(self) -> None:
         """Send them in an all-to-all of their own."""
@@ -125,9 +175,11 @@ class Sizes:
             self.send()
         assert self._exchange is not None
         [received] = self._exchange.take(slice(self._number, self._number + 1))
-        rows: list[list[int]] = received.tolist()
-        rank = self._group.rank()
-        columns = iter(zip(*rows, strict=True))
+        rows: list[list[int]] = (received if self._sent is None else torch.cat((received, self._sent))).tolist()
+        size, rank = self._group.size(), self._group.rank()
+        for counted in self._counted:
+            counted.tell(rows[size:])
+        columns = iter(zip(*rows[:size], strict=True))
         known = KnownSizes([], [], [])
         for form in self._forms:
             known.found.append(next(columns))
@@ -143,7 +195,8 @@ class Sizes:
 
 def _add(rows: list[list[int]], part: PartForm, meta: KJTSplitsAllToAllMeta) -> None:
     """Add the sizes and the lengths of one all-to-all of ids to what goes to each rank."""
-    lengths = meta._input.length_per_key() if part.with_lengths else []
+    counts = part.with_lengths and not is_counted_on_device(meta._input)
+    lengths = meta._input.length_per_key() if counts else []
     first = 0
     for destination, num_features in enumerate(part.splits):
         own = lengths[first : first + num_features]

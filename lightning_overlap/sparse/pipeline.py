@@ -303,8 +303,9 @@ class SparsePipeline:
 
     def drop_update(self, inflight: InFlightBatch) -> None:
         """Wait for the gradients of a batch, leave the tables as they are, and take its lookups back."""
-        for state in inflight.modules.values():
-            state.deferred.drop()
+        with self.order.on_lookup():  # their memory is this stream's
+            for state in inflight.modules.values():
+                state.deferred.drop()
         self.count_lookups(inflight, -1)
 
     def is_overwritten(self, batches: Iterable[InFlightBatch]) -> bool:
@@ -356,6 +357,8 @@ class SparsePipeline:
         """Complete every collective that was started for a batch, in the order of its stages."""
         self.finish_lookups()
         if inflight.sizes is not None or any(state.splits_awaitable is not None for state in inflight.modules.values()):
+            streams = self.order.streams  # what is sent from here was made on the input dist's
+            streams.wait(StreamName.COMPUTE, streams.record(StreamName.DATA_DIST))
             self.input_data_dist(inflight)
         self.receive_input(inflight)
         for state in inflight.modules.values():

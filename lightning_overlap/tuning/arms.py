@@ -29,12 +29,7 @@ def following(schedule: Schedule) -> Schedule:
 
 @dataclass(frozen=True, slots=True)
 class Arm:
-    """One way to train the same numbers.
-
-    Args:
-        mode: Name of an exact mode.
-        stream: Where its early lookups run: a name of `STREAMS`.
-    """
+    """One way to train the same numbers: an exact mode, and where its early lookups run (`STREAMS`), by name."""
 
     mode: str
     stream: str

@@ -1,13 +1,17 @@
-"""What the parts of a step cost, whatever the mode: the work of each, and how long each all-to-all takes the link."""
+"""What the parts of a step cost, whatever the mode: the work of each, and how long each all-to-all takes the link.
+
+And what they would cost where less travels: in fewer bits, or where small tables are replicated.
+"""
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from statistics import fmean
 
-from ..profiling import ALL_TO_ALLS, HOST_LANE, Category, Interval, Span, exclusive_in
+from ..profiling import ALL_TO_ALLS, HOST_LANE, Category, Interval, Span, Traffic, exclusive_in
 from ..schedules import Stage
 
 BEFORE_MERGE, AFTER_MERGE = "forward until the merge", "forward from the merge on"
@@ -15,15 +19,8 @@ BEFORE_SENDING, AFTER_SENDING = "backward until it sends gradients", "backward f
 LOOP = "loop, callbacks, loggers"
 SIZES, IDS, EMBEDDINGS, GRADIENTS = ALL_TO_ALLS
 
-_PART = {
-    Stage.COPY_BATCH_TO_DEVICE: str(Stage.COPY_BATCH_TO_DEVICE),
-    Stage.INPUT_SPLITS_DIST: SIZES,
-    Stage.INPUT_DATA_DIST: IDS,
-    Stage.PREFETCH: EMBEDDINGS,
-    Stage.EMBEDDING_LOOKUP: EMBEDDINGS,
-    Stage.OPTIMIZER_STEP: str(Stage.OPTIMIZER_STEP),
-    Stage.EMBEDDING_UPDATE: str(Stage.EMBEDDING_UPDATE),
-}
+_SENDS = {Stage.INPUT_SPLITS_DIST: SIZES, Stage.INPUT_DATA_DIST: IDS}
+_SENDS |= {Stage.PREFETCH: EMBEDDINGS, Stage.EMBEDDING_LOOKUP: EMBEDDINGS}
 _WITHIN_FORWARD = {SIZES: IDS, IDS: EMBEDDINGS}
 """What a module's own forward does, by the all-to-all that it sent last."""
 
@@ -61,14 +58,14 @@ def costs_of(spans: Iterable[Span], window: Interval, sent_bytes: Mapping[str, i
     on_device = any(span.kind is Category.DENSE and span.lane != HOST_LANE for span in own)
     waits = [span.start_ms for span in own if span.kind is Category.WAIT and span.name == EMBEDDINGS]
     merge_ms = waits[-1] if waits else window[0]
-    work = dict.fromkeys([*_PART.values(), BEFORE_MERGE, AFTER_MERGE, BEFORE_SENDING, AFTER_SENDING], 0.0)
+    parts = [*map(str, Stage), *_SENDS.values(), BEFORE_MERGE, AFTER_MERGE, BEFORE_SENDING, AFTER_SENDING]
+    work = dict.fromkeys(parts, 0.0)
     for span in _cut(own, [one.start_ms for one in in_window]):
         if span.kind in (Category.WAIT, Category.COMMUNICATION) or not _is_the_work(span, own):
             continue
-        if span.kind is Category.DATA:
-            work[str(Stage.COPY_BATCH_TO_DEVICE)] += span.duration_ms
-        elif span.stage is not None:
-            work[_part(span, in_window, merge_ms)] += span.duration_ms
+        stage = Stage.COPY_BATCH_TO_DEVICE if span.kind is Category.DATA else span.stage
+        if stage is not None:
+            work[_part(stage, span, in_window, merge_ms)] += span.duration_ms
     hosts = [span for span in own if span.lane == HOST_LANE and span.kind is not Category.COMMUNICATION]
     on_host = sum(span.duration_ms for span in hosts if span.stage is not None or span.kind is not Category.HOST)
     work[LOOP] = max(0.0, window[1] - window[0] - on_host)
@@ -96,13 +93,12 @@ def _cut(spans: Iterable[Span], times: Sequence[float]) -> Iterable[Span]:
             yield replace(span, start_ms=start, end_ms=end)
 
 
-def _part(span: Span, sent: Sequence[Span], merge_ms: float) -> str:
-    assert span.stage is not None
-    before = [one.name for one in sent if one.stage is span.stage and one.start_ms <= span.start_ms]
-    if span.stage is Stage.BACKWARD:
+def _part(stage: Stage, span: Span, sent: Sequence[Span], merge_ms: float) -> str:
+    before = [one.name for one in sent if one.stage is stage and one.start_ms <= span.start_ms]
+    if stage is Stage.BACKWARD:
         return AFTER_SENDING if GRADIENTS in before else BEFORE_SENDING
-    if span.stage is not Stage.DENSE_FORWARD:
-        return _PART[span.stage]
+    if stage is not Stage.DENSE_FORWARD:
+        return _SENDS.get(stage, str(stage))
     inside = _WITHIN_FORWARD.get(before[-1]) if before else None
     return inside or (BEFORE_MERGE if span.start_ms < merge_ms else AFTER_MERGE)
 
@@ -123,13 +119,9 @@ def _link_times(sent: Sequence[Span], window: Interval) -> tuple[dict[str, float
 
 
 def over_ranks(ranks: Sequence[Costs], slowest: int) -> Costs:
-    """Return the costs of a step of all ranks: the work of the one that the others wait for.
+    """Return the costs of a step of all ranks: the work of the slowest one, which waits least.
 
     An all-to-all ends when every rank has issued it: the last one to do so sees it shortest.
-
-    Args:
-        ranks: The costs of each.
-        slowest: The rank that waits least.
     """
     return replace(ranks[slowest], wire=_each(min, ranks, "wire"), flight=_each(min, ranks, "flight"))
 
@@ -147,8 +139,55 @@ def _each(of: Callable[[list[float]], float], found: Sequence[Costs], kind: str)
 
 def shrunk(costs: Costs, share: float) -> Costs:
     """Return the costs where embeddings and gradients keep a share of their bytes."""
-    kept = {EMBEDDINGS: share, GRADIENTS: share}
-    wire, flight = (
-        {name: ms * kept.get(name, 1) for name, ms in times.items()} for times in (costs.wire, costs.flight)
-    )
-    return replace(costs, wire=wire, flight=flight)
+
+    def shrink(times: Mapping[str, float]) -> dict[str, float]:
+        return {name: ms * share if name in (EMBEDDINGS, GRADIENTS) else ms for name, ms in times.items()}
+
+    return replace(costs, wire=shrink(costs.wire), flight=shrink(costs.flight))
+
+
+# -- replicated tables ----------------------------------------------------------------------------------------------
+
+NUMBER_BYTES = 4
+
+
+@dataclass(frozen=True, slots=True)
+class Bags:
+    """A table whose pooled embeddings travel: columns on all ranks, and features that each send a row for a sample."""
+
+    name: str
+    num_rows: int
+    num_columns: int
+    num_features: int
+
+
+def with_replicas(
+    tables: Iterable[Bags], costs: Costs, traffic: Mapping[Stage, Traffic], num_ranks: int
+) -> tuple[list[str], Costs] | None:
+    """Return the tables that send more bytes than an all-reduce of their gradients, and what a step then costs.
+
+    None where there is no such table, or where the bytes were not counted stage by stage.
+
+    Args:
+        tables: All those whose embeddings travel.
+        costs: Of a step's parts, as they are.
+        traffic: What a rank sends in a step, by stage, in full precision.
+        num_ranks: Ranks.
+    """
+    tables = list(tables)
+    sent = sum(traffic[stage].sent for stage in (Stage.EMBEDDING_LOOKUP, Stage.BACKWARD) if stage in traffic)
+    link_ms = costs.wire[EMBEDDINGS] + costs.wire[GRADIENTS]
+    width = sum(table.num_columns * table.num_features for table in tables)
+    if Stage.EMBEDDING_LOOKUP not in traffic or not (sent and link_ms and width):
+        return None
+    share: dict[str, float] = defaultdict(float)  # column-wise shards have the name of their table
+    reduced: dict[str, float] = defaultdict(float)
+    for table in tables:
+        share[table.name] += table.num_columns * table.num_features / width
+        reduced[table.name] += 2 * (num_ranks - 1) / num_ranks * table.num_rows * table.num_columns * NUMBER_BYTES
+    chosen = [name for name in share if reduced[name] < share[name] * sent]
+    if not chosen:
+        return None
+    all_reduce_ms = sum(reduced[name] for name in chosen) * link_ms / sent
+    work = {**costs.work, AFTER_SENDING: costs.work[AFTER_SENDING] + all_reduce_ms}
+    return chosen, replace(shrunk(costs, 1 - sum(share[name] for name in chosen)), work=work)

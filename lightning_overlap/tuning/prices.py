@@ -13,20 +13,10 @@ from statistics import median
 
 from ..profiling import Price, report
 from ..schedules import MODES, Schedule, Stage, Step, StreamName
+from . import costs as parts
 from .arms import following
-from .choice import spread
-from .costs import (
-    AFTER_MERGE,
-    AFTER_SENDING,
-    BEFORE_MERGE,
-    BEFORE_SENDING,
-    EMBEDDINGS,
-    GRADIENTS,
-    IDS,
-    LOOP,
-    SIZES,
-    Costs,
-)
+from .costs import Costs
+from .trial import spread
 
 PRICED = tuple(name for name in MODES if name != "prefetch")
 """The modes that are priced; `prefetch` would need tables with a cache."""
@@ -43,12 +33,9 @@ TOLD = 0.02
 
 
 class Walk:
-    """The iterations of a mode, on costs in the place of a clock.
+    """The iterations of a mode, on costs of a step's parts in the place of a clock.
 
-    Args:
-        schedule: The mode.
-        costs: Of a step's parts.
-        shared: Whether all-to-alls take turns on the link (few bytes a second), or each has its latency.
+    `shared` says whether all-to-alls take turns on the link (few bytes a second), or each has its latency.
     """
 
     def __init__(self, schedule: Schedule, costs: Costs, *, shared: bool) -> None:
@@ -77,7 +64,7 @@ class Walk:
                 self._backward(iteration, [steps[other] for other in left])
             else:
                 self._run(step, iteration + step.offset)
-        self._spend("host", LOOP)
+        self._spend("host", parts.LOOP)
         return max(self._free.values())
 
     def _spend(self, lane: str, part: str, not_before: float = 0.0) -> float:
@@ -96,32 +83,32 @@ class Walk:
         if step.stage is Stage.COPY_BATCH_TO_DEVICE:
             self._there["batch", batch] = self._spend("memcpy", str(step.stage), launched)
         elif step.stage is Stage.INPUT_SPLITS_DIST:
-            self._send(SIZES, batch, self._spend("host", SIZES, self._there["batch", batch]))
+            self._send(parts.SIZES, batch, self._spend("host", parts.SIZES, self._there["batch", batch]))
         elif step.stage is Stage.INPUT_DATA_DIST:
-            self._send(IDS, batch, self._spend("host", IDS, self._there[SIZES, batch]))
+            self._send(parts.IDS, batch, self._spend("host", parts.IDS, self._there[parts.SIZES, batch]))
         elif step.stage is Stage.EMBEDDING_LOOKUP:
             lane = "compute" if step.stream is StreamName.COMPUTE else "lookup"
             written = self._there["tables", batch - 1 - self._schedule.staleness]
-            ready = max(launched, written, self._there[IDS, batch])
-            self._send(EMBEDDINGS, batch, self._spend(lane, EMBEDDINGS, ready))
+            ready = max(launched, written, self._there[parts.IDS, batch])
+            self._send(parts.EMBEDDINGS, batch, self._spend(lane, parts.EMBEDDINGS, ready))
         elif step.stage is Stage.DENSE_FORWARD:
-            self._spend("compute", BEFORE_MERGE, launched)
-            self._spend("compute", AFTER_MERGE, self._there[EMBEDDINGS, batch])
-        elif step.stage is Stage.OPTIMIZER_STEP:
-            self._spend("compute", str(step.stage), launched)
+            self._spend("compute", parts.BEFORE_MERGE, launched)
+            self._spend("compute", parts.AFTER_MERGE, self._there[parts.EMBEDDINGS, batch])
         elif step.stage is Stage.EMBEDDING_UPDATE:
-            part = str(step.stage) if self._updates_later else AFTER_SENDING
-            self._there["tables", batch] = self._spend("lookup", part, self._there[GRADIENTS, batch])
+            part = str(step.stage) if self._updates_later else parts.AFTER_SENDING
+            self._there["tables", batch] = self._spend("lookup", part, self._there[parts.GRADIENTS, batch])
+        else:
+            self._spend("compute", str(step.stage), launched)
 
     def _backward(self, batch: int, left: Sequence[Step]) -> None:
-        self._send(GRADIENTS, batch, self._spend("compute", BEFORE_SENDING, self._free["host"]))
+        self._send(parts.GRADIENTS, batch, self._spend("compute", parts.BEFORE_SENDING, self._free["host"]))
         for step in left:
             self._run(step, batch + step.offset)
         if not self._schedule.defers_update:
-            self._spend("compute", AFTER_SENDING, self._there[GRADIENTS, batch])
+            self._spend("compute", parts.AFTER_SENDING, self._there[parts.GRADIENTS, batch])
             self._there["tables", batch] = self._spend("compute", str(Stage.EMBEDDING_UPDATE))
         elif self._updates_later:  # as measured: what is left of a backward that leaves the update
-            self._spend("compute", AFTER_SENDING)
+            self._spend("compute", parts.AFTER_SENDING)
 
 
 def can_be_priced(schedule: Schedule) -> bool:
@@ -132,16 +119,11 @@ def can_be_priced(schedule: Schedule) -> bool:
 def prices(
     measured: Schedule, costs: Costs, steps_ms: Sequence[float], changed: Mapping[str, Costs] | None = None
 ) -> list[Price]:
-    """Return what a step would take in each mode, and with other costs in the mode that was measured, cheapest first.
+    """Return what a step would take in each mode, the measured one first, then the cheapest.
 
     Whether all-to-alls take turns on the link is not known: both is tried on the mode that was measured. Where its step
-    does not tell, a price lies between both.
-
-    Args:
-        measured: The mode that the costs were measured in; first in the list.
-        costs: Of its parts.
-        steps_ms: The steps measured. A price may be off by their spread, and by what the walk is off in this mode.
-        changed: What would change the costs, in words -> the costs.
+    does not tell, a price lies between both. A price may be off by the spread of the steps measured, and by what the
+    walk is off in this mode. `changed` has other costs to price in it, by what would change them, in words.
     """
     step_ms, spread_ms = median(steps_ms), spread(steps_ms)
     walked = {shared: Walk(measured, costs, shared=shared).step_ms() for shared in (True, False)}

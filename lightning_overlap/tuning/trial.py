@@ -1,74 +1,71 @@
-"""Try arms within a training, in blocks of batches: which arm trains next, and what its blocks took."""
+"""Try arms within a training, in blocks of batches: which arm trains next, and which one the blocks speak for.
+
+All ranks choose alike, from what all of them measured.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
-from typing import Any
+from collections.abc import Mapping, Sequence
+from statistics import median
+from typing import Any, NamedTuple
 
+from ..profiling import Timestamps
+from ..text import aligned
 from .arms import Arm
 from .auto import Auto
 
+STALLED = 0.05
+"""Share of a block's time by which it waits longer for data than blocks mostly do: a stall, no part of a mode."""
 
-@dataclass(frozen=True, slots=True)
-class Block:
-    """What one rank measured in a block.
+FEWEST = 2
+"""Blocks of an arm that count, at least."""
 
-    Args:
-        arm: Number of the arm.
-        ms: A batch, milliseconds; before the clock is read, its begin and end.
-        data_ms: A batch's share of what the data loader was waited for.
-        void: Why it does not count; empty where it does.
-    """
 
-    arm: int
-    ms: Any
+class Block(NamedTuple):
+    """What one rank measured in a block: of a batch, its time and its share of what the data loader was waited for."""
+
+    arm: Arm
+    ms: float
     data_ms: float
     void: str = ""
+    """Why it does not count; empty where it does."""
 
 
 class Trial:
     """Rounds of blocks, one for each arm; round r begins with arm r, so that no arm always follows the same one.
 
-    A block has whole optimizer steps, of `per_step` batches each.
+    A block has whole optimizer steps, of `per_step` batches each. The clock's marks are read when the trial is over.
     """
 
-    def __init__(self, arms: Sequence[Arm], auto: Auto, per_step: int = 1) -> None:
-        self.arms = tuple(arms)
+    def __init__(self, arms: Sequence[Arm], auto: Auto, clock: Timestamps, per_step: int) -> None:
+        self.arms, self.clock = tuple(arms), clock
         self._settle = auto.settle
         self._num_timed = -(-auto.block // per_step) * per_step
-        self.blocks: list[Block] = []
+        self._over: list[tuple[Arm, Any, Any, float, str]] = []  # `Block`s with their begin and end, not read yet
         self._num = 0  # batches of this block so far
         self._void = ""
         self._begun: tuple[Any, float] | None = None
 
     @property
-    def _place(self) -> int:
-        """Number of the arm of the block under way."""
-        number, place = divmod(len(self.blocks), len(self.arms))
-        return (number + place) % len(self.arms)
+    def num_over(self) -> tuple[int, int]:
+        """Rounds that are over, and blocks of the one under way."""
+        return divmod(len(self._over), len(self.arms))
 
     @property
     def arm(self) -> Arm:
         """The arm of the block under way."""
-        return self.arms[self._place]
-
-    @property
-    def num_rounds(self) -> int:
-        """Rounds that are over."""
-        return len(self.blocks) // len(self.arms)
+        return self.arms[sum(self.num_over) % len(self.arms)]
 
     def void(self, why: str) -> None:
         """Let the block under way not count."""
         self._void = self._void or why
 
-    def step(self, mark: Any, data_ms: float) -> bool:
+    def step(self, data_ms: float) -> bool:
         """Count a batch that has been trained by now; return whether its block is over.
 
-        Args:
-            mark: The time.
-            data_ms: What the data loader was waited for, in all.
+        The data loader has been waited for `data_ms` in all.
         """
+        mark: Any = self.clock.mark()
         self._num += 1
         if self._num == self._settle:
             self._begun = mark, data_ms
@@ -76,14 +73,59 @@ class Trial:
             return False
         assert self._begun is not None
         begin, waited_ms = self._begun
-        waited_ms = (data_ms - waited_ms) / self._num_timed
-        self.blocks.append(Block(self._place, (begin, mark), waited_ms, self._void))
+        self._over.append((self.arm, begin, mark, (data_ms - waited_ms) / self._num_timed, self._void))
         self._num, self._void = 0, ""
         return True
 
-    def read(self, clock: Any) -> None:
-        """Read the clock's marks of the blocks that are over."""
-        for place, block in enumerate(self.blocks):
-            if isinstance(block.ms, tuple):
-                begin, end = map(clock.ms, block.ms)
-                self.blocks[place] = replace(block, ms=(end - begin) / self._num_timed)
+    def blocks(self) -> list[Block]:
+        """Wait for the device, and return the blocks that are over."""
+        self.clock.wait()
+        ms = self.clock.ms
+        return [
+            Block(arm, (ms(end) - ms(begin)) / self._num_timed, data_ms, void)
+            for arm, begin, end, data_ms, void in self._over
+        ]
+
+
+def times_of(ranks: Sequence[Sequence[Block]]) -> dict[Arm, list[float]]:
+    """Return what a batch took in the blocks of each arm that count, milliseconds, each that of the slowest rank.
+
+    Args:
+        ranks: The blocks of every rank, as many on each and of the same arms.
+    """
+    usual = [median(block.data_ms for block in blocks) for blocks in ranks]
+    found: dict[Arm, list[float]] = {block.arm: [] for block in ranks[0]}
+    for of_ranks in zip(*ranks, strict=True):
+        stalled = any(block.data_ms - waits > STALLED * block.ms for block, waits in zip(of_ranks, usual, strict=True))
+        if not stalled and not any(block.void for block in of_ranks):
+            found[of_ranks[0].arm].append(max(block.ms for block in of_ranks))
+    return found
+
+
+def spread(times: Sequence[float]) -> float:
+    """Return half the distance between the quartiles; of one time nothing is known, so 0."""
+    ordered, quarter = sorted(times), len(times) // 4
+    return (ordered[-1 - quarter] - ordered[quarter]) / 2
+
+
+def choose(found: Mapping[Arm, Sequence[float]], tie: float) -> Arm | None:
+    """Return the fastest arm by its median, or among those as fast the one that holds least; None: nothing counts.
+
+    Args:
+        found: What a batch took in the blocks of each arm.
+        tie: Share of the fastest one's time up to which others are as fast.
+    """
+    measured = {arm: median(times) for arm, times in found.items() if len(times) >= FEWEST}
+    limit_ms = min(measured.values(), default=0.0) * (1 + tie)
+    as_fast = [arm for arm, ms in measured.items() if ms <= limit_ms]
+    return min(as_fast, key=lambda arm: (arm.held, measured[arm]), default=None)
+
+
+def table(found: Mapping[Arm, Sequence[float]], chosen: Arm | None) -> str:
+    """Return what each arm took, for the log."""
+    rows = [("mode", "stream", "ms per batch", "+-", "blocks", "batches in flight", "")]
+    for arm, times in found.items():
+        took = (f"{median(times):.2f}", f"{spread(times):.2f}") if times else ("-", "-")
+        is_chosen = "chosen" if arm == chosen else ""
+        rows.append((arm.mode, arm.stream, *took, str(len(times)), str(arm.schedule.depth), is_chosen))
+    return aligned(rows, words=(0, 1, 6))

@@ -8,21 +8,16 @@ from typing import Any
 
 import torch
 
-from ..profiling import Timestamps, timestamps_of
+from ..profiling import timestamps_of
 from ..runtime import BatchSource, CudaStreams, Streams
 from ..schedules import STREAMS, Schedule
-from . import choice
 from .arms import BRIDGE, TRIED, Arm, modes_on, streams_of
 from .auto import Auto
-from .trial import Trial
+from .trial import FEWEST, Trial, choose, table, times_of
 
 
 class TimedSource:
-    """Batches of another source, and how long the host was in there: a loader that stalls shows.
-
-    Args:
-        source: Gives the batches.
-    """
+    """Batches of another source, and how long the host was in there: a loader that stalls shows."""
 
     def __init__(self, source: BatchSource) -> None:
         self._source = source
@@ -38,10 +33,6 @@ class TimedSource:
         fetched = self._source.fetch()
         self.waited_ms += (time.perf_counter() - start) * 1e3
         return fetched
-
-
-def say_nothing(text: str) -> None:
-    """Leave a text to the rank that logs it."""
 
 
 class Tuner:
@@ -69,7 +60,6 @@ class Tuner:
         self._tried: list[str] = []
         self._trial: Trial | None = None
         self._source: TimedSource | None = None
-        self._clock: Timestamps | None = None
         self._streams: CudaStreams | None = None
         self._next: Arm | None = None
         self._num_left = 0
@@ -90,36 +80,31 @@ class Tuner:
         per_step: int = 1,
         moves_lookups: bool = True,
     ) -> None:
-        """Begin a fit: try arms, if nothing has been chosen yet.
+        """Begin a fit on a device: try arms, if nothing has been chosen yet.
 
-        Args:
-            device: Of the training.
-            streams: Of that device.
-            gather: Returns every rank's value, by rank; all of them call it at the same point.
-            tell: Takes what was found, in words.
-            per_step: Batches of an optimizer step.
-            moves_lookups: Whether there are lookups that other streams could run.
+        `gather` returns every rank's value by rank, `tell` takes what was found, in words. An optimizer step has
+        `per_step` batches. `moves_lookups` says whether there are lookups that other streams could run.
         """
         self._gather, self._tell, self._per_step = gather, tell, per_step
         self._streams = streams if moves_lookups and isinstance(streams, CudaStreams) else None
         self._move_lookups(self.arm.stream)  # the streams may be of a fit before
         if not self.has_chosen:
-            self._clock = timestamps_of(device)
             self._num_left = self._auto.warm_up
-            self._trial = Trial(modes_on(self.arm.stream), self._auto, per_step)
+            self._trial = Trial(modes_on(self.arm.stream), self._auto, timestamps_of(device), per_step)
             self._walk(self._trial.arm)
 
     def finish(self) -> None:
         """Say so where training has ended before a choice."""
         if self._trial is not None:
+            num_rounds, _ = self._trial.num_over
             self._tell(
-                f"pipeline='auto': nothing was chosen, training ended in round {self._trial.num_rounds + 1} of "
+                f"pipeline='auto': nothing was chosen, training ended in round {num_rounds + 1} of "
                 f"{self._auto.rounds} or more. Auto(block=..., rounds=...) makes them shorter or fewer."
             )
 
     def stop(self) -> None:
         """End a fit: what was measured of a trial that has not come to its end is dropped."""
-        self._trial = self._source = self._clock = self._streams = None
+        self._trial = self._source = self._streams = None
         if self._next is not None:
             self._walk(self._next)
 
@@ -140,16 +125,17 @@ class Tuner:
 
         The last one of a round waits for the other ranks, and on CUDA for the device.
         """
-        trial, clock = self._trial, self._clock
+        trial = self._trial
         if self._next is not None:  # nothing has been looked up ahead meanwhile
             self._walk(self._next)
-        elif trial is None or clock is None:
+        elif trial is None:
             return
         elif self._num_left:
             self._num_left -= 1
-        elif trial.step(clock.mark(), 0.0 if self._source is None else self._source.waited_ms):
-            if len(trial.blocks) % len(trial.arms) == 0 and trial.num_rounds >= self._auto.rounds:
-                self._compare(trial)
+        elif trial.step(0.0 if self._source is None else self._source.waited_ms):
+            num_rounds, num_blocks = trial.num_over
+            if not num_blocks and num_rounds >= self._auto.rounds:
+                self._compare(trial, may_go_on=num_rounds < 2 * self._auto.rounds)
             if self._trial is not None:
                 self._turn_to(self._trial.arm)
 
@@ -173,18 +159,15 @@ class Tuner:
 
     # -- the choice ---------------------------------------------------------------------------------------------------
 
-    def _compare(self, trial: Trial) -> None:
-        assert self._clock is not None
-        self._clock.wait()
-        trial.read(self._clock)
-        found = choice.times_of(trial.arms, self._gather(trial.blocks))
-        if not choice.is_enough(found) and trial.num_rounds < 2 * self._auto.rounds:
+    def _compare(self, trial: Trial, *, may_go_on: bool) -> None:
+        found = times_of(self._gather(trial.blocks()))
+        if may_go_on and any(len(times) < FEWEST for times in found.values()):
             return
-        chosen = choice.choose(found, self._auto.tie)
-        self._tried.append(choice.table(found, chosen))
+        chosen = choose(found, self._auto.tie)
+        self._tried.append(table(found, chosen))
         streams = [] if chosen is None or self._streams is None else streams_of(chosen)
         if len(streams) > 1 and len({arm.mode for arm in trial.arms}) > 1:
-            self._trial = Trial(streams, self._auto, self._per_step)
+            self._trial = Trial(streams, self._auto, trial.clock, self._per_step)
             return
         why = f"none is more than {self._auto.tie:.0%} faster, and of those as fast it holds the least"
         if chosen is None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
+from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, get_args, get_type_hints
@@ -13,6 +14,7 @@ import torch
 from lightning.pytorch.demos.boring_classes import BoringModel
 from omegaconf import OmegaConf
 from torchrec.distributed.types import ShardingType
+from torchrec.streamable import Pipelineable
 
 from lightning_overlap import MODES, STREAMS, OverlapEmbeddingStrategy, Schedule
 from lightning_overlap.schedules.modes import ModeName, StreamPolicy
@@ -30,6 +32,34 @@ def test_module_without_tables_trains_as_with_ddp(two_ranks: Ranks) -> None:
     expected = two_ranks.run(strategies.dense_losses, False)
     actual = two_ranks.run(strategies.dense_losses, True)
     assert all(torch.equal(mine, theirs) for mine, theirs in zip(actual, expected, strict=True))
+
+
+class Ids(Pipelineable):  # type: ignore[misc]
+    """Remembers how it was copied."""
+
+    def __init__(self, *copies: tuple[str, bool]) -> None:
+        self.copies = copies
+
+    def to(self, device: torch.device, non_blocking: bool = False) -> Ids:
+        return Ids(*self.copies, (str(device), non_blocking))
+
+    def record_stream(self, stream: Any) -> None:
+        raise NotImplementedError
+
+
+@dataclass(frozen=True)
+class FrozenBatch:
+    ids: Ids
+
+    def to(self, device: torch.device) -> FrozenBatch:
+        return FrozenBatch(self.ids.to(device))
+
+
+def test_ids_go_to_a_device_while_the_host_goes_on_but_out_of_a_frozen_dataclass() -> None:
+    """Which moves itself, if it can: Lightning takes it as it is."""
+    strategy, device = OverlapEmbeddingStrategy(), torch.device("cuda", 0)
+    assert strategy.batch_to_device({"ids": Ids()}, device)["ids"].copies[0] == ("cuda:0", True)
+    assert strategy.batch_to_device(FrozenBatch(Ids()), device).ids.copies == (("cuda:0", False),)
 
 
 def test_dense_part_under_ddp_tables_not(two_ranks: Ranks) -> None:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -74,6 +77,50 @@ def test_a_stage_that_began_before_the_recorder_is_left_out(now: Now) -> None:
     recorder = SpanRecorder(Streams())
     recorder.end()
     assert recorder.spans() == []
+
+
+class Device:
+    """Streams whose work is over when it is said so, and the clock of their timing events."""
+
+    def __init__(self) -> None:
+        self.busy: set[StreamName] = set()
+        self.current = StreamName.COMPUTE
+
+    @property
+    def device(self) -> Device:
+        return self
+
+    @contextmanager
+    def on(self, name: StreamName) -> Iterator[None]:
+        before, self.current = self.current, name
+        yield
+        self.current = before
+
+    def mark(self) -> Any:
+        of = self.current
+        return SimpleNamespace(query=lambda: of not in self.busy, of=of)
+
+    def ms(self, mark: Any) -> float:
+        if not mark.query():
+            raise RuntimeError("Both events must be completed before calculating elapsed time.")
+        return 0.0
+
+
+def test_spans_are_there_to_read_when_every_stream_is_done(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A copy of a batch to come may last longer than the step that it was issued in."""
+    monkeypatch.setattr("lightning_overlap.profiling.recorder.CudaStreams", Device)
+    monkeypatch.setattr("lightning_overlap.profiling.recorder.CudaTimestamps", lambda device: device)
+    device: Any = Device()
+    recorder = SpanRecorder(device)
+    recorder.step()
+    with timed(recorder, Stage.EMBEDDING_LOOKUP, 1, StreamName.LOOKUP):
+        device.busy = {StreamName.COMPUTE, StreamName.LOOKUP}
+    recorder.step()
+    device.busy.remove(StreamName.COMPUTE)
+    assert not recorder.over
+    device.busy.clear()
+    assert recorder.over
+    assert [span.lane for span in recorder.spans() if span.kind is Category.LOOKUP] == [str(StreamName.LOOKUP)]
 
 
 def test_functions_of_torch_distributed_come_back() -> None:

@@ -123,6 +123,14 @@ def test_what_goes_to_another_device_is_not_copied() -> None:
     assert memory.is_own
 
 
+def test_pinned_memory_is_copied_where_its_transfer_may_go_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.Tensor, "is_pinned", lambda self: True)
+    empty_like = torch.empty_like
+    monkeypatch.setattr(torch, "empty_like", lambda leaf, pin_memory: empty_like(leaf) if pin_memory else None)
+    assert copied(_views(), BatchMemory("cuda")) == [True] * NUM
+    assert copied(_Stream(), BatchMemory("cuda")) == [True] * FIRST + [False] * (NUM - FIRST)
+
+
 class Named(NamedTuple):
     x: Any
     y: Any

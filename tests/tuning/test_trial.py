@@ -2,27 +2,28 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import pytest
 
 from lightning_overlap.tuning import Arm
 from lightning_overlap.tuning.arms import modes_on, streams_of
-from lightning_overlap.tuning.choice import choose, is_enough, table, times_of
-from lightning_overlap.tuning.trial import Block
+from lightning_overlap.tuning.trial import Block, choose, table, times_of
 
 FUSED, AFTER, SPARSE, BASE = modes_on("data_dist")
 
 
-def blocks(*ms: float, void: tuple[int, ...] = (), data: dict[int, float] | None = None) -> list[Block]:
+ARMS = (FUSED, AFTER, SPARSE, BASE)
+
+
+def blocks(
+    *ms: float, arms: Sequence[Arm] = ARMS, void: tuple[int, ...] = (), data: dict[int, float] | None = None
+) -> list[Block]:
     """Three blocks of each arm, in turns; those at some places void, or waiting for data."""
-    times = list(ms) * 3
     return [
-        Block(place % len(ms), one, (data or {}).get(place, 0.0), "validation_step" if place in void else "")
-        for place, one in enumerate(times)
+        Block(arm, one, (data or {}).get(place, 0.0), "validation_step" if place in void else "")
+        for place, (arm, one) in enumerate(list(zip(arms, ms, strict=False)) * 3)
     ]
-
-
-def chosen(*ms: float) -> Arm | None:
-    return choose(times_of((FUSED, AFTER, SPARSE, BASE), [blocks(*ms)]), 0.05)
 
 
 @pytest.mark.parametrize(
@@ -40,39 +41,38 @@ def chosen(*ms: float) -> Arm | None:
     ],
 )
 def test_the_fastest_or_what_holds_less(ms: tuple[float, ...], arm: Arm) -> None:
-    assert chosen(*ms) == arm
+    assert choose(times_of([blocks(*ms)]), 0.05) == arm
 
 
 def test_a_stream_that_holds_less_is_as_good() -> None:
     arms = streams_of(FUSED)
     assert [arm.stream for arm in arms] == ["data_dist", "current", "dedicated"]
-    assert choose(times_of(arms, [blocks(8.0, 8.1, 7.9)]), 0.05) == Arm("fused_sparse_dist", "current")
-    assert choose(times_of(arms, [blocks(8.0, 9.0, 7.0)]), 0.05) == Arm("fused_sparse_dist", "dedicated")
+    assert choose(times_of([blocks(8.0, 8.1, 7.9, arms=arms)]), 0.05) == Arm("fused_sparse_dist", "current")
+    assert choose(times_of([blocks(8.0, 9.0, 7.0, arms=arms)]), 0.05) == Arm("fused_sparse_dist", "dedicated")
     assert streams_of(BASE) == [BASE]
     assert streams_of(SPARSE) == [SPARSE]
 
 
 def test_the_slowest_rank_counts_and_a_block_void_on_one_rank_is_void() -> None:
     ranks = [blocks(8.0, 5.0, void=(0,)), blocks(7.0, 6.0, data={3: 1.0})]
-    found = times_of((FUSED, AFTER), ranks)
+    found = times_of(ranks)
     assert found == {FUSED: [8.0] * 2, AFTER: [6.0] * 2}
-    assert is_enough(found)
+    assert choose(found, 0.05) == AFTER
 
 
 def test_steady_waits_for_data_void_nothing() -> None:
-    found = times_of((FUSED, AFTER), [blocks(8.0, 8.0, data=dict.fromkeys(range(6), 7.0))])
+    found = times_of([blocks(8.0, 8.0, data=dict.fromkeys(range(6), 7.0))])
     assert [len(times) for times in found.values()] == [3, 3]
 
 
 def test_the_middle_of_blocks_and_their_spread() -> None:
-    found = times_of((FUSED,), [[Block(0, ms, 0.0) for ms in (8.0, 8.2, 7.8, 30.0, 8.1, 7.9, 8.3, 7.0)]])
+    found = times_of([[Block(FUSED, ms, 0.0) for ms in (8.0, 8.2, 7.8, 30.0, 8.1, 7.9, 8.3, 7.0)]])
     _, _, row = table(found, FUSED).splitlines()
     assert row.split() == ["fused_sparse_dist", "data_dist", "8.05", "0.15", "8", "3", "chosen"]
 
 
 def test_nothing_to_choose_from() -> None:
-    found = times_of((FUSED, AFTER), [blocks(8.0, 9.0, void=tuple(range(6)))])
+    found = times_of([blocks(8.0, 9.0, void=tuple(range(6)))])
     assert found == {FUSED: [], AFTER: []}
     assert [row.split()[2:5] for row in table(found, None).splitlines()[2:]] == [["-", "-", "0"]] * 2
-    assert not is_enough(found)
     assert choose(found, 0.05) is None
