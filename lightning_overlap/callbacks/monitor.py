@@ -7,7 +7,6 @@ import time
 import warnings
 from collections.abc import Iterable
 from contextlib import ExitStack
-from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
@@ -172,19 +171,17 @@ class OverlapMonitor(Callback):
             recorder, window = pending.recording.recorder, pending.recording.window(pending.number)
             schedule, spans = pending.recording.schedule, recorder.spans()
             result = profiling.break_down(spans, window, overlapped=profiling.overlapped_by(schedule))
-            result = replace(result, traffic=recorder.traffic(window))
             if schedule is not self._schedule:
                 self.accounts, self._costs, self._schedule = [], [], schedule
             self.accounts.append(result)
-            self._costs.append(costs_of(spans, window, recorder.sent_bytes(window)))
-            overlaps = self._strategy is not None and self._strategy.schedule.depth > 1  # something can be hidden
-            values = {f"overlap/{name}": value for name, value in report.metrics(result, overlaps=overlaps).items()}
+            self._costs.append(costs_of(spans, window))
+            values = {f"overlap/{name}": value for name, value in report.metrics(result).items()}
             values["overlap/batches_in_flight"] = float(pending.num_in_flight)
             if self.syncs is not None:
                 values["overlap/host_syncs"] = float(len(self.syncs))
             for logger in trainer.loggers:
                 logger.log_metrics(values, step=pending.step)
-            if overlaps and pl_module is not None and not trainer.barebones:
+            if result.overlaps and pl_module is not None and not trainer.barebones:
                 # On the host: a tensor on the device would be read back by the bar.
                 hidden = torch.tensor(values["overlap/hidden_fraction"])
                 pl_module.log("hidden", hidden, prog_bar=True, logger=False, on_step=True, on_epoch=False)
@@ -292,7 +289,7 @@ class OverlapMonitor(Callback):
         priced = price(strategy, schedule, ranks)
         lines += [price_table(priced)] if priced else []
         table = report.closing_table(
-            measured, len(self.accounts), title, lines, self.stale_rows, schedule=schedule, prices=priced
+            measured, len(self.accounts), title, schedule, lines, self.stale_rows, prices=priced
         )
         print(table, flush=True)
 

@@ -71,10 +71,10 @@ def window_of(spans: Sequence[Span]) -> tuple[Interval, int]:
     steps = find_steps(spans)
     on_gpu = [span for span in spans if is_on_stream(span) and span.kind is not Category.WAIT]
     marked = any(is_step_mark(span.name) for span in spans)
-    if steps and not (marked and on_gpu):
-        return (steps[0][0], steps[-1][1]), len(steps)
     found = on_gpu or spans
     start, end = min(span.start_ms for span in found), max(span.end_ms for span in found)
+    if steps and not (marked and on_gpu):
+        start, end = steps[0][0], steps[-1][1]
     return (start, max(end, start + _LEAST_MS)), max(1, len(steps))
 
 

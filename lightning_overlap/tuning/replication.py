@@ -6,7 +6,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 
-from ..profiling import Traffic
+from ..profiling import BusyTime
 from ..schedules import Stage
 from .costs import AFTER_SENDING, EMBEDDINGS, GRADIENTS, Costs, shrunk
 
@@ -24,7 +24,7 @@ class Bags:
 
 
 def with_replicas(
-    tables: Iterable[Bags], costs: Costs, traffic: Mapping[Stage, Traffic], num_ranks: int
+    tables: Iterable[Bags], costs: Costs, traffic: Mapping[Stage, BusyTime], num_ranks: int
 ) -> tuple[list[str], Costs] | None:
     """Return the tables that send more bytes than an all-reduce of their gradients, and what a step then costs.
 

@@ -10,18 +10,7 @@ from hypothesis import strategies as st
 
 from lightning_overlap.profiling.overlap import COVERED_BY, BusyTime, break_down, mean, overlapped_by
 from lightning_overlap.profiling.report import blocks, headline, summarize, tables
-from lightning_overlap.profiling.spans import (
-    HOST_LANE,
-    Category,
-    Span,
-    clip,
-    exclusive,
-    intersection,
-    length,
-    rows_of,
-    subtract,
-    union,
-)
+from lightning_overlap.profiling.spans import HOST_LANE, Category, Span, exclusive, moments, rows_of
 from lightning_overlap.profiling.steps import find_steps, steady_window, window_of
 from lightning_overlap.schedules.modes import MODES
 from lightning_overlap.schedules.stages import Stage
@@ -60,7 +49,6 @@ spans_of_any_kind = st.lists(
     ),
     max_size=12,
 )
-disjoint = st.lists(st.tuples(st.integers(0, END), st.integers(0, END)), max_size=8).map(union)
 
 
 def busy_at(spans: list[Span], moment: int) -> set[tuple[Category, str, Stage | None]]:
@@ -252,15 +240,26 @@ def test_the_sweep_equals_a_count_of_every_millisecond(spans: list[Span], start:
         assert times.busy_ms == sum(per_kind)
 
 
-@given(spans_of_any_kind)
-def test_every_lane_is_covered_exactly_once(spans: list[Span]) -> None:
+@given(spans_of_any_kind, st.integers(0, END), st.integers(1, 8))
+def test_every_lane_is_covered_exactly_once(spans: list[Span], start: int, long: int) -> None:
     alone = [span for span in spans if span.kind is not Category.COMMUNICATION]
-    cut = exclusive(alone)
+    cut = exclusive(alone, (start, start + long))
     for lane in {span.lane for span in alone}:
-        whole = union((span.start_ms, span.end_ms) for span in alone if span.lane == lane)
-        pieces = [(span.start_ms, span.end_ms) for span in cut if span.lane == lane]
-        assert union(pieces) == whole
-        assert length(pieces) == length(whole)  # no moment twice
+        for moment in range(-1, END + 8):
+            inside = start <= moment < start + long
+            there = [s for s in alone if s.lane == lane and inside and s.start_ms <= moment < s.end_ms]
+            assert sum(s.lane == lane and s.start_ms <= moment < s.end_ms for s in cut) == bool(there)
+
+
+@given(spans_of_any_kind, st.integers(0, END), st.integers(1, 8))
+def test_moments_say_what_was_under_way(spans: list[Span], start: int, long: int) -> None:
+    pieces = list(moments(spans, (start, start + long)))
+    assert [pieces[0][0][0], *(end for (_, end), _ in pieces)] == [*(begin for (begin, _), _ in pieces), start + long]
+    for (begin, end), under_way in pieces:
+        for moment in range(int(begin), int(end)):
+            expected = [span for span in spans if span.start_ms <= moment < span.end_ms]
+            assert sorted(map(id, under_way)) == sorted(map(id, expected))
+        assert under_way == sorted(under_way, key=lambda span: (span.start_ms, -span.end_ms))
 
 
 @given(spans_of_any_kind, st.integers(0, END), st.integers(1, 8))
@@ -269,16 +268,7 @@ def test_hidden_and_exposed_are_the_busy_time(spans: list[Span], start: int, lon
     for times in (*kept.categories.values(), *kept.stages.values()):
         assert 0 <= times.hidden_ms <= times.busy_ms
         assert times.hidden_ms + times.exposed_ms == times.busy_ms
-    assert all(start <= s.start_ms < s.end_ms <= start + long for s in clip(spans, (start, start + long)))
-
-
-@given(disjoint, disjoint)
-def test_subtract_leaves_what_the_other_has_not(one: list[tuple[int, int]], other: list[tuple[int, int]]) -> None:
-    def moments(intervals: list[tuple[float, float]]) -> set[int]:
-        return {moment for start, end in intervals for moment in range(int(start), int(end))}
-
-    assert moments(subtract(one, other)) == moments(one) - moments(other)
-    assert moments(intersection(one, other)) == moments(one) & moments(other)
+    assert all(start <= s.start_ms < s.end_ms <= start + long for s in exclusive(spans, (start, start + long)))
 
 
 @given(spans_of_any_kind, st.booleans())

@@ -7,9 +7,8 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
-from lightning_overlap.profiling.collectives import all_to_all_name
 from lightning_overlap.profiling.overlap import break_down
-from lightning_overlap.profiling.recorder import SpanRecorder
+from lightning_overlap.profiling.recorder import SpanRecorder, all_to_all_name
 from lightning_overlap.profiling.spans import Category, exclusive
 from lightning_overlap.runtime.interfaces import timed
 from lightning_overlap.runtime.streams import Streams

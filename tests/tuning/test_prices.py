@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lightning_overlap import MODES, Stage
-from lightning_overlap.profiling import HOST_LANE, Category, Span, Traffic
+from lightning_overlap.profiling import HOST_LANE, BusyTime, Category, Span
 from lightning_overlap.tuning import Bags, Costs, costs_of, over_ranks, prices, shrunk, with_replicas
 from lightning_overlap.tuning import costs as parts
 from lightning_overlap.tuning.prices import OFF, PRICED, TOLD, Walk
@@ -160,7 +160,7 @@ def test_the_link_is_shared_by_bytes() -> None:
 def test_tables_that_send_more_than_an_all_reduce_would_are_replicated() -> None:
     """Two ranks with a table of 10 columns each, 1000 samples: a rank sends 40 kB of embeddings and 40 kB of gradients.
     An all-reduce of 100 rows sends 4 kB, one of 100,000 rows 4 MB."""
-    traffic = {Stage.EMBEDDING_LOOKUP: Traffic(40_000), Stage.BACKWARD: Traffic(40_000)}
+    traffic = {Stage.EMBEDDING_LOOKUP: BusyTime(sent=40_000), Stage.BACKWARD: BusyTime(sent=40_000)}
     tables = [Bags("small", 100, 10, 1), Bags("large", 100_000, 10, 1)]
     found = with_replicas(tables, costs(all_to_all=40), traffic, 2)
     assert found is not None
