@@ -23,7 +23,7 @@ from torch.utils.data import DataLoader
 
 from .. import versions
 from ..distributed import gather_objects
-from ..profiling import Span, from_zero, overlapped_by, timestamps_of, write_html, write_png
+from ..profiling import Span, overlapped_by, timestamps_of, write_html, write_png
 from ..schedules import Schedule
 from ..tables import find_tables
 from . import bench_report, build, config_checks, train_worker
@@ -199,10 +199,10 @@ def _report(config: Config, folder: Path, turns: list[ArmTurns], batch_size: int
 
 
 def _draw(folder: Path, spans: Mapping[str, list[Span]], schedules: Mapping[str, Schedule]) -> None:
-    """Draw some steps of every mode beneath each other, each from its own beginning."""
+    """Draw some steps of every mode beneath each other."""
     names: list[int | str] = [name for name in schedules if name in spans]
     if names:
-        shown = {name: from_zero({name: spans[str(name)]})[name] for name in names}
+        shown = {name: spans[str(name)] for name in names}
         overlapped = {name: overlapped_by(schedules[str(name)]) for name in names}
         title = "Some steps of rank 0"
         write_png(folder / "timeline.png", shown, num_steps=2, title=title, overlapped=overlapped)

@@ -5,8 +5,9 @@ from __future__ import annotations
 import math
 import time
 import warnings
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from contextlib import ExitStack
+from statistics import fmean
 from typing import Any, NamedTuple
 
 import torch
@@ -160,7 +161,7 @@ class OverlapMonitor(Callback):
         """End a recording, and choose the next step to measure: as asked for, else so that all this costs little."""
         self._leave()
         cost_ms = self.own_ms / max(1, len(self.accounts))
-        step_ms = profiling.mean(self.accounts).step_ms if self.accounts else float("inf")
+        step_ms = fmean(one.step_ms for one in self.accounts) if self.accounts else float("inf")
         enough = 0 if self._every_n_steps else math.ceil(cost_ms / (MAX_COST * step_ms))
         self._next = self._num_steps + max(self._every, enough) - NUM_WATCHED
 
@@ -202,24 +203,20 @@ class OverlapMonitor(Callback):
         self._end_audit()
         # Before the first measurement: on a CPU, what that gives the progress bar would look like one more sync.
         if self._audit_is_due and self._num_steps >= WARM_UP and self._recording is None:
-            self._begin_audit(pl_module)
+            recording = join(self._strategy, pl_module, self)
+
+            def stage_now() -> str:
+                stage = recording.recorder.stage
+                return "" if stage is None else str(stage[0])
+
+            self._audit = ExitStack()
+            self._audit.callback(recording.leave, self)
+            self._audited = self._audit.enter_context(profiling.record_host_syncs(stage_now))
 
     @property
     def _audit_is_due(self) -> bool:
         drawn = any(self._num_steps in timeline.recorded for timeline in self._timelines)  # that step is slow
         return self._audit_wanted and self.syncs is None and not drawn
-
-    def _begin_audit(self, pl_module: LightningModule) -> None:
-        assert self._strategy is not None
-        recording = join(self._strategy, pl_module, self)
-
-        def stage_now() -> str:
-            stage = recording.recorder.stage
-            return "" if stage is None else str(stage[0])
-
-        self._audit = ExitStack()
-        self._audit.callback(recording.leave, self)
-        self._audited = self._audit.enter_context(profiling.record_host_syncs(stage_now))
 
     def _end_audit(self) -> None:
         if self._audit is not None:
@@ -319,13 +316,11 @@ class _StaleSteps:
         staleness = self._rows.staleness  # so many lookups, and one more, make a count
         self._rows.keep_ids(staleness > 0 and num_steps >= self._next - staleness - 1)
 
-    def take(self) -> list[tuple[dict[str, tuple[int, int]], int]]:
-        """Return the counts that have become known since, each with its step."""
-        known = []
+    def take(self) -> Iterator[tuple[dict[str, tuple[int, int]], int]]:
+        """Yield the counts that have become known since, each with its step."""
         while self._pending and self._pending[0][0].over:
             counts, step = self._pending.pop(0)
-            known.append((counts.read(), step))
-        return known
+            yield counts.read(), step
 
     def wait(self) -> None:
         """Wait for those under way."""

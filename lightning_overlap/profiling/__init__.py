@@ -24,7 +24,6 @@ from .spans import Category as Category
 from .spans import Interval as Interval
 from .spans import Span as Span
 from .spans import exclusive as exclusive
-from .spans import from_zero as from_zero
 from .steps import with_mode as with_mode
 from .timestamps import HostTimestamps as HostTimestamps
 from .timestamps import Timestamps as Timestamps

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import os
 import sys
+from collections import Counter
 from collections.abc import Sequence
 from operator import itemgetter
 from pathlib import Path
@@ -60,11 +61,10 @@ def read_all(paths: Sequence[Path]) -> dict[int | str, list[Span]]:
         TraceError: One of them is no trace.
     """
     read = [(rank, path, spans) for path in paths for rank, spans in read_trace(path).items()]
-    found = [rank for rank, _, _ in read]
-    twice = {rank for rank in found if found.count(rank) > 1}
-    if not twice:
+    times = Counter(rank for rank, _, _ in read)
+    if len(times) == len(read):
         read.sort(key=itemgetter(0))
-    return {f"{path} rank {rank}" if rank in twice else rank: spans for rank, path, spans in read}
+    return {rank if times[rank] == 1 else f"{path} rank {rank}": spans for rank, path, spans in read}
 
 
 def _target(first: Path, out: Path | None) -> Path:

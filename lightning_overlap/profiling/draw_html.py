@@ -98,7 +98,7 @@ def _legend(picture: Picture) -> str:
 
 
 def _section(panel: Panel) -> str:
-    parts = "\n".join(map(_table, tables(panel.summary)))
+    parts = "\n".join(map(_table, tables(panel.found)))
     return f"<section><h2>{html.escape(label(panel.rank))}</h2>\n{parts}\n</section>"
 
 

@@ -30,6 +30,9 @@ _STYLES: Mapping[Category, dict[str, Any]] = {
 }
 """What matplotlib draws besides the colour of a bar."""
 
+_TEXT: Mapping[str, Any] = {"ha": "center", "va": "center_baseline", "fontsize": 7.2, "clip_on": True, "zorder": 3}
+_WAIT_TEXT = {"color": EXPOSED_COLOR, "bbox": {"facecolor": "white", "alpha": 0.75, "pad": 0.6, "linewidth": 0}}
+
 
 def write_png(
     path: Path | str,
@@ -78,7 +81,7 @@ def write_png(
     canvas.text(0.012, 1 - 0.24 / height, title or "Timeline", fontsize=13, fontweight="bold", va="center")
     left_out = len(ranks) - len(drawn)
     note = f"; {left_out} more ranks are not drawn" if left_out else ""
-    about = "figures: mean of all steps of the trace" if panels[0].summary.num_steps > 1 else ""
+    about = "figures: mean of all steps of the trace" if panels[0].found.num_steps > 1 else ""
     canvas.text(_RIGHT, 1 - 0.24 / height, about + note, fontsize=8.5, color="#666666", ha="right", va="center")
     canvas.legend(
         handles=_legend(picture),
@@ -128,19 +131,12 @@ def _draw_bars(axes: Axes, picture: Picture, panel: Panel, row: Sequence[Span], 
         alike[span.kind, picture.color(span)].append((left, width))
         words = picture.words(span)
         if len(words) * _CHARACTER_IN < span.duration_ms * inches_per_ms and LOOKS[span.kind].height > 0.5:
-            _write(axes, left + span.duration_ms / 2, middle, words, span.kind)
+            style = _WAIT_TEXT if span.kind is Category.WAIT else {"color": "#1a1a1a"}
+            axes.text(left + span.duration_ms / 2, middle, words, **_TEXT, **style)
     for (kind, color), extents in alike.items():
         share = LOOKS[kind].height
         options = {"facecolor": color, "linewidth": 0.0, "alpha": LOOKS[kind].opacity, **_STYLES.get(kind, {})}
         axes.broken_barh(extents, (middle - share / 2, share), **options)
-
-
-def _write(axes: Axes, x: float, y: float, words: str, kind: Category) -> None:
-    plate = {"facecolor": "white", "alpha": 0.75, "pad": 0.6, "linewidth": 0} if kind is Category.WAIT else None
-    color = EXPOSED_COLOR if kind is Category.WAIT else "#1a1a1a"
-    axes.text(
-        x, y, words, ha="center", va="center_baseline", fontsize=7.2, color=color, clip_on=True, bbox=plate, zorder=3
-    )
 
 
 def _legend(picture: Picture) -> list[Any]:

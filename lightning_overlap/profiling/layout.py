@@ -10,8 +10,8 @@ from itertools import chain
 from typing import NamedTuple
 
 from ..schedules import Stage
-from .overlap import sweep
-from .report import TraceSummary, headline, label, summarize
+from .overlap import Breakdown, sweep
+from .report import headline, label, summarize
 from .spans import ALL_TO_ALLS, HOST_LANE, Category, Interval, Span, exclusive, rows_of
 from .steps import find_steps, is_step_mark, steady_window
 
@@ -29,14 +29,11 @@ DATA_COLOR = "#f2e2b8"
 
 
 class Look(NamedTuple):
-    """How a category is drawn, in the PNG and on the page."""
+    """How a category is drawn, in the PNG and on the page; a bar's height is a share of its line."""
 
-    color: str
-    """In the legend: each category's grey is far from the next one's."""
+    color: str  # in the legend: each category's grey is far from the next one's
     words: str
-    """In the legend."""
     height: float = 0.84
-    """Of a bar, as a share of its line."""
     opacity: float = 1.0
 
 
@@ -73,7 +70,7 @@ class Panel:
 
     Args:
         rank: Number of the rank, or a name that stands for it.
-        summary: Figures of all steps of the rank, not only of those drawn.
+        found: Figures of all steps of the rank, not only of those drawn.
         window: The part of the timeline that is drawn.
         steps: Where steps begin in it.
         lanes: Streams and threads from the top, each with as many rows as spans overlap on it. Spans of one batch,
@@ -82,7 +79,7 @@ class Panel:
     """
 
     rank: int | str
-    summary: TraceSummary
+    found: Breakdown
     window: Interval
     steps: Sequence[float]
     lanes: Mapping[str, Sequence[Sequence[Span]]]
@@ -91,7 +88,7 @@ class Panel:
     @property
     def title(self) -> str:
         """Whose it is, and how well it overlaps."""
-        return f"{label(self.rank)}: {headline(self.summary)}"
+        return f"{label(self.rank)}: {headline(self.found)}"
 
     @property
     def length_ms(self) -> float:
@@ -114,7 +111,7 @@ class Panel:
 
     def hidden(self, span: Span) -> float | None:
         """Return which share of a collective was hidden, None for all else and for what the mode does not overlap."""
-        overlapped = self.summary.breakdown.overlapped
+        overlapped = self.found.overlapped
         if span.kind is not Category.COMMUNICATION or (overlapped is not None and span.stage not in overlapped):
             return None
         beside = (min(end, span.end_ms) - max(start, span.start_ms) for start, end in self.exposed)
@@ -224,7 +221,11 @@ def _bars(row: Sequence[Span], least_ms: float) -> Iterator[Span]:
     runs: list[list[Span]] = []
     for span in row:
         last = runs[-1][-1] if runs else None
-        if last is not None and _alike(last) == _alike(span) and span.start_ms - last.end_ms <= least_ms:
+        if (
+            last is not None
+            and (last.kind, last.stage, last.batch) == (span.kind, span.stage, span.batch)
+            and span.start_ms - last.end_ms <= least_ms
+        ):
             runs[-1].append(span)
         else:
             runs.append([span])
@@ -233,10 +234,6 @@ def _bars(row: Sequence[Span], least_ms: float) -> Iterator[Span]:
         more = [f"and {len(run) - 1} more"] if len(run) > 1 else []
         detail = "\n".join(filter(None, (*more, longest.detail)))
         yield replace(longest, start_ms=run[0].start_ms, end_ms=run[-1].end_ms, detail=detail)
-
-
-def _alike(span: Span) -> tuple[object, ...]:
-    return span.kind, span.stage, span.batch
 
 
 def _lane_order(name: str) -> tuple[int, list[tuple[int, int | str]]]:

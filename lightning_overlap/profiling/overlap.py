@@ -5,12 +5,10 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
-from functools import reduce
-from operator import add
 from typing import Any, Self
 
 from ..schedules import Schedule, Stage
-from .spans import HOST_LANE, LOG, Category, Interval, Span, exclusive, is_for_embeddings, moments
+from .spans import EMBEDDINGS, HOST_LANE, LOG, Category, Interval, Span, exclusive, moments
 
 COVERED_BY: Mapping[Category, frozenset[Category]] = {
     Category.COMMUNICATION: frozenset({Category.DENSE, Category.LOOKUP}),
@@ -18,9 +16,6 @@ COVERED_BY: Mapping[Category, frozenset[Category]] = {
     Category.COPY: frozenset({Category.DENSE, Category.LOOKUP}),
 }
 """What hides a kind: time of these on other lanes. Nothing hides dense work: the rest overlaps with it."""
-
-_IDLE = (Category.WAIT, Category.DATA)
-"""What keeps no stage busy."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,6 +54,17 @@ class BusyTime:
 
 
 @dataclass(frozen=True, slots=True)
+class Block:
+    """What the host waited for at one place of the program, which the name and detail of its spans tell."""
+
+    name: str
+    stage: Stage | None
+    detail: str
+    total_ms: float
+    count: int
+
+
+@dataclass(frozen=True, slots=True)
 class Breakdown:
     """Where the time of a window went, per step.
 
@@ -72,6 +78,8 @@ class Breakdown:
         loop_ms: How long the host was in no stage and no call of `self.log`: Lightning's loop, callbacks, loggers.
         log_ms: How long it was in `self.log`.
         overlapped: Stages that the mode overlaps, None where that is not known; of others none is said to be hidden.
+        num_steps: Steps in the window.
+        blocks: What blocked the host, most first, in all steps, where that was asked for.
     """
 
     step_ms: float
@@ -82,6 +90,13 @@ class Breakdown:
     loop_ms: float = 0.0
     log_ms: float = 0.0
     overlapped: Collection[Stage] | None = None
+    num_steps: int = 1
+    blocks: Sequence[Block] = ()
+
+    @property
+    def total_ms(self) -> float:
+        """Length of all steps."""
+        return self.step_ms * self.num_steps
 
     @property
     def overlaps(self) -> bool:
@@ -92,10 +107,6 @@ class Breakdown:
     def traffic(self) -> dict[Stage, BusyTime]:
         """The stages that sent something to other ranks, where that was counted."""
         return {stage: times for stage, times in self.stages.items() if times.sent}
-
-    def time_of(self, kind: Category) -> BusyTime:
-        """What a kind took; nothing if it was not seen."""
-        return self.categories.get(kind, BusyTime())
 
     @property
     def bound(self) -> tuple[Category, float]:
@@ -178,8 +189,9 @@ def break_down(
                 times[1 if by_mode else 2] += ms
         of_host = [one for one in under_way if one.lane == host_lane and one.kind is not Category.COMMUNICATION]
         host_ms[next((LOG if one.name == LOG else one.kind for one in of_host), None)] += ms
-        waits = (one for one in under_way if one.kind is Category.WAIT and one.lane in dense_lanes)
-        merge_ms += ms * any(is_for_embeddings(wait.name) for wait in waits)
+        waits = [one.name for one in under_way if one.kind is Category.WAIT and one.lane in dense_lanes]
+        # "rows" in files that earlier versions wrote
+        merge_ms += ms * any(name.partition(":")[0] in (EMBEDDINGS, "rows") for name in waits)
     for span in spans:
         if span.sent_bytes and window[0] <= span.start_ms < window[1]:
             found[span.kind, span.stage][3] += span.sent_bytes
@@ -188,12 +200,12 @@ def break_down(
     length_ms, blocked_ms, data_ms = window[1] - window[0], host_ms[Category.WAIT], host_ms[Category.DATA]
     busy = {key: BusyTime(*times) / num_steps for key, times in found.items()}
     categories = {kind: busy.get((kind, None), BusyTime()) for kind in (Category.DENSE, *COVERED_BY)}
-    if data_ms:
-        categories[Category.DATA] = BusyTime(data_ms / num_steps)
+    categories[Category.DATA] = BusyTime(data_ms / num_steps)
     categories[Category.HOST] = BusyTime((length_ms - blocked_ms - data_ms) / num_steps)
     stages: dict[Stage, BusyTime] = {}
+    idle = (Category.WAIT, Category.DATA)
     for stage in Stage:
-        parts = [times for (kind, of), times in busy.items() if of is stage and kind not in _IDLE]
+        parts = [times for (kind, of), times in busy.items() if of is stage and kind not in idle]
         if parts:
             stages[stage] = sum(parts, BusyTime())
     return Breakdown(
@@ -205,6 +217,7 @@ def break_down(
         host_ms[None] / num_steps,
         host_ms[LOG] / num_steps,
         overlapped,
+        num_steps,
     )
 
 
@@ -243,6 +256,6 @@ def mean(breakdowns: Sequence[Breakdown]) -> Breakdown:
         if not isinstance(values[0], Mapping):
             return values[0]
         keys = [key for key in (*Category, *Stage) if any(key in value for value in values)]
-        return {key: reduce(add, [value[key] for value in values if key in value]) / num for key in keys}
+        return {key: sum((value[key] for value in values if key in value), BusyTime()) / num for key in keys}
 
     return Breakdown(*(mean_of(field.name) for field in fields(Breakdown)))

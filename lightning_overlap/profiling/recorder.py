@@ -76,7 +76,7 @@ class SpanRecorder:
         self._host = HostTimestamps()
         self._streams = streams if isinstance(streams, CudaStreams) else None
         self._device = None if self._streams is None else CudaTimestamps(self._streams.device)
-        self._open: list[tuple[Stage, int, list[_Record]]] = []
+        self._open: list[tuple[Stage, int]] = []
         self._records: list[_Record] = []
         self._steps: list[tuple[float, Any]] = []
         self._patches = ExitStack()
@@ -91,7 +91,6 @@ class SpanRecorder:
     def stop(self) -> None:
         """Note no more."""
         self._patches.close()
-        self._open.clear()
 
     def step(self) -> None:
         """Note that a step ends here and the next one begins."""
@@ -108,23 +107,23 @@ class SpanRecorder:
     @property
     def stage(self) -> tuple[Stage, int] | None:
         """The stage that began last and has not ended, with its batch."""
-        return self._open[-1][:2] if self._open else None
+        return self._open[-1] if self._open else None
 
-    def begin(self, stage: Stage, batch: int, stream: StreamName) -> None:
-        """Note that a stage of a batch begins, whose device work runs on a stream; stages may begin inside others."""
-        kind, records = KINDS[stage], []
-        if self._device is not None:
-            if kind is not Category.HOST and kind is not Category.COPY:  # a copy is marked where it is issued
-                records.append(self._begin(kind, str(stream), str(stage), stage, batch))
-            kind = Category.HOST  # what the host does is to launch
-        records.append(self._begin(kind, HOST_LANE, str(stage), stage, batch))
-        self._open.append((stage, batch, records))
-
-    def end(self) -> None:
-        """Note that the stage that began last has been issued."""
-        if self._open:  # else it began before the recorder did
-            for record in reversed(self._open.pop()[2]):
-                self._end(record)
+    @contextmanager
+    def during(self, stage: Stage, batch: int, stream: StreamName) -> Iterator[None]:
+        """Go around a stage of a batch, whose device work runs on a stream; stages may lie inside others."""
+        kind, what = KINDS[stage], (str(stage), stage, batch)
+        with ExitStack() as around:
+            if self._device is not None:
+                if kind is not Category.HOST and kind is not Category.COPY:  # a copy is marked where it is issued
+                    around.enter_context(self._around(kind, str(stream), *what))
+                kind = Category.HOST  # what the host does is to launch
+            around.enter_context(self._around(kind, HOST_LANE, *what))
+            self._open.append((stage, batch))
+            try:
+                yield
+            finally:
+                self._open.remove((stage, batch))
 
     def copy(self) -> AbstractContextManager[None]:
         """Go around the copies of a batch to the device, on the current stream."""
@@ -148,22 +147,16 @@ class SpanRecorder:
         return self._around(Category.WAIT, str(StreamName.COMPUTE), EMBEDDINGS, Stage.EMBEDDING_LOOKUP, batch)
 
     @contextmanager
-    def _around(self, *what: Any) -> Iterator[None]:
-        record = self._begin(*what)
+    def _around(
+        self, kind: Category, lane: str, name: str, stage: Stage | None = None, batch: int | None = None
+    ) -> Iterator[None]:
+        clock = self._device if self._device is not None and lane != HOST_LANE else self._host
+        record = _Record(kind, lane, name, stage, batch, clock, self._mark(lane))
         try:
             yield
         finally:
-            self._end(record)
-
-    def _begin(
-        self, kind: Category, lane: str, name: str, stage: Stage | None = None, batch: int | None = None
-    ) -> _Record:
-        clock = self._device if self._device is not None and lane != HOST_LANE else self._host
-        return _Record(kind, lane, name, stage, batch, clock, self._mark(lane))
-
-    def _end(self, record: _Record) -> None:
-        record.end = self._mark(record.lane)
-        self._records.append(record)
+            record.end = self._mark(lane)
+            self._records.append(record)
 
     def _mark(self, lane: str) -> Any:
         """Return a point in time of the host, or of a stream of the device."""

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 
 from ..schedules import Schedule, Stage
 from ..text import aligned
-from .overlap import Breakdown, BusyTime, Price, break_down, mean
+from .overlap import Block, Breakdown, BusyTime, Price, break_down, mean
 from .spans import HOST_LANE, Category, Interval, Span, exclusive
 from .steps import is_on_stream, noted_stages, window_of
 
@@ -77,13 +77,13 @@ def metrics(breakdown: Breakdown) -> dict[str, float]:
         "blocked_ms": breakdown.blocked_ms,
         "bound_ms": breakdown.bound[1],
         "to_gain_ms": breakdown.to_gain_ms,
-        "data_ms": breakdown.time_of(Category.DATA).busy_ms,
+        "data_ms": breakdown.categories[Category.DATA].busy_ms,
         "loop_ms": breakdown.loop_ms,
         "log_ms": breakdown.log_ms,
     }
     if breakdown.overlaps:
         parts = (Category.COMMUNICATION, Category.LOOKUP, Category.COPY)
-        values["hidden_fraction"] = sum(map(breakdown.time_of, parts), BusyTime()).hidden_fraction
+        values["hidden_fraction"] = sum((breakdown.categories[kind] for kind in parts), BusyTime()).hidden_fraction
     for what, times in (*breakdown.categories.items(), *breakdown.stages.items()):
         is_hidden = breakdown.overlaps and what not in _NEVER_HIDDEN
         names = ("hidden_ms", "exposed_ms", "hidden_fraction") if is_hidden else ("busy_ms",)
@@ -103,33 +103,24 @@ def closing_table(
     stale_rows: Mapping[str, tuple[int, int]] | None = None,
     prices: Sequence[Price] = (),
 ) -> str:
-    """Return what a run says at its end.
+    """Return what a run says at its end, by the mean breakdown of each rank.
 
-    Args:
-        ranks: The mean breakdown of each rank.
-        num_steps: Steps that were measured on each.
-        title: What ran.
-        schedule: The mode.
-        syncs: Lines about host syncs.
-        stale_rows: Rows read stale and rows read, by table, in a mode that has a staleness.
-        prices: What a step would take otherwise, for the advice in the last line.
+    Besides: lines about host syncs, of each table the rows read stale and the rows read, and what a step would take
+    otherwise, for the advice in the last line.
     """
-    over_ranks = mean(ranks)
-    lines = [
+    over_ranks, many = mean(ranks), len(ranks) > 1
+    parts = [
         f"Overlap: {title}; {num_steps} steps measured, {len(ranks)} ranks, ms per step",
         stage_table(over_ranks).text(),
+        rank_table(ranks).text() if many else "",
+        limit_sentence(over_ranks),
+        slowest_sentence(ranks) if many else "",
+        traffic_table(over_ranks.traffic).text() if over_ranks.traffic else "",
+        stale_table(stale_rows).text() if stale_rows else "",
+        *syncs,
+        advice(min(ranks, key=lambda one: one.blocked_ms), schedule, prices),
     ]
-    if len(ranks) > 1:
-        lines.append(rank_table(ranks).text())
-    lines.append(limit_sentence(over_ranks))
-    if len(ranks) > 1:
-        lines.append(slowest_sentence(ranks))
-    if over_ranks.traffic:
-        lines.append(traffic_table(over_ranks.traffic).text())
-    if stale_rows:
-        lines.append(stale_table(stale_rows).text())
-    waits_least = min(ranks, key=lambda one: one.blocked_ms)
-    return "\n".join([*lines, *syncs, advice(waits_least, schedule, prices)])
+    return "\n".join(filter(None, parts))
 
 
 def stage_table(breakdown: Breakdown) -> Table:
@@ -139,7 +130,7 @@ def stage_table(breakdown: Breakdown) -> Table:
     if breakdown.merge_wait_ms:
         rows.append(("waited for embeddings", "", "", f"{breakdown.merge_wait_ms:.2f}", ""))
     host = {
-        _OF_THE_HOST[Category.DATA]: breakdown.time_of(Category.DATA).busy_ms,
+        _OF_THE_HOST[Category.DATA]: breakdown.categories[Category.DATA].busy_ms,
         "Lightning: loop, callbacks, loggers": breakdown.loop_ms,
         "Lightning: self.log": breakdown.log_ms,
     }
@@ -152,7 +143,7 @@ def stage_table(breakdown: Breakdown) -> Table:
 def rank_table(ranks: Sequence[Breakdown]) -> Table:
     """Return a row per rank: its step, what it was busy with, and what it waited."""
     kinds = (Category.DENSE, Category.LOOKUP, Category.COPY, Category.COMMUNICATION, Category.HOST)
-    times = [[one.step_ms, *(one.time_of(kind).busy_ms for kind in kinds), one.blocked_ms] for one in ranks]
+    times = [[one.step_ms, *(one.categories[kind].busy_ms for kind in kinds), one.blocked_ms] for one in ranks]
     return Table(
         ("rank", "step", *map(str, kinds[:-1]), _OF_THE_HOST[Category.HOST], "host blocked"),
         [(str(rank), *(f"{ms:.2f}" for ms in of_rank)) for rank, of_rank in enumerate(times)],
@@ -186,7 +177,7 @@ def limit_sentence(breakdown: Breakdown) -> str:
         return f"data-bound: a step waits for data {bound_ms:.2f} of its {breakdown.step_ms:.2f} ms."
     what = f"{kind}-bound"
     if kind is Category.HOST:  # on a CPU the host does the dense part and the lookups itself
-        parts = {kind: breakdown.time_of(kind).busy_ms for kind in (Category.DENSE, Category.LOOKUP, Category.COPY)}
+        parts = {kind: breakdown.categories[kind].busy_ms for kind in (Category.DENSE, Category.LOOKUP, Category.COPY)}
         most = max(parts, key=lambda kind: parts[kind])
         share = parts[most] / bound_ms
         what += f" ({most} is {share:.0%} of it)" if share <= 1 else ""
@@ -213,32 +204,7 @@ def slowest_sentence(ranks: Sequence[Breakdown]) -> str:
 # -- a trace ------------------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True)
-class Block:
-    """What the host waited for at one place of the program, which the name and detail of its spans tell."""
-
-    name: str
-    stage: Stage | None
-    detail: str
-    total_ms: float
-    count: int
-
-
-@dataclass(frozen=True, slots=True)
-class TraceSummary:
-    """The numbers of one rank's trace: per step, and what blocked the host, most first, in all steps."""
-
-    breakdown: Breakdown
-    blocks: Sequence[Block]
-    num_steps: int
-
-    @property
-    def total_ms(self) -> float:
-        """Length of all steps."""
-        return self.breakdown.step_ms * self.num_steps
-
-
-def summarize(spans: Sequence[Span], overlapped: Collection[Stage] | None = None) -> TraceSummary:
+def summarize(spans: Sequence[Span], overlapped: Collection[Stage] | None = None) -> Breakdown:
     """Return the numbers of one rank, over all its complete steps.
 
     Args:
@@ -252,8 +218,8 @@ def summarize(spans: Sequence[Span], overlapped: Collection[Stage] | None = None
     overlapped = noted_stages(spans) if overlapped is None else overlapped
     if any(is_on_stream(span) for span in spans):  # the stage is done there; the host's part of it is to launch that
         spans = [replace(span, stage=None) if span.kind is Category.HOST and span.stage else span for span in spans]
-    breakdown = break_down(spans, window, overlapped=overlapped, num_steps=num_steps)
-    return TraceSummary(breakdown, blocks(spans, window), num_steps)
+    found = break_down(spans, window, overlapped=overlapped, num_steps=num_steps)
+    return replace(found, blocks=blocks(spans, window))
 
 
 def blocks(spans: Iterable[Span], window: Interval) -> list[Block]:
@@ -266,11 +232,11 @@ def blocks(spans: Iterable[Span], window: Interval) -> list[Block]:
     return sorted(entries, key=lambda block: -block.total_ms)
 
 
-def as_report(ranks: Mapping[int | str, TraceSummary]) -> str:
+def as_report(ranks: Mapping[int | str, Breakdown]) -> str:
     """Return the tables of all ranks for a terminal."""
     return "\n\n\n".join(
-        "\n\n".join([f"{label(rank)}: {headline(summary)}", *(table.text(ruled=False) for table in tables(summary))])
-        for rank, summary in ranks.items()
+        "\n\n".join([f"{label(rank)}: {headline(found)}", *(table.text(ruled=False) for table in tables(found))])
+        for rank, found in ranks.items()
     )
 
 
@@ -279,25 +245,23 @@ def label(rank: int | str) -> str:
     return f"rank {rank}" if isinstance(rank, int) else rank
 
 
-def headline(summary: TraceSummary) -> str:
+def headline(found: Breakdown) -> str:
     """Return the one line that says how well it overlaps."""
-    found = summary.breakdown
-    parts = [f"{found.step_ms:.1f} ms a step" if summary.num_steps > 1 else f"{found.step_ms:.1f} ms"]
+    parts = [f"{found.step_ms:.1f} ms a step" if found.num_steps > 1 else f"{found.step_ms:.1f} ms"]
     for kind in (Category.COMMUNICATION, Category.LOOKUP):
         times = found.categories[kind]
         if times.hidden_ms or (times.busy_ms and kind is Category.COMMUNICATION):
             hidden = f"{_percent(times.hidden_fraction)} hidden, " if found.overlaps else ""
             parts.append(f"{kind} {hidden}{times.exposed_ms:.2f} ms exposed")
-    data_ms = found.time_of(Category.DATA).busy_ms
+    data_ms = found.categories[Category.DATA].busy_ms
     if data_ms > SMALL * found.step_ms:
         parts.append(f"waiting for data {_percent(data_ms / found.step_ms)}")
     parts.append(f"host blocked {_percent(found.blocked_ms / found.step_ms)}")
     return "; ".join(parts)
 
 
-def tables(summary: TraceSummary) -> list[Table]:
+def tables(found: Breakdown) -> list[Table]:
     """Return the tables of one rank: by kind, by stage, what blocked the host."""
-    found, steps = summary.breakdown, summary.num_steps
     head = ("busy ms", "hidden ms", "exposed ms", "hidden") if found.overlaps else ("busy ms", "exposed ms")
 
     def rows(times: Mapping[Category, BusyTime] | Mapping[Stage, BusyTime]) -> list[Row]:
@@ -306,18 +270,18 @@ def tables(summary: TraceSummary) -> list[Table]:
 
     kinds = rows({kind: times for kind, times in found.categories.items() if times.busy_ms})
     about = (
-        f"{summary.total_ms:.1f} ms, {steps} step{'s' * (steps != 1)} of {found.step_ms:.2f} ms. "
+        f"{found.total_ms:.1f} ms, {found.num_steps} step{'s' * (found.num_steps != 1)} of {found.step_ms:.2f} ms. "
         f"It waited for embeddings {found.merge_wait_ms:.2f} ms a step; {limit_sentence(found)}"
     )
     by_stage = [Table(("stage", *head), rows(found.stages))] if found.stages else []
-    return [Table(("per step", *head), kinds, about), *by_stage, _block_table(summary)]
+    return [Table(("per step", *head), kinds, about), *by_stage, _block_table(found)]
 
 
-def _block_table(summary: TraceSummary) -> Table:
+def _block_table(found: Breakdown) -> Table:
     def share(ms: float) -> str:
-        return _percent(ms / summary.total_ms)
+        return _percent(ms / found.total_ms)
 
-    shown, rest = list(summary.blocks[:TOP_BLOCKS]), summary.blocks[TOP_BLOCKS:]
+    shown, rest = list(found.blocks[:TOP_BLOCKS]), found.blocks[TOP_BLOCKS:]
     if rest:
         total_ms, count = sum(one.total_ms for one in rest), sum(one.count for one in rest)
         shown.append(Block(f"{len(rest)} others", None, "", total_ms, count))
@@ -325,8 +289,8 @@ def _block_table(summary: TraceSummary) -> Table:
     for one in shown:
         where = " ".join(filter(None, (one.detail, one.stage and f"({one.stage})")))
         rows.append((one.name, f"{one.total_ms:.1f}", share(one.total_ms), str(one.count), where))
-    blocked_ms = summary.breakdown.blocked_ms * summary.num_steps
-    about = f"Host blocked {blocked_ms:.1f} of {summary.total_ms:.1f} ms ({share(blocked_ms)})."
+    blocked_ms = found.blocked_ms * found.num_steps
+    about = f"Host blocked {blocked_ms:.1f} of {found.total_ms:.1f} ms ({share(blocked_ms)})."
     return Table(("host blocked by", "ms", "of window", "times", "where"), rows, about)
 
 
@@ -339,9 +303,9 @@ def _percent(fraction: float) -> str:
 def advice(found: Breakdown, schedule: Schedule, prices: Sequence[Price] = ()) -> str:
     """Return what to change first, by the mean step of the rank that the others wait for."""
     gain_ms, what, change = max(
-        (found.time_of(Category.DATA).busy_ms, "waiting for data", "raise num_workers of the DataLoader"),
+        (found.categories[Category.DATA].busy_ms, "waiting for data", "raise num_workers of the DataLoader"),
         (
-            found.time_of(Category.COMMUNICATION).exposed_ms,
+            found.categories[Category.COMMUNICATION].exposed_ms,
             "waiting for other ranks",
             _another_mode(schedule, prices),
         ),

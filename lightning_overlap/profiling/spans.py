@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 from collections import defaultdict, deque
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from enum import StrEnum
 from itertools import groupby, pairwise
-from typing import Any
 
 from ..schedules import Stage
 
@@ -30,28 +29,25 @@ EMBEDDINGS = "embeddings"
 
 
 class Category(StrEnum):
-    """What a resource was busy with."""
+    """What a resource was busy with.
+
+    Attributes:
+        DENSE: The model's dense part: forward, backward with the fused update in it, optimizer step.
+        LOOKUP: Reading the tables (TBE forward).
+        COMMUNICATION: A collective, from its start to its end.
+        COPY: A copy between host and device or within the device; on a CPU, fetching and staging the batch.
+        DATA: The host waits for the next batch of the data loader, or makes it.
+        WAIT: A lane that has nothing to do before something else ends: exposed time.
+        HOST: The host at work on what is none of these: the loop, callbacks, launching kernels.
+    """
 
     DENSE = "dense"
-    """The model's dense part: forward, backward with the fused update in it, optimizer step."""
-
     LOOKUP = "lookup"
-    """Reading the tables (TBE forward)."""
-
     COMMUNICATION = "communication"
-    """A collective, from its start to its end."""
-
     COPY = "copy"
-    """A copy between host and device or within the device; on a CPU, fetching and staging the batch."""
-
     DATA = "data"
-    """The host waits for the next batch of the data loader, or makes it."""
-
     WAIT = "wait"
-    """A lane that has nothing to do before something else ends: exposed time."""
-
     HOST = "host"
-    """The host at work on what is none of these: the loop, callbacks, launching kernels."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,11 +82,6 @@ class Span:
     def duration_ms(self) -> float:
         """How long it took."""
         return self.end_ms - self.start_ms
-
-
-def is_for_embeddings(name: str) -> bool:
-    """Whether a span of this name is the all-to-all of embeddings, or a wait for it."""
-    return name.partition(":")[0] in (EMBEDDINGS, "rows")  # the latter in files that earlier versions wrote
 
 
 def moments(spans: Iterable[Span], window: Interval = ALWAYS) -> Iterator[tuple[Interval, list[Span]]]:
@@ -134,15 +125,6 @@ def exclusive(spans: Iterable[Span], window: Interval = ALWAYS) -> list[Span]:
 def _part(span: Span, start_ms: float, end_ms: float) -> Span:
     is_whole = (start_ms, end_ms) == (span.start_ms, span.end_ms)
     return span if is_whole else replace(span, start_ms=start_ms, end_ms=end_ms)
-
-
-def from_zero(ranks: Mapping[Any, Sequence[Span]]) -> dict[Any, list[Span]]:
-    """Count time from the first thing that happened; ranks of one host share its clock."""
-    zero = min((span.start_ms for spans in ranks.values() for span in spans), default=0.0)
-    return {
-        rank: [replace(span, start_ms=span.start_ms - zero, end_ms=span.end_ms - zero) for span in spans]
-        for rank, spans in ranks.items()
-    }
 
 
 def rows_of(spans: Iterable[Span], *, nested: bool = False) -> list[list[Span]]:

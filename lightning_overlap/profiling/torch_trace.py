@@ -12,13 +12,13 @@ from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from operator import attrgetter
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from ..schedules import Stage
 from . import trace_names as names
 from .spans import EMBEDDINGS, HOST_LANE, Category, Span
 from .steps import is_step_mark
-from .trace_file import Event, TraceError, TraceFile, is_own, load, own_spans
+from .trace_file import WRITER, Event, TraceError, load, own_spans
 
 BLOCKED_US = 50
 """A runtime call that takes longer than this blocked the host; a launch takes a tenth of it."""
@@ -47,19 +47,20 @@ def read_trace(path: Path | str) -> dict[int, list[Span]]:
     Raises:
         TraceError: It is no such file; the message says what it is.
     """
-    file = load(Path(path))
-    if is_own(file):
-        return own_spans(file)
-    if not any(event.category in _ON_DEVICE for event in file.events):
-        found = Counter(event.category for event in file.events).most_common()
+    events, about = load(Path(path))
+    other = about.get("otherData")
+    if isinstance(other, dict) and other.get("writer") == WRITER:
+        return own_spans(events)
+    if not any(event.category in _ON_DEVICE for event in events):
+        found = Counter(event.category for event in events).most_common()
         raise TraceError(
             f"{path} holds no work of a GPU.\n  got:  {', '.join(f'{num} {kind}' for kind, num in found)}\n"
             "  A run on a CPU is drawn by the callback OverlapTimeline (overlap-train callbacks=timeline), whose trace "
             "is read here. On a GPU, profile with ProfilerActivity.CUDA among the activities."
         )
-    info = file.about.get("distributedInfo")
+    info = about.get("distributedInfo")
     rank = info.get("rank") if isinstance(info, dict) else None
-    return {rank if isinstance(rank, int) else 0: _Reader(file).spans()}
+    return {rank if isinstance(rank, int) else 0: _Reader(events, about).spans()}
 
 
 class _Context(NamedTuple):
@@ -76,12 +77,12 @@ class _Context(NamedTuple):
         """Return the context of what runs inside an event."""
         if event.category == "cpu_op":
             return self._replace(operator=event.name, stage=names.of_operator(event.name) or self.stage)
-        stage, batch = names.of_annotation(event.name), names.batch_of(event.name)
+        stage, (batch, name) = names.of_annotation(event.name), names.split_batch(event.name)
         is_known = stage is not None or event.name.startswith("##")
         return self._replace(
             stage=stage or self.stage,
             batch=self.batch if batch is None else batch,
-            annotation=names.without_batch(event.name) if is_known else self.annotation,
+            annotation=name if is_known else self.annotation,
             operator="",
         )
 
@@ -89,11 +90,11 @@ class _Context(NamedTuple):
 class _Reader:
     """Makes spans of one file's events."""
 
-    def __init__(self, file: TraceFile) -> None:
-        self._events = file.events
-        base = file.about.get("baseTimeNanoseconds", 0)
+    def __init__(self, events: Sequence[Event], about: Mapping[str, Any]) -> None:
+        self._events = events
+        base = about.get("baseTimeNanoseconds", 0)
         base_us = float(base) / 1e3 if isinstance(base, (int, float, str)) and str(base).isdigit() else 0.0
-        self._first_us = min(event.start_us for event in file.events)
+        self._first_us = min(event.start_us for event in events)
         self._midnight_ms = (self._first_us % _DAY_US + base_us % _DAY_US) % _DAY_US / 1e3
         self._launches: dict[object, tuple[float, _Context]] = {}  # correlation -> when the call ended, and its context
         self._spans: list[Span] = []
@@ -124,7 +125,7 @@ class _Reader:
     def _on_host(self, lane: str, event: Event, around: _Context, inside: _Context) -> None:
         if event.category in _RUNTIME:
             self._launches[event.args.get("correlation")] = event.end_us, around
-            if event.end_us - event.start_us < BLOCKED_US or not names.is_blocking(event.name):
+            if event.end_us - event.start_us < BLOCKED_US or not names.BLOCKING_CALL.match(event.name):
                 return
             if around.annotation or around.operator or "DeviceSynchronize" not in event.name:  # the profiler's own
                 where = _where(around, event.name)
@@ -235,7 +236,8 @@ def _nest(events: Iterable[Event]) -> Iterator[tuple[Event, _Context, _Context]]
         _, source, caller = frames[-1] if frames else (0.0, "", "")
         if event.category == "python_function":
             if names.is_frame(event.name):
-                frames.append((event.end_us, event.name, caller if names.is_library_frame(event.name) else event.name))
+                of_library = names.is_frame(event.name, of_library=True)
+                frames.append((event.end_us, event.name, caller if of_library else event.name))
             continue
         around = (stack[-1][1] if stack else _Context())._replace(source=source, caller=caller)
         if event.category in _RUNTIME:

@@ -39,28 +39,17 @@ class TraceError(ValueError):
 class Event(NamedTuple):
     """A complete event of a trace, in microseconds of its clock."""
 
-    category: str
-    """For example "kernel" or "cpu_op"; a `Category` in the files of this package."""
+    category: str  # for example "kernel" or "cpu_op"; a `Category` in the files of this package
     name: str
-    pid: Any
-    """Process, or the device's number."""
-    tid: Any
-    """Thread or stream."""
+    pid: Any  # process, or the device's number
+    tid: Any  # thread or stream
     start_us: float
     end_us: float
-    args: Mapping[str, Any]
-    """Those of `_ARGS`."""
+    args: Mapping[str, Any]  # those of `_ARGS`
 
 
-class TraceFile(NamedTuple):
-    """Complete events of known categories, in the file's order, and the rest of the file's top level."""
-
-    events: list[Event]
-    about: Mapping[str, Any]
-
-
-def load(path: Path) -> TraceFile:
-    """Read a file.
+def load(path: Path) -> tuple[list[Event], Mapping[str, Any]]:
+    """Return the complete events of known categories, in the file's order, and the rest of the file's top level.
 
     Events become short tuples while they are parsed, so that a trace of some 100 MB needs not ten times its size.
 
@@ -89,7 +78,7 @@ def load(path: Path) -> TraceFile:
             f"{path} holds nothing to draw: no kernel, operator or annotation.\n  got:  {len(events)} entries of other "
             "kinds\n  Profile at least one step, with ProfilerActivity.CPU and CUDA among the activities."
         )
-    return TraceFile(kept, {key: value for key, value in about.items() if key != "traceEvents"})
+    return kept, {key: value for key, value in about.items() if key != "traceEvents"}
 
 
 def _parsed(text: str) -> Any:
@@ -152,20 +141,14 @@ def _shorten(parsed: dict[str, Any]) -> Any:
     return Event(sys.intern(category), name, parsed.get("pid"), parsed.get("tid"), start, end, args)
 
 
-def is_own(file: TraceFile) -> bool:
-    """Whether this package wrote the file."""
-    other = file.about.get("otherData")
-    return isinstance(other, dict) and other.get("writer") == WRITER
-
-
-def own_spans(file: TraceFile) -> dict[int, list[Span]]:
+def own_spans(events: Iterable[Event]) -> dict[int, list[Span]]:
     """Return the spans that `write_trace` was given, by rank.
 
     Raises:
         TraceError: Somebody has changed the file.
     """
     ranks: dict[int, list[Span]] = {}
-    for event in file.events:
+    for event in events:
         args = dict(event.args)
         try:
             times = float(args.pop("start_ms")), float(args.pop("end_ms"))

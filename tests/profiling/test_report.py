@@ -28,6 +28,7 @@ def one(
         Category.COMMUNICATION: communication or BusyTime(40, 30),
         Category.LOOKUP: lookup or BusyTime(10, 5),
         Category.COPY: BusyTime(2, 2),
+        Category.DATA: BusyTime(),
         Category.HOST: BusyTime(host),
     }
     return Breakdown(step_ms, kinds, {Stage.EMBEDDING_LOOKUP: BusyTime(50, 35)}, merge_wait_ms=7, blocked_ms=blocked)
