@@ -24,17 +24,10 @@ from .advice import OfRank, price, travelling_bags
 from .recording import Recording, join
 from .timeline import OverlapTimeline
 
-NUM_WATCHED = 2
-"""Steps of a measurement: what the second one uses was issued in the first."""
-
-WARM_UP = 3
-"""Steps before the first measurement: the schedule fills, allocators and caches warm up."""
-
-MAX_COST = 0.005
-"""Share of the time that measuring may take, where the user leaves the choice."""
-
-KEPT = 25
-"""Where the user leaves the choice, the ids of no more than one step in so many are kept, to count stale rows."""
+NUM_WATCHED = 2  # steps of a measurement: what the second one uses was issued in the first
+WARM_UP = 3  # steps before the first measurement: the schedule fills, allocators and caches warm up
+MAX_COST = 0.005  # share of the time that measuring may take, where the user leaves the choice
+KEPT = 25  # there, the ids of no more than one step in so many are kept, to count stale rows
 
 
 class _Pending(NamedTuple):

@@ -16,11 +16,8 @@ from ..plugin import OverlapEmbeddingStrategy
 from ..profiling import Category, Span
 from .recording import Recording, join
 
-STEPS_LANE = "steps"
-"""Where steps are marked; not drawn."""
-
-AHEAD = 1
-"""Steps recorded before the first one drawn: what that one uses was sent off then."""
+STEPS_LANE = "steps"  # where steps are marked; not drawn
+AHEAD = 1  # steps recorded before the first one drawn: what that one uses was sent off then
 
 
 class OverlapTimeline(Callback):

@@ -18,8 +18,7 @@ from .spans import Span
 from .torch_trace import read_trace
 from .trace_file import TraceError
 
-BAD_INPUT = 2
-"""Exit code for a file that cannot be read or written."""
+BAD_INPUT = 2  # exit code for a file that cannot be read or written
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -55,11 +54,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def read_all(paths: Sequence[Path]) -> dict[int | str, list[Span]]:
-    """Read traces; return the spans by rank, and under the file's name too where two files have the same rank.
-
-    Raises:
-        TraceError: One of them is no trace.
-    """
+    """Read traces; return the spans by rank, and under the file's name too where two files have the same rank."""
     read = [(rank, path, spans) for path in paths for rank, spans in read_trace(path).items()]
     times = Counter(rank for rank, _, _ in read)
     if len(times) == len(read):

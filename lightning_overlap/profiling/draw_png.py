@@ -14,15 +14,13 @@ from .spans import Category, Span
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-MAX_RANKS = 16
-"""Ranks in one picture; its last line says how many it left out."""
+MAX_RANKS = 16  # in one picture; its heading says how many it left out
 
 _WIDTH_IN, _ROW_IN, _DPI = 16.0, 0.34, 120
 _PANEL_IN, _TOP_IN, _BOTTOM_IN = 0.62, 0.38, 0.62
 _LEFT, _RIGHT = 0.115, 0.988
 _LEAST_WIDTH, _RESOLUTION = 3e-4, 4e-4  # of the axes: half a pixel, and a bit more
-_CHARACTER_IN = 0.062
-"""Width of a character of a bar's text."""
+_CHARACTER_IN = 0.062  # width of a character of a bar's text
 
 _STYLES: Mapping[Category, dict[str, Any]] = {
     Category.LOOKUP: {"hatch": "....", "edgecolor": "white"},

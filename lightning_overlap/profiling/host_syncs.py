@@ -25,8 +25,7 @@ _OPERATORS = frozenset({"_local_scalar_dense", "nonzero", "masked_select", "_uni
 _METHODS: Mapping[Any, str] = {torch.Tensor.tolist: "tolist", torch.Tensor.numpy: "numpy"}
 """What PyTorch answers on a CPU without an operator, and by a copy to the host on a device."""
 
-NUM_WORST = 3
-"""Host syncs that are named."""
+NUM_WORST = 3  # host syncs that are named
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,8 +15,7 @@ from .report import headline, label, summarize
 from .spans import ALL_TO_ALLS, HOST_LANE, Category, Interval, Span, exclusive, rows_of
 from .steps import find_steps, is_step_mark, steady_window
 
-NUM_STEPS = 3
-"""Steps that are drawn, where nobody says how many."""
+NUM_STEPS = 3  # that are drawn, where nobody says how many
 
 BATCH_COLORS = ("#3b76af", "#e8a33d", "#4f9d69", "#b07aa1", "#6fb7c9", "#8a6d3b", "#7d86c9", "#a8b545")
 """Of batch n, the n-th modulo their number: neighbours differ, and none is the red of exposed time."""
@@ -24,8 +23,7 @@ BATCH_COLORS = ("#3b76af", "#e8a33d", "#4f9d69", "#b07aa1", "#6fb7c9", "#8a6d3b"
 STAGE_COLORS: Mapping[Stage, str] = dict(zip(Stage, (*BATCH_COLORS, "#d18ba3"), strict=True))
 UNKNOWN_COLOR = "#b9bfc6"
 EXPOSED_COLOR = "#d62728"
-DATA_COLOR = "#f2e2b8"
-"""Of waits for the data loader, which belong to no batch yet."""
+DATA_COLOR = "#f2e2b8"  # of waits for the data loader, which belong to no batch yet
 
 
 class Look(NamedTuple):
@@ -60,8 +58,7 @@ SHORT: Mapping[Stage, str] = {
 }
 """The stages on bars."""
 
-_ONE_CLOCK = 0.8
-"""A rank whose spans reach over this share of the first one's window has its clock, or one near enough."""
+_ONE_CLOCK = 0.8  # a rank whose spans reach over this share of the first one's window has its clock, or a near one
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,14 +122,8 @@ class Picture:
     Ranks whose clocks agree (they are on one host) show the same moments; the others begin with their own step. The
     colours are those of batches where most of what has a stage says its batch, else of stages.
 
-    Args:
-        ranks: Spans by rank.
-        num_steps: Steady steps to draw.
-        resolution: Share of the drawn time below which neighbours are drawn as one.
-        overlapped: As of `write_png`.
-
-    Raises:
-        ValueError: There is nothing to draw, or `num_steps` is below 1.
+    Arguments and errors are those of `write_png`; neighbours nearer than the resolution, a share of the drawn time, are
+    drawn as one.
     """
 
     def __init__(

@@ -240,11 +240,7 @@ def sweep(
 
 
 def mean(breakdowns: Sequence[Breakdown]) -> Breakdown:
-    """Return the mean of breakdowns of one step each.
-
-    Raises:
-        ValueError: There are none.
-    """
+    """Return the mean of breakdowns of one step each."""
     if not breakdowns:
         raise ValueError("the mean of no breakdowns: no step has been measured.")
     num = len(breakdowns)

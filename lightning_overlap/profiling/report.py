@@ -11,20 +11,11 @@ from .overlap import Block, Breakdown, BusyTime, Price, break_down, mean
 from .spans import HOST_LANE, Category, Interval, Span, exclusive
 from .steps import is_on_stream, noted_stages, window_of
 
-WORTHWHILE = 0.03
-"""Share of a step below which a gain is not worth a change."""
-
-EVEN = 0.02
-"""Ranks whose waits differ by less than this share of a step are even."""
-
-SMALL = 0.01
-"""Waits for data below this share of a step are not in the headline."""
-
-NUM_STALEST = 8
-"""Tables whose stale rows are listed."""
-
-TOP_BLOCKS = 8
-"""Lines of what blocked the host; all else is added up in one."""
+WORTHWHILE = 0.03  # share of a step below which a gain is not worth a change
+EVEN = 0.02  # ranks whose waits differ by less than this share of a step are even
+SMALL = 0.01  # waits for data below this share of a step are not in the headline
+NUM_STALEST = 8  # tables whose stale rows are listed
+TOP_BLOCKS = 8  # lines of what blocked the host; all else is added up in one
 
 _OF_THE_HOST = {Category.HOST: "host at work", Category.DATA: "waited for data"}
 """Rows that are no work for others to hide."""

@@ -128,12 +128,7 @@ def _part(span: Span, start_ms: float, end_ms: float) -> Span:
 
 
 def rows_of(spans: Iterable[Span], *, nested: bool = False) -> list[list[Span]]:
-    """Spread the spans of a lane over lines of a drawing, so that no two on a line overlap.
-
-    Args:
-        spans: The spans of one lane.
-        nested: Allow a span on the line of another one that it lies within.
-    """
+    """Spread the spans of a lane over lines of a drawing, so that no two on a line overlap, unless nested ones may."""
     rows: list[tuple[list[Span], list[Span]]] = []  # what is on it, and what of that is under way
     for span in sorted(spans, key=lambda span: (span.start_ms, -span.end_ms)):
         line = next((line for line in rows if _has_room(line[1], span, nested)), None)

@@ -26,11 +26,7 @@ class HostTimestamps:
 
 
 class CudaTimestamps:
-    """Points in time of the current CUDA stream, by timing events.
-
-    Args:
-        device: The CUDA device whose streams are timed.
-    """
+    """Points in time of the current stream of a CUDA device, by timing events."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device

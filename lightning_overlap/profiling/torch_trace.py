@@ -23,11 +23,9 @@ from .trace_file import WRITER, Event, TraceError, load, own_spans
 BLOCKED_US = 50
 """A runtime call that takes longer than this blocked the host; a launch takes a tenth of it."""
 
-RELEASED_MS = 0.1
-"""A kernel that starts within this after another stream's work had waited for that; else for what no trace tells."""
-
-QUEUED_MS = 0.01
-"""A kernel that starts later than this after its launch and after the stream's last one waited for another stream."""
+QUEUED_MS, RELEASED_MS = 0.01, 0.1
+"""A kernel that starts later than the first after its launch and after the stream's last one waited for another stream:
+for what ended there no longer than the second before, else for what no trace tells."""
 
 _ON_DEVICE = ("kernel", "gpu_memcpy", "gpu_memset")
 _RUNTIME = ("cuda_runtime", "cuda_driver")

@@ -16,8 +16,7 @@ from typing import Any, NamedTuple
 from ..schedules import Stage
 from .spans import Category, Span, rows_of
 
-WRITER = "lightning_overlap timeline"
-"""Marks the files of this package."""
+WRITER = "lightning_overlap timeline"  # marks the files of this package
 
 _ADVICE = (
     "Give it a trace that torch.profiler wrote (export_chrome_trace; .json or .json.gz), or one of this package's."
@@ -142,11 +141,7 @@ def _shorten(parsed: dict[str, Any]) -> Any:
 
 
 def own_spans(events: Iterable[Event]) -> dict[int, list[Span]]:
-    """Return the spans that `write_trace` was given, by rank.
-
-    Raises:
-        TraceError: Somebody has changed the file.
-    """
+    """Return the spans that `write_trace` was given, by rank; a file that somebody has changed is a `TraceError`."""
     ranks: dict[int, list[Span]] = {}
     for event in events:
         args = dict(event.args)

@@ -100,11 +100,9 @@ def kind_of_kernel(name: str) -> Category:
 def is_frame(name: str, *, of_library: bool = False) -> bool:
     """Whether a Python frame has a source line that is neither PyTorch's nor Python's own.
 
-    Args:
-        name: Of the frame: its file, which Kineto mostly writes relative to `sys.path`, the line and the function.
-        of_library: Whether it is besides of the libraries that a user's module is called by, and calls.
+    With `of_library`: and is of the libraries that a user's module is called by, and calls.
     """
-    path = name.partition("(")[0]
+    path = name.partition("(")[0]  # which Kineto mostly writes relative to `sys.path`
     package = path.rpartition("site-packages/")[2].partition("/")[0].removesuffix(".py")
     if not path or name.startswith(("<", "nn.Module:")) or package in _INTERPRETER:
         return False
