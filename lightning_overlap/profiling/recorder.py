@@ -49,8 +49,7 @@ class _Record:
     clock: Timestamps
     start: Any
     end: Any = None
-    sent: tuple[int, int] = (0, 0)
-    """`sent_bytes` and `saved_bytes` of the span."""
+    sent: tuple[int, int] = (0, 0)  # `sent_bytes` and `saved_bytes` of the span
 
     @property
     def is_on_host(self) -> bool:

@@ -15,15 +15,11 @@ Interval = tuple[float, float]
 
 ALWAYS: Interval = (float("-inf"), float("inf"))
 
-HOST_LANE = "host"
-"""The thread that trains."""
-
+HOST_LANE = "host"  # the thread that trains
 ALL_TO_ALLS = ("sizes", "ids", "embeddings", "gradients")
 """What the all-to-alls of a step carry, in their order."""
 
-LOG = "self.log"
-"""Name of the spans of a module's `log`."""
-
+LOG = "self.log"  # name of the spans of a module's `log`
 EMBEDDINGS = "embeddings"
 """Name of the all-to-all of embeddings, and of a wait for it; after a colon more can follow."""
 

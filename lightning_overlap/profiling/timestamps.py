@@ -10,8 +10,7 @@ import torch
 class HostTimestamps:
     """Points in time of the calling thread."""
 
-    shift_ms = 0.0
-    """What is added to them, to be compared with another clock's."""
+    shift_ms = 0.0  # what is added to them, to be compared with another clock's
 
     def mark(self) -> float:
         """Return the time now, milliseconds."""

@@ -173,7 +173,7 @@ def _waits_of_kernels(streams: Mapping[str, Sequence[tuple[Span, float]]]) -> It
     free_ms = streams[compute][0][0].end_ms
     for span, launched_ms in streams[compute][1:]:
         could_ms, free_ms = max(free_ms, launched_ms), max(free_ms, span.end_ms)
-        if span.start_ms - could_ms <= QUEUED_MS:
+        if round(span.start_ms - could_ms, 6) <= QUEUED_MS:  # files have microseconds, or nanoseconds
             continue
         name, stage, detail = f"{span.name} waits in the queue", None, ""
         last = bisect.bisect_right(others, span.start_ms + 1e-3, key=attrgetter("end_ms")) - 1
