@@ -17,6 +17,8 @@ COVERED_BY: Mapping[Category, frozenset[Category]] = {
 }
 """What hides a kind: time of these on other lanes. Nothing hides dense work: the rest overlaps with it."""
 
+_EARLIER = "rows"  # what earlier versions called embeddings in their files
+
 
 @dataclass(frozen=True, slots=True)
 class BusyTime:
@@ -174,6 +176,7 @@ def break_down(
     cover, and inner spans take their time from outer ones.
     """
     spans = list(spans)
+    # The numbers of a `BusyTime` by kind (of a stage, or of all), and what the host did, `LOG` and None among that.
     found: defaultdict[tuple[Category, Stage | None], list[float]] = defaultdict(lambda: [0.0] * 5)
     host_ms: defaultdict[str | None, float] = defaultdict(float)
     merge_ms = 0.0
@@ -190,10 +193,9 @@ def break_down(
         of_host = [one for one in under_way if one.lane == host_lane and one.kind is not Category.COMMUNICATION]
         host_ms[next((LOG if one.name == LOG else one.kind for one in of_host), None)] += ms
         waits = [one.name for one in under_way if one.kind is Category.WAIT and one.lane in dense_lanes]
-        # "rows" in files that earlier versions wrote
-        merge_ms += ms * any(name.partition(":")[0] in (EMBEDDINGS, "rows") for name in waits)
+        merge_ms += ms * any(name.partition(":")[0] in (EMBEDDINGS, _EARLIER) for name in waits)
     for span in spans:
-        if span.sent_bytes and window[0] <= span.start_ms < window[1]:
+        if span.stage is not None and span.sent_bytes and window[0] <= span.start_ms < window[1]:
             found[span.kind, span.stage][3] += span.sent_bytes
             found[span.kind, span.stage][4] += span.saved_bytes
 

@@ -203,6 +203,21 @@ def test_where_the_host_computes_communication_is_exposed_while_it_waits() -> No
     assert on_gpu.categories[Category.COMMUNICATION] == BusyTime(8, 2)
 
 
+def test_bytes_count_in_the_step_that_sent_them() -> None:
+    spans = [
+        Span(start, 30, kind, "gloo", "ids", Stage.INPUT_DATA_DIST, sent_bytes=sent, saved_bytes=3 * sent)
+        for kind, start, sent in (
+            *((Category.COMMUNICATION, start, sent) for start, sent in ((-5, 1), (0, 10), (9, 100), (10, 1000))),
+            (Category.WAIT, 5, 0),
+        )
+    ]
+    for num_steps in (1, 2):
+        found = break_down([*spans, *drawn(host="DDDD")], (0, 10), num_steps=num_steps).traffic
+        assert {stage: (one.sent, one.saved) for stage, one in found.items()} == {
+            Stage.INPUT_DATA_DIST: (110 / num_steps, 330 / num_steps)
+        }
+
+
 def test_a_window_of_two_steps_is_accounted_per_step() -> None:
     spans = drawn(host="DDDDwwwwDDDDwwww", s9="  cccc    cccc  ")
     assert break_down(spans, (0, 16), num_steps=2).categories[Category.COMMUNICATION] == BusyTime(4, 2)
