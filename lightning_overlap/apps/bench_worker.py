@@ -22,7 +22,7 @@ from tqdm import tqdm  # type: ignore[import-untyped]
 
 from .. import versions
 from ..distributed import gather_objects
-from ..profiling import Span, from_zero, overlapped_by, timestamps_of, write_html, write_png
+from ..profiling import Span, overlapped_by, timestamps_of, write_html, write_png
 from ..tables import find_tables
 from . import bench_report, build, config_checks, train_worker
 from .bench_arms import Job, train
@@ -151,10 +151,10 @@ class _Bench:
         bench_report.write(self.folder, turns, results, bound, about)
 
     def draw(self) -> None:
-        """Draw some steps of every mode beneath each other, each from its own beginning."""
+        """Draw some steps of every mode beneath each other."""
         schedules = {name: self.ours[_plain(name)][0] for name in self.spans if _plain(name) in self.ours}
         if schedules:
-            shown: dict[int | str, list[Span]] = {name: from_zero({0: self.spans[name]})[0] for name in schedules}
+            shown: dict[int | str, list[Span]] = {name: self.spans[name] for name in schedules}
             overlapped: Any = {name: overlapped_by(schedule) for name, schedule in schedules.items()}
             title = "Some steps of rank 0"
             write_png(self.folder / "timeline.png", shown, num_steps=2, title=title, overlapped=overlapped)

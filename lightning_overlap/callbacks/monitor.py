@@ -5,9 +5,9 @@ from __future__ import annotations
 import math
 import time
 import warnings
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from contextlib import ExitStack
-from dataclasses import replace
+from statistics import fmean
 from typing import Any, NamedTuple
 
 import torch
@@ -24,17 +24,10 @@ from .advice import OfRank, price, travelling_bags
 from .recording import Recording, join
 from .timeline import OverlapTimeline
 
-NUM_WATCHED = 2
-"""Steps of a measurement: what the second one uses was issued in the first."""
-
-WARM_UP = 3
-"""Steps before the first measurement: the schedule fills, allocators and caches warm up."""
-
-MAX_COST = 0.005
-"""Share of the time that measuring may take, where the user leaves the choice."""
-
-KEPT = 25
-"""Where the user leaves the choice, the ids of no more than one step in so many are kept, to count stale rows."""
+NUM_WATCHED = 2  # steps of a measurement: what the second one uses was issued in the first
+WARM_UP = 3  # steps before the first measurement: the schedule fills, allocators and caches warm up
+MAX_COST = 0.005  # share of the time that measuring may take, where the user leaves the choice
+KEPT = 25  # there, the ids of no more than one step in so many are kept, to count stale rows
 
 
 class _Pending(NamedTuple):
@@ -161,7 +154,7 @@ class OverlapMonitor(Callback):
         """End a recording, and choose the next step to measure: as asked for, else so that all this costs little."""
         self._leave()
         cost_ms = self.own_ms / max(1, len(self.accounts))
-        step_ms = profiling.mean(self.accounts).step_ms if self.accounts else float("inf")
+        step_ms = fmean(one.step_ms for one in self.accounts) if self.accounts else float("inf")
         enough = 0 if self._every_n_steps else math.ceil(cost_ms / (MAX_COST * step_ms))
         self._next = self._num_steps + max(self._every, enough) - NUM_WATCHED
 
@@ -172,19 +165,17 @@ class OverlapMonitor(Callback):
             recorder, window = pending.recording.recorder, pending.recording.window(pending.number)
             schedule, spans = pending.recording.schedule, recorder.spans()
             result = profiling.break_down(spans, window, overlapped=profiling.overlapped_by(schedule))
-            result = replace(result, traffic=recorder.traffic(window))
             if schedule is not self._schedule:
                 self.accounts, self._costs, self._schedule = [], [], schedule
             self.accounts.append(result)
-            self._costs.append(costs_of(spans, window, recorder.sent_bytes(window)))
-            overlaps = self._strategy is not None and self._strategy.schedule.depth > 1  # something can be hidden
-            values = {f"overlap/{name}": value for name, value in report.metrics(result, overlaps=overlaps).items()}
+            self._costs.append(costs_of(spans, window))
+            values = {f"overlap/{name}": value for name, value in report.metrics(result).items()}
             values["overlap/batches_in_flight"] = float(pending.num_in_flight)
             if self.syncs is not None:
                 values["overlap/host_syncs"] = float(len(self.syncs))
             for logger in trainer.loggers:
                 logger.log_metrics(values, step=pending.step)
-            if overlaps and pl_module is not None and not trainer.barebones:
+            if result.overlaps and pl_module is not None and not trainer.barebones:
                 # On the host: a tensor on the device would be read back by the bar.
                 hidden = torch.tensor(values["overlap/hidden_fraction"])
                 pl_module.log("hidden", hidden, prog_bar=True, logger=False, on_step=True, on_epoch=False)
@@ -205,24 +196,20 @@ class OverlapMonitor(Callback):
         self._end_audit()
         # Before the first measurement: on a CPU, what that gives the progress bar would look like one more sync.
         if self._audit_is_due and self._num_steps >= WARM_UP and self._recording is None:
-            self._begin_audit(pl_module)
+            recording = join(self._strategy, pl_module, self)
+
+            def stage_now() -> str:
+                stage = recording.recorder.stage
+                return "" if stage is None else str(stage[0])
+
+            self._audit = ExitStack()
+            self._audit.callback(recording.leave, self)
+            self._audited = self._audit.enter_context(profiling.record_host_syncs(stage_now))
 
     @property
     def _audit_is_due(self) -> bool:
         drawn = any(self._num_steps in timeline.recorded for timeline in self._timelines)  # that step is slow
         return self._audit_wanted and self.syncs is None and not drawn
-
-    def _begin_audit(self, pl_module: LightningModule) -> None:
-        assert self._strategy is not None
-        recording = join(self._strategy, pl_module, self)
-
-        def stage_now() -> str:
-            stage = recording.recorder.stage
-            return "" if stage is None else str(stage[0])
-
-        self._audit = ExitStack()
-        self._audit.callback(recording.leave, self)
-        self._audited = self._audit.enter_context(profiling.record_host_syncs(stage_now))
 
     def _end_audit(self) -> None:
         if self._audit is not None:
@@ -292,7 +279,7 @@ class OverlapMonitor(Callback):
         priced = price(strategy, schedule, ranks)
         lines += [price_table(priced)] if priced else []
         table = report.closing_table(
-            measured, len(self.accounts), title, lines, self.stale_rows, schedule=schedule, prices=priced
+            measured, len(self.accounts), title, schedule, lines, self.stale_rows, prices=priced
         )
         print(table, flush=True)
 
@@ -322,13 +309,11 @@ class _StaleSteps:
         staleness = self._rows.staleness  # so many lookups, and one more, make a count
         self._rows.keep_ids(staleness > 0 and num_steps >= self._next - staleness - 1)
 
-    def take(self) -> list[tuple[dict[str, tuple[int, int]], int]]:
-        """Return the counts that have become known since, each with its step."""
-        known = []
+    def take(self) -> Iterator[tuple[dict[str, tuple[int, int]], int]]:
+        """Yield the counts that have become known since, each with its step."""
         while self._pending and self._pending[0][0].over:
             counts, step = self._pending.pop(0)
-            known.append((counts.read(), step))
-        return known
+            yield counts.read(), step
 
     def wait(self) -> None:
         """Wait for those under way."""

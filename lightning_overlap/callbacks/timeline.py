@@ -16,11 +16,8 @@ from ..plugin import OverlapEmbeddingStrategy
 from ..profiling import Category, Span
 from .recording import Recording, join
 
-STEPS_LANE = "steps"
-"""Where steps are marked; not drawn."""
-
-AHEAD = 1
-"""Steps recorded before the first one drawn: what that one uses was sent off then."""
+STEPS_LANE = "steps"  # where steps are marked; not drawn
+AHEAD = 1  # steps recorded before the first one drawn: what that one uses was sent off then
 
 
 class OverlapTimeline(Callback):
@@ -118,7 +115,7 @@ class OverlapTimeline(Callback):
             self._recording.leave(self)
         self._profiler = self._recording = None
         spans = profiling.with_mode(spans, profiling.overlapped_by(strategy.schedule))
-        ranks: dict[int, list[Span]] = dict(enumerate(strategy.gather(spans)))
+        ranks = dict(enumerate(strategy.gather(spans)))
         if trainer.is_global_zero:
             try:
                 self._write(folder, strategy, ranks)
@@ -138,16 +135,15 @@ class OverlapTimeline(Callback):
             path.write_bytes(written.read_bytes())
         return next(iter(profiling.read_trace(path).values()))
 
-    def _write(self, folder: Path, strategy: OverlapEmbeddingStrategy, ranks: dict[int, list[Span]]) -> None:
+    def _write(self, folder: Path, strategy: OverlapEmbeddingStrategy, ranks: dict[Any, list[Span]]) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         title = f"{strategy.schedule.name}, stream {strategy.stream}, {len(ranks)} ranks"
-        shown = profiling.from_zero(ranks)
         picture, page, trace = (folder / f"timeline.{suffix}" for suffix in ("png", "html", "json.gz"))
-        profiling.write_png(picture, shown, num_steps=self._num_drawn, title=title)
-        profiling.write_html(page, shown, num_steps=self._num_drawn, title=title)
+        profiling.write_png(picture, ranks, num_steps=self._num_drawn, title=title)
+        profiling.write_html(page, ranks, num_steps=self._num_drawn, title=title)
         profiling.write_trace(trace, ranks)
         self.files = [picture, page, trace]
-        print(profiling.as_report({rank: profiling.summarize(spans) for rank, spans in shown.items()}))
+        print(profiling.as_report({rank: profiling.summarize(spans) for rank, spans in ranks.items()}))
         print(f"Timeline: {picture}, {page}, {trace}", flush=True)
 
     @override

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import os
 import sys
+from collections import Counter
 from collections.abc import Sequence
 from operator import itemgetter
 from pathlib import Path
@@ -17,8 +18,7 @@ from .spans import Span
 from .torch_trace import read_trace
 from .trace_file import TraceError
 
-BAD_INPUT = 2
-"""Exit code for a file that cannot be read or written."""
+BAD_INPUT = 2  # exit code for a file that cannot be read or written
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -54,17 +54,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def read_all(paths: Sequence[Path]) -> dict[int | str, list[Span]]:
-    """Read traces; return the spans by rank, and under the file's name too where two files have the same rank.
-
-    Raises:
-        TraceError: One of them is no trace.
-    """
+    """Read traces; return the spans by rank, and under the file's name too where two files have the same rank."""
     read = [(rank, path, spans) for path in paths for rank, spans in read_trace(path).items()]
-    found = [rank for rank, _, _ in read]
-    twice = {rank for rank in found if found.count(rank) > 1}
-    if not twice:
+    times = Counter(rank for rank, _, _ in read)
+    if len(times) == len(read):
         read.sort(key=itemgetter(0))
-    return {f"{path} rank {rank}" if rank in twice else rank: spans for rank, path, spans in read}
+    return {rank if times[rank] == 1 else f"{path} rank {rank}": spans for rank, path, spans in read}
 
 
 def _target(first: Path, out: Path | None) -> Path:

@@ -11,9 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from ..schedules import Stage
-from . import layout
-from .layout import LOOKS, NUM_STEPS, Panel
-from .report import Table, headline, label, tables
+from .layout import EXPOSED_COLOR, LOOKS, NUM_STEPS, Panel, Picture
+from .report import Table, label, tables
 from .spans import Span
 
 _RESOLUTION = 2e-5
@@ -41,17 +40,16 @@ def write_html(
     Raises:
         ValueError: There is nothing to draw, or `num_steps` is below 1.
     """
-    panels = layout.lay_out(ranks, num_steps=num_steps, resolution=_RESOLUTION, overlapped=overlapped)
-    batches = layout.by_batch(panels)
-    data = json.dumps([_data(panel, batches) for panel in panels], separators=(",", ":"), ensure_ascii=True)
+    picture = Picture(ranks, num_steps=num_steps, resolution=_RESOLUTION, overlapped=overlapped)
+    data = json.dumps([_data(picture, panel) for panel in picture.panels], separators=(",", ":"))
     template = resources.files(__package__).joinpath("page.html").read_text(encoding="utf-8")
     parts = {
         "{{title}}": html.escape(title or "Timeline"),
-        "{{exposed}}": layout.EXPOSED_COLOR,
-        "{{colors}}": _legend(panels, batches),
-        "{{heights}}": json.dumps({str(kind): look.height for kind, look in LOOKS.items()}),
-        "{{opacity}}": json.dumps({str(kind): look.opacity for kind, look in LOOKS.items()}),
-        "{{tables}}": "\n".join(map(_section, panels)),
+        "{{exposed}}": EXPOSED_COLOR,
+        "{{colors}}": _legend(picture),
+        "{{heights}}": json.dumps({kind: look.height for kind, look in LOOKS.items()}),
+        "{{opacity}}": json.dumps({kind: look.opacity for kind, look in LOOKS.items()}),
+        "{{tables}}": "\n".join(map(_section, picture.panels)),
         # Inside a script "</" could end it, whatever the name of a kernel may hold.
         "{{data}}": data.replace("</", "<\\/").replace("<!--", "<\\!--"),
     }
@@ -59,49 +57,39 @@ def write_html(
     Path(path).write_text(text, encoding="utf-8")
 
 
-def _data(panel: Panel, batches: bool) -> dict[str, Any]:
-    start, _ = panel.window
-    lanes, first_row = [], 0
-    for lane in panel.lanes:
-        bars = []
-        for bar in lane.bars:
-            span, hidden = bar.span, layout.hidden_in(panel, bar)
-            said = "" if hidden is None else f", {100 * hidden:.0f} % hidden"
-            about = (
-                span.name if bar.count == 1 else f"{span.name} and {bar.count - 1} more",
-                f"{span.stage or ''} {'' if span.batch is None else f'batch {span.batch}'}".strip(),
-                f"{span.kind}, {span.duration_ms:.3f} ms{said}",
-                span.detail,
-            )
-            bars.append(
-                [
-                    round(span.start_ms - start, 5),
-                    round(span.end_ms - start, 5),
-                    bar.row,
-                    span.kind.value,
-                    layout.color_of(span, batches=batches),
-                    layout.text_of(span, batches=batches),
-                    "\n".join(filter(None, about)),
-                ]
-            )
-        lanes.append(
-            {"name": lane.name, "does": layout.shares(lane), "row": first_row, "rows": lane.num_rows, "bars": bars}
+def _data(picture: Picture, panel: Panel) -> dict[str, Any]:
+    start = panel.window[0]
+
+    def bar(span: Span, row: int) -> list[Any]:
+        hidden = panel.hidden(span)
+        about = (
+            span.name,
+            f"{span.stage or ''} {'' if span.batch is None else f'batch {span.batch}'}".strip(),
+            f"{span.kind}, {span.duration_ms:.3f} ms" + ("" if hidden is None else f", {100 * hidden:.0f} % hidden"),
+            span.detail,
         )
-        first_row += lane.num_rows
+        begin, end = round(span.start_ms - start, 5), round(span.end_ms - start, 5)
+        return [begin, end, row, span.kind, picture.color(span), picture.words(span), "\n".join(filter(None, about))]
+
+    lanes: list[dict[str, Any]] = []
+    first = 0
+    for name, rows in panel.lanes.items():
+        bars = [bar(span, number) for number, row in enumerate(rows) for span in row]
+        lanes.append({"name": name, "does": panel.does(name), "row": first, "rows": len(rows), "bars": bars})
+        first += len(rows)
     return {
-        "label": label(panel.rank),
-        "headline": headline(panel.summary),
+        "title": panel.title,
         "length": panel.length_ms,
-        "rows": first_row,
+        "rows": first,
         "steps": [round(step - start, 5) for step in panel.steps],
         "lanes": lanes,
         "exposed": [[round(begin - start, 5), round(end - start, 5)] for begin, end in panel.exposed],
     }
 
 
-def _legend(panels: Sequence[Panel], batches: bool) -> str:
+def _legend(picture: Picture) -> str:
     """Return the legend: the same words and colours as in the PNG."""
-    colors, kinds = layout.legend(panels, batches=batches)
+    colors, kinds = picture.legend()
     parts = [f'<i style="background:{color}"></i>{words}' for color, words in colors]
     for kind in kinds:
         style = f"background-color:{LOOKS[kind].color};height:{14 * LOOKS[kind].height:.0f}px"
@@ -110,7 +98,7 @@ def _legend(panels: Sequence[Panel], batches: bool) -> str:
 
 
 def _section(panel: Panel) -> str:
-    parts = "\n".join(map(_table, tables(panel.summary)))
+    parts = "\n".join(map(_table, tables(panel.found)))
     return f"<section><h2>{html.escape(label(panel.rank))}</h2>\n{parts}\n</section>"
 
 

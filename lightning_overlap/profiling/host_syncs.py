@@ -10,7 +10,6 @@ import os
 import sysconfig
 import time
 import traceback
-from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -26,9 +25,7 @@ _OPERATORS = frozenset({"_local_scalar_dense", "nonzero", "masked_select", "_uni
 _METHODS: Mapping[Any, str] = {torch.Tensor.tolist: "tolist", torch.Tensor.numpy: "numpy"}
 """What PyTorch answers on a CPU without an operator, and by a copy to the host on a device."""
 
-
-NUM_WORST = 3
-"""Host syncs that are named."""
+NUM_WORST = 3  # host syncs that are named
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,33 +107,6 @@ def _is_masked(args: tuple[Any, ...]) -> bool:
     return any(isinstance(index, torch.Tensor) and index.dtype in (torch.bool, torch.uint8) for index in indices)
 
 
-_Run = Callable[[str, Any, tuple[Any, ...], Any], Any]
-"""Runs what syncs, and notes it: the operator's name, the function, its arguments."""
-
-
-class _Dispatched(TorchDispatchMode):
-    def __init__(self, run: _Run) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self._run = run
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        name = func.overloadpacket.__name__
-        if name in _OPERATORS or (name.startswith("index") and _is_masked(args)):
-            return self._run(name, func, args, kwargs)
-        return func(*args, **(kwargs or {}))
-
-
-class _Called(TorchFunctionMode):
-    def __init__(self, run: _Run) -> None:
-        super().__init__()
-        self._run = run
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func in _METHODS:
-            return self._run(_METHODS[func], func, args, kwargs)
-        return func(*args, **(kwargs or {}))
-
-
 @contextmanager
 def record_host_syncs(stage: Callable[[], str] = str) -> Iterator[list[HostSync]]:
     """Note every predicted sync of the calling thread, in order; autograd's backward on a CPU is part of it.
@@ -146,7 +116,9 @@ def record_host_syncs(stage: Callable[[], str] = str) -> Iterator[list[HostSync]
     """
     found: list[HostSync] = []
 
-    def run(operator: str, func: Any, args: tuple[Any, ...], kwargs: Any) -> Any:
+    def run(operator: str | None, func: Any, args: tuple[Any, ...], kwargs: Any) -> Any:
+        if operator is None:  # no sync
+            return func(*args, **(kwargs or {}))
         stack = tuple(traceback.extract_stack()[:-2])
         start = time.perf_counter()
         result = func(*args, **(kwargs or {}))
@@ -155,20 +127,29 @@ def record_host_syncs(stage: Callable[[], str] = str) -> Iterator[list[HostSync]
         found.append(HostSync(operator, stack, stage(), blocked_ms, next(iter(devices), "cpu")))
         return result
 
-    with _Dispatched(run), _Called(run):
+    class Dispatched(TorchDispatchMode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            name = func.overloadpacket.__name__
+            syncs = name in _OPERATORS or (name.startswith("index") and _is_masked(args))
+            return run(name if syncs else None, func, args, kwargs)
+
+    class Called(TorchFunctionMode):
+        def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            return run(_METHODS.get(func), func, args, kwargs)
+
+    with Dispatched(), Called():  # type: ignore[no-untyped-call]
         yield found
 
 
 def sync_lines(found: Sequence[HostSync], on_cuda: bool) -> list[str]:
     """Say how many host-device syncs a step had, and name the worst: those that blocked longest, or came most often."""
-    places = Counter((sync.stage, sync.source(), sync.operator) for sync in found)
-    blocked = dict.fromkeys(places, 0.0)
+    places: dict[tuple[str, str, str], list[float]] = {}
     for sync in found:
-        blocked[sync.stage, sync.source(), sync.operator] += sync.blocked_ms
+        places.setdefault((sync.stage, sync.source(), sync.operator), []).append(sync.blocked_ms)
     what = "host syncs" if on_cuda else "reads that would be host syncs on CUDA"
     lines = [f"{what} in a step: {len(found)}"]
-    for place in sorted(places, key=lambda place: (-blocked[place] if on_cuda else 0, -places[place]))[:NUM_WORST]:
-        stage, source, operator = place
-        time = f", blocked {blocked[place]:.2f} ms" if on_cuda else ""
-        lines.append(f"  {places[place]} x {source}: .{operator}() in {stage or 'the loop'}{time}")
+    worst = sorted(places.items(), key=lambda place: (-sum(place[1]) if on_cuda else 0, -len(place[1])))
+    for (stage, source, operator), blocked_ms in worst[:NUM_WORST]:
+        time_blocked = f", blocked {sum(blocked_ms):.2f} ms" if on_cuda else ""
+        lines.append(f"  {len(blocked_ms)} x {source}: .{operator}() in {stage or 'the loop'}{time_blocked}")
     return lines

@@ -2,68 +2,50 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, fields
-from functools import reduce
-from operator import add
-from types import MappingProxyType
+from collections import defaultdict
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, fields, replace
 from typing import Any, Self
 
 from ..schedules import Schedule, Stage
-from .spans import (
-    HOST_LANE,
-    LOG,
-    Category,
-    Interval,
-    Span,
-    covered,
-    exclusive_in,
-    intersection,
-    is_for_embeddings,
-    length,
-    subtract,
-)
+from .spans import EMBEDDINGS, HOST_LANE, LOG, Category, Interval, Span, exclusive, moments
 
-COVERED_BY: Mapping[Category, frozenset[Category]] = MappingProxyType(
-    {
-        Category.COMMUNICATION: frozenset({Category.DENSE, Category.LOOKUP}),
-        Category.LOOKUP: frozenset({Category.DENSE}),
-        Category.COPY: frozenset({Category.DENSE, Category.LOOKUP}),
-    }
-)
+COVERED_BY: Mapping[Category, frozenset[Category]] = {
+    Category.COMMUNICATION: frozenset({Category.DENSE, Category.LOOKUP}),
+    Category.LOOKUP: frozenset({Category.DENSE}),
+    Category.COPY: frozenset({Category.DENSE, Category.LOOKUP}),
+}
 """What hides a kind: time of these on other lanes. Nothing hides dense work: the rest overlaps with it."""
 
 
-class _Sums:
-    """Numbers that are added and divided field by field."""
-
-    __slots__: tuple[str, ...] = ()
-
-    def __add__(self, other: Self) -> Self:
-        return type(self)(*(getattr(self, name) + getattr(other, name) for name in self.__slots__))
-
-    def __truediv__(self, num: int) -> Self:
-        return type(self)(*(getattr(self, name) / num for name in self.__slots__))
-
-
 @dataclass(frozen=True, slots=True)
-class BusyTime(_Sums):
-    """Milliseconds of one stage or kind.
+class BusyTime:
+    """Milliseconds of one stage or kind, and the bytes that a stage sends to other ranks.
 
     Args:
         busy_ms: How long it was under way.
         hidden_ms: How much of that the mode has overlapped with other work.
         elsewhere_ms: How much more went on beside other work, but not by the mode's doing: by autograd's order, say.
+        sent: Bytes, where they were counted.
+        saved: Those that it would have sent besides, in full precision.
     """
 
     busy_ms: float = 0.0
     hidden_ms: float = 0.0
     elsewhere_ms: float = 0.0
+    sent: float = 0.0
+    saved: float = 0.0
+
+    def __add__(self, other: Self) -> Self:
+        return replace(self, **{name: getattr(self, name) + getattr(other, name) for name in self.__slots__})
+
+    def __truediv__(self, num: int) -> Self:
+        return replace(self, **{name: getattr(self, name) / num for name in self.__slots__})
 
     @property
     def exposed_ms(self) -> float:
         """The busy time during which nothing ran that could hide it."""
-        return self.busy_ms - self.hidden_ms - self.elsewhere_ms
+        return max(0.0, self.busy_ms - self.hidden_ms - self.elsewhere_ms)
 
     @property
     def hidden_fraction(self) -> float:
@@ -72,12 +54,14 @@ class BusyTime(_Sums):
 
 
 @dataclass(frozen=True, slots=True)
-class Traffic(_Sums):
-    """Bytes that a rank sends to others."""
+class Block:
+    """What the host waited for at one place of the program, which the name and detail of its spans tell."""
 
-    sent: float = 0.0
-    saved: float = 0.0
-    """Those that it would have sent besides, in full precision."""
+    name: str
+    stage: Stage | None
+    detail: str
+    total_ms: float
+    count: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,12 +72,14 @@ class Breakdown:
         step_ms: The window's length.
         categories: Busy and hidden time by category; `Category.HOST` is all the time that the host did not
             wait.
-        stages: The same by stage.
+        stages: The same by stage, and what this rank sent to others.
         merge_wait_ms: How long the dense forward waited for embeddings.
         blocked_ms: How long the host waited for other ranks or the device, in all.
-        traffic: What this rank sent to others, by the stage that issued it, where it was counted.
         loop_ms: How long the host was in no stage and no call of `self.log`: Lightning's loop, callbacks, loggers.
         log_ms: How long it was in `self.log`.
+        overlapped: Stages that the mode overlaps, None where that is not known; of others none is said to be hidden.
+        num_steps: Steps in the window.
+        blocks: What blocked the host, most first, in all steps, where that was asked for.
     """
 
     step_ms: float
@@ -101,19 +87,32 @@ class Breakdown:
     stages: Mapping[Stage, BusyTime]
     merge_wait_ms: float = 0.0
     blocked_ms: float = 0.0
-    traffic: Mapping[Stage, Traffic] = field(default_factory=dict)
     loop_ms: float = 0.0
     log_ms: float = 0.0
-
-    def time_of(self, kind: Category) -> BusyTime:
-        """What a kind took; nothing if it was not seen."""
-        return self.categories.get(kind, BusyTime())
+    overlapped: Collection[Stage] | None = None
+    num_steps: int = 1
+    blocks: Sequence[Block] = ()
 
     @property
-    def bound(self) -> tuple[str, float]:
+    def total_ms(self) -> float:
+        """Length of all steps."""
+        return self.step_ms * self.num_steps
+
+    @property
+    def overlaps(self) -> bool:
+        """Whether anything can be hidden, as far as that is known."""
+        return self.overlapped is None or bool(self.overlapped)
+
+    @property
+    def traffic(self) -> dict[Stage, BusyTime]:
+        """The stages that sent something to other ranks, where that was counted."""
+        return {stage: times for stage, times in self.stages.items() if times.sent}
+
+    @property
+    def bound(self) -> tuple[Category, float]:
         """The busiest resource and its milliseconds: no overlap makes a step shorter than that."""
         kind, times = max(self.categories.items(), key=lambda item: item[1].busy_ms)
-        return str(kind), times.busy_ms
+        return kind, times.busy_ms
 
     @property
     def to_gain_ms(self) -> float:
@@ -160,7 +159,6 @@ def break_down(
     overlapped: Collection[Stage] | None = None,
     num_steps: int = 1,
     host_lane: str = HOST_LANE,
-    merge_lanes: Sequence[str] = (HOST_LANE, "compute"),
 ) -> Breakdown:
     """Say where the time of a window of a timeline went.
 
@@ -171,89 +169,89 @@ def break_down(
             what goes on beside it, is of such a stage. None: whatever ran, all that goes on beside other work is.
         num_steps: Steps in the window; all times are per step.
         host_lane: The lane whose waits block the host.
-        merge_lanes: The lanes of the dense part, whose waits for embeddings are those at the merge.
 
     Source: the interval sweep of HolisticTraceAnalysis, which has communication alone; here each kind has its own
     cover, and inner spans take their time from outer ones.
     """
-    own = exclusive_in(spans, window)
-    by_kind = {kind: covered(span for span in own if span.kind is kind) for kind in Category}
+    spans = list(spans)
+    # The numbers of a `BusyTime` by kind (of a stage, or of all), and what the host did, `LOG` and None among that.
+    found: defaultdict[tuple[Category, Stage | None], list[float]] = defaultdict(lambda: [0.0] * 5)
+    host_ms: defaultdict[str | None, float] = defaultdict(float)
+    merge_ms, merged = 0.0, (EMBEDDINGS, "rows")  # the latter in files that earlier versions wrote
+    dense_lanes = {HOST_LANE, *(span.lane for span in spans if span.kind is Category.DENSE)}
+    for (start_ms, end_ms), under_way, beside in sweep(exclusive(spans, window), window, host_lane):
+        ms = end_ms - start_ms
+        early = {one.kind for one in under_way if one.stage in (overlapped or ()) and one.kind is not Category.WAIT}
+        for kind, stage in {(one.kind, stage) for one in under_way for stage in (None, one.stage)}:
+            times = found[kind, stage]
+            times[0] += ms
+            if kind in beside:
+                by_mode = overlapped is None or bool(early if kind is Category.COMMUNICATION else kind in early)
+                times[1 if by_mode else 2] += ms
+        of_host = [one for one in under_way if one.lane == host_lane and one.kind is not Category.COMMUNICATION]
+        host_ms[next((LOG if one.name == LOG else one.kind for one in of_host), None)] += ms
+        waits = [one.name for one in under_way if one.kind is Category.WAIT and one.lane in dense_lanes]
+        merge_ms += ms * any(name.partition(":")[0] in merged for name in waits)
+    for span in spans:
+        if span.stage is not None and span.sent_bytes and window[0] <= span.start_ms < window[1]:
+            found[span.kind, span.stage][3] += span.sent_bytes
+            found[span.kind, span.stage][4] += span.saved_bytes
 
-    covers = {kind: cover(own, window, kind, host_lane=host_lane) for kind in COVERED_BY}
-    early = [span for span in own if span.stage in (overlapped or ()) and span.kind is not Category.WAIT]
-    by_mode = {  # of communication, also where what goes on beside it is of an overlapped stage
-        kind: covered(span for span in early if kind is Category.COMMUNICATION or span.kind is kind)
-        for kind in COVERED_BY
-    }
-    blocked = _blocked(own, host_lane)
-
-    def times(of: Sequence[Interval], kind: Category) -> BusyTime:
-        beside = intersection(of, covers.get(kind, ()))
-        hidden = beside if overlapped is None else intersection(beside, by_mode.get(kind, ()))
-        return BusyTime(length(of), length(hidden), length(beside) - length(hidden)) / num_steps
-
-    categories = {kind: times(by_kind[kind], kind) for kind in (Category.DENSE, *COVERED_BY)}
-    on_host = [span for span in own if span.lane == host_lane and span.kind is not Category.COMMUNICATION]
-    for_data = covered(span for span in on_host if span.kind is Category.DATA)
-    if for_data:
-        categories[Category.DATA] = BusyTime(length(for_data) / num_steps)
-    categories[Category.HOST] = BusyTime((window[1] - window[0] - length(blocked) - length(for_data)) / num_steps)
-    loop_ms = length(subtract([window], covered(on_host))) / num_steps
-    log_ms = sum(span.duration_ms for span in on_host if span.name == LOG) / num_steps
+    length_ms, blocked_ms, data_ms = window[1] - window[0], host_ms[Category.WAIT], host_ms[Category.DATA]
+    busy = {key: BusyTime(*times) / num_steps for key, times in found.items()}
+    categories = {kind: busy.get((kind, None), BusyTime()) for kind in (Category.DENSE, *COVERED_BY)}
+    categories[Category.DATA] = BusyTime(data_ms / num_steps)
+    categories[Category.HOST] = BusyTime((length_ms - blocked_ms - data_ms) / num_steps)
     stages: dict[Stage, BusyTime] = {}
+    idle = (Category.WAIT, Category.DATA)
     for stage in Stage:
-        idle = (Category.WAIT, Category.DATA)
-        parts = [span for span in own if span.stage is stage and span.kind not in idle]
+        parts = [times for (kind, of), times in busy.items() if of is stage and kind not in idle]
         if parts:
-            per_kind = [
-                times(covered(span for span in parts if span.kind is kind), kind)
-                for kind in {span.kind for span in parts}
-            ]
-            stages[stage] = sum(per_kind, BusyTime())
-    waits = [span for span in own if span.kind is Category.WAIT and span.lane in merge_lanes]
-    merge = covered(span for span in waits if is_for_embeddings(span.name))
+            stages[stage] = sum(parts, BusyTime())
     return Breakdown(
-        (window[1] - window[0]) / num_steps,
+        length_ms / num_steps,
         categories,
         stages,
-        length(merge) / num_steps,
-        length(blocked) / num_steps,
-        loop_ms=loop_ms,
-        log_ms=log_ms,
+        merge_ms / num_steps,
+        blocked_ms / num_steps,
+        host_ms[None] / num_steps,
+        host_ms[LOG] / num_steps,
+        overlapped,
+        num_steps,
     )
 
 
-def cover(own: Sequence[Span], window: Interval, kind: Category, *, host_lane: str = HOST_LANE) -> list[Interval]:
-    """Return the intervals in which a category of work is hidden.
+def sweep(
+    own: Sequence[Span], window: Interval, host_lane: str = HOST_LANE
+) -> Iterator[tuple[Interval, list[Span], set[Category]]]:
+    """Yield the `moments` of a window, each with the categories that something else hides in it, if they go on.
 
     Where the host does the dense part itself, as on a CPU (its lane has dense spans), all that it does has to be done:
-    communication is hidden while the host does not wait. `own` is what `exclusive_in` gives of the window.
+    communication is hidden while the host does not wait. `own` is what `exclusive` gives of the window.
     """
     host_computes = any(span.kind is Category.DENSE and span.lane == host_lane for span in own)
-    if kind is Category.COMMUNICATION and host_computes:
-        return subtract([window], _blocked(own, host_lane))
-    return covered(span for span in own if span.kind in COVERED_BY[kind])
-
-
-def _blocked(own: Iterable[Span], host_lane: str) -> list[Interval]:
-    return covered(span for span in own if span.kind is Category.WAIT and span.lane == host_lane)
+    for piece, under_way in moments(own, window):
+        kinds = {span.kind for span in under_way}
+        hidden = {kind for kind, by in COVERED_BY.items() if kinds & by}
+        if host_computes:
+            waits = any(span.kind is Category.WAIT and span.lane == host_lane for span in under_way)
+            hidden = hidden - {Category.COMMUNICATION} if waits else hidden | {Category.COMMUNICATION}
+        yield piece, under_way, hidden
 
 
 def mean(breakdowns: Sequence[Breakdown]) -> Breakdown:
-    """Return the mean of breakdowns of one step each.
-
-    Raises:
-        ValueError: There are none.
-    """
+    """Return the mean of breakdowns of one step each."""
     if not breakdowns:
         raise ValueError("the mean of no breakdowns: no step has been measured.")
     num = len(breakdowns)
 
     def mean_of(name: str) -> Any:
         values = [getattr(one, name) for one in breakdowns]
-        if not isinstance(values[0], Mapping):
+        if isinstance(values[0], float | int):
             return sum(values) / num
+        if not isinstance(values[0], Mapping):
+            return values[0]
         keys = [key for key in (*Category, *Stage) if any(key in value for value in values)]
-        return {key: reduce(add, [value[key] for value in values if key in value]) / num for key in keys}
+        return {key: sum((value[key] for value in values if key in value), BusyTime()) / num for key in keys}
 
     return Breakdown(*(mean_of(field.name) for field in fields(Breakdown)))

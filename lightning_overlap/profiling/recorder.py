@@ -6,23 +6,22 @@ no measurement makes the host wait.
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from dataclasses import replace
+from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
+from typing_extensions import override
 
-from ..distributed import CONSENSUS, Issue, wrap_collectives
+from ..distributed import CONSENSUS, Issue, WrappedWork, wrap_collectives
 from ..runtime import CudaStreams, Streams
 from ..schedules import Stage, StreamName
-from .collectives import TimedWork, all_to_all_name, saved_share, sent_bytes
-from .overlap import Traffic
 from .spans import EMBEDDINGS, HOST_LANE, LOG, Category, Interval, Span
-from .timestamps import CudaTimestamps, HostTimestamps, Record
+from .timestamps import CudaTimestamps, HostTimestamps, Timestamps
 
 KINDS = {
     Stage.COPY_BATCH_TO_DEVICE: Category.COPY,
@@ -38,6 +37,31 @@ KINDS = {
 """What a stage keeps busy, apart from its collectives."""
 
 
+@dataclass(slots=True)
+class _Record:
+    """A span to be, whose begin and end are marks of a clock, read later; without an end it goes on."""
+
+    kind: Category
+    lane: str
+    name: str
+    stage: Stage | None
+    batch: int | None
+    clock: Timestamps
+    start: Any
+    end: Any = None
+    sent: tuple[int, int] = (0, 0)  # `sent_bytes` and `saved_bytes` of the span
+
+    @property
+    def is_on_host(self) -> bool:
+        return isinstance(self.clock, HostTimestamps)
+
+    def span(self, otherwise: Any) -> Span:
+        """Return it as a span; the end is another mark where it has none."""
+        start_ms = self.clock.ms(self.start)
+        end_ms = max(start_ms, self.clock.ms(otherwise if self.end is None else self.end))
+        return Span(start_ms, end_ms, self.kind, self.lane, self.name, self.stage, self.batch, "", *self.sent)
+
+
 class SpanRecorder:
     """Notes what this rank does between `start` and `stop`, by stage, collective and wait.
 
@@ -51,8 +75,8 @@ class SpanRecorder:
         self._host = HostTimestamps()
         self._streams = streams if isinstance(streams, CudaStreams) else None
         self._device = None if self._streams is None else CudaTimestamps(self._streams.device)
-        self._open: list[tuple[Record, Record | None]] = []
-        self._records: list[Record] = []
+        self._open: list[tuple[Stage, int]] = []
+        self._records: list[_Record] = []
         self._steps: list[tuple[float, Any]] = []
         self._patches = ExitStack()
 
@@ -66,59 +90,46 @@ class SpanRecorder:
     def stop(self) -> None:
         """Note no more."""
         self._patches.close()
-        self._open.clear()
 
     def step(self) -> None:
         """Note that a step ends here and the next one begins."""
-        self._steps.append((self._host.mark(), None if self._device is None else self._mark(StreamName.COMPUTE)))
+        self._steps.append((self._host.mark(), self._mark(str(StreamName.COMPUTE))))
 
     @property
     def over(self) -> bool:
         """Whether the device has done all that was noted, on every stream; does not wait."""
-        if self._device is None or not self._steps:
+        if self._device is None:
             return True
-        records = [record for record in list(self._records) if not record.is_on_host]
-        marks = [record.start if record.end is None else record.end for record in records]
-        return all(mark.query() for mark in (self._steps[-1][1], *marks))
+        of_records = [mark for one in list(self._records) if not one.is_on_host for mark in (one.start, one.end)]
+        return all(mark is None or mark.query() for mark in (*of_records, *(mark for _, mark in self._steps[-1:])))
 
     @property
     def stage(self) -> tuple[Stage, int] | None:
         """The stage that began last and has not ended, with its batch."""
-        if not self._open:
-            return None
-        record = self._open[-1][0]
-        assert record.stage is not None
-        assert record.batch is not None
-        return record.stage, record.batch
+        return self._open[-1] if self._open else None
 
-    def begin(self, stage: Stage, batch: int, stream: StreamName) -> None:
-        """Note that a stage of a batch begins, whose device work runs on a stream; stages may begin inside others."""
-        kind = KINDS[stage]
-        on_device = None
-        if self._device is not None:
-            if kind is not Category.HOST and kind is not Category.COPY:  # a copy is marked where it is issued
-                on_device = Record(kind, str(stream), str(stage), stage, batch, self._device, self._mark(stream))
-            kind = Category.HOST  # what the host does is to launch
-        record = Record(kind, HOST_LANE, str(stage), stage, batch, self._host, self._host.mark())
-        self._open.append((record, on_device))
-
-    def end(self) -> None:
-        """Note that the stage that began last has been issued."""
-        if not self._open:
-            return  # it began before the recorder did
-        record, on_device = self._open.pop()
-        record.end = self._host.mark()
-        self._records.append(record)
-        if on_device is not None:
-            on_device.end = self._mark(StreamName(on_device.lane))
-            self._records.append(on_device)
+    @contextmanager
+    def during(self, stage: Stage, batch: int, stream: StreamName) -> Iterator[None]:
+        """Go around a stage of a batch, whose device work runs on a stream; stages may lie inside others."""
+        kind, what = KINDS[stage], (str(stage), stage, batch)
+        with ExitStack() as around:
+            if self._device is not None:
+                if kind is not Category.HOST and kind is not Category.COPY:  # a copy is marked where it is issued
+                    around.enter_context(self._around(kind, str(stream), *what))
+                kind = Category.HOST  # what the host does is to launch
+            around.enter_context(self._around(kind, HOST_LANE, *what))
+            self._open.append((stage, batch))
+            try:
+                yield
+            finally:
+                self._open.remove((stage, batch))
 
     def copy(self) -> AbstractContextManager[None]:
-        """Go around the copies of a batch to the device, on their stream."""
-        if self._device is None or self.stage is None:
+        """Go around the copies of a batch to the device, on the current stream."""
+        if self._streams is None or self.stage is None:
             return nullcontext()
         stage, batch = self.stage
-        return self._around(Category.COPY, str(StreamName.MEMCPY), str(stage), stage, batch, self._device.mark)
+        return self._around(Category.COPY, str(self._streams.current()), str(stage), stage, batch)
 
     def data(self) -> AbstractContextManager[None]:
         """Go around the wait for a batch of the data loader."""
@@ -132,109 +143,128 @@ class SpanRecorder:
         """Go around the compute stream's wait for a batch's embeddings; on a CPU the collective's own is recorded."""
         if self._device is None:
             return nullcontext()
-        compute = StreamName.COMPUTE
-        of = (Category.WAIT, str(compute), EMBEDDINGS, Stage.EMBEDDING_LOOKUP, batch)
-        return self._around(*of, lambda: self._mark(compute))
+        return self._around(Category.WAIT, str(StreamName.COMPUTE), EMBEDDINGS, Stage.EMBEDDING_LOOKUP, batch)
 
     @contextmanager
     def _around(
-        self,
-        kind: Category,
-        lane: str,
-        name: str,
-        stage: Stage | None = None,
-        batch: int | None = None,
-        on_device: Callable[[], Any] | None = None,
+        self, kind: Category, lane: str, name: str, stage: Stage | None = None, batch: int | None = None
     ) -> Iterator[None]:
-        """Record what happens inside, by marks of the device if it makes some, else by the host's clock."""
-        mark = on_device or self._host.mark
-        clock = self._host if on_device is None else self._device
-        assert clock is not None
-        record = Record(kind, lane, name, stage, batch, clock, mark())
+        clock = self._device if self._device is not None and lane != HOST_LANE else self._host
+        record = _Record(kind, lane, name, stage, batch, clock, self._mark(lane))
         try:
             yield
         finally:
-            record.end = mark()
+            record.end = self._mark(lane)
             self._records.append(record)
 
-    def _mark(self, stream: StreamName) -> Any:
-        """A point of a device's stream."""
-        assert self._device is not None
-        assert self._streams is not None
-        with self._streams.on(stream):
+    def _mark(self, lane: str) -> Any:
+        """Return a point in time of the host, or of a stream of the device."""
+        if self._device is None or self._streams is None or lane == HOST_LANE:
+            return self._host.mark()
+        with self._streams.on(StreamName(lane)):
             return self._device.mark()
 
     def windows(self) -> list[Interval]:
         """Return the steps, each from its beginning to its end, on the clock of the spans."""
-        marks = [host if self._device is None else self._device.ms(device) for host, device in self._steps]
-        return list(pairwise(marks))
-
-    def traffic(self, window: Interval) -> dict[Stage, Traffic]:
-        """Return what this rank sent to others in a window, by the stage that issued it."""
-        found: dict[Stage, Traffic] = {}
-        for record in self._sent_in(window):
-            if record.stage is not None:
-                more = Traffic(record.sent_bytes, record.saved_bytes)
-                found[record.stage] = found.get(record.stage, Traffic()) + more
-        return found
-
-    def sent_bytes(self, window: Interval) -> dict[str, int]:
-        """Return what this rank sent to others in a window, by what carried it."""
-        return dict(sum((Counter({one.name: one.sent_bytes}) for one in self._sent_in(window)), Counter[str]()))
-
-    def _sent_in(self, window: Interval) -> Iterator[Record]:
-        self._align()
-        for record in self._records:
-            sends = record.kind is Category.COMMUNICATION and record.sent_bytes
-            if sends and window[0] <= record.start_ms < window[1]:
-                yield record
+        return list(pairwise(host if self._device is None else self._device.ms(device) for host, device in self._steps))
 
     def spans(self) -> list[Span]:
         """Return what was noted; on CUDA the host's times are shifted so that the first steps begin together.
 
-        A collective of the host that is still under way counts until the end of the last step.
+        A collective that nobody has waited for yet counts until the end of the last step where the host's clock times
+        it; of one on a device nobody knows how long it takes, so that it has a begin alone.
         """
-        self._align()
-        last = self._steps[-1][0] if self._steps else float("-inf")
-        return [
-            (record if record.end is not None else replace(record, end=last)).span()
-            for record in list(self._records)
-            if record.end is not None or (record.is_on_host and record.start < last)
-        ]
-
-    def _align(self) -> None:
-        """Shift the host's clock so that the first step begins when it does on the device."""
         if self._device is not None and self._steps:
             host, device = self._steps[0]
             self._host.shift_ms = self._device.ms(device) - host
-
-    # -- collectives --------------------------------------------------------------------------------------------
+        last = self._steps[-1][0] if self._steps else float("-inf")
+        return [one.span(last if one.is_on_host else one.start) for one in list(self._records)]
 
     def _timed(self, name: str, call: dict[str, Any], issue: Issue) -> dist.Work | None:
         """Issue a collective, timed; its record names what it carries, or its function."""
         sent = call.get("input", call.get("input_tensor", call.get("tensor")))
         on_host = self._device is None or (isinstance(sent, Tensor) and sent.device.type == "cpu")
-        num_bytes = sent_bytes(name, call)
+        num_bytes = _sent_bytes(name, call)
         if name == "all_to_all_single":
             assert isinstance(sent, Tensor)
             name = all_to_all_name(sent, call.get("input_split_sizes"), call.get("output_split_sizes"))
-        share = 0.0 if self._compression is None else saved_share(name, sent, self._compression)
+        share = 0.0 if self._compression is None else _saved_share(name, sent, self._compression)
         stage, batch = self.stage or (None, None)
         if stage is Stage.EMBEDDING_LOOKUP and name == "gradients":
             name = EMBEDDINGS  # which a backward may look up while it waits for gradients
-        clock = self._host if on_host else self._device
-        assert clock is not None
+        clock = self._device if self._device is not None and not on_host else self._host
         group = "default" if call.get("group") is None else str(call["group"].group_desc)
-        flight = Record(Category.COMMUNICATION, f"{group} group", name, stage, batch, clock, clock.mark())
-        flight.sent_bytes, flight.saved_bytes = num_bytes, int(num_bytes * share)
+        flight = _Record(Category.COMMUNICATION, f"{group} group", name, stage, batch, clock, clock.mark())
+        flight.sent = num_bytes, int(num_bytes * share)
         if group == CONSENSUS:
             flight.name = group  # no data: under way until the other ranks have asked too, which makes nobody wait
         else:
             self._records.append(flight)
         work = issue()
-        lane = self._lane_now if not on_host else lambda: HOST_LANE
-        return None if work is None else TimedWork(work, flight, self._records, lane)
+        return None if work is None else _TimedWork(work, flight, self._records, None if on_host else self._streams)
 
-    def _lane_now(self) -> str:
-        assert self._streams is not None
-        return str(self._streams.current())
+
+class _TimedWork(WrappedWork):
+    """A collective under way that notes when it ends, and as another record how long a stream waits for it.
+
+    Without streams the host waits.
+    """
+
+    def __init__(self, work: dist.Work, flight: _Record, records: list[_Record], streams: CudaStreams | None) -> None:
+        super().__init__(work)
+        self._flight, self._records, self._streams = flight, records, streams
+        if flight.is_on_host:  # a thread of this process runs it (gloo), and not the device
+            with suppress(RuntimeError):  # gloo's reduce-scatter has no future: then the wait for it tells
+                work.get_future().add_done_callback(lambda _: setattr(flight, "end", flight.clock.mark()))
+
+    @override
+    def wait(self, timeout: Any = None) -> bool:
+        """Wait for it: on a CPU the host stands still, on CUDA the current stream does.
+
+        When a collective on CUDA ends nobody is told before its wait. Issued late, that makes the time under way
+        too long; what was waited is right in any case.
+        """
+        flight = self._flight
+        lane = HOST_LANE if self._streams is None else str(self._streams.current())
+        start = flight.clock.mark()
+        done = super().wait(timeout)
+        end = flight.clock.mark()
+        if flight.end is None:
+            flight.end = end
+        self._records.append(replace(flight, kind=Category.WAIT, lane=lane, start=start, end=end, sent=(0, 0)))
+        return done
+
+
+def _sent_bytes(name: str, call: Mapping[str, Any]) -> int:
+    """Return how many bytes a collective sends from this rank to others; of a reduction, as by a ring."""
+    group = call.get("group")
+    size, rank = dist.get_world_size(group), dist.get_rank(group)
+    if name == "reduce_scatter":
+        return sum(part.nbytes for place, part in enumerate(call["input_list"]) if place != rank)
+    [sent] = [call[argument] for argument in ("input", "input_tensor", "tensor") if argument in call]
+    if splits := call.get("input_split_sizes"):
+        return int(sent.nbytes - splits[rank] * sent[:1].nbytes)
+    if name == "all_gather_into_tensor":
+        return int(sent.nbytes) * (size - 1)
+    return int(sent.nbytes) * (size - 1) // size * (2 if name == "all_reduce" else 1)
+
+
+def _saved_share(name: str, sent: Any, compression: Mapping[str, float]) -> float:
+    """Return how many bytes a codec has saved for each that is sent; the dtype tells whether there was one."""
+    if not isinstance(sent, Tensor):
+        return 0.0
+    if sent.dtype in (torch.float16, torch.bfloat16):
+        return 4 / sent.element_size() - 1
+    return compression.get(name, 1.0) - 1 if sent.dtype is torch.uint8 else 0.0
+
+
+def all_to_all_name(sent: Tensor, *splits: Any) -> str:
+    """Return what an all-to-all carries by its input and split sizes: `sizes`, `ids`, `embeddings` or `gradients`.
+
+    So it works for every pipeline: gradients and embeddings are floats, or bytes that a codec has made of them, and
+    gradients are sent within a backward; ids and lengths are sent in parts of given sizes; the sizes themselves in
+    equal parts, whose split sizes are None.
+    """
+    if sent.is_floating_point() or sent.dtype is torch.uint8:
+        return "gradients" if torch._C._current_graph_task_id() != -1 else EMBEDDINGS
+    return "sizes" if all(split is None for split in splits) else "ids"

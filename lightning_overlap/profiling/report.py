@@ -7,30 +7,20 @@ from dataclasses import dataclass, replace
 
 from ..schedules import Schedule, Stage
 from ..text import aligned
-from .overlap import Breakdown, BusyTime, Price, Traffic, break_down, mean
-from .spans import HOST_LANE, Category, Interval, Span, exclusive_in
+from .overlap import Block, Breakdown, BusyTime, Price, break_down, mean
+from .spans import HOST_LANE, Category, Interval, Span, exclusive
 from .steps import is_on_stream, noted_stages, window_of
 
-WORTHWHILE = 0.03
-"""Share of a step below which a gain is not worth a change."""
-
-EVEN = 0.02
-"""Ranks whose waits differ by less than this share of a step are even."""
-
-SMALL = 0.01
-"""Waits for data below this share of a step are not in the headline."""
-
-NUM_STALEST = 8
-"""Tables whose stale rows are listed."""
-
-TOP_BLOCKS = 8
-"""Lines of what blocked the host; all else is added up in one."""
+WORTHWHILE = 0.03  # share of a step below which a gain is not worth a change
+EVEN = 0.02  # ranks whose waits differ by less than this share of a step are even
+SMALL = 0.01  # waits for data below this share of a step are not in the headline
+NUM_STALEST = 8  # tables whose stale rows are listed
+TOP_BLOCKS = 8  # lines of what blocked the host; all else is added up in one
 
 _OF_THE_HOST = {Category.HOST: "host at work", Category.DATA: "waited for data"}
 """Rows that are no work for others to hide."""
 
-_KINDS = (Category.DENSE, Category.HOST, Category.DATA, Stage.DENSE_FORWARD, Stage.OPTIMIZER_STEP)
-_NEVER_HIDDEN = frozenset({*map(str, _KINDS), *_OF_THE_HOST.values()})
+_NEVER_HIDDEN = (Category.DENSE, Category.HOST, Category.DATA, Stage.DENSE_FORWARD, Stage.OPTIMIZER_STEP)
 """What has a busy time alone; the others are hidden by it. A backward has its collectives to hide."""
 
 Row = Sequence[str]
@@ -55,54 +45,43 @@ class Table:
         return f"{lines}\n{self.note}" if self.note else lines
 
 
-def _rows(named: Mapping[str, BusyTime], share_of: Callable[[float], str], blank: str = "") -> list[Row]:
+def _rows(
+    found: Mapping[Category, BusyTime] | Mapping[Stage, BusyTime], share_of: Callable[[float], str], blank: str = ""
+) -> list[Row]:
     """Return busy, hidden and exposed time and the hidden share by name; blanks for what nothing hides."""
-
-    def cells(name: str, times: BusyTime) -> Row:
-        if name.removeprefix("all ") in _NEVER_HIDDEN:
-            return [blank] * 3
-        return [f"{times.hidden_ms:.2f}", f"{times.exposed_ms:.2f}", share_of(times.hidden_fraction)]
-
-    return [(name, f"{times.busy_ms:.2f}", *cells(name, times)) for name, times in named.items()]
+    rows: list[Row] = []
+    for what, times in found.items():
+        name = _OF_THE_HOST.get(what, f"all {what}") if isinstance(what, Category) else str(what)
+        hidden = [f"{times.hidden_ms:.2f}", f"{times.exposed_ms:.2f}", share_of(times.hidden_fraction)]
+        rows.append((name, f"{times.busy_ms:.2f}", *([blank] * 3 if what in _NEVER_HIDDEN else hidden)))
+    return rows
 
 
 # -- a monitored run ----------------------------------------------------------------------------------------------
 
 
-def metrics(breakdown: Breakdown, *, overlaps: bool = True) -> dict[str, float]:
-    """Return what goes into a log: milliseconds and bytes per step, and fractions between 0 and 1, by name.
-
-    Args:
-        breakdown: Of a step.
-        overlaps: Whether the mode starts anything early; where none does, nothing is said to be hidden.
-    """
+def metrics(breakdown: Breakdown) -> dict[str, float]:
+    """Return what goes into a log: milliseconds and bytes per step, and fractions between 0 and 1, by name."""
     values = {
         "step_ms": breakdown.step_ms,
         "merge_wait_ms": breakdown.merge_wait_ms,
         "blocked_ms": breakdown.blocked_ms,
         "bound_ms": breakdown.bound[1],
         "to_gain_ms": breakdown.to_gain_ms,
-        "data_ms": breakdown.time_of(Category.DATA).busy_ms,
+        "data_ms": breakdown.categories[Category.DATA].busy_ms,
         "loop_ms": breakdown.loop_ms,
         "log_ms": breakdown.log_ms,
     }
-    if overlaps:
+    if breakdown.overlaps:
         parts = (Category.COMMUNICATION, Category.LOOKUP, Category.COPY)
-        values["hidden_fraction"] = sum(map(breakdown.time_of, parts), BusyTime()).hidden_fraction
-    named: dict[str, BusyTime] = {str(kind): times for kind, times in breakdown.categories.items()}
-    named |= {str(stage): times for stage, times in breakdown.stages.items()}
-    for name, times in named.items():
-        if name == str(Category.DATA):
-            continue
-        if name in _NEVER_HIDDEN or not overlaps:
-            values[f"{name}/busy_ms"] = times.busy_ms
-        else:
-            values[f"{name}/hidden_ms"] = times.hidden_ms
-            values[f"{name}/exposed_ms"] = times.exposed_ms
-            values[f"{name}/hidden_fraction"] = times.hidden_fraction
-    for stage, traffic in breakdown.traffic.items():
-        values[f"{stage}/sent_bytes"] = traffic.sent
-        values[f"{stage}/saved_bytes"] = traffic.saved
+        values["hidden_fraction"] = sum((breakdown.categories[kind] for kind in parts), BusyTime()).hidden_fraction
+    for what, times in (*breakdown.categories.items(), *breakdown.stages.items()):
+        is_hidden = breakdown.overlaps and what not in _NEVER_HIDDEN
+        names = ("hidden_ms", "exposed_ms", "hidden_fraction") if is_hidden else ("busy_ms",)
+        if what is not Category.DATA:
+            values |= {f"{what}/{name}": getattr(times, name) for name in names}
+    for stage, times in breakdown.traffic.items():
+        values |= {f"{stage}/sent_bytes": times.sent, f"{stage}/saved_bytes": times.saved}
     return values
 
 
@@ -110,74 +89,64 @@ def closing_table(
     ranks: Sequence[Breakdown],
     num_steps: int,
     title: str,
+    schedule: Schedule,
     syncs: Sequence[str] = (),
     stale_rows: Mapping[str, tuple[int, int]] | None = None,
-    schedule: Schedule | None = None,
     prices: Sequence[Price] = (),
 ) -> str:
-    """Return what a run says at its end.
+    """Return what a run says at its end, by the mean breakdown of each rank.
 
-    Args:
-        ranks: The mean breakdown of each rank.
-        num_steps: Steps that were measured on each.
-        title: What ran.
-        syncs: Lines about host syncs.
-        stale_rows: Rows read stale and rows read, by table, in a mode that has a staleness.
-        schedule: The mode, for the advice in the last line; what was hidden is left out where it starts nothing early.
-        prices: What a step would take otherwise, for that line.
+    Besides: lines about host syncs, of each table the rows read stale and the rows read, and what a step would take
+    otherwise, for the advice in the last line.
     """
-    overlaps = schedule is None or schedule.depth > 1
-    over_ranks = mean(ranks)
-    lines = [f"Overlap: {title}; {num_steps} steps measured, {len(ranks)} ranks, ms per step"]
-    lines += [stage_table(over_ranks, overlaps=overlaps).text()]
-    if len(ranks) > 1:
-        lines += [rank_table(ranks).text(), limit_sentence(over_ranks), slowest_sentence(ranks)]
-    else:
-        lines.append(limit_sentence(over_ranks))
-    if over_ranks.traffic:
-        lines.append(traffic_table(over_ranks.traffic).text())
-    if stale_rows:
-        lines.append(stale_table(stale_rows).text())
-    last = [] if schedule is None else [advice(min(ranks, key=lambda one: one.blocked_ms), schedule, prices)]
-    return "\n".join([*lines, *syncs, *last])
+    over_ranks, many = mean(ranks), len(ranks) > 1
+    parts = [
+        f"Overlap: {title}; {num_steps} steps measured, {len(ranks)} ranks, ms per step",
+        stage_table(over_ranks).text(),
+        rank_table(ranks).text() if many else "",
+        limit_sentence(over_ranks),
+        slowest_sentence(ranks) if many else "",
+        traffic_table(over_ranks.traffic).text() if over_ranks.traffic else "",
+        stale_table(stale_rows).text() if stale_rows else "",
+        *syncs,
+        advice(min(ranks, key=lambda one: one.blocked_ms), schedule, prices),
+    ]
+    return "\n".join(filter(None, parts))
 
 
-def stage_table(breakdown: Breakdown, *, overlaps: bool = True) -> Table:
+def stage_table(breakdown: Breakdown) -> Table:
     """Return busy, hidden and exposed time by stage, and by kind beneath; busy time alone if nothing overlaps."""
-    named: dict[str, BusyTime] = {str(stage): times for stage, times in breakdown.stages.items()}
-    named |= {f"all {kind}": times for kind, times in breakdown.categories.items() if kind not in _OF_THE_HOST}
-    rows = _rows(named, "{:.0%}".format)
+    kinds = {kind: times for kind, times in breakdown.categories.items() if kind not in _OF_THE_HOST}
+    rows = _rows(breakdown.stages, "{:.0%}".format) + _rows(kinds, "{:.0%}".format)
     if breakdown.merge_wait_ms:
         rows.append(("waited for embeddings", "", "", f"{breakdown.merge_wait_ms:.2f}", ""))
     host = {
-        _OF_THE_HOST[Category.DATA]: breakdown.time_of(Category.DATA).busy_ms,
+        _OF_THE_HOST[Category.DATA]: breakdown.categories[Category.DATA].busy_ms,
         "Lightning: loop, callbacks, loggers": breakdown.loop_ms,
         "Lightning: self.log": breakdown.log_ms,
     }
     rows += [(name, f"{ms:.2f}", "", "", "") for name, ms in host.items() if ms]
-    if overlaps:
+    if breakdown.overlaps:
         return Table(("", "busy", "hidden", "exposed", "hidden %"), rows)
-    rows = [(row[0], row[1] or row[3]) for row in rows]
-    return Table(("", "busy"), rows)
+    return Table(("", "busy"), [(row[0], row[1] or row[3]) for row in rows])
 
 
 def rank_table(ranks: Sequence[Breakdown]) -> Table:
     """Return a row per rank: its step, what it was busy with, and what it waited."""
     kinds = (Category.DENSE, Category.LOOKUP, Category.COPY, Category.COMMUNICATION, Category.HOST)
-    times = [[one.step_ms, *(one.time_of(kind).busy_ms for kind in kinds), one.blocked_ms] for one in ranks]
+    times = [[one.step_ms, *(one.categories[kind].busy_ms for kind in kinds), one.blocked_ms] for one in ranks]
     return Table(
         ("rank", "step", *map(str, kinds[:-1]), _OF_THE_HOST[Category.HOST], "host blocked"),
         [(str(rank), *(f"{ms:.2f}" for ms in of_rank)) for rank, of_rank in enumerate(times)],
     )
 
 
-def traffic_table(traffic: Mapping[Stage, Traffic]) -> Table:
+def traffic_table(traffic: Mapping[Stage, BusyTime]) -> Table:
     """Return what a rank sends to others in a step, by stage, and what codecs save of it."""
-    of_all = sum(traffic.values(), Traffic())
-    named = {**{str(stage): one for stage, one in traffic.items()}, "all stages": of_all}
+    of_all = sum(traffic.values(), BusyTime())
     cells = [
-        (name, f"{one.sent / 1024:.1f}", f"{one.saved / 1024:.1f}", f"{one.saved / (one.sent + one.saved):.0%}")
-        for name, one in named.items()
+        (str(name), f"{one.sent / 1024:.1f}", f"{one.saved / 1024:.1f}", f"{one.saved / (one.sent + one.saved):.0%}")
+        for name, one in (*traffic.items(), ("all stages", of_all))
     ]
     return Table(("KiB to other ranks in a step", "sent", "saved", "saved %"), cells)
 
@@ -194,16 +163,16 @@ def stale_table(rows: Mapping[str, tuple[int, int]]) -> Table:
 
 def limit_sentence(breakdown: Breakdown) -> str:
     """Say which resource limits the step, and what overlap can still gain."""
-    name, bound_ms = breakdown.bound
-    if name == str(Category.DATA):
+    kind, bound_ms = breakdown.bound
+    if kind is Category.DATA:
         return f"data-bound: a step waits for data {bound_ms:.2f} of its {breakdown.step_ms:.2f} ms."
-    what = f"{name}-bound"
-    if name == str(Category.HOST):  # on a CPU the host does the dense part and the lookups itself
-        parts = {kind: breakdown.time_of(kind).busy_ms for kind in (Category.DENSE, Category.LOOKUP, Category.COPY)}
+    what = f"{kind}-bound"
+    if kind is Category.HOST:  # on a CPU the host does the dense part and the lookups itself
+        parts = {kind: breakdown.categories[kind].busy_ms for kind in (Category.DENSE, Category.LOOKUP, Category.COPY)}
         most = max(parts, key=lambda kind: parts[kind])
-        share = parts[most] / bound_ms if bound_ms else 0.0
+        share = parts[most] / bound_ms
         what += f" ({most} is {share:.0%} of it)" if share <= 1 else ""
-    percent = breakdown.to_gain_ms / breakdown.step_ms * 100 if breakdown.step_ms else 0.0
+    percent = breakdown.to_gain_ms / breakdown.step_ms * 100
     return (
         f"{what}: it is busy {bound_ms:.2f} of the {breakdown.step_ms:.2f} ms of a step, so overlap cannot gain more "
         f"than {percent:.0f} %."
@@ -226,45 +195,7 @@ def slowest_sentence(ranks: Sequence[Breakdown]) -> str:
 # -- a trace ------------------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True)
-class Block:
-    """What the host waited for at one place of the program, which the name and detail of its spans tell."""
-
-    name: str
-    stage: Stage | None
-    detail: str
-    total_ms: float
-    count: int
-
-
-@dataclass(frozen=True, slots=True)
-class TraceSummary:
-    """The numbers of one rank's trace.
-
-    Args:
-        breakdown: Per step.
-        blocks: What blocked the host, most first.
-        num_steps: Steps that they were taken from.
-        overlapped: Stages that the mode overlaps, None where that is not known; of others none is said to be hidden.
-    """
-
-    breakdown: Breakdown
-    blocks: tuple[Block, ...]
-    num_steps: int
-    overlapped: frozenset[Stage] | None = None
-
-    @property
-    def overlaps(self) -> bool:
-        """Whether anything can be hidden, as far as that is known."""
-        return self.overlapped is None or bool(self.overlapped)
-
-    @property
-    def total_ms(self) -> float:
-        """Length of all steps."""
-        return self.breakdown.step_ms * self.num_steps
-
-
-def summarize(spans: Sequence[Span], overlapped: Collection[Stage] | None = None) -> TraceSummary:
+def summarize(spans: Sequence[Span], overlapped: Collection[Stage] | None = None) -> Breakdown:
     """Return the numbers of one rank, over all its complete steps.
 
     Args:
@@ -278,30 +209,25 @@ def summarize(spans: Sequence[Span], overlapped: Collection[Stage] | None = None
     overlapped = noted_stages(spans) if overlapped is None else overlapped
     if any(is_on_stream(span) for span in spans):  # the stage is done there; the host's part of it is to launch that
         spans = [replace(span, stage=None) if span.kind is Category.HOST and span.stage else span for span in spans]
-    merge_lanes = (HOST_LANE, *{span.lane for span in spans if span.kind is Category.DENSE})
-    return TraceSummary(
-        break_down(spans, window, overlapped=overlapped, num_steps=num_steps, merge_lanes=merge_lanes),
-        tuple(blocks(spans, window)),
-        num_steps,
-        None if overlapped is None else frozenset(overlapped),
-    )
+    found = break_down(spans, window, overlapped=overlapped, num_steps=num_steps)
+    return replace(found, blocks=blocks(spans, window))
 
 
 def blocks(spans: Iterable[Span], window: Interval) -> list[Block]:
     """Return what blocked the host in a window, most first."""
     found: dict[tuple[str, Stage | None, str], list[float]] = {}
-    for span in exclusive_in((span for span in spans if span.lane == HOST_LANE), window):
+    for span in exclusive((span for span in spans if span.lane == HOST_LANE), window):
         if span.kind is Category.WAIT:
             found.setdefault((span.name, span.stage, span.detail), []).append(span.duration_ms)
     entries = [Block(*key, sum(times), len(times)) for key, times in found.items()]
     return sorted(entries, key=lambda block: -block.total_ms)
 
 
-def as_report(ranks: Mapping[int | str, TraceSummary]) -> str:
+def as_report(ranks: Mapping[int | str, Breakdown]) -> str:
     """Return the tables of all ranks for a terminal."""
     return "\n\n\n".join(
-        "\n\n".join([f"{label(rank)}: {headline(summary)}", *(table.text(ruled=False) for table in tables(summary))])
-        for rank, summary in ranks.items()
+        "\n\n".join([f"{label(rank)}: {headline(found)}", *(table.text(ruled=False) for table in tables(found))])
+        for rank, found in ranks.items()
     )
 
 
@@ -310,60 +236,52 @@ def label(rank: int | str) -> str:
     return f"rank {rank}" if isinstance(rank, int) else rank
 
 
-def headline(summary: TraceSummary) -> str:
+def headline(found: Breakdown) -> str:
     """Return the one line that says how well it overlaps."""
-    found = summary.breakdown
-    parts = [f"{found.step_ms:.1f} ms a step" if summary.num_steps > 1 else f"{found.step_ms:.1f} ms"]
+    parts = [f"{found.step_ms:.1f} ms a step" if found.num_steps > 1 else f"{found.step_ms:.1f} ms"]
     for kind in (Category.COMMUNICATION, Category.LOOKUP):
         times = found.categories[kind]
         if times.hidden_ms or (times.busy_ms and kind is Category.COMMUNICATION):
-            hidden = f"{_percent(times.hidden_fraction)} hidden, " if summary.overlaps else ""
+            hidden = f"{_percent(times.hidden_fraction)} hidden, " if found.overlaps else ""
             parts.append(f"{kind} {hidden}{times.exposed_ms:.2f} ms exposed")
-    if found.time_of(Category.DATA).busy_ms > SMALL * found.step_ms:
-        parts.append(f"waiting for data {_percent(found.time_of(Category.DATA).busy_ms / found.step_ms)}")
-    parts.append(f"host blocked {_percent(found.blocked_ms / found.step_ms if found.step_ms else 0)}")
+    data_ms = found.categories[Category.DATA].busy_ms
+    if data_ms > SMALL * found.step_ms:
+        parts.append(f"waiting for data {_percent(data_ms / found.step_ms)}")
+    parts.append(f"host blocked {_percent(found.blocked_ms / found.step_ms)}")
     return "; ".join(parts)
 
 
-def tables(summary: TraceSummary) -> list[Table]:
+def tables(found: Breakdown) -> list[Table]:
     """Return the tables of one rank: by kind, by stage, what blocked the host."""
-    found, steps = summary.breakdown, summary.num_steps
-    head = ("busy ms", "hidden ms", "exposed ms", "hidden") if summary.overlaps else ("busy ms", "exposed ms")
+    head = ("busy ms", "hidden ms", "exposed ms", "hidden") if found.overlaps else ("busy ms", "exposed ms")
 
-    def rows(named: Mapping[str, BusyTime]) -> list[Row]:
-        cells = _rows(named, _percent, blank="-")
-        return cells if summary.overlaps else [(*row[:2], row[3]) for row in cells]
+    def rows(times: Mapping[Category, BusyTime] | Mapping[Stage, BusyTime]) -> list[Row]:
+        cells = _rows(times, _percent, blank="-")
+        return cells if found.overlaps else [(*row[:2], row[3]) for row in cells]
 
-    kinds = {_OF_THE_HOST.get(kind, f"all {kind}"): times for kind, times in found.categories.items() if times.busy_ms}
-    stages = rows({str(stage): times for stage, times in found.stages.items()})
+    kinds = rows({kind: times for kind, times in found.categories.items() if times.busy_ms})
     about = (
-        f"{summary.total_ms:.1f} ms, {steps} step{'s' * (steps != 1)} of {found.step_ms:.2f} ms. "
+        f"{found.total_ms:.1f} ms, {found.num_steps} step{'s' * (found.num_steps != 1)} of {found.step_ms:.2f} ms. "
         f"It waited for embeddings {found.merge_wait_ms:.2f} ms a step; {limit_sentence(found)}"
     )
-    by_stage = [Table(("stage", *head), stages)] if stages else []
-    return [Table(("per step", *head), rows(kinds), about), *by_stage, _block_table(summary)]
+    by_stage = [Table(("stage", *head), rows(found.stages))] if found.stages else []
+    return [Table(("per step", *head), kinds, about), *by_stage, _block_table(found)]
 
 
-def _block_table(summary: TraceSummary) -> Table:
+def _block_table(found: Breakdown) -> Table:
     def share(ms: float) -> str:
-        return _percent(ms / summary.total_ms if summary.total_ms else 0)
+        return _percent(ms / found.total_ms)
 
-    shown, rest = list(summary.blocks[:TOP_BLOCKS]), summary.blocks[TOP_BLOCKS:]
+    shown, rest = list(found.blocks[:TOP_BLOCKS]), found.blocks[TOP_BLOCKS:]
     if rest:
         total_ms, count = sum(one.total_ms for one in rest), sum(one.count for one in rest)
         shown.append(Block(f"{len(rest)} others", None, "", total_ms, count))
-    rows = [
-        (
-            one.name,
-            f"{one.total_ms:.1f}",
-            share(one.total_ms),
-            str(one.count),
-            f"{one.detail} ({one.stage})".lstrip() if one.stage else one.detail,
-        )
-        for one in shown
-    ]
-    blocked_ms = summary.breakdown.blocked_ms * summary.num_steps
-    about = f"Host blocked {blocked_ms:.1f} of {summary.total_ms:.1f} ms ({share(blocked_ms)})."
+    rows = []
+    for one in shown:
+        where = " ".join(filter(None, (one.detail, one.stage and f"({one.stage})")))
+        rows.append((one.name, f"{one.total_ms:.1f}", share(one.total_ms), str(one.count), where))
+    blocked_ms = found.blocked_ms * found.num_steps
+    about = f"Host blocked {blocked_ms:.1f} of {found.total_ms:.1f} ms ({share(blocked_ms)})."
     return Table(("host blocked by", "ms", "of window", "times", "where"), rows, about)
 
 
@@ -375,28 +293,28 @@ def _percent(fraction: float) -> str:
 
 def advice(found: Breakdown, schedule: Schedule, prices: Sequence[Price] = ()) -> str:
     """Return what to change first, by the mean step of the rank that the others wait for."""
-    data_ms, exposed_ms = found.time_of(Category.DATA).busy_ms, found.time_of(Category.COMMUNICATION).exposed_ms
-    choices = [
-        (data_ms, f"waiting for data {data_ms:.3g} of {found.step_ms:.3g} ms: raise num_workers of the DataLoader"),
+    gain_ms, what, change = max(
+        (found.categories[Category.DATA].busy_ms, "waiting for data", "raise num_workers of the DataLoader"),
         (
-            exposed_ms,
-            f"waiting for other ranks {exposed_ms:.3g} of {found.step_ms:.3g} ms: {_another_mode(schedule, prices)}",
+            found.categories[Category.COMMUNICATION].exposed_ms,
+            "waiting for other ranks",
+            _another_mode(schedule, prices),
         ),
-        (
-            found.log_ms,
-            f"self.log {found.log_ms:.3g} of {found.step_ms:.3g} ms: log fewer values, or with on_step=False",
-        ),
+        (found.log_ms, "self.log", "log fewer values, or with on_step=False"),
         (
             found.loop_ms,
-            f"Lightning's loop, callbacks and loggers {found.loop_ms:.3g} of {found.step_ms:.3g} ms, whatever the "
-            "batch: raise the batch size, log_every_n_steps and the progress bar's refresh_rate",
+            "Lightning's loop, callbacks and loggers",
+            "that is the same for any batch, so raise the batch size, log_every_n_steps and the progress bar's "
+            "refresh_rate",
         ),
-    ]
-    gain_ms, text = max(choices, key=lambda choice: choice[0])
-    if gain_ms < WORTHWHILE * found.step_ms:
+        key=lambda choice: choice[0],
+    )
+    if gain_ms <= WORTHWHILE * found.step_ms:
         return f"Advice: nothing to change here; {found.bound[0]} is what a step takes."
-    share = f"{gain_ms / found.step_ms:.0%}" if found.step_ms else ""
-    return f"Advice: {text}. That gains at most {gain_ms:.3g} ms a step ({share})."
+    return (
+        f"Advice: {what} {gain_ms:.3g} of {found.step_ms:.3g} ms: {change}. "
+        f"That gains at most {gain_ms:.3g} ms a step ({gain_ms / found.step_ms:.0%})."
+    )
 
 
 def _another_mode(schedule: Schedule, prices: Sequence[Price]) -> str:

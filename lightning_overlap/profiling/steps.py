@@ -12,9 +12,7 @@ from ..schedules import Stage
 from .spans import HOST_LANE, Category, Interval, Span
 
 _STEP_MARK = re.compile(r"ProfilerStep#\d+$")
-
 _NOTE = "overlapped: "
-
 _LEAST_MS = 1e-3  # of a window: a single event can last no time at all
 
 
@@ -62,19 +60,16 @@ def window_of(spans: Sequence[Span]) -> tuple[Interval, int]:
     With torch.profiler's step marks that is all that a GPU's streams did, as they run later than the host's marks, and
     without a GPU from the first mark to the last. Without marks it is from the first step's begin to the last one's
     end, and without steps everything.
-
-    Raises:
-        ValueError: There are no spans.
     """
     if not spans:
         raise ValueError("a timeline without a span has no window: record at least one step.")
     steps = find_steps(spans)
     on_gpu = [span for span in spans if is_on_stream(span) and span.kind is not Category.WAIT]
     marked = any(is_step_mark(span.name) for span in spans)
-    if steps and not (marked and on_gpu):
-        return (steps[0][0], steps[-1][1]), len(steps)
     found = on_gpu or spans
     start, end = min(span.start_ms for span in found), max(span.end_ms for span in found)
+    if steps and not (marked and on_gpu):
+        start, end = steps[0][0], steps[-1][1]
     return (start, max(end, start + _LEAST_MS)), max(1, len(steps))
 
 
@@ -84,11 +79,7 @@ def is_on_stream(span: Span) -> bool:
 
 
 def steady_window(spans: Sequence[Span], num_steps: int) -> Interval:
-    """Return so many consecutive steps to draw: of all such runs the one whose steps are nearest to the median.
-
-    Raises:
-        ValueError: `num_steps` is below 1, or there are no spans.
-    """
+    """Return so many consecutive steps to draw: of all such runs the one whose steps are nearest to the median."""
     if num_steps < 1:
         raise ValueError(f"the number of steps to draw has to be at least 1, got {num_steps}.")
     steps = find_steps(spans)

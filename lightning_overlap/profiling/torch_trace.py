@@ -12,22 +12,20 @@ from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from operator import attrgetter
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from ..schedules import Stage
 from . import trace_names as names
 from .spans import EMBEDDINGS, HOST_LANE, Category, Span
 from .steps import is_step_mark
-from .trace_file import Event, TraceError, TraceFile, is_own, load, own_spans
+from .trace_file import WRITER, Event, TraceError, load, own_spans
 
 BLOCKED_US = 50
 """A runtime call that takes longer than this blocked the host; a launch takes a tenth of it."""
 
-RELEASED_MS = 0.1
-"""A kernel that starts within this after another stream's work had waited for that; else for what no trace tells."""
-
-QUEUED_US = 10
-"""A kernel that starts later than this after its launch and after the stream's last one waited for another stream."""
+QUEUED_MS, RELEASED_MS = 0.01, 0.1
+"""A kernel that starts later than the first after its launch and after the stream's last one waited for another stream:
+for what ended there no longer than the second before, else for what no trace tells."""
 
 _ON_DEVICE = ("kernel", "gpu_memcpy", "gpu_memset")
 _RUNTIME = ("cuda_runtime", "cuda_driver")
@@ -47,19 +45,20 @@ def read_trace(path: Path | str) -> dict[int, list[Span]]:
     Raises:
         TraceError: It is no such file; the message says what it is.
     """
-    file = load(Path(path))
-    if is_own(file):
-        return own_spans(file)
-    if not any(event.category in _ON_DEVICE for event in file.events):
-        found = Counter(event.category for event in file.events).most_common()
+    events, about = load(Path(path))
+    other = about.get("otherData")
+    if isinstance(other, dict) and other.get("writer") == WRITER:
+        return own_spans(events)
+    if not any(event.category in _ON_DEVICE for event in events):
+        found = Counter(event.category for event in events).most_common()
         raise TraceError(
             f"{path} holds no work of a GPU.\n  got:  {', '.join(f'{num} {kind}' for kind, num in found)}\n"
             "  A run on a CPU is drawn by the callback OverlapTimeline (overlap-train callbacks=timeline), whose trace "
             "is read here. On a GPU, profile with ProfilerActivity.CUDA among the activities."
         )
-    info = file.about.get("distributedInfo")
+    info = about.get("distributedInfo")
     rank = info.get("rank") if isinstance(info, dict) else None
-    return {rank if isinstance(rank, int) else 0: _Reader(file).spans()}
+    return {rank if isinstance(rank, int) else 0: _Reader(events, about).spans()}
 
 
 class _Context(NamedTuple):
@@ -76,12 +75,12 @@ class _Context(NamedTuple):
         """Return the context of what runs inside an event."""
         if event.category == "cpu_op":
             return self._replace(operator=event.name, stage=names.of_operator(event.name) or self.stage)
-        stage, batch = names.of_annotation(event.name), names.batch_of(event.name)
+        stage, (batch, name) = names.of_annotation(event.name), names.split_batch(event.name)
         is_known = stage is not None or event.name.startswith("##")
         return self._replace(
             stage=stage or self.stage,
             batch=self.batch if batch is None else batch,
-            annotation=names.without_batch(event.name) if is_known else self.annotation,
+            annotation=name if is_known else self.annotation,
             operator="",
         )
 
@@ -89,13 +88,12 @@ class _Context(NamedTuple):
 class _Reader:
     """Makes spans of one file's events."""
 
-    def __init__(self, file: TraceFile) -> None:
-        self._events = file.events
-        first_us = min(event.start_us for event in file.events)
-        base = file.about.get("baseTimeNanoseconds", 0)
+    def __init__(self, events: Sequence[Event], about: Mapping[str, Any]) -> None:
+        self._events = events
+        base = about.get("baseTimeNanoseconds", 0)
         base_us = float(base) / 1e3 if isinstance(base, (int, float, str)) and str(base).isdigit() else 0.0
-        self._first_us = first_us
-        self._midnight_ms = (first_us % _DAY_US + base_us % _DAY_US) % _DAY_US / 1e3
+        self._first_us = min(event.start_us for event in events)
+        self._midnight_ms = (self._first_us % _DAY_US + base_us % _DAY_US) % _DAY_US / 1e3
         self._launches: dict[object, tuple[float, _Context]] = {}  # correlation -> when the call ended, and its context
         self._spans: list[Span] = []
 
@@ -117,31 +115,25 @@ class _Reader:
     def _ms(self, time_us: float) -> float:
         return (time_us - self._first_us) / 1e3 + self._midnight_ms
 
-    def _add(self, event: Event, kind: Category, lane: str, name: str, context: _Context, detail: str = "") -> None:
+    def _add(self, event: Event, kind: Category, lane: str, name: str, context: _Context, detail: str = "") -> Span:
         start, end = self._ms(event.start_us), self._ms(event.end_us)
         self._spans.append(Span(start, end, kind, lane, name, context.stage, context.batch, detail))
-
-    # -- the host's threads -----------------------------------------------------------------------------------------
+        return self._spans[-1]
 
     def _on_host(self, lane: str, event: Event, around: _Context, inside: _Context) -> None:
         if event.category in _RUNTIME:
             self._launches[event.args.get("correlation")] = event.end_us, around
-            self._blocked(lane, event, around)
+            if event.end_us - event.start_us < BLOCKED_US or not names.BLOCKING_CALL.match(event.name):
+                return
+            if around.annotation or around.operator or "DeviceSynchronize" not in event.name:  # the profiler's own
+                where = _where(around, event.name)
+                self._add(event, Category.WAIT, lane, around.operator or event.name, around, where)
         elif event.category == "cpu_op":
             if lane != HOST_LANE and inside.stage is not around.stage:  # autograd issues kernels
                 name = event.name.removeprefix("autograd::engine::evaluate_function: ")
                 self._add(event, Category.HOST, lane, name, inside)
         elif around.stage is None or (inside.stage, inside.batch) != (around.stage, around.batch):
             self._add(event, Category.HOST, lane, event.name.strip("# ") or event.name, inside)
-
-    def _blocked(self, lane: str, event: Event, context: _Context) -> None:
-        if event.end_us - event.start_us < BLOCKED_US or not names.is_blocking(event.name):
-            return
-        if not context.annotation and not context.operator and "DeviceSynchronize" in event.name:
-            return  # the profiler's own, when it ends
-        self._add(event, Category.WAIT, lane, context.operator or event.name, context, _where(context, event.name))
-
-    # -- the GPU's streams ------------------------------------------------------------------------------------------
 
     def _on_device(self, events: list[Event]) -> None:
         devices = {event.args.get("device") for event in events}
@@ -150,52 +142,47 @@ class _Reader:
             for span in self._spans
             if span.stage is Stage.BACKWARD and span.lane == HOST_LANE and span.batch is not None
         ]
-        streams: defaultdict[str, list[tuple[Event, Span]]] = defaultdict(list)
+        streams: defaultdict[str, list[tuple[Span, float]]] = defaultdict(list)
         for event in sorted(events, key=attrgetter("start_us")):
-            launched_us, context = self._launch_of(event)
+            launched_us, context = self._launches.get(event.args.get("correlation"), (float("inf"), _Context()))
+            launched_ms = self._ms(launched_us)
             if context.stage is Stage.BACKWARD and context.batch is None:
-                at_ms = self._ms(launched_us)
-                around = (span.batch for span in backwards if span.start_ms <= at_ms <= span.end_ms)
+                around = (span.batch for span in backwards if span.start_ms <= launched_ms <= span.end_ms)
                 context = context._replace(batch=next(around, None))
             kind = names.kind_of_kernel(event.name) if event.category == "kernel" else Category.COPY
             lane = f"stream {event.args.get('stream', event.tid)}"
             if len(devices) > 1:
                 lane = f"gpu {event.args.get('device')} {lane}"
             name = str(event.args.get("Collective name") or _kernel_name(event.name))
-            self._add(event, kind, lane, name, context, _where(context))
-            streams[lane].append((event, self._spans[-1]))
-        self._spans += list(self._waits_of_kernels(streams))
+            streams[lane].append((self._add(event, kind, lane, name, context, _where(context)), launched_ms))
+        self._spans += _waits_of_kernels(streams)
 
-    def _launch_of(self, event: Event) -> tuple[float, _Context]:
-        return self._launches.get(event.args.get("correlation"), (float("inf"), _Context()))
 
-    def _waits_of_kernels(self, streams: Mapping[str, Sequence[tuple[Event, Span]]]) -> Iterator[Span]:
-        """Kernels of the compute stream that were launched in time and still did not start: an event held them.
+def _waits_of_kernels(streams: Mapping[str, Sequence[tuple[Span, float]]]) -> Iterator[Span]:
+    """Kernels of the compute stream that were launched in time and still did not start: an event held them.
 
-        What ended on another stream right before the kernel began is what it waited for.
-        """
-        compute = max(
-            streams,
-            key=lambda lane: sum(span.duration_ms for _, span in streams[lane] if span.kind is Category.DENSE),
-        )
-        others = sorted(
-            (span for lane, found in streams.items() if lane != compute for _, span in found), key=attrgetter("end_ms")
-        )
-        ends = [span.end_ms for span in others]
-        free_us = streams[compute][0][0].end_us
-        for event, span in streams[compute][1:]:
-            could_us = max(free_us, self._launch_of(event)[0])
-            if event.start_us - could_us > QUEUED_US:
-                waits_from = self._ms(could_us)
-                last = bisect.bisect_right(ends, span.start_ms + 1e-3) - 1
-                name, stage, detail = f"{span.name} waits in the queue", None, ""
-                if last >= 0 and ends[last] > max(waits_from, span.start_ms - RELEASED_MS):
-                    held_by = others[last]
-                    name, stage, detail = f"waits for {held_by.name}", held_by.stage, f"on {held_by.lane}"
-                    if stage is Stage.EMBEDDING_LOOKUP and held_by.kind is not Category.COPY:
-                        name = f"{EMBEDDINGS}: {name}"
-                yield Span(waits_from, span.start_ms, Category.WAIT, compute, name, stage, span.batch, detail)
-            free_us = max(free_us, event.end_us)
+    What ended on another stream right before the kernel began is what it waited for.
+    """
+
+    def dense_ms(lane: str) -> float:
+        return sum(span.duration_ms for span, _ in streams[lane] if span.kind is Category.DENSE)
+
+    compute = max(streams, key=dense_ms)
+    others = [span for lane, found in streams.items() if lane != compute for span, _ in found]
+    others.sort(key=attrgetter("end_ms"))
+    free_ms = streams[compute][0][0].end_ms
+    for span, launched_ms in streams[compute][1:]:
+        could_ms, free_ms = max(free_ms, launched_ms), max(free_ms, span.end_ms)
+        if round(span.start_ms - could_ms, 6) <= QUEUED_MS:  # files have microseconds, or nanoseconds
+            continue
+        name, stage, detail = f"{span.name} waits in the queue", None, ""
+        last = bisect.bisect_right(others, span.start_ms + 1e-3, key=attrgetter("end_ms")) - 1
+        if last >= 0 and others[last].end_ms > max(could_ms, span.start_ms - RELEASED_MS):
+            held_by = others[last]
+            name, stage, detail = f"waits for {held_by.name}", held_by.stage, f"on {held_by.lane}"
+            if stage is Stage.EMBEDDING_LOOKUP and held_by.kind is not Category.COPY:
+                name = f"{EMBEDDINGS}: {name}"
+        yield Span(could_ms, span.start_ms, Category.WAIT, compute, name, stage, span.batch, detail)
 
 
 def _lanes(threads: Mapping[tuple[object, object], list[Event]]) -> dict[str, list[Event]]:
@@ -247,7 +234,8 @@ def _nest(events: Iterable[Event]) -> Iterator[tuple[Event, _Context, _Context]]
         _, source, caller = frames[-1] if frames else (0.0, "", "")
         if event.category == "python_function":
             if names.is_frame(event.name):
-                frames.append((event.end_us, event.name, caller if names.is_library_frame(event.name) else event.name))
+                of_library = names.is_frame(event.name, of_library=True)
+                frames.append((event.end_us, event.name, caller if of_library else event.name))
             continue
         around = (stack[-1][1] if stack else _Context())._replace(source=source, caller=caller)
         if event.category in _RUNTIME:

@@ -9,14 +9,14 @@ import re
 import sys
 import zlib
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import fields
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from ..schedules import Stage
 from .spans import Category, Span, rows_of
 
-WRITER = "lightning_overlap timeline"
-"""Marks the files of this package."""
+WRITER = "lightning_overlap timeline"  # marks the files of this package
 
 _ADVICE = (
     "Give it a trace that torch.profiler wrote (export_chrome_trace; .json or .json.gz), or one of this package's."
@@ -27,7 +27,7 @@ _NAME = re.compile(r'("name": ")(.*?)(",\s*"(?:pid|ph|tid|ts|cat)":)')
 _CATEGORIES = {
     *("kernel", "gpu_memcpy", "gpu_memset"),
     *("cuda_runtime", "cuda_driver", "cpu_op", "user_annotation", "python_function"),
-    *(kind.value for kind in Category),
+    *Category,
 }
 
 
@@ -38,28 +38,17 @@ class TraceError(ValueError):
 class Event(NamedTuple):
     """A complete event of a trace, in microseconds of its clock."""
 
-    category: str
-    """For example "kernel" or "cpu_op"; a `Category` in the files of this package."""
+    category: str  # for example "kernel" or "cpu_op"; a `Category` in the files of this package
     name: str
-    pid: Any
-    """Process, or the device's number."""
-    tid: Any
-    """Thread or stream."""
+    pid: Any  # process, or the device's number
+    tid: Any  # thread or stream
     start_us: float
     end_us: float
-    args: Mapping[str, Any]
-    """Those of `_ARGS`."""
+    args: Mapping[str, Any]  # those of `_ARGS`
 
 
-class TraceFile(NamedTuple):
-    """Complete events of known categories, in the file's order, and the rest of the file's top level."""
-
-    events: list[Event]
-    about: Mapping[str, Any]
-
-
-def load(path: Path) -> TraceFile:
-    """Read a file.
+def load(path: Path) -> tuple[list[Event], Mapping[str, Any]]:
+    """Return the complete events of known categories, in the file's order, and the rest of the file's top level.
 
     Events become short tuples while they are parsed, so that a trace of some 100 MB needs not ten times its size.
 
@@ -88,7 +77,7 @@ def load(path: Path) -> TraceFile:
             f"{path} holds nothing to draw: no kernel, operator or annotation.\n  got:  {len(events)} entries of other "
             "kinds\n  Profile at least one step, with ProfilerActivity.CPU and CUDA among the activities."
         )
-    return TraceFile(kept, {key: value for key, value in about.items() if key != "traceEvents"})
+    return kept, {key: value for key, value in about.items() if key != "traceEvents"}
 
 
 def _parsed(text: str) -> Any:
@@ -127,7 +116,8 @@ def _text(path: Path) -> str:
         raise TraceError(f"{path} cannot be read: {err.strerror or err}") from err
 
 
-_ARGS = ("correlation", "stream", "device", "Collective name", "lane", "stage", "batch", "detail", "start_ms", "end_ms")
+_OWN_ARGS = [field for field in fields(Span) if field.name not in ("kind", "name")]
+_ARGS = ("correlation", "stream", "device", "Collective name", *(field.name for field in _OWN_ARGS))
 
 
 def _shorten(parsed: dict[str, Any]) -> Any:
@@ -150,42 +140,22 @@ def _shorten(parsed: dict[str, Any]) -> Any:
     return Event(sys.intern(category), name, parsed.get("pid"), parsed.get("tid"), start, end, args)
 
 
-def is_own(file: TraceFile) -> bool:
-    """Whether this package wrote the file."""
-    other = file.about.get("otherData")
-    return isinstance(other, dict) and other.get("writer") == WRITER
-
-
-def own_spans(file: TraceFile) -> dict[int, list[Span]]:
-    """Return the spans that `write_trace` was given, by rank.
-
-    Raises:
-        TraceError: Somebody has changed the file.
-    """
+def own_spans(events: Iterable[Event]) -> dict[int, list[Span]]:
+    """Return the spans that `write_trace` was given, by rank; a file that somebody has changed is a `TraceError`."""
     ranks: dict[int, list[Span]] = {}
-    for event in file.events:
+    for event in events:
+        args = dict(event.args)
         try:
-            ranks.setdefault(int(event.pid), []).append(_own_span(event))
+            times = float(args.pop("start_ms")), float(args.pop("end_ms"))
+            stage = Stage(args.pop("stage")) if "stage" in args else None
+            span = Span(*times, Category(event.category), args.pop("lane"), event.name, stage, **args)
+            ranks.setdefault(int(event.pid), []).append(span)
         except (KeyError, TypeError, ValueError) as err:
             raise TraceError(
                 f"the event {event.name!r} is not as {WRITER} writes it: its {err} is missing or wrong. "
                 "Write the file again; other tools' events do not belong into it."
             ) from err
     return ranks
-
-
-def _own_span(event: Event) -> Span:
-    args = event.args
-    return Span(
-        float(args["start_ms"]),
-        float(args["end_ms"]),
-        Category(event.category),
-        args["lane"],
-        event.name,
-        Stage(args["stage"]) if "stage" in args else None,
-        args.get("batch"),
-        args.get("detail", ""),
-    )
 
 
 def write_trace(path: Path | str, ranks: Mapping[int, Iterable[Span]]) -> None:
@@ -197,7 +167,7 @@ def write_trace(path: Path | str, ranks: Mapping[int, Iterable[Span]]) -> None:
     """
     events = [event for rank, spans in sorted(ranks.items()) for event in _events_of(rank, list(spans))]
     content = {"displayTimeUnit": "ms", "otherData": {"writer": WRITER, "version": 1}, "traceEvents": events}
-    raw = json.dumps(content, separators=(",", ":"), allow_nan=False).encode()
+    raw = json.dumps(content, separators=(",", ":"), allow_nan=False, default=str).encode()
     Path(path).write_bytes(gzip.compress(raw, 6) if str(path).endswith(".gz") else raw)
 
 
@@ -215,10 +185,10 @@ def _events_of(rank: int, spans: Sequence[Span]) -> Iterable[dict[str, Any]]:
             yield about("thread_name", tid, name=lane if number == 0 else f"{lane} ({number + 1})")
             yield about("thread_sort_index", tid, sort_index=tid)
             for span in row:
-                args = {"lane": lane, "start_ms": span.start_ms, "end_ms": span.end_ms}
-                known = {"stage": span.stage and span.stage.value, "batch": span.batch, "detail": span.detail or None}
+                found = ((field, getattr(span, field.name)) for field in _OWN_ARGS)
+                args = {field.name: value for field, value in found if value != field.default}
                 yield {
-                    **{"ph": "X", "cat": span.kind.value, "name": span.name, "pid": rank, "tid": tid},
+                    **{"ph": "X", "cat": span.kind, "name": span.name, "pid": rank, "tid": tid},
                     **{"ts": span.start_ms * 1e3, "dur": span.duration_ms * 1e3},
-                    "args": args | {name: value for name, value in known.items() if value is not None},
+                    "args": args,
                 }

@@ -54,7 +54,8 @@ _TABLE_UPDATE = re.compile(
     r"split_embedding\w*backward|embedding_backward|embedding_codegen\w*(backward|grad)", re.IGNORECASE
 )
 _COLLECTIVE_KERNEL = re.compile(r"nccl|rccl", re.IGNORECASE)
-_BLOCKING_CALL = re.compile(r"(cuda|hip)(Device|Stream|Event)Synchronize|(cuda|hip)Memcpy|cuMemcpy|cu\w+Synchronize")
+BLOCKING_CALL = re.compile(r"(cuda|hip)(Device|Stream|Event)Synchronize|(cuda|hip)Memcpy|cuMemcpy|cu\w+Synchronize")
+"""Runtime calls that make the host wait, if they take long."""
 _INTERPRETER = {"torch", *sys.stdlib_module_names}
 _LIBRARIES = {
     *("torchrec", "fbgemm_gpu", "torchmetrics"),
@@ -79,17 +80,10 @@ def _first(patterns: Iterable[tuple[str, Stage]], name: str) -> Stage | None:
 
 
 @cache
-def batch_of(name: str) -> int | None:
-    """Return the batch that an annotation names: 3 for `## forward 3 ##`."""
+def split_batch(name: str) -> tuple[int | None, str]:
+    """Return the batch that an annotation names, and the rest: 3 and `## forward ##` of `## forward 3 ##`."""
     found = _BATCH.match(name)
-    return int(found.group(1)) if found else None
-
-
-@cache
-def without_batch(name: str) -> str:
-    """Return an annotation without its batch, to add up what all batches did under it."""
-    found = _BATCH.match(name)
-    return name if found is None else f"{name[: found.start(1)].rstrip(' :')} ##"
+    return (None, name) if found is None else (int(found[1]), f"{name[: found.start(1)].rstrip(' :')} ##")
 
 
 @cache
@@ -103,25 +97,13 @@ def kind_of_kernel(name: str) -> Category:
 
 
 @cache
-def is_blocking(call: str) -> bool:
-    """Whether a runtime call makes the host wait, if it takes long."""
-    return _BLOCKING_CALL.match(call) is not None
+def is_frame(name: str, *, of_library: bool = False) -> bool:
+    """Whether a Python frame has a source line that is neither PyTorch's nor Python's own.
 
-
-@cache
-def is_frame(name: str) -> bool:
-    """Whether a Python frame has a source line that is neither PyTorch's nor Python's own."""
-    path = name.partition("(")[0]
-    return bool(path) and not name.startswith(("<", "nn.Module:")) and _package(path) not in _INTERPRETER
-
-
-@cache
-def is_library_frame(name: str) -> bool:
-    """Whether a frame is of the libraries that a user's module is called by, and calls."""
-    return _package(name.partition("(")[0]) in _LIBRARIES
-
-
-def _package(path: str) -> str:
-    """Return the package or module that a source file belongs to; Kineto mostly writes it relative to `sys.path`."""
-    path = path.rpartition("site-packages/")[2]
-    return path.partition("/")[0].removesuffix(".py")
+    With `of_library`: and is of the libraries that a user's module is called by, and calls.
+    """
+    path = name.partition("(")[0]  # which Kineto mostly writes relative to `sys.path`
+    package = path.rpartition("site-packages/")[2].partition("/")[0].removesuffix(".py")
+    if not path or name.startswith(("<", "nn.Module:")) or package in _INTERPRETER:
+        return False
+    return package in _LIBRARIES or not of_library

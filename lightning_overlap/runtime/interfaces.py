@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Protocol
 
 from ..schedules import Stage, StreamName, WeightOwner
@@ -77,12 +77,11 @@ class SparseStages(Protocol):
 class StageTimer(Protocol):
     """What the executor and the sparse stages tell; `profiling.SpanRecorder` writes it down.
 
-    A stage may begin inside another one: `end` is of the one that began last. `copy`, `data` and `merge` go around the
-    copies of a batch to the device, the wait for the data loader, and that of the compute stream for embeddings.
+    `during` goes around a stage, which may lie inside another one; `copy`, `data` and `merge` around the copies of a
+    batch to the device, the wait for the data loader, and that of the compute stream for embeddings.
     """
 
-    def begin(self, stage: Stage, batch: int, stream: StreamName) -> None: ...
-    def end(self) -> None: ...
+    def during(self, stage: Stage, batch: int, stream: StreamName) -> AbstractContextManager[None]: ...
     def copy(self) -> AbstractContextManager[None]: ...
     def data(self) -> AbstractContextManager[None]: ...
     def merge(self, batch: int) -> AbstractContextManager[None]: ...
@@ -98,13 +97,4 @@ def waiting_for_data(timer: StageTimer | None) -> AbstractContextManager[None]:
 
 def timed(timer: StageTimer | None, stage: Stage, batch: int, stream: StreamName) -> AbstractContextManager[None]:
     """Go around a stage of a batch on a stream, and time it where there is a timer."""
-    return _NO_TIMER if timer is None else _timed_stage(timer, stage, batch, stream)
-
-
-@contextmanager
-def _timed_stage(timer: StageTimer, stage: Stage, batch: int, stream: StreamName) -> Iterator[None]:
-    timer.begin(stage, batch, stream)
-    try:
-        yield
-    finally:
-        timer.end()
+    return _NO_TIMER if timer is None else timer.during(stage, batch, stream)

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from itertools import pairwise
 from statistics import fmean
 
-from ..profiling import ALL_TO_ALLS, HOST_LANE, Category, Interval, Span, Traffic, exclusive_in
+from ..profiling import ALL_TO_ALLS, HOST_LANE, BusyTime, Category, Interval, Span, exclusive
 from ..schedules import Stage
 
 BEFORE_MERGE, AFTER_MERGE = "forward until the merge", "forward from the merge on"
@@ -42,19 +42,20 @@ class Costs:
     on_device: bool = False
 
 
-def costs_of(spans: Iterable[Span], window: Interval, sent_bytes: Mapping[str, int] | None = None) -> Costs:
+def costs_of(spans: Iterable[Span], window: Interval) -> Costs:
     """Return what the parts of a step cost.
+
+    Where several all-to-alls are under way, and the all-reduce of dense gradients, which nobody sees, each looks as
+    slow as all of them: so each has the share of the time that it has of the bytes, where these are known.
 
     Args:
         spans: All that was seen in that step and the one before.
         window: The step: begin and end, milliseconds.
-        sent_bytes: What each all-to-all sent. Where several are under way, and the all-reduce of dense gradients, which
-            nobody sees, each looks as slow as all of them: so each has the share of the time that it has of the bytes.
     """
     spans = list(spans)
-    own = exclusive_in(spans, window)
+    own = exclusive(spans, window)
     sent = sorted((span for span in spans if span.kind is Category.COMMUNICATION), key=lambda span: span.start_ms)
-    in_window = [span for span in sent if span.start_ms >= window[0]]
+    in_window = [span for span in sent if window[0] <= span.start_ms < window[1]]
     on_device = any(span.kind is Category.DENSE and span.lane != HOST_LANE for span in own)
     waits = [span.start_ms for span in own if span.kind is Category.WAIT and span.name == EMBEDDINGS]
     merge_ms = waits[-1] if waits else window[0]
@@ -70,7 +71,7 @@ def costs_of(spans: Iterable[Span], window: Interval, sent_bytes: Mapping[str, i
     on_host = sum(span.duration_ms for span in hosts if span.stage is not None or span.kind is not Category.HOST)
     work[LOOP] = max(0.0, window[1] - window[0] - on_host)
     wire, flight = _link_times(sent, window)
-    of_bytes = {name: (sent_bytes or {}).get(name, 0) for name in ALL_TO_ALLS}
+    of_bytes = {name: sum(span.sent_bytes for span in in_window if span.name == name) for name in ALL_TO_ALLS}
     if total := sum(of_bytes.values()):
         wire = {name: sum(wire.values()) * num_bytes / total for name, num_bytes in of_bytes.items()}
     return Costs(work, wire, flight, on_device)
@@ -162,7 +163,7 @@ class Bags:
 
 
 def with_replicas(
-    tables: Iterable[Bags], costs: Costs, traffic: Mapping[Stage, Traffic], num_ranks: int
+    tables: Iterable[Bags], costs: Costs, traffic: Mapping[Stage, BusyTime], num_ranks: int
 ) -> tuple[list[str], Costs] | None:
     """Return the tables that send more bytes than an all-reduce of their gradients, and what a step then costs.
 

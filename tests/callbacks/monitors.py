@@ -144,7 +144,7 @@ def slow_loader(case: Case, wait_ms: float) -> tuple[float, float, float, str]:
     with contextlib.redirect_stdout(printed):
         make_trainer(strategy, callbacks=[monitor]).fit(model, datamodule=Slow(case, NUM_STEPS))
     found = monitor.accounts[0]  # the last ones may have fetched all
-    data, copy = (found.time_of(kind).busy_ms for kind in (Category.DATA, Category.COPY))
+    data, copy = (found.categories[kind].busy_ms for kind in (Category.DATA, Category.COPY))
     return data, copy, found.step_ms, printed.getvalue()
 
 
@@ -253,7 +253,7 @@ def measured_and_drawn(
     assert "log" not in vars(model)
     steps = [step for values, step in logger.logged if "overlap/step_ms" in values]
     of_drawn = [account for account, step in zip(monitor.accounts, steps, strict=True) if step in (6, 7, 8)]
-    return mean(of_drawn), summaries[0].breakdown if summaries else mean(of_drawn), steps, printed.getvalue()
+    return mean(of_drawn), summaries[0] if summaries else mean(of_drawn), steps, printed.getvalue()
 
 
 def drawn(case: Case, pipeline: str, folder: str, num_steps: int = NUM_STEPS) -> dict[str, Any]:

@@ -39,7 +39,7 @@ def test_the_steps_of_all_ranks_are_drawn(two_ranks: Ranks, mode: Schedule, tmp_
         marks = [span for span in spans if span.name.startswith("ProfilerStep#")]
         assert [mark.name for mark in marks] == ["ProfilerStep#6", "ProfilerStep#7"]
         assert window_of(spans) == ((marks[0].start_ms, marks[1].end_ms), 2)
-        step_ms = summarize(spans).breakdown.step_ms
+        step_ms = summarize(spans).step_ms
         assert step_ms == pytest.approx(mean([break_down(spans, (m.start_ms, m.end_ms)) for m in marks]).step_ms)
         batches = {span.batch for span in spans if span.stage is Stage.BACKWARD and span.kind is Category.DENSE}
         assert batches == {5, 6, 7}, "the step before the two drawn, and these"

@@ -144,16 +144,18 @@ def test_page_says_what_a_bar_is(tmp_path: Path) -> None:
 
 
 def test_ranks_with_one_clock_show_the_same_moments() -> None:
-    near, far = (layout.lay_out({0: steps(), 1: steps(shift_ms=by)}, num_steps=2, resolution=0) for by in (1.5, 1e6))
+    near, far = (
+        layout.Picture({0: steps(), 1: steps(shift_ms=by)}, num_steps=2, resolution=0).panels for by in (1.5, 1e6)
+    )
     assert near[0].window == near[1].window
     assert far[1].window[0] == pytest.approx(far[0].window[0] + 1e6)
 
 
 def test_many_short_spans_become_few_bars() -> None:
     kernels = [Span(n, n + 0.9, Category.DENSE, "stream 7", f"k{n % 3}", Stage.BACKWARD, 1) for n in range(10_000)]
-    (panel,) = layout.lay_out({0: kernels}, num_steps=3, resolution=1e-4)
-    ((bar,),) = [lane.bars for lane in panel.lanes]
-    assert (bar.count, bar.span.start_ms, bar.span.end_ms) == (10_000, 0, 9999.9)
+    (panel,) = layout.Picture({0: kernels}, num_steps=3, resolution=1e-4).panels
+    (((bar,),),) = panel.lanes.values()
+    assert (bar.start_ms, bar.end_ms, bar.detail) == (0, 9999.9, "and 9999 more")
 
 
 def test_one_event_that_lasts_no_time_is_drawn(tmp_path: Path) -> None:
@@ -270,7 +272,8 @@ def test_command_runs_as_a_module_and_writes_into_a_closed_pipe(tmp_path: Path) 
 
 def test_each_stage_has_a_colour_of_its_own() -> None:
     spans = [Span(0, 1, Category.DENSE, HOST_LANE, str(stage), stage) for stage in Stage]
-    assert len({layout.color_of(span, batches=False) for span in spans}) == len(Stage)
+    picture = layout.Picture({0: spans}, num_steps=1, resolution=0)
+    assert len({picture.color(span) for span in spans}) == len(Stage)
 
 
 def test_the_command_is_installed_by_its_name() -> None:

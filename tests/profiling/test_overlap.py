@@ -10,18 +10,7 @@ from hypothesis import strategies as st
 
 from lightning_overlap.profiling.overlap import COVERED_BY, BusyTime, break_down, mean, overlapped_by
 from lightning_overlap.profiling.report import blocks, headline, summarize, tables
-from lightning_overlap.profiling.spans import (
-    HOST_LANE,
-    Category,
-    Span,
-    clip,
-    exclusive,
-    intersection,
-    length,
-    rows_of,
-    subtract,
-    union,
-)
+from lightning_overlap.profiling.spans import HOST_LANE, Category, Span, exclusive, moments, rows_of
 from lightning_overlap.profiling.steps import find_steps, steady_window, window_of
 from lightning_overlap.schedules.modes import MODES
 from lightning_overlap.schedules.stages import Stage
@@ -60,7 +49,6 @@ spans_of_any_kind = st.lists(
     ),
     max_size=12,
 )
-disjoint = st.lists(st.tuples(st.integers(0, END), st.integers(0, END)), max_size=8).map(union)
 
 
 def busy_at(spans: list[Span], moment: int) -> set[tuple[Category, str, Stage | None]]:
@@ -185,7 +173,7 @@ def test_nested_spans_take_their_time_from_the_outer_one() -> None:
 def test_a_wait_for_embeddings_counts_where_the_dense_part_runs(name: str, lane: str, counts: bool) -> None:
     gemms = [Span(start, end, Category.DENSE, "stream 7", "gemm") for start, end in ((0, 1), (3, 9))]
     spans = [*gemms, Span(1, 3, Category.WAIT, lane, name)]
-    assert summarize(spans).breakdown.merge_wait_ms == (2 if counts else 0)
+    assert summarize(spans).merge_wait_ms == (2 if counts else 0)
 
 
 def test_collectives_stay_whole_and_count_once() -> None:
@@ -202,9 +190,9 @@ def test_collectives_stay_whole_and_count_once() -> None:
 def test_beside_a_gpu_the_hosts_share_of_a_stage_is_no_busy_time() -> None:
     host = Span(0, 5, Category.HOST, HOST_LANE, "launches", Stage.INPUT_DATA_DIST)
     sent = Span(1, 3, Category.COMMUNICATION, "stream 9", "all_to_all", Stage.INPUT_DATA_DIST)
-    assert summarize([host, sent]).breakdown.stages == {Stage.INPUT_DATA_DIST: BusyTime(2, 0)}
+    assert summarize([host, sent]).stages == {Stage.INPUT_DATA_DIST: BusyTime(2, 0)}
     on_cpu = [replace(span, lane=lane) for span, lane in ((host, HOST_LANE), (sent, "gloo"))]
-    assert summarize(on_cpu).breakdown.stages == {Stage.INPUT_DATA_DIST: BusyTime(7, 0)}  # there the host does it
+    assert summarize(on_cpu).stages == {Stage.INPUT_DATA_DIST: BusyTime(7, 0)}  # there the host does it
 
 
 def test_where_the_host_computes_communication_is_exposed_while_it_waits() -> None:
@@ -215,10 +203,26 @@ def test_where_the_host_computes_communication_is_exposed_while_it_waits() -> No
     assert on_gpu.categories[Category.COMMUNICATION] == BusyTime(8, 2)
 
 
+def test_bytes_count_in_the_step_that_sent_them() -> None:
+    spans = [
+        Span(start, 30, kind, "gloo", "ids", Stage.INPUT_DATA_DIST, sent_bytes=sent, saved_bytes=3 * sent)
+        for kind, start, sent in (
+            *((Category.COMMUNICATION, start, sent) for start, sent in ((-5, 1), (0, 10), (9, 100), (10, 1000))),
+            (Category.WAIT, 5, 0),
+        )
+    ]
+    for num_steps in (1, 2):
+        found = break_down([*spans, *drawn(host="DDDD")], (0, 10), num_steps=num_steps).traffic
+        assert {stage: (one.sent, one.saved) for stage, one in found.items()} == {
+            Stage.INPUT_DATA_DIST: (110 / num_steps, 330 / num_steps)
+        }
+
+
 def test_a_window_of_two_steps_is_accounted_per_step() -> None:
     spans = drawn(host="DDDDwwwwDDDDwwww", s9="  cccc    cccc  ")
     assert break_down(spans, (0, 16), num_steps=2).categories[Category.COMMUNICATION] == BusyTime(4, 2)
-    assert mean([break_down(spans, (0, 8)), break_down(spans, (8, 16))]) == break_down(spans, (0, 16), num_steps=2)
+    both = mean([break_down(spans, (0, 8)), break_down(spans, (8, 16))])
+    assert replace(both, num_steps=2) == break_down(spans, (0, 16), num_steps=2)
     with pytest.raises(ValueError, match="no step has been measured"):
         mean([])
 
@@ -239,7 +243,7 @@ def test_the_sweep_equals_a_count_of_every_millisecond(spans: list[Span], start:
     waits = [now for now in at if any(kind is Category.WAIT and lane == HOST_LANE for kind, lane, _ in now)]
     assert kept.blocked_ms == len(waits)
     fetches = [now for now in at if any(kind is Category.DATA and lane == HOST_LANE for kind, lane, _ in now)]
-    assert kept.time_of(Category.DATA).busy_ms == len(fetches)
+    assert kept.categories[Category.DATA].busy_ms == len(fetches)
     assert kept.categories[Category.HOST].busy_ms == long - len(waits) - len(fetches)
     on_host = [
         now for now in at if any(kind is not Category.COMMUNICATION and lane == HOST_LANE for kind, lane, _ in now)
@@ -252,15 +256,26 @@ def test_the_sweep_equals_a_count_of_every_millisecond(spans: list[Span], start:
         assert times.busy_ms == sum(per_kind)
 
 
-@given(spans_of_any_kind)
-def test_every_lane_is_covered_exactly_once(spans: list[Span]) -> None:
+@given(spans_of_any_kind, st.integers(0, END), st.integers(1, 8))
+def test_every_lane_is_covered_exactly_once(spans: list[Span], start: int, long: int) -> None:
     alone = [span for span in spans if span.kind is not Category.COMMUNICATION]
-    cut = exclusive(alone)
+    cut = exclusive(alone, (start, start + long))
     for lane in {span.lane for span in alone}:
-        whole = union((span.start_ms, span.end_ms) for span in alone if span.lane == lane)
-        pieces = [(span.start_ms, span.end_ms) for span in cut if span.lane == lane]
-        assert union(pieces) == whole
-        assert length(pieces) == length(whole)  # no moment twice
+        for moment in range(-1, END + 8):
+            inside = start <= moment < start + long
+            there = [s for s in alone if s.lane == lane and inside and s.start_ms <= moment < s.end_ms]
+            assert sum(s.lane == lane and s.start_ms <= moment < s.end_ms for s in cut) == bool(there)
+
+
+@given(spans_of_any_kind, st.integers(0, END), st.integers(1, 8))
+def test_moments_say_what_was_under_way(spans: list[Span], start: int, long: int) -> None:
+    pieces = list(moments(spans, (start, start + long)))
+    assert [pieces[0][0][0], *(end for (_, end), _ in pieces)] == [*(begin for (begin, _), _ in pieces), start + long]
+    for (begin, end), under_way in pieces:
+        for moment in range(int(begin), int(end)):
+            expected = [span for span in spans if span.start_ms <= moment < span.end_ms]
+            assert sorted(map(id, under_way)) == sorted(map(id, expected))
+        assert under_way == sorted(under_way, key=lambda span: (span.start_ms, -span.end_ms))
 
 
 @given(spans_of_any_kind, st.integers(0, END), st.integers(1, 8))
@@ -269,16 +284,7 @@ def test_hidden_and_exposed_are_the_busy_time(spans: list[Span], start: int, lon
     for times in (*kept.categories.values(), *kept.stages.values()):
         assert 0 <= times.hidden_ms <= times.busy_ms
         assert times.hidden_ms + times.exposed_ms == times.busy_ms
-    assert all(start <= s.start_ms < s.end_ms <= start + long for s in clip(spans, (start, start + long)))
-
-
-@given(disjoint, disjoint)
-def test_subtract_leaves_what_the_other_has_not(one: list[tuple[int, int]], other: list[tuple[int, int]]) -> None:
-    def moments(intervals: list[tuple[float, float]]) -> set[int]:
-        return {moment for start, end in intervals for moment in range(int(start), int(end))}
-
-    assert moments(subtract(one, other)) == moments(one) - moments(other)
-    assert moments(intersection(one, other)) == moments(one) & moments(other)
+    assert all(start <= s.start_ms < s.end_ms <= start + long for s in exclusive(spans, (start, start + long)))
 
 
 @given(spans_of_any_kind, st.booleans())

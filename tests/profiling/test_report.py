@@ -7,10 +7,12 @@ from dataclasses import replace
 
 from lightning_overlap.profiling import report
 from lightning_overlap.profiling.host_syncs import HostSync, sync_lines
-from lightning_overlap.profiling.overlap import Breakdown, BusyTime
+from lightning_overlap.profiling.overlap import Breakdown, BusyTime, overlapped_by
 from lightning_overlap.profiling.spans import Category
 from lightning_overlap.schedules.modes import MODES
 from lightning_overlap.schedules.stages import Stage
+
+BASE, FUSED = MODES["base"], MODES["fused_sparse_dist"]
 
 
 def one(
@@ -26,6 +28,7 @@ def one(
         Category.COMMUNICATION: communication or BusyTime(40, 30),
         Category.LOOKUP: lookup or BusyTime(10, 5),
         Category.COPY: BusyTime(2, 2),
+        Category.DATA: BusyTime(),
         Category.HOST: BusyTime(host),
     }
     return Breakdown(step_ms, kinds, {Stage.EMBEDDING_LOOKUP: BusyTime(50, 35)}, merge_wait_ms=7, blocked_ms=blocked)
@@ -63,7 +66,7 @@ def test_the_slowest_rank_is_the_one_that_waits_least() -> None:
 
 
 def test_closing_table() -> None:
-    text = report.closing_table([one(), one(blocked=0)], 4, "fused_sparse_dist", ["host syncs in a step: 0"])
+    text = report.closing_table([one(), one(blocked=0)], 4, "fused_sparse_dist", FUSED, ["host syncs in a step: 0"])
     lines = text.splitlines()
     assert lines[0] == "Overlap: fused_sparse_dist; 4 steps measured, 2 ranks, ms per step"
     assert [line.split() for line in lines if line.startswith("embedding_lookup")] == [
@@ -71,16 +74,18 @@ def test_closing_table() -> None:
     ]
     assert any(line.startswith("all communication") and line.endswith("75%") for line in lines)
     assert any(line.startswith("Rank 1 is the slowest") for line in lines)
-    assert lines[-1] == "host syncs in a step: 0"
-    assert "slowest" not in report.closing_table([one()], 4, "base")
+    assert lines[-2] == "host syncs in a step: 0"
+    assert "slowest" not in report.closing_table([one()], 4, "base", BASE)
 
 
 def test_a_mode_that_starts_nothing_early_hides_nothing() -> None:
-    base, fused = MODES["base"], MODES["fused_sparse_dist"]
-    assert "hidden" not in report.closing_table([one(), one()], 4, "base", schedule=base)
-    assert "hidden %" in report.closing_table([one(), one()], 4, "fused", schedule=fused)
-    assert not any("hidden" in name for name in report.metrics(one(), overlaps=False))
-    assert report.metrics(one(), overlaps=False)["communication/busy_ms"] == 40
+    found = replace(one(), overlapped=overlapped_by(BASE))
+    assert "hidden" not in report.closing_table([found, found], 4, "base", BASE)
+    assert not any("hidden" in name for name in report.metrics(found))
+    assert report.metrics(found)["communication/busy_ms"] == 40
+    found = replace(one(), overlapped=overlapped_by(FUSED))
+    assert "hidden %" in report.closing_table([found, found], 4, "fused", FUSED)
+    assert report.metrics(found)["communication/hidden_ms"] == 30
 
 
 def with_host(data: float = 0.0, loop: float = 0.0, log: float = 0.0) -> Breakdown:
@@ -92,7 +97,7 @@ def with_host(data: float = 0.0, loop: float = 0.0, log: float = 0.0) -> Breakdo
 
 def test_the_last_line_is_the_advice_that_gains_most() -> None:
     def last(found: Breakdown, mode: str = "fused_sparse_dist") -> str:
-        return report.closing_table([found], 4, mode, schedule=MODES[mode]).splitlines()[-1]
+        return report.closing_table([found], 4, mode, MODES[mode]).splitlines()[-1]
 
     expected = (
         "waiting for data 54 of 55 ms: raise num_workers of the DataLoader. That gains at most 54 ms a step (98%)."
@@ -111,9 +116,8 @@ def test_the_last_line_is_the_advice_that_gains_most() -> None:
 
 
 def test_lightnings_share_of_the_host_has_its_own_lines() -> None:
-    rows = {
-        line.split("  ")[0]: line.split()[-1] for line in report.stage_table(with_host(5, 7, 2)).text().splitlines()
-    }
+    table = report.stage_table(with_host(5, 7, 2)).text()
+    rows = {line.split("  ")[0]: line.split()[-1] for line in table.splitlines()}
     assert rows["waited for data"] == "5.00"
     assert rows["Lightning: loop, callbacks, loggers"] == "7.00"
     assert rows["Lightning: self.log"] == "2.00"

@@ -195,7 +195,7 @@ def test_an_optimizer_step_around_a_forward_is_lightnings_closure(tmp_path: Path
 )
 def test_names_of_stages(name: str, stage: Stage, batch: int | None) -> None:
     assert trace_names.of_annotation(name) is stage
-    assert trace_names.batch_of(name) == batch
+    assert trace_names.split_batch(name)[0] == batch
 
 
 def test_a_users_annotation_has_no_stage() -> None:
@@ -207,9 +207,9 @@ def test_torchrecs_own_ranges_have_their_stages(two_ranks: Ranks, tmp_path: Path
     """Of a real run of its pipeline: what an upgrade renames shows here."""
     two_ranks.run(profiles.torchrec_pipeline, tmp_path)
     for rank in (0, 1):
-        events = load(tmp_path / f"rank{rank}.json.gz").events
+        events = load(tmp_path / f"rank{rank}.json.gz")[0]
         ranges = {event.name for event in events if event.category == "user_annotation"}
-        found = {(trace_names.of_annotation(name), trace_names.batch_of(name)) for name in ranges}
+        found = {(trace_names.of_annotation(name), trace_names.split_batch(name)[0]) for name in ranges}
         for stage in (Stage.COPY_BATCH_TO_DEVICE, Stage.INPUT_SPLITS_DIST, Stage.INPUT_DATA_DIST, *TRAINING_STAGES):
             assert {(stage, batch) for batch in (4, 5)} <= found
         assert "## EmbeddingBagCollectionAwaitable wait() ##" in ranges
@@ -232,7 +232,7 @@ def test_a_published_trace_of_torchrec() -> None:
     told = summarize(spans)
     assert told.total_ms == pytest.approx(1231.5, abs=0.05)
     assert told.num_steps == 5
-    assert 100 * told.breakdown.categories[Category.COMMUNICATION].hidden_fraction == pytest.approx(1.36, abs=0.005)
+    assert 100 * told.categories[Category.COMMUNICATION].hidden_fraction == pytest.approx(1.36, abs=0.005)
     worst = told.blocks[0]
     assert worst.total_ms == pytest.approx(725.7, abs=0.05)
     assert (worst.name, worst.detail) == ("aten::copy_", "cudaMemcpyAsync under ## sparse_data_dist ##")
@@ -243,7 +243,7 @@ def test_a_published_trace_with_half_of_it_hidden() -> None:
     (rank,) = read_trace(TRACES / "trace_diff_control_control.json.gz").items()
     told = summarize(rank[1])
     assert rank[0] == 3
-    assert 100 * told.breakdown.categories[Category.COMMUNICATION].hidden_fraction == pytest.approx(46.2, abs=0.05)
+    assert 100 * told.categories[Category.COMMUNICATION].hidden_fraction == pytest.approx(46.2, abs=0.05)
     assert [round(block.total_ms, 1) for block in told.blocks[:2]] == [34.5, 21.4]
     assert "all2all_tw_data:wait" in told.blocks[0].detail
 
@@ -347,7 +347,7 @@ def test_names_with_quotes_are_read(tmp_path: Path, name: str) -> None:
     with profile(activities=[ProfilerActivity.CPU]) as profiler, record_function(name):
         torch.ones(2).sum()
     profiler.export_chrome_trace(str(tmp_path / "trace.json"))
-    assert name in {event.name for event in load(tmp_path / "trace.json").events}
+    assert name in {event.name for event in load(tmp_path / "trace.json")[0]}
 
 
 def test_a_trace_without_a_gpu_is_refused(tmp_path: Path) -> None:

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lightning_overlap import MODES, Stage
-from lightning_overlap.profiling import HOST_LANE, Category, Span, Traffic
+from lightning_overlap.profiling import HOST_LANE, BusyTime, Category, Span
 from lightning_overlap.tuning import Bags, Costs, costs_of, over_ranks, prices, shrunk, with_replicas
 from lightning_overlap.tuning import costs as parts
 from lightning_overlap.tuning.prices import OFF, PRICED, TOLD, Walk
@@ -146,21 +146,30 @@ def test_the_measured_mode_is_priced_as_measured(
 def test_the_link_is_shared_by_bytes() -> None:
     host = [(Stage.DENSE_FORWARD, 0, 10), (Stage.BACKWARD, 10, 30), (Stage.OPTIMIZER_STEP, 30, 40)]
     spans = [Span(start, end, Category.DENSE, HOST_LANE, str(stage), stage, 3) for stage, start, end in host]
-    flown = [(parts.IDS, Stage.INPUT_DATA_DIST, 5, 30), (parts.GRADIENTS, Stage.BACKWARD, 20, 35)]
-    spans += [Span(start, end, Category.COMMUNICATION, "group", name, stage, 3) for name, stage, start, end in flown]
-    found = costs_of(spans, (0, 40), {parts.IDS: 1000, parts.GRADIENTS: 2000, "all_reduce": 7})
+    flown = [
+        (parts.IDS, Stage.INPUT_DATA_DIST, 5, 30, 1000),
+        (parts.GRADIENTS, Stage.BACKWARD, 20, 35, 2000),
+        ("all_reduce", Stage.BACKWARD, 20, 20, 7),
+        (parts.IDS, Stage.INPUT_DATA_DIST, 40, 50, 9000),  # of the next step
+    ]
+    spans += [
+        Span(start, end, Category.COMMUNICATION, "group", name, stage, 3, sent_bytes=sent)
+        for name, stage, start, end, sent in flown
+    ]
+    found = costs_of(spans, (0, 40))
     assert {name: ms for name, ms in found.wire.items() if ms} == {parts.IDS: 10, parts.GRADIENTS: 20}
     assert (found.flight[parts.IDS], found.flight[parts.GRADIENTS]) == (25, 15)
     assert {part: ms for part, ms in found.work.items() if ms} == {
         **{parts.AFTER_MERGE: 10, parts.BEFORE_SENDING: 10, parts.AFTER_SENDING: 10, "optimizer_step": 10}
     }
-    assert costs_of(spans, (0, 40)).wire[parts.IDS] == 25
+    uncounted = [replace(span, sent_bytes=0) for span in spans]
+    assert costs_of(uncounted, (0, 40)).wire[parts.IDS] == 25
 
 
 def test_tables_that_send_more_than_an_all_reduce_would_are_replicated() -> None:
     """Two ranks with a table of 10 columns each, 1000 samples: a rank sends 40 kB of embeddings and 40 kB of gradients.
     An all-reduce of 100 rows sends 4 kB, one of 100,000 rows 4 MB."""
-    traffic = {Stage.EMBEDDING_LOOKUP: Traffic(40_000), Stage.BACKWARD: Traffic(40_000)}
+    traffic = {Stage.EMBEDDING_LOOKUP: BusyTime(sent=40_000), Stage.BACKWARD: BusyTime(sent=40_000)}
     tables = [Bags("small", 100, 10, 1), Bags("large", 100_000, 10, 1)]
     found = with_replicas(tables, costs(all_to_all=40), traffic, 2)
     assert found is not None
