@@ -158,7 +158,7 @@ class EmbeddingDeltas(Callback):
         tables = strategy.gather({shard.name: shard.shape for shard in shards})
         self._tables = {name: shape for of_rank in tables for name, shape in of_rank.items()}
         self._dense = self._dense_source(pl_module, touched)
-        of_ranks = strategy.gather(columns_of_states(zip(touched.shards, touched.shard_states, strict=True)))
+        of_ranks = strategy.gather(columns_of_states(touched.fields))
         self._columns = sorted({one for of_rank in of_ranks for one in of_rank}) if self._states else None
         self._last = self._step  # the step of the newest cut
         self._ranks.do(self._writer.check)
@@ -173,7 +173,7 @@ class EmbeddingDeltas(Callback):
 
     def _dense_source(self, module: LightningModule, touched: TouchedRows) -> DenseSource:
         is_first = self._strategy.global_rank == 0
-        tables = [(shard, states) for shard, is_replicated, states in touched.dense if is_first or not is_replicated]
+        tables = [(shard, fields) for shard, fields, is_replicated in touched.dense if is_first or not is_replicated]
         tensors: dict[str, Tensor] = {}
         if is_first and self._sends_dense:
             sharded = sharded_state_names(module)
@@ -248,7 +248,7 @@ class EmbeddingDeltas(Callback):
 
     def _make_cut(self, after: tuple[int, int] | None) -> Cut:
         copied = self._touched.copy()
-        return Cut(self._header(after), self._touched.shards, copied, self._dense)
+        return Cut(self._header(after), copied, self._dense)
 
     def _write_now(self, cut: Cut) -> None:
         self._writer.write_now(cut.header.step, cut.chunks())
@@ -259,7 +259,7 @@ class EmbeddingDeltas(Callback):
         plan = self._touched.begin_base()
         self._dense.forget()
         self._writes = self._touched.num_writes
-        chunks = base_chunks(self._header(None), self._touched.shards, plan, self._dense)
+        chunks = base_chunks(self._header(None), plan, self._dense)
         self._writer.write_now(self._step, chunks)
         if after_all:
             self._outstanding.clear()

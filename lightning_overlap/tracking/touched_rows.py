@@ -12,10 +12,9 @@ from torch.utils.hooks import RemovableHandle
 
 from ..runtime import LookupOrder
 from ..tables import TableShard, kernel_shards, num_fused_writes, sharded_modules
-from .copies import CopiedTable, DeviceCopy, HostCopy, RowCopy, copy_on_host, fields_of
+from .copies import CopiedRows, DeviceCopy, Fields, HostCopy, RowCopy, Window, copy_on_host, fields_of, packs_of
 from .kept_memory import KeptMemory
 from .row_marks import DeviceMarks, HostMarks
-from .windows import Window, packs_of
 
 
 class TouchedRows:
@@ -32,8 +31,8 @@ class TouchedRows:
 
     Attributes:
         shards: Of all fused tables of this rank.
-        dense: Shards of the dense optimizer's tables and of replicas, each with whether all ranks have it alike, and
-            with its optimizer's state by kind, where states are asked for and the backward updates them.
+        dense: Shards of the dense optimizer's tables and of replicas, each with its fields, and whether all ranks have
+            it alike.
 
     Raises:
         ValueError: The model has tables whose rows cannot be told by their number.
@@ -46,11 +45,11 @@ class TouchedRows:
         self._order, self._states = order, states
         self._on_device = order.streams.is_async
         self.shards: list[TableShard] = [shard for kernel in self._kernels for shard in kernel.shards]
-        self.dense: list[tuple[TableShard, bool, dict[str, Tensor]]] = [
-            (shard, kernel.is_replicated, of_shard if states else {})
+        self.dense: list[tuple[TableShard, Fields, bool]] = [
+            (*shard, kernel.is_replicated)
             for kernel in kernels
             if not kernel.is_fused
-            for shard, of_shard in zip(kernel.shards, kernel.states(), strict=True)
+            for shard in fields_of(kernel, states=states)
         ]
         self._marks = self._new_marks()
         self._spare_marks: list[Any] | None = None
@@ -150,7 +149,7 @@ class TouchedRows:
         marks = self._marks
         self._writes_before, self._is_whole = self.num_writes, None
         if self._on_device:
-            kernels = list(zip(self._kernels, marks, strict=True))
+            kernels = zip(self._kernels, marks, strict=True)
             self._copy = DeviceCopy(kernels, self._order, self._to_host, states=self._states)
             return self._copy
         # the spare ones are of the copy before, which is over
@@ -176,19 +175,14 @@ class TouchedRows:
             if not self._on_device:
                 self._copy = None  # a host has waited, a device's other streams have not
 
-    def _copy_on_host(self, marks: list[HostMarks]) -> tuple[list[CopiedTable], Tensor]:
+    def _copy_on_host(self, marks: list[HostMarks]) -> tuple[list[CopiedRows], Tensor]:
         rows = [rows_N for of_kernel in marks for rows_N in of_kernel.take()]
-        return copy_on_host(self._fields(), rows, self._kept)
-
-    def _fields(self) -> list[dict[str, Tensor]]:
-        return [of_shard for kernel in self._kernels for of_shard in fields_of(kernel, states=self._states)]
+        return copy_on_host(self.fields, rows, self._kept)
 
     @property
-    def shard_states(self) -> list[dict[str, Tensor]]:
-        """The optimizer's state of each of `shards` by kind, where states are asked for."""
-        if not self._states:
-            return [{} for _ in self.shards]
-        return [of_shard for kernel in self._kernels for of_shard in kernel.states()]
+    def fields(self) -> list[tuple[TableShard, Fields]]:
+        """All fused tables' shards with their fields as they are now."""
+        return [shard for kernel in self._kernels for shard in fields_of(kernel, states=self._states)]
 
     @property
     def num_writes(self) -> int:
@@ -204,4 +198,4 @@ class TouchedRows:
         self._marks = self._new_marks()
         for kernel in self._kernels:
             kernel.write_back_cache()
-        return packs_of(self._fields())
+        return packs_of(self.fields)
