@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
+from typing import TypeAlias
 
 import torch
 from torch import Tensor
@@ -15,6 +16,10 @@ from ..tracking import Fields, RowCopy, Window, to_host
 
 CHUNK_BYTES = 5 << 20
 """Of a cut's rows in one chunk: more is encoded and written more slowly, out of the reach of a core's cache."""
+
+
+DenseCopy: TypeAlias = tuple[dict[str, Tensor], torch.cuda.Event | None]
+"""Copies on the host by key, in pinned memory once the event has come."""
 
 
 class DenseSource:
@@ -33,16 +38,24 @@ class DenseSource:
         self._sent: dict[str, Tensor] = {}
 
     def copy(self) -> DenseCopy:
-        """Begin to copy all of it as it is now."""
-        return DenseCopy({**self._tensors, **{key: values for key, (_, _, values) in self._tables.items()}})
+        """Begin to copy all of it as it is now; on a device the current stream does, and the host does not wait."""
+        now = {**self._tensors, **{key: values for key, (_, _, values) in self._tables.items()}}
+        copies = {key: to_host(tensor.detach()) for key, tensor in now.items()}
+        if not any(tensor.is_cuda for tensor in now.values()):
+            return copies, None
+        copied = torch.cuda.Event()
+        copied.record()
+        return copies, copied
 
     def entries(self, copy: DenseCopy) -> tuple[list[Rows], list[Dense]]:
         """Return the rows of tables that have changed since the copy that was asked for last, and the dense part."""
-        values = copy.values()
+        values, copied = copy
+        if copied is not None:
+            copied.synchronize()
         rows = []
         for key, (shard, field, _) in self._tables.items():
             now_RD, before_RD = values[key], self._sent.get(key)
-            changed_N = torch.arange(len(now_RD)) if before_RD is None else changed_rows(now_RD, before_RD)
+            changed_N = torch.arange(len(now_RD)) if before_RD is None else _changed_rows(now_RD, before_RD)
             self._sent[key] = now_RD
             if len(changed_N):
                 rows.append(rows_of(shard, field, changed_N, now_RD.index_select(0, changed_N)))
@@ -53,27 +66,7 @@ class DenseSource:
         self._sent.clear()
 
 
-class DenseCopy:
-    """Tensors as they are now, on the host.
-
-    On a device the current stream copies them to pinned memory, and the host does not wait.
-    """
-
-    def __init__(self, tensors: Mapping[str, Tensor]) -> None:
-        self._copies = {name: to_host(tensor.detach()) for name, tensor in tensors.items()}
-        self._event = None
-        if any(tensor.is_cuda for tensor in tensors.values()):
-            self._event = torch.cuda.Event()
-            self._event.record()
-
-    def values(self) -> dict[str, Tensor]:
-        """Wait for the copies, in any thread, and return them."""
-        if self._event is not None:
-            self._event.synchronize()
-        return self._copies
-
-
-def changed_rows(now_RD: Tensor, before_RD: Tensor) -> Tensor:
+def _changed_rows(now_RD: Tensor, before_RD: Tensor) -> Tensor:
     """Return the rows that differ in any bit, `(N,)`, int64."""
     differ = now_RD.contiguous().view(torch.uint8) != before_RD.contiguous().view(torch.uint8)
     return differ.any(1).nonzero().squeeze(1)

@@ -30,7 +30,6 @@ class TouchedRows:
         states: Whether to copy the fused optimizers' states too.
 
     Attributes:
-        shards: Of all fused tables of this rank.
         dense: Shards of the dense optimizer's tables and of replicas, each with its fields, and whether all ranks have
             it alike.
 
@@ -44,7 +43,6 @@ class TouchedRows:
         self._kernels = [kernel for kernel in kernels if kernel.is_fused]
         self._order, self._states = order, states
         self._on_device = order.streams.is_async
-        self.shards: list[TableShard] = [shard for kernel in self._kernels for shard in kernel.shards]
         self.dense: list[tuple[TableShard, Fields, bool]] = [
             (*shard, kernel.is_replicated)
             for kernel in kernels
@@ -55,8 +53,8 @@ class TouchedRows:
         self._spare_marks: list[Any] | None = None
         self._kept = KeptMemory()
         self._copier = ThreadPoolExecutor(1, "copy of touched rows")
-        device = self.shards[0].weight.device if self.shards else torch.device("cpu")
-        self._to_host = torch.cuda.Stream(device) if device.type == "cuda" else None
+        devices = [kernel.shards[0].weight.device for kernel in self._kernels]
+        self._to_host = torch.cuda.Stream(devices[0]) if devices and devices[0].type == "cuda" else None
         self._copy: RowCopy | None = None
         self._writes_before = 0
         self._is_whole: bool | None = True
