@@ -7,13 +7,12 @@ import os
 import time
 from bisect import bisect_right
 from collections.abc import Sequence
-from contextlib import suppress
-from dataclasses import dataclass
-from itertools import chain, groupby
+from itertools import groupby
+from typing import NamedTuple
 
 from ..text import some
 from .cuts import Cut, CutError, CutId, Head, LostError, as_words, group, read_head
-from .parts import PartName, parse_names, read_header
+from .parts import PartName, read_header
 from .sink import DeltaSink, resolve_sink
 
 _log = logging.getLogger(__name__)
@@ -22,22 +21,13 @@ QUICK_S = 2.0
 """In less no training begins again and comes to the same step: from one listing to the next one of a sink."""
 
 
-@dataclass(frozen=True)
-class Move:
-    """What brings a replica to a newer state: one cut, or for one that begins, the cuts from its ranks' bases on.
-
-    Args:
-        chunks: What is to be applied, in order: each with what its cut says.
-        is_base: Whether a replica needs nothing before it: every rank's parts begin with a base.
-    """
+class Move(NamedTuple):
+    """What brings a replica to a newer state: one cut, or for one that begins, the cuts from its ranks' bases on."""
 
     chunks: Sequence[tuple[Head, PartName]]
+    """What is to be applied, in order: each with what its cut says."""
     is_base: bool
-
-    @property
-    def head(self) -> Head:
-        """What the last of its cuts says."""
-        return self.chunks[-1][0]
+    """Whether a replica needs nothing before it: every rank's parts begin with a base."""
 
 
 class Chain:
@@ -55,68 +45,45 @@ class Chain:
         self._listed, self._unseen_s = time.monotonic(), 0.0
         self._heads: dict[Cut, Head] = {}
 
-    def next(self, at: CutId | None, *, lists: bool = True) -> Move | None:
-        """Return what follows a state, or None where the sink has nothing yet that does.
-
-        Args:
-            at: The cut that was applied last; None for a replica that has nothing.
-            lists: Whether to list the sink also where the last listing has what follows.
-
-        Raises:
-            CutError: Parts are missing and no base leads past them; the message names them.
-            PartError: A part cannot be read.
-            SinkError: The sink cannot.
-        """
-        if not lists:
-            with suppress(CutError, KeyError):
-                if (move := self._next(at)) is not None:
-                    return move
-        # A listing is not taken at one instant: it may have a part and lack one that was written before it. And parts
-        # may be pruned between the listing and the reading. Whatever is still wrong in a second listing is wrong.
-        with suppress(CutError, KeyError):
-            self._list()
-            return self._next(at)
-        try:
-            self._list()
-            return self._next(at)
-        except KeyError as err:
-            raise CutError(
-                f"{err.args[0]} was there and is not any more: parts are being removed from the sink."
-            ) from err
+    def list_sink(self) -> None:
+        """Look which cuts the sink has."""
+        now = time.monotonic()
+        self._unseen_s, self._listed = now - self._listed, now
+        self.cuts = group(self.sink.names())
+        self._by_generation = {number: [*cuts] for number, cuts in groupby(self.cuts, key=lambda cut: cut.at[0])}
 
     def forget(self) -> None:
         """Read all headers anew."""
         self._heads.clear()
 
-    def oldest_needed(self) -> CutId | None:
-        """Return the first cut of the newest start: a replica that has nothing needs none before it."""
-        self._list()
-        start = self._start(None)
-        return None if start is None else start.chunks[0][1].cut
+    def next(self, at: CutId | None) -> Move | None:
+        """Return what follows a state, or None where the last listing has nothing yet that does.
 
-    def _list(self) -> None:
-        now = time.monotonic()
-        self._unseen_s, self._listed = now - self._listed, now
-        self.cuts = group(self.sink.names())
-        self._by_generation = {number: [*cuts] for number, cuts in groupby(self.cuts, key=lambda cut: cut.generation)}
+        Args:
+            at: The cut that was applied last; None for a replica that has nothing.
 
-    def _next(self, at: CutId | None) -> Move | None:
+        Raises:
+            CutError: Parts are missing and no base leads past them; the message names them.
+            KeyError: A part is not there any more.
+            PartError: A part cannot be read.
+            SinkError: The sink cannot.
+        """
         if not self.cuts:
             return None
         try:
             return self._first() if at is None else self._following(at)
         except CutError as err:
-            if isinstance(err, LostError):
+            is_lost = isinstance(err, LostError)
+            if is_lost:
                 self.forget()
-            start = None if at is None else self._start(newer_than=at)
-            if start is None and isinstance(err, LostError):
-                start = self._start(None)
-            if start is None and self._base_is_coming():
-                return None
-            if start is None:
+            start = None if at is None else self.start(newer_than=at)
+            if start is None and is_lost:
+                start = self.start()
+            if start is None and not self._base_is_coming():
                 raise
-            base = as_words(start.head.header.name.cut)
-            _log.warning("embedding deltas: begins again with the base of %s: %s", base, err)
+            if start is not None:
+                base = as_words(start.chunks[-1][1].cut)
+                _log.warning("embedding deltas: begins again with the base of %s: %s", base, err)
             return start
 
     def _following(self, at: CutId) -> Move | None:
@@ -135,7 +102,7 @@ class Chain:
                 problems.append(_does_not_follow(first, head, at))
             elif self._is_broken(first):
                 problems.append(_lacks(first))
-            elif generation == newest.generation:
+            elif generation == newest.at[0]:
                 waits = True
             # else a crash in its first cut, which a newer generation has made good
         own = self._by_generation.get(at[0], [])
@@ -144,7 +111,7 @@ class Chain:
             head = self._head(own[0])
             self._check_fit(head, at)
             if head.is_void:
-                return self._start(newer_than=at)  # or waits for it
+                return self.start(newer_than=at)  # or waits for it
             if head.after is None or head.after == at:
                 return _single(own[0], head)
             problems.insert(0, _does_not_follow(own[0], head, at))
@@ -156,7 +123,7 @@ class Chain:
             if newest.at < at or self._unseen_s > QUICK_S:
                 self._heads.pop(newest, None)
             head = self._head(newest)
-            if newest.generation == at[0]:
+            if newest.at[0] == at[0]:
                 self._check_fit(head, at)
         return None
 
@@ -170,9 +137,9 @@ class Chain:
 
     def _first(self) -> Move | None:
         """Return what a replica that has nothing begins with."""
-        if (start := self._start(None)) is not None:
+        if (start := self.start()) is not None:
             return start
-        newest = self._by_generation[self.cuts[-1].generation][0]
+        newest = self._by_generation[self.cuts[-1].at[0]][0]
         if not newest.is_whole and not self._is_broken(newest):
             return None  # it is being written
         if any(cut.is_whole and self._head(cut).is_void for cut in self.cuts):
@@ -185,7 +152,7 @@ class Chain:
             + "Start it from a state that a replica saved, or let the training write a base."
         )
 
-    def _start(self, newer_than: CutId | None) -> Move | None:
+    def start(self, newer_than: CutId | None = None) -> Move | None:
         """Return the newest base of every rank: one cut, or several that follow each other."""
         for cuts in reversed(self._by_generation.values()):
             base_of: dict[int, int] = {}
@@ -220,7 +187,7 @@ class Chain:
         """
         if cut.conflict is not None:
             return True
-        later = (other for other in self.cuts if other.generation == cut.generation and other.at > cut.at)
+        later = (other for other in self.cuts if other.at[0] == cut.at[0] and other.at > cut.at)
         wrote_later = {name.rank for other in later for name in other.names}
         return bool(cut.missing.keys() & wrote_later)
 
@@ -263,8 +230,8 @@ def _check_found(head: Head, at: CutId) -> None:
 
 
 def _lacks(cut: Cut) -> str:
-    lacks = some(chain.from_iterable(cut.missing.values()), 8)
-    return cut.conflict or f"{as_words(cut.at)} lacks {lacks}, and later parts are there."
+    lacks = [name for names in cut.missing.values() for name in names]
+    return cut.conflict or f"{as_words(cut.at)} lacks {some(lacks, 8)}, and later parts are there."
 
 
 def _does_not_follow(cut: Cut, head: Head, at: CutId) -> str:
@@ -286,10 +253,12 @@ def prune(sink: str | os.PathLike[str] | DeltaSink) -> list[str]:
         PartError: A part that has to be read is torn.
         SinkError: The sink cannot be read or written.
     """
-    sink = resolve_sink(sink)
-    needed = Chain(sink).oldest_needed()
-    if needed is None:
+    chain = Chain(resolve_sink(sink))
+    chain.list_sink()
+    start = chain.start()
+    if start is None:
         return []
-    old = [str(name) for name in parse_names(sink.names()) if name.cut < needed]
-    sink.remove(old)
+    needed = start.chunks[0][1].cut
+    old = [str(name) for cut in chain.cuts if cut.at < needed for name in cut.names]
+    chain.sink.remove(old)
     return old

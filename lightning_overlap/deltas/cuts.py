@@ -38,16 +38,6 @@ class Cut:
     names: tuple[PartName, ...]
 
     @property
-    def generation(self) -> int:
-        """Of the fit that wrote it."""
-        return self.at[0]
-
-    @property
-    def step(self) -> int:
-        """Batches that had been trained."""
-        return self.at[1]
-
-    @property
     def num_ranks(self) -> int:
         """How many ranks write a part of it."""
         return self.names[0].world_size
@@ -70,15 +60,14 @@ class Cut:
     def missing(self) -> dict[int, list[str]]:
         """By rank the names of its chunks that are not there; `*` stands for all chunks of a part."""
         found: dict[int, list[str]] = {}
-        there = {rank: list(names) for rank, names in groupby(self.names, key=lambda name: name.rank)}
+        there = {name.rank: name for name in self.names}
         for rank in range(self.num_ranks):
             if rank not in there:
                 found[rank] = [f"{str(self.names[0]._replace(rank=rank)).partition('-c')[0]}-c*"]
                 continue
-            first = there[rank][0]
-            expected = [first._replace(chunk=chunk) for chunk in range(first.num_chunks)]
-            if lacks := sorted(set(expected) - set(there[rank])):
-                found[rank] = [str(name) for name in lacks]
+            expected = {there[rank]._replace(chunk=chunk) for chunk in range(there[rank].num_chunks)}
+            if lacks := sorted(expected.difference(self.names)):
+                found[rank] = list(map(str, lacks))
         return found
 
     @property

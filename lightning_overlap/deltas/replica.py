@@ -26,7 +26,6 @@ from .sink import DeltaSink, resolve_sink
 _log = logging.getLogger(__name__)
 _FORMAT = "embedding_deltas.replica"
 _KEPT_BYTES = 256 << 20
-_TRIALS = 3
 
 
 class Position(NamedTuple):
@@ -180,7 +179,7 @@ class Replica:
         self.check()
         position = self._whole()
         newer = [cut for cut in self._chain.cuts if cut.is_whole and cut.at > position.cut]
-        steps = max(newer[-1].step - position.step, 0) if newer else 0
+        steps = max(newer[-1].at[1] - position.step, 0) if newer else 0
         return Lag(steps, max(time.time() - position.time, 0.0), sum(len(cut.names) for cut in newer))
 
     @property
@@ -322,24 +321,32 @@ class Replica:
             self._stop.wait(every_s)
 
     def _update_once(self, *, lists: bool) -> bool:
-        """Apply the next cut, if there is one; list the sink first, or only where the last listing has none."""
-        for trial in range(_TRIALS):
-            move = self._chain.next(self.position and self.position.cut, lists=lists or trial > 0)
-            if move is None:
-                return False
+        """Apply the next cut, if there is one; list the sink first, or only where the last listing has none.
+
+        A listing is not taken at one instant: it may have a part and lack one that was written before it. And parts may
+        be removed, and others written under their names, after it. What is wrong in three listings is wrong.
+        """
+        for is_listed in (not lists, False, False):
             try:
-                self._apply(move)
-                return True
-            except KeyError as err:  # parts are being pruned: there is a newer base then
+                if not is_listed:
+                    self._chain.list_sink()
+                move = self._chain.next(self.position and self.position.cut)
+                if move is not None:
+                    self._apply(move)
+                    return True
+                if not is_listed:
+                    return False
+                continue
+            except KeyError as err:
                 problem = CutError(f"{err.args[0]} was there and is not any more: parts are being removed.")
-            except CutError as err:  # parts may have been removed, and others written under their names
-                self._chain.forget()
+            except CutError as err:
                 problem = err
+            self._chain.forget()
         raise problem
 
     def _apply(self, move: Move) -> None:
         """Read and check all chunks, then write them while nobody reads."""
-        header = move.head.header
+        header = move.chunks[-1][0].header
         self._tables.check_header(header)
         kept: dict[PartName, Part] = {}
         checksums: dict[PartName, bytes] = {}
