@@ -17,10 +17,10 @@ import torch
 from torch import Tensor, nn
 
 from .chain import Chain, Move
-from .cuts import CutError, Head, as_words, part_of
-from .parts import TRAILER_SIZE, Part, PartError, PartName
+from .cuts import CutError, as_words, part_of
+from .parts import TRAILER_SIZE, WEIGHT, Part, PartError, PartName
 from .read_lock import ReadLock
-from .served_tables import ServedTables, check_whole, num_values
+from .served_tables import ServedTables, check_whole
 from .sink import DeltaSink, resolve_sink
 
 _log = logging.getLogger(__name__)
@@ -355,8 +355,9 @@ class Replica:
             data = self.sink.read(str(name))
             part = part_of(data, name, head)
             self._tables.check(part, str(name), begins=move.is_base)
-            if part.header.is_base and move.is_base:
-                covered += num_values(part)
+            if part.header.is_base:
+                for entry in part.rows:
+                    covered[entry.table] += entry.values.numel() * (entry.field == WEIGHT)
             checksums[name] = data[-TRAILER_SIZE:]
             size += len(data)
             if size <= self._kept_bytes:
@@ -368,7 +369,13 @@ class Replica:
                 if move.is_base:
                     self._tables.begin()
                 for head, name in move.chunks:
-                    part = kept.pop(name) if name in kept else self._again(head, name, checksums[name])
+                    if name in kept:
+                        part = kept.pop(name)
+                    else:
+                        data = self.sink.read(str(name))
+                        part = part_of(data, name, head)
+                        if data[-TRAILER_SIZE:] != checksums[name]:
+                            raise PartError(f"{name} was written anew with other content while it was being applied.")
                     self._tables.write(part)
                 self._tables.wait_written()
             except BaseException as err:
@@ -379,13 +386,6 @@ class Replica:
             self.position = Position(*(getattr(header, what) for what in Position._fields))
         with self._applied:
             self._applied.notify_all()
-
-    def _again(self, head: Head, name: PartName, checksum: bytes) -> Part:
-        data = self.sink.read(str(name))
-        part = part_of(data, name, head)
-        if data[-TRAILER_SIZE:] != checksum:
-            raise PartError(f"{name} was written anew with other content while it was being applied.")
-        return part
 
     def _whole(self) -> Position:
         if self._torn is not None:
