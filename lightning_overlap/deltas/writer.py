@@ -61,20 +61,11 @@ class CutWriter:
         return self.num_outstanding < MOST_WAITING
 
     def submit(self, step: int, chunks: Callable[[], Chunks]) -> None:
-        """Write a part after those before it.
-
-        Args:
-            step: Of its cut.
-            chunks: Makes them, in the thread.
-        """
+        """Write the part of a cut at a step after those before it; the thread makes the chunks."""
         self._add(partial(self._write, step, chunks, self._timed), is_cut=True)
 
     def write_now(self, step: int, chunks: Chunks) -> None:
-        """Write a part, after those before it, and wait for it.
-
-        Args:
-            step: Of its cut.
-            chunks: The calling thread makes them.
+        """Write a part after those before it, and wait for it; the calling thread makes the chunks.
 
         Raises:
             SinkError: The sink hangs.
@@ -101,10 +92,9 @@ class CutWriter:
             )
 
     def close(self, timeout_s: float) -> None:
-        """End: what is being written is finished within a time, what waits is dropped.
+        """End: what is being written is finished within a time, in seconds, what waits is dropped.
 
-        Args:
-            timeout_s: A sink that hangs must not keep the process: its thread is a daemon's.
+        A sink that hangs does not keep the process: the thread is a daemon's.
         """
         with self._changed:
             self._drop()
