@@ -89,34 +89,28 @@ class Chain:
     def _following(self, at: CutId) -> Move | None:
         """Return the next cut: the first of the newest generation that can follow, or the next of the same one."""
         newest = self.cuts[-1]
+        firsts = [cuts[0] for generation, cuts in self._by_generation.items() if generation > at[0]]
+        own = self._by_generation.get(at[0], [])
+        place = bisect_right(own, at, key=lambda cut: cut.at)
         problems: list[str] = []
         waits = False
-        for generation, (first, *_) in reversed(self._by_generation.items()):
-            if generation <= at[0]:
-                break
-            if first.is_whole:
-                head = self._head(first)
-                if head.after is None or head.after <= at:
-                    _check_found(head, at)
-                    return _single(first, head)
-                problems.append(_does_not_follow(first, head, at))
-            elif self._is_broken(first):
-                problems.append(_lacks(first))
-            elif generation == newest.at[0]:
+        for cut in [*reversed(firsts), *own[place : place + 1]]:
+            is_own = cut.at[0] == at[0]
+            if cut.is_whole:
+                head = self._head(cut)
+                self._check_not_lost(head, at)
+                if is_own and head.is_void:
+                    return self.start(newer_than=at)  # or waits for it
+                if head.after is None or head.after == at or (head.after < at and not is_own):
+                    chunks = [(head, name) for name in cut.names]
+                    return Move(chunks, is_base=len(head.bases) == cut.num_ranks)
+                follows, applied = as_words(head.after), as_words(at)
+                problems.append(f"{as_words(cut.at)} follows {follows}, which is not there; applied so far: {applied}.")
+            elif self._is_broken(cut):
+                problems.append(_lacks(cut))
+            elif cut.at[0] == newest.at[0]:
                 waits = True
             # else a crash in its first cut, which a newer generation has made good
-        own = self._by_generation.get(at[0], [])
-        own = own[bisect_right(own, at, key=lambda cut: cut.at) :]
-        if own and own[0].is_whole:
-            head = self._head(own[0])
-            self._check_fit(head, at)
-            if head.is_void:
-                return self.start(newer_than=at)  # or waits for it
-            if head.after is None or head.after == at:
-                return _single(own[0], head)
-            problems.insert(0, _does_not_follow(own[0], head, at))
-        elif own and self._is_broken(own[0]):
-            problems.insert(0, _lacks(own[0]))
         if problems and not waits:
             raise CutError("\n".join(problems))
         if newest.at <= at and newest.is_whole:  # a sink that was emptied, or written again: the header tells for whom
@@ -124,16 +118,25 @@ class Chain:
                 self._heads.pop(newest, None)
             head = self._head(newest)
             if newest.at[0] == at[0]:
-                self._check_fit(head, at)
+                self._check_not_lost(head, at)
         return None
 
-    def _check_fit(self, head: Head, at: CutId) -> None:
-        """Check that a cut of the generation that was applied last is of the same fit."""
-        if self.fit and head.header.fit and head.header.fit != self.fit:
-            raise LostError(
-                f"{as_words(head.header.name.cut)} is not of the fit that wrote {as_words(at)}, which is applied: the "
-                "sink lost its parts, and the training was resumed from a checkpoint of before them."
+    def _check_not_lost(self, head: Head, at: CutId) -> None:
+        """Check that a cut of the same generation is of the same fit, and that another's fit knew of what was applied."""
+        header, problem = head.header, None
+        if header.generation == at[0]:
+            if self.fit and header.fit and header.fit != self.fit:
+                problem = (
+                    f"is not of the fit that wrote {as_words(at)}, which is applied: the sink lost its parts, and the "
+                    "training was resumed from a checkpoint of before them."
+                )
+        elif head.after is not None and header.found is not None and at > header.found:
+            problem = (
+                f"corrects what its fit found in the sink, up to {as_words(header.found)}; applied so far: "
+                f"{as_words(at)}, which the sink had lost."
             )
+        if problem is not None:
+            raise LostError(f"{as_words(header.name.cut)} {problem}")
 
     def _first(self) -> Move | None:
         """Return what a replica that has nothing begins with."""
@@ -215,27 +218,9 @@ class Chain:
         return head
 
 
-def _single(cut: Cut, head: Head) -> Move:
-    return Move([(head, name) for name in cut.names], is_base=len(head.bases) == cut.num_ranks)
-
-
-def _check_found(head: Head, at: CutId) -> None:
-    """Check that the fit of a cut knew of all that was applied."""
-    found = head.header.found
-    if head.after is not None and found is not None and at > found:
-        raise LostError(
-            f"{as_words(head.header.name.cut)} corrects what its fit found in the sink, up to {as_words(found)}; "
-            f"applied so far: {as_words(at)}, which the sink had lost."
-        )
-
-
 def _lacks(cut: Cut) -> str:
     lacks = [name for names in cut.missing.values() for name in names]
     return cut.conflict or f"{as_words(cut.at)} lacks {some(lacks, 8)}, and later parts are there."
-
-
-def _does_not_follow(cut: Cut, head: Head, at: CutId) -> str:
-    return f"{as_words(cut.at)} follows {as_words(head.after)}, which is not there; applied so far: {as_words(at)}."
 
 
 def prune(sink: str | os.PathLike[str] | DeltaSink) -> list[str]:
