@@ -73,13 +73,7 @@ def _changed_rows(now_RD: Tensor, before_RD: Tensor) -> Tensor:
 
 
 class Cut:
-    """One rank's part of a cut, until all ranks are known to have written theirs.
-
-    Args:
-        header: Of its first chunk; the numbers of chunks are set here.
-        rows: Copied, or being copied.
-        source: Of what the dense optimizer writes; copied here.
-    """
+    """One rank's part of a cut, until all ranks are known to have written theirs; numbers of chunks are set here."""
 
     def __init__(self, header: Header, rows: RowCopy, source: DenseSource) -> None:
         self.header = header
@@ -121,15 +115,13 @@ class Cut:
 def base_chunks(header: Header, plan: Sequence[list[Window]], source: DenseSource) -> Iterator[tuple[str, list[Piece]]]:
     """Return the chunks of a part with all rows of a rank, each made when it is asked for.
 
-    What the dense optimizer writes goes into the last one. The header is of the first; its numbers of chunks are set
-    here. The plan has the windows of each chunk.
+    The plan has the windows of each chunk; what the dense optimizer writes goes into one more.
     """
     header = replace(header, num_chunks=len(plan) + 1)
-    for number, windows in enumerate(plan):
-        chunk = replace(header, chunk=number)
-        yield str(chunk.name), encode_pieces(chunk, [rows_of(*window.read()) for window in windows])
-    chunk = replace(header, chunk=len(plan))
-    yield str(chunk.name), encode_pieces(chunk, *source.entries(source.copy()))
+    for windows in plan:
+        yield str(header.name), encode_pieces(header, [rows_of(*window.read()) for window in windows])
+        header = replace(header, chunk=header.chunk + 1)
+    yield str(header.name), encode_pieces(header, *source.entries(source.copy()))
 
 
 def packed_rows(entries: Iterable[Rows]) -> list[list[Rows]]:
@@ -153,13 +145,7 @@ def packed_rows(entries: Iterable[Rows]) -> list[list[Rows]]:
 def rows_of(shard: TableShard, field: str, rows_N: Tensor, values_ND: Tensor) -> Rows:
     """Return rows of a shard, or of a state of its optimizer, under the same name whatever the plan is.
 
-    Row-wise state, of one column, of a shard of columns stands in each of its columns.
-
-    Args:
-        shard: The shard.
-        field: `WEIGHT`, or a kind of state.
-        rows_N: Numbers in the shard, `(N,)`, int64.
-        values_ND: `(N, columns)`.
+    Row-wise state, of one column, of a shard of columns stands in each of its columns. `rows_N` are those in the shard.
     """
     num_rows, num_columns = shard.shape
     width = shard.weight.shape[1]

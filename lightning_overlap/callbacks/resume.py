@@ -24,15 +24,7 @@ def rows_to_resend(
 ) -> dict[str, Tensor] | None:
     """Return the rows that replicas may have otherwise than the tables are now; all ranks call this.
 
-    The sink may hold more parts of the run than the checkpoint knows of: their names are alike on all ranks.
-
-    Args:
-        writer: Reads the sink.
-        run: Of the training.
-        known: Names of all parts in the sink.
-        restored: What `EmbeddingDeltas.state_dict` said.
-        tables: Shapes of all tables.
-        strategy: Of the ranks.
+    The sink may hold more parts of the run than the checkpoint knows of: `known`, which are alike on all ranks.
 
     Returns:
         By table, `(N,)`, int64; None: any rows.

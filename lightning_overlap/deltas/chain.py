@@ -57,16 +57,12 @@ class Chain:
         self._heads.clear()
 
     def next(self, at: CutId | None) -> Move | None:
-        """Return what follows a state, or None where the last listing has nothing yet that does.
-
-        Args:
-            at: The cut that was applied last; None for a replica that has nothing.
+        """Return what follows a cut, or None where the last listing has nothing yet that does.
 
         Raises:
             CutError: Parts are missing and no base leads past them; the message names them.
             KeyError: A part is not there any more.
-            PartError: A part cannot be read.
-            SinkError: The sink cannot.
+            PartError, SinkError: A part cannot be read.
         """
         if not self.cuts:
             return None
@@ -122,7 +118,7 @@ class Chain:
         return None
 
     def _check_not_lost(self, head: Head, at: CutId) -> None:
-        """Check that a cut of the same generation is of the same fit, and that another's fit knew of what was applied."""
+        """Check that a cut of the same generation is of the same fit, and that another fit knew of what was applied."""
         header, problem = head.header, None
         if header.generation == at[0]:
             if self.fit and header.fit and header.fit != self.fit:

@@ -27,12 +27,7 @@ class LostError(CutError):
 
 @dataclass(frozen=True)
 class Cut:
-    """The names of one cut's parts.
-
-    Args:
-        at: Generation and step.
-        names: Of all chunks that are there, sorted.
-    """
+    """The chunks of one cut that are there, sorted."""
 
     at: CutId
     names: tuple[PartName, ...]
@@ -78,19 +73,16 @@ class Cut:
 
 @dataclass(frozen=True)
 class Head:
-    """What the headers of a whole cut say.
-
-    Args:
-        header: Of one of its parts.
-        after: The cut that it follows; None where every part is a base.
-        bases: The ranks whose parts are bases.
-        is_void: Whether a rank says that the cut must not be applied.
-    """
+    """What the headers of a whole cut say."""
 
     header: Header
+    """Of one of its parts."""
     after: CutId | None
+    """The cut that it follows; None where every part is a base."""
     bases: frozenset[int]
+    """The ranks whose parts are bases."""
     is_void: bool
+    """Whether a rank says that the cut must not be applied."""
 
 
 def group(names: Iterable[str]) -> list[Cut]:

@@ -26,10 +26,7 @@ class TablesError(ValueError):
 class ServedTables:
     """Writes rows and whole tensors by their names.
 
-    Args:
-        target: A module, whose `state_dict` names the tables and the dense part; a mapping of names to tensors; or None
-            for tables that are made as the parts describe them, on the host.
-        optimizer_state: Whether the state of the tables' optimizers is kept, in `optimizer_state`.
+    The arguments are those of `Replica`; tables that are made are on the host.
 
     Raises:
         TablesError: What is given cannot be written.
@@ -84,13 +81,7 @@ class ServedTables:
             )
 
     def check(self, part: Part, name: str, *, begins: bool) -> None:
-        """Raise a `TablesError` unless a chunk can be written, without writing.
-
-        Args:
-            part: The chunk.
-            name: What errors call it.
-            begins: Whether it goes with a base of all ranks, before which `begin` is called.
-        """
+        """Raise a `TablesError` unless a chunk can be written: one that `begins` goes with a base of all ranks."""
         for entry in part.rows:
             self._check_rows(entry, part.header, name, begins=begins)
         for tensor in () if self._makes else part.dense:
@@ -127,11 +118,7 @@ class ServedTables:
 
     @torch.no_grad()
     def load(self, tensors: Mapping[str, Tensor], optimizer_state: dict[str, dict[str, Tensor]]) -> None:
-        """Write whole tensors, those of an earlier process.
-
-        Raises:
-            TablesError: They are not the same tensors.
-        """
+        """Write whole tensors, those of an earlier process; raise a `TablesError` where they are not the same."""
         if self._makes:
             self.tensors = {name: torch.empty_like(value) for name, value in tensors.items()}
         for name, value in tensors.items():
