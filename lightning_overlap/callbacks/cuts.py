@@ -119,7 +119,7 @@ def base_chunks(header: Header, plan: Sequence[list[Window]], source: DenseSourc
     """
     header = replace(header, num_chunks=len(plan) + 1)
     for windows in plan:
-        yield str(header.name), encode_pieces(header, [rows_of(*window.read()) for window in windows])
+        yield str(header.name), encode_pieces(header, [rows_of(*read()) for read in windows])
         header = replace(header, chunk=header.chunk + 1)
     yield str(header.name), encode_pieces(header, *source.entries(source.copy()))
 

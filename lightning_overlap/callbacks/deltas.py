@@ -147,7 +147,7 @@ class EmbeddingDeltas(Callback):
                 f"EmbeddingDeltas has nothing to send: {type(pl_module).__name__} has no TorchRec tables. Take the "
                 "callback out."
             )
-        self._trainer, self._strategy, self._touched = trainer, strategy, touched
+        self._strategy, self._touched = strategy, touched
         self._writer = CutWriter(self._sink, min(self._sink_timeout_s, strategy.timeout_s / 2))
         self._is_sending = True
         self._dense = self._dense_source(pl_module, touched)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import Future
+from functools import partial
 from itertools import pairwise
 from typing import NamedTuple, TypeAlias
 
@@ -211,21 +212,11 @@ def _two_dim(values: Tensor) -> Tensor:
 # -- whole tables ----------------------------------------------------------------------------------------------------
 
 
-class Window(NamedTuple):
-    """Rows of one shard from the `first` one on, to be read later: a view `(rows, columns)`, on any device."""
-
-    shard: TableShard
-    field: str
-    first: int
-    values_ND: Tensor
-
-    def read(self) -> CopiedRows:
-        """Copy the rows to the host; nobody may write them meanwhile."""
-        rows_N = torch.arange(self.first, self.first + len(self.values_ND))
-        return CopiedRows(self.shard, self.field, rows_N, self.values_ND.to("cpu", copy=True))
+Window: TypeAlias = Callable[[], CopiedRows]
+"""Copies some rows of a shard that follow one another to the host; nobody may write them meanwhile."""
 
 
-def packs_of(shards: Iterable[tuple[TableShard, Fields]]) -> list[list[Window]]:
+def windows_of(shards: Iterable[tuple[TableShard, Fields]]) -> list[list[Window]]:
     """Divide shards into windows, and put these together, in their order, as long as they take `WINDOW_BYTES`."""
     packs: list[list[Window]] = []
     free = 0
@@ -233,10 +224,15 @@ def packs_of(shards: Iterable[tuple[TableShard, Fields]]) -> list[list[Window]]:
         for field, values_RD in fields.items():
             at_once = max(1, WINDOW_BYTES // (values_RD.shape[1] * values_RD.element_size()))
             for first in range(0, len(values_RD), at_once):
-                window = Window(shard, field, first, values_RD[first : first + at_once])
-                if not packs or window.values_ND.nbytes > free:
+                window_ND = values_RD[first : first + at_once]
+                if not packs or window_ND.nbytes > free:
                     packs.append([])
                     free = WINDOW_BYTES
-                packs[-1].append(window)
-                free -= window.values_ND.nbytes
+                packs[-1].append(partial(_read, shard, field, first, window_ND))
+                free -= window_ND.nbytes
     return packs
+
+
+def _read(shard: TableShard, field: str, first: int, window_ND: Tensor) -> CopiedRows:
+    rows_N = torch.arange(first, first + len(window_ND))
+    return CopiedRows(shard, field, rows_N, window_ND.to("cpu", copy=True))

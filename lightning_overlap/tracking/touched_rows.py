@@ -12,7 +12,7 @@ from torch.utils.hooks import RemovableHandle
 
 from ..runtime import LookupOrder
 from ..tables import TableShard, kernel_shards, num_fused_writes, sharded_modules
-from .copies import CopiedRows, DeviceCopy, Fields, HostCopy, RowCopy, Window, copy_on_host, fields_of, packs_of
+from .copies import CopiedRows, DeviceCopy, Fields, HostCopy, RowCopy, Window, copy_on_host, fields_of, windows_of
 from .kept_memory import KeptMemory
 from .row_marks import DeviceMarks, HostMarks
 
@@ -196,4 +196,4 @@ class TouchedRows:
         self._marks = self._new_marks()
         for kernel in self._kernels:
             kernel.write_back_cache()
-        return packs_of(self.fields)
+        return windows_of(self.fields)
