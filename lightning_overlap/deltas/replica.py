@@ -25,7 +25,6 @@ from .sink import DeltaSink, resolve_sink
 
 _log = logging.getLogger(__name__)
 _FORMAT = "embedding_deltas.replica"
-_KEPT_BYTES = 256 << 20
 
 
 class Position(NamedTuple):
@@ -95,7 +94,7 @@ class Replica:
         *,
         start: str | os.PathLike[str] | None = None,
         optimizer_state: bool = False,
-        kept_bytes: int = _KEPT_BYTES,
+        kept_bytes: int = 256 << 20,
     ) -> None:
         self.sink = resolve_sink(sink)
         self._tables = ServedTables(target, optimizer_state)
@@ -367,7 +366,7 @@ class Replica:
         with self._lock.writing():
             try:
                 if move.is_base:
-                    self._tables.begin()
+                    self._tables.optimizer_state.clear()  # of what is not sent any more
                 for head, name in move.chunks:
                     if name in kept:
                         part = kept.pop(name)

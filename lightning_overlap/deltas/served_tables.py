@@ -95,10 +95,6 @@ class ServedTables:
                     "that is trained, or a mapping of tables."
                 )
 
-    def begin(self) -> None:
-        """Forget what a base of all ranks does not overwrite: states of optimizers that are not sent any more."""
-        self.optimizer_state.clear()
-
     @torch.no_grad()
     def write(self, part: Part) -> None:
         """Write a chunk that has been checked."""
