@@ -11,8 +11,8 @@ from itertools import groupby
 from typing import NamedTuple
 
 from ..text import some
-from .cuts import Cut, CutError, CutId, Head, LostError, as_words, group, read_head
-from .parts import PartName, read_header
+from .cuts import Cut, CutError, CutId, Head, LostError, as_words, read_head
+from .parts import PartName, parse_names, read_header
 from .sink import DeltaSink, resolve_sink
 
 _log = logging.getLogger(__name__)
@@ -49,7 +49,8 @@ class Chain:
         """Look which cuts the sink has."""
         now = time.monotonic()
         self._unseen_s, self._listed = now - self._listed, now
-        self.cuts = group(self.sink.names())
+        names = parse_names(set(self.sink.names()))
+        self.cuts = [Cut(at, tuple(parts)) for at, parts in groupby(names, key=lambda name: name.cut)]
         self._by_generation = {number: [*cuts] for number, cuts in groupby(self.cuts, key=lambda cut: cut.at[0])}
 
     def forget(self) -> None:

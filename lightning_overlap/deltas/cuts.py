@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import groupby
 
-from .parts import Header, Part, PartError, PartName, decode, parse_names, read_header
+from .parts import Header, Part, PartError, PartName, decode, read_header
 from .sink import DeltaSink
 
 CutId = tuple[int, int]
@@ -83,11 +82,6 @@ class Head:
     """The ranks whose parts are bases."""
     is_void: bool
     """Whether a rank says that the cut must not be applied."""
-
-
-def group(names: Iterable[str]) -> list[Cut]:
-    """Return the cuts to which the names in a sink belong, in order; other names are left out."""
-    return [Cut(at, tuple(parts)) for at, parts in groupby(parse_names(set(names)), key=lambda name: name.cut)]
 
 
 def read_head(sink: DeltaSink, cut: Cut) -> Head:
