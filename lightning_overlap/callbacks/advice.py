@@ -11,13 +11,11 @@ from ..plugin import OverlapEmbeddingStrategy
 from ..profiling import Breakdown, Price
 from ..schedules import Schedule
 from ..tables import kernel_shards
+from ..text import some
 from ..tuning import Bags, Costs, can_be_priced, over_ranks, prices, shrunk, with_replicas
 
 FP16 = 0.5
 """Share of their bytes that embeddings and gradients keep in FP16."""
-
-NUM_NAMED = 3
-"""Tables to replicate that are named."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,8 +66,6 @@ def price(strategy: OverlapEmbeddingStrategy, schedule: Schedule, ranks: Sequenc
         bags = [table for one in ranks for table in one.bags] if all(one.bags for one in ranks) else []
         replicated = with_replicas(bags, costs, means[slowest].traffic, len(ranks))
         if replicated is not None:
-            names = list(dict.fromkeys(replicated[0]))
-            more = ", ..." if len(names) > NUM_NAMED else ""
-            words = f"the same, {len(names)} tables replicated ({', '.join(names[:NUM_NAMED])}{more})"
-            changed[words] = replicated[1]
+            names = dict.fromkeys(replicated[0])
+            changed[f"the same, {len(names)} tables replicated ({some(names, 3)})"] = replicated[1]
     return prices(schedule, costs, ranks[slowest].steps_ms, changed)

@@ -3,49 +3,62 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
+from typing import TypeAlias
 
 import torch
 from torch import Tensor
 
 from ..deltas import WEIGHT, Dense, Header, Piece, Rows, encode_pieces
 from ..tables import TableShard
-from ..tracking import CopiedTable, DenseCopy, RowCopy, Window, changed_rows
+from ..tracking import Fields, RowCopy, Window, to_host
 
 CHUNK_BYTES = 5 << 20
 """Of a cut's rows in one chunk: more is encoded and written more slowly, out of the reach of a core's cache."""
 
 
+DenseCopy: TypeAlias = tuple[dict[str, Tensor], torch.cuda.Event | None]
+"""Copies on the host by key, in pinned memory once the event has come."""
+
+
 class DenseSource:
     """What may change in any row: the dense part, by names in the unsharded model, and shards of tables.
 
-    The tables are those of the dense optimizer, and replicated ones, each with the states that are sent too, by kind.
+    The tables are those of the dense optimizer, and replicated ones, each with the fields that are sent.
     """
 
-    def __init__(self, tensors: dict[str, Tensor], tables: Sequence[tuple[TableShard, Mapping[str, Tensor]]]) -> None:
+    def __init__(self, tensors: dict[str, Tensor], tables: Sequence[tuple[TableShard, Fields]]) -> None:
         self._tensors = tensors
         self._tables = {
-            f"{number} {field}": (shard, field, values)
-            for number, (shard, states) in enumerate(tables)
-            for field, values in {WEIGHT: shard.weight, **states}.items()
+            f"{number} {field}": (shard, field, values_RD)
+            for number, (shard, fields) in enumerate(tables)
+            for field, values_RD in fields.items()
         }
         self._sent: dict[str, Tensor] = {}
 
     def copy(self) -> DenseCopy:
-        """Begin to copy all of it as it is now."""
-        return DenseCopy({**self._tensors, **{key: values for key, (_, _, values) in self._tables.items()}})
+        """Begin to copy all of it as it is now; on a device the current stream does, and the host does not wait."""
+        now = {**self._tensors, **{key: values for key, (_, _, values) in self._tables.items()}}
+        copies = {key: to_host(tensor.detach()) for key, tensor in now.items()}
+        if not any(tensor.is_cuda for tensor in now.values()):
+            return copies, None
+        copied = torch.cuda.Event()
+        copied.record()
+        return copies, copied
 
     def entries(self, copy: DenseCopy) -> tuple[list[Rows], list[Dense]]:
         """Return the rows of tables that have changed since the copy that was asked for last, and the dense part."""
-        values = copy.values()
+        values, copied = copy
+        if copied is not None:
+            copied.synchronize()
         rows = []
         for key, (shard, field, _) in self._tables.items():
-            now = values[key].reshape(len(values[key]), -1)  # row-wise state has one column
-            changed_N = changed_rows(now, self._sent.get(key))
-            self._sent[key] = now
+            now_RD, before_RD = values[key], self._sent.get(key)
+            changed_N = torch.arange(len(now_RD)) if before_RD is None else _changed_rows(now_RD, before_RD)
+            self._sent[key] = now_RD
             if len(changed_N):
-                rows.append(rows_of(shard, field, changed_N, now.index_select(0, changed_N)))
+                rows.append(rows_of(shard, field, changed_N, now_RD.index_select(0, changed_N)))
         return rows, [Dense(name, values[name]) for name in self._tensors]
 
     def forget(self) -> None:
@@ -53,19 +66,18 @@ class DenseSource:
         self._sent.clear()
 
 
+def _changed_rows(now_RD: Tensor, before_RD: Tensor) -> Tensor:
+    """Return the rows that differ in any bit, `(N,)`, int64."""
+    differ = now_RD.contiguous().view(torch.uint8) != before_RD.contiguous().view(torch.uint8)
+    return differ.any(1).nonzero().squeeze(1)
+
+
 class Cut:
-    """One rank's part of a cut, until all ranks are known to have written theirs.
+    """One rank's part of a cut, until all ranks are known to have written theirs; numbers of chunks are set here."""
 
-    Args:
-        header: Of its first chunk; the numbers of chunks are set here.
-        shards: That the copied tables are numbered by.
-        rows: Copied, or being copied.
-        source: Of what the dense optimizer writes; copied here.
-    """
-
-    def __init__(self, header: Header, shards: Sequence[TableShard], rows: RowCopy, source: DenseSource) -> None:
+    def __init__(self, header: Header, rows: RowCopy, source: DenseSource) -> None:
         self.header = header
-        self._shards, self._source = shards, source
+        self._source = source
         self._rows: RowCopy | None = rows  # until they are written
         self._dense: DenseCopy | None = source.copy()  # likewise
         self._lock = threading.Lock()
@@ -85,39 +97,31 @@ class Cut:
             yield str(chunk.name), encode_pieces(chunk, rows, () if number else dense)
         self._dense = None
         packs.clear()
-        self._let_go()
-
-    def _wait(self) -> list[Rows]:
-        with self._lock:
-            if self._entries is None:
-                assert self._rows is not None
-                self._entries = _all_rows_of(self._shards, self._rows.tables())
-            return self._entries
-
-    def _let_go(self) -> None:
-        """Let the next cut have the memory of the values."""
-        with self._lock:
+        with self._lock:  # let the next cut have the memory of the values
             assert self._entries is not None
             assert self._rows is not None
             self._entries = [replace(entry, values=entry.values.new_empty(0, 0)) for entry in self._entries]
             self._rows.give_back()
             self._rows = None
 
+    def _wait(self) -> list[Rows]:
+        with self._lock:
+            if self._entries is None:
+                assert self._rows is not None
+                self._entries = [rows_of(*copied) for copied in self._rows.tables()]
+            return self._entries
 
-def base_chunks(
-    header: Header, shards: Sequence[TableShard], plan: Sequence[list[Window]], source: DenseSource
-) -> Iterator[tuple[str, list[Piece]]]:
+
+def base_chunks(header: Header, plan: Sequence[list[Window]], source: DenseSource) -> Iterator[tuple[str, list[Piece]]]:
     """Return the chunks of a part with all rows of a rank, each made when it is asked for.
 
-    What the dense optimizer writes goes into the last one. The header is of the first; its numbers of chunks are set
-    here. The plan has the windows of each chunk, by the number of their shard.
+    The plan has the windows of each chunk; what the dense optimizer writes goes into one more.
     """
     header = replace(header, num_chunks=len(plan) + 1)
-    for number, windows in enumerate(plan):
-        chunk = replace(header, chunk=number)
-        yield str(chunk.name), encode_pieces(chunk, _all_rows_of(shards, (window.read() for window in windows)))
-    chunk = replace(header, chunk=len(plan))
-    yield str(chunk.name), encode_pieces(chunk, *source.entries(source.copy()))
+    for windows in plan:
+        yield str(header.name), encode_pieces(header, [rows_of(*read()) for read in windows])
+        header = replace(header, chunk=header.chunk + 1)
+    yield str(header.name), encode_pieces(header, *source.entries(source.copy()))
 
 
 def packed_rows(entries: Iterable[Rows]) -> list[list[Rows]]:
@@ -138,20 +142,10 @@ def packed_rows(entries: Iterable[Rows]) -> list[list[Rows]]:
     return packs
 
 
-def _all_rows_of(shards: Sequence[TableShard], tables: Iterable[CopiedTable]) -> list[Rows]:
-    return [rows_of(shards[one.shard], one.field, one.rows_N, one.values_ND) for one in tables]
-
-
 def rows_of(shard: TableShard, field: str, rows_N: Tensor, values_ND: Tensor) -> Rows:
     """Return rows of a shard, or of a state of its optimizer, under the same name whatever the plan is.
 
-    Row-wise state, of one column, of a shard of columns stands in each of its columns.
-
-    Args:
-        shard: The shard.
-        field: `WEIGHT`, or a kind of state.
-        rows_N: Numbers in the shard, `(N,)`, int64.
-        values_ND: `(N, columns)`.
+    Row-wise state, of one column, of a shard of columns stands in each of its columns. `rows_N` are those in the shard.
     """
     num_rows, num_columns = shard.shape
     width = shard.weight.shape[1]
@@ -163,16 +157,16 @@ def rows_of(shard: TableShard, field: str, rows_N: Tensor, values_ND: Tensor) ->
     return Rows(shard.name, field, shard.shape, shard.first_column, rows_N, values_ND)
 
 
-def columns_of_states(shards: Iterable[tuple[TableShard, Mapping[str, Tensor]]]) -> list[tuple[str, str, int, int]]:
+def columns_of_states(shards: Iterable[tuple[TableShard, Fields]]) -> list[tuple[str, str, int, int]]:
     """Return which columns share a value of row-wise state, where that is not the whole row: it goes with the plan.
 
     Table, kind, first column and number of columns of each shard of a fused table that has part of the columns.
     """
     return sorted(
         (shard.name, field, shard.first_column, shard.weight.shape[1])
-        for shard, states in shards
-        for field, values in states.items()
-        if values.dim() == 1 and shard.weight.shape[1] != shard.shape[1]
+        for shard, fields in shards
+        for field, values_RD in fields.items()
+        if field != WEIGHT and values_RD.shape[1] == 1 and shard.weight.shape[1] != shard.shape[1]
     )
 
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 import time
 import uuid
+import warnings
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
 from typing import Any
@@ -13,24 +15,13 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from torch import Tensor
 from typing_extensions import override
 
-from ..deltas import (
-    CutWriter,
-    DeltaSink,
-    Header,
-    PartName,
-    encode_pieces,
-    parse_names,
-    read_header,
-    resolve_sink,
-)
+from ..deltas import CutWriter, DeltaSink, Header, PartName, encode_pieces, parse_names, read_header, resolve_sink
 from ..distributed import Lowest
-from ..plugin import OverlapEmbeddingStrategy
+from ..plugin import OverlapEmbeddingStrategy, logged_step
 from ..tables import fused_writes, sharded_state_names
 from ..tracking import TouchedRows
-from .agreement import Together
 from .cuts import Cut, DenseSource, base_chunks, columns_of_states, merged_rows
-from .lag import LagLog
-from .resume import Restored, rows_to_resend
+from .resume import rows_to_resend
 
 FAILED, BUSY, READY = range(3)
 """What a rank says of its writer; the lowest of all ranks counts."""
@@ -87,15 +78,21 @@ class EmbeddingDeltas(Callback):
             raise ValueError("EmbeddingDeltas takes a folder or a sink to send to (overlap-train: deltas.path=FOLDER).")
         if every_n_steps < 1:
             raise ValueError(f"every_n_steps is a number of batches, from 1 on, got {every_n_steps}.")
+        if max_lag_steps is not None and max_lag_steps < every_n_steps:
+            raise ValueError(
+                f"max_lag_steps={max_lag_steps} is below every_n_steps={every_n_steps}: replicas are always that many "
+                "batches behind before the next cut."
+            )
+        if on_lag not in ("warn", "stop"):
+            raise ValueError(f"on_lag is one of warn, stop, got {on_lag!r}.")
         if sink_timeout_s <= 0:
             raise ValueError(f"sink_timeout_s is a number of seconds above 0, got {sink_timeout_s}.")
         self._sink = resolve_sink(sink)
-        self._lag = LagLog(self._sink, every_n_steps, max_lag_steps, on_lag, name)
-        self._every, self._sink_timeout_s = every_n_steps, sink_timeout_s
-        self._name = name
+        self._every, self._max_lag_steps, self._on_lag = every_n_steps, max_lag_steps, on_lag
+        self._sink_timeout_s, self._name = sink_timeout_s, name
         self._sends_dense, self._states = dense, optimizer_state
         self._run_sends_dense = False  # so does what replicas have of it
-        self._restored: Restored | None = None
+        self._restored: dict[str, Any] | None = None  # the state in a checkpoint
         self._columns: list[tuple[str, str, int, int]] | None = None  # that share row-wise state; None: none is sent
         self._acknowledged: tuple[int, int] | None = None  # what is in no later cut is in the rows of a checkpoint
         self.run: str | None = None
@@ -111,6 +108,7 @@ class EmbeddingDeltas(Callback):
         self._outstanding: list[Cut] = []
         self._is_void = False
         self._writes = 0
+        self._is_late = False  # it was warned of
         self._num_ended = 0  # calls of the hook since the last cut: at least as many as batches
 
     @property
@@ -143,26 +141,24 @@ class EmbeddingDeltas(Callback):
             )
         self._run_sends_dense = self._sends_dense
         self._forget_fit()
-        self._lag.begin()
         touched = strategy.touched_rows(states=self._states)
         if touched is None:
             raise ValueError(
                 f"EmbeddingDeltas has nothing to send: {type(pl_module).__name__} has no TorchRec tables. Take the "
                 "callback out."
             )
-        self._trainer, self._strategy, self._touched = trainer, strategy, touched
-        self._ranks = Together(strategy)
+        self._strategy, self._touched = strategy, touched
         self._writer = CutWriter(self._sink, min(self._sink_timeout_s, strategy.timeout_s / 2))
         self._is_sending = True
-        shards = [*touched.shards, *(shard for shard, *_ in touched.dense)]
-        tables = strategy.gather({shard.name: shard.shape for shard in shards})
-        self._tables = {name: shape for of_rank in tables for name, shape in of_rank.items()}
         self._dense = self._dense_source(pl_module, touched)
-        of_ranks = strategy.gather(columns_of_states(zip(touched.shards, touched.shard_states, strict=True)))
-        self._columns = sorted({one for of_rank in of_ranks for one in of_rank}) if self._states else None
+        shards = [shard for shard, _ in touched.fields] + [shard for shard, *_ in touched.dense]
+        shapes = {shard.name: shard.shape for shard in shards}
+        of_ranks = strategy.gather((shapes, columns_of_states(touched.fields)))
+        self._tables = {name: shape for shapes, _ in of_ranks for name, shape in shapes.items()}
+        self._columns = sorted({one for _, columns in of_ranks for one in columns}) if self._states else None
         self._last = self._step  # the step of the newest cut
-        self._ranks.do(self._writer.check)
-        self._ranks.do(lambda: self._begin(restored))
+        self._together(self._writer.check)
+        self._begin(restored)
         self._acknowledged = (self.generation, self._step)
         touched.attach()
 
@@ -173,7 +169,7 @@ class EmbeddingDeltas(Callback):
 
     def _dense_source(self, module: LightningModule, touched: TouchedRows) -> DenseSource:
         is_first = self._strategy.global_rank == 0
-        tables = [(shard, states) for shard, is_replicated, states in touched.dense if is_first or not is_replicated]
+        tables = [(shard, fields) for shard, fields, is_replicated in touched.dense if is_first or not is_replicated]
         tensors: dict[str, Tensor] = {}
         if is_first and self._sends_dense:
             sharded = sharded_state_names(module)
@@ -184,13 +180,13 @@ class EmbeddingDeltas(Callback):
             }
         return DenseSource(tensors, tables)
 
-    def _begin(self, restored: Restored | None) -> None:
+    def _begin(self, restored: dict[str, Any] | None) -> None:
         """Begin a generation with a part of all rows, or of those that replicas may have otherwise."""
         writer = self._writer
-        self._fit, now, known = self._ranks.ask_first(
-            lambda: (uuid.uuid4().hex, int(time.time()), parse_names(writer.names()))
-        )
-        self._check_run(writer, known)
+        self._fit, now, names = self._ask_first(lambda: (uuid.uuid4().hex, int(time.time()), writer.names()))
+        known = parse_names(names)
+        if known:
+            self._check_run(known[-1])
         self._found = max((name.cut for name in known), default=None)
         self.generation = 1 + max([self.generation, *(name.generation for name in known)])
         if self.run is None:
@@ -199,31 +195,49 @@ class EmbeddingDeltas(Callback):
             self.generation = max(self.generation, now)
         self._writes = self._touched.num_writes
         rows = None
-        is_other = restored is None or (restored.writes, restored.columns) != (self._writes, self._columns)
-        if not self._strategy.any_rank(is_other):
-            assert restored is not None
+        is_other = restored is None or (restored["writes"], restored.get("columns")) != (self._writes, self._columns)
+        if not self._strategy.any_rank(is_other) and restored is not None:
             rows = rows_to_resend(writer, self.run, known, restored, self._tables, self._strategy)
-        if rows is None:
-            self._write_base(after_all=True)
+        if rows is None or restored is None:
+            self._together(lambda: self._write_base(after_all=True))
         else:
-            assert restored is not None
             for table, numbers in rows.items():
                 self._touched.mark(table, numbers)
-            self._write_now(self._make_cut(restored.acknowledged))
+            after = tuple(restored["acknowledged"])
+            self._together(lambda: self._write_cut(after))
 
-    def _check_run(self, writer: CutWriter, known: list[PartName]) -> None:
+    def _check_run(self, newest: PartName) -> None:
         """Refuse a sink that has the parts of another training."""
-        if not known:
-            return
-        newest = known[-1]
-        header: Header = self._ranks.ask_first(lambda: read_header(writer.read(str(newest)), str(newest)))
-        if header.run == self.run:
-            return
+        header: Header = self._ask_first(lambda: read_header(self._writer.read(str(newest)), str(newest)))
         what = "this fit begins a training of its own" if self.run is None else f"this fit is of run {self.run}"
-        raise ValueError(
-            f"{self._sink} holds the parts of run {header.run} (generation {header.generation}, step "
-            f"{header.step}), and {what}. Give it an empty place, or resume from a checkpoint of that run (ckpt_path)."
-        )
+        if header.run != self.run:
+            raise ValueError(
+                f"{self._sink} holds the parts of run {header.run} (generation {header.generation}, step "
+                f"{header.step}), and {what}. Give it an empty place, or resume from a checkpoint of that run "
+                "(ckpt_path)."
+            )
+
+    # -- errors, on all ranks alike ---------------------------------------------------------------------------------
+
+    def _together(self, do: Callable[[], Any]) -> Any:
+        """Return what `do` does, which waits for no rank after what may fail on one alone; raise its error on all."""
+        result, error = None, None
+        try:
+            result = do()
+        except Exception as err:
+            error = err
+        self._raise_together(error)
+        return result
+
+    def _ask_first(self, ask: Callable[[], Any]) -> Any:
+        """Return what rank 0 finds out, anything that can be pickled."""
+        return self._strategy.gather(self._together(lambda: None if self._strategy.global_rank else ask()))[0]
+
+    def _raise_together(self, error: BaseException | None) -> None:
+        said = self._strategy.gather(None if error is None else f"{type(error).__name__}: {error}")
+        causes = [f"rank {said.index(cause)}: {cause}" for cause in dict.fromkeys(said) if cause is not None]
+        if causes:
+            raise RuntimeError(f"embedding deltas cannot be sent. {'; '.join(causes)}") from error
 
     # -- cuts ---------------------------------------------------------------------------------------------------
 
@@ -248,10 +262,10 @@ class EmbeddingDeltas(Callback):
 
     def _make_cut(self, after: tuple[int, int] | None) -> Cut:
         copied = self._touched.copy()
-        return Cut(self._header(after), self._touched.shards, copied, self._dense)
+        return Cut(self._header(after), copied, self._dense)
 
-    def _write_now(self, cut: Cut) -> None:
-        self._writer.write_now(cut.header.step, cut.chunks())
+    def _write_cut(self, after: tuple[int, int] | None) -> None:
+        self._writer.write_now(self._step, self._make_cut(after).chunks())
 
     def _write_base(self, *, after_all: bool) -> None:
         """Write all rows of this rank; training waits. After those of all ranks replicas need nothing from before."""
@@ -259,8 +273,7 @@ class EmbeddingDeltas(Callback):
         plan = self._touched.begin_base()
         self._dense.forget()
         self._writes = self._touched.num_writes
-        chunks = base_chunks(self._header(None), self._touched.shards, plan, self._dense)
-        self._writer.write_now(self._step, chunks)
+        self._writer.write_now(self._step, base_chunks(self._header(None), plan, self._dense))
         if after_all:
             self._outstanding.clear()
             self._is_void = False
@@ -278,15 +291,12 @@ class EmbeddingDeltas(Callback):
         if self._answer is not None:
             state, written, is_whole = self._answer()
             self._answer = None
-            self._hear(trainer, state, written, is_whole=bool(is_whole))
-            if state == READY and self._is_due(self._step):
-                self._cut(is_whole=bool(is_whole))
+            self._hear(trainer, state, written, is_whole)
+            if state == READY and self._step - self._last >= self._every:
+                self._cut(is_whole)
                 self._num_ended = 0
-        if self._is_due(self._step + 1):
+        if self._step + 1 - self._last >= self._every:
             self._ask()
-
-    def _is_due(self, step: int) -> bool:
-        return step - self._last >= self._every
 
     def _ask(self) -> None:
         """Ask all ranks, for the next step's end, whether they can cut, and what they have written."""
@@ -295,19 +305,41 @@ class EmbeddingDeltas(Callback):
         state = FAILED if writer.error is not None else READY if writer.is_ready else BUSY
         self._answer = self._strategy.lowest((state, writer.written_step, not self._is_void))
 
-    def _hear(self, trainer: Trainer, state: int, written: int, *, is_whole: bool) -> None:
+    def _hear(self, trainer: Trainer, state: int, written: int, is_whole: int) -> None:
         if state == FAILED:
-            self._ranks.raise_together(self._writer.error)
+            self._raise_together(self._writer.error)
         # Of a void cut and what follows it nothing is applied before the base that is to come.
         if is_whole and written >= 0:
             self._acknowledged = (self.generation, written)
             self._outstanding = [cut for cut in self._outstanding if cut.header.step > written]
-        self._lag.hear(trainer, self._step - written, self._touched.most, self._writer.num_bytes)
+        behind, waiting = self._step - written, self._touched.most
+        values = {"steps_behind": behind, "rows_waiting": waiting, "bytes": self._writer.num_bytes}
+        prefix = "deltas" if self._name is None else f"deltas/{self._name}"
+        for logger in trainer.loggers:
+            metrics = {f"{prefix}/{what}": float(value) for what, value in values.items()}
+            logger.log_metrics(metrics, step=logged_step(trainer))
+        was_late, self._is_late = self._is_late, self._max_lag_steps is not None and behind > self._max_lag_steps
+        if self._is_late and not was_late:
+            self._take_as_late(trainer, behind, waiting)
 
-    def _cut(self, *, is_whole: bool) -> None:
+    def _take_as_late(self, trainer: Trainer, behind: int, waiting: int) -> None:
+        """Warn of a lag that has become more than is allowed, or stop the training."""
+        goes_on = "Training goes on."
+        if self._on_lag == "stop":
+            trainer.should_stop, goes_on = True, "Training stops (on_lag='stop')."
+        if trainer.is_global_zero:
+            warnings.warn(
+                f"{self._sink} is {behind} batches behind the training, more than max_lag_steps={self._max_lag_steps}: "
+                f"it takes longer to write than {self._every} batches to train. {goes_on} Take a larger every_n_steps "
+                f"or a faster sink; {waiting} rows at most wait on this rank.",
+                UserWarning,
+                stacklevel=2,
+            )
+
+    def _cut(self, is_whole: int) -> None:
         """Make a cut, as all ranks do."""
         if not is_whole:
-            self._ranks.do(lambda: self._write_base(after_all=True))
+            self._together(lambda: self._write_base(after_all=True))
             self._acknowledged = (self.generation, self._step)
         elif self._touched.num_writes != self._writes:
             with suppress(Exception):  # which the writer keeps: the ranks hear of it together
@@ -333,9 +365,8 @@ class EmbeddingDeltas(Callback):
 
     @override
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        if not self._is_sending:
-            return
-        if self._strategy.has_stashed_gradients:  # their steps are made after all hooks, which may save them
+        if self._is_sending and self._strategy.has_stashed_gradients:
+            # their steps are made after all hooks, which may save them
             self._strategy.call_at_end(lambda: self._finish(steps=True))
         else:
             self._finish(steps=False)
@@ -350,14 +381,14 @@ class EmbeddingDeltas(Callback):
             self._answer = None
         self._settle()
         self._writer.wait()
-        self._ranks.raise_together(self._writer.error)
+        self._raise_together(self._writer.error)
         changed = self._touched.num_writes != self._writes
         left = self._step != self._last or bool(self._touched.most) or changed or steps
         is_void = self._strategy.any_rank(self._is_void)
         if self._strategy.any_rank(left) or is_void:
-            self._ranks.do(lambda: self._write_last(is_base=is_void or changed, after_all=is_void))
+            self._together(lambda: self._write_last(is_base=is_void or changed, after_all=is_void))
         self._acknowledged = (self.generation, self._step)
-        self._ranks.do(self._writer.close_sink)
+        self._together(self._writer.close_sink)
         self._end()
 
     def _write_last(self, *, is_base: bool, after_all: bool) -> None:
@@ -368,7 +399,7 @@ class EmbeddingDeltas(Callback):
         if is_base:
             self._write_base(after_all=after_all)
         else:
-            self._write_now(self._make_cut(after))
+            self._write_cut(after)
 
     @override
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
@@ -393,9 +424,9 @@ class EmbeddingDeltas(Callback):
         """Return what a resumed training has to know; all ranks call this, as they do to save a checkpoint."""
         if self.run is None:
             return {}
-        acknowledged = self._acknowledged
         state: dict[str, Any] = {"run": self.run, "generation": self.generation, "rows": {}, "whole": []}
-        state["columns"], state["dense"] = self._columns, self._run_sends_dense
+        state |= {"columns": self._columns, "dense": self._run_sends_dense}
+        acknowledged = self._acknowledged
         if self._is_sending:
             self._strategy.update_tables()
             waiting = [rows for cut in self._outstanding for rows in cut.numbers()]
@@ -414,4 +445,5 @@ class EmbeddingDeltas(Callback):
             return
         self.run, self.generation = state_dict["run"], max(self.generation, int(state_dict["generation"]))
         self._run_sends_dense |= state_dict.get("dense", False)
-        self._restored = Restored.of(state_dict, fused_writes(self._trainer.lightning_module))
+        # how often somebody has written this rank's fused tables, right after they were loaded
+        self._restored = state_dict | {"writes": fused_writes(self._trainer.lightning_module)}

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -15,51 +14,23 @@ from ..plugin import OverlapEmbeddingStrategy
 from .cuts import merged_rows
 
 
-@dataclass(frozen=True)
-class Restored:
-    """What a checkpoint says of deltas."""
-
-    acknowledged: tuple[int, int] | None
-    """The newest cut that all ranks were known to have written; None where all rows have to be sent."""
-    rows: Mapping[str, Tensor]
-    """That later updates had written, by table, `(N,)`, int64."""
-    whole: Sequence[str]
-    """Tables that the dense optimizer wrote: any of their rows."""
-    columns: Sequence[tuple[str, str, int, int]] | None
-    """Of shards whose row-wise state was sent, see `columns_of_states`; None where no state was sent."""
-    writes: int
-    """How often somebody has written this rank's fused tables, right after they were loaded."""
-
-    @classmethod
-    def of(cls, state: Mapping[str, Any], writes: int) -> Restored:
-        """Read the state of the callback in a checkpoint."""
-        cut, columns = state["acknowledged"], state.get("columns")
-        return cls(
-            None if cut is None else (int(cut[0]), int(cut[1])),
-            state["rows"],
-            state["whole"],
-            None if columns is None else [tuple(one) for one in columns],
-            writes,
-        )
-
-
 def rows_to_resend(
     writer: CutWriter,
     run: str,
     known: Sequence[PartName],
-    restored: Restored,
+    restored: Mapping[str, Any],
     tables: Mapping[str, tuple[int, int]],
     strategy: OverlapEmbeddingStrategy,
 ) -> dict[str, Tensor] | None:
     """Return the rows that replicas may have otherwise than the tables are now; all ranks call this.
 
-    The sink may hold more parts of the run than the checkpoint knows of: their names are alike on all ranks.
+    The sink may hold more parts of the run than the checkpoint knows of: `known`, which are alike on all ranks.
 
     Returns:
         By table, `(N,)`, int64; None: any rows.
     """
-    acknowledged = restored.acknowledged
-    if acknowledged is None or all(name.cut != acknowledged for name in known):
+    acknowledged = restored["acknowledged"] and tuple(restored["acknowledged"])
+    if all(name.cut != acknowledged for name in known):
         return None  # a sink that does not hold that cut any more does not tell what replicas have applied since
     since = [name for name in known if name.cut > acknowledged]
     found: dict[str, Tensor] | None = None
@@ -68,8 +39,8 @@ def rows_to_resend(
     of_ranks = strategy.gather(found)
     if any(rows is None for rows in of_ranks):
         return None
-    whole = {name: torch.arange(tables[name][0]) for name in restored.whole if name in tables}
-    return merged_rows([dict(restored.rows), whole, *of_ranks])
+    whole = {name: torch.arange(tables[name][0]) for name in restored["whole"] if name in tables}
+    return merged_rows([restored["rows"], whole, *of_ranks])
 
 
 def _sent_rows(writer: CutWriter, names: Iterable[PartName], run: str) -> Iterator[dict[str, Tensor]]:

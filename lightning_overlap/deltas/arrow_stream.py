@@ -41,7 +41,7 @@ class BatchForm:
         header = _followed(message, _field(message, table, _HEADER))
         buffers = _followed(message, _field(message, header, _BUFFERS))
         # of each of the two columns: validity, offsets, bytes; all others come before them
-        self._last = buffers + 4 + _OFFSETS.size * (_u32(message, buffers) - 6)
+        self._last = buffers + 4 + _OFFSETS.size * (_number(message, buffers) - 6)
         self._first, _ = _OFFSETS.unpack_from(message, self._last + _OFFSETS.size)
         end = _PREFIX.size + size
         self._metadata, self._body = message[:end], message[end : end + self._first]
@@ -66,11 +66,7 @@ def joined(pieces: Sequence[Piece]) -> bytes:
         return pieces[0]
     whole = io.BytesIO(bytes(sum(map(len, pieces))))
     with whole.getbuffer() as memory:
-        first = 0
-        for piece in pieces:
-            end = first + len(piece)
-            np.frombuffer(memory[first:end], np.uint8)[:] = np.frombuffer(piece, np.uint8)
-            first = end
+        np.concatenate([np.frombuffer(piece, np.uint8) for piece in pieces], out=np.frombuffer(memory, np.uint8))
     return whole.getvalue()
 
 
@@ -78,16 +74,16 @@ def _aligned(size: int) -> int:
     return -(-size // _ALIGNED_TO) * _ALIGNED_TO
 
 
-def _u32(data: bytes, at: int) -> int:
-    found: int = struct.unpack_from("<I", data, at)[0]
+def _number(data: bytes, at: int, form: str = "<I") -> int:
+    found: int = struct.unpack_from(form, data, at)[0]
     return found
 
 
 def _followed(data: bytes, at: int) -> int:
-    return at + _u32(data, at)
+    return at + _number(data, at)
 
 
 def _field(data: bytes, table: int, number: int) -> int:
     """Return where a field of a flatbuffers table stands."""
-    vtable = table - int(struct.unpack_from("<i", data, table)[0])
-    return table + int(struct.unpack_from("<H", data, vtable + 4 + 2 * number)[0])
+    vtable = table - _number(data, table, "<i")
+    return table + _number(data, vtable + 4 + 2 * number, "<H")

@@ -7,12 +7,11 @@ import os
 import time
 from bisect import bisect_right
 from collections.abc import Sequence
-from contextlib import suppress
-from dataclasses import dataclass
-from itertools import chain, groupby
+from itertools import groupby
+from typing import NamedTuple
 
 from ..text import some
-from .cuts import Cut, CutError, CutId, Head, LostError, as_words, group, read_head
+from .cuts import Cut, CutError, CutId, Head, LostError, as_words, read_head
 from .parts import PartName, parse_names, read_header
 from .sink import DeltaSink, resolve_sink
 
@@ -22,22 +21,13 @@ QUICK_S = 2.0
 """In less no training begins again and comes to the same step: from one listing to the next one of a sink."""
 
 
-@dataclass(frozen=True)
-class Move:
-    """What brings a replica to a newer state: one cut, or for one that begins, the cuts from its ranks' bases on.
-
-    Args:
-        chunks: What is to be applied, in order: each with what its cut says.
-        is_base: Whether a replica needs nothing before it: every rank's parts begin with a base.
-    """
+class Move(NamedTuple):
+    """What brings a replica to a newer state: one cut, or for one that begins, the cuts from its ranks' bases on."""
 
     chunks: Sequence[tuple[Head, PartName]]
+    """What is to be applied, in order: each with what its cut says."""
     is_base: bool
-
-    @property
-    def head(self) -> Head:
-        """What the last of its cuts says."""
-        return self.chunks[-1][0]
+    """Whether a replica needs nothing before it: every rank's parts begin with a base."""
 
 
 class Chain:
@@ -55,124 +45,101 @@ class Chain:
         self._listed, self._unseen_s = time.monotonic(), 0.0
         self._heads: dict[Cut, Head] = {}
 
-    def next(self, at: CutId | None, *, lists: bool = True) -> Move | None:
-        """Return what follows a state, or None where the sink has nothing yet that does.
-
-        Args:
-            at: The cut that was applied last; None for a replica that has nothing.
-            lists: Whether to list the sink also where the last listing has what follows.
-
-        Raises:
-            CutError: Parts are missing and no base leads past them; the message names them.
-            PartError: A part cannot be read.
-            SinkError: The sink cannot.
-        """
-        if not lists:
-            with suppress(CutError, KeyError):
-                if (move := self._next(at)) is not None:
-                    return move
-        # A listing is not taken at one instant: it may have a part and lack one that was written before it. And parts
-        # may be pruned between the listing and the reading. Whatever is still wrong in a second listing is wrong.
-        with suppress(CutError, KeyError):
-            self._list()
-            return self._next(at)
-        try:
-            self._list()
-            return self._next(at)
-        except KeyError as err:
-            raise CutError(
-                f"{err.args[0]} was there and is not any more: parts are being removed from the sink."
-            ) from err
+    def list_sink(self) -> None:
+        """Look which cuts the sink has."""
+        now = time.monotonic()
+        self._unseen_s, self._listed = now - self._listed, now
+        names = parse_names(set(self.sink.names()))
+        self.cuts = [Cut(at, tuple(parts)) for at, parts in groupby(names, key=lambda name: name.cut)]
+        self._by_generation = {number: [*cuts] for number, cuts in groupby(self.cuts, key=lambda cut: cut.at[0])}
 
     def forget(self) -> None:
         """Read all headers anew."""
         self._heads.clear()
 
-    def oldest_needed(self) -> CutId | None:
-        """Return the first cut of the newest start: a replica that has nothing needs none before it."""
-        self._list()
-        start = self._start(None)
-        return None if start is None else start.chunks[0][1].cut
+    def next(self, at: CutId | None) -> Move | None:
+        """Return what follows a cut, or None where the last listing has nothing yet that does.
 
-    def _list(self) -> None:
-        now = time.monotonic()
-        self._unseen_s, self._listed = now - self._listed, now
-        self.cuts = group(self.sink.names())
-        self._by_generation = {number: [*cuts] for number, cuts in groupby(self.cuts, key=lambda cut: cut.generation)}
-
-    def _next(self, at: CutId | None) -> Move | None:
+        Raises:
+            CutError: Parts are missing and no base leads past them; the message names them.
+            KeyError: A part is not there any more.
+            PartError, SinkError: A part cannot be read.
+        """
         if not self.cuts:
             return None
         try:
             return self._first() if at is None else self._following(at)
         except CutError as err:
-            if isinstance(err, LostError):
+            is_lost = isinstance(err, LostError)
+            if is_lost:
                 self.forget()
-            start = None if at is None else self._start(newer_than=at)
-            if start is None and isinstance(err, LostError):
-                start = self._start(None)
-            if start is None and self._base_is_coming():
-                return None
-            if start is None:
+            start = None if at is None else self.start(newer_than=at)
+            if start is None and is_lost:
+                start = self.start()
+            if start is None and not self._base_is_coming():
                 raise
-            base = as_words(start.head.header.name.cut)
-            _log.warning("embedding deltas: begins again with the base of %s: %s", base, err)
+            if start is not None:
+                base = as_words(start.chunks[-1][1].cut)
+                _log.warning("embedding deltas: begins again with the base of %s: %s", base, err)
             return start
 
     def _following(self, at: CutId) -> Move | None:
         """Return the next cut: the first of the newest generation that can follow, or the next of the same one."""
         newest = self.cuts[-1]
+        firsts = [cuts[0] for generation, cuts in self._by_generation.items() if generation > at[0]]
+        own = self._by_generation.get(at[0], [])
+        place = bisect_right(own, at, key=lambda cut: cut.at)
         problems: list[str] = []
         waits = False
-        for generation, (first, *_) in reversed(self._by_generation.items()):
-            if generation <= at[0]:
-                break
-            if first.is_whole:
-                head = self._head(first)
-                if head.after is None or head.after <= at:
-                    _check_found(head, at)
-                    return _single(first, head)
-                problems.append(_does_not_follow(first, head, at))
-            elif self._is_broken(first):
-                problems.append(_lacks(first))
-            elif generation == newest.generation:
+        for cut in [*reversed(firsts), *own[place : place + 1]]:
+            is_own = cut.at[0] == at[0]
+            if cut.is_whole:
+                head = self._head(cut)
+                self._check_not_lost(head, at)
+                if is_own and head.is_void:
+                    return self.start(newer_than=at)  # or waits for it
+                if head.after is None or head.after == at or (head.after < at and not is_own):
+                    chunks = [(head, name) for name in cut.names]
+                    return Move(chunks, is_base=len(head.bases) == cut.num_ranks)
+                follows, applied = as_words(head.after), as_words(at)
+                problems.append(f"{as_words(cut.at)} follows {follows}, which is not there; applied so far: {applied}.")
+            elif self._is_broken(cut):
+                problems.append(_lacks(cut))
+            elif cut.at[0] == newest.at[0]:
                 waits = True
             # else a crash in its first cut, which a newer generation has made good
-        own = self._by_generation.get(at[0], [])
-        own = own[bisect_right(own, at, key=lambda cut: cut.at) :]
-        if own and own[0].is_whole:
-            head = self._head(own[0])
-            self._check_fit(head, at)
-            if head.is_void:
-                return self._start(newer_than=at)  # or waits for it
-            if head.after is None or head.after == at:
-                return _single(own[0], head)
-            problems.insert(0, _does_not_follow(own[0], head, at))
-        elif own and self._is_broken(own[0]):
-            problems.insert(0, _lacks(own[0]))
         if problems and not waits:
             raise CutError("\n".join(problems))
         if newest.at <= at and newest.is_whole:  # a sink that was emptied, or written again: the header tells for whom
             if newest.at < at or self._unseen_s > QUICK_S:
                 self._heads.pop(newest, None)
             head = self._head(newest)
-            if newest.generation == at[0]:
-                self._check_fit(head, at)
+            if newest.at[0] == at[0]:
+                self._check_not_lost(head, at)
         return None
 
-    def _check_fit(self, head: Head, at: CutId) -> None:
-        """Check that a cut of the generation that was applied last is of the same fit."""
-        if self.fit and head.header.fit and head.header.fit != self.fit:
-            raise LostError(
-                f"{as_words(head.header.name.cut)} is not of the fit that wrote {as_words(at)}, which is applied: the "
-                "sink lost its parts, and the training was resumed from a checkpoint of before them."
+    def _check_not_lost(self, head: Head, at: CutId) -> None:
+        """Check that a cut of the same generation is of the same fit, and that another fit knew of what was applied."""
+        header, problem = head.header, None
+        if header.generation == at[0]:
+            if self.fit and header.fit and header.fit != self.fit:
+                problem = (
+                    f"is not of the fit that wrote {as_words(at)}, which is applied: the sink lost its parts, and the "
+                    "training was resumed from a checkpoint of before them."
+                )
+        elif head.after is not None and header.found is not None and at > header.found:
+            problem = (
+                f"corrects what its fit found in the sink, up to {as_words(header.found)}; applied so far: "
+                f"{as_words(at)}, which the sink had lost."
             )
+        if problem is not None:
+            raise LostError(f"{as_words(header.name.cut)} {problem}")
 
     def _first(self) -> Move | None:
         """Return what a replica that has nothing begins with."""
-        if (start := self._start(None)) is not None:
+        if (start := self.start()) is not None:
             return start
-        newest = self._by_generation[self.cuts[-1].generation][0]
+        newest = self._by_generation[self.cuts[-1].at[0]][0]
         if not newest.is_whole and not self._is_broken(newest):
             return None  # it is being written
         if any(cut.is_whole and self._head(cut).is_void for cut in self.cuts):
@@ -185,7 +152,7 @@ class Chain:
             + "Start it from a state that a replica saved, or let the training write a base."
         )
 
-    def _start(self, newer_than: CutId | None) -> Move | None:
+    def start(self, newer_than: CutId | None = None) -> Move | None:
         """Return the newest base of every rank: one cut, or several that follow each other."""
         for cuts in reversed(self._by_generation.values()):
             base_of: dict[int, int] = {}
@@ -220,7 +187,7 @@ class Chain:
         """
         if cut.conflict is not None:
             return True
-        later = (other for other in self.cuts if other.generation == cut.generation and other.at > cut.at)
+        later = (other for other in self.cuts if other.at[0] == cut.at[0] and other.at > cut.at)
         wrote_later = {name.rank for other in later for name in other.names}
         return bool(cut.missing.keys() & wrote_later)
 
@@ -248,27 +215,9 @@ class Chain:
         return head
 
 
-def _single(cut: Cut, head: Head) -> Move:
-    return Move([(head, name) for name in cut.names], is_base=len(head.bases) == cut.num_ranks)
-
-
-def _check_found(head: Head, at: CutId) -> None:
-    """Check that the fit of a cut knew of all that was applied."""
-    found = head.header.found
-    if head.after is not None and found is not None and at > found:
-        raise LostError(
-            f"{as_words(head.header.name.cut)} corrects what its fit found in the sink, up to {as_words(found)}; "
-            f"applied so far: {as_words(at)}, which the sink had lost."
-        )
-
-
 def _lacks(cut: Cut) -> str:
-    lacks = some(chain.from_iterable(cut.missing.values()), 8)
-    return cut.conflict or f"{as_words(cut.at)} lacks {lacks}, and later parts are there."
-
-
-def _does_not_follow(cut: Cut, head: Head, at: CutId) -> str:
-    return f"{as_words(cut.at)} follows {as_words(head.after)}, which is not there; applied so far: {as_words(at)}."
+    lacks = [name for names in cut.missing.values() for name in names]
+    return cut.conflict or f"{as_words(cut.at)} lacks {some(lacks, 8)}, and later parts are there."
 
 
 def prune(sink: str | os.PathLike[str] | DeltaSink) -> list[str]:
@@ -286,10 +235,12 @@ def prune(sink: str | os.PathLike[str] | DeltaSink) -> list[str]:
         PartError: A part that has to be read is torn.
         SinkError: The sink cannot be read or written.
     """
-    sink = resolve_sink(sink)
-    needed = Chain(sink).oldest_needed()
-    if needed is None:
+    chain = Chain(resolve_sink(sink))
+    chain.list_sink()
+    start = chain.start()
+    if start is None:
         return []
-    old = [str(name) for name in parse_names(sink.names()) if name.cut < needed]
-    sink.remove(old)
+    needed = start.chunks[0][1].cut
+    old = [str(name) for cut in chain.cuts if cut.at < needed for name in cut.names]
+    chain.sink.remove(old)
     return old

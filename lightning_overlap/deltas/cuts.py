@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import groupby
 
-from .parts import Header, Part, PartError, PartName, decode, parse_names, read_header
+from .parts import Header, Part, PartError, PartName, decode, read_header
 from .sink import DeltaSink
 
 CutId = tuple[int, int]
@@ -27,25 +26,10 @@ class LostError(CutError):
 
 @dataclass(frozen=True)
 class Cut:
-    """The names of one cut's parts.
-
-    Args:
-        at: Generation and step.
-        names: Of all chunks that are there, sorted.
-    """
+    """The chunks of one cut that are there, sorted."""
 
     at: CutId
     names: tuple[PartName, ...]
-
-    @property
-    def generation(self) -> int:
-        """Of the fit that wrote it."""
-        return self.at[0]
-
-    @property
-    def step(self) -> int:
-        """Batches that had been trained."""
-        return self.at[1]
 
     @property
     def num_ranks(self) -> int:
@@ -70,15 +54,14 @@ class Cut:
     def missing(self) -> dict[int, list[str]]:
         """By rank the names of its chunks that are not there; `*` stands for all chunks of a part."""
         found: dict[int, list[str]] = {}
-        there = {rank: list(names) for rank, names in groupby(self.names, key=lambda name: name.rank)}
+        there = {name.rank: name for name in self.names}
         for rank in range(self.num_ranks):
             if rank not in there:
                 found[rank] = [f"{str(self.names[0]._replace(rank=rank)).partition('-c')[0]}-c*"]
                 continue
-            first = there[rank][0]
-            expected = [first._replace(chunk=chunk) for chunk in range(first.num_chunks)]
-            if lacks := sorted(set(expected) - set(there[rank])):
-                found[rank] = [str(name) for name in lacks]
+            expected = {there[rank]._replace(chunk=chunk) for chunk in range(there[rank].num_chunks)}
+            if lacks := sorted(expected.difference(self.names)):
+                found[rank] = list(map(str, lacks))
         return found
 
     @property
@@ -89,24 +72,16 @@ class Cut:
 
 @dataclass(frozen=True)
 class Head:
-    """What the headers of a whole cut say.
-
-    Args:
-        header: Of one of its parts.
-        after: The cut that it follows; None where every part is a base.
-        bases: The ranks whose parts are bases.
-        is_void: Whether a rank says that the cut must not be applied.
-    """
+    """What the headers of a whole cut say."""
 
     header: Header
+    """Of one of its parts."""
     after: CutId | None
+    """The cut that it follows; None where every part is a base."""
     bases: frozenset[int]
+    """The ranks whose parts are bases."""
     is_void: bool
-
-
-def group(names: Iterable[str]) -> list[Cut]:
-    """Return the cuts to which the names in a sink belong, in order; other names are left out."""
-    return [Cut(at, tuple(parts)) for at, parts in groupby(parse_names(set(names)), key=lambda name: name.cut)]
+    """Whether a rank says that the cut must not be applied."""
 
 
 def read_head(sink: DeltaSink, cut: Cut) -> Head:

@@ -55,7 +55,7 @@ class FolderSink:
         """Make the folder, and write and remove a file."""
         with self._told("write to"):
             name = f".{uuid.uuid4().hex}.check"
-            self._write(name, [b"check"])
+            self.write_pieces(name, [b"check"])
             self._files.rm_file(self._file(name))
 
     def write(self, name: str, part: bytes) -> None:
@@ -64,8 +64,25 @@ class FolderSink:
 
     def write_pieces(self, name: str, pieces: Sequence[Piece]) -> None:
         """Keep a part that comes in pieces, which a local disk takes as they are."""
+        files, path = self._files, self._file(name)
+        unfinished = self._file(f".{name}.{uuid.uuid4().hex}.unfinished")
         with self._told("write to"):
-            self._write(name, pieces)
+            files.makedirs(self._root, exist_ok=True)
+            if _WHOLE_PUTS.intersection([files.protocol] if isinstance(files.protocol, str) else files.protocol):
+                files.pipe_file(path, joined(pieces))
+                return
+            try:
+                if isinstance(files, LocalFileSystem):
+                    _write_to_disk(unfinished, pieces)
+                    os.replace(unfinished, path)
+                    _sync_folder(self._root)
+                else:
+                    files.pipe_file(unfinished, joined(pieces))
+                    files.mv(unfinished, path)
+            except BaseException:
+                with suppress(Exception):
+                    files.rm_file(unfinished)
+                raise
 
     def names(self) -> list[str]:
         """Return the names of all parts; none where the folder is not there."""
@@ -97,27 +114,6 @@ class FolderSink:
 
     def _file(self, name: str) -> str:
         return f"{self._root.rstrip('/')}/{name}"
-
-    def _write(self, name: str, pieces: Sequence[Piece]) -> None:
-        files, path = self._files, self._file(name)
-        files.makedirs(self._root, exist_ok=True)
-        protocols = {files.protocol} if isinstance(files.protocol, str) else set(files.protocol)
-        if protocols & _WHOLE_PUTS:
-            files.pipe_file(path, joined(pieces))
-            return
-        unfinished = self._file(f".{name}.{uuid.uuid4().hex}.unfinished")
-        try:
-            if isinstance(files, LocalFileSystem):
-                _write_to_disk(unfinished, pieces)
-                os.replace(unfinished, path)
-                _sync_folder(self._root)
-            else:
-                files.pipe_file(unfinished, joined(pieces))
-                files.mv(unfinished, path)
-        except BaseException:
-            with suppress(Exception):
-                files.rm_file(unfinished)
-            raise
 
     def _told(self, what: str) -> AbstractContextManager[None]:
         return told(

@@ -64,16 +64,13 @@ class _Handler(BaseHTTPRequestHandler):
         """Keep quiet: a line for each request is of no use."""
 
     def _respond(self, path: str, answer: Callable[[], dict[str, Any]]) -> None:
+        status, content = HTTPStatus.NOT_FOUND, {"error": f"GET /step or POST /lookup, not {self.command} {self.path}"}
         try:
             if self.path == path:
                 status, content = HTTPStatus.OK, answer()
-            else:
-                status = HTTPStatus.NOT_FOUND
-                content = {"error": f"GET /step or POST /lookup, not {self.command} {self.path}"}
-        except ReplicaError as err:
-            status, content = HTTPStatus.SERVICE_UNAVAILABLE, {"error": str(err)}
-        except ValueError as err:
-            status, content = HTTPStatus.BAD_REQUEST, {"error": str(err)}
+        except (ReplicaError, ValueError) as err:
+            status = HTTPStatus.BAD_REQUEST if isinstance(err, ValueError) else HTTPStatus.SERVICE_UNAVAILABLE
+            content = {"error": str(err)}
         data = json.dumps(content).encode()
         self.send_response(status)
         self.send_header("Content-Type", "application/json")
@@ -82,30 +79,26 @@ class _Handler(BaseHTTPRequestHandler):
         self.wfile.write(data)
 
     def _step(self) -> dict[str, Any]:
-        lag = self.server.replica.lag
-        with self.server.replica.reading() as position:
-            tables = {name: list(tensor.shape) for name, tensor in self.server.replica.state_dict().items()}
-        return {"run": self.server.replica.run, **position._asdict(), "lag": lag._asdict(), "tables": tables}
+        replica = self.server.replica
+        lag = replica.lag
+        with replica.reading() as position:
+            tables = {name: list(tensor.shape) for name, tensor in replica.state_dict().items()}
+        return {"run": replica.run, **position._asdict(), "lag": lag._asdict(), "tables": tables}
 
-    def _question(self) -> tuple[str, list[int]]:
+    def _rows(self) -> dict[str, Any]:
         size = int(self.headers.get("Content-Length", 0))
         if not 0 <= size <= _MOST_BYTES:
             raise ValueError(f"a request has 0 to {_MOST_BYTES} bytes, this one {size}: ask for fewer ids at once.")
         asked: Any = json.loads(self.rfile.read(size) or b"null")
-        table = asked.get("table") if isinstance(asked, dict) else None
-        ids = asked.get("ids") if isinstance(asked, dict) else None
+        table, ids = (asked.get("table"), asked.get("ids")) if isinstance(asked, dict) else (None, None)
         if not isinstance(table, str) or not isinstance(ids, list) or not all(type(each) is int for each in ids):
             raise ValueError('a request is {"table": name, "ids": [whole numbers]}')
-        return table, ids
-
-    def _rows(self) -> dict[str, Any]:
-        table, ids = self._question()
         with self.server.replica.reading() as position:
             tables = {name: tensor for name, tensor in self.server.replica.state_dict().items() if tensor.dim() == 2}
             if table not in tables:
                 raise ValueError(unknown_name_message("table", table, tables))
-            wrong = [each for each in ids if not 0 <= each < len(tables[table])]
-            if wrong:
-                raise ValueError(f"{table} has rows 0 to {len(tables[table]) - 1}, not {wrong[0]}")
-            found = tables[table].detach()[torch.tensor(ids, dtype=torch.int64, device=tables[table].device)]
-            return {"generation": position.generation, "step": position.step, "rows": found.cpu().tolist()}
+            rows = tables[table].detach()
+            if wrong := [each for each in ids if not 0 <= each < len(rows)]:
+                raise ValueError(f"{table} has rows 0 to {len(rows) - 1}, not {wrong[0]}")
+            found = rows[torch.tensor(ids, dtype=torch.int64, device=rows.device)].cpu().tolist()
+            return {"generation": position.generation, "step": position.step, "rows": found}

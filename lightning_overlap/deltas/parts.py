@@ -218,9 +218,9 @@ def encode_pieces(header: Header, rows: Iterable[Rows] = (), dense: Iterable[Den
     pieces: list[Piece] = [schema.serialize().to_pybytes()]
     for one in rows:
         columns = (one.first_column, one.values.shape[1])
-        pieces += _entry("rows", one.table, one.field, one.shape, columns, one.rows, one.values)
+        pieces += _entry(one.rows, one.values, "rows", one.table, one.field, one.shape, *columns)
     for tensor in dense:
-        pieces += _entry("dense", tensor.name, WEIGHT, tensor.value.shape, (0, 0), torch.empty(0), tensor.value)
+        pieces += _entry(torch.empty(0), tensor.value, "dense", tensor.name, WEIGHT, tensor.value.shape, 0, 0)
     pieces.append(END)
     checksum = 0
     for piece in pieces:
@@ -289,9 +289,7 @@ def _header(written: dict[str, Any]) -> Header:
     return Header(**kept)
 
 
-def _entry(
-    kind: str, name: str, field: str, shape: Iterable[int], columns: tuple[int, int], rows: Tensor, values: Tensor
-) -> list[Piece]:
+def _entry(rows: Tensor, values: Tensor, kind: str, name: str, field: str, shape: Any, *columns: int) -> list[Piece]:
     form = _form(kind, name, field, str(values.dtype).removeprefix("torch."), tuple(shape), *columns)
     return form.pieces(_bytes(rows), _bytes(values))
 

@@ -18,7 +18,6 @@ class ReadLock:
         self._gate = threading.RLock()  # held by who writes or waits for readers to leave; new readers come through it
         self._changed = threading.Condition()
         self._readers = Counter[int]()
-        self._writer: int | None = None
 
     @contextmanager
     def reading(self) -> Iterator[None]:
@@ -42,14 +41,9 @@ class ReadLock:
         Raises:
             RuntimeError: This thread holds it for reading: it would wait for itself.
         """
-        own = threading.get_ident()
-        if own in self._readers and self._writer != own:
+        if threading.get_ident() in self._readers:
             raise RuntimeError("a thread that reads a replica cannot write it: leave `reading()` first.")
         with self._gate:
             with self._changed:
-                self._changed.wait_for(lambda: not self._readers.keys() - {own})
-            before, self._writer = self._writer, own
-            try:
-                yield
-            finally:
-                self._writer = before
+                self._changed.wait_for(lambda: not self._readers)
+            yield

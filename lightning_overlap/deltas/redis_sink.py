@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager
+from functools import cached_property
 from typing import Any
 from urllib.parse import parse_qsl, urlencode
 
@@ -40,21 +41,19 @@ class RedisSink:
         if query:
             self.url += f"?{urlencode(query)}"
         self._options = {"socket_timeout": _WAIT_S, "socket_connect_timeout": _WAIT_S} | options
-        self._opened: Any = None
         with self._told("open"):
-            self._client()
-        self.close()
+            _ = self._client
 
     def __repr__(self) -> str:
         return f"RedisSink({without_password(self.url)!r}, key={self.key!r})"
 
     def __getstate__(self) -> dict[str, Any]:
-        return self.__dict__ | {"_opened": None}
+        return {name: value for name, value in vars(self).items() if name != "_client"}
 
     def check(self) -> None:
         """Ask the server, and write and remove an entry of a stream beside."""
         beside = f"{{{self.key}}}:check"
-        with self._told("write to"), self._client().pipeline(transaction=True) as pipe:
+        with self._told("write to"), self._client.pipeline(transaction=True) as pipe:
             pipe.xlen(self.key)
             pipe.xadd(beside, {_NAME: b"check"})
             pipe.delete(beside)
@@ -62,7 +61,7 @@ class RedisSink:
 
     def write(self, name: str, part: bytes) -> None:
         """Keep a part, and its name in the stream."""
-        with self._told("write to"), self._client().pipeline(transaction=True) as pipe:
+        with self._told("write to"), self._client.pipeline(transaction=True) as pipe:
             pipe.set(self._part(name), part)
             pipe.xadd(self.key, {_NAME: name})
             pipe.execute()
@@ -76,7 +75,7 @@ class RedisSink:
     def read(self, name: str) -> bytes:
         """Return a part."""
         with self._told("read"):
-            part = self._client().get(self._part(name))
+            part = self._client.get(self._part(name))
         if part is None:
             raise KeyError(name)
         return bytes(part)
@@ -88,7 +87,7 @@ class RedisSink:
             for entry, name in self._entries():
                 entries.setdefault(name, []).append(entry)
             for name in names:
-                with self._client().pipeline(transaction=True) as pipe:
+                with self._client.pipeline(transaction=True) as pipe:
                     pipe.unlink(self._part(name))
                     if name in entries:
                         pipe.xdel(self.key, *entries[name])
@@ -96,14 +95,13 @@ class RedisSink:
 
     def close(self) -> None:
         """Close the connections."""
-        if self._opened is not None:
-            self._opened.close()
-            self._opened = None
+        client = vars(self).pop("_client", None)
+        if client is not None:
+            client.close()
 
+    @cached_property
     def _client(self) -> Any:
-        if self._opened is None:
-            self._opened = _redis().Redis.from_url(self.url, **self._options)
-        return self._opened
+        return _redis().Redis.from_url(self.url, **self._options)
 
     def _part(self, name: str) -> str:
         return f"{{{self.key}}}:{name}"
@@ -111,7 +109,7 @@ class RedisSink:
     def _entries(self) -> Iterator[tuple[bytes, str]]:
         start = b"-"
         while True:
-            page = self._client().xrange(self.key, min=start, count=_PAGE)
+            page = self._client.xrange(self.key, min=start, count=_PAGE)
             yield from ((entry, fields[_NAME].decode()) for entry, fields in page if _NAME in fields)
             if len(page) < _PAGE:
                 return

@@ -17,16 +17,14 @@ import torch
 from torch import Tensor, nn
 
 from .chain import Chain, Move
-from .cuts import CutError, Head, as_words, part_of
-from .parts import TRAILER_SIZE, Part, PartError, PartName
+from .cuts import CutError, as_words, part_of
+from .parts import TRAILER_SIZE, WEIGHT, Part, PartError, PartName
 from .read_lock import ReadLock
-from .served_tables import ServedTables, check_whole, num_values
+from .served_tables import ServedTables, check_whole
 from .sink import DeltaSink, resolve_sink
 
 _log = logging.getLogger(__name__)
 _FORMAT = "embedding_deltas.replica"
-_KEPT_BYTES = 256 << 20
-_TRIALS = 3
 
 
 class Position(NamedTuple):
@@ -96,7 +94,7 @@ class Replica:
         *,
         start: str | os.PathLike[str] | None = None,
         optimizer_state: bool = False,
-        kept_bytes: int = _KEPT_BYTES,
+        kept_bytes: int = 256 << 20,
     ) -> None:
         self.sink = resolve_sink(sink)
         self._tables = ServedTables(target, optimizer_state)
@@ -180,7 +178,7 @@ class Replica:
         self.check()
         position = self._whole()
         newer = [cut for cut in self._chain.cuts if cut.is_whole and cut.at > position.cut]
-        steps = max(newer[-1].step - position.step, 0) if newer else 0
+        steps = max(newer[-1].at[1] - position.step, 0) if newer else 0
         return Lag(steps, max(time.time() - position.time, 0.0), sum(len(cut.names) for cut in newer))
 
     @property
@@ -322,24 +320,32 @@ class Replica:
             self._stop.wait(every_s)
 
     def _update_once(self, *, lists: bool) -> bool:
-        """Apply the next cut, if there is one; list the sink first, or only where the last listing has none."""
-        for trial in range(_TRIALS):
-            move = self._chain.next(self.position and self.position.cut, lists=lists or trial > 0)
-            if move is None:
-                return False
+        """Apply the next cut, if there is one; list the sink first, or only where the last listing has none.
+
+        A listing is not taken at one instant: it may have a part and lack one that was written before it. And parts may
+        be removed, and others written under their names, after it. What is wrong in three listings is wrong.
+        """
+        for is_listed in (not lists, False, False):
             try:
-                self._apply(move)
-                return True
-            except KeyError as err:  # parts are being pruned: there is a newer base then
+                if not is_listed:
+                    self._chain.list_sink()
+                move = self._chain.next(self.position and self.position.cut)
+                if move is not None:
+                    self._apply(move)
+                    return True
+                if not is_listed:
+                    return False
+                continue
+            except KeyError as err:
                 problem = CutError(f"{err.args[0]} was there and is not any more: parts are being removed.")
-            except CutError as err:  # parts may have been removed, and others written under their names
-                self._chain.forget()
+            except CutError as err:
                 problem = err
+            self._chain.forget()
         raise problem
 
     def _apply(self, move: Move) -> None:
         """Read and check all chunks, then write them while nobody reads."""
-        header = move.head.header
+        header = move.chunks[-1][0].header
         self._tables.check_header(header)
         kept: dict[PartName, Part] = {}
         checksums: dict[PartName, bytes] = {}
@@ -348,8 +354,9 @@ class Replica:
             data = self.sink.read(str(name))
             part = part_of(data, name, head)
             self._tables.check(part, str(name), begins=move.is_base)
-            if part.header.is_base and move.is_base:
-                covered += num_values(part)
+            if part.header.is_base:
+                for entry in part.rows:
+                    covered[entry.table] += entry.values.numel() * (entry.field == WEIGHT)
             checksums[name] = data[-TRAILER_SIZE:]
             size += len(data)
             if size <= self._kept_bytes:
@@ -359,9 +366,15 @@ class Replica:
         with self._lock.writing():
             try:
                 if move.is_base:
-                    self._tables.begin()
+                    self._tables.optimizer_state.clear()  # of what is not sent any more
                 for head, name in move.chunks:
-                    part = kept.pop(name) if name in kept else self._again(head, name, checksums[name])
+                    if name in kept:
+                        part = kept.pop(name)
+                    else:
+                        data = self.sink.read(str(name))
+                        part = part_of(data, name, head)
+                        if data[-TRAILER_SIZE:] != checksums[name]:
+                            raise PartError(f"{name} was written anew with other content while it was being applied.")
                     self._tables.write(part)
                 self._tables.wait_written()
             except BaseException as err:
@@ -372,13 +385,6 @@ class Replica:
             self.position = Position(*(getattr(header, what) for what in Position._fields))
         with self._applied:
             self._applied.notify_all()
-
-    def _again(self, head: Head, name: PartName, checksum: bytes) -> Part:
-        data = self.sink.read(str(name))
-        part = part_of(data, name, head)
-        if data[-TRAILER_SIZE:] != checksum:
-            raise PartError(f"{name} was written anew with other content while it was being applied.")
-        return part
 
     def _whole(self) -> Position:
         if self._torn is not None:

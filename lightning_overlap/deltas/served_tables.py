@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from math import prod
 from typing import Any
 
@@ -26,10 +26,7 @@ class TablesError(ValueError):
 class ServedTables:
     """Writes rows and whole tensors by their names.
 
-    Args:
-        target: A module, whose `state_dict` names the tables and the dense part; a mapping of names to tensors; or None
-            for tables that are made as the parts describe them, on the host.
-        optimizer_state: Whether the state of the tables' optimizers is kept, in `optimizer_state`.
+    The arguments are those of `Replica`; tables that are made are on the host.
 
     Raises:
         TablesError: What is given cannot be written.
@@ -69,10 +66,11 @@ class ServedTables:
                 "  Give the LightningModule that is trained, or a mapping of the names in its state_dict to tensors."
             )
         for name, shape in sent.items():
-            if tuple(self.tensors[name].shape) != tuple(shape):
+            have = tuple(self.tensors[name].shape)
+            if have != shape:
                 raise TablesError(
-                    f"{name} has the shape {tuple(shape)} in the run {header.run!r}, and "
-                    f"{tuple(self.tensors[name].shape)} in this replica: give it the same tables."
+                    f"{name} has the shape {shape} in the run {header.run!r}, and {have} in this replica: give it the "
+                    "same tables."
                 )
         unsent = sorted(self._tables() - sent.keys()) if self._module is not None else []
         if unsent:
@@ -83,33 +81,19 @@ class ServedTables:
             )
 
     def check(self, part: Part, name: str, *, begins: bool) -> None:
-        """Raise a `TablesError` unless a chunk can be written, without writing.
-
-        Args:
-            part: The chunk.
-            name: What errors call it.
-            begins: Whether it goes with a base of all ranks, before which `begin` is called.
-        """
+        """Raise a `TablesError` unless a chunk can be written: one that `begins` goes with a base of all ranks."""
         for entry in part.rows:
             self._check_rows(entry, part.header, name, begins=begins)
-        for tensor in part.dense:
+        for tensor in () if self._makes else part.dense:
             have = self.tensors.get(tensor.name)
-            if have is None:
-                if self._module is not None:
-                    raise TablesError(
-                        f"{name} has a dense tensor {tensor.name} that the module does not have: give the "
-                        "LightningModule that is trained, or a mapping of tables."
-                    )
-                continue
-            if (have.shape, have.dtype) != (tensor.value.shape, tensor.value.dtype) and not self._makes:
+            if have is not None:
+                value = tensor.value
+                _check_alike(tensor.name, value.shape, value.dtype, name, have, "give it the module that is trained")
+            elif self._module is not None:
                 raise TablesError(
-                    f"{tensor.name} is {_like(tensor.value)} in {name}, and {_like(have)} in this replica: give it the "
-                    "module that is trained."
+                    f"{name} has a dense tensor {tensor.name} that the module does not have: give the LightningModule "
+                    "that is trained, or a mapping of tables."
                 )
-
-    def begin(self) -> None:
-        """Forget what a base of all ranks does not overwrite: states of optimizers that are not sent any more."""
-        self.optimizer_state.clear()
 
     @torch.no_grad()
     def write(self, part: Part) -> None:
@@ -130,20 +114,12 @@ class ServedTables:
 
     @torch.no_grad()
     def load(self, tensors: Mapping[str, Tensor], optimizer_state: dict[str, dict[str, Tensor]]) -> None:
-        """Write whole tensors, those of an earlier process.
-
-        Raises:
-            TablesError: They are not the same tensors.
-        """
+        """Write whole tensors, those of an earlier process; raise a `TablesError` where they are not the same."""
         if self._makes:
             self.tensors = {name: torch.empty_like(value) for name, value in tensors.items()}
         for name, value in tensors.items():
             have = self.tensors.get(name)
-            if have is None or (have.shape, have.dtype) != (value.shape, value.dtype):
-                raise TablesError(
-                    f"{name} is {_like(value)} in the saved state, and {_like(have)} in this replica: give it the "
-                    "same tables."
-                )
+            _check_alike(name, value.shape, value.dtype, "the saved state", have, "give it the same tables")
         for name, value in tensors.items():
             self.tensors[name].copy_(value)
         if self._keeps_state:
@@ -158,33 +134,29 @@ class ServedTables:
             raise TablesError(
                 f"{name} has rows of {entry.table}, which its header does not list: {', '.join(header.tables)}."
             )
-        if entry.field != WEIGHT and not self._keeps_state:
+        is_weight = entry.field == WEIGHT
+        if not is_weight and not self._keeps_state:
             return
-        what = entry.table if entry.field == WEIGHT else f"{entry.table} ({entry.field})"
-        last_column = entry.first_column + entry.values.shape[1]
-        shape = header.tables[entry.table]
-        shapes = (shape,) if entry.field == WEIGHT else (shape, (shape[0], 1))
-        fits = entry.shape in shapes and entry.first_column >= 0 and last_column <= entry.shape[1]
-        if fits and len(entry.rows):
-            fits = int(entry.rows.min()) >= 0 and int(entry.rows.max()) < entry.shape[0]
-        if not fits or len(entry.rows) != len(entry.values):
+        what, shape = entry.table if is_weight else f"{entry.table} ({entry.field})", header.tables[entry.table]
+        fits = (
+            (entry.shape == shape or (entry.shape == (shape[0], 1) and not is_weight))
+            and 0 <= entry.first_column <= entry.shape[1] - entry.values.shape[1]
+            and len(entry.rows) == len(entry.values)
+            and not ((entry.rows < 0) | (entry.rows >= entry.shape[0])).any()
+        )
+        if not fits:
             raise TablesError(
-                f"{name} has rows of {what} that do not lie within its shape {header.tables[entry.table]}: "
-                f"{len(entry.rows)} rows, {tuple(entry.values.shape)} values from column {entry.first_column} on, of a "
-                f"tensor {entry.shape}."
+                f"{name} has rows of {what} that do not lie within its shape {shape}: {len(entry.rows)} rows, "
+                f"{tuple(entry.values.shape)} values from column {entry.first_column} on, of a tensor {entry.shape}."
             )
-        state = None if begins else self.optimizer_state.get(entry.table, {}).get(entry.field)
-        if state is not None and (tuple(state.shape), state.dtype) != (entry.shape, entry.values.dtype):
-            raise TablesError(
-                f"{what} is of shape {entry.shape} and {entry.values.dtype} in {name}, and {_like(state)} in this "
-                "replica: a training that changes this sends all rows first."
-            )
-        have = self.tensors.get(entry.table)
-        if entry.field == WEIGHT and have is not None and have.dtype != entry.values.dtype:
-            raise TablesError(
-                f"{what} is of {entry.values.dtype} in {name}, and of {have.dtype} in this replica: rows are written "
-                "bit for bit, so give it tables of the same dtype."
-            )
+        if is_weight:
+            have = self.tensors.get(entry.table)
+            advice = "rows are written bit for bit, so give it tables of the same dtype"
+        else:
+            have = None if begins else self.optimizer_state.get(entry.table, {}).get(entry.field)
+            advice = "a training that changes this sends all rows first"
+        if have is not None:
+            _check_alike(what, entry.shape, entry.values.dtype, name, have, advice)
 
     def _tensor_of(self, entry: Rows) -> Tensor:
         is_weight = entry.field == WEIGHT
@@ -195,23 +167,14 @@ class ServedTables:
         return tensors[name]
 
 
-def num_values(part: Part) -> Counter[str]:
-    """Return how many values of each table a chunk has."""
-    found = Counter[str]()
-    for entry in part.rows:
-        if entry.field == WEIGHT:
-            found[entry.table] += entry.values.numel()
-    return found
-
-
-def check_whole(header: Header, num_found: Mapping[str, int]) -> None:
+def check_whole(header: Header, num_found: Counter[str]) -> None:
     """Raise a `TablesError` unless bases, one of which has this header, have all values of each table."""
     for table, shape in header.tables.items():
-        if num_found.get(table, 0) != prod(shape):
+        if num_found[table] != prod(shape):
             raise TablesError(
-                f"the bases of generation {header.generation}, step {header.step} have {num_found.get(table, 0)} "
-                f"values of {table}, which has {prod(shape)}: the training wrote them wrongly, or their parts are not "
-                "of one training."
+                f"the bases of generation {header.generation}, step {header.step} have {num_found[table]} values of "
+                f"{table}, which has {prod(shape)}: the training wrote them wrongly, or their parts are not of one "
+                "training."
             )
 
 
@@ -232,5 +195,9 @@ def _plain(given: Mapping[str, Any]) -> dict[str, Tensor]:
     }
 
 
-def _like(value: Tensor | None) -> str:
-    return "not there" if value is None else f"{tuple(value.shape)} of {value.dtype}"
+def _check_alike(
+    name: str, shape: Sequence[int], dtype: torch.dtype, where: str, have: Tensor | None, advice: str
+) -> None:
+    if have is None or (have.shape, have.dtype) != (shape, dtype):
+        like = "not there" if have is None else f"{tuple(have.shape)} of {have.dtype}"
+        raise TablesError(f"{name} is {tuple(shape)} of {dtype} in {where}, and {like} in this replica: {advice}.")

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import contextlib
 import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterable
+from concurrent import futures
 from concurrent.futures import Future
 from functools import partial
+from queue import SimpleQueue
 from typing import Any, TypeAlias, TypeVar
 
 from .arrow_stream import Piece, joined
@@ -42,8 +43,8 @@ class CutWriter:
             with_pieces.write_pieces if takes_pieces(sink) else lambda name, pieces: sink.write(name, joined(pieces))
         )
         self._call: tuple[str, float] | None = None  # of the sink, under way, and since when
-        self._jobs: deque[tuple[bool, Callable[[], None]]] = deque()  # whether each writes a cut
-        self._changed = threading.Condition()
+        self._jobs = SimpleQueue[Callable[[], None] | None]()  # of the thread, which the last one ends
+        self._cuts = deque[Future[None]](maxlen=MOST_WAITING)  # the last ones
         self._thread: threading.Thread | None = None
         self._ends = False
         self.error: BaseException | None = None
@@ -52,29 +53,18 @@ class CutWriter:
         """Written so far."""
         self.written_step = -1
         """The step of the newest cut that was written."""
-        self.num_outstanding = 0
-        """Cuts that are being written, or wait for it."""
 
     @property
     def is_ready(self) -> bool:
         """Whether it would take another cut."""
-        return self.num_outstanding < MOST_WAITING
+        return sum(not cut.done() for cut in self._cuts) < MOST_WAITING
 
     def submit(self, step: int, chunks: Callable[[], Chunks]) -> None:
-        """Write a part after those before it.
-
-        Args:
-            step: Of its cut.
-            chunks: Makes them, in the thread.
-        """
-        self._add(partial(self._write, step, chunks, self._timed), is_cut=True)
+        """Write the part of a cut at a step after those before it; the thread makes the chunks."""
+        self._cuts.append(self._later(partial(self._write, step, chunks, self._timed)))
 
     def write_now(self, step: int, chunks: Chunks) -> None:
-        """Write a part, after those before it, and wait for it.
-
-        Args:
-            step: Of its cut.
-            chunks: The calling thread makes them.
+        """Write a part after those before it, and wait for it; the calling thread makes the chunks.
 
         Raises:
             SinkError: The sink hangs.
@@ -88,31 +78,26 @@ class CutWriter:
 
     def wait(self) -> None:
         """Wait until every part is written, or one has failed, or the sink hangs."""
-        self._wait_until(lambda: not self.num_outstanding)
+        for cut in self._cuts:
+            self._wait_for(cut)
 
     def look(self) -> None:
         """Take a call of the sink that has not returned in time as an error."""
         if self.error is None and (call := self._overdue()) is not None:
-            self._fail(
-                SinkError(
-                    f"{self._sink} hangs: its {call} has not returned for {self._timeout_s:g} s. Find out why, or give "
-                    "it longer (EmbeddingDeltas(sink_timeout_s=...), which the strategy's timeout= bounds)."
-                )
+            self.error = SinkError(
+                f"{self._sink} hangs: its {call} has not returned for {self._timeout_s:g} s. Find out why, or give it "
+                "longer (EmbeddingDeltas(sink_timeout_s=...), which the strategy's timeout= bounds)."
             )
 
     def close(self, timeout_s: float) -> None:
-        """End: what is being written is finished within a time, what waits is dropped.
+        """End: what is being written is finished within a time, in seconds, what waits is dropped.
 
-        Args:
-            timeout_s: A sink that hangs must not keep the process: its thread is a daemon's.
+        A sink that hangs does not keep the process: the thread is a daemon's.
         """
-        with self._changed:
-            self._drop()
-            self._ends = True
-            if self._thread is not None:
-                self._jobs.append((False, self._close_quietly))
-            self._changed.notify_all()
+        self._ends = True
         if self._thread is not None:
+            self._later(partial(self._timed, "close", self._sink.close))
+            self._jobs.put(None)
             self._thread.join(0 if self._overdue() else timeout_s)
 
     # -- calls of the sink, after the parts before them: each raises what the sink does, or that it hangs -------------
@@ -137,20 +122,36 @@ class CutWriter:
 
     def _ask(self, what: str, do: Callable[[], T]) -> T:
         """Return what the thread gets from a call of the sink."""
-        answer: Future[T] = Future()
-
-        def ask() -> None:
-            try:
-                answer.set_result(self._timed(what, do))
-            except BaseException as err:
-                answer.set_exception(err)
-
-        self._add(ask, is_cut=False)
-        self._wait_until(answer.done)
+        answer = self._later(partial(self._timed, what, do))
+        self._wait_for(answer)
         if not answer.done():
             assert self.error is not None
             raise self.error
         return answer.result()
+
+    def _later(self, do: Callable[[], T]) -> Future[T]:
+        """Let the thread do something after all that it was given before."""
+        answer: Future[T] = Future()
+
+        def job() -> None:
+            try:
+                answer.set_result(do())
+            except BaseException as err:
+                answer.set_exception(err)
+
+        self._jobs.put(job)
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._run, name="embedding deltas", daemon=True)
+            self._thread.start()
+        return answer
+
+    def _run(self) -> None:
+        for job in iter(self._jobs.get, None):
+            job()
+
+    def _wait_for(self, answer: Future[Any]) -> None:
+        while self.error is None and not futures.wait([answer], LOOKS_EVERY_S).done:
+            self.look()
 
     def _timed(self, what: str, do: Callable[[], T]) -> T:
         self._call = what, time.monotonic()
@@ -165,6 +166,8 @@ class CutWriter:
         return None if call is None or time.monotonic() - call[1] < self._timeout_s else call[0]
 
     def _write(self, step: int, chunks: Callable[[], Chunks], call: Callable[[str, Callable[[], None]], None]) -> None:
+        if self._ends or self.error:
+            return
         try:
             for name, pieces in chunks():
                 call(f"write of {name}", partial(self._keep, name, pieces))
@@ -173,45 +176,4 @@ class CutWriter:
                     return
             self.written_step = step
         except BaseException as err:
-            self._fail(err)
-
-    def _add(self, do: Callable[[], None], *, is_cut: bool) -> None:
-        with self._changed:
-            self._jobs.append((is_cut, do))
-            self.num_outstanding += is_cut
-            if self._thread is None:
-                self._thread = threading.Thread(target=self._run, name="embedding deltas", daemon=True)
-                self._thread.start()
-            self._changed.notify_all()
-
-    def _wait_until(self, is_over: Callable[[], bool]) -> None:
-        with self._changed:
-            while not self._changed.wait_for(lambda: is_over() or self.error is not None, LOOKS_EVERY_S):
-                self.look()
-
-    def _fail(self, error: BaseException) -> None:
-        with self._changed:
-            self.error = error
-            self._drop()
-            self._changed.notify_all()
-
-    def _drop(self) -> None:
-        """Forget what waits."""
-        self.num_outstanding -= sum(is_cut for is_cut, _ in self._jobs)
-        self._jobs.clear()
-
-    def _run(self) -> None:
-        while True:
-            with self._changed:
-                self._changed.wait_for(lambda: self._jobs or self._ends)
-                if not self._jobs:
-                    return
-                is_cut, do = self._jobs.popleft()
-            do()
-            with self._changed:
-                self.num_outstanding -= is_cut
-                self._changed.notify_all()
-
-    def _close_quietly(self) -> None:
-        with contextlib.suppress(Exception):
-            self._timed("close", self._sink.close)
+            self.error = err

@@ -4,9 +4,9 @@ A row is marked when its update is made, a deferred one's too, and never when it
 updates, and some are dropped.
 """
 
-from .copies import CopiedTable as CopiedTable
+from .copies import CopiedRows as CopiedRows
+from .copies import Fields as Fields
 from .copies import RowCopy as RowCopy
-from .dense_copies import DenseCopy as DenseCopy
-from .dense_copies import changed_rows as changed_rows
+from .copies import Window as Window
+from .copies import to_host as to_host
 from .touched_rows import TouchedRows as TouchedRows
-from .windows import Window as Window

@@ -1,86 +1,102 @@
-"""Copies of marked rows: in a thread on a host, on the lookup stream of a device."""
+"""Copies of rows: of marked ones in a thread on a host or on the lookup stream of a device, of all in windows."""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import Future
+from functools import partial
+from itertools import pairwise
 from typing import NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
 
 from ..runtime import LookupOrder
-from ..tables import KernelShards
-from .dense_copies import to_host
+from ..tables import KernelShards, TableShard
 from .kept_memory import KeptMemory
 from .row_marks import DeviceMarks
 
 GATHERED_AT_ONCE = 1 << 17
 """Rows of tables of several widths that are gathered by one operator: its index has 8 bytes for each value."""
 
+WINDOW_BYTES = 64 << 20
+"""Of whole tables so much is read at once, at most, but for rows that are larger."""
+
 WEIGHT = "weight"
 """The field of a table's own values."""
 
+Fields: TypeAlias = Mapping[str, Tensor]
+"""The values of a shard (`WEIGHT`) and the states of its optimizer by kind, each `(rows, columns)`."""
 
-class CopiedTable(NamedTuple):
+
+class CopiedRows(NamedTuple):
     """Rows of one shard, on the host.
 
     Args:
-        shard: Number of the shard among all shards of the rank.
+        shard: The shard.
         field: `WEIGHT`, or a kind of optimizer state.
         rows_N: Numbers in the shard, int64.
         values_ND: Their values, row-wise state with one column.
     """
 
-    shard: int
+    shard: TableShard
     field: str
     rows_N: Tensor
     values_ND: Tensor
 
 
-def fields_of(kernel: KernelShards, *, states: bool) -> list[dict[str, Tensor]]:
-    """Return the values of each shard and, where asked for, its optimizer's states by kind, each `(rows, columns)`."""
+def fields_of(kernel: KernelShards, *, states: bool) -> list[tuple[TableShard, Fields]]:
+    """Return the shards of a kernel with their fields as they are, those of optimizers where asked for."""
     kinds: list[dict[str, Tensor]] = kernel.states() if states else [{} for _ in kernel.shards]
     return [
-        {field: _two_dim(values.detach()) for field, values in {WEIGHT: shard.weight, **of_shard}.items()}
+        (shard, {field: _two_dim(values.detach()) for field, values in {WEIGHT: shard.weight, **of_shard}.items()})
         for shard, of_shard in zip(kernel.shards, kinds, strict=True)
     ]
 
 
-def copy_on_host(
-    shards: list[dict[str, Tensor]], rows: list[Tensor], kept: KeptMemory
-) -> tuple[list[CopiedTable], Tensor]:
-    """Return copies of rows, and the memory of their values; any thread may do so while nobody writes the tables.
+def to_host(tensor: Tensor) -> Tensor:
+    """Copy a tensor; from a device to pinned memory, on the current stream, for which the caller waits."""
+    if not tensor.is_cuda:
+        return tensor.clone()
+    host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+    return host.copy_(tensor, non_blocking=True)
 
-    Args:
-        shards: The fields of each shard of the rank.
-        rows: Of each of them, `(N,)`, int64.
-        kept: Lends the memory.
+
+# -- marked rows -----------------------------------------------------------------------------------------------------
+
+
+def copy_on_host(
+    shards: Iterable[tuple[TableShard, Fields]], rows: Iterable[Tensor], kept: KeptMemory
+) -> tuple[list[CopiedRows], Tensor]:
+    """Return copies of rows `(N,)`, int64, of each shard, and the memory of their values, which is lent.
+
+    Any thread may call this while nobody writes the tables.
     """
     wanted = [
-        (number, field, rows_N, values)
-        for number, (rows_N, fields) in enumerate(zip(rows, shards, strict=True))
+        (shard, field, rows_N, values)
+        for (shard, fields), rows_N in zip(shards, rows, strict=True)
         for field, values in fields.items()
         if rows_N.numel()
     ]
     lent, memory = kept.lend([((len(rows_N), values.shape[1]), values.dtype) for *_, rows_N, values in wanted])
     copied = []
-    for (number, field, rows_N, values), values_ND in zip(wanted, lent, strict=True):
+    for (shard, field, rows_N, values), values_ND in zip(wanted, lent, strict=True):
         torch.index_select(values, 0, rows_N, out=values_ND)
-        copied.append(CopiedTable(number, field, rows_N, values_ND))
+        copied.append(CopiedRows(shard, field, rows_N, values_ND))
     return copied, memory
 
 
 class HostCopy:
     """A copy that a thread makes, by `copy_on_host`, into kept memory."""
 
-    def __init__(self, copying: Future[tuple[list[CopiedTable], Tensor]], kept: KeptMemory) -> None:
+    def __init__(self, copying: Future[tuple[list[CopiedRows], Tensor]], kept: KeptMemory) -> None:
         self._copying, self._kept = copying, kept
 
     def wait_copied(self) -> None:
         """Let the host wait for it."""
         self._copying.exception()
 
-    def tables(self) -> list[CopiedTable]:
+    def tables(self) -> list[CopiedRows]:
         """Wait for it on the host, in any thread, and return what was copied."""
         return self._copying.result()[0]
 
@@ -102,33 +118,29 @@ class DeviceCopy:
 
     def __init__(
         self,
-        kernels: list[tuple[KernelShards, DeviceMarks]],
+        kernels: Iterable[tuple[KernelShards, DeviceMarks]],
         order: LookupOrder,
         copying: torch.cuda.Stream | None,
         *,
         states: bool,
     ) -> None:
         self._copying, self._streams = copying, order.streams
-        self._gathered: list[_Gathered] = []
-        first_shard = 0
         order.lookup_waits()  # a module's own forward has its update on the compute stream
         with order.on_lookup():
-            for kernel, marks in kernels:
-                self._gathered.append(_Gathered(kernel, marks, first_shard, states=states))
-                first_shard += len(kernel.shards)
+            self._gathered = [_gather(kernel, marks, states=states) for kernel, marks in kernels]
         self._event = order.streams.record(order.lookup)
 
     def wait_copied(self) -> None:
         """Let the current stream wait until the rows have been gathered; the host does not wait."""
         self._streams.hand_to_caller((), self._event)
 
-    def tables(self) -> list[CopiedTable]:
+    def tables(self) -> list[CopiedRows]:
         """Wait for the gathering, take what is marked to the host, and return it."""
         if self._copying is None:
-            return [table for gathered in self._gathered for table in gathered.split()]
+            return [table for take in self._gathered for table in take()]
         with torch.cuda.device(self._copying.device), torch.cuda.stream(self._copying):
             self._event.synchronize()  # the sizes are the host's to know now, in this thread
-            copied = [table for gathered in self._gathered for table in gathered.split()]
+            copied = [table for take in self._gathered for table in take()]
         self._gathered.clear()
         return copied
 
@@ -140,34 +152,29 @@ RowCopy: TypeAlias = HostCopy | DeviceCopy
 """A copy that may still be under way."""
 
 
-class _Gathered:
-    """Rows of all tables of a kernel, gathered on the device; more than there are marked."""
+def _gather(kernel: KernelShards, marks: DeviceMarks, *, states: bool) -> Callable[[], list[CopiedRows]]:
+    """Gather rows of all tables of a kernel, more than are marked; what is returned takes these to the host."""
+    kernel.write_back_cache()
+    rows, num_marked = marks.take()
+    shards = fields_of(kernel, states=states)
+    gathered = {field: _gather_rows([fields[field] for _, fields in shards], marks, rows) for field in shards[0][1]}
 
-    def __init__(self, kernel: KernelShards, marks: DeviceMarks, first_shard: int, *, states: bool) -> None:
-        kernel.write_back_cache()
-        self._first_shard, self._first_rows = first_shard, marks.first_rows
-        self._rows, self._num_marked = marks.take()
-        shards = fields_of(kernel, states=states)
-        tables = {field: [of_shard[field] for of_shard in shards] for field in shards[0]}
-        self._widths = {field: [table.shape[1] for table in of_field] for field, of_field in tables.items()}
-        self._values = {field: _gather_rows(of_field, marks, self._rows) for field, of_field in tables.items()}
-
-    def split(self) -> list[CopiedTable]:
-        """Take what is marked to the host; tell it by table."""
-        num_marked = int(self._num_marked)
-        rows = to_host(self._rows[:num_marked])
-        values = {field: to_host(of_field[:num_marked]) for field, of_field in self._values.items()}
-        if self._rows.is_cuda:
+    def take() -> list[CopiedRows]:
+        num_rows = int(num_marked)
+        on_host = to_host(rows[:num_rows])
+        values = {field: to_host(of_field[:num_rows]) for field, of_field in gathered.items()}
+        if rows.is_cuda:
             torch.cuda.current_stream().synchronize()
-        ends = torch.searchsorted(rows, torch.tensor(self._first_rows)).tolist()
+        ends = torch.searchsorted(on_host, torch.tensor(marks.first_rows)).tolist()
         copied = []
         for field, of_field in values.items():
-            for number, width in enumerate(self._widths[field]):
-                start, end = ends[number], ends[number + 1]
+            for (shard, fields), first, (start, end) in zip(shards, marks.first_rows, pairwise(ends), strict=False):
                 if end > start:
-                    rows_N, values_ND = rows[start:end] - self._first_rows[number], of_field[start:end, :width]
-                    copied.append(CopiedTable(self._first_shard + number, field, rows_N, values_ND.contiguous()))
+                    values_ND = of_field[start:end, : fields[field].shape[1]].contiguous()
+                    copied.append(CopiedRows(shard, field, on_host[start:end] - first, values_ND))
         return copied
+
+    return take
 
 
 def _gather_rows(parts: list[Tensor], marks: DeviceMarks, rows: Tensor) -> Tensor:
@@ -200,3 +207,32 @@ def _gather_rows(parts: list[Tensor], marks: DeviceMarks, rows: Tensor) -> Tenso
 
 def _two_dim(values: Tensor) -> Tensor:
     return values.unsqueeze(1) if values.dim() == 1 else values
+
+
+# -- whole tables ----------------------------------------------------------------------------------------------------
+
+
+Window: TypeAlias = Callable[[], CopiedRows]
+"""Copies some rows of a shard that follow one another to the host; nobody may write them meanwhile."""
+
+
+def windows_of(shards: Iterable[tuple[TableShard, Fields]]) -> list[list[Window]]:
+    """Divide shards into windows, and put these together, in their order, as long as they take `WINDOW_BYTES`."""
+    packs: list[list[Window]] = []
+    free = 0
+    for shard, fields in shards:
+        for field, values_RD in fields.items():
+            at_once = max(1, WINDOW_BYTES // (values_RD.shape[1] * values_RD.element_size()))
+            for first in range(0, len(values_RD), at_once):
+                window_ND = values_RD[first : first + at_once]
+                if not packs or window_ND.nbytes > free:
+                    packs.append([])
+                    free = WINDOW_BYTES
+                packs[-1].append(partial(_read, shard, field, first, window_ND))
+                free -= window_ND.nbytes
+    return packs
+
+
+def _read(shard: TableShard, field: str, first: int, window_ND: Tensor) -> CopiedRows:
+    rows_N = torch.arange(first, first + len(window_ND))
+    return CopiedRows(shard, field, rows_N, window_ND.to("cpu", copy=True))

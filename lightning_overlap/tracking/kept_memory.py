@@ -25,14 +25,7 @@ class KeptMemory:
         self._at_rest: deque[Tensor] = deque(maxlen=1)
 
     def lend(self, wanted: Sequence[tuple[tuple[int, ...], torch.dtype]]) -> tuple[list[Tensor], Tensor]:
-        """Return tensors of any values.
-
-        Args:
-            wanted: Shape and dtype of each.
-
-        Returns:
-            The tensors, and the memory of all of them, for `give_back`.
-        """
+        """Return tensors of these shapes and dtypes, of any values, and the memory of all of them, for `give_back`."""
         sizes = [prod(shape) * dtype.itemsize for shape, dtype in wanted]
         *firsts, num_bytes = accumulate((-(-size // ALIGNED_TO) * ALIGNED_TO for size in sizes), initial=0)
         memory = self._at_rest.pop() if self._at_rest else None

@@ -12,10 +12,9 @@ from torch.utils.hooks import RemovableHandle
 
 from ..runtime import LookupOrder
 from ..tables import TableShard, kernel_shards, num_fused_writes, sharded_modules
-from .copies import CopiedTable, DeviceCopy, HostCopy, RowCopy, copy_on_host, fields_of
+from .copies import CopiedRows, DeviceCopy, Fields, HostCopy, RowCopy, Window, copy_on_host, fields_of, windows_of
 from .kept_memory import KeptMemory
 from .row_marks import DeviceMarks, HostMarks
-from .windows import Window, packs_of
 
 
 class TouchedRows:
@@ -31,9 +30,8 @@ class TouchedRows:
         states: Whether to copy the fused optimizers' states too.
 
     Attributes:
-        shards: Of all fused tables of this rank.
-        dense: Shards of the dense optimizer's tables and of replicas, each with whether all ranks have it alike, and
-            with its optimizer's state by kind, where states are asked for and the backward updates them.
+        dense: Shards of the dense optimizer's tables and of replicas, each with its fields, and whether all ranks have
+            it alike.
 
     Raises:
         ValueError: The model has tables whose rows cannot be told by their number.
@@ -45,19 +43,18 @@ class TouchedRows:
         self._kernels = [kernel for kernel in kernels if kernel.is_fused]
         self._order, self._states = order, states
         self._on_device = order.streams.is_async
-        self.shards: list[TableShard] = [shard for kernel in self._kernels for shard in kernel.shards]
-        self.dense: list[tuple[TableShard, bool, dict[str, Tensor]]] = [
-            (shard, kernel.is_replicated, of_shard if states else {})
+        self.dense: list[tuple[TableShard, Fields, bool]] = [
+            (*shard, kernel.is_replicated)
             for kernel in kernels
             if not kernel.is_fused
-            for shard, of_shard in zip(kernel.shards, kernel.states(), strict=True)
+            for shard in fields_of(kernel, states=states)
         ]
         self._marks = self._new_marks()
         self._spare_marks: list[Any] | None = None
         self._kept = KeptMemory()
         self._copier = ThreadPoolExecutor(1, "copy of touched rows")
-        device = self.shards[0].weight.device if self.shards else torch.device("cpu")
-        self._to_host = torch.cuda.Stream(device) if device.type == "cuda" else None
+        devices = [kernel.shards[0].weight.device for kernel in self._kernels]
+        self._to_host = torch.cuda.Stream(devices[0]) if devices and devices[0].type == "cuda" else None
         self._copy: RowCopy | None = None
         self._writes_before = 0
         self._is_whole: bool | None = True
@@ -150,7 +147,7 @@ class TouchedRows:
         marks = self._marks
         self._writes_before, self._is_whole = self.num_writes, None
         if self._on_device:
-            kernels = list(zip(self._kernels, marks, strict=True))
+            kernels = zip(self._kernels, marks, strict=True)
             self._copy = DeviceCopy(kernels, self._order, self._to_host, states=self._states)
             return self._copy
         # the spare ones are of the copy before, which is over
@@ -176,19 +173,14 @@ class TouchedRows:
             if not self._on_device:
                 self._copy = None  # a host has waited, a device's other streams have not
 
-    def _copy_on_host(self, marks: list[HostMarks]) -> tuple[list[CopiedTable], Tensor]:
+    def _copy_on_host(self, marks: list[HostMarks]) -> tuple[list[CopiedRows], Tensor]:
         rows = [rows_N for of_kernel in marks for rows_N in of_kernel.take()]
-        return copy_on_host(self._fields(), rows, self._kept)
-
-    def _fields(self) -> list[dict[str, Tensor]]:
-        return [of_shard for kernel in self._kernels for of_shard in fields_of(kernel, states=self._states)]
+        return copy_on_host(self.fields, rows, self._kept)
 
     @property
-    def shard_states(self) -> list[dict[str, Tensor]]:
-        """The optimizer's state of each of `shards` by kind, where states are asked for."""
-        if not self._states:
-            return [{} for _ in self.shards]
-        return [of_shard for kernel in self._kernels for of_shard in kernel.states()]
+    def fields(self) -> list[tuple[TableShard, Fields]]:
+        """All fused tables' shards with their fields as they are now."""
+        return [shard for kernel in self._kernels for shard in fields_of(kernel, states=self._states)]
 
     @property
     def num_writes(self) -> int:
@@ -204,4 +196,4 @@ class TouchedRows:
         self._marks = self._new_marks()
         for kernel in self._kernels:
             kernel.write_back_cache()
-        return packs_of(self._fields())
+        return windows_of(self.fields)
