@@ -57,7 +57,8 @@ def train(
     options = {"sharding": plan_of(case, Model(case), 1), "stream": stream, "frozen_window": frozen_window}
     with process_group("cpu"), warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        fit(Setting(lambda: module(case), batches, None, "cpu", 0, trainer_options, options), pipeline, races=True)
+        setting = Setting(lambda: module(case), batches, trainer_options=trainer_options, strategy_options=options)
+        fit(setting, pipeline, races=True)
 
 
 CASES = {case.name: case for case in (MIXED, SEQUENCE, TWO_COLLECTIONS, WEIGHTED, ROWWISE_ADAGRAD)}
