@@ -105,24 +105,16 @@ def check_module(
 
     Four fits of `num_steps` from the same seed, on the same batches: three in the mode and one of a reference; for
     law 10 two short ones, in the mode and of the unsharded module. All call your `training_step` under Lightning, each
-    with a module that `make_module` made.
+    with a module that `make_module` made. `docs/testing.md` says what is checked, and how it is seen; in short:
 
-    - Exact means exact: losses, weights, tables and optimizer states equal those of `pipeline="base"` bit for bit
-      after every step. In a mode with a staleness the reference is the same plain fit, in which each lookup of a
-      fused table reads the weights that the mode's lookup of that batch was issued after; whatever else the mode
-      might have read shows as a difference.
-    - Staleness is a number: the lookup of batch N is issued after the updates of batches 0 to N - 1 - k, and before
-      any other. (With manual optimization, and with `start_batch` or `end_batch`: of at least these.) Two fits in
-      the mode are the same to the bit. On one rank of a CPU a third one runs on `CheckedStreams`: an operator whose
-      memory nothing ordered after its last use on another stream, in the package or in your own hooks, is named.
-    - Modules are served from early lookups, from the second batch on.
-    - All ranks issue the same collectives on the same groups, in the same order.
-    - No more batches are in flight than the mode's depth, and nothing stays patched or in flight after the fit.
-    - Each batch was trained once, in order.
-    - A step makes the host wait once, for the sizes of what is on its way.
-    - The strategy does not change what the module computes: every answer of a sharded module, in training and in
-      validation, equals to rounding that of the unsharded one with the same weights, columns in the same order; and
-      training gives a gradient to the same weights, and changes the same ones.
+    - Losses, weights, tables and optimizer states equal those of `pipeline="base"` bit for bit after every step. In a
+      mode with a staleness, each lookup of the reference in a fused table reads the weights that the mode's lookup of
+      that batch was issued after.
+    - The lookup of batch N is issued after the updates of batches 0 to N - 1 - k, k being the staleness, and before
+      any other. (With manual optimization, and with `start_batch` or `end_batch`: of at least these.)
+    - On one rank of a CPU, streams and events order all uses of the same memory, in the package and in your own hooks.
+    - Modules are served from early lookups, from the second batch on; each batch is trained once, in order.
+    - Sharded modules answer as the unsharded ones do with the same weights, and the same weights are trained.
 
     In a process without a process group it makes one of one rank for the time being; in a group that is there (under
     torchrun, say) every rank calls this alike and all raise together. The seed is the same on all ranks while the
@@ -173,6 +165,9 @@ def check_module(
         plain = fit(replace(setting, strategy_options=plain_options), "base", delays=delays)
         reference = f"plain training with updates delayed by {schedule.staleness}" if schedule.staleness else "base"
         syncs, num_sizes = _host_syncs(again)
+        num, most = len(setting.batches), first.most_in_flight
+        too_many = f"{most} batches in flight, the depth is {first.depth}" if most > first.depth else ""
+        others = f"trained {first.batches} of {num}" if first.batches != list(range(num)) else ""
         verdicts = (
             Verdict(f"law 1: equal to {reference}, bit for bit", _first_difference(first, plain), _compared(first)),
             Verdict(f"law 2: lookups see updates {schedule.staleness} batches late", *_seen(schedule, first, at_least)),
@@ -180,9 +175,9 @@ def check_module(
             Verdict("law 2: no row is read while it is written", *_race(setting, pipeline, overlaps)),
             Verdict("modules are served from early lookups", *_served(first, must_overlap and overlaps)),
             Verdict("law 5: the same collectives in the same order on all ranks", *_same_order(first)),
-            Verdict("law 6: no more batches in flight than the depth", *_in_flight(first)),
+            Verdict("law 6: no more batches in flight than the depth", too_many, f"{most} at once"),
             Verdict("nothing left patched or in flight", "; ".join(first.left), "all put back"),
-            Verdict("law 7: each batch is trained once, in order", *_each_once(first, len(setting.batches))),
+            Verdict("law 7: each batch is trained once, in order", others, f"{num} batches"),
             Verdict("law 9: no host sync but the read of sizes", *_few_syncs(syncs, num_sizes, max_host_syncs)),
             Verdict(
                 "law 10: computes what the unsharded module computes",
@@ -191,7 +186,7 @@ def check_module(
         )
         report = ModuleReport(
             schedule,
-            len(setting.batches),
+            num,
             dist.get_world_size(),
             _together(verdicts),
             _shares(first),
@@ -328,17 +323,6 @@ def _collective(issued: tuple[int, str, str] | None) -> str:
         return "missing"
     batch, name, group = issued
     return f"{name} of group {group!r} at batch {batch}"
-
-
-def _in_flight(watched: Watched) -> tuple[str, str]:
-    most = watched.most_in_flight
-    problem = "" if most <= watched.depth else f"{most} batches in flight, the depth is {watched.depth}"
-    return problem, f"{most} at once"
-
-
-def _each_once(watched: Watched, num_batches: int) -> tuple[str, str]:
-    problem = "" if watched.batches == list(range(num_batches)) else f"trained {watched.batches} of {num_batches}"
-    return problem, f"{num_batches} batches"
 
 
 def _host_syncs(watched: Watched) -> tuple[dict[str, float], float]:

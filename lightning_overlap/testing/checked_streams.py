@@ -87,11 +87,7 @@ class CheckedStreams(FollowedStreams):
 
     @contextmanager
     def watching(self, weights: Mapping[str, Tensor]) -> Iterator[None]:
-        """Follow all operators of the calling thread.
-
-        Args:
-            weights: Parameters and tables of any shape, by name; written on the compute stream before the run.
-        """
+        """Follow all operators of the calling thread, after the load of these parameters and tables."""
         self._weights = [self._name(tensor, label) for label, tensor in weights.items()]
         self._races.do("the load of the weights", StreamName.COMPUTE, writes=self._weights)
         with self.following():

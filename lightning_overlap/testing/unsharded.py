@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterable, Iterator, Mapping
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -61,16 +61,6 @@ class Changes(Callback):
         self.weights[CHANGED] = {name for name, value in last.items() if not torch.equal(value, self._first[name])}
 
 
-class _Call(NamedTuple):
-    """A call of a sharded module in a step."""
-
-    name: str
-    place: str
-    embeddings: Any
-    expected: Any
-    grad_enabled: bool
-
-
 class Answers(Changes):
     """Compares every answer of the sharded modules with that of the unsharded ones, and notes what a fit changes.
 
@@ -95,7 +85,8 @@ class Answers(Changes):
         """The sharded modules, by name."""
         self._states: dict[int, dict[str, dict[str, Tensor]]] = {}
         """Number of updates -> module -> its whole weights and buffers after them, by their names in it."""
-        self._calls: list[_Call] = []
+        self._calls: list[tuple[str, str, Any, Any, bool]] = []
+        """Module, place, embeddings, those of the unsharded module, and whether gradients were enabled."""
         self._given: dict[str, Any] = {}
         """Module -> the arguments of its last call."""
         self._batch, self._state = -1, 0
@@ -105,12 +96,7 @@ class Answers(Changes):
     def answered(self, name: str, step: str, given: Any, embeddings: Any, *, early: bool) -> None:
         """Keep a sharded module's answer, to compare it with the unsharded module's at the end of the step.
 
-        Args:
-            name: Name of the module.
-            step: The step that called it: `training_step` or `validation_step`.
-            given: A copy of the call's arguments from before the call; None where they cannot be copied.
-            embeddings: The answer, perhaps still under way.
-            early: Whether it came from an early lookup.
+        `given` is a copy of the call's arguments from before the call; None where they cannot be copied.
         """
         if name in self.left_out or name not in self.modules:
             return
@@ -122,9 +108,9 @@ class Answers(Changes):
             return  # after a backward of the same step: nobody knows what a training step of its own updated since
         sharded, state = self.modules[name], self._states[self._state][name]
         if early and trains and self._batch in self.seen:
-            then, fused = self._states[len(self.seen[self._batch])][name], _fused_tables(sharded)
             # Tables that the dense optimizer or nobody writes meanwhile are read as they are now.
-            state = {key: then[key] if _is_of(key, fused) else value for key, value in state.items()}
+            then = self._states[len(self.seen[self._batch])][name]
+            state = {key: then[key] if _is_fused(key, sharded) else value for key, value in state.items()}
         unsharded = self._unsharded.get_submodule(name).train(sharded.training)
         unsharded.load_state_dict(state, strict=False)
         self._given[name] = given
@@ -132,17 +118,18 @@ class Answers(Changes):
         with torch.no_grad():
             expected = unsharded(*args, **kwargs)
         place = f"batch {self._batch}" if trains else f"a {step}"
-        self._calls.append(_Call(name, place, embeddings, expected, torch.is_grad_enabled()))
+        self._calls.append((name, place, embeddings, expected, torch.is_grad_enabled()))
 
     @override
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self.modules = sharded_modules(pl_module)
-        materialize(self._unsharded, self.modules)
-        self._unsharded.to(pl_module.device)
+        unsharded = dict(self._unsharded.named_modules())
         for name, module in self.modules.items():
-            reason = _why_not_comparable(module, self._unsharded, name)
-            if reason is not None:
+            if (reason := _why_not_comparable(module, unsharded.get(name))) is not None:
                 self.left_out[name] = reason
+            if name in unsharded:
+                materialize(unsharded[name])
+        self._unsharded.to(pl_module.device)
         self._keep(trainer)
         super().on_train_start(trainer, pl_module)
 
@@ -206,17 +193,15 @@ class Answers(Changes):
 
     def _compare(self) -> None:
         calls, self._calls = self._calls, []
-        for call in calls:
-            if call.name not in self.problems:
+        for name, place, embeddings, expected, grad_enabled in calls:
+            if name not in self.problems:
                 self.num_outputs += 1
-                embeddings = waited(call.embeddings)
-                found = first_difference(embeddings, call.expected)
-                if not call.grad_enabled and any(
-                    getattr(part, "requires_grad", False) for _, part in parts(embeddings)
-                ):
+                arrived = waited(embeddings)
+                found = first_difference(arrived, expected)
+                if not grad_enabled and any(getattr(part, "requires_grad", False) for _, part in parts(arrived)):
                     found = "its embeddings need a gradient, though it was called without one (torch.no_grad)"
                 if found is not None:
-                    self.problems[call.name] = f"{call.name!r} in {call.place}: {found}"
+                    self.problems[name] = f"{name!r} in {place}: {found}"
 
 
 def of_all_ranks(weights: Weights) -> Weights:
@@ -226,21 +211,17 @@ def of_all_ranks(weights: Weights) -> Weights:
 
 
 def different_weights(sharded: Weights, unsharded: Weights, modules: Iterable[str]) -> list[str]:
-    """Return a line for each way in which two fits treat weights differently.
+    """Return a line for each way in which two fits, of sharded `modules` and without, treat weights differently.
 
-    Args:
-        sharded: What the fit with sharded tables changed, and gave a gradient.
-        unsharded: The same for the fit of the unsharded module.
-        modules: Names of the sharded modules; gradients of their tables, which the kernel has, are not compared.
+    Gradients of tables, which the kernels have, are not compared.
     """
     problems = []
     both = sharded[ALL] & unsharded[ALL]
     outside = {name for name in both if not is_in(name, modules)}
     for what, names in ((CHANGED, both), (WITH_GRADIENT, outside)):
         mine, theirs = sharded[what], unsharded[what]
-        more, less = sorted((mine - theirs) & names), sorted((theirs - mine) & names)
-        problems += [f"{', '.join(more)}: {what} sharded, not unsharded"] if more else []
-        problems += [f"{', '.join(less)}: {what} unsharded, not sharded"] if less else []
+        for more, how in ((mine - theirs, "sharded, not unsharded"), (theirs - mine, "unsharded, not sharded")):
+            problems += [f"{', '.join(sorted(more & names))}: {what} {how}"] if more & names else []
     return problems
 
 
@@ -316,15 +297,9 @@ def _whole_state(module: nn.Module, group: dist.ProcessGroup | None) -> dict[str
     return on_rank_zero
 
 
-def materialize(module: nn.Module, names: Iterable[str]) -> None:
-    """Give modules with weights on `meta` memory, some values, and the optimizers applied in backward again."""
-    for name in names:
-        try:
-            child = module.get_submodule(name)
-        except AttributeError:  # none of the unsharded module: left out, with the reason
-            continue
-        if not any(weight.is_meta for weight in child.parameters()):
-            continue
+def materialize(child: nn.Module) -> None:
+    """Give a module with weights on `meta` memory, some values, and the optimizers applied in backward again."""
+    if any(weight.is_meta for weight in child.parameters()):
         applied = table_optimizers(child)
         child.to_empty(device="cpu")
         for weight in child.parameters():
@@ -332,13 +307,11 @@ def materialize(module: nn.Module, names: Iterable[str]) -> None:
         apply_table_optimizers(child, applied)
 
 
-def _why_not_comparable(module: Any, unsharded: nn.Module, name: str) -> str | None:
+def _why_not_comparable(module: Any, unsharded: nn.Module | None) -> str | None:
     """Return why the unsharded form of a module cannot answer for it, or None."""
-    try:
-        child = unsharded.get_submodule(name)
-    except AttributeError:
+    if unsharded is None:
         return "the unsharded module has none of that name: it is made or replaced during the fit"
-    if type(child) is type(module):
+    if type(unsharded) is type(module):
         return "it is sharded by its owner"
     kind = spec_of(module)
     if kind is None:
@@ -350,11 +323,7 @@ def _why_not_comparable(module: Any, unsharded: nn.Module, name: str) -> str | N
     return None
 
 
-def _fused_tables(module: Any) -> set[str]:
-    """Return the tables of a module that the fused backward writes, as `owners_of` has it for each sharding type."""
+def _is_fused(key: str, module: Any) -> bool:
+    """Whether a name is of a table that the fused backward writes, as `owners_of` has it for each sharding type."""
     fused = WeightOwner.FUSED_BACKWARD in owners_of(module)
-    return set(tables_in_backward(tables_of(module))) if fused else set()
-
-
-def _is_of(key: str, tables: set[str]) -> bool:
-    return any(f".{table}." in f".{key}." for table in tables)
+    return fused and any(f".{table}." in f".{key}." for table in tables_in_backward(tables_of(module)))

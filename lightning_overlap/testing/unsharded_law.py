@@ -17,17 +17,9 @@ _MOST_STEPS = 4
 
 
 def compare_with_unsharded(setting: Setting, pipeline: Any, staleness: int) -> tuple[str, str]:
-    """Compare a fit in a mode with the unsharded module: what is answered, and what training changes.
+    """Compare a fit in a mode with the unsharded module; return what differs, or '', and what was compared.
 
     All ranks call this. Each compares the answers to its own batches; the names of changed weights are gathered.
-
-    Args:
-        setting: What the fits of a check have in common.
-        pipeline: A mode's name or a schedule.
-        staleness: The staleness of the mode, in batches.
-
-    Returns:
-        What differs, or '', and what was compared.
     """
     batches = setting.batches[: _MOST_STEPS + staleness]
     # Released ids are gone when their module is called: there would be nothing to give to the unsharded one. And what
@@ -55,7 +47,8 @@ def _changed_unsharded(setting: Setting) -> Weights | str:
     module = _make(setting)
     problem, weights = "", Weights()
     try:
-        materialize(module, {table.module for table in find_tables(module)})
+        for name in {table.module for table in find_tables(module)}:
+            materialize(module.get_submodule(name))
         if any(weight.is_meta for weight in module.parameters()):
             raise RuntimeError("it has weights on the meta device beside the tables")
         fused = check_fused_optimizer(setting.strategy_options.get("fused_optimizer"))

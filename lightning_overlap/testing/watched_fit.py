@@ -297,6 +297,9 @@ class _FollowsMemory(Callback):
             trainer.strategy.update_tables()  # as before an evaluation or a save: no update is left
         self._streams.read_weights(f"a callback after the step of batch {batch_idx}")
 
+    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._open.close()
+
 
 class _WatchedStrategy(OverlapEmbeddingStrategy):
     """Tells what it looks up and who is served early, keeps the answers, and delays the lookups of a reference."""
