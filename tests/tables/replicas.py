@@ -25,10 +25,10 @@ from lightning_overlap.testing.unsharded_law import compare_with_unsharded
 from lightning_overlap.testing.watched_fit import Setting
 
 from ..laws.unsharded import KINDS, OneModule, make_batches
-from ..laws.windows import Data, MakesInput
+from ..laws.windows import Data
 from ..sparse.callers import TwoBackwards
 from ..sparse.update_rates import Scheduled, factor
-from ..support.cases import NUM_STEPS, Batch, Batches, Case, Model, TableSpec, dense_optimizer, make_batch
+from ..support.cases import NUM_STEPS, Batch, Batches, Case, MakesInput, Model, TableSpec, dense_optimizer, make_batch
 from ..support.fits import make_trainer
 from ..support.reference import Delayed, Result, collect, train, train_delayed
 
