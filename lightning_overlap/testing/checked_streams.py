@@ -19,7 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from ..runtime import leaves
-from ..schedules import Stage, StreamName
+from ..schedules import StreamName
 from .race_detector import RacingStreams
 
 
@@ -75,15 +75,12 @@ class CheckedStreams(FollowedStreams):
         self._num_named = 0
         self._ran_in_backward: set[StreamName] = set()
         self._weights: list[str] = []
-        self._doing = "start"
+        self.doing = "start"
+        """The last event of the executor, which errors name as their place."""
 
     def memory_of(self, value: Any) -> Iterable[str]:
         """Return the names of the storages of all tensors, of any shape, in a nested value."""
         return map(self._name, _all_tensors(value))
-
-    def observe(self, kind: str, stage: Stage, batch: int) -> None:
-        """Remember the last event of the executor, which errors name as their place: an `Observer`."""
-        self._doing = f"{kind} of {stage} of batch {batch}"
 
     @contextmanager
     def watching(self, weights: Mapping[str, Tensor]) -> Iterator[None]:
@@ -96,7 +93,7 @@ class CheckedStreams(FollowedStreams):
     def take(self, batch: Any) -> None:
         """Take a batch that was copied to the device on the current stream: its tensors are new memory there."""
         names = [self._name(tensor, "a tensor of a batch", anew=True) for tensor in _all_tensors(batch)]
-        self._races.do(f"the copy of a batch after the {self._doing}", self._current, makes=names)
+        self._races.do(f"the copy of a batch after the {self.doing}", self._current, makes=names)
 
     def read_weights(self, by: str) -> None:
         """Read all weights on the compute stream, as what comes between two steps may."""
@@ -123,7 +120,7 @@ class CheckedStreams(FollowedStreams):
             self._races.record_stream(used, stream)
         else:
             self._ran_in_backward.clear()
-        by = f"{func} after the {self._doing}"
+        by = f"{func} after the {self.doing}"
         self._races.do(by, stream, reads=reads, writes=writes, makes=[name for name in made if name not in used])
 
     def _name(self, tensor: Tensor, label: str = "a tensor", *, anew: bool = False) -> str:

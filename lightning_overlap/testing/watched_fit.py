@@ -317,7 +317,7 @@ class _WatchedStrategy(OverlapEmbeddingStrategy):
         if (kind, stage) == ("issue", Stage.EMBEDDING_LOOKUP):
             watched.seen.setdefault(batch, tuple(watched.updates))
         if self.checked is not None:
-            self.checked.observe(kind, stage, batch)
+            self.checked.doing = f"{kind} of {stage} of batch {batch}"
 
     def batch_to_device(self, batch: Any, device: torch.device | None = None, dataloader_idx: int = 0) -> Any:
         batch = super().batch_to_device(batch, device, dataloader_idx)
@@ -330,7 +330,10 @@ class _WatchedStrategy(OverlapEmbeddingStrategy):
         serve, watched, delay, answers = pipeline.answers.answer, self._watched, self._delay, self._answers
 
         def call(pipelined: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-            given = _copied((args, kwargs)) if answers is not None else None
+            given = None
+            if answers is not None:
+                with contextlib.suppress(RuntimeError):  # a tensor that a graph leads to has no copy
+                    given = copy.deepcopy((args, kwargs))
             with contextlib.nullcontext() if delay is None else delay.around(pipelined.name, pipelined.module):
                 embeddings = serve(pipelined, args, kwargs)
             early = isinstance(embeddings, EarlyEmbeddings)
@@ -368,14 +371,6 @@ def _digests(module: LightningModule, optimizers: Sequence[torch.optim.Optimizer
             content = tensor.cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
             digests[f"{name} at {start}" if any(start) else name] = hashlib.sha256(content).hexdigest()
     return digests
-
-
-def _copied(given: tuple[tuple[Any, ...], dict[str, Any]]) -> Any:
-    """Return a copy of a call's arguments, or None: a tensor that a graph leads to has no copy."""
-    try:
-        return copy.deepcopy(given)
-    except RuntimeError:
-        return None
 
 
 def _patchable(trainer: Trainer, module: LightningModule) -> dict[str, str]:
