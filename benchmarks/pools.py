@@ -16,7 +16,7 @@ from typing_extensions import override
 
 from lightning_overlap import StreamName
 from lightning_overlap.runtime import leaves
-from lightning_overlap.testing.stream_tracing import FollowedStreams, tensors_of
+from lightning_overlap.testing.checked_streams import FollowedStreams, tensors_of
 
 MIB = 1 << 20
 _ROUND = 512
@@ -135,12 +135,6 @@ class PooledStreams(FollowedStreams):
             live = self._live.get(leaf.untyped_storage()._cdata) if isinstance(leaf, Tensor) else None
             if live is not None and live.block.stream is not self[name]:
                 live.shared = True
-
-    @override
-    def hand_to_caller(self, value: Any, event: Any) -> None:
-        """Note that the compute stream and the current one use these tensors."""
-        self.record_stream(value, StreamName.COMPUTE)
-        self.record_stream(value, self._current)
 
     @override
     def begin_step(self) -> None:

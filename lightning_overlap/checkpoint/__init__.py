@@ -27,3 +27,4 @@ from .sharded_folder import is_folder as is_folder
 from .sharded_folder import load_folder as load_folder
 from .sharded_folder import resolve_path as resolve_path
 from .table_state import check_tables as check_tables
+from .table_state import local_parts as local_parts

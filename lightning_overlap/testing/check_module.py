@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import re
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -15,14 +15,12 @@ from lightning.pytorch import LightningDataModule
 from torch import nn
 
 from ..distributed import gather_objects
-from ..profiling import HostSync
-from ..schedules import Schedule, WeightOwner, resolve_schedule
+from ..schedules import Schedule, resolve_schedule
 from ..text import some
 from .delayed_lookups import Delays
 from .local_group import process_group
 from .race_detector import RaceError
-from .unsharded_law import computes_what_the_unsharded_computes
-from .verdict import Verdict as Verdict
+from .unsharded_law import compare_with_unsharded
 from .watched_fit import NUM_WATCHED_STEPS, Data, ModuleFactory, Setting, Watched, fit, make_trainer
 
 _SWITCHES = ("start_batch", "end_batch")
@@ -32,6 +30,21 @@ _WITHOUT_REFERENCE = ("frozen_window", "stash_gradients")
 """Options that plain training, which is what the mode is compared with, has no counterpart of."""
 _SIZES = "/lightning_overlap/sparse/input_sizes.py"
 """Where the one read of a step is: the sizes of what is on its way."""
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """What came of one law.
+
+    Args:
+        law: What has to hold.
+        problem: What does not, or ''.
+        said: What was seen where it holds.
+    """
+
+    law: str
+    problem: str
+    said: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,24 +105,16 @@ def check_module(
 
     Four fits of `num_steps` from the same seed, on the same batches: three in the mode and one of a reference; for
     law 10 two short ones, in the mode and of the unsharded module. All call your `training_step` under Lightning, each
-    with a module that `make_module` made.
+    with a module that `make_module` made. `docs/testing.md` says what is checked, and how it is seen; in short:
 
-    - Exact means exact: losses, weights, tables and optimizer states equal those of `pipeline="base"` bit for bit
-      after every step. In a mode with a staleness the reference is the same plain fit, in which each lookup of a
-      fused table reads the weights that the mode's lookup of that batch was issued after; whatever else the mode
-      might have read shows as a difference.
-    - Staleness is a number: the lookup of batch N is issued after the updates of batches 0 to N - 1 - k, and before
-      any other. (With manual optimization, and with `start_batch` or `end_batch`: of at least these.) Two fits in
-      the mode are the same to the bit. On one rank of a CPU a third one runs on `CheckedStreams`: an operator whose
-      memory nothing ordered after its last use on another stream, in the package or in your own hooks, is named.
-    - Modules are served from early lookups, from the second batch on.
-    - All ranks issue the same collectives on the same groups, in the same order.
-    - No more batches are in flight than the mode's depth, and nothing stays patched or in flight after the fit.
-    - Each batch was trained once, in order.
-    - A step makes the host wait once, for the sizes of what is on its way.
-    - The strategy does not change what the module computes: every answer of a sharded module, in training and in
-      validation, equals to rounding that of the unsharded one with the same weights, columns in the same order; and
-      training gives a gradient to the same weights, and changes the same ones.
+    - Losses, weights, tables and optimizer states equal those of `pipeline="base"` bit for bit after every step. In a
+      mode with a staleness, each lookup of the reference in a fused table reads the weights that the mode's lookup of
+      that batch was issued after.
+    - The lookup of batch N is issued after the updates of batches 0 to N - 1 - k, k being the staleness, and before
+      any other. (With manual optimization, and with `start_batch` or `end_batch`: of at least these.)
+    - On one rank of a CPU, streams and events order all uses of the same memory, in the package and in your own hooks.
+    - Modules are served from early lookups, from the second batch on; each batch is trained once, in order.
+    - Sharded modules answer as the unsharded ones do with the same weights, and the same weights are trained.
 
     In a process without a process group it makes one of one rank for the time being; in a group that is there (under
     torchrun, say) every rank calls this alike and all raise together. The seed is the same on all ranks while the
@@ -147,113 +152,105 @@ def check_module(
                 "then checked of the mode without it."
             )
     schedule = resolve_schedule(pipeline, strategy_options.get("staleness"))
+    overlaps = schedule.has_sparse_stages
     with process_group(accelerator):
-        setting = Setting(
-            make_module,
-            (),
-            data if isinstance(data, LightningDataModule) else None,
-            accelerator,
-            seed,
-            trainer_options or {},
-            strategy_options,
-        )
-        setting = _with_batches(setting, data, num_steps)
+        datamodule = data if isinstance(data, LightningDataModule) else None
+        setting = Setting(make_module, (), datamodule, accelerator, seed, trainer_options or {}, strategy_options)
+        setting = replace(setting, batches=_first_batches(setting, data, num_steps))
         first = fit(setting, pipeline)
         again = fit(setting, pipeline, every_state=False, syncs=True)
-        overlaps = schedule.has_sparse_stages
         at_least = not first.automatic or not strategy_options.keys().isdisjoint(_SWITCHES)
-        base = {name: value for name, value in strategy_options.items() if name not in _OF_THE_MODE}
+        plain_options = {name: value for name, value in strategy_options.items() if name not in _OF_THE_MODE}
         delays = _delays(schedule, first, as_seen=at_least) if schedule.staleness else None
-        plain = fit(replace(setting, strategy_options=base), "base", delays=delays)
-        race = _race(setting, pipeline) if overlaps and accelerator == "cpu" else _NOT_FOLLOWED
-        syncs = _syncs_of_users(again)
-        verdicts = _together(
-            [
-                _equal(schedule, first, plain),
-                _staleness(schedule, first, at_least=at_least),
-                Verdict("law 2: every run alike", _first_difference(again, first), "two fits are the same to the bit"),
-                race,
-                _served(first, must_overlap and overlaps),
-                _same_order(first),
-                _in_flight(first),
-                Verdict("nothing left patched or in flight", "; ".join(first.left), "all put back"),
-                _each_batch_once(first, len(setting.batches)),
-                _host_syncs(again, syncs, max_host_syncs),
-                computes_what_the_unsharded_computes(setting, pipeline, schedule.staleness),
-            ]
+        plain = fit(replace(setting, strategy_options=plain_options), "base", delays=delays)
+        reference = f"plain training with updates delayed by {schedule.staleness}" if schedule.staleness else "base"
+        syncs, num_sizes = _host_syncs(again)
+        num, most = len(setting.batches), first.most_in_flight
+        too_many = f"{most} batches in flight, the depth is {first.depth}" if most > first.depth else ""
+        others = f"trained {first.batches} of {num}" if first.batches != list(range(num)) else ""
+        verdicts = (
+            Verdict(f"law 1: equal to {reference}, bit for bit", _first_difference(first, plain), _compared(first)),
+            Verdict(f"law 2: lookups see updates {schedule.staleness} batches late", *_seen(schedule, first, at_least)),
+            Verdict("law 2: every run alike", _first_difference(again, first), "two fits are the same to the bit"),
+            Verdict("law 2: no row is read while it is written", *_race(setting, pipeline, overlaps)),
+            Verdict("modules are served from early lookups", *_served(first, must_overlap and overlaps)),
+            Verdict("law 5: the same collectives in the same order on all ranks", *_same_order(first)),
+            Verdict("law 6: no more batches in flight than the depth", too_many, f"{most} at once"),
+            Verdict("nothing left patched or in flight", "; ".join(first.left), "all put back"),
+            Verdict("law 7: each batch is trained once, in order", others, f"{num} batches"),
+            Verdict("law 9: no host sync but the read of sizes", *_few_syncs(syncs, num_sizes, max_host_syncs)),
+            Verdict(
+                "law 10: computes what the unsharded module computes",
+                *compare_with_unsharded(setting, pipeline, schedule.staleness),
+            ),
         )
         report = ModuleReport(
             schedule,
-            len(setting.batches),
+            num,
             dist.get_world_size(),
-            tuple(verdicts),
+            _together(verdicts),
             _shares(first),
-            dict(first.plain_reasons) if overlaps else {},
+            first.plain_reasons if overlaps else {},
             syncs,
         )
-    broken = [verdict for verdict in verdicts if verdict.problem]
-    assert not broken, "\n".join([*(f"{verdict.law}: {verdict.problem}" for verdict in broken), str(report)])
+    broken = [f"{verdict.law}: {verdict.problem}" for verdict in report.verdicts if verdict.problem]
+    assert not broken, "\n".join([*broken, str(report)])
     return report
 
 
-def _with_batches(setting: Setting, data: Data | Iterable[Any], num_steps: int) -> Setting:
-    """Take the first batches once, so that every fit gets the same ones whatever random state it has."""
-    loader: Any = data
+def _first_batches(setting: Setting, data: Any, num_steps: int) -> list[Any]:
+    """Return the first batches, so that every fit gets the same ones whatever random state it has."""
     if isinstance(data, LightningDataModule):
         if getattr(data, "trainer", None) is None:
             data.trainer = make_trainer(setting, "auto" if dist.get_world_size() == 1 else "ddp")
         data.prepare_data()
         data.setup("fit")
-        loader = data.train_dataloader()
-    batches = list(itertools.islice(iter(loader), num_steps))
+        data = data.train_dataloader()
+    batches = list(itertools.islice(data, num_steps))
     if len(batches) < 2:
         raise ValueError(f"check_module needs two batches or more, got {len(batches)}: nothing is ahead of the last.")
-    return replace(setting, batches=batches)
+    return batches
 
 
-def _together(verdicts: Sequence[Verdict]) -> list[Verdict]:
+def _together(verdicts: tuple[Verdict, ...]) -> tuple[Verdict, ...]:
     """Combine the verdicts of all ranks, so that all ranks raise or none."""
     everyone = gather_objects([verdict.problem for verdict in verdicts])
     if len(everyone) == 1:
-        return list(verdicts)
-    return [
-        Verdict(
-            verdict.law,
-            "; ".join(f"rank {rank}: {problems[at]}" for rank, problems in enumerate(everyone) if problems[at]),
-            verdict.said,
-        )
-        for at, verdict in enumerate(verdicts)
-    ]
+        return verdicts
+    return tuple(
+        replace(verdict, problem="; ".join(f"rank {rank}: {one}" for rank, one in enumerate(problems) if one))
+        for verdict, *problems in zip(verdicts, *everyone, strict=True)
+    )
 
 
-# -- the laws ---------------------------------------------------------------------------------------------------
+# -- the laws: each returns what is wrong, or '', and what was seen where it holds ----------------------------------
 
 
-def _equal(schedule: Schedule, actual: Watched, expected: Watched) -> Verdict:
-    reference = "base" if schedule.staleness == 0 else f"plain training with updates delayed by {schedule.staleness}"
-    law = f"law 1: equal to {reference}, bit for bit"
-    said = f"{len(actual.losses)} losses, {len(actual.states[max(actual.states)])} weights and states"
-    return Verdict(law, _first_difference(actual, expected), said)
+def _compared(watched: Watched) -> str:
+    return f"{len(watched.losses)} losses, {len(watched.states[max(watched.states)])} weights and states"
 
 
 def _first_difference(mine: Watched, theirs: Watched) -> str:
     """Say at which step the losses, or the states that both have, differ first."""
     for step, (one, other) in enumerate(itertools.zip_longest(mine.losses, theirs.losses)):
         problems = []
-        if one is None or other is None or not _same(one, other):
+        if one is None or other is None or not torch.allclose(one, other, rtol=0, atol=0, equal_nan=True):
             problems.append(f"the loss is {_number(one)}, not {_number(other)}")
         if step in mine.states and step in theirs.states:
-            problems += _different(mine.states[step], theirs.states[step])
+            ours, others = mine.states[step], theirs.states[step]
+            problems += [name for name in ours | others if ours.get(name) != others.get(name)]
         if problems:
             return f"at step {step}: {some(problems, 4)}"
     return ""
 
 
+def _number(loss: torch.Tensor | None) -> str:
+    return "missing" if loss is None else f"{loss.mean().item():.9g}"
+
+
 def _updates_to_see(schedule: Schedule, watched: Watched, batch: int) -> tuple[int, ...]:
     """Return the updates that an early lookup should see; tables of the dense optimizer are never stale."""
-    early = watched.modules_early_in(batch)
-    fused = any(WeightOwner.FUSED_BACKWARD in watched.owners[name] for name in early)
-    staleness = schedule.staleness if fused else 0
+    staleness = 0 if watched.fused.isdisjoint(watched.modules_early_in(batch)) else schedule.staleness
     return tuple(update for update in watched.updates if update < batch - staleness)
 
 
@@ -265,9 +262,8 @@ def _delays(schedule: Schedule, watched: Watched, *, as_seen: bool) -> Delays:
     }
 
 
-def _staleness(schedule: Schedule, watched: Watched, *, at_least: bool) -> Verdict:
+def _seen(schedule: Schedule, watched: Watched, at_least: bool) -> tuple[str, str]:
     """Read off when the lookups were issued."""
-    law = f"law 2: lookups see updates {schedule.staleness} batches late"
     for batch, seen in sorted(watched.seen.items()):
         early = watched.modules_early_in(batch)
         expected = _updates_to_see(schedule, watched, batch)
@@ -277,38 +273,32 @@ def _staleness(schedule: Schedule, watched: Watched, *, at_least: bool) -> Verdi
                 f"the lookup of batch {batch} ({', '.join(sorted(early))}) was issued after the updates of batches "
                 f"{list(seen)}; with a staleness of {schedule.staleness} it should see {list(expected)}"
             )
-            return Verdict(law, problem, "")
-    return Verdict(law, "", f"{len(watched.seen)} early lookups")
+            return problem, ""
+    return "", f"{len(watched.seen)} early lookups"
 
 
-_NO_RACE = "law 2: no row is read while it is written"
-_NOT_FOLLOWED = Verdict(_NO_RACE, "", "not looked at")
-
-
-def _race(setting: Setting, pipeline: str | Schedule) -> Verdict:
-    """Train once more on simulated streams that follow every operator's memory. On one rank only."""
-    if dist.get_world_size() > 1:
-        return _NOT_FOLLOWED
+def _race(setting: Setting, pipeline: str | Schedule, overlaps: bool) -> tuple[str, str]:
+    """Train once more on simulated streams that follow every operator's memory. On one rank of a CPU only."""
+    if not overlaps or setting.accelerator != "cpu" or dist.get_world_size() > 1:
+        return "", "not looked at"
     try:
         fit(setting, pipeline, every_state=False, races=True)
     except RaceError as err:
-        return Verdict(_NO_RACE, str(err), "")
-    return Verdict(_NO_RACE, "", "streams order every operator of a further fit")
+        return str(err), ""
+    return "", "streams order every operator of a further fit"
 
 
-def _served(watched: Watched, must_overlap: bool) -> Verdict:
-    law = "modules are served from early lookups"
+def _served(watched: Watched, must_overlap: bool) -> tuple[str, str]:
     shares, plain = _shares(watched), watched.plain_reasons
-    said = (
-        ", ".join(f"{name} {share:.0%} of batches" for name, share in shares.items()) or "no sharded module was called"
-    )
+    said = ", ".join(f"{name} {share:.0%} of batches" for name, share in shares.items())
+    said = said or "no sharded module was called"
     said += "".join(f"; {name} runs in its own forward: {reason}" for name, reason in plain.items())
     problems = [
         f"{name!r} ran in its own forward: {plain.get(name, 'its embeddings were not there')}"
         for name, share in shares.items()
         if share < 1
     ]
-    return Verdict(law, "; ".join(problems) if must_overlap else "", said)
+    return "; ".join(problems) if must_overlap else "", said
 
 
 def _shares(watched: Watched) -> dict[str, float]:
@@ -321,14 +311,11 @@ def _shares(watched: Watched) -> dict[str, float]:
     }
 
 
-def _same_order(watched: Watched) -> Verdict:
-    law = "law 5: the same collectives in the same order on all ranks"
-    if dist.get_world_size() == 1:
-        return Verdict(law, "", "one rank")
+def _same_order(watched: Watched) -> tuple[str, str]:
     for at, issued in enumerate(itertools.zip_longest(*gather_objects(watched.collectives))):
         if len(set(issued)) > 1:
-            return Verdict(law, f"number {at} is {' and '.join(map(_collective, issued))}", "")
-    return Verdict(law, "", f"{len(watched.collectives)} of the main thread")
+            return f"number {at} is {' and '.join(map(_collective, issued))}", ""
+    return "", f"{len(watched.collectives)} of the main thread"
 
 
 def _collective(issued: tuple[int, str, str] | None) -> str:
@@ -338,48 +325,20 @@ def _collective(issued: tuple[int, str, str] | None) -> str:
     return f"{name} of group {group!r} at batch {batch}"
 
 
-def _in_flight(watched: Watched) -> Verdict:
-    most = watched.most_in_flight
-    problem = "" if most <= watched.depth else f"{most} batches in flight, the depth is {watched.depth}"
-    return Verdict("law 6: no more batches in flight than the depth", problem, f"{most} at once")
-
-
-def _each_batch_once(watched: Watched, num_batches: int) -> Verdict:
-    problem = "" if watched.batches == list(range(num_batches)) else f"trained {watched.batches} of {num_batches}"
-    return Verdict("law 7: each batch is trained once, in order", problem, f"{num_batches} batches")
-
-
-def _syncs_of_users(watched: Watched) -> dict[str, float]:
-    """Return the places of host syncs other than the read of sizes, with how many a step."""
+def _host_syncs(watched: Watched) -> tuple[dict[str, float], float]:
+    """Return the places of host syncs with how many a step, and how many reads of sizes there are besides."""
+    of_sizes = [any(frame.filename.endswith(_SIZES) for frame in sync.stack) for sync in watched.syncs]
     places = Counter(
         f"{sync.operator} in {re.sub(r'^, ', '', sync.source())}"
-        for sync in watched.syncs
-        if not sync.reads_host and not _reads_sizes(sync)
+        for sync, reads_sizes in zip(watched.syncs, of_sizes, strict=True)
+        if not sync.reads_host and not reads_sizes
     )
-    return {place: num / NUM_WATCHED_STEPS for place, num in places.items()}
+    return {place: num / NUM_WATCHED_STEPS for place, num in places.items()}, sum(of_sizes) / NUM_WATCHED_STEPS
 
 
-def _reads_sizes(sync: HostSync) -> bool:
-    return any(frame.filename.endswith(_SIZES) for frame in sync.stack)
-
-
-def _host_syncs(watched: Watched, others: Mapping[str, float], max_host_syncs: float | None) -> Verdict:
-    law = "law 9: no host sync but the read of sizes"
-    num_sizes = sum(map(_reads_sizes, watched.syncs)) / NUM_WATCHED_STEPS
+def _few_syncs(others: Mapping[str, float], num_sizes: float, max_host_syncs: float | None) -> tuple[str, str]:
     listed = ", ".join(f"{place} ({num:g} a step)" for place, num in others.items())
-    problem = f"{num_sizes:g} reads of sizes a step" if num_sizes > 1 else ""
+    problems = [f"{num_sizes:g} reads of sizes a step"] if num_sizes > 1 else []
     if max_host_syncs is not None and sum(others.values()) > max_host_syncs:
-        problem = "; ".join(filter(None, (problem, listed)))
-    return Verdict(law, problem, f"{num_sizes:g} a step" + (f"; reported: {listed}" if listed else ""))
-
-
-def _same(mine: torch.Tensor, theirs: torch.Tensor) -> bool:
-    return torch.equal(mine.nan_to_num(), theirs.nan_to_num()) and torch.equal(mine.isnan(), theirs.isnan())
-
-
-def _different(mine: Mapping[str, str], theirs: Mapping[str, str]) -> list[str]:
-    return [name for name in dict.fromkeys([*mine, *theirs]) if mine.get(name) != theirs.get(name)]
-
-
-def _number(loss: torch.Tensor | None) -> str:
-    return "missing" if loss is None else f"{loss.mean().item():.9g}"
+        problems.append(listed)
+    return "; ".join(problems), f"{num_sizes:g} a step" + (f"; reported: {listed}" if listed else "")

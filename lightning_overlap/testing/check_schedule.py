@@ -17,12 +17,8 @@ def check_laws(schedule: Schedule) -> None:
     """Check that a schedule does what it says, with real tables on one rank of a CPU.
 
     `check_module` trains a small DLRM by it, over 2 x depth + 1 batches, with early lookups on each of the streams that
-    they may run on: every batch is trained once, in order, with early embeddings from the second one on; no more
-    batches are in flight than the schedule's depth; the lookup of batch N sees the updates of batches 0 to
-    N - 1 - staleness and no others, and tables of the dense optimizer are always seen fresh; losses, weights and
-    optimizer states are those of plain training, with updates delayed by the staleness; streams and events order
-    every two uses of the same memory, one of them a write, and no stream uses memory of another one that was not
-    handed to it.
+    they may run on, and checks its laws: tables of the fused backward are seen with the schedule's staleness, those of
+    the dense optimizer always fresh.
 
     Args:
         schedule: A schedule of yours.

@@ -7,60 +7,93 @@ race shows in every run, whether or not it would have gone wrong on some device.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+import bisect
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from ..runtime import leaves
-from ..schedules import Stage, StreamName
+from ..schedules import StreamName
 from .race_detector import RacingStreams
-from .stream_tracing import FollowedStreams, tensors_of
 
 
-class CheckedStreams(RacingStreams, FollowedStreams):
+class FollowedStreams(RacingStreams):
+    """Each operator counts as work of the stream that would be current; autograd runs a node on that of its forward."""
+
+    def __init__(self, lookup: StreamName = StreamName.LOOKUP) -> None:
+        super().__init__(lookup)
+        self._since: list[tuple[int, StreamName]] = [(0, StreamName.COMPUTE)]  # autograd's numbering -> stream
+
+    def _switch(self, stream: StreamName) -> None:
+        super()._switch(stream)
+        self._since.append((_sequence_number(), stream))
+
+    def following(self) -> Operators:
+        """Follow all operators of the calling thread."""
+        return Operators(self.ran)
+
+    def ran(self, func: Any, args: Iterable[Any], result: Any) -> None:
+        """Take note of an operator, as `Operators` tells it; subclasses say how."""
+        raise NotImplementedError
+
+    def stream_of_operator(self) -> tuple[StreamName, bool]:
+        """Return the stream of the operator that has just run, and whether a backward ran it."""
+        node: Any = torch._C._current_autograd_node()
+        if node is None:
+            return self._current, False
+        number = node._sequence_nr()
+        if number >= _sequence_number():  # an accumulation of a gradient
+            return StreamName.COMPUTE, True
+        at = bisect.bisect_right(self._since, number, key=lambda entry: entry[0]) - 1
+        return self._since[at][1], True
+
+
+def _sequence_number() -> int:
+    number: int = torch.autograd._get_sequence_nr()  # type: ignore[attr-defined]
+    return number
+
+
+class CheckedStreams(FollowedStreams):
     """Streams of a run on one rank that raise a `RaceError` where an operator uses what nothing ordered.
 
     Autograd runs a node after all that its backward has run so far, and hands gradients over itself; at its end no
     stream waits for another.
 
     Args:
-        lookup: As of `SimulatedStreams`.
+        lookup: As of `RacingStreams`.
     """
 
     def __init__(self, lookup: StreamName = StreamName.LOOKUP) -> None:
         super().__init__(lookup)
-        self._memory = _Memory()
+        self._names: dict[int, tuple[StorageWeakRef, str]] = {}
+        self._num_named = 0
         self._ran_in_backward: set[StreamName] = set()
         self._weights: list[str] = []
-        self._doing = "start"
+        self.doing = "start"
+        """The last event of the executor, which errors name as their place."""
 
     def memory_of(self, value: Any) -> Iterable[str]:
         """Return the names of the storages of all tensors, of any shape, in a nested value."""
-        return map(self._memory.name, _all_tensors(value))
-
-    def observe(self, kind: str, stage: Stage, batch: int) -> None:
-        """Remember the last event of the executor, which errors name as their place: an `Observer`."""
-        self._doing = f"{kind} of {stage} of batch {batch}"
+        return map(self._name, _all_tensors(value))
 
     @contextmanager
     def watching(self, weights: Mapping[str, Tensor]) -> Iterator[None]:
-        """Follow all operators of the calling thread.
-
-        Args:
-            weights: Parameters and tables of any shape, by name; written on the compute stream before the run.
-        """
-        self._weights = [self._memory.name(tensor, label) for label, tensor in weights.items()]
+        """Follow all operators of the calling thread, after the load of these parameters and tables."""
+        self._weights = [self._name(tensor, label) for label, tensor in weights.items()]
         self._races.do("the load of the weights", StreamName.COMPUTE, writes=self._weights)
         with self.following():
             yield
 
     def take(self, batch: Any) -> None:
         """Take a batch that was copied to the device on the current stream: its tensors are new memory there."""
-        names = [self._memory.name(tensor, "a tensor of a batch", anew=True) for tensor in _all_tensors(batch)]
-        self._races.do(f"the copy of a batch after the {self._doing}", self._current, makes=names)
+        names = [self._name(tensor, "a tensor of a batch", anew=True) for tensor in _all_tensors(batch)]
+        self._races.do(f"the copy of a batch after the {self.doing}", self._current, makes=names)
 
     def read_weights(self, by: str) -> None:
         """Read all weights on the compute stream, as what comes between two steps may."""
@@ -77,43 +110,54 @@ class CheckedStreams(RacingStreams, FollowedStreams):
         writes: list[str] = []
         for argument, value in zip(func._schema.arguments, args, strict=False):
             is_written = argument.alias_info is not None and argument.alias_info.is_write
-            (writes if is_written else reads).extend(map(self._memory.name, tensors_of(value)))
+            (writes if is_written else reads).extend(map(self._name, tensors_of(value)))
         used = {*reads, *writes}
-        made = [self._memory.name(tensor, str(func)) for tensor in tensors_of(result)]
+        made = [self._name(tensor, str(func)) for tensor in tensors_of(result)]
         if in_backward:
+            for other in {*self._ran_in_backward, self._current}:
+                self._races.wait(stream, self._races.event(other))
+            self._ran_in_backward.add(stream)
             self._races.record_stream(used, stream)
-        by = f"{func} after the {self._doing}"
+        else:
+            self._ran_in_backward.clear()
+        by = f"{func} after the {self.doing}"
         self._races.do(by, stream, reads=reads, writes=writes, makes=[name for name in made if name not in used])
 
-    def stream_of_operator(self) -> tuple[StreamName, bool]:
-        """Return the stream of the operator that has just run, and whether a backward ran it."""
-        stream, in_backward = super().stream_of_operator()
-        if not in_backward:
-            self._ran_in_backward.clear()
-            return stream, False
-        for other in {*self._ran_in_backward, self._current}:
-            self._races.wait(stream, self._races.event(other))
-        self._ran_in_backward.add(stream)
-        return stream, True
-
-
-class _Memory:
-    """Names of storages; a storage that is gone gives its address to another one, which has another name."""
-
-    def __init__(self) -> None:
-        self._known: dict[int, tuple[StorageWeakRef, str]] = {}
-        self._num = 0
-
-    def name(self, tensor: Tensor, label: str = "a tensor", *, anew: bool = False) -> str:
+    def _name(self, tensor: Tensor, label: str = "a tensor", *, anew: bool = False) -> str:
+        """Return the name of a tensor's storage; where one that is gone gave its address to another, a new one."""
         storage = tensor.untyped_storage()
-        key = storage._cdata
-        known = self._known.get(key)
-        if known is None or anew or known[0].expired():
-            self._num += 1
-            text = f"{label} {tuple(tensor.shape)} (number {self._num})"
-            known = self._known[key] = StorageWeakRef(storage), text
-        return known[1]
+        known, name = self._names.get(storage._cdata, (None, ""))
+        if known is None or anew or known.expired():
+            self._num_named += 1
+            name = f"{label} {tuple(tensor.shape)} (number {self._num_named})"
+            self._names[storage._cdata] = StorageWeakRef(storage), name
+        return name
 
 
 def _all_tensors(value: Any) -> list[Tensor]:
     return [leaf for _, leaf in leaves(value, lambda node: False) if isinstance(leaf, Tensor)]
+
+
+def tensors_of(value: Any) -> list[Tensor]:
+    """Return the tensors of more than one element in an operator's argument or result; smaller ones are the host's."""
+    return [leaf for leaf in tree_leaves(value) if isinstance(leaf, Tensor) and leaf.numel() > 1]
+
+
+class Operators(TorchDispatchMode):
+    """Tells of every operator of the calling thread that has run and is no view.
+
+    Args:
+        ran: Called with the ATen operator, its arguments in the order of its schema, and its result.
+    """
+
+    def __init__(self, ran: Callable[[Any, list[Any], Any], None]) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._ran = ran
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        result = func(*args, **kwargs)
+        if not func.is_view:
+            named = [argument.name for argument in func._schema.arguments]
+            self._ran(func, [*args, *(kwargs.get(name) for name in named[len(args) :])], result)
+        return result

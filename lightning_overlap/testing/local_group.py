@@ -12,15 +12,13 @@ from unittest import mock
 import numpy as np
 import torch
 import torch.distributed as dist
-from lightning.fabric.plugins.environments.lightning import LightningEnvironment
-from typing_extensions import override
 
 
 @contextlib.contextmanager
 def process_group(accelerator: str) -> Iterator[None]:
     """Use the process group that is there, or make one of one rank for the time being.
 
-    Random state, log levels and the environment are put back.
+    Lightning is told of it as torchrun tells. Random state, log levels and the environment are put back.
     """
     with contextlib.ExitStack() as stack:
         stack.enter_context(mock.patch.dict(os.environ))  # Lightning sets OMP_NUM_THREADS
@@ -31,40 +29,12 @@ def process_group(accelerator: str) -> Iterator[None]:
             store = dist.HashStore()  # type: ignore[attr-defined]
             dist.init_process_group("gloo" if accelerator == "cpu" else "nccl", store=store, rank=0, world_size=1)
             stack.callback(dist.destroy_process_group)
+        rank, world_size = dist.get_rank(), dist.get_world_size()
+        node, local_rank = divmod(rank, per_node := int(os.environ.get("LOCAL_WORLD_SIZE", world_size)))
+        of_torchrun = {"RANK": rank, "LOCAL_RANK": local_rank, "GROUP_RANK": node}
+        of_torchrun |= {"WORLD_SIZE": world_size, "LOCAL_WORLD_SIZE": per_node}
+        os.environ.update({name: str(number) for name, number in of_torchrun.items()})
         for logger in map(logging.getLogger, ("lightning.pytorch", "lightning.fabric", "torchrec")):
             stack.callback(logger.setLevel, logger.level)
             logger.setLevel(logging.ERROR)
         yield
-
-
-class ThisGroup(LightningEnvironment):
-    """The processes of the default group; nothing is started, no variable of the environment is set."""
-
-    def __init__(self, per_node: int) -> None:
-        super().__init__()
-        self._per_node = per_node
-
-    @property
-    @override
-    def creates_processes_externally(self) -> bool:
-        return True
-
-    @override
-    def world_size(self) -> int:
-        return dist.get_world_size()
-
-    @override
-    def global_rank(self) -> int:
-        return dist.get_rank()
-
-    @override
-    def local_rank(self) -> int:
-        return dist.get_rank() % self._per_node
-
-    @override
-    def node_rank(self) -> int:
-        return dist.get_rank() // self._per_node
-
-    @override
-    def teardown(self) -> None:
-        pass  # the parent's deletes a variable of the environment

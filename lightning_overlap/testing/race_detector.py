@@ -151,8 +151,10 @@ class RecordedEvent(NamedTuple):
     clock: Clock
 
 
-class SimulatedStreams(Streams):
-    """All work runs on the calling thread, and counts as work of the stream that would be current on a device.
+class RacingStreams(Streams):
+    """Streams of a run on a CPU whose waits and hand-overs count for `Races`; subclasses say what work there is.
+
+    All work runs on the calling thread, and counts as work of the stream that would be current on a device.
 
     Args:
         lookup: The stream that `StreamName.LOOKUP` stands for, as a stream policy says.
@@ -163,6 +165,7 @@ class SimulatedStreams(Streams):
     def __init__(self, lookup: StreamName = StreamName.LOOKUP) -> None:
         self._lookup = lookup
         self._current = StreamName.COMPUTE
+        self._races = Races()
 
     def __getitem__(self, name: StreamName) -> StreamName:
         return self._lookup if name is StreamName.LOOKUP else name
@@ -179,14 +182,6 @@ class SimulatedStreams(Streams):
 
     def _switch(self, stream: StreamName) -> None:
         self._current = stream
-
-
-class RacingStreams(SimulatedStreams):
-    """Streams whose waits and hand-overs count for `Races`; subclasses say what work there is."""
-
-    def __init__(self, lookup: StreamName = StreamName.LOOKUP) -> None:
-        super().__init__(lookup)
-        self._races = Races()
 
     def memory_of(self, value: Any) -> Iterable[str]:
         """Return the resources of a value, nested or not; subclasses say how."""

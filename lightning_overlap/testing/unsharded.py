@@ -3,20 +3,18 @@
 from __future__ import annotations
 
 import copy
-import itertools
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from lightning.pytorch import Callback, LightningModule, Trainer
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
-from torchrec.distributed.types import Awaitable, LazyAwaitable, ShardedTensor
+from torchrec.distributed.types import Awaitable, LazyAwaitable
 from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor, KeyedTensor
 from typing_extensions import override
 
+from ..checkpoint import gather
 from ..distributed import gather_objects
 from ..plugin import OverlapEmbeddingStrategy
 from ..schedules import WeightOwner
@@ -29,11 +27,6 @@ from ..tables import (
     tables_in_backward,
     tables_of,
 )
-from .state_digests import is_in
-
-State = Mapping[str, Tensor]
-"""Whole weights and buffers of one module by their names in it."""
-
 
 Weights = dict[str, set[str]]
 """Names of weights by what a fit does with them; under `ALL` those of the whole model."""
@@ -68,22 +61,6 @@ class Changes(Callback):
         self.weights[CHANGED] = {name for name, value in last.items() if not torch.equal(value, self._first[name])}
 
 
-@dataclass
-class _Call:
-    """A call of a sharded module in a step."""
-
-    name: str
-    step: str
-    batch: int
-    given: tuple[tuple[Any, ...], dict[str, Any]]
-    embeddings: Any
-    early: bool
-    training: bool
-    grad_enabled: bool
-    state: int
-    """Which of the kept states its lookup reads, of tables that the dense optimizer or nobody writes meanwhile."""
-
-
 class Answers(Changes):
     """Compares every answer of the sharded modules with that of the unsharded ones, and notes what a fit changes.
 
@@ -106,9 +83,12 @@ class Answers(Changes):
         self._unsharded = unsharded
         self.modules: Mapping[str, Any] = {}
         """The sharded modules, by name."""
-        self._states: dict[int, dict[str, State]] = {}
-        self._calls: list[_Call] = []
-        self._last: dict[str, _Call] = {}
+        self._states: dict[int, dict[str, dict[str, Tensor]]] = {}
+        """Number of updates -> module -> its whole weights and buffers after them, by their names in it."""
+        self._calls: list[tuple[str, str, Any, Any, bool]] = []
+        """Module, place, embeddings, those of the unsharded module, and whether gradients were enabled."""
+        self._given: dict[str, Any] = {}
+        """Module -> the arguments of its last call."""
         self._batch, self._state = -1, 0
 
     # -- what the fit tells ---------------------------------------------------------------------------------------
@@ -116,32 +96,40 @@ class Answers(Changes):
     def answered(self, name: str, step: str, given: Any, embeddings: Any, *, early: bool) -> None:
         """Keep a sharded module's answer, to compare it with the unsharded module's at the end of the step.
 
-        Args:
-            name: Name of the module.
-            step: The step that called it: `training_step` or `validation_step`.
-            given: A copy of the call's arguments from before the call; None where they cannot be copied.
-            embeddings: The answer, perhaps still under way.
-            early: Whether it came from an early lookup.
+        `given` is a copy of the call's arguments from before the call; None where they cannot be copied.
         """
         if name in self.left_out or name not in self.modules:
             return
         if given is None:
             self.left_out[name] = "its arguments cannot be copied"
-        elif step == "training_step" and len(self.updates) > self._state:
+            return
+        trains = step == "training_step"
+        if trains and len(self.updates) > self._state:
             return  # after a backward of the same step: nobody knows what a training step of its own updated since
-        else:
-            training, grad = self.modules[name].training, torch.is_grad_enabled()
-            self._calls.append(_Call(name, step, self._batch, given, embeddings, early, training, grad, self._state))
+        sharded, state = self.modules[name], self._states[self._state][name]
+        if early and trains and self._batch in self.seen:
+            # Tables that the dense optimizer or nobody writes meanwhile are read as they are now.
+            then = self._states[len(self.seen[self._batch])][name]
+            state = {key: then[key] if _is_fused(key, sharded) else value for key, value in state.items()}
+        unsharded = self._unsharded.get_submodule(name).train(sharded.training)
+        unsharded.load_state_dict(state, strict=False)
+        self._given[name] = given
+        args, kwargs = given
+        with torch.no_grad():
+            expected = unsharded(*args, **kwargs)
+        place = f"batch {self._batch}" if trains else f"a {step}"
+        self._calls.append((name, place, embeddings, expected, torch.is_grad_enabled()))
 
     @override
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self.modules = sharded_modules(pl_module)
-        materialize(self._unsharded, self.modules)
-        self._unsharded.to(pl_module.device)
+        unsharded = dict(self._unsharded.named_modules())
         for name, module in self.modules.items():
-            reason = _why_not_comparable(module, self._unsharded, name)
-            if reason is not None:
+            if (reason := _why_not_comparable(module, unsharded.get(name))) is not None:
                 self.left_out[name] = reason
+            if name in unsharded:
+                materialize(unsharded[name])
+        self._unsharded.to(pl_module.device)
         self._keep(trainer)
         super().on_train_start(trainer, pl_module)
 
@@ -163,85 +151,57 @@ class Answers(Changes):
 
     @override
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self._evaluate_by_hand(pl_module)
-        super().on_train_end(trainer, pl_module)
-        self.weights = of_all_ranks(self.weights)
-
-    # -- states ---------------------------------------------------------------------------------------------------
-
-    def _keep(self, trainer: Trainer) -> None:
-        """Keep the weights of now as those after so many updates, and those that a stale lookup may still read."""
-        strategy = trainer.strategy
-        assert isinstance(strategy, OverlapEmbeddingStrategy)
-        num = len(self.updates)
-        ahead = [len(seen) for batch, seen in self.seen.items() if batch > self._batch]
-        oldest = min([num, *ahead])
-        self._states = {at: state for at, state in self._states.items() if at >= oldest}
-        with strategy.saving():  # after deferred updates, and the lookups that run
-            self._states[num] = {name: whole_state(module) for name, module in self.modules.items()}
-
-    @override
-    def _weights_of(self, module: LightningModule) -> dict[str, Tensor]:
-        """Return the weights of a model: as the latest states have them those of sharded modules."""
-        latest = self._states[max(self._states)]
-        found = {
-            name: weight.detach().clone()
-            for name, weight in module.named_parameters()
-            if not is_in(name, self.modules) and weight.requires_grad
-        }
-        for outer, state in latest.items():
-            names = [name for name, _ in self._unsharded.get_submodule(outer).named_parameters()]
-            found |= {f"{outer}.{name}": state[name] for name in names if name in state}
-        return found
-
-    def _state_of(self, call: _Call) -> State:
-        """Return what the lookup of a call should have read."""
-        now = self._states[call.state][call.name]
-        if not call.early or call.step != "training_step" or call.batch not in self.seen:
-            return now
-        then = self._states[len(self.seen[call.batch])][call.name]
-        fused = _fused_tables(self.modules[call.name])
-        return {key: (then if _is_of(key, fused) else now)[key] for key in now}
-
-    # -- comparisons ----------------------------------------------------------------------------------------------
-
-    def _compare(self) -> None:
-        calls, self._calls = self._calls, []
-        for call in calls:
-            self._last[call.name] = call
-            if call.name not in self.problems:
-                found = self._problem(call)
-                self.num_outputs += 1
-                if found is not None:
-                    place = f"batch {call.batch}" if call.step == "training_step" else f"a {call.step}"
-                    self.problems[call.name] = f"{call.name!r} in {place}: {found}"
-
-    def _problem(self, call: _Call) -> str | None:
-        embeddings = waited(call.embeddings)
-        if not call.grad_enabled and any(
-            isinstance(part, Tensor) and part.requires_grad for _, part in parts(embeddings)
-        ):
-            return "its embeddings need a gradient, though it was called without one (torch.no_grad)"
-        unsharded = self._unsharded.get_submodule(call.name).train(call.training)
-        unsharded.load_state_dict(self._state_of(call), strict=False)
-        args, kwargs = call.given
-        with torch.no_grad():
-            return first_difference(embeddings, unsharded(*args, **kwargs))
-
-    def _evaluate_by_hand(self, module: LightningModule) -> None:
-        """Call the modules in evaluation mode, as a callback may."""
-        everyone = gather_objects(sorted(self._last.keys() - self.left_out.keys()))
-        self._batch, self._state = -1, max(self._states)
+        """Call the modules in evaluation mode, as a callback may, before the weights are compared."""
+        everyone = gather_objects(sorted(self._given.keys() - self.left_out.keys()))
         for name in sorted(set(everyone[0]).intersection(*everyone)):
-            sharded = self.modules[name]
+            sharded, given = self.modules[name], self._given[name]
             training = sharded.training
-            given = self._last[name].given
             args, kwargs = copy.deepcopy(given)
             with torch.no_grad():
                 embeddings = waited(sharded.eval()(*args, **kwargs))
             self.answered(name, "call by hand in evaluation mode", given, embeddings, early=False)
             self._compare()
             sharded.train(training)
+        super().on_train_end(trainer, pl_module)
+        self.weights = of_all_ranks(self.weights)
+
+    # -- states and comparisons -----------------------------------------------------------------------------------
+
+    def _keep(self, trainer: Trainer) -> None:
+        """Keep the weights of now as those after so many updates, and those that a stale lookup may still read."""
+        strategy = trainer.strategy
+        assert isinstance(strategy, OverlapEmbeddingStrategy)
+        num = len(self.updates)
+        oldest = min([num, *(len(seen) for batch, seen in self.seen.items() if batch > self._batch)])
+        self._states = {at: state for at, state in self._states.items() if at >= oldest}
+        with strategy.saving():  # after deferred updates, and the lookups that run
+            group = strategy.checkpoint_group
+            self._states[num] = {name: _whole_state(module, group) for name, module in self.modules.items()}
+
+    @override
+    def _weights_of(self, module: LightningModule) -> dict[str, Tensor]:
+        """Return the weights of a model: as the latest states have them those of sharded modules."""
+        found = {
+            name: weight.detach().clone()
+            for name, weight in module.named_parameters()
+            if not is_in(name, self.modules) and weight.requires_grad
+        }
+        for outer, state in self._states[max(self._states)].items():
+            names = [name for name, _ in self._unsharded.get_submodule(outer).named_parameters()]
+            found |= {f"{outer}.{name}": state[name] for name in names if name in state}
+        return found
+
+    def _compare(self) -> None:
+        calls, self._calls = self._calls, []
+        for name, place, embeddings, expected, grad_enabled in calls:
+            if name not in self.problems:
+                self.num_outputs += 1
+                arrived = waited(embeddings)
+                found = first_difference(arrived, expected)
+                if not grad_enabled and any(getattr(part, "requires_grad", False) for _, part in parts(arrived)):
+                    found = "its embeddings need a gradient, though it was called without one (torch.no_grad)"
+                if found is not None:
+                    self.problems[name] = f"{name!r} in {place}: {found}"
 
 
 def of_all_ranks(weights: Weights) -> Weights:
@@ -251,21 +211,17 @@ def of_all_ranks(weights: Weights) -> Weights:
 
 
 def different_weights(sharded: Weights, unsharded: Weights, modules: Iterable[str]) -> list[str]:
-    """Return a line for each way in which two fits treat weights differently.
+    """Return a line for each way in which two fits, of sharded `modules` and without, treat weights differently.
 
-    Args:
-        sharded: What the fit with sharded tables changed, and gave a gradient.
-        unsharded: The same for the fit of the unsharded module.
-        modules: Names of the sharded modules; gradients of their tables, which the kernel has, are not compared.
+    Gradients of tables, which the kernels have, are not compared.
     """
     problems = []
     both = sharded[ALL] & unsharded[ALL]
     outside = {name for name in both if not is_in(name, modules)}
     for what, names in ((CHANGED, both), (WITH_GRADIENT, outside)):
         mine, theirs = sharded[what], unsharded[what]
-        more, less = sorted((mine - theirs) & names), sorted((theirs - mine) & names)
-        problems += [f"{', '.join(more)}: {what} sharded, not unsharded"] if more else []
-        problems += [f"{', '.join(less)}: {what} unsharded, not sharded"] if less else []
+        for more, how in ((mine - theirs, "sharded, not unsharded"), (theirs - mine, "unsharded, not sharded")):
+            problems += [f"{', '.join(sorted(more & names))}: {what} {how}"] if more & names else []
     return problems
 
 
@@ -325,38 +281,25 @@ def first_difference(mine: Any, theirs: Any) -> str | None:
     return None
 
 
-# -- whole weights --------------------------------------------------------------------------------------------------
+# -- weights --------------------------------------------------------------------------------------------------------
 
 
-def whole_state(module: nn.Module) -> State:
-    """Return the state of a sharded module by the unsharded one's names, each tensor whole; all ranks call this."""
-    own: list[tuple[str, list[int], Tensor]] = []
-    state: dict[str, Tensor] = {}
-    for key, value in module.state_dict().items():
-        if isinstance(value, ShardedTensor):
-            own += [(key, one.metadata.shard_offsets, one.tensor.detach().clone()) for one in value.local_shards()]
-            whole = value.metadata()
-            state[key] = torch.zeros(tuple(whole.size), dtype=whole.tensor_properties.dtype)
-        elif isinstance(value, DTensor):
-            state[key] = value.full_tensor().detach().clone()
-        elif isinstance(value, Tensor):
-            state[key] = value.detach().clone()
-    everyone = gather_objects(own) if dist.get_world_size() > 1 else [own]
-    for key, offsets, part in itertools.chain.from_iterable(everyone):
-        place = tuple(slice(start, start + size) for start, size in zip(offsets, part.shape, strict=True))
-        state[key][place] = part.to(state[key].device)
-    return state
+def is_in(name: str, modules: Iterable[str]) -> bool:
+    """Whether a weight belongs to one of these modules, by its name."""
+    return any(name.startswith(f"{outer}.") for outer in modules)
 
 
-def materialize(module: nn.Module, names: Iterable[str]) -> None:
-    """Give modules with weights on `meta` memory, some values, and the optimizers applied in backward again."""
-    for name in names:
-        try:
-            child = module.get_submodule(name)
-        except AttributeError:  # none of the unsharded module: left out, with the reason
-            continue
-        if not any(weight.is_meta for weight in child.parameters()):
-            continue
+def _whole_state(module: nn.Module, group: dist.ProcessGroup | None) -> dict[str, Tensor]:
+    """Return copies of the state of a sharded module by the unsharded one's names, whole; all ranks call this."""
+    tensors = {key: value for key, value in module.state_dict().items() if isinstance(value, Tensor)}
+    whole = {key: value.detach().clone() for key, value in gather(tensors, group)}
+    on_rank_zero: dict[str, Tensor] = gather_objects(whole, group)[0]
+    return on_rank_zero
+
+
+def materialize(child: nn.Module) -> None:
+    """Give a module with weights on `meta` memory, some values, and the optimizers applied in backward again."""
+    if any(weight.is_meta for weight in child.parameters()):
         applied = table_optimizers(child)
         child.to_empty(device="cpu")
         for weight in child.parameters():
@@ -364,13 +307,11 @@ def materialize(module: nn.Module, names: Iterable[str]) -> None:
         apply_table_optimizers(child, applied)
 
 
-def _why_not_comparable(module: Any, unsharded: nn.Module, name: str) -> str | None:
+def _why_not_comparable(module: Any, unsharded: nn.Module | None) -> str | None:
     """Return why the unsharded form of a module cannot answer for it, or None."""
-    try:
-        child = unsharded.get_submodule(name)
-    except AttributeError:
+    if unsharded is None:
         return "the unsharded module has none of that name: it is made or replaced during the fit"
-    if type(child) is type(module):
+    if type(unsharded) is type(module):
         return "it is sharded by its owner"
     kind = spec_of(module)
     if kind is None:
@@ -382,11 +323,7 @@ def _why_not_comparable(module: Any, unsharded: nn.Module, name: str) -> str | N
     return None
 
 
-def _fused_tables(module: Any) -> set[str]:
-    """Return the tables of a module that the fused backward writes, as `owners_of` has it for each sharding type."""
+def _is_fused(key: str, module: Any) -> bool:
+    """Whether a name is of a table that the fused backward writes, as `owners_of` has it for each sharding type."""
     fused = WeightOwner.FUSED_BACKWARD in owners_of(module)
-    return set(tables_in_backward(tables_of(module))) if fused else set()
-
-
-def _is_of(key: str, tables: set[str]) -> bool:
-    return any(f".{table}." in f".{key}." for table in tables)
+    return fused and any(f".{table}." in f".{key}." for table in tables_in_backward(tables_of(module)))

@@ -10,39 +10,27 @@ from lightning.pytorch import LightningModule
 from ..distributed import gather_objects
 from ..tables import check_fused_optimizer, find_tables
 from .unsharded import ALL, Answers, Weights, different_weights, materialize, of_all_ranks
-from .verdict import Verdict
-from .watched_fit import Setting, fit, fit_unsharded, seed_all
+from .watched_fit import Setting, fit, fit_unsharded, make_seeded
 
-_LAW = "law 10: computes what the unsharded module computes"
 _MOST_STEPS = 4
 """Steps of the short fits, to which the staleness is added."""
 
 
-def computes_what_the_unsharded_computes(setting: Setting, pipeline: Any, staleness: int = 0) -> Verdict:
-    """Compare a fit in a mode with the unsharded module: what is answered, and what training changes.
+def compare_with_unsharded(setting: Setting, pipeline: Any, staleness: int) -> tuple[str, str]:
+    """Compare a fit in a mode with the unsharded module; return what differs, or '', and what was compared.
 
     All ranks call this. Each compares the answers to its own batches; the names of changed weights are gathered.
-
-    Args:
-        setting: What the fits of a check have in common.
-        pipeline: A mode's name or a schedule.
-        staleness: The staleness of the mode, in batches.
     """
     batches = setting.batches[: _MOST_STEPS + staleness]
     # Released ids are gone when their module is called: there would be nothing to give to the unsharded one. And what
     # a codec rounds is more than the rounding meant here: in full precision the same columns go the same way.
     left = ("release_features", "quantized_comms")
     strategy_options = {name: value for name, value in setting.strategy_options.items() if name not in left}
+    short = replace(setting, batches=batches, strategy_options=strategy_options)
+    answers, weights = Answers(_make(short)), _changed_unsharded(short)
     validation = {"limit_val_batches": 2, "val_check_interval": max(1, len(batches) // 2)}
-    short = replace(
-        setting,
-        batches=batches,
-        strategy_options=strategy_options,
-        trainer_options={**validation, **setting.trainer_options},
-    )
-    unsharded, weights = _train_unsharded(replace(short, trainer_options=setting.trainer_options))
-    answers = Answers(unsharded)
-    fit(short, pipeline, every_state=False, answers=answers)
+    validated = replace(short, trainer_options={**validation, **setting.trainer_options})
+    fit(validated, pipeline, every_state=False, answers=answers)
     left_out = dict(answers.left_out)
     problems = list(answers.problems.values())
     if not isinstance(weights, str):
@@ -51,18 +39,19 @@ def computes_what_the_unsharded_computes(setting: Setting, pipeline: Any, stalen
         left_out["the weights that training changes"] = weights
     said = f"{answers.num_outputs} outputs, {len(answers.weights[ALL])} weights"
     said += "".join(f"; left out: {name} ({reason})" for name, reason in left_out.items())
-    return Verdict(_LAW, "; ".join(problems), said)
+    return "; ".join(problems), said
 
 
-def _train_unsharded(setting: Setting) -> tuple[LightningModule, Weights | str]:
-    """Return an untrained unsharded module, and what training another one changes, or why that is not known."""
-    untrained, module = _make(setting), _make(setting)  # a deep copy would tear kernels' weights from their parameters
-    fused = check_fused_optimizer(setting.strategy_options.get("fused_optimizer"))
+def _changed_unsharded(setting: Setting) -> Weights | str:
+    """Return what training the unsharded module changes, or why that is not known."""
+    module = _make(setting)
     problem, weights = "", Weights()
     try:
-        materialize(module, {table.module for table in find_tables(module)})
+        for name in {table.module for table in find_tables(module)}:
+            materialize(module.get_submodule(name))
         if any(weight.is_meta for weight in module.parameters()):
             raise RuntimeError("it has weights on the meta device beside the tables")
+        fused = check_fused_optimizer(setting.strategy_options.get("fused_optimizer"))
         if fused is not None:
             for table in find_tables(module):
                 table.apply_fused_optimizer(*fused)
@@ -70,11 +59,10 @@ def _train_unsharded(setting: Setting) -> tuple[LightningModule, Weights | str]:
     except Exception as err:  # whatever a training step needs that only the strategy has
         problem = f"unsharded training fails: {type(err).__name__}: {str(err).splitlines()[0] if str(err) else ''}"
     failed = next(filter(None, gather_objects(problem)), None)
-    return untrained, of_all_ranks(weights) if failed is None else failed
+    return of_all_ranks(weights) if failed is None else failed
 
 
 def _make(setting: Setting) -> LightningModule:
-    seed_all(setting.seed)
-    module = setting.make_module()
+    module = make_seeded(setting)
     module.configure_model()
     return module

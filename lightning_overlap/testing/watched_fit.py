@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import hashlib
 import os
-import random
 import signal
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -13,24 +13,23 @@ from dataclasses import dataclass, field
 from typing import Any
 from unittest import mock
 
-import numpy as np
 import torch
 import torch.distributed as dist
-from lightning.pytorch import Callback, LightningDataModule, LightningModule, Trainer
+from lightning.fabric.plugins.environments.torchelastic import TorchElasticEnvironment
+from lightning.pytorch import Callback, LightningDataModule, LightningModule, Trainer, seed_everything
 from lightning.pytorch.strategies import SingleDeviceStrategy
 from torch import Tensor
+from typing_extensions import override
 
+from ..checkpoint import local_parts
 from ..plugin import OverlapEmbeddingStrategy
 from ..profiling import HostSync, record_host_syncs
 from ..schedules import Stage, WeightOwner
 from ..sparse import EarlyEmbeddings, SparsePipeline
-from ..tables import owners_of, sharded_modules
-from .checked_streams import CheckedStreams
+from ..tables import owners_of, sharded_modules, table_modules
+from .checked_streams import CheckedStreams, Operators
 from .delayed_lookups import DelayedLookups, Delays, fused_weights
-from .local_group import ThisGroup
-from .state_digests import digests
-from .stream_tracing import Operators
-from .unsharded import Answers, Changes
+from .unsharded import Answers, Changes, is_in
 
 ModuleFactory = Callable[[], LightningModule]
 Data = LightningDataModule | Sequence[Any]
@@ -38,41 +37,12 @@ Data = LightningDataModule | Sequence[Any]
 NUM_WATCHED_STEPS = 3
 """In how many steps, in the middle of a run, host syncs are counted."""
 
-_SAID_ELSEWHERE = ("The lookup of .* is not overlapped", "You defined a `validation_step` but have no")
-"""Warnings: the report says the first; there is no validation in these fits."""
-
-
-@dataclass
-class Watched:
-    """What one rank saw of a fit."""
-
-    losses: list[Tensor] = field(default_factory=list)
-    states: dict[int, dict[str, str]] = field(default_factory=dict)
-    """Step -> name of a weight or of its optimizer's state -> digest of its bits."""
-    batches: list[int] = field(default_factory=list)
-    """Indices of the trained batches, in order."""
-    updates: list[int] = field(default_factory=list)
-    """The batches that a backward was for, in order."""
-    seen: dict[int, tuple[int, ...]] = field(default_factory=dict)
-    """Batch -> the batches whose backward was over when its lookup was issued."""
-    early: dict[int, dict[str, bool]] = field(default_factory=dict)
-    """Batch -> module -> whether all its calls got the embeddings of an early lookup."""
-    plain_reasons: dict[str, str] = field(default_factory=dict)
-    owners: dict[str, frozenset[WeightOwner]] = field(default_factory=dict)
-    syncs: list[HostSync] = field(default_factory=list)
-    collectives: list[tuple[int, str, str]] = field(default_factory=list)
-    """(batch, operator, group) of each collective that the main thread issued, in order."""
-    left: list[str] = field(default_factory=list)
-    """What was not put back at the end."""
-    automatic: bool = True
-    most_in_flight: int = 0
-    """Batches fetched and not done with, at most."""
-    depth: int = 0
-    """Of the schedules that were walked."""
-
-    def modules_early_in(self, batch: int) -> frozenset[str]:
-        """Return the modules that answered with early embeddings for a batch."""
-        return frozenset(name for name, early in self.early.get(batch, {}).items() if early)
+_NOT_FOR_USERS = (
+    "The lookup of .* is not overlapped",  # the report says it
+    "You defined a `validation_step` but have no",
+    "Please use DTensor instead",  # torch's, of TorchRec's
+)
+"""Warnings of the fits."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,11 +61,108 @@ class Setting:
 
     make_module: ModuleFactory
     batches: Sequence[Any]
-    datamodule: LightningDataModule | None
-    accelerator: str
-    seed: int
-    trainer_options: Mapping[str, Any]
-    strategy_options: Mapping[str, Any]
+    datamodule: LightningDataModule | None = None
+    accelerator: str = "cpu"
+    seed: int = 0
+    trainer_options: Mapping[str, Any] = field(default_factory=dict)
+    strategy_options: Mapping[str, Any] = field(default_factory=dict)
+
+
+class Watched(Callback):
+    """What one rank sees of a fit, noted as it goes.
+
+    Args:
+        num_steps: Of the fit.
+        every_state: Digest the state after every step, not only after the last.
+        syncs: Count host syncs in the middle.
+    """
+
+    reads_tables = False  # in its hook after the backward
+
+    def __init__(self, num_steps: int, *, every_state: bool, syncs: bool) -> None:
+        self._num_steps, self._every_state = num_steps, every_state
+        self._first = max(1, num_steps // 2) if syncs else num_steps
+        self._batch = -1
+        self.open = contextlib.ExitStack()
+        """What ends with the training."""
+        self.losses: list[Tensor] = []
+        self.states: dict[int, dict[str, str]] = {}
+        """Step -> name of a weight or of its optimizer's state -> digest of its bits."""
+        self.batches: list[int] = []
+        """Indices of the trained batches, in order."""
+        self.updates: list[int] = []
+        """The batches that a backward was for, in order."""
+        self.seen: dict[int, tuple[int, ...]] = {}
+        """Batch -> the batches whose backward was over when its lookup was issued."""
+        self.early: dict[int, dict[str, bool]] = {}
+        """Batch -> module -> whether all its calls got the embeddings of an early lookup."""
+        self.plain_reasons: dict[str, str] = {}
+        """Module -> why it ran in its own forward."""
+        self.fused: frozenset[str] = frozenset()
+        """Modules with tables that the fused backward writes."""
+        self.syncs: list[HostSync] = []
+        self.collectives: list[tuple[int, str, str]] = []
+        """(batch, operator, group) of each collective that the main thread issued, in order."""
+        self.left: list[str] = []
+        """What was not put back at the end."""
+        self.automatic = True
+        self.most_in_flight = 0
+        """Batches fetched and not done with, at most."""
+        self.depth = 0
+        """Of the schedules that were walked."""
+
+    def modules_early_in(self, batch: int) -> frozenset[str]:
+        """Return the modules that answered with early embeddings for a batch."""
+        return frozenset(name for name, early in self.early.get(batch, {}).items() if early)
+
+    def served(self, name: str, early: bool, plain_reason: str | None) -> None:
+        """Take the answer to a call of a sharded module in a training step."""
+        modules = self.early.setdefault(self._batch, {})
+        modules[name] = modules.get(name, True) and early
+        if plain_reason is not None:
+            self.plain_reasons[name] = plain_reason
+
+    def ran(self, func: Any, args: Iterable[Any], result: Any) -> None:
+        """Take a collective of this thread, of which autograd's backward on a CPU is part."""
+        if func.namespace == "c10d":
+            groups = (dist.ProcessGroup.unbox(arg) for arg in args if isinstance(arg, torch.ScriptObject))
+            # Names are alike on all ranks, descriptions may be of several.
+            group = next((f"{group.group_desc} {group.group_name}" for group in groups), "")
+            self.collectives.append((self._batch, func.overloadpacket.__name__, group))
+
+    @override
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        modules = sharded_modules(pl_module).items()
+        self.fused = frozenset(name for name, module in modules if WeightOwner.FUSED_BACKWARD in owners_of(module))
+
+    @override
+    def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
+        if batch_idx == self._first + NUM_WATCHED_STEPS:
+            self.open.close()
+        if batch_idx == self._first:
+            self.syncs = self.open.enter_context(record_host_syncs())
+        self._batch = batch_idx
+        self.batches.append(batch_idx)
+
+    @override
+    def on_after_backward(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self.updates.append(self._batch)
+
+    @override
+    def on_train_batch_end(
+        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        loss = outputs.get("loss") if isinstance(outputs, Mapping) else outputs
+        self.losses.append(loss.detach().clone() if isinstance(loss, Tensor) else torch.zeros(()))
+        if self._every_state or batch_idx == self._num_steps - 1:
+            strategy = trainer.strategy
+            assert isinstance(strategy, OverlapEmbeddingStrategy)
+            with strategy.saving():  # kernels count lookups: without those that are ahead
+                self.states[batch_idx] = _digests(pl_module, trainer.optimizers)
+
+    @override
+    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self.open.close()
 
 
 def fit(
@@ -114,38 +181,30 @@ def fit(
         setting: What the fits of a check have in common.
         pipeline: A mode's name or a schedule.
         delays: Of lookups in the modules' own forward: needs a mode in which there are no others.
-        every_state: Digest the state after every step, not only after the last.
-        syncs: Count host syncs in the middle.
+        every_state: As of `Watched`.
+        syncs: As of `Watched`.
         races: Follow every operator's memory over the streams. On one rank.
         answers: Takes every answer of the sharded modules. Validation is then part of the fit, where there is one.
 
     Raises:
         RaceError: With `races`: an operator uses what nothing ordered.
     """
-    watched = Watched()
-    seed_all(setting.seed)
-    module = setting.make_module()
-    seed_all(setting.seed + dist.get_rank())
-    watch = _Watch(watched, len(setting.batches), every_state=every_state, syncs=syncs)
+    module = make_seeded(setting)
+    watched = Watched(len(setting.batches), every_state=every_state, syncs=syncs)
     delay = DelayedLookups(delays) if delays is not None else None
-    strategy = _WatchedStrategy(watch, delay, races, answers, pipeline=pipeline, **setting.strategy_options)
-    watch.num_in_flight = lambda: strategy.num_in_flight
+    strategy = _WatchedStrategy(watched, delay, answers, races, pipeline=pipeline, **setting.strategy_options)
     watched.depth = strategy._schedules.depth
-    first = [] if strategy.checked is None else [_FollowsMemory(strategy.checked)]
-    last = [each for each in (delay, answers) if each is not None]
+    first = [] if strategy.checked is None else [_FollowsMemory(strategy.checked, watched.open)]
     if answers is not None:
         answers.updates, answers.seen = watched.updates, watched.seen
-    callbacks = [*first, *setting.trainer_options.get("callbacks", ()), watch, *last]
-    trainer = make_trainer(setting, strategy, callbacks)
+    last = [each for each in (watched, delay, answers) if each is not None]
+    trainer = make_trainer(setting, strategy, [*first, *setting.trainer_options.get("callbacks", ()), *last])
     before = _patchable(trainer, module)
-    loader = _Replay(setting.batches)
-    with contextlib.ExitStack() as stack:
-        stack.enter_context(warnings.catch_warnings())
-        for text in _SAID_ELSEWHERE:
+    with warnings.catch_warnings(), Operators(watched.ran), watched.open:
+        for text in _NOT_FOR_USERS:
             warnings.filterwarnings("ignore", message=text)
-        stack.enter_context(Operators(watch.ran))
         validates = answers is not None and type(module).validation_step is not LightningModule.validation_step
-        _fit_on(trainer, module, setting, loader, _Replay(setting.batches[:2]) if validates else None)
+        _fit_on(trainer, module, setting, validates=validates)
     after = _patchable(trainer, module)
     watched.left = [f"{name}: {after[name]}" for name in after if after[name] != before.get(name)]
     if strategy.num_in_flight:
@@ -154,25 +213,34 @@ def fit(
     return watched
 
 
+def make_seeded(setting: Setting) -> LightningModule:
+    """Return a new module, the same on all ranks; training's random numbers differ from rank to rank."""
+    seed_everything(setting.seed, verbose=False)
+    module = setting.make_module()
+    seed_everything(setting.seed + dist.get_rank(), verbose=False)
+    return module
+
+
 def fit_unsharded(setting: Setting, module: LightningModule) -> Changes:
     """Train a module as it is, on this rank alone, on its batches; return what that changed.
 
     Callbacks of the user's own stay out: some ask for the strategy.
     """
     changes = Changes()
-    seed_all(setting.seed + dist.get_rank())
+    seed_everything(setting.seed + dist.get_rank(), verbose=False)
     device = torch.device("cpu") if setting.accelerator == "cpu" else torch.device("cuda", torch.cuda.current_device())
     options = {**_QUIET, **setting.trainer_options, "limit_val_batches": 0, "callbacks": [changes]}
     trainer = Trainer(accelerator=setting.accelerator, devices=1, strategy=SingleDeviceStrategy(device), **options)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # the fits in the mode say what there is to say
-        _fit_on(trainer, module, setting, _Replay(setting.batches), None)
+        _fit_on(trainer, module, setting)
     return changes
 
 
-def _fit_on(trainer: Trainer, module: LightningModule, setting: Setting, loader: Any, val_loader: Any) -> None:
+def _fit_on(trainer: Trainer, module: LightningModule, setting: Setting, *, validates: bool = False) -> None:
+    loader = _Replay(setting.batches)
     if setting.datamodule is None:
-        trainer.fit(module, train_dataloaders=loader, val_dataloaders=val_loader)
+        trainer.fit(module, loader, _Replay(setting.batches[:2]) if validates else None)
         return
     with mock.patch.object(setting.datamodule, "train_dataloader", return_value=loader):
         trainer.fit(module, datamodule=setting.datamodule)
@@ -185,16 +253,14 @@ _QUIET: dict[str, Any] = {
 
 
 def make_trainer(setting: Setting, strategy: Any, callbacks: Sequence[Callback] = ()) -> Trainer:
-    """Return a quiet Trainer over the ranks of the process group."""
-    world_size = dist.get_world_size()
-    per_node = int(os.environ.get("LOCAL_WORLD_SIZE", world_size))
-    options = {**_QUIET, **setting.trainer_options, "callbacks": list(callbacks), "plugins": [ThisGroup(per_node)]}
+    """Return a quiet Trainer over the ranks of a `process_group`."""
+    per_node = int(os.environ["LOCAL_WORLD_SIZE"])
     return Trainer(
         accelerator=setting.accelerator,
         devices=per_node,
-        num_nodes=world_size // per_node,
+        num_nodes=dist.get_world_size() // per_node,
         strategy=strategy,
-        **options,
+        **{**_QUIET, **setting.trainer_options, "callbacks": list(callbacks), "plugins": [TorchElasticEnvironment()]},
     )
 
 
@@ -211,83 +277,11 @@ class _Replay:
         return map(copy.deepcopy, self._batches)
 
 
-class _Closes(Callback):
-    """Owns contexts that end with the fit."""
+class _FollowsMemory(Callback):
+    """Lets checked streams see all operators of the training, as long as a stack is open."""
 
-    def __init__(self) -> None:
-        self._open = contextlib.ExitStack()
-
-    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self._open.close()
-
-    def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
-        self._open.close()
-
-
-class _Watch(_Closes):
-    """Notes in `watched` what a fit does: its losses, states, early lookups and host syncs."""
-
-    reads_tables = False  # in its hook after the backward
-
-    def __init__(self, watched: Watched, num_steps: int, *, every_state: bool, syncs: bool) -> None:
-        super().__init__()
-        self.watched = watched
-        self._num_steps = num_steps
-        self._every_state = every_state
-        self._first = max(1, num_steps // 2) if syncs else num_steps
-        self.batch = -1
-        self.num_in_flight: Callable[[], int] = int
-
-    def observe(self, kind: str, stage: Stage, batch: int) -> None:
-        """Take an event of the executor."""
-        self.watched.most_in_flight = max(self.watched.most_in_flight, self.num_in_flight())
-        if (kind, stage) == ("issue", Stage.EMBEDDING_LOOKUP):
-            self.watched.seen.setdefault(batch, tuple(self.watched.updates))
-
-    def served(self, name: str, early: bool) -> None:
-        """Take the answer to a call of a sharded module in a training step."""
-        modules = self.watched.early.setdefault(self.batch, {})
-        modules[name] = modules.get(name, True) and early
-
-    def ran(self, func: Any, args: Iterable[Any], result: Any) -> None:
-        """Take a collective of this thread, of which autograd's backward on a CPU is part."""
-        if func.namespace == "c10d":
-            group = next((_group_name(arg) for arg in args if isinstance(arg, torch.ScriptObject)), "")
-            self.watched.collectives.append((self.batch, func.overloadpacket.__name__, group))
-
-    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        modules = sharded_modules(pl_module)
-        self.watched.owners = {name: frozenset(owners_of(module)) for name, module in modules.items()}
-
-    def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
-        if batch_idx == self._first + NUM_WATCHED_STEPS:
-            self._open.close()
-        if batch_idx == self._first:
-            self.watched.syncs = self._open.enter_context(record_host_syncs())
-        self.batch = batch_idx
-        self.watched.batches.append(batch_idx)
-
-    def on_after_backward(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self.watched.updates.append(self.batch)
-
-    def on_train_batch_end(
-        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
-    ) -> None:
-        loss = outputs.get("loss") if isinstance(outputs, Mapping) else outputs
-        self.watched.losses.append(loss.detach().clone() if isinstance(loss, Tensor) else torch.zeros(()))
-        if self._every_state or batch_idx == self._num_steps - 1:
-            strategy = trainer.strategy
-            assert isinstance(strategy, OverlapEmbeddingStrategy)
-            with strategy.saving():  # kernels count lookups: without those that are ahead
-                self.watched.states[batch_idx] = digests(pl_module, trainer.optimizers)
-
-
-class _FollowsMemory(_Closes):
-    """Lets checked streams see all operators of the training."""
-
-    def __init__(self, streams: CheckedStreams) -> None:
-        super().__init__()
-        self._streams = streams
+    def __init__(self, streams: CheckedStreams, opened: contextlib.ExitStack) -> None:
+        self._streams, self._open = streams, opened
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         weights = {name: weight.detach() for name, weight in pl_module.named_parameters()}
@@ -303,20 +297,27 @@ class _FollowsMemory(_Closes):
             trainer.strategy.update_tables()  # as before an evaluation or a save: no update is left
         self._streams.read_weights(f"a callback after the step of batch {batch_idx}")
 
+    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._open.close()
+
 
 class _WatchedStrategy(OverlapEmbeddingStrategy):
-    """Tells a watch who was served early, keeps the answers, and delays the lookups of a reference."""
+    """Tells what it looks up and who is served early, keeps the answers, and delays the lookups of a reference."""
 
     def __init__(
-        self, watch: _Watch, delay: DelayedLookups | None, races: bool, answers: Answers | None, **kwargs: Any
+        self, watched: Watched, delay: DelayedLookups | None, answers: Answers | None, races: bool, **kwargs: Any
     ) -> None:
-        super().__init__(observer=watch.observe, **kwargs)
-        self._watch = watch
-        self._delay = delay
-        self._answers = answers
-        self.checked = CheckedStreams(self._lookup_stream) if races else None
+        super().__init__(observer=self._observed, **kwargs)
+        self._watched, self._delay, self._answers = watched, delay, answers
+        self._streams = self.checked = CheckedStreams(self._lookup_stream) if races else None
+
+    def _observed(self, kind: str, stage: Stage, batch: int) -> None:
+        watched = self._watched
+        watched.most_in_flight = max(watched.most_in_flight, self.num_in_flight)
+        if (kind, stage) == ("issue", Stage.EMBEDDING_LOOKUP):
+            watched.seen.setdefault(batch, tuple(watched.updates))
         if self.checked is not None:
-            self._streams, self._observer = self.checked, self.checked.observe
+            self.checked.doing = f"{kind} of {stage} of batch {batch}"
 
     def batch_to_device(self, batch: Any, device: torch.device | None = None, dataloader_idx: int = 0) -> Any:
         batch = super().batch_to_device(batch, device, dataloader_idx)
@@ -326,19 +327,20 @@ class _WatchedStrategy(OverlapEmbeddingStrategy):
 
     def _make_pipeline(self, schedule: Any, step: str) -> SparsePipeline:
         pipeline = super()._make_pipeline(schedule, step)
-        serve, watch, delay, answers = pipeline.answers.answer, self._watch, self._delay, self._answers
+        serve, watched, delay, answers = pipeline.answers.answer, self._watched, self._delay, self._answers
 
         def call(pipelined: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-            given = _copied((args, kwargs)) if answers is not None else None
-            around = contextlib.nullcontext() if delay is None else delay.around(pipelined.name, pipelined.module)
-            with around:
-                embeddings = serve(pipelined, args, kwargs)
-            if step == "training_step":
-                watch.served(pipelined.name, isinstance(embeddings, EarlyEmbeddings))
-                if pipelined.unpipelined_reason is not None:
-                    watch.watched.plain_reasons[pipelined.name] = pipelined.unpipelined_reason
+            given = None
             if answers is not None:
-                answers.answered(pipelined.name, step, given, embeddings, early=isinstance(embeddings, EarlyEmbeddings))
+                with contextlib.suppress(RuntimeError):  # a tensor that a graph leads to has no copy
+                    given = copy.deepcopy((args, kwargs))
+            with contextlib.nullcontext() if delay is None else delay.around(pipelined.name, pipelined.module):
+                embeddings = serve(pipelined, args, kwargs)
+            early = isinstance(embeddings, EarlyEmbeddings)
+            if step == "training_step":
+                watched.served(pipelined.name, early, pipelined.unpipelined_reason)
+            if answers is not None:
+                answers.answered(pipelined.name, step, given, embeddings, early=early)
             return embeddings
 
         if step == "training_step" or answers is not None:
@@ -346,24 +348,29 @@ class _WatchedStrategy(OverlapEmbeddingStrategy):
         return pipeline
 
 
-def _copied(given: tuple[tuple[Any, ...], dict[str, Any]]) -> Any:
-    """Return a copy of a call's arguments, or None: a tensor that a graph leads to has no copy."""
-    try:
-        return copy.deepcopy(given)
-    except RuntimeError:
-        return None
-
-
-def _group_name(group: Any) -> str:
-    made = dist.ProcessGroup.unbox(group)
-    return f"{made.group_desc} {made.group_name}"  # names are alike on all ranks, descriptions may be of several
-
-
-def seed_all(seed: int) -> None:
-    """Seed Python, NumPy and torch."""
-    random.seed(seed)
-    np.random.seed(seed)
-    torch.manual_seed(seed)
+def _digests(module: LightningModule, optimizers: Sequence[torch.optim.Optimizer]) -> dict[str, str]:
+    """Return a digest of the bits of every weight and optimizer state that this rank holds, by name."""
+    sharded = sharded_modules(module)
+    weight_names = {id(weight): name for name, weight in module.named_parameters()}
+    found: dict[str, Any] = {}
+    for what, tensors in (("weight", module.named_parameters()), ("buffer", module.named_buffers())):
+        found |= {f"{what} {name}": tensor for name, tensor in tensors if not is_in(name, sharded)}
+    for outer, child in sharded.items():
+        found |= {f"table {outer}.{name}": value for name, value in child.state_dict().items()}
+    for outer, child in table_modules(module).items():
+        for name, state in child.fused_optimizer.state_dict()["state"].items():
+            found |= {f"fused optimizer state {outer}.{name} {kind}": value for kind, value in state.items()}
+    for optimizer in optimizers:
+        for weight, state in optimizer.state.items():
+            name = weight_names.get(id(weight), "of a weight")
+            found |= {f"optimizer state {name} {kind}": value for kind, value in state.items()}
+    digests = {}
+    for name, value in found.items():
+        for window, tensor in local_parts(value) if isinstance(value, Tensor) else ():
+            start = tuple(part.start for part in window)
+            content = tensor.cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
+            digests[f"{name} at {start}" if any(start) else name] = hashlib.sha256(content).hexdigest()
+    return digests
 
 
 def _patchable(trainer: Trainer, module: LightningModule) -> dict[str, str]:

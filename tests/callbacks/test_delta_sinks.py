@@ -18,12 +18,11 @@ from lightning.pytorch import Callback, Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 
-from lightning_overlap import OverlapEmbeddingStrategy
 from lightning_overlap.callbacks import EmbeddingDeltas
 from lightning_overlap.deltas import FolderSink, PartName, Replica
 
-from ..support.cases import Batches, Case, Model, TableSpec, make_plan
-from ..support.fits import QUIET, make_trainer
+from ..support.cases import Batches, Case, Model, TableSpec
+from ..support.fits import QUIET, make_strategy, make_trainer
 from ..support.ranks import Ranks
 from .delta_fits import Files, TablesByStep, Windows, apply_in_order, differences, shards_of
 
@@ -84,7 +83,7 @@ def fit(
 ) -> tuple[dict[int, Windows], Windows]:
     """Train with a sink for each name; return this rank's tables by step, and in the end."""
     module = model(CASE)
-    strategy = OverlapEmbeddingStrategy(sharding=make_plan(CASE, module, torch.distributed.get_world_size()))
+    strategy = make_strategy(module)
     senders = [EmbeddingDeltas(sink, every, name=name, sink_timeout_s=sink_timeout_s) for name, sink in sinks.items()]
     seen = TablesByStep()
     trainer = make_trainer(strategy, callbacks=[*callbacks, *senders, seen], **kwargs)

@@ -28,7 +28,7 @@ from lightning_overlap.tables.sharded_module import tbes
 from lightning_overlap.tables.supported_modules import sharded_modules
 
 from ..support.cases import TABLE_WISE, Batches, Case, Model, make_plan
-from ..support.fits import make_trainer
+from ..support.fits import make_strategy, make_trainer
 from ..support.reference import Result, collect
 
 EPOCH = 6
@@ -187,7 +187,7 @@ def save_to(path: str, storage_options: Any = None, **kwargs: Any) -> str:
 def load_from(case: Case, path: str, fn: str = "fit", model_class: Any = None, **kwargs: Any) -> str:
     """Load; return what the user reads if that is refused."""
     model = (model_class or Evaluated)(case)
-    trainer = make_trainer(OverlapEmbeddingStrategy(sharding=make_plan(case, model, dist.get_world_size())))
+    trainer = make_trainer(make_strategy(model))
     try:
         getattr(trainer, fn)(model, datamodule=EvaluatedBatches(case, 2), ckpt_path=path, **kwargs)
     except (RuntimeError, ValueError, OSError) as err:

@@ -17,7 +17,7 @@ from lightning_overlap import OverlapEmbeddingStrategy
 from lightning_overlap.tables.sharded_module import tbes
 
 from ..support.cases import ROWWISE_ADAGRAD, Case, Model, make_batch, make_plan
-from ..support.fits import make_trainer
+from ..support.fits import make_strategy, make_trainer
 from ..support.reference import Result, collect
 from .checkpoints import zeroed
 
@@ -140,8 +140,7 @@ def train_from(
     """Train, saving after some steps and each epoch; or go on. Return the end, and what was seen."""
     torch.manual_seed(3)
     model = Watched(ROWWISE_ADAGRAD)
-    plan = make_plan(ROWWISE_ADAGRAD, model, dist.get_world_size())
-    strategy = OverlapEmbeddingStrategy(pipeline=pipeline, sharding=plan)
+    strategy = make_strategy(model, pipeline)
     callbacks = [SaveSteps(folder, save_at)]
     trainer = make_trainer(strategy, callbacks=callbacks, max_epochs=epochs)
     path = None if resume is None else f"{folder}/{resume}.ckpt"

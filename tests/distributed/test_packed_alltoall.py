@@ -16,11 +16,10 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from lightning_overlap import OverlapEmbeddingStrategy
 from lightning_overlap.distributed import PackedExchange, Part
 
-from ..support.cases import TWO_COLLECTIONS, WEIGHTED, Batches, Case, Model, make_plan
-from ..support.fits import make_trainer
+from ..support.cases import TWO_COLLECTIONS, WEIGHTED, Batches, Case, Model
+from ..support.fits import make_strategy, make_trainer
 from ..support.ranks import Ranks
 
 DTYPES = (torch.int64, torch.int32, torch.float32, torch.float16, torch.bool)
@@ -108,7 +107,7 @@ def all_to_alls_of_a_run(case: Case) -> Counter[str]:
         return real(*args, **kwargs)
 
     model = Model(case)
-    strategy = OverlapEmbeddingStrategy(sharding=make_plan(case, model, dist.get_world_size()))
+    strategy = make_strategy(model)
     with mock.patch.object(dist, "all_to_all_single", all_to_all_single):
         make_trainer(strategy).fit(model, datamodule=Batches(case, 6))
     return begun

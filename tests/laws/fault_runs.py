@@ -24,7 +24,7 @@ from ..checkpoint.resumes import StatefulBatches
 from ..support import interpreters
 from ..support.cases import ROWWISE_ADAGRAD
 from ..support.fits import QUIET
-from ..support.ranks import _free_port
+from ..support.ranks import free_port, torchrun_variables
 from ..support.reference import collect
 from .faults import Fault, Faulty, FaultyCallback, InjectedError
 
@@ -101,22 +101,13 @@ def run_all(folder: Path, *runs: dict[str, Any]) -> list[list[Ended]]:
 
 
 def _start_ranks(place: Path, arguments: dict[str, Any]) -> list[interpreters.Popen]:
-    port = _free_port()
+    port = free_port()
     command = [sys.executable, "-m", __name__, json.dumps({"folder": str(place), **arguments})]
     processes = []
     for rank in range(2):
-        variables = {
-            "RANK": str(rank),
-            "LOCAL_RANK": str(rank),
-            "WORLD_SIZE": "2",
-            "LOCAL_WORLD_SIZE": "2",
-            "GROUP_RANK": "0",
-            "MASTER_ADDR": "127.0.0.1",
-            "MASTER_PORT": str(port),
-            "TORCHELASTIC_RUN_ID": "tests",
-        }
         with (place / f"log_{rank}").open("wb") as log:
-            options = {"cwd": ROOT, "env": os.environ | variables, "stdout": log, "stderr": log}
+            environment = os.environ | torchrun_variables(rank, 2, 1, port)
+            options = {"cwd": ROOT, "env": environment, "stdout": log, "stderr": log}
             processes.append(interpreters.Popen(command, launches=False, **options))
     return processes
 

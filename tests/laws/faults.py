@@ -12,15 +12,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from lightning.pytorch import Callback, Trainer
 from torch.utils.data import DataLoader, Dataset
 from torchrec.distributed.types import ShardedModule
 
-from lightning_overlap import OverlapEmbeddingStrategy
-
-from ..support.cases import MIXED, Batch, Batches, Case, Model, dense_optimizer, make_batch, make_plan
-from ..support.fits import make_trainer
+from ..support.cases import MIXED, Batch, Batches, Case, Model, dense_optimizer, make_batch
+from ..support.fits import make_strategy, make_trainer
 from ..support.reference import Result, collect
 
 NUM_BATCHES = 6
@@ -221,7 +218,9 @@ class FaultyBatches(Batches):
 def places(pipeline: str, case: Case = MIXED) -> list[tuple[str, int]]:
     """Return where a fit comes by, in order."""
     seen: list[tuple[str, int]] = []
-    _fit(case, pipeline, NOWHERE, observer=lambda kind, stage, batch: seen.append((f"{kind} {stage}", batch)))
+    model = Faulty(case, NOWHERE)
+    trainer = _trainer(pipeline, model, lambda kind, stage, batch: seen.append((f"{kind} {stage}", batch)))
+    trainer.fit(model, datamodule=FaultyBatches(case, NOWHERE))
     return list(dict.fromkeys(seen))
 
 
@@ -237,7 +236,7 @@ def fail_and_fit(
     for fault in faults:
         before = _surroundings()
         model = Faulty(case, fault)
-        trainer = _trainer(case, pipeline, model, fault.observe, callbacks=[FaultyCallback(fault)])
+        trainer = _trainer(pipeline, model, fault.observe, callbacks=[FaultyCallback(fault)])
         try:
             trainer.fit(model, datamodule=FaultyBatches(case, fault))
             said = "nothing"
@@ -277,12 +276,6 @@ def _surroundings() -> dict[str, Any]:
     }
 
 
-def _trainer(case: Case, pipeline: str, model: Model, observer: Any, **kwargs: Any) -> Trainer:
-    plan = make_plan(case, model, dist.get_world_size())
-    strategy = OverlapEmbeddingStrategy(pipeline=pipeline, sharding=plan, observer=observer)
-    return make_trainer(strategy, **{"val_check_interval": 4, "num_sanity_val_steps": 0, **kwargs})
-
-
-def _fit(case: Case, pipeline: str, fault: Fault, observer: Any) -> None:
-    model = Faulty(case, fault)
-    _trainer(case, pipeline, model, observer).fit(model, datamodule=FaultyBatches(case, fault))
+def _trainer(pipeline: str, model: Model, observer: Any, **kwargs: Any) -> Trainer:
+    strategy = make_strategy(model, pipeline, observer=observer)
+    return make_trainer(strategy, val_check_interval=4, num_sanity_val_steps=0, **kwargs)

@@ -15,18 +15,12 @@ from torch import Tensor, nn
 from torch.distributed.optim import _apply_optimizer_in_backward
 from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader, Dataset
-from torchrec import (
-    EmbeddingBagCollection,
-    EmbeddingBagConfig,
-    EmbeddingCollection,
-    EmbeddingConfig,
-    KeyedJaggedTensor,
-    PoolingType,
-)
+from torchrec import KeyedJaggedTensor
 from torchrec.distributed.types import ShardingPlan
 from torchrec.optim import RowWiseAdagrad
 from torchrec.optim.optimizers import in_backward_optimizer_filter
 
+from ..support.cases import make_collection, summed
 from ..support.modules import copies, draw_weights, halves, plan_of, rows, whole
 from .random_fits import Fit, Part, Table
 
@@ -134,7 +128,10 @@ class Net(LightningModule):
         self.losses: list[Tensor] = []
         self.look_up: LookUp = lambda part, kjt, batch: getattr(self, part.name)(kjt)
         for part in fit.parts:
-            self.add_module(part.name, _collection(part, fit.weighted and part.kjt == "x"))
+            weighted = fit.weighted and part.kjt == "x"
+            self.add_module(
+                part.name, make_collection(part.tables, NUM_ROWS, sequence=part.sequence, weighted=weighted)
+            )
         self.bottom = nn.Linear(NUM_DENSE, 6)
         self.top = nn.Linear(6 + sum(part.width for part in fit.parts), 1)
         draw_weights(self, fit.seed, 0.5)
@@ -165,7 +162,7 @@ class Net(LightningModule):
         def embeddings() -> Tensor:
             with torch.no_grad() if part.use == "no_grad" else nullcontext():
                 answer = self.look_up(part, kjt, index)
-            return _merged(part, answer, size)
+            return _merged(part, answer)
 
         num = part.num_calls(index) if self.training else 1
         if not num:
@@ -221,57 +218,25 @@ OPTIMIZERS: Mapping[str, tuple[Any, Mapping[str, Any]]] = {
 }
 
 
-def _merged(part: Part, embeddings: Any, size: int) -> Tensor:
+def _merged(part: Part, embeddings: Any) -> Tensor:
     """Return (B, E) of an answer, as the use has it."""
+
+    def of_key(key: str) -> Tensor:
+        return summed(embeddings[key]) if part.sequence else embeddings[key]
+
     if part.use == "statistic":
         with torch.no_grad():
-            _of_key(part, embeddings, part.keys[0], size).norm()
+            of_key(part.keys[0]).norm()
     if part.use == "values" and not part.sequence:
         return embeddings.values() * 1.0
     if part.use == "to_dict" or part.use == "values":
         found = list((embeddings if part.sequence else embeddings.to_dict()).keys())
-        return torch.cat([_of_key(part, embeddings, key, size) for key in found], dim=1)
-    columns = [_of_key(part, embeddings, key, size) for key in part.keys]
+        return torch.cat([of_key(key) for key in found], dim=1)
+    columns = [of_key(key) for key in part.keys]
     if part.use == "part":
         columns[1:] = [torch.zeros_like(column) for column in columns[1:]]
     merged = torch.cat(columns, dim=1)
     return merged.detach() if part.use == "detached" else merged
-
-
-def _of_key(part: Part, embeddings: Any, key: str, size: int) -> Tensor:
-    if not part.sequence:
-        return embeddings[key]
-    lengths, values = embeddings[key].lengths(), embeddings[key].values()
-    owner = torch.repeat_interleave(torch.arange(size), lengths)
-    return torch.zeros(size, values.shape[1]).index_add(0, owner, values)
-
-
-def _collection(part: Part, weighted: bool) -> nn.Module:
-    if part.sequence:
-        return EmbeddingCollection(
-            tables=[
-                EmbeddingConfig(
-                    name=table.name,
-                    num_embeddings=NUM_ROWS,
-                    embedding_dim=table.dim,
-                    feature_names=list(table.features),
-                )
-                for table in part.tables
-            ]
-        )
-    return EmbeddingBagCollection(
-        tables=[
-            EmbeddingBagConfig(
-                name=table.name,
-                num_embeddings=NUM_ROWS,
-                embedding_dim=table.dim,
-                feature_names=list(table.features),
-                pooling=PoolingType.MEAN if table.pooling == "mean" else PoolingType.SUM,
-            )
-            for table in part.tables
-        ],
-        is_weighted=weighted,
-    )
 
 
 def make_plan(fit: Fit, module: nn.Module) -> ShardingPlan:

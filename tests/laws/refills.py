@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import warnings
 from collections.abc import Iterator
 from typing import Any, NamedTuple
@@ -9,18 +10,16 @@ from unittest import mock
 
 import numpy as np
 import torch
-import torch.distributed as dist
 from lightning.pytorch import Trainer
 from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset
 from torchrec import KeyedJaggedTensor
 
-from lightning_overlap import OverlapEmbeddingStrategy
 from lightning_overlap.runtime.batch_memory import BatchMemory
 from lightning_overlap.tuning import Auto
 
-from ..support.cases import BATCH_SIZE, WEIGHTED, Batch, Batches, Model, make_batch, make_plan
-from ..support.fits import make_trainer
+from ..support.cases import BATCH_SIZE, WEIGHTED, Batch, Batches, Model, make_batch
+from ..support.fits import make_strategy, make_trainer
 from ..support.reference import Result, collect
 from ..support.reference import train as train_plain
 
@@ -93,14 +92,12 @@ class _Loader:
     def __iter__(self) -> Iterator[Batch]:
         kind, same = self.kind, Batch(torch.empty(0), {}, torch.empty(0))
         batches = [make_batch(CASE, self.first + index, self.rank) for index in range(self.num)]
+        if kind.what == "chunk":
+            for start in range(0, self.num, kind.num):  # all of the chunk, before any of it is given
+                chunk = enumerate(batches[start : start + kind.num])
+                yield from [self._memories[0].fill(place, batch) for place, batch in chunk]
+            return
         for index, batch in enumerate(batches):
-            if kind.what == "chunk":
-                if index % kind.num == 0:  # all of the chunk, before any of it is given
-                    chunk = [
-                        self._memories[0].fill(place, one) for place, one in enumerate(batches[index:][: kind.num])
-                    ]
-                yield chunk[index % kind.num]
-                continue
             filled = self._memories[index % kind.num].fill(0, batch)
             if kind.what == "same":
                 same.dense, same.labels = filled.dense, filled.labels
@@ -140,6 +137,13 @@ class Refilled(Batches):
         return [self._loader(100, 7), self._loader(200, 3)]
 
 
+class Copied(Refilled):
+    """Batches are copied as they are staged, as to a device."""
+
+    def on_before_batch_transfer(self, batch: Batch, dataloader_idx: int) -> Batch:
+        return copy.deepcopy(batch)
+
+
 class Validates(Model):
     """Notes what its validation steps find."""
 
@@ -151,21 +155,27 @@ class Validates(Model):
         self.found.append(self(batch))
 
 
-def _fit(kind: Kind, pipeline: str, sized: bool, num: int, options: Any, **kwargs: Any) -> tuple[Validates, Trainer]:
+def _fit(data: Refilled, pipeline: str, options: Any = None, **kwargs: Any) -> tuple[Validates, Trainer]:
     model = Validates()
-    named = AUTO if pipeline == "auto" else pipeline
-    plan = make_plan(CASE, model, dist.get_world_size())
-    trainer = make_trainer(OverlapEmbeddingStrategy(named, sharding=plan, **(options or {})), **kwargs)
+    strategy = make_strategy(model, AUTO if pipeline == "auto" else pipeline, **(options or {}))
+    trainer = make_trainer(strategy, **kwargs)
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message=".*accumulates dense gradients only")
         warnings.filterwarnings("ignore", message=".*does not have many workers")
-        trainer.fit(model, datamodule=Refilled(kind, sized, num))
+        trainer.fit(model, datamodule=data)
     return model, trainer
 
 
-def train(kind: Kind, pipeline: str, sized: bool, options: dict[str, Any] | None = None, **kwargs: Any) -> Result:
+def train(
+    kind: Kind,
+    pipeline: str,
+    sized: bool,
+    options: dict[str, Any] | None = None,
+    data: type[Refilled] = Refilled,
+    **kwargs: Any,
+) -> Result:
     """Train one epoch of such batches, or more."""
-    model, trainer = _fit(kind, pipeline, sized, NUM, options, **{"limit_val_batches": 0, **kwargs})
+    model, trainer = _fit(data(kind, sized, NUM), pipeline, options, **{"limit_val_batches": 0, **kwargs})
     return collect(model, trainer.optimizers[0], model.losses)
 
 
@@ -181,7 +191,7 @@ def is_wrong_without_copies(kind: Kind, sized: bool) -> bool:
 
 def validate(kind: Kind, pipeline: str, sized: bool) -> tuple[list[Tensor], list[Tensor]]:
     """Train with validations; return what these found, and what the model in their place finds batch by batch."""
-    model, trainer = _fit(kind, pipeline, sized, 4, None, num_sanity_val_steps=0)
+    model, trainer = _fit(Refilled(kind, sized, 4), pipeline, num_sanity_val_steps=0)
     rank, found = trainer.global_rank, model.found
     batches = [make_batch(CASE, index, rank) for index in (*range(100, 107), *range(200, 203))]
     with torch.no_grad():

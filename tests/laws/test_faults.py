@@ -17,11 +17,11 @@ import torch
 
 from lightning_overlap import MODES
 
-from ..support import interpreters, reference
+from ..support import interpreters
 from ..support.cases import MIXED
 from ..support.pairs import HELD, in_turn
 from ..support.ranks import Ranks
-from ..support.reference import Delayed
+from ..support.reference import on_ranks
 from . import faults
 from .fault_runs import TIMEOUT_S, run_all, start_script
 from .faults import NUM_BATCHES, Fault
@@ -39,9 +39,7 @@ def _end_the_ranks(_pools: dict[Any, Ranks]) -> Iterator[None]:
 
 def _check(two_ranks: Ranks, pipeline: str, injected: list[Fault]) -> None:
     """All ranks meet the faults: each reads its own, nothing is left, and a later fit is as if nothing had been."""
-    staleness = MODES[pipeline].staleness
-    plain = (reference.train_delayed, MIXED, Delayed(staleness)) if staleness else (reference.train, MIXED)
-    expected = two_ranks.run_once(*plain, num_steps=NUM_BATCHES)
+    expected = on_ranks(two_ranks, MIXED, MODES[pipeline].staleness, num_steps=NUM_BATCHES)
     for (reports, actual), unharmed in zip(
         two_ranks.run(faults.fail_and_fit, pipeline, injected), expected, strict=True
     ):
@@ -66,7 +64,7 @@ def _check(two_ranks: Ranks, pipeline: str, injected: list[Fault]) -> None:
 )
 def test_a_fault_in_a_stage_of_all_ranks(two_ranks: Ranks, pipeline: str, which: str) -> None:
     """Wherever a mode comes by in a batch; what it does not do for the first one yet, it does for a later one."""
-    seen, _ = two_ranks.run(faults.places, pipeline)
+    seen, _ = two_ranks.run_once(faults.places, pipeline)
     batch_of = {place: BATCHES[which] for place, batch in seen if batch == BATCHES[which]}
     if which == "first":
         batch_of |= {place: batch for place, batch in reversed(seen) if place not in batch_of}

@@ -15,23 +15,15 @@ from ..support.cases import CASES, MIXED, NUM_STEPS, TABLE_WISE, Case
 from ..support.fits import fit
 from ..support.pairs import in_turn, rotated
 from ..support.ranks import RankError, Ranks
-from ..support.reference import Delayed
 
 STALE = [name for name, schedule in MODES.items() if schedule.staleness > 0]
 BY_NAME = {case.name: case for case in CASES}
 
 
-def _expected(ranks: Ranks, case: Case, staleness: int = 0) -> list[reference.Result]:
-    if staleness:
-        return ranks.run_once(reference.train_delayed, case, Delayed(staleness))
-    return ranks.run_once(reference.train, case)
-
-
 def _differences(ranks: Ranks, case: Case, pipeline: str | Schedule, staleness: int = 0) -> list[list[str]]:
-    expected = _expected(ranks, case, staleness)
     actual = ranks.run(fit, case, pipeline)
     assert all(len(result.losses) == NUM_STEPS for result in actual)
-    return [mine.differences(theirs) for mine, theirs in zip(actual, expected, strict=True)]
+    return reference.differences(actual, reference.on_ranks(ranks, case, staleness))
 
 
 @pytest.mark.parametrize(("name", "pipeline", "num_ranks"), rotated(BY_NAME))
@@ -62,10 +54,8 @@ def test_the_model_shows_one_stale_lookup(ranks: Ranks, case: Case) -> None:
     steps.insert([step.stage for step in steps].index(Stage.BACKWARD), lookup)
     for differences in _differences(ranks, case, Schedule("mutated", tuple(steps))):
         assert any(text.startswith("losses from step") for text in differences)
-    assert any(
-        not torch.equal(a.losses, b.losses)
-        for a, b in zip(_expected(ranks, case), _expected(ranks, case, 1), strict=True)
-    )
+    fresh, stale = reference.on_ranks(ranks, case), reference.on_ranks(ranks, case, 1)
+    assert any(not torch.equal(a.losses, b.losses) for a, b in zip(fresh, stale, strict=True))
 
 
 def _fit_with_every_lookup_at_its_row(case: Case) -> object:
@@ -81,14 +71,13 @@ def _fit_with_every_lookup_at_its_row(case: Case) -> object:
 
 def test_a_data_parallel_table_looked_up_before_the_step_is_seen(ranks: Ranks) -> None:
     """Law 3: without the wait for the dense optimizer the mixed model's losses differ (or autograd refuses)."""
-    expected = _expected(ranks, MIXED)
     try:
         actual = ranks.run(_fit_with_every_lookup_at_its_row, MIXED)
     except RankError as err:
         if "modified by an inplace operation" not in str(err):
             raise
         return
-    assert all(mine.differences(theirs) for mine, theirs in zip(actual, expected, strict=True))
+    assert all(reference.differences(actual, reference.on_ranks(ranks, MIXED)))
 
 
 def test_the_reference_trains(ranks: Ranks) -> None:

@@ -10,12 +10,11 @@ import torch
 
 from lightning_overlap import MODES
 
-from ..support import reference
 from ..support.cases import COLUMN_WISE, MIXED, SEQUENCE, TABLE_WISE, TWO_COLLECTIONS, Case, TableSpec
 from ..support.fits import fit
 from ..support.pairs import in_turn, rotated
 from ..support.ranks import Ranks
-from ..support.reference import Delayed
+from ..support.reference import differences, on_ranks
 
 ROW_WISE = Case("row_wise", (TableSpec("t0", ("f0",)), TableSpec("r0", ("f1", "f2"), "row_wise")))
 SEQUENCE_ROWS = Case("sequence_rows", (TableSpec("t0", ("f0",)), TableSpec("r0", ("f1",), "row_wise")), sequence=True)
@@ -40,15 +39,9 @@ CASES = {
 STALE = [name for name, schedule in MODES.items() if schedule.staleness > 0]
 
 
-def _expected(ranks: Ranks, case: Case, staleness: int) -> list[reference.Result]:
-    if staleness:
-        return ranks.run_once(reference.train_delayed, case, Delayed(staleness))
-    return ranks.run_once(reference.train, case)
-
-
 def _differences(ranks: Ranks, case: Case, pipeline: str) -> list[list[str]]:
-    expected = _expected(ranks, case, MODES[pipeline].staleness)
-    return [mine.differences(theirs) for mine, theirs in zip(ranks.run(fit, case, pipeline), expected, strict=True)]
+    expected = on_ranks(ranks, case, MODES[pipeline].staleness)
+    return differences(ranks.run(fit, case, pipeline), expected)
 
 
 @pytest.mark.parametrize(("name", "pipeline", "num_ranks"), [pair for pair in rotated(CASES) if pair.num_ranks == 2])
@@ -68,13 +61,12 @@ def test_stale_modes_between_hosts(get_ranks: Callable[..., Ranks], name: str, p
 def test_precision_shows(two_ranks: Ranks, name: str) -> None:
     """Guards the tests above: full precision gives other losses."""
     case = CASES[name]
-    full = _expected(two_ranks, dataclasses.replace(case, comms=None), 0)
-    for mine, theirs in zip(_expected(two_ranks, case, 0), full, strict=True):
+    full = on_ranks(two_ranks, dataclasses.replace(case, comms=None))
+    for mine, theirs in zip(on_ranks(two_ranks, case), full, strict=True):
         assert not torch.equal(mine.losses, theirs.losses)
 
 
 def test_one_rank_sends_nothing(get_ranks: Callable[..., Ranks]) -> None:
     case = CASES["table_wise-fp16-fp16"]
     assert _differences(get_ranks(1), case, "fused_sparse_dist") == [[]]
-    [full] = get_ranks(1).run(fit, TABLE_WISE, "fused_sparse_dist")
-    assert _expected(get_ranks(1), case, 0)[0].differences(full) == []
+    assert differences(on_ranks(get_ranks(1), case), on_ranks(get_ranks(1), TABLE_WISE)) == [[]]

@@ -10,24 +10,12 @@ import torch
 
 from lightning_overlap import MODES
 
-from ..support import reference
 from ..support.pairs import pairwise, rotated
 from ..support.ranks import Ranks
-from ..support.reference import Delayed
+from ..support.reference import differences, on_ranks
 from ..support.windows import train_windows, windows_of
 from . import refills
 from .refills import CASE, KINDS, NUM, Kind
-
-
-def _expected(ranks: Ranks, pipeline: str) -> list[reference.Result]:
-    staleness = 0 if pipeline == "auto" else MODES[pipeline].staleness
-    if staleness:
-        return ranks.run_once(reference.train_delayed, CASE, Delayed(staleness), num_steps=NUM)
-    return ranks.run_once(reference.train, CASE, num_steps=NUM)
-
-
-def _differences(actual: list[reference.Result], expected: list[reference.Result]) -> list[list[str]]:
-    return [mine.differences(theirs) for mine, theirs in zip(actual, expected, strict=True)]
 
 
 @pytest.mark.parametrize(("kind", "pipeline", "num_ranks"), rotated(KINDS, [*MODES, "auto"]), ids=str)
@@ -35,9 +23,18 @@ def test_every_mode_equals_the_plain_loop(
     get_ranks: Callable[..., Ranks], kind: Kind, pipeline: str, num_ranks: int
 ) -> None:
     ranks = get_ranks(num_ranks)
+    expected = on_ranks(ranks, CASE, 0 if pipeline == "auto" else MODES[pipeline].staleness, num_steps=NUM)
     for sized in (True, False):
         actual = ranks.run(refills.train, kind, pipeline, sized)
-        assert _differences(actual, _expected(ranks, pipeline)) == [[]] * num_ranks, sized
+        assert differences(actual, expected) == [[]] * num_ranks, sized
+
+
+@pytest.mark.parametrize(("num_buffers", "sized"), [(1, True), (2, False)], ids=["sized", "unsized"])
+@pytest.mark.parametrize("pipeline", ["base", "fused_sparse_dist"])
+def test_batches_that_a_hook_copies(two_ranks: Ranks, pipeline: str, num_buffers: int, sized: bool) -> None:
+    """As many buffers as Lightning's own loop needs: batches that wait for the ranks' answers are not overwritten."""
+    actual = two_ranks.run(refills.train, Kind("ring", num_buffers), pipeline, sized, data=refills.Copied)
+    assert differences(actual, on_ranks(two_ranks, CASE, num_steps=NUM)) == [[], []]
 
 
 @pytest.mark.parametrize(("kind", "sized", "frozen"), pairwise(KINDS, [True, False], [True, False]), ids=str)
@@ -45,7 +42,7 @@ def test_accumulated_gradients(two_ranks: Ranks, kind: Kind, sized: bool, frozen
     options: dict[str, Any] = {"frozen_window": frozen}
     actual = two_ranks.run(refills.train, kind, "fused_sparse_dist", sized, options, accumulate_grad_batches=3)
     expected = two_ranks.run_once(train_windows, CASE, windows_of(NUM, 3), updates_in_backward=not frozen)
-    assert _differences(actual, expected) == [[], []]
+    assert differences(actual, expected) == [[], []]
 
 
 @pytest.mark.parametrize(("kind", "sized"), pairwise(KINDS, [True, False]), ids=str)

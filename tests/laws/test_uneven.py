@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-import torch
 
 from ..support.pairs import pairwise
 from ..support.ranks import RankError, Ranks
@@ -132,15 +131,6 @@ def test_ranks_that_skip_others_are_told_before_a_validation(
     said = f"rank {rank} comes to a validation after {4 - num} batches of an epoch and {num} that are None, "
     with pytest.raises(RankError, match=f"{said}rank {1 - rank} has skipped 0 by then"):
         two_ranks.run(uneven.train_and_validate_past_nones, *args, val_check_interval=4, timeout_s=30)
-
-
-@pytest.mark.parametrize(("num_buffers", "sized"), [(1, True), (2, False)], ids=["sized", "unsized"])
-def test_loaders_that_fill_their_buffers_anew(two_ranks: Ranks, num_buffers: int, sized: bool) -> None:
-    """As many buffers as Lightning's own loop needs: batches that wait for the ranks' answers are not overwritten."""
-    expected = two_ranks.run(uneven.train_from_ring, "base", 12, sized)
-    for pipeline in ("base", "fused_sparse_dist"):
-        actual = two_ranks.run(uneven.train_from_ring, pipeline, num_buffers, sized)
-        assert all(torch.equal(mine, theirs) for mine, theirs in zip(actual, expected, strict=True))
 
 
 @pytest.mark.parametrize("sized", [True, False], ids=["sized", "unsized"])

@@ -39,29 +39,29 @@ def test_columns_stand_in_the_order_of_the_configs_in_every_mode(two_ranks: Rank
 @pytest.mark.parametrize("pipeline", ["base", "fused_sparse_dist", "semi_sync_deferred"])
 @pytest.mark.parametrize("module", [unsharded.CallsWithoutGradient, unsharded.LooksFirst, unsharded.ChangesIds])
 def test_what_a_step_does_with_its_rows_and_ids(ranks: Ranks, module: type[unsharded.OneModule], pipeline: str) -> None:
-    verdicts = ranks.run(unsharded.check, "fused_bags", "whole", pipeline, module)
-    assert [verdict.problem for verdict in verdicts] == [""] * ranks.world_size
+    found = ranks.run(unsharded.check, "fused_bags", "whole", pipeline, module)
+    assert [problem for problem, _ in found] == [""] * ranks.world_size
 
 
 @pytest.mark.parametrize("pipeline", ["base", "fused_sparse_dist"])
 def test_the_answer_of_sequences_is_a_dict_to_its_caller(ranks: Ranks, pipeline: str) -> None:
-    verdicts = ranks.run(unsharded.check, "sequences", "rows", pipeline, unsharded.ReadsAsADict)
-    assert [verdict.problem for verdict in verdicts] == [""] * ranks.world_size
+    found = ranks.run(unsharded.check, "sequences", "rows", pipeline, unsharded.ReadsAsADict)
+    assert [problem for problem, _ in found] == [""] * ranks.world_size
 
 
 @pytest.mark.parametrize("name", LEFT_OUT)
 def test_what_has_no_unsharded_answer_is_left_out_by_name(two_ranks: Ranks, name: str) -> None:
     place, _ = LEFT_OUT[name].places
-    for verdict in two_ranks.run(unsharded.check, name, place, "fused_sparse_dist"):
-        assert verdict.problem == ""
-        assert "left out: tables (" in verdict.said
+    for problem, said in two_ranks.run(unsharded.check, name, place, "fused_sparse_dist"):
+        assert problem == ""
+        assert "left out: tables (" in said
 
 
 @pytest.mark.parametrize("pipeline", ["base", "fused_sparse_dist"])
 def test_what_torchrec_itself_answers_otherwise_is_seen(ranks: Ranks, pipeline: str) -> None:
-    for verdict in ranks.run(unsharded.check, "variable_batch_sequences", "rows", pipeline):
-        assert "'tables' in batch 0: ['f0'].values(): The values for attribute 'shape' do not match" in verdict.problem
-        assert "tables.embeddings.t2.weight: changed by training unsharded, not sharded" in verdict.problem
+    for problem, _ in ranks.run(unsharded.check, "variable_batch_sequences", "rows", pipeline):
+        assert "'tables' in batch 0: ['f0'].values(): The values for attribute 'shape' do not match" in problem
+        assert "tables.embeddings.t2.weight: changed by training unsharded, not sharded" in problem
 
 
 # -- the comparison itself --------------------------------------------------------------------------------------------

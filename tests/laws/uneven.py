@@ -2,25 +2,20 @@
 
 from __future__ import annotations
 
-import copy
 import os
 import signal
 import warnings
 from collections.abc import Iterator
 from typing import Any
+from unittest import mock
 
-import pytest
-import torch
-import torch.distributed as dist
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 from torch.utils.data import DataLoader, IterableDataset
-from torchrec import KeyedJaggedTensor
 
-from lightning_overlap import OverlapEmbeddingStrategy
-from lightning_overlap.distributed import Answer, Consensus, StepFlags, skipped_batches
+from lightning_overlap.distributed import Consensus, skipped_batches
 
-from ..support.cases import NUM_ROWS, TABLE_WISE, Batch, Batches, Model, make_batch, make_plan
-from ..support.fits import make_trainer
+from ..support.cases import TABLE_WISE, Batch, Batches, Model, make_batch
+from ..support.fits import make_strategy, make_trainer
 
 
 class _Stream(IterableDataset):
@@ -65,14 +60,16 @@ class Counts(Model):
         self.seen.append("validation")
 
 
+def _fit(model: Counts, data: Batches, pipeline: str, **kwargs: Any) -> None:
+    make_trainer(make_strategy(model, pipeline), **kwargs).fit(model, datamodule=data)
+
+
 def train(pipeline: str, lengths: tuple[int, ...], sized: bool, **kwargs: Any) -> tuple[list[Any], list[str]]:
     """Two epochs; return what was trained and what was said."""
     model = Counts()
-    strategy = OverlapEmbeddingStrategy(pipeline=pipeline, sharding=make_plan(TABLE_WISE, model, dist.get_world_size()))
-    trainer = make_trainer(strategy, **{"max_epochs": 2, "num_sanity_val_steps": 0, **kwargs})
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        trainer.fit(model, datamodule=Uneven(lengths, sized))
+        _fit(model, Uneven(lengths, sized), pipeline, **{"max_epochs": 2, "num_sanity_val_steps": 0, **kwargs})
     said = [str(warning.message) for warning in caught if "another rank" in str(warning.message)]
     return model.seen, said
 
@@ -81,20 +78,14 @@ def train_past_nones(
     pipeline: str, lengths: tuple[int, ...], nones: tuple[tuple[int, ...], ...], **kwargs: Any
 ) -> tuple[Any, int]:
     """One epoch without lengths, or more; return the batches that were trained, and how often the ranks were asked."""
-    model, num_asked = Counts(), 0
-    strategy = OverlapEmbeddingStrategy(pipeline=pipeline, sharding=make_plan(TABLE_WISE, model, dist.get_world_size()))
-    ask = Consensus.ask
-
-    def counted(self: Consensus, flags: StepFlags) -> Answer:
-        nonlocal num_asked
-        num_asked += 1
-        return ask(self, flags)
-
-    with pytest.MonkeyPatch.context() as patch, warnings.catch_warnings():
+    model = Counts()
+    with (
+        mock.patch.object(Consensus, "ask", autospec=True, side_effect=Consensus.ask) as ask,
+        warnings.catch_warnings(),
+    ):
         warnings.simplefilter("ignore")
-        patch.setattr(Consensus, "ask", counted)
-        make_trainer(strategy, limit_val_batches=0, **kwargs).fit(model, datamodule=Uneven(lengths, False, nones))
-    return [batch for _, _, batch, _ in (one for one in model.seen if one != "validation")], num_asked
+        _fit(model, Uneven(lengths, False, nones), pipeline, limit_val_batches=0, **kwargs)
+    return [batch for _, _, batch, _ in model.seen], ask.call_count
 
 
 def train_and_validate_past_nones(
@@ -102,61 +93,10 @@ def train_and_validate_past_nones(
 ) -> list[Any]:
     """Two epochs; return the batches that were trained, and where it was validated."""
     model = Counts()
-    strategy = OverlapEmbeddingStrategy(pipeline=pipeline, sharding=make_plan(TABLE_WISE, model, dist.get_world_size()))
-    with pytest.MonkeyPatch.context() as patch, warnings.catch_warnings():
+    with mock.patch.object(skipped_batches, "WAIT_S", 1), warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        patch.setattr(skipped_batches, "WAIT_S", 1)
-        trainer = make_trainer(strategy, **{"max_epochs": 2, "num_sanity_val_steps": 0, **kwargs})
-        trainer.fit(model, datamodule=Uneven(lengths, sized, nones))
+        _fit(model, Uneven(lengths, sized, nones), pipeline, **{"max_epochs": 2, "num_sanity_val_steps": 0, **kwargs})
     return [one if one == "validation" else one[2] for one in model.seen]
-
-
-class _Ring:
-    """Fills the same buffers anew, one after the other, as readers with pinned memory do; no length."""
-
-    def __init__(self, rank: int, num_buffers: int) -> None:
-        self.rank, self.num_buffers = rank, num_buffers
-
-    def __iter__(self) -> Iterator[Batch]:
-        features, buffers = list(TABLE_WISE.all_features), []
-        for index in range(12):
-            batch = make_batch(TABLE_WISE, index, self.rank)
-            ids = torch.arange(2 * len(features) * len(batch.labels)) * (index + 1) % NUM_ROWS
-            if index < self.num_buffers:
-                buffers.append((ids, batch.dense, batch.labels))
-            ids, dense, labels = (
-                buffer.copy_(new)
-                for buffer, new in zip(buffers[index % self.num_buffers], (ids, batch.dense, batch.labels), strict=True)
-            )
-            lengths = torch.full((len(features) * len(labels),), 2)
-            yield Batch(dense, {"sparse": (KeyedJaggedTensor(features, ids, lengths=lengths), index)}, labels)
-
-
-class _SizedRing(_Ring):
-    def __len__(self) -> int:
-        return 12
-
-
-class _Ringed(Batches):
-    """Batches are copied as they are staged, as to a device."""
-
-    def __init__(self, num_buffers: int, sized: bool) -> None:
-        super().__init__(TABLE_WISE)
-        self.num_buffers, self.sized = num_buffers, sized
-
-    def train_dataloader(self) -> Any:
-        return (_SizedRing if self.sized else _Ring)(self.trainer.global_rank, self.num_buffers)
-
-    def on_before_batch_transfer(self, batch: Batch, dataloader_idx: int) -> Batch:
-        return copy.deepcopy(batch)
-
-
-def train_from_ring(pipeline: str, num_buffers: int, sized: bool) -> torch.Tensor:
-    """Return the losses of a fit whose loader has so many buffers."""
-    model = Counts()
-    strategy = OverlapEmbeddingStrategy(pipeline=pipeline, sharding=make_plan(TABLE_WISE, model, dist.get_world_size()))
-    make_trainer(strategy, limit_val_batches=0).fit(model, datamodule=_Ringed(num_buffers, sized))
-    return torch.stack(model.losses)
 
 
 class Terminated(Counts):
@@ -175,9 +115,8 @@ class Terminated(Counts):
 def terminate(pipeline: str, rank: int, sized: bool) -> int:
     """Send one rank SIGTERM in step 5 of many; return how many this rank trained."""
     model = Terminated(rank)
-    strategy = OverlapEmbeddingStrategy(pipeline=pipeline, sharding=make_plan(TABLE_WISE, model, dist.get_world_size()))
     try:
-        make_trainer(strategy).fit(model, datamodule=Uneven((200, 200), sized))
+        _fit(model, Uneven((200, 200), sized), pipeline)
     except SIGTERMException:
         return len(model.seen)
     raise AssertionError("nobody was told")
@@ -205,10 +144,8 @@ class _BreakingOff(Batches):
 
 def break_off() -> str:
     """Train with a loader that ends before its length, on every rank; return what is said."""
-    model = Counts()
-    strategy = OverlapEmbeddingStrategy(sharding=make_plan(TABLE_WISE, model, dist.get_world_size()))
     try:
-        make_trainer(strategy).fit(model, datamodule=_BreakingOff(TABLE_WISE))
+        _fit(Counts(), _BreakingOff(TABLE_WISE), "fused_sparse_dist")
     except RuntimeError as error:
         return str(error)
     return "nothing was said"

@@ -7,11 +7,9 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from lightning.pytorch import Callback, Trainer
 from torch import Tensor
 from torch.utils.data import DataLoader
-from torchrec import KeyedJaggedTensor
 from torchrec.distributed.types import ShardedModule
 
 from lightning_overlap import OverlapEmbeddingStrategy
@@ -19,8 +17,8 @@ from lightning_overlap.tables.sharded_module import tbes
 
 from ..checkpoint.resumes import StatefulSized
 from ..sparse.update_rates import Scheduled
-from ..support.cases import NUM_STEPS, Batches, ByHand, Case, Model, TableSpec, make_batch, make_plan
-from ..support.fits import make_trainer
+from ..support.cases import NUM_STEPS, Batches, ByHand, Case, MakesInput, Model, TableSpec, make_batch
+from ..support.fits import make_strategy, make_trainer
 from ..support.reference import Result, collect
 
 ALL_KINDS = Case(
@@ -57,15 +55,6 @@ class Data(Batches):
         return DataLoader([make_batch(self.case, 100 + index, rank) for index in range(2)], batch_size=None)
 
 
-class MakesInput(Model):
-    """Gives its modules inputs that are no objects of the batch, so that they run their own forward."""
-
-    def embeddings(self, collection: str, batch: Any) -> Any:
-        kjt = batch.inputs["sparse"][0]
-        own = KeyedJaggedTensor(keys=kjt.keys(), values=kjt.values().clone(), lengths=kjt.lengths().clone())
-        return getattr(self, collection)(own)
-
-
 class Manual(ByHand, Model):
     """Steps its optimizer itself."""
 
@@ -88,8 +77,7 @@ MODELS: dict[str, type[Model]] = {
 
 def make(case: Case, pipeline: str, model: str = "plain", **options: Any) -> tuple[Model, OverlapEmbeddingStrategy]:
     module = MODELS[model](case)
-    plan = make_plan(case, module, dist.get_world_size())
-    return module, OverlapEmbeddingStrategy(pipeline, sharding=plan, **{"frozen_window": True, **options})
+    return module, make_strategy(module, pipeline, **{"frozen_window": True, **options})
 
 
 def train(
@@ -214,8 +202,6 @@ def writing(case: Case, k: int, after: int) -> str:
 
 def failing(case: Case, k: int, place: str, batch: int) -> tuple[Result, int]:
     """Fail in a place of a batch; return what is left, and how many batches a second fit then trains."""
-    module, strategy = make(case, "fused_sparse_dist")
-
     failed: list[str] = []
 
     def observe(kind: str, stage: Any, index: int) -> None:
@@ -223,7 +209,7 @@ def failing(case: Case, k: int, place: str, batch: int) -> tuple[Result, int]:
             failed.append(place)
             raise KeyError("the user's own error")
 
-    strategy = OverlapEmbeddingStrategy(sharding=strategy.sharding, frozen_window=True, observer=observe)
+    module, strategy = make(case, "fused_sparse_dist", observer=observe)
     trainer = make_trainer(strategy, accumulate_grad_batches=k)
     try:
         trainer.fit(module, datamodule=Data(case, NUM_STEPS))

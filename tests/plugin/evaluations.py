@@ -18,14 +18,13 @@ from lightning.pytorch.utilities.exceptions import SIGTERMException
 from torch import Tensor
 from torch.utils.data import DataLoader
 
-from lightning_overlap import OverlapEmbeddingStrategy
 from lightning_overlap.sparse import answers
 
 from ..laws.uneven import Counts, _Stream
 from ..profiling.virtual import ClockedModel, VirtualClock, virtual_latency
 from ..support import reference
-from ..support.cases import TABLE_WISE, Batch, Batches, Case, Model, make_batch, make_plan
-from ..support.fits import make_trainer
+from ..support.cases import TABLE_WISE, Batch, Batches, Case, Model, make_batch
+from ..support.fits import make_strategy, make_trainer
 
 NUM_STEPS, NUM_VAL, EVERY = 9, 4, 3
 FIRST_VAL = 500
@@ -105,14 +104,10 @@ def early_embeddings() -> Iterator[list[str]]:
         yield used
 
 
-def _strategy(case: Case, model: Model, pipeline: str) -> OverlapEmbeddingStrategy:
-    return OverlapEmbeddingStrategy(pipeline=pipeline, sharding=make_plan(case, model, dist.get_world_size()))
-
-
 def validate_while_training(case: Case, pipeline: str) -> tuple[Outputs, Tensor, int]:
     """Train with validations in the middle; return what these answered, the losses, how many used early embeddings."""
     model = Evaluated(case)
-    trainer = make_trainer(_strategy(case, model, pipeline), val_check_interval=EVERY, num_sanity_val_steps=2)
+    trainer = make_trainer(make_strategy(model, pipeline), val_check_interval=EVERY, num_sanity_val_steps=2)
     with early_embeddings() as used:
         trainer.fit(model, datamodule=Data(case))
     return model.outputs, torch.stack(model.losses), used.count("validation_step")
@@ -141,7 +136,7 @@ def reference_validations(case: Case, staleness: int) -> Outputs:
 def evaluate_alone(pipeline: str | None, entry: str, lengths: tuple[int, ...], sized: bool, **kwargs: Any) -> Any:
     """Validate, test or predict an untrained module (None: unsharded under DDPStrategy); return all that shows."""
     model = Evaluated(TABLE_WISE, fused_optimizer=pipeline is not None)
-    trainer = make_trainer(DDPStrategy() if pipeline is None else _strategy(TABLE_WISE, model, pipeline), **kwargs)
+    trainer = make_trainer(DDPStrategy() if pipeline is None else make_strategy(model, pipeline), **kwargs)
     with early_embeddings() as used:
         results = getattr(trainer, entry)(model, datamodule=Data(TABLE_WISE, lengths, sized), **_quietly(entry))
     return model.outputs, results, len(used)
@@ -155,7 +150,7 @@ def all_entries(pipeline: str) -> tuple[Outputs, Outputs]:
     """Fit, validate, test, predict, fit again, validate with one trainer; (first validation, last one)."""
     model = Evaluated(TABLE_WISE)
     data = Data(TABLE_WISE)
-    trainer = make_trainer(_strategy(TABLE_WISE, model, pipeline), limit_train_batches=4)
+    trainer = make_trainer(make_strategy(model, pipeline), limit_train_batches=4)
     found = []
     for epochs in (1, 2):
         trainer.fit_loop.max_epochs = epochs
@@ -191,7 +186,7 @@ class _Indexed(Data):
 def write_predictions(pipeline: str | None) -> list[Any]:
     """Predict with a writer; return what it was given."""
     model = Evaluated(TABLE_WISE, fused_optimizer=pipeline is not None)
-    strategy = DDPStrategy() if pipeline is None else _strategy(TABLE_WISE, model, pipeline)
+    strategy = DDPStrategy() if pipeline is None else make_strategy(model, pipeline)
     writer = _Writer()
     trainer = make_trainer(strategy, callbacks=[writer], use_distributed_sampler=True)
     trainer.predict(model, datamodule=_Indexed(TABLE_WISE), return_predictions=False)
@@ -207,7 +202,7 @@ def two_loaders_without_index(pipeline: str) -> str:
     """Return what a user reads whose step lacks `dataloader_idx`."""
     model = _NeedsLoaderIndex(TABLE_WISE)
     try:
-        make_trainer(_strategy(TABLE_WISE, model, pipeline)).validate(model, datamodule=Data(TABLE_WISE, (2, 2)))
+        make_trainer(make_strategy(model, pipeline)).validate(model, datamodule=Data(TABLE_WISE, (2, 2)))
     except RuntimeError as err:
         return str(err)
     return "nothing was refused"
@@ -230,9 +225,7 @@ def clocked(pipeline: str, num: int = 10) -> list[int]:
     model = _ClockedEvaluation(TABLE_WISE)
     model.clock = clock
     with virtual_latency(clock):
-        make_trainer(_strategy(TABLE_WISE, model, pipeline)).validate(
-            model, datamodule=Data(TABLE_WISE, (num,)), verbose=False
-        )
+        make_trainer(make_strategy(model, pipeline)).validate(model, datamodule=Data(TABLE_WISE, (num,)), verbose=False)
     return [late - early for early, late in zip(clock.steps_ms, clock.steps_ms[1:], strict=False)]
 
 
@@ -250,7 +243,7 @@ class _UnevenValidation(Batches):
 def validate_uneven(pipeline: str, lengths: tuple[int, ...], sized: bool) -> tuple[int, list[str]]:
     """Validate ranks with unequal data; return how many batches this one took, and what was said."""
     model = Evaluated(TABLE_WISE)
-    trainer = make_trainer(_strategy(TABLE_WISE, model, pipeline))
+    trainer = make_trainer(make_strategy(model, pipeline))
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         trainer.validate(model, datamodule=_UnevenValidation(lengths, sized), verbose=False)
@@ -273,7 +266,7 @@ class _TerminatedInValidation(Counts):
 def terminate(entry: str, pipeline: str, rank: int) -> int:
     """Send one rank SIGTERM in a long validation; return how many batches this one took."""
     model = _TerminatedInValidation(rank)
-    trainer = make_trainer(_strategy(TABLE_WISE, model, pipeline), limit_train_batches=2, num_sanity_val_steps=0)
+    trainer = make_trainer(make_strategy(model, pipeline), limit_train_batches=2, num_sanity_val_steps=0)
     try:
         getattr(trainer, entry)(model, datamodule=Data(TABLE_WISE, (40,)))
     except SIGTERMException:
@@ -291,7 +284,7 @@ class _MadeInStep(Evaluated):
 def warned_once(pipeline: str) -> list[str]:
     """Validate three times in a fit with inputs made in the step; return the warnings about it."""
     model = _MadeInStep(TABLE_WISE)
-    trainer = make_trainer(_strategy(TABLE_WISE, model, pipeline), val_check_interval=EVERY)
+    trainer = make_trainer(make_strategy(model, pipeline), val_check_interval=EVERY)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         trainer.fit(model, datamodule=Data(TABLE_WISE))

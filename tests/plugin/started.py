@@ -30,7 +30,7 @@ from lightning_overlap import OverlapEmbeddingStrategy
 
 from ..support import interpreters
 from ..support.cases import COLUMN_WISE, MIXED, TABLE_WISE, Batches, Case, Model, make_plan
-from ..support.fits import QUIET, make_trainer
+from ..support.fits import QUIET, make_strategy, make_trainer
 from ..support.reference import Result, collect
 from ..tables.supported_modules import KindModel
 from .strategies import Dense
@@ -185,7 +185,7 @@ def fit_from(case: Case, state: dict[str, Tensor]) -> Result:
     """Fit on running ranks, from given weights."""
     model = Model(case)
     model.load_state_dict(state)
-    trainer = make_trainer(OverlapEmbeddingStrategy(sharding=make_plan(case, model, dist.get_world_size())))
+    trainer = make_trainer(make_strategy(model))
     trainer.fit(model, datamodule=Batches(case, NUM_STEPS))
     return collect(model, trainer.optimizers[0], model.losses)
 

@@ -13,7 +13,7 @@ from lightning_overlap import OverlapEmbeddingStrategy
 from lightning_overlap.profiling.host_syncs import HostSync, record_host_syncs
 
 from ..support.cases import TABLE_WISE, Batches, Case, Model, make_plan
-from ..support.fits import make_trainer
+from ..support.fits import make_strategy, make_trainer
 
 FIRST, NUM = 7, 3
 """Steps that are watched: steady state."""
@@ -45,8 +45,7 @@ def of_steps(case: Case, pipeline: str | None, reads_its_loss: bool = False, **k
     model = (_ReadsItsLoss if reads_its_loss else Model)(case, fused_optimizer=pipeline is not None)
     strategy: Any = DDPStrategy()
     if pipeline is not None:
-        plan = make_plan(case, model, dist.get_world_size())
-        strategy = OverlapEmbeddingStrategy(pipeline=pipeline, sharding=plan)
+        strategy = make_strategy(model, pipeline)
     watch = _Watch()
     trainer = make_trainer(strategy, callbacks=[watch], **kwargs)
     trainer.fit(model, datamodule=Batches(case, FIRST + NUM + 4))

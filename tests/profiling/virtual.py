@@ -16,13 +16,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lightning_overlap import OverlapEmbeddingStrategy, Schedule, Stage
+from lightning_overlap import Schedule, Stage
 from lightning_overlap.distributed.wrapped_work import WrappedWork, wrap_collectives
 from lightning_overlap.schedules.stages import WeightOwner
 from lightning_overlap.tables.supported_modules import owners_of, sharded_modules
 
-from ..support.cases import Batch, Batches, Case, Model, make_plan
-from ..support.fits import make_trainer
+from ..support.cases import Batch, Batches, Case, Model
+from ..support.fits import make_strategy, make_trainer
 
 ALL_TO_ALL_MS = 40
 COMPUTE_MS = 50
@@ -161,8 +161,7 @@ def run(
     clock = clock or VirtualClock()
     model = ClockedModel(case)
     model.clock, model.timed_lookups = clock, timed_lookups
-    plan = make_plan(case, model, dist.get_world_size())
-    strategy = OverlapEmbeddingStrategy(pipeline=pipeline, sharding=plan, observer=clock.observe)
+    strategy = make_strategy(model, pipeline, observer=clock.observe)
     with virtual_latency(clock):
         make_trainer(strategy, **kwargs).fit(model, datamodule=Batches(case, num_steps))
     steady = num_steps // 2
@@ -189,8 +188,7 @@ def stages_in_backward(case: Case, pipeline: str, num_steps: int = 12, **options
         if model.runs and kind == "issue":
             seen.add(str(stage))
 
-    plan = make_plan(case, model, dist.get_world_size())
-    strategy = OverlapEmbeddingStrategy(pipeline, sharding=plan, observer=observe)
+    strategy = make_strategy(model, pipeline, observer=observe)
     make_trainer(strategy, **options).fit(model, datamodule=Batches(case, num_steps))
     return seen
 
@@ -211,7 +209,7 @@ def batches_alive(case: Case, pipeline: str, num_steps: int = 12) -> int:
             most = max(most, sum(one() is not None for one in alive))
 
     model = Counts(case)
-    strategy = OverlapEmbeddingStrategy(pipeline, sharding=make_plan(case, model, dist.get_world_size()))
+    strategy = make_strategy(model, pipeline)
     gc.disable()
     try:
         make_trainer(strategy).fit(model, datamodule=Batches(case, num_steps))

@@ -16,8 +16,8 @@ from lightning_overlap.sparse import lookup
 
 from ..checkpoint.resumes import SaveSteps, Stateful
 from ..laws.uneven import Counts, Uneven
-from ..support.cases import NUM_STEPS, TABLE_WISE, Batches, Case, Model, make_batch, make_plan
-from ..support.fits import make_trainer
+from ..support.cases import NUM_STEPS, TABLE_WISE, Batches, Case, Model, make_batch
+from ..support.fits import make_strategy, make_trainer
 from ..support.reference import Result, collect
 
 OPTIONS = (
@@ -52,7 +52,7 @@ class StatefulBatches(Batches):
 
 def _strategy(case: Case, model: Model, options: dict[str, Any]) -> OverlapEmbeddingStrategy:
     own = {name: options.pop(name) for name in OPTIONS if name in options}
-    return OverlapEmbeddingStrategy("async_lookup", sharding=make_plan(case, model, dist.get_world_size()), **own)
+    return make_strategy(model, "async_lookup", **own)
 
 
 def _fit(case: Case, data: Batches, *, path: str | None = None, **options: Any) -> Result:

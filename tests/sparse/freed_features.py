@@ -6,14 +6,13 @@ import warnings
 import weakref
 from typing import Any
 
-import torch.distributed as dist
 from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset
 
-from lightning_overlap import OverlapEmbeddingStrategy, Schedule
+from lightning_overlap import Schedule
 
-from ..support.cases import NUM_STEPS, Batch, Batches, Case, Model, make_batch, make_plan
-from ..support.fits import make_trainer
+from ..support.cases import NUM_STEPS, Batch, Batches, Case, Model, make_batch
+from ..support.fits import make_strategy, make_trainer
 from ..support.reference import Result, collect
 from .variants import MadeInStep
 
@@ -81,8 +80,7 @@ MODELS = {model.__name__: model for model in (Model, Watching, ReadsIds, ReadsLe
 
 
 def _trainer(case: Case, model: Model, pipeline: str | Schedule, release_features: bool, **kwargs: Any) -> Any:
-    plan = make_plan(case, model, dist.get_world_size())
-    strategy = OverlapEmbeddingStrategy(pipeline, sharding=plan, release_features=release_features)
+    strategy = make_strategy(model, pipeline, release_features=release_features)
     return make_trainer(strategy, **kwargs)
 
 

@@ -19,7 +19,7 @@ from lightning_overlap import OverlapEmbeddingStrategy, OverlapMonitor
 from lightning_overlap.tables import overflow
 
 from ..support.cases import TABLE_WISE, Batches, Case, Model, TableSpec, make_plan
-from ..support.fits import make_trainer
+from ..support.fits import make_strategy, make_trainer
 
 
 def fp16(backward_loss_scale: float | None) -> QCommsConfig:
@@ -64,8 +64,7 @@ def said(pipeline: str, comms: Any, factor: float = 1.0, num_steps: int = 12, as
     def messages() -> list[str]:
         return [str(one.message) for one in caught if "quantized_comms" in str(one.message)]
 
-    plan = make_plan(case, model, dist.get_world_size())
-    strategy = OverlapEmbeddingStrategy(pipeline=pipeline, sharding=plan, quantized_comms=comms)
+    strategy = make_strategy(model, pipeline, quantized_comms=comms)
     with warnings.catch_warnings(record=True) as caught, mock.patch.object(overflow, "ASK_EVERY", ask_every):
         warnings.simplefilter("always")
         make_trainer(strategy, callbacks=[Counts()]).fit(model, datamodule=Batches(case, num_steps))
@@ -88,8 +87,7 @@ def fit_again(case: Case, first: Any, second: Any) -> str:
 def bytes_sent(case: Case, pipeline: str, comms: Any) -> tuple[dict[str, tuple[float, float]], str]:
     """Return what a monitor counts in a step, sent and saved by stage, and what it prints."""
     model, monitor, printed = Model(case), OverlapMonitor(every_n_steps=4, audit=False), io.StringIO()
-    plan = make_plan(case, model, dist.get_world_size())
-    strategy = OverlapEmbeddingStrategy(pipeline=pipeline, sharding=plan, quantized_comms=comms)
+    strategy = make_strategy(model, pipeline, quantized_comms=comms)
     with contextlib.redirect_stdout(printed):
         make_trainer(strategy, callbacks=[monitor]).fit(model, datamodule=Batches(case, 10))
     traffic = monitor.accounts[0].traffic
@@ -99,7 +97,6 @@ def bytes_sent(case: Case, pipeline: str, comms: Any) -> tuple[dict[str, tuple[f
 def losses_of(case: Case, comms: Any) -> Tensor:
     """Train by the default mode; return the losses."""
     model = Model(case)
-    plan = make_plan(case, model, dist.get_world_size())
-    strategy = OverlapEmbeddingStrategy(sharding=plan, quantized_comms=comms)
+    strategy = make_strategy(model, quantized_comms=comms)
     make_trainer(strategy).fit(model, datamodule=Batches(case))
     return torch.stack(model.losses)

@@ -7,13 +7,12 @@ import io
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
-from lightning_overlap import OverlapEmbeddingStrategy, OverlapMonitor
+from lightning_overlap import OverlapMonitor
 
 from ..callbacks.monitors import Kept
-from ..support.cases import Batches, Case, Model, make_batch, make_plan
-from ..support.fits import make_trainer
+from ..support.cases import Batches, Case, Model, make_batch
+from ..support.fits import make_strategy, make_trainer
 
 PREFIX = "overlap/stale_rows/"
 
@@ -46,7 +45,7 @@ def told(
     monitor = OverlapMonitor(every_n_steps=every_n_steps, audit=False)
     for callbacks in ([], [monitor]):
         model = Model(case)
-        strategy = OverlapEmbeddingStrategy(sharding=make_plan(case, model, dist.get_world_size()), **options)
+        strategy = make_strategy(model, **options)
         trainer = make_trainer(strategy, callbacks=callbacks, logger=logger if callbacks else False, max_epochs=epochs)
         with contextlib.redirect_stdout(printed):
             trainer.fit(model, datamodule=Batches(case, num_steps))
@@ -81,8 +80,7 @@ def held_ids(case: Case, num_steps: int, staleness: int, every_n_steps: int) -> 
     """Return of how many batches the ids were held at the end of each step, and the steps that were counted."""
     logger, monitor = Kept(), Keeps(every_n_steps=every_n_steps, audit=False, table=False)
     model = Model(case)
-    plan = make_plan(case, model, dist.get_world_size())
-    strategy = OverlapEmbeddingStrategy("async_lookup", sharding=plan, staleness=staleness)
+    strategy = make_strategy(model, "async_lookup", staleness=staleness)
     make_trainer(strategy, callbacks=[monitor], logger=logger).fit(model, datamodule=Batches(case, num_steps))
     counted = [step for values, step in logger.logged if any(name.startswith(PREFIX) for name in values)]
     return monitor.held, [step for step in counted if step is not None]

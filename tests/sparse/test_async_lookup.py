@@ -14,7 +14,7 @@ from ..support import reference
 from ..support.cases import CASES, MIXED, NUM_STEPS, ROWWISE_ADAGRAD, SEQUENCE, TABLE_WISE, TWO_COLLECTIONS, Case
 from ..support.pairs import pairwise
 from ..support.ranks import Ranks
-from ..support.reference import Delayed, Seen, Switching
+from ..support.reference import Delayed, Seen, Switching, differences
 from . import asyncs
 
 ALL = (TABLE_WISE, MIXED, SEQUENCE, ROWWISE_ADAGRAD)
@@ -27,10 +27,6 @@ def _expected(ranks: Ranks, case: Case, seen: Seen, num_steps: int = NUM_STEPS) 
     return ranks.run_once(reference.train_delayed, case, seen, num_steps=num_steps)
 
 
-def _differences(actual: list[reference.Result], expected: list[reference.Result]) -> list[list[str]]:
-    return [mine.differences(theirs) for mine, theirs in zip(actual, expected, strict=True)]
-
-
 @pytest.mark.parametrize(
     ("name", "staleness", "defer_update", "num_ranks"), pairwise(ALL_NAMES, [1, 2, 4], [False, True], [1, 2])
 )
@@ -40,10 +36,10 @@ def test_equals_the_plain_loop_with_updates_delayed_by_as_much(
     case, ranks = BY_NAME[name], get_ranks(num_ranks)
     actual = ranks.run(asyncs.fit, case, staleness=staleness, defer_update=defer_update)
     assert all(len(result.losses) == NUM_STEPS for result in actual)
-    assert _differences(actual, _expected(ranks, case, Delayed(staleness))) == [[]] * ranks.world_size
+    assert differences(actual, _expected(ranks, case, Delayed(staleness))) == [[]] * ranks.world_size
     for other in (staleness - 1, staleness + 1):  # and one update more or less is seen
-        for differences in _differences(actual, _expected(ranks, case, Delayed(other))):
-            assert any(text.startswith("losses from step") for text in differences)
+        for found in differences(actual, _expected(ranks, case, Delayed(other))):
+            assert any(text.startswith("losses from step") for text in found)
 
 
 @pytest.mark.parametrize(
@@ -54,7 +50,7 @@ def test_lookups_in_threads_are_the_same(
 ) -> None:
     case, ranks = BY_NAME[name], get_ranks(num_ranks)
     actual = ranks.run(asyncs.fit, case, staleness=staleness, num_lookup_threads=2, defer_update=defer_update)
-    assert _differences(actual, _expected(ranks, case, Delayed(staleness))) == [[]] * ranks.world_size
+    assert differences(actual, _expected(ranks, case, Delayed(staleness))) == [[]] * ranks.world_size
 
 
 def test_kernels_run_in_threads_and_collectives_do_not(two_ranks: Ranks) -> None:
@@ -72,7 +68,7 @@ def test_the_delayed_loop_without_a_delay_is_the_plain_loop(ranks: Ranks) -> Non
     """Guards the reference itself."""
     for case in CASES:
         assert (
-            _differences(_expected(ranks, case, Delayed(0)), ranks.run_once(reference.train, case))
+            differences(_expected(ranks, case, Delayed(0)), ranks.run_once(reference.train, case))
             == [[]] * ranks.world_size
         )
 
@@ -83,7 +79,7 @@ def test_no_more_batches_than_are_looked_up_ahead(
 ) -> None:
     ranks = get_ranks(num_ranks)
     actual = ranks.run(asyncs.fit, MIXED, staleness=5, num_steps=num_steps, defer_update=defer_update)
-    assert _differences(actual, _expected(ranks, MIXED, Delayed(5), num_steps)) == [[]] * ranks.world_size
+    assert differences(actual, _expected(ranks, MIXED, Delayed(5), num_steps)) == [[]] * ranks.world_size
 
 
 # -- exact before, exact after ----------------------------------------------------------------------------------
@@ -98,7 +94,7 @@ def test_exact_until_the_start_and_after_the_end(
     case, ranks = BY_NAME[name], get_ranks(num_ranks)
     switches = {"start_batch": 7, "end_batch": 14, "defer_update": defer_update}
     actual = ranks.run(asyncs.fit, case, staleness=staleness, **switches)
-    assert _differences(actual, _expected(ranks, case, Switching(staleness, 7, 14))) == [[]] * ranks.world_size
+    assert differences(actual, _expected(ranks, case, Switching(staleness, 7, 14))) == [[]] * ranks.world_size
     for mine, exact in zip(actual, _expected(ranks, case, Delayed(0)), strict=True):
         # The rows of the first batch of the stale part are fresh too.
         assert torch.equal(mine.losses[: 7 + 1], exact.losses[: 7 + 1])
@@ -116,14 +112,14 @@ def test_switches_close_to_each_other_and_to_the_ends(
     """Shorter than the staleness, at the first batches (which show what feeds which module), at the last one."""
     (start, end), ranks = switches, get_ranks(num_ranks)
     actual = ranks.run(asyncs.fit, MIXED, staleness=4, start_batch=start, end_batch=end, defer_update=defer_update)
-    assert _differences(actual, _expected(ranks, MIXED, Switching(4, start, end))) == [[]] * ranks.world_size
+    assert differences(actual, _expected(ranks, MIXED, Switching(4, start, end))) == [[]] * ranks.world_size
 
 
 def test_a_start_that_is_one_batch_off_is_seen(ranks: Ranks) -> None:
     actual = ranks.run(asyncs.fit, TABLE_WISE, staleness=2, start_batch=8, end_batch=14)
     for seen in (Switching(2, 7, 14), Switching(2, 9, 14), Switching(2, 8, 13), Switching(2, 8, 15)):
-        for differences in _differences(actual, _expected(ranks, TABLE_WISE, seen)):
-            assert any(text.startswith("losses from step") for text in differences)
+        for found in differences(actual, _expected(ranks, TABLE_WISE, seen)):
+            assert any(text.startswith("losses from step") for text in found)
 
 
 def test_each_batch_is_looked_up_once_and_in_flight_is_bounded(two_ranks: Ranks) -> None:
@@ -141,10 +137,10 @@ def test_an_epoch_begins_anew_and_a_warm_up_does_not(ranks: Ranks, defer_update:
     anew = Delayed(3, fresh=(6, 12))
     options = {"staleness": 3, "defer_update": defer_update}
     actual = ranks.run(asyncs.fit_epochs, MIXED, 6, 3, **options)
-    assert _differences(actual, _expected(ranks, MIXED, anew)) == [[]] * ranks.world_size
+    assert differences(actual, _expected(ranks, MIXED, anew)) == [[]] * ranks.world_size
     warm = Delayed(3, fresh=(*range(9), 12))
     actual = ranks.run(asyncs.fit_epochs, MIXED, 6, 3, start_batch=8, **options)
-    assert _differences(actual, _expected(ranks, MIXED, warm)) == [[]] * ranks.world_size
+    assert differences(actual, _expected(ranks, MIXED, warm)) == [[]] * ranks.world_size
 
 
 @pytest.mark.parametrize(
@@ -159,14 +155,14 @@ def test_going_on_from_a_checkpoint_begins_anew_there(ranks: Ranks, switches: An
     ranks.run(asyncs.fit_and_save, ROWWISE_ADAGRAD, 16, stop, str(tmp_path), staleness=3, **switches)
     resumed = ranks.run(asyncs.go_on, ROWWISE_ADAGRAD, 16, stop, str(tmp_path), staleness=3, **switches)
     rest = [dataclasses.replace(whole, losses=whole.losses[stop:]) for whole in expected]
-    assert _differences(resumed, rest) == [[]] * ranks.world_size
+    assert differences(resumed, rest) == [[]] * ranks.world_size
 
 
 @deferred
 def test_validation_in_the_middle_leaves_training_alone(ranks: Ranks, defer_update: bool) -> None:
     options = {"staleness": 4, "start_batch": 7, "end_batch": 14, "defer_update": defer_update}
     actual = ranks.run(asyncs.fit, MIXED, val_check_interval=3, limit_val_batches=2, **options)
-    assert _differences(actual, _expected(ranks, MIXED, Switching(4, 7, 14))) == [[]] * ranks.world_size
+    assert differences(actual, _expected(ranks, MIXED, Switching(4, 7, 14))) == [[]] * ranks.world_size
 
 
 @pytest.mark.parametrize("lengths", [(7, 5), (3, 9), (1, 9)], ids=str)
@@ -186,4 +182,4 @@ def test_ranks_with_unequal_data_end_together(two_ranks: Ranks, lengths: tuple[i
 def test_max_steps_takes_no_batch_too_many(two_ranks: Ranks, defer_update: bool) -> None:
     fit_options = {"max_steps": 9, "max_epochs": -1, "defer_update": defer_update}
     actual = two_ranks.run(asyncs.fit, MIXED, staleness=5, start_batch=2, **fit_options)
-    assert _differences(actual, _expected(two_ranks, MIXED, Delayed(5, fresh=(0, 1, 2)), 9)) == [[]] * 2
+    assert differences(actual, _expected(two_ranks, MIXED, Delayed(5, fresh=(0, 1, 2)), 9)) == [[]] * 2

@@ -14,7 +14,7 @@ from lightning_overlap import OverlapEmbeddingStrategy
 from ..support import reference
 from ..support.cases import MIXED, ROWWISE_ADAGRAD, SEQUENCE, TABLE_WISE, Case
 from ..support.ranks import Ranks
-from ..support.reference import Delayed, Result, Seen, Switching, Waiting, Waits
+from ..support.reference import Delayed, Result, Seen, Switching, Waiting, Waits, differences
 from . import asyncs
 
 
@@ -22,26 +22,22 @@ def _expected(ranks: Ranks, case: Case, seen: Seen, waiting: Waiting, **options:
     return ranks.run_once(reference.train_delayed, case, seen, waiting=waiting, **options)
 
 
-def _differences(actual: list[Result], expected: list[Result]) -> list[list[str]]:
-    return [mine.differences(theirs) for mine, theirs in zip(actual, expected, strict=True)]
-
-
 @pytest.mark.parametrize("case", [TABLE_WISE, MIXED, SEQUENCE], ids=lambda case: case.name)
 @pytest.mark.parametrize("staleness", [1, 3])
 def test_equals_a_plain_loop_that_steps_as_late(ranks: Ranks, case: Case, staleness: int) -> None:
     actual = ranks.run(asyncs.fit, case, staleness=staleness, stash_gradients=True)
     seen = Delayed(staleness)
-    assert _differences(actual, _expected(ranks, case, seen, Waits(staleness))) == [[]] * ranks.world_size
+    assert differences(actual, _expected(ranks, case, seen, Waits(staleness))) == [[]] * ranks.world_size
     for other in (staleness - 1, staleness + 1):  # and one step earlier or later is seen
-        for differences in _differences(actual, _expected(ranks, case, seen, Waits(other))):
-            assert any(text.startswith("losses from step") for text in differences)
+        for found in differences(actual, _expected(ranks, case, seen, Waits(other))):
+            assert any(text.startswith("losses from step") for text in found)
 
 
 def test_the_last_gradients_are_not_lost(ranks: Ranks) -> None:
     """As many batches as are stashed: all that the dense part learns, it learns at the end."""
     actual = ranks.run(asyncs.fit, TABLE_WISE, staleness=4, stash_gradients=True, num_steps=4)
     expected = _expected(ranks, TABLE_WISE, Delayed(4), Waits(4), num_steps=4)
-    assert _differences(actual, expected) == [[]] * ranks.world_size
+    assert differences(actual, expected) == [[]] * ranks.world_size
     untrained = _expected(ranks, TABLE_WISE, Delayed(4), Waits(4), num_steps=1)
     assert any(not torch.equal(actual[0].dense[name], untrained[0].dense[name]) for name in actual[0].dense)
 
@@ -49,25 +45,25 @@ def test_the_last_gradients_are_not_lost(ranks: Ranks) -> None:
 @pytest.mark.parametrize("options", [{"defer_update": True}, {"gradient_as_bucket_view": True}], ids=str)
 def test_with_other_options(ranks: Ranks, options: dict[str, Any]) -> None:
     actual = ranks.run(asyncs.fit, MIXED, staleness=2, stash_gradients=True, **options)
-    assert _differences(actual, _expected(ranks, MIXED, Delayed(2), Waits(2))) == [[]] * ranks.world_size
+    assert differences(actual, _expected(ranks, MIXED, Delayed(2), Waits(2))) == [[]] * ranks.world_size
 
 
 def test_gradients_are_clipped_where_they_are_applied(ranks: Ranks) -> None:
     actual = ranks.run(asyncs.fit, MIXED, staleness=2, stash_gradients=True, gradient_clip_val=0.01)
-    assert _differences(actual, _expected(ranks, MIXED, Delayed(2), Waits(2), clip=0.01)) == [[]] * ranks.world_size
-    assert all(_differences(actual, _expected(ranks, MIXED, Delayed(2), Waits(2))))
+    assert differences(actual, _expected(ranks, MIXED, Delayed(2), Waits(2), clip=0.01)) == [[]] * ranks.world_size
+    assert all(differences(actual, _expected(ranks, MIXED, Delayed(2), Waits(2))))
 
 
 @pytest.mark.parametrize(("start", "end"), [(7, 14), (0, 2), (17, 18)])
 def test_at_once_before_the_start_and_after_the_end(ranks: Ranks, start: int, end: int) -> None:
     actual = ranks.run(asyncs.fit, MIXED, staleness=4, stash_gradients=True, start_batch=start, end_batch=end)
     expected = _expected(ranks, MIXED, Switching(4, start, end), Waits(4, start, end))
-    assert _differences(actual, expected) == [[]] * ranks.world_size
+    assert differences(actual, expected) == [[]] * ranks.world_size
 
 
 def test_an_epoch_does_not_begin_anew(ranks: Ranks) -> None:
     actual = ranks.run(asyncs.fit_epochs, MIXED, 6, 3, staleness=3, stash_gradients=True)
-    assert _differences(actual, _expected(ranks, MIXED, Delayed(3, fresh=(6, 12)), Waits(3))) == [[]] * ranks.world_size
+    assert differences(actual, _expected(ranks, MIXED, Delayed(3, fresh=(6, 12)), Waits(3))) == [[]] * ranks.world_size
 
 
 @pytest.mark.parametrize("case", [MIXED, ROWWISE_ADAGRAD], ids=lambda case: case.name)
@@ -80,7 +76,7 @@ def test_a_checkpoint_holds_what_waits(ranks: Ranks, case: Case, goes_on: bool, 
     ranks.run(asyncs.fit_and_save, case, 16, stop, str(tmp_path), staleness=3, stash_gradients=True)
     resumed = ranks.run(asyncs.go_on, case, 16, stop, str(tmp_path), staleness=3, stash_gradients=goes_on)
     rest = [dataclasses.replace(whole, losses=whole.losses[stop:]) for whole in expected]
-    assert _differences(resumed, rest) == [[]] * ranks.world_size
+    assert differences(resumed, rest) == [[]] * ranks.world_size
 
 
 def test_an_optimizer_that_asks_twice_is_refused(get_ranks: Any) -> None:

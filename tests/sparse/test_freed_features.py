@@ -8,17 +8,15 @@ import pytest
 
 from lightning_overlap import Schedule
 
-from ..support import reference
 from ..support.cases import COLUMN_WISE, MIXED, NUM_STEPS, SEQUENCE, TABLE_WISE, TWO_COLLECTIONS, WEIGHTED, Case
 from ..support.ranks import Ranks
-from ..support.reference import Delayed
+from ..support.reference import differences, on_ranks
 from . import freed_features
 
 
 def test_every_mode_trains_the_same(mode: Schedule, ranks: Ranks) -> None:
     actual = ranks.run(freed_features.fit, MIXED, mode.name)
-    expected = ranks.run_once(reference.train_delayed, MIXED, Delayed(mode.staleness))
-    assert [mine.differences(theirs) for mine, theirs in zip(actual, expected, strict=True)] == [[]] * ranks.world_size
+    assert differences(actual, on_ranks(ranks, MIXED, mode.staleness)) == [[]] * ranks.world_size
 
 
 @pytest.mark.parametrize(
@@ -26,8 +24,7 @@ def test_every_mode_trains_the_same(mode: Schedule, ranks: Ranks) -> None:
 )
 def test_every_kind_of_table_trains_the_same(case: Case, ranks: Ranks) -> None:
     actual = ranks.run(freed_features.fit, case, "fused_sparse_dist")
-    expected = ranks.run_once(reference.train, case)
-    assert [mine.differences(theirs) for mine, theirs in zip(actual, expected, strict=True)] == [[]] * ranks.world_size
+    assert differences(actual, on_ranks(ranks, case)) == [[]] * ranks.world_size
 
 
 @pytest.mark.parametrize(("pipeline", "held", "released"), [("fused_sparse_dist", 3, 2), ("async_lookup", 4, 1)])

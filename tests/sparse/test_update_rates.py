@@ -14,7 +14,6 @@ from ..support import reference
 from ..support.cases import TABLE_WISE, Case
 from ..support.pairs import in_turn, rotated
 from ..support.ranks import Ranks
-from ..support.reference import Delayed
 from . import update_rates
 from .update_rates import CASES, NUM_STEPS, factor
 
@@ -23,12 +22,10 @@ BY_NAME = {case.name: case for case in CASES}
 
 
 def _differences(ranks: Ranks, case: Case, pipeline: str) -> list[list[str]]:
-    staleness = MODES[pipeline].staleness
-    loop = (reference.train_delayed, case, Delayed(staleness)) if staleness else (reference.train, case)
-    expected = ranks.run_once(*loop, num_steps=NUM_STEPS, factor=factor)
+    expected = reference.on_ranks(ranks, case, MODES[pipeline].staleness, num_steps=NUM_STEPS, factor=factor)
     actual = ranks.run(update_rates.fit, case, pipeline)
     assert all(len(result.losses) == NUM_STEPS for result in actual)
-    return [mine.differences(theirs) for mine, theirs in zip(actual, expected, strict=True)]
+    return reference.differences(actual, expected)
 
 
 @pytest.mark.parametrize(("name", "pipeline", "num_ranks"), rotated(BY_NAME))

@@ -33,7 +33,7 @@ from ..support.cases import (
     dense_optimizer,
     make_plan,
 )
-from ..support.fits import make_trainer
+from ..support.fits import make_strategy, make_trainer
 from ..support.reference import Result, collect
 from .variants import Variant
 
@@ -71,8 +71,7 @@ class Scheduled(Model):
 def fit(case: Case, pipeline: str, *, stream: str = "data_dist", device_type: str = "cpu", **kwargs: Any) -> Result:
     """Train under a schedule."""
     model = Scheduled(case)
-    plan = make_plan(case, model, dist.get_world_size(), device_type)
-    strategy = OverlapEmbeddingStrategy(pipeline=pipeline, stream=stream, sharding=plan)
+    strategy = make_strategy(model, pipeline, device_type=device_type, stream=stream)
     trainer = make_trainer(strategy, device_type, **kwargs)
     trainer.fit(model, datamodule=Batches(case, NUM_STEPS))
     return collect(model, trainer.optimizers[0], model.losses)

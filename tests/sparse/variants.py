@@ -9,7 +9,6 @@ from typing import Any, NamedTuple
 from unittest import mock
 
 import torch
-import torch.distributed as dist
 from fbgemm_gpu.split_table_batched_embeddings_ops_training import SplitTableBatchedEmbeddingBagsCodegen
 from torch import Tensor
 from torch.utils.data import DataLoader
@@ -30,9 +29,8 @@ from ..support.cases import (
     ByHand,
     Model,
     make_batch,
-    make_plan,
 )
-from ..support.fits import make_trainer
+from ..support.fits import make_strategy, make_trainer
 
 NUM_STEPS = 12
 
@@ -267,8 +265,7 @@ def run(
         early += kind == "wait" and str(stage) == "embedding_lookup"
 
     module = cls(case)
-    plan = make_plan(case, module, dist.get_world_size())
-    strategy = OverlapEmbeddingStrategy(pipeline=pipeline, sharding=plan, observer=observe)
+    strategy = make_strategy(module, pipeline, observer=observe)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         make_trainer(strategy, **{**QUIET_VALIDATION, **trainer_kwargs}).fit(
@@ -282,15 +279,14 @@ def fail_then_fit(pipeline: str) -> tuple[str, bool, Tensor]:
     """A user's error in the middle of an epoch, then a second fit: (error, forward put back, losses)."""
     cls, case = MODELS["raises"]
     module = cls(case)
-    plan = make_plan(case, module, dist.get_world_size())
+    strategy = make_strategy(module, pipeline)
     try:
-        strategy = OverlapEmbeddingStrategy(pipeline=pipeline, sharding=plan)
         make_trainer(strategy).fit(module, datamodule=Batches(case, NUM_STEPS))
     except RuntimeError as err:
         message = str(err)
     put_back = "forward" not in vars(module.ebc)
     module.losses.clear()
-    strategy = OverlapEmbeddingStrategy(pipeline=pipeline, sharding=plan)
+    strategy = OverlapEmbeddingStrategy(pipeline, sharding=strategy.sharding)
     make_trainer(strategy).fit(module, datamodule=Batches(case, NUM_STEPS))
     return message, put_back, torch.stack(module.losses)
 
@@ -310,8 +306,7 @@ def lookup_counts(pipeline: str, **trainer_kwargs: Any) -> list[list[int]]:
         return embeddings
 
     trained: list[list[int]] = []
-    plan = make_plan(ROWWISE_ADAGRAD, module, dist.get_world_size())
-    strategy = OverlapEmbeddingStrategy(pipeline=pipeline, sharding=plan)
+    strategy = make_strategy(module, pipeline)
     with mock.patch.object(kernel, "forward", counting):
         trainer = make_trainer(strategy, **{"num_sanity_val_steps": 1, **trainer_kwargs})
         trainer.fit(module, datamodule=Variant(ROWWISE_ADAGRAD, "dataclass", NUM_STEPS))
@@ -321,8 +316,7 @@ def lookup_counts(pipeline: str, **trainer_kwargs: Any) -> list[list[int]]:
 def one_rank_differs() -> None:
     """Train a module whose calls differ between ranks: the odd rank raises, and ends the others with it."""
     module = OneRankDiffers(TABLE_WISE)
-    plan = make_plan(TABLE_WISE, module, dist.get_world_size())
-    strategy = OverlapEmbeddingStrategy(pipeline="fused_sparse_dist", sharding=plan)
+    strategy = make_strategy(module, "fused_sparse_dist")
     make_trainer(strategy).fit(module, datamodule=Batches(TABLE_WISE, NUM_STEPS))
 
 
@@ -364,8 +358,7 @@ def one_rank_lacks_an_input(pipeline: str, makes_input: bool) -> Tensor:
     """Train where the batch of one rank has no input for a module; return the losses."""
     module = TakesParts(TWO_COLLECTIONS)
     module.makes_input = makes_input
-    plan = make_plan(TWO_COLLECTIONS, module, dist.get_world_size())
-    strategy = OverlapEmbeddingStrategy(pipeline=pipeline, sharding=plan)
+    strategy = make_strategy(module, pipeline)
     make_trainer(strategy).fit(module, datamodule=Parted(TWO_COLLECTIONS, NUM_STEPS))
     return torch.stack(module.losses)
 
@@ -373,7 +366,7 @@ def one_rank_lacks_an_input(pipeline: str, makes_input: bool) -> Tensor:
 def reasons_of_cached_tables() -> list[str | None]:
     """Why tables in a UVM cache do not start early. FBGEMM has it on CUDA only, so the plan says it afterwards."""
     model = Model(TABLE_WISE)
-    strategy = OverlapEmbeddingStrategy(sharding=make_plan(TABLE_WISE, model, dist.get_world_size()))
+    strategy = make_strategy(model)
     make_trainer(strategy).fit(model, datamodule=Batches(TABLE_WISE, 1))
     table = model.ebc.module_sharding_plan["t0"]
     table.compute_kernel = "fused_uvm_caching"

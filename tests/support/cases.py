@@ -5,7 +5,7 @@ Nothing here comes from the package under test.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,7 +19,9 @@ from torchrec import (
     EmbeddingBagConfig,
     EmbeddingCollection,
     EmbeddingConfig,
+    JaggedTensor,
     KeyedJaggedTensor,
+    PoolingType,
 )
 from torchrec.distributed.sharding_plan import (
     column_wise,
@@ -132,7 +134,8 @@ class Model(LightningModule):
         self.losses: list[Tensor] = []
         generator = torch.Generator().manual_seed(17)
         for name, tables in sorted(case.collections.items()):
-            self.add_module(name, _collection(case, tables, device))
+            kind = {"sequence": case.sequence, "weighted": case.weighted, "device": device}
+            self.add_module(name, make_collection(tables, NUM_ROWS, **kind))
         self.bottom = nn.Sequential(nn.Linear(NUM_DENSE, 8), nn.ReLU())
         width = 8 + sum(table.dim * len(table.features) for table in case.tables)
         self.top = nn.Sequential(nn.Linear(width, 16), nn.ReLU(), nn.Linear(16, 1))
@@ -167,11 +170,7 @@ class Model(LightningModule):
         key = feature if len(tables_of_feature) == 1 else f"{feature}@{table.name}"
         if not self.case.sequence:
             return torch.clone(embeddings[key])
-        jagged = embeddings[key]
-        lengths = jagged.lengths()
-        owner = torch.repeat_interleave(torch.arange(len(lengths), device=lengths.device), lengths)
-        values = jagged.values()
-        return torch.zeros(len(lengths), values.shape[1], device=values.device).index_add(0, owner, values)
+        return summed(embeddings[key])
 
     def forward(self, batch: Batch, embeddings: Mapping[str, Any] | None = None) -> Tensor:
         if embeddings is None:
@@ -190,6 +189,18 @@ class Model(LightningModule):
         return dense_optimizer(self)
 
 
+def remade(kjt: KeyedJaggedTensor) -> KeyedJaggedTensor:
+    """Another object of the same ids, without weights."""
+    return KeyedJaggedTensor(kjt.keys(), kjt.values().clone(), lengths=kjt.lengths().clone())
+
+
+class MakesInput(Model):
+    """Gives its modules inputs that are no objects of the batch, so that they run their own forward."""
+
+    def embeddings(self, collection: str, batch: Batch) -> Any:
+        return getattr(self, collection)(remade(batch.inputs["sparse"][0]))
+
+
 class ByHand:
     """Goes before the class of a model that steps its optimizers itself."""
 
@@ -205,46 +216,46 @@ def dense_optimizer(module: nn.Module) -> torch.optim.Optimizer:
 
 def make_plan(case: Case, module: Model, world_size: int, device_type: str = "cpu") -> ShardingPlan:
     """Spread the tables over the ranks by hand, no planner."""
-    plan = {}
     whole = [table.name for table in case.tables if table.sharding == "table_wise"]
+    kinds: dict[str, Callable[[str], Any]] = {
+        "data_parallel": lambda name: data_parallel(),
+        "column_wise": lambda name: column_wise(ranks=[rank % world_size for rank in range(2)]),
+        "row_wise": lambda name: row_wise(compute_kernel="fused"),
+        "table_wise": lambda name: table_wise(rank=whole.index(name) % world_size, compute_kernel="fused"),
+    }
+    sizes: Any = {"local_size": world_size, "world_size": world_size, "device_type": device_type}
+    plans = {}
     for name, tables in case.collections.items():
-        generators = {}
-        for table in tables:
-            if table.sharding == "data_parallel":
-                generators[table.name] = data_parallel()
-            elif table.sharding == "column_wise":
-                generators[table.name] = column_wise(ranks=[rank % world_size for rank in range(2)])
-            elif table.sharding == "row_wise":
-                generators[table.name] = row_wise(compute_kernel="fused")
-            else:
-                generators[table.name] = table_wise(rank=whole.index(table.name) % world_size, compute_kernel="fused")
-        plan[name] = construct_module_sharding_plan(
-            getattr(module, name),
-            per_param_sharding=generators,
-            local_size=world_size,
-            world_size=world_size,
-            device_type=device_type,
-        )
-    return ShardingPlan(plan=plan)
+        shardings = {table.name: kinds[table.sharding](table.name) for table in tables}
+        plans[name] = construct_module_sharding_plan(getattr(module, name), shardings, **sizes)
+    return ShardingPlan(plan=plans)
 
 
-def _collection(case: Case, tables: list[TableSpec], device: str) -> nn.Module:
+def make_collection(
+    tables: Sequence[Any], num_rows: int, *, sequence: bool = False, weighted: bool = False, device: str = "cpu"
+) -> nn.Module:
+    """Return the collection of tables that have a name, features, a dim, and perhaps a pooling, "sum" or "mean"."""
     common = [
         {
             "name": table.name,
-            "num_embeddings": NUM_ROWS,
+            "num_embeddings": num_rows,
             "embedding_dim": table.dim,
             "feature_names": list(table.features),
         }
         for table in tables
     ]
-    if case.sequence:
+    if sequence:
         return EmbeddingCollection(tables=[EmbeddingConfig(**kwargs) for kwargs in common], device=torch.device(device))
-    return EmbeddingBagCollection(
-        tables=[EmbeddingBagConfig(**kwargs) for kwargs in common],
-        is_weighted=case.weighted,
-        device=torch.device(device),
-    )
+    poolings = [PoolingType[getattr(table, "pooling", "sum").upper()] for table in tables]
+    configs = [EmbeddingBagConfig(**kwargs, pooling=one) for kwargs, one in zip(common, poolings, strict=True)]
+    return EmbeddingBagCollection(tables=configs, is_weighted=weighted, device=torch.device(device))
+
+
+def summed(jagged: JaggedTensor) -> Tensor:
+    """Pool the rows of each sample by hand."""
+    lengths, values = jagged.lengths(), jagged.values()
+    owner = torch.repeat_interleave(torch.arange(len(lengths), device=lengths.device), lengths)
+    return torch.zeros(len(lengths), values.shape[1], device=values.device).index_add(0, owner, values)
 
 
 def _tables(num: int, **kwargs: Any) -> tuple[TableSpec, ...]:

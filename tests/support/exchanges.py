@@ -10,13 +10,12 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 
-from lightning_overlap import OverlapEmbeddingStrategy
 from lightning_overlap.distributed import gloo_alltoall
 from lightning_overlap.distributed.gloo_alltoall import BACKEND, Exchange, ReceivesFirst
 from lightning_overlap.tables.supported_modules import sharded_modules
 
-from .cases import TABLE_WISE, Batches, Model, make_plan
-from .fits import make_trainer
+from .cases import TABLE_WISE, Batches, Model
+from .fits import make_strategy, make_trainer
 
 _made: list[dist.ProcessGroup] = []
 
@@ -106,8 +105,7 @@ def groups_of_a_run() -> list[bool]:
             seen.append(self.trainer.strategy._groups)
 
     model = Looks(TABLE_WISE)
-    strategy = OverlapEmbeddingStrategy(sharding=make_plan(TABLE_WISE, model, dist.get_world_size()))
-    make_trainer(strategy).fit(model, datamodule=Batches(TABLE_WISE, 2))
+    make_trainer(make_strategy(model)).fit(model, datamodule=Batches(TABLE_WISE, 2))
     [joined] = seen
     return [isinstance(group, ReceivesFirst) for group in (joined.tables, joined.lookahead, joined.checkpoints)]
 
@@ -134,9 +132,8 @@ def dtypes_of_a_run(num_batches: int) -> tuple[list[torch.dtype], set[torch.dtyp
         looked_up.update((args[0].values().dtype, args[0].lengths().dtype))
 
     model = Looks(TABLE_WISE)
-    strategy = OverlapEmbeddingStrategy(sharding=make_plan(TABLE_WISE, model, dist.get_world_size()))
     with mock.patch.object(dist, "all_to_all_single", all_to_all_single):
-        make_trainer(strategy).fit(model, datamodule=Batches(TABLE_WISE, num_batches))
+        make_trainer(make_strategy(model)).fit(model, datamodule=Batches(TABLE_WISE, num_batches))
     return sent, looked_up
 
 

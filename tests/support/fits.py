@@ -10,6 +10,7 @@ import torch.distributed as dist
 from lightning.pytorch import Trainer
 
 from lightning_overlap import OverlapEmbeddingStrategy, Schedule
+from lightning_overlap.tuning import Auto
 
 from .cases import NUM_STEPS, Batches, Case, Model, make_plan
 from .reference import Result, collect
@@ -34,6 +35,14 @@ def make_trainer(strategy: OverlapEmbeddingStrategy, device_type: str = "cpu", *
     return Trainer(accelerator=accelerator, devices=ranks_per_node, num_nodes=num_nodes, strategy=strategy, **kwargs)
 
 
+def make_strategy(
+    model: Model, pipeline: str | Schedule | Auto = "fused_sparse_dist", device_type: str = "cpu", **options: Any
+) -> OverlapEmbeddingStrategy:
+    """The strategy under test, with the plan of the reference."""
+    plan = make_plan(model.case, model, dist.get_world_size(), device_type)
+    return OverlapEmbeddingStrategy(pipeline, sharding=plan, **options)
+
+
 def fit(
     case: Case,
     pipeline: str | Schedule,
@@ -46,9 +55,7 @@ def fit(
 ) -> Result:
     """Train a case under the strategy, with the plan of the reference; `options` are the strategy's."""
     model = Model(case)
-    plan = make_plan(case, model, dist.get_world_size(), device_type)
-    own = {"quantized_comms": case.comms, **(options or {})}
-    strategy = OverlapEmbeddingStrategy(pipeline=pipeline, stream=stream, sharding=plan, **own)
-    trainer = make_trainer(strategy, device_type, **kwargs)
+    own = {"stream": stream, "quantized_comms": case.comms, **(options or {})}
+    trainer = make_trainer(make_strategy(model, pipeline, device_type, **own), device_type, **kwargs)
     trainer.fit(model, datamodule=Batches(case, num_steps))
     return collect(model, trainer.optimizers[0], model.losses)

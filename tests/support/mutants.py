@@ -14,6 +14,8 @@ ORDERING = {
     *("compute_waits", "lookup_waits", "wait_for_writes", "compute_waits_for_update"),
     *("hand_to_compute", "hand_to_lookup", "begin_iteration"),
 }
+NEED_MOST = ("fused_sparse_dist", "semi_sync_deferred", "prefetch")
+"""Modes of which one or the other fails without almost any such statement: to be tried first."""
 RECEIVERS = {"self", "self.streams", "self._streams", "self._order", "self._stages"}
 
 

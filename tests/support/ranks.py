@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import datetime
+import inspect
 import multiprocessing
 import multiprocessing.connection
 import os
@@ -41,7 +42,7 @@ class Ranks:
     def __init__(self, world_size: int, device_type: str = "cpu", num_nodes: int = 1) -> None:
         self.world_size = world_size
         self._place = (world_size, device_type, num_nodes)
-        port = _free_port()
+        port = free_port()
         self._pipes: list[multiprocessing.connection.Connection] = []
         self._processes = []
         for rank in range(world_size):
@@ -99,9 +100,12 @@ class Ranks:
     def run_once(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> list[Any]:
         """`run`, but what the same call gave before in this session: a reference that many tests compare with.
 
-        Ranks that were started again count as the same; what comes back is not to be changed.
+        Ranks that were started again count as the same, and so does a default that is given; what comes back is not to
+        be changed.
         """
-        key = (*self._place, pickle.dumps((function, args, sorted(kwargs.items()))))
+        call = inspect.signature(function).bind(*args, **kwargs)
+        call.apply_defaults()
+        key = (*self._place, pickle.dumps((function, list(call.arguments.items()))))
         if key not in _ANSWERS:
             _ANSWERS[key] = self.run(function, *args, **kwargs)
         return _ANSWERS[key]
@@ -119,19 +123,7 @@ def serve(place: tuple[int, int, int], port: int, device_type: str, file: int, t
     resource_tracker._resource_tracker._fd = tracker  # type: ignore[attr-defined]  # as `spawn` does: one for all
     pipe = multiprocessing.connection.Connection(file)
     multiprocessing.current_process().authkey = pipe.recv_bytes()
-    rank, world_size, num_nodes = place
-    ranks_per_node = world_size // num_nodes
-    # As torchrun would: Lightning then starts no processes of its own.
-    os.environ.update(
-        RANK=str(rank),
-        LOCAL_RANK=str(rank % ranks_per_node),
-        WORLD_SIZE=str(world_size),
-        LOCAL_WORLD_SIZE=str(ranks_per_node),
-        GROUP_RANK=str(rank // ranks_per_node),
-        MASTER_ADDR="127.0.0.1",
-        MASTER_PORT=str(port),
-        TORCHELASTIC_RUN_ID="tests",
-    )
+    os.environ.update(torchrun_variables(*place, port))
     # Of data loaders' workers. A server would be left behind; a fork may die before the loader looks at it.
     multiprocessing.set_start_method("spawn", force=True)
     import warnings
@@ -142,7 +134,7 @@ def serve(place: tuple[int, int, int], port: int, device_type: str, file: int, t
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
     if device_type == "cuda":
-        torch.cuda.set_device(rank)
+        torch.cuda.set_device(place[0])
     dist.init_process_group(
         "nccl" if device_type == "cuda" else "gloo", timeout=datetime.timedelta(seconds=PROCESS_GROUP_TIMEOUT_S)
     )
@@ -158,7 +150,16 @@ def serve(place: tuple[int, int, int], port: int, device_type: str, file: int, t
         pipe.send(answer)
 
 
-def _free_port() -> int:
+def torchrun_variables(rank: int, world_size: int, num_nodes: int, port: int) -> dict[str, str]:
+    """The environment of a rank as torchrun makes it: Lightning then starts no processes of its own."""
+    node, local_rank = divmod(rank, world_size // num_nodes)
+    numbers = {"RANK": rank, "LOCAL_RANK": local_rank, "GROUP_RANK": node, "MASTER_PORT": port}
+    numbers |= {"WORLD_SIZE": world_size, "LOCAL_WORLD_SIZE": world_size // num_nodes}
+    texts = {name: str(number) for name, number in numbers.items()}
+    return {**texts, "MASTER_ADDR": "127.0.0.1", "TORCHELASTIC_RUN_ID": "tests"}
+
+
+def free_port() -> int:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return int(probe.getsockname()[1])

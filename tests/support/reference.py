@@ -18,6 +18,7 @@ from torchrec.distributed.model_parallel import DataParallelWrapper, Distributed
 from torchrec.distributed.types import ShardedModule, ShardedTensor, ShardingEnv
 
 from .cases import NUM_STEPS, Case, Model, dense_optimizer, make_batch, make_plan
+from .ranks import Ranks
 
 
 @dataclass
@@ -46,6 +47,10 @@ Factor = Callable[[int], float]
 """Step -> what the learning rates are multiplied by."""
 
 
+def unchanged(step: int) -> float:
+    return 1.0
+
+
 AfterStep = Callable[[int, Model], None]
 """Called after each step with its index and the module."""
 
@@ -56,7 +61,7 @@ def train(
     num_steps: int = NUM_STEPS,
     device_type: str = "cpu",
     after_step: AfterStep | None = None,
-    factor: Factor = lambda step: 1.0,
+    factor: Factor = unchanged,
 ) -> Result:
     """Lookup, forward, backward, step, one batch after the other."""
     rank, dmp, module, optimizer, device = set_up(case, device_type)
@@ -73,6 +78,18 @@ def train(
         if after_step is not None:
             after_step(index, module)
     return collect(module, optimizer, losses)
+
+
+def on_ranks(ranks: Ranks, case: Case, staleness: int = 0, **options: Any) -> list[Result]:
+    """What the loop by hand gives on each rank, with updates delayed by a staleness; trained once in a session."""
+    if staleness:
+        return ranks.run_once(train_delayed, case, Delayed(staleness), **options)
+    return ranks.run_once(train, case, **options)
+
+
+def differences(actual: list[Result], expected: list[Result]) -> list[list[str]]:
+    """Name what is not equal bit for bit, rank by rank."""
+    return [mine.differences(theirs) for mine, theirs in zip(actual, expected, strict=True)]
 
 
 Seen = Callable[[int], int]
@@ -130,7 +147,7 @@ def train_delayed(
     num_steps: int = NUM_STEPS,
     device_type: str = "cpu",
     after_step: AfterStep | None = None,
-    factor: Factor = lambda step: 1.0,
+    factor: Factor = unchanged,
 ) -> Result:
     """The same with delayed updates: tables of the fused backward are looked up `seen(N)` updates into training.
 

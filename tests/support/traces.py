@@ -6,7 +6,6 @@ import contextlib
 from collections.abc import Iterator
 from typing import Any
 
-import torch
 from lightning.pytorch import LightningDataModule
 from lightning.pytorch.callbacks import OnExceptionCheckpoint
 from lightning.pytorch.strategies import DDPStrategy
@@ -123,9 +122,6 @@ class Traced(Model):
     def on_before_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
         self.transfers.append(-1 if batch is None else batch.inputs["sparse"][1])
         return batch
-
-    def configure_optimizers(self) -> torch.optim.Optimizer:
-        return super().configure_optimizers()
 
 
 def trace(pipeline: str | None, loader: str, stop: str | None, kwargs: dict[str, Any]) -> tuple[list[Any], list[int]]:

@@ -13,7 +13,17 @@ from torchrec import JaggedTensor, KeyedTensor
 from torchrec.distributed.model_parallel import DefaultDataParallelWrapper
 
 from .cases import Case, make_batch
-from .reference import Factor, Result, collect, set_fused_rates, set_rates, set_up, split_data_parallel, to_device
+from .reference import (
+    Factor,
+    Result,
+    collect,
+    set_fused_rates,
+    set_rates,
+    set_up,
+    split_data_parallel,
+    to_device,
+    unchanged,
+)
 
 
 class Window(NamedTuple):
@@ -35,7 +45,7 @@ def train_windows(
     case: Case,
     windows: Sequence[Window],
     *,
-    factor: Factor = lambda step: 1.0,
+    factor: Factor = unchanged,
     updates_in_backward: bool = False,
 ) -> Result:
     """Look up all batches of a window; train each on a loss of 1/k; update the tables in order; step.

@@ -30,7 +30,7 @@ from ..support.cases import (
     dense_optimizer,
     make_plan,
 )
-from ..support.fits import make_trainer
+from ..support.fits import make_strategy, make_trainer
 from ..support.reference import Result, collect
 
 
@@ -158,7 +158,7 @@ def schedule_with(name: str, dense: str) -> tuple[list[float], list[float]]:
             return [optimizer], [{"scheduler": SCHEDULERS[name](optimizer), "interval": "step"}]
 
     model = notes_rates(Own, seen)(TABLE_WISE)
-    trainer = make_trainer(OverlapEmbeddingStrategy(sharding=make_plan(TABLE_WISE, model, dist.get_world_size())))
+    trainer = make_trainer(make_strategy(model))
     trainer.fit(model, datamodule=Batches(TABLE_WISE, 6))
     alone = DenseAndFused(torch.optim.AdamW([torch.zeros(1)], 0.1), {2.0: []})
     if dense == "SGD":

@@ -21,14 +21,14 @@ from lightning_overlap import MODES, OverlapEmbeddingStrategy, combined_optimize
 from lightning_overlap.sparse import pipeline
 from lightning_overlap.tables import sharded_modules, table_lines
 from lightning_overlap.testing.local_group import process_group
-from lightning_overlap.testing.unsharded_law import computes_what_the_unsharded_computes
+from lightning_overlap.testing.unsharded_law import compare_with_unsharded
 from lightning_overlap.testing.watched_fit import Setting
 
 from ..laws.unsharded import KINDS, OneModule, make_batches
-from ..laws.windows import Data, MakesInput
+from ..laws.windows import Data
 from ..sparse.callers import TwoBackwards
 from ..sparse.update_rates import Scheduled, factor
-from ..support.cases import NUM_STEPS, Batch, Batches, Case, Model, TableSpec, dense_optimizer, make_batch
+from ..support.cases import NUM_STEPS, Batch, Batches, Case, MakesInput, Model, TableSpec, dense_optimizer, make_batch
 from ..support.fits import make_trainer
 from ..support.reference import Delayed, Result, collect, train, train_delayed
 
@@ -242,5 +242,5 @@ def check_unsharded(name: str, pipeline: str) -> str:
     kind = KINDS[name]
     with process_group("cpu"):
         options = {"sharding": {"t0": "table_wise"}, "replicate_tables": 1000}
-        setting = Setting(lambda: OneModule(kind), make_batches(kind, 6), None, "cpu", 0, {}, options)
-        return computes_what_the_unsharded_computes(setting, pipeline, MODES[pipeline].staleness).problem
+        setting = Setting(lambda: OneModule(kind), make_batches(kind, 6), strategy_options=options)
+        return compare_with_unsharded(setting, pipeline, MODES[pipeline].staleness)[0]

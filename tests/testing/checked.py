@@ -8,12 +8,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torchrec import KeyedJaggedTensor
 
 from lightning_overlap import Schedule
 from lightning_overlap.testing import ModuleReport, check_module
 
-from ..support.cases import TABLE_WISE, Batch, Case, Model, make_batch, make_plan
+from ..support.cases import TABLE_WISE, Case, Model, make_batch, make_plan
 
 NUM = 12
 
@@ -53,15 +52,6 @@ class ReadsItsLoss(Model):
         loss: Tensor = super().training_step(batch, batch_idx)
         loss.item()
         return loss
-
-
-class MakesItsInput(Model):
-    """Calls its tables with ids that nobody saw before."""
-
-    def embeddings(self, collection: str, batch: Batch) -> Any:
-        kjt = batch.inputs["sparse"][0]
-        made = KeyedJaggedTensor(kjt.keys(), kjt.values(), lengths=kjt.lengths())
-        return getattr(self, collection)(made)
 
 
 _count = itertools.count()

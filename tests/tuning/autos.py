@@ -22,7 +22,7 @@ from lightning_overlap.tuning import Auto, tuner
 from ..checkpoint.resumes import SaveSteps, StatefulSized
 from ..laws.windows import MODELS
 from ..support.cases import Batches, Case, Model, make_batch, make_plan
-from ..support.fits import make_trainer
+from ..support.fits import make_strategy, make_trainer
 from ..support.reference import Result, collect
 
 NUM_STEPS = 30
@@ -174,7 +174,7 @@ def train_on_streams(case: Case, ms: Mapping[str, tuple[float, ...]], **kwargs: 
 def train_twice(case: Case, ms: Mapping[str, tuple[float, ...]], first: int) -> list[str]:
     """Train some batches, then again with the same strategy; return the modes of the second fit."""
     module: Model = MODELS["plain"](case)
-    strategy = OverlapEmbeddingStrategy(QUICK, sharding=make_plan(case, module, dist.get_world_size()))
+    strategy = make_strategy(module, QUICK)
     trainer = make_trainer(strategy)
     trainer.fit(module, datamodule=Data(case, first))
     seen = Seen()

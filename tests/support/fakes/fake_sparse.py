@@ -79,19 +79,6 @@ def _gradients(index: int) -> str:
     return f"gradients of embeddings of batch {index}"
 
 
-class _Embeddings(NamedTuple):
-    """Embeddings of an early lookup."""
-
-    batch: int
-    module: str
-    owner: WeightOwner
-
-    @property
-    def memory(self) -> tuple[str, ...]:
-        """The resource that it stands for."""
-        return (_embeddings(self.batch, self.module, self.owner),)
-
-
 class FakeSparse:
     """Sparse stages without TorchRec: the tables only count the updates they got, lookups note which they saw.
 
@@ -141,15 +128,7 @@ class FakeSparse:
         self.called_in_backward: dict[int, Callable[[], None]] = {}
 
     def begin(self, stage: Stage, batch: int) -> None:
-        """Note that a stage of a batch was issued.
-
-        Args:
-            stage: The stage.
-            batch: Number of the batch.
-
-        Raises:
-            InjectedError: `fail_at` names this stage and batch.
-        """
+        """Note that a stage of a batch was issued; fail, if `fail_at` names it."""
         if self.fail_at == (stage, batch):
             raise InjectedError(f"told to fail in {stage} of batch {batch}")
         self.stages.setdefault(batch, []).append(stage)
@@ -223,9 +202,6 @@ class FakeSparse:
             reads, writes = [self.loaded, *state.memory], [cache(name), _prefetched(inflight.index, name)]
             self.streams.do(Mark(Stage.PREFETCH, inflight.index, name), reads=reads, writes=writes)
 
-    def forget_prefetched(self) -> None:
-        """Do nothing: the fake tables have no cache."""
-
     def has_lookup(self, inflight: InFlightBatch, owners: frozenset[WeightOwner]) -> bool:
         """Whether a module has tables of these owners still to look up."""
         return any(state.owners & owners - state.seen.keys() for state in inflight.modules.values())
@@ -242,19 +218,10 @@ class FakeSparse:
             if state.looked_up:
                 self.pending.add((Stage.EMBEDDING_LOOKUP, inflight.index, name))
 
-    def finish_lookups(self) -> None:
-        """Do nothing: the fake lookups are over at once."""
-
     def register_backward_hook(self, inflight: InFlightBatch, stage: Stage, call: Callable[[], None]) -> bool:
-        """Let `call` run in the backward of a batch whose fused tables are looked up early.
+        """Let `call`, which issues a stage, run in the backward of a batch whose fused tables are looked up early.
 
-        Args:
-            inflight: The batch.
-            stage: The stage that `call` issues; it is left for the backward if it is in `left_from`.
-            call: Issues the stage, and the steps after it.
-
-        Returns:
-            Whether it was left for the backward; False means that the caller issues it now.
+        Return whether it is so, for stages in `left_from`; else the caller issues it now.
         """
         fused = any(WeightOwner.FUSED_BACKWARD in state.owners for state in inflight.modules.values())
         is_left = fused and stage in self.left_from
@@ -266,9 +233,6 @@ class FakeSparse:
         """Forget early results, once their collectives are over."""
         self.drain(inflight)
         inflight.modules.clear()
-
-    def count_lookups(self, inflight: InFlightBatch, times: int) -> None:
-        """Do nothing: the fake tables count updates only."""
 
     def drain(self, inflight: InFlightBatch) -> None:
         """Complete every collective that was started for a batch."""
@@ -289,11 +253,11 @@ class FakeSparse:
         self.to_update.pop(inflight.index, None)
         self.pending -= {(Stage.BACKWARD, inflight.index, name) for name in self.modules}
 
-    def update_replicas(self) -> None:
-        """Do nothing: the fake model has no replicas."""
+    def _nothing(self, *args: Any) -> None:
+        """Fake tables have no cache, no replicas and no counts; lookups are over at once, and nothing is held."""
 
-    def drop_replica_updates(self) -> None:
-        """Do nothing, likewise."""
+    forget_prefetched = finish_lookups = count_lookups = _nothing
+    update_replicas = drop_replica_updates = forget_received = _nothing
 
     def _update(self, index: int) -> None:
         self.begin(Stage.EMBEDDING_UPDATE, index)
@@ -315,9 +279,6 @@ class FakeSparse:
         """Leave the early results of these batches aside."""
         for inflight in batches:
             self.drop_lookups(inflight)
-
-    def forget_received(self, inflight: InFlightBatch) -> None:
-        """Do nothing: nothing holds the embeddings of a batch here."""
 
     def gradients_are_there(self, batches: Iterable[InFlightBatch], timeout_s: float) -> bool:
         """Whether gradients arrive within a time: they do."""
@@ -370,9 +331,8 @@ class FakeSparse:
         self._observe("wait", Stage.EMBEDDING_LOOKUP, index)
         self._complete(Stage.EMBEDDING_LOOKUP, index, name)
         self.streams.wait(StreamName.COMPUTE, self.streams.record(self.lookup_stream))
-        self.streams.record_stream(
-            [_Embeddings(index, name, owner) for owner in self.modules[name]], StreamName.COMPUTE
-        )
+        embeddings = [_embeddings(index, name, owner) for owner in self.modules[name]]
+        self.streams.record_stream(embeddings, StreamName.COMPUTE)
 
     def backward(self, inflight: InFlightBatch) -> None:
         """Update the fused tables, each on the stream where autograd runs it: that of its lookup."""

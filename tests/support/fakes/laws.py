@@ -55,13 +55,7 @@ def check_laws(schedule: Schedule, *, executor_type: type[Executor] = Executor) 
 def check_stages(run: Run, num_batches: int, *, ready: bool = True) -> None:
     """Check law 1: each stage of each batch ran once, in order.
 
-    Args:
-        run: What a fake training did.
-        num_batches: How many batches its source had.
-        ready: Whether the modules' inputs were known from the start; if not, the first batch runs unpipelined.
-
-    Raises:
-        AssertionError: A batch is missing, or had other stages; with a drawing of the run.
+    Where the modules' inputs were not known from the start (`ready`), the first batch runs unpipelined.
     """
     assert run.trained == list(range(num_batches)), f"trained {run.trained} of {num_batches} batches\n{run}"
     for batch in range(num_batches):
@@ -80,11 +74,7 @@ def check_stages(run: Run, num_batches: int, *, ready: bool = True) -> None:
 
 
 def check_in_flight(run: Run) -> None:
-    """Check law 2: no more batches in flight than the schedule's depth.
-
-    Raises:
-        AssertionError: There were more; with a drawing of the run.
-    """
+    """Check law 2: no more batches in flight than the schedule's depth."""
     assert run.max_in_flight <= run.schedule.depth, (
         f"{run.max_in_flight} batches in flight, the depth is {run.schedule.depth}\n{run}"
     )

@@ -39,13 +39,7 @@ class Timeline:
         self.events: list[TimelineEvent] = []
 
     def record(self, kind: str, stage: Stage, batch: int) -> None:
-        """Add an event: an `Observer`.
-
-        Args:
-            kind: "issue" or "wait".
-            stage: The stage that is issued or waited for.
-            batch: Number of its batch.
-        """
+        """Add an event, an "issue" or a "wait" of a stage of a batch: an `Observer`."""
         self.events.append((kind, stage, batch))
 
     def issued(self) -> list[str]:
@@ -105,21 +99,10 @@ class RecordingStreams(RacingStreams):
     def do(
         self, mark: Mark, *, reads: Iterable[str] = (), writes: Iterable[str] = (), makes: Iterable[str] = ()
     ) -> None:
-        """Issue a piece of work on the current stream, with all that it uses.
-
-        Args:
-            mark: Names the work in errors.
-            reads: Resources that it reads.
-            writes: Resources that it writes.
-            makes: Memory that it allocates and writes; another stream uses it after a `record_stream`.
-
-        Raises:
-            RaceError: An earlier piece of work used one of them, and nothing orders this one after it.
-        """
+        """Issue a piece of work on the current stream, with all that it uses, as `Races.do` takes it."""
         self._races.do(str(mark), self._current, reads=reads, writes=writes, makes=makes)
 
     def memory_of(self, value: Any) -> list[str]:
-        """Return the resources of fake values, nested in lists."""
         return memory_of(value)
 
 
@@ -137,7 +120,9 @@ class FakeBatch:
 
 
 def memory_of(value: Any) -> list[str]:
-    """Return the resources of fake values, nested in lists; a value has them as `memory`."""
+    """Return the resources of fake values, nested in lists: their names, or what has them as `memory`."""
+    if isinstance(value, str):
+        return [value]
     if isinstance(value, list):
         return [name for part in value for name in memory_of(part)]
     return list(getattr(value, "memory", ()))
