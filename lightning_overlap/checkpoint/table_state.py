@@ -29,6 +29,7 @@ from torchrec.distributed.types import (
 from torchrec.optim.keyed import CombinedOptimizer
 
 from ..tables import kernel_of, table_modules
+from ..text import some
 
 Piece: TypeAlias = Tensor | ShardedTensor
 """A tensor that is the same on all ranks that have it, or one of which each rank has some shards."""
@@ -114,9 +115,10 @@ def plan_loading(model: nn.Module, saved: Iterable[str], told: Collection[str] =
     mine = fused_state(model)
     for weight, wanted in kinds_by_weight(map(StateKey.parse, mine)).items():
         if kinds.get(weight, wanted) != wanted:
+            there, here = (some(sorted(each)) or "no state" for each in (kinds[weight], wanted))
             raise RuntimeError(
-                f"the fused optimizer of {weight} was saved with {_listed(kinds[weight])}, this run's has "
-                f"{_listed(wanted)}: load with the fused optimizer that the checkpoint was saved with."
+                f"the fused optimizer of {weight} was saved with {there}, this run's has {here}: load with the fused "
+                "optimizer that the checkpoint was saved with."
             )
     for name, piece in mine.items():
         if name in keys:
@@ -177,13 +179,13 @@ def fill_from_whole(pieces: Mapping[str, Piece], whole: Mapping[str, Tensor]) ->
 def local_parts(piece: Piece) -> list[tuple[tuple[slice, ...], Tensor]]:
     """Return what this rank has of a piece, by shard: the slices of the whole tensor, and the tensor that is there."""
     if isinstance(piece, ShardedTensor):
-        return [(_window(shard.metadata), shard.tensor.detach()) for shard in piece.local_shards()]
-    return [(tuple(slice(0, size) for size in piece.shape), piece.detach())]
-
-
-def _window(metadata: ShardMetadata) -> tuple[slice, ...]:
-    bounds = zip(metadata.shard_offsets, metadata.shard_sizes, strict=True)
-    return tuple(slice(offset, offset + size) for offset, size in bounds)
+        placed = [(shard.metadata.shard_offsets, shard.tensor.detach()) for shard in piece.local_shards()]
+    else:
+        placed = [([0] * piece.dim(), piece.detach())]
+    return [
+        (tuple(slice(start, start + size) for start, size in zip(starts, part.shape, strict=True)), part)
+        for starts, part in placed
+    ]
 
 
 def on_host(piece: Piece) -> Piece:
@@ -195,11 +197,8 @@ def on_host(piece: Piece) -> Piece:
 
 def split_like(weight: ShardedTensor, stacked: Tensor) -> ShardedTensor:
     """Return a tensor sharded as a weight is, of this rank's shards, one below the other in the weight's order."""
-    rest = stacked.detach()
-    local = {}
-    for shard in weight.local_shards():
-        local[tuple(shard.metadata.shard_offsets)], rest = rest.tensor_split([shard.metadata.shard_sizes[0]])
-    return _sharded(weight.metadata(), local)
+    parts = iter(stacked.detach().split([len(shard.tensor) for shard in weight.local_shards()]))
+    return map_shards(weight, lambda _: next(parts))
 
 
 def dense_kernel_tables(model: nn.Module) -> dict[str, ShardedTensor]:
@@ -322,7 +321,3 @@ def _warn_of_states_left_out(model: nn.Module, saved: set[str], averaged: set[st
         "saved in other column shards; each row's fused optimizer state is the average over them, so that training "
         "goes on close to, and not exactly as without the change",
     )
-
-
-def _listed(kinds: set[str]) -> str:
-    return ", ".join(sorted(kinds)) or "no state"
