@@ -38,7 +38,7 @@ Columns: TypeAlias = tuple[int, int]
 """The first column, and the one behind the last."""
 
 ITERATION, LR, APPLIED_LR = "iteration", "lr", "applied_lr"
-_KERNEL_KINDS = (ITERATION, LR, APPLIED_LR)
+KERNEL_KINDS = (ITERATION, LR, APPLIED_LR)
 _NAME = re.compile(r"(?P<weight>.*)\.(?P<kind>[^.\[]+)(?:\[:, (?P<start>\d+):(?P<stop>\d+)\])?", re.DOTALL)
 """Of a piece; that of the weight may hold anything, but ends in `.weight` or the like."""
 
@@ -89,7 +89,7 @@ def fused_state(model: nn.Module) -> dict[str, Piece]:
                     pieces |= {str(key._replace(columns=columns)): part for columns, part in parts}
                 else:
                     pieces[str(key)] = value
-    for weight_name, fused, kernel in _kernels(model):
+    for weight_name, fused, kernel in fused_kernels(model):
         pieces[f"{weight_name}.{ITERATION}"] = kernel.iter_cpu.detach().clone().reshape(1)
         for kind, lr in ((LR, fused.param_groups[0]["lr"]), (APPLIED_LR, kernel.get_learning_rate())):
             pieces[f"{weight_name}.{kind}"] = torch.tensor([lr], dtype=torch.float64)
@@ -141,11 +141,13 @@ def plan_loading(model: nn.Module, saved: Iterable[str], told: Collection[str] =
             for rows, shard in local_parts(piece):
                 parts = [pieces[source][rows].double() * (share / total) for source, share in sources.items()]
                 shard.copy_(torch.stack(parts).sum(0))
-        for weight, fused, kernel in _kernels(model):
-            if f"{weight}.{ITERATION}" in pieces:
-                iteration, lr, applied_lr = (pieces[f"{weight}.{kind}"].item() for kind in _KERNEL_KINDS)
+        for weight, fused, kernel in fused_kernels(model):
+            numbers = [pieces.get(f"{weight}.{kind}") for kind in KERNEL_KINDS]
+            iteration, lr, applied_lr = (None if number is None else number.item() for number in numbers)
+            if iteration is not None:
                 kernel.iter.fill_(iteration)
                 kernel.iter_cpu.fill_(iteration)
+            if lr is not None:  # a run without this strategy had none
                 kernel.set_learning_rate(applied_lr)
                 for group in fused.param_groups:
                     group["lr"] = lr
@@ -226,7 +228,7 @@ def _tables(model: nn.Module) -> Iterator[tuple[str, Any, ParameterSharding]]:
                 yield f"{name}.{key}", value, how
 
 
-def _kernels(model: nn.Module) -> Iterator[tuple[str, Any, Any]]:
+def fused_kernels(model: nn.Module) -> Iterator[tuple[str, Any, Any]]:
     """Yield this rank's fused tables: the weight's name, its kernel's optimizer, its kernel."""
     for name, sharded in table_modules(model).items():
         for key, fused in sharded.fused_optimizer.optimizers:
@@ -287,7 +289,7 @@ def kinds_by_weight(keys: Iterable[StateKey]) -> dict[str, set[str]]:
     kinds: dict[str, set[str]] = {}
     for key in keys:
         of_weight = kinds.setdefault(key.weight, set())
-        if key.kind not in _KERNEL_KINDS:
+        if key.kind not in KERNEL_KINDS:
             of_weight.add(key.kind if key.columns is None else f"{key.kind} (row-wise)")
     return kinds
 
@@ -306,7 +308,7 @@ def overlapping(key: StateKey, saved: Iterable[StateKey]) -> dict[str, int]:
 def _warn_of_states_left_out(model: nn.Module, saved: set[str], averaged: set[str], told: set[str]) -> None:
     """Warn of fused state that has no exact counterpart under this plan."""
     dense = EmbeddingComputeKernel.DENSE.value
-    replicas = {name for name, _, _ in _kernels(model)}
+    replicas = {name for name, _, _ in fused_kernels(model)}
     fused = {name for name, _, how in _tables(model) if how.compute_kernel != dense or name in replicas}
 
     def warn(names: set[str], what: str) -> None:
