@@ -143,13 +143,13 @@ def combined_optimizer(module: nn.Module, dense: Optimizer) -> DenseAndFused:
             raise ValueError(
                 f"{name} was not sharded by OverlapEmbeddingStrategy: its fused tables' rates are unknown."
             )
-        for _, rate in trained.values():
-            by_rate.setdefault(rate, [])
+        for rule in trained.values():
+            by_rate.setdefault(rule.rate, [])
         for optimizer in fused_optimizers(sharded):
             # All tables of one kernel have one rate; frozen ones have none.
             table = next(iter(optimizer.params)).split(".")[-2]
             if table in trained:
-                by_rate[trained[table][1]].append(optimizer)
+                by_rate[trained[table].rate].append(optimizer)
     return DenseAndFused(dense, dict(sorted(by_rate.items())))
 
 

@@ -7,7 +7,8 @@ stays what it is, under each of the optimizers that are made here. `replicated_t
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import itertools
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -22,17 +23,10 @@ from torchrec.optim.fused import EmptyFusedOptimizer, FusedOptimizer
 from typing_extensions import override
 
 from .supported_modules import table_modules
+from .table import Rule
 
 _IN_BACKWARD = "_in_backward_optimizers"
 """What `in_backward_optimizer_filter` looks for."""
-
-
-class Rule(NamedTuple):
-    """The update of a replica: kind of optimizer, learning rate at first, what is added to the root of the state."""
-
-    kind: EmbOptimType
-    rate: float
-    eps: float
 
 
 class _Block(NamedTuple):
@@ -61,6 +55,7 @@ class ReplicaOptimizer(FusedOptimizer):  # type: ignore[misc]
         blocks: list[_Block],
         states: Mapping[Tensor, Mapping[str, Tensor]],
     ) -> None:
+        states = {weight: states[weight] for weight in weights.values()}
         super().__init__(weights, states, [{"params": list(weights.values()), "lr": rule.rate}])
         self._blocks, self._rate, self._eps = blocks, rule.rate, rule.eps
         self.optimizer = rule.kind
@@ -186,60 +181,50 @@ class ReplicaKernel(DenseTableBatchedEmbeddingBagsCodegen):  # type: ignore[misc
             optimizer.update(weights, gradient)
 
 
-def make_replicas(model: nn.Module, rules: Mapping[str, Mapping[str, Rule]]) -> None:
-    """Let data-parallel tables of a sharded model be trained in the backward, by the rules of each module's tables.
+def make_replicas(model: nn.Module, modules: Iterable[str], trained: Mapping[str, Mapping[str, Rule]]) -> None:
+    """Let the data-parallel tables of some modules be trained in the backward, by the rules of each module's tables.
 
     All ranks call this alike.
     """
-    for name, of_module in rules.items():
+    for name in modules:
         module: Any = model.get_submodule(name)
-        parameters = dict(module.named_parameters())
-        weights = {key.split(".")[-2]: key for key in parameters}
+        weights = {key.split(".")[-2]: (key, weight) for key, weight in module.named_parameters()}
         for number, lookup in enumerate(module._lookups):
             if not isinstance(lookup, DistributedDataParallel):
                 continue
             module._lookups[number] = lookup.module  # whose gradients nobody else sums now
             for group, part in zip(lookup.module.grouped_configs, lookup.module._emb_modules, strict=True):
-                tables = [table.name for table in group.embedding_tables]
                 kernel = part.emb_module
                 assert isinstance(kernel, DenseTableBatchedEmbeddingBagsCodegen)
                 kernel.__class__ = ReplicaKernel
                 kernel.group, kernel.set_rates, kernel.held = module._env.process_group, None, None
-                kernel.optimizers = [
-                    _optimizer(kernel, rule, [weights[t] if of_module[t] == rule else None for t in tables], parameters)
-                    for rule in dict.fromkeys(of_module[table] for table in tables)
-                ]
+                tables = [table.name for table in group.embedding_tables]
+                kernel.optimizers = _optimizers(kernel, [(trained[name][t], *weights[t]) for t in tables])
                 module.fused_optimizer.optimizers.extend(("", optimizer) for optimizer in kernel.optimizers)
-        for table in of_module:
-            setattr(parameters[weights[table]], _IN_BACKWARD, [EmptyFusedOptimizer()])
+                for table in tables:
+                    setattr(weights[table][1], _IN_BACKWARD, [EmptyFusedOptimizer()])
 
 
-def _optimizer(
-    kernel: DenseTableBatchedEmbeddingBagsCodegen,
-    rule: Rule,
-    names: Sequence[str | None],
-    parameters: Mapping[str, Tensor],
-) -> ReplicaOptimizer:
-    """Return the optimizer of those tables of a kernel that have a name, that of their parameter."""
-    runs: list[tuple[int, int, list[str]]] = []  # each with its end, its width, its tables
-    for start, name, (rows, dim) in zip(kernel.weights_physical_offsets, names, kernel.embedding_specs, strict=False):
-        if name is None:
-            continue
-        follows = bool(runs) and runs[-1][:2] == (start, dim)
-        others = runs.pop()[2] if follows else []
-        runs.append((start + rows * dim, dim, [*others, name]))
-    blocks: list[_Block] = []
+def _optimizers(
+    kernel: DenseTableBatchedEmbeddingBagsCodegen, tables: Sequence[tuple[Rule, str, Tensor]]
+) -> list[ReplicaOptimizer]:
+    """Return an optimizer for each rule of a kernel's tables, which have a name and a weight."""
+    blocks: dict[Rule, list[_Block]] = {rule: [] for rule, _, _ in tables}
     states: dict[Tensor, dict[str, Tensor]] = {}
-    for stop, dim, of_run in runs:
-        rows_of = [parameters[name].shape[0] for name in of_run]
+    start = 0
+    for (rule, dim), run in itertools.groupby(tables, key=lambda table: (table[0], table[2].shape[1])):
+        weights = [(name, weight) for _, name, weight in run]
+        rows_of = [len(weight) for _, weight in weights]
         width = {EmbOptimType.EXACT_SGD: (0,), EmbOptimType.EXACT_ADAGRAD: (dim,)}.get(rule.kind, ())
         state = kernel.weights.new_zeros(sum(rows_of), *width)
-        blocks.append(_Block(stop - sum(rows_of) * dim, stop, dim, state))
-        for name, of_table in zip(of_run, state.split(rows_of), strict=True):
-            kind = f"{name.split('.')[-2]}.momentum1"
-            states[parameters[name]] = {kind: of_table} if of_table.numel() else {}
-    weights = {name: parameters[name] for name in names if name is not None}
-    return ReplicaOptimizer(rule, weights, blocks, states)
+        blocks[rule].append(_Block(start, start + sum(rows_of) * dim, dim, state))
+        start = blocks[rule][-1].stop
+        for (name, weight), of_table in zip(weights, state.split(rows_of), strict=True):
+            states[weight] = {f"{name.split('.')[-2]}.momentum1": of_table} if of_table.numel() else {}
+    return [
+        ReplicaOptimizer(rule, {name: weight for other, name, weight in tables if other == rule}, blocks[rule], states)
+        for rule in blocks
+    ]
 
 
 def replica_kernels(module: Any) -> list[ReplicaKernel]:

@@ -11,14 +11,12 @@ from typing import Any, TypeAlias
 
 import torch
 from fbgemm_gpu.split_embedding_configs import EmbOptimType
-from torch import nn
 from torchrec import EmbeddingBagCollection, EmbeddingCollection
 from torchrec.distributed.types import ShardingPlan, ShardingType
 from torchrec.distributed.utils import optimizer_type_to_emb_opt_type
 
 from ..text import some, unknown_name_message
-from .replicas import Rule
-from .table import KERNEL_EPS, Table, rate_of
+from .table import KERNEL_EPS, Table
 
 ReplicateTables: TypeAlias = int | Sequence[str] | None
 """Tables with fewer rows than this (False or 0: none), tables by name, or None: with fewer rows than a rank's batch."""
@@ -50,7 +48,6 @@ def check_replicate_tables(replicate: ReplicateTables) -> None:
 def tables_to_replicate(
     replicate: ReplicateTables,
     tables: list[Table],
-    model: nn.Module,
     sharding: Mapping[str, str] | None,
     *,
     batch_size: int | None,
@@ -64,7 +61,7 @@ def tables_to_replicate(
     data-parallel tables of a module up together. A planner knows tables by their names alone: of several modules'
     tables with one name all are replicated, or none.
 
-    `tables` are all of the unsharded `model`. `sharding` has the types that the user has named, by table; these tables
+    `tables` are all of the unsharded model. `sharding` has the types that the user has named, by table; these tables
     are left alone; it is None where the plan is the user's. Tables without a fused optimizer are going to get `fused`.
 
     Raises:
@@ -82,7 +79,7 @@ def tables_to_replicate(
         if kinds.get(name, _DATA_PARALLEL) != _DATA_PARALLEL:
             raise ValueError(f"replicate_tables has {name!r}, which sharding makes {kinds[name]!r}: leave one out.")
         for table in known[name]:
-            reason = _why_not(table, model, fused)
+            reason = _why_not(table, fused)
             if reason is not None:
                 raise ValueError(f"replicate_tables: {table.path} has to stay sharded: {reason}.")
     if given or world_size == 1 or sharding is None:
@@ -98,7 +95,7 @@ def tables_to_replicate(
         for name, of_name in known.items()
         if name not in kinds
         and all(
-            table.parameter.shape[0] < most and table.module not in mixed and _why_not(table, model, fused) is None
+            table.parameter.shape[0] < most and table.module not in mixed and _why_not(table, fused) is None
             for table in of_name
         )
     )
@@ -136,9 +133,9 @@ def replicas_in(plan: ShardingPlan, tables: list[Table], names: Collection[str],
     return replicas
 
 
-def _why_not(table: Table, model: nn.Module, fused: tuple[type, Mapping[str, Any]] | None) -> str | None:
+def _why_not(table: Table, fused: tuple[type, Mapping[str, Any]] | None) -> str | None:
     """Return why a table cannot be replicated, or None."""
-    kind = type(model.get_submodule(table.module))
+    kind = table.sharder.module_type
     if kind is EmbeddingCollection:
         return "it belongs to an EmbeddingCollection, of whose data-parallel tables TorchRec makes bags on a CPU"
     if kind is not EmbeddingBagCollection:
@@ -164,12 +161,3 @@ def _why_not(table: Table, model: nn.Module, fused: tuple[type, Mapping[str, Any
     if update is not EmbOptimType.EXACT_SGD and not kwargs.get("eps", KERNEL_EPS) > 0:
         return f"{optimizer_class.__name__} with eps=0 divides 0 by 0 in rows without a gradient"
     return None
-
-
-def rule_of(table: Table) -> Rule:
-    """Return the update of a table that has its optimizer; read before TorchRec shards the table."""
-    assert table.fused_optimizer is not None
-    optimizer_class, kwargs = table.fused_optimizer
-    kind = optimizer_type_to_emb_opt_type(optimizer_class)
-    assert kind is not None
-    return Rule(kind, rate_of(kwargs), float(kwargs.get("eps", KERNEL_EPS)))

@@ -22,6 +22,7 @@ from ..schedules import WeightOwner
 from ..versions import check_names
 from .replicas import ReplicaOptimizer
 from .supported_modules import SUPPORTED_MODULES, TABLE_TYPES, owners_of, spec_of, tables_of
+from .table import Rule
 
 R = TypeVar("R")
 SetRates: TypeAlias = Callable[[], None]
@@ -105,8 +106,8 @@ def keys_in_backward(module: Any) -> list[tuple[int, int, str]]:
     return found
 
 
-def trained_in_backward(module: nn.Module) -> dict[str, tuple[str, float]] | None:
-    """Return class name and first learning rate of the fused optimizers by table; None if another sharded the module.
+def trained_in_backward(module: nn.Module) -> dict[str, Rule] | None:
+    """Return the rules of the fused optimizers by table, with the rates at first; None if another sharded the module.
 
     The same on all ranks, and still what it was when a schedule has moved the kernels' own rates.
     """

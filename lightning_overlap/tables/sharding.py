@@ -23,10 +23,10 @@ from .columns import answer_in_config_order
 from .copies import leave_shards_behind
 from .optimizer_checks import FusedOptimizer, apply_fused_optimizer, check_fused_optimizer, warn_of_dense_tables
 from .quantized_comms import Codecs, check_plan, check_quantized_comms, codecs_of
-from .replicas import Rule, make_replicas
-from .replicated_tables import ReplicateTables, replicas_in, rule_of, tables_to_replicate
+from .replicas import make_replicas
+from .replicated_tables import ReplicateTables, replicas_in, tables_to_replicate
 from .supported_modules import sharded_modules, table_modules
-from .table import Table, find_tables, rate_of, training_sharders
+from .table import Rule, Table, find_tables, training_sharders
 from .write_counts import watch_tables
 
 _DATA_PARALLEL, _DENSE_KERNEL = ShardingType.DATA_PARALLEL.value, EmbeddingComputeKernel.DENSE.value
@@ -86,7 +86,7 @@ def shard_tables(
     _refuse_pruning(model)
     fused, named, num_ranks = check_fused_optimizer(fused_optimizer), _named_types(sharding, tables), group.size()
     whole = tables_to_replicate(
-        replicate_tables, tables, model, named, batch_size=batch_size, fused=fused, world_size=num_ranks
+        replicate_tables, tables, named, batch_size=batch_size, fused=fused, world_size=num_ranks
     )
     plan = make_plan(
         model,
@@ -104,16 +104,12 @@ def shard_tables(
     apply_fused_optimizer(in_backward, fused, device)
     if dist.get_rank() == 0:
         warn_of_dense_tables([table for table in tables if table not in in_backward], named)
-    rules: dict[str, dict[str, Rule]] = {}
-    for table in replicas:
-        rules.setdefault(table.module, {})[table.name] = rule_of(table)
     initial, aliases = _initial_weights(model, tables), _aliases(model, tables)
     # A rank knows the rates of its own shards only, and those move with a schedule.
-    trained: dict[str, dict[str, tuple[str, float]]] = {table.module: {} for table in tables}
+    trained: dict[str, dict[str, Rule]] = {table.module: {} for table in tables}
     for table in in_backward:
-        if table.fused_optimizer is not None and table.parameter.requires_grad:
-            optimizer_class, kwargs = table.fused_optimizer
-            trained[table.module][table.name] = optimizer_class.__name__, rate_of(kwargs)
+        if table.parameter.requires_grad:
+            trained[table.module][table.name] = table.rule
     with _local_world_size(local_world_size):
         DistributedModelParallel(
             module=model,
@@ -132,7 +128,7 @@ def shard_tables(
     for name, weights in initial.items():
         model.get_submodule(name).load_state_dict(weights, strict=False)
     _replicate_data_parallel(model, group)
-    make_replicas(model, rules)
+    make_replicas(model, {table.module for table in replicas}, trained)
     for name, of_module in trained.items():
         sharded: Any = model.get_submodule(name)
         sharded.trained_in_backward, sharded.quantized_comms = of_module, quantized_comms

@@ -160,9 +160,9 @@ def table_lines(model: nn.Module, optimizers: Iterable[Optimizer], *, scheduled:
             elif table not in fused:
                 trainer = "nothing (requires_grad=False)"
             else:
-                kind, rate = fused[table]
+                rule = fused[table]
                 constant = ", constant: the scheduler does not move it (see combined_optimizer)"
-                trainer = f"{kind} in the backward, lr {rate:g}{constant if scheduled and not moved else ''}"
+                trainer = f"{rule.name} in the backward, lr {rule.rate:g}{constant if scheduled and not moved else ''}"
             alike.setdefault((parameter.sharding_type, trainer), []).append(table)
         for (kind, trainer), tables in alike.items():
             lines.append(f"{name}: {some(tables, 3)}: {kind}, trained by {trainer}")
