@@ -94,12 +94,9 @@ def resolve_quantized_comms(quantized_comms: QuantizedComms) -> QCommsConfig | N
     """
     if quantized_comms is None:
         return None
-    if isinstance(quantized_comms, QCommsConfig):
-        config = quantized_comms
-    else:
-        names = quantized_comms
-        if isinstance(names, str):
-            names = (names, names)
+    config = quantized_comms
+    if not isinstance(config, QCommsConfig):
+        names = (config, config) if isinstance(config, str) else config
         if not isinstance(names, tuple | list) or len(names) != 2 or not all(isinstance(name, str) for name in names):
             raise TypeError(
                 "quantized_comms is a precision, ('fp16', 'bf16') for embeddings and their gradients, TorchRec's "
@@ -148,12 +145,8 @@ def check_plan(config: QCommsConfig | None, plan: ShardingPlan) -> None:
         if precision is not CommType.INT8:
             continue
         modules: dict[str, Any] = plan.plan
-        summed = [
-            f"{path}.{name}"
-            for path, of_module in modules.items()
-            for name, one in of_module.items()
-            if one.sharding_type in _SUMMED
-        ]
+        tables = [(f"{path}.{name}", one) for path, of_module in modules.items() for name, one in of_module.items()]
+        summed = [name for name, one in tables if one.sharding_type in _SUMMED]
         if summed:
             raise ValueError(
                 f"quantized_comms: {precision} ({direction}) cannot be summed on the way, as embeddings of row-wise "
@@ -176,11 +169,9 @@ def codecs_of(config: QCommsConfig | None, device: torch.device) -> Codecs | Non
         return None
     plain = dataclasses.replace(config, forward_loss_scale=None, backward_loss_scale=None)
     codecs: Codecs = get_qcomm_codecs_registry(plain, device=device)
+    scales = config.forward_loss_scale, config.backward_loss_scale
     return {
-        name: QuantizedCommCodecs(
-            Codec(pair.forward, config.forward_loss_scale), Codec(pair.backward, config.backward_loss_scale)
-        )
-        for name, pair in codecs.items()
+        name: QuantizedCommCodecs(*map(Codec, (pair.forward, pair.backward), scales)) for name, pair in codecs.items()
     }
 
 

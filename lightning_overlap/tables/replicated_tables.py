@@ -61,8 +61,8 @@ def tables_to_replicate(
     data-parallel tables of a module up together. A planner knows tables by their names alone: of several modules'
     tables with one name all are replicated, or none.
 
-    `tables` are all of the unsharded model. `sharding` has the types that the user has named, by table; these tables
-    are left alone; it is None where the plan is the user's. Tables without a fused optimizer are going to get `fused`.
+    `sharding` has the types that the user has named, by table; these tables are left alone; it is None where the plan
+    is the user's. Tables without a fused optimizer are going to get `fused`.
 
     Raises:
         ValueError: A table that the user has named does not exist, is named with another sharding type, or cannot be
@@ -102,10 +102,9 @@ def tables_to_replicate(
 
 
 def replicas_in(plan: ShardingPlan, tables: list[Table], names: Collection[str], world_size: int) -> list[Table]:
-    """Return the tables of a plan that are trained as replicas, the same on all ranks.
+    """Return the tables of a plan that are trained as replicas: those in `names`, the same on all ranks.
 
-    Of `tables`, all of the unsharded model, they are those in `names` that `tables_to_replicate` returned; on one rank
-    the plan may shard these as any.
+    On one rank the plan may shard these as any.
 
     Raises:
         ValueError: The plan does not make such a table data-parallel, or makes others of its module so, which the

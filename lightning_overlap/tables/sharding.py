@@ -11,6 +11,7 @@ from typing import Any, Literal, TypeAlias
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 from torchrec.distributed.embedding_types import EmbeddingComputeKernel
 from torchrec.distributed.fbgemm_qcomm_codec import QCommsConfig
 from torchrec.distributed.model_parallel import DistributedModelParallel
@@ -59,18 +60,9 @@ def shard_tables(
 ) -> None:
     """Replace every TorchRec collection of a model by its sharded form, in place.
 
-    Weights that the tables have keep their values; tables on `meta` come to life as shards only.
-
-    Args:
-        model: Holds `EmbeddingBagCollection`, `EmbeddingCollection`, ... anywhere below it.
-        sharding: See `Sharding`.
-        fused_optimizer: Applied in backward to tables that have none yet.
-        group: Process group of the tables' collectives.
-        device: Where the shards live.
-        local_world_size: Ranks on this host.
-        quantized_comms: What embeddings and gradients are sent in.
-        replicate_tables: See `ReplicateTables`.
-        batch_size: Samples in a rank's batch; None where nobody knows.
+    Weights that the tables have keep their values; tables on `meta` come to life as shards only. The group is for the
+    tables' collectives, `local_world_size` of its ranks are on this host. `batch_size` is that of a rank, None where
+    nobody knows. The other arguments are those of the strategy.
 
     Raises:
         ValueError: A table or sharding type that does not exist here, a table without a fused optimizer, an
@@ -177,15 +169,15 @@ def make_plan(
     tables = find_tables(model)
     check_sharding(sharding, tables, device)
     check_quantized_comms(quantized_comms, tables, device)
-    plan: Any = sharding
-    if not isinstance(sharding, ShardingPlan):
-        planner: Any = sharding
-        named = _named_types(sharding, tables)
-        if named is not None:
-            kinds = {**named, **dict.fromkeys(whole, _DATA_PARALLEL)}
-            constraints = _constraints(kinds, tables, check_fused_optimizer(fused_optimizer) is not None, group, device)
-            topology = Topology(group.size(), device.type, local_world_size=local_world_size)
-            planner = EmbeddingShardingPlanner(topology=topology, constraints=constraints, debug=False)
+    planner: Any = sharding
+    named = _named_types(sharding, tables)
+    if named is not None:
+        kinds = {**named, **dict.fromkeys(whole, _DATA_PARALLEL)}
+        constraints = _constraints(kinds, tables, fused_optimizer is not None, group.size(), device.type)
+        topology = Topology(group.size(), device.type, local_world_size=local_world_size)
+        planner = EmbeddingShardingPlanner(topology=topology, constraints=constraints, debug=False)
+    plan = sharding
+    if not isinstance(plan, ShardingPlan):
         plan = _plan_on_rank_zero(planner, model, group, codecs_of(quantized_comms, device))
     check_plan(quantized_comms, plan)
     return plan
@@ -240,10 +232,8 @@ def check_sharding(sharding: Sharding, tables: list[Table], device: torch.device
 
     Raises:
         ValueError: A table that the model does not have, or a sharding type that the device lacks.
-        TypeError: Not a `Sharding`.
     """
     known = {table.name: table for table in tables}
-    check_sharding_types(sharding)
     for name, kind in (_named_types(sharding, tables) or {}).items():
         if name not in known:
             raise ValueError(f"sharding: {unknown_name_message('table', name, known)}")
@@ -266,7 +256,7 @@ def _named_types(sharding: Sharding, tables: list[Table]) -> dict[str, str] | No
 
 
 def _constraints(
-    kinds: Mapping[str, str], tables: list[Table], fused_optimizer: bool, group: dist.ProcessGroup, device: torch.device
+    kinds: Mapping[str, str], tables: list[Table], fused_optimizer: bool, num_ranks: int, device: str
 ) -> dict[str, ParameterConstraints]:
     """Return what holds a planner to the sharding types of some tables, and keeps it from replicating others."""
     constraints = {}
@@ -274,12 +264,13 @@ def _constraints(
         kind = kinds.get(table.name)
         if kind is not None:
             # A shard for each rank, where the columns divide: FBGEMM wants widths that are multiples of 4.
-            dim, num = table.parameter.shape[1], group.size()
-            width = dim // num if kind in _COLUMN_WISE and num > 1 and dim % (4 * num) == 0 else None
+            dim = table.parameter.shape[1]
+            divides = kind in _COLUMN_WISE and num_ranks > 1 and dim % (4 * num_ranks) == 0
+            width = dim // num_ranks if divides else None
             constraints[table.name] = ParameterConstraints(sharding_types=[kind], min_partition=width)
         elif fused_optimizer or table.fused_optimizer:
             # The planner reckons with what a batch costs by guess: it must not decide on its own what is replicated.
-            sharded = [kind for kind in table.sharder.sharding_types(device.type) if kind != _DATA_PARALLEL]
+            sharded = [kind for kind in table.sharder.sharding_types(device) if kind != _DATA_PARALLEL]
             constraints[table.name] = ParameterConstraints(sharding_types=sharded)
     return constraints
 
@@ -317,12 +308,10 @@ def _aliases(model: nn.Module, tables: list[Table]) -> dict[str, str]:
 
 def _replicate_data_parallel(model: nn.Module, group: dist.ProcessGroup) -> None:
     """Give all ranks rank 0's data-parallel tables, as DistributedDataParallel does for the dense part."""
-    source = dist.get_global_rank(group, 0)
-    for module in table_modules(model).values():
-        kinds = {table: parameter.sharding_type for table, parameter in module.module_sharding_plan.items()}
-        for name, parameter in module.named_parameters():
-            if kinds.get(name.split(".")[-2]) == _DATA_PARALLEL:
-                dist.broadcast(parameter.data, src=source, group=group)
+    lookups = [lookup for module in table_modules(model).values() for lookup in module._lookups]
+    for lookup in lookups:
+        for weight in lookup.parameters() if isinstance(lookup, DistributedDataParallel) else ():
+            dist.broadcast(weight.data, src=dist.get_global_rank(group, 0), group=group)
 
 
 @contextmanager

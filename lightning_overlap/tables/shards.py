@@ -25,40 +25,30 @@ from .supported_modules import sharded_modules, spec_of, table_modules, tables_o
 
 @dataclass(frozen=True, slots=True)
 class TableShard:
-    """A shard of a table.
-
-    Args:
-        name: Of the whole table's weight in the `state_dict` of the unsharded model.
-        shape: Of the whole table: rows and columns.
-        first_row: Of the shard in the table.
-        first_column: Of the shard in the table.
-        weight: The shard, `(rows, columns)`, in the kernel's own memory.
-    """
+    """A shard of a table."""
 
     name: str
+    """Of the whole table's weight in the `state_dict` of the unsharded model."""
     shape: tuple[int, int]
+    """Rows and columns of the whole table."""
     first_row: int
     first_column: int
     weight: Tensor
+    """The shard, `(rows, columns)`, in the kernel's own memory."""
 
 
 @dataclass(frozen=True, slots=True)
 class KernelShards:
-    """The shards that one kernel looks up.
+    """The shards that one kernel looks up, in its order of tables."""
 
-    Args:
-        kernel: The kernel.
-        shards: In its order of tables.
-        table_of_feature: The number of the table of each of its features.
-        is_replicated: Whether every rank has the same shards (data-parallel tables).
-        receives_ids: Whether ids come from other ranks, in memory that nobody fills again; on one rank it is a batch's.
-    """
-
-    kernel: nn.Module
+    kernel: Any
     shards: tuple[TableShard, ...]
     table_of_feature: tuple[int, ...]
+    """The number of the table of each of its features."""
     is_replicated: bool
+    """Whether every rank has the same shards (data-parallel tables)."""
     receives_ids: bool
+    """Whether ids come from other ranks, in memory that nobody fills again; on one rank it is a batch's."""
 
     @property
     def is_fused(self) -> bool:
@@ -70,25 +60,20 @@ class KernelShards:
         if isinstance(self.kernel, ReplicaKernel):
             by_table = self.kernel.states()
             return [by_table[shard.name.split(".")[-2]] for shard in self.shards]
-        if not isinstance(self.kernel, SplitTableBatchedEmbeddingBagsCodegen):
-            return [{} for _ in self.shards]
-        kinds = self.kernel.split_optimizer_states()
+        kinds = self.kernel.split_optimizer_states() if self.is_fused else []
         return [
             {f"momentum{number}": state for number, state in enumerate(of_table, start=1)}
-            for of_table in (kinds or [[] for _ in self.shards])
+            for of_table in kinds or [[]] * len(self.shards)
         ]
 
     def write_back_cache(self) -> None:
         """Write the rows of a UVM cache back to their tables, on the current stream; no device is waited for."""
-        if isinstance(self.kernel, SplitTableBatchedEmbeddingBagsCodegen):
+        if self.is_fused:
             self.kernel.flush()
 
 
 def kernel_shards(model: nn.Module) -> list[KernelShards]:
     """Return the shards that this rank has of all tables of a sharded model, by kernel.
-
-    Args:
-        model: Whose names of modules begin the names of tables.
 
     Raises:
         ValueError: A table is of a kind whose rows cannot be told by their number: rows are assigned to ids as they
@@ -136,11 +121,7 @@ def _shards(name: str, paths: Mapping[str, str], kernel: Any, tables: list[Any])
 def table_lines(model: nn.Module, optimizers: Iterable[Optimizer], *, scheduled: bool, moved: bool) -> list[str]:
     """Return a line for all tables of one module that are sharded alike and trained alike.
 
-    Args:
-        model: Its tables are sharded.
-        optimizers: Those of `configure_optimizers`.
-        scheduled: Whether a scheduler moves learning rates.
-        moved: Whether those of the fused tables are among them.
+    The optimizers are those of `configure_optimizers`. A scheduler may move learning rates, and those of fused tables.
     """
     owner_of = {id(p): type(one).__name__ for one in optimizers for group in one.param_groups for p in group["params"]}
     lines = []

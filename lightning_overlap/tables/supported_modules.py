@@ -18,6 +18,7 @@ from torchrec.distributed.mc_embeddingbag import ShardedManagedCollisionEmbeddin
 from torchrec.distributed.types import ShardedModule, ShardingType
 
 from ..schedules import WeightOwner
+from ..text import some
 
 TABLE_TYPES = (ShardedEmbeddingBagCollection, ShardedEmbeddingCollection)
 """The modules that hold tables themselves; other kinds have one of these inside."""
@@ -25,19 +26,16 @@ TABLE_TYPES = (ShardedEmbeddingBagCollection, ShardedEmbeddingCollection)
 
 @dataclass(frozen=True, slots=True)
 class ModuleSpec:
-    """What there is to know of a kind of sharded modules whose stages can start early.
-
-    Args:
-        tables: The attribute that holds the sharded collection with the tables; None: the module is that collection.
-        input_dists: The attribute that holds the module with the input dists; None: the module has them itself.
-        owner: The last writer of what the module's lookup reads; None: the compute kernel of each table says.
-        feature_processors: The attribute that holds the processors of ids, run before the lookup; None: it has none.
-    """
+    """What there is to know of a kind of sharded modules whose stages can start early."""
 
     tables: str | None = None
+    """The attribute that holds the sharded collection with the tables; None: the module is that collection."""
     input_dists: str | None = None
+    """The attribute that holds the module with the input dists; None: the module has them itself."""
     owner: WeightOwner | None = None
+    """The last writer of what the module's lookup reads; None: the compute kernel of each table says."""
     feature_processors: str | None = None
+    """The attribute that holds the processors of ids, run before the lookup; None: it has none."""
 
 
 _MANAGED_COLLISION = ModuleSpec("_embedding_module", "_managed_collision_collection", WeightOwner.LOOKUP)
@@ -156,12 +154,10 @@ def ids_fit_32_bits(module: Any) -> bool:
 
 
 def why_never_early(module: Any, group: dist.ProcessGroup | None = None, *, prefetches: bool = False) -> str | None:
-    """Return why no stage of a module may start early, or None.
+    """Return why no stage of a sharded module may start early, or None.
 
-    Args:
-        module: A sharded module.
-        group: The ranks that the early input dist is sent among; None on one rank.
-        prefetches: Whether the mode copies rows into the tables' caches before their lookup.
+    The early input dist is sent among a group (None: one rank). A mode that `prefetches` copies rows into the tables'
+    caches before their lookup.
     """
     kind = spec_of(module)
     if kind is None:
@@ -197,10 +193,8 @@ def _why_cached(tables: Any, prefetches: bool) -> str | None:
     reason = f"its tables have compute kernel {', '.join(sorted(kernels))}, which keeps rows in a cache"
     if not prefetches or kernels != {EmbeddingComputeKernel.FUSED_UVM_CACHING.value}:
         return reason
-    unlocked = [name for name, table in cached.items() if not getattr(table.cache_params, "prefetch_pipeline", False)]
-    return (
-        f"{reason}, and the plan's cache_params of {', '.join(unlocked)} lack prefetch_pipeline" if unlocked else None
-    )
+    unlocked = some(name for name, one in cached.items() if not getattr(one.cache_params, "prefetch_pipeline", False))
+    return f"{reason}, and the plan's cache_params of {unlocked} lack prefetch_pipeline" if unlocked else None
 
 
 def _why_other_ranks(module: Any, group: dist.ProcessGroup | None) -> str | None:
