@@ -90,11 +90,7 @@ def check_dense_optimizers(model: nn.Module, optimizers: Iterable[torch.optim.Op
         ValueError: An optimizer owns the weight of a fused table, or nobody trains a table.
     """
     optimizers = list(optimizers)
-    parameters = [
-        (f"{name}.{table}", parameter)
-        for name, module in table_modules(model).items()
-        for table, parameter in module.named_parameters()
-    ]
+    parameters = [named for name, module in table_modules(model).items() for named in module.named_parameters(name)]
     refuse_dense_owner(dict(in_backward_optimizer_filter(iter(parameters), include=True)), optimizers)
     dense = dict(in_backward_optimizer_filter(iter(parameters)))
     owned = _owned(optimizers)
@@ -128,22 +124,16 @@ def refuse_dense_owner(fused: Mapping[str, nn.Parameter], optimizers: Iterable[t
     if twice:
         weights = {id(fused[name]) for name in twice}
         owner = next(optimizer for optimizer in optimizers if weights & _owned([optimizer]))
+        kind, lr = type(owner), owner.defaults.get("lr")
+        package = "torch.optim." if kind.__module__.startswith("torch.optim") else ""
+        rate = f", lr={lr}" if isinstance(lr, float) else ""
         raise ValueError(
             f"configure_optimizers gave a dense optimizer the weights of fused tables: {some(twice)}. These tables "
             "are updated inside backward. Leave them out:\n"
             "  from torchrec.optim.optimizers import in_backward_optimizer_filter\n"
             "  dense = [p for _, p in in_backward_optimizer_filter(self.named_parameters())]\n"
-            f"  return {_line_of(owner)}\n{_ADAPTIVE if 'Adam' in type(owner).__name__ else ''}"
+            f"  return {package}{kind.__name__}(dense{rate})\n{_ADAPTIVE if 'Adam' in kind.__name__ else ''}"
         )
-
-
-def _line_of(optimizer: torch.optim.Optimizer) -> str:
-    """Return the line that makes such an optimizer of the dense parameters."""
-    cls = type(optimizer)
-    of_torch = cls.__module__.startswith("torch.optim")
-    lr = optimizer.defaults.get("lr")
-    rate = f", lr={lr}" if isinstance(lr, float) else ""
-    return f"{'torch.optim.' if of_torch else ''}{cls.__name__}(dense{rate})"
 
 
 _ADAPTIVE = (

@@ -177,11 +177,9 @@ def codecs_of(config: QCommsConfig | None, device: torch.device) -> Codecs | Non
 
 def compression(config: QCommsConfig | None) -> dict[str, float]:
     """Return by how much `embeddings` and `gradients` shrink that go by an all-to-all; 1 is not at all."""
-    codecs = get_qcomm_codecs(config or QCommsConfig())
-    return {"embeddings": _ratio(codecs.forward), "gradients": _ratio(codecs.backward)}
-
-
-def _ratio(codec: Any) -> float:
-    context = codec.create_context()
-    num = 32 * max(1, getattr(context, "row_dim", 1))
-    return float(4 * num / (codec.calc_quantized_size(num, context) * codec.quantized_dtype.itemsize))
+    codecs, ratios = get_qcomm_codecs(config or QCommsConfig()), {}
+    for what, codec in (("embeddings", codecs.forward), ("gradients", codecs.backward)):
+        context = codec.create_context()
+        num = 32 * max(1, getattr(context, "row_dim", 1))
+        ratios[what] = float(4 * num / (codec.calc_quantized_size(num, context) * codec.quantized_dtype.itemsize))
+    return ratios

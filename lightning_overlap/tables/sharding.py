@@ -96,7 +96,11 @@ def shard_tables(
     apply_fused_optimizer(in_backward, fused, device)
     if dist.get_rank() == 0:
         warn_of_dense_tables([table for table in tables if table not in in_backward], named)
-    initial, aliases = _initial_weights(model, tables), _aliases(model, tables)
+    aliases = _aliases(model, tables)
+    # Sharding a module from a CPU would draw new weights. Managed collision modules begin without ids: TorchRec makes
+    # them anew, for the rows of each shard.
+    modules = {table.module for table in tables} - {table.module for table in tables if table.parameter.is_meta}
+    initial = {name: dict(model.get_submodule(name).named_parameters()) for name in sorted(modules)}
     # A rank knows the rates of its own shards only, and those move with a schedule.
     trained: dict[str, dict[str, Rule]] = {table.module: {} for table in tables}
     for table in in_backward:
@@ -119,7 +123,10 @@ def shard_tables(
         raise ValueError(f"the ShardingPlan leaves out {some(left_out)}: give every table of the model a place in it.")
     for name, weights in initial.items():
         model.get_submodule(name).load_state_dict(weights, strict=False)
-    _replicate_data_parallel(model, group)
+    lookups = [lookup for module in table_modules(model).values() for lookup in module._lookups]
+    for lookup in lookups:  # data-parallel tables start as those of rank 0, as the dense part does
+        for weight in lookup.parameters() if isinstance(lookup, DistributedDataParallel) else ():
+            dist.broadcast(weight.data, src=dist.get_global_rank(group, 0), group=group)
     make_replicas(model, {table.module for table in replicas}, trained)
     for name, of_module in trained.items():
         sharded: Any = model.get_submodule(name)
@@ -289,29 +296,11 @@ def _plan_on_rank_zero(planner: Any, model: nn.Module, group: dist.ProcessGroup,
     return outcome[0]
 
 
-def _initial_weights(model: nn.Module, tables: list[Table]) -> dict[str, dict[str, nn.Parameter]]:
-    """Weights of the collections that are not on meta: sharding a module from a CPU would draw new ones.
-
-    Managed collision modules begin without ids: TorchRec makes them anew, for the rows of each shard.
-    """
-    meta = {table.module for table in tables if table.parameter.is_meta}
-    modules = {table.module for table in tables} - meta
-    return {name: dict(model.get_submodule(name).named_parameters()) for name in sorted(modules)}
-
-
 def _aliases(model: nn.Module, tables: list[Table]) -> dict[str, str]:
     """Other names of the collections: sharding replaces a module under the first of its names only."""
     first = {id(model.get_submodule(table.module)): table.module for table in tables}
     named = model.named_modules(remove_duplicate=False)
     return {name: first[id(module)] for name, module in named if first.get(id(module), name) != name}
-
-
-def _replicate_data_parallel(model: nn.Module, group: dist.ProcessGroup) -> None:
-    """Give all ranks rank 0's data-parallel tables, as DistributedDataParallel does for the dense part."""
-    lookups = [lookup for module in table_modules(model).values() for lookup in module._lookups]
-    for lookup in lookups:
-        for weight in lookup.parameters() if isinstance(lookup, DistributedDataParallel) else ():
-            dist.broadcast(weight.data, src=dist.get_global_rank(group, 0), group=group)
 
 
 @contextmanager

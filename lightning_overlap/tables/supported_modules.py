@@ -62,7 +62,9 @@ def spec_of(module: nn.Module) -> ModuleSpec | None:
 
 def tables_of(module: Any) -> Any:
     """Return the sharded collection that holds the tables of a module of a known kind: it, or one inside it."""
-    return _part(module, "tables")
+    kind = spec_of(module)
+    assert kind is not None, f"{type(module).__name__} is of no known kind"
+    return getattr(module, kind.tables) if kind.tables else module
 
 
 def holds_sequences(module: Any) -> bool:
@@ -72,15 +74,9 @@ def holds_sequences(module: Any) -> bool:
 
 def input_dists_of(module: Any) -> list[Any]:
     """Return the input dists of a module of a known kind, one for each sharding."""
-    dists: list[Any] = _part(module, "input_dists")._input_dists
-    return dists
-
-
-def _part(module: Any, which: str) -> Any:
     kind = spec_of(module)
-    assert kind is not None, f"{type(module).__name__} is of no known kind"
-    attribute = getattr(kind, which)
-    return module if attribute is None else getattr(module, attribute)
+    assert kind is not None
+    return list((getattr(module, kind.input_dists) if kind.input_dists else module)._input_dists)
 
 
 def sharded_modules(model: nn.Module) -> dict[str, ShardedModule[Any, Any, Any, Any]]:
@@ -169,7 +165,13 @@ def why_never_early(module: Any, group: dist.ProcessGroup | None = None, *, pref
     processors = kind.feature_processors and getattr(module, kind.feature_processors)
     if processors and list(processors.buffers()):
         return "its feature processors have buffers, which an early lookup might change before their batch's turn"
-    return _why_other_ranks(module, group)
+    env = tables_of(module)._env
+    own = getattr(env, "sharding_pg", env.process_group)
+    ranks = None if own is None else dist.get_process_group_ranks(own)
+    everyone = [dist.get_rank()] if group is None else dist.get_process_group_ranks(group)
+    if ranks is None or ranks == everyone:
+        return None
+    return f"its tables are sharded over ranks {ranks}, not over all of {everyone} (2D sharding, or a group of its own)"
 
 
 def why_never_held(module: Any) -> str | None:
@@ -182,9 +184,11 @@ def why_never_held(module: Any) -> str | None:
 
 
 def _why_cached(tables: Any, prefetches: bool) -> str | None:
-    """Return why tables in a cache cannot be looked up early, or None. Read from the plan, the same on all ranks."""
-    # A cache hands out its slots in the forward and uses them in the backward: a lookup in between may evict them,
-    # but for the slots that a prefetch has locked.
+    """Return why tables in a cache cannot be looked up early, or None. Read from the plan, the same on all ranks.
+
+    A cache hands out its slots in the forward and uses them in the backward: a lookup in between may evict them, but
+    for the slots that a prefetch has locked.
+    """
     plan = tables.module_sharding_plan
     cached = {table: parameter for table, parameter in plan.items() if parameter.compute_kernel not in _WITHOUT_CACHE}
     if not cached:
@@ -195,14 +199,3 @@ def _why_cached(tables: Any, prefetches: bool) -> str | None:
         return reason
     unlocked = some(name for name, one in cached.items() if not getattr(one.cache_params, "prefetch_pipeline", False))
     return f"{reason}, and the plan's cache_params of {unlocked} lack prefetch_pipeline" if unlocked else None
-
-
-def _why_other_ranks(module: Any, group: dist.ProcessGroup | None) -> str | None:
-    """Return why a module cannot take part in the early input dist, which is sent among all ranks, or None."""
-    env = tables_of(module)._env
-    own = getattr(env, "sharding_pg", env.process_group)
-    ranks = None if own is None else dist.get_process_group_ranks(own)
-    everyone = [dist.get_rank()] if group is None else dist.get_process_group_ranks(group)
-    if ranks is None or ranks == everyone:
-        return None
-    return f"its tables are sharded over ranks {ranks}, not over all of {everyone} (2D sharding, or a group of its own)"

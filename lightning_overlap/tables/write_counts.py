@@ -87,7 +87,8 @@ def watch_tables(model: nn.Module) -> None:
 @read_once
 def _fused_weights(module: Any) -> list[Tensor]:
     weights = [weight for tbe in tbes(module) for weight in (tbe.weights_host, tbe.weights_dev, tbe.weights_uvm)]
-    return [weight for weight in [*weights, *(kernel.weights for kernel in replica_kernels(module))] if weight.numel()]
+    weights += [kernel.weights for kernel in replica_kernels(module)]
+    return [weight for weight in weights if weight.numel()]
 
 
 @read_once
