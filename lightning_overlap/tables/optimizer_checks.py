@@ -35,9 +35,19 @@ def check_fused_optimizer(fused_optimizer: FusedOptimizer | None) -> tuple[Any, 
     Raises:
         TypeError: Not a `FusedOptimizer`, a class that does not exist, or arguments that it does not take.
     """
-    if fused_optimizer is None:
-        return None
-    cls, kwargs = _class_and_arguments(fused_optimizer)
+    cls: Any
+    kwargs: Any
+    match fused_optimizer:
+        case None:
+            return None
+        case functools.partial(func=cls, args=(), keywords=kwargs) | [cls, {**kwargs}]:
+            pass
+        case {"class_path": cls, **more} if more.keys() <= {"init_args"}:
+            kwargs = more.get("init_args") or {}
+        case {"_target_": cls, **more}:
+            kwargs = {name: value for name, value in more.items() if name not in ("_partial_", "_convert_")}
+        case _:
+            cls, kwargs = None, {}
     if isinstance(cls, str):
         cls = _imported(cls)
     if not _is_optimizer(cls):
@@ -50,21 +60,7 @@ def check_fused_optimizer(fused_optimizer: FusedOptimizer | None) -> tuple[Any, 
         cls([nn.Parameter(torch.zeros(1, 1))], **kwargs)
     except (TypeError, ValueError) as err:
         raise TypeError(f"fused_optimizer: {cls.__name__} does not take {kwargs}: {err}") from err
-    return cls, kwargs
-
-
-def _class_and_arguments(given: Any) -> tuple[Any, dict[str, Any]]:
-    """Return what names the class, and its arguments; None where it is no form that is known."""
-    if isinstance(given, functools.partial) and not given.args:
-        return given.func, dict(given.keywords)
-    if isinstance(given, Mapping):
-        if given.keys() <= {"class_path", "init_args"}:
-            return given.get("class_path"), dict(given.get("init_args") or {})
-        own = {name: value for name, value in given.items() if name not in ("_target_", "_partial_", "_convert_")}
-        return given.get("_target_"), own
-    if isinstance(given, Sequence) and not isinstance(given, str) and len(given) == 2 and isinstance(given[1], Mapping):
-        return given[0], dict(given[1])
-    return None, {}
+    return cls, dict(kwargs)
 
 
 def _imported(path: str) -> Any:

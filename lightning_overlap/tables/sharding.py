@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import os
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
@@ -246,10 +245,9 @@ def check_sharding(sharding: Sharding, tables: list[Table], device: torch.device
             raise ValueError(f"sharding: {unknown_name_message('table', name, known)}")
         possible = known[name].sharder.sharding_types(device.type)
         if kind not in possible:
-            nearest = difflib.get_close_matches(str(kind), possible, n=1)
             raise ValueError(
-                f"sharding of table {name!r}: {kind!r} is not possible on {device.type}. "
-                f"{f'Did you mean {nearest[0]!r}? ' if nearest else ''}Possible there: {', '.join(possible)}."
+                f"sharding of table {name!r}: {kind!r} is not possible on {device.type}. Possible there: "
+                f"{', '.join(possible)}."
             )
 
 
