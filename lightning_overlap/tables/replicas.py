@@ -8,9 +8,10 @@ stays what it is, under each of the optimizers that are made here. `replicated_t
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterable, Mapping, Sequence
+import operator
+from collections.abc import Callable, Iterable, Mapping
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -29,35 +30,29 @@ _IN_BACKWARD = "_in_backward_optimizers"
 """What `in_backward_optimizer_filter` looks for."""
 
 
-class _Block(NamedTuple):
-    """Tables of one width that follow each other in a kernel: where their values are, how wide, their state.
-
-    The state of the optimizer is `(rows, dim)`, row-wise `(rows,)`, or `(rows, 0)` where it has none.
-    """
-
-    start: int
-    stop: int
-    dim: int
-    state: Tensor
-
-
 class ReplicaOptimizer(FusedOptimizer):  # type: ignore[misc]
-    """The optimizer of a kernel's replicas, shaped as TorchRec's fused optimizers are: `step` leaves the tables alone.
+    """The optimizer of replicas, shaped as TorchRec's fused optimizers are: `step` leaves the tables alone.
 
-    It is its own kernel too: counters and learning rates are read and set here, as in those of FBGEMM. Weights, by
-    name, and blocks are in the order of the kernel; states are by weight and kind.
+    It is its own kernel too: counters and learning rates are read and set here, as in those of FBGEMM.
+
+    Args:
+        rule: The update.
+        weights: Of tables with one width, which follow each other in a kernel, by name.
+        start: Where they begin in the kernel's flat weights.
     """
 
-    def __init__(
-        self,
-        rule: Rule,
-        weights: Mapping[str, Tensor],
-        blocks: list[_Block],
-        states: Mapping[Tensor, Mapping[str, Tensor]],
-    ) -> None:
-        states = {weight: states[weight] for weight in weights.values()}
-        super().__init__(weights, states, [{"params": list(weights.values()), "lr": rule.rate}])
-        self._blocks, self._rate, self._eps = blocks, rule.rate, rule.eps
+    def __init__(self, rule: Rule, weights: Mapping[str, Tensor], start: int) -> None:
+        tables = list(weights.values())
+        rows_of, dim = [len(weight) for weight in tables], tables[0].shape[1]
+        self._part, self._dim = slice(start, start + sum(rows_of) * dim), dim
+        width = {EmbOptimType.EXACT_SGD: (0,), EmbOptimType.EXACT_ADAGRAD: (dim,)}.get(rule.kind, ())
+        self._state = torch.zeros(sum(rows_of), *width, device=tables[0].device)
+        states = {
+            weight: {f"{name.split('.')[-2]}.momentum1": state} if state.numel() else {}
+            for (name, weight), state in zip(weights.items(), self._state.split(rows_of), strict=True)
+        }
+        super().__init__(weights, states, [{"params": tables, "lr": rule.rate}])
+        self._rate, self._eps = rule.rate, rule.eps
         self.optimizer = rule.kind
         """Its kind, under the name that it has in FBGEMM's kernels."""
         self.iter = self.iter_cpu = torch.zeros(1, dtype=torch.int64)
@@ -85,19 +80,16 @@ class ReplicaOptimizer(FusedOptimizer):  # type: ignore[misc]
     def update(self, weights: Tensor, gradient: Tensor) -> None:
         """Update the tables in a kernel's flat weights, given the gradient of these, summed over the ranks."""
         self.iter += 1
-        for block in self._blocks:
-            part, of_part = weights[block.start : block.stop], gradient[block.start : block.stop]
-            if self.optimizer is EmbOptimType.EXACT_SGD:
-                part.add_(of_part, alpha=-self._rate)
-                continue
-            part, of_part = part.view(-1, block.dim), of_part.view(-1, block.dim)
-            if self.optimizer is EmbOptimType.EXACT_ADAGRAD:
-                block.state.addcmul_(of_part, of_part)
-                part.addcdiv_(of_part, block.state.sqrt().add_(self._eps), value=-self._rate)
-            else:
-                block.state.add_(of_part.square().mean(1))
-                factor = self._rate / block.state.sqrt().add_(self._eps)
-                part.addcmul_(of_part, factor.unsqueeze(1), value=-1.0)
+        part, of_part = weights[self._part].view(-1, self._dim), gradient[self._part].view(-1, self._dim)
+        if self.optimizer is EmbOptimType.EXACT_SGD:
+            part.add_(of_part, alpha=-self._rate)
+        elif self.optimizer is EmbOptimType.EXACT_ADAGRAD:
+            self._state.addcmul_(of_part, of_part)
+            part.addcdiv_(of_part, self._state.sqrt().add_(self._eps), value=-self._rate)
+        else:
+            self._state.add_(of_part.square().mean(1))
+            factor = self._rate / self._state.sqrt().add_(self._eps)
+            part.addcmul_(of_part, factor.unsqueeze(1), value=-1.0)
 
 
 class ReplicaKernel(DenseTableBatchedEmbeddingBagsCodegen):  # type: ignore[misc]
@@ -188,6 +180,7 @@ def make_replicas(model: nn.Module, modules: Iterable[str], trained: Mapping[str
     """
     for name in modules:
         module: Any = model.get_submodule(name)
+        rules = trained[name]
         weights = {key.split(".")[-2]: (key, weight) for key, weight in module.named_parameters()}
         for number, lookup in enumerate(module._lookups):
             if not isinstance(lookup, DistributedDataParallel):
@@ -198,33 +191,17 @@ def make_replicas(model: nn.Module, modules: Iterable[str], trained: Mapping[str
                 assert isinstance(kernel, DenseTableBatchedEmbeddingBagsCodegen)
                 kernel.__class__ = ReplicaKernel
                 kernel.group, kernel.set_rates, kernel.held = module._env.process_group, None, None
-                tables = [table.name for table in group.embedding_tables]
-                kernel.optimizers = _optimizers(kernel, [(trained[name][t], *weights[t]) for t in tables])
+                kernel.optimizers, start = [], 0
+                tables = [
+                    (trained[name][one.name], one.embedding_dim, weights[one.name]) for one in group.embedding_tables
+                ]
+                for (rule, _), run in itertools.groupby(tables, key=operator.itemgetter(0, 1)):
+                    of_run = dict(named for _, _, named in run)
+                    kernel.optimizers.append(ReplicaOptimizer(rule, of_run, start))
+                    start += sum(weight.numel() for weight in of_run.values())
+                    for weight in of_run.values():
+                        setattr(weight, _IN_BACKWARD, [EmptyFusedOptimizer()])
                 module.fused_optimizer.optimizers.extend(("", optimizer) for optimizer in kernel.optimizers)
-                for table in tables:
-                    setattr(weights[table][1], _IN_BACKWARD, [EmptyFusedOptimizer()])
-
-
-def _optimizers(
-    kernel: DenseTableBatchedEmbeddingBagsCodegen, tables: Sequence[tuple[Rule, str, Tensor]]
-) -> list[ReplicaOptimizer]:
-    """Return an optimizer for each rule of a kernel's tables, which have a name and a weight."""
-    blocks: dict[Rule, list[_Block]] = {rule: [] for rule, _, _ in tables}
-    states: dict[Tensor, dict[str, Tensor]] = {}
-    start = 0
-    for (rule, dim), run in itertools.groupby(tables, key=lambda table: (table[0], table[2].shape[1])):
-        weights = [(name, weight) for _, name, weight in run]
-        rows_of = [len(weight) for _, weight in weights]
-        width = {EmbOptimType.EXACT_SGD: (0,), EmbOptimType.EXACT_ADAGRAD: (dim,)}.get(rule.kind, ())
-        state = kernel.weights.new_zeros(sum(rows_of), *width)
-        blocks[rule].append(_Block(start, start + sum(rows_of) * dim, dim, state))
-        start = blocks[rule][-1].stop
-        for (name, weight), of_table in zip(weights, state.split(rows_of), strict=True):
-            states[weight] = {f"{name.split('.')[-2]}.momentum1": of_table} if of_table.numel() else {}
-    return [
-        ReplicaOptimizer(rule, {name: weight for other, name, weight in tables if other == rule}, blocks[rule], states)
-        for rule in blocks
-    ]
 
 
 def replica_kernels(module: Any) -> list[ReplicaKernel]:
