@@ -35,15 +35,14 @@ def by_name(
         state = {"state": optimizer.state, "param_groups": optimizer.param_groups}
     if "param_groups" not in state:
         return dict(state)
-    name_of: dict[Any, str | None] = {}
+    name_of: dict[Any, str] = {}
     further: dict[str, Mapping[str, Tensor]] = {}
     groups, saved_groups = [], state["param_groups"]
     for names, group, own in zip(names_of(optimizer, model), saved_groups, optimizer.param_groups, strict=True):
         name_of.update(zip(group["params"], names, strict=True))
-        named = [(name, weight) for name, weight in zip(names, own["params"], strict=True) if name is not None]
-        groups.append({**group, "params": [name for name, _ in named]})
-        further |= {name: more[weight] for name, weight in named if weight in more}
-    states = {name_of[key]: value for key, value in state["state"].items() if name_of.get(key) is not None}
+        groups.append({**group, "params": names})
+        further |= {name: more[weight] for name, weight in zip(names, own["params"], strict=True) if weight in more}
+    states = {name_of[key]: value for key, value in state["state"].items() if key in name_of}
     states |= {name: {**states.get(name, {}), **kinds} for name, kinds in further.items()}
     return {**state, "state": states, "param_groups": groups}
 
@@ -68,8 +67,7 @@ def load_by_name(optimizer: torch.optim.Optimizer, saved: Mapping[str, Any], mod
             "load with the configure_optimizers that the checkpoint was saved with."
         )
     named = names_of(optimizer, model)
-    mine = {name for names in named for name in names if name is not None}
-    moved = mine ^ {name for group in saved["param_groups"] for name in group["params"]}
+    moved = set(itertools.chain(*named)) ^ {name for group in saved["param_groups"] for name in group["params"]}
     other = moved - table_weights(model)
     if other:
         raise RuntimeError(
@@ -147,14 +145,11 @@ def put_table_states(pieces: Mapping[str, Piece], states: list[State]) -> None:
         states[index]["state"].setdefault(name, {})[kind] = value
 
 
-def names_of(optimizer: torch.optim.Optimizer, model: nn.Module) -> list[list[str | None]]:
-    """Return a name for each parameter by group: None for fused tables, the position for those that the model lacks."""
+def names_of(optimizer: torch.optim.Optimizer, model: nn.Module) -> list[list[str]]:
+    """Return a name for each parameter by group; the position for those that the model lacks."""
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     return [
-        [
-            None if isinstance(parameter, ShardedTensor) else names.get(id(parameter), f"{index}:{position}")
-            for position, parameter in enumerate(group["params"])
-        ]
+        [names.get(id(parameter), f"{index}:{position}") for position, parameter in enumerate(group["params"])]
         for index, group in enumerate(optimizer.param_groups)
     ]
 

@@ -56,7 +56,9 @@ def take_plain_state(
     if len(states) != len(optimizers):
         raise _unknown(f"it has the state of {len(states)} optimizers, this run has {len(optimizers)}")
     tables = table_weights(model)
-    mine = [_dense_names(optimizer, model) for optimizer in optimizers]
+    # The fused groups of `combined_optimizer`, which come last, are left out.
+    num_fused = [len(getattr(optimizer, "fused_groups", [])) for optimizer in optimizers]
+    mine = [names_of(one, model)[: len(one.param_groups) - num] for one, num in zip(optimizers, num_fused, strict=True)]
     weights = {name: value for name, value in checkpoint["state_dict"].items() if isinstance(value, Tensor)}
     owned = {name for groups in mine for names in groups for name in names}
     free = [name for name in weights if name in tables - owned]
@@ -98,13 +100,6 @@ def _unknown(why: str) -> RuntimeError:
         "or go on from the weights alone: module.load_state_dict(torch.load(PATH, weights_only=True)['state_dict']), "
         "and fit without ckpt_path."
     )
-
-
-def _dense_names(optimizer: torch.optim.Optimizer, model: nn.Module) -> list[list[str]]:
-    """Return the names of the dense parameters of each group; a fused group of `combined_optimizer` is left out."""
-    named = names_of(optimizer, model)
-    num_dense = len(named) - len(getattr(optimizer, "fused_groups", []))
-    return [[name for name in names if name is not None] for names in named[:num_dense]]
 
 
 def _match(

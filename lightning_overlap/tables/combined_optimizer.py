@@ -25,10 +25,8 @@ class DenseAndFused(Optimizer):
     optimizer's. Learning-rate schedulers, monitors and checkpoints see all of them alike, on all ranks the same.
     Of a fused group's entries only `lr` has an effect.
 
-    Args:
-        dense: Trains everything but the fused tables.
-        fused: The fused optimizers of this rank's kernels by the learning rate that their tables began with; every
-            rate of the model has an entry, on a rank without such tables an empty one.
+    `fused` has the fused optimizers of this rank's kernels by the learning rate that their tables began with; every
+    rate of the model has an entry, on a rank without such tables an empty one.
     """
 
     def __init__(self, dense: Optimizer, fused: dict[float, list[KeyedOptimizer]]) -> None:

@@ -180,8 +180,7 @@ def make_replicas(model: nn.Module, modules: Iterable[str], trained: Mapping[str
     """
     for name in modules:
         module: Any = model.get_submodule(name)
-        rules = trained[name]
-        weights = {key.split(".")[-2]: (key, weight) for key, weight in module.named_parameters()}
+        rules, weights = trained[name], {key.split(".")[-2]: (key, one) for key, one in module.named_parameters()}
         for number, lookup in enumerate(module._lookups):
             if not isinstance(lookup, DistributedDataParallel):
                 continue
@@ -192,9 +191,7 @@ def make_replicas(model: nn.Module, modules: Iterable[str], trained: Mapping[str
                 kernel.__class__ = ReplicaKernel
                 kernel.group, kernel.set_rates, kernel.held = module._env.process_group, None, None
                 kernel.optimizers, start = [], 0
-                tables = [
-                    (trained[name][one.name], one.embedding_dim, weights[one.name]) for one in group.embedding_tables
-                ]
+                tables = [(rules[one.name], one.embedding_dim, weights[one.name]) for one in group.embedding_tables]
                 for (rule, _), run in itertools.groupby(tables, key=operator.itemgetter(0, 1)):
                     of_run = dict(named for _, _, named in run)
                     kernel.optimizers.append(ReplicaOptimizer(rule, of_run, start))

@@ -92,17 +92,13 @@ def keys_in_backward(module: Any) -> list[tuple[int, int, str]]:
     A table that is cut by columns has the same ids in each of its shards: only the shard with the first columns is
     listed.
     """
+    owners = owners_of_parts(module)
     found = []
-    for part, owner in enumerate(owners_of_parts(module)):
-        if owner is not WeightOwner.FUSED_BACKWARD:
-            continue
+    for part in (part for part, owner in enumerate(owners) if owner is WeightOwner.FUSED_BACKWARD):
         tables = (table for group in module._lookups[part].grouped_configs for table in group.embedding_tables)
-        keys = [table for table in tables for _ in table.feature_names]
-        found += [
-            (part, key, table.name)
-            for key, table in enumerate(keys)
-            if table.local_metadata is None or table.local_metadata.shard_offsets[1] == 0
-        ]
+        for key, table in enumerate(one for one in tables for _ in one.feature_names):
+            if table.local_metadata is None or table.local_metadata.shard_offsets[1] == 0:
+                found.append((part, key, table.name))
     return found
 
 

@@ -94,10 +94,9 @@ def kernel_shards(model: nn.Module) -> list[KernelShards]:
             lookup = wrapped.module if isinstance(wrapped, DistributedDataParallel) else wrapped
             for group, part in zip(lookup.grouped_configs, lookup._emb_modules, strict=True):
                 tables = group.embedding_tables
-                replicated = {plan[table.name].sharding_type == ShardingType.DATA_PARALLEL.value for table in tables}
                 shards = _shards(name, paths, part.emb_module, tables)
                 features = [number for number, table in enumerate(tables) for _ in table.feature_names]
-                is_replicated = replicated == {True}
+                is_replicated = plan[tables[0].name].sharding_type == ShardingType.DATA_PARALLEL.value
                 receives_ids = module._env.world_size > 1 and not is_replicated
                 found.append(KernelShards(part.emb_module, tuple(shards), tuple(features), is_replicated, receives_ids))
     return found
