@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import copyreg
 import os
+import warnings
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any, Literal, TypeAlias
+from typing import Any, Literal, NoReturn, TypeAlias
 
 import torch
 import torch.distributed as dist
@@ -17,10 +19,10 @@ from torchrec.distributed.model_parallel import DistributedModelParallel
 from torchrec.distributed.planner import EmbeddingShardingPlanner, ParameterConstraints, Topology
 from torchrec.distributed.types import ShardingEnv, ShardingPlan, ShardingType
 from torchrec.modules.itep_embedding_modules import ITEPEmbeddingBagCollection, ITEPEmbeddingCollection
+from typing_extensions import override
 
 from ..text import some, unknown_name_message
 from .columns import answer_in_config_order
-from .copies import leave_shards_behind
 from .optimizer_checks import FusedOptimizer, apply_fused_optimizer, check_fused_optimizer, warn_of_dense_tables
 from .quantized_comms import Codecs, check_plan, check_quantized_comms, codecs_of
 from .replicas import make_replicas
@@ -150,8 +152,34 @@ def _refuse_other_codecs(model: nn.Module, comms: QCommsConfig | None) -> None:
 def _watch(model: nn.Module) -> None:
     """Let modules answer in the order of their configs, be copied, and have writes to their tables counted."""
     answer_in_config_order(model)
-    leave_shards_behind(model)
     watch_tables(model)
+    for module in sharded_modules(model).values():  # it has process groups and hooks that nobody can copy or pickle
+        copyreg.pickle(type(module), _left_behind)
+
+
+class ShardsLeftBehind(nn.Module):
+    """Takes the place of a sharded module, of a `kind`, in a copy: shards stay with their process and its ranks."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.kind = kind
+
+    @override
+    def forward(self, *_: Any, **__: Any) -> NoReturn:
+        raise RuntimeError(
+            f"this module is a copy, in which nothing stands in the place of a {self.kind}: shards stay with their "
+            "process. Make the module anew, and load a checkpoint of the one that was copied."
+        )
+
+
+def _left_behind(module: nn.Module) -> tuple[type[ShardsLeftBehind], tuple[str]]:
+    warnings.warn(
+        f"a copy of a {type(module).__name__} leaves its shards behind: save a checkpoint to keep the tables, and pass "
+        "a module to fit() and the like of a copied trainer.",
+        UserWarning,
+        stacklevel=3,
+    )
+    return ShardsLeftBehind, (type(module).__name__,)
 
 
 def make_plan(

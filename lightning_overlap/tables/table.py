@@ -102,3 +102,18 @@ def find_tables(model: nn.Module) -> list[Table]:
 def has_tables(model: nn.Module) -> bool:
     """Whether a model has tables, sharded already or not."""
     return bool(find_tables(model) or sharded_modules(model))
+
+
+def table_optimizers(model: nn.Module) -> dict[str, AppliedOptimizer]:
+    """Return what is applied in backward to the tables of an unsharded model, by their paths.
+
+    A parameter keeps it in attributes, which neither `copy.deepcopy` nor the pickler of `torch.multiprocessing` copies.
+    """
+    return {table.path: table.fused_optimizer for table in find_tables(model) if table.fused_optimizer}
+
+
+def apply_table_optimizers(model: nn.Module, recorded: Mapping[str, AppliedOptimizer]) -> None:
+    """Apply to the tables of a copy what was applied to those of the original, where the copy has lost it."""
+    for table in find_tables(model):
+        if table.path in recorded:
+            table.apply_fused_optimizer(*recorded[table.path])
