@@ -111,11 +111,7 @@ def write_file(
 
 
 def load_file(path: Path, *, weights_only: bool | None) -> dict[str, Any]:
-    """Read a checkpoint file. Its weights and its tables' optimizer states stay on the disk until they are copied.
-
-    Raises:
-        RuntimeError: The file holds objects that `weights_only` does not allow; the message says how to trust them.
-    """
+    """Read a checkpoint file. Its weights and its tables' optimizer states stay on the disk until they are copied."""
     checkpoint = read_file(path, weights_only=weights_only, mmap=zipfile.is_zipfile(path))
     copied_later = ("state_dict", FUSED, TABLE_OPTIMIZERS)
     return {

@@ -41,19 +41,15 @@ from .table_state import Loading, fused_state, on_host, plan_loading
 METADATA_NAME = "meta.pt"
 """The file that marks a checkpoint folder and holds what is not sharded: loops, callbacks, dense optimizers."""
 
-SHARDED, FULL = "sharded", "full"
-FORMATS = {SHARDED: "a folder, every rank writes its shards", FULL: "one file, gathered on rank 0"}
+SHARDED, FULL = FORMATS = "sharded", "full"
+"""A folder, to which every rank writes its shards; one file, gathered on rank 0."""
 
 MODEL, FUSED, TABLE_OPTIMIZERS = "model", "fused_optimizer", "table_optimizers"
 """Parts of a folder: weights, state of fused optimizers, state of dense optimizers for shards of tables."""
 
 
 def check_format(checkpoint_format: str | None, async_checkpoint: bool) -> None:
-    """Check the strategy's arguments.
-
-    Raises:
-        ValueError: An unknown format, or an asynchronous save of one file.
-    """
+    """Refuse, with a ValueError, an unknown format, and an asynchronous save of one file."""
     if checkpoint_format is not None and checkpoint_format not in FORMATS:
         raise ValueError(unknown_name_message("checkpoint_format", str(checkpoint_format), FORMATS))
     if checkpoint_format == FULL and async_checkpoint:
@@ -69,11 +65,7 @@ def is_folder(path: Path) -> bool:
 
 
 def check_folder_path(path: Any, storage_options: Any) -> None:
-    """Refuse what cannot be a folder.
-
-    Raises:
-        ValueError: A remote path or storage options.
-    """
+    """Refuse, with a ValueError, what cannot be a folder: a remote path, or storage options."""
     if "://" in str(path) or storage_options is not None:
         raise ValueError(
             f"a checkpoint of sharded tables is a local folder, got {path!r}"
@@ -153,11 +145,7 @@ class FolderSaver:
         self._under_way.append(self._executor.submit(if_succeeded))
 
     def wait(self) -> None:
-        """Wait for the save under way, and for what was to be done after it.
-
-        Raises:
-            OSError: It failed, on this rank or another.
-        """
+        """Wait for the save under way, and for what was to be done after it; raise its OSError on every rank."""
         under_way, self._under_way = self._under_way, []
         executor, self._executor = self._executor, None
         if executor is not None:

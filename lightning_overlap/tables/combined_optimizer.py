@@ -88,11 +88,7 @@ class DenseAndFused(Optimizer):
 
     @override
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load what `state_dict` gave.
-
-        Raises:
-            ValueError: It has another number of groups.
-        """
+        """Load what `state_dict` gave; a ValueError refuses another number of groups."""
         groups = state_dict["param_groups"]
         if len(groups) != len(self.param_groups):
             raise ValueError(
@@ -152,11 +148,7 @@ def combined_optimizer(module: nn.Module, dense: Optimizer) -> DenseAndFused:
 
 
 def rate_setter(optimizers: Iterable[Optimizer]) -> SetRates | None:
-    """Return what gives the kernels their present rates, or None where no optimizer moves them.
-
-    Raises:
-        ValueError: Two do.
-    """
+    """Return what gives the kernels their present rates, None where no optimizer moves them; a ValueError: two do."""
     moving = [optimizer for optimizer in optimizers if isinstance(optimizer, DenseAndFused) and optimizer.fused_groups]
     if len(moving) > 1:
         raise ValueError(

@@ -80,11 +80,7 @@ def _is_optimizer(kind: Any) -> bool:
 
 
 def check_dense_optimizers(model: nn.Module, optimizers: Iterable[torch.optim.Optimizer]) -> None:
-    """Check who trains which table, once the optimizers exist.
-
-    Raises:
-        ValueError: An optimizer owns the weight of a fused table, or nobody trains a table.
-    """
+    """Refuse, with a ValueError, dense optimizers that own the weight of a fused table, and tables nobody trains."""
     optimizers = list(optimizers)
     parameters = [named for name, module in table_modules(model).items() for named in module.named_parameters(name)]
     refuse_dense_owner(dict(in_backward_optimizer_filter(iter(parameters), include=True)), optimizers)
@@ -101,11 +97,7 @@ def check_dense_optimizers(model: nn.Module, optimizers: Iterable[torch.optim.Op
 
 
 def refuse_dense_owner(fused: Mapping[str, nn.Parameter], optimizers: Iterable[torch.optim.Optimizer]) -> None:
-    """Refuse dense optimizers that own the weights of fused tables.
-
-    Raises:
-        ValueError: One does; the message names the tables and shows how to leave them out.
-    """
+    """Refuse dense optimizers that own weights of fused tables, with a ValueError that shows how to leave them out."""
     optimizers = list(optimizers)
     if any(isinstance(optimizer, CombinedOptimizer) for optimizer in optimizers):
         raise ValueError(

@@ -33,12 +33,8 @@ _IN_BACKWARD = "_in_backward_optimizers"
 class ReplicaOptimizer(FusedOptimizer):  # type: ignore[misc]
     """The optimizer of replicas, shaped as TorchRec's fused optimizers are: `step` leaves the tables alone.
 
-    It is its own kernel too: counters and learning rates are read and set here, as in those of FBGEMM.
-
-    Args:
-        rule: The update.
-        weights: Of tables with one width, which follow each other in a kernel, by name.
-        start: Where they begin in the kernel's flat weights.
+    It is its own kernel too: counters and learning rates are read and set here, as in those of FBGEMM. Its tables, by
+    name, have one width, and follow each other in a kernel's flat weights from `start` on.
     """
 
     def __init__(self, rule: Rule, weights: Mapping[str, Tensor], start: int) -> None:
@@ -174,10 +170,7 @@ class ReplicaKernel(DenseTableBatchedEmbeddingBagsCodegen):  # type: ignore[misc
 
 
 def make_replicas(model: nn.Module, modules: Iterable[str], trained: Mapping[str, Mapping[str, Rule]]) -> None:
-    """Let the data-parallel tables of some modules be trained in the backward, by the rules of each module's tables.
-
-    All ranks call this alike.
-    """
+    """Let the data-parallel tables of some modules be trained in the backward, by the rules of each module's tables."""
     for name in modules:
         module: Any = model.get_submodule(name)
         rules, weights = trained[name], {key.split(".")[-2]: (key, one) for key, one in module.named_parameters()}

@@ -27,12 +27,7 @@ _KINDS = (EmbOptimType.EXACT_SGD, EmbOptimType.EXACT_ADAGRAD, EmbOptimType.EXACT
 
 
 def check_replicate_tables(replicate: ReplicateTables) -> None:
-    """Check the argument as far as it can be without a model.
-
-    Raises:
-        TypeError: Neither a number of rows, nor names, nor None or False.
-        ValueError: A negative number of rows.
-    """
+    """Refuse, with a TypeError, what is no `ReplicateTables`, and a negative number of rows with a ValueError."""
     is_names = isinstance(replicate, Sequence) and not isinstance(replicate, str)
     if is_names and all(isinstance(name, str) for name in replicate):  # type: ignore[union-attr]
         return

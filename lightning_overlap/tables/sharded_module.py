@@ -55,11 +55,7 @@ PRIVATE_NAMES: Mapping[str, tuple[str, ...]] = {
 
 
 def check_torchrec(module: nn.Module) -> None:
-    """Raise if a sharded module lacks a private name that this file uses of it.
-
-    Raises:
-        ImportError: With the name, the installed and the supported versions.
-    """
+    """Raise an ImportError, with name and versions, if a sharded module lacks a private name that is used of it."""
     owners = {kind.__name__: module for kind in SUPPORTED_MODULES if isinstance(module, kind)}
     check_names("torchrec", PRIVATE_NAMES, owners)
     if owners:

@@ -262,11 +262,7 @@ def check_sharding_types(sharding: Sharding) -> Sharding:
 
 
 def check_sharding(sharding: Sharding, tables: list[Table], device: torch.device) -> None:
-    """Check a sharding argument against all tables of an unsharded model and the device of their shards.
-
-    Raises:
-        ValueError: A table that the model does not have, or a sharding type that the device lacks.
-    """
+    """Refuse, with a ValueError, tables that an unsharded model does not have, and types that a device lacks."""
     known = {table.name: table for table in tables}
     for name, kind in (_named_types(sharding, tables) or {}).items():
         if name not in known:

@@ -79,11 +79,7 @@ class Table:
 
 
 def training_sharders(codecs: Mapping[str, QuantizedCommCodecs] | None = None) -> list[ModuleSharder[nn.Module]]:
-    """Return TorchRec's default sharders but those of quantized modules, which have nothing to train and stay whole.
-
-    Args:
-        codecs: What embeddings and gradients are sent in, see `quantized_comms.codecs_of`; None for full precision.
-    """
+    """Return TorchRec's default sharders but those of quantized modules, which have nothing to train and stay whole."""
     sharders = [sharder for sharder in get_default_sharders() if not isinstance(sharder, BaseQuantEmbeddingSharder)]
     return sharders if codecs is None else [type(sharder)(qcomm_codecs_registry=codecs) for sharder in sharders]
 
