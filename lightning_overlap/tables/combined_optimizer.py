@@ -10,8 +10,9 @@ from torch.optim import Optimizer
 from torchrec.optim.keyed import KeyedOptimizer
 from typing_extensions import override
 
-from .sharded_module import SetRates, fused_optimizers, trained_in_backward
+from .sharded_module import SetRates, fused_optimizers
 from .supported_modules import sharded_modules
+from .table import Rule
 
 _EXPECTED = ("momentum", "betas", "weight_decay")
 """Entries other than `lr` that schedulers (cycled momentum) and monitors look for in every group."""
@@ -132,7 +133,7 @@ def combined_optimizer(module: nn.Module, dense: Optimizer) -> DenseAndFused:
         )
     by_rate: dict[float, list[KeyedOptimizer]] = {}
     for name, sharded in sharded_modules(module).items():
-        trained = trained_in_backward(sharded)
+        trained: dict[str, Rule] | None = getattr(sharded, "trained_in_backward", None)
         if trained is None:
             raise ValueError(
                 f"{name} was not sharded by OverlapEmbeddingStrategy: its fused tables' rates are unknown."

@@ -98,6 +98,7 @@ class ReplicaKernel(DenseTableBatchedEmbeddingBagsCodegen):  # type: ignore[misc
     """
 
     optimizers: list[ReplicaOptimizer]
+    """In the order of their tables."""
     group: dist.ProcessGroup
     set_rates: Callable[[], None] | None
     held: list[tuple[Tensor, Any]] | None
@@ -120,14 +121,6 @@ class ReplicaKernel(DenseTableBatchedEmbeddingBagsCodegen):  # type: ignore[misc
             return super().forward(*args, **kwargs)  # type: ignore[no-any-return]
         finally:
             del attributes["weights"]
-
-    def states(self) -> dict[str, dict[str, Tensor]]:
-        """Return the optimizer's state by table and kind, `(rows, columns)` or row-wise `(rows,)`, not copied."""
-        return {
-            name.split(".")[-2]: {kind.rpartition(".")[2]: state for kind, state in optimizer.state[weight].items()}
-            for optimizer in self.optimizers
-            for name, weight in optimizer.params.items()
-        }
 
     def _sum_gradient(self, leaf: Tensor) -> None:
         """Start to sum the gradient of one call over the ranks, scaled as TorchRec scales those of sharded tables."""

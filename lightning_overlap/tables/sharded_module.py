@@ -22,7 +22,6 @@ from ..schedules import WeightOwner
 from ..versions import check_names
 from .replicas import ReplicaOptimizer
 from .supported_modules import SUPPORTED_MODULES, TABLE_TYPES, owners_of, spec_of, tables_of
-from .table import Rule
 
 R = TypeVar("R")
 SetRates: TypeAlias = Callable[[], None]
@@ -96,14 +95,6 @@ def keys_in_backward(module: Any) -> list[tuple[int, int, str]]:
             if table.local_metadata is None or table.local_metadata.shard_offsets[1] == 0:
                 found.append((part, key, table.name))
     return found
-
-
-def trained_in_backward(module: nn.Module) -> dict[str, Rule] | None:
-    """Return the rules of the fused optimizers by table, with the rates at first; None if another sharded the module.
-
-    The same on all ranks, and still what it was when a schedule has moved the kernels' own rates.
-    """
-    return getattr(module, "trained_in_backward", None)
 
 
 def fused_optimizers(module: ShardedModule[Any, Any, Any, Any]) -> list[KeyedOptimizer]:

@@ -249,11 +249,8 @@ def check_sharding_types(sharding: Sharding) -> Sharding:
     for kind in kinds:
         if kind not in known:
             raise ValueError(f"sharding: {unknown_name_message('sharding type', str(kind), known)}")
-    if not (
-        sharding is None
-        or isinstance(sharding, (str, Mapping, ShardingPlan))
-        or callable(getattr(sharding, "plan", None))
-    ):
+    is_planner = callable(getattr(sharding, "plan", None))
+    if not (sharding is None or is_planner or isinstance(sharding, (str, Mapping, ShardingPlan))):
         raise TypeError(
             "sharding is None, a sharding type, {'table': type}, a planner or a ShardingPlan, "
             f"got {type(sharding).__name__}: {sharding!r}."

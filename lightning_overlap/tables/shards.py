@@ -19,8 +19,8 @@ from torchrec.distributed.types import ShardingType
 from ..schedules import WeightOwner
 from ..text import some
 from .replicas import ReplicaKernel
-from .sharded_module import trained_in_backward
 from .supported_modules import sharded_modules, spec_of, table_modules, tables_of
+from .table import Rule
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,8 +58,8 @@ class KernelShards:
     def states(self) -> list[dict[str, Tensor]]:
         """Return the optimizer's state of each shard by kind, `(rows, columns)` or row-wise `(rows,)`, not copied."""
         if isinstance(self.kernel, ReplicaKernel):
-            by_table = self.kernel.states()
-            return [by_table[shard.name.split(".")[-2]] for shard in self.shards]
+            of_replicas = [replica for optimizer in self.kernel.optimizers for replica in optimizer.state.values()]
+            return [{kind.rpartition(".")[2]: state for kind, state in kinds.items()} for kinds in of_replicas]
         kinds = self.kernel.split_optimizer_states() if self.is_fused else []
         return [
             {f"momentum{number}": state for number, state in enumerate(of_table, start=1)}
@@ -128,7 +128,7 @@ def table_lines(model: nn.Module, optimizers: Iterable[Optimizer], *, scheduled:
         collection = module if spec_of(module) is None else tables_of(module)
         plan: Mapping[str, Any] = getattr(collection, "module_sharding_plan", None) or {}
         weights = {path.split(".")[-2]: weight for path, weight in collection.named_parameters() if "." in path}
-        fused = trained_in_backward(module)
+        fused: dict[str, Rule] | None = getattr(module, "trained_in_backward", None)  # None: its user sharded it
         alike: dict[tuple[str, str], list[str]] = {}
         for table, parameter in plan.items():
             is_dense = parameter.compute_kernel == EmbeddingComputeKernel.DENSE.value
