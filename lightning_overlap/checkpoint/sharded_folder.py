@@ -239,6 +239,7 @@ def resolve_path(path: Path) -> Path:
             if is_folder(other) or other.is_file():
                 warnings.warn(f"{path} was being replaced; {other}, the one before it, is loaded.", stacklevel=2)
                 return other
+    if not path.exists():  # not given its name meanwhile
         left = " (a save that did not finish left NAME.unfinished)" if sibling(path, "unfinished").exists() else ""
         raise FileNotFoundError(f"Checkpoint file not found: {path}{left}")  # in Lightning's words
     if path.suffix == ".unfinished":

@@ -131,18 +131,14 @@ def table_lines(model: nn.Module, optimizers: Iterable[Optimizer], *, scheduled:
         fused: dict[str, Rule] | None = getattr(module, "trained_in_backward", None)  # None: its user sharded it
         alike: dict[tuple[str, str], list[str]] = {}
         for table, parameter in plan.items():
-            is_dense = parameter.compute_kernel == EmbeddingComputeKernel.DENSE.value
-            if is_dense and table not in (fused or {}):  # replicas have a rate of their own
-                owner = owner_of.get(id(weights.get(table)))
-                trainer = f"{owner} of configure_optimizers" if owner else "nothing (requires_grad=False)"
-            elif fused is None:
-                trainer = "the optimizer of its kernel"
-            elif table not in fused:
-                trainer = "nothing (requires_grad=False)"
-            else:
-                rule = fused[table]
+            trainer = "nothing (requires_grad=False)"
+            if owner := owner_of.get(id(weights.get(table))):
+                trainer = f"{owner} of configure_optimizers"
+            elif rule := (fused or {}).get(table):
                 constant = ", constant: the scheduler does not move it (see combined_optimizer)"
                 trainer = f"{rule.name} in the backward, lr {rule.rate:g}{constant if scheduled and not moved else ''}"
+            elif fused is None and parameter.compute_kernel != EmbeddingComputeKernel.DENSE.value:
+                trainer = "the optimizer of its kernel"
             alike.setdefault((parameter.sharding_type, trainer), []).append(table)
         for (kind, trainer), tables in alike.items():
             lines.append(f"{name}: {some(tables, 3)}: {kind}, trained by {trainer}")
