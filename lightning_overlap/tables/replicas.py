@@ -42,7 +42,7 @@ class ReplicaOptimizer(FusedOptimizer):  # type: ignore[misc]
         rows_of, dim = [len(weight) for weight in tables], tables[0].shape[1]
         self._part, self._dim = slice(start, start + sum(rows_of) * dim), dim
         width = {EmbOptimType.EXACT_SGD: (0,), EmbOptimType.EXACT_ADAGRAD: (dim,)}.get(rule.kind, ())
-        self._state = torch.zeros(sum(rows_of), *width, device=tables[0].device)
+        self._state = torch.zeros(sum(rows_of), *width, dtype=tables[0].dtype, device=tables[0].device)
         states = {
             weight: {f"{name.split('.')[-2]}.momentum1": state} if state.numel() else {}
             for (name, weight), state in zip(weights.items(), self._state.split(rows_of), strict=True)
