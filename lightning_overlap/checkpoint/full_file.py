@@ -91,10 +91,7 @@ def write_file(
 ) -> None:
     """Write what `gather_checkpoint` returned to a file, which takes its name only when it is whole and on the disk.
 
-    Before that it takes the name `also`, if one is given. Every rank calls this.
-
-    Raises:
-        OSError: Rank 0 could not write; raised on every rank.
+    Before that it takes the name `also`, if one is given. Every rank calls this, and gets rank 0's OSError.
     """
     unfinished = sibling(path, "unfinished")
 

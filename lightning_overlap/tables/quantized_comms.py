@@ -87,26 +87,28 @@ class Codec(QuantizedCommCodec):  # type: ignore[misc]
 def resolve_quantized_comms(quantized_comms: QuantizedComms) -> QCommsConfig | None:
     """Return TorchRec's config for what a user gave; None where all is sent in full precision.
 
-    Raises:
-        ValueError: An unknown precision (the message lists the nearest names), or a loss scale that is not positive, or
-            that the precision does not take.
-        TypeError: Not a `QuantizedComms`.
+    What is no `QuantizedComms` is a TypeError; a ValueError is an unknown precision, and a loss scale that is not
+    positive, or that the precision does not take.
     """
-    if quantized_comms is None:
-        return None
-    config = quantized_comms
-    if not isinstance(config, QCommsConfig):
-        names = (config, config) if isinstance(config, str) else config
-        if not isinstance(names, tuple | list) or len(names) != 2 or not all(isinstance(name, str) for name in names):
+    match quantized_comms:
+        case None:
+            return None
+        case str():
+            return resolve_quantized_comms((quantized_comms, quantized_comms))
+        case QCommsConfig():
+            config = quantized_comms
+        case [str(), str()]:
+            for name in quantized_comms:
+                if name not in PRECISIONS:
+                    raise ValueError(f"quantized_comms: {unknown_name_message('precision', name, PRECISIONS)}")
+            sizes = [_GROUP if name == "fp8" else None for name in quantized_comms]
+            precisions = map(CommType, quantized_comms)
+            config = QCommsConfig(*precisions, fp8_quantize_dim=sizes[0], fp8_quantize_dim_bwd=sizes[1])
+        case _:
             raise TypeError(
                 "quantized_comms is a precision, ('fp16', 'bf16') for embeddings and their gradients, TorchRec's "
                 f"QCommsConfig, or None, got {quantized_comms!r}. Precisions: {', '.join(PRECISIONS)}."
             )
-        for name in names:
-            if name not in PRECISIONS:
-                raise ValueError(f"quantized_comms: {unknown_name_message('precision', name, PRECISIONS)}")
-        sizes = [_GROUP if name == "fp8" else None for name in names]
-        config = QCommsConfig(*map(CommType, names), fp8_quantize_dim=sizes[0], fp8_quantize_dim_bwd=sizes[1])
     for direction, precision, scale, _ in _directions(config):
         if scale is None:
             continue

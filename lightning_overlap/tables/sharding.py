@@ -238,14 +238,9 @@ def sharded_state_names(model: nn.Module) -> set[str]:
 
 
 def check_sharding_types(sharding: Sharding) -> Sharding:
-    """Return a sharding argument whose types exist somewhere; the tables and the device are not known yet.
-
-    Raises:
-        ValueError: A sharding type that does not exist; the message lists the nearest ones.
-        TypeError: Not a `Sharding`.
-    """
+    """Return a `Sharding`, whatever the tables and the device; others are a TypeError, unknown types a ValueError."""
     kinds = [sharding] if isinstance(sharding, str) else sharding.values() if isinstance(sharding, Mapping) else []
-    known = {kind.value: kind for kind in ShardingType}
+    known = [kind.value for kind in ShardingType]
     for kind in kinds:
         if kind not in known:
             raise ValueError(f"sharding: {unknown_name_message('sharding type', str(kind), known)}")
