@@ -182,9 +182,9 @@ def _as_fused(
     kernels = {name: kernel.optimizer.name for name, _, kernel in fused_kernels(model)}
     keys_of: dict[str, set[StateKey]] = {}
     optimizer_of: dict[str, str] = {}
-    for names, theirs in gather_objects((list(fused_state(model)), kernels), group):
+    for keys, theirs in gather_objects((list(fused_state(model)), kernels), group):
         optimizer_of |= theirs
-        for key in map(StateKey.parse, names):
+        for key in keys:
             keys_of.setdefault(key.weight, set()).update([] if key.kind in KERNEL_KINDS else [key])
     taken: dict[str, Tensor] = {}
     unused: dict[str, list[str]] = {}

@@ -81,7 +81,7 @@ def take_state(checkpoint: dict[str, Any], model: nn.Module) -> dict[str, dict[s
     """
     state = {MODEL: checkpoint.pop("state_dict")}
     if "optimizer_states" in checkpoint:
-        state[FUSED] = fused_state(model)
+        state[FUSED] = {str(key): piece for key, piece in fused_state(model).items()}
         state[TABLE_OPTIMIZERS] = take_table_states(checkpoint["optimizer_states"], model)
     # An empty part would be written as an object; ranks differ in what they have.
     return {part: values for part, values in state.items() if values}

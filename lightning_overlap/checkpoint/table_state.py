@@ -70,13 +70,13 @@ class Loading(NamedTuple):
     finish: Callable[[], None]
 
 
-def fused_state(model: nn.Module) -> dict[str, Piece]:
+def fused_state(model: nn.Module) -> dict[StateKey, Piece]:
     """Return this rank's part of the state of all fused optimizers, in the kernels' own tensors.
 
     Besides the optimizers' state, for every table: updates counted, the optimizer's learning rate, and the one that
     the kernel was last given (a scheduler's change reaches the kernel in `zero_grad` or `step`).
     """
-    pieces: dict[str, Piece] = {}
+    pieces: dict[StateKey, Piece] = {}
     for name, sharded in table_modules(model).items():
         optimizer = sharded.fused_optimizer
         for parameter, weight in optimizer.params.items():
@@ -85,14 +85,13 @@ def fused_state(model: nn.Module) -> dict[str, Piece]:
                     continue
                 key = StateKey(f"{name}.{parameter}", path.rpartition(".")[2])
                 if value.dim() == 1:
-                    parts = _row_wise(weight, value)
-                    pieces |= {str(key._replace(columns=columns)): part for columns, part in parts}
+                    pieces |= {key._replace(columns=columns): part for columns, part in _row_wise(weight, value)}
                 else:
-                    pieces[str(key)] = value
+                    pieces[key] = value
     for weight_name, fused, kernel in fused_kernels(model):
-        pieces[f"{weight_name}.{ITERATION}"] = kernel.iter_cpu.detach().clone().reshape(1)
+        pieces[StateKey(weight_name, ITERATION)] = kernel.iter_cpu.detach().clone().reshape(1)
         for kind, lr in ((LR, fused.param_groups[0]["lr"]), (APPLIED_LR, kernel.get_learning_rate())):
-            pieces[f"{weight_name}.{kind}"] = torch.tensor([lr], dtype=torch.float64)
+            pieces[StateKey(weight_name, kind)] = torch.tensor([lr], dtype=torch.float64)
     return pieces
 
 
@@ -107,25 +106,24 @@ def plan_loading(model: nn.Module, saved: Iterable[str], told: Collection[str] =
     Raises:
         RuntimeError: A table was saved with the state of another fused optimizer.
     """
-    keys = {name: StateKey.parse(name) for name in saved}
-    kinds = kinds_by_weight(keys.values())
+    keys = set(map(StateKey.parse, saved))
+    kinds = kinds_by_weight(keys)
     pieces: dict[str, Piece] = {}
     averages: list[tuple[Piece, dict[str, int]]] = []
     averaged = set()
     mine = fused_state(model)
-    for weight, wanted in kinds_by_weight(map(StateKey.parse, mine)).items():
+    for weight, wanted in kinds_by_weight(mine).items():
         if kinds.get(weight, wanted) != wanted:
             there, here = (some(sorted(each)) or "no state" for each in (kinds[weight], wanted))
             raise RuntimeError(
                 f"the fused optimizer of {weight} was saved with {there}, this run's has {here}: load with the fused "
                 "optimizer that the checkpoint was saved with."
             )
-    for name, piece in mine.items():
-        if name in keys:
-            pieces[name] = piece
+    for key, piece in mine.items():
+        if key in keys:
+            pieces[str(key)] = piece
             continue
-        key = StateKey.parse(name)
-        sources = overlapping(key, keys.values()) if local_parts(piece) else {}
+        sources = overlapping(key, keys) if local_parts(piece) else {}
         if sources:
             # Whole rows for all columns that a rank has: small against the shards, which have as many rows.
             for source in sources:
