@@ -9,15 +9,12 @@ from .atomic import discard_with_leftovers as discard_with_leftovers
 from .atomic import lead as lead
 from .atomic import links_to as links_to
 from .dense_state import by_name as by_name
-from .dense_state import load_by_name as load_by_name
-from .dense_state import warn_of_moved_states as warn_of_moved_states
 from .full_file import gather as gather
 from .full_file import gather_checkpoint as gather_checkpoint
+from .full_file import load_dense as load_dense
 from .full_file import load_file as load_file
 from .full_file import load_fused as load_fused
-from .full_file import load_table_states as load_table_states
 from .full_file import write_file as write_file
-from .plain_state import take_plain_state as take_plain_state
 from .sharded_folder import FULL as FULL
 from .sharded_folder import SHARDED as SHARDED
 from .sharded_folder import FolderSaver as FolderSaver

@@ -7,7 +7,6 @@ and in which order, depends on the sharding plan and on the rank.
 from __future__ import annotations
 
 import itertools
-import warnings
 from collections.abc import Mapping
 from functools import partial
 from typing import Any
@@ -28,38 +27,28 @@ def by_name(
     model: nn.Module,
     more: Mapping[Tensor, Mapping[str, Tensor]],
 ) -> State:
-    """Return an optimizer's state with parameter names in the place of positions.
+    """Return an optimizer's `state_dict()` with the model's parameter names in the place of positions.
 
-    Args:
-        optimizer: The optimizer; TorchRec's keyed ones too.
-        state: Its `state_dict()`; empty where another rank has it.
-        model: The module with the parameters' names.
-        more: Further kinds of state, by parameter: tensors of any shape.
+    It is empty where another rank has it. There may be `more` kinds of state, by parameter, tensors of any shape.
     """
     if isinstance(optimizer, KeyedOptimizer):  # whose state_dict leaves the groups out
         state = {"state": optimizer.state, "param_groups": optimizer.param_groups}
     if "param_groups" not in state:
         return dict(state)
-    name_of: dict[Any, str | None] = {}
+    name_of: dict[Any, str] = {}
     further: dict[str, Mapping[str, Tensor]] = {}
     groups, saved_groups = [], state["param_groups"]
     for names, group, own in zip(names_of(optimizer, model), saved_groups, optimizer.param_groups, strict=True):
         name_of.update(zip(group["params"], names, strict=True))
-        named = [(name, weight) for name, weight in zip(names, own["params"], strict=True) if name is not None]
-        groups.append({**group, "params": [name for name, _ in named]})
-        further |= {name: more[weight] for name, weight in named if weight in more}
-    states = {name_of[key]: value for key, value in state["state"].items() if name_of.get(key) is not None}
+        groups.append({**group, "params": names})
+        further |= {name: more[weight] for name, weight in zip(names, own["params"], strict=True) if weight in more}
+    states = {name_of[key]: value for key, value in state["state"].items() if key in name_of}
     states |= {name: {**states.get(name, {}), **kinds} for name, kinds in further.items()}
     return {**state, "state": states, "param_groups": groups}
 
 
-def load_by_name(optimizer: torch.optim.Optimizer, saved: Mapping[str, Any], model: nn.Module) -> list[str]:
-    """Load saved state into an optimizer.
-
-    Args:
-        optimizer: Receives the state, on the devices of its parameters.
-        saved: What `by_name` returned, or a `state_dict()` of `torch.optim`, with positions for names.
-        model: The module with the parameters' names.
+def load_by_name(optimizer: torch.optim.Optimizer, saved: Mapping[str, Any], model: nn.Module) -> set[str]:
+    """Load what `by_name` returned, or a `state_dict()` of `torch.optim`, into an optimizer.
 
     Returns:
         Names of the tables that the optimizer owns and that have no saved state, or the other way around.
@@ -69,7 +58,7 @@ def load_by_name(optimizer: torch.optim.Optimizer, saved: Mapping[str, Any], mod
     """
     if not is_by_name(saved):
         optimizer.load_state_dict(dict(saved))
-        return []
+        return set()
     groups = optimizer.param_groups
     if len(groups) != len(saved["param_groups"]):
         raise RuntimeError(
@@ -78,8 +67,7 @@ def load_by_name(optimizer: torch.optim.Optimizer, saved: Mapping[str, Any], mod
             "load with the configure_optimizers that the checkpoint was saved with."
         )
     named = names_of(optimizer, model)
-    mine = {name for names in named for name in names if name is not None}
-    moved = mine ^ {name for group in saved["param_groups"] for name in group["params"]}
+    moved = set(itertools.chain(*named)) ^ {name for group in saved["param_groups"] for name in group["params"]}
     other = moved - table_weights(model)
     if other:
         raise RuntimeError(
@@ -95,28 +83,16 @@ def load_by_name(optimizer: torch.optim.Optimizer, saved: Mapping[str, Any], mod
                         kind: value.to(parameter.device) if isinstance(value, Tensor) and value.dim() else value
                         for kind, value in saved["state"][name].items()
                     }
-        return sorted(moved)
-    states: dict[int, Any] = {}
-    new_groups: list[dict[str, Any]] = []
-    position = itertools.count()
-    for names, saved_group in zip(named, saved["param_groups"], strict=True):
-        positions = [next(position) for _ in names]
-        new_groups.append({**saved_group, "params": positions})
-        of_group = zip(positions, names, strict=True)
-        states |= {number: saved["state"][name] for number, name in of_group if name in saved["state"]}
+        return moved
+    positions = itertools.count()
+    new_groups = [
+        {**saved_group, "params": list(itertools.islice(positions, len(names)))}
+        for names, saved_group in zip(named, saved["param_groups"], strict=True)
+    ]
+    every_name = enumerate(itertools.chain(*named))
+    states = {position: saved["state"][name] for position, name in every_name if name in saved["state"]}
     optimizer.load_state_dict({**saved, "state": states, "param_groups": new_groups})
-    return sorted(moved)
-
-
-def warn_of_moved_states(tables: set[str]) -> None:
-    """Warn of tables whose optimizer state starts anew, or has nowhere to go."""
-    if tables:
-        warnings.warn(
-            f"{', '.join(sorted(tables))}: trained by the dense optimizer now and not when the checkpoint was "
-            "saved, or the other way around; its state of these tables starts anew, or is not used.",
-            UserWarning,
-            stacklevel=2,
-        )
+    return moved
 
 
 def table_key(index: int, name: str, kind: str) -> str:
@@ -140,11 +116,11 @@ def take_table_states(states: list[State], model: nn.Module, *, are_whole: bool 
     pieces: dict[str, Piece] = {}
     for index, state in enumerate(states):
         for name in [name for name in state.get("state", {}) if name in weights]:
-            of_table = {kind: value for kind, value in state["state"].pop(name).items() if value is not None}
-            for kind, value in of_table.items():
-                value = torch.as_tensor(value)
-                is_piece = are_whole or value.dim() == 0
-                pieces[table_key(index, name, kind)] = value if is_piece else split_like(weights[name], value)
+            for kind, value in state["state"].pop(name).items():
+                if value is not None:
+                    value = torch.as_tensor(value)
+                    stays = are_whole or value.dim() == 0
+                    pieces[table_key(index, name, kind)] = value if stays else split_like(weights[name], value)
     return pieces
 
 
@@ -169,14 +145,11 @@ def put_table_states(pieces: Mapping[str, Piece], states: list[State]) -> None:
         states[index]["state"].setdefault(name, {})[kind] = value
 
 
-def names_of(optimizer: torch.optim.Optimizer, model: nn.Module) -> list[list[str | None]]:
-    """Return a name for each parameter by group: None for fused tables, the position for those that the model lacks."""
+def names_of(optimizer: torch.optim.Optimizer, model: nn.Module) -> list[list[str]]:
+    """Return a name for each parameter by group; the position for those that the model lacks."""
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     return [
-        [
-            None if isinstance(parameter, ShardedTensor) else names.get(id(parameter), f"{index}:{position}")
-            for position, parameter in enumerate(group["params"])
-        ]
+        [names.get(id(parameter), f"{index}:{position}") for position, parameter in enumerate(group["params"])]
         for index, group in enumerate(optimizer.param_groups)
     ]
 

@@ -9,8 +9,9 @@ is not copied. No device holds anything more. Loading maps the file into memory,
 from __future__ import annotations
 
 import os
+import warnings
 import zipfile
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -22,7 +23,8 @@ from torch import Tensor, nn
 
 from ..distributed import gather_objects, together
 from .atomic import atomic_replace, remove, sibling
-from .dense_state import empty_table_states, put_table_states
+from .dense_state import empty_table_states, load_by_name, put_table_states
+from .plain_state import take_plain_state
 from .sharded_folder import FUSED, MODEL, TABLE_OPTIMIZERS, is_rank_zero, on_rank_zero, read_file, take_state
 from .table_state import Loading, fill_from_whole, local_parts, plan_loading
 
@@ -30,13 +32,7 @@ from .table_state import Loading, fill_from_whole, local_parts, plan_loading
 def gather_checkpoint(
     checkpoint: dict[str, Any], model: nn.Module, group: dist.ProcessGroup | None
 ) -> dict[str, Any] | None:
-    """Return a checkpoint with whole tensors on rank 0, None on the others. Every rank calls this.
-
-    Args:
-        checkpoint: What Lightning gathered.
-        model: The sharded module.
-        group: A gloo group of all ranks; None on one rank.
-    """
+    """Return what Lightning gathered, with whole tensors, on rank 0, None on the others. Every rank calls this."""
     state = take_state(checkpoint, model)
     gathered = {part: dict(gather(state.get(part, {}), group)) for part in (MODEL, FUSED, TABLE_OPTIMIZERS)}
     if not is_rank_zero(group):
@@ -56,35 +52,34 @@ def gather(pieces: Mapping[str, Any], group: dist.ProcessGroup | None) -> Iterat
         for key, piece in tensors.items()
     }
     everyone = gather_objects(mine, group)
-    for key in sorted({key for theirs in everyone for key in theirs}):
+    for key in sorted(set().union(*everyone)):
         size, dtype, _ = next(theirs[key] for theirs in everyone if key in theirs)
-        chunks = _distinct(key, everyone)
+        chunks = _distinct([theirs[key][2] if key in theirs else [] for theirs in everyone])
         parts = local_parts(tensors[key]) if key in tensors else []
         if rank != 0:
             for window, part in parts:
                 if (rank, window) in chunks:
                     dist.send(part.cpu().contiguous(), group_dst=0, group=group)
-            continue
-        if [owner for owner, _ in chunks] == [0] and parts[0][1].shape == size:
+        elif [owner for owner, _ in chunks] == [0] and parts[0][1].shape == size:
             yield key, parts[0][1].cpu()
-            continue
-        whole = torch.empty(size, dtype=dtype)
-        for owner, window in chunks:
-            into = whole[window]
-            if owner == 0:
-                into.copy_(next(part for place, part in parts if place == window))
-                continue
-            received = into if into.is_contiguous() else torch.empty(into.shape, dtype=dtype)
-            dist.recv(received, group_src=owner, group=group)
-            into.copy_(received)
-        yield key, whole
+        else:
+            whole = torch.empty(size, dtype=dtype)
+            for owner, window in chunks:
+                into = whole[window]
+                if owner == 0:
+                    part = next(part for place, part in parts if place == window)
+                else:
+                    part = into if into.is_contiguous() else torch.empty(into.shape, dtype=dtype)
+                    dist.recv(part, group_src=owner, group=group)
+                into.copy_(part)
+            yield key, whole
 
 
-def _distinct(key: str, everyone: list[dict[str, Any]]) -> list[tuple[int, tuple[slice, ...]]]:
+def _distinct(windows: list[list[tuple[slice, ...]]]) -> list[tuple[int, tuple[slice, ...]]]:
     """Return which rank gives which part of a tensor: what several ranks have comes from the first."""
     chunks: list[tuple[int, tuple[slice, ...]]] = []
-    for rank, theirs in enumerate(everyone):
-        for window in theirs[key][2] if key in theirs else []:
+    for rank, theirs in enumerate(windows):
+        for window in theirs:
             is_empty = any(part.start == part.stop for part in window)
             if not is_empty and all(window != known for _, known in chunks):
                 chunks.append((rank, window))
@@ -94,16 +89,9 @@ def _distinct(key: str, everyone: list[dict[str, Any]]) -> list[tuple[int, tuple
 def write_file(
     content: dict[str, Any] | None, path: Path, group: dist.ProcessGroup | None, *, also: Path | None = None
 ) -> None:
-    """Write what rank 0 has to a file, which takes its name only when it is whole and on the disk.
+    """Write what `gather_checkpoint` returned to a file, which takes its name only when it is whole and on the disk.
 
-    Args:
-        content: What `gather_checkpoint` returned; None on ranks other than 0.
-        path: Where the file is to stand.
-        group: A gloo group of all ranks; None on one rank.
-        also: A second name that the file has before it takes its own.
-
-    Raises:
-        OSError: Rank 0 could not write; raised on every rank.
+    Before that it takes the name `also`, if one is given. Every rank calls this, and gets rank 0's OSError.
     """
     unfinished = sibling(path, "unfinished")
 
@@ -120,15 +108,7 @@ def write_file(
 
 
 def load_file(path: Path, *, weights_only: bool | None) -> dict[str, Any]:
-    """Read a checkpoint file. Its weights and its tables' optimizer states stay on the disk until they are copied.
-
-    Args:
-        path: The file.
-        weights_only: As `torch.load` takes it: True executes nothing that is in the file.
-
-    Raises:
-        RuntimeError: The file holds objects that `weights_only` does not allow; the message says how to trust them.
-    """
+    """Read a checkpoint file. Its weights and its tables' optimizer states stay on the disk until they are copied."""
     checkpoint = read_file(path, weights_only=weights_only, mmap=zipfile.is_zipfile(path))
     copied_later = ("state_dict", FUSED, TABLE_OPTIMIZERS)
     return {
@@ -138,19 +118,20 @@ def load_file(path: Path, *, weights_only: bool | None) -> dict[str, Any]:
 
 
 def load_fused(
-    checkpoint: Mapping[str, Any], model: nn.Module, group: dist.ProcessGroup | None, told: Collection[str] = ()
+    checkpoint: dict[str, Any],
+    optimizers: Sequence[torch.optim.Optimizer],
+    schedulers: Sequence[Any],
+    model: nn.Module,
+    group: dist.ProcessGroup | None,
 ) -> None:
-    """Copy the state of fused optimizers from whole tensors into the kernels.
+    """Copy the state of fused optimizers from whole tensors, where a checkpoint has some, into the kernels.
 
-    Args:
-        checkpoint: What `load_file` returned, or Lightning's `consolidate_checkpoint`; others have no such state.
-        model: The sharded module.
-        group: A gloo group of all ranks; None on one rank.
-        told: Tables of which it was said already that their state starts anew.
+    That of a run without this strategy gets the form that runs with it have, see `take_plain_state`.
 
     Raises:
         RuntimeError: The state was saved from another model, or with another fused optimizer.
     """
+    told = take_plain_state(checkpoint, optimizers, schedulers, model, group)
     saved = checkpoint.get(FUSED, {})
     if saved is None:  # a folder's, which is loaded already
         return
@@ -163,9 +144,26 @@ def load_fused(
     together(plan_and_fill, partial(gather_objects, group=group)).finish()
 
 
-def load_table_states(checkpoint: Mapping[str, Any], model: nn.Module) -> None:
-    """Put this rank's part of the dense optimizers' state of tables into the states that are `by_name`."""
-    saved = checkpoint.get(TABLE_OPTIMIZERS, {})
+def load_dense(
+    checkpoint: Mapping[str, Any],
+    optimizers: Sequence[torch.optim.Optimizer],
+    model: nn.Module,
+    group: dist.ProcessGroup | None,
+) -> None:
+    """Load the state of the optimizers of `configure_optimizers`, with this rank's part of their state of tables.
+
+    Raises:
+        RuntimeError: One has other parameters than the saved one, tables apart, whose state then starts anew.
+    """
+    states, saved = checkpoint["optimizer_states"], checkpoint.get(TABLE_OPTIMIZERS, {})
     pieces = empty_table_states({key: (value.shape, value.dtype) for key, value in saved.items()}, model)
     fill_from_whole(pieces, saved)
-    put_table_states(pieces, checkpoint["optimizer_states"])
+    put_table_states(pieces, states)
+    moved = set().union(*(load_by_name(*pair, model) for pair in zip(optimizers, states, strict=False)))
+    if moved and is_rank_zero(group):
+        warnings.warn(
+            f"{', '.join(sorted(moved))}: trained by the dense optimizer now and not when the checkpoint was "
+            "saved, or the other way around; its state of these tables starts anew, or is not used.",
+            UserWarning,
+            stacklevel=2,
+        )

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from ..distributed import gather_objects
 from .dense_state import State, is_by_name, names_of, take_table_states
 from .sharded_folder import FUSED, TABLE_OPTIMIZERS, is_rank_zero
-from .table_state import _KERNEL_KINDS, ITERATION, StateKey, _kernels, fused_state, table_weights
+from .table_state import ITERATION, KERNEL_KINDS, StateKey, fused_kernels, fused_state, table_weights
 
 _SOURCES: Mapping[str, Mapping[str, str]] = {
     "EXACT_SGD": {},
@@ -42,14 +42,7 @@ def take_plain_state(
     """Give the optimizer state of a checkpoint names, and its tables' state the form of fused optimizers, in place.
 
     Does nothing to checkpoints that runs with the strategy have saved. All ranks call this; rank 0 warns of what has no
-    place in this run.
-
-    Args:
-        checkpoint: What was read: `state_dict`, `optimizer_states`, `lr_schedulers`.
-        optimizers: Those of this run.
-        schedulers: Learning-rate schedulers of this run; they may have more groups than the saved ones.
-        model: The sharded module.
-        group: A gloo group of all ranks; None on one rank.
+    place in this run, whose optimizers and schedulers are given. These may have more groups than the saved ones.
 
     Returns:
         Names of the tables whose state is not used.
@@ -63,7 +56,9 @@ def take_plain_state(
     if len(states) != len(optimizers):
         raise _unknown(f"it has the state of {len(states)} optimizers, this run has {len(optimizers)}")
     tables = table_weights(model)
-    mine = [_dense_names(optimizer, model) for optimizer in optimizers]
+    # The fused groups of `combined_optimizer`, which come last, are left out.
+    num_fused = [len(getattr(optimizer, "fused_groups", [])) for optimizer in optimizers]
+    mine = [names_of(one, model)[: len(one.param_groups) - num] for one, num in zip(optimizers, num_fused, strict=True)]
     weights = {name: value for name, value in checkpoint["state_dict"].items() if isinstance(value, Tensor)}
     owned = {name for groups in mine for names in groups for name in names}
     free = [name for name in weights if name in tables - owned]
@@ -105,13 +100,6 @@ def _unknown(why: str) -> RuntimeError:
         "or go on from the weights alone: module.load_state_dict(torch.load(PATH, weights_only=True)['state_dict']), "
         "and fit without ckpt_path."
     )
-
-
-def _dense_names(optimizer: torch.optim.Optimizer, model: nn.Module) -> list[list[str]]:
-    """Return the names of the dense parameters of each group; a fused group of `combined_optimizer` is left out."""
-    named = names_of(optimizer, model)
-    num_dense = len(named) - len(getattr(optimizer, "fused_groups", []))
-    return [[name for name in names if name is not None] for names in named[:num_dense]]
 
 
 def _match(
@@ -191,29 +179,26 @@ def _as_fused(
     states: Mapping[str, State], model: nn.Module, group: dist.ProcessGroup | None
 ) -> tuple[dict[str, Tensor], dict[str, list[str]]]:
     """Return the states of tables as those of the fused optimizers that have them now, and what has no place there."""
-    mine = fused_state(model)
-    numbers = {key: value for key, value in mine.items() if key.rpartition(".")[2] in _KERNEL_KINDS}
-    kernels = {name: kernel.optimizer.name for name, _, kernel in _kernels(model)}
-    own = (mine.keys() - numbers.keys(), numbers, kernels)
-    everyone = gather_objects(own, group)
-    keys = {key for theirs, _, _ in everyone for key in theirs}
-    numbers = {key: value for _, theirs, _ in everyone for key, value in theirs.items()}
-    optimizer_of = {name: optimizer for _, _, theirs in everyone for name, optimizer in theirs.items()}
+    kernels = {name: kernel.optimizer.name for name, _, kernel in fused_kernels(model)}
+    keys_of: dict[str, set[StateKey]] = {}
+    optimizer_of: dict[str, str] = {}
+    for keys, theirs in gather_objects((list(fused_state(model)), kernels), group):
+        optimizer_of |= theirs
+        for key in keys:
+            keys_of.setdefault(key.weight, set()).update([] if key.kind in KERNEL_KINDS else [key])
     taken: dict[str, Tensor] = {}
     unused: dict[str, list[str]] = {}
     for name, state in states.items():
         now, there = optimizer_of.get(name, "no fused optimizer"), _tensors(state)
-        wanted = sorted(key for key in keys if key.startswith(f"{name}."))
-        source_of = {key: _SOURCES.get(now, {}).get(StateKey.parse(key).kind) for key in wanted}
+        source_of = {key: _SOURCES.get(now, {}).get(key.kind) for key in keys_of.get(name, ())}
         if now not in _SOURCES or set(source_of.values()) != there.keys():
             if there:
                 kinds, now = ", ".join(sorted(there)), now.removeprefix("EXACT_")
                 unused.setdefault(f"saved with {kinds}, which {now} of this run does not take", []).append(name)
             continue
         for key, source in source_of.items():
-            columns, value = StateKey.parse(key).columns, there[str(source)]
+            value = there[str(source)]
             # Row-wise optimizers keep the mean over the columns: of sums and running means it is the same, to rounding.
-            taken[key] = value if columns is None else value[:, slice(*columns)].mean(1)
-        taken |= {f"{name}.{kind}": numbers[f"{name}.{kind}"] for kind in _KERNEL_KINDS}
-        taken[f"{name}.{ITERATION}"] = torch.full_like(numbers[f"{name}.{ITERATION}"], int(state.get("step", 0)))
+            taken[str(key)] = value if key.columns is None else value[:, slice(*key.columns)].mean(1)
+        taken[str(StateKey(name, ITERATION))] = torch.tensor([int(state.get("step", 0))])
     return taken, unused

@@ -11,7 +11,7 @@ import io
 import pickle
 from collections.abc import Mapping
 from pathlib import PurePath
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 from torch.distributed.checkpoint import metadata as dcp
@@ -20,12 +20,18 @@ from torch.distributed.checkpoint.filesystem import FileSystemReader, _StorageIn
 from torch.distributed.checkpoint.planner import ReadItem
 from typing_extensions import override
 
-_METADATA, _FILES = dcp.__name__, _StorageInfo.__module__
+_REAL = {
+    kind.__name__: kind
+    for kind in (
+        *(dcp.MetadataIndex, dcp.TensorStorageMetadata, dcp.BytesStorageMetadata, dcp.ChunkStorageMetadata),
+        _StorageInfo,
+    )
+}
+"""The records that a list is built of, by name."""
+
 _RECORDS = {
-    *((_METADATA, name) for name in ("Metadata", "MetadataIndex", "StorageMeta", "TensorProperties")),
-    *((_METADATA, name) for name in ("TensorStorageMetadata", "BytesStorageMetadata", "ChunkStorageMetadata")),
-    (_METADATA, "_MEM_FORMAT_ENCODING"),
-    (_FILES, "_StorageInfo"),
+    *((kind.__module__, name) for name, kind in _REAL.items()),
+    *((dcp.__name__, name) for name in ("Metadata", "StorageMeta", "TensorProperties", "_MEM_FORMAT_ENCODING")),
     ("torch.serialization", "_get_layout"),
     ("builtins", "getattr"),  # by which some versions of Python write enums
     *((module, name) for module in ("pathlib", "pathlib._local") for name in ("PosixPath", "WindowsPath")),
@@ -33,11 +39,11 @@ _RECORDS = {
 """What a list of tensors may name, by module; each name means a record."""
 
 _VALUES: Mapping[tuple[str, str], Any] = {
-    ("torch", "Size"): tuple,
+    ("torch", "Size"): torch.Size,
     ("collections", "OrderedDict"): dict,
     **{("torch", name): value for name, value in vars(torch).items() if isinstance(value, torch.dtype)},
 }
-"""And what it may name that means something."""
+"""And what it may name that means something, none of which can be changed."""
 
 
 class SafeReader(FileSystemReader):
@@ -90,61 +96,31 @@ class _Unpickler(pickle.Unpickler):
     def __init__(self, file: Any) -> None:
         super().__init__(file)
         # A pickle can set attributes of what it names: so it gets classes of its own.
-        self._kinds = {(module, name): type(name, (_Record,), {}) for module, name in _RECORDS}
+        records = {(module, name): type(name, (_Record,), {}) for module, name in _RECORDS}
+        self._known: Mapping[tuple[str, str], Any] = {**records, **_VALUES}
 
     def find_class(self, module: str, name: str) -> Any:
-        for known in (self._kinds, _VALUES):
-            if (module, name) in known:
-                return known[module, name]
-        raise pickle.UnpicklingError(f"it names {module}.{name}")
+        if (module, name) not in self._known:
+            raise pickle.UnpicklingError(f"it names {module}.{name}")
+        return self._known[module, name]
 
 
-def _metadata(record: Any) -> dcp.Metadata:
-    fields = _state(record, dcp.Metadata)
-    entries = {_of_type(name, str): _entry(entry) for name, entry in fields["state_dict_metadata"].items()}
-    places = {_index(index): _place(place) for index, place in fields["storage_data"].items()}
+def _metadata(record: _Record) -> dcp.Metadata:
+    fields = record.state
+    entries = {str(name): _real(entry) for name, entry in fields["state_dict_metadata"].items()}
+    places = {_real(index): _real(place) for index, place in fields["storage_data"].items()}
+    for place in places.values():
+        if PurePath(place.relative_path).name != place.relative_path or place.transform_descriptors:
+            raise pickle.UnpicklingError(f"it has a tensor in {place.relative_path!r}")
     return dcp.Metadata(state_dict_metadata=entries, storage_data=places, version=fields.get("version"))
 
 
-def _entry(record: Any) -> dcp.TensorStorageMetadata | dcp.BytesStorageMetadata:
-    if type(record).__name__ == dcp.BytesStorageMetadata.__name__:
-        return dcp.BytesStorageMetadata()
-    fields = _state(record, dcp.TensorStorageMetadata)
-    dtype, *_ = _state(fields["properties"], dcp.TensorProperties)
-    chunks = [_state(chunk, dcp.ChunkStorageMetadata) for chunk in fields["chunks"]]
-    return dcp.TensorStorageMetadata(
-        dcp.TensorProperties(dtype=_of_type(dtype, torch.dtype)),
-        torch.Size(fields["size"]),
-        [dcp.ChunkStorageMetadata(torch.Size(chunk["offsets"]), torch.Size(chunk["sizes"])) for chunk in chunks],
-    )
-
-
-def _index(record: Any) -> dcp.MetadataIndex:
-    fields = _state(record, dcp.MetadataIndex)
-    offset = fields.get("offset")
-    offset = None if offset is None else torch.Size(offset)
-    return dcp.MetadataIndex(_of_type(fields["fqn"], str), offset, fields.get("index"))
-
-
-def _place(record: Any) -> _StorageInfo:
-    fields = _state(record, _StorageInfo)
-    name = _of_type(fields["relative_path"], str)
-    if PurePath(name).name != name or fields.get("transform_descriptors"):
-        _refuse(f"a tensor in {name!r}")
-    return _StorageInfo(name, _of_type(fields["offset"], int), _of_type(fields["length"], int))
-
-
-def _state(record: Any, kind: type) -> Any:
-    if not isinstance(record, _Record) or type(record).__name__ != kind.__name__:
-        _refuse(f"{type(record).__name__} in the place of {kind.__name__}")
-    return record.state
-
-
-def _of_type(value: Any, kind: Any) -> Any:
-    if not isinstance(value, kind):
-        _refuse(f"{type(value).__name__} in the place of {kind.__name__}")
-    return value
-
-
-def _refuse(what: str) -> NoReturn:
-    raise pickle.UnpicklingError(f"it has {what}")
+def _real(value: Any) -> Any:
+    """Return what a record stands for, made of its fields."""
+    if isinstance(value, list):
+        return [_real(one) for one in value]
+    if not isinstance(value, _Record):
+        return value
+    if type(value).__name__ == dcp.TensorProperties.__name__:
+        return dcp.TensorProperties(dtype=value.state[0])  # the others are deprecated
+    return _REAL[type(value).__name__](**{name: _real(field) for name, field in (value.state or {}).items()})

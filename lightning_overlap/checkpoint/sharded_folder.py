@@ -41,19 +41,15 @@ from .table_state import Loading, fused_state, on_host, plan_loading
 METADATA_NAME = "meta.pt"
 """The file that marks a checkpoint folder and holds what is not sharded: loops, callbacks, dense optimizers."""
 
-SHARDED, FULL = "sharded", "full"
-FORMATS = {SHARDED: "a folder, every rank writes its shards", FULL: "one file, gathered on rank 0"}
+SHARDED, FULL = FORMATS = "sharded", "full"
+"""A folder, to which every rank writes its shards; one file, gathered on rank 0."""
 
 MODEL, FUSED, TABLE_OPTIMIZERS = "model", "fused_optimizer", "table_optimizers"
 """Parts of a folder: weights, state of fused optimizers, state of dense optimizers for shards of tables."""
 
 
 def check_format(checkpoint_format: str | None, async_checkpoint: bool) -> None:
-    """Check the strategy's arguments.
-
-    Raises:
-        ValueError: An unknown format, or an asynchronous save of one file.
-    """
+    """Refuse, with a ValueError, an unknown format, and an asynchronous save of one file."""
     if checkpoint_format is not None and checkpoint_format not in FORMATS:
         raise ValueError(unknown_name_message("checkpoint_format", str(checkpoint_format), FORMATS))
     if checkpoint_format == FULL and async_checkpoint:
@@ -69,11 +65,7 @@ def is_folder(path: Path) -> bool:
 
 
 def check_folder_path(path: Any, storage_options: Any) -> None:
-    """Refuse what cannot be a folder.
-
-    Raises:
-        ValueError: A remote path or storage options.
-    """
+    """Refuse, with a ValueError, what cannot be a folder: a remote path, or storage options."""
     if "://" in str(path) or storage_options is not None:
         raise ValueError(
             f"a checkpoint of sharded tables is a local folder, got {path!r}"
@@ -89,7 +81,7 @@ def take_state(checkpoint: dict[str, Any], model: nn.Module) -> dict[str, dict[s
     """
     state = {MODEL: checkpoint.pop("state_dict")}
     if "optimizer_states" in checkpoint:
-        state[FUSED] = fused_state(model)
+        state[FUSED] = {str(key): piece for key, piece in fused_state(model).items()}
         state[TABLE_OPTIMIZERS] = take_table_states(checkpoint["optimizer_states"], model)
     # An empty part would be written as an object; ranks differ in what they have.
     return {part: values for part, values in state.items() if values}
@@ -98,8 +90,7 @@ def take_state(checkpoint: dict[str, Any], model: nn.Module) -> dict[str, dict[s
 class FolderSaver:
     """Writes checkpoint folders, during training if told so; at most one is then under way.
 
-    Args:
-        group: A gloo group of all ranks, used by nothing else while a save is under way; None on one rank.
+    Nothing else uses the group (gloo, of all ranks; None on one) while a save is under way.
     """
 
     def __init__(self, group: dist.ProcessGroup | None) -> None:
@@ -116,15 +107,10 @@ class FolderSaver:
         asynchronous: bool = False,
         also: Path | None = None,
     ) -> None:
-        """Write a folder; every rank calls this.
+        """Write what Lightning gathered, and the model's shards, into a folder; every rank calls this.
 
-        Args:
-            checkpoint: What Lightning gathered.
-            path: The folder, the same on every rank.
-            model: The sharded module.
-            asynchronous: Return as soon as this rank's part is copied to the host. The folder takes its name when
-                it is whole, some time later.
-            also: A second name that the folder has before it takes its own.
+        Asynchronously it returns as soon as this rank's part is copied to the host, and the folder takes its name some
+        time later, when it is whole; before that it takes the name `also`.
 
         Raises:
             OSError: A rank could not write; raised on every rank. Also one of the asynchronous save before.
@@ -159,11 +145,7 @@ class FolderSaver:
         self._under_way.append(self._executor.submit(if_succeeded))
 
     def wait(self) -> None:
-        """Wait for the save under way, and for what was to be done after it.
-
-        Raises:
-            OSError: It failed, on this rank or another.
-        """
+        """Wait for the save under way, and for what was to be done after it; raise its OSError on every rank."""
         under_way, self._under_way = self._under_way, []
         executor, self._executor = self._executor, None
         if executor is not None:
@@ -200,14 +182,14 @@ def _write(
         writer = FileSystemWriter(unfinished, single_file_per_rank=False, per_thread_copy_ahead=0)
         save(state, storage_writer=writer, planner=_OneCopy(), process_group=group, no_dist=group is None)
         on_rank_zero(finish, path, group)
-    except CheckpointException as err:  # every rank hears of it
-        raise OSError(f"could not write the checkpoint {path}: {_failures(err)}") from err
-    except RuntimeError as err:  # another rank does not answer
-        raise OSError(f"could not write the checkpoint {path}: {err}") from err
+    except (CheckpointException, RuntimeError) as err:  # every rank hears of it, or another one does not answer
+        raise OSError(f"could not write the checkpoint {path}: {_said(err)}") from err
 
 
-def _failures(err: CheckpointException) -> str:
-    """Return what has failed, each with one of the ranks where it has."""
+def _said(err: BaseException) -> str:
+    """Return what has failed; where several ranks tell it, each failure with one of them."""
+    if not isinstance(err, CheckpointException):
+        return str(err)
     ranks = {f"{type(error).__name__}: {error}": rank for rank, (error, _) in err.failures.items()}
     return "; ".join(f"rank {rank}: {error}" for error, rank in ranks.items())
 
@@ -227,13 +209,11 @@ class _OneCopy(DefaultSavePlanner):
             self._copy.untyped_storage().resize_(0)
             self._copy = None
         data = super().resolve_data(write_item)
-        if isinstance(data, Tensor) and not _is_alone_on_host(data):
-            data = self._copy = torch.empty(data.shape, dtype=data.dtype).copy_(data.detach())
+        if isinstance(data, Tensor):
+            shares_memory = data.untyped_storage().nbytes() != data.numel() * data.element_size()
+            if shares_memory or data.device.type != "cpu":
+                data = self._copy = torch.empty(data.shape, dtype=data.dtype).copy_(data.detach())
         return data
-
-
-def _is_alone_on_host(tensor: Tensor) -> bool:
-    return tensor.device.type == "cpu" and tensor.untyped_storage().nbytes() == tensor.numel() * tensor.element_size()
 
 
 def on_rank_zero(action: Callable[[], None], path: Path, group: dist.ProcessGroup | None) -> None:
@@ -259,7 +239,7 @@ def resolve_path(path: Path) -> Path:
             if is_folder(other) or other.is_file():
                 warnings.warn(f"{path} was being replaced; {other}, the one before it, is loaded.", stacklevel=2)
                 return other
-    if not path.exists():
+    if not path.exists():  # not given its name meanwhile
         left = " (a save that did not finish left NAME.unfinished)" if sibling(path, "unfinished").exists() else ""
         raise FileNotFoundError(f"Checkpoint file not found: {path}{left}")  # in Lightning's words
     if path.suffix == ".unfinished":
@@ -284,15 +264,10 @@ def load_folder(
     strict: bool,
     with_optimizers: bool,
 ) -> dict[str, Any]:
-    """Read a checkpoint folder into a sharded module, in place.
+    """Read a checkpoint folder into a module that is sharded in any way over any number of ranks, in place.
 
-    Args:
-        path: The folder.
-        model: The module, sharded in any way over any number of ranks.
-        group: A gloo group of all ranks; None on one rank.
-        weights_only: As `torch.load` takes it, for `meta.pt` and the objects that are no tensors.
-        strict: Whether the folder has to hold exactly the module's weights.
-        with_optimizers: Whether to load the state of fused optimizers, and of dense ones for shards of tables.
+    Objects that are no tensors are read by `torch.load`, with its `weights_only`. `strict` folders hold exactly the
+    module's weights. The state of fused optimizers, and of dense ones for shards of tables, is read `with_optimizers`.
 
     Returns:
         The checkpoint as Lightning knows it; `state_dict` is the module's own, its fused state is None: it is loaded.
@@ -330,7 +305,7 @@ def _load(state: dict[str, Any], path: Path, weights_only: bool | None, group: d
         if untrusted:
             raise _untrusted(path, untrusted[0]) from err
         raise RuntimeError(
-            f"could not load {path} into this model: {_failures(err)}. Was it saved from other tables?"
+            f"could not load {path} into this model: {_said(err)}. Was it saved from other tables?"
         ) from err
 
 

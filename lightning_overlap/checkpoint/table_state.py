@@ -29,6 +29,7 @@ from torchrec.distributed.types import (
 from torchrec.optim.keyed import CombinedOptimizer
 
 from ..tables import kernel_of, table_modules
+from ..text import some
 
 Piece: TypeAlias = Tensor | ShardedTensor
 """A tensor that is the same on all ranks that have it, or one of which each rank has some shards."""
@@ -37,7 +38,7 @@ Columns: TypeAlias = tuple[int, int]
 """The first column, and the one behind the last."""
 
 ITERATION, LR, APPLIED_LR = "iteration", "lr", "applied_lr"
-_KERNEL_KINDS = (ITERATION, LR, APPLIED_LR)
+KERNEL_KINDS = (ITERATION, LR, APPLIED_LR)
 _NAME = re.compile(r"(?P<weight>.*)\.(?P<kind>[^.\[]+)(?:\[:, (?P<start>\d+):(?P<stop>\d+)\])?", re.DOTALL)
 """Of a piece; that of the weight may hold anything, but ends in `.weight` or the like."""
 
@@ -69,13 +70,13 @@ class Loading(NamedTuple):
     finish: Callable[[], None]
 
 
-def fused_state(model: nn.Module) -> dict[str, Piece]:
+def fused_state(model: nn.Module) -> dict[StateKey, Piece]:
     """Return this rank's part of the state of all fused optimizers, in the kernels' own tensors.
 
     Besides the optimizers' state, for every table: updates counted, the optimizer's learning rate, and the one that
     the kernel was last given (a scheduler's change reaches the kernel in `zero_grad` or `step`).
     """
-    pieces: dict[str, Piece] = {}
+    pieces: dict[StateKey, Piece] = {}
     for name, sharded in table_modules(model).items():
         optimizer = sharded.fused_optimizer
         for parameter, weight in optimizer.params.items():
@@ -84,14 +85,13 @@ def fused_state(model: nn.Module) -> dict[str, Piece]:
                     continue
                 key = StateKey(f"{name}.{parameter}", path.rpartition(".")[2])
                 if value.dim() == 1:
-                    parts = _row_wise(weight, value)
-                    pieces |= {str(key._replace(columns=columns)): part for columns, part in parts}
+                    pieces |= {key._replace(columns=columns): part for columns, part in _row_wise(weight, value)}
                 else:
-                    pieces[str(key)] = value
-    for weight_name, fused, kernel in _kernels(model):
-        pieces[f"{weight_name}.{ITERATION}"] = kernel.iter_cpu.detach().clone().reshape(1)
+                    pieces[key] = value
+    for weight_name, fused, kernel in fused_kernels(model):
+        pieces[StateKey(weight_name, ITERATION)] = kernel.iter_cpu.detach().clone().reshape(1)
         for kind, lr in ((LR, fused.param_groups[0]["lr"]), (APPLIED_LR, kernel.get_learning_rate())):
-            pieces[f"{weight_name}.{kind}"] = torch.tensor([lr], dtype=torch.float64)
+            pieces[StateKey(weight_name, kind)] = torch.tensor([lr], dtype=torch.float64)
     return pieces
 
 
@@ -106,24 +106,24 @@ def plan_loading(model: nn.Module, saved: Iterable[str], told: Collection[str] =
     Raises:
         RuntimeError: A table was saved with the state of another fused optimizer.
     """
-    keys = {name: StateKey.parse(name) for name in saved}
-    kinds = kinds_by_weight(keys.values())
+    keys = set(map(StateKey.parse, saved))
+    kinds = kinds_by_weight(keys)
     pieces: dict[str, Piece] = {}
     averages: list[tuple[Piece, dict[str, int]]] = []
     averaged = set()
     mine = fused_state(model)
-    for weight, wanted in kinds_by_weight(map(StateKey.parse, mine)).items():
+    for weight, wanted in kinds_by_weight(mine).items():
         if kinds.get(weight, wanted) != wanted:
+            there, here = (some(sorted(each)) or "no state" for each in (kinds[weight], wanted))
             raise RuntimeError(
-                f"the fused optimizer of {weight} was saved with {_listed(kinds[weight])}, this run's has "
-                f"{_listed(wanted)}: load with the fused optimizer that the checkpoint was saved with."
+                f"the fused optimizer of {weight} was saved with {there}, this run's has {here}: load with the fused "
+                "optimizer that the checkpoint was saved with."
             )
-    for name, piece in mine.items():
-        if name in keys:
-            pieces[name] = piece
+    for key, piece in mine.items():
+        if key in keys:
+            pieces[str(key)] = piece
             continue
-        key = StateKey.parse(name)
-        sources = overlapping(key, keys.values()) if local_parts(piece) else {}
+        sources = overlapping(key, keys) if local_parts(piece) else {}
         if sources:
             # Whole rows for all columns that a rank has: small against the shards, which have as many rows.
             for source in sources:
@@ -139,11 +139,13 @@ def plan_loading(model: nn.Module, saved: Iterable[str], told: Collection[str] =
             for rows, shard in local_parts(piece):
                 parts = [pieces[source][rows].double() * (share / total) for source, share in sources.items()]
                 shard.copy_(torch.stack(parts).sum(0))
-        for weight, fused, kernel in _kernels(model):
-            if f"{weight}.{ITERATION}" in pieces:
-                iteration, lr, applied_lr = (pieces[f"{weight}.{kind}"].item() for kind in _KERNEL_KINDS)
+        for weight, fused, kernel in fused_kernels(model):
+            numbers = [pieces.get(f"{weight}.{kind}") for kind in KERNEL_KINDS]
+            iteration, lr, applied_lr = (None if number is None else number.item() for number in numbers)
+            if iteration is not None:
                 kernel.iter.fill_(iteration)
                 kernel.iter_cpu.fill_(iteration)
+            if lr is not None:  # a run without this strategy had none
                 kernel.set_learning_rate(applied_lr)
                 for group in fused.param_groups:
                     group["lr"] = lr
@@ -177,13 +179,13 @@ def fill_from_whole(pieces: Mapping[str, Piece], whole: Mapping[str, Tensor]) ->
 def local_parts(piece: Piece) -> list[tuple[tuple[slice, ...], Tensor]]:
     """Return what this rank has of a piece, by shard: the slices of the whole tensor, and the tensor that is there."""
     if isinstance(piece, ShardedTensor):
-        return [(_window(shard.metadata), shard.tensor.detach()) for shard in piece.local_shards()]
-    return [(tuple(slice(0, size) for size in piece.shape), piece.detach())]
-
-
-def _window(metadata: ShardMetadata) -> tuple[slice, ...]:
-    bounds = zip(metadata.shard_offsets, metadata.shard_sizes, strict=True)
-    return tuple(slice(offset, offset + size) for offset, size in bounds)
+        placed = [(shard.metadata.shard_offsets, shard.tensor.detach()) for shard in piece.local_shards()]
+    else:
+        placed = [([0] * piece.dim(), piece.detach())]
+    return [
+        (tuple(slice(start, start + size) for start, size in zip(starts, part.shape, strict=True)), part)
+        for starts, part in placed
+    ]
 
 
 def on_host(piece: Piece) -> Piece:
@@ -195,11 +197,8 @@ def on_host(piece: Piece) -> Piece:
 
 def split_like(weight: ShardedTensor, stacked: Tensor) -> ShardedTensor:
     """Return a tensor sharded as a weight is, of this rank's shards, one below the other in the weight's order."""
-    rest = stacked.detach()
-    local = {}
-    for shard in weight.local_shards():
-        local[tuple(shard.metadata.shard_offsets)], rest = rest.tensor_split([shard.metadata.shard_sizes[0]])
-    return _sharded(weight.metadata(), local)
+    parts = iter(stacked.detach().split([len(shard.tensor) for shard in weight.local_shards()]))
+    return map_shards(weight, lambda _: next(parts))
 
 
 def dense_kernel_tables(model: nn.Module) -> dict[str, ShardedTensor]:
@@ -227,7 +226,7 @@ def _tables(model: nn.Module) -> Iterator[tuple[str, Any, ParameterSharding]]:
                 yield f"{name}.{key}", value, how
 
 
-def _kernels(model: nn.Module) -> Iterator[tuple[str, Any, Any]]:
+def fused_kernels(model: nn.Module) -> Iterator[tuple[str, Any, Any]]:
     """Yield this rank's fused tables: the weight's name, its kernel's optimizer, its kernel."""
     for name, sharded in table_modules(model).items():
         for key, fused in sharded.fused_optimizer.optimizers:
@@ -288,7 +287,7 @@ def kinds_by_weight(keys: Iterable[StateKey]) -> dict[str, set[str]]:
     kinds: dict[str, set[str]] = {}
     for key in keys:
         of_weight = kinds.setdefault(key.weight, set())
-        if key.kind not in _KERNEL_KINDS:
+        if key.kind not in KERNEL_KINDS:
             of_weight.add(key.kind if key.columns is None else f"{key.kind} (row-wise)")
     return kinds
 
@@ -307,7 +306,7 @@ def overlapping(key: StateKey, saved: Iterable[StateKey]) -> dict[str, int]:
 def _warn_of_states_left_out(model: nn.Module, saved: set[str], averaged: set[str], told: set[str]) -> None:
     """Warn of fused state that has no exact counterpart under this plan."""
     dense = EmbeddingComputeKernel.DENSE.value
-    replicas = {name for name, _, _ in _kernels(model)}
+    replicas = {name for name, _, _ in fused_kernels(model)}
     fused = {name for name, _, how in _tables(model) if how.compute_kernel != dense or name in replicas}
 
     def warn(names: set[str], what: str) -> None:
@@ -322,7 +321,3 @@ def _warn_of_states_left_out(model: nn.Module, saved: set[str], averaged: set[st
         "saved in other column shards; each row's fused optimizer state is the average over them, so that training "
         "goes on close to, and not exactly as without the change",
     )
-
-
-def _listed(kinds: set[str]) -> str:
-    return ", ".join(sorted(kinds)) or "no state"

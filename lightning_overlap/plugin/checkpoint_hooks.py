@@ -206,20 +206,15 @@ class SavesShards(HasRun):
                 self._tuner.load_state_dict(checkpoint.get(_CHOICE, {}))
             assert isinstance(checkpoint, dict)
             schedulers = [config.scheduler for config in self.lr_scheduler_configs]
-            anew = checkpoints.take_plain_state(checkpoint, self.optimizers, schedulers, module, self.checkpoint_group)
-            checkpoints.load_fused(checkpoint, module, self.checkpoint_group, told=anew)
+            checkpoints.load_fused(checkpoint, self.optimizers, schedulers, module, self.checkpoint_group)
 
     @override
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
         module = self.lightning_module
         assert module is not None
-        states = checkpoint["optimizer_states"]
-        checkpoints.load_table_states(checkpoint, module)
-        moved = [checkpoints.load_by_name(*pair, module) for pair in zip(self.optimizers, states, strict=False)]
-        for optimizer, state in zip(self.optimizers, states, strict=False):
+        checkpoints.load_dense(checkpoint, self.optimizers, module, self.checkpoint_group)
+        for optimizer, state in zip(self.optimizers, checkpoint["optimizer_states"], strict=False):
             self._stash.take_from(optimizer, state.get(_NUM_STASHED, 0))
-        if self.is_global_zero:
-            checkpoints.warn_of_moved_states({table for tables in moved for table in tables})
 
     def _is_fitting(self) -> bool:
         return self.lightning_module is not None and self.lightning_module.trainer.state.fn == TrainerFn.FITTING

@@ -7,8 +7,6 @@ names.
 from .columns import without_graph as without_graph
 from .combined_optimizer import combined_optimizer as combined_optimizer
 from .combined_optimizer import rate_setter as rate_setter
-from .copies import apply_table_optimizers as apply_table_optimizers
-from .copies import table_optimizers as table_optimizers
 from .optimizer_checks import FusedOptimizer as FusedOptimizer
 from .optimizer_checks import check_dense_optimizers as check_dense_optimizers
 from .optimizer_checks import check_fused_optimizer as check_fused_optimizer
@@ -57,8 +55,10 @@ from .supported_modules import tables_in_backward as tables_in_backward
 from .supported_modules import tables_of as tables_of
 from .supported_modules import why_never_early as why_never_early
 from .supported_modules import why_never_held as why_never_held
+from .table import apply_table_optimizers as apply_table_optimizers
 from .table import find_tables as find_tables
 from .table import has_tables as has_tables
+from .table import table_optimizers as table_optimizers
 from .table import training_sharders as training_sharders
 from .write_counts import SentInput as SentInput
 from .write_counts import count_writes as count_writes

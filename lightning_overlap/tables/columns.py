@@ -8,6 +8,7 @@ read other columns after a resume, or where the unsharded module runs.
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -23,13 +24,9 @@ from .supported_modules import table_modules
 
 
 class ConfigOrderKeyedTensor(KeyedTensor):  # type: ignore[misc]
-    """A KeyedTensor that shows the columns of another one in an order of its own.
+    """A KeyedTensor that shows the columns of another one, `(B, sum of dims)`, in an order of its own keys.
 
     Columns are looked up by name where they are; `values()` moves them, when it is first called.
-
-    Args:
-        in_plan_order: Holds the columns, `(B, sum of dims)`.
-        keys: The keys of `in_plan_order`, in the order to show.
     """
 
     def __init__(self, in_plan_order: KeyedTensor, keys: list[str]) -> None:
@@ -102,19 +99,16 @@ def answer_in_config_order(model: nn.Module) -> None:
 def _in_order(cls: Any) -> type:
     """Return a class of the same name that answers in order; one for all modules of a class."""
 
-    def output_dist(self: Any, *args: Any, **kwargs: Any) -> Any:
-        return _ordered(cls.output_dist(self, *args, **kwargs), self.names_in_order)
+    def ordered(method: Callable[..., Any]) -> Callable[..., Any]:
+        def call(self: Any, *args: Any, **kwargs: Any) -> Any:
+            answer = method(self, *args, **kwargs)
+            answer.callbacks.append(partial(_put_in_order, self.names_in_order))
+            return answer
 
-    def compute_and_output_dist(self: Any, *args: Any, **kwargs: Any) -> Any:
-        return _ordered(cls.compute_and_output_dist(self, *args, **kwargs), self.names_in_order)
+        return call
 
-    methods = {"output_dist": output_dist, "compute_and_output_dist": compute_and_output_dist}
+    methods = {name: ordered(getattr(cls, name)) for name in ("output_dist", "compute_and_output_dist")}
     return type(cls.__name__, (cls,), {"__module__": cls.__module__, **methods})
-
-
-def _ordered(answer: Any, names: list[str]) -> Any:
-    answer.callbacks.append(partial(_put_in_order, names))
-    return answer
 
 
 def _put_in_order(names: list[str], columns: Any) -> Any:

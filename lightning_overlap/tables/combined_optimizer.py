@@ -10,8 +10,9 @@ from torch.optim import Optimizer
 from torchrec.optim.keyed import KeyedOptimizer
 from typing_extensions import override
 
-from .sharded_module import SetRates, fused_optimizers, trained_in_backward
+from .sharded_module import SetRates, fused_optimizers
 from .supported_modules import sharded_modules
+from .table import Rule
 
 _EXPECTED = ("momentum", "betas", "weight_decay")
 """Entries other than `lr` that schedulers (cycled momentum) and monitors look for in every group."""
@@ -25,10 +26,8 @@ class DenseAndFused(Optimizer):
     optimizer's. Learning-rate schedulers, monitors and checkpoints see all of them alike, on all ranks the same.
     Of a fused group's entries only `lr` has an effect.
 
-    Args:
-        dense: Trains everything but the fused tables.
-        fused: The fused optimizers of this rank's kernels by the learning rate that their tables began with; every
-            rate of the model has an entry, on a rank without such tables an empty one.
+    `fused` has the fused optimizers of this rank's kernels by the learning rate that their tables began with; every
+    rate of the model has an entry, on a rank without such tables an empty one.
     """
 
     def __init__(self, dense: Optimizer, fused: dict[float, list[KeyedOptimizer]]) -> None:
@@ -90,11 +89,7 @@ class DenseAndFused(Optimizer):
 
     @override
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load what `state_dict` gave.
-
-        Raises:
-            ValueError: It has another number of groups.
-        """
+        """Load what `state_dict` gave; a ValueError refuses another number of groups."""
         groups = state_dict["param_groups"]
         if len(groups) != len(self.param_groups):
             raise ValueError(
@@ -138,27 +133,23 @@ def combined_optimizer(module: nn.Module, dense: Optimizer) -> DenseAndFused:
         )
     by_rate: dict[float, list[KeyedOptimizer]] = {}
     for name, sharded in sharded_modules(module).items():
-        trained = trained_in_backward(sharded)
+        trained: dict[str, Rule] | None = getattr(sharded, "trained_in_backward", None)
         if trained is None:
             raise ValueError(
                 f"{name} was not sharded by OverlapEmbeddingStrategy: its fused tables' rates are unknown."
             )
-        for _, rate in trained.values():
-            by_rate.setdefault(rate, [])
+        for rule in trained.values():
+            by_rate.setdefault(rule.rate, [])
         for optimizer in fused_optimizers(sharded):
             # All tables of one kernel have one rate; frozen ones have none.
             table = next(iter(optimizer.params)).split(".")[-2]
             if table in trained:
-                by_rate[trained[table][1]].append(optimizer)
+                by_rate[trained[table].rate].append(optimizer)
     return DenseAndFused(dense, dict(sorted(by_rate.items())))
 
 
 def rate_setter(optimizers: Iterable[Optimizer]) -> SetRates | None:
-    """Return what gives the kernels their present rates, or None where no optimizer moves them.
-
-    Raises:
-        ValueError: Two do.
-    """
+    """Return what gives the kernels their present rates, None where no optimizer moves them; a ValueError: two do."""
     moving = [optimizer for optimizer in optimizers if isinstance(optimizer, DenseAndFused) and optimizer.fused_groups]
     if len(moving) > 1:
         raise ValueError(

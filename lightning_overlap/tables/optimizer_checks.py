@@ -35,9 +35,19 @@ def check_fused_optimizer(fused_optimizer: FusedOptimizer | None) -> tuple[Any, 
     Raises:
         TypeError: Not a `FusedOptimizer`, a class that does not exist, or arguments that it does not take.
     """
-    if fused_optimizer is None:
-        return None
-    cls, kwargs = _class_and_arguments(fused_optimizer)
+    cls: Any
+    kwargs: Any
+    match fused_optimizer:
+        case None:
+            return None
+        case functools.partial(func=cls, args=(), keywords=kwargs) | [cls, {**kwargs}]:
+            pass
+        case {"class_path": cls, **more} if more.keys() <= {"init_args"}:
+            kwargs = more.get("init_args") or {}
+        case {"_target_": cls, **more}:
+            kwargs = {name: value for name, value in more.items() if name not in ("_partial_", "_convert_")}
+        case _:
+            cls, kwargs = None, {}
     if isinstance(cls, str):
         cls = _imported(cls)
     if not _is_optimizer(cls):
@@ -50,21 +60,7 @@ def check_fused_optimizer(fused_optimizer: FusedOptimizer | None) -> tuple[Any, 
         cls([nn.Parameter(torch.zeros(1, 1))], **kwargs)
     except (TypeError, ValueError) as err:
         raise TypeError(f"fused_optimizer: {cls.__name__} does not take {kwargs}: {err}") from err
-    return cls, kwargs
-
-
-def _class_and_arguments(given: Any) -> tuple[Any, dict[str, Any]]:
-    """Return what names the class, and its arguments; None where it is no form that is known."""
-    if isinstance(given, functools.partial) and not given.args:
-        return given.func, dict(given.keywords)
-    if isinstance(given, Mapping):
-        if given.keys() <= {"class_path", "init_args"}:
-            return given.get("class_path"), dict(given.get("init_args") or {})
-        own = {name: value for name, value in given.items() if name not in ("_target_", "_partial_", "_convert_")}
-        return given.get("_target_"), own
-    if isinstance(given, Sequence) and not isinstance(given, str) and len(given) == 2 and isinstance(given[1], Mapping):
-        return given[0], dict(given[1])
-    return None, {}
+    return cls, dict(kwargs)
 
 
 def _imported(path: str) -> Any:
@@ -84,17 +80,9 @@ def _is_optimizer(kind: Any) -> bool:
 
 
 def check_dense_optimizers(model: nn.Module, optimizers: Iterable[torch.optim.Optimizer]) -> None:
-    """Check who trains which table, once the optimizers exist.
-
-    Raises:
-        ValueError: An optimizer owns the weight of a fused table, or nobody trains a table.
-    """
+    """Refuse, with a ValueError, dense optimizers that own the weight of a fused table, and tables nobody trains."""
     optimizers = list(optimizers)
-    parameters = [
-        (f"{name}.{table}", parameter)
-        for name, module in table_modules(model).items()
-        for table, parameter in module.named_parameters()
-    ]
+    parameters = [named for name, module in table_modules(model).items() for named in module.named_parameters(name)]
     refuse_dense_owner(dict(in_backward_optimizer_filter(iter(parameters), include=True)), optimizers)
     dense = dict(in_backward_optimizer_filter(iter(parameters)))
     owned = _owned(optimizers)
@@ -109,11 +97,7 @@ def check_dense_optimizers(model: nn.Module, optimizers: Iterable[torch.optim.Op
 
 
 def refuse_dense_owner(fused: Mapping[str, nn.Parameter], optimizers: Iterable[torch.optim.Optimizer]) -> None:
-    """Refuse dense optimizers that own the weights of fused tables.
-
-    Raises:
-        ValueError: One does; the message names the tables and shows how to leave them out.
-    """
+    """Refuse dense optimizers that own weights of fused tables, with a ValueError that shows how to leave them out."""
     optimizers = list(optimizers)
     if any(isinstance(optimizer, CombinedOptimizer) for optimizer in optimizers):
         raise ValueError(
@@ -128,22 +112,16 @@ def refuse_dense_owner(fused: Mapping[str, nn.Parameter], optimizers: Iterable[t
     if twice:
         weights = {id(fused[name]) for name in twice}
         owner = next(optimizer for optimizer in optimizers if weights & _owned([optimizer]))
+        kind, lr = type(owner), owner.defaults.get("lr")
+        package = "torch.optim." if kind.__module__.startswith("torch.optim") else ""
+        rate = f", lr={lr}" if isinstance(lr, float) else ""
         raise ValueError(
             f"configure_optimizers gave a dense optimizer the weights of fused tables: {some(twice)}. These tables "
             "are updated inside backward. Leave them out:\n"
             "  from torchrec.optim.optimizers import in_backward_optimizer_filter\n"
             "  dense = [p for _, p in in_backward_optimizer_filter(self.named_parameters())]\n"
-            f"  return {_line_of(owner)}\n{_ADAPTIVE if 'Adam' in type(owner).__name__ else ''}"
+            f"  return {package}{kind.__name__}(dense{rate})\n{_ADAPTIVE if 'Adam' in kind.__name__ else ''}"
         )
-
-
-def _line_of(optimizer: torch.optim.Optimizer) -> str:
-    """Return the line that makes such an optimizer of the dense parameters."""
-    cls = type(optimizer)
-    of_torch = cls.__module__.startswith("torch.optim")
-    lr = optimizer.defaults.get("lr")
-    rate = f", lr={lr}" if isinstance(lr, float) else ""
-    return f"{'torch.optim.' if of_torch else ''}{cls.__name__}(dense{rate})"
 
 
 _ADAPTIVE = (

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import warnings
 from collections import deque
@@ -33,33 +34,25 @@ class OverflowWatch:
     """Warns, once for each group of tables, that FP16 cuts gradients off, or that all of them are too small for it.
 
     A rank notes the largest gradient where it is encoded, and reads it once the device is done with it. The ranks put
-    theirs together by an all-reduce on the host, which a later step reads: all know the same.
-
-    Args:
-        model: Has sharded modules.
-        consensus: Asks all ranks.
-        warns: Whether this rank says what was found.
+    theirs together by an all-reduce on the host, which a later step reads: all know the same, and one of them warns.
     """
 
     def __init__(self, model: nn.Module, consensus: Consensus, *, warns: bool) -> None:
         self._consensus, self._warns = consensus, warns
-        self._names: list[str] = []
-        self._codecs: list[Codec] = []
-        self._scales: list[float] = []
+        self._codecs: dict[str, list[Codec]] = {}
+        """By the name of the group of tables, for which all of them have one loss scale."""
         for name, module in table_modules(model).items():
             for sharding, dist in zip(sharding_types_of(module), module._output_dists, strict=True):
-                codecs = list(_watch(dist, partial(self._note, len(self._names))))
+                codecs = list(_watch(dist, partial(self._note, len(self._codecs))))
                 if codecs:
                     plan = module.module_sharding_plan.items()
-                    self._names.append(f"{name} ({some(t for t, one in plan if one.sharding_type == sharding)})")
-                    self._scales.append(codecs[0].loss_scale or 1.0)
-                    self._codecs += codecs
+                    self._codecs[f"{name} ({some(t for t, one in plan if one.sharding_type == sharding)})"] = codecs
         # Group of tables, smallest and largest of its gradients, when they are on the host.
         self._noted: deque[tuple[int, Tensor, torch.cuda.Event | None]] = deque()
-        self._peaks = [0.0] * len(self._names)
+        self._peaks = [0.0] * len(self._codecs)
         self._asked: tuple[int, Tensor, Any] | None = None
         self._num_steps = 0
-        self._said: set[int] = set()
+        self._said: set[str] = set()
 
     def _note(self, part: int, gradients: Tensor) -> None:
         """Note the ends of gradients that are about to be encoded, float32, on the current stream."""
@@ -87,7 +80,7 @@ class OverflowWatch:
 
     def step(self) -> None:
         """Go on by a step; all ranks call this at the same point of theirs."""
-        if not self._names:
+        if not self._codecs:
             return
         self._read()
         self._num_steps += 1
@@ -99,7 +92,7 @@ class OverflowWatch:
 
     def finish(self) -> None:
         """Say what the last steps have shown; all ranks call this, once training is over."""
-        if not self._names:
+        if not self._codecs:
             return
         for *_, event in self._noted:
             if event is not None:
@@ -111,7 +104,7 @@ class OverflowWatch:
 
     def stop(self) -> None:
         """Note no more."""
-        for codec in self._codecs:
+        for codec in itertools.chain(*self._codecs.values()):
             codec.note = None
         self._noted.clear()
 
@@ -125,10 +118,10 @@ class OverflowWatch:
             return
         (num_steps, peaks, work), self._asked = self._asked, None
         work.wait()
-        for part, peak in enumerate(peaks.tolist()):
-            said = _what_is_wrong(self._names[part], peak, self._scales[part], num_steps)
-            if said is not None and part not in self._said:
-                self._said.add(part)
+        for (name, codecs), peak in zip(self._codecs.items(), peaks.tolist(), strict=True):
+            said = _what_is_wrong(name, peak, codecs[0].loss_scale or 1.0, num_steps)
+            if said is not None and name not in self._said:
+                self._said.add(name)
                 if self._warns:
                     warnings.warn(said, UserWarning, stacklevel=2)
 

@@ -87,29 +87,28 @@ class Codec(QuantizedCommCodec):  # type: ignore[misc]
 def resolve_quantized_comms(quantized_comms: QuantizedComms) -> QCommsConfig | None:
     """Return TorchRec's config for what a user gave; None where all is sent in full precision.
 
-    Raises:
-        ValueError: An unknown precision (the message lists the nearest names), or a loss scale that is not positive, or
-            that the precision does not take.
-        TypeError: Not a `QuantizedComms`.
+    What is no `QuantizedComms` is a TypeError; a ValueError is an unknown precision, and a loss scale that is not
+    positive, or that the precision does not take.
     """
-    if quantized_comms is None:
-        return None
-    if isinstance(quantized_comms, QCommsConfig):
-        config = quantized_comms
-    else:
-        names = quantized_comms
-        if isinstance(names, str):
-            names = (names, names)
-        if not isinstance(names, tuple | list) or len(names) != 2 or not all(isinstance(name, str) for name in names):
+    match quantized_comms:
+        case None:
+            return None
+        case str():
+            return resolve_quantized_comms((quantized_comms, quantized_comms))
+        case QCommsConfig():
+            config = quantized_comms
+        case [str(), str()]:
+            for name in quantized_comms:
+                if name not in PRECISIONS:
+                    raise ValueError(f"quantized_comms: {unknown_name_message('precision', name, PRECISIONS)}")
+            sizes = [_GROUP if name == "fp8" else None for name in quantized_comms]
+            precisions = map(CommType, quantized_comms)
+            config = QCommsConfig(*precisions, fp8_quantize_dim=sizes[0], fp8_quantize_dim_bwd=sizes[1])
+        case _:
             raise TypeError(
                 "quantized_comms is a precision, ('fp16', 'bf16') for embeddings and their gradients, TorchRec's "
                 f"QCommsConfig, or None, got {quantized_comms!r}. Precisions: {', '.join(PRECISIONS)}."
             )
-        for name in names:
-            if name not in PRECISIONS:
-                raise ValueError(f"quantized_comms: {unknown_name_message('precision', name, PRECISIONS)}")
-        sizes = [_GROUP if name == "fp8" else None for name in names]
-        config = QCommsConfig(*map(CommType, names), fp8_quantize_dim=sizes[0], fp8_quantize_dim_bwd=sizes[1])
     for direction, precision, scale, _ in _directions(config):
         if scale is None:
             continue
@@ -148,12 +147,8 @@ def check_plan(config: QCommsConfig | None, plan: ShardingPlan) -> None:
         if precision is not CommType.INT8:
             continue
         modules: dict[str, Any] = plan.plan
-        summed = [
-            f"{path}.{name}"
-            for path, of_module in modules.items()
-            for name, one in of_module.items()
-            if one.sharding_type in _SUMMED
-        ]
+        tables = [(f"{path}.{name}", one) for path, of_module in modules.items() for name, one in of_module.items()]
+        summed = [name for name, one in tables if one.sharding_type in _SUMMED]
         if summed:
             raise ValueError(
                 f"quantized_comms: {precision} ({direction}) cannot be summed on the way, as embeddings of row-wise "
@@ -176,21 +171,17 @@ def codecs_of(config: QCommsConfig | None, device: torch.device) -> Codecs | Non
         return None
     plain = dataclasses.replace(config, forward_loss_scale=None, backward_loss_scale=None)
     codecs: Codecs = get_qcomm_codecs_registry(plain, device=device)
+    scales = config.forward_loss_scale, config.backward_loss_scale
     return {
-        name: QuantizedCommCodecs(
-            Codec(pair.forward, config.forward_loss_scale), Codec(pair.backward, config.backward_loss_scale)
-        )
-        for name, pair in codecs.items()
+        name: QuantizedCommCodecs(*map(Codec, (pair.forward, pair.backward), scales)) for name, pair in codecs.items()
     }
 
 
 def compression(config: QCommsConfig | None) -> dict[str, float]:
     """Return by how much `embeddings` and `gradients` shrink that go by an all-to-all; 1 is not at all."""
-    codecs = get_qcomm_codecs(config or QCommsConfig())
-    return {"embeddings": _ratio(codecs.forward), "gradients": _ratio(codecs.backward)}
-
-
-def _ratio(codec: Any) -> float:
-    context = codec.create_context()
-    num = 32 * max(1, getattr(context, "row_dim", 1))
-    return float(4 * num / (codec.calc_quantized_size(num, context) * codec.quantized_dtype.itemsize))
+    codecs, ratios = get_qcomm_codecs(config or QCommsConfig()), {}
+    for what, codec in (("embeddings", codecs.forward), ("gradients", codecs.backward)):
+        context = codec.create_context()
+        num = 32 * max(1, getattr(context, "row_dim", 1))
+        ratios[what] = float(4 * num / (codec.calc_quantized_size(num, context) * codec.quantized_dtype.itemsize))
+    return ratios

@@ -7,9 +7,11 @@ stays what it is, under each of the optimizers that are made here. `replicated_t
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import itertools
+import operator
+from collections.abc import Callable, Iterable, Mapping
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -22,47 +24,31 @@ from torchrec.optim.fused import EmptyFusedOptimizer, FusedOptimizer
 from typing_extensions import override
 
 from .supported_modules import table_modules
+from .table import Rule
 
 _IN_BACKWARD = "_in_backward_optimizers"
 """What `in_backward_optimizer_filter` looks for."""
 
 
-class Rule(NamedTuple):
-    """The update of a replica: kind of optimizer, learning rate at first, what is added to the root of the state."""
-
-    kind: EmbOptimType
-    rate: float
-    eps: float
-
-
-class _Block(NamedTuple):
-    """Tables of one width that follow each other in a kernel: where their values are, how wide, their state.
-
-    The state of the optimizer is `(rows, dim)`, row-wise `(rows,)`, or `(rows, 0)` where it has none.
-    """
-
-    start: int
-    stop: int
-    dim: int
-    state: Tensor
-
-
 class ReplicaOptimizer(FusedOptimizer):  # type: ignore[misc]
-    """The optimizer of a kernel's replicas, shaped as TorchRec's fused optimizers are: `step` leaves the tables alone.
+    """The optimizer of replicas, shaped as TorchRec's fused optimizers are: `step` leaves the tables alone.
 
-    It is its own kernel too: counters and learning rates are read and set here, as in those of FBGEMM. Weights, by
-    name, and blocks are in the order of the kernel; states are by weight and kind.
+    It is its own kernel too: counters and learning rates are read and set here, as in those of FBGEMM. Its tables, by
+    name, have one width, and follow each other in a kernel's flat weights from `start` on.
     """
 
-    def __init__(
-        self,
-        rule: Rule,
-        weights: Mapping[str, Tensor],
-        blocks: list[_Block],
-        states: Mapping[Tensor, Mapping[str, Tensor]],
-    ) -> None:
-        super().__init__(weights, states, [{"params": list(weights.values()), "lr": rule.rate}])
-        self._blocks, self._rate, self._eps = blocks, rule.rate, rule.eps
+    def __init__(self, rule: Rule, weights: Mapping[str, Tensor], start: int) -> None:
+        tables = list(weights.values())
+        rows_of, dim = [len(weight) for weight in tables], tables[0].shape[1]
+        self._part, self._dim = slice(start, start + sum(rows_of) * dim), dim
+        width = {EmbOptimType.EXACT_SGD: (0,), EmbOptimType.EXACT_ADAGRAD: (dim,)}.get(rule.kind, ())
+        self._state = torch.zeros(sum(rows_of), *width, dtype=tables[0].dtype, device=tables[0].device)
+        states = {
+            weight: {f"{name.split('.')[-2]}.momentum1": state} if state.numel() else {}
+            for (name, weight), state in zip(weights.items(), self._state.split(rows_of), strict=True)
+        }
+        super().__init__(weights, states, [{"params": tables, "lr": rule.rate}])
+        self._rate, self._eps = rule.rate, rule.eps
         self.optimizer = rule.kind
         """Its kind, under the name that it has in FBGEMM's kernels."""
         self.iter = self.iter_cpu = torch.zeros(1, dtype=torch.int64)
@@ -90,19 +76,16 @@ class ReplicaOptimizer(FusedOptimizer):  # type: ignore[misc]
     def update(self, weights: Tensor, gradient: Tensor) -> None:
         """Update the tables in a kernel's flat weights, given the gradient of these, summed over the ranks."""
         self.iter += 1
-        for block in self._blocks:
-            part, of_part = weights[block.start : block.stop], gradient[block.start : block.stop]
-            if self.optimizer is EmbOptimType.EXACT_SGD:
-                part.add_(of_part, alpha=-self._rate)
-                continue
-            part, of_part = part.view(-1, block.dim), of_part.view(-1, block.dim)
-            if self.optimizer is EmbOptimType.EXACT_ADAGRAD:
-                block.state.addcmul_(of_part, of_part)
-                part.addcdiv_(of_part, block.state.sqrt().add_(self._eps), value=-self._rate)
-            else:
-                block.state.add_(of_part.square().mean(1))
-                factor = self._rate / block.state.sqrt().add_(self._eps)
-                part.addcmul_(of_part, factor.unsqueeze(1), value=-1.0)
+        part, of_part = weights[self._part].view(-1, self._dim), gradient[self._part].view(-1, self._dim)
+        if self.optimizer is EmbOptimType.EXACT_SGD:
+            part.add_(of_part, alpha=-self._rate)
+        elif self.optimizer is EmbOptimType.EXACT_ADAGRAD:
+            self._state.addcmul_(of_part, of_part)
+            part.addcdiv_(of_part, self._state.sqrt().add_(self._eps), value=-self._rate)
+        else:
+            self._state.add_(of_part.square().mean(1))
+            factor = self._rate / self._state.sqrt().add_(self._eps)
+            part.addcmul_(of_part, factor.unsqueeze(1), value=-1.0)
 
 
 class ReplicaKernel(DenseTableBatchedEmbeddingBagsCodegen):  # type: ignore[misc]
@@ -115,6 +98,7 @@ class ReplicaKernel(DenseTableBatchedEmbeddingBagsCodegen):  # type: ignore[misc
     """
 
     optimizers: list[ReplicaOptimizer]
+    """In the order of their tables."""
     group: dist.ProcessGroup
     set_rates: Callable[[], None] | None
     held: list[tuple[Tensor, Any]] | None
@@ -137,14 +121,6 @@ class ReplicaKernel(DenseTableBatchedEmbeddingBagsCodegen):  # type: ignore[misc
             return super().forward(*args, **kwargs)  # type: ignore[no-any-return]
         finally:
             del attributes["weights"]
-
-    def states(self) -> dict[str, dict[str, Tensor]]:
-        """Return the optimizer's state by table and kind, `(rows, columns)` or row-wise `(rows,)`, not copied."""
-        return {
-            name.split(".")[-2]: {kind.rpartition(".")[2]: state for kind, state in optimizer.state[weight].items()}
-            for optimizer in self.optimizers
-            for name, weight in optimizer.params.items()
-        }
 
     def _sum_gradient(self, leaf: Tensor) -> None:
         """Start to sum the gradient of one call over the ranks, scaled as TorchRec scales those of sharded tables."""
@@ -186,60 +162,29 @@ class ReplicaKernel(DenseTableBatchedEmbeddingBagsCodegen):  # type: ignore[misc
             optimizer.update(weights, gradient)
 
 
-def make_replicas(model: nn.Module, rules: Mapping[str, Mapping[str, Rule]]) -> None:
-    """Let data-parallel tables of a sharded model be trained in the backward, by the rules of each module's tables.
-
-    All ranks call this alike.
-    """
-    for name, of_module in rules.items():
+def make_replicas(model: nn.Module, modules: Iterable[str], trained: Mapping[str, Mapping[str, Rule]]) -> None:
+    """Let the data-parallel tables of some modules be trained in the backward, by the rules of each module's tables."""
+    for name in modules:
         module: Any = model.get_submodule(name)
-        parameters = dict(module.named_parameters())
-        weights = {key.split(".")[-2]: key for key in parameters}
+        rules, weights = trained[name], {key.split(".")[-2]: (key, one) for key, one in module.named_parameters()}
         for number, lookup in enumerate(module._lookups):
             if not isinstance(lookup, DistributedDataParallel):
                 continue
             module._lookups[number] = lookup.module  # whose gradients nobody else sums now
             for group, part in zip(lookup.module.grouped_configs, lookup.module._emb_modules, strict=True):
-                tables = [table.name for table in group.embedding_tables]
                 kernel = part.emb_module
                 assert isinstance(kernel, DenseTableBatchedEmbeddingBagsCodegen)
                 kernel.__class__ = ReplicaKernel
                 kernel.group, kernel.set_rates, kernel.held = module._env.process_group, None, None
-                kernel.optimizers = [
-                    _optimizer(kernel, rule, [weights[t] if of_module[t] == rule else None for t in tables], parameters)
-                    for rule in dict.fromkeys(of_module[table] for table in tables)
-                ]
+                kernel.optimizers, start = [], 0
+                tables = [(rules[one.name], one.embedding_dim, weights[one.name]) for one in group.embedding_tables]
+                for (rule, _), run in itertools.groupby(tables, key=operator.itemgetter(0, 1)):
+                    of_run = dict(named for _, _, named in run)
+                    kernel.optimizers.append(ReplicaOptimizer(rule, of_run, start))
+                    start += sum(weight.numel() for weight in of_run.values())
+                    for weight in of_run.values():
+                        setattr(weight, _IN_BACKWARD, [EmptyFusedOptimizer()])
                 module.fused_optimizer.optimizers.extend(("", optimizer) for optimizer in kernel.optimizers)
-        for table in of_module:
-            setattr(parameters[weights[table]], _IN_BACKWARD, [EmptyFusedOptimizer()])
-
-
-def _optimizer(
-    kernel: DenseTableBatchedEmbeddingBagsCodegen,
-    rule: Rule,
-    names: Sequence[str | None],
-    parameters: Mapping[str, Tensor],
-) -> ReplicaOptimizer:
-    """Return the optimizer of those tables of a kernel that have a name, that of their parameter."""
-    runs: list[tuple[int, int, list[str]]] = []  # each with its end, its width, its tables
-    for start, name, (rows, dim) in zip(kernel.weights_physical_offsets, names, kernel.embedding_specs, strict=False):
-        if name is None:
-            continue
-        follows = bool(runs) and runs[-1][:2] == (start, dim)
-        others = runs.pop()[2] if follows else []
-        runs.append((start + rows * dim, dim, [*others, name]))
-    blocks: list[_Block] = []
-    states: dict[Tensor, dict[str, Tensor]] = {}
-    for stop, dim, of_run in runs:
-        rows_of = [parameters[name].shape[0] for name in of_run]
-        width = {EmbOptimType.EXACT_SGD: (0,), EmbOptimType.EXACT_ADAGRAD: (dim,)}.get(rule.kind, ())
-        state = kernel.weights.new_zeros(sum(rows_of), *width)
-        blocks.append(_Block(stop - sum(rows_of) * dim, stop, dim, state))
-        for name, of_table in zip(of_run, state.split(rows_of), strict=True):
-            kind = f"{name.split('.')[-2]}.momentum1"
-            states[parameters[name]] = {kind: of_table} if of_table.numel() else {}
-    weights = {name: parameters[name] for name in names if name is not None}
-    return ReplicaOptimizer(rule, weights, blocks, states)
 
 
 def replica_kernels(module: Any) -> list[ReplicaKernel]:

@@ -11,14 +11,12 @@ from typing import Any, TypeAlias
 
 import torch
 from fbgemm_gpu.split_embedding_configs import EmbOptimType
-from torch import nn
 from torchrec import EmbeddingBagCollection, EmbeddingCollection
 from torchrec.distributed.types import ShardingPlan, ShardingType
 from torchrec.distributed.utils import optimizer_type_to_emb_opt_type
 
 from ..text import some, unknown_name_message
-from .replicas import Rule
-from .table import KERNEL_EPS, Table, rate_of
+from .table import KERNEL_EPS, Table
 
 ReplicateTables: TypeAlias = int | Sequence[str] | None
 """Tables with fewer rows than this (False or 0: none), tables by name, or None: with fewer rows than a rank's batch."""
@@ -29,12 +27,7 @@ _KINDS = (EmbOptimType.EXACT_SGD, EmbOptimType.EXACT_ADAGRAD, EmbOptimType.EXACT
 
 
 def check_replicate_tables(replicate: ReplicateTables) -> None:
-    """Check the argument as far as it can be without a model.
-
-    Raises:
-        TypeError: Neither a number of rows, nor names, nor None or False.
-        ValueError: A negative number of rows.
-    """
+    """Refuse, with a TypeError, what is no `ReplicateTables`, and a negative number of rows with a ValueError."""
     is_names = isinstance(replicate, Sequence) and not isinstance(replicate, str)
     if is_names and all(isinstance(name, str) for name in replicate):  # type: ignore[union-attr]
         return
@@ -50,7 +43,6 @@ def check_replicate_tables(replicate: ReplicateTables) -> None:
 def tables_to_replicate(
     replicate: ReplicateTables,
     tables: list[Table],
-    model: nn.Module,
     sharding: Mapping[str, str] | None,
     *,
     batch_size: int | None,
@@ -64,8 +56,8 @@ def tables_to_replicate(
     data-parallel tables of a module up together. A planner knows tables by their names alone: of several modules'
     tables with one name all are replicated, or none.
 
-    `tables` are all of the unsharded `model`. `sharding` has the types that the user has named, by table; these tables
-    are left alone; it is None where the plan is the user's. Tables without a fused optimizer are going to get `fused`.
+    `sharding` has the types that the user has named, by table; these tables are left alone; it is None where the plan
+    is the user's. Tables without a fused optimizer are going to get `fused`.
 
     Raises:
         ValueError: A table that the user has named does not exist, is named with another sharding type, or cannot be
@@ -82,7 +74,7 @@ def tables_to_replicate(
         if kinds.get(name, _DATA_PARALLEL) != _DATA_PARALLEL:
             raise ValueError(f"replicate_tables has {name!r}, which sharding makes {kinds[name]!r}: leave one out.")
         for table in known[name]:
-            reason = _why_not(table, model, fused)
+            reason = _why_not(table, fused)
             if reason is not None:
                 raise ValueError(f"replicate_tables: {table.path} has to stay sharded: {reason}.")
     if given or world_size == 1 or sharding is None:
@@ -98,17 +90,16 @@ def tables_to_replicate(
         for name, of_name in known.items()
         if name not in kinds
         and all(
-            table.parameter.shape[0] < most and table.module not in mixed and _why_not(table, model, fused) is None
+            table.parameter.shape[0] < most and table.module not in mixed and _why_not(table, fused) is None
             for table in of_name
         )
     )
 
 
 def replicas_in(plan: ShardingPlan, tables: list[Table], names: Collection[str], world_size: int) -> list[Table]:
-    """Return the tables of a plan that are trained as replicas, the same on all ranks.
+    """Return the tables of a plan that are trained as replicas: those in `names`, the same on all ranks.
 
-    Of `tables`, all of the unsharded model, they are those in `names` that `tables_to_replicate` returned; on one rank
-    the plan may shard these as any.
+    On one rank the plan may shard these as any.
 
     Raises:
         ValueError: The plan does not make such a table data-parallel, or makes others of its module so, which the
@@ -136,9 +127,9 @@ def replicas_in(plan: ShardingPlan, tables: list[Table], names: Collection[str],
     return replicas
 
 
-def _why_not(table: Table, model: nn.Module, fused: tuple[type, Mapping[str, Any]] | None) -> str | None:
+def _why_not(table: Table, fused: tuple[type, Mapping[str, Any]] | None) -> str | None:
     """Return why a table cannot be replicated, or None."""
-    kind = type(model.get_submodule(table.module))
+    kind = table.sharder.module_type
     if kind is EmbeddingCollection:
         return "it belongs to an EmbeddingCollection, of whose data-parallel tables TorchRec makes bags on a CPU"
     if kind is not EmbeddingBagCollection:
@@ -164,12 +155,3 @@ def _why_not(table: Table, model: nn.Module, fused: tuple[type, Mapping[str, Any
     if update is not EmbOptimType.EXACT_SGD and not kwargs.get("eps", KERNEL_EPS) > 0:
         return f"{optimizer_class.__name__} with eps=0 divides 0 by 0 in rows without a gradient"
     return None
-
-
-def rule_of(table: Table) -> Rule:
-    """Return the update of a table that has its optimizer; read before TorchRec shards the table."""
-    assert table.fused_optimizer is not None
-    optimizer_class, kwargs = table.fused_optimizer
-    kind = optimizer_type_to_emb_opt_type(optimizer_class)
-    assert kind is not None
-    return Rule(kind, rate_of(kwargs), float(kwargs.get("eps", KERNEL_EPS)))

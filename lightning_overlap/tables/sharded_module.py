@@ -54,11 +54,7 @@ PRIVATE_NAMES: Mapping[str, tuple[str, ...]] = {
 
 
 def check_torchrec(module: nn.Module) -> None:
-    """Raise if a sharded module lacks a private name that this file uses of it.
-
-    Raises:
-        ImportError: With the name, the installed and the supported versions.
-    """
+    """Raise an ImportError, with name and versions, if a sharded module lacks a private name that is used of it."""
     owners = {kind.__name__: module for kind in SUPPORTED_MODULES if isinstance(module, kind)}
     check_names("torchrec", PRIVATE_NAMES, owners)
     if owners:
@@ -91,26 +87,14 @@ def keys_in_backward(module: Any) -> list[tuple[int, int, str]]:
     A table that is cut by columns has the same ids in each of its shards: only the shard with the first columns is
     listed.
     """
+    owners = owners_of_parts(module)
     found = []
-    for part, owner in enumerate(owners_of_parts(module)):
-        if owner is not WeightOwner.FUSED_BACKWARD:
-            continue
+    for part in (part for part, owner in enumerate(owners) if owner is WeightOwner.FUSED_BACKWARD):
         tables = (table for group in module._lookups[part].grouped_configs for table in group.embedding_tables)
-        keys = [table for table in tables for _ in table.feature_names]
-        found += [
-            (part, key, table.name)
-            for key, table in enumerate(keys)
-            if table.local_metadata is None or table.local_metadata.shard_offsets[1] == 0
-        ]
+        for key, table in enumerate(one for one in tables for _ in one.feature_names):
+            if table.local_metadata is None or table.local_metadata.shard_offsets[1] == 0:
+                found.append((part, key, table.name))
     return found
-
-
-def trained_in_backward(module: nn.Module) -> dict[str, tuple[str, float]] | None:
-    """Return class name and first learning rate of the fused optimizers by table; None if another sharded the module.
-
-    The same on all ranks, and still what it was when a schedule has moved the kernels' own rates.
-    """
-    return getattr(module, "trained_in_backward", None)
 
 
 def fused_optimizers(module: ShardedModule[Any, Any, Any, Any]) -> list[KeyedOptimizer]:

@@ -2,31 +2,33 @@
 
 from __future__ import annotations
 
-import difflib
+import copyreg
 import os
+import warnings
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any, Literal, TypeAlias
+from typing import Any, Literal, NoReturn, TypeAlias
 
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 from torchrec.distributed.embedding_types import EmbeddingComputeKernel
 from torchrec.distributed.fbgemm_qcomm_codec import QCommsConfig
 from torchrec.distributed.model_parallel import DistributedModelParallel
 from torchrec.distributed.planner import EmbeddingShardingPlanner, ParameterConstraints, Topology
 from torchrec.distributed.types import ShardingEnv, ShardingPlan, ShardingType
 from torchrec.modules.itep_embedding_modules import ITEPEmbeddingBagCollection, ITEPEmbeddingCollection
+from typing_extensions import override
 
 from ..text import some, unknown_name_message
 from .columns import answer_in_config_order
-from .copies import leave_shards_behind
 from .optimizer_checks import FusedOptimizer, apply_fused_optimizer, check_fused_optimizer, warn_of_dense_tables
 from .quantized_comms import Codecs, check_plan, check_quantized_comms, codecs_of
-from .replicas import Rule, make_replicas
-from .replicated_tables import ReplicateTables, replicas_in, rule_of, tables_to_replicate
+from .replicas import make_replicas
+from .replicated_tables import ReplicateTables, replicas_in, tables_to_replicate
 from .supported_modules import sharded_modules, table_modules
-from .table import Table, find_tables, rate_of, training_sharders
+from .table import Rule, Table, find_tables, training_sharders
 from .write_counts import watch_tables
 
 _DATA_PARALLEL, _DENSE_KERNEL = ShardingType.DATA_PARALLEL.value, EmbeddingComputeKernel.DENSE.value
@@ -59,18 +61,9 @@ def shard_tables(
 ) -> None:
     """Replace every TorchRec collection of a model by its sharded form, in place.
 
-    Weights that the tables have keep their values; tables on `meta` come to life as shards only.
-
-    Args:
-        model: Holds `EmbeddingBagCollection`, `EmbeddingCollection`, ... anywhere below it.
-        sharding: See `Sharding`.
-        fused_optimizer: Applied in backward to tables that have none yet.
-        group: Process group of the tables' collectives.
-        device: Where the shards live.
-        local_world_size: Ranks on this host.
-        quantized_comms: What embeddings and gradients are sent in.
-        replicate_tables: See `ReplicateTables`.
-        batch_size: Samples in a rank's batch; None where nobody knows.
+    Weights that the tables have keep their values; tables on `meta` come to life as shards only. The group is for the
+    tables' collectives, `local_world_size` of its ranks are on this host. `batch_size` is that of a rank, None where
+    nobody knows. The other arguments are those of the strategy.
 
     Raises:
         ValueError: A table or sharding type that does not exist here, a table without a fused optimizer, an
@@ -86,7 +79,7 @@ def shard_tables(
     _refuse_pruning(model)
     fused, named, num_ranks = check_fused_optimizer(fused_optimizer), _named_types(sharding, tables), group.size()
     whole = tables_to_replicate(
-        replicate_tables, tables, model, named, batch_size=batch_size, fused=fused, world_size=num_ranks
+        replicate_tables, tables, named, batch_size=batch_size, fused=fused, world_size=num_ranks
     )
     plan = make_plan(
         model,
@@ -104,16 +97,16 @@ def shard_tables(
     apply_fused_optimizer(in_backward, fused, device)
     if dist.get_rank() == 0:
         warn_of_dense_tables([table for table in tables if table not in in_backward], named)
-    rules: dict[str, dict[str, Rule]] = {}
-    for table in replicas:
-        rules.setdefault(table.module, {})[table.name] = rule_of(table)
-    initial, aliases = _initial_weights(model, tables), _aliases(model, tables)
+    aliases = _aliases(model, tables)
+    # Sharding a module from a CPU would draw new weights. Managed collision modules begin without ids: TorchRec makes
+    # them anew, for the rows of each shard.
+    modules = {table.module for table in tables} - {table.module for table in tables if table.parameter.is_meta}
+    initial = {name: dict(model.get_submodule(name).named_parameters()) for name in sorted(modules)}
     # A rank knows the rates of its own shards only, and those move with a schedule.
-    trained: dict[str, dict[str, tuple[str, float]]] = {table.module: {} for table in tables}
+    trained: dict[str, dict[str, Rule]] = {table.module: {} for table in tables}
     for table in in_backward:
-        if table.fused_optimizer is not None and table.parameter.requires_grad:
-            optimizer_class, kwargs = table.fused_optimizer
-            trained[table.module][table.name] = optimizer_class.__name__, rate_of(kwargs)
+        if table.parameter.requires_grad:
+            trained[table.module][table.name] = table.rule
     with _local_world_size(local_world_size):
         DistributedModelParallel(
             module=model,
@@ -131,8 +124,11 @@ def shard_tables(
         raise ValueError(f"the ShardingPlan leaves out {some(left_out)}: give every table of the model a place in it.")
     for name, weights in initial.items():
         model.get_submodule(name).load_state_dict(weights, strict=False)
-    _replicate_data_parallel(model, group)
-    make_replicas(model, rules)
+    lookups = [lookup for module in table_modules(model).values() for lookup in module._lookups]
+    for lookup in lookups:  # data-parallel tables start as those of rank 0, as the dense part does
+        for weight in lookup.parameters() if isinstance(lookup, DistributedDataParallel) else ():
+            dist.broadcast(weight.data, src=dist.get_global_rank(group, 0), group=group)
+    make_replicas(model, {table.module for table in replicas}, trained)
     for name, of_module in trained.items():
         sharded: Any = model.get_submodule(name)
         sharded.trained_in_backward, sharded.quantized_comms = of_module, quantized_comms
@@ -156,8 +152,34 @@ def _refuse_other_codecs(model: nn.Module, comms: QCommsConfig | None) -> None:
 def _watch(model: nn.Module) -> None:
     """Let modules answer in the order of their configs, be copied, and have writes to their tables counted."""
     answer_in_config_order(model)
-    leave_shards_behind(model)
     watch_tables(model)
+    for module in sharded_modules(model).values():  # it has process groups and hooks that nobody can copy or pickle
+        copyreg.pickle(type(module), _left_behind)
+
+
+class ShardsLeftBehind(nn.Module):
+    """Takes the place of a sharded module, of a `kind`, in a copy: shards stay with their process and its ranks."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.kind = kind
+
+    @override
+    def forward(self, *_: Any, **__: Any) -> NoReturn:
+        raise RuntimeError(
+            f"this module is a copy, in which nothing stands in the place of a {self.kind}: shards stay with their "
+            "process. Make the module anew, and load a checkpoint of the one that was copied."
+        )
+
+
+def _left_behind(module: nn.Module) -> tuple[type[ShardsLeftBehind], tuple[str]]:
+    warnings.warn(
+        f"a copy of a {type(module).__name__} leaves its shards behind: save a checkpoint to keep the tables, and pass "
+        "a module to fit() and the like of a copied trainer.",
+        UserWarning,
+        stacklevel=3,
+    )
+    return ShardsLeftBehind, (type(module).__name__,)
 
 
 def make_plan(
@@ -181,15 +203,15 @@ def make_plan(
     tables = find_tables(model)
     check_sharding(sharding, tables, device)
     check_quantized_comms(quantized_comms, tables, device)
-    plan: Any = sharding
-    if not isinstance(sharding, ShardingPlan):
-        planner: Any = sharding
-        named = _named_types(sharding, tables)
-        if named is not None:
-            kinds = {**named, **dict.fromkeys(whole, _DATA_PARALLEL)}
-            constraints = _constraints(kinds, tables, check_fused_optimizer(fused_optimizer) is not None, group, device)
-            topology = Topology(group.size(), device.type, local_world_size=local_world_size)
-            planner = EmbeddingShardingPlanner(topology=topology, constraints=constraints, debug=False)
+    planner: Any = sharding
+    named = _named_types(sharding, tables)
+    if named is not None:
+        kinds = {**named, **dict.fromkeys(whole, _DATA_PARALLEL)}
+        constraints = _constraints(kinds, tables, fused_optimizer is not None, group.size(), device.type)
+        topology = Topology(group.size(), device.type, local_world_size=local_world_size)
+        planner = EmbeddingShardingPlanner(topology=topology, constraints=constraints, debug=False)
+    plan = sharding
+    if not isinstance(plan, ShardingPlan):
         plan = _plan_on_rank_zero(planner, model, group, codecs_of(quantized_comms, device))
     check_plan(quantized_comms, plan)
     return plan
@@ -216,22 +238,14 @@ def sharded_state_names(model: nn.Module) -> set[str]:
 
 
 def check_sharding_types(sharding: Sharding) -> Sharding:
-    """Return a sharding argument whose types exist somewhere; the tables and the device are not known yet.
-
-    Raises:
-        ValueError: A sharding type that does not exist; the message lists the nearest ones.
-        TypeError: Not a `Sharding`.
-    """
+    """Return a `Sharding`, whatever the tables and the device; others are a TypeError, unknown types a ValueError."""
     kinds = [sharding] if isinstance(sharding, str) else sharding.values() if isinstance(sharding, Mapping) else []
-    known = {kind.value: kind for kind in ShardingType}
+    known = [kind.value for kind in ShardingType]
     for kind in kinds:
         if kind not in known:
             raise ValueError(f"sharding: {unknown_name_message('sharding type', str(kind), known)}")
-    if not (
-        sharding is None
-        or isinstance(sharding, (str, Mapping, ShardingPlan))
-        or callable(getattr(sharding, "plan", None))
-    ):
+    is_planner = callable(getattr(sharding, "plan", None))
+    if not (sharding is None or is_planner or isinstance(sharding, (str, Mapping, ShardingPlan))):
         raise TypeError(
             "sharding is None, a sharding type, {'table': type}, a planner or a ShardingPlan, "
             f"got {type(sharding).__name__}: {sharding!r}."
@@ -240,23 +254,16 @@ def check_sharding_types(sharding: Sharding) -> Sharding:
 
 
 def check_sharding(sharding: Sharding, tables: list[Table], device: torch.device) -> None:
-    """Check a sharding argument against all tables of an unsharded model and the device of their shards.
-
-    Raises:
-        ValueError: A table that the model does not have, or a sharding type that the device lacks.
-        TypeError: Not a `Sharding`.
-    """
+    """Refuse, with a ValueError, tables that an unsharded model does not have, and types that a device lacks."""
     known = {table.name: table for table in tables}
-    check_sharding_types(sharding)
     for name, kind in (_named_types(sharding, tables) or {}).items():
         if name not in known:
             raise ValueError(f"sharding: {unknown_name_message('table', name, known)}")
         possible = known[name].sharder.sharding_types(device.type)
         if kind not in possible:
-            nearest = difflib.get_close_matches(str(kind), possible, n=1)
             raise ValueError(
-                f"sharding of table {name!r}: {kind!r} is not possible on {device.type}. "
-                f"{f'Did you mean {nearest[0]!r}? ' if nearest else ''}Possible there: {', '.join(possible)}."
+                f"sharding of table {name!r}: {kind!r} is not possible on {device.type}. Possible there: "
+                f"{', '.join(possible)}."
             )
 
 
@@ -270,7 +277,7 @@ def _named_types(sharding: Sharding, tables: list[Table]) -> dict[str, str] | No
 
 
 def _constraints(
-    kinds: Mapping[str, str], tables: list[Table], fused_optimizer: bool, group: dist.ProcessGroup, device: torch.device
+    kinds: Mapping[str, str], tables: list[Table], fused_optimizer: bool, num_ranks: int, device: str
 ) -> dict[str, ParameterConstraints]:
     """Return what holds a planner to the sharding types of some tables, and keeps it from replicating others."""
     constraints = {}
@@ -278,12 +285,13 @@ def _constraints(
         kind = kinds.get(table.name)
         if kind is not None:
             # A shard for each rank, where the columns divide: FBGEMM wants widths that are multiples of 4.
-            dim, num = table.parameter.shape[1], group.size()
-            width = dim // num if kind in _COLUMN_WISE and num > 1 and dim % (4 * num) == 0 else None
+            dim = table.parameter.shape[1]
+            divides = kind in _COLUMN_WISE and num_ranks > 1 and dim % (4 * num_ranks) == 0
+            width = dim // num_ranks if divides else None
             constraints[table.name] = ParameterConstraints(sharding_types=[kind], min_partition=width)
         elif fused_optimizer or table.fused_optimizer:
             # The planner reckons with what a batch costs by guess: it must not decide on its own what is replicated.
-            sharded = [kind for kind in table.sharder.sharding_types(device.type) if kind != _DATA_PARALLEL]
+            sharded = [kind for kind in table.sharder.sharding_types(device) if kind != _DATA_PARALLEL]
             constraints[table.name] = ParameterConstraints(sharding_types=sharded)
     return constraints
 
@@ -302,31 +310,11 @@ def _plan_on_rank_zero(planner: Any, model: nn.Module, group: dist.ProcessGroup,
     return outcome[0]
 
 
-def _initial_weights(model: nn.Module, tables: list[Table]) -> dict[str, dict[str, nn.Parameter]]:
-    """Weights of the collections that are not on meta: sharding a module from a CPU would draw new ones.
-
-    Managed collision modules begin without ids: TorchRec makes them anew, for the rows of each shard.
-    """
-    meta = {table.module for table in tables if table.parameter.is_meta}
-    modules = {table.module for table in tables} - meta
-    return {name: dict(model.get_submodule(name).named_parameters()) for name in sorted(modules)}
-
-
 def _aliases(model: nn.Module, tables: list[Table]) -> dict[str, str]:
     """Other names of the collections: sharding replaces a module under the first of its names only."""
     first = {id(model.get_submodule(table.module)): table.module for table in tables}
     named = model.named_modules(remove_duplicate=False)
     return {name: first[id(module)] for name, module in named if first.get(id(module), name) != name}
-
-
-def _replicate_data_parallel(model: nn.Module, group: dist.ProcessGroup) -> None:
-    """Give all ranks rank 0's data-parallel tables, as DistributedDataParallel does for the dense part."""
-    source = dist.get_global_rank(group, 0)
-    for module in table_modules(model).values():
-        kinds = {table: parameter.sharding_type for table, parameter in module.module_sharding_plan.items()}
-        for name, parameter in module.named_parameters():
-            if kinds.get(name.split(".")[-2]) == _DATA_PARALLEL:
-                dist.broadcast(parameter.data, src=source, group=group)
 
 
 @contextmanager

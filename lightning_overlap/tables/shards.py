@@ -19,46 +19,36 @@ from torchrec.distributed.types import ShardingType
 from ..schedules import WeightOwner
 from ..text import some
 from .replicas import ReplicaKernel
-from .sharded_module import trained_in_backward
 from .supported_modules import sharded_modules, spec_of, table_modules, tables_of
+from .table import Rule
 
 
 @dataclass(frozen=True, slots=True)
 class TableShard:
-    """A shard of a table.
-
-    Args:
-        name: Of the whole table's weight in the `state_dict` of the unsharded model.
-        shape: Of the whole table: rows and columns.
-        first_row: Of the shard in the table.
-        first_column: Of the shard in the table.
-        weight: The shard, `(rows, columns)`, in the kernel's own memory.
-    """
+    """A shard of a table."""
 
     name: str
+    """Of the whole table's weight in the `state_dict` of the unsharded model."""
     shape: tuple[int, int]
+    """Rows and columns of the whole table."""
     first_row: int
     first_column: int
     weight: Tensor
+    """The shard, `(rows, columns)`, in the kernel's own memory."""
 
 
 @dataclass(frozen=True, slots=True)
 class KernelShards:
-    """The shards that one kernel looks up.
+    """The shards that one kernel looks up, in its order of tables."""
 
-    Args:
-        kernel: The kernel.
-        shards: In its order of tables.
-        table_of_feature: The number of the table of each of its features.
-        is_replicated: Whether every rank has the same shards (data-parallel tables).
-        receives_ids: Whether ids come from other ranks, in memory that nobody fills again; on one rank it is a batch's.
-    """
-
-    kernel: nn.Module
+    kernel: Any
     shards: tuple[TableShard, ...]
     table_of_feature: tuple[int, ...]
+    """The number of the table of each of its features."""
     is_replicated: bool
+    """Whether every rank has the same shards (data-parallel tables)."""
     receives_ids: bool
+    """Whether ids come from other ranks, in memory that nobody fills again; on one rank it is a batch's."""
 
     @property
     def is_fused(self) -> bool:
@@ -68,27 +58,22 @@ class KernelShards:
     def states(self) -> list[dict[str, Tensor]]:
         """Return the optimizer's state of each shard by kind, `(rows, columns)` or row-wise `(rows,)`, not copied."""
         if isinstance(self.kernel, ReplicaKernel):
-            by_table = self.kernel.states()
-            return [by_table[shard.name.split(".")[-2]] for shard in self.shards]
-        if not isinstance(self.kernel, SplitTableBatchedEmbeddingBagsCodegen):
-            return [{} for _ in self.shards]
-        kinds = self.kernel.split_optimizer_states()
+            of_replicas = [replica for optimizer in self.kernel.optimizers for replica in optimizer.state.values()]
+            return [{kind.rpartition(".")[2]: state for kind, state in kinds.items()} for kinds in of_replicas]
+        kinds = self.kernel.split_optimizer_states() if self.is_fused else []
         return [
             {f"momentum{number}": state for number, state in enumerate(of_table, start=1)}
-            for of_table in (kinds or [[] for _ in self.shards])
+            for of_table in kinds or [[]] * len(self.shards)
         ]
 
     def write_back_cache(self) -> None:
         """Write the rows of a UVM cache back to their tables, on the current stream; no device is waited for."""
-        if isinstance(self.kernel, SplitTableBatchedEmbeddingBagsCodegen):
+        if self.is_fused:
             self.kernel.flush()
 
 
 def kernel_shards(model: nn.Module) -> list[KernelShards]:
     """Return the shards that this rank has of all tables of a sharded model, by kernel.
-
-    Args:
-        model: Whose names of modules begin the names of tables.
 
     Raises:
         ValueError: A table is of a kind whose rows cannot be told by their number: rows are assigned to ids as they
@@ -109,10 +94,9 @@ def kernel_shards(model: nn.Module) -> list[KernelShards]:
             lookup = wrapped.module if isinstance(wrapped, DistributedDataParallel) else wrapped
             for group, part in zip(lookup.grouped_configs, lookup._emb_modules, strict=True):
                 tables = group.embedding_tables
-                replicated = {plan[table.name].sharding_type == ShardingType.DATA_PARALLEL.value for table in tables}
                 shards = _shards(name, paths, part.emb_module, tables)
                 features = [number for number, table in enumerate(tables) for _ in table.feature_names]
-                is_replicated = replicated == {True}
+                is_replicated = plan[tables[0].name].sharding_type == ShardingType.DATA_PARALLEL.value
                 receives_ids = module._env.world_size > 1 and not is_replicated
                 found.append(KernelShards(part.emb_module, tuple(shards), tuple(features), is_replicated, receives_ids))
     return found
@@ -136,11 +120,7 @@ def _shards(name: str, paths: Mapping[str, str], kernel: Any, tables: list[Any])
 def table_lines(model: nn.Module, optimizers: Iterable[Optimizer], *, scheduled: bool, moved: bool) -> list[str]:
     """Return a line for all tables of one module that are sharded alike and trained alike.
 
-    Args:
-        model: Its tables are sharded.
-        optimizers: Those of `configure_optimizers`.
-        scheduled: Whether a scheduler moves learning rates.
-        moved: Whether those of the fused tables are among them.
+    The optimizers are those of `configure_optimizers`. A scheduler may move learning rates, and those of fused tables.
     """
     owner_of = {id(p): type(one).__name__ for one in optimizers for group in one.param_groups for p in group["params"]}
     lines = []
@@ -148,21 +128,17 @@ def table_lines(model: nn.Module, optimizers: Iterable[Optimizer], *, scheduled:
         collection = module if spec_of(module) is None else tables_of(module)
         plan: Mapping[str, Any] = getattr(collection, "module_sharding_plan", None) or {}
         weights = {path.split(".")[-2]: weight for path, weight in collection.named_parameters() if "." in path}
-        fused = trained_in_backward(module)
+        fused: dict[str, Rule] | None = getattr(module, "trained_in_backward", None)  # None: its user sharded it
         alike: dict[tuple[str, str], list[str]] = {}
         for table, parameter in plan.items():
-            is_dense = parameter.compute_kernel == EmbeddingComputeKernel.DENSE.value
-            if is_dense and table not in (fused or {}):  # replicas have a rate of their own
-                owner = owner_of.get(id(weights.get(table)))
-                trainer = f"{owner} of configure_optimizers" if owner else "nothing (requires_grad=False)"
-            elif fused is None:
-                trainer = "the optimizer of its kernel"
-            elif table not in fused:
-                trainer = "nothing (requires_grad=False)"
-            else:
-                kind, rate = fused[table]
+            trainer = "nothing (requires_grad=False)"
+            if owner := owner_of.get(id(weights.get(table))):
+                trainer = f"{owner} of configure_optimizers"
+            elif rule := (fused or {}).get(table):
                 constant = ", constant: the scheduler does not move it (see combined_optimizer)"
-                trainer = f"{kind} in the backward, lr {rate:g}{constant if scheduled and not moved else ''}"
+                trainer = f"{rule.name} in the backward, lr {rule.rate:g}{constant if scheduled and not moved else ''}"
+            elif fused is None and parameter.compute_kernel != EmbeddingComputeKernel.DENSE.value:
+                trainer = "the optimizer of its kernel"
             alike.setdefault((parameter.sharding_type, trainer), []).append(table)
         for (kind, trainer), tables in alike.items():
             lines.append(f"{name}: {some(tables, 3)}: {kind}, trained by {trainer}")

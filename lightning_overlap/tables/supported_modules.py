@@ -18,6 +18,7 @@ from torchrec.distributed.mc_embeddingbag import ShardedManagedCollisionEmbeddin
 from torchrec.distributed.types import ShardedModule, ShardingType
 
 from ..schedules import WeightOwner
+from ..text import some
 
 TABLE_TYPES = (ShardedEmbeddingBagCollection, ShardedEmbeddingCollection)
 """The modules that hold tables themselves; other kinds have one of these inside."""
@@ -25,19 +26,16 @@ TABLE_TYPES = (ShardedEmbeddingBagCollection, ShardedEmbeddingCollection)
 
 @dataclass(frozen=True, slots=True)
 class ModuleSpec:
-    """What there is to know of a kind of sharded modules whose stages can start early.
-
-    Args:
-        tables: The attribute that holds the sharded collection with the tables; None: the module is that collection.
-        input_dists: The attribute that holds the module with the input dists; None: the module has them itself.
-        owner: The last writer of what the module's lookup reads; None: the compute kernel of each table says.
-        feature_processors: The attribute that holds the processors of ids, run before the lookup; None: it has none.
-    """
+    """What there is to know of a kind of sharded modules whose stages can start early."""
 
     tables: str | None = None
+    """The attribute that holds the sharded collection with the tables; None: the module is that collection."""
     input_dists: str | None = None
+    """The attribute that holds the module with the input dists; None: the module has them itself."""
     owner: WeightOwner | None = None
+    """The last writer of what the module's lookup reads; None: the compute kernel of each table says."""
     feature_processors: str | None = None
+    """The attribute that holds the processors of ids, run before the lookup; None: it has none."""
 
 
 _MANAGED_COLLISION = ModuleSpec("_embedding_module", "_managed_collision_collection", WeightOwner.LOOKUP)
@@ -64,7 +62,9 @@ def spec_of(module: nn.Module) -> ModuleSpec | None:
 
 def tables_of(module: Any) -> Any:
     """Return the sharded collection that holds the tables of a module of a known kind: it, or one inside it."""
-    return _part(module, "tables")
+    kind = spec_of(module)
+    assert kind is not None, f"{type(module).__name__} is of no known kind"
+    return getattr(module, kind.tables) if kind.tables else module
 
 
 def holds_sequences(module: Any) -> bool:
@@ -74,15 +74,9 @@ def holds_sequences(module: Any) -> bool:
 
 def input_dists_of(module: Any) -> list[Any]:
     """Return the input dists of a module of a known kind, one for each sharding."""
-    dists: list[Any] = _part(module, "input_dists")._input_dists
-    return dists
-
-
-def _part(module: Any, which: str) -> Any:
     kind = spec_of(module)
-    assert kind is not None, f"{type(module).__name__} is of no known kind"
-    attribute = getattr(kind, which)
-    return module if attribute is None else getattr(module, attribute)
+    assert kind is not None
+    return list((getattr(module, kind.input_dists) if kind.input_dists else module)._input_dists)
 
 
 def sharded_modules(model: nn.Module) -> dict[str, ShardedModule[Any, Any, Any, Any]]:
@@ -156,12 +150,10 @@ def ids_fit_32_bits(module: Any) -> bool:
 
 
 def why_never_early(module: Any, group: dist.ProcessGroup | None = None, *, prefetches: bool = False) -> str | None:
-    """Return why no stage of a module may start early, or None.
+    """Return why no stage of a sharded module may start early, or None.
 
-    Args:
-        module: A sharded module.
-        group: The ranks that the early input dist is sent among; None on one rank.
-        prefetches: Whether the mode copies rows into the tables' caches before their lookup.
+    The early input dist is sent among a group (None: one rank). A mode that `prefetches` copies rows into the tables'
+    caches before their lookup.
     """
     kind = spec_of(module)
     if kind is None:
@@ -173,7 +165,13 @@ def why_never_early(module: Any, group: dist.ProcessGroup | None = None, *, pref
     processors = kind.feature_processors and getattr(module, kind.feature_processors)
     if processors and list(processors.buffers()):
         return "its feature processors have buffers, which an early lookup might change before their batch's turn"
-    return _why_other_ranks(module, group)
+    env = tables_of(module)._env
+    own = getattr(env, "sharding_pg", env.process_group)
+    ranks = None if own is None else dist.get_process_group_ranks(own)
+    everyone = [dist.get_rank()] if group is None else dist.get_process_group_ranks(group)
+    if ranks is None or ranks == everyone:
+        return None
+    return f"its tables are sharded over ranks {ranks}, not over all of {everyone} (2D sharding, or a group of its own)"
 
 
 def why_never_held(module: Any) -> str | None:
@@ -186,9 +184,11 @@ def why_never_held(module: Any) -> str | None:
 
 
 def _why_cached(tables: Any, prefetches: bool) -> str | None:
-    """Return why tables in a cache cannot be looked up early, or None. Read from the plan, the same on all ranks."""
-    # A cache hands out its slots in the forward and uses them in the backward: a lookup in between may evict them,
-    # but for the slots that a prefetch has locked.
+    """Return why tables in a cache cannot be looked up early, or None. Read from the plan, the same on all ranks.
+
+    A cache hands out its slots in the forward and uses them in the backward: a lookup in between may evict them, but
+    for the slots that a prefetch has locked.
+    """
     plan = tables.module_sharding_plan
     cached = {table: parameter for table, parameter in plan.items() if parameter.compute_kernel not in _WITHOUT_CACHE}
     if not cached:
@@ -197,18 +197,5 @@ def _why_cached(tables: Any, prefetches: bool) -> str | None:
     reason = f"its tables have compute kernel {', '.join(sorted(kernels))}, which keeps rows in a cache"
     if not prefetches or kernels != {EmbeddingComputeKernel.FUSED_UVM_CACHING.value}:
         return reason
-    unlocked = [name for name, table in cached.items() if not getattr(table.cache_params, "prefetch_pipeline", False)]
-    return (
-        f"{reason}, and the plan's cache_params of {', '.join(unlocked)} lack prefetch_pipeline" if unlocked else None
-    )
-
-
-def _why_other_ranks(module: Any, group: dist.ProcessGroup | None) -> str | None:
-    """Return why a module cannot take part in the early input dist, which is sent among all ranks, or None."""
-    env = tables_of(module)._env
-    own = getattr(env, "sharding_pg", env.process_group)
-    ranks = None if own is None else dist.get_process_group_ranks(own)
-    everyone = [dist.get_rank()] if group is None else dist.get_process_group_ranks(group)
-    if ranks is None or ranks == everyone:
-        return None
-    return f"its tables are sharded over ranks {ranks}, not over all of {everyone} (2D sharding, or a group of its own)"
+    unlocked = some(name for name, one in cached.items() if not getattr(one.cache_params, "prefetch_pipeline", False))
+    return f"{reason}, and the plan's cache_params of {unlocked} lack prefetch_pipeline" if unlocked else None

@@ -5,15 +5,17 @@ from __future__ import annotations
 import inspect
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
+from fbgemm_gpu.split_embedding_configs import EmbOptimType
 from fbgemm_gpu.split_table_batched_embeddings_ops_training import SplitTableBatchedEmbeddingBagsCodegen
 from torch import nn
 from torch.distributed.optim import _apply_optimizer_in_backward  # type: ignore[attr-defined]
 from torchrec.distributed.embedding_types import BaseQuantEmbeddingSharder
 from torchrec.distributed.sharding_plan import get_default_sharders
 from torchrec.distributed.types import ModuleSharder, ParameterSharding, QuantizedCommCodecs, ShardingPlan
+from torchrec.distributed.utils import optimizer_type_to_emb_opt_type
 
 from .supported_modules import outermost, sharded_modules
 
@@ -22,6 +24,18 @@ KERNEL_RATE, KERNEL_EPS = (float(_KERNEL_ARGUMENTS[name].default) for name in ("
 
 AppliedOptimizer: TypeAlias = tuple[type[torch.optim.Optimizer], Mapping[str, Any]]
 """An optimizer that is applied in backward: class and arguments."""
+
+
+class Rule(NamedTuple):
+    """The update of a table in the backward: its kind, learning rate at first, what is added to the root of the state.
+
+    `name` is that of the optimizer's class.
+    """
+
+    name: str
+    kind: EmbOptimType | None
+    rate: float
+    eps: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,6 +58,15 @@ class Table:
         classes, kwargs = (getattr(self.parameter, f"_optimizer_{what}", ()) for what in ("classes", "kwargs"))
         return next(zip(classes, kwargs, strict=True), None)
 
+    @property
+    def rule(self) -> Rule:
+        """How its fused optimizer updates it; read before TorchRec shards the table, which renames arguments."""
+        assert self.fused_optimizer is not None
+        optimizer_class, kwargs = self.fused_optimizer
+        kind = optimizer_type_to_emb_opt_type(optimizer_class)
+        rate = kwargs.get("lr", kwargs.get("learning_rate", KERNEL_RATE))
+        return Rule(optimizer_class.__name__, kind, float(rate), float(kwargs.get("eps", KERNEL_EPS)))
+
     def planned(self, plan: ShardingPlan) -> ParameterSharding | None:
         """Return how a plan shards it, or None."""
         of_module: dict[str, ParameterSharding] = plan.get_plan_for_module(self.module) or {}
@@ -56,18 +79,9 @@ class Table:
 
 
 def training_sharders(codecs: Mapping[str, QuantizedCommCodecs] | None = None) -> list[ModuleSharder[nn.Module]]:
-    """Return TorchRec's default sharders but those of quantized modules, which have nothing to train and stay whole.
-
-    Args:
-        codecs: What embeddings and gradients are sent in, see `quantized_comms.codecs_of`; None for full precision.
-    """
+    """Return TorchRec's default sharders but those of quantized modules, which have nothing to train and stay whole."""
     sharders = [sharder for sharder in get_default_sharders() if not isinstance(sharder, BaseQuantEmbeddingSharder)]
     return sharders if codecs is None else [type(sharder)(qcomm_codecs_registry=codecs) for sharder in sharders]
-
-
-def rate_of(kwargs: Mapping[str, Any]) -> float:
-    """Return the learning rate among a fused optimizer's arguments; where none is given, the kernel's own default."""
-    return float(kwargs.get("lr", kwargs.get("learning_rate", KERNEL_RATE)))  # TorchRec renames it
 
 
 def find_tables(model: nn.Module) -> list[Table]:
@@ -84,3 +98,18 @@ def find_tables(model: nn.Module) -> list[Table]:
 def has_tables(model: nn.Module) -> bool:
     """Whether a model has tables, sharded already or not."""
     return bool(find_tables(model) or sharded_modules(model))
+
+
+def table_optimizers(model: nn.Module) -> dict[str, AppliedOptimizer]:
+    """Return what is applied in backward to the tables of an unsharded model, by their paths.
+
+    A parameter keeps it in attributes, which neither `copy.deepcopy` nor the pickler of `torch.multiprocessing` copies.
+    """
+    return {table.path: table.fused_optimizer for table in find_tables(model) if table.fused_optimizer}
+
+
+def apply_table_optimizers(model: nn.Module, recorded: Mapping[str, AppliedOptimizer]) -> None:
+    """Apply to the tables of a copy what was applied to those of the original, where the copy has lost it."""
+    for table in find_tables(model):
+        if table.path in recorded:
+            table.apply_fused_optimizer(*recorded[table.path])

@@ -25,21 +25,14 @@ _PARTS = ("_values", "_lengths", "_weights")
 
 
 class SentInput:
-    """What a KeyedJaggedTensor held when its ids were sent.
-
-    Args:
-        kjt: Values `(sum(lengths),)`, lengths `(F * B,)`, and weights `(sum(lengths),)` or none, on any device.
-    """
+    """What a KeyedJaggedTensor, on any device, held when its ids were sent: values, lengths and weights, if any."""
 
     __slots__ = ("_parts",)
 
     def __init__(self, kjt: KeyedJaggedTensor) -> None:
         kjt.lengths()  # which may be made of the offsets only now
-        self._parts = []
-        for name in _PARTS:
-            part = getattr(kjt, name)
-            if isinstance(part, Tensor):
-                self._parts.append((name, weakref.ref(part), _version(part)))
+        parts = [(name, getattr(kjt, name)) for name in _PARTS]
+        self._parts = [(name, weakref.ref(part), _version(part)) for name, part in parts if isinstance(part, Tensor)]
 
     def forget_ids(self) -> None:
         """Compare values and weights no more: their memory has been given back, so nobody can change them."""
@@ -59,11 +52,7 @@ def _version(tensor: Any) -> int:
 
 
 def count_writes(kjts: Iterable[KeyedJaggedTensor]) -> None:
-    """Replace the tensors of inputs made in inference mode, which count no writes, by copies that do, in place.
-
-    Args:
-        kjts: Values `(sum(lengths),)`, lengths `(F * B,)`, on any device.
-    """
+    """Replace the tensors of inputs made in inference mode, which count no writes, by copies that do, in place."""
     for kjt in kjts:
         for name in _PARTS:
             part = getattr(kjt, name)
@@ -98,7 +87,8 @@ def watch_tables(model: nn.Module) -> None:
 @read_once
 def _fused_weights(module: Any) -> list[Tensor]:
     weights = [weight for tbe in tbes(module) for weight in (tbe.weights_host, tbe.weights_dev, tbe.weights_uvm)]
-    return [weight for weight in [*weights, *(kernel.weights for kernel in replica_kernels(module))] if weight.numel()]
+    weights += [kernel.weights for kernel in replica_kernels(module)]
+    return [weight for weight in weights if weight.numel()]
 
 
 @read_once
@@ -124,9 +114,7 @@ def fused_writes(model: nn.Module) -> int:
 def num_writes(module: Any, owner: WeightOwner) -> tuple[int, ...]:
     """Return how often somebody other than a fused backward has written each weight that a lookup reads.
 
-    Args:
-        module: A sharded module.
-        owner: The last writer of the tables that were looked up. The dense optimizer has written its own before that.
+    The owner is the last writer of the tables that were looked up; the dense optimizer has written its own before that.
     """
     if owner is WeightOwner.LOOKUP:
         return ()
