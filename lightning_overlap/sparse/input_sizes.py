@@ -1,10 +1,14 @@
-"""What the ranks tell each other before ids travel: how many there are of each tensor, and of each feature."""
+"""What the ranks tell each other before ids travel: how many there are of each tensor, and of each feature.
+
+TorchRec 1.8 reads what it sends back from the device, for an overflow check, and later the lengths of what it received,
+feature by feature, which makes the host wait until the ids are there. Here the sizes go to the device in one copy from
+pinned memory, and the lengths of the features travel with them: the host knows both from its one read.
+"""
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping
+from itertools import islice
 from typing import Any, NamedTuple, TypeAlias
 
 import torch
@@ -12,6 +16,7 @@ import torch.distributed as dist
 from torchrec.distributed.embedding_sharding import KJTSplitsAllToAllMeta
 
 from ..distributed import PackedExchange, Part
+from .module_context import ModuleContext
 
 
 class PartForm(NamedTuple):
@@ -37,66 +42,64 @@ def form_of(request: Any) -> Form:
     """Return the form of what a module's `input_dist` returned under `splits_only`."""
     return tuple(
         PartForm(len(meta.splits_tensors), tuple(meta.splits), not meta._input.variable_stride_per_key())
-        for meta in metas_of(request)
+        for meta in _metas_of(request)
     )
 
 
-def metas_of(request: Any) -> list[KJTSplitsAllToAllMeta]:
-    """Return the all-to-alls that a module's `input_dist` described under `splits_only`."""
+def _metas_of(request: Any) -> list[KJTSplitsAllToAllMeta]:
     return [one for one in request.awaitables if isinstance(one, KJTSplitsAllToAllMeta)]
 
 
-@dataclass(frozen=True, slots=True)
-class ModuleInput:
-    """One module's part in the exchange of sizes of one batch.
+class PartSizes(NamedTuple):
+    """What this rank receives by one all-to-all of ids."""
 
-    Args:
-        form: Of its input, the same on all ranks.
-        request: What its `input_dist` returned under `splits_only`; None where this rank's batch has no such input.
-        context: The module's for this batch.
-        num_found: How many KeyedJaggedTensors of this rank's batch could be its input.
-    """
-
-    form: Form
-    request: Any = None
-    context: Any = None
-    num_found: int = 0
+    by_tensor: list[list[int]]
+    """From every rank; the last one may be of no tensor: batch sizes."""
+    lengths: list[int] | None
+    """Of each feature, summed up; None: they do not travel."""
 
 
-class KnownSizes(NamedTuple):
-    """By module."""
-
-    found: list[tuple[int, ...]]
-    """How many inputs each rank's batch has for it."""
-    sizes: list[list[list[int]]]
-    """What every rank sends to this one, by tensor."""
-    lengths: list[list[list[int] | None]]
-    """Of what this rank receives by each all-to-all, the sum of each feature's lengths; None: they do not travel."""
-
-
-class Sizes:
+class InputSizes:
     """The sizes of what a batch is going to send, and the lengths of its features, for every rank.
 
     A row for each destination: of each module how many inputs this rank has for it, then of each of its all-to-alls to
     come the sizes of what is sent there, then the length of each of the features that it gets, filled up to the largest
     number of features that a rank has: so rows are of one width, on ranks that lack an input too.
+
+    Args:
+        forms: Of the modules' inputs, in an order that is the same on all ranks.
+        states: Of the modules whose input this rank's batch has.
+        num_found: How many KeyedJaggedTensors of this rank's batch could be the input of each.
+        group: The process group.
     """
 
-    def __init__(self, inputs: Sequence[ModuleInput], group: dist.ProcessGroup) -> None:
-        self._group = group
-        self._forms = [one.form for one in inputs]
-        self._rows = rows = [[] for _ in range(group.size())]  # type: list[list[int]]
+    def __init__(
+        self,
+        forms: Mapping[str, Form],
+        states: Mapping[str, ModuleContext],
+        num_found: Mapping[str, int],
+        group: dist.ProcessGroup,
+    ) -> None:
+        self.states = states
+        self._forms, self._group = forms, group
+        self._rows: list[list[int]] = [[] for _ in range(group.size())]
         self._exchange: PackedExchange | None = None
         self._number = 0
-        for one in inputs:
-            for row in rows:
-                row.append(one.num_found)
-            if not one.num_found:
-                for row in rows:
-                    row += [0] * sum(part.width for part in one.form)
-                continue
-            for part, meta in zip(one.form, metas_of(one.request), strict=True):
-                _add(rows, part, meta)
+        for name, form in forms.items():
+            state = states.get(name)
+            for row in self._rows:
+                row.append(0 if state is None else num_found[name])
+            metas = [None] * len(form) if state is None else _metas_of(state.splits_awaitable)
+            for part, meta in zip(form, metas, strict=True):
+                self._add(part, meta)
+
+    def _add(self, part: PartForm, meta: KJTSplitsAllToAllMeta | None) -> None:
+        """Add what one all-to-all sends to each rank; nothing where this rank lacks the input."""
+        lengths = iter(meta._input.length_per_key() if meta is not None and part.with_lengths else ())
+        for destination, (row, num_features) in enumerate(zip(self._rows, part.splits, strict=True)):
+            sizes = [] if meta is None else [sizes[destination] for sizes in meta.splits_tensors]
+            sizes += islice(lengths, num_features)
+            row += sizes + [0] * (part.width - len(sizes))
 
     @property
     def is_sent(self) -> bool:
@@ -119,34 +122,21 @@ class Sizes:
         """Say which part of which exchange they are."""
         self._exchange, self._number = exchange, number
 
-    def wait(self) -> KnownSizes:
-        """Read what was received: the one read of the step."""
+    def wait(self) -> dict[str, tuple[tuple[int, ...], list[PartSizes]]]:
+        """Read what was received, the one read of the step: by module how many inputs each rank has, and the sizes."""
         if self._exchange is None:  # nothing else has been sent since
             self.send()
         assert self._exchange is not None
         [received] = self._exchange.take(slice(self._number, self._number + 1))
-        rows: list[list[int]] = received.tolist()
+        columns = iter(zip(*received.tolist(), strict=True))
         rank = self._group.rank()
-        columns = iter(zip(*rows, strict=True))
-        known = KnownSizes([], [], [])
-        for form in self._forms:
-            known.found.append(next(columns))
-            known.sizes.append([])
-            known.lengths.append([])
+        known = {}
+        for name, form in self._forms.items():
+            found, parts = next(columns), []
             for part in form:
-                known.sizes[-1] += [list(column) for column in itertools.islice(columns, part.num_sizes)]
-                filled = list(itertools.islice(columns, part.width - part.num_sizes))
-                mine = [sum(column) for column in filled[: part.splits[rank]]]
-                known.lengths[-1].append(mine if part.with_lengths else None)
+                by_tensor = [list(column) for column in islice(columns, part.num_sizes)]
+                filled = list(islice(columns, part.width - part.num_sizes))
+                lengths = [sum(column) for column in filled[: part.splits[rank]]]
+                parts.append(PartSizes(by_tensor, lengths if part.with_lengths else None))
+            known[name] = found, parts
         return known
-
-
-def _add(rows: list[list[int]], part: PartForm, meta: KJTSplitsAllToAllMeta) -> None:
-    """Add the sizes and the lengths of one all-to-all of ids to what goes to each rank."""
-    lengths = meta._input.length_per_key() if part.with_lengths else []
-    first = 0
-    for destination, num_features in enumerate(part.splits):
-        own = lengths[first : first + num_features]
-        sizes = [sizes[destination] for sizes in meta.splits_tensors]
-        rows[destination] += sizes + own + [0] * (part.width - len(sizes) - len(own))
-        first += num_features

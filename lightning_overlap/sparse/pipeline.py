@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from functools import cached_property, partial
+from functools import cached_property
 from typing import Any
 
 import torch.distributed as dist
@@ -22,16 +22,17 @@ from ..tables import (
     num_fused_writes,
     owners_of_parts,
     spec_of,
+    tbes,
 )
 from .answers import Answers
 from .freed_features import release
-from .input_dist import SizeExchange, splits_only
-from .lookup import LookedUp, LookupThreads, compute_fused, look_up, parts_to_look_up, start_fused
+from .input_dist import InputExchange, splits_only
+from .lookup import LookupThreads, look_up, parts_to_look_up
 from .module_context import ModuleContext, wait_for
 from .options import SparseOptions
 from .pipelined_forward import PipelinedForwards, inputs_of
 from .table_updates import TableUpdates
-from .update_rates import added, lookup_counts, lookups_since, take_back
+from .update_rates import take_back
 
 MAX_OVERWRITTEN = 3
 """How often early lookups are left aside because tables were written, before nothing is looked up early any more."""
@@ -67,7 +68,7 @@ class SparsePipeline:
         self._trains, self._releases = options.trains, options.releases
         self._threads = LookupThreads(options.num_threads) if options.num_threads else None
         self._forwards = PipelinedForwards(modules, group, options)
-        self._sizes = None if group is None else SizeExchange(group)
+        self._inputs = None if group is None else InputExchange(group)
         # Where gradients travel, and the host itself waits for them.
         waits = options.trains and group is not None and not options.num_threads and not order.streams.is_async
         self._updates = TableUpdates(self._forwards, order, options, fills_waits=options.fills_waits and waits)
@@ -124,8 +125,8 @@ class SparsePipeline:
         self._forwards.detach()
         self._updates.release_replicas()
         self.answers.abandon()
-        if self._sizes is not None:
-            self._sizes.forget()
+        if self._inputs is not None:
+            self._inputs.forget()
         self.order.reset()
         if self._threads is not None:
             self._threads.abandon()
@@ -187,20 +188,20 @@ class SparsePipeline:
             with splits_only(module, self._group, narrow=self._options.multi_node):
                 state.splits_awaitable = module.input_dist(state.context, sent)
             state.sent = SentInput(kjt)
-        if self._sizes is not None and taking_part:
+        if self._inputs is not None and taking_part:
             names = [pipelined.name for pipelined in taking_part]
-            inflight.sizes = self._sizes.start(names, inflight.modules, num_found)
+            inflight.sizes = self._inputs.start_sizes(names, inflight.modules, num_found)
 
     def input_data_dist(self, inflight: InFlightBatch) -> None:
         """Read the sizes on the host, the one wait of the step; start the all-to-alls of lengths, ids, weights."""
-        if self._group is None:
+        if self._inputs is None:
             for state in inflight.modules.values():
                 self._observe("wait", Stage.INPUT_SPLITS_DIST, inflight.index)
                 state.tensors_awaitable, state.splits_awaitable = wait_for(state.splits_awaitable), None
         elif inflight.sizes is not None:
             self._observe("wait", Stage.INPUT_SPLITS_DIST, inflight.index)
-            (names, sizes), inflight.sizes = inflight.sizes, None
-            for name, known in zip(names, sizes.wait(), strict=True):
+            sizes, inflight.sizes = inflight.sizes, None
+            for name, known in self._inputs.start_data(sizes).items():
                 if known.data is None:
                     inflight.modules.pop(name, None)
                     inflight.missing |= {name} if known.is_missing else set()
@@ -269,35 +270,26 @@ class SparsePipeline:
 
     def _look_up(self, inflight: InFlightBatch, owners: frozenset[WeightOwner]) -> None:
         for state in inflight.modules.values():
-            module = state.module
             if state.embeddings is not None or state.dist_input is None or not parts_to_look_up(state, owners):
                 continue
             if self.keep_ids:
                 state.ids = state.dist_input
             set_rates = self._updates.rates_of(state)
             if self._threads is not None and WeightOwner.FUSED_BACKWARD in owners:
-                self._threads.submit(state, inflight, partial(_look_up_in_thread, state, set_rates))
+                self._threads.submit(state, inflight, set_rates)
                 if self.answers.ran_unpipelined:  # that backward writes tables without asking for lookups first
                     self.finish_lookups()
                 continue
-            counts = lookup_counts(module)
-            look_up(state, owners, set_rates, defers_update=inflight.defers_update)
+            with state.counting(state.num_lookups):
+                look_up(state, owners, set_rates, defers_update=inflight.defers_update)
             state.note_lookup(owners)
-            done = lookups_since(module, counts)
             if not self._trains:
-                take_back(module, done, self.order)
-                continue
-            state.num_lookups = added(state.num_lookups, done)
+                self._take_back(state)
 
     def finish_lookups(self) -> None:
         """Wait for the lookups that run in threads; start the all-to-all of what they found, in their order."""
-        if self._threads is None:
-            return
-        for job in self._threads.take():
-            state, found = job.state, job.result.result()
-            start_fused(state, found.by_part, self._threads.wait, defers_update=job.inflight.defers_update)
-            state.num_lookups = found.num_lookups
-            state.note_lookup(frozenset({WeightOwner.FUSED_BACKWARD}))
+        if self._threads is not None:
+            self._threads.finish()
 
     # -- what is not used after all -----------------------------------------------------------------------------
 
@@ -350,7 +342,7 @@ class SparsePipeline:
         self.finish_lookups()
         for state in inflight.modules.values():
             for num_lookups in (state.num_lookups, state.num_own_lookups):
-                take_back(state.module, [-times * num for num in num_lookups], self.order)
+                take_back(tbes(state.module), [-times * num for num in num_lookups], self.order)
 
     def drain(self, inflight: InFlightBatch) -> None:
         """Complete every collective that was started for a batch, in the order of its stages."""
@@ -372,15 +364,12 @@ class SparsePipeline:
             for awaitable in [*state.output_dist_awaitables.values(), state.embeddings]:
                 if awaitable is not None:
                     awaitable.wait()
-        take_back(state.module, state.num_lookups, self.order)
-        state.num_lookups = []
+        self._take_back(state)
         state.served = True
 
-
-def _look_up_in_thread(state: ModuleContext, set_rates: Callable[[], None] | None) -> LookedUp:
-    counts = lookup_counts(state.module)
-    found = compute_fused(state, set_rates)
-    return LookedUp(found, lookups_since(state.module, counts))
+    def _take_back(self, state: ModuleContext) -> None:
+        take_back(tbes(state.module), state.num_lookups, self.order)
+        state.num_lookups = []
 
 
 def keyed_jagged_tensors(batch: Any) -> list[KeyedJaggedTensor]:
