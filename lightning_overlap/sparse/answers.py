@@ -16,13 +16,13 @@ from torchrec.distributed.types import LazyAwaitable
 
 from ..runtime import InFlightBatch, LookupOrder, timed
 from ..schedules import Stage, StreamName
-from ..tables import without_backward, without_graph
+from ..tables import tbes, without_backward, without_graph
 from .lookup import deferring_update
 from .module_context import ModuleContext, autocast_of, wait_for
 from .options import SparseOptions
 from .pipelined_forward import EarlyEmbeddings, LazyEmbeddings, PipelinedForward, PipelinedForwards, only_input
 from .table_updates import TableUpdates
-from .update_rates import added, lookup_counts, lookups_since, take_back
+from .update_rates import lookup_counts, lookups_since, take_back
 
 
 class Answers:
@@ -178,7 +178,7 @@ class Answers:
             self._options.set_rates()
         # Without a batch in flight: an evaluation by hand, or a module that does its own fetching (`dataloader_iter`).
         trains = self._options.trains and (inflight is not None or torch.is_grad_enabled())
-        counts = None if trains else lookup_counts(module)
+        counts = None if trains else lookup_counts(tbes(module))
         timer, index = (None, 0) if inflight is None else (self._order.timer, inflight.index)
         with (
             nullcontext() if counts is None else without_backward(module),
@@ -188,17 +188,13 @@ class Answers:
             found = look_up_now()
         if counts is not None:
             self._order.lookup_waits()
-            take_back(module, lookups_since(module, counts), self._order)
+            take_back(tbes(module), lookups_since(tbes(module), counts), self._order)
         return found
 
     def _look_up_deferring(self, state: ModuleContext, look_up_now: Callable[[], Any]) -> Any:
         """Look up in the module's own forward, whose update is made with those of the others."""
-        counts = lookup_counts(state.module)
-        with deferring_update(state):
-            found = look_up_now()
-        done = lookups_since(state.module, counts)
-        state.num_own_lookups = added(state.num_own_lookups, done)
-        return found
+        with deferring_update(state), state.counting(state.num_own_lookups):
+            return look_up_now()
 
     def _look_up_when_called(self, inflight: InFlightBatch, state: ModuleContext) -> Any:
         """Look up ids that were sent early."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -12,8 +14,9 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from ..runtime import is_profiled
 from ..schedules import WeightOwner
-from ..tables import SentInput, num_writes, spec_of
+from ..tables import SentInput, num_writes, spec_of, tbes
 from .deferred_update import DeferredUpdate
+from .update_rates import lookup_counts, lookups_since
 
 
 @dataclass(slots=True)
@@ -64,6 +67,15 @@ class ModuleContext:
     """The same of the module's own forward, where its update waits for the optimizer step."""
     ids: KJTList | None = None
     """What was looked up, where somebody asked to keep it."""
+
+    @contextmanager
+    def counting(self, counted: list[int]) -> Iterator[None]:
+        """Add what the kernels count meanwhile."""
+        kernels = tbes(self.module)
+        before = lookup_counts(kernels)
+        yield
+        done = lookups_since(kernels, before)
+        counted[:] = [a + b for a, b in zip(counted, done, strict=True)] if counted else done
 
     def note_lookup(self, owners: frozenset[WeightOwner]) -> None:
         """Note what an early lookup of the tables of these owners rests on."""

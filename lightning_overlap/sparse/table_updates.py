@@ -12,7 +12,7 @@ from torch.utils.hooks import RemovableHandle
 
 from ..runtime import InFlightBatch, LookupOrder
 from ..schedules import Stage, WeightOwner
-from ..tables import SetRates, owners_of_parts, replica_kernels
+from ..tables import SetRates, owners_of_parts, replica_kernels, tbes
 from .deferred_update import before_gradients
 from .module_context import ModuleContext
 from .options import SparseOptions
@@ -149,17 +149,17 @@ class TableUpdates:
         """
         if self._set_rates is None:
             return None
-        set_present, module = self._set_rates, state.module
+        set_present, kernels = self._set_rates, tbes(state.module)
 
         def present() -> list[float]:  # which `state` holds: it must not hold `state`
             set_present()
-            return kernel_rates(module)
+            return kernel_rates(kernels)
 
         def set_those_of_batch() -> None:
             if state.rates is None:
                 set_present()
             else:
-                set_kernel_rates(module, state.rates)
+                set_kernel_rates(kernels, state.rates)
 
         state.deferred.note_rates = present
         return set_those_of_batch
@@ -170,16 +170,16 @@ class TableUpdates:
         if self._set_rates is None:
             yield
             return
-        present = kernel_rates(state.module)
+        present = kernel_rates(tbes(state.module))
         try:
             yield
         finally:
             state.rates = None
-            set_kernel_rates(state.module, present)
+            set_kernel_rates(tbes(state.module), present)
 
 
 def _use_rates(state: ModuleContext, rates: list[float] | None) -> None:
     """Give the kernels the learning rates of the backward whose update comes now."""
     state.rates = rates
     if rates is not None:
-        set_kernel_rates(state.module, rates)
+        set_kernel_rates(tbes(state.module), rates)
