@@ -7,7 +7,7 @@ from typing import TypeVar
 
 from ..text import unknown_name_message
 from .modes import MODES, MODES_BY_STALENESS, STREAMS, defer_update, frozen_window
-from .schedule import Schedule
+from .schedule import Schedule, check_number
 from .stages import StreamName
 
 _T = TypeVar("_T")
@@ -51,10 +51,7 @@ def check_lookup_threads(num_threads: int, schedule: Schedule) -> int:
         TypeError: Not a number.
         ValueError: Negative, or for a mode that looks up after the backward: no backward is left to overlap with.
     """
-    if not isinstance(num_threads, int) or isinstance(num_threads, bool):
-        raise TypeError(f"num_lookup_threads is a number of threads, got {num_threads!r}.")
-    if num_threads < 0:
-        raise ValueError(f"num_lookup_threads is a number of threads from 0 on, got {num_threads}.")
+    check_number("num_lookup_threads", num_threads, "threads")
     if num_threads and not schedule.staleness:
         raise ValueError(
             f"num_lookup_threads={num_threads}: {schedule.name!r} looks up after the backward, so threads have none to "

@@ -8,7 +8,7 @@ from functools import cached_property
 from typing import Protocol
 
 from .modes import FUSED_SPARSE_DIST
-from .schedule import Schedule
+from .schedule import Schedule, check_number
 from .stages import SPARSE_STAGES, Stage
 
 
@@ -81,14 +81,12 @@ def with_exact_warmup(
         ValueError: Negative or no more than `start_batch`, or a schedule without staleness, or one that cannot follow.
         TypeError: Not a number of batches.
     """
-    for name, value in (("start_batch", start_batch), ("end_batch", end_batch)):
-        if value is not None and (not isinstance(value, int) or isinstance(value, bool)):
-            raise TypeError(f"{name} is a number of batches, got {value!r}.")
-    if start_batch < 0:
-        raise ValueError(f"start_batch is a number of batches from 0 on, got {start_batch}.")
-    if end_batch is not None and end_batch <= start_batch:
-        raise ValueError(f"end_batch comes after start_batch={start_batch}, got {end_batch}.")
-    if not start_batch and end_batch is None:
+    check_number("start_batch", start_batch)
+    if end_batch is not None:
+        check_number("end_batch", end_batch)
+        if end_batch <= start_batch:
+            raise ValueError(f"end_batch comes after start_batch={start_batch}, got {end_batch}.")
+    elif not start_batch:
         return schedule
     if not schedule.staleness:
         raise ValueError(
