@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torchrec.distributed.types import LazyAwaitable
 
-from ..runtime import InFlightBatch, LookupOrder, timed
+from ..runtime import InFlightBatch, LookupOrder
 from ..schedules import Stage, StreamName
 from ..tables import tbes, without_backward, without_graph
 from .lookup import deferring_update
@@ -79,9 +79,10 @@ class Answers:
         """
         in_backward = torch._C._current_graph_task_id() != -1
         inflight = self._in_step if in_backward else self._current
+        given = only_input(args, kwargs)
         look_up_now = partial(pipelined.original_forward, *args, **kwargs)
         if inflight is not None:
-            if in_backward and (answer := pipelined.answer_again(only_input(args, kwargs))) is not None:
+            if in_backward and (answer := pipelined.answer_again(given)) is not None:
                 return answer
             if not in_backward:
                 pipelined.calls.append((args, kwargs))
@@ -89,7 +90,7 @@ class Answers:
             if state is not None and (
                 not state.served or (in_backward and state.embeddings is not None and state.served_in == self.num_steps)
             ):
-                reason = self._why_not_early(pipelined, state, args, kwargs)
+                reason = self._why_not_early(pipelined, state, given)
                 if state.served:
                     if reason is None:
                         return self._serve(inflight.index, state)
@@ -100,10 +101,10 @@ class Answers:
                         return self._serve(inflight.index, state)
                     look_up_now = partial(self._look_up_when_called, inflight, state)
             elif pipelined.name in inflight.missing and not in_backward:
-                self._forwards.check_all_ranks_call(pipelined, self.num_steps, inflight.index)
+                self._forwards.check_all_ranks(pipelined, self.num_steps, self._nobody_else_calls(pipelined, inflight))
             inflight.ran_unpipelined = True
             if self._options.holds_updates:
-                own = ModuleContext(pipelined.module, only_input(args, kwargs), served=True)
+                own = ModuleContext(pipelined.module, given, served=True)
                 state = inflight.modules.setdefault(pipelined.name, own)
                 look_up_now = partial(self._look_up_deferring, state, look_up_now)
         self._finish_lookups()
@@ -116,17 +117,15 @@ class Answers:
         as_called = partial(_waited_for_as_called, keeps_saved=checkpointed)
         answer = tuple(map(as_called, found)) if isinstance(found, tuple) else as_called(found)
         if checkpointed and not in_backward:
-            pipelined.keep_answer(only_input(args, kwargs), answer)
+            pipelined.keep_answer(given, answer)
         return answer
 
     # -- early or not -----------------------------------------------------------------------------------------------
 
-    def _why_not_early(
-        self, pipelined: PipelinedForward, state: ModuleContext, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> str | None:
+    def _why_not_early(self, pipelined: PipelinedForward, state: ModuleContext, given: Any) -> str | None:
         """Return what makes early embeddings differ from those of the module's own forward now, or None."""
         assert state.sent is not None
-        if only_input(args, kwargs) is not state.kjt:
+        if given is not state.kjt:
             return "it was called with another input than the one in the batch"
         if not state.sent.is_unchanged(state.kjt):
             return "its input was changed in place after its ids had been sent"
@@ -144,10 +143,23 @@ class Answers:
             if self._options.any_rank(reason is not None):
                 reason = reason or "another rank called it with another input of the batch"
         elif reason is not None:
-            self._forwards.all_ranks_run_unpipelined(pipelined, self.num_steps, inflight.index, reason)
+            problem = (
+                f"rank {self._options.rank}: the early embeddings of {pipelined.name!r} are not those of batch "
+                f"{inflight.index}'s call in {self._options.step}: {reason}. Other ranks called it with theirs. Early "
+                f"embeddings need the same on all ranks: change inputs before {self._options.step} "
+                "(on_after_batch_transfer), or use pipeline='base'."
+            )
+            self._forwards.check_all_ranks(pipelined, self.num_steps, problem)
         if reason is not None:
             self._forwards.run_unpipelined(pipelined, reason)
         return reason is None
+
+    def _nobody_else_calls(self, pipelined: PipelinedForward, inflight: InFlightBatch) -> str:
+        return (
+            f"rank {self._options.rank} calls {pipelined.name!r} in {self._options.step} of batch {inflight.index}, "
+            "another rank does not: its batch has no input for it. All ranks call a sharded module, or none does: give "
+            "it an empty KeyedJaggedTensor (lengths of zero) where there are no ids."
+        )
 
     # -- early embeddings -------------------------------------------------------------------------------------------
 
@@ -161,7 +173,7 @@ class Answers:
         """Wait for the all-to-all of embeddings on the lookup's stream, then hand them to whatever stream asks."""
         is_first = state.received is None
         if is_first:
-            self._options.observer("wait", Stage.EMBEDDING_LOOKUP, index)
+            self._order.observe("wait", Stage.EMBEDDING_LOOKUP, index)
             assert state.embeddings is not None
             with self._order.on_lookup(), _own_graph(self._options.trains):
                 state.received = wait_for(state.embeddings)
@@ -178,17 +190,17 @@ class Answers:
             self._options.set_rates()
         # Without a batch in flight: an evaluation by hand, or a module that does its own fetching (`dataloader_iter`).
         trains = self._options.trains and (inflight is not None or torch.is_grad_enabled())
-        counts = None if trains else lookup_counts(tbes(module))
-        timer, index = (None, 0) if inflight is None else (self._order.timer, inflight.index)
-        with (
-            nullcontext() if counts is None else without_backward(module),
-            timed(timer, Stage.EMBEDDING_LOOKUP, index, StreamName.COMPUTE),
-            _outside_inference_mode(),
-        ):
+        stage = Stage.EMBEDDING_LOOKUP
+        timed = nullcontext() if inflight is None else self._order.timed(stage, inflight.index, StreamName.COMPUTE)
+        if trains:
+            with timed, _outside_inference_mode():
+                return look_up_now()
+        kernels = tbes(module)
+        counts = lookup_counts(kernels)
+        with without_backward(module), timed, _outside_inference_mode():
             found = look_up_now()
-        if counts is not None:
-            self._order.lookup_waits()
-            take_back(tbes(module), lookups_since(tbes(module), counts), self._order)
+        self._order.lookup_waits()
+        take_back(kernels, lookups_since(kernels, counts), self._order)
         return found
 
     def _look_up_deferring(self, state: ModuleContext, look_up_now: Callable[[], Any]) -> Any:
