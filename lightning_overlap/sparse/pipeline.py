@@ -64,7 +64,7 @@ class SparsePipeline:
         self.order = order
         self._group = group
         self._options = options
-        self._observe = options.observer
+        self._observe = order.observe
         self._trains, self._releases = options.trains, options.releases
         self._threads = LookupThreads(options.num_threads) if options.num_threads else None
         self._forwards = PipelinedForwards(modules, group, options)

@@ -30,7 +30,7 @@ class TableUpdates:
         self, forwards: PipelinedForwards, order: LookupOrder, options: SparseOptions, *, fills_waits: bool
     ) -> None:
         self._forwards, self._order = forwards, order
-        self._observe, self._set_rates = options.observer, options.set_rates
+        self._set_rates = options.set_rates
         self._multi_node = options.multi_node
         self._fills_waits = fills_waits
         self._hooks: list[RemovableHandle] = []
@@ -136,7 +136,7 @@ class TableUpdates:
     def _make(self, state: ModuleContext, index: int) -> None:
         if not state.deferred:
             return
-        self._observe("wait", Stage.EMBEDDING_UPDATE, index)
+        self._order.observe("wait", Stage.EMBEDDING_UPDATE, index)
         with self._restoring_rates(state):
             state.deferred.apply(partial(_use_rates, state))
 
