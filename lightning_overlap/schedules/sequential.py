@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import itertools
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Protocol
 
 from .modes import FUSED_SPARSE_DIST
 from .schedule import Schedule, check_number
-from .stages import SPARSE_STAGES, Stage
+from .stages import Stage
 
 
 class Schedules(Protocol):
@@ -34,28 +33,9 @@ class SequentialSchedule:
 
     Args:
         parts: `(first batch, schedule)` in order, the first one from batch 0 on.
-
-    Raises:
-        ValueError: Not in order or not from 0 on; or tables that cannot follow one another: without sparse stages, or
-            with early lookups on different streams.
     """
 
     parts: tuple[tuple[int, Schedule], ...]
-
-    def __post_init__(self) -> None:
-        starts = [start for start, _ in self.parts]
-        if not starts or starts[0] != 0 or any(a >= b for a, b in itertools.pairwise(starts)):
-            raise ValueError(f"the parts begin with batch 0 and then later and later ones, got {starts}.")
-        for _, schedule in self.parts:
-            if not schedule.has_sparse_stages:
-                raise ValueError(
-                    f"{schedule.name!r} leaves input dist and lookup to the modules: batches whose lookup has begun "
-                    f"cannot be handed over to it. Take one with steps for {', '.join(map(str, SPARSE_STAGES))}."
-                )
-        streams = {schedule: schedule[Stage.EMBEDDING_LOOKUP].stream for _, schedule in self.parts}
-        if len(set(streams.values())) > 1:
-            listed = ", ".join(f"{schedule.name!r} on {stream}" for schedule, stream in streams.items())
-            raise ValueError(f"one stream orders all lookups and updates of a run, got {listed}.")
 
     def at(self, batch: int) -> Schedule:
         """The table to walk while a batch is trained."""
@@ -93,9 +73,12 @@ def with_exact_warmup(
             f"start_batch={start_batch}, end_batch={end_batch}: {schedule.name!r} is exact from the first batch to the "
             "last. They are for modes with a staleness (semi_sync, async_lookup)."
         )
-    parts = [(start_batch, schedule)]
-    if start_batch:
-        parts.insert(0, (0, FUSED_SPARSE_DIST))
-    if end_batch is not None:
-        parts.append((end_batch, FUSED_SPARSE_DIST))
-    return SequentialSchedule(tuple(parts))
+    exact, stream = FUSED_SPARSE_DIST, schedule[Stage.EMBEDDING_LOOKUP].stream
+    if stream is not exact[Stage.EMBEDDING_LOOKUP].stream:
+        raise ValueError(
+            f"one stream orders all lookups and updates of a run, got {exact.name!r} on "
+            f"{exact[Stage.EMBEDDING_LOOKUP].stream}, {schedule.name!r} on {stream}."
+        )
+    before = [(0, exact)] if start_batch else []
+    after = [] if end_batch is None else [(end_batch, exact)]
+    return SequentialSchedule((*before, (start_batch, schedule), *after))
