@@ -17,7 +17,7 @@ from torchrec.distributed.types import LazyAwaitable
 from ..runtime import InFlightBatch, LookupOrder
 from ..schedules import Stage, StreamName
 from ..tables import tbes, without_backward, without_graph
-from .lookup import deferring_update
+from .lookup import LookupThreads, deferring_update
 from .module_context import ModuleContext, autocast_of, wait_for
 from .options import SparseOptions
 from .pipelined_forward import EarlyEmbeddings, LazyEmbeddings, PipelinedForward, PipelinedForwards, only_input
@@ -34,15 +34,13 @@ class Answers:
         order: LookupOrder,
         updates: TableUpdates,
         options: SparseOptions,
-        *,
-        finish_lookups: Callable[[], None],
+        threads: LookupThreads,
         receive_input: Callable[[InFlightBatch], Any],
     ) -> None:
         self._forwards, self._order, self._updates, self._options = forwards, order, updates, options
-        self._finish_lookups, self._receive_input = finish_lookups, receive_input
+        self._threads, self._receive_input = threads, receive_input
         self._current: InFlightBatch | None = None  # whose step runs
         self._in_step: InFlightBatch | None = None  # the same until its backward is over
-        self.num_steps = 0
 
     @property
     def ran_unpipelined(self) -> bool:
@@ -53,7 +51,6 @@ class Answers:
         """Begin the step of a batch."""
         self._forwards.begin_step()
         self._current = self._in_step = inflight
-        self.num_steps += 1
 
     def end(self) -> None:
         """End the step; its backward may follow."""
@@ -79,7 +76,7 @@ class Answers:
         """
         in_backward = torch._C._current_graph_task_id() != -1
         inflight = self._in_step if in_backward else self._current
-        given = only_input(args, kwargs)
+        given, step = only_input(args, kwargs), self._forwards.num_steps
         look_up_now = partial(pipelined.original_forward, *args, **kwargs)
         if inflight is not None:
             if in_backward and (answer := pipelined.answer_again(given)) is not None:
@@ -88,26 +85,26 @@ class Answers:
                 pipelined.calls.append((args, kwargs))
             state = inflight.modules.get(pipelined.name)
             if state is not None and (
-                not state.served or (in_backward and state.embeddings is not None and state.served_in == self.num_steps)
+                not state.served or (in_backward and state.embeddings is not None and state.served_in == step)
             ):
                 reason = self._why_not_early(pipelined, state, given)
                 if state.served:
                     if reason is None:
                         return self._serve(inflight.index, state)
                 elif self._all_ranks_take_early(pipelined, inflight, reason):
-                    state.served, state.served_in = True, self.num_steps
-                    self._forwards.served(pipelined, self.num_steps)
+                    state.served, state.served_in = True, step
+                    self._forwards.served(pipelined)
                     if state.embeddings is not None:
                         return self._serve(inflight.index, state)
                     look_up_now = partial(self._look_up_when_called, inflight, state)
             elif pipelined.name in inflight.missing and not in_backward:
-                self._forwards.check_all_ranks(pipelined, self.num_steps, self._nobody_else_calls(pipelined, inflight))
+                self._forwards.check_all_ranks(pipelined, self._nobody_else_calls(pipelined, inflight))
             inflight.ran_unpipelined = True
             if self._options.holds_updates:
                 own = ModuleContext(pipelined.module, given, served=True)
                 state = inflight.modules.setdefault(pipelined.name, own)
                 look_up_now = partial(self._look_up_deferring, state, look_up_now)
-        self._finish_lookups()
+        self._threads.finish()
         self._updates.make_before_forward(pipelined.name)
         # checkpoint() drops what a forward saves and repeats it for that, on each rank for itself: no rank would find
         # the others in the collectives of a repeated lookup. So a lookup keeps what it saves, and is not repeated.
@@ -149,7 +146,7 @@ class Answers:
                 f"embeddings need the same on all ranks: change inputs before {self._options.step} "
                 "(on_after_batch_transfer), or use pipeline='base'."
             )
-            self._forwards.check_all_ranks(pipelined, self.num_steps, problem)
+            self._forwards.check_all_ranks(pipelined, problem)
         if reason is not None:
             self._forwards.run_unpipelined(pipelined, reason)
         return reason is None

@@ -138,7 +138,8 @@ class LookupThreads:
     """
 
     def __init__(self, num_threads: int) -> None:
-        self._pool = ThreadPoolExecutor(num_threads, thread_name_prefix="embedding_lookup")
+        self.num_threads = num_threads
+        self._pool = ThreadPoolExecutor(num_threads or 1, thread_name_prefix="embedding_lookup")  # begins none yet
         self._jobs: list[tuple[ModuleContext, InFlightBatch, Future[dict[int, Tensor]]]] = []
 
     def submit(self, state: ModuleContext, inflight: InFlightBatch, set_rates: SetRates | None) -> None:

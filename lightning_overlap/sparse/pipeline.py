@@ -43,8 +43,7 @@ class SparsePipeline:
 
     Args:
         modules: Sharded modules by their name in the model.
-        group: Process group of the input dist alone, so that it never queues behind other traffic; None on
-            one rank.
+        group: Of the input dist alone, so that it never queues behind other traffic; None on one rank.
         order: The device's streams and the order of lookups, shared with the executor.
         options: Of the run.
 
@@ -61,25 +60,17 @@ class SparsePipeline:
         order: LookupOrder,
         options: SparseOptions,
     ) -> None:
-        self.order = order
-        self._group = group
-        self._options = options
-        self._observe = order.observe
+        self.order, self._observe = order, order.observe
+        self._group, self._options = group, options
         self._trains, self._releases = options.trains, options.releases
-        self._threads = LookupThreads(options.num_threads) if options.num_threads else None
+        self._threads = LookupThreads(options.num_threads)
         self._forwards = PipelinedForwards(modules, group, options)
         self._inputs = None if group is None else InputExchange(group)
         # Where gradients travel, and the host itself waits for them.
         waits = options.trains and group is not None and not options.num_threads and not order.streams.is_async
         self._updates = TableUpdates(self._forwards, order, options, fills_waits=options.fills_waits and waits)
-        self.answers = Answers(
-            self._forwards,
-            order,
-            self._updates,
-            options,
-            finish_lookups=self.finish_lookups,
-            receive_input=self.receive_input,
-        )
+        self.answers = Answers(self._forwards, order, self._updates, options, self._threads, self.receive_input)
+        self.finish_lookups = self._threads.finish
         # What a backward leaves behind, and what a step asks of it.
         self.register_backward_hook = self._updates.register_hook
         self.start_update, self.embedding_update = self._updates.start, self._updates.make
@@ -105,9 +96,8 @@ class SparsePipeline:
     @property
     def unpipelined(self) -> dict[str, str]:
         """The modules whose lookup does not start early, as far as is known, each with the reason."""
-        return {
-            one.name: one.unpipelined_reason for one in self._forwards.values() if one.unpipelined_reason is not None
-        }
+        reasons = {name: pipelined.unpipelined_reason for name, pipelined in self._forwards.items()}
+        return {name: reason for name, reason in reasons.items() if reason is not None}
 
     @property
     def can_defer_updates(self) -> bool:
@@ -128,8 +118,7 @@ class SparsePipeline:
         if self._inputs is not None:
             self._inputs.forget()
         self.order.reset()
-        if self._threads is not None:
-            self._threads.abandon()
+        self._threads.abandon()
 
     @contextmanager
     def forward(self, inflight: InFlightBatch) -> Iterator[None]:
@@ -144,7 +133,7 @@ class SparsePipeline:
         finally:
             self.answers.end()
         if self.ready:
-            self._forwards.check_calls(inflight.modules, self.answers.num_steps)
+            self._forwards.check_calls(inflight.modules)
         for state in inflight.modules.values():
             self._leave_aside(state)
 
@@ -154,9 +143,7 @@ class SparsePipeline:
         """Find the inputs of the modules' calls in the staged batch, by identity: the stages are ready from then on."""
         self._forwards.discover(inflight.batch)
         self.ready = True
-        made_inside = [pipelined.name for pipelined in self._forwards.values() if pipelined.path is None]
-        if made_inside:
-            names = ", ".join(map(repr, made_inside))
+        if names := ", ".join(repr(one.name) for one in self._forwards.values() if one.path is None):
             self.keep_features(f"{self._options.step} makes the input of {names} itself, of what may have to stay")
 
     def keep_features(self, reason: str) -> None:
@@ -275,7 +262,7 @@ class SparsePipeline:
             if self.keep_ids:
                 state.ids = state.dist_input
             set_rates = self._updates.rates_of(state)
-            if self._threads is not None and WeightOwner.FUSED_BACKWARD in owners:
+            if self._threads.num_threads and WeightOwner.FUSED_BACKWARD in owners:
                 self._threads.submit(state, inflight, set_rates)
                 if self.answers.ran_unpipelined:  # that backward writes tables without asking for lookups first
                     self.finish_lookups()
@@ -285,11 +272,6 @@ class SparsePipeline:
             state.note_lookup(owners)
             if not self._trains:
                 self._take_back(state)
-
-    def finish_lookups(self) -> None:
-        """Wait for the lookups that run in threads; start the all-to-all of what they found, in their order."""
-        if self._threads is not None:
-            self._threads.finish()
 
     # -- what is not used after all -----------------------------------------------------------------------------
 

@@ -160,7 +160,7 @@ class PipelinedForwards(dict[str, PipelinedForward]):
         super().__init__(
             (name, PipelinedForward(name, module, group, options.looks_up_cached)) for name, module in modules.items()
         )
-        self._group = group
+        self._group, self.num_steps = group, 0
         self._step, self._rank, self._warned = options.step, options.rank, options.warned
         key = f"lightning_overlap/{next(_num_made)}"  # all ranks make as many
         self._mismatches = (
@@ -183,10 +183,10 @@ class PipelinedForwards(dict[str, PipelinedForward]):
         if self._mismatches is not None:
             self._mismatches.end()
 
-    def served(self, pipelined: PipelinedForward, step: int) -> None:
-        """Note that a module's call in a step was served from early embeddings."""
+    def served(self, pipelined: PipelinedForward) -> None:
+        """Note that a module's call was served from early embeddings."""
         if self._mismatches is not None:
-            self._mismatches.served(pipelined.name, step)
+            self._mismatches.served(pipelined.name, self.num_steps)
 
     def forget_answers(self) -> None:
         """Let go of the answers that a `checkpoint()` might have asked for again."""
@@ -195,6 +195,7 @@ class PipelinedForwards(dict[str, PipelinedForward]):
 
     def begin_step(self) -> None:
         """Let go of the calls and the answers of the step before."""
+        self.num_steps += 1
         for pipelined in self.values():
             pipelined.calls.clear()
             pipelined.forget_answers()
@@ -233,7 +234,7 @@ class PipelinedForwards(dict[str, PipelinedForward]):
             for name, mine in found.items()
         }
 
-    def check_all_ranks(self, pipelined: PipelinedForward, step: int, problem: str) -> None:
+    def check_all_ranks(self, pipelined: PipelinedForward, problem: str) -> None:
         """Make sure that all ranks run a module's own forward for the same call, before this one issues a collective.
 
         They cannot be asked by a collective, since those that take early embeddings, or do not call it, issue none.
@@ -241,10 +242,10 @@ class PipelinedForwards(dict[str, PipelinedForward]):
         Raises:
             RuntimeError: They do not: this rank's forward would wait for them, or mix up with what they send.
         """
-        if self._mismatches is not None and not self._mismatches.all_ranks(pipelined.name, step):
+        if self._mismatches is not None and not self._mismatches.all_ranks(pipelined.name, self.num_steps):
             raise RuntimeError(problem)
 
-    def check_calls(self, begun: Container[str], step: int) -> None:
+    def check_calls(self, begun: Container[str]) -> None:
         """Give up modules that a step did not call once; let go of its calls.
 
         `begun` are the modules whose stages began for its batch.
@@ -255,7 +256,7 @@ class PipelinedForwards(dict[str, PipelinedForward]):
             if not pipelined.early:
                 continue
             if not num_calls:
-                self.served(pipelined, step)  # who waits for this rank's call waits in vain
+                self.served(pipelined)  # who waits for this rank's call waits in vain
             if num_calls > 1:
                 self.run_unpipelined(pipelined, "it was called more than once in a step")
             elif not num_calls and pipelined.name in begun:

@@ -104,17 +104,6 @@ class _FusedLookup:
         return edge
 
 
-def _with_own_weights(features: KeyedJaggedTensor) -> tuple[KeyedJaggedTensor, Tensor | None]:
-    """Return the same ids with weights that a graph can begin at, and these; None where weights need no gradient."""
-    weights = features.weights_or_none()
-    if weights is None or not weights.requires_grad:
-        return features, None
-    leaf = weights.detach().requires_grad_()
-    own = copy.copy(features)
-    own._weights = leaf
-    return own, leaf
-
-
 def _uncount(kernels: Kernels, num_lookups: list[int]) -> None:
     """Take lookups back from the iteration count of each kernel, on the current stream."""
     with torch.no_grad():
@@ -140,7 +129,10 @@ class _AtPresentRate(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, anchor: Tensor, lookup: _FusedLookup, features: KeyedJaggedTensor) -> Tensor:
-        features, ctx.weights = _with_own_weights(features)
+        weights, ctx.weights = features.weights_or_none(), None
+        if weights is not None and weights.requires_grad:  # feature processors': a graph begins at them
+            features = copy.copy(features)
+            features._weights = ctx.weights = weights.detach().requires_grad_()
         ctx.lookup, ctx.features = lookup, features
         ctx.counts, ctx.rates = lookup_counts(lookup.kernels), kernel_rates(lookup.kernels)
         embeddings, ctx.edge = lookup.run(features)
