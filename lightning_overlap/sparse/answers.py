@@ -6,8 +6,8 @@ own forward would give under them.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from contextlib import AbstractContextManager, ExitStack, nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from typing import Any
 
@@ -172,7 +172,7 @@ class Answers:
         if is_first:
             self._order.observe("wait", Stage.EMBEDDING_LOOKUP, index)
             assert state.embeddings is not None
-            with self._order.on_lookup(), _own_graph(self._options.trains):
+            with self._order.on_lookup(), _own_graph() if self._options.trains else nullcontext():
                 state.received = wait_for(state.embeddings)
             state.received_at = self._order.streams.record(self._order.lookup)
         self._order.hand_to_caller(state.received, state.received_at, index, is_first=is_first)
@@ -189,12 +189,14 @@ class Answers:
         trains = self._options.trains and (inflight is not None or torch.is_grad_enabled())
         stage = Stage.EMBEDDING_LOOKUP
         timed = nullcontext() if inflight is None else self._order.timed(stage, inflight.index, StreamName.COMPUTE)
+        # FBGEMM 1.8 lacks kernels in inference mode on a CPU; there is no graph either way.
+        own_mode = _outside_inference_mode(grad=False) if torch.is_inference_mode_enabled() else nullcontext()
         if trains:
-            with timed, _outside_inference_mode():
+            with timed, own_mode:
                 return look_up_now()
         kernels = tbes(module)
         counts = lookup_counts(kernels)
-        with without_backward(module), timed, _outside_inference_mode():
+        with without_backward(module), timed, own_mode:
             found = look_up_now()
         self._order.lookup_waits()
         take_back(kernels, lookups_since(kernels, counts), self._order)
@@ -240,24 +242,15 @@ def _keep_saved(call: Callable[[], Any]) -> Any:
         return call()
 
 
-def _outside_inference_mode() -> AbstractContextManager[Any]:
-    """Run kernels that FBGEMM 1.8 does not have in inference mode on a CPU; there is no graph either way."""
-    if not torch.is_inference_mode_enabled():
-        return nullcontext()
-    stack = ExitStack()
-    stack.enter_context(torch.inference_mode(False))
-    stack.enter_context(torch.no_grad())
-    return stack
+@contextmanager
+def _outside_inference_mode(*, grad: bool, keeps_saved: bool = False) -> Iterator[None]:
+    with torch.inference_mode(False), torch.set_grad_enabled(grad), _keeping_saved() if keeps_saved else nullcontext():
+        yield
 
 
-def _own_graph(trains: bool) -> AbstractContextManager[Any]:
+def _own_graph() -> AbstractContextManager[Any]:
     """Wait for embeddings with the graph of their lookup, whoever asks first; `checkpoint()` sees nothing of it."""
     is_hooked = _saving_is_hooked()
-    if not trains or (torch.is_grad_enabled() and not torch.is_inference_mode_enabled() and not is_hooked):
+    if torch.is_grad_enabled() and not torch.is_inference_mode_enabled() and not is_hooked:
         return nullcontext()
-    stack = ExitStack()
-    stack.enter_context(torch.inference_mode(False))
-    stack.enter_context(torch.enable_grad())
-    if is_hooked:
-        stack.enter_context(_keeping_saved())
-    return stack
+    return _outside_inference_mode(grad=True, keeps_saved=is_hooked)

@@ -4,15 +4,19 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.utils.hooks import RemovableHandle
 from torchrec.distributed.comm_ops import Request
 from torchrec.distributed.types import Awaitable, NoWait
+
+from ..tables import SetRates
+from .update_rates import Kernels, kernel_rates, set_kernel_rates
 
 OutputDist = Callable[..., Awaitable[Tensor]]
 
@@ -30,14 +34,11 @@ class _Cut(NamedTuple):
 class _Backward:
     """What one backward of the dense part has left at the cuts: gradients, with the graphs that they go on through."""
 
-    rates: list[float] | None
+    rates: list[float]
     """The learning rate of each kernel at that time, where a schedule moves them."""
     to_send: list[tuple[Tensor, Tensor]] = field(default_factory=list)
     to_apply: list[tuple[Tensor, Tensor]] = field(default_factory=list)
     """Those that travel to no other rank."""
-
-
-UseRates: TypeAlias = Callable[[list[float] | None], None]
 
 
 class DeferredUpdate:
@@ -50,8 +51,9 @@ class DeferredUpdate:
     """
 
     def __init__(self) -> None:
-        self.note_rates: Callable[[], list[float]] | None = None
-        """Returns the kernels' learning rates as they are in a backward; None where nothing moves them."""
+        self._set_present: SetRates | None = None  # gives the kernels the schedule's rates; None: nothing moves them
+        self._kernels: Kernels = []
+        self._rates: list[float] | None = None  # that the batch was trained at, while its update is made
         self._at_embeddings: list[_Cut] = []
         self._under_way: list[_Cut] = []
         self._requests: list[tuple[Request[Any], Tensor]] = []
@@ -60,6 +62,32 @@ class DeferredUpdate:
 
     def __bool__(self) -> bool:
         return bool(self._at_embeddings or self._under_way)
+
+    def with_rates(self, set_present: SetRates, kernels: Kernels) -> SetRates:
+        """Note the learning rates of each backward; return what gives the kernels those of the batch's update.
+
+        These are the rates that the batch was trained at, or, before that, those that the schedule has now.
+        """
+        self._set_present, self._kernels = set_present, kernels
+
+        def set_rates() -> None:
+            if self._rates is None:
+                set_present()
+            else:
+                set_kernel_rates(kernels, self._rates)
+
+        return set_rates
+
+    @contextmanager
+    def _at_rates(self, rates: list[float]) -> Iterator[None]:
+        """Give the kernels the rates of a backward for its update, then their present ones again."""
+        present, self._rates = kernel_rates(self._kernels), rates
+        set_kernel_rates(self._kernels, rates)
+        try:
+            yield
+        finally:
+            self._rates = None
+            set_kernel_rates(self._kernels, present)
 
     def deferring(self, output_dist: OutputDist) -> OutputDist:
         """Return an output dist whose embeddings are cut off."""
@@ -120,23 +148,25 @@ class DeferredUpdate:
             return
         task = torch._C._current_graph_task_id()
         if task not in self._backwards:
-            self._backwards[task] = _Backward(None if self.note_rates is None else self.note_rates())
+            if self._set_present is not None:
+                self._set_present()
+            self._backwards[task] = _Backward(kernel_rates(self._kernels))
         left = self._backwards[task]
         (left.to_send if travels else left.to_apply).append((graph, leaf.grad))
         leaf.grad = None
 
-    def send(self, use_rates: UseRates) -> list[Tensor]:
+    def send(self) -> list[Tensor]:
         """Start the all-to-alls of the gradients that the last backward has left; return these gradients.
 
         What earlier backwards of the step have left is sent and applied first.
         """
         backwards, self._backwards = list(self._backwards.values()), {}
-        for number, left in enumerate(backwards):
-            is_last = number == len(backwards) - 1
+        for left in backwards:
+            is_last = left is backwards[-1]
             _go_on(left.to_send, retain_graph=not is_last)
             self._sent = left
             if not is_last:
-                self._apply_sent(use_rates, retain_graph=True)
+                self._apply_sent(retain_graph=True)
         self._at_embeddings.clear()
         return [] if self._sent is None else [gradient for _, gradient in self._sent.to_send]
 
@@ -145,14 +175,11 @@ class DeferredUpdate:
         """Whether the gradients that were sent have arrived; does not wait."""
         return all(request.req is None or request.req.is_completed() for request, _ in self._requests)
 
-    def apply(self, use_rates: UseRates) -> None:
-        """Wait for the gradients and update the tables.
-
-        `use_rates` is called with the learning rates of the backward that is applied, before it is.
-        """
-        self.send(use_rates)
+    def apply(self) -> None:
+        """Wait for the gradients and update the tables, at the learning rates of their backward."""
+        self.send()
         if self._sent is not None:
-            self._apply_sent(use_rates, retain_graph=False)
+            self._apply_sent(retain_graph=False)
         self._under_way.clear()
         self._requests.clear()
 
@@ -167,12 +194,12 @@ class DeferredUpdate:
         self._under_way.clear()
         self._requests.clear()
 
-    def _apply_sent(self, use_rates: UseRates, *, retain_graph: bool) -> None:
+    def _apply_sent(self, *, retain_graph: bool) -> None:
         assert self._sent is not None
-        use_rates(self._sent.rates)
         # The second half of a collective has given its dummy tensor a gradient.
         received = [(cut.graph, cut.leaf.grad) for cut in self._under_way if cut.leaf.grad is not None]
-        _go_on([*received, *self._sent.to_apply], retain_graph=retain_graph)
+        with self._at_rates(self._sent.rates):
+            _go_on([*received, *self._sent.to_apply], retain_graph=retain_graph)
         for cut in self._under_way:
             cut.leaf.grad = None
         for request, dummy in self._requests:

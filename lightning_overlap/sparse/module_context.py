@@ -42,8 +42,6 @@ class ModuleContext:
     """Awaits what was looked up early."""
     deferred: DeferredUpdate = field(default_factory=DeferredUpdate)
     """The deferred part of the backward; empty where the update is not deferred."""
-    rates: list[float] | None = None
-    """The learning rate of each kernel that the batch was trained at, while its deferred update is made."""
     sent: SentInput | None = None
     """What the input held when its ids were sent."""
     num_writes: dict[WeightOwner, tuple[int, ...]] = field(default_factory=dict)

@@ -261,7 +261,9 @@ class SparsePipeline:
                 continue
             if self.keep_ids:
                 state.ids = state.dist_input
-            set_rates = self._updates.rates_of(state)
+            set_rates = self._options.set_rates
+            if set_rates is not None:
+                set_rates = state.deferred.with_rates(set_rates, tbes(state.module))
             if self._threads.num_threads and WeightOwner.FUSED_BACKWARD in owners:
                 self._threads.submit(state, inflight, set_rates)
                 if self.answers.ran_unpipelined:  # that backward writes tables without asking for lookups first

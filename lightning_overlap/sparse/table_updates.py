@@ -1,23 +1,20 @@
-"""What runs within a backward, or is left over from it: hooks, updates that come later, and their learning rates."""
+"""What runs within a backward, or is left over from it: hooks, and updates that come later."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
-from functools import partial
+from collections.abc import Callable, Iterable
 
 import torch
 from torch.utils.hooks import RemovableHandle
 
 from ..runtime import InFlightBatch, LookupOrder
 from ..schedules import Stage, WeightOwner
-from ..tables import SetRates, owners_of_parts, replica_kernels, tbes
+from ..tables import owners_of_parts, replica_kernels
 from .deferred_update import before_gradients
 from .module_context import ModuleContext
 from .options import SparseOptions
 from .pipelined_forward import PipelinedForwards
-from .update_rates import kernel_rates, set_kernel_rates
 
 
 class TableUpdates:
@@ -30,7 +27,6 @@ class TableUpdates:
         self, forwards: PipelinedForwards, order: LookupOrder, options: SparseOptions, *, fills_waits: bool
     ) -> None:
         self._forwards, self._order = forwards, order
-        self._set_rates = options.set_rates
         self._multi_node = options.multi_node
         self._fills_waits = fills_waits
         self._hooks: list[RemovableHandle] = []
@@ -85,8 +81,7 @@ class TableUpdates:
     def start(self, inflight: InFlightBatch) -> None:
         """Send back the gradients of a batch whose tables are still to be updated."""
         for state in inflight.modules.values():
-            with self._restoring_rates(state):
-                self._order.hand_to_lookup(state.deferred.send(partial(_use_rates, state)))
+            self._order.hand_to_lookup(state.deferred.send())
 
     def gradients_are_there(self, batches: Iterable[InFlightBatch], timeout_s: float) -> bool:
         """Whether the gradients of these batches' updates arrive within a time."""
@@ -134,52 +129,6 @@ class TableUpdates:
                     self._make(inflight.modules[name], inflight.index)
 
     def _make(self, state: ModuleContext, index: int) -> None:
-        if not state.deferred:
-            return
-        self._order.observe("wait", Stage.EMBEDDING_UPDATE, index)
-        with self._restoring_rates(state):
-            state.deferred.apply(partial(_use_rates, state))
-
-    # -- learning rates ---------------------------------------------------------------------------------------------
-
-    def rates_of(self, state: ModuleContext) -> SetRates | None:
-        """Return what gives the kernels the rates of a batch's update; None where nothing moves them.
-
-        These are the rates that the batch was trained at, or, before that, those that the schedule has now.
-        """
-        if self._set_rates is None:
-            return None
-        set_present, kernels = self._set_rates, tbes(state.module)
-
-        def present() -> list[float]:  # which `state` holds: it must not hold `state`
-            set_present()
-            return kernel_rates(kernels)
-
-        def set_those_of_batch() -> None:
-            if state.rates is None:
-                set_present()
-            else:
-                set_kernel_rates(kernels, state.rates)
-
-        state.deferred.note_rates = present
-        return set_those_of_batch
-
-    @contextmanager
-    def _restoring_rates(self, state: ModuleContext) -> Iterator[None]:
-        """Give the kernels their present rates back after an update at those of its own backward."""
-        if self._set_rates is None:
-            yield
-            return
-        present = kernel_rates(tbes(state.module))
-        try:
-            yield
-        finally:
-            state.rates = None
-            set_kernel_rates(tbes(state.module), present)
-
-
-def _use_rates(state: ModuleContext, rates: list[float] | None) -> None:
-    """Give the kernels the learning rates of the backward whose update comes now."""
-    state.rates = rates
-    if rates is not None:
-        set_kernel_rates(tbes(state.module), rates)
+        if state.deferred:
+            self._order.observe("wait", Stage.EMBEDDING_UPDATE, index)
+            state.deferred.apply()
