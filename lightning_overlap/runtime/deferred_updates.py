@@ -59,11 +59,7 @@ class DeferredUpdates:
         self._sparse.drop_replica_updates()
 
     def make_for_second_forward(self, inflight: InFlightBatch) -> None:
-        """Make all updates: a second forward of a batch sees what the first one's backward did.
-
-        Raises:
-            RuntimeError: Some are of other batches of the optimizer step that asks for it, and come after that step.
-        """
+        """Make all updates: a second forward of a batch sees what the first one's backward did."""
         if any(held.index < inflight.index for held in self.held):
             raise RuntimeError(
                 "the optimizer asks for several forwards in a step, each of which would see the update of the one "
@@ -77,11 +73,7 @@ class DeferredUpdates:
     # -- updates that wait for a place in the schedule ------------------------------------------------------------
 
     def refuse_writes(self) -> None:
-        """Fail where the user wrote tables whose deferred update is still to come.
-
-        Raises:
-            RuntimeError: An update is still to come; the message says what to call before writing.
-        """
+        """Fail where the user wrote tables whose deferred update is still to come."""
         if self.held:
             raise RuntimeError(
                 "tables were written between two batches of one optimizer step, while updates of theirs wait for that "
@@ -120,13 +112,10 @@ class DeferredUpdates:
             self._make(step, inflight)
 
     def make_up_to(self, index: int, step: Step, *, beside_forward: bool) -> None:
-        """Issue the updates of all batches up to one.
+        """Issue the updates of all batches up to one, on the stream of a step.
 
-        Args:
-            index: The batch.
-            step: The `EMBEDDING_UPDATE` step of the schedule; its stream runs the updates.
-            beside_forward: Whether they may overlap with the forward on the compute stream, because that forward
-                reads no table. Otherwise they wait for all that the compute stream has been given.
+        `beside_forward` says that they may overlap with the forward on the compute stream, which reads no table.
+        Otherwise they wait for all that the compute stream has been given.
         """
         for other in sorted(other for other in self._to_update if other <= index):
             self._make(step, self._to_update[other], beside_forward=beside_forward)
@@ -149,14 +138,8 @@ class DeferredUpdates:
     def settle(self, timeout_s: float) -> str | None:
         """After an error, make the updates of batches whose optimizer step has ended, and drop the others.
 
-        The tables then match the dense weights: both have had the same batches.
-
-        Args:
-            timeout_s: Longest wait for gradients that other ranks have sent, seconds.
-
-        Returns:
-            A sentence for the error message that names the first update that is missing in the tables; None if all were
-            made.
+        The tables then match the dense weights: both have had the same batches. Gradients that other ranks have sent
+        are waited for `timeout_s` seconds at most. Returns what is missing in the tables, in words, if not all arrive.
         """
         for index in [index for index in self._to_update if index >= self.num_stepped]:
             inflight = self._to_update.pop(index)  # neither the dense step nor the update

@@ -17,13 +17,7 @@ class LookupOrder:
 
     Early lookups and updates of tables run on the lookup stream, in the order in which they are issued. A module's own
     forward, and what comes between two steps, use the tables on the compute stream: then one of the two streams waits
-    for the other.
-
-    Args:
-        streams: The device's streams.
-        lookup: The stream of early lookups.
-        observe: Told of every issue and wait.
-        rank: Named in errors.
+    for the other. `observe` is told of every issue and wait; errors name the `rank`.
     """
 
     def __init__(

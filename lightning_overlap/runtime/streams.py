@@ -53,12 +53,8 @@ class CudaStreams(Streams):
     """CUDA streams, made once and kept for the whole run.
 
     One lookup stream serves the run: autograd runs the TBE backward on the stream of its forward, and so the
-    lookup of the next batch, queued on that stream, comes after the update of the tables without an event.
-
-    Args:
-        device: The device of the streams.
-        lookup: The stream that `StreamName.LOOKUP` stands for: itself (a dedicated stream), the input dist's
-            or the compute stream.
+    lookup of the next batch, queued on that stream, comes after the update of the tables without an event. It is the
+    one that `StreamName.LOOKUP` stands for: itself (a dedicated stream), the input dist's or the compute stream.
     """
 
     is_async = True
@@ -77,9 +73,6 @@ class CudaStreams(Streams):
         """Let `StreamName.LOOKUP` stand for another stream from now on, after all that was issued on the one before.
 
         No batch may be looked up whose backward is still to come: autograd would update the tables on the old stream.
-
-        Args:
-            lookup: As of `CudaStreams`.
         """
         if lookup is self._lookup:
             return

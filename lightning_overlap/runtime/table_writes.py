@@ -53,11 +53,7 @@ class TableWrites:
         self.check()
 
     def check(self) -> None:
-        """See whether somebody has written tables after they were looked up for a batch to come.
-
-        Raises:
-            RuntimeError: Some are, but only this rank knows, or an update of theirs is still to come.
-        """
+        """See whether somebody has written tables after they were looked up for a batch to come."""
         if self._sparse is None:
             return
         written = everyone = self._sparse.is_overwritten(self._ahead())

@@ -248,12 +248,7 @@ class AccumulatingSchedule(_WithoutUpdates):
 
 
 def check_number(name: str, value: object, of: str = "batches", *, least: int = 0, instead: str = "") -> None:
-    """Check a number that a user gives.
-
-    Raises:
-        TypeError: Not a number.
-        ValueError: Less than the least; the message ends with what to do instead.
-    """
+    """Check a number that a user gives; the message for one that is too small ends with what to do instead."""
     if not isinstance(value, int) or isinstance(value, bool):
         raise TypeError(f"{name} is a number of {of}, got {value!r}.")
     if value < least:

@@ -30,12 +30,10 @@ class SequentialSchedule:
     not issued again, and where the next table would have issued more by then, that is made up for at once. So a
     lookup of a fused table in a part that begins with batch n and has staleness k sees the updates of all batches
     before max(n, N - k); a part that follows a staler one takes over up to that many batches looked up before.
-
-    Args:
-        parts: `(first batch, schedule)` in order, the first one from batch 0 on.
     """
 
     parts: tuple[tuple[int, Schedule], ...]
+    """`(first batch, schedule)` in order, the first one from batch 0 on."""
 
     def at(self, batch: int) -> Schedule:
         """The table to walk while a batch is trained."""

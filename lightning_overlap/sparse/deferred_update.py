@@ -245,12 +245,7 @@ def _kind_of(cls: type) -> Any:
 def before_gradients(embeddings: object, num_parts: int) -> list[Tensor] | None:
     """Return the tensors whose gradients are computed where the backward of embeddings begins to wait for gradients.
 
-    Args:
-        embeddings: Of a module, waited for or not.
-        num_parts: Parts of the module that have to be among them.
-
-    Returns:
-        None where fewer parts are found, or no collective: then a backward may update tables without waiting.
+    None where fewer parts than these, or no collective, is found: then a backward may update tables without waiting.
     """
     dummies = [part.dummy_tensor for part in _under_way(embeddings) if isinstance(part, Request)]
     found = [dummy for dummy in dummies if isinstance(dummy, Tensor) and dummy.requires_grad]

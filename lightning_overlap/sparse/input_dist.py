@@ -38,10 +38,8 @@ MAX_RECATS = 256
 def splits_only(module: Any, group: dist.ProcessGroup | None, *, narrow: bool = False) -> Iterator[None]:
     """Make a module's input dist describe its all-to-all of sizes instead of starting it, so it can be fused.
 
-    Args:
-        module: A sharded module.
-        group: Of the input dist; None on one rank, where nothing travels.
-        narrow: Whether ids and lengths are to travel in 32 bits, if all of the module's ids fit. The same on all ranks.
+    With `narrow` ids and lengths travel in 32 bits, if all of the module's ids fit. On one rank, without a group,
+    nothing travels.
     """
     if group is None:
         yield
@@ -103,11 +101,7 @@ class KnownInput(NamedTuple):
 
 
 class InputExchange:
-    """Exchanges the inputs of all modules, batch by batch: their sizes, in forms on which the ranks agree, then them.
-
-    Args:
-        group: The process group of the input dist.
-    """
+    """Exchanges the inputs of all modules, batch by batch: sizes, in forms on which the ranks agree, then the ids."""
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         self._group = group
@@ -194,10 +188,7 @@ class InputExchange:
 class _Received(KJTAllToAllTensorsAwaitable):  # type: ignore[misc]
     """The ids of one all-to-all, whose lengths by feature are known before they are there.
 
-    Args:
-        meta: Describes it.
-        sizes: Of what this rank receives.
-        first: Place of its first tensor in the exchange that brings lengths, ids and weights.
+    An exchange brings lengths, ids and weights, from the place `first` on.
     """
 
     exchange: PackedExchange

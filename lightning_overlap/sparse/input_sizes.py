@@ -70,7 +70,7 @@ class InputSizes:
         forms: Of the modules' inputs, in an order that is the same on all ranks.
         states: Of the modules whose input this rank's batch has.
         num_found: How many KeyedJaggedTensors of this rank's batch could be the input of each.
-        group: The process group.
+        group: Of the input dist.
     """
 
     def __init__(

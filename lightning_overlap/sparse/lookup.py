@@ -22,23 +22,13 @@ _FUSED = frozenset({WeightOwner.FUSED_BACKWARD})
 
 
 def look_up(
-    state: ModuleContext,
-    owners: frozenset[WeightOwner],
-    set_rates: SetRates | None = None,
-    *,
-    defers_update: bool = False,
+    state: ModuleContext, owners: frozenset[WeightOwner], set_rates: SetRates | None, *, defers_update: bool
 ) -> None:
     """Look up the tables of a module that belong to `owners`; assemble the embeddings once all were looked up.
 
     A module of one owner takes TorchRec's own `compute_and_output_dist`. A mixed one is looked up in two parts,
-    each after the last writer of its tables.
-
-    Args:
-        state: The batch on its way through the module.
-        owners: Whose tables to look up now.
-        set_rates: Gives the kernels the present learning rates; None where nothing moves them. With it the update
-            of this batch takes place at the rate that holds in its backward.
-        defers_update: Whether `loss.backward()` stops at the received embeddings, and `state.deferred` keeps the rest.
+    each after the last writer of its tables. With `set_rates`, which gives the kernels the present learning rates, the
+    update of this batch takes place at the rate that holds in its backward.
     """
     parts = parts_to_look_up(state, owners)
     with (

@@ -46,11 +46,6 @@ class SparsePipeline:
         group: Of the input dist alone, so that it never queues behind other traffic; None on one rank.
         order: The device's streams and the order of lookups, shared with the executor.
         options: Of the run.
-
-    Attributes:
-        answers: Answers the calls of the modules.
-        ready: Whether it is known which input of a batch feeds which module.
-        keep_ids: Whether batches that are looked up from now on keep their ids until their step is over.
     """
 
     def __init__(
@@ -78,7 +73,10 @@ class SparsePipeline:
         self.update_replicas, self.drop_replica_updates = self._updates.update_replicas, self._updates.hold_replicas
         self.forget_received = self.answers.forget
         self._num_writes_seen: list[tuple[int, ...]] = []
-        self.keep_ids = self.ready = False
+        self.ready = False
+        """Whether it is known which input of a batch feeds which module."""
+        self.keep_ids = False
+        """Whether batches that are looked up from now on keep their ids until their step is over."""
 
     @property
     def modules(self) -> dict[str, ShardedModule[Any, Any, Any, Any]]:
@@ -296,11 +294,7 @@ class SparsePipeline:
         )
 
     def leave_overwritten(self, batches: Iterable[InFlightBatch]) -> None:
-        """Leave the early lookups of these batches aside, on all ranks alike: the tables were written since.
-
-        Raises:
-            RuntimeError: Their ids were released, so that nobody can look them up anew.
-        """
+        """Leave the early lookups of these batches aside, on all ranks alike: the tables were written since."""
         if self._releases:
             raise RuntimeError(
                 "tables were written between two steps, after the next batch had been looked up, and its ids are gone "

@@ -74,21 +74,13 @@ Answer = Callable[["PipelinedForward", tuple[Any, ...], dict[str, Any]], Any]
 
 
 class PipelinedForward:
-    """What callers of a sharded module get while the strategy is at work.
-
-    `prefetches` says whether a stage fetches rows into a cache, so that tables in a UVM cache can be looked up early.
-    """
+    """What callers of a sharded module get while the strategy is at work."""
 
     def __init__(
-        self,
-        name: str,
-        module: ShardedModule[Any, Any, Any, Any],
-        group: dist.ProcessGroup | None,
-        prefetches: bool,
+        self, name: str, module: ShardedModule[Any, Any, Any, Any], group: dist.ProcessGroup | None, prefetches: bool
     ) -> None:
         check_torchrec(module)
-        self.name = name
-        self.module = module
+        self.name, self.module = name, module
         self.before: Any = vars(module).get("forward")
         """What stood in the place of the module's forward: another pipeline's stand-in, or nothing."""
         self.original_forward: Callable[..., Any] = (
@@ -237,10 +229,8 @@ class PipelinedForwards(dict[str, PipelinedForward]):
     def check_all_ranks(self, pipelined: PipelinedForward, problem: str) -> None:
         """Make sure that all ranks run a module's own forward for the same call, before this one issues a collective.
 
-        They cannot be asked by a collective, since those that take early embeddings, or do not call it, issue none.
-
-        Raises:
-            RuntimeError: They do not: this rank's forward would wait for them, or mix up with what they send.
+        They cannot be asked by a collective, since those that take early embeddings, or do not call it, issue none:
+        this rank's forward would wait for them, or mix up with what they send. So the problem is raised.
         """
         if self._mismatches is not None and not self._mismatches.all_ranks(pipelined.name, self.num_steps):
             raise RuntimeError(problem)

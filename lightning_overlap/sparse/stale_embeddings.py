@@ -55,12 +55,8 @@ class StaleCounts:
 class StaleRows:
     """Counts the stale rows of single batches, globally: each rank those in its shards, from the ids it received.
 
-    Nothing makes the host wait. On CUDA a stream of its own counts, after the lookup.
-
-    Args:
-        sparse: Looks up.
-        executor: Returns the one that drives it, once there is one.
-        group: For the sum over ranks, which all make at the same point of their step; None on one rank.
+    Nothing makes the host wait. On CUDA a stream of its own counts, after the lookup. The group is for the sum over
+    ranks, which all make at the same point of their step.
     """
 
     def __init__(

@@ -18,17 +18,12 @@ from .pipelined_forward import PipelinedForwards
 
 
 class TableUpdates:
-    """Updates the tables of batches whose backward stopped where their embeddings were received.
-
-    `fills_waits` says whether a backward can be asked to run something while it waits for other ranks.
-    """
+    """Updates the tables of batches whose backward stopped where their embeddings were received."""
 
     def __init__(
         self, forwards: PipelinedForwards, order: LookupOrder, options: SparseOptions, *, fills_waits: bool
     ) -> None:
-        self._forwards, self._order = forwards, order
-        self._multi_node = options.multi_node
-        self._fills_waits = fills_waits
+        self._order, self._multi_node, self._fills_waits = order, options.multi_node, fills_waits
         self._hooks: list[RemovableHandle] = []
         # An evaluation in the middle of a window has the same kernels, and leaves what they hold alone.
         holding = [pipelined.module for pipelined in forwards.values()] if options.holds_updates else []
@@ -39,13 +34,8 @@ class TableUpdates:
     def register_hook(self, inflight: InFlightBatch, stage: Stage, call: Callable[[], None]) -> bool:
         """Have a function called where the backward of a batch first waits for other ranks, before it writes a table.
 
-        Args:
-            inflight: The batch; its forward has run.
-            stage: The first stage that the function issues.
-            call: May be called several times in one backward.
-
-        Returns:
-            False if no backward will call it, or if that stage had better be issued before the backward.
+        It may be called several times in one backward. False if no backward will call it, or if the first stage that
+        it issues had better be issued before the backward.
         """
         for handle in self._hooks:  # some tensors outlive their backward
             handle.remove()
