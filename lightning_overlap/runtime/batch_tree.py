@@ -87,12 +87,15 @@ class _LeavesOut(pickle.Pickler):
     def persistent_id(self, node: Any) -> int | None:
         if type(node) in _ATOMS:
             return None
-        if type(node) is weakref.ref:  # to what holds it; another one stays the same
+        if type(node) in _CONTAINERS:
+            is_searched = True
+        elif type(node) is weakref.ref:  # to what holds it; another one stays the same
             is_searched = id(node()) in self._searched
-        elif isinstance(node, (*_LEAVES, *_NOT_SEARCHED)):
+        elif isinstance(node, _KEPT):
             is_searched = False
         else:
-            is_searched = isinstance(node, (Mapping, Sequence)) or bool(_attributes(node))
+            has_parts = getattr(node, "__dict__", None) or isinstance(node, (Mapping, Sequence)) or _slots(type(node))  # type: ignore[arg-type]
+            is_searched = bool(has_parts)
         if is_searched:
             self._searched[id(node)] = node
             return None
@@ -149,7 +152,8 @@ _NOT_SEARCHED = (
     *(torch.nn.Module, Dataset, DataLoader),
 )
 
-_LEAVES = (torch.Tensor, np.ndarray)
+_KEPT = (torch.Tensor, np.ndarray, *_NOT_SEARCHED)
+_CONTAINERS = frozenset((dict, list, tuple))
 
 _ATOMS = frozenset((type(None), bool, int, float, str, bytes))
 

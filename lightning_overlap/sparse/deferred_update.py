@@ -10,6 +10,7 @@ from functools import partial
 from typing import Any, NamedTuple
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.utils.hooks import RemovableHandle
 from torchrec.distributed.comm_ops import Request
@@ -22,12 +23,14 @@ OutputDist = Callable[..., Awaitable[Tensor]]
 
 
 class _Cut(NamedTuple):
-    """A place where a graph is cut, so that a backward stops there."""
+    """A place between the halves of a collective where a graph is cut, so that a backward stops there."""
 
     graph: Tensor
     """Output of the part of the graph between the tables and the cut."""
     leaf: Tensor
     """What stands in its place: the backward leaves its gradient there."""
+    request: Request[Any] | None
+    """The collective; None on one rank."""
 
 
 @dataclass(slots=True)
@@ -54,9 +57,8 @@ class DeferredUpdate:
         self._set_present: SetRates | None = None  # gives the kernels the schedule's rates; None: nothing moves them
         self._kernels: Kernels = []
         self._rates: list[float] | None = None  # that the batch was trained at, while its update is made
-        self._at_embeddings: list[_Cut] = []
+        self._at_embeddings: list[Tensor] = []  # leaves in the place of embeddings that have arrived
         self._under_way: list[_Cut] = []
-        self._requests: list[tuple[Request[Any], Tensor]] = []
         self._backwards: dict[int, _Backward] = {}
         self._sent: _Backward | None = None
 
@@ -111,12 +113,12 @@ class DeferredUpdate:
         What waits for other ranks at its end is called later: DistributedDataParallel, for the gradients it has sent.
         """
         engine = torch.autograd.Variable._execution_engine
-        return [cut.leaf.register_hook(lambda _: engine.queue_callback(call)) for cut in self._at_embeddings]
+        return [leaf.register_hook(lambda _: engine.queue_callback(call)) for leaf in self._at_embeddings]
 
     def cut_received(self, received: Tensor) -> Tensor:
         """Return embeddings that have arrived, of any shape, as a leaf, where the backward of the dense part stops."""
         leaf: Tensor = received.detach().requires_grad_()
-        self._at_embeddings.append(_Cut(received, leaf))
+        self._at_embeddings.append(leaf)
         leaf.register_post_accumulate_grad_hook(lambda leaf: self._arrived(received, leaf, travels=True))
         return leaf
 
@@ -129,16 +131,15 @@ class DeferredUpdate:
         """
         num_cuts = len(self._under_way)
         for part in _under_way(started):
-            name = "dummy_tensor" if isinstance(part, Request) else "_obj"
+            request = part if isinstance(part, Request) else None
+            name = "_obj" if request is None else "dummy_tensor"
             graph = getattr(part, name)
             if not (isinstance(graph, Tensor) and graph.requires_grad):
                 continue
             leaf = graph.detach().requires_grad_()
             setattr(part, name, leaf)
-            self._under_way.append(_Cut(graph, leaf))
-            if isinstance(part, Request):
-                self._requests.append((part, leaf))
-            else:
+            self._under_way.append(_Cut(graph, leaf, request))
+            if request is None:
                 leaf.register_post_accumulate_grad_hook(partial(self._arrived, graph, travels=False))
         return len(self._under_way) > num_cuts
 
@@ -173,7 +174,12 @@ class DeferredUpdate:
     @property
     def has_arrived(self) -> bool:
         """Whether the gradients that were sent have arrived; does not wait."""
-        return all(request.req is None or request.req.is_completed() for request, _ in self._requests)
+        return all(work.is_completed() for work in self._works())
+
+    def _works(self) -> list[dist.Work]:
+        """Return the collectives that are under way."""
+        requests = [cut.request for cut in self._under_way]
+        return [request.req for request in requests if request is not None and request.req is not None]
 
     def apply(self) -> None:
         """Wait for the gradients and update the tables, at the learning rates of their backward."""
@@ -181,18 +187,15 @@ class DeferredUpdate:
         if self._sent is not None:
             self._apply_sent(retain_graph=False)
         self._under_way.clear()
-        self._requests.clear()
 
     def drop(self) -> None:
         """Wait for the gradients that were sent, and leave the tables as they are."""
-        for request, _ in self._requests:
-            if request.req is not None:
-                request.req.wait()
+        for work in self._works():
+            work.wait()
         self._backwards.clear()
         self._sent = None
         self._at_embeddings.clear()
         self._under_way.clear()
-        self._requests.clear()
 
     def _apply_sent(self, *, retain_graph: bool) -> None:
         assert self._sent is not None
@@ -202,9 +205,9 @@ class DeferredUpdate:
             _go_on([*received, *self._sent.to_apply], retain_graph=retain_graph)
         for cut in self._under_way:
             cut.leaf.grad = None
-        for request, dummy in self._requests:
-            # TorchRec has let go of it, and takes it for the gradient of the next backward.
-            request.dummy_tensor = dummy
+            if cut.request is not None:
+                # TorchRec has let go of it, and takes it for the gradient of the next backward.
+                cut.request.dummy_tensor = cut.leaf
         self._sent = None
 
 

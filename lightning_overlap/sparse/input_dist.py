@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from functools import lru_cache, partial
 from types import ModuleType
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -26,6 +26,7 @@ from torchrec.sparse import jagged_tensor
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from ..distributed import PackedExchange, Part
+from ..runtime import InFlightBatch
 from ..tables import ids_fit_32_bits, input_dists_of
 from .input_sizes import Form, InputSizes, PartSizes, form_of
 from .module_context import ModuleContext
@@ -89,17 +90,6 @@ def _narrowed(kjt: KeyedJaggedTensor) -> list[Tensor]:
     return list(tensors.values())
 
 
-class KnownInput(NamedTuple):
-    """What the ranks know of one module's input once the sizes are there."""
-
-    data: Any
-    """Awaits the ids, lengths and weights; None where a rank has no such input: then nothing of it is sent."""
-    is_missing: bool
-    """Whether some ranks' batches have such an input and others' have not."""
-    is_ambiguous: bool
-    """Whether the batch of any rank has several KeyedJaggedTensors that could be it."""
-
-
 class InputExchange:
     """Exchanges the inputs of all modules, batch by batch: sizes, in forms on which the ranks agree, then the ids."""
 
@@ -141,39 +131,44 @@ class InputExchange:
         forms = {name: self._forms[name] for name in taking_part if name in self._forms}
         if not forms:
             return None
-        sizes = InputSizes(forms, dict(modules), num_found, self._group)
+        sizes = InputSizes(forms, modules, num_found, self._group)
         if not self._waiting:
             sizes.send()
         self._waiting.append(sizes)
         return sizes
 
-    def start_data(self, sizes: InputSizes) -> dict[str, KnownInput]:
-        """Read the sizes; start one all-to-all of what TorchRec would send in several, and still assembles.
+    def start_data(self, inflight: InFlightBatch) -> None:
+        """Read the sizes of a batch; start one all-to-all of what TorchRec would send in several, and still assembles.
+
+        Of an input that some rank's batch lacks nothing is sent: its state is taken out.
 
         Source: `FusedKJTListSplitsAwaitable`, TorchRec 1.8.
         """
+        sizes: InputSizes = inflight.sizes
+        inflight.sizes = None
         if sizes in self._waiting:
             self._waiting.remove(sizes)
-        known: dict[str, KnownInput] = {}
         coming: list[_Received] = []
         parts: list[Part] = []
         with _replaced(dist_data, "_get_recat", _kept_recat):
             for name, (found, of_parts) in sizes.wait().items():
-                data = None
-                if all(found):
-                    state, of_each = sizes.states[name], iter(of_parts)
-                    awaitables: list[Any] = []
-                    for described in state.splits_awaitable.awaitables:
-                        if not isinstance(described, KJTSplitsAllToAllMeta):  # nothing of it travels
-                            awaitables.append(described.wait())
-                            continue
-                        of_part = next(of_each)
-                        coming.append(_Received(described, of_part, len(parts)))
-                        awaitables.append(coming[-1])
-                        parts += map(Part, described.input_tensors, described.input_splits, of_part.by_tensor)
-                    _set_sharding_context_intra_a2a(awaitables, state.context)
-                    data = KJTListAwaitable(awaitables, state.context)
-                known[name] = KnownInput(data, min(found) == 0 < max(found), max(found) > 1)
+                if not all(found):
+                    inflight.modules.pop(name, None)
+                    inflight.missing |= {name} if any(found) else set()
+                    continue
+                state, of_each = inflight.modules[name], iter(of_parts)
+                awaitables: list[Any] = []
+                for described in state.splits_awaitable.awaitables:
+                    if not isinstance(described, KJTSplitsAllToAllMeta):  # nothing of it travels
+                        awaitables.append(described.wait())
+                        continue
+                    of_part = next(of_each)
+                    coming.append(_Received(described, of_part, len(parts)))
+                    awaitables.append(coming[-1])
+                    parts += map(Part, described.input_tensors, described.input_splits, of_part.by_tensor)
+                _set_sharding_context_intra_a2a(awaitables, state.context)
+                state.tensors_awaitable, state.splits_awaitable = KJTListAwaitable(awaitables, state.context), None
+                state.votes = max(found) > 1
         if parts:
             with_them = [later for later in self._waiting if not later.is_sent]
             device = parts[0].tensor.device  # the host's group may send what is on a GPU
@@ -182,7 +177,6 @@ class InputExchange:
                 later.travel_with(exchange, number)
             for received in coming:
                 received.exchange = exchange
-        return known
 
 
 class _Received(KJTAllToAllTensorsAwaitable):  # type: ignore[misc]

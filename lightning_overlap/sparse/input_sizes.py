@@ -80,7 +80,6 @@ class InputSizes:
         num_found: Mapping[str, int],
         group: dist.ProcessGroup,
     ) -> None:
-        self.states = states
         self._forms, self._group = forms, group
         self._rows: list[list[int]] = [[] for _ in range(group.size())]
         self._exchange: PackedExchange | None = None

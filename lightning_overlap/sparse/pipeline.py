@@ -185,15 +185,7 @@ class SparsePipeline:
                 state.tensors_awaitable, state.splits_awaitable = wait_for(state.splits_awaitable), None
         elif inflight.sizes is not None:
             self._observe("wait", Stage.INPUT_SPLITS_DIST, inflight.index)
-            sizes, inflight.sizes = inflight.sizes, None
-            for name, known in self._inputs.start_data(sizes).items():
-                if known.data is None:
-                    inflight.modules.pop(name, None)
-                    inflight.missing |= {name} if known.is_missing else set()
-                    continue
-                state = inflight.modules[name]
-                state.tensors_awaitable, state.splits_awaitable = known.data, None
-                state.votes = known.is_ambiguous
+            self._inputs.start_data(inflight)
         if self._releases:
             self._release_sent(inflight)
 
