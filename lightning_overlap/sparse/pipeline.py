@@ -158,24 +158,22 @@ class SparsePipeline:
 
         Source: `_start_data_dist` and `_fuse_input_dist_splits`, TorchRec 1.8.
         """
-        taking_part = [pipelined for pipelined in self._forwards.values() if pipelined.takes_part]
-        early = [pipelined for pipelined in taking_part if pipelined.early]
         several = inputs_of(inflight.batch) if self._group is not None else []
         num_found: dict[str, int] = {}
-        for pipelined in early:
-            kjt = _input_in(inflight.batch, pipelined.path)
+        for name, pipelined in self._forwards.items():
+            kjt = _input_in(inflight.batch, pipelined.path) if pipelined.early else None
             if kjt is None or pipelined.keys != frozenset(kjt.keys()):
                 continue
-            num_found[pipelined.name] = sum(pipelined.keys == frozenset(other.keys()) for _, other in several)
+            num_found[name] = sum(pipelined.keys == frozenset(other.keys()) for _, other in several)
             module = pipelined.module
-            state = inflight.modules[pipelined.name] = ModuleContext(module, kjt, module.create_context())
+            state = inflight.modules[name] = ModuleContext(module, kjt, module.create_context())
             sent = _shared(kjt)  # TorchRec may hand on the very object that it is given, and give it other weights
             with splits_only(module, self._group, narrow=self._options.multi_node):
                 state.splits_awaitable = module.input_dist(state.context, sent)
             state.sent = SentInput(kjt)
+        taking_part = [name for name, pipelined in self._forwards.items() if pipelined.takes_part]
         if self._inputs is not None and taking_part:
-            names = [pipelined.name for pipelined in taking_part]
-            inflight.sizes = self._inputs.start_sizes(names, inflight.modules, num_found)
+            inflight.sizes = self._inputs.start_sizes(taking_part, inflight.modules, num_found)
 
     def input_data_dist(self, inflight: InFlightBatch) -> None:
         """Read the sizes on the host, the one wait of the step; start the all-to-alls of lengths, ids, weights."""
