@@ -41,7 +41,7 @@ class Streams:
     def begin_step(self) -> None:
         """Take the current stream as the compute stream."""
 
-    def native(self, name: StreamName) -> Any:
+    def __getitem__(self, name: StreamName) -> Any:
         """Return the device's own stream; None where there is none."""
         return None
 
@@ -81,6 +81,7 @@ class CudaStreams(Streams):
         before, self._lookup = self.record(StreamName.LOOKUP), lookup
         self.wait(StreamName.LOOKUP, before)
 
+    @override
     def __getitem__(self, name: StreamName) -> torch.cuda.Stream:
         return self._streams[self._lookup if name is StreamName.LOOKUP else name]
 
@@ -114,10 +115,6 @@ class CudaStreams(Streams):
         for stream in (compute,) if current == compute else (compute, current):
             stream.wait_event(event)
             _record_stream(value, stream)
-
-    @override
-    def native(self, name: StreamName) -> torch.cuda.Stream:
-        return self[name]
 
     @override
     def begin_step(self) -> None:

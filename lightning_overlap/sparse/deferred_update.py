@@ -102,8 +102,9 @@ class DeferredUpdate:
                     f"cannot defer the update of tables whose embeddings come by {type(started).__name__}: no "
                     "all-to-all was found in it. Train without defer_update."
                 )
-            travels = any(isinstance(part, Request) for part in _under_way(started))
-            return _CutWhenReceived(started, self) if travels else started
+            if any(isinstance(part, Request) for part in _under_way(started)):
+                started.callbacks.append(self._cut_received)
+            return started
 
         return start
 
@@ -115,8 +116,10 @@ class DeferredUpdate:
         engine = torch.autograd.Variable._execution_engine
         return [leaf.register_hook(lambda _: engine.queue_callback(call)) for leaf in self._at_embeddings]
 
-    def cut_received(self, received: Tensor) -> Tensor:
+    def _cut_received(self, received: Tensor) -> Tensor:
         """Return embeddings that have arrived, of any shape, as a leaf, where the backward of the dense part stops."""
+        if not received.requires_grad:
+            return received
         leaf: Tensor = received.detach().requires_grad_()
         self._at_embeddings.append(leaf)
         leaf.register_post_accumulate_grad_hook(lambda leaf: self._arrived(received, leaf, travels=True))
@@ -209,19 +212,6 @@ class DeferredUpdate:
                 # TorchRec has let go of it, and takes it for the gradient of the next backward.
                 cut.request.dummy_tensor = cut.leaf
         self._sent = None
-
-
-class _CutWhenReceived(Awaitable[Tensor]):  # type: ignore[misc]
-    """Embeddings under way, whose graph is cut where they arrive."""
-
-    def __init__(self, started: Awaitable[Tensor], deferred: DeferredUpdate) -> None:
-        super().__init__()
-        self._started = started
-        self._deferred = deferred
-
-    def _wait_impl(self) -> Tensor:
-        received: Tensor = self._started.wait()
-        return self._deferred.cut_received(received) if received.requires_grad else received
 
 
 def _under_way(started: Any) -> Iterator[Request[Any] | NoWait[Any]]:

@@ -55,6 +55,7 @@ class SparsePipeline:
         order: LookupOrder,
         options: SparseOptions,
     ) -> None:
+        self.modules = modules
         self.order, self._observe = order, order.observe
         self._group, self._options = group, options
         self._trains, self._releases = options.trains, options.releases
@@ -77,11 +78,6 @@ class SparsePipeline:
         """Whether it is known which input of a batch feeds which module."""
         self.keep_ids = False
         """Whether batches that are looked up from now on keep their ids until their step is over."""
-
-    @property
-    def modules(self) -> dict[str, ShardedModule[Any, Any, Any, Any]]:
-        """The sharded modules by name."""
-        return {name: pipelined.module for name, pipelined in self._forwards.items()}
 
     @cached_property
     def _has_dense_tables(self) -> bool:
@@ -219,7 +215,7 @@ class SparsePipeline:
             if not caching_tbes(state.module):
                 continue
             assert state.dist_input is not None, f"the prefetch of batch {inflight.index} comes before its input"
-            stream = self.order.streams.native(self.order.lookup)  # that reads the prefetched rows, both ways
+            stream = self.order.streams[self.order.lookup]  # that reads the prefetched rows, both ways
             state.module.prefetch(state.dist_input, forward_stream=stream, ctx=state.context)
 
     def forget_prefetched(self) -> None:
