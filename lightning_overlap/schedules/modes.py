@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 from types import MappingProxyType
 from typing import Literal, TypeAlias
@@ -196,9 +196,6 @@ _EXACT = (BASE, SPARSE_DIST, FUSED_SPARSE_DIST, FUSED_SPARSE_DIST_AFTER_OPTIMIZE
 _STALE = (SEMI_SYNC, SEMI_SYNC_DEFERRED, ASYNC_LOOKUP)
 
 MODES: Mapping[str, Schedule] = MappingProxyType({schedule.name: schedule for schedule in (*_EXACT, *_STALE)})
-
-MODES_BY_STALENESS: Mapping[str, Callable[[int], Schedule]] = MappingProxyType({ASYNC_LOOKUP.name: async_lookup})
-"""The modes whose staleness is the user's choice, as functions of it."""
 
 StreamPolicy: TypeAlias = Literal["current", "data_dist", "dedicated"]
 """The names of `STREAMS`, for editors and type checkers."""
