@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from functools import lru_cache, partial
-from types import ModuleType
 from typing import Any
 
 import torch
@@ -29,7 +28,7 @@ from ..distributed import PackedExchange, Part
 from ..runtime import InFlightBatch
 from ..tables import ids_fit_32_bits, input_dists_of
 from .input_sizes import Form, InputSizes, PartSizes, form_of
-from .module_context import ModuleContext
+from .module_context import ModuleContext, replaced
 
 MAX_RECATS = 256
 """Orders of received features kept at most: one for each sharding of each module."""
@@ -150,7 +149,7 @@ class InputExchange:
             self._waiting.remove(sizes)
         coming: list[_Received] = []
         parts: list[Part] = []
-        with _replaced(dist_data, "_get_recat", _kept_recat):
+        with replaced(dist_data, "_get_recat", partial(_kept_recat, dist_data._get_recat)):
             for name, (found, of_parts) in sizes.wait().items():
                 if not all(found):
                     inflight.modules.pop(name, None)
@@ -209,27 +208,17 @@ class _Received(KJTAllToAllTensorsAwaitable):  # type: ignore[misc]
         return kjt
 
 
-@contextmanager
-def _replaced(place: ModuleType, name: str, function: Callable[..., Any]) -> Iterator[None]:
-    """Have a module of TorchRec call a function in the place of one of its own, which that gets first."""
-    own = getattr(place, name)
-    setattr(place, name, partial(function, own))
-    try:
-        yield
-    finally:
-        setattr(place, name, own)
-
-
 def _lengths_known(lengths: list[int] | None) -> AbstractContextManager[None]:
     """Have TorchRec take the lengths of the features it assembles from here, where they are of these ids."""
+    own: Callable[..., list[int]] = jagged_tensor._maybe_compute_length_per_key
 
-    def length_per_key(own: Callable[..., list[int]], *args: Any, **of_kjt: Any) -> list[int]:
+    def length_per_key(*args: Any, **of_kjt: Any) -> list[int]:
         if lengths is None or args or of_kjt["length_per_key"] is not None:
             return own(*args, **of_kjt)
         are_these = len(lengths) == len(of_kjt["keys"]) and sum(lengths) == of_kjt["values"].numel()
         return lengths if are_these else own(*args, **of_kjt)
 
-    return _replaced(jagged_tensor, "_maybe_compute_length_per_key", length_per_key)
+    return replaced(jagged_tensor, "_maybe_compute_length_per_key", length_per_key)
 
 
 def _kept_recat(

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from concurrent.futures import Future, ThreadPoolExecutor, wait
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -15,7 +15,7 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 from ..runtime import InFlightBatch
 from ..schedules import WeightOwner
 from ..tables import SetRates, owners_of_parts
-from .module_context import ModuleContext
+from .module_context import ModuleContext, replaced
 from .update_rates import _updates_at_present_rate
 
 _FUSED = frozenset({WeightOwner.FUSED_BACKWARD})
@@ -42,34 +42,24 @@ def look_up(
             _start_output_dist(state, _compute(state, parts))
 
 
-@contextmanager
-def deferring_update(state: ModuleContext) -> Iterator[None]:
+def deferring_update(state: ModuleContext) -> AbstractContextManager[None]:
     """Cut the graph of embeddings of fused tables that are looked up meanwhile; `state.deferred` keeps the rest."""
-    module = state.module
-    owners = owners_of_parts(module)
+    owners = owners_of_parts(state.module)
     if WeightOwner.FUSED_BACKWARD not in owners:
-        yield
-        return
-    dists = module._output_dists
-    module._output_dists = [
+        return nullcontext()
+    dists = [
         state.deferred.deferring(dist) if owner is WeightOwner.FUSED_BACKWARD else dist
-        for dist, owner in zip(dists, owners, strict=True)
+        for dist, owner in zip(state.module._output_dists, owners, strict=True)
     ]
-    try:
-        yield
-    finally:
-        module._output_dists = dists
+    return replaced(state.module, "_output_dists", dists)
 
 
 def _compute(state: ModuleContext, parts: list[int]) -> dict[int, Tensor]:
     """Run the kernels of some parts."""
     module = state.module
-    lookups = module._lookups
-    module._lookups = [lookup if part in parts else _NOTHING for part, lookup in enumerate(lookups)]
-    try:
+    lookups = [lookup if part in parts else _NOTHING for part, lookup in enumerate(module._lookups)]
+    with replaced(module, "_lookups", lookups):
         embeddings = module.compute(state.context, state.dist_input)
-    finally:
-        module._lookups = lookups
     return {part: embeddings[part] for part in parts}
 
 
@@ -80,14 +70,9 @@ def _start_output_dist(state: ModuleContext, embeddings: Mapping[int, Tensor]) -
     for part, of_part in embeddings.items():
         state.output_dist_awaitables[part] = module._output_dists[part](of_part, state.context.sharding_contexts[part])
     if len(state.output_dist_awaitables) == num_parts:
-        output_dists = module._output_dists
-        module._output_dists = [_already_started] * num_parts
-        try:
-            state.embeddings = module.output_dist(
-                state.context, [state.output_dist_awaitables[part] for part in range(num_parts)]
-            )
-        finally:
-            module._output_dists = output_dists
+        started = [state.output_dist_awaitables[part] for part in range(num_parts)]
+        with replaced(module, "_output_dists", [_already_started] * num_parts):
+            state.embeddings = module.output_dist(state.context, started)
         state.output_dist_awaitables = {}
         state.dist_input = None
 

@@ -85,6 +85,17 @@ class ModuleContext:
         return any(num_writes(self.module, owner) != before for owner, before in self.num_writes.items())
 
 
+@contextmanager
+def replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
+    """Let an object of TorchRec's have another attribute meanwhile."""
+    own = getattr(owner, name)
+    setattr(owner, name, value)
+    try:
+        yield
+    finally:
+        setattr(owner, name, own)
+
+
 def wait_for(awaitable: Awaitable[Any]) -> Any:
     """Wait as TorchRec does, but name that to the profiler only where there is one: the name alone takes 5 us."""
     if is_profiled() or type(awaitable).wait is not Awaitable.wait:
