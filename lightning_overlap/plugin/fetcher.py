@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Mapping
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from typing import Any, TypeAlias
 
 from lightning.pytorch import LightningModule, Trainer
@@ -18,7 +18,7 @@ from lightning.pytorch.loops.training_epoch_loop import _TrainingEpochLoop
 from typing_extensions import override
 
 from ..distributed import ASK_FOR_LAST, SkippedBatches
-from ..runtime import BatchMemory, Executor, InFlightBatch, keeps_its_data, waiting_for_data
+from ..runtime import BatchMemory, Executor, InFlightBatch, keeps_its_data
 from . import sigterm
 
 PRIVATE_NAMES: Mapping[str, tuple[str, ...]] = {
@@ -286,7 +286,7 @@ class LookaheadFetcher(_DataLoaderIterDataFetcher):
         for _ in range(2):
             if not self._inner_is_exhausted:
                 timer = None if self.executor is None else self.executor.order.timer
-                with suppress(StopIteration), waiting_for_data(timer):
+                with suppress(StopIteration), nullcontext() if timer is None else timer.data():
                     fetched = next(self.inner)
                     if self.inner.length is None:  # it has fetched one more, and had given this one memory before
                         self._own_those_of_inner()

@@ -318,7 +318,6 @@ class OverlapEmbeddingStrategy(FailsTogether, EvaluatesAhead, WalksSteps, Starts
         options = SparseOptions(
             step=step,
             trains=trains,
-            observer=self._observer if trains and self._observer is not None else observe_nothing,
             rank=self.global_rank,
             store=default_store(),
             set_rates=tables.rate_setter(self.optimizers) if trains else None,
@@ -333,12 +332,14 @@ class OverlapEmbeddingStrategy(FailsTogether, EvaluatesAhead, WalksSteps, Starts
             # With manual optimization there may be several backwards, of which nobody says what each of them writes.
             fills_waits=trains and self.lightning_module.automatic_optimization,
         )
-        order = LookupOrder(self._streams, StreamName.COMPUTE if lookup is None else lookup.stream)
+        stream = StreamName.COMPUTE if lookup is None else lookup.stream
+        observe = self._observer if trains and self._observer is not None else observe_nothing
+        order = LookupOrder(self._streams, stream, observe, self.global_rank)
         return SparsePipeline(tables.sharded_modules(self.lightning_module), self._groups.lookahead, order, options)
 
     def _make_executor(self, fetcher: LookaheadFetcher, sparse: SparsePipeline) -> Executor:
         assert self._run is not None
-        make = partial(Executor, consensus=self._consensus, rank=self.global_rank, any_rank=self.any_rank)
+        make = partial(Executor, consensus=self._consensus, any_rank=self.any_rank)
         if sparse is not self._run.sparse:
             context = self.precision_plugin.val_step_context
             return make(self.schedule.evaluation, fetcher, sparse, sparse.order, lookup_context=context)
@@ -348,7 +349,6 @@ class OverlapEmbeddingStrategy(FailsTogether, EvaluatesAhead, WalksSteps, Starts
             sparse,
             sparse.order,
             lookup_context=self.precision_plugin.train_step_context,
-            observer=self._observer,
             num_before=partial(fit_loop.num_trained, self._run.trainer),
             hooks_read_tables=partial(runs_between_backward_and_step, self._run.trainer),
             accumulates=partial(fit_loop.accumulates, self._run.trainer),
@@ -359,11 +359,8 @@ class OverlapEmbeddingStrategy(FailsTogether, EvaluatesAhead, WalksSteps, Starts
         run = self._run
         if not self.schedule.staleness or run is None or run.sparse is None:
             return None
-        assert self._streams is not None
         assert self._groups is not None
-        lookup = self.schedule.step_of(Stage.EMBEDDING_LOOKUP)
-        assert lookup is not None
-        rows = StaleRows(run.sparse, lambda: run.executor, self._groups.lookahead, self._streams, lookup.stream)
+        rows = StaleRows(run.sparse, lambda: run.executor, self._groups.lookahead)
         return rows if rows.tables else None
 
     def touched_rows(self, *, states: bool = False) -> TouchedRows | None:

@@ -82,7 +82,7 @@ class HostSync:
 _READERS_OF_HOST_MEMORY = (
     ("/torch/optim/optimizer.py", "_get_value"),  # the count of steps, unless `capturable` or `fused`
     ("/fbgemm_gpu/split_table_batched_embeddings_ops_training.py", "forward"),  # its own count of steps, `iter_cpu`
-    ("/lightning_overlap/sparse/update_rates.py", "_counts"),  # the same
+    ("/lightning_overlap/sparse/update_rates.py", "lookup_counts"),  # the same
     ("/lightning_overlap/sparse/pipeline.py", "note_lengths"),  # of a batch that is still on the host
     ("/lightning_overlap/distributed/consensus.py", ""),  # what the ranks ask each other goes by gloo
     ("/lightning_overlap/tables/overflow.py", ""),  # copies of gradients' ends, once they have arrived

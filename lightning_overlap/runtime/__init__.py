@@ -16,8 +16,6 @@ from .interfaces import BatchSource as BatchSource
 from .interfaces import Observer as Observer
 from .interfaces import StageTimer as StageTimer
 from .interfaces import observe_nothing as observe_nothing
-from .interfaces import timed as timed
-from .interfaces import waiting_for_data as waiting_for_data
 from .lookup_order import LookupOrder as LookupOrder
 from .profiler_ranges import RangesLeftOut as RangesLeftOut
 from .profiler_ranges import is_profiled as is_profiled

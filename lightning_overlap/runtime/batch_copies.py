@@ -23,10 +23,6 @@ class BatchCopies(TorchDispatchMode):
     of their own, which no activation can use; in the compute stream's pool they take turns with the activations.
     The copy then begins after all that the compute stream was given before, which may still use that memory.
 
-    Args:
-        streams: The device's streams.
-        device_type: Where copies go: `cuda`.
-
     Source: `enable_inplace_copy_batch` of TorchRec 1.8, where each batch type has to do it by itself.
     """
 

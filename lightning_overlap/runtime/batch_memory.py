@@ -144,13 +144,11 @@ def _array_gone(array: np.ndarray[Any, Any]) -> _IsGone:
     return lambda: reference() is None
 
 
-_HOLDERS: tuple[type, ...] = (list, tuple)
-
-
 def keeps_its_data(loader: Any) -> bool:
     """Whether a loader gives what a list holds, or copies of it: memory that nobody fills anew."""
+    holders: tuple[type, ...] = (list, tuple)
     return (
         type(loader) is DataLoader
-        and type(loader.dataset) in _HOLDERS
+        and type(loader.dataset) in holders
         and loader.collate_fn in (default_collate, default_convert)
     )

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import copy
 import dataclasses
+import io
+import pickle
 import weakref
-from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache
 from types import BuiltinFunctionType, FunctionType, MethodType, ModuleType
@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch.utils.data import DataLoader, Dataset
+from typing_extensions import override
 
 Path = tuple[tuple[str, Any], ...]
 """Steps from a batch to a leaf: `("attr", name)` or `("item", key)`."""
@@ -51,7 +52,7 @@ def path_text(path: Path) -> str:
 
 
 def with_leaves(batch: Any, change: Callable[[Any], Any]) -> Any:
-    """Return a batch with other leaves; what holds none of them stays the object that it was.
+    """Return a batch with other leaves; what is neither searched nor changed stays the object that it was.
 
     Args:
         batch: As for `leaves`; nothing of it is changed. Arrays are leaves here, and of an object all attributes count.
@@ -59,90 +60,53 @@ def with_leaves(batch: Any, change: Callable[[Any], Any]) -> Any:
             for numbers and strings.
 
     Raises:
-        TypeError: An object with such a leaf below it cannot be copied, or not changed.
+        TypeError: An object of it cannot be pickled, as a batch can that comes from a worker process.
     """
-    return _Copy(change).of_batch(batch)
+    written = io.BytesIO()
+    pickler = _LeavesOut(written, change)
+    pickler.dump(batch)
+    if all(new is leaf for leaf, new in pickler.found):
+        return batch
+    reader = pickle.Unpickler(io.BytesIO(written.getbuffer()))
+    reader.persistent_load = lambda number: pickler.found[number][1]  # type: ignore[method-assign]
+    return reader.load()
 
 
-class _Copy:
-    """One batch with other leaves."""
+class _LeavesOut(pickle.Pickler):
+    """Writes what holds the leaves of a batch, and their numbers."""
 
-    def __init__(self, change: Callable[[Any], Any]) -> None:
+    def __init__(self, file: io.BytesIO, change: Callable[[Any], Any]) -> None:
+        super().__init__(file, pickle.HIGHEST_PROTOCOL)
         self._change = change
-        self._memo: dict[int, tuple[Any, Any]] = {}
-        self._open: set[int] = set()  # nodes above the one that is visited
-        self._points_back = False
+        self._searched: dict[int, Any] = {}
+        self._numbers: dict[int, int] = {}
+        self.found: list[tuple[Any, Any]] = []
+        """The leaves, each with what takes its place."""
 
-    def of_batch(self, batch: Any) -> Any:
-        new_batch = self._of(batch)
-        if self._points_back:
-            for node, new_node in list(self._memo.values()):
-                if new_node is not node and not isinstance(node, (*_LEAVES, tuple)):
-                    _change_parts(new_node, [(step, self._new_end(child)) for step, child in _parts(new_node) or ()])
-        return new_batch
-
-    def _of(self, node: Any) -> Any:
-        if id(node) in self._memo:
-            self._points_back |= id(node) in self._open
-            return self._memo[id(node)][1]
-        self._memo[id(node)] = node, node
-        parts = _parts(node)
-        if parts is None:
-            new = self._change(node)
-            self._points_back |= type(node) is weakref.ref
+    @override
+    def persistent_id(self, node: Any) -> int | None:
+        if type(node) in _ATOMS:
+            return None
+        if type(node) in _CONTAINERS:
+            is_searched = True
+        elif type(node) is weakref.ref:  # to what holds it; another one stays the same
+            is_searched = id(node()) in self._searched
+        elif isinstance(node, _KEPT):
+            is_searched = False
         else:
-            self._open.add(id(node))
-            others = [
-                (step, new)
-                for step, child in parts
-                if type(child) not in _ATOMS and (new := self._of(child)) is not child
-            ]
-            new = _with_parts(node, others) if others else node
-            self._open.remove(id(node))
-        self._memo[id(node)] = node, new
-        return new
+            has_parts = getattr(node, "__dict__", None) or isinstance(node, (Mapping, Sequence)) or _slots(type(node))  # type: ignore[arg-type]
+            is_searched = bool(has_parts)
+        if is_searched:
+            self._searched[id(node)] = node
+            return None
+        if id(node) not in self._numbers:
+            self._numbers[id(node)] = len(self.found)
+            self.found.append((node, self._change(node)))
+        return self._numbers[id(node)]
 
-    def _new_end(self, child: Any) -> Any:
-        """Return what a part of a copied object is to be: where it refers to one above it, to the copy of that."""
-        if type(child) is weakref.ref:
-            _, new = self._memo.get(id(end := child()), (end, end))
-            return child if new is end else weakref.ref(new)
-        return self._memo.get(id(child), (child, child))[1]
-
-
-def _parts(node: Any) -> list[tuple[tuple[str, Any], Any]] | None:
-    """Return all that an object holds itself: what a mapping of a user's own shows as items is in its attributes."""
-    if type(node) in _ATOMS or isinstance(node, _LEAVES):
-        return None
-    if isinstance(node, tuple):
-        return _children(node)
-    attributes = [] if isinstance(node, _NOT_SEARCHED) else _attributes(node)
-    if isinstance(node, _CONTAINERS) or not attributes:
-        return [*attributes, *(_children(node) or ())] or None if isinstance(node, (Mapping, Sequence)) else None
-    return attributes
-
-
-def _with_parts(node: Any, changed: list[tuple[tuple[str, Any], Any]]) -> Any:
-    if isinstance(node, tuple):
-        children = list(node)
-        for (kind, key), new in changed:
-            children[type(node)._fields.index(key) if kind == "attr" else key] = new  # type: ignore[attr-defined]
-        return type(node)(*children) if hasattr(node, "_fields") else type(node)(children)
-    new_node = copy.copy(node)
-    if new_node is node:
-        raise TypeError(f"a copy of {type(node).__name__} is the object itself")
-    _change_parts(new_node, changed)
-    return new_node
-
-
-def _change_parts(new_node: Any, changed: list[tuple[tuple[str, Any], Any]]) -> None:
-    for (kind, key), new in changed:
-        if kind == "item":
-            new_node[key] = new
-        elif key in getattr(new_node, "__dict__", ()):
-            vars(new_node)[key] = new
-        else:
-            object.__setattr__(new_node, key, new)  # a frozen dataclass, too
+    @override
+    def reducer_override(self, node: Any) -> Any:
+        return (weakref.ref, (node(),)) if type(node) is weakref.ref else NotImplemented
 
 
 def _collect(
@@ -188,8 +152,8 @@ _NOT_SEARCHED = (
     *(torch.nn.Module, Dataset, DataLoader),
 )
 
-_LEAVES = (torch.Tensor, np.ndarray)
-_CONTAINERS = (dict, list, deque)
+_KEPT = (torch.Tensor, np.ndarray, *_NOT_SEARCHED)
+_CONTAINERS = frozenset((dict, list, tuple))
 
 _ATOMS = frozenset((type(None), bool, int, float, str, bytes))
 

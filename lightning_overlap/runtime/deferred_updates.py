@@ -7,7 +7,7 @@ from typing import Any
 
 from ..schedules import Stage, Step, StreamName
 from .inflight import InFlightBatch
-from .interfaces import Observer, SparseStages
+from .interfaces import SparseStages
 from .lookup_order import LookupOrder
 from .profiler_ranges import InStage
 
@@ -15,9 +15,8 @@ from .profiler_ranges import InStage
 class DeferredUpdates:
     """Owns the deferred updates of a run (`order.to_update`): issues each one once, the oldest first."""
 
-    def __init__(self, sparse: SparseStages | None, order: LookupOrder, observer: Observer, rank: int) -> None:
+    def __init__(self, sparse: SparseStages, order: LookupOrder) -> None:
         self._sparse, self._order, self._streams = sparse, order, order.streams
-        self._observe, self._rank = observer, rank
         self._to_update = order.to_update
         self.reset()
 
@@ -39,14 +38,13 @@ class DeferredUpdates:
     def hold(self, inflight: InFlightBatch) -> None:
         """Let the updates from this batch on wait for `note_step`; that of a module's own forward, too."""
         self._order.num_due = min(self._order.num_due, inflight.index)
-        inflight.defers_update = self._sparse is not None and self._sparse.can_defer_updates
+        inflight.defers_update = self._sparse.can_defer_updates
 
     def note_step(self, index: int) -> None:
         """Say that the optimizer step of a batch has ended: no update up to it waits any longer."""
         self.num_stepped = index + 1
         self._order.num_due = float("inf")
-        if self._sparse is not None:
-            self._sparse.update_replicas()  # at once: what the dense optimizer writes is looked up next, these with it
+        self._sparse.update_replicas()  # at once: what the dense optimizer writes is looked up next, these with it
 
     @property
     def held(self) -> list[InFlightBatch]:
@@ -56,18 +54,12 @@ class DeferredUpdates:
     def drop_held(self) -> None:
         """Leave out the updates whose optimizer step will not come, on all ranks alike."""
         for inflight in self.held:
-            assert self._sparse is not None
             del self._to_update[inflight.index]
             self._sparse.drop_update(inflight)
-        if self._sparse is not None:
-            self._sparse.drop_replica_updates()
+        self._sparse.drop_replica_updates()
 
     def make_for_second_forward(self, inflight: InFlightBatch) -> None:
-        """Make all updates: a second forward of a batch sees what the first one's backward did.
-
-        Raises:
-            RuntimeError: Some are of other batches of the optimizer step that asks for it, and come after that step.
-        """
+        """Make all updates: a second forward of a batch sees what the first one's backward did."""
         if any(held.index < inflight.index for held in self.held):
             raise RuntimeError(
                 "the optimizer asks for several forwards in a step, each of which would see the update of the one "
@@ -76,17 +68,12 @@ class DeferredUpdates:
         held_from, self._order.num_due = self._order.num_due, float("inf")
         self.make_all()
         self._order.num_due = held_from
-        if self._sparse is not None:
-            self._sparse.update_replicas()
+        self._sparse.update_replicas()
 
     # -- updates that wait for a place in the schedule ------------------------------------------------------------
 
     def refuse_writes(self) -> None:
-        """Fail where the user wrote tables whose deferred update is still to come.
-
-        Raises:
-            RuntimeError: An update is still to come; the message says what to call before writing.
-        """
+        """Fail where the user wrote tables whose deferred update is still to come."""
         if self.held:
             raise RuntimeError(
                 "tables were written between two batches of one optimizer step, while updates of theirs wait for that "
@@ -108,7 +95,6 @@ class DeferredUpdates:
 
     def start(self, inflight: InFlightBatch) -> None:
         """Start the all-to-all of the embeddings' gradients of a batch whose backward has ended."""
-        assert self._sparse is not None
         # After the all-reduce of dense gradients, which is over by now: the optimizer waits for it, and these would
         # take their share of the link.
         self._order.lookup_waits()
@@ -126,28 +112,24 @@ class DeferredUpdates:
             self._make(step, inflight)
 
     def make_up_to(self, index: int, step: Step, *, beside_forward: bool) -> None:
-        """Issue the updates of all batches up to one.
+        """Issue the updates of all batches up to one, on the stream of a step.
 
-        Args:
-            index: The batch.
-            step: The `EMBEDDING_UPDATE` step of the schedule; its stream runs the updates.
-            beside_forward: Whether they may overlap with the forward on the compute stream, because that forward
-                reads no table. Otherwise they wait for all that the compute stream has been given.
+        `beside_forward` says that they may overlap with the forward on the compute stream, which reads no table.
+        Otherwise they wait for all that the compute stream has been given.
         """
         for other in sorted(other for other in self._to_update if other <= index):
             self._make(step, self._to_update[other], beside_forward=beside_forward)
 
     def _make(self, step: Step, inflight: InFlightBatch, *, beside_forward: bool = False) -> None:
         index = inflight.index
-        self._observe("issue", step.stage, index)
+        self._order.observe("issue", step.stage, index)
         del self._to_update[index]
-        with InStage(step.stage, index, self._rank):
+        with InStage(step.stage, index, self._order.rank):
             # After its gradients, and after what read the tables on the compute stream: between two steps, or in a
             # module's own forward. Not after any other forward, which it is to overlap with.
             after = self._between_steps if beside_forward else self._streams.record(StreamName.COMPUTE)
             self._streams.wait(step.stream, after)
             with self._order.on(step.stage, index, step.stream):
-                assert self._sparse is not None
                 self._sparse.embedding_update(inflight)
         self._order.note_update()
         if step.offset == 0:
@@ -156,26 +138,20 @@ class DeferredUpdates:
     def settle(self, timeout_s: float) -> str | None:
         """After an error, make the updates of batches whose optimizer step has ended, and drop the others.
 
-        The tables then match the dense weights: both have had the same batches.
-
-        Args:
-            timeout_s: Longest wait for gradients that other ranks have sent, seconds.
-
-        Returns:
-            A sentence for the error message that names the first update that is missing in the tables; None if all were
-            made.
+        The tables then match the dense weights: both have had the same batches. Gradients that other ranks have sent
+        are waited for `timeout_s` seconds at most. Returns what is missing in the tables, in words, if not all arrive.
         """
-        stepped = [index for index in sorted(self._to_update) if index < self.num_stepped]
-        for index in [index for index in self._to_update if index not in stepped]:
+        for index in [index for index in self._to_update if index >= self.num_stepped]:
             inflight = self._to_update.pop(index)  # neither the dense step nor the update
             with suppress(RuntimeError):  # a broken device must not hide what broke it
-                if self._sparse is not None:
-                    self._sparse.count_lookups(inflight, -1)
+                self._sparse.count_lookups(inflight, -1)
         self._order.num_due = float("inf")
+        if not (due := self._order.due):
+            return None
+        missing = f"the update of batch {due[0].index} is missing in the tables"
         try:
-            batches = [self._to_update[index] for index in stepped]
-            if self._sparse is not None and self._sparse.gradients_are_there(batches, timeout_s):
+            if self._sparse.gradients_are_there(due, timeout_s):
                 self.make_all()
         except Exception as err:
-            return f"{type(err).__name__}: {err}; the update of batch {stepped[0]} is missing in the tables"
-        return f"the update of batch {stepped[0]} is missing in the tables" if self._to_update else None
+            return f"{type(err).__name__}: {err}; {missing}"
+        return missing if self._to_update else None

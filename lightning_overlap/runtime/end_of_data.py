@@ -42,11 +42,7 @@ class EndOfData:
         return self.num_batches == index + 1
 
     def ask(self, index: int, *, lacks: bool) -> None:
-        """Say whether this rank has a batch, and ask for what the others have to say.
-
-        Raises:
-            RuntimeError: This rank has none left, and the others cannot know it: most of the last ones are None.
-        """
+        """Say whether this rank has a batch, and ask for what the others have to say."""
         if self._consensus is None:
             return
         if index == 0:

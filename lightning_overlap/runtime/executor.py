@@ -18,7 +18,7 @@ from ..schedules import EARLY_OWNERS, TRAINING_STAGES, Schedule, Schedules, Stag
 from .deferred_updates import DeferredUpdates
 from .end_of_data import EndOfData
 from .inflight import InFlightBatch, abandon
-from .interfaces import BatchSource, Observer, SparseStages, observe_nothing, timed
+from .interfaces import BatchSource, SparseStages
 from .lookup_order import LookupOrder
 from .profiler_ranges import InStage, is_profiled, profiler_range
 from .stage_issue import StageIssuer
@@ -36,12 +36,10 @@ class Executor:
     Args:
         schedule: The table to walk, or several that follow one another.
         source: Gives the batches.
-        sparse: Does the sparse stages, where the schedule has them; None: its sparse steps are skipped.
-        order: The device's streams and the order of lookups, shared with `sparse`.
+        sparse: Does the sparse stages, and serves early embeddings in a forward.
+        order: The device's streams, the order of lookups and who is told, shared with `sparse`.
         consensus: Asks all ranks whether they have the next batch too; None on one rank.
         lookup_context: Entered around every early lookup (autocast, as around `training_step`).
-        observer: Told of every issue and wait.
-        rank: Named in errors.
         num_before: Tells how many batches the training has had before the one that comes next.
         any_rank: Asks all ranks whether one of them says so, on the host; all of them wait for the answer.
         hooks_read_tables: Whether something of the user's runs between this step's backward and its end.
@@ -52,47 +50,39 @@ class Executor:
         self,
         schedule: Schedules,
         source: BatchSource,
-        sparse: SparseStages | None,
+        sparse: SparseStages,
         order: LookupOrder,
         *,
         consensus: Consensus | None = None,
         lookup_context: Callable[[], AbstractContextManager[Any]] = nullcontext,
-        observer: Observer | None = None,
-        rank: int = 0,
         num_before: Callable[[], int] = lambda: 0,
         any_rank: Callable[[bool], bool] = bool,
         hooks_read_tables: Callable[[], bool] = bool,
         accumulates: Callable[[], bool] = lambda: False,
     ) -> None:
-        self._schedules = schedule
+        self._schedules, self._source, self._sparse = schedule, source, sparse
         self._num_before, self._accumulates = num_before, accumulates
         self._first_batch = num_before()  # of this epoch, among all batches of the training
-        self._source = source
-        self._serving = sparse
-        self._sparse = sparse if schedule.at(self._first_batch).has_sparse_stages else None
         self.order = self._order = order
         self._streams = order.streams
         self.hooks_read_tables = hooks_read_tables if order.streams.is_async else bool
-        self._observe, self._rank = observer or observe_nothing, rank
         self._trainer_stage = ExitStack()  # what the trainer does now: it begins and ends at places far from each other
-        self._end = EndOfData(source, consensus, rank, schedule.depth)
-        self.updates = DeferredUpdates(self._sparse, order, self._observe, rank)
-        trains = Stage.BACKWARD in schedule.at(self._first_batch).training_stages
+        self._end = EndOfData(source, consensus, order.rank, schedule.depth)
+        self.updates = DeferredUpdates(sparse, order)
+        first = schedule.at(self._first_batch)
+        trains = Stage.BACKWARD in first.training_stages
         self.writes = TableWrites(
-            self._sparse,
+            sparse if first.has_sparse_stages else None,
             order,
             self.updates,
             self._ahead,
             any_rank=None if consensus is None else any_rank,
-            rank=rank,
             num_asks=NUM_ASKS if trains else 0,
         )
         # An evaluation keeps the mode that it runs in: no_grad or inference_mode.
         contexts = (torch.enable_grad if trains else nullcontext, lookup_context)
-        self._stages = StageIssuer(
-            self._sparse, order, self.updates, lambda: self.current, contexts, self._observe, rank
-        )
-        self._use_schedule(schedule.at(self._first_batch))
+        self._stages = StageIssuer(sparse, order, self.updates, lambda: self.current, contexts)
+        self._use_schedule(first)
         self._reset()
 
     def _use_schedule(self, schedule: Schedule) -> None:
@@ -213,12 +203,12 @@ class Executor:
         """Go around the `training_step` of the current batch."""
         current = self.current
         assert current is not None, "next_batch() comes first"
-        self._observe("issue", Stage.DENSE_FORWARD, current.index)
+        self._order.observe("issue", Stage.DENSE_FORWARD, current.index)
         if current.consumed:
             self.updates.make_for_second_forward(current)
         else:
             self.writes.check()
-            if self._accumulating is not None and self._sparse is not None:
+            if self._accumulating is not None:
                 table = self._accumulating if self._accumulates() else self._last_of_window
                 if table is not self.schedule:  # they differ below DENSE_FORWARD only
                     self._walk(table)
@@ -227,7 +217,7 @@ class Executor:
         self._begin_trainer_stage(Stage.DENSE_FORWARD)
         self._in_forward = True
         try:
-            with nullcontext() if self._serving is None else self._serving.forward(current):
+            with self._sparse.forward(current):
                 yield
         finally:
             self._in_forward = False
@@ -244,8 +234,8 @@ class Executor:
             return
         position = self.schedule.position(stage)
         if self._cursor > position:
-            if stage is Stage.BACKWARD and self._sparse is not None:
-                self._after_backward(current, self._sparse)
+            if stage is Stage.BACKWARD and self.schedule.has_sparse_stages:
+                self._after_backward(current)
                 for inflight in self._ahead():
                     self._sparse.drop_lookups(inflight)
             return
@@ -259,7 +249,7 @@ class Executor:
             self._after_stage(step.stage, current)
             self._cursor += 1
             self._run_steps()
-            if step.stage is Stage.DENSE_FORWARD and current.ran_unpipelined and self._sparse is not None:
+            if step.stage is Stage.DENSE_FORWARD and current.ran_unpipelined and self.schedule.has_sparse_stages:
                 # The backward to come writes tables on the compute stream: not before early lookups have read them.
                 self.wait_for_lookups()
         if stage is not self.schedule.training_stages[-1]:
@@ -271,7 +261,7 @@ class Executor:
         if is_profiled():
             self._trainer_stage.enter_context(profiler_range(stage, self._iteration))
         if self._order.timer is not None:
-            self._trainer_stage.enter_context(timed(self._order.timer, stage, self._iteration, StreamName.COMPUTE))
+            self._trainer_stage.enter_context(self._order.timed(stage, self._iteration, StreamName.COMPUTE))
 
     def wait_for_lookups(self) -> None:
         """Let the compute stream wait for everything on the lookup stream: reads and writes of tables."""
@@ -282,12 +272,11 @@ class Executor:
         self.updates.make_all()
         self.updates.drop_held()
         self._end.hear_all()
-        ahead, sparse = self._ahead(), self._sparse
+        ahead = self._ahead()
         self._reset()
-        if sparse is not None:
-            for inflight in ahead:
-                sparse.drain(inflight)
-            sparse.forget_prefetched()
+        for inflight in ahead:
+            self._sparse.drain(inflight)
+        self._sparse.forget_prefetched()
 
     @contextmanager
     def without_lookups_ahead(self) -> Iterator[None]:
@@ -299,16 +288,14 @@ class Executor:
             self._count_lookups_ahead(1)
 
     def _count_lookups_ahead(self, times: int) -> None:
-        if self._sparse is not None:
-            for inflight in [*self._ahead(), *self.updates.held]:
-                self._sparse.count_lookups(inflight, times)
+        for inflight in [*self._ahead(), *self.updates.held]:
+            self._sparse.count_lookups(inflight, times)
 
     def abandon(self) -> None:
         """Drop everything in flight at once, without a collective: another rank may be gone."""
         with suppress(RuntimeError):  # a broken device must not hide what broke it
             self._count_lookups_ahead(-1)
-            if self._sparse is not None:
-                self._sparse.forget_prefetched()
+            self._sparse.forget_prefetched()
         # NCCL's collectives hold no memory that Python owns, and a device's memory has to come back at once.
         on_host = not isinstance(self._streams, CudaStreams)
         batches = [*self.in_flight.values(), *self._order.to_update.values()]
@@ -356,7 +343,7 @@ class Executor:
         """
         current = self.current
         # A backward of a module's own forward may write tables before it waits.
-        if self._sparse is None or current is None or not self._sparse.ready or current.ran_unpipelined:
+        if current is None or not self._sparse.ready or current.ran_unpipelined:
             return False
         return self._sparse.register_backward_hook(current, stage, partial(call, current.index))
 
@@ -372,17 +359,17 @@ class Executor:
         """Assemble the ids of the next lookup, in the backward of a batch."""
         inflight = self.in_flight.get(index + lookup.offset)
         if self._iteration == index and inflight is not None and Stage.INPUT_DATA_DIST in inflight.done:
-            with InStage(Stage.INPUT_DATA_DIST, inflight.index, self._rank):
+            with InStage(Stage.INPUT_DATA_DIST, inflight.index, self._order.rank):
                 self._stages.receive_input(lookup, inflight)
 
     def _after_stage(self, stage: Stage, current: InFlightBatch) -> None:
         """The trainer has done `stage` of the current batch."""
         if stage is not Stage.DENSE_FORWARD:
-            self._observe("issue", stage, self._iteration)
-        if self._sparse is None:
+            self._order.observe("issue", stage, self._iteration)
+        if not self.schedule.has_sparse_stages:
             return
         if stage is Stage.BACKWARD:
-            self._after_backward(current, self._sparse)
+            self._after_backward(current)
             return
         if stage is Stage.OPTIMIZER_STEP and self.schedule is self._last_of_window:
             self.updates.note_step(self._iteration)
@@ -393,8 +380,8 @@ class Executor:
             self._order.compute_waits_for_update()
             self._run_deferred_lookup()
 
-    def _after_backward(self, current: InFlightBatch, sparse: SparseStages) -> None:
-        sparse.finish_lookups()
+    def _after_backward(self, current: InFlightBatch) -> None:
+        self._sparse.finish_lookups()
         if current.ran_unpipelined:
             # The TBE backward of that module ran on the compute stream: the next lookup has to wait for it.
             self._order.note_write()
@@ -404,7 +391,7 @@ class Executor:
             self.updates.start(current)
             if not self.schedule.defers_update:
                 self.updates.make_all()  # looked up under the table before this one
-        sparse.forget_received(current)
+        self._sparse.forget_received(current)
         self._order.note_update()
 
     def _run_deferred_lookup(self) -> None:
@@ -424,21 +411,21 @@ class Executor:
             self._fetch(step, index)
             return
         self._end.hear(index, self.in_flight)
-        if index in self.in_flight and self._sparse is not None:
+        if index in self.in_flight:
             self._stages.issue(step, self.in_flight[index], owners)
 
     def _fetch(self, step: Step, index: int) -> None:
         # A source may hold back a batch that looks like it is not going to be trained: then this catches up.
         while self.num_fetched <= index and (self._end.num_batches is None or self.num_fetched < self._end.num_batches):
             with (
-                InStage(step.stage, self.num_fetched, self._rank),
+                InStage(step.stage, self.num_fetched, self._order.rank),
                 self._order.on(step.stage, self.num_fetched, step.stream),
             ):
                 fetched = self._source.fetch()
             self._end.ask(self.num_fetched, lacks=fetched is None)
             if fetched is None:
                 return
-            self._observe("issue", step.stage, self.num_fetched)
+            self._order.observe("issue", step.stage, self.num_fetched)
             inflight = InFlightBatch(self.num_fetched, *fetched)
             inflight.done[step.stage] = (step.stream, self._streams.record(step.stream))
             self.in_flight[inflight.index] = inflight

@@ -13,18 +13,14 @@ from ..schedules import Stage, StreamName
 
 @dataclass(slots=True)
 class InFlightBatch:
-    """One batch in flight. Holding it keeps alive every tensor that a queued kernel or collective still reads.
-
-    Args:
-        index: Batches fetched before this one in the epoch.
-        batch: The staged batch, the very object that `training_step` will get.
-        batch_idx: What the data loader counts for it.
-        dataloader_idx: Which loader of a `CombinedLoader` it came from.
-    """
+    """One batch in flight. Holding it keeps alive every tensor that a queued kernel or collective still reads."""
 
     index: int
+    """Batches fetched before this one in the epoch."""
     batch: Any
+    """The staged batch, the very object that `training_step` will get."""
     batch_idx: int = 0
+    """What its data loader counts for it."""
     dataloader_idx: int = 0
     done: dict[Stage, tuple[StreamName, Any]] = field(default_factory=dict)
     """Stages issued so far, each with its stream and the event recorded after it."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager
 from typing import Any, Protocol
 
 from ..schedules import Stage, StreamName, WeightOwner
@@ -85,16 +85,3 @@ class StageTimer(Protocol):
     def copy(self) -> AbstractContextManager[None]: ...
     def data(self) -> AbstractContextManager[None]: ...
     def merge(self, batch: int) -> AbstractContextManager[None]: ...
-
-
-_NO_TIMER: AbstractContextManager[Any] = nullcontext()
-
-
-def waiting_for_data(timer: StageTimer | None) -> AbstractContextManager[None]:
-    """Go around the wait for a batch of the data loader, and time it where there is a timer."""
-    return _NO_TIMER if timer is None else timer.data()
-
-
-def timed(timer: StageTimer | None, stage: Stage, batch: int, stream: StreamName) -> AbstractContextManager[None]:
-    """Go around a stage of a batch on a stream, and time it where there is a timer."""
-    return _NO_TIMER if timer is None else timer.during(stage, batch, stream)

@@ -8,25 +8,27 @@ from typing import Any
 
 from ..schedules import Stage, StreamName
 from .inflight import InFlightBatch
-from .interfaces import StageTimer, timed
+from .interfaces import Observer, StageTimer, observe_nothing
 from .streams import Streams
 
 
 class LookupOrder:
-    """What an executor shares with the sparse stages it drives: streams, a timer, and the updates still to come.
+    """What an executor shares with the sparse stages it drives: streams, who is told, and the updates still to come.
 
     Early lookups and updates of tables run on the lookup stream, in the order in which they are issued. A module's own
     forward, and what comes between two steps, use the tables on the compute stream: then one of the two streams waits
-    for the other.
-
-    Args:
-        streams: The device's streams.
-        lookup: The stream of early lookups.
+    for the other. `observe` is told of every issue and wait; errors name the `rank`.
     """
 
-    def __init__(self, streams: Streams, lookup: StreamName = StreamName.COMPUTE) -> None:
-        self.lookup = lookup
-        self.streams = streams
+    def __init__(
+        self,
+        streams: Streams,
+        lookup: StreamName = StreamName.COMPUTE,
+        observe: Observer = observe_nothing,
+        rank: int = 0,
+    ) -> None:
+        self.streams, self.lookup = streams, lookup
+        self.observe, self.rank = observe, rank
         self.timer: StageTimer | None = None
         """Told of every stage that either side issues."""
         self.to_update: dict[int, InFlightBatch] = {}
@@ -52,7 +54,11 @@ class LookupOrder:
     def on(self, stage: Stage, batch: int, stream: StreamName) -> AbstractContextManager[Any]:
         """Make a stream current for a stage of a batch, and time the stage."""
         on = self.streams.on(stream)
-        return on if self.timer is None else _timed_on(on, timed(self.timer, stage, batch, stream))
+        return on if self.timer is None else _both(on, self.timer.during(stage, batch, stream))
+
+    def timed(self, stage: Stage, batch: int, stream: StreamName) -> AbstractContextManager[Any]:
+        """Time a stage of a batch on a stream."""
+        return _NOTHING if self.timer is None else self.timer.during(stage, batch, stream)
 
     def on_lookup(self) -> AbstractContextManager[Any]:
         """Make the lookup stream current."""
@@ -96,11 +102,14 @@ class LookupOrder:
 
         Where nobody has asked for those of this batch before, the timer is told of the wait.
         """
-        with self.timer.merge(batch) if is_first and self.timer is not None else nullcontext():
+        with self.timer.merge(batch) if is_first and self.timer is not None else _NOTHING:
             self.streams.hand_to_caller(value, event)
 
 
+_NOTHING: AbstractContextManager[Any] = nullcontext()
+
+
 @contextmanager
-def _timed_on(on: AbstractContextManager[Any], time: AbstractContextManager[Any]) -> Iterator[None]:
-    with on, time:
+def _both(outer: AbstractContextManager[Any], inner: AbstractContextManager[Any]) -> Iterator[None]:
+    with outer, inner:
         yield

@@ -33,13 +33,12 @@ def profiler_range(stage: Stage, index: int) -> AbstractContextManager[Any]:
 class RangesLeftOut:
     """Leaves out the ranges of another package while no profiler sees them: it has a dozen in a step.
 
-    Args:
-        modules: Python modules that call a `record_function` of their own names, as `torch.autograd.profiler` has it.
+    Its `modules` call `record_function` by names of their own.
     """
 
     def __init__(self, modules: Sequence[ModuleType]) -> None:
         self._modules = modules
-        self._replaced: list[tuple[ModuleType, Any, Any]] = []
+        self._replaced: list[tuple[ModuleType, Any]] = []
         self._users: set[int] = set()
 
     def begin(self, user: object) -> None:
@@ -49,15 +48,15 @@ class RangesLeftOut:
                 own = vars(module).get("record_function")
                 if own is torch.autograd.profiler.record_function:  # not what somebody else has put there
                     module.record_function = _range_if_profiled  # type: ignore[attr-defined]
-                    self._replaced.append((module, own, _range_if_profiled))
+                    self._replaced.append((module, own))
         self._users.add(id(user))
 
     def end(self, user: object) -> None:
         """Put them back, if there is no other user."""
         self._users.discard(id(user))
         if not self._users:
-            for module, own, ours in self._replaced:
-                if vars(module).get("record_function") is ours:
+            for module, own in self._replaced:
+                if vars(module).get("record_function") is _range_if_profiled:
                     module.record_function = own  # type: ignore[attr-defined]
             self._replaced.clear()
 

@@ -9,7 +9,7 @@ from typing import Any
 from ..schedules import Schedule, Stage, Step, StreamName, WeightOwner
 from .deferred_updates import DeferredUpdates
 from .inflight import InFlightBatch
-from .interfaces import Observer, SparseStages
+from .interfaces import SparseStages
 from .lookup_order import LookupOrder
 from .profiler_ranges import InStage
 
@@ -22,18 +22,15 @@ class StageIssuer:
 
     def __init__(
         self,
-        sparse: SparseStages | None,
+        sparse: SparseStages,
         order: LookupOrder,
         updates: DeferredUpdates,
         current: Callable[[], InFlightBatch | None],
         lookup_contexts: tuple[Callable[[], AbstractContextManager[Any]], Callable[[], AbstractContextManager[Any]]],
-        observer: Observer,
-        rank: int,
     ) -> None:
         self._sparse, self._order, self._streams, self._updates = sparse, order, order.streams, updates
         self._current = current
         self._grad_mode, self._lookup_context = lookup_contexts
-        self._observe, self._rank = observer, rank
         self.schedule: Schedule  # as which stages are placed; the executor says it before anything is issued
         self.reset()
 
@@ -52,7 +49,6 @@ class StageIssuer:
 
         `owners` are those who write the tables that a lookup reads now; other stages do not use them.
         """
-        assert self._sparse is not None
         if not self._sparse.ready:
             self._waiting.append((step, inflight, owners))
             return
@@ -64,8 +60,8 @@ class StageIssuer:
         previous = self.schedule.stage_before(step.stage)
         if previous not in inflight.done:  # the batch came later than its earlier steps
             self.issue(self.schedule[previous], inflight, owners)
-        self._observe("issue", step.stage, inflight.index)
-        with InStage(step.stage, inflight.index, self._rank):
+        self._order.observe("issue", step.stage, inflight.index)
+        with InStage(step.stage, inflight.index, self._order.rank):
             if step.stage in (Stage.PREFETCH, Stage.EMBEDDING_LOOKUP):
                 self.receive_input(step, inflight)
             if step.stage is Stage.PREFETCH:
@@ -82,7 +78,6 @@ class StageIssuer:
 
     def discover(self, current: InFlightBatch) -> None:
         """Learn from a forward of the current batch which input feeds which module; issue what waited for that."""
-        assert self._sparse is not None
         if self._sparse.ready:
             return
         self._sparse.discover(current)
@@ -93,7 +88,6 @@ class StageIssuer:
 
     def receive_input(self, step: Step, inflight: InFlightBatch) -> None:
         """Assemble the received ids on the input dist's stream, and hand them to the stream of a step."""
-        assert self._sparse is not None
         stream, _ = inflight.done[Stage.INPUT_DATA_DIST]
         with self._order.on(Stage.INPUT_DATA_DIST, inflight.index, stream):
             received = self._sparse.receive_input(inflight)
@@ -117,7 +111,6 @@ class StageIssuer:
             self._streams.wait(step.stream, self._streams.record(StreamName.COMPUTE))
 
     def _look_up(self, step: Step, inflight: InFlightBatch, owners: frozenset[WeightOwner]) -> None:
-        assert self._sparse is not None
         # Fused tables: the TBE backward ran on this very stream, except after a module's own forward. Tables of
         # the dense optimizer: its step was issued on the compute stream.
         self._order.wait_for_writes(step.stream)

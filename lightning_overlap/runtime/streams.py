@@ -41,7 +41,7 @@ class Streams:
     def begin_step(self) -> None:
         """Take the current stream as the compute stream."""
 
-    def native(self, name: StreamName) -> Any:
+    def __getitem__(self, name: StreamName) -> Any:
         """Return the device's own stream; None where there is none."""
         return None
 
@@ -53,12 +53,8 @@ class CudaStreams(Streams):
     """CUDA streams, made once and kept for the whole run.
 
     One lookup stream serves the run: autograd runs the TBE backward on the stream of its forward, and so the
-    lookup of the next batch, queued on that stream, comes after the update of the tables without an event.
-
-    Args:
-        device: The device of the streams.
-        lookup: The stream that `StreamName.LOOKUP` stands for: itself (a dedicated stream), the input dist's
-            or the compute stream.
+    lookup of the next batch, queued on that stream, comes after the update of the tables without an event. It is the
+    one that `StreamName.LOOKUP` stands for: itself (a dedicated stream), the input dist's or the compute stream.
     """
 
     is_async = True
@@ -77,9 +73,6 @@ class CudaStreams(Streams):
         """Let `StreamName.LOOKUP` stand for another stream from now on, after all that was issued on the one before.
 
         No batch may be looked up whose backward is still to come: autograd would update the tables on the old stream.
-
-        Args:
-            lookup: As of `CudaStreams`.
         """
         if lookup is self._lookup:
             return
@@ -88,6 +81,7 @@ class CudaStreams(Streams):
         before, self._lookup = self.record(StreamName.LOOKUP), lookup
         self.wait(StreamName.LOOKUP, before)
 
+    @override
     def __getitem__(self, name: StreamName) -> torch.cuda.Stream:
         return self._streams[self._lookup if name is StreamName.LOOKUP else name]
 
@@ -121,10 +115,6 @@ class CudaStreams(Streams):
         for stream in (compute,) if current == compute else (compute, current):
             stream.wait_event(event)
             _record_stream(value, stream)
-
-    @override
-    def native(self, name: StreamName) -> torch.cuda.Stream:
-        return self[name]
 
     @override
     def begin_step(self) -> None:

@@ -19,8 +19,9 @@ A callback that does so usually does it from the first step on. To ask always wo
 class TableWrites:
     """Leaves early lookups aside, on all ranks alike, where somebody has written what they read.
 
-    `ahead` returns the batches that may have been looked up and whose step has not begun. `any_rank` asks all ranks
-    whether one of them says so (None on one rank): before the first `num_asks` batches, and where `ask` was called.
+    `sparse` is None where nothing is looked up early. `ahead` returns the batches that may have been looked up and
+    whose step has not begun. `any_rank` asks all ranks whether one of them says so (None on one rank): before the first
+    `num_asks` batches, and where `ask` was called.
     """
 
     def __init__(
@@ -31,12 +32,10 @@ class TableWrites:
         ahead: Callable[[], list[InFlightBatch]],
         *,
         any_rank: Callable[[bool], bool] | None,
-        rank: int,
         num_asks: int,
     ) -> None:
         self._sparse, self._order, self._updates, self._ahead = sparse, order, updates, ahead
-        self._any_rank, self._rank = any_rank, rank
-        self._num_asks = num_asks
+        self._any_rank, self._num_asks = any_rank, num_asks
         self.reset()
 
     def reset(self) -> None:
@@ -54,11 +53,7 @@ class TableWrites:
         self.check()
 
     def check(self) -> None:
-        """See whether somebody has written tables after they were looked up for a batch to come.
-
-        Raises:
-            RuntimeError: Some are, but only this rank knows, or an update of theirs is still to come.
-        """
+        """See whether somebody has written tables after they were looked up for a batch to come."""
         if self._sparse is None:
             return
         written = everyone = self._sparse.is_overwritten(self._ahead())
@@ -69,9 +64,9 @@ class TableWrites:
             self.tables_changed()
         elif written:
             raise RuntimeError(
-                f"tables on rank {self._rank} were written between two steps, after the next batch had been looked "
-                "up, and other ranks cannot know. Call trainer.strategy.tables_changed() on all ranks after you have "
-                "written them: the next batches are then looked up anew. Or train with pipeline='sparse_dist'."
+                f"tables on rank {self._order.rank} were written between two steps, after the next batch had been "
+                "looked up, and other ranks cannot know. Call trainer.strategy.tables_changed() on all ranks after you "
+                "have written them: the next batches are then looked up anew. Or train with pipeline='sparse_dist'."
             )
 
     def tables_changed(self) -> None:

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 from types import MappingProxyType
 from typing import Literal, TypeAlias
 
-from .schedule import Schedule, Step
+from .schedule import Schedule, Step, check_number
 from .stages import Stage, StreamName
 
 _COPY, _SPLITS, _DATA = Stage.COPY_BATCH_TO_DEVICE, Stage.INPUT_SPLITS_DIST, Stage.INPUT_DATA_DIST
@@ -18,90 +18,67 @@ _COMPUTE, _MEMCPY, _DIST, _SIDE = StreamName.COMPUTE, StreamName.MEMCPY, StreamN
 # Where a step that fetches a batch stands below DENSE_FORWARD, a slow data loader blocks the host while the device has
 # the forward queued. The fused modes fetch above it, while the device has the backward and the step before it queued.
 
-BASE = Schedule(
-    "base",
-    (
-        Step(_COPY, 0, _COMPUTE),
-        Step(_FORWARD, 0, _COMPUTE),  # input dist, lookup and output dist inside, in the modules' own forward
-        Step(_BACKWARD, 0, _COMPUTE),
-        Step(_STEP, 0, _COMPUTE),
-    ),
-)
+BASE = Schedule("base", (
+    Step(_COPY, 0, _COMPUTE),
+    Step(_FORWARD, 0, _COMPUTE),  # input dist, lookup and output dist inside, in the modules' own forward
+    Step(_BACKWARD, 0, _COMPUTE),
+    Step(_STEP, 0, _COMPUTE),
+))  # fmt: skip
 """Nothing starts early: the reference. Source: TrainPipelineBase, TorchRec 1.8, without its early copy."""
 
-SPARSE_DIST = Schedule(
-    "sparse_dist",
-    (
-        Step(_LOOKUP, 0, _COMPUTE),
-        Step(_SPLITS, 1, _DIST),
-        Step(_FORWARD, 0, _COMPUTE),
-        Step(_COPY, 2, _MEMCPY),
-        Step(_DATA, 1, _DIST),
-        Step(_BACKWARD, 0, _COMPUTE),
-        Step(_STEP, 0, _COMPUTE),
-    ),
-)
+SPARSE_DIST = Schedule("sparse_dist", (
+    Step(_LOOKUP, 0, _COMPUTE),
+    Step(_SPLITS, 1, _DIST),
+    Step(_FORWARD, 0, _COMPUTE),
+    Step(_COPY, 2, _MEMCPY),
+    Step(_DATA, 1, _DIST),
+    Step(_BACKWARD, 0, _COMPUTE),
+    Step(_STEP, 0, _COMPUTE),
+))  # fmt: skip
 """Copy of N+2 and input dist of N+1 early. Source: TrainPipelineSparseDist, TorchRec 1.8."""
 
-FUSED_SPARSE_DIST = Schedule(
-    "fused_sparse_dist",
-    (
-        Step(_COPY, 2, _MEMCPY),  # the ranks ask each other whether all have it, and hear that after the forward
-        Step(_FORWARD, 0, _COMPUTE),
-        Step(_SPLITS, 2, _DIST),  # these sizes travel with the ids that are sent next
-        Step(_DATA, 1, _DIST),
-        Step(_BACKWARD, 0, _COMPUTE),  # writes the tables
-        Step(_LOOKUP, 1, _SIDE),  # so from here on batch N+1 may read them, while the dense optimizer steps
-        Step(_STEP, 0, _COMPUTE),
-    ),
+_FUSED = (
+    Step(_COPY, 2, _MEMCPY),  # the ranks ask each other whether all have it, and hear that after the forward
+    Step(_FORWARD, 0, _COMPUTE),
+    Step(_SPLITS, 2, _DIST),  # these sizes travel with the ids that are sent next
+    Step(_DATA, 1, _DIST),
+    Step(_BACKWARD, 0, _COMPUTE),  # writes the tables, so from here on batch N+1 may read them
 )
-"""And the lookup of N+1 right after the fused backward of N. Source: TorchRec PR 2916, issued before the step."""
+
+FUSED_SPARSE_DIST = Schedule("fused_sparse_dist", (*_FUSED, Step(_LOOKUP, 1, _SIDE), Step(_STEP, 0, _COMPUTE)))
+"""And the lookup of N+1 right after the fused backward of N, while the dense optimizer steps.
+
+Source: TorchRec PR 2916, issued before the step."""
 
 FUSED_SPARSE_DIST_AFTER_OPTIMIZER = Schedule(
-    "fused_sparse_dist_after_optimizer",
-    (
-        Step(_COPY, 2, _MEMCPY),  # the ranks ask each other whether all have it, and hear that after the forward
-        Step(_FORWARD, 0, _COMPUTE),
-        Step(_SPLITS, 2, _DIST),  # these sizes travel with the ids that are sent next
-        Step(_DATA, 1, _DIST),
-        Step(_BACKWARD, 0, _COMPUTE),
-        Step(_STEP, 0, _COMPUTE),
-        Step(_LOOKUP, 1, _SIDE),
-    ),
+    "fused_sparse_dist_after_optimizer", (*_FUSED, Step(_STEP, 0, _COMPUTE), Step(_LOOKUP, 1, _SIDE))
 )
 """The same lookup, issued after the dense optimizer. Source: `embedding_lookup_after_opt` of TorchRec PR 2916."""
 
-
-PREFETCH = Schedule(
-    "prefetch",
-    (
-        Step(_DATA, 1, _DIST),
-        Step(_FORWARD, 0, _COMPUTE),
-        Step(_COPY, 2, _MEMCPY),
-        Step(_PREFETCH, 1, StreamName.PREFETCH),  # the backward of a cached table waits for it: the cache is settled
-        Step(_BACKWARD, 0, _COMPUTE),
-        Step(_SPLITS, 2, _DIST),
-        Step(_LOOKUP, 1, _SIDE),
-        Step(_STEP, 0, _COMPUTE),
-    ),
-)
+PREFETCH = Schedule("prefetch", (
+    Step(_DATA, 1, _DIST),
+    Step(_FORWARD, 0, _COMPUTE),
+    Step(_COPY, 2, _MEMCPY),
+    Step(_PREFETCH, 1, StreamName.PREFETCH),  # the backward of a cached table waits for it: the cache is settled
+    Step(_BACKWARD, 0, _COMPUTE),
+    Step(_SPLITS, 2, _DIST),
+    Step(_LOOKUP, 1, _SIDE),
+    Step(_STEP, 0, _COMPUTE),
+))  # fmt: skip
 """And the rows of N+1 from UVM into the cache during the forward of N. Source: PrefetchTrainPipelineSparseDist of
 TorchRec 1.8; the lookup comes earlier than there, as in `fused_sparse_dist`."""
 
 
 def _looks_up_before_backward(name: str, staleness: int) -> Schedule:
-    return Schedule(
-        name,
-        (
-            Step(_FORWARD, 0, _COMPUTE),
-            Step(_COPY, staleness + 2, _MEMCPY),
-            Step(_LOOKUP, staleness, _SIDE),  # above BACKWARD (on a CPU within it): reads weights so many updates old
-            Step(_SPLITS, staleness + 2, _DIST),
-            Step(_BACKWARD, 0, _COMPUTE),
-            Step(_DATA, staleness + 1, _DIST),  # after the gradients, which the backward waits for
-            Step(_STEP, 0, _COMPUTE),
-        ),
-    )
+    return Schedule(name, (
+        Step(_FORWARD, 0, _COMPUTE),
+        Step(_COPY, staleness + 2, _MEMCPY),
+        Step(_LOOKUP, staleness, _SIDE),  # above BACKWARD (on a CPU within it): reads weights so many updates old
+        Step(_SPLITS, staleness + 2, _DIST),
+        Step(_BACKWARD, 0, _COMPUTE),
+        Step(_DATA, staleness + 1, _DIST),  # after the gradients, which the backward waits for
+        Step(_STEP, 0, _COMPUTE),
+    ))  # fmt: skip
 
 
 SEMI_SYNC = _looks_up_before_backward("semi_sync", 1)
@@ -127,13 +104,8 @@ def async_lookup(staleness: int) -> Schedule:
     Source: DeepRec's asynchronous embedding lookup, in which a queue's capacity bounds what is ahead; here the
     number is exact, every run alike.
     """
-    if not isinstance(staleness, int) or isinstance(staleness, bool):
-        raise TypeError(f"staleness is a number of batches, got {staleness!r}.")
-    if staleness < 1:
-        raise ValueError(
-            f"staleness is a number of batches from 1 on, got {staleness}. For lookups that see every update take "
-            f"pipeline={FUSED_SPARSE_DIST.name!r}."
-        )
+    instead = f" For lookups that see every update take pipeline={FUSED_SPARSE_DIST.name!r}."
+    check_number("staleness", staleness, least=1, instead=instead)
     return _looks_up_before_backward(f"async_lookup_{staleness}", staleness)
 
 
@@ -220,24 +192,10 @@ ModeName: TypeAlias = Literal[
 ]
 """The names of `MODES` and "auto", for editors and type checkers."""
 
-MODES: Mapping[str, Schedule] = MappingProxyType(
-    {
-        schedule.name: schedule
-        for schedule in (
-            BASE,
-            SPARSE_DIST,
-            FUSED_SPARSE_DIST,
-            FUSED_SPARSE_DIST_AFTER_OPTIMIZER,
-            PREFETCH,
-            SEMI_SYNC,
-            SEMI_SYNC_DEFERRED,
-            ASYNC_LOOKUP,
-        )
-    }
-)
+_EXACT = (BASE, SPARSE_DIST, FUSED_SPARSE_DIST, FUSED_SPARSE_DIST_AFTER_OPTIMIZER, PREFETCH)
+_STALE = (SEMI_SYNC, SEMI_SYNC_DEFERRED, ASYNC_LOOKUP)
 
-MODES_BY_STALENESS: Mapping[str, Callable[[int], Schedule]] = MappingProxyType({ASYNC_LOOKUP.name: async_lookup})
-"""The modes whose staleness is the user's choice, as functions of it."""
+MODES: Mapping[str, Schedule] = MappingProxyType({schedule.name: schedule for schedule in (*_EXACT, *_STALE)})
 
 StreamPolicy: TypeAlias = Literal["current", "data_dist", "dedicated"]
 """The names of `STREAMS`, for editors and type checkers."""

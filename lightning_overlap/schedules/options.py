@@ -6,8 +6,8 @@ from collections.abc import Mapping
 from typing import TypeVar
 
 from ..text import unknown_name_message
-from .modes import MODES, MODES_BY_STALENESS, STREAMS, defer_update, frozen_window
-from .schedule import Schedule
+from .modes import ASYNC_LOOKUP, MODES, STREAMS, async_lookup, defer_update, frozen_window
+from .schedule import Schedule, check_number
 from .stages import StreamName
 
 _T = TypeVar("_T")
@@ -20,7 +20,7 @@ def resolve_schedule(
 
     Args:
         pipeline: A mode's name, or a schedule.
-        staleness: For the modes of `MODES_BY_STALENESS`; None for their default.
+        staleness: Of `async_lookup`; None for its default.
         deferred: Whether to defer the updates, see `defer_update`.
         frozen: Whether to make them with the optimizer step, see `frozen_window`.
 
@@ -29,19 +29,17 @@ def resolve_schedule(
             is less than 1, or the mode cannot defer its updates or make them with the optimizer step.
         TypeError: Neither a name nor a Schedule, or a staleness that is no number.
     """
-    if frozen:
-        return frozen_window(resolve_schedule(pipeline, staleness, deferred))
-    if deferred:
-        return defer_update(resolve_schedule(pipeline, staleness))
     schedule = pipeline if isinstance(pipeline, Schedule) else _named("pipeline", pipeline, MODES)
-    if staleness is None:
-        return schedule
-    if isinstance(pipeline, Schedule) or pipeline not in MODES_BY_STALENESS:
-        raise ValueError(
-            f"staleness={staleness!r}: {schedule.name!r} has a staleness of {schedule.staleness} by its order of "
-            f"stages. To choose it take pipeline={' or '.join(map(repr, MODES_BY_STALENESS))}."
-        )
-    return MODES_BY_STALENESS[pipeline](staleness)
+    if staleness is not None:
+        if pipeline != ASYNC_LOOKUP.name:
+            raise ValueError(
+                f"staleness={staleness!r}: {schedule.name!r} has a staleness of {schedule.staleness} by its order of "
+                f"stages. To choose it take pipeline={ASYNC_LOOKUP.name!r}."
+            )
+        schedule = async_lookup(staleness)
+    if deferred:
+        schedule = defer_update(schedule)
+    return frozen_window(schedule) if frozen else schedule
 
 
 def check_lookup_threads(num_threads: int, schedule: Schedule) -> int:
@@ -51,10 +49,7 @@ def check_lookup_threads(num_threads: int, schedule: Schedule) -> int:
         TypeError: Not a number.
         ValueError: Negative, or for a mode that looks up after the backward: no backward is left to overlap with.
     """
-    if not isinstance(num_threads, int) or isinstance(num_threads, bool):
-        raise TypeError(f"num_lookup_threads is a number of threads, got {num_threads!r}.")
-    if num_threads < 0:
-        raise ValueError(f"num_lookup_threads is a number of threads from 0 on, got {num_threads}.")
+    check_number("num_lookup_threads", num_threads, "threads")
     if num_threads and not schedule.staleness:
         raise ValueError(
             f"num_lookup_threads={num_threads}: {schedule.name!r} looks up after the backward, so threads have none to "

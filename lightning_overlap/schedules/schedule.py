@@ -247,6 +247,14 @@ class AccumulatingSchedule(_WithoutUpdates):
     defers_update = True  # until the step of a later batch
 
 
+def check_number(name: str, value: object, of: str = "batches", *, least: int = 0, instead: str = "") -> None:
+    """Check a number that a user gives; the message for one that is too small ends with what to do instead."""
+    if not isinstance(value, int) or isinstance(value, bool):
+        raise TypeError(f"{name} is a number of {of}, got {value!r}.")
+    if value < least:
+        raise ValueError(f"{name} is a number of {of} from {least} on, got {value}.{instead}")
+
+
 def _parse_step(name: str, text: str) -> Step:
     match = _STEP_TEXT.fullmatch(text)
     if match is None:
@@ -262,6 +270,7 @@ def _validate(schedule: Schedule) -> None:
     _check_steps(schedule)
     _check_training_steps(schedule)
     _check_sparse_steps(schedule)
+    _check_prefetch(schedule)
     _check_batch_order(schedule)
 
 
@@ -274,9 +283,8 @@ def _check_steps(schedule: Schedule) -> None:
             raise ScheduleError(f"{schedule.name!r}: step {index + 1} is {step!r}; expected a Step.")
         lowest = -1 if step.stage is Stage.EMBEDDING_UPDATE else 0
         if step.offset < lowest:
-            raise _error(
-                schedule, [index], f"{step.stage} has offset {step.offset}", f"Use an offset of {lowest} or more."
-            )
+            remedy = f"Use an offset of {lowest} or more."
+            raise _error(schedule, [index], f"{step.stage} has offset {step.offset}", remedy)
         if step.stage in seen:
             raise _error(schedule, [index], f"{step.stage} occurs twice", "Keep one step per stage.")
         seen.add(step.stage)
@@ -287,14 +295,13 @@ def _check_training_steps(schedule: Schedule) -> None:
         if schedule.step_of(stage) is None:
             raise _error(schedule, [], f"{stage} is missing", f"Add Step({stage.name}, 0, ...).")
     for index, step in enumerate(schedule.steps):
-        if step.stage not in TRAINING_STAGES:
-            continue
-        if step.offset != 0:
-            problem = f"{step.stage} (step {index + 1}) has offset {step.offset}"
-            raise _error(schedule, [index], problem, "The trainer runs it on the batch being trained: offset 0.")
-        if step.stream is not StreamName.COMPUTE:
-            problem = f"{step.stage} (step {index + 1}) is on stream {step.stream}"
-            raise _error(schedule, [index], problem, "The trainer runs it on the compute stream.")
+        name = f"{step.stage} (step {index + 1})"
+        if step.stage in TRAINING_STAGES and step.offset != 0:
+            remedy = "The trainer runs it on the batch being trained: offset 0."
+            raise _error(schedule, [index], f"{name} has offset {step.offset}", remedy)
+        if step.stage in TRAINING_STAGES and step.stream is not StreamName.COMPUTE:
+            remedy = "The trainer runs it on the compute stream."
+            raise _error(schedule, [index], f"{name} is on stream {step.stream}", remedy)
 
 
 _ALL_SPARSE = "Give all of the sparse stages a step, or none of them."
@@ -304,9 +311,7 @@ def _check_sparse_steps(schedule: Schedule) -> None:
     missing = [stage for stage in SPARSE_STAGES if schedule.step_of(stage) is None]
     update = schedule.step_of(Stage.EMBEDDING_UPDATE)
     if missing and (update is not None or len(missing) < len(SPARSE_STAGES)):
-        names = ", ".join(map(str, missing))
-        raise _error(schedule, [], f"{names} is missing", _ALL_SPARSE)
-    _check_prefetch(schedule)
+        raise _error(schedule, [], f"{', '.join(map(str, missing))} is missing", _ALL_SPARSE)
     if update is None:
         return
     position = schedule.position(update.stage)
@@ -316,9 +321,7 @@ def _check_sparse_steps(schedule: Schedule) -> None:
         # A module's own forward updates in the backward, and what comes between two steps (an evaluation, a checkpoint)
         # needs the update at once. Neither may change which updates a lookup sees.
         problem = f"a lookup stands between backward and {update.stage} (step {position + 1})"
-        remedy = (
-            f"Move {Stage.EMBEDDING_LOOKUP} above {Stage.BACKWARD} and {update.stage}-1 above it, or {update.stage}+0."
-        )
+        remedy = f"Move embedding_lookup above backward and {update.stage}-1 above it, or {update.stage}+0."
         raise _error(schedule, [lookup, position], problem, remedy)
 
 
@@ -326,20 +329,18 @@ def _check_prefetch(schedule: Schedule) -> None:
     prefetch, lookup = schedule.step_of(Stage.PREFETCH), schedule.step_of(Stage.EMBEDDING_LOOKUP)
     if prefetch is None:
         return
+    bad = [schedule.position(Stage.PREFETCH)]
     if lookup is None:
-        raise _error(schedule, [schedule.position(Stage.PREFETCH)], "nothing looks up what is prefetched", _ALL_SPARSE)
-    if schedule.step_of(Stage.EMBEDDING_UPDATE) is not None:
-        bad = [schedule.position(Stage.PREFETCH), schedule.position(Stage.EMBEDDING_UPDATE)]
+        raise _error(schedule, bad, "nothing looks up what is prefetched", _ALL_SPARSE)
+    if schedule.defers_update:
         problem = "the backward of a cached table is that of its last lookup, so it cannot come later"
-        raise _error(schedule, bad, problem, f"Leave out {Stage.PREFETCH} or {Stage.EMBEDDING_UPDATE}.")
+        bad.append(schedule.position(Stage.EMBEDDING_UPDATE))
+        raise _error(schedule, bad, problem, "Leave out prefetch or embedding_update.")
     if prefetch.offset != lookup.offset or schedule.staleness:
         # The kernel takes its lookups for those it has prefetched, in that order, and an evaluation may come between
         # two iterations; its backward is that of its last lookup.
-        problem = (
-            f"{prefetch} and {lookup} are not of one iteration, or the lookup comes before an update that it needs"
-        )
-        remedy = "Give both the same offset: 0, or 1 with the lookup below BACKWARD."
-        raise _error(schedule, [schedule.position(Stage.PREFETCH)], problem, remedy)
+        problem = f"{prefetch} and {lookup} are not of one iteration, or the lookup comes before an update it needs"
+        raise _error(schedule, bad, problem, "Give both the same offset: 0, or 1 with the lookup below BACKWARD.")
 
 
 def _check_batch_order(schedule: Schedule) -> None:

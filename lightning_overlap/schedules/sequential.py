@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import itertools
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Protocol
 
 from .modes import FUSED_SPARSE_DIST
-from .schedule import Schedule
-from .stages import SPARSE_STAGES, Stage
+from .schedule import Schedule, check_number
+from .stages import Stage
 
 
 class Schedules(Protocol):
@@ -31,31 +30,10 @@ class SequentialSchedule:
     not issued again, and where the next table would have issued more by then, that is made up for at once. So a
     lookup of a fused table in a part that begins with batch n and has staleness k sees the updates of all batches
     before max(n, N - k); a part that follows a staler one takes over up to that many batches looked up before.
-
-    Args:
-        parts: `(first batch, schedule)` in order, the first one from batch 0 on.
-
-    Raises:
-        ValueError: Not in order or not from 0 on; or tables that cannot follow one another: without sparse stages, or
-            with early lookups on different streams.
     """
 
     parts: tuple[tuple[int, Schedule], ...]
-
-    def __post_init__(self) -> None:
-        starts = [start for start, _ in self.parts]
-        if not starts or starts[0] != 0 or any(a >= b for a, b in itertools.pairwise(starts)):
-            raise ValueError(f"the parts begin with batch 0 and then later and later ones, got {starts}.")
-        for _, schedule in self.parts:
-            if not schedule.has_sparse_stages:
-                raise ValueError(
-                    f"{schedule.name!r} leaves input dist and lookup to the modules: batches whose lookup has begun "
-                    f"cannot be handed over to it. Take one with steps for {', '.join(map(str, SPARSE_STAGES))}."
-                )
-        streams = {schedule: schedule[Stage.EMBEDDING_LOOKUP].stream for _, schedule in self.parts}
-        if len(set(streams.values())) > 1:
-            listed = ", ".join(f"{schedule.name!r} on {stream}" for schedule, stream in streams.items())
-            raise ValueError(f"one stream orders all lookups and updates of a run, got {listed}.")
+    """`(first batch, schedule)` in order, the first one from batch 0 on."""
 
     def at(self, batch: int) -> Schedule:
         """The table to walk while a batch is trained."""
@@ -81,23 +59,24 @@ def with_exact_warmup(
         ValueError: Negative or no more than `start_batch`, or a schedule without staleness, or one that cannot follow.
         TypeError: Not a number of batches.
     """
-    for name, value in (("start_batch", start_batch), ("end_batch", end_batch)):
-        if value is not None and (not isinstance(value, int) or isinstance(value, bool)):
-            raise TypeError(f"{name} is a number of batches, got {value!r}.")
-    if start_batch < 0:
-        raise ValueError(f"start_batch is a number of batches from 0 on, got {start_batch}.")
-    if end_batch is not None and end_batch <= start_batch:
-        raise ValueError(f"end_batch comes after start_batch={start_batch}, got {end_batch}.")
-    if not start_batch and end_batch is None:
+    check_number("start_batch", start_batch)
+    if end_batch is not None:
+        check_number("end_batch", end_batch)
+        if end_batch <= start_batch:
+            raise ValueError(f"end_batch comes after start_batch={start_batch}, got {end_batch}.")
+    elif not start_batch:
         return schedule
     if not schedule.staleness:
         raise ValueError(
             f"start_batch={start_batch}, end_batch={end_batch}: {schedule.name!r} is exact from the first batch to the "
             "last. They are for modes with a staleness (semi_sync, async_lookup)."
         )
-    parts = [(start_batch, schedule)]
-    if start_batch:
-        parts.insert(0, (0, FUSED_SPARSE_DIST))
-    if end_batch is not None:
-        parts.append((end_batch, FUSED_SPARSE_DIST))
-    return SequentialSchedule(tuple(parts))
+    exact, stream = FUSED_SPARSE_DIST, schedule[Stage.EMBEDDING_LOOKUP].stream
+    if stream is not exact[Stage.EMBEDDING_LOOKUP].stream:
+        raise ValueError(
+            f"one stream orders all lookups and updates of a run, got {exact.name!r} on "
+            f"{exact[Stage.EMBEDDING_LOOKUP].stream}, {schedule.name!r} on {stream}."
+        )
+    before = [(0, exact)] if start_batch else []
+    after = [] if end_batch is None else [(end_batch, exact)]
+    return SequentialSchedule((*before, (start_batch, schedule), *after))

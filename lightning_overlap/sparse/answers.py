@@ -6,23 +6,23 @@ own forward would give under them.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from contextlib import AbstractContextManager, ExitStack, nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from typing import Any
 
 import torch
 from torchrec.distributed.types import LazyAwaitable
 
-from ..runtime import InFlightBatch, LookupOrder, timed
+from ..runtime import InFlightBatch, LookupOrder
 from ..schedules import Stage, StreamName
-from ..tables import without_backward, without_graph
-from .lookup import deferring_update
+from ..tables import tbes, without_backward, without_graph
+from .lookup import LookupThreads, deferring_update
 from .module_context import ModuleContext, autocast_of, wait_for
 from .options import SparseOptions
 from .pipelined_forward import EarlyEmbeddings, LazyEmbeddings, PipelinedForward, PipelinedForwards, only_input
 from .table_updates import TableUpdates
-from .update_rates import added, lookup_counts, lookups_since, take_back
+from .update_rates import lookup_counts, lookups_since, take_back
 
 
 class Answers:
@@ -34,15 +34,13 @@ class Answers:
         order: LookupOrder,
         updates: TableUpdates,
         options: SparseOptions,
-        *,
-        finish_lookups: Callable[[], None],
+        threads: LookupThreads,
         receive_input: Callable[[InFlightBatch], Any],
     ) -> None:
         self._forwards, self._order, self._updates, self._options = forwards, order, updates, options
-        self._finish_lookups, self._receive_input = finish_lookups, receive_input
+        self._threads, self._receive_input = threads, receive_input
         self._current: InFlightBatch | None = None  # whose step runs
         self._in_step: InFlightBatch | None = None  # the same until its backward is over
-        self.num_steps = 0
 
     @property
     def ran_unpipelined(self) -> bool:
@@ -53,7 +51,6 @@ class Answers:
         """Begin the step of a batch."""
         self._forwards.begin_step()
         self._current = self._in_step = inflight
-        self.num_steps += 1
 
     def end(self) -> None:
         """End the step; its backward may follow."""
@@ -79,34 +76,35 @@ class Answers:
         """
         in_backward = torch._C._current_graph_task_id() != -1
         inflight = self._in_step if in_backward else self._current
+        given, step = only_input(args, kwargs), self._forwards.num_steps
         look_up_now = partial(pipelined.original_forward, *args, **kwargs)
         if inflight is not None:
-            if in_backward and (answer := pipelined.answer_again(only_input(args, kwargs))) is not None:
+            if in_backward and (answer := pipelined.answer_again(given)) is not None:
                 return answer
             if not in_backward:
                 pipelined.calls.append((args, kwargs))
             state = inflight.modules.get(pipelined.name)
             if state is not None and (
-                not state.served or (in_backward and state.embeddings is not None and state.served_in == self.num_steps)
+                not state.served or (in_backward and state.embeddings is not None and state.served_in == step)
             ):
-                reason = self._why_not_early(pipelined, state, args, kwargs)
+                reason = self._why_not_early(pipelined, state, given)
                 if state.served:
                     if reason is None:
                         return self._serve(inflight.index, state)
                 elif self._all_ranks_take_early(pipelined, inflight, reason):
-                    state.served, state.served_in = True, self.num_steps
-                    self._forwards.served(pipelined, self.num_steps)
+                    state.served, state.served_in = True, step
+                    self._forwards.served(pipelined)
                     if state.embeddings is not None:
                         return self._serve(inflight.index, state)
                     look_up_now = partial(self._look_up_when_called, inflight, state)
             elif pipelined.name in inflight.missing and not in_backward:
-                self._forwards.check_all_ranks_call(pipelined, self.num_steps, inflight.index)
+                self._forwards.check_all_ranks(pipelined, self._nobody_else_calls(pipelined, inflight))
             inflight.ran_unpipelined = True
             if self._options.holds_updates:
-                own = ModuleContext(pipelined.module, only_input(args, kwargs), served=True)
+                own = ModuleContext(pipelined.module, given, served=True)
                 state = inflight.modules.setdefault(pipelined.name, own)
                 look_up_now = partial(self._look_up_deferring, state, look_up_now)
-        self._finish_lookups()
+        self._threads.finish()
         self._updates.make_before_forward(pipelined.name)
         # checkpoint() drops what a forward saves and repeats it for that, on each rank for itself: no rank would find
         # the others in the collectives of a repeated lookup. So a lookup keeps what it saves, and is not repeated.
@@ -116,17 +114,15 @@ class Answers:
         as_called = partial(_waited_for_as_called, keeps_saved=checkpointed)
         answer = tuple(map(as_called, found)) if isinstance(found, tuple) else as_called(found)
         if checkpointed and not in_backward:
-            pipelined.keep_answer(only_input(args, kwargs), answer)
+            pipelined.keep_answer(given, answer)
         return answer
 
     # -- early or not -----------------------------------------------------------------------------------------------
 
-    def _why_not_early(
-        self, pipelined: PipelinedForward, state: ModuleContext, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> str | None:
+    def _why_not_early(self, pipelined: PipelinedForward, state: ModuleContext, given: Any) -> str | None:
         """Return what makes early embeddings differ from those of the module's own forward now, or None."""
         assert state.sent is not None
-        if only_input(args, kwargs) is not state.kjt:
+        if given is not state.kjt:
             return "it was called with another input than the one in the batch"
         if not state.sent.is_unchanged(state.kjt):
             return "its input was changed in place after its ids had been sent"
@@ -144,10 +140,23 @@ class Answers:
             if self._options.any_rank(reason is not None):
                 reason = reason or "another rank called it with another input of the batch"
         elif reason is not None:
-            self._forwards.all_ranks_run_unpipelined(pipelined, self.num_steps, inflight.index, reason)
+            problem = (
+                f"rank {self._options.rank}: the early embeddings of {pipelined.name!r} are not those of batch "
+                f"{inflight.index}'s call in {self._options.step}: {reason}. Other ranks called it with theirs. Early "
+                f"embeddings need the same on all ranks: change inputs before {self._options.step} "
+                "(on_after_batch_transfer), or use pipeline='base'."
+            )
+            self._forwards.check_all_ranks(pipelined, problem)
         if reason is not None:
             self._forwards.run_unpipelined(pipelined, reason)
         return reason is None
+
+    def _nobody_else_calls(self, pipelined: PipelinedForward, inflight: InFlightBatch) -> str:
+        return (
+            f"rank {self._options.rank} calls {pipelined.name!r} in {self._options.step} of batch {inflight.index}, "
+            "another rank does not: its batch has no input for it. All ranks call a sharded module, or none does: give "
+            "it an empty KeyedJaggedTensor (lengths of zero) where there are no ids."
+        )
 
     # -- early embeddings -------------------------------------------------------------------------------------------
 
@@ -161,9 +170,9 @@ class Answers:
         """Wait for the all-to-all of embeddings on the lookup's stream, then hand them to whatever stream asks."""
         is_first = state.received is None
         if is_first:
-            self._options.observer("wait", Stage.EMBEDDING_LOOKUP, index)
+            self._order.observe("wait", Stage.EMBEDDING_LOOKUP, index)
             assert state.embeddings is not None
-            with self._order.on_lookup(), _own_graph(self._options.trains):
+            with self._order.on_lookup(), _own_graph() if self._options.trains else nullcontext():
                 state.received = wait_for(state.embeddings)
             state.received_at = self._order.streams.record(self._order.lookup)
         self._order.hand_to_caller(state.received, state.received_at, index, is_first=is_first)
@@ -178,27 +187,25 @@ class Answers:
             self._options.set_rates()
         # Without a batch in flight: an evaluation by hand, or a module that does its own fetching (`dataloader_iter`).
         trains = self._options.trains and (inflight is not None or torch.is_grad_enabled())
-        counts = None if trains else lookup_counts(module)
-        timer, index = (None, 0) if inflight is None else (self._order.timer, inflight.index)
-        with (
-            nullcontext() if counts is None else without_backward(module),
-            timed(timer, Stage.EMBEDDING_LOOKUP, index, StreamName.COMPUTE),
-            _outside_inference_mode(),
-        ):
+        stage = Stage.EMBEDDING_LOOKUP
+        timed = nullcontext() if inflight is None else self._order.timed(stage, inflight.index, StreamName.COMPUTE)
+        # FBGEMM 1.8 lacks kernels in inference mode on a CPU; there is no graph either way.
+        own_mode = _outside_inference_mode(grad=False) if torch.is_inference_mode_enabled() else nullcontext()
+        if trains:
+            with timed, own_mode:
+                return look_up_now()
+        kernels = tbes(module)
+        counts = lookup_counts(kernels)
+        with without_backward(module), timed, own_mode:
             found = look_up_now()
-        if counts is not None:
-            self._order.lookup_waits()
-            take_back(module, lookups_since(module, counts), self._order)
+        self._order.lookup_waits()
+        take_back(kernels, lookups_since(kernels, counts), self._order)
         return found
 
     def _look_up_deferring(self, state: ModuleContext, look_up_now: Callable[[], Any]) -> Any:
         """Look up in the module's own forward, whose update is made with those of the others."""
-        counts = lookup_counts(state.module)
-        with deferring_update(state):
-            found = look_up_now()
-        done = lookups_since(state.module, counts)
-        state.num_own_lookups = added(state.num_own_lookups, done)
-        return found
+        with deferring_update(state), state.counting(state.num_own_lookups):
+            return look_up_now()
 
     def _look_up_when_called(self, inflight: InFlightBatch, state: ModuleContext) -> Any:
         """Look up ids that were sent early."""
@@ -235,24 +242,15 @@ def _keep_saved(call: Callable[[], Any]) -> Any:
         return call()
 
 
-def _outside_inference_mode() -> AbstractContextManager[Any]:
-    """Run kernels that FBGEMM 1.8 does not have in inference mode on a CPU; there is no graph either way."""
-    if not torch.is_inference_mode_enabled():
-        return nullcontext()
-    stack = ExitStack()
-    stack.enter_context(torch.inference_mode(False))
-    stack.enter_context(torch.no_grad())
-    return stack
+@contextmanager
+def _outside_inference_mode(*, grad: bool, keeps_saved: bool = False) -> Iterator[None]:
+    with torch.inference_mode(False), torch.set_grad_enabled(grad), _keeping_saved() if keeps_saved else nullcontext():
+        yield
 
 
-def _own_graph(trains: bool) -> AbstractContextManager[Any]:
+def _own_graph() -> AbstractContextManager[Any]:
     """Wait for embeddings with the graph of their lookup, whoever asks first; `checkpoint()` sees nothing of it."""
     is_hooked = _saving_is_hooked()
-    if not trains or (torch.is_grad_enabled() and not torch.is_inference_mode_enabled() and not is_hooked):
+    if torch.is_grad_enabled() and not torch.is_inference_mode_enabled() and not is_hooked:
         return nullcontext()
-    stack = ExitStack()
-    stack.enter_context(torch.inference_mode(False))
-    stack.enter_context(torch.enable_grad())
-    if is_hooked:
-        stack.enter_context(_keeping_saved())
-    return stack
+    return _outside_inference_mode(grad=True, keeps_saved=is_hooked)

@@ -4,40 +4,44 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, NamedTuple
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.utils.hooks import RemovableHandle
 from torchrec.distributed.comm_ops import Request
 from torchrec.distributed.types import Awaitable, NoWait
 
+from ..tables import SetRates
+from .update_rates import Kernels, kernel_rates, set_kernel_rates
+
 OutputDist = Callable[..., Awaitable[Tensor]]
 
 
 class _Cut(NamedTuple):
-    """A place where a graph is cut, so that a backward stops there."""
+    """A place between the halves of a collective where a graph is cut, so that a backward stops there."""
 
     graph: Tensor
     """Output of the part of the graph between the tables and the cut."""
     leaf: Tensor
     """What stands in its place: the backward leaves its gradient there."""
+    request: Request[Any] | None
+    """The collective; None on one rank."""
 
 
 @dataclass(slots=True)
 class _Backward:
     """What one backward of the dense part has left at the cuts: gradients, with the graphs that they go on through."""
 
-    rates: list[float] | None
+    rates: list[float]
     """The learning rate of each kernel at that time, where a schedule moves them."""
     to_send: list[tuple[Tensor, Tensor]] = field(default_factory=list)
     to_apply: list[tuple[Tensor, Tensor]] = field(default_factory=list)
     """Those that travel to no other rank."""
-
-
-UseRates: TypeAlias = Callable[[list[float] | None], None]
 
 
 class DeferredUpdate:
@@ -50,16 +54,42 @@ class DeferredUpdate:
     """
 
     def __init__(self) -> None:
-        self.note_rates: Callable[[], list[float]] | None = None
-        """Returns the kernels' learning rates as they are in a backward; None where nothing moves them."""
-        self._at_embeddings: list[_Cut] = []
+        self._set_present: SetRates | None = None  # gives the kernels the schedule's rates; None: nothing moves them
+        self._kernels: Kernels = []
+        self._rates: list[float] | None = None  # that the batch was trained at, while its update is made
+        self._at_embeddings: list[Tensor] = []  # leaves in the place of embeddings that have arrived
         self._under_way: list[_Cut] = []
-        self._requests: list[tuple[Request[Any], Tensor]] = []
         self._backwards: dict[int, _Backward] = {}
         self._sent: _Backward | None = None
 
     def __bool__(self) -> bool:
         return bool(self._at_embeddings or self._under_way)
+
+    def with_rates(self, set_present: SetRates, kernels: Kernels) -> SetRates:
+        """Note the learning rates of each backward; return what gives the kernels those of the batch's update.
+
+        These are the rates that the batch was trained at, or, before that, those that the schedule has now.
+        """
+        self._set_present, self._kernels = set_present, kernels
+
+        def set_rates() -> None:
+            if self._rates is None:
+                set_present()
+            else:
+                set_kernel_rates(kernels, self._rates)
+
+        return set_rates
+
+    @contextmanager
+    def _at_rates(self, rates: list[float]) -> Iterator[None]:
+        """Give the kernels the rates of a backward for its update, then their present ones again."""
+        present, self._rates = kernel_rates(self._kernels), rates
+        set_kernel_rates(self._kernels, rates)
+        try:
+            yield
+        finally:
+            self._rates = None
+            set_kernel_rates(self._kernels, present)
 
     def deferring(self, output_dist: OutputDist) -> OutputDist:
         """Return an output dist whose embeddings are cut off."""
@@ -72,8 +102,9 @@ class DeferredUpdate:
                     f"cannot defer the update of tables whose embeddings come by {type(started).__name__}: no "
                     "all-to-all was found in it. Train without defer_update."
                 )
-            travels = any(isinstance(part, Request) for part in _under_way(started))
-            return _CutWhenReceived(started, self) if travels else started
+            if any(isinstance(part, Request) for part in _under_way(started)):
+                started.callbacks.append(self._cut_received)
+            return started
 
         return start
 
@@ -83,12 +114,14 @@ class DeferredUpdate:
         What waits for other ranks at its end is called later: DistributedDataParallel, for the gradients it has sent.
         """
         engine = torch.autograd.Variable._execution_engine
-        return [cut.leaf.register_hook(lambda _: engine.queue_callback(call)) for cut in self._at_embeddings]
+        return [leaf.register_hook(lambda _: engine.queue_callback(call)) for leaf in self._at_embeddings]
 
-    def cut_received(self, received: Tensor) -> Tensor:
+    def _cut_received(self, received: Tensor) -> Tensor:
         """Return embeddings that have arrived, of any shape, as a leaf, where the backward of the dense part stops."""
+        if not received.requires_grad:
+            return received
         leaf: Tensor = received.detach().requires_grad_()
-        self._at_embeddings.append(_Cut(received, leaf))
+        self._at_embeddings.append(leaf)
         leaf.register_post_accumulate_grad_hook(lambda leaf: self._arrived(received, leaf, travels=True))
         return leaf
 
@@ -101,16 +134,15 @@ class DeferredUpdate:
         """
         num_cuts = len(self._under_way)
         for part in _under_way(started):
-            name = "dummy_tensor" if isinstance(part, Request) else "_obj"
+            request = part if isinstance(part, Request) else None
+            name = "_obj" if request is None else "dummy_tensor"
             graph = getattr(part, name)
             if not (isinstance(graph, Tensor) and graph.requires_grad):
                 continue
             leaf = graph.detach().requires_grad_()
             setattr(part, name, leaf)
-            self._under_way.append(_Cut(graph, leaf))
-            if isinstance(part, Request):
-                self._requests.append((part, leaf))
-            else:
+            self._under_way.append(_Cut(graph, leaf, request))
+            if request is None:
                 leaf.register_post_accumulate_grad_hook(partial(self._arrived, graph, travels=False))
         return len(self._under_way) > num_cuts
 
@@ -120,78 +152,66 @@ class DeferredUpdate:
             return
         task = torch._C._current_graph_task_id()
         if task not in self._backwards:
-            self._backwards[task] = _Backward(None if self.note_rates is None else self.note_rates())
+            if self._set_present is not None:
+                self._set_present()
+            self._backwards[task] = _Backward(kernel_rates(self._kernels))
         left = self._backwards[task]
         (left.to_send if travels else left.to_apply).append((graph, leaf.grad))
         leaf.grad = None
 
-    def send(self, use_rates: UseRates) -> list[Tensor]:
+    def send(self) -> list[Tensor]:
         """Start the all-to-alls of the gradients that the last backward has left; return these gradients.
 
         What earlier backwards of the step have left is sent and applied first.
         """
         backwards, self._backwards = list(self._backwards.values()), {}
-        for number, left in enumerate(backwards):
-            is_last = number == len(backwards) - 1
+        for left in backwards:
+            is_last = left is backwards[-1]
             _go_on(left.to_send, retain_graph=not is_last)
             self._sent = left
             if not is_last:
-                self._apply_sent(use_rates, retain_graph=True)
+                self._apply_sent(retain_graph=True)
         self._at_embeddings.clear()
         return [] if self._sent is None else [gradient for _, gradient in self._sent.to_send]
 
     @property
     def has_arrived(self) -> bool:
         """Whether the gradients that were sent have arrived; does not wait."""
-        return all(request.req is None or request.req.is_completed() for request, _ in self._requests)
+        return all(work.is_completed() for work in self._works())
 
-    def apply(self, use_rates: UseRates) -> None:
-        """Wait for the gradients and update the tables.
+    def _works(self) -> list[dist.Work]:
+        """Return the collectives that are under way."""
+        requests = [cut.request for cut in self._under_way]
+        return [request.req for request in requests if request is not None and request.req is not None]
 
-        `use_rates` is called with the learning rates of the backward that is applied, before it is.
-        """
-        self.send(use_rates)
+    def apply(self) -> None:
+        """Wait for the gradients and update the tables, at the learning rates of their backward."""
+        self.send()
         if self._sent is not None:
-            self._apply_sent(use_rates, retain_graph=False)
+            self._apply_sent(retain_graph=False)
         self._under_way.clear()
-        self._requests.clear()
 
     def drop(self) -> None:
         """Wait for the gradients that were sent, and leave the tables as they are."""
-        for request, _ in self._requests:
-            if request.req is not None:
-                request.req.wait()
+        for work in self._works():
+            work.wait()
         self._backwards.clear()
         self._sent = None
         self._at_embeddings.clear()
         self._under_way.clear()
-        self._requests.clear()
 
-    def _apply_sent(self, use_rates: UseRates, *, retain_graph: bool) -> None:
+    def _apply_sent(self, *, retain_graph: bool) -> None:
         assert self._sent is not None
-        use_rates(self._sent.rates)
         # The second half of a collective has given its dummy tensor a gradient.
         received = [(cut.graph, cut.leaf.grad) for cut in self._under_way if cut.leaf.grad is not None]
-        _go_on([*received, *self._sent.to_apply], retain_graph=retain_graph)
+        with self._at_rates(self._sent.rates):
+            _go_on([*received, *self._sent.to_apply], retain_graph=retain_graph)
         for cut in self._under_way:
             cut.leaf.grad = None
-        for request, dummy in self._requests:
-            # TorchRec has let go of it, and takes it for the gradient of the next backward.
-            request.dummy_tensor = dummy
+            if cut.request is not None:
+                # TorchRec has let go of it, and takes it for the gradient of the next backward.
+                cut.request.dummy_tensor = cut.leaf
         self._sent = None
-
-
-class _CutWhenReceived(Awaitable[Tensor]):  # type: ignore[misc]
-    """Embeddings under way, whose graph is cut where they arrive."""
-
-    def __init__(self, started: Awaitable[Tensor], deferred: DeferredUpdate) -> None:
-        super().__init__()
-        self._started = started
-        self._deferred = deferred
-
-    def _wait_impl(self) -> Tensor:
-        received: Tensor = self._started.wait()
-        return self._deferred.cut_received(received) if received.requires_grad else received
 
 
 def _under_way(started: Any) -> Iterator[Request[Any] | NoWait[Any]]:
@@ -218,12 +238,7 @@ def _kind_of(cls: type) -> Any:
 def before_gradients(embeddings: object, num_parts: int) -> list[Tensor] | None:
     """Return the tensors whose gradients are computed where the backward of embeddings begins to wait for gradients.
 
-    Args:
-        embeddings: Of a module, waited for or not.
-        num_parts: Parts of the module that have to be among them.
-
-    Returns:
-        None where fewer parts are found, or no collective: then a backward may update tables without waiting.
+    None where fewer parts than these, or no collective, is found: then a backward may update tables without waiting.
     """
     dummies = [part.dummy_tensor for part in _under_way(embeddings) if isinstance(part, Request)]
     found = [dummy for dummy in dummies if isinstance(dummy, Tensor) and dummy.requires_grad]

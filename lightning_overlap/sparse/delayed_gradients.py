@@ -38,10 +38,6 @@ class GradientStash:
 
         In the first `delay` steps every `.grad` is None: the optimizers of torch.optim then leave the parameter and its
         state alone.
-
-        Args:
-            optimizer: Whose parameters.
-            delay: Steps between a gradient and its application.
         """
         waiting = self._waiting.setdefault(optimizer, deque())
         waiting.append([(weight, weight.grad.clone()) for weight in _weights(optimizer) if weight.grad is not None])

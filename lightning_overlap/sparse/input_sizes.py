@@ -1,10 +1,15 @@
-"""What the ranks tell each other before ids travel: how many there are of each tensor, and of each feature."""
+"""What the ranks tell each other before ids travel: how many there are of each tensor, and of each feature.
+
+TorchRec 1.8 reads what it sends back from the device, for an overflow check, and later the lengths of what it received,
+feature by feature, which makes the host wait until the ids are there. Here the sizes go to the device in one copy from
+pinned memory, and the lengths of the features travel with them: the host knows both from its one read. What a device
+alone knows, how many ids of a row-wise table go to each rank, it adds itself, and the host reads it with the rest.
+"""
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from itertools import islice
 from typing import Any, NamedTuple, TypeAlias
 
 import torch
@@ -15,6 +20,7 @@ from torchrec.distributed.embedding_sharding import KJTSplitsAllToAllMeta
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from ..distributed import PackedExchange, Part
+from .module_context import ModuleContext
 
 
 class PartForm(NamedTuple):
@@ -40,12 +46,11 @@ def form_of(request: Any) -> Form:
     """Return the form of what a module's `input_dist` returned under `splits_only`."""
     return tuple(
         PartForm(len(meta.splits_tensors), tuple(meta.splits), not meta._input.variable_stride_per_key())
-        for meta in metas_of(request)
+        for meta in _metas_of(request)
     )
 
 
-def metas_of(request: Any) -> list[KJTSplitsAllToAllMeta]:
-    """Return the all-to-alls that a module's `input_dist` described under `splits_only`."""
+def _metas_of(request: Any) -> list[KJTSplitsAllToAllMeta]:
     return [one for one in request.awaitables if isinstance(one, KJTSplitsAllToAllMeta)]
 
 
@@ -59,23 +64,6 @@ def is_device(device: torch.device) -> bool:
     return device.type != "cpu"
 
 
-@dataclass(frozen=True, slots=True)
-class ModuleInput:
-    """One module's part in the exchange of sizes of one batch.
-
-    Args:
-        form: Of its input, the same on all ranks.
-        request: What its `input_dist` returned under `splits_only`; None where this rank's batch has no such input.
-        context: The module's for this batch.
-        num_found: How many KeyedJaggedTensors of this rank's batch could be its input.
-    """
-
-    form: Form
-    request: Any = None
-    context: Any = None
-    num_found: int = 0
-
-
 class _Counted(NamedTuple):
     """What the device adds to the sizes of one all-to-all: lengths of features, and their sums, the numbers of ids."""
 
@@ -83,11 +71,6 @@ class _Counted(NamedTuple):
     """Where the numbers of this all-to-all begin in a row."""
     part: PartForm
     meta: KJTSplitsAllToAllMeta
-
-    @property
-    def of_ids(self) -> range:
-        """Which of the sizes are numbers of ids: those of ids and of their weights, between lengths and batch size."""
-        return range(1, self.part.num_sizes - 1)
 
     def add_to(self, rows: Tensor) -> None:
         """Add it to the rows on the device, on the current stream."""
@@ -97,52 +80,70 @@ class _Counted(NamedTuple):
         by_rank = lengths.view(len(splits), -1) if even else pad_sequence(lengths.split(splits), batch_first=True)
         first = self.column + self.part.num_sizes
         rows[:, first : first + by_rank.shape[1]] = by_rank
+        # Ids and weights: their sizes stand between that of lengths and the batch size.
         rows[:, self.column + 1 : first - 1] = by_rank.sum(1, keepdim=True)
 
     def tell(self, sent: Sequence[Sequence[int]]) -> None:
         """Tell TorchRec how many ids go to each rank, from the rows that were sent."""
-        for number in self.of_ids:
+        for number in range(1, self.part.num_sizes - 1):
             self.meta.input_splits[number] = [row[self.column + number] for row in sent]
 
 
-class KnownSizes(NamedTuple):
-    """By module."""
+class PartSizes(NamedTuple):
+    """What this rank receives by one all-to-all of ids."""
 
-    found: list[tuple[int, ...]]
-    """How many inputs each rank's batch has for it."""
-    sizes: list[list[list[int]]]
-    """What every rank sends to this one, by tensor."""
-    lengths: list[list[list[int] | None]]
-    """Of what this rank receives by each all-to-all, the sum of each feature's lengths; None: they do not travel."""
+    by_tensor: list[list[int]]
+    """From every rank; the last one may be of no tensor: batch sizes."""
+    lengths: list[int] | None
+    """Of each feature, summed up; None: they do not travel."""
 
 
-class Sizes:
+class InputSizes:
     """The sizes of what a batch is going to send, and the lengths of its features, for every rank.
 
     A row for each destination: of each module how many inputs this rank has for it, then of each of its all-to-alls to
     come the sizes of what is sent there, then the length of each of the features that it gets, filled up to the largest
     number of features that a rank has: so rows are of one width, on ranks that lack an input too.
+
+    Args:
+        forms: Of the modules' inputs, in an order that is the same on all ranks.
+        states: Of the modules whose input this rank's batch has.
+        num_found: How many KeyedJaggedTensors of this rank's batch could be the input of each.
+        group: Of the input dist.
     """
 
-    def __init__(self, inputs: Sequence[ModuleInput], group: dist.ProcessGroup) -> None:
-        self._group = group
-        self._forms = [one.form for one in inputs]
-        self._rows = rows = [[] for _ in range(group.size())]  # type: list[list[int]]
+    def __init__(
+        self,
+        forms: Mapping[str, Form],
+        states: Mapping[str, ModuleContext],
+        num_found: Mapping[str, int],
+        group: dist.ProcessGroup,
+    ) -> None:
+        self._forms, self._group = forms, group
+        self._rows: list[list[int]] = [[] for _ in range(group.size())]
         self._exchange: PackedExchange | None = None
         self._number = 0
         self._counted: list[_Counted] = []
-        self._sent: Tensor | None = None  # where some of it was counted on the device
-        for one in inputs:
-            for row in rows:
-                row.append(one.num_found)
-            if not one.num_found:
-                for row in rows:
-                    row += [0] * sum(part.width for part in one.form)
-                continue
-            for part, meta in zip(one.form, metas_of(one.request), strict=True):
-                if is_counted_on_device(meta._input):
-                    self._counted.append(_Counted(len(rows[0]), part, meta))
-                _add(rows, part, meta)
+        self._sent: Tensor | None = None  # where the device has counted some of it
+        for name, form in forms.items():
+            state = states.get(name)
+            for row in self._rows:
+                row.append(0 if state is None else num_found[name])
+            metas = [None] * len(form) if state is None else _metas_of(state.splits_awaitable)
+            for part, meta in zip(form, metas, strict=True):
+                if meta is not None and is_counted_on_device(meta._input):
+                    self._counted.append(_Counted(len(self._rows[0]), part, meta))
+                    self._add(part, meta, [])
+                else:
+                    self._add(part, meta, meta._input.length_per_key() if meta and part.with_lengths else [])
+
+    def _add(self, part: PartForm, meta: KJTSplitsAllToAllMeta | None, of_features: Iterable[int]) -> None:
+        """Add what one all-to-all sends to each rank; nothing where this rank lacks the input."""
+        lengths = iter(of_features)
+        for destination, (row, num_features) in enumerate(zip(self._rows, part.splits, strict=True)):
+            sizes = [] if meta is None else [sizes[destination] for sizes in meta.splits_tensors]
+            sizes += islice(lengths, num_features)
+            row += sizes + [0] * (part.width - len(sizes))
 
     @property
     def is_sent(self) -> bool:
@@ -169,8 +170,8 @@ class Sizes:
         """Say which part of which exchange they are."""
         self._exchange, self._number = exchange, number
 
-    def wait(self) -> KnownSizes:
-        """Read what was received: the one read of the step."""
+    def wait(self) -> dict[str, tuple[tuple[int, ...], list[PartSizes]]]:
+        """Read what was received, the one read of the step: by module how many inputs each rank has, and the sizes."""
         if self._exchange is None:  # nothing else has been sent since
             self.send()
         assert self._exchange is not None
@@ -180,26 +181,13 @@ class Sizes:
         for counted in self._counted:
             counted.tell(rows[size:])
         columns = iter(zip(*rows[:size], strict=True))
-        known = KnownSizes([], [], [])
-        for form in self._forms:
-            known.found.append(next(columns))
-            known.sizes.append([])
-            known.lengths.append([])
+        known = {}
+        for name, form in self._forms.items():
+            found, parts = next(columns), []
             for part in form:
-                known.sizes[-1] += [list(column) for column in itertools.islice(columns, part.num_sizes)]
-                filled = list(itertools.islice(columns, part.width - part.num_sizes))
-                mine = [sum(column) for column in filled[: part.splits[rank]]]
-                known.lengths[-1].append(mine if part.with_lengths else None)
+                by_tensor = [list(column) for column in islice(columns, part.num_sizes)]
+                filled = list(islice(columns, part.width - part.num_sizes))
+                lengths = [sum(column) for column in filled[: part.splits[rank]]]
+                parts.append(PartSizes(by_tensor, lengths if part.with_lengths else None))
+            known[name] = found, parts
         return known
-
-
-def _add(rows: list[list[int]], part: PartForm, meta: KJTSplitsAllToAllMeta) -> None:
-    """Add the sizes and the lengths of one all-to-all of ids to what goes to each rank."""
-    counts = part.with_lengths and not is_counted_on_device(meta._input)
-    lengths = meta._input.length_per_key() if counts else []
-    first = 0
-    for destination, num_features in enumerate(part.splits):
-        own = lengths[first : first + num_features]
-        sizes = [sizes[destination] for sizes in meta.splits_tensors]
-        rows[destination] += sizes + own + [0] * (part.width - len(sizes) - len(own))
-        first += num_features

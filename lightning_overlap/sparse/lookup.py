@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Mapping
 from concurrent.futures import Future, ThreadPoolExecutor, wait
-from contextlib import contextmanager, nullcontext, suppress
-from dataclasses import dataclass
-from typing import Any, NamedTuple
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -16,28 +15,20 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 from ..runtime import InFlightBatch
 from ..schedules import WeightOwner
 from ..tables import SetRates, owners_of_parts
-from .module_context import ModuleContext
+from .module_context import ModuleContext, replaced
 from .update_rates import _updates_at_present_rate
+
+_FUSED = frozenset({WeightOwner.FUSED_BACKWARD})
 
 
 def look_up(
-    state: ModuleContext,
-    owners: frozenset[WeightOwner],
-    set_rates: SetRates | None = None,
-    *,
-    defers_update: bool = False,
+    state: ModuleContext, owners: frozenset[WeightOwner], set_rates: SetRates | None, *, defers_update: bool
 ) -> None:
     """Look up the tables of a module that belong to `owners`; assemble the embeddings once all were looked up.
 
     A module of one owner takes TorchRec's own `compute_and_output_dist`. A mixed one is looked up in two parts,
-    each after the last writer of its tables.
-
-    Args:
-        state: The batch on its way through the module.
-        owners: Whose tables to look up now.
-        set_rates: Gives the kernels the present learning rates; None where nothing moves them. With it the update
-            of this batch takes place at the rate that holds in its backward.
-        defers_update: Whether `loss.backward()` stops at the received embeddings, and `state.deferred` keeps the rest.
+    each after the last writer of its tables. With `set_rates`, which gives the kernels the present learning rates, the
+    update of this batch takes place at the rate that holds in its backward.
     """
     parts = parts_to_look_up(state, owners)
     with (
@@ -51,59 +42,24 @@ def look_up(
             _start_output_dist(state, _compute(state, parts))
 
 
-def compute_fused(state: ModuleContext, set_rates: SetRates | None = None) -> dict[int, Tensor]:
-    """Run the kernels of the tables that the fused backward writes, and no collective: any thread may do so.
-
-    Returns:
-        Embeddings by part, `(number of ids or bags, embedding columns of the part)`, for `start_fused`.
-    """
-    with _updates_at_present_rate(state.module, set_rates):
-        return _compute(state, parts_to_look_up(state, frozenset({WeightOwner.FUSED_BACKWARD})))
-
-
-def start_fused(
-    state: ModuleContext,
-    embeddings: Mapping[int, Tensor],
-    before_update: Callable[[Tensor], None],
-    *,
-    defers_update: bool = False,
-) -> None:
-    """Start the all-to-alls of embeddings that `compute_fused` returned; right before their update call a function."""
-    for of_part in embeddings.values():
-        if of_part.requires_grad:
-            of_part.register_hook(before_update)
-    with deferring_update(state) if defers_update else nullcontext():
-        _start_output_dist(state, embeddings)
-
-
-@contextmanager
-def deferring_update(state: ModuleContext) -> Iterator[None]:
+def deferring_update(state: ModuleContext) -> AbstractContextManager[None]:
     """Cut the graph of embeddings of fused tables that are looked up meanwhile; `state.deferred` keeps the rest."""
-    module = state.module
-    owners = owners_of_parts(module)
+    owners = owners_of_parts(state.module)
     if WeightOwner.FUSED_BACKWARD not in owners:
-        yield
-        return
-    dists = module._output_dists
-    module._output_dists = [
+        return nullcontext()
+    dists = [
         state.deferred.deferring(dist) if owner is WeightOwner.FUSED_BACKWARD else dist
-        for dist, owner in zip(dists, owners, strict=True)
+        for dist, owner in zip(state.module._output_dists, owners, strict=True)
     ]
-    try:
-        yield
-    finally:
-        module._output_dists = dists
+    return replaced(state.module, "_output_dists", dists)
 
 
 def _compute(state: ModuleContext, parts: list[int]) -> dict[int, Tensor]:
     """Run the kernels of some parts."""
     module = state.module
-    lookups = module._lookups
-    module._lookups = [lookup if part in parts else _NOTHING for part, lookup in enumerate(lookups)]
-    try:
+    lookups = [lookup if part in parts else _NOTHING for part, lookup in enumerate(module._lookups)]
+    with replaced(module, "_lookups", lookups):
         embeddings = module.compute(state.context, state.dist_input)
-    finally:
-        module._lookups = lookups
     return {part: embeddings[part] for part in parts}
 
 
@@ -114,14 +70,9 @@ def _start_output_dist(state: ModuleContext, embeddings: Mapping[int, Tensor]) -
     for part, of_part in embeddings.items():
         state.output_dist_awaitables[part] = module._output_dists[part](of_part, state.context.sharding_contexts[part])
     if len(state.output_dist_awaitables) == num_parts:
-        output_dists = module._output_dists
-        module._output_dists = [_already_started] * num_parts
-        try:
-            state.embeddings = module.output_dist(
-                state.context, [state.output_dist_awaitables[part] for part in range(num_parts)]
-            )
-        finally:
-            module._output_dists = output_dists
+        started = [state.output_dist_awaitables[part] for part in range(num_parts)]
+        with replaced(module, "_output_dists", [_already_started] * num_parts):
+            state.embeddings = module.output_dist(state.context, started)
         state.output_dist_awaitables = {}
         state.dist_input = None
 
@@ -155,55 +106,50 @@ def _already_started(output: Awaitable[torch.Tensor], context: Any) -> Awaitable
 # -- in threads -------------------------------------------------------------------------------------------------
 
 
-class LookedUp(NamedTuple):
-    """What a thread has looked up."""
-
-    by_part: Mapping[int, Tensor]
-    num_lookups: list[int]
-    """What the kernels have counted."""
-
-
-@dataclass(frozen=True, slots=True)
-class Job:
-    """One module's lookup under way."""
-
-    state: ModuleContext
-    inflight: InFlightBatch
-    result: Future[LookedUp]
-
-
 class LookupThreads:
-    """Runs kernels in threads; whoever starts a collective or writes a table takes the results first.
+    """Runs the kernels of fused tables in threads, and no collective; whoever writes a table takes the results first.
 
     Source: `threads_num` of DeepRec's asynchronous embedding lookup; there the threads send the embeddings, too.
     """
 
     def __init__(self, num_threads: int) -> None:
-        self._pool = ThreadPoolExecutor(num_threads, thread_name_prefix="embedding_lookup")
-        self._jobs: list[Job] = []
+        self.num_threads = num_threads
+        self._pool = ThreadPoolExecutor(num_threads or 1, thread_name_prefix="embedding_lookup")  # begins none yet
+        self._jobs: list[tuple[ModuleContext, InFlightBatch, Future[dict[int, Tensor]]]] = []
 
-    def submit(self, state: ModuleContext, inflight: InFlightBatch, look_up: Callable[[], LookedUp]) -> None:
+    def submit(self, state: ModuleContext, inflight: InFlightBatch, set_rates: SetRates | None) -> None:
         """Begin a module's lookup, in the caller's autograd and autocast modes, which belong to a thread."""
         grad, cast = torch.is_grad_enabled(), torch.is_autocast_enabled("cpu")
         dtype = torch.get_autocast_dtype("cpu")
 
-        def run() -> LookedUp:
-            with torch.set_grad_enabled(grad), torch.autocast("cpu", dtype=dtype, enabled=cast):
-                return look_up()
+        def run() -> dict[int, Tensor]:
+            with (
+                torch.set_grad_enabled(grad),
+                torch.autocast("cpu", dtype=dtype, enabled=cast),
+                _updates_at_present_rate(state.module, set_rates),
+                state.counting(state.num_lookups),
+            ):
+                return _compute(state, parts_to_look_up(state, _FUSED))
 
-        self._jobs.append(Job(state, inflight, self._pool.submit(run)))
+        self._jobs.append((state, inflight, self._pool.submit(run)))
 
-    def take(self) -> list[Job]:
-        """Return the lookups under way, in the order of their begin."""
+    def finish(self) -> None:
+        """Wait for the lookups under way; start the all-to-alls of their embeddings, in the order of their begin."""
         jobs, self._jobs = self._jobs, []
-        return jobs
+        for state, inflight, result in jobs:
+            embeddings = result.result()
+            for of_part in embeddings.values():
+                if of_part.requires_grad:
+                    of_part.register_hook(self._wait)  # before the update of these tables
+            with deferring_update(state) if inflight.defers_update else nullcontext():
+                _start_output_dist(state, embeddings)
+            state.note_lookup(_FUSED)
 
-    def wait(self, *_: Any) -> None:
-        """Wait until no kernel reads a table; a lookup that failed says so when it is taken. Also a tensor's hook."""
-        wait([job.result for job in self._jobs])
+    def _wait(self, _: Tensor) -> None:
+        """Wait until no kernel reads a table; a lookup that failed says so when it is finished."""
+        wait([result for _, _, result in self._jobs])
 
     def abandon(self) -> None:
         """Wait, and forget what was looked up and what failed."""
-        for job in self.take():
-            with suppress(Exception):
-                job.result.result()
+        wait([result for _, _, result in self._jobs])
+        self._jobs.clear()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -12,8 +14,9 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from ..runtime import is_profiled
 from ..schedules import WeightOwner
-from ..tables import SentInput, num_writes, spec_of
+from ..tables import SentInput, num_writes, spec_of, tbes
 from .deferred_update import DeferredUpdate
+from .update_rates import lookup_counts, lookups_since
 
 
 @dataclass(slots=True)
@@ -39,8 +42,6 @@ class ModuleContext:
     """Awaits what was looked up early."""
     deferred: DeferredUpdate = field(default_factory=DeferredUpdate)
     """The deferred part of the backward; empty where the update is not deferred."""
-    rates: list[float] | None = None
-    """The learning rate of each kernel that the batch was trained at, while its deferred update is made."""
     sent: SentInput | None = None
     """What the input held when its ids were sent."""
     num_writes: dict[WeightOwner, tuple[int, ...]] = field(default_factory=dict)
@@ -65,6 +66,15 @@ class ModuleContext:
     ids: KJTList | None = None
     """What was looked up, where somebody asked to keep it."""
 
+    @contextmanager
+    def counting(self, counted: list[int]) -> Iterator[None]:
+        """Add what the kernels count meanwhile."""
+        kernels = tbes(self.module)
+        before = lookup_counts(kernels)
+        yield
+        done = lookups_since(kernels, before)
+        counted[:] = [a + b for a, b in zip(counted, done, strict=True)] if counted else done
+
     def note_lookup(self, owners: frozenset[WeightOwner]) -> None:
         """Note what an early lookup of the tables of these owners rests on."""
         self.num_writes |= {owner: num_writes(self.module, owner) for owner in owners}
@@ -73,6 +83,17 @@ class ModuleContext:
     def is_overwritten(self) -> bool:
         """Whether somebody has written tables of this rank since they were looked up."""
         return any(num_writes(self.module, owner) != before for owner, before in self.num_writes.items())
+
+
+@contextmanager
+def replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
+    """Let an object of TorchRec's have another attribute meanwhile."""
+    own = getattr(owner, name)
+    setattr(owner, name, value)
+    try:
+        yield
+    finally:
+        setattr(owner, name, own)
 
 
 def wait_for(awaitable: Awaitable[Any]) -> Any:

@@ -6,7 +6,6 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from ..distributed import Store
-from ..runtime import Observer, observe_nothing
 from ..tables import SetRates
 
 
@@ -17,7 +16,6 @@ class SparseOptions:
     Args:
         step: Name of the LightningModule's method in which sharded modules get early embeddings.
         trains: Whether a backward follows; lookups without one must not count for the fused optimizers.
-        observer: Called with ("wait", stage, batch) before each wait for other ranks.
         rank: This process's rank; rank 0 prints warnings.
         store: Key-value store in which ranks compare their calls; needed with more than one rank.
         set_rates: Copies the scheduler's learning rates to the TBE kernels; None where no scheduler moves them.
@@ -39,7 +37,6 @@ class SparseOptions:
 
     step: str = "training_step"
     trains: bool = True
-    observer: Observer = observe_nothing
     rank: int = 0
     store: Store | None = None
     set_rates: SetRates | None = None

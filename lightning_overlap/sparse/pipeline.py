@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from functools import cached_property, partial
+from functools import cached_property
 from typing import Any
 
 import torch.distributed as dist
@@ -22,16 +22,17 @@ from ..tables import (
     num_fused_writes,
     owners_of_parts,
     spec_of,
+    tbes,
 )
 from .answers import Answers
 from .freed_features import release
-from .input_dist import SizeExchange, splits_only
-from .lookup import LookedUp, LookupThreads, compute_fused, look_up, parts_to_look_up, start_fused
+from .input_dist import InputExchange, splits_only
+from .lookup import LookupThreads, look_up, parts_to_look_up
 from .module_context import ModuleContext, wait_for
 from .options import SparseOptions
 from .pipelined_forward import PipelinedForwards, inputs_of
 from .table_updates import TableUpdates
-from .update_rates import added, lookup_counts, lookups_since, take_back
+from .update_rates import take_back
 
 MAX_OVERWRITTEN = 3
 """How often early lookups are left aside because tables were written, before nothing is looked up early any more."""
@@ -42,15 +43,9 @@ class SparsePipeline:
 
     Args:
         modules: Sharded modules by their name in the model.
-        group: Process group of the input dist alone, so that it never queues behind other traffic; None on
-            one rank.
+        group: Of the input dist alone, so that it never queues behind other traffic; None on one rank.
         order: The device's streams and the order of lookups, shared with the executor.
         options: Of the run.
-
-    Attributes:
-        answers: Answers the calls of the modules.
-        ready: Whether it is known which input of a batch feeds which module.
-        keep_ids: Whether batches that are looked up from now on keep their ids until their step is over.
     """
 
     def __init__(
@@ -60,25 +55,18 @@ class SparsePipeline:
         order: LookupOrder,
         options: SparseOptions,
     ) -> None:
-        self.order = order
-        self._group = group
-        self._options = options
-        self._observe = options.observer
+        self.modules = modules
+        self.order, self._observe = order, order.observe
+        self._group, self._options = group, options
         self._trains, self._releases = options.trains, options.releases
-        self._threads = LookupThreads(options.num_threads) if options.num_threads else None
+        self._threads = LookupThreads(options.num_threads)
         self._forwards = PipelinedForwards(modules, group, options)
-        self._sizes = None if group is None else SizeExchange(group)
+        self._inputs = None if group is None else InputExchange(group)
         # Where gradients travel, and the host itself waits for them.
         waits = options.trains and group is not None and not options.num_threads and not order.streams.is_async
         self._updates = TableUpdates(self._forwards, order, options, fills_waits=options.fills_waits and waits)
-        self.answers = Answers(
-            self._forwards,
-            order,
-            self._updates,
-            options,
-            finish_lookups=self.finish_lookups,
-            receive_input=self.receive_input,
-        )
+        self.answers = Answers(self._forwards, order, self._updates, options, self._threads, self.receive_input)
+        self.finish_lookups = self._threads.finish
         # What a backward leaves behind, and what a step asks of it.
         self.register_backward_hook = self._updates.register_hook
         self.start_update, self.embedding_update = self._updates.start, self._updates.make
@@ -86,12 +74,10 @@ class SparsePipeline:
         self.update_replicas, self.drop_replica_updates = self._updates.update_replicas, self._updates.hold_replicas
         self.forget_received = self.answers.forget
         self._num_writes_seen: list[tuple[int, ...]] = []
-        self.keep_ids = self.ready = False
-
-    @property
-    def modules(self) -> dict[str, ShardedModule[Any, Any, Any, Any]]:
-        """The sharded modules by name."""
-        return {name: pipelined.module for name, pipelined in self._forwards.items()}
+        self.ready = False
+        """Whether it is known which input of a batch feeds which module."""
+        self.keep_ids = False
+        """Whether batches that are looked up from now on keep their ids until their step is over."""
 
     @cached_property
     def _has_dense_tables(self) -> bool:
@@ -104,9 +90,8 @@ class SparsePipeline:
     @property
     def unpipelined(self) -> dict[str, str]:
         """The modules whose lookup does not start early, as far as is known, each with the reason."""
-        return {
-            one.name: one.unpipelined_reason for one in self._forwards.values() if one.unpipelined_reason is not None
-        }
+        reasons = {name: pipelined.unpipelined_reason for name, pipelined in self._forwards.items()}
+        return {name: reason for name, reason in reasons.items() if reason is not None}
 
     @property
     def can_defer_updates(self) -> bool:
@@ -124,11 +109,10 @@ class SparsePipeline:
         self._forwards.detach()
         self._updates.release_replicas()
         self.answers.abandon()
-        if self._sizes is not None:
-            self._sizes.forget()
+        if self._inputs is not None:
+            self._inputs.forget()
         self.order.reset()
-        if self._threads is not None:
-            self._threads.abandon()
+        self._threads.abandon()
 
     @contextmanager
     def forward(self, inflight: InFlightBatch) -> Iterator[None]:
@@ -143,7 +127,7 @@ class SparsePipeline:
         finally:
             self.answers.end()
         if self.ready:
-            self._forwards.check_calls(inflight.modules, self.answers.num_steps)
+            self._forwards.check_calls(inflight.modules)
         for state in inflight.modules.values():
             self._leave_aside(state)
 
@@ -153,9 +137,7 @@ class SparsePipeline:
         """Find the inputs of the modules' calls in the staged batch, by identity: the stages are ready from then on."""
         self._forwards.discover(inflight.batch)
         self.ready = True
-        made_inside = [pipelined.name for pipelined in self._forwards.values() if pipelined.path is None]
-        if made_inside:
-            names = ", ".join(map(repr, made_inside))
+        if names := ", ".join(repr(one.name) for one in self._forwards.values() if one.path is None):
             self.keep_features(f"{self._options.step} makes the input of {names} itself, of what may have to stay")
 
     def keep_features(self, reason: str) -> None:
@@ -172,42 +154,32 @@ class SparsePipeline:
 
         Source: `_start_data_dist` and `_fuse_input_dist_splits`, TorchRec 1.8.
         """
-        taking_part = [pipelined for pipelined in self._forwards.values() if pipelined.takes_part]
-        early = [pipelined for pipelined in taking_part if pipelined.early]
         several = inputs_of(inflight.batch) if self._group is not None else []
         num_found: dict[str, int] = {}
-        for pipelined in early:
-            kjt = _input_in(inflight.batch, pipelined.path)
+        for name, pipelined in self._forwards.items():
+            kjt = _input_in(inflight.batch, pipelined.path) if pipelined.early else None
             if kjt is None or pipelined.keys != frozenset(kjt.keys()):
                 continue
-            num_found[pipelined.name] = sum(pipelined.keys == frozenset(other.keys()) for _, other in several)
+            num_found[name] = sum(pipelined.keys == frozenset(other.keys()) for _, other in several)
             module = pipelined.module
-            state = inflight.modules[pipelined.name] = ModuleContext(module, kjt, module.create_context())
+            state = inflight.modules[name] = ModuleContext(module, kjt, module.create_context())
             sent = _shared(kjt)  # TorchRec may hand on the very object that it is given, and give it other weights
             with splits_only(module, self._group, narrow=self._options.multi_node):
                 state.splits_awaitable = module.input_dist(state.context, sent)
             state.sent = SentInput(kjt)
-        if self._sizes is not None and taking_part:
-            names = [pipelined.name for pipelined in taking_part]
-            inflight.sizes = self._sizes.start(names, inflight.modules, num_found)
+        taking_part = [name for name, pipelined in self._forwards.items() if pipelined.takes_part]
+        if self._inputs is not None and taking_part:
+            inflight.sizes = self._inputs.start_sizes(taking_part, inflight.modules, num_found)
 
     def input_data_dist(self, inflight: InFlightBatch) -> None:
         """Read the sizes on the host, the one wait of the step; start the all-to-alls of lengths, ids, weights."""
-        if self._group is None:
+        if self._inputs is None:
             for state in inflight.modules.values():
                 self._observe("wait", Stage.INPUT_SPLITS_DIST, inflight.index)
                 state.tensors_awaitable, state.splits_awaitable = wait_for(state.splits_awaitable), None
         elif inflight.sizes is not None:
             self._observe("wait", Stage.INPUT_SPLITS_DIST, inflight.index)
-            (names, sizes), inflight.sizes = inflight.sizes, None
-            for name, known in zip(names, sizes.wait(), strict=True):
-                if known.data is None:
-                    inflight.modules.pop(name, None)
-                    inflight.missing |= {name} if known.is_missing else set()
-                    continue
-                state = inflight.modules[name]
-                state.tensors_awaitable, state.splits_awaitable = known.data, None
-                state.votes = known.is_ambiguous
+            self._inputs.start_data(inflight)
         if self._releases:
             self._release_sent(inflight)
 
@@ -243,7 +215,7 @@ class SparsePipeline:
             if not caching_tbes(state.module):
                 continue
             assert state.dist_input is not None, f"the prefetch of batch {inflight.index} comes before its input"
-            stream = self.order.streams.native(self.order.lookup)  # that reads the prefetched rows, both ways
+            stream = self.order.streams[self.order.lookup]  # that reads the prefetched rows, both ways
             state.module.prefetch(state.dist_input, forward_stream=stream, ctx=state.context)
 
     def forget_prefetched(self) -> None:
@@ -269,35 +241,23 @@ class SparsePipeline:
 
     def _look_up(self, inflight: InFlightBatch, owners: frozenset[WeightOwner]) -> None:
         for state in inflight.modules.values():
-            module = state.module
             if state.embeddings is not None or state.dist_input is None or not parts_to_look_up(state, owners):
                 continue
             if self.keep_ids:
                 state.ids = state.dist_input
-            set_rates = self._updates.rates_of(state)
-            if self._threads is not None and WeightOwner.FUSED_BACKWARD in owners:
-                self._threads.submit(state, inflight, partial(_look_up_in_thread, state, set_rates))
+            set_rates = self._options.set_rates
+            if set_rates is not None:
+                set_rates = state.deferred.with_rates(set_rates, tbes(state.module))
+            if self._threads.num_threads and WeightOwner.FUSED_BACKWARD in owners:
+                self._threads.submit(state, inflight, set_rates)
                 if self.answers.ran_unpipelined:  # that backward writes tables without asking for lookups first
                     self.finish_lookups()
                 continue
-            counts = lookup_counts(module)
-            look_up(state, owners, set_rates, defers_update=inflight.defers_update)
+            with state.counting(state.num_lookups):
+                look_up(state, owners, set_rates, defers_update=inflight.defers_update)
             state.note_lookup(owners)
-            done = lookups_since(module, counts)
             if not self._trains:
-                take_back(module, done, self.order)
-                continue
-            state.num_lookups = added(state.num_lookups, done)
-
-    def finish_lookups(self) -> None:
-        """Wait for the lookups that run in threads; start the all-to-all of what they found, in their order."""
-        if self._threads is None:
-            return
-        for job in self._threads.take():
-            state, found = job.state, job.result.result()
-            start_fused(state, found.by_part, self._threads.wait, defers_update=job.inflight.defers_update)
-            state.num_lookups = found.num_lookups
-            state.note_lookup(frozenset({WeightOwner.FUSED_BACKWARD}))
+                self._take_back(state)
 
     # -- what is not used after all -----------------------------------------------------------------------------
 
@@ -321,11 +281,7 @@ class SparsePipeline:
         )
 
     def leave_overwritten(self, batches: Iterable[InFlightBatch]) -> None:
-        """Leave the early lookups of these batches aside, on all ranks alike: the tables were written since.
-
-        Raises:
-            RuntimeError: Their ids were released, so that nobody can look them up anew.
-        """
+        """Leave the early lookups of these batches aside, on all ranks alike: the tables were written since."""
         if self._releases:
             raise RuntimeError(
                 "tables were written between two steps, after the next batch had been looked up, and its ids are gone "
@@ -351,7 +307,7 @@ class SparsePipeline:
         self.finish_lookups()
         for state in inflight.modules.values():
             for num_lookups in (state.num_lookups, state.num_own_lookups):
-                take_back(state.module, [-times * num for num in num_lookups], self.order)
+                take_back(tbes(state.module), [-times * num for num in num_lookups], self.order)
 
     def drain(self, inflight: InFlightBatch) -> None:
         """Complete every collective that was started for a batch, in the order of its stages."""
@@ -375,15 +331,12 @@ class SparsePipeline:
             for awaitable in [*state.output_dist_awaitables.values(), state.embeddings]:
                 if awaitable is not None:
                     awaitable.wait()
-        take_back(state.module, state.num_lookups, self.order)
-        state.num_lookups = []
+        self._take_back(state)
         state.served = True
 
-
-def _look_up_in_thread(state: ModuleContext, set_rates: Callable[[], None] | None) -> LookedUp:
-    counts = lookup_counts(state.module)
-    found = compute_fused(state, set_rates)
-    return LookedUp(found, lookups_since(state.module, counts))
+    def _take_back(self, state: ModuleContext) -> None:
+        take_back(tbes(state.module), state.num_lookups, self.order)
+        state.num_lookups = []
 
 
 def keyed_jagged_tensors(batch: Any) -> list[KeyedJaggedTensor]:

@@ -74,21 +74,13 @@ Answer = Callable[["PipelinedForward", tuple[Any, ...], dict[str, Any]], Any]
 
 
 class PipelinedForward:
-    """What callers of a sharded module get while the strategy is at work.
-
-    `prefetches` says whether a stage fetches rows into a cache, so that tables in a UVM cache can be looked up early.
-    """
+    """What callers of a sharded module get while the strategy is at work."""
 
     def __init__(
-        self,
-        name: str,
-        module: ShardedModule[Any, Any, Any, Any],
-        group: dist.ProcessGroup | None,
-        prefetches: bool,
+        self, name: str, module: ShardedModule[Any, Any, Any, Any], group: dist.ProcessGroup | None, prefetches: bool
     ) -> None:
         check_torchrec(module)
-        self.name = name
-        self.module = module
+        self.name, self.module = name, module
         self.before: Any = vars(module).get("forward")
         """What stood in the place of the module's forward: another pipeline's stand-in, or nothing."""
         self.original_forward: Callable[..., Any] = (
@@ -118,6 +110,9 @@ class PipelinedForward:
     def forget_answers(self) -> None:
         """Let go of the answers that were kept."""
         self._answers.clear()
+
+    def __str__(self) -> str:
+        return f"{self.name!r} ({type(self.module).__name__})"
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Return the embeddings."""
@@ -157,7 +152,7 @@ class PipelinedForwards(dict[str, PipelinedForward]):
         super().__init__(
             (name, PipelinedForward(name, module, group, options.looks_up_cached)) for name, module in modules.items()
         )
-        self._group = group
+        self._group, self.num_steps = group, 0
         self._step, self._rank, self._warned = options.step, options.rank, options.warned
         key = f"lightning_overlap/{next(_num_made)}"  # all ranks make as many
         self._mismatches = (
@@ -180,10 +175,10 @@ class PipelinedForwards(dict[str, PipelinedForward]):
         if self._mismatches is not None:
             self._mismatches.end()
 
-    def served(self, pipelined: PipelinedForward, step: int) -> None:
-        """Note that a module's call in a step was served from early embeddings."""
+    def served(self, pipelined: PipelinedForward) -> None:
+        """Note that a module's call was served from early embeddings."""
         if self._mismatches is not None:
-            self._mismatches.served(pipelined.name, step)
+            self._mismatches.served(pipelined.name, self.num_steps)
 
     def forget_answers(self) -> None:
         """Let go of the answers that a `checkpoint()` might have asked for again."""
@@ -192,6 +187,7 @@ class PipelinedForwards(dict[str, PipelinedForward]):
 
     def begin_step(self) -> None:
         """Let go of the calls and the answers of the step before."""
+        self.num_steps += 1
         for pipelined in self.values():
             pipelined.calls.clear()
             pipelined.forget_answers()
@@ -209,7 +205,7 @@ class PipelinedForwards(dict[str, PipelinedForward]):
             if path is not None:
                 pipelined.keys = frozenset(resolve(batch, path).keys())
             if pipelined.unpipelined_reason is not None:
-                self._warn(pipelined)
+                self._warn_of_own_forward(pipelined, pipelined.unpipelined_reason)
             elif reason is not None:
                 self.run_unpipelined(pipelined, reason)
             self._warn_of_untrained_sequences(pipelined)
@@ -230,38 +226,16 @@ class PipelinedForwards(dict[str, PipelinedForward]):
             for name, mine in found.items()
         }
 
-    def all_ranks_run_unpipelined(self, pipelined: PipelinedForward, step: int, index: int, reason: str) -> None:
-        """Make sure that the other ranks leave the early embeddings aside too, before this one issues a collective.
+    def check_all_ranks(self, pipelined: PipelinedForward, problem: str) -> None:
+        """Make sure that all ranks run a module's own forward for the same call, before this one issues a collective.
 
-        They cannot be asked by a collective, since those that take the early embeddings issue none here.
-
-        Raises:
-            RuntimeError: They do not: this rank's forward would wait for them, or mix up with what they send.
+        They cannot be asked by a collective, since those that take early embeddings, or do not call it, issue none:
+        this rank's forward would wait for them, or mix up with what they send. So the problem is raised.
         """
-        if not self._all_ranks_call(pipelined, step):
-            raise RuntimeError(
-                f"rank {self._rank}: the early embeddings of {pipelined.name!r} are not those of batch {index}'s call "
-                f"in {self._step}: {reason}. Other ranks called it with theirs. Early embeddings need the same on all "
-                f"ranks: change inputs before {self._step} (on_after_batch_transfer), or use pipeline='base'."
-            )
+        if self._mismatches is not None and not self._mismatches.all_ranks(pipelined.name, self.num_steps):
+            raise RuntimeError(problem)
 
-    def check_all_ranks_call(self, pipelined: PipelinedForward, step: int, index: int) -> None:
-        """Make sure that all ranks call a module of which nothing was looked up early, as one of them had no input.
-
-        Raises:
-            RuntimeError: Another rank goes through the step without it: this rank's forward would wait for it.
-        """
-        if not self._all_ranks_call(pipelined, step):
-            raise RuntimeError(
-                f"rank {self._rank} calls {pipelined.name!r} in {self._step} of batch {index}, another rank does not: "
-                "its batch has no input for it. All ranks call a sharded module, or none does: give it an empty "
-                "KeyedJaggedTensor (lengths of zero) where there are no ids."
-            )
-
-    def _all_ranks_call(self, pipelined: PipelinedForward, step: int) -> bool:
-        return self._mismatches is None or self._mismatches.all_ranks(pipelined.name, step)
-
-    def check_calls(self, begun: Container[str], step: int) -> None:
+    def check_calls(self, begun: Container[str]) -> None:
         """Give up modules that a step did not call once; let go of its calls.
 
         `begun` are the modules whose stages began for its batch.
@@ -272,7 +246,7 @@ class PipelinedForwards(dict[str, PipelinedForward]):
             if not pipelined.early:
                 continue
             if not num_calls:
-                self.served(pipelined, step)  # who waits for this rank's call waits in vain
+                self.served(pipelined)  # who waits for this rank's call waits in vain
             if num_calls > 1:
                 self.run_unpipelined(pipelined, "it was called more than once in a step")
             elif not num_calls and pipelined.name in begun:
@@ -282,36 +256,35 @@ class PipelinedForwards(dict[str, PipelinedForward]):
         """Leave a module to its own forward from now on; warn once."""
         if pipelined.unpipelined_reason is None:
             pipelined.unpipelined_reason = reason
-            self._warn(pipelined)
+            self._warn_of_own_forward(pipelined, reason)
+
+    def _warn_of_own_forward(self, pipelined: PipelinedForward, reason: str) -> None:
+        self._warn(
+            pipelined,
+            reason,
+            f"The lookup of {pipelined} is not overlapped: {reason}. It runs in its own forward, on current weights. "
+            f"To overlap it, call it once per {self._step} with a KeyedJaggedTensor that is part of the batch (made in "
+            "the dataset, the collate function, on_before_batch_transfer or on_after_batch_transfer).",
+        )
 
     def _warn_of_untrained_sequences(self, pipelined: PipelinedForward) -> None:
         """Say what TorchRec 1.8 does not: its sequences of variable batch sizes have no gradient on a CPU."""
         inputs = [only_input(*call) for call in pipelined.calls]
         kjts = [given for given in inputs if isinstance(given, KeyedJaggedTensor)]
         varies = any(kjt.variable_stride_per_key() and kjt.device().type == "cpu" for kjt in kjts)
-        known = (pipelined.name, "variable batch sizes")
-        if varies and holds_sequences(pipelined.module) and self._rank == 0 and known not in self._warned:
-            self._warned.add(known)
-            warnings.warn(
-                f"TorchRec 1.8 looks up {pipelined.name!r} ({type(pipelined.module).__name__}) otherwise than "
-                "unsharded where batch sizes vary by feature, and does not train its tables on a CPU. Give it one "
-                "batch size.",
-                UserWarning,
-                stacklevel=2,
+        if varies and holds_sequences(pipelined.module):
+            self._warn(
+                pipelined,
+                "variable batch sizes",
+                f"TorchRec 1.8 looks up {pipelined} otherwise than unsharded where batch sizes vary by feature, and "
+                "does not train its tables on a CPU. Give it one batch size.",
             )
 
-    def _warn(self, pipelined: PipelinedForward) -> None:
-        known = (pipelined.name, pipelined.unpipelined_reason)
+    def _warn(self, pipelined: PipelinedForward, reason: str, text: str) -> None:
+        known = pipelined.name, reason
         if self._rank == 0 and known not in self._warned:
             self._warned.add(known)
-            warnings.warn(
-                f"The lookup of {pipelined.name!r} ({type(pipelined.module).__name__}) is not overlapped: "
-                f"{pipelined.unpipelined_reason}. It runs in its own forward, on current weights. To overlap it, call "
-                f"it once per {self._step} with a KeyedJaggedTensor that is part of the batch (made in the dataset, "
-                "the collate function, on_before_batch_transfer or on_after_batch_transfer).",
-                UserWarning,
-                stacklevel=2,
-            )
+            warnings.warn(text, UserWarning, stacklevel=2)
 
 
 def _find(pipelined: PipelinedForward, by_id: Mapping[int, Path], step: str) -> tuple[Path | None, str | None]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
@@ -12,8 +11,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ..runtime import CudaStreams, Executor, InFlightBatch, Streams
-from ..schedules import Stage, StreamName
+from ..runtime import CudaStreams, Executor, InFlightBatch
+from ..schedules import Stage
 from ..tables import TABLE_TYPES, keys_in_backward, tables_in_backward
 from .pipeline import SparsePipeline
 
@@ -56,26 +55,15 @@ class StaleCounts:
 class StaleRows:
     """Counts the stale rows of single batches, globally: each rank those in its shards, from the ids it received.
 
-    Nothing makes the host wait. On CUDA a stream of its own counts, after the lookup.
-
-    Args:
-        sparse: Looks up.
-        executor: Returns the one that drives it, once there is one.
-        group: For the sum over ranks, which all make at the same point of their step; None on one rank.
-        streams: The device's streams.
-        lookup_stream: The stream of early lookups.
+    Nothing makes the host wait. On CUDA a stream of its own counts, after the lookup. The group is for the sum over
+    ranks, which all make at the same point of their step.
     """
 
     def __init__(
-        self,
-        sparse: SparsePipeline,
-        executor: Callable[[], Executor | None],
-        group: dist.ProcessGroup | None,
-        streams: Streams,
-        lookup_stream: StreamName,
+        self, sparse: SparsePipeline, executor: Callable[[], Executor | None], group: dist.ProcessGroup | None
     ) -> None:
         self._sparse, self._executor, self._group = sparse, executor, group
-        self._streams, self._lookup_stream = streams, lookup_stream
+        streams = sparse.order.streams
         self._cuda = torch.cuda.Stream(streams.device) if isinstance(streams, CudaStreams) else None
         self._modules = {name: one for name, one in sparse.modules.items() if isinstance(one, TABLE_TYPES)}
         fused = [(name, table) for name, one in self._modules.items() for table in tables_in_backward(one)]
@@ -104,16 +92,21 @@ class StaleRows:
         if not batches:
             return None
         batch = batches[0]
-        ids = {name: _ids_of(name, batches) for name in self._modules if name in batch.modules}
-        known = {name: kjts for name, kjts in ids.items() if kjts is not None}
-        if not known or len(known) < len(ids):
+        ids: dict[str, list[Any]] = {
+            name: [getattr(one.modules.get(name), "ids", None) for one in batches]
+            for name in self._modules
+            if name in batch.modules
+        }
+        kept = [kjts for of_module in ids.values() for kjts in of_module]
+        if not kept or None in kept:
             return None
         if self._cuda is not None:
-            self._cuda.wait_event(self._streams.record(self._lookup_stream))
-            for kjts in itertools.chain.from_iterable(known.values()):
+            order = self._sparse.order
+            self._cuda.wait_event(order.streams.record(order.lookup))
+            for kjts in kept:
                 kjts.record_stream(self._cuda)
         with nullcontext() if self._cuda is None else torch.cuda.stream(self._cuda), torch.no_grad():
-            batch.counted = self._sum_up(self._count(known))
+            batch.counted = self._sum_up(self._count(ids))
         counts: StaleCounts = batch.counted  # held by the batch too: a fit that fails lets go of it with the batch
         return counts
 
@@ -153,13 +146,6 @@ def _looked_up_last(in_flight: Mapping[int, InFlightBatch]) -> list[InFlightBatc
         return []
     numbers = [latest, *range(latest - num_unseen, latest)]
     return [in_flight[index] for index in numbers] if all(index in in_flight for index in numbers) else []
-
-
-def _ids_of(name: str, batches: Sequence[InFlightBatch]) -> list[Any] | None:
-    """Return what each batch looked up in a module, or None if that is not known of all of them."""
-    states = [batch.modules.get(name) for batch in batches]
-    ids = [None if state is None else state.ids for state in states]
-    return None if any(one is None for one in ids) else ids
 
 
 def _rows(ids: Any, places: Sequence[tuple[int, int, int]]) -> Tensor:

@@ -1,38 +1,29 @@
-"""What runs within a backward, or is left over from it: hooks, updates that come later, and their learning rates."""
+"""What runs within a backward, or is left over from it: hooks, and updates that come later."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
-from functools import partial
+from collections.abc import Callable, Iterable
 
 import torch
 from torch.utils.hooks import RemovableHandle
 
 from ..runtime import InFlightBatch, LookupOrder
 from ..schedules import Stage, WeightOwner
-from ..tables import SetRates, owners_of_parts, replica_kernels
+from ..tables import owners_of_parts, replica_kernels
 from .deferred_update import before_gradients
 from .module_context import ModuleContext
 from .options import SparseOptions
 from .pipelined_forward import PipelinedForwards
-from .update_rates import kernel_rates, set_kernel_rates
 
 
 class TableUpdates:
-    """Updates the tables of batches whose backward stopped where their embeddings were received.
-
-    `fills_waits` says whether a backward can be asked to run something while it waits for other ranks.
-    """
+    """Updates the tables of batches whose backward stopped where their embeddings were received."""
 
     def __init__(
         self, forwards: PipelinedForwards, order: LookupOrder, options: SparseOptions, *, fills_waits: bool
     ) -> None:
-        self._forwards, self._order = forwards, order
-        self._observe, self._set_rates = options.observer, options.set_rates
-        self._multi_node = options.multi_node
-        self._fills_waits = fills_waits
+        self._order, self._multi_node, self._fills_waits = order, options.multi_node, fills_waits
         self._hooks: list[RemovableHandle] = []
         # An evaluation in the middle of a window has the same kernels, and leaves what they hold alone.
         holding = [pipelined.module for pipelined in forwards.values()] if options.holds_updates else []
@@ -43,13 +34,8 @@ class TableUpdates:
     def register_hook(self, inflight: InFlightBatch, stage: Stage, call: Callable[[], None]) -> bool:
         """Have a function called where the backward of a batch first waits for other ranks, before it writes a table.
 
-        Args:
-            inflight: The batch; its forward has run.
-            stage: The first stage that the function issues.
-            call: May be called several times in one backward.
-
-        Returns:
-            False if no backward will call it, or if that stage had better be issued before the backward.
+        It may be called several times in one backward. False if no backward will call it, or if the first stage that
+        it issues had better be issued before the backward.
         """
         for handle in self._hooks:  # some tensors outlive their backward
             handle.remove()
@@ -85,8 +71,7 @@ class TableUpdates:
     def start(self, inflight: InFlightBatch) -> None:
         """Send back the gradients of a batch whose tables are still to be updated."""
         for state in inflight.modules.values():
-            with self._restoring_rates(state):
-                self._order.hand_to_lookup(state.deferred.send(partial(_use_rates, state)))
+            self._order.hand_to_lookup(state.deferred.send())
 
     def gradients_are_there(self, batches: Iterable[InFlightBatch], timeout_s: float) -> bool:
         """Whether the gradients of these batches' updates arrive within a time."""
@@ -134,52 +119,6 @@ class TableUpdates:
                     self._make(inflight.modules[name], inflight.index)
 
     def _make(self, state: ModuleContext, index: int) -> None:
-        if not state.deferred:
-            return
-        self._observe("wait", Stage.EMBEDDING_UPDATE, index)
-        with self._restoring_rates(state):
-            state.deferred.apply(partial(_use_rates, state))
-
-    # -- learning rates ---------------------------------------------------------------------------------------------
-
-    def rates_of(self, state: ModuleContext) -> SetRates | None:
-        """Return what gives the kernels the rates of a batch's update; None where nothing moves them.
-
-        These are the rates that the batch was trained at, or, before that, those that the schedule has now.
-        """
-        if self._set_rates is None:
-            return None
-        set_present, module = self._set_rates, state.module
-
-        def present() -> list[float]:  # which `state` holds: it must not hold `state`
-            set_present()
-            return kernel_rates(module)
-
-        def set_those_of_batch() -> None:
-            if state.rates is None:
-                set_present()
-            else:
-                set_kernel_rates(module, state.rates)
-
-        state.deferred.note_rates = present
-        return set_those_of_batch
-
-    @contextmanager
-    def _restoring_rates(self, state: ModuleContext) -> Iterator[None]:
-        """Give the kernels their present rates back after an update at those of its own backward."""
-        if self._set_rates is None:
-            yield
-            return
-        present = kernel_rates(state.module)
-        try:
-            yield
-        finally:
-            state.rates = None
-            set_kernel_rates(state.module, present)
-
-
-def _use_rates(state: ModuleContext, rates: list[float] | None) -> None:
-    """Give the kernels the learning rates of the backward whose update comes now."""
-    state.rates = rates
-    if rates is not None:
-        set_kernel_rates(state.module, rates)
+        if state.deferred:
+            self._order.observe("wait", Stage.EMBEDDING_UPDATE, index)
+            state.deferred.apply()

@@ -6,7 +6,7 @@ import copy
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from fbgemm_gpu.split_table_batched_embeddings_ops_training import SplitTableBatchedEmbeddingBagsCodegen
@@ -15,48 +15,33 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from ..runtime import LookupOrder
-from ..tables import SetRates, tables_of, tbes, tbes_within
+from ..tables import SetRates, tables_of, tbes_within
+
+Kernels: TypeAlias = list[SplitTableBatchedEmbeddingBagsCodegen]
 
 
-def kernel_rates(module: Any) -> list[float]:
+def kernel_rates(kernels: Kernels) -> list[float]:
     """Return the learning rate of each kernel, which is kept on the host."""
-    return _rates(tbes(module))
-
-
-def _rates(kernels: list[SplitTableBatchedEmbeddingBagsCodegen]) -> list[float]:
     return [tbe.get_learning_rate() for tbe in kernels]
 
 
-def set_kernel_rates(module: Any, rates: list[float]) -> None:
+def set_kernel_rates(kernels: Kernels, rates: list[float]) -> None:
     """Give each kernel its learning rate."""
-    for tbe, rate in zip(tbes(module), rates, strict=True):
+    for tbe, rate in zip(kernels, rates, strict=True):
         tbe.set_learning_rate(rate)
 
 
-def lookup_counts(module: Any) -> list[int]:
+def lookup_counts(kernels: Kernels) -> list[int]:
     """Return the iteration count of each kernel, from its copy on the host: no sync."""
-    return _counts(tbes(module))
-
-
-def _counts(kernels: list[SplitTableBatchedEmbeddingBagsCodegen]) -> list[int]:
     return [int(tbe.iter_cpu) for tbe in kernels]
 
 
-def lookups_since(module: Any, counts: list[int]) -> list[int]:
+def lookups_since(kernels: Kernels, counts: list[int]) -> list[int]:
     """Return what each kernel has counted since."""
-    return _differences(lookup_counts(module), counts)
+    return [now - before for now, before in zip(lookup_counts(kernels), counts, strict=True)]
 
 
-def added(before: list[int], done: list[int]) -> list[int]:
-    """Return what each kernel has counted in all; `before` is empty at first."""
-    return [a + b for a, b in zip(before, done, strict=True)] if before else done
-
-
-def _differences(now: list[int], before: list[int]) -> list[int]:
-    return [a - b for a, b in zip(now, before, strict=True)]
-
-
-def take_back(module: Any, num_lookups: list[int], order: LookupOrder) -> None:
+def take_back(kernels: Kernels, num_lookups: list[int], order: LookupOrder) -> None:
     """Take back what lookups without an update added to the iteration count of each kernel.
 
     Some TBE optimizers count lookups, not updates (FBGEMM 1.8), and Adam corrects its bias by that count: an
@@ -65,7 +50,7 @@ def take_back(module: Any, num_lookups: list[int], order: LookupOrder) -> None:
     """
     if any(num_lookups):
         with order.on_lookup():
-            _uncount(tbes(module), num_lookups)
+            _uncount(kernels, num_lookups)
 
 
 @contextmanager
@@ -93,7 +78,7 @@ class _FusedLookup:
     """One lookup of fused tables, that can be repeated."""
 
     forward: Callable[[KeyedJaggedTensor], Tensor]
-    kernels: list[SplitTableBatchedEmbeddingBagsCodegen]
+    kernels: Kernels
     set_rates: SetRates
 
     def __call__(self, features: KeyedJaggedTensor) -> Tensor:
@@ -111,26 +96,15 @@ class _FusedLookup:
 
     def run_again(self, features: KeyedJaggedTensor, counts: list[int]) -> GradientEdge:
         """Look up once more as when the iteration counts were `counts`; leave them as they are."""
-        ahead = _differences(_counts(self.kernels), counts)  # this lookup, and those of later batches
+        ahead = lookups_since(self.kernels, counts)  # this lookup, and those of later batches
         _uncount(self.kernels, ahead)
         _, edge = self.run(features)
-        repeated = _differences(_counts(self.kernels), counts)
-        _uncount(self.kernels, _differences(repeated, ahead))
+        repeated = lookups_since(self.kernels, counts)
+        _uncount(self.kernels, [a - b for a, b in zip(repeated, ahead, strict=True)])
         return edge
 
 
-def _with_own_weights(features: KeyedJaggedTensor) -> tuple[KeyedJaggedTensor, Tensor | None]:
-    """Return the same ids with weights that a graph can begin at, and these; None where weights need no gradient."""
-    weights = features.weights_or_none()
-    if weights is None or not weights.requires_grad:
-        return features, None
-    leaf = weights.detach().requires_grad_()
-    own = copy.copy(features)
-    own._weights = leaf
-    return own, leaf
-
-
-def _uncount(kernels: list[SplitTableBatchedEmbeddingBagsCodegen], num_lookups: list[int]) -> None:
+def _uncount(kernels: Kernels, num_lookups: list[int]) -> None:
     """Take lookups back from the iteration count of each kernel, on the current stream."""
     with torch.no_grad():
         for tbe, num in zip(kernels, num_lookups, strict=True):
@@ -155,9 +129,12 @@ class _AtPresentRate(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, anchor: Tensor, lookup: _FusedLookup, features: KeyedJaggedTensor) -> Tensor:
-        features, ctx.weights = _with_own_weights(features)
+        weights, ctx.weights = features.weights_or_none(), None
+        if weights is not None and weights.requires_grad:  # feature processors': a graph begins at them
+            features = copy.copy(features)
+            features._weights = ctx.weights = weights.detach().requires_grad_()
         ctx.lookup, ctx.features = lookup, features
-        ctx.counts, ctx.rates = _counts(lookup.kernels), _rates(lookup.kernels)
+        ctx.counts, ctx.rates = lookup_counts(lookup.kernels), kernel_rates(lookup.kernels)
         embeddings, ctx.edge = lookup.run(features)
         return embeddings
 
@@ -166,7 +143,7 @@ class _AtPresentRate(torch.autograd.Function):
         lookup: _FusedLookup = ctx.lookup
         edge, ctx.edge = ctx.edge, None  # a second backward (retain_graph=True) finds the first one's graph used up
         lookup.set_rates()
-        if edge is None or _rates(lookup.kernels) != ctx.rates:
+        if edge is None or kernel_rates(lookup.kernels) != ctx.rates:
             edge = lookup.run_again(ctx.features, ctx.counts)
         torch.autograd.backward(edge, grad)
         if ctx.weights is None:

@@ -40,14 +40,14 @@ PRIVATE_NAMES: Mapping[str, tuple[str, ...]] = {
     "EmbeddingFusedOptimizer": ("_emb_module",),
     "GroupedPooledEmbeddingsLookup": ("_emb_modules",),
     "GroupedEmbeddingsLookup": ("_emb_modules",),
-    "FusedKJTListSplitsAwaitable": ("_awaitables", "_splits_awaitable"),
     "NoWait": ("_obj",),
     "KJTAllToAll": ("_splits", "_stagger"),
-    "KJTAllToAllTensorsAwaitable": ("_output_tensors",),
+    "KJTAllToAllTensorsAwaitable": ("_input", "_output_tensors"),
     "SparseFeaturesDist": ("_dist",),
     "KeyedJaggedTensor": ("_length_per_key", "_lengths", "_values", "_weights"),
     "KJTSplitsAllToAllMeta": ("_input",),
     "torchrec.distributed.dist_data": ("_get_recat",),
+    "torchrec.distributed.embedding_sharding": ("_set_sharding_context_intra_a2a",),
     "torchrec.sparse.jagged_tensor": ("_maybe_compute_length_per_key",),
 }
 """Private attributes of TorchRec that this package reads, by the object that has them."""

@@ -122,7 +122,6 @@ TORCHREC = {
     "EmbeddingFusedOptimizer": "torchrec.distributed.batched_embedding_kernel",
     "ShardedEmbeddingBagCollection": "torchrec.distributed.embeddingbag",
     "ShardedEmbeddingCollection": "torchrec.distributed.embedding",
-    "FusedKJTListSplitsAwaitable": "torchrec.distributed.embedding_sharding",
     "KJTAllToAll": "torchrec.distributed.dist_data",
     "KJTAllToAllTensorsAwaitable": "torchrec.distributed.dist_data",
     "KeyedJaggedTensor": "torchrec.sparse.jagged_tensor",

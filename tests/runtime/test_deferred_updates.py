@@ -9,7 +9,6 @@ import pytest
 
 from lightning_overlap.runtime.deferred_updates import DeferredUpdates
 from lightning_overlap.runtime.inflight import InFlightBatch
-from lightning_overlap.runtime.interfaces import observe_nothing
 from lightning_overlap.runtime.lookup_order import LookupOrder
 from lightning_overlap.runtime.streams import Streams
 from lightning_overlap.schedules.stages import StreamName
@@ -45,7 +44,7 @@ def tables() -> Any:
 
 @pytest.fixture
 def updates(tables: Any) -> DeferredUpdates:
-    updates = DeferredUpdates(tables, LookupOrder(Streams(), StreamName.LOOKUP), observe_nothing, 0)
+    updates = DeferredUpdates(tables, LookupOrder(Streams(), StreamName.LOOKUP))
     for index in (4, 3):
         updates.start(InFlightBatch(index, None))
     return updates

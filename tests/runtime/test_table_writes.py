@@ -9,7 +9,6 @@ import pytest
 
 from lightning_overlap.runtime.deferred_updates import DeferredUpdates
 from lightning_overlap.runtime.inflight import InFlightBatch
-from lightning_overlap.runtime.interfaces import observe_nothing
 from lightning_overlap.runtime.lookup_order import LookupOrder
 from lightning_overlap.runtime.streams import Streams
 from lightning_overlap.runtime.table_writes import TableWrites
@@ -30,10 +29,10 @@ class Tables:
 
 
 def writes_of(tables: Any, any_rank: Callable[[bool], bool] | None, num_asks: int) -> TableWrites:
-    order = LookupOrder(Streams())
-    updates = DeferredUpdates(tables, order, observe_nothing, 1)
+    order = LookupOrder(Streams(), rank=1)
+    updates = DeferredUpdates(tables, order)
     ahead = [InFlightBatch(7, None), InFlightBatch(8, None)]
-    return TableWrites(tables, order, updates, lambda: ahead, any_rank=any_rank, rank=1, num_asks=num_asks)
+    return TableWrites(tables, order, updates, lambda: ahead, any_rank=any_rank, num_asks=num_asks)
 
 
 @pytest.mark.parametrize("written", [False, True])

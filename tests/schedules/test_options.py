@@ -21,7 +21,7 @@ from lightning_overlap.schedules.modes import (
 )
 from lightning_overlap.schedules.options import check_lookup_threads, resolve_schedule
 from lightning_overlap.schedules.schedule import Schedule, Step
-from lightning_overlap.schedules.sequential import SequentialSchedule, with_exact_warmup
+from lightning_overlap.schedules.sequential import with_exact_warmup
 from lightning_overlap.schedules.stages import Stage, StreamName
 
 from ..support.schedules import issue_order
@@ -111,22 +111,12 @@ def test_switches_that_cannot_be(
         with_exact_warmup(schedule, **options)
 
 
-@pytest.mark.parametrize(
-    ("parts", "message"),
-    [
-        ((), "the parts begin with batch 0 and then later and later ones, got []"),
-        (((1, SEMI_SYNC),), "got [1]"),
-        (((0, FUSED_SPARSE_DIST), (4, SEMI_SYNC), (4, FUSED_SPARSE_DIST)), "got [0, 4, 4]"),
-        (((0, BASE), (4, SEMI_SYNC)), "'base' leaves input dist and lookup to the modules"),
-        (
-            ((0, MODES["sparse_dist"]), (4, SEMI_SYNC)),
-            "one stream orders all lookups and updates of a run, got 'sparse_dist' on compute, 'semi_sync' on lookup",
-        ),
-    ],
-)
-def test_schedules_that_cannot_follow_one_another(parts: Any, message: str) -> None:
-    with pytest.raises(ValueError, match=re.escape(message)):
-        SequentialSchedule(parts)
+def test_schedules_with_lookups_on_two_streams_cannot_follow_one_another() -> None:
+    lookup = Stage.EMBEDDING_LOOKUP
+    steps = [replace(step, stream=StreamName.COMPUTE) if step.stage is lookup else step for step in SEMI_SYNC]
+    message = "one stream orders all lookups and updates of a run, got 'fused_sparse_dist' on lookup, 'mine' on compute"
+    with pytest.raises(ValueError, match=message):
+        with_exact_warmup(Schedule("mine", tuple(steps)), 4)
 
 
 @pytest.mark.parametrize(

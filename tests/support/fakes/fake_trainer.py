@@ -85,8 +85,8 @@ class FakeTrainer:
             observer=self._observe,
             left_from=left_from,
         )
-        order = LookupOrder(self.streams, stream)
-        self.executor = executor_type(schedule, self, self.sparse, order, observer=self._observe, rank=rank)
+        order = LookupOrder(self.streams, stream, self._observe, rank)
+        self.executor = executor_type(schedule, self, self.sparse, order)
         self.timeline = Timeline(schedule)
         self._num_batches = self._num_fetched = self._num_begun = self._max_in_flight = 0
         self._alive: WeakSet[FakeBatch] = WeakSet()
