@@ -19,6 +19,7 @@ from typing_extensions import override
 
 from ..distributed import ASK_FOR_LAST, SkippedBatches
 from ..runtime import BatchMemory, Executor, InFlightBatch, keeps_its_data, waiting_for_data
+from ..tables import has_model_parallel_tables
 from . import sigterm
 
 PRIVATE_NAMES: Mapping[str, tuple[str, ...]] = {
@@ -44,10 +45,13 @@ StepArguments = Callable[[Any, int, int], tuple[Any, ...]]
 
 
 class StagedBatch:
-    """What a loop passes to the strategy's step in the place of the batch: the arguments of the user's step."""
+    """What a loop passes to the strategy's step in the place of the batch: the arguments of the user's step.
 
-    def __init__(self, arguments: tuple[Any, ...], executor: Executor) -> None:
-        self.arguments, self.executor = arguments, executor
+    `check` is called between its forward and its backward, if it is there.
+    """
+
+    def __init__(self, arguments: tuple[Any, ...], executor: Executor, check: Callable[[], None] | None) -> None:
+        self.arguments, self.executor, self.check = arguments, executor, check
 
 
 class LoaderStates:
@@ -130,9 +134,13 @@ class LookaheadFetcher(_DataLoaderIterDataFetcher):
         self._memory = BatchMemory(trainer.strategy.root_device.type, is_own=is_own)
         self._own_those_of_inner()
         self.num_skipped = self._num_delivered = 0  # batches of this epoch that are None, and others
+        self._fewest_skipped = 0  # before the batch that is delivered, on the rank that has the fewest
         self._has_ended = False  # by the word of the executor, on all ranks
         self._iterated = False  # since this fetcher took over
         self._num_allowed: float = 0  # batches to fetch in this epoch, by `max_steps`
+        self._num_in_window = 0  # batches since the optimizer step before
+        self.window: tuple[int, bool] | None = None
+        """Number of the batch in the count of all ranks, and whether they step with it; None: as Lightning counts."""
         self.num_batches: float = float("inf")  # of the shortest rank's epoch
         self.lengths_known = False  # on all ranks
         self._is_whole = False  # this epoch: not resumed in the middle
@@ -165,7 +173,10 @@ class LookaheadFetcher(_DataLoaderIterDataFetcher):
         assert self.executor is not None
         self.done = self.executor.is_last and self._real is None and not self._skips
         arguments = self._step_arguments(self._batch, self._batch_idx, self._dataloader_idx)
-        return StagedBatch(arguments, self.executor)
+        accumulates = self.told is not None and self._batch is not None and self._every > 1
+        self.window = self._place_in_window(self.executor) if accumulates else None
+        check = self._check_window if accumulates and self._num_delivered_none and self.length_known else None
+        return StagedBatch(arguments, self.executor, check)
 
     def peek(self) -> Any:
         """Return the batch that `next` is going to deliver.
@@ -177,6 +188,8 @@ class LookaheadFetcher(_DataLoaderIterDataFetcher):
             return self._batch
         if self.executor is None:
             self.executor = self._make_executor(self)
+        if self.executor.num_fetched == 0:
+            self._num_in_window = self._num_ready % self._every
         self._num_allowed = self.executor.num_trained - (self._real is not None) + self._num_batches_left()
         if self._real is None and not self._has_ended and not self._skips:
             self._real = self.executor.next_batch()
@@ -188,7 +201,7 @@ class LookaheadFetcher(_DataLoaderIterDataFetcher):
             inflight, self._real = self._real, None
             self._num_delivered += 1
             self._batch, self._dataloader_idx = inflight.batch, inflight.dataloader_idx
-            self._batch_idx = self._number(inflight.batch_idx)
+            self._batch_idx, self._fewest_skipped = self._number(inflight.batch_idx), inflight.fewest_skipped
         else:
             self.done = True
             raise StopIteration
@@ -199,6 +212,35 @@ class LookaheadFetcher(_DataLoaderIterDataFetcher):
     def _skips(self) -> bool:
         """Whether a batch that is None comes next; one that lies past the last batch of all ranks never does."""
         return bool(self._skipped) and self._skipped[0][0] <= self._num_delivered
+
+    @property
+    def _every(self) -> int:
+        """Batches that share an optimizer step."""
+        return self._trainer.accumulate_grad_batches
+
+    @property
+    def _num_delivered_none(self) -> int:
+        return self.num_skipped - len(self._skipped)
+
+    def _place_in_window(self, executor: Executor) -> tuple[int, bool]:
+        """Count a batch as all ranks do: after as many None as the rank that has skipped the fewest.
+
+        Where lengths are known the ranks do not ask each other for every batch: each goes by its own count, and one
+        that has skipped a batch checks that it comes to no other step than the others.
+        """
+        more_than_others = 0 if self.length_known else self._num_delivered_none - self._fewest_skipped
+        number = self._batch_idx - more_than_others
+        steps = (number + 1) % self._every == 0 or (executor.is_last and not executor.ends_with_none)
+        self._num_in_window = 0 if steps else self._num_in_window + 1
+        return number, steps
+
+    def _check_window(self) -> None:
+        assert self.told is not None
+        assert self.window is not None
+        if (self.window[0] + 1) % self._every == 0 or not self.window[1]:  # not by the end of the epoch
+            waits = not has_model_parallel_tables(self._trainer.lightning_module)
+            skipped = self._num_delivered_none
+            self.told.check_window(self._num_delivered, skipped, self.window[0] + 1, self._every, waits=waits)
 
     @property
     def exhausted(self) -> bool:
@@ -214,11 +256,19 @@ class LookaheadFetcher(_DataLoaderIterDataFetcher):
         """Whether every rank is known to have as many batches in this epoch; not where it is resumed in the middle."""
         return self.lengths_known and self._is_whole
 
+    @property
+    def num_skipped_after(self) -> int:
+        """Batches that are None after the one fetched last, as far as this rank has looked."""
+        num_fetched = 0 if self.executor is None else self.executor.num_fetched
+        return sum(num_before > num_fetched for num_before, _, _ in self._skipped)
+
     def check_skipped(self, *, over_epochs: bool) -> None:
         """Check that all ranks come to a validation here; see `SkippedBatches.check`."""
         if self.told is not None:
-            num_skipped = self.num_skipped - len(self._skipped)
-            self.told.check(self._num_delivered, num_skipped, at_skipped=self._batch is None, over_epochs=over_epochs)
+            at_skipped = self._batch is None
+            self.told.check(
+                self._num_delivered, self._num_delivered_none, at_skipped=at_skipped, over_epochs=over_epochs
+            )
 
     @property
     def stop_requested(self) -> bool:
@@ -333,7 +383,7 @@ class LookaheadFetcher(_DataLoaderIterDataFetcher):
 
     def drop(self) -> None:
         """Drop the batches that were looked ahead, on all ranks alike."""
-        self._batch, self._real, self._peeked = None, None, False
+        self._batch, self._real, self._peeked, self.window = None, None, False, None
         self._buffered.clear()
         if self.told is not None:
             self.told.forget(len(self._skipped))
@@ -341,6 +391,10 @@ class LookaheadFetcher(_DataLoaderIterDataFetcher):
         self._skipped.clear()
         if self.executor is not None:
             self.executor.drain()
+
+    @property
+    def _num_ready(self) -> int:
+        return self._epoch_loop.batch_progress.current.ready
 
     def _number(self, number: int) -> int:
         """The `batch_idx` of the batch that is delivered next, whose number among those of its loader this is."""
@@ -355,8 +409,9 @@ class LookaheadFetcher(_DataLoaderIterDataFetcher):
         loop, trainer = self._epoch_loop, self._trainer
         if loop.max_steps == -1 or not trainer.lightning_module.automatic_optimization:
             return float("inf")
-        done_of_step = loop.batch_progress.current.ready % trainer.accumulate_grad_batches
-        return (loop.max_steps - loop.global_step) * trainer.accumulate_grad_batches - done_of_step
+        # Several ranks may have skipped other batches: they go by what all of them have trained.
+        done_of_step = (self._num_ready if self.told is None else self._num_in_window) % self._every
+        return (loop.max_steps - loop.global_step) * self._every - done_of_step
 
 
 def stage_batch(trainer: Trainer, batch: Any, dataloader_idx: int) -> Any:

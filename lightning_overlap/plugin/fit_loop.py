@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import warnings
 from collections import OrderedDict
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, cast
 
 from lightning.pytorch import Trainer
@@ -19,6 +19,7 @@ from lightning.pytorch.loops.optimization.automatic import _AutomaticOptimizatio
 from lightning.pytorch.loops.training_epoch_loop import _TrainingEpochLoop
 from lightning.pytorch.strategies import DDPStrategy
 from lightning.pytorch.utilities import CombinedLoader
+from torch.optim import Optimizer
 from torch.utils import data
 from typing_extensions import override
 
@@ -33,6 +34,7 @@ PRIVATE_NAMES: Mapping[str, tuple[str, ...]] = {
     "lightning.pytorch.loops.optimization.automatic": ("_AutomaticOptimization",),
     "lightning.pytorch.loops.training_epoch_loop": ("_TrainingEpochLoop",),
     "_FitLoop": ("_can_stop_early", "_data_fetcher", "_should_reload_train_dl", "setup_data"),
+    "_AutomaticOptimization": ("_make_zero_grad_fn",),
     "_TrainingEpochLoop": (
         *("_batches_that_stepped", "_broadcast_sigterm_tensor", "_build_kwargs", "_should_accumulate"),
         *("_num_ready_batches_reached", "_should_check_val_epoch", "_should_check_val_fx", "advance"),
@@ -75,6 +77,16 @@ class _AutomaticOptimizationMixin(_AutomaticOptimization):
         # Step or no step (accumulated, or skipped by the user's optimizer_step): what comes next may read tables.
         self.trainer.strategy.end_optimization()  # type: ignore[attr-defined]
         return outputs
+
+    @override
+    def _make_zero_grad_fn(self, batch_idx: int, optimizer: Optimizer) -> Callable[[], None] | None:
+        window = _window(self.trainer)
+        return super()._make_zero_grad_fn(batch_idx if window is None else window[0], optimizer)
+
+
+def _window(trainer: Trainer) -> tuple[int, bool] | None:
+    fetcher = trainer.fit_loop._data_fetcher
+    return fetcher.window if isinstance(fetcher, LookaheadFetcher) else None
 
 
 class _FitLoopMixin(_FitLoop):
@@ -185,6 +197,11 @@ class _EpochLoopMixin(_TrainingEpochLoop):
         """Do nothing: the ranks have agreed on it with the batch, without a broadcast and a read per step."""
 
     @override
+    def _should_accumulate(self) -> bool:
+        window = _window(self.trainer)
+        return super()._should_accumulate() if window is None else not window[1]
+
+    @override
     def _should_check_val_fx(self, data_fetcher: _DataFetcher) -> bool:
         # With the `dataloader_iter` fetcher the stock loop validates on every last batch.
         inner = data_fetcher.inner if isinstance(data_fetcher, LookaheadFetcher) else data_fetcher
@@ -230,6 +247,7 @@ def install(trainer: Trainer, make_executor: ExecutorFactory) -> None:
     """Give the trainer's live fit loop the lookahead."""
     epoch_loop = trainer.fit_loop.epoch_loop
     owners = {"Strategy": trainer.strategy, "_FitLoop": trainer.fit_loop, "_TrainingEpochLoop": epoch_loop}
+    owners |= {"_AutomaticOptimization": epoch_loop.automatic_optimization}
     check_names("lightning", PRIVATE_NAMES, owners)
     check_names("lightning", fetchers.PRIVATE_NAMES, {"LightningModule": trainer.lightning_module})
     mix_in(trainer.fit_loop, _FitLoopMixin)

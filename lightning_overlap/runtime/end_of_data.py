@@ -28,6 +28,8 @@ class EndOfData:
         """What was asked and not yet heard, by batch."""
         self.num_batches: int | None = None
         """Batches that all ranks have, once that is known."""
+        self.ends_with_none = False
+        """Whether every rank that knows which one is the last has a None after it."""
         self.stop_agreed = False
         """Whether a rank was told to stop."""
         self._poll_interval: PollInterval | None = None  # of asking now and then; None: lengths are not certain
@@ -68,9 +70,12 @@ class EndOfData:
             if index < self._next_asked:
                 return
             requested_interval = MAX_INTERVAL - max(1, min(self._source.num_certain, MAX_INTERVAL))
-        skips = self._source.num_skipped > 0
+        source = self._source
+        num_skipped, num_after = source.num_skipped, source.num_skipped_after
         flags = StepFlags(
-            not lacks, lacks, self._source.exhausted, self._source.stop_requested, skips, requested_interval
+            *(not lacks, lacks, source.exhausted, source.stop_requested, num_skipped > 0, requested_interval),
+            minus_skipped=num_after - num_skipped,
+            bare_end=num_after == 0,
         )
         self.answers.setdefault(index, self._consensus.ask(flags))
 
@@ -92,8 +97,11 @@ class EndOfData:
             self._next_asked = index if said.lacks else index + MAX_INTERVAL - said.requested_interval
         if said.skips:  # lengths do not tell any more: ask for every batch that no rank can have asked for yet
             self._ask_all_from = min(self._ask_all_from, index + self._depth + 1)
+        if index in in_flight:
+            in_flight[index].fewest_skipped = -said.minus_skipped
         if said.has and (said.lacks or said.last) and self.num_batches is None:
             self.num_batches = index if said.lacks else index + 1
+            self.ends_with_none = not (said.lacks or said.bare_end)
             self._drop(in_flight, self.num_batches)
 
     def _drop(self, in_flight: dict[int, InFlightBatch], end: int) -> None:

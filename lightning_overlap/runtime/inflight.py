@@ -42,6 +42,8 @@ class InFlightBatch:
     """Whether its `training_step` has begun."""
     num_unseen: int = 0
     """Updates, those of the batches right before it, that the lookup of its fused tables did not see."""
+    fewest_skipped: int = 0
+    """Batches that are None before it in the epoch, on the rank that has the fewest; where the ranks asked for it."""
     counted: Any = None
     """The count of its stale rows, which may be under way."""
 

@@ -21,6 +21,8 @@ from lightning_overlap.distributed import Answer, Consensus, StepFlags, skipped_
 
 from ..support.cases import NUM_ROWS, TABLE_WISE, Batch, Batches, Model, make_batch, make_plan
 from ..support.fits import make_trainer
+from ..support.reference import collect
+from ..support.windows import Window, train_windows
 
 
 class _Stream(IterableDataset):
@@ -109,6 +111,35 @@ def train_and_validate_past_nones(
         trainer = make_trainer(strategy, **{"max_epochs": 2, "num_sanity_val_steps": 0, **kwargs})
         trainer.fit(model, datamodule=Uneven(lengths, sized, nones))
     return [one if one == "validation" else one[2] for one in model.seen]
+
+
+def accumulate_past_nones(
+    pipeline: str,
+    lengths: tuple[int, ...],
+    nones: tuple[tuple[int, ...], ...],
+    windows: list[tuple[list[int], ...]],
+    k: int,
+    *,
+    sized: bool = False,
+    frozen_window: bool = False,
+    **kwargs: Any,
+) -> tuple[list[str], int]:
+    """Train with k batches for an optimizer step; return what differs from the loop by hand, and the steps.
+
+    `windows` has each rank's batches of each step.
+    """
+    model, rank = Counts(), dist.get_rank()
+    plan = make_plan(TABLE_WISE, model, dist.get_world_size())
+    strategy = OverlapEmbeddingStrategy(pipeline, sharding=plan, frozen_window=frozen_window)
+    trainer = make_trainer(strategy, limit_val_batches=0, accumulate_grad_batches=k, **kwargs)
+    with pytest.MonkeyPatch.context() as patch, warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        patch.setattr(skipped_batches, "WAIT_S", 1)
+        trainer.fit(model, datamodule=Uneven(lengths, sized, nones))
+    mine = [Window(tuple(window[rank]), k) for window in windows]
+    by_hand = train_windows(TABLE_WISE, mine, updates_in_backward=not frozen_window)
+    result = collect(model, trainer.optimizers[0], model.losses)
+    return result.differences(by_hand), trainer.global_step
 
 
 class _Ring:
