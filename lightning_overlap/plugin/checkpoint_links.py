@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import functools
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -21,13 +21,6 @@ from lightning.pytorch.core import module as lightning_module
 from lightning.pytorch.core import saving
 
 from ..checkpoint import discard, is_folder, lead
-from ..versions import check_names
-
-PRIVATE_NAMES: Mapping[str, tuple[str, ...]] = {
-    "ModelCheckpoint": ("_link_checkpoint",),
-    "lightning.pytorch.core.module": ("_load_from_checkpoint",),
-}
-"""What this file uses of Lightning beyond its public interface, by the class that has it."""
 
 WhenWhole = Callable[[Callable[[], None]], None]
 """Calls what it is given as soon as the save under way has succeeded; at once where there is none."""
@@ -93,9 +86,7 @@ def explain_folders() -> None:
     class calls into Lightning there with no trainer, strategy or reader of this package's in the way, often in a
     process that has none of them. Until a folder is given, the function does what Lightning's does.
     """
-    owners = {"ModelCheckpoint": ModelCheckpoint, "lightning.pytorch.core.module": lightning_module}
-    check_names("lightning", PRIVATE_NAMES, owners)
-    if vars(lightning_module)["_load_from_checkpoint"] is saving._load_from_checkpoint:
+    if getattr(lightning_module, "_load_from_checkpoint", None) is saving._load_from_checkpoint:
         lightning_module._load_from_checkpoint = _load  # type: ignore[attr-defined]
 
 

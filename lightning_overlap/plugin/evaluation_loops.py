@@ -5,7 +5,7 @@ As in `fit_loop.py` the live loop objects get a class that mixes in what changes
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
 from lightning.pytorch import Trainer
@@ -15,21 +15,10 @@ from lightning.pytorch.loops.prediction_loop import _PredictionLoop
 from typing_extensions import override
 
 from ..schedules import Stage
-from ..versions import check_names
 from . import sigterm
 from .fetcher import ExecutorFactory, LookaheadFetcher, StagedBatch, stage_batch
 from .fit_loop import mix_in, take_out
 from .run import HasRun
-
-_OF_BOTH = ["_build_kwargs", "_build_step_args_from_hook_kwargs", "_data_fetcher", "_verify_dataloader_idx_requirement"]
-PRIVATE_NAMES: Mapping[str, tuple[str, ...]] = {
-    "lightning.pytorch.loops.evaluation_loop": ("_EvaluationLoop",),
-    "lightning.pytorch.loops.prediction_loop": ("_PredictionLoop",),
-    "lightning.pytorch.loops.fetchers": ("_DataFetcher", "_PrefetchDataFetcher"),
-    "_EvaluationLoop": (*_OF_BOTH, "_evaluation_step", "_is_sequential"),
-    "_PredictionLoop": (*_OF_BOTH, "_predict_step", "_return_predictions", "_store_data_for_prediction_writer"),
-}
-"""What this file uses of Lightning beyond its public interface, by the module or class that has it."""
 
 
 def _run_step(step: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -198,9 +187,6 @@ def _loops(trainer: Trainer) -> list[tuple[Any, type[_LookaheadMixin]]]:
 
 def install(trainer: Trainer, make_executor: ExecutorFactory) -> None:
     """Give the trainer's live evaluation loops the lookahead."""
-    check_names(
-        "lightning", PRIVATE_NAMES, {"_EvaluationLoop": trainer.validate_loop, "_PredictionLoop": trainer.predict_loop}
-    )
     for loop, mixin in _loops(trainer):
         mix_in(loop, mixin)
         loop._make_executor = make_executor

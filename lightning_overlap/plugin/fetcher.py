@@ -8,7 +8,7 @@ has a subclass for evaluations.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from contextlib import suppress
 from typing import Any, TypeAlias
 
@@ -21,15 +21,6 @@ from ..distributed import ASK_FOR_LAST, SkippedBatches
 from ..runtime import BatchMemory, Executor, InFlightBatch, keeps_its_data, waiting_for_data
 from ..tables import has_model_parallel_tables
 from . import sigterm
-
-PRIVATE_NAMES: Mapping[str, tuple[str, ...]] = {
-    "lightning.pytorch.loops.fetchers": ("_DataFetcher", "_DataLoaderIterDataFetcher"),
-    "lightning.pytorch.loops.training_epoch_loop": ("_TrainingEpochLoop",),
-    "_DataLoaderIterDataFetcher": ("_batch", "_batch_idx", "_dataloader_idx", "_start_profiler", "_stop_profiler"),
-    "LightningModule": ("_on_before_batch_transfer",),
-    "CombinedLoader": ("_state_dicts",),
-}
-"""What this file uses of Lightning beyond its public interface, by the module or class that has it."""
 
 NUM_AT_HAND = 2
 """Batches at hand where lengths are not certain and memory is not filled anew: so the ranks ask for every other one."""

@@ -8,52 +8,21 @@ from __future__ import annotations
 
 import warnings
 from collections import OrderedDict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any, cast
 
 from lightning.pytorch import Trainer
-from lightning.pytorch.callbacks import ModelPruning
 from lightning.pytorch.loops.fetchers import _DataFetcher, _PrefetchDataFetcher
 from lightning.pytorch.loops.fit_loop import _FitLoop
 from lightning.pytorch.loops.optimization.automatic import _AutomaticOptimization
 from lightning.pytorch.loops.training_epoch_loop import _TrainingEpochLoop
-from lightning.pytorch.strategies import DDPStrategy
 from lightning.pytorch.utilities import CombinedLoader
 from torch.optim import Optimizer
 from torch.utils import data
 from typing_extensions import override
 
-from ..versions import check_names
-from . import fetcher as fetchers
 from . import sigterm
 from .fetcher import ExecutorFactory, LookaheadFetcher
-
-PRIVATE_NAMES: Mapping[str, tuple[str, ...]] = {
-    "lightning.pytorch.loops.fetchers": ("_DataFetcher", "_PrefetchDataFetcher"),
-    "lightning.pytorch.loops.fit_loop": ("_FitLoop",),
-    "lightning.pytorch.loops.optimization.automatic": ("_AutomaticOptimization",),
-    "lightning.pytorch.loops.training_epoch_loop": ("_TrainingEpochLoop",),
-    "_FitLoop": ("_can_stop_early", "_data_fetcher", "_should_reload_train_dl", "setup_data"),
-    "_AutomaticOptimization": ("_make_zero_grad_fn",),
-    "_TrainingEpochLoop": (
-        *("_batches_that_stepped", "_broadcast_sigterm_tensor", "_build_kwargs", "_should_accumulate"),
-        *("_num_ready_batches_reached", "_should_check_val_epoch", "_should_check_val_fx", "advance"),
-    ),
-    "Strategy": ("_layer_sync",),
-    "Trainer": ("_teardown",),
-    "ModelPruning": ("_parameters_to_prune",),
-}
-"""What this file uses of Lightning beyond its public interface, by the module or class that has it."""
-
-
-def num_trained(trainer: Trainer) -> int:
-    """Return how many batches a trainer has trained, over all epochs, those before a checkpoint included."""
-    return trainer.fit_loop.epoch_loop.total_batch_idx + 1
-
-
-def accumulates(trainer: Trainer) -> bool:
-    """Return whether the optimizer step of the batch in training comes with a later batch."""
-    return trainer.fit_loop.epoch_loop._should_accumulate()
 
 
 class _NoneFetcher(_DataFetcher):
@@ -246,10 +215,6 @@ def _leave_if_agreed(trainer: Trainer) -> None:
 def install(trainer: Trainer, make_executor: ExecutorFactory) -> None:
     """Give the trainer's live fit loop the lookahead."""
     epoch_loop = trainer.fit_loop.epoch_loop
-    owners = {"Strategy": trainer.strategy, "_FitLoop": trainer.fit_loop, "_TrainingEpochLoop": epoch_loop}
-    owners |= {"_AutomaticOptimization": epoch_loop.automatic_optimization}
-    check_names("lightning", PRIVATE_NAMES, owners)
-    check_names("lightning", fetchers.PRIVATE_NAMES, {"LightningModule": trainer.lightning_module})
     mix_in(trainer.fit_loop, _FitLoopMixin)
     mix_in(epoch_loop, _EpochLoopMixin)
     mix_in(epoch_loop.automatic_optimization, _AutomaticOptimizationMixin)
@@ -271,25 +236,9 @@ def uninstall(trainer: Trainer) -> None:
         take_out(live)
 
 
-def revert_layer_sync(strategy: DDPStrategy) -> None:
-    """Undo what the strategy's layer-sync plugin (`sync_batchnorm=True`) did to the model."""
-    if strategy._layer_sync is not None and strategy.model is not None:
-        strategy.model = strategy._layer_sync.revert(strategy.model)
-
-
-def tear_down(trainer: Trainer) -> None:
-    """Do what Lightning does at the end of a run, where an error keeps it from that."""
-    trainer._teardown()
-
-
 def logged_step(trainer: Trainer) -> int:
     """Return the step under which loggers write now."""
     return trainer.fit_loop.epoch_loop._batches_that_stepped
-
-
-def pruned_weights(callback: ModelPruning) -> list[Any]:
-    """Return the weights that a pruning callback has chosen in its `setup`."""
-    return [getattr(module, name) for module, name in callback._parameters_to_prune]
 
 
 def mix_in(live: Any, mixin: type) -> None:

@@ -7,7 +7,7 @@ gives back, and whole tables: its own module is not sharded.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -25,13 +25,6 @@ from ..checkpoint import gather
 from ..tables import apply_table_optimizers, find_tables, has_tables, sharded_modules, table_optimizers
 from ..text import some
 from .run import HasRun
-
-PRIVATE_NAMES: Mapping[str, tuple[str, ...]] = {
-    "lightning.pytorch.strategies.launchers.multiprocessing": ("_MultiProcessingLauncher",),
-    "_MultiProcessingLauncher": ("_collect_rank_zero_results", "_start_method", "_strategy"),
-    "DDPStrategy": ("_configure_launcher", "_launcher", "_lightning_module", "_model", "_optimizers", "_start_method"),
-}
-"""What this file uses of Lightning beyond its public interface, by the module or class that has it."""
 
 _NOT_IN_NOTEBOOKS = (
     "a notebook or an interactive Python has no script that {number} processes could run. For several devices take "

@@ -12,7 +12,7 @@ import dis
 import functools
 import inspect
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from contextlib import nullcontext
 from types import CodeType, FunctionType, ModuleType
 from typing import Any, cast
@@ -31,18 +31,8 @@ from torch import Tensor, nn
 from torchmetrics import Metric
 from typing_extensions import override
 
-from ..versions import check_names
 from .fit_loop import mix_in, take_out
-
-PRIVATE_NAMES: Mapping[str, tuple[str, ...]] = {
-    "lightning.pytorch.trainer.connectors.logger_connector.result": ("_ResultCollection", "_ResultMetric"),
-    "lightning.pytorch.trainer.call": ("_call_callback_hooks", "_call_lightning_module_hook", "_call_strategy_hook"),
-    "_ResultMetric": ("_computed", "_defaults", "_forward_cache"),
-    "_EvaluationLoop": ("_results",),
-    "_TrainingEpochLoop": ("_results",),
-    "LightningModule": ("_current_fx_name",),
-}
-"""What this file uses of Lightning beyond its public interface, by the module or class that has it."""
+from .private_names import PRIVATE_NAMES
 
 # -- logged values --------------------------------------------------------------------------------------------------
 
@@ -156,7 +146,7 @@ def _is_silent(trainer: Trainer) -> bool:
     return _records_nothing(trainer.profiler) and not _LOG.isEnabledFor(logging.DEBUG)  # type: ignore[attr-defined]
 
 
-_own_hooks = {name: getattr(call, name) for name in PRIVATE_NAMES["lightning.pytorch.trainer.call"]}
+_own_hooks = {name: getattr(call, name) for name in PRIVATE_NAMES[call.__name__]}
 
 
 def _call_callback_hooks(
@@ -261,10 +251,6 @@ def _put_functions_back() -> None:
 
 def install(trainer: Trainer) -> None:
     """Take the shortcuts in the coming run of a trainer."""
-    check_names("lightning", PRIVATE_NAMES, {"lightning.pytorch.trainer.call": call})
-    epoch_loop = trainer.fit_loop.epoch_loop
-    owners = {"_TrainingEpochLoop": epoch_loop, "_EvaluationLoop": epoch_loop.val_loop}
-    check_names("lightning", PRIVATE_NAMES, {**owners, "LightningModule": trainer.lightning_module})
     for results in _collections(trainer):
         mix_in(results, _ResultCollectionMixin)
         for metric in results.values():

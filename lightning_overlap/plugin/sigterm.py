@@ -7,19 +7,10 @@ ranks hear of it in the consensus that is asked with every batch.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any
 
 from lightning.pytorch import Trainer
 from lightning.pytorch.utilities.exceptions import SIGTERMException
-
-from ..versions import check_names
-
-PRIVATE_NAMES: Mapping[str, tuple[str, ...]] = {
-    "Trainer": ("_signal_connector",),
-    "_SignalConnector": ("_sigterm_notifier_fn",),
-}
-"""What this file uses of Lightning beyond its public interface, by the class that has it."""
 
 
 class Sigterm:
@@ -44,9 +35,7 @@ def install(trainer: Trainer) -> None:
 
     One rank alone leaves whenever it likes, as with Lightning.
     """
-    check_names("lightning", PRIVATE_NAMES, {"Trainer": trainer})
     connector = trainer._signal_connector
-    check_names("lightning", PRIVATE_NAMES, {"_SignalConnector": connector})
     if trainer.world_size > 1 and "_sigterm_notifier_fn" not in vars(connector):
         connector._sigterm_notifier_fn = Sigterm(trainer)  # type: ignore[method-assign, assignment]
 

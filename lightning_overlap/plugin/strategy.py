@@ -42,6 +42,7 @@ from . import checkpoint_links, evaluation_loops, first_words, fit_loop, shortcu
 from .evaluation_loops import EvaluatesAhead
 from .failure_hooks import FailsTogether
 from .fetcher import LookaheadFetcher
+from .private_names import check_lightning
 from .processes import StartsProcesses
 from .run import Run, batch_size_of
 from .step_hooks import WalksSteps, runs_between_backward_and_step
@@ -216,6 +217,7 @@ class OverlapEmbeddingStrategy(FailsTogether, EvaluatesAhead, WalksSteps, Starts
                 refuse_callbacks(trainer.callbacks, self.model)  # type: ignore[attr-defined]
             self.join_groups()
             self._run = Run(trainer, self._make_executor, partial(self._make_pipeline, self.schedule.evaluation))
+            check_lightning(trainer)
             evaluation_loops.install(trainer, self._run.make_evaluator)
             sigterm.install(trainer)
             shortcuts.install(trainer)
@@ -342,6 +344,7 @@ class OverlapEmbeddingStrategy(FailsTogether, EvaluatesAhead, WalksSteps, Starts
         if sparse is not self._run.sparse:
             context = self.precision_plugin.val_step_context
             return make(self.schedule.evaluation, fetcher, sparse, sparse.order, lookup_context=context)
+        epoch_loop = self._run.trainer.fit_loop.epoch_loop
         return make(
             self._schedules,
             fetcher if self._tuner is None else self._tuner.timed(fetcher),
@@ -349,9 +352,9 @@ class OverlapEmbeddingStrategy(FailsTogether, EvaluatesAhead, WalksSteps, Starts
             sparse.order,
             lookup_context=self.precision_plugin.train_step_context,
             observer=self._observer,
-            num_before=partial(fit_loop.num_trained, self._run.trainer),
+            num_before=lambda: epoch_loop.total_batch_idx + 1,
             hooks_read_tables=partial(runs_between_backward_and_step, self._run.trainer),
-            accumulates=partial(fit_loop.accumulates, self._run.trainer),
+            accumulates=epoch_loop._should_accumulate,
         )
 
     def stale_rows(self) -> StaleRows | None:
@@ -395,7 +398,8 @@ class OverlapEmbeddingStrategy(FailsTogether, EvaluatesAhead, WalksSteps, Starts
         # As FSDPStrategy: shards stay where they are, for a later fit, validate, test or predict.
         if isinstance(self.model, DistributedDataParallel):
             self.model = self.lightning_module
-        fit_loop.revert_layer_sync(self)
+        if self._layer_sync is not None and self.model is not None:
+            self.model = self._layer_sync.revert(self.model)
         assert self.cluster_environment is not None
         assert self.accelerator is not None
         self.cluster_environment.teardown()

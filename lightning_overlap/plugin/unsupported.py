@@ -14,7 +14,6 @@ from torch.nn.parallel import DistributedDataParallel
 
 from ..tables import find_tables, sharded_modules, why_never_held
 from ..text import SCALES_LOSS, unknown_name_message
-from . import fit_loop
 
 _TRUE = (
     "converts the module's weights, but sharded tables keep the data_type of their configs: rows and dense weights "
@@ -32,7 +31,7 @@ PRECISIONS: Mapping[str, str] = {
 def _prunes_tables(callback: callbacks.ModelPruning, model: nn.Module) -> bool:
     weights = {id(table.parameter) for table in find_tables(model)}
     weights |= {id(weight) for module in sharded_modules(model).values() for weight in module.parameters()}
-    return any(id(weight) in weights for weight in fit_loop.pruned_weights(callback))
+    return any(id(getattr(module, name)) in weights for module, name in callback._parameters_to_prune)
 
 
 _AVERAGES = (
