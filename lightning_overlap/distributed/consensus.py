@@ -39,7 +39,7 @@ class StepFlags(NamedTuple):
     """`-n` for n batches that are None before this one; as an answer, of the rank that has skipped the fewest."""
 
     bare_end: bool = False
-    """It knows of no None right after this batch."""
+    """It has another batch after this one, or nothing: no None that ends its data."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -29,7 +29,7 @@ class EndOfData:
         self.num_batches: int | None = None
         """Batches that all ranks have, once that is known."""
         self.ends_with_none = False
-        """Whether every rank that knows which one is the last has a None after it."""
+        """Whether all ranks have a None after it, and nothing else."""
         self.stop_agreed = False
         """Whether a rank was told to stop."""
         self._poll_interval: PollInterval | None = None  # of asking now and then; None: lengths are not certain
@@ -75,7 +75,7 @@ class EndOfData:
         flags = StepFlags(
             *(not lacks, lacks, source.exhausted, source.stop_requested, num_skipped > 0, requested_interval),
             minus_skipped=num_after - num_skipped,
-            bare_end=num_after == 0,
+            bare_end=num_after == 0 or not source.exhausted,
         )
         self.answers.setdefault(index, self._consensus.ask(flags))
 
