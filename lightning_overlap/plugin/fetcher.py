@@ -228,10 +228,11 @@ class LookaheadFetcher(_DataLoaderIterDataFetcher):
     def _check_window(self) -> None:
         assert self.told is not None
         assert self.window is not None
-        if (self.window[0] + 1) % self._every == 0 or not self.window[1]:  # not by the end of the epoch
-            waits = not has_model_parallel_tables(self._trainer.lightning_module)
-            skipped = self._num_delivered_none
-            self.told.check_window(self._num_delivered, skipped, self.window[0] + 1, self._every, waits=waits)
+        number, steps = self.window
+        by_end = steps and (number + 1) % self._every != 0
+        waits = not has_model_parallel_tables(self._trainer.lightning_module)
+        skipped = self._num_delivered_none
+        self.told.check_window(self._num_delivered, skipped, number, self._every, by_end=by_end, waits=waits)
 
     @property
     def exhausted(self) -> bool:
