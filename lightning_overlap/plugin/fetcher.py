@@ -2,7 +2,7 @@
 
 It stands in the place of Lightning's own, whose iterator it goes on with: it stages each batch when the executor asks
 for one, skips batches that are None, and keeps the states of the data loaders for checkpoints. `evaluation_loops.py`
-has a subclass for evaluations.
+gives one to evaluations.
 """
 
 from __future__ import annotations
@@ -27,9 +27,6 @@ NUM_AT_HAND = 2
 
 _Fetched: TypeAlias = "tuple[tuple[Any, int, int], Any]"
 """A batch with its number and its loader's, and the states of the loaders after it."""
-
-ExecutorFactory = Callable[["LookaheadFetcher"], Executor]
-"""Makes an executor of the batches that a fetcher gives."""
 
 StepArguments = Callable[[Any, int, int], tuple[Any, ...]]
 """Returns the arguments of the user's step for a batch, its number and its loader's."""
@@ -101,19 +98,14 @@ class LookaheadFetcher(_DataLoaderIterDataFetcher):
     asked for.
     """
 
-    _keeps_states = True
-    """Whether checkpoints hold the states of these loaders."""
-
-    def __init__(
-        self, inner: _DataFetcher, trainer: Trainer, make_executor: ExecutorFactory, step_arguments: StepArguments
-    ) -> None:
-        self.inner = inner
+    def __init__(self, inner: _DataFetcher, trainer: Trainer, step_arguments: StepArguments, *, trains: bool) -> None:
+        self.inner, self.trains = inner, trains
         kept = {name: getattr(inner, name) for name in ("fetched", "length", "_start_profiler", "_stop_profiler")}
         super().__init__()  # sets them back, but the inner one is running already
         for name, value in kept.items():
             setattr(inner, name, value)
         self._trainer = trainer
-        self._make_executor, self._step_arguments = make_executor, step_arguments
+        self._step_arguments = step_arguments
         self.executor: Executor | None = None
         self._peeked = False
         self._skipped: deque[tuple[int, int, int]] = deque()
@@ -135,7 +127,7 @@ class LookaheadFetcher(_DataLoaderIterDataFetcher):
         self.num_batches: float = float("inf")  # of the shortest rank's epoch
         self.lengths_known = False  # on all ranks
         self._is_whole = False  # this epoch: not resumed in the middle
-        self._states = LoaderStates(inner, kept=self._keeps_states)
+        self._states = LoaderStates(inner, kept=trains)  # no checkpoint holds the position of an evaluation
         self.done = inner.done
 
     fetched = _of_inner("fetched")
@@ -178,7 +170,7 @@ class LookaheadFetcher(_DataLoaderIterDataFetcher):
         if self._peeked:
             return self._batch
         if self.executor is None:
-            self.executor = self._make_executor(self)
+            self.executor = self._trainer.strategy.make_executor(self)  # type: ignore[attr-defined]
         if self.executor.num_fetched == 0:
             self._num_in_window = self._num_ready % self._every
         self._num_allowed = self.executor.num_trained - (self._real is not None) + self._num_batches_left()
@@ -287,7 +279,8 @@ class LookaheadFetcher(_DataLoaderIterDataFetcher):
             return None
         (batch, batch_idx, dataloader_idx), states = fetched
         self._states.note(index, states, self.executor.depth)
-        staged = self._stage(batch, dataloader_idx)  # what comes next may fill its memory anew
+        # Before what comes next, which may fill its memory anew. Lightning names loader 0 in training.
+        staged = stage_batch(self._trainer, batch, 0 if self.trains else dataloader_idx)
         for ahead in range(index + 1 + len(self._buffered), index + 1 + self._num_to_buffer):
             if ahead < self._num_allowed and (following := self._next_to_train(ahead)) is not None:
                 self._buffered.append(following)
@@ -322,7 +315,7 @@ class LookaheadFetcher(_DataLoaderIterDataFetcher):
 
     def _is_skipped(self, batch: Any) -> bool:
         """Whether the loop trains no such batch."""
-        return batch is None
+        return self.trains and batch is None
 
     def _next_of_inner(self) -> _Fetched | None:
         for _ in range(2):
@@ -390,16 +383,12 @@ class LookaheadFetcher(_DataLoaderIterDataFetcher):
 
     def _number(self, number: int) -> int:
         """The `batch_idx` of the batch that is delivered next, whose number among those of its loader this is."""
-        return self._epoch_loop.batch_idx + 1
-
-    def _stage(self, batch: Any, dataloader_idx: int) -> Any:
-        """Run the batch-transfer hooks; Lightning calls them with loader 0 in training."""
-        return None if batch is None else stage_batch(self._trainer, batch, 0)
+        return self._epoch_loop.batch_idx + 1 if self.trains else number
 
     def _num_batches_left(self) -> float:
         """Batches that `max_steps` leaves to train: fetching more would take data from a later `fit`."""
         loop, trainer = self._epoch_loop, self._trainer
-        if loop.max_steps == -1 or not trainer.lightning_module.automatic_optimization:
+        if not self.trains or loop.max_steps == -1 or not trainer.lightning_module.automatic_optimization:
             return float("inf")
         # Several ranks may have skipped other batches: they go by what all of them have trained.
         done_of_step = (self._num_ready if self.told is None else self._num_in_window) % self._every

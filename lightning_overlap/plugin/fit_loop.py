@@ -9,7 +9,7 @@ from __future__ import annotations
 import warnings
 from collections import OrderedDict
 from collections.abc import Callable
-from typing import Any, cast
+from typing import Any
 
 from lightning.pytorch import Trainer
 from lightning.pytorch.loops.fetchers import _DataFetcher, _PrefetchDataFetcher
@@ -22,7 +22,7 @@ from torch.utils import data
 from typing_extensions import override
 
 from . import sigterm
-from .fetcher import ExecutorFactory, LookaheadFetcher
+from .fetcher import LookaheadFetcher
 
 
 class _NoneFetcher(_DataFetcher):
@@ -59,8 +59,6 @@ def _window(trainer: Trainer) -> tuple[int, bool] | None:
 
 
 class _FitLoopMixin(_FitLoop):
-    _make_executor: ExecutorFactory
-
     @override
     def setup_data(self) -> None:
         if self._should_reload_train_dl and isinstance(self._data_fetcher, LookaheadFetcher):
@@ -68,7 +66,7 @@ class _FitLoopMixin(_FitLoop):
         super().setup_data()
         # A module that takes `dataloader_iter` does its own fetching and runs without lookahead.
         if type(self._data_fetcher) is _PrefetchDataFetcher:
-            fetcher = LookaheadFetcher(self._data_fetcher, self.trainer, self._make_executor, self._step_arguments)
+            fetcher = LookaheadFetcher(self._data_fetcher, self.trainer, self._step_arguments, trains=True)
             self._data_fetcher = fetcher
             self._end_together(fetcher)
 
@@ -212,13 +210,12 @@ def _leave_if_agreed(trainer: Trainer) -> None:
         sigterm.leave(trainer)
 
 
-def install(trainer: Trainer, make_executor: ExecutorFactory) -> None:
+def install(trainer: Trainer) -> None:
     """Give the trainer's live fit loop the lookahead."""
     epoch_loop = trainer.fit_loop.epoch_loop
     mix_in(trainer.fit_loop, _FitLoopMixin)
     mix_in(epoch_loop, _EpochLoopMixin)
     mix_in(epoch_loop.automatic_optimization, _AutomaticOptimizationMixin)
-    cast(_FitLoopMixin, trainer.fit_loop)._make_executor = make_executor
 
 
 def uninstall(trainer: Trainer) -> None:
@@ -231,7 +228,6 @@ def uninstall(trainer: Trainer) -> None:
         # The loader could not be iterated. Lightning would ask it for its length on the way out and raise once more,
         # in the place of the loader's own error.
         loop._data_fetcher = None
-    del loop._make_executor
     for live in (loop, loop.epoch_loop, loop.epoch_loop.automatic_optimization):
         take_out(live)
 

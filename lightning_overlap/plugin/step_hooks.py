@@ -1,4 +1,4 @@
-"""The hooks of a strategy inside a training step: each tells the executor how far the trainer is."""
+"""The hooks of a strategy inside a step: each tells the executor how far the trainer is."""
 
 from __future__ import annotations
 
@@ -92,6 +92,18 @@ class WalksSteps(HasRun):
             # The user's own backwards and steps lie inside training_step; only now are they known to be over.
             self.end_optimization()
         return output
+
+    @override
+    def validation_step(self, *args: Any, **kwargs: Any) -> Any:
+        return _evaluate(super().validation_step, *args, **kwargs)
+
+    @override
+    def test_step(self, *args: Any, **kwargs: Any) -> Any:
+        return _evaluate(super().test_step, *args, **kwargs)
+
+    @override
+    def predict_step(self, *args: Any, **kwargs: Any) -> Any:
+        return _evaluate(super().predict_step, *args, **kwargs)
 
     @override
     def pre_backward(self, closure_loss: Tensor) -> None:
@@ -190,6 +202,17 @@ class WalksSteps(HasRun):
     def _stage_done(self, stage: Stage) -> None:
         if (executor := self._executor) is not None:
             executor.stage_done(stage)
+
+
+def _evaluate(step: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Run the user's step of an evaluation, with early embeddings if its batch was looked ahead."""
+    if not (args and isinstance(args[0], StagedBatch)):
+        return step(*args, **kwargs)
+    [staged] = args
+    with staged.executor.forward():
+        output = step(*staged.arguments)
+    staged.executor.stage_done(Stage.DENSE_FORWARD)
+    return output
 
 
 def _has_own_hook(module: LightningModule | None, hook: str) -> bool:

@@ -1,8 +1,8 @@
 """`OverlapEmbeddingStrategy`: shards a LightningModule's tables and overlaps their lookup with the dense part.
 
 This file takes the user's options and sets a run up: it shards the tables, and makes streams, pipelines and executors.
-What happens within a run is up to the hooks, each with its own state: `step_hooks.py` (the parts of a training step),
-`evaluation_loops.py`, `checkpoint_hooks.py`, `failure_hooks.py` and `processes.py` (started ones). `run.py` has what
+What happens within a run is up to the hooks, each with its own state: `step_hooks.py` (the parts of a step),
+`checkpoint_hooks.py`, `failure_hooks.py` and `processes.py` (started ones). `run.py` has what
 they share.
 """
 
@@ -39,7 +39,6 @@ from ..tables import FusedOptimizer, OverflowWatch, QuantizedComms, ReplicateTab
 from ..tracking import TouchedRows
 from ..tuning import TRIED, Auto, Tuner, resolve_auto, say_nothing
 from . import checkpoint_links, evaluation_loops, first_words, fit_loop, shortcuts, sigterm
-from .evaluation_loops import EvaluatesAhead
 from .failure_hooks import FailsTogether
 from .fetcher import LookaheadFetcher
 from .private_names import check_lightning
@@ -71,7 +70,7 @@ _NO_DDP_OPTIONS = frozenset(
 """What `DDPStrategy` takes that is of no concern to DistributedDataParallel."""
 
 
-class OverlapEmbeddingStrategy(FailsTogether, EvaluatesAhead, WalksSteps, StartsProcesses):
+class OverlapEmbeddingStrategy(FailsTogether, WalksSteps, StartsProcesses):
     """Trains an unmodified LightningModule with TorchRec tables, the lookup of coming batches overlapped.
 
     The tables are sharded over all ranks; the rest of the module is wrapped in DistributedDataParallel (on one rank
@@ -216,14 +215,14 @@ class OverlapEmbeddingStrategy(FailsTogether, EvaluatesAhead, WalksSteps, Starts
             if fitting:
                 refuse_callbacks(trainer.callbacks, self.model)  # type: ignore[attr-defined]
             self.join_groups()
-            self._run = Run(trainer, self._make_executor, partial(self._make_pipeline, self.schedule.evaluation))
+            self._run = Run(trainer)
             check_lightning(trainer)
-            evaluation_loops.install(trainer, self._run.make_evaluator)
+            evaluation_loops.install(trainer)
             sigterm.install(trainer)
             shortcuts.install(trainer)
             if fitting:
                 # Before super().setup(): configure_optimizers may ask for the number of steps, which sets up the data.
-                fit_loop.install(trainer, self._run.make_executor)
+                fit_loop.install(trainer)
                 checkpoint_links.install(trainer, self._folder_saver.on_commit)
                 if self.global_rank == 0:
                     warn_of_ignored_options(trainer, holds_updates=self._holds_updates)
@@ -338,24 +337,46 @@ class OverlapEmbeddingStrategy(FailsTogether, EvaluatesAhead, WalksSteps, Starts
         order = LookupOrder(self._streams, StreamName.COMPUTE if lookup is None else lookup.stream)
         return SparsePipeline(tables.sharded_modules(self.lightning_module), self._groups.lookahead, order, options)
 
-    def _make_executor(self, fetcher: LookaheadFetcher, sparse: SparsePipeline) -> Executor:
-        assert self._run is not None
+    def make_executor(self, fetcher: LookaheadFetcher) -> Executor:
+        """Make the executor of training, or of the evaluation that has begun, whose batches a fetcher gives."""
+        run = self._run
+        assert run is not None
         make = partial(Executor, consensus=self._consensus, rank=self.global_rank, any_rank=self.any_rank)
-        if sparse is not self._run.sparse:
-            context = self.precision_plugin.val_step_context
-            return make(self.schedule.evaluation, fetcher, sparse, sparse.order, lookup_context=context)
-        epoch_loop = self._run.trainer.fit_loop.epoch_loop
-        return make(
+        if not fetcher.trains:
+            assert run.evaluating is not None, "its loop has begun the evaluation"
+            order, context = run.evaluating.order, self.precision_plugin.val_step_context
+            run.evaluator = make(self.schedule.evaluation, fetcher, run.evaluating, order, lookup_context=context)
+            return run.evaluator
+        assert run.sparse is not None, "it is made in `setup`"
+        epoch_loop = run.trainer.fit_loop.epoch_loop
+        run.executor = make(
             self._schedules,
             fetcher if self._tuner is None else self._tuner.timed(fetcher),
-            sparse,
-            sparse.order,
+            run.sparse,
+            run.sparse.order,
             lookup_context=self.precision_plugin.train_step_context,
             observer=self._observer,
             num_before=lambda: epoch_loop.total_batch_idx + 1,
-            hooks_read_tables=partial(runs_between_backward_and_step, self._run.trainer),
+            hooks_read_tables=partial(runs_between_backward_and_step, run.trainer),
             accumulates=epoch_loop._should_accumulate,
         )
+        return run.executor
+
+    def begin_evaluation(self, step: str) -> None:
+        """Serve the calls of an evaluation's step, which finds the tables up to date; all ranks call this."""
+        run = self._run
+        assert run is not None
+        run.disturbs(step)
+        run.update_tables()
+        if step not in run.pipelines:
+            run.pipelines[step] = self._make_pipeline(self.schedule.evaluation, step)
+        run.evaluating = run.pipelines[step]
+        run.evaluating.attach()
+
+    def end_evaluation(self) -> None:
+        """Complete what was started for batches that are not evaluated, on all ranks alike."""
+        assert self._run is not None
+        self._run.end_evaluation()
 
     def stale_rows(self) -> StaleRows | None:
         """Return what counts the rows that this fit reads stale; None in exact modes, and without fused tables."""

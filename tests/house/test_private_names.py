@@ -185,7 +185,6 @@ def _private_names_in_lightning(cls: type) -> set[str]:
         strategy.OverlapEmbeddingStrategy,
         run.HasRun,
         step_hooks.WalksSteps,
-        evaluation_loops.EvaluatesAhead,
         checkpoint_hooks.SavesShards,
         failure_hooks.FailsTogether,
         processes.StartsProcesses,
@@ -195,7 +194,6 @@ def _private_names_in_lightning(cls: type) -> set[str]:
         fetcher.LookaheadFetcher,
         evaluation_loops._EvaluationLoopMixin,
         evaluation_loops._PredictionLoopMixin,
-        evaluation_loops.EvaluationFetcher,
     ],
     ids=lambda cls: cls.__name__,
 )
