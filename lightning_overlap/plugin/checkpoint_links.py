@@ -11,6 +11,7 @@ from __future__ import annotations
 import functools
 import os
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -26,16 +27,15 @@ WhenWhole = Callable[[Callable[[], None]], None]
 """Calls what it is given as soon as the save under way has succeeded; at once where there is none."""
 
 
-def install(trainer: Trainer, on_commit: WhenWhole) -> None:
+@contextmanager
+def installed(trainer: Trainer, on_commit: WhenWhole) -> Iterator[None]:
     """Let callbacks link when what the link leads to is whole; classes of the user's do as they like."""
-    for callback in _linking(trainer):
+    linking = [callback for callback in _keeping_last(trainer) if callback.save_last == "link"]
+    for callback in linking:
         if type(callback)._link_checkpoint is ModelCheckpoint._link_checkpoint:
             callback._link_checkpoint = partial(_link, on_commit)  # type: ignore[method-assign]
-
-
-def uninstall(trainer: Trainer) -> None:
-    """Give the callbacks Lightning's own way back."""
-    for callback in _linking(trainer):
+    yield
+    for callback in linking:
         vars(callback).pop("_link_checkpoint", None)
 
 
@@ -61,10 +61,6 @@ def _keeping_last(trainer: Trainer | None) -> Iterator[ModelCheckpoint]:
     for callback in [] if trainer is None else trainer.checkpoint_callbacks:
         if isinstance(callback, ModelCheckpoint) and callback.save_last:
             yield callback
-
-
-def _linking(trainer: Trainer) -> Iterator[ModelCheckpoint]:
-    return (callback for callback in _keeping_last(trainer) if callback.save_last == "link")
 
 
 def _link(on_commit: WhenWhole, trainer: Trainer, filepath: Any, linkpath: Any) -> None:

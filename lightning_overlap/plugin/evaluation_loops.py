@@ -5,6 +5,8 @@ As in `fit_loop.py` the live loop objects get a class that mixes in what changes
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 from lightning.pytorch import Trainer
@@ -15,7 +17,7 @@ from typing_extensions import override
 
 from . import sigterm
 from .fetcher import LookaheadFetcher
-from .fit_loop import mix_in, take_out
+from .fit_loop import mixed_in
 
 
 class _LookaheadMixin:
@@ -100,19 +102,11 @@ class _PredictionLoopMixin(_LookaheadMixin, _PredictionLoop):
         self._stop_together()
 
 
-def _loops(trainer: Trainer) -> list[tuple[Any, type[_LookaheadMixin]]]:
-    evaluations = [trainer.fit_loop.epoch_loop.val_loop, trainer.validate_loop, trainer.test_loop]
-    return [*((loop, _EvaluationLoopMixin) for loop in evaluations), (trainer.predict_loop, _PredictionLoopMixin)]
-
-
-def install(trainer: Trainer) -> None:
-    """Give the trainer's live evaluation loops the lookahead."""
-    for loop, mixin in _loops(trainer):
-        mix_in(loop, mixin)
-
-
-def uninstall(trainer: Trainer) -> None:
-    """Give the loops their own classes back."""
-    for loop, mixin in _loops(trainer):
-        if isinstance(loop, mixin):
-            take_out(loop)
+@contextmanager
+def installed(trainer: Trainer) -> Iterator[None]:
+    """Give the trainer's live evaluation loops the lookahead meanwhile."""
+    with ExitStack() as stack:
+        for loop in (trainer.fit_loop.epoch_loop.val_loop, trainer.validate_loop, trainer.test_loop):
+            stack.enter_context(mixed_in(loop, _EvaluationLoopMixin))
+        stack.enter_context(mixed_in(trainer.predict_loop, _PredictionLoopMixin))
+        yield

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import warnings
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from lightning.pytorch import Trainer
@@ -210,39 +211,33 @@ def _leave_if_agreed(trainer: Trainer) -> None:
         sigterm.leave(trainer)
 
 
-def install(trainer: Trainer) -> None:
-    """Give the trainer's live fit loop the lookahead."""
-    epoch_loop = trainer.fit_loop.epoch_loop
-    mix_in(trainer.fit_loop, _FitLoopMixin)
-    mix_in(epoch_loop, _EpochLoopMixin)
-    mix_in(epoch_loop.automatic_optimization, _AutomaticOptimizationMixin)
-
-
-def uninstall(trainer: Trainer) -> None:
-    """Give the loops their own classes back."""
+@contextmanager
+def installed(trainer: Trainer) -> Iterator[None]:
+    """Give the trainer's live fit loop the lookahead meanwhile."""
     loop = trainer.fit_loop
-    if not isinstance(loop, _FitLoopMixin):
-        return
+    epoch_loop = loop.epoch_loop
+    with (
+        mixed_in(loop, _FitLoopMixin),
+        mixed_in(epoch_loop, _EpochLoopMixin),
+        mixed_in(epoch_loop.automatic_optimization, _AutomaticOptimizationMixin),
+    ):
+        yield
     fetcher = loop._data_fetcher
     if fetcher is not None and not isinstance(fetcher, LookaheadFetcher) and fetcher.iterator is None:
         # The loader could not be iterated. Lightning would ask it for its length on the way out and raise once more,
         # in the place of the loader's own error.
         loop._data_fetcher = None
-    for live in (loop, loop.epoch_loop, loop.epoch_loop.automatic_optimization):
-        take_out(live)
+
+
+@contextmanager
+def mixed_in(live: Any, mixin: type) -> Iterator[None]:
+    """Give a live object a class that mixes in what changes, of the same name: profiler actions and logs contain it."""
+    cls = type(live)
+    live.__class__ = type(cls.__name__, (mixin, cls), {"__module__": cls.__module__})
+    yield
+    live.__class__ = cls
 
 
 def logged_step(trainer: Trainer) -> int:
     """Return the step under which loggers write now."""
     return trainer.fit_loop.epoch_loop._batches_that_stepped
-
-
-def mix_in(live: Any, mixin: type) -> None:
-    """Give a live object a class that mixes in what changes, of the same name: profiler actions and logs contain it."""
-    cls = type(live)
-    live.__class__ = type(cls.__name__, (mixin, cls), {"__module__": cls.__module__})
-
-
-def take_out(live: Any) -> None:
-    """Undo `mix_in`."""
-    live.__class__ = type(live).__bases__[1]

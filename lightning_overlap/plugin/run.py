@@ -7,7 +7,7 @@ each other's.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from datetime import timedelta
 from functools import partial
 from typing import Any
@@ -45,6 +45,8 @@ class Run:
 
     def __init__(self, trainer: Trainer) -> None:
         self.trainer = trainer
+        self.installed = ExitStack()
+        """What puts everything back that was put in place in Lightning's objects."""
         self.sparse: SparsePipeline | None = None
         """The pipeline of training, as soon as the tables are sharded."""
         self.executor: Executor | None = None
@@ -124,6 +126,7 @@ class Run:
             self.overflow.stop()
         if self.tuner is not None:
             self.tuner.stop()
+        self.installed.close()
 
 
 class HasRun(DDPStrategy):

@@ -12,8 +12,8 @@ import dis
 import functools
 import inspect
 import logging
-from collections.abc import Callable
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from types import CodeType, FunctionType
 from typing import Any, cast
 
@@ -216,8 +216,9 @@ _running: set[int] = set()
 """The ids of the trainers that run."""
 
 
-def install(trainer: Trainer) -> None:
-    """Take the shortcuts in the coming run of a trainer."""
+@contextmanager
+def installed(trainer: Trainer) -> Iterator[None]:
+    """Take the shortcuts in the run of a trainer; Lightning gets everything back after the last run."""
     for place, name, mine in _REPLACEMENTS if not _running else ():
         own = getattr(place, name, None)
         function = getattr(own, "fget", own)
@@ -225,14 +226,11 @@ def install(trainer: Trainer) -> None:
             _replaced.append((place, name, vars(place).get(name), mine))
             setattr(place, name, mine)
     _running.add(id(trainer))
-
-
-def uninstall(trainer: Trainer) -> None:
-    """Give Lightning everything back, after the last run."""
+    yield
     _running.discard(id(trainer))
+    if not _running:
+        _known_signatures.clear()
     while _replaced and not _running:
         place, name, own, mine = _replaced.pop()
         if vars(place).get(name) is mine:
             setattr(place, name, own) if own is not None else delattr(place, name)
-    if not _running:
-        _known_signatures.clear()

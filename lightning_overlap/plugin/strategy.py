@@ -217,13 +217,12 @@ class OverlapEmbeddingStrategy(FailsTogether, WalksSteps, StartsProcesses):
             self.join_groups()
             self._run = Run(trainer)
             check_lightning(trainer)
-            evaluation_loops.install(trainer)
-            sigterm.install(trainer)
-            shortcuts.install(trainer)
+            for place in (evaluation_loops, sigterm, shortcuts):
+                self._run.installed.enter_context(place.installed(trainer))
             if fitting:
                 # Before super().setup(): configure_optimizers may ask for the number of steps, which sets up the data.
-                fit_loop.install(trainer)
-                checkpoint_links.install(trainer, self._folder_saver.on_commit)
+                self._run.installed.enter_context(fit_loop.installed(trainer))
+                self._run.installed.enter_context(checkpoint_links.installed(trainer, self._folder_saver.on_commit))
                 if self.global_rank == 0:
                     warn_of_ignored_options(trainer, holds_updates=self._holds_updates)
         super().setup(trainer)
@@ -257,17 +256,6 @@ class OverlapEmbeddingStrategy(FailsTogether, WalksSteps, StartsProcesses):
                 first_words.tell_set_up(
                     self.lightning_module, *words, scheduled=schedulers, unpipelined=sparse.unpipelined
                 )
-
-    @override
-    def stop_run(self) -> None:
-        trainer = self._running_trainer
-        super().stop_run()
-        if trainer is not None:
-            sigterm.uninstall(trainer)
-            shortcuts.uninstall(trainer)
-            evaluation_loops.uninstall(trainer)
-            fit_loop.uninstall(trainer)
-            checkpoint_links.uninstall(trainer)
 
     @override
     def model_to_device(self) -> None:
