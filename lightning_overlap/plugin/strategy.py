@@ -45,13 +45,7 @@ from .private_names import check_lightning
 from .processes import StartsProcesses
 from .run import Run, batch_size_of
 from .step_hooks import WalksSteps, runs_between_backward_and_step
-from .unsupported import (
-    check_arguments,
-    refuse_callbacks,
-    refuse_held_updates,
-    refuse_precision,
-    warn_of_ignored_options,
-)
+from .unsupported import check_arguments, refuse, refuse_held_updates, warn_of_ignored_options
 
 STRATEGY_NAMES = {
     "overlap_embedding": "popen",
@@ -211,9 +205,8 @@ class OverlapEmbeddingStrategy(FailsTogether, WalksSteps, StartsProcesses):
         fitting = trainer.state.fn == TrainerFn.FITTING
         if overlaps:
             first_words.calm_libraries(self._calm_libraries)
-            refuse_precision(self.precision_plugin.precision)
-            if fitting:
-                refuse_callbacks(trainer.callbacks, self.model)  # type: ignore[attr-defined]
+            callbacks = trainer.callbacks if fitting else ()  # type: ignore[attr-defined]
+            refuse(self.precision_plugin.precision, callbacks, self.model)
             self.join_groups()
             self._run = Run(trainer)
             check_lightning(trainer)
