@@ -37,6 +37,11 @@ class EndOfData:
         self._ask_all_from: float = 0  # on, the ranks ask each other for every batch
         self._asked_now_and_then = -1  # the last batch asked for before
 
+    @property
+    def asks(self) -> bool:
+        """Whether there are other ranks to ask."""
+        return self._consensus is not None
+
     def is_last(self, index: int, num_ahead: int) -> bool:
         """Whether a batch is known to be the last one, on all ranks; `num_ahead` batches after it are fetched."""
         if self._consensus is None:
