@@ -175,6 +175,15 @@ def test_ranks_that_skip_other_batches_step_together(two_ranks: Ranks, name: str
         assert runs == [([], len(windows))] * 2
 
 
+def test_ranks_that_skip_a_whole_window_catch_up_together(two_ranks: Ranks) -> None:
+    """More batches are needed than `max_steps` let them look ahead for, and the data of one ends meanwhile."""
+    limits = {"accumulate_grad_batches": 2, "max_epochs": 2, "max_steps": 2, "timeout_s": 30}
+    for pipeline in ("base", "fused_sparse_dist"):
+        nones = ((0, 1, 2, 4), (1, 2, 3, 8))
+        runs = two_ranks.run(uneven.train_past_nones, pipeline, (7, 9), nones, **limits)
+        assert [trained for trained, _ in runs] == [[3, 5, 6] * 2, [0, 4, 5] * 2]
+
+
 @pytest.mark.parametrize("pipeline", ["base", "fused_sparse_dist"])
 def test_ranks_with_lengths_that_skip_other_batches_are_told_before_a_step(two_ranks: Ranks, pipeline: str) -> None:
     """They ask each other now and then. What they skip alike, or in one window, they count as Lightning does."""
