@@ -81,29 +81,13 @@ class Run:
         while self.at_end:
             self.at_end.pop(0)()
 
-    def update_tables(self) -> None:
-        """Make the updates of tables that a deferring schedule has left for later; all ranks call this."""
-        if self.executor is not None:
-            self.executor.updates.make_all()
-
     def disturbs(self, what: str) -> None:
         """Say that something else than training takes its time now; all ranks call this."""
         if self.tuner is not None:
             self.tuner.void(what)
 
-    def end_evaluation(self) -> None:
-        """Complete what was started for batches that are not evaluated, on all ranks alike.
-
-        The ranks then ask each other whether the evaluation has written tables.
-        """
-        if self.evaluator is not None:
-            self.evaluator.drain()
-        self._abandon_evaluation()
-        if self.executor is not None:
-            self.executor.writes.ask()
-
-    def _abandon_evaluation(self) -> None:
-        """Drop everything in flight at once, without a collective."""
+    def abandon_evaluation(self) -> None:
+        """Drop what is in flight of an evaluation, without a collective."""
         if self.evaluator is not None:
             self.evaluator.abandon()
             self.evaluator = None
@@ -118,7 +102,7 @@ class Run:
                 self.executor.wait_for_lookups()
             self.executor.abandon()
             self.executor = None
-        self._abandon_evaluation()
+        self.abandon_evaluation()
         if self.sparse is not None:
             self.sparse.detach()
             self.sparse = None
@@ -204,14 +188,14 @@ class HasRun(DDPStrategy):
 
     def update_tables(self) -> None:
         """Make the updates of tables that a deferring schedule has left for later; all ranks call this."""
-        if self._run is not None:
-            self._run.update_tables()
+        if self._executor is not None:
+            self._executor.updates.make_all()
 
     def end_epoch(self) -> None:
         """Make the updates that are left in an epoch; all ranks call this."""
         if self._run is not None:
             self._run.disturbs("epoch")
-            self._run.update_tables()
+            self.update_tables()
 
     def tables_changed(self) -> None:
         """Say that a callback or a hook has written tables between two steps; all ranks call this alike.

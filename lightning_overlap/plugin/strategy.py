@@ -348,16 +348,24 @@ class OverlapEmbeddingStrategy(FailsTogether, WalksSteps, StartsProcesses):
         run = self._run
         assert run is not None
         run.disturbs(step)
-        run.update_tables()
+        self.update_tables()
         if step not in run.pipelines:
             run.pipelines[step] = self._make_pipeline(self.schedule.evaluation, step)
         run.evaluating = run.pipelines[step]
         run.evaluating.attach()
 
     def end_evaluation(self) -> None:
-        """Complete what was started for batches that are not evaluated, on all ranks alike."""
-        assert self._run is not None
-        self._run.end_evaluation()
+        """Complete what was started for batches that are not evaluated, on all ranks alike.
+
+        The ranks then ask each other whether the evaluation has written tables.
+        """
+        run = self._run
+        assert run is not None
+        if run.evaluator is not None:
+            run.evaluator.drain()
+        run.abandon_evaluation()
+        if run.executor is not None:
+            run.executor.writes.ask()
 
     def stale_rows(self) -> StaleRows | None:
         """Return what counts the rows that this fit reads stale; None in exact modes, and without fused tables."""
