@@ -21,6 +21,7 @@ from lightning.pytorch.profilers import PassThroughProfiler
 from lightning.pytorch.trainer import call
 from lightning.pytorch.trainer.connectors.logger_connector import result
 from lightning.pytorch.trainer.connectors.logger_connector.result import _ResultCollection, _ResultMetric
+from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor
 from torch.utils.data import DataLoader
 from torchmetrics import Metric
@@ -174,11 +175,12 @@ def num_moves(pipeline: str | None) -> tuple[int, int]:
     trainer = make_trainer(make_strategy(pipeline))
     moves = []
 
-    def move(value: Any, *args: Any) -> Any:
-        moves.append(value)
-        return move_data_to_device(value, *args)
+    def apply(value: Any, kinds: Any, function: Any, *args: Any, **kwargs: Any) -> Any:
+        if function is move_data_to_device:
+            moves.append(value)
+        return apply_to_collection(value, kinds, function, *args, **kwargs)
 
-    with mock.patch.object(result, "move_data_to_device", move), warnings.catch_warnings():
+    with mock.patch.object(result, "apply_to_collection", apply), warnings.catch_warnings():
         warnings.simplefilter("ignore")
         trainer.fit(Twice(fused=pipeline is not None), datamodule=Batches(TABLE_WISE, NUM_BATCHES))
     return len(moves), trainer.global_step
