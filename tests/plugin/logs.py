@@ -176,7 +176,7 @@ def num_moves(pipeline: str | None) -> tuple[int, int]:
     moves = []
 
     def apply(value: Any, kinds: Any, function: Any, *args: Any, **kwargs: Any) -> Any:
-        if function is move_data_to_device:
+        if function is move_data_to_device and "is_tensor" in value:  # not a collection of them
             moves.append(value)
         return apply_to_collection(value, kinds, function, *args, **kwargs)
 
