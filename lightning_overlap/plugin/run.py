@@ -76,11 +76,6 @@ class Run:
         if self.tuner is not None:
             self.tuner.finish()
 
-    def end(self) -> None:
-        """Say that training has written its last weight."""
-        while self.at_end:
-            self.at_end.pop(0)()
-
     def disturbs(self, what: str) -> None:
         """Say that something else than training takes its time now; all ranks call this."""
         if self.tuner is not None:

@@ -187,8 +187,8 @@ class WalksSteps(HasRun):
             self._run.finish()
         for optimizer in self.optimizers:
             self._apply_stashed(optimizer, partial(super().optimizer_step, optimizer))
-        if self._run is not None:
-            self._run.end()
+        while self._run is not None and self._run.at_end:
+            self._run.at_end.pop(0)()
 
     @property
     def has_stashed_gradients(self) -> bool:
