@@ -118,6 +118,7 @@ class LookaheadFetcher(_DataLoaderIterDataFetcher):
         self._own_those_of_inner()
         self.num_skipped = self._num_delivered = 0  # batches of this epoch that are None, and others
         self._fewest_skipped = 0  # before the batch that is delivered, on the rank that has the fewest
+        self._ends_with_none = False  # after it, on all ranks
         self._has_ended = False  # by the word of the executor, on all ranks
         self._iterated = False  # since this fetcher took over
         self._num_allowed: float = 0  # batches to fetch in this epoch, by `max_steps`
@@ -185,6 +186,7 @@ class LookaheadFetcher(_DataLoaderIterDataFetcher):
             self._num_delivered += 1
             self._batch, self._dataloader_idx = inflight.batch, inflight.dataloader_idx
             self._batch_idx, self._fewest_skipped = self._number(inflight.batch_idx), inflight.fewest_skipped
+            self._ends_with_none = inflight.ends_with_none
         else:
             self.done = True
             raise StopIteration
@@ -213,7 +215,7 @@ class LookaheadFetcher(_DataLoaderIterDataFetcher):
         """
         more_than_others = 0 if self.length_known else self._num_delivered_none - self._fewest_skipped
         number = self._batch_idx - more_than_others
-        steps = (number + 1) % self._every == 0 or (executor.is_last and not executor.ends_with_none)
+        steps = (number + 1) % self._every == 0 or (executor.is_last and not self._ends_with_none)
         self._num_in_window = 0 if steps else self._num_in_window + 1
         return number, steps
 

@@ -28,8 +28,6 @@ class EndOfData:
         """What was asked and not yet heard, by batch."""
         self.num_batches: int | None = None
         """Batches that all ranks have, once that is known."""
-        self.ends_with_none = False
-        """Whether all ranks have a None after it, and nothing else."""
         self.stop_agreed = False
         """Whether a rank was told to stop."""
         self._poll_interval: PollInterval | None = None  # of asking now and then; None: lengths are not certain
@@ -104,9 +102,9 @@ class EndOfData:
             self._ask_all_from = min(self._ask_all_from, index + self._depth + 1)
         if index in in_flight:
             in_flight[index].fewest_skipped = -said.minus_skipped
+            in_flight[index].ends_with_none = bool(said.last) and not said.bare_end
         if said.has and (said.lacks or said.last) and self.num_batches is None:
             self.num_batches = index if said.lacks else index + 1
-            self.ends_with_none = not (said.lacks or said.bare_end)
             self._drop(in_flight, self.num_batches)
 
     def _drop(self, in_flight: dict[int, InFlightBatch], end: int) -> None:

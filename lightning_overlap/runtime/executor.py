@@ -169,11 +169,6 @@ class Executor:
         return self._end.is_last(self._iteration, self.num_ahead)
 
     @property
-    def ends_with_none(self) -> bool:
-        """Whether only batches that are None follow the last one, on all ranks."""
-        return self._end.ends_with_none
-
-    @property
     def stop_agreed(self) -> bool:
         """Whether a rank was told to stop, as all of them know."""
         return self._end.stop_agreed
