@@ -29,6 +29,12 @@ class StepFlags(NamedTuple):
     requested_interval: int = 0
     """How soon it wants to be asked again, see `PollInterval`; as an answer, the most of any rank."""
 
+    minus_skipped: int = 0
+    """`-n` for n batches that are None before this one; as an answer, of the rank that has skipped the fewest."""
+
+    bare_end: bool = False
+    """It has another batch after this one, or nothing: no None that ends its data."""
+
 
 class Answer(NamedTuple):
     """An answer that may still be on its way: the flags of all ranks, one after the other."""
@@ -39,9 +45,7 @@ class Answer(NamedTuple):
     def wait(self) -> StepFlags:
         """Return what any rank said."""
         self.work.wait()
-        *said, requested_interval = self.flags.view(-1, len(StepFlags._fields)).amax(0).tolist()
-        has, lacks, last, stop, skips = map(bool, said)
-        return StepFlags(has, lacks, last, stop, skips, requested_interval)
+        return StepFlags(*self.flags.view(-1, len(StepFlags._fields)).amax(0).tolist())
 
 
 Lowest = Callable[[], list[int]]
@@ -98,12 +102,12 @@ ASK_EVERY_S = 0.5
 MAX_INTERVAL = 255
 """Longest polling interval, in batches.
 
-Ranks send `MAX_INTERVAL - interval` as uint8, so that the largest of all ranks' picks the shortest that any asks.
+Ranks send `MAX_INTERVAL - interval`, so that the largest of all ranks' picks the shortest that any asks.
 """
 
 
 class Consensus:
-    """Asks all ranks by an all-to-all of six bytes on the host: the host waits for it a step later, no device does.
+    """Asks all ranks by an all-to-all of eight numbers on the host: the host waits for it a step later, no device does.
 
     gloo sends them to each rank at once; its all-reduce passes them on around a ring, twice, which takes half as much
     of the CPU again on two ranks and longer on more. The group is a gloo group of all ranks, for this alone.
@@ -114,7 +118,7 @@ class Consensus:
 
     def ask(self, flags: StepFlags) -> Answer:
         """Send this rank's flags and ask for those of all ranks; every rank asks as often and in the same order."""
-        sent = torch.tensor(flags * self._group.size(), dtype=torch.uint8)
+        sent = torch.tensor(flags * self._group.size(), dtype=torch.int32)
         received = torch.empty_like(sent)
         # Not by `torch.distributed`: who times or delays the all-to-alls of embeddings there means none of these.
         return Answer(received, self._group.alltoall_base(received, sent, [], []))

@@ -80,6 +80,39 @@ class SkippedBatches:
                     )
                 time.sleep(0.01)
 
+    def check_window(
+        self, num_batches: int, num_skipped: int, number: int, every: int, *, by_end: bool, waits: bool
+    ) -> None:
+        """Check that a batch begins and ends the window of an optimizer step on all ranks, or on none.
+
+        Args:
+            num_batches: Other batches of the epoch up to it.
+            num_skipped: Batches of the epoch that this rank has skipped before it.
+            number: Number of the batch in this rank's count of both.
+            every: Batches of a window.
+            by_end: Whether all ranks step with it since it is the last one.
+            waits: Whether another rank may still be about to fetch it.
+
+        Raises:
+            RuntimeError: Another rank has skipped fewer, or more, so that its windows are others.
+        """
+        deadline = time.monotonic() + WAIT_S
+        for rank in range(self._num_ranks):
+            while True:
+                theirs = sum(place < num_batches for place in self._of(rank, False))
+                more, edges = theirs - num_skipped, (number,) if by_end else (number, number + 1)
+                if all(((edge + more) % every == 0) == (edge % every == 0) for edge in edges):
+                    break
+                if not waits or more > 0 or time.monotonic() > deadline:
+                    raise RuntimeError(
+                        f"rank {self._rank} has taken {num_batches} batches of an epoch and skipped {num_skipped} that "
+                        f"are None, rank {rank} has skipped {theirs} by then: with accumulate_grad_batches={every} "
+                        "they would step their optimizers after other batches, and each wait for the other. Let all "
+                        "ranks skip alike (drop samples in place of whole batches), or give the loader no length: then "
+                        "the ranks agree on each step."
+                    )
+                time.sleep(0.01)
+
     def _of(self, rank: int, over_epochs: bool) -> list[int]:
         """How many others come before each batch that a rank skips: those of this epoch, and before them of earlier."""
         key = f"{self._key}/{rank}"

@@ -1,7 +1,6 @@
 """The Lightning side: the strategy, its hooks and loops.
 
-Lightning's private names occur in `fit_loop.py`, `fetcher.py`, `evaluation_loops.py`, `sigterm.py`, `processes.py`,
-`checkpoint_links.py` and `shortcuts.py`.
+`private_names.py` lists what it uses of Lightning beyond its public interface.
 """
 
 from . import first_words as first_words

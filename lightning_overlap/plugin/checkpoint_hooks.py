@@ -7,7 +7,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import torch.distributed as dist
 from lightning.pytorch import LightningModule
 from lightning.pytorch.plugins.io import TorchCheckpointIO
 from lightning.pytorch.trainer.states import TrainerFn
@@ -103,7 +102,10 @@ class SavesShards(HasRun):
             self._save(module, checkpoint, self.broadcast(filepath), storage_options)
 
     def _save(self, module: LightningModule, checkpoint: dict[str, Any], filepath: Any, storage_options: Any) -> None:
-        _gather_loader_states(checkpoint, self.checkpoint_group)
+        # Rank 0 alone writes what is not sharded.
+        states = gather_objects(_fit_loop(checkpoint).get(_LOADER), self.checkpoint_group)
+        if any(states):
+            checkpoint[_LOADERS] = states
         if hands_out_rows(module):
             if self._saved_format == FULL:
                 raise ValueError(
@@ -183,7 +185,10 @@ class SavesShards(HasRun):
                 strict=module.strict_loading,
                 with_optimizers=self._is_fitting(),
             )
-        return _take_loader_state(checkpoint, self.checkpoint_group)
+        states = checkpoint.pop(_LOADERS, [])
+        if len(states) == self.world_size:  # else all get what rank 0's loaders had
+            _fit_loop(checkpoint)[_LOADER] = states[self.global_rank] or []
+        return checkpoint
 
     @override
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
@@ -218,22 +223,6 @@ class SavesShards(HasRun):
 
     def _is_fitting(self) -> bool:
         return self.lightning_module is not None and self.lightning_module.trainer.state.fn == TrainerFn.FITTING
-
-
-def _gather_loader_states(checkpoint: dict[str, Any], group: dist.ProcessGroup | None) -> None:
-    """Add every rank's state of the data loaders: rank 0 alone writes what is not sharded."""
-    states = gather_objects(_fit_loop(checkpoint).get(_LOADER), group)
-    if any(states):
-        checkpoint[_LOADERS] = states
-
-
-def _take_loader_state(checkpoint: dict[str, Any], group: dist.ProcessGroup | None) -> dict[str, Any]:
-    """Give this rank the state of its own data loaders, if there were as many ranks; else all get rank 0's."""
-    states = checkpoint.pop(_LOADERS, [])
-    rank, num_ranks = (0, 1) if group is None else (group.rank(), group.size())
-    if len(states) == num_ranks:
-        _fit_loop(checkpoint)[_LOADER] = states[rank] or []
-    return checkpoint
 
 
 def _fit_loop(checkpoint: dict[str, Any]) -> dict[str, Any]:

@@ -10,7 +10,8 @@ from __future__ import annotations
 
 import functools
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -21,28 +22,20 @@ from lightning.pytorch.core import module as lightning_module
 from lightning.pytorch.core import saving
 
 from ..checkpoint import discard, is_folder, lead
-from ..versions import check_names
-
-PRIVATE_NAMES: Mapping[str, tuple[str, ...]] = {
-    "ModelCheckpoint": ("_link_checkpoint",),
-    "lightning.pytorch.core.module": ("_load_from_checkpoint",),
-}
-"""What this file uses of Lightning beyond its public interface, by the class that has it."""
 
 WhenWhole = Callable[[Callable[[], None]], None]
 """Calls what it is given as soon as the save under way has succeeded; at once where there is none."""
 
 
-def install(trainer: Trainer, on_commit: WhenWhole) -> None:
+@contextmanager
+def installed(trainer: Trainer, on_commit: WhenWhole) -> Iterator[None]:
     """Let callbacks link when what the link leads to is whole; classes of the user's do as they like."""
-    for callback in _linking(trainer):
+    linking = [callback for callback in _keeping_last(trainer) if callback.save_last == "link"]
+    for callback in linking:
         if type(callback)._link_checkpoint is ModelCheckpoint._link_checkpoint:
             callback._link_checkpoint = partial(_link, on_commit)  # type: ignore[method-assign]
-
-
-def uninstall(trainer: Trainer) -> None:
-    """Give the callbacks Lightning's own way back."""
-    for callback in _linking(trainer):
+    yield
+    for callback in linking:
         vars(callback).pop("_link_checkpoint", None)
 
 
@@ -70,10 +63,6 @@ def _keeping_last(trainer: Trainer | None) -> Iterator[ModelCheckpoint]:
             yield callback
 
 
-def _linking(trainer: Trainer) -> Iterator[ModelCheckpoint]:
-    return (callback for callback in _keeping_last(trainer) if callback.save_last == "link")
-
-
 def _link(on_commit: WhenWhole, trainer: Trainer, filepath: Any, linkpath: Any) -> None:
     path, link = Path(os.path.abspath(filepath)), Path(os.path.abspath(linkpath))
     if trainer.is_global_zero and path != link:
@@ -93,9 +82,7 @@ def explain_folders() -> None:
     class calls into Lightning there with no trainer, strategy or reader of this package's in the way, often in a
     process that has none of them. Until a folder is given, the function does what Lightning's does.
     """
-    owners = {"ModelCheckpoint": ModelCheckpoint, "lightning.pytorch.core.module": lightning_module}
-    check_names("lightning", PRIVATE_NAMES, owners)
-    if vars(lightning_module)["_load_from_checkpoint"] is saving._load_from_checkpoint:
+    if getattr(lightning_module, "_load_from_checkpoint", None) is saving._load_from_checkpoint:
         lightning_module._load_from_checkpoint = _load  # type: ignore[attr-defined]
 
 

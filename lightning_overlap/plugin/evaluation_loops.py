@@ -5,7 +5,8 @@ As in `fit_loop.py` the live loop objects get a class that mixes in what changes
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 from lightning.pytorch import Trainer
@@ -14,135 +15,49 @@ from lightning.pytorch.loops.fetchers import _DataFetcher, _PrefetchDataFetcher
 from lightning.pytorch.loops.prediction_loop import _PredictionLoop
 from typing_extensions import override
 
-from ..schedules import Stage
-from ..versions import check_names
 from . import sigterm
-from .fetcher import ExecutorFactory, LookaheadFetcher, StagedBatch, stage_batch
-from .fit_loop import mix_in, take_out
-from .run import HasRun
-
-_OF_BOTH = ["_build_kwargs", "_build_step_args_from_hook_kwargs", "_data_fetcher", "_verify_dataloader_idx_requirement"]
-PRIVATE_NAMES: Mapping[str, tuple[str, ...]] = {
-    "lightning.pytorch.loops.evaluation_loop": ("_EvaluationLoop",),
-    "lightning.pytorch.loops.prediction_loop": ("_PredictionLoop",),
-    "lightning.pytorch.loops.fetchers": ("_DataFetcher", "_PrefetchDataFetcher"),
-    "_EvaluationLoop": (*_OF_BOTH, "_evaluation_step", "_is_sequential"),
-    "_PredictionLoop": (*_OF_BOTH, "_predict_step", "_return_predictions", "_store_data_for_prediction_writer"),
-}
-"""What this file uses of Lightning beyond its public interface, by the module or class that has it."""
-
-
-def _run_step(step: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Run the user's step of an evaluation, with early embeddings if its batch was looked ahead."""
-    if not (args and isinstance(args[0], StagedBatch)):
-        return step(*args, **kwargs)
-    [staged] = args
-    with staged.executor.forward():
-        output = step(*staged.arguments)
-    staged.executor.stage_done(Stage.DENSE_FORWARD)
-    return output
-
-
-class EvaluatesAhead(HasRun):
-    """The hooks of a strategy around evaluations; without a run they are those of DDPStrategy.
-
-    Owns nothing: it tells the run where an evaluation begins and ends.
-    """
-
-    @override
-    def validation_step(self, *args: Any, **kwargs: Any) -> Any:
-        return _run_step(super().validation_step, *args, **kwargs)
-
-    @override
-    def test_step(self, *args: Any, **kwargs: Any) -> Any:
-        return _run_step(super().test_step, *args, **kwargs)
-
-    @override
-    def predict_step(self, *args: Any, **kwargs: Any) -> Any:
-        return _run_step(super().predict_step, *args, **kwargs)
-
-    @override
-    def on_validation_start(self) -> None:
-        super().on_validation_start()
-        self._begin_evaluation("validation_step")
-
-    @override
-    def on_test_start(self) -> None:
-        super().on_test_start()
-        self._begin_evaluation("test_step")
-
-    @override
-    def on_predict_start(self) -> None:
-        super().on_predict_start()
-        self._begin_evaluation("predict_step")
-
-    @override
-    def on_validation_end(self) -> None:
-        self._end_evaluation()
-        super().on_validation_end()
-
-    @override
-    def on_test_end(self) -> None:
-        self._end_evaluation()
-        super().on_test_end()
-
-    @override
-    def on_predict_end(self) -> None:
-        self._end_evaluation()
-        super().on_predict_end()
-
-    def _begin_evaluation(self, step: str) -> None:
-        if self._run is not None:
-            self._run.begin_evaluation(step)
-
-    def _end_evaluation(self) -> None:
-        if self._run is not None:
-            self._run.end_evaluation()
-
-
-class EvaluationFetcher(LookaheadFetcher):
-    """Gives an evaluation loop staged batches, numbered as its loader numbers them."""
-
-    _keeps_states = False  # no checkpoint holds the position of an evaluation
-
-    @override
-    def _number(self, number: int) -> int:
-        return number
-
-    @override
-    def _stage(self, batch: Any, dataloader_idx: int) -> Any:
-        return stage_batch(self._trainer, batch, dataloader_idx)
-
-    @override
-    def _is_skipped(self, batch: Any) -> bool:
-        return False
-
-    @override
-    def _num_batches_left(self) -> float:
-        return float("inf")
+from .fetcher import LookaheadFetcher
+from .fit_loop import mixed_in
 
 
 class _LookaheadMixin:
     """What the two evaluation loops have in common."""
 
-    _make_executor: ExecutorFactory
     _data_fetcher: _DataFetcher | None
+    _is_sequential: bool
+    _step: str
+    """The user's method that takes the batches."""
+    num_dataloaders: int
     trainer: Trainer
-
-    def _step_arguments(self, batch: Any, batch_idx: int, dataloader_idx: int) -> tuple[Any, ...]:
-        raise NotImplementedError
 
     def reset(self) -> None:
         """Take over the fetcher. A module that takes `dataloader_iter` does its own fetching."""
         super().reset()  # type: ignore[misc]
         fetcher = self._data_fetcher
         if type(fetcher) is _PrefetchDataFetcher:
-            self._data_fetcher = EvaluationFetcher(fetcher, self.trainer, self._make_executor, self._step_arguments)
+            self._data_fetcher = LookaheadFetcher(fetcher, self.trainer, self._step_arguments, trains=False)
+
+    def on_run_start(self) -> None:
+        """Let the hooks and steps find the tables up to date."""
+        self.trainer.strategy.begin_evaluation(self._step)  # type: ignore[attr-defined]
+        super().on_run_start()  # type: ignore[misc]
+
+    def on_run_end(self) -> Any:
+        """Leave nothing in flight."""
+        outputs = super().on_run_end()  # type: ignore[misc]
+        self.trainer.strategy.end_evaluation()  # type: ignore[attr-defined]
+        return outputs
+
+    def _step_arguments(self, batch: Any, batch_idx: int, dataloader_idx: int) -> tuple[Any, ...]:
+        several = self._is_sequential and self.num_dataloaders > 1
+        kwargs = self._build_kwargs(batch, batch_idx, dataloader_idx if several else None)  # type: ignore[attr-defined]
+        arguments: tuple[Any, ...] = self._build_step_args_from_hook_kwargs(kwargs, self._step)  # type: ignore[attr-defined]
+        return arguments
 
     def _verify_dataloader_idx_requirement(self) -> None:
         """Show Lightning its own fetcher meanwhile: what it asks of the user depends on the kind."""
         fetcher = self._data_fetcher
-        if isinstance(fetcher, EvaluationFetcher):
+        if isinstance(fetcher, LookaheadFetcher):
             self._data_fetcher = fetcher.inner
         try:
             super()._verify_dataloader_idx_requirement()  # type: ignore[misc]
@@ -152,18 +67,16 @@ class _LookaheadMixin:
     def _stop_together(self) -> None:
         """Leave after the same step on all ranks when one of them has received SIGTERM."""
         fetcher = self._data_fetcher
-        executor = fetcher.executor if isinstance(fetcher, EvaluationFetcher) else None
+        executor = fetcher.executor if isinstance(fetcher, LookaheadFetcher) else None
         if executor is not None and executor.stop_agreed and not executor.is_last:
             sigterm.leave(self.trainer)
 
 
 class _EvaluationLoopMixin(_LookaheadMixin, _EvaluationLoop):
+    @property
     @override
-    def _step_arguments(self, batch: Any, batch_idx: int, dataloader_idx: int) -> tuple[Any, ...]:
-        several = self._is_sequential and self.num_dataloaders > 1
-        kwargs = self._build_kwargs(batch, batch_idx, dataloader_idx if several else None)
-        step = "test_step" if self.trainer.testing else "validation_step"
-        return self._build_step_args_from_hook_kwargs(kwargs, step)
+    def _step(self) -> str:  # type: ignore[override]
+        return "test_step" if self.trainer.testing else "validation_step"
 
     @override
     def _evaluation_step(self, *args: Any) -> None:
@@ -172,15 +85,13 @@ class _EvaluationLoopMixin(_LookaheadMixin, _EvaluationLoop):
 
 
 class _PredictionLoopMixin(_LookaheadMixin, _PredictionLoop):
-    @override
-    def _step_arguments(self, batch: Any, batch_idx: int, dataloader_idx: int) -> tuple[Any, ...]:
-        kwargs = self._build_kwargs(batch, batch_idx, dataloader_idx if self.num_dataloaders > 1 else None)
-        return self._build_step_args_from_hook_kwargs(kwargs, "predict_step")
+    _is_sequential = True
+    _step = "predict_step"
 
     @override
     def _predict_step(self, batch: Any, batch_idx: int, dataloader_idx: int, dataloader_iter: Any) -> None:
         returned = self._return_predictions
-        if isinstance(self._data_fetcher, EvaluationFetcher):
+        if isinstance(self._data_fetcher, LookaheadFetcher):
             # The stock loop leaves the prediction writers out where it does not transfer the batch itself.
             wanted = self._store_data_for_prediction_writer(batch_idx, dataloader_idx)
             self._return_predictions = returned or wanted
@@ -191,24 +102,11 @@ class _PredictionLoopMixin(_LookaheadMixin, _PredictionLoop):
         self._stop_together()
 
 
-def _loops(trainer: Trainer) -> list[tuple[Any, type[_LookaheadMixin]]]:
-    evaluations = [trainer.fit_loop.epoch_loop.val_loop, trainer.validate_loop, trainer.test_loop]
-    return [*((loop, _EvaluationLoopMixin) for loop in evaluations), (trainer.predict_loop, _PredictionLoopMixin)]
-
-
-def install(trainer: Trainer, make_executor: ExecutorFactory) -> None:
-    """Give the trainer's live evaluation loops the lookahead."""
-    check_names(
-        "lightning", PRIVATE_NAMES, {"_EvaluationLoop": trainer.validate_loop, "_PredictionLoop": trainer.predict_loop}
-    )
-    for loop, mixin in _loops(trainer):
-        mix_in(loop, mixin)
-        loop._make_executor = make_executor
-
-
-def uninstall(trainer: Trainer) -> None:
-    """Give the loops their own classes back."""
-    for loop, mixin in _loops(trainer):
-        if isinstance(loop, mixin):
-            del loop._make_executor
-            take_out(loop)
+@contextmanager
+def installed(trainer: Trainer) -> Iterator[None]:
+    """Give the trainer's live evaluation loops the lookahead meanwhile."""
+    with ExitStack() as stack:
+        for loop in (trainer.fit_loop.epoch_loop.val_loop, trainer.validate_loop, trainer.test_loop):
+            stack.enter_context(mixed_in(loop, _EvaluationLoopMixin))
+        stack.enter_context(mixed_in(trainer.predict_loop, _PredictionLoopMixin))
+        yield

@@ -14,7 +14,6 @@ from typing import Any, TypeVar
 from typing_extensions import override
 
 from ..distributed import Consensus, FirstCause, default_store, groups, remember_sockets, tell_last, timed_out
-from . import fit_loop
 from .checkpoint_hooks import SavesShards
 
 T = TypeVar("T")
@@ -117,7 +116,7 @@ class FailsTogether(SavesShards):
         trainer = self._running_trainer
         self.on_exception(first)
         if trainer is not None:
-            fit_loop.tear_down(trainer)
+            trainer._teardown()
         return first
 
     @property

@@ -2,13 +2,13 @@
 
 It stands in the place of Lightning's own, whose iterator it goes on with: it stages each batch when the executor asks
 for one, skips batches that are None, and keeps the states of the data loaders for checkpoints. `evaluation_loops.py`
-has a subclass for evaluations.
+gives one to evaluations.
 """
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from contextlib import nullcontext, suppress
 from typing import Any, TypeAlias
 
@@ -19,16 +19,8 @@ from typing_extensions import override
 
 from ..distributed import ASK_FOR_LAST, SkippedBatches
 from ..runtime import BatchMemory, Executor, InFlightBatch, keeps_its_data
+from ..tables import has_model_parallel_tables
 from . import sigterm
-
-PRIVATE_NAMES: Mapping[str, tuple[str, ...]] = {
-    "lightning.pytorch.loops.fetchers": ("_DataFetcher", "_DataLoaderIterDataFetcher"),
-    "lightning.pytorch.loops.training_epoch_loop": ("_TrainingEpochLoop",),
-    "_DataLoaderIterDataFetcher": ("_batch", "_batch_idx", "_dataloader_idx", "_start_profiler", "_stop_profiler"),
-    "LightningModule": ("_on_before_batch_transfer",),
-    "CombinedLoader": ("_state_dicts",),
-}
-"""What this file uses of Lightning beyond its public interface, by the module or class that has it."""
 
 NUM_AT_HAND = 2
 """Batches at hand where lengths are not certain and memory is not filled anew: so the ranks ask for every other one."""
@@ -36,18 +28,18 @@ NUM_AT_HAND = 2
 _Fetched: TypeAlias = "tuple[tuple[Any, int, int], Any]"
 """A batch with its number and its loader's, and the states of the loaders after it."""
 
-ExecutorFactory = Callable[["LookaheadFetcher"], Executor]
-"""Makes an executor of the batches that a fetcher gives."""
-
 StepArguments = Callable[[Any, int, int], tuple[Any, ...]]
 """Returns the arguments of the user's step for a batch, its number and its loader's."""
 
 
 class StagedBatch:
-    """What a loop passes to the strategy's step in the place of the batch: the arguments of the user's step."""
+    """What a loop passes to the strategy's step in the place of the batch: the arguments of the user's step.
 
-    def __init__(self, arguments: tuple[Any, ...], executor: Executor) -> None:
-        self.arguments, self.executor = arguments, executor
+    `check` is called between its forward and its backward, if it is there.
+    """
+
+    def __init__(self, arguments: tuple[Any, ...], executor: Executor, check: Callable[[], None] | None) -> None:
+        self.arguments, self.executor, self.check = arguments, executor, check
 
 
 class LoaderStates:
@@ -106,19 +98,14 @@ class LookaheadFetcher(_DataLoaderIterDataFetcher):
     asked for.
     """
 
-    _keeps_states = True
-    """Whether checkpoints hold the states of these loaders."""
-
-    def __init__(
-        self, inner: _DataFetcher, trainer: Trainer, make_executor: ExecutorFactory, step_arguments: StepArguments
-    ) -> None:
-        self.inner = inner
+    def __init__(self, inner: _DataFetcher, trainer: Trainer, step_arguments: StepArguments, *, trains: bool) -> None:
+        self.inner, self.trains = inner, trains
         kept = {name: getattr(inner, name) for name in ("fetched", "length", "_start_profiler", "_stop_profiler")}
         super().__init__()  # sets them back, but the inner one is running already
         for name, value in kept.items():
             setattr(inner, name, value)
         self._trainer = trainer
-        self._make_executor, self._step_arguments = make_executor, step_arguments
+        self._step_arguments = step_arguments
         self.executor: Executor | None = None
         self._peeked = False
         self._skipped: deque[tuple[int, int, int]] = deque()
@@ -130,13 +117,18 @@ class LookaheadFetcher(_DataLoaderIterDataFetcher):
         self._memory = BatchMemory(trainer.strategy.root_device.type, is_own=is_own)
         self._own_those_of_inner()
         self.num_skipped = self._num_delivered = 0  # batches of this epoch that are None, and others
+        self._fewest_skipped = 0  # before the batch that is delivered, on the rank that has the fewest
+        self._ends_with_none = False  # after it, on all ranks
         self._has_ended = False  # by the word of the executor, on all ranks
         self._iterated = False  # since this fetcher took over
         self._num_allowed: float = 0  # batches to fetch in this epoch, by `max_steps`
+        self._num_in_window = 0  # batches since the optimizer step before
+        self.window: tuple[int, bool] | None = None
+        """Number of the batch in the count of all ranks, and whether they step with it; None: as Lightning counts."""
         self.num_batches: float = float("inf")  # of the shortest rank's epoch
         self.lengths_known = False  # on all ranks
         self._is_whole = False  # this epoch: not resumed in the middle
-        self._states = LoaderStates(inner, kept=self._keeps_states)
+        self._states = LoaderStates(inner, kept=trains)  # no checkpoint holds the position of an evaluation
         self.done = inner.done
 
     fetched = _of_inner("fetched")
@@ -165,7 +157,10 @@ class LookaheadFetcher(_DataLoaderIterDataFetcher):
         assert self.executor is not None
         self.done = self.executor.is_last and self._real is None and not self._skips
         arguments = self._step_arguments(self._batch, self._batch_idx, self._dataloader_idx)
-        return StagedBatch(arguments, self.executor)
+        accumulates = self.told is not None and self._batch is not None and self._every > 1
+        self.window = self._place_in_window(self.executor) if accumulates else None
+        check = self._check_window if accumulates and self._num_delivered_none and self.length_known else None
+        return StagedBatch(arguments, self.executor, check)
 
     def peek(self) -> Any:
         """Return the batch that `next` is going to deliver.
@@ -176,7 +171,9 @@ class LookaheadFetcher(_DataLoaderIterDataFetcher):
         if self._peeked:
             return self._batch
         if self.executor is None:
-            self.executor = self._make_executor(self)
+            self.executor = self._trainer.strategy.make_executor(self)  # type: ignore[attr-defined]
+        if self.executor.num_fetched == 0:
+            self._num_in_window = self._num_ready % self._every
         self._num_allowed = self.executor.num_trained - (self._real is not None) + self._num_batches_left()
         if self._real is None and not self._has_ended and not self._skips:
             self._real = self.executor.next_batch()
@@ -188,7 +185,8 @@ class LookaheadFetcher(_DataLoaderIterDataFetcher):
             inflight, self._real = self._real, None
             self._num_delivered += 1
             self._batch, self._dataloader_idx = inflight.batch, inflight.dataloader_idx
-            self._batch_idx = self._number(inflight.batch_idx)
+            self._batch_idx, self._fewest_skipped = self._number(inflight.batch_idx), inflight.fewest_skipped
+            self._ends_with_none = inflight.ends_with_none
         else:
             self.done = True
             raise StopIteration
@@ -199,6 +197,36 @@ class LookaheadFetcher(_DataLoaderIterDataFetcher):
     def _skips(self) -> bool:
         """Whether a batch that is None comes next; one that lies past the last batch of all ranks never does."""
         return bool(self._skipped) and self._skipped[0][0] <= self._num_delivered
+
+    @property
+    def _every(self) -> int:
+        """Batches that share an optimizer step."""
+        return self._trainer.accumulate_grad_batches
+
+    @property
+    def _num_delivered_none(self) -> int:
+        return self.num_skipped - len(self._skipped)
+
+    def _place_in_window(self, executor: Executor) -> tuple[int, bool]:
+        """Count a batch as all ranks do: after as many None as the rank that has skipped the fewest.
+
+        Where lengths are known the ranks do not ask each other for every batch: each goes by its own count, and one
+        that has skipped a batch checks that it comes to no other step than the others.
+        """
+        more_than_others = 0 if self.length_known else self._num_delivered_none - self._fewest_skipped
+        number = self._batch_idx - more_than_others
+        steps = (number + 1) % self._every == 0 or (executor.is_last and not self._ends_with_none)
+        self._num_in_window = 0 if steps else self._num_in_window + 1
+        return number, steps
+
+    def _check_window(self) -> None:
+        assert self.told is not None
+        assert self.window is not None
+        number, steps = self.window
+        by_end = steps and (number + 1) % self._every != 0
+        waits = not has_model_parallel_tables(self._trainer.lightning_module)
+        skipped = self._num_delivered_none
+        self.told.check_window(self._num_delivered, skipped, number, self._every, by_end=by_end, waits=waits)
 
     @property
     def exhausted(self) -> bool:
@@ -214,11 +242,19 @@ class LookaheadFetcher(_DataLoaderIterDataFetcher):
         """Whether every rank is known to have as many batches in this epoch; not where it is resumed in the middle."""
         return self.lengths_known and self._is_whole
 
+    @property
+    def num_skipped_after(self) -> int:
+        """Batches that are None after the one fetched last, as far as this rank has looked."""
+        num_fetched = 0 if self.executor is None else self.executor.num_fetched
+        return sum(num_before > num_fetched for num_before, _, _ in self._skipped)
+
     def check_skipped(self, *, over_epochs: bool) -> None:
         """Check that all ranks come to a validation here; see `SkippedBatches.check`."""
         if self.told is not None:
-            num_skipped = self.num_skipped - len(self._skipped)
-            self.told.check(self._num_delivered, num_skipped, at_skipped=self._batch is None, over_epochs=over_epochs)
+            at_skipped = self._batch is None
+            self.told.check(
+                self._num_delivered, self._num_delivered_none, at_skipped=at_skipped, over_epochs=over_epochs
+            )
 
     @property
     def stop_requested(self) -> bool:
@@ -245,7 +281,8 @@ class LookaheadFetcher(_DataLoaderIterDataFetcher):
             return None
         (batch, batch_idx, dataloader_idx), states = fetched
         self._states.note(index, states, self.executor.depth)
-        staged = self._stage(batch, dataloader_idx)  # what comes next may fill its memory anew
+        # Before what comes next, which may fill its memory anew. Lightning names loader 0 in training.
+        staged = stage_batch(self._trainer, batch, 0 if self.trains else dataloader_idx)
         for ahead in range(index + 1 + len(self._buffered), index + 1 + self._num_to_buffer):
             if ahead < self._num_allowed and (following := self._next_to_train(ahead)) is not None:
                 self._buffered.append(following)
@@ -280,7 +317,7 @@ class LookaheadFetcher(_DataLoaderIterDataFetcher):
 
     def _is_skipped(self, batch: Any) -> bool:
         """Whether the loop trains no such batch."""
-        return batch is None
+        return self.trains and batch is None
 
     def _next_of_inner(self) -> _Fetched | None:
         for _ in range(2):
@@ -333,7 +370,7 @@ class LookaheadFetcher(_DataLoaderIterDataFetcher):
 
     def drop(self) -> None:
         """Drop the batches that were looked ahead, on all ranks alike."""
-        self._batch, self._real, self._peeked = None, None, False
+        self._batch, self._real, self._peeked, self.window = None, None, False, None
         self._buffered.clear()
         if self.told is not None:
             self.told.forget(len(self._skipped))
@@ -342,21 +379,22 @@ class LookaheadFetcher(_DataLoaderIterDataFetcher):
         if self.executor is not None:
             self.executor.drain()
 
+    @property
+    def _num_ready(self) -> int:
+        return self._epoch_loop.batch_progress.current.ready
+
     def _number(self, number: int) -> int:
         """The `batch_idx` of the batch that is delivered next, whose number among those of its loader this is."""
-        return self._epoch_loop.batch_idx + 1
-
-    def _stage(self, batch: Any, dataloader_idx: int) -> Any:
-        """Run the batch-transfer hooks; Lightning calls them with loader 0 in training."""
-        return None if batch is None else stage_batch(self._trainer, batch, 0)
+        return self._epoch_loop.batch_idx + 1 if self.trains else number
 
     def _num_batches_left(self) -> float:
         """Batches that `max_steps` leaves to train: fetching more would take data from a later `fit`."""
         loop, trainer = self._epoch_loop, self._trainer
-        if loop.max_steps == -1 or not trainer.lightning_module.automatic_optimization:
+        if not self.trains or loop.max_steps == -1 or not trainer.lightning_module.automatic_optimization:
             return float("inf")
-        done_of_step = loop.batch_progress.current.ready % trainer.accumulate_grad_batches
-        return (loop.max_steps - loop.global_step) * trainer.accumulate_grad_batches - done_of_step
+        # Several ranks may have skipped other batches: they go by what all of them have trained.
+        done_of_step = (self._num_ready if self.told is None else self._num_in_window) % self._every
+        return (loop.max_steps - loop.global_step) * self._every - done_of_step
 
 
 def stage_batch(trainer: Trainer, batch: Any, dataloader_idx: int) -> Any:

@@ -8,50 +8,22 @@ from __future__ import annotations
 
 import warnings
 from collections import OrderedDict
-from collections.abc import Mapping
-from typing import Any, cast
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
 
 from lightning.pytorch import Trainer
-from lightning.pytorch.callbacks import ModelPruning
 from lightning.pytorch.loops.fetchers import _DataFetcher, _PrefetchDataFetcher
 from lightning.pytorch.loops.fit_loop import _FitLoop
 from lightning.pytorch.loops.optimization.automatic import _AutomaticOptimization
 from lightning.pytorch.loops.training_epoch_loop import _TrainingEpochLoop
-from lightning.pytorch.strategies import DDPStrategy
 from lightning.pytorch.utilities import CombinedLoader
+from torch.optim import Optimizer
 from torch.utils import data
 from typing_extensions import override
 
-from ..versions import check_names
-from . import fetcher as fetchers
 from . import sigterm
-from .fetcher import ExecutorFactory, LookaheadFetcher
-
-PRIVATE_NAMES: Mapping[str, tuple[str, ...]] = {
-    "lightning.pytorch.loops.fetchers": ("_DataFetcher", "_PrefetchDataFetcher"),
-    "lightning.pytorch.loops.fit_loop": ("_FitLoop",),
-    "lightning.pytorch.loops.optimization.automatic": ("_AutomaticOptimization",),
-    "lightning.pytorch.loops.training_epoch_loop": ("_TrainingEpochLoop",),
-    "_FitLoop": ("_can_stop_early", "_data_fetcher", "_should_reload_train_dl", "setup_data"),
-    "_TrainingEpochLoop": (
-        *("_batches_that_stepped", "_broadcast_sigterm_tensor", "_build_kwargs", "_should_accumulate"),
-        *("_num_ready_batches_reached", "_should_check_val_epoch", "_should_check_val_fx", "advance"),
-    ),
-    "Strategy": ("_layer_sync",),
-    "Trainer": ("_teardown",),
-    "ModelPruning": ("_parameters_to_prune",),
-}
-"""What this file uses of Lightning beyond its public interface, by the module or class that has it."""
-
-
-def num_trained(trainer: Trainer) -> int:
-    """Return how many batches a trainer has trained, over all epochs, those before a checkpoint included."""
-    return trainer.fit_loop.epoch_loop.total_batch_idx + 1
-
-
-def accumulates(trainer: Trainer) -> bool:
-    """Return whether the optimizer step of the batch in training comes with a later batch."""
-    return trainer.fit_loop.epoch_loop._should_accumulate()
+from .fetcher import LookaheadFetcher
 
 
 class _NoneFetcher(_DataFetcher):
@@ -76,10 +48,18 @@ class _AutomaticOptimizationMixin(_AutomaticOptimization):
         self.trainer.strategy.end_optimization()  # type: ignore[attr-defined]
         return outputs
 
+    @override
+    def _make_zero_grad_fn(self, batch_idx: int, optimizer: Optimizer) -> Callable[[], None] | None:
+        window = _window(self.trainer)
+        return super()._make_zero_grad_fn(batch_idx if window is None else window[0], optimizer)
+
+
+def _window(trainer: Trainer) -> tuple[int, bool] | None:
+    fetcher = trainer.fit_loop._data_fetcher
+    return fetcher.window if isinstance(fetcher, LookaheadFetcher) else None
+
 
 class _FitLoopMixin(_FitLoop):
-    _make_executor: ExecutorFactory
-
     @override
     def setup_data(self) -> None:
         if self._should_reload_train_dl and isinstance(self._data_fetcher, LookaheadFetcher):
@@ -87,7 +67,7 @@ class _FitLoopMixin(_FitLoop):
         super().setup_data()
         # A module that takes `dataloader_iter` does its own fetching and runs without lookahead.
         if type(self._data_fetcher) is _PrefetchDataFetcher:
-            fetcher = LookaheadFetcher(self._data_fetcher, self.trainer, self._make_executor, self._step_arguments)
+            fetcher = LookaheadFetcher(self._data_fetcher, self.trainer, self._step_arguments, trains=True)
             self._data_fetcher = fetcher
             self._end_together(fetcher)
 
@@ -185,6 +165,11 @@ class _EpochLoopMixin(_TrainingEpochLoop):
         """Do nothing: the ranks have agreed on it with the batch, without a broadcast and a read per step."""
 
     @override
+    def _should_accumulate(self) -> bool:
+        window = _window(self.trainer)
+        return super()._should_accumulate() if window is None else not window[1]
+
+    @override
     def _should_check_val_fx(self, data_fetcher: _DataFetcher) -> bool:
         # With the `dataloader_iter` fetcher the stock loop validates on every last batch.
         inner = data_fetcher.inner if isinstance(data_fetcher, LookaheadFetcher) else data_fetcher
@@ -226,60 +211,33 @@ def _leave_if_agreed(trainer: Trainer) -> None:
         sigterm.leave(trainer)
 
 
-def install(trainer: Trainer, make_executor: ExecutorFactory) -> None:
-    """Give the trainer's live fit loop the lookahead."""
-    epoch_loop = trainer.fit_loop.epoch_loop
-    owners = {"Strategy": trainer.strategy, "_FitLoop": trainer.fit_loop, "_TrainingEpochLoop": epoch_loop}
-    check_names("lightning", PRIVATE_NAMES, owners)
-    check_names("lightning", fetchers.PRIVATE_NAMES, {"LightningModule": trainer.lightning_module})
-    mix_in(trainer.fit_loop, _FitLoopMixin)
-    mix_in(epoch_loop, _EpochLoopMixin)
-    mix_in(epoch_loop.automatic_optimization, _AutomaticOptimizationMixin)
-    cast(_FitLoopMixin, trainer.fit_loop)._make_executor = make_executor
-
-
-def uninstall(trainer: Trainer) -> None:
-    """Give the loops their own classes back."""
+@contextmanager
+def installed(trainer: Trainer) -> Iterator[None]:
+    """Give the trainer's live fit loop the lookahead meanwhile."""
     loop = trainer.fit_loop
-    if not isinstance(loop, _FitLoopMixin):
-        return
+    epoch_loop = loop.epoch_loop
+    with (
+        mixed_in(loop, _FitLoopMixin),
+        mixed_in(epoch_loop, _EpochLoopMixin),
+        mixed_in(epoch_loop.automatic_optimization, _AutomaticOptimizationMixin),
+    ):
+        yield
     fetcher = loop._data_fetcher
     if fetcher is not None and not isinstance(fetcher, LookaheadFetcher) and fetcher.iterator is None:
         # The loader could not be iterated. Lightning would ask it for its length on the way out and raise once more,
         # in the place of the loader's own error.
         loop._data_fetcher = None
-    del loop._make_executor
-    for live in (loop, loop.epoch_loop, loop.epoch_loop.automatic_optimization):
-        take_out(live)
 
 
-def revert_layer_sync(strategy: DDPStrategy) -> None:
-    """Undo what the strategy's layer-sync plugin (`sync_batchnorm=True`) did to the model."""
-    if strategy._layer_sync is not None and strategy.model is not None:
-        strategy.model = strategy._layer_sync.revert(strategy.model)
-
-
-def tear_down(trainer: Trainer) -> None:
-    """Do what Lightning does at the end of a run, where an error keeps it from that."""
-    trainer._teardown()
+@contextmanager
+def mixed_in(live: Any, mixin: type) -> Iterator[None]:
+    """Give a live object a class that mixes in what changes, of the same name: profiler actions and logs contain it."""
+    cls = type(live)
+    live.__class__ = type(cls.__name__, (mixin, cls), {"__module__": cls.__module__})
+    yield
+    live.__class__ = cls
 
 
 def logged_step(trainer: Trainer) -> int:
     """Return the step under which loggers write now."""
     return trainer.fit_loop.epoch_loop._batches_that_stepped
-
-
-def pruned_weights(callback: ModelPruning) -> list[Any]:
-    """Return the weights that a pruning callback has chosen in its `setup`."""
-    return [getattr(module, name) for module, name in callback._parameters_to_prune]
-
-
-def mix_in(live: Any, mixin: type) -> None:
-    """Give a live object a class that mixes in what changes, of the same name: profiler actions and logs contain it."""
-    cls = type(live)
-    live.__class__ = type(cls.__name__, (mixin, cls), {"__module__": cls.__module__})
-
-
-def take_out(live: Any) -> None:
-    """Undo `mix_in`."""
-    live.__class__ = type(live).__bases__[1]

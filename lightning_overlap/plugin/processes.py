@@ -7,7 +7,7 @@ gives back, and whole tables: its own module is not sharded.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -25,13 +25,6 @@ from ..checkpoint import gather
 from ..tables import apply_table_optimizers, find_tables, has_tables, sharded_modules, table_optimizers
 from ..text import some
 from .run import HasRun
-
-PRIVATE_NAMES: Mapping[str, tuple[str, ...]] = {
-    "lightning.pytorch.strategies.launchers.multiprocessing": ("_MultiProcessingLauncher",),
-    "_MultiProcessingLauncher": ("_collect_rank_zero_results", "_start_method", "_strategy"),
-    "DDPStrategy": ("_configure_launcher", "_launcher", "_lightning_module", "_model", "_optimizers", "_start_method"),
-}
-"""What this file uses of Lightning beyond its public interface, by the module or class that has it."""
 
 _NOT_IN_NOTEBOOKS = (
     "a notebook or an interactive Python has no script that {number} processes could run. For several devices take "
@@ -152,6 +145,9 @@ def _make_whole(
     state.update(gather(tensors, group))
 
 
+_OTHERWISE = "or start a process per rank: run the script itself (start_method='popen', the default), or torchrun."
+
+
 def _check_same_tables(module: nn.Module, of_parent: frozenset[str], start_method: str) -> None:
     """Check, in a started process, that all of its sharded state has a place in the parent's module.
 
@@ -161,18 +157,12 @@ def _check_same_tables(module: nn.Module, of_parent: frozenset[str], start_metho
     sharded = tuple(f"{name}." for name in sharded_modules(module))
     here, there = ({key for key in keys if key.startswith(sharded)} for keys in (module.state_dict(), of_parent))
     if here != there:
+        mine, theirs = (some(sorted(keys)) or "nothing" for keys in (here - there, there - here))
         raise ValueError(
-            f"start_method={start_method!r}: the module that is trained has {_told(here - there)} and the one of the "
-            f"process that started this one has {_told(there - here)} in its place: that could not take what is "
+            f"start_method={start_method!r}: the module that is trained has {mine} and the one of the "
+            f"process that started this one has {theirs} in its place: that could not take what is "
             f"learned. Make all tables in the module's __init__, not in setup or configure_model, {_OTHERWISE}"
         )
-
-
-def _told(keys: set[str]) -> str:
-    return some(sorted(keys)) or "nothing"
-
-
-_OTHERWISE = "or start a process per rank: run the script itself (start_method='popen', the default), or torchrun."
 
 
 def _refuse_launch(strategy: DDPStrategy, start_method: str, module: LightningModule, trainer: Trainer) -> None:
@@ -183,6 +173,7 @@ def _refuse_launch(strategy: DDPStrategy, start_method: str, module: LightningMo
         RuntimeError: This process has a process group, which a forked one would take for its own.
     """
     reason = None
+    on_meta = [table.path for table in find_tables(module) if table.parameter.is_meta]
     if sharded_modules(module):
         reason = "the module was sharded in this process. Make it anew (load a checkpoint of it)"
     elif start_method == "fork" and dist.is_initialized():
@@ -191,24 +182,19 @@ def _refuse_launch(strategy: DDPStrategy, start_method: str, module: LightningMo
             "started processes would take for theirs. Call torch.distributed.destroy_process_group() first, restart "
             "the notebook's kernel, or use start_method='spawn'."
         )
-    elif trainer.state.fn == TrainerFn.FITTING:
-        reason = _why_not_given_back(strategy, module)
-    if reason is not None:
-        raise ValueError(f"start_method={start_method!r}: {reason}, {_OTHERWISE}")
-
-
-def _why_not_given_back(strategy: DDPStrategy, module: LightningModule) -> str | None:
-    if strategy.num_nodes > 1:
-        return "tables are given back on the first of several nodes only. Train on one"
-    if any(isinstance(part, BaseManagedCollisionEmbeddingCollection) for part in module.modules()):
-        return (
+    elif trainer.state.fn != TrainerFn.FITTING:
+        return  # nothing is given back
+    elif strategy.num_nodes > 1:
+        reason = "tables are given back on the first of several nodes only. Train on one"
+    elif any(isinstance(part, BaseManagedCollisionEmbeddingCollection) for part in module.modules()):
+        reason = (
             "managed collision modules cannot be given back: each shard assigns rows to the ids that its rank gets. "
             "Take plain tables"
         )
-    on_meta = sorted(table.path for table in find_tables(module) if table.parameter.is_meta)
-    if on_meta:
-        return (
-            f"{', '.join(on_meta)} are on the meta device in this process, which cannot take what they learn. "
+    elif on_meta:
+        reason = (
+            f"{', '.join(sorted(on_meta))} are on the meta device in this process, which cannot take what they learn. "
             "Make them on a CPU"
         )
-    return None
+    if reason is not None:
+        raise ValueError(f"start_method={start_method!r}: {reason}, {_OTHERWISE}")

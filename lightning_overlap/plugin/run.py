@@ -7,7 +7,7 @@ each other's.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from datetime import timedelta
 from functools import partial
 from typing import Any
@@ -23,7 +23,6 @@ from ..runtime import Executor, StageTimer, Streams
 from ..sparse import GradientStash, SparsePipeline
 from ..tables import OverflowWatch
 from ..tuning import Tuner
-from .fetcher import LookaheadFetcher
 
 
 def batch_size_of(module: LightningModule | None) -> int | None:
@@ -42,29 +41,22 @@ class Run:
 
     Owns the pipeline and the executor of training, which a run that does not fit lacks, and those of the evaluation
     that goes on: each evaluation step has a pipeline of its own, which training's does not see.
-
-    Args:
-        trainer: The trainer that runs.
-        make_executor: Makes the executor of training or of one evaluation.
-        make_pipeline: Makes the pipeline of an evaluation's step (`validation_step`, ...), when it first runs.
     """
 
-    def __init__(
-        self,
-        trainer: Trainer,
-        make_executor: Callable[[LookaheadFetcher, SparsePipeline], Executor],
-        make_pipeline: Callable[[str], SparsePipeline],
-    ) -> None:
+    def __init__(self, trainer: Trainer) -> None:
         self.trainer = trainer
-        self._make_executor = make_executor
-        self._make_pipeline = make_pipeline
+        self.installed = ExitStack()
+        """What puts everything back that was put in place in Lightning's objects."""
         self.sparse: SparsePipeline | None = None
         """The pipeline of training, as soon as the tables are sharded."""
         self.executor: Executor | None = None
         """The executor of training, as soon as the fit loop asks for its first batch."""
-        self._pipelines: dict[str, SparsePipeline] = {}
-        self._evaluating: SparsePipeline | None = None
-        self._evaluator: Executor | None = None
+        self.pipelines: dict[str, SparsePipeline] = {}
+        """Those of evaluations, by their step (`validation_step`, ...)."""
+        self.evaluating: SparsePipeline | None = None
+        """The one of the evaluation that goes on."""
+        self.evaluator: Executor | None = None
+        """And its executor, as soon as the loop asks for its first batch."""
         self.overflow: OverflowWatch | None = None
         """Watches gradients that are sent in fewer bits; None where none are."""
         self.at_end: list[Callable[[], None]] = []
@@ -84,61 +76,19 @@ class Run:
         if self.tuner is not None:
             self.tuner.finish()
 
-    def end(self) -> None:
-        """Say that training has written its last weight."""
-        while self.at_end:
-            self.at_end.pop(0)()
-
-    def make_executor(self, fetcher: LookaheadFetcher) -> Executor:
-        """Make the executor of training, whose batches a fetcher gives."""
-        assert self.sparse is not None, "the strategy has made it in `setup`"
-        self.executor = self._make_executor(fetcher, self.sparse)
-        return self.executor
-
-    def make_evaluator(self, fetcher: LookaheadFetcher) -> Executor:
-        """Make the executor of the evaluation that has begun."""
-        assert self._evaluating is not None, "an evaluation begins with the strategy's hook"
-        self._evaluator = self._make_executor(fetcher, self._evaluating)
-        return self._evaluator
-
-    def update_tables(self) -> None:
-        """Make the updates of tables that a deferring schedule has left for later; all ranks call this."""
-        if self.executor is not None:
-            self.executor.updates.make_all()
-
     def disturbs(self, what: str) -> None:
         """Say that something else than training takes its time now; all ranks call this."""
         if self.tuner is not None:
             self.tuner.void(what)
 
-    def begin_evaluation(self, step: str) -> None:
-        """Serve the calls of an evaluation's step, which finds the tables up to date; all ranks call this."""
-        self.disturbs(step)
-        self.update_tables()
-        if step not in self._pipelines:
-            self._pipelines[step] = self._make_pipeline(step)
-        self._evaluating = self._pipelines[step]
-        self._evaluating.attach()
-
-    def end_evaluation(self) -> None:
-        """Complete what was started for batches that are not evaluated, on all ranks alike.
-
-        The ranks then ask each other whether the evaluation has written tables.
-        """
-        if self._evaluator is not None:
-            self._evaluator.drain()
-        self._abandon_evaluation()
-        if self.executor is not None:
-            self.executor.writes.ask()
-
-    def _abandon_evaluation(self) -> None:
-        """Drop everything in flight at once, without a collective."""
-        if self._evaluator is not None:
-            self._evaluator.abandon()
-            self._evaluator = None
-        if self._evaluating is not None:
-            self._evaluating.detach()
-            self._evaluating = None
+    def abandon_evaluation(self) -> None:
+        """Drop what is in flight of an evaluation, without a collective."""
+        if self.evaluator is not None:
+            self.evaluator.abandon()
+            self.evaluator = None
+        if self.evaluating is not None:
+            self.evaluating.detach()
+            self.evaluating = None
 
     def stop(self) -> None:
         """Drop what is in flight, without a collective, and give the modules their own forwards back."""
@@ -147,7 +97,7 @@ class Run:
                 self.executor.wait_for_lookups()
             self.executor.abandon()
             self.executor = None
-        self._abandon_evaluation()
+        self.abandon_evaluation()
         if self.sparse is not None:
             self.sparse.detach()
             self.sparse = None
@@ -155,6 +105,7 @@ class Run:
             self.overflow.stop()
         if self.tuner is not None:
             self.tuner.stop()
+        self.installed.close()
 
 
 class HasRun(DDPStrategy):
@@ -232,14 +183,14 @@ class HasRun(DDPStrategy):
 
     def update_tables(self) -> None:
         """Make the updates of tables that a deferring schedule has left for later; all ranks call this."""
-        if self._run is not None:
-            self._run.update_tables()
+        if self._executor is not None:
+            self._executor.updates.make_all()
 
     def end_epoch(self) -> None:
         """Make the updates that are left in an epoch; all ranks call this."""
         if self._run is not None:
             self._run.disturbs("epoch")
-            self._run.update_tables()
+            self.update_tables()
 
     def tables_changed(self) -> None:
         """Say that a callback or a hook has written tables between two steps; all ranks call this alike.

@@ -12,9 +12,9 @@ import dis
 import functools
 import inspect
 import logging
-from collections.abc import Callable, Mapping
-from contextlib import nullcontext
-from types import CodeType, FunctionType, ModuleType
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from types import CodeType, FunctionType
 from typing import Any, cast
 
 import torch
@@ -24,35 +24,24 @@ from lightning.pytorch.loops import evaluation_loop, prediction_loop, training_e
 from lightning.pytorch.profilers import PassThroughProfiler, Profiler
 from lightning.pytorch.strategies import Strategy
 from lightning.pytorch.trainer import call
-from lightning.pytorch.trainer.connectors.logger_connector.result import _ResultCollection, _ResultMetric
+from lightning.pytorch.trainer.connectors.logger_connector.result import _ResultMetric
 from lightning.pytorch.trainer.states import RunningStage
 from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
 from torch import Tensor, nn
 from torchmetrics import Metric
-from typing_extensions import override
 
-from ..versions import check_names
-from .fit_loop import mix_in, take_out
-
-PRIVATE_NAMES: Mapping[str, tuple[str, ...]] = {
-    "lightning.pytorch.trainer.connectors.logger_connector.result": ("_ResultCollection", "_ResultMetric"),
-    "lightning.pytorch.trainer.call": ("_call_callback_hooks", "_call_lightning_module_hook", "_call_strategy_hook"),
-    "_ResultMetric": ("_computed", "_defaults", "_forward_cache"),
-    "_EvaluationLoop": ("_results",),
-    "_TrainingEpochLoop": ("_results",),
-    "LightningModule": ("_current_fx_name",),
-}
-"""What this file uses of Lightning beyond its public interface, by the module or class that has it."""
+from .private_names import PRIVATE_NAMES
 
 # -- logged values --------------------------------------------------------------------------------------------------
 
 
-class _ResultMetricMixin(_ResultMetric):
-    @override
-    def to(self, *args: Any, **kwargs: Any) -> Any:
-        if len(args) == 1 and not kwargs and isinstance(args[0], torch.device) and _is_on(self, args[0]):
-            return self
-        return super().to(*args, **kwargs)
+_OWN_TO = _ResultMetric.to
+
+
+def _to(result: _ResultMetric, *args: Any, **kwargs: Any) -> Any:
+    if len(args) == 1 and not kwargs and isinstance(args[0], torch.device) and _is_on(result, args[0]):
+        return result
+    return _OWN_TO(result, *args, **kwargs)
 
 
 def _is_on(result: _ResultMetric, device: torch.device) -> bool:
@@ -81,36 +70,20 @@ def _states_are_on(metric: Metric, device: torch.device) -> bool:
     return True
 
 
-class _ResultCollectionMixin(_ResultCollection):
-    @override
-    def __setitem__(self, key: str, metric: _ResultMetric) -> None:
-        if type(metric) is _ResultMetric:
-            mix_in(metric, _ResultMetricMixin)
-        super().__setitem__(key, metric)
-
-
-def _collections(trainer: Trainer) -> list[_ResultCollection]:
-    epoch_loop = trainer.fit_loop.epoch_loop
-    loops = (epoch_loop, epoch_loop.val_loop, trainer.validate_loop, trainer.test_loop)
-    return [loop._results for loop in loops]
-
-
 # -- the profiler that records nothing ------------------------------------------------------------------------------
 
-_START, _STOP = PassThroughProfiler.start, PassThroughProfiler.stop
+_START, _STOP, _PROFILE = PassThroughProfiler.start, PassThroughProfiler.stop, PassThroughProfiler.profile
 
 
-class _PassThroughMixin(PassThroughProfiler):
-    @override
-    def profile(self, action_name: str) -> Any:
-        return nullcontext(action_name) if _records_nothing(self) else super().profile(action_name)
+def _profile(profiler: PassThroughProfiler, action_name: str) -> Any:
+    return nullcontext(action_name) if _records_nothing(profiler) else _PROFILE(profiler, action_name)
 
 
 def _records_nothing(profiler: Profiler | None) -> bool:
     cls: Any = type(profiler)
-    if _PassThroughMixin not in cls.__mro__:  # `issubclass` asks an abstract class's registry, at every hook
+    if cls is not PassThroughProfiler:
         return False
-    own = profiler.__dict__
+    own = vars(profiler)
     return cls.start is _START and cls.stop is _STOP and "start" not in own and "stop" not in own
 
 
@@ -119,12 +92,9 @@ def _records_nothing(profiler: Profiler | None) -> bool:
 _TRAINING = cast(property, Trainer.training)
 
 
-class _TrainerMixin(Trainer):
+def _training(trainer: Trainer) -> bool:
     """Asked sixteen times a step. Lightning's enums compare their words in lower case; each is there once."""
-
-    @_TRAINING.getter
-    def training(self) -> bool:
-        return self.state.stage is RunningStage.TRAINING or _TRAINING.fget(self)  # type: ignore[misc]
+    return trainer.state.stage is RunningStage.TRAINING or _TRAINING.fget(trainer)  # type: ignore[misc]
 
 
 # -- hooks ----------------------------------------------------------------------------------------------------------
@@ -153,10 +123,11 @@ _LOG: logging.Logger = call.log
 
 def _is_silent(trainer: Trainer) -> bool:
     """Whether nobody watches which hooks are gone through: no profiler, no log of Lightning's at level DEBUG."""
-    return _records_nothing(trainer.profiler) and not _LOG.isEnabledFor(logging.DEBUG)  # type: ignore[attr-defined]
+    profiler: Profiler = trainer.profiler  # type: ignore[attr-defined]
+    return id(trainer) in _running and _records_nothing(profiler) and not _LOG.isEnabledFor(logging.DEBUG)
 
 
-_own_hooks = {name: getattr(call, name) for name in PRIVATE_NAMES["lightning.pytorch.trainer.call"]}
+_own_hooks = {name: getattr(call, name) for name in PRIVATE_NAMES[call.__name__]}
 
 
 def _call_callback_hooks(
@@ -228,70 +199,38 @@ def _has_parameter(
 
 # -- all of it ------------------------------------------------------------------------------------------------------
 
-_REPLACEMENTS: tuple[tuple[ModuleType, str, Callable[..., Any]], ...] = (
+_REPLACEMENTS: tuple[tuple[Any, str, Any], ...] = (
     *((call, own.__name__, own) for own in (_call_callback_hooks, _call_lightning_module_hook, _call_strategy_hook)),
     *(
         (place, is_param_in_hook_signature.__name__, _has_parameter)
         for place in (core_module, training_epoch_loop, evaluation_loop, prediction_loop)
     ),
+    (_ResultMetric, "to", _to),
+    (PassThroughProfiler, "profile", _profile),
+    (Trainer, "training", _TRAINING.getter(_training)),
 )
-"""Where a function of Lightning's is, its name there, and what takes its place while any run is on."""
-_replaced: list[tuple[ModuleType, str, Callable[..., Any]]] = []
-"""Where that has been done, and Lightning's own function."""
-_profilers: dict[int, Any] = {}
-"""By the id of each trainer that runs: the profiler that it began with, which the user may replace."""
+"""The module or class that has something of Lightning's, its name there, what takes its place while any run is on."""
+_replaced: list[tuple[Any, str, Any, Any]] = []
+"""Where that has been done: the place, the name, what was there itself (None: inherited), what is there now."""
+_running: set[int] = set()
+"""The ids of the trainers that run."""
 
 
-def _replace_functions() -> None:
-    for place, name, function in _REPLACEMENTS:
+@contextmanager
+def installed(trainer: Trainer) -> Iterator[None]:
+    """Take the shortcuts in the run of a trainer; Lightning gets everything back after the last run."""
+    for place, name, mine in _REPLACEMENTS if not _running else ():
         own = getattr(place, name, None)
-        if type(own) is FunctionType and own.__module__.startswith("lightning."):  # not what a test put there
-            setattr(place, name, function)
-            _replaced.append((place, name, own))
-
-
-def _put_functions_back() -> None:
-    mine = [function for _, _, function in _REPLACEMENTS]
-    for place, name, own in _replaced:
-        if getattr(place, name) in mine:
-            setattr(place, name, own)
-    _replaced.clear()
-    _known_signatures.clear()
-
-
-def install(trainer: Trainer) -> None:
-    """Take the shortcuts in the coming run of a trainer."""
-    check_names("lightning", PRIVATE_NAMES, {"lightning.pytorch.trainer.call": call})
-    epoch_loop = trainer.fit_loop.epoch_loop
-    owners = {"_TrainingEpochLoop": epoch_loop, "_EvaluationLoop": epoch_loop.val_loop}
-    check_names("lightning", PRIVATE_NAMES, {**owners, "LightningModule": trainer.lightning_module})
-    for results in _collections(trainer):
-        mix_in(results, _ResultCollectionMixin)
-        for metric in results.values():
-            if type(metric) is _ResultMetric:
-                mix_in(metric, _ResultMetricMixin)
-    profiler = cast(Any, trainer).profiler
-    if type(profiler) is PassThroughProfiler:
-        mix_in(profiler, _PassThroughMixin)
-    if cast(Any, type(trainer)).training is _TRAINING:  # not what a subclass says
-        mix_in(trainer, _TrainerMixin)
-    if not _profilers:
-        _replace_functions()
-    _profilers[id(trainer)] = profiler
-
-
-def uninstall(trainer: Trainer) -> None:
-    """Give Lightning everything back."""
-    profiler = _profilers.pop(id(trainer), None)
-    if not _profilers:
-        _put_functions_back()
-    for results in _collections(trainer):
-        if isinstance(results, _ResultCollectionMixin):
-            for metric in results.values():
-                if isinstance(metric, _ResultMetricMixin):
-                    take_out(metric)
-            take_out(results)
-    if isinstance(profiler, _PassThroughMixin):
-        take_out(profiler)
-    if isinstance(trainer, _TrainerMixin):
-        take_out(trainer)
+        function = getattr(own, "fget", own)
+        if type(function) is FunctionType and function.__module__.startswith("lightning."):  # not what a test put there
+            _replaced.append((place, name, vars(place).get(name), mine))
+            setattr(place, name, mine)
+    _running.add(id(trainer))
+    yield
+    _running.discard(id(trainer))
+    if not _running:
+        _known_signatures.clear()
+    while _replaced and not _running:
+        place, name, own, mine = _replaced.pop()
+        if vars(place).get(name) is mine:
+            setattr(place, name, own) if own is not None else delattr(place, name)

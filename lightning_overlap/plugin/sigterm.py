@@ -7,19 +7,12 @@ ranks hear of it in the consensus that is asked with every batch.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from lightning.pytorch import Trainer
 from lightning.pytorch.utilities.exceptions import SIGTERMException
-
-from ..versions import check_names
-
-PRIVATE_NAMES: Mapping[str, tuple[str, ...]] = {
-    "Trainer": ("_signal_connector",),
-    "_SignalConnector": ("_sigterm_notifier_fn",),
-}
-"""What this file uses of Lightning beyond its public interface, by the class that has it."""
 
 
 class Sigterm:
@@ -39,21 +32,17 @@ class Sigterm:
         self.heard = True
 
 
-def install(trainer: Trainer) -> None:
-    """Take the place of the handler of SIGTERM, where there are several ranks.
+@contextmanager
+def installed(trainer: Trainer) -> Iterator[None]:
+    """Take the place of the handler of SIGTERM meanwhile, where there are several ranks.
 
     One rank alone leaves whenever it likes, as with Lightning.
     """
-    check_names("lightning", PRIVATE_NAMES, {"Trainer": trainer})
     connector = trainer._signal_connector
-    check_names("lightning", PRIVATE_NAMES, {"_SignalConnector": connector})
-    if trainer.world_size > 1 and "_sigterm_notifier_fn" not in vars(connector):
+    if trainer.world_size > 1:
         connector._sigterm_notifier_fn = Sigterm(trainer)  # type: ignore[method-assign, assignment]
-
-
-def uninstall(trainer: Trainer) -> None:
-    """Give Lightning its handler back."""
-    vars(trainer._signal_connector).pop("_sigterm_notifier_fn", None)
+    yield
+    vars(connector).pop("_sigterm_notifier_fn", None)
 
 
 def heard(trainer: Trainer) -> bool:

@@ -1,4 +1,4 @@
-"""The hooks of a strategy inside a training step: each tells the executor how far the trainer is."""
+"""The hooks of a strategy inside a step: each tells the executor how far the trainer is."""
 
 from __future__ import annotations
 
@@ -88,10 +88,24 @@ class WalksSteps(HasRun):
             self._run.overflow.step()
         with staged.executor.forward():
             output = super().training_step(*staged.arguments)
+        if staged.check is not None:
+            staged.check()
         if not self._automatic:
             # The user's own backwards and steps lie inside training_step; only now are they known to be over.
             self.end_optimization()
         return output
+
+    @override
+    def validation_step(self, *args: Any, **kwargs: Any) -> Any:
+        return _evaluate(super().validation_step, *args, **kwargs)
+
+    @override
+    def test_step(self, *args: Any, **kwargs: Any) -> Any:
+        return _evaluate(super().test_step, *args, **kwargs)
+
+    @override
+    def predict_step(self, *args: Any, **kwargs: Any) -> Any:
+        return _evaluate(super().predict_step, *args, **kwargs)
 
     @override
     def pre_backward(self, closure_loss: Tensor) -> None:
@@ -175,8 +189,8 @@ class WalksSteps(HasRun):
             self._run.finish()
         for optimizer in self.optimizers:
             self._apply_stashed(optimizer, partial(super().optimizer_step, optimizer))
-        if self._run is not None:
-            self._run.end()
+        while self._run is not None and self._run.at_end:
+            self._run.at_end.pop(0)()
 
     @property
     def has_stashed_gradients(self) -> bool:
@@ -190,6 +204,17 @@ class WalksSteps(HasRun):
     def _stage_done(self, stage: Stage) -> None:
         if (executor := self._executor) is not None:
             executor.stage_done(stage)
+
+
+def _evaluate(step: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Run the user's step of an evaluation, with early embeddings if its batch was looked ahead."""
+    if not (args and isinstance(args[0], StagedBatch)):
+        return step(*args, **kwargs)
+    [staged] = args
+    with staged.executor.forward():
+        output = step(*staged.arguments)
+    staged.executor.stage_done(Stage.DENSE_FORWARD)
+    return output
 
 
 def _has_own_hook(module: LightningModule | None, hook: str) -> bool:

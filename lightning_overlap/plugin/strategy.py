@@ -1,8 +1,8 @@
 """`OverlapEmbeddingStrategy`: shards a LightningModule's tables and overlaps their lookup with the dense part.
 
 This file takes the user's options and sets a run up: it shards the tables, and makes streams, pipelines and executors.
-What happens within a run is up to the hooks, each with its own state: `step_hooks.py` (the parts of a training step),
-`evaluation_loops.py`, `checkpoint_hooks.py`, `failure_hooks.py` and `processes.py` (started ones). `run.py` has what
+What happens within a run is up to the hooks, each with its own state: `step_hooks.py` (the parts of a step),
+`checkpoint_hooks.py`, `failure_hooks.py` and `processes.py` (started ones). `run.py` has what
 they share.
 """
 
@@ -39,19 +39,13 @@ from ..tables import FusedOptimizer, OverflowWatch, QuantizedComms, ReplicateTab
 from ..tracking import TouchedRows
 from ..tuning import TRIED, Auto, Tuner, resolve_auto
 from . import checkpoint_links, evaluation_loops, first_words, fit_loop, shortcuts, sigterm
-from .evaluation_loops import EvaluatesAhead
 from .failure_hooks import FailsTogether
 from .fetcher import LookaheadFetcher
+from .private_names import check_lightning
 from .processes import StartsProcesses
 from .run import Run, batch_size_of
 from .step_hooks import WalksSteps, runs_between_backward_and_step
-from .unsupported import (
-    check_arguments,
-    refuse_callbacks,
-    refuse_held_updates,
-    refuse_precision,
-    warn_of_ignored_options,
-)
+from .unsupported import check_arguments, refuse, refuse_held_updates, warn_of_ignored_options
 
 STRATEGY_NAMES = {
     "overlap_embedding": "popen",
@@ -70,7 +64,7 @@ _NO_DDP_OPTIONS = frozenset(
 """What `DDPStrategy` takes that is of no concern to DistributedDataParallel."""
 
 
-class OverlapEmbeddingStrategy(FailsTogether, EvaluatesAhead, WalksSteps, StartsProcesses):
+class OverlapEmbeddingStrategy(FailsTogether, WalksSteps, StartsProcesses):
     """Trains an unmodified LightningModule with TorchRec tables, the lookup of coming batches overlapped.
 
     The tables are sharded over all ranks; the rest of the module is wrapped in DistributedDataParallel (on one rank
@@ -211,18 +205,17 @@ class OverlapEmbeddingStrategy(FailsTogether, EvaluatesAhead, WalksSteps, Starts
         fitting = trainer.state.fn == TrainerFn.FITTING
         if overlaps:
             first_words.calm_libraries(self._calm_libraries)
-            refuse_precision(self.precision_plugin.precision)
-            if fitting:
-                refuse_callbacks(trainer.callbacks, self.model)  # type: ignore[attr-defined]
+            callbacks = trainer.callbacks if fitting else ()  # type: ignore[attr-defined]
+            refuse(self.precision_plugin.precision, callbacks, self.model)
             self.join_groups()
-            self._run = Run(trainer, self._make_executor, partial(self._make_pipeline, self.schedule.evaluation))
-            evaluation_loops.install(trainer, self._run.make_evaluator)
-            sigterm.install(trainer)
-            shortcuts.install(trainer)
+            self._run = Run(trainer)
+            check_lightning(trainer)
+            for place in (evaluation_loops, sigterm, shortcuts):
+                self._run.installed.enter_context(place.installed(trainer))
             if fitting:
                 # Before super().setup(): configure_optimizers may ask for the number of steps, which sets up the data.
-                fit_loop.install(trainer, self._run.make_executor)
-                checkpoint_links.install(trainer, self._folder_saver.on_commit)
+                self._run.installed.enter_context(fit_loop.installed(trainer))
+                self._run.installed.enter_context(checkpoint_links.installed(trainer, self._folder_saver.on_commit))
                 if self.global_rank == 0:
                     warn_of_ignored_options(trainer, holds_updates=self._holds_updates)
         super().setup(trainer)
@@ -256,17 +249,6 @@ class OverlapEmbeddingStrategy(FailsTogether, EvaluatesAhead, WalksSteps, Starts
                 first_words.tell_set_up(
                     self.lightning_module, *words, scheduled=schedulers, unpipelined=sparse.unpipelined
                 )
-
-    @override
-    def stop_run(self) -> None:
-        trainer = self._running_trainer
-        super().stop_run()
-        if trainer is not None:
-            sigterm.uninstall(trainer)
-            shortcuts.uninstall(trainer)
-            evaluation_loops.uninstall(trainer)
-            fit_loop.uninstall(trainer)
-            checkpoint_links.uninstall(trainer)
 
     @override
     def model_to_device(self) -> None:
@@ -337,22 +319,53 @@ class OverlapEmbeddingStrategy(FailsTogether, EvaluatesAhead, WalksSteps, Starts
         order = LookupOrder(self._streams, stream, observe, self.global_rank)
         return SparsePipeline(tables.sharded_modules(self.lightning_module), self._groups.lookahead, order, options)
 
-    def _make_executor(self, fetcher: LookaheadFetcher, sparse: SparsePipeline) -> Executor:
-        assert self._run is not None
+    def make_executor(self, fetcher: LookaheadFetcher) -> Executor:
+        """Make the executor of training, or of the evaluation that has begun, whose batches a fetcher gives."""
+        run = self._run
+        assert run is not None
         make = partial(Executor, consensus=self._consensus, any_rank=self.any_rank)
-        if sparse is not self._run.sparse:
-            context = self.precision_plugin.val_step_context
-            return make(self.schedule.evaluation, fetcher, sparse, sparse.order, lookup_context=context)
-        return make(
+        if not fetcher.trains:
+            assert run.evaluating is not None, "its loop has begun the evaluation"
+            order, context = run.evaluating.order, self.precision_plugin.val_step_context
+            run.evaluator = make(self.schedule.evaluation, fetcher, run.evaluating, order, lookup_context=context)
+            return run.evaluator
+        assert run.sparse is not None, "it is made in `setup`"
+        epoch_loop = run.trainer.fit_loop.epoch_loop
+        run.executor = make(
             self._schedules,
             fetcher if self._tuner is None else self._tuner.timed(fetcher),
-            sparse,
-            sparse.order,
+            run.sparse,
+            run.sparse.order,
             lookup_context=self.precision_plugin.train_step_context,
-            num_before=partial(fit_loop.num_trained, self._run.trainer),
-            hooks_read_tables=partial(runs_between_backward_and_step, self._run.trainer),
-            accumulates=partial(fit_loop.accumulates, self._run.trainer),
+            num_before=lambda: epoch_loop.total_batch_idx + 1,
+            hooks_read_tables=partial(runs_between_backward_and_step, run.trainer),
+            accumulates=epoch_loop._should_accumulate,
         )
+        return run.executor
+
+    def begin_evaluation(self, step: str) -> None:
+        """Serve the calls of an evaluation's step, which finds the tables up to date; all ranks call this."""
+        run = self._run
+        assert run is not None
+        run.disturbs(step)
+        self.update_tables()
+        if step not in run.pipelines:
+            run.pipelines[step] = self._make_pipeline(self.schedule.evaluation, step)
+        run.evaluating = run.pipelines[step]
+        run.evaluating.attach()
+
+    def end_evaluation(self) -> None:
+        """Complete what was started for batches that are not evaluated, on all ranks alike.
+
+        The ranks then ask each other whether the evaluation has written tables.
+        """
+        run = self._run
+        assert run is not None
+        if run.evaluator is not None:
+            run.evaluator.drain()
+        run.abandon_evaluation()
+        if run.executor is not None:
+            run.executor.writes.ask()
 
     def stale_rows(self) -> StaleRows | None:
         """Return what counts the rows that this fit reads stale; None in exact modes, and without fused tables."""
@@ -392,7 +405,8 @@ class OverlapEmbeddingStrategy(FailsTogether, EvaluatesAhead, WalksSteps, Starts
         # As FSDPStrategy: shards stay where they are, for a later fit, validate, test or predict.
         if isinstance(self.model, DistributedDataParallel):
             self.model = self.lightning_module
-        fit_loop.revert_layer_sync(self)
+        if self._layer_sync is not None and self.model is not None:
+            self.model = self._layer_sync.revert(self.model)
         assert self.cluster_environment is not None
         assert self.accelerator is not None
         self.cluster_environment.teardown()

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import inspect
 import warnings
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
+from inspect import signature
 from typing import Any
 
 from lightning.pytorch import Callback, LightningModule, Trainer, callbacks
@@ -14,7 +14,6 @@ from torch.nn.parallel import DistributedDataParallel
 
 from ..tables import find_tables, sharded_modules, why_never_held
 from ..text import SCALES_LOSS, unknown_name_message
-from . import fit_loop
 
 _TRUE = (
     "converts the module's weights, but sharded tables keep the data_type of their configs: rows and dense weights "
@@ -28,39 +27,10 @@ PRECISIONS: Mapping[str, str] = {
 }
 """Lightning's name of a precision -> why not. On a CPU Lightning turns 16-mixed into bf16-mixed before it gets here."""
 
-
-def _prunes_tables(callback: callbacks.ModelPruning, model: nn.Module) -> bool:
-    weights = {id(table.parameter) for table in find_tables(model)}
-    weights |= {id(weight) for module in sharded_modules(model).values() for weight in module.parameters()}
-    return any(id(weight) in weights for weight in fit_loop.pruned_weights(callback))
-
-
-_AVERAGES = (
-    "it has copied the module with its whole tables and pairs the copy's parameters with those of the sharded module. "
-    "Average the dense modules alone: in a callback of your own, make torch.optim.swa_utils.AveragedModel(module.top) "
-    "in on_fit_start and call its update_parameters(module.top) in on_train_batch_end"
-)
 _AVERAGING = (
     callbacks.StochasticWeightAveraging,
-    getattr(callbacks, "WeightAveraging", callbacks.StochasticWeightAveraging),
-)  # 2.6 has it
-CALLBACKS: tuple[tuple[type[Callback], Callable[[Any, nn.Module], bool], str], ...] = (
-    *((kind, lambda *_: True, _AVERAGES) for kind in _AVERAGING),
-    (
-        callbacks.BaseFinetuning,
-        lambda _, model: any(not table.parameter.requires_grad for table in find_tables(model)),
-        "it has frozen tables, and once they are sharded it cannot unfreeze them: a fused update does not look at "
-        "requires_grad. Leave the tables out of what it freezes; to hold them still for a while, schedule their "
-        "learning rate with combined_optimizer",
-    ),
-    (
-        callbacks.ModelPruning,
-        _prunes_tables,
-        "it would prune the weights that the tables had before they were sharded. Name the dense weights: "
-        "ModelPruning(..., parameters_to_prune=[(module.top[0], 'weight'), ...])",
-    ),
+    getattr(callbacks, "WeightAveraging", callbacks.StochasticWeightAveraging),  # 2.6 has it
 )
-"""Callback, whether it would go wrong with a model, and why."""
 
 
 def check_arguments(kind: type[DDPStrategy], given: Iterable[str]) -> None:
@@ -69,40 +39,53 @@ def check_arguments(kind: type[DDPStrategy], given: Iterable[str]) -> None:
     Raises:
         TypeError: Nobody has an argument of this name: Lightning alone says so in the middle of `fit`.
     """
-    known: dict[str, None] = {}
-    for owner in (*kind.__mro__, DistributedDataParallel):
-        if owner is DistributedDataParallel or issubclass(owner, DDPStrategy):
-            parameters = inspect.signature(owner.__init__).parameters.values()
-            named = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
-            known |= dict.fromkeys(one.name for one in parameters if one.kind in named)
-    for name in ("self", "module", "device_ids"):
-        known.pop(name, None)
+    owners: list[Any] = [owner for owner in kind.__mro__ if issubclass(owner, DDPStrategy)]
+    parameters = [one for owner in (*owners, DistributedDataParallel) for one in signature(owner).parameters.values()]
+    named = [one.name for one in parameters if one.kind in (one.POSITIONAL_OR_KEYWORD, one.KEYWORD_ONLY)]
+    known = [name for name in dict.fromkeys(named) if name not in ("module", "device_ids")]
     for name in given:
         if name not in known:
             raise TypeError(f"{kind.__name__}: {unknown_name_message('argument', name, known)}")
 
 
-def refuse_precision(precision: Any) -> None:
-    """Refuse a precision that fused tables cannot honour.
+def refuse(precision: Any, given: Iterable[Callback], model: nn.Module) -> None:
+    """Refuse a precision that fused tables cannot honour, and callbacks that would do something else than they say.
 
     Raises:
-        ValueError: It is one of `PRECISIONS`.
+        ValueError: It is one of `PRECISIONS`, or a callback copies, freezes or prunes tables.
     """
-    reason = PRECISIONS.get(str(precision))
-    if reason is not None:
-        raise ValueError(f"precision={precision!r} {reason}.")
-
-
-def refuse_callbacks(given: Iterable[Callback], model: nn.Module) -> None:
-    """Refuse callbacks that would do something else to sharded tables than they say.
-
-    Raises:
-        ValueError: One of `CALLBACKS` would.
-    """
+    if str(precision) in PRECISIONS:
+        raise ValueError(f"precision={precision!r} {PRECISIONS[str(precision)]}.")
     for callback in given:
-        for kind, applies, reason in CALLBACKS:
-            if isinstance(callback, kind) and applies(callback, model):
-                raise ValueError(f"{type(callback).__name__} cannot be used with sharded tables: {reason}.")
+        reason = _why_refused(callback, model)
+        if reason is not None:
+            raise ValueError(f"{type(callback).__name__} cannot be used with sharded tables: {reason}.")
+
+
+def _why_refused(callback: Callback, model: nn.Module) -> str | None:
+    tables = find_tables(model)
+    if isinstance(callback, _AVERAGING):
+        return (
+            "it has copied the module with its whole tables and pairs the copy's parameters with those of the sharded "
+            "module. Average the dense modules alone: in a callback of your own, make "
+            "torch.optim.swa_utils.AveragedModel(module.top) in on_fit_start and call its "
+            "update_parameters(module.top) in on_train_batch_end"
+        )
+    if isinstance(callback, callbacks.BaseFinetuning) and not all(one.parameter.requires_grad for one in tables):
+        return (
+            "it has frozen tables, and once they are sharded it cannot unfreeze them: a fused update does not look at "
+            "requires_grad. Leave the tables out of what it freezes; to hold them still for a while, schedule their "
+            "learning rate with combined_optimizer"
+        )
+    if isinstance(callback, callbacks.ModelPruning):
+        weights = {id(table.parameter) for table in tables}
+        weights |= {id(weight) for module in sharded_modules(model).values() for weight in module.parameters()}
+        if any(id(getattr(module, name)) in weights for module, name in callback._parameters_to_prune):
+            return (
+                "it would prune the weights that the tables had before they were sharded. Name the dense weights: "
+                "ModelPruning(..., parameters_to_prune=[(module.top[0], 'weight'), ...])"
+            )
+    return None
 
 
 def refuse_held_updates(module: LightningModule) -> None:

@@ -35,6 +35,11 @@ class EndOfData:
         self._ask_all_from: float = 0  # on, the ranks ask each other for every batch
         self._asked_now_and_then = -1  # the last batch asked for before
 
+    @property
+    def asks(self) -> bool:
+        """Whether there are other ranks to ask."""
+        return self._consensus is not None
+
     def is_last(self, index: int, num_ahead: int) -> bool:
         """Whether a batch is known to be the last one, on all ranks; `num_ahead` batches after it are fetched."""
         if self._consensus is None:
@@ -64,9 +69,12 @@ class EndOfData:
             if index < self._next_asked:
                 return
             requested_interval = MAX_INTERVAL - max(1, min(self._source.num_certain, MAX_INTERVAL))
-        skips = self._source.num_skipped > 0
+        source = self._source
+        num_skipped, num_after = source.num_skipped, source.num_skipped_after
         flags = StepFlags(
-            not lacks, lacks, self._source.exhausted, self._source.stop_requested, skips, requested_interval
+            *(not lacks, lacks, source.exhausted, source.stop_requested, num_skipped > 0, requested_interval),
+            minus_skipped=num_after - num_skipped,
+            bare_end=num_after == 0 or not source.exhausted,
         )
         self.answers.setdefault(index, self._consensus.ask(flags))
 
@@ -88,6 +96,9 @@ class EndOfData:
             self._next_asked = index if said.lacks else index + MAX_INTERVAL - said.requested_interval
         if said.skips:  # lengths do not tell any more: ask for every batch that no rank can have asked for yet
             self._ask_all_from = min(self._ask_all_from, index + self._depth + 1)
+        if index in in_flight:
+            in_flight[index].fewest_skipped = -said.minus_skipped
+            in_flight[index].ends_with_none = bool(said.last) and not said.bare_end
         if said.has and (said.lacks or said.last) and self.num_batches is None:
             self.num_batches = index if said.lacks else index + 1
             self._drop(in_flight, self.num_batches)

@@ -415,7 +415,8 @@ class Executor:
             self._stages.issue(step, self.in_flight[index], owners)
 
     def _fetch(self, step: Step, index: int) -> None:
-        # A source may hold back a batch that looks like it is not going to be trained: then this catches up.
+        # A source may hold back a batch that looks like it is not going to be trained: then this catches up, on several
+        # ranks by one batch at a time: as many questions are asked on each, though the data of one may end here.
         while self.num_fetched <= index and (self._end.num_batches is None or self.num_fetched < self._end.num_batches):
             with (
                 InStage(step.stage, self.num_fetched, self._order.rank),
@@ -430,3 +431,5 @@ class Executor:
             inflight.done[step.stage] = (step.stream, self._streams.record(step.stream))
             self.in_flight[inflight.index] = inflight
             self.num_fetched += 1
+            if self._end.asks:
+                return

@@ -38,6 +38,10 @@ class InFlightBatch:
     """Whether its `training_step` has begun."""
     num_unseen: int = 0
     """Updates, those of the batches right before it, that the lookup of its fused tables did not see."""
+    fewest_skipped: int = 0
+    """Batches that are None before it in the epoch, on the rank that has the fewest; where the ranks asked for it."""
+    ends_with_none: bool = False
+    """Whether it is the last one, and all ranks have nothing but None after it."""
     counted: Any = None
     """The count of its stale rows, which may be under way."""
 

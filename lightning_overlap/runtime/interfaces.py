@@ -21,7 +21,8 @@ class BatchSource(Protocol):
     """Where batches come from; `plugin.LookaheadFetcher` takes them from Lightning's loaders.
 
     Every rank's epoch has `num_batches`, those that are None among them, `inf` if that is not known. `length_known`
-    says whether all ranks are known to have as many, so that only the last one has to be agreed on.
+    says whether all ranks are known to have as many, so that only the last one has to be agreed on. `num_skipped` of
+    this rank's are None so far, `num_skipped_after` of them come after the batch fetched last.
     """
 
     @property
@@ -32,6 +33,8 @@ class BatchSource(Protocol):
     def num_batches(self) -> float: ...
     @property
     def num_skipped(self) -> int: ...
+    @property
+    def num_skipped_after(self) -> int: ...
     @property
     def num_certain(self) -> int: ...
     @property

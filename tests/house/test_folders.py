@@ -16,15 +16,6 @@ from typing import Any
 import pytest
 
 import lightning_overlap
-from lightning_overlap.plugin import (
-    checkpoint_links,
-    evaluation_loops,
-    fetcher,
-    fit_loop,
-    processes,
-    shortcuts,
-    sigterm,
-)
 
 PACKAGE = Path(lightning_overlap.__file__).resolve().parent
 ROOT = PACKAGE.parent
@@ -54,19 +45,10 @@ LEAVES_ALONE = {
     **dict.fromkeys(("tables", "sparse", "tracking", "checkpoint"), _NO_LIGHTNING),
     **dict.fromkeys(("plugin", "testing"), _NO_CONFIGS),
 }
-LIGHTNING_FILES = {
-    "fit_loop": fit_loop,
-    "fetcher": fetcher,
-    "evaluation_loops": evaluation_loops,
-    "sigterm": sigterm,
-    "processes": processes,
-    "checkpoint_links": checkpoint_links,
-    "shortcuts": shortcuts,
-}
-"""The files that may use Lightning's private names; each lists them."""
-
 TORCHREC_FOLDERS = ("tables", "sparse")
 """Those that may use TorchRec's private names, listed in `tables/sharded_module.py`."""
+LIGHTNING_FOLDER = "plugin"
+"""The one that may use Lightning's, listed in `plugin/private_names.py`."""
 
 SOURCES = sorted(path for path in PACKAGE.rglob("*.py") if path != PACKAGE / "__init__.py")
 
@@ -131,8 +113,8 @@ def complaints(source: str, path: Path) -> Iterator[str]:
         private = any(is_private(part) for part in (*rest, name))
         if top == "torchrec" and private and folder not in TORCHREC_FOLDERS:
             yield f"{folder} imports the private {module}.{name}"
-        if top in ("lightning", "pytorch_lightning") and private and path.stem not in LIGHTNING_FILES:
-            yield f"{path.name} imports the private {module}.{name}"
+        if top in ("lightning", "pytorch_lightning") and private and folder != LIGHTNING_FOLDER:
+            yield f"{folder} imports the private {module}.{name}"
 
 
 @pytest.mark.parametrize("path", SOURCES, ids=name_of)
@@ -154,7 +136,7 @@ def test_imports_point_down_and_go_by_faces(path: Path) -> None:
         ("sparse/pipeline.py", "from lightning.pytorch import Trainer", "sparse imports lightning"),
         ("plugin/strategy.py", "import hydra", "plugin imports hydra"),
         ("plugin/strategy.py", "from torchrec.distributed.types import _A", "plugin imports the private torchrec"),
-        ("plugin/strategy.py", "from lightning.pytorch.loops.fit_loop import _A", "strategy.py imports the private"),
+        ("callbacks/lag.py", "from lightning.pytorch.loops.fit_loop import _A", "callbacks imports the private"),
         ("data/batch.py", "from ..sparse import tbes", "data imports sparse, which is not below it"),
     ],
 )  # fmt: skip

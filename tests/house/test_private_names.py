@@ -18,6 +18,7 @@ from lightning_overlap.plugin import (
     failure_hooks,
     fetcher,
     fit_loop,
+    private_names,
     processes,
     run,
     step_hooks,
@@ -25,15 +26,10 @@ from lightning_overlap.plugin import (
 )
 from lightning_overlap.tables import sharded_module
 
-from .test_folders import LIGHTNING_FILES, SOURCES, TORCHREC_FOLDERS, folder_of, is_private, name_of
+from .test_folders import LIGHTNING_FOLDER, SOURCES, TORCHREC_FOLDERS, folder_of, is_private, name_of
 
-LISTED = {
-    "torchrec": {name for names in sharded_module.PRIVATE_NAMES.values() for name in names},
-    **{
-        file: {name for names in module.PRIVATE_NAMES.values() for name in names}
-        for file, module in LIGHTNING_FILES.items()
-    },
-}
+TORCHREC_PRIVATE = {name for names in sharded_module.PRIVATE_NAMES.values() for name in names}
+LIGHTNING_PRIVATE = {name for names in private_names.PRIVATE_NAMES.values() for name in names}
 STANDARD_LIBRARY = {"_asdict", "_fields", "_replace", "_exit"}
 """Documented, though they start with an underscore."""
 
@@ -90,8 +86,9 @@ def test_private_names_of_others_are_listed(path: Path) -> None:
     """A private attribute that this package does not define belongs to another one: it has to be in a list."""
     used = {node.attr for node in ast.walk(TREES[path]) if isinstance(node, ast.Attribute) and is_private(node.attr)}
     folder = folder_of(path)
-    allowed = OURS | TORCH_PRIVATE | STANDARD_LIBRARY | (LISTED["torchrec"] if folder in TORCHREC_FOLDERS else set())
-    allowed |= LISTED.get(path.stem, set())
+    allowed = OURS | TORCH_PRIVATE | STANDARD_LIBRARY
+    allowed |= TORCHREC_PRIVATE if folder in TORCHREC_FOLDERS else set()
+    allowed |= LIGHTNING_PRIVATE if folder == LIGHTNING_FOLDER else set()
     assert not used - allowed, f"{name_of(path)} uses {sorted(used - allowed)}: list them in PRIVATE_NAMES"
 
 
@@ -129,6 +126,7 @@ TORCHREC = {
     "NoWait": "torchrec.distributed.types",
 }
 LIGHTNING = {
+    "_AutomaticOptimization": "lightning.pytorch.loops.optimization.automatic",
     "_FitLoop": "lightning.pytorch.loops.fit_loop",
     "_TrainingEpochLoop": "lightning.pytorch.loops.training_epoch_loop",
     "_ResultMetric": "lightning.pytorch.trainer.connectors.logger_connector.result",
@@ -164,15 +162,12 @@ def test_torchrec_still_has(owner: str, name: str) -> None:
 
 
 @pytest.mark.smoke
-@pytest.mark.parametrize(
-    ("file", "owner", "name"),
-    [(file, *listed) for file, module in LIGHTNING_FILES.items() for listed in _listed(module.PRIVATE_NAMES)],
-)
-def test_lightning_still_has(file: str, owner: str, name: str) -> None:
+@pytest.mark.parametrize(("owner", "name"), _listed(private_names.PRIVATE_NAMES))
+def test_lightning_still_has(owner: str, name: str) -> None:
     home = importlib.import_module(owner if owner.startswith("lightning.") else LIGHTNING[owner])
     owner = "ParallelStrategy" if owner == "Strategy" else owner  # sets what strategies of several ranks have
     thing = home if owner.startswith("lightning.") else getattr(home, owner)
-    assert _has(thing, name), f"Lightning's {owner} has no {name} any more; {file}.py uses it"
+    assert _has(thing, name), f"Lightning's {owner} has no {name} any more; plugin/private_names.py lists it"
 
 
 def _private_names_in_lightning(cls: type) -> set[str]:
@@ -189,7 +184,6 @@ def _private_names_in_lightning(cls: type) -> set[str]:
         strategy.OverlapEmbeddingStrategy,
         run.HasRun,
         step_hooks.WalksSteps,
-        evaluation_loops.EvaluatesAhead,
         checkpoint_hooks.SavesShards,
         failure_hooks.FailsTogether,
         processes.StartsProcesses,
@@ -199,7 +193,6 @@ def _private_names_in_lightning(cls: type) -> set[str]:
         fetcher.LookaheadFetcher,
         evaluation_loops._EvaluationLoopMixin,
         evaluation_loops._PredictionLoopMixin,
-        evaluation_loops.EvaluationFetcher,
     ],
     ids=lambda cls: cls.__name__,
 )
@@ -207,8 +200,7 @@ def test_what_our_classes_share_with_lightnings_is_listed(cls: type) -> None:
     """A private name that is ours in a subclass and Lightning's above it is either listed, or there by mistake."""
     ours = {name for name in defined_names(ast.parse(inspect.getsource(cls))) if is_private(name)}
     assert _private_names_in_lightning(cls)  # there is something to compare with
-    listed = set().union(*(LISTED[file] for file in LIGHTNING_FILES))
-    assert not ours & _private_names_in_lightning(cls) - listed
+    assert not ours & _private_names_in_lightning(cls) - LIGHTNING_PRIVATE
 
 
 def test_a_name_that_is_gone_is_seen() -> None:

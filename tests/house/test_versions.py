@@ -17,7 +17,7 @@ from packaging.specifiers import SpecifierSet
 from packaging.version import Version
 
 from lightning_overlap import OverlapEmbeddingStrategy, versions
-from lightning_overlap.plugin import fit_loop
+from lightning_overlap.plugin import private_names
 from lightning_overlap.tables import sharded_module
 from lightning_overlap.tables.supported_modules import ModuleSpec
 
@@ -141,7 +141,7 @@ def test_smoke_takes_the_oldest_and_the_newest(package: str) -> None:
 
 @pytest.mark.smoke
 def test_a_missing_name_is_told_with_the_versions() -> None:
-    names: Any = {"_TrainingEpochLoop": fit_loop.PRIVATE_NAMES["_TrainingEpochLoop"]}
+    names: Any = {"_TrainingEpochLoop": private_names.PRIVATE_NAMES["_TrainingEpochLoop"]}
     epoch_loop = SimpleNamespace(**dict.fromkeys(names["_TrainingEpochLoop"]))
     del epoch_loop._broadcast_sigterm_tensor
     with pytest.raises(ImportError) as info:

@@ -133,6 +133,69 @@ def test_ranks_that_skip_others_are_told_before_a_validation(
         two_ranks.run(uneven.train_and_validate_past_nones, *args, val_check_interval=4, timeout_s=30)
 
 
+def _windows(
+    lengths: tuple[int, ...], nones: tuple[tuple[int, ...], ...], k: int, max_epochs: int, max_steps: int
+) -> list[tuple[list[int], ...]]:
+    """Each rank's batches of each optimizer step: a None counts in it where every rank has skipped as many."""
+    real = [[index for index in range(lengths[rank]) if index not in nones[rank]] for rank in range(2)]
+    fewest, steps = min(map(len, real)), []
+    for _ in range(max_epochs):
+        window: list[int] = []
+        for place in range(fewest):
+            number = place + min(one[place] - place for one in real)
+            assert (number % k == 0) == (not window), "a None of all ranks takes a step's place"
+            window = [*window, place]
+            if (number + 1) % k == 0 or place + 1 == fewest:
+                steps.append(tuple([one[index] for index in window] for one in real))
+                window = []
+    return steps[:max_steps] if max_steps > 0 else steps
+
+
+ACCUMULATED = {
+    "hardly_any": ((9, 1), ((1, 2, 3, 4, 6, 7, 8), ()), 3, 2, 2),
+    "by_one": ((9, 9), ((2,), ()), 3, 1, -1),
+    "other_numbers": ((9, 6), ((4,), (1, 4)), 2, 2, -1),
+    "in_one_window": ((9, 9), ((1,), (2,)), 4, 1, -1),
+    "the_last": ((9, 9), ((5, 6, 7, 8), ()), 2, 2, -1),
+    "the_first": ((9, 12), ((0, 1), (4,)), 3, 3, 5),
+    "many": ((12, 12), ((1, 3, 5, 7), (2, 9)), 4, 2, 3),
+}
+"""Lengths, each rank's batches that are None, batches for an optimizer step, epochs, steps."""
+
+
+@pytest.mark.parametrize("name", ACCUMULATED)
+def test_ranks_that_skip_other_batches_step_together(two_ranks: Ranks, name: str) -> None:
+    lengths, nones, k, max_epochs, max_steps = ACCUMULATED[name]
+    limits = {"max_epochs": max_epochs, "max_steps": max_steps, "timeout_s": 30}
+    for pipeline, swap, frozen in [("base", 1, False), ("sparse_dist", -1, True), ("fused_sparse_dist", 1, False)]:
+        windows = _windows(lengths[::swap], nones[::swap], k, max_epochs, max_steps)
+        args = (pipeline, lengths[::swap], nones[::swap], windows, k)
+        runs = two_ranks.run(uneven.accumulate_past_nones, *args, frozen_window=frozen, **limits)
+        assert runs == [([], len(windows))] * 2
+
+
+def test_ranks_that_skip_a_whole_window_catch_up_together(two_ranks: Ranks) -> None:
+    """More batches are needed than `max_steps` let them look ahead for, and the data of one ends meanwhile."""
+    limits = {"accumulate_grad_batches": 2, "max_epochs": 2, "max_steps": 2, "timeout_s": 30}
+    for pipeline in ("base", "fused_sparse_dist"):
+        nones = ((0, 1, 2, 4), (1, 2, 3, 8))
+        runs = two_ranks.run(uneven.train_past_nones, pipeline, (7, 9), nones, **limits)
+        assert [trained for trained, _ in runs] == [[3, 5, 6] * 2, [0, 4, 5] * 2]
+
+
+@pytest.mark.parametrize("pipeline", ["base", "fused_sparse_dist"])
+def test_ranks_with_lengths_that_skip_other_batches_are_told_before_a_step(two_ranks: Ranks, pipeline: str) -> None:
+    """They ask each other now and then. What they skip alike, or in one window, they count as Lightning does."""
+    for nones, k in [(((6,), (6,)), 4), (((5,), (6,)), 4)]:
+        windows = _windows((20, 20), nones, k, 1, -1)
+        args = (pipeline, (20, 20), nones, windows, k)
+        assert two_ranks.run(uneven.accumulate_past_nones, *args, sized=True) == [([], len(windows))] * 2
+    said = "rank 1 has taken 4 batches of an epoch and skipped 1 that are None, rank 0 has skipped 0 by then"
+    args = (pipeline, (20, 20), ((), (3,)), [], 4)
+    with pytest.raises(RankError, match=said):
+        two_ranks.run(uneven.accumulate_past_nones, *args, sized=True, timeout_s=30)
+
+
 @pytest.mark.parametrize("sized", [True, False], ids=["sized", "unsized"])
 def test_validation_in_the_middle_of_uneven_epochs(two_ranks: Ranks, sized: bool) -> None:
     kwargs = {"val_check_interval": 2} if not sized else {"val_check_interval": 0.5}

@@ -16,6 +16,8 @@ from lightning_overlap.distributed import Consensus, skipped_batches
 
 from ..support.cases import TABLE_WISE, Batch, Batches, Model, make_batch
 from ..support.fits import make_strategy, make_trainer
+from ..support.reference import collect
+from ..support.windows import Window, train_windows
 
 
 class _Stream(IterableDataset):
@@ -97,6 +99,33 @@ def train_and_validate_past_nones(
         warnings.simplefilter("ignore")
         _fit(model, Uneven(lengths, sized, nones), pipeline, **{"max_epochs": 2, "num_sanity_val_steps": 0, **kwargs})
     return [one if one == "validation" else one[2] for one in model.seen]
+
+
+def accumulate_past_nones(
+    pipeline: str,
+    lengths: tuple[int, ...],
+    nones: tuple[tuple[int, ...], ...],
+    windows: list[tuple[list[int], ...]],
+    k: int,
+    *,
+    sized: bool = False,
+    frozen_window: bool = False,
+    **kwargs: Any,
+) -> tuple[list[str], int]:
+    """Train with k batches for an optimizer step; return what differs from the loop by hand, and the steps.
+
+    `windows` has each rank's batches of each step.
+    """
+    model = Counts()
+    strategy = make_strategy(model, pipeline, frozen_window=frozen_window)
+    trainer = make_trainer(strategy, limit_val_batches=0, accumulate_grad_batches=k, **kwargs)
+    with mock.patch.object(skipped_batches, "WAIT_S", 1), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        trainer.fit(model, datamodule=Uneven(lengths, sized, nones))
+    mine = [Window(tuple(window[trainer.global_rank]), k) for window in windows]
+    by_hand = train_windows(TABLE_WISE, mine, updates_in_backward=not frozen_window)
+    result = collect(model, trainer.optimizers[0], model.losses)
+    return result.differences(by_hand), trainer.global_step
 
 
 class Terminated(Counts):

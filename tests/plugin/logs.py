@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Mapping
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from pathlib import Path
 from types import MethodType
 from typing import Any, cast
@@ -12,19 +12,21 @@ from unittest import mock
 
 import torch
 import torchmetrics
+from lightning.fabric.utilities import move_data_to_device
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.core import module as core_module
 from lightning.pytorch.loops import evaluation_loop, prediction_loop, training_epoch_loop
 from lightning.pytorch.profilers import PassThroughProfiler
 from lightning.pytorch.trainer import call
+from lightning.pytorch.trainer.connectors.logger_connector import result
 from lightning.pytorch.trainer.connectors.logger_connector.result import _ResultCollection, _ResultMetric
+from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor
 from torch.utils.data import DataLoader
 from torchmetrics import Metric
 
 from lightning_overlap.plugin import shortcuts
-from lightning_overlap.plugin.fit_loop import mix_in
 
 from ..support.cases import TABLE_WISE, Batch, Batches, Model, make_batch
 from ..support.fits import make_trainer
@@ -171,24 +173,27 @@ def num_moves(pipeline: str | None) -> tuple[int, int]:
             pass
 
     trainer = make_trainer(make_strategy(pipeline))
-    own, moves = _ResultMetric.to, []
+    moves = []
 
-    def to(result: _ResultMetric, *args: Any, **kwargs: Any) -> _ResultMetric:
-        moves.append(args)
-        return own(result, *args, **kwargs)
+    def apply(value: Any, kinds: Any, function: Any, *args: Any, **kwargs: Any) -> Any:
+        if function is move_data_to_device and "is_tensor" in value:  # not a collection of them
+            moves.append(value)
+        return apply_to_collection(value, kinds, function, *args, **kwargs)
 
-    with mock.patch.object(_ResultMetric, "to", to), warnings.catch_warnings():
+    with mock.patch.object(result, "apply_to_collection", apply), warnings.catch_warnings():
         warnings.simplefilter("ignore")
         trainer.fit(Twice(fused=pipeline is not None), datamodule=Batches(TABLE_WISE, NUM_BATCHES))
-    return len([args for args in moves if isinstance(args[:1], tuple) and args]), trainer.global_step
+    return len(moves), trainer.global_step
 
 
 def moved_between_devices(quick: bool) -> list[Any]:
     """Log values that come from one device after another (one of them has no memory); return where their states are."""
-    results = _ResultCollection(training=True)
-    if quick:
-        mix_in(results, shortcuts._ResultCollectionMixin)
-    metric, where = Summed(), []
+    with mock.patch.object(_ResultMetric, "to", shortcuts._to) if quick else nullcontext():
+        return _moved()
+
+
+def _moved() -> list[Any]:
+    results, metric, where = _ResultCollection(training=True), Summed(), []
     for device in ("cpu", "cpu", "meta", "meta"):
         metric.to(device)
         metric.update(torch.ones(2, device=device))
@@ -263,7 +268,11 @@ def hooks_that_come_late(pipeline: str | None) -> Calls:
 def _lightning() -> list[Any]:
     names = ("_call_callback_hooks", "_call_lightning_module_hook", "_call_strategy_hook")
     asking = (core_module, training_epoch_loop, evaluation_loop, prediction_loop)
-    return [*(getattr(call, name) for name in names), *(place.is_param_in_hook_signature for place in asking)]  # type: ignore[attr-defined]
+    return [
+        *(getattr(call, name) for name in names),
+        *(place.is_param_in_hook_signature for place in asking),  # type: ignore[attr-defined]
+        *(_ResultMetric.to, PassThroughProfiler.profile, cast(property, Trainer.training).fget),
+    ]
 
 
 def left_behind(fails: bool) -> list[str]:
@@ -274,8 +283,6 @@ def left_behind(fails: bool) -> list[str]:
 
         def on_train_batch_end(self, trainer: Trainer, module: LightningModule, *args: Any) -> None:
             self.within = _lightning()
-            assert type(trainer.profiler) is not PassThroughProfiler  # type: ignore[attr-defined]
-            assert (type(trainer) is not Trainer, type(trainer).__name__) == (True, "Trainer")
             if fails and args[-1] == 2:
                 raise InterruptedError
 
@@ -285,18 +292,8 @@ def left_behind(fails: bool) -> list[str]:
         warnings.simplefilter("ignore")
         trainer.fit(Logs(fused=True), datamodule=Batches(TABLE_WISE, NUM_BATCHES))
     assert not set(before) & set(ends.within)
-    loops = (trainer.fit_loop.epoch_loop, trainer.fit_loop.epoch_loop.val_loop, trainer.validate_loop)
-    kinds = [type(loop._results) for loop in loops]
-    values = [type(one) for loop in loops for one in loop._results.values()]
-    assert values
-    found = [one.__name__ for one in _lightning() if one not in before]
-    found += [str(kind) for kind in kinds if kind is not _ResultCollection]
-    found += [str(kind) for kind in values if kind is not _ResultMetric]
-    if type(trainer.profiler) is not PassThroughProfiler:  # type: ignore[attr-defined]
-        found.append("profiler")
-    if type(trainer) is not Trainer:
-        found.append("trainer")
-    return found
+    assert "profile" not in vars(PassThroughProfiler)
+    return [one.__name__ for one in _lightning() if one not in before]
 
 
 class Asked(Trainer):

@@ -97,7 +97,7 @@ class FakeTrainer:
         """Whether the data has ended."""
         return self._num_fetched >= self._num_batches
 
-    num_batches, num_skipped, num_certain = float("inf"), 0, 0
+    num_batches, num_skipped, num_skipped_after, num_certain = float("inf"), 0, 0, 0
     length_known = False  # where the data ends is a matter of each run
     stop_requested = False  # nobody sends it a signal
 

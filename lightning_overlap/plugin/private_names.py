@@ -1,0 +1,71 @@
+"""What this folder uses of Lightning beyond its public interface: an upgrade that lacks a name is told so.
+
+A test asks the installed Lightning for each; each run asks the objects that it is going to change.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from lightning.pytorch import Trainer
+from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.trainer import call
+
+from ..versions import check_names
+
+_OF_BOTH = ["_build_kwargs", "_build_step_args_from_hook_kwargs", "_data_fetcher", "_verify_dataloader_idx_requirement"]
+PRIVATE_NAMES: Mapping[str, tuple[str, ...]] = {
+    "lightning.pytorch.core.module": ("_load_from_checkpoint",),
+    "lightning.pytorch.loops.evaluation_loop": ("_EvaluationLoop",),
+    "lightning.pytorch.loops.fetchers": ("_DataFetcher", "_DataLoaderIterDataFetcher", "_PrefetchDataFetcher"),
+    "lightning.pytorch.loops.fit_loop": ("_FitLoop",),
+    "lightning.pytorch.loops.optimization.automatic": ("_AutomaticOptimization",),
+    "lightning.pytorch.loops.prediction_loop": ("_PredictionLoop",),
+    "lightning.pytorch.loops.training_epoch_loop": ("_TrainingEpochLoop",),
+    "lightning.pytorch.strategies.launchers.multiprocessing": ("_MultiProcessingLauncher",),
+    "lightning.pytorch.trainer.call": ("_call_callback_hooks", "_call_lightning_module_hook", "_call_strategy_hook"),
+    "lightning.pytorch.trainer.connectors.logger_connector.result": ("_ResultMetric",),
+    "_AutomaticOptimization": ("_make_zero_grad_fn",),
+    "_DataLoaderIterDataFetcher": ("_batch", "_batch_idx", "_dataloader_idx", "_start_profiler", "_stop_profiler"),
+    "_EvaluationLoop": (*_OF_BOTH, "_evaluation_step", "_is_sequential"),
+    "_FitLoop": ("_can_stop_early", "_data_fetcher", "_should_reload_train_dl", "setup_data"),
+    "_MultiProcessingLauncher": ("_collect_rank_zero_results", "_start_method", "_strategy"),
+    "_PredictionLoop": (*_OF_BOTH, "_predict_step", "_return_predictions", "_store_data_for_prediction_writer"),
+    "_ResultMetric": ("_computed", "_defaults", "_forward_cache"),
+    "_SignalConnector": ("_sigterm_notifier_fn",),
+    "_TrainingEpochLoop": (
+        *("_batches_that_stepped", "_broadcast_sigterm_tensor", "_build_kwargs", "_num_ready_batches_reached"),
+        *("_should_accumulate", "_should_check_val_epoch", "_should_check_val_fx", "advance"),
+    ),
+    "CombinedLoader": ("_state_dicts",),
+    "DDPStrategy": ("_configure_launcher", "_launcher", "_lightning_module", "_model", "_optimizers", "_start_method"),
+    "LightningModule": ("_current_fx_name", "_on_before_batch_transfer"),
+    "ModelCheckpoint": ("_link_checkpoint",),
+    "ModelPruning": ("_parameters_to_prune",),
+    "Strategy": ("_layer_sync",),
+    "Trainer": ("_signal_connector", "_teardown"),
+}
+"""By the module or class that has them."""
+
+
+def check_lightning(trainer: Trainer) -> None:
+    """Look for the names in a trainer that is about to run.
+
+    Raises:
+        ImportError: The installed Lightning lacks one.
+    """
+    check_names("lightning", PRIVATE_NAMES, {"Trainer": trainer})
+    epoch_loop = trainer.fit_loop.epoch_loop
+    owners = {
+        "lightning.pytorch.trainer.call": call,
+        "_AutomaticOptimization": epoch_loop.automatic_optimization,
+        "_EvaluationLoop": trainer.validate_loop,
+        "_FitLoop": trainer.fit_loop,
+        "_PredictionLoop": trainer.predict_loop,
+        "_SignalConnector": trainer._signal_connector,
+        "_TrainingEpochLoop": epoch_loop,
+        "LightningModule": trainer.lightning_module,
+        "ModelCheckpoint": ModelCheckpoint,
+        "Strategy": trainer.strategy,
+    }
+    check_names("lightning", PRIVATE_NAMES, owners)
