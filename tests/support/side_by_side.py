@@ -21,8 +21,10 @@ from . import interpreters
 WIDTH = 80
 RUNS = ("first_run", "second_run", "third_run")
 """Their markers: most tests in rank processes; most that start programs; all others."""
-RANKS_IN_THIRD_RUN = ("callbacks", "checkpoint", "profiling", "tables", "testing", "tuning")
-"""Folders of `tests/` whose tests in rank processes are in the third run, so that all end at about the same time."""
+RANKS_IN_OTHERS = {"sparse": RUNS[1]} | dict.fromkeys(
+    ("callbacks", "checkpoint", "profiling", "tables", "testing", "tuning"), RUNS[2]
+)
+"""Folders of `tests/` whose tests in rank processes are in another run, so that all end at about the same time."""
 PROGRAMS = ("apps", "benchmarks", "house", "laws", "plugin", "support")
 """Folders of `tests/` whose tests, where they have no rank processes, mostly start programs."""
 
@@ -35,7 +37,7 @@ def run_of(folder: str, *, ranks: bool) -> str:
         ranks: Whether it has rank processes.
     """
     if ranks:
-        return RUNS[2] if folder in RANKS_IN_THIRD_RUN else RUNS[0]
+        return RANKS_IN_OTHERS.get(folder, RUNS[0])
     return RUNS[1] if folder in PROGRAMS else RUNS[2]
 
 
