@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import ctypes
-import gc
 import itertools
 import os
 import time
 import traceback
-from contextlib import suppress
 from datetime import timedelta
 from pathlib import Path
 from statistics import median
@@ -28,7 +25,7 @@ from . import bench_report, build, config_checks, train_worker
 from .bench_arms import Job, train
 from .bench_report import ArmTurns, Turn
 from .config_checks import Config
-from .step_timers import Meter
+from .step_timers import Meter, free_memory
 
 TIMEOUT = timedelta(minutes=5)
 """Of a collective of the arms: one that hangs must not hold up the rest for long."""
@@ -127,7 +124,7 @@ class _Bench:
             return turn
         finally:
             meter.close()
-            _free(self.device)
+            free_memory(self.device)
 
     def report(self, turns: list[ArmTurns]) -> None:
         """Print what the turns have shown, and write it into the run folder."""
@@ -164,16 +161,6 @@ class _Bench:
 def _plain(name: str) -> str:
     """Return the name of an arm without its options."""
     return name.partition("+")[0]
-
-
-def _free(device: torch.device) -> None:
-    """Give back the memory of a turn, so that the next one's peak is its own."""
-    gc.collect()
-    if device.type == "cuda":
-        torch.cuda.empty_cache()
-    else:
-        with suppress(AttributeError):  # another C library than glibc
-            ctypes.CDLL(None).malloc_trim(0)
 
 
 def _why(err: Exception) -> str:

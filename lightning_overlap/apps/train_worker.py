@@ -17,7 +17,7 @@ from ..plugin import first_words
 from ..schedules import Schedule
 from . import build, launch, train_report
 from .config_checks import METRICS, Config, looks_up_early, modes
-from .step_timers import StepTimer, peak_memory, reset_peak_memory
+from .step_timers import StepTimer, free_memory, peak_memory, reset_peak_memory
 
 
 def run(config: Config, folder: Path) -> None:
@@ -45,6 +45,7 @@ def train_mode(config: Config, schedule: Schedule, folder: Path) -> train_report
     strategy = build.build_strategy(config, schedule, model)
     timer = StepTimer()
     trainer = build.build_trainer(config, strategy, [timer], str(folder / "logs" / schedule.name))
+    free_memory(strategy.root_device)
     reset_peak_memory(strategy.root_device)
     metrics: dict[str, Tensor] = {}
     if config["task"] == "train":
