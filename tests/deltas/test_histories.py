@@ -6,6 +6,7 @@ import random
 from contextlib import suppress
 from typing import Any, NamedTuple
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
@@ -179,6 +180,7 @@ def damage(sink: MemorySink, how: str, choose: random.Random) -> None:
         sink.parts.update(foreign.parts)
 
 
+@pytest.mark.slow
 @given(HISTORIES, st.lists(st.sampled_from(DAMAGES), min_size=1, max_size=2), st.integers(0, 10_000))
 @settings(max_examples=150)
 def test_what_was_done_to_parts_is_named_and_no_table_is_wrong(

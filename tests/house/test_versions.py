@@ -237,6 +237,7 @@ def test_a_module_of_pytorch_lightning_is_refused_by_lightning(said: dict[str, s
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("missing", ["torchrec", "fbgemm_gpu"])
 def test_a_package_that_is_missing_is_answered_with_how_to_install_it(missing: str) -> None:
     program = f"import sys; sys.modules[{missing!r}] = None; import lightning_overlap"
