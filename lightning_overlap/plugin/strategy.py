@@ -2,8 +2,7 @@
 
 This file takes the user's options and sets a run up: it shards the tables, and makes streams, pipelines and executors.
 What happens within a run is up to the hooks, each with its own state: `step_hooks.py` (the parts of a step),
-`checkpoint_hooks.py`, `failure_hooks.py` and `processes.py` (started ones). `run.py` has what
-they share.
+`checkpoint_hooks.py`, `failure_hooks.py` and `processes.py` (started ones). `run.py` has what they share.
 """
 
 from __future__ import annotations

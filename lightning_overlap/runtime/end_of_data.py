@@ -69,11 +69,15 @@ class EndOfData:
             if index < self._next_asked:
                 return
             requested_interval = MAX_INTERVAL - max(1, min(self._source.num_certain, MAX_INTERVAL))
-        source = self._source
-        num_skipped, num_after = source.num_skipped, source.num_skipped_after
+        source, num_after = self._source, self._source.num_skipped_after
         flags = StepFlags(
-            *(not lacks, lacks, source.exhausted, source.stop_requested, num_skipped > 0, requested_interval),
-            minus_skipped=num_after - num_skipped,
+            has=not lacks,
+            lacks=lacks,
+            last=source.exhausted,
+            stop=source.stop_requested,
+            skips=source.num_skipped > 0,
+            requested_interval=requested_interval,
+            minus_skipped=num_after - source.num_skipped,
             bare_end=num_after == 0 or not source.exhausted,
         )
         self.answers.setdefault(index, self._consensus.ask(flags))

@@ -238,7 +238,7 @@ def _kind_of(cls: type) -> Any:
 def before_gradients(embeddings: object, num_parts: int) -> list[Tensor] | None:
     """Return the tensors whose gradients are computed where the backward of embeddings begins to wait for gradients.
 
-    None where fewer parts than these, or no collective, is found: then a backward may update tables without waiting.
+    It returns None where it finds fewer parts than these: then a backward may update tables without waiting.
     """
     dummies = [part.dummy_tensor for part in _under_way(embeddings) if isinstance(part, Request)]
     found = [dummy for dummy in dummies if isinstance(dummy, Tensor) and dummy.requires_grad]

@@ -34,8 +34,8 @@ class TableUpdates:
     def register_hook(self, inflight: InFlightBatch, stage: Stage, call: Callable[[], None]) -> bool:
         """Have a function called where the backward of a batch first waits for other ranks, before it writes a table.
 
-        It may be called several times in one backward. False if no backward will call it, or if the first stage that
-        it issues had better be issued before the backward.
+        It may be called several times in one backward. The answer is False if no backward will call it, or if the first
+        stage that it issues had better be issued before the backward.
         """
         for handle in self._hooks:  # some tensors outlive their backward
             handle.remove()
