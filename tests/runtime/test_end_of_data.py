@@ -98,9 +98,11 @@ class Data:
     length_known: bool = False
     num_batches: float = float("inf")
     num_skipped: int = 0
-    num_skipped_after: int = 0
     num_certain: int = 0
     stop_requested: bool = False
+
+    def num_skipped_after(self, index: int) -> int:
+        return 0
 
     def fetch(self) -> None:
         return None
@@ -135,7 +137,7 @@ def test_all_ranks_end_where_the_first_of_them_does() -> None:
         end.hear(1, in_flight)
     assert (end.num_batches, list(in_flight)) == (1, [0])
     assert end.is_last(0, num_ahead=0)
-    soon = GOES_ON._replace(requested_interval=MAX_INTERVAL - 1, bare_end=True)  # nothing is certain of the next batch
+    soon = GOES_ON._replace(requested_interval=MAX_INTERVAL - 1)  # nothing is certain of the next batch
     assert others.asked == [soon, soon]
 
 
