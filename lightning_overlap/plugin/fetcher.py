@@ -117,11 +117,11 @@ class LookaheadFetcher(_DataLoaderIterDataFetcher):
         self._memory = BatchMemory(trainer.strategy.root_device.type, is_own=is_own)
         self._own_those_of_inner()
         self.num_skipped = self._num_delivered = 0  # batches of this epoch that are None, and others
-        self._num_counted = 0  # of those delivered that are None: as many count as the rank with the fewest has
-        self._num_counted_before = 0  # the last batch that is not None
+        self.counts = True
+        """Whether the batch delivered counts on all ranks; of those that are None, as many as all have skipped."""
+        self._num_counted = self._num_counted_before = 0  # that are None; before the last batch that is not
         self.num_to_catch_up = 0
-        """None that count before the batch delivered, and which this rank has skipped before another one."""
-        self._counts = False  # the None that is delivered
+        """None that count before the batch delivered, where this rank has skipped them before another one."""
         self._unchecked = False  # whether the other ranks have skipped as many
         self._ends_with_none = False  # after it, on all ranks
         self._has_ended = False  # by the word of the executor, on all ranks
@@ -164,7 +164,7 @@ class LookaheadFetcher(_DataLoaderIterDataFetcher):
         arguments = self._step_arguments(self._batch, self._batch_idx, self._dataloader_idx)
         accumulates = self.told is not None and self._every > 1
         self.window = self._place_in_window(self.executor) if accumulates else None
-        check = self._check_skipped if self._num_delivered_none and self.told and self.length_known else None
+        check = self._check_steps if self._num_delivered_none and self.told and self.length_known else None
         return StagedBatch(arguments, self.executor, check)
 
     def peek(self) -> Any:
@@ -181,7 +181,7 @@ class LookaheadFetcher(_DataLoaderIterDataFetcher):
             self._num_in_window = self._num_ready % self._every
         self._num_allowed = self.executor.num_trained - (self._real is not None) + self._num_batches_left()
         # Which None count is known with the batch after them, or once there is none.
-        if self._real is None and not self._has_ended and not (self._skips and (self.told is None or self._at_end)):
+        if not (self._real or self._has_ended or (self._skips and (self.told is None or self._at_end))):
             self._real = self.executor.next_batch()
             self._has_ended = self._real is None
         if self._skips:
@@ -193,6 +193,7 @@ class LookaheadFetcher(_DataLoaderIterDataFetcher):
             self._num_delivered += 1
             self._batch, self._dataloader_idx = inflight.batch, inflight.dataloader_idx
             self._batch_idx, self._ends_with_none = self._number(inflight.batch_idx), inflight.ends_with_none
+            self.counts = True
             if self.told is not None and not self.length_known:
                 self.num_to_catch_up = inflight.fewest_skipped - self._num_counted
                 self._num_counted = inflight.fewest_skipped
@@ -220,31 +221,30 @@ class LookaheadFetcher(_DataLoaderIterDataFetcher):
     @property
     def _at_end(self) -> bool:
         """Whether the last batch that is not None has been delivered, as all ranks know."""
-        return self._has_ended or (self.executor is not None and self.executor.is_last)
+        assert self.executor is not None
+        return self._real is None and (self._has_ended or self.executor.is_last)
 
     def _count_none(self) -> None:
         """Decide whether a None counts: where every rank has skipped as many before the next batch, or after the last.
 
-        Where lengths are known the ranks do not ask each other for every batch: each goes by its own count up to the
-        last one, and checks after a None that it comes to no other steps than the others.
+        Where lengths are known each rank goes by its own count up to the last one, and checks it against the others'.
         """
         if self.told is None or (self.length_known and not self._at_end):
-            self._counts, self._unchecked = True, True
+            self.counts, self._unchecked = True, True
         else:
-            assert self.executor is not None
-            at_end = self._num_counted_before + self.executor.num_none_at_end
-            self._counts = self._num_counted < (at_end if self._real is None else self._real.fewest_skipped)
-        self._num_counted += self._counts
+            self.counts = self._num_counted < (self._num_at_end if self._real is None else self._real.fewest_skipped)
+        self._num_counted += self.counts
+
+    @property
+    def _num_at_end(self) -> int:
+        """None that count in the whole epoch, at its end."""
+        assert self.executor is not None
+        return self._num_counted_before + self.executor.num_none_at_end
 
     @property
     def num_uncounted(self) -> int:
         """None that this rank has skipped in this epoch, and that do not count."""
         return self._num_delivered_none - self._num_counted
-
-    @property
-    def at_uncounted(self) -> bool:
-        """Whether the batch delivered is None and does not count."""
-        return self._batch is None and not self._counts
 
     def _place_in_window(self, executor: Executor) -> tuple[int, bool] | None:
         """Count a batch as all ranks do: after the None that count."""
@@ -254,31 +254,21 @@ class LookaheadFetcher(_DataLoaderIterDataFetcher):
             steps = steps or (executor.is_last and not self._ends_with_none)
             self._num_in_window = 0 if steps else self._num_in_window + 1
         elif self._at_end:
-            at_end = self._num_counted_before + executor.num_none_at_end
-            steps = self._counts and (steps or self._num_counted == at_end)
-        else:
-            return None
-        return number, steps
+            steps = self.counts and (steps or self._num_counted == self._num_at_end)
+        return (number, steps) if self._batch is not None or self._at_end else None
 
-    def _check_skipped(self) -> None:
-        """Check, where lengths are known, that all ranks come to the same steps."""
+    def _check_steps(self) -> None:
         assert self.told is not None
-        waits = not has_model_parallel_tables(self._trainer.lightning_module)
-        num, skipped = self._num_delivered, self._num_delivered_none
+        trainer, num, skipped = self._trainer, self._num_delivered, self._num_delivered_none
+        waits = not has_model_parallel_tables(trainer.lightning_module)
         if self.window is not None:
             number, steps = self.window
             by_end = steps and (number + 1) % self._every != 0
             self.told.check_window(num, skipped, number, self._every, by_end=by_end, waits=waits)
-        if self._unchecked and self._moves_rates:
+        moves_rates = any(config.interval == "step" for config in trainer.lr_scheduler_configs)
+        if self._unchecked and moves_rates and trainer.lightning_module.automatic_optimization:
             self.told.check_rates(num, skipped, waits=waits)
         self._unchecked = False
-
-    @property
-    def _moves_rates(self) -> bool:
-        """Whether Lightning steps a scheduler with the batches."""
-        trainer = self._trainer
-        automatic = trainer.lightning_module.automatic_optimization
-        return automatic and any(config.interval == "step" for config in trainer.lr_scheduler_configs)
 
     @property
     def exhausted(self) -> bool:

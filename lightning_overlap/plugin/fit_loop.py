@@ -155,7 +155,7 @@ class _EpochLoopMixin(_TrainingEpochLoop):
         fetcher = self.trainer.fit_loop._data_fetcher
         if interval != "step" or not isinstance(fetcher, LookaheadFetcher) or fetcher.num_uncounted == 0:
             super().update_lr_schedulers(interval, update_plateau_schedulers)
-        elif not fetcher.at_uncounted:
+        elif fetcher.counts:
             self._step_schedulers(fetcher.num_uncounted, update_plateau_schedulers)
 
     def _step_schedulers(self, num_uncounted: int, update_plateau_schedulers: bool) -> None:

@@ -230,7 +230,7 @@ DECAYED = {
     "no_windows_end": ((7, 8), ((5, 6), (5, 7)), 4, 1),
     "after_the_last_window": ((6, 6), ((4, 5), (3, 5)), 4, 1),
 }
-"""Lengths, each rank's batches that are None, batches for an optimizer step, optimizer steps for one of the scheduler."""
+"""Lengths, each rank's batches that are None, batches for an optimizer step, the frequency of the scheduler."""
 
 
 @pytest.mark.parametrize("name", DECAYED)

@@ -183,15 +183,14 @@ class Stream:
         return looked_at - self.num_fetched
 
     @property
-    def num_skipped_after(self) -> int:
-        return self.num_skipped - (self.real[self.num_fetched - 1] + 1 - self.num_fetched if self.num_fetched else 0)
-
-    @property
     def num_certain(self) -> int:
         if self.exhausted or self.num_skipped:
             return 0
         following = self.real[self.num_fetched] + 1
         return 1 + (following < len(self.layout) and self.layout[following])
+
+    def num_skipped_after(self, index: int) -> int:
+        return self.num_skipped - (self.real[index] - index if index >= 0 else 0)
 
     def fetch(self) -> None:
         self.num_fetched += not self.exhausted
