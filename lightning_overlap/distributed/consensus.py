@@ -32,8 +32,9 @@ class StepFlags(NamedTuple):
     minus_skipped: int = 0
     """`-n` for n batches that are None before this one; as an answer, of the rank that has skipped the fewest."""
 
-    bare_end: bool = False
-    """It has another batch after this one, or nothing: no None that ends its data."""
+    minus_at_end: int = 0
+    """`-n` for n batches that are None and end its data after this one, or in the place of it where it has no such
+    batch; 0 where another follows. As an answer, of the rank that has the fewest."""
 
 
 class Answer(NamedTuple):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 import time
+from collections.abc import Callable
 
 from .failures import Store
 
@@ -96,20 +97,46 @@ class SkippedBatches:
         Raises:
             RuntimeError: Another rank has skipped fewer, or more, so that its windows are others.
         """
+        edges = (number,) if by_end else (number, number + 1)
+        self._compare(
+            *(num_batches, num_skipped, waits),
+            lambda more: all(((edge + more) % every == 0) == (edge % every == 0) for edge in edges),
+            f"with accumulate_grad_batches={every} they would step their optimizers after other batches, and each wait "
+            "for the other",
+        )
+
+    def check_rates(self, num_batches: int, num_skipped: int, *, waits: bool) -> None:
+        """Check that the schedulers of all ranks have stepped as often, where they count skipped batches.
+
+        Another rank that skips one later than this check makes one of its own. See `check_window` for the arguments.
+
+        Raises:
+            RuntimeError: Another rank has skipped fewer, or more, so that its learning rates are others.
+        """
+        self._compare(
+            *(num_batches, num_skipped, waits),
+            lambda more: more == 0,
+            'a scheduler with interval="step" counts these, so the learning rates of the ranks, and their dense '
+            "weights, would differ",
+        )
+
+    def _compare(
+        self, num_batches: int, num_skipped: int, waits: bool, agrees: Callable[[int], bool], otherwise: str
+    ) -> None:
+        """Look how many more than this rank each has skipped before a batch, and raise where they do not agree."""
         deadline = time.monotonic() + WAIT_S
         for rank in range(self._num_ranks):
             while True:
                 theirs = sum(place < num_batches for place in self._of(rank, False))
-                more, edges = theirs - num_skipped, (number,) if by_end else (number, number + 1)
-                if all(((edge + more) % every == 0) == (edge % every == 0) for edge in edges):
+                more = theirs - num_skipped
+                if agrees(more):
                     break
                 if not waits or more > 0 or time.monotonic() > deadline:
                     raise RuntimeError(
                         f"rank {self._rank} has taken {num_batches} batches of an epoch and skipped {num_skipped} that "
-                        f"are None, rank {rank} has skipped {theirs} by then: with accumulate_grad_batches={every} "
-                        "they would step their optimizers after other batches, and each wait for the other. Let all "
-                        "ranks skip alike (drop samples in place of whole batches), or give the loader no length: then "
-                        "the ranks agree on each step."
+                        f"are None, rank {rank} has skipped {theirs} by then: {otherwise}. Let all ranks skip alike "
+                        "(drop samples in place of whole batches), or give the loader no length: then the ranks agree "
+                        "on each step."
                     )
                 time.sleep(0.01)
 

@@ -117,7 +117,12 @@ class LookaheadFetcher(_DataLoaderIterDataFetcher):
         self._memory = BatchMemory(trainer.strategy.root_device.type, is_own=is_own)
         self._own_those_of_inner()
         self.num_skipped = self._num_delivered = 0  # batches of this epoch that are None, and others
-        self._fewest_skipped = 0  # before the batch that is delivered, on the rank that has the fewest
+        self.counts = True
+        """Whether the batch delivered counts on all ranks; of those that are None, as many as all have skipped."""
+        self._num_counted = self._num_counted_before = 0  # that are None; before the last batch that is not
+        self.num_to_catch_up = 0
+        """None that count before the batch delivered, where this rank has skipped them before another one."""
+        self._unchecked = False  # whether the other ranks have skipped as many
         self._ends_with_none = False  # after it, on all ranks
         self._has_ended = False  # by the word of the executor, on all ranks
         self._iterated = False  # since this fetcher took over
@@ -157,9 +162,9 @@ class LookaheadFetcher(_DataLoaderIterDataFetcher):
         assert self.executor is not None
         self.done = self.executor.is_last and self._real is None and not self._skips
         arguments = self._step_arguments(self._batch, self._batch_idx, self._dataloader_idx)
-        accumulates = self.told is not None and self._batch is not None and self._every > 1
+        accumulates = self.told is not None and self._every > 1
         self.window = self._place_in_window(self.executor) if accumulates else None
-        check = self._check_window if accumulates and self._num_delivered_none and self.length_known else None
+        check = self._check_steps if self._num_delivered_none and self.told and self.length_known else None
         return StagedBatch(arguments, self.executor, check)
 
     def peek(self) -> Any:
@@ -175,18 +180,24 @@ class LookaheadFetcher(_DataLoaderIterDataFetcher):
         if self.executor.num_fetched == 0:
             self._num_in_window = self._num_ready % self._every
         self._num_allowed = self.executor.num_trained - (self._real is not None) + self._num_batches_left()
-        if self._real is None and not self._has_ended and not self._skips:
+        # Which None count is known with the batch after them, or once there is none.
+        if not (self._real or self._has_ended or (self._skips and (self.told is None or self._at_end))):
             self._real = self.executor.next_batch()
             self._has_ended = self._real is None
         if self._skips:
             _, batch_idx, self._dataloader_idx = self._skipped.popleft()
             self._batch, self._batch_idx = None, self._number(batch_idx)
+            self._count_none()
         elif self._real is not None:
             inflight, self._real = self._real, None
             self._num_delivered += 1
             self._batch, self._dataloader_idx = inflight.batch, inflight.dataloader_idx
-            self._batch_idx, self._fewest_skipped = self._number(inflight.batch_idx), inflight.fewest_skipped
-            self._ends_with_none = inflight.ends_with_none
+            self._batch_idx, self._ends_with_none = self._number(inflight.batch_idx), inflight.ends_with_none
+            self.counts = True
+            if self.told is not None and not self.length_known:
+                self.num_to_catch_up = inflight.fewest_skipped - self._num_counted
+                self._num_counted = inflight.fewest_skipped
+            self._num_counted_before = self._num_counted
         else:
             self.done = True
             raise StopIteration
@@ -207,26 +218,57 @@ class LookaheadFetcher(_DataLoaderIterDataFetcher):
     def _num_delivered_none(self) -> int:
         return self.num_skipped - len(self._skipped)
 
-    def _place_in_window(self, executor: Executor) -> tuple[int, bool]:
-        """Count a batch as all ranks do: after as many None as the rank that has skipped the fewest.
+    @property
+    def _at_end(self) -> bool:
+        """Whether the last batch that is not None has been delivered, as all ranks know."""
+        assert self.executor is not None
+        return self._real is None and (self._has_ended or self.executor.is_last)
 
-        Where lengths are known the ranks do not ask each other for every batch: each goes by its own count, and one
-        that has skipped a batch checks that it comes to no other step than the others.
+    def _count_none(self) -> None:
+        """Decide whether a None counts: where every rank has skipped as many before the next batch, or after the last.
+
+        Where lengths are known each rank goes by its own count up to the last one, and checks it against the others'.
         """
-        more_than_others = 0 if self.length_known else self._num_delivered_none - self._fewest_skipped
-        number = self._batch_idx - more_than_others
-        steps = (number + 1) % self._every == 0 or (executor.is_last and not self._ends_with_none)
-        self._num_in_window = 0 if steps else self._num_in_window + 1
-        return number, steps
+        if self.told is None or (self.length_known and not self._at_end):
+            self.counts, self._unchecked = True, True
+        else:
+            self.counts = self._num_counted < (self._num_at_end if self._real is None else self._real.fewest_skipped)
+        self._num_counted += self.counts
 
-    def _check_window(self) -> None:
+    @property
+    def _num_at_end(self) -> int:
+        """None that count in the whole epoch, at its end."""
+        assert self.executor is not None
+        return self._num_counted_before + self.executor.num_none_at_end
+
+    @property
+    def num_uncounted(self) -> int:
+        """None that this rank has skipped in this epoch, and that do not count."""
+        return self._num_delivered_none - self._num_counted
+
+    def _place_in_window(self, executor: Executor) -> tuple[int, bool] | None:
+        """Count a batch as all ranks do: after the None that count."""
+        number = self._batch_idx - self.num_uncounted
+        steps = (number + 1) % self._every == 0
+        if self._batch is not None:
+            steps = steps or (executor.is_last and not self._ends_with_none)
+            self._num_in_window = 0 if steps else self._num_in_window + 1
+        elif self._at_end:
+            steps = self.counts and (steps or self._num_counted == self._num_at_end)
+        return (number, steps) if self._batch is not None or self._at_end else None
+
+    def _check_steps(self) -> None:
         assert self.told is not None
-        assert self.window is not None
-        number, steps = self.window
-        by_end = steps and (number + 1) % self._every != 0
-        waits = not has_model_parallel_tables(self._trainer.lightning_module)
-        skipped = self._num_delivered_none
-        self.told.check_window(self._num_delivered, skipped, number, self._every, by_end=by_end, waits=waits)
+        trainer, num, skipped = self._trainer, self._num_delivered, self._num_delivered_none
+        waits = not has_model_parallel_tables(trainer.lightning_module)
+        if self.window is not None:
+            number, steps = self.window
+            by_end = steps and (number + 1) % self._every != 0
+            self.told.check_window(num, skipped, number, self._every, by_end=by_end, waits=waits)
+        moves_rates = any(config.interval == "step" for config in trainer.lr_scheduler_configs)
+        if self._unchecked and moves_rates and trainer.lightning_module.automatic_optimization:
+            self.told.check_rates(num, skipped, waits=waits)
+        self._unchecked = False
 
     @property
     def exhausted(self) -> bool:
@@ -242,11 +284,9 @@ class LookaheadFetcher(_DataLoaderIterDataFetcher):
         """Whether every rank is known to have as many batches in this epoch; not where it is resumed in the middle."""
         return self.lengths_known and self._is_whole
 
-    @property
-    def num_skipped_after(self) -> int:
-        """Batches that are None after the one fetched last, as far as this rank has looked."""
-        num_fetched = 0 if self.executor is None else self.executor.num_fetched
-        return sum(num_before > num_fetched for num_before, _, _ in self._skipped)
+    def num_skipped_after(self, index: int) -> int:
+        """Batches that are None after a batch that is not delivered yet, as far as this rank has looked."""
+        return sum(num_before > index for num_before, _, _ in self._skipped)
 
     def check_skipped(self, *, over_epochs: bool) -> None:
         """Check that all ranks come to a validation here; see `SkippedBatches.check`."""
@@ -375,6 +415,7 @@ class LookaheadFetcher(_DataLoaderIterDataFetcher):
         if self.told is not None:
             self.told.forget(len(self._skipped))
         self._num_delivered, self.num_skipped, self._has_ended = 0, 0, False
+        self._num_counted = self._num_counted_before = self.num_to_catch_up = 0
         self._skipped.clear()
         if self.executor is not None:
             self.executor.drain()

@@ -143,7 +143,29 @@ class _EpochLoopMixin(_TrainingEpochLoop):
         assert fetcher.executor is not None
         if fetcher.executor.stop_agreed:
             sigterm.leave(self.trainer)
+        while fetcher.num_to_catch_up > 0:
+            fetcher.num_to_catch_up -= 1
+            fetcher.window = None  # that of the batch before
+            for of_plateau in (False, True):
+                self._step_schedulers(fetcher.num_uncounted + fetcher.num_to_catch_up, of_plateau)
         return _NoneFetcher(fetcher) if batch is None else fetcher
+
+    @override
+    def update_lr_schedulers(self, interval: str, update_plateau_schedulers: bool) -> None:
+        fetcher = self.trainer.fit_loop._data_fetcher
+        if interval != "step" or not isinstance(fetcher, LookaheadFetcher) or fetcher.num_uncounted == 0:
+            super().update_lr_schedulers(interval, update_plateau_schedulers)
+        elif fetcher.counts:
+            self._step_schedulers(fetcher.num_uncounted, update_plateau_schedulers)
+
+    def _step_schedulers(self, num_uncounted: int, update_plateau_schedulers: bool) -> None:
+        """Step the schedulers as if this rank had not skipped the None that do not count: so all ranks do."""
+        current = self.batch_progress.current
+        current.ready -= num_uncounted
+        try:
+            super().update_lr_schedulers("step", update_plateau_schedulers)
+        finally:
+            current.ready += num_uncounted
 
     def _end_late(self, fetcher: LookaheadFetcher) -> None:
         """Do what the last batch of an epoch is due for, where no rank knew it was: some had only None left after it.

@@ -28,6 +28,8 @@ class EndOfData:
         """What was asked and not yet heard, by batch."""
         self.num_batches: int | None = None
         """Batches that all ranks have, once that is known."""
+        self.num_none_at_end = 0
+        """Batches that are None after the last one, on the rank that has the fewest; where `num_batches` is known."""
         self.stop_agreed = False
         """Whether a rank was told to stop."""
         self._poll_interval: PollInterval | None = None  # of asking now and then; None: lengths are not certain
@@ -69,16 +71,17 @@ class EndOfData:
             if index < self._next_asked:
                 return
             requested_interval = MAX_INTERVAL - max(1, min(self._source.num_certain, MAX_INTERVAL))
-        source, num_after = self._source, self._source.num_skipped_after
+        source = self._source
+        num_skipped, num_after = source.num_skipped, source.num_skipped_after(index - lacks)
         flags = StepFlags(
             has=not lacks,
             lacks=lacks,
             last=source.exhausted,
             stop=source.stop_requested,
-            skips=source.num_skipped > 0,
+            skips=num_skipped > 0,
             requested_interval=requested_interval,
-            minus_skipped=num_after - source.num_skipped,
-            bare_end=num_after == 0 or not source.exhausted,
+            minus_skipped=num_after - num_skipped,
+            minus_at_end=-num_after if source.exhausted else 0,
         )
         self.answers.setdefault(index, self._consensus.ask(flags))
 
@@ -102,7 +105,9 @@ class EndOfData:
             self._ask_all_from = min(self._ask_all_from, index + self._depth + 1)
         if index in in_flight:
             in_flight[index].fewest_skipped = -said.minus_skipped
-            in_flight[index].ends_with_none = bool(said.last) and not said.bare_end
+            in_flight[index].ends_with_none = bool(said.last) and said.minus_at_end < 0
+        if (said.lacks or said.last) and self.num_batches is None:
+            self.num_none_at_end = -said.minus_at_end
         if said.has and (said.lacks or said.last) and self.num_batches is None:
             self.num_batches = index if said.lacks else index + 1
             self._drop(in_flight, self.num_batches)

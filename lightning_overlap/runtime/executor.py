@@ -159,6 +159,11 @@ class Executor:
         return self._end.is_last(self._iteration, self.num_ahead)
 
     @property
+    def num_none_at_end(self) -> int:
+        """Batches that are None after the last one, once that is known, on the rank that has the fewest."""
+        return self._end.num_none_at_end
+
+    @property
     def stop_agreed(self) -> bool:
         """Whether a rank was told to stop, as all of them know."""
         return self._end.stop_agreed

@@ -22,7 +22,7 @@ class BatchSource(Protocol):
 
     Every rank's epoch has `num_batches`, those that are None among them, `inf` if that is not known. `length_known`
     says whether all ranks are known to have as many, so that only the last one has to be agreed on. `num_skipped` of
-    this rank's are None so far, `num_skipped_after` of them come after the batch fetched last.
+    this rank's are None so far, `num_skipped_after` of them come after a batch.
     """
 
     @property
@@ -34,11 +34,10 @@ class BatchSource(Protocol):
     @property
     def num_skipped(self) -> int: ...
     @property
-    def num_skipped_after(self) -> int: ...
-    @property
     def num_certain(self) -> int: ...
     @property
     def stop_requested(self) -> bool: ...
+    def num_skipped_after(self, index: int) -> int: ...
     def fetch(self) -> tuple[Any, int, int] | None: ...
 
 

@@ -196,6 +196,69 @@ def test_ranks_with_lengths_that_skip_other_batches_are_told_before_a_step(two_r
         two_ranks.run(uneven.accumulate_past_nones, *args, sized=True, timeout_s=30)
 
 
+def _decayed(
+    lengths: tuple[int, ...], nones: tuple[tuple[int, ...], ...], k: int, frequency: int, max_epochs: int
+) -> list[tuple[int, tuple[list[int], ...]]]:
+    """Each optimizer step: how often the scheduler has stepped before it, and each rank's batches."""
+    real = [[index for index in range(lengths[rank]) if index not in nones[rank]] for rank in range(2)]
+    fewest, steps, num_decays = min(map(len, real)), [], 0
+    before = [min(one[place] - place for one in real) for place in range(fewest)]  # None that all ranks have skipped
+    at_end = min(lengths[rank] - 1 - one[-1] if len(one) == fewest else 0 for rank, one in enumerate(real))
+    events: list[int | None] = [None] * before[0]
+    for place, end in enumerate([*before[1:], before[-1] + at_end]):
+        events += [place, *[None] * (end - before[place])]
+    for _ in range(max_epochs):
+        window: list[int] = []
+        for number, place in enumerate(events, 1):
+            window += [] if place is None else [place]
+            if number % k == 0 or number == len(events):
+                if place is not None:
+                    steps.append((num_decays, tuple([one[index] for index in window] for one in real)))
+                window, num_decays = [], num_decays + (number % frequency == 0)
+    return steps
+
+
+DECAYED = {
+    "by_one": ((9, 9), ((2,), ()), 1, 1),
+    "by_one_in_windows": ((9, 9), ((2,), ()), 2, 1),
+    "one_later": ((9, 12), ((0, 1), (5,)), 1, 2),
+    "one_later_in_windows": ((9, 12), ((0, 1), (4, 5)), 2, 1),
+    "alike": ((8, 8), ((2, 3), (2, 3)), 1, 3),
+    "alike_in_windows": ((8, 8), ((2, 3), (2, 3)), 2, 1),
+    "the_last_of_one": ((9, 9), ((8,), ()), 1, 1),
+    "other_numbers_of_last": ((9, 9), ((6, 7, 8), (2, 8)), 1, 1),
+    "no_windows_end": ((7, 8), ((5, 6), (5, 7)), 4, 1),
+    "after_the_last_window": ((6, 6), ((4, 5), (3, 5)), 4, 1),
+}
+"""Lengths, each rank's batches that are None, batches for an optimizer step, the frequency of the scheduler."""
+
+
+@pytest.mark.parametrize("name", DECAYED)
+def test_the_rates_of_ranks_that_skip_other_batches_move_alike(two_ranks: Ranks, name: str) -> None:
+    lengths, nones, k, frequency = DECAYED[name]
+    steps = _decayed(lengths, nones, k, frequency, 2)
+    for pipeline in ("base", "fused_sparse_dist"):
+        for swap in (1, -1):
+            swapped = [(num, batches[::swap]) for num, batches in steps]
+            args = (pipeline, lengths[::swap], nones[::swap], swapped, k, frequency)
+            assert two_ranks.run(uneven.decay_past_nones, *args, max_epochs=2, timeout_s=30) == [[], []], pipeline
+
+
+@pytest.mark.parametrize(("pipeline", "k_of_error"), [("base", 1), ("base", 8), ("fused_sparse_dist", 1)])
+def test_ranks_with_lengths_whose_rates_would_differ_are_told_before_a_step(
+    two_ranks: Ranks, pipeline: str, k_of_error: int
+) -> None:
+    """What they skip alike, or after the last batch of all, moves the rates of all."""
+    for nones, k in [(((2, 3, 7), (2, 3, 7)), 1), (((5,), (5,)), 4), (((19,), ()), 1), (((2, 18, 19), (2, 19)), 1)]:
+        args = (pipeline, (20, 20), nones, _decayed((20, 20), nones, k, 1, 2), k, 1)
+        run = two_ranks.run(uneven.decay_past_nones, *args, sized=True, max_epochs=2, timeout_s=30)
+        assert run == [[], []], nones
+    said = "rank 1 has taken 4 batches of an epoch and skipped 1 that are None, rank 0 has skipped 0 by then: "
+    args = (pipeline, (20, 20), ((), (3,)), [], k_of_error, 1)
+    with pytest.raises(RankError, match=f"{said}.*learning rates"):
+        two_ranks.run(uneven.decay_past_nones, *args, sized=True, timeout_s=30)
+
+
 @pytest.mark.parametrize("sized", [True, False], ids=["sized", "unsized"])
 def test_validation_in_the_middle_of_uneven_epochs(two_ranks: Ranks, sized: bool) -> None:
     kwargs = {"val_check_interval": 2} if not sized else {"val_check_interval": 0.5}

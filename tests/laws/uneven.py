@@ -9,12 +9,14 @@ from collections.abc import Iterator
 from typing import Any
 from unittest import mock
 
+import torch
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 from torch.utils.data import DataLoader, IterableDataset
 
+from lightning_overlap import combined_optimizer
 from lightning_overlap.distributed import Consensus, skipped_batches
 
-from ..support.cases import TABLE_WISE, Batch, Batches, Model, make_batch
+from ..support.cases import TABLE_WISE, Batch, Batches, Model, dense_optimizer, make_batch
 from ..support.fits import make_strategy, make_trainer
 from ..support.reference import collect
 from ..support.windows import Window, train_windows
@@ -99,6 +101,44 @@ def train_and_validate_past_nones(
         warnings.simplefilter("ignore")
         _fit(model, Uneven(lengths, sized, nones), pipeline, **{"max_epochs": 2, "num_sanity_val_steps": 0, **kwargs})
     return [one if one == "validation" else one[2] for one in model.seen]
+
+
+class Decays(Counts):
+    """Its learning rates, those of the tables too, fall after a step of the scheduler, or after each so many."""
+
+    def __init__(self, frequency: int) -> None:
+        super().__init__()
+        self.frequency = frequency
+
+    def configure_optimizers(self) -> Any:
+        optimizer = combined_optimizer(self, dense_optimizer(self))
+        scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 0.5**step)
+        return [optimizer], [{"scheduler": scheduler, "interval": "step", "frequency": self.frequency}]
+
+
+def decay_past_nones(
+    pipeline: str,
+    lengths: tuple[int, ...],
+    nones: tuple[tuple[int, ...], ...],
+    steps: list[tuple[int, tuple[list[int], ...]]],
+    k: int,
+    frequency: int,
+    *,
+    sized: bool = False,
+    **kwargs: Any,
+) -> list[str]:
+    """Train with rates that a scheduler moves; return what differs from the loop by hand.
+
+    `steps` has each optimizer step: how often the scheduler has stepped before it, and each rank's batches.
+    """
+    model = Decays(frequency)
+    trainer = make_trainer(make_strategy(model, pipeline), limit_val_batches=0, accumulate_grad_batches=k, **kwargs)
+    with mock.patch.object(skipped_batches, "WAIT_S", 1), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        trainer.fit(model, datamodule=Uneven(lengths, sized, nones))
+    mine = [Window(tuple(window[trainer.global_rank]), k) for _, window in steps]
+    by_hand = train_windows(TABLE_WISE, mine, updates_in_backward=True, factor=lambda step: 0.5 ** steps[step][0])
+    return collect(model, trainer.optimizers[0], model.losses).differences(by_hand)
 
 
 def accumulate_past_nones(

@@ -98,9 +98,11 @@ class Data:
     length_known: bool = False
     num_batches: float = float("inf")
     num_skipped: int = 0
-    num_skipped_after: int = 0
     num_certain: int = 0
     stop_requested: bool = False
+
+    def num_skipped_after(self, index: int) -> int:
+        return 0
 
     def fetch(self) -> None:
         return None
@@ -135,7 +137,7 @@ def test_all_ranks_end_where_the_first_of_them_does() -> None:
         end.hear(1, in_flight)
     assert (end.num_batches, list(in_flight)) == (1, [0])
     assert end.is_last(0, num_ahead=0)
-    soon = GOES_ON._replace(requested_interval=MAX_INTERVAL - 1, bare_end=True)  # nothing is certain of the next batch
+    soon = GOES_ON._replace(requested_interval=MAX_INTERVAL - 1)  # nothing is certain of the next batch
     assert others.asked == [soon, soon]
 
 
@@ -181,15 +183,14 @@ class Stream:
         return looked_at - self.num_fetched
 
     @property
-    def num_skipped_after(self) -> int:
-        return self.num_skipped - (self.real[self.num_fetched - 1] + 1 - self.num_fetched if self.num_fetched else 0)
-
-    @property
     def num_certain(self) -> int:
         if self.exhausted or self.num_skipped:
             return 0
         following = self.real[self.num_fetched] + 1
         return 1 + (following < len(self.layout) and self.layout[following])
+
+    def num_skipped_after(self, index: int) -> int:
+        return self.num_skipped - (self.real[index] - index if index >= 0 else 0)
 
     def fetch(self) -> None:
         self.num_fetched += not self.exhausted

@@ -97,9 +97,12 @@ class FakeTrainer:
         """Whether the data has ended."""
         return self._num_fetched >= self._num_batches
 
-    num_batches, num_skipped, num_skipped_after, num_certain = float("inf"), 0, 0, 0
+    num_batches, num_skipped, num_certain = float("inf"), 0, 0
     length_known = False  # where the data ends is a matter of each run
     stop_requested = False  # nobody sends it a signal
+
+    def num_skipped_after(self, index: int) -> int:
+        return 0
 
     def fetch(self) -> tuple[FakeBatch, int, int] | None:
         """Give the executor the next batch: the trainer is its `BatchSource`."""
