@@ -43,8 +43,8 @@ def num_ranks(config: Config) -> int:
     if not found:
         hint = f" There are {torch.cuda.device_count()} CUDA devices: lower it, or take trainer=cpu." if cuda else ""
         raise ValueError(
-            "trainer.devices is a number of ranks from 1 on, a list of devices or 'auto' (on CUDA also -1: all), got "
-            f"{devices!r}.{hint}"
+            "trainer.devices is a number of ranks from 1 on or 'auto' (on CUDA also a list of devices, or -1: all), "
+            f"got {devices!r}.{hint}"
         )
     return found if isinstance(found, int) else len(found)
 

@@ -99,6 +99,7 @@ class Meter:
         step = len(self._losses)
         if step == self._first:
             self._clock.wait()
+            self._clock = timestamps_of(self._device)  # on CUDA its times have 24 bits: they count from here
             reset_peak_memory(self._device)
         if self._first <= step <= self._last:
             self._marks.append(self._clock.mark())

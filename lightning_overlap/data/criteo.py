@@ -129,7 +129,8 @@ def resolve_paths(paths: str | Path | Sequence[str | Path]) -> list[Path]:
     found: list[Path] = []
     for path in [paths] if isinstance(paths, str | Path) else paths:
         if Path(path).is_dir():
-            stands_for, why = [str(p) for p in Path(path).glob("[!.]*")], "is a folder without files"
+            stands_for = [str(p) for p in Path(path).iterdir() if not p.name.startswith(".")]
+            why = "is a folder without files"
         elif glob.has_magic(str(path)) and not Path(path).exists():
             stands_for, why = glob.glob(str(path), recursive=True), "matches no file"
         else:

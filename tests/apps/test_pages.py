@@ -90,8 +90,7 @@ def _command(name: str) -> Callable[[list[str], Path], None]:
             ((*jobs,),) = BasicSweeper.split_arguments(parsed, max_batch_size=None)
             assert len(jobs) > 1
         for job in jobs[:3]:
-            config = composed(*job, command=name)
-            config_checks.check(config) if name == "config" else config_checks.check_bench(config)
+            config_checks.check(composed(*job, command=name))
 
     return run
 

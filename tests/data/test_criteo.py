@@ -310,6 +310,17 @@ def test_a_folder_a_glob_and_a_list_stand_for_their_files(tmp_path):
     assert resolve_paths([files[2], str(tmp_path / "*.gz")]) == [files[2], *files[:2]]
 
 
+def test_a_folder_that_may_not_be_read_is_not_called_empty(tmp_path, monkeypatch):
+    def refuse(*_):
+        raise PermissionError(13, "Permission denied", str(tmp_path))
+
+    with monkeypatch.context() as patched:
+        patched.setattr("os.listdir", refuse)
+        patched.setattr("os.scandir", refuse)
+        with pytest.raises(PermissionError):
+            resolve_paths(tmp_path)
+
+
 def test_check_passes_a_good_file(tmp_path):
     CriteoDataModule(write(tmp_path / "rows.gz", [numbered(0)]), val_path=tmp_path).check()
 
