@@ -10,6 +10,7 @@ from __future__ import annotations
 import io
 import pickle
 from collections.abc import Mapping
+from dataclasses import fields
 from pathlib import PurePath
 from typing import Any
 
@@ -106,13 +107,13 @@ class _Unpickler(pickle.Unpickler):
 
 
 def _metadata(record: _Record) -> dcp.Metadata:
-    fields = record.state
-    entries = {str(name): _real(entry) for name, entry in fields["state_dict_metadata"].items()}
-    places = {_real(index): _real(place) for index, place in fields["storage_data"].items()}
+    state = record.state
+    entries = {str(name): _real(entry) for name, entry in state["state_dict_metadata"].items()}
+    places = {_real(index): _real(place) for index, place in state["storage_data"].items()}
     for place in places.values():
         if PurePath(place.relative_path).name != place.relative_path or place.transform_descriptors:
             raise pickle.UnpicklingError(f"it has a tensor in {place.relative_path!r}")
-    return dcp.Metadata(state_dict_metadata=entries, storage_data=places, version=fields.get("version"))
+    return dcp.Metadata(state_dict_metadata=entries, storage_data=places, version=state.get("version"))
 
 
 def _real(value: Any) -> Any:
@@ -123,4 +124,6 @@ def _real(value: Any) -> Any:
         return value
     if type(value).__name__ == dcp.TensorProperties.__name__:
         return dcp.TensorProperties(dtype=value.state[0])  # the others are deprecated
-    return _REAL[type(value).__name__](**{name: _real(field) for name, field in (value.state or {}).items()})
+    kind = _REAL[type(value).__name__]
+    known = {field.name for field in fields(kind)} & (value.state or {}).keys()  # a newer torch may write others
+    return kind(**{name: _real(value.state[name]) for name in known})

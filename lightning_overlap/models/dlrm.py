@@ -41,6 +41,8 @@ class BinnedAUC(Metric):
     """Bins between the logits -16 and 16; logits outside fall into the outermost."""
 
     full_state_update = False
+    is_differentiable = False
+    higher_is_better = True
     num_clicks: Tensor
     num_others: Tensor
 
@@ -73,6 +75,8 @@ class NormalizedEntropy(Metric):
     """
 
     full_state_update = False
+    is_differentiable = False
+    higher_is_better = False
     log_loss: Tensor
     num_clicks: Tensor
     num_samples: Tensor

@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import pickle
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+
+from lightning_overlap.checkpoint.safe_metadata import SafeReader
 
 from . import untrusted
 from .untrusted import CHANGES, MARK
@@ -40,3 +45,15 @@ def test_what_is_trusted_is_loaded(get_ranks: Any, tmp_path: Path) -> None:
         assert told == [("loaded", "kept")] * num_ranks
     for said, _ in get_ranks(2).run(untrusted.save_and_load_state, str(tmp_path / "_"), trust=False):
         assert "holds objects that are not loaded unless you trust it" in said
+
+
+def test_what_a_newer_torch_adds_to_a_list_is_left_out(tmp_path: Path) -> None:
+    dcp.save({"a": torch.arange(3)}, checkpoint_id=tmp_path, no_dist=True)
+    written = pickle.loads((tmp_path / ".metadata").read_bytes())
+    for place in written.storage_data.values():
+        vars(place)["newer"] = 1
+    vars(written)["newer"] = 2
+    (tmp_path / ".metadata").write_bytes(pickle.dumps(written))
+    read = SafeReader(tmp_path).read_metadata()
+    assert read.state_dict_metadata == written.state_dict_metadata
+    assert [place.relative_path for place in read.storage_data.values()] == ["__0_0.distcp"]

@@ -248,3 +248,8 @@ def test_it_trains_validates_tests_and_reloads_without_a_strategy_of_ours(tmp_pa
 def test_wrong_arguments_are_named(arguments, message):
     with pytest.raises(ValueError, match=message):
         DLRM(**{"table_sizes": TABLES, "num_dense": 5} | arguments)
+
+
+def test_torchmetrics_is_told_which_way_a_metric_is_better():
+    assert [metric.higher_is_better for metric in (BinnedAUC, NormalizedEntropy)] == [True, False]
+    assert not any(metric.is_differentiable for metric in (BinnedAUC, NormalizedEntropy))
