@@ -58,7 +58,7 @@ check: $(INSTALLED)
 	@$(MAKE) --no-print-directory -j2 lint quick
 
 quick: $(INSTALLED)
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m "not ranks and not slow and not gpu"
+	OMP_NUM_THREADS=1 $(BIN)/python -m tests.support.side_by_side --quick
 
 fuzz: $(INSTALLED)
 	OMP_NUM_THREADS=1 $(BIN)/python -m tests.laws.fuzz $(if $(SEED),--seed $(SEED),--num $(or $(NUM),200)) \

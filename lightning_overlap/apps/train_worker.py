@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import hashlib
 import logging
+import time
 import warnings
 from pathlib import Path
 
 import numpy as np
 import torch
 from lightning.pytorch import seed_everything
+from lightning.pytorch.loggers import TensorBoardLogger
 from torch import Tensor
 
 from ..distributed import gather_objects
@@ -51,6 +53,9 @@ def train_mode(config: Config, schedule: Schedule, folder: Path) -> train_report
     if config["task"] == "train":
         trainer.fit(model, datamodule=data, ckpt_path=config["ckpt_path"])
         metrics |= trainer.callback_metrics
+        if any(isinstance(logger, TensorBoardLogger) for logger in trainer.loggers):
+            # The evaluation's events file is named after the second it is opened in, and would replace the fit's.
+            time.sleep(1 - time.time() % 1)
     evaluate = trainer.validate if config["task"] == "validate" else trainer.test
     evaluate(model, datamodule=data, verbose=False, ckpt_path=None if metrics or timer.step_ms else config["ckpt_path"])
     metrics |= trainer.callback_metrics

@@ -2,8 +2,8 @@
 
 All are forked from one process that has imported everything, as all that they fork in turn.
 
-`python -m tests.support.side_by_side [ARGUMENTS OF PYTEST]` shows the first as it goes, then the others, then one
-closing line for all. It fails if any does.
+`python -m tests.support.side_by_side [--quick] [ARGUMENTS OF PYTEST]` shows the first as it goes, then the others, then
+one closing line for all. It fails if any does. `--quick`, two runs: the tests without rank processes that are not slow.
 """
 
 from __future__ import annotations
@@ -27,6 +27,9 @@ RANKS_IN_OTHERS = {"sparse": RUNS[1]} | dict.fromkeys(
 """Folders of `tests/` whose tests in rank processes are in another run, so that all end at about the same time."""
 PROGRAMS = ("apps", "benchmarks", "house", "laws", "plugin", "support")
 """Folders of `tests/` whose tests, where they have no rank processes, mostly start programs."""
+QUICK = "not ranks and not slow and not gpu"
+LONGEST_OF_QUICK = ("tests/callbacks", "tests/testing")
+"""Half of the time of the quick tests."""
 
 
 def run_of(folder: str, *, ranks: bool) -> str:
@@ -58,21 +61,29 @@ def closing(lines: list[str], seconds: float) -> str:
 
 
 def main(arguments: list[str]) -> int:
-    """Run all, and return 0 if all passed."""
+    """Run all, or the quick ones, and return 0 if all passed."""
+    if "--quick" in arguments:
+        quick = ["-m", QUICK, *(argument for argument in arguments if argument != "--quick")]
+        return run_at_once([*quick, *LONGEST_OF_QUICK], [*quick, *(f"--ignore={path}" for path in LONGEST_OF_QUICK)])
+    return run_at_once(*([*arguments, "-m", run] for run in RUNS))
+
+
+def run_at_once(*runs: list[str]) -> int:
+    """Run pytest with each of these arguments, and return 0 if all passed."""
     began = time.monotonic()
     # Of hydra's plugin, which asserts nothing.
     own = ["-W", "ignore:Module already imported:pytest.PytestAssertRewriteWarning"]
-    pytest = [sys.executable, "-m", "pytest", *own, *arguments, "-m"]
+    pytest = [sys.executable, "-m", "pytest", *own]
     with ExitStack() as stack:
         others = []
-        for run in RUNS[1:]:
+        for run in runs[1:]:
             written = stack.enter_context(tempfile.TemporaryFile("w+"))
-            process = interpreters.Popen([*pytest, run], stdout=written, stderr=subprocess.STDOUT)
+            process = interpreters.Popen([*pytest, *run], stdout=written, stderr=subprocess.STDOUT)
             stack.callback(process.wait)
             stack.callback(process.terminate)  # Ctrl-C ends all
             others.append((process, written))
         last = ""
-        with interpreters.Popen([*pytest, RUNS[0]], stdout=subprocess.PIPE, text=True) as first:
+        with interpreters.Popen([*pytest, *runs[0]], stdout=subprocess.PIPE, text=True) as first:
             assert first.stdout is not None
             while part := first.stdout.read(1):  # the dots as they come
                 sys.stdout.write(part)

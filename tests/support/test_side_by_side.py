@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from . import side_by_side
 from .side_by_side import PROGRAMS, RANKS_IN_OTHERS, closing, counts, main, run_of
 
 CONFTEST = """
@@ -42,6 +43,16 @@ def test_each_test_is_in_one_run() -> None:
     folders = ("laws", "sparse", "tables")
     assert [run_of(folder, ranks=True) for folder in folders] == ["first_run", "second_run", "third_run"]
     assert [run_of(folder, ranks=False) for folder in folders] == ["second_run", "third_run", "third_run"]
+
+
+def test_each_quick_test_is_in_one_of_two_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    runs: list[list[str]] = []
+    monkeypatch.setattr(side_by_side, "run_at_once", lambda *given: runs.extend(given) or 5)
+    assert main(["--quick", "-x"]) == 5
+    root = Path(__file__).parents[2]
+    assert [run[:3] for run in runs] == [["-m", side_by_side.QUICK, "-x"]] * 2
+    assert [f"--ignore={path}" for path in runs[0][3:]] == runs[1][3:]
+    assert all(list((root / path).glob("test_*.py")) for path in runs[0][3:])
 
 
 @pytest.mark.slow
