@@ -1,6 +1,6 @@
 """The examples run as their READMEs say, on two CPU processes.
 
-A script and one of torchrun's are interpreters that import everything, as are their ranks; the others are forked.
+existing_module runs in interpreters that import everything; the others are forked. test_pages.py runs that of torchrun.
 """
 
 from __future__ import annotations
@@ -21,7 +21,6 @@ from ..support import interpreters
 pytestmark = pytest.mark.slow
 
 ROOT = Path(__file__).resolve().parents[2]
-TORCHRUN = [sys.executable, "-m", "torch.distributed.run"]
 
 
 @pytest.mark.parametrize(
@@ -33,13 +32,12 @@ TORCHRUN = [sys.executable, "-m", "torch.distributed.run"]
             [sys.executable],
             r"step 150: validation AUC trained (?P<auc>0\.\d+), served (?P=auc): equal\nage of the served tables",
         ),
-        ("torchrun", [*TORCHRUN, "--standalone", "--nproc-per-node", "2"], r"validation AUC: (?P<auc>0\.\d+)"),
         ("sequence_model", [sys.executable], r"next items found after 400 steps: (?P<hits>0\.\d+)"),
     ],
-    ids=["existing_module", "serve_beside_training", "torchrun", "sequence_model"],
+    ids=["existing_module", "serve_beside_training", "sequence_model"],
 )
 def test_an_example_learns(story: str, python: list[str], number: str, tmp_path: Path) -> None:
-    run = subprocess.run if story in ("existing_module", "torchrun") else interpreters.run
+    run = subprocess.run if story == "existing_module" else interpreters.run
     said = _run(story, "train.py", python, tmp_path, run=run)
     found = re.search(number, said)
     assert found, said

@@ -177,7 +177,10 @@ def test_a_batch_script_trains_on_two_hosts(block: Block, tmp_path: Path) -> Non
         ["bash", str(tmp_path / "job.sh")], cwd=ROOT, env=environment, capture_output=True, text=True, timeout=100
     )
     assert done.returncode == 0, done.stderr
-    assert re.findall(r"validation AUC: 0\.\d+", done.stdout)
+    [auc] = re.findall(r"validation AUC: (0\.\d+)", done.stdout)  # of the first rank
+    assert float(auc) > 0.6
+    for page in (block.page, "examples/torchrun/README.md"):
+        assert "examples/torchrun/train.py" in (ROOT / page).read_text(encoding="utf-8")
 
 
 def _free_port() -> int:
