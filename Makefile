@@ -21,7 +21,7 @@ AS_LOCKED := --no-deps --no-build-isolation
 UNCOMPILED := --no-compile
 
 .DELETE_ON_ERROR:
-.PHONY: help install redis-server train test check quick fuzz lint docs smoke smoke-older smoke-newer smoke-torch-2.14 check-lock wheel clean
+.PHONY: help install redis-server train test check quick fuzz mutants lint docs smoke smoke-older smoke-newer smoke-torch-2.14 check-lock wheel clean
 
 help:
 	@echo "make train   install once, then train the example experiment"
@@ -30,6 +30,7 @@ help:
 	@echo "make lint    ruff and mypy alone"
 	@echo "make docs    build the site into site/, strictly"
 	@echo "make fuzz    random fits against a loop by hand: NUM=200 of them, or SEED=17 again"
+	@echo "make mutants break the package in each way of docs/testing.md, and see that a test fails: 6 minutes"
 	@echo "make smoke   a short test with the oldest and the newest Lightning and TorchRec, each in a .venv of its own"
 	@echo "make smoke-torch-2.14   the same with torch 2.14, where the index has a CPU build of it"
 	@echo "make wheel   build a wheel into dist/ and check what is inside"
@@ -63,6 +64,9 @@ quick: $(INSTALLED)
 fuzz: $(INSTALLED)
 	OMP_NUM_THREADS=1 $(BIN)/python -m tests.laws.fuzz $(if $(SEED),--seed $(SEED),--num $(or $(NUM),200)) \
 		--first $(or $(FIRST),0) --without "$(WITHOUT)"
+
+mutants: $(INSTALLED)
+	$(BIN)/python -m tests.laws.mutants --only "$(ONLY)"
 
 lint: $(INSTALLED)
 	$(BIN)/ruff check .

@@ -25,6 +25,8 @@ from .sink import DeltaSink, resolve_sink
 
 _log = logging.getLogger(__name__)
 _FORMAT = "embedding_deltas.replica"
+_MOST_TIMES = 3
+"""So often an update comes to the same cut, as where parts are written anew meanwhile; then it goes in a circle."""
 
 
 class Position(NamedTuple):
@@ -206,9 +208,18 @@ class Replica:
             SinkError: The sink cannot be read.
         """
         with self._updating:
-            count = 0
+            count, reached = 0, Counter[tuple[int, int]]()
             while self._update_once(lists=count == 0):
                 count += 1
+                assert self.position is not None
+                at = self.position.cut
+                reached[at] += 1
+                if reached[at] > _MOST_TIMES:
+                    raise CutError(
+                        f"the sink leads to {as_words(at)} again and again: cuts of fits that know nothing of each "
+                        "other are in it, as where lost parts have come back. Remove those of the fits that were given "
+                        "up, or let the training write a base."
+                    )
             self._error = None
             return count
 

@@ -94,6 +94,17 @@ def test_a_saved_replica_knows_its_fit(training: Training, live: Replica, tmp_pa
     follow(training, again)
 
 
+def test_a_sink_that_leads_to_the_same_cut_again_and_again_is_told(
+    training: Training, live: Replica, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As one might whose lost parts come back: of the fit that a base leads to, another fit knows nothing."""
+    monkeypatch.setattr(live._chain, "next", lambda at: live._chain.start())
+    with pytest.raises(CutError, match=r"the cut of generation 1, step 2 again and again"):
+        live.update()
+    monkeypatch.undo()
+    follow(training, live)
+
+
 def test_pruned_parts_are_not_lost(training: Training, live: Replica) -> None:
     training.train(1)
     training.cut(bases=(0, 1))

@@ -10,6 +10,8 @@ from typing import Any
 
 import pytest
 
+from ..laws import mutants
+
 ROOT = Path(__file__).resolve().parents[2]
 HEAD = ["feature", "status", "remark or reason", "test"]
 MODULES_HEAD = ["module or feature", "looked up", "after which writer", "remark or reason", "test"]
@@ -127,3 +129,23 @@ def test_a_test_that_is_gone_is_seen(reference: str, problem: str | None) -> Non
     found = problem_of(reference)
     assert (found is None) == (problem is None)
     assert problem is None or problem in str(found)
+
+
+# -- what is broken on purpose ---------------------------------------------------------------------------------
+
+
+def test_testing_md_lists_all_mutants() -> None:
+    assert (ROOT / "docs" / "testing.md").read_text(encoding="utf-8").endswith(f"\n\n{mutants.table()}\n")
+    assert {mutant.law for mutant in mutants.MUTANTS} == set(range(1, 14))
+
+
+@pytest.mark.parametrize("mutant", mutants.MUTANTS, ids=lambda mutant: mutant.what)
+def test_a_mutant_changes_one_place_and_names_its_tests(mutant: mutants.Mutant) -> None:
+    """`make mutants` then sees these tests fail."""
+    if mutant.file:
+        text = (ROOT / mutants.PACKAGE / mutant.file).read_text(encoding="utf-8")
+        assert text.count(mutant.text) == 1
+        ast.parse(text.replace(mutant.text, mutant.instead))
+    for test in mutant.tests:
+        file, _, name = test.partition("::")
+        assert f"def {name.partition('[')[0]}(" in (ROOT / "tests" / file).read_text(encoding="utf-8") or not name
