@@ -20,6 +20,9 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check --no-input -qq
 AS_LOCKED := --no-deps --no-build-isolation
 UNCOMPILED := --no-compile
 
+# Each of some sixty interpreters would compile the package and its tests anew.
+unexport PYTHONDONTWRITEBYTECODE
+
 .DELETE_ON_ERROR:
 .PHONY: help install redis-server train test check quick fuzz mutants lint docs smoke smoke-older smoke-newer smoke-torch-2.14 check-lock wheel clean
 

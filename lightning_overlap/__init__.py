@@ -9,18 +9,14 @@ from .schedules import Stage as Stage
 from .schedules import Step as Step
 from .schedules import StreamName as StreamName
 
+versions.check_needed()
 try:
     versions.check_installed()
     from .callbacks import OverlapMonitor as OverlapMonitor
     from .callbacks import OverlapTimeline as OverlapTimeline
     from .plugin import OverlapEmbeddingStrategy as OverlapEmbeddingStrategy
     from .tables import combined_optimizer as combined_optimizer
-except ImportError as err:
-    if (missing := str(err.name).partition(".")[0]) in versions.NEEDED:
-        raise ModuleNotFoundError(versions.what_is_missing(missing), name=missing) from None
-    err.add_note(versions.what_is_supported())
-    raise
-except OSError as err:  # a library of FBGEMM's that does not load
+except (ImportError, OSError) as err:  # OSError: a library of FBGEMM's that does not load
     err.add_note(versions.what_is_supported())
     raise
 

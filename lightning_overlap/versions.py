@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import re
+import sys
 from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from importlib import metadata
+from importlib.util import find_spec
 
 SUPPORTED: Mapping[str, str] = {"lightning": ">=2.5.2,<2.7", "torchrec": ">=1.8,<1.10"}
 """As in `pyproject.toml`; the tests run with the oldest and the newest of each."""
@@ -36,6 +38,26 @@ BUILT_FOR: Mapping[str, str] = {"1.5": "2.10", "1.6": "2.11", "1.7": "2.12", "1.
 """The torch that each FBGEMM is built for, as FBGEMM's own table has it. It loads with no other."""
 
 _FBGEMM = ("fbgemm-gpu", "fbgemm-gpu-cpu")
+
+
+NEEDED = ("torchrec", "fbgemm_gpu")
+"""What no dependency of the package brings along on a CPU, by the name that is imported."""
+
+
+def check_needed() -> None:
+    """Raise if one of `NEEDED` is missing, before seconds of imports come to it.
+
+    Raises:
+        ModuleNotFoundError: It says how to install it.
+    """
+    for name in NEEDED:
+        if (sys.modules[name] if name in sys.modules else find_spec(name)) is None:
+            raise ModuleNotFoundError(
+                f"lightning_overlap needs {name}, which is not installed. For CUDA: pip install "
+                "'lightning_overlap[cuda]'. For a CPU: pip install 'lightning_overlap[cpu]' && pip install --no-deps "
+                "torchrec==1.8.0 (torchrec itself asks for the CUDA build of fbgemm).",
+                name=name,
+            )
 
 
 def check_installed() -> None:
@@ -72,19 +94,6 @@ def what_is_supported() -> str:
     supported = ", ".join(name + versions for name, versions in SUPPORTED.items())
     pairs = "; or ".join(f"torch {pair.torch}, fbgemm {pair.fbgemm}, torchrec{pair.torchrec}" for pair in PAIRS)
     return f"Installed: {found}. Supported: {supported}. Together: {pairs}."
-
-
-NEEDED = ("torchrec", "fbgemm_gpu")
-"""What no dependency of the package brings along on a CPU, by the name that is imported."""
-
-
-def what_is_missing(name: str) -> str:
-    """Return a sentence on how to install one of `NEEDED`."""
-    return (
-        f"lightning_overlap needs {name}, which is not installed. For CUDA: pip install 'lightning_overlap[cuda]'. For "
-        "a CPU: pip install 'lightning_overlap[cpu]' && pip install --no-deps torchrec==1.8.0 (torchrec itself asks for"
-        " the CUDA build of fbgemm)."
-    )
 
 
 def installed() -> dict[str, str]:

@@ -80,7 +80,7 @@ def test_ours_beside_plain_lightning_and_torchrec(tmp_path: Path) -> None:
 def test_latencies_are_put_on_top(tmp_path: Path) -> None:
     shorter = [f"latency.{part}_ms=5" for part in ("forward", "backward", "step")]
     arguments = ("bench=virtual_latency", *SMALL, *shorter, "rounds=1", "arms=[torchrec/base]")
-    done = bench(tmp_path, *arguments, run=subprocess.run)  # started anew: no fork of what has imported everything
+    done = bench(tmp_path, *arguments)
     assert done.returncode == 0, done.stderr
     _, arms = results(tmp_path)
     for arm in arms.values():
@@ -92,7 +92,8 @@ def test_latencies_are_put_on_top(tmp_path: Path) -> None:
 
 
 def test_an_arm_that_does_not_exist(tmp_path: Path) -> None:
-    done = bench(tmp_path, "arms=[torchrec/sparsedist]")
+    # Started anew: no fork of what has imported everything.
+    done = bench(tmp_path, "arms=[torchrec/sparsedist]", run=subprocess.run)
     assert done.returncode == 1
     assert done.stderr.startswith("error: ValueError: unknown arm 'torchrec/sparsedist'. Did you mean")
     assert "Traceback" not in done.stderr

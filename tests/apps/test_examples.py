@@ -1,6 +1,6 @@
 """The examples run as their READMEs say, on two CPU processes.
 
-existing_module runs in interpreters that import everything; the others are forked. test_pages.py runs that of torchrun.
+test_pages.py runs that of torchrun, in interpreters that import everything; these here are forked.
 """
 
 from __future__ import annotations
@@ -10,9 +10,7 @@ import os
 import re
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -24,21 +22,19 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 @pytest.mark.parametrize(
-    ("story", "python", "number"),
+    ("story", "number"),
     [
-        ("existing_module", [sys.executable], r"loss after 200 steps: (?P<loss>0\.\d+)"),
+        ("existing_module", r"loss after 200 steps: (?P<loss>0\.\d+)"),
         (
             "serve_beside_training",
-            [sys.executable],
             r"step 150: validation AUC trained (?P<auc>0\.\d+), served (?P=auc): equal\nage of the served tables",
         ),
-        ("sequence_model", [sys.executable], r"next items found after 400 steps: (?P<hits>0\.\d+)"),
+        ("sequence_model", r"next items found after 400 steps: (?P<hits>0\.\d+)"),
     ],
     ids=["existing_module", "serve_beside_training", "sequence_model"],
 )
-def test_an_example_learns(story: str, python: list[str], number: str, tmp_path: Path) -> None:
-    run = subprocess.run if story == "existing_module" else interpreters.run
-    said = _run(story, "train.py", python, tmp_path, run=run)
+def test_an_example_learns(story: str, number: str, tmp_path: Path) -> None:
+    said = _run(story, "train.py", tmp_path)
     found = re.search(number, said)
     assert found, said
     values = {name: float(value) for name, value in found.groupdict().items()}
@@ -47,19 +43,12 @@ def test_an_example_learns(story: str, python: list[str], number: str, tmp_path:
     assert values.get("hits", 1) > 0.35  # of at most 0.5
 
 
-def _run(
-    story: str,
-    name: str,
-    python: list[str],
-    folder: Path,
-    *arguments: str,
-    run: Callable[..., Any] = interpreters.run,
-) -> str:
+def _run(story: str, name: str, folder: Path, *arguments: str) -> str:
     """Run a script of an example in a folder; return what it prints."""
     script = ROOT / "examples" / story / name
     assert f"examples/{story}/{name}" in (script.parent / "README.md").read_text(encoding="utf-8")
-    done: subprocess.CompletedProcess[str] = run(
-        [*python, str(script), *arguments],
+    done: subprocess.CompletedProcess[str] = interpreters.run(
+        [sys.executable, str(script), *arguments],
         cwd=folder,
         env=os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
         capture_output=True,
@@ -84,9 +73,9 @@ def test_a_project_moves_over(tmp_path: Path) -> None:
     assert "_filter(self.named_parameters())" in lines[0]
     assert "strategy = OverlapEmbeddingStrategy(" in lines[1]
 
-    said = _run("move_over", "before.py", [sys.executable], tmp_path)
-    said += _run("move_over", "after.py", [sys.executable], tmp_path, "--resume", "before.ckpt")
-    said += _run("move_over", "serve.py", [sys.executable], tmp_path)
+    said = _run("move_over", "before.py", tmp_path)
+    said += _run("move_over", "after.py", tmp_path, "--resume", "before.ckpt")
+    said += _run("move_over", "serve.py", tmp_path)
     found = re.search(r"epoch 1: test AUC (0\.\d+)\nepoch 2: test AUC (0\.\d+)\nserved: test AUC (0\.\d+)", said)
     assert found, said
     old, new_auc, served = map(float, found.groups())
