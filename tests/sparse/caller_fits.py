@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import datetime
+import functools
 import threading
 import warnings
 from collections.abc import Callable, Iterator
@@ -139,6 +140,13 @@ class _Whole(nn.Module):
         return self.module.training_step(*args)
 
 
+@functools.cache
+def _group_of_tables() -> dist.ProcessGroup:
+    """Apart from that of dense gradients; one for all loops: a thread of each looks for work 100 times a second."""
+    group: dist.ProcessGroup = dist.new_group()
+    return group
+
+
 def by_hand(model: str) -> Result:
     """Train a module by plain DistributedModelParallel in a loop, automatic optimization only."""
     cls, case = MODELS[model]
@@ -148,10 +156,9 @@ def by_hand(model: str) -> Result:
     plan = make_plan(case, module, dist.get_world_size())
     whole = _Whole(module)
     plan = replace(plan, plan={f"module.{name}": of_module for name, of_module in plan.plan.items()})
-    group = dist.new_group()  # apart from that of dense gradients
     dmp = DistributedModelParallel(
         whole,
-        env=ShardingEnv.from_process_group(group),
+        env=ShardingEnv.from_process_group(_group_of_tables()),
         device=torch.device("cpu"),
         plan=plan,
         init_data_parallel=False,

@@ -316,6 +316,7 @@ def main() -> None:
     for shared in list(weakref.finalize._registry):  # type: ignore[attr-defined]
         shared.atexit = False  # of what all share: tens of milliseconds for each program
     gc.collect()
+    gc.set_threshold(20_000)  # from 700: a sixth of the tests' CPU went into looking for cycles after so few objects
     gc.freeze()  # an interpreter that ends, or collects, would copy every page of what it shares with its parent
     while link is not None:
         program, files = _serve(link)
