@@ -15,12 +15,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.utils._pytree import register_pytree_node, tree_map_only
-from torchrec.distributed.embeddingbag import ShardedEmbeddingBagCollection
 from torchrec.modules.embedding_modules import get_embedding_names_by_table
 from torchrec.sparse.jagged_tensor import KeyedTensor
 from typing_extensions import override
 
-from .supported_modules import table_modules
+from .supported_modules import configs_of, table_modules
 
 
 class ConfigOrderKeyedTensor(KeyedTensor):  # type: ignore[misc]
@@ -88,11 +87,10 @@ def answer_in_config_order(model: nn.Module) -> None:
     for module in table_modules(model).values():
         if hasattr(module, "names_in_order"):
             continue
-        bags = isinstance(module, ShardedEmbeddingBagCollection)
-        configs = module._embedding_bag_configs if bags else module._embedding_configs
         cls: Any = type(module)
         module.__class__ = _in_order(cls)
-        module.names_in_order = [name for names in get_embedding_names_by_table(configs) for name in names]
+        names_by_table = get_embedding_names_by_table(configs_of(module))
+        module.names_in_order = [name for names in names_by_table for name in names]
 
 
 @functools.cache
