@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import register_pytree_node, tree_map_only
+from torch.utils._pytree import register_pytree_node, tree_leaves, tree_map_only
 from torchrec.modules.embedding_modules import get_embedding_names_by_table
 from torchrec.sparse.jagged_tensor import KeyedTensor
 from typing_extensions import override
@@ -80,6 +80,15 @@ register_pytree_node(
 def without_graph(answer: Any) -> Any:
     """Return a collection's answer, of tensors of any shape, KeyedTensors or JaggedTensors, detached from its graph."""
     return tree_map_only(Tensor, Tensor.detach, answer)
+
+
+def call_in_backward(answer: Any, call: Callable[[], None]) -> None:
+    """Have a function called in every backward that reaches a collection's answer: once or several times."""
+    # Gradients of single columns do not pass by the `values()` of a KeyedTensor that moves them.
+    parts = tree_leaves(answer, is_leaf=lambda part: isinstance(part, KeyedTensor))
+    for tensor in (part._values if isinstance(part, KeyedTensor) else part for part in parts):
+        if isinstance(tensor, Tensor) and tensor.requires_grad:
+            tensor.register_hook(lambda _: call())
 
 
 def answer_in_config_order(model: nn.Module) -> None:
