@@ -16,7 +16,7 @@ from torchrec.distributed.types import LazyAwaitable
 
 from ..runtime import InFlightBatch, LookupOrder
 from ..schedules import Stage, StreamName
-from ..tables import tbes, without_backward, without_graph
+from ..tables import count_backwards, tbes, without_backward, without_graph
 from .lookup import LookupThreads, deferring_update
 from .module_context import ModuleContext, autocast_of, wait_for
 from .options import SparseOptions
@@ -111,7 +111,10 @@ class Answers:
         checkpointed = inflight is not None and torch.is_grad_enabled() and _saving_is_hooked()
         with _keeping_saved() if checkpointed else nullcontext():
             found = self._on_compute_stream(pipelined.module, inflight, look_up_now)
-        as_called = partial(_waited_for_as_called, keeps_saved=checkpointed)
+        # Between two steps, or in an evaluation: nobody sees the end of a backward that may follow.
+        watched = torch.is_grad_enabled() and (inflight is None or not self._options.trains)
+        note = partial(count_backwards, pipelined.module) if watched else None
+        as_called = partial(_waited_for_as_called, keeps_saved=checkpointed, note=note)
         answer = tuple(map(as_called, found)) if isinstance(found, tuple) else as_called(found)
         if checkpointed and not in_backward:
             pipelined.keep_answer(given, answer)
@@ -220,10 +223,17 @@ class Answers:
 # -- the caller's modes ---------------------------------------------------------------------------------------------
 
 
-def _waited_for_as_called(found: Any, *, keeps_saved: bool) -> Any:
+def _waited_for_as_called(found: Any, *, keeps_saved: bool, note: Callable[[Any], None] | None) -> Any:
     if not isinstance(found, LazyAwaitable):
         return found
-    return LazyEmbeddings(partial(_keep_saved, found.wait) if keeps_saved else found.wait)
+    receive = partial(_keep_saved, found.wait) if keeps_saved else found.wait
+    return LazyEmbeddings(receive if note is None else partial(_noted, receive, note))
+
+
+def _noted(receive: Callable[[], Any], note: Callable[[Any], None]) -> Any:
+    answer = receive()
+    note(answer)
+    return answer
 
 
 def _saving_is_hooked() -> bool:

@@ -19,7 +19,7 @@ from ..tables import (
     caching_tbes,
     forget_prefetched,
     has_dense_weights,
-    num_fused_writes,
+    num_writes,
     owners_of_parts,
     spec_of,
     tbes,
@@ -272,10 +272,10 @@ class SparsePipeline:
         """Whether somebody has written tables of this rank after they were looked up for one of these batches."""
         self.finish_lookups()
         # Nobody has written any table since all of these were found as they were looked up: the usual case.
-        num_writes = [num_fused_writes(pipelined.module) for pipelined in self._forwards.values()]
-        if num_writes == self._num_writes_seen and not self._has_dense_tables:
+        found = [num_writes(one.module, WeightOwner.FUSED_BACKWARD) for one in self._forwards.values()]
+        if found == self._num_writes_seen and not self._has_dense_tables:
             return False
-        self._num_writes_seen = num_writes
+        self._num_writes_seen = found
         return any(
             state.is_overwritten() for inflight in batches for state in inflight.modules.values() if not state.served
         )

@@ -61,6 +61,7 @@ from .table import has_tables as has_tables
 from .table import table_optimizers as table_optimizers
 from .table import training_sharders as training_sharders
 from .write_counts import SentInput as SentInput
+from .write_counts import count_backwards as count_backwards
 from .write_counts import count_writes as count_writes
 from .write_counts import fused_writes as fused_writes
 from .write_counts import has_dense_weights as has_dense_weights

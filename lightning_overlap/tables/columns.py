@@ -14,13 +14,12 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import register_pytree_node, tree_map_only
-from torchrec.distributed.embeddingbag import ShardedEmbeddingBagCollection
+from torch.utils._pytree import register_pytree_node, tree_leaves, tree_map_only
 from torchrec.modules.embedding_modules import get_embedding_names_by_table
 from torchrec.sparse.jagged_tensor import KeyedTensor
 from typing_extensions import override
 
-from .supported_modules import table_modules
+from .supported_modules import configs_of, table_modules
 
 
 class ConfigOrderKeyedTensor(KeyedTensor):  # type: ignore[misc]
@@ -83,16 +82,24 @@ def without_graph(answer: Any) -> Any:
     return tree_map_only(Tensor, Tensor.detach, answer)
 
 
+def call_in_backward(answer: Any, call: Callable[[], None]) -> None:
+    """Have a function called in every backward that reaches a collection's answer: once or several times."""
+    # Gradients of single columns do not pass by the `values()` of a KeyedTensor that moves them.
+    parts = tree_leaves(answer, is_leaf=lambda part: isinstance(part, KeyedTensor))
+    for tensor in (part._values if isinstance(part, KeyedTensor) else part for part in parts):
+        if isinstance(tensor, Tensor) and tensor.requires_grad:
+            tensor.register_hook(lambda _: call())
+
+
 def answer_in_config_order(model: nn.Module) -> None:
     """Let every sharded collection of a model answer in the order of its configs, from now on."""
     for module in table_modules(model).values():
         if hasattr(module, "names_in_order"):
             continue
-        bags = isinstance(module, ShardedEmbeddingBagCollection)
-        configs = module._embedding_bag_configs if bags else module._embedding_configs
         cls: Any = type(module)
         module.__class__ = _in_order(cls)
-        module.names_in_order = [name for names in get_embedding_names_by_table(configs) for name in names]
+        names_by_table = get_embedding_names_by_table(configs_of(module))
+        module.names_in_order = [name for names in names_by_table for name in names]
 
 
 @functools.cache

@@ -44,7 +44,7 @@ PRIVATE_NAMES: Mapping[str, tuple[str, ...]] = {
     "KJTAllToAll": ("_splits", "_stagger"),
     "KJTAllToAllTensorsAwaitable": ("_input", "_output_tensors"),
     "SparseFeaturesDist": ("_dist",),
-    "KeyedJaggedTensor": ("_length_per_key", "_lengths", "_values", "_weights"),
+    "KeyedJaggedTensor": ("_inverse_indices", "_length_per_key", "_lengths", "_values", "_weights"),
     "KJTSplitsAllToAllMeta": ("_input",),
     "torchrec.distributed.dist_data": ("_get_recat",),
     "torchrec.distributed.embedding_sharding": ("_set_sharding_context_intra_a2a",),

@@ -23,6 +23,7 @@ from typing_extensions import override
 
 from ..text import some, unknown_name_message
 from .columns import answer_in_config_order
+from .features import find_features_by_name
 from .optimizer_checks import FusedOptimizer, apply_fused_optimizer, check_fused_optimizer, warn_of_dense_tables
 from .quantized_comms import Codecs, check_plan, check_quantized_comms, codecs_of
 from .replicas import make_replicas
@@ -150,8 +151,9 @@ def _refuse_other_codecs(model: nn.Module, comms: QCommsConfig | None) -> None:
 
 
 def _watch(model: nn.Module) -> None:
-    """Let modules answer in the order of their configs, be copied, and have writes to their tables counted."""
+    """Let modules go by names as the unsharded ones do, be copied, and have writes to their tables counted."""
     answer_in_config_order(model)
+    find_features_by_name(model)
     watch_tables(model)
     for module in sharded_modules(model).values():  # it has process groups and hooks that nobody can copy or pickle
         copyreg.pickle(type(module), _left_behind)

@@ -67,6 +67,12 @@ def tables_of(module: Any) -> Any:
     return getattr(module, kind.tables) if kind.tables else module
 
 
+def configs_of(tables: Any) -> list[Any]:
+    """Return the configs of the tables of a sharded collection."""
+    bags = isinstance(tables, ShardedEmbeddingBagCollection)
+    return list(tables._embedding_bag_configs if bags else tables._embedding_configs)
+
+
 def holds_sequences(module: Any) -> bool:
     """Whether a module answers with an embedding for each id, and not with pooled embeddings."""
     return spec_of(module) is not None and isinstance(tables_of(module), ShardedEmbeddingCollection)

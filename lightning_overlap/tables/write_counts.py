@@ -17,6 +17,7 @@ from torchrec.optim.optimizers import in_backward_optimizer_filter
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from ..schedules import WeightOwner
+from .columns import call_in_backward
 from .replicas import replica_kernels
 from .sharded_module import read_once, tbes
 from .supported_modules import sharded_modules
@@ -106,17 +107,34 @@ def has_dense_weights(module: Any) -> bool:
     return bool(_dense_weights(module))
 
 
+def count_backwards(module: Any, answer: Any) -> None:
+    """Count each backward of an answer that a module has given outside of a training step, once it has written tables.
+
+    What it writes FBGEMM's kernels do not count, and no step's end shows it.
+    """
+
+    def count() -> None:
+        _num_backwards[module] = _num_backwards.get(module, 0) + 1
+
+    queue = torch.autograd.Variable._execution_engine.queue_callback
+    call_in_backward(answer, lambda: queue(count))
+
+
+_num_backwards: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
+"""Sharded module -> backwards of `count_backwards`."""
+
+
 def fused_writes(model: nn.Module) -> int:
     """Return how often somebody other than a fused backward has written the fused tables of a sharded model."""
     return sum(write for module in sharded_modules(model).values() for write in num_fused_writes(module))
 
 
 def num_writes(module: Any, owner: WeightOwner) -> tuple[int, ...]:
-    """Return how often somebody other than a fused backward has written each weight that a lookup reads.
+    """Return how often somebody other than a step's fused backward has written each weight that a lookup reads.
 
     The owner is the last writer of the tables that were looked up; the dense optimizer has written its own before that.
     """
     if owner is WeightOwner.LOOKUP:
         return ()
     dense = _dense_weights(module) if owner is WeightOwner.DENSE_OPTIMIZER else []
-    return (*num_fused_writes(module), *(weight._version for weight in dense))
+    return (_num_backwards.get(module, 0), *num_fused_writes(module), *(weight._version for weight in dense))

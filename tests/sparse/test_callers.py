@@ -152,7 +152,7 @@ def test_skipped_batches_in_a_longer_epoch(
 # -- tables that the user writes --------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("model", ["clamps", "clamps_data", "clamps_state", "clamps_before_the_step"])
+@pytest.mark.parametrize("model", ["clamps", "clamps_data", "clamps_state", "clamps_before_the_step", "trains_between"])
 def test_the_next_lookup_sees_tables_written_at_the_end_of_a_batch(two_ranks: Ranks, model: str) -> None:
     outcome = _same_as_by_hand(two_ranks, model, "fused_sparse_dist")
     [message] = outcome.messages
